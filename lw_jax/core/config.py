@@ -1,0 +1,281 @@
+"""ConfigDict at the door, frozen dataclasses inside.
+
+The field names equal the keys of `configs/base.py`, where each key's default, unit and reason stand; what their values
+may be stands in `lw_jax/core/validation.py`.
+"""
+
+import dataclasses
+import difflib
+import hashlib
+import json
+import math
+import re
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+from lw_jax.core.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class LLM:
+    """One frozen reader."""
+
+    source: str
+    sha256: str
+    weights: str
+    template: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """What writes a text into latents."""
+
+    kind: str
+    source: str
+    sha256: str
+    layers: int
+    slots: int
+    width: int
+    window: int
+    pooling: str
+    rate: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """What turns latents into a reader's soft prefix."""
+
+    hidden: int
+    calibration: str
+    rate: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """The words around text and question."""
+
+    user: str
+    system: str
+    anchor: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Examples and the lengths they are held to."""
+
+    train: str
+    validation: str
+    train_limit: int
+    validation_limit: int
+    cards: int
+    validation_cards: int
+    facts: int
+    context_tokens: int
+    question_tokens: int
+    answer_tokens: int
+    overlong: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """Weights of the objective's terms."""
+
+    ce: float
+    kl: float
+    temperature: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+    """AdamW and its schedule."""
+
+    learning_rate: float
+    warmup_steps: int
+    end_fraction: float
+    weight_decay: float
+    clip_norm: float
+    b1: float
+    b2: float
+    eps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """How long, how much at once, how often told and saved."""
+
+    steps: int
+    global_batch: int
+    micro_batch: int
+    log_every: int
+    eval_every: int
+    checkpoint_every: int
+    keep: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """Where the frozen readers lie."""
+
+    placement: str
+    data: int
+    model: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """Arithmetic and recomputation."""
+
+    dtype: str
+    remat: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """What is measured after training."""
+
+    examples: int
+    batch: int
+    max_new_tokens: int
+    rows: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Selfmade:
+    """Sizes of the tiny readers that the project trains itself."""
+
+    layers: int
+    width: int
+    heads: int
+    kv_heads: int
+    ffn: int
+    steps: int
+    batch: int
+    learning_rate: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """Everything that a run is told."""
+
+    recipe: str
+    seed: int
+    llms: dict[str, LLM]
+    encoder: Encoder
+    adapter: Adapter
+    prompt: Prompt
+    data: Data
+    loss: Loss
+    optim: Optim
+    train: Train
+    mesh: Mesh
+    compute: Compute
+    eval: Eval
+    selfmade: Selfmade
+
+
+# What decides how fast and where a run computes, how often it reports and what is asked of it afterwards, but not
+# what it learns. Everything else makes two runs different runs.
+_NOT_MEANING = re.compile(
+    r"train\.(log_every|eval_every|checkpoint_every|keep|micro_batch)|mesh\..*|compute\.remat|eval\..*"
+)
+
+
+class Values(Protocol):
+    """Named values, nested: a dict or a ConfigDict, which is no Mapping."""
+
+    def items(self) -> Any:
+        """Returns (name, value) pairs."""
+        ...
+
+
+def build(values: Values) -> Config:
+    """Returns the frozen configuration of a ConfigDict or a plain dict.
+
+    Raises:
+      UserError: a key is unknown or missing, or its value has another type than `configs/base.py` gives it.
+    """
+    return _build(Config, values, "config")
+
+
+def to_dict(cfg: Config) -> dict[str, Any]:
+    """Returns nested plain dicts that `json` can write and `build` can read."""
+    return json.loads(json.dumps(dataclasses.asdict(cfg)))
+
+
+def flatten(values: Values, prefix: str = "") -> dict[str, Any]:
+    """Returns one entry a value, by its dotted path; lists become tuples."""
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        if hasattr(value, "items"):  # a ConfigDict is no Mapping
+            flat |= flatten(value, f"{prefix}{key}.")
+        else:
+            flat[prefix + key] = tuple(value) if isinstance(value, list) else value
+    return flat
+
+
+def diff(old: Values, new: Values) -> list[str]:
+    """Returns one line for each value in which two configurations (nested or flat dicts) differ."""
+    a, b = flatten(old), flatten(new)
+    return [
+        f"{path}: {_shown(a, path)} -> {_shown(b, path)}"
+        for path in sorted(a.keys() | b.keys())
+        if _shown(a, path) != _shown(b, path)
+    ]
+
+
+def meaning(cfg: Config) -> dict[str, Any]:
+    """Returns, by path, the values that decide what a run learns: the same on every machine and mesh."""
+    return {path: value for path, value in flatten(to_dict(cfg)).items() if not _NOT_MEANING.fullmatch(path)}
+
+
+def digest(values: Config | Values) -> str:
+    """Returns 16 hex digits that are equal for equal values, in any process and on any Python."""
+    plain = flatten(to_dict(values) if isinstance(values, Config) else values)
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def suggest(name: str, known: typing.Iterable[str]) -> str:
+    """Returns ' Did you mean ...?' for the nearest known name, or nothing."""
+    close = difflib.get_close_matches(name, list(known), n=1)
+    return f" Did you mean {close[0]!r}?" if close else ""
+
+
+def _shown(flat: Mapping[str, Any], path: str) -> str:
+    return repr(flat[path]) if path in flat else "(absent)"
+
+
+def _build(cls: type, values: Any, path: str) -> Any:
+    if not hasattr(values, "items"):
+        raise UserError(f"{path} = {values!r}: a section of keys is needed, as in configs/base.py.")
+    hints = typing.get_type_hints(cls)
+    given = dict(values.items())
+    for key in given:
+        if key not in hints:
+            raise UserError(f"{path}.{key} is no known key.{suggest(key, hints)} configs/base.py lists them all.")
+    if missing := [key for key in hints if key not in given]:
+        raise UserError(f"{path}.{missing[0]} is missing; start from configs/base.py, which gives every key a value.")
+    return cls(**{key: _convert(hint, given[key], f"{path}.{key}") for key, hint in hints.items()})
+
+
+def _convert(hint: Any, value: Any, path: str) -> Any:
+    if dataclasses.is_dataclass(hint):
+        return _build(typing.cast(type, hint), value, path)
+    if typing.get_origin(hint) is dict:
+        if not hasattr(value, "items"):
+            raise UserError(f"{path} = {value!r}: named entries are needed, as in configs/default.py.")
+        element = typing.get_args(hint)[1]
+        return {str(name): _build(element, entry, f"{path}.{name}") for name, entry in value.items()}
+    if isinstance(hint, types.GenericAlias):
+        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+            return tuple(value)
+        raise UserError(f"{path} = {value!r}: a tuple of words is needed.")
+    if hint is float and type(value) is int:
+        return float(value)
+    if type(value) is not hint or (hint is float and not math.isfinite(value)):
+        raise UserError(f"{path} = {value!r}: {_KINDS[hint]} is needed.")
+    return value
+
+
+_KINDS = {int: "a whole number", float: "a finite number", str: "a string"}

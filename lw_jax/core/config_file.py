@@ -1,0 +1,105 @@
+"""From `--config FILE[:recipe]` and `--config.section.key=value` to one ConfigDict; knows no verb and no JAX."""
+
+import importlib.util
+import inspect
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from absl import flags
+from ml_collections import ConfigDict, config_flags
+
+from lw_jax.core.config import Values, flatten, suggest
+from lw_jax.core.errors import UserError
+
+
+def split(spec: str) -> tuple[str, str]:
+    """Returns (path, recipe) of `FILE.py[:recipe]`; the recipe is empty when it is not named."""
+    match = re.fullmatch(r"(.+\.py)(?::(\w+))?", spec)
+    if not match:
+        raise UserError(f"--config {spec}: a Python file is needed, FILE.py or FILE.py:recipe.")
+    return match[1], match[2] or ""
+
+
+def find(path: str, *, root: Path) -> Path:
+    """Returns the file, looked for from the current folder and then from `root`."""
+    for candidate in (Path(path).expanduser(), root / path):
+        if candidate.is_file():
+            return candidate.resolve()
+    known = sorted(f"configs/{file.name}" for file in (root / "configs").glob("[a-z]*.py"))
+    raise UserError(f"--config {path}: no such file, from here or from {root}.{suggest(path, known)}")
+
+
+def load(spec: str, *, root: Path) -> ConfigDict:
+    """Returns what the file's `get_config` returns, given the recipe after the colon.
+
+    Raises:
+      UserError: the file is missing, is no Python or has no `get_config`.
+    """
+    path, recipe = split(spec)
+    file = find(path, root=root)
+    module_spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
+    assert module_spec is not None and module_spec.loader is not None  # a .py file always has a loader
+    module = importlib.util.module_from_spec(module_spec)
+    try:
+        module_spec.loader.exec_module(module)
+    except SyntaxError as error:
+        raise UserError(f"{error.filename}:{error.lineno}: {error.msg}; the configuration must be Python.") from error
+    get_config = getattr(module, "get_config", None)
+    if get_config is None:
+        raise UserError(f"{file}: it defines no get_config(recipe); start from configs/default.py.")
+    if recipe and not inspect.signature(get_config).parameters:
+        raise UserError(f"--config {spec}: get_config() of that file takes no recipe; leave ':{recipe}' out.")
+    config = get_config(recipe) if recipe else get_config()
+    if not isinstance(config, ConfigDict):
+        raise UserError(f"{file}: get_config returned {type(config).__name__}, a ConfigDict is needed.")
+    return config
+
+
+def take_assignments(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Returns ({path: value} of the `--config.path=value` and `--config.path value` words, the other words)."""
+    assignments: dict[str, str] = {}
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if not word.startswith("--config."):
+            rest.append(word)
+            continue
+        path, equals, value = word.removeprefix("--config.").partition("=")
+        if not equals:
+            value = next(words, None)
+            if value is None or value.startswith("--"):
+                raise UserError(f"--config.{path}: a value is needed, --config.{path}=VALUE.")
+        assignments[path] = value
+    return assignments, rest
+
+
+def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
+    """Sets single values in place, each parsed as the type that it replaces.
+
+    Raises:
+      UserError: a path is unknown or a section, or a value has another type.
+    """
+    flat = flatten(config)
+    for path, text in assignments.items():
+        if path not in flat:
+            section = [key for key in flat if key.startswith(f"{path}.")]
+            hint = f" It is a section; set one of its keys, as {section[0]!r}." if section else suggest(path, flat)
+            raise UserError(f"--config.{path}: no such key.{hint}")
+        if isinstance(flat[path], tuple) and not text.startswith("("):
+            text = repr(tuple(text.split(",")))
+        argv = ["run.py", f"--config.{path}={text}"]
+        values = flags.FlagValues()
+        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv, lock_config=False)
+        try:
+            values(argv)
+        except flags.Error as error:
+            kind = type(flat[path]).__name__
+            raise UserError(f"--config.{path}={text}: a value of type {kind} is needed, as {flat[path]!r}.") from error
+
+
+def trace(base: Values, config: Values, assignments: Mapping[str, str]) -> dict[str, str]:
+    """Returns, by path, where a value comes from: "base", "config" (the file changed it) or "command line"."""
+    defaults = flatten(base)
+    origins = {path: "base" if defaults.get(path) == value else "config" for path, value in flatten(config).items()}
+    return origins | dict.fromkeys(assignments, "command line")

@@ -1,0 +1,99 @@
+"""The process: its start, its devices, its end by signal."""
+
+import importlib.metadata
+import os
+import platform
+import signal
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Self
+
+import jax
+
+REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: stopped on request, all is saved, start the same command again
+PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
+
+
+def start() -> bool:
+    """Joins the processes of a SLURM step of several tasks, and says whether there are several.
+
+    Only `srun` with more than one task counts (SLURM_NTASKS > 1 with SLURM_PROCID and SLURM_STEP_NODELIST, which
+    JAX's own detection reads): inside a bare `salloc` or batch script one process drives all devices of its node.
+    Must be called before anything touches a device.
+    """
+    if jax.distributed.is_initialized():
+        return jax.process_count() > 1
+    inside_step = {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= os.environ.keys()
+    if not inside_step or int(os.environ.get("SLURM_NTASKS", "1")) < 2:
+        return False
+    jax.distributed.initialize()
+    return True
+
+
+def facts() -> dict[str, Any]:
+    """Returns what the run stands on: devices, their memory in bytes (None where not told), processes, versions."""
+    device = jax.local_devices()[0]
+    memory = device.memory_stats() or {}
+    return {
+        "platform": device.platform,
+        "device_kind": device.device_kind,
+        "devices": jax.device_count(),
+        "local_devices": jax.local_device_count(),
+        "memory_bytes": memory.get("bytes_limit"),
+        "process_index": jax.process_index(),
+        "process_count": jax.process_count(),
+        "versions": versions(),
+    }
+
+
+def versions() -> dict[str, str]:
+    """Returns the versions of Python and of the packages that decide numbers; an absent one is left out."""
+    found = {"python": platform.python_version()}
+    installed = {name: list(importlib.metadata.distributions(name=name)) for name in PACKAGES}
+    return found | {name: matches[0].version for name, matches in installed.items() if matches}
+
+
+def enable_compile_cache(folder: Path) -> None:
+    """Keeps compiled programs in `folder` for the next process (those that took JAX's threshold of a second)."""
+    folder.mkdir(parents=True, exist_ok=True)
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+
+
+class Preemption:
+    """Turns SIGTERM and the first Ctrl-C into a question that the training loop asks after each step.
+
+    One process: the handlers only set a flag; a second Ctrl-C raises KeyboardInterrupt at once. Several processes:
+    JAX listens to SIGTERM itself and lets all of them agree on the step, so no handler is installed.
+    """
+
+    def __init__(self) -> None:
+        self._signal: int | None = None
+        self._previous: dict[int, Callable[..., Any] | int | None] = {}
+
+    def __enter__(self) -> Self:
+        """Installs the handlers; raises ValueError outside the main thread, where Python allows none."""
+        if jax.process_count() == 1:
+            self._previous = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Puts the previous handlers back."""
+        for number, handler in self._previous.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+        self._previous = {}
+
+    def requested(self, step: int) -> bool:
+        """Says whether to save and stop after `step`; every process asks at every step and gets the same answer."""
+        if jax.process_count() == 1:
+            return self._signal is not None
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.reached_preemption_sync_point(step)
+
+    def _hear(self, number: int, _: types.FrameType | None) -> None:
+        if number == signal.SIGINT and self._signal == signal.SIGINT:
+            raise KeyboardInterrupt
+        self._signal = number
+        # os.write: print is not safe inside a handler that may have interrupted another print.
+        os.write(2, b"\nstopping after this step; everything is saved first (Ctrl-C again: stop at once)\n")

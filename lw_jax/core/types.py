@@ -1,0 +1,27 @@
+"""Shared array aliases and small value types.
+
+Dimension letters, everywhere in annotations and einsums: batch b, source tokens s, latent slots m, latent width z,
+target tokens t, model width d, heads h, kv heads k, head width e, ffn f, vocabulary v, layers l.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+
+Tree = Any  # nested dicts of arrays (or of ShapeDtypeStructs)
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class LossTerms:
+    """What a recipe's loss returns: sums and counts, so that accumulation and resharding are exact.
+
+    The objective is sum / weight over the whole global batch; `terms` maps a metric's name to its own (sum, weight).
+    """
+
+    sum: jax.Array
+    weight: jax.Array
+    terms: dict[str, tuple[jax.Array, jax.Array]]
+
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # the config's words for what jax calls

@@ -1,0 +1,196 @@
+"""What the values of a configuration may be: checked once, at the door, before a device starts.
+
+Every refusal names the key, its value, the rule and the remedy.
+"""
+
+import fnmatch
+import re
+import string
+from typing import Any, NoReturn
+
+from lw_jax.core.config import Config, flatten, suggest, to_dict
+from lw_jax.core.errors import UserError
+
+# What a word may be, by path; "*" stands for every reader's name.
+CHOICES = {
+    "recipe": ("latentwire", "reader"),
+    "llms.*.weights": ("fp32", "bf16"),
+    "llms.*.template": ("plain", "chat"),
+    "encoder.kind": ("lm", "bytes"),
+    "encoder.pooling": ("windows", "queries"),
+    "adapter.calibration": ("init", "always"),
+    "data.overlong": ("refuse", "drop", "cut"),
+    "mesh.placement": ("replicate", "fsdp", "tensor"),
+    "compute.dtype": ("fp32", "bf16"),
+    "compute.remat": ("none", "dots", "full"),
+    "eval.rows": ("text", "latents", "shuffled", "zero", "none", "truncated"),
+}
+LATER = ("int8", "nf4", "dpo", "ttt")
+SELFMADE = ("llama", "qwen")
+
+ABOVE_ZERO = (
+    *("encoder.slots", "encoder.width", "encoder.window", "adapter.hidden"),
+    *("data.cards", "data.validation_cards", "data.facts", "data.context_tokens", "data.question_tokens"),
+    *("loss.temperature", "optim.learning_rate", "optim.clip_norm", "optim.eps"),
+    *("train.steps", "train.global_batch", "train.log_every", "train.checkpoint_every", "train.keep"),
+    *("mesh.model", "eval.batch", "eval.max_new_tokens", "selfmade.*"),
+)
+NOT_BELOW_ZERO = (
+    *("seed", "encoder.layers", "encoder.rate", "adapter.rate", "data.train_limit", "data.validation_limit"),
+    *("loss.ce", "loss.kl", "optim.warmup_steps", "optim.weight_decay", "optim.end_fraction", "optim.b1", "optim.b2"),
+    *("train.micro_batch", "train.eval_every", "eval.examples"),
+)
+
+
+def validate(cfg: Config) -> None:
+    """Refuses values that are out of range and combinations that cannot work.
+
+    Raises:
+      UserError: names the key, its value, the rule and the remedy.
+    """
+    flat = flatten(to_dict(cfg))
+    _check_words(flat)
+    _check_ranges(flat)
+    _check_llms(cfg)
+    _check_encoder(cfg)
+    _check_prompt(cfg)
+    _check_data(cfg)
+    _check_training(cfg)
+    _check_mesh(cfg)
+    _check_selfmade(cfg)
+
+
+def _refuse(path: str, value: Any, rule: str) -> NoReturn:
+    raise UserError(f"config.{path} = {value!r}: {rule}")
+
+
+def _check_words(flat: dict[str, Any]) -> None:
+    for pattern, choices in CHOICES.items():
+        for path in fnmatch.filter(flat, pattern):
+            words = flat[path] if isinstance(flat[path], tuple) else (flat[path],)
+            if not words or len(set(words)) < len(words):
+                _refuse(path, flat[path], f"one or more of {', '.join(choices)} is needed, each once.")
+            for word in words:
+                if word in LATER:
+                    _refuse(path, word, f"it comes with a later release; now: {', '.join(choices)}.")
+                if word not in choices:
+                    _refuse(path, word, f"known are {', '.join(choices)}.{suggest(word, choices)}")
+
+
+def _check_ranges(flat: dict[str, Any]) -> None:
+    for pattern in ABOVE_ZERO:
+        for path in fnmatch.filter(flat, pattern):
+            if flat[path] <= 0:
+                _refuse(path, flat[path], "it must be above 0.")
+    for path in NOT_BELOW_ZERO:
+        if flat[path] < 0:
+            _refuse(path, flat[path], "it must not be below 0.")
+    for path in ("optim.b1", "optim.b2"):
+        if flat[path] >= 1:
+            _refuse(path, flat[path], "a decay must be below 1.")
+    if flat["optim.end_fraction"] > 1:
+        _refuse("optim.end_fraction", flat["optim.end_fraction"], "it is a fraction of the peak: 0 to 1.")
+
+
+def _check_llms(cfg: Config) -> None:
+    if not cfg.llms:
+        _refuse("llms", {}, "no reader is named; add one: c.llms.llama = base.llm(SOURCE), as in configs/default.py.")
+    for name, llm in cfg.llms.items():
+        path = f"llms.{name}"
+        if not re.fullmatch("[a-z][a-z0-9_]*", name):
+            _refuse("llms", name, "a reader's name is lower-case letters, digits and _, beginning with a letter.")
+        if not llm.source:
+            _refuse(f"{path}.source", "", "name a folder, a .gguf file, a hub id, pypi:... or selfmade:...")
+        kind, _, rest = llm.source.partition(":")
+        if kind == "selfmade" and rest not in SELFMADE:
+            _refuse(f"{path}.source", llm.source, f"known are {', '.join('selfmade:' + word for word in SELFMADE)}.")
+        _check_hash(f"{path}.sha256", llm.sha256)
+    if cfg.prompt.system and all(llm.template == "plain" for llm in cfg.llms.values()):
+        _refuse("prompt.system", cfg.prompt.system, "only chat templates hold it; set a reader's template to 'chat'.")
+
+
+def _check_hash(path: str, value: str) -> None:
+    if value and not re.fullmatch("[0-9a-f]{64}", value):
+        _refuse(path, value, "64 lower-case hex digits are needed, or nothing.")
+
+
+def _check_encoder(cfg: Config) -> None:
+    encoder = cfg.encoder
+    if encoder.kind == "lm" and not encoder.source:
+        _refuse("encoder.source", "", "encoder.kind 'lm' reads a pretrained body: name it, or choose kind 'bytes'.")
+    if encoder.kind == "bytes" and (encoder.source or encoder.sha256):
+        _refuse(
+            "encoder.source", encoder.source or encoder.sha256, "encoder.kind 'bytes' loads nothing: leave it empty."
+        )
+    _check_hash("encoder.sha256", encoder.sha256)
+    if encoder.slots > encoder.window:
+        rule = f"more slots than encoder.window = {encoder.window} has places; lower slots or widen the window."
+        _refuse("encoder.slots", encoder.slots, rule)
+
+
+def _check_prompt(cfg: Config) -> None:
+    user = cfg.prompt.user
+    remedy = "it needs {context} once and then {question} once, and no other braces (write {{ for a brace)."
+    try:
+        fields = [field for _, field, _, _ in string.Formatter().parse(user) if field is not None]
+    except ValueError as error:
+        raise UserError(f"config.prompt.user = {user!r}: {error}; {remedy}") from error
+    if fields != ["context", "question"]:
+        _refuse("prompt.user", user, remedy)
+
+
+def _check_data(cfg: Config) -> None:
+    data = cfg.data
+    for path, source in (("data.train", data.train), ("data.validation", data.validation)):
+        if not source:
+            _refuse(path, "", "name 'cards', a .json or .jsonl file, or hub:NAME.")
+    if data.train == data.validation and data.train != "cards" and not data.train.startswith("hub:"):
+        _refuse("data.validation", data.validation, "it is the training file; validate on another one.")
+    if data.answer_tokens < 2:
+        _refuse("data.answer_tokens", data.answer_tokens, "one answer token and EOS need 2.")
+    if data.question_tokens >= data.context_tokens:
+        rule = f"the question is part of the text prompt: it must be below data.context_tokens = {data.context_tokens}."
+        _refuse("data.question_tokens", data.question_tokens, rule)
+
+
+def _check_training(cfg: Config) -> None:
+    train, optim = cfg.train, cfg.optim
+    if cfg.loss.ce == 0 and cfg.loss.kl == 0:
+        _refuse("loss.ce", 0.0, "loss.kl is 0 as well: nothing would be learned; give one of them a weight.")
+    if optim.warmup_steps > train.steps:
+        rule = f"the warmup is longer than train.steps = {train.steps}; lower it or train longer."
+        _refuse("optim.warmup_steps", optim.warmup_steps, rule)
+    if train.micro_batch and train.global_batch % train.micro_batch:
+        rule = f"it must divide train.global_batch = {train.global_batch}; 0 takes a device's whole share."
+        _refuse("train.micro_batch", train.micro_batch, rule)
+
+
+def _check_mesh(cfg: Config) -> None:
+    mesh = cfg.mesh
+    if mesh.data != -1 and mesh.data < 1:
+        _refuse("mesh.data", mesh.data, "it must be above 0, or -1 for all devices that remain.")
+    if mesh.placement == "tensor" and mesh.model == 1:
+        _refuse(
+            "mesh.placement", "tensor", "it splits readers over mesh.model, which is 1; set mesh.model to 2 or more."
+        )
+    if mesh.placement != "tensor" and mesh.model > 1:
+        _refuse(
+            "mesh.model", mesh.model, f"placement {mesh.placement!r} leaves that axis idle; use 'tensor' or model 1."
+        )
+    if mesh.placement == "fsdp" and mesh.data == 1:
+        _refuse(
+            "mesh.placement", "fsdp", "it splits readers over mesh.data, which is 1; use 'replicate' or more devices."
+        )
+    share = max(mesh.data, 1) * max(cfg.train.micro_batch, 1)
+    if cfg.train.global_batch % share:
+        rule = f"it must be a multiple of mesh.data x train.micro_batch = {share}."
+        _refuse("train.global_batch", cfg.train.global_batch, rule)
+
+
+def _check_selfmade(cfg: Config) -> None:
+    sizes = cfg.selfmade
+    if sizes.heads % sizes.kv_heads:
+        _refuse("selfmade.kv_heads", sizes.kv_heads, f"it must divide selfmade.heads = {sizes.heads}.")
+    if sizes.width % (2 * sizes.heads):
+        rule = f"heads need an even width: a multiple of 2 x selfmade.heads = {2 * sizes.heads}."
+        _refuse("selfmade.width", sizes.width, rule)

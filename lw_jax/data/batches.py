@@ -1,0 +1,393 @@
+"""Examples as token ids: tokenised once, then collated into static-shape batches of numpy arrays.
+
+The only place where labels shift, and the only one that knows how a prompt is laid out. What is cut or dropped is
+counted and told. Nothing of an answer reaches any field but `answer_inputs`, `targets` and `weights`.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+
+from lw_jax.core import config
+from lw_jax.core.errors import UserError
+from lw_jax.data.examples import Example
+
+Batch = dict[str, Any]
+
+PROMPT_ROWS = ("text", "none", "truncated")  # the rows that read a whole prompt; other names need no field of their own
+MULTIPLE = 8  # widths are rounded up to it, so that data sets of similar lengths share one compiled program
+_CONTEXT, _QUESTION = "\ue000context\ue001", "\ue000question\ue001"  # private-use characters: stand-ins while rendering
+
+
+class SourceTokenizer(Protocol):
+    """What the encoder's side needs of a tokenizer."""
+
+    @property
+    def pad(self) -> int:
+        """Fills ids where the mask is False."""
+        ...
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Returns each text's ids, with nothing added."""
+        ...
+
+
+class ReaderTokenizer(SourceTokenizer, Protocol):
+    """What a reader's side needs of a tokenizer."""
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """Stands before every prompt: (BOS,) or nothing."""
+        ...
+
+    @property
+    def eos(self) -> int:
+        """Ends an answer."""
+        ...
+
+    def render_chat(self, user: str, *, system: str = "") -> str:
+        """Returns the chat template's text up to the reply."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """A reader's tokenizer and how its prompt is wrapped: "plain" or "chat"."""
+
+    tokenizer: ReaderTokenizer
+    template: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Everything that decides which ids an example becomes, and where its lengths end."""
+
+    prompt: config.Prompt
+    readers: dict[str, Reader]
+    source: SourceTokenizer
+    window: int  # longest source, in the encoder's tokens or bytes
+    slots: int  # context tokens of the row "truncated"
+    data: config.Data
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One reader's prompt text around the context and the question."""
+
+    before: str
+    middle: str
+    tail: str
+    gap: str  # what stands between the prompt and the answer
+
+    def after(self, question: str) -> str:
+        """Returns the text that follows the context."""
+        return self.middle + question + self.tail
+
+
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """One ragged batch field and the static shape it is padded to."""
+
+    ids: list[np.ndarray]  # i32, one row an example
+    width: int
+    pad: int
+    left: bool
+
+    def collate(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
+        """Returns ids i32[b width] and mask bool[b width]."""
+        ids = np.full((len(indices), self.width), self.pad, np.int32)
+        mask = np.zeros((len(indices), self.width), bool)
+        for row, index in enumerate(indices):
+            values = self.ids[index]
+            start = self.width - len(values) if self.left else 0
+            ids[row, start : start + len(values)] = values
+            mask[row, start : start + len(values)] = True
+        return {"ids": ids, "mask": mask}
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoded:
+    """A tokenised data set; `index` in a batch is a position in `examples`."""
+
+    examples: tuple[Example, ...]
+    source: Field
+    readers: dict[str, dict[str, Field]]  # before, after, answer (absent for prompts), and the asked prompt rows
+    counts: dict[str, int]  # given, kept, and what was dropped or cut for which reason
+
+    def __len__(self) -> int:
+        """Counts the examples kept."""
+        return len(self.examples)
+
+    def collate(self, indices: Sequence[int], *, rows: Iterable[str] | None = None) -> Batch:
+        """Returns the Batch of docs/architecture.md with all encoded prompt rows, or only the named ones."""
+        wanted = set(PROMPT_ROWS if rows is None else rows)
+        readers = {}
+        for name, fields in self.readers.items():
+            if rows is not None and (missing := wanted.intersection(PROMPT_ROWS) - fields.keys()):
+                raise UserError(
+                    f"batch rows {sorted(missing)} of {name!r} were not encoded; name them in encode(rows=)"
+                )
+            kept = (key for key in fields if key in ("before", "after") or key in wanted)
+            readers[name] = {key: fields[key].collate(indices) for key in kept}
+            if "answer" in fields:
+                readers[name] |= _shift(fields["answer"].collate(indices), fields["answer"].pad)
+        return {"source": self.source.collate(indices), "readers": readers, "index": np.array(indices, np.int32)}
+
+    def describe(self) -> list[str]:
+        """Returns lines for people: examples kept, dropped and cut, and every field's longest row / static width."""
+        lines = [f"{self.counts['kept']} of {self.counts['given']} examples kept"]
+        for reason, meaning in _REASONS.items():
+            if self.counts[reason]:
+                lines.append(f"{self.counts[reason]} {meaning}")
+        lines.append(f"source: {_span(self.source)}")
+        for name, fields in self.readers.items():
+            lines.append(f"{name}: " + ", ".join(f"{key} {_span(field)}" for key, field in fields.items()))
+        return lines
+
+
+_REASONS = {
+    "question": "dropped: the question with what follows it is longer than data.question_tokens",
+    "answer": "dropped: the answer with its EOS is longer than data.answer_tokens",
+    "boundary": "dropped: the end of the prompt (prompt.anchor) and the answer are not split where they are joined",
+    "prompt": "dropped: the prompt is longer than data.context_tokens even without its context",
+    "context": "dropped: the context is longer than encoder.window or data.context_tokens",
+    "source_cut": "sources cut at encoder.window",
+    "text_cut": "text prompts cut at data.context_tokens, their questions kept",
+}
+
+
+class _Ledger:
+    """What happens to which example; the first reason to drop one stands, whichever reader gave it."""
+
+    def __init__(self, ids: Sequence[str]) -> None:
+        self.ids = ids
+        self.dropped: dict[int, tuple[str, str]] = {}  # position -> (reason, detail)
+        self.overlong: dict[int, str] = {}
+        self.cut: dict[str, set[int]] = {"source_cut": set(), "text_cut": set()}
+
+    def drop(self, index: int, reason: str, detail: str) -> None:
+        self.dropped.setdefault(index, (reason, f"{self.ids[index]!r}: {detail}"))
+
+    def refuse(self, index: int, detail: str) -> None:
+        self.overlong.setdefault(index, f"{self.ids[index]!r}: {detail}")
+
+    def settle(self, policy: str) -> list[int]:
+        """Returns the positions kept. Raises UserError under "refuse" with an overlong one, and when none is kept."""
+        overlong = {i: detail for i, detail in self.overlong.items() if i not in self.dropped}
+        if overlong and policy == "refuse":
+            raise UserError(
+                f"example {overlong[min(overlong)]}; {len(overlong)} of {len(self.ids)} examples have a context "
+                'beyond the limit: raise it, or set config.data.overlong to "drop" or "cut"'
+            )
+        self.dropped |= {i: ("context", detail) for i, detail in overlong.items()}
+        keep = [i for i in range(len(self.ids)) if i not in self.dropped]
+        if not keep:
+            reasons = {reason: (_REASONS[reason], detail) for reason, detail in reversed(self.dropped.values())}
+            told = "; ".join(f"{meaning}, as example {detail}" for meaning, detail in reasons.values())
+            raise UserError(f"none of {len(self.ids)} examples can be used: {told or 'the list is empty'}")
+        return keep
+
+    def counts(self) -> dict[str, int]:
+        counts = dict.fromkeys(("given", "kept", *_REASONS), 0)
+        for reason, _ in self.dropped.values():
+            counts[reason] += 1
+        counts |= {name: len(positions - self.dropped.keys()) for name, positions in self.cut.items()}
+        return counts | {"given": len(self.ids), "kept": len(self.ids) - len(self.dropped)}
+
+
+def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] = ()) -> Encoded:
+    """Returns the examples as token ids, with those prompt rows ("text", "none", "truncated") that `rows` names.
+
+    Examples without answers become prompts: batches without answer fields. An example is dropped for all readers or
+    for none. Raises UserError for an overlong context under data.overlong="refuse", and when no example is left.
+    """
+    ledger = _Ledger([example.id for example in examples])
+    answered = any(example.answers for example in examples)
+    if not all(bool(example.answers) == answered for example in examples):
+        raise UserError("some examples have answers and some have none; encode them apart")
+    source = _read_source(examples, layout, ledger)
+    tokens = {
+        name: _ReaderPass(name, reader, layout, ledger).read(examples, set(rows), answered)
+        for name, reader in layout.readers.items()
+    }
+    keep = ledger.settle(layout.data.overlong)
+    limits = {"after": layout.data.question_tokens, "text": layout.data.context_tokens}
+    limits["answer"] = layout.data.answer_tokens
+
+    def field(ids: list[np.ndarray], pad: int, limit: int | None, left: bool) -> Field:
+        kept = [ids[i] for i in keep]
+        return Field(kept, _width(max(map(len, kept)), limit), pad, left)
+
+    return Encoded(
+        examples=tuple(examples[i] for i in keep),
+        source=field(source, layout.source.pad, layout.window, left=False),
+        readers={
+            name: {
+                key: field(ids, layout.readers[name].tokenizer.pad, limits.get(key), left=key != "answer")
+                for key, ids in fields.items()
+            }
+            for name, fields in tokens.items()
+        },
+        counts=ledger.counts(),
+    )
+
+
+def encode_prompt(context: str, question: str, *, layout: Layout, rows: Iterable[str] = ()) -> Batch:
+    """Returns a batch of one prompt without answer fields. Raises UserError where a data set would drop it."""
+    if not context.strip() or not question.strip():
+        raise UserError(f"a prompt needs a context and a question; found {context!r} and {question!r}")
+    return encode([Example("prompt", context.strip(), question.strip(), ())], layout=layout, rows=rows).collate([0])
+
+
+def _read_source(examples: Sequence[Example], layout: Layout, ledger: _Ledger) -> list[np.ndarray]:
+    source = _tokenize(layout.source, [example.context for example in examples])
+    for i, ids in enumerate(source):
+        if len(ids) <= layout.window:
+            continue
+        if layout.data.overlong == "cut":
+            source[i] = ids[: layout.window]
+            ledger.cut["source_cut"].add(i)
+        else:
+            ledger.refuse(i, f"{len(ids)} tokens or bytes of context, limit config.encoder.window={layout.window}")
+    return source
+
+
+class _ReaderPass:
+    """One reader's tokenisation of all examples."""
+
+    def __init__(self, name: str, reader: Reader, layout: Layout, ledger: _Ledger) -> None:
+        self.name, self.tokenizer, self.layout, self.ledger = name, reader.tokenizer, layout, ledger
+        self.frame = _frame(name, reader, layout.prompt)
+
+    def read(self, examples: Sequence[Example], rows: set[str], answered: bool) -> dict[str, list[np.ndarray]]:
+        """Returns each field's ids, one array an example; the ledger learns what must be dropped."""
+        after_texts = [self.frame.after(example.question) for example in examples]
+        before = self._tokenize([self.frame.before], begin=True)[0]
+        after = self._tokenize(after_texts)
+        fields = {"before": [before] * len(examples), "after": after}
+        self._limit(after, "question", "question_tokens")
+        if answered:
+            fields["answer"] = self._read_answers(after_texts, after, examples)
+            self._limit(fields["answer"], "answer", "answer_tokens")
+        if "text" in rows:
+            fields["text"] = self._read_text(examples, after_texts, fields.get("answer"))
+        if "none" in rows:
+            fields["none"] = self._tokenize([self.frame.before + text for text in after_texts], begin=True)
+        if "truncated" in rows:
+            contexts = self._tokenize([example.context for example in examples])
+            slots = self.layout.slots
+            fields["truncated"] = [np.concatenate([before, c[:slots], a]) for c, a in zip(contexts, after, strict=True)]
+        return fields
+
+    def _tokenize(self, texts: list[str], *, begin: bool = False) -> list[np.ndarray]:
+        """Returns ids; with `begin`, those the tokenizer itself puts first, unless the text already holds them."""
+        ids = _tokenize(self.tokenizer, texts)
+        first = np.array(self.tokenizer.begin, np.int32)
+        if not begin:
+            return ids
+        return [row if np.array_equal(row[: len(first)], first) else np.concatenate([first, row]) for row in ids]
+
+    def _limit(self, ids: list[np.ndarray], reason: str, key: str) -> None:
+        limit = getattr(self.layout.data, key)
+        for i, row in enumerate(ids):
+            if len(row) > limit:
+                self.ledger.drop(i, reason, f"{len(row)} tokens of reader {self.name!r}, config.data.{key}={limit}")
+
+    def _read_answers(
+        self, texts: list[str], prompts: list[np.ndarray], examples: Sequence[Example], *, begin: bool = False
+    ) -> list[np.ndarray]:
+        """Returns the ids that follow each prompt when it is tokenised together with its answer, and EOS."""
+        joined = [text + self.frame.gap + e.answers[0] for text, e in zip(texts, examples, strict=True)]
+        answers = []
+        for i, (prompt, full) in enumerate(zip(prompts, self._tokenize(joined, begin=begin), strict=True)):
+            if len(full) <= len(prompt) or not np.array_equal(full[: len(prompt)], prompt):
+                self._drop_boundary(i, examples[i])
+            answers.append(np.append(full[len(prompt) :], np.int32(self.tokenizer.eos)))
+        return answers
+
+    def _read_text(
+        self, examples: Sequence[Example], after_texts: list[str], answers: list[np.ndarray] | None
+    ) -> list[np.ndarray]:
+        """Returns the whole prompts, tokenised jointly; one that changes the answer's ids is dropped."""
+        texts = [self.frame.before + e.context + after for e, after in zip(examples, after_texts, strict=True)]
+        prompts = self._tokenize(texts, begin=True)
+        limit = self.layout.data.context_tokens
+        for i, ids in enumerate(prompts):
+            if len(ids) <= limit:
+                continue
+            if self.layout.data.overlong != "cut":
+                detail = f"{len(ids)} tokens of text prompt of reader {self.name!r}, config.data.context_tokens={limit}"
+                self.ledger.refuse(i, detail)
+                continue
+            texts[i] = self._cut_text(examples[i].context, after_texts[i])
+            prompts[i] = self._tokenize([texts[i]], begin=True)[0]
+            if len(prompts[i]) > limit:
+                self.ledger.drop(i, "prompt", f"{len(prompts[i])} tokens of reader {self.name!r}, limit {limit}")
+            self.ledger.cut["text_cut"].add(i)
+        if answers is not None:
+            joint = self._read_answers(texts, prompts, examples, begin=True)
+            for i, (wire, text) in enumerate(zip(answers, joint, strict=True)):
+                if not np.array_equal(wire, text):
+                    self._drop_boundary(i, examples[i])
+        return prompts
+
+    def _cut_text(self, context: str, after: str) -> str:
+        """Returns the prompt with the longest start of its context that fits, found by bisection over characters."""
+        low, high = 0, len(context)  # `low` characters fit (or nothing does), `high` do not
+        while high - low > 1:
+            middle = (low + high) // 2
+            ids = self._tokenize([self.frame.before + context[:middle] + after], begin=True)[0]
+            low, high = (middle, high) if len(ids) <= self.layout.data.context_tokens else (low, middle)
+        return self.frame.before + context[:low] + after
+
+    def _drop_boundary(self, index: int, example: Example) -> None:
+        detail = f"reader {self.name!r}, prompt.anchor={self.layout.prompt.anchor!r}, answer {example.answers[0]!r}"
+        self.ledger.drop(index, "boundary", detail)
+
+
+def _frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
+    user = prompt.user
+    if (
+        user.count("{context}") != 1
+        or user.count("{question}") != 1
+        or user.index("{context}") > user.index("{question}")
+    ):
+        raise UserError(f"config.prompt.user={user!r} must hold {{context}} once and, after it, {{question}} once")
+    user = user.replace("{context}", _CONTEXT).replace("{question}", _QUESTION)
+    if reader.template not in ("plain", "chat"):
+        raise UserError(f'config.llms.{name}.template={reader.template!r} must be "plain" or "chat"')
+    chat = reader.template == "chat"
+    text = (reader.tokenizer.render_chat(user, system=prompt.system) if chat else user) + prompt.anchor
+    if text.count(_CONTEXT) != 1 or text.count(_QUESTION) != 1 or text.index(_CONTEXT) > text.index(_QUESTION):
+        raise UserError(
+            f"config.llms.{name}: its chat template does not repeat the user's words once and unchanged; "
+            'set template="plain" for this reader'
+        )
+    before, rest = text.split(_CONTEXT)
+    middle, tail = rest.split(_QUESTION)
+    open_end = not tail or not tail[-1].isspace()
+    return Frame(before, middle, tail, " " if open_end and (prompt.anchor or not chat) else "")
+
+
+def _tokenize(tokenizer: SourceTokenizer, texts: list[str]) -> list[np.ndarray]:
+    chunk = 1024  # Python lists of ids take ten times the memory of arrays: never hold them for a whole data set
+    starts = range(0, len(texts), chunk)
+    return [np.array(ids, np.int32) for i in starts for ids in tokenizer.encode_batch(texts[i : i + chunk])]
+
+
+def _width(longest: int, limit: int | None) -> int:
+    width = -(-longest // MULTIPLE) * MULTIPLE
+    return width if limit is None else min(width, limit)
+
+
+def _shift(answer: dict[str, np.ndarray], pad: int) -> Batch:
+    """Returns the answer's fields: the input at slot i is the target of slot i - 1; EOS is a target, never an input."""
+    ids, mask = answer["ids"], answer["mask"]
+    inputs = np.where(mask[:, 1:], ids[:, :-1], np.int32(pad))
+    return {"answer_inputs": inputs, "targets": ids, "weights": mask.astype(np.float32)}
+
+
+def _span(field: Field) -> str:
+    return f"{max(map(len, field.ids))}/{field.width}"

@@ -1,0 +1,156 @@
+"""Question cards that the project makes itself: facts about invented people, one of them asked for.
+
+A value is drawn independently of the name and at least one other person on the card has a value of the same kind
+(from two facts on), so that neither the question nor the card's other facts give the answer away: without the card the
+best guess is one of an attribute's values.
+"""
+
+import dataclasses
+import math
+import random
+import zlib
+from typing import Literal
+
+from lw_jax.core.errors import UserError
+from lw_jax.data.examples import Example
+
+
+@dataclasses.dataclass(frozen=True)
+class Attribute:
+    """One kind of fact: its sentences, its questions and its possible values."""
+
+    sentences: tuple[str, ...]
+    questions: tuple[str, ...]
+    values: tuple[str, ...]
+
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(word.replace("_", " ") for word in text.split())
+
+
+FIRST_NAMES = _words(
+    "Mara Tom Nina Paul Lena Hugo Ivy Carl Rosa Finn Emma Otto Vera Luke Anna Max Clara Neil Ruth Jack "
+    "Dora Sam Alma Leo Kate Ben Lucy Adam Jane Mark Ella Noah"
+)
+LAST_NAMES = _words(
+    "Ellis Reed Hart Stone Wood Lane Park Bell Ford Hill West North Cross Field Brook Marsh Glen Shaw Dale Nash "
+    "Grant Cole Webb Page Moss Day Frost Lake Kerr Boyd Platt Quinn"
+)
+
+ATTRIBUTES = {
+    "city": Attribute(
+        ("{name} lives in {value}.", "{name} has a home in {value}.", "The home of {name} is in {value}."),
+        ("Where does {name} live?", "In which city does {name} live?"),
+        _words(
+            "Lisbon Paris Rome Berlin London Madrid Vienna Dublin Oslo Athens Prague Warsaw Cairo Tokyo Delhi Moscow "
+            "Boston Chicago Denver Dallas Miami Seattle Sydney Geneva Venice Milan Toronto Havana Lima New_York"
+        ),
+    ),
+    "job": Attribute(
+        ("{name} works as a {value}.", "{name} is a {value}.", "By trade {name} is a {value}."),
+        ("What is the job of {name}?", "What does {name} work as?"),
+        _words(
+            "baker teacher nurse farmer pilot doctor driver cook painter singer writer lawyer judge banker barber "
+            "butcher carpenter dancer dentist gardener hunter miner plumber sailor soldier tailor waiter welder "
+            "fisherman postman"
+        ),
+    ),
+    "pet": Attribute(
+        ("{name} has a pet {value}.", "{name} keeps a {value}.", "The pet of {name} is a {value}."),
+        ("What pet does {name} have?", "Which animal does {name} keep?"),
+        _words(
+            "cat dog rabbit parrot goat pony hamster turtle snake lizard duck goose hen pig sheep donkey ferret frog "
+            "mouse goldfish pigeon falcon canary spider crab llama beetle cow horse monkey"
+        ),
+    ),
+    "colour": Attribute(
+        ("{name} has a {value} door.", "{name} painted the door {value}.", "The door of {name} is {value}."),
+        ("What colour is the door of {name}?",),
+        _words(
+            "red blue green yellow purple pink brown black white grey gold silver beige navy teal khaki copper maroon "
+            "violet cream coral ruby bronze rust scarlet crimson tan dark_blue light_green turquoise"
+        ),
+    ),
+    "instrument": Attribute(
+        ("{name} plays the {value}.", "{name} owns and plays a {value}.", "{name} practises the {value} daily."),
+        ("Which instrument does {name} play?", "What does {name} play?"),
+        _words(
+            "piano violin guitar drum flute harp cello trumpet banjo clarinet tuba viola lute fiddle horn trombone "
+            "mandolin saxophone harmonica xylophone recorder zither bassoon bugle cornet keyboard triangle tambourine "
+            "bagpipe double_bass"
+        ),
+    ),
+    "fruit": Attribute(
+        ("{name} likes {value} best.", "{name} eats {value} every day.", "{name} buys {value} at the market."),
+        ("Which fruit does {name} like?", "What fruit does {name} eat?"),
+        _words(
+            "apples pears plums cherries bananas grapes lemons limes oranges melons figs dates mangoes peaches kiwis "
+            "berries apricots currants papayas olives pineapples raspberries strawberries blueberries quinces guavas "
+            "nectarines tangerines coconuts pomegranates"
+        ),
+    ),
+    "language": Attribute(
+        ("{name} speaks {value}.", "{name} is learning {value}.", "{name} reads books in {value}."),
+        ("Which language does {name} speak?", "What language does {name} know?"),
+        _words(
+            "French German Spanish Italian Greek Polish Czech Dutch Danish Swedish Finnish Russian Turkish Arabic "
+            "Hebrew Hindi Chinese Japanese Korean Thai Latin Irish Welsh Basque Persian Swahili Malay Bengali Tamil "
+            "Hungarian"
+        ),
+    ),
+}
+MAX_FACTS = len(ATTRIBUTES) ** 2
+VALIDATION_SHARE = 8  # one card in so many belongs to the validation split
+
+
+def make(count: int, *, facts: int, seed: int, split: Literal["train", "validation"]) -> list[Example]:
+    """Returns `count` cards of `facts` sentences each, the same for the same arguments.
+
+    No card is in both splits, whatever the seeds and counts. Raises UserError for a count or a number of facts that
+    cannot be made.
+    """
+    if count < 1:
+        raise UserError(f"config.data: {count} {split} cards asked for; at least 1 is needed")
+    if not 1 <= facts <= MAX_FACTS:
+        raise UserError(f"config.data.facts={facts} must be between 1 and {MAX_FACTS}")
+    rng = random.Random(f"{split}/{seed}/{facts}")
+    examples: list[Example] = []
+    while len(examples) < count:
+        card = _draw(rng, facts)
+        if _split_of(card) == split:
+            examples.append(_write(rng, card, f"cards/{split}/{seed}/{len(examples)}"))
+    return examples
+
+
+def _draw(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:
+    """Returns (name, attribute, value) facts: a grid of people x attributes in random order, short of its last cells.
+
+    As many people as attributes or more, so that from two facts on each attribute belongs to two people at least.
+    """
+    attributes = rng.sample(sorted(ATTRIBUTES), math.isqrt(facts))
+    people = -(-facts // len(attributes))
+    names = [
+        f"{first} {last}"
+        for first, last in zip(rng.sample(FIRST_NAMES, people), rng.sample(LAST_NAMES, people), strict=True)
+    ]
+    columns = [rng.sample(ATTRIBUTES[attribute].values, people) for attribute in attributes]
+    grid = [
+        (name, attribute, column[row])
+        for row, name in enumerate(names)
+        for attribute, column in zip(attributes, columns, strict=True)
+    ][:facts]
+    rng.shuffle(grid)
+    return grid
+
+
+def _split_of(card: list[tuple[str, str, str]]) -> str:
+    """Returns the split a card belongs to, decided by its facts alone, not by their order or wording."""
+    key = "|".join("/".join(fact) for fact in sorted(card))
+    return "validation" if zlib.crc32(key.encode()) % VALIDATION_SHARE == 0 else "train"
+
+
+def _write(rng: random.Random, card: list[tuple[str, str, str]], id: str) -> Example:
+    sentences = [rng.choice(ATTRIBUTES[kind].sentences).format(name=name, value=value) for name, kind, value in card]
+    name, kind, value = rng.choice(card)
+    question = rng.choice(ATTRIBUTES[kind].questions).format(name=name)
+    return Example(id, " ".join(sentences), question, (value,))

@@ -1,0 +1,136 @@
+"""Reads what a GGUF file says about itself, metadata and tensor table, without touching a weight.
+
+The `gguf` package's own reader makes several arrays for every token of the vocabulary (2.2 s for 49,152 tokens where
+this takes 0.2 s, on 2 cores) and tells a truncated file by an error of numpy's; dequantisation stays with the package.
+"""
+
+import functools
+import math
+import struct
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
+
+from lw_jax.core.errors import UserError
+
+MAGIC = b"GGUF"
+_VERSIONS = (2, 3)
+_STRING, _ARRAY = 8, 9
+# value types of the format: u8 i8 u16 i16 u32 i32 f32 bool, then u64 i64 f64
+_SCALARS = {0: "<B", 1: "<b", 2: "<H", 3: "<h", 4: "<I", 5: "<i", 6: "<f", 7: "<?", 10: "<Q", 11: "<q", 12: "<d"}
+
+
+class TensorInfo(NamedTuple):
+    """One row of the tensor table; `shape` is [out, in], `offset` counts from the start of the file."""
+
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+
+class Header(NamedTuple):
+    metadata: dict[str, Any]
+    tensors: dict[str, TensorInfo]
+
+
+class _Cursor:
+    """Walks over a byte buffer and refuses to step past its end."""
+
+    def __init__(self, data: memoryview):
+        self.data = data
+        self.at = 0
+
+    def take(self, count: int) -> memoryview:
+        end = self.at + count
+        if end > len(self.data):
+            raise EOFError
+        piece = self.data[self.at : end]
+        self.at = end
+        return piece
+
+    def scalar(self, form: str) -> Any:
+        return struct.unpack(form, self.take(struct.calcsize(form)))[0]
+
+    def string(self) -> str:
+        return str(self.take(self.scalar("<Q")), "utf-8")
+
+    def value(self, kind: int) -> Any:
+        if kind in _SCALARS:
+            return self.scalar(_SCALARS[kind])
+        if kind == _STRING:
+            return self.string()
+        if kind != _ARRAY:
+            raise ValueError(f"value type {kind}")
+        item, count = self.scalar("<I"), self.scalar("<Q")
+        if item in _SCALARS:
+            form = np.dtype(_SCALARS[item])
+            return np.frombuffer(self.take(form.itemsize * count), form).tolist()
+        if item != _STRING:
+            raise ValueError(f"array of value type {item}")
+        return [self.string() for _ in range(count)]
+
+
+def read_header(path: Path) -> Header:
+    """Returns metadata and tensor table of a GGUF file.
+
+    Raises:
+        UserError: no GGUF, an unknown version, a name given twice, or fewer bytes than the file itself announces.
+    """
+    stat = path.stat()
+    return _read_header(path, stat.st_size, stat.st_mtime_ns)
+
+
+@functools.lru_cache(maxsize=4)  # shapes, weights, tokenizer and fingerprint of one start all ask
+def _read_header(path: Path, size: int, _changed: int) -> Header:
+    with path.open("rb") as file:
+        magic = file.read(len(MAGIC))
+    if magic != MAGIC:
+        raise UserError(f"{path}: does not begin with {MAGIC!r}, so it is no GGUF file; name a .gguf file")
+    try:
+        header = _parse(_Cursor(memoryview(np.memmap(path, np.uint8, "r"))))
+    except EOFError:
+        raise UserError(
+            f"{path}: its header ends past the file's {size} bytes; it is cut off, fetch it again"
+        ) from None
+    except ValueError as error:  # UnicodeDecodeError is one
+        raise UserError(f"{path}: malformed or unsupported GGUF header ({error}); fetch or convert it again") from error
+    for name, info in header.tensors.items():
+        if info.offset + info.nbytes > size:
+            raise UserError(
+                f"{path}: tensor {name} ends at byte {info.offset + info.nbytes}, the file at {size}; "
+                "it is cut off, fetch it again"
+            )
+    return header
+
+
+def _parse(cursor: _Cursor) -> Header:
+    cursor.take(len(MAGIC))
+    version = cursor.scalar("<I")
+    if version not in _VERSIONS:
+        raise ValueError(f"version {version}, little-endian {_VERSIONS} are read")
+    tensor_count, field_count = cursor.scalar("<Q"), cursor.scalar("<Q")
+    metadata: dict[str, Any] = {}
+    for _ in range(field_count):
+        key = cursor.string()
+        if key in metadata:
+            raise ValueError(f"field {key} twice")
+        metadata[key] = cursor.value(cursor.scalar("<I"))
+    table: dict[str, TensorInfo] = {}
+    for _ in range(tensor_count):
+        name = cursor.string()
+        if name in table:
+            raise ValueError(f"tensor {name} twice")
+        dims = [cursor.scalar("<Q") for _ in range(cursor.scalar("<I"))]
+        kind = GGMLQuantizationType(cursor.scalar("<I"))
+        block, block_bytes = GGML_QUANT_SIZES[kind]
+        if not dims or dims[0] % block:
+            raise ValueError(f"tensor {name}: rows of {dims[:1]} values do not fill {kind.name} blocks of {block}")
+        # the format lists the fastest dimension first
+        nbytes = math.prod(dims) // block * block_bytes
+        table[name] = TensorInfo(kind.name, tuple(reversed(dims)), cursor.scalar("<Q"), nbytes)
+    alignment = metadata.get("general.alignment", 32)
+    data = -(-cursor.at // alignment) * alignment
+    return Header(metadata, {name: info._replace(offset=info.offset + data) for name, info in table.items()})

@@ -1,0 +1,83 @@
+"""Endless shuffled training batches and ordered evaluation batches over an encoded data set.
+
+The order is a function of the seed alone: not of the number of processes, threads or earlier runs.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import grain
+import numpy as np
+
+from lw_jax.core.errors import UserError
+from lw_jax.data.batches import Batch, Encoded
+from lw_jax.data.examples import spread
+
+_READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # batches; padding ids is cheap beside a train step
+
+
+class Loader:
+    """An iterator over this process's share of every global batch; each epoch visits each example once.
+
+    The shares of all processes, concatenated in process order, are the batch that one process alone would see.
+    Raises UserError when the data set is smaller than a global batch, or the batch does not divide by the processes.
+    """
+
+    def __init__(
+        self, encoded: Encoded, *, global_batch: int, seed: int, process_index: int = 0, process_count: int = 1
+    ) -> None:
+        if len(encoded) < global_batch:
+            raise UserError(
+                f"config.data.train gives {len(encoded)} usable examples, fewer than one global batch "
+                f"(config.train.global_batch={global_batch}); give more data or a smaller batch"
+            )
+        if global_batch % process_count:
+            raise UserError(f"config.train.global_batch={global_batch} does not divide by {process_count} processes")
+        share = global_batch // process_count
+        start = process_index * share
+        # grain shuffles epoch e with seed + e; drawn seeds keep one run's epochs from being another run's.
+        shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+        self._identity = {"examples": len(encoded), "global_batch": global_batch, "seed": seed}
+        self._batches = iter(
+            grain.MapDataset.range(len(encoded))
+            .shuffle(seed=shuffle_seed)
+            .repeat()
+            .batch(global_batch)
+            .map(lambda indices: encoded.collate(indices[start : start + share].tolist()))
+            .to_iter_dataset(_READ)
+        )
+
+    def __iter__(self) -> Iterator[Batch]:
+        """Returns itself."""
+        return self
+
+    def __next__(self) -> Batch:
+        """Returns this process's share of the next global batch."""
+        return next(self._batches)
+
+    def state(self) -> dict[str, Any]:
+        """Returns, as JSON values, the place of the next batch; the same in every process."""
+        return {**self._identity, "iterator": self._batches.get_state()}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continues at a place that `state` told. Raises UserError when it belongs to other data, batch or seed."""
+        for key, value in self._identity.items():
+            if state.get(key) != value:
+                raise UserError(
+                    f"the checkpoint's data state has {key}={state.get(key)!r}, this run {value!r}: its order cannot "
+                    "be continued; restore the old configuration, or start in a new workdir"
+                )
+        self._batches.set_state(state["iterator"])
+
+
+def eval_batches(encoded: Encoded, batch: int, limit: int = 0) -> Iterator[Batch]:
+    """Yields the examples in order, with "valid" bool[b]; the last batch is filled by repeating its last example.
+
+    With a limit, so many examples spread evenly over the data set (`index` tells which).
+    """
+    chosen = spread(len(encoded), limit)
+    for start in range(0, len(chosen), batch):
+        indices = chosen[start : start + batch]
+        missing = batch - len(indices)
+        valid = np.arange(batch) < len(indices)
+        yield {**encoded.collate(indices + indices[-1:] * missing), "valid": valid}

@@ -1,0 +1,39 @@
+"""Exact match and token F1 against all references, by the rules of the SQuAD 1.1 evaluation script."""
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable
+
+_ARTICLES = re.compile(r"\b(a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalise(text: str) -> str:
+    """Lower-cases, drops punctuation and articles, collapses white space."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def exact_match(prediction: str, references: Iterable[str]) -> float:
+    """1.0 when the prediction equals any reference after normalisation."""
+    return float(any(normalise(prediction) == normalise(reference) for reference in references))
+
+
+def f1(prediction: str, references: Iterable[str]) -> float:
+    """Best token F1 over the references; an empty one counts only against an empty prediction."""
+    return max(_f1(normalise(prediction).split(), normalise(reference).split()) for reference in references)
+
+
+def _f1(prediction: list[str], reference: list[str]) -> float:
+    if not prediction or not reference:
+        return float(prediction == reference)
+    shared = sum((Counter(prediction) & Counter(reference)).values())
+    if not shared:
+        return 0.0
+    precision, recall = shared / len(prediction), shared / len(reference)
+    return 2 * precision * recall / (precision + recall)
+
+
+def first_line(text: str) -> str:
+    """The answer of a reader that was never taught to stop: what it says before the line ends."""
+    return text.strip().split("\n", 1)[0].strip()

@@ -1,0 +1,50 @@
+"""Latents to the soft prefix of one reader."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from lw_jax.core.types import Tree
+from lw_jax.models.modules import Pure, RMSNorm
+
+
+class Adapter(nnx.Module):
+    """RMSNorm, two linear layers with GELU between, and one gain that sets the size of the prefix embeddings.
+
+    The gain, not the matrix, carries the reader's embedding size (0.01 for Llama-3.1-8B, 0.13 for SmolLM2): rescaling
+    the matrix would make Adam's step a hundred times too large for it.
+    """
+
+    def __init__(self, width: int, hidden: int, out: int, *, always: bool, rngs: nnx.Rngs):
+        self.norm = RMSNorm(width)
+        self.up = nnx.Linear(width, hidden, rngs=rngs)
+        self.down = nnx.Linear(hidden, out, rngs=rngs)
+        self.gain = nnx.Param(jnp.ones(()))
+        self.always = always
+
+    def __call__(self, latents: Float[Array, "b m z"]) -> Float[Array, "b m d"]:
+        """Returns prefix embeddings; `always` holds each example's RMS at the gain, whatever the matrices do."""
+        y = self.down(jax.nn.gelu(self.up(self.norm(latents))))
+        if self.always:
+            y = y / jnp.maximum(rms(y, axis=(1, 2)), 1e-6)
+        return y * self.gain[...].astype(y.dtype)
+
+
+def make(width: int, hidden: int, out: int, *, calibration: str) -> Pure[Adapter]:
+    """Describes an adapter z -> d."""
+    return Pure(lambda rngs: Adapter(width, hidden, out, always=calibration == "always", rngs=rngs))
+
+
+def calibrate(adapter: Pure[Adapter], params: Tree, *, key: jax.Array, slots: int, target: jax.Array) -> Tree:
+    """Sets the gain so that unit-RMS latents come out with RMS `target` (the reader's embedding RMS)."""
+    width = params["norm"]["scale"].shape[0]
+    latents = jax.random.normal(key, (8, slots, width))
+    size = rms(adapter.bind(params)(latents), axis=None)
+    return params | {"gain": target.astype(jnp.float32) / size.reshape(())}
+
+
+def rms(x: jax.Array, *, axis: int | tuple[int, ...] | None) -> jax.Array:
+    """Root mean square in fp32, dimensions kept, in the input's dtype."""
+    wide = x.astype(jnp.float32)
+    return jnp.sqrt(jnp.mean(wide * wide, axis=axis, keepdims=True)).astype(x.dtype)

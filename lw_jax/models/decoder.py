@@ -1,0 +1,274 @@
+"""One decoder body for every reader: Llama (2, 3, 3.1, 3.2) and Qwen (2, 2.5).
+
+Parameters are a plain nested dict, layers stacked on a leading axis (`docs/architecture.md` lists path and shape), so
+that placement, loading and quantisation treat all families alike. Arrays in, arrays out: no mesh, no files.
+Semantics follow transformers' LlamaModel and Qwen2Model, which the parity tests compare against.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from lw_jax.core.types import Tree
+
+
+@dataclasses.dataclass(frozen=True)
+class Llama3Scaling:
+    """Frequency scaling of Llama 3.1 ("llama3" rope type)."""
+
+    factor: float
+    low_freq_factor: float
+    high_freq_factor: float
+    original_max_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class DecoderConfig:
+    """Everything that decides a reader's mathematics; what a checkpoint says beyond it is refused at loading."""
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    ffn: int
+    rope_theta: float
+    norm_eps: float
+    max_positions: int
+    tied: bool
+    qkv_bias: bool
+    rope_scaling: Llama3Scaling | None = None
+
+
+def _unchanged(x: jax.Array) -> jax.Array:
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """How to run the body: what changes memory, speed or direction, but no weight."""
+
+    causal: bool = True
+    remat: str = "none"  # "none" | "dots" | "full", per layer
+    unroll: int = 1  # layers per scan iteration
+    constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
+
+
+class Cache(NamedTuple):
+    """Keys and values of all layers; slots fill from the left, `valid` tells which of them hold a real token."""
+
+    k: Float[Array, "l b s k e"]
+    v: Float[Array, "l b s k e"]
+    valid: Bool[Array, "b s"]
+    used: Int[Array, ""]  # slots written so far, the same for every row
+
+
+class Output(NamedTuple):
+    hidden: Float[Array, "b t d"]  # after the final norm
+    mixed: Float[Array, "b t d"] | None  # weighted sum over layers, when `mix` was given
+    cache: Cache | None
+
+
+def abstract(cfg: DecoderConfig, dtype: jax.typing.DTypeLike) -> Tree:
+    """Returns the parameter tree as shapes; loader, placement, planner and restore all read this description."""
+    d, h, k, e, f, n = cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.ffn, cfg.layers
+    layers = {
+        "attn_norm": (n, d),
+        "mlp_norm": (n, d),
+        "q": (n, h, e, d),
+        "k": (n, k, e, d),
+        "v": (n, k, e, d),
+        "o": (n, d, h, e),
+        "gate": (n, f, d),
+        "up": (n, f, d),
+        "down": (n, d, f),
+    }
+    if cfg.qkv_bias:
+        layers |= {"q_bias": (n, h, e), "k_bias": (n, k, e), "v_bias": (n, k, e)}
+    shapes = {"embed": (cfg.vocab, d), "norm": (d,), "layers": layers}
+    if not cfg.tied:
+        shapes["head"] = (cfg.vocab, d)
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=lambda node: isinstance(node, tuple)
+    )
+
+
+def init(key: jax.Array, cfg: DecoderConfig, dtype: jax.typing.DTypeLike, *, scale: float = 0.02) -> Tree:
+    """Draws random weights (normal matrices, unit norms, zero biases): for self-made readers and tests."""
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract(cfg, dtype))
+    keys = jax.random.split(key, len(leaves))
+    out = []
+    for (path, leaf), leaf_key in zip(leaves, keys, strict=True):
+        name = str(path[-1].key)
+        if name.endswith("norm"):
+            out.append(jnp.ones(leaf.shape, dtype))
+        elif name.endswith("bias"):
+            out.append(jnp.zeros(leaf.shape, dtype))
+        else:
+            out.append((jax.random.normal(leaf_key, leaf.shape) * scale).astype(dtype))
+    return jax.tree_util.tree_unflatten(treedef, out)
+
+
+def embed(params: Tree, ids: Int[Array, "b t"]) -> Float[Array, "b t d"]:
+    """Looks token embeddings up."""
+    return jnp.take(params["embed"], ids, axis=0)
+
+
+def logits(params: Tree, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
+    """Applies the head (the embedding table when tied) and returns fp32."""
+    table = params["head"] if "head" in params else params["embed"]
+    return jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
+
+
+def empty_cache(cfg: DecoderConfig, batch: int, slots: int, dtype: jax.typing.DTypeLike) -> Cache:
+    """Returns a cache of `slots` positions with nothing in it."""
+    shape = (cfg.layers, batch, slots, cfg.kv_heads, cfg.head_dim)
+    return Cache(
+        jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch, slots), bool), jnp.zeros((), jnp.int32)
+    )
+
+
+def forward(
+    params: Tree,
+    cfg: DecoderConfig,
+    x: Float[Array, "b t d"],
+    *,
+    mask: Bool[Array, "b t"],
+    cache: Cache | None = None,
+    mix: Float[Array, " n"] | None = None,
+    mode: Mode = Mode(),  # noqa: B008  (frozen)
+) -> Output:
+    """Runs the body over embeddings.
+
+    `mask` tells real tokens from padding, which may stand anywhere: positions are the running count of real tokens, so
+    padding changes no number at a real position. With a cache, x continues what the cache holds and is written into
+    it. `mix` (layers + 1 weights) asks for the weighted sum of the RMS-normalised residual stream before the first and
+    after each layer (ComprExIT's layer mix, with a softmax by the caller).
+    """
+    seen = cache.valid.sum(axis=1, keepdims=True, dtype=jnp.int32) if cache else jnp.zeros((x.shape[0], 1), jnp.int32)
+    positions = jnp.maximum(seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+    if cache:
+        cache = cache._replace(valid=jax.lax.dynamic_update_slice_in_dim(cache.valid, mask, cache.used, axis=1))
+    attend = _attention_mask(mask, cache, causal=mode.causal)
+    cos, sin = _rotary(cfg, positions)
+    layer = _checkpointed(functools.partial(_layer, cfg, cos, sin, attend), mode.remat)
+
+    def body(carry, inputs):
+        x, mixed = carry
+        weights, kv, share = inputs
+        x, kv = layer(mode.constrain(x), weights, kv, None if cache is None else cache.used)
+        if share is not None:
+            mixed = mixed + share.astype(x.dtype) * _unit_rms(x, cfg.norm_eps)
+        return (x, mixed), kv
+
+    mixed = None if mix is None else mix[0].astype(x.dtype) * _unit_rms(x, cfg.norm_eps)
+    shares = None if mix is None else mix[1:]
+    kv = None if cache is None else (cache.k, cache.v)
+    (x, mixed), kv = jax.lax.scan(body, (x, mixed), (params["layers"], kv, shares), unroll=mode.unroll)
+    if cache is not None:
+        cache = Cache(kv[0], kv[1], cache.valid, cache.used + x.shape[1])
+    return Output(rms_norm(x, params["norm"], cfg.norm_eps), mixed, cache)
+
+
+def attention(
+    q: Float[Array, "b t h e"], k: Float[Array, "b s k e"], v: Float[Array, "b s k e"], *, mask: Bool[Array, "b 1 t s"]
+) -> Float[Array, "b t h e"]:
+    """Grouped-query attention with fp32 softmax, scaled by the root of the head width."""
+    # jax's own code promotes bf16 with fp32 in here, which the strict promotion of our tests would refuse.
+    with jax.numpy_dtype_promotion("standard"):
+        return jax.nn.dot_product_attention(q, k, v, mask=mask)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    """Normalises in fp32, casts back, then multiplies: the order of transformers' LlamaRMSNorm."""
+    return weight.reshape((1,) * (x.ndim - 1) + weight.shape) * _unit_rms(x, eps)
+
+
+def _unit_rms(x: jax.Array, eps: float) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
+
+
+def _checkpointed(layer: Callable, remat: str) -> Callable:
+    if remat == "none":
+        return layer
+    policies = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
+    return jax.checkpoint(layer, policy=policies[remat])
+
+
+def _attention_mask(mask: jax.Array, cache: Cache | None, *, causal: bool) -> jax.Array:
+    """bool [b 1 t s]: real keys, none later than the query; s spans the cache where there is one."""
+    keys = mask if cache is None else cache.valid
+    first = jnp.zeros((), jnp.int32) if cache is None else cache.used
+    query_slot = first + jnp.arange(mask.shape[1], dtype=jnp.int32)
+    key_slot = jnp.arange(keys.shape[1], dtype=jnp.int32)
+    allowed = key_slot[None, :] <= query_slot[:, None] if causal else jnp.ones((mask.shape[1], keys.shape[1]), bool)
+    return (keys[:, None, :] & allowed[None, :, :])[:, None, :, :]
+
+
+def _rotary(cfg: DecoderConfig, positions: Int[Array, "b t"]) -> tuple[jax.Array, jax.Array]:
+    """cos and sin [b t 1 e/2] in fp32."""
+    exponent = jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim
+    frequency = 1.0 / jnp.power(jnp.float32(cfg.rope_theta), exponent)
+    if cfg.rope_scaling is not None:
+        frequency = _llama3_frequencies(frequency, cfg.rope_scaling)
+    angle = positions[:, :, None, None].astype(jnp.float32) * frequency[None, None, None, :]
+    return jnp.cos(angle), jnp.sin(angle)
+
+
+def _llama3_frequencies(frequency: jax.Array, scaling: Llama3Scaling) -> jax.Array:
+    """Long wavelengths are divided by the factor, short ones kept, those between interpolated (Llama 3.1)."""
+    wavelength = 2 * jnp.pi / frequency
+    longest = scaling.original_max_positions / scaling.low_freq_factor
+    shortest = scaling.original_max_positions / scaling.high_freq_factor
+    smooth = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
+        scaling.high_freq_factor - scaling.low_freq_factor
+    )
+    between = (1 - smooth) * frequency / scaling.factor + smooth * frequency
+    return jnp.where(
+        wavelength > longest, frequency / scaling.factor, jnp.where(wavelength < shortest, frequency, between)
+    )
+
+
+def _rotate(x: Float[Array, "b t h e"], cos: jax.Array, sin: jax.Array) -> jax.Array:
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+
+
+def _project(x: jax.Array, weights: Tree, name: str) -> jax.Array:
+    y = jnp.einsum("btd,hed->bthe", x, weights[name])
+    bias = weights.get(f"{name}_bias")
+    return y if bias is None else y + bias[None, None, :, :]
+
+
+def _layer(
+    cfg: DecoderConfig,
+    cos: jax.Array,
+    sin: jax.Array,
+    attend: jax.Array,
+    x: Float[Array, "b t d"],
+    weights: Tree,
+    kv: tuple[jax.Array, jax.Array] | None,
+    used: jax.Array | None,
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
+    """One block; with a cache, `kv` is this layer's [b s k e] pair and comes back with the new tokens written."""
+    h = rms_norm(x, weights["attn_norm"], cfg.norm_eps)
+    q = _rotate(_project(h, weights, "q"), cos, sin)
+    k = _rotate(_project(h, weights, "k"), cos, sin)
+    v = _project(h, weights, "v")
+    if kv is not None:
+        k = jax.lax.dynamic_update_slice_in_dim(kv[0], k, used, axis=1)
+        v = jax.lax.dynamic_update_slice_in_dim(kv[1], v, used, axis=1)
+        kv = (k, v)
+    attended = attention(q, k, v, mask=attend)
+    x = x + jnp.einsum("bthe,dhe->btd", attended, weights["o"])
+    h = rms_norm(x, weights["mlp_norm"], cfg.norm_eps)
+    gate = jnp.einsum("btd,fd->btf", h, weights["gate"])
+    up = jnp.einsum("btd,fd->btf", h, weights["up"])
+    return x + jnp.einsum("btf,df->btd", jax.nn.silu(gate) * up, weights["down"]), kv

@@ -1,0 +1,168 @@
+"""Text ids to latents [b m z]: a body (pretrained decoder, or bytes from scratch), a pooling to M slots, a projection."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Bool, Float, Int
+
+from lw_jax.core.types import Tree
+from lw_jax.models import decoder
+from lw_jax.models.modules import Pure, RMSNorm
+
+BYTE_VOCABULARY = 257  # 256 bytes and the pad id
+BYTE_HEADS = 8
+BYTE_LAYERS = 6
+
+
+class WindowPooling(nnx.Module):
+    """Mean over M contiguous windows of the real tokens; the best pooling in peers' ablations, and without weights."""
+
+    def __init__(self, slots: int):
+        self.slots = slots
+
+    def __call__(self, x: Float[Array, "b s d"], mask: Bool[Array, "b s"]) -> Float[Array, "b m d"]:
+        """Pools; rows must be right-padded. A text shorter than M has windows of one token, some of them repeated."""
+        return jnp.einsum("bms,bsd->bmd", window_weights(mask, self.slots).astype(x.dtype), x)
+
+
+class QueryPooling(nnx.Module):
+    """M learned queries cross-attend to the tokens, then a residual feed-forward: the original's pooler."""
+
+    def __init__(self, slots: int, width: int, *, rngs: nnx.Rngs):
+        self.queries = nnx.Param(jax.random.normal(rngs.params(), (slots, width)) * width**-0.5)
+        self.attend = Attention(width, rngs=rngs)
+        self.feed = FeedForward(width, 2 * width, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b s d"], mask: Bool[Array, "b s"]) -> Float[Array, "b m d"]:
+        """Pools any padding."""
+        queries = jnp.broadcast_to(self.queries[...].astype(x.dtype)[None], (x.shape[0], *self.queries.shape))
+        pooled = queries + self.attend(queries, x, mask)
+        return pooled + self.feed(pooled)
+
+
+class Attention(nnx.Module):
+    """Multi-head attention of queries to a padded sequence."""
+
+    def __init__(self, width: int, *, rngs: nnx.Rngs):
+        self.heads = next(heads for heads in range(BYTE_HEADS, 0, -1) if width % heads == 0)
+        self.norm_q = RMSNorm(width)
+        self.norm_kv = RMSNorm(width)
+        self.q = nnx.Linear(width, width, rngs=rngs)
+        self.k = nnx.Linear(width, width, rngs=rngs)
+        self.v = nnx.Linear(width, width, rngs=rngs)
+        self.o = nnx.Linear(width, width, rngs=rngs)
+
+    def __call__(self, queries: jax.Array, x: jax.Array, mask: jax.Array) -> jax.Array:
+        def split(y: jax.Array) -> jax.Array:
+            return y.reshape(*y.shape[:2], self.heads, -1)
+
+        queries, x = self.norm_q(queries), self.norm_kv(x)
+        mask = jnp.broadcast_to(mask[:, None, None, :], (x.shape[0], 1, queries.shape[1], x.shape[1]))
+        out = decoder.attention(split(self.q(queries)), split(self.k(x)), split(self.v(x)), mask=mask)
+        return self.o(out.reshape(queries.shape))
+
+
+class FeedForward(nnx.Module):
+    """RMSNorm, linear, GELU, linear."""
+
+    def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs):
+        self.norm = RMSNorm(width)
+        self.up = nnx.Linear(width, hidden, rngs=rngs)
+        self.down = nnx.Linear(hidden, width, rngs=rngs)
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        return self.down(jax.nn.gelu(self.up(self.norm(x))))
+
+
+class ByteBody(nnx.Module):
+    """The original's byte encoder: 256 embeddings, sinusoidal positions, transformer layers of the latents' width.
+
+    Two deviations: padding is masked (the original attended to it), and the layers are pre-norm, which needs no
+    warm-up of its own.
+    """
+
+    def __init__(self, width: int, layers: int, *, rngs: nnx.Rngs):
+        self.embed = nnx.Param(jax.random.normal(rngs.params(), (BYTE_VOCABULARY, width)))
+        self.layers = layers
+        for index in range(layers):
+            setattr(self, f"attend{index}", Attention(width, rngs=rngs))
+            setattr(self, f"feed{index}", FeedForward(width, 4 * width, rngs=rngs))
+        self.norm = RMSNorm(width)
+
+    def __call__(self, ids: Int[Array, "b s"], mask: Bool[Array, "b s"]) -> Float[Array, "b s z"]:
+        x = jnp.take(self.embed[...], ids, axis=0)
+        x = x + jnp.asarray(_sinusoids(*x.shape[1:]))[None].astype(x.dtype)
+        for index in range(self.layers):
+            x = x + getattr(self, f"attend{index}")(x, x, mask)
+            x = x + getattr(self, f"feed{index}")(x)
+        return self.norm(x)
+
+
+class Head(nnx.Module):
+    """What turns a body's states into latents: layer mix (pretrained bodies), pooling, linear, RMSNorm without weight."""
+
+    def __init__(self, body_width: int, width: int, *, slots: int, pooling: str, states: int, rngs: nnx.Rngs):
+        if states:
+            self.mix = nnx.Param(jnp.zeros((states,)))
+        if pooling == "windows":
+            self.pool = WindowPooling(slots)
+        else:
+            self.pool = QueryPooling(slots, body_width, rngs=rngs)
+        self.project = nnx.Linear(body_width, width, rngs=rngs)
+
+    def __call__(self, x: Float[Array, "b s d"], mask: Bool[Array, "b s"]) -> Float[Array, "b m z"]:
+        y = self.project(self.pool(x, mask)).astype(jnp.float32)
+        return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)
+
+
+def make_bytes(width: int, layers: int) -> Pure[ByteBody]:
+    """Describes the byte body."""
+    return Pure(lambda rngs: ByteBody(width, layers or BYTE_LAYERS, rngs=rngs))
+
+
+def make_head(body_width: int, width: int, *, slots: int, pooling: str, states: int) -> Pure[Head]:
+    """Describes the head; `states` > 0 asks for a softmax mix over that many states of a pretrained body."""
+    return Pure(lambda rngs: Head(body_width, width, slots=slots, pooling=pooling, states=states, rngs=rngs))
+
+
+def encode_lm(
+    params: Tree,
+    cfg: decoder.DecoderConfig,
+    head: Pure[Head],
+    *,
+    ids: Int[Array, "b s"],
+    mask: Bool[Array, "b s"],
+    mode: decoder.Mode,
+) -> Float[Array, "b m z"]:
+    """Latents by a pretrained body: {"body": decoder parameters, "head": ...}; `mode` has the causal mask off."""
+    bound = head.bind(params["head"])
+    x = decoder.embed(params["body"], ids)
+    out = decoder.forward(params["body"], cfg, x, mask=mask, mix=jax.nn.softmax(bound.mix[...]), mode=mode)
+    return bound(out.mixed, mask)
+
+
+def encode_bytes(
+    params: Tree, body: Pure[ByteBody], head: Pure[Head], *, ids: Int[Array, "b s"], mask: Bool[Array, "b s"]
+) -> Float[Array, "b m z"]:
+    """Latents by the byte body: {"body": ..., "head": ...}."""
+    return head.bind(params["head"])(body.bind(params["body"])(ids, mask), mask)
+
+
+def window_weights(mask: Bool[Array, "b s"], slots: int) -> Float[Array, "b m s"]:
+    """Rows that average the tokens of each slot's window; slot j of L tokens spans floor(jL/M) to ceil((j+1)L/M)."""
+    length = mask.sum(axis=1, dtype=jnp.int32)[:, None]
+    slot = jnp.arange(slots, dtype=jnp.int32)[None, :]
+    first = slot * length // slots
+    last = -((-(slot + 1) * length) // slots)
+    token = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, None, :]
+    inside = (token >= first[:, :, None]) & (token < last[:, :, None])
+    weights = inside.astype(jnp.float32)
+    return weights / jnp.maximum(weights.sum(axis=2, keepdims=True), 1.0)
+
+
+def _sinusoids(length: int, width: int) -> np.ndarray:
+    """Sinusoidal positions [s z] (Vaswani et al. 2017, 3.5), half sines and half cosines."""
+    frequency = np.exp(-np.log(10000.0) * np.arange((width + 1) // 2) / max(1, (width + 1) // 2))
+    angle = np.arange(length)[:, None] * frequency[None, :]
+    return np.concatenate([np.sin(angle), np.cos(angle)], axis=1)[:, :width].astype(np.float32)

@@ -1,0 +1,391 @@
+"""What distinguishes the readers' families outside the decoder: field names, tensor names, row order. No files here.
+
+A checkpoint is accepted only when every field that it states is known to leave the decoder's mathematics alone, so that
+a model of another kind is refused by name instead of being computed wrongly.
+"""
+
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from lw_jax.core.errors import UserError
+from lw_jax.models.decoder import DecoderConfig, Llama3Scaling, abstract
+
+ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+
+# Without these a default of transformers' would silently stand in for the model's own size.
+_REQUIRED = {
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "rms_norm_eps",
+    "max_position_embeddings",
+}
+_HANDLED = _REQUIRED | {
+    "model_type",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+}
+# field -> the one value under which the decoder computes the same; absent or null means that value
+_MUST_EQUAL: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_interleaved": False},
+    "qwen2": {"use_sliding_window": False},
+}
+_MUST_EQUAL_ALL: dict[str, Any] = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "is_encoder_decoder": False}
+# Training, generation and bookkeeping: read by nobody who computes logits.
+_HARMLESS = {
+    "_name_or_path",
+    "architectures",
+    "attention_dropout",
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "eos_token_id",
+    "hidden_dropout",
+    "id2label",
+    "initializer_range",
+    "is_llama_config",
+    "label2id",
+    "max_window_layers",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
+    "return_dict",
+    "sliding_window",  # speaks only when use_sliding_window is true, which is refused
+    "torch_dtype",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+}
+_LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+
+class Row(NamedTuple):
+    """One leaf's names in both file formats ({} is the layer) and which axis of [out, in] splits into heads."""
+
+    hugging_face: str
+    gguf: str
+    split: int | None = None
+
+
+TENSORS: dict[str, Row] = {
+    "embed": Row("model.embed_tokens.weight", "token_embd.weight"),
+    "norm": Row("model.norm.weight", "output_norm.weight"),
+    "head": Row("lm_head.weight", "output.weight"),
+    "layers/attn_norm": Row("model.layers.{}.input_layernorm.weight", "blk.{}.attn_norm.weight"),
+    "layers/mlp_norm": Row("model.layers.{}.post_attention_layernorm.weight", "blk.{}.ffn_norm.weight"),
+    "layers/q": Row("model.layers.{}.self_attn.q_proj.weight", "blk.{}.attn_q.weight", 0),
+    "layers/k": Row("model.layers.{}.self_attn.k_proj.weight", "blk.{}.attn_k.weight", 0),
+    "layers/v": Row("model.layers.{}.self_attn.v_proj.weight", "blk.{}.attn_v.weight", 0),
+    "layers/o": Row("model.layers.{}.self_attn.o_proj.weight", "blk.{}.attn_output.weight", 1),
+    "layers/q_bias": Row("model.layers.{}.self_attn.q_proj.bias", "blk.{}.attn_q.bias", 0),
+    "layers/k_bias": Row("model.layers.{}.self_attn.k_proj.bias", "blk.{}.attn_k.bias", 0),
+    "layers/v_bias": Row("model.layers.{}.self_attn.v_proj.bias", "blk.{}.attn_v.bias", 0),
+    "layers/gate": Row("model.layers.{}.mlp.gate_proj.weight", "blk.{}.ffn_gate.weight"),
+    "layers/up": Row("model.layers.{}.mlp.up_proj.weight", "blk.{}.ffn_up.weight"),
+    "layers/down": Row("model.layers.{}.mlp.down_proj.weight", "blk.{}.ffn_down.weight"),
+}
+
+
+class Slot(NamedTuple):
+    """Where a stored tensor belongs: path in the parameter tree, layer of a stacked leaf, shape in the file."""
+
+    path: tuple[str, ...]
+    layer: int | None
+    shape: tuple[int, ...]
+
+
+def tensor_map(cfg: DecoderConfig) -> dict[str, Slot]:
+    """Returns every tensor of a Hugging Face checkpoint by name."""
+    return _slots(cfg, "hugging_face")
+
+
+def gguf_names(cfg: DecoderConfig) -> dict[str, Slot]:
+    """Returns every tensor of a GGUF file by name; shapes are [out, in] as in the other format."""
+    return _slots(cfg, "gguf")
+
+
+def _slots(cfg: DecoderConfig, container: str) -> dict[str, Slot]:
+    tree = abstract(cfg, jnp.float32)
+    leaves = {name: leaf for name, leaf in tree.items() if name != "layers"}
+    leaves |= {f"layers/{name}": leaf for name, leaf in tree["layers"].items()}
+    out = {}
+    for name, leaf in leaves.items():
+        row, path, stacked = TENSORS[name], tuple(name.split("/")), name.startswith("layers/")
+        shape = _join_heads(leaf.shape[1:] if stacked else leaf.shape, row.split)
+        for layer in range(cfg.layers) if stacked else [None]:
+            out[getattr(row, container).format(layer)] = Slot(path, layer, shape)
+    return out
+
+
+def _join_heads(shape: tuple[int, ...], split: int | None) -> tuple[int, ...]:
+    if split is None:
+        return shape
+    return (*shape[:split], shape[split] * shape[split + 1], *shape[split + 2 :])
+
+
+def gguf_row_order(cfg: DecoderConfig, architecture: str, path: tuple[str, ...]) -> np.ndarray | None:
+    """Returns for each stored row its place in our order, or None where the file keeps that order.
+
+    Architecture "llama" interleaves the two rotary halves of every head of q and k (row 2i + p holds half p).
+    """
+    heads = {("layers", "q"): cfg.heads, ("layers", "k"): cfg.kv_heads}.get(path)
+    if architecture != "llama" or heads is None:
+        return None
+    return np.arange(heads * cfg.head_dim).reshape(heads, 2, cfg.head_dim // 2).swapaxes(1, 2).reshape(-1)
+
+
+def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str = "config.json") -> DecoderConfig:
+    """Returns the decoder's configuration from Hugging Face fields.
+
+    Args:
+        fields: as `AutoConfig(...).to_dict()` of transformers 5 gives them, `rope_parameters` included.
+        raw_keys: the keys that the file itself states; one that nobody here knows is refused.
+        where: the file, for messages.
+
+    Raises:
+        UserError: another family, a size missing, or a field that changes the mathematics.
+    """
+    family = fields.get("model_type")
+    if family not in ARCHITECTURES:
+        raise UserError(f"{where}: model_type={family!r}; readers of model_type {sorted(ARCHITECTURES)} are supported")
+    _refuse_strangers(fields, raw_keys, family, where)
+    width, heads = fields["hidden_size"], fields["num_attention_heads"]
+    kv_heads = fields.get("num_key_value_heads") or heads
+    rope = _rope(fields, where)
+    cfg = DecoderConfig(
+        vocab=fields["vocab_size"],
+        width=width,
+        layers=fields["num_hidden_layers"],
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=fields.get("head_dim") or width // max(heads, 1),
+        ffn=fields["intermediate_size"],
+        rope_theta=float(rope["rope_theta"]),
+        norm_eps=float(fields["rms_norm_eps"]),
+        max_positions=fields["max_position_embeddings"],
+        tied=bool(fields.get("tie_word_embeddings", False)),
+        qkv_bias=family == "qwen2",
+        rope_scaling=_scaling(rope),
+    )
+    sizes = (cfg.vocab, cfg.width, cfg.layers, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.ffn, cfg.max_positions)
+    if min(sizes) < 1 or cfg.heads % cfg.kv_heads or cfg.head_dim % 2:
+        raise UserError(
+            f"{where}: impossible sizes: every size must be positive, num_attention_heads={heads} a multiple of "
+            f"num_key_value_heads={kv_heads}, head_dim={cfg.head_dim} even; fetch the file again"
+        )
+    return cfg
+
+
+def _refuse_strangers(fields: Mapping[str, Any], raw_keys: set[str], family: str, where: str) -> None:
+    if "quantization_config" in raw_keys:
+        raise UserError(
+            f"{where}: quantization_config={fields.get('quantization_config')!r}: quantised storage is read from .gguf "
+            "files only; use the model's unquantised folder"
+        )
+    required = _REQUIRED | ({"num_key_value_heads"} if family == "qwen2" else set())
+    if missing := sorted(required - raw_keys):
+        raise UserError(f"{where}: field {missing[0]} is missing; it is needed for model_type {family!r}")
+    must = _MUST_EQUAL_ALL | _MUST_EQUAL[family]
+    for key, value in must.items():
+        if fields.get(key) not in (None, value):
+            raise UserError(f"{where}: {key}={fields[key]!r}, only {value!r} is supported for model_type {family!r}")
+    kinds = set(fields.get("layer_types") or ())
+    if kinds - {"full_attention"}:
+        raise UserError(f"{where}: layer_types has {sorted(kinds)}, only 'full_attention' is supported")
+    known = _HANDLED | _HARMLESS | must.keys() | {"layer_types"}
+    if unknown := sorted(raw_keys - known):
+        raise UserError(
+            f"{where}: field {unknown[0]}={fields.get(unknown[0])!r} is not known for model_type {family!r} and may "
+            "change what the model computes; if it does not, remove it from the file"
+        )
+
+
+def _rope(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+    rope = fields["rope_parameters"]
+    kind = rope.get("rope_type", "default")
+    if kind not in ("default", "llama3"):
+        raise UserError(f"{where}: rope_type={kind!r}, only 'default' and 'llama3' are supported")
+    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(_LLAMA3_FIELDS if kind == "llama3" else ())}
+    if unknown := sorted(set(rope) - known):
+        raise UserError(f"{where}: rope field {unknown[0]}={rope[unknown[0]]!r} is not known for rope_type {kind!r}")
+    if rope.get("partial_rotary_factor") not in (None, 1.0):
+        raise UserError(f"{where}: partial_rotary_factor={rope['partial_rotary_factor']!r}, only 1.0 is supported")
+    needed = ("rope_theta", *(_LLAMA3_FIELDS if kind == "llama3" else ()))
+    if missing := [key for key in needed if rope.get(key) is None]:
+        raise UserError(f"{where}: rope field {missing[0]} is missing; rope_type {kind!r} needs it")
+    return rope
+
+
+def _scaling(rope: Mapping[str, Any]) -> Llama3Scaling | None:
+    if rope.get("rope_type", "default") == "default":
+        return None
+    return Llama3Scaling(
+        factor=float(rope["factor"]),
+        low_freq_factor=float(rope["low_freq_factor"]),
+        high_freq_factor=float(rope["high_freq_factor"]),
+        original_max_positions=int(rope["original_max_position_embeddings"]),
+    )
+
+
+def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
+    """Returns the config.json of a model with this configuration, the inverse of `decoder_config`.
+
+    Rotary fields are written in the old spelling, which transformers 4 and 5 both read.
+    """
+    if model_type not in ARCHITECTURES or cfg.qkv_bias != (model_type == "qwen2"):
+        raise UserError(
+            f"model_type={model_type!r} with qkv_bias={cfg.qkv_bias}: 'qwen2' has biases and 'llama' has none"
+        )
+    scaling = cfg.rope_scaling
+    return {
+        "architectures": [ARCHITECTURES[model_type]],
+        "model_type": model_type,
+        "vocab_size": cfg.vocab,
+        "hidden_size": cfg.width,
+        "num_hidden_layers": cfg.layers,
+        "num_attention_heads": cfg.heads,
+        "num_key_value_heads": cfg.kv_heads,
+        "head_dim": cfg.head_dim,
+        "intermediate_size": cfg.ffn,
+        "hidden_act": "silu",
+        "rms_norm_eps": cfg.norm_eps,
+        "max_position_embeddings": cfg.max_positions,
+        "tie_word_embeddings": cfg.tied,
+        "rope_theta": cfg.rope_theta,
+        "rope_scaling": None
+        if scaling is None
+        else {
+            "rope_type": "llama3",
+            "factor": scaling.factor,
+            "low_freq_factor": scaling.low_freq_factor,
+            "high_freq_factor": scaling.high_freq_factor,
+            "original_max_position_embeddings": scaling.original_max_positions,
+        },
+    }
+
+
+# GGUF key without the architecture -> Hugging Face field
+_GGUF_FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_GGUF_MUST_EQUAL: dict[str, Any] = {"expert_count": 0, "expert_used_count": 0, "rope.scaling.type": "none"}
+_GGUF_HANDLED = {
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "vocab_size",
+}
+_GGUF_DEFAULT_THETA = 10000.0  # what the format's readers assume when rope.freq_base is absent
+_FACTOR_TOLERANCE = 1e-4  # relative; the file holds them as fp32
+
+
+def gguf_fields(
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[int, ...]],
+    *,
+    rope_factors: np.ndarray | None = None,
+    where: str = "GGUF file",
+) -> dict[str, Any]:
+    """Returns a GGUF file's configuration in Hugging Face fields, for `decoder_config`.
+
+    Args:
+        metadata: the file's key-value fields.
+        tensors: shape of every tensor by name.
+        rope_factors: values of `rope_freqs.weight` (Llama 3.1 and later), None when the file has no such tensor.
+        where: the file, for messages.
+
+    Raises:
+        UserError: another architecture, a part of a split model, or a field that changes the mathematics.
+    """
+    arch = metadata.get("general.architecture")
+    if arch not in ARCHITECTURES:
+        raise UserError(f"{where}: general.architecture={arch!r}; {sorted(ARCHITECTURES)} are supported")
+    if metadata.get("general.type", "model") != "model":
+        raise UserError(f"{where}: general.type={metadata['general.type']!r}; only a whole 'model' is a reader")
+    if metadata.get("split.count", 1) > 1:
+        raise UserError(f"{where}: one of {metadata['split.count']} parts; join them with llama-gguf-split --merge")
+    own = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
+    if missing := [key for key in _GGUF_FIELDS if key not in own]:
+        raise UserError(f"{where}: field {arch}.{missing[0]} is missing; convert the model again")
+    for key, value in _GGUF_MUST_EQUAL.items():
+        if own.get(key, value) != value:
+            raise UserError(f"{where}: {arch}.{key}={own[key]!r}, only {value!r} is supported")
+    if unknown := sorted(set(own) - _GGUF_FIELDS.keys() - _GGUF_HANDLED - _GGUF_MUST_EQUAL.keys()):
+        raise UserError(f"{where}: field {arch}.{unknown[0]}={own[unknown[0]]!r} may change what the model computes")
+    if lists := [key for key, value in own.items() if isinstance(value, list)]:
+        raise UserError(f"{where}: {arch}.{lists[0]} differs by layer, which is not supported")
+    if "token_embd.weight" not in tensors:
+        raise UserError(f"{where}: tensor token_embd.weight is missing; convert the model again")
+    fields = {name: own[key] for key, name in _GGUF_FIELDS.items()}
+    head_dim = _gguf_head_dim(own, where)
+    theta = float(own.get("rope.freq_base", _GGUF_DEFAULT_THETA))
+    return fields | {
+        "model_type": arch,
+        "vocab_size": tensors["token_embd.weight"][0],
+        "num_key_value_heads": own.get("attention.head_count_kv", own["attention.head_count"]),
+        "head_dim": head_dim,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "rope_parameters": _gguf_rope(rope_factors, theta, head_dim, where),
+    }
+
+
+def _gguf_head_dim(own: Mapping[str, Any], where: str) -> int:
+    computed = own["embedding_length"] // max(own["attention.head_count"], 1)
+    stated = {
+        key: own[key]
+        for key in ("attention.key_length", "attention.value_length", "rope.dimension_count")
+        if key in own
+    }
+    if len(set(stated.values())) > 1:
+        raise UserError(f"{where}: {stated} differ; heads of one size, rotated whole, are supported")
+    return next(iter(stated.values()), computed)
+
+
+def _gguf_rope(factors: np.ndarray | None, theta: float, head_dim: int, where: str) -> dict[str, Any]:
+    if factors is None:
+        return {"rope_type": "default", "rope_theta": theta}
+    # The format keeps only the per-frequency divisors; all published Llama 3.x share the other three numbers, and
+    # whether these divisors follow from them is checked.
+    scaling = Llama3Scaling(
+        factor=float(np.max(factors)), low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
+    )
+    expected = llama3_divisors(scaling, theta, head_dim)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=_FACTOR_TOLERANCE, atol=0.0):
+        raise UserError(f"{where}: tensor rope_freqs.weight is not the frequency scaling of Llama 3.x; not supported")
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
+    }
+
+
+def llama3_divisors(scaling: Llama3Scaling, theta: float, head_dim: int) -> np.ndarray:
+    """Returns what Llama 3.1 divides each rotary frequency by, [head_dim / 2], as `rope_freqs.weight` holds it."""
+    frequency = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = scaling.original_max_positions * frequency / (2 * math.pi)  # over the original context
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    smooth = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+    return 1.0 / ((1.0 - smooth) / scaling.factor + smooth)

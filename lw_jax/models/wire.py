@@ -1,0 +1,134 @@
+"""The wire itself: source ids -> latents -> one soft prefix per reader -> logits at the answer's positions.
+
+It starts at ids and ends at logits or generated ids; text, tokenizers and losses live elsewhere.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from lw_jax.core.types import Tree
+from lw_jax.models import adapter, decode, decoder, encoder
+from lw_jax.models.modules import Pure
+
+
+@dataclasses.dataclass(frozen=True)
+class EncoderSpec:
+    """Static facts of the encoder; `body` is set for a pretrained one."""
+
+    kind: str
+    slots: int
+    width: int
+    pooling: str
+    layers: int
+    body: decoder.DecoderConfig | None
+    dtype: str  # of arithmetic; parameters are fp32
+
+    def head(self) -> Pure[encoder.Head]:
+        """Describes the part after the body."""
+        body_width, states = (self.body.width, self.body.layers + 1) if self.body else (self.width, 0)
+        return encoder.make_head(body_width, self.width, slots=self.slots, pooling=self.pooling, states=states)
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """Static facts of one frozen reader and of the adapter in front of it."""
+
+    config: decoder.DecoderConfig
+    adapter_hidden: int
+    calibration: str
+    stops: tuple[int, ...]
+
+    def adapter(self, width: int) -> Pure[adapter.Adapter]:
+        """Describes the adapter from latents of this width."""
+        return adapter.make(width, self.adapter_hidden, self.config.width, calibration=self.calibration)
+
+
+@dataclasses.dataclass(frozen=True)
+class Wire:
+    """One encoder, any number of readers by name. Parameters: {"encoder": {"body", "head"}, "adapters": {name: ...}}."""
+
+    encoder: EncoderSpec
+    readers: Mapping[str, Reader]
+    mode: decoder.Mode = decoder.Mode()
+
+    def init(self, key: jax.Array, *, body: Tree | None, embedding_rms: Mapping[str, jax.Array]) -> Tree:
+        """Draws the trainable parameters in fp32; `body` holds the pretrained weights of an lm encoder.
+
+        `embedding_rms[name]` is the size that reader's adapter starts with.
+        """
+        body_key, head_key, adapter_key = jax.random.split(key, 3)
+        if body is None:
+            body = encoder.make_bytes(self.encoder.width, self.encoder.layers).init(body_key)
+        adapters = {}
+        for index, (name, reader) in enumerate(sorted(self.readers.items())):
+            one = reader.adapter(self.encoder.width)
+            init_key, size_key = jax.random.split(jax.random.fold_in(adapter_key, index))
+            adapters[name] = adapter.calibrate(
+                one, one.init(init_key), key=size_key, slots=self.encoder.slots, target=embedding_rms[name]
+            )
+        return {"encoder": {"body": body, "head": self.encoder.head().init(head_key)}, "adapters": adapters}
+
+    def encode(self, trainable: Tree, source: Mapping[str, jax.Array]) -> Float[Array, "b m z"]:
+        """Writes {"ids" [b s], "mask" [b s]} (right-padded) into fp32 latents of unit RMS."""
+        params = _cast(trainable["encoder"], self.encoder.dtype)
+        ids, mask, head = source["ids"], source["mask"], self.encoder.head()
+        if self.encoder.body is None:
+            body = encoder.make_bytes(self.encoder.width, self.encoder.layers)
+            return encoder.encode_bytes(params, body, head, ids=ids, mask=mask)
+        mode = dataclasses.replace(self.mode, causal=False)
+        return encoder.encode_lm(params, self.encoder.body, head, ids=ids, mask=mask, mode=mode)
+
+    def prefix(self, trainable: Tree, name: str, latents: Float[Array, "b m z"]) -> Float[Array, "b m d"]:
+        """Turns latents into one reader's soft prefix."""
+        params = _cast(trainable["adapters"][name], self.encoder.dtype)
+        return self.readers[name].adapter(self.encoder.width).bind(params)(latents.astype(self.encoder.dtype))
+
+    def answer_logits(
+        self, params: Tree, name: str, prompt: "Prompt", answer_inputs: Int[Array, "b n"]
+    ) -> Float[Array, "b t v"]:
+        """fp32 logits that predict each answer token and the EOS (t = n + 1); the head sees no other position."""
+        config = self.readers[name].config
+        x = jnp.concatenate([prompt.embeddings, decoder.embed(params, answer_inputs)], axis=1)
+        # Answers are right-padded: under the causal mask a pad is behind every real target, so it may count as real.
+        mask = jnp.concatenate([prompt.mask, jnp.ones(answer_inputs.shape, bool)], axis=1)
+        out = decoder.forward(params, config, x, mask=mask, mode=self.mode)
+        return decoder.logits(params, out.hidden[:, prompt.mask.shape[1] - 1 :])
+
+    def generate(self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int) -> Int[Array, "b n"]:
+        """Greedy answer ids, -1 after the stop."""
+        reader = self.readers[name]
+        sampling = decode.Sampling(max_new_tokens, reader.stops)
+        return decode.generate(
+            params, reader.config, prompt.embeddings, mask=prompt.mask, sampling=sampling, key=jax.random.key(0)
+        )
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """What a reader is given before its answer; the last column is a real token of every row."""
+
+    embeddings: Float[Array, "b p d"]
+    mask: Bool[Array, "b p"]
+
+
+def text_prompt(params: Tree, tokens: Mapping[str, jax.Array]) -> Prompt:
+    """A prompt of token ids alone: {"ids", "mask"} left-padded."""
+    return Prompt(decoder.embed(params, tokens["ids"]), tokens["mask"])
+
+
+def wire_prompt(params: Tree, batch: Mapping[str, Mapping[str, jax.Array]], prefix: Float[Array, "b m d"]) -> Prompt:
+    """BOS and opening words, the soft prefix where the context would stand, the question after it."""
+    before, after = batch["before"], batch["after"]
+    embedded = [decoder.embed(params, before["ids"]), decoder.embed(params, after["ids"])]
+    embeddings = jnp.concatenate([embedded[0], prefix.astype(embedded[0].dtype), embedded[1]], axis=1)
+    mask = jnp.concatenate([before["mask"], jnp.ones(prefix.shape[:2], bool), after["mask"]], axis=1)
+    return Prompt(embeddings, mask)
+
+
+def _cast(tree: Tree, dtype: str) -> Tree:
+    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)

@@ -1,0 +1,180 @@
+"""Tiny readers that the project trains itself on question cards, then freezes: real reading without a download.
+
+Two families with vocabularies of their own, saved as ordinary model folders, so that everything after them runs the
+code that runs for Llama and Qwen.
+"""
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from lw_jax import losses, sources, weights
+from lw_jax.core import rng as rngs
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import LossTerms, Tree
+from lw_jax.data import batches, examples
+from lw_jax.data.tokens import load_tokenizer
+from lw_jax.models import decoder, wire
+from lw_jax.recipes.base import Weights
+from sharding import rules, tables
+
+PREFIX = "selfmade:"
+FORMAT = 1  # raised when what is trained changes, so that old folders are not taken up
+CARDS = 16384
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """What sets one self-made reader apart from the other."""
+
+    vocab: int  # of its byte-level BPE
+    begin: str  # BOS text; empty: none
+    end: str
+    pad: str
+    qkv_bias: bool
+    rope_theta: float
+
+
+FAMILIES = {
+    "llama": Family(1024, "<s>", "</s>", "<pad>", False, 10000.0),
+    "qwen2": Family(640, "", "<|im_end|>", "<|endoftext|>", True, 1e6),
+}
+
+
+def family(source: str) -> str:
+    """Returns "llama" or "qwen2" for "selfmade:llama" or "selfmade:qwen"."""
+    name = {"llama": "llama", "qwen": "qwen2"}.get(source.removeprefix(PREFIX))
+    if name is None:
+        raise UserError(f"source {source!r}: self-made readers are {PREFIX}llama and {PREFIX}qwen")
+    return name
+
+
+def folder(cfg: Config, source: str) -> Path:
+    """Returns where this reader's folder belongs: one per sizes, prompt and cards."""
+    meaning = [FORMAT, family(source), dataclasses.asdict(cfg.selfmade), dataclasses.asdict(cfg.prompt), cfg.data.facts]
+    digest = hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=8).hexdigest()
+    return sources.cache_root() / "selfmade" / f"{family(source)}-{digest}"
+
+
+def finished_folder(cfg: Config, source: str) -> Path:
+    """Returns the folder of a reader that has been made."""
+    path = folder(cfg, source)
+    if not (path / "model.safetensors").exists():
+        raise UserError(f"source {source!r}: {path} does not exist yet; `python run.py train` with this config makes it")
+    return path
+
+
+class SelfmadeReader:
+    """Trains one reader to answer from the text prompt. See `recipes.base.Recipe`; nothing is frozen."""
+
+    rates = ((r".*", 1.0),)
+
+    def __init__(self, cfg: Config, mesh: Mesh, *, source: str):
+        kind = FAMILIES[family(source)]
+        self.mesh, self.family = mesh, family(source)
+        cards = {"train": "cards", "validation": "cards", "train_limit": 0, "validation_limit": 0, "cards": CARDS}
+        self.cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, **cards))
+        sizes = cfg.selfmade
+        self.config = decoder.DecoderConfig(
+            vocab=kind.vocab,
+            width=sizes.width,
+            layers=sizes.layers,
+            heads=sizes.heads,
+            kv_heads=sizes.kv_heads,
+            head_dim=sizes.width // sizes.heads,
+            ffn=sizes.ffn,
+            rope_theta=kind.rope_theta,
+            norm_eps=1e-6,
+            max_positions=1024,
+            tied=False,
+            qkv_bias=kind.qkv_bias,
+        )
+        self.folder = folder(cfg, source)
+        self.examples = examples.load(self.cfg.data, "train", seed=cfg.seed)
+        write_tokenizer(self.folder, kind, [f"{e.context} {e.question} {e.answers[0]}" for e in self.examples])
+        self.tokenizer = load_tokenizer(self.folder)
+        self.wire = wire.Wire(
+            wire.EncoderSpec("none", 1, 1, "windows", 0, None, "float32"),
+            {"reader": wire.Reader(self.config, 1, "init", tuple(self.tokenizer.stops))},
+        )
+
+    def abstract(self) -> Weights:
+        """Returns the reader as the trainable tree."""
+        return Weights(decoder.abstract(self.config, jnp.float32), {})
+
+    def shardings(self) -> Weights:
+        """Replicates: these readers are tiny."""
+        return Weights(rules.shardings(tables.TRAINABLE, self.abstract().trainable, self.mesh, name="selfmade"), {})
+
+    def build(self) -> Weights:
+        """Draws the initial weights."""
+        init = jax.jit(
+            lambda key: decoder.init(key, self.config, jnp.float32, scale=0.05),
+            out_shardings=self.shardings().trainable,
+        )
+        return Weights(init(rngs.stream(self.cfg.seed, f"selfmade/{self.family}")), {})
+
+    def data(self, split: str, *, rows: Sequence[str] = ()) -> batches.Encoded:
+        """Returns cards as text prompts."""
+        layout = batches.Layout(
+            prompt=self.cfg.prompt,
+            readers={"reader": batches.Reader(self.tokenizer, "plain")},
+            source=self.tokenizer,
+            window=self.cfg.data.context_tokens,
+            slots=1,
+            data=self.cfg.data,
+        )
+        found = self.examples if split == "train" else examples.load(self.cfg.data, split, seed=self.cfg.seed)
+        return batches.encode(found, layout=layout, rows=("text", *rows))
+
+    def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
+        """Cross-entropy of the answer and its EOS after the text prompt."""
+        del frozen, rng
+        fields = batch["readers"]["reader"]
+        prompt = wire.text_prompt(trainable, fields["text"])
+        logits = self.wire.answer_logits(trainable, "reader", prompt, fields["answer_inputs"])
+        total, weight = losses.nll(logits, fields["targets"], fields["weights"])
+        hits = losses.hits(logits, fields["targets"], fields["weights"])
+        return LossTerms(total, weight, {"nll/text": (total, weight), "accuracy/text": hits})
+
+    def identity(self) -> dict[str, str]:
+        """Returns nothing: these runs are short and never resumed."""
+        return {}
+
+    def save(self, trainable: Tree) -> None:
+        """Writes the trained reader as a model folder; its presence marks the reader as made."""
+        weights.save(
+            self.folder, trainable, self.config, model_type=self.family, tokenizer=self.tokenizer.backend
+        )
+
+
+def write_tokenizer(path: Path, kind: Family, texts: Sequence[str]) -> None:
+    """Trains a byte-level BPE on the texts and writes it as a fast tokenizer."""
+    specials = [text for text in (kind.pad, kind.begin, kind.end) if text]
+    backend = Backend(models.BPE())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=kind.vocab,
+        special_tokens=specials,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    backend.train_from_iterator(texts, trainer)
+    named = {"pad_token": kind.pad, "eos_token": kind.end}
+    if kind.begin:
+        begin = (kind.begin, backend.token_to_id(kind.begin))
+        backend.post_processor = processors.TemplateProcessing(single=f"{kind.begin} $A", special_tokens=[begin])
+        named["bos_token"] = kind.begin
+    path.mkdir(parents=True, exist_ok=True)
+    PreTrainedTokenizerFast(tokenizer_object=backend, **named).save_pretrained(path)

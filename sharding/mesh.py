@@ -1,0 +1,68 @@
+"""Devices -> mesh with the axes data and model. The only place that states axis types."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from sharding.errors import PlacementError
+
+AXES = ("data", "model")
+
+Device = Any  # a jax.Device, which type checkers take for a variable
+
+
+def make(*, data: int = -1, model: int = 1, devices: Sequence[Device] | None = None) -> Mesh:
+    """Returns the mesh ("data", "model"), where -1 fills an axis with the devices that remain.
+
+    An explicit data x model below the number of devices takes the first ones; `describe` tells. Raises PlacementError
+    with the legal sizes for everything that does not fit.
+    """
+    found = list(jax.devices() if devices is None else devices)
+    data, model = _fill(data, model, len(found))
+    used = found[: data * model]
+    _check_processes(found, used, model)
+    return jax.make_mesh((data, model), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=used)
+
+
+def describe(mesh: Mesh, *, available: int | None = None) -> str:
+    """Returns one line that says the axes, the devices, and how many of `available` (default: all) stay unused."""
+    available = jax.device_count() if available is None else available
+    sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+    kind = mesh.devices.flat[0].device_kind
+    idle = available - mesh.size
+    rest = f"; {idle} of {available} devices stay unused" if idle else ""
+    return f"mesh {sizes} on {mesh.size} {kind}{rest}"
+
+
+def _fill(data: int, model: int, count: int) -> tuple[int, int]:
+    divisors = [n for n in range(1, count + 1) if count % n == 0]
+    legal = ", ".join(f"data={count // n} model={n}" for n in divisors)
+    asked = f"mesh data={data} model={model} on {count} devices"
+    if count == 0 or min(data, model) < -1 or 0 in (data, model) or data == model == -1:
+        raise PlacementError(f"{asked}: each axis is at least 1, and at most one is -1 (what remains); use {legal}")
+    known = model if data == -1 else data
+    if -1 in (data, model) and count % known:
+        raise PlacementError(f"{asked}: {known} does not divide {count}; use {legal}, or name both axes for fewer")
+    data, model = (count // known if size == -1 else size for size in (data, model))
+    if data * model > count:
+        raise PlacementError(f"{asked}: it needs {data * model} devices; use {legal}")
+    return data, model
+
+
+def _check_processes(found: list[Device], used: list[Device], model: int) -> None:
+    processes = {device.process_index for device in found}
+    if len(processes) == 1:
+        return
+    if len(used) != len(found):
+        raise PlacementError(
+            f"mesh of {len(used)} of {len(found)} devices over {len(processes)} processes: some process would own "
+            "none of it; use all devices or start fewer processes"
+        )
+    local = len(found) // len(processes)
+    if local % model:
+        raise PlacementError(
+            f"mesh model={model} over processes of {local} devices: the model axis stays inside one process, because "
+            f"each process loads its own examples; use a divisor of {local}"
+        )

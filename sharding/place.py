@@ -1,0 +1,99 @@
+"""Host batches -> global arrays on the mesh; bytes that a placed tree takes."""
+
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from sharding.errors import PlacementError
+from sharding.rules import path_of
+
+# Legal values named in a refusal.
+CHOICES = 3
+
+
+def accumulation(*, global_batch: int, micro_batch: int, data_axis: int) -> int:
+    """Returns how many micro-batches make one optimizer step: global = result x micro_batch x data_axis.
+
+    `micro_batch` counts examples on one device; 0 takes the device's whole share. Raises PlacementError with the
+    nearest legal values.
+    """
+    if global_batch < 1 or micro_batch < 0 or data_axis < 1:
+        raise PlacementError(
+            f"global_batch={global_batch} micro_batch={micro_batch} data={data_axis}: the global batch and the data "
+            "axis are at least 1, the micro-batch at least 0 (0: the whole share)"
+        )
+    asked = f"train.global_batch={global_batch} train.micro_batch={micro_batch} on mesh data={data_axis}"
+    share, rest = divmod(global_batch, data_axis)
+    if rest:
+        unit = data_axis * max(micro_batch, 1)
+        nearest = _nearest(global_batch, (unit * n for n in range(1, global_batch // unit + CHOICES + 1)))
+        raise PlacementError(f"{asked}: the data axis does not divide the global batch; use global_batch {nearest}")
+    micro = micro_batch or share
+    if share % micro:
+        nearest = _nearest(micro, (n for n in range(1, share + 1) if share % n == 0))
+        raise PlacementError(f"{asked}: a device's share is {share} examples; use micro_batch {nearest}")
+    return share // micro
+
+
+def put_batch(batch: Any, mesh: Mesh, *, accumulation: int) -> Any:
+    """Returns this process's [b ...] arrays as global [a, B/a ...] arrays, examples split over data.
+
+    B is b x processes. Each process cuts its own examples into `a` consecutive runs; run i of all processes together
+    is micro-batch i. So which examples share a micro-batch depends on the number of processes, but the set of all B
+    never does, and with it no sum over the step.
+    """
+
+    def cut(key_path: Any, leaf: np.ndarray) -> np.ndarray:
+        if leaf.shape[0] % accumulation:
+            raise PlacementError(
+                f"batch/{path_of(key_path)} {leaf.shape}: {leaf.shape[0]} examples do not divide into "
+                f"{accumulation} micro-batches; derive both with sharding.place.accumulation"
+            )
+        return leaf.reshape(accumulation, leaf.shape[0] // accumulation, *leaf.shape[1:])
+
+    return _put(jax.tree_util.tree_map_with_path(cut, batch), mesh, dim=1)
+
+
+def put_eval(batch: Any, mesh: Mesh) -> Any:
+    """Returns this process's [b ...] arrays as global [B ...] arrays, examples split over data."""
+    return _put(batch, mesh, dim=0)
+
+
+def replicate(tree: Any, mesh: Mesh) -> Any:
+    """Returns the tree with every leaf whole on every device of the mesh."""
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+
+
+def device_bytes(tree: Any) -> int:
+    """Returns the bytes that one device holds of a tree of arrays or ShapeDtypeStructs (without sharding: all)."""
+
+    def size(leaf: Any) -> int:
+        sharding = getattr(leaf, "sharding", None)
+        shape = leaf.shape if sharding is None else sharding.shard_shape(leaf.shape)
+        return math.prod(shape) * leaf.dtype.itemsize
+
+    return sum(size(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _put(batch: Any, mesh: Mesh, *, dim: int) -> Any:
+    sharding = NamedSharding(mesh, PartitionSpec(*([None] * dim), "data"))
+    processes = len({device.process_index for device in mesh.devices.flat})
+
+    def put(key_path: Any, leaf: np.ndarray) -> jax.Array:
+        shape = (*leaf.shape[:dim], leaf.shape[dim] * processes, *leaf.shape[dim + 1 :])
+        if shape[dim] % mesh.shape["data"]:
+            raise PlacementError(
+                f"batch/{path_of(key_path)} {leaf.shape}: {shape[dim]} examples do not divide over mesh axis "
+                f"data={mesh.shape['data']}; choose a batch that is a multiple of it"
+            )
+        return jax.make_array_from_process_local_data(sharding, leaf, shape)
+
+    return jax.tree_util.tree_map_with_path(put, batch)
+
+
+def _nearest(wanted: int, legal: Any) -> str:
+    chosen = sorted(sorted(legal, key=lambda n: (abs(n - wanted), n))[:CHOICES])
+    return ", ".join(map(str, chosen[:-1])) + (" or " if len(chosen) > 1 else "") + str(chosen[-1])

@@ -1,0 +1,43 @@
+"""Which mesh axis each weight lies along, as data.
+
+Paths and dims of a frozen reader are those of docs/architecture.md; a prefix (the reader's name) may stand before.
+Rows are shared between families where specs agree, so that each table is live for Llama (no biases, tied or not)
+and for Qwen (biases). The layer axis is never split: the scan over layers would gather the whole stack.
+"""
+
+from jax.sharding import PartitionSpec as P
+
+from sharding.errors import PlacementError
+from sharding.rules import Table
+
+# Encoder and adapters: small, and their gradients are summed over data.
+TRAINABLE: Table[P] = ((r".*", P()),)
+
+_READERS: dict[str, Table[P | tuple[P, ...]]] = {
+    "replicate": ((r".*", P()),),
+    # The model width d first: it is there in every matrix, and one layer's slice is gathered inside the scan.
+    "fsdp": (
+        (r"(.*/)?(embed|head)", (P(None, "data"), P("data"))),
+        (r"(.*/)?layers/[qkv]", P(None, None, None, "data")),
+        (r"(.*/)?layers/(gate|up)", (P(None, None, "data"), P(None, "data"))),
+        (r"(.*/)?layers/(o|down)", P(None, "data")),
+        (r"(.*/)?(norm|layers/(\w+_norm|\w+_bias))", P()),
+    ),
+    # Column-parallel q, k, v, gate, up; row-parallel o, down: one sum after attention and one after the mlp.
+    # Heads that do not divide stay whole, because splitting inside a head costs all-to-alls.
+    "tensor": (
+        (r"(.*/)?(embed|head)", (P("model"), P(None, "model"))),
+        (r"(.*/)?layers/[qkv](_bias)?", (P(None, "model"), P())),
+        (r"(.*/)?layers/o", (P(None, None, "model"), P())),
+        (r"(.*/)?layers/(gate|up)", P(None, "model")),
+        (r"(.*/)?layers/down", P(None, None, "model")),
+        (r"(.*/)?(norm|layers/\w+_norm)", P()),
+    ),
+}
+
+
+def reader_table(placement: str) -> Table[P | tuple[P, ...]]:
+    """Returns the table of frozen readers for "replicate", "fsdp" (over data) or "tensor" (over model)."""
+    if placement not in _READERS:
+        raise PlacementError(f"mesh.placement={placement!r} is not one of {', '.join(_READERS)}")
+    return _READERS[placement]

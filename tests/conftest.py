@@ -1,0 +1,73 @@
+"""Every test runs offline, on eight virtual CPU devices, with JAX's strict promotion rules, or is skipped visibly.
+
+All of it is set by environment variables, so that processes which tests start inherit it.
+"""
+
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lw_jax.core import platform
+
+ROOT = Path(__file__).resolve().parent.parent
+
+assert "jax" not in sys.modules, "JAX was imported before its settings"
+
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax-tests"))
+os.environ |= {
+    "JAX_NUMPY_DTYPE_PROMOTION": "strict",
+    "JAX_NUMPY_RANK_PROMOTION": "raise",
+    "JAX_DISABLE_MOST_OPTIMIZATIONS": "true",  # halves compilation; `@pytest.mark.optimized` turns them on
+    "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+    "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+if "LW_JAX_TEST_NETWORK" not in os.environ:
+    os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PIP_NO_INDEX": "1"}
+platform.hide_idle_cuda()
+
+_LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
+_connect = socket.socket.connect
+
+
+def _connect_locally(self: socket.socket, address: Any) -> None:
+    if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in _LOCAL:
+        pytest.fail(f"a test tried to reach {address}; mark it `network` or keep it local")
+    _connect(self, address)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if item.get_closest_marker("gpu") and "cuda" not in os.environ["JAX_PLATFORMS"]:
+        pytest.skip("needs an NVIDIA GPU: JAX_PLATFORMS=cuda")
+    if item.get_closest_marker("network") and "LW_JAX_TEST_NETWORK" not in os.environ:
+        pytest.skip("needs the internet: LW_JAX_TEST_NETWORK=1")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
+    os.environ.setdefault("LW_JAX_CACHE", str(tmp_path_factory.mktemp("lw_jax_cache")))
+
+
+@pytest.fixture(autouse=True)
+def _offline(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not request.node.get_closest_marker("network"):
+        monkeypatch.setattr(socket.socket, "connect", _connect_locally)
+
+
+@pytest.fixture(autouse=True)
+def _optimizations(request: pytest.FixtureRequest) -> Iterator[None]:
+    if not request.node.get_closest_marker("optimized"):
+        yield
+        return
+    import jax
+
+    jax.config.update("jax_disable_most_optimizations", False)
+    yield
+    jax.config.update("jax_disable_most_optimizations", True)

@@ -1,0 +1,82 @@
+"""sharding/mesh.py: every number of devices gets a mesh, or a refusal that names the legal ones."""
+
+import types
+
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from sharding import mesh as meshes
+from sharding.errors import PlacementError
+
+
+def sizes(count: int, **axes: int) -> dict[str, int]:
+    return dict(meshes.make(devices=jax.devices()[:count], **axes).shape)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 8])
+def test_data_takes_all_devices_by_default(count):
+    assert sizes(count) == {"data": count, "model": 1}
+
+
+@pytest.mark.parametrize(
+    ("count", "axes", "wanted"),
+    [
+        (8, {"model": 2}, (4, 2)),
+        (4, {"model": 4}, (1, 4)),
+        (8, {"data": 2, "model": -1}, (2, 4)),
+        (6, {"data": 3, "model": 2}, (3, 2)),
+    ],
+)
+def test_minus_one_fills_with_the_devices_that_remain(count, axes, wanted):
+    assert tuple(sizes(count, **axes).values()) == wanted
+
+
+def test_axes_are_auto_and_neighbours_lie_along_model():
+    mesh = meshes.make(model=2)
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)
+    assert mesh.devices.shape == (4, 2)
+    assert [device.id for device in mesh.devices[1]] == [2, 3]
+
+
+def test_smaller_mesh_takes_the_first_devices_and_says_so():
+    mesh = meshes.make(data=3, model=1)
+    assert [device.id for device in mesh.devices.flat] == [0, 1, 2]
+    assert meshes.describe(mesh) == "mesh data=3 x model=1 on 3 cpu; 5 of 8 devices stay unused"
+
+
+def test_full_mesh_mentions_no_unused_devices():
+    assert meshes.describe(meshes.make(model=4)) == "mesh data=2 x model=4 on 8 cpu"
+
+
+@pytest.mark.parametrize(
+    ("count", "axes", "words"),
+    [
+        (3, {"model": 2}, r"data=-1 model=2 on 3 devices: 2 does not divide 3; use data=3 model=1, data=1 model=3"),
+        (8, {"data": 3, "model": -1}, "3 does not divide 8"),
+        (4, {"data": 4, "model": 2}, "needs 8 devices; use data=4 model=1, data=2 model=2, data=1 model=4"),
+        (2, {"model": 4}, "4 does not divide 2"),
+        (2, {"data": -1, "model": -1}, "at most one is -1"),
+        (2, {"data": 0}, "at least 1"),
+        (2, {"model": -2}, "at least 1"),
+        (0, {}, "on 0 devices"),
+    ],
+)
+def test_impossible_mesh_is_refused_with_the_legal_choices(count, axes, words):
+    with pytest.raises(PlacementError, match=words):
+        sizes(count, **axes)
+
+
+def foreign(process_of: list[int]) -> list[types.SimpleNamespace]:
+    """Stands in for devices of several processes, which one test process cannot have."""
+    return [types.SimpleNamespace(process_index=process, id=i) for i, process in enumerate(process_of)]
+
+
+def test_model_axis_across_processes_is_refused():
+    with pytest.raises(PlacementError, match="model=4 over processes of 2 devices.*use a divisor of 2"):
+        meshes.make(model=4, devices=foreign([0, 0, 1, 1]))
+
+
+def test_mesh_that_leaves_devices_of_several_processes_unused_is_refused():
+    with pytest.raises(PlacementError, match="2 of 4 devices over 2 processes"):
+        meshes.make(data=2, devices=foreign([0, 0, 1, 1]))

@@ -1,0 +1,124 @@
+"""sharding/place.py: the global batch is the same set of examples whatever the mesh."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from sharding import mesh as meshes
+from sharding import place, rules
+from sharding.errors import PlacementError
+from sharding.tables import TRAINABLE
+
+COUNTS = [1, 2, 4, 8]
+
+
+def mesh_of(data: int, model: int = 1) -> jax.sharding.Mesh:
+    return meshes.make(data=data, model=model, devices=jax.devices()[: data * model])
+
+
+def make_batch(size: int) -> dict:
+    ids = np.arange(size * 5, dtype=np.int32).reshape(size, 5)
+    return {"source": {"ids": ids, "mask": ids % 3 == 0}, "index": np.arange(size, dtype=np.int32)}
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "micro_batch", "data_axis", "steps"),
+    [(32, 0, 1, 1), (32, 0, 8, 1), (32, 4, 1, 8), (32, 4, 8, 1), (32, 4, 2, 4), (24, 2, 3, 4), (7, 1, 7, 1)],
+)
+def test_micro_batch_accumulation_and_data_axis_multiply_to_the_global_batch(
+    global_batch, micro_batch, data_axis, steps
+):
+    found = place.accumulation(global_batch=global_batch, micro_batch=micro_batch, data_axis=data_axis)
+    assert found == steps
+    assert found * (micro_batch or global_batch // data_axis) * data_axis == global_batch
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "micro_batch", "data_axis", "words"),
+    [
+        (32, 5, 2, "a device's share is 16 examples; use micro_batch 2, 4 or 8"),
+        (32, 64, 2, "use micro_batch 4, 8 or 16"),
+        (6, 4, 6, "share is 1 examples; use micro_batch 1"),
+        (32, 0, 3, "use global_batch 30, 33 or 36"),
+        (32, 2, 3, "use global_batch 24, 30 or 36"),
+        (2, 0, 8, "use global_batch 8, 16 or 24"),
+        (0, 0, 1, "at least 1"),
+        (8, -1, 1, "at least 0"),
+    ],
+)
+def test_product_that_does_not_fit_is_refused_with_the_nearest_choices(global_batch, micro_batch, data_axis, words):
+    with pytest.raises(PlacementError, match=words):
+        place.accumulation(global_batch=global_batch, micro_batch=micro_batch, data_axis=data_axis)
+
+
+@pytest.mark.parametrize(("data", "steps"), [(data, steps) for data in COUNTS for steps in (1, 3)])
+def test_every_example_arrives_once_with_its_own_row_on_every_mesh(data, steps):
+    batch = make_batch(24)
+    placed = place.put_batch(batch, mesh_of(data), accumulation=steps)
+    assert placed["source"]["ids"].shape == (steps, 24 // steps, 5)
+    assert placed["source"]["ids"].sharding.spec == P(None, "data")
+    for leaf in jax.tree.leaves(placed):
+        assert leaf.sharding.shard_shape(leaf.shape)[1] == 24 // steps // data
+    index = np.asarray(placed["index"])
+    assert sorted(index.ravel().tolist()) == list(range(24))
+    np.testing.assert_array_equal(np.asarray(placed["source"]["ids"]), batch["source"]["ids"][index])
+    np.testing.assert_array_equal(np.asarray(placed["source"]["mask"]), batch["source"]["mask"][index])
+
+
+@pytest.mark.parametrize("data", COUNTS)
+def test_sum_over_the_step_is_the_same_on_every_mesh_and_accumulation(data):
+    batch = make_batch(24)
+    total = jax.jit(lambda placed: jnp.sum(placed["source"]["ids"] * placed["source"]["mask"].astype(jnp.int32)))
+    wanted = int((batch["source"]["ids"] * batch["source"]["mask"]).sum())
+    for steps in (1, 3):
+        assert int(total(place.put_batch(batch, mesh_of(data), accumulation=steps))) == wanted
+
+
+def test_batch_is_whole_along_the_model_axis():
+    placed = place.put_batch(make_batch(8), mesh_of(2, 4), accumulation=2)
+    assert placed["index"].sharding.shard_shape((2, 4)) == (2, 2)
+    assert len(placed["index"].sharding.device_set) == 8
+
+
+@pytest.mark.parametrize("data", COUNTS)
+def test_evaluation_batch_keeps_its_order(data):
+    batch = make_batch(16)
+    placed = place.put_eval(batch, mesh_of(data))
+    assert placed["index"].sharding.spec == P("data")
+    np.testing.assert_array_equal(np.asarray(placed["source"]["ids"]), batch["source"]["ids"])
+
+
+def test_batch_that_does_not_divide_is_refused_with_its_path():
+    with pytest.raises(PlacementError, match=r"batch/index \(10,\): 10 examples do not divide over mesh axis data=4"):
+        place.put_eval(make_batch(10), mesh_of(4))
+    with pytest.raises(PlacementError, match=r"batch/index \(2, 5\): 5 examples do not divide"):
+        place.put_batch(make_batch(10), mesh_of(4), accumulation=2)
+    with pytest.raises(PlacementError, match=r"batch/index \(10,\): 10 examples do not divide into 3 micro-batches"):
+        place.put_batch(make_batch(10), mesh_of(1), accumulation=3)
+
+
+@pytest.mark.parametrize("data", COUNTS)
+def test_replicated_tree_is_whole_on_every_device(data):
+    tree = {"w": np.arange(21, dtype=np.float32).reshape(7, 3)}
+    mesh = mesh_of(data)
+    placed = place.replicate(tree, mesh)["w"]
+    assert len(placed.addressable_shards) == data
+    for shard in placed.addressable_shards:
+        np.testing.assert_array_equal(np.asarray(shard.data), tree["w"])
+
+
+def test_device_bytes_counts_the_share_of_one_device():
+    tree = {"w": jax.ShapeDtypeStruct((16, 3), jnp.bfloat16), "b": jax.ShapeDtypeStruct((5,), jnp.float32)}
+    table = [("w", P("data")), ("b", P())]
+
+    def abstract(table, mesh):
+        placed = rules.shardings(table, tree, mesh, name="t")
+        return jax.tree.map(lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), tree, placed)
+
+    for data in COUNTS:
+        assert place.device_bytes(abstract(table, mesh_of(data))) == 16 * 3 * 2 // data + 5 * 4
+        assert place.device_bytes(abstract(TRAINABLE, mesh_of(data))) == 16 * 3 * 2 + 5 * 4
+    assert place.device_bytes(tree) == 16 * 3 * 2 + 5 * 4
+    assert place.device_bytes(place.put_eval(make_batch(16), mesh_of(4))) == (16 * 5 * 4 + 16 * 5 + 16 * 4) // 4

@@ -1,0 +1,185 @@
+"""The command line as a user meets it: where the verb may stand, what each verb is given, what refusals look like."""
+
+import json
+import subprocess
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+from sharding.errors import PlacementError
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+SMOKE = ["--config", "configs/smoke.py"]
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
+    """Records what the verbs' `main` would be given, in an empty folder."""
+    recorded: list[dict[str, Any]] = []
+    for verb, (module, _) in run.VERBS.items():
+        if verb != "show":
+            stand_in = types.ModuleType(module)
+            stand_in.__dict__["main"] = lambda cfg, verb=verb, **given: recorded.append(
+                {"verb": verb, "cfg": cfg} | given
+            )
+            monkeypatch.setitem(sys.modules, module, stand_in)
+    monkeypatch.chdir(tmp_path)
+    return recorded
+
+
+def _start(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(PROJECT / "run.py"), *argv]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, check=False)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [*SMOKE, "--config.seed=7", "--workdir", "w"],
+        ["train", *SMOKE, "--config.seed=7", "--workdir", "w"],
+        [*SMOKE, "train", "--config.seed", "7", "--workdir", "w"],
+        ["--workdir=w", "--config=configs/smoke.py", "--config.seed", "7", "train"],
+    ],
+)
+def test_verb_may_stand_anywhere_and_is_train_when_left_out(calls: list[dict[str, Any]], argv: list[str]) -> None:
+    assert run.main(argv) == 0
+    (call,) = calls
+    assert (call["verb"], call["cfg"].seed, call["workdir"]) == ("train", 7, Path("w"))
+    assert isinstance(call["cfg"], Config) and call["resolved"]["seed"] == 7
+    assert json.loads(Path("w/config.json").read_text(encoding="utf-8")) == call["resolved"]
+
+
+def test_folder_of_a_run_is_named_by_file_and_recipe(calls: list[dict[str, Any]]) -> None:
+    assert run.main(["--config", "configs/smoke.py:reader"]) == 0
+    assert calls[0]["workdir"] == Path("runs/smoke-reader")
+
+
+def test_one_process_of_several_writes_the_folder(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_PROCID", "1")
+    assert run.main([*SMOKE, "--workdir", "w"]) == 0
+    assert calls and not Path("w").exists()
+
+
+def test_eval_of_a_folder_takes_the_saved_configuration(calls: list[dict[str, Any]]) -> None:
+    assert run.main([*SMOKE, "--config.seed=7", "--workdir", "w"]) == 0
+    before = Path("w/config.json").read_bytes()
+    assert run.main(["eval", "--workdir", "w", "--config.eval.examples=5", "--config.mesh.data=1"]) == 0
+    cfg = calls[1]["cfg"]
+    assert (calls[1]["verb"], cfg.seed, cfg.eval.examples, cfg.mesh.data) == ("eval", 7, 5, 1)
+    assert Path("w/config.json").read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "argv", [["--config.seed=8"], [*SMOKE], [*SMOKE, "--config.seed=7", "--config.encoder.slots=8"]]
+)
+def test_eval_that_means_another_run_is_refused(
+    calls: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], argv: list[str]
+) -> None:
+    assert run.main([*SMOKE, "--config.seed=7", "--workdir", "w"]) == 0
+    assert run.main(["eval", "--workdir", "w", *argv]) == 2
+    assert "the run there differs in" in capsys.readouterr().err
+    assert len(calls) == 1
+
+
+def test_answer_gets_the_text_and_every_question(calls: list[dict[str, Any]]) -> None:
+    Path("text.txt").write_text("Ä text.\n", encoding="utf-8")
+    assert run.main([*SMOKE, "--workdir", "w"]) == 0
+    assert run.main(["answer", "--workdir", "w", "--context", "text.txt", "--question", "a?", "--question", "b?"]) == 0
+    assert (calls[1]["context"], calls[1]["questions"]) == ("Ä text.\n", ["a?", "b?"])
+
+
+@pytest.mark.parametrize("error", [UserError("mend this"), PlacementError("mend this")])
+def test_error_of_a_verb_that_the_user_can_mend_is_one_line(
+    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: ValueError
+) -> None:
+    def fail(cfg: Config, **given: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(sys.modules["lw_jax.train"], "main", fail)
+    assert run.main(SMOKE) == 2
+    assert capsys.readouterr().err.splitlines()[-1] == "error: mend this"
+
+
+@pytest.mark.parametrize(("code", "expected"), [(None, 0), (0, 0), (75, 75)])
+def test_exit_code_of_a_verb_is_passed_on(
+    calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, code: int | None, expected: int
+) -> None:
+    monkeypatch.setattr(sys.modules["lw_jax.train"], "main", lambda cfg, **given: code)
+    assert run.main(SMOKE) == expected
+
+
+def test_interrupt_ends_with_130(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt(cfg: Config, **given: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(sys.modules["lw_jax.train"], "main", interrupt)
+    assert run.main(SMOKE) == 130
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ([], "--config FILE is needed"),
+        (["eval"], "--config FILE or --workdir DIR of a trained run is needed"),
+        (["shwo", *SMOKE], "'shwo' is no verb. Did you mean 'show'?"),
+        (["train", "eval", *SMOKE], "unrecognized arguments: eval"),
+        ([*SMOKE, "--wrokdir", "w"], "unrecognized arguments: --wrokdir"),
+        (["--config", "configs/smok.py"], "Did you mean 'configs/smoke.py'?"),
+        (["--config", "configs/smoke.py:latentwrie"], "Did you mean 'latentwire'?"),
+        ([*SMOKE, "--config.train.step=3"], "Did you mean 'train.steps'?"),
+        ([*SMOKE, "--config.train.steps=x"], "--config.train.steps=x: a value of type int is needed"),
+        ([*SMOKE, "--config.encoder.slots=0"], "config.encoder.slots = 0: it must be above 0"),
+        ([*SMOKE, "--question", "a?"], "--question belongs to the verb 'answer', not to 'train'"),
+        (["answer", *SMOKE, "--question", "a?"], "answer needs --context FILE and --question TEXT"),
+        (["answer", *SMOKE, "--question", "a?", "--context", "none.txt"], "--context none.txt"),
+        (["eval", "--workdir", "nowhere"], "nowhere/config.json: missing"),
+    ],
+)
+def test_bad_command_is_refused_in_one_line_with_code_2(
+    calls: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], argv: list[str], message: str
+) -> None:
+    assert run.main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and message in line
+    assert not calls and not list(Path().iterdir())
+
+
+def test_show_marks_where_each_value_comes_from(tmp_path: Path) -> None:
+    done = _start("show", *SMOKE, "--config.seed=7", cwd=tmp_path)
+    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line and not line.startswith(" ")}
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "command line" in rows["seed"] and rows["seed"].endswith(" 7")
+    assert " config " in rows["encoder.kind"] and " base " in rows["encoder.pooling"]
+    assert "  seed: 0 -> 7" in done.stdout.splitlines()
+    assert "\033" not in done.stdout and not list(tmp_path.iterdir())
+
+
+def test_show_as_json_is_read_by_programs(tmp_path: Path) -> None:
+    shown = json.loads(_start("show", *SMOKE, "--json", cwd=tmp_path).stdout)
+    assert shown["config"]["encoder.kind"] == {"value": "bytes", "origin": "config"}
+
+
+def test_show_into_a_pipe_that_closes_early_is_quiet(tmp_path: Path) -> None:
+    command = f"{sys.executable} -u {PROJECT / 'run.py'} show {' '.join(SMOKE)} | true"
+    done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert done.stderr == ""
+
+
+def test_help_lists_the_verbs(tmp_path: Path) -> None:
+    done = _start("--help", cwd=tmp_path)
+    assert done.returncode == 0
+    assert all(f"\n  {verb} " in done.stdout for verb in run.VERBS)
+
+
+@pytest.mark.parametrize("argv", ["['--help']", "['show', '--config', 'configs/smoke.py']"])
+def test_help_and_show_start_no_heavy_library(argv: str) -> None:
+    heavy = "{'jax', 'flax', 'numpy', 'transformers', 'orbax', 'grain'}"
+    code = f"import sys, run\ntry: run.main({argv})\nexcept SystemExit: pass\nassert not {heavy} & set(sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT, check=False)
+    assert (done.returncode, done.stderr) == (0, "")

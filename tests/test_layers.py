@@ -1,0 +1,168 @@
+"""Imports point down only (docs/architecture.md), and every configuration key is read by the product."""
+
+import ast
+import dataclasses
+import fnmatch
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from lw_jax.core.config import LLM, Config
+
+ROOT = Path(__file__).resolve().parent.parent
+
+# Lowest first; a file belongs to the first floor that matches it. It may import lower floors and its own group.
+FLOORS = (
+    (("sharding.*", "sharding"),),
+    (("lw_jax.core.*", "lw_jax.core", "lw_jax"),),
+    (("lw_jax.data.*", "lw_jax.data"), ("lw_jax.models.*", "lw_jax.models")),  # siblings: neither imports the other
+    (
+        (
+            *("lw_jax.weights", "lw_jax.sources", "lw_jax.losses", "lw_jax.optim", "lw_jax.checkpoint"),
+            *("lw_jax.metrics", "lw_jax.workdir", "lw_jax.evals.*", "lw_jax.evals"),
+        ),
+    ),
+    (("lw_jax.recipes.*", "lw_jax.recipes"),),
+    (("lw_jax.*",),),
+    (("run",),),
+)
+# An island: what no file of the product but run.py imports, and which imports nothing of it.
+ISLAND = ("configs.*", "configs")
+ISLAND_MAY_IMPORT = ("ml_collections", "configs")
+OURS = ("run", "lw_jax", "sharding", "configs")
+
+
+def _place(module: str) -> tuple[int, int]:
+    for level, groups in enumerate(FLOORS):
+        for column, patterns in enumerate(groups):
+            if any(fnmatch.fnmatchcase(module, pattern) for pattern in patterns):
+                return level, column
+    raise AssertionError(f"{module} stands on no floor: name it in docs/architecture.md and here")
+
+
+def _is_on_island(module: str) -> bool:
+    return any(fnmatch.fnmatchcase(module, pattern) for pattern in ISLAND)
+
+
+def _read_modules(root: Path) -> dict[str, ast.Module]:
+    files = [*root.glob("run.py"), *(file for name in OURS[1:] for file in (root / name).rglob("*.py"))]
+    names = {".".join(file.relative_to(root).with_suffix("").parts).removesuffix(".__init__"): file for file in files}
+    return {name: ast.parse(file.read_text(encoding="utf-8")) for name, file in names.items()}
+
+
+def _find_imports(tree: ast.Module, modules: typing.Container[str]) -> Iterator[str]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, "imports are absolute"
+            for alias in node.names:  # `from package import module` names the module, not the package
+                inner = f"{node.module}.{alias.name}"
+                yield inner if inner in modules else node.module
+
+
+def find_violations(modules: dict[str, ast.Module]) -> list[str]:
+    found = []
+    for name, tree in modules.items():
+        for target in _find_imports(tree, modules):
+            package = target.split(".")[0]
+            if _is_on_island(name):
+                wrong = package not in ISLAND_MAY_IMPORT
+            elif package not in OURS:
+                wrong = False
+            elif _is_on_island(target):
+                wrong = name != "run"
+            else:
+                (level, column), (target_level, target_column) = _place(name), _place(target)
+                wrong = target_level > level or (target_level == level and target_column != column)
+            if wrong:
+                found.append(f"{name} imports {target}")
+    return found
+
+
+def test_imports_point_down_only() -> None:
+    assert find_violations(_read_modules(ROOT)) == []
+
+
+@pytest.mark.parametrize(
+    ("module", "code"),
+    [
+        ("sharding.place", "from lw_jax.core import tree"),
+        ("lw_jax.models.decoder", "import lw_jax.data.tokens"),
+        ("lw_jax.data.tokens", "def f():\n    from lw_jax import weights"),
+        ("lw_jax.losses", "from lw_jax.recipes import base"),
+        ("lw_jax.train", "from configs import base"),
+        ("configs.smoke", "import jax"),
+        ("configs.smoke", "from lw_jax.core import config"),
+    ],
+)
+def test_planted_import_is_found(module: str, code: str) -> None:
+    modules = _read_modules(ROOT) | {"lw_jax.weights": ast.parse("")}
+    modules[module] = ast.parse(code)
+    assert [line for line in find_violations(modules) if line.startswith(f"{module} imports")]
+
+
+# --- every key of the configuration is read ---
+
+SECTIONS = {field.name: typing.get_type_hints(Config)[field.name] for field in dataclasses.fields(Config)}
+DOOR = ("lw_jax.core.config", "lw_jax.core.config_file", "lw_jax.core.validation", "lw_jax.show", "lw_jax.workdir")
+
+
+def _list_keys() -> set[tuple[str, str]]:
+    """Returns (dataclass name, key) for every key."""
+    keys = {(LLM.__name__, field.name) for field in dataclasses.fields(LLM)}
+    for name, kind in SECTIONS.items():
+        if dataclasses.is_dataclass(kind):
+            keys |= {(typing.cast(type, kind).__name__, field.name) for field in dataclasses.fields(kind)}
+        else:
+            keys.add((Config.__name__, name))
+    return keys
+
+
+def _name_of(node: ast.expr) -> str:
+    return node.attr if isinstance(node, ast.Attribute) else node.id if isinstance(node, ast.Name) else ""
+
+
+def _type_variables(tree: ast.Module) -> dict[str, set[str]]:
+    """Returns which dataclasses of the configuration a variable's name may stand for in this module."""
+    kinds = {typing.cast(type, kind).__name__ for kind in SECTIONS.values() if dataclasses.is_dataclass(kind)}
+    found: dict[str, set[str]] = {"cfg": {"Config"}, "llm": {"LLM"}}
+    for section, kind in SECTIONS.items():
+        if dataclasses.is_dataclass(kind):
+            found.setdefault(section, set()).add(typing.cast(type, kind).__name__)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
+            variable = node.arg if isinstance(node, ast.arg) else _name_of(node.target)
+            for part in ast.walk(node.annotation):
+                if isinstance(part, ast.Name | ast.Attribute) and _name_of(part) in kinds | {"Config", "LLM"}:
+                    found.setdefault(variable, set()).add(_name_of(part))
+        elif isinstance(node, ast.Assign) and len(node.targets) == 1 and _name_of(node.value) in SECTIONS:
+            kind = SECTIONS[_name_of(node.value)]
+            if dataclasses.is_dataclass(kind):
+                found.setdefault(_name_of(node.targets[0]), set()).add(typing.cast(type, kind).__name__)
+    return found
+
+
+def find_dead_keys(modules: dict[str, ast.Module]) -> list[str]:
+    dead = _list_keys()
+    for name, tree in modules.items():
+        if name in DOOR or not name.startswith(("lw_jax", "sharding")):
+            continue
+        variables = _type_variables(tree)
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+                dead -= {(kind, node.attr) for kind in variables.get(_name_of(node.value), ())}
+    return sorted(f"{kind}.{key}" for kind, key in dead)
+
+
+def test_every_configuration_key_is_read() -> None:
+    assert find_dead_keys(_read_modules(ROOT)) == []
+
+
+def test_key_that_nobody_reads_is_found() -> None:
+    code = "def f(sizes: config.Encoder, cfg: Config):\n    rate = cfg.adapter.rate\n    return sizes.slots"
+    dead = find_dead_keys({"lw_jax.models.encoder": ast.parse(code)})
+    assert {"Encoder.slots", "Adapter.rate"}.isdisjoint(dead)
+    assert {"Encoder.rate", "Adapter.hidden", "Eval.rows", "LLM.source"} <= set(dead)

@@ -1,0 +1,388 @@
+"""lw_jax/data/batches.py: prompts join as they are tokenised, labels shift once, and nothing is cut unseen."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from configs import base
+from lw_jax.core import config
+from lw_jax.core.errors import UserError
+from lw_jax.data import batches, cards
+from lw_jax.data.batches import Layout, Reader
+from lw_jax.data.examples import Example
+
+ANSWER_FIELDS = {"answer_inputs", "targets", "weights"}
+ALL_ROWS = ("text", "latents", "shuffled", "zero", "none", "truncated")
+
+
+class TinyTokenizer:
+    """A byte-level BPE trained on cards, with the interface of lw_jax/data/tokens.py."""
+
+    def __init__(self, vocab, *, begin=("<s>",), chat="<s><|user|>{system}{user}<|end|><|bot|>\n"):
+        self._bpe = Tokenizer(models.BPE())
+        self._bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        self._bpe.decoder = decoders.ByteLevel()
+        trainer = trainers.BpeTrainer(
+            vocab_size=vocab,
+            special_tokens=["<s>", "</s>", "<pad>", "<|user|>", "<|end|>", "<|bot|>"],
+            initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+            show_progress=False,
+        )
+        texts = [f"Context: {e.context}\nQuestion: {e.question}\nAnswer: {e.answers[0]}" for e in CARDS]
+        self._bpe.train_from_iterator(texts, trainer)
+        self._chat = chat
+        self.begin = tuple(self._bpe.token_to_id(token) for token in begin)
+        self.eos = self._bpe.token_to_id("</s>")
+        self.pad = self._bpe.token_to_id("<pad>")
+        self.vocab = self._bpe.get_vocab_size()
+
+    def encode(self, text):
+        return self._bpe.encode(text, add_special_tokens=False).ids
+
+    def encode_batch(self, texts):
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids):
+        return self._bpe.decode(list(ids), skip_special_tokens=False)
+
+    def render_chat(self, user, *, system=""):
+        return self._chat.format(user=user.strip(), system=system)
+
+
+class Bytes:
+    """UTF-8 bytes as ids."""
+
+    pad = 256
+
+    def encode_batch(self, texts):
+        return [list(text.encode()) for text in texts]
+
+
+CARDS = cards.make(61, facts=4, seed=0, split="train")
+TOK = TinyTokenizer(700)
+OTHER = TinyTokenizer(430, begin=())
+
+
+def layout(*, readers=None, slots=7, window=512, source=None, prompt=None, **data):
+    keys = base.get_config()
+    return Layout(
+        prompt=config.Prompt(**keys.prompt.to_dict() | (prompt or {})),
+        readers=readers or {"a": Reader(TOK, "plain"), "b": Reader(OTHER, "chat")},
+        source=source or Bytes(),
+        window=window,
+        slots=slots,
+        data=config.Data(**keys.data.to_dict() | data),
+    )
+
+
+def valid(field, row):
+    """The real ids of one row of a collated field."""
+    return field["ids"][row][field["mask"][row]].tolist()
+
+
+def answer_ids(fields, row):
+    return fields["targets"][row][fields["weights"][row] > 0].tolist()
+
+
+@pytest.fixture(scope="module")
+def batch():
+    return batches.encode(CARDS, layout=layout(), rows=ALL_ROWS).collate(range(len(CARDS)))
+
+
+def test_after_and_answer_equal_the_joint_tokenisation(batch):
+    fields = batch["readers"]["a"]
+    for i, e in enumerate(CARDS):
+        joint = TOK.encode(f"\nQuestion: {e.question}\nAnswer: {e.answers[0]}") + [TOK.eos]
+        assert valid(fields["after"], i) + answer_ids(fields, i) == joint
+
+
+def test_text_prompt_and_the_same_answer_ids_equal_the_joint_tokenisation(batch):
+    fields = batch["readers"]["a"]
+    for i, e in enumerate(CARDS):
+        whole = f"Context: {e.context}\nQuestion: {e.question}\nAnswer: {e.answers[0]}"
+        assert valid(fields["text"], i) + answer_ids(fields, i) == [*TOK.begin, *TOK.encode(whole), TOK.eos]
+
+
+def test_chat_prompt_equals_the_template_rendered_with_this_example(batch):
+    fields = batch["readers"]["b"]
+    for i, e in enumerate(CARDS):
+        rendered = OTHER.render_chat(f"Context: {e.context}\nQuestion: {e.question}")
+        assert valid(fields["text"], i) + answer_ids(fields, i) == [
+            *OTHER.encode(f"{rendered}\nAnswer: {e.answers[0]}"),
+            OTHER.eos,
+        ]
+
+
+def test_labels_shift_once_and_eos_is_a_target_but_no_input(batch):
+    fields = batch["readers"]["a"]
+    for i in range(len(CARDS)):
+        answer = answer_ids(fields, i)
+        assert answer[-1] == TOK.eos and answer.count(TOK.eos) == 1
+        length = len(answer)
+        assert fields["targets"][i].tolist() == answer + [TOK.pad] * (fields["targets"].shape[1] - length)
+        inputs = fields["answer_inputs"][i].tolist()
+        assert inputs == answer[:-1] + [TOK.pad] * (fields["answer_inputs"].shape[1] - length + 1)
+        assert fields["weights"][i].tolist() == [1.0] * length + [0.0] * (fields["targets"].shape[1] - length)
+    assert len({len(answer_ids(fields, i)) for i in range(len(CARDS))}) > 1  # ragged, or the padding is untested
+
+
+def test_question_is_in_every_after_and_never_in_before_or_source(batch):
+    for name, tokenizer in (("a", TOK), ("b", OTHER)):
+        for i, e in enumerate(CARDS):
+            assert e.question in tokenizer.decode(valid(batch["readers"][name]["after"], i))
+            assert "?" not in tokenizer.decode(valid(batch["readers"][name]["before"], i))
+    assert [bytes(valid(batch["source"], i)).decode() for i in range(len(CARDS))] == [e.context for e in CARDS]
+
+
+def test_changed_answer_changes_answer_fields_only():
+    changed = [dataclasses.replace(e, answers=("a quite different answer " * 2 + e.id,)) for e in CARDS]
+    spec = layout(answer_tokens=64)
+    a, b = (batches.encode(e, layout=spec, rows=ALL_ROWS).collate(range(len(CARDS))) for e in (CARDS, changed))
+    np.testing.assert_equal(a["source"], b["source"])
+    for name in ("a", "b"):
+        assert set(a["readers"][name]) == ANSWER_FIELDS | {"before", "after", "text", "none", "truncated"}
+        for key in set(a["readers"][name]) - ANSWER_FIELDS:
+            np.testing.assert_equal(a["readers"][name][key], b["readers"][name][key])
+        assert a["readers"][name]["targets"].shape != b["readers"][name]["targets"].shape
+
+
+def test_begin_ids_stand_first_and_once():
+    bos = TOK.begin[0]
+    readers = {
+        "plain": Reader(TOK, "plain"),
+        "chat": Reader(TOK, "chat"),  # its template writes <s> itself
+        "bare": Reader(TinyTokenizer(431, chat="<|user|>{system}{user}<|end|>"), "chat"),
+        "none": Reader(OTHER, "plain"),
+    }
+    out = batches.encode(CARDS[:3], layout=layout(readers=readers), rows=ALL_ROWS).collate([2, 0])["readers"]
+    for name, expected in (("plain", 1), ("chat", 1), ("bare", 1), ("none", 0)):
+        for key in ("before", "text", "none", "truncated"):
+            ids = valid(out[name][key], 0)
+            assert (ids.count(bos), ids[0] == bos) == (expected, bool(expected)), (name, key)
+        assert bos not in valid(out[name]["after"], 0)
+
+
+def test_system_prompt_reaches_the_chat_template_only():
+    out = batches.encode(CARDS[:1], layout=layout(prompt={"system": "Be brief. "})).collate([0])["readers"]
+    assert "Be brief." in OTHER.decode(valid(out["b"]["before"], 0))
+    assert "Be brief." not in TOK.decode(valid(out["a"]["before"], 0))
+
+
+@pytest.mark.parametrize(
+    ("template", "anchor", "answer"),
+    [
+        ("plain", "\nAnswer:", " Lisbon"),
+        ("plain", "", " Lisbon"),
+        ("plain", "\n", "Lisbon"),
+        ("chat", "", "Lisbon"),  # the template ends with a line break
+        ("chat", "Answer:", " Lisbon"),
+    ],
+)
+def test_space_before_the_answer_follows_the_end_of_the_prompt(template, anchor, answer):
+    spec = layout(readers={"a": Reader(TOK, template)}, prompt={"anchor": anchor})
+    fields = batches.encode([Example("x", "c", "q?", ("Lisbon",))], layout=spec).collate([0])["readers"]["a"]
+    assert TOK.decode(answer_ids(fields, 0)) == f"{answer}</s>"
+
+
+def test_chat_without_anchor_and_open_end_puts_no_space_before_the_answer():
+    tokenizer = TinyTokenizer(430, chat="<s>{system}{user}<|bot|>")
+    spec = layout(readers={"a": Reader(tokenizer, "chat")}, prompt={"anchor": ""})
+    fields = batches.encode([Example("x", "c", "q?", ("Lisbon",))], layout=spec).collate([0])["readers"]["a"]
+    assert tokenizer.decode(answer_ids(fields, 0)) == "Lisbon</s>"
+
+
+def test_anchor_with_trailing_space_drops_exactly_the_answers_that_merge_with_it():
+    spec = layout(readers={"a": Reader(TOK, "plain")}, prompt={"anchor": "\nAnswer: "})
+    stem = TOK.encode("\nAnswer: ")
+    clean = [e for e in CARDS if TOK.encode(f"\nAnswer: {e.answers[0]}")[: len(stem)] == stem]
+    merging = [e for e in CARDS if e not in clean]
+    assert clean and merging  # this tokenizer joins the space to some words and not to others
+    encoded = batches.encode(CARDS, layout=spec)
+    assert (list(encoded.examples), encoded.counts["boundary"]) == (clean, len(merging))
+    with pytest.raises(UserError, match=rf"none of {len(merging)} .*prompt\.anchor.*'{merging[0].id}'.*'\\nAnswer: '"):
+        batches.encode(merging, layout=spec)
+
+
+class Greedy(Bytes):
+    """Byte ids, but "yz" is one id when the text holds an "@": the answer's ids depend on the context."""
+
+    begin, eos, pad = (), 257, 256
+
+    def encode_batch(self, texts):
+        return [self.encode(text) for text in texts]
+
+    def encode(self, text):
+        merged = text.replace("yz", "\x01") if "@" in text else text
+        return list(merged.encode())
+
+
+def test_answer_split_differently_under_the_text_prompt_is_dropped_and_counted():
+    asked = [Example("plain", "c", "q?", ("yz",)), Example("mail", "c@c", "q?", ("yz",))]
+    spec = layout(readers={"g": Reader(Greedy(), "plain")})
+    assert batches.encode(asked, layout=spec).counts["boundary"] == 0
+    encoded = batches.encode(asked, layout=spec, rows=("text",))
+    assert [e.id for e in encoded.examples] == ["plain"]
+    assert (encoded.counts["given"], encoded.counts["kept"], encoded.counts["boundary"]) == (2, 1, 1)
+
+
+def test_none_keeps_the_question_and_truncated_the_first_slots_tokens_too(batch):
+    slots = 7
+    for name, tokenizer in (("a", TOK), ("b", OTHER)):
+        fields = batch["readers"][name]
+        for i, e in enumerate(CARDS):
+            before, after = valid(fields["before"], i), valid(fields["after"], i)
+            assert valid(fields["truncated"], i) == before + tokenizer.encode(e.context)[:slots] + after
+            assert e.question in tokenizer.decode(valid(fields["none"], i))
+            assert e.answers[0] not in tokenizer.decode(valid(fields["none"], i))
+    assert "Context: \nQuestion:" in TOK.decode(valid(batch["readers"]["a"]["none"], 0))
+
+
+def test_padding_side_dtype_and_width(batch):
+    for fields in batch["readers"].values():
+        for key in ("before", "after", "text", "none", "truncated"):
+            ids, mask = fields[key]["ids"], fields[key]["mask"]
+            assert (ids.dtype, mask.dtype) == (np.int32, np.bool_)
+            assert (np.diff(mask.astype(int), axis=1) >= 0).all()  # left: once valid, valid to the end
+            longest = mask.sum(1).max()
+            assert ids.shape == mask.shape == (len(CARDS), -(-longest // 8) * 8)
+        assert (fields["targets"].dtype, fields["answer_inputs"].dtype) == (np.int32, np.int32)
+        assert fields["weights"].dtype == np.float32
+        assert fields["answer_inputs"].shape[1] == fields["targets"].shape[1] - 1
+    assert (np.diff(batch["source"]["mask"].astype(int), axis=1) <= 0).all()
+    assert (batch["source"]["ids"][~batch["source"]["mask"]] == Bytes.pad).all()
+    assert (batch["index"].dtype, batch["index"].tolist()) == (np.int32, list(range(len(CARDS))))
+
+
+def test_width_is_capped_by_the_limit():
+    longest = max(len(e.context.encode()) for e in CARDS)
+    assert longest % 8
+    encoded = batches.encode(CARDS, layout=layout(window=longest, answer_tokens=13))
+    assert encoded.collate([0])["source"]["ids"].shape == (1, longest)
+
+
+def test_prompt_rows_are_in_the_batch_only_when_asked():
+    encoded = batches.encode(CARDS[:5], layout=layout(), rows=("latents", "text", "zero"))
+    assert "text" in encoded.collate([1])["readers"]["a"]
+    assert set(encoded.collate([1], rows=())["readers"]["a"]) == ANSWER_FIELDS | {"before", "after"}
+    assert set(encoded.collate([1], rows=("latents",))["readers"]["a"]) == ANSWER_FIELDS | {"before", "after"}
+    with pytest.raises(UserError, match="'truncated'"):
+        encoded.collate([1], rows=("truncated",))
+
+
+def test_dropped_example_is_dropped_for_every_reader_and_index_follows():
+    long = dataclasses.replace(CARDS[1], question="Where " * 40 + "?")
+    asked = [CARDS[0], long, CARDS[2]]
+    encoded = batches.encode(asked, layout=layout(question_tokens=60))
+    out = encoded.collate([1])
+    assert (encoded.counts["question"], len(encoded)) == (1, 2)
+    assert encoded.examples[out["index"][0]] == CARDS[2]
+    assert CARDS[2].question in OTHER.decode(valid(out["readers"]["b"]["after"], 0))
+
+
+def test_overlong_answer_is_dropped_counting_eos():
+    readers = {"a": Reader(TOK, "plain")}
+    length = len(batches.encode(CARDS[:1], layout=layout(readers=readers)).readers["a"]["answer"].ids[0])
+    kept = layout(readers=readers, answer_tokens=length)
+    assert batches.encode(CARDS[:1], layout=kept).collate([0])["readers"]["a"]["targets"].shape == (1, length)
+    with pytest.raises(UserError, match=rf"{length} tokens of reader 'a', config\.data\.answer_tokens={length - 1}"):
+        batches.encode(CARDS[:1], layout=layout(readers=readers, answer_tokens=length - 1))
+
+
+LONG = dataclasses.replace(CARDS[3], id="long", context=CARDS[3].context * 7)
+
+
+@pytest.mark.parametrize(
+    ("limits", "message"),
+    [
+        ({"window": 300}, rf"'long': {len(LONG.context)} tokens or bytes .*config\.encoder\.window=300"),
+        ({"window": 2000, "context_tokens": 120}, r"'long': \d+ tokens .*config\.data\.context_tokens=120"),
+    ],
+)
+def test_overlong_context_is_refused_by_name_length_limit_and_remedy(limits, message):
+    with pytest.raises(UserError, match=message + ".*1 of 3 examples.*overlong"):
+        batches.encode([CARDS[0], LONG, CARDS[2]], layout=layout(**limits), rows=("text",))
+
+
+def test_overlong_context_of_an_example_dropped_anyway_refuses_nothing():
+    spec = layout(window=300)
+    encoded = batches.encode([CARDS[0], dataclasses.replace(LONG, answers=("word " * 40,))], layout=spec)
+    assert (encoded.counts["answer"], encoded.counts["context"], len(encoded)) == (1, 0, 1)
+
+
+def test_overlong_context_is_dropped_and_counted():
+    spec = layout(window=300, overlong="drop")
+    encoded = batches.encode([CARDS[0], LONG, CARDS[2]], layout=spec, rows=("text",))
+    assert [e.id for e in encoded.examples] == [CARDS[0].id, CARDS[2].id]
+    assert encoded.counts["context"] == 1
+    assert any("1 dropped: the context is longer" in line for line in encoded.describe())
+
+
+def test_cut_keeps_the_question_fills_the_limit_and_is_counted():
+    spec = layout(window=300, context_tokens=120, overlong="cut")
+    encoded = batches.encode([CARDS[0], LONG], layout=spec, rows=("text",))
+    out = encoded.collate([1, 0])
+    assert bytes(valid(out["source"], 0)).decode() == LONG.context[:300]
+    for name, tokenizer in (("a", TOK), ("b", OTHER)):
+        ids = valid(out["readers"][name]["text"], 0)
+        text = tokenizer.decode(ids)
+        assert LONG.question in text and text.endswith("\nAnswer:")
+        assert 115 < len(ids) <= 120
+        kept = text.split("Context: ")[1].split("\nQuestion:")[0]
+        assert LONG.context.startswith(kept)
+    assert (encoded.counts["source_cut"], encoded.counts["text_cut"], encoded.counts["kept"]) == (1, 1, 2)
+    assert any("1 sources cut" in line for line in encoded.describe())
+
+
+def test_prompt_beyond_the_limit_without_any_context_is_dropped():
+    spec = layout(context_tokens=9, overlong="cut")
+    with pytest.raises(UserError, match="even without its context, as example 'cards/train/0/0'"):
+        batches.encode(CARDS[:2], layout=spec, rows=("text",))
+
+
+def test_single_prompt_equals_the_data_set_without_answers():
+    e = CARDS[4]
+    alone = batches.encode_prompt(f" {e.context}\n", e.question, layout=layout(), rows=ALL_ROWS)
+    listed = batches.encode([e], layout=layout(), rows=ALL_ROWS).collate([0])
+    for fields in listed["readers"].values():
+        for key in ANSWER_FIELDS:
+            del fields[key]
+    np.testing.assert_equal(alone, listed)
+    with pytest.raises(UserError, match=r"config\.encoder\.window=300"):
+        batches.encode_prompt(LONG.context, e.question, layout=layout(window=300))
+    with pytest.raises(UserError, match=r"config\.encoder\.window=300"):
+        batches.encode_prompt(LONG.context, e.question, layout=layout(window=300, overlong="drop"))
+    with pytest.raises(UserError, match="needs a context and a question"):
+        batches.encode_prompt(e.context, " ", layout=layout())
+
+
+@pytest.mark.parametrize(
+    "user", ["{question} {context}", "{context}", "{context}{question}{question}", "{contxt}{question}"]
+)
+def test_prompt_without_context_then_question_is_refused(user):
+    with pytest.raises(UserError, match=r"config\.prompt\.user"):
+        batches.encode(CARDS[:1], layout=layout(prompt={"user": user}))
+
+
+def test_template_that_repeats_or_loses_the_user_text_is_refused():
+    for chat in ("{user}{user}", "{system}"):
+        reader = Reader(TinyTokenizer(430, chat=chat), "chat")
+        with pytest.raises(UserError, match=r"config\.llms\.r: its chat template"):
+            batches.encode(CARDS[:1], layout=layout(readers={"r": reader}))
+    with pytest.raises(UserError, match="template='poem'"):
+        batches.encode(CARDS[:1], layout=layout(readers={"r": Reader(TOK, "poem")}))
+
+
+def test_braces_in_text_and_prompt_are_kept_as_they_are():
+    e = Example("x", "{question} {0}", "What {context}?", ("y",))
+    spec = layout(prompt={"user": '{"text": "{context}"}\n{question}'})
+    out = batches.encode([e], layout=spec, rows=("text",)).collate([0])["readers"]["a"]
+    assert TOK.decode(valid(out["text"], 0)) == '<s>{"text": "{question} {0}"}\nWhat {context}?\nAnswer:'
+
+
+def test_mixed_and_missing_examples_are_refused():
+    with pytest.raises(UserError, match="some examples have answers"):
+        batches.encode([CARDS[0], Example("x", "c", "q", ())], layout=layout())
+    with pytest.raises(UserError, match="the list is empty"):
+        batches.encode([], layout=layout())

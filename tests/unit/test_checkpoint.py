@@ -1,0 +1,330 @@
+"""lw_jax/checkpoint.py keeps its word: exact, atomic, elastic, and honest about damage."""
+
+import errno
+import json
+import os
+import re
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from lw_jax.checkpoint import RECORD, Checkpointer
+from lw_jax.core.errors import UserError
+from sharding import mesh as meshes
+
+IDENTITY = {"config": "a1", "frozen/llama": "b2"}
+ROOT = Path(__file__).parents[2]
+
+
+def make_state(devices: int = 1, *, value: float = 1.0) -> dict:
+    """Trainables of three dtypes, optimizer state and a count; one weight split over `devices`."""
+    mesh = meshes.make(data=devices, devices=jax.devices()[:devices])
+    values = np.random.default_rng(7).normal(size=(16, 3)).astype(np.float32) * value
+    trainable = {"encoder": {"kernel": values, "gain": values[0].astype(ml_dtypes.bfloat16)}, "adapter": [values[:5]]}
+    tx = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(1e-3))
+    state = {"trainable": trainable, "opt_state": tx.init(trainable), "step": np.int32(11)}
+
+    def put(leaf):
+        spec = P("data") if np.shape(leaf) == (16, 3) else P()
+        return jax.device_put(leaf, jax.NamedSharding(mesh, spec))
+
+    return jax.tree.map(put, state)
+
+
+def abstract(state: dict) -> dict:
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def assert_same_bits(one: dict, other: dict) -> None:
+    assert jax.tree.structure(one) == jax.tree.structure(other)
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        assert a.dtype == b.dtype
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def fill(folder: Path, steps=(2, 3, 5), *, keep: int = 3, nll=None) -> None:
+    with Checkpointer(folder, keep=keep, identity=IDENTITY) as checkpointer:
+        for step in steps:
+            metrics = {"nll": nll[step]} if nll and step in nll else None
+            checkpointer.save(step, make_state(value=step), data={"next_index": 10 * step}, metrics=metrics)
+
+
+def reopen(folder: Path, *, keep: int = 3, identity=None) -> Checkpointer:
+    return Checkpointer(folder, keep=keep, identity=identity or IDENTITY)
+
+
+def test_empty_or_absent_folder_restores_nothing(tmp_path):
+    with reopen(tmp_path / "absent") as checkpointer:
+        assert checkpointer.restore(abstract(make_state())) is None
+        assert checkpointer.steps() == []
+        assert checkpointer.latest_step() is None
+    assert not (tmp_path / "absent").exists()
+
+
+@pytest.mark.parametrize("readers", [1, 2, 8])
+def test_state_written_on_eight_devices_restores_bit_for_bit_on_another_mesh(tmp_path, readers):
+    written = make_state(8)
+    with reopen(tmp_path) as checkpointer:
+        checkpointer.save(7, written, data={"next_index": 42})
+    target = make_state(readers, value=0.0)
+    with reopen(tmp_path) as checkpointer:
+        restored = checkpointer.restore(abstract(target))
+    assert (restored.step, restored.data, restored.note) == (7, {"next_index": 42}, "")
+    assert_same_bits(restored.state, written)
+    for leaf, wanted in zip(jax.tree.leaves(restored.state), jax.tree.leaves(target), strict=True):
+        assert leaf.sharding.is_equivalent_to(wanted.sharding, leaf.ndim)
+
+
+def test_leaf_without_sharding_comes_to_the_first_device(tmp_path):
+    fill(tmp_path, [2])
+    bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_state())
+    with reopen(tmp_path) as checkpointer:
+        state = checkpointer.restore(bare).state
+    assert all(leaf.devices() == {jax.devices()[0]} for leaf in jax.tree.leaves(state))
+
+
+def test_top_level_key_restores_alone(tmp_path):
+    fill(tmp_path, [2])
+    with reopen(tmp_path) as checkpointer:
+        state = checkpointer.restore({"trainable": abstract(make_state())["trainable"]}).state
+    assert_same_bits(state, {"trainable": make_state(value=2)["trainable"]})
+
+
+def test_buffers_donated_right_after_save_do_not_change_what_is_written(tmp_path):
+    values = jnp.arange(1_000_003, dtype=jnp.float32)
+    expected = np.asarray(values).copy()
+    step = jax.jit(lambda x: x * 0 - 1, donate_argnums=0)
+    with reopen(tmp_path) as checkpointer:
+        checkpointer.save(1, {"trainable": {"w": values}}, data={})
+        step(values).block_until_ready()
+    with reopen(tmp_path) as checkpointer:
+        target = {"trainable": {"w": jax.ShapeDtypeStruct(expected.shape, expected.dtype)}}
+        np.testing.assert_array_equal(checkpointer.restore(target).state["trainable"]["w"], expected)
+
+
+def test_newest_and_best_are_kept(tmp_path):
+    fill(tmp_path, [1, 2, 3, 4, 5], keep=2, nll={1: 3.0, 2: 1.0, 4: 2.0, 5: float("nan")})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "5"]
+    with reopen(tmp_path) as checkpointer:
+        assert checkpointer.steps() == [2, 4, 5]
+        assert checkpointer.latest_step() == 5
+        assert checkpointer.restore(abstract(make_state())).step == 5
+        best = checkpointer.restore(abstract(make_state()), which="best")
+    assert best.step == 2
+    assert_same_bits(best.state, make_state(value=2))
+
+
+def test_best_without_any_metric_is_refused(tmp_path):
+    fill(tmp_path)
+    with reopen(tmp_path) as checkpointer, pytest.raises(UserError, match="metric 'nll'.*eval_every"):
+        checkpointer.restore(abstract(make_state()), which="best")
+
+
+def test_saving_the_last_step_again_leaves_it_alone(tmp_path):
+    with reopen(tmp_path) as checkpointer:
+        checkpointer.save(3, make_state(value=1), data={}, wait=True)
+        before = (tmp_path / "3" / RECORD).stat()
+        checkpointer.save(3, make_state(value=2), data={}, wait=True)
+    after = (tmp_path / "3" / RECORD).stat()
+    assert (before.st_ino, before.st_mtime_ns) == (after.st_ino, after.st_mtime_ns)
+
+
+def test_run_that_forgot_to_restore_overwrites_nothing(tmp_path):
+    fill(tmp_path)
+    with reopen(tmp_path) as checkpointer:
+        for step in (4, 5):
+            with pytest.raises(UserError, match=f"holds checkpoint 5.*step {step}.*--workdir"):
+                checkpointer.save(step, make_state(), data={})
+        assert checkpointer.steps() == [2, 3, 5]
+
+
+def chunk(folder: Path) -> Path:
+    return max((folder / "ocdbt.process_0" / "d").iterdir(), key=lambda path: path.stat().st_size)
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 0x10
+    path.write_bytes(content)
+
+
+def edit_record(path: Path) -> None:
+    content = json.loads(path.read_text())
+    content["record"]["data"]["next_index"] += 1
+    path.write_text(json.dumps(content))
+
+
+DAMAGE = {
+    "array chunk truncated": (chunk, truncate, "of .* bytes"),
+    "array chunk missing": (chunk, Path.unlink, "missing"),
+    "one bit of an array flipped": (chunk, flip, "not what was written"),
+    "array index missing": (lambda folder: folder / "manifest.ocdbt", Path.unlink, "manifest.ocdbt is missing"),
+    "tree metadata missing": (lambda folder: folder / "_METADATA", Path.unlink, "_METADATA is missing"),
+    "tree metadata truncated": (lambda folder: folder / "_METADATA", truncate, "_METADATA has"),
+    "record missing": (lambda folder: folder / RECORD, Path.unlink, "record.json is missing"),
+    "record truncated": (lambda folder: folder / RECORD, truncate, "record.json is broken"),
+    "record emptied": (lambda folder: folder / RECORD, lambda path: path.write_text("[]"), "own hash"),
+    "record edited": (lambda folder: folder / RECORD, edit_record, "own hash"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_damaged_newest_is_named_and_the_previous_one_taken(tmp_path, capsys, kind):
+    find, damage, words = DAMAGE[kind]
+    fill(tmp_path)
+    damage(find(tmp_path / "5"))
+    with reopen(tmp_path) as checkpointer:
+        restored = checkpointer.restore(abstract(make_state()))
+        assert restored.step == 3
+        assert restored.data == {"next_index": 30}
+        assert_same_bits(restored.state, make_state(value=3))
+        assert re.search(rf"checkpoint 5 is damaged \(.*{words}.*\); took 3", restored.note)
+        assert restored.note in capsys.readouterr().err
+        # The run goes on to the damaged step, which is then written anew.
+        checkpointer.save(5, make_state(value=50), data={"next_index": 500})
+    with reopen(tmp_path) as checkpointer:
+        restored = checkpointer.restore(abstract(make_state()))
+    assert (restored.step, restored.data, restored.note) == (5, {"next_index": 500}, "")
+
+
+def test_all_damaged_is_refused_naming_each(tmp_path):
+    fill(tmp_path)
+    truncate(chunk(tmp_path / "2"))
+    (tmp_path / "3" / RECORD).unlink()
+    flip(chunk(tmp_path / "5"))
+    with reopen(tmp_path) as checkpointer, pytest.raises(UserError) as caught:
+        checkpointer.restore(abstract(make_state()))
+    assert all(f"checkpoint {step} is damaged" in str(caught.value) for step in (2, 3, 5))
+    assert str(tmp_path) in str(caught.value)
+
+
+def test_partial_write_is_never_a_checkpoint_and_goes_with_the_next_save(tmp_path):
+    fill(tmp_path, [2])
+    partial = tmp_path / "3.orbax-checkpoint-tmp"
+    partial.mkdir()
+    (partial / "_METADATA").write_text("{")
+    (tmp_path / "notes").mkdir()
+    with reopen(tmp_path) as checkpointer:
+        restored = checkpointer.restore(abstract(make_state()))
+        assert (restored.step, restored.note) == (2, "")
+        assert checkpointer.steps() == [2]
+        checkpointer.save(4, make_state(), data={})
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "notes"]
+
+
+@pytest.mark.parametrize(
+    ("identity", "words"),
+    [
+        (IDENTITY | {"config": "zz"}, "config=a1, this run has config=zz"),
+        ({"config": "a1"}, r"frozen/llama=b2, this run has frozen/llama=\(absent\)"),
+        (IDENTITY | {"encoder": "c3"}, r"encoder=\(absent\), this run has encoder=c3"),
+    ],
+)
+def test_other_identity_is_refused_with_key_values_folder_and_remedy(tmp_path, identity, words):
+    fill(tmp_path, [2])
+    with pytest.raises(UserError, match=words) as caught:
+        reopen(tmp_path, identity=identity)
+    assert str(tmp_path) in str(caught.value)
+    assert "--workdir" in str(caught.value)
+
+
+def test_other_shape_dtype_or_path_is_refused_and_not_taken_for_damage(tmp_path):
+    fill(tmp_path, [2])
+    target = abstract(make_state())
+    kernel = target["trainable"]["encoder"]["kernel"]
+    others = [
+        ({"kernel": jax.ShapeDtypeStruct((16, 5), kernel.dtype)}, r"\(16, 3\) float32.*\(16, 5\) float32"),
+        ({"kernel": jax.ShapeDtypeStruct((16, 3), jnp.bfloat16)}, r"\(16, 3\) float32.*\(16, 3\) bfloat16"),
+        ({"extra": kernel}, r"encoder/extra \(absent\)"),
+    ]
+    for change, words in others:
+        encoder = target["trainable"]["encoder"] | change
+        with reopen(tmp_path) as checkpointer, pytest.raises(UserError, match=words):
+            checkpointer.restore(target | {"trainable": target["trainable"] | {"encoder": encoder}})
+
+
+def test_fewer_than_one_kept_is_refused(tmp_path):
+    with pytest.raises(UserError, match="train.keep=0"):
+        reopen(tmp_path, keep=0)
+
+
+# RLIMIT_FSIZE lets the kernel refuse a large write as it does on a full disk; it needs a process of its own.
+FULL_DISK = """
+    import os, resource, signal, sys
+    from pathlib import Path
+    import jax, numpy as np
+    from lw_jax.checkpoint import Checkpointer
+    from lw_jax.core.errors import UserError
+
+    folder = Path(sys.argv[1])
+    state = {"trainable": {"w": jax.device_put(np.random.default_rng(0).normal(size=(401, 499)).astype(np.float32))}}
+    checkpointer = Checkpointer(folder, keep=2, identity={"config": "a1"})
+    checkpointer.save(1, state, data={}, wait=True)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    try:
+        checkpointer.save(2, state, data={})
+        checkpointer.close()
+    except UserError as error:
+        print("REFUSED", error)
+    print("LEFT", sorted(os.listdir(folder)))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    with Checkpointer(folder, keep=2, identity={"config": "a1"}) as checkpointer:
+        restored = checkpointer.restore(state)
+        print("RESTORED", restored.step, np.array_equal(restored.state["trainable"]["w"], state["trainable"]["w"]))
+        checkpointer.save(2, state, data={}, wait=True)
+        print("STEPS", checkpointer.steps())
+"""
+
+
+def test_full_disk_names_folder_bytes_and_remedy_and_keeps_earlier_checkpoints(tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        cwd=ROOT,
+        env=os.environ | {"JAX_PLATFORMS": "cpu"},
+    )
+    refused, left, restored, steps = result.stdout.splitlines()
+    assert refused.startswith(f"REFUSED {tmp_path}: checkpoint 2 does not fit: it needs up to {401 * 499 * 4} bytes")
+    assert "free space" in refused
+    assert left == "LEFT ['1']"
+    assert restored == "RESTORED 1 True"
+    assert steps == "STEPS [1, 2]"
+
+
+def test_disk_full_at_the_record_leaves_no_checkpoint(tmp_path, monkeypatch):
+    fill(tmp_path, [2])
+    checkpointer = reopen(tmp_path)
+    checkpointer.restore(abstract(make_state()))
+
+    def refuse(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(UserError, match="checkpoint 3 does not fit"):
+            checkpointer.save(3, make_state(value=3), data={}, wait=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2"]
+    checkpointer.save(3, make_state(value=3), data={}, wait=True)
+    checkpointer.close()
+    assert checkpointer.steps() == [2, 3]
+
+
+def test_folder_that_cannot_be_made_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with reopen(tmp_path / "file" / "checkpoints") as checkpointer, pytest.raises(UserError, match="cannot be written"):
+        checkpointer.save(1, make_state(), data={})

@@ -1,0 +1,118 @@
+from pathlib import Path
+
+import pytest
+
+from configs import base
+from lw_jax.core import config_file
+from lw_jax.core.errors import UserError
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+
+
+def _write(folder: Path, text: str) -> str:
+    file = folder / "mine.py"
+    file.write_text(text, encoding="utf-8")
+    return str(file)
+
+
+def test_file_of_the_project_is_found_from_any_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert config_file.find("configs/smoke.py", root=PROJECT) == PROJECT / "configs" / "smoke.py"
+
+
+def test_file_of_the_current_folder_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "configs").mkdir()
+    (tmp_path / "configs" / "smoke.py").write_text("", encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    assert config_file.find("configs/smoke.py", root=PROJECT) == tmp_path.resolve() / "configs" / "smoke.py"
+
+
+def test_missing_file_is_refused_with_the_nearest_one() -> None:
+    with pytest.raises(UserError, match=r"--config configs/smok.py: no such file.*Did you mean 'configs/smoke.py'"):
+        config_file.load("configs/smok.py", root=PROJECT)
+
+
+def test_word_after_the_colon_reaches_get_config(tmp_path: Path) -> None:
+    text = "from configs import base\n\ndef get_config(recipe='latentwire'):\n    return base.get_config(recipe)\n"
+    path = _write(tmp_path, text)
+    assert config_file.load(f"{path}:reader", root=PROJECT).recipe == "reader"
+    assert config_file.load(path, root=PROJECT).recipe == "latentwire"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("def get_config(:", r"mine\.py:1: invalid syntax"),
+        ("x = 1", "defines no get_config"),
+        ("def get_config(recipe):\n    return {}", "returned dict, a ConfigDict is needed"),
+        ("def get_config():\n    return {}", "takes no recipe"),
+    ],
+)
+def test_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        config_file.load(f"{_write(tmp_path, text)}:reader", root=PROJECT)
+
+
+def test_file_that_is_no_python_is_refused() -> None:
+    with pytest.raises(UserError, match=r"--config configs/smoke: a Python file is needed"):
+        config_file.load("configs/smoke", root=PROJECT)
+
+
+def test_assignments_are_taken_from_anywhere_in_both_forms() -> None:
+    argv = ["eval", "--config.a.b=1=2", "--config", "x.py", "--config.c", "-3", "--workdir", "w"]
+    assignments, rest = config_file.take_assignments(argv)
+    assert assignments == {"a.b": "1=2", "c": "-3"}
+    assert rest == ["eval", "--config", "x.py", "--workdir", "w"]
+
+
+@pytest.mark.parametrize("argv", [["--config.seed"], ["--config.seed", "--workdir", "w"]])
+def test_assignment_without_a_value_is_refused(argv: list[str]) -> None:
+    with pytest.raises(UserError, match=r"--config\.seed: a value is needed"):
+        config_file.take_assignments(argv)
+
+
+def test_override_parses_as_the_type_it_replaces() -> None:
+    values = base.get_config()
+    values.llms.llama = base.llm("x")
+    text = {
+        "train.steps": "7",
+        "optim.learning_rate": "3e-4",
+        "mesh.data": "-1",
+        "eval.rows": "text,none",
+        "prompt.user": "a=b {context} {question}",
+        "llms.llama.source": "7",
+    }
+    config_file.override(values, text)
+    assert values.train.steps == 7
+    assert values.optim.learning_rate == 3e-4
+    assert values.mesh.data == -1
+    assert values.eval.rows == ("text", "none")
+    assert values.prompt.user == "a=b {context} {question}"
+    assert values.llms.llama.source == "7"
+
+
+@pytest.mark.parametrize(
+    ("path", "text", "message"),
+    [
+        ("train.step", "7", r"--config\.train\.step: no such key\. Did you mean 'train\.steps'"),
+        ("trian.steps", "7", "'train.steps'"),
+        ("train", "7", "It is a section; set one of its keys"),
+        ("train.steps", "7.5", r"--config\.train\.steps=7\.5: a value of type int is needed"),
+        ("optim.learning_rate", "fast", "of type float is needed"),
+    ],
+)
+def test_impossible_override_is_refused_in_one_line(path: str, text: str, message: str) -> None:
+    with pytest.raises(UserError, match=message) as caught:
+        config_file.override(base.get_config(), {path: text})
+    assert "\n" not in str(caught.value)
+
+
+def test_origin_of_every_value_is_known() -> None:
+    values = base.get_config()
+    values.train.steps = 7
+    values.llms.llama = base.llm("x")
+    origins = config_file.trace(base.get_config(), values, {"seed": "0"})
+    assert origins["train.steps"] == origins["llms.llama.source"] == "config"
+    assert origins["train.keep"] == "base"
+    assert origins["seed"] == "command line"
+    assert set(origins) == set(config_file.flatten(values))

@@ -1,0 +1,238 @@
+"""lw_jax/data/examples.py: formats are recognised by content and bad input is refused by place and field."""
+
+import gzip
+import json
+import sys
+import types
+
+import pytest
+
+from configs import base
+from lw_jax.core import config
+from lw_jax.core.errors import UserError
+from lw_jax.data import examples
+from lw_jax.data.examples import Example
+
+SQUAD = {
+    "version": "v2.0",
+    "data": [
+        {
+            "title": "Rivers",
+            "paragraphs": [
+                {
+                    "context": "The Tarn runs for 381 km.",
+                    "qas": [
+                        {
+                            "id": "q0",
+                            "question": " How long is the Tarn?",
+                            "answers": [{"text": t, "answer_start": 17} for t in ("381 km", "381", "381 km ")],
+                        },
+                        {"id": "q1", "question": "How deep is it?", "answers": [], "is_impossible": True},
+                    ],
+                },
+                {
+                    "context": "The Lot is longer.",
+                    "qas": [{"id": "q2", "question": "Which is longer?", "answers": [{"text": "The Lot"}]}],
+                },
+            ],
+        }
+    ],
+}
+ROWS = [
+    {"context": "Ann has a dog.", "question": "What has Ann?", "answers": ["dog", "a dog"]},
+    {"context": "Bo has a cat.", "question": "What has Bo?", "answer": "cat", "id": 7},
+]
+
+
+def write(path, text):
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return str(path)
+
+
+def data_config(**changes):
+    keys = base.get_config().data.to_dict() | changes
+    return config.Data(**keys)
+
+
+@pytest.mark.parametrize("name", ["squad.json", "squad.json.gz"])
+def test_squad_keeps_distinct_references_in_order_and_tells_unanswerable_ones(tmp_path, caplog, name):
+    path = write(tmp_path / name, json.dumps(SQUAD, indent=1 if name.endswith("json") else None))
+    read = examples.read(path)
+    assert read == [
+        Example("q0", "The Tarn runs for 381 km.", "How long is the Tarn?", ("381 km", "381")),
+        Example("q2", "The Lot is longer.", "Which is longer?", ("The Lot",)),
+    ]
+    assert "skipped 1 of 3 questions" in caplog.text
+
+
+def test_squad_v1_without_impossible_flag_is_read(tmp_path):
+    qas = [{"id": "a", "question": "Who?", "answers": [{"text": "Ann", "answer_start": 0}]}]
+    document = {"data": [{"title": "t", "paragraphs": [{"context": "Ann ran.", "qas": qas}]}]}
+    assert examples.read(write(tmp_path / "x.json", json.dumps(document)))[0].answers == ("Ann",)
+
+
+@pytest.mark.parametrize("shape", ["file", "hub"])
+def test_hotpot_paragraphs_become_titled_text(tmp_path, shape):
+    paragraphs = [["Ed", ["Ed ran.", " He won."]], ["Al", ["Al sat."]]]
+    context = paragraphs if shape == "file" else {"title": ["Ed", "Al"], "sentences": [p[1] for p in paragraphs]}
+    rows = [{"_id": "h", "answer": "yes", "question": "Did Ed run?", "context": context, "supporting_facts": []}]
+    read = examples.read(write(tmp_path / "hotpot.json", json.dumps(rows)))
+    assert read == [Example("h", "Ed: Ed ran. He won.\nAl: Al sat.", "Did Ed run?", ("yes",))]
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rows.jsonl", "\n\n".join(map(json.dumps, ROWS)) + "\n"),
+        ("rows.jsonl.gz", "\n".join(map(json.dumps, ROWS))),
+        ("rows.json", "\n".join(map(json.dumps, ROWS))),
+        ("array.json", json.dumps(ROWS, indent=2)),
+    ],
+)
+def test_plain_rows_are_read_from_lines_and_arrays(tmp_path, name, text):
+    first, second = examples.read(write(tmp_path / name, text))
+    assert (first.answers, second.answers, second.id) == (("dog", "a dog"), ("cat",), "7")
+
+
+def test_line_separator_inside_a_string_does_not_break_a_row(tmp_path):
+    row = json.dumps(ROWS[0] | {"context": "one\u2028two"}, ensure_ascii=False)
+    assert examples.read(write(tmp_path / "x.jsonl", f"{row}\n{row}\n"))[1].context == "one\u2028two"
+
+
+def test_limit_spreads_evenly_over_the_source(tmp_path):
+    rows = [ROWS[0] | {"id": f"r{i}"} for i in range(11)]
+    path = write(tmp_path / "x.jsonl", "\n".join(map(json.dumps, rows)))
+    assert [e.id for e in examples.read(path, limit=3)] == ["r0", "r3", "r7"]
+    assert len(examples.read(path, limit=99)) == 11
+
+
+BROKEN = {
+    "missing field": (
+        "x.jsonl",
+        json.dumps(ROWS[0]) + '\n{"context": "a", "answer": "b"}',
+        r"x\.jsonl:2: .*'question'",
+    ),
+    "broken line": (
+        "x.jsonl",
+        json.dumps(ROWS[0]) + '\n{"context": ',
+        r"x\.jsonl:2: broken JSON, column 13: Expecting",
+    ),
+    "broken first line": ("x.jsonl", '{"context": \n' + json.dumps(ROWS[0]), r"x\.jsonl:1: broken JSON"),
+    "broken document": ("x.json", '{"data": [\n{"a": 1},\n}', r"x\.json:3: broken JSON"),
+    "empty context": ("x.jsonl", json.dumps(ROWS[0] | {"context": " "}), r"x\.jsonl:1: field 'context' is empty"),
+    "empty answer": ("x.jsonl", json.dumps(ROWS[0] | {"answers": ["a", ""]}), r"x\.jsonl:1: field 'answers' is empty"),
+    "no answer": ("x.jsonl", json.dumps(ROWS[0] | {"answers": []}), r"x\.jsonl:1: field 'answers' is empty"),
+    "number": ("x.json", json.dumps([ROWS[0], ROWS[1] | {"answer": 3}]), r"x\.json\[1\]: field 'answer' .* found int"),
+    "other format": ("x.json", '{"prompt": "a", "chosen": "b"}', r"'context' is missing, found 'prompt', 'chosen'"),
+    "scalar": ("x.json", "3", r"expected a JSON object, found int"),
+    "empty file": ("x.json", " \n", r"x\.json: the file is empty"),
+    "empty array": ("x.json", "[]", r"x\.json: no examples"),
+    "bad paragraphs": ("x.json", json.dumps([ROWS[0] | {"context": [["t", "s"]]}]), r"x\.json\[0\]: field 'context'"),
+    "squad without qas": ("x.json", '{"data": [{"paragraphs": [{"context": "a"}]}]}', r"paragraphs\[0\]: .*'qas'"),
+}
+
+
+@pytest.mark.parametrize("case", BROKEN)
+def test_broken_input_is_refused_with_place_and_field(tmp_path, case):
+    name, text, message = BROKEN[case]
+    with pytest.raises(UserError, match=message):
+        examples.read(write(tmp_path / name, text))
+
+
+def test_unreadable_files_are_refused_by_path(tmp_path):
+    with pytest.raises(UserError, match=r"absent\.json: no such file"):
+        examples.read(str(tmp_path / "absent.json"))
+    with pytest.raises(UserError, match="is a directory"):
+        examples.read(str(tmp_path))
+    (tmp_path / "cut.json.gz").write_bytes(gzip.compress(json.dumps(ROWS).encode())[:-9])
+    with pytest.raises(UserError, match=r"cut\.json\.gz: broken gzip"):
+        examples.read(str(tmp_path / "cut.json.gz"))
+    (tmp_path / "latin.json").write_bytes('["é"]'.encode("latin-1"))
+    with pytest.raises(UserError, match=r"latin\.json: not UTF-8"):
+        examples.read(str(tmp_path / "latin.json"))
+
+
+def test_all_unanswerable_is_refused_with_their_number(tmp_path):
+    path = write(tmp_path / "x.jsonl", json.dumps(ROWS[0] | {"is_impossible": True}))
+    with pytest.raises(UserError, match=r"no examples \(1 unanswerable"):
+        examples.read(path)
+
+
+def hub_double(monkeypatch, rows):
+    """Puts a package "datasets" in place that answers `rows` and remembers what it was asked for."""
+    asked = []
+
+    class DatasetsError(Exception):
+        pass
+
+    def load_dataset(name, subset, *, split):
+        asked.append((name, subset, split))
+        if rows is None:
+            raise ConnectionError("no route to the hub")
+        return rows
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = load_dataset
+    module.exceptions = types.SimpleNamespace(DatasetsError=DatasetsError)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("source", "request_"),
+    [
+        ("hub:org/qa", ("org/qa", None, "train")),
+        ("hub:org/qa:distractor", ("org/qa", "distractor", "train")),
+        ("hub:org/qa:validation[:10%]", ("org/qa", None, "validation[:10%]")),
+        ("hub:org/qa:hard:train[5:]", ("org/qa", "hard", "train[5:]")),
+        ("hub:org/qa:a:b:c", None),
+        ("hub:org/qa:test", ("org/qa", None, "test")),
+        ("hub:org/qa:hard:dev", ("org/qa", "hard", "dev")),
+        ("hub::test", None),
+    ],
+)
+def test_hub_source_names_dataset_config_and_split(monkeypatch, source, request_):
+    rows = [
+        {"id": "a", "context": "c", "question": "q", "answers": {"text": ["x", "x", "y"], "answer_start": [0, 0, 1]}},
+        {"id": "b", "context": "c", "question": "q", "answers": {"text": [], "answer_start": []}},
+    ]
+    asked = hub_double(monkeypatch, rows)
+    if request_ is None:
+        with pytest.raises(UserError, match="expected hub:NAME"):
+            examples.read(source)
+        return
+    assert examples.read(source) == [Example("a", "c", "q", ("x", "y"))]
+    assert asked == [request_]
+
+
+def test_missing_hub_package_or_network_is_refused_with_remedy(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets"):
+        examples.read("hub:org/qa")
+    hub_double(monkeypatch, None)
+    with pytest.raises(UserError, match="no route to the hub; check the names and the network"):
+        examples.read("hub:org/qa")
+
+
+def test_load_takes_source_and_limit_of_the_split(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.jsonl", "\n".join(map(json.dumps, ROWS)))
+    data = data_config(train=path, train_limit=1, cards=5, validation_cards=7, validation_limit=3)
+    assert [e.context for e in examples.load(data, "train", seed=0)] == ["Ann has a dog."]
+    assert len(examples.load(data, "validation", seed=0)) == 3
+    asked = hub_double(monkeypatch, [ROWS[0]])
+    hub = data_config(train="hub:org/qa", validation="hub:org/qa")
+    for split in ("train", "validation"):
+        examples.load(hub, split, seed=0)
+    assert [request[2] for request in asked] == ["train", "validation"]
+
+
+def test_validation_on_the_training_source_is_refused(tmp_path):
+    path = write(tmp_path / "x.jsonl", json.dumps(ROWS[0]))
+    (tmp_path / "link.jsonl").symlink_to(path)
+    for train, validation in [
+        (path, str(tmp_path / "." / "x.jsonl")),
+        (path, str(tmp_path / "link.jsonl")),
+        ("hub:org/qa", "hub:org/qa:train"),
+    ]:
+        with pytest.raises(UserError, match="is the training source"):
+            examples.load(data_config(train=train, validation=validation), "train", seed=0)

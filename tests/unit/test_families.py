@@ -1,0 +1,232 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.core.errors import UserError
+from lw_jax.models import families
+from lw_jax.models.decoder import DecoderConfig, Llama3Scaling, abstract
+
+LLAMA = DecoderConfig(
+    vocab=101,
+    width=22,
+    layers=3,
+    heads=6,
+    kv_heads=2,
+    head_dim=10,
+    ffn=37,
+    rope_theta=5e5,
+    norm_eps=1e-5,
+    max_positions=59,
+    tied=True,
+    qkv_bias=False,
+)
+LLAMA31 = dataclasses.replace(LLAMA, tied=False, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
+QWEN = dataclasses.replace(LLAMA, qkv_bias=True)
+FAMILIES = {"llama": LLAMA, "llama31": LLAMA31, "qwen2": QWEN}
+
+
+def fields_of(cfg: DecoderConfig) -> dict:
+    """What transformers 5 makes of our config.json: rotary fields joined in rope_parameters."""
+    fields = families.hf_fields(cfg, "qwen2" if cfg.qkv_bias else "llama")
+    scaling = fields.pop("rope_scaling") or {"rope_type": "default"}
+    return fields | {"rope_parameters": scaling | {"rope_theta": fields.pop("rope_theta")}}
+
+
+def read(fields: dict) -> DecoderConfig:
+    return families.decoder_config(fields, raw_keys=set(fields), where="here.json")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_fields_and_configuration_are_inverse(name):
+    assert read(fields_of(FAMILIES[name])) == FAMILIES[name]
+
+
+def test_absent_kv_heads_and_head_dim_follow_from_heads():
+    fields = fields_of(dataclasses.replace(LLAMA, width=60))
+    del fields["num_key_value_heads"], fields["head_dim"]
+    cfg = read(fields)
+    assert (cfg.kv_heads, cfg.head_dim) == (6, 10)
+
+
+@pytest.mark.parametrize(
+    ("family", "key", "value"),
+    [
+        ("llama", "hidden_act", "gelu"),
+        ("llama", "attention_bias", True),
+        ("llama", "mlp_bias", True),
+        ("llama", "pretraining_tp", 2),
+        ("llama", "rope_interleaved", True),
+        ("llama", "quantization_config", {"bits": 4}),
+        ("llama", "logit_scale", 0.5),
+        ("llama", "model_type", "gemma3"),
+        ("llama", "num_key_value_heads", 4),
+        ("llama", "head_dim", 11),
+        ("llama", "vocab_size", 0),
+        ("qwen2", "use_sliding_window", True),
+        ("qwen2", "layer_types", ["full_attention", "sliding_attention"]),
+        ("qwen2", "attention_bias", True),
+    ],
+)
+def test_field_that_changes_the_mathematics_is_refused_by_name(family, key, value):
+    fields = fields_of(FAMILIES[family]) | {key: value}
+    with pytest.raises(UserError, match=r"here\.json.*" + ("sizes" if key == "vocab_size" else key)):
+        read(fields)
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"rope_type": "yarn"}, "yarn"),
+        ({"rope_type": "linear", "factor": 2.0}, "linear"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"mscale": 0.7}, "mscale"),
+        ({"rope_type": "llama3"}, "factor"),
+    ],
+)
+def test_rotary_variant_is_refused_by_name(change, named):
+    fields = fields_of(LLAMA)
+    fields["rope_parameters"] = fields["rope_parameters"] | change
+    with pytest.raises(UserError, match=named):
+        read(fields)
+
+
+@pytest.mark.parametrize("key", ["hidden_size", "intermediate_size", "rms_norm_eps"])
+def test_missing_size_is_refused_and_not_taken_from_a_default(key):
+    fields = fields_of(LLAMA)
+    with pytest.raises(UserError, match=key):
+        families.decoder_config(fields, raw_keys=set(fields) - {key})
+
+
+def test_harmless_fields_are_accepted():
+    harmless = {"torch_dtype": "bfloat16", "use_cache": True, "sliding_window": 7, "attention_dropout": 0.1}
+    assert read(fields_of(QWEN) | harmless) == QWEN
+
+
+def test_export_refuses_a_family_that_contradicts_the_biases():
+    with pytest.raises(UserError, match="qkv_bias"):
+        families.hf_fields(QWEN, "llama")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_slots_cover_every_parameter_exactly_once(name):
+    cfg = FAMILIES[name]
+    slots = families.tensor_map(cfg)
+    tree = abstract(cfg, jnp.float32)
+    assert sum(np.prod(slot.shape) for slot in slots.values()) == sum(leaf.size for leaf in jax.tree.leaves(tree))
+    assert len({(slot.path, slot.layer) for slot in slots.values()}) == len(slots)
+    assert list(families.gguf_names(cfg).values()) == list(slots.values())
+
+
+def test_stored_shapes_join_heads_on_the_right_axis():
+    slots = families.tensor_map(QWEN)
+    assert slots["model.layers.2.self_attn.q_proj.weight"] == (("layers", "q"), 2, (60, 22))
+    assert slots["model.layers.1.self_attn.k_proj.weight"] == (("layers", "k"), 1, (20, 22))
+    assert slots["model.layers.0.self_attn.o_proj.weight"] == (("layers", "o"), 0, (22, 60))
+    assert slots["model.layers.0.self_attn.v_proj.bias"] == (("layers", "v_bias"), 0, (20,))
+    assert slots["model.layers.0.mlp.down_proj.weight"] == (("layers", "down"), 0, (22, 37))
+    assert "lm_head.weight" not in slots
+
+
+def test_row_order_undoes_the_interleaving_of_gguf_llama():
+    rows = np.arange(60)
+    # the converter's published rule: halves of each head interleaved
+    stored = np.stack([rows.reshape(6, 2, 5)[:, half] for half in (0, 1)], axis=-1).reshape(-1)
+    assert not np.array_equal(stored, rows)
+    restored = np.empty_like(rows)
+    restored[families.gguf_row_order(LLAMA, "llama", ("layers", "q"))] = stored
+    np.testing.assert_array_equal(restored, rows)
+
+
+def test_row_order_touches_only_q_and_k_of_llama():
+    assert families.gguf_row_order(LLAMA, "llama", ("layers", "k")).shape == (20,)
+    assert families.gguf_row_order(LLAMA, "llama", ("layers", "v")) is None
+    assert families.gguf_row_order(QWEN, "qwen2", ("layers", "q")) is None
+
+
+def metadata_of(cfg: DecoderConfig, arch: str) -> dict:
+    own = {
+        "block_count": cfg.layers,
+        "context_length": cfg.max_positions,
+        "embedding_length": cfg.width,
+        "feed_forward_length": cfg.ffn,
+        "attention.head_count": cfg.heads,
+        "attention.head_count_kv": cfg.kv_heads,
+        "attention.key_length": cfg.head_dim,
+        "attention.value_length": cfg.head_dim,
+        "attention.layer_norm_rms_epsilon": cfg.norm_eps,
+        "rope.freq_base": cfg.rope_theta,
+        "rope.dimension_count": cfg.head_dim,
+    }
+    return {"general.architecture": arch} | {f"{arch}.{key}": value for key, value in own.items()}
+
+
+def shapes_of(cfg: DecoderConfig) -> dict:
+    return {name: slot.shape for name, slot in families.gguf_names(cfg).items()}
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_gguf_metadata_gives_the_configuration(arch, tied):
+    cfg = dataclasses.replace(FAMILIES[arch], tied=tied)
+    assert read(families.gguf_fields(metadata_of(cfg, arch), shapes_of(cfg))) == cfg
+
+
+@pytest.mark.parametrize("factor", [8.0, 32.0])
+def test_llama3_frequencies_are_recognised_from_their_tensor(factor):
+    cfg = dataclasses.replace(LLAMA31, rope_scaling=Llama3Scaling(factor, 1.0, 4.0, 8192))
+    factors = piecewise_divisors(factor, cfg.rope_theta, cfg.head_dim).astype(np.float32)
+    assert read(families.gguf_fields(metadata_of(cfg, "llama"), shapes_of(cfg), rope_factors=factors)) == cfg
+
+
+def piecewise_divisors(factor: float, theta: float, head_dim: int) -> np.ndarray:
+    """The rule as published, wavelength by wavelength."""
+    out = []
+    for i in range(0, head_dim, 2):
+        wavelength = 2 * np.pi * theta ** (i / head_dim)
+        smooth = (8192 / wavelength - 1) / 3
+        between = 1 / ((1 - smooth) / factor + smooth)
+        out.append(1.0 if wavelength < 8192 / 4 else factor if wavelength > 8192 else between)
+    return np.asarray(out)
+
+
+def test_divisors_cover_all_three_ranges_of_wavelengths():
+    got = families.llama3_divisors(Llama3Scaling(8.0, 1.0, 4.0, 8192), 5e5, 64)
+    np.testing.assert_allclose(got, piecewise_divisors(8.0, 5e5, 64), rtol=1e-12)  # fp64 on both sides
+    assert got[0] == 1.0 and got[-1] == 8.0 and np.any((got > 1.001) & (got < 7.999))
+
+
+def test_other_frequency_tensor_is_refused():
+    factors = np.linspace(1, 4, 5, dtype=np.float32)
+    with pytest.raises(UserError, match=r"rope_freqs\.weight"):
+        families.gguf_fields(metadata_of(LLAMA, "llama"), shapes_of(LLAMA), rope_factors=factors)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("general.architecture", "gemma3"),
+        ("general.type", "adapter"),
+        ("split.count", 3),
+        ("llama.expert_count", 8),
+        ("llama.rope.scaling.type", "yarn"),
+        ("llama.attention.sliding_window", 13),
+        ("llama.attention.value_length", 12),
+        ("llama.rope.dimension_count", 4),
+        ("llama.feed_forward_length", [37, 41, 43]),
+    ],
+)
+def test_gguf_field_that_changes_the_mathematics_is_refused_by_name(key, value):
+    metadata = metadata_of(LLAMA, "llama") | {key: value}
+    named = "parts" if key == "split.count" else key.removeprefix("llama.")
+    with pytest.raises(UserError, match=named):
+        families.gguf_fields(metadata, shapes_of(LLAMA))
+
+
+def test_gguf_without_a_needed_field_is_refused_by_name():
+    metadata = metadata_of(LLAMA, "llama")
+    del metadata["llama.block_count"]
+    with pytest.raises(UserError, match=r"llama\.block_count is missing"):
+        families.gguf_fields(metadata, shapes_of(LLAMA))

@@ -1,0 +1,111 @@
+"""lw_jax/data/loader.py: the order depends on the seed alone, and a restored place is exact."""
+
+import itertools
+import json
+
+import numpy as np
+import pytest
+
+from lw_jax.core.errors import UserError
+from lw_jax.data.batches import Encoded, Field
+from lw_jax.data.examples import Example
+from lw_jax.data.loader import Loader, eval_batches
+
+N, BATCH = 23, 6
+
+
+def encoded(n=N):
+    def field(scale, left):
+        return Field([np.arange(1 + i % 5, dtype=np.int32) + scale * i for i in range(n)], 8, -1, left)
+
+    examples = tuple(Example(str(i), "c", "q", ("a",)) for i in range(n))
+    readers = {"a": {"before": field(2, True), "after": field(3, True), "answer": field(5, False)}}
+    return Encoded(examples, field(7, False), readers, {})
+
+
+def indices(loader, count):
+    return [next(loader)["index"].tolist() for _ in range(count)]
+
+
+def test_each_epoch_visits_each_example_once_in_another_order():
+    seen = list(itertools.chain(*indices(Loader(encoded(), global_batch=BATCH, seed=1), 3 * N // BATCH + 1)))
+    epochs = [seen[i * N : (i + 1) * N] for i in range(3)]
+    assert all(sorted(epoch) == list(range(N)) for epoch in epochs)
+    assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
+    assert epochs[0] != list(range(N))
+
+
+def test_order_is_a_function_of_the_seed():
+    runs = [indices(Loader(encoded(), global_batch=BATCH, seed=seed), 9) for seed in (4, 4, 5)]
+    assert runs[0] == runs[1] != runs[2]
+    # Neither is another seed's order a later epoch of this one.
+    flat = [list(itertools.chain(*run)) for run in runs]
+    assert flat[0][N : 2 * N] != flat[2][:N]
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_shares_of_all_processes_are_the_batch_of_one(count):
+    data = encoded()
+    whole = Loader(data, global_batch=BATCH, seed=2)
+    parts = [Loader(data, global_batch=BATCH, seed=2, process_index=p, process_count=count) for p in range(count)]
+    for _ in range(7):
+        expected = next(whole)
+        shares = [next(part) for part in parts]
+        assert all(share["index"].shape == (BATCH // count,) for share in shares)
+        assert np.concatenate([s["index"] for s in shares]).tolist() == expected["index"].tolist()
+        targets = np.concatenate([s["readers"]["a"]["targets"] for s in shares])
+        np.testing.assert_array_equal(targets, expected["readers"]["a"]["targets"])
+        source = np.concatenate([s["source"]["ids"] for s in shares])
+        np.testing.assert_array_equal(source, data.collate(expected["index"])["source"]["ids"])
+
+
+def test_restored_state_continues_exactly_within_an_epoch_on_other_processes():
+    loader = Loader(encoded(), global_batch=BATCH, seed=3)
+    indices(loader, 6)
+    state = json.loads(json.dumps(loader.state()))
+    expected = indices(loader, 9)
+    fresh = Loader(encoded(), global_batch=BATCH, seed=3)
+    fresh.restore(state)
+    assert fresh.state() == state
+    assert indices(fresh, 9) == expected
+    halves = [Loader(encoded(), global_batch=BATCH, seed=3, process_index=p, process_count=2) for p in range(2)]
+    for half in halves:
+        half.restore(state)
+    assert [a + b for a, b in zip(*(indices(half, 9) for half in halves), strict=True)] == expected
+    fresh.restore(state)  # back, on an iterator that has run ahead
+    assert indices(fresh, 9) == expected
+
+
+@pytest.mark.parametrize("change", [{"n": N + 1}, {"global_batch": 3}, {"seed": 9}])
+def test_state_of_another_order_is_refused_by_name(change):
+    state = Loader(encoded(), global_batch=BATCH, seed=3).state()
+    options = {"n": N, "global_batch": BATCH, "seed": 3} | change
+    other = Loader(encoded(options.pop("n")), **options)
+    with pytest.raises(UserError, match="examples=23|global_batch=6|seed=3"):
+        other.restore(state)
+
+
+def test_data_smaller_than_a_batch_is_refused_with_both_numbers():
+    with pytest.raises(UserError, match=r"23 usable examples.*global_batch=29"):
+        Loader(encoded(), global_batch=29, seed=0)
+    Loader(encoded(), global_batch=N, seed=0)
+
+
+def test_batch_that_processes_cannot_share_is_refused():
+    with pytest.raises(UserError, match="global_batch=6 does not divide by 4 processes"):
+        Loader(encoded(), global_batch=BATCH, seed=0, process_count=4)
+
+
+def test_evaluation_keeps_the_order_and_marks_the_filling():
+    out = list(eval_batches(encoded(), 5))
+    assert [b["index"].tolist() for b in out[:2]] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert out[-1]["index"].tolist() == [20, 21, 22, 22, 22]
+    assert out[-1]["valid"].tolist() == [True, True, True, False, False]
+    assert all(b["valid"].all() for b in out[:-1]) and out[0]["valid"].dtype == np.bool_
+    assert out[-1]["source"]["ids"].shape == out[0]["source"]["ids"].shape
+    assert np.concatenate([b["index"][b["valid"]] for b in out]).tolist() == list(range(N))
+
+
+def test_evaluation_limit_spreads_over_the_data_set():
+    out = list(eval_batches(encoded(), 5, limit=7))
+    assert np.concatenate([b["index"][b["valid"]] for b in out]).tolist() == [0, 3, 6, 9, 13, 16, 19]

@@ -1,0 +1,171 @@
+"""sharding/rules.py and sharding/tables.py: tables are total, live and divisible, or they are refused."""
+
+import jax
+import numpy as np
+import optax
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from sharding import mesh as meshes
+from sharding import rules
+from sharding.errors import PlacementError
+from sharding.tables import TRAINABLE, reader_table
+
+TREE = {
+    "encoder": {"kernel": np.zeros((4, 6)), "gain": np.zeros(6)},
+    "blocks": [{"kernel": np.zeros((2, 8))}, {"kernel": np.zeros((2, 8))}],
+}
+
+
+def reader(*, tied: bool, biases: bool, heads: int = 4, kv_heads: int = 2, ffn: int = 20, vocab: int = 28) -> dict:
+    """The abstract tree of docs/architecture.md: layers 3, width 24, head width 8."""
+    shapes = {
+        "attn_norm": (3, 24),
+        "mlp_norm": (3, 24),
+        "q": (3, heads, 8, 24),
+        "k": (3, kv_heads, 8, 24),
+        "v": (3, kv_heads, 8, 24),
+        "o": (3, 24, heads, 8),
+        "gate": (3, ffn, 24),
+        "up": (3, ffn, 24),
+        "down": (3, 24, ffn),
+    }
+    if biases:
+        shapes |= {"q_bias": (3, heads, 8), "k_bias": (3, kv_heads, 8), "v_bias": (3, kv_heads, 8)}
+    top = {"embed": (vocab, 24), "norm": (24,)} | ({} if tied else {"head": (vocab, 24)})
+    tree = {**top, "layers": shapes}
+    return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, np.float32), tree, is_leaf=lambda x: type(x) is tuple)
+
+
+FAMILIES = {
+    "llama": reader(tied=False, biases=False),
+    "llama, tied": reader(tied=True, biases=False),
+    "qwen": reader(tied=False, biases=True),
+    "qwen, tied": reader(tied=True, biases=True),
+}
+
+
+def mesh_of(data: int, model: int) -> jax.sharding.Mesh:
+    return meshes.make(data=data, model=model, devices=jax.devices()[: data * model])
+
+
+def specs(tree: dict) -> dict:
+    return {rules.path_of(path): leaf.spec for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+
+
+def test_path_names_keys_positions_and_fields():
+    state = {"opt": optax.adam(1e-3).init({"w": np.zeros(3, np.float32)})}
+    paths = [rules.path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(state)]
+    assert paths == ["opt/0/count", "opt/0/mu/w", "opt/0/nu/w"]
+
+
+def test_first_matching_row_wins_and_the_structure_stays():
+    table = [("blocks/1/.*", 1), (".*/kernel", 2), (".*", 3)]
+    assert rules.match(table, TREE, name="t") == {
+        "encoder": {"kernel": 2, "gain": 3},
+        "blocks": [{"kernel": 2}, {"kernel": 1}],
+    }
+
+
+def test_regex_must_match_the_whole_path():
+    with pytest.raises(PlacementError, match="encoder/gain"):
+        rules.match([("encoder", 0), (".*kernel", 1)], TREE, name="t")
+
+
+def test_uncovered_leaf_is_refused_with_its_path_and_shape():
+    with pytest.raises(PlacementError, match=r"rates: no row covers encoder/gain \(6,\); add a row"):
+        rules.match([(".*/kernel", 0)], TREE, name="rates")
+
+
+def test_many_uncovered_leaves_are_counted():
+    with pytest.raises(PlacementError, match="w4 .* and 2 more"):
+        rules.match([], {f"w{i}": np.zeros(2) for i in range(7)}, name="t")
+
+
+@pytest.mark.parametrize("dead", ["decoder/.*", "encoder/kernel"])
+def test_row_that_decides_nothing_is_refused(dead):
+    with pytest.raises(PlacementError, match=rf"t: row 2 '{dead}' decides none of 4 leaves"):
+        rules.match([(".*/kernel", 0), (dead, 1), (".*", 2)], TREE, name="t")
+
+
+def test_spec_that_does_not_divide_is_refused_with_path_numbers_row_and_remedy():
+    tree = {"llms": {"qwen": {"layers": {"k": jax.ShapeDtypeStruct((2, 1, 16, 64), np.float32)}}}}
+    with pytest.raises(PlacementError) as caught:
+        rules.shardings([(".*", P(None, "model"))], tree, mesh_of(2, 2), name="readers")
+    assert str(caught.value) == (
+        "readers: llms/qwen/layers/k (2, 1, 16, 64): dim 1 (1) does not divide mesh axis model=2 (sizes that do: 1); "
+        "row 1 '.*'; choose another size of the axis or another placement"
+    )
+
+
+def test_declared_specs_are_tried_in_their_order():
+    tree = {"a": np.zeros((4, 6)), "b": np.zeros((3, 6)), "c": np.zeros((3, 5))}
+    table = [(".*", (P("model"), P(None, "model"), P()))]
+    assert specs(rules.shardings(table, tree, mesh_of(1, 2), name="t")) == {
+        "a": P("model"),
+        "b": P(None, "model"),
+        "c": P(),
+    }
+
+
+def test_two_axes_on_one_dim_multiply():
+    tree = {"a": np.zeros((8, 3)), "b": np.zeros((4, 3))}
+    table = [(".*", P(("data", "model")))]
+    with pytest.raises(PlacementError, match=r"b \(4, 3\): dim 0 \(4\) does not divide mesh axis data=4 x model=2"):
+        rules.shardings(table, tree, mesh_of(4, 2), name="t")
+
+
+def test_unknown_axis_is_refused_naming_those_of_the_mesh():
+    with pytest.raises(PlacementError, match="names axis 'heads', the mesh has data, model"):
+        rules.shardings([(".*", P("heads"))], TREE, mesh_of(2, 2), name="t")
+
+
+def test_spec_longer_than_the_shape_is_refused():
+    with pytest.raises(PlacementError, match="names 2 dims of 1"):
+        rules.shardings([(".*", P(None, "data"))], {"gain": np.zeros(6)}, mesh_of(2, 1), name="t")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("placement", ["replicate", "fsdp", "tensor"])
+@pytest.mark.parametrize("prefix", [False, True])
+def test_reader_tables_are_total_and_live_for_every_family(family, placement, prefix):
+    tree = {"mine": FAMILIES[family]} if prefix else FAMILIES[family]
+    mesh = mesh_of(2, 2) if placement == "tensor" else mesh_of(4, 1)
+    placed = rules.shardings(reader_table(placement), tree, mesh, name=placement)
+    for path, spec in specs(placed).items():
+        split = any(axis is not None for axis in spec)
+        small = "norm" in path or (placement == "fsdp" and "bias" in path)
+        assert split == (placement != "replicate" and not small), path
+        assert not ("layers/" in path and spec and spec[0]), f"{path}: the layer axis is split"
+
+
+def test_tensor_table_splits_heads_ffn_and_vocabulary():
+    placed = specs(rules.shardings(reader_table("tensor"), FAMILIES["qwen"], mesh_of(1, 2), name="t"))
+    tree = rules.match([(".*", 0)], FAMILIES["qwen"], name="t")
+    assert set(placed) == {rules.path_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)}
+    assert placed["embed"] == placed["head"] == P("model")
+    assert placed["layers/q"] == placed["layers/k"] == placed["layers/k_bias"] == P(None, "model")
+    assert placed["layers/o"] == placed["layers/down"] == P(None, None, "model")
+    assert placed["layers/gate"] == P(None, "model")
+
+
+def test_tensor_table_keeps_heads_whole_that_do_not_divide_but_splits_the_mlp():
+    tree = reader(tied=True, biases=True, heads=7, kv_heads=1, vocab=29)
+    placed = specs(rules.shardings(reader_table("tensor"), tree, mesh_of(1, 2), name="t"))
+    assert placed["layers/q"] == placed["layers/o"] == placed["layers/k"] == placed["layers/q_bias"] == P()
+    assert placed["layers/up"] == P(None, "model")
+    assert placed["embed"] == P(None, "model")
+
+
+def test_tensor_table_refuses_an_ffn_that_does_not_divide():
+    with pytest.raises(PlacementError, match=r"layers/(gate|up|down) .*\(21\) does not divide mesh axis model=2"):
+        rules.shardings(reader_table("tensor"), reader(tied=True, biases=False, ffn=21), mesh_of(1, 2), name="t")
+
+
+def test_unknown_placement_is_refused_naming_the_choices():
+    with pytest.raises(PlacementError, match="'split' is not one of replicate, fsdp, tensor"):
+        reader_table("split")
+
+
+def test_trainables_are_whole_everywhere():
+    assert set(specs(rules.shardings(TRAINABLE, TREE, mesh_of(4, 2), name="t")).values()) == {P()}

