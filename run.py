@@ -62,7 +62,7 @@ def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, 
     from lw_jax.core import config, config_file, validation
 
     values = config_file.load(args.config, root=ROOT) if args.config else folder.load(args.workdir, verb=args.verb)
-    defaults = base.get_config(values.get("recipe", "latentwire"))
+    defaults = base.get_config(str(values.get("recipe", "latentwire")))
     origins = config_file.trace(defaults, values, assignments)
     config_file.override(values, assignments)
     cfg = config.build(values)

@@ -63,7 +63,7 @@ def _adapter() -> ConfigDict:
 def _prompt() -> ConfigDict:
     c = ConfigDict()
     # {context} becomes the text or, for a wire, the latents; {question} always stays text, after them.
-    c.user = "Context: {context}\nQuestion: {question}"
+    c.user = "Context:\n{context}\nQuestion: {question}"
     c.system = ""  # chat template only; empty: the template's own default
     c.anchor = "\nAnswer:"  # the last words before the answer, in training and evaluation alike
     return c

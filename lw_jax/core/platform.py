@@ -1,7 +1,7 @@
-"""Keeps JAX quiet where the CUDA plugin is installed and no NVIDIA driver is; must run before JAX chooses a backend.
+"""Keeps JAX quiet where its CUDA plugin is installed and no NVIDIA driver is; must run before JAX is imported.
 
-JAX initialises every installed plugin whatever `JAX_PLATFORMS` says, and CUDA's then prints a traceback and log lines
-from C++ that no setting turns off. The planner needs the plugin as a compiler on machines without a GPU.
+JAX loads every installed plugin whatever `JAX_PLATFORMS` says, and CUDA's then prints a traceback, and log lines from
+C++ that no setting turns off. The planner needs the plugin as a compiler on machines without a GPU.
 """
 
 import importlib.util
@@ -9,10 +9,10 @@ import os
 import sys
 import types
 from pathlib import Path
+from typing import Any
 
 # The device files by which jax._src.hardware_utils tells an NVIDIA GPU: bare metal, containers, WSL2.
 DRIVER_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
-_PLUGINS = ("xla_cuda12", "xla_cuda13")
 
 
 def hide_idle_cuda() -> str:
@@ -23,11 +23,13 @@ def hide_idle_cuda() -> str:
     wanted = os.environ.get("JAX_PLATFORMS", "")
     if "cuda" in wanted or "gpu" in wanted or any(Path(file).exists() for file in DRIVER_FILES):
         return ""
-    if importlib.util.find_spec("jax_plugins") is None:
-        return ""
-    names = [f"jax_plugins.{name}" for name in _PLUGINS if importlib.util.find_spec(f"jax_plugins.{name}")]
-    for name in names:
-        idle = types.ModuleType(name, "Stands in for a CUDA plugin that has no driver.")
-        idle.__dict__["initialize"] = lambda: None
-        sys.modules[name] = idle
-    return "no NVIDIA driver on this machine: JAX's CUDA plugin stays unused" if names else ""
+    modules: dict[str, Any] = sys.modules
+    hidden = False
+    for version in (12, 13):
+        extensions, plugin = f"jax_cuda{version}_plugin", f"jax_plugins.xla_cuda{version}"
+        if importlib.util.find_spec(extensions):
+            hidden = True
+            modules[extensions] = None  # Python's own mark for a module that is not to be found
+            modules[plugin] = types.ModuleType(plugin, "Stands in for a CUDA plugin that has no driver.")
+            modules[plugin].initialize = lambda: None  # what JAX calls
+    return "no NVIDIA driver on this machine: JAX's CUDA plugin stays unused" if hidden else ""

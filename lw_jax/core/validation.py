@@ -13,7 +13,7 @@ from lw_jax.core.errors import UserError
 
 # What a word may be, by path; "*" stands for every reader's name.
 CHOICES = {
-    "recipe": ("latentwire", "reader"),
+    "recipe": ("latentwire",),
     "llms.*.weights": ("fp32", "bf16"),
     "llms.*.template": ("plain", "chat"),
     "encoder.kind": ("lm", "bytes"),

@@ -1,7 +1,7 @@
 """Reads what a GGUF file says about itself, metadata and tensor table, without touching a weight.
 
-The `gguf` package's own reader makes several arrays for every token of the vocabulary (2.2 s for 49,152 tokens where
-this takes 0.2 s, on 2 cores) and tells a truncated file by an error of numpy's; dequantisation stays with the package.
+The `gguf` package's own reader makes several arrays for every token of the vocabulary (11 s for Qwen2.5's 151,936 where
+this takes 0.4 s, on 2 busy cores) and tells a truncated file by an error of numpy's. Dequantisation stays with it.
 """
 
 import functools
@@ -32,6 +32,8 @@ class TensorInfo(NamedTuple):
 
 
 class Header(NamedTuple):
+    """What a file says about itself; array fields are lists."""
+
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
@@ -90,7 +92,7 @@ def _read_header(path: Path, size: int, _changed: int) -> Header:
     if magic != MAGIC:
         raise UserError(f"{path}: does not begin with {MAGIC!r}, so it is no GGUF file; name a .gguf file")
     try:
-        header = _parse(_Cursor(memoryview(np.memmap(path, np.uint8, "r"))))
+        header = _parse(_Cursor(np.memmap(path, np.uint8, "r").data))
     except EOFError:
         raise UserError(
             f"{path}: its header ends past the file's {size} bytes; it is cut off, fetch it again"

@@ -134,9 +134,9 @@ def _wrap(fast: PreTrainedTokenizerFast, location: Path, stops: list[int]) -> To
     # tokenizer.json may carry the last user's cut and padding; texts are never cut here
     backend.no_truncation()
     backend.no_padding()
-    if fast.eos_token_id is None:
+    eos, pad = fast.eos_token_id, fast.pad_token_id
+    if not isinstance(eos, int):
         raise UserError(f"{location}: the tokenizer names no EOS token; set eos_token in tokenizer_config.json")
-    eos = int(fast.eos_token_id)
     special = {token.content: i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     endings = [special[name] for name in _ENDINGS if name in special]
     bare = backend.encode("a", add_special_tokens=False).ids
@@ -146,7 +146,7 @@ def _wrap(fast: PreTrainedTokenizerFast, location: Path, stops: list[int]) -> To
         begin=tuple(full[: full.index(bare[0])]),
         eos=eos,
         stops=tuple(dict.fromkeys([eos, *stops, *endings])),
-        pad=eos if fast.pad_token_id is None else int(fast.pad_token_id),
+        pad=pad if isinstance(pad, int) else eos,
         vocab=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
     )
 

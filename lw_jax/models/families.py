@@ -141,7 +141,8 @@ def gguf_row_order(cfg: DecoderConfig, architecture: str, path: tuple[str, ...])
 
     Architecture "llama" interleaves the two rotary halves of every head of q and k (row 2i + p holds half p).
     """
-    heads = {("layers", "q"): cfg.heads, ("layers", "k"): cfg.kv_heads}.get(path)
+    counts: dict[tuple[str, ...], int] = {("layers", "q"): cfg.heads, ("layers", "k"): cfg.kv_heads}
+    heads = counts.get(path)
     if architecture != "llama" or heads is None:
         return None
     return np.arange(heads * cfg.head_dim).reshape(heads, 2, cfg.head_dim // 2).swapaxes(1, 2).reshape(-1)

@@ -64,6 +64,7 @@ def write_gguf(path, pre, vocabulary):
     writer.add_token_types([1] * len(tokens) + [3] * len(SPECIAL))
     writer.add_token_merges(merges)
     writer.add_eos_token_id(len(tokens) + 2)
+    writer.add_add_bos_token(False)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -56,8 +56,8 @@ def test_verb_may_stand_anywhere_and_is_train_when_left_out(calls: list[dict[str
 
 
 def test_folder_of_a_run_is_named_by_file_and_recipe(calls: list[dict[str, Any]]) -> None:
-    assert run.main(["--config", "configs/smoke.py:reader"]) == 0
-    assert calls[0]["workdir"] == Path("runs/smoke-reader")
+    assert run.main(["--config", "configs/smoke.py:latentwire"]) == 0
+    assert calls[0]["workdir"] == Path("runs/smoke-latentwire")
 
 
 def test_one_process_of_several_writes_the_folder(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -130,6 +130,7 @@ def test_interrupt_ends_with_130(calls: list[dict[str, Any]], monkeypatch: pytes
         (["shwo", *SMOKE], "'shwo' is no verb. Did you mean 'show'?"),
         (["train", "eval", *SMOKE], "unrecognized arguments: eval"),
         ([*SMOKE, "--wrokdir", "w"], "unrecognized arguments: --wrokdir"),
+        ([*SMOKE, "--work=w"], "unrecognized arguments: --work=w"),
         (["--config", "configs/smok.py"], "Did you mean 'configs/smoke.py'?"),
         (["--config", "configs/smoke.py:latentwrie"], "Did you mean 'latentwire'?"),
         ([*SMOKE, "--config.train.step=3"], "Did you mean 'train.steps'?"),

@@ -89,6 +89,12 @@ def test_position_of_the_answer_is_varied():
     assert max(places.values()) < 200
 
 
+def test_order_of_the_facts_is_varied():
+    made = cards.make(100, facts=4, seed=0, split="train")
+    neighbours = [[name_in(s) for s in e.context.removesuffix(".").split(". ")][:2] for e in made]
+    assert 0 < sum(a == b for a, b in neighbours) < 100  # the first two facts are of one person, or of two
+
+
 def test_values_are_one_or_two_short_words_and_belong_to_one_attribute():
     values = [value for a in cards.ATTRIBUTES.values() for value in a.values]
     assert len(set(values)) == len(values)

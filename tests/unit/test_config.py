@@ -154,6 +154,11 @@ def test_digest_is_the_same_in_another_process() -> None:
     assert out.strip() == config.digest(config.build(_values()))
 
 
+def test_digest_does_not_know_the_order_of_keys() -> None:
+    assert config.digest({"a": {"x": 1, "y": 2}}) == config.digest({"a": {"y": 2, "x": 1}})
+    assert config.digest({"a": {"x": 1, "y": 2}}) != config.digest({"a": {"x": 2, "y": 1}})
+
+
 def test_diff_names_changed_added_and_missing_values() -> None:
     old = {"a": {"x": 1, "y": (2, 3)}, "gone": "g"}
     new = {"a": {"x": 5, "y": [2, 3]}, "added": None}

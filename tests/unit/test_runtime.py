@@ -57,15 +57,24 @@ def test_absent_package_is_left_out_of_the_versions(monkeypatch):
     assert sorted(runtime.versions()) == ["jax", "python"]
 
 
+@pytest.fixture
+def handlers():
+    """Installs handlers of the caller's own, which no default could be mistaken for."""
+    own = {number: lambda *_: None for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, handler) for number, handler in own.items()}
+    yield own
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signal_becomes_a_request_and_handlers_come_back(number):
-    before = signal.getsignal(number)
+def test_signal_becomes_a_request_and_handlers_come_back(handlers, number):
     with runtime.Preemption() as preemption:
         assert not preemption.requested(1)
         os.kill(os.getpid(), number)
         assert preemption.requested(2)
         assert preemption.requested(3)
-    assert signal.getsignal(number) is before
+    assert {other: signal.getsignal(other) for other in handlers} == handlers
 
 
 def test_second_interrupt_stops_at_once():
@@ -75,11 +84,10 @@ def test_second_interrupt_stops_at_once():
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_handlers_come_back_after_an_error():
-    before = signal.getsignal(signal.SIGTERM)
+def test_handlers_come_back_after_an_error(handlers):
     with pytest.raises(RuntimeError, match="inside"), runtime.Preemption():
         raise RuntimeError("inside")
-    assert signal.getsignal(signal.SIGTERM) is before
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
 
 
 CACHED = """

@@ -73,7 +73,7 @@ def change_value(some: dict) -> None:
 
 
 def change_dtype(some: dict) -> None:
-    some["count"] = np.float32(11)
+    some["count"] = some["count"].view(np.uint32)  # the same bits
 
 
 def change_shape(some: dict) -> None:

@@ -3,6 +3,7 @@ from typing import Any
 import pytest
 
 from configs import base
+from lw_jax import recipes
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
 
@@ -126,3 +127,7 @@ def test_every_rule_names_an_existing_key() -> None:
     named = {*validation.CHOICES, *validation.ABOVE_ZERO, *validation.NOT_BELOW_ZERO}
     exact = {path for path in named if "*" not in path}
     assert exact <= flat.keys()
+
+
+def test_every_recipe_may_be_chosen() -> None:
+    assert set(validation.CHOICES["recipe"]) == set(recipes.RECIPES)

@@ -1,0 +1,75 @@
+"""The wire's gates, and proof that each turns red when its defect is planted."""
+
+import numpy as np
+import pytest
+
+from lw_jax.data import batches
+from lw_jax.models import decoder
+from tests import gates, tiny
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+@pytest.fixture
+def recipe(root):
+    return tiny.make_recipe(root)
+
+
+def test_replayed_embeddings_equal_ids_in_ragged_batches(recipe):
+    gates.replayed_embeddings_equal_ids(recipe)
+
+
+def test_a_dropped_mask_turns_the_replay_gate_red(recipe, monkeypatch):
+    kept = decoder._attention_mask
+    monkeypatch.setattr(
+        decoder, "_attention_mask", lambda mask, cache, *, causal: kept(mask | True, cache, causal=causal)
+    )
+    with pytest.raises(AssertionError):
+        gates.replayed_embeddings_equal_ids(recipe)
+
+
+def test_a_swapped_axis_turns_the_replay_gate_red(recipe, monkeypatch):
+    rotate = decoder._rotate
+    # Rotary angles along heads instead of positions: the shapes agree only after a transpose, so swap inside.
+    monkeypatch.setattr(decoder, "_rotate", lambda x, cos, sin: rotate(x, cos[:, ::-1], sin[:, ::-1]))
+    with pytest.raises(AssertionError):
+        gates.replayed_embeddings_equal_ids(recipe)
+
+
+def test_a_label_shift_changes_the_text_nll(recipe, root, monkeypatch):
+    right = gates.text_nll(recipe)
+    shift = batches._shift
+
+    def shifted_twice(answer, pad):
+        fields = shift(answer, pad)
+        return fields | {"targets": np.roll(fields["targets"], -1, axis=1)}
+
+    monkeypatch.setattr(batches, "_shift", shifted_twice)
+    for name, wrong in gates.text_nll(tiny.make_recipe(root)).items():
+        assert (np.abs(wrong - right[name]) > 0.1).mean() > 0.5
+
+
+def test_an_answer_reaches_nothing_that_the_wire_sends(recipe):
+    """B12: other answers, same everything else."""
+    encoded = recipe.data("validation", rows=("text",))
+    changed = [type(e)(e.id, e.context, e.question, ("another answer",)) for e in encoded.examples]
+    other = batches.encode(changed, layout=recipe.layout, rows=("text",))
+    for index in range(len(encoded)):
+        ours, theirs = encoded.collate([index]), other.collate([index])
+        np.testing.assert_array_equal(ours["source"]["ids"], theirs["source"]["ids"])
+        for name in ours["readers"]:
+            for field in ("before", "after", "text"):
+                np.testing.assert_array_equal(
+                    ours["readers"][name][field]["ids"], theirs["readers"][name][field]["ids"]
+                )
+
+
+def test_the_question_is_text_after_the_latents_in_every_example(recipe):
+    encoded = recipe.data("validation")
+    for index, example in enumerate(encoded.examples):
+        for name, fields in encoded.collate([index])["readers"].items():
+            ids = fields["after"]["ids"][fields["after"]["mask"]]
+            assert example.question in recipe.tokenizers[name].decode(ids.tolist())

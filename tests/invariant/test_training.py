@@ -1,0 +1,137 @@
+"""Equal things are equal: device counts, placements, accumulation, resumption; and seeds that change the run."""
+
+import dataclasses
+import json
+import signal
+
+import jax
+import numpy as np
+import pytest
+
+from lw_jax import metrics, train
+from lw_jax.checkpoint import Checkpointer
+from lw_jax.core import runtime
+from lw_jax.core.errors import UserError
+from tests import tiny
+
+LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
+PARAMETERS = 2e-4  # absolute; Adam divides by the root of small squares, which magnifies rounding
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+def curve(recipe, workdir, *, stop=lambda step: False):
+    """(exit code, logged losses, final trainable tree) of a whole run."""
+    identity = recipe.identity()
+    with Checkpointer(workdir / "checkpoints", keep=2, identity=identity) as checkpointer:
+        workdir.mkdir(exist_ok=True)
+        run = train.Run(recipe.cfg, recipe.mesh, recipe, checkpointer, workdir)
+        code = run.train(stop)
+    rows = metrics.read(workdir / "metrics.jsonl")
+    return code, [row["train/loss"] for row in rows if "train/loss" in row], jax.device_get(run.state["trainable"])
+
+
+@pytest.fixture(scope="module")
+def single(root, tmp_path_factory):
+    return curve(tiny.make_recipe(root), tmp_path_factory.mktemp("single"))
+
+
+MESHES = {
+    "replicate 2": {"devices": 2},
+    "replicate 8": {"devices": 8},
+    "fsdp 4": {"devices": 4, "mesh__placement": "fsdp"},
+    "tensor 2": {"devices": 2, "model": 2, "mesh__placement": "tensor"},
+    "data 2 x tensor 4": {"devices": 8, "model": 4, "mesh__placement": "tensor"},
+    "accumulate 4": {"devices": 1, "train__micro_batch": 2},
+    "data 2 accumulate 2": {"devices": 2, "train__micro_batch": 2},
+    "remat full": {"devices": 1, "compute__remat": "full"},
+}
+
+
+@pytest.mark.parametrize("name", MESHES)
+def test_the_curve_is_the_same_however_it_is_computed(name, root, single, tmp_path):
+    _, losses, trainable = curve(tiny.make_recipe(root, **MESHES[name]), tmp_path / "run")
+    np.testing.assert_allclose(losses, single[1], rtol=LOSS)
+    assert losses[-1] < losses[0]
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=PARAMETERS), trainable, single[2])
+
+
+def test_the_placement_splits_the_frozen_weights(root):
+    recipe = tiny.make_recipe(root, devices=8, model=4, mesh__placement="tensor")
+    q = recipe.load_frozen()["qwen"]["layers"]["q"]
+    assert q.sharding.shard_shape(q.shape) == (q.shape[0], q.shape[1] // 4, *q.shape[2:])
+
+
+def test_a_stopped_run_goes_on_bit_equal(root, single, tmp_path):
+    folder = tmp_path / "run"
+    code, before, _ = curve(tiny.make_recipe(root), folder, stop=lambda step: step == 4)
+    assert code == runtime.REQUEUE
+    assert len(before) == 3  # metrics are read one step late; the fourth is repeated by none
+    code, losses, trainable = curve(tiny.make_recipe(root), folder)
+    assert code == 0
+    assert losses[-2:] == single[1][-2:]
+    jax.tree.map(np.testing.assert_array_equal, trainable, single[2])
+
+
+def test_a_signal_saves_and_asks_for_a_requeue(root, tmp_path):
+    def signal_self(step):
+        if step == 2:
+            signal.raise_signal(signal.SIGTERM)
+        return preemption.requested(step)
+
+    with runtime.Preemption() as preemption:
+        code, _, _ = curve(tiny.make_recipe(root), tmp_path / "run", stop=signal_self)
+    assert code == runtime.REQUEUE
+    assert (tmp_path / "run" / "checkpoints" / "2").is_dir()
+
+
+def test_another_seed_trains_other_weights(root, single, tmp_path):
+    _, losses, trainable = curve(tiny.make_recipe(root, seed=1), tmp_path / "run")
+    assert losses != single[1]
+    assert not np.array_equal(trainable["adapters"]["llama"]["up"]["kernel"], single[2]["adapters"]["llama"]["up"]["kernel"])
+
+
+def test_frozen_weights_do_not_move(root, tmp_path):
+    recipe = tiny.make_recipe(root)
+    run = train.Run(recipe.cfg, recipe.mesh, recipe, None, None)
+    before = jax.device_get(recipe.load_frozen())
+    built = recipe.build()
+    step = train.make_step(recipe.loss, run.optimizer, seed=0)
+    state = {"trainable": built.trainable, "opt_state": run.optimizer.init(built.trainable), "step": jax.numpy.int32(0)}
+    batch = jax.tree.map(lambda leaf: leaf[None], recipe.data("train").collate(range(8)))
+    step(state, built.frozen, batch)
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(built.frozen), before)
+
+
+def test_kl_needs_the_text_prompt_and_is_logged(root, tmp_path):
+    recipe = tiny.make_recipe(root, loss__kl=2.0)
+    curve(recipe, tmp_path / "run")
+    rows = metrics.read(tmp_path / "run" / "metrics.jsonl")
+    assert rows[0]["train/kl/llama"] > 0
+    nll = [rows[0][f"train/nll/{name}"] for name in ("llama", "qwen")]
+    assert rows[0]["train/loss"] > max(nll), "the KL must be part of the objective"
+
+
+def test_other_frozen_weights_are_refused_by_name(root, tmp_path):
+    folder = tmp_path / "run"
+    curve(tiny.make_recipe(root), folder)
+    other = tiny.write_reader(tmp_path / "other", "llama", seed=9)
+    recipe = tiny.make_recipe(root)
+    llms = recipe.cfg.llms | {"llama": dataclasses.replace(recipe.cfg.llms["llama"], source=str(other))}
+    recipe = type(recipe)(dataclasses.replace(recipe.cfg, llms=llms), recipe.mesh)
+    with pytest.raises(UserError, match="llms/llama"):
+        Checkpointer(folder / "checkpoints", keep=2, identity=recipe.identity())
+
+
+def test_a_loss_that_is_not_finite_ends_the_run_with_advice(root, tmp_path):
+    with pytest.raises(UserError, match=r"step \d+: train/loss is (nan|inf).*learning_rate"):
+        curve(tiny.make_recipe(root, optim__learning_rate=1e30, optim__clip_norm=1e30), tmp_path / "run")
+
+
+def test_metrics_have_the_promised_names(single, root, tmp_path):
+    curve(tiny.make_recipe(root), tmp_path / "run")
+    row = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert {"step", "examples", "train/loss", "train/nll/llama", "train/nll/qwen", "train/learning_rate"} <= row.keys()
