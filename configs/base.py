@@ -55,6 +55,7 @@ def _encoder() -> ConfigDict:
 def _adapter() -> ConfigDict:
     c = ConfigDict()
     c.hidden = 2048  # width between the latent and the reader's own
+    c.start = "random"  # "random" | "aligned": the linear path begins as a regression between embedding tables
     c.calibration = "init"  # "init": output RMS starts at the reader's embedding RMS | "always": held there
     c.rate = 1.0  # learning rate, as a multiple of optim.learning_rate
     return c

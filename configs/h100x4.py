@@ -15,5 +15,4 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c = h100x1.get_config(recipe)
     c.mesh.placement = "tensor"
     c.mesh.model = 2
-    c.mesh.data = 2
     return c

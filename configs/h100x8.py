@@ -15,5 +15,4 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c = h100x1.get_config(recipe)
     c.mesh.placement = "tensor"
     c.mesh.model = 4  # divides 8 and 4 key-value heads (Llama-3.1-8B, Qwen2.5-7B); 8 does not
-    c.mesh.data = 2
     return c

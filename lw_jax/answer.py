@@ -1,4 +1,4 @@
-"""The verb `answer`: a text goes over the wire once, and each reader answers each question from latents and from text."""
+"""The verb `answer`: a text goes over the wire once; each reader answers each question from latents and from text."""
 
 from pathlib import Path
 from typing import Any

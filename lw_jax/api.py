@@ -7,8 +7,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from lw_jax import sources, weights, workdir
 from lw_jax.checkpoint import Checkpointer
@@ -19,7 +18,7 @@ from lw_jax.core.types import DTYPES, Tree
 from lw_jax.data import batches
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.evals import answers
-from lw_jax.models import codec, decode, decoder
+from lw_jax.models import codec, decode, decoder, wire
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import mesh as meshes
 from sharding import place, rules, tables
@@ -34,7 +33,9 @@ def load_lm(folder_or_id: str | Path, weights: str = "fp32", mesh: Mesh | None =
         mesh: the weights are sharded over its model axis; None: one device.
     """
     if weights not in DTYPES:
-        raise UserError(f'weights={weights!r}: this version has {", ".join(DTYPES)}; int8 and nf4 come with a later one')
+        raise UserError(
+            f"weights={weights!r}: this version has {', '.join(DTYPES)}; int8 and nf4 come with a later one"
+        )
     return LM(sources.locate(str(folder_or_id)), dtype=DTYPES[weights], mesh=mesh or meshes.make(data=1, model=1))
 
 
@@ -55,11 +56,13 @@ class LM:
         mask = jnp.ones(ids.shape, bool) if mask is None else jnp.asarray(mask, bool)
         return self._logits(self.params, ids, mask)
 
-    def generate(self, texts: Sequence[str], max_new_tokens: int = 32, *, temperature: float = 0.0, seed: int = 0):
+    def generate(
+        self, texts: Sequence[str], max_new_tokens: int = 32, *, temperature: float = 0.0, seed: int = 0
+    ) -> list[str]:
         """Continues each text and returns the new text only; temperature 0 is greedy."""
         rows = [[*self.tokenizer.begin, *self.tokenizer.encode(text)] for text in texts]
-        if not all(rows):
-            raise UserError("generate: every text must have at least one token")
+        if not rows or not all(rows):
+            raise UserError(f"generate: texts={list(texts)!r}: give at least one, each of at least one token")
         width = max(map(len, rows))
         ids = np.full((len(rows), width), self.tokenizer.pad, np.int32)
         mask = np.zeros(ids.shape, bool)
@@ -155,7 +158,7 @@ class TrainedWire:
         count = self.recipe.mesh.shape["data"]
         return place.put_eval(jax.tree.map(lambda leaf: np.repeat(leaf, count, axis=0), host), self.recipe.mesh)
 
-    def _answer(self, reader: str, prompt) -> str:
+    def _answer(self, reader: str, prompt: wire.Prompt) -> str:
         ids = self.recipe.generate(self.frozen[reader], prompt, reader, self.recipe.cfg.eval.max_new_tokens)
         said = [int(token) for token in np.asarray(ids)[0] if token >= 0]
         return answers.first_line(self.recipe.tokenizers[reader].decode(said))

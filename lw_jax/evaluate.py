@@ -1,5 +1,6 @@
 """The verb `eval`: the control table of a trained wire, as a table, eval.json and predictions.jsonl."""
 
+import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ import jax
 from lw_jax.api import TrainedWire, open_wire
 from lw_jax.core.config import Config
 from lw_jax.evals import rows
+from lw_jax.recipes.latentwire import LatentWire
 from sharding import place
 
 
@@ -19,13 +21,20 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     records = measure(wire)
     table = rows.summarise(records)
     if jax.process_index() == 0:
-        result = {"step": wire.step, "examples": cfg.eval.examples, "rows": table}
+        result = {"step": wire.step, "rows": table}
         (workdir / "eval.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
         lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
         (workdir / "predictions.jsonl").write_text("".join(lines), encoding="utf-8")
         print(rows.table(table))
         print(f"checkpoint {wire.step}; {workdir / 'eval.json'}, {workdir / 'predictions.jsonl'}")
     return 0
+
+
+def predict(recipe: LatentWire) -> rows.Predict:
+    """Returns the recipe's functions that the control table is made with."""
+    return rows.Predict(
+        recipe.encode, recipe.prompt_from_latents, recipe.prompt_from_text, recipe.score, recipe.generate
+    )
 
 
 def measure(wire: TrainedWire) -> list[rows.Record]:
@@ -37,14 +46,11 @@ def measure(wire: TrainedWire) -> list[rows.Record]:
     data = recipe.mesh.shape["data"]
     return list(
         rows.measure(
-            recipe,
+            predict(recipe),
             (wire.trainable, wire.frozen),
             encoded,
-            rows=cfg.eval.rows,
+            asked=dataclasses.replace(cfg.eval, batch=-(-cfg.eval.batch // data) * data),
             decode={name: tokenizer.decode for name, tokenizer in recipe.tokenizers.items()},
             place=lambda batch: place.put_eval(batch, recipe.mesh),
-            batch=-(-cfg.eval.batch // data) * data,
-            limit=cfg.eval.examples,
-            max_new_tokens=cfg.eval.max_new_tokens,
         )
     )

@@ -18,7 +18,10 @@ DECAY: Sequence[tuple[str, bool]] = ((r".*(norm|scale|bias|gain|mix|queries|embe
 
 
 def schedule(cfg: config.Optim, steps: int) -> optax.Schedule:
-    """Linear warm-up to the peak, then a cosine down to `end_fraction` of it at the last step."""
+    """Linear warm-up to the peak, then a cosine down to `end_fraction` of it at the last step.
+
+    `count` is of the steps made so far, as optax counts: the first step's rate is at 0, the last one's at steps - 1.
+    """
     curve = optax.warmup_cosine_decay_schedule(
         0.0 if cfg.warmup_steps else cfg.learning_rate,
         cfg.learning_rate,
@@ -26,7 +29,7 @@ def schedule(cfg: config.Optim, steps: int) -> optax.Schedule:
         max(steps, cfg.warmup_steps + 1),
         cfg.learning_rate * cfg.end_fraction,
     )
-    return lambda count: curve(jnp.asarray(count, jnp.float32))
+    return lambda count: curve(jnp.asarray(count, jnp.float32) + 1.0)
 
 
 def make(cfg: config.Optim, *, steps: int, rates: Rates, abstract: Tree) -> optax.GradientTransformation:

@@ -224,7 +224,7 @@ class Run:
         )
         if log is not None:
             row = {f"train/{name}": value for name, value in found.items()}
-            row |= {"train/learning_rate": float(self.schedule(step - 1)), "train/seconds_per_step": pace}
+            row |= {"train/learning_rate": float(jnp.asarray(self.schedule(step - 1))), "train/seconds_per_step": pace}
             log.write(step, row | {"examples": step * train.global_batch})
 
     def _check_finite(self, step: int, values: Tree) -> None:

@@ -33,6 +33,13 @@ if "LW_JAX_TEST_NETWORK" not in os.environ:
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PIP_NO_INDEX": "1"}
 platform.hide_idle_cuda()
 
+# Shapes and dtypes in the annotations of the models are checked in every call that a test makes.
+os.environ.setdefault("LW_JAX_TEST_TYPES", "1")
+if os.environ["LW_JAX_TEST_TYPES"] == "1":
+    from jaxtyping import install_import_hook
+
+    install_import_hook("lw_jax.models", "beartype.beartype")
+
 _LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
 _connect = socket.socket.connect
 

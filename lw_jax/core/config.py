@@ -48,6 +48,7 @@ class Adapter:
     """What turns latents into a reader's soft prefix."""
 
     hidden: int
+    start: str
     calibration: str
     rate: float
 

@@ -24,4 +24,5 @@ class LossTerms:
     weight: jax.Array
     terms: dict[str, tuple[jax.Array, jax.Array]]
 
+
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # the config's words for what jax calls

@@ -18,6 +18,7 @@ CHOICES = {
     "llms.*.template": ("plain", "chat"),
     "encoder.kind": ("lm", "bytes"),
     "encoder.pooling": ("windows", "queries"),
+    "adapter.start": ("random", "aligned"),
     "adapter.calibration": ("init", "always"),
     "data.overlong": ("refuse", "drop", "cut"),
     "mesh.placement": ("replicate", "fsdp", "tensor"),
@@ -123,6 +124,9 @@ def _check_encoder(cfg: Config) -> None:
             "encoder.source", encoder.source or encoder.sha256, "encoder.kind 'bytes' loads nothing: leave it empty."
         )
     _check_hash("encoder.sha256", encoder.sha256)
+    if cfg.adapter.start == "aligned" and (encoder.kind, encoder.pooling) != ("lm", "windows"):
+        rule = "it needs the embedding table of encoder.kind 'lm' and encoder.pooling 'windows'; choose 'random'."
+        _refuse("adapter.start", "aligned", rule)
     if encoder.slots > encoder.window:
         rule = f"more slots than encoder.window = {encoder.window} has places; lower slots or widen the window."
         _refuse("encoder.slots", encoder.slots, rule)

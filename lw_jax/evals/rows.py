@@ -3,36 +3,33 @@
 It knows a `Predict` (pure functions over arrays) and data, never a recipe or a checkpoint.
 """
 
+import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lw_jax.core import config
 from lw_jax.core.types import Tree
 from lw_jax.data.batches import PROMPT_ROWS, Encoded
+from lw_jax.data.examples import Example
 from lw_jax.data.loader import eval_batches
 from lw_jax.evals import answers
 
-WIRE_ROWS = ("latents", "shuffled", "zero")
-ROWS = ("text", *WIRE_ROWS, "none", "truncated")
 Record = dict[str, Any]
 
 
-class Predict(Protocol):
-    """Jitted functions of one trained wire; `recipes.latentwire.LatentWire` has them."""
+@dataclasses.dataclass(frozen=True)
+class Predict:
+    """Jitted functions of one trained wire; `recipes.latentwire.LatentWire` has them under the same names."""
 
-    @property
-    def encode(self) -> Callable[..., jax.Array]: ...
-    @property
-    def prompt_from_latents(self) -> Callable[..., Any]: ...
-    @property
-    def prompt_from_text(self) -> Callable[..., Any]: ...
-    @property
-    def score(self) -> Callable[..., dict[str, jax.Array]]: ...
-    @property
-    def generate(self) -> Callable[..., jax.Array]: ...
+    encode: Callable[..., jax.Array]  # (trainable, source) -> latents
+    prompt_from_latents: Callable[..., Any]  # (trainable, reader's parameters, fields, latents, name) -> prompt
+    prompt_from_text: Callable[..., Any]  # (reader's parameters, tokens) -> prompt
+    score: Callable[..., dict[str, jax.Array]]  # (reader's parameters, prompt, fields, name) -> values [b] by name
+    generate: Callable[..., jax.Array]  # (reader's parameters, prompt, name, max_new_tokens) -> ids, -1 after the stop
 
 
 def other_examples(encoded: Encoded) -> list[int]:
@@ -54,54 +51,44 @@ def measure(
     weights: tuple[Tree, Tree],
     encoded: Encoded,
     *,
-    rows: Sequence[str],
+    asked: config.Eval,
     decode: Mapping[str, Callable[[Sequence[int]], str]],
     place: Callable[[Tree], Tree],
-    batch: int,
-    limit: int,
-    max_new_tokens: int,
 ) -> Iterator[Record]:
     """Yields one record per example, reader and row: identity, prediction, scores.
 
     Args:
+        predict: the wire's functions.
         weights: (trainable, frozen).
-        rows: of `ROWS`.
+        encoded: validation examples with the prompt rows that `asked.rows` names.
+        asked: which rows, how many examples, how many at once, how long an answer.
         decode: reader's name -> ids to text.
         place: host batch -> devices.
     """
     trainable, frozen = weights
     others = other_examples(encoded)
-    for host in eval_batches(encoded, batch=batch, limit=limit):
+    for host in eval_batches(encoded, batch=asked.batch, limit=asked.examples):
         indices, valid = host.pop("index").tolist(), host.pop("valid")
         source = place(host["source"])
         shuffled = place(encoded.source.collate([others[index] for index in indices]))
         latents = {"latents": predict.encode(trainable, source)}
-        latents["shuffled"] = predict.encode(trainable, shuffled) if "shuffled" in rows else latents["latents"]
+        latents["shuffled"] = predict.encode(trainable, shuffled) if "shuffled" in asked.rows else latents["latents"]
         latents["zero"] = jnp.zeros_like(latents["latents"])
         for name, host_fields in host["readers"].items():
             fields, params = place(host_fields), frozen[name]
-            for row in rows:
+            answer = {key: fields[key] for key in ("answer_inputs", "targets", "weights")}
+            edges = {key: fields[key] for key in ("before", "after")}
+            for row in asked.rows:
                 if row in PROMPT_ROWS:
                     prompt = predict.prompt_from_text(params, fields[row])
                 else:
-                    prompt = predict.prompt_from_latents(trainable, params, _wire_fields(fields), latents[row], name)
-                answer = {key: fields[key] for key in ("answer_inputs", "targets", "weights")}
+                    prompt = predict.prompt_from_latents(trainable, params, edges, latents[row], name)
                 scores = jax.device_get(predict.score(params, prompt, answer, name))
-                ids = jax.device_get(predict.generate(params, prompt, name, max_new_tokens))
+                ids = jax.device_get(predict.generate(params, prompt, name, asked.max_new_tokens))
                 for position in np.flatnonzero(valid):
-                    example = encoded.examples[indices[position]]
-                    said = [int(token) for token in ids[position] if token >= 0]
-                    prediction = answers.first_line(decode[name](said))
-                    yield {
-                        "id": example.id,
-                        "reader": name,
-                        "row": row,
-                        "question": example.question,
-                        "answers": list(example.answers),
-                        "prediction": prediction,
-                        "em": answers.exact_match(prediction, example.answers),
-                        "f1": answers.f1(prediction, example.answers),
-                    } | {key: float(value[position]) for key, value in scores.items()}
+                    said = decode[name]([int(token) for token in ids[position] if token >= 0])
+                    numbers = {key: float(value[position]) for key, value in scores.items()}
+                    yield {"reader": name, "row": row} | _judge(encoded.examples[indices[position]], said) | numbers
 
 
 def summarise(records: Sequence[Record]) -> dict[str, dict[str, dict[str, float]]]:
@@ -141,5 +128,13 @@ def _mean(records: Sequence[Record]) -> dict[str, float]:
     }
 
 
-def _wire_fields(fields: Mapping[str, Any]) -> dict[str, Any]:
-    return {"before": fields["before"], "after": fields["after"]}
+def _judge(example: Example, said: str) -> Record:
+    prediction = answers.first_line(said)
+    return {
+        "id": example.id,
+        "question": example.question,
+        "answers": list(example.answers),
+        "prediction": prediction,
+        "em": answers.exact_match(prediction, example.answers),
+        "f1": answers.f1(prediction, example.answers),
+    }

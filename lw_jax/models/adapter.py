@@ -10,7 +10,7 @@ from lw_jax.models.modules import Pure, RMSNorm
 
 
 class Adapter(nnx.Module):
-    """RMSNorm, two linear layers with GELU between, and one gain that sets the size of the prefix embeddings.
+    """RMSNorm, two linear layers with GELU between, a linear path beside them, and one gain that sets the output's size.
 
     The gain, not the matrix, carries the reader's embedding size (0.01 for Llama-3.1-8B, 0.13 for SmolLM2): rescaling
     the matrix would make Adam's step a hundred times too large for it.
@@ -20,12 +20,13 @@ class Adapter(nnx.Module):
         self.norm = RMSNorm(width)
         self.up = nnx.Linear(width, hidden, rngs=rngs)
         self.down = nnx.Linear(hidden, out, rngs=rngs)
+        self.skip = nnx.Linear(width, out, use_bias=False, rngs=rngs)
         self.gain = nnx.Param(jnp.ones(()))
         self.always = always
 
     def __call__(self, latents: Float[Array, "b m z"]) -> Float[Array, "b m d"]:
         """Returns prefix embeddings; `always` holds each example's RMS at the gain, whatever the matrices do."""
-        y = self.down(jax.nn.gelu(self.up(self.norm(latents))))
+        y = self.skip(latents) + self.down(jax.nn.gelu(self.up(self.norm(latents))))
         if self.always:
             y = y / jnp.maximum(rms(y, axis=(1, 2)), 1e-6)
         return y * self.gain[...].astype(y.dtype)

@@ -37,15 +37,25 @@ def unpack(message: bytes, *, encoder: str) -> np.ndarray:
     if version != VERSION:
         raise UserError(f"message of version {version}, this program reads {VERSION}: use the version that wrote it")
     payload = message[_FRAME.size :]
+    if bits not in BITS:
+        raise UserError(
+            f"message of {bits} bits a value, this program reads {' or '.join(map(str, BITS))}: send it again"
+        )
     if zlib.crc32(_FRAME.pack(MAGIC, version, bits, slots, width, writer, 0) + payload) != crc:
         raise UserError("damaged message: its checksum does not match; send it again")
     if writer.hex() != encoder:
         raise UserError(
             f"message of encoder {writer.hex()}, this wire has encoder {encoder}: read it with the run that wrote it"
         )
+    if len(payload) != _payload_bytes(bits, slots * width):
+        raise UserError(f"message of {len(payload)} bytes after its frame, which says {slots} x {width} values")
     if bits == 16:
         return np.frombuffer(payload, "<f2").astype(np.float32).reshape(slots, width)
     return _unpack_int8(payload, slots * width).reshape(slots, width)
+
+
+def _payload_bytes(bits: int, count: int) -> int:
+    return 2 * count if bits == 16 else count + 2 * -(-count // GROUP)
 
 
 def _pack_int8(values: np.ndarray) -> bytes:

@@ -25,7 +25,7 @@ class _Loop(NamedTuple):
     ids: jax.Array
     done: jax.Array
     logits: jax.Array
-    cache: decoder.Cache
+    cache: decoder.Cache | None
 
 
 def generate(

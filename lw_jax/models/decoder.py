@@ -70,6 +70,8 @@ class Cache(NamedTuple):
 
 
 class Output(NamedTuple):
+    """What `forward` returns."""
+
     hidden: Float[Array, "b t d"]  # after the final norm
     mixed: Float[Array, "b t d"] | None  # weighted sum over layers, when `mix` was given
     cache: Cache | None
@@ -134,7 +136,7 @@ def empty_cache(cfg: DecoderConfig, batch: int, slots: int, dtype: jax.typing.DT
     )
 
 
-def forward(
+def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one meaning everywhere)
     params: Tree,
     cfg: DecoderConfig,
     x: Float[Array, "b t d"],
@@ -157,17 +159,18 @@ def forward(
         cache = cache._replace(valid=jax.lax.dynamic_update_slice_in_dim(cache.valid, mask, cache.used, axis=1))
     attend = _attention_mask(mask, cache, causal=mode.causal)
     cos, sin = _rotary(cfg, positions)
-    layer = _checkpointed(functools.partial(_layer, cfg, cos, sin, attend), mode.remat)
+    shared = _Shared(cos, sin, attend, None if cache is None else cache.used)
+    layer = _checkpointed(functools.partial(_layer, cfg, shared), mode.remat)
 
     def body(carry, inputs):
         x, mixed = carry
         weights, kv, share = inputs
-        x, kv = layer(mode.constrain(x), weights, kv, None if cache is None else cache.used)
+        x, kv = layer(mode.constrain(x), weights, kv)
         if share is not None:
-            mixed = mixed + share.astype(x.dtype) * _unit_rms(x, cfg.norm_eps)
+            mixed = mixed + share.astype(x.dtype) * unit_rms(x, cfg.norm_eps)
         return (x, mixed), kv
 
-    mixed = None if mix is None else mix[0].astype(x.dtype) * _unit_rms(x, cfg.norm_eps)
+    mixed = None if mix is None else mix[0].astype(x.dtype) * unit_rms(x, cfg.norm_eps)
     shares = None if mix is None else mix[1:]
     kv = None if cache is None else (cache.k, cache.v)
     (x, mixed), kv = jax.lax.scan(body, (x, mixed), (params["layers"], kv, shares), unroll=mode.unroll)
@@ -187,10 +190,11 @@ def attention(
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Normalises in fp32, casts back, then multiplies: the order of transformers' LlamaRMSNorm."""
-    return weight.reshape((1,) * (x.ndim - 1) + weight.shape) * _unit_rms(x, eps)
+    return weight.reshape((1,) * (x.ndim - 1) + weight.shape) * unit_rms(x, eps)
 
 
-def _unit_rms(x: jax.Array, eps: float) -> jax.Array:
+def unit_rms(x: jax.Array, eps: float) -> jax.Array:
+    """Divides by the root mean square of the last axis, in fp32, and casts back."""
     wide = x.astype(jnp.float32)
     return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
@@ -247,26 +251,32 @@ def _project(x: jax.Array, weights: Tree, name: str) -> jax.Array:
     return y if bias is None else y + bias[None, None, :, :]
 
 
+class _Shared(NamedTuple):
+    """What is the same in every layer."""
+
+    cos: jax.Array
+    sin: jax.Array
+    attend: jax.Array
+    used: jax.Array | None
+
+
 def _layer(
     cfg: DecoderConfig,
-    cos: jax.Array,
-    sin: jax.Array,
-    attend: jax.Array,
+    shared: _Shared,
     x: Float[Array, "b t d"],
     weights: Tree,
     kv: tuple[jax.Array, jax.Array] | None,
-    used: jax.Array | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """One block; with a cache, `kv` is this layer's [b s k e] pair and comes back with the new tokens written."""
     h = rms_norm(x, weights["attn_norm"], cfg.norm_eps)
-    q = _rotate(_project(h, weights, "q"), cos, sin)
-    k = _rotate(_project(h, weights, "k"), cos, sin)
+    q = _rotate(_project(h, weights, "q"), shared.cos, shared.sin)
+    k = _rotate(_project(h, weights, "k"), shared.cos, shared.sin)
     v = _project(h, weights, "v")
-    if kv is not None:
-        k = jax.lax.dynamic_update_slice_in_dim(kv[0], k, used, axis=1)
-        v = jax.lax.dynamic_update_slice_in_dim(kv[1], v, used, axis=1)
+    if kv is not None and shared.used is not None:
+        k = jax.lax.dynamic_update_slice_in_dim(kv[0], k, shared.used, axis=1)
+        v = jax.lax.dynamic_update_slice_in_dim(kv[1], v, shared.used, axis=1)
         kv = (k, v)
-    attended = attention(q, k, v, mask=attend)
+    attended = attention(q, k, v, mask=shared.attend)
     x = x + jnp.einsum("bthe,dhe->btd", attended, weights["o"])
     h = rms_norm(x, weights["mlp_norm"], cfg.norm_eps)
     gate = jnp.einsum("btd,fd->btf", h, weights["gate"])

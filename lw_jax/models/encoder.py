@@ -1,4 +1,4 @@
-"""Text ids to latents [b m z]: a body (pretrained decoder, or bytes from scratch), a pooling to M slots, a projection."""
+"""Text ids to latents [b m z]: a body (pretrained decoder or bytes from scratch), pooling to M slots, a projection."""
 
 import jax
 import jax.numpy as jnp
@@ -49,11 +49,13 @@ class Attention(nnx.Module):
         self.norm_q = RMSNorm(width)
         self.norm_kv = RMSNorm(width)
         self.q = nnx.Linear(width, width, rngs=rngs)
-        self.k = nnx.Linear(width, width, rngs=rngs)
+        self.k = nnx.Linear(width, width, use_bias=False, rngs=rngs)  # a bias would add the same to every key's score
         self.v = nnx.Linear(width, width, rngs=rngs)
         self.o = nnx.Linear(width, width, rngs=rngs)
 
     def __call__(self, queries: jax.Array, x: jax.Array, mask: jax.Array) -> jax.Array:
+        """Returns what each query [b m d] reads from the real tokens of x [b s d]."""
+
         def split(y: jax.Array) -> jax.Array:
             return y.reshape(*y.shape[:2], self.heads, -1)
 
@@ -72,6 +74,7 @@ class FeedForward(nnx.Module):
         self.down = nnx.Linear(hidden, width, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Returns the update, without the residual."""
         return self.down(jax.nn.gelu(self.up(self.norm(x))))
 
 
@@ -91,6 +94,7 @@ class ByteBody(nnx.Module):
         self.norm = RMSNorm(width)
 
     def __call__(self, ids: Int[Array, "b s"], mask: Bool[Array, "b s"]) -> Float[Array, "b s z"]:
+        """Returns one normalised state per byte; what stands at padding means nothing."""
         x = jnp.take(self.embed[...], ids, axis=0)
         x = x + jnp.asarray(_sinusoids(*x.shape[1:]))[None].astype(x.dtype)
         for index in range(self.layers):
@@ -100,7 +104,7 @@ class ByteBody(nnx.Module):
 
 
 class Head(nnx.Module):
-    """What turns a body's states into latents: layer mix (pretrained bodies), pooling, linear, RMSNorm without weight."""
+    """From a body's states to latents: layer mix (pretrained bodies), pooling, linear, RMSNorm without weight."""
 
     def __init__(self, body_width: int, width: int, *, slots: int, pooling: str, states: int, rngs: nnx.Rngs):
         if states:
@@ -112,6 +116,7 @@ class Head(nnx.Module):
         self.project = nnx.Linear(body_width, width, rngs=rngs)
 
     def __call__(self, x: Float[Array, "b s d"], mask: Bool[Array, "b s"]) -> Float[Array, "b m z"]:
+        """Returns fp32 latents of unit RMS; the mix is applied in the body's own pass (`encode_lm`)."""
         y = self.project(self.pool(x, mask)).astype(jnp.float32)
         return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)
 
@@ -126,6 +131,11 @@ def make_head(body_width: int, width: int, *, slots: int, pooling: str, states: 
     return Pure(lambda rngs: Head(body_width, width, slots=slots, pooling=pooling, states=states, rngs=rngs))
 
 
+def keep_body(params: Tree) -> Tree:
+    """Drops from a decoder's parameters what `encode_lm` never reads: the head and the norm before it."""
+    return {name: leaf for name, leaf in params.items() if name not in ("head", "norm")}
+
+
 def encode_lm(
     params: Tree,
     cfg: decoder.DecoderConfig,
@@ -135,10 +145,12 @@ def encode_lm(
     mask: Bool[Array, "b s"],
     mode: decoder.Mode,
 ) -> Float[Array, "b m z"]:
-    """Latents by a pretrained body: {"body": decoder parameters, "head": ...}; `mode` has the causal mask off."""
+    """Latents by a pretrained body: {"body": as `keep_body` leaves it, "head": ...}; `mode` has the causal mask off."""
     bound = head.bind(params["head"])
     x = decoder.embed(params["body"], ids)
-    out = decoder.forward(params["body"], cfg, x, mask=mask, mix=jax.nn.softmax(bound.mix[...]), mode=mode)
+    body = params["body"] | {"norm": jnp.ones((cfg.width,), x.dtype)}  # of `hidden`, which nobody reads here
+    out = decoder.forward(body, cfg, x, mask=mask, mix=jax.nn.softmax(bound.mix[...]), mode=mode)
+    assert out.mixed is not None, "forward returns the mix it was asked for"
     return bound(out.mixed, mask)
 
 
@@ -150,13 +162,13 @@ def encode_bytes(
 
 
 def window_weights(mask: Bool[Array, "b s"], slots: int) -> Float[Array, "b m s"]:
-    """Rows that average the tokens of each slot's window; slot j of L tokens spans floor(jL/M) to ceil((j+1)L/M)."""
+    """Rows that average each slot's window; slot j of L tokens spans floor(jL/M) to floor((j+1)L/M), at least one."""
     length = mask.sum(axis=1, dtype=jnp.int32)[:, None]
     slot = jnp.arange(slots, dtype=jnp.int32)[None, :]
     first = slot * length // slots
-    last = -((-(slot + 1) * length) // slots)
+    last = jnp.maximum((slot + 1) * length // slots, first + 1)
     token = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, None, :]
-    inside = (token >= first[:, :, None]) & (token < last[:, :, None])
+    inside = (token >= first[:, :, None]) & (token < last[:, :, None]) & mask[:, None, :]
     weights = inside.astype(jnp.float32)
     return weights / jnp.maximum(weights.sum(axis=2, keepdims=True), 1.0)
 

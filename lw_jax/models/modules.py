@@ -39,4 +39,5 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((width,)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
+        """Normalises the last axis."""
         return decoder.rms_norm(x, self.scale[...], 1e-6)

@@ -49,7 +49,7 @@ class Reader:
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """One encoder, any number of readers by name. Parameters: {"encoder": {"body", "head"}, "adapters": {name: ...}}."""
+    """One encoder, any number of readers by name; learns {"encoder": {"body", "head"}, "adapters": {name: ...}}."""
 
     encoder: EncoderSpec
     readers: Mapping[str, Reader]

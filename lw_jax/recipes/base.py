@@ -9,8 +9,10 @@ from collections.abc import Sequence
 from typing import Protocol
 
 import jax
+
 from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data.batches import Encoded
+from lw_jax.data.examples import Split
 from lw_jax.optim import Rates
 
 
@@ -25,7 +27,10 @@ class Weights:
 class Recipe(Protocol):
     """What differs between training runs; made for one configuration and one mesh."""
 
-    rates: Rates  # learning rate multiples over the trainable tree's paths
+    @property
+    def rates(self) -> Rates:
+        """Returns learning rate multiples over the trainable tree's paths."""
+        ...
 
     def abstract(self) -> Weights:
         """Returns both trees as ShapeDtypeStructs, before any array exists."""
@@ -39,7 +44,7 @@ class Recipe(Protocol):
         """Initialises the trainable tree and loads the frozen one, both already placed."""
         ...
 
-    def data(self, split: str, *, rows: Sequence[str] = ()) -> Encoded:
+    def data(self, split: Split, *, rows: Sequence[str] = ()) -> Encoded:
         """Returns the tokenised examples of "train" or "validation"; `rows` adds evaluation prompts."""
         ...
 

@@ -1,25 +1,31 @@
 """The wire's recipe: one encoder and an adapter per reader learn; the readers stay frozen and read."""
 
+import dataclasses
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lw_jax import losses, sources, weights
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
 from lw_jax.core.types import DTYPES, LossTerms, Tree
 from lw_jax.data import batches, examples
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
-from lw_jax.models import adapter, decoder, wire
+from lw_jax.models import adapter, alignment, decoder, encoder, wire
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.recipes import selfmade
 from lw_jax.recipes.base import Weights
 from sharding import rules, tables
+
+
+PIECES = 4  # ids of a token string in another vocabulary that the aligned start averages
 
 
 def locate(cfg: Config, source: str, sha256: str) -> Path:
@@ -46,7 +52,7 @@ class LatentWire:
         """Returns both trees as shapes."""
         body = None
         if self.wire.encoder.body:
-            body = decoder.abstract(self.wire.encoder.body, jnp.float32)
+            body = encoder.keep_body(decoder.abstract(self.wire.encoder.body, jnp.float32))
         sizes = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.wire.readers}
         key = jax.eval_shape(lambda: jax.random.key(0))
         trainable = jax.eval_shape(
@@ -74,7 +80,7 @@ class LatentWire:
         body = None
         if self.body_location and self.wire.encoder.body:
             body = weights.load(self.body_location, dtype="float32", layers=self.wire.encoder.body.layers)
-            body.pop("head", None)
+            body = encoder.keep_body(body)
         sizes = {name: adapter.rms(tree["embed"].astype(jnp.float32), axis=None) for name, tree in frozen.items()}
         key = rngs.stream(self.cfg.seed, "trainable")
         init = jax.jit(
@@ -84,7 +90,38 @@ class LatentWire:
             out_shardings=placed.trainable,
         )
         replicated = NamedSharding(self.mesh, P())
-        return Weights(init(*jax.device_put((key, body, sizes), replicated)), frozen)
+        trainable = init(*jax.device_put((key, body, sizes), replicated))
+        if self.cfg.adapter.start == "aligned":
+            trainable = jax.device_put(self._align(trainable, frozen, sizes), placed.trainable)
+        return Weights(trainable, frozen)
+
+    def _align(self, trainable: Tree, frozen: Tree, sizes: Mapping[str, jax.Array]) -> Tree:
+        """Replaces the random start of projection, layer mix and adapters' linear paths; see `models.alignment`."""
+        encoder_params = trainable["encoder"]
+        table, head = encoder_params["body"]["embed"], encoder_params["head"]
+        width = self.wire.encoder.width
+        directions = jax.jit(alignment.principal_directions, static_argnames="width")(table, width)
+        project = jax.tree.map(jnp.zeros_like, head["project"])
+        project["kernel"] = project["kernel"].at[:, : directions.shape[1]].set(directions)
+        head = head | {"project": project, "mix": alignment.mix_logits(head["mix"].shape[0])}
+        adapters = {}
+        for name, params in trainable["adapters"].items():
+            kernel = jax.jit(alignment.linear_map)(table, directions, frozen[name]["embed"], self._pieces(name))
+            skip = jnp.zeros_like(params["skip"]["kernel"]).at[: kernel.shape[0]].set(kernel)
+            quiet = jax.tree.map(jnp.zeros_like, params["down"])
+            adapters[name] = params | {"skip": {"kernel": skip}, "down": quiet, "gain": sizes[name].reshape(())}
+        return {"encoder": encoder_params | {"head": head}, "adapters": adapters}
+
+    def _pieces(self, name: str) -> jax.Array:
+        """Returns i32 [v n]: a reader's ids of each of the encoder's token strings, -1 beyond their end."""
+        assert self.body_location is not None  # validation allows the aligned start for a pretrained body only
+        own, reader = load_tokenizer(self.body_location), self.tokenizers[name]
+        count = self.abstract().trainable["encoder"]["body"]["embed"].shape[0]
+        texts = [own.decode([index]) if index < own.vocab else "" for index in range(count)]
+        pieces = np.full((count, PIECES), -1, np.int32)
+        for row, ids in zip(pieces, reader.encode_batch(texts), strict=True):
+            row[: len(ids)] = ids[:PIECES]
+        return jnp.asarray(pieces)
 
     def load_frozen(self) -> Tree:
         """Streams the readers' weights into their shards."""
@@ -107,7 +144,7 @@ class LatentWire:
             data=cfg.data,
         )
 
-    def data(self, split: str, *, rows: Sequence[str] = ()) -> batches.Encoded:
+    def data(self, split: examples.Split, *, rows: Sequence[str] = ()) -> batches.Encoded:
         """Returns the tokenised examples of "train" or "validation"; the KL's teacher needs the text row."""
         if self.cfg.loss.kl:
             rows = (*rows, "text")
@@ -140,9 +177,9 @@ class LatentWire:
 
     def identity(self) -> dict[str, str]:
         """Returns the fingerprints of the frozen readers and of the encoder's origin."""
-        encoder = self.cfg.encoder
+        spec = self.cfg.encoder
         origin = weights.fingerprint(self.body_location) if self.body_location else "from scratch"
-        shape = f"{encoder.kind} {encoder.pooling} {encoder.slots}x{encoder.width} layers {encoder.layers}"
+        shape = f"{spec.kind} {spec.pooling} {spec.slots}x{spec.width} layers {spec.layers}"
         readers = {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()}
         return {"encoder": f"{shape}, {origin}"} | readers
 
@@ -196,9 +233,7 @@ def _wire(
     cfg: Config, mesh: Mesh, *, locations: Mapping[str, Path], tokenizers: Mapping[str, Tokenizer], body: Path | None
 ) -> wire.Wire:
     rows = NamedSharding(mesh, P("data"))
-    mode = decoder.Mode(
-        remat=cfg.compute.remat, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows)
-    )
+    mode = decoder.Mode(remat=cfg.compute.remat, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows))
     spec = wire.EncoderSpec(
         kind=cfg.encoder.kind,
         slots=cfg.encoder.slots,
@@ -220,7 +255,7 @@ def _wire(
 def _body(config: DecoderConfig, layers: int) -> DecoderConfig:
     """The encoder's body: the first `layers` of a pretrained decoder (0: all), never its head."""
     if layers > config.layers:
-        raise sources.UserError(
+        raise UserError(
             f"config.encoder.layers={layers} but the body has {config.layers} layers; choose 0 (all) or fewer"
         )
-    return DecoderConfig(**(vars(config) | {"layers": layers or config.layers, "tied": True}))
+    return dataclasses.replace(config, layers=layers or config.layers, tied=True)

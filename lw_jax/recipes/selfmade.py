@@ -12,6 +12,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
@@ -31,6 +32,7 @@ from sharding import rules, tables
 PREFIX = "selfmade:"
 FORMAT = 1  # raised when what is trained changes, so that old folders are not taken up
 CARDS = 16384
+TEXT_WEIGHT = 0.2  # of a token that is not the answer's, in the loss
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +72,7 @@ def finished_folder(cfg: Config, source: str) -> Path:
     """Returns the folder of a reader that has been made."""
     path = folder(cfg, source)
     if not (path / "model.safetensors").exists():
-        raise UserError(f"source {source!r}: {path} does not exist yet; `python run.py train` with this config makes it")
+        raise UserError(f"source {source!r}: no finished reader in {path}; `python run.py` with this config makes it")
     return path
 
 
@@ -124,8 +126,11 @@ class SelfmadeReader:
         )
         return Weights(init(rngs.stream(self.cfg.seed, f"selfmade/{self.family}")), {})
 
-    def data(self, split: str, *, rows: Sequence[str] = ()) -> batches.Encoded:
-        """Returns cards as text prompts."""
+    def data(self, split: examples.Split, *, rows: Sequence[str] = ()) -> batches.Encoded:
+        """Returns whole cards as one sequence: its first token is the prompt, all others with the answer the target.
+
+        Predicting the question's words teaches copying from the text, without which the answer is learned late.
+        """
         layout = batches.Layout(
             prompt=self.cfg.prompt,
             readers={"reader": batches.Reader(self.tokenizer, "plain")},
@@ -135,17 +140,33 @@ class SelfmadeReader:
             data=self.cfg.data,
         )
         found = self.examples if split == "train" else examples.load(self.cfg.data, split, seed=self.cfg.seed)
-        return batches.encode(found, layout=layout, rows=("text", *rows))
+        encoded = batches.encode(found, layout=layout, rows=("text", *rows))
+        text, answer = (encoded.readers["reader"][key] for key in ("text", "answer"))
+        rest = [np.concatenate([t[1:], a]) for t, a in zip(text.ids, answer.ids, strict=True)]
+        whole = {
+            "before": batches.Field([ids[:1] for ids in text.ids], 1, text.pad, left=True),
+            "text": text,
+            "answer": batches.Field(rest, text.width + answer.width, answer.pad, left=False),
+        }
+        return dataclasses.replace(encoded, readers={"reader": whole})
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
-        """Cross-entropy of the answer and its EOS after the text prompt."""
+        """Cross-entropy of every token of the card; the answer's with EOS count fully, the others by TEXT_WEIGHT."""
         del frozen, rng
         fields = batch["readers"]["reader"]
-        prompt = wire.text_prompt(trainable, fields["text"])
-        logits = self.wire.answer_logits(trainable, "reader", prompt, fields["answer_inputs"])
-        total, weight = losses.nll(logits, fields["targets"], fields["weights"])
-        hits = losses.hits(logits, fields["targets"], fields["weights"])
-        return LossTerms(total, weight, {"nll/text": (total, weight), "accuracy/text": hits})
+        logits = self.wire.answer_logits(
+            trainable, "reader", wire.text_prompt(trainable, fields["before"]), fields["answer_inputs"]
+        )
+        targets, present = fields["targets"], fields["weights"]
+        text_targets = fields["text"]["mask"].sum(axis=1, keepdims=True) - 1
+        in_answer = jnp.arange(targets.shape[1])[None, :] >= text_targets
+        answers = jnp.where(in_answer, present, 0.0)
+        total, weight = losses.nll(logits, targets, jnp.where(in_answer, present, TEXT_WEIGHT * present))
+        terms = {
+            "nll/answer": losses.nll(logits, targets, answers),
+            "accuracy/answer": losses.hits(logits, targets, answers),
+        }
+        return LossTerms(total, weight, terms)
 
     def identity(self) -> dict[str, str]:
         """Returns nothing: these runs are short and never resumed."""
@@ -153,9 +174,7 @@ class SelfmadeReader:
 
     def save(self, trainable: Tree) -> None:
         """Writes the trained reader as a model folder; its presence marks the reader as made."""
-        weights.save(
-            self.folder, trainable, self.config, model_type=self.family, tokenizer=self.tokenizer.backend
-        )
+        weights.save(self.folder, trainable, self.config, model_type=self.family, tokenizer=self.tokenizer.backend)
 
 
 def write_tokenizer(path: Path, kind: Family, texts: Sequence[str]) -> None:

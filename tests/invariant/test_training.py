@@ -91,7 +91,9 @@ def test_a_signal_saves_and_asks_for_a_requeue(root, tmp_path):
 def test_another_seed_trains_other_weights(root, single, tmp_path):
     _, losses, trainable = curve(tiny.make_recipe(root, seed=1), tmp_path / "run")
     assert losses != single[1]
-    assert not np.array_equal(trainable["adapters"]["llama"]["up"]["kernel"], single[2]["adapters"]["llama"]["up"]["kernel"])
+    assert not np.array_equal(
+        trainable["adapters"]["llama"]["up"]["kernel"], single[2]["adapters"]["llama"]["up"]["kernel"]
+    )
 
 
 def test_frozen_weights_do_not_move(root, tmp_path):

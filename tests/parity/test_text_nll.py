@@ -1,4 +1,4 @@
-"""The gate that would have caught the original's doubly shifted labels: text NLL equals the reference implementation's."""
+"""The gate that would have caught the original's doubly shifted labels: text NLL equals the reference's loss."""
 
 import numpy as np
 import pytest

@@ -1,0 +1,116 @@
+"""Every parameter's path, shape, dtype, placement, rate and decay, as text; UPDATE_GOLDEN=1 writes the files anew."""
+
+import os
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lw_jax import optim
+from lw_jax.core import tree
+from lw_jax.models import decoder
+from sharding import mesh as meshes
+from sharding import rules, tables
+from tests import tiny
+
+GOLDEN = Path(__file__).resolve().parent / "params"
+
+# Public config.json of meta-llama/Llama-3.1-8B-Instruct and Qwen/Qwen2.5-7B-Instruct.
+LLAMA = decoder.DecoderConfig(
+    vocab=128256,
+    width=4096,
+    layers=32,
+    heads=32,
+    kv_heads=8,
+    head_dim=128,
+    ffn=14336,
+    rope_theta=5e5,
+    norm_eps=1e-5,
+    max_positions=131072,
+    tied=False,
+    qkv_bias=False,
+    rope_scaling=decoder.Llama3Scaling(8.0, 1.0, 4.0, 8192),
+)
+QWEN = decoder.DecoderConfig(
+    vocab=152064,
+    width=3584,
+    layers=28,
+    heads=28,
+    kv_heads=4,
+    head_dim=128,
+    ffn=18944,
+    rope_theta=1e6,
+    norm_eps=1e-6,
+    max_positions=32768,
+    tied=False,
+    qkv_bias=True,
+)
+READERS = {"llama31_8b": (LLAMA, 8_030_261_248), "qwen25_7b": (QWEN, 7_615_616_512)}
+PLACEMENTS = {"replicate": {"data": 8}, "fsdp": {"data": 8}, "tensor": {"data": 2, "model": 4}}
+ENCODERS = {
+    "trainable_lm_windows": {"encoder__kind": "lm", "encoder__pooling": "windows", "encoder__layers": 2},
+    "trainable_lm_queries": {"encoder__kind": "lm", "encoder__pooling": "queries", "encoder__rate": 0.0},
+    "trainable_bytes_windows": {"encoder__kind": "bytes", "encoder__pooling": "windows", "adapter__rate": 2.0},
+    "trainable_bytes_queries": {"encoder__kind": "bytes", "encoder__pooling": "queries"},
+}
+
+
+def compare(name: str, rows: list[tuple[str, ...]]) -> None:
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows)
+    text = "\n".join(lines) + "\n"
+    golden = GOLDEN / f"{name}.txt"
+    if os.environ.get("UPDATE_GOLDEN"):
+        golden.parent.mkdir(exist_ok=True)
+        golden.write_text(text, encoding="utf-8")
+    assert text == golden.read_text(encoding="utf-8"), "changed on purpose? make golden, and say why in the commit"
+
+
+def spec(sharding: jax.sharding.NamedSharding) -> str:
+    return f"P({', '.join(map(repr, sharding.spec))})"  # PartitionSpec's own repr differs between versions of JAX
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_frozen_tree_and_its_placements_are_unchanged(name: str) -> None:
+    shapes = decoder.abstract(READERS[name][0], jnp.bfloat16)
+    placed = {}
+    for placement, axes in PLACEMENTS.items():
+        found = rules.shardings(tables.reader_table(placement), shapes, meshes.make(**axes), name=name)
+        placed[placement] = {path: spec(sharding) for path, sharding in tree.flatten_paths(found).items()}
+    rows = [
+        (path, str(leaf.shape), str(leaf.dtype), *(placed[placement][path] for placement in PLACEMENTS))
+        for path, leaf in sorted(tree.flatten_paths(shapes).items())
+    ]
+    compare(name, [("path", "shape", "dtype", *PLACEMENTS), *rows])
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_frozen_tree_has_the_published_number_of_parameters(name: str) -> None:
+    cfg, count = READERS[name]
+    assert tree.count(decoder.abstract(cfg, jnp.bfloat16)) == count
+
+
+@pytest.mark.parametrize("name", ENCODERS)
+def test_trainable_tree_and_how_it_learns_are_unchanged(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
+    root = tmp_path_factory.getbasetemp() / "readers"
+    changes = dict(ENCODERS[name])
+    if changes["encoder__kind"] == "lm":
+        changes["encoder__source"] = str(tiny.readers(root)["qwen"])
+    recipe = tiny.make_recipe(root, devices=2, **changes)
+    shapes = recipe.abstract().trainable
+    columns = {
+        "placement": jax.tree.map(spec, recipe.shardings().trainable),
+        "rate": jax.tree.map(str, rules.match(recipe.rates, shapes, name="rates")),
+        "decay": jax.tree.map(str, rules.match(optim.DECAY, shapes, name="decay")),
+    }
+    flat = {column: tree.flatten_paths(values) for column, values in columns.items()}
+    rows = [
+        (path, str(leaf.shape), str(leaf.dtype), *(values[path] for values in flat.values()))
+        for path, leaf in sorted(tree.flatten_paths(shapes).items())
+    ]
+    compare(name, [("path", "shape", "dtype", *columns), *rows])
+
+
+def test_no_golden_file_is_left_over() -> None:
+    assert sorted(file.stem for file in GOLDEN.glob("*.txt")) == sorted([*READERS, *ENCODERS])

@@ -1,0 +1,70 @@
+"""The aligned start finds a linear relation between two embedding tables where there is one."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.models import alignment
+
+EXACT = 0.999  # correlation; the ridge shrinks by a thousandth
+
+
+@pytest.fixture
+def tables():
+    rng = np.random.default_rng(0)
+    table = rng.standard_normal((501, 22)).astype(np.float32) * np.float32(3)
+    unit = table / np.sqrt((table**2).mean(axis=1, keepdims=True))
+    wanted = unit @ rng.standard_normal((22, 31)).astype(np.float32)
+    return table, wanted, rng.permutation(501).astype(np.int32)
+
+
+def read(table, kernel, directions):
+    unit = table / np.sqrt((table**2).mean(axis=1, keepdims=True))
+    latents = unit @ np.asarray(directions)
+    return latents / np.sqrt((latents**2).mean(axis=1, keepdims=True)) @ np.asarray(kernel)
+
+
+def test_directions_are_orthonormal_and_strongest_first(tables):
+    table = jnp.asarray(tables[0]).at[:, 5].mul(9.0)
+    directions = np.asarray(alignment.principal_directions(table, 7))
+    assert directions.shape == (22, 7)
+    np.testing.assert_allclose(directions.T @ directions, np.eye(7), atol=1e-5)
+    assert np.abs(directions[5, 0]) > 0.95
+
+
+def test_map_recovers_the_other_vocabulary_through_the_token_strings(tables):
+    table, wanted, place = tables
+    target = np.zeros_like(wanted)
+    target[place] = wanted
+    pieces = np.full((501, 4), -1, np.int32)
+    pieces[:, 0] = place
+    directions = alignment.principal_directions(jnp.asarray(table), 22)
+    kernel = alignment.linear_map(jnp.asarray(table), directions, jnp.asarray(target), jnp.asarray(pieces))
+    out = read(table, kernel, directions)
+    assert np.corrcoef(out.ravel(), wanted.ravel())[0, 1] > EXACT
+    assert abs(np.sqrt((out**2).mean()) - 1) < 0.01, "outputs start at unit RMS; the adapter's gain sets the size"
+    unrelated = alignment.linear_map(
+        jnp.asarray(table), directions, jnp.asarray(target), jnp.asarray(np.roll(pieces, 1, axis=0))
+    )
+    assert np.corrcoef(read(table, unrelated, directions).ravel(), wanted.ravel())[0, 1] < 0.5
+
+
+def test_a_string_of_several_pieces_counts_as_their_mean_and_one_of_none_not_at_all(tables):
+    table, wanted, _ = tables
+    pieces = np.full((501, 4), -1, np.int32)
+    pieces[:, 0], pieces[:, 1] = np.arange(501), np.arange(501) + 501
+    pieces[::7] = -1
+    noise = np.random.default_rng(1).standard_normal(wanted.shape).astype(np.float32) * 5
+    spoiled = wanted + noise
+    spoiled[::7] += 1000.0
+    target = np.concatenate([spoiled, wanted - noise])  # the noise cancels in the mean alone
+    directions = alignment.principal_directions(jnp.asarray(table), 22)
+    kernel = alignment.linear_map(jnp.asarray(table), directions, jnp.asarray(target), jnp.asarray(pieces))
+    out = read(table, kernel, directions)
+    assert np.corrcoef(out.ravel(), wanted.ravel())[0, 1] > EXACT
+
+
+def test_layer_mix_favours_the_embedding_state():
+    shares = jax.nn.softmax(alignment.mix_logits(5))
+    np.testing.assert_allclose(shares, [0.8, 0.05, 0.05, 0.05, 0.05], atol=1e-6)

@@ -1,0 +1,123 @@
+"""Generation: where rows end, when the loop ends, and what the key decides."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.models import decode, decoder
+
+CFG = decoder.DecoderConfig(
+    vocab=31,
+    width=22,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=6,
+    ffn=38,
+    rope_theta=1e4,
+    norm_eps=1e-5,
+    max_positions=64,
+    tied=False,
+    qkv_bias=False,
+)
+NEW = 7
+
+
+@pytest.fixture(scope="module")
+def params():
+    return decoder.init(jax.random.key(4), CFG, jnp.float32, scale=0.5)
+
+
+@pytest.fixture(scope="module")
+def prompt():
+    """(ids, mask): three left-padded rows of different lengths."""
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, CFG.vocab, (3, 5)), jnp.int32)
+    return ids, jnp.asarray([[False] * 2 + [True] * 3, [True] * 5, [False] * 4 + [True]])
+
+
+@pytest.fixture(scope="module")
+def generate(params, prompt):
+    def run(sampling, seed):
+        x = decoder.embed(params, prompt[0])
+        return decode.generate(params, CFG, x, mask=prompt[1], sampling=sampling, key=jax.random.key(seed))
+
+    jitted = jax.jit(run, static_argnums=0)
+    return lambda stops=(), temperature=0.0, seed=0: np.asarray(
+        jitted(decode.Sampling(NEW, tuple(int(stop) for stop in stops), temperature), seed)
+    )
+
+
+@pytest.fixture(scope="module")
+def greedy(generate):
+    return generate()
+
+
+def cut(ids, stops):
+    """What must be left of unstopped rows: -1 from the first stop on."""
+    ended = np.cumsum(np.isin(ids, stops), axis=1) > 0
+    return np.where(ended, -1, ids)
+
+
+def test_greedy_equals_the_argmax_of_whole_passes(params, prompt, greedy):
+    ids, mask = np.asarray(prompt[0]), np.asarray(prompt[1])
+    run = jax.jit(lambda ids, mask: decoder.forward(params, CFG, decoder.embed(params, ids), mask=mask).hidden)
+    # One pass over prompt and answer predicts every next token again.
+    every = np.concatenate([ids, greedy], axis=1)
+    logits = decoder.logits(params, run(every, np.concatenate([mask, np.ones_like(greedy, bool)], axis=1)))
+    np.testing.assert_array_equal(np.argmax(logits, axis=2)[:, ids.shape[1] - 1 : -1], greedy)
+    assert len(set(map(tuple, greedy))) == 3, "rows must differ to prove anything"
+    assert (np.asarray([len(set(row)) for row in greedy]) > 1).any()
+
+
+def test_stop_ends_its_row_and_the_rest_is_filled(generate, greedy):
+    stops = (greedy[1, 3], greedy[0, 5])
+    expected = cut(greedy, stops)
+    assert (expected == -1).any() and (expected != -1).any()
+    np.testing.assert_array_equal(generate(stops), expected)
+
+
+def test_stop_as_first_token_gives_an_empty_answer(generate, greedy):
+    assert (generate((greedy[0, 0],))[0] == -1).all()
+
+
+def test_loop_ends_when_every_row_has_stopped(params, prompt, monkeypatch, generate, greedy):
+    steps = []
+    embed = decoder.embed
+
+    def counted(params, ids):
+        jax.debug.callback(lambda: steps.append(1))
+        return embed(params, ids)
+
+    def count(stops):
+        steps.clear()
+        x, sampling = embed(params, prompt[0]), decode.Sampling(NEW, tuple(int(stop) for stop in stops))
+        jax.block_until_ready(decode.generate(params, CFG, x, mask=prompt[1], sampling=sampling, key=jax.random.key(0)))
+        jax.effects_barrier()
+        return len(steps)
+
+    monkeypatch.setattr(decoder, "embed", counted)
+    assert count(()) == NEW
+    stops = (greedy[0, 0], greedy[1, 1], greedy[2, 0])
+    longest = int((cut(greedy, stops) >= 0).sum(axis=1).max())
+    assert longest + 1 < NEW
+    assert count(stops) == longest + 1
+
+
+def test_sampling_is_a_function_of_the_key(generate, greedy):
+    first = generate(temperature=1.5, seed=1)
+    np.testing.assert_array_equal(first, generate(temperature=1.5, seed=1))
+    assert not np.array_equal(first, generate(temperature=1.5, seed=2))
+    assert not np.array_equal(first, greedy)
+
+
+def test_temperature_near_zero_is_greedy(generate, greedy):
+    np.testing.assert_array_equal(generate(temperature=1e-5, seed=3), greedy)
+
+
+def test_samples_follow_the_softmax():
+    logits = jnp.asarray([[0.0, 1.0, -1.0, 2.0]])
+    drawn = decode._choose(jnp.broadcast_to(logits, (4000, 4)), 2.0, jax.random.key(0))
+    shares = np.bincount(np.asarray(drawn), minlength=4) / 4000
+    expected = np.asarray(jax.nn.softmax(logits[0] / 2.0))
+    np.testing.assert_allclose(shares, expected, atol=0.03)  # four standard errors of 4000 draws

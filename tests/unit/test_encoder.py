@@ -1,0 +1,173 @@
+"""Text into latents: what is pooled, what padding may not change, and that every parameter learns."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.models import decoder, encoder
+from lw_jax.models.wire import EncoderSpec, Reader, Wire
+
+SAME = 2e-5  # fp32, values of unit size: the same sums in another order
+APART = 1e-3
+DEAD = 1e-4  # a leaf's largest gradient beside the largest of all: rounding noise stays below 1e-6
+SLOTS, WIDTH = 5, 14
+
+BODY = decoder.DecoderConfig(
+    vocab=61,
+    width=26,
+    layers=2,
+    heads=4,
+    kv_heads=2,
+    head_dim=6,
+    ffn=34,
+    rope_theta=1e4,
+    norm_eps=1e-5,
+    max_positions=64,
+    tied=True,
+    qkv_bias=True,
+)
+KINDS = [(kind, pooling) for kind in ("lm", "bytes") for pooling in ("windows", "queries")]
+
+
+def make(kind, pooling, dtype="float32"):
+    body = BODY if kind == "lm" else None
+    spec = EncoderSpec(kind, SLOTS, WIDTH, pooling, layers=2, body=body, dtype=dtype)
+    return Wire(spec, {"reader": Reader(BODY, 19, "init", ())})
+
+
+@pytest.fixture(scope="module")
+def built():
+    """(kind, pooling) -> (wire, trainable tree)."""
+    weights = encoder.keep_body(decoder.init(jax.random.key(5), BODY, jnp.float32, scale=0.3))
+    sizes = {"reader": jnp.asarray(0.1)}
+
+    def build(kind, pooling):
+        wire = make(kind, pooling)
+        init = jax.jit(lambda key, body: wire.init(key, body=body, embedding_rms=sizes))
+        return wire, init(jax.random.key(6), weights if kind == "lm" else None)
+
+    return {key: build(*key) for key in KINDS}
+
+
+def source(lengths, width, *, pad=0, vocab=61):
+    """Right-padded ids whose real part does not depend on the padding."""
+    ids, mask = np.full((len(lengths), width), pad, np.int32), np.zeros((len(lengths), width), bool)
+    for row, length in enumerate(lengths):
+        ids[row, :length] = np.random.default_rng(row).integers(1, vocab, length)
+        mask[row, :length] = True
+    return {"ids": jnp.asarray(ids), "mask": jnp.asarray(mask)}
+
+
+@pytest.mark.parametrize(("length", "slots"), [(12, 4), (13, 5), (5, 5), (23, 3), (7, 1)])
+def test_windows_are_contiguous_and_take_every_token_once(length, slots):
+    rows = np.asarray(encoder.window_weights(source([length], 29)["mask"], slots))[0]
+    np.testing.assert_allclose(rows.sum(axis=1), 1, atol=SAME)
+    taken = rows > 0
+    np.testing.assert_array_equal(taken.sum(axis=0), np.arange(29) < length)
+    windows = [np.flatnonzero(row) for row in taken]
+    np.testing.assert_array_equal(np.concatenate(windows), np.arange(length))
+    assert max(map(len, windows)) - min(map(len, windows)) <= 1
+
+
+@pytest.mark.parametrize(("length", "slots"), [(1, 5), (2, 5), (3, 7), (6, 7)])
+def test_text_shorter_than_the_slots_repeats_single_tokens_in_order(length, slots):
+    rows = np.asarray(encoder.window_weights(source([length], 11)["mask"], slots))[0]
+    assert ((rows == 1).sum(axis=1) == 1).all() and rows.sum() == slots
+    tokens = rows.argmax(axis=1)
+    assert (np.diff(tokens) >= 0).all()
+    assert set(tokens) == set(range(length))
+
+
+def test_rows_of_a_batch_have_windows_of_their_own():
+    mask = source([11, 2, 0], 11)["mask"]
+    together = np.asarray(encoder.window_weights(mask, 3))
+    np.testing.assert_array_equal(together[1], np.asarray(encoder.window_weights(mask[1:2], 3))[0])
+    assert not together[2].any(), "padding never weighs"
+
+
+@pytest.mark.parametrize("key", KINDS, ids="-".join)
+def test_latents_are_fp32_of_unit_rms_and_differ_between_texts(built, key):
+    wire, trainable = built[key]
+    latents = np.asarray(jax.jit(wire.encode)(trainable, source([13, 4, 1], 13)))
+    assert latents.shape == (3, SLOTS, WIDTH) and latents.dtype == np.float32
+    np.testing.assert_allclose(np.sqrt(np.mean(np.square(latents), axis=2)), 1, atol=1e-3)
+    assert np.abs(latents[0] - latents[1]).max() > APART
+
+
+@pytest.mark.parametrize("key", KINDS, ids="-".join)
+def test_padding_changes_no_latent(built, key):
+    wire, trainable = built[key]
+    run = jax.jit(wire.encode)
+    narrow = run(trainable, source([11, 3], 11))
+    np.testing.assert_allclose(run(trainable, source([11, 3], 17)), narrow, atol=SAME)
+    np.testing.assert_allclose(run(trainable, source([11, 3], 17, pad=29)), narrow, atol=SAME)
+
+
+@pytest.mark.parametrize("kind", ["lm", "bytes"])
+def test_encoder_reads_in_both_directions(built, kind):
+    wire, trainable = built[kind, "windows"]
+    whole = source([13], 13)
+    run = jax.jit(wire.encode)
+    for changed, seen in ((12, 0), (0, SLOTS - 1)):  # last token -> first slot, first token -> last slot
+        other = whole | {"ids": whole["ids"].at[0, changed].add(1)}
+        change = np.abs(np.asarray(run(trainable, other) - run(trainable, whole)))[0, seen]
+        assert change.max() > APART
+
+
+def test_bytes_encoder_knows_the_order(built):
+    wire, trainable = built["bytes", "queries"]  # window means would tell the order by themselves
+    whole = source([9], 9)
+    turned = whole | {"ids": whole["ids"][:, ::-1]}
+    run = jax.jit(wire.encode)
+    assert np.abs(np.asarray(run(trainable, turned) - run(trainable, whole))).max() > APART
+
+
+def test_mix_weights_the_body_s_states(built):
+    wire, trainable = built["lm", "windows"]
+    text = source([7], 7)
+    head = trainable["encoder"]["head"]
+    first = trainable | {"encoder": trainable["encoder"] | {"head": head | {"mix": jnp.asarray([50.0, 0.0, 0.0])}}}
+    x = np.asarray(trainable["encoder"]["body"]["embed"])[np.asarray(text["ids"])]
+    x = x / np.sqrt(np.mean(np.square(x), axis=2, keepdims=True) + BODY.norm_eps)
+    pooled = np.einsum("ms,bsd->bmd", np.asarray(encoder.window_weights(text["mask"], SLOTS))[0], x)
+    y = pooled @ np.asarray(head["project"]["kernel"]) + np.asarray(head["project"]["bias"])
+    expected = y / np.sqrt(np.mean(np.square(y), axis=2, keepdims=True))
+    np.testing.assert_allclose(jax.jit(wire.encode)(first, text), expected, atol=1e-3)  # the norm's epsilon
+    assert head["mix"].shape == (BODY.layers + 1,)
+
+
+@pytest.mark.parametrize("key", KINDS, ids="-".join)
+def test_gradient_reaches_every_trainable_leaf(built, key):
+    wire, trainable = built[key]
+    text = source([13, 8], 13)
+    direction = jax.random.normal(jax.random.key(9), (2, SLOTS, BODY.width))
+
+    def loss(trainable):
+        return jnp.sum(direction * wire.prefix(trainable, "reader", wire.encode(trainable, text)))
+
+    largest = jax.tree_util.tree_leaves_with_path(
+        jax.tree.map(lambda leaf: float(jnp.abs(leaf).max()), jax.jit(jax.grad(loss))(trainable))
+    )
+    top = max(value for _, value in largest)
+    dead = [jax.tree_util.keystr(path) for path, value in largest if not value > DEAD * top]
+    assert not dead
+
+
+def test_bf16_arithmetic_still_gives_fp32_latents(built):
+    for kind in ("lm", "bytes"):
+        _, trainable = built[kind, "queries"]
+        small = jax.jit(make(kind, "queries", "bfloat16").encode)(trainable, source([9, 3], 9))
+        exact = jax.jit(make(kind, "queries").encode)(trainable, source([9, 3], 9))
+        assert small.dtype == jnp.float32
+        assert 0 < np.abs(np.asarray(small - exact)).max() < 0.3  # eight bits of mantissa through a few layers
+
+
+def test_zero_layers_means_the_original_s_six():
+    shapes = jax.eval_shape(encoder.make_bytes(WIDTH, 0).init, jax.random.key(0))
+    assert sum(name.startswith("attend") for name in shapes) == encoder.BYTE_LAYERS == 6
+    assert sum(name.startswith("attend") for name in built_names(3)) == 3
+
+
+def built_names(layers):
+    return jax.eval_shape(encoder.make_bytes(WIDTH, layers).init, jax.random.key(0)).keys()

@@ -1,0 +1,69 @@
+"""The metrics file survives a crash and a resumption; the clock leaves compilation out."""
+
+import json
+
+import pytest
+
+from lw_jax import metrics
+
+
+def write(path, steps, **options):
+    log = metrics.MetricsLog(path, **options)
+    for step in steps:
+        log.write(step, {"train/loss": step / 8})
+    return [row["step"] for row in metrics.read(path)]
+
+
+def test_rows_are_appended_as_json_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    log = metrics.MetricsLog(path)
+    log.write(3, {"train/loss": 0.5, "examples": 24})
+    assert path.read_text() == '{"step": 3, "train/loss": 0.5, "examples": 24}\n', "written at once"
+    log.write(4, {"train/loss": 0.25})
+    assert metrics.read(path) == [{"step": 3, "train/loss": 0.5, "examples": 24}, {"step": 4, "train/loss": 0.25}]
+
+
+def test_resumed_run_drops_what_it_will_do_again(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 8))
+    assert write(path, [5, 6], resumed_step=4) == [1, 2, 3, 4, 5, 6]
+    assert write(path, [1]) == [1], "a new run begins anew"
+
+
+def test_last_line_cut_by_a_crash_is_left_out_and_written_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2, 3])
+    path.write_text(path.read_text()[:-9])
+    assert [row["step"] for row in metrics.read(path)] == [1, 2]
+    assert write(path, [3, 4], resumed_step=2) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(("value", "text"), [(float("nan"), "nan"), (float("inf"), "inf"), (-float("inf"), "-inf")])
+def test_what_json_cannot_say_is_written_as_a_word(tmp_path, value, text):
+    path = tmp_path / "metrics.jsonl"
+    metrics.MetricsLog(path).write(1, {"train/loss": value})
+
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    assert json.loads(path.read_text(), parse_constant=refuse) == {"step": 1, "train/loss": text}
+
+
+def test_clock_leaves_the_compiling_step_out(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    clock = metrics.Clock(20, 60)
+    now[0] += 50
+    assert clock.compiled(21) == 50
+    now[0] += 8
+    assert clock.lap(25) == (2.0, 2.0 * 35)
+    now[0] += 20
+    assert clock.lap(30) == (4.0, 28 / 9 * 30)  # this lap's pace; the time left by the average
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (200, "3m 20s"), (3599.7, "1h 00m"), (7500, "2h 05m")],
+)
+def test_duration_reads_as_people_say_it(seconds, text):
+    assert metrics.duration(seconds) == text

@@ -1,0 +1,146 @@
+"""The optimizer's tables: rates, decay, freezing, clipping, and the schedule at named steps."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from lw_jax import optim
+from lw_jax.core import config
+from sharding.errors import PlacementError
+
+CFG = config.Optim(
+    learning_rate=2e-3,
+    warmup_steps=10,
+    end_fraction=0.1,
+    weight_decay=0.0,
+    clip_norm=1e9,
+    b1=0.9,
+    b2=0.99,
+    eps=1e-12,
+)
+RATES = ((r"encoder/body/.*", 0.25), (r"encoder/head/.*", 1.0), (r"adapters/.*", 3.0))
+EXACT = 1e-5  # relative, fp32: a few products and a root
+
+
+def replace(**changes):
+    return config.Optim(**(vars(CFG) | changes))
+
+
+@pytest.fixture(scope="module")
+def params():
+    shapes = {
+        "adapters": {"a": {"down": {"bias": (3,), "kernel": (2, 3)}, "gain": (), "norm": {"scale": (2,)}}},
+        "encoder": {
+            "body": {"embed": (7, 5), "layers": {"attn_norm": (2, 5), "q": (2, 3, 5), "q_bias": (2, 3)}},
+            "head": {"mix": (3,), "pool": {"queries": (4, 5)}, "project": {"kernel": (5, 2)}},
+        },
+    }
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(1 + rng.random(shape), jnp.float32), shapes, is_leaf=lambda n: isinstance(n, tuple)
+    )
+
+
+@pytest.fixture(scope="module")
+def gradients(params):
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), params)
+
+
+def first_update(cfg, params, gradients, rates=RATES):
+    made = optim.make(cfg, steps=100, rates=rates, abstract=params)
+    updates, state = made.update(gradients, made.init(params), params)
+    return updates, state
+
+
+def paths(tree):
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in
+            jax.tree_util.tree_leaves_with_path(tree)}  # fmt: skip
+
+
+def test_schedule_warms_up_to_the_peak_and_ends_at_the_fraction():
+    rate = optim.schedule(CFG, 110)
+    peak, end = CFG.learning_rate, CFG.learning_rate * CFG.end_fraction
+    assert float(rate(0)) == pytest.approx(peak / 10)  # of step 1: no step is made at rate 0
+    assert float(rate(4)) == pytest.approx(peak / 2)
+    assert float(rate(9)) == pytest.approx(peak)
+    assert float(rate(59)) == pytest.approx((peak + end) / 2)
+    assert float(rate(34)) == pytest.approx(end + (peak - end) * (1 + math.cos(math.pi / 4)) / 2)
+    assert float(rate(109)) == pytest.approx(end)
+    values = [float(rate(step)) for step in range(110)]
+    assert values[:10] == sorted(values[:10]) and values[9:] == sorted(values[9:], reverse=True)
+
+
+def test_schedule_without_warm_up_or_with_nothing_else_stays_finite():
+    assert float(optim.schedule(replace(warmup_steps=0), 1000)(0)) == pytest.approx(CFG.learning_rate, rel=1e-3)
+    assert float(optim.schedule(replace(warmup_steps=5), 5)(4)) == pytest.approx(CFG.learning_rate)
+
+
+def test_first_step_is_the_rate_times_each_subtree_s_multiple(params, gradients):
+    updates, _ = first_update(CFG, params, gradients)
+    signs = paths(jax.tree.map(jnp.sign, gradients))
+    for path, update in paths(updates).items():
+        multiple = 3.0 if path.startswith("adapters") else 0.25 if "body" in path else 1.0
+        np.testing.assert_allclose(update, -CFG.learning_rate / 10 * multiple * signs[path], rtol=EXACT)
+
+
+def test_decay_pulls_matrices_only(params):
+    zero = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = first_update(replace(weight_decay=0.5), params, zero)
+    found, weights = paths(updates), paths(params)
+    decayed = {path for path, update in found.items() if np.asarray(update).any()}
+    assert decayed == {"adapters/a/down/kernel", "encoder/body/layers/q", "encoder/head/project/kernel"}
+    np.testing.assert_allclose(
+        found["encoder/body/layers/q"], -CFG.learning_rate / 10 * 0.25 * 0.5 * weights["encoder/body/layers/q"],
+        rtol=EXACT,
+    )  # fmt: skip
+
+
+def test_rate_zero_freezes_to_the_bit_and_keeps_no_state(params, gradients):
+    rates = ((r"encoder/body/.*", 0.0), *RATES[1:])
+    made = optim.make(replace(weight_decay=0.5), steps=100, rates=rates, abstract=params)
+    state, moved = made.init(params), params
+    for _ in range(3):
+        updates, state = made.update(gradients, state, moved)
+        moved = optax.apply_updates(moved, updates)
+    jax.tree.map(np.testing.assert_array_equal, moved["encoder"]["body"], params["encoder"]["body"])
+    assert not np.array_equal(moved["encoder"]["head"]["mix"], params["encoder"]["head"]["mix"])
+    learning = {"adapters": params["adapters"], "head": params["encoder"]["head"]}
+    moments = sorted(leaf.shape for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.float32)
+    assert moments == sorted(2 * [leaf.shape for leaf in jax.tree.leaves(learning)])
+
+
+def test_gradients_are_clipped_to_the_norm_of_those_that_learn(params, gradients):
+    rates = ((r"encoder/body/.*", 0.0), *RATES[1:])
+    frozen_huge = gradients | {
+        "encoder": gradients["encoder"] | {"body": jax.tree.map(lambda leaf: 1e6 * leaf, gradients["encoder"]["body"])}
+    }
+    for scale, expected in ((1000.0, 0.5), (1e-3, None)):
+        scaled = jax.tree.map(lambda leaf, s=scale: s * leaf, frozen_huge)
+        _, state = first_update(replace(clip_norm=0.5), params, scaled, rates)
+        mu = float(optax.tree.norm(optax.tree.get(state, "mu"))) / (1 - CFG.b1)
+        learning = (scaled["adapters"], scaled["encoder"]["head"])
+        assert mu == pytest.approx(expected or float(optax.tree.norm(learning)), rel=1e-4)
+
+
+def test_uncovered_leaf_is_refused_with_its_path(params):
+    with pytest.raises(PlacementError, match=r"learning rates: no row covers adapters/a/down/bias \(3,\)"):
+        optim.make(CFG, steps=10, rates=RATES[:2], abstract=params)
+
+
+def test_row_that_decides_nothing_is_refused(params):
+    with pytest.raises(PlacementError, match=r"learning rates: row 1 'encoder/boddy/"):
+        optim.make(CFG, steps=10, rates=((r"encoder/boddy/.*", 0.1), (r".*", 1.0)), abstract=params)
+
+
+def test_step_works_inside_jit_on_shapes_alone(params, gradients):
+    shapes = jax.eval_shape(lambda: params)
+    made = optim.make(CFG, steps=100, rates=RATES, abstract=shapes)
+    updates, _ = jax.jit(made.update)(gradients, made.init(params), params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates, first_update(CFG, params, gradients)[0]
+    )

@@ -1,0 +1,125 @@
+"""The wire from ids to logits: where the prefix stands, what the answer sees, and each reader for itself."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax import weights
+from lw_jax.core.errors import UserError
+from lw_jax.models import decoder, wire
+from tests import tiny
+
+SAME = 2e-5  # fp32 logits of unit size: the same sums in another order
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+@pytest.fixture(scope="module")
+def recipe(root):
+    return tiny.make_recipe(root)
+
+
+@pytest.fixture(scope="module")
+def parts(recipe):
+    """(trainable, one reader's frozen weights, its fields of three examples, a random prefix)."""
+    built = recipe.build()
+    batch = jax.tree.map(jnp.asarray, recipe.data("validation", rows=("text",)).collate(range(3)))
+    prefix = 0.1 * jax.random.normal(jax.random.key(0), (3, 5, tiny.SIZES["llama"]["width"]))
+    return built, batch, prefix
+
+
+def test_prompt_is_opening_words_prefix_question(parts):
+    built, batch, prefix = parts
+    params, fields = built.frozen["llama"], batch["readers"]["llama"]
+    prompt = wire.wire_prompt(params, fields, prefix)
+    p, q = fields["before"]["ids"].shape[1], fields["after"]["ids"].shape[1]
+    assert prompt.embeddings.shape == (3, p + 5 + q, prefix.shape[2])
+    np.testing.assert_array_equal(prompt.embeddings[:, p : p + 5], prefix)
+    np.testing.assert_array_equal(prompt.embeddings[:, :p], decoder.embed(params, fields["before"]["ids"]))
+    np.testing.assert_array_equal(prompt.embeddings[:, p + 5 :], decoder.embed(params, fields["after"]["ids"]))
+    np.testing.assert_array_equal(
+        prompt.mask, np.concatenate([fields["before"]["mask"], np.ones((3, 5), bool), fields["after"]["mask"]], axis=1)
+    )
+    assert prompt.mask[:, -1].all()
+
+
+def test_answer_logits_are_those_that_predict_each_target(recipe, parts):
+    built, batch, prefix = parts
+    params, fields = built.frozen["llama"], batch["readers"]["llama"]
+    prompt = wire.wire_prompt(params, fields, prefix)
+    found = jax.jit(lambda prompt, ids: recipe.wire.answer_logits(params, "llama", prompt, ids))(
+        prompt, fields["answer_inputs"]
+    )
+    assert found.shape == (*fields["targets"].shape, recipe.wire.readers["llama"].config.vocab)
+    # By hand: no padding, one row at a time, answer by answer.
+    row = 1
+    count = int(fields["weights"][row].sum())
+    real = np.flatnonzero(prompt.mask[row])
+    answer = decoder.embed(params, fields["answer_inputs"][row : row + 1, : count - 1])
+    x = jnp.concatenate([prompt.embeddings[row : row + 1, real], answer], axis=1)
+    out = decoder.forward(params, recipe.wire.readers["llama"].config, x, mask=jnp.ones(x.shape[:2], bool))
+    expected = decoder.logits(params, out.hidden)[0, len(real) - 1 :]
+    np.testing.assert_allclose(found[row, :count], expected, atol=SAME)
+
+
+def test_readers_have_adapters_of_their_own_and_calibrated(recipe, parts):
+    built, batch, _ = parts
+    latents = recipe.encode(built.trainable, batch["source"])
+    kernels = [built.trainable["adapters"][name]["up"]["kernel"] for name in ("llama", "qwen")]
+    assert kernels[0].shape == kernels[1].shape and not np.array_equal(*kernels)
+    for name in ("llama", "qwen"):
+        prefix = recipe.wire.prefix(built.trainable, name, latents)
+        assert prefix.shape[2] == recipe.wire.readers[name].config.width
+        embedding = np.sqrt(np.mean(np.square(built.frozen[name]["embed"])))
+        assert np.sqrt(np.mean(np.square(prefix))) == pytest.approx(embedding, rel=0.2)  # three texts
+
+
+def test_loss_counts_every_target_of_every_reader_once(recipe, parts):
+    built, batch, _ = parts
+    terms = jax.jit(recipe.loss)(built.trainable, built.frozen, batch, jax.random.key(0))
+    weights_of = [float(batch["readers"][name]["weights"].sum()) for name in ("llama", "qwen")]
+    assert float(terms.weight) == sum(weights_of)
+    assert [float(terms.terms[f"nll/{name}"][1]) for name in ("llama", "qwen")] == weights_of
+    assert float(terms.sum) == pytest.approx(sum(float(terms.terms[f"nll/{n}"][0]) for n in ("llama", "qwen")))
+
+
+def test_pretrained_body_keeps_its_first_layers(root):
+    folder = tiny.readers(root)["qwen"]
+    recipe = tiny.make_recipe(root, encoder__kind="lm", encoder__source=str(folder), encoder__layers=1)
+    body = recipe.build().trainable["encoder"]["body"]
+    whole = weights.load(folder, dtype=jnp.float32)
+    assert set(body) == {"embed", "layers"}, "what the encoder never reads is not trained"
+    np.testing.assert_array_equal(body["embed"], whole["embed"])
+    jax.tree.map(lambda kept, full: np.testing.assert_array_equal(kept, full[:1]), body["layers"], whole["layers"])
+    assert recipe.abstract().trainable["encoder"]["head"]["mix"].shape == (2,)
+    assert jax.tree.structure(recipe.abstract().trainable["encoder"]["body"]) == jax.tree.structure(body)
+
+
+def test_more_layers_than_the_body_has_are_refused(root):
+    with pytest.raises(UserError, match="config.encoder.layers=4 but the body has 3 layers"):
+        tiny.make_recipe(root, encoder__kind="lm", encoder__source=str(tiny.readers(root)["qwen"]), encoder__layers=4)
+
+
+def test_generation_ends_at_the_reader_s_own_stops(recipe, parts):
+    built, batch, prefix = parts
+    params = built.frozen["llama"]
+    prompt = wire.wire_prompt(params, batch["readers"]["llama"], prefix)
+    free = dataclasses.replace(recipe.wire.readers["llama"], stops=())
+    first = np.asarray(_generate(recipe.wire, {"llama": free}, params, prompt))
+    assert (first >= 0).all()
+    stopped = np.asarray(
+        _generate(recipe.wire, {"llama": dataclasses.replace(free, stops=(int(first[2, 1]),))}, params, prompt)
+    )
+    assert stopped[2, 1] == -1
+    assert recipe.wire.readers["llama"].stops == tuple(recipe.tokenizers["llama"].stops) != ()
+
+
+def _generate(whole, readers, params, prompt):
+    one = dataclasses.replace(whole, readers=readers)
+    return jax.jit(lambda prompt: one.generate(params, "llama", prompt, max_new_tokens=3))(prompt)
