@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shlex
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ import numpy as np
 import pytest
 
 import run
-from lw_jax.core import config, config_file, validation
+from lw_jax import metrics
+from lw_jax.core import config, config_file, runtime, validation
+from lw_jax.data import cards
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
@@ -21,11 +24,19 @@ GAP = 0.3  # nats per answer token between another text's latents and the right 
 
 def start(*argv: str, cwd: Path, devices: int = 1, **kwargs) -> subprocess.CompletedProcess[str]:
     """Runs run.py as a user would, on so many virtual CPU devices."""
-    quiet = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_NUM_CPU_DEVICES")
-    environment = {key: value for key, value in os.environ.items() if key not in quiet}
-    environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={devices}"
     command = [sys.executable, str(PROJECT / "run.py"), *argv]
-    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environment, check=False, **kwargs)
+    environ = environment(devices)
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, check=False, **kwargs)
+
+
+def environment(devices: int) -> dict[str, str]:
+    quiet = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_NUM_CPU_DEVICES")
+    kept = {key: value for key, value in os.environ.items() if key not in quiet}
+    return kept | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+
+
+def logged_losses(workdir: Path) -> list[float]:
+    return [row["train/loss"] for row in metrics.read(workdir / "metrics.jsonl") if "train/loss" in row]
 
 
 @pytest.fixture(scope="session")
@@ -55,7 +66,7 @@ def test_a_run_leaves_what_the_readme_promises(trained: Path) -> None:
     names = {path.name for path in trained.iterdir()}
     assert {"config.json", "config.diff", "command.txt", "versions.json", "metrics.jsonl"} <= names
     assert {"checkpoints", "eval.json", "predictions.jsonl"} <= names
-    losses = [row["train/loss"] for row in map(json.loads, (trained / "metrics.jsonl").open()) if "train/loss" in row]
+    losses = logged_losses(trained)
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
@@ -107,12 +118,49 @@ def test_every_readme_command_is_accepted(command: str) -> None:
         validation.validate(config.build(values))
 
 
+@pytest.mark.slow
+def test_thirty_two_examples_overfit_by_generation(trained: Path, tmp_path: Path) -> None:
+    """From scratch, byte encoder and random adapters: only a right signal, EOS included, ends in whole answers."""
+    made = cards.make(32, facts=1, seed=3, split="train")
+    rows = [{"context": e.context, "question": e.question, "answers": list(e.answers)} for e in made]
+    for name in ("train.jsonl", "same.jsonl"):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    changes = (
+        "--config.data.train=train.jsonl --config.data.validation=same.jsonl --config.adapter.start=random "
+        "--config.encoder.kind=bytes --config.encoder.source= --config.encoder.layers=2 --config.train.steps=250 "
+        "--config.optim.learning_rate=3e-3 --config.eval.rows=latents,shuffled --config.train.eval_every=0"
+    ).split()
+    for verb in ("train", "eval"):
+        done = start(verb, "--config", "configs/smoke.py", *changes, "--workdir", "w", cwd=tmp_path)
+        assert done.returncode == 0, done.stdout + done.stderr
+    for found in json.loads((tmp_path / "w" / "eval.json").read_text(encoding="utf-8"))["rows"].values():
+        assert found["latents"]["em"] > 0.9
+        assert found["shuffled"]["em"] < 0.5
+
+
+@pytest.mark.slow
+def test_sigterm_saves_and_the_same_command_goes_on(trained: Path, tmp_path: Path) -> None:
+    argv = ["--config", "configs/smoke.py", "--config.train.log_every=1", "--workdir", str(tmp_path / "w")]
+    command = [sys.executable, "-u", str(PROJECT / "run.py"), *argv]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(1)) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 3/"):
+                process.send_signal(signal.SIGTERM)
+        assert process.wait() == runtime.REQUEUE
+    saved = max(int(path.name) for path in (tmp_path / "w" / "checkpoints").iterdir())
+    done = start(*argv, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert f"goes on from step {saved}" in done.stdout
+    np.testing.assert_allclose(logged_losses(tmp_path / "w")[-1], logged_losses(trained)[-1], rtol=1e-4)
+
+
 TINY = (
     "--config.llms.llama.source=selfmade:llama --config.llms.qwen.source=selfmade:qwen "
     "--config.llms.llama.weights=fp32 --config.llms.qwen.weights=fp32 "
     "--config.llms.llama.template=plain --config.llms.qwen.template=plain "
     "--config.encoder.kind=bytes --config.encoder.source= --config.encoder.width=32 --config.encoder.slots=8 "
-    "--config.encoder.layers=1 --config.encoder.window=256 --config.adapter.hidden=64 "
+    "--config.encoder.layers=1 --config.encoder.window=256 --config.adapter.hidden=64 --config.adapter.start=random "
     "--config.data.train=cards --config.data.validation=cards --config.data.cards=128 --config.data.facts=1 "
     "--config.selfmade.steps=2 --config.optim.warmup_steps=1 --config.train.steps=4 --config.train.global_batch=32 "
     "--config.train.micro_batch=8 --config.train.log_every=1 --config.compute.dtype=fp32 --config.eval.examples=16"
@@ -127,15 +175,7 @@ def test_h100x4_trains_on_four_virtual_devices_under_its_own_placement(tmp_path:
     assert "step 4/4" in done.stdout
     single = start("--config", "configs/h100x1.py", *TINY, "--workdir", "w1", cwd=tmp_path)
     assert single.returncode == 0, single.stdout + single.stderr
-    curves = [
-        [
-            row["train/loss"]
-            for row in map(json.loads, (tmp_path / name / "metrics.jsonl").open())
-            if "train/loss" in row
-        ]
-        for name in ("w", "w1")
-    ]
-    np.testing.assert_allclose(*curves, rtol=1e-5)
+    np.testing.assert_allclose(logged_losses(tmp_path / "w"), logged_losses(tmp_path / "w1"), rtol=1e-5)
 
 
 REFUSED = {

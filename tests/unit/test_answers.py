@@ -40,6 +40,7 @@ def test_exact_match_takes_any_reference(prediction, references, score):
     [
         ("the red door", ("red door",), 1.0),
         ("red door handle", ("red door",), 2 * (2 / 3) * 1 / (2 / 3 + 1)),
+        ("red red door", ("red red",), 2 * (2 / 3) * 1 / (2 / 3 + 1)),
         ("red red", ("red door",), 0.5),  # a word counts as often as both have it
         ("door red", ("red door",), 1.0),  # order does not count
         ("blue", ("red door", "dark blue sky"), 2 * 1 * (1 / 3) / (1 + 1 / 3)),  # the best reference

@@ -64,6 +64,12 @@ def test_padding_anywhere_changes_no_real_position(params, ids, causal):
     np.testing.assert_allclose(padded, forward(params, ids, mode=mode).hidden, atol=SAME)
 
 
+def test_order_of_tokens_counts(params, ids):
+    mode = decoder.Mode(causal=False)  # so that positions alone tell the order
+    turned = forward(params, ids[:, ::-1], mode=mode).hidden[:, ::-1]
+    assert np.abs(np.asarray(turned - forward(params, ids, mode=mode).hidden)).max() > APART
+
+
 def test_a_row_of_padding_alone_stays_finite(params, ids):
     mask = jnp.asarray([[True] * 7, [False] * 7])
     assert jnp.isfinite(forward(params, ids, mask).hidden).all()
