@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from lw_jax import sources, weights, workdir
 from lw_jax.checkpoint import Checkpointer
-from lw_jax.core import config, tree
+from lw_jax.core import config, runtime, tree
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import DTYPES, Tree
@@ -98,6 +98,7 @@ def load_wire(folder: str | Path) -> "TrainedWire":
 
 def open_wire(cfg: Config, path: Path) -> "TrainedWire":
     """Opens the best checkpoint of a run (the latest where none was validated), for the configuration given."""
+    runtime.enable_compile_cache(sources.cache_root() / "compiled")
     mesh = meshes.make(data=cfg.mesh.data, model=cfg.mesh.model)
     recipe = LatentWire(cfg, mesh)
     identity = recipe.identity() | {"config": config.digest(config.meaning(cfg))}

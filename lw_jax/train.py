@@ -13,7 +13,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lw_jax import metrics, optim, recipes
+from lw_jax import metrics, optim, recipes, sources
 from lw_jax.checkpoint import Checkpointer
 from lw_jax.core import config, runtime
 from lw_jax.core import rng as rngs
@@ -34,6 +34,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     """Trains until `train.steps`, or saves and returns `runtime.REQUEUE` when asked to stop."""
     del resolved
     runtime.start()
+    runtime.enable_compile_cache(sources.cache_root() / "compiled")
     mesh = meshes.make(data=cfg.mesh.data, model=cfg.mesh.model)
     print(meshes.describe(mesh), flush=True)
     make_selfmade_readers(cfg)

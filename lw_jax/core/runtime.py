@@ -55,7 +55,12 @@ def versions() -> dict[str, str]:
 
 
 def enable_compile_cache(folder: Path) -> None:
-    """Keeps compiled programs in `folder` for the next process (those that took JAX's threshold of a second)."""
+    """Keeps compiled programs in `folder` for the next process (those that took JAX's threshold of a second).
+
+    A folder that JAX_COMPILATION_CACHE_DIR names goes before.
+    """
+    if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
+        return
     folder.mkdir(parents=True, exist_ok=True)
     jax.config.update("jax_compilation_cache_dir", str(folder))
 

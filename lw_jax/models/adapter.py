@@ -10,7 +10,7 @@ from lw_jax.models.modules import Pure, RMSNorm
 
 
 class Adapter(nnx.Module):
-    """RMSNorm, two linear layers with GELU between, a linear path beside them, and one gain that sets the output's size.
+    """RMSNorm, two linear layers with GELU between, a linear path beside them, and one gain for the output's size.
 
     The gain, not the matrix, carries the reader's embedding size (0.01 for Llama-3.1-8B, 0.13 for SmolLM2): rescaling
     the matrix would make Adam's step a hundred times too large for it.

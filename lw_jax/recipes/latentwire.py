@@ -24,7 +24,6 @@ from lw_jax.recipes import selfmade
 from lw_jax.recipes.base import Weights
 from sharding import rules, tables
 
-
 PIECES = 4  # ids of a token string in another vocabulary that the aligned start averages
 
 

@@ -56,9 +56,13 @@ def test_gain_is_trained_and_scales_the_prefix(calibration, latents):
     assert gradient["gain"] > 0
 
 
-def test_size_of_latents_does_not_reach_the_prefix(latents):
+def test_linear_path_stands_beside_the_layers(latents):
     one, params = make("init")
-    np.testing.assert_allclose(one.bind(params)(7 * latents), one.bind(params)(latents), rtol=1e-4, atol=1e-6)
+    quiet = params | {"down": jax.tree.map(jnp.zeros_like, params["down"])}
+    kernel = np.asarray(params["skip"]["kernel"])
+    expected = np.einsum("bmz,zd->bmd", np.asarray(latents), kernel) * np.asarray(params["gain"])
+    np.testing.assert_allclose(one.bind(quiet)(latents), expected, atol=1e-6)  # values near 0.01
+    assert size(np.asarray(one.bind(params)(latents)) - expected) > 0.1 * TARGET
 
 
 def test_zero_latents_stay_finite():

@@ -102,7 +102,7 @@ CACHED = """
 
 def test_compile_cache_is_written_where_asked(tmp_path):
     folder = tmp_path / "made" / "cache"
-    environment = os.environ | {"JAX_PLATFORMS": "cpu"}
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": ""}
     command = [sys.executable, "-c", textwrap.dedent(CACHED), str(folder)]
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=60)
     assert any(folder.iterdir())
