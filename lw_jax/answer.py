@@ -11,7 +11,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, context: str, 
     """Prints the answers and the size of the message beside the text's."""
     del resolved
     wire = open_wire(cfg, workdir)
-    message = wire.write(context, bits=16)
+    message = wire.write(context)
     print(f"message: {len(message)} bytes for {len(context.encode())} bytes of text")
     for question in questions:
         print(f"question: {question}")

@@ -43,12 +43,17 @@ class LM:
     """A frozen language model with its tokenizer."""
 
     def __init__(self, location: Path, *, dtype: str, mesh: Mesh):
+        self.location = location
         self.config = weights.describe(location)
-        self.tokenizer: Tokenizer = load_tokenizer(location)
         shapes = decoder.abstract(self.config, dtype)
         table = tables.reader_table("tensor" if mesh.shape["model"] > 1 else "replicate")
         placed = rules.shardings(table, shapes, mesh, name=str(location))
         self.params = weights.load(location, dtype=dtype, shardings=placed)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Returns the model's own tokenizer; read on first use, so that `logits` works in a folder without one."""
+        return load_tokenizer(self.location)
 
     def logits(self, ids: np.ndarray | jax.Array, mask: np.ndarray | jax.Array | None = None) -> jax.Array:
         """Returns fp32 next-token logits [b t v] of ids [b t]; mask [b t] is true at real tokens, on either side."""

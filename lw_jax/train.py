@@ -55,10 +55,11 @@ def make_selfmade_readers(cfg: Config) -> None:
         sizes = cfg.selfmade
         own = dataclasses.replace(
             cfg,
+            seed=0,
             train=dataclasses.replace(
                 cfg.train, steps=sizes.steps, global_batch=sizes.batch, micro_batch=0, log_every=100, eval_every=0
             ),
-            optim=dataclasses.replace(cfg.optim, learning_rate=sizes.learning_rate, warmup_steps=sizes.steps // 10),
+            optim=config.Optim(sizes.learning_rate, sizes.steps // 10, 0.1, 0.01, 1.0, 0.9, 0.99, 1e-8),
         )
         print(f"reader {source}: trained here once, then frozen", flush=True)
         recipe = SelfmadeReader(own, meshes.make(data=1, model=1), source=source)

@@ -38,7 +38,7 @@ _HANDLED = _REQUIRED | {
 # field -> the one value under which the decoder computes the same; absent or null means that value
 _MUST_EQUAL: dict[str, dict[str, Any]] = {
     "llama": {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_interleaved": False},
-    "qwen2": {"use_sliding_window": False},
+    "qwen2": {"use_sliding_window": False, "use_mrope": False},
 }
 _MUST_EQUAL_ALL: dict[str, Any] = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "is_encoder_decoder": False}
 # Training, generation and bookkeeping: read by nobody who computes logits.

@@ -4,6 +4,7 @@ It starts at ids and ends at logits or generated ids; text, tokenizers and losse
 """
 
 import dataclasses
+import zlib
 from collections.abc import Mapping
 
 import jax
@@ -64,9 +65,9 @@ class Wire:
         if body is None:
             body = encoder.make_bytes(self.encoder.width, self.encoder.layers).init(body_key)
         adapters = {}
-        for index, (name, reader) in enumerate(sorted(self.readers.items())):
+        for name, reader in self.readers.items():
             one = reader.adapter(self.encoder.width)
-            init_key, size_key = jax.random.split(jax.random.fold_in(adapter_key, index))
+            init_key, size_key = jax.random.split(jax.random.fold_in(adapter_key, zlib.crc32(name.encode())))
             adapters[name] = adapter.calibrate(
                 one, one.init(init_key), key=size_key, slots=self.encoder.slots, target=embedding_rms[name]
             )

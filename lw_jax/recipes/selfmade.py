@@ -85,7 +85,8 @@ class SelfmadeReader:
         kind = FAMILIES[family(source)]
         self.mesh, self.family = mesh, family(source)
         cards = {"train": "cards", "validation": "cards", "train_limit": 0, "validation_limit": 0, "cards": CARDS}
-        self.cfg = dataclasses.replace(cfg, data=dataclasses.replace(cfg.data, **cards))
+        # One reader whatever the run's seed: the folder's name knows nothing of it.
+        self.cfg = dataclasses.replace(cfg, seed=0, data=dataclasses.replace(cfg.data, **cards))
         sizes = cfg.selfmade
         self.config = decoder.DecoderConfig(
             vocab=kind.vocab,
@@ -102,7 +103,7 @@ class SelfmadeReader:
             qkv_bias=kind.qkv_bias,
         )
         self.folder = folder(cfg, source)
-        self.examples = examples.load(self.cfg.data, "train", seed=cfg.seed)
+        self.examples = examples.load(self.cfg.data, "train", seed=self.cfg.seed)
         write_tokenizer(self.folder, kind, [f"{e.context} {e.question} {e.answers[0]}" for e in self.examples])
         self.tokenizer = load_tokenizer(self.folder)
         self.wire = wire.Wire(

@@ -61,7 +61,9 @@ def test_the_curve_is_the_same_however_it_is_computed(name, root, single, tmp_pa
 
 def test_bf16_arithmetic_stays_close_and_what_learns_stays_fp32(root, single, tmp_path):
     changes = {"compute__dtype": "bf16", "llms__llama__weights": "bf16", "llms__qwen__weights": "bf16"}
-    _, losses, trainable = curve(tiny.make_recipe(root, **changes), tmp_path / "run")
+    # The backward pass of jax's own attention promotes bf16 with fp32 while it is lowered, outside any code of ours.
+    with jax.numpy_dtype_promotion("standard"):
+        _, losses, trainable = curve(tiny.make_recipe(root, **changes), tmp_path / "run")
     np.testing.assert_allclose(losses, single[1], rtol=0.02)  # bf16 keeps 8 bits of each product
     assert losses != single[1]
     assert {leaf.dtype for leaf in jax.tree.leaves(trainable)} == {np.dtype(np.float32)}
