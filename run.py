@@ -91,6 +91,7 @@ def main(argv: list[str]) -> int:
         request = prepare(args, assignments)
         if args.verb != "show" and (line := platform.hide_idle_cuda()):
             print(line, file=sys.stderr)
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is absent, as it should be
         return importlib.import_module(VERBS[args.verb][0]).main(request.pop("cfg"), **request) or 0
     except (UserError, PlacementError) as error:
         print(f"error: {error}", file=sys.stderr)

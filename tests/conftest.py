@@ -53,7 +53,7 @@ def _connect_locally(self: socket.socket, address: Any) -> None:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if item.get_closest_marker("gpu") and "cuda" not in os.environ["JAX_PLATFORMS"]:
-        pytest.skip("needs an NVIDIA GPU: JAX_PLATFORMS=cuda")
+        pytest.skip("needs an NVIDIA GPU: JAX_PLATFORMS=cuda,cpu")
     if item.get_closest_marker("network") and "LW_JAX_TEST_NETWORK" not in os.environ:
         pytest.skip("needs the internet: LW_JAX_TEST_NETWORK=1")
 
