@@ -12,6 +12,16 @@ import jax
 Tree = Any  # nested dicts of arrays (or of ShapeDtypeStructs)
 
 
+@dataclasses.dataclass(frozen=True)
+class Example:
+    """One question about one context; the first answer is the one trained on, all are references."""
+
+    id: str
+    context: str
+    question: str
+    answers: tuple[str, ...]
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossTerms:

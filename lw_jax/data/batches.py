@@ -12,7 +12,7 @@ import numpy as np
 
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
-from lw_jax.data.examples import Example
+from lw_jax.core.types import Example
 
 Batch = dict[str, Any]
 

@@ -12,7 +12,7 @@ import zlib
 from typing import Literal
 
 from lw_jax.core.errors import UserError
-from lw_jax.data.examples import Example
+from lw_jax.core.types import Example
 
 
 @dataclasses.dataclass(frozen=True)

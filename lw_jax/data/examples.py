@@ -3,7 +3,6 @@
 First stage of the data flow: it knows no tokenizer and no array. The format of a file is recognised from its content.
 """
 
-import dataclasses
 import gzip
 import importlib
 import json
@@ -17,6 +16,8 @@ from typing import Any, Literal
 
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
+from lw_jax.core.types import Example
+from lw_jax.data import cards
 
 Split = Literal["train", "validation"]
 _Row = tuple[str, Any]  # where it stands (for messages), the parsed JSON value
@@ -27,23 +28,11 @@ _FORMATS = (
 )
 
 
-@dataclasses.dataclass(frozen=True)
-class Example:
-    """One question about one context; the first answer is the one trained on, all are references."""
-
-    id: str
-    context: str
-    question: str
-    answers: tuple[str, ...]
-
-
 def load(data: config.Data, split: Split, *, seed: int) -> list[Example]:
     """Returns the examples that the configuration names for a split.
 
     Raises UserError when the validation source is the training source, and for whatever `read` refuses.
     """
-    from lw_jax.data import cards  # below this module's Example
-
     if data.validation != "cards" and _identity(data.train, "train") == _identity(data.validation, "validation"):
         raise UserError(
             f"config.data.validation={data.validation!r} is the training source: scores would measure memory; "

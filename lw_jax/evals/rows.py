@@ -12,9 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from lw_jax.core import config
-from lw_jax.core.types import Tree
+from lw_jax.core.types import Example, Tree
 from lw_jax.data.batches import PROMPT_ROWS, Encoded
-from lw_jax.data.examples import Example
 from lw_jax.data.loader import eval_batches
 from lw_jax.evals import answers
 

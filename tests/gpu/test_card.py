@@ -1,4 +1,4 @@
-"""What only a card can tell: that its arithmetic agrees with the CPU's. Run with JAX_PLATFORMS=cuda,cpu pytest -m gpu."""
+"""What only a card can tell: that it agrees with the CPU. Run with JAX_PLATFORMS=cuda,cpu pytest -m gpu."""
 
 import jax
 import jax.numpy as jnp

@@ -9,9 +9,9 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from configs import base
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
+from lw_jax.core.types import Example
 from lw_jax.data import batches, cards
 from lw_jax.data.batches import Layout, Reader
-from lw_jax.data.examples import Example
 
 ANSWER_FIELDS = {"answer_inputs", "targets", "weights"}
 ALL_ROWS = ("text", "latents", "shuffled", "zero", "none", "truncated")

@@ -10,8 +10,8 @@ import pytest
 from configs import base
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
+from lw_jax.core.types import Example
 from lw_jax.data import examples
-from lw_jax.data.examples import Example
 
 SQUAD = {
     "version": "v2.0",

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.types import Example
 from lw_jax.data.batches import Encoded, Field
-from lw_jax.data.examples import Example
 from lw_jax.data.loader import Loader, eval_batches
 
 N, BATCH = 23, 6

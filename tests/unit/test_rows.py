@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lw_jax import evaluate
-from lw_jax.data.examples import Example
+from lw_jax.core.types import Example
 from lw_jax.evals import rows
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import mesh as meshes
