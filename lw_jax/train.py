@@ -117,7 +117,7 @@ class Run:
         )
         replicated = NamedSharding(self.mesh, P())
         rest = jax.eval_shape(lambda tree: (self.optimizer.init(tree), jnp.zeros((), jnp.int32)), shapes)
-        # Moments lie where their parameters lie: the same shapes in the same order of paths, counts replicated.
+        # What learns is replicated (sharding.tables.TRAINABLE), and its moments with it.
         opt_state, step = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), rest
         )
