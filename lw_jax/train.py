@@ -50,7 +50,7 @@ def make_selfmade_readers(cfg: Config) -> None:
     """Trains and saves every self-made reader that the configuration names and that is not there yet."""
     named = {llm.source for llm in cfg.llms.values()} | {cfg.encoder.source}
     for source in sorted(source for source in named if source.startswith(PREFIX)):
-        if (folder(cfg, source) / "model.safetensors").exists():
+        if (folder(cfg, source) / "config.json").exists():
             continue
         sizes = cfg.selfmade
         own = dataclasses.replace(

@@ -71,7 +71,7 @@ def folder(cfg: Config, source: str) -> Path:
 def finished_folder(cfg: Config, source: str) -> Path:
     """Returns the folder of a reader that has been made."""
     path = folder(cfg, source)
-    if not (path / "model.safetensors").exists():
+    if not (path / "config.json").exists():
         raise UserError(f"source {source!r}: no finished reader in {path}; `python run.py` with this config makes it")
     return path
 

@@ -66,13 +66,13 @@ def test_reader_that_is_not_made_yet_is_refused_with_its_folder(cfg):
         selfmade.finished_folder(cfg, "selfmade:llama")
 
 
-def test_finished_reader_is_found_by_its_weights(cfg, tmp_path, monkeypatch):
+def test_finished_reader_is_found_by_the_file_written_last(cfg, tmp_path, monkeypatch):
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
     path = selfmade.folder(cfg, "selfmade:qwen")
     path.mkdir(parents=True)
     with pytest.raises(UserError):
         selfmade.finished_folder(cfg, "selfmade:qwen")
-    (path / "model.safetensors").touch()
+    (path / "config.json").touch()
     assert selfmade.finished_folder(cfg, "selfmade:qwen") == path
     assert path.is_relative_to(tmp_path)
 
