@@ -76,7 +76,7 @@ def test_eval_of_a_folder_takes_the_saved_configuration(calls: list[dict[str, An
 
 
 @pytest.mark.parametrize(
-    "argv", [["--config.seed=8"], [*SMOKE], [*SMOKE, "--config.seed=7", "--config.encoder.slots=8"]]
+    "argv", [["--config.seed=8"], [*SMOKE], [*SMOKE, "--config.seed=7", "--config.encoder.slots=9"]]
 )
 def test_eval_that_means_another_run_is_refused(
     calls: list[dict[str, Any]], capsys: pytest.CaptureFixture[str], argv: list[str]
@@ -156,14 +156,14 @@ def test_show_marks_where_each_value_comes_from(tmp_path: Path) -> None:
     rows = {line.split()[0]: line for line in done.stdout.splitlines() if line and not line.startswith(" ")}
     assert (done.returncode, done.stderr) == (0, "")
     assert "command line" in rows["seed"] and rows["seed"].endswith(" 7")
-    assert " config " in rows["encoder.kind"] and " base " in rows["encoder.pooling"]
+    assert " config " in rows["encoder.width"] and " base " in rows["encoder.pooling"]
     assert "  seed: 0 -> 7" in done.stdout.splitlines()
     assert "\033" not in done.stdout and not list(tmp_path.iterdir())
 
 
 def test_show_as_json_is_read_by_programs(tmp_path: Path) -> None:
     shown = json.loads(_start("show", *SMOKE, "--json", cwd=tmp_path).stdout)
-    assert shown["config"]["encoder.kind"] == {"value": "bytes", "origin": "config"}
+    assert shown["config"]["encoder.width"] == {"value": 64, "origin": "config"}
 
 
 def test_show_into_a_pipe_that_closes_early_is_quiet(tmp_path: Path) -> None:

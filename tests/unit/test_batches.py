@@ -30,7 +30,7 @@ class TinyTokenizer:
             initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
             show_progress=False,
         )
-        texts = [f"Context: {e.context}\nQuestion: {e.question}\nAnswer: {e.answers[0]}" for e in CARDS]
+        texts = [f"Context:\n{e.context}\nQuestion: {e.question}\nAnswer: {e.answers[0]}" for e in CARDS]
         self._bpe.train_from_iterator(texts, trainer)
         self._chat = chat
         self.begin = tuple(self._bpe.token_to_id(token) for token in begin)
@@ -101,14 +101,14 @@ def test_after_and_answer_equal_the_joint_tokenisation(batch):
 def test_text_prompt_and_the_same_answer_ids_equal_the_joint_tokenisation(batch):
     fields = batch["readers"]["a"]
     for i, e in enumerate(CARDS):
-        whole = f"Context: {e.context}\nQuestion: {e.question}\nAnswer: {e.answers[0]}"
+        whole = f"Context:\n{e.context}\nQuestion: {e.question}\nAnswer: {e.answers[0]}"
         assert valid(fields["text"], i) + answer_ids(fields, i) == [*TOK.begin, *TOK.encode(whole), TOK.eos]
 
 
 def test_chat_prompt_equals_the_template_rendered_with_this_example(batch):
     fields = batch["readers"]["b"]
     for i, e in enumerate(CARDS):
-        rendered = OTHER.render_chat(f"Context: {e.context}\nQuestion: {e.question}")
+        rendered = OTHER.render_chat(f"Context:\n{e.context}\nQuestion: {e.question}")
         assert valid(fields["text"], i) + answer_ids(fields, i) == [
             *OTHER.encode(f"{rendered}\nAnswer: {e.answers[0]}"),
             OTHER.eos,
@@ -236,7 +236,7 @@ def test_none_keeps_the_question_and_truncated_the_first_slots_tokens_too(batch)
             assert valid(fields["truncated"], i) == before + tokenizer.encode(e.context)[:slots] + after
             assert e.question in tokenizer.decode(valid(fields["none"], i))
             assert e.answers[0] not in tokenizer.decode(valid(fields["none"], i))
-    assert "Context: \nQuestion:" in TOK.decode(valid(batch["readers"]["a"]["none"], 0))
+    assert "Context:\n\nQuestion:" in TOK.decode(valid(batch["readers"]["a"]["none"], 0))
 
 
 def test_padding_side_dtype_and_width(batch):
@@ -329,7 +329,7 @@ def test_cut_keeps_the_question_fills_the_limit_and_is_counted():
         text = tokenizer.decode(ids)
         assert LONG.question in text and text.endswith("\nAnswer:")
         assert 115 < len(ids) <= 120
-        kept = text.split("Context: ")[1].split("\nQuestion:")[0]
+        kept = text.split("Context:\n")[1].split("\nQuestion:")[0]
         assert LONG.context.startswith(kept)
     assert (encoded.counts["source_cut"], encoded.counts["text_cut"], encoded.counts["kept"]) == (1, 1, 2)
     assert any("1 sources cut" in line for line in encoded.describe())
