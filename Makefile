@@ -23,7 +23,7 @@ test: $(VENV)/.dev  ## the whole suite, then the linters
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright
+	$(BIN)/pyright --pythonpath $(BIN)/python  # otherwise it looks for packages of the python on PATH
 
 golden: $(VENV)/.dev  ## writes the golden files anew; say why in the commit
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest tests/golden

@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from lw_jax import sources, weights, workdir
+from lw_jax import recipes, sources, weights, workdir
 from lw_jax.checkpoint import Checkpointer
-from lw_jax.core import config, runtime, tree
+from lw_jax.core import runtime, tree
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import DTYPES, Tree
@@ -106,13 +106,8 @@ def open_wire(cfg: Config, path: Path) -> "TrainedWire":
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     mesh = meshes.make(data=cfg.mesh.data, model=cfg.mesh.model)
     recipe = LatentWire(cfg, mesh)
-    identity = recipe.identity() | {"config": config.digest(config.meaning(cfg))}
-    shapes = recipe.abstract().trainable
-    wanted = jax.tree.map(
-        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-        shapes,
-        recipe.shardings().trainable,
-    )
+    identity = recipes.identity(recipe, cfg)
+    wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
     with Checkpointer(path / "checkpoints", keep=cfg.train.keep, identity=identity) as checkpointer:
         which = "best" if checkpointer.has_best() else "latest"
         restored = checkpointer.restore({"trainable": wanted}, which=which)

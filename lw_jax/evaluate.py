@@ -43,13 +43,12 @@ def measure(wire: TrainedWire) -> list[rows.Record]:
     encoded = recipe.data("validation", rows=cfg.eval.rows)
     for line in encoded.describe():
         print(line, flush=True)
-    data = recipe.mesh.shape["data"]
     return list(
         rows.measure(
             predict(recipe),
             (wire.trainable, wire.frozen),
             encoded,
-            asked=dataclasses.replace(cfg.eval, batch=-(-cfg.eval.batch // data) * data),
+            asked=dataclasses.replace(cfg.eval, batch=place.round_up(cfg.eval.batch, recipe.mesh)),
             decode={name: tokenizer.decode for name, tokenizer in recipe.tokenizers.items()},
             place=lambda batch: place.put_eval(batch, recipe.mesh),
         )

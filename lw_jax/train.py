@@ -39,7 +39,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     print(meshes.describe(mesh), flush=True)
     make_selfmade_readers(cfg)
     recipe = recipes.make(cfg, mesh)
-    identity = recipe.identity() | {"config": config.digest(config.meaning(cfg))}
+    identity = recipes.identity(recipe, cfg)
     with Checkpointer(workdir / "checkpoints", keep=cfg.train.keep, identity=identity) as checkpointer:
         run = Run(cfg, mesh, recipe, checkpointer, workdir)
         with runtime.Preemption() as preemption:
@@ -111,10 +111,7 @@ class Run:
     def abstract_state(self) -> State:
         """Returns the state as shapes with shardings, for restore and planner."""
         shapes = self.recipe.abstract().trainable
-        sharded = self.recipe.shardings().trainable
-        trainable = jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), shapes, sharded
-        )
+        trainable = place.place_shapes(shapes, self.recipe.shardings().trainable)
         replicated = NamedSharding(self.mesh, P())
         rest = jax.eval_shape(lambda tree: (self.optimizer.init(tree), jnp.zeros((), jnp.int32)), shapes)
         # What learns is replicated (sharding.tables.TRAINABLE), and its moments with it.
@@ -188,7 +185,8 @@ class Run:
         """Returns the mean loss and metrics over the validation examples, each weighted by its tokens."""
         key = rngs.stream(self.cfg.seed, "validation")
         sums: dict[str, list[float]] = {}
-        for batch in eval_batches(self._validation, batch=self._eval_batch(), limit=self.cfg.eval.examples):
+        size = place.round_up(self.cfg.eval.batch, self.mesh)
+        for batch in eval_batches(self._validation, batch=size, limit=self.cfg.eval.examples):
             placed = place.put_eval(_masked(batch), self.mesh)
             terms = self._loss(self.state["trainable"], frozen, placed, key)
             for name, pair in (terms.terms | {"loss": (terms.sum, terms.weight)}).items():
@@ -204,10 +202,6 @@ class Run:
     @functools.cached_property
     def _loss(self) -> Callable[..., LossTerms]:
         return jax.jit(self.recipe.loss)
-
-    def _eval_batch(self) -> int:
-        data = self.mesh.shape["data"]
-        return -(-self.cfg.eval.batch // data) * data
 
     def _report(
         self, step: int, values: Tree, clock: metrics.Clock, log: metrics.MetricsLog | None, *, final: bool = False

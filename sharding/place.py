@@ -67,6 +67,18 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
+def place_shapes(shapes: Any, shardings: Any) -> Any:
+    """Returns the tree of shapes as ShapeDtypeStructs that carry the shardings, as a restore asks for them."""
+    return jax.tree.map(
+        lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
+    )
+
+
+def round_up(batch: int, mesh: Mesh) -> int:
+    """Returns the smallest batch of at least this size that the data axis divides."""
+    return -(-batch // mesh.shape["data"]) * mesh.shape["data"]
+
+
 def device_bytes(tree: Any) -> int:
     """Returns the bytes that one device holds of a tree of arrays or ShapeDtypeStructs (without sharding: all)."""
 
