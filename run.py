@@ -15,6 +15,11 @@ ROOT = Path(__file__).resolve().parent
 VERBS = {
     "train": ("lw_jax.train", "trains, or goes on from the last checkpoint of --workdir (the default verb)"),
     "eval": ("lw_jax.evaluate", "measures a trained wire beside its controls; --workdir alone is enough"),
+    "plan": (
+        "lw_jax.plan",
+        "says before queueing whether a configuration fits on --target, how, and how long it takes",
+    ),
+    "slurm": ("lw_jax.slurm", "writes an sbatch file from the plan"),
     "answer": ("lw_jax.answer", "sends a text through the wire and lets every reader answer"),
     "show": ("lw_jax.show", "prints the resolved configuration and where each value comes from"),
 }
@@ -23,8 +28,21 @@ EXAMPLES = """examples:
   python run.py train --config configs/h100x4.py --config.train.steps=2000 --workdir runs/mine
   python run.py eval --workdir runs/mine --config.eval.examples=0
   python run.py answer --workdir runs/mine --context notes.txt --question "Who wrote it?"
-  python run.py show --config configs/h100x4.py"""
-OWNERS = {"context": "answer", "question": "answer", "json": "show"}  # flags that belong to one verb
+  python run.py show --config configs/h100x4.py
+  python run.py plan --config configs/h100x4.py --target a100_80x4
+  python run.py slurm --config configs/h100x4.py --site mysite.toml"""
+OWNERS = {  # flags that belong to some verbs only
+    "context": ("answer",),
+    "question": ("answer",),
+    "json": ("show", "plan"),
+    "target": ("plan", "slurm"),
+    "estimate": ("plan",),
+    "simulate": ("plan",),
+    "site": ("slurm",),
+    "submit": ("slurm",),
+    "output": ("slurm",),
+    "hours": ("slurm",),
+}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -43,13 +61,20 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--workdir", metavar="DIR", help="the run's folder (default: runs/NAME-RECIPE)")
     parser.add_argument("--context", metavar="FILE", help="answer: the text, '-' for standard input")
     parser.add_argument("--question", action="append", metavar="TEXT", help="answer: may be repeated")
-    parser.add_argument("--json", action="store_true", help="show: for programs")
+    parser.add_argument("--json", action="store_true", help="show, plan: for programs")
+    parser.add_argument("--target", metavar="GPUS", help="plan, slurm: h100x4, a100_40x2, h200x1, 2xh100x8, ...")
+    parser.add_argument("--estimate", action="store_true", help="plan: by arithmetic, without compiling")
+    parser.add_argument("--simulate", metavar="N..M", help="plan: what is done with so many of the target's cards")
+    parser.add_argument("--site", metavar="FILE", help="slurm: the cluster's profile (docs/slurm.md)")
+    parser.add_argument("--submit", action="store_true", help="slurm: runs sbatch")
+    parser.add_argument("--output", metavar="FILE", help="slurm: the script (default: WORKDIR/job.sbatch)")
+    parser.add_argument("--hours", type=float, metavar="H", help="slurm: instead of the predicted time")
     args = parser.parse_intermixed_args(argv)
     if args.verb not in VERBS:
         parser.error(f"{args.verb!r} is no verb.{suggest(args.verb, VERBS)} The verbs are {', '.join(VERBS)}")
-    for flag, owner in OWNERS.items():
-        if getattr(args, flag) and args.verb != owner:
-            parser.error(f"--{flag} belongs to the verb {owner!r}, not to {args.verb!r}")
+    for flag, owners in OWNERS.items():
+        if getattr(args, flag) and args.verb not in owners:
+            parser.error(f"--{flag} belongs to {' and '.join(map(repr, owners))}, not to {args.verb!r}")
     if args.verb == "answer" and not (args.context and args.question):
         parser.error("answer needs --context FILE and --question TEXT")
     return args
@@ -59,7 +84,7 @@ def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, 
     """Returns the arguments of the verb's `main`, the configuration under `cfg`; writes the folder of a new run."""
     from configs import base
     from lw_jax import workdir as folder
-    from lw_jax.core import config, config_file, validation
+    from lw_jax.core import config, config_file, platform, validation
 
     values = config_file.load(args.config, root=ROOT) if args.config else folder.load(args.workdir, verb=args.verb)
     defaults = base.get_config(str(values.get("recipe", "latentwire")))
@@ -70,6 +95,9 @@ def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, 
     name = f"{Path(config_file.split(args.config)[0]).stem}-{cfg.recipe}" if args.config else ""
     workdir = Path(args.workdir or f"runs/{name}")
     request = {"cfg": cfg, "resolved": config.to_dict(cfg), "workdir": workdir}
+    if args.verb in ("plan", "slurm"):
+        platform.prepare_compiler(everywhere=bool(args.target or args.simulate))
+        return request | {"request": _planning(args, assignments)}
     if args.verb == "show":
         return request | {"base": defaults.to_dict(), "origins": origins, "as_json": args.json}
     if args.verb != "train":
@@ -81,6 +109,19 @@ def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, 
     return request
 
 
+def _planning(args: argparse.Namespace, assignments: dict[str, str]) -> Any:
+    """Returns the words that ask for a plan or a job."""
+    config, target = args.config or "", args.target or ""
+    if args.verb == "plan":
+        from lw_jax import plan
+
+        return plan.Request(config, target, args.simulate or "", args.estimate, args.json)
+    from lw_jax import slurm
+
+    site, output = args.site or "", args.output or ""
+    return slurm.Request(config, assignments, ROOT, target, site, args.submit, output, args.hours)
+
+
 def main(argv: list[str]) -> int:
     """Runs one verb; returns the exit code: 0, 2 for what the user can mend, 130 interrupted, or the verb's own."""
     from lw_jax.core import config_file, platform
@@ -88,8 +129,9 @@ def main(argv: list[str]) -> int:
     try:
         assignments, words = config_file.take_assignments(argv)
         args = parse(words)
+        platform.reserve_memory()
         request = prepare(args, assignments)
-        if args.verb != "show" and (line := platform.hide_idle_cuda()):
+        if args.verb not in ("show", "plan", "slurm") and (line := platform.hide_idle_cuda()):
             print(line, file=sys.stderr)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is absent, as it should be
         return importlib.import_module(VERBS[args.verb][0]).main(request.pop("cfg"), **request) or 0

@@ -111,7 +111,7 @@ def _train() -> ConfigDict:
     c = ConfigDict()
     c.steps = 1000  # optimizer steps
     c.global_batch = 32  # examples an optimizer step, whatever the machine
-    c.micro_batch = 0  # examples a device holds at once (0: its whole share); accumulation is derived
+    c.micro_batch = 0  # examples a device holds at once (0: as many as fit); accumulation is derived
     c.log_every = 10  # steps
     c.eval_every = 0  # steps between validation losses (0: at the end only)
     c.checkpoint_every = 200  # steps
@@ -121,16 +121,21 @@ def _train() -> ConfigDict:
 
 def _mesh() -> ConfigDict:
     c = ConfigDict()
-    c.placement = "replicate"  # of the frozen readers: "replicate" | "fsdp" (over data) | "tensor" (over model)
+    # Of the frozen readers: "auto" (the fastest that fits, by the planner; data parallel where memory is not told, as
+    # on CPUs) | "single" | "replicate" | "fsdp" (over data) | "tensor" (over model) | "split" | "hybrid3" | "hybrid4"
+    c.placement = "auto"
     c.data = -1  # devices along the data axis (-1: all that remain)
     c.model = 1  # devices along the model axis
+    c.target_utilisation = 0.8  # share of a device's memory that a plan may use
+    c.memory_gb = 0.0  # of one device, in 1e9 bytes (0: what the runtime reports)
     return c
 
 
 def _compute() -> ConfigDict:
     c = ConfigDict()
     c.dtype = "fp32"  # of encoder and adapter arithmetic: "fp32" | "bf16"; their parameters stay fp32
-    c.remat = "none"  # per layer, readers and encoder: "none" | "dots" (keep matmul outputs) | "full"
+    # Per layer, readers and encoder: "auto" (with the placement) | "none" | "dots" (keep matmul outputs) | "full"
+    c.remat = "auto"
     return c
 
 

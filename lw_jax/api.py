@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from lw_jax import recipes, sources, weights, workdir
+from lw_jax import plan, recipes, sources, weights, workdir
 from lw_jax.checkpoint import Checkpointer
 from lw_jax.core import runtime, tree
 from lw_jax.core.config import Config
@@ -104,8 +104,8 @@ def load_wire(folder: str | Path) -> "TrainedWire":
 def open_wire(cfg: Config, path: Path) -> "TrainedWire":
     """Opens the best checkpoint of a run (the latest where none was validated), for the configuration given."""
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
-    mesh = meshes.make(data=cfg.mesh.data, model=cfg.mesh.model)
-    recipe = LatentWire(cfg, mesh)
+    cfg, placement = plan.settle(cfg, reading=True)
+    recipe = LatentWire(cfg, placement)
     identity = recipes.identity(recipe, cfg)
     wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
     with Checkpointer(path / "checkpoints", keep=cfg.train.keep, identity=identity) as checkpointer:
@@ -130,14 +130,15 @@ class TrainedWire:
     def write(self, text: str, bits: int = 8) -> bytes:
         """Returns the framed message of a text; 16 or 8 bits a value."""
         batch = self._batch(text, "?")
-        latents = self.recipe.encode(self.trainable, self._put(batch["source"]))
+        latents = self.recipe.encode(self.trainable, self._put(batch["source"], self.recipe.mesh_of(None)))
         return codec.pack(np.asarray(latents[0]), bits=bits, encoder=self.encoder_fingerprint)
 
     def read(self, message: bytes, reader: str, question: str) -> str:
         """Returns a reader's answer from a message alone."""
         latents = codec.unpack(message, encoder=self.encoder_fingerprint)
         fields, params = self._fields(reader, "?", question)
-        stacked = self._put({"latents": np.broadcast_to(latents, (1, *latents.shape))})["latents"]
+        mesh = self.recipe.mesh_of(reader)
+        stacked = self._put(np.broadcast_to(latents, (1, *latents.shape)), mesh)
         prompt = self.recipe.prompt_from_latents(self.trainable, params, fields, stacked, reader)
         return self._answer(reader, prompt)
 
@@ -149,15 +150,16 @@ class TrainedWire:
     def _fields(self, reader: str, text: str, question: str, rows: Sequence[str] = ()) -> tuple[Tree, Tree]:
         if reader not in self.frozen:
             raise UserError(f"reader {reader!r}: this wire has {', '.join(self.frozen)}")
-        return self._put(self._batch(text, question, rows)["readers"][reader]), self.frozen[reader]
+        mesh = self.recipe.mesh_of(reader)
+        return self._put(self._batch(text, question, rows)["readers"][reader], mesh), self.frozen[reader]
 
     def _batch(self, text: str, question: str, rows: Sequence[str] = ()) -> batches.Batch:
         return batches.encode_prompt(text, question, layout=self.recipe.layout, rows=rows)
 
-    def _put(self, host: Tree) -> Tree:
+    def _put(self, host: Tree, mesh: Mesh) -> Tree:
         """Places one example, repeated until the data axis divides it."""
-        count = self.recipe.mesh.shape["data"]
-        return place.put_eval(jax.tree.map(lambda leaf: np.repeat(leaf, count, axis=0), host), self.recipe.mesh)
+        count = self.recipe.placement.data
+        return place.put_eval(jax.tree.map(lambda leaf: np.repeat(leaf, count, axis=0), host), mesh)
 
     def _answer(self, reader: str, prompt: wire.Prompt) -> str:
         ids = self.recipe.generate(self.frozen[reader], prompt, reader, self.recipe.cfg.eval.max_new_tokens)

@@ -48,8 +48,8 @@ def measure(wire: TrainedWire) -> list[rows.Record]:
             predict(recipe),
             (wire.trainable, wire.frozen),
             encoded,
-            asked=dataclasses.replace(cfg.eval, batch=place.round_up(cfg.eval.batch, recipe.mesh)),
+            asked=dataclasses.replace(cfg.eval, batch=place.round_up(cfg.eval.batch, recipe.placement.data)),
             decode={name: tokenizer.decode for name, tokenizer in recipe.tokenizers.items()},
-            place=lambda batch: place.put_eval(batch, recipe.mesh),
+            place=lambda batch, name: place.put_eval(batch, recipe.mesh_of(name)),
         )
     )

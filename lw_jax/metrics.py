@@ -1,10 +1,18 @@
-"""Metrics as JSON lines, one object a logged step; the same file whatever the recipe."""
+"""Metrics as JSON lines and as TensorBoard's event files, one row a logged step; the same whatever the recipe."""
 
+import contextlib
 import json
 import math
+import struct
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
+
+from google.protobuf.message import DecodeError
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class MetricsLog:
@@ -35,6 +43,55 @@ def read(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
+class TensorBoard:
+    """Writes the same rows as event files; on a resumed run, events beyond the step taken up are removed first.
+
+    They are removed from the files, because TensorBoard's data server (0.7.2) passes over the purge mark that
+    tensorboardX's `purge_step` writes and goes on showing them. Each row is written at once, without the thread and
+    the queue of tensorboardX's SummaryWriter, so that a killed run keeps what it logged.
+    """
+
+    def __init__(self, folder: Path, *, resumed_step: int = 0):
+        folder.mkdir(parents=True, exist_ok=True)
+        for file in folder.glob("events.out.tfevents.*"):
+            file.write_bytes(_keep_events(file.read_bytes(), last_step=resumed_step))
+        # EventsWriter names a file by the second and overwrites a file of that name.
+        self._writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Closes the file."""
+        self._writer.close()
+
+    def write(self, step: int, values: dict[str, Any]) -> None:
+        """Appends one event with all values at once."""
+        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
+        self._writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
+        self._writer.flush()
+
+
+def _keep_events(data: bytes, *, last_step: int) -> bytes:
+    """Returns the records of an event file up to a step, without what a crash has cut or damaged.
+
+    A record is TensorFlow's TFRecord: u64 length, u32 CRC of it, the event, u32 CRC of that.
+    """
+    kept, start = [], 0
+    while start + 12 <= len(data):
+        end = start + 16 + struct.unpack_from("<Q", data, start)[0]
+        if end > len(data):
+            break
+        try:
+            event = Event.FromString(data[start + 12 : end - 4])
+        except DecodeError:
+            break
+        if event.step <= last_step:
+            kept.append(data[start:end])
+        start = end
+    return b"".join(kept)
+
+
 class Clock:
     """Seconds per step and time left, without the first step, which compiles."""
 
@@ -49,17 +106,33 @@ class Clock:
         seconds, self.started, self.marked, self.base_step, self.marked_step = now - self.started, now, now, step, step
         return seconds
 
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leaves out what is no step, such as a validation; the devices must have finished the steps before it."""
+        begun = time.monotonic()
+        yield
+        passed = time.monotonic() - begun
+        self.started, self.marked = self.started + passed, self.marked + passed
+
     def lap(self, step: int) -> tuple[float, float]:
-        """Returns (seconds per step since the last lap, seconds left at the average pace)."""
+        """Returns (seconds per step since the last lap, seconds left at the average pace); NaN where no step passed.
+
+        A lap without steps does not count as one: the seconds since the last lap go to the next.
+        """
         now = time.monotonic()
-        pace = (now - self.marked) / max(1, step - self.marked_step)
-        left = (now - self.started) / max(1, step - self.base_step) * (self.last_step - step)
-        self.marked, self.marked_step = now, step
-        return pace, left
+        if step == self.marked_step:
+            pace = math.nan
+        else:
+            pace = (now - self.marked) / (step - self.marked_step)
+            self.marked, self.marked_step = now, step
+        done = step - self.base_step
+        return pace, (now - self.started) / done * (self.last_step - step) if done else math.nan
 
 
 def duration(seconds: float) -> str:
-    """Returns "2h 05m", "3m 20s" or "12s"."""
+    """Returns "2h 05m", "3m 20s" or "12s", and "-" for NaN, which is how `Clock` says that nothing was measured."""
+    if math.isnan(seconds):
+        return "-"
     whole = round(seconds)
     if whole >= 3600:
         return f"{whole // 3600}h {whole % 3600 // 60:02d}m"

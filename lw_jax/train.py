@@ -1,33 +1,35 @@
 """The trainer: one jitted step and one loop for every recipe. It never asks which recipe it runs."""
 
+import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lw_jax import metrics, optim, recipes, sources
+from lw_jax import fit, metrics, optim, plan, recipes, sources
 from lw_jax.checkpoint import Checkpointer
 from lw_jax.core import config, runtime
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import LossTerms, Tree
+from lw_jax.core.types import Tree
 from lw_jax.data.batches import Encoded
 from lw_jax.data.loader import Loader, eval_batches
+from lw_jax.live import Live
+from lw_jax.monitor import Devices, Sampler
+from lw_jax.program import Program
 from lw_jax.recipes.base import Recipe
 from lw_jax.recipes.selfmade import PREFIX, SelfmadeReader, folder
+from lw_jax.steps import State
 from sharding import mesh as meshes
 from sharding import place
-
-State = dict[str, Tree]  # {"trainable", "opt_state", "step"}: all that moves, besides the data position
 
 
 def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
@@ -35,13 +37,14 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     del resolved
     runtime.start()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
-    mesh = meshes.make(data=cfg.mesh.data, model=cfg.mesh.model)
-    print(meshes.describe(mesh), flush=True)
     make_selfmade_readers(cfg)
-    recipe = recipes.make(cfg, mesh)
+    cfg, placement = plan.settle(cfg)
+    if jax.process_index() == 0:
+        print(f"{runtime.describe()}\n{placement.describe()}", flush=True)
+    recipe = recipes.make(cfg, placement)
     identity = recipes.identity(recipe, cfg)
     with Checkpointer(workdir / "checkpoints", keep=cfg.train.keep, identity=identity) as checkpointer:
-        run = Run(cfg, mesh, recipe, checkpointer, workdir)
+        run = Run(cfg, recipe, checkpointer, workdir)
         with runtime.Preemption() as preemption:
             return run.train(preemption.requested)
 
@@ -63,31 +66,30 @@ def make_selfmade_readers(cfg: Config) -> None:
         )
         print(f"reader {source}: trained here once, then frozen", flush=True)
         recipe = SelfmadeReader(own, meshes.make(data=1, model=1), source=source)
-        run = Run(own, recipe.mesh, recipe, None, None)
+        run = Run(own, recipe, None, None)
         run.train(lambda step: False)
         recipe.save(run.state["trainable"])
 
 
-@dataclasses.dataclass
 class Run:
     """One training run; without a checkpointer and a workdir nothing is written."""
 
-    cfg: Config
-    mesh: Mesh
-    recipe: Recipe
-    checkpointer: Checkpointer | None
-    workdir: Path | None
-
-    def __post_init__(self) -> None:
-        train = self.cfg.train
-        self.accumulation = place.accumulation(
-            global_batch=train.global_batch, micro_batch=train.micro_batch, data_axis=self.mesh.shape["data"]
-        )
-        self.optimizer = optim.make(
-            self.cfg.optim, steps=train.steps, rates=self.recipe.rates, abstract=self.recipe.abstract().trainable
-        )
-        self.schedule = optim.schedule(self.cfg.optim, train.steps)
+    def __init__(self, cfg: Config, recipe: Recipe, checkpointer: Checkpointer | None, workdir: Path | None):
+        self.cfg, self.recipe, self.checkpointer, self.workdir = cfg, recipe, checkpointer, workdir
+        self.placement = recipe.placement
+        self.program = Program(cfg, recipe)
+        self.accumulation = self.program.accumulation(cfg.train.micro_batch)
+        self.schedule = optim.schedule(cfg.optim, cfg.train.steps)
         self.state: State = {}
+        self._pending: tuple[int, Tree] | None = None  # a step's values that are not read yet
+        self.live = Live(cfg.train.steps, enabled=jax.process_index() == 0)
+        self.logs: list[metrics.MetricsLog | metrics.TensorBoard] = []
+        used = {device for mesh in self.placement.meshes for device in mesh.local_devices}
+        number = f"-{jax.process_index()}" if jax.process_index() else ""
+        self.sampler = Sampler(
+            Devices(sorted(used, key=lambda device: device.id), tell=lambda line: self._tell([line])),
+            path=workdir / f"devices{number}.jsonl" if workdir else None,
+        )
 
     def train(self, stop_requested: Callable[[int], bool]) -> int:
         """Builds or restores the state and runs the loop; returns 0 or `runtime.REQUEUE`."""
@@ -100,95 +102,169 @@ class Run:
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
-        weights = self.recipe.build()
-        first = self._restore_or_start(weights.trainable, loader)
+        self._fit(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), encoded.collate([0])))
+        self._start = loader.state()
+        first, frozen = self._restore_or_build(loader)
         self._tell([self._describe_batch()])
-        log = None
-        if self.workdir is not None and jax.process_index() == 0:
-            log = metrics.MetricsLog(self.workdir / "metrics.jsonl", resumed_step=first)
-        return self._loop(weights.frozen, loader, first, log, stop_requested)
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(self.sampler)
+            view = Live(self.cfg.train.steps, first, enabled=jax.process_index() == 0, devices=self.sampler.describe)
+            self.live = stack.enter_context(view)
+            code = self._attempt(frozen, loader, first, stop_requested)
+        self._tell(self.sampler.summary())
+        return code
 
-    def abstract_state(self) -> State:
-        """Returns the state as shapes with shardings, for restore and planner."""
-        shapes = self.recipe.abstract().trainable
-        trainable = place.place_shapes(shapes, self.recipe.shardings().trainable)
-        replicated = NamedSharding(self.mesh, P())
-        rest = jax.eval_shape(lambda tree: (self.optimizer.init(tree), jnp.zeros((), jnp.int32)), shapes)
-        # What learns is replicated (sharding.tables.TRAINABLE), and its moments with it.
-        opt_state, step = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), rest
+    def _attempt(self, frozen: Tree, loader: Loader, first: int, stop_requested: Callable[[int], bool]) -> int:
+        """Runs the loop, again with half the micro-batch each time that memory runs out."""
+        while True:
+            try:
+                with self._open_logs(first):
+                    return self._loop(frozen, loader, first, stop_requested)
+            except fit.OutOfMemory as error:
+                self._tell([self._halve(error)])
+                reached = self._step_held()
+                if reached is None:
+                    first, frozen = self._restore_or_build(loader, frozen)
+                else:
+                    first = reached
+                    loader.restore(self._before)
+
+    @contextlib.contextmanager
+    def _open_logs(self, first: int) -> Iterator[None]:
+        """Opens the run's logs without what they hold beyond the step taken up; the first process alone has some."""
+        self.logs = []
+        if self.workdir is None or jax.process_index() != 0:
+            yield
+            return
+        with metrics.TensorBoard(self.workdir / "tensorboard", resumed_step=first) as board:
+            self.logs = [metrics.MetricsLog(self.workdir / "metrics.jsonl", resumed_step=first), board]
+            yield
+
+    def _log(self, step: int, values: dict[str, float]) -> None:
+        for log in self.logs:
+            log.write(step, values)
+
+    def _step_held(self) -> int | None:
+        """Returns the step of the state in memory; None where the failed program has taken the state with it."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
+            return None
+        try:
+            return int(self.state["step"])
+        except jax.errors.JaxRuntimeError:  # an output of the failed program, which raises its error when it is read
+            return None
+
+    def _fit(self, widths: Tree) -> None:
+        """Takes the largest micro-batch that fits, where the configuration leaves it open and the memory is known."""
+        room = fit.room(self.cfg)
+        if self.cfg.train.micro_batch or room is None:
+            return
+        needs = fit.largest_micro_batch(self.program, widths, room)
+        if needs.peak > room.limit:
+            raise UserError(fit.refusal(self.program, needs, room))
+        self.accumulation = needs.accumulation
+        self._tell(fit.describe(self.program, needs, room))
+
+    def _halve(self, error: fit.OutOfMemory) -> str:
+        micro = self.micro_batch
+        if micro % 2 or jax.process_count() > 1:
+            why = "it cannot be halved" if jax.process_count() == 1 else "processes cannot agree on another one by now"
+            raise UserError(
+                f"out of memory with a micro-batch of {micro} a device, and {why}: {error}. Set "
+                f"--config.train.micro_batch to less, --config.compute.remat=full, or split the readers "
+                "(--config.mesh.placement=tensor)"
+            ) from error
+        self.accumulation *= 2
+        return (
+            f"out of memory with a micro-batch of {micro} a device: goes on with {self.micro_batch} and "
+            f"{self.accumulation} accumulated; the mathematics stays the same"
         )
-        return {"trainable": trainable, "opt_state": opt_state, "step": step}
 
-    def _restore_or_start(self, trainable: Tree, loader: Loader) -> int:
-        restored = self.checkpointer.restore(self.abstract_state()) if self.checkpointer else None
-        if restored is None:
-            replicated = NamedSharding(self.mesh, P())
-            opt_state = jax.jit(self.optimizer.init, out_shardings=replicated)(trainable)
-            step = jax.device_put(jnp.zeros((), jnp.int32), replicated)
-            self.state = {"trainable": trainable, "opt_state": opt_state, "step": step}
-            return 0
-        self._tell([f"goes on from step {restored.step}"])
-        self.state = restored.state
-        loader.restore(restored.data)
-        return restored.step
+    @property
+    def micro_batch(self) -> int:
+        """Returns how many examples one device holds at once."""
+        return self.cfg.train.global_batch // self.placement.data // self.accumulation
+
+    def _restore_or_build(self, loader: Loader, frozen: Tree | None = None) -> tuple[int, Tree]:
+        """Takes up the last checkpoint or starts anew; returns the step and the frozen weights."""
+        restored = self.checkpointer.restore(self.program.state()) if self.checkpointer else None
+        if restored is not None:
+            self._tell([f"goes on from step {restored.step}"])
+            self.state = restored.state
+            loader.restore(restored.data)
+            return restored.step, self.recipe.load_frozen() if frozen is None else frozen
+        weights = self.recipe.build(frozen)
+        replicated = NamedSharding(self.placement.learner, P())
+        opt_state = jax.jit(self.program.optimizer.init, out_shardings=replicated)(weights.trainable)
+        step = jax.device_put(jnp.zeros((), jnp.int32), replicated)
+        self.state = {"trainable": weights.trainable, "opt_state": opt_state, "step": step}
+        loader.restore(self._start)
+        return 0, weights.frozen
 
     def _loop(
         self,
         frozen: Tree,
         loader: Loader,
         first: int,
-        log: metrics.MetricsLog | None,
         stop_requested: Callable[[int], bool],
     ) -> int:
         train = self.cfg.train
-        step_fn = make_step(self.recipe.loss, self.optimizer, seed=self.cfg.seed)
         clock = metrics.Clock(first, train.steps)
-        pending: tuple[int, Tree] | None = None
+        self._pending = None
+        put = functools.partial(place.put_batch, accumulation=self.accumulation)
         for step in range(first + 1, train.steps + 1):
-            batch = place.put_batch(next(loader), self.mesh, accumulation=self.accumulation)
-            self.state, values = step_fn(self.state, frozen, batch)
-            if pending is not None:  # read one step late, so that the devices never wait for the host
-                self._check_finite(*pending)
-                self._report(*pending, clock, log)
-            elif step == first + 1:
-                jax.block_until_ready(values)
-                self._tell([f"first step, compiled and run, in {metrics.duration(clock.compiled(step))}"])
-            pending = (step, values)
-            validated = self._validate_if_due(step, frozen, log)
+            self._before = loader.state()
+            try:
+                with fit.out_of_memory():
+                    batch = place.put_parts(next(loader), self.placement, put)
+                    self.state, values = self.program.step(self.state, frozen, batch)
+                    if step == first + 1:
+                        jax.block_until_ready(values)
+                        self._tell([f"first step, compiled and run, in {metrics.duration(clock.compiled(step))}"])
+                        self.sampler.restart()
+                    self._report_pending(clock)
+            except fit.OutOfMemory:
+                with fit.out_of_memory():
+                    self._report_pending(clock)  # the step before this one was taken
+                raise
+            self._pending = (step, values)
+            self.live.advance(step)
+            validated = self._validate_if_due(step, frozen, clock)
             stop = stop_requested(step)
             if self.checkpointer and (step % train.checkpoint_every == 0 or step == train.steps or stop):
-                self._check_finite(step, values)
+                with fit.out_of_memory():
+                    self._check_finite(step, values)
                 self.checkpointer.save(
                     step, self.state, data=loader.state(), metrics=validated, wait=stop or step == train.steps
                 )
             if stop and step < train.steps:
+                self._report_pending(clock)
                 self._tell([f"stopped on request at step {step}; the same command goes on from there"])
                 return runtime.REQUEUE
-        if pending is not None:
-            self._check_finite(*pending)
-            self._report(*pending, clock, log, final=True)
+        with fit.out_of_memory():
+            self._report_pending(clock, final=True)
         return 0
 
-    def _validate_if_due(self, step: int, frozen: Tree, log: metrics.MetricsLog | None) -> dict[str, float] | None:
+    def _validate_if_due(self, step: int, frozen: Tree, clock: metrics.Clock) -> dict[str, float] | None:
         train = self.cfg.train
         due = step == train.steps or (train.eval_every > 0 and step % train.eval_every == 0)
         if self.checkpointer is None or not due:
             return None
-        values = self.validate(frozen)
+        with fit.out_of_memory():
+            jax.block_until_ready(self.state)  # or the steps under way would count as validation
+        with clock.paused():
+            values = self.validate(frozen)
         self._tell([f"step {step}  validation  " + _words(values)])
-        if log is not None:
-            log.write(step, {f"validation/{name}": value for name, value in values.items()})
+        self._log(step, {f"validation/{name}": value for name, value in values.items()})
         return {"nll": values["loss"]}
 
     def validate(self, frozen: Tree) -> dict[str, float]:
         """Returns the mean loss and metrics over the validation examples, each weighted by its tokens."""
         key = rngs.stream(self.cfg.seed, "validation")
         sums: dict[str, list[float]] = {}
-        size = place.round_up(self.cfg.eval.batch, self.mesh)
+        size = place.round_up(self.cfg.eval.batch, self.placement.data)
         for batch in eval_batches(self._validation, batch=size, limit=self.cfg.eval.examples):
-            placed = place.put_eval(_masked(batch), self.mesh)
-            terms = self._loss(self.state["trainable"], frozen, placed, key)
+            placed = place.put_parts(_masked(batch), self.placement, place.put_eval)
+            terms = self.program.step.evaluate(self.state["trainable"], frozen, placed, key)
             for name, pair in (terms.terms | {"loss": (terms.sum, terms.weight)}).items():
                 total = sums.setdefault(name, [0.0, 0.0])
                 total[0] += float(pair[0])
@@ -199,29 +275,29 @@ class Run:
     def _validation(self) -> Encoded:
         return self.recipe.data("validation")
 
-    @functools.cached_property
-    def _loss(self) -> Callable[..., LossTerms]:
-        return jax.jit(self.recipe.loss)
+    def _report_pending(self, clock: metrics.Clock, *, final: bool = False) -> None:
+        """Reports the last step's values, a step late, so that the devices never wait for the host."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            self._check_finite(*pending)
+            self._report(*pending, clock, final=final)
 
-    def _report(
-        self, step: int, values: Tree, clock: metrics.Clock, log: metrics.MetricsLog | None, *, final: bool = False
-    ) -> None:
+    def _report(self, step: int, values: Tree, clock: metrics.Clock, *, final: bool = False) -> None:
         train = self.cfg.train
         if not (final or step % train.log_every == 0):
             return
         found = {name: float(value) for name, value in values.items()}
         pace, left = clock.lap(step)
-        rate = train.global_batch / pace if pace else 0.0
-        self._tell(
-            [
-                f"step {step}/{train.steps}  {_words(found)}  {pace:.2f} s/step  {rate:.1f} samples/s  "
-                f"left {metrics.duration(left)}"
-            ]
-        )
-        if log is not None:
-            row = {f"train/{name}": value for name, value in found.items()}
-            row |= {"train/learning_rate": float(jnp.asarray(self.schedule(step - 1))), "train/seconds_per_step": pace}
-            log.write(step, row | {"examples": step * train.global_batch})
+        fields = {name: f"{name} {value:.4g}" for name, value in found.items()}
+        row = {f"train/{name}": value for name, value in found.items()}
+        row |= {"train/learning_rate": float(jnp.asarray(self.schedule(step - 1)))}
+        if math.isnan(pace):  # no step has passed since the one that compiled
+            fields |= {"pace": "- s/step", "rate": "- samples/s"}
+        else:
+            fields |= {"pace": f"{pace:.2f} s/step", "rate": f"{train.global_batch / pace:.1f} samples/s"}
+            row |= {"train/seconds_per_step": pace, "train/samples_per_second": train.global_batch / pace}
+        self.live.update(step, fields, left)
+        self._log(step, row | {"examples": step * train.global_batch, **self.sampler.scalars()})
 
     def _check_finite(self, step: int, values: Tree) -> None:
         loss = float(values["loss"])
@@ -233,69 +309,15 @@ class Run:
             )
 
     def _describe_batch(self) -> str:
-        data = self.mesh.shape["data"]
-        micro = self.cfg.train.global_batch // data // self.accumulation
         trainable = sum(leaf.size for leaf in jax.tree.leaves(self.state["trainable"]))
         return (
-            f"global batch {self.cfg.train.global_batch} = {micro} a device x {data} data x {self.accumulation} "
-            f"accumulated; {trainable:,} trainable parameters"
+            f"global batch {self.cfg.train.global_batch} = {self.micro_batch} a device x {self.placement.data} data x "
+            f"{self.accumulation} accumulated; {trainable:,} trainable parameters"
         )
 
     def _tell(self, lines: list[str]) -> None:
-        if jax.process_index() == 0:
-            for line in lines:
-                print(line, flush=True)
-
-
-def make_step(
-    loss: Callable[..., Any], optimizer: optax.GradientTransformation, *, seed: int
-) -> Callable[[State, Tree, Tree], tuple[State, dict[str, jax.Array]]]:
-    """Returns the jitted optimizer step (state, frozen, batch [a b ...]) -> (state, metrics); the state is donated.
-
-    Sums and weights are accumulated over the leading axis and divided once, so that a step is the same however the
-    global batch is cut.
-    """
-
-    def objective(trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array):
-        terms = loss(trainable, frozen, batch, rng)
-        return terms.sum, terms
-
-    def step(state: State, frozen: Tree, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-        trainable = state["trainable"]
-        rng = rngs.stream(seed, "loss", state["step"])
-
-        gradients, terms = _accumulate(objective, trainable, frozen, batch, rng)
-        gradients = jax.tree.map(lambda leaf: leaf / terms.weight, gradients)
-        updates, opt_state = optimizer.update(gradients, state["opt_state"], trainable)
-        state = {
-            "trainable": optax.apply_updates(trainable, updates),
-            "opt_state": opt_state,
-            "step": state["step"] + 1,
-        }
-        values = {name: total / weight for name, (total, weight) in terms.terms.items()}
-        return state, {"loss": terms.sum / terms.weight, **values, "grad_norm": optax.tree.norm(gradients)}
-
-    return jax.jit(step, donate_argnums=0)
-
-
-def _accumulate(objective: Callable[..., Any], trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array):
-    """Sums gradients and loss terms over the micro-batches."""
-    gradient = jax.grad(objective, has_aux=True)
-
-    def one(index: jax.Array, micro: Tree):
-        return gradient(trainable, frozen, micro, jax.random.fold_in(rng, index))
-
-    count = jax.tree.leaves(batch)[0].shape[0]
-    first = one(jnp.zeros((), jnp.int32), jax.tree.map(lambda leaf: leaf[0], batch))
-    if count == 1:
-        return first
-
-    def add(total: Tree, inputs: tuple[jax.Array, Tree]) -> tuple[Tree, None]:
-        return jax.tree.map(jnp.add, total, one(*inputs)), None
-
-    rest = jax.tree.map(lambda leaf: leaf[1:], batch)
-    total, _ = jax.lax.scan(add, first, (jnp.arange(1, count, dtype=jnp.int32), rest))
-    return total
+        for line in lines:
+            self.live.tell(line)
 
 
 def _masked(batch: Tree) -> Tree:

@@ -64,7 +64,7 @@ def describe(location: Path) -> DecoderConfig:
         UserError: see `families.decoder_config`.
     """
     if location.is_dir():
-        return _describe_folder(location)
+        return describe_config(location / "config.json")
     _require_gguf(location)
     catalogue, metadata = _catalogue(location), read_header(location).metadata
     factors = catalogue.get("rope_freqs.weight")
@@ -77,8 +77,9 @@ def describe(location: Path) -> DecoderConfig:
     return families.decoder_config(fields, raw_keys=set(fields), where=str(location))
 
 
-def _describe_folder(folder: Path) -> DecoderConfig:
-    file = folder / "config.json"
+def describe_config(file: Path) -> DecoderConfig:
+    """Returns the configuration that a config.json tells; see `describe`."""
+    folder = file.parent
     if not file.is_file():
         raise UserError(f"{folder}: no config.json; name a model folder, or the .gguf file itself")
     try:

@@ -16,7 +16,7 @@ Device = Any  # a jax.Device, which type checkers take for a variable
 def make(*, data: int = -1, model: int = 1, devices: Sequence[Device] | None = None) -> Mesh:
     """Returns the mesh ("data", "model"), where -1 fills an axis with the devices that remain.
 
-    An explicit data x model below the number of devices takes the first ones; `describe` tells. Raises PlacementError
+    An explicit data x model below the number of devices takes the first ones. Raises PlacementError
     with the legal sizes for everything that does not fit.
     """
     found = list(jax.devices() if devices is None else devices)
@@ -24,16 +24,6 @@ def make(*, data: int = -1, model: int = 1, devices: Sequence[Device] | None = N
     used = found[: data * model]
     _check_processes(found, used, model)
     return jax.make_mesh((data, model), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=used)
-
-
-def describe(mesh: Mesh, *, available: int | None = None) -> str:
-    """Returns one line that says the axes, the devices, and how many of `available` (default: all) stay unused."""
-    available = jax.device_count() if available is None else available
-    sizes = " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
-    kind = mesh.devices.flat[0].device_kind
-    idle = available - mesh.size
-    rest = f"; {idle} of {available} devices stay unused" if idle else ""
-    return f"mesh {sizes} on {mesh.size} {kind}{rest}"
 
 
 def _fill(data: int, model: int, count: int) -> tuple[int, int]:

@@ -1,6 +1,7 @@
 """Host batches -> global arrays on the mesh; bytes that a placed tree takes."""
 
 import math
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,6 +9,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from sharding.errors import PlacementError
+from sharding.placement import Placement
 from sharding.rules import path_of
 
 # Legal values named in a refusal.
@@ -67,6 +69,18 @@ def replicate(tree: Any, mesh: Mesh) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
+def rows(tree: Any, mesh: Mesh) -> Any:
+    """Returns the tree on the mesh, the leading axis of every leaf split over data; moves what lies elsewhere."""
+    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec("data")))
+
+
+def put_parts(batch: Any, placement: Placement, put: Callable[[Any, Mesh], Any]) -> Any:
+    """Returns the batch put to where it is read: each of batch["readers"] to its reader, the rest to the learner."""
+    rest = put({key: value for key, value in batch.items() if key != "readers"}, placement.learner)
+    readers = {name: put(fields, placement.readers[name].mesh) for name, fields in batch["readers"].items()}
+    return {**rest, "readers": readers}
+
+
 def place_shapes(shapes: Any, shardings: Any) -> Any:
     """Returns the tree of shapes as ShapeDtypeStructs that carry the shardings, as a restore asks for them."""
     return jax.tree.map(
@@ -74,9 +88,9 @@ def place_shapes(shapes: Any, shardings: Any) -> Any:
     )
 
 
-def round_up(batch: int, mesh: Mesh) -> int:
+def round_up(batch: int, data: int) -> int:
     """Returns the smallest batch of at least this size that the data axis divides."""
-    return -(-batch // mesh.shape["data"]) * mesh.shape["data"]
+    return -(-batch // data) * data
 
 
 def device_bytes(tree: Any) -> int:

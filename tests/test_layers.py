@@ -21,7 +21,16 @@ FLOORS = (
     (
         (
             *("lw_jax.weights", "lw_jax.sources", "lw_jax.losses", "lw_jax.optim", "lw_jax.checkpoint"),
-            *("lw_jax.metrics", "lw_jax.workdir", "lw_jax.evals.*", "lw_jax.evals"),
+            *(
+                "lw_jax.metrics",
+                "lw_jax.monitor",
+                "lw_jax.live",
+                "lw_jax.workdir",
+                "lw_jax.architectures",
+                *("lw_jax.targets", "lw_jax.hlo", "lw_jax.roofline"),
+                "lw_jax.evals.*",
+                "lw_jax.evals",
+            ),
         ),
     ),
     (("lw_jax.recipes.*", "lw_jax.recipes"),),

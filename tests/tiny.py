@@ -2,13 +2,15 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 
 from configs import base
-from lw_jax import weights
+from lw_jax import metrics, recipes, train, weights
+from lw_jax.checkpoint import Checkpointer
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.data import cards
@@ -16,7 +18,7 @@ from lw_jax.data.tokens import load_tokenizer
 from lw_jax.models import decoder
 from lw_jax.recipes import selfmade
 from lw_jax.recipes.latentwire import LatentWire
-from sharding import mesh as meshes
+from sharding import placement
 
 SIZES = {
     # heads divide by 4 and kv heads by 2, so that model axes of 1, 2 and 4 are legal
@@ -25,8 +27,8 @@ SIZES = {
 }
 
 
-def write_reader(folder: Path, family: str, *, seed: int = 0) -> Path:
-    """Writes a random reader with weights large enough that its logits differ."""
+def write_reader(folder: Path, family: str, *, seed: int = 0, **sizes: int) -> Path:
+    """Writes a random reader with weights large enough that its logits differ; `sizes` change those of `SIZES`."""
     kind = dataclasses.replace(selfmade.FAMILIES[family], vocab=352 if family == "llama" else 320)
     texts = [example.context for example in cards.make(64, facts=2, seed=0, split="train")]
     selfmade.write_tokenizer(folder, kind, texts)
@@ -37,7 +39,7 @@ def write_reader(folder: Path, family: str, *, seed: int = 0) -> Path:
         max_positions=512,
         tied=family == "qwen2",
         qkv_bias=kind.qkv_bias,
-        **SIZES[family],
+        **(SIZES[family] | sizes),
     )
     params = decoder.init(jax.random.key(seed), cfg, jnp.float32, scale=0.1)
     if kind.qkv_bias:
@@ -63,6 +65,7 @@ def make_config(root: Path, **changes: object) -> Config:
     c.data.update(cards=64, validation_cards=16, facts=2, context_tokens=256)
     c.optim.update(warmup_steps=2, learning_rate=3e-3)
     c.train.update(steps=6, global_batch=8, log_every=1, checkpoint_every=3)
+    c.compute.remat = "none"
     c.eval.update(examples=8, batch=8, max_new_tokens=4)
     for key, value in changes.items():
         section, _, leaf = key.rpartition("__")
@@ -73,7 +76,23 @@ def make_config(root: Path, **changes: object) -> Config:
     return config.build(c)
 
 
-def make_recipe(root: Path, *, devices: int = 1, model: int = 1, **changes: object) -> LatentWire:
+def make_recipe(root: Path, *, devices: int = 1, model: int = 1, strategy: str = "", **changes: object) -> LatentWire:
     """Returns the recipe on the first so many virtual devices."""
-    mesh = meshes.make(data=devices // model, model=model, devices=jax.devices()[:devices])
-    return LatentWire(make_config(root, **changes), mesh)
+    cfg = make_config(root, **changes)
+    strategy = strategy or ("tensor" if model > 1 else "replicate")
+    sizes = recipes.reader_bytes(cfg)
+    return LatentWire(cfg, placement.place(strategy, sizes, model=model, devices=jax.devices()[:devices]))
+
+
+def curve(recipe: LatentWire, workdir: Path, *, stop: Callable[[int], bool] = lambda step: False):
+    """(exit code, logged losses, final trainable tree) of a whole run."""
+    with Checkpointer(workdir / "checkpoints", keep=2, identity=recipe.identity()) as checkpointer:
+        workdir.mkdir(exist_ok=True)
+        run = train.Run(recipe.cfg, recipe, checkpointer, workdir)
+        code = run.train(stop)
+    return code, logged_losses(workdir), jax.device_get(run.state["trainable"])
+
+
+def logged_losses(workdir: Path) -> list[float]:
+    """Returns the training losses that a run has logged."""
+    return [row["train/loss"] for row in metrics.read(workdir / "metrics.jsonl") if "train/loss" in row]

@@ -122,6 +122,8 @@ class Mesh:
     placement: str
     data: int
     model: int
+    target_utilisation: float
+    memory_gb: float
 
 
 @dataclasses.dataclass(frozen=True)

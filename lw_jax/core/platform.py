@@ -1,12 +1,14 @@
-"""Keeps JAX quiet where its CUDA plugin is installed and no NVIDIA driver is; must run before JAX is imported.
+"""What must be said to JAX before it is imported: how much of a GPU to take, and to be quiet where there is none.
 
 JAX loads every installed plugin whatever `JAX_PLATFORMS` says, and CUDA's then prints a traceback, and log lines from
 C++ that no setting turns off. The planner needs the plugin as a compiler on machines without a GPU.
 """
 
+import importlib
 import importlib.util
 import os
 import sys
+import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -15,13 +17,71 @@ from typing import Any
 DRIVER_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 
+# Both names are read by JAX, the newer one first; without them it takes JAX_FRACTION.
+_FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+JAX_FRACTION = 0.75
+_NO_DRIVER = (b"Could not find cuda drivers", b"before absl::InitializeLog()")
+
+
+def reserve_memory(fraction: float = 0.92) -> None:
+    """Lets JAX take so much of a GPU's memory instead of its default 75 %, below which plans would not fit.
+
+    The rest is for the CUDA context and NCCL. What the user has set stands.
+    """
+    if not any(os.environ.get(name) for name in _FRACTIONS):
+        os.environ[_FRACTIONS[0]] = str(fraction)
+
+
+def memory_fraction() -> float:
+    """Returns the share of a GPU's memory that JAX's allocator may take, and reports as the device's limit."""
+    return float(next(filter(None, (os.environ.get(name) for name in _FRACTIONS)), JAX_FRACTION))
+
+
+def prepare_compiler(*, everywhere: bool) -> None:
+    """Makes JAX's CUDA plugin a compiler for GPUs that are elsewhere; `everywhere` also on a machine that has some.
+
+    64 virtual CPU devices stand in for a target's where there is no plugin: eight nodes of eight.
+    """
+    if not everywhere and _has_driver():
+        return
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # which would ask the driver
+    os.environ.setdefault("JAX_NUM_CPU_DEVICES", "64")
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns where a step is too large; the plan says it itself
+    _start_quietly()
+
+
+def _start_quietly() -> None:
+    """Starts JAX without the lines by which its CUDA plugin says that there is no driver: no setting turns them off.
+
+    They come from C++, so the file descriptor itself is held back; every other line is passed on.
+    """
+    sys.stderr.flush()
+    with tempfile.TemporaryFile() as held:
+        stderr = os.dup(2)
+        os.dup2(held.fileno(), 2)
+        try:
+            importlib.import_module("jax").devices()
+        finally:
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            held.seek(0)
+            for line in held:
+                if not any(known in line for known in _NO_DRIVER):
+                    os.write(2, line)
+
+
+def _has_driver() -> bool:
+    return any(Path(file).exists() for file in DRIVER_FILES)
+
+
 def hide_idle_cuda() -> str:
     """Hides an installed CUDA plugin from this process when no driver is there; returns the line to tell, or nothing.
 
     Whoever names CUDA in JAX_PLATFORMS gets JAX's own error.
     """
     wanted = os.environ.get("JAX_PLATFORMS", "")
-    if "cuda" in wanted or "gpu" in wanted or any(Path(file).exists() for file in DRIVER_FILES):
+    if "cuda" in wanted or "gpu" in wanted or _has_driver():
         return ""
     modules: dict[str, Any] = sys.modules
     hidden = False

@@ -1,8 +1,6 @@
 """The process: its start, its devices, its end by signal."""
 
-import importlib.metadata
 import os
-import platform
 import signal
 import types
 from collections.abc import Callable
@@ -11,8 +9,9 @@ from typing import Any, Self
 
 import jax
 
+from lw_jax.core.platform import memory_fraction
+
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: stopped on request, all is saved, start the same command again
-PACKAGES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "transformers", "numpy")
 
 
 def start() -> bool:
@@ -31,27 +30,26 @@ def start() -> bool:
     return True
 
 
-def facts() -> dict[str, Any]:
-    """Returns what the run stands on: devices, their memory in bytes (None where not told), processes, versions."""
-    device = jax.local_devices()[0]
-    memory = device.memory_stats() or {}
-    return {
-        "platform": device.platform,
-        "device_kind": device.device_kind,
-        "devices": jax.device_count(),
-        "local_devices": jax.local_device_count(),
-        "memory_bytes": memory.get("bytes_limit"),
-        "process_index": jax.process_index(),
-        "process_count": jax.process_count(),
-        "versions": versions(),
-    }
+def device_memory() -> int | None:
+    """Returns the bytes of the smallest local device's memory, None where the runtime tells none (CPU)."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    known = [limit for limit in limits if limit]
+    return int(min(known) / memory_fraction()) if len(known) == len(limits) else None
 
 
-def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that decide numbers; an absent one is left out."""
-    found = {"python": platform.python_version()}
-    installed = {name: list(importlib.metadata.distributions(name=name)) for name in PACKAGES}
-    return found | {name: matches[0].version for name, matches in installed.items() if matches}
+def describe() -> str:
+    """Returns one line that says which devices the runtime reports, how large and how capable, and how many processes.
+
+    The kind is told for people; nothing is decided by a name.
+    """
+    device, memory = jax.local_devices()[0], device_memory()
+    words = [f"{jax.device_count()} x {device.device_kind}"]
+    words += [f"{memory / 1e9:.1f} GB each"] if memory else []
+    capability = getattr(device, "compute_capability", None)
+    words += [f"compute capability {capability}"] if capability else []
+    if jax.process_count() > 1:
+        words.append(f"{jax.local_device_count()} in each of {jax.process_count()} processes")
+    return ", ".join(words)
 
 
 def enable_compile_cache(folder: Path) -> None:

@@ -34,5 +34,9 @@ class LossTerms:
     weight: jax.Array
     terms: dict[str, tuple[jax.Array, jax.Array]]
 
+    def __add__(self, other: "LossTerms") -> "LossTerms":
+        """Returns the terms of both together; their metrics must have different names."""
+        return LossTerms(self.sum + other.sum, self.weight + other.weight, self.terms | other.terms)
+
 
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # the config's words for what jax calls

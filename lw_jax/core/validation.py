@@ -21,9 +21,9 @@ CHOICES = {
     "adapter.start": ("random", "aligned"),
     "adapter.calibration": ("init", "always"),
     "data.overlong": ("refuse", "drop", "cut"),
-    "mesh.placement": ("replicate", "fsdp", "tensor"),
+    "mesh.placement": ("auto", "single", "replicate", "fsdp", "tensor", "split", "hybrid3", "hybrid4"),
     "compute.dtype": ("fp32", "bf16"),
-    "compute.remat": ("none", "dots", "full"),
+    "compute.remat": ("auto", "none", "dots", "full"),
     "eval.rows": ("text", "latents", "shuffled", "zero", "none", "truncated"),
 }
 LATER = ("int8", "nf4", "dpo", "ttt")
@@ -34,12 +34,12 @@ ABOVE_ZERO = (
     *("data.cards", "data.validation_cards", "data.facts", "data.context_tokens", "data.question_tokens"),
     *("loss.temperature", "optim.learning_rate", "optim.clip_norm", "optim.eps"),
     *("train.steps", "train.global_batch", "train.log_every", "train.checkpoint_every", "train.keep"),
-    *("mesh.model", "eval.batch", "eval.max_new_tokens", "selfmade.*"),
+    *("mesh.model", "mesh.target_utilisation", "eval.batch", "eval.max_new_tokens", "selfmade.*"),
 )
 NOT_BELOW_ZERO = (
     *("seed", "encoder.layers", "encoder.rate", "adapter.rate", "data.train_limit", "data.validation_limit"),
     *("loss.ce", "loss.kl", "optim.warmup_steps", "optim.weight_decay", "optim.end_fraction", "optim.b1", "optim.b2"),
-    *("train.micro_batch", "train.eval_every", "eval.examples"),
+    *("train.micro_batch", "train.eval_every", "eval.examples", "mesh.memory_gb"),
 )
 
 
@@ -89,6 +89,8 @@ def _check_ranges(flat: dict[str, Any]) -> None:
     for path in ("optim.b1", "optim.b2"):
         if flat[path] >= 1:
             _refuse(path, flat[path], "a decay must be below 1.")
+    if flat["mesh.target_utilisation"] > 1:
+        _refuse("mesh.target_utilisation", flat["mesh.target_utilisation"], "it is a share of the memory: up to 1.")
     if flat["optim.end_fraction"] > 1:
         _refuse("optim.end_fraction", flat["optim.end_fraction"], "it is a fraction of the peak: 0 to 1.")
 
@@ -177,10 +179,12 @@ def _check_mesh(cfg: Config) -> None:
         _refuse(
             "mesh.placement", "tensor", "it splits readers over mesh.model, which is 1; set mesh.model to 2 or more."
         )
-    if mesh.placement != "tensor" and mesh.model > 1:
-        _refuse(
-            "mesh.model", mesh.model, f"placement {mesh.placement!r} leaves that axis idle; use 'tensor' or model 1."
-        )
+    if mesh.placement not in ("tensor", "split") and mesh.model > 1:
+        rule = f"placement {mesh.placement!r} leaves that axis idle; use 'tensor', 'split' or model 1."
+        _refuse("mesh.model", mesh.model, rule)
+    if mesh.placement in ("auto", "single", "hybrid3", "hybrid4") and mesh.data != -1:
+        rule = f"placement {mesh.placement!r} decides it itself; leave it -1, or name another placement."
+        _refuse("mesh.data", mesh.data, rule)
     if mesh.placement == "fsdp" and mesh.data == 1:
         _refuse(
             "mesh.placement", "fsdp", "it splits readers over mesh.data, which is 1; use 'replicate' or more devices."

@@ -52,7 +52,7 @@ def measure(
     *,
     asked: config.Eval,
     decode: Mapping[str, Callable[[Sequence[int]], str]],
-    place: Callable[[Tree], Tree],
+    place: Callable[[Tree, str | None], Tree],
 ) -> Iterator[Record]:
     """Yields one record per example, reader and row: identity, prediction, scores.
 
@@ -62,19 +62,19 @@ def measure(
         encoded: validation examples with the prompt rows that `asked.rows` names.
         asked: which rows, how many examples, how many at once, how long an answer.
         decode: reader's name -> ids to text.
-        place: host batch -> devices.
+        place: (host batch, the reader that reads it; None: the encoder) -> devices.
     """
     trainable, frozen = weights
     others = other_examples(encoded)
     for host in eval_batches(encoded, batch=asked.batch, limit=asked.examples):
         indices, valid = host.pop("index").tolist(), host.pop("valid")
-        source = place(host["source"])
-        shuffled = place(encoded.source.collate([others[index] for index in indices]))
+        source = place(host["source"], None)
+        shuffled = place(encoded.source.collate([others[index] for index in indices]), None)
         latents = {"latents": predict.encode(trainable, source)}
         latents["shuffled"] = predict.encode(trainable, shuffled) if "shuffled" in asked.rows else latents["latents"]
         latents["zero"] = jnp.zeros_like(latents["latents"])
         for name, host_fields in host["readers"].items():
-            fields, params = place(host_fields), frozen[name]
+            fields, params = place(host_fields, name), frozen[name]
             answer = {key: fields[key] for key in ("answer_inputs", "targets", "weights")}
             edges = {key: fields[key] for key in ("before", "after")}
             for row in asked.rows:

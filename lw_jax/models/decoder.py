@@ -160,7 +160,10 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     attend = _attention_mask(mask, cache, causal=mode.causal)
     cos, sin = _rotary(cfg, positions)
     shared = _Shared(cos, sin, attend, None if cache is None else cache.used)
-    layer = _checkpointed(functools.partial(_layer, cfg, shared), mode.remat)
+    # Without recomputation of layers, that of attention's scores alone, as a fused kernel would: they are the largest
+    # thing a layer keeps, and the cheapest to make again.
+    attend_with = jax.checkpoint(attention) if mode.remat == "none" else attention
+    layer = _checkpointed(functools.partial(_layer, cfg, shared, attend_with), mode.remat)
 
     def body(carry, inputs):
         x, mixed = carry
@@ -263,6 +266,7 @@ class _Shared(NamedTuple):
 def _layer(
     cfg: DecoderConfig,
     shared: _Shared,
+    attend: Callable[..., jax.Array],
     x: Float[Array, "b t d"],
     weights: Tree,
     kv: tuple[jax.Array, jax.Array] | None,
@@ -276,7 +280,7 @@ def _layer(
         k = jax.lax.dynamic_update_slice_in_dim(kv[0], k, shared.used, axis=1)
         v = jax.lax.dynamic_update_slice_in_dim(kv[1], v, shared.used, axis=1)
         kv = (k, v)
-    attended = attention(q, k, v, mask=shared.attend)
+    attended = attend(q, k, v, mask=shared.attend)
     x = x + jnp.einsum("bthe,dhe->btd", attended, weights["o"])
     h = rms_norm(x, weights["mlp_norm"], cfg.norm_eps)
     gate = jnp.einsum("btd,fd->btf", h, weights["gate"])

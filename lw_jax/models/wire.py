@@ -42,6 +42,7 @@ class Reader:
     adapter_hidden: int
     calibration: str
     stops: tuple[int, ...]
+    mode: decoder.Mode = decoder.Mode()
 
     def adapter(self, width: int) -> Pure[adapter.Adapter]:
         """Describes the adapter from latents of this width."""
@@ -54,7 +55,7 @@ class Wire:
 
     encoder: EncoderSpec
     readers: Mapping[str, Reader]
-    mode: decoder.Mode = decoder.Mode()
+    mode: decoder.Mode = decoder.Mode()  # of the encoder's body
 
     def init(self, key: jax.Array, *, body: Tree | None, embedding_rms: Mapping[str, jax.Array]) -> Tree:
         """Draws the trainable parameters in fp32; `body` holds the pretrained weights of an lm encoder.
@@ -83,20 +84,20 @@ class Wire:
         mode = dataclasses.replace(self.mode, causal=False)
         return encoder.encode_lm(params, self.encoder.body, head, ids=ids, mask=mask, mode=mode)
 
-    def prefix(self, trainable: Tree, name: str, latents: Float[Array, "b m z"]) -> Float[Array, "b m d"]:
-        """Turns latents into one reader's soft prefix."""
-        params = _cast(trainable["adapters"][name], self.encoder.dtype)
+    def prefix(self, params: Tree, name: str, latents: Float[Array, "b m z"]) -> Float[Array, "b m d"]:
+        """Turns latents into one reader's soft prefix by its adapter's parameters."""
+        params = _cast(params, self.encoder.dtype)
         return self.readers[name].adapter(self.encoder.width).bind(params)(latents.astype(self.encoder.dtype))
 
     def answer_logits(
         self, params: Tree, name: str, prompt: "Prompt", answer_inputs: Int[Array, "b n"]
     ) -> Float[Array, "b t v"]:
         """fp32 logits that predict each answer token and the EOS (t = n + 1); the head sees no other position."""
-        config = self.readers[name].config
+        config, mode = self.readers[name].config, self.readers[name].mode
         x = jnp.concatenate([prompt.embeddings, decoder.embed(params, answer_inputs)], axis=1)
         # Answers are right-padded: under the causal mask a pad is behind every real target, so it may count as real.
         mask = jnp.concatenate([prompt.mask, jnp.ones(answer_inputs.shape, bool)], axis=1)
-        out = decoder.forward(params, config, x, mask=mask, mode=self.mode)
+        out = decoder.forward(params, config, x, mask=mask, mode=mode)
         return decoder.logits(params, out.hidden[:, prompt.mask.shape[1] - 1 :])
 
     def generate(self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int) -> Int[Array, "b n"]:

@@ -1,18 +1,22 @@
 """Recipes by the name that `config.recipe` gives them."""
 
-from jax.sharding import Mesh
-
 from lw_jax.core import config
 from lw_jax.core.config import Config
-from lw_jax.recipes.base import Recipe
+from lw_jax.recipes.base import Plannable, Recipe
 from lw_jax.recipes.latentwire import LatentWire
+from sharding.placement import Placement
 
 RECIPES = {"latentwire": LatentWire}
 
 
-def make(cfg: Config, mesh: Mesh) -> Recipe:
-    """Returns the recipe that the configuration names."""
-    return RECIPES[cfg.recipe](cfg, mesh)
+def make(cfg: Config, placement: Placement, *, outline: bool = False) -> Plannable:
+    """Returns the recipe that the configuration names; an outline needs no file and can only be planned."""
+    return RECIPES[cfg.recipe](cfg, placement, outline=outline)
+
+
+def reader_bytes(cfg: Config) -> dict[str, int]:
+    """Returns the bytes of every frozen reader's weights, from shapes alone."""
+    return RECIPES[cfg.recipe].reader_bytes(cfg)
 
 
 def identity(recipe: Recipe, cfg: Config) -> dict[str, str]:

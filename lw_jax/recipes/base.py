@@ -6,7 +6,7 @@ which recipe it runs. Everything that differs between recipes stands behind this
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import jax
 
@@ -14,6 +14,8 @@ from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import Split
 from lw_jax.optim import Rates
+from lw_jax.recipes.terms import Terms
+from sharding.placement import Placement
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +27,12 @@ class Weights:
 
 
 class Recipe(Protocol):
-    """What differs between training runs; made for one configuration and one mesh."""
+    """What differs between training runs; made for one configuration and one placement."""
+
+    @property
+    def placement(self) -> Placement:
+        """Returns where every component lies."""
+        ...
 
     @property
     def rates(self) -> Rates:
@@ -37,11 +44,15 @@ class Recipe(Protocol):
         ...
 
     def shardings(self) -> Weights:
-        """Returns both trees as NamedShardings on the mesh."""
+        """Returns both trees as NamedShardings, each component on its own mesh."""
         ...
 
-    def build(self) -> Weights:
-        """Initialises the trainable tree and loads the frozen one, both already placed."""
+    def build(self, frozen: Tree | None = None) -> Weights:
+        """Initialises the trainable tree and, unless it is given, loads the frozen one, both already placed."""
+        ...
+
+    def load_frozen(self) -> Tree:
+        """Loads the frozen tree, already placed: what a resumed run needs beside its checkpoint."""
         ...
 
     def data(self, split: Split, *, rows: Sequence[str] = ()) -> Encoded:
@@ -54,4 +65,36 @@ class Recipe(Protocol):
 
     def identity(self) -> dict[str, str]:
         """Returns what a checkpoint must agree with to be taken up: fingerprints of frozen weights and encoder."""
+        ...
+
+
+@runtime_checkable
+class Branched(Recipe, Protocol):
+    """A recipe whose loss is one shared part and a branch per reader, so that readers may lie on other devices.
+
+    The loss is the sum of all branches over what `share` returns; a branch reads of the trainable tree only its part.
+    """
+
+    def share(self, trainable: Tree, source: Tree, rng: jax.Array) -> Tree:
+        """Returns what every branch is given, its leading axis the batch; computed where the trainable tree lies."""
+        ...
+
+    def part(self, name: str, trainable: Tree) -> Tree:
+        """Returns what the branch of a reader reads of the trainable tree."""
+        ...
+
+    def branch(self, name: str, part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: jax.Array) -> LossTerms:
+        """Returns one reader's terms, from its own frozen weights and fields of the batch."""
+        ...
+
+
+class Plannable(Branched, Protocol):
+    """A recipe that can be described where neither its files nor its devices are; made with `outline=True`."""
+
+    def batch_widths(self) -> Tree:
+        """Returns one training example as shapes without the batch axis, at the configuration's limits."""
+        ...
+
+    def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
+        """Returns the arithmetic of one micro-batch: of what all share under "", of each reader under its name."""
         ...

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
@@ -11,8 +12,9 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lw_jax import losses, sources, weights
+from lw_jax import architectures, losses, sources, weights
 from lw_jax.core import rng as rngs
+from lw_jax.core import tree
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import DTYPES, LossTerms, Tree
@@ -21,9 +23,13 @@ from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
 from lw_jax.models import adapter, alignment, decoder, encoder, wire
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.recipes import selfmade
+from lw_jax.recipes import terms as arithmetic
 from lw_jax.recipes.base import Weights
-from sharding import rules, tables
+from lw_jax.recipes.terms import Terms
+from sharding import place, rules, tables
+from sharding.placement import Placement
 
+OPENING = 40  # tokens of a reader's prompt before the context where no tokenizer is at hand (Llama 3.1's chat: 36)
 PIECES = 4  # ids of a token string in another vocabulary that the aligned start averages
 
 
@@ -34,18 +40,56 @@ def locate(cfg: Config, source: str, sha256: str) -> Path:
     return sources.locate(source, sha256=sha256)
 
 
+def outline(cfg: Config, source: str) -> DecoderConfig:
+    """Returns a model's shapes, without its weights where they are not on this machine."""
+    if source.startswith(selfmade.PREFIX):
+        return selfmade.decoder_config(cfg, source)
+    return architectures.find(source)
+
+
 class LatentWire:
     """See `recipes.base.Recipe`; parameters: {"encoder", "adapters"} learn, {reader's name: decoder} are frozen."""
 
-    def __init__(self, cfg: Config, mesh: Mesh):
-        self.cfg, self.mesh = cfg, mesh
-        self.locations = {name: locate(cfg, llm.source, llm.sha256) for name, llm in cfg.llms.items()}
-        self.tokenizers: dict[str, Tokenizer] = {name: load_tokenizer(at) for name, at in self.locations.items()}
-        self.body_location = locate(cfg, cfg.encoder.source, cfg.encoder.sha256) if cfg.encoder.kind == "lm" else None
-        self.wire = _wire(cfg, mesh, locations=self.locations, tokenizers=self.tokenizers, body=self.body_location)
+    def __init__(self, cfg: Config, placement: Placement, *, outline: bool = False):
+        """Finds the models' files; an `outline` needs none and can describe shapes and the loss, but load nothing."""
+        self.cfg, self.placement, self.outline = cfg, placement, outline
+        self.wire = _wire(cfg, placement, self._describe(), {} if outline else self.tokenizers)
         # A pretrained body moves more slowly than what starts from noise.
-        body_rate = cfg.encoder.rate if self.body_location else 1.0
+        body_rate = cfg.encoder.rate if self.wire.encoder.body else 1.0
         self.rates = (("encoder/body/.*", body_rate), ("encoder/head/.*", 1.0), ("adapters/.*", cfg.adapter.rate))
+
+    @staticmethod
+    def reader_bytes(cfg: Config) -> dict[str, int]:
+        """Returns the bytes of every frozen reader's weights, from its shapes alone."""
+        return {
+            name: tree.nbytes(decoder.abstract(outline(cfg, llm.source), DTYPES[llm.weights]))
+            for name, llm in cfg.llms.items()
+        }
+
+    @functools.cached_property
+    def locations(self) -> dict[str, Path]:
+        """Returns where each reader's files lie."""
+        return {name: locate(self.cfg, llm.source, llm.sha256) for name, llm in self.cfg.llms.items()}
+
+    @functools.cached_property
+    def tokenizers(self) -> dict[str, Tokenizer]:
+        """Returns each reader's tokenizer."""
+        return {name: load_tokenizer(at) for name, at in self.locations.items()}
+
+    @functools.cached_property
+    def body_location(self) -> Path | None:
+        """Returns where the encoder's pretrained body lies; None for one from scratch."""
+        spec = self.cfg.encoder
+        return locate(self.cfg, spec.source, spec.sha256) if spec.kind == "lm" else None
+
+    def _describe(self) -> dict[str, DecoderConfig]:
+        """Returns the readers' shapes by name and, under "", the encoder's body where it is pretrained."""
+        if self.outline:
+            sources = {name: llm.source for name, llm in self.cfg.llms.items()}
+            sources |= {"": self.cfg.encoder.source} if self.cfg.encoder.kind == "lm" else {}
+            return {name: outline(self.cfg, source) for name, source in sources.items()}
+        places = self.locations | ({"": self.body_location} if self.body_location else {})
+        return {name: weights.describe(at) for name, at in places.items()}
 
     def abstract(self) -> Weights:
         """Returns both trees as shapes."""
@@ -64,23 +108,24 @@ class LatentWire:
         return Weights(trainable, frozen)
 
     def shardings(self) -> Weights:
-        """Returns both trees as NamedShardings: readers by the config's placement, what learns replicated."""
+        """Returns both trees as NamedShardings: each reader by its placement, what learns replicated."""
         shapes = self.abstract()
-        table = tables.reader_table(self.cfg.mesh.placement)
         frozen = {
-            name: rules.shardings(table, tree, self.mesh, name=f"llms/{name}") for name, tree in shapes.frozen.items()
+            name: rules.shardings(tables.reader_table(at.table), shapes.frozen[name], at.mesh, name=f"llms/{name}")
+            for name, at in self.placement.readers.items()
         }
-        trainable = rules.shardings(tables.TRAINABLE, shapes.trainable, self.mesh, name="trainable")
+        trainable = rules.shardings(tables.TRAINABLE, shapes.trainable, self.placement.learner, name="trainable")
         return Weights(trainable, frozen)
 
-    def build(self) -> Weights:
+    def build(self, frozen: Tree | None = None) -> Weights:
         """Streams the frozen weights into their shards and initialises what learns."""
-        placed, frozen = self.shardings(), self.load_frozen()
+        placed = self.shardings()
+        readers: Tree = self.load_frozen() if frozen is None else frozen
         body = None
         if self.body_location and self.wire.encoder.body:
             body = weights.load(self.body_location, dtype="float32", layers=self.wire.encoder.body.layers)
             body = encoder.keep_body(body)
-        sizes = {name: adapter.rms(tree["embed"].astype(jnp.float32), axis=None) for name, tree in frozen.items()}
+        sizes = {name: adapter.rms(one["embed"].astype(jnp.float32), axis=None) for name, one in readers.items()}
         key = rngs.stream(self.cfg.seed, "trainable")
         init = jax.jit(
             lambda key, body, sizes: self.wire.init(
@@ -88,11 +133,10 @@ class LatentWire:
             ),
             out_shardings=placed.trainable,
         )
-        replicated = NamedSharding(self.mesh, P())
-        trainable = init(*jax.device_put((key, body, sizes), replicated))
+        trainable = init(key, body, place.replicate(sizes, self.placement.learner))
         if self.cfg.adapter.start == "aligned":
-            trainable = jax.device_put(self._align(trainable, frozen, sizes), placed.trainable)
-        return Weights(trainable, frozen)
+            trainable = jax.device_put(self._align(trainable, readers, sizes), placed.trainable)
+        return Weights(trainable, readers)
 
     def _align(self, trainable: Tree, frozen: Tree, sizes: Mapping[str, jax.Array]) -> Tree:
         """Replaces the random start of projection, layer mix and adapters' linear paths; see `models.alignment`."""
@@ -105,7 +149,8 @@ class LatentWire:
         head = head | {"project": project, "mix": alignment.mix_logits(head["mix"].shape[0])}
         adapters = {}
         for name, params in trainable["adapters"].items():
-            kernel = jax.jit(alignment.linear_map)(table, directions, frozen[name]["embed"], self._pieces(name))
+            theirs = place.replicate(frozen[name]["embed"], self.placement.learner)
+            kernel = jax.jit(alignment.linear_map)(table, directions, theirs, self._pieces(name))
             skip = jnp.zeros_like(params["skip"]["kernel"]).at[: kernel.shape[0]].set(kernel)
             quiet = jax.tree.map(jnp.zeros_like, params["down"])
             adapters[name] = params | {"skip": {"kernel": skip}, "down": quiet, "gain": sizes[name].reshape(())}
@@ -128,6 +173,62 @@ class LatentWire:
         return {
             name: weights.load(at, dtype=DTYPES[self.cfg.llms[name].weights], shardings=placed[name])
             for name, at in self.locations.items()
+        }
+
+    def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
+        """Returns the arithmetic of one micro-batch: the encoder's under "", each reader's under its name."""
+        remat, spec = self.cfg.compute.remat, self.wire.encoder
+        positions = widths["source"]["ids"].shape[0]
+        if spec.body is not None:
+            one = arithmetic.Pass(rows, positions, 0, remat, arithmetic.BYTES[self.cfg.compute.dtype])
+            found = {"": arithmetic.trained(spec.body, one)}
+        else:  # twelve z^2 parameters a layer, twelve activations of width z and two of the scores
+            layers, z = spec.layers or encoder.BYTE_LAYERS, spec.width
+            kept = rows * positions * layers * (12 * z + 2 * encoder.BYTE_HEADS * positions) * 4
+            found = {"": Terms(kept, 6 * rows * positions * layers * 12 * z * z)}
+        return found | {name: self._reader_terms(name, widths["readers"][name], rows) for name in self.wire.readers}
+
+    def _reader_terms(self, name: str, fields: Tree, rows: int) -> Terms:
+        config, at = self.wire.readers[name].config, self.placement.readers[name]
+        answers = fields["targets"].shape[0]
+        prompt = sum(fields[key]["ids"].shape[0] for key in ("before", "after")) + self.wire.encoder.slots
+        one = arithmetic.Pass(
+            rows=rows,
+            positions=prompt + answers - 1,
+            answers=answers,
+            remat=self.cfg.compute.remat,
+            size=arithmetic.BYTES[self.cfg.llms[name].weights],
+            model=at.mesh.shape["model"] if at.table == "tensor" else 1,
+            data=at.mesh.shape["data"] if at.table == "fsdp" else 1,
+        )
+        found = arithmetic.frozen(config, one)
+        if "text" in fields:
+            teacher = dataclasses.replace(one, positions=fields["text"]["ids"].shape[0] + answers - 1)
+            found = dataclasses.replace(found, flops=found.flops + arithmetic.forward_only(config, teacher))
+        return found
+
+    def mesh_of(self, name: str | None) -> Mesh:
+        """Returns where a reader lies; None: what learns."""
+        return self.placement.learner if name is None else self.placement.readers[name].mesh
+
+    def batch_widths(self) -> Tree:
+        """Returns one training example as shapes at the configuration's limits; the opening words are assumed."""
+        data, text = self.cfg.data, ("text",) if self.cfg.loss.kl else ()
+        widths = {"before": OPENING, "after": data.question_tokens, "text": data.context_tokens}
+
+        def field(width: int) -> Tree:
+            return {"ids": jax.ShapeDtypeStruct((width,), jnp.int32), "mask": jax.ShapeDtypeStruct((width,), bool)}
+
+        reader = {key: field(widths[key]) for key in ("before", "after", *text)}
+        reader |= {
+            "answer_inputs": jax.ShapeDtypeStruct((data.answer_tokens - 1,), jnp.int32),
+            "targets": jax.ShapeDtypeStruct((data.answer_tokens,), jnp.int32),
+            "weights": jax.ShapeDtypeStruct((data.answer_tokens,), jnp.float32),
+        }
+        return {
+            "source": field(self.cfg.encoder.window),
+            "readers": dict.fromkeys(self.wire.readers, reader),
+            "index": jax.ShapeDtypeStruct((), jnp.int32),
         }
 
     @functools.cached_property
@@ -155,24 +256,37 @@ class LatentWire:
 
         The objective is the mean over answer tokens of all readers together.
         """
+        shared = self.share(trainable, batch["source"], rng)
+        branches = (
+            self.branch(name, self.part(name, trainable), frozen[name], batch["readers"][name], shared, rng)
+            for name in self.wire.readers
+        )
+        return functools.reduce(operator.add, branches)
+
+    def share(self, trainable: Tree, source: Tree, rng: jax.Array) -> Tree:
+        """Returns the latents."""
         del rng  # nothing here is random
-        latents = self.wire.encode(trainable, batch["source"])
-        total, weight, terms = jnp.zeros(()), jnp.zeros(()), {}
-        for name in self.wire.readers:
-            fields, params = batch["readers"][name], frozen[name]
-            targets, counted = fields["targets"], fields["weights"]
-            prompt = wire.wire_prompt(params, fields, self.wire.prefix(trainable, name, latents))
-            student = self.wire.answer_logits(params, name, prompt, fields["answer_inputs"])
-            ce = terms[f"nll/{name}"] = losses.nll(student, targets, counted)
-            terms[f"accuracy/{name}"] = losses.hits(student, targets, counted)
-            total, weight = total + self.cfg.loss.ce * ce[0], weight + ce[1]
-            if self.cfg.loss.kl:
-                text = wire.text_prompt(params, fields["text"])
-                teacher = jax.lax.stop_gradient(self.wire.answer_logits(params, name, text, fields["answer_inputs"]))
-                kl = losses.kl(teacher, student, counted, temperature=self.cfg.loss.temperature)
-                terms[f"kl/{name}"] = kl
-                total = total + self.cfg.loss.kl * kl[0]
-        return LossTerms(total, weight, terms)
+        return self.wire.encode(trainable, source)
+
+    def part(self, name: str, trainable: Tree) -> Tree:
+        """Returns one reader's adapter."""
+        return trainable["adapters"][name]
+
+    def branch(self, name: str, part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: jax.Array) -> LossTerms:
+        """Returns what one reader makes of the latents."""
+        del rng
+        targets, counted = fields["targets"], fields["weights"]
+        prompt = wire.wire_prompt(frozen, fields, self.wire.prefix(part, name, shared))
+        student = self.wire.answer_logits(frozen, name, prompt, fields["answer_inputs"])
+        ce = losses.nll(student, targets, counted)
+        terms = {f"nll/{name}": ce, f"accuracy/{name}": losses.hits(student, targets, counted)}
+        total = self.cfg.loss.ce * ce[0]
+        if self.cfg.loss.kl:
+            text = wire.text_prompt(frozen, fields["text"])
+            teacher = jax.lax.stop_gradient(self.wire.answer_logits(frozen, name, text, fields["answer_inputs"]))
+            kl = terms[f"kl/{name}"] = losses.kl(teacher, student, counted, temperature=self.cfg.loss.temperature)
+            total = total + self.cfg.loss.kl * kl[0]
+        return LossTerms(total, ce[1], terms)
 
     def identity(self) -> dict[str, str]:
         """Returns the fingerprints of the frozen readers and of the encoder's origin."""
@@ -187,12 +301,18 @@ class LatentWire:
         """Returns jitted (trainable, source) -> latents."""
         return jax.jit(self.wire.encode)
 
-    @functools.cached_property
-    def prompt_from_latents(self):
-        """Returns jitted (trainable, reader's parameters, fields, latents, name) -> Prompt."""
+    def prompt_from_latents(
+        self, trainable: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str
+    ) -> wire.Prompt:
+        """Returns a reader's prompt where it lies; its adapter and the latents go there first."""
+        mesh = self.placement.readers[name].mesh
+        part, latents = place.replicate(self.part(name, trainable), mesh), place.rows(latents, mesh)
+        return self._wire_prompt(part, params, fields, latents, name)
 
-        def build(trainable: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str) -> wire.Prompt:
-            return wire.wire_prompt(params, fields, self.wire.prefix(trainable, name, latents))
+    @functools.cached_property
+    def _wire_prompt(self):
+        def build(part: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str) -> wire.Prompt:
+            return wire.wire_prompt(params, fields, self.wire.prefix(part, name, latents))
 
         return jax.jit(build, static_argnames="name")
 
@@ -229,26 +349,26 @@ class LatentWire:
 
 
 def _wire(
-    cfg: Config, mesh: Mesh, *, locations: Mapping[str, Path], tokenizers: Mapping[str, Tokenizer], body: Path | None
+    cfg: Config, placement: Placement, found: Mapping[str, DecoderConfig], tokenizers: Mapping[str, Tokenizer]
 ) -> wire.Wire:
-    rows = NamedSharding(mesh, P("data"))
-    mode = decoder.Mode(remat=cfg.compute.remat, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows))
+    def mode(mesh: Mesh) -> decoder.Mode:
+        rows = NamedSharding(mesh, P("data"))
+        return decoder.Mode(remat=cfg.compute.remat, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows))
+
     spec = wire.EncoderSpec(
         kind=cfg.encoder.kind,
         slots=cfg.encoder.slots,
         width=cfg.encoder.width,
         pooling=cfg.encoder.pooling,
         layers=cfg.encoder.layers,
-        body=_body(weights.describe(body), cfg.encoder.layers) if body else None,
+        body=_body(found[""], cfg.encoder.layers) if "" in found else None,
         dtype=DTYPES[cfg.compute.dtype],
     )
-    readers = {
-        name: wire.Reader(
-            weights.describe(at), cfg.adapter.hidden, cfg.adapter.calibration, tuple(tokenizers[name].stops)
-        )
-        for name, at in locations.items()
-    }
-    return wire.Wire(spec, readers, mode)
+    readers = {}
+    for name, at in placement.readers.items():
+        stops = tuple(tokenizers[name].stops) if name in tokenizers else ()
+        readers[name] = wire.Reader(found[name], cfg.adapter.hidden, cfg.adapter.calibration, stops, mode(at.mesh))
+    return wire.Wire(spec, readers, mode(placement.learner))
 
 
 def _body(config: DecoderConfig, layers: int) -> DecoderConfig:

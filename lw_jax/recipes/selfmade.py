@@ -27,7 +27,7 @@ from lw_jax.data import batches, examples
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.models import decoder, wire
 from lw_jax.recipes.base import Weights
-from sharding import rules, tables
+from sharding import placement, rules, tables
 
 PREFIX = "selfmade:"
 FORMAT = 1  # raised when what is trained changes, so that old folders are not taken up
@@ -76,6 +76,26 @@ def finished_folder(cfg: Config, source: str) -> Path:
     return path
 
 
+def decoder_config(cfg: Config, source: str) -> decoder.DecoderConfig:
+    """Returns the shapes of a self-made reader."""
+    kind = FAMILIES[family(source)]
+    sizes = cfg.selfmade
+    return decoder.DecoderConfig(
+        vocab=kind.vocab,
+        width=sizes.width,
+        layers=sizes.layers,
+        heads=sizes.heads,
+        kv_heads=sizes.kv_heads,
+        head_dim=sizes.width // sizes.heads,
+        ffn=sizes.ffn,
+        rope_theta=kind.rope_theta,
+        norm_eps=1e-6,
+        max_positions=1024,
+        tied=False,
+        qkv_bias=kind.qkv_bias,
+    )
+
+
 class SelfmadeReader:
     """Trains one reader to answer from the text prompt. See `recipes.base.Recipe`; nothing is frozen."""
 
@@ -83,25 +103,12 @@ class SelfmadeReader:
 
     def __init__(self, cfg: Config, mesh: Mesh, *, source: str):
         kind = FAMILIES[family(source)]
-        self.mesh, self.family = mesh, family(source)
+        self.family = family(source)
+        self.placement = placement.together(mesh, ["reader"])
         cards = {"train": "cards", "validation": "cards", "train_limit": 0, "validation_limit": 0, "cards": CARDS}
         # One reader whatever the run's seed: the folder's name knows nothing of it.
         self.cfg = dataclasses.replace(cfg, seed=0, data=dataclasses.replace(cfg.data, **cards))
-        sizes = cfg.selfmade
-        self.config = decoder.DecoderConfig(
-            vocab=kind.vocab,
-            width=sizes.width,
-            layers=sizes.layers,
-            heads=sizes.heads,
-            kv_heads=sizes.kv_heads,
-            head_dim=sizes.width // sizes.heads,
-            ffn=sizes.ffn,
-            rope_theta=kind.rope_theta,
-            norm_eps=1e-6,
-            max_positions=1024,
-            tied=False,
-            qkv_bias=kind.qkv_bias,
-        )
+        self.config = decoder_config(cfg, source)
         self.folder = folder(cfg, source)
         self.examples = examples.load(self.cfg.data, "train", seed=self.cfg.seed)
         write_tokenizer(self.folder, kind, [f"{e.context} {e.question} {e.answers[0]}" for e in self.examples])
@@ -117,15 +124,21 @@ class SelfmadeReader:
 
     def shardings(self) -> Weights:
         """Replicates: these readers are tiny."""
-        return Weights(rules.shardings(tables.TRAINABLE, self.abstract().trainable, self.mesh, name="selfmade"), {})
+        return Weights(
+            rules.shardings(tables.TRAINABLE, self.abstract().trainable, self.placement.learner, name="selfmade"), {}
+        )
 
-    def build(self) -> Weights:
+    def build(self, frozen: Tree | None = None) -> Weights:
         """Draws the initial weights."""
         init = jax.jit(
             lambda key: decoder.init(key, self.config, jnp.float32, scale=0.05),
             out_shardings=self.shardings().trainable,
         )
         return Weights(init(rngs.stream(self.cfg.seed, f"selfmade/{self.family}")), {})
+
+    def load_frozen(self) -> Tree:
+        """Returns nothing: all of it learns."""
+        return {}
 
     def data(self, split: examples.Split, *, rows: Sequence[str] = ()) -> batches.Encoded:
         """Returns whole cards as one sequence: its first token is the prompt, all others with the answer the target.

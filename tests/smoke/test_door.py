@@ -69,9 +69,9 @@ def test_one_process_of_several_writes_the_folder(calls: list[dict[str, Any]], m
 def test_eval_of_a_folder_takes_the_saved_configuration(calls: list[dict[str, Any]]) -> None:
     assert run.main([*SMOKE, "--config.seed=7", "--workdir", "w"]) == 0
     before = Path("w/config.json").read_bytes()
-    assert run.main(["eval", "--workdir", "w", "--config.eval.examples=5", "--config.mesh.data=1"]) == 0
+    assert run.main(["eval", "--workdir", "w", "--config.eval.examples=5", "--config.mesh.placement=single"]) == 0
     cfg = calls[1]["cfg"]
-    assert (calls[1]["verb"], cfg.seed, cfg.eval.examples, cfg.mesh.data) == ("eval", 7, 5, 1)
+    assert (calls[1]["verb"], cfg.seed, cfg.eval.examples, cfg.mesh.placement) == ("eval", 7, 5, "single")
     assert Path("w/config.json").read_bytes() == before
 
 

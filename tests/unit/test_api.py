@@ -31,7 +31,7 @@ def lm(root):
 
 
 def trained(root, folder, seed):
-    cfg = tiny.make_config(root, seed=seed, mesh__data=1, train__steps=2, train__checkpoint_every=2)
+    cfg = tiny.make_config(root, seed=seed, mesh__placement="single", train__steps=2, train__checkpoint_every=2)
     workdir.write_workdir(folder, cfg=cfg, base={}, command=["test"])
     assert train.main(cfg, resolved={}, workdir=folder) == 0
     return lw_jax.load_wire(folder)
@@ -146,7 +146,7 @@ def prompt_of(wire, monkeypatch, ask):
 def test_reader_is_given_the_message_s_latents_between_its_own_words(wire, message, name, monkeypatch):
     embeddings, mask = prompt_of(wire, monkeypatch, lambda: wire.read(message, name, "Who keeps it?"))
     latents = codec.unpack(message, encoder=wire.encoder_fingerprint)
-    prefix = wire.recipe.wire.prefix(wire.trainable, name, jnp.asarray(latents)[None])
+    prefix = wire.recipe.wire.prefix(wire.trainable["adapters"][name], name, jnp.asarray(latents)[None])
     table, one = np.asarray(wire.frozen[name]["embed"]), wire.recipe.tokenizers[name]
     before = table[[*one.begin, *one.encode("Context:\n")]]
     after = table[one.encode("\nQuestion: Who keeps it?\nAnswer:")]
@@ -200,7 +200,7 @@ def test_loaded_wire_is_the_one_that_was_trained(wire):
 def test_folder_without_a_run_or_without_a_checkpoint_is_refused(root, tmp_path):
     with pytest.raises(UserError, match=r"config\.json: missing"):
         lw_jax.load_wire(tmp_path)
-    cfg = tiny.make_config(root, mesh__data=1)
+    cfg = tiny.make_config(root, mesh__placement="single")
     workdir.write_workdir(tmp_path, cfg=cfg, base={}, command=["test"])
     with pytest.raises(UserError, match="no checkpoint yet; train first"):
         lw_jax.load_wire(tmp_path)

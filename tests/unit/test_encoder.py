@@ -144,7 +144,7 @@ def test_gradient_reaches_every_trainable_leaf(built, key):
     direction = jax.random.normal(jax.random.key(9), (2, SLOTS, BODY.width))
 
     def loss(trainable):
-        return jnp.sum(direction * wire.prefix(trainable, "reader", wire.encode(trainable, text)))
+        return jnp.sum(direction * wire.prefix(trainable["adapters"]["reader"], "reader", wire.encode(trainable, text)))
 
     largest = jax.tree_util.tree_leaves_with_path(
         jax.tree.map(lambda leaf: float(jnp.abs(leaf).max()), jax.jit(jax.grad(loss))(trainable))

@@ -1,6 +1,11 @@
-"""The metrics file survives a crash and a resumption; the clock leaves compilation out."""
+"""Metrics files survive a crash and a resumption; the clock leaves compilation out."""
 
 import json
+import math
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,6 +54,125 @@ def test_what_json_cannot_say_is_written_as_a_word(tmp_path, value, text):
     assert json.loads(path.read_text(), parse_constant=refuse) == {"step": 1, "train/loss": text}
 
 
+def crc32c(data: bytes) -> int:
+    """CRC-32 of Castagnoli's polynomial (RFC 3720, appendix B.4), bit by bit."""
+    crc = 0xFFFFFFFF
+    for octet in data:
+        crc ^= octet
+        for _ in range(8):
+            crc = crc >> 1 ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+def masked(data: bytes) -> int:
+    """TFRecord's masked CRC: rotated right by 15 bits, plus a constant."""
+    crc = crc32c(data)
+    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
+
+
+def read_records(file: Path) -> Iterator[bytes]:
+    data, start = file.read_bytes(), 0
+    while start < len(data):
+        length, check = struct.unpack_from("<QI", data, start)
+        assert masked(data[start : start + 8]) == check
+        record = data[start + 12 : start + 12 + length]
+        assert struct.unpack_from("<I", data, start + 12 + length) == (masked(record),)
+        yield record
+        start += 16 + length
+
+
+def read_varint(data: bytes, start: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        value |= (data[start] & 127) << shift
+        shift, start = shift + 7, start + 1
+        if data[start - 1] < 128:
+            return value, start
+
+
+def read_fields(data: bytes) -> dict[int, list[Any]]:
+    """Reads a protocol buffer's fields by number, as its wire format says."""
+    found: dict[int, list[Any]] = {}
+    start = 0
+    while start < len(data):
+        key, start = read_varint(data, start)
+        kind, length = key & 7, 0
+        if kind == 0:
+            value, start = read_varint(data, start)
+        else:
+            if kind == 2:
+                length, start = read_varint(data, start)
+            size = {1: 8, 2: length, 5: 4}[kind]
+            raw, start = data[start : start + size], start + size
+            value = raw if kind == 2 else struct.unpack({8: "<d", 4: "<f"}[size], raw)[0]
+        found.setdefault(key >> 3, []).append(value)
+    return found
+
+
+def read_board(folder: Path) -> list[tuple[int, str, float]]:
+    """Returns (step, tag, value) of all scalars, file by file (event.proto, summary.proto)."""
+    rows = []
+    for file in sorted(folder.glob("events.out.tfevents.*")):
+        for position, record in enumerate(read_records(file)):
+            event = read_fields(record)
+            assert (event.get(3) == [b"brain.Event:2"]) == (position == 0), "each file begins with its version"
+            for summary in event.get(5, ()):
+                for value in map(read_fields, read_fields(summary)[1]):
+                    rows.append((event[2][0], value[1][0].decode(), value[2][0]))
+    return rows
+
+
+def board(folder: Path, steps: range, **options: int) -> list[int]:
+    with metrics.TensorBoard(folder, **options) as log:
+        for step in steps:
+            log.write(step, {"train/loss": step / 8})
+    return [step for step, _, _ in read_board(folder)]
+
+
+def test_crc_of_the_tests_own_reader_is_right():
+    assert crc32c(b"123456789") == 0xE3069283  # the polynomial's check value
+
+
+def test_event_files_hold_what_was_written(tmp_path):
+    with metrics.TensorBoard(tmp_path / "board") as log:
+        log.write(3, {"train/loss": 0.5, "examples": 24})
+        rows = [(3, "train/loss", 0.5), (3, "examples", 24.0)]
+        assert read_board(tmp_path / "board") == rows, "written at once"
+        log.write(300, {"validation/nll/llama": 0.25})
+    assert read_board(tmp_path / "board") == [*rows, (300, "validation/nll/llama", 0.25)]
+
+
+def test_event_files_take_what_is_no_number(tmp_path):
+    with metrics.TensorBoard(tmp_path) as log:
+        log.write(1, {"train/loss": math.nan})
+    assert [math.isnan(value) for _, _, value in read_board(tmp_path)] == [True]
+
+
+def test_resumed_run_shows_no_event_twice(tmp_path):
+    board(tmp_path, range(1, 8))
+    assert board(tmp_path, range(5, 7), resumed_step=4) == [1, 2, 3, 4, 5, 6]
+    # Steps that are logged more rarely now leave nothing of the old run between them.
+    assert board(tmp_path, range(9, 10), resumed_step=2) == [1, 2, 9]
+    assert board(tmp_path, range(1, 2)) == [1], "a new run begins anew"
+
+
+@pytest.mark.parametrize("lost", [2, 9])  # of the event's checksum; of the event too
+def test_event_cut_by_a_crash_is_removed(tmp_path, lost):
+    board(tmp_path, range(1, 4))
+    (file,) = tmp_path.glob("events.out.tfevents.*")
+    file.write_bytes(file.read_bytes()[:-lost])
+    assert board(tmp_path, range(3, 5), resumed_step=3) == [1, 2, 3, 4]
+
+
+def test_event_damaged_by_a_crash_ends_its_file(tmp_path):
+    board(tmp_path, range(1, 4))
+    (file,) = tmp_path.glob("events.out.tfevents.*")
+    data = file.read_bytes()
+    size = len(data) - data.rindex(b"train/loss") + 40
+    file.write_bytes(data + struct.pack("<QI", 7, 0) + b"\xff" * 11 + data[-size:])
+    assert board(tmp_path, range(3, 5), resumed_step=2) == [1, 2, 3, 4]
+
+
 def test_clock_leaves_the_compiling_step_out(monkeypatch):
     now = [100.0]
     monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
@@ -61,9 +185,33 @@ def test_clock_leaves_the_compiling_step_out(monkeypatch):
     assert clock.lap(30) == (4.0, 28 / 9 * 30)  # this lap's pace; the time left by the average
 
 
+def test_clock_claims_no_pace_where_no_step_passed(monkeypatch):
+    now = [100.0]
+    monkeypatch.setattr(metrics.time, "monotonic", lambda: now[0])
+    clock = metrics.Clock(20, 60)
+    now[0] += 50
+    clock.compiled(21)
+    now[0] += 3
+    assert all(math.isnan(value) for value in clock.lap(21))
+    now[0] += 5
+    assert clock.lap(25) == (2.0, 2.0 * 35), "the seconds before the empty lap count"
+    now[0] += 4
+    pace, left = clock.lap(25)
+    assert math.isnan(pace)
+    assert left == 3.0 * 35
+
+
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, "0s"), (59.4, "59s"), (59.6, "1m 00s"), (200, "3m 20s"), (3599.7, "1h 00m"), (7500, "2h 05m")],
+    [
+        (math.nan, "-"),
+        (0, "0s"),
+        (59.4, "59s"),
+        (59.6, "1m 00s"),
+        (200, "3m 20s"),
+        (3599.7, "1h 00m"),
+        (7500, "2h 05m"),
+    ],
 )
 def test_duration_reads_as_people_say_it(seconds, text):
     assert metrics.duration(seconds) == text

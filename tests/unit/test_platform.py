@@ -44,3 +44,15 @@ def test_plugin_with_a_driver_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(platform, "DRIVER_FILES", (str(tmp_path),))
     monkeypatch.setenv("JAX_PLATFORMS", "")
     assert platform.hide_idle_cuda() == ""
+
+
+def test_memory_is_reserved_unless_the_user_said_how_much(monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    assert platform.memory_fraction() == platform.JAX_FRACTION
+    platform.reserve_memory(0.92)
+    assert platform.memory_fraction() == 0.92
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+    platform.reserve_memory(0.92)
+    assert platform.memory_fraction() == 0.6

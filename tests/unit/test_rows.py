@@ -11,7 +11,7 @@ from lw_jax import evaluate
 from lw_jax.core.types import Example
 from lw_jax.evals import rows
 from lw_jax.recipes.latentwire import LatentWire
-from sharding import mesh as meshes
+from sharding import placement
 from tests import tiny
 
 ROWS = ("text", "latents", "shuffled", "zero", "none", "truncated")
@@ -26,7 +26,7 @@ def measured(tmp_path_factory):
     root = tmp_path_factory.getbasetemp() / "readers"
     cfg = tiny.make_config(root)
     cfg = dataclasses.replace(cfg, llms={"qwen": cfg.llms["qwen"]})
-    recipe = LatentWire(cfg, meshes.make(data=1, model=1))
+    recipe = LatentWire(cfg, placement.place("single", {"qwen": 1}))
     built = recipe.build()
     encoded = recipe.data("validation", rows=ROWS)
     records = list(
@@ -36,7 +36,7 @@ def measured(tmp_path_factory):
             encoded,
             asked=dataclasses.replace(cfg.eval, examples=COUNT, batch=BATCH, rows=ROWS, max_new_tokens=3),
             decode={name: tokenizer.decode for name, tokenizer in recipe.tokenizers.items()},
-            place=lambda tree: jax.tree.map(jnp.asarray, tree),
+            place=lambda tree, _: jax.tree.map(jnp.asarray, tree),
         )
     )
     return recipe, built, encoded, records
@@ -86,7 +86,7 @@ def test_shuffled_row_reads_the_other_example_s_latents(measured):
 def test_zero_row_knows_nothing_of_the_text(measured):
     recipe, built, encoded, _ = measured
     latents = jnp.zeros((2, recipe.cfg.encoder.slots, recipe.cfg.encoder.width))
-    prefix = recipe.wire.prefix(built.trainable, "qwen", latents)
+    prefix = recipe.wire.prefix(built.trainable["adapters"]["qwen"], "qwen", latents)
     np.testing.assert_array_equal(prefix[0], prefix[1])
 
 

@@ -1,4 +1,4 @@
-"""lw_jax/core/runtime.py: start, facts and the end by signal."""
+"""lw_jax/core/runtime.py: start, devices and the end by signal."""
 
 import os
 import signal
@@ -43,18 +43,34 @@ def test_processes_are_joined_only_inside_a_slurm_step_of_several_tasks(calls, m
     assert len(calls) == several
 
 
-def test_facts_tell_devices_processes_and_versions():
-    facts = runtime.facts()
-    assert facts["platform"] == "cpu"
-    assert facts["devices"] == facts["local_devices"] == jax.device_count()
-    assert (facts["process_index"], facts["process_count"]) == (0, 1)
-    assert facts["memory_bytes"] is None
-    assert facts["versions"]["jax"] == jax.__version__
+class Device:
+    """What a GPU's runtime reports."""
+
+    device_kind, compute_capability = "NVIDIA Something", "9.0"
+
+    def __init__(self, limit):
+        self.limit = limit
+
+    def memory_stats(self):
+        return {"bytes_limit": self.limit} if self.limit else None
 
 
-def test_absent_package_is_left_out_of_the_versions(monkeypatch):
-    monkeypatch.setattr(runtime, "PACKAGES", ("jax", "lw-jax-no-such-package"))
-    assert sorted(runtime.versions()) == ["jax", "python"]
+def test_cpu_devices_are_described_without_a_memory_that_nobody_told():
+    assert runtime.device_memory() is None
+    assert runtime.describe() == f"{jax.device_count()} x cpu"
+
+
+def test_memory_is_the_smallest_card_whole_not_the_share_that_the_allocator_reports(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(40e9), Device(60e9)])
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    assert runtime.device_memory() == int(80e9)
+    assert "80.0 GB each, compute capability 9.0" in runtime.describe()
+
+
+def test_memory_is_unknown_where_one_device_tells_none(monkeypatch):
+    monkeypatch.setattr(jax, "local_devices", lambda: [Device(40e9), Device(0)])
+    assert runtime.device_memory() is None
 
 
 @pytest.fixture

@@ -74,7 +74,7 @@ def test_readers_have_adapters_of_their_own_and_calibrated(recipe, parts):
     kernels = [built.trainable["adapters"][name]["up"]["kernel"] for name in ("llama", "qwen")]
     assert kernels[0].shape == kernels[1].shape and not np.array_equal(*kernels)
     for name in ("llama", "qwen"):
-        prefix = recipe.wire.prefix(built.trainable, name, latents)
+        prefix = recipe.wire.prefix(built.trainable["adapters"][name], name, latents)
         assert prefix.shape[2] == recipe.wire.readers[name].config.width
         embedding = np.sqrt(np.mean(np.square(built.frozen[name]["embed"])))
         assert np.sqrt(np.mean(np.square(prefix))) == pytest.approx(embedding, rel=0.2)  # three texts

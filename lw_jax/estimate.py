@@ -1,0 +1,87 @@
+"""Arithmetic of a recipe's step: the cross-check of the compiled plan, and its stand-in where nothing can compile.
+
+Weights, trainables and moments are exact (from shapes and shardings). Activations, FLOPs and times are sums of named
+terms over the step's matrix products; what a compiler fuses, keeps or adds is not in them.
+"""
+
+import dataclasses
+
+from lw_jax.core.types import Tree
+from lw_jax.memory import Needs
+from lw_jax.program import Program
+from lw_jax.recipes.base import Plannable
+from lw_jax.recipes.terms import Terms
+from lw_jax.roofline import BANDWIDTH_FRACTION, COLLECTIVE_SECONDS, LINK_FRACTION, MATMUL_FRACTION, Times
+from lw_jax.targets import Target
+from sharding import place
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """What one step takes, by arithmetic, on the device with most to do."""
+
+    needs: Needs
+    flops: float
+    collective_bytes: float
+    times: Times | None
+
+
+def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int, target: Target | None) -> Estimate:
+    """Returns the arithmetic of one placement, recomputation and micro-batch (0: the whole share)."""
+    accumulation = program.accumulation(micro_batch)
+    rows = program.share // accumulation
+    learner, terms = program.placement.learner, recipe.terms(widths, rows)
+    state, frozen = program.state(), program.frozen()
+    peaks, flops, wire, seconds = [], [], [], []
+    for mesh in program.placement.meshes:
+        held = place.device_bytes(state) if mesh == learner else 0
+        shared = terms[""] if mesh == learner else Terms()
+        working, work, sent, logits = shared.bytes, shared.flops, 0.0, 0.0
+        for name, at in program.placement.readers.items():
+            if at.mesh != mesh:
+                continue
+            held += place.device_bytes(frozen[name])
+            one = terms[name]
+            # What is shared lives on while the readers run, these one after the other.
+            working, work, sent = max(working, shared.bytes + one.bytes), work + one.flops, sent + one.wire
+            logits = max(logits, one.logits)
+        work, sent = work * accumulation, sent * accumulation
+        if mesh == learner:  # gradients are summed over the data axis once a step
+            sent += 2 * (learner.shape["data"] - 1) / learner.shape["data"] * place.device_bytes(state["trainable"])
+            working += place.device_bytes(state["trainable"]) * (2 if accumulation > 1 else 1)  # gradients
+        peaks.append((held, int(working), int(logits)))
+        flops.append(work)
+        wire.append(sent)
+        seconds.append(_seconds(work, sent, held, accumulation, target, _dtype(program)) if target else None)
+    fullest = max(range(len(peaks)), key=lambda i: sum(peaks[i][:2]))
+    mesh = program.placement.meshes[fullest]
+    weights = sum(place.device_bytes(frozen[name]) for name, at in program.placement.readers.items() if at.mesh == mesh)
+    needs = Needs(
+        micro_batch=rows,
+        accumulation=accumulation,
+        weights=weights,
+        trainable=place.device_bytes(state["trainable"]) if mesh == learner else 0,
+        optimizer=place.device_bytes(state["opt_state"]) if mesh == learner else 0,
+        batch=0,
+        activations=peaks[fullest][1],
+        logits=peaks[fullest][2],
+        by_mesh=tuple(held + working for held, working, _ in peaks),
+    )
+    slowest = max((one for one in seconds if one), key=lambda one: one.total, default=None)
+    return Estimate(needs, max(flops), max(wire), slowest)
+
+
+def _dtype(program: Program) -> str:
+    words = {llm.weights for llm in program.cfg.llms.values()}
+    return "bf16" if "bf16" in words else "tf32"
+
+
+def _seconds(work: float, sent: float, held: int, passes: int, target: Target, dtype: str) -> Times:
+    card = target.card
+    peak = card.peak.get(dtype, card.peak["fp32"])
+    link = target.link_bandwidth(list(range(target.devices)))
+    return Times(
+        gemm=work / (peak * MATMUL_FRACTION),
+        memory=3 * passes * held / (card.bandwidth * BANDWIDTH_FRACTION),  # weights are read once a pass, at least
+        collective=sent / (link * LINK_FRACTION) + (COLLECTIVE_SECONDS if sent else 0.0),
+    )

@@ -1,0 +1,408 @@
+"""The verb `plan`: whether and how a configuration runs on given GPUs, compiled for them on any machine."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+import re
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from lw_jax import choice, fit, memory, recipes, sources, targets
+from lw_jax.choice import Candidate, Hardware
+from lw_jax.core import config
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+from lw_jax.fit import Room
+from lw_jax.memory import bytes_of
+from lw_jax.program import Program
+from lw_jax.targets import Target
+from sharding import placement as placements
+from sharding.errors import PlacementError
+from sharding.placement import Placement
+
+Plan = dict[str, Any]  # what --json prints
+
+NOTHING_FITS = 3  # exit code
+SIZES = {"single": 1, "dual": 2, "quad": 4}  # words for a number of cards on one node
+HOST_BYTES = 6e9  # Python, JAX, CUDA and tokenised data, of one process: assumed, not measured
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The words of the command line that ask for a plan."""
+
+    config: str  # FILE[:recipe]; its name tells the target where no other word does
+    target: str = ""
+    simulate: str = ""  # "0..8": numbers of devices of the target's card
+    estimate: bool = False  # arithmetic only
+    as_json: bool = False
+
+
+def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Request) -> int:
+    """Prints the plan of one target, or one line for each simulated number of devices; 3 when nothing fits."""
+    del resolved, workdir
+    if request.simulate:
+        counts = parse_counts(request.simulate)
+        card = targets.parse(resolve_target(request.target, config=request.config)).card
+        plans = [simulate(cfg, card, count, estimate=request.estimate) for count in counts]
+        print(json.dumps(plans, indent=2) if request.as_json else simulation_table(plans))
+        return 0
+    found = make(cfg, _word(request), estimate=request.estimate)
+    print(json.dumps(found, indent=2) if request.as_json else report(found))
+    return 0 if found["chosen"] else NOTHING_FITS
+
+
+def _word(request: Request) -> str:
+    """Returns the target's word; empty where the machine's own GPUs are meant."""
+    if not request.target and jax.default_backend() == "gpu":
+        return ""
+    return resolve_target(request.target, config=request.config)
+
+
+def resolve_target(word: str, *, config: str) -> str:
+    """Returns the planner's target: `word` itself, or for single, dual and quad that many of the config's card."""
+    if word and word not in SIZES:
+        return word
+    stem = Path(config.partition(":")[0]).stem
+    card = re.fullmatch(r"(?:\d+x)?([a-z]\w*?)x\d+", stem)
+    if card is None:
+        asked = f"--target {word}" if word else "--target is missing and"
+        raise UserError(f"{asked}: configs/{stem}.py names no card; write card and number, as --target h100x4.")
+    return f"{card[1]}x{SIZES[word]}" if word else stem
+
+
+def parse_counts(text: str) -> list[int]:
+    """Returns the numbers of "0..8" or "1,2,4"."""
+    span = re.fullmatch(r"(\d+)\.\.(\d+)", text)
+    if span and int(span[1]) <= int(span[2]) <= targets.PER_HOST:
+        return list(range(int(span[1]), int(span[2]) + 1))
+    if re.fullmatch(r"\d+(,\d+)*", text) and max(map(int, text.split(","))) <= targets.PER_HOST:
+        return [int(word) for word in text.split(",")]
+    raise UserError(f"--simulate {text}: write FIRST..LAST or a list, as 0..8 or 1,2,4; up to {targets.PER_HOST}.")
+
+
+def make(cfg: Config, target: str = "", *, estimate: bool = False) -> Plan:
+    """Returns the plan of a target ("h100x4"), or of this machine's own devices; kept on disk for the same question.
+
+    Raises:
+        UserError: the target is not known, or nothing can be compiled for it and `estimate` is off by mistake.
+    """
+    if not target:
+        return _cached(cfg, "here", lambda: _plan(cfg, here(cfg), "here", hosts=jax.process_count()))
+    wanted = targets.parse(target)
+    if estimate:
+        return _plan(cfg, _absent(cfg, wanted, compiler=False), wanted.name, hosts=wanted.hosts)
+
+    def compute() -> Plan:
+        try:
+            return _plan(cfg, _absent(cfg, wanted), wanted.name, hosts=wanted.hosts)
+        except targets.CompilerAbsent as error:
+            found = _plan(cfg, _absent(cfg, wanted, compiler=False), wanted.name, hosts=wanted.hosts)
+            return found | {"why_not_compiled": str(error)}
+
+    return _cached(cfg, wanted.name, compute)
+
+
+def here(cfg: Config) -> Hardware:
+    """Returns this process's devices."""
+    devices, hosts = jax.devices(), jax.process_count()
+    card = targets.of_device(devices[0])
+    return Hardware(devices, fit.room(cfg), Target(card, len(devices) // hosts, hosts) if card else None)
+
+
+def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
+    """Returns the configuration without "auto", and where everything lies on this machine's devices.
+
+    `reading` settles for evaluation, which needs no gradient and no fixed batch.
+
+    Raises:
+        sharding.errors.PlacementError: nothing fits, or the configured placement does not go with the devices.
+    """
+    readers, mesh = recipes.reader_bytes(cfg), cfg.mesh
+    if mesh.placement != "auto" and cfg.compute.remat != "auto":
+        return cfg, placements.place(mesh.placement, readers, data=mesh.data, model=mesh.model)
+    hardware = here(cfg)
+    if reading or hardware.room is None:
+        remat = "none" if cfg.compute.remat == "auto" else cfg.compute.remat
+        return choice.with_remat(cfg, remat), _place_uncompiled(cfg, readers, hardware, reading=reading)
+    found = make(cfg)
+    best = found["chosen"]
+    if best is None:
+        raise PlacementError(choice.nothing_fits(found["candidates"], len(hardware.devices), hardware.room))
+    placed = placements.place(best["strategy"], readers, data=best["data"], model=best["model"])
+    return choice.with_remat(cfg, best["remat"]), placed
+
+
+def _place_uncompiled(cfg: Config, readers: Mapping[str, int], hardware: Hardware, *, reading: bool) -> Placement:
+    """Returns the configured placement, or data parallel, or for reading the fewest devices that hold the weights."""
+    mesh, count = cfg.mesh, len(hardware.devices)
+    if mesh.placement != "auto":
+        return placements.place(mesh.placement, readers, data=mesh.data, model=mesh.model)
+    if not reading:
+        # Of several processes each must own a part of the mesh, so there an undividable batch is refused later.
+        fitting = [n for n in range(1, count + 1) if cfg.train.global_batch % n == 0 or jax.process_count() > 1]
+        return placements.place("replicate", readers, data=fitting[-1])
+    for model in (n for n in range(1, count + 1) if count % n == 0):
+        table = "tensor" if model > 1 else "replicate"
+        placed = placements.place(table, readers, data=count // model, model=model)
+        program = Program(choice.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
+        if hardware.room is None or memory.placed_bytes(program) <= hardware.room.limit:
+            return placed
+    assert hardware.room is not None
+    raise PlacementError(
+        f"the readers do not fit on {count} devices of {bytes_of(hardware.room.memory)}, split over all of them; use "
+        "more devices, or raise mesh.target_utilisation"
+    )
+
+
+def simulate(cfg: Config, card: targets.Card, count: int, *, estimate: bool = False) -> Plan:
+    """Returns the plan of so many cards; of none, what training does on a machine's CPU."""
+    if count:
+        return make(cfg, f"{card.name}x{count}", estimate=estimate)
+    own, placed = choice.with_remat(cfg, "none"), placements.place("single", recipes.reader_bytes(cfg))
+    program = Program(own, recipes.make(own, placed, outline=True))
+    chosen = {"strategy": "single", "mesh": "1x1", "remat": "none", "accumulation": program.accumulation(0)}
+    return {"target": "cpu", "devices": 0, "compiled": False, "chosen": chosen | {"micro_batch": program.share}}
+
+
+def _absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
+    """Returns stand-ins for a target's devices; without the compiler CPU devices stand in for counting only."""
+    room = Room(int(cfg.mesh.memory_gb * 1e9) or target.card.memory_bytes, cfg.mesh.target_utilisation)
+    if compiler:
+        return Hardware(targets.compile_devices(target), room, target, targets.compile_lowered)
+    devices = jax.devices("cpu")
+    if len(devices) < target.devices:
+        raise UserError(
+            f"target {target.name}: an estimate for {target.devices} devices needs as many virtual CPU devices, this "
+            f"process has {len(devices)}; set JAX_NUM_CPU_DEVICES={target.devices}"
+        )
+    return Hardware(devices[: target.devices], room, target, None)
+
+
+def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
+    started = time.monotonic()
+    found = choice.choose(cfg, hardware, widths=None)
+    best = choice.pick(found)
+    rows = [_row(cfg, candidate) for candidate in found]
+    chosen = rows[found.index(best)] if best else None
+    room = hardware.room
+    assert room is not None
+    return {
+        "target": name,
+        "devices": len(hardware.devices),
+        "hosts": hosts,
+        "per_host": len(hardware.devices) // hosts,
+        "compiled": hardware.compile is not None,
+        "memory_bytes": room.memory,
+        "limit_bytes": room.limit,
+        "steps": cfg.train.steps,
+        "global_batch": cfg.train.global_batch,
+        "hours": chosen["hours"] if chosen else None,
+        "host_memory_bytes": _host_bytes(cfg, found),
+        "plan_seconds": round(time.monotonic() - started, 1),
+        "candidates": rows,
+        "chosen": chosen,
+        "why": _why(chosen, rows),
+    }
+
+
+def _row(cfg: Config, candidate: Candidate) -> Plan:
+    needs, guess, placed = candidate.needs, candidate.estimate, candidate.placement
+    seconds = candidate.times.total if candidate.times else None
+    row = {
+        "strategy": candidate.strategy,
+        "mesh": candidate.mesh,
+        "data": placed.data if placed and not placed.apart else -1,
+        "model": placed.learner.shape["model"] if placed and candidate.strategy in ("tensor", "split") else 1,
+        "devices_used": placed.devices if placed else 0,
+        "remat": candidate.remat,
+        "fits": candidate.fits,
+        "obstacle": candidate.obstacle,
+        "micro_batch": needs.micro_batch if needs else 0,
+        "accumulation": needs.accumulation if needs else 0,
+        "peak_bytes": needs.peak if needs else 0,
+        "weights_bytes": needs.weights if needs else 0,
+        "trainable_bytes": needs.trainable if needs else 0,
+        "optimizer_bytes": needs.optimizer if needs else 0,
+        "batch_bytes": needs.batch if needs else 0,
+        "activation_bytes": needs.activations if needs else 0,
+        "logits_bytes": needs.logits if needs else 0,
+        "flops": candidate.flops,
+        "collective_bytes": candidate.collective_bytes,
+        "seconds": dataclasses.asdict(candidate.times) if candidate.times else None,
+        "step_seconds": seconds,
+        "samples_per_second": cfg.train.global_batch / seconds if seconds else None,
+        "hours": cfg.train.steps * seconds / 3600 if seconds else None,
+        "estimate": None,
+    }
+    if guess:
+        row["estimate"] = {
+            "peak_bytes": guess.needs.peak,
+            "flops": guess.flops,
+            "collective_bytes": guess.collective_bytes,
+            "step_seconds": guess.times.total if guess.times else None,
+        }
+    return row
+
+
+def _host_bytes(cfg: Config, found: Sequence[Candidate]) -> int:
+    """Returns the host memory of one process: weights stream through it, a checkpoint passes as a whole."""
+    placed = next((candidate.placement for candidate in found if candidate.placement), None)
+    if placed is None:
+        return int(HOST_BYTES)
+    program = Program(choice.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
+    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state()))
+    largest = max(leaf.size // max(1, leaf.shape[0]) * 4 for leaf in jax.tree.leaves(program.frozen()))
+    return int(HOST_BYTES + state + 2 * largest)
+
+
+def _why(chosen: Plan | None, rows: Sequence[Plan]) -> str:
+    if chosen is None:
+        return "nothing fits: " + "; ".join(f"{row['strategy']} {row['mesh']}: {row['obstacle']}" for row in rows)
+    others = [row for row in rows if row["fits"] and row is not chosen]
+    if not others:
+        return "the only one that fits"
+    if chosen["samples_per_second"] is None:
+        return f"fits with the fewest devices and most room, of {len(others) + 1}; speed of this card is not known"
+    second = max(others, key=lambda row: row["samples_per_second"])
+    return (
+        f"predicted fastest of {len(others) + 1} that fit: {chosen['samples_per_second']:.1f} samples/s, next "
+        f"{second['strategy']} {second['mesh']} with {second['samples_per_second']:.1f}"
+    )
+
+
+def _cached(cfg: Config, name: str, compute: Any) -> Plan:
+    """Returns the plan kept for the same configuration, target, versions and code, else computes and keeps it."""
+    kind = [device.device_kind for device in jax.devices()] if name == "here" else []
+    asked = [name, kind, str(fit.room(cfg)) if name == "here" else "", config.digest(cfg), jax.__version__, _code()]
+    digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
+    file = sources.cache_root() / "plans" / f"{name}-{digest}.json"
+    if file.exists():
+        return json.loads(file.read_text("utf-8")) | {"cached": True}
+    found = compute()
+    if "why_not_compiled" not in found:  # it may be installed by the next call
+        file.parent.mkdir(parents=True, exist_ok=True)
+        partial = file.with_suffix(f".{os.getpid()}.partial")
+        partial.write_text(json.dumps(found), "utf-8")
+        os.replace(partial, file)
+    return found
+
+
+def _code() -> str:
+    """Returns a digest of the project's own code: another step is another plan."""
+    digest = hashlib.sha256()
+    for folder in ("lw_jax", "sharding"):
+        for file in sorted((ROOT / folder).rglob("*.py")):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def report(found: Plan) -> str:
+    """Returns a plan for people."""
+    gib = found["memory_bytes"]
+    how = "compiled for the target" if found["compiled"] else "ARITHMETIC ESTIMATE, nothing was compiled"
+    lines = [
+        f"target {found['target']}: {found['devices']} devices of {bytes_of(gib)}, target "
+        f"{found['limit_bytes'] / gib:.0%} = {bytes_of(found['limit_bytes'])}; global batch {found['global_batch']}, "
+        f"{found['steps']} steps; {how} in {found['plan_seconds']} s{' (kept)' if found.get('cached') else ''}"
+    ]
+    if "why_not_compiled" in found:
+        lines.append(f"not compiled: {found['why_not_compiled']}")
+    lines += ["", *_table(found["candidates"]), ""]
+    lines.append(
+        "GB (1e9 bytes) a device; est.: the arithmetic estimate of the same thing; times are predicted, not measured"
+    )
+    chosen = found["chosen"]
+    if chosen is None:
+        return "\n".join([*lines, "", found["why"]])
+    hours = f", {_hours(found['hours'])} for {found['steps']} steps" if found["hours"] is not None else ""
+    lines += [
+        "",
+        f"chosen: {chosen['strategy']} {chosen['mesh']}, recomputation {chosen['remat']}, micro-batch "
+        f"{chosen['micro_batch']} x {chosen['accumulation']} accumulated{hours}",
+        f"why: {found['why']}",
+        f"as flags: {' '.join(f'--config.{path}={value}' for path, value in overrides(chosen).items())}",
+    ]
+    return "\n".join(lines)
+
+
+def overrides(chosen: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns, by path, the configuration values that make a run of a planned candidate."""
+    planned = {"mesh.placement": chosen["strategy"], "mesh.data": -1, "mesh.model": 1}
+    if chosen["strategy"] == "split":
+        planned["mesh.model"] = chosen.get("model", 1)
+    axes = re.fullmatch(r"(\d+)x(\d+)", chosen["mesh"])
+    if axes and chosen["strategy"] in ("replicate", "fsdp", "tensor"):  # the others find their axes themselves
+        planned |= {"mesh.data": int(axes[1]), "mesh.model": int(axes[2])}
+    return planned | {"train.micro_batch": chosen["micro_batch"], "compute.remat": chosen["remat"]}
+
+
+def _table(rows: Iterable[Plan]) -> list[str]:
+    head = ("strategy", "mesh", "remat", "batch x acc", "peak", "est.", "weights", "train+opt", "activ.", "logits")
+    head += ("TFLOP", "sent", "s/step", "est.", "samples/s", "")
+    table: list[tuple[str, ...]] = [head]
+    for row in rows:
+        guess = row["estimate"] or {}
+        known = row["peak_bytes"] > 0
+        table.append(
+            (
+                row["strategy"],
+                row["mesh"],
+                row["remat"],
+                f"{row['micro_batch']} x {row['accumulation']}" if known else "-",
+                _gb(row["peak_bytes"]),
+                _gb(guess.get("peak_bytes", 0)),
+                _gb(row["weights_bytes"]),
+                _gb(row["trainable_bytes"] + row["optimizer_bytes"]),
+                _gb(row["activation_bytes"]),
+                _gb(row["logits_bytes"]),
+                f"{row['flops'] / 1e12:.0f}" if row["flops"] else "-",
+                _gb(row["collective_bytes"]),
+                _number(row["step_seconds"], 2),
+                _number(guess.get("step_seconds"), 2),
+                _number(row["samples_per_second"], 1),
+                "" if row["fits"] else f"no: {row['obstacle']}",
+            )
+        )
+    widths = [max(len(str(line[i])) for line in table) for i in range(len(head) - 1)]
+    return [
+        "  ".join([*(f"{word:<{width}}" for word, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
+        for line in table
+    ]
+
+
+def simulation_table(plans: Sequence[Plan]) -> str:
+    """Returns one line for each number of devices."""
+    lines = [
+        f"{'devices':<9}{'target':<12}{'strategy':<11}{'mesh':<22}{'batch x acc':<13}{'remat':<7}{'peak':<9}samples/s"
+    ]
+    for plan in plans:
+        best = plan["chosen"]
+        if best is None:
+            lines.append(f"{plan['devices']:<9}{plan['target']:<12}nothing fits: {plan['why']}")
+            continue
+        batch = f"{best['micro_batch']} x {best['accumulation']}"
+        lines.append(
+            f"{plan['devices']:<9}{plan['target']:<12}{best['strategy']:<11}{best['mesh']:<22}{batch:<13}"
+            f"{best['remat']:<7}{_gb(best.get('peak_bytes', 0)):<9}{_number(best.get('samples_per_second'), 1)}"
+        )
+    return "\n".join(lines)
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:.1f}" if size >= 5e7 else ("0" if size else "-")
+
+
+def _number(value: float | None, digits: int) -> str:
+    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.0f} min"

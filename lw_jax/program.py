@@ -1,0 +1,71 @@
+"""What a training run compiles, described by shapes alone: the trainer runs it, the planner compiles it elsewhere."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lw_jax import optim, steps
+from lw_jax.core.config import Config
+from lw_jax.core.types import Tree
+from lw_jax.recipes.base import Recipe
+from lw_jax.steps import State
+from sharding import place
+
+
+class Program:
+    """The optimizer, the step, and every array they take as shapes with shardings."""
+
+    def __init__(self, cfg: Config, recipe: Recipe):
+        self.cfg, self.recipe, self.placement = cfg, recipe, recipe.placement
+        self.optimizer = optim.make(
+            cfg.optim, steps=cfg.train.steps, rates=recipe.rates, abstract=recipe.abstract().trainable
+        )
+        self.step = steps.make(recipe, self.placement, self.optimizer, seed=cfg.seed)
+
+    @property
+    def share(self) -> int:
+        """Returns how many examples of a global batch each data row of devices takes."""
+        return self.cfg.train.global_batch // self.placement.data
+
+    def accumulation(self, micro_batch: int) -> int:
+        """Returns how many micro-batches make a step; `micro_batch` counts examples on one device, 0: the whole share.
+
+        Raises sharding.errors.PlacementError with the nearest legal values.
+        """
+        return place.accumulation(
+            global_batch=self.cfg.train.global_batch, micro_batch=micro_batch, data_axis=self.placement.data
+        )
+
+    def state(self) -> State:
+        """Returns what moves during training."""
+        shapes = self.recipe.abstract().trainable
+        trainable = place.place_shapes(shapes, self.recipe.shardings().trainable)
+        replicated = NamedSharding(self.placement.learner, P())
+        rest = jax.eval_shape(lambda tree: (self.optimizer.init(tree), jnp.zeros((), jnp.int32)), shapes)
+        # What learns is replicated (sharding.tables.TRAINABLE), and its moments with it.
+        opt_state, step = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), rest
+        )
+        return {"trainable": trainable, "opt_state": opt_state, "step": step}
+
+    def frozen(self) -> Tree:
+        """Returns the frozen weights."""
+        return place.place_shapes(self.recipe.abstract().frozen, self.recipe.shardings().frozen)
+
+    def batch(self, widths: Tree, accumulation: int) -> Tree:
+        """Returns one global batch [a b ...]; `widths` is one example's shapes, without the batch axis."""
+        rows = self.cfg.train.global_batch // accumulation
+
+        def put(tree: Tree, mesh: Mesh) -> Tree:
+            sharding = NamedSharding(mesh, P(None, "data"))
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((accumulation, rows, *leaf.shape), leaf.dtype, sharding=sharding),
+                tree,
+            )
+
+        return place.put_parts(widths, self.placement, put)
+
+    def lower(self, widths: Tree, accumulation: int) -> dict[str, steps.Part]:
+        """Returns the step's programs by name, ready to be compiled."""
+        return self.step.lower(self.state(), self.frozen(), self.batch(widths, accumulation))

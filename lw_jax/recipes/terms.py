@@ -1,0 +1,87 @@
+"""Arithmetic of decoder passes on one device, of one micro-batch: bytes kept for backward, FLOPs, bytes sent."""
+
+import dataclasses
+
+from lw_jax.models.decoder import DecoderConfig
+
+BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """Of one micro-batch on one device: bytes alive at once (of it the logits), FLOPs, bytes sent."""
+
+    bytes: float = 0.0
+    flops: float = 0.0
+    wire: float = 0.0
+    logits: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One teacher-forced pass: so many examples of so many positions, the head at so many of them."""
+
+    rows: int
+    positions: int
+    answers: int
+    remat: str
+    size: int  # bytes of a value
+    model: int = 1  # devices that share the weights' products
+    data: int = 1  # devices that share the weights' storage (fsdp)
+
+
+def frozen(cfg: DecoderConfig, one: Pass) -> Terms:
+    """Returns the terms of a frozen decoder that passes gradients to its inputs; its own weights get none."""
+    tokens = one.rows * one.positions
+    forward = 2 * tokens * body_params(cfg) / one.model
+    head = 2 * one.rows * one.answers * cfg.vocab * cfg.width / one.model
+    again = one.remat == "full"
+    logits = one.rows * one.answers * cfg.vocab / one.model * 4
+    wire = 0.0
+    if one.model > 1:  # two sums a layer forward, two backward, and those of a recomputed forward pass
+        sums = (4 + 2 * again) * cfg.layers
+        wire += sums * 2 * (one.model - 1) / one.model * tokens * cfg.width * one.size
+    if one.data > 1:  # each layer's weights are gathered in every pass over it
+        wire += (2 + again) * (one.data - 1) / one.data * params(cfg) * one.size
+    kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, one.model)
+    # Logits and their gradient; backward, the gradient of the inputs, is as dear as the forward pass.
+    return Terms(kept + 2 * logits, forward * (2 + again) + 2 * head, wire, logits)
+
+
+def forward_only(cfg: DecoderConfig, one: Pass) -> float:
+    """Returns the FLOPs of a pass without gradients, a teacher's."""
+    head = 2 * one.rows * one.answers * cfg.vocab * cfg.width / one.model
+    return 2 * one.rows * one.positions * body_params(cfg) / one.model + head
+
+
+def trained(cfg: DecoderConfig, one: Pass) -> Terms:
+    """Returns the terms of a decoder body whose fp32 weights learn: backward is twice the forward pass."""
+    forward = 2 * one.rows * one.positions * body_params(cfg)
+    cast = params(cfg) * one.size if one.size < 4 else 0  # the copy in the dtype of arithmetic
+    kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, 1)
+    return Terms(kept + cast, forward * (3 + (one.remat == "full")))
+
+
+def kept_bytes(cfg: DecoderConfig, positions: int, remat: str, size: int, model: int) -> float:
+    """Returns the bytes one example keeps for the backward pass, and works on in one layer."""
+    heads = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim / model
+    # Outputs of both norms, of attention and of the mlp; q, k, v and the attended values; gate, its sigmoid, up and
+    # the product; in fp32 what both norms divide. Attention's scores are made again in every case.
+    layer = positions * size * (4 * cfg.width + heads + cfg.heads * cfg.head_dim / model + 4 * cfg.ffn / model)
+    layer += positions * 2 * cfg.width * 4
+    scores = cfg.heads / model * positions * positions * (4 + size)
+    products = positions * size * (2 * cfg.width + heads + 2 * cfg.ffn / model)
+    carried = positions * size * cfg.width
+    kept = {"none": layer, "dots": products + carried, "full": carried}[remat] * cfg.layers
+    return kept + scores + (0 if remat == "none" else layer)
+
+
+def body_params(cfg: DecoderConfig) -> int:
+    """Returns the parameters that every position passes through: all but embedding and head."""
+    attention = cfg.width * cfg.head_dim * 2 * (cfg.heads + cfg.kv_heads)
+    return cfg.layers * (attention + 3 * cfg.width * cfg.ffn)
+
+
+def params(cfg: DecoderConfig) -> int:
+    """Returns all parameters but norms and biases."""
+    return body_params(cfg) + cfg.vocab * cfg.width * (1 if cfg.tied else 2)

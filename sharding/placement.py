@@ -1,0 +1,167 @@
+"""Devices -> where each component lies: what learns (encoder, adapters, optimizer) and every frozen reader.
+
+A strategy's name decides the meshes and the tables; nothing else in the project asks for a strategy by name.
+"""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from sharding import mesh as meshes
+from sharding.errors import PlacementError
+from sharding.mesh import Device
+
+# Name -> what it does with the frozen readers; what learns is whole on every device of its mesh.
+STRATEGIES = {
+    "single": "everything on the first device",
+    "replicate": "readers whole on every device, the batch over all",
+    "fsdp": "readers' weights over the data axis, gathered layer by layer",
+    "tensor": "readers' weights over the model axis, the batch over the data axis",
+    "split": "one equal group of devices for each reader, whole on each of its devices (or over mesh.model of them)",
+    "hybrid3": "the larger reader over two devices, the smaller on the third",
+    "hybrid4": "two readers, each over pairs of its half, the batch over the pairs",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Component:
+    """Where one frozen reader lies, and by which table of `sharding.tables`."""
+
+    mesh: Mesh
+    table: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """Meshes of all components; the data axis has the same size in each."""
+
+    strategy: str
+    learner: Mesh
+    readers: Mapping[str, Component]
+
+    @property
+    def apart(self) -> bool:
+        """Says whether some reader lies on other devices than what learns, so that one program cannot hold both."""
+        return any(component.mesh != self.learner for component in self.readers.values())
+
+    @property
+    def data(self) -> int:
+        """Returns the size of the data axis."""
+        return self.learner.shape["data"]
+
+    @property
+    def meshes(self) -> tuple[Mesh, ...]:
+        """Returns every mesh once, the learner's first."""
+        return tuple(dict.fromkeys([self.learner, *(component.mesh for component in self.readers.values())]))
+
+    @property
+    def devices(self) -> int:
+        """Counts the devices in use."""
+        return len({device for mesh in self.meshes for device in mesh.devices.flat})
+
+    def describe(self, *, available: int | None = None) -> str:
+        """Returns one line that says where everything lies and how many devices stay unused."""
+        available = jax.device_count() if available is None else available
+        idle = available - self.devices
+        rest = f"; {idle} of {available} devices stay unused" if idle else ""
+        kind = self.learner.devices.flat[0].device_kind
+        if not self.apart:
+            return f"placement {self.strategy}: {_sizes(self.learner)} on {self.devices} {kind}{rest}"
+        lines = [f"what learns {_where(self.learner)}"]
+        lines += [f"{name} {_where(component.mesh)}" for name, component in self.readers.items()]
+        return f"placement {self.strategy}: {', '.join(lines)} on {self.devices} {kind}{rest}"
+
+
+def together(mesh: Mesh, readers: Sequence[str], *, table: str = "replicate") -> Placement:
+    """Returns the placement of everything on one mesh."""
+    return Placement(table, mesh, {name: Component(mesh, table) for name in readers})
+
+
+def place(
+    strategy: str,
+    readers: Mapping[str, int],
+    *,
+    data: int = -1,
+    model: int = 1,
+    devices: Sequence[Device] | None = None,
+) -> Placement:
+    """Returns where everything lies.
+
+    Args:
+        strategy: one of `STRATEGIES`.
+        readers: name -> bytes of its weights, which decides which reader gets more devices.
+        data: size of the data axis; -1: what the devices allow.
+        model: devices that share one reader's weights (tensor, split).
+        devices: default: all.
+
+    Raises:
+        PlacementError: the strategy and the number of devices, readers or processes do not go together.
+    """
+    found = list(jax.devices() if devices is None else devices)
+    if strategy == "single":
+        return dataclasses.replace(_together(strategy, readers, found, 1, 1), strategy="single")
+    if strategy in ("replicate", "fsdp", "tensor"):
+        return _together(strategy, readers, found, data, model)
+    if strategy not in STRATEGIES:
+        raise PlacementError(f"mesh.placement={strategy!r} is not one of {', '.join(STRATEGIES)}")
+    if len({device.process_index for device in found}) > 1:
+        raise PlacementError(
+            f"mesh.placement={strategy!r} over several processes: latents cross between devices of one process only; "
+            "use replicate, fsdp or tensor, or one process"
+        )
+    if strategy == "hybrid3":
+        return _hybrid3(readers, found)
+    return _split(strategy, readers, found, data=data, model=2 if strategy == "hybrid4" else model)
+
+
+def _together(table: str, readers: Mapping[str, int], devices: list[Device], data: int, model: int) -> Placement:
+    mesh = meshes.make(data=data, model=model, devices=devices)
+    return together(mesh, list(readers), table=table if table in ("fsdp", "tensor") else "replicate")
+
+
+def _split(strategy: str, readers: Mapping[str, int], devices: list[Device], *, data: int, model: int) -> Placement:
+    count, asked = len(devices), f"mesh.placement={strategy!r} on {len(devices)} devices"
+    if len(readers) < 2 or (strategy == "hybrid4" and len(readers) != 2):
+        raise PlacementError(f"{asked} with {len(readers)} readers: it separates readers; use replicate or tensor")
+    if data != -1:
+        count = data * model * len(readers)
+    if count > len(devices) or count % (len(readers) * model):
+        unit = len(readers) * model
+        raise PlacementError(
+            f"{asked}: {len(readers)} readers of model={model} need a multiple of {unit} devices; "
+            f"use {unit * max(1, len(devices) // unit)} devices or another placement"
+        )
+    size = count // len(readers)
+    components = {}
+    for index, name in enumerate(readers):
+        part = devices[index * size : (index + 1) * size]
+        mesh = meshes.make(data=size // model, model=model, devices=part)
+        components[name] = Component(mesh, "tensor" if model > 1 else "replicate")
+    return Placement(strategy, next(iter(components.values())).mesh, components)
+
+
+def _hybrid3(readers: Mapping[str, int], devices: list[Device]) -> Placement:
+    if len(devices) < 3 or len(readers) != 2:
+        raise PlacementError(
+            f"mesh.placement='hybrid3' on {len(devices)} devices with {len(readers)} readers: it needs three devices "
+            "and two readers; use another placement"
+        )
+    larger = max(readers, key=lambda name: readers[name])
+    pair = meshes.make(data=1, model=2, devices=devices[:2])
+    third = meshes.make(data=1, model=1, devices=devices[2:3])
+    components = {
+        name: Component(pair, "tensor") if name == larger else Component(third, "replicate") for name in readers
+    }
+    return Placement("hybrid3", pair, components)
+
+
+def _sizes(mesh: Mesh) -> str:
+    return " x ".join(f"{axis}={size}" for axis, size in mesh.shape.items())
+
+
+def _where(mesh: Mesh) -> str:
+    ids = [device.id for device in mesh.devices.flat]
+    shown = str(ids[0]) if len(ids) == 1 else f"{ids[0]}-{ids[-1]}"
+    return f"on {shown} ({_sizes(mesh)})"

@@ -1,0 +1,209 @@
+"""sharding/placement.py: a strategy on a number of devices gives meshes, or a refusal that says what would do."""
+
+import types
+
+import jax
+import pytest
+
+from sharding import placement
+from sharding.errors import PlacementError
+from sharding.placement import STRATEGIES, Placement
+
+PAIR = {"llama": 16, "qwen": 15}  # bytes; llama is the larger
+TRIO = {"llama": 16, "qwen": 15, "other": 3}
+COUNTS = [1, 2, 3, 4, 6, 8]
+REFUSED = {
+    ("split", 1): "2 readers of model=1 need a multiple of 2 devices; use 2 devices",
+    ("split", 3): "need a multiple of 2 devices; use 2 devices",
+    ("hybrid3", 1): "'hybrid3' on 1 devices with 2 readers: it needs three devices",
+    ("hybrid3", 2): "'hybrid3' on 2 devices with 2 readers: it needs three devices",
+    ("hybrid4", 1): "need a multiple of 4 devices; use 4 devices",
+    ("hybrid4", 2): "need a multiple of 4 devices; use 4 devices",
+    ("hybrid4", 3): "need a multiple of 4 devices; use 4 devices",
+    ("hybrid4", 6): "2 readers of model=2 need a multiple of 4 devices; use 4 devices",
+}
+LEGAL = [(strategy, count) for strategy in STRATEGIES for count in COUNTS if (strategy, count) not in REFUSED]
+
+
+def put(strategy: str, count: int, readers: dict[str, int] | None = None, **axes: int) -> Placement:
+    return placement.place(strategy, readers or PAIR, devices=jax.devices()[:count], **axes)
+
+
+def ids(mesh: jax.sharding.Mesh) -> list[list[int]]:
+    """Device ids by data row; the devices of a row share one reader's weights."""
+    return [[device.id for device in row] for row in mesh.devices]
+
+
+def layout(placed: Placement) -> dict[str, tuple[list[list[int]], str]]:
+    return {name: (ids(at.mesh), at.table) for name, at in placed.readers.items()}
+
+
+@pytest.mark.parametrize(("strategy", "count"), LEGAL)
+def test_data_axis_is_the_same_everywhere_and_no_device_is_named_twice(strategy, count):
+    placed = put(strategy, count)
+    assert placed.strategy == strategy
+    assert {mesh.shape["data"] for mesh in placed.meshes} == {placed.data}
+    used = [device for mesh in placed.meshes for device in mesh.devices.flat]
+    assert len(set(used)) == len(used) == placed.devices <= count
+    assert placed.readers.keys() == PAIR.keys()
+    assert placed.apart == (strategy in ("split", "hybrid3", "hybrid4"))
+    assert placed.meshes[0] == placed.learner
+
+
+@pytest.mark.parametrize(("strategy", "count"), [case for case in LEGAL if case[0] in ("replicate", "fsdp", "tensor")])
+def test_one_mesh_takes_every_device_along_data(strategy, count):
+    placed = put(strategy, count)
+    rows = [[n] for n in range(count)]
+    assert layout(placed) == {"llama": (rows, strategy), "qwen": (rows, strategy)}
+    assert ids(placed.learner) == rows
+
+
+@pytest.mark.parametrize("count", COUNTS)
+def test_single_takes_the_first_device_however_many_there_are(count):
+    placed = put("single", count)
+    assert layout(placed) == {"llama": ([[0]], "replicate"), "qwen": ([[0]], "replicate")}
+    rest = f"; {count - 1} of {count} devices stay unused" if count > 1 else ""
+    assert placed.describe(available=count) == f"placement single: data=1 x model=1 on 1 cpu{rest}"
+
+
+@pytest.mark.parametrize(
+    ("count", "model", "rows"),
+    [
+        (2, 2, [[0, 1]]),
+        (3, 3, [[0, 1, 2]]),
+        (4, 2, [[0, 1], [2, 3]]),
+        (6, 3, [[0, 1, 2], [3, 4, 5]]),
+        (8, 4, [[0, 1, 2, 3], [4, 5, 6, 7]]),
+        (8, -1, [[0, 1, 2, 3, 4, 5, 6, 7]]),
+    ],
+)
+def test_tensor_gives_neighbours_to_the_model_axis_and_the_rest_to_data(count, model, rows):
+    placed = put("tensor", count, data=1 if model == -1 else -1, model=model)
+    assert layout(placed) == {"llama": (rows, "tensor"), "qwen": (rows, "tensor")}
+    assert not placed.apart
+
+
+@pytest.mark.parametrize("count", [2, 4, 6, 8])
+def test_split_gives_each_reader_its_own_half(count):
+    half = count // 2
+    found = layout(put("split", count))
+    assert found["llama"] == ([[n] for n in range(half)], "replicate")
+    assert found["qwen"] == ([[n] for n in range(half, count)], "replicate")
+
+
+def test_split_over_a_model_axis_splits_the_weights_too():
+    found = layout(put("split", 8, model=2))
+    assert found == {"llama": ([[0, 1], [2, 3]], "tensor"), "qwen": ([[4, 5], [6, 7]], "tensor")}
+
+
+def test_split_of_three_readers_gives_thirds():
+    placed = put("split", 6, TRIO)
+    assert [ids(at.mesh) for at in placed.readers.values()] == [[[0], [1]], [[2], [3]], [[4], [5]]]
+    assert placed.data == 2
+
+
+def test_split_with_a_named_data_axis_leaves_the_other_devices_and_says_so():
+    placed = put("split", 8, data=2)
+    assert layout(placed)["qwen"] == ([[2], [3]], "replicate")
+    assert placed.describe(available=8).endswith("on 4 cpu; 4 of 8 devices stay unused")
+
+
+@pytest.mark.parametrize("count", [3, 4, 6, 8])
+@pytest.mark.parametrize("readers", [PAIR, {"llama": 15, "qwen": 16}])
+def test_hybrid3_gives_two_devices_to_the_larger_reader(count, readers):
+    placed = put("hybrid3", count, readers)
+    larger, smaller = sorted(readers, key=readers.__getitem__, reverse=True)
+    assert layout(placed)[larger] == ([[0, 1]], "tensor")
+    assert layout(placed)[smaller] == ([[2]], "replicate")
+    assert placed.learner == placed.readers[larger].mesh
+    assert (placed.devices, placed.data) == (3, 1)
+
+
+@pytest.mark.parametrize(
+    ("count", "llama", "qwen"),
+    [(4, [[0, 1]], [[2, 3]]), (8, [[0, 1], [2, 3]], [[4, 5], [6, 7]])],
+)
+def test_hybrid4_gives_pairs_and_the_batch_over_the_pairs(count, llama, qwen):
+    assert layout(put("hybrid4", count)) == {"llama": (llama, "tensor"), "qwen": (qwen, "tensor")}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count", "axes", "line"),
+    [
+        ("replicate", 4, {}, "placement replicate: data=4 x model=1 on 4 cpu"),
+        ("fsdp", 3, {}, "placement fsdp: data=3 x model=1 on 3 cpu"),
+        ("tensor", 8, {"model": 4}, "placement tensor: data=2 x model=4 on 8 cpu"),
+        (
+            "tensor",
+            8,
+            {"data": 1, "model": 2},
+            "placement tensor: data=1 x model=2 on 2 cpu; 6 of 8 devices stay unused",
+        ),
+        (
+            "split",
+            2,
+            {},
+            "placement split: what learns on 0 (data=1 x model=1), llama on 0 (data=1 x model=1), "
+            "qwen on 1 (data=1 x model=1) on 2 cpu",
+        ),
+        (
+            "hybrid3",
+            4,
+            {},
+            "placement hybrid3: what learns on 0-1 (data=1 x model=2), llama on 0-1 (data=1 x model=2), "
+            "qwen on 2 (data=1 x model=1) on 3 cpu; 1 of 4 devices stay unused",
+        ),
+        (
+            "hybrid4",
+            8,
+            {},
+            "placement hybrid4: what learns on 0-3 (data=2 x model=2), llama on 0-3 (data=2 x model=2), "
+            "qwen on 4-7 (data=2 x model=2) on 8 cpu",
+        ),
+    ],
+)
+def test_one_line_says_where_everything_lies(strategy, count, axes, line):
+    assert put(strategy, count, **axes).describe(available=count) == line
+
+
+@pytest.mark.parametrize(("strategy", "count"), REFUSED)
+def test_devices_that_a_strategy_cannot_use_are_refused_with_the_number_it_can(strategy, count):
+    with pytest.raises(PlacementError, match=REFUSED[strategy, count]) as caught:
+        put(strategy, count)
+    assert f"mesh.placement='{strategy}' on {count} devices" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("strategy", "count", "readers", "axes", "words"),
+    [
+        ("split", 2, {"llama": 16}, {}, "with 1 readers: it separates readers; use replicate or tensor"),
+        ("split", 2, TRIO, {}, "3 readers of model=1 need a multiple of 3 devices; use 3 devices"),
+        ("split", 8, PAIR, {"model": 3}, "need a multiple of 6 devices; use 6 devices"),
+        ("split", 8, PAIR, {"data": 8}, "need a multiple of 2 devices; use 8 devices"),
+        ("hybrid3", 4, TRIO, {}, "'hybrid3' on 4 devices with 3 readers"),
+        ("hybrid4", 8, TRIO, {}, "'hybrid4' on 8 devices with 3 readers"),
+        ("tensor", 3, PAIR, {"model": 2}, "2 does not divide 3; use data=3 model=1, data=1 model=3"),
+        ("replicate", 2, PAIR, {"data": 3}, "it needs 3 devices; use"),
+        ("everywhere", 2, PAIR, {}, "mesh.placement='everywhere' is not one of single, replicate, fsdp, tensor, split"),
+        ("auto", 2, PAIR, {}, "'auto' is not one of"),
+    ],
+)
+def test_impossible_wish_is_refused_by_name(strategy, count, readers, axes, words):
+    with pytest.raises(PlacementError, match=words):
+        put(strategy, count, readers, **axes)
+
+
+def foreign(process_of: list[int]) -> list[types.SimpleNamespace]:
+    """Stands in for devices of several processes, which one test process cannot have."""
+    return [types.SimpleNamespace(process_index=process, id=i) for i, process in enumerate(process_of)]
+
+
+@pytest.mark.parametrize("strategy", ["split", "hybrid3", "hybrid4"])
+def test_readers_apart_over_several_processes_are_refused(strategy):
+    with pytest.raises(PlacementError, match=rf"'{strategy}' over several processes.*use replicate, fsdp or tensor"):
+        placement.place(strategy, PAIR, devices=foreign([0, 0, 1, 1]))
+
+
+def test_single_over_several_processes_is_refused():
+    with pytest.raises(PlacementError, match="1 of 4 devices over 2 processes"):
+        placement.place("single", PAIR, devices=foreign([0, 0, 1, 1]))

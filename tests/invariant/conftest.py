@@ -1,0 +1,15 @@
+"""The two tiny readers and the curve that every other way of computing is held to."""
+
+import pytest
+
+from tests import tiny
+
+
+@pytest.fixture(scope="session")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+@pytest.fixture(scope="session")
+def single(root, tmp_path_factory):
+    return tiny.curve(tiny.make_recipe(root), tmp_path_factory.mktemp("single"))

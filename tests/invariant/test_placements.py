@@ -1,0 +1,194 @@
+"""Every strategy gives the loss curve of one device; what cannot be placed is refused by name."""
+
+import jax
+import numpy as np
+import pytest
+
+from lw_jax import evaluate, metrics, train
+from lw_jax.api import TrainedWire
+from lw_jax.recipes.latentwire import LatentWire
+from sharding.errors import PlacementError
+from tests import tiny
+
+LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
+PARAMETERS = 2e-4  # absolute; Adam divides by the root of small squares, which magnifies rounding
+GRADIENT = 1e-4  # relative; the norm of summed squares
+SCORES = 1e-5  # relative, fp32 sums of one forward pass
+
+TEXT, QUESTION = "Mara Ellis lives in Lisbon.", "Where does Mara Ellis live?"
+ROWS = ("text", "latents", "shuffled", "zero")
+
+# Those on one mesh over 2, 4 and 8 devices stand in test_training.py.
+PLACED = {
+    "single of 8": {"devices": 8, "strategy": "single"},
+    "replicate 3": {"devices": 3, "train__global_batch": 6},
+    "fsdp 2": {"devices": 2, "strategy": "fsdp"},
+    "split 2": {"devices": 2, "strategy": "split"},
+    "split 4": {"devices": 4, "strategy": "split"},
+    "split 8 over pairs": {"devices": 8, "strategy": "split", "model": 2},
+    "split 2 accumulate 4": {"devices": 2, "strategy": "split", "train__micro_batch": 2},
+    "hybrid3": {"devices": 3, "strategy": "hybrid3"},
+    "hybrid3 accumulate 2": {"devices": 3, "strategy": "hybrid3", "train__micro_batch": 4},
+    "hybrid4 of 4": {"devices": 4, "strategy": "hybrid4"},
+    "hybrid4 of 8": {"devices": 8, "strategy": "hybrid4"},
+}
+
+
+def run_of(recipe: LatentWire, folder) -> train.Run:
+    """A whole run that writes metrics and no checkpoint."""
+    folder.mkdir()
+    run = train.Run(recipe.cfg, recipe, None, folder)
+    assert run.train(lambda step: False) == 0
+    return run
+
+
+def series(folder, name: str = "loss") -> list[float]:
+    return [row[f"train/{name}"] for row in metrics.read(folder / "metrics.jsonl")]
+
+
+@pytest.fixture(scope="module")
+def of_six(root, tmp_path_factory):
+    return tiny.curve(tiny.make_recipe(root, train__global_batch=6), tmp_path_factory.mktemp("six"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACED)
+def test_every_placement_gives_the_curve_of_one_device(name, root, single, of_six, tmp_path):
+    _, losses, trainable = of_six if "train__global_batch" in PLACED[name] else single
+    run = run_of(tiny.make_recipe(root, **PLACED[name]), tmp_path / "run")
+    np.testing.assert_allclose(series(tmp_path / "run"), losses, rtol=LOSS)
+    ours = jax.device_get(run.state["trainable"])
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=PARAMETERS), ours, trainable)
+
+
+@pytest.mark.slow
+def test_a_split_run_reports_every_value_that_one_device_reports(root, tmp_path):
+    alone, apart = tmp_path / "alone", tmp_path / "apart"
+    run_of(tiny.make_recipe(root), alone)
+    run_of(tiny.make_recipe(root, devices=2, strategy="split"), apart)
+    ours, theirs = (metrics.read(folder / "metrics.jsonl") for folder in (apart, alone))
+    assert len(ours) == len(theirs) == 6
+    for row, wanted in zip(ours, theirs, strict=True):
+        assert row.keys() == wanted.keys()
+        for key in ("train/grad_norm", "train/accuracy/llama", "train/nll/llama", "train/nll/qwen"):
+            np.testing.assert_allclose(row[key], wanted[key], rtol=GRADIENT, err_msg=key)
+
+
+@pytest.mark.slow
+def test_kl_is_the_same_where_readers_lie_apart(root, tmp_path):
+    run_of(tiny.make_recipe(root, loss__kl=2.0), tmp_path / "alone")
+    run_of(tiny.make_recipe(root, devices=2, strategy="split", loss__kl=2.0, train__micro_batch=4), tmp_path / "apart")
+    for name in ("loss", "kl/llama", "kl/qwen"):
+        np.testing.assert_allclose(series(tmp_path / "apart", name), series(tmp_path / "alone", name), rtol=LOSS)
+    assert series(tmp_path / "alone", "kl/qwen")[0] > 0
+
+
+@pytest.mark.slow
+def test_pretrained_encoder_with_aligned_start_is_the_same_where_readers_lie_apart(root, tmp_path):
+    body = {
+        "encoder__kind": "lm",
+        "encoder__source": str(tiny.readers(root)["llama"]),
+        "encoder__layers": 1,
+        "adapter__start": "aligned",
+        "train__steps": 4,
+    }
+    run_of(tiny.make_recipe(root, **body), tmp_path / "alone")
+    run_of(tiny.make_recipe(root, devices=3, strategy="hybrid3", **body), tmp_path / "apart")
+    np.testing.assert_allclose(series(tmp_path / "apart"), series(tmp_path / "alone"), rtol=LOSS)
+
+
+@pytest.fixture(scope="module")
+def thirds(tmp_path_factory):
+    """Readers whose ffn and embeddings divide by three, while 4 and 8 heads do not."""
+    qwen = tiny.write_reader(tmp_path_factory.mktemp("thirds") / "qwen", "qwen2", width=54, ffn=90)
+    return {"train__global_batch": 6, "llms__qwen__source": str(qwen)}
+
+
+@pytest.fixture(scope="module")
+def curve_of_thirds(root, thirds, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("thirds") / "run"
+    run_of(tiny.make_recipe(root, **thirds), folder)
+    return series(folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("devices", [3, 6])
+def test_heads_that_do_not_divide_stay_whole_and_the_curve_is_the_same(
+    devices, root, thirds, curve_of_thirds, tmp_path
+):
+    recipe = tiny.make_recipe(root, devices=devices, model=3, strategy="tensor", **thirds)
+    for name in ("llama", "qwen"):
+        layers = recipe.shardings().frozen[name]["layers"]
+        assert all(layers[leaf].is_fully_replicated for leaf in ("q", "k", "v", "o"))
+        assert not any(layers[leaf].is_fully_replicated for leaf in ("gate", "up", "down"))
+    run_of(recipe, tmp_path / "run")
+    np.testing.assert_allclose(series(tmp_path / "run"), curve_of_thirds, rtol=LOSS)
+
+
+def test_ffn_that_does_not_divide_is_refused_with_its_path_and_the_sizes_that_do(root, thirds, tmp_path):
+    qwen = tiny.write_reader(tmp_path / "qwen", "qwen2", width=54, ffn=88)
+    recipe = tiny.make_recipe(root, devices=3, model=3, **thirds | {"llms__qwen__source": str(qwen)})
+    words = r"llms/qwen: layers/(gate|up|down) \(.*88.*\).*\(88\) does not divide mesh axis model=3.*1, 2, 4, 8, 11"
+    with pytest.raises(PlacementError, match=words):
+        train.Run(recipe.cfg, recipe, None, None).program.frozen()
+
+
+def test_widths_that_do_not_divide_over_data_are_refused_under_fsdp(root):
+    recipe = tiny.make_recipe(root, devices=3, strategy="fsdp", train__global_batch=6)
+    with pytest.raises(PlacementError, match=r"llms/qwen: .*does not divide mesh axis data=3"):
+        recipe.load_frozen()
+
+
+@pytest.fixture(scope="module")
+def trained(root, tmp_path_factory):
+    return run_of(tiny.make_recipe(root), tmp_path_factory.mktemp("trained") / "run").state["trainable"]
+
+
+def wire_of(recipe: LatentWire, trainable) -> TrainedWire:
+    placed = jax.device_put(jax.device_get(trainable), recipe.shardings().trainable)
+    return TrainedWire(recipe, placed, recipe.load_frozen(), 6)
+
+
+def answers_of(wire: TrainedWire, message: bytes) -> dict[tuple[str, str], str]:
+    """What every reader says from the message and from the text."""
+    found = {}
+    for reader in ("llama", "qwen"):
+        found[reader, "latents"] = wire.read(message, reader, QUESTION)
+        found[reader, "text"] = wire.read_text(TEXT, reader, QUESTION)
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_one_device(root, trained):
+    wire = wire_of(tiny.make_recipe(root, eval__rows=ROWS), trained)
+    message = wire.write(TEXT, bits=16)
+    return message, answers_of(wire, message), evaluate.measure(wire)
+
+
+APART = {"split 4": {"devices": 4, "strategy": "split"}, "hybrid3": {"devices": 3, "strategy": "hybrid3"}}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", APART)
+def test_readers_apart_answer_and_score_as_on_one_device(name, root, trained, on_one_device):
+    message, said, scored = on_one_device
+    wire = wire_of(tiny.make_recipe(root, eval__rows=ROWS, **APART[name]), trained)
+    assert wire.write(TEXT, bits=8) and answers_of(wire, message) == said
+    found = evaluate.measure(wire)
+    assert len(found) == len(scored) == 2 * 8 * len(ROWS)  # readers, examples, rows
+    for row, wanted in zip(found, scored, strict=True):
+        for key in ("prediction", "reader", "row", "id"):
+            assert row[key] == wanted[key]
+        np.testing.assert_allclose(row["nll"], wanted["nll"], rtol=SCORES)
+
+
+def test_validation_of_readers_apart_is_that_of_one_device(root, trained):
+    found = []
+    for where in ({}, APART["split 4"]):
+        recipe = tiny.make_recipe(root, **where)
+        run = train.Run(recipe.cfg, recipe, None, None)
+        run.state = {"trainable": jax.device_put(jax.device_get(trained), recipe.shardings().trainable)}
+        found.append(run.validate(recipe.load_frozen()))
+    assert found[0].keys() == found[1].keys()
+    for key, value in found[0].items():
+        np.testing.assert_allclose(found[1][key], value, rtol=SCORES, err_msg=key)

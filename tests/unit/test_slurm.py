@@ -1,0 +1,531 @@
+"""lw_jax/slurm.py: the site profile, the numbers asked of SLURM, the text of the job and what the verb tells."""
+
+import dataclasses
+import math
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import base
+from lw_jax import slurm
+from lw_jax.core import config, validation
+from lw_jax.core.errors import UserError
+
+JOB = slurm.Job(
+    name="mine",
+    command=("python", "/project/run.py", "train", "--config", "configs/h100x4.py", "--workdir", "/runs/mine"),
+    folder=Path("/project"),
+    logs=Path("/runs/mine/logs"),
+    nodes=1,
+    gpus=4,
+    host_memory_bytes=32 * 2**30,
+    hours=3.2,
+    step_seconds=7.0,
+    memory_fraction=0.92,
+    origin="plan h100x4 (compiled): tensor 2x2",
+)
+SITE = slurm.Site(
+    partition="gpu,long",
+    account="proj-7",
+    qos="high",
+    constraint="nvlink&[rack1|rack2]",
+    gpus="--gres=gpu:h100:{count}",
+    modules=("cuda/12.4", "gcc/13.2.0+lto"),
+    setup=("source ~/venvs/lw/bin/activate", "export NOTE='two words'"),
+    max_hours=24.0,
+    cpus_per_gpu=5,
+    scratch="/scratch/me",
+)
+CHOSEN = {"strategy": "tensor", "mesh": "2x2", "micro_batch": 8, "accumulation": 3, "remat": "dots"}
+PLAN = {
+    "target": "h100x4",
+    "devices": 4,
+    "per_host": 4,
+    "hosts": 1,
+    "compiled": True,
+    "hours": 3.2,
+    "host_memory_bytes": 20 * 2**30,
+    "chosen": CHOSEN | {"step_seconds": 7.0, "samples_per_second": 12.5, "peak_bytes": 2**30},
+}
+
+
+def directives(text: str) -> dict[str, str]:
+    """Returns what sbatch would read, up to the first command."""
+    found = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            break
+        for word in shlex.split(line.removeprefix("#SBATCH"), comments=True) if line.startswith("#SBATCH") else ():
+            key, _, value = word.removeprefix("--").partition("=")
+            assert key not in found, f"{key} twice"
+            found[key] = value
+    return found
+
+
+def change(**values: Any) -> slurm.Job:
+    return dataclasses.replace(JOB, **values)
+
+
+def check_syntax(text: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- the script ---
+
+
+def test_every_directive_of_a_described_site() -> None:
+    assert directives(slurm.script(JOB, SITE)) == {
+        "job-name": "mine",
+        "partition": "gpu,long",
+        "account": "proj-7",
+        "qos": "high",
+        "constraint": "nvlink&[rack1|rack2]",
+        "nodes": "1",
+        "ntasks-per-node": "1",
+        "gres": "gpu:h100:4",
+        "cpus-per-task": "20",
+        "mem": "48G",  # 32 GiB x 1.25 + 8
+        "time": "0-04:30:00",  # 3.2 h x 1.3 + 0.25 h = 4.41 h
+        "signal": "TERM@180",  # 120 s + two steps of 7 s, in whole minutes
+        "requeue": "",
+        "open-mode": "append",
+        "output": "/runs/mine/logs/%x-%j.log",
+    }
+
+
+def test_without_a_site_only_the_portable_minimum_is_asked_and_the_script_says_what_to_fill_in() -> None:
+    text = slurm.script(JOB, slurm.Site())
+    assert {"partition", "account", "qos", "constraint", "gres"}.isdisjoint(directives(text))
+    assert directives(text)["gpus-per-node"] == "4"
+    assert "module load" not in text
+    assert [line for line in text.splitlines() if "partition and account" in line and line.startswith("# ")]
+
+
+def test_body_prepares_then_trains_with_the_exact_words() -> None:
+    lines = slurm.script(JOB, SITE).splitlines()
+    order = [
+        "cd /project",
+        "module load cuda/12.4 gcc/13.2.0+lto",
+        "source ~/venvs/lw/bin/activate",
+        "export NOTE='two words'",
+        "export JAX_COMPILATION_CACHE_DIR=/scratch/me/lw_jax/compiled",
+        "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.92",
+        "srun --cpus-per-task=20 \\",
+        "    python /project/run.py train --config configs/h100x4.py --workdir /runs/mine || code=$?",
+    ]
+    assert [lines.index(line) for line in order] == sorted(lines.index(line) for line in order)
+    assert not [line for line in lines if "git " in line or "pip install" in line]
+
+
+def test_compiled_programs_are_kept_in_the_projects_cache_when_there_is_no_scratch(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "a cache"))
+    text = slurm.script(JOB, slurm.Site())
+    assert f"export JAX_COMPILATION_CACHE_DIR='{tmp_path}/a cache/compiled'" in text
+
+
+def test_several_nodes_run_one_task_each_that_drives_all_gpus_of_its_node() -> None:
+    text = slurm.script(change(nodes=3, gpus=5), SITE)
+    found = directives(text)
+    assert (found["nodes"], found["ntasks-per-node"], found["gres"]) == ("3", "1", "gpu:h100:5")
+    assert "export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4\n" in text
+    assert "--kill-on-bad-exit=0" in text
+    assert "JAX_LOCAL_DEVICE_IDS" not in slurm.script(JOB, SITE)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("site", [slurm.Site(), SITE, slurm.Site(max_hours=1.5)], ids=["none", "full", "short"])
+def test_bash_accepts_every_variant(gpus: int, nodes: int, site: slurm.Site) -> None:
+    check_syntax(slurm.script(change(gpus=gpus, nodes=nodes), site))
+
+
+def test_words_reach_bash_as_they_are_and_none_becomes_code(tmp_path: Path) -> None:
+    nasty = ("it's", 'a "b"', "$HOME `id` $(id)", "two\n#SBATCH --account=other\nlines", "a\\b", "*", "; exit 9", "")
+    text = slurm.script(change(command=("printf", "%s\\0", *nasty), folder=tmp_path), slurm.Site(scratch=str(tmp_path)))
+    check_syntax(text)
+    assert "account" not in directives(text)
+    (tmp_path / "srun").write_text('#!/bin/bash\nshift\nexec "$@"\n', encoding="utf-8")
+    (tmp_path / "srun").chmod(0o755)
+    path = f"{tmp_path}:{Path(shutil.which('bash') or '').parent}:/usr/bin:/bin"
+    done = subprocess.run(["bash", "-c", text], capture_output=True, check=True, env={"PATH": path})
+    assert tuple(done.stdout.decode().split("\0")[:-1]) == nasty
+
+
+def test_origin_cannot_leave_its_comment() -> None:
+    text = slurm.script(change(origin="plan x\n#SBATCH --account=other\nrm -rf /"), SITE)
+    assert directives(text)["account"] == "proj-7"
+    assert "\nrm" not in text
+
+
+def test_log_path_is_quoted_and_its_percent_signs_are_escaped() -> None:
+    text = slurm.script(change(logs=Path("/runs/100% # mine/logs")), SITE)
+    assert directives(text)["output"] == "/runs/100%% # mine/logs/%x-%j.log"
+
+
+@pytest.mark.parametrize("logs", ['/runs/a"b/logs', "/runs/a\\b/logs", "/runs/a\nb/logs"])
+def test_log_path_that_slurm_would_misread_is_refused(logs: str) -> None:
+    with pytest.raises(UserError, match="rename"):
+        slurm.script(change(logs=Path(logs)), SITE)
+
+
+# --- time ---
+
+
+@pytest.mark.parametrize(
+    ("hours", "max_hours", "minutes", "requeues"),
+    [
+        (3.2, math.inf, 270, 0),  # 4.41 h
+        (0.01, math.inf, 30, 0),  # 0.263 h
+        (1.0, math.inf, 105, 0),  # 1.55 h
+        (3.2, 4.5, 270, 0),
+        (3.2, 4.45, 267, 0),  # cut to the site's longest, which still is enough
+        (3.2, 2.0, 120, 2),  # 4.16 h of training in runs of 1.7 h
+        (100.0, 48.0, 2880, 2),  # 130 h in runs of 47.7 h
+    ],
+)
+def test_time_is_the_predicted_with_margin_and_what_exceeds_the_site_is_requeued(hours, max_hours, minutes, requeues):
+    assert slurm.limit(change(hours=hours), slurm.Site(max_hours=max_hours)) == (minutes, requeues)
+
+
+def test_script_says_how_often_it_requeues_itself() -> None:
+    assert "max_hours 2: it requeues itself 2 times" in slurm.script(JOB, slurm.Site(max_hours=2.0))
+    assert "it requeues itself" not in slurm.script(JOB, SITE)
+
+
+def test_days_are_written_as_slurm_reads_them() -> None:
+    assert directives(slurm.script(change(hours=40.0), slurm.Site()))["time"] == "2-04:15:00"
+
+
+def test_site_whose_longest_job_leaves_no_time_to_train_is_refused() -> None:
+    with pytest.raises(UserError, match=r"max_hours = 0\.5.*longer jobs"):
+        slurm.limit(change(step_seconds=500.0), slurm.Site(max_hours=0.5))
+
+
+# --- the site profile ---
+
+
+@pytest.mark.parametrize("key", ["partition", "account", "qos", "constraint"])
+@pytest.mark.parametrize(
+    "value", ["gpu\n#SBATCH --account=other", "gpu\n", "a b", 'g"pu', "g'pu", "g#pu", "g\\pu", "$(id)"]
+)
+def test_word_that_could_leave_its_directive_is_refused(key: str, value: str) -> None:
+    with pytest.raises(UserError, match=key):
+        slurm.Site(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("gpus", "--gpus-per-node=4"),
+        ("gpus", "--gpus-per-node={count} --exclusive"),
+        ("gpus", "--gres=gpu:h100:{count}\n"),
+        ("gpus", "--gpus-per-task={count}"),
+        ("modules", ("cuda; id",)),
+        ("modules", ("--purge",)),
+        ("setup", ("echo 'open",)),
+        ("setup", ("echo a\necho b",)),
+        ("setup", ("echo a \\",)),
+        ("setup", ("",)),
+        ("max_hours", 0.25),
+        ("max_hours", math.nan),
+        ("cpus_per_gpu", 0),
+        ("scratch", "relative/folder"),
+        ("scratch", "/scratch/$NO_SUCH_VARIABLE"),
+    ],
+)
+def test_wrong_value_is_refused_with_its_key(key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=key):
+        slurm.Site(**{key: value})
+
+
+def test_file_gives_the_profile(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("LW_TEST_USER", "me")
+    file = tmp_path / "site.toml"
+    file.write_text(
+        """partition = "gpu,long"
+account = "proj-7"
+qos = "high"
+constraint = "nvlink&[rack1|rack2]"
+gpus = "--gres=gpu:h100:{count}"
+modules = ["cuda/12.4", "gcc/13.2.0+lto"]
+setup = ["source ~/venvs/lw/bin/activate", "export NOTE='two words'"]
+max_hours = 24
+cpus_per_gpu = 5
+scratch = "/scratch/$LW_TEST_USER"
+""",
+        encoding="utf-8",
+    )
+    assert slurm.read_site(file) == SITE
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('partion = "gpu"', "partion is no known key. Did you mean 'partition'?"),
+        ('file = "x"', "file is no known key"),
+        ("partition = 7", "partition = 7: a string is needed"),
+        ('max_hours = "24"', "max_hours = '24': a number is needed"),
+        ("max_hours = true", "max_hours = True: a number is needed"),
+        ("cpus_per_gpu = 2.5", "cpus_per_gpu = 2.5: a whole number is needed"),
+        ('modules = "cuda"', "modules = 'cuda': a list of strings is needed"),
+        ("setup = [1]", "setup = [1]: a list of strings is needed"),
+        ('partition = "a b"', "partition = 'a b'"),
+        ("partition = ", "TOML"),
+    ],
+)
+def test_wrong_file_is_refused_with_its_path_and_key(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "site.toml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        slurm.read_site(file)
+    assert str(file) in str(caught.value) and message in str(caught.value)
+
+
+def test_profile_is_looked_for_in_order(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("LW_JAX_SITE", raising=False)
+    assert slurm.find_site("") == (slurm.Site(), "")
+    files = {name: tmp_path / name for name in ("lw_jax/site.toml", "environment.toml", "named.toml")}
+    (tmp_path / "lw_jax").mkdir()
+    for name, file in files.items():
+        file.write_text(f'partition = "{Path(name).stem}"', encoding="utf-8")
+    assert slurm.find_site("")[0].partition == "site"
+    monkeypatch.setenv("LW_JAX_SITE", str(files["environment.toml"]))
+    assert slurm.find_site("")[0].partition == "environment"
+    assert slurm.find_site(str(files["named.toml"]))[0].partition == "named"
+    with pytest.raises(UserError, match=r"absent\.toml"):
+        slurm.find_site(str(tmp_path / "absent.toml"))
+
+
+# --- from the plan to the job ---
+
+
+@pytest.mark.parametrize(
+    ("word", "file", "target"),
+    [
+        ("", "configs/h100x4.py", "h100x4"),
+        ("single", "configs/h100x4.py", "h100x1"),
+        ("dual", "configs/a100_40x1.py:latentwire", "a100_40x2"),
+        ("quad", "configs/h100x2.py", "h100x4"),
+        ("quad", "configs/2xh100x8.py", "h100x4"),
+        ("", "configs/2xh100x8.py", "2xh100x8"),
+        ("h200x8", "configs/h100x2.py", "h200x8"),
+        ("h200x8", "configs/default.py", "h200x8"),
+    ],
+)
+def test_target_comes_from_the_word_and_the_configurations_name(word: str, file: str, target: str) -> None:
+    assert slurm.resolve_target(word, config=file) == target
+
+
+@pytest.mark.parametrize("word", ["", "dual"])
+def test_target_without_a_card_is_refused(word: str) -> None:
+    with pytest.raises(UserError, match="names no card"):
+        slurm.resolve_target(word, config="configs/default.py")
+
+
+def request(**values: Any) -> slurm.Request:
+    return dataclasses.replace(
+        slurm.Request(config="configs/h100x4.py", assignments={"seed": "7"}, project=Path("/project")), **values
+    )
+
+
+def resolve(**changes: Any) -> tuple[config.Config, dict[str, Any]]:
+    values = base.get_config()
+    values.llms.llama = base.llm("folder/llama")
+    values.encoder.source = "folder/encoder"
+    values.update_from_flattened_dict(changes)
+    cfg = config.build(values)
+    return cfg, config.to_dict(cfg)
+
+
+def make(plan: dict[str, Any] = PLAN, site: slurm.Site = SITE, **values: Any) -> slurm.Job:
+    return slurm.make_job(plan, resolved=resolve()[1], workdir=Path("/runs/mine"), request=request(**values), site=site)
+
+
+def test_job_runs_what_was_planned() -> None:
+    job = make()
+    assert job == dataclasses.replace(
+        JOB,
+        folder=Path.cwd(),
+        host_memory_bytes=20 * 2**30,
+        command=(
+            *("python", "/project/run.py", "train", "--config", "configs/h100x4.py", "--config.seed=7"),
+            *("--config.mesh.placement=tensor", "--config.mesh.data=2", "--config.mesh.model=2"),
+            *("--config.train.micro_batch=8", "--config.compute.remat=dots", "--workdir", "/runs/mine"),
+        ),
+        origin="plan h100x4 (compiled): tensor 2x2, micro-batch 8 x 3 accumulated, remat dots",
+    )
+
+
+def test_planned_value_that_the_configuration_has_already_is_not_repeated() -> None:
+    same = {"mesh.placement": "tensor", "mesh.model": 2, "compute.remat": "dots"}
+    found = slurm.choose_overrides(PLAN["chosen"], resolve(**same)[1])
+    assert found == {"mesh.data": 2, "train.micro_batch": 8}
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "axes"),
+    [
+        ("replicate", "3x1", {"mesh.data": 3}),
+        ("fsdp", "3x1", {"mesh.data": 3}),
+        ("tensor", "3x2", {"mesh.data": 3, "mesh.model": 2}),
+        ("single", "1x1", {}),
+        ("split", "llama 2x1, qwen 2x1", {}),
+        ("hybrid3", "llama 1x2, qwen 1x1", {}),
+        ("hybrid4", "llama 1x2, qwen 1x2", {}),
+    ],
+)
+def test_overrides_of_every_strategy_make_a_configuration_that_is_accepted(strategy, mesh, axes) -> None:
+    changed = {**CHOSEN, "strategy": strategy, "mesh": mesh}
+    found = slurm.choose_overrides(changed, resolve()[1])
+    assert found == {"mesh.placement": strategy, **axes, "train.micro_batch": 8, "compute.remat": "dots"}
+    values = base.get_config()
+    values.llms.llama = base.llm("folder/llama")
+    values.encoder.source = "folder/encoder"
+    values.train.global_batch = 48
+    values.update_from_flattened_dict(found)
+    validation.validate(config.build(values))
+
+
+def test_plan_goes_before_an_assignment_of_the_same_key() -> None:
+    words = make(assignments={"train.micro_batch": "64", "seed": "7"}).command
+    assert [word for word in words if "micro_batch" in word] == ["--config.train.micro_batch=8"]
+
+
+def test_job_keeps_its_own_interpreter_unless_the_site_activates_one() -> None:
+    assert make(site=slurm.Site(modules=("cuda",))).command[0] == sys.executable
+    assert make(site=SITE).command[0] == "python"
+
+
+def test_name_of_the_job_holds_no_letter_that_sbatch_reads() -> None:
+    job = slurm.make_job(
+        PLAN, resolved=resolve()[1], workdir=Path('/runs/my run "é#'), request=request(), site=slurm.Site()
+    )
+    assert job.name == "my-run-"
+
+
+def test_memory_fraction_covers_the_utilisation_that_was_planned_for() -> None:
+    resolved = resolve()[1]
+    resolved["mesh"]["target_utilisation"] = 0.95
+    job = slurm.make_job(PLAN, resolved=resolved, workdir=Path("/runs/mine"), request=request(), site=SITE)
+    assert job.memory_fraction == 0.95
+    resolved["mesh"]["target_utilisation"] = 0.8
+    job = slurm.make_job(PLAN, resolved=resolved, workdir=Path("/runs/mine"), request=request(), site=SITE)
+    assert job.memory_fraction == slurm.MEMORY_FRACTION
+
+
+def test_hours_of_the_user_replace_the_predicted() -> None:
+    assert make(hours=11.0).hours == 11.0
+    assert make(PLAN | {"hours": math.nan}, hours=11.0).hours == 11.0
+
+
+@pytest.mark.parametrize("hours", [math.nan, math.inf, 0.0, -1.0])
+def test_unusable_hours_are_refused(hours: float) -> None:
+    with pytest.raises(UserError, match="hours = .*--hours"):
+        make(PLAN | {"hours": hours})
+    with pytest.raises(UserError, match="--hours = "):
+        make(hours=hours)
+
+
+def test_plan_in_which_nothing_fits_is_refused_with_advice() -> None:
+    with pytest.raises(UserError, match=r"h100x4: no placement.*larger\s+cards.*run\.py plan"):
+        make(PLAN | {"chosen": None})
+
+
+def test_missing_configuration_file_is_refused() -> None:
+    with pytest.raises(UserError, match="--config FILE"):
+        make(config="")
+
+
+# --- the verb ---
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch):
+    """Runs the verb without a site profile of this machine; returns the targets that were planned."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+    monkeypatch.delenv("LW_JAX_SITE", raising=False)
+    cfg, resolved = resolve()
+
+    def run(plan: dict[str, Any] = PLAN, others: tuple[dict[str, Any], ...] = (), **values: Any) -> list[str]:
+        targets = []
+
+        def planner(given: config.Config, target: str) -> dict[str, Any]:
+            assert given is cfg
+            targets.append(target)
+            return plan | {"target": target}
+
+        asked = request(**values)
+        workdir = tmp_path / "runs" / "mine"
+        slurm.main(cfg, resolved=resolved, workdir=workdir, request=asked, planner=planner, others=others)
+        return targets
+
+    return run
+
+
+def test_verb_writes_the_file_and_the_logs_folder_and_tells_the_price(call, tmp_path: Path, capsys) -> None:
+    others = ({**PLAN, "target": "h100x1", "devices": 1, "hours": 9.5}, {**PLAN, "devices": 2, "target": "h100x2"})
+    others[1]["chosen"] = None
+    assert call(others=others) == ["h100x4"]
+    file = tmp_path / "runs" / "mine" / "job.sbatch"
+    check_syntax(file.read_text(encoding="utf-8"))
+    assert (tmp_path / "runs" / "mine" / "logs").is_dir()
+    lines = capsys.readouterr().out.splitlines()
+    assert f"  sbatch {shlex.quote(str(file))}" in lines
+    assert any("3.20 h, time limit 0-04:30:00" in line for line in lines)
+    assert [line.split() for line in lines[-4:]] == [
+        ["size", "GPUs", "hours", "GPU-hours", "plan"],
+        ["h100x1", "1", "9.50", "9.5", "tensor"],
+        ["h100x2", "2", "-", "-", "does", "not", "fit"],
+        ["h100x4", "4", "3.20", "12.8", "tensor"],
+    ]
+
+
+def test_price_follows_the_hours_of_the_user(call, capsys) -> None:
+    call(hours=5.0, others=(PLAN,))
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["h100x4", "4", "5.00", "20.0", "tensor"]
+
+
+def test_estimate_is_called_one(call, capsys) -> None:
+    call(PLAN | {"compiled": False})
+    assert "plan h100x4 (estimated, not compiled)" in capsys.readouterr().out
+
+
+def test_idle_gpus_are_told(call, capsys) -> None:
+    call()
+    assert "costs less" not in capsys.readouterr().out
+    call(PLAN | {"chosen": {**PLAN["chosen"], "strategy": "single", "mesh": "1x1"}})
+    assert "one of the 4 GPUs does the work" in capsys.readouterr().out
+
+
+def test_word_for_a_size_is_planned_on_the_configurations_card(call) -> None:
+    assert call(target="dual") == ["h100x2"]
+
+
+def test_file_of_ours_is_written_anew_and_any_other_is_kept(call, tmp_path: Path) -> None:
+    file = tmp_path / "own.sh"
+    call(output=str(file))
+    call(output=str(file), assignments={"seed": "13"})
+    assert "--config.seed=13" in file.read_text(encoding="utf-8")
+    file.write_text("echo mine\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"own\.sh.*another name"):
+        call(output=str(file))
+    assert file.read_text(encoding="utf-8") == "echo mine\n"
+
+
+def test_output_that_cannot_be_written_is_refused_with_its_path(call, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file"):
+        call(output=str(tmp_path / "file" / "job.sbatch"))
+
+
+def test_submitting_where_there_is_no_sbatch_is_refused(call, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="no sbatch"):
+        call(submit=True)
