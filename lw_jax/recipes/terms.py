@@ -38,14 +38,14 @@ def frozen(cfg: DecoderConfig, one: Pass) -> Terms:
     again = one.remat == "full"
     logits = one.rows * one.answers * cfg.vocab / one.model * 4
     wire = 0.0
-    if one.model > 1:  # two sums a layer forward, two backward, and those of a recomputed forward pass
-        sums = (4 + 2 * again) * cfg.layers
+    if one.model > 1:  # two sums a layer forward, two backward, and attention's of a recomputed forward pass
+        sums = (4 + again) * cfg.layers
         wire += sums * 2 * (one.model - 1) / one.model * tokens * cfg.width * one.size
-    if one.data > 1:  # each layer's weights are gathered in every pass over it
-        wire += (2 + again) * (one.data - 1) / one.data * params(cfg) * one.size
+    if one.data > 1:  # each layer's weights are gathered forward and backward; what is recomputed shares the latter
+        wire += 2 * (one.data - 1) / one.data * params(cfg) * one.size
     kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, one.model)
     # Logits and their gradient; backward, the gradient of the inputs, is as dear as the forward pass.
-    return Terms(kept + 2 * logits, forward * (2 + again) + 2 * head, wire, logits)
+    return Terms(kept + 2 * logits, 2 * forward + again * _recomputed(cfg, one) + 2 * head, wire, logits)
 
 
 def forward_only(cfg: DecoderConfig, one: Pass) -> float:
@@ -59,7 +59,13 @@ def trained(cfg: DecoderConfig, one: Pass) -> Terms:
     forward = 2 * one.rows * one.positions * body_params(cfg)
     cast = params(cfg) * one.size if one.size < 4 else 0  # the copy in the dtype of arithmetic
     kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, 1)
-    return Terms(kept + cast, forward * (3 + (one.remat == "full")))
+    return Terms(kept + cast, 3 * forward + (one.remat == "full") * _recomputed(cfg, one))
+
+
+def _recomputed(cfg: DecoderConfig, one: Pass) -> float:
+    """Returns the FLOPs of layers computed again for their backward pass, which needs no layer's last product."""
+    last = cfg.layers * cfg.width * cfg.ffn
+    return 2 * one.rows * one.positions * (body_params(cfg) - last) / one.model
 
 
 def kept_bytes(cfg: DecoderConfig, positions: int, remat: str, size: int, model: int) -> float:

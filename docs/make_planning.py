@@ -1,0 +1,98 @@
+"""Writes docs/planning.md from plans: every strategy on every card, and the original's tables beside ours.
+
+    python docs/make_planning.py > docs/planning.md                   # makes the plans, minutes each; they are kept
+    python docs/make_planning.py --plans FOLDER > docs/planning.md    # of FOLDER/TARGET.json, from `plan --json`
+    python docs/make_planning.py --plans FOLDER --facts               # one line a target, for a config's docstring
+
+Nothing is typed in but the original's own figures (docs/planning/original.py): the rest is computed from the plans.
+"""
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from docs.planning.tables import TARGETS, Plan, Plans, best_of, short
+from lw_jax.core import config, config_file, platform
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the page, or the facts."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/large.py", help="what is planned (default: configs/large.py)")
+    parser.add_argument("--plans", type=Path, metavar="FOLDER", help="take TARGET.json of there instead of planning")
+    parser.add_argument("--facts", action="store_true", help="one line a target instead of the page")
+    args = parser.parse_args(argv)
+    platform.prepare_compiler(everywhere=True)  # before anything imports JAX, and it must not be silent twice
+    from docs.planning import page
+
+    cfg = config.build(config_file.load(args.config, root=ROOT))
+    plans = load(args.plans) if args.plans else make(cfg)
+    print("\n".join(facts(plans)) if args.facts else page.write(cfg, plans, args.config))
+    return 0
+
+
+def load(folder: Path) -> Plans:
+    """Returns the plans of a folder by target, in the page's order; an empty file is left out and told.
+
+    Raises:
+        UserError: a file is no plan, or none is there.
+    """
+    found: dict[str, Plan] = {}
+    for file in sorted(folder.glob("*.json")):
+        text = file.read_text(encoding="utf-8")
+        if not text.strip():
+            print(f"{file}: empty, left out", file=sys.stderr)
+            continue
+        try:
+            one = json.loads(text)
+            found[one["target"]] = one
+        except (json.JSONDecodeError, TypeError, KeyError) as error:
+            wanted = "a plan as `python run.py plan --json` prints it"
+            raise UserError(f"{file}: not {wanted} ({error!r}); make it again or move it away") from error
+    if not found:
+        raise UserError(f"{folder}: holds no plan; write TARGET.json there with `python run.py plan --json`")
+    known = [target for target in TARGETS if target in found]
+    return {target: found[target] for target in [*known, *sorted(found.keys() - set(known))]}
+
+
+def make(cfg: Config) -> Plans:
+    """Returns the plan of every target of the page; each is kept by `plan.make`."""
+    from lw_jax import plan
+
+    plans = {}
+    for target in TARGETS:
+        print(f"planning {target}; minutes, the first time", file=sys.stderr, flush=True)
+        plans[target] = plan.make(cfg, target)
+    return plans
+
+
+def facts(plans: Plans) -> list[str]:
+    """Returns one line a target: what a machine configuration's docstring says."""
+    lines = []
+    for target, one in plans.items():
+        best = best_of(plans, target)
+        if best is None:
+            lines.append(f"{target}: nothing fits: {'; '.join(map(short, one['candidates']))}")
+            continue
+        hours = f"{one['hours']:.2f} h for {one['steps']} steps" if one["hours"] is not None else "time not known"
+        lines.append(
+            f"{target}: {best['strategy']} {best['mesh']}, remat {best['remat']}, micro-batch {best['micro_batch']} x "
+            f"{best['accumulation']}, peak {best['peak_bytes'] / 1e9:.1f} of {one['limit_bytes'] / 1e9:.1f} GB, {hours}"
+        )
+    return lines
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

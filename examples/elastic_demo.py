@@ -1,0 +1,161 @@
+"""Trains the smoke configuration under six placements on 1 to 4 virtual devices and draws their loss curves.
+
+    python examples/elastic_demo.py
+    python examples/elastic_demo.py --steps 100 --output curves.png --config.optim.learning_rate=1e-3
+
+Every run is the command `python run.py` in a process of its own that sees as many CPU devices as its placement takes;
+the global batch is the same in all. Prints the table, writes the picture, and ends with code 1 where a curve leaves
+the others by more than 1e-5 of its value. The tiny readers are made first, once. Needs matplotlib
+(requirements-dev.txt).
+"""
+
+import argparse
+import dataclasses
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lw_jax import metrics
+from lw_jax.core.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+TOLERANCE = 1e-5  # relative, fp32: the same sums in another order, after some steps of Adam
+
+
+@dataclasses.dataclass(frozen=True)
+class Placed:
+    """One placement on so many devices."""
+
+    devices: int
+    strategy: str
+    model: int = 1
+
+
+PLACEMENTS = {
+    "single": Placed(1, "single"),
+    "replicate": Placed(2, "replicate"),
+    "split": Placed(2, "split"),
+    "hybrid3": Placed(3, "hybrid3"),
+    "fsdp": Placed(4, "fsdp"),
+    "tensor": Placed(4, "tensor", model=2),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains, prints and draws; returns 1 where the curves differ."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of every run (default: 40)")
+    parser.add_argument("--output", type=Path, default=Path("elastic_demo.png"), help="the picture")
+    parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS), help="default: all")
+    args, overrides = parser.parse_known_args(argv)
+    if unknown := [word for word in overrides if not word.startswith("--config.")]:
+        parser.error(f"{unknown[0]!r} is neither an option nor --config.section.key=value")
+    curves, told = {}, {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for name in args.placements:
+            print(f"training: {name} on {PLACEMENTS[name].devices}", flush=True)
+            told[name], curves[name] = train(name, Path(scratch) / name, args.steps, overrides)
+    print(table(curves, told))
+    draw(curves, args.output)
+    spread = largest_difference(curves)
+    verdict = "the curves are the same" if spread <= TOLERANCE else "THE CURVES DIFFER"
+    print(f"largest relative difference between any two curves: {spread:.1e} (tolerance {TOLERANCE:.0e}): {verdict}")
+    print(f"drawn in {args.output}")
+    return 0 if spread <= TOLERANCE else 1
+
+
+def train(name: str, workdir: Path, steps: int, overrides: Sequence[str]) -> tuple[str, list[float]]:
+    """Returns what a run of its own process says of its placement, and its losses.
+
+    Raises:
+        UserError: the run failed, with the end of what it said.
+    """
+    placed = PLACEMENTS[name]
+    settings = {"mesh.placement": placed.strategy, "mesh.model": placed.model, "train.steps": steps}
+    settings |= {"train.log_every": 1, "train.eval_every": 0, "eval.examples": 1}
+    words = [f"--config.{path}={value}" for path, value in settings.items()]
+    command = [sys.executable, str(ROOT / "run.py"), "--config", "configs/smoke.py", *words, *overrides]
+    environ = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}
+    flags = f"{environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count={placed.devices}".strip()
+    environ |= {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    done = subprocess.run(
+        [*command, "--workdir", str(workdir)], capture_output=True, text=True, env=environ, check=False
+    )
+    if done.returncode:
+        raise UserError(f"training under {name} ended with code {done.returncode}: {done.stderr[-2000:]}")
+    where = next(line for line in done.stdout.splitlines() if line.startswith("placement "))
+    rows = metrics.read(workdir / "metrics.jsonl")
+    return where.partition(": ")[2], [row["train/loss"] for row in rows if "train/loss" in row]
+
+
+def differences(curve: Sequence[float], reference: Sequence[float]) -> list[float]:
+    """Returns a curve's relative difference from another at every step."""
+    return [(ours - theirs) / abs(theirs) for ours, theirs in zip(curve, reference, strict=True)]
+
+
+def largest_difference(curves: Mapping[str, Sequence[float]]) -> float:
+    """Returns the largest relative difference between any two curves at one step."""
+    steps = zip(*curves.values(), strict=True)
+    return max((max(values) - min(values)) / min(map(abs, values)) for values in steps)
+
+
+def table(curves: Mapping[str, Sequence[float]], told: Mapping[str, str]) -> str:
+    """Returns each placement's first and last loss and how far it went from the first placement's curve."""
+    reference = next(iter(curves))
+    lines = [f"{'placement':<11}{'devices':<9}{'first loss':<12}{'last loss':<12}{'from ' + reference:<13}where"]
+    for name, curve in curves.items():
+        far = max(map(abs, differences(curve, curves[reference])))
+        lines.append(
+            f"{name:<11}{PLACEMENTS[name].devices:<9}{curve[0]:<12.7f}{curve[-1]:<12.7f}{far:<13.1e}{told[name]}"
+        )
+    return "\n".join(lines)
+
+
+def draw(curves: Mapping[str, Sequence[float]], path: Path) -> None:
+    """Writes the picture: the curves over each other, and below what is left when the first is taken away."""
+    reference = next(iter(curves))
+    figure = Figure(figsize=(9, 7), layout="constrained")
+    above, below = figure.subplots(2, 1, sharex=True, height_ratios=(3, 2))
+    colors = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#000000")  # Okabe and Ito: told apart by everyone
+    markers = ("o", "s", "^", "D", "x")
+    steps = range(1, len(curves[reference]) + 1)
+    above.plot(steps, curves[reference], color="#c8c8c8", linewidth=7, label=_label(reference))
+    below.axhline(0, color="#c8c8c8", linewidth=4)
+    others = [name for name in curves if name != reference]
+    for i, name in enumerate(others):
+        style = {"color": colors[i], "marker": markers[i], "markersize": 5, "linewidth": 1, "fillstyle": "none"}
+        every = (i, len(others))  # markers take turns, or the last would hide the others
+        above.plot(steps, curves[name], label=_label(name), markevery=every, **style)
+        parts = [1e6 * value for value in differences(curves[name], curves[reference])]
+        below.plot(steps, parts, markevery=every, **style)
+    above.set_ylabel("training loss, nats a token")
+    above.set_title("The same training run under every placement", loc="left")
+    above.legend(frameon=False)
+    below.set_ylabel(f"relative difference from\n{reference}, millionths")
+    below.set_title(f"Rounding only: the tolerance is {TOLERANCE * 1e6:.0f} millionths", loc="left", fontsize="medium")
+    below.set_xlabel("optimizer step")
+    for axes in (above, below):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#eeeeee")
+        axes.set_axisbelow(True)
+    figure.savefig(path, dpi=150)
+
+
+def _label(name: str) -> str:
+    placed = PLACEMENTS[name]
+    return f"{name} on {placed.devices} device{'s' if placed.devices > 1 else ''}"
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

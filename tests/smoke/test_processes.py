@@ -1,0 +1,178 @@
+"""Two real processes of four virtual devices each, joined as `srun` joins them, train as one device does."""
+
+import contextlib
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+from lw_jax.core import config, config_file, runtime
+from lw_jax.recipes.latentwire import LatentWire
+from sharding import placement
+from tests import tiny
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
+PATIENCE = 600  # seconds for both processes, on a machine busy with other work
+STEPS = 6
+PLACED = {
+    "fsdp, pretrained encoder with aligned start": (
+        "fsdp",
+        "--config.encoder.kind=lm --config.encoder.source={llama} --config.adapter.start=aligned",
+    ),
+    "tensor inside a process, accumulated": ("tensor", "--config.mesh.model=2 --config.train.micro_batch=1"),
+}
+CONFIG = """
+from configs import base
+
+def get_config():
+    c = base.get_config()
+    c.llms.llama = base.llm("{llama}")
+    c.llms.qwen = base.llm("{qwen}")
+    c.encoder.update(kind="bytes", layers=1, width=24, slots=5, window=256)
+    c.adapter.hidden = 40
+    c.data.update(cards=64, validation_cards=16, facts=2, context_tokens=256)
+    c.optim.update(warmup_steps=2, learning_rate=3e-3)
+    c.train.update(steps={steps}, global_batch=8, log_every=1, checkpoint_every=3)
+    c.compute.remat = "none"
+    c.eval.update(examples=8, batch=8, max_new_tokens=4)
+    return c
+"""
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory) -> dict[str, str]:
+    return {name: str(path) for name, path in tiny.readers(tmp_path_factory.getbasetemp() / "readers").items()}
+
+
+@pytest.fixture(scope="module")
+def config_path(readers, tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("config") / "two.py"
+    path.write_text(CONFIG.format(steps=STEPS, **readers), encoding="utf-8")
+    return path
+
+
+def curve_of_one(path: Path, folder: Path, *assignments: str) -> list[float]:
+    """The losses of the same configuration on one device of this process."""
+    values = config_file.load(str(path), root=PROJECT)
+    config_file.override(values, config_file.take_assignments(list(assignments))[0])
+    cfg = config.build(values)
+    placed = placement.place("single", LatentWire.reader_bytes(cfg), devices=jax.devices())
+    code, losses, _ = tiny.curve(LatentWire(cfg, placed), folder)
+    assert code == 0 and len(losses) == STEPS
+    return losses
+
+
+def free_job() -> str:
+    """A SLURM job number whose coordinator's port, which JAX derives from it, is free."""
+    for _ in range(50):
+        job = random.randrange(4096)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", 65535 - 4096 + 1 + job))
+            return str(job)
+    raise AssertionError("no free port in 50 tries")
+
+
+@contextlib.contextmanager
+def two(*argv: str, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
+    """Starts run.py twice as one step of two tasks; standard error lies in `folder`; none outlives the block."""
+    job = free_job()
+    started: list[subprocess.Popen[str]] = []
+    try:
+        for rank in (0, 1):
+            step = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1"}
+            step |= {"SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+            with (folder / f"stderr-{rank}").open("a") as stderr:
+                process = subprocess.Popen(
+                    [sys.executable, "-u", str(PROJECT / "run.py"), *argv],
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    text=True,
+                    env=os.environ | step | {"JAX_NUM_CPU_DEVICES": "4"},
+                )
+            started.append(process)
+        clock = threading.Timer(PATIENCE, lambda: [process.kill() for process in started])
+        clock.start()
+        yield started
+        clock.cancel()
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+            assert process.stdout is not None
+            process.stdout.close()
+
+
+def finish(started: list[subprocess.Popen[str]], folder: Path) -> tuple[list[int], str]:
+    """(exit codes, what the first one has printed since), both processes at their end."""
+    said = [process.communicate()[0] for process in started]
+    codes = [process.returncode for process in started]
+    print(*said, *((folder / f"stderr-{rank}").read_text() for rank in (0, 1)), sep="\n")  # shown when a test fails
+    return codes, said[0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACED)
+def test_two_processes_give_the_curve_of_one_device(name, config_path, readers, tmp_path):
+    strategy, words = PLACED[name]
+    changes = words.format(**readers).split()
+    argv = ["--config", str(config_path), f"--config.mesh.placement={strategy}", *changes]
+    with two("train", *argv, "--workdir", str(tmp_path / "w"), folder=tmp_path) as started:
+        codes, said = finish(started, tmp_path)
+    assert codes == [0, 0]
+    assert f"placement {strategy}: data={4 if strategy == 'tensor' else 8}" in said
+    wanted = curve_of_one(
+        config_path, tmp_path / "one", *(change for change in changes if "mesh" not in change and "micro" not in change)
+    )
+    np.testing.assert_allclose(tiny.logged_losses(tmp_path / "w"), wanted, rtol=LOSS)
+
+
+@pytest.mark.slow
+def test_sigterm_saves_in_both_and_the_same_command_goes_on(config_path, tmp_path):
+    argv = [
+        "train",
+        "--config",
+        str(config_path),
+        "--config.mesh.placement=replicate",
+        "--workdir",
+        str(tmp_path / "w"),
+    ]
+    with two(*argv, folder=tmp_path) as started:
+        assert started[0].stdout is not None
+        for line in started[0].stdout:
+            if line.startswith("global batch"):  # before the first step: JAX looks once a second for the signal
+                for process in started:
+                    process.send_signal(signal.SIGTERM)
+                break
+        codes, said = finish(started, tmp_path)
+    assert codes == [runtime.REQUEUE, runtime.REQUEUE]
+    saved = max(int(path.name) for path in (tmp_path / "w" / "checkpoints").iterdir())
+    assert saved < STEPS and f"stopped on request at step {saved}" in said
+    with two(*argv, folder=tmp_path) as started:
+        codes, said = finish(started, tmp_path)
+    assert codes == [0, 0]
+    assert f"goes on from step {saved}" in said
+    np.testing.assert_allclose(
+        tiny.logged_losses(tmp_path / "w"), curve_of_one(config_path, tmp_path / "one"), rtol=LOSS
+    )
+
+
+@pytest.mark.slow
+def test_readers_apart_are_refused_by_both_with_code_2(config_path, tmp_path):
+    argv = ["train", "--config", str(config_path), "--config.mesh.placement=split", "--workdir", str(tmp_path / "w")]
+    with two(*argv, folder=tmp_path) as started:
+        codes, _ = finish(started, tmp_path)
+    assert codes == [2, 2]
+    for rank in (0, 1):
+        told = (tmp_path / f"stderr-{rank}").read_text()
+        assert "error: mesh.placement='split' over several processes" in told
+        assert "Traceback" not in told
