@@ -1,4 +1,4 @@
-"""The one command: `python run.py [train|eval|answer|show] --config FILE[:recipe] [--config.section.key=value ...]`."""
+"""The one command: `python run.py [VERB] --config FILE[:recipe] [--config.section.key=value ...]`; no verb trains."""
 
 import argparse
 import importlib
@@ -17,7 +17,8 @@ VERBS = {
     "eval": ("lw_jax.evaluate", "measures a trained wire beside its controls; --workdir alone is enough"),
     "plan": (
         "lw_jax.plan",
-        "says before queueing whether a configuration fits on --target, how, and how long it takes",
+        "says before queueing whether a configuration fits on --target, how, and how long it takes;\n"
+        "          the file's own placement, remat and micro-batch are searched anew, those of flags are kept",
     ),
     "slurm": ("lw_jax.slurm", "writes an sbatch file from the plan"),
     "answer": ("lw_jax.answer", "sends a text through the wire and lets every reader answer"),
@@ -38,6 +39,7 @@ OWNERS = {  # flags that belong to some verbs only
     "target": ("plan", "slurm"),
     "estimate": ("plan",),
     "simulate": ("plan",),
+    "legacy": ("plan",),
     "site": ("slurm",),
     "submit": ("slurm",),
     "output": ("slurm",),
@@ -65,6 +67,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--target", metavar="GPUS", help="plan, slurm: h100x4, a100_40x2, h200x1, 2xh100x8, ...")
     parser.add_argument("--estimate", action="store_true", help="plan: by arithmetic, without compiling")
     parser.add_argument("--simulate", metavar="N..M", help="plan: what is done with so many of the target's cards")
+    parser.add_argument("--legacy", action="store_true", help="plan: beside the original project's batch formula")
     parser.add_argument("--site", metavar="FILE", help="slurm: the cluster's profile (docs/slurm.md)")
     parser.add_argument("--submit", action="store_true", help="slurm: runs sbatch")
     parser.add_argument("--output", metavar="FILE", help="slurm: the script (default: WORKDIR/job.sbatch)")
@@ -89,15 +92,17 @@ def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, 
     values = config_file.load(args.config, root=ROOT) if args.config else folder.load(args.workdir, verb=args.verb)
     defaults = base.get_config(str(values.get("recipe", "latentwire")))
     origins = config_file.trace(defaults, values, assignments)
+    planning = args.verb in ("plan", "slurm")
+    own = config_file.set_aside(values, defaults, config.SEARCHED) if planning else {}
     config_file.override(values, assignments)
     cfg = config.build(values)
     validation.validate(cfg)
     name = f"{Path(config_file.split(args.config)[0]).stem}-{cfg.recipe}" if args.config else ""
     workdir = Path(args.workdir or f"runs/{name}")
     request = {"cfg": cfg, "resolved": config.to_dict(cfg), "workdir": workdir}
-    if args.verb in ("plan", "slurm"):
+    if planning:
         platform.prepare_compiler(everywhere=bool(args.target or args.simulate))
-        return request | {"request": _planning(args, assignments)}
+        return request | {"request": _planning(args, assignments, own)}
     if args.verb == "show":
         return request | {"base": defaults.to_dict(), "origins": origins, "as_json": args.json}
     if args.verb != "train":
@@ -109,13 +114,13 @@ def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, 
     return request
 
 
-def _planning(args: argparse.Namespace, assignments: dict[str, str]) -> Any:
+def _planning(args: argparse.Namespace, assignments: dict[str, str], own: dict[str, Any]) -> Any:
     """Returns the words that ask for a plan or a job."""
     config, target = args.config or "", args.target or ""
     if args.verb == "plan":
         from lw_jax import plan
 
-        return plan.Request(config, target, args.simulate or "", args.estimate, args.json)
+        return plan.Request(config, target, args.simulate or "", args.estimate, args.json, args.legacy, own)
     from lw_jax import slurm
 
     site, output = args.site or "", args.output or ""

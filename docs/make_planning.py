@@ -21,6 +21,10 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 
 ROOT = Path(__file__).resolve().parent.parent
+KEYS = frozenset(  # of a plan
+    "target devices compiled memory_bytes limit_bytes steps global_batch hours plan_seconds candidates chosen".split()
+)
+AGAIN = "make it again with `python run.py plan --json`, or move it away"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -31,36 +35,53 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--facts", action="store_true", help="one line a target instead of the page")
     args = parser.parse_args(argv)
     platform.prepare_compiler(everywhere=True)  # before anything imports JAX, and it must not be silent twice
+    cfg = config.build(config_file.load(args.config, root=ROOT))
+    plans = load(args.plans, cfg) if args.plans else make(cfg)
+    if args.facts:
+        print("\n".join(facts(plans)))
+        return 0
     from docs.planning import page
 
-    cfg = config.build(config_file.load(args.config, root=ROOT))
-    plans = load(args.plans) if args.plans else make(cfg)
-    print("\n".join(facts(plans)) if args.facts else page.write(cfg, plans, args.config))
+    print(page.write(cfg, plans, args.config))
     return 0
 
 
-def load(folder: Path) -> Plans:
+def load(folder: Path, cfg: Config) -> Plans:
     """Returns the plans of a folder by target, in the page's order; an empty file is left out and told.
 
     Raises:
-        UserError: a file is no plan, or none is there.
+        UserError: a file is no plan or one of another configuration, or none is there.
     """
     found: dict[str, Plan] = {}
     for file in sorted(folder.glob("*.json")):
-        text = file.read_text(encoding="utf-8")
-        if not text.strip():
-            print(f"{file}: empty, left out", file=sys.stderr)
-            continue
-        try:
-            one = json.loads(text)
+        if file.stat().st_size:
+            one = read(file, cfg)
             found[one["target"]] = one
-        except (json.JSONDecodeError, TypeError, KeyError) as error:
-            wanted = "a plan as `python run.py plan --json` prints it"
-            raise UserError(f"{file}: not {wanted} ({error!r}); make it again or move it away") from error
+        else:
+            print(f"{file}: empty, left out", file=sys.stderr)
     if not found:
         raise UserError(f"{folder}: holds no plan; write TARGET.json there with `python run.py plan --json`")
     known = [target for target in TARGETS if target in found]
     return {target: found[target] for target in [*known, *sorted(found.keys() - set(known))]}
+
+
+def read(file: Path, cfg: Config) -> Plan:
+    """Returns one plan.
+
+    Raises:
+        UserError: the file is no plan, or one of another configuration.
+    """
+    try:
+        one = json.loads(file.read_text(encoding="utf-8"))
+    except ValueError as error:  # no UTF-8, or no JSON
+        raise UserError(f"{file}: not JSON ({error}); {AGAIN}") from error
+    if not isinstance(one, dict) or (absent := KEYS - one.keys()):
+        what = f"a plan without {', '.join(sorted(absent))}" if isinstance(one, dict) else "no plan"
+        raise UserError(f"{file}: {what}; {AGAIN}")
+    for key, wanted in (("global_batch", cfg.train.global_batch), ("steps", cfg.train.steps)):
+        if one[key] != wanted:
+            raise UserError(f"{file}: planned for train.{key}={one[key]}, the configuration has {wanted}; {AGAIN}")
+    return one
 
 
 def make(cfg: Config) -> Plans:

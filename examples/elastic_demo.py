@@ -6,7 +6,7 @@
 Every run is the command `python run.py` in a process of its own that sees as many CPU devices as its placement takes;
 the global batch is the same in all. Prints the table, writes the picture, and ends with code 1 where a curve leaves
 the others by more than 1e-5 of its value. The tiny readers are made first, once. Needs matplotlib
-(requirements-dev.txt).
+(requirements-dev.txt); some minutes on two cores.
 """
 
 import argparse
@@ -139,8 +139,11 @@ def draw(curves: Mapping[str, Sequence[float]], path: Path) -> None:
     above.set_title("The same training run under every placement", loc="left")
     above.legend(frameon=False)
     below.set_ylabel(f"relative difference from\n{reference}, millionths")
-    below.set_title(f"Rounding only: the tolerance is {TOLERANCE * 1e6:.0f} millionths", loc="left", fontsize="medium")
+    spread = 1e6 * largest_difference(curves)
+    told = f"Largest difference between any two: {spread:.2g} millionths, tolerance {TOLERANCE * 1e6:.0f}"
+    below.set_title(told, loc="left", fontsize="medium")
     below.set_xlabel("optimizer step")
+    below.xaxis.get_major_locator().set_params(integer=True)
     for axes in (above, below):
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#eeeeee")

@@ -78,8 +78,11 @@ def strategies(cfg: Config, readers: Mapping[str, int], count: int) -> Iterator[
     yield "single", -1, 1
     if count == 1:
         return
-    yield "replicate", count, 1
-    yield "fsdp", count, 1
+    # Where their number does not divide the batch, the largest number below it that does leaves some devices idle.
+    rows = max(n for n in range(1, count + 1) if cfg.train.global_batch % n == 0)
+    if rows > 1:
+        yield "replicate", rows, 1
+        yield "fsdp", rows, 1
     yield from (("tensor", count // model, model) for model in range(2, count + 1) if count % model == 0)
     if len(readers) > 1:
         yield "split", -1, 1
@@ -88,22 +91,24 @@ def strategies(cfg: Config, readers: Mapping[str, int], count: int) -> Iterator[
 
 
 def pick(found: Sequence[Candidate]) -> Candidate | None:
-    """Returns the fastest candidate that fits; of equally fast or untimed ones the fewest devices, then the least full.
+    """Returns the fastest candidate that fits; of equally fast ones that with the fewest devices, then the least full.
 
-    Times are predictions: a gain of less than 2 % does not pay for more devices.
+    Times are predictions: a gain of less than 2 % does not pay for more devices. Where the card's speed is not known,
+    the arithmetic of one device stands for time, and of equals the one that sends least is taken.
     """
     fitting = [candidate for candidate in found if candidate.fits]
-    if not fitting:
-        return None
-    times = [candidate.times.total for candidate in fitting if candidate.times]
-    near = min(times, default=0.0) * 1.02
+    near = 1.02 * min(map(_cost, fitting), default=0.0)
 
-    def order(candidate: Candidate) -> tuple[bool, int, int]:
+    def order(candidate: Candidate) -> tuple[bool, float, int, int]:
         assert candidate.placement is not None and candidate.needs is not None, "it fits"
-        slow = bool(candidate.times) and candidate.times.total > near
-        return slow, candidate.placement.devices, candidate.needs.peak
+        sent = 0.0 if candidate.times else candidate.collective_bytes
+        return _cost(candidate) > near, sent, candidate.placement.devices, candidate.needs.peak
 
-    return min(fitting, key=order)
+    return min(fitting, key=order, default=None)
+
+
+def _cost(candidate: Candidate) -> float:
+    return candidate.times.total if candidate.times else candidate.flops
 
 
 def nothing_fits(rows: Sequence[Mapping[str, Any]], devices: int, room: Room) -> str:
@@ -139,6 +144,7 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware, widths: Tree | 
         own = with_remat(cfg, remat)
         recipe = recipes.make(own, placed, outline=True)
         program = Program(own, recipe)
+        program.accumulation(cfg.train.micro_batch)  # or PlacementError: the batch does not go with the devices
         blank = Candidate(placed.strategy, _mesh(placed), remat, placed)
         if (whole := placed_bytes(program)) > room.limit:
             why = f"weights and optimizer alone take {bytes_of(whole)} of {bytes_of(room.limit)}"
@@ -149,7 +155,11 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware, widths: Tree | 
     for draft in sorted(drafts, key=lambda draft: _rank(draft, room)):
         if fitting and not _is_slower(fitting.estimate, draft.guess):
             return
-        needs = _needs(draft, hardware)
+        try:
+            needs = _needs(draft, hardware)
+        except fit.OutOfMemory as error:
+            yield dataclasses.replace(draft.blank, obstacle=f"too large for the compiler: {error}")
+            continue
         guess = estimates.estimate(draft.program, draft.recipe, draft.widths, needs.micro_batch, hardware.target)
         found = dataclasses.replace(draft.blank, needs=needs, estimate=guess)
         if needs.peak <= room.limit:
@@ -185,13 +195,14 @@ def _rank(draft: _Draft, room: Room) -> tuple[bool, bool, float]:
 
 
 def _needs(draft: _Draft, hardware: Hardware) -> Needs:
-    """Returns the needs of the configured micro-batch, else of the largest that fits."""
+    """Returns the needs of the configured micro-batch, else of the largest that fits; raises `fit.OutOfMemory`."""
     program, room, compile = draft.program, hardware.room, hardware.compile
     assert room is not None, "planning needs the devices' memory"
     if compile is None:
         return draft.guess.needs
     if program.cfg.train.micro_batch:
-        return fit.needs_of(program, draft.widths, program.cfg.train.micro_batch, compile=compile)
+        with fit.out_of_memory():
+            return fit.needs_of(program, draft.widths, program.cfg.train.micro_batch, compile=compile)
     guess = draft.guess.needs.micro_batch
     return fit.largest_micro_batch(program, draft.widths, room, compile=compile, guess=guess)
 

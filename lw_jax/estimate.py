@@ -34,7 +34,7 @@ def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int
     state, frozen = program.state(), program.frozen()
     peaks, flops, wire, seconds = [], [], [], []
     for mesh in program.placement.meshes:
-        held = place.device_bytes(state) if mesh == learner else 0
+        held = place.device_bytes((state["trainable"], state["opt_state"])) if mesh == learner else 0
         shared = terms[""] if mesh == learner else Terms()
         working, work, sent, logits = shared.bytes, shared.flops, 0.0, 0.0
         for name, at in program.placement.readers.items():

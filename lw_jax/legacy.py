@@ -71,15 +71,14 @@ def text(found: Mapping[str, Any]) -> str:
         "",
         *_table(theirs, best),
         "",
-        f"the original's batch: {theirs.total} = {theirs.per_gpu} a GPU at its {UTILISATION:.0%} of {memory:g} GB "
-        f"({theirs.utilisation:.1%} reached)",
+        f"the original's batch at its {UTILISATION:.0%} of {memory:g} GB: {_batch(theirs, gpus)}",
     ]
     for share in sorted({0.8, round(target, 4)} - {UTILISATION}):
         other = legacy_batch(memory_gb=memory, utilisation=share, gpus=gpus)
-        lines.append(f"the same formula at {share:.0%}: {other.total} = {other.per_gpu} a GPU")
+        lines.append(f"the same formula at {share:.0%}: {_batch(other, gpus)}")
     limit = f"{found['limit_bytes'] / 1e9:.1f} GB = {target:.0%} of {found['memory_bytes'] / 1e9:.1f} GB"
     if best is None:
-        return "\n".join([*lines, f"the plan: nothing fits into {limit}; {found['why']}"])
+        return "\n".join([*lines, f"the plan, within {limit}: {found['why']}"])
     how = "compiled" if found["compiled"] else "by arithmetic, not compiled"
     return "\n".join(
         [
@@ -89,6 +88,13 @@ def text(found: Mapping[str, Any]) -> str:
             f"{found['global_batch']}, within {limit}",
         ]
     )
+
+
+def _batch(found: LegacyBatch, gpus: int) -> str:
+    if not found.total:
+        return f"no room ({found.utilisation:.1%} taken before the first example)"
+    whole = f", {found.total} on {gpus}" if gpus > 1 else ""
+    return f"{found.per_gpu} a GPU{whole} ({found.utilisation:.1%} reached)"
 
 
 def _table(theirs: LegacyBatch, best: Mapping[str, Any] | None) -> list[str]:
@@ -126,7 +132,8 @@ REASONS = {
     "overhead": "in the plan no term: the utilisation target leaves this room",
     "all of these": "",
     "activations of one example": (
-        f"of one model, {KEPT:g} x {POSITIONS} positions x {WIDTH} wide x {LAYERS} layers; the plan's: as compiled"
+        f"of one model, {KEPT:g} x {POSITIONS} positions x {WIDTH} wide x {LAYERS} layers; the plan's: as compiled, of "
+        "all models and with gradients"
     ),
     "peak": "",
 }

@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from lw_jax import choice, fit, memory, recipes, sources, targets
+from lw_jax import choice, fit, legacy, memory, recipes, sources, targets
 from lw_jax.choice import Candidate, Hardware
 from lw_jax.core import config
 from lw_jax.core.config import Config
@@ -43,11 +43,15 @@ class Request:
     simulate: str = ""  # "0..8": numbers of devices of the target's card
     estimate: bool = False  # arithmetic only
     as_json: bool = False
+    legacy: bool = False  # beside the original project's batch formula
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the file itself sets of config.SEARCHED
 
 
 def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Request) -> int:
     """Prints the plan of one target, or one line for each simulated number of devices; 3 when nothing fits."""
     del resolved, workdir
+    if request.legacy and (request.simulate or request.as_json):
+        raise UserError("--legacy prints one target's plan for people; leave out --simulate and --json.")
     if request.simulate:
         counts = parse_counts(request.simulate)
         card = targets.parse(resolve_target(request.target, config=request.config)).card
@@ -55,7 +59,10 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
         print(json.dumps(plans, indent=2) if request.as_json else simulation_table(plans))
         return 0
     found = make(cfg, _word(request), estimate=request.estimate)
-    print(json.dumps(found, indent=2) if request.as_json else report(found))
+    if request.as_json:
+        print(json.dumps(found, indent=2))
+    else:
+        print(legacy.text(found) if request.legacy else report(found, own=request.own))
     return 0 if found["chosen"] else NOTHING_FITS
 
 
@@ -270,7 +277,7 @@ def _why(chosen: Plan | None, rows: Sequence[Plan]) -> str:
     if not others:
         return "the only one that fits"
     if chosen["samples_per_second"] is None:
-        return f"fits with the fewest devices and most room, of {len(others) + 1}; speed of this card is not known"
+        return f"least arithmetic on a device, of {len(others) + 1} that fit; speed of this card is not known"
     second = max(others, key=lambda row: row["samples_per_second"])
     return (
         f"predicted fastest of {len(others) + 1} that fit: {chosen['samples_per_second']:.1f} samples/s, next "
@@ -304,8 +311,8 @@ def _code() -> str:
     return digest.hexdigest()
 
 
-def report(found: Plan) -> str:
-    """Returns a plan for people."""
+def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
+    """Returns a plan for people; `own` is what the configuration's file itself sets of `config.SEARCHED`."""
     gib = found["memory_bytes"]
     how = "compiled for the target" if found["compiled"] else "ARITHMETIC ESTIMATE, nothing was compiled"
     lines = [
@@ -323,14 +330,22 @@ def report(found: Plan) -> str:
     if chosen is None:
         return "\n".join([*lines, "", found["why"]])
     hours = f", {_hours(found['hours'])} for {found['steps']} steps" if found["hours"] is not None else ""
+    idle = found["devices"] - chosen["devices_used"]
     lines += [
         "",
         f"chosen: {chosen['strategy']} {chosen['mesh']}, recomputation {chosen['remat']}, micro-batch "
-        f"{chosen['micro_batch']} x {chosen['accumulation']} accumulated{hours}",
+        f"{chosen['micro_batch']} x {chosen['accumulation']} accumulated{hours}"
+        + (f"; {idle} of {found['devices']} devices stay idle" if idle else ""),
         f"why: {found['why']}",
-        f"as flags: {' '.join(f'--config.{path}={value}' for path, value in overrides(chosen).items())}",
+        f"as flags: {_flags(overrides(chosen))}",
     ]
+    if own and not own.items() <= overrides(chosen).items():
+        lines.append(f"the configuration's file sets: {_flags(own)}; with these flags that alone is planned")
     return "\n".join(lines)
+
+
+def _flags(values: Mapping[str, Any]) -> str:
+    return " ".join(f"--config.{path}={value}" for path, value in values.items())
 
 
 def overrides(chosen: Mapping[str, Any]) -> dict[str, Any]:

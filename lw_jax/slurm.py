@@ -129,8 +129,10 @@ def main(
     again = f", {requeues + 1} runs of it (it requeues itself)" if requeues else ""
     print(f"{job.origin}\npredicted {job.hours:.2f} h, time limit {_clock(minutes)}{again}")
     print("\n".join(compare([{**plan, "hours": job.hours}, *(_other_sizes(cfg, plan) if others is None else others)])))
-    if plan["chosen"]["strategy"] == "single" and plan["devices"] > 1:
-        print(f"one of the {plan['devices']} GPUs does the work: --target single costs less")
+    used = plan["chosen"]["devices_used"]
+    if used < plan["devices"]:
+        card = plan["target"].rpartition("x")[0]
+        print(f"{used} of the {plan['devices']} GPUs do the work: --target {card}x{used} costs less")
     if request.submit:
         print(_submit(file))
 
@@ -273,7 +275,7 @@ def script(job: Job, site: Site) -> str:
 
 
 def _other_sizes(cfg: Config, plan: Plan) -> list[Plan]:
-    """Returns estimates of the same card in other numbers; none where the configuration names its own placement."""
+    """Returns estimates of the same card in other numbers; none where the command line names the placement."""
     card = re.fullmatch(r"(?:\d+x)?([a-z]\w*?)x\d+", plan["target"])
     if card is None or cfg.mesh.placement != "auto":
         return []

@@ -228,8 +228,9 @@ class Run:
                 raise
             self._pending = (step, values)
             self.live.advance(step)
-            validated = self._validate_if_due(step, frozen, clock)
             stop = stop_requested(step)
+            # Asked to stop, the time left before the kill is for saving: validation could outlast it.
+            validated = None if stop and step < train.steps else self._validate_if_due(step, frozen, clock)
             if self.checkpointer and (step % train.checkpoint_every == 0 or step == train.steps or stop):
                 with fit.out_of_memory():
                     self._check_finite(step, values)

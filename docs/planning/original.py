@@ -27,6 +27,7 @@ OPTIONS = {
     2: Option(17.0, 3.5, 24, 3.2, "balanced"),
     4: Option(8.5, 6.0, 14, 1.9, "only if urgent"),
 }
+PARTS_GB = {"weights": 30, "optimizer": 2, "activations": 2}  # of its 34 GB, the same document
 
 # GPU configuration analysis, "Scaling Considerations": the factor on the time, and the setting that makes ours.
 SCALING = {
@@ -54,6 +55,10 @@ OUR_WORDS = {
 
 # Elastic guide, "Performance Expectations": target -> (samples/s, effective batch).
 THROUGHPUT = {"a100_40x1": (50, 64), "a100_40x2": (80, 96), "a100_40x4": (160, 128), "h100x4": (320, 256)}
+# Not of a document but of the original's training: 32 latents, an anchor of 3, an answer of about 6 tokens.
+POSITIONS = 41
+# Elastic guide, "Memory Calculations" and its default: GB of both readers, of one example; utilisation; H100's batch.
+GUIDE_WEIGHTS_GB, GUIDE_SAMPLE_GB, GUIDE_UTILISATION, GUIDE_BATCH = 14 + 13, 0.75, 0.75, 64
 
 # What each document holds for the memory of one GPU, in GB: analysis, guide, note.
 MEMORY = {
@@ -61,11 +66,10 @@ MEMORY = {
     "Qwen weights": ("14", "13", "14"),
     "frozen weights": ("30", "27", f"{legacy.FROZEN_GB:.0f}"),
     "trained weights": ("< 1", "-", "0.2"),
-    "optimizer": ("2", "4 a model", "1.2"),
+    "optimizer": ("2", "2 x 4", "1.2"),
     "gradients": ("-", "-", "0.2"),
     "overhead": ("-", "-", "6.4"),
     "activations of one example": ("0.5", "0.75", f"{legacy.legacy_batch().sample_gb:.2f}"),
     "left for activations": ("-", "-", "40"),
 }
 NOTE_BATCH = 64  # batch size note: on each of 1 to 4 H100, "at 80 %"
-NOTE_LARGEST = 69  # the same, at 85 %

@@ -14,7 +14,7 @@ ABSENT = "not planned"
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> list[str]:
-    """Returns a Markdown table with aligned columns, numbers to the right."""
+    """Returns a Markdown table with aligned columns; columns without words stand to the right."""
     body = [tuple(row) for row in rows]
     columns = list(zip(head, *body, strict=True))
     right = [not any(re.search("[a-wyzA-Z]", cell) for cell in column[1:]) for column in columns]
@@ -44,18 +44,40 @@ def gb(row: Mapping[str, Any] | None, key: str, digits: int = 1) -> str:
     return number(row[key] / 1e9 if row else None, digits)
 
 
-def words(row: Mapping[str, Any]) -> tuple[str, str, str, str, str]:
-    """Returns strategy, mesh, recomputation, batch and peak of a candidate."""
-    batch = f"{row['micro_batch']} x {row['accumulation']}"
-    return row["strategy"], row["mesh"], row["remat"], batch, gb(row, "peak_bytes")
+def held_bytes(row: Mapping[str, Any]) -> int:
+    """Returns what a GPU holds whatever the batch: frozen weights, what learns and the optimizer."""
+    return row["weights_bytes"] + row["trainable_bytes"] + row["optimizer_bytes"]
+
+
+def layout(row: Mapping[str, Any]) -> str:
+    """Returns a candidate's strategy with its mesh; a mesh that was never made is left out."""
+    return row["strategy"] if "?" in row["mesh"] else f"{row['strategy']} {row['mesh']}"
+
+
+def named(row: Mapping[str, Any]) -> str:
+    """Returns a candidate's strategy, with the mesh where a number of GPUs has several of it."""
+    return layout(row) if row["strategy"] == "tensor" else row["strategy"]
+
+
+def batch(row: Mapping[str, Any]) -> str:
+    """Returns a candidate's examples on a GPU and how often they are accumulated."""
+    return f"{row['micro_batch']} x {row['accumulation']}"
 
 
 def short(row: Mapping[str, Any]) -> str:
-    """Returns why a candidate cannot be, without the remedy and the names that its row has already."""
-    told = re.sub(r" \(sizes that do[^)]*\)", "", row["obstacle"]).partition(";")[0]
-    return told.rpartition(": ")[2]
+    """Returns why a candidate cannot be, without the remedy and what its row says already."""
+    uneven = re.search(r"(\S+) \([\d, ]+\): dim \d+ \((\d+)\) does not divide mesh axis (\w+=\d+)", row["obstacle"])
+    if uneven:
+        return f"{uneven[2]} of {uneven[1]} is not divisible by {uneven[3]}"
+    return row["obstacle"].partition(";")[0].rpartition(": ")[2]
 
 
 def best_of(plans: Plans, target: str) -> Plan | None:
     """Returns what is chosen on a target; None where nothing fits or nothing was planned."""
     return plans[target]["chosen"] if target in plans else None
+
+
+def single(plans: Plans) -> Mapping[str, Any] | None:
+    """Returns a measured candidate that runs on one GPU: its FLOPs and weights are those of the whole; None: none."""
+    rows = (row for one in plans.values() for row in one["candidates"])
+    return next((row for row in rows if row["strategy"] == "single" and row["flops"]), None)

@@ -184,6 +184,9 @@ _NOT_MEANING = re.compile(
     r"train\.(log_every|eval_every|checkpoint_every|keep|micro_batch)|mesh\..*|compute\.remat|eval\..*"
 )
 
+# What the planner searches: a file's own choice of them is one answer for one machine.
+SEARCHED = ("mesh.placement", "mesh.data", "mesh.model", "compute.remat", "train.micro_batch")
+
 
 class Values(Protocol):
     """Named values, nested: a dict or a ConfigDict, which is no Mapping."""

@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
@@ -96,6 +97,14 @@ def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
         except flags.Error as error:
             kind = type(flat[path]).__name__
             raise UserError(f"--config.{path}={text}: a value of type {kind} is needed, as {flat[path]!r}.") from error
+
+
+def set_aside(config: ConfigDict, base: Values, paths: Sequence[str]) -> dict[str, Any]:
+    """Gives these values back to the base, in place; returns, by path, those that the file had changed."""
+    defaults, flat = flatten(base), flatten(config)
+    changed = {path: flat[path] for path in paths if flat[path] != defaults[path]}
+    config.update_from_flattened_dict({path: defaults[path] for path in changed})
+    return changed
 
 
 def trace(base: Values, config: Values, assignments: Mapping[str, str]) -> dict[str, str]:

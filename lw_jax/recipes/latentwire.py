@@ -93,7 +93,11 @@ class LatentWire:
 
     def abstract(self) -> Weights:
         """Returns both trees as shapes."""
-        body = None
+        return self._abstract
+
+    @functools.cached_property
+    def _abstract(self) -> Weights:
+        body = None  # traced once: the planner asks some hundred times
         if self.wire.encoder.body:
             body = encoder.keep_body(decoder.abstract(self.wire.encoder.body, jnp.float32))
         sizes = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.wire.readers}
@@ -109,6 +113,10 @@ class LatentWire:
 
     def shardings(self) -> Weights:
         """Returns both trees as NamedShardings: each reader by its placement, what learns replicated."""
+        return self._shardings
+
+    @functools.cached_property
+    def _shardings(self) -> Weights:
         shapes = self.abstract()
         frozen = {
             name: rules.shardings(tables.reader_table(at.table), shapes.frozen[name], at.mesh, name=f"llms/{name}")

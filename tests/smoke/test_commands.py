@@ -171,7 +171,7 @@ TINY = (
 def test_h100x4_trains_on_four_virtual_devices_under_its_own_placement(tmp_path: Path) -> None:
     done = start("--config", "configs/h100x4.py", *TINY, "--workdir", "w", cwd=tmp_path, devices=4)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "placement tensor: data=2 x model=2 on 4 cpu" in done.stdout
+    assert "placement replicate: data=4 x model=1 on 4 cpu" in done.stdout
     assert "step 4/4" in done.stdout
     single = start("--config", "configs/h100x1.py", *TINY, "--workdir", "w1", cwd=tmp_path)
     assert single.returncode == 0, single.stdout + single.stderr

@@ -99,7 +99,7 @@ PLAN = {
     "host_memory_bytes": 20 * 2**30,
     "chosen": {
         **{"strategy": "fsdp", "mesh": "2x1", "micro_batch": 5, "accumulation": 3, "remat": "full"},
-        **{"step_seconds": 7.0, "samples_per_second": 12.5, "peak_bytes": 2**30},
+        **{"step_seconds": 7.0, "samples_per_second": 12.5, "peak_bytes": 2**30, "devices_used": 2},
     },
 }
 QUESTION = 'it\'s {question}\nor "not" $HOME'

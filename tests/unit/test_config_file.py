@@ -116,3 +116,10 @@ def test_origin_of_every_value_is_known() -> None:
     assert origins["train.keep"] == "base"
     assert origins["seed"] == "command line"
     assert set(origins) == set(config_file.flatten(values))
+
+
+def test_values_set_aside_are_the_bases_again_and_told() -> None:
+    defaults, values = base.get_config(), base.get_config()
+    values.mesh.placement, values.train.steps = "split", 7
+    assert config_file.set_aside(values, defaults, ("mesh.placement", "mesh.model")) == {"mesh.placement": "split"}
+    assert (values.mesh.placement, values.train.steps) == (defaults.mesh.placement, 7)

@@ -91,21 +91,26 @@ def test_text_sets_every_term_beside_the_plans():
     assert row(found, "all of these") == ["40.00", "35.75"]
     assert row(found, "activations of one example")[:2] == ["0.40", "3.00"]
     assert row(found, "peak") == ["67.78", "56.75"]
-    assert "69 a GPU at its 85% of 80 GB" in found and "59 a GPU" in found
+    assert "at its 85% of 80 GB: 69 a GPU (84.7% reached)" in found and "at 80%: 59 a GPU (79.7% reached)" in found
     assert "7 a GPU x 5 accumulated for a global batch of 35, within 68.0 GB = 80% of 84.9 GB" in found
 
 
 def test_text_takes_the_targets_memory_and_number():
     found = legacy.text(planned(devices=3, memory_bytes=151_397_597_184, limit_bytes=113_548_197_888))
     expected = legacy.legacy_batch(memory_gb=141, gpus=3)
-    assert f"{expected.total} = {expected.per_gpu} a GPU" in found
+    assert f"{expected.per_gpu} a GPU, {expected.total} on 3 ({expected.utilisation:.1%} reached)" in found
     assert "the same formula at 75%" in found and "the same formula at 80%" in found
 
 
 def test_text_says_so_where_nothing_fits():
     found = legacy.text(planned(chosen=None, why="nothing fits: single 1x1: too large"))
-    assert "nothing fits into 68.0 GB" in found and "single 1x1: too large" in found
+    assert "within 68.0 GB = 80% of 84.9 GB: nothing fits: single 1x1: too large" in found
     assert row(found, "frozen weights")[:2] == ["32.00", "-"]
+
+
+def test_text_says_so_where_the_formula_finds_no_room():
+    found = legacy.text(planned(memory_bytes=42_331_013_120, limit_bytes=33_864_810_496))
+    assert "at its 85% of 40 GB: no room (92.0% taken before the first example)" in found
 
 
 def test_an_estimate_is_not_called_compiled():

@@ -41,7 +41,7 @@ SITE = slurm.Site(
     cpus_per_gpu=5,
     scratch="/scratch/me",
 )
-CHOSEN = {"strategy": "tensor", "mesh": "2x2", "micro_batch": 8, "accumulation": 3, "remat": "dots"}
+CHOSEN = {"strategy": "tensor", "mesh": "2x2", "micro_batch": 8, "accumulation": 3, "remat": "dots", "devices_used": 4}
 PLAN = {
     "target": "h100x4",
     "devices": 4,
@@ -500,8 +500,8 @@ def test_estimate_is_called_one(call, capsys) -> None:
 def test_idle_gpus_are_told(call, capsys) -> None:
     call()
     assert "costs less" not in capsys.readouterr().out
-    call(PLAN | {"chosen": {**PLAN["chosen"], "strategy": "single", "mesh": "1x1"}})
-    assert "one of the 4 GPUs does the work" in capsys.readouterr().out
+    call(PLAN | {"chosen": {**PLAN["chosen"], "strategy": "replicate", "mesh": "2x1", "devices_used": 2}})
+    assert "2 of the 4 GPUs do the work: --target h100x2 costs less" in capsys.readouterr().out
 
 
 def test_word_for_a_size_is_planned_on_the_configurations_card(call) -> None:

@@ -1,0 +1,214 @@
+"""Holds the plan against this machine: peak memory and seconds a step, planned and measured, at several sizes.
+
+    python benchmarks/planned.py                                      # one GPU of 80 GB: six points, minutes
+    python benchmarks/planned.py --config configs/smoke.py --points both:4:none --json    # anywhere
+
+A point is READERS:MICRO_BATCH:REMAT, READERS one name of the configuration or "both". Each runs in a process of its
+own (a device's peak cannot be set back) on random weights and a random batch at the configuration's limits, two
+micro-batches a step. First the machine's ceilings are measured: with them in place of the assumed shares of the data
+sheet's figures the seconds are predicted again ("calibrated"). A device that tells no memory, as a CPU, is timed only.
+Ends with code 1 where a measured peak is more than 3 % off, or a calibrated time more than 10 %.
+"""
+
+import argparse
+import dataclasses
+import json
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from lw_jax.core import config, config_file, platform
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+
+ROOT = Path(__file__).resolve().parent.parent
+POINTS = ("both:8:none", "both:16:dots", "both:32:dots", "both:32:full", "llama:32:dots", "qwen:16:none")
+PEAK, SECONDS = 0.03, 0.10  # relative differences that pass
+ACCUMULATED = 2
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs every point and prints the comparison."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", default="configs/large.py", help="default: configs/large.py")
+    parser.add_argument("--points", nargs="+", default=POINTS, metavar="READERS:MICRO_BATCH:REMAT")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps of each point (default: 5)")
+    parser.add_argument("--json", action="store_true", help="for programs")
+    parser.add_argument("--only", help=argparse.SUPPRESS)  # a child: "ceilings", or a point
+    parser.add_argument("--shares", type=json.loads, default={}, help=argparse.SUPPRESS)
+    args = parser.parse_args(argv)
+    if args.only:
+        platform.reserve_memory()
+        platform.hide_idle_cuda()
+        cfg = config.build(config_file.load(args.config, root=ROOT))
+        found = ceilings() if args.only == "ceilings" else run(cfg, args.only, steps=args.steps, shares=args.shares)
+        print(json.dumps(found))
+        return 0
+    common = ["--config", args.config, "--steps", str(args.steps)]
+    shares = _child([*common, "--only", "ceilings"])
+    rows = []
+    for point in args.points:
+        print(f"{point} ...", file=sys.stderr, flush=True)
+        rows.append(_child([*common, "--only", point, "--shares", json.dumps(shares)]))
+    print(json.dumps({"ceilings": shares, "points": rows}, indent=2) if args.json else table(shares, rows))
+    return int(any(map(is_off, rows)))
+
+
+def _child(words: Sequence[str]) -> dict[str, Any]:
+    command = [sys.executable, __file__, *words]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode:
+        raise UserError(f"{' '.join(words)}: ended with code {done.returncode}; its error is above")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def ceilings() -> dict[str, Any]:
+    """Returns the device's kind and the shares of its data sheet's figures that it reaches; {} shares if unknown."""
+    import jax
+    import jax.numpy as jnp
+
+    from lw_jax import targets
+
+    device = jax.devices()[0]
+    found: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__}
+    card = targets.of_device(device)
+    if card is None:
+        return found
+    square = jnp.ones((8192, 8192), jnp.bfloat16)
+    product = jax.jit(lambda a: a @ a)
+    long = jnp.ones((1 << 30,), jnp.bfloat16)
+    scaled = jax.jit(lambda a: a * 2)
+    found["matmul"] = 2 * 8192**3 / _median_seconds(lambda: product(square)) / card.peak["bf16"]
+    found["bandwidth"] = 2 * long.nbytes / _median_seconds(lambda: scaled(long)) / card.bandwidth
+    return found
+
+
+def _median_seconds(call: Any, *, repeats: int = 20) -> float:
+    import jax
+
+    jax.block_until_ready(call())
+    taken = []
+    for _ in range(repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(call())
+        taken.append(time.perf_counter() - started)
+    return statistics.median(taken)
+
+
+def run(cfg: Config, point: str, *, steps: int, shares: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns what is planned for a point and what it takes.
+
+    Raises:
+        UserError: the point's words name no reader or no size.
+    """
+    from lw_jax import fit, hlo, memory, plan, recipes, roofline
+    from lw_jax.program import Program
+    from sharding import placement
+
+    own, micro = at(cfg, point)
+    recipe = recipes.make(own, placement.place("single", recipes.reader_bytes(own)), outline=True)
+    program, widths = Program(own, recipe), recipe.batch_widths()
+    needs = memory.measure(program, widths, ACCUMULATED)
+    target = plan.here(own).target
+    step = needs.programs["step"][0]
+    row = {"point": point, "planned_bytes": needs.peak, "micro_batch": micro, "remat": own.compute.remat}
+    if target:
+        counted = hlo.analyse(step.as_text())
+        row["predicted_seconds"] = roofline.predict(counted, target).total
+        roofline.MATMUL_FRACTION, roofline.BANDWIDTH_FRACTION = shares["matmul"], shares["bandwidth"]
+        row["calibrated_seconds"] = roofline.predict(counted, target).total
+    with fit.out_of_memory():
+        row["seconds"], row["peak_bytes"] = _measure(program, step, widths, steps)
+    return row
+
+
+def at(cfg: Config, point: str) -> tuple[Config, int]:
+    """Returns the configuration of one point, and its micro-batch."""
+    words = point.split(":")
+    known = ["both", *cfg.llms]
+    if len(words) != 3 or words[0] not in known or not words[1].isdigit() or words[2] not in ("none", "dots", "full"):
+        raise UserError(f"point {point!r}: write READERS:MICRO_BATCH:REMAT, READERS one of {', '.join(known)}.")
+    readers, micro, remat = words[0], int(words[1]), words[2]
+    llms = cfg.llms if readers == "both" else {readers: cfg.llms[readers]}
+    train = dataclasses.replace(cfg.train, global_batch=ACCUMULATED * micro, micro_batch=micro)
+    compute = dataclasses.replace(cfg.compute, remat=remat)
+    return dataclasses.replace(cfg, llms=llms, train=train, compute=compute), micro
+
+
+def _measure(program: Any, step: Any, widths: Any, steps: int) -> tuple[float, int | None]:
+    """Returns the median seconds of a step and the device's peak, None where it tells none."""
+    import jax
+
+    state = _random(program.state())
+    frozen, batch = _random(program.frozen()), _random(program.batch(widths, ACCUMULATED))
+    taken = []
+    for _ in range(steps + 1):
+        started = time.perf_counter()
+        state, values = step(state, frozen, batch)
+        jax.block_until_ready((state, values))
+        taken.append(time.perf_counter() - started)
+    stats = jax.devices()[0].memory_stats() or {}
+    return statistics.median(taken[1:]), stats.get("peak_bytes_in_use")
+
+
+def _random(shapes: Any) -> Any:
+    """Returns small random weights, and ones for the rest: zeros would cost a card less power, and so time."""
+    import jax
+    import jax.numpy as jnp
+
+    leaves, structure = jax.tree.flatten(shapes)
+
+    def fill(key: Any) -> list[Any]:
+        made = []
+        for leaf, own in zip(leaves, jax.random.split(key, len(leaves)), strict=True):
+            weight = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim > 1
+            random = jax.random.uniform(own, leaf.shape, leaf.dtype, 0.0, 0.02) if weight else None
+            made.append(jnp.ones(leaf.shape, leaf.dtype) if random is None else random)
+        return made
+
+    return structure.unflatten(jax.jit(fill, out_shardings=[leaf.sharding for leaf in leaves])(jax.random.key(0)))
+
+
+def is_off(row: Mapping[str, Any]) -> bool:
+    """Says whether a point misses what it was planned at by more than the tolerances."""
+    peak = row["peak_bytes"] is not None and abs(row["peak_bytes"] / row["planned_bytes"] - 1) > PEAK
+    seconds = row.get("calibrated_seconds")
+    return peak or (seconds is not None and abs(row["seconds"] / seconds - 1) > SECONDS)
+
+
+def table(shares: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
+    """Returns the comparison for people."""
+    reached = {name: f"{shares[name]:.0%}" for name in ("matmul", "bandwidth") if name in shares}
+    told = (
+        "of the data sheet's figures: " + ", ".join(map(" ".join, reached.items())) if reached else "ceilings not known"
+    )
+    lines = [f"{shares['device']}, jax {shares['jax']}; {told}", ""]
+    head = ("point", "planned GB", "peak GB", "off", "predicted s", "calibrated s", "measured s", "off")
+    lines.append("".join(f"{word:<16}" if i == 0 else f"{word:>14}" for i, word in enumerate(head)))
+    for row in rows:
+        peak, calibrated = row["peak_bytes"], row.get("calibrated_seconds")
+        cells = (
+            f"{row['planned_bytes'] / 1e9:.3f}",
+            f"{peak / 1e9:.3f}" if peak is not None else "not measured",
+            f"{peak / row['planned_bytes'] - 1:+.1%}" if peak is not None else "-",
+            f"{row['predicted_seconds']:.3f}" if calibrated else "-",
+            f"{calibrated:.3f}" if calibrated else "-",
+            f"{row['seconds']:.3f}",
+            f"{row['seconds'] / calibrated - 1:+.1%}" if calibrated else "-",
+        )
+        lines.append(f"{row['point']:<16}" + "".join(f"{cell:>14}" for cell in cells))
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    try:
+        sys.exit(main())
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)

@@ -1,0 +1,21 @@
+"""large.py on one A100 (40 GB) with Llama alone: both readers and what learns take 35.9 GB before any activation.
+
+    python run.py --config configs/a100_40x1.py
+
+Planned, not measured: 3.7 h for 2000 steps, 31.4 of 42.3 GB at the peak. By
+`python run.py plan --config configs/a100_40x1.py` (19.2 samples/s); `--config configs/large.py` is refused there.
+"""
+
+from ml_collections import ConfigDict
+
+from configs import large
+
+
+def get_config(recipe: str = "latentwire") -> ConfigDict:
+    """Returns large.py with one reader and the planner's choice for this machine."""
+    c = large.get_config(recipe)
+    del c.llms.qwen
+    c.mesh.placement = "single"
+    c.train.micro_batch = 8
+    c.compute.remat = "dots"
+    return c

@@ -1,0 +1,180 @@
+"""The verbs `plan` and `slurm` as a user runs them: GPUs that are not here, compiled for in processes of their own."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from configs import base
+from lw_jax import plan
+from lw_jax.core import config, platform
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+CONFIG = """
+from configs import smoke
+
+
+def get_config(recipe="latentwire"):
+    c = smoke.get_config(recipe)
+    del c.llms.qwen
+    c.encoder.update(kind="bytes", source="", layers=1, width=16, window=64)
+    c.adapter.update(start="random", hidden=24)
+    c.train.global_batch = 6
+    return c
+"""
+PLUGIN = any(importlib.metadata.distributions(name="jax-cuda12-plugin"))
+WITHOUT_DRIVER = not any(Path(file).exists() for file in platform.DRIVER_FILES)
+
+# An environment without the compiler: JAX finds an empty plugin, and pip's records have none.
+BARE = """
+import importlib.metadata, sys, types
+for name in ("jax_cuda12_plugin", "jax_cuda13_plugin"):
+    sys.modules[name] = None
+for name in ("jax_plugins.xla_cuda12", "jax_plugins.xla_cuda13"):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].initialize = lambda: None
+found = importlib.metadata.distributions
+def distributions(**wanted):
+    return (one for one in found(**wanted) if not one.name.startswith("jax-cuda"))
+importlib.metadata.distributions = distributions
+"""
+
+
+def start(*argv: str, cwd: Path, bare: bool = False, **changes: str) -> subprocess.CompletedProcess[str]:
+    """Runs run.py as a user would, without the settings that conftest.py gives JAX."""
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))} | changes
+    if bare:
+        (cwd / "bare").mkdir(exist_ok=True)
+        (cwd / "bare" / "sitecustomize.py").write_text(BARE, encoding="utf-8")
+        environ["PYTHONPATH"] = str(cwd / "bare")
+    command = [sys.executable, str(PROJECT / "run.py"), *argv]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, check=False, timeout=580)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where one small reader's configuration is, and a cache in which nothing was made yet."""
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "cache"))
+    (tmp_path / "small.py").write_text(CONFIG, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict, float]:
+    """The folder of a configuration, its plan for two absent GPUs as JSON, and the seconds it took."""
+    if not PLUGIN:
+        pytest.skip("needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 as a compiler")
+    folder = tmp_path_factory.mktemp("planned")
+    (folder / "small.py").write_text(CONFIG, encoding="utf-8")
+    begun = time.monotonic()
+    done = start(*COMPILED, "--json", cwd=folder, LW_JAX_CACHE=str(folder / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "", "a plan that succeeds says nothing but the plan"
+    return folder, json.loads(done.stdout), time.monotonic() - begun
+
+
+COMPILED = ("plan", "--config", "small.py", "--target", "h100x2")
+
+
+@pytest.mark.slow
+def test_two_absent_gpus_are_compiled_for_before_any_reader_is_made(compiled: tuple[Path, dict, float]) -> None:
+    folder, found, _ = compiled
+    assert (found["target"], found["devices"], found["compiled"]) == ("h100x2", 2, True)
+    assert "why_not_compiled" not in found and "cached" not in found
+    assert [row["strategy"] for row in found["candidates"]] == ["single", "replicate", "fsdp", "tensor"]
+    for row in found["candidates"]:
+        assert row["fits"] and 0 < row["weights_bytes"] < row["peak_bytes"] <= found["limit_bytes"]
+        assert row["micro_batch"] * row["accumulation"] * row["data"] == 6
+        assert row["flops"] > 0 and row["step_seconds"] > 0 and row["estimate"]["peak_bytes"] > 0
+        assert (row["collective_bytes"] > 0) == (row["strategy"] != "single")
+    assert found["chosen"]["step_seconds"] <= 1.02 * min(row["step_seconds"] for row in found["candidates"])
+    assert [path.name for path in (folder / "cache").iterdir()] == ["plans"], "no reader was trained for it"
+
+
+@pytest.mark.slow
+def test_a_second_call_reads_the_kept_plan(compiled: tuple[Path, dict, float]) -> None:
+    folder, found, seconds = compiled
+    begun = time.monotonic()
+    done = start(*COMPILED, cwd=folder, LW_JAX_CACHE=str(folder / "cache"))
+    assert time.monotonic() - begun < seconds / 2
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "compiled for the target" in done.stdout and "(kept)" in done.stdout
+    assert f"chosen: {found['chosen']['strategy']} {found['chosen']['mesh']}" in done.stdout
+
+
+@pytest.mark.slow
+def test_slurm_writes_a_script_that_runs_the_kept_plan(compiled: tuple[Path, dict, float]) -> None:
+    folder, found, _ = compiled
+    script = folder / "job.sbatch"
+    words = ("slurm", *COMPILED[1:], "--output", str(script))
+    done = start(*words, cwd=folder, LW_JAX_CACHE=str(folder / "cache"), XDG_CONFIG_HOME=str(folder))
+    assert done.returncode == 0, done.stderr
+    subprocess.run(["bash", "-n", str(script)], check=True)
+    text = script.read_text(encoding="utf-8")
+    defaults = config.flatten(base.get_config())
+    planned = {path: value for path, value in plan.overrides(found["chosen"]).items() if value != defaults[path]}
+    assert planned.keys() >= {"mesh.placement", "train.micro_batch", "compute.remat"}
+    for path, value in planned.items():
+        assert f"--config.{path}={value}" in text
+    assert "--config small.py" in text and "estimated" not in text
+
+
+def test_an_absent_compiler_is_told_with_its_remedy_and_arithmetic_stands_in(folder: Path) -> None:
+    done = start(*COMPILED, cwd=folder, bare=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "ARITHMETIC ESTIMATE, nothing was compiled" in done.stdout
+    told = next(line for line in done.stdout.splitlines() if line.startswith("not compiled: "))
+    assert "not installed: jax-cuda12-plugin, jax-cuda12-pjrt" in told and "pip install jax-cuda12-plugin==" in told
+    assert "chosen: " in done.stdout
+
+
+def test_an_estimate_needs_no_compiler(folder: Path) -> None:
+    done = start(*COMPILED, "--estimate", "--json", cwd=folder, bare=True)
+    assert (done.returncode, done.stderr) == (0, "")
+    found = json.loads(done.stdout)
+    assert not found["compiled"] and "why_not_compiled" not in found
+    assert [row["fits"] for row in found["candidates"]] == [True] * 4
+
+
+def test_gpus_that_hold_nothing_end_with_code_3_and_the_reason(folder: Path) -> None:
+    done = start(*COMPILED, "--config.mesh.memory_gb=0.001", cwd=folder)
+    assert (done.returncode, done.stderr) == (plan.NOTHING_FITS, "")
+    assert "nothing fits: single 1x1: weights and optimizer alone take " in done.stdout
+    assert "chosen:" not in done.stdout
+
+
+def test_simulation_shows_every_number_of_devices(folder: Path) -> None:
+    words = ("plan", "--config", "small.py", "--target", "h100x1", "--simulate", "0..2", "--estimate")
+    done = start(*words, cwd=folder)
+    assert (done.returncode, done.stderr) == (0, "")
+    heading, *lines = done.stdout.splitlines()
+    assert heading.startswith("devices")
+    assert [line.split()[:2] for line in lines] == [["0", "cpu"], ["1", "h100x1"], ["2", "h100x2"]]
+    assert lines[0].split()[2:4] == lines[1].split()[2:4] == ["single", "1x1"]
+
+
+@pytest.mark.skipif(not WITHOUT_DRIVER, reason="with an NVIDIA driver the plan is this machine's own")
+def test_a_config_that_names_no_card_needs_a_target(folder: Path) -> None:
+    check_refused(start("plan", "--config", "small.py", cwd=folder), "--target is missing")
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (("--target", "h10x2"), "Did you mean 'h100'?"),
+        (("--target", "h100x1", "--simulate", "9..2"), "--simulate 9..2: write FIRST..LAST"),
+    ],
+)
+def test_words_that_mean_nothing_are_one_error_with_code_2(words: tuple[str, ...], told: str, folder: Path) -> None:
+    check_refused(start("plan", "--config", "small.py", *words, cwd=folder), told)
+
+
+def check_refused(done: subprocess.CompletedProcess[str], told: str) -> None:
+    assert (done.returncode, done.stdout) == (2, "")
+    (line,) = done.stderr.splitlines()
+    assert line.startswith("error: ") and told in line

@@ -1,0 +1,25 @@
+"""Stands in for the compiler where a test is about what is asked of it: every answer is arithmetic times a factor."""
+
+import dataclasses
+from typing import Any
+
+from lw_jax import estimate
+from lw_jax.core.types import Tree
+from lw_jax.memory import Needs
+from lw_jax.program import Program
+
+
+class Measure:
+    """Takes the place of `lw_jax.memory.measure`; `factors` by recomputation scale what arithmetic says is at work."""
+
+    def __init__(self, **factors: float):
+        self.factors = factors
+        self.asked: list[tuple[str, str, int]] = []  # strategy, recomputation, micro-batch
+
+    def __call__(self, program: Program, widths: Tree, accumulation: int, **_: Any) -> Needs:
+        remat, micro = program.cfg.compute.remat, program.share // accumulation
+        self.asked.append((program.placement.strategy, remat, micro))
+        guess = estimate.estimate(program, program.recipe, widths, micro, None).needs  # type: ignore[arg-type]
+        activations = int(guess.activations * self.factors.get(remat, 1.0))
+        held = guess.peak - guess.activations
+        return dataclasses.replace(guess, activations=activations, by_mesh=(held + activations,))

@@ -1,0 +1,203 @@
+"""lw_jax/estimate.py: FLOPs and bytes sent against the compiled step, to the last product; bytes held, by hand.
+
+Activations are not compared here: at these sizes what XLA keeps for its own use decides. docs/planning.md has both
+for readers of 7 and 8 billion parameters.
+"""
+
+import dataclasses
+import math
+
+import jax
+import pytest
+
+from lw_jax import estimate, hlo, recipes, roofline, targets
+from lw_jax.estimate import Estimate
+from lw_jax.program import Program
+from sharding import placement as placements
+from tests import tiny
+
+EXACT = 1e-12  # relative: a handful of fp64 operations
+LLAMA, QWEN = tiny.SIZES["llama"], tiny.SIZES["qwen2"]
+BATCH, WINDOW, SLOTS, LATENT, HIDDEN = 4, 37, 5, 24, 40
+OPENING, QUESTION, ANSWERS = 40, 11, 7
+POSITIONS = OPENING + QUESTION + SLOTS + ANSWERS - 1
+# Attention's products a training pass: two forward, four backward; over a scan of layers its scores again.
+PRODUCTS = {"none": 7, "full": 8}
+CPU_EXTRA = 3  # sums a layer that XLA for CPUs sends beside the four of GPUs; see test_terms.py
+COUNTERS = 2 * 4  # beside Adam's two moments: its own count and the schedule's
+
+SIZES = {
+    **{"data__context_tokens": 64, "data__question_tokens": QUESTION, "data__answer_tokens": ANSWERS},
+    **{"encoder__window": WINDOW, "encoder__slots": SLOTS, "encoder__width": LATENT, "adapter__hidden": HIDDEN},
+    "train__global_batch": BATCH,
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+def make_program(root, strategy: str = "single", devices: int = 1, **changes) -> Program:
+    cfg = tiny.make_config(root, **SIZES | changes)
+    model = devices if strategy == "tensor" else 1
+    placed = placements.place(strategy, recipes.reader_bytes(cfg), model=model, devices=jax.devices()[:devices])
+    return Program(cfg, recipes.make(cfg, placed, outline=True))
+
+
+def estimate_of(program: Program, micro: int = 0, target: str = "") -> Estimate:
+    recipe = recipes.make(program.cfg, program.placement, outline=True)
+    return estimate.estimate(program, recipe, recipe.batch_widths(), micro, targets.parse(target) if target else None)
+
+
+def compiled(program: Program) -> hlo.Program:
+    widths = recipes.make(program.cfg, program.placement, outline=True).batch_widths()
+    (part,) = program.lower(widths, 1).values()
+    # only machine code is left unoptimised, which nothing here reads
+    return hlo.analyse(part.lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).as_text())
+
+
+def attention(sizes: dict[str, int], positions: int) -> int:
+    """One product of one layer, [positions e] x [e positions] for every head of every example."""
+    return 2 * BATCH * sizes["heads"] * positions**2 * sizes["head_dim"]
+
+
+def readers_attention(remat: str) -> int:
+    return PRODUCTS[remat] * sum(sizes["layers"] * attention(sizes, POSITIONS) for sizes in (LLAMA, QWEN))
+
+
+def small_products(body_width: int) -> int:
+    """Adapters and the projection to latents three times, forward and for two gradients, the pooling twice."""
+    adapters = sum(LATENT * HIDDEN + HIDDEN * d + LATENT * d for d in (LLAMA["width"], QWEN["width"]))
+    project = body_width * LATENT
+    return 2 * BATCH * SLOTS * (3 * (adapters + project) + 2 * WINDOW * body_width)
+
+
+def byte_encoder() -> int:
+    """Its one layer's attention, six products as wide as all heads together, and what is small."""
+    return 6 * 2 * BATCH * WINDOW**2 * LATENT + small_products(LATENT)
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_flops_are_those_compiled_but_for_attention_and_adapters(root):
+    program = make_program(root)
+    assert compiled(program).flops == estimate_of(program).flops + readers_attention("none") + byte_encoder()
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_flops_with_a_pretrained_encoder_and_recomputation_are_those_compiled(root):
+    body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"]), "encoder__layers": 0}
+    program = make_program(root, compute__remat="full", **body)
+    encoder = PRODUCTS["full"] * LLAMA["layers"] * attention(LLAMA, WINDOW) + small_products(LLAMA["width"])
+    assert compiled(program).flops == estimate_of(program).flops + readers_attention("full") + encoder
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("strategy", ["replicate", "fsdp", "tensor"])
+def test_flops_and_bytes_sent_of_two_devices_are_those_compiled(strategy, root):
+    program = make_program(root, strategy, 2)
+    analysed, found = compiled(program), estimate_of(program)
+    shared = 1 if strategy == "tensor" else 2  # a model axis does not divide what every device learns
+    assert analysed.flops == found.flops + readers_attention("none") / 2 + byte_encoder() / shared
+    if strategy == "replicate":
+        scalars = 4 * 20  # the loss, its weight and the metrics
+        assert found.collective_bytes <= analysed.wire_bytes <= found.collective_bytes + scalars
+    elif strategy == "fsdp":  # arithmetic gathers both embeddings twice; a lookup sends rows instead
+        assert 0.85 < analysed.wire_bytes / found.collective_bytes < 1.0
+    else:
+        widths = (LLAMA["width"], QWEN["width"])
+        layers = found.collective_bytes * (4 + CPU_EXTRA) / 4
+        lookups = BATCH * (OPENING + QUESTION + ANSWERS - 1) * sum(widths) * 4
+        heads = BATCH * ANSWERS * sum(width + 2 for width in widths) * 4  # gradient, and the softmax's maximum and sum
+        scalars = 2 * BATCH * ANSWERS * 4 * 4  # of each reader: the target's logit, and where the largest stands
+        assert layers + lookups + heads <= analysed.wire_bytes <= layers + lookups + heads + scalars
+
+
+def held(program: Program) -> dict[jax.Device, int]:
+    """Bytes of the readers' weights that really lie on each device."""
+    loaded = recipes.make(program.cfg, program.placement).load_frozen()
+    found = dict.fromkeys(jax.devices(), 0)
+    for leaf in jax.tree.leaves(loaded):
+        for shard in leaf.addressable_shards:
+            found[shard.device] += shard.data.nbytes
+    return found
+
+
+@pytest.mark.parametrize(
+    ("strategy", "devices"),
+    [("single", 1), ("replicate", 2), ("fsdp", 4), ("tensor", 2), ("split", 4), ("hybrid3", 3), ("hybrid4", 4)],
+)
+def test_weights_trainables_and_moments_are_those_on_the_fullest_device(strategy, devices, root):
+    program = make_program(root, strategy, devices)
+    found = estimate_of(program).needs
+    mesh = program.placement.meshes[found.by_mesh.index(found.peak)]
+    there = held(program)
+    assert {there[device] for device in mesh.devices.flat} == {found.weights}
+    learned = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(program.recipe.abstract().trainable))
+    learns = mesh == program.placement.learner
+    assert (found.trainable, found.optimizer) == ((learned, 2 * learned + COUNTERS) if learns else (0, 0))
+    assert found.peak == found.weights + found.trainable + found.optimizer + found.activations
+
+
+def test_each_mesh_of_readers_apart_has_its_own_bytes(root):
+    program = make_program(root, "split", 2)
+    found, there = estimate_of(program).needs, held(program)
+    first, second = program.placement.meshes
+    weights = [there[mesh.devices.flat[0]] for mesh in (first, second)]
+    assert weights[0] != weights[1] and found.peak == max(found.by_mesh)
+    assert len(found.by_mesh) == 2 and all(total > own for total, own in zip(found.by_mesh, weights, strict=True))
+    recipe = recipes.make(program.cfg, program.placement, outline=True)
+    working = recipe.terms(recipe.batch_widths(), BATCH)
+    assert found.by_mesh[1] == weights[1] + int(working["qwen"].bytes), "nothing learns there"
+
+
+def test_accumulation_keeps_the_flops_and_sums_gradients_in_a_copy(root):
+    program = make_program(root, train__global_batch=12)
+    whole, parts = estimate_of(program), estimate_of(program, 4)
+    assert (whole.needs.micro_batch, whole.needs.accumulation) == (12, 1)
+    assert (parts.needs.micro_batch, parts.needs.accumulation) == (4, 3)
+    assert parts.flops == pytest.approx(whole.flops, rel=EXACT)
+    learned = whole.needs.trainable
+    assert parts.needs.activations - 2 * learned == pytest.approx((whole.needs.activations - learned) / 3, abs=1)
+    assert 3 * parts.needs.logits == whole.needs.logits
+
+
+def test_recomputation_trades_flops_for_bytes(root):
+    none, full = (estimate_of(make_program(root, compute__remat=remat)) for remat in ("none", "full"))
+    assert full.flops > none.flops and full.needs.activations < none.needs.activations
+    assert full.needs.weights == none.needs.weights
+
+
+@pytest.mark.parametrize(("weights", "peak"), [("fp32", "tf32"), ("bf16", "bf16")])
+def test_seconds_are_the_counts_over_the_cards_figures(weights, peak, root):
+    stored = {f"llms__{name}__weights": weights for name in ("llama", "qwen")}
+    program = make_program(root, "tensor", 2, **stored)
+    found, target = estimate_of(program, 2, "a100_80x2"), targets.parse("a100_80x2")
+    card, needs = target.card, found.needs
+    stays = needs.weights + needs.trainable + needs.optimizer
+    assert found.times is not None and needs.accumulation == 2
+    assert found.times.gemm == pytest.approx(found.flops / (card.peak[peak] * roofline.MATMUL_FRACTION), rel=EXACT)
+    reading = 3 * 2 * stays / (card.bandwidth * roofline.BANDWIDTH_FRACTION)
+    assert found.times.memory == pytest.approx(reading, rel=EXACT)
+    sending = found.collective_bytes / (card.link * roofline.LINK_FRACTION) + roofline.COLLECTIVE_SECONDS
+    assert found.times.collective == pytest.approx(sending, rel=EXACT)
+
+
+def test_without_a_known_card_there_are_no_seconds_and_one_device_sends_nothing(root):
+    found = estimate_of(make_program(root))
+    assert found.times is None and found.collective_bytes == 0
+    timed = estimate_of(make_program(root), target="h100x1")
+    assert timed.times is not None and timed.times.collective == 0
+    assert dataclasses.replace(timed, times=None) == found
+
+
+def test_readers_apart_count_on_the_device_with_most_to_do(root):
+    program = make_program(root)
+    recipe = recipes.make(program.cfg, program.placement, outline=True)
+    terms = recipe.terms(recipe.batch_widths(), BATCH)
+    assert estimate_of(program).flops == sum(one.flops for one in terms.values())
+    apart = estimate_of(make_program(root, "split", 2))
+    assert apart.flops == max(terms[""].flops + terms["llama"].flops, terms["qwen"].flops)
