@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lw_jax import sources
-from lw_jax.core.config import Config, flatten, suggest
+from lw_jax.core.config import Config, suggest
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
 from lw_jax.plan import SIZES, Plan, make, overrides, resolve_target
@@ -186,8 +186,9 @@ def make_job(plan: Plan, *, resolved: Mapping[str, Any], workdir: Path, request:
         if not (math.isfinite(value) and value > 0):
             raise UserError(f"--target {target}: {name} = {value}: a number above 0 is needed; give --hours H.")
     python = "python" if site.setup else sys.executable  # setup lines activate an environment that has its own
-    overrides = {**request.assignments, **choose_overrides(chosen, resolved)}
-    words = [f"--config.{path}={value}" for path, value in overrides.items()]
+    # All that is planned, for the file that the job reads again may set any of it.
+    assignments = {**request.assignments, **overrides(chosen)}
+    words = [f"--config.{path}={value}" for path, value in assignments.items()]
     start = (python, str(request.project / "run.py"), "train", "--config", request.config)
     made = "compiled" if plan["compiled"] else "estimated, not compiled"
     return Job(
@@ -204,12 +205,6 @@ def make_job(plan: Plan, *, resolved: Mapping[str, Any], workdir: Path, request:
         origin=f"plan {target} ({made}): {chosen['strategy']} {chosen['mesh']}, micro-batch {chosen['micro_batch']} x "
         f"{chosen['accumulation']} accumulated, remat {chosen['remat']}",
     )
-
-
-def choose_overrides(chosen: Mapping[str, Any], resolved: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns, by path, the planned values that the configuration does not have yet."""
-    flat = flatten(resolved)
-    return {path: value for path, value in overrides(chosen).items() if flat[path] != value}
 
 
 def limit(job: Job, site: Site) -> tuple[int, int]:

@@ -13,7 +13,7 @@ import pytest
 
 from configs import base
 from lw_jax import slurm
-from lw_jax.core import config, validation
+from lw_jax.core import config, config_file, validation
 from lw_jax.core.errors import UserError
 
 JOB = slurm.Job(
@@ -363,12 +363,6 @@ def test_job_runs_what_was_planned() -> None:
     )
 
 
-def test_planned_value_that_the_configuration_has_already_is_not_repeated() -> None:
-    same = {"mesh.placement": "tensor", "mesh.model": 2, "compute.remat": "dots"}
-    found = slurm.choose_overrides(PLAN["chosen"], resolve(**same)[1])
-    assert found == {"mesh.data": 2, "train.micro_batch": 8}
-
-
 @pytest.mark.parametrize(
     ("strategy", "mesh", "axes"),
     [
@@ -381,15 +375,21 @@ def test_planned_value_that_the_configuration_has_already_is_not_repeated() -> N
         ("hybrid4", "llama 1x2, qwen 1x2", {}),
     ],
 )
-def test_overrides_of_every_strategy_make_a_configuration_that_is_accepted(strategy, mesh, axes) -> None:
-    changed = {**CHOSEN, "strategy": strategy, "mesh": mesh}
-    found = slurm.choose_overrides(changed, resolve()[1])
-    assert found == {"mesh.placement": strategy, **axes, "train.micro_batch": 8, "compute.remat": "dots"}
+def test_a_job_of_every_strategy_is_accepted_whatever_its_file_sets(strategy, mesh, axes) -> None:
+    words = make(PLAN | {"chosen": {**PLAN["chosen"], "strategy": strategy, "mesh": mesh}}).command
+    found = config_file.take_assignments(words)[0]
+    del found["seed"]
+    assert found == {
+        **{"mesh.placement": strategy, "mesh.data": "-1", "mesh.model": "1"},
+        **{path: str(size) for path, size in axes.items()},
+        **{"train.micro_batch": "8", "compute.remat": "dots"},
+    }
     values = base.get_config()
+    values.mesh.update(placement="tensor", data=4, model=3)
     values.llms.llama = base.llm("folder/llama")
     values.encoder.source = "folder/encoder"
     values.train.global_batch = 48
-    values.update_from_flattened_dict(found)
+    config_file.override(values, found)
     validation.validate(config.build(values))
 
 
