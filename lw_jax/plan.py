@@ -324,7 +324,7 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
         lines.append(f"not compiled: {found['why_not_compiled']}")
     lines += ["", *_table(found["candidates"]), ""]
     lines.append(
-        "GB (1e9 bytes) a device; est.: the arithmetic estimate of the same thing; times are predicted, not measured"
+        "GB (1e9 bytes) a device; est.: the arithmetic estimate of the same and how far off it is; times are predicted"
     )
     chosen = found["chosen"]
     if chosen is None:
@@ -373,7 +373,7 @@ def _table(rows: Iterable[Plan]) -> list[str]:
                 row["remat"],
                 f"{row['micro_batch']} x {row['accumulation']}" if known else "-",
                 _gb(row["peak_bytes"]),
-                _gb(guess.get("peak_bytes", 0)),
+                _beside(_gb(guess.get("peak_bytes", 0)), guess.get("peak_bytes"), row["peak_bytes"]),
                 _gb(row["weights_bytes"]),
                 _gb(row["trainable_bytes"] + row["optimizer_bytes"]),
                 _gb(row["activation_bytes"]),
@@ -381,7 +381,7 @@ def _table(rows: Iterable[Plan]) -> list[str]:
                 f"{row['flops'] / 1e12:.0f}" if row["flops"] else "-",
                 _gb(row["collective_bytes"]),
                 _number(row["step_seconds"], 2),
-                _number(guess.get("step_seconds"), 2),
+                _beside(_number(guess.get("step_seconds"), 2), guess.get("step_seconds"), row["step_seconds"]),
                 _number(row["samples_per_second"], 1),
                 "" if row["fits"] else f"no: {row['obstacle']}",
             )
@@ -417,6 +417,11 @@ def _gb(size: float) -> str:
 
 def _number(value: float | None, digits: int) -> str:
     return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
+
+
+def _beside(text: str, guess: float | None, compiled: float | None) -> str:
+    """Returns an estimate with its difference from the compiled figure."""
+    return f"{text} ({guess / compiled - 1:+.0%})" if guess and compiled and guess != compiled else text
 
 
 def _hours(hours: float) -> str:
