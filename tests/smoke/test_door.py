@@ -136,7 +136,7 @@ def test_interrupt_ends_with_130(calls: list[dict[str, Any]], monkeypatch: pytes
         ([*SMOKE, "--config.train.step=3"], "Did you mean 'train.steps'?"),
         ([*SMOKE, "--config.train.steps=x"], "--config.train.steps=x: a value of type int is needed"),
         ([*SMOKE, "--config.encoder.slots=0"], "config.encoder.slots = 0: it must be above 0"),
-        ([*SMOKE, "--question", "a?"], "--question belongs to the verb 'answer', not to 'train'"),
+        ([*SMOKE, "--question", "a?"], "--question belongs to 'answer', not to 'train'"),
         (["answer", *SMOKE, "--question", "a?"], "answer needs --context FILE and --question TEXT"),
         (["answer", *SMOKE, "--question", "a?", "--context", "none.txt"], "--context none.txt"),
         (["eval", "--workdir", "nowhere"], "nowhere/config.json: missing"),
