@@ -8,7 +8,7 @@ PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 CONFIG ?= configs/default.py
 WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))-latentwire
 
-.PHONY: run test lint golden lock clean
+.PHONY: run test suite lint golden lock clean
 
 run: $(VENV)/.runtime  ## trains the default configuration, prints its evaluation table, asks it one question
 	$(BIN)/python run.py --config $(CONFIG) --workdir $(WORKDIR)
@@ -16,9 +16,10 @@ run: $(VENV)/.runtime  ## trains the default configuration, prints its evaluatio
 	echo "Mara Ellis lives in Lisbon. Tom Reed works as a baker." | $(BIN)/python run.py answer --workdir $(WORKDIR) \
 		--context - --question "Where does Mara Ellis live?"
 
-test: $(VENV)/.dev  ## the whole suite, then the linters
-	$(BIN)/python -m pytest
-	$(MAKE) --no-print-directory lint
+test: suite lint  ## the whole suite, then the linters
+
+suite: $(VENV)/.dev  # a file's tests share what they make, so a file stays with one process; each takes up to 5 GB
+	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
