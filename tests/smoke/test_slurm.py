@@ -179,7 +179,7 @@ def test_training_is_called_with_the_exact_words_in_the_users_folder(cluster, wr
     assert call["cwd"] == str(cluster / "project folder")
     assert call["argv"] == [
         *("train", "--config", "configs/h100x2.py", f"--config.prompt.user={QUESTION}"),
-        *("--config.mesh.placement=fsdp", "--config.mesh.data=2"),
+        *("--config.mesh.placement=fsdp", "--config.mesh.data=2", "--config.mesh.model=1"),
         *("--config.train.micro_batch=5", "--config.compute.remat=full", "--workdir", str(cluster / "runs" / "my run")),
     ]
     cache = cluster / "scratch folder" / "lw_jax" / "compiled"
