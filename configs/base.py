@@ -29,6 +29,7 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.prompt = _prompt()
     c.data = _data()
     c.loss = _loss()
+    c.stages = _stages()
     c.optim = _optim()
     c.train = _train()
     c.mesh = _mesh()
@@ -40,15 +41,19 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
 
 def _encoder() -> ConfigDict:
     c = ConfigDict()
-    c.kind = "lm"  # "lm": a pretrained decoder body read without the causal mask | "bytes": from scratch over UTF-8
-    c.source = ""  # lm: where the body comes from, as in llm(); bytes: unused and empty
+    # "lm": a pretrained decoder body read without the causal mask | "bert": a pretrained BERT-class body |
+    # "bytes": from scratch over UTF-8
+    c.kind = "lm"
+    c.source = ""  # lm, bert: where the body comes from, as in llm(); bytes: unused and empty
     c.sha256 = ""
-    c.layers = 0  # lm: keep the first so many layers (0: all); bytes: depth (0: the original's 6)
+    c.run = ""  # folder of a trained run: its encoder is taken as it is and frozen, only adapters learn
+    c.layers = 0  # lm, bert: keep the first so many layers (0: all); bytes: depth (0: the original's 6)
     c.slots = 32  # M, latents a text is written into
     c.width = 256  # z, of one latent
-    c.window = 512  # longest text the encoder sees: tokens (lm) or bytes (bytes)
+    c.window = 512  # what the body reads at once: tokens (lm, bert) or bytes (bytes; the original's texts need 2048)
+    c.windows = 1  # windows the body reads one by one; all of them are pooled into the same slots
     c.pooling = "windows"  # "windows": mean over contiguous windows | "queries": learned queries cross-attend
-    c.rate = 0.3  # learning rate of a pretrained body, as a multiple of optim.learning_rate
+    c.rate = 0.3  # learning rate of a pretrained body, as a multiple of optim.learning_rate (0: frozen)
     return c
 
 
@@ -67,6 +72,7 @@ def _prompt() -> ConfigDict:
     c.user = "Context:\n{context}\nQuestion: {question}"
     c.system = ""  # chat template only; empty: the template's own default
     c.anchor = "\nAnswer:"  # the last words before the answer, in training and evaluation alike
+    c.question = "text"  # where a wire's question is: "text" after the latents | "latents": written with the context
     return c
 
 
@@ -74,6 +80,7 @@ def _data() -> ConfigDict:
     c = ConfigDict()
     c.train = "cards"  # "cards": made by the project | path to .json/.jsonl[.gz] | "hub:NAME" (datasets)
     c.validation = "cards"  # the same choices; a file here must not be the training file
+    c.passages = ""  # of reconstruction and continuation: .txt, .json or .jsonl[.gz] ("": the contexts of data.train)
     c.train_limit = 0  # examples used (0: all)
     c.validation_limit = 0
     c.cards = 4096  # training cards generated
@@ -82,15 +89,57 @@ def _data() -> ConfigDict:
     c.context_tokens = 512  # longest text prompt of a reader, question included
     c.question_tokens = 64  # longest question with what follows it in the prompt, in a reader's tokens
     c.answer_tokens = 24  # longest answer with its EOS
-    c.overlong = "refuse"  # a context beyond encoder.window or context_tokens: "refuse" | "drop" | "cut" (both told)
+    # A context beyond encoder.window x encoder.windows or context_tokens: "refuse" | "drop" | "cut" (both told)
+    c.overlong = "refuse"
     return c
 
 
 def _loss() -> ConfigDict:
     c = ConfigDict()
     c.ce = 1.0  # weight of the cross-entropy over all answer tokens and EOS
-    c.kl = 0.0  # weight of KL(text-prompted reader || latents), xRAG: 2.0; needs one more forward pass
+    c.kl = 0.0  # weight of KL(text-prompted reader || latents), xRAG: 2.0
     c.temperature = 1.0  # of both sides of the KL
+    c.teacher_k = 64  # likeliest tokens kept of the teacher, once an example, on disk (0: all, by a pass in each step)
+    c.first = 0.0  # weight of the first answer token's cross-entropy, beside ce (the original: 0.5)
+    c.k = 0.0  # weight of the first k_tokens answer tokens' cross-entropy, beside ce (the original: 0.5)
+    c.k_tokens = 4
+    c.align = 0.0  # weight of 1 - cosine between a slot's prefix embedding and its window's mean token embedding
+    c.entropy = 0.0  # weight of minus the first answer token's entropy, against one word for all
+    c.diversity = 0.0  # weight of the mean squared cosine between one message's slots
+    return c
+
+
+def _stages() -> ConfigDict:
+    """Three stretches of one run, in this order; a share of 0 leaves one out."""
+    c = ConfigDict()
+    c.align = stage(share=0.0, reconstruct=1.0, answer=0.0, lengths=(32,), rate=10.0, encoder=0.0)
+    c.pretrain = stage(share=0.0, reconstruct=0.3, continuation=0.7, answer=0.0, lengths=(64, 128, 256))
+    c.answer = stage(share=1.0)
+    return c
+
+
+def stage(  # noqa: PLR0913  (one argument a key)
+    *,
+    share: float,
+    reconstruct: float = 0.0,
+    continuation: float = 0.0,
+    answer: float = 1.0,
+    lengths: tuple[int, ...] = (64,),
+    rate: float = 1.0,
+    encoder: float = 1.0,
+) -> ConfigDict:
+    """Returns the keys of one stage."""
+    c = ConfigDict()
+    c.share = share  # of train.steps, beside the other stages' shares
+    c.reconstruct = reconstruct  # weight among the stage's batches: the reader repeats the text
+    c.continuation = continuation  # the same: the reader goes on where the text ends
+    c.answer = answer  # the same: the reader answers a question
+    c.lengths = lengths  # tokens of a passage (of the first reader), one after the other in equal parts of the stage
+    c.rate = rate  # multiple of optim.learning_rate
+    c.encoder = encoder  # the same, of the encoder alone (0: only adapters learn)
+    c.slots = ()  # an example is written into one of so many slots, drawn anew each time (none named: encoder.slots)
+    c.widths = ()  # the same for the latents' width: the first so many values (none named: encoder.width)
+    c.bits = ()  # the same for quantisation as in a message (16: exact; none named: 16)
     return c
 
 
@@ -115,6 +164,10 @@ def _train() -> ConfigDict:
     c.log_every = 10  # steps
     c.eval_every = 0  # steps between validation losses (0: at the end only)
     c.checkpoint_every = 200  # steps
+    # From this step on a validation whose latents are worth no more than another text's is called a collapse (0: never)
+    c.alarm_step = 500
+    c.alarm_gap = 0.05  # nats an answer token, NLL of shuffled latents minus that of the true ones
+    c.alarm = "stop"  # "stop": saves, then ends the run | "tell"
     c.keep = 2  # newest checkpoints kept, beside the best by validation
     return c
 
@@ -145,6 +198,12 @@ def _eval() -> ConfigDict:
     c.batch = 16
     c.max_new_tokens = 16
     c.rows = ("text", "latents", "shuffled", "zero", "none", "truncated")
+    c.resamples = 2000  # of the bootstrap over examples
+    c.curve = "nll"  # quality against bytes of a message: "nll" | "f1" (by generation, slower) | "none"
+    c.curve_examples = 32  # of eval.examples (0: all of them)
+    c.slots = ()  # of the curve's messages (none named: encoder.slots)
+    c.widths = ()  # the same for the latents' width
+    c.bits = (16, 8, 6, 4, 2)  # the same for bits a value
     return c
 
 

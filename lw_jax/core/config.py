@@ -35,10 +35,12 @@ class Encoder:
     kind: str
     source: str
     sha256: str
+    run: str
     layers: int
     slots: int
     width: int
     window: int
+    windows: int
     pooling: str
     rate: float
 
@@ -60,6 +62,7 @@ class Prompt:
     user: str
     system: str
     anchor: str
+    question: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +71,7 @@ class Data:
 
     train: str
     validation: str
+    passages: str
     train_limit: int
     validation_limit: int
     cards: int
@@ -86,6 +90,38 @@ class Loss:
     ce: float
     kl: float
     temperature: float
+    teacher_k: int
+    first: float
+    k: float
+    k_tokens: int
+    align: float
+    entropy: float
+    diversity: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One stretch of a run: what is learned, how fast, and how the latents are sent."""
+
+    share: float
+    reconstruct: float
+    continuation: float
+    answer: float
+    lengths: tuple[int, ...]
+    rate: float
+    encoder: float
+    slots: tuple[int, ...]
+    widths: tuple[int, ...]
+    bits: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """The stretches of a run, in this order."""
+
+    align: Stage
+    pretrain: Stage
+    answer: Stage
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,6 +148,9 @@ class Train:
     log_every: int
     eval_every: int
     checkpoint_every: int
+    alarm_step: int
+    alarm_gap: float
+    alarm: str
     keep: int
 
 
@@ -142,6 +181,12 @@ class Eval:
     batch: int
     max_new_tokens: int
     rows: tuple[str, ...]
+    resamples: int
+    curve: str
+    curve_examples: int
+    slots: tuple[int, ...]
+    widths: tuple[int, ...]
+    bits: tuple[int, ...]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -170,6 +215,7 @@ class Config:
     prompt: Prompt
     data: Data
     loss: Loss
+    stages: Stages
     optim: Optim
     train: Train
     mesh: Mesh
@@ -181,7 +227,7 @@ class Config:
 # What decides how fast and where a run computes, how often it reports and what is asked of it afterwards, but not
 # what it learns. Everything else makes two runs different runs.
 _NOT_MEANING = re.compile(
-    r"train\.(log_every|eval_every|checkpoint_every|keep|micro_batch)|mesh\..*|compute\.remat|eval\..*"
+    r"train\.(log_every|eval_every|checkpoint_every|keep|micro_batch|alarm.*)|mesh\..*|compute\.remat|eval\..*"
 )
 
 # What the planner searches: a file's own choice of them is one answer for one machine.
@@ -274,9 +320,10 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         element = typing.get_args(hint)[1]
         return {str(name): _build(element, entry, f"{path}.{name}") for name, entry in value.items()}
     if isinstance(hint, types.GenericAlias):
-        if isinstance(value, list | tuple) and all(isinstance(item, str) for item in value):
+        element, _ = typing.get_args(hint)
+        if isinstance(value, list | tuple) and all(type(item) is element for item in value):
             return tuple(value)
-        raise UserError(f"{path} = {value!r}: a tuple of words is needed.")
+        raise UserError(f"{path} = {value!r}: a tuple of {_MANY[element]} is needed.")
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint or (hint is float and not math.isfinite(value)):
@@ -284,4 +331,5 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     return value
 
 
+_MANY = {int: "whole numbers", str: "words"}
 _KINDS = {int: "a whole number", float: "a finite number", str: "a string"}

@@ -88,7 +88,7 @@ def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
             hint = f" It is a section; set one of its keys, as {section[0]!r}." if section else suggest(path, flat)
             raise UserError(f"--config.{path}: no such key.{hint}")
         if isinstance(flat[path], tuple) and not text.startswith("("):
-            text = repr(tuple(text.split(",")))
+            text = repr(tuple(int(word) if word.isdecimal() else word for word in text.split(",") if word))
         argv = ["run.py", f"--config.{path}={text}"]
         values = flags.FlagValues()
         config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv, lock_config=False)

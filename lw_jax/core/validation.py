@@ -16,30 +16,45 @@ CHOICES = {
     "recipe": ("latentwire",),
     "llms.*.weights": ("fp32", "bf16"),
     "llms.*.template": ("plain", "chat"),
-    "encoder.kind": ("lm", "bytes"),
+    "encoder.kind": ("lm", "bert", "bytes"),
     "encoder.pooling": ("windows", "queries"),
     "adapter.start": ("random", "aligned"),
     "adapter.calibration": ("init", "always"),
+    "prompt.question": ("text", "latents"),
     "data.overlong": ("refuse", "drop", "cut"),
+    "train.alarm": ("stop", "tell"),
     "mesh.placement": ("auto", "single", "replicate", "fsdp", "tensor", "split", "hybrid3", "hybrid4"),
     "compute.dtype": ("fp32", "bf16"),
     "compute.remat": ("auto", "none", "dots", "full"),
+    "eval.curve": ("nll", "f1", "none"),
     "eval.rows": ("text", "latents", "shuffled", "zero", "none", "truncated"),
 }
+CHANNELS = ("stages.*.slots", "stages.*.widths", "stages.*.bits", "eval.slots", "eval.widths", "eval.bits")
+BITS = (16, 8, 6, 4, 2)
 LATER = ("int8", "nf4", "dpo", "ttt")
 SELFMADE = ("llama", "qwen")
 
 ABOVE_ZERO = (
-    *("encoder.slots", "encoder.width", "encoder.window", "adapter.hidden"),
+    *("encoder.slots", "encoder.width", "encoder.window", "encoder.windows", "adapter.hidden"),
     *("data.cards", "data.validation_cards", "data.facts", "data.context_tokens", "data.question_tokens"),
-    *("loss.temperature", "optim.learning_rate", "optim.clip_norm", "optim.eps"),
+    *("loss.temperature", "loss.k_tokens", "stages.*.rate", "train.alarm_gap", "eval.resamples"),
+    *("optim.learning_rate", "optim.clip_norm", "optim.eps"),
     *("train.steps", "train.global_batch", "train.log_every", "train.checkpoint_every", "train.keep"),
     *("mesh.model", "mesh.target_utilisation", "eval.batch", "eval.max_new_tokens", "selfmade.*"),
 )
 NOT_BELOW_ZERO = (
     *("seed", "encoder.layers", "encoder.rate", "adapter.rate", "data.train_limit", "data.validation_limit"),
-    *("loss.ce", "loss.kl", "optim.warmup_steps", "optim.weight_decay", "optim.end_fraction", "optim.b1", "optim.b2"),
-    *("train.micro_batch", "train.eval_every", "eval.examples", "mesh.memory_gb"),
+    *("loss.ce", "loss.kl", "loss.teacher_k", "loss.first", "loss.k", "loss.align", "loss.entropy", "loss.diversity"),
+    *("stages.*.share", "stages.*.reconstruct", "stages.*.continuation", "stages.*.answer", "stages.*.encoder"),
+    *("optim.warmup_steps", "optim.weight_decay", "optim.end_fraction", "optim.b1", "optim.b2"),
+    *(
+        "train.micro_batch",
+        "train.eval_every",
+        "train.alarm_step",
+        "eval.examples",
+        "eval.curve_examples",
+        "mesh.memory_gb",
+    ),
 )
 
 
@@ -52,6 +67,7 @@ def validate(cfg: Config) -> None:
     flat = flatten(to_dict(cfg))
     _check_words(flat)
     _check_ranges(flat)
+    _check_stages(cfg)
     _check_llms(cfg)
     _check_encoder(cfg)
     _check_prompt(cfg)
@@ -79,13 +95,12 @@ def _check_words(flat: dict[str, Any]) -> None:
 
 
 def _check_ranges(flat: dict[str, Any]) -> None:
-    for pattern in ABOVE_ZERO:
-        for path in fnmatch.filter(flat, pattern):
-            if flat[path] <= 0:
-                _refuse(path, flat[path], "it must be above 0.")
-    for path in NOT_BELOW_ZERO:
-        if flat[path] < 0:
-            _refuse(path, flat[path], "it must not be below 0.")
+    for patterns, lowest in ((ABOVE_ZERO, "it must be above 0."), (NOT_BELOW_ZERO, "it must not be below 0.")):
+        for path in (path for pattern in patterns for path in fnmatch.filter(flat, pattern)):
+            if flat[path] < 0 or (flat[path] == 0 and patterns is ABOVE_ZERO):
+                _refuse(path, flat[path], lowest)
+    for path in (path for pattern in CHANNELS for path in fnmatch.filter(flat, pattern)):
+        _check_channel(path, flat)
     for path in ("optim.b1", "optim.b2"):
         if flat[path] >= 1:
             _refuse(path, flat[path], "a decay must be below 1.")
@@ -93,6 +108,33 @@ def _check_ranges(flat: dict[str, Any]) -> None:
         _refuse("mesh.target_utilisation", flat["mesh.target_utilisation"], "it is a share of the memory: up to 1.")
     if flat["optim.end_fraction"] > 1:
         _refuse("optim.end_fraction", flat["optim.end_fraction"], "it is a fraction of the peak: 0 to 1.")
+
+
+def _check_channel(path: str, flat: dict[str, Any]) -> None:
+    """Refuses what a message cannot have: its slots and width are the first of the encoder's."""
+    name, values = path.rsplit(".", 1)[1], flat[path]
+    for value in values:
+        if name == "bits" and value not in BITS:
+            _refuse(path, values, f"a value takes {', '.join(map(str, BITS))} bits.")
+        bound = "encoder.slots" if name == "slots" else "encoder.width"
+        if name != "bits" and not 1 <= value <= flat[bound]:
+            _refuse(path, values, f"each must be from 1 to {bound} = {flat[bound]}.")
+    if len(set(values)) < len(values):
+        _refuse(path, values, "each at most once.")
+
+
+def _check_stages(cfg: Config) -> None:
+    stages = {"align": cfg.stages.align, "pretrain": cfg.stages.pretrain, "answer": cfg.stages.answer}
+    if not any(stage.share for stage in stages.values()):
+        _refuse("stages.answer.share", 0.0, "every stage's share is 0: nothing would be trained; give one a share.")
+    for name, stage in stages.items():
+        if not stage.share:
+            continue
+        if not stage.reconstruct + stage.continuation + stage.answer:
+            rule = "the stage has no task: give reconstruct, continuation or answer a weight."
+            _refuse(f"stages.{name}.answer", 0.0, rule)
+        if stage.reconstruct + stage.continuation and (not stage.lengths or min(stage.lengths) < 2):
+            _refuse(f"stages.{name}.lengths", stage.lengths, "passages of two tokens or more are needed.")
 
 
 def _check_llms(cfg: Config) -> None:
@@ -119,8 +161,9 @@ def _check_hash(path: str, value: str) -> None:
 
 def _check_encoder(cfg: Config) -> None:
     encoder = cfg.encoder
-    if encoder.kind == "lm" and not encoder.source:
-        _refuse("encoder.source", "", "encoder.kind 'lm' reads a pretrained body: name it, or choose kind 'bytes'.")
+    if encoder.kind != "bytes" and not encoder.source:
+        rule = f"encoder.kind {encoder.kind!r} reads a pretrained body: name it, or choose kind 'bytes'."
+        _refuse("encoder.source", "", rule)
     if encoder.kind == "bytes" and (encoder.source or encoder.sha256):
         _refuse(
             "encoder.source", encoder.source or encoder.sha256, "encoder.kind 'bytes' loads nothing: leave it empty."
@@ -161,8 +204,8 @@ def _check_data(cfg: Config) -> None:
 
 def _check_training(cfg: Config) -> None:
     train, optim = cfg.train, cfg.optim
-    if cfg.loss.ce == 0 and cfg.loss.kl == 0:
-        _refuse("loss.ce", 0.0, "loss.kl is 0 as well: nothing would be learned; give one of them a weight.")
+    if cfg.loss.ce + cfg.loss.kl + cfg.loss.first + cfg.loss.k == 0:
+        _refuse("loss.ce", 0.0, "kl, first and k are 0 as well: nothing would be learned; give one of them a weight.")
     if optim.warmup_steps > train.steps:
         rule = f"the warmup is longer than train.steps = {train.steps}; lower it or train longer."
         _refuse("optim.warmup_steps", optim.warmup_steps, rule)

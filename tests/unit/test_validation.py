@@ -66,7 +66,7 @@ BAD = [
     ({"data.answer_tokens": 1}, "data.answer_tokens = 1"),
     ({"data.question_tokens": 512}, "data.question_tokens = 512.*context_tokens = 512"),
     ({"data.train_limit": -1}, "data.train_limit = -1"),
-    ({"loss.ce": 0.0}, "loss.ce = 0.0: loss.kl is 0 as well"),
+    ({"loss.ce": 0.0}, "loss.ce = 0.0: kl, first and k are 0 as well"),
     ({"loss.kl": -1.0}, "loss.kl = -1.0"),
     ({"loss.temperature": 0.0}, "loss.temperature = 0.0"),
     ({"optim.learning_rate": 0.0}, "optim.learning_rate = 0.0"),
