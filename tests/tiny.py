@@ -84,9 +84,11 @@ def write_bert(folder: Path, *, prefix: str = "", **fields: object) -> tuple[ber
     marks = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
     PreTrainedTokenizerFast(tokenizer_object=backend, **marks).save_pretrained(str(folder))
     cfg = dataclasses.replace(BERT, vocab=len(vocab))
-    leaves, treedef = jax.tree.flatten(bert.abstract(cfg, jnp.float32))
     rng = np.random.default_rng(7)
-    params = treedef.unflatten([rng.normal(size=leaf.shape).astype(np.float32) / 3 for leaf in leaves])
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (path[-1].key.endswith("norm") + rng.normal(size=leaf.shape) / 3).astype(np.float32),
+        bert.abstract(cfg, jnp.float32),
+    )
     tensors = {}
     for name, slot in bert_family.tensor_map(cfg).items():
         leaf = functools.reduce(lambda node, part: node[part], slot.path, params)

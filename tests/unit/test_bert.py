@@ -20,9 +20,11 @@ HALF = 0.05
 
 @pytest.fixture(scope="module")
 def params():
-    leaves, treedef = jax.tree.flatten(bert.abstract(CFG, jnp.float32))
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(bert.abstract(CFG, jnp.float32))
     keys = jax.random.split(jax.random.key(3), len(leaves))
-    return treedef.unflatten([0.3 * jax.random.normal(key, x.shape) for key, x in zip(keys, leaves, strict=True)])
+    noise = [0.3 * jax.random.normal(key, leaf.shape) for key, (_, leaf) in zip(keys, leaves, strict=True)]
+    norms = [str(path[-1].key).endswith("norm") for path, _ in leaves]
+    return treedef.unflatten([1 + x if norm else x for x, norm in zip(noise, norms, strict=True)])
 
 
 def text(width, *, pad=0, lengths=(13, 5)):
@@ -86,18 +88,18 @@ def test_remat_recomputes_and_changes_no_gradient(params, remat):
     mix = jnp.full((4,), 0.25)
 
     def gradient(remat):
-        return jax.grad(lambda params: jnp.sum(jnp.sin(run(params, ids, mask, mix=mix, remat=remat))))
+        return jax.jit(jax.grad(lambda params: jnp.sum(jnp.sin(run(params, ids, mask, mix=mix, remat=remat)))))
 
     plain, again = gradient("none")(params), gradient(remat)(params)
     top = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain))
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=GRADIENTS * top), plain, again)
     erfs, dots = (
         [str(jax.make_jaxpr(gradient(kind))(params)).count(word) for kind in ("none", remat)]
-        for word in (" erf ", " dot_general[")
+        for word in (" erfc ", " dot_general[")
     )
     assert erfs[1] == erfs[0] + 1, "the layer's activation is made again"
-    # what is kept of matmul outputs is not computed twice; attention's batched products are, in every case
-    assert dots[1] > dots[0] if remat == "full" else dots[1] == dots[0]
+    # q, k, v, o and up are computed again or kept; attention's own products are batched, which "dots" never keeps
+    assert dots[1] - dots[0] >= 5 if remat == "full" else dots[1] - dots[0] <= 2
 
 
 def test_norms_are_taken_in_fp32():
