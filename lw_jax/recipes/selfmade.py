@@ -200,7 +200,7 @@ class SelfmadeReader:
         rows = []
         for example in found:
             others = [known[pair] for pair in cards.questions(example) if pair[0] != example.question]
-            rows.append(tuple(np.array(sum(parts, []), np.int32) for parts in zip(*others, strict=True)))
+            rows.append(tuple(np.array(sum((one[i] for one in others), []), np.int32) for i in range(2)))
         return rows
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
