@@ -7,6 +7,7 @@ from typing import Any
 
 from lw_jax import api, exchange
 from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
 from lw_jax.models import codec
 
 
@@ -24,13 +25,23 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: excha
     told = sys.stderr if request.write == "-" else sys.stdout
     with contextlib.redirect_stdout(told):
         wire = api.open_wire(cfg, workdir)
-        message = request.message or wire.write(
-            request.context, bits=request.bits, slots=request.slots, width=request.width
-        )
+        message = request.message or _write(wire, request)
         _tell(wire, message, request)
     if request.write:
         exchange.write_message(message, request.write)
     return 0
+
+
+def _write(wire: api.TrainedWire, request: exchange.Request) -> bytes:
+    asked = ""
+    if wire.recipe.cfg.prompt.question == "latents":
+        if len(request.questions) != 1:
+            raise UserError(
+                f"{len(request.questions)} questions: this wire writes the question with the text "
+                "(config.prompt.question = 'latents'); give exactly one --question"
+            )
+        asked = request.questions[0]
+    return wire.write(request.context, bits=request.bits, slots=request.slots, width=request.width, question=asked)
 
 
 def _tell(wire: api.TrainedWire, message: bytes, request: exchange.Request) -> None:

@@ -141,10 +141,19 @@ class TrainedWire:
         """16 hex digits of the encoder's weights: what a message names as its writer."""
         return tree.digest(self.trainable["encoder"])[:16]
 
-    def write(self, text: str, bits: int = 8, slots: int | None = None, width: int | None = None) -> bytes:
-        """Returns the framed message of a text: the first `slots` latents, the first `width` values of each."""
+    def write(
+        self, text: str, bits: int = 8, slots: int | None = None, width: int | None = None, *, question: str = ""
+    ) -> bytes:
+        """Returns the framed message of a text in so many slots, of each the first `width` values.
+
+        A wire that was trained with prompt.question "latents" writes the question with the text and needs it here.
+        """
+        in_latents = self.recipe.cfg.prompt.question == "latents"
+        if bool(question) != in_latents:
+            rule = "needs the question" if in_latents else "takes no question: ask it when the message is read"
+            raise UserError(f"write: question={question!r}: this wire's message {rule} (config.prompt.question)")
         channel = resolve_channel(self.recipe.cfg.encoder, bits=bits, slots=slots, width=width)
-        source = self._batch(text, "?")["source"] | {"channel": np.asarray([channel], np.int32)}
+        source = self._batch(text, question or "?")["source"] | {"channel": np.asarray([channel], np.int32)}
         latents = self.recipe.encode(self.trainable, self._put(source, self.recipe.mesh_of(None)))
         kept = codec.normalise(latents[0, : channel[0], : channel[1]])
         return codec.pack(np.asarray(kept), bits=bits, encoder=self.encoder_fingerprint)

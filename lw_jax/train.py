@@ -268,7 +268,10 @@ class Run:
             jax.block_until_ready(self.state)  # or the steps under way would count as validation
         with clock.paused():
             values = self.validate(frozen)
-        self._tell([f"step {step}  validation  " + _words(values)])
+        # Of further data sets the NLL alone: the files have the rest.
+        prefixes = tuple(prefix for prefix, _ in self._validation if prefix)
+        shown = {name: value for name, value in values.items() if "nll/" in name or not name.startswith(prefixes)}
+        self._tell([f"step {step}  validation  " + _words(shown)])
         self._log(step, {f"validation/{name}": value for name, value in values.items()})
         return values
 

@@ -5,6 +5,7 @@ counted and told. Nothing of an answer reaches any field but `answer_inputs`, `t
 """
 
 import dataclasses
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -13,6 +14,8 @@ import numpy as np
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Example, Task
+
+_log = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
 Lookup = Callable[[Sequence[int]], Batch]  # positions -> arrays [b ...]
@@ -288,7 +291,11 @@ def encode_prompt(context: str, question: str, *, layout: Layout, rows: Iterable
     """Returns a batch of one prompt without answer fields. Raises UserError where a data set would drop it."""
     if not context.strip() or not question.strip():
         raise UserError(f"a prompt needs a context and a question; found {context!r} and {question!r}")
-    return encode([Example("prompt", context.strip(), question.strip(), ())], layout=layout, rows=rows).collate([0])
+    encoded = encode([Example("prompt", context.strip(), question.strip(), ())], layout=layout, rows=rows)
+    for reason in ("source_cut", "text_cut"):
+        if encoded.counts[reason]:
+            _log.warning("1 of 1 %s", _REASONS[reason])
+    return encoded.collate([0])
 
 
 def read_source(texts: list[str], layout: Layout, ledger: Ledger) -> list[np.ndarray]:
