@@ -1,74 +1,236 @@
-"""Latents as a framed byte message, and back.
+"""Latents as a framed byte message and back, and the same loss of precision inside a training step.
 
-Frame (little-endian): magic 4s, version u8, bits u8, slots u16, width u16, encoder fingerprint 16s, CRC-32 u32 of all
-other bytes. Then the payload: 16 bits: fp16 values; 8 bits: per group of 32 values an fp16 scale, then int8 values.
+A slot has unit RMS, so no scale travels. Below 16 bits a slot is turned by a fixed rotation, after which its values are
+near N(0, 1) whatever their directions were (the idea of QuIP#, arXiv 2402.04396), and each takes the index of the
+nearest level of the unit Gaussian's minimum-error quantiser (Lloyd 1957, Max 1960). What is decoded gets unit RMS again.
+16 bits are plain fp16.
+
+Frame (little-endian): magic 4s, version u8, bits u8, slots u16, width u16, the encoder's fingerprint 8s, CRC-32 u32 of
+all other bytes. Then the indices, `bits` each, most significant first, slot after slot, filled to a whole byte.
 """
 
+import functools
+import hashlib
+import math
+import statistics
 import struct
 import zlib
+from typing import NamedTuple
 
+import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.validation import BITS
 
 MAGIC = b"LWJX"
-VERSION = 1
-BITS = (16, 8)
-GROUP = 32  # values that share one scale
-_FRAME = struct.Struct("<4sBBHH16sI")
+VERSION = 2
+LARGEST = 2**16 - 1  # slots or width that the frame can name
+RMS_TOLERANCE = 0.01  # of a slot's RMS from 1: far above rounding, far below what would cost precision
+EPSILON = 1e-12  # under a mean square: keeps an all-zero slot zero and its gradient finite
+_READS = ", ".join(map(str, BITS))
+_FRAME = struct.Struct("<4sBBHH8sI")
+
+
+class Frame(NamedTuple):
+    """What a message says of itself."""
+
+    bits: int
+    slots: int
+    width: int
+    encoder: str  # 16 hex digits
+
+
+def framed_bytes(slots: int, width: int, bits: int) -> int:
+    """Returns the length of a whole message, its frame included."""
+    return _FRAME.size + -(-slots * width * bits // 8)
 
 
 def pack(latents: np.ndarray, *, bits: int, encoder: str) -> bytes:
-    """Returns the message of fp32 latents [m z]; `encoder` is the hex fingerprint (32 digits) of what wrote them."""
-    if bits not in BITS:
-        raise UserError(f"bits={bits}: this version writes {' or '.join(map(str, BITS))}; fewer come with a later one")
+    """Returns the message of latents [m w] of unit RMS; `encoder` is the fingerprint (16 hex digits) of their writer."""
     values = np.asarray(latents, np.float32)
-    payload = values.astype("<f2").tobytes() if bits == 16 else _pack_int8(values.reshape(-1))
+    _check_values(values, bits)
+    if len(bytes.fromhex(encoder)) != 8:
+        raise UserError(f"encoder={encoder!r}: a message names its writer by 16 hex digits")
+    if bits == 16:
+        payload = values.astype("<f2").tobytes()
+    else:
+        indices = np.searchsorted(_thresholds(bits), values @ rotation(values.shape[1])).astype(np.uint8)
+        payload = np.packbits(np.unpackbits(indices.reshape(-1, 1), axis=1)[:, 8 - bits :]).tobytes()
     head = (MAGIC, VERSION, bits, *values.shape, bytes.fromhex(encoder))
-    crc = zlib.crc32(_FRAME.pack(*head, 0) + payload)
-    return _FRAME.pack(*head, crc) + payload
+    return _FRAME.pack(*head, zlib.crc32(_FRAME.pack(*head, 0) + payload)) + payload
 
 
 def unpack(message: bytes, *, encoder: str) -> np.ndarray:
-    """Returns fp32 latents [m z]. Raises UserError for what is no message, a newer one, damage, another encoder."""
-    if len(message) < _FRAME.size or message[:4] != MAGIC:
-        raise UserError(f"not a latent message: {len(message)} bytes that do not begin with {MAGIC!r}")
-    _, version, bits, slots, width, writer, crc = _FRAME.unpack_from(message)
-    if version != VERSION:
-        raise UserError(f"message of version {version}, this program reads {VERSION}: use the version that wrote it")
-    payload = message[_FRAME.size :]
+    """Returns fp32 latents [m w]; raises UserError as `read_frame` does, and for a message of another encoder."""
+    frame = read_frame(message)
+    if frame.encoder != encoder:
+        raise UserError(
+            f"message of encoder {frame.encoder}, this wire has encoder {encoder}: read it with the run that wrote it"
+        )
+    shape = (frame.slots, frame.width)
+    if frame.bits == 16:
+        return np.frombuffer(message, "<f2", offset=_FRAME.size).astype(np.float32).reshape(shape)
+    payload = np.frombuffer(message, np.uint8, offset=_FRAME.size)
+    places = np.unpackbits(payload, count=math.prod(shape) * frame.bits).reshape(-1, frame.bits)
+    indices = np.packbits(np.pad(places, ((0, 0), (8 - frame.bits, 0))), axis=1)
+    values = levels(frame.bits)[indices.reshape(shape)] @ rotation(frame.width).T
+    return values / np.sqrt(np.mean(values * values, axis=1, keepdims=True))
+
+
+def read_frame(message: bytes) -> Frame:
+    """Returns what a whole, undamaged message says of itself.
+
+    Raises UserError for what is no message, for one of another version or of bits that this program does not read, and
+    for one that is cut, followed by more, or damaged.
+    """
+    if message[:4] != MAGIC or len(message) < 5:
+        raise UserError(f"not a latent message: {len(message)} bytes that do not begin with {MAGIC!r} and a version")
+    if message[4] > VERSION:
+        raise UserError(f"message of version {message[4]}, this program reads {VERSION}: read it with a newer program")
+    if message[4] < VERSION:
+        raise UserError(f"message of version {message[4]}, this program reads {VERSION}: write its text anew")
+    if len(message) < _FRAME.size:
+        raise UserError(f"message cut short: {len(message)} bytes, its frame alone has {_FRAME.size}; send it again")
+    _, _, bits, slots, width, encoder, crc = _FRAME.unpack_from(message)
     if bits not in BITS:
         raise UserError(
-            f"message of {bits} bits a value, this program reads {' or '.join(map(str, BITS))}: send it again"
+            f"message of {bits} bits a value, this program reads {_READS}: damaged or foreign; write it anew"
         )
-    if zlib.crc32(_FRAME.pack(MAGIC, version, bits, slots, width, writer, 0) + payload) != crc:
+    expected = framed_bytes(slots, width, bits)
+    if not slots * width or len(message) < expected:
+        rule = f"{slots} slots x {width} values of {bits} bits make {expected}; send it again"
+        raise UserError(f"message cut short: {len(message)} bytes, {rule}")
+    if len(message) > expected:
+        raise UserError(f"message of {expected} bytes and {len(message) - expected} more after it: send it alone")
+    if zlib.crc32(message[: _FRAME.size - 4] + bytes(4) + message[_FRAME.size :]) != crc:
         raise UserError("damaged message: its checksum does not match; send it again")
-    if writer.hex() != encoder:
-        raise UserError(
-            f"message of encoder {writer.hex()}, this wire has encoder {encoder}: read it with the run that wrote it"
-        )
-    if len(payload) != _payload_bytes(bits, slots * width):
-        raise UserError(f"message of {len(payload)} bytes after its frame, which says {slots} x {width} values")
+    return Frame(bits, slots, width, encoder.hex())
+
+
+def normalise(latents: Float[Array, "*n z"]) -> Float[Array, "*n z"]:
+    """Scales each slot to unit RMS; an all-zero slot stays zero."""
+    return latents * jax.lax.rsqrt(jnp.mean(latents * latents, axis=-1, keepdims=True) + EPSILON)
+
+
+def quantise(latents: Float[Array, "*n z"], bits: int) -> Float[Array, "*n z"]:
+    """Returns what would arrive of latents of unit RMS, as `unpack(pack(...))` does; an all-zero slot stays zero."""
     if bits == 16:
-        return np.frombuffer(payload, "<f2").astype(np.float32).reshape(slots, width)
-    return _unpack_int8(payload, slots * width).reshape(slots, width)
+        return latents.astype(jnp.float16).astype(latents.dtype)
+    turn = jnp.asarray(rotation(latents.shape[-1]))
+    turned = jnp.matmul(latents.astype(jnp.float32), turn, precision="highest")
+    nearest = jnp.searchsorted(jnp.asarray(_thresholds(bits)), turned)
+    arrived = normalise(jnp.matmul(jnp.asarray(levels(bits))[nearest], turn.T, precision="highest"))
+    arrived = arrived.astype(latents.dtype)
+    return jnp.where(jnp.any(latents != 0, axis=-1, keepdims=True), arrived, jnp.zeros_like(latents))
 
 
-def _payload_bytes(bits: int, count: int) -> int:
-    return 2 * count if bits == 16 else count + 2 * -(-count // GROUP)
+def send(
+    latents: Float[Array, "b m z"],
+    widths: Int[Array, " b"],
+    bits: Int[Array, " b"],
+    *,
+    choices: tuple[tuple[int, int], ...],
+) -> Float[Array, "b m z"]:
+    """Sends each example with its own width and bits; the gradient passes through the quantiser unchanged.
+
+    Of each slot the first `width` values are kept and scaled to unit RMS, the others are zero. 16 bits are exact here.
+    Every example's (width, bits) must be one of `choices`; those of another one become NaN.
+    """
+    places = jnp.arange(latents.shape[2], dtype=widths.dtype)
+    kept = latents * (places[None, :] < widths[:, None])[:, None, :].astype(latents.dtype)
+    # The mean square is that of the kept values, not of the zeros beyond them.
+    square = jnp.sum(kept * kept, axis=2, keepdims=True) / widths[:, None, None].astype(latents.dtype)
+    kept = kept * jax.lax.rsqrt(square + EPSILON)
+    fixed = jax.lax.stop_gradient(kept)
+    arrived = jnp.full_like(fixed, jnp.nan)
+    for width, bit in dict.fromkeys(choices):
+        chosen = ((widths == width) & (bits == bit))[:, None, None]
+        one = fixed
+        if bit < 16:
+            one = jnp.pad(quantise(fixed[..., :width], bit), ((0, 0), (0, 0), (0, latents.shape[2] - width)))
+        arrived = jnp.where(chosen, one, arrived)
+    return kept + (arrived - fixed)
 
 
-def _pack_int8(values: np.ndarray) -> bytes:
-    groups = np.pad(values, (0, -len(values) % GROUP)).reshape(-1, GROUP)
-    scales = (np.abs(groups).max(axis=1) / 127).astype("<f2")
-    # What is divided by must be the rounded scale that travels, and an all-zero group needs some scale.
-    divisors = np.where(scales > 0, scales, np.float16(1)).astype(np.float32)[:, None]
-    integers = np.clip(np.rint(groups / divisors), -127, 127).astype(np.int8)
-    return scales.tobytes() + integers.reshape(-1)[: len(values)].tobytes()
+@functools.cache
+def rotation(width: int) -> np.ndarray:
+    """Returns the fixed orthogonal fp32 [w w] by which a slot is turned (x @ rotation): the same for ever.
+
+    Two rounds of sign flips and a Walsh-Hadamard transform. A width that is no power of two has a transform for each
+    of its binary digits, in the second round from the other end, so that every value meets the others.
+    """
+    turn = np.eye(width)
+    for label in (b"first", b"second"):
+        bits = np.unpackbits(np.frombuffer(hashlib.shake_256(MAGIC + label).digest(-(-width // 8)), np.uint8))
+        turn = ((turn * (1.0 - 2.0 * bits[:width])) @ _hadamard(width))[:, ::-1]
+    turn = np.ascontiguousarray(turn, np.float32)
+    turn.flags.writeable = False  # one array serves all callers
+    return turn
 
 
-def _unpack_int8(payload: bytes, count: int) -> np.ndarray:
-    groups = -(-count // GROUP)
-    scales = np.frombuffer(payload, "<f2", groups).astype(np.float32)
-    integers = np.frombuffer(payload, np.int8, count, offset=2 * groups)
-    return integers.astype(np.float32) * np.repeat(scales, GROUP)[:count]
+@functools.cache
+def levels(bits: int) -> np.ndarray:
+    """Returns the 2^bits ascending fp32 levels that quantise N(0, 1) with the least mean squared error.
+
+    Each is the mean of what is nearest to it; that condition is solved by Newton's method over the positive half.
+    Six decimals are kept, so that another machine's error function gives the same numbers.
+    """
+    half = 2 ** (bits - 1)
+    # The best density of levels is that of N(0, 3) where there are many (Panter and Dite 1951).
+    start = statistics.NormalDist(0.0, math.sqrt(3.0))
+    found = np.array([start.inv_cdf(0.5 + (i + 0.5) / (2 * half)) for i in range(half)])
+    for _ in range(100):
+        middles = (found[1:] + found[:-1]) / 2
+        low, high = np.append(0.0, middles), np.append(middles, np.inf)
+        tail = np.array([math.erfc(x / math.sqrt(2)) / 2 for x in low] + [0.0])
+        mass = tail[:-1] - tail[1:]
+        density = np.exp(-low * low / 2) / math.sqrt(2 * math.pi)
+        mean = (density - np.append(density[1:], 0.0)) / mass
+        # How a mean moves with the middles on either side; the outermost, at 0 and at infinity, stay.
+        below = density[1:] * (mean[1:] - middles) / mass[1:] / 2
+        above = density[1:] * (middles - mean[:-1]) / mass[:-1] / 2
+        slope = np.diag(np.append(0.0, below) + np.append(above, 0.0)) + np.diag(below, -1) + np.diag(above, 1)
+        step = np.linalg.solve(np.eye(half) - slope, mean - found)
+        found = found + step
+        if np.abs(step).max() < 1e-12:
+            break
+    table = np.round(np.concatenate([-found[::-1], found]), 6).astype(np.float32)
+    table.flags.writeable = False
+    return table
+
+
+@functools.cache
+def _thresholds(bits: int) -> np.ndarray:
+    table = levels(bits)
+    return (table[1:] + table[:-1]) / np.float32(2)
+
+
+def _hadamard(width: int) -> np.ndarray:
+    """Returns orthonormal Walsh-Hadamard matrices of the width's binary digits, largest first, along a diagonal."""
+    total, start = np.zeros((width, width)), 0
+    for digit in reversed(range(width.bit_length())):
+        if width >> digit & 1:
+            block = np.ones((1, 1))
+            for _ in range(digit):
+                block = np.kron(block, np.array([[1.0, 1.0], [1.0, -1.0]]))
+            size = len(block)
+            total[start : start + size, start : start + size] = block / math.sqrt(size)
+            start += size
+    return total
+
+
+def _check_values(values: np.ndarray, bits: int) -> None:
+    if bits not in BITS:
+        raise UserError(f"bits={bits}: a value takes {_READS} bits; choose one of them")
+    if values.ndim != 2 or not all(1 <= size <= LARGEST for size in values.shape):
+        raise UserError(f"latents of shape {values.shape}: a message has 1 to {LARGEST} slots of 1 to {LARGEST} values")
+    rms = np.sqrt(np.mean(values * values, axis=1))
+    if not np.all(np.abs(rms - 1) <= RMS_TOLERANCE):  # NaN fails too
+        slot = int(np.argmax(~(np.abs(rms - 1) <= RMS_TOLERANCE)))
+        raise UserError(
+            f"latents whose slot {slot} has RMS {rms[slot]:.4g}: no scale travels in a message, so each slot must have "
+            "RMS 1; divide it by its RMS"
+        )
