@@ -93,7 +93,7 @@ def write(found: Evaluation, workdir: Path, *, step: int) -> list[Path]:
         result |= {"text_bytes": told.pop("text_bytes"), "curve": told}
         names += ["bytes.csv", "bytes.png"]
         curve.write_csv(found.sizes, workdir / "bytes.csv")
-        curve.draw(found.sizes, workdir / "bytes.png")
+        curve.draw(found.sizes).savefig(workdir / "bytes.png", dpi=130)
     (workdir / "eval.json").write_text(_to_json(result, indent=2) + "\n", encoding="utf-8")
     lines = (_to_json(record) + "\n" for record in found.measured.records)
     (workdir / "predictions.jsonl").write_text("".join(lines), encoding="utf-8")

@@ -31,7 +31,7 @@ from lw_jax.evals.statistics import Bootstrap
 from lw_jax.models import codec
 
 EXACT = 16  # bits of a channel that does not quantise: the codec does it here, not the encoder
-REFERENCES = ("text", "none")
+REFERENCES = {"text": ("the text itself", "-"), "none": ("no context", ":")}  # row -> (name, line) in the picture
 QUALITIES = {"nll": "NLL, nats a token", "f1": "F1"}
 MARKERS = {16: "o", 8: "s", 6: "D", 4: "^", 2: "v"}  # by bits a value
 COLUMNS = (
@@ -178,18 +178,18 @@ def _points(size: tuple[int, int, int], records: Sequence[Record], bootstrap: Bo
     return points
 
 
-def draw(curve: Curve, path: Path) -> None:
-    """Writes the picture: a panel for each reader, a line for each (slots, width), a marker for each number of bits."""
+def draw(curve: Curve) -> Figure:
+    """Returns the picture: a panel for each reader, a line for each (slots, width), markers by bits."""
     readers = list(dict.fromkeys(point["reader"] for point in curve.points))
-    figure = Figure(figsize=(9.5, 1.6 + 3.2 * len(readers)), layout="constrained")
+    figure = Figure(figsize=(10, 1.6 + 3.2 * len(readers)), layout="constrained")
     panels = figure.subplots(len(readers), 1, sharex=True, squeeze=False)[:, 0]
     for panel, reader in zip(panels, readers, strict=True):
         _draw_reader(panel, curve, reader)
     _name_codings(panels[0], curve.text_bytes)
     panels[-1].set_xlabel("bytes of one message with its frame (logarithmic)")
     _draw_legend(figure, curve)
-    figure.suptitle(f"{QUALITIES[curve.quality]} against bytes on the wire, {curve.examples} examples")
-    figure.savefig(path, dpi=130)
+    figure.suptitle(f"Quality of answers against bytes on the wire, {curve.examples} examples")
+    return figure
 
 
 def _draw_reader(panel: Axes, curve: Curve, reader: str) -> None:
@@ -197,16 +197,16 @@ def _draw_reader(panel: Axes, curve: Curve, reader: str) -> None:
     for channel, colour in _colours(curve).items():
         line = sorted((p for p in points if (p["slots"], p["width"]) == channel), key=lambda p: p["framed_bytes"])
         x, y = [p["framed_bytes"] for p in line], [p[curve.quality] for p in line]
-        panel.plot(x, y, color=colour, linewidth=1.5, zorder=3)
+        panel.plot(x, y, color=colour, linewidth=1.5, zorder=3, label=f"{channel[0]} slots x {channel[1]}")
         for point, at, value in zip(line, x, y, strict=True):
             panel.plot(at, value, MARKERS[point["bits"]], color=colour, markersize=7, zorder=4)
-    for name, style in zip(REFERENCES, ("-", ":"), strict=True):
-        row = curve.references.get(reader, {}).get(name)
-        if row:
-            panel.axhline(row[curve.quality], color="black", linestyle=style, linewidth=1)
-            words = {"text": "the text itself", "none": "no context"}[name]
-            at = (1.0, row[curve.quality])
-            panel.annotate(words, at, xycoords=("axes fraction", "data"), ha="right", va="bottom", fontsize=8)
+    levels = {name: row[curve.quality] for name, row in curve.references.get(reader, {}).items()}
+    for name, level in levels.items():
+        words, style = REFERENCES[name]
+        panel.axhline(level, color="black", linestyle=style, linewidth=1)
+        # Two levels may lie close: the higher one's name stands above it, the lower one's below.
+        side = "bottom" if level == max(levels.values()) else "top"
+        panel.annotate(words, (1.01, level), xycoords=("axes fraction", "data"), va=side, fontsize=8)
     for size in curve.text_bytes.values():
         panel.axvline(size, color="gray", linestyle="--", linewidth=1, zorder=1)
     panel.set_xscale("log", base=2)
@@ -219,17 +219,11 @@ def _name_codings(panel: Axes, text_bytes: dict[str, float]) -> None:
     """Writes each coding's name and size above its line, at a height of its own: codings of one text lie close."""
     for level, (name, size) in enumerate(sorted(text_bytes.items(), key=lambda item: -item[1])):
         height = 1.03 + 0.075 * level
-        panel.plot(
-            [size, size],
-            [1, height],
-            color="gray",
-            linestyle="--",
-            linewidth=1,
-            clip_on=False,
-            transform=panel.get_xaxis_transform(),
-        )
+        line = Line2D([size, size], [1, height], color="gray", linestyle="--", linewidth=1, clip_on=False)
+        line.set_transform(panel.get_xaxis_transform())
+        panel.add_artist(line)
         panel.annotate(
-            f"text, {name}: {size:.0f} bytes",
+            f"text, {name}: {size:,.0f} bytes",
             (size, height),
             xycoords=("data", "axes fraction"),
             xytext=(3, 0),

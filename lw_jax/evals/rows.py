@@ -242,8 +242,9 @@ def tell(reader: str, figures: Mapping[str, Any]) -> str:
             parts.append(f"{key} {figures[key]:.3f} ({tell_interval(figures[f'{key}_interval'])})")
         elif f"{key}_reason" in figures:
             parts.append(f"{key} unknown: {figures[f'{key}_reason']}")
-    verdict = "; COLLAPSED: the right latents may be worth no more than another text's" * is_collapsed(figures)
-    return f"{reader}: " + ("; ".join(parts) or "no rows to compare") + verdict
+    if is_collapsed(figures):
+        parts.append("COLLAPSED: the right latents may be worth no more than another text's")
+    return f"{reader}: " + "\n    ".join(parts or ["no rows to compare"])
 
 
 def _group(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
