@@ -21,7 +21,11 @@ VERBS = {
         "          the file's own placement, remat and micro-batch are searched anew, those of flags are kept",
     ),
     "slurm": ("lw_jax.slurm", "writes an sbatch file from the plan"),
-    "answer": ("lw_jax.answer", "sends a text through the wire and lets every reader answer"),
+    "answer": (
+        "lw_jax.answer",
+        "sends a text through the wire and lets every reader answer; --write keeps the message,\n"
+        "          --message reads one from a file or a pipe",
+    ),
     "show": ("lw_jax.show", "prints the resolved configuration and where each value comes from"),
 }
 EXAMPLES = """examples:
@@ -29,12 +33,19 @@ EXAMPLES = """examples:
   python run.py train --config configs/h100x4.py --config.train.steps=2000 --workdir runs/mine
   python run.py eval --workdir runs/mine --config.eval.examples=0
   python run.py answer --workdir runs/mine --context notes.txt --question "Who wrote it?"
+  python run.py answer --workdir runs/mine --context notes.txt --bits 4 --write notes.lwjx
+  python run.py answer --workdir runs/mine --message notes.lwjx --question "Who wrote it?"
   python run.py show --config configs/h100x4.py
   python run.py plan --config configs/h100x4.py --target a100_80x4
   python run.py slurm --config configs/h100x4.py --site mysite.toml"""
 OWNERS = {  # flags that belong to some verbs only
     "context": ("answer",),
     "question": ("answer",),
+    "message": ("answer",),
+    "write": ("answer",),
+    "bits": ("answer",),
+    "slots": ("answer",),
+    "width": ("answer",),
     "json": ("show", "plan"),
     "target": ("plan", "slurm"),
     "estimate": ("plan",),
@@ -63,6 +74,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--workdir", metavar="DIR", help="the run's folder (default: runs/NAME-RECIPE)")
     parser.add_argument("--context", metavar="FILE", help="answer: the text, '-' for standard input")
     parser.add_argument("--question", action="append", metavar="TEXT", help="answer: may be repeated")
+    parser.add_argument("--message", metavar="FILE", help="answer: a message instead of a text, '-' for standard input")
+    parser.add_argument("--write", metavar="FILE", help="answer: keeps the text's message, '-' for standard output")
+    parser.add_argument("--bits", type=int, metavar="N", help="answer: of a value, 16, 8, 6, 4 or 2 (default: 8)")
+    parser.add_argument("--slots", type=int, metavar="N", help="answer: sends the first N latents (default: all)")
+    parser.add_argument("--width", type=int, metavar="N", help="answer: the first N values of each (default: all)")
     parser.add_argument("--json", action="store_true", help="show, plan: for programs")
     parser.add_argument("--target", metavar="GPUS", help="plan, slurm: h100x4, a100_40x2, h200x1, 2xh100x8, ...")
     parser.add_argument("--estimate", action="store_true", help="plan: by arithmetic, without compiling")
@@ -76,11 +92,26 @@ def parse(argv: list[str]) -> argparse.Namespace:
     if args.verb not in VERBS:
         parser.error(f"{args.verb!r} is no verb.{suggest(args.verb, VERBS)} The verbs are {', '.join(VERBS)}")
     for flag, owners in OWNERS.items():
-        if getattr(args, flag) and args.verb not in owners:
+        value = getattr(args, flag)
+        if value is not None and value is not False and args.verb not in owners:
             parser.error(f"--{flag} belongs to {' and '.join(map(repr, owners))}, not to {args.verb!r}")
-    if args.verb == "answer" and not (args.context and args.question):
-        parser.error("answer needs --context FILE and --question TEXT")
+    if args.verb == "answer" and (fault := _find_fault(args)):
+        parser.error(fault)
     return args
+
+
+def _find_fault(args: argparse.Namespace) -> str:
+    """Returns what is wrong with the flags of `answer`; nothing where they fit together."""
+    if bool(args.context) == bool(args.message):
+        return "answer needs either --context FILE (a text) or --message FILE (what --write wrote)"
+    for flag in ("write", "bits", "slots", "width"):
+        if args.message and getattr(args, flag) is not None:
+            return f"--{flag} says how a text is written: it goes with --context, not with --message"
+    if not args.question and not args.write:
+        return "answer needs --question TEXT" + ("" if args.message else " or --write FILE")
+    if args.question and args.write == "-":
+        return "--write - gives standard output to the message: leave out --question, or write to a file"
+    return ""
 
 
 def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, Any]:
@@ -110,8 +141,23 @@ def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, 
     elif os.environ.get("SLURM_PROCID", "0") == "0":  # of several processes one writes
         folder.write_workdir(workdir, cfg=cfg, base=defaults.to_dict(), command=sys.argv)
     if args.verb == "answer":
-        request |= {"context": folder.read_text(args.context), "questions": args.question}
+        request["request"] = _asking(args)
     return request
+
+
+def _asking(args: argparse.Namespace) -> Any:
+    """Returns what `answer` is asked; texts and messages are read here, before anything heavy starts."""
+    from lw_jax import exchange
+
+    return exchange.Request(
+        context=exchange.read_text(args.context) if args.context else "",
+        message=exchange.read_message(args.message) if args.message else b"",
+        questions=tuple(args.question or ()),
+        write=args.write or "",
+        bits=8 if args.bits is None else args.bits,
+        slots=args.slots,
+        width=args.width,
+    )
 
 
 def _planning(args: argparse.Namespace, assignments: dict[str, str], own: dict[str, Any]) -> Any:

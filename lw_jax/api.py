@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from lw_jax import plan, recipes, sources, weights, workdir
 from lw_jax.checkpoint import Checkpointer
 from lw_jax.core import runtime, tree
-from lw_jax.core.config import Config
+from lw_jax.core.config import Config, Encoder
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import DTYPES, Tree
 from lw_jax.data import batches
@@ -116,6 +116,20 @@ def open_wire(cfg: Config, path: Path) -> "TrainedWire":
     return TrainedWire(recipe, restored.state["trainable"], recipe.load_frozen(), restored.step)
 
 
+def resolve_channel(
+    encoder: Encoder, *, bits: int = 8, slots: int | None = None, width: int | None = None
+) -> tuple[int, int, int]:
+    """Returns (slots, width, bits) of a message, None being all that the encoder has; refuses what it has not."""
+    if bits not in codec.BITS:
+        raise UserError(f"bits={bits}: a value takes {', '.join(map(str, codec.BITS))} bits; choose one of them")
+    for name, asked, most in (("slots", slots, encoder.slots), ("width", width, encoder.width)):
+        if asked is not None and not 1 <= asked <= most:
+            raise UserError(
+                f"{name}={asked}: this wire's encoder has config.encoder.{name}={most}; ask for 1 to {most}"
+            )
+    return slots or encoder.slots, width or encoder.width, bits
+
+
 class TrainedWire:
     """A trained encoder and its readers."""
 
@@ -124,22 +138,28 @@ class TrainedWire:
 
     @functools.cached_property
     def encoder_fingerprint(self) -> str:
-        """Hex digest of the encoder's weights: what a message names as its writer."""
-        return tree.digest(self.trainable["encoder"])[:32]
+        """16 hex digits of the encoder's weights: what a message names as its writer."""
+        return tree.digest(self.trainable["encoder"])[:16]
 
-    def write(self, text: str, bits: int = 8) -> bytes:
-        """Returns the framed message of a text; 16 or 8 bits a value."""
-        batch = self._batch(text, "?")
-        latents = self.recipe.encode(self.trainable, self._put(batch["source"], self.recipe.mesh_of(None)))
-        return codec.pack(np.asarray(latents[0]), bits=bits, encoder=self.encoder_fingerprint)
+    def write(self, text: str, bits: int = 8, slots: int | None = None, width: int | None = None) -> bytes:
+        """Returns the framed message of a text: the first `slots` latents, the first `width` values of each."""
+        channel = resolve_channel(self.recipe.cfg.encoder, bits=bits, slots=slots, width=width)
+        source = self._batch(text, "?")["source"] | {"channel": np.asarray([channel], np.int32)}
+        latents = self.recipe.encode(self.trainable, self._put(source, self.recipe.mesh_of(None)))
+        kept = codec.normalise(latents[0, : channel[0], : channel[1]])
+        return codec.pack(np.asarray(kept), bits=bits, encoder=self.encoder_fingerprint)
 
     def read(self, message: bytes, reader: str, question: str) -> str:
         """Returns a reader's answer from a message alone."""
-        latents = codec.unpack(message, encoder=self.encoder_fingerprint)
+        found = codec.unpack(message, encoder=self.encoder_fingerprint)
+        encoder = self.recipe.cfg.encoder
+        channel = resolve_channel(encoder, bits=codec.read_frame(message).bits, slots=len(found), width=found.shape[1])
+        latents = np.zeros((1, encoder.slots, encoder.width), np.float32)
+        latents[0, : channel[0], : channel[1]] = found
         fields, params = self._fields(reader, "?", question)
         mesh = self.recipe.mesh_of(reader)
-        stacked = self._put(np.broadcast_to(latents, (1, *latents.shape)), mesh)
-        prompt = self.recipe.prompt_from_latents(self.trainable, params, fields, stacked, reader)
+        fields |= self._put({"channel": np.asarray([channel], np.int32)}, mesh)
+        prompt = self.recipe.prompt_from_latents(self.trainable, params, fields, self._put(latents, mesh), reader)
         return self._answer(reader, prompt)
 
     def read_text(self, text: str, reader: str, question: str) -> str:

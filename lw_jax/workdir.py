@@ -6,7 +6,6 @@ import json
 import os
 import platform
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -44,14 +43,6 @@ def load(workdir: str | None, *, verb: str) -> ConfigDict:
         where = "" if verb == "train" else " or --workdir DIR of a trained run"
         raise UserError(f"--config FILE{where} is needed; the quickest is --config configs/smoke.py.")
     return ConfigDict(dataclasses.asdict(read_config(Path(workdir))))
-
-
-def read_text(path: str) -> str:
-    """Returns the text of a UTF-8 file, or of standard input for '-'."""
-    try:
-        return sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--context {path}: {error}; a readable UTF-8 text file is needed.") from error
 
 
 def check_agreement(cfg: Config, workdir: Path) -> None:

@@ -1,9 +1,9 @@
 """Latents as a framed byte message and back, and the same loss of precision inside a training step.
 
-A slot has unit RMS, so no scale travels. Below 16 bits a slot is turned by a fixed rotation, after which its values are
-near N(0, 1) whatever their directions were (the idea of QuIP#, arXiv 2402.04396), and each takes the index of the
-nearest level of the unit Gaussian's minimum-error quantiser (Lloyd 1957, Max 1960). What is decoded gets unit RMS again.
-16 bits are plain fp16.
+A slot has unit RMS, so no scale travels. Below 16 bits a slot is turned by a fixed rotation, after which its values
+are near N(0, 1) whatever their directions were (the idea of QuIP#, arXiv 2402.04396), and each becomes the index of the
+nearest level of the unit Gaussian's minimum-error quantiser (Lloyd 1957, Max 1960). What is decoded gets unit RMS
+again. 16 bits are plain fp16.
 
 Frame (little-endian): magic 4s, version u8, bits u8, slots u16, width u16, the encoder's fingerprint 8s, CRC-32 u32 of
 all other bytes. Then the indices, `bits` each, most significant first, slot after slot, filled to a whole byte.
@@ -49,7 +49,7 @@ def framed_bytes(slots: int, width: int, bits: int) -> int:
 
 
 def pack(latents: np.ndarray, *, bits: int, encoder: str) -> bytes:
-    """Returns the message of latents [m w] of unit RMS; `encoder` is the fingerprint (16 hex digits) of their writer."""
+    """Returns the message of latents [m w] of unit RMS; `encoder` is their writer's fingerprint, 16 hex digits."""
     values = np.asarray(latents, np.float32)
     _check_values(values, bits)
     if len(bytes.fromhex(encoder)) != 8:
@@ -184,7 +184,7 @@ def levels(bits: int) -> np.ndarray:
     found = np.array([start.inv_cdf(0.5 + (i + 0.5) / (2 * half)) for i in range(half)])
     for _ in range(100):
         middles = (found[1:] + found[:-1]) / 2
-        low, high = np.append(0.0, middles), np.append(middles, np.inf)
+        low = np.append(0.0, middles)
         tail = np.array([math.erfc(x / math.sqrt(2)) / 2 for x in low] + [0.0])
         mass = tail[:-1] - tail[1:]
         density = np.exp(-low * low / 2) / math.sqrt(2 * math.pi)

@@ -85,6 +85,30 @@ def test_answer_reads_a_file_and_standard_input(trained: Path, tmp_path: Path) -
 
 
 @pytest.mark.slow
+def test_message_crosses_a_pipe_and_is_answered_as_from_its_text(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("Mara Ellis lives in Lisbon.", encoding="utf-8")
+    answer = f"{shlex.quote(sys.executable)} {shlex.quote(str(PROJECT / 'run.py'))} answer --workdir {trained}"
+    question = "--question 'Where does Mara Ellis live?'"
+    piped = f"{answer} --context notes.txt --bits 6 --write - | {answer} --message - {question}"
+    options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment(1), "check": True}
+    found = subprocess.run(["bash", "-o", "pipefail", "-c", piped], **options).stdout.splitlines()
+    direct = start("answer", "--workdir", str(trained), "--context", "notes.txt", "--bits", "6",
+                   "--question", "Where does Mara Ellis live?", cwd=tmp_path)  # fmt: skip
+    expected = [line for line in direct.stdout.splitlines() if "from text" not in line]
+    assert found[0] == "message: 406 bytes (8 x 64 values of 6 bits)" and expected[0].startswith(found[0])
+    assert found[1:] == expected[1:] and len(found) == 4
+
+
+@pytest.mark.slow
+def test_file_that_is_no_message_is_one_error_with_code_2(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("Mara Ellis lives in Lisbon.", encoding="utf-8")
+    asked = ["answer", "--workdir", str(trained), "--message", "notes.txt", "--question", "Where?"]
+    done = start(*asked, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.count("error: ") == 1 and "error: not a latent message: 27 bytes" in done.stderr
+
+
+@pytest.mark.slow
 def test_readme_python_runs_on_a_trained_run(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
     (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
     reader = next((Path(os.environ["LW_JAX_CACHE"]) / "selfmade").glob("llama-*"))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 import run
+from lw_jax import exchange
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from sharding.errors import PlacementError
@@ -91,7 +92,18 @@ def test_answer_gets_the_text_and_every_question(calls: list[dict[str, Any]]) ->
     Path("text.txt").write_text("Ä text.\n", encoding="utf-8")
     assert run.main([*SMOKE, "--workdir", "w"]) == 0
     assert run.main(["answer", "--workdir", "w", "--context", "text.txt", "--question", "a?", "--question", "b?"]) == 0
-    assert (calls[1]["context"], calls[1]["questions"]) == ("Ä text.\n", ["a?", "b?"])
+    assert calls[1]["request"] == exchange.Request(context="Ä text.\n", questions=("a?", "b?"))
+
+
+def test_answer_gets_the_message_or_how_to_write_one(calls: list[dict[str, Any]]) -> None:
+    Path("text.txt").write_text("A text.", encoding="utf-8")
+    Path("message").write_bytes(b"LWJX\xff\r\n")
+    assert run.main([*SMOKE, "--workdir", "w"]) == 0
+    assert run.main(["answer", "--workdir", "w", "--message", "message", "--question", "a?"]) == 0
+    assert calls[1]["request"] == exchange.Request(message=b"LWJX\xff\r\n", questions=("a?",))
+    sizes = ["--bits", "4", "--slots=3", "--width", "5"]
+    assert run.main(["answer", "--workdir", "w", "--context", "text.txt", "--write", "-", *sizes]) == 0
+    assert calls[2]["request"] == exchange.Request(context="A text.", write="-", bits=4, slots=3, width=5)
 
 
 @pytest.mark.parametrize("error", [UserError("mend this"), PlacementError("mend this")])
@@ -137,7 +149,20 @@ def test_interrupt_ends_with_130(calls: list[dict[str, Any]], monkeypatch: pytes
         ([*SMOKE, "--config.train.steps=x"], "--config.train.steps=x: a value of type int is needed"),
         ([*SMOKE, "--config.encoder.slots=0"], "config.encoder.slots = 0: it must be above 0"),
         ([*SMOKE, "--question", "a?"], "--question belongs to 'answer', not to 'train'"),
-        (["answer", *SMOKE, "--question", "a?"], "answer needs --context FILE and --question TEXT"),
+        ([*SMOKE, "--slots", "0"], "--slots belongs to 'answer', not to 'train'"),
+        (["answer", *SMOKE, "--question", "a?"], "answer needs either --context FILE (a text) or --message FILE"),
+        (["answer", *SMOKE, "--context", "a", "--message", "b"], "answer needs either --context FILE (a text) or"),
+        (["answer", *SMOKE, "--context", "a"], "answer needs --question TEXT or --write FILE"),
+        (["answer", *SMOKE, "--message", "a"], "answer needs --question TEXT;"),
+        (["answer", *SMOKE, "--message", "a", "--question", "b?", "--bits", "0"], "--bits says how a text is written"),
+        (
+            ["answer", *SMOKE, "--message", "a", "--question", "b?", "--write", "c"],
+            "--write says how a text is written",
+        ),
+        (["answer", *SMOKE, "--context", "a", "--question", "b?", "--write", "-"], "leave out --question, or write to"),
+        (["answer", *SMOKE, "--context", "a", "--write", "-", "--bits", "four"], "argument --bits: invalid int value"),
+        (["answer", *SMOKE, "--message", "none.lwjx", "--question", "a?"], "--message none.lwjx: No such file"),
+        (["answer", *SMOKE, "--message", ".", "--question", "a?"], "--message .: Is a directory"),
         (["answer", *SMOKE, "--question", "a?", "--context", "none.txt"], "--context none.txt"),
         (["eval", "--workdir", "nowhere"], "nowhere/config.json: missing"),
     ],

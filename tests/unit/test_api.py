@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 import lw_jax
-from lw_jax import api, train, workdir
+from lw_jax import answer, api, exchange, train, workdir
 from lw_jax.core.errors import UserError
+from lw_jax.data import batches
 from lw_jax.models import codec
 from tests import tiny
 
@@ -127,10 +128,58 @@ def test_message_is_eight_bits_a_value_by_default_and_the_same_for_the_same_text
     slots, width = wire.recipe.cfg.encoder.slots, wire.recipe.cfg.encoder.width
     assert message == wire.write(TEXT)
     assert message != wire.write(TEXT + " It is warm.")
-    assert len(message) == 30 + slots * width + 2 * -(-slots * width // 32)
-    assert len(wire.write(TEXT, bits=16)) == 30 + 2 * slots * width
-    latents = codec.unpack(message, encoder=wire.encoder_fingerprint)
-    assert latents.shape == (slots, width)
+    assert len(message) == 22 + slots * width
+    assert codec.read_frame(message) == (8, slots, width, wire.encoder_fingerprint)
+    assert len(wire.encoder_fingerprint) == 16
+
+
+@pytest.mark.parametrize("bits", codec.BITS)
+def test_message_of_fewer_bits_holds_the_same_latents_more_coarsely(wire, bits):
+    exact = latents_of(wire, TEXT)
+    message = wire.write(TEXT, bits=bits)
+    assert len(message) == codec.framed_bytes(*exact.shape, bits)
+    error = np.mean((codec.unpack(message, encoder=wire.encoder_fingerprint) - exact) ** 2)
+    assert error < {16: 1e-6, 8: 8e-5, 6: 1.3e-3, 4: 0.019, 2: 0.24}[bits]  # twice the Gaussian's: few values
+
+
+@pytest.mark.parametrize(("slots", "width"), [(3, None), (None, 11), (2, 7)])
+def test_smaller_message_is_the_start_of_the_latents_in_unit_rms(wire, slots, width):
+    message = wire.write(TEXT, bits=16, slots=slots, width=width)
+    expected = latents_of(wire, TEXT, slots, width)[:slots, :width]
+    expected /= np.sqrt(np.mean(expected**2, axis=1, keepdims=True))
+    found = codec.unpack(message, encoder=wire.encoder_fingerprint)
+    assert found.shape == expected.shape
+    np.testing.assert_allclose(found, expected, rtol=2**-10, atol=1e-4)
+
+
+def latents_of(wire, text, slots=None, width=None):
+    """What the encoder itself writes for that channel, before any message."""
+    channel = api.resolve_channel(wire.recipe.cfg.encoder, bits=16, slots=slots, width=width)
+    batch = batches.encode_prompt(text, "?", layout=wire.recipe.layout)
+    source = batch["source"] | {"channel": np.asarray([channel], np.int32)}
+    return np.array(wire.recipe.encode(wire.trainable, source)[0])
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"bits": 3}, "bits=3: a value takes 16, 8, 6, 4, 2 bits"),
+        ({"slots": 6}, "slots=6: this wire's encoder has config.encoder.slots=5"),
+        ({"slots": 0}, "slots=0: .* ask for 1 to 5"),
+        ({"width": 25}, "width=25: this wire's encoder has config.encoder.width=24"),
+    ],
+)
+def test_channel_that_the_encoder_has_not_is_refused(wire, asked, words):
+    with pytest.raises(UserError, match=words):
+        wire.write(TEXT, **asked)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"), [(" \n", "a prompt needs a context"), ("word " * 60, "299 .*config.encoder.window=256")]
+)
+def test_empty_text_and_one_beyond_the_window_are_refused(wire, text, words):
+    with pytest.raises(UserError, match=words):
+        wire.write(text)
 
 
 def prompt_of(wire, monkeypatch, ask):
@@ -163,12 +212,38 @@ def test_reader_is_given_the_text_itself_tokenised_with_the_rest(wire, monkeypat
     )
 
 
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+def test_reader_of_a_smaller_message_is_given_zeros_beyond_it(wire, name, monkeypatch):
+    """The prompt is told the channel, and the latents are those of the message and zeros."""
+    caught = {}
+
+    def keep(trainable, params, fields, latents, reader):
+        caught.update(channel=np.asarray(fields["channel"]), latents=np.asarray(latents))
+        return None
+
+    monkeypatch.setattr(wire.recipe, "prompt_from_latents", keep)
+    monkeypatch.setattr(wire, "_answer", lambda reader, prompt: "")
+    message = wire.write(TEXT, bits=4, slots=3, width=11)
+    wire.read(message, name, "Who keeps it?")
+    assert caught["channel"].tolist() == [[3, 11, 4]] and caught["latents"].shape == (1, 5, 24)
+    np.testing.assert_array_equal(
+        caught["latents"][0, :3, :11], codec.unpack(message, encoder=wire.encoder_fingerprint)
+    )
+    assert not caught["latents"][0, 3:].any() and not caught["latents"][0, :, 11:].any()
+
+
+def test_message_larger_than_the_wire_is_refused(wire):
+    message = codec.pack(np.ones((6, 24), np.float32), bits=8, encoder=wire.encoder_fingerprint)
+    with pytest.raises(UserError, match="slots=6: this wire's encoder has config.encoder.slots=5"):
+        wire.read(message, "qwen", "Who?")
+
+
 def test_answer_is_one_line_that_the_message_decides(wire, message):
     assert wire.read(message, "qwen", "Who?") == wire.read(message, reader="qwen", question="Who?")
     shape = (wire.recipe.cfg.encoder.slots, wire.recipe.cfg.encoder.width)
     said = set()
     for seed in range(8):
-        latents = np.random.default_rng(seed).normal(size=shape)
+        latents = np.sign(np.random.default_rng(seed).normal(size=shape))  # of unit RMS
         said.add(wire.read(codec.pack(latents, bits=8, encoder=wire.encoder_fingerprint), "qwen", "Who?"))
     assert len(said) > 1
     assert not any("\n" in line for line in said)
@@ -204,3 +279,50 @@ def test_folder_without_a_run_or_without_a_checkpoint_is_refused(root, tmp_path)
     workdir.write_workdir(tmp_path, cfg=cfg, base={}, command=["test"])
     with pytest.raises(UserError, match="no checkpoint yet; train first"):
         lw_jax.load_wire(tmp_path)
+
+
+# --- the verb ---
+
+
+@pytest.fixture
+def ask(wire, monkeypatch, tmp_path):
+    """Runs `answer` on the wire that is already open; returns what goes to standard output, as bytes, and to stderr."""
+    monkeypatch.setattr(api, "open_wire", lambda cfg, path: wire)
+
+    def start(capture, **asked):
+        request = exchange.Request(**asked)
+        assert answer.main(wire.recipe.cfg, resolved={}, workdir=tmp_path, request=request) == 0
+        return capture.readouterr()
+
+    return start
+
+
+def test_message_that_is_piped_is_alone_on_standard_output_and_answers_like_its_text(wire, ask, capfdbinary):
+    out, told = ask(capfdbinary, context=TEXT, write="-", bits=4, slots=3, width=11)
+    assert out == wire.write(TEXT, bits=4, slots=3, width=11)
+    assert f"message: {len(out)} bytes (3 x 11 values of 4 bits) for {len(TEXT)} bytes of text" in told.decode()
+    answered, _ = ask(capfdbinary, message=out, questions=("Who keeps it?", "Where?"))
+    lines = answered.decode().splitlines()
+    said = [f"  {name} from latents: {wire.read(out, name, 'Who keeps it?')}" for name in ("llama", "qwen")]
+    assert lines[:4] == [f"message: {len(out)} bytes (3 x 11 values of 4 bits)", "question: Who keeps it?", *said]
+    assert len(lines) == 7 and not any("from text" in line for line in lines)
+
+
+def test_text_is_written_and_answered_at_once_with_its_own_row(wire, ask, capfdbinary, tmp_path):
+    out, _ = ask(capfdbinary, context=TEXT, questions=("Who?",), write=str(tmp_path / "m.lwjx"))
+    assert (tmp_path / "m.lwjx").read_bytes() == wire.write(TEXT)
+    assert f"  qwen from text:    {wire.read_text(TEXT, 'qwen', 'Who?')}" in out.decode().splitlines()
+
+
+@pytest.mark.parametrize(
+    ("asked", "words"),
+    [
+        ({"message": TEXT.encode()}, "not a latent message: 44 bytes"),
+        ({"context": TEXT, "bits": 5}, "bits=5: a value takes"),
+        ({"context": TEXT, "width": 25}, "width=25"),
+    ],
+)
+def test_what_cannot_be_sent_or_read_is_refused_before_the_wire_is_opened(wire, monkeypatch, asked, words):
+    monkeypatch.setattr(api, "open_wire", lambda cfg, path: pytest.fail("opened"))
+    with pytest.raises(UserError, match=words):
+        answer.main(wire.recipe.cfg, resolved={}, workdir=Path(), request=exchange.Request(**asked))

@@ -62,11 +62,3 @@ def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(UserError, match="must be writable"):
         _write(tmp_path / "file" / "run", _build())
-
-
-def test_context_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(UserError, match="--context .*no.txt"):
-        workdir.read_text(str(tmp_path / "no.txt"))
-    (tmp_path / "latin.txt").write_bytes(b"\xe9\xff")
-    with pytest.raises(UserError, match="UTF-8"):
-        workdir.read_text(str(tmp_path / "latin.txt"))

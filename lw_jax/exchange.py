@@ -1,0 +1,58 @@
+"""What `answer` takes in and gives out: texts and messages, from and to files and pipes."""
+
+import dataclasses
+import sys
+from pathlib import Path
+
+from lw_jax.core.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """A text to be written as a message, or a message that came; and what is asked about it."""
+
+    context: str = ""  # "": a message came
+    message: bytes = b""
+    questions: tuple[str, ...] = ()
+    write: str = ""  # where the message of a text goes: a file, "-" for standard output, "" for nowhere
+    bits: int = 8
+    slots: int | None = None  # None: all of the encoder's
+    width: int | None = None
+
+
+def read_text(path: str) -> str:
+    """Returns the UTF-8 text of a file, or of standard input for '-'; raises UserError for one without words."""
+    try:
+        text = _read_bytes(path, flag="context", what="a readable UTF-8 text file").decode()
+    except UnicodeDecodeError as error:
+        raise UserError(f"--context {path}: {error}; a readable UTF-8 text file is needed.") from error
+    if not text.strip():
+        raise UserError(f"--context {path}: it is empty; a text of at least one word is needed.")
+    return text
+
+
+def read_message(path: str) -> bytes:
+    """Returns the bytes of a file, or of standard input for '-'; raises UserError where there are none."""
+    message = _read_bytes(path, flag="message", what="a file that `answer --write` wrote")
+    if not message:
+        raise UserError(f"--message {path}: it is empty; a file or pipe that `answer --write` wrote is needed.")
+    return message
+
+
+def write_message(message: bytes, path: str) -> None:
+    """Writes a message to a file, or alone to standard output for '-'."""
+    if path == "-":
+        sys.stdout.buffer.write(message)
+        sys.stdout.buffer.flush()
+        return
+    try:
+        Path(path).write_bytes(message)
+    except OSError as error:
+        raise UserError(f"--write {path}: {error.strerror}; a file in a writable folder is needed.") from error
+
+
+def _read_bytes(path: str, *, flag: str, what: str) -> bytes:
+    try:
+        return sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+    except OSError as error:
+        raise UserError(f"--{flag} {path}: {error.strerror}; {what} is needed.") from error
