@@ -45,7 +45,7 @@ def evaluate(wire: TrainedWire) -> Evaluation:
     cfg = wire.recipe.cfg
     asked, told = _asked(wire.recipe), {"resamples": cfg.eval.resamples, "seed": cfg.seed}
     measured = measure(wire)
-    used, bench = measured.latents[_different_inputs(measured, cfg)], _bench(wire)
+    used, bench = measured.latents[different_inputs(measured, cfg)], _bench(wire)
     sizes = None
     if asked.curve != "none":
         sizes = curve.sweep(bench, measured, asked=asked, encoder=wire.encoder_fingerprint, seed=cfg.seed)
@@ -129,7 +129,7 @@ def _asked(recipe: LatentWire) -> Eval:
     return dataclasses.replace(asked, batch=place.round_up(asked.batch, recipe.placement.data))
 
 
-def _different_inputs(measured: rows.Measured, cfg: Config) -> list[int]:
+def different_inputs(measured: rows.Measured, cfg: Config) -> list[int]:
     """Returns the first position of each text that was written: questions about one context share its latents."""
     first: dict[tuple[str, str], int] = {}
     for position, index in enumerate(measured.indices):

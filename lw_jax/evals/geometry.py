@@ -30,8 +30,12 @@ def describe(latents: np.ndarray) -> dict[str, float | None]:
 
 def tell(found: Mapping[str, float | None]) -> str:
     """Returns the figures of `describe` as a line for a terminal."""
-    parts = [f"{key} {value:.3f}" for key, value in found.items() if value is not None and key != "inputs"]
-    return f"latents of {found['inputs']} different inputs: " + ", ".join(parts)
+    told = {key: "unknown" if value is None else f"{value:.3f}" for key, value in found.items()}
+    return (
+        f"latents of {found['inputs']} inputs: effective rank {told['effective_rank']} "
+        f"({told['effective_rank_uncentred']} uncentred), cosine between inputs {told['input_cosine']}, "
+        f"between slots {told['slot_cosine']}"
+    )
 
 
 def effective_rank(rows: np.ndarray) -> float:

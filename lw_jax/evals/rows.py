@@ -215,7 +215,7 @@ def is_collapsed(figures: Mapping[str, Any]) -> bool:
 
 def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
     """Returns the control table for a terminal."""
-    width = max(map(len, rows)) + 2
+    width = max(map(len, ("reader", *rows))) + 2
     columns = {"em": 8, "f1": 8, "f1 95 %": 16, "nll": 9, "accuracy": 10, "first_token": 13, "first_5": 9}
     columns["distinct"] = 10
     lines = [f"{'reader':<{width}}{'row':<11}" + "".join(f"{name:>{size}}" for name, size in columns.items())]
