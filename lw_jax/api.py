@@ -151,11 +151,11 @@ class TrainedWire:
 
     def read(self, message: bytes, reader: str, question: str) -> str:
         """Returns a reader's answer from a message alone."""
-        found = codec.unpack(message, encoder=self.encoder_fingerprint)
         encoder = self.recipe.cfg.encoder
-        channel = resolve_channel(encoder, bits=codec.read_frame(message).bits, slots=len(found), width=found.shape[1])
+        frame = codec.read_frame(message, encoder=self.encoder_fingerprint)
+        channel = resolve_channel(encoder, bits=frame.bits, slots=frame.slots, width=frame.width)
         latents = np.zeros((1, encoder.slots, encoder.width), np.float32)
-        latents[0, : channel[0], : channel[1]] = found
+        latents[0, : frame.slots, : frame.width] = codec.unpack(message, encoder=self.encoder_fingerprint)
         fields, params = self._fields(reader, "?", question)
         mesh = self.recipe.mesh_of(reader)
         fields |= self._put({"channel": np.asarray([channel], np.int32)}, mesh)

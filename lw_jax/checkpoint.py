@@ -55,17 +55,18 @@ class Checkpointer:
     checkpoints of another identity is refused when opened. All processes must make the same calls.
     """
 
-    def __init__(self, folder: Path | str, *, keep: int, identity: dict[str, str]) -> None:
+    def __init__(self, folder: Path | str, *, keep: int, identity: dict[str, str] | None) -> None:
+        """None as identity reads whatever is there, and can save nothing."""
         if keep < 1:
             raise UserError(f"train.keep={keep}: at least one checkpoint is kept; choose 1 or more")
         self._folder = Path(folder).absolute()
         self._keep = keep
-        self._identity = dict(identity)
+        self._identity = identity
         self._damaged: dict[int, str] = {}
         self._pending: tuple[int, int, dict[str, Any]] | None = None  # step, bytes, record without files
         self._saved: int | None = None
-        for step, record in self._read_records().items():
-            self._check_identity(step, record["identity"])
+        for step, record in self._read_records().items() if identity is not None else ():
+            self._check_identity(step, record["identity"], identity)
         logging.getLogger("absl").addFilter(_is_told_only_there)
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(),
@@ -94,6 +95,7 @@ class Checkpointer:
         The step last saved or restored here is left as it is. Raises UserError when the folder holds this step or a
         later one from another run, and when this or the previous write does not fit on the disk.
         """
+        assert self._identity is not None, "opened for reading"
         self._finish()
         if step == self._saved:
             return
@@ -240,9 +242,9 @@ class Checkpointer:
             self._folder / str(step), args=ocp.args.PyTreeRestore(target, arguments, partial_restore=True)
         )
 
-    def _check_identity(self, step: int, saved: dict[str, str]) -> None:
-        for key in sorted(saved.keys() | self._identity.keys()):
-            there, here = saved.get(key, "(absent)"), self._identity.get(key, "(absent)")
+    def _check_identity(self, step: int, saved: dict[str, str], own: dict[str, str]) -> None:
+        for key in sorted(saved.keys() | own.keys()):
+            there, here = saved.get(key, "(absent)"), own.get(key, "(absent)")
             if there != here:
                 raise UserError(
                     f"{self._folder}: checkpoint {step} was made with {key}={there}, this run has {key}={here}; give "

@@ -1,62 +1,79 @@
 """The optimizer as tables over the paths of the trainable tree: which leaf learns, how fast, with which decay."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 
 from lw_jax.core import config
 from lw_jax.core.types import Tree
 from sharding import rules
 
-Rates = Sequence[tuple[str, float]]  # (regex over paths, multiple of the learning rate; 0 freezes)
+# (regex over paths, multiple of the learning rate; 0 freezes), or one multiple for each stage of the run
+Rates = Sequence[tuple[str, float | tuple[float, ...]]]
 
 # Vectors that set a scale or an offset, and embeddings, of which a batch sees only a few rows.
 DECAY: Sequence[tuple[str, bool]] = ((r".*(norm|scale|bias|gain|mix|queries|embed)", False), (r".*", True))
 
 
-def schedule(cfg: config.Optim, steps: int) -> optax.Schedule:
-    """Linear warm-up to the peak, then a cosine down to `end_fraction` of it at the last step.
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """A stage of the run: so many steps, their peak a multiple of the learning rate."""
+
+    steps: int
+    rate: float = 1.0
+
+
+def schedule(cfg: config.Optim, stretches: Sequence[Stretch]) -> optax.Schedule:
+    """In each stretch a linear warm-up to its peak, then a cosine down to `end_fraction` of it at its last step.
 
     `count` is of the steps made so far, as optax counts: the first step's rate is at 0, the last one's at steps - 1.
     """
-    curve = optax.warmup_cosine_decay_schedule(
-        0.0 if cfg.warmup_steps else cfg.learning_rate,
-        cfg.learning_rate,
-        cfg.warmup_steps,
-        max(steps, cfg.warmup_steps + 1),
-        cfg.learning_rate * cfg.end_fraction,
-    )
-    return lambda count: curve(jnp.asarray(count, jnp.float32) + 1.0)
+    curves = []
+    for stretch in stretches:
+        peak, warmup = cfg.learning_rate * stretch.rate, min(cfg.warmup_steps, stretch.steps)
+        curves.append(
+            optax.warmup_cosine_decay_schedule(
+                0.0 if warmup else peak, peak, warmup, max(stretch.steps, warmup + 1), peak * cfg.end_fraction
+            )
+        )
+
+    def rate(count: jax.Array) -> jax.Array:
+        number, inside = _place(stretches, count)
+        # The place inside a stretch is counted from 1: a warm-up's first step already moves.
+        return jnp.stack([curve(inside.astype(jnp.float32) + 1.0) for curve in curves])[number]
+
+    return lambda count: rate(jnp.asarray(count, jnp.int32))
 
 
-def make(cfg: config.Optim, *, steps: int, rates: Rates, abstract: Tree) -> optax.GradientTransformation:
+def make(
+    cfg: config.Optim, *, stretches: Sequence[Stretch], rates: Rates, abstract: Tree
+) -> optax.GradientTransformation:
     """AdamW with clipping over the leaves of `abstract` whose rate is not 0; the others have no optimizer state.
 
     Both tables must cover every leaf and every row of `rates` must decide one, else `sharding.errors.PlacementError`.
     """
-    multiples = rules.match(rates, abstract, name="learning rates")
+    rows = rules.match([(pattern, row) for row, (pattern, _) in enumerate(rates)], abstract, name="learning rates")
     decays = rules.match(DECAY, abstract, name="weight decay")
-    by_path = {
-        rules.path_of(path): value for path, value in jax.tree_util.tree_flatten_with_path((multiples, decays))[0]
-    }
+    table = [_each(multiple, len(stretches)) for _, multiple in rates]
+    row_of, decays_at = ({rules.path_of(path): value for path, value in _leaves(tree)} for tree in (rows, decays))
 
-    def values(part: int):
+    def by_path(found: dict[str, Any]):
         # Under `partition` frozen leaves are missing from params, so the table is looked up by path.
-        return lambda params: jax.tree_util.tree_map_with_path(
-            lambda path, _: by_path[f"{part}/{rules.path_of(path)}"], params
-        )
+        return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: found[rules.path_of(path)], params)
 
     learning = optax.chain(
         optax.clip_by_global_norm(cfg.clip_norm),
         optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),
-        optax.add_decayed_weights(cfg.weight_decay, mask=values(1)),
-        _scale_by(values(0)),
-        optax.scale_by_learning_rate(schedule(cfg, steps)),
+        optax.add_decayed_weights(cfg.weight_decay, mask=by_path(decays_at)),
+        _scale_by(by_path(row_of), table, stretches),
+        optax.scale_by_learning_rate(schedule(cfg, stretches)),
     )
-    labels = jax.tree.map(lambda multiple: "learns" if multiple else "frozen", multiples)
+    labels = jax.tree.map(lambda row: "learns" if any(table[row]) else "frozen", rows)
     whole = optax.partition({"learns": learning, "frozen": optax.set_to_zero()}, labels)
 
     def update(updates: Tree, state: optax.OptState, params: Tree | None = None, **extra: Any):
@@ -67,8 +84,32 @@ def make(cfg: config.Optim, *, steps: int, rates: Rates, abstract: Tree) -> opta
     return optax.GradientTransformation(whole.init, update)
 
 
-def _scale_by(multiples) -> optax.GradientTransformation:
-    def update(updates, params):
-        return jax.tree.map(lambda update, multiple: update * multiple, updates, multiples(params))
+def _scale_by(rows, table: Sequence[Sequence[float]], stretches: Sequence[Stretch]) -> optax.GradientTransformation:
+    """Scales each leaf by its row's multiple in the stretch that the step is in."""
 
-    return optax.stateless(update)
+    def update(updates: Tree, state: optax.ScaleByScheduleState, params: Tree | None = None):
+        number, _ = _place(stretches, jnp.asarray(state.count))
+        scaled = jax.tree.map(
+            lambda update, row: update * jnp.asarray(table[row], jnp.float32)[number], updates, rows(params)
+        )
+        return scaled, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
+
+    return optax.GradientTransformation(lambda _: optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)), update)
+
+
+def _place(stretches: Sequence[Stretch], count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns which stretch a step is in, and how many of its steps were made before; the last one has no end."""
+    ends = np.cumsum([stretch.steps for stretch in stretches])[:-1].astype(np.int32)
+    number = jnp.sum(count >= jnp.asarray(ends), dtype=jnp.int32)
+    return number, count - jnp.asarray(np.concatenate([[0], ends]).astype(np.int32))[number]
+
+
+def _each(multiple: float | tuple[float, ...], count: int) -> tuple[float, ...]:
+    if isinstance(multiple, tuple):
+        assert len(multiple) == count, "a multiple for each stretch"
+        return multiple
+    return (multiple,) * count
+
+
+def _leaves(tree: Tree):
+    return jax.tree_util.tree_flatten_with_path(tree)[0]

@@ -6,6 +6,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lw_jax import optim, steps
+from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
 from lw_jax.recipes.base import Recipe
@@ -18,8 +19,9 @@ class Program:
 
     def __init__(self, cfg: Config, recipe: Recipe):
         self.cfg, self.recipe, self.placement = cfg, recipe, recipe.placement
+        self.stretches = [optim.Stretch(steps, stage.rate) for _, stage, steps in config.stages(cfg)]
         self.optimizer = optim.make(
-            cfg.optim, steps=cfg.train.steps, rates=recipe.rates, abstract=recipe.abstract().trainable
+            cfg.optim, stretches=self.stretches, rates=recipe.rates, abstract=recipe.abstract().trainable
         )
         self.step = steps.make(recipe, self.placement, self.optimizer, seed=cfg.seed)
 

@@ -21,15 +21,21 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data.batches import Encoded
+from lw_jax.data.course import Course, widths_of
 from lw_jax.data.loader import Loader, eval_batches
 from lw_jax.live import Live
 from lw_jax.monitor import Devices, Sampler
 from lw_jax.program import Program
-from lw_jax.recipes.base import Recipe
+from lw_jax.recipes.base import Recipe, Watched
 from lw_jax.recipes.selfmade import PREFIX, SelfmadeReader, folder
 from lw_jax.steps import State
 from sharding import mesh as meshes
 from sharding import place
+
+_REMEDY = (
+    "The checkpoint is kept. To go on all the same: --config.train.alarm=tell, or a later train.alarm_step; to mend "
+    "it: a lower optim.learning_rate, adapter.start='aligned', stages.pretrain.share, more examples"
+)
 
 
 def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
@@ -56,9 +62,11 @@ def make_selfmade_readers(cfg: Config) -> None:
         if (folder(cfg, source) / "config.json").exists():
             continue
         sizes = cfg.selfmade
+        none = {name: dataclasses.replace(getattr(cfg.stages, name), share=0.0) for name in ("align", "pretrain")}
         own = dataclasses.replace(
             cfg,
             seed=0,
+            stages=config.Stages(**none, answer=dataclasses.replace(cfg.stages.answer, share=1.0, rate=1.0)),
             train=dataclasses.replace(
                 cfg.train, steps=sizes.steps, global_batch=sizes.batch, micro_batch=0, log_every=100, eval_every=0
             ),
@@ -79,7 +87,7 @@ class Run:
         self.placement = recipe.placement
         self.program = Program(cfg, recipe)
         self.accumulation = self.program.accumulation(cfg.train.micro_batch)
-        self.schedule = optim.schedule(cfg.optim, cfg.train.steps)
+        self.schedule = optim.schedule(cfg.optim, self.program.stretches)
         self.state: State = {}
         self._pending: tuple[int, Tree] | None = None  # a step's values that are not read yet
         self.live = Live(cfg.train.steps, enabled=jax.process_index() == 0)
@@ -93,16 +101,16 @@ class Run:
 
     def train(self, stop_requested: Callable[[int], bool]) -> int:
         """Builds or restores the state and runs the loop; returns 0 or `runtime.REQUEUE`."""
-        encoded = self.recipe.data("train")
-        self._tell(encoded.describe())
+        course = self.recipe.course()
+        self._tell(course.describe())
         loader = Loader(
-            encoded,
+            course,
             global_batch=self.cfg.train.global_batch,
             seed=self.cfg.seed,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
-        self._fit(jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), encoded.collate([0])))
+        self._fit(course)
         self._start = loader.state()
         first, frozen = self._restore_or_build(loader)
         self._tell([self._describe_batch()])
@@ -153,12 +161,14 @@ class Run:
         except jax.errors.JaxRuntimeError:  # an output of the failed program, which raises its error when it is read
             return None
 
-    def _fit(self, widths: Tree) -> None:
+    def _fit(self, course: Course) -> None:
         """Takes the largest micro-batch that fits, where the configuration leaves it open and the memory is known."""
         room = fit.room(self.cfg)
         if self.cfg.train.micro_batch or room is None:
             return
-        needs = fit.largest_micro_batch(self.program, widths, room)
+        # One for the whole run: the least of what its batches' shapes allow.
+        found = [fit.largest_micro_batch(self.program, widths_of(batch), room) for batch in course.shapes()]
+        needs = max(found, key=lambda one: (one.accumulation, one.peak))
         if needs.peak > room.limit:
             raise UserError(fit.refusal(self.program, needs, room))
         self.accumulation = needs.accumulation
@@ -231,14 +241,18 @@ class Run:
             stop = stop_requested(step)
             # Asked to stop, the time left before the kill is for saving: validation could outlast it.
             validated = None if stop and step < train.steps else self._validate_if_due(step, frozen, clock)
+            collapse = self._collapse(step, validated)
+            stop |= bool(collapse) and train.alarm == "stop"
             if self.checkpointer and (step % train.checkpoint_every == 0 or step == train.steps or stop):
                 with fit.out_of_memory():
                     self._check_finite(step, values)
-                self.checkpointer.save(
-                    step, self.state, data=loader.state(), metrics=validated, wait=stop or step == train.steps
-                )
+                best = {"nll": validated["loss"]} if validated else None
+                wait = stop or step == train.steps
+                self.checkpointer.save(step, self.state, data=loader.state(), metrics=best, wait=wait)
             if stop and step < train.steps:
                 self._report_pending(clock)
+                if collapse and train.alarm == "stop":
+                    raise UserError(f"{collapse}. {_REMEDY}")
                 self._tell([f"stopped on request at step {step}; the same command goes on from there"])
                 return runtime.REQUEUE
         with fit.out_of_memory():
@@ -247,7 +261,7 @@ class Run:
 
     def _validate_if_due(self, step: int, frozen: Tree, clock: metrics.Clock) -> dict[str, float] | None:
         train = self.cfg.train
-        due = step == train.steps or (train.eval_every > 0 and step % train.eval_every == 0)
+        due = step in (train.steps, train.alarm_step) or (train.eval_every > 0 and step % train.eval_every == 0)
         if self.checkpointer is None or not due:
             return None
         with fit.out_of_memory():
@@ -256,25 +270,39 @@ class Run:
             values = self.validate(frozen)
         self._tell([f"step {step}  validation  " + _words(values)])
         self._log(step, {f"validation/{name}": value for name, value in values.items()})
-        return {"nll": values["loss"]}
+        return values
+
+    def _collapse(self, step: int, validated: dict[str, float] | None) -> str:
+        """Returns what is wrong with a run that is worth nothing, from the step on at which that can be said."""
+        alarm = self.cfg.train.alarm_step
+        if validated is None or not alarm or step < alarm or not isinstance(self.recipe, Watched):
+            return ""
+        found = self.recipe.collapse(step, validated)
+        if found:
+            self._tell([found])
+        return found
 
     def validate(self, frozen: Tree) -> dict[str, float]:
-        """Returns the mean loss and metrics over the validation examples, each weighted by its tokens."""
+        """Returns the loss of the first data set and the mean metrics of each, weighted by their tokens."""
         key = rngs.stream(self.cfg.seed, "validation")
-        sums: dict[str, list[float]] = {}
+        found: dict[str, float] = {}
         size = place.round_up(self.cfg.eval.batch, self.placement.data)
-        for batch in eval_batches(self._validation, batch=size, limit=self.cfg.eval.examples):
-            placed = place.put_parts(_masked(batch), self.placement, place.put_eval)
-            terms = self.program.step.evaluate(self.state["trainable"], frozen, placed, key)
-            for name, pair in (terms.terms | {"loss": (terms.sum, terms.weight)}).items():
-                total = sums.setdefault(name, [0.0, 0.0])
-                total[0] += float(pair[0])
-                total[1] += float(pair[1])
-        return {name: total / weight for name, (total, weight) in sums.items()}
+        for number, (prefix, encoded) in enumerate(self._validation):
+            sums: dict[str, list[float]] = {}
+            for batch in eval_batches(encoded, batch=size, limit=self.cfg.eval.examples):
+                placed = place.put_parts(_masked(batch), self.placement, place.put_eval)
+                terms = self.program.step.evaluate(self.state["trainable"], frozen, placed, key)
+                loss = {} if number else {"loss": (terms.sum, terms.weight)}
+                for name, pair in (terms.terms | loss).items():
+                    total = sums.setdefault(prefix + name, [0.0, 0.0])
+                    total[0] += float(pair[0])
+                    total[1] += float(pair[1])
+            found |= {name: total / weight for name, (total, weight) in sums.items()}
+        return found
 
     @functools.cached_property
-    def _validation(self) -> Encoded:
-        return self.recipe.data("validation")
+    def _validation(self) -> list[tuple[str, Encoded]]:
+        return self.recipe.validation()
 
     def _report_pending(self, clock: metrics.Clock, *, final: bool = False) -> None:
         """Reports the last step's values, a step late, so that the devices never wait for the host."""

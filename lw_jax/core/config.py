@@ -7,6 +7,7 @@ may be stands in `lw_jax/core/validation.py`.
 import dataclasses
 import difflib
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -286,6 +287,19 @@ def digest(values: Config | Values) -> str:
     """Returns 16 hex digits that are equal for equal values, in any process and on any Python."""
     plain = flatten(to_dict(values) if isinstance(values, Config) else values)
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def stages(cfg: Config) -> list[tuple[str, Stage, int]]:
+    """Returns (name, stage, optimizer steps) of each stage that has a share of the run, in their order.
+
+    The steps are rounded so that they add up to train.steps; a stage too small for a step is left out.
+    """
+    named = [(field.name, getattr(cfg.stages, field.name)) for field in dataclasses.fields(Stages)]
+    total, ends = sum(stage.share for _, stage in named), [0]
+    for _, stage in named:
+        ends.append(ends[-1] + stage.share / total * cfg.train.steps)
+    steps = [round(end) - round(start) for start, end in itertools.pairwise(ends)]
+    return [(name, stage, count) for (name, stage), count in zip(named, steps, strict=True) if count]
 
 
 def suggest(name: str, known: typing.Iterable[str]) -> str:

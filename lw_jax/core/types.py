@@ -22,6 +22,17 @@ class Example:
     answers: tuple[str, ...]
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """What a batch asks of a reader; part of a batch's structure, so each task is a program of its own."""
+
+    name: str  # one of TASKS
+
+
+TASKS = ("answer", "reconstruct", "continuation")  # the order of the task vectors
+
+
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossTerms:
@@ -39,4 +50,5 @@ class LossTerms:
         return LossTerms(self.sum + other.sum, self.weight + other.weight, self.terms | other.terms)
 
 
+EXACT = 16  # bits a value of a channel that does not quantise
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # the config's words for what jax calls

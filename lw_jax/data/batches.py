@@ -5,16 +5,17 @@ counted and told. Nothing of an answer reaches any field but `answer_inputs`, `t
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import Example
+from lw_jax.core.types import EXACT, Example, Task
 
 Batch = dict[str, Any]
+Lookup = Callable[[Sequence[int]], Batch]  # positions -> arrays [b ...]
 
 PROMPT_ROWS = ("text", "none", "truncated")  # the rows that read a whole prompt; other names need no field of their own
 MULTIPLE = 8  # widths are rounded up to it, so that data sets of similar lengths share one compiled program
@@ -67,9 +68,17 @@ class Layout:
     prompt: config.Prompt
     readers: dict[str, Reader]
     source: SourceTokenizer
-    window: int  # longest source, in the encoder's tokens or bytes
-    slots: int  # context tokens of the row "truncated"
+    window: int  # what the encoder's body reads at once, in its tokens or bytes
+    windows: int  # the longest source has so many
+    slots: int  # of a message; as many context tokens has the row "truncated"
+    width: int  # of a latent
     data: config.Data
+
+    def source_text(self, example: Example) -> str:
+        """Returns what the encoder reads of an example; a question in the latents stands first, so it is never cut."""
+        if self.prompt.question == "latents" and example.question:
+            return f"{example.question}\n{example.context}"
+        return example.context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,13 +124,24 @@ class Encoded:
     source: Field
     readers: dict[str, dict[str, Field]]  # before, after, answer (absent for prompts), and the asked prompt rows
     counts: dict[str, int]  # given, kept, and what was dropped or cut for which reason
+    slots: int  # of a message, and the width of a latent
+    width: int
+    task: str = "answer"  # what is asked of the readers
+    teachers: Mapping[str, "Lookup"] = dataclasses.field(default_factory=dict)  # by reader, where the KL needs one
 
     def __len__(self) -> int:
         """Counts the examples kept."""
         return len(self.examples)
 
-    def collate(self, indices: Sequence[int], *, rows: Iterable[str] | None = None) -> Batch:
-        """Returns the Batch of docs/architecture.md with all encoded prompt rows, or only the named ones."""
+    def collate(
+        self, indices: Sequence[int], *, rows: Iterable[str] | None = None, channel: np.ndarray | None = None
+    ) -> Batch:
+        """Returns the Batch of docs/architecture.md with all encoded prompt rows, or only the named ones.
+
+        `channel` i32[b 3] says of each example in how many slots, of which width and with how many bits it is sent.
+        """
+        if channel is None:
+            channel = np.tile(np.array([self.slots, self.width, EXACT], np.int32), (len(indices), 1))
         wanted = set(PROMPT_ROWS if rows is None else rows)
         readers = {}
         for name, fields in self.readers.items():
@@ -131,13 +151,24 @@ class Encoded:
                 )
             kept = (key for key in fields if key in ("before", "after") or key in wanted)
             readers[name] = {key: fields[key].collate(indices) for key in kept}
+            readers[name] |= {"channel": channel, "task": Task(self.task)}
+            if name in self.teachers:
+                readers[name]["teacher"] = self.teachers[name](indices)
             if "answer" in fields:
                 readers[name] |= _shift(fields["answer"].collate(indices), fields["answer"].pad)
-        return {"source": self.source.collate(indices), "readers": readers, "index": np.array(indices, np.int32)}
+        source = self.source.collate(indices) | {"channel": channel}
+        return {"source": source, "readers": readers, "index": np.array(indices, np.int32)}
+
+    def shuffled(self) -> "Encoded":
+        """Returns the same examples, each with the source of the next one that has another context."""
+        others = other_examples(self.examples)
+        return dataclasses.replace(
+            self, source=dataclasses.replace(self.source, ids=[self.source.ids[i] for i in others])
+        )
 
     def describe(self) -> list[str]:
         """Returns lines for people: examples kept, dropped and cut, and every field's longest row / static width."""
-        lines = [f"{self.counts['kept']} of {self.counts['given']} examples kept"]
+        lines = [f"{self.task}: {self.counts['kept']} of {self.counts['given']} examples kept"]
         for reason, meaning in _REASONS.items():
             if self.counts[reason]:
                 lines.append(f"{self.counts[reason]} {meaning}")
@@ -150,6 +181,7 @@ class Encoded:
 _REASONS = {
     "question": "dropped: the question with what follows it is longer than data.question_tokens",
     "answer": "dropped: the answer with its EOS is longer than data.answer_tokens",
+    "nothing": "dropped: the answer has no token",
     "boundary": "dropped: the end of the prompt (prompt.anchor) and the answer are not split where they are joined",
     "prompt": "dropped: the prompt is longer than data.context_tokens even without its context",
     "context": "dropped: the context is longer than encoder.window or data.context_tokens",
@@ -158,7 +190,7 @@ _REASONS = {
 }
 
 
-class _Ledger:
+class Ledger:
     """What happens to which example; the first reason to drop one stands, whichever reader gave it."""
 
     def __init__(self, ids: Sequence[str]) -> None:
@@ -168,9 +200,11 @@ class _Ledger:
         self.cut: dict[str, set[int]] = {"source_cut": set(), "text_cut": set()}
 
     def drop(self, index: int, reason: str, detail: str) -> None:
+        """Notes that an example is left out."""
         self.dropped.setdefault(index, (reason, f"{self.ids[index]!r}: {detail}"))
 
     def refuse(self, index: int, detail: str) -> None:
+        """Notes that an example is beyond a limit; `settle` decides what becomes of it."""
         self.overlong.setdefault(index, f"{self.ids[index]!r}: {detail}")
 
     def settle(self, policy: str) -> list[int]:
@@ -190,11 +224,25 @@ class _Ledger:
         return keep
 
     def counts(self) -> dict[str, int]:
+        """Returns how many were given, kept, dropped and cut, by reason."""
         counts = dict.fromkeys(("given", "kept", *_REASONS), 0)
         for reason, _ in self.dropped.values():
             counts[reason] += 1
         counts |= {name: len(positions - self.dropped.keys()) for name, positions in self.cut.items()}
         return counts | {"given": len(self.ids), "kept": len(self.ids) - len(self.dropped)}
+
+
+def other_examples(examples: Sequence[Example]) -> list[int]:
+    """Returns, for each example, the next one (cyclically) with another context: whose latents a control sends.
+
+    Where all contexts are the same there is no such example and itself is returned.
+    """
+    contexts, count = [example.context for example in examples], len(examples)
+    others = []
+    for index, context in enumerate(contexts):
+        steps = (step for step in range(1, count) if contexts[(index + step) % count] != context)
+        others.append((index + next(steps, 0)) % count)
+    return others
 
 
 def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] = ()) -> Encoded:
@@ -203,11 +251,11 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
     Examples without answers become prompts: batches without answer fields. An example is dropped for all readers or
     for none. Raises UserError for an overlong context under data.overlong="refuse", and when no example is left.
     """
-    ledger = _Ledger([example.id for example in examples])
+    ledger = Ledger([example.id for example in examples])
     answered = any(example.answers for example in examples)
     if not all(bool(example.answers) == answered for example in examples):
         raise UserError("some examples have answers and some have none; encode them apart")
-    source = _read_source(examples, layout, ledger)
+    source = read_source([layout.source_text(example) for example in examples], layout, ledger)
     tokens = {
         name: _ReaderPass(name, reader, layout, ledger).read(examples, set(rows), answered)
         for name, reader in layout.readers.items()
@@ -222,7 +270,7 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
 
     return Encoded(
         examples=tuple(examples[i] for i in keep),
-        source=field(source, layout.source.pad, layout.window, left=False),
+        source=source_field([source[i] for i in keep], layout),
         readers={
             name: {
                 key: field(ids, layout.readers[name].tokenizer.pad, limits.get(key), left=key != "answer")
@@ -231,6 +279,8 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
             for name, fields in tokens.items()
         },
         counts=ledger.counts(),
+        slots=layout.slots,
+        width=layout.width,
     )
 
 
@@ -241,29 +291,40 @@ def encode_prompt(context: str, question: str, *, layout: Layout, rows: Iterable
     return encode([Example("prompt", context.strip(), question.strip(), ())], layout=layout, rows=rows).collate([0])
 
 
-def _read_source(examples: Sequence[Example], layout: Layout, ledger: _Ledger) -> list[np.ndarray]:
-    source = _tokenize(layout.source, [example.context for example in examples])
+def read_source(texts: list[str], layout: Layout, ledger: Ledger) -> list[np.ndarray]:
+    """Returns what the encoder reads of each text; the ledger learns what is cut or refused."""
+    source, limit = tokenize(layout.source, texts), layout.window * layout.windows
+    named = f"config.encoder.window={layout.window}" + f" x windows={layout.windows}" * (layout.windows > 1)
     for i, ids in enumerate(source):
-        if len(ids) <= layout.window:
+        if len(ids) <= limit:
             continue
         if layout.data.overlong == "cut":
-            source[i] = ids[: layout.window]
+            source[i] = ids[:limit]
             ledger.cut["source_cut"].add(i)
         else:
-            ledger.refuse(i, f"{len(ids)} tokens or bytes of context, limit config.encoder.window={layout.window}")
+            ledger.refuse(i, f"{len(ids)} tokens or bytes of context, limit {named}")
     return source
+
+
+def source_field(ids: list[np.ndarray], layout: Layout) -> Field:
+    """Returns the encoder's field; one longer than a window is as wide as a whole number of them."""
+    longest = max(map(len, ids))
+    width = _width(longest, layout.window) if longest <= layout.window else -(-longest // layout.window) * layout.window
+    return Field(ids, width, layout.source.pad, left=False)
 
 
 class _ReaderPass:
     """One reader's tokenisation of all examples."""
 
-    def __init__(self, name: str, reader: Reader, layout: Layout, ledger: _Ledger) -> None:
+    def __init__(self, name: str, reader: Reader, layout: Layout, ledger: Ledger) -> None:
         self.name, self.tokenizer, self.layout, self.ledger = name, reader.tokenizer, layout, ledger
-        self.frame = _frame(name, reader, layout.prompt)
+        self.frame = make_frame(name, reader, layout.prompt)
 
     def read(self, examples: Sequence[Example], rows: set[str], answered: bool) -> dict[str, list[np.ndarray]]:
         """Returns each field's ids, one array an example; the ledger learns what must be dropped."""
-        after_texts = [self.frame.after(example.question) for example in examples]
+        asked = [self.frame.after(example.question) for example in examples]
+        in_latents = self.layout.prompt.question == "latents"
+        after_texts = [self.frame.after("")] * len(examples) if in_latents else asked
         before = self._tokenize([self.frame.before], begin=True)[0]
         after = self._tokenize(after_texts)
         fields = {"before": [before] * len(examples), "after": after}
@@ -272,22 +333,21 @@ class _ReaderPass:
             fields["answer"] = self._read_answers(after_texts, after, examples)
             self._limit(fields["answer"], "answer", "answer_tokens")
         if "text" in rows:
-            fields["text"] = self._read_text(examples, after_texts, fields.get("answer"))
+            fields["text"] = self._read_text(examples, asked, fields.get("answer"))
         if "none" in rows:
-            fields["none"] = self._tokenize([self.frame.before + text for text in after_texts], begin=True)
+            fields["none"] = self._tokenize([self.frame.before + text for text in asked], begin=True)
         if "truncated" in rows:
-            contexts = self._tokenize([example.context for example in examples])
-            slots = self.layout.slots
-            fields["truncated"] = [np.concatenate([before, c[:slots], a]) for c, a in zip(contexts, after, strict=True)]
+            contexts, slots = self._tokenize([example.context for example in examples]), self.layout.slots
+            question = self._tokenize(asked) if in_latents else after
+            fields["truncated"] = [
+                np.concatenate([before, c[:slots], a]) for c, a in zip(contexts, question, strict=True)
+            ]
         return fields
 
     def _tokenize(self, texts: list[str], *, begin: bool = False) -> list[np.ndarray]:
-        """Returns ids; with `begin`, those the tokenizer itself puts first, unless the text already holds them."""
-        ids = _tokenize(self.tokenizer, texts)
-        first = np.array(self.tokenizer.begin, np.int32)
-        if not begin:
-            return ids
-        return [row if np.array_equal(row[: len(first)], first) else np.concatenate([first, row]) for row in ids]
+        """Returns ids; with `begin`, those of a whole prompt."""
+        ids = tokenize(self.tokenizer, texts)
+        return with_begin(self.tokenizer, ids) if begin else ids
 
     def _limit(self, ids: list[np.ndarray], reason: str, key: str) -> None:
         limit = getattr(self.layout.data, key)
@@ -302,7 +362,9 @@ class _ReaderPass:
         joined = [text + self.frame.gap + e.answers[0] for text, e in zip(texts, examples, strict=True)]
         answers = []
         for i, (prompt, full) in enumerate(zip(prompts, self._tokenize(joined, begin=begin), strict=True)):
-            if len(full) <= len(prompt) or not np.array_equal(full[: len(prompt)], prompt):
+            if np.array_equal(full, prompt):
+                self.ledger.drop(i, "nothing", f"answer {examples[i].answers[0]!r}, reader {self.name!r}")
+            elif len(full) <= len(prompt) or not np.array_equal(full[: len(prompt)], prompt):
                 self._drop_boundary(i, examples[i])
             answers.append(np.append(full[len(prompt) :], np.int32(self.tokenizer.eos)))
         return answers
@@ -347,7 +409,8 @@ class _ReaderPass:
         self.ledger.drop(index, "boundary", detail)
 
 
-def _frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
+def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
+    """Returns a reader's prompt text around context and question, as its template writes it."""
     user = prompt.user
     if (
         user.count("{context}") != 1
@@ -371,10 +434,27 @@ def _frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
     return Frame(before, middle, tail, " " if open_end and (prompt.anchor or not chat) else "")
 
 
-def _tokenize(tokenizer: SourceTokenizer, texts: list[str]) -> list[np.ndarray]:
+def tokenize(tokenizer: SourceTokenizer, texts: list[str]) -> list[np.ndarray]:
+    """Returns the ids of each text, i32, with nothing added."""
     chunk = 1024  # Python lists of ids take ten times the memory of arrays: never hold them for a whole data set
     starts = range(0, len(texts), chunk)
     return [np.array(ids, np.int32) for i in starts for ids in tokenizer.encode_batch(texts[i : i + chunk])]
+
+
+def field(ids: list[np.ndarray], pad: int, *, left: bool) -> Field:
+    """Returns a field as wide as its longest row."""
+    return Field(ids, _width(max(map(len, ids)), None), pad, left)
+
+
+def opening(name: str, reader: Reader, prompt: config.Prompt) -> np.ndarray:
+    """Returns the ids of a reader's prompt up to the context, BOS included."""
+    return with_begin(reader.tokenizer, tokenize(reader.tokenizer, [make_frame(name, reader, prompt).before]))[0]
+
+
+def with_begin(tokenizer: ReaderTokenizer, rows: list[np.ndarray]) -> list[np.ndarray]:
+    """Returns the rows with what the tokenizer itself puts first, unless they already hold it."""
+    first = np.array(tokenizer.begin, np.int32)
+    return [row if np.array_equal(row[: len(first)], first) else np.concatenate([first, row]) for row in rows]
 
 
 def _width(longest: int, limit: int | None) -> int:

@@ -76,7 +76,12 @@ def _identity(source: str, split: Split) -> str | tuple[str, str, str]:
 
 
 def _file_rows(path: Path) -> Iterator[_Row]:
-    text = _read_text(path)
+    text = read_text(path)
+    yield from rows_of(path, text)
+
+
+def rows_of(path: Path, text: str) -> Iterator[_Row]:
+    """Yields (place, value) of each row of a file's text. Raises UserError naming file and line of broken JSON."""
     lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise UserError(f"{path}: the file is empty; expected {_FORMATS}")
@@ -93,7 +98,8 @@ def _file_rows(path: Path) -> Iterator[_Row]:
         yield f"{path}:{lines[0][0]}", document
 
 
-def _read_text(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """Returns the text of a file, gzipped or not. Raises UserError where it cannot be read."""
     if not path.is_file():
         found = "is a directory" if path.is_dir() else "no such file"
         raise UserError(f'{path}: {found}; name a .json or .jsonl file (also .gz), "hub:NAME" or "cards"')

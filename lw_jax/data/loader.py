@@ -11,39 +11,32 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.data.batches import Batch, Encoded
+from lw_jax.data.course import Course, refuse_small
 from lw_jax.data.examples import spread
 
+FOREVER = 1 << 40  # batches, more than any run takes
 _READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # batches; padding ids is cheap beside a train step
 
 
 class Loader:
-    """An iterator over this process's share of every global batch; each epoch visits each example once.
+    """An iterator over this process's share of every global batch of a course.
 
     The shares of all processes, concatenated in process order, are the batch that one process alone would see.
-    Raises UserError when the data set is smaller than a global batch, or the batch does not divide by the processes.
+    Raises UserError when a stream is smaller than a global batch, or the batch does not divide by the processes.
     """
 
     def __init__(
-        self, encoded: Encoded, *, global_batch: int, seed: int, process_index: int = 0, process_count: int = 1
+        self, course: Course, *, global_batch: int, seed: int, process_index: int = 0, process_count: int = 1
     ) -> None:
-        if len(encoded) < global_batch:
-            raise UserError(
-                f"config.data.train gives {len(encoded)} usable examples, fewer than one global batch "
-                f"(config.train.global_batch={global_batch}); give more data or a smaller batch"
-            )
+        refuse_small(course, global_batch)
         if global_batch % process_count:
             raise UserError(f"config.train.global_batch={global_batch} does not divide by {process_count} processes")
-        share = global_batch // process_count
-        start = process_index * share
-        # grain shuffles epoch e with seed + e; drawn seeds keep one run's epochs from being another run's.
-        shuffle_seed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-        self._identity = {"examples": len(encoded), "global_batch": global_batch, "seed": seed}
+        rows = global_batch // process_count
+        share = slice(process_index * rows, (process_index + 1) * rows)
+        self._identity = {"examples": course.sizes(), "global_batch": global_batch, "seed": seed}
         self._batches = iter(
-            grain.MapDataset.range(len(encoded))
-            .shuffle(seed=shuffle_seed)
-            .repeat()
-            .batch(global_batch)
-            .map(lambda indices: encoded.collate(indices[start : start + share].tolist()))
+            grain.MapDataset.range(FOREVER)
+            .map(lambda number: course.batch(number, global_batch=global_batch, seed=seed, share=share))
             .to_iter_dataset(_READ)
         )
 

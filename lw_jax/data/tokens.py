@@ -50,6 +50,11 @@ class Tokenizer:
         """Returns the text of ids, special tokens skipped, nothing tidied."""
         return self.backend.backend_tokenizer.decode([int(i) for i in ids], skip_special_tokens=True)
 
+    def starts(self, text: str) -> list[int]:
+        """Returns the place in the text at which each of its tokens begins, never falling."""
+        offsets = self.backend.backend_tokenizer.encode(text, add_special_tokens=False).offsets
+        return [start for start, _ in offsets]
+
     def render_chat(self, user: str, *, system: str = "") -> str:
         """Returns the prompt in the tokenizer's own chat template, up to where the answer begins.
 

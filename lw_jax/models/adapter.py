@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from lw_jax.core.types import Tree
+from lw_jax.core.types import TASKS, Tree
 from lw_jax.models.modules import Pure, RMSNorm
 
 
@@ -22,14 +22,20 @@ class Adapter(nnx.Module):
         self.down = nnx.Linear(hidden, out, rngs=rngs)
         self.skip = nnx.Linear(width, out, use_bias=False, rngs=rngs)
         self.gain = nnx.Param(jnp.ones(()))
+        self.tasks = nnx.Param(jax.random.normal(rngs.params(), (len(TASKS), out)))
         self.always = always
 
-    def __call__(self, latents: Float[Array, "b m z"]) -> Float[Array, "b m d"]:
-        """Returns prefix embeddings; `always` holds each example's RMS at the gain, whatever the matrices do."""
+    def __call__(self, latents: Float[Array, "b m z"], task: str) -> Float[Array, "b n d"]:
+        """Returns prefix embeddings and, behind them, the vector that names the task: n = m + 1.
+
+        `always` holds each example's RMS at the gain, whatever the matrices do.
+        """
         y = self.skip(latents) + self.down(jax.nn.gelu(self.up(self.norm(latents))))
         if self.always:
             y = y / jnp.maximum(rms(y, axis=(1, 2)), 1e-6)
-        return y * self.gain[...].astype(y.dtype)
+        vector = self.tasks[...][TASKS.index(task)].astype(y.dtype)
+        vectors = jnp.broadcast_to(vector[None, None, :], (y.shape[0], 1, y.shape[2]))
+        return jnp.concatenate([y, vectors], axis=1) * self.gain[...].astype(y.dtype)
 
 
 def make(width: int, hidden: int, out: int, *, calibration: str) -> Pure[Adapter]:
@@ -41,7 +47,7 @@ def calibrate(adapter: Pure[Adapter], params: Tree, *, key: jax.Array, slots: in
     """Sets the gain so that unit-RMS latents come out with RMS `target` (the reader's embedding RMS)."""
     width = params["norm"]["scale"].shape[0]
     latents = jax.random.normal(key, (8, slots, width))
-    size = rms(adapter.bind(params)(latents), axis=None)
+    size = rms(adapter.bind(params)(latents, TASKS[0])[:, :-1], axis=None)
     return params | {"gain": target.astype(jnp.float32) / size.reshape(())}
 
 

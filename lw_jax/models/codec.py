@@ -64,12 +64,8 @@ def pack(latents: np.ndarray, *, bits: int, encoder: str) -> bytes:
 
 
 def unpack(message: bytes, *, encoder: str) -> np.ndarray:
-    """Returns fp32 latents [m w]; raises UserError as `read_frame` does, and for a message of another encoder."""
-    frame = read_frame(message)
-    if frame.encoder != encoder:
-        raise UserError(
-            f"message of encoder {frame.encoder}, this wire has encoder {encoder}: read it with the run that wrote it"
-        )
+    """Returns fp32 latents [m w]; raises UserError as `read_frame` does."""
+    frame = read_frame(message, encoder=encoder)
     shape = (frame.slots, frame.width)
     if frame.bits == 16:
         return np.frombuffer(message, "<f2", offset=_FRAME.size).astype(np.float32).reshape(shape)
@@ -80,11 +76,11 @@ def unpack(message: bytes, *, encoder: str) -> np.ndarray:
     return values / np.sqrt(np.mean(values * values, axis=1, keepdims=True))
 
 
-def read_frame(message: bytes) -> Frame:
+def read_frame(message: bytes, *, encoder: str = "") -> Frame:
     """Returns what a whole, undamaged message says of itself.
 
-    Raises UserError for what is no message, for one of another version or of bits that this program does not read, and
-    for one that is cut, followed by more, or damaged.
+    Raises UserError for what is no message, for one of another version or of bits that this program does not read, for
+    one that is cut, followed by more, or damaged, and where `encoder` is given for a message of another one.
     """
     if message[:4] != MAGIC or len(message) < 5:
         raise UserError(f"not a latent message: {len(message)} bytes that do not begin with {MAGIC!r} and a version")
@@ -94,7 +90,7 @@ def read_frame(message: bytes) -> Frame:
         raise UserError(f"message of version {message[4]}, this program reads {VERSION}: write its text anew")
     if len(message) < _FRAME.size:
         raise UserError(f"message cut short: {len(message)} bytes, its frame alone has {_FRAME.size}; send it again")
-    _, _, bits, slots, width, encoder, crc = _FRAME.unpack_from(message)
+    _, _, bits, slots, width, writer, crc = _FRAME.unpack_from(message)
     if bits not in BITS:
         raise UserError(
             f"message of {bits} bits a value, this program reads {_READS}: damaged or foreign; write it anew"
@@ -107,7 +103,11 @@ def read_frame(message: bytes) -> Frame:
         raise UserError(f"message of {expected} bytes and {len(message) - expected} more after it: send it alone")
     if zlib.crc32(message[: _FRAME.size - 4] + bytes(4) + message[_FRAME.size :]) != crc:
         raise UserError("damaged message: its checksum does not match; send it again")
-    return Frame(bits, slots, width, encoder.hex())
+    if encoder not in ("", writer.hex()):
+        raise UserError(
+            f"message of encoder {writer.hex()}, this wire has encoder {encoder}: read it with the run that wrote it"
+        )
+    return Frame(bits, slots, width, writer.hex())
 
 
 def normalise(latents: Float[Array, "*n z"]) -> Float[Array, "*n z"]:

@@ -16,14 +16,19 @@ BYTE_LAYERS = 6
 
 
 class WindowPooling(nnx.Module):
-    """Mean over M contiguous windows of the real tokens; the best pooling in peers' ablations, and without weights."""
+    """Mean over contiguous windows of the real tokens; the best pooling in peers' ablations, and without weights."""
 
     def __init__(self, slots: int):
         self.slots = slots
 
-    def __call__(self, x: Float[Array, "b s d"], mask: Bool[Array, "b s"]) -> Float[Array, "b m d"]:
-        """Pools; rows must be right-padded. A text shorter than M has windows of one token, some of them repeated."""
-        return jnp.einsum("bms,bsd->bmd", window_weights(mask, self.slots).astype(x.dtype), x)
+    def __call__(
+        self, x: Float[Array, "b s d"], mask: Bool[Array, "b s"], count: Int[Array, " b"]
+    ) -> Float[Array, "b m d"]:
+        """Pools into each row's `count` slots, zeros beyond; rows must be right-padded.
+
+        A text shorter than that has windows of one token, some of them repeated.
+        """
+        return jnp.einsum("bms,bsd->bmd", window_weights(mask, self.slots, count).astype(x.dtype), x)
 
 
 class QueryPooling(nnx.Module):
@@ -34,8 +39,11 @@ class QueryPooling(nnx.Module):
         self.attend = Attention(width, rngs=rngs)
         self.feed = FeedForward(width, 2 * width, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "b s d"], mask: Bool[Array, "b s"]) -> Float[Array, "b m d"]:
-        """Pools any padding."""
+    def __call__(
+        self, x: Float[Array, "b s d"], mask: Bool[Array, "b s"], count: Int[Array, " b"]
+    ) -> Float[Array, "b m d"]:
+        """Pools any padding; each query alone, so that fewer slots are the first ones."""
+        del count
         queries = jnp.broadcast_to(self.queries[...].astype(x.dtype)[None], (x.shape[0], *self.queries.shape))
         pooled = queries + self.attend(queries, x, mask)
         return pooled + self.feed(pooled)
@@ -115,10 +123,16 @@ class Head(nnx.Module):
             self.pool = QueryPooling(slots, body_width, rngs=rngs)
         self.project = nnx.Linear(body_width, width, rngs=rngs)
 
-    def __call__(self, x: Float[Array, "b s d"], mask: Bool[Array, "b s"]) -> Float[Array, "b m z"]:
-        """Returns fp32 latents of unit RMS; the mix is applied in the body's own pass (`encode_lm`)."""
-        y = self.project(self.pool(x, mask)).astype(jnp.float32)
-        return y * jax.lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + 1e-6)
+    def __call__(
+        self, x: Float[Array, "b s d"], mask: Bool[Array, "b s"], channel: Int[Array, "b 3"]
+    ) -> Float[Array, "b m z"]:
+        """Returns fp32 latents: each row's first slots and first width of them with unit RMS, zeros beyond.
+
+        The layer mix is applied in the body's own pass.
+        """
+        slots, width = channel[:, 0], channel[:, 1]
+        y = self.project(self.pool(x, mask, slots)).astype(jnp.float32)
+        return keep(y, slots, width)
 
 
 def make_bytes(width: int, layers: int) -> Pure[ByteBody]:
@@ -132,11 +146,11 @@ def make_head(body_width: int, width: int, *, slots: int, pooling: str, states: 
 
 
 def keep_body(params: Tree) -> Tree:
-    """Drops from a decoder's parameters what `encode_lm` never reads: the head and the norm before it."""
+    """Drops from a decoder's parameters what `read_lm` never reads: the head and the norm before it."""
     return {name: leaf for name, leaf in params.items() if name not in ("head", "norm")}
 
 
-def encode_lm(
+def read_lm(
     params: Tree,
     cfg: decoder.DecoderConfig,
     head: Pure[Head],
@@ -144,31 +158,41 @@ def encode_lm(
     ids: Int[Array, "b s"],
     mask: Bool[Array, "b s"],
     mode: decoder.Mode,
-) -> Float[Array, "b m z"]:
-    """Latents by a pretrained body: {"body": as `keep_body` leaves it, "head": ...}; `mode` has the causal mask off."""
+) -> Float[Array, "b s d"]:
+    """A pretrained body's mixed states: {"body": as `keep_body` leaves it, "head"}; `mode` has the causal mask off."""
     bound = head.bind(params["head"])
     x = decoder.embed(params["body"], ids)
     body = params["body"] | {"norm": jnp.ones((cfg.width,), x.dtype)}  # of `hidden`, which nobody reads here
     out = decoder.forward(body, cfg, x, mask=mask, mix=jax.nn.softmax(bound.mix[...]), mode=mode)
     assert out.mixed is not None, "forward returns the mix it was asked for"
-    return bound(out.mixed, mask)
+    return out.mixed
 
 
-def encode_bytes(
-    params: Tree, body: Pure[ByteBody], head: Pure[Head], *, ids: Int[Array, "b s"], mask: Bool[Array, "b s"]
-) -> Float[Array, "b m z"]:
-    """Latents by the byte body: {"body": ..., "head": ...}."""
-    return head.bind(params["head"])(body.bind(params["body"])(ids, mask), mask)
+def keep(y: Float[Array, "b m z"], slots: Int[Array, " b"], width: Int[Array, " b"]) -> Float[Array, "b m z"]:
+    """Keeps each row's first slots and the first `width` values of them, scaled to unit RMS; zeros elsewhere."""
+    kept = jnp.arange(y.shape[2], dtype=jnp.int32)[None, None, :] < width[:, None, None]
+    y = jnp.where(kept & slot_mask(slots, y.shape[1])[:, :, None], y, 0.0)
+    power = jnp.sum(y * y, axis=-1, keepdims=True) / width.astype(jnp.float32)[:, None, None]
+    return y * jax.lax.rsqrt(power + 1e-6)
 
 
-def window_weights(mask: Bool[Array, "b s"], slots: int) -> Float[Array, "b m s"]:
-    """Rows that average each slot's window; slot j of L tokens spans floor(jL/M) to floor((j+1)L/M), at least one."""
-    length = mask.sum(axis=1, dtype=jnp.int32)[:, None]
+def slot_mask(slots: Int[Array, " b"], count: int) -> Bool[Array, "b m"]:
+    """Returns which of `count` slots each row uses: its first ones."""
+    return jnp.arange(count, dtype=jnp.int32)[None, :] < slots[:, None]
+
+
+def window_weights(mask: Bool[Array, "b s"], slots: int, count: Int[Array, " b"]) -> Float[Array, "b m s"]:
+    """Rows that average each slot's window; slot j of L tokens spans floor(jL/M) to floor((j+1)L/M), at least one.
+
+    M is each row's own `count`, at most `slots`; the windows beyond it are empty.
+    """
+    length, parts = mask.sum(axis=1, dtype=jnp.int32)[:, None], count[:, None]
     slot = jnp.arange(slots, dtype=jnp.int32)[None, :]
-    first = slot * length // slots
-    last = jnp.maximum((slot + 1) * length // slots, first + 1)
+    first = slot * length // parts
+    last = jnp.maximum((slot + 1) * length // parts, first + 1)
     token = jnp.arange(mask.shape[1], dtype=jnp.int32)[None, None, :]
     inside = (token >= first[:, :, None]) & (token < last[:, :, None]) & mask[:, None, :]
+    inside &= slot_mask(count, slots)[:, :, None]
     weights = inside.astype(jnp.float32)
     return weights / jnp.maximum(weights.sum(axis=2, keepdims=True), 1.0)
 

@@ -6,6 +6,7 @@ It starts at ids and ends at logits or generated ids; text, tokenizers and losse
 import dataclasses
 import zlib
 from collections.abc import Mapping
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ class EncoderSpec:
     width: int
     pooling: str
     layers: int
+    window: int  # what the body reads at once
     body: decoder.DecoderConfig | None
     dtype: str  # of arithmetic; parameters are fp32
 
@@ -75,19 +77,29 @@ class Wire:
         return {"encoder": {"body": body, "head": self.encoder.head().init(head_key)}, "adapters": adapters}
 
     def encode(self, trainable: Tree, source: Mapping[str, jax.Array]) -> Float[Array, "b m z"]:
-        """Writes {"ids" [b s], "mask" [b s]} (right-padded) into fp32 latents of unit RMS."""
+        """Writes {"ids" [b s], "mask" [b s], "channel" [b 3]} (right-padded) into fp32 latents.
+
+        They have unit RMS in each row's first slots and the first width of them, and are 0 elsewhere. A source longer
+        than the body's window is read window by window and pooled as a whole.
+        """
         params = _cast(trainable["encoder"], self.encoder.dtype)
-        ids, mask, head = source["ids"], source["mask"], self.encoder.head()
+        ids, mask = source["ids"], source["mask"]
+        window = min(self.encoder.window, ids.shape[1])
+        states = self._read(params, ids.reshape(-1, window), mask.reshape(-1, window))
+        states = states.reshape(*ids.shape, states.shape[2])
+        return self.encoder.head().bind(params["head"])(states, mask, source["channel"])
+
+    def _read(self, params: Tree, ids: Int[Array, "b s"], mask: Bool[Array, "b s"]) -> Float[Array, "b s d"]:
         if self.encoder.body is None:
             body = encoder.make_bytes(self.encoder.width, self.encoder.layers)
-            return encoder.encode_bytes(params, body, head, ids=ids, mask=mask)
+            return body.bind(params["body"])(ids, mask)
         mode = dataclasses.replace(self.mode, causal=False)
-        return encoder.encode_lm(params, self.encoder.body, head, ids=ids, mask=mask, mode=mode)
+        return encoder.read_lm(params, self.encoder.body, self.encoder.head(), ids=ids, mask=mask, mode=mode)
 
-    def prefix(self, params: Tree, name: str, latents: Float[Array, "b m z"]) -> Float[Array, "b m d"]:
-        """Turns latents into one reader's soft prefix by its adapter's parameters."""
+    def prefix(self, params: Tree, name: str, latents: Float[Array, "b m z"], task: str) -> Float[Array, "b n d"]:
+        """Turns latents into one reader's soft prefix, the task's vector behind them (n = m + 1)."""
         params = _cast(params, self.encoder.dtype)
-        return self.readers[name].adapter(self.encoder.width).bind(params)(latents.astype(self.encoder.dtype))
+        return self.readers[name].adapter(self.encoder.width).bind(params)(latents.astype(self.encoder.dtype), task)
 
     def answer_logits(
         self, params: Tree, name: str, prompt: "Prompt", answer_inputs: Int[Array, "b n"]
@@ -123,12 +135,14 @@ def text_prompt(params: Tree, tokens: Mapping[str, jax.Array]) -> Prompt:
     return Prompt(decoder.embed(params, tokens["ids"]), tokens["mask"])
 
 
-def wire_prompt(params: Tree, batch: Mapping[str, Mapping[str, jax.Array]], prefix: Float[Array, "b m d"]) -> Prompt:
+def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b n d"]) -> Prompt:
     """BOS and opening words, the soft prefix where the context would stand, the question after it."""
-    before, after = batch["before"], batch["after"]
+    before, after = fields["before"], fields["after"]
     embedded = [decoder.embed(params, before["ids"]), decoder.embed(params, after["ids"])]
     embeddings = jnp.concatenate([embedded[0], prefix.astype(embedded[0].dtype), embedded[1]], axis=1)
-    mask = jnp.concatenate([before["mask"], jnp.ones(prefix.shape[:2], bool), after["mask"]], axis=1)
+    slots = encoder.slot_mask(fields["channel"][:, 0], prefix.shape[1] - 1)
+    task = jnp.ones((prefix.shape[0], 1), bool)
+    mask = jnp.concatenate([before["mask"], slots, task, after["mask"]], axis=1)
     return Prompt(embeddings, mask)
 
 

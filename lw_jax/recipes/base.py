@@ -5,14 +5,14 @@ which recipe it runs. Everything that differs between recipes stands behind this
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping
 from typing import Protocol, runtime_checkable
 
 import jax
 
 from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data.batches import Encoded
-from lw_jax.data.examples import Split
+from lw_jax.data.course import Course
 from lw_jax.optim import Rates
 from lw_jax.recipes.terms import Terms
 from sharding.placement import Placement
@@ -55,8 +55,15 @@ class Recipe(Protocol):
         """Loads the frozen tree, already placed: what a resumed run needs beside its checkpoint."""
         ...
 
-    def data(self, split: Split, *, rows: Sequence[str] = ()) -> Encoded:
-        """Returns the tokenised examples of "train" or "validation"; `rows` adds evaluation prompts."""
+    def course(self) -> Course:
+        """Returns the tokenised training examples and their order."""
+        ...
+
+    def validation(self) -> list[tuple[str, Encoded]]:
+        """Returns held-out examples, each data set with a prefix for its metrics; the first one's loss is the best's.
+
+        Asked for once the frozen weights are loaded.
+        """
         ...
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
@@ -65,6 +72,15 @@ class Recipe(Protocol):
 
     def identity(self) -> dict[str, str]:
         """Returns what a checkpoint must agree with to be taken up: fingerprints of frozen weights and encoder."""
+        ...
+
+
+@runtime_checkable
+class Watched(Recipe, Protocol):
+    """A recipe that can tell from a validation that a run is worth nothing."""
+
+    def collapse(self, step: int, values: Mapping[str, float]) -> str:
+        """Returns what is wrong and by how much, or nothing."""
         ...
 
 

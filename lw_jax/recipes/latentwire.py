@@ -13,20 +13,24 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lw_jax import architectures, losses, sources, weights
+from lw_jax.core import config, tree
 from lw_jax.core import rng as rngs
-from lw_jax.core import tree
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import DTYPES, LossTerms, Tree
+from lw_jax.core.types import DTYPES, EXACT, Example, LossTerms, Task, Tree
 from lw_jax.data import batches, examples
+from lw_jax.data.course import Course
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
-from lw_jax.models import adapter, alignment, decoder, encoder, wire
+from lw_jax.models import adapter, alignment, codec, decoder, encoder, wire
 from lw_jax.models.decoder import DecoderConfig
-from lw_jax.recipes import selfmade
+from lw_jax.optim import Rates
+from lw_jax.recipes import joining, objectives, selfmade
 from lw_jax.recipes import terms as arithmetic
 from lw_jax.recipes.base import Weights
+from lw_jax.recipes.curriculum import Curriculum, longest_passage
+from lw_jax.recipes.teacher import Teacher
 from lw_jax.recipes.terms import Terms
-from sharding import place, rules, tables
+from sharding import place, placement, rules, tables
 from sharding.placement import Placement
 
 OPENING = 40  # tokens of a reader's prompt before the context where no tokenizer is at hand (Llama 3.1's chat: 36)
@@ -50,13 +54,23 @@ def outline(cfg: Config, source: str) -> DecoderConfig:
 class LatentWire:
     """See `recipes.base.Recipe`; parameters: {"encoder", "adapters"} learn, {reader's name: decoder} are frozen."""
 
-    def __init__(self, cfg: Config, placement: Placement, *, outline: bool = False):
+    def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         """Finds the models' files; an `outline` needs none and can describe shapes and the loss, but load nothing."""
-        self.cfg, self.placement, self.outline = cfg, placement, outline
-        self.wire = _wire(cfg, placement, self._describe(), {} if outline else self.tokenizers)
-        # A pretrained body moves more slowly than what starts from noise.
-        body_rate = cfg.encoder.rate if self.wire.encoder.body else 1.0
-        self.rates = (("encoder/body/.*", body_rate), ("encoder/head/.*", 1.0), ("adapters/.*", cfg.adapter.rate))
+        self.cfg, self.placement, self.outline = cfg, placed, outline
+        self.wire = _wire(cfg, placed, self._describe(), {} if outline else self.tokenizers)
+
+    @functools.cached_property
+    def rates(self) -> Rates:
+        """Returns the learning rates; a pretrained body moves more slowly than what starts from noise."""
+        if self.cfg.encoder.run:
+            return (("encoder/.*", 0.0), ("adapters/.*", self.cfg.adapter.rate))
+        stages = [stage.encoder for _, stage, _ in config.stages(self.cfg)]
+        body = self.cfg.encoder.rate if self.cfg.encoder.kind != "bytes" else 1.0
+        return (
+            ("encoder/body/.*", tuple(body * rate for rate in stages)),
+            ("encoder/head/.*", tuple(stages)),
+            ("adapters/.*", self.cfg.adapter.rate),
+        )
 
     @staticmethod
     def reader_bytes(cfg: Config) -> dict[str, int]:
@@ -144,7 +158,16 @@ class LatentWire:
         trainable = init(key, body, place.replicate(sizes, self.placement.learner))
         if self.cfg.adapter.start == "aligned":
             trainable = jax.device_put(self._align(trainable, readers, sizes), placed.trainable)
+        if self.cfg.encoder.run:
+            trainable |= {"encoder": self._read_encoder(placed.trainable)}
         return Weights(trainable, readers)
+
+    def _read_encoder(self, shardings: Tree) -> Tree:
+        other = joining.read_config(self.cfg)
+        sizes = LatentWire(other, placement.together(self.placement.learner, list(other.llms)), outline=True)
+        replicated = jax.tree.leaves(shardings)[0]  # what learns is whole on every device
+        shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract().trainable)
+        return joining.read_trainable(self.cfg, shapes)["encoder"]
 
     def _align(self, trainable: Tree, frozen: Tree, sizes: Mapping[str, jax.Array]) -> Tree:
         """Replaces the random start of projection, layer mix and adapters' linear paths; see `models.alignment`."""
@@ -178,10 +201,13 @@ class LatentWire:
     def load_frozen(self) -> Tree:
         """Streams the readers' weights into their shards."""
         placed = self.shardings().frozen
-        return {
+        readers = {
             name: weights.load(at, dtype=DTYPES[self.cfg.llms[name].weights], shardings=placed[name])
             for name, at in self.locations.items()
         }
+        if self.cfg.loss.kl and self.cfg.loss.teacher_k:
+            self._teacher.begin(readers)
+        return readers
 
     def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
         """Returns the arithmetic of one micro-batch: the encoder's under "", each reader's under its name."""
@@ -220,21 +246,34 @@ class LatentWire:
         return self.placement.learner if name is None else self.placement.readers[name].mesh
 
     def batch_widths(self) -> Tree:
-        """Returns one training example as shapes at the configuration's limits; the opening words are assumed."""
-        data, text = self.cfg.data, ("text",) if self.cfg.loss.kl else ()
+        """Returns one training example as shapes at the configuration's limits; the opening words are assumed.
+
+        Of the tasks of all stages it is the one with the most target tokens: the logits are the largest thing there is.
+        """
+        data, loss = self.cfg.data, self.cfg.loss
+        live = ("text",) if loss.kl and not loss.teacher_k else ()
         widths = {"before": OPENING, "after": data.question_tokens, "text": data.context_tokens}
+        answers, longest = data.answer_tokens, longest_passage(self.cfg)
+        if longest + 1 > answers or not any(stage.answer for _, stage, _ in config.stages(self.cfg)):
+            answers, live, widths = longest + 1, (), widths | {"after": 0}
 
         def field(width: int) -> Tree:
             return {"ids": jax.ShapeDtypeStruct((width,), jnp.int32), "mask": jax.ShapeDtypeStruct((width,), bool)}
 
-        reader = {key: field(widths[key]) for key in ("before", "after", *text)}
+        channel = jax.ShapeDtypeStruct((3,), jnp.int32)
+        reader = {key: field(widths[key]) for key in ("before", "after", *live)}
         reader |= {
-            "answer_inputs": jax.ShapeDtypeStruct((data.answer_tokens - 1,), jnp.int32),
-            "targets": jax.ShapeDtypeStruct((data.answer_tokens,), jnp.int32),
-            "weights": jax.ShapeDtypeStruct((data.answer_tokens,), jnp.float32),
+            "answer_inputs": jax.ShapeDtypeStruct((answers - 1,), jnp.int32),
+            "targets": jax.ShapeDtypeStruct((answers,), jnp.int32),
+            "weights": jax.ShapeDtypeStruct((answers,), jnp.float32),
+            "channel": channel,
+            "task": Task("reconstruct" if not widths["after"] else "answer"),
         }
+        if loss.kl and loss.teacher_k and widths["after"]:
+            top = (answers, loss.teacher_k)
+            reader["teacher"] = {"ids": jax.ShapeDtypeStruct(top, jnp.int32), "logp": jax.ShapeDtypeStruct(top, "f2")}
         return {
-            "source": field(self.cfg.encoder.window),
+            "source": field(self.cfg.encoder.window * self.cfg.encoder.windows) | {"channel": channel},
             "readers": dict.fromkeys(self.wire.readers, reader),
             "index": jax.ShapeDtypeStruct((), jnp.int32),
         }
@@ -248,19 +287,56 @@ class LatentWire:
             readers={name: batches.Reader(self.tokenizers[name], llm.template) for name, llm in cfg.llms.items()},
             source=load_tokenizer(self.body_location) if self.body_location else ByteTokenizer(),
             window=cfg.encoder.window,
+            windows=cfg.encoder.windows,
             slots=cfg.encoder.slots,
+            width=cfg.encoder.width,
             data=cfg.data,
         )
 
     def data(self, split: examples.Split, *, rows: Sequence[str] = ()) -> batches.Encoded:
-        """Returns the tokenised examples of "train" or "validation"; the KL's teacher needs the text row."""
-        if self.cfg.loss.kl:
-            rows = (*rows, "text")
+        """Returns the questions of "train" or "validation" as token ids."""
         found = examples.load(self.cfg.data, split, seed=self.cfg.seed)
         return batches.encode(found, layout=self.layout, rows=rows)
 
+    @functools.cached_property
+    def curriculum(self) -> Curriculum:
+        """Returns what the run's stages read."""
+        return Curriculum(self.cfg, self.layout, self.tokenizers, self._answers)
+
+    def course(self) -> Course:
+        """Returns the batches of all stages in their order."""
+        return self.curriculum.course()
+
+    def validation(self) -> list[tuple[str, batches.Encoded]]:
+        """Returns each task's held-out examples, the last stage's first, and the same with another text's latents."""
+        return self.curriculum.validation()
+
+    def collapse(self, step: int, values: Mapping[str, float]) -> str:
+        """Returns what is wrong when the latents are worth no more than another text's to any reader; else nothing."""
+        return self.curriculum.collapse(step, values)
+
+    def _answers(self, found: Sequence[Example]) -> batches.Encoded:
+        """Returns questions with what the KL needs: the text prompts, or its teacher's kept tokens in their place."""
+        loss = self.cfg.loss
+        encoded = batches.encode(found, layout=self.layout, rows=("text",) if loss.kl else ())
+        return self._teacher.attend(encoded) if loss.kl and loss.teacher_k else encoded
+
+    @functools.cached_property
+    def _teacher(self) -> Teacher:
+        llms = self.cfg.llms
+        told = {
+            name: {
+                "weights": weights.fingerprint(self.locations[name]),
+                "stored": llms[name].weights,
+                "tokenizer": tokenizer.fingerprint,
+                "template": llms[name].template,
+            }
+            for name, tokenizer in self.tokenizers.items()
+        }
+        return Teacher(self.cfg, self.wire, self.placement, told)
+
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
-        """One fused pass per reader: cross-entropy over all answer tokens and EOS, and the KL where it is asked.
+        """One fused pass per reader, from which all terms are read; see `objectives`.
 
         The objective is the mean over answer tokens of all readers together.
         """
@@ -272,9 +348,33 @@ class LatentWire:
         return functools.reduce(operator.add, branches)
 
     def share(self, trainable: Tree, source: Tree, rng: jax.Array) -> Tree:
-        """Returns the latents."""
+        """Returns the latents as they are sent; what does not learn is not differentiated."""
         del rng  # nothing here is random
-        return self.wire.encode(trainable, source)
+        encoder_params = trainable["encoder"]
+        frozen = {key: jax.lax.stop_gradient(encoder_params[key]) for key in self._still}
+        latents = self.wire.encode({"encoder": encoder_params | frozen}, source)
+        if self._channels:
+            channel = source["channel"]
+            latents = codec.send(latents, channel[:, 1], channel[:, 2], choices=self._channels)
+        return latents
+
+    @functools.cached_property
+    def _still(self) -> tuple[str, ...]:
+        """Returns the encoder's parts that never learn."""
+        if self.cfg.encoder.run:
+            return ("body", "head")
+        return ("body",) if self.cfg.encoder.kind != "bytes" and self.cfg.encoder.rate == 0 else ()
+
+    @functools.cached_property
+    def _channels(self) -> tuple[tuple[int, int], ...]:
+        """Returns the (width, bits) that a stage may draw, where any of them quantises."""
+        found = {
+            (width, bits)
+            for _, stage, _ in config.stages(self.cfg)
+            for width in stage.widths or (self.cfg.encoder.width,)
+            for bits in stage.bits or (EXACT,)
+        }
+        return tuple(sorted(found)) if any(bits < EXACT for _, bits in found) else ()
 
     def part(self, name: str, trainable: Tree) -> Tree:
         """Returns one reader's adapter."""
@@ -283,23 +383,25 @@ class LatentWire:
     def branch(self, name: str, part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: jax.Array) -> LossTerms:
         """Returns what one reader makes of the latents."""
         del rng
-        targets, counted = fields["targets"], fields["weights"]
-        prompt = wire.wire_prompt(frozen, fields, self.wire.prefix(part, name, shared))
-        student = self.wire.answer_logits(frozen, name, prompt, fields["answer_inputs"])
-        ce = losses.nll(student, targets, counted)
-        terms = {f"nll/{name}": ce, f"accuracy/{name}": losses.hits(student, targets, counted)}
-        total = self.cfg.loss.ce * ce[0]
-        if self.cfg.loss.kl:
+        task = fields["task"].name
+        prefix = self.wire.prefix(part, name, shared, task)
+        prompt = wire.wire_prompt(frozen, fields, prefix)
+        logits = self.wire.answer_logits(frozen, name, prompt, fields["answer_inputs"])
+        embedded = told = None
+        if objectives.needs_embedded(self.cfg.loss, task):
+            embedded = decoder.embed(frozen, fields["targets"])
+        if objectives.needs_teacher(self.cfg.loss, task) and "teacher" not in fields:
             text = wire.text_prompt(frozen, fields["text"])
-            teacher = jax.lax.stop_gradient(self.wire.answer_logits(frozen, name, text, fields["answer_inputs"]))
-            kl = terms[f"kl/{name}"] = losses.kl(teacher, student, counted, temperature=self.cfg.loss.temperature)
-            total = total + self.cfg.loss.kl * kl[0]
-        return LossTerms(total, ce[1], terms)
+            told = jax.lax.stop_gradient(self.wire.answer_logits(frozen, name, text, fields["answer_inputs"]))
+        one = objectives.Pass(logits, fields, shared, prefix[:, :-1], embedded, told)
+        return objectives.total(self.cfg.loss, name, one)
 
     def identity(self) -> dict[str, str]:
         """Returns the fingerprints of the frozen readers and of the encoder's origin."""
         spec = self.cfg.encoder
         origin = weights.fingerprint(self.body_location) if self.body_location else "from scratch"
+        if spec.run:
+            origin = joining.origin(spec.run)
         shape = f"{spec.kind} {spec.pooling} {spec.slots}x{spec.width} layers {spec.layers}"
         readers = {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()}
         return {"encoder": f"{shape}, {origin}"} | readers
@@ -320,7 +422,7 @@ class LatentWire:
     @functools.cached_property
     def _wire_prompt(self):
         def build(part: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str) -> wire.Prompt:
-            return wire.wire_prompt(params, fields, self.wire.prefix(part, name, latents))
+            return wire.wire_prompt(params, fields, self.wire.prefix(part, name, latents, "answer"))
 
         return jax.jit(build, static_argnames="name")
 
@@ -371,6 +473,7 @@ def _wire(
         width=cfg.encoder.width,
         pooling=cfg.encoder.pooling,
         layers=cfg.encoder.layers,
+        window=cfg.encoder.window,
         body=_body(found[""], cfg.encoder.layers) if "" in found else None,
         dtype=DTYPES[cfg.compute.dtype],
     )

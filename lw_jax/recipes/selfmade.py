@@ -24,6 +24,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data import batches, examples
+from lw_jax.data.course import Course
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.models import decoder, wire
 from lw_jax.recipes.base import Weights
@@ -114,7 +115,7 @@ class SelfmadeReader:
         write_tokenizer(self.folder, kind, [f"{e.context} {e.question} {e.answers[0]}" for e in self.examples])
         self.tokenizer = load_tokenizer(self.folder)
         self.wire = wire.Wire(
-            wire.EncoderSpec("none", 1, 1, "windows", 0, None, "float32"),
+            wire.EncoderSpec("none", 1, 1, "windows", 0, 1, None, "float32"),
             {"reader": wire.Reader(self.config, 1, "init", tuple(self.tokenizer.stops))},
         )
 
@@ -140,7 +141,15 @@ class SelfmadeReader:
         """Returns nothing: all of it learns."""
         return {}
 
-    def data(self, split: examples.Split, *, rows: Sequence[str] = ()) -> batches.Encoded:
+    def course(self) -> Course:
+        """Returns the cards of the training split."""
+        return Course.of(self.data("train"))
+
+    def validation(self) -> list[tuple[str, batches.Encoded]]:
+        """Returns cards that share no card with training."""
+        return [("", self.data("validation"))]
+
+    def data(self, split: examples.Split) -> batches.Encoded:
         """Returns whole cards as one sequence: its first token is the prompt, all others with the answer the target.
 
         Predicting the question's words teaches copying from the text, without which the answer is learned late.
@@ -150,11 +159,13 @@ class SelfmadeReader:
             readers={"reader": batches.Reader(self.tokenizer, "plain")},
             source=self.tokenizer,
             window=self.cfg.data.context_tokens,
+            windows=1,
             slots=1,
+            width=1,
             data=self.cfg.data,
         )
         found = self.examples if split == "train" else examples.load(self.cfg.data, split, seed=self.cfg.seed)
-        encoded = batches.encode(found, layout=layout, rows=("text", *rows))
+        encoded = batches.encode(found, layout=layout, rows=("text",))
         text, answer = (encoded.readers["reader"][key] for key in ("text", "answer"))
         rest = [np.concatenate([t[1:], a]) for t, a in zip(text.ids, answer.ids, strict=True)]
         whole = {

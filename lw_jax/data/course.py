@@ -1,0 +1,122 @@
+"""What a run reads in which order: stretches of batches, each a mixture of encoded streams, sent in drawn shapes."""
+
+import dataclasses
+import functools
+
+import grain
+import jax
+import numpy as np
+
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import EXACT, Tree
+from lw_jax.data.batches import Batch, Encoded
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """Consecutive batches with one mixture; each batch is of one stream, each example sent in a shape of its own."""
+
+    steps: int
+    streams: tuple[tuple[Encoded, float], ...]  # with weights above 0
+    slots: tuple[int, ...] = ()  # drawn among, evenly; none: the stream's own
+    widths: tuple[int, ...] = ()
+    bits: tuple[int, ...] = ()
+
+    @functools.cached_property
+    def pattern(self) -> np.ndarray:
+        """Returns which stream each batch is of: always the one that is furthest behind its share."""
+        weights = np.array([weight for _, weight in self.streams])
+        used, chosen = np.zeros(len(weights)), np.zeros(self.steps, np.int32)
+        for number in range(self.steps):
+            chosen[number] = np.argmax(weights / weights.sum() * (number + 1) - used)
+            used[chosen[number]] += 1
+        return chosen
+
+    def counts(self, number: int) -> list[int]:
+        """Returns how many of the first `number` batches each stream has; the pattern repeats beyond its end."""
+        cycles, rest = divmod(number, self.steps)
+        kinds = len(self.streams)
+        whole = cycles * np.bincount(self.pattern, minlength=kinds)
+        return (whole + np.bincount(self.pattern[:rest], minlength=kinds)).tolist()
+
+
+@dataclasses.dataclass(frozen=True)
+class Course:
+    """All batches of a run, by their number; beyond its steps the last stretch goes on."""
+
+    stretches: tuple[Stretch, ...]
+
+    @staticmethod
+    def of(encoded: Encoded) -> "Course":
+        """Returns the course of one stream."""
+        return Course((Stretch(1, ((encoded, 1.0),)),))
+
+    @functools.cached_property
+    def streams(self) -> list[Encoded]:
+        """Returns each stream once."""
+        found = {id(encoded): encoded for stretch in self.stretches for encoded, _ in stretch.streams}
+        return list(found.values())
+
+    def describe(self) -> list[str]:
+        """Returns lines for people."""
+        return [line for encoded in self.streams for line in encoded.describe()]
+
+    def sizes(self) -> list[int]:
+        """Returns the number of examples of each stream."""
+        return [len(encoded) for encoded in self.streams]
+
+    def shapes(self) -> list[Batch]:
+        """Returns a batch of one example of each stream: all the shapes that a run meets."""
+        return [encoded.collate([0]) for encoded in self.streams]
+
+    def batch(self, number: int, *, global_batch: int, seed: int, share: slice) -> Batch:
+        """Returns rows `share` of a global batch; a function of its arguments alone."""
+        stretch, stream, before = self._place(number)
+        encoded, order = self.streams[stream], self._order(stream, seed)
+        indices = [order[before * global_batch + row] for row in range(global_batch)]
+        channel = _draw(stretch, encoded, np.random.default_rng([seed, number]), global_batch)
+        return encoded.collate(indices[share], channel=channel[share])
+
+    def _order(self, stream: int, seed: int) -> grain.MapDataset:
+        """Returns a stream's examples without end, each epoch in another order."""
+        # grain shuffles epoch e with seed + e; drawn seeds keep one run's epochs from being another run's.
+        drawn = int(np.random.SeedSequence([seed, stream] if stream else seed).generate_state(1)[0])
+        return grain.MapDataset.range(len(self.streams[stream])).shuffle(seed=drawn).repeat()
+
+    def _place(self, number: int) -> tuple[Stretch, int, int]:
+        """Returns a batch's stretch, its stream, and how many earlier batches were of that stream."""
+        positions = {id(encoded): i for i, encoded in enumerate(self.streams)}
+        used = [0] * len(self.streams)
+        for stretch in self.stretches[:-1]:
+            if number < stretch.steps:
+                break
+            for (encoded, _), count in zip(stretch.streams, stretch.counts(stretch.steps), strict=True):
+                used[positions[id(encoded)]] += count
+            number -= stretch.steps
+        else:
+            stretch = self.stretches[-1]
+        for (encoded, _), count in zip(stretch.streams, stretch.counts(number), strict=True):
+            used[positions[id(encoded)]] += count
+        stream = positions[id(stretch.streams[stretch.pattern[number % stretch.steps]][0])]
+        return stretch, stream, used[stream]
+
+
+def refuse_small(course: Course, global_batch: int) -> None:
+    """Raises UserError where a stream has fewer examples than one global batch."""
+    for encoded in course.streams:
+        if len(encoded) < global_batch:
+            raise UserError(
+                f"config.data.train gives {len(encoded)} usable examples ({encoded.task}), fewer than one global batch "
+                f"(config.train.global_batch={global_batch}); give more data or a smaller batch"
+            )
+
+
+def widths_of(batch: Batch) -> Tree:
+    """Returns one example's shapes, without the batch axis."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
+
+
+def _draw(stretch: Stretch, encoded: Encoded, rng: np.random.Generator, rows: int) -> np.ndarray:
+    """Returns i32[b 3]: slots, width and bits of each example."""
+    choices = (stretch.slots or (encoded.slots,), stretch.widths or (encoded.width,), stretch.bits or (EXACT,))
+    return np.stack([rng.choice(np.array(values, np.int32), rows) for values in choices], axis=1)

@@ -1,0 +1,120 @@
+"""Passages for reconstruction and continuation: texts cut to a length, the text itself (or what follows) the answer."""
+
+import json
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Example
+from lw_jax.data import batches, examples
+from lw_jax.data.batches import Encoded, Field, Layout, Ledger
+from lw_jax.data.tokens import Tokenizer
+
+SHORTEST = 0.5  # of the length asked for, that a document's last piece must have
+
+
+def read(source: str) -> list[str]:
+    """Returns the texts of a .txt file (split at blank lines), or of .json/.jsonl rows {"text": ...}; also .gz.
+
+    Raises UserError naming file, line and rule.
+    """
+    path = Path(source).expanduser()
+    text = examples.read_text(path)
+    if any(suffix in path.suffixes for suffix in (".json", ".jsonl")):
+        found = [_text_of(row, where) for where, row in examples.rows_of(path, text)]
+    else:
+        found = [part.strip() for part in text.replace("\r\n", "\n").split("\n\n") if part.strip()]
+    if not found:
+        raise UserError(f'{path}: no text; a .txt file with paragraphs or rows {{"text": ...}} is needed')
+    return found
+
+
+def cut(document: str, length: int, tokenizer: Tokenizer) -> list[str]:
+    """Returns a document in pieces of about `length` tokens, cut at white space; one shorter than that stays whole.
+
+    The last piece is left out where it has less than SHORTEST of the length.
+    """
+    starts = tokenizer.starts(document)
+    if len(starts) <= length:
+        return [document]
+    ends = [*starts[length::length], len(document)]
+    if (len(starts) - 1) % length + 1 < SHORTEST * length:
+        ends.pop()
+    pieces, begin = [], 0
+    for end in ends:
+        at = end if end == len(document) else _space_before(document, begin, end)
+        pieces.append(document[begin:at].strip())
+        begin = at
+    return [piece for piece in pieces if piece]
+
+
+def reconstructions(documents: Iterable[str], length: int, tokenizer: Tokenizer) -> list[Example]:
+    """Returns one example a piece: the text is its own answer."""
+    pieces = (piece for document in dict.fromkeys(documents) for piece in cut(document, length, tokenizer))
+    return [Example(f"passage {i}", piece, "", (piece,)) for i, piece in enumerate(pieces)]
+
+
+def continuations(documents: Iterable[str], length: int, tokenizer: Tokenizer) -> list[Example]:
+    """Returns one example for each two pieces that follow each other; a short document is cut in half."""
+    found = []
+    for document in dict.fromkeys(documents):
+        pieces = cut(document, min(length, -(-len(tokenizer.starts(document)) // 2)), tokenizer)
+        found += [(left, right) for left, right in zip(pieces, pieces[1:], strict=False)]
+    return [Example(f"passage {i}", left, "", (right,)) for i, (left, right) in enumerate(found)]
+
+
+def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
+    """Returns passages as token ids: source, the prompt up to the context, and the answer's tokens.
+
+    A repeated text ends with EOS; one that goes on does not. Raises UserError where none is left, and for an overlong
+    source under data.overlong="refuse".
+    """
+    if not found:
+        raise UserError(f"no passage for {task}: the texts are shorter than two words; name longer ones: data.passages")
+    ledger = Ledger([example.id for example in found])
+    source = batches.read_source([example.context for example in found], layout, ledger)
+    gap = "" if task == "reconstruct" else " "
+    texts = [gap + example.answers[0] for example in found]
+    answers = {name: batches.tokenize(reader.tokenizer, texts) for name, reader in layout.readers.items()}
+    for name, rows in answers.items():
+        for i, ids in enumerate(rows):
+            if not len(ids):
+                ledger.drop(i, "nothing", f"text {found[i].answers[0]!r}, reader {name!r}")
+    keep = ledger.settle(layout.data.overlong)
+    readers = {}
+    for name, reader in layout.readers.items():
+        tokenizer = reader.tokenizer
+        opening = batches.opening(name, reader, layout.prompt)
+        ending = [tokenizer.eos] if task == "reconstruct" else []
+        targets = [np.append(answers[name][i], np.array(ending, np.int32)) for i in keep]
+        readers[name] = {
+            "before": batches.field([opening] * len(keep), tokenizer.pad, left=True),
+            # Nothing between the task vector and the text: no column at all, for padding may not stand there.
+            "after": Field([np.zeros(0, np.int32)] * len(keep), 0, tokenizer.pad, left=True),
+            "answer": batches.field(targets, tokenizer.pad, left=False),
+        }
+    return Encoded(
+        examples=tuple(found[i] for i in keep),
+        source=batches.source_field([source[i] for i in keep], layout),
+        readers=readers,
+        counts=ledger.counts(),
+        slots=layout.slots,
+        width=layout.width,
+        task=task,
+    )
+
+
+def _space_before(text: str, begin: int, end: int) -> int:
+    """Returns the last place at or before `end` where a word begins; `end` itself in a text without spaces."""
+    at = end
+    while at > begin and not (text[at - 1].isspace() or text[at].isspace()):
+        at -= 1
+    return at if at > begin else end
+
+
+def _text_of(row: object, where: str) -> str:
+    if not isinstance(row, dict) or not isinstance(row.get("text"), str) or not row["text"].strip():
+        raise UserError(f'{where}: {json.dumps(row)[:80]}: a passage is a row {{"text": "..."}} that is not empty')
+    return row["text"].strip()

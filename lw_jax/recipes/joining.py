@@ -1,0 +1,45 @@
+"""A trained run's encoder for readers that it never saw: taken as it is, frozen, so that its messages stay readable."""
+
+from pathlib import Path
+
+from lw_jax import workdir
+from lw_jax.checkpoint import Checkpointer
+from lw_jax.core import config
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
+
+OWN = ("run", "rate")  # of the encoder's keys, those that say nothing about its weights or what it reads
+
+
+def origin(run: str) -> str:
+    """Returns a word that names the run for a checkpoint's identity."""
+    return f"of the run {config.digest(config.meaning(workdir.read_config(Path(run))))}"
+
+
+def read_config(cfg: Config) -> Config:
+    """Returns the configuration of the run that config.encoder.run names.
+
+    Raises:
+        UserError: there is no such run, or its encoder differs from the configured one.
+    """
+    other = workdir.read_config(Path(cfg.encoder.run))
+    for key, value in config.to_dict(other)["encoder"].items():
+        mine = getattr(cfg.encoder, key)
+        if key not in OWN and value != mine:
+            raise UserError(
+                f"config.encoder.{key} = {mine!r}, but the encoder of encoder.run = {cfg.encoder.run!r} has {value!r}: "
+                "a reader joins a wire as it is; take the same value"
+            )
+    return other
+
+
+def read_trainable(cfg: Config, shapes: Tree) -> Tree:
+    """Returns what that run has trained, from its best checkpoint (the latest where none was validated)."""
+    folder = Path(cfg.encoder.run)
+    with Checkpointer(folder / "checkpoints", keep=1, identity=None) as checkpointer:
+        which = "best" if checkpointer.has_best() else "latest"
+        restored = checkpointer.restore({"trainable": shapes}, which=which)
+    if restored is None:
+        raise UserError(f"config.encoder.run = {cfg.encoder.run!r}: no checkpoint yet; let that run train first")
+    return restored.state["trainable"]
