@@ -10,6 +10,7 @@ import jax
 
 from lw_jax.api import TrainedWire, open_wire
 from lw_jax.core.config import Config, Eval
+from lw_jax.data import batches
 from lw_jax.evals import curve, geometry, joint, rows
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import place
@@ -45,7 +46,7 @@ def evaluate(wire: TrainedWire) -> Evaluation:
     cfg = wire.recipe.cfg
     asked, told = _asked(wire.recipe), {"resamples": cfg.eval.resamples, "seed": cfg.seed}
     measured = measure(wire)
-    used, bench = measured.latents[different_inputs(measured, cfg)], _bench(wire)
+    used, bench = measured.latents[different_inputs(measured, wire.recipe.layout)], _bench(wire)
     sizes = None
     if asked.curve != "none":
         sizes = curve.sweep(bench, measured, asked=asked, encoder=wire.encoder_fingerprint, seed=cfg.seed)
@@ -129,13 +130,11 @@ def _asked(recipe: LatentWire) -> Eval:
     return dataclasses.replace(asked, batch=place.round_up(asked.batch, recipe.placement.data))
 
 
-def different_inputs(measured: rows.Measured, cfg: Config) -> list[int]:
-    """Returns the first position of each text that was written: questions about one context share its latents."""
-    first: dict[tuple[str, str], int] = {}
+def different_inputs(measured: rows.Measured, layout: batches.Layout) -> list[int]:
+    """Returns the first position of each text that was written: questions about one context may share its latents."""
+    first: dict[str, int] = {}
     for position, index in enumerate(measured.indices):
-        example = measured.encoded.examples[index]
-        written = example.question if cfg.prompt.question == "latents" else ""
-        first.setdefault((example.context, written), position)
+        first.setdefault(layout.source_text(measured.encoded.examples[index]), position)
     return list(first.values())
 
 

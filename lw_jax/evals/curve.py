@@ -23,6 +23,7 @@ from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter
 
 from lw_jax.core import config
+from lw_jax.core.types import EXACT
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
 from lw_jax.evals import rows
@@ -30,7 +31,6 @@ from lw_jax.evals.rows import Bench, Measured, Record
 from lw_jax.evals.statistics import Bootstrap
 from lw_jax.models import codec
 
-EXACT = 16  # bits of a channel that does not quantise: the codec does it here, not the encoder
 REFERENCES = {"text": ("the text itself", "-"), "none": ("no context", ":")}  # row -> (name, line) in the picture
 QUALITIES = {"nll": "NLL, nats a token", "f1": "F1"}
 MARKERS = {16: "o", 8: "s", 6: "D", 4: "^", 2: "v"}  # by bits a value
@@ -128,11 +128,12 @@ def _send(
     """Yields (bits, framed bytes, record) for each example and reader, of messages that were packed and read back."""
     for start in range(0, len(indices), asked.batch):
         real = list(indices[start : start + asked.batch])
-        host = encoded.collate(real + real[-1:] * (asked.batch - len(real)))
-        told = {"channel": np.tile(np.array([*channel, EXACT], np.int32), (asked.batch, 1))}
-        source = bench.place(host["source"] | told, None)
+        # The encoder must not quantise: here it is the codec that does.
+        told = np.tile(np.array([*channel, EXACT], np.int32), (asked.batch, 1))
+        host = encoded.collate(real + real[-1:] * (asked.batch - len(real)), rows=(), channel=told)
+        source = bench.place(host["source"], None)
         latents = np.asarray(jax.device_get(bench.predict.encode(bench.trainable, source)), np.float32)
-        placed = {name: bench.place(fields | told, name) for name, fields in host["readers"].items()}
+        placed = {name: bench.place(fields, name) for name, fields in host["readers"].items()}
         for bits in asked.bits:
             received, sizes = _round_trip(latents, channel, bits=bits, encoder=encoder)
             for name, fields in placed.items():

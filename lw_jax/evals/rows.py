@@ -22,7 +22,8 @@ Record = dict[str, Any]
 Row = dict[str, Any]  # figures by name, those of INTERVALS also with "_interval": [low, high]
 
 INTERVALS = ("em", "f1", "nll", "first_token")  # told with a bootstrap interval over examples
-ANSWER = ("answer_inputs", "targets", "weights")  # what of a reader's fields is scored; the rest makes its prompt
+WIRE = ("before", "after", "channel", "task")  # what of a reader's fields stands around latents
+ANSWER = ("answer_inputs", "targets", "weights")  # and what is scored
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +52,7 @@ class Bench:
         params = self.frozen[name]
         if row in PROMPT_ROWS:
             return self.predict.prompt_from_text(params, fields[row])
-        wire = {key: value for key, value in fields.items() if key not in (*ANSWER, *PROMPT_ROWS)}
+        wire = {key: fields[key] for key in WIRE}
         return self.predict.prompt_from_latents(self.trainable, params, wire, latents, name)
 
     def score(self, fields: Mapping[str, Any], name: str, prompt: Any) -> dict[str, np.ndarray]:
@@ -79,20 +80,6 @@ class Measured:
         return [record for record in self.records if (record["reader"], record["row"]) == (reader, row)]
 
 
-def other_examples(encoded: Encoded) -> list[int]:
-    """Returns, for each example, the next one (cyclically) with another context: whose latents the shuffled row sends.
-
-    Where all contexts are the same there is no such example and the row would equal "latents": itself is returned.
-    """
-    contexts = [example.context for example in encoded.examples]
-    count = len(contexts)
-    others = []
-    for index, context in enumerate(contexts):
-        steps = (step for step in range(1, count) if contexts[(index + step) % count] != context)
-        others.append((index + next(steps, 0)) % count)
-    return others
-
-
 def measure(bench: Bench, encoded: Encoded, *, asked: config.Eval) -> Measured:
     """Returns what every reader answers in the rows asked for.
 
@@ -101,7 +88,7 @@ def measure(bench: Bench, encoded: Encoded, *, asked: config.Eval) -> Measured:
         encoded: validation examples with the prompt rows that `asked.rows` names.
         asked: which rows, how many examples, how many at once, how long an answer.
     """
-    others = other_examples(encoded)
+    others = encoded.shuffled()
     indices: list[int] = []
     kept: list[np.ndarray] = []
     records: list[Record] = []
@@ -110,7 +97,7 @@ def measure(bench: Bench, encoded: Encoded, *, asked: config.Eval) -> Measured:
         latents = {"latents": bench.predict.encode(bench.trainable, bench.place(host["source"], None))}
         latents["shuffled"] = latents["latents"]
         if "shuffled" in asked.rows:
-            shuffled = encoded.collate([others[index] for index in batch], rows=())["source"]
+            shuffled = others.collate(batch, rows=())["source"]
             latents["shuffled"] = bench.predict.encode(bench.trainable, bench.place(shuffled, None))
         latents["zero"] = jnp.zeros_like(latents["latents"])
         found = [index for index, real in zip(batch, valid, strict=True) if real]

@@ -6,6 +6,7 @@ import gzip
 import itertools
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,33 +23,14 @@ HALF = 2e-2  # nats; fp16 latents against fp32 ones
 APART = 1e-3
 
 
-def truncate(latents, channel):
-    """What an encoder writes into a channel: the first slots and values, these of unit RMS."""
-    slots, width = (int(value) for value in np.asarray(channel)[0, :2])
-    kept = np.asarray(latents)[:, :slots, :width]
-    kept = kept / np.sqrt(np.mean(kept**2, axis=2, keepdims=True))
-    full = np.zeros(latents.shape, np.float32)
-    full[:, :slots, :width] = kept
-    return jnp.asarray(full)
-
-
 class Recorder:
-    """The recipe's functions, with the channel honoured, and every prompt's latents and channel written down."""
+    """The recipe's functions, with every prompt's latents and channel written down."""
 
     def __init__(self, predict):
         self.predict, self.seen = predict, []
 
-    def functions(self):
-        return dataclasses.replace(self.predict, encode=self.encode, prompt_from_latents=self.prompt_from_latents)
-
-    def encode(self, trainable, source):
-        plain = {key: source[key] for key in ("ids", "mask")}
-        found = self.predict.encode(trainable, source | plain)
-        return truncate(found, source["channel"]) if "channel" in source else found
-
     def prompt_from_latents(self, trainable, params, fields, latents, name):
-        if "channel" in fields:
-            self.seen.append((name, np.asarray(fields["channel"]), np.asarray(latents)))
+        self.seen.append((name, np.asarray(fields["channel"]), np.asarray(latents)))
         return self.predict.prompt_from_latents(trainable, params, fields, latents, name)
 
 
@@ -58,7 +40,8 @@ def wire(tmp_path_factory):
     recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers")
     bench = tiny.make_bench(recipe, recipe.build())
     recorder = Recorder(bench.predict)
-    bench = dataclasses.replace(bench, predict=recorder.functions())
+    told = dataclasses.replace(bench.predict, prompt_from_latents=recorder.prompt_from_latents)
+    bench = dataclasses.replace(bench, predict=told)
     changes = {"examples": COUNT, "batch": BATCH, "rows": ROWS, "max_new_tokens": 2, "resamples": 50}
     asked = dataclasses.replace(recipe.cfg.eval, **changes, curve="nll", curve_examples=PART, bits=(16, 8, 2))
     measured = rows.measure(bench, recipe.data("validation", rows=ROWS), asked=asked)
@@ -124,9 +107,9 @@ def test_readers_read_what_came_out_of_the_message_and_are_told_its_size(wire):
     for (slots, width, batch, wanted), (name, channel, latents) in zip(expected, recorder.seen, strict=True):
         assert name == wanted
         np.testing.assert_array_equal(channel, [[slots, width, 16]] * BATCH)
-        place = [measured.indices.index(index) for index in batch]
-        sent = np.asarray(truncate(measured.latents[place], [[slots, width]]))
-        for one, arrived in zip(sent, latents, strict=True):
+        source = jax.tree.map(jnp.asarray, measured.encoded.collate(batch)["source"])
+        sent = bench.predict.encode(bench.trainable, source | {"channel": jnp.asarray(channel)})
+        for one, arrived in zip(np.asarray(sent), latents, strict=True):
             message = codec.pack(one[:slots, :width], bits=2, encoder=ENCODER)
             np.testing.assert_allclose(arrived[:slots, :width], codec.unpack(message, encoder=ENCODER), atol=1e-5)
             assert not arrived[slots:].any() and not arrived[:, width:].any()

@@ -49,7 +49,7 @@ def score(wire, position, answer):
     batch = jax.tree.map(jnp.asarray, batch)
     latents, found = recipe.encode(built.trainable, batch["source"]), []
     for name, fields in batch["readers"].items():
-        wire_fields = {key: value for key, value in fields.items() if key not in rows.ANSWER}
+        wire_fields = {key: fields[key] for key in ("before", "after", "channel", "task")}
         prompt = recipe.prompt_from_latents(built.trainable, built.frozen[name], wire_fields, latents, name)
         answer_logits = jax.jit(recipe.wire.answer_logits, static_argnames="name")
         logits = answer_logits(built.frozen[name], name, prompt, fields["answer_inputs"])

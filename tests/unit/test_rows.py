@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lw_jax.core.types import Example
+from lw_jax.data.batches import other_examples
 from lw_jax.evals import rows
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import placement
@@ -91,11 +92,11 @@ def test_shuffled_row_reads_the_other_example_s_latents(measured):
     encoded = found.encoded
     index = {example.id: position for position, example in enumerate(encoded.examples)}
     chosen = [index[record["id"]] for record in records if record["row"] == "text"][:BATCH]
-    others = rows.other_examples(encoded)
+    others = other_examples(encoded.examples)
     batch = jax.tree.map(jnp.asarray, encoded.collate(chosen))
-    sent = jax.tree.map(jnp.asarray, encoded.source.collate([others[i] for i in chosen]))
+    sent = jax.tree.map(jnp.asarray, encoded.collate([others[i] for i in chosen])["source"])
     fields, params = batch["readers"]["qwen"], built.frozen["qwen"]
-    edges = {key: fields[key] for key in ("before", "after")}
+    edges = {key: fields[key] for key in ("before", "after", "channel", "task")}
     latents = recipe.encode(built.trainable, sent)
     prompt = recipe.prompt_from_latents(built.trainable, params, edges, latents, "qwen")
     answer = {key: fields[key] for key in ("answer_inputs", "targets", "weights")}
@@ -106,25 +107,20 @@ def test_shuffled_row_reads_the_other_example_s_latents(measured):
 def test_zero_row_knows_nothing_of_the_text(measured):
     recipe, built, *_ = measured
     latents = jnp.zeros((2, recipe.cfg.encoder.slots, recipe.cfg.encoder.width))
-    prefix = recipe.wire.prefix(built.trainable["adapters"]["qwen"], "qwen", latents)
+    prefix = recipe.wire.prefix(built.trainable["adapters"]["qwen"], "qwen", latents, "answer")
     np.testing.assert_array_equal(prefix[0], prefix[1])
 
 
-@dataclasses.dataclass
-class Contexts:
-    examples: tuple
-
-
 def contexts(*names):
-    return Contexts(tuple(Example(str(i), name, "?", ("a",)) for i, name in enumerate(names)))
+    return tuple(Example(str(i), name, "?", ("a",)) for i, name in enumerate(names))
 
 
 def test_other_example_has_another_context_wherever_there_is_one(measured):
-    assert rows.other_examples(contexts("a", "a", "b", "b", "b", "c")) == [2, 2, 5, 5, 5, 0]
-    assert rows.other_examples(contexts("a", "b", "a")) == [1, 2, 1]
-    assert rows.other_examples(contexts("a", "a")) == [0, 1]
+    assert other_examples(contexts("a", "a", "b", "b", "b", "c")) == [2, 2, 5, 5, 5, 0]
+    assert other_examples(contexts("a", "b", "a")) == [1, 2, 1]
+    assert other_examples(contexts("a", "a")) == [0, 1]
     encoded = measured[2].encoded
-    for mine, other in enumerate(rows.other_examples(encoded)):
+    for mine, other in enumerate(other_examples(encoded.examples)):
         assert encoded.examples[mine].context != encoded.examples[other].context
 
 
