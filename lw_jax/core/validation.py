@@ -31,6 +31,7 @@ CHOICES = {
 }
 CHANNELS = ("stages.*.slots", "stages.*.widths", "stages.*.bits", "eval.slots", "eval.widths", "eval.bits")
 BITS = (16, 8, 6, 4, 2)
+MADE = ("cards", "pairs")  # the project makes them, each split apart
 LATER = ("int8", "nf4", "dpo", "ttt")
 SELFMADE = ("llama", "qwen")
 
@@ -193,7 +194,7 @@ def _check_data(cfg: Config) -> None:
     for path, source in (("data.train", data.train), ("data.validation", data.validation)):
         if not source:
             _refuse(path, "", "name 'cards', a .json or .jsonl file, or hub:NAME.")
-    if data.train == data.validation and data.train != "cards" and not data.train.startswith("hub:"):
+    if data.train == data.validation and data.train not in MADE and not data.train.startswith("hub:"):
         _refuse("data.validation", data.validation, "it is the training file; validate on another one.")
     if data.answer_tokens < 2:
         _refuse("data.answer_tokens", data.answer_tokens, "one answer token and EOS need 2.")

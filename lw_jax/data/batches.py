@@ -149,7 +149,7 @@ class Encoded:
                 raise UserError(
                     f"batch rows {sorted(missing)} of {name!r} were not encoded; name them in encode(rows=)"
                 )
-            kept = (key for key in fields if key in ("before", "after") or key in wanted)
+            kept = (key for key in fields if key in wanted or key not in (*PROMPT_ROWS, "answer"))
             readers[name] = {key: fields[key].collate(indices) for key in kept}
             readers[name] |= {"channel": channel, "task": Task(self.task)}
             if name in self.teachers:

@@ -1,4 +1,4 @@
-"""Question cards that the project makes itself: facts about invented people, one of them asked for.
+"""Question cards that the project makes itself: facts about invented people, or keys and values, one asked for.
 
 A value is drawn independently of the name and at least one other person on the card has a value of the same kind
 (from two facts on), so that neither the question nor the card's other facts give the answer away: without the card the
@@ -98,27 +98,40 @@ ATTRIBUTES = {
             "Hungarian"
         ),
     ),
+    "sport": Attribute(
+        ("{name} plays {value}.", "{name} is good at {value}.", "{name} trains for {value}."),
+        ("Which sport does {name} play?", "What sport is {name} good at?"),
+        _words(
+            "tennis football hockey golf rugby cricket boxing judo chess darts rowing sailing skiing skating surfing "
+            "running cycling fencing archery bowling climbing diving karate curling polo squash wrestling volleyball "
+            "basketball baseball"
+        ),
+    ),
 }
-MAX_FACTS = len(ATTRIBUTES) ** 2
+STYLES = ("cards", "pairs")
+MAX_FACTS = {"cards": len(ATTRIBUTES) ** 2, "pairs": len(ATTRIBUTES)}
 VALIDATION_SHARE = 8  # one card in so many belongs to the validation split
 
 
-def make(count: int, *, facts: int, seed: int, split: Literal["train", "validation"]) -> list[Example]:
-    """Returns `count` cards of `facts` sentences each, the same for the same arguments.
+def make(
+    count: int, *, facts: int, seed: int, split: Literal["train", "validation"], style: str = "cards"
+) -> list[Example]:
+    """Returns `count` cards of `facts` sentences ("cards") or keys with values ("pairs"), the same for the same words.
 
     No card is in both splits, whatever the seeds and counts. Raises UserError for a count or a number of facts that
     cannot be made.
     """
     if count < 1:
         raise UserError(f"config.data: {count} {split} cards asked for; at least 1 is needed")
-    if not 1 <= facts <= MAX_FACTS:
-        raise UserError(f"config.data.facts={facts} must be between 1 and {MAX_FACTS}")
+    if not 1 <= facts <= MAX_FACTS[style]:
+        raise UserError(f"config.data.facts={facts} must be between 1 and {MAX_FACTS[style]} for {style!r}")
     rng = random.Random(f"{split}/{seed}/{facts}")
+    draw, write = (_draw, _write) if style == "cards" else (_draw_pairs, _write_pairs)
     examples: list[Example] = []
     while len(examples) < count:
-        card = _draw(rng, facts)
+        card = draw(rng, facts)
         if _split_of(card) == split:
-            examples.append(_write(rng, card, f"cards/{split}/{seed}/{len(examples)}"))
+            examples.append(write(rng, card, f"{style}/{split}/{seed}/{len(examples)}"))
     return examples
 
 
@@ -143,6 +156,11 @@ def _draw(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:
     return grid
 
 
+def _draw_pairs(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:
+    """Returns so many different keys in random order, each with a value of its own."""
+    return [("", key, rng.choice(ATTRIBUTES[key].values)) for key in rng.sample(sorted(ATTRIBUTES), facts)]
+
+
 def _split_of(card: list[tuple[str, str, str]]) -> str:
     """Returns the split a card belongs to, decided by its facts alone, not by their order or wording."""
     key = "|".join("/".join(fact) for fact in sorted(card))
@@ -154,3 +172,13 @@ def _write(rng: random.Random, card: list[tuple[str, str, str]], id: str) -> Exa
     name, kind, value = rng.choice(card)
     question = rng.choice(ATTRIBUTES[kind].questions).format(name=name)
     return Example(id, " ".join(sentences), question, (value,))
+
+
+def questions(example: Example) -> list[tuple[str, str]]:
+    """Returns all questions that a card of "pairs" answers, with their answers, in the card's order."""
+    return [(f"{key}?", value) for key, value in (pair.split(" ", 1) for pair in example.context.split(", "))]
+
+
+def _write_pairs(rng: random.Random, card: list[tuple[str, str, str]], id: str) -> Example:
+    _, key, value = rng.choice(card)
+    return Example(id, ", ".join(f"{key} {value}" for _, key, value in card), f"{key}?", (value,))

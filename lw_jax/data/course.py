@@ -73,7 +73,7 @@ class Course:
         """Returns rows `share` of a global batch; a function of its arguments alone."""
         stretch, stream, before = self._place(number)
         encoded, order = self.streams[stream], self._order(stream, seed)
-        indices = [order[before * global_batch + row] for row in range(global_batch)]
+        indices = [int(order[before * global_batch + row] or 0) for row in range(global_batch)]
         channel = _draw(stretch, encoded, np.random.default_rng([seed, number]), global_batch)
         return encoded.collate(indices[share], channel=channel[share])
 

@@ -33,16 +33,18 @@ def load(data: config.Data, split: Split, *, seed: int) -> list[Example]:
 
     Raises UserError when the validation source is the training source, and for whatever `read` refuses.
     """
-    if data.validation != "cards" and _identity(data.train, "train") == _identity(data.validation, "validation"):
+    apart = data.validation in cards.STYLES  # made cards share none between splits
+    if not apart and _identity(data.train, "train") == _identity(data.validation, "validation"):
         raise UserError(
             f"config.data.validation={data.validation!r} is the training source: scores would measure memory; "
             'name another file or split, or "cards"'
         )
     train = split == "train"
     source, limit = (data.train, data.train_limit) if train else (data.validation, data.validation_limit)
-    if source != "cards":
+    if source not in cards.STYLES:
         return read(source, limit=limit, split=split)
-    examples = cards.make(data.cards if train else data.validation_cards, facts=data.facts, seed=seed, split=split)
+    count = data.cards if train else data.validation_cards
+    examples = cards.make(count, facts=data.facts, seed=seed, split=split, style=source)
     return [examples[i] for i in spread(len(examples), limit)]
 
 
@@ -72,7 +74,7 @@ def spread(count: int, limit: int) -> list[int]:
 def _identity(source: str, split: Split) -> str | tuple[str, str, str]:
     if source.startswith("hub:"):
         return _parse_hub(source, split)
-    return source if source == "cards" else os.path.realpath(os.path.expanduser(source))
+    return source if source in cards.STYLES else os.path.realpath(os.path.expanduser(source))
 
 
 def _file_rows(path: Path) -> Iterator[_Row]:

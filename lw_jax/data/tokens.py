@@ -1,7 +1,8 @@
 """Text to token ids and back, for every reader and for the bytes encoder.
 
-A reader's tokenizer comes from a folder (`tokenizer.json`) or from the metadata of a .gguf file. Nothing here adds a
-token by itself: `begin` is put in front where a prompt is built (`lw_jax/data/batches.py`).
+A reader's tokenizer comes from a folder (`tokenizer.json`) or from the metadata of a .gguf file. It adds no token by
+itself: `begin` is put in front where a prompt is built (`lw_jax/data/batches.py`). Only the tokenizer of a BERT-class
+encoder puts marks around a text, because its body has learned with them.
 """
 
 import dataclasses
@@ -27,6 +28,9 @@ _TEMPLATE_DATE = "26 Jul 2024"
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
 
+Marks = tuple[tuple[int, ...], tuple[int, ...]]  # ids before and after every text
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class Tokenizer:
     """A reader's own tokenizer; special tokens written in a text are parsed, none is added."""
@@ -37,6 +41,11 @@ class Tokenizer:
     stops: tuple[int, ...]  # ids at which generation ends, eos first
     pad: int
     vocab: int  # highest id + 1
+
+    @property
+    def special(self) -> Marks:
+        """Returns the ids put before and after every text by `encode`: none."""
+        return (), ()
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text."""
@@ -82,6 +91,34 @@ class Tokenizer:
         return hashlib.blake2b(json.dumps([*said, self.pad]).encode(), digest_size=16).hexdigest()
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class BertTokenizer:
+    """A BERT-class encoder's own tokenizer; every text stands between the marks that the body has learned with."""
+
+    backend: Backend
+    pad: int
+    vocab: int  # highest id + 1
+    special: Marks  # ([CLS],), ([SEP],)
+
+    def encode(self, text: str) -> list[int]:
+        """Returns the ids of a text, marks included."""
+        return self.backend.encode(text, add_special_tokens=True).ids
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Returns the ids of each text, as `encode` does, on all cores."""
+        return [e.ids for e in self.backend.encode_batch(texts, add_special_tokens=True)]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Returns the text of ids, special tokens skipped; what the vocabulary does not keep (case, spaces) is lost."""
+        return self.backend.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """Identifies everything that decides ids."""
+        said = json.dumps([self.backend.to_str(), self.special, self.pad])
+        return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:
     """UTF-8 bytes as ids 0..255, 256 for padding: the tokenizer of the bytes encoder."""
@@ -89,6 +126,7 @@ class ByteTokenizer:
     pad: int = 256
     vocab: int = 257
     fingerprint: str = "utf-8 bytes, pad 256"
+    special: Marks = ((), ())
 
     def encode(self, text: str) -> list[int]:
         """Returns the bytes of a text."""
@@ -116,7 +154,41 @@ def load_tokenizer(location: Path) -> Tokenizer:
     return _wrap(_from_gguf(location, metadata), location, stops)
 
 
+def load_source_tokenizer(location: Path) -> Tokenizer | BertTokenizer:
+    """Loads the tokenizer of an encoder's body: BERT-class where config.json says so, else as `load_tokenizer` does.
+
+    Raises:
+        UserError: no `tokenizer.json`, no padding token, or what `load_tokenizer` refuses.
+    """
+    if not _is_bert(location / "config.json"):
+        return load_tokenizer(location)
+    fast = _read_fast(location)
+    backend, pad = _uncut(fast), fast.pad_token_id
+    if not isinstance(pad, int):
+        raise UserError(f"{location}: the tokenizer names no padding token; set pad_token in tokenizer_config.json")
+    bare, full = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+    begin = full.index(bare[0])
+    special = (tuple(full[:begin]), tuple(full[begin + len(bare) :]))
+    return BertTokenizer(backend, pad, _size(backend), special)
+
+
+def _is_bert(config: Path) -> bool:
+    if not config.is_file():
+        return False
+    try:
+        return json.loads(config.read_text("utf-8")).get("model_type") == "bert"
+    except (ValueError, AttributeError) as error:
+        raise UserError(f"{config}: no model_type can be read in it ({error}); fetch it again") from error
+
+
 def _from_folder(folder: Path) -> Tokenizer:
+    fast = _read_fast(folder)
+    generation = folder / "generation_config.json"
+    ends = json.loads(generation.read_text("utf-8")).get("eos_token_id") if generation.is_file() else None
+    return _wrap(fast, folder, ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+def _read_fast(folder: Path) -> PreTrainedTokenizerFast:
     if not (folder / "tokenizer.json").is_file():
         raise UserError(
             f"{folder}: no tokenizer.json; only fast tokenizers are read: save it there with transformers' "
@@ -125,20 +197,26 @@ def _from_folder(folder: Path) -> Tokenizer:
     # Not AutoTokenizer: by model type it may rebuild normaliser and pre-tokenizer and ignore what tokenizer.json says
     # (transformers 5.23 does for every qwen2 folder), so other ids than the model was trained with.
     try:
-        fast = PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
+        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
     except (OSError, ValueError, KeyError) as error:
         raise UserError(f"{folder}: tokenizer files cannot be read ({error}); fetch them again") from error
-    generation = folder / "generation_config.json"
-    ends = json.loads(generation.read_text("utf-8")).get("eos_token_id") if generation.is_file() else None
-    return _wrap(fast, folder, ends if isinstance(ends, list) else [] if ends is None else [ends])
+
+
+def _uncut(fast: PreTrainedTokenizerFast) -> Backend:
+    """Switches off the last user's cut and padding, which tokenizer.json may carry: texts are never cut here."""
+    backend = fast.backend_tokenizer
+    backend.no_truncation()
+    backend.no_padding()
+    return backend
+
+
+def _size(backend: Backend) -> int:
+    return max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
 
 def _wrap(fast: PreTrainedTokenizerFast, location: Path, stops: list[int]) -> Tokenizer:
     fast.name_or_path = str(location)
-    backend = fast.backend_tokenizer
-    # tokenizer.json may carry the last user's cut and padding; texts are never cut here
-    backend.no_truncation()
-    backend.no_padding()
+    backend = _uncut(fast)
     eos, pad = fast.eos_token_id, fast.pad_token_id
     if not isinstance(eos, int):
         raise UserError(f"{location}: the tokenizer names no EOS token; set eos_token in tokenizer_config.json")
@@ -152,7 +230,7 @@ def _wrap(fast: PreTrainedTokenizerFast, location: Path, stops: list[int]) -> To
         eos=eos,
         stops=tuple(dict.fromkeys([eos, *stops, *endings])),
         pad=pad if isinstance(pad, int) else eos,
-        vocab=max(backend.get_vocab(with_added_tokens=True).values()) + 1,
+        vocab=_size(backend),
     )
 
 

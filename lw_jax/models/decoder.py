@@ -163,7 +163,7 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     # Without recomputation of layers, that of attention's scores alone, as a fused kernel would: they are the largest
     # thing a layer keeps, and the cheapest to make again.
     attend_with = jax.checkpoint(attention) if mode.remat == "none" else attention
-    layer = _checkpointed(functools.partial(_layer, cfg, shared, attend_with), mode.remat)
+    layer = checkpoint_layer(functools.partial(_layer, cfg, shared, attend_with), mode.remat)
 
     def body(carry, inputs):
         x, mixed = carry
@@ -202,7 +202,8 @@ def unit_rms(x: jax.Array, eps: float) -> jax.Array:
     return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
-def _checkpointed(layer: Callable, remat: str) -> Callable:
+def checkpoint_layer(layer: Callable, remat: str) -> Callable:
+    """Returns the layer, keeping for backward all it needs ("none"), matmul outputs ("dots") or its inputs ("full")."""
     if remat == "none":
         return layer
     policies = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}

@@ -1,4 +1,6 @@
-"""Text ids to latents [b m z]: a body (pretrained decoder or bytes from scratch), pooling to M slots, a projection."""
+"""Text ids to latents [b m z]: a body (pretrained decoder or BERT, or bytes alone), pooling to M slots, projection."""
+
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -7,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.types import Tree
-from lw_jax.models import decoder
+from lw_jax.models import bert, decoder
 from lw_jax.models.modules import Pure, RMSNorm
 
 BYTE_VOCABULARY = 257  # 256 bytes and the pad id
@@ -101,14 +103,19 @@ class ByteBody(nnx.Module):
             setattr(self, f"feed{index}", FeedForward(width, 4 * width, rngs=rngs))
         self.norm = RMSNorm(width)
 
-    def __call__(self, ids: Int[Array, "b s"], mask: Bool[Array, "b s"]) -> Float[Array, "b s z"]:
+    def __call__(
+        self, ids: Int[Array, "b s"], mask: Bool[Array, "b s"], *, remat: str = "none"
+    ) -> Float[Array, "b s z"]:
         """Returns one normalised state per byte; what stands at padding means nothing."""
         x = jnp.take(self.embed[...], ids, axis=0)
         x = x + jnp.asarray(_sinusoids(*x.shape[1:]))[None].astype(x.dtype)
         for index in range(self.layers):
-            x = x + getattr(self, f"attend{index}")(x, x, mask)
-            x = x + getattr(self, f"feed{index}")(x)
+            x = decoder.checkpoint_layer(functools.partial(self._layer, index), remat)(x, mask)
         return self.norm(x)
+
+    def _layer(self, index: int, x: jax.Array, mask: jax.Array) -> jax.Array:
+        x = x + getattr(self, f"attend{index}")(x, x, mask)
+        return x + getattr(self, f"feed{index}")(x)
 
 
 class Head(nnx.Module):
@@ -166,6 +173,20 @@ def read_lm(
     out = decoder.forward(body, cfg, x, mask=mask, mix=jax.nn.softmax(bound.mix[...]), mode=mode)
     assert out.mixed is not None, "forward returns the mix it was asked for"
     return out.mixed
+
+
+def read_bert(
+    params: Tree,
+    cfg: bert.BertConfig,
+    head: Pure[Head],
+    *,
+    ids: Int[Array, "b s"],
+    mask: Bool[Array, "b s"],
+    remat: str = "none",
+) -> Float[Array, "b s d"]:
+    """A BERT-class body's mixed states: {"body": as `bert.abstract` describes it, "head": ...}."""
+    mix = jax.nn.softmax(head.bind(params["head"]).mix[...])
+    return bert.forward(params["body"], cfg, ids, mask=mask, mix=mix, remat=remat)
 
 
 def keep(y: Float[Array, "b m z"], slots: Int[Array, " b"], width: Int[Array, " b"]) -> Float[Array, "b m z"]:

@@ -5,16 +5,19 @@ a model of another kind is refused by name instead of being computed wrongly.
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
 from lw_jax.models.decoder import DecoderConfig, Llama3Scaling, abstract
 
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+
+Fields = Mapping[str, Any]
 
 # Without these a default of transformers' would silently stand in for the model's own size.
 _REQUIRED = {
@@ -42,7 +45,7 @@ _MUST_EQUAL: dict[str, dict[str, Any]] = {
 }
 _MUST_EQUAL_ALL: dict[str, Any] = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "is_encoder_decoder": False}
 # Training, generation and bookkeeping: read by nobody who computes logits.
-_HARMLESS = {
+HARMLESS = {
     "_name_or_path",
     "architectures",
     "attention_dropout",
@@ -109,23 +112,23 @@ class Slot(NamedTuple):
 
 def tensor_map(cfg: DecoderConfig) -> dict[str, Slot]:
     """Returns every tensor of a Hugging Face checkpoint by name."""
-    return _slots(cfg, "hugging_face")
+    return list_slots(abstract(cfg, jnp.float32), TENSORS, "hugging_face")
 
 
 def gguf_names(cfg: DecoderConfig) -> dict[str, Slot]:
     """Returns every tensor of a GGUF file by name; shapes are [out, in] as in the other format."""
-    return _slots(cfg, "gguf")
+    return list_slots(abstract(cfg, jnp.float32), TENSORS, "gguf")
 
 
-def _slots(cfg: DecoderConfig, container: str) -> dict[str, Slot]:
-    tree = abstract(cfg, jnp.float32)
+def list_slots(tree: Tree, rows: Mapping[str, Row], container: str) -> dict[str, Slot]:
+    """Returns, by its name in a "hugging_face" or "gguf" file, where each tensor of a tree of shapes belongs."""
     leaves = {name: leaf for name, leaf in tree.items() if name != "layers"}
     leaves |= {f"layers/{name}": leaf for name, leaf in tree["layers"].items()}
     out = {}
     for name, leaf in leaves.items():
-        row, path, stacked = TENSORS[name], tuple(name.split("/")), name.startswith("layers/")
+        row, path, stacked = rows[name], tuple(name.split("/")), name.startswith("layers/")
         shape = _join_heads(leaf.shape[1:] if stacked else leaf.shape, row.split)
-        for layer in range(cfg.layers) if stacked else [None]:
+        for layer in range(leaf.shape[0]) if stacked else [None]:
             out[getattr(row, container).format(layer)] = Slot(path, layer, shape)
     return out
 
@@ -191,23 +194,30 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
 
 
 def _refuse_strangers(fields: Mapping[str, Any], raw_keys: set[str], family: str, where: str) -> None:
+    required = _REQUIRED | ({"num_key_value_heads"} if family == "qwen2" else set())
+    must, free = _MUST_EQUAL_ALL | _MUST_EQUAL[family], _HANDLED | HARMLESS | {"layer_types"}
+    refuse_fields(fields, raw_keys, required=required, must=must, free=free, where=where)
+    kinds = set(fields.get("layer_types") or ())
+    if kinds - {"full_attention"}:
+        raise UserError(f"{where}: layer_types has {sorted(kinds)}, only 'full_attention' is supported")
+
+
+def refuse_fields(
+    fields: Fields, raw_keys: set[str], *, required: Set[str], must: Fields, free: Set[str], where: str
+) -> None:
+    """Refuses fields that lack a `required` one, have another value than `must` says, or are known to nobody."""
+    family = fields.get("model_type")
     if "quantization_config" in raw_keys:
         raise UserError(
             f"{where}: quantization_config={fields.get('quantization_config')!r}: quantised storage is read from .gguf "
             "files only; use the model's unquantised folder"
         )
-    required = _REQUIRED | ({"num_key_value_heads"} if family == "qwen2" else set())
     if missing := sorted(required - raw_keys):
         raise UserError(f"{where}: field {missing[0]} is missing; it is needed for model_type {family!r}")
-    must = _MUST_EQUAL_ALL | _MUST_EQUAL[family]
     for key, value in must.items():
         if fields.get(key) not in (None, value):
             raise UserError(f"{where}: {key}={fields[key]!r}, only {value!r} is supported for model_type {family!r}")
-    kinds = set(fields.get("layer_types") or ())
-    if kinds - {"full_attention"}:
-        raise UserError(f"{where}: layer_types has {sorted(kinds)}, only 'full_attention' is supported")
-    known = _HANDLED | _HARMLESS | must.keys() | {"layer_types"}
-    if unknown := sorted(raw_keys - known):
+    if unknown := sorted(raw_keys - free - must.keys()):
         raise UserError(
             f"{where}: field {unknown[0]}={fields.get(unknown[0])!r} is not known for model_type {family!r} and may "
             "change what the model computes; if it does not, remove it from the file"

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.types import Tree
-from lw_jax.models import adapter, decode, decoder, encoder
+from lw_jax.models import adapter, bert, decode, decoder, encoder
 from lw_jax.models.modules import Pure
 
 
@@ -27,7 +27,7 @@ class EncoderSpec:
     pooling: str
     layers: int
     window: int  # what the body reads at once
-    body: decoder.DecoderConfig | None
+    body: decoder.DecoderConfig | bert.BertConfig | None
     dtype: str  # of arithmetic; parameters are fp32
 
     def head(self) -> Pure[encoder.Head]:
@@ -90,11 +90,15 @@ class Wire:
         return self.encoder.head().bind(params["head"])(states, mask, source["channel"])
 
     def _read(self, params: Tree, ids: Int[Array, "b s"], mask: Bool[Array, "b s"]) -> Float[Array, "b s d"]:
-        if self.encoder.body is None:
-            body = encoder.make_bytes(self.encoder.width, self.encoder.layers)
-            return body.bind(params["body"])(ids, mask)
-        mode = dataclasses.replace(self.mode, causal=False)
-        return encoder.read_lm(params, self.encoder.body, self.encoder.head(), ids=ids, mask=mask, mode=mode)
+        body, head = self.encoder.body, self.encoder.head()
+        if body is None:
+            made = encoder.make_bytes(self.encoder.width, self.encoder.layers)
+            return made.bind(params["body"])(ids, mask, remat=self.mode.remat)
+        if isinstance(body, bert.BertConfig):
+            return encoder.read_bert(params, body, head, ids=ids, mask=mask, remat=self.mode.remat)
+        return encoder.read_lm(
+            params, body, head, ids=ids, mask=mask, mode=dataclasses.replace(self.mode, causal=False)
+        )
 
     def prefix(self, params: Tree, name: str, latents: Float[Array, "b m z"], task: str) -> Float[Array, "b n d"]:
         """Turns latents into one reader's soft prefix, the task's vector behind them (n = m + 1)."""

@@ -16,15 +16,15 @@ from lw_jax import architectures, losses, sources, weights
 from lw_jax.core import config, tree
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
-from lw_jax.core.errors import UserError
 from lw_jax.core.types import DTYPES, EXACT, Example, LossTerms, Task, Tree
 from lw_jax.data import batches, examples
 from lw_jax.data.course import Course
-from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
 from lw_jax.models import adapter, alignment, codec, decoder, encoder, wire
+from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.optim import Rates
-from lw_jax.recipes import joining, objectives, selfmade
+from lw_jax.recipes import encoding, joining, objectives, selfmade
 from lw_jax.recipes import terms as arithmetic
 from lw_jax.recipes.base import Weights
 from lw_jax.recipes.curriculum import Curriculum, longest_passage
@@ -57,9 +57,9 @@ class LatentWire:
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         """Finds the models' files; an `outline` needs none and can describe shapes and the loss, but load nothing."""
         self.cfg, self.placement, self.outline = cfg, placed, outline
-        self.wire = _wire(cfg, placed, self._describe(), {} if outline else self.tokenizers)
+        self.wire = _wire(cfg, placed, self._describe(), {} if outline else self.tokenizers, self._describe_body())
 
-    @functools.cached_property
+    @property
     def rates(self) -> Rates:
         """Returns the learning rates; a pretrained body moves more slowly than what starts from noise."""
         if self.cfg.encoder.run:
@@ -94,16 +94,25 @@ class LatentWire:
     def body_location(self) -> Path | None:
         """Returns where the encoder's pretrained body lies; None for one from scratch."""
         spec = self.cfg.encoder
-        return locate(self.cfg, spec.source, spec.sha256) if spec.kind == "lm" else None
+        return locate(self.cfg, spec.source, spec.sha256) if spec.kind in encoding.BODIES else None
 
     def _describe(self) -> dict[str, DecoderConfig]:
-        """Returns the readers' shapes by name and, under "", the encoder's body where it is pretrained."""
+        """Returns the readers' shapes by name."""
         if self.outline:
-            sources = {name: llm.source for name, llm in self.cfg.llms.items()}
-            sources |= {"": self.cfg.encoder.source} if self.cfg.encoder.kind == "lm" else {}
-            return {name: outline(self.cfg, source) for name, source in sources.items()}
-        places = self.locations | ({"": self.body_location} if self.body_location else {})
-        return {name: weights.describe(at) for name, at in places.items()}
+            return {name: outline(self.cfg, llm.source) for name, llm in self.cfg.llms.items()}
+        return {name: weights.describe(at) for name, at in self.locations.items()}
+
+    def _describe_body(self) -> DecoderConfig | BertConfig | None:
+        """Returns the shapes of the encoder's body, cut to its layers; None for one from scratch."""
+        spec = self.cfg.encoder
+        if spec.kind not in encoding.BODIES:
+            return None
+        if self.outline and spec.kind == "lm":
+            return encoding.cut(outline(self.cfg, spec.source), spec)
+        if self.outline:
+            return encoding.cut(architectures.find_bert(spec.source), spec)
+        assert self.body_location is not None  # it has one of the BODIES
+        return encoding.cut(encoding.BODIES[spec.kind].describe(self.body_location), spec)
 
     def abstract(self) -> Weights:
         """Returns both trees as shapes."""
@@ -113,7 +122,7 @@ class LatentWire:
     def _abstract(self) -> Weights:
         body = None  # traced once: the planner asks some hundred times
         if self.wire.encoder.body:
-            body = encoder.keep_body(decoder.abstract(self.wire.encoder.body, jnp.float32))
+            body = encoding.BODIES[self.cfg.encoder.kind].abstract(self.wire.encoder.body)
         sizes = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.wire.readers}
         key = jax.eval_shape(lambda: jax.random.key(0))
         trainable = jax.eval_shape(
@@ -145,8 +154,7 @@ class LatentWire:
         readers: Tree = self.load_frozen() if frozen is None else frozen
         body = None
         if self.body_location and self.wire.encoder.body:
-            body = weights.load(self.body_location, dtype="float32", layers=self.wire.encoder.body.layers)
-            body = encoder.keep_body(body)
+            body = encoding.BODIES[self.cfg.encoder.kind].load(self.body_location, self.wire.encoder.body.layers)
         sizes = {name: adapter.rms(one["embed"].astype(jnp.float32), axis=None) for name, one in readers.items()}
         key = rngs.stream(self.cfg.seed, "trainable")
         init = jax.jit(
@@ -213,7 +221,10 @@ class LatentWire:
         """Returns the arithmetic of one micro-batch: the encoder's under "", each reader's under its name."""
         remat, spec = self.cfg.compute.remat, self.wire.encoder
         positions = widths["source"]["ids"].shape[0]
-        if spec.body is not None:
+        if isinstance(spec.body, BertConfig):
+            one = arithmetic.Pass(rows, positions, 0, remat, arithmetic.BYTES[self.cfg.compute.dtype])
+            found = {"": arithmetic.trained_bert(spec.body, one)}
+        elif spec.body is not None:
             one = arithmetic.Pass(rows, positions, 0, remat, arithmetic.BYTES[self.cfg.compute.dtype])
             found = {"": arithmetic.trained(spec.body, one)}
         else:  # twelve z^2 parameters a layer, twelve activations of width z and two of the scores
@@ -285,7 +296,7 @@ class LatentWire:
         return batches.Layout(
             prompt=cfg.prompt,
             readers={name: batches.Reader(self.tokenizers[name], llm.template) for name, llm in cfg.llms.items()},
-            source=load_tokenizer(self.body_location) if self.body_location else ByteTokenizer(),
+            source=load_source_tokenizer(self.body_location) if self.body_location else ByteTokenizer(),
             window=cfg.encoder.window,
             windows=cfg.encoder.windows,
             slots=cfg.encoder.slots,
@@ -399,7 +410,9 @@ class LatentWire:
     def identity(self) -> dict[str, str]:
         """Returns the fingerprints of the frozen readers and of the encoder's origin."""
         spec = self.cfg.encoder
-        origin = weights.fingerprint(self.body_location) if self.body_location else "from scratch"
+        origin = "from scratch"
+        if self.body_location:
+            origin = weights.fingerprint(self.body_location, describe=encoding.BODIES[spec.kind].describe)
         if spec.run:
             origin = joining.origin(spec.run)
         shape = f"{spec.kind} {spec.pooling} {spec.slots}x{spec.width} layers {spec.layers}"
@@ -461,7 +474,11 @@ class LatentWire:
 
 
 def _wire(
-    cfg: Config, placement: Placement, found: Mapping[str, DecoderConfig], tokenizers: Mapping[str, Tokenizer]
+    cfg: Config,
+    placement: Placement,
+    found: Mapping[str, DecoderConfig],
+    tokenizers: Mapping[str, Tokenizer],
+    body: DecoderConfig | BertConfig | None,
 ) -> wire.Wire:
     def mode(mesh: Mesh) -> decoder.Mode:
         rows = NamedSharding(mesh, P("data"))
@@ -474,7 +491,7 @@ def _wire(
         pooling=cfg.encoder.pooling,
         layers=cfg.encoder.layers,
         window=cfg.encoder.window,
-        body=_body(found[""], cfg.encoder.layers) if "" in found else None,
+        body=body,
         dtype=DTYPES[cfg.compute.dtype],
     )
     readers = {}
@@ -482,12 +499,3 @@ def _wire(
         stops = tuple(tokenizers[name].stops) if name in tokenizers else ()
         readers[name] = wire.Reader(found[name], cfg.adapter.hidden, cfg.adapter.calibration, stops, mode(at.mesh))
     return wire.Wire(spec, readers, mode(placement.learner))
-
-
-def _body(config: DecoderConfig, layers: int) -> DecoderConfig:
-    """The encoder's body: the first `layers` of a pretrained decoder (0: all), never its head."""
-    if layers > config.layers:
-        raise UserError(
-            f"config.encoder.layers={layers} but the body has {config.layers} layers; choose 0 (all) or fewer"
-        )
-    return dataclasses.replace(config, layers=layers or config.layers, tied=True)

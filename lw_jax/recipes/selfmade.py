@@ -22,8 +22,8 @@ from lw_jax import losses, sources, weights
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import LossTerms, Tree
-from lw_jax.data import batches, examples
+from lw_jax.core.types import Example, LossTerms, Tree
+from lw_jax.data import batches, cards, examples
 from lw_jax.data.course import Course
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.models import decoder, wire
@@ -31,7 +31,7 @@ from lw_jax.recipes.base import Weights
 from sharding import placement, rules, tables
 
 PREFIX = "selfmade:"
-FORMAT = 1  # raised when what is trained changes, so that old folders are not taken up
+FORMAT = 2  # raised when what is trained changes, so that old folders are not taken up
 CARDS = 16384
 TEXT_WEIGHT = 0.2  # of a token that is not the answer's, in the loss
 
@@ -62,9 +62,15 @@ def family(source: str) -> str:
     return name
 
 
+def style(cfg: Config) -> str:
+    """Returns which kind of cards these readers learn to read: the run's own, where it has any."""
+    return cfg.data.train if cfg.data.train in cards.STYLES else cards.STYLES[0]
+
+
 def folder(cfg: Config, source: str) -> Path:
     """Returns where this reader's folder belongs: one per sizes, prompt and cards."""
-    meaning = [FORMAT, family(source), dataclasses.asdict(cfg.selfmade), dataclasses.asdict(cfg.prompt), cfg.data.facts]
+    sizes, prompt = dataclasses.asdict(cfg.selfmade), dataclasses.asdict(cfg.prompt)
+    meaning = [FORMAT, family(source), sizes, prompt, cfg.data.facts, style(cfg)]
     digest = hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=8).hexdigest()
     return sources.cache_root() / "selfmade" / f"{family(source)}-{digest}"
 
@@ -106,9 +112,9 @@ class SelfmadeReader:
         kind = FAMILIES[family(source)]
         self.family = family(source)
         self.placement = placement.together(mesh, ["reader"])
-        cards = {"train": "cards", "validation": "cards", "train_limit": 0, "validation_limit": 0, "cards": CARDS}
+        made = {"train": style(cfg), "validation": style(cfg), "train_limit": 0, "validation_limit": 0, "cards": CARDS}
         # One reader whatever the run's seed: the folder's name knows nothing of it.
-        self.cfg = dataclasses.replace(cfg, seed=0, data=dataclasses.replace(cfg.data, **cards))
+        self.cfg = dataclasses.replace(cfg, seed=0, data=dataclasses.replace(cfg.data, **made))
         self.config = decoder_config(cfg, source)
         self.folder = folder(cfg, source)
         self.examples = examples.load(self.cfg.data, "train", seed=self.cfg.seed)
@@ -152,7 +158,8 @@ class SelfmadeReader:
     def data(self, split: examples.Split) -> batches.Encoded:
         """Returns whole cards as one sequence: its first token is the prompt, all others with the answer the target.
 
-        Predicting the question's words teaches copying from the text, without which the answer is learned late.
+        Predicting the question's words teaches copying from the text, without which the answer is learned late; a card
+        that answers several questions is asked all of them, which teaches looking up several times as fast.
         """
         layout = batches.Layout(
             prompt=self.cfg.prompt,
@@ -167,24 +174,44 @@ class SelfmadeReader:
         found = self.examples if split == "train" else examples.load(self.cfg.data, split, seed=self.cfg.seed)
         encoded = batches.encode(found, layout=layout, rows=("text",))
         text, answer = (encoded.readers["reader"][key] for key in ("text", "answer"))
-        rest = [np.concatenate([t[1:], a]) for t, a in zip(text.ids, answer.ids, strict=True)]
+        more = self._ask_all(encoded.examples, layout)
+        rest = [np.concatenate([t[1:], a, m]) for t, a, (m, _) in zip(text.ids, answer.ids, more, strict=True)]
+        scored = [
+            np.concatenate([np.zeros(len(t) - 1, np.int32), np.ones(len(a), np.int32), s])
+            for t, a, (_, s) in zip(text.ids, answer.ids, more, strict=True)
+        ]
         whole = {
             "before": batches.Field([ids[:1] for ids in text.ids], 1, text.pad, left=True),
-            "text": text,
-            "answer": batches.Field(rest, text.width + answer.width, answer.pad, left=False),
+            "answer": batches.field(rest, answer.pad, left=False),
+            "scored": batches.field(scored, 0, left=False),
         }
         return dataclasses.replace(encoded, readers={"reader": whole})
 
+    def _ask_all(self, found: Sequence[Example], layout: batches.Layout) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns, for each card, the ids of its other questions with answers, and which of them are the answers'."""
+        if style(self.cfg) != "pairs":
+            return [(np.zeros(0, np.int32), np.zeros(0, np.int32))] * len(found)
+        frame = batches.make_frame("reader", layout.readers["reader"], layout.prompt)
+        known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
+        for asked in {pair for example in found for pair in cards.questions(example)}:
+            question = self.tokenizer.encode(frame.after(asked[0]))
+            answer = [*self.tokenizer.encode(frame.gap + asked[1]), self.tokenizer.eos]
+            known[asked] = (question + answer, [0] * len(question) + [1] * len(answer))
+        rows = []
+        for example in found:
+            others = [known[pair] for pair in cards.questions(example) if pair[0] != example.question]
+            rows.append(tuple(np.array(sum((one[i] for one in others), []), np.int32) for i in range(2)))
+        return rows
+
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
-        """Cross-entropy of every token of the card; the answer's with EOS count fully, the others by TEXT_WEIGHT."""
+        """Cross-entropy of every token of the card; the answers' with EOS count fully, the others by TEXT_WEIGHT."""
         del frozen, rng
         fields = batch["readers"]["reader"]
         logits = self.wire.answer_logits(
             trainable, "reader", wire.text_prompt(trainable, fields["before"]), fields["answer_inputs"]
         )
         targets, present = fields["targets"], fields["weights"]
-        text_targets = fields["text"]["mask"].sum(axis=1, keepdims=True) - 1
-        in_answer = jnp.arange(targets.shape[1])[None, :] >= text_targets
+        in_answer = fields["scored"]["ids"] == 1
         answers = jnp.where(in_answer, present, 0.0)
         total, weight = losses.nll(logits, targets, jnp.where(in_answer, present, TEXT_WEIGHT * present))
         terms = {

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 
 BYTES = {"fp32": 4, "bf16": 2}
@@ -60,6 +61,26 @@ def trained(cfg: DecoderConfig, one: Pass) -> Terms:
     cast = params(cfg) * one.size if one.size < 4 else 0  # the copy in the dtype of arithmetic
     kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, 1)
     return Terms(kept + cast, 3 * forward + (one.remat == "full") * _recomputed(cfg, one))
+
+
+def trained_bert(cfg: BertConfig, one: Pass) -> Terms:
+    """Returns the same of a BERT-class body: a decoder of as many parameters and activations."""
+    heads = cfg.heads
+    alike = DecoderConfig(
+        vocab=cfg.vocab,
+        width=cfg.width,
+        layers=cfg.layers,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=cfg.width // heads,
+        ffn=2 * cfg.ffn // 3,  # two matrices instead of three
+        rope_theta=1.0,
+        norm_eps=cfg.norm_eps,
+        max_positions=cfg.max_positions,
+        tied=True,
+        qkv_bias=True,
+    )
+    return trained(alike, one)
 
 
 def _recomputed(cfg: DecoderConfig, one: Pass) -> float:

@@ -1,5 +1,6 @@
 """Every parameter's path, shape, dtype, placement, rate and decay, as text; UPDATE_GOLDEN=1 writes the files anew."""
 
+import dataclasses
 import os
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import pytest
 
 from lw_jax import optim
 from lw_jax.core import tree
-from lw_jax.models import decoder
+from lw_jax.models import bert, bert_family, decoder
 from sharding import mesh as meshes
 from sharding import rules, tables
 from tests import tiny
@@ -46,6 +47,13 @@ QWEN = decoder.DecoderConfig(
     tied=False,
     qkv_bias=True,
 )
+# Public config.json of google-bert/bert-base-uncased and sentence-transformers/all-MiniLM-L6-v2.
+BERT_BASE = bert.BertConfig(
+    vocab=30522, width=768, layers=12, heads=12, ffn=3072, norm_eps=1e-12, max_positions=512, token_types=2
+)
+MINILM_L6 = dataclasses.replace(BERT_BASE, width=384, layers=6, ffn=1536)
+# Published sizes (109,482,240 and 22,713,216) less the pooler, d x d weights and d biases.
+BODIES = {"bert_base": (BERT_BASE, 108_891_648), "minilm_l6": (MINILM_L6, 22_565_376)}
 READERS = {"llama31_8b": (LLAMA, 8_030_261_248), "qwen25_7b": (QWEN, 7_615_616_512)}
 PLACEMENTS = {"replicate": {"data": 8}, "fsdp": {"data": 8}, "tensor": {"data": 2, "model": 4}}
 ENCODERS = {
@@ -91,6 +99,20 @@ def test_frozen_tree_has_the_published_number_of_parameters(name: str) -> None:
     assert tree.count(decoder.abstract(cfg, jnp.bfloat16)) == count
 
 
+@pytest.mark.parametrize("name", BODIES)
+def test_bert_tree_has_the_published_number_of_parameters(name: str) -> None:
+    cfg, count = BODIES[name]
+    assert tree.count(bert.abstract(cfg, jnp.float32)) == count
+
+
+def test_bert_tree_its_decay_and_the_tensors_it_comes_from_are_unchanged() -> None:
+    shapes = bert.abstract(BERT_BASE, jnp.float32)
+    flat, decay = tree.flatten_paths(shapes), tree.flatten_paths(rules.match(optim.DECAY, shapes, name="decay"))
+    stored = {path: bert_family.TENSORS[path].hugging_face for path in flat}
+    rows = [(path, str(leaf.shape), str(leaf.dtype), str(decay[path]), stored[path]) for path, leaf in flat.items()]
+    compare("bert_base", [("path", "shape", "dtype", "decay", "tensor"), *sorted(rows)])
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_trainable_tree_and_how_it_learns_are_unchanged(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.getbasetemp() / "readers"
@@ -113,4 +135,4 @@ def test_trainable_tree_and_how_it_learns_are_unchanged(name: str, tmp_path_fact
 
 
 def test_no_golden_file_is_left_over() -> None:
-    assert sorted(file.stem for file in GOLDEN.glob("*.txt")) == sorted([*READERS, *ENCODERS])
+    assert sorted(file.stem for file in GOLDEN.glob("*.txt")) == sorted([*READERS, *ENCODERS, "bert_base"])

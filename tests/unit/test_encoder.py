@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax.models import decoder, encoder
+from lw_jax.models import bert, decoder, encoder
 from lw_jax.models.wire import EncoderSpec, Reader, Wire
 
 SAME = 2e-5  # fp32, values of unit size: the same sums in another order
@@ -161,6 +161,57 @@ def test_bf16_arithmetic_still_gives_fp32_latents(built):
         exact = jax.jit(make(kind, "queries").encode)(trainable, source([9, 3], 9))
         assert small.dtype == jnp.float32
         assert 0 < np.abs(np.asarray(small - exact)).max() < 0.3  # eight bits of mantissa through a few layers
+
+
+@pytest.mark.parametrize("remat", ["dots", "full"])
+def test_remat_of_the_byte_body_recomputes_and_changes_no_gradient(remat):
+    body = encoder.make_bytes(WIDTH, 2)
+    params, text = jax.jit(body.init)(jax.random.key(2)), source([13, 8], 13)
+
+    def gradient(remat):
+        def loss(params):
+            return jnp.sum(jnp.sin(body.bind(params)(text["ids"], text["mask"], remat=remat)))
+
+        return jax.jit(jax.grad(loss))
+
+    plain, again = gradient("none")(params), gradient(remat)(params)
+    top = max(float(jnp.abs(leaf).max()) for leaf in jax.tree.leaves(plain))
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=SAME * top), plain, again)
+    tanhs, dots = (
+        [str(jax.make_jaxpr(gradient(kind))(params)).count(word) for kind in ("none", remat)]
+        for word in (" tanh ", " dot_general[")
+    )
+    assert tanhs[1] - tanhs[0] == 2, "each layer's activation is made again"
+    # two layers of q, k, v, o and up; attention's own products are batched, which "dots" never keeps
+    assert dots[1] - dots[0] >= 10 if remat == "full" else dots[1] - dots[0] <= 4
+
+
+@pytest.mark.parametrize("pooling", ["windows", "queries"])
+def test_bert_body_writes_latents_by_its_mix(pooling):
+    cfg = bert.BertConfig(
+        vocab=61, width=26, layers=2, heads=2, ffn=34, norm_eps=1e-12, max_positions=19, token_types=2
+    )
+    head = encoder.make_head(cfg.width, WIDTH, slots=SLOTS, pooling=pooling, states=cfg.layers + 1)
+    shapes = bert.abstract(cfg, jnp.float32)
+    body = jax.tree.map(lambda leaf: 0.3 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), shapes)
+    params = {"body": body, "head": jax.jit(head.init)(jax.random.key(4))}
+
+    @jax.jit
+    def run(params, text):
+        return encoder.encode_bert(params, cfg, head, ids=text["ids"], mask=text["mask"], remat="full")
+
+    latents = run(params, source([11, 3], 11))
+    assert latents.shape == (2, SLOTS, WIDTH) and latents.dtype == jnp.float32
+    np.testing.assert_allclose(jnp.sqrt(jnp.mean(jnp.square(latents), axis=2)), 1, atol=1e-3)
+    assert jnp.abs(latents[0] - latents[1]).max() > APART
+    np.testing.assert_allclose(run(params, source([11, 3], 17, pad=29)), latents, atol=SAME)
+    mix = jnp.asarray([0.0, 50.0, 0.0])
+    mixed = {"body": body, "head": params["head"] | {"mix": mix}}
+    found = run(mixed, source([11, 3], 11))
+    text = source([11, 3], 11)
+    state = bert.forward(body, cfg, text["ids"], mask=text["mask"], mix=jnp.eye(3)[1])
+    np.testing.assert_allclose(found, head.bind(mixed["head"])(state, text["mask"]), atol=SAME)
+    assert jnp.abs(found - latents).max() > APART
 
 
 def test_zero_layers_means_the_original_s_six():

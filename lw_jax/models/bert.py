@@ -1,0 +1,121 @@
+"""BERT's body, for encoders: bidirectional, normalised after each sum, with learned absolute positions.
+
+Parameters are a plain nested dict, layers stacked on a leading axis, file layout [out, in] kept, as in `decoder`.
+Semantics follow transformers' BertModel without its pooler; every token has type 0.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
+from lw_jax.models import decoder
+
+
+@dataclasses.dataclass(frozen=True)
+class BertConfig:
+    """Everything that decides the body's mathematics; what a checkpoint says beyond it is refused at loading."""
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    ffn: int
+    norm_eps: float
+    max_positions: int
+    token_types: int
+
+
+def abstract(cfg: BertConfig, dtype: jax.typing.DTypeLike) -> Tree:
+    """Returns the parameter tree as shapes."""
+    d, h, f, n = cfg.width, cfg.heads, cfg.ffn, cfg.layers
+    e = d // h
+    layers = {f"{name}_norm{part}": (n, d) for name in ("attn", "mlp") for part in ("", "_bias")}
+    layers |= {name: (n, h, e, d) for name in "qkv"} | {f"{name}_bias": (n, h, e) for name in "qkv"}
+    layers |= {"o": (n, d, h, e), "o_bias": (n, d)}
+    layers |= {"up": (n, f, d), "up_bias": (n, f), "down": (n, d, f), "down_bias": (n, d)}
+    shapes = {
+        "embed": (cfg.vocab, d),
+        "position_embed": (cfg.max_positions, d),
+        "type_embed": (cfg.token_types, d),
+        "embed_norm": (d,),
+        "embed_norm_bias": (d,),
+        "layers": layers,
+    }
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=lambda node: isinstance(node, tuple)
+    )
+
+
+def forward(
+    params: Tree,
+    cfg: BertConfig,
+    ids: Int[Array, "b s"],
+    *,
+    mask: Bool[Array, "b s"],
+    mix: Float[Array, " n"] | None,
+    remat: str = "none",
+) -> Float[Array, "b s d"]:
+    """Returns the body's states, mixed over its layers; rows are right-padded.
+
+    `mix` (layers + 1 weights, with a softmax by the caller) weighs the RMS-normalised output of the embeddings and of
+    each layer. None asks for the last layer's output as it is.
+
+    Raises:
+        UserError: rows are longer than the positions that the body has learned.
+    """
+    length = ids.shape[1]
+    if length > cfg.max_positions:
+        raise UserError(
+            f"config.encoder.window: texts of {length} tokens, but the body has learned {cfg.max_positions} "
+            f"positions; set encoder.window to at most {cfg.max_positions} and use more of encoder.windows"
+        )
+    x = jnp.take(params["embed"], ids, axis=0) + params["type_embed"][:1][None]
+    x = x + params["position_embed"][:length][None]
+    x = layer_norm(x, params["embed_norm"], params["embed_norm_bias"], cfg.norm_eps)
+    attend = jnp.broadcast_to(mask[:, None, None, :], (ids.shape[0], 1, length, length))
+    # as in `decoder.forward`: without recomputation of layers, that of attention's scores alone
+    attend_with = jax.checkpoint(decoder.attention) if remat == "none" else decoder.attention
+    layer = decoder.checkpoint_layer(functools.partial(_layer, cfg, attend, attend_with), remat)
+
+    def weighed(x: jax.Array, share: jax.Array) -> jax.Array:
+        return share.astype(x.dtype) * decoder.unit_rms(x, cfg.norm_eps)
+
+    def body(carry, inputs):
+        x, mixed = carry
+        weights, share = inputs
+        x = layer(x, weights)
+        return (x, None if share is None else mixed + weighed(x, share)), None
+
+    mixed, shares = (None, None) if mix is None else (weighed(x, mix[0]), mix[1:])
+    (x, mixed), _ = jax.lax.scan(body, (x, mixed), (params["layers"], shares))
+    return x if mixed is None else mixed
+
+
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """Normalises the last axis to mean 0 and variance 1, scales and shifts, in fp32, and casts back."""
+    wide = x.astype(jnp.float32)
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    last = (1,) * (x.ndim - 1) + weight.shape
+    return (wide * weight.astype(jnp.float32).reshape(last) + bias.astype(jnp.float32).reshape(last)).astype(x.dtype)
+
+
+def _layer(
+    cfg: BertConfig, attend: jax.Array, attend_with: Callable[..., jax.Array], x: Float[Array, "b s d"], weights: Tree
+) -> Float[Array, "b s d"]:
+    q, k, v = (
+        jnp.einsum("bsd,hed->bshe", x, weights[name]) + weights[f"{name}_bias"][None, None] for name in ("q", "k", "v")
+    )
+    attended = jnp.einsum("bshe,dhe->bsd", attend_with(q, k, v, mask=attend), weights["o"])
+    x = x + attended + weights["o_bias"][None, None]
+    x = layer_norm(x, weights["attn_norm"], weights["attn_norm_bias"], cfg.norm_eps)
+    up = jnp.einsum("bsd,fd->bsf", x, weights["up"]) + weights["up_bias"][None, None]
+    down = jnp.einsum("bsf,df->bsd", jax.nn.gelu(up, approximate=False), weights["down"])
+    x = x + down + weights["down_bias"][None, None]
+    return layer_norm(x, weights["mlp_norm"], weights["mlp_norm_bias"], cfg.norm_eps)

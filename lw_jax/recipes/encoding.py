@@ -1,0 +1,60 @@
+"""The kinds of pretrained bodies that an encoder can have: how each is described, loaded and kept."""
+
+import dataclasses
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax.numpy as jnp
+
+from lw_jax import weights
+from lw_jax.core import config
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
+from lw_jax.models import bert, decoder, encoder
+from lw_jax.models.bert import BertConfig
+from lw_jax.models.decoder import DecoderConfig
+
+Body = TypeVar("Body", DecoderConfig, BertConfig)
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One kind of body; its parameters are fp32, for they may learn."""
+
+    describe: Callable[[Path], Any]  # -> DecoderConfig | BertConfig
+    abstract: Callable[[Any], Tree]
+    load: Callable[[Path, int], Tree]  # (location, layers)
+
+
+BODIES = {
+    "lm": Kind(
+        weights.describe,
+        lambda cfg: encoder.keep_body(decoder.abstract(cfg, jnp.float32)),
+        lambda at, layers: encoder.keep_body(weights.load(at, dtype="float32", layers=layers)),
+    ),
+    "bert": Kind(
+        weights.describe_bert,
+        lambda cfg: bert.abstract(cfg, jnp.float32),
+        lambda at, layers: weights.load_bert(at, dtype="float32", layers=layers),
+    ),
+}
+
+
+def cut(body: Body, spec: config.Encoder) -> Body:
+    """Returns a body with the first layers that the configuration keeps (0: all), never its head.
+
+    Raises:
+        UserError: it has fewer layers, or fewer positions than the window.
+    """
+    if spec.layers > body.layers:
+        raise UserError(
+            f"config.encoder.layers={spec.layers} but the body has {body.layers} layers; choose 0 (all) or fewer"
+        )
+    if spec.window > body.max_positions:
+        raise UserError(
+            f"config.encoder.window={spec.window} but the body has {body.max_positions} positions; lower it, and raise "
+            "encoder.windows for longer texts"
+        )
+    kept = dataclasses.replace(body, layers=spec.layers or body.layers)
+    return dataclasses.replace(kept, tied=True) if isinstance(kept, DecoderConfig) else kept
