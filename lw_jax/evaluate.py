@@ -1,15 +1,17 @@
-"""The verb `eval`: the control table of a trained wire, as a table, eval.json and predictions.jsonl."""
+"""The verb `eval`: a trained wire beside its controls, and the quality of its answers against bytes on the wire."""
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from lw_jax.api import TrainedWire, open_wire
-from lw_jax.core.config import Config
-from lw_jax.evals import rows
+from lw_jax.core.config import Config, Eval
+from lw_jax.data import batches
+from lw_jax.evals import curve, geometry, joint, rows
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import place
 
@@ -18,16 +20,53 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     """Measures `eval.examples` validation examples from the best checkpoint (the latest where none was validated)."""
     del resolved
     wire = open_wire(cfg, workdir)
-    records = measure(wire)
-    table = rows.summarise(records)
+    found = evaluate(wire)
     if jax.process_index() == 0:
-        result = {"step": wire.step, "rows": table}
-        (workdir / "eval.json").write_text(json.dumps(result, indent=2) + "\n", encoding="utf-8")
-        lines = (json.dumps(record, ensure_ascii=False) + "\n" for record in records)
-        (workdir / "predictions.jsonl").write_text("".join(lines), encoding="utf-8")
-        print(rows.table(table))
-        print(f"checkpoint {wire.step}; {workdir / 'eval.json'}, {workdir / 'predictions.jsonl'}")
+        paths = write(found, workdir, step=wire.step)
+        print(tell(found))
+        print(f"checkpoint {wire.step}; " + ", ".join(map(str, paths)))
     return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Everything that one evaluation found."""
+
+    measured: rows.Measured
+    summary: dict[str, dict[str, rows.Row]]  # reader -> row -> figures
+    readers: dict[str, rows.Row]  # reader -> figures between its rows
+    joint: dict[str, Any] | None  # None: one reader, or no row "latents"
+    latents: dict[str, float | None]
+    slots: list[list[float]]  # mean cosine between slots of one message
+    sizes: curve.Curve | None  # quality against bytes
+
+
+def evaluate(wire: TrainedWire) -> Evaluation:
+    """Returns what `cfg.eval` of the wire's configuration asks for."""
+    cfg = wire.recipe.cfg
+    asked, told = _asked(wire.recipe), {"resamples": cfg.eval.resamples, "seed": cfg.seed}
+    measured = measure(wire)
+    used, bench = measured.latents[different_inputs(measured, wire.recipe.layout)], _bench(wire)
+    sizes = None
+    if asked.curve != "none":
+        sizes = curve.sweep(bench, measured, asked=asked, encoder=wire.encoder_fingerprint, seed=cfg.seed)
+    return Evaluation(
+        joint=joint.pick(bench, measured, wire.recipe.layout, asked=asked, seed=cfg.seed),
+        measured=measured,
+        summary=rows.summarise(measured.records, **told),
+        readers=rows.compare(measured.records, **told),
+        latents=geometry.describe(used),
+        slots=geometry.slot_similarity(used).tolist(),
+        sizes=sizes,
+    )
+
+
+def measure(wire: TrainedWire) -> rows.Measured:
+    """Returns one record per example, reader and row, and what they were made of."""
+    encoded = wire.recipe.data("validation", rows=wire.recipe.cfg.eval.rows)
+    for line in encoded.describe():
+        print(line, flush=True)
+    return rows.measure(_bench(wire), encoded, asked=_asked(wire.recipe))
 
 
 def predict(recipe: LatentWire) -> rows.Predict:
@@ -37,19 +76,76 @@ def predict(recipe: LatentWire) -> rows.Predict:
     )
 
 
-def measure(wire: TrainedWire) -> list[rows.Record]:
-    """Returns one record per example, reader and row."""
-    recipe, cfg = wire.recipe, wire.recipe.cfg
-    encoded = recipe.data("validation", rows=cfg.eval.rows)
-    for line in encoded.describe():
-        print(line, flush=True)
-    return list(
-        rows.measure(
-            predict(recipe),
-            (wire.trainable, wire.frozen),
-            encoded,
-            asked=dataclasses.replace(cfg.eval, batch=place.round_up(cfg.eval.batch, recipe.placement.data)),
-            decode={name: tokenizer.decode for name, tokenizer in recipe.tokenizers.items()},
-            place=lambda batch, name: place.put_eval(batch, recipe.mesh_of(name)),
-        )
+def write(found: Evaluation, workdir: Path, *, step: int) -> list[Path]:
+    """Writes eval.json, predictions.jsonl, slots.json and, with a curve, bytes.csv and bytes.png."""
+    result = {
+        "step": step,
+        "rows": found.summary,
+        "readers": found.readers,
+        "joint": found.joint,
+        "latents": found.latents,
+        "curve": None,
+        "text_bytes": None,
+        "counts": found.measured.encoded.counts,
+    }
+    names = ["eval.json", "predictions.jsonl", "slots.json"]
+    if found.sizes:
+        told = dataclasses.asdict(found.sizes)
+        result |= {"text_bytes": told.pop("text_bytes"), "curve": told}
+        names += ["bytes.csv", "bytes.png"]
+        curve.write_csv(found.sizes, workdir / "bytes.csv")
+        curve.draw(found.sizes).savefig(workdir / "bytes.png", dpi=130)
+    (workdir / "eval.json").write_text(_to_json(result, indent=2) + "\n", encoding="utf-8")
+    lines = (_to_json(record) + "\n" for record in found.measured.records)
+    (workdir / "predictions.jsonl").write_text("".join(lines), encoding="utf-8")
+    (workdir / "slots.json").write_text(_to_json(found.slots) + "\n", encoding="utf-8")
+    return [workdir / name for name in names]
+
+
+def tell(found: Evaluation) -> str:
+    """Returns everything that a person at a terminal wants to see."""
+    lines = [rows.table(found.summary), ""]
+    lines += [rows.tell(reader, figures) for reader, figures in found.readers.items()]
+    if found.joint:
+        lines.append(joint.tell(found.joint))
+    lines.append(geometry.tell(found.latents))
+    if found.sizes:
+        lines += ["", curve.table(found.sizes)]
+    return "\n".join(lines)
+
+
+def _bench(wire: TrainedWire) -> rows.Bench:
+    recipe = wire.recipe
+    return rows.Bench(
+        predict(recipe),
+        wire.trainable,
+        wire.frozen,
+        decode={name: tokenizer.decode for name, tokenizer in recipe.tokenizers.items()},
+        place=lambda batch, name: place.put_eval(batch, recipe.mesh_of(name)),
     )
+
+
+def _asked(recipe: LatentWire) -> Eval:
+    asked = recipe.cfg.eval
+    return dataclasses.replace(asked, batch=place.round_up(asked.batch, recipe.placement.data))
+
+
+def different_inputs(measured: rows.Measured, layout: batches.Layout) -> list[int]:
+    """Returns the first position of each text that was written: questions about one context may share its latents."""
+    first: dict[str, int] = {}
+    for position, index in enumerate(measured.indices):
+        first.setdefault(layout.source_text(measured.encoded.examples[index]), position)
+    return list(first.values())
+
+
+def _to_json(value: Any, *, indent: int | None = None) -> str:
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """Returns the value with null for every number that JSON has no word for."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

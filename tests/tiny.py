@@ -15,15 +15,17 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
 from configs import base
-from lw_jax import metrics, recipes, train, weights
+from lw_jax import evaluate, metrics, recipes, train, weights
 from lw_jax.checkpoint import Checkpointer
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
 from lw_jax.data import cards
 from lw_jax.data.tokens import load_tokenizer
+from lw_jax.evals import rows
 from lw_jax.models import bert, bert_family, decoder
 from lw_jax.recipes import selfmade
+from lw_jax.recipes.base import Weights
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import placement
 
@@ -144,6 +146,17 @@ def make_recipe(root: Path, *, devices: int = 1, model: int = 1, strategy: str =
     strategy = strategy or ("tensor" if model > 1 else "replicate")
     sizes = recipes.reader_bytes(cfg)
     return LatentWire(cfg, placement.place(strategy, sizes, model=model, devices=jax.devices()[:devices]))
+
+
+def make_bench(recipe: LatentWire, built: Weights) -> rows.Bench:
+    """Returns the recipe as evaluation uses it, everything on one device."""
+    decode = {name: tokenizer.decode for name, tokenizer in recipe.tokenizers.items()}
+
+    def place(batch: Tree, name: str | None) -> Tree:
+        del name
+        return jax.tree.map(jnp.asarray, batch)
+
+    return rows.Bench(evaluate.predict(recipe), built.trainable, built.frozen, decode, place)
 
 
 def curve(recipe: LatentWire, workdir: Path, *, stop: Callable[[int], bool] = lambda step: False):

@@ -446,16 +446,18 @@ class LatentWire:
 
     @functools.cached_property
     def score(self):
-        """Returns jitted (reader's parameters, Prompt, fields, name) -> per-example nll, hits, first, tokens [b]."""
+        """Returns jitted (reader's parameters, Prompt, fields, name) -> nll, hits, first, first5, tokens, each [b]."""
 
         def measure(params: Tree, prompt: wire.Prompt, fields: Mapping, name: str) -> dict[str, jax.Array]:
             logits = self.wire.answer_logits(params, name, prompt, fields["answer_inputs"])
             targets, counted = fields["targets"], fields["weights"]
             right = (jnp.argmax(logits, axis=2).astype(targets.dtype) == targets).astype(jnp.float32)
+            gold = jnp.take_along_axis(logits[:, 0], targets[:, :1], axis=1)
             return {
                 "nll": jnp.sum(losses.token_nll(logits, targets) * counted, axis=1),
                 "hits": jnp.sum(right * counted, axis=1),
                 "first": right[:, 0],
+                "first5": (jnp.sum(logits[:, 0] > gold, axis=1) < 5).astype(jnp.float32),
                 "tokens": jnp.sum(counted, axis=1),
             }
 

@@ -162,7 +162,7 @@ def answers_of(wire: TrainedWire, message: bytes) -> dict[tuple[str, str], str]:
 def on_one_device(root, trained):
     wire = wire_of(tiny.make_recipe(root, eval__rows=ROWS), trained)
     message = wire.write(TEXT, bits=16)
-    return message, answers_of(wire, message), evaluate.measure(wire)
+    return message, answers_of(wire, message), evaluate.measure(wire).records
 
 
 APART = {"split 4": {"devices": 4, "strategy": "split"}, "hybrid3": {"devices": 3, "strategy": "hybrid3"}}
@@ -174,7 +174,7 @@ def test_readers_apart_answer_and_score_as_on_one_device(name, root, trained, on
     message, said, scored = on_one_device
     wire = wire_of(tiny.make_recipe(root, eval__rows=ROWS, **APART[name]), trained)
     assert wire.write(TEXT, bits=8) and answers_of(wire, message) == said
-    found = evaluate.measure(wire)
+    found = evaluate.measure(wire).records
     assert len(found) == len(scored) == 2 * 8 * len(ROWS)  # readers, examples, rows
     for row, wanted in zip(found, scored, strict=True):
         for key in ("prediction", "reader", "row", "id"):

@@ -65,7 +65,7 @@ def test_smoke_run_reads_the_latents_of_the_right_text(trained: Path) -> None:
 def test_a_run_leaves_what_the_readme_promises(trained: Path) -> None:
     names = {path.name for path in trained.iterdir()}
     assert {"config.json", "config.diff", "command.txt", "versions.json", "metrics.jsonl"} <= names
-    assert {"checkpoints", "eval.json", "predictions.jsonl"} <= names
+    assert {"checkpoints", "eval.json", "predictions.jsonl", "slots.json", "bytes.csv", "bytes.png"} <= names
     losses = logged_losses(trained)
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
 

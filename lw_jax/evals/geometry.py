@@ -1,0 +1,58 @@
+"""Do latents differ between inputs and between slots? A collapsed encoder writes the same ones for every text."""
+
+from collections.abc import Mapping
+
+import numpy as np
+
+
+def describe(latents: np.ndarray) -> dict[str, float | None]:
+    """Returns how many directions the latents [n m z] of n different inputs use, and how alike they are.
+
+    "effective_rank" is that of all inputs' latents as rows [n m*z], centred: at most n - 1, and 0 for n equal rows.
+    "effective_rank_uncentred" is at least 1, and near 1 for nearly equal rows, which centring alone would magnify.
+    "input_cosine" is the mean over slots and pairs of inputs, "slot_cosine" that over inputs and pairs of slots: None
+    where there is no pair.
+    """
+    count, slots, _ = latents.shape
+    rows = latents.reshape(count, -1).astype(np.float64)
+    units = _to_units(latents)
+    # |sum of units|^2 is the sum of all cosines: without each one's with itself, that over ordered pairs.
+    by_slot = np.sum(units.sum(axis=0) ** 2, axis=1) - np.sum(units**2, axis=(0, 2))
+    similarity = slot_similarity(latents)
+    return {
+        "inputs": count,
+        "effective_rank": effective_rank(rows - rows.mean(axis=0)),
+        "effective_rank_uncentred": effective_rank(rows),
+        "input_cosine": float(by_slot.mean() / (count * (count - 1))) if count > 1 else None,
+        "slot_cosine": float((similarity.sum() - np.trace(similarity)) / (slots * (slots - 1))) if slots > 1 else None,
+    }
+
+
+def tell(found: Mapping[str, float | None]) -> str:
+    """Returns the figures of `describe` as a line for a terminal."""
+    told = {key: "unknown" if value is None else f"{value:.3f}" for key, value in found.items()}
+    return (
+        f"latents of {found['inputs']} inputs: effective rank {told['effective_rank']} "
+        f"({told['effective_rank_uncentred']} uncentred), cosine between inputs {told['input_cosine']}, "
+        f"between slots {told['slot_cosine']}"
+    )
+
+
+def effective_rank(rows: np.ndarray) -> float:
+    """Returns exp of the entropy of the singular values' shares [Roy and Vetterli, 2007]; 0 where all of them are 0."""
+    values = np.linalg.svd(rows, compute_uv=False)
+    if not values.any():
+        return 0.0
+    shares = values[values > 0] / values.sum()
+    return float(np.exp(-np.sum(shares * np.log(shares))))
+
+
+def slot_similarity(latents: np.ndarray) -> np.ndarray:
+    """Returns the mean over messages of the cosine between slots i and j of one message, [m m]."""
+    units = _to_units(latents)
+    return np.einsum("nik,njk->ij", units, units, optimize=True) / len(latents)
+
+
+def _to_units(latents: np.ndarray) -> np.ndarray:
+    values = latents.astype(np.float64)
+    return values / np.maximum(np.linalg.norm(values, axis=2, keepdims=True), np.finfo(np.float64).tiny)

@@ -1,0 +1,53 @@
+"""Figures over examples with percentile bootstrap intervals; all of one `Bootstrap` share their resamples."""
+
+import dataclasses
+import math
+
+import numpy as np
+
+LEVEL = 0.95  # of every interval
+
+
+@dataclasses.dataclass(frozen=True)
+class Estimate:
+    """A figure and what it is in each resample; a difference or quotient of two is paired, resample by resample."""
+
+    value: float
+    resampled: np.ndarray  # f64[r]
+
+    def __sub__(self, other: "Estimate") -> "Estimate":
+        """Returns the difference."""
+        return Estimate(self.value - other.value, self.resampled - other.resampled)
+
+    def over(self, other: "Estimate") -> "Estimate":
+        """Returns the quotient; NaN, which is told as null, where the divisor is not above 0."""
+        value = self.value / other.value if other.value > 0 else math.nan
+        above = other.resampled > 0
+        return Estimate(value, np.where(above, self.resampled / np.where(above, other.resampled, 1.0), np.nan))
+
+    def interval(self) -> list[float] | None:
+        """Returns [low, high]; None where too many resamples are undefined for a bound."""
+        cut = int(len(self.resampled) * (1 - LEVEL) / 2)
+        undefined = np.isnan(self.resampled)
+        # An undefined resample may stand for any value: it counts against both ends.
+        low = np.sort(np.where(undefined, -np.inf, self.resampled))[cut]
+        high = np.sort(np.where(undefined, np.inf, self.resampled))[-1 - cut]
+        return [float(low), float(high)] if np.isfinite([low, high]).all() else None
+
+
+class Bootstrap:
+    """Resamples of so many examples; the same seed draws the same ones."""
+
+    def __init__(self, examples: int, *, resamples: int, seed: int):
+        rng = np.random.default_rng(seed)
+        # How often each resample drew each example: drawing n indices with replacement is this multinomial.
+        self.counts = rng.multinomial(examples, np.full(examples, 1 / examples), size=resamples).astype(np.float64)
+
+    def mean(self, values: np.ndarray) -> Estimate:
+        """Returns the mean of one value an example [n]."""
+        return self.ratio(values, np.ones(len(values)))
+
+    def ratio(self, values: np.ndarray, weights: np.ndarray) -> Estimate:
+        """Returns sum(values) / sum(weights), both [n], as of a negative log-likelihood over tokens."""
+        values, weights = np.asarray(values, np.float64), np.asarray(weights, np.float64)
+        return Estimate(float(values.sum() / weights.sum()), self.counts @ values / (self.counts @ weights))

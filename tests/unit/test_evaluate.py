@@ -1,0 +1,81 @@
+"""The verb's files and words, of a random wire from end to end."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+
+from lw_jax import evaluate
+from lw_jax.api import TrainedWire
+from tests import tiny
+
+ROWS = ("text", "latents", "shuffled", "none")
+FILES = ["eval.json", "predictions.jsonl", "slots.json", "bytes.csv", "bytes.png"]
+
+
+@pytest.fixture(scope="module")
+def wire(tmp_path_factory):
+    changes = {"eval__examples": 5, "eval__batch": 3, "eval__rows": ROWS, "eval__resamples": 50}
+    changes |= {"eval__bits": (16, 2), "eval__curve_examples": 2, "eval__max_new_tokens": 2}
+    recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers", **changes)
+    built = recipe.build()
+    return TrainedWire(recipe, built.trainable, built.frozen, 6)
+
+
+@pytest.fixture(scope="module")
+def found(wire):
+    return evaluate.evaluate(wire)
+
+
+def read_strictly(text):
+    def refuse(word):
+        raise AssertionError(f"{word} is no JSON")
+
+    return json.loads(text, parse_constant=refuse)
+
+
+def test_files_hold_what_was_found(found, tmp_path):
+    assert [path.name for path in evaluate.write(found, tmp_path, step=6)] == FILES
+    assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
+    result = read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))
+    assert list(result) == ["step", "rows", "readers", "joint", "latents", "curve", "text_bytes", "counts"]
+    assert result["step"] == 6 and result["counts"]["kept"] == 16
+    assert result["rows"]["qwen"]["latents"]["nll"] == found.summary["qwen"]["latents"]["nll"]
+    assert result["rows"]["llama"].keys() == set(ROWS)
+    assert len(result["curve"]["points"]) == 2 * 2 and result["curve"]["examples"] == 2
+    assert result["text_bytes"].keys() == {"UTF-8", "gzip", "zstd", "brotli"}
+    assert result["joint"]["examples"] == 5 and result["latents"]["inputs"] == 5
+    lines = (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [read_strictly(line) for line in lines]
+    assert len(records) == 2 * 5 * len(ROWS)
+    assert all(("picked" in record) == (record["row"] == "latents") for record in records)
+    slots = read_strictly((tmp_path / "slots.json").read_text(encoding="utf-8"))
+    assert len(slots) == 5 and slots[0][0] == pytest.approx(1.0)
+
+
+def test_numbers_that_json_has_no_word_for_become_null(found, tmp_path):
+    broken = dataclasses.replace(found, latents={"effective_rank": math.nan}, slots=[[math.inf, 1.0]])
+    evaluate.write(broken, tmp_path, step=6)
+    assert read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))["latents"] == {"effective_rank": None}
+    assert read_strictly((tmp_path / "slots.json").read_text(encoding="utf-8")) == [[None, 1.0]]
+
+
+def test_terminal_shows_the_table_the_figures_and_the_bytes_in_120_columns(found):
+    told = evaluate.tell(found)
+    for word in ("first_token", "llama: ", "qwen: ", "gap_nll", "joint pick", "effective rank", "framed", "brotli"):
+        assert word in told
+    assert max(map(len, told.splitlines())) <= 120
+
+
+def test_without_a_curve_there_is_no_picture(found, tmp_path):
+    paths = evaluate.write(dataclasses.replace(found, sizes=None, joint=None), tmp_path, step=6)
+    assert [path.name for path in paths] == FILES[:3]
+    result = read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))
+    assert result["curve"] is None and result["text_bytes"] is None and result["joint"] is None
+
+
+def test_an_input_that_was_written_twice_counts_once_among_the_latents(wire, found):
+    measured = found.measured
+    double = dataclasses.replace(measured, indices=[*measured.indices, measured.indices[0]])
+    assert evaluate.different_inputs(double, wire.recipe.layout) == [0, 1, 2, 3, 4]
