@@ -4,15 +4,14 @@ Nothing is downloaded. The numbers that this run gave stand in docs/experiments.
 """
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from lw_jax.core import tree
-from tests.smoke.test_commands import ROOT
+from configs import pairs
+from lw_jax.core import config, tree
+from lw_jax.recipes.latentwire import LatentWire
+from sharding import placement
+from tests.smoke.test_commands import start
 
 VALUES = 30  # of each key: the best guess without the card
 CHANCE = 1 / VALUES
@@ -27,14 +26,12 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def proof(tmp_path_factory) -> dict:
     """Trains and evaluates configs/pairs.py as a user would; returns eval.json."""
-    folder = tmp_path_factory.mktemp("proof")
-    environment = os.environ | {"LW_JAX_CACHE": str(folder / "cache"), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""}
+    workdir = tmp_path_factory.mktemp("proof") / "run"
     flags = ["--config.eval.examples=256", "--config.eval.curve=f1", "--config.eval.curve_examples=0"]
     for words in (["--config", "configs/pairs.py"], ["eval", *flags]):
-        command = [sys.executable, "run.py", *words, "--workdir", str(folder / "run")]
-        done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+        done = start(*words, "--workdir", str(workdir), cwd=workdir.parent)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
-    return json.loads(Path(folder / "run" / "eval.json").read_text(encoding="utf-8"))
+    return json.loads((workdir / "eval.json").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("reader", ["llama", "qwen"])
@@ -57,17 +54,7 @@ def test_latents_survive_quantisation(proof, reader):
     assert sizes == sorted(sizes, reverse=True) and sizes[-1] < sizes[0] / 6
 
 
-def test_encoder_is_small(proof_parameters):
-    assert proof_parameters <= PARAMETERS
-
-
-@pytest.fixture(scope="module")
-def proof_parameters() -> int:
-    from configs import pairs
-    from lw_jax.core import config
-    from lw_jax.recipes.latentwire import LatentWire
-    from sharding import placement
-
+def test_encoder_is_small():
     cfg = config.build(pairs.get_config())
     recipe = LatentWire(cfg, placement.place("single", dict.fromkeys(cfg.llms, 1)), outline=True)
-    return tree.count(recipe.abstract().trainable["encoder"])
+    assert tree.count(recipe.abstract().trainable["encoder"]) <= PARAMETERS
