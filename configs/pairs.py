@@ -34,5 +34,6 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.train.steps = 400
     c.train.eval_every = 100
     c.train.alarm_step = 200
-    c.selfmade.steps = 400
+    c.selfmade.steps = 450
+    c.selfmade.batch = 32
     return c
