@@ -1,6 +1,6 @@
 """pairs.py with one reader: the wire that the other one joins in pairs_join.py.
 
-    python run.py --config configs/pairs_one.py
+python run.py --config configs/pairs_one.py
 """
 
 from ml_collections import ConfigDict

@@ -12,11 +12,6 @@ from lw_jax.core.types import Tree
 OWN = ("run", "rate")  # of the encoder's keys, those that say nothing about its weights or what it reads
 
 
-def origin(run: str) -> str:
-    """Returns a word that names the run for a checkpoint's identity."""
-    return f"of the run {config.digest(config.meaning(workdir.read_config(Path(run))))}"
-
-
 def read_config(cfg: Config) -> Config:
     """Returns the configuration of the run that config.encoder.run names.
 

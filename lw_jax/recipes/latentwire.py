@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -20,11 +19,11 @@ from lw_jax.core.types import DTYPES, EXACT, Example, LossTerms, Task, Tree
 from lw_jax.data import batches, examples
 from lw_jax.data.course import Course
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
-from lw_jax.models import adapter, alignment, codec, decoder, encoder, wire
+from lw_jax.models import adapter, codec, decoder, encoder, wire
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.optim import Rates
-from lw_jax.recipes import encoding, joining, objectives, selfmade
+from lw_jax.recipes import aligning, encoding, joining, objectives, selfmade
 from lw_jax.recipes import terms as arithmetic
 from lw_jax.recipes.base import Weights
 from lw_jax.recipes.curriculum import Curriculum, longest_passage
@@ -34,7 +33,6 @@ from sharding import place, placement, rules, tables
 from sharding.placement import Placement
 
 OPENING = 40  # tokens of a reader's prompt before the context where no tokenizer is at hand (Llama 3.1's chat: 36)
-PIECES = 4  # ids of a token string in another vocabulary that the aligned start averages
 
 
 def locate(cfg: Config, source: str, sha256: str) -> Path:
@@ -164,10 +162,10 @@ class LatentWire:
             out_shardings=placed.trainable,
         )
         trainable = init(key, body, place.replicate(sizes, self.placement.learner))
-        if self.cfg.adapter.start == "aligned":
-            trainable = jax.device_put(self._align(trainable, readers, sizes), placed.trainable)
         if self.cfg.encoder.run:
             trainable |= {"encoder": self._read_encoder(placed.trainable)}
+        if self.cfg.adapter.start == "aligned":
+            trainable = jax.device_put(self._align(trainable, readers, sizes), placed.trainable)
         return Weights(trainable, readers)
 
     def _read_encoder(self, shardings: Tree) -> Tree:
@@ -177,34 +175,15 @@ class LatentWire:
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract().trainable)
         return joining.read_trainable(self.cfg, shapes)["encoder"]
 
-    def _align(self, trainable: Tree, frozen: Tree, sizes: Mapping[str, jax.Array]) -> Tree:
-        """Replaces the random start of projection, layer mix and adapters' linear paths; see `models.alignment`."""
-        encoder_params = trainable["encoder"]
-        table, head = encoder_params["body"]["embed"], encoder_params["head"]
-        width = self.wire.encoder.width
-        directions = jax.jit(alignment.principal_directions, static_argnames="width")(table, width)
-        project = jax.tree.map(jnp.zeros_like, head["project"])
-        project["kernel"] = project["kernel"].at[:, : directions.shape[1]].set(directions)
-        head = head | {"project": project, "mix": alignment.mix_logits(head["mix"].shape[0])}
-        adapters = {}
-        for name, params in trainable["adapters"].items():
-            theirs = place.replicate(frozen[name]["embed"], self.placement.learner)
-            kernel = jax.jit(alignment.linear_map)(table, directions, theirs, self._pieces(name))
-            skip = jnp.zeros_like(params["skip"]["kernel"]).at[: kernel.shape[0]].set(kernel)
-            quiet = jax.tree.map(jnp.zeros_like, params["down"])
-            adapters[name] = params | {"skip": {"kernel": skip}, "down": quiet, "gain": sizes[name].reshape(())}
-        return {"encoder": encoder_params | {"head": head}, "adapters": adapters}
-
-    def _pieces(self, name: str) -> jax.Array:
-        """Returns i32 [v n]: a reader's ids of each of the encoder's token strings, -1 beyond their end."""
+    def _align(self, trainable: Tree, readers: Tree, sizes: Mapping[str, jax.Array]) -> Tree:
+        """Replaces the random start of the projection (unless a run gave the encoder) and of the adapters."""
         assert self.body_location is not None  # validation allows the aligned start for a pretrained body only
-        own, reader = load_tokenizer(self.body_location), self.tokenizers[name]
-        count = self.abstract().trainable["encoder"]["body"]["embed"].shape[0]
-        texts = [own.decode([index]) if index < own.vocab else "" for index in range(count)]
-        pieces = np.full((count, PIECES), -1, np.int32)
-        for row, ids in zip(pieces, reader.encode_batch(texts), strict=True):
-            row[: len(ids)] = ids[:PIECES]
-        return jnp.asarray(pieces)
+        if not self.cfg.encoder.run:
+            trainable |= {"encoder": aligning.align_encoder(trainable["encoder"], self.wire.encoder.width)}
+        own, count = load_tokenizer(self.body_location), trainable["encoder"]["body"]["embed"].shape[0]
+        pieces = {name: aligning.match_pieces(own, reader, count) for name, reader in self.tokenizers.items()}
+        theirs = {name: place.replicate(one["embed"], self.placement.learner) for name, one in readers.items()}
+        return aligning.align(trainable, theirs, sizes, pieces)
 
     def load_frozen(self) -> Tree:
         """Streams the readers' weights into their shards."""
@@ -385,7 +364,9 @@ class LatentWire:
             for width in stage.widths or (self.cfg.encoder.width,)
             for bits in stage.bits or (EXACT,)
         }
-        return tuple(sorted(found)) if any(bits < EXACT for _, bits in found) else ()
+        if all(bits == EXACT for _, bits in found):
+            return ()
+        return tuple(sorted(found | {(self.cfg.encoder.width, EXACT)}))  # validation sends exactly
 
     def part(self, name: str, trainable: Tree) -> Tree:
         """Returns one reader's adapter."""
@@ -414,7 +395,7 @@ class LatentWire:
         if self.body_location:
             origin = weights.fingerprint(self.body_location, describe=encoding.BODIES[spec.kind].describe)
         if spec.run:
-            origin = joining.origin(spec.run)
+            origin = f"of the run {spec.run}"
         shape = f"{spec.kind} {spec.pooling} {spec.slots}x{spec.width} layers {spec.layers}"
         readers = {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()}
         return {"encoder": f"{shape}, {origin}"} | readers
