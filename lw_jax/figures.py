@@ -46,7 +46,7 @@ class Line:
     label: str
     steps: Sequence[float]
     values: Sequence[float]
-    colour: int = 0  # of COLOURS
+    colour: int | None = None  # of COLOURS; None: the page's own
     style: str = "-"
 
 
@@ -54,9 +54,10 @@ class Line:
 class Panel:
     """Lines that share an axis."""
 
-    unit: str  # the name of the axis, with its unit
+    title: str
+    unit: str  # of the values, with their name
     lines: Sequence[Line]
-    is_logarithmic: bool = False
+    is_logarithmic: bool
 
 
 def draw_panels(panels: Sequence[Panel], *, borders: Sequence[tuple[str, int]] = ()) -> Figure:
@@ -66,7 +67,7 @@ def draw_panels(panels: Sequence[Panel], *, borders: Sequence[tuple[str, int]] =
         panels: at least one.
         borders: (name, first step) of each stage of the run; a single one is not drawn.
     """
-    figure = Figure(figsize=(10, 0.7 + 2.3 * len(panels)), layout="constrained")
+    figure = Figure(figsize=(10, 0.7 + 2.4 * len(panels)), layout="constrained")
     axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
     for place, panel in zip(axes, panels, strict=True):
         for line in panel.lines:
@@ -74,7 +75,7 @@ def draw_panels(panels: Sequence[Panel], *, borders: Sequence[tuple[str, int]] =
             place.plot(
                 line.steps,
                 line.values,
-                color=COLOURS[line.colour % len(COLOURS)],
+                color="black" if line.colour is None else COLOURS[line.colour % len(COLOURS)],
                 linestyle=line.style,
                 linewidth=1.5,
                 marker=marker,
@@ -85,7 +86,8 @@ def draw_panels(panels: Sequence[Panel], *, borders: Sequence[tuple[str, int]] =
             place.set_yscale("log")
             place.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
             place.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if _leads(value) else ""))
-        place.set_ylabel(panel.unit)
+        scale = " (log)" if panel.is_logarithmic else ""
+        place.set_ylabel(f"{panel.title}\n{panel.unit}{scale}".strip(), fontsize=9)
         place.margins(x=0.01)
         place.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
         if len(borders) > 1:

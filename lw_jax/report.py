@@ -80,6 +80,7 @@ def _curves(run: Run) -> dict[str, Any]:
         "validation": (
             _picture(figures.draw_panels(validation, borders=borders), f"validation {label}") if validation else ""
         ),
+        "stages": len(borders),
         "joined": series.count_joined(run),
         "undefined": series.count_undefined(run),
     }
@@ -93,7 +94,8 @@ def _evaluation(run: Run) -> dict[str, Any]:
         "between": tables.between(told.get("readers", {})),
         "joint": tables.joint(told["joint"]) if told.get("joint") else None,
         "agreement": tables.agreement(told["joint"]) if told.get("joint") else "",
-        "counts": ", ".join(f"{name} {number}" for name, number in told.get("counts", {}).items()),
+        "rows": tables.ROWS,
+        "counts": ", ".join(f"{name} {number}" for name, number in told.get("counts", {}).items() if number),
         "geometry": tables.geometry(told["latents"]) if told else None,
         "slots": _picture(figures.draw_slots(run.slots), "cosine between slots") if run.slots else "",
         "examples": examples,

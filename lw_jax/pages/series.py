@@ -1,9 +1,9 @@
 """A run's log as lines over its steps."""
 
+import dataclasses
 import math
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -12,21 +12,20 @@ from lw_jax.figures import Line, Panel
 from lw_jax.pages.records import Run, to_number
 
 MOST = 400  # points of a line; where more were logged, a point is the mean of some that follow each other
+DECADE = 10  # a logarithmic axis over less would name one value or none
 NLL = re.compile(r"(?P<phase>train|validation)/(?P<other>shuffled/)?(?:(?P<task>[^/]+)/)?nll/(?P<reader>[^/]+)")
 
 
 def training(run: Run) -> list[Panel]:
     """Returns the loss, each task's NLL and the learning rate."""
-    panels = [("loss, weighted sum", [_line(run, "train/loss", "loss")], True)]
-    panels += [(f"{task}: NLL, nats a token", lines, True) for task, lines in _by_task(run, "train").items()]
-    panels.append(("learning rate", [_line(run, "train/learning_rate", "learning rate")], False))
-    return _drawable(panels)
+    loss = Panel("", "loss, all tasks weighted", [_line(run, "train/loss", "loss")], True)
+    rate = Panel("", "learning rate", [_line(run, "train/learning_rate", "learning rate")], False)
+    return _drawable([loss, *_by_task(run, "train"), rate])
 
 
 def validation(run: Run) -> list[Panel]:
     """Returns each task's held-out NLL, from the right latents and from another text's."""
-    found = _by_task(run, "validation")
-    return _drawable([(f"{task}: NLL, nats a token", lines, True) for task, lines in found.items()])
+    return _drawable(_by_task(run, "validation"))
 
 
 def borders(run: Run) -> list[tuple[str, int]]:
@@ -49,7 +48,7 @@ def count_joined(run: Run) -> int:
     return _joined(sum("train/loss" in row for row in run.metrics))
 
 
-def _by_task(run: Run, phase: str) -> dict[str, list[Line]]:
+def _by_task(run: Run, phase: str) -> list[Panel]:
     readers = list(run.cfg.llms)
     matches = (NLL.fullmatch(key) for key in dict.fromkeys(key for row in run.metrics for key in row))
     found = [match for match in matches if match and match["phase"] == phase and match["reader"] in readers]
@@ -59,10 +58,10 @@ def _by_task(run: Run, phase: str) -> dict[str, list[Line]]:
         label = match["reader"] + (", another text's latents" if match["other"] else "")
         line = _line(run, match[0], label, colour=readers.index(match["reader"]), style="--" if match["other"] else "-")
         tasks.setdefault(match["task"] or "answer", []).append(line)
-    return tasks
+    return [Panel(task, "NLL, nats a token", lines, True) for task, lines in tasks.items()]
 
 
-def _line(run: Run, key: str, label: str, *, colour: int = 2, style: str = "-") -> Line:
+def _line(run: Run, key: str, label: str, *, colour: int | None = None, style: str = "-") -> Line:
     told = [(row["step"], to_number(row[key])) for row in run.metrics if key in row]
     count = _joined(len(told))
     steps, values = _join([step for step, _ in told], count), _join([value for _, value in told], count)
@@ -79,13 +78,13 @@ def _join(values: Sequence[float], count: int) -> list[float]:
     return [float(np.mean(group)) if np.isfinite(group).all() else math.nan for group in groups]
 
 
-def _drawable(panels: Iterable[tuple[str, Sequence[Line], bool]]) -> list[Panel]:
-    """Returns the panels without lines that have no point; logarithmic where every value is above 0."""
+def _drawable(panels: Iterable[Panel]) -> list[Panel]:
+    """Returns the panels without lines that have no point; logarithmic only where that shows more than a decade."""
     found: list[Panel] = []
-    for unit, lines, is_loss in panels:
-        drawn = [line for line in lines if any(map(math.isfinite, line.values))]
-        values: list[Any] = [value for line in drawn for value in line.values if math.isfinite(value)]
-        if drawn:
-            scale = is_loss and min(values) > 0
-            found.append(Panel(unit + (" (logarithmic)" if scale else ""), drawn, scale))
+    for panel in panels:
+        lines = [line for line in panel.lines if any(map(math.isfinite, line.values))]
+        values = [value for line in lines for value in line.values if math.isfinite(value)]
+        if lines:
+            is_logarithmic = panel.is_logarithmic and max(values) > DECADE * min(values) > 0
+            found.append(dataclasses.replace(panel, lines=lines, is_logarithmic=is_logarithmic))
     return found

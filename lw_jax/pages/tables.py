@@ -44,11 +44,10 @@ DEVICE = {  # of devices.jsonl: name -> (heading, factor)
 
 @dataclasses.dataclass(frozen=True)
 class Table:
-    """Cells as words; the columns after the first `words` hold numbers."""
+    """Cells as words; the columns after the first hold numbers."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
-    words: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,17 +96,17 @@ def verdicts(run: Run) -> list[Verdict]:
 
 def control(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """Returns one reader's rows."""
-    head = ["row", "what the reader gets", "EM, %", "95 %", "F1, %", "95 %", "NLL, nats a token", "95 %"]
+    head = ["row", "EM, %", "95 %", "F1, %", "95 %", "NLL, nats a token", "95 %"]
     head += ["tokens right, %", "first token right, %", "95 %", "among first 5, %", "different answers, %", "examples"]
     cells = []
     for row, told in rows.items():
-        line = [row, ROWS.get(row, "")]
+        line = [row]
         for name, scale in (("em", 100), ("f1", 100), ("nll", 1)):
             line += [_number(told[name], scale), _interval(told[f"{name}_interval"], scale)]
         line += [_number(told["accuracy"], 100), _number(told["first_token"], 100)]
         line += [_interval(told["first_token_interval"], 100), _number(told["first_5"], 100)]
         cells.append([*line, _number(told["distinct"], 100), str(told["examples"])])
-    return Table(head, cells, words=2)
+    return Table(head, cells)
 
 
 def between(readers: Mapping[str, Mapping[str, Any]]) -> Table:
@@ -155,17 +154,17 @@ def points(curve: Curve) -> Table:
 
 
 def sizes(curve: Curve) -> Table:
-    """Returns the bytes of texts and of messages."""
+    """Returns the bytes of texts and of messages, the smallest first."""
+    found = [(size, f"the text, {name}") for name, size in curve.text_bytes.items()]
+    messages: dict[float, dict[str, None]] = {}
+    for point in curve.points:
+        words = f"{point['slots']} x {point['width']} x {point['bits']}"
+        messages.setdefault(point["framed_bytes"], {})[words] = None
+    found += [(size, "message of " + ", ".join(shapes)) for size, shapes in messages.items()]
     whole = curve.text_bytes["UTF-8"]
-    found = [(f"the text, {name}", size) for name, size in curve.text_bytes.items()]
-    framed = {(point["slots"], point["width"], point["bits"]): point["framed_bytes"] for point in curve.points}
-    messages = sorted(framed.items(), key=lambda item: -item[1])
-    found += [
-        (f"message of {slots} slots x {width} values x {bits} bits", size) for (slots, width, bits), size in messages
-    ]
     return Table(
-        ("what is sent", "mean bytes", "of UTF-8, %"),
-        [(name, f"{size:,.0f}", f"{100 * size / whole:,.0f}") for name, size in found],
+        ("what is sent (a message: slots x values x bits)", "mean bytes", "of UTF-8, %"),
+        [(words, f"{size:,.0f}", f"{100 * size / whole:,.0f}") for size, words in sorted(found)],
     )
 
 
@@ -232,7 +231,9 @@ def _number(value: float | None, scale: float = 1) -> str:
     number = to_number(value) * scale
     if not math.isfinite(number):
         return "unknown"
-    return f"{number:.1f}" if scale == 100 else f"{number:,.3f}".removesuffix(".000")
+    if isinstance(value, int):
+        return f"{number:,.0f}"
+    return f"{number:.1f}" if scale == 100 else f"{number:,.3f}"
 
 
 def _interval(interval: Sequence[float] | None, scale: float = 1) -> str:
