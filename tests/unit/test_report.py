@@ -205,6 +205,11 @@ def test_names_inside_the_page_are_unique(page: Reader) -> None:
     assert not [name for name in set(ids) if ids.count(name) > 1]
 
 
+def test_figures_take_the_colour_of_the_page_light_or_dark(page: Reader) -> None:
+    styles = " ".join(value for _, name, value in page.attributes if name in ("style", "fill", "stroke"))
+    assert "currentColor" in styles and not re.search(r"#0{6}|#f{6}", styles)
+
+
 def test_figures_are_drawn_as_text_with_axes_named(page: Reader) -> None:
     drawn = page.text("text")
     for words in ("optimizer step", "NLL, nats a token", "learning rate", "reconstruct", "answer", "another text's"):
