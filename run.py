@@ -26,12 +26,14 @@ VERBS = {
         "sends a text through the wire and lets every reader answer; --write keeps the message,\n"
         "          --message reads one from a file or a pipe",
     ),
+    "report": ("lw_jax.report", "writes one page of what --workdir holds, WORKDIR/report.html; also while it trains"),
     "show": ("lw_jax.show", "prints the resolved configuration and where each value comes from"),
 }
 EXAMPLES = """examples:
   python run.py --config configs/smoke.py
   python run.py train --config configs/h100x4.py --config.train.steps=2000 --workdir runs/mine
   python run.py eval --workdir runs/mine --config.eval.examples=0
+  python run.py report --workdir runs/mine
   python run.py answer --workdir runs/mine --context notes.txt --question "Who wrote it?"
   python run.py answer --workdir runs/mine --context notes.txt --bits 4 --write notes.lwjx
   python run.py answer --workdir runs/mine --message notes.lwjx --question "Who wrote it?"
@@ -182,7 +184,7 @@ def main(argv: list[str]) -> int:
         args = parse(words)
         platform.reserve_memory()
         request = prepare(args, assignments)
-        if args.verb not in ("show", "plan", "slurm") and (line := platform.hide_idle_cuda()):
+        if args.verb not in ("show", "report", "plan", "slurm") and (line := platform.hide_idle_cuda()):
             print(line, file=sys.stderr)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is absent, as it should be
         return importlib.import_module(VERBS[args.verb][0]).main(request.pop("cfg"), **request) or 0

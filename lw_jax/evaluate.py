@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 
+from lw_jax import figures
 from lw_jax.api import TrainedWire, open_wire
 from lw_jax.core.config import Config, Eval
 from lw_jax.data import batches
@@ -94,7 +95,7 @@ def write(found: Evaluation, workdir: Path, *, step: int) -> list[Path]:
         result |= {"text_bytes": told.pop("text_bytes"), "curve": told}
         names += ["bytes.csv", "bytes.png"]
         curve.write_csv(found.sizes, workdir / "bytes.csv")
-        curve.draw(found.sizes).savefig(workdir / "bytes.png", dpi=130)
+        figures.draw_curve(found.sizes).savefig(workdir / "bytes.png", dpi=130)
     (workdir / "eval.json").write_text(_to_json(result, indent=2) + "\n", encoding="utf-8")
     lines = (_to_json(record) + "\n" for record in found.measured.records)
     (workdir / "predictions.jsonl").write_text("".join(lines), encoding="utf-8")

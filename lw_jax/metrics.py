@@ -14,6 +14,8 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
+from lw_jax.workdir import read_rows
+
 
 class MetricsLog:
     """Appends to `metrics.jsonl`; on a resumed run, lines beyond the step taken up are dropped first."""
@@ -34,13 +36,7 @@ class MetricsLog:
 
 def read(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of a metrics file; a last line cut by a crash is left out."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines():
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError:
-            break
-    return rows
+    return read_rows(path)
 
 
 class TensorBoard:

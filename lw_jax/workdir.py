@@ -37,6 +37,18 @@ def read_config(workdir: Path) -> Config:
         raise UserError(f"{file}: {error} The file must be as training wrote it: restore it.") from error
 
 
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of a JSON lines file; a last line cut by a crash, and what follows it, is left out."""
+    rows = []
+    with path.open(encoding="utf-8") as file:  # str.splitlines would cut a text at U+2028
+        for line in file:
+            try:
+                rows.append(json.loads(line))
+            except json.JSONDecodeError:
+                break
+    return rows
+
+
 def load(workdir: str | None, *, verb: str) -> ConfigDict:
     """Returns the saved configuration for a verb that goes on from a run, open to overrides."""
     if verb == "train" or not workdir:

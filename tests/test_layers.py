@@ -30,6 +30,7 @@ FLOORS = (
                 *("lw_jax.targets", "lw_jax.hlo", "lw_jax.roofline"),
                 "lw_jax.evals.*",
                 "lw_jax.evals",
+                *("lw_jax.figures", "lw_jax.pages.*", "lw_jax.pages"),
             ),
         ),
     ),

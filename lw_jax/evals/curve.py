@@ -5,7 +5,6 @@ so many bits a value, readers read what comes out of it.
 """
 
 import csv
-import dataclasses
 import gzip
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
@@ -14,13 +13,8 @@ from typing import Any
 
 import brotli
 import jax
-import matplotlib
 import numpy as np
 import zstandard
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.lines import Line2D
-from matplotlib.ticker import FuncFormatter
 
 from lw_jax.core import config
 from lw_jax.core.types import EXACT
@@ -29,26 +23,8 @@ from lw_jax.data.examples import spread
 from lw_jax.evals import rows
 from lw_jax.evals.rows import Bench, Measured, Record
 from lw_jax.evals.statistics import Bootstrap
+from lw_jax.figures import COLUMNS, REFERENCES, Curve
 from lw_jax.models import codec
-
-REFERENCES = {"text": ("the text itself", "-"), "none": ("no context", ":")}  # row -> (name, line) in the picture
-QUALITIES = {"nll": "NLL, nats a token", "f1": "F1"}
-MARKERS = {16: "o", 8: "s", 6: "D", 4: "^", 2: "v"}  # by bits a value
-COLUMNS = (
-    *("slots", "width", "bits", "payload_bytes", "framed_bytes", "reader", "examples"),
-    *("nll", "nll_low", "nll_high", "accuracy", "em", "f1", "f1_low", "f1_high"),
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Curve:
-    """Figures by size of message, and what they are held against; all of the same examples."""
-
-    quality: str  # "nll" | "f1": what was asked for
-    examples: int
-    points: list[dict[str, Any]]  # COLUMNS by name; em and f1 are absent where nothing was generated
-    references: dict[str, dict[str, rows.Row]]  # reader -> row -> figures, of the rows of REFERENCES that were measured
-    text_bytes: dict[str, float]  # coding -> mean bytes of a context
 
 
 def sweep(bench: Bench, measured: Measured, *, asked: config.Eval, encoder: str, seed: int) -> Curve:
@@ -177,78 +153,3 @@ def _points(size: tuple[int, int, int], records: Sequence[Record], bootstrap: Bo
                 point |= dict(zip((f"{key}_low", f"{key}_high"), bounds, strict=True))
         points.append(point)
     return points
-
-
-def draw(curve: Curve) -> Figure:
-    """Returns the picture: a panel for each reader, a line for each (slots, width), markers by bits."""
-    readers = list(dict.fromkeys(point["reader"] for point in curve.points))
-    figure = Figure(figsize=(10, 1.6 + 3.2 * len(readers)), layout="constrained")
-    panels = figure.subplots(len(readers), 1, sharex=True, squeeze=False)[:, 0]
-    for panel, reader in zip(panels, readers, strict=True):
-        _draw_reader(panel, curve, reader)
-    _name_codings(panels[0], curve.text_bytes)
-    panels[-1].set_xlabel("bytes of one message with its frame (logarithmic)")
-    _draw_legend(figure, curve)
-    figure.suptitle(f"Quality of answers against bytes on the wire, {curve.examples} examples")
-    return figure
-
-
-def _draw_reader(panel: Axes, curve: Curve, reader: str) -> None:
-    points = [point for point in curve.points if point["reader"] == reader]
-    for channel, colour in _colours(curve).items():
-        line = sorted((p for p in points if (p["slots"], p["width"]) == channel), key=lambda p: p["framed_bytes"])
-        x, y = [p["framed_bytes"] for p in line], [p[curve.quality] for p in line]
-        panel.plot(x, y, color=colour, linewidth=1.5, zorder=3, label=f"{channel[0]} slots x {channel[1]}")
-        for point, at, value in zip(line, x, y, strict=True):
-            panel.plot(at, value, MARKERS[point["bits"]], color=colour, markersize=7, zorder=4)
-    levels = {name: row[curve.quality] for name, row in curve.references.get(reader, {}).items()}
-    for name, level in levels.items():
-        words, style = REFERENCES[name]
-        panel.axhline(level, color="black", linestyle=style, linewidth=1)
-        # Two levels may lie close: the higher one's name stands above it, the lower one's below.
-        side = "bottom" if level == max(levels.values()) else "top"
-        panel.annotate(words, (1.01, level), xycoords=("axes fraction", "data"), va=side, fontsize=8)
-    for size in curve.text_bytes.values():
-        panel.axvline(size, color="gray", linestyle="--", linewidth=1, zorder=1)
-    panel.set_xscale("log", base=2)
-    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    panel.set_ylabel(f"{reader}: {QUALITIES[curve.quality]}")
-    panel.margins(y=0.12)
-
-
-def _name_codings(panel: Axes, text_bytes: dict[str, float]) -> None:
-    """Writes each coding's name and size above its line, at a height of its own: codings of one text lie close."""
-    for level, (name, size) in enumerate(sorted(text_bytes.items(), key=lambda item: -item[1])):
-        height = 1.03 + 0.075 * level
-        line = Line2D([size, size], [1, height], color="gray", linestyle="--", linewidth=1, clip_on=False)
-        line.set_transform(panel.get_xaxis_transform())
-        panel.add_artist(line)
-        panel.annotate(
-            f"text, {name}: {size:,.0f} bytes",
-            (size, height),
-            xycoords=("data", "axes fraction"),
-            xytext=(3, 0),
-            textcoords="offset points",
-            fontsize=8,
-            color="dimgray",
-            va="center",
-        )
-
-
-def _draw_legend(figure: Figure, curve: Curve) -> None:
-    lines = [
-        Line2D([], [], color=colour, label=f"{slots} slots x {width}")
-        for (slots, width), colour in _colours(curve).items()
-    ]
-    shown = sorted({point["bits"] for point in curve.points}, reverse=True)
-    marks = [
-        Line2D([], [], color="black", marker=MARKERS[bits], linestyle="", label=f"{bits} bits a value")
-        for bits in shown
-    ]
-    figure.legend(handles=[*lines, *marks], loc="outside right upper", fontsize=8, frameon=False)
-
-
-def _colours(curve: Curve) -> dict[tuple[int, int], Any]:
-    channels = dict.fromkeys((point["slots"], point["width"]) for point in curve.points)
-    wheel = matplotlib.color_sequences["tab10"] if len(channels) <= 10 else matplotlib.color_sequences["tab20"]
-    return dict(zip(channels, itertools.cycle(wheel)))

@@ -17,6 +17,7 @@ from lw_jax.data.batches import PROMPT_ROWS, Encoded
 from lw_jax.data.loader import eval_batches
 from lw_jax.evals import answers
 from lw_jax.evals.statistics import Bootstrap, Estimate
+from lw_jax.evals.verdict import is_collapsed, tell_interval
 
 Record = dict[str, Any]
 Row = dict[str, Any]  # figures by name, those of INTERVALS also with "_interval": [low, high]
@@ -192,14 +193,6 @@ def estimate(records: Sequence[Record], bootstrap: Bootstrap) -> dict[str, Estim
     }
 
 
-def is_collapsed(figures: Mapping[str, Any]) -> bool:
-    """Tells whether the right latents may be worth no more than another text's, by the interval of gap_nll."""
-    if "gap_nll" not in figures:
-        return False
-    interval = figures["gap_nll_interval"]
-    return interval is None or not interval[0] > 0
-
-
 def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
     """Returns the control table for a terminal."""
     width = max(map(len, ("reader", *rows))) + 2
@@ -214,11 +207,6 @@ def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
                 f"{reader:<{width}}{row:<11}" + "".join(f"{told[name]:>{size}}" for name, size in columns.items())
             )
     return "\n".join(lines)
-
-
-def tell_interval(interval: Sequence[float] | None) -> str:
-    """Returns an interval for a terminal."""
-    return f"{interval[0]:.3f}..{interval[1]:.3f}" if interval else "unknown"
 
 
 def tell(reader: str, figures: Mapping[str, Any]) -> str:

@@ -71,6 +71,16 @@ def test_a_run_leaves_what_the_readme_promises(trained: Path) -> None:
 
 
 @pytest.mark.slow
+def test_report_is_one_page_of_the_run(trained: Path) -> None:
+    done = start("report", "--workdir", str(trained), cwd=trained.parent)
+    assert (done.returncode, done.stderr) == (0, "")
+    text = (trained / "report.html").read_text(encoding="utf-8")
+    assert str(trained / "report.html") in done.stdout
+    assert text.count("the latents carry the text") == 2 and text.count("<svg") == 4
+    assert 'class="missing"' not in text and "https:" not in text
+
+
+@pytest.mark.slow
 def test_answer_reads_a_file_and_standard_input(trained: Path, tmp_path: Path) -> None:
     context = tmp_path / "notes.txt"
     context.write_text("Mara Ellis lives in Lisbon.", encoding="utf-8")

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
+from lw_jax import figures
 from lw_jax.evals import curve, rows
 from lw_jax.models import codec
 from tests import tiny
@@ -156,7 +157,7 @@ def test_table_has_a_line_for_each_size_and_one_for_the_texts(found):
 
 def test_picture_has_a_panel_for_each_reader_with_every_point_and_reference(found, tmp_path):
     changed = [point | {"slots": 3} for point in found.points]
-    figure = curve.draw(dataclasses.replace(found, points=[*found.points, *changed]))
+    figure = figures.draw_curve(dataclasses.replace(found, points=[*found.points, *changed]))
     assert len(figure.axes) == 2
     for panel, name in zip(figure.axes, ("llama", "qwen"), strict=True):
         assert panel.get_xscale() == "log" and panel.get_ylabel().startswith(name)

@@ -1,0 +1,228 @@
+"""Pictures of runs and evaluations, from plain values: as PNG files, or as SVG inside a page.
+
+It knows matplotlib and neither JAX nor files, so that a report of a run starts no device.
+"""
+
+import dataclasses
+import math
+import re
+from collections.abc import Sequence
+from io import StringIO
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+REFERENCES = {"text": ("the text itself", "-"), "none": ("no context", ":")}  # row -> (name, line) in the picture
+QUALITIES = {"nll": "NLL, nats a token", "f1": "F1"}
+MARKERS = {16: "o", 8: "s", 6: "D", 4: "^", 2: "v"}  # by bits a value
+COLUMNS = (
+    *("slots", "width", "bits", "payload_bytes", "framed_bytes", "reader", "examples"),
+    *("nll", "nll_low", "nll_high", "accuracy", "em", "f1", "f1_low", "f1_high"),
+)
+COLOURS = matplotlib.color_sequences["petroff10"]  # told apart by colour-blind eyes too [Petroff, 2021]
+FEW = 40  # points of a line; up to so many each one is marked
+
+
+@dataclasses.dataclass(frozen=True)
+class Curve:
+    """Figures by size of message, and what they are held against; all of the same examples."""
+
+    quality: str  # "nll" | "f1": what was asked for
+    examples: int
+    points: list[dict[str, Any]]  # COLUMNS by name; em and f1 are absent where nothing was generated
+    references: dict[str, dict[str, Any]]  # reader -> row -> figures, of the rows of REFERENCES that were measured
+    text_bytes: dict[str, float]  # coding -> mean bytes of a context
+
+
+@dataclasses.dataclass(frozen=True)
+class Line:
+    """Values over optimizer steps; NaN where there is none."""
+
+    label: str
+    steps: Sequence[float]
+    values: Sequence[float]
+    colour: int | None = None  # of COLOURS; None: the page's own
+    style: str = "-"
+
+
+@dataclasses.dataclass(frozen=True)
+class Panel:
+    """Lines that share an axis."""
+
+    title: str
+    unit: str  # of the values, with their name
+    lines: Sequence[Line]
+    is_logarithmic: bool
+
+
+def draw_panels(panels: Sequence[Panel], *, borders: Sequence[tuple[str, int]] = ()) -> Figure:
+    """Returns the panels above each other, over the same steps.
+
+    Args:
+        panels: at least one.
+        borders: (name, first step) of each stage of the run; a single one is not drawn.
+    """
+    figure = Figure(figsize=(10, 0.7 + 2.4 * len(panels)), layout="constrained")
+    axes = figure.subplots(len(panels), 1, sharex=True, squeeze=False)[:, 0]
+    for place, panel in zip(axes, panels, strict=True):
+        for line in panel.lines:
+            marker = "o" if len(line.steps) <= FEW else ""
+            place.plot(
+                line.steps,
+                line.values,
+                color="black" if line.colour is None else COLOURS[line.colour % len(COLOURS)],
+                linestyle=line.style,
+                linewidth=1.5,
+                marker=marker,
+                markersize=3,
+                label=line.label,
+            )
+        if panel.is_logarithmic:
+            place.set_yscale("log")
+            place.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
+            place.yaxis.set_minor_formatter(FuncFormatter(lambda value, _: f"{value:g}" if _leads(value) else ""))
+        scale = " (log)" if panel.is_logarithmic else ""
+        place.set_ylabel(f"{panel.title}\n{panel.unit}{scale}".strip(), fontsize=9)
+        place.margins(x=0.01)
+        place.legend(loc="center left", bbox_to_anchor=(1.0, 0.5), fontsize=8, frameon=False)
+        if len(borders) > 1:
+            _draw_borders(place, borders, named=place is axes[0])
+    axes[-1].set_xlabel("optimizer step")
+    axes[-1].xaxis.set_major_locator(MaxNLocator(integer=True))
+    return figure
+
+
+def _leads(value: float) -> bool:
+    """Tells whether a minor tick of a logarithmic axis is 2 or 5 times a power of ten."""
+    return round(value / 10 ** math.floor(math.log10(value) + 1e-9)) in (2, 5)
+
+
+def _draw_borders(panel: Axes, borders: Sequence[tuple[str, int]], *, named: bool) -> None:
+    for name, step in borders:
+        panel.axvline(step, color="gray", linestyle="--", linewidth=1, zorder=1)
+        if named:
+            panel.annotate(
+                f"stage {name}",
+                (step, 1.02),
+                xycoords=("data", "axes fraction"),
+                xytext=(2, 0),
+                textcoords="offset points",
+                fontsize=8,
+                color="gray",
+            )
+
+
+def draw_slots(similarity: Sequence[Sequence[float]]) -> Figure:
+    """Returns the heat map of a square of cosines; blue is alike, red opposite."""
+    figure = Figure(figsize=(5.2, 4.4), layout="constrained")
+    panel = figure.subplots()
+    image = panel.imshow(np.asarray(similarity, float), cmap="RdBu", vmin=-1, vmax=1, interpolation="none")
+    for axis in (panel.xaxis, panel.yaxis):
+        axis.set_major_locator(MaxNLocator(integer=True))
+    panel.set_xlabel("slot of the message (number)")
+    panel.set_ylabel("slot of the message (number)")
+    figure.colorbar(image, ax=panel, label="mean cosine (no unit)")
+    return figure
+
+
+def to_svg(figure: Figure, *, label: str) -> str:
+    """Returns an <svg> element for a page: text stays text, black takes the page's colour, the ground is left out.
+
+    Args:
+        figure: any.
+        label: what it shows, for who cannot see it; plain words.
+    """
+    file = StringIO()
+    nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": label}):
+        figure.savefig(file, format="svg", transparent=True, metadata=nothing)
+    text = file.getvalue()
+    text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
+    # A page holds several pictures: the names of groups would repeat, only what is referred to needs one.
+    text = re.sub(r' id="[a-zA-Z][\w.]*_\d+"', "", text)
+    text = re.sub(r' xmlns(:\w+)?="[^"]*"| version="[^"]*"', "", text).replace("xlink:href", "href")
+    text = text.replace("#000000", "currentColor")
+    words = label.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
+    return text.replace("<svg", f'<svg role="img" aria-label="{words}"', 1)
+
+
+def draw_curve(curve: Curve) -> Figure:
+    """Returns the picture: a panel for each reader, a line for each (slots, width), markers by bits."""
+    readers = list(dict.fromkeys(point["reader"] for point in curve.points))
+    figure = Figure(figsize=(10, 1.6 + 3.2 * len(readers)), layout="constrained")
+    panels = figure.subplots(len(readers), 1, sharex=True, squeeze=False)[:, 0]
+    for panel, reader in zip(panels, readers, strict=True):
+        _draw_reader(panel, curve, reader)
+    _name_codings(panels[0], curve.text_bytes)
+    panels[-1].set_xlabel("bytes of one message with its frame (logarithmic)")
+    _draw_legend(figure, curve)
+    figure.suptitle(f"Quality of answers against bytes on the wire, {curve.examples} examples")
+    return figure
+
+
+def _draw_reader(panel: Axes, curve: Curve, reader: str) -> None:
+    points = [point for point in curve.points if point["reader"] == reader]
+    for channel, colour in _colours(curve).items():
+        line = sorted((p for p in points if (p["slots"], p["width"]) == channel), key=lambda p: p["framed_bytes"])
+        x, y = [p["framed_bytes"] for p in line], [p[curve.quality] for p in line]
+        panel.plot(x, y, color=colour, linewidth=1.5, zorder=3, label=f"{channel[0]} slots x {channel[1]}")
+        for point, at, value in zip(line, x, y, strict=True):
+            panel.plot(at, value, MARKERS[point["bits"]], color=colour, markersize=7, zorder=4)
+    found = {name: row[curve.quality] for name, row in curve.references.get(reader, {}).items()}
+    levels = {name: level for name, level in found.items() if math.isfinite(level)}
+    for name, level in levels.items():
+        words, style = REFERENCES[name]
+        panel.axhline(level, color="black", linestyle=style, linewidth=1)
+        # Two levels may lie close: the higher one's name stands above it, the lower one's below.
+        side = "bottom" if level == max(levels.values()) else "top"
+        panel.annotate(words, (1.01, level), xycoords=("axes fraction", "data"), va=side, fontsize=8)
+    for size in curve.text_bytes.values():
+        panel.axvline(size, color="gray", linestyle="--", linewidth=1, zorder=1)
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    panel.set_ylabel(f"{reader}: {QUALITIES[curve.quality]}")
+    panel.margins(y=0.12)
+
+
+def _name_codings(panel: Axes, text_bytes: dict[str, float]) -> None:
+    """Writes each coding's name and size above its line, at a height of its own: codings of one text lie close."""
+    for level, (name, size) in enumerate(sorted(text_bytes.items(), key=lambda item: -item[1])):
+        height = 1.03 + 0.075 * level
+        line = Line2D([size, size], [1, height], color="gray", linestyle="--", linewidth=1, clip_on=False)
+        line.set_transform(panel.get_xaxis_transform())
+        panel.add_artist(line)
+        panel.annotate(
+            f"text, {name}: {size:,.0f} bytes",
+            (size, height),
+            xycoords=("data", "axes fraction"),
+            xytext=(3, 0),
+            textcoords="offset points",
+            fontsize=8,
+            color="gray",
+            va="center",
+        )
+
+
+def _draw_legend(figure: Figure, curve: Curve) -> None:
+    lines = [
+        Line2D([], [], color=colour, label=f"{slots} slots x {width}")
+        for (slots, width), colour in _colours(curve).items()
+    ]
+    shown = sorted({point["bits"] for point in curve.points}, reverse=True)
+    marks = [
+        Line2D([], [], color="black", marker=MARKERS[bits], linestyle="", label=f"{bits} bits a value")
+        for bits in shown
+    ]
+    figure.legend(handles=[*lines, *marks], loc="outside right upper", fontsize=8, frameon=False)
+
+
+def _colours(curve: Curve) -> dict[tuple[int, int], Any]:
+    channels = list(dict.fromkeys((point["slots"], point["width"]) for point in curve.points))
+    if len(channels) <= len(COLOURS):
+        return dict(zip(channels, COLOURS, strict=False))
+    return dict(zip(channels, matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(channels))), strict=True))

@@ -1,0 +1,127 @@
+"""The verb `report`: one page of a run, from what its folder holds; it needs no network, no device and no weights."""
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from lw_jax import figures
+from lw_jax.core.config import Config, flatten, to_dict
+from lw_jax.core.errors import UserError
+from lw_jax.pages import records, series, tables
+from lw_jax.pages.records import Run
+
+PAGE = "report.html"
+SECTIONS = {
+    "curves": "Curves",
+    "controls": "Controls",
+    "latents": "Latents",
+    "bytes": "Bytes on the wire",
+    "examples": "Examples",
+    "made": "How it was made",
+}
+
+
+def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path) -> int:
+    """Writes WORKDIR/report.html; what the run has not made yet is told with the command that makes it.
+
+    Raises:
+      UserError: the folder is no run's, holds a damaged file, or cannot be written.
+    """
+    del cfg, resolved  # the page shows the run as it was made, whatever else was asked for now
+    text = render(records.read(workdir))
+    path, partial = workdir / PAGE, workdir / f".{PAGE}.partial"
+    try:
+        partial.write_text(text, encoding="utf-8")
+        os.replace(partial, path)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; the run's folder must be writable.") from error
+    print(f"{path}: {len(text.encode()) / 1e3:,.0f} kB, opens in any browser")
+    return 0
+
+
+def render(run: Run) -> str:
+    """Returns the page; every text of the run is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent / "pages"),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    shown = _head(run) | _curves(run) | _evaluation(run) | _bytes(run) | _made(run)
+    return environment.get_template(PAGE).render(shown)
+
+
+def _head(run: Run) -> dict[str, Any]:
+    step, steps = max((row["step"] for row in run.metrics), default=0), run.cfg.train.steps
+    return {
+        "name": run.workdir.resolve().name,
+        "progress": f"step {step:,} of {steps:,}",
+        "logged": f"{run.logged:%Y-%m-%d %H:%M} UTC" if run.logged and run.metrics else "",
+        "readers": ", ".join(run.cfg.llms),
+        "checkpoint": run.evaluation.get("step"),
+        "verdicts": tables.verdicts(run),
+        "sections": SECTIONS.items(),
+        "commands": {
+            "train": run.training,
+            "eval": run.command("eval"),
+            "curve": run.command("eval", "--config.eval.curve=nll"),
+        },
+    }
+
+
+def _curves(run: Run) -> dict[str, Any]:
+    training, validation, borders = series.training(run), series.validation(run), series.borders(run)
+    label = "over optimizer steps, by task and reader"
+    return {
+        "training": _picture(figures.draw_panels(training, borders=borders), f"training {label}") if training else "",
+        "validation": (
+            _picture(figures.draw_panels(validation, borders=borders), f"validation {label}") if validation else ""
+        ),
+        "stages": len(borders),
+        "joined": series.count_joined(run),
+        "undefined": series.count_undefined(run),
+    }
+
+
+def _evaluation(run: Run) -> dict[str, Any]:
+    told = run.evaluation
+    examples, count = tables.examples(run.predictions)
+    return {
+        "controls": [(reader, tables.control(rows)) for reader, rows in told.get("rows", {}).items()],
+        "between": tables.between(told.get("readers", {})),
+        "joint": tables.joint(told["joint"]) if told.get("joint") else None,
+        "agreement": tables.agreement(told["joint"]) if told.get("joint") else "",
+        "rows": tables.ROWS,
+        "counts": ", ".join(f"{name} {number}" for name, number in told.get("counts", {}).items() if number),
+        "geometry": tables.geometry(told["latents"]) if told else None,
+        "slots": _picture(figures.draw_slots(run.slots), "cosine between slots") if run.slots else "",
+        "examples": examples,
+        "example_count": count,
+    }
+
+
+def _bytes(run: Run) -> dict[str, Any]:
+    if (curve := run.curve) is None:
+        return {"curve": ""}
+    return {
+        "curve": _picture(figures.draw_curve(curve), "quality of answers against bytes of a message"),
+        "curve_examples": curve.examples,
+        "points": tables.points(curve),
+        "sizes": tables.sizes(curve),
+    }
+
+
+def _made(run: Run) -> dict[str, Any]:
+    flat = flatten(to_dict(run.cfg))
+    return {
+        "texts": {name: run.texts.get(name, "").strip() for name in records.TEXTS},
+        "config": "\n".join(f"{path}: {value!r}" for path, value in flat.items()),
+        "devices": tables.devices(run.devices) if run.devices else None,
+    }
+
+
+def _picture(figure: Any, label: str) -> Markup:
+    return Markup(figures.to_svg(figure, label=label))

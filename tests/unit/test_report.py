@@ -1,0 +1,429 @@
+"""The page of a run, from folders that the test writes; nothing of JAX is needed."""
+
+import html.parser
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run
+from configs import base
+from lw_jax import report, workdir
+from lw_jax.core import config
+from lw_jax.core.errors import UserError
+from lw_jax.evals import verdict
+from lw_jax.figures import REFERENCES
+from lw_jax.pages import records, series, tables
+
+HOSTILE = '<script>alert("x")</script>'
+MOST_BYTES = 3e6
+VOID = {"meta", "link", "br", "img", "hr"}  # elements that need no end
+EVAL_FILES = ("eval.json", "predictions.jsonl", "slots.json")
+
+
+def figures(value: float, *, interval: bool = True) -> dict[str, Any]:
+    told: dict[str, Any] = {"em": value, "f1": value, "nll": 3 * (1 - value), "accuracy": value, "first_token": value}
+    told |= {"first_5": value, "distinct": 0.8, "examples": 23, "tokens": 71.0}
+    return told | {
+        f"{key}_interval": [value / 2, value] if interval else None for key in ("em", "f1", "nll", "first_token")
+    }
+
+
+def between(**changes: Any) -> dict[str, Any]:
+    told: dict[str, Any] = {"normalised_f1": 0.913, "recovered_nll": 0.872, "gap_f1": 0.31, "gap_nll": 1.234}
+    told |= {f"{key}_interval": [value - 0.1, value + 0.1] for key, value in told.items()}
+    return told | changes
+
+
+def evaluation() -> dict[str, Any]:
+    rows = {name: figures(0.1 * place) for place, name in enumerate(reversed(tables.ROWS), 1)}
+    references = {name: rows[name] for name in REFERENCES}
+    point = {"slots": 5, "width": 7, "examples": 11, "payload_bytes": 35, "nll_low": 0.1, "nll_high": None}
+    points = [
+        point | {"reader": reader, "bits": bits, "framed_bytes": 22.0 + 5 * bits, "nll": 1 / bits, "accuracy": 0.5}
+        for reader in ("llama", "qwen")
+        for bits in (8, 2)
+    ]
+    score = {"em": 0.5, "em_interval": [0.4, 0.6], "f1": 0.6, "f1_interval": [0.5, 0.7]}
+    return {
+        "step": 31,
+        "rows": {"llama": rows, "qwen": rows},
+        "readers": {"llama": between(), "qwen": between(normalised_f1=0.2, recovered_nll=0.3)},
+        "joint": {
+            **{"joint": score, "oracle": score, "readers": {"llama": score | {"picked": 0.7}, "qwen": score}},
+            **{"agreement": 0.25, "agreement_interval": [0.2, 0.3], "examples": 23, "unscored": 0},
+        },
+        "latents": {"inputs": 19, "effective_rank": 4.25, "effective_rank_uncentred": None, "input_cosine": 0.5},
+        "curve": {
+            "quality": "nll",
+            "examples": 11,
+            "points": points,
+            "references": dict.fromkeys(("llama", "qwen"), references),
+        },
+        "text_bytes": {"UTF-8": 117.0, "gzip": 101.0, "zstd": 97.0, "brotli": 89.0},
+        "counts": {"given": 29, "kept": 23, "answer": 0},
+    }
+
+
+def predictions(count: int = 43) -> list[dict[str, Any]]:
+    found = []
+    for reader in ("llama", "qwen"):
+        for row in tables.ROWS:
+            for index in range(0, 3 * count, 3):
+                right = row in ("text", "latents")
+                record = {
+                    "reader": reader,
+                    "row": row,
+                    "index": index,
+                    "id": str(index),
+                    "question": f"Question {index}?",
+                }
+                record |= {"answers": [f"gold {index}", "other"], "prediction": f"{row} {index}"}
+                found.append(record | {"em": float(right), "f1": 1.0 if right else 0.5})
+    return found
+
+
+def metrics(*, steps: int = 30) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for step in range(1, steps + 1):
+        task = "reconstruct/" if step <= steps // 3 else ""
+        row = {"step": step, "train/loss": 3 / step, "train/learning_rate": 1e-3 * step}
+        rows.append(row | {f"train/{task}nll/{reader}": 2 / step for reader in ("llama", "qwen")})
+    names = [f"{other}nll/{reader}" for other in ("", "shuffled/") for reader in ("llama", "qwen")]
+    rows.append({"step": steps} | {f"validation/{name}": 1.5 for name in names})
+    return rows
+
+
+def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
+    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
+
+
+def write_run(folder: Path, **changes: Any) -> Path:
+    """Writes a run that was trained and evaluated; `changes` to its configuration, dots written as "__"."""
+    values = base.get_config()
+    for name in ("llama", "qwen"):
+        values.llms[name] = base.llm(f"folder/{name}")
+    changes = {
+        "encoder__source": "folder/llama",
+        "train__steps": 30,
+        "optim__warmup_steps": 3,
+        "stages__pretrain__share": 0.5,
+    } | changes
+    values.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
+    cfg = config.build(values)
+    command = ["run.py", "--config", "my own.py"]
+    workdir.write_workdir(folder, cfg=cfg, base=base.get_config().to_dict(), command=command)
+    write_lines(folder / "metrics.jsonl", metrics())
+    write_lines(folder / "predictions.jsonl", predictions())
+    (folder / "eval.json").write_text(json.dumps(evaluation()), encoding="utf-8")
+    (folder / "slots.json").write_text(json.dumps([[1.0, 0.25], [0.25, None]]), encoding="utf-8")
+    return folder
+
+
+class Reader(html.parser.HTMLParser):
+    """Collects a page's texts, elements and attributes, and which elements were not closed in their order."""
+
+    def __init__(self, page: str):
+        super().__init__()
+        self.open: list[str] = []
+        self.faults: list[str] = []
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str, str]] = []
+        self.texts: list[tuple[str, str]] = []
+        self.feed(page)
+        self.close()
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(tag, name, value or "") for name, value in attrs]
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.handle_starttag(tag, attrs)
+        self.handle_endtag(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        if self.open and self.open[-1] == tag:
+            self.open.pop()
+        else:
+            self.faults.append(f"</{tag}> in {self.open}")
+
+    def handle_data(self, data: str) -> None:
+        self.texts.append((self.open[-1] if self.open else "", data))
+
+    def text(self, tag: str = "") -> str:
+        return " ".join(data for at, data in self.texts if not tag or at == tag)
+
+
+def page_of(folder: Path) -> Reader:
+    return Reader(report.render(records.read(folder)))
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_run(tmp_path_factory.mktemp("runs") / "mine")
+
+
+@pytest.fixture(scope="module")
+def page(whole: Path) -> Reader:
+    return page_of(whole)
+
+
+def test_page_has_every_section_and_closes_what_it_opens(page: Reader) -> None:
+    assert not page.faults and not page.open
+    assert [text for tag, text in page.texts if tag == "h1"] == ["mine"]
+    assert [text for tag, text in page.texts if tag == "h2"] == list(report.SECTIONS.values())
+    assert {value for tag, name, value in page.attributes if (tag, name) == ("h2", "id")} == report.SECTIONS.keys()
+    assert page.tags.count("svg") == 4  # training, validation, slots, bytes
+    assert "missing" not in [value for _, name, value in page.attributes if name == "class"]
+    assert "step 30 of 30; last line logged 20" in page.text("p") and "step 31" in page.text("p")
+
+
+def test_nothing_is_fetched_and_the_page_is_small(whole: Path) -> None:
+    text = report.render(records.read(whole))
+    page = Reader(text)
+    assert len(text.encode()) < MOST_BYTES
+    assert not {"script", "link", "iframe", "img", "object", "embed", "base"} & set(page.tags)
+    references = [
+        value for _, name, value in page.attributes if name in ("src", "href", "xlink:href", "data", "srcset")
+    ]
+    assert references and all(value.startswith(("#", "data:image/png;base64,")) for value in references)
+    assert not re.search(r"https?:|@import|url\((?!#)", text)
+    assert any("default-src 'none'" in value for tag, _, value in page.attributes if tag == "meta")
+
+
+def test_names_inside_the_page_are_unique(page: Reader) -> None:
+    ids = [value for _, name, value in page.attributes if name == "id"]
+    referred = {value[1:] for _, name, value in page.attributes if name == "href" and value[0] == "#"}
+    assert referred <= set(ids)
+    assert not [name for name in set(ids) if ids.count(name) > 1]
+
+
+def test_figures_take_the_colour_of_the_page_light_or_dark(page: Reader) -> None:
+    styles = " ".join(value for _, name, value in page.attributes if name in ("style", "fill", "stroke"))
+    assert "currentColor" in styles and not re.search(r"#0{6}|#f{6}", styles)
+
+
+def test_figures_are_drawn_as_text_with_axes_named(page: Reader) -> None:
+    drawn = page.text("text")
+    for words in ("optimizer step", "NLL, nats a token", "learning rate", "reconstruct", "answer", "another text's"):
+        assert words in drawn
+    assert "stage pretrain" in drawn and "stage answer" in drawn
+    assert "slot of the message" in drawn and "bytes of one message" in drawn
+
+
+def test_control_table_shows_what_was_measured(page: Reader) -> None:
+    cells = [text for tag, text in page.texts if tag == "td"]
+    start = cells.index("truncated")
+    assert cells[start : start + 7] == [
+        "truncated",
+        "10.0",
+        "5.0 .. 10.0",
+        "10.0",
+        "5.0 .. 10.0",
+        "2.700",
+        "0.050 .. 0.100",
+    ]
+    assert {"91.3", "87.2", "31.0", "1.234", "1.134 .. 1.334", "4.250"} <= set(cells)
+    assert {"the text, brotli", "89", "76", "message of 5 x 7 x 2", "32", "27"} <= set(cells)
+    assert "given 29, kept 23." in page.text("p") and "25.0 % (20.0 .. 30.0) of 23" in page.text("p")
+
+
+def test_twenty_examples_are_spread_over_the_file_with_right_answers_marked(page: Reader) -> None:
+    assert "20 of the 43 examples" in page.text("p")
+    shown = [int(found) for found in re.findall(r"Question (\d+)\?", page.text("td"))]
+    assert len(shown) == 20 and shown == sorted(shown) and shown[0] == 0 and shown[-1] == 3 * 40
+    assert max(b - a for a, b in zip(shown, shown[1:], strict=False)) <= 3 * 3
+    answers = [text.split() for tag, text in page.texts if tag == "td" and re.match("(latents|shuffled) ", text)]
+    assert len(answers) == 20 * 2 * 2
+    assert all((words[-1] == "✓") == (words[0] == "latents") for words in answers)
+    assert page.text("span").count("F1 50 %") == 20 * 2
+
+
+def test_hostile_text_is_shown_and_never_becomes_an_element(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / f"run{HOSTILE.replace('/', '')}", data__passages=HOSTILE)
+    lines = predictions(3)
+    for line in lines:
+        line |= {"question": HOSTILE, "answers": [HOSTILE], "prediction": f'"{HOSTILE}\u2028&lt;b>'}
+    write_lines(folder / "predictions.jsonl", lines)
+    for name in records.TEXTS:
+        (folder / name).write_text(f"</pre>{HOSTILE}", encoding="utf-8")
+    told = evaluation()
+    told["readers"] = {HOSTILE: between()}
+    told["rows"] = {HOSTILE: {HOSTILE: figures(0.5)}}
+    for point in told["curve"]["points"]:
+        point["reader"] = HOSTILE
+    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    page = page_of(folder)
+    assert not page.faults and not page.open and "script" not in page.tags and "b" not in page.tags
+    assert page.text("td").count("alert") == 3 * (1 + 1 + 2 * 3) + 1 + 1 + 4  # examples, and three tables
+    assert page.text("text").count("alert") == 1 and HOSTILE in page.text("li")
+
+
+def test_each_missing_file_is_one_line_with_its_command(tmp_path: Path) -> None:
+    folder, texts = tmp_path / "run", " ".join(records.TEXTS)
+    trains, evaluates = "python run.py --config 'my own.py'", f"python run.py eval --workdir {folder}"
+    expected = {
+        "metrics.jsonl": (2, trains),
+        "eval.json": (3, evaluates),
+        "predictions.jsonl": (1, evaluates),
+        "slots.json": (1, evaluates),
+        "config.diff versions.json": (2, trains),
+        texts: (3, f"python run.py train --workdir {folder} --config FILE"),
+    }
+    for names, (count, command) in expected.items():
+        write_run(folder)
+        for name in names.split():
+            (folder / name).unlink()
+        page = page_of(folder)
+        assert not page.faults and not page.open
+        assert [value for _, key, value in page.attributes if key == "class"].count("missing") == count, names
+        assert command in page.text("code"), names
+
+
+def test_folder_before_its_first_step_still_makes_a_page(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    for name in ("metrics.jsonl", *EVAL_FILES):
+        (folder / name).unlink()
+    page = page_of(folder)
+    assert "no evaluation yet" in page.text("li") and "step 0 of 30" in page.text("p")
+    assert "svg" not in page.tags and "figure" not in page.tags and "th" not in page.tags
+
+
+def test_run_that_is_being_written_shows_what_is_there(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    text = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
+    (folder / "metrics.jsonl").write_text("".join(text[:7]) + text[7][:20], encoding="utf-8")
+    page = page_of(folder)
+    assert "step 7 of 30" in page.text("p") and page.tags.count("svg") == 3
+
+
+def test_figures_that_are_no_numbers_are_counted_and_left_out(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    rows = metrics()
+    rows[4] |= {"train/loss": "nan", "train/nll/qwen": "inf"}
+    for row in rows:
+        row |= {"train/learning_rate": "-inf"} if "train/learning_rate" in row else {}
+    write_lines(folder / "metrics.jsonl", rows)
+    told = evaluation()
+    told["curve"]["points"][0]["nll"] = None
+    told["curve"]["references"]["llama"]["text"]["nll"] = None
+    told["readers"]["llama"] |= {"normalised_f1": None, "normalised_f1_interval": None}
+    told["rows"]["llama"]["zero"] |= {"nll": None, "nll_interval": None}
+    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    page = page_of(folder)
+    assert not page.faults and f"{30 + 2} logged values are no finite numbers" in page.text("figcaption")
+    assert "learning rate" not in page.text("text") and "loss" in page.text("text")
+    assert "unknown" in page.text("td") and "nan" not in page.text("td").lower()
+
+
+@pytest.mark.parametrize(
+    ("changes", "key"),
+    [
+        ({}, "carries"),
+        ({"normalised_f1": 0.1}, "carries"),
+        ({"normalised_f1": None, "recovered_nll": verdict.CARRIED}, "carries"),
+        ({"normalised_f1": 0.59, "recovered_nll": 0.3}, "partly"),
+        ({"gap_nll_interval": [-0.01, 0.4]}, "collapsed"),
+        ({"gap_nll_interval": [0.0, 0.4]}, "collapsed"),
+        ({"gap_nll_interval": None}, "collapsed"),
+        ({"normalised_f1": None, "recovered_nll": None}, "unknown"),
+    ],
+)
+def test_verdict_follows_the_thresholds(changes: dict[str, Any], key: str) -> None:
+    assert verdict.judge(between(**changes)) == key
+
+
+def test_verdict_without_the_shuffled_row_is_unknown() -> None:
+    assert verdict.judge({"normalised_f1": 0.9, "recovered_nll": 0.9}) == "unknown"
+
+
+def test_verdicts_name_every_reader_the_worst_first(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    told = evaluation()
+    told["readers"]["third"] = between(gap_nll=0.01, gap_nll_interval=[-0.2, 0.3])
+    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    found = tables.verdicts(records.read(folder))
+    assert [(one.key, one.words.split(":")[0]) for one in found] == [
+        ("collapsed", "third"),
+        ("partly", "qwen"),
+        ("carries", "llama"),
+    ]
+    assert "COLLAPSED" in found[0].words and "gap of NLL 0.010 nats a token (-0.200 .. 0.300)" in found[0].words
+    assert "normalised F1 91.3 % (81.3 .. 101.3)" in found[2].words
+
+
+def test_stages_begin_where_the_run_begins_them(whole: Path) -> None:
+    assert series.borders(records.read(whole)) == [("pretrain", 1), ("answer", 11)]
+
+
+def test_long_log_is_joined_into_few_points_that_keep_the_mean(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_lines(folder / "metrics.jsonl", [{"step": step, "train/loss": step % 7} for step in range(1, 4003)])
+    found = records.read(folder)
+    (panel,) = series.training(found)
+    (line,) = panel.lines
+    assert len(line.values) == math.ceil(4002 / 11) <= series.MOST and series.count_joined(found) == 11
+    assert line.values[1] == pytest.approx(sum(step % 7 for step in range(12, 23)) / 11)
+    assert line.steps[1] == 17.0
+
+
+@pytest.mark.parametrize(("last", "logarithmic"), [(0.0, False), (0.5, False), (0.19, True)])
+def test_axis_is_logarithmic_where_it_shows_more_than_a_decade(last: float, logarithmic: bool, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    write_lines(folder / "metrics.jsonl", [{"step": 1, "train/loss": 2.0}, {"step": 2, "train/loss": last}])
+    (panel,) = series.training(records.read(folder))
+    assert panel.lines[0].values == [2.0, last] and panel.is_logarithmic is logarithmic
+
+
+def test_devices_are_summarised_over_all_processes(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    row = {"time": 1.0, "seconds": 1800.0, "device": "gpu0", "samples": 3, "utilisation": 0.5, "peak_bytes": 3e9}
+    more = row | {"samples": 1, "utilisation": 0.9, "peak_bytes": 5e9, "limit_bytes": 8e9}
+    write_lines(folder / "devices.jsonl", [row, more])
+    write_lines(folder / "devices-1.jsonl", [row | {"device": "gpu1"}])
+    cells = [text for tag, text in page_of(folder).texts if tag == "td"]
+    assert cells[cells.index("gpu0") :][:6] == ["gpu0", "1.00", "60.0", "50.0 .. 90.0", "5.0", "62"]
+    assert cells[cells.index("gpu1") :][:6] == ["gpu1", "0.50", "50.0", "50.0 .. 50.0", "3.0", "unknown"]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rule"),
+    [
+        ("eval.json", '{"step": 3', "eval.json: Expecting"),
+        ("eval.json", '{"step": 3}', "eval.json: 'rows' is missing"),
+        ("predictions.jsonl", '{"reader": "llama"}\n', "predictions.jsonl:1: 'row' is missing"),
+        ("metrics.jsonl", "[3]\n", r"metrics.jsonl:1: \[3\] is no object"),
+        ("config.json", "{}", "config.json: config.recipe is missing"),
+    ],
+)
+def test_damaged_file_is_named(name: str, text: str, rule: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / name).write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=rule):
+        records.read(folder)
+
+
+def test_folder_that_is_no_run_ends_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["report", "--workdir", str(tmp_path)]) == 2
+    told = capsys.readouterr()
+    assert told.err.startswith(f"error: {tmp_path / 'config.json'}: missing") and not told.out
+    assert run.main(["report", "--config", "configs/smoke.py", "--workdir", str(tmp_path / "none")]) == 2
+    assert not (tmp_path / "none").exists() and not list(tmp_path.iterdir())
+
+
+def test_verb_writes_the_page_without_jax(whole: Path, tmp_path: Path) -> None:
+    code = "import sys, run; code = run.main(sys.argv[1:]); assert 'jax' not in sys.modules; sys.exit(code)"
+    command = [sys.executable, "-c", code, "report", "--workdir", str(whole)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(run.__file__).parent)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(f"{whole / 'report.html'}: ")
+    text = (whole / "report.html").read_text(encoding="utf-8")
+    assert text.startswith("<!doctype html>") and text.rstrip().endswith("</html>")
+    assert not list(whole.glob(".*.partial"))
