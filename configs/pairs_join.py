@@ -15,6 +15,6 @@ from configs import pairs
 def get_config(recipe: str = "latentwire") -> ConfigDict:
     """Returns pairs.py with the second reader alone and the encoder of pairs_one.py's run."""
     c = pairs.get_config(recipe)
-    del c.llms["llama"]
+    c.llms = ConfigDict({"qwen": c.llms.qwen})
     c.encoder.run = "runs/pairs_one-latentwire"
     return c

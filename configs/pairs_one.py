@@ -11,5 +11,5 @@ from configs import pairs
 def get_config(recipe: str = "latentwire") -> ConfigDict:
     """Returns pairs.py without its second reader."""
     c = pairs.get_config(recipe)
-    del c.llms["qwen"]
+    c.llms = ConfigDict({"llama": c.llms.llama})
     return c

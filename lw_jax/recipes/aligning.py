@@ -1,0 +1,53 @@
+"""The aligned start of a wire's trainable tree: see `models.alignment` for the mathematics."""
+
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lw_jax.core.types import Tree
+from lw_jax.data.tokens import Tokenizer
+from lw_jax.models import alignment
+
+PIECES = 4  # ids of a token string in another vocabulary that the aligned start averages
+
+
+def align_encoder(params: Tree, width: int) -> Tree:
+    """Returns an lm encoder whose projection starts as its table's principal directions, its mix at the embeddings."""
+    table, head = params["body"]["embed"], params["head"]
+    directions = jax.jit(alignment.principal_directions, static_argnames="width")(table, width)
+    project = jax.tree.map(jnp.zeros_like, head["project"])
+    project["kernel"] = project["kernel"].at[:, : directions.shape[1]].set(directions)
+    return params | {"head": head | {"project": project, "mix": alignment.mix_logits(head["mix"].shape[0])}}
+
+
+def align_adapter(params: Tree, encoder: Tree, target: jax.Array, size: jax.Array, pieces: jax.Array) -> Tree:
+    """Returns an adapter whose linear path regresses from the encoder's latents of single tokens to a reader's table.
+
+    `target` is the reader's table, `size` its RMS, `pieces` as `match_pieces` gives them.
+    """
+    table, directions = encoder["body"]["embed"], encoder["head"]["project"]["kernel"]
+    kernel = jax.jit(alignment.linear_map)(table, directions, target, pieces)
+    quiet = jax.tree.map(jnp.zeros_like, params["down"])
+    return params | {"skip": {"kernel": kernel}, "down": quiet, "gain": size.reshape(())}
+
+
+def match_pieces(own: Tokenizer, reader: Tokenizer, count: int) -> jax.Array:
+    """Returns i32 [v n]: a reader's ids of each of the encoder's `count` token strings, -1 beyond their end."""
+    texts = [own.decode([index]) if index < own.vocab else "" for index in range(count)]
+    pieces = np.full((count, PIECES), -1, np.int32)
+    for row, ids in zip(pieces, reader.encode_batch(texts), strict=True):
+        row[: len(ids)] = ids[:PIECES]
+    return jnp.asarray(pieces)
+
+
+def align(
+    trainable: Tree, tables: Mapping[str, jax.Array], sizes: Mapping[str, jax.Array], pieces: Mapping[str, jax.Array]
+) -> Tree:
+    """Returns the tree with every adapter aligned to its encoder as it is."""
+    adapters = {
+        name: align_adapter(params, trainable["encoder"], tables[name], sizes[name], pieces[name])
+        for name, params in trainable["adapters"].items()
+    }
+    return trainable | {"adapters": adapters}
