@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     print(f"repeated exactly by generation: {int(exact.sum())} of {len(exact)}")
     if asked.width:
         for bits in BITS:
-            sent = codec.quantise(latents, bits)
+            sent = codec.quantise(codec.normalise(latents), bits)
             nll, right = cram.measure(reader.params, sent)
             print(f"{bits} bits a value: nll {float(nll):.4f}, accuracy {float(right):.4f}")
     return 0 if exact.all() else 1
