@@ -10,6 +10,7 @@ import pytest
 
 from lw_jax import optim
 from lw_jax.core import config
+from lw_jax.optim import Stretch
 from sharding.errors import PlacementError
 
 CFG = config.Optim(
@@ -52,7 +53,7 @@ def gradients(params):
 
 
 def first_update(cfg, params, gradients, rates=RATES):
-    made = optim.make(cfg, steps=100, rates=rates, abstract=params)
+    made = optim.make(cfg, stretches=[Stretch(100)], rates=rates, abstract=params)
     updates, state = made.update(gradients, made.init(params), params)
     return updates, state
 
@@ -63,7 +64,7 @@ def paths(tree):
 
 
 def test_schedule_warms_up_to_the_peak_and_ends_at_the_fraction():
-    rate = optim.schedule(CFG, 110)
+    rate = optim.schedule(CFG, [Stretch(110)])
     peak, end = CFG.learning_rate, CFG.learning_rate * CFG.end_fraction
     assert float(rate(0)) == pytest.approx(peak / 10)  # of step 1: no step is made at rate 0
     assert float(rate(4)) == pytest.approx(peak / 2)
@@ -76,8 +77,10 @@ def test_schedule_warms_up_to_the_peak_and_ends_at_the_fraction():
 
 
 def test_schedule_without_warm_up_or_with_nothing_else_stays_finite():
-    assert float(optim.schedule(replace(warmup_steps=0), 1000)(0)) == pytest.approx(CFG.learning_rate, rel=1e-3)
-    assert float(optim.schedule(replace(warmup_steps=5), 5)(4)) == pytest.approx(CFG.learning_rate)
+    assert float(optim.schedule(replace(warmup_steps=0), [Stretch(1000)])(0)) == pytest.approx(
+        CFG.learning_rate, rel=1e-3
+    )
+    assert float(optim.schedule(replace(warmup_steps=5), [Stretch(5)])(4)) == pytest.approx(CFG.learning_rate)
 
 
 def test_first_step_is_the_rate_times_each_subtree_s_multiple(params, gradients):
@@ -102,7 +105,7 @@ def test_decay_pulls_matrices_only(params):
 
 def test_rate_zero_freezes_to_the_bit_and_keeps_no_state(params, gradients):
     rates = ((r"encoder/body/.*", 0.0), *RATES[1:])
-    made = optim.make(replace(weight_decay=0.5), steps=100, rates=rates, abstract=params)
+    made = optim.make(replace(weight_decay=0.5), stretches=[Stretch(100)], rates=rates, abstract=params)
     state, moved = made.init(params), params
     for _ in range(3):
         updates, state = made.update(gradients, state, moved)
@@ -129,17 +132,17 @@ def test_gradients_are_clipped_to_the_norm_of_those_that_learn(params, gradients
 
 def test_uncovered_leaf_is_refused_with_its_path(params):
     with pytest.raises(PlacementError, match=r"learning rates: no row covers adapters/a/down/bias \(3,\)"):
-        optim.make(CFG, steps=10, rates=RATES[:2], abstract=params)
+        optim.make(CFG, stretches=[Stretch(10)], rates=RATES[:2], abstract=params)
 
 
 def test_row_that_decides_nothing_is_refused(params):
     with pytest.raises(PlacementError, match=r"learning rates: row 1 'encoder/boddy/"):
-        optim.make(CFG, steps=10, rates=((r"encoder/boddy/.*", 0.1), (r".*", 1.0)), abstract=params)
+        optim.make(CFG, stretches=[Stretch(10)], rates=((r"encoder/boddy/.*", 0.1), (r".*", 1.0)), abstract=params)
 
 
 def test_step_works_inside_jit_on_shapes_alone(params, gradients):
     shapes = jax.eval_shape(lambda: params)
-    made = optim.make(CFG, steps=100, rates=RATES, abstract=shapes)
+    made = optim.make(CFG, stretches=[Stretch(100)], rates=RATES, abstract=shapes)
     updates, _ = jax.jit(made.update)(gradients, made.init(params), params)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates, first_update(CFG, params, gradients)[0]
