@@ -106,7 +106,7 @@ def test_cards_of_four_facts_are_short():
     assert 16 <= min(words) <= max(words) <= 40
 
 
-@pytest.mark.parametrize(("count", "facts"), [(0, 4), (3, 0), (3, cards.MAX_FACTS + 1)])
+@pytest.mark.parametrize(("count", "facts"), [(0, 4), (3, 0), (3, cards.MAX_FACTS["cards"] + 1)])
 def test_impossible_numbers_are_refused(count, facts):
     with pytest.raises(UserError, match="config.data"):
         cards.make(count, facts=facts, seed=0, split="train")
