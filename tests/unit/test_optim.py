@@ -147,3 +147,72 @@ def test_step_works_inside_jit_on_shapes_alone(params, gradients):
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates, first_update(CFG, params, gradients)[0]
     )
+
+
+STAGES = [Stretch(20, rate=10.0), Stretch(30), Stretch(50, rate=0.5)]
+
+
+def test_schedule_starts_anew_in_each_stretch():
+    rate = optim.schedule(CFG, STAGES)
+    for begin, stretch in zip((0, 20, 50), STAGES, strict=True):
+        alone = optim.schedule(replace(learning_rate=CFG.learning_rate * stretch.rate), [Stretch(stretch.steps)])
+        values = [float(rate(begin + step)) for step in range(stretch.steps)]
+        np.testing.assert_allclose(values, [float(alone(step)) for step in range(stretch.steps)], rtol=EXACT)
+        assert max(values) == pytest.approx(CFG.learning_rate * stretch.rate)
+        assert values[-1] == pytest.approx(CFG.learning_rate * stretch.rate * CFG.end_fraction)
+    assert float(rate(100)) <= CFG.learning_rate * 0.5 * CFG.end_fraction * (1 + EXACT), "the last one has no end"
+
+
+def test_stretch_shorter_than_its_warm_up_ends_at_its_peak():
+    rate = optim.schedule(CFG, [Stretch(4), Stretch(40)])
+    assert [float(rate(step)) for step in (0, 3)] == pytest.approx([CFG.learning_rate / 4, CFG.learning_rate])
+    assert float(rate(4)) == pytest.approx(CFG.learning_rate / 10)
+
+
+def test_multiples_are_those_of_the_stretch_that_a_step_is_in(params, gradients):
+    """A body that waits in the first stretch, moves in the second and waits again; nothing else differs."""
+    multiples = (0.0, 0.25, 0.0)
+    rates = ((r"encoder/body/.*", multiples), *RATES[1:])
+    made = optim.make(
+        replace(weight_decay=0.5), stretches=[Stretch(2), Stretch(3), Stretch(2)], rates=rates, abstract=params
+    )
+    update, state, tree = jax.jit(made.update), made.init(params), params
+    moved = []
+    for _ in range(8):  # one beyond the end, where the last stretch goes on
+        updates, state = update(gradients, state, tree)
+        tree = optax.apply_updates(tree, updates)
+        moved.append([bool(np.asarray(leaf).any()) for leaf in jax.tree.leaves(updates["encoder"]["body"])])
+        assert all(
+            np.asarray(leaf).any() for leaf in jax.tree.leaves([updates["encoder"]["head"], updates["adapters"]])
+        )
+    leaves = len(moved[0])
+    assert moved == [[False] * leaves] * 2 + [[True] * leaves] * 3 + [[False] * leaves] * 3
+
+
+def test_multiple_of_a_stretch_scales_the_step_and_no_moment(params, gradients):
+    fixed, changing = (
+        optim.make(CFG, stretches=[Stretch(1), Stretch(5)], rates=((r".*", rate),), abstract=params)
+        for rate in (1.0, (1.0, 3.0))
+    )
+    states, updates = [fixed.init(params), changing.init(params)], [None, None]
+    for _ in range(2):
+        for number, made in enumerate((fixed, changing)):
+            updates[number], states[number] = made.update(gradients, states[number], params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(3 * a, b, rtol=EXACT), *updates)
+    for name in ("mu", "nu"):
+        ours, theirs = (jax.tree.leaves(optax.tree.get(state, name)) for state in states)
+        assert ours and all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_one_stretch_is_the_same_whether_its_multiple_stands_once_or_in_a_list(params, gradients):
+    plain, _ = first_update(CFG, params, gradients)
+    listed, _ = first_update(CFG, params, gradients, tuple((pattern, (rate,)) for pattern, rate in RATES))
+    jax.tree.map(np.testing.assert_array_equal, plain, listed)
+
+
+def test_vectors_of_tasks_do_not_decay():
+    """A batch asks one task only: the others' vectors would shrink unused."""
+    tree = {"adapters": {"a": {"tasks": jnp.ones((3, 5)), "down": {"kernel": jnp.ones((2, 5))}}}}
+    made = optim.make(replace(weight_decay=0.5), stretches=[Stretch(9)], rates=((".*", 1.0),), abstract=tree)
+    updates, _ = made.update(jax.tree.map(jnp.zeros_like, tree), made.init(tree), tree)
+    assert not updates["adapters"]["a"]["tasks"].any() and updates["adapters"]["a"]["down"]["kernel"].all()
