@@ -17,7 +17,7 @@ from sharding import rules
 Rates = Sequence[tuple[str, float | tuple[float, ...]]]
 
 # Vectors that set a scale or an offset, and embeddings, of which a batch sees only a few rows.
-DECAY: Sequence[tuple[str, bool]] = ((r".*(norm|scale|bias|gain|mix|queries|embed)", False), (r".*", True))
+DECAY: Sequence[tuple[str, bool]] = ((r".*(norm|scale|bias|gain|mix|queries|tasks|embed)", False), (r".*", True))
 
 
 @dataclasses.dataclass(frozen=True)

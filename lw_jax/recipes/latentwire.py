@@ -215,7 +215,7 @@ class LatentWire:
     def _reader_terms(self, name: str, fields: Tree, rows: int) -> Terms:
         config, at = self.wire.readers[name].config, self.placement.readers[name]
         answers = fields["targets"].shape[0]
-        prompt = sum(fields[key]["ids"].shape[0] for key in ("before", "after")) + self.wire.encoder.slots
+        prompt = sum(fields[key]["ids"].shape[0] for key in ("before", "after")) + self.wire.encoder.slots + 1
         one = arithmetic.Pass(
             rows=rows,
             positions=prompt + answers - 1,

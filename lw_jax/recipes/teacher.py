@@ -9,6 +9,8 @@ import fcntl
 import functools
 import hashlib
 import json
+import math
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
@@ -71,13 +73,16 @@ class Store:
 
     def _read_keys(self) -> None:
         """Reads which rows are whole, and cuts off what a stopped job left behind them."""
-        file = self.folder / "keys"
-        held = file.read_bytes() if file.exists() else b""
-        count = len(held) // _KEY_BYTES
+        values = math.prod(self.shape)
+        sizes = {"keys": _KEY_BYTES, "ids": 4 * values, "logp": 2 * values}
+        for name in sizes:
+            (self.folder / name).touch()
+        # A machine that lost its power may have kept a key and not its row.
+        count = min((self.folder / name).stat().st_size // size for name, size in sizes.items())
+        for name, size in sizes.items():
+            os.truncate(self.folder / name, count * size)
+        held = (self.folder / "keys").read_bytes()
         self._rows = {held[i * _KEY_BYTES : (i + 1) * _KEY_BYTES]: i for i in range(count)}
-        for name, size in (("keys", _KEY_BYTES), ("ids", 4 * np.prod(self.shape)), ("logp", 2 * np.prod(self.shape))):
-            with (self.folder / name).open("ab") as out:
-                out.truncate(count * int(size))
 
     def _append(self, keys: list[bytes], rows: Batch) -> None:
         """Writes rows first and then their keys, which make them valid."""

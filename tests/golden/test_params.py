@@ -123,7 +123,7 @@ def test_trainable_tree_and_how_it_learns_are_unchanged(name: str, tmp_path_fact
     shapes = recipe.abstract().trainable
     columns = {
         "placement": jax.tree.map(spec, recipe.shardings().trainable),
-        "rate": jax.tree.map(str, rules.match(recipe.rates, shapes, name="rates")),
+        "rate": rules.match([(path, str(rate)) for path, rate in recipe.rates], shapes, name="rates"),
         "decay": jax.tree.map(str, rules.match(optim.DECAY, shapes, name="decay")),
     }
     flat = {column: tree.flatten_paths(values) for column, values in columns.items()}

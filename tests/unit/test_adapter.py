@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lw_jax.core.types import TASKS
 from lw_jax.models import adapter
 
 WIDTH, HIDDEN, OUT, SLOTS = 24, 37, 58, 5
@@ -17,6 +18,11 @@ def make(calibration):
     drawn = jax.jit(one.init)(jax.random.key(0))
     target = jnp.asarray(TARGET)
     return one, adapter.calibrate(one, drawn, key=jax.random.key(1), slots=SLOTS, target=target)
+
+
+def read(one, params, latents, task="answer"):
+    """The prefix without the task's vector behind it."""
+    return one.bind(params)(latents, task)[:, :-1]
 
 
 def size(x, axis=None):
@@ -32,7 +38,7 @@ def latents():
 @pytest.mark.parametrize("calibration", ["init", "always"])
 def test_output_starts_at_the_reader_s_embedding_size(calibration, latents):
     one, params = make(calibration)
-    prefix = one.bind(params)(latents)
+    prefix = read(one, params, latents)
     assert prefix.shape == (11, SLOTS, OUT)
     assert size(prefix) == pytest.approx(TARGET, rel=CALIBRATED)
 
@@ -41,7 +47,7 @@ def test_always_holds_each_example_at_the_gain_whatever_the_matrices_do(latents)
     for calibration, held in (("always", True), ("init", False)):
         one, params = make(calibration)
         moved = params | {"down": jax.tree.map(lambda leaf: 3 * leaf + 0.1, params["down"])}
-        sizes = size(one.bind(moved)(latents), axis=(1, 2))
+        sizes = size(read(one, moved, latents), axis=(1, 2))
         assert (np.abs(sizes / TARGET - 1) < CALIBRATED).all() == held
 
 
@@ -49,10 +55,10 @@ def test_always_holds_each_example_at_the_gain_whatever_the_matrices_do(latents)
 def test_gain_is_trained_and_scales_the_prefix(calibration, latents):
     one, params = make(calibration)
     assert params["gain"].shape == () and params["gain"].dtype == jnp.float32
-    before = one.bind(params)(latents)
-    after = one.bind(params | {"gain": 3 * params["gain"]})(latents)
+    before = one.bind(params)(latents, "answer")
+    after = one.bind(params | {"gain": 3 * params["gain"]})(latents, "answer")
     np.testing.assert_allclose(after, 3 * before, rtol=1e-5)
-    gradient = jax.grad(lambda params: jnp.sum(jnp.square(one.bind(params)(latents))))(params)
+    gradient = jax.grad(lambda params: jnp.sum(jnp.square(read(one, params, latents))))(params)
     assert gradient["gain"] > 0
 
 
@@ -61,17 +67,38 @@ def test_linear_path_stands_beside_the_layers(latents):
     quiet = params | {"down": jax.tree.map(jnp.zeros_like, params["down"])}
     kernel = np.asarray(params["skip"]["kernel"])
     expected = np.einsum("bmz,zd->bmd", np.asarray(latents), kernel) * np.asarray(params["gain"])
-    np.testing.assert_allclose(one.bind(quiet)(latents), expected, atol=1e-6)  # values near 0.01
-    assert size(np.asarray(one.bind(params)(latents)) - expected) > 0.1 * TARGET
+    np.testing.assert_allclose(read(one, quiet, latents), expected, atol=1e-6)  # values near 0.01
+    assert size(np.asarray(read(one, params, latents)) - expected) > 0.1 * TARGET
 
 
 def test_zero_latents_stay_finite():
     for calibration in ("init", "always"):
         one, params = make(calibration)
-        assert jnp.isfinite(one.bind(params)(jnp.zeros((1, SLOTS, WIDTH)))).all()
+        assert jnp.isfinite(one.bind(params)(jnp.zeros((1, SLOTS, WIDTH)), "answer")).all()
 
 
 def test_rms_is_measured_in_fp32():
     x = jnp.full((3, 4), 300.0, jnp.float16)  # its square overflows fp16
     assert float(adapter.rms(x, axis=None).reshape(())) == 300.0
     assert adapter.rms(x, axis=(1,)).shape == (3, 1)
+
+
+@pytest.mark.parametrize("calibration", ["init", "always"])
+def test_each_task_has_a_vector_of_its_own_behind_the_same_prefix(calibration, latents):
+    one, params = make(calibration)
+    assert params["tasks"].shape == (len(TASKS), OUT)
+    whole = {task: np.asarray(one.bind(params)(latents, task)) for task in TASKS}
+    for number, task in enumerate(TASKS):
+        assert whole[task].shape == (11, SLOTS + 1, OUT)
+        np.testing.assert_array_equal(whole[task][:, :-1], whole["answer"][:, :-1])
+        vector = np.asarray(params["tasks"][number] * params["gain"])
+        np.testing.assert_allclose(whole[task][:, -1], np.tile(vector, (11, 1)), rtol=1e-6)
+        # As large as the rest, whatever the gain: a reader that is used to its embeddings' size can read it.
+        assert size(whole[task][:, -1]) == pytest.approx(TARGET, rel=0.3)  # 58 drawn values
+
+
+def test_only_the_asked_task_s_vector_learns(latents):
+    one, params = make("init")
+    gradient = jax.grad(lambda params: jnp.sum(one.bind(params)(latents, "reconstruct")[:, -1]))(params)["tasks"]
+    moved = np.abs(np.asarray(gradient)).max(axis=1) > 0
+    assert moved.tolist() == [task == "reconstruct" for task in TASKS]

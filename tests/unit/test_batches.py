@@ -9,11 +9,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from configs import base
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import Example
+from lw_jax.core.types import EXACT, Example, Task
 from lw_jax.data import batches, cards
 from lw_jax.data.batches import Layout, Reader
 
 ANSWER_FIELDS = {"answer_inputs", "targets", "weights"}
+SENT = {"channel", "task"}  # how the latents come, and what for
 ALL_ROWS = ("text", "latents", "shuffled", "zero", "none", "truncated")
 
 
@@ -63,16 +64,19 @@ class Bytes:
 CARDS = cards.make(61, facts=4, seed=0, split="train")
 TOK = TinyTokenizer(700)
 OTHER = TinyTokenizer(430, begin=())
+WIDTH = 11
 
 
-def layout(*, readers=None, slots=7, window=512, source=None, prompt=None, **data):
+def layout(*, readers=None, slots=7, window=512, windows=1, source=None, prompt=None, **data):
     keys = base.get_config()
     return Layout(
         prompt=config.Prompt(**keys.prompt.to_dict() | (prompt or {})),
         readers=readers or {"a": Reader(TOK, "plain"), "b": Reader(OTHER, "chat")},
         source=source or Bytes(),
         window=window,
+        windows=windows,
         slots=slots,
+        width=WIDTH,
         data=config.Data(**keys.data.to_dict() | data),
     )
 
@@ -142,7 +146,7 @@ def test_changed_answer_changes_answer_fields_only():
     a, b = (batches.encode(e, layout=spec, rows=ALL_ROWS).collate(range(len(CARDS))) for e in (CARDS, changed))
     np.testing.assert_equal(a["source"], b["source"])
     for name in ("a", "b"):
-        assert set(a["readers"][name]) == ANSWER_FIELDS | {"before", "after", "text", "none", "truncated"}
+        assert set(a["readers"][name]) == ANSWER_FIELDS | SENT | {"before", "after", "text", "none", "truncated"}
         for key in set(a["readers"][name]) - ANSWER_FIELDS:
             np.testing.assert_equal(a["readers"][name][key], b["readers"][name][key])
         assert a["readers"][name]["targets"].shape != b["readers"][name]["targets"].shape
@@ -265,8 +269,8 @@ def test_width_is_capped_by_the_limit():
 def test_prompt_rows_are_in_the_batch_only_when_asked():
     encoded = batches.encode(CARDS[:5], layout=layout(), rows=("latents", "text", "zero"))
     assert "text" in encoded.collate([1])["readers"]["a"]
-    assert set(encoded.collate([1], rows=())["readers"]["a"]) == ANSWER_FIELDS | {"before", "after"}
-    assert set(encoded.collate([1], rows=("latents",))["readers"]["a"]) == ANSWER_FIELDS | {"before", "after"}
+    assert set(encoded.collate([1], rows=())["readers"]["a"]) == ANSWER_FIELDS | SENT | {"before", "after"}
+    assert set(encoded.collate([1], rows=("latents",))["readers"]["a"]) == ANSWER_FIELDS | SENT | {"before", "after"}
     with pytest.raises(UserError, match="'truncated'"):
         encoded.collate([1], rows=("truncated",))
 
@@ -386,3 +390,75 @@ def test_mixed_and_missing_examples_are_refused():
         batches.encode([CARDS[0], Example("x", "c", "q", ())], layout=layout())
     with pytest.raises(UserError, match="the list is empty"):
         batches.encode([], layout=layout())
+
+
+def test_channel_says_how_each_example_is_sent_whole_unless_it_is_given():
+    encoded = batches.encode(CARDS[:5], layout=layout())
+    whole = encoded.collate([3, 0])
+    assert whole["source"]["channel"].tolist() == [[7, WIDTH, EXACT]] * 2
+    drawn = np.array([[2, 3, 4], [5, 1, 16]], np.int32)
+    for batch in (whole, encoded.collate([3, 0], channel=drawn)):
+        for fields in batch["readers"].values():
+            np.testing.assert_array_equal(fields["channel"], batch["source"]["channel"])
+            assert fields["task"] == Task("answer")
+    assert batch["source"]["channel"].tolist() == drawn.tolist() and batch["source"]["channel"].dtype == np.int32
+
+
+def test_question_in_the_latents_is_read_first_and_stands_in_no_wire_prompt():
+    plain, inside = (
+        batches.encode(CARDS, layout=layout(prompt={"question": where}), rows=ALL_ROWS).collate(range(len(CARDS)))
+        for where in ("text", "latents")
+    )
+    for i, e in enumerate(CARDS):
+        assert bytes(valid(inside["source"], i)).decode() == f"{e.question}\n{e.context}"
+        for name, tokenizer in (("a", TOK), ("b", OTHER)):
+            fields = inside["readers"][name]
+            after = tokenizer.decode(valid(fields["after"], i))
+            assert e.question not in after and after.endswith("\nAnswer:")
+            assert answer_ids(fields, i) == answer_ids(plain["readers"][name], i)
+            for row in ("text", "none", "truncated"):  # the rows that read words are asked as ever
+                assert valid(fields[row], i) == valid(plain["readers"][name][row], i)
+
+
+def test_text_of_several_windows_is_as_wide_as_whole_windows_and_limited_by_them():
+    spec = layout(window=100, windows=10)
+    encoded = batches.encode([CARDS[0], LONG], layout=spec)
+    source = encoded.collate([1])["source"]
+    assert source["ids"].shape[1] == -(-len(LONG.context) // 100) * 100 > 300
+    assert bytes(valid(source, 0)).decode() == LONG.context
+    with pytest.raises(UserError, match=r"'long': .*limit config\.encoder\.window=100 x windows=3; "):
+        batches.encode([CARDS[0], LONG], layout=layout(window=100, windows=3))
+    cut = batches.encode([LONG], layout=layout(window=100, windows=3, overlong="cut"))
+    assert bytes(valid(cut.collate([0])["source"], 0)).decode() == LONG.context[:300]
+
+
+class Mute(Bytes):
+    """Byte ids; spaces and a soft hyphen become nothing, as in tokenizers that normalise."""
+
+    begin, eos, pad = (), 257, 256
+
+    def encode_batch(self, texts):
+        return [list(text.replace(" ", "").replace("\u00ad", "").encode()) for text in texts]
+
+
+def test_answer_without_a_token_is_dropped_counted_and_named():
+    asked = [Example("some", "c", "q?", ("yes",)), Example("none", "c", "q?", ("\u00ad",))]
+    spec = layout(readers={"m": Reader(Mute(), "plain")})
+    encoded = batches.encode(asked, layout=spec)
+    assert [e.id for e in encoded.examples] == ["some"] and encoded.counts["nothing"] == 1
+    assert any("1 dropped: the answer has no token" in line for line in encoded.describe())
+    with pytest.raises(UserError, match=r"the answer has no token, as example 'none': answer .*reader 'm'"):
+        batches.encode(asked[1:], layout=spec)
+
+
+def test_shuffled_sends_another_example_s_context_and_changes_nothing_else():
+    twice = [CARDS[0], dataclasses.replace(CARDS[0], id="same card"), *CARDS[1:5]]
+    encoded = batches.encode(twice, layout=layout())
+    shuffled = encoded.shuffled()
+    for i, e in enumerate(twice):
+        one, other = encoded.collate([i]), shuffled.collate([i])
+        sent = bytes(valid(other["source"], 0)).decode()
+        assert sent != e.context and sent in {e.context for e in twice}
+        np.testing.assert_equal(one["readers"], other["readers"])
+    alone = batches.encode(twice[:2], layout=layout())  # no other context: nothing else can be sent
+    np.testing.assert_equal(alone.shuffled().collate([0, 1]), alone.collate([0, 1]))

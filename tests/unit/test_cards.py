@@ -106,7 +106,55 @@ def test_cards_of_four_facts_are_short():
     assert 16 <= min(words) <= max(words) <= 40
 
 
-@pytest.mark.parametrize(("count", "facts"), [(0, 4), (3, 0), (3, cards.MAX_FACTS + 1)])
+@pytest.mark.parametrize(("count", "facts"), [(0, 4), (3, 0), (3, cards.MAX_FACTS["cards"] + 1)])
 def test_impossible_numbers_are_refused(count, facts):
     with pytest.raises(UserError, match="config.data"):
         cards.make(count, facts=facts, seed=0, split="train")
+
+
+PAIRS = {"facts": 4, "style": "pairs"}
+
+
+def test_pairs_hold_different_keys_each_with_a_value_of_its_own():
+    for example in cards.make(200, seed=3, split="train", **PAIRS):
+        found = cards.questions(example)
+        keys = [question.removesuffix("?") for question, _ in found]
+        assert len(set(keys)) == len(keys) == 4
+        assert all(value in cards.ATTRIBUTES[key].values for key, (_, value) in zip(keys, found, strict=True))
+        assert example.context == ", ".join(f"{key} {value}" for key, (_, value) in zip(keys, found, strict=True))
+        assert (example.question, *example.answers) in found
+
+
+def test_every_place_and_every_key_of_pairs_is_asked_for():
+    made = cards.make(400, seed=0, split="train", **PAIRS)
+    places = collections.Counter([q for q, _ in cards.questions(e)].index(e.question) for e in made)
+    assert set(places) == {0, 1, 2, 3} and max(places.values()) < 200
+    assert {e.question for e in made} == {f"{key}?" for key in cards.ATTRIBUTES}
+
+
+def test_value_of_a_pair_cannot_be_guessed_from_its_key():
+    made = cards.make(3000, seed=2, split="train", **PAIRS)
+    table = collections.defaultdict(collections.Counter)
+    for example in made[:1500]:
+        table[example.question][example.answers[0]] += 1
+    best = {key: counts.most_common(1)[0][0] for key, counts in table.items()}
+    assert sum(best[e.question] == e.answers[0] for e in made[1500:]) / 1500 < 2 * CHANCE  # 30 values and chance
+
+
+@pytest.mark.parametrize("seed", [0, 3])
+def test_splits_of_pairs_share_no_card_in_whatever_order(seed):
+    train = {frozenset(cards.questions(e)) for e in cards.make(1500, seed=0, split="train", facts=2, style="pairs")}
+    other = cards.make(300, seed=seed, split="validation", facts=2, style="pairs")
+    assert not train & {frozenset(cards.questions(e)) for e in other}
+
+
+def test_pairs_are_no_cards_and_the_same_for_the_same_words():
+    pairs = cards.make(23, seed=5, split="train", **PAIRS)
+    assert pairs == cards.make(41, seed=5, split="train", **PAIRS)[:23]
+    assert not {e.id for e in pairs} & {e.id for e in cards.make(23, facts=4, seed=5, split="train")}
+
+
+@pytest.mark.parametrize(("count", "facts"), [(0, 4), (3, 0), (3, len(cards.ATTRIBUTES) + 1)])
+def test_impossible_numbers_of_pairs_are_refused(count, facts):
+    with pytest.raises(UserError, match="config.data"):
+        cards.make(count, facts=facts, seed=0, split="train", style="pairs")

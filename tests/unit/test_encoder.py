@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lw_jax.core.types import EXACT
 from lw_jax.models import bert, decoder, encoder
 from lw_jax.models.wire import EncoderSpec, Reader, Wire
 
@@ -27,52 +28,61 @@ BODY = decoder.DecoderConfig(
     tied=True,
     qkv_bias=True,
 )
-KINDS = [(kind, pooling) for kind in ("lm", "bytes") for pooling in ("windows", "queries")]
+BERT = bert.BertConfig(vocab=61, width=26, layers=2, heads=2, ffn=34, norm_eps=1e-12, max_positions=64, token_types=2)
+KINDS = [(kind, pooling) for kind in ("lm", "bert", "bytes") for pooling in ("windows", "queries")]
 
 
-def make(kind, pooling, dtype="float32"):
-    body = BODY if kind == "lm" else None
-    spec = EncoderSpec(kind, SLOTS, WIDTH, pooling, layers=2, body=body, dtype=dtype)
+def make(kind, pooling, dtype="float32", *, slots=SLOTS, width=WIDTH, window=64):
+    body = {"lm": BODY, "bert": BERT, "bytes": None}[kind]
+    spec = EncoderSpec(kind, slots, width, pooling, layers=2, window=window, body=body, dtype=dtype)
     return Wire(spec, {"reader": Reader(BODY, 19, "init", ())})
 
 
 @pytest.fixture(scope="module")
 def built():
     """(kind, pooling) -> (wire, trainable tree)."""
-    weights = encoder.keep_body(decoder.init(jax.random.key(5), BODY, jnp.float32, scale=0.3))
+    weights = {"lm": encoder.keep_body(decoder.init(jax.random.key(5), BODY, jnp.float32, scale=0.3)), "bytes": None}
+    shapes = bert.abstract(BERT, jnp.float32)
+    weights["bert"] = jax.tree.map(lambda leaf: 0.3 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), shapes)
     sizes = {"reader": jnp.asarray(0.1)}
 
     def build(kind, pooling):
         wire = make(kind, pooling)
         init = jax.jit(lambda key, body: wire.init(key, body=body, embedding_rms=sizes))
-        return wire, init(jax.random.key(6), weights if kind == "lm" else None)
+        return wire, init(jax.random.key(6), weights[kind])
 
     return {key: build(*key) for key in KINDS}
 
 
-def source(lengths, width, *, pad=0, vocab=61):
+def source(lengths, width, *, pad=0, vocab=61, slots=SLOTS, latent=WIDTH):
     """Right-padded ids whose real part does not depend on the padding."""
     ids, mask = np.full((len(lengths), width), pad, np.int32), np.zeros((len(lengths), width), bool)
     for row, length in enumerate(lengths):
         ids[row, :length] = np.random.default_rng(row).integers(1, vocab, length)
         mask[row, :length] = True
-    return {"ids": jnp.asarray(ids), "mask": jnp.asarray(mask)}
+    channel = np.tile(np.array([slots, latent, EXACT], np.int32), (len(lengths), 1))
+    return {"ids": jnp.asarray(ids), "mask": jnp.asarray(mask), "channel": jnp.asarray(channel)}
+
+
+def windows(mask, slots):
+    """`window_weights` with all slots in use."""
+    return np.asarray(encoder.window_weights(mask, slots, jnp.full(mask.shape[:1], slots, jnp.int32)))
 
 
 @pytest.mark.parametrize(("length", "slots"), [(12, 4), (13, 5), (5, 5), (23, 3), (7, 1)])
 def test_windows_are_contiguous_and_take_every_token_once(length, slots):
-    rows = np.asarray(encoder.window_weights(source([length], 29)["mask"], slots))[0]
+    rows = windows(source([length], 29)["mask"], slots)[0]
     np.testing.assert_allclose(rows.sum(axis=1), 1, atol=SAME)
     taken = rows > 0
     np.testing.assert_array_equal(taken.sum(axis=0), np.arange(29) < length)
-    windows = [np.flatnonzero(row) for row in taken]
-    np.testing.assert_array_equal(np.concatenate(windows), np.arange(length))
-    assert max(map(len, windows)) - min(map(len, windows)) <= 1
+    spans = [np.flatnonzero(row) for row in taken]
+    np.testing.assert_array_equal(np.concatenate(spans), np.arange(length))
+    assert max(map(len, spans)) - min(map(len, spans)) <= 1
 
 
 @pytest.mark.parametrize(("length", "slots"), [(1, 5), (2, 5), (3, 7), (6, 7)])
 def test_text_shorter_than_the_slots_repeats_single_tokens_in_order(length, slots):
-    rows = np.asarray(encoder.window_weights(source([length], 11)["mask"], slots))[0]
+    rows = windows(source([length], 11)["mask"], slots)[0]
     assert ((rows == 1).sum(axis=1) == 1).all() and rows.sum() == slots
     tokens = rows.argmax(axis=1)
     assert (np.diff(tokens) >= 0).all()
@@ -81,8 +91,8 @@ def test_text_shorter_than_the_slots_repeats_single_tokens_in_order(length, slot
 
 def test_rows_of_a_batch_have_windows_of_their_own():
     mask = source([11, 2, 0], 11)["mask"]
-    together = np.asarray(encoder.window_weights(mask, 3))
-    np.testing.assert_array_equal(together[1], np.asarray(encoder.window_weights(mask[1:2], 3))[0])
+    together = windows(mask, 3)
+    np.testing.assert_array_equal(together[1], windows(mask[1:2], 3)[0])
     assert not together[2].any(), "padding never weighs"
 
 
@@ -104,7 +114,7 @@ def test_padding_changes_no_latent(built, key):
     np.testing.assert_allclose(run(trainable, source([11, 3], 17, pad=29)), narrow, atol=SAME)
 
 
-@pytest.mark.parametrize("kind", ["lm", "bytes"])
+@pytest.mark.parametrize("kind", ["lm", "bert", "bytes"])
 def test_encoder_reads_in_both_directions(built, kind):
     wire, trainable = built[kind, "windows"]
     whole = source([13], 13)
@@ -130,7 +140,7 @@ def test_mix_weights_the_body_s_states(built):
     first = trainable | {"encoder": trainable["encoder"] | {"head": head | {"mix": jnp.asarray([50.0, 0.0, 0.0])}}}
     x = np.asarray(trainable["encoder"]["body"]["embed"])[np.asarray(text["ids"])]
     x = x / np.sqrt(np.mean(np.square(x), axis=2, keepdims=True) + BODY.norm_eps)
-    pooled = np.einsum("ms,bsd->bmd", np.asarray(encoder.window_weights(text["mask"], SLOTS))[0], x)
+    pooled = np.einsum("ms,bsd->bmd", windows(text["mask"], SLOTS)[0], x)
     y = pooled @ np.asarray(head["project"]["kernel"]) + np.asarray(head["project"]["bias"])
     expected = y / np.sqrt(np.mean(np.square(y), axis=2, keepdims=True))
     np.testing.assert_allclose(jax.jit(wire.encode)(first, text), expected, atol=1e-3)  # the norm's epsilon
@@ -141,17 +151,20 @@ def test_mix_weights_the_body_s_states(built):
 def test_gradient_reaches_every_trainable_leaf(built, key):
     wire, trainable = built[key]
     text = source([13, 8], 13)
-    direction = jax.random.normal(jax.random.key(9), (2, SLOTS, BODY.width))
+    direction = jax.random.normal(jax.random.key(9), (2, SLOTS + 1, BODY.width))
 
     def loss(trainable):
-        return jnp.sum(direction * wire.prefix(trainable["adapters"]["reader"], "reader", wire.encode(trainable, text)))
+        return jnp.sum(
+            direction * wire.prefix(trainable["adapters"]["reader"], "reader", wire.encode(trainable, text), "answer")
+        )
 
     largest = jax.tree_util.tree_leaves_with_path(
         jax.tree.map(lambda leaf: float(jnp.abs(leaf).max()), jax.jit(jax.grad(loss))(trainable))
     )
     top = max(value for _, value in largest)
     dead = [jax.tree_util.keystr(path) for path, value in largest if not value > DEAD * top]
-    assert not dead
+    # A bias adds the same to every key's score: softmax does not see it, and a published BERT has it all the same.
+    assert dead == (["['encoder']['body']['layers']['k_bias']"] if key[0] == "bert" else [])
 
 
 def test_bf16_arithmetic_still_gives_fp32_latents(built):
@@ -187,31 +200,69 @@ def test_remat_of_the_byte_body_recomputes_and_changes_no_gradient(remat):
 
 
 @pytest.mark.parametrize("pooling", ["windows", "queries"])
-def test_bert_body_writes_latents_by_its_mix(pooling):
-    cfg = bert.BertConfig(
-        vocab=61, width=26, layers=2, heads=2, ffn=34, norm_eps=1e-12, max_positions=19, token_types=2
+def test_bert_body_writes_latents_by_its_mix(built, pooling):
+    wire, trainable = built["bert", pooling]
+    body, head = trainable["encoder"]["body"], trainable["encoder"]["head"] | {"mix": jnp.asarray([0.0, 50.0, 0.0])}
+    text, run = source([11, 3], 11), jax.jit(wire.encode)
+    found = run(trainable | {"encoder": {"body": body, "head": head}}, text)
+    state = bert.forward(body, BERT, text["ids"], mask=text["mask"], mix=jnp.eye(3)[1])
+    expected = wire.encoder.head().bind(head)(state, text["mask"], text["channel"])
+    np.testing.assert_allclose(found, expected, atol=SAME)
+    assert jnp.abs(found - run(trainable, text)).max() > APART
+
+
+@pytest.mark.parametrize("kind", ["lm", "bert", "bytes"])
+def test_each_window_of_a_long_text_is_read_as_if_it_stood_alone(built, kind):
+    """12 tokens through a window of 8, pooled into 3 slots: two of the first window, one of the rest."""
+    _, trainable = built[kind, "windows"]
+    long = make(kind, "windows", slots=3, window=8)
+    whole = source([12, 12], 16)
+    latents = jax.jit(long.encode)(
+        trainable, whole | {"channel": jnp.tile(jnp.asarray([[3, WIDTH, EXACT]], jnp.int32), (2, 1))}
     )
-    head = encoder.make_head(cfg.width, WIDTH, slots=SLOTS, pooling=pooling, states=cfg.layers + 1)
-    shapes = bert.abstract(cfg, jnp.float32)
-    body = jax.tree.map(lambda leaf: 0.3 * jax.random.normal(jax.random.key(leaf.size), leaf.shape), shapes)
-    params = {"body": body, "head": jax.jit(head.init)(jax.random.key(4))}
+    parts = []
+    for begin, end, slots in ((0, 8, 2), (8, 12, 1)):
+        part = {key: whole[key][:, begin:end] for key in ("ids", "mask")}
+        channel = jnp.tile(jnp.asarray([[slots, WIDTH, EXACT]], jnp.int32), (2, 1))
+        run = jax.jit(make(kind, "windows", slots=slots).encode)
+        parts.append(run(trainable, part | {"channel": channel}))
+    np.testing.assert_allclose(latents, np.concatenate(parts, axis=1), atol=SAME)
+    assert np.abs(latents[0] - latents[1]).max() > APART
 
-    @jax.jit
-    def run(params, text):
-        return encoder.encode_bert(params, cfg, head, ids=text["ids"], mask=text["mask"], remat="full")
 
-    latents = run(params, source([11, 3], 11))
-    assert latents.shape == (2, SLOTS, WIDTH) and latents.dtype == jnp.float32
-    np.testing.assert_allclose(jnp.sqrt(jnp.mean(jnp.square(latents), axis=2)), 1, atol=1e-3)
-    assert jnp.abs(latents[0] - latents[1]).max() > APART
-    np.testing.assert_allclose(run(params, source([11, 3], 17, pad=29)), latents, atol=SAME)
-    mix = jnp.asarray([0.0, 50.0, 0.0])
-    mixed = {"body": body, "head": params["head"] | {"mix": mix}}
-    found = run(mixed, source([11, 3], 11))
-    text = source([11, 3], 11)
-    state = bert.forward(body, cfg, text["ids"], mask=text["mask"], mix=jnp.eye(3)[1])
-    np.testing.assert_allclose(found, head.bind(mixed["head"])(state, text["mask"]), atol=SAME)
-    assert jnp.abs(found - latents).max() > APART
+def test_learned_queries_read_all_windows(built):
+    _, trainable = built["lm", "queries"]
+    run, whole = jax.jit(make("lm", "queries", window=8).encode), source([12], 16)
+    latents = np.asarray(run(trainable, whole))
+    for token in (0, 11):
+        other = whole | {"ids": whole["ids"].at[0, token].add(1)}
+        assert (np.abs(np.asarray(run(trainable, other)) - latents).max(axis=2) > APART / 10).all()
+
+
+SENT = [(5, 14), (3, 14), (2, 9), (1, 1)]  # slots and width of each row
+
+
+def cut(trainable, slots, width):
+    """The parameters of an encoder with so many slots of that width."""
+    head = trainable["encoder"]["head"]
+    project = {"kernel": head["project"]["kernel"][:, :width], "bias": head["project"]["bias"][:width]}
+    pool = {"pool": head["pool"] | {"queries": head["pool"]["queries"][:slots]}} if "pool" in head else {}
+    return trainable | {"encoder": trainable["encoder"] | {"head": head | {"project": project} | pool}}
+
+
+@pytest.mark.parametrize("pooling", ["windows", "queries"])
+def test_slots_and_width_of_a_row_are_those_of_an_encoder_that_has_no_more(built, pooling):
+    wire, trainable = built["lm", pooling]
+    text = source([13, 8, 11, 4], 13)
+    channel = jnp.asarray([[slots, width, EXACT] for slots, width in SENT], jnp.int32)
+    latents = np.asarray(jax.jit(wire.encode)(trainable, text | {"channel": channel}))
+    for row, (slots, width) in enumerate(SENT):
+        small = make("lm", pooling, slots=slots, width=width)
+        alone = {key: text[key][row : row + 1] for key in ("ids", "mask")} | {"channel": channel[row : row + 1]}
+        expected = jax.jit(small.encode)(cut(trainable, slots, width), alone)[0]
+        np.testing.assert_allclose(latents[row, :slots, :width], expected, atol=SAME)
+        assert not latents[row, slots:].any() and not latents[row, :, width:].any()
+        np.testing.assert_allclose(np.sqrt(np.mean(latents[row, :slots, :width] ** 2, axis=1)), 1, atol=1e-3)
 
 
 def test_zero_layers_means_the_original_s_six():

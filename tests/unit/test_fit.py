@@ -138,10 +138,11 @@ PLACED = {
     ),
     "split": ({"devices": 2, "strategy": "split"}, WHOLE["llama"]),  # what learns makes llama's device the fuller
 }
-# One example: encoder ids and mask, index; of each reader before, after, and the answer's inputs, targets, weights.
-COUNTERS = 2 * 4  # beside Adam's two moments: its own count and the schedule's
-EXAMPLE = 256 * 5 + 4
-READER = (40 + 64) * 5 + 23 * 4 + 24 * 4 + 24 * 4
+COUNTERS = 3 * 4  # beside Adam's two moments: its own count, the schedule's and that of the stages' multiples
+# One example: encoder ids and mask, channel, index; of each reader before, after, the answer's inputs, targets and
+# weights, channel.
+EXAMPLE = 256 * 5 + 3 * 4 + 4
+READER = (40 + 64) * 5 + 23 * 4 + 24 * 4 + 24 * 4 + 3 * 4
 
 
 def weightless(lowered):

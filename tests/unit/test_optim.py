@@ -10,6 +10,7 @@ import pytest
 
 from lw_jax import optim
 from lw_jax.core import config
+from lw_jax.optim import Stretch
 from sharding.errors import PlacementError
 
 CFG = config.Optim(
@@ -52,7 +53,7 @@ def gradients(params):
 
 
 def first_update(cfg, params, gradients, rates=RATES):
-    made = optim.make(cfg, steps=100, rates=rates, abstract=params)
+    made = optim.make(cfg, stretches=[Stretch(100)], rates=rates, abstract=params)
     updates, state = made.update(gradients, made.init(params), params)
     return updates, state
 
@@ -63,7 +64,7 @@ def paths(tree):
 
 
 def test_schedule_warms_up_to_the_peak_and_ends_at_the_fraction():
-    rate = optim.schedule(CFG, 110)
+    rate = optim.schedule(CFG, [Stretch(110)])
     peak, end = CFG.learning_rate, CFG.learning_rate * CFG.end_fraction
     assert float(rate(0)) == pytest.approx(peak / 10)  # of step 1: no step is made at rate 0
     assert float(rate(4)) == pytest.approx(peak / 2)
@@ -76,8 +77,10 @@ def test_schedule_warms_up_to_the_peak_and_ends_at_the_fraction():
 
 
 def test_schedule_without_warm_up_or_with_nothing_else_stays_finite():
-    assert float(optim.schedule(replace(warmup_steps=0), 1000)(0)) == pytest.approx(CFG.learning_rate, rel=1e-3)
-    assert float(optim.schedule(replace(warmup_steps=5), 5)(4)) == pytest.approx(CFG.learning_rate)
+    assert float(optim.schedule(replace(warmup_steps=0), [Stretch(1000)])(0)) == pytest.approx(
+        CFG.learning_rate, rel=1e-3
+    )
+    assert float(optim.schedule(replace(warmup_steps=5), [Stretch(5)])(4)) == pytest.approx(CFG.learning_rate)
 
 
 def test_first_step_is_the_rate_times_each_subtree_s_multiple(params, gradients):
@@ -102,7 +105,7 @@ def test_decay_pulls_matrices_only(params):
 
 def test_rate_zero_freezes_to_the_bit_and_keeps_no_state(params, gradients):
     rates = ((r"encoder/body/.*", 0.0), *RATES[1:])
-    made = optim.make(replace(weight_decay=0.5), steps=100, rates=rates, abstract=params)
+    made = optim.make(replace(weight_decay=0.5), stretches=[Stretch(100)], rates=rates, abstract=params)
     state, moved = made.init(params), params
     for _ in range(3):
         updates, state = made.update(gradients, state, moved)
@@ -129,18 +132,87 @@ def test_gradients_are_clipped_to_the_norm_of_those_that_learn(params, gradients
 
 def test_uncovered_leaf_is_refused_with_its_path(params):
     with pytest.raises(PlacementError, match=r"learning rates: no row covers adapters/a/down/bias \(3,\)"):
-        optim.make(CFG, steps=10, rates=RATES[:2], abstract=params)
+        optim.make(CFG, stretches=[Stretch(10)], rates=RATES[:2], abstract=params)
 
 
 def test_row_that_decides_nothing_is_refused(params):
     with pytest.raises(PlacementError, match=r"learning rates: row 1 'encoder/boddy/"):
-        optim.make(CFG, steps=10, rates=((r"encoder/boddy/.*", 0.1), (r".*", 1.0)), abstract=params)
+        optim.make(CFG, stretches=[Stretch(10)], rates=((r"encoder/boddy/.*", 0.1), (r".*", 1.0)), abstract=params)
 
 
 def test_step_works_inside_jit_on_shapes_alone(params, gradients):
     shapes = jax.eval_shape(lambda: params)
-    made = optim.make(CFG, steps=100, rates=RATES, abstract=shapes)
+    made = optim.make(CFG, stretches=[Stretch(100)], rates=RATES, abstract=shapes)
     updates, _ = jax.jit(made.update)(gradients, made.init(params), params)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates, first_update(CFG, params, gradients)[0]
     )
+
+
+STAGES = [Stretch(20, rate=10.0), Stretch(30), Stretch(50, rate=0.5)]
+
+
+def test_schedule_starts_anew_in_each_stretch():
+    rate = optim.schedule(CFG, STAGES)
+    for begin, stretch in zip((0, 20, 50), STAGES, strict=True):
+        alone = optim.schedule(replace(learning_rate=CFG.learning_rate * stretch.rate), [Stretch(stretch.steps)])
+        values = [float(rate(begin + step)) for step in range(stretch.steps)]
+        np.testing.assert_allclose(values, [float(alone(step)) for step in range(stretch.steps)], rtol=EXACT)
+        assert max(values) == pytest.approx(CFG.learning_rate * stretch.rate)
+        assert values[-1] == pytest.approx(CFG.learning_rate * stretch.rate * CFG.end_fraction)
+    assert float(rate(100)) <= CFG.learning_rate * 0.5 * CFG.end_fraction * (1 + EXACT), "the last one has no end"
+
+
+def test_stretch_shorter_than_its_warm_up_ends_at_its_peak():
+    rate = optim.schedule(CFG, [Stretch(4), Stretch(40)])
+    assert [float(rate(step)) for step in (0, 3)] == pytest.approx([CFG.learning_rate / 4, CFG.learning_rate])
+    assert float(rate(4)) == pytest.approx(CFG.learning_rate / 10)
+
+
+def test_multiples_are_those_of_the_stretch_that_a_step_is_in(params, gradients):
+    """A body that waits in the first stretch, moves in the second and waits again; nothing else differs."""
+    multiples = (0.0, 0.25, 0.0)
+    rates = ((r"encoder/body/.*", multiples), *RATES[1:])
+    made = optim.make(
+        replace(weight_decay=0.5), stretches=[Stretch(2), Stretch(3), Stretch(2)], rates=rates, abstract=params
+    )
+    update, state, tree = jax.jit(made.update), made.init(params), params
+    moved = []
+    for _ in range(8):  # one beyond the end, where the last stretch goes on
+        updates, state = update(gradients, state, tree)
+        tree = optax.apply_updates(tree, updates)
+        moved.append([bool(np.asarray(leaf).any()) for leaf in jax.tree.leaves(updates["encoder"]["body"])])
+        assert all(
+            np.asarray(leaf).any() for leaf in jax.tree.leaves([updates["encoder"]["head"], updates["adapters"]])
+        )
+    leaves = len(moved[0])
+    assert moved == [[False] * leaves] * 2 + [[True] * leaves] * 3 + [[False] * leaves] * 3
+
+
+def test_multiple_of_a_stretch_scales_the_step_and_no_moment(params, gradients):
+    fixed, changing = (
+        optim.make(CFG, stretches=[Stretch(1), Stretch(5)], rates=((r".*", rate),), abstract=params)
+        for rate in (1.0, (1.0, 3.0))
+    )
+    states, updates = [fixed.init(params), changing.init(params)], [None, None]
+    for _ in range(2):
+        for number, made in enumerate((fixed, changing)):
+            updates[number], states[number] = made.update(gradients, states[number], params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(3 * a, b, rtol=EXACT), *updates)
+    for name in ("mu", "nu"):
+        ours, theirs = (jax.tree.leaves(optax.tree.get(state, name)) for state in states)
+        assert ours and all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_one_stretch_is_the_same_whether_its_multiple_stands_once_or_in_a_list(params, gradients):
+    plain, _ = first_update(CFG, params, gradients)
+    listed, _ = first_update(CFG, params, gradients, tuple((pattern, (rate,)) for pattern, rate in RATES))
+    jax.tree.map(np.testing.assert_array_equal, plain, listed)
+
+
+def test_vectors_of_tasks_do_not_decay():
+    """A batch asks one task only: the others' vectors would shrink unused."""
+    tree = {"adapters": {"a": {"tasks": jnp.ones((3, 5)), "down": {"kernel": jnp.ones((2, 5))}}}}
+    made = optim.make(replace(weight_decay=0.5), stretches=[Stretch(9)], rates=((".*", 1.0),), abstract=tree)
+    updates, _ = made.update(jax.tree.map(jnp.zeros_like, tree), made.init(tree), tree)
+    assert not updates["adapters"]["a"]["tasks"].any() and updates["adapters"]["a"]["down"]["kernel"].all()

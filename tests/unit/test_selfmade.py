@@ -2,12 +2,15 @@
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.data import cards
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.recipes import selfmade
+from sharding import mesh as meshes
 from tests import tiny
 
 TEXT = "Zoë's lantern costs 1,024 crowns — or so.\nQuestion: why?"
@@ -80,3 +83,67 @@ def test_finished_reader_is_found_by_the_file_written_last(cfg, tmp_path, monkey
 def test_unknown_family_is_refused():
     with pytest.raises(UserError, match="source 'selfmade:gemma': self-made readers are"):
         selfmade.family("selfmade:gemma")
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """style -> (recipe, its validation data as one batch)."""
+    root, found = tmp_path_factory.getbasetemp() / "readers", {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LW_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        patch.setattr(selfmade, "CARDS", 101)
+        for style in cards.STYLES:
+            cfg = tiny.make_config(root, data__train=style, data__validation=style, data__facts=3)
+            recipe = selfmade.SelfmadeReader(cfg, meshes.make(data=1, model=1), source="selfmade:llama")
+            data = recipe.data("validation")
+            found[style] = (recipe, data, data.collate(range(len(data)))["readers"]["reader"])
+    return found
+
+
+def spans(recipe, fields, row):
+    """The decoded runs of scored tokens of one card, each up to its EOS, and the text of the others."""
+    ids = fields["targets"][row][fields["weights"][row] > 0].tolist()
+    scored = fields["scored"]["ids"][row][fields["scored"]["mask"][row]].tolist()
+    assert len(scored) == len(ids)
+    answers, rest, current = [], [], []
+    for token, counted in zip(ids, scored, strict=True):
+        (current if counted else rest).append(token)
+        if counted and token == recipe.tokenizer.eos:
+            answers.append(recipe.tokenizer.decode(current))
+            current = []
+    assert not current, "every answer ends with EOS"
+    return answers, recipe.tokenizer.decode(rest)
+
+
+def test_scored_tokens_are_exactly_the_answer_s_of_a_card(made):
+    recipe, data, fields = made["cards"]
+    for row, example in enumerate(data.examples):
+        answers, rest = spans(recipe, fields, row)
+        assert answers == [f" {example.answers[0]}"]
+        assert rest.endswith(f"Question: {example.question}\nAnswer:") and example.context in rest
+
+
+def test_card_of_pairs_is_asked_all_its_questions_and_every_answer_is_scored(made):
+    recipe, data, fields = made["pairs"]
+    for row, example in enumerate(data.examples):
+        answers, rest = spans(recipe, fields, row)
+        others = [pair for pair in cards.questions(example) if pair[0] != example.question]
+        asked = [(example.question, example.answers[0]), *others]
+        assert answers == [f" {value}" for _, value in asked] and len(asked) == 3
+        assert [rest.count(f"Question: {question}") for question, _ in asked] == [1, 1, 1]
+
+
+def test_answers_count_fully_and_the_other_tokens_little(made):
+    recipe, _, fields = made["pairs"]
+    rows = jax.tree.map(lambda leaf: jnp.asarray(leaf[:5]), {key: fields[key] for key in fields if key != "task"})
+    terms = recipe.loss(recipe.build().trainable, {}, {"readers": {"reader": rows}}, jax.random.key(0))
+    scored = float((rows["scored"]["ids"] * rows["weights"].astype(jnp.int32)).sum())
+    total = float(rows["weights"].sum())
+    assert float(terms.weight) == pytest.approx(scored + selfmade.TEXT_WEIGHT * (total - scored))
+    assert float(terms.terms["nll/answer"][1]) == scored
+    nll, answers = (float(pair) for pair in (terms.sum, terms.terms["nll/answer"][0]))
+    assert 0 < answers < nll
+
+
+def test_readers_of_pairs_and_of_cards_have_folders_of_their_own(made):
+    assert made["cards"][0].folder != made["pairs"][0].folder

@@ -30,21 +30,23 @@ def parts(recipe):
     """(trainable, one reader's frozen weights, its fields of three examples, a random prefix)."""
     built = recipe.build()
     batch = jax.tree.map(jnp.asarray, recipe.data("validation", rows=("text",)).collate(range(3)))
-    prefix = 0.1 * jax.random.normal(jax.random.key(0), (3, 5, tiny.SIZES["llama"]["width"]))
+    prefix = 0.1 * jax.random.normal(jax.random.key(0), (3, 6, tiny.SIZES["llama"]["width"]))
     return built, batch, prefix
 
 
-def test_prompt_is_opening_words_prefix_question(parts):
+def test_prompt_is_opening_words_the_slots_in_use_the_task_s_vector_question(parts):
     built, batch, prefix = parts
     params, fields = built.frozen["llama"], batch["readers"]["llama"]
-    prompt = wire.wire_prompt(params, fields, prefix)
+    slots = np.array([5, 3, 1], np.int32)
+    prompt = wire.wire_prompt(params, fields | {"channel": fields["channel"].at[:, 0].set(slots)}, prefix)
     p, q = fields["before"]["ids"].shape[1], fields["after"]["ids"].shape[1]
-    assert prompt.embeddings.shape == (3, p + 5 + q, prefix.shape[2])
-    np.testing.assert_array_equal(prompt.embeddings[:, p : p + 5], prefix)
+    assert prompt.embeddings.shape == (3, p + 6 + q, prefix.shape[2])
+    np.testing.assert_array_equal(prompt.embeddings[:, p : p + 6], prefix)
     np.testing.assert_array_equal(prompt.embeddings[:, :p], decoder.embed(params, fields["before"]["ids"]))
-    np.testing.assert_array_equal(prompt.embeddings[:, p + 5 :], decoder.embed(params, fields["after"]["ids"]))
+    np.testing.assert_array_equal(prompt.embeddings[:, p + 6 :], decoder.embed(params, fields["after"]["ids"]))
+    used = np.append(np.arange(5) < slots[:, None], np.ones((3, 1), bool), axis=1)
     np.testing.assert_array_equal(
-        prompt.mask, np.concatenate([fields["before"]["mask"], np.ones((3, 5), bool), fields["after"]["mask"]], axis=1)
+        prompt.mask, np.concatenate([fields["before"]["mask"], used, fields["after"]["mask"]], axis=1)
     )
     assert prompt.mask[:, -1].all()
 
@@ -74,7 +76,7 @@ def test_readers_have_adapters_of_their_own_and_calibrated(recipe, parts):
     kernels = [built.trainable["adapters"][name]["up"]["kernel"] for name in ("llama", "qwen")]
     assert kernels[0].shape == kernels[1].shape and not np.array_equal(*kernels)
     for name in ("llama", "qwen"):
-        prefix = recipe.wire.prefix(built.trainable["adapters"][name], name, latents)
+        prefix = recipe.wire.prefix(built.trainable["adapters"][name], name, latents, "answer")[:, :-1]
         assert prefix.shape[2] == recipe.wire.readers[name].config.width
         embedding = np.sqrt(np.mean(np.square(built.frozen[name]["embed"])))
         assert np.sqrt(np.mean(np.square(prefix))) == pytest.approx(embedding, rel=0.2)  # three texts

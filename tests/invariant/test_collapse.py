@@ -1,0 +1,71 @@
+"""A run whose latents are worth no more than another text's is stopped with the word and the figures."""
+
+import json
+
+import pytest
+
+from lw_jax import metrics
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Example
+from tests import tiny
+
+# It learns nothing: and what a random encoder is worth by accident stays below the gap that is asked for.
+USELESS = {"optim__learning_rate": 1e-12, "train__alarm_step": 4, "train__alarm_gap": 0.5, "train__checkpoint_every": 6}
+
+
+def test_useless_latents_stop_the_run_with_word_and_figures_and_the_checkpoint_stays(root, tmp_path, capsys):
+    recipe = tiny.make_recipe(root, **USELESS)
+    with pytest.raises(UserError) as raised:
+        tiny.curve(recipe, tmp_path / "run")
+    told = str(raised.value)
+    (row,) = [row for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if "validation/loss" in row]
+    assert told.startswith("collapse at step 4: ") and row["step"] == 4
+    for name in ("llama", "qwen"):
+        nll, other = row[f"validation/nll/{name}"], row[f"validation/shuffled/nll/{name}"]
+        assert nll != other, "the shuffled texts must be others"
+        assert f"nll/{name} {nll:.3f} (another text's: {other - nll:+.3f})" in told
+    assert "train.alarm=tell" in told and "train.alarm_step" in told
+    assert "collapse at step 4" in capsys.readouterr().out
+    assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["4"]
+
+
+def test_run_that_is_only_told_goes_on_to_its_end(root, tmp_path, capsys):
+    code, losses, _ = tiny.curve(tiny.make_recipe(root, **USELESS, train__alarm="tell"), tmp_path / "run")
+    assert code == 0 and len(losses) == 6
+    told = [line for line in capsys.readouterr().out.splitlines() if "collapse at step" in line]
+    assert [line.split("collapse at step ")[1][0] for line in told] == ["4", "6"], "and at the end again"
+
+
+@pytest.mark.parametrize("changes", [{"train__alarm_step": 0}, {"train__alarm_step": 7}])
+def test_before_the_alarm_s_step_nothing_is_called_a_collapse(root, tmp_path, capsys, changes):
+    code, _, _ = tiny.curve(tiny.make_recipe(root, **USELESS | changes), tmp_path / "run")
+    assert code == 0 and "collapse" not in capsys.readouterr().out
+
+
+def write_words(path):
+    """Five texts that differ by one letter, each with an answer of its own."""
+    words = ["red", "green", "blue", "black", "white"]
+    examples = [Example(str(i), f"The door is {chr(97 + i)}.", "Which?", (word,)) for i, word in enumerate(words)]
+    rows = [{"context": e.context, "question": e.question, "answers": list(e.answers)} for e in examples]
+    path.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return str(path)
+
+
+def test_run_that_learns_is_not_stopped(root, tmp_path):
+    """Learnt by heart, for validation is the training data: another text's latents then give another's answer."""
+    data = {"data__train": write_words(tmp_path / "a.jsonl"), "data__validation": write_words(tmp_path / "b.jsonl")}
+    recipe = tiny.make_recipe(
+        root,
+        **data,
+        optim__learning_rate=1e-2,
+        train__steps=60,
+        train__global_batch=5,
+        train__alarm_step=60,
+        train__checkpoint_every=60,
+        eval__batch=5,
+    )
+    code, losses, _ = tiny.curve(recipe, tmp_path / "run")
+    (row,) = [row for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if "validation/loss" in row]
+    gaps = [row[f"validation/shuffled/nll/{name}"] - row[f"validation/nll/{name}"] for name in ("llama", "qwen")]
+    assert code == 0 and losses[-1] < losses[0]
+    assert max(gaps) > 2 * recipe.cfg.train.alarm_gap, "by a margin, or the test says nothing"

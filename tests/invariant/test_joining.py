@@ -1,0 +1,77 @@
+"""A reader joins a wire that never saw it: the encoder stays to the bit, and old messages are read."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+import lw_jax
+from lw_jax import train, workdir
+from lw_jax.core.errors import UserError
+from lw_jax.recipes.latentwire import LatentWire
+from sharding import placement
+from tests import tiny
+
+TEXT = "Mira keeps a copper lantern in the old mill."
+
+
+def make(root, reader, **changes):
+    """A configuration of one of the tiny readers."""
+    cfg = tiny.make_config(
+        root, **{"mesh__placement": "single", "train__steps": 3, "train__checkpoint_every": 3} | changes
+    )
+    return dataclasses.replace(cfg, llms={reader: cfg.llms[reader]})
+
+
+def run(cfg, folder):
+    workdir.write_workdir(folder, cfg=cfg, base={}, command=["test"])
+    assert train.main(cfg, resolved={}, workdir=folder) == 0
+    return lw_jax.load_wire(folder)
+
+
+@pytest.fixture(scope="module")
+def first(root, tmp_path_factory):
+    """(folder, wire) of a run with llama alone."""
+    folder = tmp_path_factory.mktemp("first")
+    return folder, run(make(root, "llama"), folder)
+
+
+@pytest.fixture(scope="module")
+def joined(root, first, tmp_path_factory):
+    return run(make(root, "qwen", encoder__run=str(first[0]), seed=5), tmp_path_factory.mktemp("joined"))
+
+
+def test_encoder_is_the_first_run_s_to_the_bit_and_only_the_new_adapter_learns(root, first, joined):
+    jax.tree.map(np.testing.assert_array_equal, joined.trainable["encoder"], first[1].trainable["encoder"])
+    cfg = make(root, "qwen", encoder__run=str(first[0]), seed=5)
+    recipe = LatentWire(cfg, placement.place("single", {"qwen": 1}, model=1, devices=jax.devices()[:1]))
+    built = recipe.build().trainable
+    jax.tree.map(np.testing.assert_array_equal, built["encoder"], joined.trainable["encoder"])
+    assert set(joined.trainable["adapters"]) == {"qwen"}
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), built["adapters"], joined.trainable["adapters"])
+    assert moved["qwen"]["up"]["kernel"] and moved["qwen"]["gain"] and moved["qwen"]["skip"]["kernel"]
+
+
+def test_messages_of_the_first_run_are_read_by_the_joined_one(first, joined):
+    assert joined.encoder_fingerprint == first[1].encoder_fingerprint
+    message = first[1].write(TEXT)
+    assert message == joined.write(TEXT)
+    assert isinstance(joined.read(message, "qwen", "What does Mira keep?"), str)
+    with pytest.raises(UserError, match="qwen"):
+        joined.read(message, "llama", "What does Mira keep?")
+
+
+def test_new_adapter_is_drawn_by_the_run_s_own_seed(root, first):
+    drawn = []
+    for seed in (5, 6):
+        cfg = make(root, "qwen", encoder__run=str(first[0]), seed=seed)
+        recipe = LatentWire(cfg, placement.place("single", {"qwen": 1}, model=1, devices=jax.devices()[:1]))
+        drawn.append(recipe.build().trainable)
+    jax.tree.map(np.testing.assert_array_equal, drawn[0]["encoder"], drawn[1]["encoder"])
+    assert not np.array_equal(*(one["adapters"]["qwen"]["up"]["kernel"] for one in drawn))
+
+
+def test_checkpoint_is_tied_to_the_run_whose_encoder_it_took(root, first, joined):
+    assert "of the run" in joined.recipe.identity()["encoder"]
+    assert joined.recipe.identity()["encoder"] != first[1].recipe.identity()["encoder"]

@@ -1,0 +1,140 @@
+"""lw_jax/recipes/curriculum.py: what a run's stages read, what is held out, and when it counts as collapsed."""
+
+import pytest
+
+from lw_jax.core import config
+from lw_jax.recipes.curriculum import longest_passage
+from tests import tiny
+
+STAGES = {
+    "stages__align__share": 1.0,
+    "stages__align__lengths": (11,),
+    "stages__pretrain__share": 2.0,
+    "stages__pretrain__lengths": (7, 13, 19),
+    "stages__pretrain__reconstruct": 1.0,
+    "stages__pretrain__continuation": 3.0,
+    "stages__pretrain__bits": (8, 4),
+    "stages__answer__share": 3.0,
+    "stages__answer__slots": (2, 5),
+    "train__steps": 60,
+}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+def make(root, **changes):
+    return tiny.make_recipe(root, **changes).curriculum
+
+
+@pytest.fixture(scope="module")
+def staged(root):
+    return make(root, **STAGES)
+
+
+def test_stages_follow_each_other_and_their_passages_grow_in_equal_parts(staged):
+    stretches = staged.course().stretches
+    told = [(one.steps, [(encoded.task, weight) for encoded, weight in one.streams]) for one in stretches]
+    mixture = [("reconstruct", 1.0), ("continuation", 3.0)]
+    parts = [(7, mixture), (6, mixture), (7, mixture)]
+    assert told == [(10, [("reconstruct", 1.0)]), *parts, (30, [("answer", 1.0)])]
+    assert [(one.slots, one.bits) for one in stretches] == [((), ()), *[((), (8, 4))] * 3, ((2, 5), ())]
+    lengths = [max(len(ids) - 1 for ids in one.streams[0][0].readers["llama"]["answer"].ids) for one in stretches[:4]]
+    assert lengths[1] < lengths[0] < lengths[2] < lengths[3], "11, then 7, 13 and 19 tokens, words kept whole"
+
+
+def test_a_text_is_tokenised_once_however_often_it_is_asked_for(staged):
+    assert staged.course().streams[0] is staged.course().streams[0]
+    assert staged.validation()[0][1] is staged.validation()[0][1]
+
+
+def test_without_passages_there_is_one_stretch_of_questions(root):
+    plain = make(root)
+    (only,) = plain.course().stretches
+    assert only.steps == plain.cfg.train.steps and [encoded.task for encoded, _ in only.streams] == ["answer"]
+    assert longest_passage(plain.cfg) == 0
+    assert longest_passage(make(root, **STAGES).cfg) == 19
+
+
+def test_last_stage_s_task_is_validated_first_and_every_task_also_with_others_sources(staged):
+    found = staged.validation()
+    tasks = [(prefix, encoded.task) for prefix, encoded in found]
+    plain = [("", "answer"), ("", "reconstruct"), ("", "continuation")]
+    assert tasks == [*plain, *(("shuffled/", task) for _, task in plain)]
+
+
+def test_heaviest_task_of_the_last_stage_is_the_first(root):
+    only = make(root, **STAGES | {"stages__answer__share": 0.0})
+    assert [encoded.task for _, encoded in only.validation()][:2] == ["continuation", "reconstruct"]
+
+
+def test_shuffled_examples_never_have_their_own_context(staged):
+    found = staged.validation()
+    for (_, own), (_, shuffled) in zip(found[:3], found[3:], strict=True):
+        assert own.examples == shuffled.examples
+        for mine, other in zip(own.source.ids, shuffled.source.ids, strict=True):
+            assert mine.tobytes() != other.tobytes()
+        assert sorted(ids.tobytes() for ids in own.source.ids) == sorted(ids.tobytes() for ids in shuffled.source.ids)
+
+
+def test_validation_holds_no_text_of_training(staged):
+    for task in ("answer", "reconstruct"):
+        texts = [{e.context for e in staged.stream(split, task, 19).examples} for split in ("train", "validation")]
+        assert texts[0] and texts[1] and not texts[0] & texts[1]
+
+
+def test_passages_come_from_their_own_file_where_it_is_named(root, tmp_path):
+    file = tmp_path / "p.txt"
+    file.write_text("\n\n".join(f"Paper number {n} speaks of nothing but rain and wind." for n in range(11)))
+    named = make(root, **STAGES | {"data__passages": str(file)})
+    texts = [example.context for example in named.stream("train", "reconstruct", 19).examples]
+    assert any("Paper number" in text for text in texts) and not any("lives" in text for text in texts)
+    held_out = [example.context for example in named.stream("validation", "reconstruct", 19).examples]
+    assert not any("Paper number" in text for text in held_out)
+
+
+def values(gaps, *, base=2.0):
+    """A validation's metrics by the gap of each."""
+    plain = {name: base for name in gaps}
+    return plain | {f"shuffled/{name}": base + gap for name, gap in gaps.items()}
+
+
+GAP = 0.05  # train.alarm_gap as configs/base.py has it
+
+
+def test_collapse_is_told_only_when_no_reader_gains_from_its_own_text(root):
+    plain = make(root)
+    assert plain.cfg.train.alarm_gap == GAP
+    none = values({"nll/llama": 0.04, "nll/qwen": -0.01})
+    told = plain.collapse(6, none)
+    assert told.startswith("collapse at step 6: ")
+    assert "nll/llama 2.000 (another text's: +0.040)" in told and "nll/qwen 2.000 (another text's: -0.010)" in told
+    assert plain.collapse(6, values({"nll/llama": 0.04, "nll/qwen": 0.051})) == ""
+    assert plain.collapse(6, values({"nll/llama": 0.4, "nll/qwen": -0.3})) == ""
+
+
+def test_collapse_asks_the_tasks_of_the_stage_that_the_step_is_in(staged):
+    good, bad = 0.5, 0.0
+
+    def told(step, **gaps):
+        labels = {"answer": "", "reconstruct": "reconstruct/", "continuation": "continuation/"}
+        return staged.collapse(
+            step, values({f"{labels[task]}nll/{name}": gap for task, gap in gaps.items() for name in ("llama", "qwen")})
+        )
+
+    only_repeats = {"answer": bad, "reconstruct": good, "continuation": bad}
+    assert not told(10, **only_repeats) and not told(30, **only_repeats)
+    assert "collapse" in told(31, **only_repeats), "the last stage asks questions"
+    only_goes_on = {"answer": bad, "reconstruct": bad, "continuation": good}
+    assert "reconstruct/nll" in told(10, **only_goes_on), "the first stage repeats only"
+    assert not told(11, **only_goes_on)
+    assert not told(60, answer=good, reconstruct=bad, continuation=bad)
+
+
+def test_stage_steps_add_up_to_the_run_s(root):
+    for steps in (1, 2, 7, 61):
+        counted = config.stages(tiny.make_config(root, **STAGES | {"train__steps": steps, "optim__warmup_steps": 0}))
+        assert sum(count for _, _, count in counted) == steps
+        assert all(count > 0 for _, _, count in counted)

@@ -1,0 +1,122 @@
+"""lw_jax/recipes/latentwire.py: what learns when, what is not even differentiated, how latents are sent."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import EXACT
+from lw_jax.models import codec
+from tests import tiny
+
+SAME = 2e-5  # fp32 values of unit size: the same sums in another order
+STAGES = {"stages__align__share": 1.0, "stages__align__encoder": 0.0, "stages__answer__encoder": 0.5}
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+@pytest.fixture(scope="module")
+def bodies(root, tmp_path_factory):
+    """encoder.kind -> the keys that name its body."""
+    folder = tmp_path_factory.mktemp("bert")
+    tiny.write_bert(folder)
+    lm = {"encoder__source": str(tiny.readers(root)["qwen"])}
+    bert = {"encoder__source": str(folder), "encoder__window": 61, "encoder__windows": 5, "encoder__layers": 2}
+    return {"lm": lm, "bert": bert, "bytes": {}}
+
+
+@pytest.mark.parametrize(("kind", "body"), [("lm", 0.3), ("bert", 0.3), ("bytes", 1.0)])
+def test_pretrained_body_moves_by_its_own_rate_in_each_stage_and_a_new_one_as_its_head(root, bodies, kind, body):
+    recipe = tiny.make_recipe(root, encoder__kind=kind, **bodies[kind], **STAGES)
+    rates = dict(recipe.rates)
+    assert rates["encoder/body/.*"] == pytest.approx((0.0, body * 0.5))
+    assert rates["encoder/head/.*"] == (0.0, 0.5)
+    assert rates["adapters/.*"] == 1.0
+
+
+def work(recipe, batch):
+    """(FLOPs of the latents' gradient as compiled, the gradient)."""
+    trainable = jax.eval_shape(lambda: recipe.abstract().trainable)
+    drawn = jax.tree.map(lambda leaf: jnp.full(leaf.shape, 0.1, leaf.dtype), trainable)
+
+    def loss(trainable):
+        return jnp.sum(jnp.sin(recipe.share(trainable, batch["source"], jax.random.key(0))))
+
+    compiled = jax.jit(jax.grad(loss)).lower(drawn).compile()
+    return compiled.cost_analysis()["flops"], compiled(drawn)
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("kind", ["lm", "bert"])
+def test_frozen_body_costs_no_gradient(root, bodies, kind):
+    flops, gradients = {}, {}
+    for rate in (0.3, 0.0):
+        recipe = tiny.make_recipe(root, encoder__kind=kind, encoder__rate=rate, **bodies[kind])
+        batch = jax.tree.map(jnp.asarray, recipe.data("validation").collate(range(3)))
+        flops[rate], gradients[rate] = work(recipe, batch)
+    assert flops[0.0] < 0.6 * flops[0.3], "backward is twice the forward pass, of which a third is left"
+    assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(gradients[0.0]["encoder"]["body"]))
+    for part in ("mix", "project"):  # the head learns as ever
+        heads = [gradients[rate]["encoder"]["head"][part] for rate in (0.0, 0.3)]
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=SAME), *heads)
+
+
+def test_latents_go_through_the_channel_that_their_stage_draws(root):
+    plain, sent = (tiny.make_recipe(root, **changes) for changes in ({}, {"stages__answer__bits": (EXACT, 4)}))
+    trainable = plain.build().trainable
+    batch = jax.tree.map(jnp.asarray, plain.data("validation").collate(range(3)))
+    channel = jnp.asarray([[5, 24, EXACT], [5, 24, 4], [2, 24, 4]], jnp.int32)
+    source = batch["source"] | {"channel": channel}
+    exact, coarse = (np.asarray(recipe.share(trainable, source, jax.random.key(0))) for recipe in (plain, sent))
+    np.testing.assert_allclose(coarse[0], exact[0], atol=SAME)
+    for row, slots in ((1, 5), (2, 2)):
+        as_read = codec.unpack(codec.pack(exact[row, :slots], bits=4, encoder="0" * 16), encoder="0" * 16)
+        np.testing.assert_allclose(coarse[row, :slots], as_read, atol=1e-4)  # the message's own rounding
+        assert np.abs(coarse[row] - exact[row]).max() > 0.01 and not coarse[row, slots:].any()
+
+
+def test_gradient_passes_a_quantised_channel(root):
+    recipe = tiny.make_recipe(root, stages__answer__bits=(2,))
+    built = recipe.build()
+    batch = jax.tree.map(jnp.asarray, recipe.data("validation").collate(range(3)))
+    batch["source"]["channel"] = batch["source"]["channel"].at[:, 2].set(2)
+    gradient = jax.jit(jax.grad(lambda t: recipe.loss(t, built.frozen, batch, jax.random.key(0)).sum))(built.trainable)
+    assert np.abs(np.asarray(gradient["encoder"]["head"]["project"]["kernel"])).max() > 0
+
+
+def test_bert_body_s_window_beyond_its_positions_is_refused_with_the_remedy(root, bodies):
+    with pytest.raises(UserError, match=r"encoder\.window=62 but the body has 61 positions.*encoder\.windows"):
+        tiny.make_recipe(root, encoder__kind="bert", **bodies["bert"] | {"encoder__window": 62})
+    with pytest.raises(UserError, match=r"encoder\.layers=4 but the body has 3 layers"):
+        tiny.make_recipe(root, encoder__kind="bert", **bodies["bert"] | {"encoder__layers": 4})
+
+
+def test_identity_names_the_body_that_the_encoder_began_with(root, bodies):
+    told = {kind: tiny.make_recipe(root, encoder__kind=kind, **bodies[kind]).identity()["encoder"] for kind in bodies}
+    assert len(set(told.values())) == 3 and "from scratch" in told["bytes"]
+
+
+def test_planned_batch_is_that_of_the_task_with_the_most_target_tokens(root):
+    plain = tiny.make_recipe(root).batch_widths()["readers"]["llama"]
+    assert (plain["task"].name, plain["targets"].shape) == ("answer", (24,))
+    long = tiny.make_recipe(root, stages__pretrain__share=1.0, stages__pretrain__lengths=(16, 48))
+    fields = long.batch_widths()["readers"]["llama"]
+    assert (fields["task"].name, fields["targets"].shape, fields["after"]["ids"].shape) == ("reconstruct", (49,), (0,))
+    short = tiny.make_recipe(root, stages__pretrain__share=1.0, stages__pretrain__lengths=(16,)).batch_widths()
+    assert short["readers"]["llama"]["task"].name == "answer"
+
+
+def test_planned_batch_has_the_fields_of_a_real_one(root, monkeypatch, tmp_path):
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
+    for changes in ({}, {"loss__kl": 1.0}, {"loss__kl": 1.0, "loss__teacher_k": 0}):
+        recipe = tiny.make_recipe(root, data__cards=9, **changes)
+        real = recipe.course().shapes()[0]
+        planned = recipe.batch_widths()
+        assert jax.tree.structure(planned) == jax.tree.structure(real), changes
+        jax.tree.map(
+            lambda a, b: (a.dtype == b.dtype and a.ndim == b.ndim - 1) or pytest.fail(f"{a} {b}"), planned, real
+        )

@@ -1,0 +1,189 @@
+"""lw_jax/data/passages.py: documents in pieces that lose no word, and what a reader is asked to do with them."""
+
+import gzip
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Task
+from lw_jax.data import cards, passages
+from lw_jax.models import wire
+from tests import tiny
+
+SAME = 2e-5  # fp32 logits of unit size: the same sums in another order
+LENGTH = 13
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers", encoder__window=512)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(recipe):
+    return recipe.tokenizers["llama"]
+
+
+@pytest.fixture(scope="module")
+def documents():
+    """Three texts of unequal length, about 40 to 200 tokens."""
+    made = [example.context for example in cards.make(29, facts=2, seed=5, split="train")]
+    return [" ".join(made[:3]), "\n".join(made[3:14]), "  ".join(made[14:29])]
+
+
+@pytest.mark.parametrize("length", [13, 19, 29])
+def test_pieces_are_the_document_s_words_in_order_and_about_so_long(documents, tokenizer, length):
+    for document in documents:
+        pieces, words = passages.cut(document, length, tokenizer), document.split()
+        kept = " ".join(pieces).split()
+        assert kept == words[: len(kept)], "no word is cut, lost or moved"
+        left = len(tokenizer.encode(" ".join(words[len(kept) :])))
+        assert left <= passages.SHORTEST * length + 1, "only a short rest is left out"
+        lengths = [len(tokenizer.encode(piece)) for piece in pieces]
+        longest_word = max(len(tokenizer.encode(" " + word)) for word in words)
+        assert len(pieces) > 1 and max(lengths) <= length + longest_word
+        assert all(abs(count - length) <= longest_word for count in lengths[:-1])
+
+
+def test_rest_of_half_a_piece_is_kept_and_a_shorter_one_is_not(documents, tokenizer):
+    word = next(word for word in documents[1].split() if len(tokenizer.encode(f" {word}")) == 1)
+    text = " ".join([word] * 40)
+    whole = len(tokenizer.starts(text))
+    for length in (8, 9, 11):
+        rest = whole % length
+        count = whole // length + (rest >= length / 2)
+        assert len(passages.cut(text, length, tokenizer)) == count
+
+
+def test_short_document_stays_whole_and_one_without_spaces_is_cut_all_the_same(tokenizer):
+    assert passages.cut("Mara lives in Lisbon.", 500, tokenizer) == ["Mara lives in Lisbon."]
+    solid = "Mara" * 31
+    pieces = passages.cut(solid, LENGTH, tokenizer)
+    assert len(pieces) > 2 and solid.startswith("".join(pieces))
+
+
+def test_reconstruction_s_text_is_its_own_answer_and_repeated_documents_count_once(documents, tokenizer):
+    once = passages.reconstructions(documents, LENGTH, tokenizer)
+    assert once == passages.reconstructions([*documents, documents[1]], LENGTH, tokenizer)
+    assert all(example.answers == (example.context,) and example.question == "" for example in once)
+    assert len({example.id for example in once}) == len(once) > 10
+
+
+def test_continuations_are_pieces_that_follow_each_other_in_one_document(documents, tokenizer):
+    found = passages.continuations(documents, LENGTH, tokenizer)
+    pieces = [passages.cut(document, LENGTH, tokenizer) for document in documents]
+    expected = [(a, b) for each in pieces for a, b in zip(each, each[1:], strict=False)]
+    assert [(example.context, example.answers[0]) for example in found] == expected
+    assert passages.continuations([*documents, documents[0]], LENGTH, tokenizer) == found
+
+
+def test_continuation_of_a_short_document_is_its_second_half(documents, tokenizer):
+    (only,) = passages.continuations(documents[:1], 500, tokenizer)
+    assert f"{only.context} {only.answers[0]}".split() == documents[0].split()
+    sizes = [len(tokenizer.encode(text)) for text in (only.context, only.answers[0])]
+    assert abs(sizes[0] - sizes[1]) < 0.3 * sum(sizes)
+
+
+@pytest.mark.parametrize("task", ["reconstruct", "continuation"])
+def test_targets_are_the_text_s_tokens_and_only_a_repeated_text_ends(recipe, documents, tokenizer, task):
+    make = passages.reconstructions if task == "reconstruct" else passages.continuations
+    encoded = passages.encode(make(documents, LENGTH, tokenizer), layout=recipe.layout, task=task)
+    batch = encoded.collate(range(len(encoded)))
+    for name, reader in recipe.tokenizers.items():
+        fields = batch["readers"][name]
+        assert fields["task"] == Task(task)
+        assert fields["after"]["ids"].shape == fields["after"]["mask"].shape == (len(encoded), 0)
+        for i, example in enumerate(encoded.examples):
+            targets = fields["targets"][i][fields["weights"][i] > 0].tolist()
+            if task == "reconstruct":
+                assert targets == [*reader.encode(example.context), reader.eos]
+            else:
+                assert targets == reader.encode(" " + example.answers[0]) and reader.eos not in targets
+            before = fields["before"]["ids"][i][fields["before"]["mask"][i]].tolist()
+            assert before == [*reader.begin, *reader.encode("Context:\n")]
+    for i, example in enumerate(encoded.examples):
+        ids = batch["source"]["ids"][i][batch["source"]["mask"][i]]
+        assert bytes(ids.astype(np.uint8)).decode() == example.context
+
+
+def test_task_vector_is_the_last_slot_before_the_answer_and_padding_changes_no_logit(recipe, documents):
+    short = passages.reconstructions(documents[:1], 5, recipe.tokenizers["llama"])[0]
+    longer = (passages.reconstructions(documents[1:2], length, recipe.tokenizers["llama"])[0] for length in (17, 29))
+    examples = [short, *longer]
+    encoded = passages.encode(examples, layout=recipe.layout, task="reconstruct")
+    for name, reader in recipe.wire.readers.items():
+        params = recipe.load_frozen()[name]
+        fields = jax.tree.map(jnp.asarray, encoded.collate(range(3))["readers"][name])
+        # Left-padded rows of mixed lengths, and rows that use only some of the slots.
+        width = fields["before"]["ids"].shape[1]
+        shift = {key: jnp.pad(fields["before"][key], ((0, 0), (3, 0))) for key in ("ids", "mask")}
+        sent = {"channel": fields["channel"].at[:, 0].set(jnp.asarray([5, 2, 3], jnp.int32)), "before": shift}
+        prefix = 0.1 * jax.random.normal(jax.random.key(3), (3, 6, reader.config.width))
+        prompt = wire.wire_prompt(params, fields | sent, prefix)
+        np.testing.assert_array_equal(prompt.embeddings[:, -1], prefix[:, -1])
+        assert prompt.mask[:, -1].all() and prompt.mask.shape[1] == width + 3 + 6
+        logits = recipe.wire.answer_logits(params, name, prompt, fields["answer_inputs"])
+        for row in range(3):
+            real = np.flatnonzero(prompt.mask[row])
+            count = int(fields["weights"][row].sum())
+            alone = wire.Prompt(prompt.embeddings[row : row + 1, real], jnp.ones((1, len(real)), bool))
+            expected = recipe.wire.answer_logits(
+                params, name, alone, fields["answer_inputs"][row : row + 1, : count - 1]
+            )
+            np.testing.assert_allclose(logits[row, :count], expected[0], atol=SAME)
+        counts = fields["weights"].sum(axis=1)
+        assert len(set(counts.tolist())) == 3, "the batch must be ragged"
+
+
+def test_text_longer_than_the_encoder_reads_is_refused_by_name_or_dropped(recipe, documents, tokenizer):
+    found = passages.reconstructions(documents, 500, tokenizer)
+    small = tiny.make_recipe(recipe.locations["llama"].parent, encoder__window=300).layout
+    with pytest.raises(UserError, match=r"'passage 1': \d+ tokens or bytes .*config\.encoder\.window=300.*overlong"):
+        passages.encode(found, layout=small, task="reconstruct")
+    dropping = tiny.make_recipe(recipe.locations["llama"].parent, encoder__window=300, data__overlong="drop").layout
+    kept = passages.encode(found, layout=dropping, task="reconstruct")
+    assert [example.id for example in kept.examples] == ["passage 0"] and kept.counts["context"] == 2
+
+
+def test_texts_too_short_for_the_task_are_refused_with_the_key(recipe, tokenizer):
+    none = passages.continuations(["a"], LENGTH, tokenizer)
+    with pytest.raises(UserError, match=r"no passage for continuation.*data\.passages"):
+        passages.encode(none, layout=recipe.layout, task="continuation")
+
+
+@pytest.mark.parametrize("name", ["p.jsonl", "p.jsonl.gz", "p.json", "p.txt", "p.txt.gz"])
+def test_texts_are_read_from_every_kind_of_file(tmp_path, name):
+    texts = ["First one.\nIts second line.", "Zweiter – Übung."]
+    kind = name.split(".")[1]
+    rows = [json.dumps({"text": text}) for text in texts]
+    written = {"jsonl": "\n".join(rows), "json": f"[{','.join(rows)}]", "txt": f"\n{texts[0]}\n\n\n{texts[1]}\r\n\r\n"}
+    raw = written[kind].encode()
+    (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
+    assert passages.read(str(tmp_path / name)) == texts
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("p.jsonl", '{"text": "a"}\n{"text": "b"\n{"text": "c"}', r"p\.jsonl:2: broken JSON"),
+        ("p.jsonl", '{"text": "a"}\n\n{"words": "b"}', r'p\.jsonl:3: .*"words".*a passage is a row'),
+        ("p.jsonl", '{"text": "a"}\n{"text": "  "}', r"p\.jsonl:2: .*not empty"),
+        ("p.jsonl", '{"text": "a"}\n{"text": 3}', r"p\.jsonl:2: "),
+        ("p.json", '[{"text": "a"}, "b"]', r"p\.json\[1\]: "),
+        ("p.txt", " \n\n \n", r"p\.txt: no text"),
+        ("p.jsonl", "", r"p\.jsonl: the file is empty"),
+    ],
+)
+def test_broken_row_and_empty_file_are_refused_with_their_place(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=message):
+        passages.read(str(tmp_path / name))
+
+
+def test_missing_file_is_refused(tmp_path):
+    with pytest.raises(UserError, match=r"nowhere\.txt: no such file"):
+        passages.read(str(tmp_path / "nowhere.txt"))

@@ -1,0 +1,178 @@
+"""lw_jax/recipes/teacher.py: likeliest tokens are computed once, belong to one teacher, and are the live teacher's."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.core.config import LLM
+from lw_jax.models import wire
+from lw_jax.recipes.teacher import Store, likeliest
+from tests import tiny
+
+HALF = 2e-2  # log-probabilities down to -20 kept in fp16, which has 11 bits
+CURVE = 2e-3  # relative, of losses whose teacher is kept in fp16 against one in fp32
+K = 7
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
+    return tmp_path / "teacher"
+
+
+def make(root, **changes):
+    return tiny.make_recipe(root, **{"loss__kl": 1.0, "loss__teacher_k": K, "data__cards": 13} | changes)
+
+
+def count_reads(recipe):
+    """Counts the passes of the teacher from now on."""
+    teacher, calls = recipe._teacher, []
+    run = teacher._likeliest
+    teacher.__dict__["_likeliest"] = lambda *arguments: calls.append(arguments[-1]) or run(*arguments)
+    return calls
+
+
+def attend(recipe):
+    """The training questions with their teacher's tokens, and whose passes that took."""
+    calls = count_reads(recipe)
+    encoded = recipe.curriculum.stream("train", "answer", 0)
+    recipe.load_frozen()
+    return encoded, calls
+
+
+def test_second_run_computes_nothing_and_reads_the_same(root):
+    first, calls = attend(make(root))
+    assert sorted(set(calls)) == ["llama", "qwen"]
+    again, none = attend(make(root))
+    assert none == []
+    for name in ("llama", "qwen"):
+        np.testing.assert_equal(
+            again.collate([5, 0, 12])["readers"][name]["teacher"], first.collate([5, 0, 12])["readers"][name]["teacher"]
+        )
+
+
+def test_other_examples_of_the_same_teacher_are_added(root):
+    attend(make(root, data__cards=9))
+    more, calls = attend(make(root, eval__batch=4))
+    assert len(more) == 13 and sorted(calls) == ["llama", "qwen"], "four examples are missing: one batch a reader"
+    assert len(list((make(root)._teacher.stores["llama"].folder.parent).iterdir())) == 2
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"loss__temperature": 2.0},
+        {"prompt__anchor": "\nReply:"},
+        {"prompt__user": "{context}\nAsked: {question}"},
+        {"loss__teacher_k": K - 1},
+        {"llms__llama__weights": "bf16"},
+        {"data__answer_tokens": 23},
+    ],
+    ids=lambda changes: next(iter(changes)),
+)
+def test_teacher_that_is_asked_otherwise_has_a_store_of_its_own(root, changes):
+    stores = [make(root, **one)._teacher.stores["llama"].folder for one in ({}, changes)]
+    assert stores[0] != stores[1]
+
+
+def test_other_weights_have_a_store_of_their_own(root, tmp_path):
+    recipe = make(root)
+    other = tiny.write_reader(tmp_path / "other", "llama", seed=9)
+    llms = recipe.cfg.llms | {"llama": LLM(str(other), "", "fp32", "plain")}
+    changed = type(recipe)(dataclasses.replace(recipe.cfg, llms=llms), recipe.placement)
+    assert recipe._teacher.stores["llama"].folder != changed._teacher.stores["llama"].folder
+    assert recipe._teacher.stores["qwen"].folder == changed._teacher.stores["qwen"].folder
+
+
+def test_what_decides_nothing_of_the_teacher_keeps_its_store(root):
+    changed = make(root, seed=3, encoder__slots=3, data__facts=1, optim__learning_rate=1.0)
+    assert changed._teacher.stores["llama"].folder == make(root)._teacher.stores["llama"].folder
+
+
+ROWS = {bytes([i]) * 16: i for i in range(7)}
+
+
+def compute(asked):
+    """Rows that tell which example they are of."""
+
+    def run(positions):
+        asked.append(list(positions))
+        ids = np.array(positions, np.int32)[:, None, None] * 100 + np.arange(6, dtype=np.int32).reshape(2, 3)
+        return {"ids": ids, "logp": (-ids / 8).astype(np.float32)}
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("name", "cut", "missing"), [("keys", 5, 1), ("keys", 16 * 3, 3), ("logp", 0, 0), ("logp", 13, 2)]
+)
+def test_store_of_a_stopped_job_is_taken_up_where_its_keys_end(tmp_path, name, cut, missing):
+    keys = list(ROWS)
+    Store(tmp_path, {"of": "a"}, tokens=2, likeliest=3).fill(keys, compute([]), batch=3)
+    store, asked = Store(tmp_path, {"of": "a"}, tokens=2, likeliest=3), []
+    file = store.folder / name
+    file.write_bytes(file.read_bytes()[: file.stat().st_size - cut])
+    with (store.folder / "ids").open("ab") as rest:
+        rest.write(b"half a row")  # written, but its key was not
+    assert store.fill(keys, compute(asked), batch=3) == missing
+    assert sum(len(set(one)) for one in asked) == missing
+    found = store.lookup(keys)(range(7))
+    np.testing.assert_array_equal(found["ids"], compute([])(range(7))["ids"])
+    np.testing.assert_allclose(found["logp"], compute([])(range(7))["logp"], rtol=1e-3)  # fp16
+
+
+def test_each_key_is_computed_once_in_batches_of_one_size(tmp_path):
+    keys, asked = list(ROWS), []
+    store = Store(tmp_path, {}, tokens=2, likeliest=3)
+    assert store.fill([*keys, keys[2]], compute(asked), batch=4) == 7
+    assert [len(one) for one in asked] == [4, 4]
+    assert store.fill(keys, compute(asked), batch=4) == 0 and len(asked) == 2
+    assert store.lookup([keys[6], keys[1]])([1, 0])["ids"][:, 0, 0].tolist()[0] in (100, 200, 800)
+
+
+def test_likeliest_are_the_top_log_probabilities_at_the_temperature():
+    logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 11)) * 4, jnp.float32)
+    ids, logp = likeliest(logits, count=4, temperature=2.5)
+    all_of_them = np.asarray(jax.nn.log_softmax(logits / 2.5, axis=2))
+    order = np.argsort(-all_of_them, axis=2)[:, :, :4]
+    np.testing.assert_array_equal(ids, order)
+    np.testing.assert_allclose(logp, np.take_along_axis(all_of_them, order, axis=2), rtol=1e-6)
+
+
+def test_kept_rows_are_the_live_teacher_s_in_a_ragged_batch(root):
+    recipe = make(root, loss__temperature=1.5)
+    encoded, _ = attend(recipe)
+    live = tiny.make_recipe(root, loss__kl=1.0, loss__teacher_k=0, data__cards=13).curriculum
+    text = live.stream("train", "answer", 0)
+    assert "teacher" not in text.collate([0])["readers"]["llama"]
+    chosen = [11, 2, 7, 5, 3]
+    frozen = recipe.load_frozen()
+    for name in ("llama", "qwen"):
+        fields, kept = (one.collate(chosen)["readers"][name] for one in (text, encoded))
+        assert "text" not in kept
+        prompt = wire.text_prompt(frozen[name], jax.tree.map(jnp.asarray, fields["text"]))
+        logits = recipe.wire.answer_logits(frozen[name], name, prompt, jnp.asarray(fields["answer_inputs"]))
+        logp = np.asarray(jax.nn.log_softmax(logits / 1.5, axis=2))
+        real = fields["weights"] > 0
+        assert len(set(fields["text"]["mask"].sum(axis=1).tolist())) > 1, "the batch must be ragged"
+        ids, values = kept["teacher"]["ids"], kept["teacher"]["logp"].astype(np.float32)
+        assert ids.shape == (5, fields["targets"].shape[1], K)
+        np.testing.assert_allclose(values[real], np.take_along_axis(logp, ids, axis=2)[real], atol=HALF)
+        np.testing.assert_allclose(values[real], -np.sort(-logp, axis=2)[:, :, :K][real], atol=HALF)
+
+
+def test_training_with_all_tokens_kept_is_training_with_the_live_teacher(root, tmp_path):
+    curves = {}
+    for k in (0, 10_000, 2):
+        recipe = tiny.make_recipe(root, loss__kl=2.0, loss__ce=0.5, loss__teacher_k=k, train__alarm_step=0)
+        _, curves[k], _ = tiny.curve(recipe, tmp_path / str(k))
+    np.testing.assert_allclose(curves[10_000], curves[0], rtol=CURVE)
+    assert all(few < whole for few, whole in zip(curves[2], curves[0], strict=True)), "fewer tokens tell less"
