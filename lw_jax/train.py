@@ -20,6 +20,7 @@ from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
+from lw_jax.data import examples
 from lw_jax.data.batches import Encoded
 from lw_jax.data.course import Course, widths_of
 from lw_jax.data.loader import Loader, eval_batches
@@ -61,6 +62,8 @@ def make_selfmade_readers(cfg: Config) -> None:
     for source in sorted(source for source in named if source.startswith(PREFIX)):
         if (folder(cfg, source) / "config.json").exists():
             continue
+        for split in ("train", "validation"):  # a broken row is told now, not after minutes of making readers
+            examples.load(cfg.data, split, seed=cfg.seed)
         sizes = cfg.selfmade
         none = {name: dataclasses.replace(getattr(cfg.stages, name), share=0.0) for name in ("align", "pretrain")}
         own = dataclasses.replace(
