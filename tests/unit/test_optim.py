@@ -212,7 +212,7 @@ def test_one_stretch_is_the_same_whether_its_multiple_stands_once_or_in_a_list(p
 
 def test_vectors_of_tasks_do_not_decay():
     """A batch asks one task only: the others' vectors would shrink unused."""
-    tree = {"adapters": {"a": {"tasks": jnp.ones((3, 5)), "down": {"kernel": jnp.ones((2, 5))}}}}
+    tree = {"adapters": {"a": {"tasks": jnp.ones((3, 5)), "gain": jnp.ones(()), "down": {"kernel": jnp.ones((2, 5))}}}}
     made = optim.make(replace(weight_decay=0.5), stretches=[Stretch(9)], rates=((".*", 1.0),), abstract=tree)
     updates, _ = made.update(jax.tree.map(jnp.zeros_like, tree), made.init(tree), tree)
     assert not updates["adapters"]["a"]["tasks"].any() and updates["adapters"]["a"]["down"]["kernel"].all()
