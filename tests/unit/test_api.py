@@ -195,7 +195,7 @@ def prompt_of(wire, monkeypatch, ask):
 def test_reader_is_given_the_message_s_latents_between_its_own_words(wire, message, name, monkeypatch):
     embeddings, mask = prompt_of(wire, monkeypatch, lambda: wire.read(message, name, "Who keeps it?"))
     latents = codec.unpack(message, encoder=wire.encoder_fingerprint)
-    prefix = wire.recipe.wire.prefix(wire.trainable["adapters"][name], name, jnp.asarray(latents)[None])
+    prefix = wire.recipe.wire.prefix(wire.trainable["adapters"][name], name, jnp.asarray(latents)[None], "answer")
     table, one = np.asarray(wire.frozen[name]["embed"]), wire.recipe.tokenizers[name]
     before = table[[*one.begin, *one.encode("Context:\n")]]
     after = table[one.encode("\nQuestion: Who keeps it?\nAnswer:")]

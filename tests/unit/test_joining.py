@@ -48,13 +48,3 @@ def test_run_without_a_checkpoint_is_refused(root, folder):
     cfg = tiny.make_config(root, encoder__run=folder)
     with pytest.raises(UserError, match=rf"encoder\.run = '{folder}': no checkpoint yet; let that run train first"):
         joining.read_trainable(cfg, {})
-
-
-def test_runs_are_told_apart_by_what_they_learned(root, folder, tmp_path):
-    named = {joining.origin(folder)}
-    for number, changes in enumerate(({"seed": 1}, {"train__log_every": 7})):
-        at = tmp_path / str(number)
-        at.mkdir()
-        workdir.write_workdir(at, cfg=tiny.make_config(root, **changes), base={}, command=["test"])
-        named.add(joining.origin(str(at)))
-    assert len(named) == 2, "another seed is another encoder, another rhythm of logging is not"

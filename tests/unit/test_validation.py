@@ -99,6 +99,18 @@ BAD = [
     ({"selfmade.kv_heads": 3}, "selfmade.kv_heads = 3: it must divide selfmade.heads = 4"),
     ({"selfmade.width": 100}, "selfmade.width = 100"),
     ({"seed": -1}, "seed = -1"),
+    ({"stages.answer.share": 0.0}, "stages.answer.share = 0.0: every stage's share is 0"),
+    ({"stages.answer.answer": 0.0}, "stages.answer.answer = 0.0: the stage has no task"),
+    ({"stages.pretrain.share": 1.0, "stages.pretrain.lengths": ()}, "stages.pretrain.lengths = "),
+    ({"stages.answer.rate": 0.0}, "stages.answer.rate = 0.0"),
+    ({"stages.answer.slots": (33,)}, "stages.answer.slots = .*from 1 to encoder.slots = 32"),
+    ({"stages.answer.widths": (64, 64)}, "stages.answer.widths = .*each at most once"),
+    ({"eval.bits": (3,)}, "eval.bits = .*16, 8, 6, 4, 2 bits"),
+    ({"eval.curve": "em"}, "eval.curve = 'em'"),
+    ({"train.alarm": "shout"}, "train.alarm = 'shout'"),
+    ({"loss.teacher_k": -1}, "loss.teacher_k = -1"),
+    ({"prompt.question": "both"}, "prompt.question = 'both'"),
+    ({"encoder.kind": "bert", "encoder.source": ""}, "encoder.source = '': encoder.kind 'bert'"),
 ]
 
 
