@@ -116,7 +116,8 @@ class Cram:
         @jax.jit
         def step(params, latents, state):
             (nll, right), gradient = jax.value_and_grad(self.score, argnums=1, has_aux=True)(params, latents)
-            updates, state = optimizer.update(gradient, state)
+            with jax.numpy_dtype_promotion("standard"):  # optax raises floats to whole step counts
+                updates, state = optimizer.update(gradient, state)
             return optax.apply_updates(latents, updates), state, nll, right
 
         start = time.monotonic()
