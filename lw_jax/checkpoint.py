@@ -141,6 +141,10 @@ class Checkpointer:
             )
         return None
 
+    def restore_best(self, abstract_state: dict[str, Tree]) -> Restored | None:
+        """Returns the best checkpoint as `restore` does; the latest where none was validated."""
+        return self.restore(abstract_state, which="best" if self.has_best() else "latest")
+
     def steps(self) -> list[int]:
         """Returns the committed steps whose record is whole, ascending (array files are checked when restored)."""
         return sorted(self._read_records())

@@ -59,11 +59,12 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
 def make_selfmade_readers(cfg: Config) -> None:
     """Trains and saves every self-made reader that the configuration names and that is not there yet."""
     named = {llm.source for llm in cfg.llms.values()} | {cfg.encoder.source}
-    for source in sorted(source for source in named if source.startswith(PREFIX)):
-        if (folder(cfg, source) / "config.json").exists():
-            continue
+    made = (source for source in named if source.startswith(PREFIX))
+    missing = sorted(source for source in made if not (folder(cfg, source) / "config.json").exists())
+    if missing:
         for split in ("train", "validation"):  # a broken row is told now, not after minutes of making readers
             examples.load(cfg.data, split, seed=cfg.seed)
+    for source in missing:
         sizes = cfg.selfmade
         none = {name: dataclasses.replace(getattr(cfg.stages, name), share=0.0) for name in ("align", "pretrain")}
         own = dataclasses.replace(

@@ -130,7 +130,7 @@ class Encoded:
     slots: int  # of a message, and the width of a latent
     width: int
     task: str = "answer"  # what is asked of the readers
-    teachers: Mapping[str, "Lookup"] = dataclasses.field(default_factory=dict)  # by reader, where the KL needs one
+    teachers: Mapping[str, Lookup] = dataclasses.field(default_factory=dict)  # by reader, where the KL needs one
 
     def __len__(self) -> int:
         """Counts the examples kept."""
@@ -267,18 +267,14 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
     limits = {"after": layout.data.question_tokens, "text": layout.data.context_tokens}
     limits["answer"] = layout.data.answer_tokens
 
-    def field(ids: list[np.ndarray], pad: int, limit: int | None, left: bool) -> Field:
-        kept = [ids[i] for i in keep]
-        return Field(kept, _width(max(map(len, kept)), limit), pad, left)
+    def kept(key: str, ids: list[np.ndarray], pad: int) -> Field:
+        return field([ids[i] for i in keep], pad, left=key != "answer", limit=limits.get(key))
 
     return Encoded(
         examples=tuple(examples[i] for i in keep),
         source=source_field([source[i] for i in keep], layout),
         readers={
-            name: {
-                key: field(ids, layout.readers[name].tokenizer.pad, limits.get(key), left=key != "answer")
-                for key, ids in fields.items()
-            }
+            name: {key: kept(key, ids, layout.readers[name].tokenizer.pad) for key, ids in fields.items()}
             for name, fields in tokens.items()
         },
         counts=ledger.counts(),
@@ -448,9 +444,9 @@ def tokenize(tokenizer: SourceTokenizer, texts: list[str]) -> list[np.ndarray]:
     return [np.array(ids, np.int32) for i in starts for ids in tokenizer.encode_batch(texts[i : i + chunk])]
 
 
-def field(ids: list[np.ndarray], pad: int, *, left: bool) -> Field:
-    """Returns a field as wide as its longest row."""
-    return Field(ids, _width(max(map(len, ids)), None), pad, left)
+def field(ids: list[np.ndarray], pad: int, *, left: bool, limit: int | None = None) -> Field:
+    """Returns a field as wide as its longest row, rounded up but to no more than `limit`."""
+    return Field(ids, _width(max(map(len, ids)), limit), pad, left)
 
 
 def opening(name: str, reader: Reader, prompt: config.Prompt) -> np.ndarray:

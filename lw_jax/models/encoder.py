@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.types import Tree
-from lw_jax.models import bert, decoder
+from lw_jax.models import decoder
 from lw_jax.models.modules import Pure, RMSNorm
 
 BYTE_VOCABULARY = 257  # 256 bytes and the pad id
@@ -158,35 +158,20 @@ def keep_body(params: Tree) -> Tree:
 
 
 def read_lm(
-    params: Tree,
+    body: Tree,
     cfg: decoder.DecoderConfig,
-    head: Pure[Head],
+    mix: Float[Array, " n"],
     *,
     ids: Int[Array, "b s"],
     mask: Bool[Array, "b s"],
     mode: decoder.Mode,
 ) -> Float[Array, "b s d"]:
-    """A pretrained body's mixed states: {"body": as `keep_body` leaves it, "head"}; `mode` has the causal mask off."""
-    bound = head.bind(params["head"])
-    x = decoder.embed(params["body"], ids)
-    body = params["body"] | {"norm": jnp.ones((cfg.width,), x.dtype)}  # of `hidden`, which nobody reads here
-    out = decoder.forward(body, cfg, x, mask=mask, mix=jax.nn.softmax(bound.mix[...]), mode=mode)
+    """A decoder body's mixed states; `body` is as `keep_body` leaves it, `mode` has the causal mask off."""
+    x = decoder.embed(body, ids)
+    body = body | {"norm": jnp.ones((cfg.width,), x.dtype)}  # of `hidden`, which nobody reads here
+    out = decoder.forward(body, cfg, x, mask=mask, mix=mix, mode=mode)
     assert out.mixed is not None, "forward returns the mix it was asked for"
     return out.mixed
-
-
-def read_bert(
-    params: Tree,
-    cfg: bert.BertConfig,
-    head: Pure[Head],
-    *,
-    ids: Int[Array, "b s"],
-    mask: Bool[Array, "b s"],
-    remat: str = "none",
-) -> Float[Array, "b s d"]:
-    """A BERT-class body's mixed states: {"body": as `bert.abstract` describes it, "head": ...}."""
-    mix = jax.nn.softmax(head.bind(params["head"]).mix[...])
-    return bert.forward(params["body"], cfg, ids, mask=mask, mix=mix, remat=remat)
 
 
 def keep(y: Float[Array, "b m z"], slots: Int[Array, " b"], width: Int[Array, " b"]) -> Float[Array, "b m z"]:

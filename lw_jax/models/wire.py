@@ -90,15 +90,15 @@ class Wire:
         return self.encoder.head().bind(params["head"])(states, mask, source["channel"])
 
     def _read(self, params: Tree, ids: Int[Array, "b s"], mask: Bool[Array, "b s"]) -> Float[Array, "b s d"]:
-        body, head = self.encoder.body, self.encoder.head()
+        body = self.encoder.body
         if body is None:
             made = encoder.make_bytes(self.encoder.width, self.encoder.layers)
             return made.bind(params["body"])(ids, mask, remat=self.mode.remat)
+        mix = jax.nn.softmax(params["head"]["mix"])
         if isinstance(body, bert.BertConfig):
-            return encoder.read_bert(params, body, head, ids=ids, mask=mask, remat=self.mode.remat)
-        return encoder.read_lm(
-            params, body, head, ids=ids, mask=mask, mode=dataclasses.replace(self.mode, causal=False)
-        )
+            return bert.forward(params["body"], body, ids, mask=mask, mix=mix, remat=self.mode.remat)
+        mode = dataclasses.replace(self.mode, causal=False)
+        return encoder.read_lm(params["body"], body, mix, ids=ids, mask=mask, mode=mode)
 
     def prefix(self, params: Tree, name: str, latents: Float[Array, "b m z"], task: str) -> Float[Array, "b n d"]:
         """Turns latents into one reader's soft prefix, the task's vector behind them (n = m + 1)."""

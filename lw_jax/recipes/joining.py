@@ -33,8 +33,7 @@ def read_trainable(cfg: Config, shapes: Tree) -> Tree:
     """Returns what that run has trained, from its best checkpoint (the latest where none was validated)."""
     folder = Path(cfg.encoder.run)
     with Checkpointer(folder / "checkpoints", keep=1, identity=None) as checkpointer:
-        which = "best" if checkpointer.has_best() else "latest"
-        restored = checkpointer.restore({"trainable": shapes}, which=which)
+        restored = checkpointer.restore_best({"trainable": shapes})
     if restored is None:
         raise UserError(f"config.encoder.run = {cfg.encoder.run!r}: no checkpoint yet; let that run train first")
     return restored.state["trainable"]

@@ -200,11 +200,10 @@ class LatentWire:
         """Returns the arithmetic of one micro-batch: the encoder's under "", each reader's under its name."""
         remat, spec = self.cfg.compute.remat, self.wire.encoder
         positions = widths["source"]["ids"].shape[0]
+        one = arithmetic.Pass(rows, positions, 0, remat, arithmetic.BYTES[self.cfg.compute.dtype])
         if isinstance(spec.body, BertConfig):
-            one = arithmetic.Pass(rows, positions, 0, remat, arithmetic.BYTES[self.cfg.compute.dtype])
             found = {"": arithmetic.trained_bert(spec.body, one)}
         elif spec.body is not None:
-            one = arithmetic.Pass(rows, positions, 0, remat, arithmetic.BYTES[self.cfg.compute.dtype])
             found = {"": arithmetic.trained(spec.body, one)}
         else:  # twelve z^2 parameters a layer, twelve activations of width z and two of the scores
             layers, z = spec.layers or encoder.BYTE_LAYERS, spec.width
