@@ -185,6 +185,7 @@ _REASONS = {
     "question": "dropped: the question with what follows it is longer than data.question_tokens",
     "answer": "dropped: the answer with its EOS is longer than data.answer_tokens",
     "nothing": "dropped: the answer has no token",
+    "outlier": "dropped: among the longest 1 %; all passages are padded to the longest that is kept",
     "boundary": "dropped: the end of the prompt (prompt.anchor) and the answer are not split where they are joined",
     "prompt": "dropped: the prompt is longer than data.context_tokens even without its context",
     "context": "dropped: the context is longer than encoder.window or data.context_tokens",

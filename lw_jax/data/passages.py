@@ -13,6 +13,9 @@ from lw_jax.data.batches import Encoded, Field, Layout, Ledger
 from lw_jax.data.tokens import Tokenizer
 
 SHORTEST = 0.5  # of the length asked for, that a document's last piece must have
+# Share of the pieces that each tokenizer keeps. All are padded to the longest: a few with a word of many tokens (an address) would
+# make every batch up to twice as wide.
+KEPT = 0.99
 
 
 def read(source: str) -> list[str]:
@@ -68,7 +71,8 @@ def continuations(documents: Iterable[str], length: int, tokenizer: Tokenizer) -
 def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
     """Returns passages as token ids: source, the prompt up to the context, and the answer's tokens.
 
-    A repeated text ends with EOS; one that goes on does not. Raises UserError where none is left, and for an overlong
+    A repeated text ends with EOS; one that goes on does not. The longest 1 % in any
+    tokenizer are left out (`KEPT`). Raises UserError where none is left, and for an overlong
     source under data.overlong="refuse".
     """
     if not found:
@@ -82,6 +86,11 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
         for i, ids in enumerate(rows):
             if not len(ids):
                 ledger.drop(i, "nothing", f"text {found[i].answers[0]!r}, reader {name!r}")
+    for rows in (source, *answers.values()):
+        limit = np.quantile([len(ids) for ids in rows], KEPT, method="higher")
+        for i, ids in enumerate(rows):
+            if len(ids) > limit:
+                ledger.drop(i, "outlier", f"{len(ids)} tokens, most passages have at most {int(limit)}")
     keep = ledger.settle(layout.data.overlong)
     readers = {}
     for name, reader in layout.readers.items():

@@ -1,5 +1,6 @@
 """lw_jax/data/passages.py: documents in pieces that lose no word, and what a reader is asked to do with them."""
 
+import dataclasses
 import gzip
 import json
 
@@ -57,6 +58,18 @@ def test_rest_of_half_a_piece_is_kept_and_a_shorter_one_is_not(documents, tokeni
         rest = whole % length
         count = whole // length + (rest >= length / 2)
         assert len(passages.cut(text, length, tokenizer)) == count
+
+
+def test_a_few_pieces_of_long_words_do_not_widen_every_batch(recipe, documents, tokenizer):
+    found = passages.reconstructions([" ".join(documents * 20)], LENGTH, tokenizer)
+    odd = dataclasses.replace(found[0], id="odd", context="x" * 200, answers=("x" * 200,))
+    plain = passages.encode(found, layout=recipe.layout, task="reconstruct")
+    encoded = passages.encode([*found, odd], layout=recipe.layout, task="reconstruct")
+    assert len(found) > 200, "one is less than a hundredth"
+    assert encoded.counts["outlier"] >= 1 and "odd" not in {example.id for example in encoded.examples}
+    assert encoded.source.width == plain.source.width
+    tokenizers = 1 + len(recipe.layout.readers)
+    assert len(encoded) >= (1 - tokenizers * (1 - passages.KEPT)) * len(found)
 
 
 def test_short_document_stays_whole_and_one_without_spaces_is_cut_all_the_same(tokenizer):
