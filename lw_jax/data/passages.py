@@ -13,8 +13,8 @@ from lw_jax.data.batches import Encoded, Field, Layout, Ledger
 from lw_jax.data.tokens import Tokenizer
 
 SHORTEST = 0.5  # of the length asked for, that a document's last piece must have
-# Share of the pieces that each tokenizer keeps. All are padded to the longest: a few with a word of many tokens (an address) would
-# make every batch up to twice as wide.
+# Share of the pieces that each tokenizer keeps. All are padded to the longest: a few with a word of many tokens (an
+# address) would make every batch up to twice as wide.
 KEPT = 0.99
 
 
