@@ -247,11 +247,27 @@ def _row_order(location: Path, cfg: DecoderConfig, path: tuple[str, ...]) -> np.
 
 def _sources(location: Path, cfg: DecoderConfig) -> dict[Place, Stored]:
     """Maps a decoder's places to stored tensors, after checking that the file holds exactly this model."""
-    catalogue = _catalogue(location)
     slots = families.tensor_map(cfg) if location.is_dir() else families.gguf_names(cfg)
+    catalogue = {part.name: part for stored in _catalogue(location).values() for part in _split(stored, slots)}
     for name in sorted(catalogue.keys() - slots.keys()):
         _refuse_unknown(catalogue[name], catalogue, cfg)
     return _match(location, catalogue, slots)
+
+
+def _split(stored: Stored, slots: Mapping[str, families.Slot]) -> Iterator[Stored]:
+    """Yields the tensors that a stored one stands for: a run of its rows each."""
+    names = families.parts(stored.name)
+    if len(names) == 1:
+        yield stored
+        return
+    rows = [slots[name].shape[0] for name in names if name in slots]
+    if len(rows) < len(names) or len(stored.shape) == 0 or sum(rows) != stored.shape[0]:
+        raise UserError(f"{stored.label} has shape {stored.shape}, the configuration asks for {sum(rows)} rows")
+    row_bytes, begin = stored.nbytes // stored.shape[0], 0
+    for name, count in zip(names, rows, strict=True):
+        offset = stored.offset + begin * row_bytes
+        yield Stored(stored.file, name, stored.kind, (count, *stored.shape[1:]), offset, count * row_bytes)
+        begin += count
 
 
 def _match(location: Path, catalogue: Mapping[str, Stored], slots: Mapping[str, families.Slot]) -> dict[Place, Stored]:
@@ -396,6 +412,7 @@ def save(
         leaf = functools.reduce(lambda node, part: node[part], slot.path, params)
         value = np.asarray(leaf if slot.layer is None else leaf[slot.layer])
         tensors[name] = np.ascontiguousarray(value.reshape(slot.shape))
+    tensors = families.fuse(tensors, model_type)
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))

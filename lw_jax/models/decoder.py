@@ -1,8 +1,9 @@
-"""One decoder body for every reader: Llama (2, 3, 3.1, 3.2) and Qwen (2, 2.5).
+"""One decoder body for every reader: Llama (2, 3, 3.1, 3.2), Qwen (2, 2.5), Phi-3 and StableLM-2.
 
 Parameters are a plain nested dict, layers stacked on a leading axis (`docs/architecture.md` lists path and shape), so
 that placement, loading and quantisation treat all families alike. Arrays in, arrays out: no mesh, no files.
-Semantics follow transformers' LlamaModel and Qwen2Model, which the parity tests compare against.
+Semantics follow transformers' LlamaModel, Qwen2Model, Phi3Model and StableLmModel, which the parity tests compare
+against.
 """
 
 import dataclasses
@@ -12,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.types import Tree
@@ -25,6 +27,16 @@ class Llama3Scaling:
     low_freq_factor: float
     high_freq_factor: float
     original_max_positions: int
+
+
+@dataclasses.dataclass(frozen=True)
+class LongRope:
+    """Frequency scaling of Phi-3's long-context models ("longrope" rope type)."""
+
+    short: tuple[float, ...]  # what each frequency is divided by in a text of up to `original_max_positions`
+    long: tuple[float, ...]  # the same in a longer one
+    original_max_positions: int
+    gain: float  # of cos and sin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,7 +55,10 @@ class DecoderConfig:
     max_positions: int
     tied: bool
     qkv_bias: bool
-    rope_scaling: Llama3Scaling | None = None
+    rope_scaling: Llama3Scaling | LongRope | None = None
+    norm: str = "rms"  # "rms" | "layer": LayerNorm with a bias
+    rotated: int = 0  # values of a head that turn with the position, the first ones (0: all)
+    window: int = 0  # tokens that a query sees, itself the last of them (0: all)
 
 
 def _unchanged(x: jax.Array) -> jax.Array:
@@ -94,6 +109,9 @@ def abstract(cfg: DecoderConfig, dtype: jax.typing.DTypeLike) -> Tree:
     if cfg.qkv_bias:
         layers |= {"q_bias": (n, h, e), "k_bias": (n, k, e), "v_bias": (n, k, e)}
     shapes = {"embed": (cfg.vocab, d), "norm": (d,), "layers": layers}
+    if cfg.norm == "layer":
+        layers |= {"attn_norm_bias": (n, d), "mlp_norm_bias": (n, d)}
+        shapes["norm_bias"] = (d,)
     if not cfg.tied:
         shapes["head"] = (cfg.vocab, d)
     return jax.tree.map(
@@ -157,7 +175,7 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     positions = jnp.maximum(seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
     if cache:
         cache = cache._replace(valid=jax.lax.dynamic_update_slice_in_dim(cache.valid, mask, cache.used, axis=1))
-    attend = _attention_mask(mask, cache, causal=mode.causal)
+    attend = _attention_mask(mask, cache, positions, causal=mode.causal, window=cfg.window)
     cos, sin = _rotary(cfg, positions)
     shared = _Shared(cos, sin, attend, None if cache is None else cache.used)
     # Without recomputation of layers, that of attention's scores alone, as a fused kernel would: they are the largest
@@ -179,7 +197,7 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     (x, mixed), kv = jax.lax.scan(body, (x, mixed), (params["layers"], kv, shares), unroll=mode.unroll)
     if cache is not None:
         cache = Cache(kv[0], kv[1], cache.valid, cache.used + x.shape[1])
-    return Output(rms_norm(x, params["norm"], cfg.norm_eps), mixed, cache)
+    return Output(_normalise(cfg, x, params, "norm"), mixed, cache)
 
 
 def attention(
@@ -196,6 +214,14 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return weight.reshape((1,) * (x.ndim - 1) + weight.shape) * unit_rms(x, eps)
 
 
+def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
+    """LayerNorm over the last axis, all of it in fp32, cast back at the end."""
+    wide, ends = x.astype(jnp.float32), (1,) * (x.ndim - 1) + weight.shape
+    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * weight.astype(jnp.float32).reshape(ends) + bias.astype(jnp.float32).reshape(ends)).astype(x.dtype)
+
+
 def unit_rms(x: jax.Array, eps: float) -> jax.Array:
     """Divides by the root mean square of the last axis, in fp32, and casts back."""
     wide = x.astype(jnp.float32)
@@ -210,24 +236,47 @@ def checkpoint_layer(layer: Callable, remat: str) -> Callable:
     return jax.checkpoint(layer, policy=policies[remat])
 
 
-def _attention_mask(mask: jax.Array, cache: Cache | None, *, causal: bool) -> jax.Array:
-    """bool [b 1 t s]: real keys, none later than the query; s spans the cache where there is one."""
+def _normalise(cfg: DecoderConfig, x: jax.Array, weights: Tree, name: str) -> jax.Array:
+    if cfg.norm == "layer":
+        return layer_norm(x, weights[name], weights[f"{name}_bias"], cfg.norm_eps)
+    return rms_norm(x, weights[name], cfg.norm_eps)
+
+
+def _attention_mask(
+    mask: jax.Array, cache: Cache | None, positions: Int[Array, "b t"], *, causal: bool, window: int
+) -> jax.Array:
+    """bool [b 1 t s]: real keys, none later than the query or beyond its window; s spans the cache if there is one."""
     keys = mask if cache is None else cache.valid
     first = jnp.zeros((), jnp.int32) if cache is None else cache.used
     query_slot = first + jnp.arange(mask.shape[1], dtype=jnp.int32)
     key_slot = jnp.arange(keys.shape[1], dtype=jnp.int32)
     allowed = key_slot[None, :] <= query_slot[:, None] if causal else jnp.ones((mask.shape[1], keys.shape[1]), bool)
-    return (keys[:, None, :] & allowed[None, :, :])[:, None, :, :]
+    allowed = keys[:, None, :] & allowed[None, :, :]
+    if window:
+        behind = positions[:, :, None] - (jnp.cumsum(keys, axis=1, dtype=jnp.int32) - 1)[:, None, :]
+        allowed = allowed & (behind < window)
+    return allowed[:, None, :, :]
 
 
 def _rotary(cfg: DecoderConfig, positions: Int[Array, "b t"]) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [b t 1 e/2] in fp32."""
-    exponent = jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim
+    """cos and sin [b t 1 r/2] in fp32 of the r values of a head that turn."""
+    size, gain = cfg.rotated or cfg.head_dim, 1.0
+    exponent = jnp.arange(0, size, 2, dtype=jnp.float32) / size
     frequency = 1.0 / jnp.power(jnp.float32(cfg.rope_theta), exponent)
-    if cfg.rope_scaling is not None:
+    frequency = frequency[None, :]
+    if isinstance(cfg.rope_scaling, Llama3Scaling):
         frequency = _llama3_frequencies(frequency, cfg.rope_scaling)
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequency[None, None, None, :]
-    return jnp.cos(angle), jnp.sin(angle)
+    elif isinstance(cfg.rope_scaling, LongRope):
+        # By the length of a row so far; a cache keeps what it was given while the text was short, as transformers' does.
+        long = jnp.max(positions, axis=1, keepdims=True) >= cfg.rope_scaling.original_max_positions
+        frequency = frequency / jnp.where(long, *(jnp.array(x)[None, :] for x in _divisors(cfg.rope_scaling)))
+        gain = cfg.rope_scaling.gain
+    angle = positions[:, :, None, None].astype(jnp.float32) * frequency[:, None, None, :]
+    return jnp.cos(angle) * gain, jnp.sin(angle) * gain
+
+
+def _divisors(scaling: LongRope) -> tuple[np.ndarray, np.ndarray]:
+    return np.array(scaling.long, np.float32), np.array(scaling.short, np.float32)
 
 
 def _llama3_frequencies(frequency: jax.Array, scaling: Llama3Scaling) -> jax.Array:
@@ -245,8 +294,10 @@ def _llama3_frequencies(frequency: jax.Array, scaling: Llama3Scaling) -> jax.Arr
 
 
 def _rotate(x: Float[Array, "b t h e"], cos: jax.Array, sin: jax.Array) -> jax.Array:
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    turned = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :turned].astype(jnp.float32), 2, axis=-1)
+    moved = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
+    return moved if turned == x.shape[-1] else jnp.concatenate([moved, x[..., turned:]], axis=-1)
 
 
 def _project(x: jax.Array, weights: Tree, name: str) -> jax.Array:
@@ -273,7 +324,7 @@ def _layer(
     kv: tuple[jax.Array, jax.Array] | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """One block; with a cache, `kv` is this layer's [b s k e] pair and comes back with the new tokens written."""
-    h = rms_norm(x, weights["attn_norm"], cfg.norm_eps)
+    h = _normalise(cfg, x, weights, "attn_norm")
     q = _rotate(_project(h, weights, "q"), shared.cos, shared.sin)
     k = _rotate(_project(h, weights, "k"), shared.cos, shared.sin)
     v = _project(h, weights, "v")
@@ -283,7 +334,7 @@ def _layer(
         kv = (k, v)
     attended = attend(q, k, v, mask=shared.attend)
     x = x + jnp.einsum("bthe,dhe->btd", attended, weights["o"])
-    h = rms_norm(x, weights["mlp_norm"], cfg.norm_eps)
+    h = _normalise(cfg, x, weights, "mlp_norm")
     gate = jnp.einsum("btd,fd->btf", h, weights["gate"])
     up = jnp.einsum("btd,fd->btf", h, weights["up"])
     return x + jnp.einsum("btf,df->btd", jax.nn.silu(gate) * up, weights["down"]), kv

@@ -13,9 +13,7 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
-from lw_jax.models.decoder import DecoderConfig, Llama3Scaling, abstract
-
-ARCHITECTURES = {"llama": "LlamaForCausalLM", "qwen2": "Qwen2ForCausalLM"}
+from lw_jax.models.decoder import DecoderConfig, Llama3Scaling, LongRope, abstract
 
 Fields = Mapping[str, Any]
 
@@ -26,7 +24,6 @@ _REQUIRED = {
     "num_hidden_layers",
     "num_attention_heads",
     "intermediate_size",
-    "rms_norm_eps",
     "max_position_embeddings",
 }
 _HANDLED = _REQUIRED | {
@@ -38,20 +35,68 @@ _HANDLED = _REQUIRED | {
     "rope_scaling",
     "rope_theta",
 }
-# field -> the one value under which the decoder computes the same; absent or null means that value
-_MUST_EQUAL: dict[str, dict[str, Any]] = {
-    "llama": {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_interleaved": False},
-    "qwen2": {"use_sliding_window": False, "use_mrope": False},
+
+
+class Family(NamedTuple):
+    """What one model_type's config.json says beyond the fields that all of them have."""
+
+    architecture: str  # transformers' class
+    must: Fields  # field -> the one value under which the decoder computes the same; absent or null means that value
+    norm: str = "rms"
+    required: Set[str] = frozenset()
+    read: Set[str] = frozenset()  # fields that `decoder_config` reads
+    rope: Set[str] = frozenset({"default"})  # kinds of frequency scaling
+    biases: bool | None = False  # of q, k and v; None: the file says
+    fused: bool = False  # q, k, v and gate, up are stored as one tensor each
+
+    @property
+    def epsilon(self) -> str:
+        """Names the field of the norms' epsilon."""
+        return {"rms": "rms_norm_eps", "layer": "layer_norm_eps"}[self.norm]
+
+
+_PARTIAL = "partial_rotary_factor"
+FAMILIES = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_interleaved": False, _PARTIAL: 1.0},
+        rope={"default", "llama3"},
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": False, "use_mrope": False, _PARTIAL: 1.0},
+        required={"num_key_value_heads"},
+        rope={"default", "llama3"},
+        biases=True,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {"attention_bias": False, "mlp_bias": False},
+        required={"num_key_value_heads"},
+        read={"sliding_window", _PARTIAL, "original_max_position_embeddings"},
+        rope={"default", "longrope"},
+        fused=True,
+    ),
+    "stablelm": Family(
+        "StableLmForCausalLM",
+        {"use_parallel_residual": False, "qk_layernorm": False},
+        norm="layer",
+        read={"use_qkv_bias", _PARTIAL},
+        biases=None,
+    ),
 }
-_MUST_EQUAL_ALL: dict[str, Any] = {"hidden_act": "silu", "partial_rotary_factor": 1.0, "is_encoder_decoder": False}
+GGUF_ARCHITECTURES = ("llama", "qwen2")
+_MUST_EQUAL_ALL: dict[str, Any] = {"hidden_act": "silu", "is_encoder_decoder": False}
 # Training, generation and bookkeeping: read by nobody who computes logits.
 HARMLESS = {
     "_name_or_path",
     "architectures",
     "attention_dropout",
+    "auto_map",  # code of the folder's own, which nobody runs
     "bos_token_id",
     "chunk_size_feed_forward",
     "dtype",
+    "embd_pdrop",
     "eos_token_id",
     "hidden_dropout",
     "id2label",
@@ -63,8 +108,9 @@ HARMLESS = {
     "output_hidden_states",
     "pad_token_id",
     "problem_type",
+    "resid_pdrop",
     "return_dict",
-    "sliding_window",  # speaks only when use_sliding_window is true, which is refused
+    "sliding_window",  # of Qwen: speaks only when use_sliding_window is true, which is refused
     "torch_dtype",
     "transformers.js_config",
     "transformers_version",
@@ -72,7 +118,11 @@ HARMLESS = {
     "unsloth_version",
     "use_cache",
 }
-_LLAMA3_FIELDS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+_ROPE_FIELDS = {  # of each kind, beside rope_theta; the optional ones last
+    "default": ((), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor", "original_max_position_embeddings")),
+}
 
 
 class Row(NamedTuple):
@@ -86,9 +136,12 @@ class Row(NamedTuple):
 TENSORS: dict[str, Row] = {
     "embed": Row("model.embed_tokens.weight", "token_embd.weight"),
     "norm": Row("model.norm.weight", "output_norm.weight"),
+    "norm_bias": Row("model.norm.bias", "output_norm.bias"),
     "head": Row("lm_head.weight", "output.weight"),
     "layers/attn_norm": Row("model.layers.{}.input_layernorm.weight", "blk.{}.attn_norm.weight"),
     "layers/mlp_norm": Row("model.layers.{}.post_attention_layernorm.weight", "blk.{}.ffn_norm.weight"),
+    "layers/attn_norm_bias": Row("model.layers.{}.input_layernorm.bias", "blk.{}.attn_norm.bias"),
+    "layers/mlp_norm_bias": Row("model.layers.{}.post_attention_layernorm.bias", "blk.{}.ffn_norm.bias"),
     "layers/q": Row("model.layers.{}.self_attn.q_proj.weight", "blk.{}.attn_q.weight", 0),
     "layers/k": Row("model.layers.{}.self_attn.k_proj.weight", "blk.{}.attn_k.weight", 0),
     "layers/v": Row("model.layers.{}.self_attn.v_proj.weight", "blk.{}.attn_v.weight", 0),
@@ -99,6 +152,13 @@ TENSORS: dict[str, Row] = {
     "layers/gate": Row("model.layers.{}.mlp.gate_proj.weight", "blk.{}.ffn_gate.weight"),
     "layers/up": Row("model.layers.{}.mlp.up_proj.weight", "blk.{}.ffn_up.weight"),
     "layers/down": Row("model.layers.{}.mlp.down_proj.weight", "blk.{}.ffn_down.weight"),
+}
+
+
+# A stored matrix that stands for several, in the order of its rows.
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
 }
 
 
@@ -139,6 +199,28 @@ def _join_heads(shape: tuple[int, ...], split: int | None) -> tuple[int, ...]:
     return (*shape[:split], shape[split] * shape[split + 1], *shape[split + 2 :])
 
 
+def parts(name: str) -> tuple[str, ...]:
+    """Returns the names of the tensors that a stored one stands for, in the order of its rows; itself if it is one."""
+    for fused, own in FUSED.items():
+        if f".{fused}." in name:
+            return tuple(name.replace(fused, part) for part in own)
+    return (name,)
+
+
+def fuse(tensors: Mapping[str, np.ndarray], model_type: str) -> dict[str, np.ndarray]:
+    """Returns tensors by the names under which a family stores them."""
+    if not FAMILIES[model_type].fused:
+        return dict(tensors)
+    wholes = {part: fused for fused, own in FUSED.items() for part in own}
+    out: dict[str, np.ndarray] = {}
+    for name in tensors:
+        part = next((part for part in wholes if f".{part}." in name), None)
+        whole = name if part is None else name.replace(part, wholes[part])
+        if whole not in out:
+            out[whole] = np.concatenate([tensors[own] for own in parts(whole)])
+    return out
+
+
 def gguf_row_order(cfg: DecoderConfig, architecture: str, path: tuple[str, ...]) -> np.ndarray | None:
     """Returns for each stored row its place in our order, or None where the file keeps that order.
 
@@ -162,40 +244,47 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
     Raises:
         UserError: another family, a size missing, or a field that changes the mathematics.
     """
-    family = fields.get("model_type")
-    if family not in ARCHITECTURES:
-        raise UserError(f"{where}: model_type={family!r}; readers of model_type {sorted(ARCHITECTURES)} are supported")
+    model_type = fields.get("model_type")
+    if model_type not in FAMILIES:
+        raise UserError(f"{where}: model_type={model_type!r}; readers of model_type {sorted(FAMILIES)} are supported")
+    family = FAMILIES[model_type]
     _refuse_strangers(fields, raw_keys, family, where)
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     kv_heads = fields.get("num_key_value_heads") or heads
-    rope = _rope(fields, where)
+    head_dim = fields.get("head_dim") or width // max(heads, 1)
+    rope = _rope(fields, family, where)
+    rotated = int(head_dim * (rope.get(_PARTIAL) or fields.get(_PARTIAL) or 1.0))
     cfg = DecoderConfig(
         vocab=fields["vocab_size"],
         width=width,
         layers=fields["num_hidden_layers"],
         heads=heads,
         kv_heads=kv_heads,
-        head_dim=fields.get("head_dim") or width // max(heads, 1),
+        head_dim=head_dim,
         ffn=fields["intermediate_size"],
         rope_theta=float(rope["rope_theta"]),
-        norm_eps=float(fields["rms_norm_eps"]),
+        norm_eps=float(fields[family.epsilon]),
         max_positions=fields["max_position_embeddings"],
         tied=bool(fields.get("tie_word_embeddings", False)),
-        qkv_bias=family == "qwen2",
-        rope_scaling=_scaling(rope),
+        qkv_bias=bool(fields.get("use_qkv_bias")) if family.biases is None else family.biases,
+        rope_scaling=_scaling(rope, fields, rotated, where),
+        norm=family.norm,
+        rotated=0 if rotated == head_dim else rotated,
+        window=(fields.get("sliding_window") or 0) if "sliding_window" in family.read else 0,
     )
     sizes = (cfg.vocab, cfg.width, cfg.layers, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.ffn, cfg.max_positions)
-    if min(sizes) < 1 or cfg.heads % cfg.kv_heads or cfg.head_dim % 2:
+    if min(sizes) < 1 or cfg.window < 0 or cfg.heads % cfg.kv_heads or cfg.head_dim % 2 or cfg.rotated % 2:
         raise UserError(
             f"{where}: impossible sizes: every size must be positive, num_attention_heads={heads} a multiple of "
-            f"num_key_value_heads={kv_heads}, head_dim={cfg.head_dim} even; fetch the file again"
+            f"num_key_value_heads={kv_heads}, head_dim={cfg.head_dim} and what of it is rotated even; fetch the file "
+            "again"
         )
     return cfg
 
 
-def _refuse_strangers(fields: Mapping[str, Any], raw_keys: set[str], family: str, where: str) -> None:
-    required = _REQUIRED | ({"num_key_value_heads"} if family == "qwen2" else set())
-    must, free = _MUST_EQUAL_ALL | _MUST_EQUAL[family], _HANDLED | HARMLESS | {"layer_types"}
+def _refuse_strangers(fields: Mapping[str, Any], raw_keys: set[str], family: Family, where: str) -> None:
+    required = _REQUIRED | family.required | {family.epsilon}
+    must, free = _MUST_EQUAL_ALL | family.must, _HANDLED | HARMLESS | {"layer_types", family.epsilon} | family.read
     refuse_fields(fields, raw_keys, required=required, must=must, free=free, where=where)
     kinds = set(fields.get("layer_types") or ())
     if kinds - {"full_attention"}:
@@ -224,31 +313,47 @@ def refuse_fields(
         )
 
 
-def _rope(fields: Mapping[str, Any], where: str) -> Mapping[str, Any]:
+def _rope(fields: Mapping[str, Any], family: Family, where: str) -> Mapping[str, Any]:
     rope = fields["rope_parameters"]
     kind = rope.get("rope_type", "default")
-    if kind not in ("default", "llama3"):
-        raise UserError(f"{where}: rope_type={kind!r}, only 'default' and 'llama3' are supported")
-    known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", *(_LLAMA3_FIELDS if kind == "llama3" else ())}
-    if unknown := sorted(set(rope) - known):
+    if kind not in family.rope:
+        raise UserError(f"{where}: rope_type={kind!r}, only {sorted(family.rope)} are supported")
+    needed, optional = _ROPE_FIELDS[kind]
+    if unknown := sorted(set(rope) - {"rope_type", "type", "rope_theta", _PARTIAL, *needed, *optional}):
         raise UserError(f"{where}: rope field {unknown[0]}={rope[unknown[0]]!r} is not known for rope_type {kind!r}")
-    if rope.get("partial_rotary_factor") not in (None, 1.0):
-        raise UserError(f"{where}: partial_rotary_factor={rope['partial_rotary_factor']!r}, only 1.0 is supported")
-    needed = ("rope_theta", *(_LLAMA3_FIELDS if kind == "llama3" else ()))
-    if missing := [key for key in needed if rope.get(key) is None]:
+    if _PARTIAL in family.must and rope.get(_PARTIAL) not in (None, 1.0):
+        raise UserError(f"{where}: {_PARTIAL}={rope[_PARTIAL]!r}, only 1.0 is supported")
+    if missing := [key for key in ("rope_theta", *needed) if rope.get(key) is None]:
         raise UserError(f"{where}: rope field {missing[0]} is missing; rope_type {kind!r} needs it")
     return rope
 
 
-def _scaling(rope: Mapping[str, Any]) -> Llama3Scaling | None:
-    if rope.get("rope_type", "default") == "default":
-        return None
-    return Llama3Scaling(
-        factor=float(rope["factor"]),
-        low_freq_factor=float(rope["low_freq_factor"]),
-        high_freq_factor=float(rope["high_freq_factor"]),
-        original_max_positions=int(rope["original_max_position_embeddings"]),
-    )
+def _scaling(rope: Fields, fields: Fields, rotated: int, where: str) -> Llama3Scaling | LongRope | None:
+    kind = rope.get("rope_type", "default")
+    if kind == "llama3":
+        return Llama3Scaling(
+            factor=float(rope["factor"]),
+            low_freq_factor=float(rope["low_freq_factor"]),
+            high_freq_factor=float(rope["high_freq_factor"]),
+            original_max_positions=int(rope["original_max_position_embeddings"]),
+        )
+    return _long_rope(rope, fields, rotated, where) if kind == "longrope" else None
+
+
+def _long_rope(rope: Fields, fields: Fields, rotated: int, where: str) -> LongRope:
+    """Returns the scaling as transformers computes it: its gain follows from how much the context was stretched."""
+    original = rope.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
+    if not original:
+        raise UserError(f"{where}: original_max_position_embeddings is missing; rope_type 'longrope' needs it")
+    for key in ("short_factor", "long_factor"):
+        if len(rope[key]) != rotated // 2:
+            rule = f"one for each of {rotated // 2} rotary frequencies is needed"
+            raise UserError(f"{where}: rope field {key} has {len(rope[key])} numbers; {rule}")
+    stretch = rope.get("factor") or fields["max_position_embeddings"] / original
+    gain = rope.get("attention_factor")
+    if gain is None:
+        gain = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return LongRope(tuple(map(float, rope["short_factor"])), tuple(map(float, rope["long_factor"])), original, gain)
 
 
 def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
@@ -256,13 +361,20 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
 
     Rotary fields are written in the old spelling, which transformers 4 and 5 both read.
     """
-    if model_type not in ARCHITECTURES or cfg.qkv_bias != (model_type == "qwen2"):
+    if model_type not in FAMILIES or cfg.qkv_bias not in _biases(FAMILIES[model_type]):
         raise UserError(
-            f"model_type={model_type!r} with qkv_bias={cfg.qkv_bias}: 'qwen2' has biases and 'llama' has none"
+            f"model_type={model_type!r} with qkv_bias={cfg.qkv_bias}: 'qwen2' has biases, 'llama' and 'phi3' have none"
         )
-    scaling = cfg.rope_scaling
+    family = FAMILIES[model_type]
+    own = {
+        "sliding_window": cfg.window or None,
+        "use_qkv_bias": cfg.qkv_bias,
+        _PARTIAL: (cfg.rotated or cfg.head_dim) / cfg.head_dim,
+    }
+    if isinstance(cfg.rope_scaling, LongRope):
+        own["original_max_position_embeddings"] = cfg.rope_scaling.original_max_positions
     return {
-        "architectures": [ARCHITECTURES[model_type]],
+        "architectures": [family.architecture],
         "model_type": model_type,
         "vocab_size": cfg.vocab,
         "hidden_size": cfg.width,
@@ -272,19 +384,34 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
         "head_dim": cfg.head_dim,
         "intermediate_size": cfg.ffn,
         "hidden_act": "silu",
-        "rms_norm_eps": cfg.norm_eps,
+        family.epsilon: cfg.norm_eps,
         "max_position_embeddings": cfg.max_positions,
         "tie_word_embeddings": cfg.tied,
         "rope_theta": cfg.rope_theta,
-        "rope_scaling": None
-        if scaling is None
-        else {
-            "rope_type": "llama3",
-            "factor": scaling.factor,
-            "low_freq_factor": scaling.low_freq_factor,
-            "high_freq_factor": scaling.high_freq_factor,
-            "original_max_position_embeddings": scaling.original_max_positions,
-        },
+        "rope_scaling": _rope_fields(cfg.rope_scaling),
+    } | {key: value for key, value in own.items() if key in family.read}
+
+
+def _biases(family: Family) -> tuple[bool, ...]:
+    return (False, True) if family.biases is None else (family.biases,)
+
+
+def _rope_fields(scaling: Llama3Scaling | LongRope | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    if isinstance(scaling, LongRope):
+        return {
+            "rope_type": "longrope",
+            "short_factor": list(scaling.short),
+            "long_factor": list(scaling.long),
+            "attention_factor": scaling.gain,
+        }
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
     }
 
 
@@ -329,8 +456,8 @@ def gguf_fields(
         UserError: another architecture, a part of a split model, or a field that changes the mathematics.
     """
     arch = metadata.get("general.architecture")
-    if arch not in ARCHITECTURES:
-        raise UserError(f"{where}: general.architecture={arch!r}; {sorted(ARCHITECTURES)} are supported")
+    if arch not in GGUF_ARCHITECTURES:
+        raise UserError(f"{where}: general.architecture={arch!r}; {sorted(GGUF_ARCHITECTURES)} are supported")
     if metadata.get("general.type", "model") != "model":
         raise UserError(f"{where}: general.type={metadata['general.type']!r}; only a whole 'model' is a reader")
     if metadata.get("split.count", 1) > 1:

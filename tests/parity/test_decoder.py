@@ -22,7 +22,21 @@ LLAMA3 = {
     "high_freq_factor": 4.0,
     "original_max_position_embeddings": 64,
 }
+LONG = {
+    "rope_type": "longrope",
+    "rope_theta": 10000.0,
+    "short_factor": [1.0, 1.1, 1.3, 1.7],
+    "long_factor": [1.0, 2.2, 5.0, 9.0],
+    "original_max_position_embeddings": 64,
+}
+PHI3 = {"num_attention_heads": 6, "pad_token_id": 0}
 SHAPES = {
+    "phi-3 fused": ("phi3", PHI3 | {"num_key_value_heads": 6}),
+    "phi-3 window": ("phi3", PHI3 | {"sliding_window": 7}),
+    "phi-3 longrope": ("phi3", PHI3 | {"rope_parameters": LONG, "original_max_position_embeddings": 64}),
+    "phi-4 partial": ("phi3", PHI3 | {"partial_rotary_factor": 0.75, "tie_word_embeddings": True}),
+    "stablelm-2": ("stablelm", {"use_qkv_bias": True, "partial_rotary_factor": 0.25, "num_key_value_heads": 6}),
+    "stablelm gqa": ("stablelm", {"use_qkv_bias": False, "partial_rotary_factor": 0.5}),
     "llama-2 mha": ("llama", {"num_attention_heads": 4, "num_key_value_heads": 4}),
     "llama-3 gqa": ("llama", {"rope_parameters": {"rope_type": "default", "rope_theta": 500000.0}}),
     "llama-3.1 scaled": ("llama", {"rope_parameters": LLAMA3}),
@@ -51,7 +65,10 @@ def pair(request, tmp_path_factory):
         "bos_token_id": 1,
         "eos_token_id": 2,
     } | extra
-    config = {"llama": transformers.LlamaConfig, "qwen2": transformers.Qwen2Config}[family](**sizes)
+    classes = {"llama": "LlamaConfig", "qwen2": "Qwen2Config", "phi3": "Phi3Config", "stablelm": "StableLmConfig"}
+    if family == "stablelm":
+        sizes["layer_norm_eps"] = sizes.pop("rms_norm_eps")
+    config = getattr(transformers, classes[family])(**sizes)
     torch.manual_seed(7)
     model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval().float()
     with torch.no_grad():
