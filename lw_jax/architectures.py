@@ -1,6 +1,7 @@
 """Shapes of a model without its weights: what a plan needs on a machine that has not fetched them."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig, Llama3Scaling
 
+_VARIANTS = re.compile("-Instruct|-instruct|Meta-|-Chat-v1.0")
 _LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 8192)
 
 
@@ -36,10 +38,16 @@ def _smollm(width: int, layers: int, heads: tuple[int, int], ffn: int, rope_thet
 _SMOLLM2_135M = _smollm(576, 30, (9, 3), 1536, 100000.0)
 _QWEN25_1_5B = _qwen(151936, 1536, 28, (12, 2), 8960, tied=True)
 
-# From each model's published config.json. Names as users write them; `find` ignores "-Instruct" and "Meta-".
+_LLAMA2 = {"rope_theta": 10000.0}
+_LLAMA3_8B = _llama(128256, 4096, 32, (32, 8), 14336, max_positions=8192)
+_STABLELM2 = _llama(
+    *(100352, 2048, 24, (32, 32), 5632), **_LLAMA2, max_positions=4096, qkv_bias=True, norm="layer", rotated=16
+)
+
+# From each model's published config.json. Names as users write them; `find` ignores what _VARIANTS names.
 KNOWN = {
     "meta-llama/Llama-3.1-8B": _llama(128256, 4096, 32, (32, 8), 14336, rope_scaling=_LLAMA3),
-    "meta-llama/Llama-3-8B": _llama(128256, 4096, 32, (32, 8), 14336, max_positions=8192),
+    "meta-llama/Llama-3-8B": _LLAMA3_8B,
     "meta-llama/Llama-3.2-1B": _llama(
         128256, 2048, 16, (32, 8), 8192, tied=True, rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192)
     ),
@@ -54,7 +62,12 @@ KNOWN = {
     "HuggingFaceTB/SmolLM2-135M": _SMOLLM2_135M,
     "HuggingFaceTB/SmolLM2-360M": _smollm(960, 32, (15, 5), 2560, 100000.0),
     "HuggingFaceTB/SmolLM2-1.7B": _smollm(2048, 24, (32, 32), 8192, 130000.0),
-    "TinyLlama/TinyLlama-1.1B": _llama(32000, 2048, 22, (32, 4), 5632, rope_theta=10000.0, max_positions=2048),
+    "TinyLlama/TinyLlama-1.1B": _llama(32000, 2048, 22, (32, 4), 5632, **_LLAMA2, max_positions=2048),
+    "lmsys/vicuna-7b-v1.5": _llama(32000, 4096, 32, (32, 32), 11008, **_LLAMA2, max_positions=4096),
+    "casperhansen/llama-3-8b-instruct-awq": _LLAMA3_8B,
+    "microsoft/Phi-3-mini-4k": _llama(32064, 3072, 32, (32, 32), 8192, **_LLAMA2, max_positions=4096, window=2047),
+    "stabilityai/stablelm-2-zephyr-1_6b": _STABLELM2,
+    "stabilityai/stablelm-2-1_6b": _STABLELM2,
 }
 _MINILM = BertConfig(30522, 384, 6, 12, 1536, 1e-12, 512, 2)
 KNOWN_BERT = {
@@ -87,7 +100,7 @@ def find(source: str) -> DecoderConfig:
     cached = huggingface_hub.try_to_load_from_cache(source, "config.json")
     if isinstance(cached, str):
         return weights.describe_config(Path(cached))
-    known = KNOWN.get(source.replace("-Instruct", "").replace("Meta-", ""))
+    known = KNOWN.get(source) or KNOWN.get(_VARIANTS.sub("", source))
     return known or weights.describe_config(_fetch(source, hint))
 
 

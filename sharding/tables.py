@@ -1,8 +1,9 @@
 """Which mesh axis each weight lies along, as data.
 
 Paths and dims of a frozen reader are those of docs/architecture.md; a prefix (the reader's name) may stand before.
-Rows are shared between families where specs agree, so that each table is live for Llama (no biases, tied or not)
-and for Qwen (biases). The layer axis is never split: the scan over layers would gather the whole stack.
+Rows are shared between families where specs agree, so that each table is live for Llama and Phi-3 (no biases, tied or
+not), Qwen (biases) and StableLM (norms with biases). The layer axis is never split: the scan over layers would gather
+the whole stack.
 """
 
 from jax.sharding import PartitionSpec as P
@@ -21,7 +22,7 @@ _READERS: dict[str, Table[P | tuple[P, ...]]] = {
         (r"(.*/)?layers/[qkv]", P(None, None, None, "data")),
         (r"(.*/)?layers/(gate|up)", (P(None, None, "data"), P(None, "data"))),
         (r"(.*/)?layers/(o|down)", P(None, "data")),
-        (r"(.*/)?(norm|layers/(\w+_norm|\w+_bias))", P()),
+        (r"(.*/)?(norm(_bias)?|layers/(\w+_norm|\w+_bias))", P()),
     ),
     # Column-parallel q, k, v, gate, up; row-parallel o, down: one sum after attention and one after the mlp.
     # Heads that do not divide stay whole, because splitting inside a head costs all-to-alls.
@@ -31,7 +32,7 @@ _READERS: dict[str, Table[P | tuple[P, ...]]] = {
         (r"(.*/)?layers/o", (P(None, None, "model"), P())),
         (r"(.*/)?layers/(gate|up)", P(None, "model")),
         (r"(.*/)?layers/down", P(None, None, "model")),
-        (r"(.*/)?(norm|layers/\w+_norm)", P()),
+        (r"(.*/)?(norm(_bias)?|layers/\w+_norm(_bias)?)", P()),
     ),
 }
 

@@ -267,7 +267,7 @@ def _rotary(cfg: DecoderConfig, positions: Int[Array, "b t"]) -> tuple[jax.Array
     if isinstance(cfg.rope_scaling, Llama3Scaling):
         frequency = _llama3_frequencies(frequency, cfg.rope_scaling)
     elif isinstance(cfg.rope_scaling, LongRope):
-        # By the length of a row so far; a cache keeps what it was given while the text was short, as transformers' does.
+        # By a row's length so far; a cache keeps what it was given while the text was short, as transformers' does.
         long = jnp.max(positions, axis=1, keepdims=True) >= cfg.rope_scaling.original_max_positions
         frequency = frequency / jnp.where(long, *(jnp.array(x)[None, :] for x in _divisors(cfg.rope_scaling)))
         gain = cfg.rope_scaling.gain

@@ -45,9 +45,11 @@ class Family(NamedTuple):
     norm: str = "rms"
     required: Set[str] = frozenset()
     read: Set[str] = frozenset()  # fields that `decoder_config` reads
+    silent: Set[str] = frozenset()  # fields that speak only where one of `must` has another value
     rope: Set[str] = frozenset({"default"})  # kinds of frequency scaling
     biases: bool | None = False  # of q, k and v; None: the file says
     fused: bool = False  # q, k, v and gate, up are stored as one tensor each
+    square: bool = False  # transformers' class takes head_dim from the width, whatever the file says
 
     @property
     def epsilon(self) -> str:
@@ -66,6 +68,7 @@ FAMILIES = {
         "Qwen2ForCausalLM",
         {"use_sliding_window": False, "use_mrope": False, _PARTIAL: 1.0},
         required={"num_key_value_heads"},
+        silent={"sliding_window", "max_window_layers"},
         rope={"default", "llama3"},
         biases=True,
     ),
@@ -83,6 +86,7 @@ FAMILIES = {
         norm="layer",
         read={"use_qkv_bias", _PARTIAL},
         biases=None,
+        square=True,
     ),
 }
 GGUF_ARCHITECTURES = ("llama", "qwen2")
@@ -103,14 +107,12 @@ HARMLESS = {
     "initializer_range",
     "is_llama_config",
     "label2id",
-    "max_window_layers",
     "output_attentions",
     "output_hidden_states",
     "pad_token_id",
     "problem_type",
     "resid_pdrop",
     "return_dict",
-    "sliding_window",  # of Qwen: speaks only when use_sliding_window is true, which is refused
     "torch_dtype",
     "transformers.js_config",
     "transformers_version",
@@ -272,19 +274,22 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
         rotated=0 if rotated == head_dim else rotated,
         window=(fields.get("sliding_window") or 0) if "sliding_window" in family.read else 0,
     )
+    if family.square and cfg.head_dim * heads != width:
+        raise UserError(f"{where}: head_dim={head_dim}, only hidden_size / num_attention_heads is supported")
     sizes = (cfg.vocab, cfg.width, cfg.layers, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.ffn, cfg.max_positions)
     if min(sizes) < 1 or cfg.window < 0 or cfg.heads % cfg.kv_heads or cfg.head_dim % 2 or cfg.rotated % 2:
         raise UserError(
             f"{where}: impossible sizes: every size must be positive, num_attention_heads={heads} a multiple of "
-            f"num_key_value_heads={kv_heads}, head_dim={cfg.head_dim} and what of it is rotated even; fetch the file "
-            "again"
+            f"num_key_value_heads={kv_heads}, head_dim={cfg.head_dim} even, and so its part that {_PARTIAL} names; "
+            "fetch the file again"
         )
     return cfg
 
 
 def _refuse_strangers(fields: Mapping[str, Any], raw_keys: set[str], family: Family, where: str) -> None:
     required = _REQUIRED | family.required | {family.epsilon}
-    must, free = _MUST_EQUAL_ALL | family.must, _HANDLED | HARMLESS | {"layer_types", family.epsilon} | family.read
+    must = _MUST_EQUAL_ALL | family.must
+    free = _HANDLED | HARMLESS | {"layer_types", family.epsilon} | family.read | family.silent
     refuse_fields(fields, raw_keys, required=required, must=must, free=free, where=where)
     kinds = set(fields.get("layer_types") or ())
     if kinds - {"full_attention"}:
@@ -361,11 +366,13 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
 
     Rotary fields are written in the old spelling, which transformers 4 and 5 both read.
     """
-    if model_type not in FAMILIES or cfg.qkv_bias not in _biases(FAMILIES[model_type]):
+    family = FAMILIES.get(model_type)
+    if family is None or not _holds(family, cfg):
+        told = {"norm": cfg.norm, "qkv_bias": cfg.qkv_bias, "window": cfg.window, "rotated": cfg.rotated}
         raise UserError(
-            f"model_type={model_type!r} with qkv_bias={cfg.qkv_bias}: 'qwen2' has biases, 'llama' and 'phi3' have none"
+            f"model_type={model_type!r} cannot say {told} with {_rope_kind(cfg)!r} frequencies; known are "
+            f"{sorted(FAMILIES)}: 'qwen2' has biases in q, k, v, 'llama' and 'phi3' have none"
         )
-    family = FAMILIES[model_type]
     own = {
         "sliding_window": cfg.window or None,
         "use_qkv_bias": cfg.qkv_bias,
@@ -387,13 +394,20 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
         family.epsilon: cfg.norm_eps,
         "max_position_embeddings": cfg.max_positions,
         "tie_word_embeddings": cfg.tied,
+        "pad_token_id": None,  # or Phi-3's default, beyond a small vocabulary
         "rope_theta": cfg.rope_theta,
         "rope_scaling": _rope_fields(cfg.rope_scaling),
     } | {key: value for key, value in own.items() if key in family.read}
 
 
-def _biases(family: Family) -> tuple[bool, ...]:
-    return (False, True) if family.biases is None else (family.biases,)
+def _holds(family: Family, cfg: DecoderConfig) -> bool:
+    """Tells whether a config.json of the family can describe this decoder."""
+    same = cfg.norm == family.norm and family.biases in (None, cfg.qkv_bias) and _rope_kind(cfg) in family.rope
+    return same and not (cfg.window and "sliding_window" not in family.read or cfg.rotated and _PARTIAL in family.must)
+
+
+def _rope_kind(cfg: DecoderConfig) -> str:
+    return {type(None): "default", Llama3Scaling: "llama3", LongRope: "longrope"}[type(cfg.rope_scaling)]
 
 
 def _rope_fields(scaling: Llama3Scaling | LongRope | None) -> dict[str, Any] | None:

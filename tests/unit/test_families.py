@@ -7,7 +7,7 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.models import families
-from lw_jax.models.decoder import DecoderConfig, Llama3Scaling, abstract
+from lw_jax.models.decoder import DecoderConfig, Llama3Scaling, LongRope, abstract
 
 LLAMA = DecoderConfig(
     vocab=101,
@@ -25,12 +25,22 @@ LLAMA = DecoderConfig(
 )
 LLAMA31 = dataclasses.replace(LLAMA, tied=False, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
 QWEN = dataclasses.replace(LLAMA, qkv_bias=True)
-FAMILIES = {"llama": LLAMA, "llama31": LLAMA31, "qwen2": QWEN}
+PHI3 = dataclasses.replace(LLAMA, window=19)
+PHI3_LONG = dataclasses.replace(PHI3, rotated=4, rope_scaling=LongRope((1.0, 1.5), (2.0, 7.0), 23, 1.25))
+STABLELM = dataclasses.replace(LLAMA, width=60, norm="layer", rotated=4, qkv_bias=True)
+FAMILIES = {"llama": LLAMA, "llama31": LLAMA31, "qwen2": QWEN, "phi3": PHI3, "phi3_long": PHI3_LONG}
+FAMILIES |= {"stablelm": STABLELM, "stablelm_plain": dataclasses.replace(STABLELM, qkv_bias=False)}
+
+
+def model_type(cfg: DecoderConfig) -> str:
+    if cfg.norm == "layer":
+        return "stablelm"
+    return "phi3" if cfg.window else "qwen2" if cfg.qkv_bias else "llama"
 
 
 def fields_of(cfg: DecoderConfig) -> dict:
     """What transformers 5 makes of our config.json: rotary fields joined in rope_parameters."""
-    fields = families.hf_fields(cfg, "qwen2" if cfg.qkv_bias else "llama")
+    fields = families.hf_fields(cfg, model_type(cfg))
     scaling = fields.pop("rope_scaling") or {"rope_type": "default"}
     return fields | {"rope_parameters": scaling | {"rope_theta": fields.pop("rope_theta")}}
 
@@ -68,11 +78,21 @@ def test_absent_kv_heads_and_head_dim_follow_from_heads():
         ("qwen2", "use_sliding_window", True),
         ("qwen2", "layer_types", ["full_attention", "sliding_attention"]),
         ("qwen2", "attention_bias", True),
+        ("phi3", "attention_bias", True),
+        ("phi3", "layer_types", ["sliding_attention"]),
+        ("phi3", "partial_rotary_factor", 0.5),
+        ("phi3_long", "original_max_position_embeddings", None),
+        ("stablelm", "use_parallel_residual", True),
+        ("stablelm", "qk_layernorm", True),
+        ("stablelm", "sliding_window", 7),
+        ("stablelm", "hidden_size", 48),
     ],
 )
 def test_field_that_changes_the_mathematics_is_refused_by_name(family, key, value):
     fields = fields_of(FAMILIES[family]) | {key: value}
-    with pytest.raises(UserError, match=r"here\.json.*" + ("sizes" if key == "vocab_size" else key)):
+    with pytest.raises(
+        UserError, match=r"here\.json.*" + {"vocab_size": "sizes", "hidden_size": "head_dim"}.get(key, key)
+    ):
         read(fields)
 
 
@@ -105,9 +125,34 @@ def test_harmless_fields_are_accepted():
     assert read(fields_of(QWEN) | harmless) == QWEN
 
 
-def test_export_refuses_a_family_that_contradicts_the_biases():
-    with pytest.raises(UserError, match="qkv_bias"):
-        families.hf_fields(QWEN, "llama")
+@pytest.mark.parametrize(
+    ("name", "family"),
+    [("qwen2", "llama"), ("llama", "stablelm"), ("phi3", "llama"), ("stablelm", "qwen2"), ("llama31", "phi3")],
+)
+def test_export_refuses_a_family_that_cannot_say_what_the_decoder_does(name, family):
+    with pytest.raises(UserError, match=f"'{family}' cannot say .*qkv_bias"):
+        families.hf_fields(FAMILIES[name], family)
+
+
+def test_longrope_s_gain_follows_from_how_far_the_context_was_stretched():
+    fields = fields_of(PHI3_LONG) | {"max_position_embeddings": 23 * 32}
+    rope = {key: value for key, value in fields["rope_parameters"].items() if key != "attention_factor"}
+    assert read(fields | {"rope_parameters": rope}).rope_scaling.gain == pytest.approx((1 + 5 / np.log2(23)) ** 0.5)
+    with pytest.raises(UserError, match=r"short_factor has 3 numbers; one for each of 2"):
+        read(fields | {"rope_parameters": rope | {"short_factor": [1.0, 1.0, 1.0]}})
+
+
+def test_fused_tensors_and_their_parts_are_inverse():
+    names = ["model.layers.1.self_attn.k_proj.weight", "model.layers.1.self_attn.q_proj.weight", "model.norm.weight"]
+    names += [name.replace("k_proj", "v_proj") for name in names[:1]]
+    names += [f"model.layers.1.mlp.{part}_proj.weight" for part in ("up", "gate", "down")]
+    tensors = {name: np.full((2 + i, 3), i) for i, name in enumerate(names)}
+    fused = families.fuse(tensors, "phi3")
+    qkv = "model.layers.1.self_attn.qkv_proj.weight"
+    assert sorted(fused) == sorted([qkv, "model.norm.weight", names[-1], "model.layers.1.mlp.gate_up_proj.weight"])
+    np.testing.assert_array_equal(fused[qkv], np.concatenate([tensors[name] for name in families.parts(qkv)]))
+    assert families.parts(qkv) == (names[1], names[0], names[3]), "q, then k, then v"
+    assert families.fuse(tensors, "llama") == tensors
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -17,7 +17,16 @@ TREE = {
 }
 
 
-def reader(*, tied: bool, biases: bool, heads: int = 4, kv_heads: int = 2, ffn: int = 20, vocab: int = 28) -> dict:
+def reader(  # noqa: PLR0913  (one argument a size)
+    *,
+    tied: bool,
+    biases: bool,
+    norm_biases: bool = False,
+    heads: int = 4,
+    kv_heads: int = 2,
+    ffn: int = 20,
+    vocab: int = 28,
+) -> dict:
     """The abstract tree of docs/architecture.md: layers 3, width 24, head width 8."""
     shapes = {
         "attn_norm": (3, 24),
@@ -33,6 +42,9 @@ def reader(*, tied: bool, biases: bool, heads: int = 4, kv_heads: int = 2, ffn: 
     if biases:
         shapes |= {"q_bias": (3, heads, 8), "k_bias": (3, kv_heads, 8), "v_bias": (3, kv_heads, 8)}
     top = {"embed": (vocab, 24), "norm": (24,)} | ({} if tied else {"head": (vocab, 24)})
+    if norm_biases:
+        shapes |= {"attn_norm_bias": (3, 24), "mlp_norm_bias": (3, 24)}
+        top["norm_bias"] = (24,)
     tree = {**top, "layers": shapes}
     return jax.tree.map(lambda shape: jax.ShapeDtypeStruct(shape, np.float32), tree, is_leaf=lambda x: type(x) is tuple)
 
@@ -42,6 +54,7 @@ FAMILIES = {
     "llama, tied": reader(tied=True, biases=False),
     "qwen": reader(tied=False, biases=True),
     "qwen, tied": reader(tied=True, biases=True),
+    "stablelm": reader(tied=False, biases=True, norm_biases=True),
 }
 
 

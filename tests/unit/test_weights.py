@@ -36,7 +36,9 @@ LLAMA = DecoderConfig(
     rope_scaling=None,
 )
 QWEN = dataclasses.replace(LLAMA, tied=False, qkv_bias=True)
-FAMILIES = {"llama": LLAMA, "qwen2": QWEN}
+PHI3 = dataclasses.replace(LLAMA, tied=False, window=19, rotated=8)
+STABLELM = dataclasses.replace(QWEN, width=40, norm="layer", rotated=4)  # its heads make up its width
+FAMILIES = {"llama": LLAMA, "qwen2": QWEN, "phi3": PHI3, "stablelm": STABLELM}
 
 
 def random_params(cfg):
@@ -307,7 +309,7 @@ def write_gguf(path, cfg, arch, *, drop=(), change=lambda name, value: value, fi
     return params
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", families.GGUF_ARCHITECTURES)
 def test_gguf_loads_back_with_its_rotary_order_undone(tmp_path, family):
     cfg = FAMILIES[family]
     params = write_gguf(tmp_path / "m.gguf", cfg, family)
@@ -413,11 +415,27 @@ def test_transformers_opens_what_is_saved(tmp_path, family):
     weights.save(tmp_path, params, cfg, model_type=family)
     model, told = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
     assert not any(told.values())
-    state = model.state_dict()
+    state, parts = model.state_dict(), {}
     for name, slot in families.tensor_map(cfg).items():
         leaf = params[slot.path[0]] if slot.layer is None else params[slot.path[0]][slot.path[1]][slot.layer]
-        np.testing.assert_array_equal(state[name].numpy(), leaf.reshape(slot.shape))
-    assert set(state) - set(families.tensor_map(cfg)) <= {"lm_head.weight"}
+        parts[name] = leaf.reshape(slot.shape)
+    stored = families.fuse(parts, family)
+    for name, value in stored.items():
+        np.testing.assert_array_equal(state[name].numpy(), value)
+    assert set(state) - set(stored) <= {"lm_head.weight"}
+
+
+@pytest.mark.parametrize(("change", "message"), [(-1, "asks for 80 rows"), (1, "asks for 80 rows")])
+def test_fused_tensor_of_another_size_is_refused_by_name(tmp_path, change, message):
+    weights.save(tmp_path, random_params(PHI3), PHI3, model_type="phi3")
+
+    def resize(tensors):
+        name = "model.layers.1.self_attn.qkv_proj.weight"
+        tensors[name] = np.resize(tensors[name], (tensors[name].shape[0] + change, tensors[name].shape[1]))
+
+    edit(tmp_path, resize)
+    with pytest.raises(UserError, match=f"qkv_proj.weight has shape .*{message}"):
+        weights.load(tmp_path, dtype=jnp.float32)
 
 
 # --- memory
