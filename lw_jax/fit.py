@@ -9,7 +9,7 @@ import jax
 from lw_jax import memory
 from lw_jax.core import runtime
 from lw_jax.core.config import Config
-from lw_jax.core.types import Tree
+from lw_jax.core.types import DTYPES, Tree
 from lw_jax.memory import Needs, bytes_of
 from lw_jax.program import Program
 
@@ -169,6 +169,8 @@ def refusal(program: Program, needs: Needs, room: Room) -> str:
         advice.append("split the readers (--config.mesh.placement=tensor, fsdp or split over more devices)")
         if any(llm.weights == "fp32" for llm in cfg.llms.values()):
             advice.append("store them as bf16 (--config.llms.NAME.weights=bf16)")
+        if any(llm.weights in DTYPES for llm in cfg.llms.values()):
+            advice.append("store their matrices in 4 bits (--config.llms.NAME.weights=nf4)")
     advice.append("name fewer or smaller readers")
     return (
         f"one example a device needs {bytes_of(needs.peak)} ({bytes_of(needs.weights)} frozen weights, "

@@ -12,7 +12,7 @@ import math
 import os
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -27,11 +27,12 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data.gguf_header import read_header
-from lw_jax.models import bert, bert_family, families
+from lw_jax.models import bert, bert_family, families, quant
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig, abstract
 
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_NUMBERS = _FLOATS | {"I32": np.int32}  # read as they are; AWQ's words of eight nibbles
 # of the safetensors format; those that are no float are named so that a header with them can be checked and refused
 _WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _WIDTHS |= {"U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
@@ -60,6 +61,14 @@ class Stored:
     def label(self) -> str:
         """Names the tensor in messages."""
         return f"{self.file}: tensor {self.name}"
+
+
+class AWQ(NamedTuple):
+    """The three tensors of one AWQ matrix, stored [in, out]."""
+
+    codes: Stored
+    zeros: Stored
+    scales: Stored
 
 
 def describe(location: Path) -> DecoderConfig:
@@ -115,21 +124,34 @@ def _read_config(file: Path) -> tuple[dict[str, Any], set[str]]:
     return fields, set(raw)
 
 
-def load(location: Path, *, dtype: jax.typing.DTypeLike, shardings: Tree | None = None, layers: int = 0) -> Tree:
+def load(
+    location: Path,
+    *,
+    dtype: jax.typing.DTypeLike,
+    shardings: Tree | None = None,
+    layers: int = 0,
+    packed: str = "",
+) -> Tree:
     """Loads a frozen reader as the tree of `docs/architecture.md`.
 
     Args:
         location: a folder with config.json and *.safetensors, or a .gguf file.
-        dtype: of all weights; the cast is per tensor on the host.
+        dtype: of all weights that are not packed; the cast is per tensor on the host.
         shardings: the same tree of shardings; None: the default device.
         layers: keeps the first so many (0: all).
+        packed: one of `quant.PACKED` keeps the layers' matrices so, packed one by one while they stream; another word
+            leaves them as they are.
 
     Raises:
-        UserError: a tensor unknown, missing, stored twice, of another shape or not of a float type, or a file cut off.
+        UserError: a tensor unknown, missing, stored twice, of another shape or not of a float type, or a file cut off;
+            an AWQ folder that is not asked for as "awq", or another one that is.
     """
     cfg = describe(location)
-    sources, shapes = _sources(location, cfg), abstract(_keep(location, cfg, layers), np.dtype(dtype))
-    return _fill(shapes, sources, shardings=shardings, row_order=functools.partial(_row_order, location, cfg))
+    shapes = quant.abstract(abstract(_keep(location, cfg, layers), np.dtype(dtype)), packed)
+    sources = _sources(location, cfg, awq=packed == "awq")
+    return _fill(
+        shapes, sources, shardings=shardings, row_order=functools.partial(_row_order, location, cfg), packed=packed
+    )
 
 
 def load_bert(location: Path, *, dtype: jax.typing.DTypeLike, shardings: Tree | None = None, layers: int = 0) -> Tree:
@@ -158,35 +180,46 @@ def _keep(location: Path, cfg: Config, layers: int) -> Config:
 
 def _fill(
     shapes: Tree,
-    sources: Mapping[Place, Stored],
+    sources: Mapping[Place, "Stored | AWQ"],
     *,
     shardings: Tree | None,
     row_order: Callable[[tuple[str, ...]], np.ndarray | None],
+    packed: str = "",
 ) -> Tree:
-    """Reads every leaf of a tree of shapes, tensor by tensor, into its shards."""
+    """Reads every leaf of a tree of shapes, tensor by tensor, into its shards; a packed matrix counts as one leaf."""
     tree: dict[str, Any] = {}
-    for key, leaf in jax.tree_util.tree_leaves_with_path(shapes):
+    for key, leaf in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=_is_packed):
         path = tuple(str(part.key) for part in key)
         sharding = functools.reduce(lambda node, name: node[name], path, shardings) if shardings is not None else None
         order, stacked = row_order(path), path[0] == "layers"
-        one = leaf.shape[1:] if stacked else leaf.shape
+        one = _one(leaf, stacked)
         tensors = [
-            functools.partial(_read_leaf, sources[path, layer], leaf.dtype, one, order)
-            for layer in (range(leaf.shape[0]) if stacked else [None])
+            functools.partial(_read_leaf, sources[path, layer], one, order, packed)
+            for layer in (range(jax.tree.leaves(leaf)[0].shape[0]) if stacked else [None])
         ]
         parent = functools.reduce(lambda node, name: node.setdefault(name, {}), path[:-1], tree)
         parent[path[-1]] = _stack(tensors, leaf, sharding) if stacked else _put(tensors[0](), sharding)
     return tree
 
 
-def _stack(tensors: list[Callable[[], np.ndarray]], leaf: jax.ShapeDtypeStruct, sharding: Any) -> jax.Array:
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, dict) and "codes" in node
+
+
+def _one(leaf: Tree, stacked: bool) -> Tree:
+    """Returns the shapes of one layer's part of a leaf."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf) if stacked else leaf
+
+
+def _stack(tensors: list[Callable[[], Tree]], leaf: Tree, sharding: Tree | None) -> Tree:
     """Fills a stacked leaf layer by layer, in place."""
-    part = sharding
-    if isinstance(sharding, jax.NamedSharding):
-        part = sharding.update(spec=jax.P(*sharding.spec[1:]))
-    stack = jax.jit(lambda: jnp.zeros(leaf.shape, leaf.dtype), out_shardings=sharding)()
+    part = jax.tree.map(_of_a_layer, sharding)
+    zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), leaf)
+    stack = jax.jit(zeros, out_shardings=sharding)()
     write = jax.jit(
-        lambda stack, layer, i: jax.lax.dynamic_update_index_in_dim(stack, layer, i, 0),
+        lambda stack, layer, i: jax.tree.map(
+            lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0), stack, layer
+        ),
         donate_argnums=0,
         out_shardings=sharding,
     )
@@ -196,14 +229,36 @@ def _stack(tensors: list[Callable[[], np.ndarray]], leaf: jax.ShapeDtypeStruct, 
     return stack
 
 
-def _put(value: np.ndarray, sharding: Any) -> jax.Array:
+def _of_a_layer(sharding: Any) -> Any:
+    if isinstance(sharding, jax.NamedSharding):
+        return sharding.update(spec=jax.P(*sharding.spec[1:]))
+    return sharding
+
+
+def _put(value: Tree, sharding: Tree | None) -> Tree:
     if sharding is None:
         return jax.device_put(value)
-    return jax.make_array_from_callback(value.shape, sharding, lambda index: value[index])
+    return jax.tree.map(
+        lambda x, at: jax.make_array_from_callback(x.shape, at, lambda index: x[index]), value, sharding
+    )
 
 
-def _read_leaf(stored: Stored, dtype: np.dtype, shape: tuple[int, ...], order: np.ndarray | None) -> np.ndarray:
-    return _read(stored, dtype, order).reshape(shape)
+def _read_leaf(stored: "Stored | AWQ", shapes: Tree, order: np.ndarray | None, packed: str) -> Tree:
+    """Reads one tensor in the form that `shapes` describes."""
+    if isinstance(stored, AWQ):
+        return _read_awq(stored, shapes)
+    if not _is_packed(shapes):
+        return _read(stored, shapes.dtype, order).reshape(shapes.shape)
+    *out, _ = shapes["codes"].shape
+    matrix = _read(stored, np.float32, order).reshape(*out, stored.shape[1])
+    return jax.device_get(quant.pack(matrix, packed))
+
+
+def _read_awq(stored: "AWQ", shapes: Tree) -> dict[str, np.ndarray]:
+    """Reads an AWQ matrix, stored [in, out], in our order [out.., in]."""
+    codes, zeros = (quant.unpack_awq(_read(one, np.int32)).T for one in (stored.codes, stored.zeros))
+    found = {"codes": quant.pack_nibbles(codes), "zero": zeros, "scale": _read(stored.scales, np.float16).T}
+    return {name: np.ascontiguousarray(value).reshape(shapes[name].shape) for name, value in found.items()}
 
 
 def _read(stored: Stored, dtype: jax.typing.DTypeLike, order: np.ndarray | None = None) -> np.ndarray:
@@ -228,8 +283,8 @@ def _pieces(stored: Stored) -> Iterator[np.ndarray]:
         raw = np.fromfile(stored.file, np.uint8, count * row_bytes, offset=stored.offset + start * row_bytes)
         if raw.size != count * row_bytes:
             raise UserError(f"{stored.label} is cut off; fetch the file again")
-        if stored.kind in _FLOATS:
-            yield raw.view(_FLOATS[stored.kind]).reshape(count, -1)
+        if stored.kind in _NUMBERS:
+            yield raw.view(_NUMBERS[stored.kind]).reshape(count, -1)
             continue
         try:
             yield dequantize(raw.reshape(count, row_bytes), GGMLQuantizationType[stored.kind])
@@ -245,13 +300,43 @@ def _row_order(location: Path, cfg: DecoderConfig, path: tuple[str, ...]) -> np.
     return families.gguf_row_order(cfg, read_header(location).metadata["general.architecture"], path)
 
 
-def _sources(location: Path, cfg: DecoderConfig) -> dict[Place, Stored]:
+def _sources(location: Path, cfg: DecoderConfig, *, awq: bool) -> dict[Place, Stored | AWQ]:
     """Maps a decoder's places to stored tensors, after checking that the file holds exactly this model."""
     slots = families.tensor_map(cfg) if location.is_dir() else families.gguf_names(cfg)
     catalogue = {part.name: part for stored in _catalogue(location).values() for part in _split(stored, slots)}
+    if any(name.endswith(".qweight") for name in catalogue) != awq:
+        told = "no AWQ matrices: store it as nf4" if awq else "AWQ matrices: set this model's weights to 'awq'"
+        raise UserError(f"{location} has {told}")
+    triples = _match_awq(location, catalogue, slots) if awq else {}
     for name in sorted(catalogue.keys() - slots.keys()):
         _refuse_unknown(catalogue[name], catalogue, cfg)
-    return _match(location, catalogue, slots)
+    return {**_match(location, catalogue, slots), **triples}
+
+
+def _match_awq(
+    location: Path, catalogue: dict[str, Stored], slots: dict[str, families.Slot]
+) -> dict[Place, Stored | AWQ]:
+    """Takes the packed matrices out of both, checked."""
+    if "quantization_config" not in _read_config(location / "config.json")[1]:
+        raise UserError(f"{location}/config.json: it has no quantization_config to say how matrices are packed")
+    found: dict[Place, Stored | AWQ] = {}
+    for name in [name for name, slot in slots.items() if slot.path[-1] in quant.MATRICES]:
+        slot, stem = slots.pop(name), name.removesuffix(".weight")
+        out, size = slot.shape
+        blocks = size // quant.BLOCK["awq"]
+        wanted = {
+            f"{stem}.qweight": ("I32", (size, out // 8)),
+            f"{stem}.qzeros": ("I32", (blocks, out // 8)),
+            f"{stem}.scales": ("F16", (blocks, out)),
+        }
+        for part, (kind, shape) in wanted.items():
+            if part not in catalogue:
+                raise UserError(f"{location}: tensor {part} is missing; fetch the model again")
+            if (catalogue[part].kind, catalogue[part].shape) != (kind, shape):
+                had = f"{catalogue[part].kind} {catalogue[part].shape}"
+                raise UserError(f"{catalogue[part].label} is {had}, AWQ with groups of 128 asks for {kind} {shape}")
+        found[slot.path, slot.layer] = AWQ(*(catalogue.pop(part) for part in wanted))
+    return found
 
 
 def _split(stored: Stored, slots: Mapping[str, families.Slot]) -> Iterator[Stored]:

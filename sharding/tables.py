@@ -14,31 +14,37 @@ from sharding.rules import Table
 # Encoder and adapters: small, and their gradients are summed over data.
 TRAINABLE: Table[P] = ((r".*", P()),)
 
+# Of packed matrices: small beside the codes, and in blocks that seldom divide.
+_SCALES: Table[P] = ((r"(.*/)?layers/\w+/(scale|zero)", P()),)
+
 _READERS: dict[str, Table[P | tuple[P, ...]]] = {
     "replicate": ((r".*", P()),),
     # The model width d first: it is there in every matrix, and one layer's slice is gathered inside the scan.
     "fsdp": (
         (r"(.*/)?(embed|head)", (P(None, "data"), P("data"))),
-        (r"(.*/)?layers/[qkv]", P(None, None, None, "data")),
-        (r"(.*/)?layers/(gate|up)", (P(None, None, "data"), P(None, "data"))),
-        (r"(.*/)?layers/(o|down)", P(None, "data")),
+        (r"(.*/)?layers/[qkv](/codes)?", P(None, None, None, "data")),
+        (r"(.*/)?layers/(gate|up)(/codes)?", (P(None, None, "data"), P(None, "data"))),
+        (r"(.*/)?layers/(o|down)(/codes)?", P(None, "data")),
         (r"(.*/)?(norm(_bias)?|layers/(\w+_norm|\w+_bias))", P()),
     ),
     # Column-parallel q, k, v, gate, up; row-parallel o, down: one sum after attention and one after the mlp.
     # Heads that do not divide stay whole, because splitting inside a head costs all-to-alls.
     "tensor": (
         (r"(.*/)?(embed|head)", (P("model"), P(None, "model"))),
-        (r"(.*/)?layers/[qkv](_bias)?", (P(None, "model"), P())),
-        (r"(.*/)?layers/o", (P(None, None, "model"), P())),
-        (r"(.*/)?layers/(gate|up)", P(None, "model")),
-        (r"(.*/)?layers/down", P(None, None, "model")),
+        (r"(.*/)?layers/[qkv](_bias|/codes)?", (P(None, "model"), P())),
+        (r"(.*/)?layers/o(/codes)?", (P(None, None, "model"), P())),
+        (r"(.*/)?layers/(gate|up)(/codes)?", P(None, "model")),
+        (r"(.*/)?layers/down(/codes)?", P(None, None, "model")),
         (r"(.*/)?(norm(_bias)?|layers/\w+_norm(_bias)?)", P()),
     ),
 }
 
 
-def reader_table(placement: str) -> Table[P | tuple[P, ...]]:
-    """Returns the table of frozen readers for "replicate", "fsdp" (over data) or "tensor" (over model)."""
+def reader_table(placement: str, *, packed: bool = False) -> Table[P | tuple[P, ...]]:
+    """Returns the table of frozen readers for "replicate", "fsdp" (over data) or "tensor" (over model).
+
+    `packed`: their matrices are in 4 or 8 bits, codes and scales apart.
+    """
     if placement not in _READERS:
         raise PlacementError(f"mesh.placement={placement!r} is not one of {', '.join(_READERS)}")
-    return _READERS[placement]
+    return (*_SCALES, *_READERS[placement]) if packed else _READERS[placement]

@@ -52,3 +52,11 @@ class LossTerms:
 
 EXACT = 16  # bits a value of a channel that does not quantise
 DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # the config's words for what jax calls
+
+
+def reader_dtype(weights: str, arithmetic: str) -> str:
+    """Returns what a frozen reader computes in: as it is stored, or, where its matrices are packed, as the rest does.
+
+    Both are the config's words, `llms.*.weights` and `compute.dtype`.
+    """
+    return DTYPES.get(weights, DTYPES[arithmetic])

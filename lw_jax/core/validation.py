@@ -14,7 +14,7 @@ from lw_jax.core.errors import UserError
 # What a word may be, by path; "*" stands for every reader's name.
 CHOICES = {
     "recipe": ("latentwire",),
-    "llms.*.weights": ("fp32", "bf16"),
+    "llms.*.weights": ("fp32", "bf16", "int8", "nf4", "awq"),
     "llms.*.template": ("plain", "chat"),
     "encoder.kind": ("lm", "bert", "bytes"),
     "encoder.pooling": ("windows", "queries"),
@@ -32,7 +32,7 @@ CHOICES = {
 CHANNELS = ("stages.*.slots", "stages.*.widths", "stages.*.bits", "eval.slots", "eval.widths", "eval.bits")
 BITS = (16, 8, 6, 4, 2)
 MADE = ("cards", "pairs")  # the project makes them, each split apart
-LATER = ("int8", "nf4", "dpo", "ttt")
+LATER = ("dpo", "ttt")
 SELFMADE = ("llama", "qwen")
 
 ABOVE_ZERO = (

@@ -1,7 +1,8 @@
 """One decoder body for every reader: Llama (2, 3, 3.1, 3.2), Qwen (2, 2.5), Phi-3 and StableLM-2.
 
 Parameters are a plain nested dict, layers stacked on a leading axis (`docs/architecture.md` lists path and shape), so
-that placement, loading and quantisation treat all families alike. Arrays in, arrays out: no mesh, no files.
+that placement, loading and quantisation treat all families alike. A matrix may be packed (`quant.py`), and may have a
+LoRA pair beside it (`lora.py`). Arrays in, arrays out: no mesh, no files.
 Semantics follow transformers' LlamaModel, Qwen2Model, Phi3Model and StableLmModel, which the parity tests compare
 against.
 """
@@ -17,6 +18,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.types import Tree
+from lw_jax.models import quant
 
 
 @dataclasses.dataclass(frozen=True)
@@ -300,10 +302,45 @@ def _rotate(x: Float[Array, "b t h e"], cos: jax.Array, sin: jax.Array) -> jax.A
     return moved if turned == x.shape[-1] else jnp.concatenate([moved, x[..., turned:]], axis=-1)
 
 
-def _project(x: jax.Array, weights: Tree, name: str) -> jax.Array:
-    y = jnp.einsum("btd,hed->bthe", x, weights[name])
-    bias = weights.get(f"{name}_bias")
-    return y if bias is None else y + bias[None, None, :, :]
+# name -> a matrix' product, and the same product through a LoRA pair a [r in], b [out r]
+_PRODUCTS = {
+    "q": ("btd,hed->bthe", "btd,rd->btr", "btr,her->bthe"),
+    "o": ("bthe,dhe->btd", "bthe,rhe->btr", "btr,dr->btd"),
+    "gate": ("btd,fd->btf", "btd,rd->btr", "btr,fr->btf"),
+    "down": ("btf,df->btd", "btf,rf->btr", "btr,dr->btd"),
+}
+_PRODUCTS |= {"k": _PRODUCTS["q"], "v": _PRODUCTS["q"], "up": _PRODUCTS["gate"]}
+
+
+def _linear(x: jax.Array, weights: Tree, name: str) -> jax.Array:
+    """Applies a matrix, packed or not, then what stands beside it: `{name}_bias`, `{name}_lora`."""
+    product, matrix = _PRODUCTS[name], weights[name]
+    if isinstance(matrix, dict):
+        # Restored anew for the backward pass: what a layer keeps are its four bits, not its floats.
+        y = jax.checkpoint(functools.partial(_restored, product[0], name))(x, matrix)
+    else:
+        y = jnp.einsum(product[0], x, matrix)
+    bias, lora = weights.get(f"{name}_bias"), weights.get(f"{name}_lora")
+    if bias is not None:
+        y = y + bias[None, None, :, :]
+    if lora is not None:
+        inner = jnp.einsum(product[1], _drop(x, lora), lora["a"].astype(x.dtype))
+        y = y + jnp.einsum(product[2], inner, lora["b"].astype(x.dtype))
+    return y
+
+
+def _restored(product: str, name: str, x: jax.Array, packed: Tree) -> jax.Array:
+    matrix = quant.restore(packed, x.dtype)
+    return jnp.einsum(product, x, matrix.reshape(*matrix.shape[:-1], *x.shape[-2:]) if name == "o" else matrix)
+
+
+def _drop(x: jax.Array, lora: Tree) -> jax.Array:
+    """Drops a share of a LoRA pair's inputs where it comes with a key: training's dropout."""
+    if "key" not in lora:
+        return x
+    kept = 1.0 - lora["dropout"]
+    mask = jax.random.bernoulli(jax.random.wrap_key_data(lora["key"]), kept, x.shape)
+    return jnp.where(mask, x / kept.astype(x.dtype), jnp.zeros((), x.dtype))
 
 
 class _Shared(NamedTuple):
@@ -325,16 +362,15 @@ def _layer(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """One block; with a cache, `kv` is this layer's [b s k e] pair and comes back with the new tokens written."""
     h = _normalise(cfg, x, weights, "attn_norm")
-    q = _rotate(_project(h, weights, "q"), shared.cos, shared.sin)
-    k = _rotate(_project(h, weights, "k"), shared.cos, shared.sin)
-    v = _project(h, weights, "v")
+    q = _rotate(_linear(h, weights, "q"), shared.cos, shared.sin)
+    k = _rotate(_linear(h, weights, "k"), shared.cos, shared.sin)
+    v = _linear(h, weights, "v")
     if kv is not None and shared.used is not None:
         k = jax.lax.dynamic_update_slice_in_dim(kv[0], k, shared.used, axis=1)
         v = jax.lax.dynamic_update_slice_in_dim(kv[1], v, shared.used, axis=1)
         kv = (k, v)
     attended = attend(q, k, v, mask=shared.attend)
-    x = x + jnp.einsum("bthe,dhe->btd", attended, weights["o"])
+    x = x + _linear(attended, weights, "o")
     h = _normalise(cfg, x, weights, "mlp_norm")
-    gate = jnp.einsum("btd,fd->btf", h, weights["gate"])
-    up = jnp.einsum("btd,fd->btf", h, weights["up"])
-    return x + jnp.einsum("btf,df->btd", jax.nn.silu(gate) * up, weights["down"]), kv
+    gated = jax.nn.silu(_linear(h, weights, "gate")) * _linear(h, weights, "up")
+    return x + _linear(gated, weights, "down"), kv

@@ -251,6 +251,8 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
         raise UserError(f"{where}: model_type={model_type!r}; readers of model_type {sorted(FAMILIES)} are supported")
     family = FAMILIES[model_type]
     _refuse_strangers(fields, raw_keys, family, where)
+    if "quantization_config" in raw_keys:
+        _refuse_packing(fields["quantization_config"], where)
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     kv_heads = fields.get("num_key_value_heads") or heads
     head_dim = fields.get("head_dim") or width // max(heads, 1)
@@ -290,10 +292,27 @@ def _refuse_strangers(fields: Mapping[str, Any], raw_keys: set[str], family: Fam
     required = _REQUIRED | family.required | {family.epsilon}
     must = _MUST_EQUAL_ALL | family.must
     free = _HANDLED | HARMLESS | {"layer_types", family.epsilon} | family.read | family.silent
-    refuse_fields(fields, raw_keys, required=required, must=must, free=free, where=where)
+    refuse_fields(fields, raw_keys - {"quantization_config"}, required=required, must=must, free=free, where=where)
     kinds = set(fields.get("layer_types") or ())
     if kinds - {"full_attention"}:
         raise UserError(f"{where}: layer_types has {sorted(kinds)}, only 'full_attention' is supported")
+
+
+# AutoAWQ's layout: groups of 128 along the inputs, with zero points, eight columns interleaved in a word.
+_AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 128, "zero_point": True}
+
+
+def _refuse_packing(told: Any, where: str) -> None:
+    """Refuses stored quantisation of another kind than AWQ as `quant` reads it."""
+    values = {key: value.lower() if isinstance(value, str) else value for key, value in dict(told).items()}
+    for key, value in _AWQ.items():
+        if values.get(key) != value:
+            raise UserError(
+                f"{where}: quantization_config.{key}={dict(told).get(key)!r}, only {value!r} is read (AWQ GEMM, 4 "
+                "bits); use the model's unquantised folder, and pack it while loading: weights='nf4'"
+            )
+    if kept := values.get("modules_to_not_convert"):
+        raise UserError(f"{where}: quantization_config.modules_to_not_convert={kept!r}: all matrices must be packed")
 
 
 def refuse_fields(

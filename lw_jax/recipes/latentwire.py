@@ -15,11 +15,11 @@ from lw_jax import architectures, losses, sources, weights
 from lw_jax.core import config, tree
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
-from lw_jax.core.types import DTYPES, EXACT, Example, LossTerms, Task, Tree
+from lw_jax.core.types import DTYPES, EXACT, Example, LossTerms, Task, Tree, reader_dtype
 from lw_jax.data import batches, examples
 from lw_jax.data.course import Course
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
-from lw_jax.models import adapter, codec, decoder, encoder, wire
+from lw_jax.models import adapter, codec, decoder, encoder, quant, wire
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.optim import Rates
@@ -49,6 +49,23 @@ def outline(cfg: Config, source: str) -> DecoderConfig:
     return architectures.find(source)
 
 
+def describe_reader(shapes: DecoderConfig, cfg: Config, llm: config.LLM) -> Tree:
+    """Returns a frozen reader's tree as shapes, its matrices packed where the configuration says so."""
+    return quant.abstract(decoder.abstract(shapes, reader_dtype(llm.weights, cfg.compute.dtype)), llm.weights)
+
+
+def reader_shardings(shapes: Tree, llm: config.LLM, at: placement.Component, name: str) -> Tree:
+    """Returns where a frozen reader's leaves lie."""
+    table = tables.reader_table(at.table, packed=llm.weights in quant.PACKED)
+    return rules.shardings(table, shapes, at.mesh, name=f"llms/{name}")
+
+
+def load_reader(location: Path, cfg: Config, llm: config.LLM, shardings: Tree) -> Tree:
+    """Streams a frozen reader's weights into their shards."""
+    dtype = reader_dtype(llm.weights, cfg.compute.dtype)
+    return weights.load(location, dtype=dtype, shardings=shardings, packed=llm.weights)
+
+
 class LatentWire:
     """See `recipes.base.Recipe`; parameters: {"encoder", "adapters"} learn, {reader's name: decoder} are frozen."""
 
@@ -74,8 +91,7 @@ class LatentWire:
     def reader_bytes(cfg: Config) -> dict[str, int]:
         """Returns the bytes of every frozen reader's weights, from its shapes alone."""
         return {
-            name: tree.nbytes(decoder.abstract(outline(cfg, llm.source), DTYPES[llm.weights]))
-            for name, llm in cfg.llms.items()
+            name: tree.nbytes(describe_reader(outline(cfg, llm.source), cfg, llm)) for name, llm in cfg.llms.items()
         }
 
     @functools.cached_property
@@ -127,7 +143,7 @@ class LatentWire:
             lambda key, body, sizes: self.wire.init(key, body=body, embedding_rms=sizes), key, body, sizes
         )
         frozen = {
-            name: decoder.abstract(reader.config, DTYPES[self.cfg.llms[name].weights])
+            name: describe_reader(reader.config, self.cfg, self.cfg.llms[name])
             for name, reader in self.wire.readers.items()
         }
         return Weights(trainable, frozen)
@@ -140,7 +156,7 @@ class LatentWire:
     def _shardings(self) -> Weights:
         shapes = self.abstract()
         frozen = {
-            name: rules.shardings(tables.reader_table(at.table), shapes.frozen[name], at.mesh, name=f"llms/{name}")
+            name: reader_shardings(shapes.frozen[name], self.cfg.llms[name], at, name)
             for name, at in self.placement.readers.items()
         }
         trainable = rules.shardings(tables.TRAINABLE, shapes.trainable, self.placement.learner, name="trainable")
@@ -189,8 +205,7 @@ class LatentWire:
         """Streams the readers' weights into their shards."""
         placed = self.shardings().frozen
         readers = {
-            name: weights.load(at, dtype=DTYPES[self.cfg.llms[name].weights], shardings=placed[name])
-            for name, at in self.locations.items()
+            name: load_reader(at, self.cfg, self.cfg.llms[name], placed[name]) for name, at in self.locations.items()
         }
         if self.cfg.loss.kl and self.cfg.loss.teacher_k:
             self._teacher.begin(readers)
@@ -220,7 +235,7 @@ class LatentWire:
             positions=prompt + answers - 1,
             answers=answers,
             remat=self.cfg.compute.remat,
-            size=arithmetic.BYTES[self.cfg.llms[name].weights],
+            size=jnp.dtype(reader_dtype(self.cfg.llms[name].weights, self.cfg.compute.dtype)).itemsize,
             model=at.mesh.shape["model"] if at.table == "tensor" else 1,
             data=at.mesh.shape["data"] if at.table == "fsdp" else 1,
         )

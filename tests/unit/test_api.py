@@ -103,10 +103,24 @@ def test_texts_without_tokens_are_refused(lm, texts):
         lm.generate(texts)
 
 
-@pytest.mark.parametrize("kind", ["int8", "nf4", "fp16"])
-def test_weights_of_other_kinds_are_refused_by_name(root, kind):
-    with pytest.raises(UserError, match=f"weights='{kind}': this version has fp32, bf16"):
-        lw_jax.load_lm(tiny.readers(root)["qwen"], weights=kind)
+def test_weights_of_other_kinds_are_refused_by_name(root):
+    folder = tiny.readers(root)["qwen"]
+    with pytest.raises(UserError, match="weights='fp16': known are fp32, bf16, nf4, awq, int8"):
+        lw_jax.load_lm(folder, weights="fp16")
+    with pytest.raises(UserError, match="arithmetic='int8': known are fp32, bf16"):
+        lw_jax.load_lm(folder, weights="int8", arithmetic="int8")
+    with pytest.raises(UserError, match="weights='nf4': q has [0-9]+ inputs, which are no whole blocks of 64"):
+        lw_jax.load_lm(folder, weights="nf4")
+
+
+def test_packed_weights_answer_nearly_as_the_whole_ones(root):
+    folder = tiny.readers(root)["qwen"]
+    ids = np.random.default_rng(0).integers(0, 200, (2, 9))
+    whole = lw_jax.load_lm(folder).logits(ids)
+    packed = lw_jax.load_lm(folder, weights="int8", arithmetic="fp32")
+    assert packed.params["layers"]["gate"]["codes"].dtype == np.int8
+    error = float(abs(packed.logits(ids) - whole).max() / abs(whole).max())
+    assert 0 < error < 0.05
 
 
 def test_importing_the_package_imports_no_jax():

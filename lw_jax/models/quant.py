@@ -1,0 +1,128 @@
+"""Frozen matrices in 4 or 8 bits, packed so that a scan over layers restores one layer at a time.
+
+A packed matrix is a plain dict in the place of its array, [out, in] as before:
+
+    nf4    codes u8[.. in/2], scale bf16[.. in/64]: 16 levels of the unit normal (QLoRA, Dettmers et al. 2023, appendix
+           E), blocks of 64 along `in`, each divided by its largest absolute value
+    awq    codes u8[.. in/2], zero u8[.. in/128], scale f16[.. in/128]: (code - zero) x scale, kept as the file has them
+    int8   codes i8[.. in], scale f32[.. 1]: a row of `in` divided by its largest absolute value
+
+The lower four bits of a byte are the even position. JAX's own int4 is not used: a scan unpacks the whole stack of it
+first, and on the CPU as bytes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
+
+PACKED = ("nf4", "awq", "int8")
+BLOCK = {"nf4": 64, "awq": 128}
+MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of every layer; embedding, head, norms, biases stay as they are
+LEVELS = (
+    *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
+    *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
+    *(0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224),
+    *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
+)
+
+
+def describe(shape: tuple[int, ...], kind: str) -> Tree:
+    """Returns a packed matrix [.. in] as shapes."""
+    *out, size = shape
+    if kind == "int8":
+        return {
+            "codes": jax.ShapeDtypeStruct(shape, jnp.int8),
+            "scale": jax.ShapeDtypeStruct((*out, 1), jnp.float32),
+        }
+    blocks = (*out, size // BLOCK[kind])
+    packed = {"codes": jax.ShapeDtypeStruct((*out, size // 2), jnp.uint8)}
+    if kind == "nf4":
+        return packed | {"scale": jax.ShapeDtypeStruct(blocks, jnp.bfloat16)}
+    return packed | {
+        "scale": jax.ShapeDtypeStruct(blocks, jnp.float16),
+        "zero": jax.ShapeDtypeStruct(blocks, jnp.uint8),
+    }
+
+
+def abstract(tree: Tree, kind: str) -> Tree:
+    """Returns a decoder's tree of shapes with its layers' matrices packed; as it is for a kind that packs nothing.
+
+    Raises UserError where a matrix' rows are not whole blocks.
+    """
+    if kind not in PACKED:
+        return tree
+    layers = dict(tree["layers"])
+    for name in MATRICES:
+        shape = inputs_last(name, layers[name].shape)
+        if shape[-1] % BLOCK.get(kind, 1):
+            told = f"weights={kind!r}: {name} has {shape[-1]} inputs, which are no whole blocks of {BLOCK[kind]}"
+            raise UserError(f"{told}; use 'int8', or do not pack this model")
+        layers[name] = describe(shape, kind)
+    return tree | {"layers": layers}
+
+
+def inputs_last(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Returns a matrix' shape with its inputs as one last axis: those of `o` are heads x values."""
+    return (*shape[:-2], shape[-2] * shape[-1]) if name == "o" else shape
+
+
+@functools.partial(jax.jit, static_argnames="kind")
+def pack(matrix: jax.Array, kind: str) -> Tree:
+    """Returns a matrix [.. in] packed as "nf4" or "int8" (`awq` is only ever read from a file)."""
+    wide = matrix.astype(jnp.float32)
+    if kind == "int8":
+        scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / jnp.float32(127)
+        codes = jnp.round(wide / jnp.where(scale > 0, scale, 1.0))
+        return {"codes": codes.astype(jnp.int8), "scale": scale}
+    blocks = wide.reshape(*matrix.shape[:-1], -1, BLOCK[kind])
+    scale = jnp.max(jnp.abs(blocks), axis=-1).astype(jnp.bfloat16)
+    unit = blocks / jnp.where(scale > 0, scale, 1).astype(jnp.float32)[..., None]
+    # The nearest level is found by counting the midpoints below: fifteen comparisons, an eighth of an argmin's time.
+    codes = jnp.zeros(unit.shape, jnp.uint8)
+    for midpoint in _midpoints():
+        codes = codes + (unit > midpoint).astype(jnp.uint8)
+    codes = codes.reshape(matrix.shape)
+    return {"codes": codes[..., 0::2] | (codes[..., 1::2] << 4), "scale": scale}
+
+
+def _midpoints() -> np.ndarray:
+    levels = np.array(LEVELS, np.float32)
+    return (levels[1:] + levels[:-1]) / np.float32(2)
+
+
+def restore(packed: Tree, dtype: jax.typing.DTypeLike) -> jax.Array:
+    """Returns the matrix [.. in] that a packed one stands for, in `dtype`; nf4 and int8 equal qwix's to the bit."""
+    codes, scale = packed["codes"], packed["scale"]
+    if codes.dtype == jnp.int8:
+        return codes.astype(dtype) * scale.astype(dtype)
+    nibbles = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*scale.shape, -1)
+    if "zero" in packed:  # the scales are fp16: their product is rounded once
+        steps = nibbles.astype(jnp.float32) - packed["zero"].astype(jnp.float32)[..., None]
+        values = (steps * scale.astype(jnp.float32)[..., None]).astype(dtype)
+    else:
+        levels = jnp.take(jnp.array(LEVELS, dtype), nibbles.astype(jnp.int32), axis=0)
+        values = levels * scale.astype(dtype)[..., None]
+    return values.reshape(*codes.shape[:-1], -1)
+
+
+# Which nibble of an int32 holds the column j of eight, in AutoAWQ's "gemm" layout.
+_AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
+
+
+def unpack_awq(words: np.ndarray) -> np.ndarray:
+    """Returns the nibbles u8[rows, 8 n] of an AWQ tensor's int32[rows, n], in the order of their columns."""
+    halves = np.ascontiguousarray(words).view(np.uint8).reshape(*words.shape, 4)  # byte i has nibbles 2i and 2i + 1
+    out = np.empty((*words.shape, 8), np.uint8)
+    for column, nibble in enumerate(_AWQ_NIBBLE):
+        out[..., column] = (halves[..., nibble // 2] >> (4 * (nibble % 2))) & 15
+    return out.reshape(words.shape[0], -1)
+
+
+def pack_nibbles(values: np.ndarray) -> np.ndarray:
+    """Returns u8[.. n] nibbles as u8[.. n/2]."""
+    return values[..., 0::2] | (values[..., 1::2] << 4)
