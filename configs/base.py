@@ -32,6 +32,8 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.data = _data()
     c.loss = _loss()
     c.stages = _stages()
+    c.lora = _lora()
+    c.dpo = _dpo()
     c.optim = _optim()
     c.train = _train()
     c.mesh = _mesh()
@@ -144,6 +146,37 @@ def stage(  # noqa: PLR0913  (one argument a key)
     c.slots = ()  # an example is written into one of so many slots, drawn anew each time (none named: encoder.slots)
     c.widths = ()  # the same for the latents' width: the first so many values (none named: encoder.width)
     c.bits = ()  # the same for quantisation as in a message (16: exact; none named: 16)
+    return c
+
+
+def _lora() -> ConfigDict:
+    """Pairs of small matrices that learn beside a frozen model's own; recipe "dpo"."""
+    c = ConfigDict()
+    c.rank = 16
+    c.alpha = 32.0  # a pair counts alpha / rank
+    c.dropout = 0.0  # share of a pair's inputs dropped in training; TRL turns dropout off too
+    c.targets = ("q_proj", "k_proj", "v_proj", "o_proj")  # regexes over module names; each must match something
+    return c
+
+
+def _dpo() -> ConfigDict:
+    """Direct preference optimisation (Rafailov et al. 2023); names and formulas are TRL's. Data: data.train."""
+    c = ConfigDict()
+    # Summed with `weights`: sigmoid | ipo | hinge | robust | sigmoid_norm | apo_zero | apo_down | nca_pair | bco_pair
+    c.loss = ("sigmoid",)
+    c.weights = (1.0,)
+    c.beta = 0.1
+    c.label_smoothing = 0.0  # sigmoid: cDPO; robust: the share of flipped labels; others ignore it
+    c.rpo_alpha = 0.0  # weight of the chosen answers' NLL a token, against chosen log-probabilities that fall
+    c.reference = "live"  # "live": a second pass with the pairs off | "kept": once an example, on disk
+    c.chunk = 512  # tokens of a device whose logits exist at once (0: all)
+    c.max_length = 1024  # tokens of prompt and answer
+    c.max_prompt = 0  # tokens of a prompt (0: as many as fit)
+    c.truncation = (
+        "drop"  # of what is longer: "drop" | "keep_start" (answers cut) | "keep_end" (the prompt's start cut)
+    )
+    c.held_out = 0.1  # share of the prompts kept for validation where data.validation names no other file
+    c.buckets = 4  # data sets of like length, each padded to its own longest
     return c
 
 

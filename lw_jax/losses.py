@@ -19,6 +19,35 @@ def token_nll(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> Floa
     return jax.nn.logsumexp(logits, axis=2) - chosen
 
 
+def chunked_logp(
+    hidden: Float[Array, "b t d"], table: Float[Array, "v d"], targets: Int[Array, "b t"], *, chunk: int
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+    """Log-probability of each target in nats, and the mean of its position's logits; `chunk` positions at a time.
+
+    The logits of a chunk are made again for its backward pass, so that no more than one chunk's ever exist. 0: all.
+    """
+
+    def one(part: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logits = jnp.einsum("btd,vd->btv", part, table, preferred_element_type=jnp.float32)
+        return -token_nll(logits, wanted), jnp.mean(logits, axis=2)
+
+    length = hidden.shape[1]
+    if not chunk or chunk >= length:
+        return jax.checkpoint(one)(hidden, targets)
+    count = -(-length // chunk)
+    hidden = jnp.pad(hidden, ((0, 0), (0, count * chunk - length), (0, 0)))
+    targets = jnp.pad(targets, ((0, 0), (0, count * chunk - length)))
+
+    def body(carry: None, number: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
+        part = (jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis=1) for x in (hidden, targets))
+        return carry, jax.checkpoint(one)(*part)
+
+    _, found = jax.lax.scan(body, None, jnp.arange(count, dtype=jnp.int32))
+    joined = (x.swapaxes(0, 1).reshape(x.shape[1], -1)[:, :length] for x in found)
+    logp, mean = joined
+    return logp, mean
+
+
 def hits(logits: Float[Array, "b t v"], targets: Int[Array, "b t"], weights: Float[Array, "b t"]) -> Pair:
     """Teacher-forced accuracy: the weight of targets that are the argmax."""
     right = jnp.argmax(logits, axis=2).astype(targets.dtype) == targets

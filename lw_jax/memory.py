@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 from lw_jax import steps
 from lw_jax.core.types import Tree
 from lw_jax.program import Program
-from lw_jax.recipes.base import Branched
+from lw_jax.recipes.base import Branched, Plannable
 from sharding import place
 
 
@@ -120,15 +120,11 @@ def _fresh(program: Any) -> int:
 
 
 def _logits(program: Program, widths: Tree, accumulation: int) -> int:
-    """Returns the fp32 logits of the largest head on one device."""
-    rows = program.share // accumulation
-    frozen = program.frozen()
-    sizes = []
-    for name, fields in widths["readers"].items():
-        table = frozen[name].get("head", frozen[name]["embed"])
-        vocabulary = table.sharding.shard_shape(table.shape)[0]
-        sizes.append(rows * fields["targets"].shape[0] * vocabulary * 4)
-    return max(sizes)
+    """Returns the fp32 logits that exist at once on one device, by the recipe's own arithmetic."""
+    if not isinstance(program.recipe, Plannable):
+        return 0
+    terms = program.recipe.terms(widths, program.share // accumulation)
+    return int(max(one.logits for one in terms.values()))
 
 
 def bytes_of(size: float) -> str:

@@ -126,6 +126,34 @@ class Stages:
 
 
 @dataclasses.dataclass(frozen=True)
+class Lora:
+    """Pairs of small matrices beside a frozen model's own."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    targets: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class DPO:
+    """Preference pairs: what is minimised over them, and how long they may be."""
+
+    loss: tuple[str, ...]
+    weights: tuple[float, ...]
+    beta: float
+    label_smoothing: float
+    rpo_alpha: float
+    reference: str
+    chunk: int
+    max_length: int
+    max_prompt: int
+    truncation: str
+    held_out: float
+    buckets: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Optim:
     """AdamW and its schedule."""
 
@@ -217,6 +245,8 @@ class Config:
     data: Data
     loss: Loss
     stages: Stages
+    lora: Lora
+    dpo: DPO
     optim: Optim
     train: Train
     mesh: Mesh
@@ -228,7 +258,7 @@ class Config:
 # What decides how fast and where a run computes, how often it reports and what is asked of it afterwards, but not
 # what it learns. Everything else makes two runs different runs.
 _NOT_MEANING = re.compile(
-    r"train\.(log_every|eval_every|checkpoint_every|keep|micro_batch|alarm.*)|mesh\..*|compute\.remat|eval\..*"
+    r"train\.(log_every|eval_every|checkpoint_every|keep|micro_batch|alarm.*)|mesh\..*|compute\.remat|eval\..*|dpo\.chunk"
 )
 
 # What the planner searches: a file's own choice of them is one answer for one machine.
@@ -335,8 +365,10 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return {str(name): _build(element, entry, f"{path}.{name}") for name, entry in value.items()}
     if isinstance(hint, types.GenericAlias):
         element, _ = typing.get_args(hint)
-        if isinstance(value, list | tuple) and all(type(item) is element for item in value):
-            return tuple(value)
+        if isinstance(value, list | tuple):
+            value = tuple(float(item) if element is float and type(item) is int else item for item in value)
+            if all(type(item) is element for item in value):
+                return value
         raise UserError(f"{path} = {value!r}: a tuple of {_MANY[element]} is needed.")
     if hint is float and type(value) is int:
         return float(value)
@@ -345,5 +377,5 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
     return value
 
 
-_MANY = {int: "whole numbers", str: "words"}
+_MANY = {int: "whole numbers", float: "numbers", str: "words"}
 _KINDS = {int: "a whole number", float: "a finite number", str: "a string"}

@@ -13,7 +13,7 @@ from lw_jax.core.errors import UserError
 
 # What a word may be, by path; "*" stands for every reader's name.
 CHOICES = {
-    "recipe": ("latentwire",),
+    "recipe": ("latentwire", "dpo"),
     "llms.*.weights": ("fp32", "bf16", "int8", "nf4", "awq"),
     "llms.*.template": ("plain", "chat"),
     "encoder.kind": ("lm", "bert", "bytes"),
@@ -26,19 +26,25 @@ CHOICES = {
     "mesh.placement": ("auto", "single", "replicate", "fsdp", "tensor", "split", "hybrid3", "hybrid4"),
     "compute.dtype": ("fp32", "bf16"),
     "compute.remat": ("auto", "none", "dots", "full"),
+    "dpo.loss": (
+        *("sigmoid", "ipo", "hinge", "robust", "sigmoid_norm", "apo_zero", "apo_down", "nca_pair", "bco_pair"),
+    ),
+    "dpo.reference": ("live", "kept"),
+    "dpo.truncation": ("drop", "keep_start", "keep_end"),
     "eval.curve": ("nll", "f1", "none"),
     "eval.rows": ("text", "latents", "shuffled", "zero", "none", "truncated"),
 }
 CHANNELS = ("stages.*.slots", "stages.*.widths", "stages.*.bits", "eval.slots", "eval.widths", "eval.bits")
 BITS = (16, 8, 6, 4, 2)
 MADE = ("cards", "pairs")  # the project makes them, each split apart
-LATER = ("dpo", "ttt")
+LATER = ("ttt",)
 SELFMADE = ("llama", "qwen")
 
 ABOVE_ZERO = (
     *("encoder.slots", "encoder.width", "encoder.window", "encoder.windows", "adapter.hidden"),
     *("data.cards", "data.validation_cards", "data.facts", "data.context_tokens", "data.question_tokens"),
     *("loss.temperature", "loss.k_tokens", "stages.*.rate", "train.alarm_gap", "eval.resamples"),
+    *("lora.rank", "lora.alpha", "dpo.beta", "dpo.max_length", "dpo.buckets"),
     *("optim.learning_rate", "optim.clip_norm", "optim.eps"),
     *("train.steps", "train.global_batch", "train.log_every", "train.checkpoint_every", "train.keep"),
     *("mesh.model", "mesh.target_utilisation", "eval.batch", "eval.max_new_tokens", "selfmade.*"),
@@ -47,6 +53,7 @@ NOT_BELOW_ZERO = (
     *("seed", "encoder.layers", "encoder.rate", "adapter.rate", "data.train_limit", "data.validation_limit"),
     *("loss.ce", "loss.kl", "loss.teacher_k", "loss.first", "loss.k", "loss.align", "loss.entropy", "loss.diversity"),
     *("stages.*.share", "stages.*.reconstruct", "stages.*.continuation", "stages.*.answer", "stages.*.encoder"),
+    *("lora.dropout", "dpo.label_smoothing", "dpo.rpo_alpha", "dpo.chunk", "dpo.max_prompt", "dpo.held_out"),
     *("optim.warmup_steps", "optim.weight_decay", "optim.end_fraction", "optim.b1", "optim.b2"),
     *(
         "train.micro_batch",
@@ -68,14 +75,24 @@ def validate(cfg: Config) -> None:
     flat = flatten(to_dict(cfg))
     _check_words(flat)
     _check_ranges(flat)
-    _check_stages(cfg)
     _check_llms(cfg)
-    _check_encoder(cfg)
-    _check_prompt(cfg)
-    _check_data(cfg)
+    _check_sources(cfg)
+    if cfg.recipe == "dpo":
+        _check_dpo(cfg)
+    else:
+        _check_wire(cfg)
     _check_training(cfg)
     _check_mesh(cfg)
     _check_selfmade(cfg)
+
+
+def _check_wire(cfg: Config) -> None:
+    _check_stages(cfg)
+    _check_encoder(cfg)
+    _check_prompt(cfg)
+    _check_data(cfg)
+    if cfg.loss.ce + cfg.loss.kl + cfg.loss.first + cfg.loss.k == 0:
+        _refuse("loss.ce", 0.0, "kl, first and k are 0 as well: nothing would be learned; give one of them a weight.")
 
 
 def _refuse(path: str, value: Any, rule: str) -> NoReturn:
@@ -189,13 +206,41 @@ def _check_prompt(cfg: Config) -> None:
         _refuse("prompt.user", user, remedy)
 
 
-def _check_data(cfg: Config) -> None:
+def _check_sources(cfg: Config) -> None:
     data = cfg.data
     for path, source in (("data.train", data.train), ("data.validation", data.validation)):
-        if not source:
+        if not source and (path, cfg.recipe) != ("data.validation", "dpo"):
             _refuse(path, "", "name 'cards', a .json or .jsonl file, or hub:NAME.")
     if data.train == data.validation and data.train not in MADE and not data.train.startswith("hub:"):
         _refuse("data.validation", data.validation, "it is the training file; validate on another one.")
+
+
+def _check_dpo(cfg: Config) -> None:
+    dpo, data = cfg.dpo, cfg.data
+    if len(cfg.llms) != 1:
+        _refuse("llms", list(cfg.llms), "preferences tune one model; name exactly one.")
+    if len(dpo.weights) != len(dpo.loss):
+        _refuse("dpo.weights", dpo.weights, f"a weight for each of dpo.loss = {dpo.loss} is needed.")
+    if not sum(map(abs, dpo.weights)) + dpo.rpo_alpha:
+        _refuse("dpo.weights", dpo.weights, "all are 0: nothing would be learned.")
+    if dpo.label_smoothing >= 0.5:
+        _refuse("dpo.label_smoothing", dpo.label_smoothing, "half of all labels flipped say nothing: below 0.5.")
+    for path, value in (("lora.dropout", cfg.lora.dropout), ("dpo.held_out", dpo.held_out)):
+        if value >= 1:
+            _refuse(path, value, "it is a share: below 1.")
+    if not dpo.held_out and not data.validation:
+        _refuse("dpo.held_out", 0.0, "nothing is held out; give a share, or a file as data.validation.")
+    if dpo.max_prompt >= dpo.max_length:
+        _refuse("dpo.max_prompt", dpo.max_prompt, f"an answer needs room: below dpo.max_length = {dpo.max_length}.")
+    for path, source in (("data.train", data.train), ("data.validation", data.validation)):
+        if source in MADE or source.startswith("hub:"):
+            _refuse(path, source, 'preferences are rows {"prompt", "chosen", "rejected"}: name a .json or .jsonl file.')
+    if cfg.prompt.system:
+        _refuse("prompt.system", cfg.prompt.system, "the rows hold the whole prompt; leave it empty.")
+
+
+def _check_data(cfg: Config) -> None:
+    data = cfg.data
     if data.answer_tokens < 2:
         _refuse("data.answer_tokens", data.answer_tokens, "one answer token and EOS need 2.")
     if data.question_tokens >= data.context_tokens:
@@ -205,8 +250,6 @@ def _check_data(cfg: Config) -> None:
 
 def _check_training(cfg: Config) -> None:
     train, optim = cfg.train, cfg.optim
-    if cfg.loss.ce + cfg.loss.kl + cfg.loss.first + cfg.loss.k == 0:
-        _refuse("loss.ce", 0.0, "kl, first and k are 0 as well: nothing would be learned; give one of them a weight.")
     if optim.warmup_steps > train.steps:
         rule = f"the warmup is longer than train.steps = {train.steps}; lower it or train longer."
         _refuse("optim.warmup_steps", optim.warmup_steps, rule)

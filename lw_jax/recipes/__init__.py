@@ -3,10 +3,11 @@
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.recipes.base import Plannable, Recipe
+from lw_jax.recipes.dpo import DPO
 from lw_jax.recipes.latentwire import LatentWire
 from sharding.placement import Placement
 
-RECIPES = {"latentwire": LatentWire}
+RECIPES = {"latentwire": LatentWire, "dpo": DPO}
 
 
 def make(cfg: Config, placement: Placement, *, outline: bool = False) -> Plannable:

@@ -104,7 +104,8 @@ class Branched(Recipe, Protocol):
         ...
 
 
-class Plannable(Branched, Protocol):
+@runtime_checkable
+class Plannable(Recipe, Protocol):
     """A recipe that can be described where neither its files nor its devices are; made with `outline=True`."""
 
     def batch_widths(self) -> Tree:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lw_jax import architectures, losses, sources, weights
+from lw_jax import architectures, losses, weights
 from lw_jax.core import config, tree
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
@@ -19,11 +19,11 @@ from lw_jax.core.types import DTYPES, EXACT, Example, LossTerms, Task, Tree, rea
 from lw_jax.data import batches, examples
 from lw_jax.data.course import Course
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
-from lw_jax.models import adapter, codec, decoder, encoder, quant, wire
+from lw_jax.models import adapter, codec, decoder, encoder, wire
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.optim import Rates
-from lw_jax.recipes import aligning, encoding, joining, objectives, selfmade
+from lw_jax.recipes import aligning, encoding, joining, objectives, pretrained
 from lw_jax.recipes import terms as arithmetic
 from lw_jax.recipes.base import Weights
 from lw_jax.recipes.curriculum import Curriculum, longest_passage
@@ -33,37 +33,6 @@ from sharding import place, placement, rules, tables
 from sharding.placement import Placement
 
 OPENING = 40  # tokens of a reader's prompt before the context where no tokenizer is at hand (Llama 3.1's chat: 36)
-
-
-def locate(cfg: Config, source: str, sha256: str) -> Path:
-    """Returns where a model's files lie; a self-made reader's folder must have been written before."""
-    if source.startswith(selfmade.PREFIX):
-        return selfmade.finished_folder(cfg, source)
-    return sources.locate(source, sha256=sha256)
-
-
-def outline(cfg: Config, source: str) -> DecoderConfig:
-    """Returns a model's shapes, without its weights where they are not on this machine."""
-    if source.startswith(selfmade.PREFIX):
-        return selfmade.decoder_config(cfg, source)
-    return architectures.find(source)
-
-
-def describe_reader(shapes: DecoderConfig, cfg: Config, llm: config.LLM) -> Tree:
-    """Returns a frozen reader's tree as shapes, its matrices packed where the configuration says so."""
-    return quant.abstract(decoder.abstract(shapes, reader_dtype(llm.weights, cfg.compute.dtype)), llm.weights)
-
-
-def reader_shardings(shapes: Tree, llm: config.LLM, at: placement.Component, name: str) -> Tree:
-    """Returns where a frozen reader's leaves lie."""
-    table = tables.reader_table(at.table, packed=llm.weights in quant.PACKED)
-    return rules.shardings(table, shapes, at.mesh, name=f"llms/{name}")
-
-
-def load_reader(location: Path, cfg: Config, llm: config.LLM, shardings: Tree) -> Tree:
-    """Streams a frozen reader's weights into their shards."""
-    dtype = reader_dtype(llm.weights, cfg.compute.dtype)
-    return weights.load(location, dtype=dtype, shardings=shardings, packed=llm.weights)
 
 
 class LatentWire:
@@ -91,13 +60,14 @@ class LatentWire:
     def reader_bytes(cfg: Config) -> dict[str, int]:
         """Returns the bytes of every frozen reader's weights, from its shapes alone."""
         return {
-            name: tree.nbytes(describe_reader(outline(cfg, llm.source), cfg, llm)) for name, llm in cfg.llms.items()
+            name: tree.nbytes(pretrained.describe(pretrained.outline(cfg, llm.source), cfg, llm))
+            for name, llm in cfg.llms.items()
         }
 
     @functools.cached_property
     def locations(self) -> dict[str, Path]:
         """Returns where each reader's files lie."""
-        return {name: locate(self.cfg, llm.source, llm.sha256) for name, llm in self.cfg.llms.items()}
+        return {name: pretrained.locate(self.cfg, llm.source, llm.sha256) for name, llm in self.cfg.llms.items()}
 
     @functools.cached_property
     def tokenizers(self) -> dict[str, Tokenizer]:
@@ -108,12 +78,12 @@ class LatentWire:
     def body_location(self) -> Path | None:
         """Returns where the encoder's pretrained body lies; None for one from scratch."""
         spec = self.cfg.encoder
-        return locate(self.cfg, spec.source, spec.sha256) if spec.kind in encoding.BODIES else None
+        return pretrained.locate(self.cfg, spec.source, spec.sha256) if spec.kind in encoding.BODIES else None
 
     def _describe(self) -> dict[str, DecoderConfig]:
         """Returns the readers' shapes by name."""
         if self.outline:
-            return {name: outline(self.cfg, llm.source) for name, llm in self.cfg.llms.items()}
+            return {name: pretrained.outline(self.cfg, llm.source) for name, llm in self.cfg.llms.items()}
         return {name: weights.describe(at) for name, at in self.locations.items()}
 
     def _describe_body(self) -> DecoderConfig | BertConfig | None:
@@ -122,7 +92,7 @@ class LatentWire:
         if spec.kind not in encoding.BODIES:
             return None
         if self.outline and spec.kind == "lm":
-            return encoding.cut(outline(self.cfg, spec.source), spec)
+            return encoding.cut(pretrained.outline(self.cfg, spec.source), spec)
         if self.outline:
             return encoding.cut(architectures.find_bert(spec.source), spec)
         assert self.body_location is not None  # it has one of the BODIES
@@ -143,7 +113,7 @@ class LatentWire:
             lambda key, body, sizes: self.wire.init(key, body=body, embedding_rms=sizes), key, body, sizes
         )
         frozen = {
-            name: describe_reader(reader.config, self.cfg, self.cfg.llms[name])
+            name: pretrained.describe(reader.config, self.cfg, self.cfg.llms[name])
             for name, reader in self.wire.readers.items()
         }
         return Weights(trainable, frozen)
@@ -156,7 +126,7 @@ class LatentWire:
     def _shardings(self) -> Weights:
         shapes = self.abstract()
         frozen = {
-            name: reader_shardings(shapes.frozen[name], self.cfg.llms[name], at, name)
+            name: pretrained.shardings(shapes.frozen[name], self.cfg.llms[name], at, name)
             for name, at in self.placement.readers.items()
         }
         trainable = rules.shardings(tables.TRAINABLE, shapes.trainable, self.placement.learner, name="trainable")
@@ -205,7 +175,8 @@ class LatentWire:
         """Streams the readers' weights into their shards."""
         placed = self.shardings().frozen
         readers = {
-            name: load_reader(at, self.cfg, self.cfg.llms[name], placed[name]) for name, at in self.locations.items()
+            name: pretrained.load(at, self.cfg, self.cfg.llms[name], placed[name])
+            for name, at in self.locations.items()
         }
         if self.cfg.loss.kl and self.cfg.loss.teacher_k:
             self._teacher.begin(readers)
@@ -240,6 +211,8 @@ class LatentWire:
             data=at.mesh.shape["data"] if at.table == "fsdp" else 1,
         )
         found = arithmetic.frozen(config, one)
+        restored = arithmetic.restored_bytes(config, self.cfg.llms[name].weights, one.size) / one.model
+        found = dataclasses.replace(found, bytes=found.bytes + restored)
         if "text" in fields:
             teacher = dataclasses.replace(one, positions=fields["text"]["ids"].shape[0] + answers - 1)
             found = dataclasses.replace(found, flops=found.flops + arithmetic.forward_only(config, teacher))

@@ -2,6 +2,7 @@
 
 import dataclasses
 
+from lw_jax.models import quant
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 
@@ -47,6 +48,11 @@ def frozen(cfg: DecoderConfig, one: Pass) -> Terms:
     kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, one.model)
     # Logits and their gradient; backward, the gradient of the inputs, is as dear as the forward pass.
     return Terms(kept + 2 * logits, 2 * forward + again * _recomputed(cfg, one) + 2 * head, wire, logits)
+
+
+def restored_bytes(cfg: DecoderConfig, weights: str, size: int) -> float:
+    """Returns the bytes of one layer's matrices as floats, where they are packed."""
+    return body_params(cfg) / cfg.layers * size if weights in quant.PACKED else 0.0
 
 
 def forward_only(cfg: DecoderConfig, one: Pass) -> float:

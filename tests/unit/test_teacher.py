@@ -111,13 +111,16 @@ def compute(asked):
     return run
 
 
+SHAPES = {"ids": ((2, 3), np.int32), "logp": ((2, 3), np.float16)}
+
+
 @pytest.mark.parametrize(
     ("name", "cut", "missing"), [("keys", 5, 1), ("keys", 16 * 3, 3), ("logp", 0, 0), ("logp", 13, 2)]
 )
 def test_store_of_a_stopped_job_is_taken_up_where_its_keys_end(tmp_path, name, cut, missing):
     keys = list(ROWS)
-    Store(tmp_path, {"of": "a"}, tokens=2, likeliest=3).fill(keys, compute([]), batch=3)
-    store, asked = Store(tmp_path, {"of": "a"}, tokens=2, likeliest=3), []
+    Store(tmp_path, {"of": "a"}, rows=SHAPES).fill(keys, compute([]), batch=3)
+    store, asked = Store(tmp_path, {"of": "a"}, rows=SHAPES), []
     file = store.folder / name
     file.write_bytes(file.read_bytes()[: file.stat().st_size - cut])
     with (store.folder / "ids").open("ab") as rest:
@@ -131,7 +134,7 @@ def test_store_of_a_stopped_job_is_taken_up_where_its_keys_end(tmp_path, name, c
 
 def test_each_key_is_computed_once_in_batches_of_one_size(tmp_path):
     keys, asked = list(ROWS), []
-    store = Store(tmp_path, {}, tokens=2, likeliest=3)
+    store = Store(tmp_path, {}, rows=SHAPES)
     assert store.fill([*keys, keys[2]], compute(asked), batch=4) == 7
     assert [len(one) for one in asked] == [4, 4]
     assert store.fill(keys, compute(asked), batch=4) == 0 and len(asked) == 2

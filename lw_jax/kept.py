@@ -1,0 +1,88 @@
+"""What a frozen model says of an example, computed once and kept on disk.
+
+A store belongs to one model, as it is asked (weights, tokenizer, words); its rows belong to examples, found again by a
+key of what the model is given, so that another data set or order takes up what is there.
+"""
+
+import fcntl
+import hashlib
+import json
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from lw_jax.data.batches import Batch, Lookup
+
+FORMAT = 2
+KEY_BYTES = 16
+
+
+class Store:
+    """Rows of named arrays by example; `rows` gives each array's shape and dtype for one example."""
+
+    def __init__(self, root: Path, meaning: Any, *, rows: Mapping[str, tuple[tuple[int, ...], type]]):
+        self.rows = {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in rows.items()}
+        shapes = {name: [shape, str(dtype)] for name, (shape, dtype) in self.rows.items()}
+        said = json.dumps([FORMAT, meaning, shapes], sort_keys=True)
+        self.folder = root / hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self._rows: dict[bytes, int] = {}
+
+    def fill(self, keys: Sequence[bytes], compute: Callable[[list[int]], Batch], *, batch: int) -> int:
+        """Computes the rows that are missing, `batch` positions at a time (the last repeated); returns how many."""
+        with (self.folder / "lock").open("w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # of two jobs one computes, the other finds it done
+            self._read_keys()
+            missing = [i for i, key in enumerate(keys) if key not in self._rows]
+            missing = list({keys[i]: i for i in missing}.values())
+            for start in range(0, len(missing), batch):
+                chosen = missing[start : start + batch]
+                rows = compute(chosen + chosen[-1:] * (batch - len(chosen)))
+                self._append([keys[i] for i in chosen], {name: value[: len(chosen)] for name, value in rows.items()})
+        return len(missing)
+
+    def lookup(self, keys: Sequence[bytes]) -> Lookup:
+        """Returns positions -> rows; before `fill` the rows have their shape and no meaning."""
+
+        def rows(positions: Sequence[int]) -> Batch:
+            if not all(keys[i] in self._rows for i in positions):
+                return {name: np.zeros((len(positions), *shape), dtype) for name, (shape, dtype) in self.rows.items()}
+            at = [self._rows[keys[i]] for i in positions]
+            return {name: self._map(name)[at] for name in self.rows}
+
+        return rows
+
+    def _map(self, name: str) -> np.ndarray:
+        shape, dtype = self.rows[name]
+        return np.memmap(self.folder / name, dtype, "r", shape=(len(self._rows), *shape))
+
+    def _read_keys(self) -> None:
+        """Reads which rows are whole, and cuts off what a stopped job left behind them."""
+        sizes = {name: math.prod(shape) * dtype.itemsize for name, (shape, dtype) in self.rows.items()}
+        sizes["keys"] = KEY_BYTES
+        for name in sizes:
+            (self.folder / name).touch()
+        # A machine that lost its power may have kept a key and not its row.
+        count = min((self.folder / name).stat().st_size // size for name, size in sizes.items())
+        for name, size in sizes.items():
+            os.truncate(self.folder / name, count * size)
+        held = (self.folder / "keys").read_bytes()
+        self._rows = {held[i * KEY_BYTES : (i + 1) * KEY_BYTES]: i for i in range(count)}
+
+    def _append(self, keys: list[bytes], rows: Batch) -> None:
+        """Writes rows first and then their keys, which make them valid."""
+        for name, (_, dtype) in self.rows.items():
+            with (self.folder / name).open("ab") as out:
+                out.write(np.ascontiguousarray(rows[name], dtype).tobytes())
+        with (self.folder / "keys").open("ab") as out:
+            out.write(b"".join(keys))
+        self._rows |= {key: len(self._rows) + i for i, key in enumerate(keys)}
+
+
+def key_of(*parts: np.ndarray) -> bytes:
+    """Returns the digest of what the model is given."""
+    return hashlib.blake2b(b"|".join(part.tobytes() for part in parts), digest_size=KEY_BYTES).digest()

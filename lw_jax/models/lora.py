@@ -1,0 +1,148 @@
+"""Low-rank adapters beside a frozen decoder's matrices (LoRA, Hu et al. 2021): y + alpha / rank x b (a x).
+
+Parameters, fp32, layers stacked as the decoder's: {"layers": {name: {"a": [l r in..], "b": [l out.. r]}}}.
+"""
+
+import dataclasses
+import functools
+import math
+import re
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from lw_jax.core.config import suggest
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
+from lw_jax.models import quant
+from lw_jax.models.decoder import DecoderConfig
+from lw_jax.models.decoder import abstract as describe_decoder
+
+# Our names -> the modules of transformers' classes, as users and PEFT write them.
+MODULES = {
+    "q": "self_attn.q_proj",
+    "k": "self_attn.k_proj",
+    "v": "self_attn.v_proj",
+    "o": "self_attn.o_proj",
+    "gate": "mlp.gate_proj",
+    "up": "mlp.up_proj",
+    "down": "mlp.down_proj",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """Which matrices get a pair, of which rank, and how much it counts."""
+
+    rank: int
+    alpha: float
+    dropout: float
+    names: tuple[str, ...]  # of MODULES
+
+    @property
+    def scale(self) -> float:
+        """Returns what a pair's product is multiplied by."""
+        return self.alpha / self.rank
+
+
+def match(targets: Sequence[str]) -> dict[str, tuple[str, ...]]:
+    """Returns each target with the matrices it matches: a regex over a module's last or whole name.
+
+    Raises UserError for a target that matches nothing.
+    """
+    found = {}
+    for target in targets:
+        try:
+            pattern = re.compile(target)
+        except re.error as error:
+            raise UserError(f"config.lora.targets: {target!r} is no regular expression: {error}") from error
+        names = [name for name, module in MODULES.items() if pattern.fullmatch(module) or _last(pattern, module)]
+        if not names:
+            known = [module.split(".")[1] for module in MODULES.values()]
+            hint = f"{suggest(target, known)} Fused matrices (qkv_proj, gate_up_proj) are split at loading"
+            raise UserError(f"config.lora.targets: {target!r} matches no matrix; known are {', '.join(known)}.{hint}.")
+        found[target] = tuple(names)
+    return found
+
+
+def _last(pattern: re.Pattern[str], module: str) -> bool:
+    return pattern.fullmatch(module.split(".")[1]) is not None
+
+
+def make(*, rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> Lora:
+    """Returns the adapters that a configuration asks for; raises as `match` does."""
+    matched = {name for names in match(targets).values() for name in names}
+    return Lora(rank, alpha, dropout, tuple(name for name in MODULES if name in matched))
+
+
+def abstract(cfg: DecoderConfig, lora: Lora) -> Tree:
+    """Returns the pairs as shapes."""
+    layers, pairs = describe_decoder(cfg, jnp.float32)["layers"], {}
+    for name in lora.names:
+        count, *shape = layers[name].shape
+        inputs = 2 if name == "o" else 1
+        out, into = shape[:-inputs], shape[-inputs:]
+        pairs[name] = {
+            "a": jax.ShapeDtypeStruct((count, lora.rank, *into), jnp.float32),
+            "b": jax.ShapeDtypeStruct((count, *out, lora.rank), jnp.float32),
+        }
+    return {"layers": pairs}
+
+
+def init(key: jax.Array, cfg: DecoderConfig, lora: Lora) -> Tree:
+    """Draws `a` uniformly within 1 / sqrt(inputs), as PEFT does; `b` is zero, so that nothing changes at first."""
+    pairs = abstract(cfg, lora)["layers"]
+    drawn = {}
+    for name, part in zip(pairs, jax.random.split(key, len(pairs)), strict=True):
+        shape = pairs[name]["a"].shape
+        bound = 1.0 / math.sqrt(math.prod(shape[2:]))
+        a = jax.random.uniform(part, shape, minval=-bound, maxval=bound)
+        drawn[name] = {"a": a, "b": jnp.zeros(pairs[name]["b"].shape)}
+    return {"layers": drawn}
+
+
+def attach(
+    params: Tree, pairs: Tree, lora: Lora, *, key: jax.Array | None = None, training: jax.Array | float = 1.0
+) -> Tree:
+    """Returns a decoder's parameters with the pairs beside its matrices.
+
+    With a key, a share of a pair's inputs is dropped at random: `dropout` x `training`, a traced 0 or 1.
+    """
+    layers = dict(params["layers"])
+    for number, (name, pair) in enumerate(pairs["layers"].items()):
+        beside = {"a": pair["a"], "b": pair["b"] * lora.scale}
+        if key is not None and lora.dropout:
+            count = pair["a"].shape[0]
+            keys = jax.random.split(jax.random.fold_in(key, number), count)
+            beside |= {"key": jax.random.key_data(keys), "dropout": jnp.full((count,), lora.dropout) * training}
+        layers[f"{name}_lora"] = beside
+    return params | {"layers": layers}
+
+
+@functools.partial(jax.jit, static_argnames="lora", donate_argnums=0)
+def merge(params: Tree, pairs: Tree, lora: Lora) -> Tree:
+    """Returns the decoder with the pairs added into its matrices, which must not be packed."""
+    layers = dict(params["layers"])
+    for name, pair in pairs["layers"].items():
+        matrix = layers[name]
+        a, b = (pair[part].reshape(_matrix_shape(part, pair[part].shape)) for part in ("a", "b"))
+        update = jnp.einsum("lor,lri->loi", b, a).reshape(matrix.shape) * lora.scale
+        layers[name] = (matrix.astype(jnp.float32) + update).astype(matrix.dtype)
+    return params | {"layers": layers}
+
+
+def unpack(params: Tree, cfg: DecoderConfig, dtype: jax.typing.DTypeLike) -> Tree:
+    """Returns the decoder with its packed matrices as floats again."""
+    shapes, layers = describe_decoder(cfg, dtype)["layers"], dict(params["layers"])
+    for name in quant.MATRICES:
+        if isinstance(layers[name], dict):
+            layers[name] = quant.restore(layers[name], dtype).reshape(shapes[name].shape)
+    return params | {"layers": layers}
+
+
+def _matrix_shape(part: str, shape: tuple[int, ...]) -> tuple[int, int, int]:
+    """Returns [l r in] of an `a`, [l out r] of a `b`."""
+    if part == "a":
+        return shape[0], shape[1], math.prod(shape[2:])
+    return shape[0], math.prod(shape[1:-1]), shape[-1]

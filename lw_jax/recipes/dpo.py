@@ -1,0 +1,267 @@
+"""Preference tuning: LoRA pairs beside one frozen, possibly packed model learn from chosen and rejected answers."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lw_jax import losses, preference, sources, weights
+from lw_jax.core import rng as rngs
+from lw_jax.core import tree
+from lw_jax.core.config import Config
+from lw_jax.core.types import LossTerms, Tree, reader_dtype
+from lw_jax.data import preferences
+from lw_jax.data.batches import Batch
+from lw_jax.data.course import Course, Stretch
+from lw_jax.data.preferences import Preferences
+from lw_jax.data.tokens import Tokenizer, load_tokenizer
+from lw_jax.kept import Store, key_of
+from lw_jax.models import decoder, lora
+from lw_jax.models.decoder import DecoderConfig
+from lw_jax.preference import LogProbs
+from lw_jax.recipes import pretrained
+from lw_jax.recipes import terms as arithmetic
+from lw_jax.recipes.base import Weights
+from lw_jax.recipes.terms import Terms
+from sharding import place, rules, tables
+from sharding.placement import Placement
+
+
+class DPO:
+    """See `recipes.base.Recipe`; parameters: the pairs of `models/lora.py` learn, {model's name: decoder} is frozen."""
+
+    rates = ((".*", 1.0),)
+
+    def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
+        """Finds the model's files; an `outline` needs none and can describe shapes and the loss, but load nothing."""
+        self.cfg, self.placement, self.outline = cfg, placed, outline
+        ((self.name, self.llm),) = cfg.llms.items()
+        spec = cfg.lora
+        self.lora = lora.make(rank=spec.rank, alpha=spec.alpha, dropout=spec.dropout, targets=spec.targets)
+        self.model: DecoderConfig = (
+            pretrained.outline(cfg, self.llm.source) if outline else weights.describe(self.location)
+        )
+
+    @staticmethod
+    def reader_bytes(cfg: Config) -> dict[str, int]:
+        """Returns the bytes of the frozen model's weights, from its shapes alone."""
+        return {
+            name: tree.nbytes(pretrained.describe(pretrained.outline(cfg, llm.source), cfg, llm))
+            for name, llm in cfg.llms.items()
+        }
+
+    @functools.cached_property
+    def location(self) -> Path:
+        """Returns where the model's files lie."""
+        return pretrained.locate(self.cfg, self.llm.source, self.llm.sha256)
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Returns the model's own tokenizer."""
+        return load_tokenizer(self.location)
+
+    def abstract(self) -> Weights:
+        """Returns both trees as shapes."""
+        frozen = {self.name: pretrained.describe(self.model, self.cfg, self.llm)}
+        return Weights(lora.abstract(self.model, self.lora), frozen)
+
+    def shardings(self) -> Weights:
+        """Returns both trees as NamedShardings: the model by its placement, the pairs replicated."""
+        shapes, at = self.abstract(), self.placement.readers[self.name]
+        frozen = {self.name: pretrained.shardings(shapes.frozen[self.name], self.llm, at, self.name)}
+        trainable = rules.shardings(tables.TRAINABLE, shapes.trainable, self.placement.learner, name="lora")
+        return Weights(trainable, frozen)
+
+    def build(self, frozen: Tree | None = None) -> Weights:
+        """Draws the pairs and streams the frozen weights into their shards."""
+        init = jax.jit(lambda key: lora.init(key, self.model, self.lora), out_shardings=self.shardings().trainable)
+        pairs = init(rngs.stream(self.cfg.seed, "lora"))
+        return Weights(pairs, self.load_frozen() if frozen is None else frozen)
+
+    def load_frozen(self) -> Tree:
+        """Streams the model's weights into their shards; where the reference is kept, what is missing of it is read."""
+        params = pretrained.load(self.location, self.cfg, self.llm, self.shardings().frozen[self.name])
+        if self._kept is not None:
+            for data in (*self._train, *self._held_out):
+                self._kept.fill(data, params)
+        return {self.name: params}
+
+    def course(self) -> Course:
+        """Returns the training pairs: batches of like length, each length as often as it has pairs."""
+        streams = tuple((self._lookup(data, training=True), float(len(data))) for data in self._train)
+        steps = max(1, sum(len(data) for data in self._train) // self.cfg.train.global_batch)
+        return Course((Stretch(steps, streams),))
+
+    def validation(self) -> list[tuple[str, Preferences]]:
+        """Returns the held-out pairs, which share no prompt with training."""
+        return [("", self._lookup(data, training=False)) for data in self._held_out]
+
+    @functools.cached_property
+    def _pairs(self) -> tuple[list[preferences.Preference], list[preferences.Preference]]:
+        data, share = self.cfg.data, self.cfg.dpo.held_out
+        train = preferences.read(Path(data.train).expanduser())
+        if data.validation:
+            return train, preferences.read(Path(data.validation).expanduser())
+        return preferences.split(train, share, self.cfg.seed)
+
+    @functools.cached_property
+    def _train(self) -> list[Preferences]:
+        return self._encode(self._pairs[0], self.cfg.dpo.buckets)
+
+    @functools.cached_property
+    def _held_out(self) -> list[Preferences]:
+        return self._encode(self._pairs[1], 1)
+
+    def _encode(self, found: Sequence[preferences.Preference], buckets: int) -> list[Preferences]:
+        spec = self.cfg.dpo
+        return preferences.encode(
+            found,
+            name=self.name,
+            tokenizer=self.tokenizer,
+            template=self.llm.template,
+            max_length=spec.max_length,
+            max_prompt=spec.max_prompt,
+            truncation=spec.truncation,
+            # A bucket must hold a batch.
+            buckets=min(buckets, max(1, len(found) // self.cfg.train.global_batch)),
+        )
+
+    def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
+        """The preference loss of each pair; metrics by TRL's names."""
+        spec, fields, params = self.cfg.dpo, batch["readers"][self.name], frozen[self.name]
+        key = rng if self.lora.dropout else None
+        policy = lora.attach(params, trainable, self.lora, key=key, training=fields["training"][0])
+        logps, seen = self._score(policy, params, fields)
+        if "reference" in fields:
+            reference = fields["reference"]
+        else:
+            reference = jax.lax.stop_gradient(self._score(params, params, fields)[0])
+        tokens = jnp.sum(_scored(fields), axis=2)
+        found = LogProbs(*(logps[:, 0], logps[:, 1], reference[:, 0], reference[:, 1]), *(tokens[:, 0], tokens[:, 1]))
+        each = preference.combined(spec.loss, spec.weights, found, beta=spec.beta, label_smoothing=spec.label_smoothing)
+        if spec.rpo_alpha:
+            each = each - spec.rpo_alpha * logps[:, 0] / jnp.maximum(tokens[:, 0], 1.0)
+        counted = fields["weights"][:, 0]
+        total = jnp.sum(counted)
+        told = {
+            name: (jnp.sum(value * counted), total) for name, value in preference.metrics(found, beta=spec.beta).items()
+        }
+        for number, name in enumerate(("chosen", "rejected")):
+            here = tokens[:, number] * counted
+            told[f"logits/{name}"] = (jnp.sum(seen[:, number] * counted), jnp.sum(here))
+        return LossTerms(jnp.sum(each * counted), total, told)
+
+    def _score(self, policy: Tree, params: Tree, fields: Tree) -> tuple[jax.Array, jax.Array]:
+        """Returns, of each answer [b 2], its summed log-probability and its tokens' summed mean logits."""
+        rows, sides, length = fields["ids"].shape
+        ids, mask = (fields[key].reshape(rows * sides, length) for key in ("ids", "mask"))
+        hidden = decoder.forward(policy, self.model, decoder.embed(params, ids), mask=mask, mode=self._mode).hidden
+        table = params["head"] if "head" in params else params["embed"]
+        each = max(1, rows * sides // self.placement.data)  # sequences of one device
+        chunk = -(-self.cfg.dpo.chunk // each)
+        # The one place where these labels shift: a position's logits are of the token after it.
+        logp, mean = losses.chunked_logp(hidden[:, :-1], table, ids[:, 1:], chunk=chunk)
+        scored = _scored(fields).reshape(rows * sides, length - 1)
+        return tuple(jnp.sum(x * scored, axis=1).reshape(rows, sides) for x in (logp, mean))
+
+    @property
+    def _mode(self) -> decoder.Mode:
+        rows = NamedSharding(self.placement.readers[self.name].mesh, P("data"))
+        return decoder.Mode(remat=self.cfg.compute.remat, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows))
+
+    def identity(self) -> dict[str, str]:
+        """Returns the fingerprints of the frozen weights and of the tokenizer."""
+        return {f"llms/{self.name}": weights.fingerprint(self.location), "tokenizer": self.tokenizer.fingerprint}
+
+    @functools.cached_property
+    def _kept(self) -> "Reference | None":
+        return Reference(self) if self.cfg.dpo.reference == "kept" and not self.outline else None
+
+    def _lookup(self, data: Preferences, *, training: bool) -> Preferences:
+        return data.attend(self._kept.lookup(data) if self._kept else None, training=training)
+
+    def batch_widths(self) -> Tree:
+        """Returns one training pair as shapes at the configuration's limits."""
+        length = self.cfg.dpo.max_length
+        fields = {
+            "ids": jax.ShapeDtypeStruct((2, length), jnp.int32),
+            "mask": jax.ShapeDtypeStruct((2, length), bool),
+            "completion": jax.ShapeDtypeStruct((2, length), bool),
+            "weights": jax.ShapeDtypeStruct((1,), jnp.float32),
+            "training": jax.ShapeDtypeStruct((), jnp.float32),
+        }
+        if self.cfg.dpo.reference == "kept":
+            fields["reference"] = jax.ShapeDtypeStruct((2,), jnp.float32)
+        return {"source": {}, "readers": {self.name: fields}, "index": jax.ShapeDtypeStruct((), jnp.int32)}
+
+    def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
+        """Returns the arithmetic of one micro-batch: of the pairs nothing, of the model both passes."""
+        fields, at = widths["readers"][self.name], self.placement.readers[self.name]
+        length = fields["ids"].shape[1]
+        size = jnp.dtype(reader_dtype(self.llm.weights, self.cfg.compute.dtype)).itemsize
+        one = arithmetic.Pass(
+            rows=2 * rows,
+            positions=length,
+            answers=0,
+            remat=self.cfg.compute.remat,
+            size=size,
+            model=at.mesh.shape["model"] if at.table == "tensor" else 1,
+            data=at.mesh.shape["data"] if at.table == "fsdp" else 1,
+        )
+        found = arithmetic.frozen(self.model, one)
+        tokens = 2 * rows * length
+        head = 2 * tokens * self.model.vocab * self.model.width / one.model
+        chunk = min(self.cfg.dpo.chunk or tokens, tokens)
+        logits = chunk * self.model.vocab / one.model * 4
+        reference = 0.0 if "reference" in fields else arithmetic.forward_only(self.model, one) + head
+        # The head's products are made again for the backward pass, chunk by chunk.
+        flops = found.flops + 3 * head + reference
+        restored = arithmetic.restored_bytes(self.model, self.llm.weights, size) / one.model
+        return {"": Terms(), self.name: Terms(found.bytes + 2 * logits + restored, flops, found.wire, logits)}
+
+
+def _scored(fields: Tree) -> jax.Array:
+    """Returns f32[b 2 t-1]: 1 at a position whose next token is the answer's."""
+    return (fields["completion"] & fields["mask"])[:, :, 1:].astype(jnp.float32)
+
+
+class Reference:
+    """The reference's log-probabilities, once a pair, on disk."""
+
+    def __init__(self, recipe: DPO):
+        told = {
+            "weights": weights.fingerprint(recipe.location),
+            "stored": recipe.llm.weights,
+            "arithmetic": recipe.cfg.compute.dtype,
+            "tokenizer": recipe.tokenizer.fingerprint,
+        }
+        self.recipe = recipe
+        self.store = Store(sources.cache_root() / "reference", told, rows={"reference": ((2,), np.float32)})
+
+    def fill(self, data: Preferences, params: Tree) -> None:
+        """Reads the pairs that are missing with the frozen model."""
+        recipe = self.recipe
+        mesh = recipe.placement.readers[recipe.name].mesh
+        score = jax.jit(lambda params, fields: recipe._score(params, params, fields)[0])
+
+        def read(positions: list[int]) -> Batch:
+            fields = data.collate(positions)["readers"][recipe.name]
+            return {"reference": jax.device_get(score(params, place.put_eval(fields, mesh)))}
+
+        size = place.round_up(recipe.cfg.eval.batch, recipe.placement.data)
+        count = self.store.fill(self._keys(data), read, batch=size)
+        if count:
+            print(f"reference: {count} pairs read with the frozen model; kept in {self.store.folder}", flush=True)
+
+    def lookup(self, data: Preferences):
+        """Returns positions -> {"reference": f32[b 2]}."""
+        return self.store.lookup(self._keys(data))
+
+    def _keys(self, data: Preferences) -> list[bytes]:
+        fields = (data.collate([i])["readers"][self.recipe.name] for i in range(len(data)))
+        return [key_of(*(one["ids"][0][one["mask"][0]], one["completion"][0][one["mask"][0]])) for one in fields]

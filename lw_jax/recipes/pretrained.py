@@ -1,0 +1,43 @@
+"""Frozen models as a configuration names them: where their files lie, their shapes, placement and loading."""
+
+from pathlib import Path
+
+from lw_jax import architectures, sources, weights
+from lw_jax.core import config
+from lw_jax.core.config import Config
+from lw_jax.core.types import Tree, reader_dtype
+from lw_jax.models import decoder, quant
+from lw_jax.models.decoder import DecoderConfig
+from lw_jax.recipes import selfmade
+from sharding import placement, rules, tables
+
+
+def locate(cfg: Config, source: str, sha256: str) -> Path:
+    """Returns where a model's files lie; a self-made reader's folder must have been written before."""
+    if source.startswith(selfmade.PREFIX):
+        return selfmade.finished_folder(cfg, source)
+    return sources.locate(source, sha256=sha256)
+
+
+def outline(cfg: Config, source: str) -> DecoderConfig:
+    """Returns a model's shapes, without its weights where they are not on this machine."""
+    if source.startswith(selfmade.PREFIX):
+        return selfmade.decoder_config(cfg, source)
+    return architectures.find(source)
+
+
+def describe(shapes: DecoderConfig, cfg: Config, llm: config.LLM) -> Tree:
+    """Returns a frozen reader's tree as shapes, its matrices packed where the configuration says so."""
+    return quant.abstract(decoder.abstract(shapes, reader_dtype(llm.weights, cfg.compute.dtype)), llm.weights)
+
+
+def shardings(shapes: Tree, llm: config.LLM, at: placement.Component, name: str) -> Tree:
+    """Returns where a frozen reader's leaves lie."""
+    table = tables.reader_table(at.table, packed=llm.weights in quant.PACKED)
+    return rules.shardings(table, shapes, at.mesh, name=f"llms/{name}")
+
+
+def load(location: Path, cfg: Config, llm: config.LLM, shardings: Tree) -> Tree:
+    """Streams a frozen reader's weights into their shards."""
+    dtype = reader_dtype(llm.weights, cfg.compute.dtype)
+    return weights.load(location, dtype=dtype, shardings=shardings, packed=llm.weights)
