@@ -1,0 +1,135 @@
+"""Adapter folders of Hugging Face PEFT: what PEFT makes of ours, and what we make of PEFT's."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax import peft as folders
+from lw_jax import weights
+from lw_jax.core.errors import UserError
+from lw_jax.models import decoder, lora
+from lw_jax.models.decoder import DecoderConfig
+
+torch = pytest.importorskip("torch", reason="parity needs torch: pip install -r requirements-dev.txt")
+peft = pytest.importorskip("peft", reason="parity needs peft: pip install -r requirements-dev.txt")
+transformers = pytest.importorskip("transformers")
+
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`:FutureWarning")  # PEFT's own
+
+LOGITS = 1e-5  # fp32, of the logits' size
+LLAMA = DecoderConfig(
+    vocab=101,
+    width=48,
+    layers=3,
+    heads=6,
+    kv_heads=2,
+    head_dim=8,
+    ffn=72,
+    rope_theta=1e4,
+    norm_eps=1e-5,
+    max_positions=128,
+    tied=False,
+    qkv_bias=False,
+)
+FAMILIES = {
+    "llama": LLAMA,
+    "qwen2": dataclasses.replace(LLAMA, qkv_bias=True),
+    "phi3": dataclasses.replace(LLAMA, window=9),
+    "stablelm": dataclasses.replace(LLAMA, norm="layer", rotated=2, qkv_bias=True),
+}
+IDS = np.random.default_rng(0).integers(0, 101, (2, 13))
+ALL = tuple(lora.MODULES)
+
+
+def random(tree, scale):
+    leaves, treedef = jax.tree.flatten(tree)
+    rng = np.random.default_rng(7)
+    return treedef.unflatten([jnp.asarray(scale * rng.standard_normal(x.shape), jnp.float32) for x in leaves])
+
+
+def base_model(folder, family):
+    params = random(decoder.abstract(FAMILIES[family], jnp.float32), 0.2)
+    weights.save(folder, params, FAMILIES[family], model_type=family)
+    return params
+
+
+def our_logits(params, cfg):
+    x = decoder.embed(params, jnp.asarray(IDS))
+    return np.asarray(decoder.logits(params, decoder.forward(params, cfg, x, mask=jnp.ones(IDS.shape, bool)).hidden))
+
+
+def their_logits(base, adapter):
+    model = transformers.AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
+    model = peft.PeftModel.from_pretrained(model, adapter).eval()
+    with torch.no_grad():
+        return model(input_ids=torch.tensor(IDS)).logits.numpy()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_peft_gives_the_same_logits_from_our_folder_and_we_read_it_back(tmp_path, family):
+    cfg, spec = FAMILIES[family], lora.Lora(rank=3, alpha=5.0, dropout=0.1, names=ALL)
+    params, pairs = base_model(tmp_path / "base", family), random(lora.abstract(cfg, spec), 0.3)
+    folders.save(tmp_path / "adapter", pairs, spec, model_type=family, base=str(tmp_path / "base"))
+    ours, theirs = (
+        our_logits(lora.attach(params, pairs, spec), cfg),
+        their_logits(tmp_path / "base", tmp_path / "adapter"),
+    )
+    assert np.abs(ours - our_logits(params, cfg)).max() > 0.1 * np.abs(ours).max(), "the adapter does something"
+    assert np.abs(ours - theirs).max() < LOGITS * max(1.0, np.abs(theirs).max())
+    back, found = folders.load(tmp_path / "adapter", cfg)
+    assert (found.rank, found.alpha, found.dropout, found.names) == (3, 5.0, 0.1, ALL)
+    assert np.abs(our_logits(lora.attach(params, back, found), cfg) - ours).max() < LOGITS * np.abs(ours).max()
+
+
+def test_peft_s_own_folder_means_the_same_here(tmp_path):
+    base_model(tmp_path / "base", "llama")
+    model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    told = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    peft.get_peft_model(model, told).save_pretrained(tmp_path / "adapter")
+    pairs, spec = folders.load(tmp_path / "adapter", LLAMA)
+    assert spec.names == ("q", "down")
+    params = weights.load(tmp_path / "base", dtype=jnp.float32)
+    ours, theirs = (
+        our_logits(lora.attach(params, pairs, spec), LLAMA),
+        their_logits(tmp_path / "base", tmp_path / "adapter"),
+    )
+    assert np.abs(ours - theirs).max() < LOGITS * max(1.0, np.abs(theirs).max())
+
+
+def test_phi3_s_fused_modules_need_all_their_parts(tmp_path):
+    spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q", "v"))
+    pairs = random(lora.abstract(FAMILIES["phi3"], spec), 0.1)
+    with pytest.raises(UserError, match=r"qkv_proj stands for .* leaves out self_attn\.k_proj"):
+        folders.save(tmp_path, pairs, spec, model_type="phi3", base="here")
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ({"peft_type": "LOHA"}, "peft_type='LOHA'"),
+        ({"use_dora": True}, "use_dora=True is not supported"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"r": 0}, "r=0, a number above 0"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+    ],
+)
+def test_adapters_of_another_kind_are_refused_by_name(tmp_path, change, told):
+    spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q",))
+    folders.save(tmp_path, random(lora.abstract(LLAMA, spec), 0.1), spec, model_type="llama", base="here")
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | change))
+    with pytest.raises(UserError, match=told):
+        folders.load(tmp_path, LLAMA)
+
+
+def test_adapter_of_another_model_is_refused_by_name(tmp_path):
+    spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q",))
+    folders.save(tmp_path, random(lora.abstract(LLAMA, spec), 0.1), spec, model_type="llama", base="here")
+    with pytest.raises(UserError, match=r"layers\.3\..* is missing; this adapter is of another model"):
+        folders.load(tmp_path, dataclasses.replace(LLAMA, layers=4))
+    with pytest.raises(UserError, match="the model asks for"):
+        folders.load(tmp_path, dataclasses.replace(LLAMA, width=40))

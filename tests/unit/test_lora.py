@@ -1,0 +1,149 @@
+"""lw_jax/models/lora.py: pairs beside matrices equal matrices with the pairs added in."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.core.errors import UserError
+from lw_jax.models import decoder, lora, quant
+
+CFG = decoder.DecoderConfig(
+    vocab=101,
+    width=64,
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=16,
+    ffn=192,
+    rope_theta=1e4,
+    norm_eps=1e-5,
+    max_positions=64,
+    tied=False,
+    qkv_bias=True,
+)
+ALL = tuple(lora.MODULES)
+SAME = 2e-5  # fp32 logits of unit size: the same sums in another order
+IDS = np.random.default_rng(0).integers(0, 101, (2, 11))
+
+
+def spec(names=ALL, dropout=0.0):
+    return lora.Lora(rank=5, alpha=7.0, dropout=dropout, names=names)
+
+
+def drawn(one, scale=0.3):
+    """Pairs that do something: `b` is not zero."""
+    shapes = lora.abstract(CFG, one)
+    leaves, treedef = jax.tree.flatten(shapes)
+    rng = np.random.default_rng(3)
+    return treedef.unflatten([jnp.asarray(scale * rng.standard_normal(x.shape), jnp.float32) for x in leaves])
+
+
+@pytest.fixture(scope="module")
+def params():
+    return decoder.init(jax.random.key(1), CFG, jnp.float32, scale=0.15)
+
+
+def logits(params, mode=decoder.Mode()):  # noqa: B008  (frozen)
+    x = decoder.embed(params, jnp.asarray(IDS))
+    return decoder.logits(params, decoder.forward(params, CFG, x, mask=jnp.ones(IDS.shape, bool), mode=mode).hidden)
+
+
+@pytest.mark.parametrize("names", [ALL, ("q", "v"), ("o",), ("down",)])
+def test_pairs_beside_matrices_equal_their_sum_merged_in(params, names):
+    one, pairs = spec(names), drawn(spec(names))
+    beside = logits(lora.attach(params, pairs, one))
+    merged = lora.merge(jax.tree.map(jnp.copy, params), pairs, one)
+    assert float(jnp.abs(beside - logits(params)).max()) > 0.1, "the pairs change something"
+    np.testing.assert_allclose(beside, logits(merged), atol=SAME * float(jnp.abs(beside).max()))
+    for name in set(ALL) - set(names):
+        np.testing.assert_array_equal(merged["layers"][name], params["layers"][name])
+
+
+def test_merged_matrix_is_the_formula_of_the_paper(params):
+    one = spec(("o", "k"))
+    pairs = drawn(one)
+    merged = lora.merge(jax.tree.map(jnp.copy, params), pairs, one)["layers"]
+    for name, inputs in (("o", 64), ("k", 64)):
+        a = np.asarray(pairs["layers"][name]["a"])[2].reshape(5, inputs)
+        b = np.asarray(pairs["layers"][name]["b"])[2].reshape(-1, 5)
+        wanted = np.asarray(params["layers"][name][2]).reshape(-1, inputs) + 7.0 / 5 * b @ a
+        np.testing.assert_allclose(np.asarray(merged[name][2]).reshape(wanted.shape), wanted, atol=1e-5)
+
+
+@pytest.mark.parametrize("packed", ["", "nf4"])
+def test_new_pairs_change_no_bit(params, packed):
+    if packed:
+        layers = dict(params["layers"])
+        for name in quant.MATRICES:
+            shape = quant.inputs_last(name, layers[name].shape)
+            layers[name] = quant.pack(layers[name].reshape(shape), packed)
+        params = params | {"layers": layers}
+    pairs = lora.init(jax.random.key(2), CFG, spec())
+    np.testing.assert_array_equal(logits(lora.attach(params, pairs, spec())), logits(params))
+    for name, pair in pairs["layers"].items():
+        inputs = np.prod(pair["a"].shape[2:])
+        assert not pair["b"].any() and float(jnp.abs(pair["a"]).max()) <= inputs**-0.5, name
+        assert float(jnp.std(pair["a"])) == pytest.approx((3 * inputs) ** -0.5, rel=0.1), "uniform, as PEFT draws it"
+
+
+def test_only_pairs_have_gradients_and_all_of_them_do(params):
+    pairs = drawn(spec())
+    found = jax.grad(lambda pairs: jnp.sum(jnp.sin(logits(lora.attach(params, pairs, spec())))))(pairs)
+    assert all(bool(leaf.any()) for leaf in jax.tree.leaves(found))
+
+
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_dropout_is_of_the_pairs_inputs_alone_drawn_by_its_key_and_off_outside_training(params, remat):
+    one, pairs, mode = spec(dropout=0.4), drawn(spec()), decoder.Mode(remat=remat)
+    plain = logits(lora.attach(params, pairs, one), mode)
+    runs = [logits(lora.attach(params, pairs, one, key=jax.random.key(seed)), mode) for seed in (1, 1, 2)]
+    np.testing.assert_array_equal(runs[0], runs[1])
+    assert float(jnp.abs(runs[0] - runs[2]).max()) > 0.01 and float(jnp.abs(runs[0] - plain).max()) > 0.01
+    still = lora.attach(params, pairs, one, key=jax.random.key(1), training=jnp.float32(0))
+    np.testing.assert_allclose(logits(still, mode), plain, atol=SAME * float(jnp.abs(plain).max()))
+    empty = lora.attach(params, lora.init(jax.random.key(2), CFG, one), one, key=jax.random.key(1))
+    np.testing.assert_array_equal(logits(empty, mode), logits(params, mode))
+
+
+def test_unpacked_model_is_what_its_packed_matrices_mean(params):
+    shapes = quant.abstract(decoder.abstract(CFG, jnp.float32), "int8")
+    layers = dict(params["layers"])
+    for name in quant.MATRICES:
+        layers[name] = quant.pack(layers[name].reshape(shapes["layers"][name]["codes"].shape), "int8")
+    packed = params | {"layers": layers}
+    whole = lora.unpack(packed, CFG, jnp.float32)
+    assert jax.tree.map(jnp.shape, whole) == jax.tree.map(jnp.shape, params)
+    np.testing.assert_allclose(logits(whole), logits(packed), atol=SAME * float(jnp.abs(logits(packed)).max()))
+
+
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        (("q_proj", "v_proj"), ("q", "v")),
+        ((".*_proj",), ALL),
+        (("mlp\\..*",), ("gate", "up", "down")),
+        (("down_proj", "self_attn.o_proj"), ("o", "down")),
+    ],
+)
+def test_targets_are_regexes_over_module_names(targets, names):
+    assert lora.make(rank=2, alpha=2.0, dropout=0.0, targets=targets).names == names
+
+
+@pytest.mark.parametrize(
+    ("target", "told"), [("qkv_proj", "'qkv_proj' matches no matrix"), ("q_pro", "mean 'q_proj'"), ("q(", "no regular")]
+)
+def test_target_that_matches_nothing_is_refused_by_name(target, told):
+    with pytest.raises(UserError, match=told):
+        lora.make(rank=2, alpha=2.0, dropout=0.0, targets=("k_proj", target))
+
+
+def test_sizes_of_the_pairs_are_those_of_the_published_models():
+    """12,615,680 for Llama-3-8B's q, k, v, o at rank 16 would be wrong: 13,631,488 is what PEFT prints."""
+    llama = dataclasses.replace(
+        CFG, vocab=128256, width=4096, layers=32, heads=32, kv_heads=8, head_dim=128, ffn=14336, qkv_bias=False
+    )
+    one = lora.Lora(16, 32.0, 0.0, ("q", "k", "v", "o"))
+    assert sum(leaf.size for leaf in jax.tree.leaves(lora.abstract(llama, one))) == 13_631_488
