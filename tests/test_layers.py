@@ -27,7 +27,7 @@ FLOORS = (
                 "lw_jax.live",
                 "lw_jax.workdir",
                 "lw_jax.architectures",
-                *("lw_jax.targets", "lw_jax.hlo", "lw_jax.roofline"),
+                *("lw_jax.targets", "lw_jax.hlo", "lw_jax.roofline", "lw_jax.preference"),
                 "lw_jax.evals.*",
                 "lw_jax.evals",
                 *("lw_jax.figures", "lw_jax.pages.*", "lw_jax.pages"),
