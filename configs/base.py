@@ -162,12 +162,12 @@ def _lora() -> ConfigDict:
 def _dpo() -> ConfigDict:
     """Direct preference optimisation (Rafailov et al. 2023); names and formulas are TRL's. Data: data.train."""
     c = ConfigDict()
-    # Summed with `weights`: sigmoid | ipo | hinge | robust | sigmoid_norm | apo_zero | apo_down | nca_pair | bco_pair
+    # Summed with `weights`, any of sigmoid, ipo, hinge, robust, sigmoid_norm, apo_zero, apo_down, nca_pair, bco_pair, sft
     c.loss = ("sigmoid",)
     c.weights = (1.0,)
     c.beta = 0.1
     c.label_smoothing = 0.0  # sigmoid: cDPO; robust: the share of flipped labels; others ignore it
-    c.rpo_alpha = 0.0  # weight of the chosen answers' NLL a token, against chosen log-probabilities that fall
+    c.rpo_alpha = 0.0  # weight of "sft" by its old name: the chosen answer's NLL a token
     c.reference = "live"  # "live": a second pass with the pairs off | "kept": once an example, on disk
     c.chunk = 512  # tokens of a device whose logits exist at once (0: all)
     c.max_length = 1024  # tokens of prompt and answer

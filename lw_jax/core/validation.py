@@ -28,6 +28,7 @@ CHOICES = {
     "compute.remat": ("auto", "none", "dots", "full"),
     "dpo.loss": (
         *("sigmoid", "ipo", "hinge", "robust", "sigmoid_norm", "apo_zero", "apo_down", "nca_pair", "bco_pair"),
+        "sft",
     ),
     "dpo.reference": ("live", "kept"),
     "dpo.truncation": ("drop", "keep_start", "keep_end"),
@@ -216,27 +217,37 @@ def _check_sources(cfg: Config) -> None:
 
 
 def _check_dpo(cfg: Config) -> None:
-    dpo, data = cfg.dpo, cfg.data
+    dpo = cfg.dpo
     if len(cfg.llms) != 1:
         _refuse("llms", list(cfg.llms), "preferences tune one model; name exactly one.")
     if len(dpo.weights) != len(dpo.loss):
         _refuse("dpo.weights", dpo.weights, f"a weight for each of dpo.loss = {dpo.loss} is needed.")
     if not sum(map(abs, dpo.weights)) + dpo.rpo_alpha:
         _refuse("dpo.weights", dpo.weights, "all are 0: nothing would be learned.")
+    if dpo.label_smoothing and not {"sigmoid", "robust"} & set(dpo.loss):
+        _refuse("dpo.label_smoothing", dpo.label_smoothing, "only sigmoid and robust know it; set it to 0.")
     if dpo.label_smoothing >= 0.5:
         _refuse("dpo.label_smoothing", dpo.label_smoothing, "half of all labels flipped say nothing: below 0.5.")
+    if dpo.max_prompt >= dpo.max_length:
+        _refuse("dpo.max_prompt", dpo.max_prompt, f"an answer needs room: below dpo.max_length = {dpo.max_length}.")
+    if cfg.prompt.system:
+        _refuse("prompt.system", cfg.prompt.system, "the rows hold the whole prompt; leave it empty.")
     for path, value in (("lora.dropout", cfg.lora.dropout), ("dpo.held_out", dpo.held_out)):
         if value >= 1:
             _refuse(path, value, "it is a share: below 1.")
-    if not dpo.held_out and not data.validation:
+    _check_preferences(cfg)
+
+
+def _check_preferences(cfg: Config) -> None:
+    data = cfg.data
+    if not cfg.dpo.held_out and not data.validation:
         _refuse("dpo.held_out", 0.0, "nothing is held out; give a share, or a file as data.validation.")
-    if dpo.max_prompt >= dpo.max_length:
-        _refuse("dpo.max_prompt", dpo.max_prompt, f"an answer needs room: below dpo.max_length = {dpo.max_length}.")
     for path, source in (("data.train", data.train), ("data.validation", data.validation)):
         if source in MADE or source.startswith("hub:"):
             _refuse(path, source, 'preferences are rows {"prompt", "chosen", "rejected"}: name a .json or .jsonl file.')
-    if cfg.prompt.system:
-        _refuse("prompt.system", cfg.prompt.system, "the rows hold the whole prompt; leave it empty.")
+    for name, llm in cfg.llms.items():
+        if llm.source.startswith("selfmade:"):
+            _refuse(f"llms.{name}.source", llm.source, "self-made readers read cards; name a pretrained model.")
 
 
 def _check_data(cfg: Config) -> None:

@@ -143,9 +143,10 @@ class DPO:
             reference = jax.lax.stop_gradient(self._score(params, params, fields)[0])
         tokens = jnp.sum(_scored(fields), axis=2)
         found = LogProbs(*(logps[:, 0], logps[:, 1], reference[:, 0], reference[:, 1]), *(tokens[:, 0], tokens[:, 1]))
-        each = preference.combined(spec.loss, spec.weights, found, beta=spec.beta, label_smoothing=spec.label_smoothing)
-        if spec.rpo_alpha:
-            each = each - spec.rpo_alpha * logps[:, 0] / jnp.maximum(tokens[:, 0], 1.0)
+        kinds, shares = (*spec.loss, "sft"), (*spec.weights, spec.rpo_alpha)
+        if not spec.rpo_alpha:
+            kinds, shares = spec.loss, spec.weights
+        each = preference.combined(kinds, shares, found, beta=spec.beta, label_smoothing=spec.label_smoothing)
         counted = fields["weights"][:, 0]
         total = jnp.sum(counted)
         told = {

@@ -1,0 +1,15 @@
+"""Meta-Llama-3-8B-Instruct (Llama 3 Community License) on preference pairs; its matrices in 4 bits. See common.py."""
+
+from ml_collections import ConfigDict
+
+from configs import base
+from configs.dpo import common
+
+
+def get_config(variant: str = "dpo") -> ConfigDict:
+    """Returns ours, or the seed project's values for "seed"."""
+    llm = base.llm("meta-llama/Meta-Llama-3-8B-Instruct", weights="nf4", template="chat")
+    c = common.tuned(llm, rank=16, variant=variant)
+    if variant == "seed":
+        return common.seed(c, rate=1e-6, batch=16, warmup=100, every=500, max_length=1024)
+    return c
