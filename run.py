@@ -27,6 +27,10 @@ VERBS = {
         "          --message reads one from a file or a pipe",
     ),
     "report": ("lw_jax.report", "writes one page of what --workdir holds, WORKDIR/report.html; also while it trains"),
+    "export": (
+        "lw_jax.export",
+        "writes what preference tuning learned: --peft DIR (an adapter) or --merged DIR (a whole model)",
+    ),
     "show": ("lw_jax.show", "prints the resolved configuration and where each value comes from"),
 }
 EXAMPLES = """examples:
@@ -37,6 +41,8 @@ EXAMPLES = """examples:
   python run.py answer --workdir runs/mine --context notes.txt --question "Who wrote it?"
   python run.py answer --workdir runs/mine --context notes.txt --bits 4 --write notes.lwjx
   python run.py answer --workdir runs/mine --message notes.lwjx --question "Who wrote it?"
+  python run.py --config configs/dpo/tinyllama.py --config.data.train=pairs.jsonl
+  python run.py export --workdir runs/tinyllama-dpo --peft adapter
   python run.py show --config configs/h100x4.py
   python run.py plan --config configs/h100x4.py --target a100_80x4
   python run.py slurm --config configs/h100x4.py --site mysite.toml"""
@@ -48,6 +54,8 @@ OWNERS = {  # flags that belong to some verbs only
     "bits": ("answer",),
     "slots": ("answer",),
     "width": ("answer",),
+    "peft": ("export",),
+    "merged": ("export",),
     "json": ("show", "plan"),
     "target": ("plan", "slurm"),
     "estimate": ("plan",),
@@ -81,6 +89,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--bits", type=int, metavar="N", help="answer: of a value, 16, 8, 6, 4 or 2 (default: 8)")
     parser.add_argument("--slots", type=int, metavar="N", help="answer: sends the first N latents (default: all)")
     parser.add_argument("--width", type=int, metavar="N", help="answer: the first N values of each (default: all)")
+    parser.add_argument("--peft", metavar="DIR", help="export: the adapter folder that PEFT reads")
+    parser.add_argument("--merged", metavar="DIR", help="export: the model with the adapter added in, bf16")
     parser.add_argument("--json", action="store_true", help="show, plan: for programs")
     parser.add_argument("--target", metavar="GPUS", help="plan, slurm: h100x4, a100_40x2, h200x1, 2xh100x8, ...")
     parser.add_argument("--estimate", action="store_true", help="plan: by arithmetic, without compiling")
@@ -99,6 +109,8 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--{flag} belongs to {' and '.join(map(repr, owners))}, not to {args.verb!r}")
     if args.verb == "answer" and (fault := _find_fault(args)):
         parser.error(fault)
+    if args.verb == "export" and not (args.peft or args.merged):
+        parser.error("export needs --peft DIR or --merged DIR")
     return args
 
 
@@ -144,6 +156,8 @@ def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, 
         folder.write_workdir(workdir, cfg=cfg, base=defaults.to_dict(), command=sys.argv)
     if args.verb == "answer":
         request["request"] = _asking(args)
+    if args.verb == "export":
+        request |= {"peft_folder": args.peft or "", "merged": args.merged or ""}
     return request
 
 

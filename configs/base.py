@@ -162,7 +162,7 @@ def _lora() -> ConfigDict:
 def _dpo() -> ConfigDict:
     """Direct preference optimisation (Rafailov et al. 2023); names and formulas are TRL's. Data: data.train."""
     c = ConfigDict()
-    # Summed with `weights`, any of sigmoid, ipo, hinge, robust, sigmoid_norm, apo_zero, apo_down, nca_pair, bco_pair, sft
+    # Some of sigmoid, ipo, hinge, robust, sigmoid_norm, apo_zero, apo_down, nca_pair, bco_pair, sft: a weighted sum
     c.loss = ("sigmoid",)
     c.weights = (1.0,)
     c.beta = 0.1

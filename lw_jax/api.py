@@ -108,6 +108,11 @@ def load_wire(folder: str | Path) -> "TrainedWire":
 
 def open_wire(cfg: Config, path: Path) -> "TrainedWire":
     """Opens the best checkpoint of a run (the latest where none was validated), for the configuration given."""
+    if cfg.recipe != "latentwire":
+        raise UserError(
+            f"{path}: a run of recipe {cfg.recipe!r} has no wire; its held-out figures stand in metrics.jsonl, and "
+            "`python run.py export` writes what it learned"
+        )
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     cfg, placement = plan.settle(cfg, reading=True)
     recipe = LatentWire(cfg, placement)

@@ -97,6 +97,13 @@ def describe_config(file: Path) -> DecoderConfig:
     return families.decoder_config(fields, raw_keys=raw_keys, where=str(file))
 
 
+def model_type(location: Path) -> str:
+    """Returns the family of a model folder or .gguf file, one of `families.FAMILIES`, once `describe` has read it."""
+    if location.is_dir():
+        return _read_config(location / "config.json")[0]["model_type"]
+    return read_header(location).metadata["general.architecture"]
+
+
 def describe_bert(location: Path) -> BertConfig:
     """Returns the configuration of a BERT-class encoder's folder; reads no weight.
 

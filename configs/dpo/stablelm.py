@@ -1,4 +1,4 @@
-"""StableLM-2-Zephyr-1.6B (Stability AI non-commercial licence) on preference pairs, matrices in 4 bits; see common.py."""
+"""StableLM-2-Zephyr-1.6B (Stability AI's non-commercial licence) on preference pairs, in 4 bits. See common.py."""
 
 from ml_collections import ConfigDict
 

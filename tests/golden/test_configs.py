@@ -9,12 +9,20 @@ from lw_jax.core import config, config_file, validation
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 GOLDEN = Path(__file__).resolve().parent / "configs"
-NOT_CONFIGURATIONS = {"__init__", "base", "models"}
-NAMES = sorted({file.stem for file in (ROOT / "configs").glob("*.py")} - NOT_CONFIGURATIONS)
+NOT_CONFIGURATIONS = {"__init__", "base", "models", "common"}
+
+
+def _names(folder: Path, suffix: str) -> list[str]:
+    files = (file for file in folder.rglob(f"*{suffix}") if file.stem not in NOT_CONFIGURATIONS)
+    return sorted(file.relative_to(folder).as_posix().removesuffix(suffix) for file in files)
+
+
+NAMES = _names(ROOT / "configs", ".py")
 
 
 def _build(name: str) -> config.Config:
-    cfg = config.build(config_file.load(f"configs/{name}.py", root=ROOT))
+    file, _, variant = name.partition(":")
+    cfg = config.build(config_file.load(f"configs/{file}.py{variant and f':{variant}'}", root=ROOT))
     validation.validate(cfg)
     return cfg
 
@@ -25,12 +33,13 @@ def test_resolved_configuration_is_unchanged(name: str) -> None:
     text = "".join(f"{path} = {value!r}\n" for path, value in values.items())
     golden = GOLDEN / f"{name}.txt"
     if os.environ.get("UPDATE_GOLDEN"):
+        golden.parent.mkdir(exist_ok=True)
         golden.write_text(text, encoding="utf-8")
     assert text == golden.read_text(encoding="utf-8"), "changed on purpose? make golden, and say why in the commit"
 
 
 def test_no_golden_file_is_left_over() -> None:
-    assert sorted(file.stem for file in GOLDEN.glob("*.txt")) == NAMES
+    assert _names(GOLDEN, ".txt") == NAMES
 
 
 def test_every_machine_file_with_both_readers_means_the_same_run() -> None:

@@ -1,0 +1,210 @@
+"""lw_jax/recipes/dpo.py: the loss of preference pairs on a tiny model, from rows to learned pairs."""
+
+import dataclasses
+import json
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from configs import base
+from lw_jax import recipes, steps, weights
+from lw_jax.core import config, validation
+from lw_jax.core.errors import UserError
+from lw_jax.data import cards
+from lw_jax.models import decoder, lora
+from lw_jax.program import Program
+from sharding import mesh as meshes
+from sharding import place, placement
+from tests import tiny
+
+SAME = 1e-5  # fp32 sums in another order
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    """A model folder and a file of pairs: the chosen answer is the right one, the rejected one another card's."""
+    root = tmp_path_factory.mktemp("dpo")
+    tiny.write_reader(root / "model", "llama", head_dim=16, width=64, ffn=128)
+    made = cards.make(96, facts=2, seed=4, split="train")
+    rows = [
+        {"prompt": f"{one.context} {one.question} ", "chosen": one.answers[0], "rejected": f"{other.answers[0]} or so"}
+        for one, other in zip(made, made[1:] + made[:1], strict=True)
+    ]
+    (root / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    return root
+
+
+def make_config(root, **changes):
+    c = base.get_config("dpo")
+    c.llms.policy = base.llm(str(root / "model"))
+    c.data.update(train=str(root / "pairs.jsonl"), validation="")
+    c.lora.update(rank=3, alpha=6.0)
+    c.dpo.update(max_length=96, buckets=2, held_out=0.2)
+    c.optim.update(warmup_steps=1, learning_rate=1e-2)
+    c.train.update(steps=6, global_batch=8, log_every=1, checkpoint_every=3)
+    c.compute.remat = "none"
+    c.eval.update(examples=0, batch=8)
+    for key, value in changes.items():
+        section, leaf = key.split("__")
+        c[section][leaf] = value
+    cfg = config.build(c)
+    validation.validate(cfg)
+    return cfg
+
+
+def make(root, mesh=None, **changes):
+    cfg = make_config(root, **changes)
+    mesh = mesh or meshes.make(data=1, model=1)
+    return recipes.make(cfg, placement.together(mesh, ["policy"], table="replicate"))
+
+
+def batch_of(recipe, number=0):
+    course = recipe.course()
+    size = recipe.cfg.train.global_batch
+    return course.batch(number, global_batch=size, seed=0, share=slice(0, size))
+
+
+def moved(recipe, scale=0.2):
+    """Pairs that have learned something."""
+    rng = np.random.default_rng(3)
+    return jax.tree.map(
+        lambda x: jnp.asarray(scale * rng.standard_normal(x.shape), jnp.float32), recipe.abstract().trainable
+    )
+
+
+def plain_logp(params, cfg, ids, mask, scored):
+    """Summed log-probability of the scored tokens, one row at a time, without padding or chunks."""
+    out = []
+    for row in range(len(ids)):
+        length = int(mask[row].sum())
+        tokens = jnp.asarray(ids[row, :length])[None]
+        hidden = decoder.forward(params, cfg, decoder.embed(params, tokens), mask=jnp.ones((1, length), bool)).hidden
+        logp = jax.nn.log_softmax(decoder.logits(params, hidden)[0, :-1], axis=-1)
+        chosen = np.asarray(logp)[np.arange(length - 1), ids[row, 1:length]]
+        out.append(float(chosen[scored[row, 1:length]].sum()))
+    return np.array(out)
+
+
+@pytest.mark.parametrize("chunk", [0, 7, 64])
+def test_log_probabilities_are_those_of_the_answers_tokens_one_sequence_at_a_time(root, chunk):
+    recipe = make(root, dpo__chunk=chunk)
+    params, pairs, fields = recipe.load_frozen()["policy"], moved(recipe), batch_of(recipe)["readers"]["policy"]
+    policy = lora.attach(params, pairs, recipe.lora)
+    found, _ = recipe._score(policy, params, jax.tree.map(jnp.asarray, fields))
+    for side in range(2):
+        ids, mask, scored = (fields[key][:, side] for key in ("ids", "mask", "completion"))
+        merged = lora.merge(jax.tree.map(jnp.copy, params), pairs, recipe.lora)
+        np.testing.assert_allclose(found[:, side], plain_logp(merged, recipe.model, ids, mask, scored), rtol=2e-4)
+
+
+def test_before_the_first_step_policy_and_reference_are_equal_to_the_bit(root):
+    for changes in ({}, {"llms__policy": base.llm(str(root / "model"), weights="nf4")}):
+        recipe = make(root, **changes)
+        built = recipe.build()
+        terms = jax.jit(recipe.loss)(built.trainable, built.frozen, batch_of(recipe), jax.random.key(0))
+        assert float(terms.terms["rewards/chosen"][0]) == 0.0 == float(terms.terms["rewards/rejected"][0])
+        assert float(terms.sum / terms.weight) == pytest.approx(math.log(2), rel=1e-6)
+        assert float(terms.terms["rewards/accuracies"][0]) == 0.0, "no strict preference yet"
+
+
+def test_kept_reference_is_the_live_one_and_is_read_once(root, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
+    live, kept = make(root), make(root, dpo__reference="kept")
+    frozen, pairs = live.load_frozen(), moved(live)
+    kept.load_frozen()
+    assert "reference: " in capsys.readouterr().out
+    batch = batch_of(kept)
+    assert batch["readers"]["policy"]["reference"].shape == (8, 2)
+    one, other = (r.loss(pairs, frozen, batch_of(r), jax.random.key(0)) for r in (live, kept))
+    assert float(one.sum) == pytest.approx(float(other.sum), rel=SAME)
+    again = make(root, dpo__reference="kept")
+    again.load_frozen()
+    assert "reference: " not in capsys.readouterr().out
+    np.testing.assert_array_equal(batch_of(again)["readers"]["policy"]["reference"], batch["readers"]["policy"]["reference"])
+
+
+def test_loss_is_of_the_named_kind_with_the_sft_term_beside_it(root):
+    recipe, pairs = make(root), moved(make(root))
+    frozen, batch = recipe.load_frozen(), batch_of(recipe)
+    plain = recipe.loss(pairs, frozen, batch, jax.random.key(0))
+    margin = np.asarray(plain.terms["rewards/margins"][0])
+    hinge = make(root, dpo__loss=("hinge",)).loss(pairs, frozen, batch, jax.random.key(0))
+    assert float(hinge.sum) >= 8.0 - float(margin) - 1e-3, "max(0, 1 - margin) of eight pairs"
+    old = make(root, dpo__rpo_alpha=0.5).loss(pairs, frozen, batch, jax.random.key(0))
+    new = make(root, dpo__loss=("sigmoid", "sft"), dpo__weights=(1.0, 0.5)).loss(pairs, frozen, batch, jax.random.key(0))
+    assert float(old.sum) == pytest.approx(float(new.sum), rel=SAME) != pytest.approx(float(plain.sum), rel=SAME)
+
+
+@pytest.mark.parametrize("micro", [2, 8])
+def test_accumulation_and_devices_give_the_same_step(root, micro):
+    def curve(recipe, micro):
+        program = Program(recipe.cfg, recipe)
+        built = recipe.build()
+        state = {"trainable": built.trainable, "opt_state": program.optimizer.init(built.trainable)}
+        state["step"] = jnp.zeros((), jnp.int32)
+        accumulation, losses = program.accumulation(micro), []
+        for number in range(3):
+            batch = place.put_batch(batch_of(recipe, number), recipe.placement.learner, accumulation=accumulation)
+            state, values = program.step(state, built.frozen, batch)
+            losses.append(float(values["loss"]))
+        return losses
+
+    wanted = curve(make(root), 8)
+    assert wanted[2] < wanted[0]
+    np.testing.assert_allclose(curve(make(root, mesh=meshes.make(data=2, model=1)), micro // 2), wanted, rtol=SAME * 10)
+
+
+def test_dropout_is_drawn_in_training_and_off_in_validation(root):
+    recipe = make(root, lora__dropout=0.5)
+    pairs, frozen = moved(recipe), recipe.load_frozen()
+    (_, held_out), *_ = recipe.validation()
+    still = held_out.collate(range(8))
+    runs = [float(recipe.loss(pairs, frozen, still, jax.random.key(seed)).sum) for seed in (1, 2)]
+    assert runs[0] == runs[1]
+    runs = [float(recipe.loss(pairs, frozen, batch_of(recipe), jax.random.key(seed)).sum) for seed in (1, 2)]
+    assert runs[0] != runs[1]
+
+
+def test_no_prompt_is_on_both_sides_and_every_bucket_holds_a_batch(root):
+    recipe = make(root)
+    train = {example.prompt for data in recipe.course().streams for example in data.examples}
+    (_, held_out), *_ = recipe.validation()
+    assert not train & {example.prompt for example in held_out.examples}
+    assert len(recipe.course().streams) == 2 and min(recipe.course().sizes()) >= 8
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"lora__targets": ("qkv_proj",)}, "'qkv_proj' matches no matrix"),
+        ({"dpo__loss": ("sigmod",)}, "mean 'sigmoid'"),
+        ({"dpo__weights": (1.0, 2.0)}, "a weight for each"),
+        ({"dpo__held_out": 0.0}, "nothing is held out"),
+        ({"data__train": "cards"}, "name a .json or .jsonl file"),
+        ({"dpo__max_prompt": 96}, "below dpo.max_length = 96"),
+        ({"dpo__label_smoothing": 0.1, "dpo__loss": ("ipo",)}, "only sigmoid and robust know it"),
+    ],
+)
+def test_what_cannot_work_is_refused_by_name(root, changes, told):
+    with pytest.raises(UserError, match=told):
+        make(root, **changes)
+
+
+def test_outline_describes_shapes_and_arithmetic_without_a_file(root):
+    cfg = make_config(root, llms__policy=base.llm("lmsys/vicuna-7b-v1.5", weights="nf4"), dpo__max_length=1024)
+    recipe = recipes.make(
+        dataclasses.replace(cfg, compute=dataclasses.replace(cfg.compute, remat="full")),
+        placement.together(meshes.make(data=1, model=1), ["policy"]),
+        outline=True,
+    )
+    shapes = recipe.abstract()
+    size = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes.frozen))
+    linear, rest = 6_476_005_376, 262_144_000 + 266_240  # matrices of the layers; embedding, head and norms
+    assert linear + rest == 6_738_415_616
+    assert size == linear * (0.5 + 2 / 64) + rest * 4
+    terms = recipe.terms(recipe.batch_widths(), 4)["policy"]
+    assert terms.logits == 512 * 32000 * 4
+    assert terms.flops == pytest.approx(8 * linear * 4 * 2 * 1024, rel=0.1), "2 N forward, twice; again; backward"
