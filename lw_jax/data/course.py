@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+from collections.abc import Sequence
+from typing import Protocol
 
 import grain
 import jax
@@ -9,7 +11,38 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Tree
-from lw_jax.data.batches import Batch, Encoded
+from lw_jax.data.batches import Batch
+
+
+class Stream(Protocol):
+    """A tokenised data set, whatever its batches hold."""
+
+    @property
+    def task(self) -> str:
+        """Names what its batches ask for."""
+        ...
+
+    @property
+    def slots(self) -> int:
+        """Returns how many latents a message has; 0 where nothing is sent."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Returns the width of a latent."""
+        ...
+
+    def __len__(self) -> int:
+        """Counts the examples."""
+        ...
+
+    def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
+        """Returns a batch of the examples at those positions, each sent with `channel` i32[b 3] of its own."""
+        ...
+
+    def describe(self) -> list[str]:
+        """Returns lines for people."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,7 +50,7 @@ class Stretch:
     """Consecutive batches with one mixture; each batch is of one stream, each example sent in a shape of its own."""
 
     steps: int
-    streams: tuple[tuple[Encoded, float], ...]  # with weights above 0
+    streams: tuple[tuple[Stream, float], ...]  # with weights above 0
     slots: tuple[int, ...] = ()  # drawn among, evenly; none: the stream's own
     widths: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
@@ -47,12 +80,12 @@ class Course:
     stretches: tuple[Stretch, ...]
 
     @staticmethod
-    def of(encoded: Encoded) -> "Course":
+    def of(encoded: Stream) -> "Course":
         """Returns the course of one stream."""
         return Course((Stretch(1, ((encoded, 1.0),)),))
 
     @functools.cached_property
-    def streams(self) -> list[Encoded]:
+    def streams(self) -> list[Stream]:
         """Returns each stream once."""
         found = {id(encoded): encoded for stretch in self.stretches for encoded, _ in stretch.streams}
         return list(found.values())
@@ -75,7 +108,7 @@ class Course:
         encoded, order = self.streams[stream], self._order(stream, seed)
         indices = [int(order[before * global_batch + row] or 0) for row in range(global_batch)]
         channel = _draw(stretch, encoded, np.random.default_rng([seed, number]), global_batch)
-        return encoded.collate(indices[share], channel=channel[share])
+        return encoded.collate(indices[share], channel=None if channel is None else channel[share])
 
     def _order(self, stream: int, seed: int) -> grain.MapDataset:
         """Returns a stream's examples without end, each epoch in another order."""
@@ -116,7 +149,9 @@ def widths_of(batch: Batch) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 
-def _draw(stretch: Stretch, encoded: Encoded, rng: np.random.Generator, rows: int) -> np.ndarray:
-    """Returns i32[b 3]: slots, width and bits of each example."""
+def _draw(stretch: Stretch, encoded: Stream, rng: np.random.Generator, rows: int) -> np.ndarray | None:
+    """Returns i32[b 3]: slots, width and bits of each example; nothing for a stream that sends nothing."""
+    if not encoded.slots:
+        return None
     choices = (stretch.slots or (encoded.slots,), stretch.widths or (encoded.width,), stretch.bits or (EXACT,))
     return np.stack([rng.choice(np.array(values, np.int32), rows) for values in choices], axis=1)

@@ -10,8 +10,8 @@ import grain
 import numpy as np
 
 from lw_jax.core.errors import UserError
-from lw_jax.data.batches import Batch, Encoded
-from lw_jax.data.course import Course, refuse_small
+from lw_jax.data.batches import Batch
+from lw_jax.data.course import Course, Stream, refuse_small
 from lw_jax.data.examples import spread
 
 FOREVER = 1 << 40  # batches, more than any run takes
@@ -63,7 +63,7 @@ class Loader:
         self._batches.set_state(state["iterator"])
 
 
-def eval_batches(encoded: Encoded, batch: int, limit: int = 0) -> Iterator[Batch]:
+def eval_batches(encoded: Stream, batch: int, limit: int = 0) -> Iterator[Batch]:
     """Yields the examples in order, with "valid" bool[b]; the last batch is filled by repeating its last example.
 
     With a limit, so many examples spread evenly over the data set (`index` tells which).

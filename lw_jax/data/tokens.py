@@ -22,7 +22,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.data.gguf_header import read_header
 
 # Tokens by which the supported families end a turn or a document, where the vocabulary marks them special.
-_ENDINGS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
+_ENDINGS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
 # Llama 3.2's template prints today's date unless it is given one; a prompt must not change overnight.
 _TEMPLATE_DATE = "26 Jul 2024"
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
@@ -69,18 +69,22 @@ class Tokenizer:
 
         The text holds every special token that the template writes (BOS too), so `begin` is not put before it.
         """
+        turns = [{"role": "system", "content": system}] if system else []
+        return self.render([*turns, {"role": "user", "content": user}], reply=True)
+
+    def render(self, turns: list[dict[str, str]], *, reply: bool) -> str:
+        """Returns a conversation {"role", "content"} in the chat template; with `reply`, up to where one begins."""
         if not self.backend.chat_template:
             raise UserError(f'{self.backend.name_or_path}: the tokenizer has no chat template; use template="plain"')
-        turns = [{"role": "system", "content": system}] if system else []
-        turns.append({"role": "user", "content": user})
         try:
             text = self.backend.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=True, date_string=_TEMPLATE_DATE
+                turns, tokenize=False, add_generation_prompt=reply, date_string=_TEMPLATE_DATE
             )
         except jinja2.TemplateError as error:
             raise UserError(
-                f"{self.backend.name_or_path}: the chat template refuses this prompt ({error}); "
-                'leave prompt.system empty or use template="plain"'
+                f"{self.backend.name_or_path}: the chat template refuses these turns "
+                f"({', '.join(turn['role'] for turn in turns)}: {error}); "
+                'leave the system turn (prompt.system) out or use template="plain"'
             ) from error
         return str(text)
 

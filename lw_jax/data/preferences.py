@@ -1,0 +1,339 @@
+"""Preference pairs as token ids: tokenised once, then collated into static-shape batches of numpy arrays.
+
+Where a prompt ends, what a reply ends with and what is cut is decided here alone; what is cut or dropped is counted and
+told. A flag stands at the token it speaks of: the shift by one is the loss's affair.
+"""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import numpy as np
+
+from lw_jax.core.errors import UserError
+from lw_jax.data import batches
+from lw_jax.data.batches import MULTIPLE, Batch
+from lw_jax.data.pairs import HUMAN, Preference, Text, Turn
+from lw_jax.data.tokens import Tokenizer
+
+TRUNCATIONS = ("drop", "keep_start", "keep_end")
+_DROPPED = {
+    "max_prompt": "dropped: the prompt is longer than max_prompt",
+    "prompt": "dropped: the prompt alone fills max_length",
+    "length": "dropped: prompt and longer reply exceed max_length, and truncation does not mend it",
+    "same": "dropped: both replies have the same tokens (as they are, or as they are cut)",
+    "nothing": "dropped: the prompt has no token of its own, its only one is shared with a reply",
+}
+_TOLD = {
+    "prompt_cut": "prompts cut",
+    "reply_cut": "pairs with a reply cut at its end, which then has no terminator",
+    "boundary": "pairs split before the last token of their prompt, because it grows together with a reply",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """How long a pair may be, in tokens, and by which rule a longer one is cut or dropped."""
+
+    max_length: int  # of a prompt and one reply together
+    max_prompt: int = 0  # of a prompt, cut before anything else; 0: no limit of its own
+    truncation: str = "drop"  # "keep_start" cuts the ends of replies, "keep_end" the beginnings of prompts
+
+
+@dataclasses.dataclass(frozen=True)
+class Pair:
+    """Token ids i32 of a prompt and of two replies with what ends them."""
+
+    prompt: np.ndarray
+    chosen: np.ndarray
+    rejected: np.ndarray
+
+    @property
+    def length(self) -> int:
+        """Counts the tokens of the prompt with the longer reply."""
+        return len(self.prompt) + max(len(self.chosen), len(self.rejected))
+
+
+@dataclasses.dataclass(frozen=True)
+class Preferences:
+    """A tokenised data set of pairs; `index` in a batch is a position in `examples`. Nothing is sent: no slots."""
+
+    examples: tuple[Preference, ...]
+    pairs: tuple[Pair, ...]
+    counts: dict[str, int]  # of all buckets together: given, kept, and what was dropped or cut for which reason
+    pad: int
+    name: str  # the reader that a batch is for
+    length: int  # static, of every row
+    bucket: tuple[int, int] = (1, 1)  # which of how many
+    task: str = "preference"
+    slots: int = 0
+    width: int = 0
+
+    def __len__(self) -> int:
+        """Counts the pairs kept."""
+        return len(self.pairs)
+
+    @property
+    def padding(self) -> float:
+        """Returns which share of all slots of all rows holds no token."""
+        tokens = sum(2 * len(pair.prompt) + len(pair.chosen) + len(pair.rejected) for pair in self.pairs)
+        return 1 - tokens / (2 * len(self) * self.length)
+
+    def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
+        """Returns ids i32[b 2 t], mask and completion bool[b 2 t] (chosen, rejected), weights f32[b 1] and index."""
+        del channel
+        shape = (len(indices), 2, self.length)
+        ids, mask, completion = np.full(shape, self.pad, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
+        for row, index in enumerate(indices):
+            pair = self.pairs[index]
+            start = len(pair.prompt)
+            for side, reply in enumerate((pair.chosen, pair.rejected)):
+                end = start + len(reply)
+                ids[row, side, :start] = pair.prompt
+                ids[row, side, start:end] = reply
+                mask[row, side, :end] = True
+                completion[row, side, start:end] = True
+        weights = np.ones((len(indices), 1), np.float32)
+        fields = {"ids": ids, "mask": mask, "completion": completion, "weights": weights}
+        return {"source": {}, "readers": {self.name: fields}, "index": np.array(indices, np.int32)}
+
+    def describe(self) -> list[str]:
+        """Returns lines for people: once what was kept, dropped and cut, then lengths and the share of padding."""
+        number, buckets = self.bucket
+        lines = []
+        if number == 1:
+            lines.append(f"{self.task}: {self.counts['kept']} of {self.counts['given']} pairs kept")
+            told = (_DROPPED | _TOLD).items()
+            lines += [f"{self.counts[reason]} {meaning}" for reason, meaning in told if self.counts[reason]]
+        named = self.name + (f", bucket {number} of {buckets}" if buckets > 1 else "")
+        prompt = max(len(pair.prompt) for pair in self.pairs)
+        longest = max(pair.length for pair in self.pairs)
+        lines.append(
+            f"{named}: {len(self)} pairs, longest prompt {prompt}, longest pair {longest}/{self.length}, "
+            f"padding {100 * self.padding:.0f} % of {self.length}"
+        )
+        return lines
+
+
+def encode(
+    preferences: Sequence[Preference],
+    *,
+    tokenizer: Tokenizer,
+    template: str,
+    limits: Limits,
+    buckets: int = 1,
+    name: str = "policy",
+) -> list[Preferences]:
+    """Returns the pairs as token ids in so many data sets, the shortest pairs first, about as many in each.
+
+    `template` is "plain" (strings as they are, one EOS behind a reply) or "chat" (the tokenizer's own template, a reply
+    ends with its turn's terminator). Raises UserError where fewer pairs than buckets are left, and for rows that do
+    not fit the template.
+    """
+    _check(limits, template, buckets)
+    writer = _Writer(tokenizer, template == "chat")
+    split = _tokenize([writer.write(pair) for pair in preferences], tokenizer)
+    kept, counts = _settle(preferences, split, limits, tokenizer, least=buckets)
+    order = sorted(kept, key=lambda i: kept[i].length)
+    parts = [sorted(part.tolist()) for part in np.array_split(np.array(order), buckets)]
+    return [
+        Preferences(
+            examples=tuple(preferences[i] for i in part),
+            pairs=tuple(kept[i] for i in part),
+            counts=counts,
+            pad=tokenizer.pad,
+            name=name,
+            length=min(-(-max(kept[i].length for i in part) // MULTIPLE) * MULTIPLE, limits.max_length),
+            bucket=(number, buckets),
+        )
+        for number, part in enumerate(parts, 1)
+    ]
+
+
+def _check(limits: Limits, template: str, buckets: int) -> None:
+    if template not in ("plain", "chat"):
+        raise UserError(f'template={template!r} must be "plain" or "chat"')
+    if limits.truncation not in TRUNCATIONS:
+        raise UserError(f"truncation={limits.truncation!r} must be one of {', '.join(TRUNCATIONS)}")
+    for named, value, least in (
+        ("max_length", limits.max_length, 2),
+        ("max_prompt", limits.max_prompt, 0),
+        ("buckets", buckets, 1),
+    ):
+        if value < least:
+            raise UserError(f"{named}={value} must be at least {least}")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Reply:
+    text: str  # without what ends it
+    end: int  # the id that does
+
+
+@dataclasses.dataclass(frozen=True)
+class _Written:
+    prompt: str
+    chosen: _Reply
+    rejected: _Reply
+
+
+class _Writer:
+    """Writes pairs as the texts that are tokenised, each reply apart from the one token that ends it."""
+
+    def __init__(self, tokenizer: Tokenizer, chat: bool) -> None:
+        self.tokenizer, self.chat = tokenizer, chat
+        tokens = tokenizer.backend.convert_ids_to_tokens(list(tokenizer.stops))
+        self.ends = {token: i for token, i in zip(tokens, tokenizer.stops, strict=True) if token}
+        any_end = "|".join(map(re.escape, self.ends))
+        self.tail = re.compile(rf"({any_end})(?:\s|{any_end})*\Z")  # the first end with nothing but ends behind it
+        self.begin = str(tokenizer.backend.bos_token or "")
+
+    def write(self, pair: Preference) -> _Written:
+        """Returns the texts of a pair. Raises UserError naming its row where they do not fit the template."""
+        if self.chat:
+            return self._write_chat(pair)
+        if isinstance(pair.prompt, str) and isinstance(pair.chosen, str) and isinstance(pair.rejected, str):
+            chosen, rejected = (self._finish(reply.removeprefix(self.begin)) for reply in (pair.chosen, pair.rejected))
+            return _Written(pair.prompt, chosen, rejected)
+        raise UserError(f'{pair.id}: conversational rows are written by a chat template; use template="chat"')
+
+    def _write_chat(self, pair: Preference) -> _Written:
+        if isinstance(pair.prompt, str) and pair.prompt.startswith(HUMAN):
+            raise UserError(
+                f"{pair.id}: a transcript would stand in the chat template as one turn of the user; "
+                'use template="plain", or write the rows as turns'
+            )
+        turns = _turns(pair.prompt, "user")
+        prompt = self._render(pair, turns, reply=True)
+        replies = []
+        for name, text in (("chosen", pair.chosen), ("rejected", pair.rejected)):
+            answer = _turns(text, "assistant")
+            answer[0]["content"] = answer[0]["content"].removeprefix(self.begin)
+            answer[-1]["content"] = self.tail.sub("", answer[-1]["content"])  # the template writes its own
+            whole = self._render(pair, turns + answer, reply=False)
+            if not whole.startswith(prompt):
+                raise UserError(
+                    f"{pair.id}: the chat template of {self.tokenizer.backend.name_or_path} writes the prompt with "
+                    f"{name!r} other than the prompt alone ({whole[:40]!r}... and {prompt[:40]!r}...), so it is not "
+                    'known where the reply begins; use template="plain"'
+                )
+            replies.append(self._finish(whole.removeprefix(prompt)))
+        return _Written(prompt, *replies)
+
+    def _render(self, pair: Preference, turns: list[dict[str, str]], *, reply: bool) -> str:
+        try:
+            return self.tokenizer.render(turns, reply=reply)
+        except UserError as error:
+            raise UserError(f"{pair.id}: {error}") from error
+
+    def _finish(self, text: str) -> _Reply:
+        """Returns the reply up to the first of the ends it closes with; one without any is ended by EOS."""
+        if found := self.tail.search(text):
+            return _Reply(text[: found.start()], self.ends[found[1]])
+        return _Reply(text.rstrip() if self.chat else text, self.tokenizer.eos)
+
+
+def _turns(text: Text, role: str) -> list[dict[str, str]]:
+    turns = (Turn(role, text),) if isinstance(text, str) else text
+    return [dataclasses.asdict(turn) for turn in turns]
+
+
+def _tokenize(written: Sequence[_Written], tokenizer: Tokenizer) -> list[tuple[Pair, bool]]:
+    """Returns each pair's ids, and whether its prompt lost tokens to the replies.
+
+    A reply is always tokenised behind its prompt: apart, SentencePiece would put a word's beginning before it. Where
+    that changes the prompt's own last tokens, the prompt ends where all three still agree.
+    """
+
+    def read(texts: list[str]) -> list[np.ndarray]:
+        return batches.with_begin(tokenizer, batches.tokenize(tokenizer, texts))
+
+    prompts = read([one.prompt for one in written])
+    chosen = read([one.prompt + one.chosen.text for one in written])
+    rejected = read([one.prompt + one.rejected.text for one in written])
+    found = []
+    for one, prompt, better, worse in zip(written, prompts, chosen, rejected, strict=True):
+        end = min(_shared(prompt, better), _shared(prompt, worse))
+        replies = (
+            np.append(better[end:], np.int32(one.chosen.end)),
+            np.append(worse[end:], np.int32(one.rejected.end)),
+        )
+        found.append((Pair(prompt[:end], *replies), end < len(prompt)))
+    return found
+
+
+def _shared(first: np.ndarray, second: np.ndarray) -> int:
+    """Counts the ids with which both begin."""
+    size = min(len(first), len(second))
+    other = np.flatnonzero(first[:size] != second[:size])
+    return int(other[0]) if len(other) else size
+
+
+def _settle(
+    preferences: Sequence[Preference],
+    split: Sequence[tuple[Pair, bool]],
+    limits: Limits,
+    tokenizer: Tokenizer,
+    *,
+    least: int,
+) -> tuple[dict[int, Pair], dict[str, int]]:
+    """Returns the pairs kept by position, within the limits, and what was done how often."""
+    dropped: dict[str, str] = {}  # reason -> its first row
+    counts = dict.fromkeys(("given", "kept", *_DROPPED, *_TOLD), 0) | {"given": len(preferences)}
+    kept: dict[int, Pair] = {}
+    for i, (pair, merged) in enumerate(split):
+        fitted = _fit(pair, limits, _opening(pair.prompt, tokenizer))
+        if isinstance(fitted, str):
+            counts[fitted] += 1
+            sizes = f"prompt {len(pair.prompt)}, chosen {len(pair.chosen)}, rejected {len(pair.rejected)} tokens"
+            dropped.setdefault(fitted, f"{preferences[i].id} ({sizes})")
+            continue
+        kept[i] = fitted
+        counts["kept"] += 1
+        counts["prompt_cut"] += len(fitted.prompt) < len(pair.prompt)
+        counts["reply_cut"] += len(fitted.chosen) < len(pair.chosen) or len(fitted.rejected) < len(pair.rejected)
+        counts["boundary"] += merged
+    if len(kept) < least:
+        told = "; ".join(f"{counts[reason]} {_DROPPED[reason]}, as {row}" for reason, row in dropped.items())
+        raise UserError(
+            f"{len(kept)} of {len(preferences)} pairs can be used, at least {least} are needed (one a bucket) with "
+            f"{limits}: {told or 'there are no more'}"
+        )
+    return kept, counts
+
+
+def _opening(prompt: np.ndarray, tokenizer: Tokenizer) -> int:
+    """Counts what a cut leaves at the beginning of a prompt: BOS, also where only the template writes it."""
+    if tokenizer.begin:
+        return len(tokenizer.begin)
+    return int(len(prompt) > 0 and int(prompt[0]) == tokenizer.backend.bos_token_id)
+
+
+def _fit(pair: Pair, limits: Limits, opening: int) -> Pair | str:
+    """Returns the pair within the limits, or the reason why it is dropped."""
+    if not len(pair.prompt):
+        return "nothing"
+    if limits.max_prompt and len(pair.prompt) > limits.max_prompt:
+        if limits.truncation == "drop":
+            return "max_prompt"
+        kept = limits.max_prompt
+        prompt = pair.prompt[:kept] if limits.truncation == "keep_start" else _keep_end(pair.prompt, kept, opening)
+        pair = dataclasses.replace(pair, prompt=prompt)
+    room = limits.max_length - len(pair.prompt)
+    if room <= 0:
+        return "prompt"
+    if pair.length > limits.max_length:
+        left = limits.max_length - (pair.length - len(pair.prompt))  # for the prompt, beside a whole reply
+        if limits.truncation == "drop" or (limits.truncation == "keep_end" and left < 1):
+            return "length"
+        if limits.truncation == "keep_start":
+            pair = dataclasses.replace(pair, chosen=pair.chosen[:room], rejected=pair.rejected[:room])
+        else:
+            pair = dataclasses.replace(pair, prompt=_keep_end(pair.prompt, left, opening))
+    return "same" if np.array_equal(pair.chosen, pair.rejected) else pair
+
+
+def _keep_end(prompt: np.ndarray, size: int, opening: int) -> np.ndarray:
+    """Returns so many ids: the opening ones and the last."""
+    opening = min(opening, size)
+    return np.concatenate([prompt[:opening], prompt[len(prompt) - (size - opening) :]])

@@ -1,0 +1,204 @@
+"""lw_jax/data/pairs.py: pairs are read in every form or refused by place and rule, and split by prompt."""
+
+import gzip
+import json
+import logging
+import random
+import re
+
+import pytest
+
+from lw_jax.core.errors import UserError
+from lw_jax.data.pairs import Preference, Turn, read, split
+
+PLAIN = [{"prompt": f"Question {i}?", "chosen": f"yes {i}", "rejected": f"no {i}", "score": i} for i in range(3)]
+USER, CHOSEN, REJECTED = (
+    {"role": "user", "content": "hi"},
+    {"role": "assistant", "content": "hello"},
+    {"role": "assistant", "content": "go away"},
+)
+TALK = {"prompt": [USER], "chosen": [CHOSEN], "rejected": [REJECTED]}
+TRANSCRIPT = {
+    "chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: I do",
+    "rejected": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: I don't",
+}
+
+
+def write(path, rows):
+    text = "\n".join(map(json.dumps, rows)) if ".jsonl" in path.suffixes else json.dumps(rows, indent=1)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return str(path)
+
+
+def read_rows(tmp_path, *rows):
+    return read(write(tmp_path / "pairs.jsonl", [PLAIN[0] if row is None else row for row in rows]))
+
+
+def texts(pair):
+    return pair.prompt, pair.chosen, pair.rejected
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "a.jsonl.gz", "a.json.gz"])
+def test_plain_rows_are_read_from_every_kind_of_file(tmp_path, name):
+    found = read(write(tmp_path / name, PLAIN))
+    assert [texts(pair) for pair in found] == [(row["prompt"], row["chosen"], row["rejected"]) for row in PLAIN]
+    assert len({pair.id for pair in found}) == 3
+
+
+def test_one_row_is_a_file(tmp_path):
+    assert texts(read_rows(tmp_path, PLAIN[1])[0]) == ("Question 1?", "yes 1", "no 1")
+
+
+def test_conversations_become_turns(tmp_path):
+    (pair,) = read_rows(tmp_path, TALK)
+    assert texts(pair) == ((Turn("user", "hi"),), (Turn("assistant", "hello"),), (Turn("assistant", "go away"),))
+
+
+@pytest.mark.parametrize("prompt", [{}, {"prompt": None}])
+def test_prompt_of_whole_conversations_is_what_they_begin_with_alike(tmp_path, prompt):
+    system = {"role": "system", "content": "be kind"}
+    before = [system, USER, CHOSEN, {"role": "user", "content": "and now?"}]
+    (pair,) = read_rows(tmp_path, prompt | {"chosen": [*before, CHOSEN], "rejected": [*before, REJECTED]})
+    assert [turn.content for turn in pair.prompt] == ["be kind", "hi", "hello", "and now?"]
+    assert (pair.chosen, pair.rejected) == ((Turn("assistant", "hello"),), (Turn("assistant", "go away"),))
+
+
+def test_prompt_of_transcripts_ends_where_the_last_common_reply_begins(tmp_path):
+    (pair,) = read_rows(tmp_path, TRANSCRIPT)
+    assert texts(pair) == ("\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant:", " I do", " I don't")
+
+
+def test_pair_of_equal_replies_is_dropped_and_counted(tmp_path, caplog):
+    with caplog.at_level(logging.WARNING):
+        found = read_rows(tmp_path, PLAIN[0], {"prompt": "p", "chosen": "x", "rejected": "x"}, PLAIN[2])
+    assert [pair.prompt for pair in found] == ["Question 0?", "Question 2?"]
+    assert "dropped 1 of 3 pairs" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "row", [{"prompt": "p", "chosen": "x", "rejected": "x"}, {"chosen": [USER], "rejected": [USER]}]
+)
+def test_file_of_equal_replies_alone_is_refused(tmp_path, row):
+    with pytest.raises(UserError, match="no pair left of 2"):
+        read_rows(tmp_path, row, row)
+
+
+def test_empty_reply_is_a_reply(tmp_path):
+    assert read_rows(tmp_path, {"prompt": "p", "chosen": "x", "rejected": ""})[0].rejected == ""
+
+
+@pytest.mark.parametrize(
+    ("row", "rule"),
+    [
+        ([1], "expected a JSON object, found list"),
+        ({"prompt": "p", "rejected": "b"}, "field 'chosen' is missing, found ['prompt', 'rejected']"),
+        (
+            {"prompt": "p", "chosen": "a", "rejected": 7},
+            "field 'rejected' must be a string or a list of turns, found int",
+        ),
+        ({"prompt": " \n", "chosen": "a", "rejected": "b"}, "field 'prompt' is empty"),
+        ({"chosen": "a", "rejected": "b"}, "field 'prompt' is missing, and 'chosen' and 'rejected' do not begin"),
+        (
+            {"prompt": "p", "chosen": [CHOSEN], "rejected": [REJECTED]},
+            "mixed forms, 'prompt' a string, 'chosen' a list",
+        ),
+        ({"prompt": "p", "chosen": "a", "rejected": [REJECTED]}, "mixed forms"),
+        (TALK | {"chosen": [{"from": "gpt", "value": "x"}]}, "field 'chosen'[0]: a turn is"),
+        (TALK | {"rejected": [{"role": "assistant", "content": [1]}]}, "field 'rejected'[0]: a turn is"),
+        (TALK | {"prompt": []}, "has no turn"),
+        (TALK | {"prompt": [USER, CHOSEN]}, "ends with a turn of 'assistant'"),
+        (TALK | {"chosen": []}, "field 'chosen' has behind the prompt the turns []"),
+        (
+            TALK | {"rejected": [USER, REJECTED]},
+            "field 'rejected' has behind the prompt the turns ['user', 'assistant']",
+        ),
+        ({"chosen": [USER, CHOSEN, USER], "rejected": [USER]}, "field 'chosen' has behind"),
+        ({"chosen": [CHOSEN], "rejected": [REJECTED]}, "has no turn"),
+    ],
+)
+def test_broken_row_is_refused_by_file_line_and_rule(tmp_path, row, rule):
+    whole = TALK if isinstance(row, dict) and isinstance(row.get("rejected"), list) else PLAIN[0]
+    path = write(tmp_path / "pairs.jsonl", [whole, row])
+    with pytest.raises(UserError, match=re.escape(f"{path}:2: ") + ".*" + re.escape(rule)):
+        read(path)
+
+
+def test_broken_json_and_an_empty_file_are_refused_by_place(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps(PLAIN[0]) + '\n{"prompt": \n')
+    with pytest.raises(UserError, match=re.escape(f"{path}:2: broken JSON")):
+        read(str(path))
+    path.write_text("\n \n")
+    with pytest.raises(UserError, match="empty; expected rows"):
+        read(str(path))
+
+
+@pytest.mark.parametrize(
+    ("rows", "forms"),
+    [
+        ((PLAIN[0], TALK), "is conversational, but .*:1 is plain"),
+        ((TALK, PLAIN[0]), "is plain, but .*:1 is conversational"),
+        ((PLAIN[0], TRANSCRIPT), "is a transcript without prompt, but .*:1 is plain"),
+    ],
+)
+def test_file_of_mixed_forms_is_refused(tmp_path, rows, forms):
+    with pytest.raises(UserError, match=forms):
+        read_rows(tmp_path, *rows)
+
+
+# --- split ---
+
+
+def pairs(prompts, replies=3):
+    return [Preference(f"{p}.{i}", f"prompt {p}", f"good {i}", f"bad {i}") for p in prompts for i in range(replies)]
+
+
+def sides(preferences, share=0.3, seed=5):
+    train, held = split(preferences, share, seed)
+    assert sorted(pair.id for pair in [*train, *held]) == sorted(pair.id for pair in preferences)
+    return {pair.prompt for pair in train}, {pair.prompt for pair in held}
+
+
+def test_no_prompt_stands_on_both_sides_and_the_share_is_about_kept():
+    train, held = sides(pairs(range(500)))
+    assert not train & held
+    assert 0.25 < len(held) / 500 < 0.35  # 0.3 +- 2.5 standard deviations of 500 draws
+
+
+def test_side_of_a_prompt_does_not_depend_on_order_or_other_rows():
+    few = pairs(range(41))
+    random.Random(3).shuffle(few)
+    train, held = sides(few)
+    more_train, more_held = sides(pairs(range(-7, 53)))
+    assert train <= more_train and held <= more_held
+
+
+def test_seed_draws_another_split():
+    assert sides(pairs(range(97)), seed=1) != sides(pairs(range(97)), seed=2)
+
+
+def test_white_space_does_not_make_another_prompt():
+    spaced = [Preference(pair.id, f"{pair.prompt}\n ".replace(" ", "  "), "a", "b") for pair in pairs(range(53))]
+    train, held = split([*pairs(range(53)), *spaced], 0.5, 0)
+    assert not {pair.prompt.split()[1] for pair in train} & {pair.prompt.split()[1] for pair in held}
+
+
+def test_conversations_are_split_by_all_their_turns():
+    def talk(i):
+        turns = (Turn("user", "alike"), Turn("assistant", f"reply {i // 2}"), Turn("user", "alike"))
+        return Preference(str(i), turns, (Turn("assistant", "a"),), (Turn("assistant", "b"),))
+
+    train, held = split([talk(i) for i in range(60)], 0.5, 0)
+    assert train and held and not {pair.prompt for pair in train} & {pair.prompt for pair in held}
+
+
+@pytest.mark.parametrize(("share", "side"), [(1e-9, "held out"), (1 - 1e-9, "left to train on")])
+def test_split_that_leaves_a_side_empty_is_refused(share, side):
+    with pytest.raises(UserError, match=f"of 11 different prompts none is {side}"):
+        split(pairs(range(11)), share, 0)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, -0.5])
+def test_share_outside_the_unit_interval_is_refused(share):
+    with pytest.raises(UserError, match="between 0 and 1"):
+        split(pairs(range(11)), share, 0)

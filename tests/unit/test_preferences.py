@@ -1,0 +1,557 @@
+"""lw_jax/data/preferences.py: where a prompt ends, how a reply ends in every family, what is cut, and the batches."""
+
+import dataclasses
+import itertools
+import re
+
+import jax
+import numpy as np
+import pytest
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from lw_jax.core.errors import UserError
+from lw_jax.data.course import Course, widths_of
+from lw_jax.data.loader import Loader, eval_batches
+from lw_jax.data.pairs import Preference, Turn
+from lw_jax.data.preferences import Limits, Preferences, encode
+from lw_jax.data.tokens import load_tokenizer
+
+WIDE = Limits(max_length=1000)
+LOOP = "{% for m in messages %}"
+LLAMA_HEAD = "<|start_header_id|>{{ m['role'] }}<|end_header_id|>\n\n{{ m['content'] | trim }}<|eot_id|>{% endfor %}"
+LLAMA_REPLY = "<|start_header_id|>assistant<|end_header_id|>\n\n"
+ZEPHYR = LOOP + "<|{{ m['role'] }}|>\n{{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+
+
+def ask(reply):
+    return "{% if add_generation_prompt %}" + reply + "{% endif %}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """One family's special tokens, its template, and what a short talk becomes in it."""
+
+    specials: tuple[str, ...]  # the first one pads
+    begin: str
+    eos: str
+    template: str
+    prompt: str
+    chosen: str
+
+
+FAMILIES = {
+    "llama3": Kind(
+        ("<pad>", "<|begin_of_text|>", "<|end_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"),
+        "<|begin_of_text|>",
+        "<|end_of_text|>",
+        "{{ bos_token }}" + LOOP + LLAMA_HEAD + ask(LLAMA_REPLY),
+        "<|begin_of_text|><|start_header_id|>user<|end_header_id|>\n\nhi he<|eot_id|>" + LLAMA_REPLY,
+        "hey you<|eot_id|>",
+    ),
+    "phi3": Kind(
+        ("<pad>", "<s>", "<|endoftext|>", "<|user|>", "<|assistant|>", "<|end|>"),
+        "",
+        "<|endoftext|>",
+        LOOP
+        + "<|{{ m['role'] }}|>\n{{ m['content'] }}<|end|>\n{% endfor %}{% if add_generation_prompt %}<|assistant|>\n"
+        + "{% else %}{{ eos_token }}{% endif %}",
+        "<|user|>\nhi he<|end|>\n<|assistant|>\n",
+        "hey you<|end|>",
+    ),
+    "qwen": Kind(
+        ("<|endoftext|>", "<|im_start|>", "<|im_end|>"),
+        "",
+        "<|im_end|>",
+        LOOP
+        + "<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+        + ask("<|im_start|>assistant\n"),
+        "<|im_start|>user\nhi he<|im_end|>\n<|im_start|>assistant\n",
+        "hey you<|im_end|>",
+    ),
+    "stablelm": Kind(
+        ("<pad>", "<|endoftext|>"),
+        "",
+        "<|endoftext|>",
+        ZEPHYR + ask("<|assistant|>\n"),
+        "<|user|>\nhi he<|endoftext|>\n<|assistant|>\n",
+        "hey you<|endoftext|>",
+    ),
+    "tinyllama": Kind(
+        ("<unk>", "<s>", "</s>"),
+        "<s>",
+        "</s>",
+        ZEPHYR + ask("<|assistant|>\n"),
+        "<s><|user|>\nhi he</s>\n<|assistant|>\n",
+        "hey you</s>",
+    ),
+}
+END = {
+    "llama3": "<|eot_id|>",
+    "phi3": "<|end|>",
+    "qwen": "<|im_end|>",
+    "stablelm": "<|endoftext|>",
+    "tinyllama": "</s>",
+}
+MERGES = [("Ċ", "Ċ"), ("h", "e"), ("he", "y"), ("Ġ", "y"), ("h", "i")]
+
+
+def backend_of(family):
+    """Byte-level BPE, but for TinyLlama one that writes word beginnings as SentencePiece does."""
+    specials = FAMILIES[family].specials
+    if family != "tinyllama":
+        tokens = [*specials, *sorted(pre_tokenizers.ByteLevel.alphabet()), *(a + b for a, b in MERGES)]
+        backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, MERGES))
+        backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        backend.decoder = decoders.ByteLevel()
+    else:
+        merges = [("▁", "h"), *MERGES[1:3]]
+        tokens = [*specials, "▁", "\n", *map(chr, range(33, 127)), *(a + b for a, b in merges)]
+        backend = Backend(models.BPE({token: i for i, token in enumerate(tokens)}, merges, unk_token="<unk>"))
+        backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
+        backend.decoder = decoders.Replace("▁", " ")
+    backend.add_special_tokens([AddedToken(token, normalized=False, special=True) for token in specials])
+    return backend
+
+
+@pytest.fixture(scope="module")
+def load(tmp_path_factory):
+    root, made = tmp_path_factory.mktemp("tokenizers"), {}
+
+    def load(family, template=None):
+        key = family, template
+        if key not in made:
+            kind, backend = FAMILIES[family], backend_of(family)
+            if kind.begin:
+                mark = (kind.begin, backend.token_to_id(kind.begin))
+                backend.post_processor = processors.TemplateProcessing(single=[kind.begin, "$A"], special_tokens=[mark])
+            named = {"eos_token": kind.eos, "pad_token": kind.specials[0]}
+            if bos := kind.begin or ("<s>" if "<s>" in kind.specials else ""):
+                named["bos_token"] = bos
+            fast = PreTrainedTokenizerFast(tokenizer_object=backend, **named)
+            fast.chat_template = kind.template if template is None else template or None
+            folder = root / f"{family}{len(made)}"
+            fast.save_pretrained(str(folder))
+            made[key] = load_tokenizer(folder)
+        return made[key]
+
+    return load
+
+
+@pytest.fixture
+def qwen(load):
+    return load("qwen")
+
+
+def talk(prompt="hi he", chosen="hey you", rejected="no"):
+    return Preference("f:1", (Turn("user", prompt),), (Turn("assistant", chosen),), (Turn("assistant", rejected),))
+
+
+def encode_one(tokenizer, pair, template="chat", limits=WIDE):
+    (data,) = encode([pair], tokenizer=tokenizer, template=template, limits=limits)
+    return data.pairs[0]
+
+
+def whole(pair):
+    return [np.concatenate([pair.prompt, reply]).tolist() for reply in (pair.chosen, pair.rejected)]
+
+
+def special(tokenizer, text):
+    return tokenizer.backend.convert_tokens_to_ids(text)
+
+
+# --- how a conversation is written and where its replies end ---
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("form", ["turns", "strings"])
+def test_chat_writes_the_talk_in_the_format_of_the_family(load, family, form):
+    tokenizer, kind = load(family), FAMILIES[family]
+    pair = encode_one(tokenizer, talk() if form == "turns" else Preference("f:1", "hi he", "hey you", "no"))
+    assert pair.prompt.tolist() == tokenizer.encode(kind.prompt)
+    assert whole(pair)[0] == tokenizer.encode(kind.prompt + kind.chosen)
+    assert whole(pair)[1] == tokenizer.encode(kind.prompt + "no" + END[family])
+    assert pair.chosen.dtype == pair.rejected.dtype == pair.prompt.dtype == np.int32
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_reply_ends_with_one_terminator_and_nothing_behind_it(load, family):
+    tokenizer = load(family)
+    pair = encode_one(tokenizer, talk())
+    for reply in (pair.chosen, pair.rejected):
+        assert [i for i in reply.tolist() if i in tokenizer.stops] == [reply[-1]] == [special(tokenizer, END[family])]
+
+
+def test_llama3_trains_on_eot_id_its_secondary_terminator(load):
+    tokenizer = load("llama3")
+    assert tokenizer.eos == special(tokenizer, "<|end_of_text|>")
+    assert encode_one(tokenizer, talk()).chosen[-1] == special(tokenizer, "<|eot_id|>") != tokenizer.eos
+
+
+def test_phi3_trains_on_end_its_secondary_terminator_and_not_on_the_eos_behind(load):
+    tokenizer = load("phi3")
+    assert tokenizer.render([{"role": "assistant", "content": "x"}], reply=False).endswith("<|end|>\n<|endoftext|>")
+    pair = encode_one(tokenizer, talk())
+    assert pair.chosen[-1] == special(tokenizer, "<|end|>") != tokenizer.eos
+    assert tokenizer.eos not in [*pair.chosen, *pair.rejected]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tail", ["{0}", "{0}\n", "{0}{0}", "{eos}", "{0}\n{eos} \n"])
+def test_double_eos_where_a_conversation_already_holds_an_end(load, family, tail):
+    tokenizer = load(family)
+    tail = tail.format(END[family], eos=FAMILIES[family].eos)
+    assert whole(encode_one(tokenizer, talk(chosen="hey you" + tail))) == whole(encode_one(tokenizer, talk()))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tail", ["{0}", "{0}\n", "{0}{0}", "{0} {0}\n"])
+def test_double_eos_where_a_plain_text_already_ends_with_it(load, family, tail):
+    tokenizer = load(family)
+    pair = encode_one(tokenizer, Preference("f:1", "hi", "hey" + tail.format(FAMILIES[family].eos), "no"), "plain")
+    assert pair.chosen.tolist().count(tokenizer.eos) == 1 and pair.chosen[-1] == tokenizer.eos
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_missing_eos_is_put_behind_a_plain_text(load, family):
+    tokenizer = load(family)
+    pair = encode_one(tokenizer, Preference("f:1", "hi", " hey \n", "no"), "plain")
+    begin = list(tokenizer.begin)
+    assert whole(pair)[0] == [*begin, *tokenizer.encode("hi hey \n"), tokenizer.eos]  # its own white space stays
+    assert whole(pair)[1] == [*begin, *tokenizer.encode("hino"), tokenizer.eos]
+
+
+@pytest.mark.parametrize("family", ["llama3", "phi3"])
+def test_plain_text_that_ends_with_the_secondary_terminator_gets_no_eos_behind_it(load, family):
+    tokenizer = load(family)
+    pair = encode_one(tokenizer, Preference("f:1", "hi", "hey" + END[family], "no"), "plain")
+    assert pair.chosen[-1] == special(tokenizer, END[family]) and tokenizer.eos not in pair.chosen
+    assert pair.rejected[-1] == tokenizer.eos
+
+
+def test_missing_eos_where_a_template_writes_no_terminator(load):
+    tokenizer = load("qwen", LOOP + "{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}" + ask("assistant: "))
+    pair = encode_one(tokenizer, talk())
+    assert whole(pair)[0] == [*tokenizer.encode("user: hi he\nassistant: hey you"), tokenizer.eos]
+
+
+def test_end_inside_a_reply_stays_where_it_is(qwen):
+    reply = encode_one(qwen, Preference("f:1", "hi", "he<|im_end|>y", "no"), "plain").chosen
+    assert reply.tolist().count(qwen.eos) == 2 and reply[-1] == qwen.eos
+
+
+def test_reply_of_several_turns_is_ended_by_the_last(qwen):
+    pair = dataclasses.replace(talk(), chosen=(Turn("assistant", "hey"), Turn("assistant", "you")))
+    expected = qwen.encode("hey<|im_end|>\n<|im_start|>assistant\nyou<|im_end|>")
+    assert encode_one(qwen, pair).chosen.tolist() == expected
+
+
+def test_empty_reply_is_its_terminator(load):
+    tokenizer = load("llama3")
+    assert encode_one(tokenizer, talk(rejected="")).rejected.tolist() == [special(tokenizer, "<|eot_id|>")]
+
+
+# --- BOS ---
+
+
+@pytest.mark.parametrize(
+    ("family", "template"), [(family, form) for family in ("llama3", "tinyllama") for form in ("plain", "chat")]
+)
+def test_bos_stands_once_and_before_the_prompt(load, family, template):
+    tokenizer = load(family)
+    pair = encode_one(tokenizer, Preference("f:1", "hi he", "hey", "no"), template)
+    (begin,) = tokenizer.begin
+    for row in whole(pair):
+        assert row[0] == begin and row.count(begin) == 1
+
+
+@pytest.mark.parametrize("family", ["llama3", "phi3", "tinyllama"])
+@pytest.mark.parametrize("template", ["plain", "chat"])
+def test_bos_before_response_in_the_data_is_taken_away(load, family, template):
+    tokenizer = load(family)
+    bos = FAMILIES[family].begin or "<s>"
+    marked, clean = (Preference("f:1", "hi he", before + "hey", before + "no") for before in (bos, ""))
+    assert whole(encode_one(tokenizer, marked, template)) == whole(encode_one(tokenizer, clean, template))
+
+
+def test_bos_in_a_plain_prompt_is_not_doubled(load):
+    tokenizer = load("llama3")
+    marked, clean = (Preference("f:1", begin + "hi", "hey", "no") for begin in ("<|begin_of_text|>", ""))
+    assert whole(encode_one(tokenizer, marked, "plain")) == whole(encode_one(tokenizer, clean, "plain"))
+
+
+def test_family_without_bos_gets_none(qwen):
+    assert encode_one(qwen, Preference("f:1", "hi", "hey", "no"), "plain").prompt.tolist() == qwen.encode("hi")
+
+
+# --- the boundary between prompt and reply ---
+
+
+def test_reply_gets_no_word_beginning_of_its_own(load):
+    tokenizer = load("tinyllama")
+    assert tokenizer.encode("hey")[0] == special(tokenizer, "▁h")  # as it would be apart from its prompt
+    assert encode_one(tokenizer, talk()).chosen[0] == special(tokenizer, "hey")
+
+
+def test_prompt_that_grows_together_with_a_reply_ends_before_and_is_told(qwen):
+    plain = [Preference("f:1", "hi\n", "\nhey", "no"), Preference("f:2", "hi\n", "hey", "no")]
+    (data,) = encode(plain, tokenizer=qwen, template="plain", limits=WIDE)
+    merged, clean = data.pairs
+    assert merged.prompt.tolist() == qwen.encode("hi") and clean.prompt.tolist() == qwen.encode("hi\n")
+    assert whole(merged) == [[*qwen.encode(text), qwen.eos] for text in ("hi\n\nhey", "hi\nno")]
+    assert data.counts["boundary"] == 1
+    assert any(line.startswith("1 pairs split before the last token") for line in data.describe())
+
+
+def test_prompt_that_is_but_one_token_shared_with_a_reply_is_dropped(qwen):
+    rows = [Preference("f:1", "\n", "\nhey", "no"), Preference("f:2", "hi", "hey", "no")]
+    (data,) = encode(rows, tokenizer=qwen, template="plain", limits=WIDE)
+    assert (data.counts["nothing"], len(data), data.examples) == (1, 1, (rows[1],))
+
+
+def test_template_that_rewrites_the_prompt_is_refused_by_row(load):
+    counted = "{{ messages | length }} turns\n" + FAMILIES["qwen"].template
+    with pytest.raises(
+        UserError, match="f:1: the chat template of .*qwen.* writes the prompt with 'chosen' other than"
+    ):
+        encode_one(load("qwen", counted), talk())
+
+
+def test_template_that_refuses_turns_and_its_absence_are_told_with_the_row(load):
+    refusing = "{{ raise_exception('no such role') }}"
+    with pytest.raises(UserError, match=r"f:1: .*refuses these turns \(user: no such role\)"):
+        encode_one(load("qwen", refusing), talk())
+    with pytest.raises(UserError, match="f:1: .*has no chat template"):
+        encode_one(load("qwen", ""), talk())
+
+
+def test_rows_that_do_not_fit_the_template_are_refused(qwen):
+    with pytest.raises(UserError, match='f:1: conversational rows.*template="chat"'):
+        encode_one(qwen, talk(), "plain")
+    transcript = Preference("f:9", "\n\nHuman: a\n\nAssistant:", " b", " c")
+    with pytest.raises(UserError, match="f:9: a transcript would stand.*one turn"):
+        encode_one(qwen, transcript, "chat")
+    assert whole(encode_one(qwen, transcript, "plain"))[0] == [*qwen.encode("\n\nHuman: a\n\nAssistant: b"), qwen.eos]
+
+
+# --- what is cut and dropped; a letter is a token, and each reply has an EOS more ---
+
+
+def row(prompt, chosen, rejected, name="p"):
+    letters = itertools.cycle("abcdefg")
+    texts = ("".join(itertools.islice(letters, size)) for size in (prompt, chosen, rejected))
+    return Preference(name, *texts)
+
+
+def fit(tokenizer, *sizes, **limits):
+    """Returns the data set of rows of these sizes besides one that always fits and comes last."""
+    rows = [row(*size, name=f"row {i}") for i, size in enumerate(sizes)]
+    found = encode([*rows, row(1, 1, 0, "always")], tokenizer=tokenizer, template="plain", limits=Limits(**limits))
+    (data,) = found
+    assert data.counts["given"] == len(sizes) + 1 and data.counts["kept"] == len(data) == len(data.pairs)
+    return data
+
+
+def sizes_of(data):
+    return [(len(pair.prompt), len(pair.chosen), len(pair.rejected)) for pair in data.pairs[:-1]]
+
+
+def changed(data):
+    return {key: count for key, count in data.counts.items() if count and key not in ("given", "kept")}
+
+
+@pytest.mark.parametrize("family", ["qwen", "llama3"])
+def test_drop_leaves_rows_as_they_are_or_out(load, family):
+    bos = len(load(family).begin)
+    data = fit(load(family), (5 - bos, 7, 3), (5 - bos, 2, 8), (6, 7, 7), max_length=13)
+    assert sizes_of(data) == [(5, 8, 4)]
+    assert changed(data) == {"length": 2}
+
+
+@pytest.mark.parametrize("family", ["qwen", "llama3"])
+def test_keep_start_cuts_replies_at_their_end(load, family):
+    tokenizer = load(family)
+    bos = len(tokenizer.begin)
+    data = fit(tokenizer, (5 - bos, 7, 3), (5 - bos, 11, 3), (5 - bos, 9, 10), max_length=13, truncation="keep_start")
+    assert sizes_of(data) == [(5, 8, 4), (5, 8, 4), (5, 8, 8)]
+    assert changed(data) == {"reply_cut": 2}
+    assert data.pairs[0].chosen[-1] == data.pairs[1].rejected[-1] == tokenizer.eos != data.pairs[1].chosen[-1]
+    (uncut,) = encode(data.examples, tokenizer=tokenizer, template="plain", limits=WIDE)
+    np.testing.assert_array_equal(data.pairs[1].chosen, uncut.pairs[1].chosen[:8])
+
+
+def test_keep_end_cuts_prompts_at_their_beginning_behind_bos(load):
+    tokenizer = load("llama3")
+    data = fit(tokenizer, (9, 3, 6), (9, 3, 2), (9, 11, 3), (9, 12, 3), max_length=13, truncation="keep_end")
+    assert sizes_of(data) == [(6, 4, 7), (9, 4, 3), (1, 12, 4)]
+    assert changed(data) == {"prompt_cut": 3, "length": 1}
+    (uncut,) = encode(data.examples, tokenizer=tokenizer, template="plain", limits=WIDE)
+    for pair, full in zip(data.pairs, uncut.pairs, strict=True):
+        left = len(pair.prompt)
+        np.testing.assert_array_equal(pair.prompt, [full.prompt[0], *full.prompt[len(full.prompt) - left + 1 :]])
+        np.testing.assert_array_equal(pair.chosen, full.chosen)
+        np.testing.assert_array_equal(pair.rejected, full.rejected)
+
+
+def test_keep_end_leaves_at_least_one_token_of_a_prompt_without_bos(qwen):
+    data = fit(qwen, (5, 11, 3), (5, 12, 3), max_length=13, truncation="keep_end")
+    assert sizes_of(data) == [(1, 12, 4)] and changed(data) == {"prompt_cut": 1, "length": 1}
+    assert qwen.decode(data.pairs[0].prompt) == data.examples[0].prompt[-1]
+
+
+def test_keep_end_keeps_a_bos_that_the_template_alone_writes(load):
+    tokenizer = load("phi3", "{{ bos_token }}" + FAMILIES["phi3"].template)
+    assert tokenizer.begin == ()
+    full = encode_one(tokenizer, talk()).prompt
+    cut = encode_one(tokenizer, talk(), limits=Limits(1000, max_prompt=4, truncation="keep_end")).prompt
+    np.testing.assert_array_equal(cut, [special(tokenizer, "<s>"), *full[-3:]])
+
+
+@pytest.mark.parametrize("truncation", ["drop", "keep_start", "keep_end"])
+def test_row_whose_prompt_fills_max_length_is_dropped_in_every_mode(qwen, truncation):
+    data = fit(qwen, (13, 1, 2), (40, 1, 2), (11, 1, 0), max_length=13, truncation=truncation)
+    assert sizes_of(data) == [(11, 2, 1)] and changed(data) == {"prompt": 2}
+
+
+@pytest.mark.parametrize(
+    ("truncation", "kept", "told"),
+    [
+        ("drop", [(7, 4, 3)], {"max_prompt": 2}),
+        ("keep_start", [(7, 4, 3)] * 3, {"prompt_cut": 2}),
+        ("keep_end", [(7, 4, 3)] * 3, {"prompt_cut": 2}),
+    ],
+)
+def test_max_prompt_goes_before_everything_else(load, truncation, kept, told):
+    tokenizer = load("llama3")
+    data = fit(tokenizer, (6, 3, 2), (7, 3, 2), (40, 3, 2), max_length=13, max_prompt=7, truncation=truncation)
+    assert sizes_of(data) == kept and changed(data) == told
+    for pair, example in zip(data.pairs[:-1], data.examples, strict=False):
+        words = example.prompt[:6] if truncation == "keep_start" else example.prompt[-6:]
+        assert pair.prompt.tolist() == [*tokenizer.begin, *tokenizer.encode(words)]
+
+
+@pytest.mark.parametrize("max_prompt", [1, 2])
+def test_smallest_prompts_keep_bos_first(load, max_prompt):
+    tokenizer = load("llama3")
+    data = fit(tokenizer, (6, 3, 2), max_length=13, max_prompt=max_prompt, truncation="keep_end")
+    assert (
+        data.pairs[0].prompt.tolist() == [*tokenizer.begin, *tokenizer.encode(data.examples[0].prompt[-1])][:max_prompt]
+    )
+
+
+def test_pair_whose_replies_become_equal_by_the_cut_is_dropped(qwen):
+    rows = [Preference("a", "xxxxx", "abcdefgh", "abcdefgz"), Preference("b", "x", "he", "he<|im_end|>"), row(1, 2, 3)]
+    (data,) = encode(rows, tokenizer=qwen, template="plain", limits=Limits(10, truncation="keep_start"))
+    assert data.counts["same"] == 2 and data.examples == (rows[2],)
+
+
+def test_none_left_is_refused_with_every_reason_and_a_row(qwen):
+    rows = [row(20, 1, 2, "f:1"), row(3, 20, 2, "f:2"), row(3, 2, 20, "f:3")]
+    said = "0 of 3 pairs can be used.*1 dropped: the prompt alone.*f:1 .prompt 20.*2 dropped: prompt and longer.*f:2 "
+    with pytest.raises(UserError, match=said):
+        encode(rows, tokenizer=qwen, template="plain", limits=Limits(10))
+    with pytest.raises(UserError, match="0 of 0 pairs.*there are no more"):
+        encode([], tokenizer=qwen, template="plain", limits=WIDE)
+
+
+@pytest.mark.parametrize(
+    ("changes", "rule"),
+    [
+        ({"template": "raw"}, "template='raw' must be"),
+        ({"limits": Limits(9, truncation="middle")}, "truncation='middle' must be one of drop, keep_start, keep_end"),
+        ({"limits": Limits(1)}, "max_length=1 must be at least 2"),
+        ({"limits": Limits(9, max_prompt=-1)}, "max_prompt=-1 must be at least 0"),
+        ({"buckets": 0}, "buckets=0 must be at least 1"),
+    ],
+)
+def test_wrong_settings_are_refused(qwen, changes, rule):
+    with pytest.raises(UserError, match=re.escape(rule)):
+        encode([row(1, 2, 3)], **({"tokenizer": qwen, "template": "plain", "limits": WIDE} | changes))
+
+
+# --- batches ---
+
+
+def test_batch_holds_both_sides_and_flags_at_the_tokens_themselves(load):
+    tokenizer = load("llama3")
+    rows = [row(4, 6, 2), row(2, 1, 8), row(3, 3, 1)]
+    (data,) = encode(rows, tokenizer=tokenizer, template="plain", limits=WIDE, name="tuned")
+    batch = data.collate([2, 0], channel=np.zeros((2, 3), np.int32))
+    assert batch["source"] == {} and list(batch["readers"]) == ["tuned"] and batch["index"].tolist() == [2, 0]
+    fields = batch["readers"]["tuned"]
+    shapes = {key: (leaf.shape, leaf.dtype.name) for key, leaf in fields.items()}
+    assert shapes == {
+        "ids": ((2, 2, 16), "int32"),  # the longest row has 12
+        "mask": ((2, 2, 16), "bool"),
+        "completion": ((2, 2, 16), "bool"),
+        "weights": ((2, 1), "float32"),
+    }
+    assert (fields["weights"] == 1).all() and batch["index"].dtype == np.int32
+    for place, index in enumerate((2, 0)):
+        pair = data.pairs[index]
+        for side, reply in enumerate((pair.chosen, pair.rejected)):
+            ids, mask, completion = (fields[key][place, side] for key in ("ids", "mask", "completion"))
+            assert ids[mask].tolist() == [*pair.prompt, *reply] and ids[completion].tolist() == reply.tolist()
+            assert (ids[~mask] == tokenizer.pad).all() and not (completion & ~mask).any()
+            assert mask[: mask.sum()].all() and completion[len(pair.prompt)] and not completion[len(pair.prompt) - 1]
+
+
+def test_width_is_a_multiple_of_eight_but_no_more_than_max_length(qwen):
+    lengths = [encode([row(4, n, 1)], tokenizer=qwen, template="plain", limits=Limits(13))[0].length for n in (3, 4, 8)]
+    assert lengths == [8, 13, 13]
+
+
+def test_buckets_part_by_length_and_pad_less(qwen):
+    rows = [row(2 + i % 7, 1 + 5 * i % 97, 1 + 3 * i % 61, f"r{i}") for i in range(41)]
+    (one,) = encode(rows, tokenizer=qwen, template="plain", limits=WIDE)
+    many = encode(rows, tokenizer=qwen, template="plain", limits=WIDE, buckets=3)
+    assert [len(data) for data in many] == [14, 14, 13]
+    assert sorted(e.id for data in many for e in data.examples) == sorted(e.id for e in one.examples)
+    longest = [max(pair.length for pair in data.pairs) for data in many]
+    shortest = [min(pair.length for pair in data.pairs) for data in many]
+    assert all(high <= low for high, low in zip(longest, shortest[1:], strict=False))
+    assert [data.length for data in many] == [-(-size // 8) * 8 for size in longest]
+    slots = sum(len(data) * data.length for data in many)
+    assert sum(data.padding * len(data) * data.length for data in many) / slots < one.padding
+
+
+def test_more_buckets_than_pairs_are_refused(qwen):
+    with pytest.raises(UserError, match="2 of 2 pairs can be used, at least 3 are needed"):
+        encode([row(1, 2, 3), row(1, 2, 4)], tokenizer=qwen, template="plain", limits=WIDE, buckets=3)
+
+
+def test_description_tells_counts_once_and_padding_for_each_bucket(qwen):
+    rows = [row(5, 3, 2), row(5, 11, 3), row(40, 1, 2), row(2, 1, 0), row(3, 1, 0)]
+    data = encode(rows, tokenizer=qwen, template="plain", limits=Limits(13, truncation="keep_start"), buckets=2)
+    assert [line for part in data for line in part.describe()] == [
+        "preference: 4 of 5 pairs kept",
+        "1 dropped: the prompt alone fills max_length",
+        "1 pairs with a reply cut at its end, which then has no terminator",
+        "policy, bucket 1 of 2: 2 pairs, longest prompt 3, longest pair 5/8, padding 50 % of 8",
+        "policy, bucket 2 of 2: 2 pairs, longest prompt 5, longest pair 13/13, padding 25 % of 13",
+    ]
+    masks = [part.collate(range(len(part)))["readers"]["policy"]["mask"] for part in data]
+    assert [part.padding for part in data] == pytest.approx([1 - mask.mean() for mask in masks])
+
+
+def test_course_loader_and_evaluation_take_it_as_a_stream(qwen):
+    rows = [row(2 + i % 7, 3 + i % 5, 1, f"r{i}") for i in range(23)]
+    parts = encode(rows, tokenizer=qwen, template="plain", limits=WIDE, buckets=2)
+    course = Course.of(parts[0])
+    assert course.sizes() == [12] and widths_of(course.shapes()[0])["readers"]["policy"]["ids"].shape == (2, 16)
+    loader = Loader(course, global_batch=4, seed=1)
+    seen = [next(loader)["index"].tolist() for _ in range(3)]
+    assert sorted(itertools.chain(*seen)) == list(range(12))
+    np.testing.assert_equal(course.batch(1, global_batch=4, seed=1, share=slice(1, 3))["index"], seen[1][1:3])
+    batches = list(eval_batches(parts[1], 4))
+    assert [batch["valid"].sum() for batch in batches] == [4, 4, 3]
+    assert jax.tree.map(np.shape, batches[2]["readers"]) == jax.tree.map(np.shape, batches[0]["readers"])
+
+
+def test_no_channel_is_drawn_for_a_stream_that_sends_nothing(qwen, monkeypatch):
+    (data,) = encode([row(2, 3, 1)] * 5, tokenizer=qwen, template="plain", limits=WIDE)
+    given, collate = [], Preferences.collate
+    monkeypatch.setattr(Preferences, "collate", lambda *args, channel: given.append(channel) or collate(*args))
+    Course.of(data).batch(0, global_batch=4, seed=1, share=slice(0, 2))
+    assert given == [None]
