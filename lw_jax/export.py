@@ -40,7 +40,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, peft_folder: s
 
 
 def save_merged(folder: Path, recipe: DPO, pairs: Any, model_type: str) -> None:
-    """Writes the model with its pairs added in, bf16: into the unpacked weights, or into what AWQ's packed ones mean."""
+    """Writes the model with its pairs added in, bf16; packed matrices of an AWQ folder become floats first."""
     packed = "awq" if recipe.llm.weights == "awq" else ""
     params = weights.load(recipe.location, dtype=jnp.bfloat16, packed=packed)
     params = lora.merge(lora.unpack(params, recipe.model, jnp.bfloat16), pairs, recipe.lora)

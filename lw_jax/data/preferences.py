@@ -12,7 +12,7 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.data import batches
-from lw_jax.data.batches import MULTIPLE, Batch
+from lw_jax.data.batches import MULTIPLE, Batch, Lookup
 from lw_jax.data.pairs import HUMAN, Preference, Text, Turn
 from lw_jax.data.tokens import Tokenizer
 
@@ -65,6 +65,8 @@ class Preferences:
     name: str  # the reader that a batch is for
     length: int  # static, of every row
     bucket: tuple[int, int] = (1, 1)  # which of how many
+    training: bool = False  # told in every batch: dropout is for training alone
+    reference: Lookup | None = None  # what a frozen model said of each pair: "reference" f32[b 2]
     task: str = "preference"
     slots: int = 0
     width: int = 0
@@ -80,7 +82,10 @@ class Preferences:
         return 1 - tokens / (2 * len(self) * self.length)
 
     def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
-        """Returns ids i32[b 2 t], mask and completion bool[b 2 t] (chosen, rejected), weights f32[b 1] and index."""
+        """Returns ids i32[b 2 t], mask and completion bool[b 2 t] (chosen, rejected), weights f32[b 1] and index.
+
+        With them training f32[b], 0 or 1, and, where it is kept, reference f32[b 2].
+        """
         del channel
         shape = (len(indices), 2, self.length)
         ids, mask, completion = np.full(shape, self.pad, np.int32), np.zeros(shape, bool), np.zeros(shape, bool)
@@ -95,6 +100,9 @@ class Preferences:
                 completion[row, side, start:end] = True
         weights = np.ones((len(indices), 1), np.float32)
         fields = {"ids": ids, "mask": mask, "completion": completion, "weights": weights}
+        fields["training"] = np.full(len(indices), self.training, np.float32)
+        if self.reference is not None:
+            fields |= self.reference(indices)
         return {"source": {}, "readers": {self.name: fields}, "index": np.array(indices, np.int32)}
 
     def describe(self) -> list[str]:

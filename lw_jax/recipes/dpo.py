@@ -1,5 +1,6 @@
 """Preference tuning: LoRA pairs beside one frozen, possibly packed model learn from chosen and rejected answers."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,10 +16,11 @@ from lw_jax.core import rng as rngs
 from lw_jax.core import tree
 from lw_jax.core.config import Config
 from lw_jax.core.types import LossTerms, Tree, reader_dtype
-from lw_jax.data import preferences
+from lw_jax.data import pairs, preferences
 from lw_jax.data.batches import Batch
 from lw_jax.data.course import Course, Stretch
-from lw_jax.data.preferences import Preferences
+from lw_jax.data.pairs import Preference
+from lw_jax.data.preferences import Limits, Preferences
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.kept import Store, key_of
 from lw_jax.models import decoder, lora
@@ -80,8 +82,8 @@ class DPO:
     def build(self, frozen: Tree | None = None) -> Weights:
         """Draws the pairs and streams the frozen weights into their shards."""
         init = jax.jit(lambda key: lora.init(key, self.model, self.lora), out_shardings=self.shardings().trainable)
-        pairs = init(rngs.stream(self.cfg.seed, "lora"))
-        return Weights(pairs, self.load_frozen() if frozen is None else frozen)
+        learning = init(rngs.stream(self.cfg.seed, "lora"))
+        return Weights(learning, self.load_frozen() if frozen is None else frozen)
 
     def load_frozen(self) -> Tree:
         """Streams the model's weights into their shards; where the reference is kept, what is missing of it is read."""
@@ -102,12 +104,13 @@ class DPO:
         return [("", self._lookup(data, training=False)) for data in self._held_out]
 
     @functools.cached_property
-    def _pairs(self) -> tuple[list[preferences.Preference], list[preferences.Preference]]:
-        data, share = self.cfg.data, self.cfg.dpo.held_out
-        train = preferences.read(Path(data.train).expanduser())
+    def _pairs(self) -> tuple[list[Preference], list[Preference]]:
+        """Returns the training pairs and the held-out ones."""
+        data = self.cfg.data
+        train = pairs.read(data.train)
         if data.validation:
-            return train, preferences.read(Path(data.validation).expanduser())
-        return preferences.split(train, share, self.cfg.seed)
+            return train, pairs.read(data.validation)
+        return pairs.split(train, self.cfg.dpo.held_out, self.cfg.seed)
 
     @functools.cached_property
     def _train(self) -> list[Preferences]:
@@ -117,25 +120,20 @@ class DPO:
     def _held_out(self) -> list[Preferences]:
         return self._encode(self._pairs[1], 1)
 
-    def _encode(self, found: Sequence[preferences.Preference], buckets: int) -> list[Preferences]:
+    def _encode(self, found: Sequence[Preference], buckets: int) -> list[Preferences]:
         spec = self.cfg.dpo
-        return preferences.encode(
-            found,
-            name=self.name,
-            tokenizer=self.tokenizer,
-            template=self.llm.template,
-            max_length=spec.max_length,
-            max_prompt=spec.max_prompt,
-            truncation=spec.truncation,
-            # A bucket must hold a batch.
-            buckets=min(buckets, max(1, len(found) // self.cfg.train.global_batch)),
-        )
+        limits = Limits(max_length=spec.max_length, max_prompt=spec.max_prompt, truncation=spec.truncation)
+        told = {"tokenizer": self.tokenizer, "template": self.llm.template, "limits": limits, "name": self.name}
+        whole = preferences.encode(found, buckets=1, **told)
+        # A bucket must hold a batch.
+        buckets = min(buckets, len(whole[0]) // self.cfg.train.global_batch)
+        return preferences.encode(found, buckets=buckets, **told) if buckets > 1 else whole
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
         """The preference loss of each pair; metrics by TRL's names."""
         spec, fields, params = self.cfg.dpo, batch["readers"][self.name], frozen[self.name]
         key = rng if self.lora.dropout else None
-        policy = lora.attach(params, trainable, self.lora, key=key, training=fields["training"][0])
+        policy = lora.attach(params, trainable, self.lora, key=key, training=jnp.asarray(fields["training"])[0])
         logps, seen = self._score(policy, params, fields)
         if "reference" in fields:
             reference = fields["reference"]
@@ -184,7 +182,8 @@ class DPO:
         return Reference(self) if self.cfg.dpo.reference == "kept" and not self.outline else None
 
     def _lookup(self, data: Preferences, *, training: bool) -> Preferences:
-        return data.attend(self._kept.lookup(data) if self._kept else None, training=training)
+        reference = self._kept.lookup(data) if self._kept else None
+        return dataclasses.replace(data, training=training, reference=reference)
 
     def batch_widths(self) -> Tree:
         """Returns one training pair as shapes at the configuration's limits."""
