@@ -549,9 +549,15 @@ def test_course_loader_and_evaluation_take_it_as_a_stream(qwen):
     assert jax.tree.map(np.shape, batches[2]["readers"]) == jax.tree.map(np.shape, batches[0]["readers"])
 
 
-def test_no_channel_is_drawn_for_a_stream_that_sends_nothing(qwen, monkeypatch):
+def test_no_channel_is_drawn_for_a_stream_that_sends_nothing(qwen):
+    given = []
+
+    class Spy(Preferences):
+        def collate(self, indices, *, channel=None):
+            given.append(channel)
+            return super().collate(indices)
+
     (data,) = encode([row(2, 3, 1)] * 5, tokenizer=qwen, template="plain", limits=WIDE)
-    given, collate = [], Preferences.collate
-    monkeypatch.setattr(Preferences, "collate", lambda *args, channel: given.append(channel) or collate(*args))
-    Course.of(data).batch(0, global_batch=4, seed=1, share=slice(0, 2))
+    spy = Spy(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
+    Course.of(spy).batch(0, global_batch=4, seed=1, share=slice(0, 2))
     assert given == [None]
