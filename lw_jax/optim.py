@@ -1,6 +1,7 @@
 """The optimizer as tables over the paths of the trainable tree: which leaf learns, how fast, with which decay."""
 
 import dataclasses
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -16,8 +17,13 @@ from sharding import rules
 # (regex over paths, multiple of the learning rate; 0 freezes), or one multiple for each stage of the run
 Rates = Sequence[tuple[str, float | tuple[float, ...]]]
 
-# Vectors that set a scale or an offset, and embeddings, of which a batch sees only a few rows.
-DECAY: Sequence[tuple[str, bool]] = ((r".*(norm|scale|bias|gain|mix|queries|tasks|embed)", False), (r".*", True))
+# Vectors that set a scale or an offset, and embeddings, of which a batch sees only a few rows, do not decay.
+_LASTING = re.compile(r".*(norm|scale|bias|gain|mix|queries|tasks|embed)")
+
+
+def decays(tree: Tree) -> Tree:
+    """Returns for each leaf whether its weights decay."""
+    return jax.tree_util.tree_map_with_path(lambda path, _: not _LASTING.fullmatch(rules.path_of(path)), tree)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +61,13 @@ def make(
 ) -> optax.GradientTransformation:
     """AdamW with clipping over the leaves of `abstract` whose rate is not 0; the others have no optimizer state.
 
-    Both tables must cover every leaf and every row of `rates` must decide one, else `sharding.errors.PlacementError`.
+    `rates` must cover every leaf and each of its rows must decide one, else `sharding.errors.PlacementError`.
     """
     rows = rules.match([(pattern, row) for row, (pattern, _) in enumerate(rates)], abstract, name="learning rates")
-    decays = rules.match(DECAY, abstract, name="weight decay")
     table = [_each(multiple, len(stretches)) for _, multiple in rates]
-    row_of, decays_at = ({rules.path_of(path): value for path, value in _leaves(tree)} for tree in (rows, decays))
+    row_of, decays_at = (
+        {rules.path_of(path): value for path, value in _leaves(tree)} for tree in (rows, decays(abstract))
+    )
 
     def by_path(found: dict[str, Any]):
         # Under `partition` frozen leaves are missing from params, so the table is looked up by path.

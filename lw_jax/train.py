@@ -21,8 +21,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data import examples
-from lw_jax.data.batches import Encoded
-from lw_jax.data.course import Course, widths_of
+from lw_jax.data.course import Course, Stream, widths_of
 from lw_jax.data.loader import Loader, eval_batches
 from lw_jax.live import Live
 from lw_jax.monitor import Devices, Sampler
@@ -308,7 +307,7 @@ class Run:
         return found
 
     @functools.cached_property
-    def _validation(self) -> list[tuple[str, Encoded]]:
+    def _validation(self) -> list[tuple[str, Stream]]:
         return self.recipe.validation()
 
     def _report_pending(self, clock: metrics.Clock, *, final: bool = False) -> None:

@@ -11,8 +11,7 @@ from typing import Protocol, runtime_checkable
 import jax
 
 from lw_jax.core.types import LossTerms, Tree
-from lw_jax.data.batches import Encoded
-from lw_jax.data.course import Course
+from lw_jax.data.course import Course, Stream
 from lw_jax.optim import Rates
 from lw_jax.recipes.terms import Terms
 from sharding.placement import Placement
@@ -59,7 +58,7 @@ class Recipe(Protocol):
         """Returns the tokenised training examples and their order."""
         ...
 
-    def validation(self) -> list[tuple[str, Encoded]]:
+    def validation(self) -> list[tuple[str, Stream]]:
         """Returns held-out examples, each data set with a prefix for its metrics; the first one's loss is the best's.
 
         Asked for once the frozen weights are loaded.

@@ -107,7 +107,7 @@ def test_bert_tree_has_the_published_number_of_parameters(name: str) -> None:
 
 def test_bert_tree_its_decay_and_the_tensors_it_comes_from_are_unchanged() -> None:
     shapes = bert.abstract(BERT_BASE, jnp.float32)
-    flat, decay = tree.flatten_paths(shapes), tree.flatten_paths(rules.match(optim.DECAY, shapes, name="decay"))
+    flat, decay = tree.flatten_paths(shapes), tree.flatten_paths(optim.decays(shapes))
     stored = {path: bert_family.TENSORS[path].hugging_face for path in flat}
     rows = [(path, str(leaf.shape), str(leaf.dtype), str(decay[path]), stored[path]) for path, leaf in flat.items()]
     compare("bert_base", [("path", "shape", "dtype", "decay", "tensor"), *sorted(rows)])
@@ -124,7 +124,7 @@ def test_trainable_tree_and_how_it_learns_are_unchanged(name: str, tmp_path_fact
     columns = {
         "placement": jax.tree.map(spec, recipe.shardings().trainable),
         "rate": rules.match([(path, str(rate)) for path, rate in recipe.rates], shapes, name="rates"),
-        "decay": jax.tree.map(str, rules.match(optim.DECAY, shapes, name="decay")),
+        "decay": jax.tree.map(str, optim.decays(shapes)),
     }
     flat = {column: tree.flatten_paths(values) for column, values in columns.items()}
     rows = [
