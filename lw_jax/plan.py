@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from lw_jax import choice, fit, legacy, memory, recipes, sources, targets
+from lw_jax import choice, fit, legacy, memory, preflight, recipes, sources, targets
 from lw_jax.choice import Candidate, Hardware
 from lw_jax.core import config
 from lw_jax.core.config import Config
@@ -28,7 +28,7 @@ from sharding.placement import Placement
 
 Plan = dict[str, Any]  # what --json prints
 
-NOTHING_FITS = 3  # exit code
+NOTHING_FITS, VOID = 3, 2  # exit codes
 SIZES = {"single": 1, "dual": 2, "quad": 4}  # words for a number of cards on one node
 HOST_BYTES = 6e9  # Python, JAX, CUDA and tokenised data, of one process: assumed, not measured
 ROOT = Path(__file__).resolve().parent.parent
@@ -59,11 +59,21 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
         print(json.dumps(plans, indent=2) if request.as_json else simulation_table(plans))
         return 0
     found = make(cfg, _word(request), estimate=request.estimate)
+    told = inspect(cfg)
     if request.as_json:
-        print(json.dumps(found, indent=2))
+        print(json.dumps(found | {"findings": [dataclasses.asdict(one) for one in told]}, indent=2))
     else:
         print(legacy.text(found) if request.legacy else report(found, own=request.own))
+        print("".join(f"{one}\n" for one in told), end="")
+    if any(one.void for one in told):
+        return VOID
     return 0 if found["chosen"] else NOTHING_FITS
+
+
+def inspect(cfg: Config) -> list[preflight.Finding]:
+    """Returns what is wrong with the run itself, wherever it runs."""
+    placed = placements.place("single", recipes.reader_bytes(cfg))
+    return preflight.inspect(cfg, recipes.make(choice.with_remat(cfg, "none"), placed, outline=True))
 
 
 def _word(request: Request) -> str:

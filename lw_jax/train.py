@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lw_jax import fit, metrics, optim, plan, recipes, sources
+from lw_jax import fit, metrics, optim, plan, preflight, recipes, sources
 from lw_jax.checkpoint import Checkpointer
 from lw_jax.core import config, runtime
 from lw_jax.core import rng as rngs
@@ -48,6 +48,10 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     if jax.process_index() == 0:
         print(f"{runtime.describe()}\n{placement.describe()}", flush=True)
     recipe = recipes.make(cfg, placement)
+    found = preflight.inspect(cfg, recipe)
+    preflight.refuse(found)
+    if jax.process_index() == 0:
+        print("".join(f"{one}\n" for one in found), end="", flush=True)
     identity = recipes.identity(recipe, cfg)
     with Checkpointer(workdir / "checkpoints", keep=cfg.train.keep, identity=identity) as checkpointer:
         run = Run(cfg, recipe, checkpointer, workdir)

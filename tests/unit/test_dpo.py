@@ -192,7 +192,6 @@ def test_no_prompt_is_on_both_sides_and_every_bucket_holds_a_batch(root):
         ({"dpo__weights": (1.0, 2.0)}, "a weight for each"),
         ({"dpo__held_out": 0.0}, "nothing is held out"),
         ({"data__train": "cards"}, "name a .json or .jsonl file"),
-        ({"dpo__max_prompt": 96}, "below dpo.max_length = 96"),
         ({"dpo__label_smoothing": 0.1, "dpo__loss": ("ipo",)}, "only sigmoid and robust know it"),
     ],
 )

@@ -1,0 +1,89 @@
+"""lw_jax/preflight.py and what recipes find: the faults that make a run worthless are named before it starts."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import pytest
+
+from lw_jax import plan, preflight
+from lw_jax.core import config, config_file, validation
+from lw_jax.core.errors import UserError
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+
+
+def load(name, **changes):
+    values = config_file.load(name, root=ROOT)
+    for key, value in changes.items():
+        section, leaf = key.split("__")
+        values[section][leaf] = value
+    cfg = config.build(values)
+    validation.validate(cfg)
+    return cfg
+
+
+def texts(cfg):
+    return [str(one) for one in plan.inspect(cfg)]
+
+
+def test_sound_configuration_has_no_finding_but_that_its_rows_are_elsewhere():
+    assert texts(load("configs/h100x4.py")) == []
+    (only,) = texts(load("configs/dpo/vicuna.py"))
+    assert only.startswith("warning: rows not checked: pairs.jsonl")
+
+
+@pytest.mark.parametrize(
+    ("model", "warmup", "steps", "every", "void"),
+    [
+        ("tinyllama", 50, 60, 200, False),
+        ("stablelm", 50, 53, 250, False),
+        ("phi3", 75, 120, 300, False),
+        ("vicuna", 100, 60, 500, True),
+        ("llama3", 100, 60, 500, True),
+    ],
+)
+def test_each_of_the_seed_s_configurations_is_caught(model, warmup, steps, every, void):
+    found = texts(load(f"configs/dpo/{model}.py:seed"))
+    (first,) = [line for line in found if f"optim.warmup_steps={warmup}" in line and f"{steps} steps" in line]
+    assert first.startswith("ERROR" if void else "warning")
+    assert [line.startswith("ERROR") for line in found] == sorted(
+        (line.startswith("ERROR") for line in found), reverse=True
+    )
+    assert any("dpo.max_prompt=512 leaves an answer no room" in line for line in found) == (model == "tinyllama")
+    for key in ("eval_every", "checkpoint_every"):
+        assert any(line.startswith(f"warning: train.{key}={every} is beyond the run's {steps} steps") for line in found)
+    slow = model in ("vicuna", "llama3")
+    assert slow == any("LoRA pairs hardly move" in line for line in found)
+
+
+def test_errors_stop_a_run_and_warnings_do_not():
+    warning, error = preflight.Finding(False, "slow"), preflight.Finding(True, "void")
+    preflight.refuse([warning])
+    with pytest.raises(UserError, match="^void$"):
+        preflight.refuse([error, warning])
+
+
+def test_warmup_is_measured_by_stage():
+    cfg = load("configs/squad.py", optim__warmup_steps=700)  # the first stage has 600 of 12,000 steps
+    (only,) = texts(cfg)
+    assert only.startswith("ERROR: optim.warmup_steps=700 is longer than stage align's 600 steps")
+
+
+@pytest.mark.parametrize(("words", "void"), [(400, True), (3, False)])
+def test_prompts_that_fill_the_length_are_counted_where_the_rows_are_here(tmp_path, words, void):
+    tiny.write_reader(tmp_path / "model", "llama")
+    long = "The home of Lena is in Dallas. " * words
+    rows = [
+        {"prompt": f"{i}: {long if i % 4 else ''}Where?", "chosen": "Dallas", "rejected": "Havana"} for i in range(60)
+    ]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    cfg = load("configs/dpo/tinyllama.py", data__train=str(tmp_path / "pairs.jsonl"), dpo__max_length=128)
+    llm = dataclasses.replace(cfg.llms["policy"], source=str(tmp_path / "model"), template="plain", weights="fp32")
+    found = texts(dataclasses.replace(cfg, llms={"policy": llm}))
+    dropped = [line for line in found if "training pairs are dropped" in line]
+    assert bool(dropped) == void
+    if void:
+        assert dropped[0].startswith("ERROR: 4") and "dpo.max_length=128" in dropped[0] and found[0] == dropped[0]
+    assert any("read each of" in line and "times" in line for line in found), "200 steps of 16 read 54 pairs often"
