@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -311,7 +311,7 @@ class Run:
         return found
 
     @functools.cached_property
-    def _validation(self) -> list[tuple[str, Stream]]:
+    def _validation(self) -> Sequence[tuple[str, Stream]]:
         return self.recipe.validation()
 
     def _report_pending(self, clock: metrics.Clock, *, final: bool = False) -> None:

@@ -5,7 +5,7 @@ which recipe it runs. Everything that differs between recipes stands behind this
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 import jax
@@ -58,7 +58,7 @@ class Recipe(Protocol):
         """Returns the tokenised training examples and their order."""
         ...
 
-    def validation(self) -> list[tuple[str, Stream]]:
+    def validation(self) -> Sequence[tuple[str, Stream]]:
         """Returns held-out examples, each data set with a prefix for its metrics; the first one's loss is the best's.
 
         Asked for once the frozen weights are loaded.

@@ -211,7 +211,8 @@ class DPO:
         # The one place where these labels shift: a position's logits are of the token after it.
         logp, mean = losses.chunked_logp(hidden[:, :-1], table, ids[:, 1:], chunk=chunk)
         scored = _scored(fields).reshape(rows * sides, length - 1)
-        return tuple(jnp.sum(x * scored, axis=1).reshape(rows, sides) for x in (logp, mean))
+        total, seen = (jnp.sum(x * scored, axis=1).reshape(rows, sides) for x in (logp, mean))
+        return total, seen
 
     @property
     def _mode(self) -> decoder.Mode:
