@@ -41,9 +41,7 @@ class Family(NamedTuple):
     """What one model_type's config.json says beyond the fields that all of them have."""
 
     architecture: str  # transformers' class
-    must: dict[
-        str, Any
-    ]  # field -> the one value under which the decoder computes the same; absent or null means that value
+    must: dict[str, Any]  # field -> the only value that the decoder computes; absent or null means it
     norm: str = "rms"
     required: Set[str] = frozenset()
     read: Set[str] = frozenset()  # fields that `decoder_config` reads

@@ -1,0 +1,110 @@
+"""Preference tuning by its commands: trains, goes on from a checkpoint to the same bits, exports what it learned."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from lw_jax import peft, weights
+from lw_jax.data import cards
+from lw_jax.models import decoder, lora
+from tests import tiny
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+STEPS = 24
+
+
+def run(*words, cwd, code=0):
+    environ = os.environ | {"LW_JAX_CACHE": str(cwd / "cache"), "JAX_PLATFORMS": "cpu"}
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "run.py"), *words],
+        cwd=cwd,
+        env=environ,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
+    return done.stdout + done.stderr
+
+
+@pytest.fixture(scope="module")
+def here(tmp_path_factory):
+    """A tiny model of packed matrices, tuned to prefer the polite answer, in a folder of its own."""
+    here = tmp_path_factory.mktemp("dpo")
+    tiny.write_reader(here / "model", "llama", head_dim=16, width=64, ffn=128)
+    rows = []
+    for number, card in enumerate(cards.make(240, facts=1, seed=1, split="train")):
+        asked = {"prompt": f"{number} {card.question}"}
+        rows.append(asked | {"chosen": f"{card.answers[0]}, please", "rejected": f"{card.answers[0]} you fool"})
+    (here / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    train(here)
+    return here
+
+
+def train(here):
+    flags = {
+        **{"llms.policy.source": "model", "llms.policy.sha256": "", "llms.policy.template": "plain"},
+        **{"llms.policy.weights": "nf4", "data.train": "pairs.jsonl", "dpo.max_length": 64, "lora.rank": 4},
+        **{"train.steps": STEPS, "train.checkpoint_every": STEPS // 2, "train.eval_every": STEPS // 2},
+        **{"train.log_every": 1, "optim.learning_rate": 5e-3, "optim.warmup_steps": 2, "compute.remat": "none"},
+    }
+    words = [f"--config.{key}={value}" for key, value in flags.items()]
+    return run("--config", str(ROOT / "configs/dpo/smollm2.py"), *words, "--workdir", "run", cwd=here)
+
+
+def rows_of(here):
+    return [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_loss_starts_at_log_two_and_held_out_pairs_are_told_apart(here):
+    rows = rows_of(here)
+    losses = [row["train/loss"] for row in rows if "train/loss" in row]
+    assert losses[0] == pytest.approx(np.log(2), rel=1e-5), "policy and reference are the same at first"
+    assert losses[-1] < 0.5 * losses[0]
+    held_out = [row for row in rows if "validation/rewards/accuracies" in row]
+    assert held_out[-1]["validation/rewards/accuracies"] > 0.9 and held_out[-1]["validation/rewards/margins"] > 0
+    assert {"validation/logps/chosen", "validation/logits/rejected", "validation/rewards/chosen"} <= set(held_out[-1])
+
+
+def test_a_run_that_lost_its_end_goes_on_to_the_same_bits(here):
+    run("export", "--workdir", "run", "--peft", "straight", cwd=here)
+    last = here / "run" / "checkpoints"
+    newest = max(last.iterdir(), key=lambda folder: int(folder.name) if folder.name.isdigit() else -1)
+    shutil.rmtree(newest)
+    assert f"goes on from step {STEPS // 2}" in train(here)
+    run("export", "--workdir", "run", "--peft", "again", cwd=here)
+    one, other = (load_file(here / name / "adapter_model.safetensors") for name in ("straight", "again"))
+    assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
+
+
+def test_exported_adapter_and_merged_model_say_the_same(here):
+    told = run("export", "--workdir", "run", "--peft", "adapter", "--merged", "whole", cwd=here)
+    assert f"step {STEPS}: adapter for model in adapter" in told
+    cfg = weights.describe(here / "whole")
+    base = weights.load(here / "model", dtype=jnp.float32)
+    pairs, spec = peft.load(here / "adapter", cfg)
+    ids = np.random.default_rng(0).integers(0, 300, (2, 9))
+
+    def logits(params):
+        hidden = decoder.forward(params, cfg, decoder.embed(params, jnp.asarray(ids)), mask=jnp.ones(ids.shape, bool))
+        return decoder.logits(params, hidden.hidden)
+
+    beside, merged = logits(lora.attach(base, pairs, spec)), logits(weights.load(here / "whole", dtype=jnp.float32))
+    assert float(jnp.abs(beside - logits(base)).max()) > 0.1
+    np.testing.assert_allclose(merged, beside, atol=0.05 * float(jnp.abs(beside).max()))  # saved as bf16
+    assert jax.tree.all(jax.tree.map(lambda leaf: bool(jnp.isfinite(leaf).all()), pairs))
+
+
+def test_other_verbs_name_what_such_a_run_is_for(here):
+    assert "has no wire" in run("eval", "--workdir", "run", cwd=here, code=2)
+    assert "export needs --peft DIR or --merged DIR" in run("export", "--workdir", "run", cwd=here, code=2)
+    assert "report.html" in run("report", "--workdir", "run", cwd=here)
