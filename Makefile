@@ -32,7 +32,7 @@ golden: $(VENV)/.dev  ## writes the golden files anew; say why in the commit
 lock: $(VENV)/.dev  ## resolves requirements.lock anew, for Python 3.11 and newer
 	$(PIP) uv
 	: > requirements.lock
-	grep -v '^torch' requirements-dev.txt | $(BIN)/uv pip compile --universal --python-version 3.11 --no-header \
+	grep -vE '^(torch|peft)' requirements-dev.txt | $(BIN)/uv pip compile --universal --python-version 3.11 --no-header \
 		--no-annotate --strip-extras --quiet requirements.txt - --output-file requirements.lock
 
 clean:
