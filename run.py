@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 from lw_jax.core.config import suggest
 from lw_jax.core.errors import UserError
@@ -20,7 +20,10 @@ VERBS = {
         "says before queueing whether a configuration fits on --target, how, and how long it takes;\n"
         "          the file's own placement, remat and micro-batch are searched anew, those of flags are kept",
     ),
-    "slurm": ("lw_jax.slurm", "writes an sbatch file from the plan"),
+    "slurm": (
+        "lw_jax.slurm",
+        "writes an sbatch file from the plan; of several configurations, a FILE.list, as an array or a sequence",
+    ),
     "answer": (
         "lw_jax.answer",
         "sends a text through the wire and lets every reader answer; --write keeps the message,\n"
@@ -45,7 +48,8 @@ EXAMPLES = """examples:
   python run.py export --workdir runs/tinyllama-dpo --peft adapter
   python run.py show --config configs/h100x4.py
   python run.py plan --config configs/h100x4.py --target a100_80x4
-  python run.py slurm --config configs/h100x4.py --site mysite.toml"""
+  python run.py slurm --config configs/h100x4.py --site mysite.toml
+  python run.py slurm --config configs/dpo/all.list --target a100_80x1 --jobs sequence"""
 OWNERS = {  # flags that belong to some verbs only
     "context": ("answer",),
     "question": ("answer",),
@@ -65,6 +69,7 @@ OWNERS = {  # flags that belong to some verbs only
     "submit": ("slurm",),
     "output": ("slurm",),
     "hours": ("slurm",),
+    "jobs": ("slurm",),
 }
 
 
@@ -100,6 +105,7 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--submit", action="store_true", help="slurm: runs sbatch")
     parser.add_argument("--output", metavar="FILE", help="slurm: the script (default: WORKDIR/job.sbatch)")
     parser.add_argument("--hours", type=float, metavar="H", help="slurm: instead of the predicted time")
+    parser.add_argument("--jobs", choices=("array", "sequence"), help="slurm: of a FILE.list (default: array)")
     args = parser.parse_intermixed_args(argv)
     if args.verb not in VERBS:
         parser.error(f"{args.verb!r} is no verb.{suggest(args.verb, VERBS)} The verbs are {', '.join(VERBS)}")
@@ -109,6 +115,11 @@ def parse(argv: list[str]) -> argparse.Namespace:
             parser.error(f"--{flag} belongs to {' and '.join(map(repr, owners))}, not to {args.verb!r}")
     if args.verb == "answer" and (fault := _find_fault(args)):
         parser.error(fault)
+    listed = (args.config or "").endswith(".list")
+    if args.jobs and not listed:
+        parser.error("--jobs goes with --config FILE.list")
+    if listed and args.verb != "slurm":
+        parser.error(f"--config {args.config}: a list is for 'slurm'; {args.verb!r} takes one configuration")
     if args.verb == "export" and not (args.peft or args.merged):
         parser.error("export needs --peft DIR or --merged DIR")
     return args
@@ -130,11 +141,46 @@ def _find_fault(args: argparse.Namespace) -> str:
 
 def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, Any]:
     """Returns the arguments of the verb's `main`, the configuration under `cfg`; writes the folder of a new run."""
+    from lw_jax import workdir as folder
+    from lw_jax.core import platform
+
+    if (args.config or "").endswith(".list"):
+        return _prepare_list(args, assignments)
+    request, found = _resolve(args, args.config, assignments)
+    cfg, workdir = request["cfg"], Path(args.workdir or f"runs/{found.name}")
+    request["workdir"] = workdir
+    if args.verb in ("plan", "slurm"):
+        platform.prepare_compiler(everywhere=bool(args.target or args.simulate))
+        return request | {"request": _planning(args, assignments, found.own)}
+    if args.verb == "show":
+        return request | {"base": found.defaults.to_dict(), "origins": found.origins, "as_json": args.json}
+    if args.verb != "train":
+        folder.check_agreement(cfg, workdir)
+    elif os.environ.get("SLURM_PROCID", "0") == "0":  # of several processes one writes
+        folder.write_workdir(workdir, cfg=cfg, base=found.defaults.to_dict(), command=sys.argv)
+    if args.verb == "answer":
+        request["request"] = _asking(args)
+    if args.verb == "export":
+        request |= {"peft_folder": args.peft or "", "merged": args.merged or ""}
+    return request
+
+
+class _Found(NamedTuple):
+    """What a configuration was made of."""
+
+    defaults: Any  # ConfigDict of configs/base.py
+    origins: Any
+    own: dict[str, Any]  # what the file itself sets of config.SEARCHED
+    name: str
+
+
+def _resolve(args: argparse.Namespace, spec: str | None, assignments: dict[str, str]) -> tuple[dict[str, Any], _Found]:
+    """Returns {"cfg", "resolved"} of one configuration, checked, and what it was made of."""
     from configs import base
     from lw_jax import workdir as folder
-    from lw_jax.core import config, config_file, platform, validation
+    from lw_jax.core import config, config_file, validation
 
-    values = config_file.load(args.config, root=ROOT) if args.config else folder.load(args.workdir, verb=args.verb)
+    values = config_file.load(spec, root=ROOT) if spec else folder.load(args.workdir, verb=args.verb)
     defaults = base.get_config(str(values.get("recipe", "latentwire")))
     origins = config_file.trace(defaults, values, assignments)
     planning = args.verb in ("plan", "slurm")
@@ -142,23 +188,22 @@ def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, 
     config_file.override(values, assignments)
     cfg = config.build(values)
     validation.validate(cfg)
-    name = f"{Path(config_file.split(args.config)[0]).stem}-{cfg.recipe}" if args.config else ""
-    workdir = Path(args.workdir or f"runs/{name}")
-    request = {"cfg": cfg, "resolved": config.to_dict(cfg), "workdir": workdir}
-    if planning:
-        platform.prepare_compiler(everywhere=bool(args.target or args.simulate))
-        return request | {"request": _planning(args, assignments, own)}
-    if args.verb == "show":
-        return request | {"base": defaults.to_dict(), "origins": origins, "as_json": args.json}
-    if args.verb != "train":
-        folder.check_agreement(cfg, workdir)
-    elif os.environ.get("SLURM_PROCID", "0") == "0":  # of several processes one writes
-        folder.write_workdir(workdir, cfg=cfg, base=defaults.to_dict(), command=sys.argv)
-    if args.verb == "answer":
-        request["request"] = _asking(args)
-    if args.verb == "export":
-        request |= {"peft_folder": args.peft or "", "merged": args.merged or ""}
-    return request
+    name = f"{Path(config_file.split(spec)[0]).stem}-{cfg.recipe}" if spec else ""
+    return {"cfg": cfg, "resolved": config.to_dict(cfg)}, _Found(defaults, origins, own, name)
+
+
+def _prepare_list(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, Any]:
+    """Returns the arguments of `jobs.main`, the tasks under `cfg`."""
+    from lw_jax import jobs
+    from lw_jax.core import config_file, platform
+
+    platform.prepare_compiler(everywhere=bool(args.target))
+    workdir, tasks = Path(args.workdir or f"runs/{Path(args.config).stem}"), []
+    for spec in config_file.read_list(args.config, root=ROOT):
+        found, made = _resolve(args, spec, assignments)
+        tasks.append(jobs.Task(found["cfg"], found["resolved"], workdir / made.name, spec))
+    request = _planning(args, assignments, {})
+    return {"cfg": tasks, "kind": args.jobs or "array", "workdir": workdir, "request": request}
 
 
 def _asking(args: argparse.Namespace) -> Any:
@@ -201,7 +246,8 @@ def main(argv: list[str]) -> int:
         if args.verb not in ("show", "report", "plan", "slurm") and (line := platform.hide_idle_cuda()):
             print(line, file=sys.stderr)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is absent, as it should be
-        return importlib.import_module(VERBS[args.verb][0]).main(request.pop("cfg"), **request) or 0
+        module = "lw_jax.jobs" if "kind" in request else VERBS[args.verb][0]
+        return importlib.import_module(module).main(request.pop("cfg"), **request) or 0
     except (UserError, PlacementError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -123,18 +123,18 @@ def main(
     job = make_job(plan, resolved=resolved, workdir=workdir.absolute(), request=request, site=site)
     minutes, requeues = limit(job, site)
     file = Path(request.output).absolute() if request.output else workdir.absolute() / "job.sbatch"
-    _write(file, script(job, site), logs=job.logs)
-    print(f"site profile {profile}" if profile else f"no site profile: {_PORTABLE}")
+    write(file, script(job, site), logs=job.logs)
+    print(f"site profile {profile}" if profile else f"no site profile: {PORTABLE}")
     print(f"wrote {file}\n  sbatch {shlex.quote(str(file))}")
     again = f", {requeues + 1} runs of it (it requeues itself)" if requeues else ""
-    print(f"{job.origin}\npredicted {job.hours:.2f} h, time limit {_clock(minutes)}{again}")
+    print(f"{job.origin}\npredicted {job.hours:.2f} h, time limit {clock(minutes)}{again}")
     print("\n".join(compare([{**plan, "hours": job.hours}, *(_other_sizes(cfg, plan) if others is None else others)])))
     used = plan["chosen"]["devices_used"]
     if used < plan["devices"]:
         card = plan["target"].rpartition("x")[0]
         print(f"{used} of the {plan['devices']} GPUs do the work: --target {card}x{used} costs less")
     if request.submit:
-        print(_submit(file))
+        print(submit(file))
 
 
 def find_site(named: str) -> tuple[Site, str]:
@@ -231,24 +231,29 @@ def script(job: Job, site: Site) -> str:
     Raises:
       UserError: the path of the logs has a character that sbatch reads as its own.
     """
+    start = f"{shlex.join(step(job, site))} \\\n    {shlex.join(job.command)} || code=$?"
+    return "\n".join([*head(job, site), "code=0", start, *tail('"$SLURM_JOB_ID"')]) + "\n"
+
+
+def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j") -> list[str]:
+    """Returns all lines before training: what is asked for, modules and environment."""
     cache = Path(site.scratch) / "lw_jax" / "compiled" if site.scratch else sources.cache_root() / "compiled"
     local = ",".join(map(str, range(job.gpus)))
     several = [
         "# Of several tasks JAX gives each one GPU, the one of its number on the node, unless it is told otherwise.",
         f"export JAX_LOCAL_DEVICE_IDS={local}",
     ]
-    # A task that leaves first, saved, must not have the others killed while they save; JAX ends those of a dead one.
-    step = ["srun", f"--cpus-per-task={job.gpus * site.cpus_per_gpu}"]
-    step += ["--label", "--kill-on-bad-exit=0"] if job.nodes > 1 else []
-    lines = [
+    return [
         "#!/bin/bash",
-        f"{WRITER}: python run.py slurm. {_one_line(job.origin)}",
-        *_directives(job, site),
+        f"{WRITER}: python run.py slurm. {one_line(job.origin)}",
+        *_directives(job, site, log=log),
+        *extra,
         "",
         "set -eo pipefail",
         f"cd {shlex.quote(str(job.folder))}",
         *([f"module load {shlex.join(site.modules)}"] if site.modules else []),
         *site.setup,
+        "set -u  # only now: a site's own lines may not bear it",
         "",
         "# Every start after the first finds its programs compiled.",
         f"export JAX_COMPILATION_CACHE_DIR={shlex.quote(str(cache))}",
@@ -257,16 +262,26 @@ def script(job: Job, site: Site) -> str:
         f"export XLA_PYTHON_CLIENT_MEM_FRACTION={job.memory_fraction:g}",
         *(several if job.nodes > 1 else []),
         "",
-        "code=0",
-        f"{shlex.join(step)} \\\n    {shlex.join(job.command)} || code=$?",
+    ]
+
+
+def step(job: Job, site: Site) -> list[str]:
+    """Returns the words that start training on the job's nodes."""
+    # A task that leaves first, saved, must not have the others killed while they save; JAX ends those of a dead one.
+    several = ["--label", "--kill-on-bad-exit=0"] if job.nodes > 1 else []
+    return ["srun", f"--cpus-per-task={job.gpus * site.cpus_per_gpu}", *several]
+
+
+def tail(job: str) -> list[str]:
+    """Returns all lines after training; `job` is what SLURM knows the running job by, in the shell's words."""
+    return [
         f"# {REQUEUE}: stopped on request and saved; the same command goes on from there.",
         f'if [ "$code" -eq {REQUEUE} ]; then',
-        '    echo "saved; job $SLURM_JOB_ID goes back into the queue"',
-        '    scontrol requeue "$SLURM_JOB_ID" || echo "not requeued: submit the same file again" >&2',
+        f'    echo "saved; job "{job}" goes back into the queue"',
+        f'    scontrol requeue {job} || echo "not requeued: submit the same file again" >&2',
         "fi",
         'exit "$code"',
     ]
-    return "\n".join(lines) + "\n"
 
 
 def _other_sizes(cfg: Config, plan: Plan) -> list[Plan]:
@@ -292,10 +307,10 @@ def compare(plans: Sequence[Plan]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-_PORTABLE = "only what every SLURM knows is asked for; docs/slurm.md tells how to name partition and account."
+PORTABLE = "only what every SLURM knows is asked for; docs/slurm.md tells how to name partition and account."
 
 
-def _directives(job: Job, site: Site) -> list[str]:
+def _directives(job: Job, site: Site, *, log: str) -> list[str]:
     minutes, requeues = limit(job, site)
     gib = job.host_memory_bytes / 2**30
     parts = f"{job.hours:.2f} h predicted x {TIME_MARGIN} + {STARTUP_HOURS} h to start"
@@ -308,7 +323,7 @@ def _directives(job: Job, site: Site) -> list[str]:
         raise UserError(f"--workdir {str(job.logs.parent)!r}: SLURM cannot take this path for its log; rename it.")
     return [
         f"#SBATCH --job-name={job.name}",
-        *(asked or [f"# No site profile, or an empty one: {_PORTABLE}"]),
+        *(asked or [f"# No site profile, or an empty one: {PORTABLE}"]),
         "# One task a node drives all its GPUs: a group of GPUs that shares weights lies within one process.",
         f"#SBATCH --nodes={job.nodes}",
         "#SBATCH --ntasks-per-node=1",
@@ -317,12 +332,12 @@ def _directives(job: Job, site: Site) -> list[str]:
         f"# Of a node: {gib:.1f} GiB planned x {MEMORY_MARGIN} + {PROCESS_GIB} GiB for the process.",
         f"#SBATCH --mem={math.ceil(gib * MEMORY_MARGIN + PROCESS_GIB)}G",
         f"# {parts}.",
-        f"#SBATCH --time={_clock(minutes)}",
+        f"#SBATCH --time={clock(minutes)}",
         "# So long before the limit training (the step, not this shell) is asked to save and stop.",
         f"#SBATCH --signal=TERM@{_notice_seconds(job)}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
-        f'#SBATCH --output="{logs.replace("%", "%%")}/%x-%j.log"',
+        f'#SBATCH --output="{logs.replace("%", "%%")}/{log}.log"',
     ]
 
 
@@ -331,16 +346,19 @@ def _notice_seconds(job: Job) -> int:
     return 60 * math.ceil((SAVING_SECONDS + 2 * job.step_seconds) / 60)
 
 
-def _clock(minutes: int) -> str:
+def clock(minutes: int) -> str:
+    """Returns a time limit as SLURM reads it."""
     days, rest = divmod(minutes, 24 * 60)
     return f"{days}-{rest // 60:02}:{rest % 60:02}:00"
 
 
-def _one_line(text: str) -> str:
+def one_line(text: str) -> str:
+    """Returns a text that cannot leave its line."""
     return " ".join(text.split())
 
 
-def _write(file: Path, text: str, *, logs: Path) -> None:
+def write(file: Path, text: str, *, logs: Path) -> None:
+    """Writes the sbatch file and makes the folder of its logs."""
     try:
         if file.exists() and WRITER not in file.read_text(encoding="utf-8", errors="replace"):
             raise UserError(f"--output {file}: that file is not one of ours; choose another name.")
@@ -351,13 +369,14 @@ def _write(file: Path, text: str, *, logs: Path) -> None:
         raise UserError(f"{error.filename}: {error.strerror}; choose a writable --workdir or --output.") from error
 
 
-def _submit(file: Path) -> str:
+def submit(file: Path) -> str:
+    """Hands the file to sbatch and returns what that says."""
     try:
         done = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
         raise UserError(f"--submit: there is no sbatch here; on a login node: sbatch {file}") from error
     if done.returncode:
-        raise UserError(f"--submit: sbatch {file}: {_one_line(done.stderr)}; mend the site profile, see docs/slurm.md.")
+        raise UserError(f"--submit: sbatch {file}: {one_line(done.stderr)}; mend the site profile, see docs/slurm.md.")
     return done.stdout.strip()
 
 

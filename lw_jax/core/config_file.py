@@ -31,6 +31,21 @@ def find(path: str, *, root: Path) -> Path:
     raise UserError(f"--config {path}: no such file, from here or from {root}.{suggest(path, known)}")
 
 
+def read_list(path: str, *, root: Path) -> list[str]:
+    """Returns the configurations that a .list file names, FILE[:recipe] a line; # begins a comment.
+
+    Raises UserError where there is no such file, or it names none or one twice.
+    """
+    for candidate in (Path(path).expanduser(), root / path):
+        if candidate.is_file():
+            lines = (line.partition("#")[0].strip() for line in candidate.read_text("utf-8").splitlines())
+            found = [line for line in lines if line]
+            if not found or len(set(found)) < len(found):
+                raise UserError(f"--config {path}: it must name one configuration a line, each once; it has {found}.")
+            return found
+    raise UserError(f"--config {path}: no such file, from here or from {root}.")
+
+
 def load(spec: str, *, root: Path) -> ConfigDict:
     """Returns what the file's `get_config` returns, given the recipe after the colon.
 

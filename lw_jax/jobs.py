@@ -1,0 +1,119 @@
+"""Several configurations as one SLURM job: an array, each on cards of its own, or a sequence on the same cards."""
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lw_jax import slurm
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+from lw_jax.core.runtime import REQUEUE
+from lw_jax.plan import Plan, make, resolve_target
+from lw_jax.slurm import Job, Request, Site
+
+KINDS = ("array", "sequence")
+
+
+class Task(NamedTuple):
+    """One configuration of the list, as its own job would have it."""
+
+    cfg: Config
+    resolved: Mapping[str, Any]
+    workdir: Path
+    config: str  # FILE[:recipe]
+
+
+def main(
+    tasks: Sequence[Task],
+    *,
+    kind: str,
+    workdir: Path,
+    request: Request,
+    planner: Callable[[Config, str], Plan] | None = None,
+) -> None:
+    """Plans every task, writes one sbatch file for all, tells what each is predicted to take, submits when asked to."""
+    site, profile = slurm.find_site(request.site)
+    jobs = []
+    for task in tasks:
+        own = dataclasses.replace(request, config=task.config)
+        plan = (planner or make)(task.cfg, resolve_target(request.target, config=task.config))
+        jobs.append(
+            slurm.make_job(plan, resolved=task.resolved, workdir=task.workdir.absolute(), request=own, site=site)
+        )
+    whole = join(jobs, kind, name=Path(request.config).stem, logs=workdir.absolute() / "logs")
+    minutes, requeues = slurm.limit(whole, site)
+    file = Path(request.output).absolute() if request.output else workdir.absolute() / f"{kind}.sbatch"
+    slurm.write(file, script(jobs, whole, site, kind), logs=whole.logs)
+    print(f"site profile {profile}" if profile else f"no site profile: {slurm.PORTABLE}")
+    print(f"wrote {file}\n  sbatch {shlex.quote(str(file))}")
+    for job in jobs:
+        memory = job.host_memory_bytes / 2**30
+        print(f"  {job.name}: {job.hours:.2f} h predicted, {memory:.0f} GiB of host memory; {job.origin}")
+    each = "each task" if kind == "array" else f"all {len(jobs)} together"
+    again = f", {requeues + 1} runs of it (it requeues itself)" if requeues else ""
+    print(f"time limit {slurm.clock(minutes)}, {each}{again}")
+    if request.submit:
+        print(slurm.submit(file))
+
+
+def join(jobs: Sequence[Job], kind: str, *, name: str, logs: Path) -> Job:
+    """Returns what SLURM is asked for: the most of any task, and of a sequence the time of all.
+
+    Raises UserError for tasks on different numbers of nodes or cards.
+    """
+    sizes = {(job.nodes, job.gpus) for job in jobs}
+    if len(sizes) > 1:
+        raise UserError(f"--config {name}.list: its plans take different machines, {sorted(sizes)}; name one --target")
+    # Every task of a sequence starts anew; `limit` adds the first one's start.
+    starts = slurm.STARTUP_HOURS / slurm.TIME_MARGIN * (len(jobs) - 1)
+    hours = max(job.hours for job in jobs) if kind == "array" else sum(job.hours for job in jobs) + starts
+    return dataclasses.replace(
+        jobs[0],
+        name=name,
+        logs=logs,
+        hours=hours,
+        host_memory_bytes=max(job.host_memory_bytes for job in jobs),
+        step_seconds=max(job.step_seconds for job in jobs),
+        memory_fraction=max(job.memory_fraction for job in jobs),
+        origin=f"{len(jobs)} configurations of {name}.list as {kind}",
+    )
+
+
+def script(jobs: Sequence[Job], whole: Job, site: Site, kind: str) -> str:
+    """Returns the text of the sbatch file; `whole` is what `join` made of the jobs."""
+    extra = [f"#SBATCH --array=0-{len(jobs) - 1}"] if kind == "array" else []
+    log = "%x-%A_%a" if kind == "array" else "%x-%j"
+    body = _array(jobs, site) if kind == "array" else _sequence(jobs, site)
+    return "\n".join([*slurm.head(whole, site, extra=extra, log=log), *body]) + "\n"
+
+
+def _start(job: Job, site: Site) -> str:
+    return f"{shlex.join(slurm.step(job, site))} \\\n        {shlex.join(job.command)}"
+
+
+def _array(jobs: Sequence[Job], site: Site) -> list[str]:
+    lines = ["code=0", 'case "$SLURM_ARRAY_TASK_ID" in']
+    for number, job in enumerate(jobs):
+        lines += [f"{number})  # {slurm.one_line(job.origin)}", f"    {_start(job, site)} || code=$? ;;"]
+    again = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'
+    return [*lines, "esac", *slurm.tail(again)]
+
+
+def _sequence(jobs: Sequence[Job], site: Site) -> list[str]:
+    """One after the other: a task that fails lets the next ones run, one that was stopped ends the job.
+
+    A requeued job comes to its finished tasks again; they find their last step done and leave at once.
+    """
+    lines = ["code=0 failed="]
+    for job in jobs:
+        lines += [
+            f"# {slurm.one_line(job.origin)}",
+            f'if [ "$code" -ne {REQUEUE} ]; then',
+            f"    own=0; {_start(job, site)} || own=$?",
+            f'    if [ "$own" -eq {REQUEUE} ]; then code=$own',
+            f'    elif [ "$own" -ne 0 ]; then code=$own; failed="$failed {job.name}($own)"; fi',
+            "fi",
+        ]
+    return [*lines, '[ -z "$failed" ] || echo "failed:$failed" >&2', *slurm.tail('"$SLURM_JOB_ID"')]
