@@ -486,7 +486,14 @@ def test_batch_holds_both_sides_and_flags_at_the_tokens_themselves(load):
         "mask": ((2, 2, 16), "bool"),
         "completion": ((2, 2, 16), "bool"),
         "weights": ((2, 1), "float32"),
+        "training": ((2,), "float32"),
     }
+    assert not fields["training"].any(), "dropout is asked for by name"
+    learned = dataclasses.replace(
+        data, training=True, reference=lambda rows: {"reference": np.full((len(rows), 2), 5.0)}
+    )
+    told = learned.collate([2, 0])["readers"]["tuned"]
+    assert (told["training"] == 1).all() and (told["reference"] == 5).all()
     assert (fields["weights"] == 1).all() and batch["index"].dtype == np.int32
     for place, index in enumerate((2, 0)):
         pair = data.pairs[index]
