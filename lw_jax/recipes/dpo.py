@@ -15,6 +15,7 @@ from lw_jax import losses, preference, sources, weights
 from lw_jax.core import rng as rngs
 from lw_jax.core import tree
 from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
 from lw_jax.core.types import LossTerms, Tree, reader_dtype
 from lw_jax.data import pairs, preferences
 from lw_jax.data.batches import Batch
@@ -280,6 +281,9 @@ class Reference:
     """The reference's log-probabilities, once a pair, on disk."""
 
     def __init__(self, recipe: DPO):
+        """Opens the store of this model, as it is stored and computed with."""
+        if jax.process_count() > 1:
+            raise UserError("config.dpo.reference='kept': one process keeps it; with several, set it to 'live'")
         told = {
             "weights": weights.fingerprint(recipe.location),
             "stored": recipe.llm.weights,

@@ -132,6 +132,13 @@ def test_kept_reference_is_the_live_one_and_is_read_once(root, tmp_path, monkeyp
     )
 
 
+def test_kept_reference_of_several_processes_is_refused_by_name(root, monkeypatch):
+    recipe = make(root, dpo__reference="kept")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(UserError, match=r"config\.dpo\.reference='kept'.*set it to 'live'"):
+        recipe.load_frozen()
+
+
 def test_loss_is_of_the_named_kind_with_the_sft_term_beside_it(root):
     recipe, pairs = make(root), moved(make(root))
     frozen, batch = recipe.load_frozen(), batch_of(recipe)
