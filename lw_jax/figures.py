@@ -103,14 +103,14 @@ def _leads(value: float) -> bool:
 
 
 def _draw_borders(panel: Axes, borders: Sequence[tuple[str, int]], *, named: bool) -> None:
-    for name, step in borders:
+    for number, (name, step) in enumerate(borders):
         panel.axvline(step, color="gray", linestyle="--", linewidth=1, zorder=1)
         if named:
             panel.annotate(
                 f"stage {name}",
                 (step, 1.02),
                 xycoords=("data", "axes fraction"),
-                xytext=(2, 0),
+                xytext=(2, 9 * (number % 2)),  # a short stage's name would stand on the next one's
                 textcoords="offset points",
                 fontsize=8,
                 color="gray",
