@@ -24,6 +24,8 @@ SECTIONS = {
     "made": "How it was made",
 }
 
+ANY = ("curves", "made")  # what every recipe's page has
+
 
 def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path) -> int:
     """Writes WORKDIR/report.html; what the run has not made yet is told with the command that makes it.
@@ -63,7 +65,8 @@ def _head(run: Run) -> dict[str, Any]:
         "readers": ", ".join(run.cfg.llms),
         "checkpoint": run.evaluation.get("step"),
         "verdicts": tables.verdicts(run),
-        "sections": SECTIONS.items(),
+        "wire": run.cfg.recipe == "latentwire",
+        "sections": [item for item in SECTIONS.items() if run.cfg.recipe == "latentwire" or item[0] in ANY],
         "commands": {
             "train": run.training,
             "eval": run.command("eval"),

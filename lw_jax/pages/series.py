@@ -13,19 +13,28 @@ from lw_jax.pages.records import Run, to_number
 
 MOST = 400  # points of a line; where more were logged, a point is the mean of some that follow each other
 DECADE = 10  # a logarithmic axis over less would name one value or none
+# Of preference tuning: panel -> the metrics that share it, by TRL's names
+PREFERENCE = {
+    ("", "pairs told apart"): ("rewards/accuracies",),
+    ("", "reward, beta x nats"): ("rewards/margins", "rewards/chosen", "rewards/rejected"),
+    ("", "log-probability, nats an answer"): ("logps/chosen", "logps/rejected"),
+}
 NLL = re.compile(r"(?P<phase>train|validation)/(?P<other>shuffled/)?(?:(?P<task>[^/]+)/)?nll/(?P<reader>[^/]+)")
 
 
 def training(run: Run) -> list[Panel]:
     """Returns the loss, each task's NLL and the learning rate."""
-    loss = Panel("", "loss, all tasks weighted", [_line(run, "train/loss", "loss")], True)
+    told = "loss, all tasks weighted" if run.cfg.recipe == "latentwire" else "loss"
+    loss = Panel("", told, [_line(run, "train/loss", "loss")], True)
     rate = Panel("", "learning rate", [_line(run, "train/learning_rate", "learning rate")], False)
-    return _drawable([loss, *_by_task(run, "train"), rate])
+    return _drawable([loss, *_by_task(run, "train"), *_of_pairs(run, "train"), rate])
 
 
 def validation(run: Run) -> list[Panel]:
-    """Returns each task's held-out NLL, from the right latents and from another text's."""
-    return _drawable(_by_task(run, "validation"))
+    """Returns each task's held-out NLL, from the right latents and from another text's; of pairs their rewards."""
+    held_out = _line(run, "validation/loss", "loss")
+    pairs = _of_pairs(run, "validation")
+    return _drawable([*_by_task(run, "validation"), *([Panel("", "loss", [held_out], False)] if pairs else []), *pairs])
 
 
 def borders(run: Run) -> list[tuple[str, int]]:
@@ -59,6 +68,20 @@ def _by_task(run: Run, phase: str) -> list[Panel]:
         line = _line(run, match[0], label, colour=readers.index(match["reader"]), style="--" if match["other"] else "-")
         tasks.setdefault(match["task"] or "answer", []).append(line)
     return [Panel(task, "NLL, nats a token", lines, True) for task, lines in tasks.items()]
+
+
+def _of_pairs(run: Run, phase: str) -> list[Panel]:
+    logged = {key for row in run.metrics for key in row}
+    return [
+        Panel(
+            title,
+            unit,
+            [_line(run, f"{phase}/{name}", name.partition("/")[2], colour=i) for i, name in enumerate(names)],
+            False,
+        )
+        for (title, unit), names in PREFERENCE.items()
+        if logged.intersection(f"{phase}/{name}" for name in names)
+    ]
 
 
 def _line(run: Run, key: str, label: str, *, colour: int | None = None, style: str = "-") -> Line:

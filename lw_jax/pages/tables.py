@@ -78,6 +78,8 @@ class Shown:
 
 def verdicts(run: Run) -> list[Verdict]:
     """Returns a line for each reader, the worst one first; one line where nothing was evaluated."""
+    if run.cfg.recipe == "dpo":
+        return [_preference(run)]
     if not run.evaluation:
         return [Verdict("none", "no evaluation yet")]
     order = list(verdict.WORDS)
@@ -92,6 +94,17 @@ def verdicts(run: Run) -> list[Verdict]:
         reasons = [f"{name}: {figures[f'{name}_reason']}" for name in BETWEEN if figures.get(f"{name}_reason")]
         found.append(Verdict(key, f"{reader}: {verdict.WORDS[key]}" + "; ".join(["", *told, *reasons])))
     return sorted(found, key=lambda one: -order.index(one.key))
+
+
+def _preference(run: Run) -> Verdict:
+    told = [row for row in run.metrics if "validation/rewards/accuracies" in row]
+    if not told:
+        return Verdict("none", "no held-out pairs measured yet")
+    row = told[-1]
+    share, margin = (
+        _number(row[f"validation/rewards/{name}"], scale) for name, scale in (("accuracies", 100), ("margins", 1))
+    )
+    return Verdict("none", f"step {row['step']}: {share} % of the held-out pairs told apart, mean margin {margin}")
 
 
 def control(rows: Mapping[str, Mapping[str, Any]]) -> Table:
