@@ -84,7 +84,10 @@ class DPO:
         return Weights(trainable, frozen)
 
     def build(self, frozen: Tree | None = None) -> Weights:
-        """Draws the pairs and streams the frozen weights into their shards."""
+        """Draws the pairs and streams the frozen weights into their shards; tells what each target has matched."""
+        for target, names in lora.match(self.cfg.lora.targets).items():
+            told = ", ".join(lora.MODULES[name] for name in names)
+            print(f"lora.targets {target!r}: {told}, in each of {self.model.layers} layers", flush=True)
         init = jax.jit(lambda key: lora.init(key, self.model, self.lora), out_shardings=self.shardings().trainable)
         learning = init(rngs.stream(self.cfg.seed, "lora"))
         return Weights(learning, self.load_frozen() if frozen is None else frozen)

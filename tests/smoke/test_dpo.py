@@ -46,7 +46,7 @@ def here(tmp_path_factory):
         asked = {"prompt": f"{number} {card.question}"}
         rows.append(asked | {"chosen": f"{card.answers[0]}, please", "rejected": f"{card.answers[0]} you fool"})
     (here / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    train(here)
+    assert "lora.targets 'q_proj': self_attn.q_proj, in each of 2 layers" in train(here)
     return here
 
 

@@ -457,18 +457,19 @@ def status(key):
 weights.load(pathlib.Path(sys.argv[1]), dtype=jnp.float32)  # threads, caches, first allocations
 pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back
 before = status("VmRSS")
-tree = weights.load(pathlib.Path(sys.argv[2]), dtype=jnp.float32)
+tree = weights.load(pathlib.Path(sys.argv[2]), dtype=jnp.float32, packed=sys.argv[3])
 held = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
 print(json.dumps({"peak": status("VmHWM") - before, "held": held}))
 """
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
-def test_loading_needs_the_arrays_and_little_more(tmp_path, llama):
+@pytest.mark.parametrize(("packed", "held"), [("", 290e6), ("nf4", 57e6)])
+def test_loading_needs_the_arrays_and_little_more(tmp_path, llama, packed, held):
     zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), decoder.abstract(BIG, jnp.bfloat16))
     weights.save(tmp_path / "big", zeros, BIG, model_type="llama")
     done = subprocess.run(
-        [sys.executable, "-c", MEASURE, str(llama), str(tmp_path / "big")],
+        [sys.executable, "-c", MEASURE, str(llama), str(tmp_path / "big"), packed],
         capture_output=True,
         text=True,
         check=True,
@@ -476,5 +477,5 @@ def test_loading_needs_the_arrays_and_little_more(tmp_path, llama):
     )
     told = json.loads(done.stdout)
     largest = 4 * BIG.vocab * BIG.width
-    assert told["held"] > 280e6
+    assert told["held"] == pytest.approx(held, rel=0.03)
     assert told["peak"] - told["held"] <= 2 * largest + CONSTANT_BYTES, told
