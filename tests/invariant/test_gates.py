@@ -24,9 +24,7 @@ def test_replayed_embeddings_equal_ids_in_ragged_batches(recipe):
 
 def test_a_dropped_mask_turns_the_replay_gate_red(recipe, monkeypatch):
     kept = decoder._attention_mask
-    monkeypatch.setattr(
-        decoder, "_attention_mask", lambda mask, cache, *, causal: kept(mask | True, cache, causal=causal)
-    )
+    monkeypatch.setattr(decoder, "_attention_mask", lambda mask, *rest, **named: kept(mask | True, *rest, **named))
     with pytest.raises(AssertionError):
         gates.replayed_embeddings_equal_ids(recipe)
 
