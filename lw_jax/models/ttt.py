@@ -1,9 +1,9 @@
 """TTT-Linear and TTT-MLP language models (Sun et al. 2024): a layer's state is a small model that learns as it reads.
 
 Parameters are a plain nested dict, layers stacked on a leading axis; matrices are [out, in], as the decoder's. Arrays
-in, arrays out: no mesh, no files. Semantics follow the authors' PyTorch code, which the parity tests hold it to. Chunk:
-the K tokens whose gradients are all taken at the fast weights with which the chunk began. Dimension letters here, beside
-those of `core/types.py`: chunks n, tokens of a chunk i and j, hidden width of the inner model m.
+in, arrays out: no mesh, no files. Semantics follow the authors' PyTorch code, which the parity tests hold it to. A
+chunk is the K tokens whose gradients are all taken at the fast weights with which it began. Dimension letters here,
+beside those of `core/types.py`: chunks n, tokens of a chunk i and j, hidden width of the inner model m.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Shaped
 
 from lw_jax.core.types import Tree
 from lw_jax.models.decoder import checkpoint_layer, layer_norm, rms_norm
@@ -65,7 +65,7 @@ class Mode:
 
     dtype: str = "float32"  # of products; fast weights, norms, inner rates and gradients stay fp32
     form: str = "scan"  # over chunks, or "full": all outputs at once after one substitution a chunk
-    unroll: int = 0  # chunks per scan iteration (0: all of them)
+    unroll: int = 8  # chunks per scan iteration
     remat: str = "none"  # "none" | "dots" | "full", per layer
     constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
     measured: bool = False  # asks for the inner losses; implies "scan"
@@ -186,7 +186,7 @@ def forward(  # noqa: PLR0913  (the one entry to the model)
     ids = jnp.pad(ids, ((0, 0), (0, -count % cfg.chunk)))
     x = mode.constrain(jnp.take(params["embed"], ids, axis=0).astype(mode.dtype))
     rate = jnp.ones(ids.shape[:1]) if rate is None else rate
-    layer = checkpoint_layer(functools.partial(_layer, cfg, mode, rate, lengths), mode.remat)
+    layer = checkpoint_layer(functools.partial(_layer, cfg, mode, _Rows(rate, lengths)), mode.remat)
 
     def body(x: jax.Array, inputs: tuple[Tree, Memory | None]):
         x, found = layer(mode.constrain(x), *inputs)
@@ -223,17 +223,23 @@ def decode(params: Tree, cfg: TTTConfig, ids: Int[Array, " b"], cache: Cache, *,
 # One layer over a whole text
 
 
+class _Rows(NamedTuple):
+    """What `forward` is told of each row."""
+
+    rate: Float[Array, " b"]
+    lengths: Int[Array, " b"] | None
+
+
 def _layer(
     cfg: TTTConfig,
     mode: Mode,
-    rate: Float[Array, " b"],
-    lengths: Int[Array, " b"] | None,
+    rows: _Rows,
     x: Float[Array, "b t d"],
     p: Tree,
     memory: Memory | None,
 ) -> tuple[jax.Array, tuple[jax.Array | None, Memory | None]]:
     """Returns the stream behind the block, the inner losses and the memory where they are asked for."""
-    before = window = None
+    lengths, before, window = rows.lengths, None, None
     if cfg.pre_conv:
         h = _rms(x, p["before_norm"], cfg)
         before = _keep_last(h, cfg, lengths, memory and memory.before)
@@ -248,7 +254,7 @@ def _layer(
         k = _linear(h, p, "k")
     position = jnp.arange(h.shape[1], dtype=jnp.int32) % cfg.chunk
     q, k = (_rotate(_heads(one, cfg), position[None], cfg) for one in (q, k))
-    text = _Text(q, k, _heads(_linear(h, p, "v"), cfg), _inner_rate(h, p, cfg, rate))
+    text = _Text(q, k, _heads(_linear(h, p, "v"), cfg), _inner_rate(h, p, cfg, rows.rate))
     weights = _beginning(p, cfg, x.shape[0]) if memory is None else memory.weights
     if mode.form == "full" and not mode.measured and memory is None and lengths is None:
         out, losses, found = _full(cfg, mode, p, text, weights), None, None
@@ -319,7 +325,7 @@ def _by_chunk(  # noqa: PLR0913  (what a layer's pass is made of)
         return (after, sums), (z, losses)
 
     nothing = jax.tree.map(jnp.zeros_like, weights)
-    end, (z, losses) = jax.lax.scan(body, (weights, nothing), (chunks, applied, waiting), unroll=mode.unroll or count)
+    end, (z, losses) = jax.lax.scan(body, (weights, nothing), (chunks, applied, waiting), unroll=mode.unroll)
     out = q.astype(jnp.float32) + inner.normalise(z)
     return _joined(out), losses, end
 
@@ -428,17 +434,21 @@ def _full(cfg: TTTConfig, mode: Mode, p: Tree, text: _Text, weights: dict[str, j
         now, before = slice(start, start + cfg.chunk), slice(0, start)
         moved = eta[:, :, now, before]
 
-        def past(table: jax.Array, gradients: list[jax.Array], moved: jax.Array = moved) -> jax.Array | float:
-            return inner.product("bhij,bhje->bhie", table * moved, jnp.concatenate(gradients, 2)) if gradients else 0.0
+        def move(
+            z: jax.Array, table: jax.Array | None, gradients: list[jax.Array], moved: jax.Array = moved
+        ) -> jax.Array:
+            if table is None or not gradients:
+                return z
+            return z - inner.product("bhij,bhje->bhie", table * moved, jnp.concatenate(gradients, 2))
 
-        z = z_key[:, :, now] - past(keys[:, :, now, before], first)
+        z = move(z_key[:, :, now], keys[:, :, now, before], first)
         if cfg.inner == "linear":
             first.append(inner.gradient(z, target[:, :, now]))
             continue
         x, pull = jax.vjp(_gelu, z)
         seen = jnp.concatenate(hidden, 2) if hidden else None
-        table = 0.0 if seen is None else inner.product("bhim,bhjm->bhij", x, seen) + 1
-        gradient = inner.gradient(inner.apply(weights, x, "2") - past(table, second), target[:, :, now])
+        table = None if seen is None else inner.product("bhim,bhjm->bhij", x, seen) + 1
+        gradient = inner.gradient(move(inner.apply(weights, x, "2"), table, second), target[:, :, now])
         back = inner.product("bhie,bhme->bhim", gradient, weights["w2"])
         if seen is not None:
             likeness = inner.product("bhie,bhje->bhij", gradient, jnp.concatenate(second, 2)) * moved
@@ -510,7 +520,7 @@ def _widen(x: jax.Array, like: jax.Array) -> jax.Array:
     return x.reshape((1,) * (like.ndim - x.ndim) + x.shape)
 
 
-def _widen_after(x: Float[Array, " b"], like: jax.Array) -> jax.Array:
+def _widen_after(x: Shaped[Array, " b"], like: jax.Array) -> jax.Array:
     return x.reshape(x.shape + (1,) * (like.ndim - 1))
 
 
