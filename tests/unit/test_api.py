@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lw_jax
-from lw_jax import answer, api, exchange, train, workdir
+from lw_jax import answer, api, exchange, language, train, workdir
 from lw_jax.core.errors import UserError
 from lw_jax.data import batches
 from lw_jax.models import codec
