@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from lw_jax.core.types import Tree
 from lw_jax.models.decoder import checkpoint_layer, layer_norm, rms_norm
+from lw_jax.models.products import wide_product
 
 INNER_EPS = 1e-6  # of the inner LayerNorm and of the one behind the heads, whatever the config's rms_norm_eps
 GROWTH = 4  # hidden width of the inner MLP, in head widths
@@ -354,9 +355,7 @@ class _Inner:
 
     def product(self, equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
         """Returns an fp32 product of factors in the model's dtype."""
-        return jnp.einsum(
-            equation, left.astype(self.dtype), right.astype(self.dtype), preferred_element_type=jnp.float32
-        )
+        return wide_product(equation, left.astype(self.dtype), right.astype(self.dtype))
 
     def apply(self, weights: Tree, x: jax.Array, name: str) -> jax.Array:
         """Returns x w + b of one inner product, x [b h i e]."""
@@ -558,7 +557,7 @@ def _token_factor(p: Tree) -> Float[Array, " i"]:
 
 
 def _inner_rate(h: Float[Array, "b t d"], p: Tree, cfg: TTTConfig, rate: Float[Array, " b"]) -> Float[Array, "b t h"]:
-    gate = jnp.einsum("btd,hd->bth", h, p["rate"].astype(h.dtype), preferred_element_type=jnp.float32)
+    gate = wide_product("btd,hd->bth", h, p["rate"].astype(h.dtype))
     gate = jax.nn.sigmoid(gate + p["rate_bias"].astype(jnp.float32)[None, None])
     return cfg.base_rate / cfg.head_dim * gate * rate[:, None, None]
 
