@@ -147,11 +147,12 @@ def test_id_beyond_the_vocabulary_is_never_written(tmp_path, source, monkeypatch
 
 
 def test_tokenizer_and_content_each_have_a_corpus_of_their_own(tmp_path, source):
-    folders = {pack(source, tokenizer, root=tmp_path).folder for tokenizer in (ByteTokenizer(), Wide())}
+    other = ByteTokenizer(fingerprint="another")
+    folders = {pack(source, tokenizer, root=tmp_path).folder for tokenizer in (ByteTokenizer(), Wide(), other)}
     with open(source, "a") as file:
         file.write('{"text": "more"}\n')
     longer = pack(source, ByteTokenizer(), root=tmp_path)
-    assert len(folders | {longer.folder}) == 3
+    assert len(folders | {longer.folder}) == 4
     np.testing.assert_array_equal(everything(longer), expected([*KEPT, "more"]))
 
 

@@ -163,7 +163,7 @@ def library(tmp_path, monkeypatch):
     """A standard library of four modules, two of which are not read."""
     for name, code in {
         "b.py": 'def f():\n    "of f"\n    class C:\n        """of C\n\n        More.\n\n          deeper"""\n',
-        "a.py": '"""of a"""\nif True:\n    async def g():\n        "of g"\ndef h():\n    return "\\d"\n',
+        "a.py": '"""of a"""\nif True:\n    async def g():\n        "of g"\ndef h():\n    "of h"\n    return "\\d"\n',
         "bare.py": "x = 1\n",
         "test/c.py": '"of a test"',
         "x/site-packages/d.py": '"of another"',
@@ -175,7 +175,7 @@ def library(tmp_path, monkeypatch):
 
 
 def test_docstrings_are_cleaned_and_in_the_order_of_the_file(library):
-    assert texts("docstrings") == ["of a\n\nof g", "of f\n\nof C\n\nMore.\n\n  deeper"]
+    assert texts("docstrings") == ["of a\n\nof g\n\nof h", "of f\n\nof C\n\nMore.\n\n  deeper"]
 
 
 def test_identity_of_docstrings_follows_python_and_the_library(library, monkeypatch):

@@ -81,6 +81,10 @@ def test_windows_that_measure_are_of_another_structure_and_stay_so_on_devices(wi
         assert jax.tree.structure(placed) == jax.tree.structure(told)
 
 
+def test_last_window_needs_a_target_for_its_last_input(packed):
+    assert [len(Windows(Span(packed, 4, 4 + tokens), LENGTH, "lm")) for tokens in (7, 8, 14, 15, 16)] == [0, 1, 1, 2, 2]
+
+
 def test_tail_that_fills_no_window_is_told(packed):
     assert "2 tokens at the end left out" in Windows(Span(packed, 4, 4 + 5 * LENGTH + 3), LENGTH, "lm").describe()[0]
     assert "left out" not in Windows(Span(packed, 4, 4 + 5 * LENGTH + 1), LENGTH, "lm").describe()[0]
