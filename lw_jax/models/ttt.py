@@ -67,6 +67,7 @@ class Mode:
     dtype: str = "float32"  # of products; fast weights, norms, inner rates and gradients stay fp32
     form: str = "scan"  # over chunks, or "full": all outputs at once after one substitution a chunk
     unroll: int = 8  # chunks per scan iteration
+    unroll_layers: int = 1  # layers per scan iteration
     remat: str = "none"  # "none" | "dots" | "full", per layer
     constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
     measured: bool = False  # asks for the inner losses; implies "scan"
@@ -193,7 +194,7 @@ def forward(  # noqa: PLR0913  (the one entry to the model)
         x, found = layer(mode.constrain(x), *inputs)
         return x, found
 
-    x, (losses, found) = jax.lax.scan(body, x, (params["layers"], memory))
+    x, (losses, found) = jax.lax.scan(body, x, (params["layers"], memory), unroll=mode.unroll_layers)
     seen = jnp.full(ids.shape[:1], count, jnp.int32) if lengths is None else lengths
     return Output(_rms(x, params["norm"], cfg)[:, :count], losses, None if found is None else Cache(found, seen))
 
