@@ -200,6 +200,11 @@ def test_no_prompt_is_on_both_sides_and_every_bucket_holds_a_batch(root):
         ({"dpo__held_out": 0.0}, "nothing is held out"),
         ({"data__train": "cards"}, "name a .json or .jsonl file"),
         ({"dpo__label_smoothing": 0.1, "dpo__loss": ("ipo",)}, "only sigmoid and robust know it"),
+        ({"dpo__label_smoothing": 0.5}, "below 0.5"),
+        ({"dpo__label_smoothing": -0.1}, "must not be below 0"),
+        ({"dpo__beta": 0.0}, "must be above 0"),
+        ({"dpo__beta": float("nan")}, "finite"),
+        ({"dpo__weights": (float("inf"),)}, "finite"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(root, changes, told):
