@@ -8,15 +8,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from lw_jax import losses, preference, sources, weights
 from lw_jax.core import rng as rngs
-from lw_jax.core import tree
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import LossTerms, Tree, reader_dtype
+from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data import pairs, preferences
 from lw_jax.data.batches import Batch
 from lw_jax.data.course import Course, Stretch
@@ -42,6 +39,7 @@ class DPO:
     """See `recipes.base.Recipe`; parameters: the pairs of `models/lora.py` learn, {model's name: decoder} is frozen."""
 
     rates = ((".*", 1.0),)
+    reader_bytes = staticmethod(pretrained.reader_bytes)
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         """Finds the model's files; an `outline` needs none and can describe shapes and the loss, but load nothing."""
@@ -52,14 +50,6 @@ class DPO:
         self.model: DecoderConfig = (
             pretrained.outline(cfg, self.llm.source) if outline else weights.describe(self.location)
         )
-
-    @staticmethod
-    def reader_bytes(cfg: Config) -> dict[str, int]:
-        """Returns the bytes of the frozen model's weights, from its shapes alone."""
-        return {
-            name: tree.nbytes(pretrained.describe(pretrained.outline(cfg, llm.source), cfg, llm))
-            for name, llm in cfg.llms.items()
-        }
 
     @functools.cached_property
     def location(self) -> Path:
@@ -73,11 +63,19 @@ class DPO:
 
     def abstract(self) -> Weights:
         """Returns both trees as shapes."""
+        return self._abstract
+
+    @functools.cached_property
+    def _abstract(self) -> Weights:  # traced once: the planner asks some hundred times
         frozen = {self.name: pretrained.describe(self.model, self.cfg, self.llm)}
         return Weights(lora.abstract(self.model, self.lora), frozen)
 
     def shardings(self) -> Weights:
         """Returns both trees as NamedShardings: the model by its placement, the pairs replicated."""
+        return self._shardings
+
+    @functools.cached_property
+    def _shardings(self) -> Weights:
         shapes, at = self.abstract(), self.placement.readers[self.name]
         frozen = {self.name: pretrained.shardings(shapes.frozen[self.name], self.llm, at, self.name)}
         trainable = rules.shardings(tables.TRAINABLE, shapes.trainable, self.placement.learner, name="lora")
@@ -218,10 +216,9 @@ class DPO:
         total, seen = (jnp.sum(x * scored, axis=1).reshape(rows, sides) for x in (logp, mean))
         return total, seen
 
-    @property
+    @functools.cached_property
     def _mode(self) -> decoder.Mode:
-        rows = NamedSharding(self.placement.readers[self.name].mesh, P("data"))
-        return decoder.Mode(remat=self.cfg.compute.remat, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows))
+        return pretrained.mode(self.cfg, self.placement.readers[self.name].mesh)
 
     def identity(self) -> dict[str, str]:
         """Returns the fingerprints of the frozen weights and of the tokenizer."""
@@ -253,16 +250,7 @@ class DPO:
         """Returns the arithmetic of one micro-batch: of the pairs nothing, of the model both passes."""
         fields, at = widths["readers"][self.name], self.placement.readers[self.name]
         length = fields["ids"].shape[1]
-        size = jnp.dtype(reader_dtype(self.llm.weights, self.cfg.compute.dtype)).itemsize
-        one = arithmetic.Pass(
-            rows=2 * rows,
-            positions=length,
-            answers=0,
-            remat=self.cfg.compute.remat,
-            size=size,
-            model=at.mesh.shape["model"] if at.table == "tensor" else 1,
-            data=at.mesh.shape["data"] if at.table == "fsdp" else 1,
-        )
+        one = pretrained.teacher_forced(self.cfg, llm=self.llm, at=at, rows=2 * rows, positions=length, answers=0)
         found = arithmetic.frozen(self.model, one)
         tokens = 2 * rows * length
         head = 2 * tokens * self.model.vocab * self.model.width / one.model
@@ -271,7 +259,7 @@ class DPO:
         reference = 0.0 if "reference" in fields else arithmetic.forward_only(self.model, one) + head
         # The head's products are made again for the backward pass, chunk by chunk.
         flops = found.flops + 3 * head + reference
-        restored = arithmetic.restored_bytes(self.model, self.llm.weights, size) / one.model
+        restored = arithmetic.restored_bytes(self.model, self.llm.weights, one.size) / one.model
         return {"": Terms(), self.name: Terms(found.bytes + 2 * logits + restored, flops, found.wire, logits)}
 
 
