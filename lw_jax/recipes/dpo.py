@@ -128,11 +128,11 @@ class DPO:
     def _encode(self, found: Sequence[Preference], buckets: int) -> list[Preferences]:
         spec = self.cfg.dpo
         limits = Limits(max_length=spec.max_length, max_prompt=spec.max_prompt, truncation=spec.truncation)
-        told = {"tokenizer": self.tokenizer, "template": self.llm.template, "limits": limits, "name": self.name}
-        whole = preferences.encode(found, buckets=1, **told)
+        whole = preferences.encode(
+            found, tokenizer=self.tokenizer, template=self.llm.template, limits=limits, name=self.name
+        )
         # A bucket must hold a batch.
-        buckets = min(buckets, len(whole[0]) // self.cfg.train.global_batch)
-        return preferences.encode(found, buckets=buckets, **told) if buckets > 1 else whole
+        return preferences.part(whole, max(1, min(buckets, len(whole) // self.cfg.train.global_batch)))
 
     def findings(self) -> list[tuple[bool, str]]:
         """Returns what is wrong with the rate, and with the rows where they and a tokenizer are on this machine."""
@@ -283,26 +283,40 @@ class Reference:
         }
         self.recipe = recipe
         self.store = Store(sources.cache_root() / "reference", told, rows={"reference": ((2,), np.float32)})
+        self._known: dict[
+            int, tuple[tuple[preferences.Pair, ...], list[bytes]]
+        ] = {}  # held, so that an id stays its own
 
     def fill(self, data: Preferences, params: Tree) -> None:
         """Reads the pairs that are missing with the frozen model."""
         recipe = self.recipe
         mesh = recipe.placement.readers[recipe.name].mesh
-        score = jax.jit(lambda params, fields: recipe._score(params, params, fields)[0])
 
         def read(positions: list[int]) -> Batch:
             fields = data.collate(positions)["readers"][recipe.name]
-            return {"reference": jax.device_get(score(params, place.put_eval(fields, mesh)))}
+            return {"reference": jax.device_get(self._score(params, place.put_eval(fields, mesh)))}
 
         size = place.round_up(recipe.cfg.eval.batch, recipe.placement.data)
         count = self.store.fill(self._keys(data), read, batch=size)
         if count:
             print(f"reference: {count} pairs read with the frozen model; kept in {self.store.folder}", flush=True)
 
+    @functools.cached_property
+    def _score(self):
+        return jax.jit(lambda params, fields: self.recipe._score(params, params, fields)[0])
+
     def lookup(self, data: Preferences):
         """Returns positions -> {"reference": f32[b 2]}."""
         return self.store.lookup(self._keys(data))
 
     def _keys(self, data: Preferences) -> list[bytes]:
-        fields = (data.collate([i])["readers"][self.recipe.name] for i in range(len(data)))
-        return [key_of(*(one["ids"][0][one["mask"][0]], one["completion"][0][one["mask"][0]])) for one in fields]
+        """Returns each pair's key, computed once a data set."""
+        if id(data.pairs) not in self._known:
+            self._known[id(data.pairs)] = (data.pairs, [_key(pair) for pair in data.pairs])
+        return self._known[id(data.pairs)][1]
+
+
+def _key(pair: preferences.Pair) -> bytes:
+    rows = [(len(pair.prompt), np.concatenate([pair.prompt, reply])) for reply in (pair.chosen, pair.rejected)]
+    flags = [np.arange(len(ids)) >= start for start, ids in rows]
+    return key_of(np.concatenate([ids for _, ids in rows]), np.concatenate(flags))
