@@ -24,6 +24,7 @@ from lw_jax.kept import Store, key_of
 from lw_jax.models import decoder, lora
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.preference import LogProbs
+from lw_jax.preflight import Finding
 from lw_jax.recipes import pretrained
 from lw_jax.recipes import terms as arithmetic
 from lw_jax.recipes.base import Weights
@@ -134,27 +135,25 @@ class DPO:
         # A bucket must hold a batch.
         return preferences.part(whole, max(1, min(buckets, len(whole) // self.cfg.train.global_batch)))
 
-    def findings(self) -> list[tuple[bool, str]]:
+    def findings(self) -> list[Finding]:
         """Returns what is wrong with the rate, and with the rows where they and a tokenizer are on this machine."""
         found, rate = [], self.cfg.optim.learning_rate
         if rate < SLOWEST:
             told = f"optim.learning_rate={rate:g} is of tuning all weights: LoRA pairs hardly move"
-            found.append((False, f"{told}; 1e-5 to 5e-5 is usual"))
+            found.append(Finding(False, f"{told}; 1e-5 to 5e-5 is usual"))
         spec = self.cfg.dpo
         if spec.max_prompt >= spec.max_length:
             told = f"dpo.max_prompt={spec.max_prompt} leaves an answer no room in dpo.max_length={spec.max_length}"
-            found.append((True, f"{told}: pairs with a long prompt are all dropped"))
+            found.append(Finding(True, f"{told}: pairs with a long prompt are all dropped"))
         if self.outline:
             location = pretrained.cached(self.llm.source)
             if location is None or not Path(self.cfg.data.train).expanduser().exists():
-                return [
-                    *found,
-                    (False, f"rows not checked: {self.cfg.data.train} or the tokenizer is not on this machine"),
-                ]
+                missing = f"{self.cfg.data.train} or the tokenizer is not on this machine"
+                return [*found, Finding(False, f"rows not checked: {missing}")]
             self.location = location
         return found + self._row_findings()
 
-    def _row_findings(self) -> list[tuple[bool, str]]:
+    def _row_findings(self) -> list[Finding]:
         counts, spec = self._train[0].counts, self.cfg.dpo
         given, kept, found = counts["given"], counts["kept"], []
         lost = counts["prompt"] + counts["max_prompt"] + counts["length"]
@@ -163,17 +162,17 @@ class DPO:
                 f"{lost} of {given} training pairs are dropped, their prompts ({counts['prompt']} alone) too long for"
             )
             remedy = f"dpo.max_length={spec.max_length}; raise it"
-            found.append((lost > given / 2, f"{told} {remedy}"))
+            found.append(Finding(lost > given / 2, f"{told} {remedy}"))
         if counts["prompt_cut"]:
             told = (
                 f"{counts['prompt_cut']} of {kept} pairs kept have a prompt cut to fit dpo.max_prompt={spec.max_prompt}"
             )
-            found.append(
-                (False, f"{told}, dpo.max_length={spec.max_length}: the model reads them without their beginning")
-            )
+            limit = f"dpo.max_length={spec.max_length}"
+            found.append(Finding(False, f"{told}, {limit}: the model reads them without their beginning"))
         epochs = self.cfg.train.steps * self.cfg.train.global_batch / kept
         if epochs > MANY_EPOCHS:
-            found.append((False, f"train.steps={self.cfg.train.steps} read each of {kept} pairs {epochs:.0f} times"))
+            told = f"train.steps={self.cfg.train.steps} read each of {kept} pairs {epochs:.0f} times"
+            found.append(Finding(False, told))
         return found
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
