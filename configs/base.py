@@ -34,6 +34,7 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.stages = _stages()
     c.lora = _lora()
     c.dpo = _dpo()
+    c.ttt = _ttt()
     c.optim = _optim()
     c.train = _train()
     c.mesh = _mesh()
@@ -83,7 +84,8 @@ def _prompt() -> ConfigDict:
 def _data() -> ConfigDict:
     c = ConfigDict()
     # "cards": sentences about people, "pairs": keys with values, both made by the project | path to .json/.jsonl[.gz] |
-    # "hub:NAME" (datasets)
+    # "hub:NAME" (datasets). Recipe "ttt" reads texts: "docstrings" (Python's own) | file or folder of .txt, .jsonl,
+    # .arrow, .parquet | "hub:NAME[:CONFIG]"; data.validation may then be ""
     c.train = "cards"
     c.validation = "cards"  # the same choices; a file here must not be the training file
     c.passages = ""  # of reconstruction and continuation: .txt, .json or .jsonl[.gz] ("": the contexts of data.train)
@@ -180,12 +182,39 @@ def _dpo() -> ConfigDict:
     return c
 
 
+def _ttt() -> ConfigDict:
+    """A Test-Time-Training language model (Sun et al. 2024), trained from scratch; recipe "ttt". Data: data.train."""
+    c = ConfigDict()
+    c.inner = "linear"  # what learns while it reads: "linear" | "mlp"
+    c.backbone = "transformer"  # "transformer" | "mamba": with convolutions, one product for q and k, and a gate
+    c.layers = 12
+    c.width = 768
+    c.heads = 12
+    c.ffn = 2048
+    c.chunk = 16  # tokens whose inner gradients are all taken at the same fast weights
+    c.inner_rate = 1.0  # base of the inner learning rate; "mlp": 0.1
+    c.inner_start = 1.0  # multiple of it at the first step, even to 1 over optim.warmup_steps ("mlp": 0.1)
+    c.source = ""  # folder of a TTT model in the authors' layout, where training begins ("": new weights)
+    c.tokenizer = "bytes"  # "bytes": UTF-8, no file needed | folder with a tokenizer.json | hub id
+    c.vocab = 0  # tokens (0: the tokenizer's); named, a plan needs no tokenizer
+    c.table_multiple = 1  # rows of the embedding table are filled up to a multiple of it, for the card's matmul tiles
+    c.length = 128  # tokens of a segment
+    c.segments = 1  # segments that follow each other in a text; the fast weights pass on, without gradient
+    c.held_out = 0.02  # share of the tokens, the last ones, kept for validation where data.validation names no source
+    c.held_out_length = 0  # tokens of a held-out window (0: as in training); longer: does it go on learning?
+    c.form = "scan"  # how a segment is computed: "scan" over chunks | "full": all outputs at once; the same numbers
+    c.unroll = 8  # chunks an iteration of the scan
+    c.loss_chunk = 0  # tokens of a device whose logits exist at once (0: all)
+    return c
+
+
 def _optim() -> ConfigDict:
     c = ConfigDict()
     c.learning_rate = 1e-4  # peak
     c.warmup_steps = 50
     c.end_fraction = 0.1  # of the peak, at the end of the cosine
-    c.weight_decay = 0.01  # matrices only: norms, biases, gains and embeddings are exempt
+    c.weight_decay = 0.01
+    c.decays = "matrices"  # "matrices": norms, biases, gains and embeddings are exempt | "all"
     c.clip_norm = 1.0  # global gradient norm
     c.b1 = 0.9
     c.b2 = 0.99

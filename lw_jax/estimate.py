@@ -6,7 +6,7 @@ terms over the step's matrix products; what a compiler fuses, keeps or adds is n
 
 import dataclasses
 
-from lw_jax.core.types import Tree, reader_dtype
+from lw_jax.core.types import DTYPES, Tree, reader_dtype
 from lw_jax.memory import Needs
 from lw_jax.program import Program
 from lw_jax.recipes.base import Plannable
@@ -73,7 +73,7 @@ def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int
 
 def _dtype(program: Program) -> str:
     cfg = program.cfg
-    words = {reader_dtype(llm.weights, cfg.compute.dtype) for llm in cfg.llms.values()}
+    words = {reader_dtype(llm.weights, cfg.compute.dtype) for llm in cfg.llms.values()} or {DTYPES[cfg.compute.dtype]}
     return "bf16" if "bfloat16" in words else "tf32"
 
 

@@ -20,20 +20,25 @@ def token_nll(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> Floa
 
 
 def chunked_logp(
-    hidden: Float[Array, "b t d"], table: Float[Array, "v d"], targets: Int[Array, "b t"], *, chunk: int
+    hidden: Float[Array, "b t d"], table: Float[Array, "v d"], targets: Int[Array, "b t"], *, chunk: int, vocab: int = 0
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
     """Log-probability of each target in nats, and the mean of its position's logits; `chunk` positions at a time.
 
-    The logits of a chunk are made again for its backward pass, so that no more than one chunk's ever exist. 0: all.
+    The logits of a chunk are made again for its backward pass, so that no more than one chunk's ever exist. 0: all
+    positions, kept for the backward pass. Rows of the table from `vocab` on are no token (0: all are).
     """
 
     def one(part: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-        logits = jnp.einsum("btd,vd->btv", part, table, preferred_element_type=jnp.float32)
+        # Cast here: the gradients of the chunks are summed in the table's own precision.
+        logits = jnp.einsum("btd,vd->btv", part, table.astype(part.dtype), preferred_element_type=jnp.float32)
+        if vocab:
+            real = jnp.arange(table.shape[0]) < vocab
+            logits = jnp.where(real[None, None], logits, -jnp.inf)
         return -token_nll(logits, wanted), jnp.mean(logits, axis=2)
 
     length = hidden.shape[1]
     if not chunk or chunk >= length:
-        return jax.checkpoint(one)(hidden, targets)
+        return one(hidden, targets) if not chunk else jax.checkpoint(one)(hidden, targets)
     count = -(-length // chunk)
     hidden = jnp.pad(hidden, ((0, 0), (0, count * chunk - length), (0, 0)))
     targets = jnp.pad(targets, ((0, 0), (0, count * chunk - length)))

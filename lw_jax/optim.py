@@ -21,9 +21,11 @@ Rates = Sequence[tuple[str, float | tuple[float, ...]]]
 _LASTING = re.compile(r".*(norm|scale|bias|gain|mix|queries|tasks|embed)")
 
 
-def decays(tree: Tree) -> Tree:
-    """Returns for each leaf whether its weights decay."""
-    return jax.tree_util.tree_map_with_path(lambda path, _: not _LASTING.fullmatch(rules.path_of(path)), tree)
+def decays(tree: Tree, which: str = "matrices") -> Tree:
+    """Returns for each leaf whether its weights decay; `which` is the config's word, optim.decays."""
+    return jax.tree_util.tree_map_with_path(
+        lambda path, _: which == "all" or not _LASTING.fullmatch(rules.path_of(path)), tree
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +68,7 @@ def make(
     rows = rules.match([(pattern, row) for row, (pattern, _) in enumerate(rates)], abstract, name="learning rates")
     table = [_each(multiple, len(stretches)) for _, multiple in rates]
     row_of, decays_at = (
-        {rules.path_of(path): value for path, value in _leaves(tree)} for tree in (rows, decays(abstract))
+        {rules.path_of(path): value for path, value in _leaves(tree)} for tree in (rows, decays(abstract, cfg.decays))
     )
 
     def by_path(found: dict[str, Any]):

@@ -276,7 +276,8 @@ def _host_bytes(cfg: Config, found: Sequence[Candidate]) -> int:
         return int(HOST_BYTES)
     program = Program(choice.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state()))
-    largest = max(leaf.size // max(1, leaf.shape[0]) * 4 for leaf in jax.tree.leaves(program.frozen()))
+    frozen = jax.tree.leaves(program.frozen())
+    largest = max((leaf.size // max(1, leaf.shape[0]) * 4 for leaf in frozen), default=0)
     return int(HOST_BYTES + state + 2 * largest)
 
 

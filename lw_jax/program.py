@@ -12,6 +12,7 @@ from lw_jax.core.types import Tree
 from lw_jax.recipes.base import Recipe
 from lw_jax.steps import State
 from sharding import place
+from sharding.rules import path_of
 
 
 class Program:
@@ -44,11 +45,8 @@ class Program:
         shapes = self.recipe.abstract().trainable
         trainable = place.place_shapes(shapes, self.recipe.shardings().trainable)
         replicated = NamedSharding(self.placement.learner, P())
-        rest = jax.eval_shape(lambda tree: (self.optimizer.init(tree), jnp.zeros((), jnp.int32)), shapes)
-        # What learns is replicated (sharding.tables.TRAINABLE), and its moments with it.
-        opt_state, step = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=replicated), rest
-        )
+        opt_state = _follow(jax.eval_shape(self.optimizer.init, shapes), trainable, replicated)
+        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
         return {"trainable": trainable, "opt_state": opt_state, "step": step}
 
     def frozen(self) -> Tree:
@@ -71,3 +69,17 @@ class Program:
     def lower(self, widths: Tree, accumulation: int) -> dict[str, steps.Part]:
         """Returns the step's programs by name, ready to be compiled."""
         return self.step.lower(self.state(), self.frozen(), self.batch(widths, accumulation))
+
+
+def _follow(opt_state: Tree, trainable: Tree, otherwise: NamedSharding) -> Tree:
+    """Returns the optimizer's state as shapes; what belongs to a weight, by the end of its path, lies where that is."""
+    weights = {path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)}
+
+    def place(key_path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        parts = path_of(key_path).split("/")
+        ends = ("/".join(parts[i:]) for i in range(len(parts)))
+        weight = next((weights[end] for end in ends if end in weights), None)
+        sharding = weight.sharding if weight is not None and weight.shape == leaf.shape else otherwise
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(place, opt_state)

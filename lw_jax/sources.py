@@ -25,6 +25,7 @@ _PACKAGE = re.compile(
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json")
 # of a hub repository; pickles are never fetched
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
+_TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "config.json", "generation_config.json"]
 _HUB_COPIES = ["original/*", "consolidated*", "onnx/*"]  # the same weights again
 _CHUNK_BYTES = 8 << 20
 
@@ -62,6 +63,20 @@ def locate(source: str, *, sha256: str = "") -> Path:
     if sha256:
         _check_hash(_weight_file(path), sha256)
     return path
+
+
+def locate_tokenizer(source: str) -> Path:
+    """Returns the folder of a tokenizer; of a hub repository no weights are fetched.
+
+    Raises:
+        UserError: nothing there, or not reachable.
+    """
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    if _looks_like_path(source):
+        raise UserError(_missing(source, path))
+    return _from_hub(source, _TOKENIZER_FILES)
 
 
 def _looks_like_path(source: str) -> bool:
@@ -248,13 +263,13 @@ def _compare_download(path: Path, source: str, sha256: str) -> None:
 # --- model hub
 
 
-def _from_hub(repository: str) -> Path:
+def _from_hub(repository: str, files: list[str] = _HUB_FILES) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
 
     print(f"lw_jax: looking for {repository} on the hub", file=sys.stderr, flush=True)
     try:
-        return Path(snapshot_download(repository, allow_patterns=_HUB_FILES, ignore_patterns=_HUB_COPIES))
+        return Path(snapshot_download(repository, allow_patterns=files, ignore_patterns=_HUB_COPIES))
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UserError(

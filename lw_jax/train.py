@@ -26,7 +26,7 @@ from lw_jax.data.loader import Loader, eval_batches
 from lw_jax.live import Live
 from lw_jax.monitor import Devices, Sampler
 from lw_jax.program import Program
-from lw_jax.recipes.base import Recipe, Watched
+from lw_jax.recipes.base import Counted, Recipe, Watched
 from lw_jax.recipes.selfmade import PREFIX, SelfmadeReader, folder
 from lw_jax.steps import State
 from sharding import mesh as meshes
@@ -78,7 +78,7 @@ def make_selfmade_readers(cfg: Config) -> None:
             train=dataclasses.replace(
                 cfg.train, steps=sizes.steps, global_batch=sizes.batch, micro_batch=0, log_every=100, eval_every=0
             ),
-            optim=config.Optim(sizes.learning_rate, sizes.steps // 10, 0.1, 0.01, 1.0, 0.9, 0.99, 1e-8),
+            optim=config.Optim(sizes.learning_rate, sizes.steps // 10, 0.1, 0.01, "matrices", 1.0, 0.9, 0.99, 1e-8),
         )
         print(f"reader {source}: trained here once, then frozen", flush=True)
         recipe = SelfmadeReader(own, meshes.make(data=1, model=1), source=source)
@@ -212,7 +212,8 @@ class Run:
             return restored.step, self.recipe.load_frozen() if frozen is None else frozen
         weights = self.recipe.build(frozen)
         replicated = NamedSharding(self.placement.learner, P())
-        opt_state = jax.jit(self.program.optimizer.init, out_shardings=replicated)(weights.trainable)
+        placed = jax.tree.map(lambda leaf: leaf.sharding, self.program.state()["opt_state"])
+        opt_state = jax.jit(self.program.optimizer.init, out_shardings=placed)(weights.trainable)
         step = jax.device_put(jnp.zeros((), jnp.int32), replicated)
         self.state = {"trainable": weights.trainable, "opt_state": opt_state, "step": step}
         loader.restore(self._start)
@@ -277,7 +278,7 @@ class Run:
         with clock.paused():
             values = self.validate(frozen)
         # Of further data sets the NLL alone: the files have the rest.
-        prefixes = tuple(prefix for prefix, _ in self._validation if prefix)
+        prefixes = ("detail/", *(prefix for prefix, _ in self._validation if prefix))
         shown = {name: value for name, value in values.items() if "nll/" in name or not name.startswith(prefixes)}
         self._tell([f"step {step}  validation  " + _words(shown)])
         self._log(step, {f"validation/{name}": value for name, value in values.items()})
@@ -327,15 +328,21 @@ class Run:
         if not (final or step % train.log_every == 0):
             return
         found = {name: float(value) for name, value in values.items()}
+        unit, each = self.recipe.unit if isinstance(self.recipe, Counted) else ("samples", 1)
         pace, left = clock.lap(step)
         fields = {name: f"{name} {value:.4g}" for name, value in found.items()}
         row = {f"train/{name}": value for name, value in found.items()}
         row |= {"train/learning_rate": float(jnp.asarray(self.schedule(step - 1)))}
         if math.isnan(pace):  # no step has passed since the one that compiled
-            fields |= {"pace": "- s/step", "rate": "- samples/s"}
+            fields |= {"pace": "- s/step", "rate": f"- {unit}/s"}
         else:
-            fields |= {"pace": f"{pace:.2f} s/step", "rate": f"{train.global_batch / pace:.1f} samples/s"}
-            row |= {"train/seconds_per_step": pace, "train/samples_per_second": train.global_batch / pace}
+            rate = train.global_batch / pace
+            fields |= {"pace": f"{pace:.2f} s/step", "rate": f"{rate * each:,.1f} {unit}/s"}
+            row |= {
+                "train/seconds_per_step": pace,
+                "train/samples_per_second": rate,
+                f"train/{unit}_per_second": rate * each,
+            }
         self.live.update(step, fields, left)
         self._log(step, row | {"examples": step * train.global_batch, **self.sampler.scalars()})
 

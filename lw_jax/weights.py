@@ -27,9 +27,10 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data.gguf_header import read_header
-from lw_jax.models import bert, bert_family, families, quant
+from lw_jax.models import bert, bert_family, families, quant, ttt, ttt_family
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig, abstract
+from lw_jax.models.ttt import TTTConfig
 
 _FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _NUMBERS = _FLOATS | {"I32": np.int32}  # read as they are; AWQ's words of eight nibbles
@@ -43,7 +44,7 @@ _HEADER_LIMIT = 100 << 20  # the safetensors library's own
 _STRANGE = "belongs to no known part of the model; it is of another kind than it says"
 
 Place = tuple[tuple[str, ...], int | None]  # path in the parameter tree, layer of a stacked leaf
-Config = TypeVar("Config", DecoderConfig, BertConfig)
+Config = TypeVar("Config", DecoderConfig, BertConfig, TTTConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,6 +118,34 @@ def describe_bert(location: Path) -> BertConfig:
     return bert_family.bert_config(fields, raw_keys=raw_keys, where=str(file))
 
 
+def is_ttt(location: Path) -> bool:
+    """Says whether a folder's config.json names a Test-Time-Training model."""
+    file = location / "config.json"
+    return file.is_file() and _read_json(file).get("model_type") == ttt_family.MODEL_TYPE
+
+
+def describe_ttt(location: Path) -> TTTConfig:
+    """Returns the configuration of a TTT model's folder; reads no weight.
+
+    Raises:
+        UserError: see `ttt_family.ttt_config`.
+    """
+    file = location / "config.json"
+    if not file.is_file():
+        raise UserError(f"{location}: no config.json; name a TTT model's folder, with config.json and *.safetensors")
+    return ttt_family.ttt_config(_read_json(file), where=str(file))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"{file}: no JSON can be read in it ({error}); fetch it again") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{file}: named fields are needed, it holds {found!r:.40}; fetch it again")
+    return found
+
+
 def _read_config(file: Path) -> tuple[dict[str, Any], set[str]]:
     """Returns a config.json as transformers understands it, and the keys that it states itself."""
     folder = file.parent
@@ -175,6 +204,16 @@ def load_bert(location: Path, *, dtype: jax.typing.DTypeLike, shardings: Tree | 
     for name in sorted(catalogue.keys() - slots.keys()):
         raise UserError(f"{catalogue[name].label} {_STRANGE}")
     shapes = bert.abstract(_keep(location, cfg, layers), np.dtype(dtype))
+    return _fill(shapes, _match(location, catalogue, slots), shardings=shardings, row_order=lambda path: None)
+
+
+def load_ttt(location: Path, *, dtype: jax.typing.DTypeLike = jnp.float32, shardings: Tree | None = None) -> Tree:
+    """Loads a TTT model of the authors' layout as the tree of `ttt.abstract`; arguments and refusals as in `load`."""
+    cfg = describe_ttt(location)
+    slots, catalogue = ttt_family.tensor_map(cfg), _catalogue(location)
+    for name in sorted(catalogue.keys() - slots.keys()):
+        _refuse_unknown(catalogue[name], catalogue, cfg)
+    shapes = ttt.abstract(cfg, np.dtype(dtype))
     return _fill(shapes, _match(location, catalogue, slots), shardings=shardings, row_order=lambda path: None)
 
 
@@ -271,7 +310,7 @@ def _read_awq(stored: "AWQ", shapes: Tree) -> dict[str, np.ndarray]:
 def _read(stored: Stored, dtype: jax.typing.DTypeLike, order: np.ndarray | None = None) -> np.ndarray:
     """Reads one tensor, cast, its rows put in `order`."""
     out = np.empty(stored.shape, dtype)
-    rows = out.reshape(1, -1) if out.ndim == 1 else out
+    rows = out.reshape(1 if out.ndim == 1 else out.shape[0], -1)
     at = 0
     for piece in _pieces(stored):
         place = slice(at, at + len(piece)) if order is None else order[at : at + len(piece)]
@@ -377,8 +416,8 @@ def _match(location: Path, catalogue: Mapping[str, Stored], slots: Mapping[str, 
     return {(slot.path, slot.layer): catalogue[name] for name, slot in slots.items()}
 
 
-def _refuse_unknown(stored: Stored, catalogue: Mapping[str, Stored], cfg: DecoderConfig) -> None:
-    if stored.name.endswith("rotary_emb.inv_freq") or stored.name == "rope_freqs.weight":
+def _refuse_unknown(stored: Stored, catalogue: Mapping[str, Stored], cfg: DecoderConfig | TTTConfig) -> None:
+    if stored.name.endswith(("rotary_emb.inv_freq", ".token_idx")) or stored.name == "rope_freqs.weight":
         return  # follows from the configuration; `describe` has checked the second
     embed = catalogue.get("model.embed_tokens.weight")
     if stored.name != "lm_head.weight" or not cfg.tied or embed is None:
@@ -499,12 +538,36 @@ def save(
     fields = families.hf_fields(cfg, model_type)
     if tokenizer is not None:
         fields |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    _write(folder, families.fuse(_named(params, families.tensor_map(cfg)), model_type), fields, tokenizer)
+
+
+def save_ttt(folder: Path, params: Tree, cfg: TTTConfig, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Writes a TTT model as a folder of the authors' layout, fp32: `load_ttt` opens it and so does their class.
+
+    Rows of the table that are no token are left out.
+    """
+    tables = {name: params[name][: cfg.vocab] for name in ("embed", "head") if name in params}
+    cfg = dataclasses.replace(cfg, rows=0)
+    tensors = _named(params | tables, ttt_family.tensor_map(cfg))
+    _write(folder, tensors, ttt_family.hf_fields(cfg), tokenizer)
+
+
+def _named(params: Tree, slots: Mapping[str, families.Slot]) -> dict[str, np.ndarray]:
+    """Returns a tree's leaves as stored tensors."""
     tensors = {}
-    for name, slot in families.tensor_map(cfg).items():
+    for name, slot in slots.items():
         leaf = functools.reduce(lambda node, part: node[part], slot.path, params)
         value = np.asarray(leaf if slot.layer is None else leaf[slot.layer])
         tensors[name] = np.ascontiguousarray(value.reshape(slot.shape))
-    tensors = families.fuse(tensors, model_type)
+    return tensors
+
+
+def _write(
+    folder: Path,
+    tensors: dict[str, np.ndarray],
+    fields: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))

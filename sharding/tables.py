@@ -14,6 +14,15 @@ from sharding.rules import Table
 # Encoder and adapters: small, and their gradients are summed over data.
 TRAINABLE: Table[P] = ((r".*", P()),)
 
+# A whole model that learns, over data: gathered layer by layer, its gradients and moments where its weights are.
+# What has no dim of the model's width that divides, and all that is small, stays whole.
+LEARNER_FSDP: Table[P | tuple[P, ...]] = (
+    (r"embed|head", (P(None, "data"), P())),
+    (r"layers/([qkvo]|out_gate|gate|up)", (P(None, None, "data"), P())),
+    (r"layers/down", (P(None, "data"), P())),
+    (r".*", P()),
+)
+
 # Of packed matrices: small beside the codes, and in blocks that seldom divide.
 _SCALES: Table[P] = ((r"(.*/)?layers/\w+/(scale|zero)", P()),)
 

@@ -154,6 +154,32 @@ class DPO:
 
 
 @dataclasses.dataclass(frozen=True)
+class TTT:
+    """A Test-Time-Training language model and the text it learns from."""
+
+    inner: str
+    backbone: str
+    layers: int
+    width: int
+    heads: int
+    ffn: int
+    chunk: int
+    inner_rate: float
+    inner_start: float
+    source: str
+    tokenizer: str
+    vocab: int
+    table_multiple: int
+    length: int
+    segments: int
+    held_out: float
+    held_out_length: int
+    form: str
+    unroll: int
+    loss_chunk: int
+
+
+@dataclasses.dataclass(frozen=True)
 class Optim:
     """AdamW and its schedule."""
 
@@ -161,6 +187,7 @@ class Optim:
     warmup_steps: int
     end_fraction: float
     weight_decay: float
+    decays: str
     clip_norm: float
     b1: float
     b2: float
@@ -247,6 +274,7 @@ class Config:
     stages: Stages
     lora: Lora
     dpo: DPO
+    ttt: TTT
     optim: Optim
     train: Train
     mesh: Mesh
@@ -258,7 +286,8 @@ class Config:
 # What decides how fast and where a run computes, how often it reports and what is asked of it afterwards, but not
 # what it learns. Everything else makes two runs different runs.
 _NOT_MEANING = re.compile(
-    r"train\.(log_every|eval_every|checkpoint_every|keep|micro_batch|alarm.*)|mesh\..*|compute\.remat|eval\..*|dpo\.chunk"
+    r"train\.(log_every|eval_every|checkpoint_every|keep|micro_batch|alarm.*)|mesh\..*|compute\.remat|eval\..*"
+    r"|dpo\.chunk|ttt\.(form|unroll|loss_chunk|held_out_length)"
 )
 
 # What the planner searches: a file's own choice of them is one answer for one machine.

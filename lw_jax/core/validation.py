@@ -14,7 +14,7 @@ from lw_jax.core.errors import UserError
 
 # What a word may be, by path; "*" stands for every reader's name.
 CHOICES = {
-    "recipe": ("latentwire", "dpo"),
+    "recipe": ("latentwire", "dpo", "ttt"),
     "llms.*.weights": ("fp32", "bf16", "int8", "nf4", "awq"),
     "llms.*.template": ("plain", "chat"),
     "encoder.kind": ("lm", "bert", "bytes"),
@@ -33,6 +33,10 @@ CHOICES = {
     ),
     "dpo.reference": ("live", "kept"),
     "dpo.truncation": ("drop", "keep_start", "keep_end"),
+    "ttt.inner": ("linear", "mlp"),
+    "ttt.backbone": ("transformer", "mamba"),
+    "ttt.form": ("scan", "full"),
+    "optim.decays": ("matrices", "all"),
     "eval.curve": ("nll", "f1", "none"),
     "eval.rows": ("text", "latents", "shuffled", "zero", "none", "truncated"),
 }
@@ -40,14 +44,17 @@ SMOOTHED = ("sigmoid", "robust")  # of dpo.loss, what knows label smoothing; the
 CHANNELS = ("stages.*.slots", "stages.*.widths", "stages.*.bits", "eval.slots", "eval.widths", "eval.bits")
 BITS = (16, 8, 6, 4, 2)
 MADE = ("cards", "pairs")  # the project makes them, each split apart
-LATER = ("ttt",)
 SELFMADE = ("llama", "qwen")
+BYTES = 257  # UTF-8 and the end of a document
+TTT_PLACEMENTS = ("auto", "single", "replicate", "fsdp")
 
 ABOVE_ZERO = (
     *("encoder.slots", "encoder.width", "encoder.window", "encoder.windows", "adapter.hidden"),
     *("data.cards", "data.validation_cards", "data.facts", "data.context_tokens", "data.question_tokens"),
     *("loss.temperature", "loss.k_tokens", "stages.*.rate", "train.alarm_gap", "eval.resamples"),
     *("lora.rank", "lora.alpha", "dpo.beta", "dpo.max_length", "dpo.buckets"),
+    *("ttt.layers", "ttt.width", "ttt.heads", "ttt.ffn", "ttt.chunk", "ttt.inner_rate", "ttt.inner_start"),
+    *("ttt.table_multiple", "ttt.length", "ttt.segments", "ttt.unroll"),
     *("optim.learning_rate", "optim.clip_norm", "optim.eps"),
     *("train.steps", "train.global_batch", "train.log_every", "train.checkpoint_every", "train.keep"),
     *("mesh.model", "mesh.target_utilisation", "eval.batch", "eval.max_new_tokens", "selfmade.*"),
@@ -57,6 +64,7 @@ NOT_BELOW_ZERO = (
     *("loss.ce", "loss.kl", "loss.teacher_k", "loss.first", "loss.k", "loss.align", "loss.entropy", "loss.diversity"),
     *("stages.*.share", "stages.*.reconstruct", "stages.*.continuation", "stages.*.answer", "stages.*.encoder"),
     *("lora.dropout", "dpo.label_smoothing", "dpo.rpo_alpha", "dpo.chunk", "dpo.max_prompt", "dpo.held_out"),
+    *("ttt.vocab", "ttt.held_out", "ttt.held_out_length", "ttt.loss_chunk"),
     *("optim.warmup_steps", "optim.weight_decay", "optim.end_fraction", "optim.b1", "optim.b2"),
     *(
         "train.micro_batch",
@@ -78,11 +86,14 @@ def validate(cfg: Config) -> None:
     flat = flatten(to_dict(cfg))
     _check_words(flat)
     _check_ranges(flat)
-    _check_llms(cfg)
     _check_sources(cfg)
-    if cfg.recipe == "dpo":
+    if cfg.recipe == "ttt":
+        _check_ttt(cfg)
+    elif cfg.recipe == "dpo":
+        _check_llms(cfg)
         _check_dpo(cfg)
     else:
+        _check_llms(cfg)
         _check_wire(cfg)
     _check_training(cfg)
     _check_mesh(cfg)
@@ -109,8 +120,6 @@ def _check_words(flat: dict[str, Any]) -> None:
             if not words or len(set(words)) < len(words):
                 _refuse(path, flat[path], f"one or more of {', '.join(choices)} is needed, each once.")
             for word in words:
-                if word in LATER:
-                    _refuse(path, word, f"it comes with a later release; now: {', '.join(choices)}.")
                 if word not in choices:
                     _refuse(path, word, f"known are {', '.join(choices)}.{suggest(word, choices)}")
 
@@ -217,7 +226,7 @@ def _check_prompt(cfg: Config) -> None:
 def _check_sources(cfg: Config) -> None:
     data = cfg.data
     for path, source in (("data.train", data.train), ("data.validation", data.validation)):
-        if not source and (path, cfg.recipe) != ("data.validation", "dpo"):
+        if not source and (path == "data.train" or cfg.recipe == "latentwire"):
             _refuse(path, "", "name 'cards', a .json or .jsonl file, or hub:NAME.")
     if data.train == data.validation and data.train not in MADE and not data.train.startswith("hub:"):
         _refuse("data.validation", data.validation, "it is the training file; validate on another one.")
@@ -241,6 +250,31 @@ def _check_dpo(cfg: Config) -> None:
         if value >= 1:
             _refuse(path, value, "it is a share: below 1.")
     _check_preferences(cfg)
+
+
+def _check_ttt(cfg: Config) -> None:
+    spec = cfg.ttt
+    if cfg.llms:
+        _refuse("llms", list(cfg.llms), "recipe 'ttt' trains a model of its own (the keys of ttt.*): name no reader.")
+    if spec.width % (2 * spec.heads):
+        _refuse("ttt.width", spec.width, f"heads need an even width: a multiple of 2 x ttt.heads = {2 * spec.heads}.")
+    if spec.segments > 1 and spec.length % spec.chunk:
+        rule = f"fast weights pass on from whole chunks: a multiple of ttt.chunk = {spec.chunk}."
+        _refuse("ttt.length", spec.length, rule)
+    if spec.segments > 1 and spec.form == "full":
+        _refuse("ttt.form", "full", "it makes no fast weights that could pass on (ttt.segments > 1); use 'scan'.")
+    if spec.held_out >= 1:
+        _refuse("ttt.held_out", spec.held_out, "it is a share: below 1.")
+    if not spec.held_out and not cfg.data.validation:
+        _refuse("ttt.held_out", 0.0, "nothing is held out; give a share, or a source as data.validation.")
+    if spec.tokenizer == "bytes" and spec.vocab not in (0, BYTES):
+        _refuse("ttt.vocab", spec.vocab, f"the tokenizer 'bytes' has {BYTES} tokens; leave it 0.")
+    if cfg.mesh.placement not in TTT_PLACEMENTS:
+        rule = f"one model that learns lies on one mesh: {', '.join(TTT_PLACEMENTS)}."
+        _refuse("mesh.placement", cfg.mesh.placement, rule)
+    for path, source in (("data.train", cfg.data.train), ("data.validation", cfg.data.validation)):
+        if source in MADE:
+            _refuse(path, source, "recipe 'ttt' reads texts: 'docstrings', a file or folder, or hub:NAME[:CONFIG].")
 
 
 def _check_preferences(cfg: Config) -> None:

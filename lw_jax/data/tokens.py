@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
+import numpy as np
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
@@ -54,6 +55,11 @@ class Tokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Returns the ids of each text, as `encode` does, on all cores."""
         return [e.ids for e in self.backend.backend_tokenizer.encode_batch(texts, add_special_tokens=False)]
+
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
+        """Returns what `encode_batch` does as arrays, for large amounts of text."""
+        encoded = self.backend.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.array(e.ids, np.uint32) for e in encoded]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of ids, special tokens skipped, nothing tidied."""
@@ -125,9 +131,10 @@ class BertTokenizer:
 
 @dataclasses.dataclass(frozen=True)
 class ByteTokenizer:
-    """UTF-8 bytes as ids 0..255, 256 for padding: the tokenizer of the bytes encoder."""
+    """UTF-8 bytes as ids 0..255, 256 for padding and after a document: the tokenizer of the bytes encoder."""
 
     pad: int = 256
+    eos: int = 256  # the padding's: texts that are packed have no padding
     vocab: int = 257
     fingerprint: str = "utf-8 bytes, pad 256"
     special: Marks = ((), ())
@@ -139,6 +146,10 @@ class ByteTokenizer:
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Returns the bytes of each text."""
         return [self.encode(text) for text in texts]
+
+    def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
+        """Returns what `encode_batch` does as arrays, for large amounts of text."""
+        return [np.frombuffer(text.encode("utf-8"), np.uint8) for text in texts]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of bytes, padding skipped; a broken sequence becomes U+FFFD."""

@@ -1,6 +1,7 @@
 """Cached generation inside one jitted loop, greedy or sampled."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.types import Tree
-from lw_jax.models import decoder
+from lw_jax.models import decoder, ttt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +26,35 @@ class _Loop(NamedTuple):
     ids: jax.Array
     done: jax.Array
     logits: jax.Array
-    cache: decoder.Cache | None
+    cache: Tree
+
+
+# (token [b], which rows go on [b], cache) -> (next logits [b v], cache)
+Advance = Callable[[jax.Array, jax.Array, Tree], tuple[jax.Array, Tree]]
+
+
+def sample(
+    first: Float[Array, "b v"], cache: Tree, advance: Advance, *, sampling: Sampling, key: jax.Array
+) -> Int[Array, "b n"]:
+    """Draws token after token from the logits `first` on and returns ids [b, max_new_tokens]; -1 after a row's stop.
+
+    The loop ends early when all rows have stopped.
+    """
+    stops = jnp.asarray(sampling.stops, jnp.int32)
+
+    def unfinished(state: _Loop) -> jax.Array:
+        return (state.step < sampling.max_new_tokens) & ~jnp.all(state.done)
+
+    def draw(state: _Loop) -> _Loop:
+        token = _choose(state.logits, sampling.temperature, jax.random.fold_in(key, state.step))
+        done = state.done | jnp.any(token[:, None] == stops[None, :], axis=1)
+        ids = state.ids.at[:, state.step].set(jnp.where(done, -1, token))
+        return _Loop(state.step + 1, ids, done, *advance(token, ~done, state.cache))
+
+    batch = first.shape[0]
+    ids = jnp.full((batch, sampling.max_new_tokens), -1, jnp.int32)
+    state = _Loop(jnp.zeros((), jnp.int32), ids, jnp.zeros((batch,), bool), first, cache)
+    return jax.lax.while_loop(unfinished, draw, state).ids
 
 
 def generate(
@@ -37,32 +66,41 @@ def generate(
     sampling: Sampling,
     key: jax.Array,
 ) -> Int[Array, "b n"]:
-    """Continues prompt embeddings and returns new ids [b, max_new_tokens]; -1 after a row's stop.
+    """Continues a decoder's prompt embeddings; see `sample`.
 
-    The last column of x must be a real token of every row (left-padded prompts). The loop ends early when all rows
-    have stopped.
+    The last column of x must be a real token of every row (left-padded prompts).
     """
-    batch = x.shape[0]
-    cache = decoder.empty_cache(cfg, batch, x.shape[1] + sampling.max_new_tokens, x.dtype)
+    cache = decoder.empty_cache(cfg, x.shape[0], x.shape[1] + sampling.max_new_tokens, x.dtype)
     out = decoder.forward(params, cfg, x, mask=mask, cache=cache)
-    stops = jnp.asarray(sampling.stops, jnp.int32)
 
-    def unfinished(state: _Loop) -> jax.Array:
-        return (state.step < sampling.max_new_tokens) & ~jnp.all(state.done)
-
-    def advance(state: _Loop) -> _Loop:
-        token = _choose(state.logits, sampling.temperature, jax.random.fold_in(key, state.step))
-        done = state.done | jnp.any(token[:, None] == stops[None, :], axis=1)
-        ids = state.ids.at[:, state.step].set(jnp.where(done, -1, token))
-        step = decoder.forward(
-            params, cfg, decoder.embed(params, token[:, None]), mask=~done[:, None], cache=state.cache
-        )
-        return _Loop(state.step + 1, ids, done, decoder.logits(params, step.hidden)[:, 0], step.cache)
+    def advance(token: jax.Array, going: jax.Array, cache: decoder.Cache) -> tuple[jax.Array, Tree]:
+        step = decoder.forward(params, cfg, decoder.embed(params, token[:, None]), mask=going[:, None], cache=cache)
+        return decoder.logits(params, step.hidden)[:, 0], step.cache
 
     first = decoder.logits(params, out.hidden[:, -1:])[:, 0]
-    ids = jnp.full((batch, sampling.max_new_tokens), -1, jnp.int32)
-    state = _Loop(jnp.zeros((), jnp.int32), ids, jnp.zeros((batch,), bool), first, out.cache)
-    return jax.lax.while_loop(unfinished, advance, state).ids
+    return sample(first, out.cache, advance, sampling=sampling, key=key)
+
+
+def generate_ttt(  # noqa: PLR0913  (as `generate`, and how to run)
+    params: Tree,
+    cfg: ttt.TTTConfig,
+    ids: Int[Array, "b t"],
+    *,
+    lengths: Int[Array, " b"],
+    sampling: Sampling,
+    key: jax.Array,
+    mode: ttt.Mode = ttt.Mode(),  # noqa: B008  (frozen)
+) -> Int[Array, "b n"]:
+    """Continues a TTT model's prompts, of each row the first `lengths` ids, at least one; see `sample`."""
+    out = ttt.forward(params, cfg, ids, lengths=lengths, mode=mode)
+    last = jnp.take_along_axis(out.hidden, lengths[:, None, None] - 1, axis=1)
+
+    def advance(token: jax.Array, going: jax.Array, cache: ttt.Cache) -> tuple[jax.Array, Tree]:
+        del going  # what a row that has ended reads on is read by nobody
+        hidden, cache = ttt.decode(params, cfg, token, cache, mode=mode)
+        return ttt.logits(params, cfg, hidden[:, None])[:, 0], cache
+
+    return sample(ttt.logits(params, cfg, last)[:, 0], out.cache, advance, sampling=sampling, key=key)
 
 
 def _choose(logits: Float[Array, "b v"], temperature: float, key: jax.Array) -> Int[Array, " b"]:

@@ -5,9 +5,10 @@ from lw_jax.core.config import Config
 from lw_jax.recipes.base import Plannable, Recipe
 from lw_jax.recipes.dpo import DPO
 from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.recipes.ttt import TTT
 from sharding.placement import Placement
 
-RECIPES = {"latentwire": LatentWire, "dpo": DPO}
+RECIPES = {"latentwire": LatentWire, "dpo": DPO, "ttt": TTT}
 
 
 def make(cfg: Config, placement: Placement, *, outline: bool = False) -> Plannable:

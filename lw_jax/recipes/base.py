@@ -61,7 +61,7 @@ class Recipe(Protocol):
     def validation(self) -> Sequence[tuple[str, Stream]]:
         """Returns held-out examples, each data set with a prefix for its metrics; the first one's loss is the best's.
 
-        Asked for once the frozen weights are loaded.
+        Asked for once the frozen weights are loaded. Metrics below "detail/" go to the run's files alone.
         """
         ...
 
@@ -71,6 +71,16 @@ class Recipe(Protocol):
 
     def identity(self) -> dict[str, str]:
         """Returns what a checkpoint must agree with to be taken up: fingerprints of frozen weights and encoder."""
+        ...
+
+
+@runtime_checkable
+class Counted(Recipe, Protocol):
+    """A recipe whose examples are worth so many of something that people count."""
+
+    @property
+    def unit(self) -> tuple[str, int]:
+        """Returns its name and how many an example has."""
         ...
 
 

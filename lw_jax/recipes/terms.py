@@ -5,6 +5,7 @@ import dataclasses
 from lw_jax.models import quant
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
+from lw_jax.models.ttt import TTTConfig
 
 BYTES = {"fp32": 4, "bf16": 2}
 
@@ -87,6 +88,27 @@ def trained_bert(cfg: BertConfig, one: Pass) -> Terms:
         qkv_bias=True,
     )
     return trained(alike, one)
+
+
+def learned_at_test_time(cfg: TTTConfig, tokens: int, remat: str, size: int) -> Terms:
+    """Returns the terms of a TTT model's body, all of which learns, over so many tokens; its head is apart."""
+    inner = cfg.head_dim * cfg.hidden * (2 if cfg.inner == "mlp" else 1)  # weights of one head's inner model
+    matrices = (4 + cfg.gate) * cfg.width**2 + 3 * cfg.width * cfg.ffn
+    forward = 2 * tokens * cfg.layers * matrices
+    # Of each token and head: key and query through the inner model, its gradients back and onto its weights, and
+    # twice the mixing of a chunk's tokens.
+    deep = 2 if cfg.inner == "mlp" else 1
+    forward += 2 * tokens * cfg.layers * cfg.heads * (3 * inner + (deep - 1) * inner // 2)
+    forward += 2 * tokens * cfg.layers * cfg.heads * 2 * deep * cfg.chunk * cfg.hidden
+    # What a layer keeps of a token: norms, q, k, v, outputs and the feed-forward's parts; of the inner model, in fp32,
+    # gradients, their norms' parts and outputs, and of a chunk the weights it began with.
+    layer = size * (10 * cfg.width + 4 * cfg.ffn) + 4 * cfg.width * (12 if deep == 1 else 40)
+    layer += 4 * cfg.heads * (inner / cfg.chunk + 3 * deep * cfg.chunk)
+    products = size * (4 * cfg.width + 2 * cfg.ffn)
+    kept = {"none": layer, "dots": products + size * cfg.width, "full": size * cfg.width}[remat] * cfg.layers
+    again = 0 if remat == "none" else 1
+    cast = size * cfg.layers * matrices if size < 4 else 0
+    return Terms(tokens * (kept + again * layer) + cast, (3 + again) * forward)
 
 
 def _recomputed(cfg: DecoderConfig, one: Pass) -> float:

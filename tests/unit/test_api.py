@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import lw_jax
-from lw_jax import answer, api, exchange, train, workdir
+from lw_jax import answer, api, exchange, language, train, workdir
 from lw_jax.core.errors import UserError
 from lw_jax.data import batches
 from lw_jax.models import codec
@@ -130,7 +130,7 @@ def test_importing_the_package_imports_no_jax():
         text=True, check=True,
     )  # fmt: skip
     assert done.stdout.strip() == "[] ['load_lm', 'load_wire']"
-    assert lw_jax.load_lm is api.load_lm and lw_jax.load_wire is api.load_wire
+    assert lw_jax.load_lm is language.load_lm and lw_jax.load_wire is api.load_wire
     with pytest.raises(AttributeError, match="no attribute 'load_llm'"):
         lw_jax.load_llm  # noqa: B018
 

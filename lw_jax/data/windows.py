@@ -1,0 +1,83 @@
+"""Windows of a packed corpus as a stream of examples, and a course whose inner rate warms up."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from lw_jax.core.types import Task
+from lw_jax.data.batches import Batch
+from lw_jax.data.corpus import Span
+from lw_jax.data.course import Course, Stream, Stretch
+
+Extra = Callable[[np.ndarray], Mapping[str, np.ndarray]]  # ids i32[b L+1] -> further fields [b ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Windows:
+    """All windows of `length` inputs and as many targets in a span; window i begins at token i * length of it.
+
+    Neighbours share one token, the last target of one and first input of the next. Nothing is padded or sent.
+    """
+
+    span: Span
+    length: int
+    name: str  # the model that a batch is for
+    extra: Extra | None = None
+    measure: bool = False  # told in every batch as its Task: a program of its own that measures more
+    task: str = "text"
+    slots: int = 0
+    width: int = 0
+
+    def __len__(self) -> int:
+        """Counts the windows."""
+        return (len(self.span) - 1) // self.length
+
+    def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
+        """Returns ids i32[b L+1], weights f32[b 1], rate f32[b], task, the extra fields, and index i32[b]."""
+        del channel
+        starts = [self.span.start + index * self.length for index in indices]
+        if starts and not 0 <= min(indices) <= max(indices) < len(self):
+            raise IndexError(f"windows {list(indices)} of {len(self)}")
+        ids = self.span.corpus.rows(starts, self.length + 1)
+        fields = {
+            "ids": ids,
+            "weights": np.ones((len(ids), 1), np.float32),
+            "rate": np.ones(len(ids), np.float32),
+            "task": Task("measure" if self.measure else "train"),
+            **(self.extra(ids) if self.extra else {}),
+        }
+        return {"source": {}, "readers": {self.name: fields}, "index": np.array(indices, np.int32)}
+
+    def describe(self) -> list[str]:
+        """Returns lines for people."""
+        rest = len(self.span) - 1 - len(self) * self.length
+        tail = f", {rest} tokens at the end left out" if rest else ""
+        return [
+            f"{self.task}: {len(self):,} windows of {self.length} tokens and their targets, tokens "
+            f"{self.span.start:,} to {self.span.stop:,} of {self.span.corpus.tokens:,}{tail}"
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Paced(Course):
+    """A course whose batches tell every row's "rate": from `start` evenly up to 1 at batch number `warmup`."""
+
+    warmup: int = 0  # batches; 0: always 1
+    start: float = 1.0
+
+    @staticmethod
+    def of(encoded: Stream, *, warmup: int = 0, start: float = 1.0) -> "Paced":
+        """Returns the course of one stream."""
+        return Paced((Stretch(1, ((encoded, 1.0),)),), warmup=warmup, start=start)
+
+    def rate(self, number: int) -> float:
+        """Returns the rate of a batch."""
+        return self.start + min(1.0, number / self.warmup) * (1.0 - self.start) if self.warmup else 1.0
+
+    def batch(self, number: int, *, global_batch: int, seed: int, share: slice) -> Batch:
+        """Returns rows `share` of a global batch; a function of its arguments alone."""
+        batch = super().batch(number, global_batch=global_batch, seed=seed, share=share)
+        for fields in batch["readers"].values():
+            fields["rate"] = np.full_like(fields["rate"], self.rate(number))
+        return batch

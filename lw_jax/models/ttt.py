@@ -1,0 +1,612 @@
+"""TTT-Linear and TTT-MLP language models (Sun et al. 2024): a layer's state is a small model that learns as it reads.
+
+Parameters are a plain nested dict, layers stacked on a leading axis; matrices are [out, in], as the decoder's. Arrays
+in, arrays out: no mesh, no files. Semantics follow the authors' PyTorch code, which the parity tests hold it to. A
+chunk is the K tokens whose gradients are all taken at the fast weights with which it began. Dimension letters here,
+beside those of `core/types.py`: chunks n, tokens of a chunk i and j, hidden width of the inner model m.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int, Shaped
+
+from lw_jax.core.types import Tree
+from lw_jax.models.decoder import checkpoint_layer, layer_norm, rms_norm
+
+INNER_EPS = 1e-6  # of the inner LayerNorm and of the one behind the heads, whatever the config's rms_norm_eps
+GROWTH = 4  # hidden width of the inner MLP, in head widths
+
+
+@dataclasses.dataclass(frozen=True)
+class TTTConfig:
+    """Everything that decides a model's mathematics."""
+
+    vocab: int
+    width: int
+    layers: int
+    heads: int
+    ffn: int
+    inner: str = "linear"  # what learns while reading: "linear" | "mlp"
+    chunk: int = 16  # K
+    base_rate: float = 1.0  # of the inner learning rate; 0.1 for "mlp"
+    pre_conv: bool = False  # the three parts of the Mamba backbone: a convolution before each layer,
+    share_qk: bool = False  # one product for queries and keys with a convolution for each,
+    gate: bool = False  # and a gate behind the heads
+    kernel: int = 4  # of the convolutions
+    rope_theta: float = 10000.0
+    norm_eps: float = 1e-6
+    tied: bool = True
+    rows: int = 0  # of the embedding table; those beyond `vocab` fill a matmul's tiles and are no token (0: vocab)
+
+    @property
+    def head_dim(self) -> int:
+        """Returns the width of a head."""
+        return self.width // self.heads
+
+    @property
+    def hidden(self) -> int:
+        """Returns the inner model's output width after its first product."""
+        return self.head_dim * (GROWTH if self.inner == "mlp" else 1)
+
+
+def _unchanged(x: jax.Array) -> jax.Array:
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class Mode:
+    """How to run the model: what changes memory and speed, but no number beyond rounding."""
+
+    dtype: str = "float32"  # of products; fast weights, norms, inner rates and gradients stay fp32
+    form: str = "scan"  # over chunks, or "full": all outputs at once after one substitution a chunk
+    unroll: int = 8  # chunks per scan iteration
+    remat: str = "none"  # "none" | "dots" | "full", per layer
+    constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
+    measured: bool = False  # asks for the inner losses; implies "scan"
+
+
+class Memory(NamedTuple):
+    """What a layer has learned from the text so far: fast weights at the chunk's beginning, and what came after it.
+
+    `grads` are sums over the chunk's tokens of inner rate times gradient; `window` the last kernel - 1 inputs of the
+    layer's own convolutions, `before` of the one in front of it. In a `Cache` each leaf has a leading layer axis.
+    """
+
+    weights: dict[str, jax.Array]  # w1 [b h e m], b1 [b h m]; "mlp": w2 [b h m e], b2 [b h e]
+    grads: dict[str, jax.Array]
+    window: Float[Array, "... b w d"] | None
+    before: Float[Array, "... b w d"] | None
+
+
+class Cache(NamedTuple):
+    """The memories of all layers after so many tokens of each row."""
+
+    memory: Memory
+    seen: Int[Array, " b"]
+
+
+class Output(NamedTuple):
+    """What `forward` returns."""
+
+    hidden: Float[Array, "b t d"]  # after the final norm
+    losses: Float[Array, "l n b h c"] | None  # at each chunk's last token under W0, under the weights before and after
+    cache: Cache | None
+
+
+def abstract(cfg: TTTConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Tree:
+    """Returns the parameter tree as shapes."""
+    n, d, h, e, m, f = cfg.layers, cfg.width, cfg.heads, cfg.head_dim, cfg.hidden, cfg.ffn
+    layers: dict[str, tuple[int, ...]] = {
+        **{name: (n, d) for name in ("seq_norm", "ffn_norm", "post_norm", "post_norm_bias")},
+        **{name: (n, d, d) for name in ("q", "v", "o")},
+        **{"gate": (n, f, d), "up": (n, f, d), "down": (n, d, f)},
+        **{"rate": (n, h, d), "rate_bias": (n, h), "token": (n, cfg.chunk)},
+        **{"inner_norm": (n, h, e), "inner_norm_bias": (n, h, e)},
+        **{"w1": (n, h, e, m), "b1": (n, h, m)},
+    }
+    if cfg.inner == "mlp":
+        layers |= {"w2": (n, h, m, e), "b2": (n, h, e)}
+    convolved = (["before"] if cfg.pre_conv else []) + (["q", "k"] if cfg.share_qk else [])
+    for name in convolved:
+        layers |= {f"{name}_conv": (n, d, cfg.kernel), f"{name}_conv_bias": (n, d)}
+    if cfg.pre_conv:
+        layers["before_norm"] = (n, d)
+    if not cfg.share_qk:
+        layers["k"] = (n, d, d)
+    if cfg.gate:
+        layers["out_gate"] = (n, d, d)
+    table = (cfg.rows or cfg.vocab, d)
+    shapes = {"embed": table, "norm": (d,), "layers": layers} | ({} if cfg.tied else {"head": table})
+    return jax.tree.map(
+        lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=lambda node: isinstance(node, tuple)
+    )
+
+
+def init(key: jax.Array, cfg: TTTConfig) -> Tree:
+    """Draws initial weights, fp32: normal of 0.02, unit norms, zero biases and token factors.
+
+    Convolutions start uniform within 1 / sqrt(kernel), as PyTorch's; rows of the table that are no token at 0.
+    """
+    leaves, treedef = jax.tree_util.tree_flatten_with_path(abstract(cfg))
+    out = []
+    for (path, leaf), one in zip(leaves, jax.random.split(key, len(leaves)), strict=True):
+        name = str(path[-1].key)
+        if name.endswith(("_conv", "_conv_bias")):
+            bound = cfg.kernel**-0.5
+            out.append(jax.random.uniform(one, leaf.shape, minval=-bound, maxval=bound))
+        elif name.endswith("norm"):
+            out.append(jnp.ones(leaf.shape))
+        elif name.endswith("bias") or name in ("token", "b1", "b2"):
+            out.append(jnp.zeros(leaf.shape))
+        else:
+            drawn = 0.02 * jax.random.normal(one, leaf.shape)
+            out.append(drawn.at[cfg.vocab :].set(0.0) if name in ("embed", "head") else drawn)
+    return jax.tree_util.tree_unflatten(treedef, out)
+
+
+def head(params: Tree) -> Float[Array, "v d"]:
+    """Returns the table of the last product: the embedding's where they are tied."""
+    return params["head"] if "head" in params else params["embed"]
+
+
+def logits(params: Tree, cfg: TTTConfig, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
+    """Applies the head and returns fp32 logits of the real tokens."""
+    table = head(params)[: cfg.vocab].astype(hidden.dtype)
+    return jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
+
+
+def forward(  # noqa: PLR0913  (the one entry to the model)
+    params: Tree,
+    cfg: TTTConfig,
+    ids: Int[Array, "b t"],
+    *,
+    rate: Float[Array, " b"] | None = None,
+    memory: Memory | None = None,
+    lengths: Int[Array, " b"] | None = None,
+    mode: Mode = Mode(),  # noqa: B008  (frozen)
+) -> Output:
+    """Reads ids from their first token on, in the dual form.
+
+    Args:
+        params: the tree of `abstract`.
+        cfg: its mathematics.
+        ids: any length; what fills the last chunk is cut off again.
+        rate: a multiple of each row's inner learning rate (None: 1).
+        memory: where to go on from, chunks being whole so far (None: the learned beginning).
+        lengths: the real tokens of each row, which stand first; asks for the cache after them.
+        mode: how to run.
+    """
+    count = ids.shape[1]
+    ids = jnp.pad(ids, ((0, 0), (0, -count % cfg.chunk)))
+    x = mode.constrain(jnp.take(params["embed"], ids, axis=0).astype(mode.dtype))
+    rate = jnp.ones(ids.shape[:1]) if rate is None else rate
+    layer = checkpoint_layer(functools.partial(_layer, cfg, mode, _Rows(rate, lengths)), mode.remat)
+
+    def body(x: jax.Array, inputs: tuple[Tree, Memory | None]):
+        x, found = layer(mode.constrain(x), *inputs)
+        return x, found
+
+    x, (losses, found) = jax.lax.scan(body, x, (params["layers"], memory))
+    seen = jnp.full(ids.shape[:1], count, jnp.int32) if lengths is None else lengths
+    return Output(_rms(x, params["norm"], cfg)[:, :count], losses, None if found is None else Cache(found, seen))
+
+
+def beginning(params: Tree, cfg: TTTConfig, batch: int, dtype: jax.typing.DTypeLike) -> Memory:
+    """Returns the memory before the first token: the learned fast weights, nothing convolved."""
+    weights = jax.vmap(lambda p: _beginning(p, cfg, batch))(params["layers"])
+    window = jnp.zeros((cfg.layers, batch, cfg.kernel - 1, cfg.width), dtype)
+    return Memory(
+        weights,
+        jax.tree.map(jnp.zeros_like, weights),
+        window if cfg.share_qk else None,
+        window if cfg.pre_conv else None,
+    )
+
+
+def decode(params: Tree, cfg: TTTConfig, ids: Int[Array, " b"], cache: Cache, *, mode: Mode = Mode()):  # noqa: B008
+    """Reads one more token of each row, in the primal form; returns (hidden [b d], cache)."""
+    x = jnp.take(params["embed"], ids, axis=0).astype(mode.dtype)
+
+    def body(x: jax.Array, inputs: tuple[Tree, Memory]):
+        return _decode_layer(cfg, mode, cache.seen, x, *inputs)
+
+    x, memory = jax.lax.scan(body, x, (params["layers"], cache.memory))
+    return _rms(x, params["norm"], cfg), Cache(memory, cache.seen + 1)
+
+
+# One layer over a whole text
+
+
+class _Rows(NamedTuple):
+    """What `forward` is told of each row."""
+
+    rate: Float[Array, " b"]
+    lengths: Int[Array, " b"] | None
+
+
+def _layer(
+    cfg: TTTConfig,
+    mode: Mode,
+    rows: _Rows,
+    x: Float[Array, "b t d"],
+    p: Tree,
+    memory: Memory | None,
+) -> tuple[jax.Array, tuple[jax.Array | None, Memory | None]]:
+    """Returns the stream behind the block, the inner losses and the memory where they are asked for."""
+    lengths, before, window = rows.lengths, None, None
+    if cfg.pre_conv:
+        h = _rms(x, p["before_norm"], cfg)
+        before = _keep_last(h, cfg, lengths, memory and memory.before)
+        x = x + _convolve(h, p, "before", memory and memory.before)
+    h = _rms(x, p["seq_norm"], cfg)
+    q = _linear(h, p, "q")
+    if cfg.share_qk:
+        past = memory and memory.window
+        window = _keep_last(q, cfg, lengths, past)
+        q, k = _convolve(q, p, "q", past), _convolve(q, p, "k", past)
+    else:
+        k = _linear(h, p, "k")
+    position = jnp.arange(h.shape[1], dtype=jnp.int32) % cfg.chunk
+    q, k = (_rotate(_heads(one, cfg), position[None], cfg) for one in (q, k))
+    text = _Text(q, k, _heads(_linear(h, p, "v"), cfg), _inner_rate(h, p, cfg, rows.rate))
+    weights = _beginning(p, cfg, x.shape[0]) if memory is None else memory.weights
+    if mode.form == "full" and not mode.measured and memory is None and lengths is None:
+        out, losses, found = _full(cfg, mode, p, text, weights), None, None
+    else:
+        out, losses, found = _by_chunk(cfg, mode, p, text, weights, lengths)
+    x = x + _behind(out.reshape(x.shape), h, p, cfg)
+    x = x + _feed_forward(x, p, cfg)
+    kept = lengths is not None or memory is not None
+    return x, (losses, Memory(*found, window, before) if kept and found else None)
+
+
+class _Text(NamedTuple):
+    """What the inner model reads: queries, keys and values [b t h e], inner rates [b t h] fp32."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    rate: jax.Array
+
+
+def _beginning(p: Tree, cfg: TTTConfig, batch: int) -> dict[str, jax.Array]:
+    names = ("w1", "b1", "w2", "b2") if cfg.inner == "mlp" else ("w1", "b1")
+    return {name: jnp.broadcast_to(p[name].astype(jnp.float32), (batch, *p[name].shape)) for name in names}
+
+
+def _by_chunk(  # noqa: PLR0913  (what a layer's pass is made of)
+    cfg: TTTConfig,
+    mode: Mode,
+    p: Tree,
+    text: _Text,
+    weights: dict[str, jax.Array],
+    lengths: jax.Array | None,
+) -> tuple[jax.Array, jax.Array | None, tuple[dict[str, jax.Array], dict[str, jax.Array]]]:
+    """Returns outputs [b t h e], inner losses [n b h c] if measured, and (weights, gradients since) at the end.
+
+    Only what depends on the fast weights is inside the scan.
+    """
+    inner = _Inner(cfg, mode, p)
+    batch, length = text.rate.shape[:2]
+    count = length // cfg.chunk
+    q, k, v, rate = (_chunked(one, count) for one in text)  # [n b h i e], rate [n b h i]
+    token = _token_factor(p)
+    # Which tokens move the weights that the next chunk begins with, and which wait in the sums: a row's last chunk
+    # that is not whole.
+    applied, waiting = token[-1] * rate, jnp.zeros_like(rate)
+    if lengths is not None:
+        number = jnp.arange(count, dtype=jnp.int32)[:, None]
+        whole = (number < lengths[None] // cfg.chunk).astype(jnp.float32)[:, :, None, None]
+        position = jnp.arange(length, dtype=jnp.int32).reshape(count, 1, 1, cfg.chunk)
+        real = (position < lengths[None, :, None, None]).astype(jnp.float32)
+        applied, waiting = applied * whole, rate * (1 - whole) * real
+    eta = jnp.tril(jnp.ones((cfg.chunk, cfg.chunk)) * token[:, None])[None, None, None] * rate[..., None, :]
+    mixed = (inner.product("nbhie,nbhje->nbhij", q, k) + 1) * eta
+    target = v.astype(jnp.float32) - k.astype(jnp.float32)
+    chunks = _Chunk(q, k, target, mixed, eta if cfg.inner == "mlp" else None)
+    learned = weights
+
+    def body(carry: tuple[Tree, Tree], inputs: tuple[_Chunk, jax.Array, jax.Array]):
+        weights, sums = carry
+        chunk, applies, waits = inputs
+        z, steps = inner.read(weights, chunk)
+        after = jax.tree.map(jnp.subtract, weights, inner.add_up(steps, applies))
+        losses = None
+        if mode.measured:
+            losses = jnp.stack([inner.last_loss(one, chunk) for one in (learned, weights, after)], axis=-1)
+        if lengths is not None:
+            sums = jax.tree.map(jnp.add, sums, inner.add_up(steps, waits))
+        return (after, sums), (z, losses)
+
+    nothing = jax.tree.map(jnp.zeros_like, weights)
+    end, (z, losses) = jax.lax.scan(body, (weights, nothing), (chunks, applied, waiting), unroll=mode.unroll)
+    out = q.astype(jnp.float32) + inner.normalise(z)
+    return _joined(out), losses, end
+
+
+class _Chunk(NamedTuple):
+    """One chunk of a text: [b h i e], `mixed` and `eta` [b h i j]; of a text, the chunks' axis before them."""
+
+    q: jax.Array
+    k: jax.Array
+    target: jax.Array  # v - k, so that key plus inner output is to be the value
+    mixed: jax.Array  # (q k^T + 1) eta, the 1 for the bias
+    eta: jax.Array | None  # inner rate of token j as query i sees it; only an inner MLP asks for it again
+
+
+Steps = dict[str, tuple[jax.Array, jax.Array]]  # "1", "2": (inputs [b h i e], gradients [b h i m]) of an inner product
+
+
+class _Inner:
+    """The inner model of one layer and its gradients."""
+
+    def __init__(self, cfg: TTTConfig, mode: Mode, p: Tree):
+        self.dtype, self.deep = jnp.dtype(mode.dtype), cfg.inner == "mlp"
+        self.scale, self.offset = (
+            p[name].astype(jnp.float32)[None, :, None] for name in ("inner_norm", "inner_norm_bias")
+        )
+
+    def product(self, equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
+        """Returns an fp32 product of factors in the model's dtype."""
+        return jnp.einsum(
+            equation, left.astype(self.dtype), right.astype(self.dtype), preferred_element_type=jnp.float32
+        )
+
+    def apply(self, weights: Tree, x: jax.Array, name: str) -> jax.Array:
+        """Returns x w + b of one inner product, x [b h i e]."""
+        return self.product("bhie,bhem->bhim", x, weights[f"w{name}"]) + weights[f"b{name}"][:, :, None]
+
+    def normalise(self, z: jax.Array) -> jax.Array:
+        """Applies the inner LayerNorm to [... b h i e]."""
+        unit, _ = _standardise(z)
+        return unit * _widen(self.scale, z) + _widen(self.offset, z)
+
+    def gradient(self, z: jax.Array, target: jax.Array) -> jax.Array:
+        """Returns the gradient of 1/2 |LN(z) - target|^2 by z [b h i e]."""
+        unit, deviation = _standardise(z)
+        d = (unit * self.scale + self.offset - target) * self.scale
+        centred = d - jnp.mean(d, axis=-1, keepdims=True)
+        return (centred - unit * jnp.mean(d * unit, axis=-1, keepdims=True)) / deviation
+
+    def read(self, weights: Tree, chunk: _Chunk) -> tuple[jax.Array, Steps]:
+        """Returns what each query [b h i e] gets after the tokens up to its own, and what those ask to be changed."""
+        size = chunk.q.shape[2]
+        first = self.apply(weights, jnp.concatenate([chunk.q, chunk.k], axis=2), "1")
+        z_query, z_key = first[:, :, :size], first[:, :, size:]
+        if not self.deep:
+            gradient = self.gradient(z_key, chunk.target)
+            return z_query - self.product("bhij,bhje->bhie", chunk.mixed, gradient), {"1": (chunk.k, gradient)}
+        x_key, pull = jax.vjp(_gelu, z_key)
+        second = self.gradient(self.apply(weights, x_key, "2"), chunk.target)
+        (gradient,) = pull(self.product("bhie,bhme->bhim", second, weights["w2"]))
+        x_query = _gelu(z_query - self.product("bhij,bhjm->bhim", chunk.mixed, gradient))
+        assert chunk.eta is not None, "an inner MLP mixes twice"
+        again = (self.product("bhim,bhjm->bhij", x_query, x_key) + 1) * chunk.eta
+        z = self.apply(weights, x_query, "2") - self.product("bhij,bhje->bhie", again, second)
+        return z, {"1": (chunk.k, gradient), "2": (x_key, second)}
+
+    def add_up(self, steps: Steps, rate: Float[Array, "b h i"]) -> dict[str, jax.Array]:
+        """Returns the sums over a chunk's tokens of rate times gradient, by the names of the fast weights."""
+        found = {}
+        for name, (inputs, gradient) in steps.items():
+            weighted = rate[..., None] * gradient
+            found[f"w{name}"] = self.product("bhie,bhim->bhem", inputs, weighted)
+            found[f"b{name}"] = jnp.sum(weighted, axis=2)
+        return found
+
+    def answer(self, weights: Tree, x: jax.Array) -> jax.Array:
+        """Returns the inner model's output, before its norm, of [b h i e] under given weights."""
+        first = self.apply(weights, x, "1")
+        return self.apply(weights, _gelu(first), "2") if self.deep else first
+
+    def last_loss(self, weights: Tree, chunk: _Chunk) -> jax.Array:
+        """Returns the inner loss [b h] of a chunk's last token under given weights."""
+        missed = self.normalise(self.answer(weights, chunk.k[:, :, -1:])) - chunk.target[:, :, -1:]
+        return 0.5 * jnp.sum(missed**2, axis=(2, 3))
+
+
+def _full(cfg: TTTConfig, mode: Mode, p: Tree, text: _Text, weights: dict[str, jax.Array]) -> jax.Array:
+    """Returns the outputs [b t h e] without fast weights beyond the first: they are linear in the gradients.
+
+    One substitution a chunk gives all gradients, then all outputs come at once.
+    """
+    inner, length = _Inner(cfg, mode, p), text.rate.shape[1]
+    q, k, v = (jnp.swapaxes(one, 1, 2) for one in text[:3])  # [b h t e]
+    rate, token = jnp.swapaxes(text.rate, 1, 2), _token_factor(p)
+    number = np.arange(length) // cfg.chunk
+    earlier, same = number[:, None] > number[None], np.equal.outer(number, number) & np.tri(length, dtype=bool)
+    share = jnp.where(earlier, token[-1], jnp.where(same, jnp.tile(token, length // cfg.chunk)[:, None], 0.0))
+    eta = share[None, None] * rate[:, :, None]  # [b h t s]
+    target = v.astype(jnp.float32) - k.astype(jnp.float32)
+    begin = inner.apply(weights, jnp.concatenate([q, k], axis=2), "1")
+    z_query, z_key = begin[:, :, :length], begin[:, :, length:]
+    keys = inner.product("bhte,bhse->bhts", k, k) + 1
+    first: list[jax.Array] = []
+    second: list[jax.Array] = []
+    hidden: list[jax.Array] = []
+    for start in range(0, length, cfg.chunk):
+        now, before = slice(start, start + cfg.chunk), slice(0, start)
+        moved = eta[:, :, now, before]
+
+        def move(
+            z: jax.Array, table: jax.Array | None, gradients: list[jax.Array], moved: jax.Array = moved
+        ) -> jax.Array:
+            if table is None or not gradients:
+                return z
+            return z - inner.product("bhij,bhje->bhie", table * moved, jnp.concatenate(gradients, 2))
+
+        z = move(z_key[:, :, now], keys[:, :, now, before], first)
+        if cfg.inner == "linear":
+            first.append(inner.gradient(z, target[:, :, now]))
+            continue
+        x, pull = jax.vjp(_gelu, z)
+        seen = jnp.concatenate(hidden, 2) if hidden else None
+        table = None if seen is None else inner.product("bhim,bhjm->bhij", x, seen) + 1
+        gradient = inner.gradient(move(inner.apply(weights, x, "2"), table, second), target[:, :, now])
+        back = inner.product("bhie,bhme->bhim", gradient, weights["w2"])
+        if seen is not None:
+            likeness = inner.product("bhie,bhje->bhij", gradient, jnp.concatenate(second, 2)) * moved
+            back = back - inner.product("bhij,bhjm->bhim", likeness, seen)
+        first.append(pull(back)[0])
+        second.append(gradient)
+        hidden.append(x)
+    mixed = (inner.product("bhte,bhse->bhts", q, k) + 1) * eta
+    z = z_query - inner.product("bhts,bhsm->bhtm", mixed, jnp.concatenate(first, 2))
+    if cfg.inner == "mlp":
+        x = _gelu(z)
+        again = (inner.product("bhtm,bhsm->bhts", x, jnp.concatenate(hidden, 2)) + 1) * eta
+        z = inner.apply(weights, x, "2") - inner.product("bhts,bhse->bhte", again, jnp.concatenate(second, 2))
+    return jnp.swapaxes(q.astype(jnp.float32) + inner.normalise(z), 1, 2)
+
+
+# One layer over one more token
+
+
+def _decode_layer(
+    cfg: TTTConfig, mode: Mode, seen: Int[Array, " b"], x: Float[Array, "b d"], p: Tree, memory: Memory
+) -> tuple[jax.Array, Memory]:
+    x, before, window = x[:, None], memory.before, memory.window
+    if cfg.pre_conv:
+        h = _rms(x, p["before_norm"], cfg)
+        x, before = x + _convolve(h, p, "before", before), _keep_last(h, cfg, None, before)
+    h = _rms(x, p["seq_norm"], cfg)
+    q = _linear(h, p, "q")
+    if cfg.share_qk:
+        both = _convolve(q, p, "q", window), _convolve(q, p, "k", window)
+        window, (q, k) = _keep_last(q, cfg, None, window), both
+    else:
+        k = _linear(h, p, "k")
+    place = seen % cfg.chunk
+    q, k = (_rotate(_heads(one, cfg), place[:, None], cfg) for one in (q, k))
+    q, k, v = (jnp.swapaxes(one, 1, 2) for one in (q, k, _heads(_linear(h, p, "v"), cfg)))  # [b h 1 e]
+    rate = jnp.swapaxes(_inner_rate(h, p, cfg, jnp.ones(seen.shape)), 1, 2)  # [b h 1]
+    inner, target = _Inner(cfg, mode, p), v.astype(jnp.float32) - k.astype(jnp.float32)
+    # As a chunk of one token whose query is not asked: its mixing does not count.
+    nothing = jnp.zeros((*rate.shape, 1))
+    _, steps = inner.read(memory.weights, _Chunk(q, k, target, nothing, nothing))
+    sums = jax.tree.map(jnp.add, memory.grads, inner.add_up(steps, rate))
+    token = _token_factor(p)[place]
+    now = jax.tree.map(lambda weight, total: weight - _widen_after(token, total) * total, memory.weights, sums)
+    out = q.astype(jnp.float32) + inner.normalise(inner.answer(now, q))
+    x = x + _behind(jnp.swapaxes(out, 1, 2).reshape(x.shape), h, p, cfg)
+    x = x + _feed_forward(x, p, cfg)
+    ends = place == cfg.chunk - 1
+
+    def choose(at_end: jax.Array, otherwise: jax.Array) -> jax.Array:
+        return jnp.where(_widen_after(ends, at_end), at_end, otherwise)
+
+    weights = jax.tree.map(choose, now, memory.weights)
+    grads = jax.tree.map(lambda total: choose(jnp.zeros_like(total), total), sums)
+    return x[:, 0], Memory(weights, grads, window, before)
+
+
+# Parts
+
+
+def _standardise(z: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns (z - mean) / deviation over the last axis, and the deviation."""
+    centred = z - jnp.mean(z, axis=-1, keepdims=True)
+    deviation = jnp.sqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + INNER_EPS)
+    return centred / deviation, deviation
+
+
+def _widen(x: jax.Array, like: jax.Array) -> jax.Array:
+    return x.reshape((1,) * (like.ndim - x.ndim) + x.shape)
+
+
+def _widen_after(x: Shaped[Array, " b"], like: jax.Array) -> jax.Array:
+    return x.reshape(x.shape + (1,) * (like.ndim - 1))
+
+
+def _gelu(x: jax.Array) -> jax.Array:
+    return jax.nn.gelu(x, approximate=True)
+
+
+def _rms(x: jax.Array, weight: jax.Array, cfg: TTTConfig) -> jax.Array:
+    return rms_norm(x, weight.astype(x.dtype), cfg.norm_eps)
+
+
+def _linear(x: Float[Array, "b t i"], p: Tree, name: str) -> Float[Array, "b t o"]:
+    return jnp.einsum("bti,oi->bto", x, p[name].astype(x.dtype))
+
+
+def _heads(x: Float[Array, "b t d"], cfg: TTTConfig) -> Float[Array, "b t h e"]:
+    return x.reshape(*x.shape[:2], cfg.heads, cfg.head_dim)
+
+
+def _chunked(x: jax.Array, count: int) -> jax.Array:
+    """Returns [b t h ...] as [n b h i ...]."""
+    x = x.reshape(x.shape[0], count, -1, *x.shape[2:])
+    return jnp.moveaxis(x, (1, 3), (0, 2))
+
+
+def _joined(x: Float[Array, "n b h i e"]) -> Float[Array, "b t h e"]:
+    x = jnp.moveaxis(x, (0, 2), (1, 3))
+    return x.reshape(x.shape[0], -1, *x.shape[3:])
+
+
+def _token_factor(p: Tree) -> Float[Array, " i"]:
+    """Returns by how much the summed gradients count at each place of a chunk: near the mean of those so far."""
+    learned = p["token"].astype(jnp.float32)
+    return jnp.maximum(1.0 / jnp.arange(1, learned.shape[0] + 1, dtype=jnp.float32) + learned, 0.0)
+
+
+def _inner_rate(h: Float[Array, "b t d"], p: Tree, cfg: TTTConfig, rate: Float[Array, " b"]) -> Float[Array, "b t h"]:
+    gate = jnp.einsum("btd,hd->bth", h, p["rate"].astype(h.dtype), preferred_element_type=jnp.float32)
+    gate = jax.nn.sigmoid(gate + p["rate_bias"].astype(jnp.float32)[None, None])
+    return cfg.base_rate / cfg.head_dim * gate * rate[:, None, None]
+
+
+def _rotate(x: Float[Array, "b t h e"], position: Int[Array, "p t"], cfg: TTTConfig) -> Float[Array, "b t h e"]:
+    """Turns neighbouring pairs of values by the place in the chunk."""
+    exponent = jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim
+    frequency = 1.0 / jnp.power(jnp.float32(cfg.rope_theta), exponent)
+    angle = position[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
+    cos, sin = jnp.cos(angle), jnp.sin(angle)
+    pairs = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, 2)
+    left, right = pairs[..., 0], pairs[..., 1]
+    turned = jnp.stack([left * cos - right * sin, right * cos + left * sin], axis=-1)
+    return turned.reshape(x.shape).astype(x.dtype)
+
+
+def _convolve(x: Float[Array, "b t d"], p: Tree, name: str, past: jax.Array | None) -> Float[Array, "b t d"]:
+    """Depthwise and causal; the last tap is the token's own."""
+    taps, wide = p[f"{name}_conv"].astype(jnp.float32), _after(past, x, p[f"{name}_conv"].shape[1] - 1)
+    length = x.shape[1]
+    parts = (wide[:, i : i + length].astype(jnp.float32) * taps[None, None, :, i] for i in range(taps.shape[1]))
+    return (sum(parts) + p[f"{name}_conv_bias"].astype(jnp.float32)[None, None]).astype(x.dtype)
+
+
+def _keep_last(
+    x: Float[Array, "b t d"], cfg: TTTConfig, lengths: jax.Array | None, past: jax.Array | None
+) -> Float[Array, "b w d"]:
+    """Returns the inputs that the next token's convolution needs, after `lengths` tokens of each row (None: all)."""
+    size = cfg.kernel - 1
+    wide = _after(past, x, size)
+    if lengths is None:
+        return wide[:, wide.shape[1] - size :]
+    return jax.vmap(lambda row, start: jax.lax.dynamic_slice_in_dim(row, start, size))(wide, lengths)
+
+
+def _after(past: jax.Array | None, x: Float[Array, "b t d"], size: int) -> jax.Array:
+    past = jnp.zeros((x.shape[0], size, x.shape[2]), x.dtype) if past is None else past.astype(x.dtype)
+    return jnp.concatenate([past, x], axis=1)
+
+
+def _behind(out: Float[Array, "b t d"], h: Float[Array, "b t d"], p: Tree, cfg: TTTConfig) -> jax.Array:
+    """Returns the layer's output from what its heads give: norm, gate, last product."""
+    out = layer_norm(out, p["post_norm"], p["post_norm_bias"], INNER_EPS).astype(h.dtype)
+    if cfg.gate:
+        out = _gelu(_linear(h, p, "out_gate")) * out
+    return _linear(out, p, "o")
+
+
+def _feed_forward(x: Float[Array, "b t d"], p: Tree, cfg: TTTConfig) -> jax.Array:
+    h = _rms(x, p["ffn_norm"], cfg)
+    return _linear(jax.nn.silu(_linear(h, p, "gate")) * _linear(h, p, "up"), p, "down")

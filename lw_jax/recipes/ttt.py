@@ -1,0 +1,244 @@
+"""A Test-Time-Training language model, trained from scratch on text: nothing is frozen, all of it learns."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lw_jax import losses, sources, weights
+from lw_jax.core import rng as rngs
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import DTYPES, LossTerms, Task, Tree
+from lw_jax.data import corpus
+from lw_jax.data.corpus import Span
+from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from lw_jax.data.windows import Paced, Windows
+from lw_jax.evals import ngrams
+from lw_jax.models import ttt
+from lw_jax.recipes import terms as arithmetic
+from lw_jax.recipes.base import Weights
+from lw_jax.recipes.terms import Terms
+from sharding import rules, tables
+from sharding.placement import Placement
+
+NAME = "lm"  # of the one model, among a placement's readers and a batch's
+BASELINE_TOKENS = 1 << 26  # of the training text that the n-grams are counted in
+INNER = ("first", "before", "after")  # weights under which a chunk's last token is asked for its inner loss
+
+
+class TTT:
+    """See `recipes.base.Recipe`; parameters: trainable is the tree of `models/ttt.py`, frozen {"lm": nothing}."""
+
+    rates = ((".*", 1.0),)
+
+    def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
+        """Describes the model; an `outline` needs neither text nor, where ttt.vocab is named, a tokenizer."""
+        self.cfg, self.placement, self.outline = cfg, placed, outline
+        self.model = _model(cfg, self._vocab())
+
+    @staticmethod
+    def reader_bytes(cfg: Config) -> dict[str, int]:
+        """Returns that nothing is frozen."""
+        del cfg
+        return {NAME: 0}
+
+    @property
+    def unit(self) -> tuple[str, int]:
+        """Returns that an example is a window of tokens."""
+        return "tokens", self.cfg.ttt.length * self.cfg.ttt.segments
+
+    def _vocab(self) -> int:
+        spec = self.cfg.ttt
+        if spec.tokenizer == "bytes":
+            return ByteTokenizer().vocab
+        if spec.vocab and self.outline:
+            return spec.vocab
+        found = self.tokenizer.vocab
+        if spec.vocab not in (0, found):
+            raise UserError(
+                f"config.ttt.vocab = {spec.vocab}: the tokenizer {spec.tokenizer} has {found} tokens; leave it 0"
+            )
+        return found
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | ByteTokenizer:
+        """Returns what turns the text into tokens."""
+        name = self.cfg.ttt.tokenizer
+        return ByteTokenizer() if name == "bytes" else load_tokenizer(sources.locate_tokenizer(name))
+
+    @functools.cache  # noqa: B019  (a recipe lives as long as its run)
+    def abstract(self) -> Weights:
+        """Returns both trees as shapes."""
+        return Weights(ttt.abstract(self.model), {NAME: {}})
+
+    @functools.cache  # noqa: B019
+    def shardings(self) -> Weights:
+        """Returns where the weights lie: whole on every device, or over data where the placement is "fsdp"."""
+        over = self.placement.readers[NAME].table == "fsdp"
+        table = tables.LEARNER_FSDP if over else tables.TRAINABLE
+        shapes = self.abstract().trainable
+        return Weights(rules.shardings(table, shapes, self.placement.learner, name="ttt"), {NAME: {}})
+
+    def build(self, frozen: Tree | None = None) -> Weights:
+        """Draws new weights, or takes those of ttt.source."""
+        del frozen
+        shardings, source = self.shardings().trainable, self.cfg.ttt.source
+        if not source:
+            init = jax.jit(lambda key: ttt.init(key, self.model), out_shardings=shardings)
+            return Weights(init(rngs.stream(self.cfg.seed, "ttt")), {NAME: {}})
+        location = sources.locate(source)
+        found = weights.describe_ttt(location)
+        if found != self.model:
+            raise UserError(f"config.ttt.source = {source!r} is {found}, the configuration describes {self.model}")
+        return Weights(weights.load_ttt(location, shardings=shardings), {NAME: {}})
+
+    def load_frozen(self) -> Tree:
+        """Returns nothing: all of it learns."""
+        return {NAME: {}}
+
+    def course(self) -> Paced:
+        """Returns the windows of the training text, each epoch in another order."""
+        spec = self.cfg.ttt
+        train = Windows(self._spans[0], spec.length * spec.segments, NAME)
+        return Paced.of(train, warmup=self.cfg.optim.warmup_steps, start=spec.inner_start)
+
+    def validation(self) -> list[tuple[str, Windows]]:
+        """Returns the held-out windows, measured beside an unigram and a bigram of the training text."""
+        train, held_out = self._spans
+        ids = train.corpus.read(train.start, min(len(train), BASELINE_TOKENS))
+        # The bigram's one weight is chosen on the last tenth of them, counted from the rest.
+        cut = len(ids) - len(ids) // 10
+        baseline = ngrams.fit(ids[:cut], self.model.vocab, tune=ids[cut:])
+        length = self.cfg.ttt.held_out_length or self.cfg.ttt.length * self.cfg.ttt.segments
+        return [("", Windows(held_out, length, NAME, extra=baseline.nll, measure=True))]
+
+    @functools.cached_property
+    def _spans(self) -> tuple[Span, Span]:
+        """Returns the training text and the held-out one."""
+        data, spec = self.cfg.data, self.cfg.ttt
+        whole = corpus.pack(data.train, self.tokenizer, root=sources.cache_root())
+        length = max(spec.length * spec.segments, spec.held_out_length)
+        if not data.validation:
+            return whole.split(spec.held_out, length=length)
+        other = corpus.pack(data.validation, self.tokenizer, root=sources.cache_root())
+        return Span(whole, 0, whole.tokens), Span(other, 0, other.tokens)
+
+    def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
+        """Next-token cross-entropy over every token of the windows, in nats."""
+        del frozen, rng
+        fields = batch["readers"][NAME]
+        ids, measured = fields["ids"], fields["task"] == Task("measure")
+        # The one place where these labels shift: a position's logits are of the token after it.
+        out = self._read(trainable, ids[:, :-1], fields["rate"], measured=measured)
+        logp, _ = losses.chunked_logp(
+            out.hidden, ttt.head(trainable), ids[:, 1:], chunk=self._loss_chunk(len(ids)), vocab=self._masked
+        )
+        counted = jnp.broadcast_to(fields["weights"], logp.shape)
+        total, weight = -jnp.sum(logp * counted), jnp.sum(counted)
+        told = self._details(out, -logp, counted, fields) if measured else {}
+        return LossTerms(total, weight, told)
+
+    def _read(self, params: Tree, ids: jax.Array, rate: jax.Array, *, measured: bool) -> ttt.Output:
+        """Runs the model over a window, segment by segment where fast weights pass on."""
+        spec, mode = self.cfg.ttt, self._mode(measured)
+        if spec.segments == 1 or measured:  # measured: one text, whose states pass on anyway
+            return ttt.forward(params, self.model, ids, rate=rate, mode=mode)
+        rows = ids.shape[0]
+        pieces = jnp.moveaxis(ids.reshape(rows, spec.segments, spec.length), 1, 0)
+
+        def body(memory: ttt.Memory, piece: jax.Array):
+            out = ttt.forward(params, self.model, piece, rate=rate, memory=memory, mode=mode)
+            assert out.cache is not None, "a memory was given"
+            return jax.lax.stop_gradient(out.cache.memory), out.hidden
+
+        begin = ttt.beginning(params, self.model, rows, mode.dtype)
+        _, hidden = jax.lax.scan(body, begin, pieces)
+        return ttt.Output(jnp.moveaxis(hidden, 0, 1).reshape(rows, ids.shape[1], -1), None, None)
+
+    def _details(self, out: ttt.Output, nll: jax.Array, counted: jax.Array, fields: Tree) -> dict:
+        """Returns the baselines, the inner losses and the loss by position, each as (sum, weight)."""
+        rows, weight = fields["weights"][:, 0], jnp.sum(counted)
+        told = {f"nll/{name}": (jnp.sum(fields[name] * rows), weight) for name in ("unigram", "bigram")}
+        assert out.losses is not None, "the mode asks for them"
+        inner = jnp.mean(out.losses, axis=(0, 1, 3)) * rows[:, None]
+        told |= {f"inner/{name}": (jnp.sum(inner[:, i]), jnp.sum(rows)) for i, name in enumerate(INNER)}
+        length, first = nll.shape[1], 0
+        while first < length:  # positions 1, 2, 3 to 4, 5 to 8, ...
+            last = min(max(1, 2 * first), length)
+            one = counted[:, first:last]
+            name = f"detail/position/{first + 1}-{last}"
+            told[name] = (jnp.sum(nll[:, first:last] * one), jnp.sum(one))
+            first = last
+        return told
+
+    def _mode(self, measured: bool) -> ttt.Mode:
+        rows, spec = NamedSharding(self.placement.learner, P("data")), self.cfg.ttt
+        return ttt.Mode(
+            dtype=DTYPES[self.cfg.compute.dtype],
+            form=spec.form,
+            unroll=spec.unroll,
+            remat=self.cfg.compute.remat,
+            constrain=lambda x: jax.lax.with_sharding_constraint(x, rows),
+            measured=measured,
+        )
+
+    @property
+    def _masked(self) -> int:
+        """Returns the vocabulary where the table has more rows, else 0."""
+        return self.model.vocab if self.model.rows > self.model.vocab else 0
+
+    def _loss_chunk(self, rows: int) -> int:
+        """Returns the positions of `rows` sequences whose logits exist at once."""
+        each = max(1, rows // self.placement.data)
+        return -(-self.cfg.ttt.loss_chunk // each)
+
+    def identity(self) -> dict[str, str]:
+        """Returns the fingerprints of the text and of its tokens."""
+        train, held_out = self._spans
+        texts = {"train": train.corpus.folder.name, "validation": held_out.corpus.folder.name}
+        return texts | {"tokenizer": self.tokenizer.fingerprint}
+
+    def batch_widths(self) -> Tree:
+        """Returns one training window as shapes."""
+        fields = {
+            "ids": jax.ShapeDtypeStruct((self.unit[1] + 1,), np.int32),
+            "weights": jax.ShapeDtypeStruct((1,), np.float32),
+            "rate": jax.ShapeDtypeStruct((), np.float32),
+            "task": Task("train"),
+        }
+        return {"source": {}, "readers": {NAME: fields}, "index": jax.ShapeDtypeStruct((), np.int32)}
+
+    def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
+        """Returns the arithmetic of one micro-batch."""
+        tokens = rows * (widths["readers"][NAME]["ids"].shape[0] - 1)
+        size = jnp.dtype(DTYPES[self.cfg.compute.dtype]).itemsize
+        found = arithmetic.learned_at_test_time(self.model, tokens, self.cfg.compute.remat, size)
+        head = 2 * tokens * self.model.width * (self.model.rows or self.model.vocab)
+        at_once = min(self.cfg.ttt.loss_chunk or tokens, tokens)
+        logits = at_once * (self.model.rows or self.model.vocab) * 4.0
+        flops = found.flops + head * (4 if self.cfg.ttt.loss_chunk else 3)
+        return {"": Terms(), NAME: Terms(found.bytes + 2 * logits, flops, 0.0, logits)}
+
+
+def _model(cfg: Config, vocab: int) -> ttt.TTTConfig:
+    """Returns the model that the configuration describes."""
+    spec, mamba = cfg.ttt, cfg.ttt.backbone == "mamba"
+    rows = -(-vocab // spec.table_multiple) * spec.table_multiple
+    return ttt.TTTConfig(
+        vocab=vocab,
+        width=spec.width,
+        layers=spec.layers,
+        heads=spec.heads,
+        ffn=spec.ffn,
+        inner=spec.inner,
+        chunk=spec.chunk,
+        base_rate=spec.inner_rate,
+        pre_conv=mamba,
+        share_qk=mamba,
+        gate=mamba,
+        rows=rows if rows > vocab else 0,
+    )
