@@ -204,6 +204,9 @@ def _ttt() -> ConfigDict:
     c.held_out_length = 0  # tokens of a held-out window (0: as in training); longer: does it go on learning?
     c.form = "scan"  # how a segment is computed: "scan" over chunks | "full": all outputs at once; the same numbers
     c.unroll = 8  # chunks an iteration of the scan
+    # Layers an iteration of the scan over them: all of them spare the copies that a scan makes of what it keeps for the
+    # backward pass, and take minutes to compile.
+    c.unroll_layers = 1
     c.loss_chunk = 0  # tokens of a device whose logits exist at once (0: all)
     return c
 

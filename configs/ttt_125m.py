@@ -3,9 +3,9 @@
     python run.py --config configs/ttt_125m.py
     python run.py plan --config configs/ttt_125m.py --target h100x8
 
-WikiText-103 (CC BY-SA 3.0) and GPT-2's tokenizer (MIT) come from the Hugging Face hub. The authors' recipe, 2.5 B tokens
-at half a million a step, with 128 tokens a window where they have 2,048. Larger sizes: ttt_350m.py, ttt_760m.py,
-ttt_1b.py. The inner MLP: --config.ttt.inner=mlp --config.ttt.inner_rate=0.1 --config.ttt.inner_start=0.1.
+WikiText-103 (CC BY-SA 3.0) and GPT-2's tokenizer (MIT) come from the Hugging Face hub. The authors' recipe: 2.5 B
+tokens, half a million a step; with 128 tokens a window where they have 2,048. Larger sizes: ttt_350m.py,
+ttt_760m.py, ttt_1b.py. The inner MLP: --config.ttt.inner=mlp --config.ttt.inner_rate=0.1 --config.ttt.inner_start=0.1.
 """
 
 from ml_collections import ConfigDict

@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from lw_jax.models.products import wide_product
+
 Pair = tuple[jax.Array, jax.Array]  # sum, weight
 
 
@@ -15,7 +17,9 @@ def nll(logits: Float[Array, "b t v"], targets: Int[Array, "b t"], weights: Floa
 def token_nll(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> Float[Array, "b t"]:
     """Negative log-likelihood of each target in nats."""
     logits = logits.astype(jnp.float32)
-    chosen = jnp.take_along_axis(logits, targets[:, :, None], axis=2)[:, :, 0]
+    # A masked sum, no gather: its gradient is part of the same pass over the logits, a gather's is a scatter of its own.
+    is_target = jnp.arange(logits.shape[2], dtype=targets.dtype)[None, None] == targets[:, :, None]
+    chosen = jnp.sum(jnp.where(is_target, logits, 0.0), axis=2)
     return jax.nn.logsumexp(logits, axis=2) - chosen
 
 
@@ -30,7 +34,7 @@ def chunked_logp(
 
     def one(part: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
         # Cast here: the gradients of the chunks are summed in the table's own precision.
-        logits = jnp.einsum("btd,vd->btv", part, table.astype(part.dtype), preferred_element_type=jnp.float32)
+        logits = wide_product("btd,vd->btv", part, table.astype(part.dtype))
         if vocab:
             real = jnp.arange(table.shape[0]) < vocab
             logits = jnp.where(real[None, None], logits, -jnp.inf)

@@ -176,6 +176,7 @@ class TTT:
     held_out_length: int
     form: str
     unroll: int
+    unroll_layers: int
     loss_chunk: int
 
 
@@ -287,7 +288,7 @@ class Config:
 # what it learns. Everything else makes two runs different runs.
 _NOT_MEANING = re.compile(
     r"train\.(log_every|eval_every|checkpoint_every|keep|micro_batch|alarm.*)|mesh\..*|compute\.remat|eval\..*"
-    r"|dpo\.chunk|ttt\.(form|unroll|loss_chunk|held_out_length)"
+    r"|dpo\.chunk|ttt\.(form|unroll|unroll_layers|loss_chunk|held_out_length)"
 )
 
 # What the planner searches: a file's own choice of them is one answer for one machine.

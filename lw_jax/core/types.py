@@ -27,7 +27,7 @@ class Example:
 class Task:
     """What a batch asks of a reader; part of a batch's structure, so each task is a program of its own."""
 
-    name: str  # one of TASKS
+    name: str  # one of TASKS; of a language model "train" or "measure"
 
 
 TASKS = ("answer", "reconstruct", "continuation")  # the order of the task vectors

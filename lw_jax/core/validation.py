@@ -54,7 +54,7 @@ ABOVE_ZERO = (
     *("loss.temperature", "loss.k_tokens", "stages.*.rate", "train.alarm_gap", "eval.resamples"),
     *("lora.rank", "lora.alpha", "dpo.beta", "dpo.max_length", "dpo.buckets"),
     *("ttt.layers", "ttt.width", "ttt.heads", "ttt.ffn", "ttt.chunk", "ttt.inner_rate", "ttt.inner_start"),
-    *("ttt.table_multiple", "ttt.length", "ttt.segments", "ttt.unroll"),
+    *("ttt.table_multiple", "ttt.length", "ttt.segments", "ttt.unroll", "ttt.unroll_layers"),
     *("optim.learning_rate", "optim.clip_norm", "optim.eps"),
     *("train.steps", "train.global_batch", "train.log_every", "train.checkpoint_every", "train.keep"),
     *("mesh.model", "mesh.target_utilisation", "eval.batch", "eval.max_new_tokens", "selfmade.*"),

@@ -197,7 +197,7 @@ def _make(folder: Path, source: str, tokenizer: TextTokenizer) -> None:
     for left in folder.iterdir():
         if left.name != LOCK:
             left.unlink()
-    counts = dict.fromkeys(("documents", "blank", "bytes"), 0)
+    counts = {"documents": 0, "blank": 0, "bytes": 0}
     told = time.monotonic()
     with contextlib.closing(_Shards(folder, tokenizer.vocab)) as shards:
         for pieces in _batches(documents.read(source), counts):

@@ -17,7 +17,7 @@ import warnings
 import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import IO, Any, NamedTuple, cast
 
 from lw_jax.core.errors import UserError
 
@@ -59,7 +59,8 @@ def read(source: str) -> Iterator[Piece]:
             if text := "\n\n".join(_docstrings(file)):
                 yield Piece(text, True)
     elif source.startswith("hub:"):
-        yield from _table(source, lambda: _builder(source).as_streaming_dataset(split="train"))
+        builder = _builder(source)
+        yield from _table(source, lambda: builder.as_streaming_dataset(split="train"))
     elif _is_saved(path := Path(source).expanduser()):
         yield from _table(source, lambda: _saved_rows(path))
     else:
@@ -130,17 +131,19 @@ def _identify_file(file: Path, whole: bool) -> list[Any]:
 
 
 def _read_file(path: Path) -> Iterator[Piece]:
-    kind = _kind(path)
+    kind, name = _kind(path), str(path)
     if kind in _TABLES:
-        yield from _table(str(path), lambda: _table_rows(path, kind[1:]))
+        yield from _table(name, lambda: _table_rows(path, kind[1:]))
         return
     with _opened(path) as content:
         if kind == ".txt":
-            yield from _cut(io.TextIOWrapper(content, "utf-8-sig", newline=""))
+            with io.TextIOWrapper(content, "utf-8-sig", newline="") as text:
+                yield from _cut(text)
             return
         for number, line in enumerate(content, 1):
             if line.strip():
-                yield Piece(_text_of(_parse(line, f"{path}:{number}"), f"{path}:{number}"), True)
+                where = f"{name}:{number}"
+                yield Piece(_text_of(_parse(line.rstrip(), where), where), True)
 
 
 @contextlib.contextmanager
@@ -149,7 +152,7 @@ def _opened(path: Path) -> Iterator[IO[bytes]]:
     try:
         with path.open("rb") as raw:
             packed = raw.peek(2)[:2] == b"\x1f\x8b"
-            yield gzip.GzipFile(fileobj=raw) if packed else raw
+            yield cast(IO[bytes], gzip.GzipFile(fileobj=raw) if packed else raw)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: broken gzip data ({error}); fetch or compress the file again") from error
     except UnicodeDecodeError as error:
@@ -262,7 +265,7 @@ def _modules() -> list[Path]:
 def _docstrings(file: Path) -> Iterator[str]:
     """Yields the documentation strings of a module, its classes and functions in the order of the file."""
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", SyntaxWarning)  # of another's code
+        warnings.simplefilter("ignore")  # of another's code
         tree = ast.parse(file.read_bytes(), str(file))
     kinds = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
     inner = sorted((n for n in ast.walk(tree) if isinstance(n, kinds)), key=lambda n: (n.lineno, n.col_offset))

@@ -18,6 +18,7 @@ from jaxtyping import Array, Float, Int, Shaped
 
 from lw_jax.core.types import Tree
 from lw_jax.models.decoder import checkpoint_layer, layer_norm, rms_norm
+from lw_jax.models.products import wide_product
 
 INNER_EPS = 1e-6  # of the inner LayerNorm and of the one behind the heads, whatever the config's rms_norm_eps
 GROWTH = 4  # hidden width of the inner MLP, in head widths
@@ -66,6 +67,7 @@ class Mode:
     dtype: str = "float32"  # of products; fast weights, norms, inner rates and gradients stay fp32
     form: str = "scan"  # over chunks, or "full": all outputs at once after one substitution a chunk
     unroll: int = 8  # chunks per scan iteration
+    unroll_layers: int = 1  # layers per scan iteration
     remat: str = "none"  # "none" | "dots" | "full", per layer
     constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
     measured: bool = False  # asks for the inner losses; implies "scan"
@@ -192,7 +194,7 @@ def forward(  # noqa: PLR0913  (the one entry to the model)
         x, found = layer(mode.constrain(x), *inputs)
         return x, found
 
-    x, (losses, found) = jax.lax.scan(body, x, (params["layers"], memory))
+    x, (losses, found) = jax.lax.scan(body, x, (params["layers"], memory), unroll=mode.unroll_layers)
     seen = jnp.full(ids.shape[:1], count, jnp.int32) if lengths is None else lengths
     return Output(_rms(x, params["norm"], cfg)[:, :count], losses, None if found is None else Cache(found, seen))
 
@@ -354,9 +356,7 @@ class _Inner:
 
     def product(self, equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
         """Returns an fp32 product of factors in the model's dtype."""
-        return jnp.einsum(
-            equation, left.astype(self.dtype), right.astype(self.dtype), preferred_element_type=jnp.float32
-        )
+        return wide_product(equation, left.astype(self.dtype), right.astype(self.dtype))
 
     def apply(self, weights: Tree, x: jax.Array, name: str) -> jax.Array:
         """Returns x w + b of one inner product, x [b h i e]."""
@@ -558,7 +558,7 @@ def _token_factor(p: Tree) -> Float[Array, " i"]:
 
 
 def _inner_rate(h: Float[Array, "b t d"], p: Tree, cfg: TTTConfig, rate: Float[Array, " b"]) -> Float[Array, "b t h"]:
-    gate = jnp.einsum("btd,hd->bth", h, p["rate"].astype(h.dtype), preferred_element_type=jnp.float32)
+    gate = wide_product("btd,hd->bth", h, p["rate"].astype(h.dtype))
     gate = jax.nn.sigmoid(gate + p["rate_bias"].astype(jnp.float32)[None, None])
     return cfg.base_rate / cfg.head_dim * gate * rate[:, None, None]
 

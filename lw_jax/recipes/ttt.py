@@ -181,6 +181,7 @@ class TTT:
             dtype=DTYPES[self.cfg.compute.dtype],
             form=spec.form,
             unroll=spec.unroll,
+            unroll_layers=spec.unroll_layers,
             remat=self.cfg.compute.remat,
             constrain=lambda x: jax.lax.with_sharding_constraint(x, rows),
             measured=measured,

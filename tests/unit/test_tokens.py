@@ -112,6 +112,7 @@ def test_begin_is_what_the_tokenizer_itself_prepends(tmp_path, pre, add_bos, beg
 def test_batches_are_encoded_as_single_texts(gguf):
     texts = ["hi he", "", "12 hi"]
     assert gguf.encode_batch(texts) == [gguf.encode(text) for text in texts]
+    assert [ids.tolist() for ids in gguf.encode_arrays(texts)] == gguf.encode_batch(texts)
 
 
 def test_chat_is_rendered_with_generation_prompt_and_a_fixed_date(gguf):
@@ -248,3 +249,5 @@ def test_bytes_round_trip_and_padding_is_dropped():
     assert tokenizer.decode([0xC3]) == "\ufffd"
     assert tokenizer.encode_batch(["a", ""]) == [[97], []]
     assert tokenizer.special == ((), ())
+    assert [ids.tolist() for ids in tokenizer.encode_arrays(["é", ""])] == tokenizer.encode_batch(["é", ""])
+    assert tokenizer.decode([97, tokenizer.eos]) == "a" and tokenizer.eos < tokenizer.vocab

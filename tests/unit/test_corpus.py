@@ -1,0 +1,293 @@
+"""lw_jax/data/corpus.py: text packed once into shards, found again, whole after a stop, read across borders."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+from tokenizers import Tokenizer as Backend
+from tokenizers import decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from lw_jax.core.errors import UserError
+from lw_jax.data import corpus, documents
+from lw_jax.data.corpus import Span, pack
+from lw_jax.data.tokens import ByteTokenizer, load_tokenizer
+
+DOCUMENTS = ["naïve 中文\n", "", "two words", " \n ", *(f"document {i} of many" for i in range(31))]
+KEPT = [text for text in DOCUMENTS if text.strip()]
+EOS = ByteTokenizer().eos
+
+
+class Wide:
+    """Code points one for one: a vocabulary that needs 32 bits."""
+
+    vocab, eos, fingerprint = 0x110001, 0x110000, "code points"
+
+    def encode_arrays(self, texts):
+        return [np.array([ord(char) for char in text], np.uint32) for text in texts]
+
+
+class Stopping(ByteTokenizer):
+    """Goes on for some batches, and then the job is killed."""
+
+    left = 2
+
+    def encode_arrays(self, texts):
+        if not Stopping.left:
+            raise KeyboardInterrupt
+        Stopping.left -= 1
+        return super().encode_arrays(texts)
+
+
+@pytest.fixture
+def source(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in DOCUMENTS))
+    return str(path)
+
+
+@pytest.fixture
+def tiny(monkeypatch):
+    """Many small shards and batches."""
+    monkeypatch.setattr(corpus, "SHARD", 53)
+    monkeypatch.setattr(corpus, "BATCH", 37)
+
+
+def expected(texts=KEPT):
+    return np.concatenate([[*text.encode(), EOS] for text in texts])
+
+
+def everything(packed):
+    return packed.read(0, packed.tokens)
+
+
+def test_every_document_is_followed_by_eos_and_blank_ones_are_counted_apart(tmp_path, source):
+    packed = pack(source, ByteTokenizer(), root=tmp_path)
+    ids = everything(packed)
+    assert ids.dtype == np.int32
+    np.testing.assert_array_equal(ids, expected())
+    assert (packed.documents, packed.blank) == (len(KEPT), 2)
+    assert packed.bytes == sum(len(text.encode()) for text in KEPT) == packed.tokens - len(KEPT)
+    said = " ".join(packed.describe())
+    for part in (
+        source,
+        "33 documents",
+        "2 without text",
+        f"{packed.tokens} tokens",
+        "0.95 bytes",
+        "packed now",
+        "uint16",
+    ):
+        assert part in said
+
+
+def test_second_job_finds_what_the_first_made(tmp_path, source, monkeypatch):
+    first = pack(source, ByteTokenizer(), root=tmp_path)
+    monkeypatch.setattr(documents, "read", lambda source: pytest.fail("read again"))
+    again = pack(source, ByteTokenizer(), root=tmp_path)
+    assert (first.made, again.made) == (True, False) and again.folder == first.folder
+    assert "found packed" in again.describe()[1]
+    np.testing.assert_array_equal(everything(again), everything(first))
+
+
+def test_shards_and_batches_change_nothing(tmp_path, source, tiny):
+    packed = pack(source, ByteTokenizer(), root=tmp_path)
+    assert len(packed.shards) > 10 and set(packed.shards[:-1]) == {53}
+    sizes = [file.stat().st_size for file in sorted(packed.folder.glob("*.bin"))]
+    assert sizes == [2 * count for count in packed.shards]
+    np.testing.assert_array_equal(everything(packed), expected())
+
+
+def test_any_stretch_is_read_across_the_borders_of_shards(tmp_path, source, tiny):
+    packed, ids = pack(source, ByteTokenizer(), root=tmp_path), expected()
+    for start in (0, 1, 52, 53, 54, 105, 106, 200):
+        for count in (0, 1, 2, 53, 54, 107, 171):
+            np.testing.assert_array_equal(packed.read(start, count), ids[start : start + count])
+    rows = packed.rows([7, 300, 52], 19)
+    np.testing.assert_array_equal(rows, [ids[7:26], ids[300:319], ids[52:71]])
+    assert packed.rows([], 5).shape == (0, 5)
+
+
+@pytest.mark.parametrize(("start", "count"), [(-1, 2), (0, 10_000), (700, 100)])
+def test_reading_beyond_the_ends_is_refused(tmp_path, source, start, count):
+    with pytest.raises(IndexError, match="do not lie within"):
+        pack(source, ByteTokenizer(), root=tmp_path).read(start, count)
+
+
+def test_text_in_pieces_is_one_document(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE", 11)
+    text = "a line\n" * 23 + "\n\n\n\n\n\n\n\n\n\n\n\n\n\n\n"  # the last pieces are blank, and belong to it
+    (tmp_path / "a.txt").write_text(text)
+    (tmp_path / "b.txt").write_text("another")
+    packed = pack(str(tmp_path), ByteTokenizer(), root=tmp_path)
+    np.testing.assert_array_equal(everything(packed), expected([text, "another"]))
+    assert packed.documents == 2 and packed.blank == 0
+
+
+def test_large_vocabulary_is_kept_in_32_bits(tmp_path, source, tiny):
+    packed = pack(source, Wide(), root=tmp_path)
+    assert packed.dtype == "uint32"
+    np.testing.assert_array_equal(everything(packed), np.concatenate([[*map(ord, text), Wide.eos] for text in KEPT]))
+    assert packed.folder.joinpath("00000.bin").stat().st_size == 4 * 53
+
+
+@pytest.mark.parametrize(("vocab", "dtype"), [(1 << 16, "uint16"), ((1 << 16) + 1, "uint32")])
+def test_narrow_type_holds_every_id_of_a_vocabulary(tmp_path, source, monkeypatch, vocab, dtype):
+    monkeypatch.setattr(Wide, "vocab", vocab)
+    monkeypatch.setattr(Wide, "eos", vocab - 1)
+    packed = pack(source, Wide(), root=tmp_path)
+    assert packed.dtype == dtype and everything(packed)[-1] == vocab - 1
+
+
+def test_id_beyond_the_vocabulary_is_never_written(tmp_path, source, monkeypatch):
+    monkeypatch.setattr(Wide, "vocab", 1 << 16)
+    with pytest.raises(ValueError, match="vocabulary of 65536"):
+        pack(source, Wide(), root=tmp_path)
+
+
+def test_tokenizer_and_content_each_have_a_corpus_of_their_own(tmp_path, source):
+    other = ByteTokenizer(fingerprint="another")
+    folders = {pack(source, tokenizer, root=tmp_path).folder for tokenizer in (ByteTokenizer(), Wide(), other)}
+    with open(source, "a") as file:
+        file.write('{"text": "more"}\n')
+    longer = pack(source, ByteTokenizer(), root=tmp_path)
+    assert len(folders | {longer.folder}) == 4
+    np.testing.assert_array_equal(everything(longer), expected([*KEPT, "more"]))
+
+
+def test_subword_tokenizer_packs_what_it_encodes(tmp_path, source, tiny):
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE({t: i for i, t in enumerate([*alphabet, "do", "cu", "docu"])},
+                                 [("d", "o"), ("c", "u"), ("do", "cu")]))  # fmt: skip
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    fast.save_pretrained(str(tmp_path / "model"))
+    tokenizer = load_tokenizer(tmp_path / "model")
+    packed = pack(source, tokenizer, root=tmp_path)
+    ids = [i for text in KEPT for i in (*tokenizer.encode(text), tokenizer.eos)]
+    np.testing.assert_array_equal(everything(packed), ids)
+    assert packed.tokens < packed.bytes
+
+
+# --- interruption
+
+
+def test_killed_job_leaves_nothing_that_counts(tmp_path, source, tiny):
+    whole = pack(source, ByteTokenizer(), root=tmp_path / "other")
+    Stopping.left = 4
+    with pytest.raises(KeyboardInterrupt):
+        pack(source, Stopping(), root=tmp_path)
+    left = sorted((tmp_path / "corpus").glob("*/*"))
+    assert any(file.suffix == ".bin" for file in left) and not any(file.name == "meta.json" for file in left)
+    (left[0].parent / "00999.bin").write_bytes(b"of an earlier job")
+    Stopping.left = 1000
+    packed = pack(source, Stopping(), root=tmp_path)
+    assert packed.made and packed.folder.name == whole.folder.name
+    np.testing.assert_array_equal(everything(packed), everything(whole))
+    names = {file.name for file in packed.folder.iterdir()}
+    assert names == {file.name for file in whole.folder.iterdir()} and "00999.bin" not in names
+
+
+def test_of_two_jobs_one_packs_and_the_other_finds_it(tmp_path, source, monkeypatch):
+    began, waits, go, calls, found, lines = (*(threading.Event() for _ in range(3)), [], [], [])
+
+    class Slow(ByteTokenizer):
+        def encode_arrays(self, texts):
+            calls.append(len(texts))
+            began.set()
+            assert go.wait(20)
+            return super().encode_arrays(texts)
+
+    monkeypatch.setattr(corpus, "_tell", lambda line: (lines.append(line), waits.set()))
+    jobs = [threading.Thread(target=lambda: found.append(pack(source, Slow(), root=tmp_path))) for _ in range(2)]
+    jobs[0].start()
+    assert began.wait(20)
+    jobs[1].start()
+    assert waits.wait(20) and lines == [f"waiting for another job that packs {source}"]
+    go.set()
+    for job in jobs:
+        job.join(20)
+    assert sorted(one.made for one in found) == [False, True] and len(calls) == 1
+    np.testing.assert_array_equal(everything(found[0]), expected())
+    np.testing.assert_array_equal(everything(found[1]), expected())
+
+
+def test_progress_is_told_while_a_long_source_is_packed(tmp_path, source, tiny, monkeypatch, capsys):
+    monkeypatch.setattr(corpus, "TOLD_EVERY", 0.0)
+    pack(source, ByteTokenizer(), root=tmp_path)
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) > 5 and all(line.startswith(f"lw_jax: packing {source}: ") for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rule"),
+    [
+        ("00001.bin", b"short", r"00001\.bin: 5 bytes, meta\.json says 106; remove the folder"),
+        ("00001.bin", None, r"00001\.bin: 0 bytes"),
+        ("meta.json", b"{", r"meta\.json: broken .*remove the folder"),
+    ],
+)
+def test_damaged_corpus_is_refused_by_name(tmp_path, source, tiny, name, content, rule):
+    file = pack(source, ByteTokenizer(), root=tmp_path).folder / name
+    file.write_bytes(content) if content is not None else file.unlink()
+    with pytest.raises(UserError, match=rule):
+        pack(source, ByteTokenizer(), root=tmp_path)
+
+
+def test_source_without_text_is_refused(tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"text": ""}\n{"text": " "}\n')
+    with pytest.raises(UserError, match=r"a\.jsonl: no text in its 2 documents"):
+        pack(str(tmp_path / "a.jsonl"), ByteTokenizer(), root=tmp_path)
+
+
+def test_folder_that_cannot_be_made_is_told(tmp_path, source):
+    (tmp_path / "corpus").write_text("a file")
+    with pytest.raises(UserError, match="cannot be packed there .*another cache folder"):
+        pack(source, ByteTokenizer(), root=tmp_path)
+
+
+def test_hub_that_does_not_answer_gives_what_was_packed_and_says_so(tmp_path, monkeypatch, capsys):
+    def silent(source):
+        raise documents.Unreachable(f"{source}: no route")
+
+    revision = ["old"]
+    monkeypatch.setattr(documents, "identify", lambda source: [source, revision[0]])
+    monkeypatch.setattr(documents, "read", lambda source: iter([documents.Piece(f"{source} {revision[0]}", True)]))
+    pack("hub:org/t", ByteTokenizer(), root=tmp_path)
+    revision[0] = "new"
+    made = pack("hub:org/t", ByteTokenizer(), root=tmp_path)
+    os_time = (made.folder / "meta.json").stat().st_mtime + 5
+    corpus.os.utime(made.folder / "meta.json", (os_time, os_time))
+    monkeypatch.setattr(documents, "identify", silent)
+    found = pack("hub:org/t", ByteTokenizer(), root=tmp_path)
+    assert found.folder == made.folder and not found.made
+    assert f"no route. Taken as it was packed in {made.folder}" in capsys.readouterr().err
+    for source, tokenizer in (("hub:org/u", ByteTokenizer()), ("hub:org/t", Wide())):
+        with pytest.raises(documents.Unreachable, match="no route"):
+            pack(source, tokenizer, root=tmp_path)
+
+
+# --- held out
+
+
+@pytest.mark.parametrize("length", [7, 16, 100])
+@pytest.mark.parametrize("held_out", [0.2, 0.37, 0.5])
+def test_split_shares_one_token_that_is_a_target_of_the_first_side_alone(tmp_path, source, held_out, length):
+    packed = pack(source, ByteTokenizer(), root=tmp_path)
+    first, last = packed.split(held_out, length=length)
+    assert (first.start, last.stop) == (0, packed.tokens)
+    assert first.stop - 1 == last.start and last.start % length == 0
+    assert 0 <= len(last) - 1 - held_out * (packed.tokens - 1) < length
+    np.testing.assert_array_equal(np.concatenate([first.read(), last.read()[1:]]), everything(packed))
+
+
+def test_split_that_leaves_a_side_without_a_window_is_refused(tmp_path, source):
+    packed = pack(source, ByteTokenizer(), root=tmp_path)
+    for held_out, length in ((0.0, 7), (1.0, 7), (0.99, 50), (0.5, packed.tokens)):
+        with pytest.raises(UserError, match=f"held_out={held_out} .*window of {length}"):
+            packed.split(held_out, length=length)
+    border = (packed.tokens - 1) // 2
+    first, last = packed.split(0.5, length=border)
+    assert (len(first), last) == (border + 1, Span(packed, border, packed.tokens))

@@ -1,0 +1,304 @@
+"""lw_jax/data/documents.py: documents streamed from every kind of source, and what tells one source from another."""
+
+import ast
+import gzip
+import inspect
+import json
+import os
+import sys
+import types
+
+import pytest
+
+from lw_jax.core.errors import UserError
+from lw_jax.data import documents
+from lw_jax.data.documents import Piece, Unreachable, identify, read
+
+TEXT = "naïve 中文\r\n\r\n" + "".join(f"line {i} of it\n" for i in range(97)) + "no end"
+
+
+def texts(source):
+    """Joins the pieces of each document."""
+    found, held = [], ""
+    for piece in read(str(source)):
+        held += piece.text
+        if piece.ends:
+            found.append(held)
+            held = ""
+    assert held == ""
+    return found
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps({"text": row}) + "\n" for row in rows))
+    return path
+
+
+def test_text_file_is_one_document_with_every_character_of_it(tmp_path):
+    (tmp_path / "a.txt").write_bytes(TEXT.encode())
+    (tmp_path / "b.txt.gz").write_bytes(gzip.compress(b"\xef\xbb\xbf" + TEXT.encode()))
+    assert texts(tmp_path / "a.txt") == texts(tmp_path / "b.txt.gz") == [TEXT]
+
+
+@pytest.mark.parametrize("size", [5, 41, 300, 10_000])
+def test_pieces_end_with_a_line_and_only_the_last_ends_the_document(tmp_path, monkeypatch, size):
+    monkeypatch.setattr(documents, "PIECE", size)
+    (tmp_path / "a.txt").write_bytes(TEXT.encode())
+    pieces = list(read(str(tmp_path / "a.txt")))
+    assert "".join(piece.text for piece in pieces) == TEXT
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True]
+    assert all(len(piece.text) < 3 * size for piece in pieces)
+    if size >= 41:  # longer than any line
+        assert all(piece.text.endswith("\n") for piece in pieces[:-1])
+
+
+def test_line_longer_than_a_piece_is_cut_before_a_word(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "PIECE", 23)
+    line = "word " * 40 + "x" * 100
+    (tmp_path / "a.txt").write_text(line)
+    pieces = [piece.text for piece in read(str(tmp_path / "a.txt"))]
+    assert "".join(pieces) == line and len(pieces) > 5
+    assert all(piece.startswith(" word") for piece in pieces[1:5])
+
+
+def test_rows_are_documents_and_blank_ones_are_told_as_such(tmp_path):
+    path = write_rows(tmp_path / "a.jsonl", ["one\n two ", "", "\u2028three"])
+    path.write_text(path.read_text() + "\n\n")
+    assert list(read(str(path))) == [Piece("one\n two ", True), Piece("", True), Piece("\u2028three", True)]
+    packed = tmp_path / "b.jsonl.gz"
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    assert texts(packed) == texts(path)
+
+
+def test_folder_is_read_in_the_order_of_names_at_any_depth(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / "c.txt").write_text("last")
+    (tmp_path / "b" / "z.txt").write_text("third")
+    write_rows(tmp_path / "b" / "a.jsonl", ["first", "second"])
+    (tmp_path / "README.md").write_text("not read")
+    (tmp_path / ".hidden" / "a.txt").write_text("not read")
+    assert texts(tmp_path) == ["first", "second", "third", "last"]
+
+
+@pytest.mark.parametrize(
+    ("line", "rule"),
+    [
+        (b'{"text": "a"', r"rows\.jsonl:2: broken JSON, column 13"),
+        (b'{"text": "\xff"}', r"rows\.jsonl:2: not UTF-8"),
+        (b'{"content": "a"}', r"rows\.jsonl:2: .*\"text\".*found the fields 'content'"),
+        (b'{"text": 5}', r"rows\.jsonl:2: .*\"text\""),
+        (b'["a"]', r"rows\.jsonl:2: .*found list"),
+        (b'{"text": "\\ud800"}', r"rows\.jsonl:2: half a surrogate pair"),
+    ],
+)
+def test_broken_row_is_refused_with_its_file_and_line(tmp_path, line, rule):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(b'{"text": "a"}\n' + line + b"\n")
+    with pytest.raises(UserError, match=rule):
+        texts(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "rule"),
+    [
+        ("a.txt", b"caf\xe9", r"a\.txt: not UTF-8"),
+        ("a.txt.gz", gzip.compress(b"text" * 99)[:-9], r"a\.txt\.gz: broken gzip"),
+        ("a.csv", b"a,b", r"a\.csv: unknown kind of file; name a \.txt"),
+        ("", b"", r"no file of text in this folder"),
+        ("gone/a.txt", None, r"gone/a\.txt: no such file or folder"),
+    ],
+)
+def test_what_cannot_be_read_is_refused_by_name(tmp_path, name, content, rule):
+    path = tmp_path / name
+    if content:
+        path.write_bytes(content)
+    with pytest.raises(UserError, match=rule):
+        texts(path)
+
+
+# --- what a source is
+
+
+def test_identity_follows_names_and_content_but_not_the_folder(tmp_path):
+    def folder(name, **files):
+        (tmp_path / name).mkdir()
+        for stem, text in files.items():
+            (tmp_path / name / f"{stem}.txt").write_text(text)
+        return identify(str(tmp_path / name))
+
+    first = folder("one", a="text", b="more")
+    assert folder("two", a="text", b="more") == first
+    for name, files in {"c": {"a": "texT", "b": "more"}, "d": {"a": "text", "c": "more"}, "e": {"a": "text"}}.items():
+        assert folder(name, **files) != first
+    os.utime(tmp_path / "one" / "a.txt", (5, 5))
+    assert identify(str(tmp_path / "one")) == first == json.loads(json.dumps(first))
+
+
+def test_large_source_is_known_by_three_places_and_its_time(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "HASHED_WHOLE", 100)
+    monkeypatch.setattr(documents, "SAMPLE", 11)
+    path = tmp_path / "a.txt"
+    content = bytearray(b"x" * 201)
+
+    def identity(at=None, time=7):
+        changed = content.copy()
+        if at is not None:
+            changed[at] = ord("y")
+        path.write_bytes(changed)
+        os.utime(path, (time, time))
+        return identify(str(path))
+
+    first = identity()
+    assert all(identity(at) != first for at in (0, 10, 95, 105, 190, 200))
+    assert identity(50) == first  # between the places
+    assert identity(time=8) != first
+
+
+# --- docstrings
+
+
+@pytest.fixture
+def library(tmp_path, monkeypatch):
+    """A standard library of four modules, two of which are not read."""
+    for name, code in {
+        "b.py": 'def f():\n    "of f"\n    class C:\n        """of C\n\n        More.\n\n          deeper"""\n',
+        "a.py": '"""of a"""\nif True:\n    async def g():\n        "of g"\ndef h():\n    "of h"\n    return "\\d"\n',
+        "bare.py": "x = 1\n",
+        "test/c.py": '"of a test"',
+        "x/site-packages/d.py": '"of another"',
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(code)
+    monkeypatch.setattr(documents.sysconfig, "get_path", lambda name: {"stdlib": str(tmp_path)}[name])
+    return tmp_path
+
+
+def test_docstrings_are_cleaned_and_in_the_order_of_the_file(library):
+    assert texts("docstrings") == ["of a\n\nof g\n\nof h", "of f\n\nof C\n\nMore.\n\n  deeper"]
+
+
+def test_identity_of_docstrings_follows_python_and_the_library(library, monkeypatch):
+    first = identify("docstrings")
+    assert identify("docstrings") == first
+    monkeypatch.setattr(sys, "version", "2.7")
+    assert identify("docstrings") != first
+    monkeypatch.undo()
+    assert identify("docstrings") != first  # the real library
+
+
+def test_real_library_has_a_megabyte_of_text():
+    found = texts("docstrings")
+    assert sum(len(text.encode()) for text in found) > 1e6
+    assert any(text.startswith(inspect.cleandoc(ast.__doc__)) for text in found)
+
+
+# --- data sets
+
+
+class Rows(list):
+    def select_columns(self, names):
+        assert names == ["text"]
+        return self
+
+
+def put_datasets(monkeypatch, rows, *, splits=None):
+    """Puts a package "datasets" in place that answers `rows` (raises it, if an error), and remembers what was asked."""
+    asked = []
+
+    class DatasetsError(Exception):
+        pass
+
+    def answer(*what, **options):
+        asked.append((*what, options))
+        if isinstance(rows, Exception):
+            raise rows
+        return splits if splits is not None and len(what) == 1 else Rows(rows)
+
+    def load_dataset_builder(*what):
+        answer(*what)
+        return types.SimpleNamespace(hash="5eed", as_streaming_dataset=lambda *, split: answer("streamed", split))
+
+    module = types.ModuleType("datasets")
+    module.load_dataset = module.load_from_disk = answer
+    module.load_dataset_builder = load_dataset_builder
+    module.exceptions = types.SimpleNamespace(DatasetsError=DatasetsError)
+    monkeypatch.setitem(sys.modules, "datasets", module)
+    return asked
+
+
+ROWS = [{"text": "one"}, {"text": ""}, {"text": "two", "id": 3}]
+
+
+@pytest.mark.parametrize(("source", "named"), [("hub:org/t", ("org/t",)), ("hub:org/t:raw-v1", ("org/t", "raw-v1"))])
+def test_hub_source_is_streamed_from_its_split_train(monkeypatch, source, named):
+    asked = put_datasets(monkeypatch, ROWS)
+    assert texts(source) == ["one", "", "two"]
+    assert asked == [(*named, {}), ("streamed", "train", {})]
+    assert identify(source) == [source, "5eed"]
+
+
+@pytest.mark.parametrize("source", ["hub:", "hub:a:b:c"])
+def test_hub_source_of_another_form_is_refused(source):
+    with pytest.raises(UserError, match="expected hub:NAME"):
+        texts(source)
+
+
+def test_hub_that_does_not_answer_or_a_missing_package_is_told_with_a_remedy(monkeypatch):
+    put_datasets(monkeypatch, ConnectionError("no route"))
+    for ask in (texts, identify):
+        with pytest.raises(Unreachable, match="hub:org/t.*no route.*network"):
+            ask("hub:org/t")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(UserError, match="pip install datasets"):
+        texts("hub:org/t")
+
+
+@pytest.mark.parametrize("kind", ["arrow", "parquet"])
+def test_table_file_is_streamed(tmp_path, monkeypatch, kind):
+    asked = put_datasets(monkeypatch, ROWS)
+    path = tmp_path / f"a.{kind}"
+    path.write_bytes(b"table")
+    assert texts(path) == ["one", "", "two"]
+    assert asked == [(kind, {"data_files": str(path), "split": "train", "streaming": True})]
+
+
+def test_row_of_a_table_is_refused_with_its_number(tmp_path, monkeypatch):
+    (tmp_path / "a.parquet").write_bytes(b"table")
+    put_datasets(monkeypatch, [{"text": "one"}, {"text": None}])
+    with pytest.raises(UserError, match=r"a\.parquet\[1\]"):
+        texts(tmp_path / "a.parquet")
+    put_datasets(monkeypatch, ValueError("magic bytes not found"))
+    with pytest.raises(UserError, match=r"a\.parquet: .*magic bytes"):
+        texts(tmp_path / "a.parquet")
+
+
+def test_saved_data_set_is_read_by_its_split_train(tmp_path, monkeypatch):
+    (tmp_path / "state.json").write_text("{}")
+    put_datasets(monkeypatch, ROWS)
+    assert texts(tmp_path) == ["one", "", "two"]
+    (tmp_path / "state.json").rename(tmp_path / "dataset_dict.json")
+    put_datasets(monkeypatch, ROWS, splits={"train": Rows(ROWS[:1]), "test": Rows(ROWS)})
+    assert texts(tmp_path) == ["one"]
+    put_datasets(monkeypatch, ROWS, splits={"test": Rows(ROWS)})
+    with pytest.raises(UserError, match=r'no split "train", here are \[\'test\'\]'):
+        texts(tmp_path)
+
+
+def test_real_tables_and_saved_data_sets_give_the_same_documents(tmp_path, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    made = datasets.Dataset.from_dict({"id": [1, 2, 3], "text": ["one", "", "two\n三"]})
+    made.save_to_disk(str(tmp_path / "saved"))
+    datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "splits"))
+    made.to_parquet(str(tmp_path / "a.parquet"))
+    arrow = next((tmp_path / "saved").glob("*.arrow"))
+    for source in (tmp_path / "saved", tmp_path / "splits", tmp_path / "a.parquet", arrow):
+        assert texts(source) == ["one", "", "two\n三"]
+    assert identify(str(tmp_path / "saved")) != identify(str(tmp_path / "splits"))
+    (tmp_path / "bad.parquet").write_bytes(b"nonsense")
+    with pytest.raises(UserError, match=r"bad\.parquet"):
+        texts(tmp_path / "bad.parquet")
+    datasets.Dataset.from_dict({"content": ["a"]}).to_parquet(str(tmp_path / "other.parquet"))
+    with pytest.raises(UserError, match=r"other\.parquet.*text"):
+        texts(tmp_path / "other.parquet")

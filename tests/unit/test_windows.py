@@ -1,0 +1,163 @@
+"""lw_jax/data/windows.py: windows of a corpus as a stream, in the order of a seed, with a rate that warms up."""
+
+import itertools
+import json
+
+import jax
+import numpy as np
+import pytest
+
+from lw_jax.core.types import Task
+from lw_jax.data import corpus
+from lw_jax.data.corpus import Span, pack
+from lw_jax.data.course import Course, Stretch, widths_of
+from lw_jax.data.loader import Loader, eval_batches
+from lw_jax.data.tokens import ByteTokenizer
+from lw_jax.data.windows import Paced, Windows
+from sharding import place
+
+LENGTH, BATCH = 7, 6
+
+
+@pytest.fixture
+def packed(tmp_path, monkeypatch):
+    monkeypatch.setattr(corpus, "SHARD", 53)
+    (tmp_path / "a.txt").write_text("".join(f"{i} " for i in range(131)))
+    return pack(str(tmp_path / "a.txt"), ByteTokenizer(), root=tmp_path)
+
+
+@pytest.fixture
+def windows(packed):
+    return Windows(packed.split(0.25, length=LENGTH)[0], LENGTH, "lm")
+
+
+def loader(windows, **processes):
+    return Loader(Paced.of(windows, warmup=10, start=0.2), global_batch=BATCH, seed=3, **processes)
+
+
+def test_windows_are_the_tokens_of_their_span_each_target_once(packed):
+    ids = packed.read(0, packed.tokens)
+    for span in packed.split(0.25, length=LENGTH):
+        windows = Windows(span, LENGTH, "lm")
+        count = (len(span) - 1) // LENGTH
+        assert len(windows) == count
+        found = windows.collate(range(count))["readers"]["lm"]["ids"]
+        assert found.shape == (count, LENGTH + 1) and found.dtype == np.int32
+        at = span.start
+        np.testing.assert_array_equal(found[:, :-1].ravel(), ids[at : at + count * LENGTH])
+        np.testing.assert_array_equal(found[:, 1:].ravel(), ids[at + 1 : at + count * LENGTH + 1])
+
+
+def test_batch_has_what_a_course_and_a_loss_ask_for(windows):
+    one = windows.collate([5, 0, 11])
+    fields = one["readers"]["lm"]
+    assert one["source"] == {} and one["index"].tolist() == [5, 0, 11] and one["index"].dtype == np.int32
+    assert set(fields) == {"ids", "weights", "rate", "task"}
+    for name, shape in (("weights", (3, 1)), ("rate", (3,))):
+        assert fields[name].dtype == np.float32
+        np.testing.assert_array_equal(fields[name], np.ones(shape))
+    assert (windows.task, windows.slots, windows.width) == ("text", 0, 0)
+
+
+def test_further_fields_are_computed_from_the_ids(packed):
+    windows = Windows(Span(packed, 3, 300), LENGTH, "lm", extra=lambda ids: {"sums": ids.sum(1)})
+    one = windows.collate([4, 2])["readers"]["lm"]
+    assert one["sums"].tolist() == [one["ids"][0].sum(), one["ids"][1].sum()]
+
+
+def test_windows_that_measure_are_of_another_structure_and_stay_so_on_devices(windows):
+    measured = Windows(windows.span, LENGTH, "lm", measure=True)
+    trained, told = (one.collate(range(8)) for one in (windows, measured))
+    assert told["readers"]["lm"]["task"] == Task("measure") and trained["readers"]["lm"]["task"] == Task("train")
+    assert jax.tree.structure(trained) != jax.tree.structure(told)
+    mesh = jax.make_mesh((4,), ("data",), devices=jax.devices()[:4])
+    for put, lead in (
+        (lambda batch, mesh: place.put_batch(batch, mesh, accumulation=2), (2, 4)),
+        (place.put_eval, (8,)),
+    ):
+        placed = put(told, mesh)
+        assert placed["readers"]["lm"]["task"] == Task("measure")
+        assert placed["readers"]["lm"]["ids"].shape == (*lead, LENGTH + 1)
+        assert jax.tree.structure(placed) == jax.tree.structure(told)
+
+
+def test_last_window_needs_a_target_for_its_last_input(packed):
+    assert [len(Windows(Span(packed, 4, 4 + tokens), LENGTH, "lm")) for tokens in (7, 8, 14, 15, 16)] == [0, 1, 1, 2, 2]
+
+
+def test_tail_that_fills_no_window_is_told(packed):
+    assert "2 tokens at the end left out" in Windows(Span(packed, 4, 4 + 5 * LENGTH + 3), LENGTH, "lm").describe()[0]
+    assert "left out" not in Windows(Span(packed, 4, 4 + 5 * LENGTH + 1), LENGTH, "lm").describe()[0]
+
+
+@pytest.mark.parametrize("index", [-1, 5])
+def test_window_that_is_not_there_is_refused(packed, index):
+    with pytest.raises(IndexError, match=f"windows .*{index}.* of 5"):
+        Windows(Span(packed, 4, 5 + 5 * LENGTH), LENGTH, "lm").collate([0, index])
+
+
+def test_evaluation_reads_every_window_once_in_order(windows):
+    seen = [batch["index"][batch["valid"]] for batch in eval_batches(windows, 5)]
+    assert np.concatenate(seen).tolist() == list(range(len(windows)))
+
+
+# --- order and pace
+
+
+def test_every_window_comes_once_an_epoch_in_the_order_of_the_seed(windows):
+    count = len(windows) // BATCH * BATCH
+    runs = [
+        np.concatenate([b["index"] for b in itertools.islice(Loader(course, global_batch=BATCH, seed=seed), 200)])
+        for course, seed in ((Paced.of(windows), 3), (Paced.of(windows), 3), (Paced.of(windows), 4))
+    ]
+    np.testing.assert_array_equal(runs[0], runs[1])
+    assert not np.array_equal(runs[0], runs[2])
+    assert sorted(runs[0][: len(windows)].tolist()) == list(range(len(windows))) and count < 200 * BATCH
+    assert runs[0][:count].tolist() != sorted(runs[0][:count].tolist())
+
+
+@pytest.mark.parametrize("at", [0, 4, 13])
+def test_restored_loader_goes_on_with_the_same_batches_and_rates(windows, at):
+    first = loader(windows)
+    for _ in range(at):
+        next(first)
+    state = json.loads(json.dumps(first.state()))
+    again = loader(windows)
+    again.restore(state)
+    for _ in range(9):
+        np.testing.assert_equal(next(again), next(first))
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_shares_of_all_processes_are_the_batch_of_one(windows, count):
+    whole = itertools.islice(loader(windows), 5)
+    loaders = [loader(windows, process_index=p, process_count=count) for p in range(count)]
+    for one in whole:
+        several = [next(part) for part in loaders]
+        assert [len(part["index"]) for part in several] == [BATCH // count] * count
+        together = jax.tree.map(lambda *leaves: np.concatenate(leaves), *several)
+        np.testing.assert_equal(together, one)
+
+
+def test_rate_rises_evenly_to_one_and_stays(windows):
+    course = Paced.of(windows, warmup=10, start=0.2)
+    rates = [course.batch(n, global_batch=BATCH, seed=0, share=slice(0, 4))["readers"]["lm"]["rate"] for n in range(13)]
+    assert all(rate.dtype == np.float32 and rate.shape == (4,) for rate in rates)
+    np.testing.assert_array_equal(
+        rates, np.repeat(np.minimum(0.2 + 0.08 * np.arange(13), 1).astype(np.float32)[:, None], 4, axis=1)
+    )
+
+
+def test_without_warm_up_the_course_is_the_plain_one(windows):
+    plain, paced = Course.of(windows), Paced((Stretch(1, ((windows, 1.0),)),), warmup=0, start=0.3)
+    for number in (0, 1, 40):
+        asked = {"global_batch": BATCH, "seed": 3, "share": slice(None)}
+        np.testing.assert_equal(paced.batch(number, **asked), plain.batch(number, **asked))
+    assert paced.sizes() == plain.sizes() and paced.describe() == plain.describe()
+
+
+def test_shapes_are_those_of_every_batch(windows):
+    course = Paced.of(windows, warmup=5, start=0.1)
+    assert isinstance(course, Paced)
+    batch = course.batch(2, global_batch=BATCH, seed=0, share=slice(None))
+    assert widths_of(course.shapes()[0]) == widths_of(batch)
