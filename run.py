@@ -69,6 +69,7 @@ OWNERS = {  # flags that belong to some verbs only
     "submit": ("slurm",),
     "output": ("slurm",),
     "hours": ("slurm",),
+    "measured": ("slurm",),
     "jobs": ("slurm",),
 }
 
@@ -105,6 +106,9 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--submit", action="store_true", help="slurm: runs sbatch")
     parser.add_argument("--output", metavar="FILE", help="slurm: the script (default: WORKDIR/job.sbatch)")
     parser.add_argument("--hours", type=float, metavar="H", help="slurm: instead of the predicted time")
+    parser.add_argument(
+        "--measured", metavar="DIR", help="slurm: time from this earlier run's folder (a list: folders)"
+    )
     parser.add_argument("--jobs", choices=("array", "sequence"), help="slurm: of a FILE.list (default: array)")
     args = parser.parse_intermixed_args(argv)
     if args.verb not in VERBS:
@@ -231,7 +235,8 @@ def _planning(args: argparse.Namespace, assignments: dict[str, str], own: dict[s
     from lw_jax import slurm
 
     site, output = args.site or "", args.output or ""
-    return slurm.Request(config, assignments, ROOT, target, site, args.submit, output, args.hours)
+    measured = Path(args.measured) if args.measured else None
+    return slurm.Request(config, assignments, ROOT, target, site, args.submit, output, args.hours, measured)
 
 
 def main(argv: list[str]) -> int:

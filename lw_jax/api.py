@@ -8,8 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lw_jax import plan, recipes, sources, workdir
-from lw_jax.checkpoint import Checkpointer
+from lw_jax import checkpoint, plan, recipes, sources, workdir
 from lw_jax.core import runtime, tree
 from lw_jax.core.config import Config, Encoder
 from lw_jax.core.errors import UserError
@@ -39,10 +38,7 @@ def open_wire(cfg: Config, path: Path) -> "TrainedWire":
     recipe = LatentWire(cfg, placement)
     identity = recipes.identity(recipe, cfg)
     wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
-    with Checkpointer(path / "checkpoints", keep=cfg.train.keep, identity=identity) as checkpointer:
-        restored = checkpointer.restore_best({"trainable": wanted})
-    if restored is None:
-        raise UserError(f"{path}: no checkpoint yet; train first: python run.py --config FILE --workdir {path}")
+    restored = checkpoint.read_best(path, wanted, identity=identity)
     return TrainedWire(recipe, restored.state["trainable"], recipe.load_frozen(), restored.step)
 
 

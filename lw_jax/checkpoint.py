@@ -141,10 +141,6 @@ class Checkpointer:
             )
         return None
 
-    def restore_best(self, abstract_state: dict[str, Tree]) -> Restored | None:
-        """Returns the best checkpoint as `restore` does; the latest where none was validated."""
-        return self.restore(abstract_state, which="best" if self.has_best() else "latest")
-
     def steps(self) -> list[int]:
         """Returns the committed steps whose record is whole, ascending (array files are checked when restored)."""
         return sorted(self._read_records())
@@ -356,3 +352,21 @@ def _damaged_files(folder: Path, files: dict[str, list[Any]]) -> str:
         if _measure(path)[1] != sha256:
             return f"{name} is not what was written"
     return ""
+
+
+def read_best(workdir: Path, trainable: Tree, *, identity: dict[str, Any] | None) -> Restored:
+    """Returns what a run has learned, from its best checkpoint (the latest where none was validated).
+
+    Args:
+        trainable: shapes with shardings.
+        identity: what the checkpoint must agree with; None: nothing.
+
+    Raises:
+      UserError: there is no checkpoint yet, or as `Checkpointer.restore`.
+    """
+    with Checkpointer(workdir / "checkpoints", keep=1, identity=identity) as checkpointer:
+        which = "best" if checkpointer.has_best() else "latest"
+        restored = checkpointer.restore({"trainable": trainable}, which=which)
+    if restored is None:
+        raise UserError(f"{workdir}: no checkpoint yet; train first: python run.py --config FILE --workdir {workdir}")
+    return restored

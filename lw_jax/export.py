@@ -6,8 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from lw_jax import peft, recipes, weights
-from lw_jax.checkpoint import Checkpointer
+from lw_jax import checkpoint, peft, recipes, weights
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.models import lora
@@ -25,10 +24,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, peft_folder: s
     recipe = DPO(cfg, placed)
     wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
     identity = recipes.identity(recipe, cfg)
-    with Checkpointer(workdir / "checkpoints", keep=cfg.train.keep, identity=identity) as checkpointer:
-        restored = checkpointer.restore_best({"trainable": wanted})
-    if restored is None:
-        raise UserError(f"{workdir}: no checkpoint yet; train first: python run.py --config FILE --workdir {workdir}")
+    restored = checkpoint.read_best(workdir, wanted, identity=identity)
     pairs, model_type = restored.state["trainable"], weights.model_type(recipe.location)
     if peft_folder:
         peft.save(Path(peft_folder), pairs, recipe.lora, model_type=model_type, base=recipe.llm.source)

@@ -6,12 +6,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lw_jax import slurm
+from lw_jax import cluster, measured, slurm
+from lw_jax.cluster import Site
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
 from lw_jax.plan import Plan, make, resolve_target
-from lw_jax.slurm import Job, Request, Site
+from lw_jax.slurm import Job, Request
 
 KINDS = ("array", "sequence")
 
@@ -35,25 +36,24 @@ def main(
 ) -> None:
     """Plans every task, writes one sbatch file for all, tells what each is predicted to take, submits when asked to."""
     site, profile = slurm.find_site(request.site)
-    jobs = []
+    jobs, told = [], []
     for task in tasks:
         own = dataclasses.replace(request, config=task.config)
         plan = (planner or make)(task.cfg, resolve_target(request.target, config=task.config))
-        jobs.append(
-            slurm.make_job(plan, resolved=task.resolved, workdir=task.workdir.absolute(), request=own, site=site)
-        )
+        earlier = request.measured / task.workdir.name if request.measured else None
+        record = measured.read(earlier, task.cfg, plan) if earlier else None
+        at = task.workdir.absolute()
+        jobs.append(slurm.make_job(plan, resolved=task.resolved, workdir=at, request=own, site=site, record=record))
+        told += [f"{at.name}: {line}" for line in (record.describe_differences() if record else ())]
     whole = join(jobs, kind, name=Path(request.config).stem, logs=workdir.absolute() / "logs")
-    minutes, requeues = slurm.limit(whole, site)
     file = Path(request.output).absolute() if request.output else workdir.absolute() / f"{kind}.sbatch"
     slurm.write(file, script(jobs, whole, site, kind), logs=whole.logs)
-    print(f"site profile {profile}" if profile else f"no site profile: {slurm.PORTABLE}")
-    print(f"wrote {file}\n  sbatch {shlex.quote(str(file))}")
+    print(slurm.written(file, profile))
     for job in jobs:
         memory = job.host_memory_bytes / 2**30
-        print(f"  {job.name}: {job.hours:.2f} h predicted, {memory:.0f} GiB of host memory; {job.origin}")
+        print(f"  {job.name}: {job.hours:.2f} h {job.basis}, {memory:.0f} GiB of host memory; {job.origin}")
     each = "each task" if kind == "array" else f"all {len(jobs)} together"
-    again = f", {requeues + 1} runs of it (it requeues itself)" if requeues else ""
-    print(f"time limit {slurm.clock(minutes)}, {each}{again}")
+    print("".join(f"{line}\n" for line in told) + f"of {each}: {slurm.describe_limit(whole, site)}")
     if request.submit:
         print(slurm.submit(file))
 
@@ -67,7 +67,7 @@ def join(jobs: Sequence[Job], kind: str, *, name: str, logs: Path) -> Job:
     if len(sizes) > 1:
         raise UserError(f"--config {name}.list: its plans take different machines, {sorted(sizes)}; name one --target")
     # Every task of a sequence starts anew; `limit` adds the first one's start.
-    starts = slurm.STARTUP_HOURS / slurm.TIME_MARGIN * (len(jobs) - 1)
+    starts = cluster.STARTUP_HOURS / cluster.TIME_MARGIN * (len(jobs) - 1)
     hours = max(job.hours for job in jobs) if kind == "array" else sum(job.hours for job in jobs) + starts
     return dataclasses.replace(
         jobs[0],
@@ -76,8 +76,10 @@ def join(jobs: Sequence[Job], kind: str, *, name: str, logs: Path) -> Job:
         hours=hours,
         host_memory_bytes=max(job.host_memory_bytes for job in jobs),
         step_seconds=max(job.step_seconds for job in jobs),
+        checkpoint_seconds=max(job.checkpoint_seconds for job in jobs),
         memory_fraction=max(job.memory_fraction for job in jobs),
         origin=f"{len(jobs)} configurations of {name}.list as {kind}",
+        basis=jobs[0].basis.split()[0],  # a word; each task's own words stand at its line
     )
 
 
@@ -93,10 +95,14 @@ def _start(job: Job, site: Site) -> str:
     return f"{shlex.join(slurm.step(job, site))} \\\n        {shlex.join(job.command)}"
 
 
+def _tell(job: Job) -> str:
+    return slurm.one_line(f"{job.origin}; {job.hours:.2f} h {job.basis}")
+
+
 def _array(jobs: Sequence[Job], site: Site) -> list[str]:
     lines = ["code=0", 'case "$SLURM_ARRAY_TASK_ID" in']
     for number, job in enumerate(jobs):
-        lines += [f"{number})  # {slurm.one_line(job.origin)}", f"    {_start(job, site)} || code=$? ;;"]
+        lines += [f"{number})  # {_tell(job)}", f"    {_start(job, site)} || code=$? ;;"]
     again = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'
     return [*lines, "esac", *slurm.tail(again)]
 
@@ -109,7 +115,7 @@ def _sequence(jobs: Sequence[Job], site: Site) -> list[str]:
     lines = ["code=0 failed="]
     for job in jobs:
         lines += [
-            f"# {slurm.one_line(job.origin)}",
+            f"# {_tell(job)}",
             f'if [ "$code" -ne {REQUEUE} ]; then',
             f"    own=0; {_start(job, site)} || own=$?",
             f'    if [ "$own" -eq {REQUEUE} ]; then code=$own',

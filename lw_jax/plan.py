@@ -13,7 +13,7 @@ from typing import Any
 
 import jax
 
-from lw_jax import choice, fit, legacy, memory, preflight, recipes, sources, targets
+from lw_jax import choice, cluster, fit, legacy, memory, preflight, recipes, sources, targets
 from lw_jax.choice import Candidate, Hardware
 from lw_jax.core import config
 from lw_jax.core.config import Config
@@ -59,7 +59,7 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
         print(json.dumps(plans, indent=2) if request.as_json else simulation_table(plans))
         return 0
     found = make(cfg, _word(request), estimate=request.estimate)
-    told = inspect(cfg)
+    told = [*inspect(cfg), *cluster.inspect(found, cfg.train)]
     if request.as_json:
         print(json.dumps(found | {"findings": [dataclasses.asdict(one) for one in told]}, indent=2))
     else:

@@ -18,9 +18,6 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from lw_jax.core.config import suggest
-from lw_jax.core.errors import UserError
-
 Each = Float[Array, " b"]
 
 
@@ -115,48 +112,17 @@ LOSSES: dict[str, Loss] = {
     "bco_pair": _bco_pair,  # Jung et al. 2024
     "sft": _sft,  # TRL 0.19's rpo_alpha is its weight
 }
-SMOOTHED = ("sigmoid", "robust")  # the kinds that know label smoothing; the others leave it out
-
-
-def check(kinds: tuple[str, ...], weights: tuple[float, ...], *, beta: float, label_smoothing: float) -> None:
-    """Refuses a mixture of losses that has no meaning.
-
-    Raises:
-      UserError: an unknown kind, a weight too many or too few, beta or label smoothing out of range or without effect.
-    """
-    for kind in kinds:
-        _find(kind)
-    if not kinds or len(kinds) != len(weights):
-        rule = "one or more losses are needed, each with one weight."
-        raise UserError(f"losses {kinds!r} with weights {weights!r}: {rule}")
-    if not beta > 0:
-        raise UserError(f"beta = {beta!r}: it must be above 0; 0.1 is usual.")
-    if not 0 <= label_smoothing < 0.5:
-        rule = "it is the share of labels taken to be wrong: from 0 to below 0.5."
-        raise UserError(f"label_smoothing = {label_smoothing!r}: {rule}")
-    if label_smoothing and not set(SMOOTHED) & set(kinds):
-        rule = f"none of {', '.join(kinds)} knows it; set it to 0 or take {' or '.join(SMOOTHED)}."
-        raise UserError(f"label_smoothing = {label_smoothing!r}: {rule}")
 
 
 def loss(kind: str, logps: LogProbs, *, beta: float, label_smoothing: float) -> Each:
-    """Loss of each pair.
-
-    Raises:
-      UserError: the kind is unknown.
-    """
-    return _find(kind)(logps, beta, label_smoothing)
+    """Loss of each pair; what may stand together and in which range is checked by `core.validation`."""
+    return LOSSES[kind](logps, beta, label_smoothing)
 
 
 def combined(
     kinds: tuple[str, ...], weights: tuple[float, ...], logps: LogProbs, *, beta: float, label_smoothing: float
 ) -> Each:
-    """Weighted sum of losses of each pair.
-
-    Raises:
-      UserError: what `check` refuses.
-    """
-    check(kinds, weights, beta=beta, label_smoothing=label_smoothing)
+    """Weighted sum of losses of each pair, a weight for each."""
     total = jnp.zeros_like(logps.chosen)
     for kind, weight in zip(kinds, weights, strict=True):
         total = total + weight * loss(kind, logps, beta=beta, label_smoothing=label_smoothing)
@@ -185,9 +151,3 @@ def metrics(logps: LogProbs, *, beta: float) -> dict[str, Each]:
         "logps/chosen": logps.chosen,
         "logps/rejected": logps.rejected,
     }
-
-
-def _find(kind: str) -> Loss:
-    if kind not in LOSSES:
-        raise UserError(f"loss {kind!r}: known are {', '.join(LOSSES)}.{suggest(kind, LOSSES)}")
-    return LOSSES[kind]

@@ -27,8 +27,8 @@ class Finding:
 class Inspected(Protocol):
     """A recipe that knows more of its own configurations than the trainer does."""
 
-    def findings(self) -> list[tuple[bool, str]]:
-        """Returns (the result would be void, what is wrong and what mends it)."""
+    def findings(self) -> list[Finding]:
+        """Returns what is wrong and what mends it."""
         ...
 
 
@@ -36,7 +36,7 @@ def inspect(cfg: Config, recipe: object) -> list[Finding]:
     """Returns all that is found, errors first."""
     found = [*_schedule(cfg), *_cadence(cfg)]
     if isinstance(recipe, Inspected):
-        found += [Finding(void, text) for void, text in recipe.findings()]
+        found += recipe.findings()
     return sorted(found, key=lambda one: not one.void)
 
 

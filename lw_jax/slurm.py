@@ -5,71 +5,27 @@
 
 import dataclasses
 import math
-import os
 import re
 import shlex
 import subprocess
 import sys
-import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lw_jax import sources
-from lw_jax.core.config import Config, suggest
+from lw_jax import cluster, measured, sources
+from lw_jax.cluster import PORTABLE, Limit, Site, clock, find_site
+from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
+from lw_jax.measured import Record
 from lw_jax.plan import SIZES, Plan, make, overrides, resolve_target
 
-# Chosen, not measured: what a prediction may be wrong by, and what it leaves out.
-TIME_MARGIN = 1.3
-STARTUP_HOURS = 0.25  # reading weights and compiling, in every start
-QUARTER = 15  # minutes
+# Chosen, not measured.
 MEMORY_MARGIN = 1.25
 PROCESS_GIB = 8  # Python, JAX, CUDA and its pinned buffers
-SAVING_SECONDS = 120  # to write a checkpoint, beside the steps that are under way
 MEMORY_FRACTION = 0.92  # of a card, for XLA; the rest is for CUDA, NCCL and cuBLAS
 WRITER = "# Written by LatentWire JAX"
-
-_WORD = re.compile(r"[\w.,:@/&|*()\[\]+=!-]*", re.ASCII)
-_MODULE = re.compile(r"[\w./+:][\w./+:-]*", re.ASCII)
-_GPUS = re.compile(r"--(gres=gpu:|gpus-per-node=)([\w.-]+:)?\{count\}", re.ASCII)
-
-
-@dataclasses.dataclass(frozen=True)
-class Site:
-    """What one cluster wants; the field names are the keys of the TOML file, which may leave any out.
-
-    Raises:
-      UserError: a value could break out of its place in the script, or lies outside its range.
-    """
-
-    partition: str = ""
-    account: str = ""
-    qos: str = ""
-    constraint: str = ""
-    gpus: str = "--gpus-per-node={count}"  # or "--gres=gpu:h100:{count}"
-    modules: tuple[str, ...] = ()
-    setup: tuple[str, ...] = ()  # shell lines run before training, as an environment's activation
-    max_hours: float = math.inf
-    cpus_per_gpu: int = 8
-    scratch: str = ""  # a folder that every job and node sees; compiled programs are kept there
-    file: dataclasses.InitVar[str] = "site profile"  # for messages only
-
-    def __post_init__(self, file: str) -> None:
-        for key in ("partition", "account", "qos", "constraint"):
-            rule = "letters, digits and any of _.,:@/&|*()[]+=!- are allowed"
-            _require(_WORD.fullmatch(getattr(self, key)), file, key, getattr(self, key), rule)
-        rule = 'write --gpus-per-node={count} or --gres=gpu:{count}, with a type as in "--gres=gpu:h100:{count}"'
-        _require(_GPUS.fullmatch(self.gpus), file, "gpus", self.gpus, rule)
-        for module in self.modules:
-            _require(_MODULE.fullmatch(module), file, "modules", module, "a module's name is needed, as cuda/12.4")
-        for line in self.setup:
-            _require(_is_shell_line(line), file, "setup", line, "one whole shell line is needed, every quote closed")
-        _require(self.max_hours >= 0.5, file, "max_hours", self.max_hours, "at least 0.5 hours are needed")
-        _require(1 <= self.cpus_per_gpu <= 256, file, "cpus_per_gpu", self.cpus_per_gpu, "1 to 256 are allowed")
-        absolute = not self.scratch or (self.scratch.startswith("/") and self.scratch.isprintable())
-        _require(absolute and "$" not in self.scratch, file, "scratch", self.scratch, "an absolute path is needed")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +41,10 @@ class Job:
     host_memory_bytes: int  # of one node
     hours: float
     step_seconds: float
+    checkpoint_seconds: float  # between two checkpoints
     memory_fraction: float  # of each card, for XLA
     origin: str  # one line: what plan the numbers come from
+    basis: str = "predicted"  # one line: where the hours come from
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,6 +59,7 @@ class Request:
     submit: bool = False
     output: str = ""
     hours: float | None = None  # instead of the predicted ones
+    measured: Path | None = None  # an earlier run's folder; of a list, what holds one for each task
 
 
 def main(
@@ -120,14 +79,12 @@ def main(
     """
     site, profile = find_site(request.site)
     plan = (planner or make)(cfg, resolve_target(request.target, config=request.config))
-    job = make_job(plan, resolved=resolved, workdir=workdir.absolute(), request=request, site=site)
-    minutes, requeues = limit(job, site)
+    record = measured.read(request.measured, cfg, plan) if request.measured else None
+    job = make_job(plan, resolved=resolved, workdir=workdir.absolute(), request=request, site=site, record=record)
     file = Path(request.output).absolute() if request.output else workdir.absolute() / "job.sbatch"
     write(file, script(job, site), logs=job.logs)
-    print(f"site profile {profile}" if profile else f"no site profile: {PORTABLE}")
-    print(f"wrote {file}\n  sbatch {shlex.quote(str(file))}")
-    again = f", {requeues + 1} runs of it (it requeues itself)" if requeues else ""
-    print(f"{job.origin}\npredicted {job.hours:.2f} h, time limit {clock(minutes)}{again}")
+    print(f"{written(file, profile)}\n{job.origin}\n{describe_limit(job, site)}")
+    print("".join(f"{line}\n" for line in (record.describe_differences() if record else ())), end="")
     print("\n".join(compare([{**plan, "hours": job.hours}, *(_other_sizes(cfg, plan) if others is None else others)])))
     used = plan["chosen"]["devices_used"]
     if used < plan["devices"]:
@@ -137,60 +94,35 @@ def main(
         print(submit(file))
 
 
-def find_site(named: str) -> tuple[Site, str]:
-    """Returns the profile and its file: `named`, else $LW_JAX_SITE, else site.toml of ~/.config/lw_jax, else none."""
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "lw_jax" / "site.toml"
-    file = named or os.environ.get("LW_JAX_SITE") or (str(home) if home.is_file() else "")
-    return (read_site(Path(file).expanduser()), file) if file else (Site(), "")
-
-
-def read_site(file: Path) -> Site:
-    """Returns the profile of a TOML file; `~` and $VARIABLES in `scratch` are filled in.
-
-    Raises:
-      UserError: the file is missing or no TOML, a key is unknown, or a value is wrong.
-    """
-    try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
-        raise UserError(f"{file}: {error}; a readable TOML file is needed, see docs/slurm.md.") from error
-    defaults = {field.name: field.default for field in dataclasses.fields(Site)}
-    for key, value in values.items():
-        if key not in defaults:
-            raise UserError(f"{file}: {key} is no known key.{suggest(key, defaults)} docs/slurm.md lists them all.")
-        words, holds = _KINDS[type(defaults[key])]
-        _require(holds(value), str(file), key, value, f"{words} is needed")
-    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
-    if "scratch" in values:
-        values["scratch"] = os.path.expandvars(os.path.expanduser(values["scratch"]))
-    return Site(**values, file=str(file))
-
-
-def make_job(plan: Plan, *, resolved: Mapping[str, Any], workdir: Path, request: Request, site: Site) -> Job:
+def make_job(
+    plan: Plan,
+    *,
+    resolved: Mapping[str, Any],
+    workdir: Path,
+    request: Request,
+    site: Site,
+    record: Record | None = None,
+) -> Job:
     """Returns the job that runs a plan: its placement, micro-batch and remat become overrides of the command.
 
     Raises:
       UserError: nothing fits, or a number is unusable.
     """
-    target, chosen = plan["target"], plan["chosen"]
+    target, chosen, train = plan["target"], plan["chosen"], resolved["train"]
     if not request.config:
         raise UserError("slurm needs --config FILE: the job starts training with it.")
     if chosen is None:
-        raise UserError(
-            f"--target {target}: no placement of this configuration fits, so there is no job to write. Take more or "
-            f"larger cards, or shorter texts; python run.py plan --config {request.config} --target {target} tells why."
-        )
-    hours = plan["hours"] if request.hours is None else request.hours
-    named = {"hours" if request.hours is None else "--hours": hours, "step_seconds": chosen["step_seconds"]}
-    for name, value in (named | {"host_memory_bytes": plan["host_memory_bytes"]}).items():
-        if not (math.isfinite(value) and value > 0):
-            raise UserError(f"--target {target}: {name} = {value}: a number above 0 is needed; give --hours H.")
+        raise UserError(nothing_fits(target, request.config))
+    hours, basis = _time(plan, steps=train["steps"], given=request.hours, record=record)
+    memory = plan["host_memory_bytes"]
+    if not (math.isfinite(memory) and memory > 0):
+        raise UserError(f"--target {target}: host_memory_bytes = {memory}: a number above 0 is needed; plan it anew.")
     python = "python" if site.setup else sys.executable  # setup lines activate an environment that has its own
     # All that is planned, for the file that the job reads again may set any of it.
     assignments = {**request.assignments, **overrides(chosen)}
     words = [f"--config.{path}={value}" for path, value in assignments.items()]
     start = (python, str(request.project / "run.py"), "train", "--config", request.config)
-    made = "compiled" if plan["compiled"] else "estimated, not compiled"
+    step_seconds = hours * 3600 / train["steps"]
     return Job(
         name=re.sub(r"[^\w.-]+", "-", workdir.name, flags=re.ASCII) or "latentwire",
         command=(*start, *words, "--workdir", str(workdir)),
@@ -198,31 +130,70 @@ def make_job(plan: Plan, *, resolved: Mapping[str, Any], workdir: Path, request:
         logs=workdir / "logs",
         nodes=plan["hosts"],
         gpus=plan["per_host"],
-        host_memory_bytes=plan["host_memory_bytes"],
+        host_memory_bytes=memory,
         hours=hours,
-        step_seconds=chosen["step_seconds"],
+        step_seconds=step_seconds,
+        checkpoint_seconds=step_seconds * min(train["checkpoint_every"], train["steps"]),
         memory_fraction=max(MEMORY_FRACTION, resolved["mesh"]["target_utilisation"]),
-        origin=f"plan {target} ({made}): {chosen['strategy']} {chosen['mesh']}, micro-batch {chosen['micro_batch']} x "
-        f"{chosen['accumulation']} accumulated, remat {chosen['remat']}",
+        origin=_origin(plan, record),
+        basis=basis,
     )
 
 
-def limit(job: Job, site: Site) -> tuple[int, int]:
-    """Returns (time limit in minutes, times that the job must requeue itself to finish).
+def _time(plan: Plan, *, steps: int, given: float | None, record: Record | None) -> tuple[float, str]:
+    """Returns the hours of all steps and where they come from: the user, else a measurement, else the plan."""
+    if given is not None and record is not None:
+        raise UserError(f"--hours {given:g} and --measured {record.workdir}: each replaces the plan's time; leave one.")
+    hours, basis = plan["hours"], "predicted"
+    if given is not None:
+        hours, basis = given, "given by --hours"
+    elif record is not None:
+        hours, basis = record.step_seconds * steps / 3600, record.describe()
+    if not (math.isfinite(hours) and hours > 0):
+        name = "hours" if given is None else "--hours"
+        rule = "a number above 0 is needed; give --hours H or --measured DIR."
+        raise UserError(f"--target {plan['target']}: {name} = {hours}: {rule}")
+    return hours, basis
 
-    Raises:
-      UserError: the site's longest job is over before it could train.
-    """
-    needed, longest = job.hours * TIME_MARGIN + STARTUP_HOURS, site.max_hours
-    if needed <= longest:
-        return math.floor(min(QUARTER * math.ceil(needed * 60 / QUARTER), longest * 60)), 0
-    useful = longest - STARTUP_HOURS - _notice_seconds(job) / 3600
-    if useful <= 0:
-        raise UserError(
-            f"site profile: max_hours = {longest}: start-up ({STARTUP_HOURS} h) and the notice before the limit "
-            f"({_notice_seconds(job)} s) leave no time to train; choose a partition with longer jobs."
-        )
-    return math.floor(longest * 60), math.ceil(job.hours * TIME_MARGIN / useful) - 1
+
+def _origin(plan: Plan, record: Record | None) -> str:
+    chosen, made = plan["chosen"], "compiled" if plan["compiled"] else "estimated, not compiled"
+    told = (
+        f"plan {plan['target']} ({made}): {chosen['strategy']} {chosen['mesh']}, micro-batch {chosen['micro_batch']} x "
+        f"{chosen['accumulation']} accumulated, remat {chosen['remat']}"
+    )
+    return f"{told}; {record.describe_memory(chosen['peak_bytes'])}" if record else told
+
+
+def nothing_fits(target: str, config: str) -> str:
+    """Returns the refusal of a job for which the plan has no placement."""
+    return (
+        f"--target {target}: no placement of this configuration fits, so there is no job to write. Take more or "
+        f"larger cards, or shorter texts; python run.py plan --config {config} --target {target} tells why."
+    )
+
+
+def limit(job: Job, site: Site) -> Limit:
+    """Returns the job's time limit; see `cluster.limit`."""
+    return cluster.limit(
+        job.hours,
+        step_seconds=job.step_seconds,
+        checkpoint_seconds=job.checkpoint_seconds,
+        basis=job.basis,
+        site=site,
+    )
+
+
+def describe_limit(job: Job, site: Site) -> str:
+    """Returns the line for people that tells the time limit, how it was found and how often the job is requeued."""
+    found = limit(job, site)
+    return f"time limit {clock(found.minutes)}: {found.told}"
+
+
+def written(file: Path, profile: str) -> str:
+    """Returns the lines for people that name the site profile, the file and what submits it."""
+    site = f"site profile {profile}" if profile else f"no site profile: {PORTABLE}"
+    return f"{site}\nwrote {file}\n  sbatch {shlex.quote(str(file))}"
 
 
 def script(job: Job, site: Site) -> str:
@@ -307,15 +278,9 @@ def compare(plans: Sequence[Plan]) -> list[str]:
     return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
-PORTABLE = "only what every SLURM knows is asked for; docs/slurm.md tells how to name partition and account."
-
-
 def _directives(job: Job, site: Site, *, log: str) -> list[str]:
-    minutes, requeues = limit(job, site)
+    minutes, _, parts = limit(job, site)
     gib = job.host_memory_bytes / 2**30
-    parts = f"{job.hours:.2f} h predicted x {TIME_MARGIN} + {STARTUP_HOURS} h to start"
-    if requeues:
-        parts += f" = more than max_hours {site.max_hours:g}: it requeues itself {requeues} times or so"
     named = [(key, getattr(site, key)) for key in ("partition", "account", "qos", "constraint")]
     asked = [f"#SBATCH --{key}={value}" for key, value in named if value]
     logs = str(job.logs)
@@ -331,25 +296,14 @@ def _directives(job: Job, site: Site, *, log: str) -> list[str]:
         f"#SBATCH --cpus-per-task={job.gpus * site.cpus_per_gpu}",
         f"# Of a node: {gib:.1f} GiB planned x {MEMORY_MARGIN} + {PROCESS_GIB} GiB for the process.",
         f"#SBATCH --mem={math.ceil(gib * MEMORY_MARGIN + PROCESS_GIB)}G",
-        f"# {parts}.",
+        f"# {one_line(parts)}.",
         f"#SBATCH --time={clock(minutes)}",
         "# So long before the limit training (the step, not this shell) is asked to save and stop.",
-        f"#SBATCH --signal=TERM@{_notice_seconds(job)}",
+        f"#SBATCH --signal=TERM@{cluster.notice_seconds(job.step_seconds)}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
         f'#SBATCH --output="{logs.replace("%", "%%")}/{log}.log"',
     ]
-
-
-def _notice_seconds(job: Job) -> int:
-    """Returns whole minutes for the step that runs, the one already sent after it, and saving."""
-    return 60 * math.ceil((SAVING_SECONDS + 2 * job.step_seconds) / 60)
-
-
-def clock(minutes: int) -> str:
-    """Returns a time limit as SLURM reads it."""
-    days, rest = divmod(minutes, 24 * 60)
-    return f"{days}-{rest // 60:02}:{rest % 60:02}:00"
 
 
 def one_line(text: str) -> str:
@@ -378,23 +332,3 @@ def submit(file: Path) -> str:
     if done.returncode:
         raise UserError(f"--submit: sbatch {file}: {one_line(done.stderr)}; mend the site profile, see docs/slurm.md.")
     return done.stdout.strip()
-
-
-def _require(holds: object, file: str, key: str, value: Any, rule: str) -> None:
-    if not holds:
-        raise UserError(f"{file}: {key} = {value!r}: {rule}.")
-
-
-def _is_shell_line(line: str) -> bool:
-    try:
-        return line.isprintable() and bool(shlex.split(line, comments=True)) and not line.endswith("\\")
-    except ValueError:  # a quote without its end
-        return False
-
-
-_KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
-    str: ("a string", lambda value: isinstance(value, str)),
-    int: ("a whole number", lambda value: type(value) is int),
-    float: ("a number", lambda value: type(value) in (int, float)),
-    tuple: ("a list of strings", lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v)),
-}

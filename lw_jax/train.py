@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lw_jax import fit, metrics, optim, plan, preflight, recipes, sources
+from lw_jax import fit, measured, metrics, optim, plan, preflight, recipes, sources
 from lw_jax.checkpoint import Checkpointer
 from lw_jax.core import config, runtime
 from lw_jax.core import rng as rngs
@@ -47,6 +47,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     cfg, placement = plan.settle(cfg)
     if jax.process_index() == 0:
         print(f"{runtime.describe()}\n{placement.describe()}", flush=True)
+        measured.write_hardware(workdir, cfg, placement)
     recipe = recipes.make(cfg, placement)
     found = preflight.inspect(cfg, recipe)
     preflight.refuse(found)

@@ -20,7 +20,15 @@ FLOORS = (
     (("lw_jax.data.*", "lw_jax.data"), ("lw_jax.models.*", "lw_jax.models")),  # siblings: neither imports the other
     (
         (
-            *("lw_jax.weights", "lw_jax.sources", "lw_jax.losses", "lw_jax.optim", "lw_jax.checkpoint"),
+            *(
+                "lw_jax.weights",
+                "lw_jax.stored",
+                "lw_jax.awq",
+                "lw_jax.sources",
+                "lw_jax.losses",
+                "lw_jax.optim",
+                "lw_jax.checkpoint",
+            ),
             *(
                 "lw_jax.metrics",
                 "lw_jax.monitor",

@@ -27,7 +27,8 @@ def find(path: str, *, root: Path) -> Path:
     for candidate in (Path(path).expanduser(), root / path):
         if candidate.is_file():
             return candidate.resolve()
-    known = sorted(f"configs/{file.name}" for file in (root / "configs").glob("[a-z]*.py"))
+    kind = Path(path).suffix or ".py"
+    known = sorted(str(file.relative_to(root)) for file in (root / "configs").rglob(f"[a-z]*{kind}"))
     raise UserError(f"--config {path}: no such file, from here or from {root}.{suggest(path, known)}")
 
 
@@ -36,14 +37,11 @@ def read_list(path: str, *, root: Path) -> list[str]:
 
     Raises UserError where there is no such file, or it names none or one twice.
     """
-    for candidate in (Path(path).expanduser(), root / path):
-        if candidate.is_file():
-            lines = (line.partition("#")[0].strip() for line in candidate.read_text("utf-8").splitlines())
-            found = [line for line in lines if line]
-            if not found or len(set(found)) < len(found):
-                raise UserError(f"--config {path}: it must name one configuration a line, each once; it has {found}.")
-            return found
-    raise UserError(f"--config {path}: no such file, from here or from {root}.")
+    lines = (line.partition("#")[0].strip() for line in find(path, root=root).read_text("utf-8").splitlines())
+    found = [line for line in lines if line]
+    if not found or len(set(found)) < len(found):
+        raise UserError(f"--config {path}: it must name one configuration a line, each once; it has {found}.")
+    return found
 
 
 def load(spec: str, *, root: Path) -> ConfigDict:

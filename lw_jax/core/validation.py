@@ -4,6 +4,7 @@ Every refusal names the key, its value, the rule and the remedy.
 """
 
 import fnmatch
+import math
 import re
 import string
 from typing import Any, NoReturn
@@ -39,6 +40,7 @@ CHOICES = {
     "eval.curve": ("nll", "f1", "none"),
     "eval.rows": ("text", "latents", "shuffled", "zero", "none", "truncated"),
 }
+SMOOTHED = ("sigmoid", "robust")  # of dpo.loss, what knows label smoothing; the others leave it out
 CHANNELS = ("stages.*.slots", "stages.*.widths", "stages.*.bits", "eval.slots", "eval.widths", "eval.bits")
 BITS = (16, 8, 6, 4, 2)
 MADE = ("cards", "pairs")  # the project makes them, each split apart
@@ -123,6 +125,11 @@ def _check_words(flat: dict[str, Any]) -> None:
 
 
 def _check_ranges(flat: dict[str, Any]) -> None:
+    for path, value in flat.items():
+        if any(
+            isinstance(one, float) and not math.isfinite(one) for one in (value if type(value) is tuple else [value])
+        ):
+            _refuse(path, value, "a finite number is needed.")
     for patterns, lowest in ((ABOVE_ZERO, "it must be above 0."), (NOT_BELOW_ZERO, "it must not be below 0.")):
         for path in (path for pattern in patterns for path in fnmatch.filter(flat, pattern)):
             if flat[path] < 0 or (flat[path] == 0 and patterns is ABOVE_ZERO):
@@ -233,8 +240,8 @@ def _check_dpo(cfg: Config) -> None:
         _refuse("dpo.weights", dpo.weights, f"a weight for each of dpo.loss = {dpo.loss} is needed.")
     if not sum(map(abs, dpo.weights)) + dpo.rpo_alpha:
         _refuse("dpo.weights", dpo.weights, "all are 0: nothing would be learned.")
-    if dpo.label_smoothing and not {"sigmoid", "robust"} & set(dpo.loss):
-        _refuse("dpo.label_smoothing", dpo.label_smoothing, "only sigmoid and robust know it; set it to 0.")
+    if dpo.label_smoothing and not set(SMOOTHED) & set(dpo.loss):
+        _refuse("dpo.label_smoothing", dpo.label_smoothing, f"only {' and '.join(SMOOTHED)} know it; set it to 0.")
     if dpo.label_smoothing >= 0.5:
         _refuse("dpo.label_smoothing", dpo.label_smoothing, "half of all labels flipped say nothing: below 0.5.")
     if cfg.prompt.system:

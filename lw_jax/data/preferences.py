@@ -6,14 +6,14 @@ told. A flag stands at the token it speaks of: the shift by one is the loss's af
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.data import batches
 from lw_jax.data.batches import MULTIPLE, Batch, Lookup
-from lw_jax.data.pairs import HUMAN, Preference, Text, Turn
+from lw_jax.data.pairs import HUMAN, Preference, Text, Turn, shared
 from lw_jax.data.tokens import Tokenizer
 
 TRUNCATIONS = ("drop", "keep_start", "keep_end")
@@ -129,45 +129,58 @@ def encode(
     tokenizer: Tokenizer,
     template: str,
     limits: Limits,
-    buckets: int = 1,
     name: str = "policy",
-) -> list[Preferences]:
-    """Returns the pairs as token ids in so many data sets, the shortest pairs first, about as many in each.
+) -> Preferences:
+    """Returns the pairs as token ids.
 
     `template` is "plain" (strings as they are, one EOS behind a reply) or "chat" (the tokenizer's own template, a reply
-    ends with its turn's terminator). Raises UserError where fewer pairs than buckets are left, and for rows that do
-    not fit the template.
+    ends with its turn's terminator). Raises UserError where no pair is left, and for rows that do not fit the template.
     """
-    _check(limits, template, buckets)
+    _check(limits, template)
     writer = _Writer(tokenizer, template == "chat")
     split = _tokenize([writer.write(pair) for pair in preferences], tokenizer)
-    kept, counts = _settle(preferences, split, limits, tokenizer, least=buckets)
-    order = sorted(kept, key=lambda i: kept[i].length)
-    parts = [sorted(part.tolist()) for part in np.array_split(np.array(order), buckets)]
+    kept, counts = _settle(preferences, split, limits, tokenizer)
+    return Preferences(
+        examples=tuple(preferences[i] for i in kept),
+        pairs=tuple(kept.values()),
+        counts=counts,
+        pad=tokenizer.pad,
+        name=name,
+        length=min(_width(kept.values()), limits.max_length),
+    )
+
+
+def part(whole: Preferences, buckets: int) -> list[Preferences]:
+    """Returns a data set in so many, the shortest pairs first, about as many in each.
+
+    Raises UserError where there are fewer pairs than buckets.
+    """
+    if not 1 <= buckets <= len(whole):
+        raise UserError(f"buckets={buckets} must be from 1 to the {len(whole)} pairs that there are")
+    order = sorted(range(len(whole)), key=lambda i: whole.pairs[i].length)
+    parts = [sorted(one.tolist()) for one in np.array_split(np.array(order), buckets)]
     return [
-        Preferences(
-            examples=tuple(preferences[i] for i in part),
-            pairs=tuple(kept[i] for i in part),
-            counts=counts,
-            pad=tokenizer.pad,
-            name=name,
-            length=min(-(-max(kept[i].length for i in part) // MULTIPLE) * MULTIPLE, limits.max_length),
+        dataclasses.replace(
+            whole,
+            examples=tuple(whole.examples[i] for i in one),
+            pairs=tuple(whole.pairs[i] for i in one),
+            length=min(_width([whole.pairs[i] for i in one]), whole.length),
             bucket=(number, buckets),
         )
-        for number, part in enumerate(parts, 1)
+        for number, one in enumerate(parts, 1)
     ]
 
 
-def _check(limits: Limits, template: str, buckets: int) -> None:
+def _width(pairs: Iterable[Pair]) -> int:
+    return -(-max(pair.length for pair in pairs) // MULTIPLE) * MULTIPLE
+
+
+def _check(limits: Limits, template: str) -> None:
     if template not in ("plain", "chat"):
         raise UserError(f'template={template!r} must be "plain" or "chat"')
     if limits.truncation not in TRUNCATIONS:
         raise UserError(f"truncation={limits.truncation!r} must be one of {', '.join(TRUNCATIONS)}")
-    for named, value, least in (
-        ("max_length", limits.max_length, 2),
-        ("max_prompt", limits.max_prompt, 0),
-        ("buckets", buckets, 1),
-    ):
+    for named, value, least in (("max_length", limits.max_length, 2), ("max_prompt", limits.max_prompt, 0)):
         if value < least:
             raise UserError(f"{named}={value} must be at least {least}")
 
@@ -261,7 +274,8 @@ def _tokenize(written: Sequence[_Written], tokenizer: Tokenizer) -> list[tuple[P
     rejected = read([one.prompt + one.rejected.text for one in written])
     found = []
     for one, prompt, better, worse in zip(written, prompts, chosen, rejected, strict=True):
-        end = min(_shared(prompt, better), _shared(prompt, worse))
+        ids = prompt.tolist()  # numpy's own numbers compare several times as slowly
+        end = min(shared(ids, better.tolist()), shared(ids, worse.tolist()))
         replies = (
             np.append(better[end:], np.int32(one.chosen.end)),
             np.append(worse[end:], np.int32(one.rejected.end)),
@@ -270,20 +284,11 @@ def _tokenize(written: Sequence[_Written], tokenizer: Tokenizer) -> list[tuple[P
     return found
 
 
-def _shared(first: np.ndarray, second: np.ndarray) -> int:
-    """Counts the ids with which both begin."""
-    size = min(len(first), len(second))
-    other = np.flatnonzero(first[:size] != second[:size])
-    return int(other[0]) if len(other) else size
-
-
 def _settle(
     preferences: Sequence[Preference],
     split: Sequence[tuple[Pair, bool]],
     limits: Limits,
     tokenizer: Tokenizer,
-    *,
-    least: int,
 ) -> tuple[dict[int, Pair], dict[str, int]]:
     """Returns the pairs kept by position, within the limits, and what was done how often."""
     dropped: dict[str, str] = {}  # reason -> its first row
@@ -301,11 +306,11 @@ def _settle(
         counts["prompt_cut"] += len(fitted.prompt) < len(pair.prompt)
         counts["reply_cut"] += len(fitted.chosen) < len(pair.chosen) or len(fitted.rejected) < len(pair.rejected)
         counts["boundary"] += merged
-    if len(kept) < least:
+    if not kept:
         told = "; ".join(f"{counts[reason]} {_DROPPED[reason]}, as {row}" for reason, row in dropped.items())
         raise UserError(
-            f"{len(kept)} of {len(preferences)} pairs can be used, at least {least} are needed (one a bucket) with "
-            f"{limits}: {told or 'there are no more'}"
+            f"0 of {len(preferences)} pairs can be used, at least 1 is needed with {limits}: "
+            f"{told or 'there are no more'}"
         )
     return kept, counts
 

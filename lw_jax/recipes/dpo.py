@@ -8,15 +8,12 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from lw_jax import losses, preference, sources, weights
 from lw_jax.core import rng as rngs
-from lw_jax.core import tree
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import LossTerms, Tree, reader_dtype
+from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data import pairs, preferences
 from lw_jax.data.batches import Batch
 from lw_jax.data.course import Course, Stretch
@@ -27,6 +24,7 @@ from lw_jax.kept import Store, key_of
 from lw_jax.models import decoder, lora
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.preference import LogProbs
+from lw_jax.preflight import Finding
 from lw_jax.recipes import pretrained
 from lw_jax.recipes import terms as arithmetic
 from lw_jax.recipes.base import Weights
@@ -42,6 +40,7 @@ class DPO:
     """See `recipes.base.Recipe`; parameters: the pairs of `models/lora.py` learn, {model's name: decoder} is frozen."""
 
     rates = ((".*", 1.0),)
+    reader_bytes = staticmethod(pretrained.reader_bytes)
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         """Finds the model's files; an `outline` needs none and can describe shapes and the loss, but load nothing."""
@@ -52,14 +51,6 @@ class DPO:
         self.model: DecoderConfig = (
             pretrained.outline(cfg, self.llm.source) if outline else weights.describe(self.location)
         )
-
-    @staticmethod
-    def reader_bytes(cfg: Config) -> dict[str, int]:
-        """Returns the bytes of the frozen model's weights, from its shapes alone."""
-        return {
-            name: tree.nbytes(pretrained.describe(pretrained.outline(cfg, llm.source), cfg, llm))
-            for name, llm in cfg.llms.items()
-        }
 
     @functools.cached_property
     def location(self) -> Path:
@@ -73,11 +64,19 @@ class DPO:
 
     def abstract(self) -> Weights:
         """Returns both trees as shapes."""
+        return self._abstract
+
+    @functools.cached_property
+    def _abstract(self) -> Weights:  # traced once: the planner asks some hundred times
         frozen = {self.name: pretrained.describe(self.model, self.cfg, self.llm)}
         return Weights(lora.abstract(self.model, self.lora), frozen)
 
     def shardings(self) -> Weights:
         """Returns both trees as NamedShardings: the model by its placement, the pairs replicated."""
+        return self._shardings
+
+    @functools.cached_property
+    def _shardings(self) -> Weights:
         shapes, at = self.abstract(), self.placement.readers[self.name]
         frozen = {self.name: pretrained.shardings(shapes.frozen[self.name], self.llm, at, self.name)}
         trainable = rules.shardings(tables.TRAINABLE, shapes.trainable, self.placement.learner, name="lora")
@@ -130,33 +129,31 @@ class DPO:
     def _encode(self, found: Sequence[Preference], buckets: int) -> list[Preferences]:
         spec = self.cfg.dpo
         limits = Limits(max_length=spec.max_length, max_prompt=spec.max_prompt, truncation=spec.truncation)
-        told = {"tokenizer": self.tokenizer, "template": self.llm.template, "limits": limits, "name": self.name}
-        whole = preferences.encode(found, buckets=1, **told)
+        whole = preferences.encode(
+            found, tokenizer=self.tokenizer, template=self.llm.template, limits=limits, name=self.name
+        )
         # A bucket must hold a batch.
-        buckets = min(buckets, len(whole[0]) // self.cfg.train.global_batch)
-        return preferences.encode(found, buckets=buckets, **told) if buckets > 1 else whole
+        return preferences.part(whole, max(1, min(buckets, len(whole) // self.cfg.train.global_batch)))
 
-    def findings(self) -> list[tuple[bool, str]]:
+    def findings(self) -> list[Finding]:
         """Returns what is wrong with the rate, and with the rows where they and a tokenizer are on this machine."""
         found, rate = [], self.cfg.optim.learning_rate
         if rate < SLOWEST:
             told = f"optim.learning_rate={rate:g} is of tuning all weights: LoRA pairs hardly move"
-            found.append((False, f"{told}; 1e-5 to 5e-5 is usual"))
+            found.append(Finding(False, f"{told}; 1e-5 to 5e-5 is usual"))
         spec = self.cfg.dpo
         if spec.max_prompt >= spec.max_length:
             told = f"dpo.max_prompt={spec.max_prompt} leaves an answer no room in dpo.max_length={spec.max_length}"
-            found.append((True, f"{told}: pairs with a long prompt are all dropped"))
+            found.append(Finding(True, f"{told}: pairs with a long prompt are all dropped"))
         if self.outline:
             location = pretrained.cached(self.llm.source)
             if location is None or not Path(self.cfg.data.train).expanduser().exists():
-                return [
-                    *found,
-                    (False, f"rows not checked: {self.cfg.data.train} or the tokenizer is not on this machine"),
-                ]
+                missing = f"{self.cfg.data.train} or the tokenizer is not on this machine"
+                return [*found, Finding(False, f"rows not checked: {missing}")]
             self.location = location
         return found + self._row_findings()
 
-    def _row_findings(self) -> list[tuple[bool, str]]:
+    def _row_findings(self) -> list[Finding]:
         counts, spec = self._train[0].counts, self.cfg.dpo
         given, kept, found = counts["given"], counts["kept"], []
         lost = counts["prompt"] + counts["max_prompt"] + counts["length"]
@@ -165,17 +162,17 @@ class DPO:
                 f"{lost} of {given} training pairs are dropped, their prompts ({counts['prompt']} alone) too long for"
             )
             remedy = f"dpo.max_length={spec.max_length}; raise it"
-            found.append((lost > given / 2, f"{told} {remedy}"))
+            found.append(Finding(lost > given / 2, f"{told} {remedy}"))
         if counts["prompt_cut"]:
             told = (
                 f"{counts['prompt_cut']} of {kept} pairs kept have a prompt cut to fit dpo.max_prompt={spec.max_prompt}"
             )
-            found.append(
-                (False, f"{told}, dpo.max_length={spec.max_length}: the model reads them without their beginning")
-            )
+            limit = f"dpo.max_length={spec.max_length}"
+            found.append(Finding(False, f"{told}, {limit}: the model reads them without their beginning"))
         epochs = self.cfg.train.steps * self.cfg.train.global_batch / kept
         if epochs > MANY_EPOCHS:
-            found.append((False, f"train.steps={self.cfg.train.steps} read each of {kept} pairs {epochs:.0f} times"))
+            told = f"train.steps={self.cfg.train.steps} read each of {kept} pairs {epochs:.0f} times"
+            found.append(Finding(False, told))
         return found
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
@@ -218,10 +215,9 @@ class DPO:
         total, seen = (jnp.sum(x * scored, axis=1).reshape(rows, sides) for x in (logp, mean))
         return total, seen
 
-    @property
+    @functools.cached_property
     def _mode(self) -> decoder.Mode:
-        rows = NamedSharding(self.placement.readers[self.name].mesh, P("data"))
-        return decoder.Mode(remat=self.cfg.compute.remat, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows))
+        return pretrained.mode(self.cfg, self.placement.readers[self.name].mesh)
 
     def identity(self) -> dict[str, str]:
         """Returns the fingerprints of the frozen weights and of the tokenizer."""
@@ -253,16 +249,7 @@ class DPO:
         """Returns the arithmetic of one micro-batch: of the pairs nothing, of the model both passes."""
         fields, at = widths["readers"][self.name], self.placement.readers[self.name]
         length = fields["ids"].shape[1]
-        size = jnp.dtype(reader_dtype(self.llm.weights, self.cfg.compute.dtype)).itemsize
-        one = arithmetic.Pass(
-            rows=2 * rows,
-            positions=length,
-            answers=0,
-            remat=self.cfg.compute.remat,
-            size=size,
-            model=at.mesh.shape["model"] if at.table == "tensor" else 1,
-            data=at.mesh.shape["data"] if at.table == "fsdp" else 1,
-        )
+        one = pretrained.teacher_forced(self.cfg, llm=self.llm, at=at, rows=2 * rows, positions=length, answers=0)
         found = arithmetic.frozen(self.model, one)
         tokens = 2 * rows * length
         head = 2 * tokens * self.model.vocab * self.model.width / one.model
@@ -271,7 +258,7 @@ class DPO:
         reference = 0.0 if "reference" in fields else arithmetic.forward_only(self.model, one) + head
         # The head's products are made again for the backward pass, chunk by chunk.
         flops = found.flops + 3 * head + reference
-        restored = arithmetic.restored_bytes(self.model, self.llm.weights, size) / one.model
+        restored = arithmetic.restored_bytes(self.model, self.llm.weights, one.size) / one.model
         return {"": Terms(), self.name: Terms(found.bytes + 2 * logits + restored, flops, found.wire, logits)}
 
 
@@ -295,26 +282,40 @@ class Reference:
         }
         self.recipe = recipe
         self.store = Store(sources.cache_root() / "reference", told, rows={"reference": ((2,), np.float32)})
+        self._known: dict[
+            int, tuple[tuple[preferences.Pair, ...], list[bytes]]
+        ] = {}  # held, so that an id stays its own
 
     def fill(self, data: Preferences, params: Tree) -> None:
         """Reads the pairs that are missing with the frozen model."""
         recipe = self.recipe
         mesh = recipe.placement.readers[recipe.name].mesh
-        score = jax.jit(lambda params, fields: recipe._score(params, params, fields)[0])
 
         def read(positions: list[int]) -> Batch:
             fields = data.collate(positions)["readers"][recipe.name]
-            return {"reference": jax.device_get(score(params, place.put_eval(fields, mesh)))}
+            return {"reference": jax.device_get(self._score(params, place.put_eval(fields, mesh)))}
 
         size = place.round_up(recipe.cfg.eval.batch, recipe.placement.data)
         count = self.store.fill(self._keys(data), read, batch=size)
         if count:
             print(f"reference: {count} pairs read with the frozen model; kept in {self.store.folder}", flush=True)
 
+    @functools.cached_property
+    def _score(self):
+        return jax.jit(lambda params, fields: self.recipe._score(params, params, fields)[0])
+
     def lookup(self, data: Preferences):
         """Returns positions -> {"reference": f32[b 2]}."""
         return self.store.lookup(self._keys(data))
 
     def _keys(self, data: Preferences) -> list[bytes]:
-        fields = (data.collate([i])["readers"][self.recipe.name] for i in range(len(data)))
-        return [key_of(*(one["ids"][0][one["mask"][0]], one["completion"][0][one["mask"][0]])) for one in fields]
+        """Returns each pair's key, computed once a data set."""
+        if id(data.pairs) not in self._known:
+            self._known[id(data.pairs)] = (data.pairs, [_key(pair) for pair in data.pairs])
+        return self._known[id(data.pairs)][1]
+
+
+def _key(pair: preferences.Pair) -> bytes:
+    rows = [(len(pair.prompt), np.concatenate([pair.prompt, reply])) for reply in (pair.chosen, pair.rejected)]
+    flags = [np.arange(len(ids)) >= start for start, ids in rows]
+    return key_of(np.concatenate([ids for _, ids in rows]), np.concatenate(flags))

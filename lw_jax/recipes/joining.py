@@ -2,8 +2,7 @@
 
 from pathlib import Path
 
-from lw_jax import workdir
-from lw_jax.checkpoint import Checkpointer
+from lw_jax import checkpoint, workdir
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -31,9 +30,7 @@ def read_config(cfg: Config) -> Config:
 
 def read_trainable(cfg: Config, shapes: Tree) -> Tree:
     """Returns what that run has trained, from its best checkpoint (the latest where none was validated)."""
-    folder = Path(cfg.encoder.run)
-    with Checkpointer(folder / "checkpoints", keep=1, identity=None) as checkpointer:
-        restored = checkpointer.restore_best({"trainable": shapes})
-    if restored is None:
-        raise UserError(f"config.encoder.run = {cfg.encoder.run!r}: no checkpoint yet; let that run train first")
-    return restored.state["trainable"]
+    try:
+        return checkpoint.read_best(Path(cfg.encoder.run), shapes, identity=None).state["trainable"]
+    except UserError as error:
+        raise UserError(f"config.encoder.run = {cfg.encoder.run!r}: {error}") from error

@@ -8,14 +8,13 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from lw_jax import architectures, losses, weights
-from lw_jax.core import config, tree
+from lw_jax.core import config
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
-from lw_jax.core.types import DTYPES, EXACT, Example, LossTerms, Task, Tree, reader_dtype
+from lw_jax.core.types import DTYPES, EXACT, Example, LossTerms, Task, Tree
 from lw_jax.data import batches, examples
 from lw_jax.data.course import Course
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
@@ -38,6 +37,8 @@ OPENING = 40  # tokens of a reader's prompt before the context where no tokenize
 class LatentWire:
     """See `recipes.base.Recipe`; parameters: {"encoder", "adapters"} learn, {reader's name: decoder} are frozen."""
 
+    reader_bytes = staticmethod(pretrained.reader_bytes)
+
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         """Finds the models' files; an `outline` needs none and can describe shapes and the loss, but load nothing."""
         self.cfg, self.placement, self.outline = cfg, placed, outline
@@ -55,14 +56,6 @@ class LatentWire:
             ("encoder/head/.*", tuple(stages)),
             ("adapters/.*", self.cfg.adapter.rate),
         )
-
-    @staticmethod
-    def reader_bytes(cfg: Config) -> dict[str, int]:
-        """Returns the bytes of every frozen reader's weights, from its shapes alone."""
-        return {
-            name: tree.nbytes(pretrained.describe(pretrained.outline(cfg, llm.source), cfg, llm))
-            for name, llm in cfg.llms.items()
-        }
 
     @functools.cached_property
     def locations(self) -> dict[str, Path]:
@@ -198,20 +191,13 @@ class LatentWire:
         return found | {name: self._reader_terms(name, widths["readers"][name], rows) for name in self.wire.readers}
 
     def _reader_terms(self, name: str, fields: Tree, rows: int) -> Terms:
-        config, at = self.wire.readers[name].config, self.placement.readers[name]
+        config, llm, at = self.wire.readers[name].config, self.cfg.llms[name], self.placement.readers[name]
         answers = fields["targets"].shape[0]
         prompt = sum(fields[key]["ids"].shape[0] for key in ("before", "after")) + self.wire.encoder.slots + 1
-        one = arithmetic.Pass(
-            rows=rows,
-            positions=prompt + answers - 1,
-            answers=answers,
-            remat=self.cfg.compute.remat,
-            size=jnp.dtype(reader_dtype(self.cfg.llms[name].weights, self.cfg.compute.dtype)).itemsize,
-            model=at.mesh.shape["model"] if at.table == "tensor" else 1,
-            data=at.mesh.shape["data"] if at.table == "fsdp" else 1,
-        )
+        positions = prompt + answers - 1
+        one = pretrained.teacher_forced(self.cfg, llm=llm, at=at, rows=rows, positions=positions, answers=answers)
         found = arithmetic.frozen(config, one)
-        restored = arithmetic.restored_bytes(config, self.cfg.llms[name].weights, one.size) / one.model
+        restored = arithmetic.restored_bytes(config, llm.weights, one.size) / one.model
         found = dataclasses.replace(found, bytes=found.bytes + restored)
         if "text" in fields:
             teacher = dataclasses.replace(one, positions=fields["text"]["ids"].shape[0] + answers - 1)
@@ -448,10 +434,6 @@ def _wire(
     tokenizers: Mapping[str, Tokenizer],
     body: DecoderConfig | BertConfig | None,
 ) -> wire.Wire:
-    def mode(mesh: Mesh) -> decoder.Mode:
-        rows = NamedSharding(mesh, P("data"))
-        return decoder.Mode(remat=cfg.compute.remat, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows))
-
     spec = wire.EncoderSpec(
         kind=cfg.encoder.kind,
         slots=cfg.encoder.slots,
@@ -465,5 +447,6 @@ def _wire(
     readers = {}
     for name, at in placement.readers.items():
         stops = tuple(tokenizers[name].stops) if name in tokenizers else ()
-        readers[name] = wire.Reader(found[name], cfg.adapter.hidden, cfg.adapter.calibration, stops, mode(at.mesh))
-    return wire.Wire(spec, readers, mode(placement.learner))
+        mode = pretrained.mode(cfg, at.mesh)
+        readers[name] = wire.Reader(found[name], cfg.adapter.hidden, cfg.adapter.calibration, stops, mode)
+    return wire.Wire(spec, readers, pretrained.mode(cfg, placement.learner))

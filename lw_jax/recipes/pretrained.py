@@ -3,14 +3,19 @@
 from pathlib import Path
 
 import huggingface_hub
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from lw_jax import architectures, sources, weights
-from lw_jax.core import config
+from lw_jax.core import config, tree
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree, reader_dtype
 from lw_jax.models import decoder, quant
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.recipes import selfmade
+from lw_jax.recipes.terms import Pass
 from sharding import placement, rules, tables
 
 
@@ -44,6 +49,11 @@ def describe(shapes: DecoderConfig, cfg: Config, llm: config.LLM) -> Tree:
     return quant.abstract(decoder.abstract(shapes, reader_dtype(llm.weights, cfg.compute.dtype)), llm.weights)
 
 
+def reader_bytes(cfg: Config) -> dict[str, int]:
+    """Returns the bytes of every frozen reader's weights, from its shapes alone."""
+    return {name: tree.nbytes(describe(outline(cfg, llm.source), cfg, llm)) for name, llm in cfg.llms.items()}
+
+
 def shardings(shapes: Tree, llm: config.LLM, at: placement.Component, name: str) -> Tree:
     """Returns where a frozen reader's leaves lie."""
     table = tables.reader_table(at.table, packed=llm.weights in quant.PACKED)
@@ -54,3 +64,24 @@ def load(location: Path, cfg: Config, llm: config.LLM, shardings: Tree) -> Tree:
     """Streams a frozen reader's weights into their shards."""
     dtype = reader_dtype(llm.weights, cfg.compute.dtype)
     return weights.load(location, dtype=dtype, shardings=shardings, packed=llm.weights)
+
+
+def mode(cfg: Config, mesh: Mesh) -> decoder.Mode:
+    """Returns how a decoder runs on a mesh: what it keeps for its backward pass, and its rows over the data axis."""
+    rows = NamedSharding(mesh, P("data"))
+    return decoder.Mode(remat=cfg.compute.remat, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows))
+
+
+def teacher_forced(
+    cfg: Config, *, llm: config.LLM, at: placement.Component, rows: int, positions: int, answers: int
+) -> Pass:
+    """Returns one pass of a frozen reader where it lies, for the arithmetic of `recipes.terms`."""
+    return Pass(
+        rows=rows,
+        positions=positions,
+        answers=answers,
+        remat=cfg.compute.remat,
+        size=jnp.dtype(reader_dtype(llm.weights, cfg.compute.dtype)).itemsize,
+        model=at.mesh.shape["model"] if at.table == "tensor" else 1,
+        data=at.mesh.shape["data"] if at.table == "fsdp" else 1,
+    )

@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 
 from configs import base
-from lw_jax import recipes
+from lw_jax import kept, recipes
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
 from lw_jax.data import cards
 from lw_jax.models import decoder, lora
 from lw_jax.program import Program
+from lw_jax.recipes import dpo
 from sharding import mesh as meshes
 from sharding import place, placement
 from tests import tiny
@@ -116,13 +117,13 @@ def test_before_the_first_step_policy_and_reference_are_equal_to_the_bit(root):
 
 def test_kept_reference_is_the_live_one_and_is_read_once(root, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
-    live, kept = make(root), make(root, dpo__reference="kept")
+    live, stored = make(root), make(root, dpo__reference="kept")
     frozen, pairs = live.load_frozen(), moved(live)
-    kept.load_frozen()
+    stored.load_frozen()
     assert "reference: " in capsys.readouterr().out
-    batch = batch_of(kept)
+    batch = batch_of(stored)
     assert batch["readers"]["policy"]["reference"].shape == (8, 2)
-    one, other = (terms(r, pairs, frozen, batch_of(r), jax.random.key(0)) for r in (live, kept))
+    one, other = (terms(r, pairs, frozen, batch_of(r), jax.random.key(0)) for r in (live, stored))
     assert float(one.sum) == pytest.approx(float(other.sum), rel=SAME)
     again = make(root, dpo__reference="kept")
     again.load_frozen()
@@ -130,6 +131,21 @@ def test_kept_reference_is_the_live_one_and_is_read_once(root, tmp_path, monkeyp
     np.testing.assert_array_equal(
         batch_of(again)["readers"]["policy"]["reference"], batch["readers"]["policy"]["reference"]
     )
+
+
+def test_kept_reference_is_found_by_the_tokens_that_the_model_is_given_and_their_flags(root, tmp_path, monkeypatch):
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
+    recipe, seen = make(root, dpo__reference="kept"), []
+    monkeypatch.setattr(dpo, "key_of", lambda *parts: seen.append(parts) or kept.key_of(*parts))
+    course = recipe.course()
+    assert len(seen) == sum(len(data) for data in course.streams)
+    recipe.course()
+    assert len(seen) == sum(len(data) for data in course.streams), "made anew for the same data"
+    fields = (data.collate([i])["readers"]["policy"] for data in course.streams for i in range(len(data)))
+    for (ids, flags), one in zip(seen, fields, strict=True):
+        assert ids.dtype == np.int32 and flags.dtype == bool
+        np.testing.assert_array_equal(ids, one["ids"][one["mask"]])
+        np.testing.assert_array_equal(flags, one["completion"][one["mask"]])
 
 
 def test_kept_reference_of_several_processes_is_refused_by_name(root, monkeypatch):
@@ -200,6 +216,11 @@ def test_no_prompt_is_on_both_sides_and_every_bucket_holds_a_batch(root):
         ({"dpo__held_out": 0.0}, "nothing is held out"),
         ({"data__train": "cards"}, "name a .json or .jsonl file"),
         ({"dpo__label_smoothing": 0.1, "dpo__loss": ("ipo",)}, "only sigmoid and robust know it"),
+        ({"dpo__label_smoothing": 0.5}, "below 0.5"),
+        ({"dpo__label_smoothing": -0.1}, "must not be below 0"),
+        ({"dpo__beta": 0.0}, "must be above 0"),
+        ({"dpo__beta": float("nan")}, "finite"),
+        ({"dpo__weights": (float("inf"),)}, "finite"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(root, changes, told):

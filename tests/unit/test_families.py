@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.models import families
+from lw_jax.models import families, gguf_family
 from lw_jax.models.decoder import DecoderConfig, Llama3Scaling, LongRope, abstract
 
 LLAMA = DecoderConfig(
@@ -162,7 +162,7 @@ def test_slots_cover_every_parameter_exactly_once(name):
     tree = abstract(cfg, jnp.float32)
     assert sum(np.prod(slot.shape) for slot in slots.values()) == sum(leaf.size for leaf in jax.tree.leaves(tree))
     assert len({(slot.path, slot.layer) for slot in slots.values()}) == len(slots)
-    assert list(families.gguf_names(cfg).values()) == list(slots.values())
+    assert list(gguf_family.tensor_map(cfg).values()) == list(slots.values())
 
 
 def test_stored_shapes_join_heads_on_the_right_axis():
@@ -181,14 +181,14 @@ def test_row_order_undoes_the_interleaving_of_gguf_llama():
     stored = np.stack([rows.reshape(6, 2, 5)[:, half] for half in (0, 1)], axis=-1).reshape(-1)
     assert not np.array_equal(stored, rows)
     restored = np.empty_like(rows)
-    restored[families.gguf_row_order(LLAMA, "llama", ("layers", "q"))] = stored
+    restored[gguf_family.row_order(LLAMA, "llama", ("layers", "q"))] = stored
     np.testing.assert_array_equal(restored, rows)
 
 
 def test_row_order_touches_only_q_and_k_of_llama():
-    assert families.gguf_row_order(LLAMA, "llama", ("layers", "k")).shape == (20,)
-    assert families.gguf_row_order(LLAMA, "llama", ("layers", "v")) is None
-    assert families.gguf_row_order(QWEN, "qwen2", ("layers", "q")) is None
+    assert gguf_family.row_order(LLAMA, "llama", ("layers", "k")).shape == (20,)
+    assert gguf_family.row_order(LLAMA, "llama", ("layers", "v")) is None
+    assert gguf_family.row_order(QWEN, "qwen2", ("layers", "q")) is None
 
 
 def metadata_of(cfg: DecoderConfig, arch: str) -> dict:
@@ -209,21 +209,21 @@ def metadata_of(cfg: DecoderConfig, arch: str) -> dict:
 
 
 def shapes_of(cfg: DecoderConfig) -> dict:
-    return {name: slot.shape for name, slot in families.gguf_names(cfg).items()}
+    return {name: slot.shape for name, slot in gguf_family.tensor_map(cfg).items()}
 
 
 @pytest.mark.parametrize("arch", ["llama", "qwen2"])
 @pytest.mark.parametrize("tied", [True, False])
 def test_gguf_metadata_gives_the_configuration(arch, tied):
     cfg = dataclasses.replace(FAMILIES[arch], tied=tied)
-    assert read(families.gguf_fields(metadata_of(cfg, arch), shapes_of(cfg))) == cfg
+    assert read(gguf_family.hf_fields(metadata_of(cfg, arch), shapes_of(cfg))) == cfg
 
 
 @pytest.mark.parametrize("factor", [8.0, 32.0])
 def test_llama3_frequencies_are_recognised_from_their_tensor(factor):
     cfg = dataclasses.replace(LLAMA31, rope_scaling=Llama3Scaling(factor, 1.0, 4.0, 8192))
     factors = piecewise_divisors(factor, cfg.rope_theta, cfg.head_dim).astype(np.float32)
-    assert read(families.gguf_fields(metadata_of(cfg, "llama"), shapes_of(cfg), rope_factors=factors)) == cfg
+    assert read(gguf_family.hf_fields(metadata_of(cfg, "llama"), shapes_of(cfg), rope_factors=factors)) == cfg
 
 
 def piecewise_divisors(factor: float, theta: float, head_dim: int) -> np.ndarray:
@@ -238,7 +238,7 @@ def piecewise_divisors(factor: float, theta: float, head_dim: int) -> np.ndarray
 
 
 def test_divisors_cover_all_three_ranges_of_wavelengths():
-    got = families.llama3_divisors(Llama3Scaling(8.0, 1.0, 4.0, 8192), 5e5, 64)
+    got = gguf_family.llama3_divisors(Llama3Scaling(8.0, 1.0, 4.0, 8192), 5e5, 64)
     np.testing.assert_allclose(got, piecewise_divisors(8.0, 5e5, 64), rtol=1e-12)  # fp64 on both sides
     assert got[0] == 1.0 and got[-1] == 8.0 and np.any((got > 1.001) & (got < 7.999))
 
@@ -246,7 +246,7 @@ def test_divisors_cover_all_three_ranges_of_wavelengths():
 def test_other_frequency_tensor_is_refused():
     factors = np.linspace(1, 4, 5, dtype=np.float32)
     with pytest.raises(UserError, match=r"rope_freqs\.weight"):
-        families.gguf_fields(metadata_of(LLAMA, "llama"), shapes_of(LLAMA), rope_factors=factors)
+        gguf_family.hf_fields(metadata_of(LLAMA, "llama"), shapes_of(LLAMA), rope_factors=factors)
 
 
 @pytest.mark.parametrize(
@@ -267,11 +267,11 @@ def test_gguf_field_that_changes_the_mathematics_is_refused_by_name(key, value):
     metadata = metadata_of(LLAMA, "llama") | {key: value}
     named = "parts" if key == "split.count" else key.removeprefix("llama.")
     with pytest.raises(UserError, match=named):
-        families.gguf_fields(metadata, shapes_of(LLAMA))
+        gguf_family.hf_fields(metadata, shapes_of(LLAMA))
 
 
 def test_gguf_without_a_needed_field_is_refused_by_name():
     metadata = metadata_of(LLAMA, "llama")
     del metadata["llama.block_count"]
     with pytest.raises(UserError, match=r"llama\.block_count is missing"):
-        families.gguf_fields(metadata, shapes_of(LLAMA))
+        gguf_family.hf_fields(metadata, shapes_of(LLAMA))

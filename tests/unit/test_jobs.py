@@ -30,6 +30,7 @@ def make_jobs(tmp_path, **changes):
             host_memory_bytes=(8 + number) * 2**30,
             hours=0.5 * (number + 1),
             step_seconds=3.0 + number,
+            checkpoint_seconds=300.0,
             memory_fraction=0.92,
             origin=f"plan a100_80x1 of {name}",
             **changes,
@@ -136,8 +137,16 @@ def test_unusable_lists_are_refused(tmp_path, text, told):
 def test_one_command_writes_the_job_of_all_five_models(tmp_path, monkeypatch, capsys, kind):
     monkeypatch.chdir(tmp_path)
     chosen = {"strategy": "single", "mesh": "1x1", "micro_batch": 16, "accumulation": 1, "remat": "full"}
-    chosen |= {"devices_used": 1, "step_seconds": 4.0}
-    plan = {"target": "a100_80x1", "hosts": 1, "per_host": 1, "compiled": True, "hours": 0.3, "chosen": chosen}
+    chosen |= {"devices_used": 1, "step_seconds": 4.0, "peak_bytes": 44.0e9}
+    plan = {
+        "target": "a100_80x1",
+        "hosts": 1,
+        "per_host": 1,
+        "compiled": True,
+        "devices": 1,
+        "hours": 0.3,
+        "chosen": chosen,
+    }
     monkeypatch.setattr(jobs, "make", lambda cfg, target: plan | {"host_memory_bytes": 9 << 30, "target": target})
     words = ["slurm", "--config", "configs/dpo/all.list", "--target", "a100_80x1", "--jobs", kind]
     assert run.main([*words, "--config.data.train=mine.jsonl"]) == 0

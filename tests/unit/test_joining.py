@@ -46,5 +46,5 @@ def test_folder_that_is_no_run_is_refused(root, tmp_path):
 
 def test_run_without_a_checkpoint_is_refused(root, folder):
     cfg = tiny.make_config(root, encoder__run=folder)
-    with pytest.raises(UserError, match=rf"encoder\.run = '{folder}': no checkpoint yet; let that run train first"):
+    with pytest.raises(UserError, match=rf"encoder\.run = '{folder}': {folder}: no checkpoint yet; train first"):
         joining.read_trainable(cfg, {})

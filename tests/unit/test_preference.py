@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from lw_jax import preference
-from lw_jax.core.errors import UserError
+from lw_jax.core import validation
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "reference" / "trl_dpo.json").read_text(encoding="utf-8"))
 SAME = 1e-6  # relative: one fp32 rounding of beta and of the margin; the log-probabilities themselves are exact in fp32
@@ -67,7 +67,7 @@ def test_reference_holds_every_kind_at_several_betas():
     assert {case["kind"] for case in newest["cases"]} == set(preference.LOSSES)
     assert len({case["beta"] for case in newest["cases"]}) == 3
     smoothed = {case["kind"] for param in CASES for case in param.values if case["label_smoothing"]}
-    assert smoothed == set(preference.SMOOTHED)
+    assert smoothed == set(validation.SMOOTHED)
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -167,10 +167,16 @@ def test_robust_loss_has_the_plain_one_as_its_mean_over_flipped_labels():
     np.testing.assert_allclose(0.7 * kept + 0.3 * flipped, plain, rtol=1e-5, atol=SAME)  # differences of larger terms
 
 
-@pytest.mark.parametrize("kind", sorted(set(preference.LOSSES) - set(preference.SMOOTHED)))
+@pytest.mark.parametrize("kind", sorted(set(preference.LOSSES) - set(validation.SMOOTHED)))
 def test_kinds_that_do_not_smooth_are_unchanged_by_it(kind):
     plain, smoothed = (preference.loss(kind, read_pairs(), beta=BETA, label_smoothing=e) for e in (0.0, 0.1))
     assert (plain == smoothed).all()
+
+
+@pytest.mark.parametrize("kind", validation.SMOOTHED)
+def test_kinds_that_smooth_are_changed_by_it(kind):
+    plain, smoothed = (preference.loss(kind, read_pairs(), beta=BETA, label_smoothing=e) for e in (0.0, 0.1))
+    assert (plain != smoothed).any()
 
 
 def test_equal_rewards_are_not_accurate():
@@ -213,29 +219,5 @@ def test_pairs_are_one_tree_of_six_arrays():
     np.testing.assert_allclose(found, eager, rtol=SAME)
 
 
-def test_unknown_kind_is_refused_with_the_known_ones_and_the_nearest():
-    with pytest.raises(
-        UserError, match="'sigmoyd'.*known are sigmoid, ipo, .*, sft.*Did you mean 'sigmoid'"
-    ) as refused:
-        preference.loss("sigmoyd", read_pairs(), beta=BETA, label_smoothing=0.0)
-    assert all(kind in str(refused.value) for kind in preference.LOSSES)
-    with pytest.raises(UserError, match="'exo_pair'.*known are"):
-        preference.combined(("ipo", "exo_pair"), (1.0, 1.0), read_pairs(), beta=BETA, label_smoothing=0.0)
-
-
-@pytest.mark.parametrize(
-    ("kinds", "weights", "beta", "smoothing", "message"),
-    [
-        (("sigmoid", "sft"), (1.0,), BETA, 0.0, "each with one weight"),
-        (("sigmoid",), (1.0, 2.0), BETA, 0.0, "each with one weight"),
-        ((), (), BETA, 0.0, "one or more losses"),
-        (("ipo",), (1.0,), 0.0, 0.0, "beta = 0.0: it must be above 0"),
-        (("sigmoid",), (1.0,), math.nan, 0.0, "beta = nan"),
-        (("robust",), (1.0,), BETA, 0.5, "label_smoothing = 0.5: .* below 0.5"),
-        (("sigmoid",), (1.0,), BETA, -0.1, "label_smoothing = -0.1"),
-        (("hinge", "sft"), (1.0, 1.0), BETA, 0.1, "none of hinge, sft knows it; .* sigmoid or robust"),
-    ],
-)
-def test_mixture_without_meaning_is_refused(kinds, weights, beta, smoothing, message):
-    with pytest.raises(UserError, match=message):
-        preference.combined(kinds, weights, read_pairs(), beta=beta, label_smoothing=smoothing)
+def test_losses_are_those_that_a_configuration_may_name():
+    assert tuple(preference.LOSSES) == validation.CHOICES["dpo.loss"]

@@ -15,7 +15,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.data.course import Course, widths_of
 from lw_jax.data.loader import Loader, eval_batches
 from lw_jax.data.pairs import Preference, Turn
-from lw_jax.data.preferences import Limits, Preferences, encode
+from lw_jax.data.preferences import Limits, Preferences, encode, part
 from lw_jax.data.tokens import load_tokenizer
 
 WIDE = Limits(max_length=1000)
@@ -149,7 +149,7 @@ def talk(prompt="hi he", chosen="hey you", rejected="no"):
 
 
 def encode_one(tokenizer, pair, template="chat", limits=WIDE):
-    (data,) = encode([pair], tokenizer=tokenizer, template=template, limits=limits)
+    data = encode([pair], tokenizer=tokenizer, template=template, limits=limits)
     return data.pairs[0]
 
 
@@ -296,7 +296,7 @@ def test_reply_gets_no_word_beginning_of_its_own(load):
 
 def test_prompt_that_grows_together_with_a_reply_ends_before_and_is_told(qwen):
     plain = [Preference("f:1", "hi\n", "\nhey", "no"), Preference("f:2", "hi\n", "hey", "no")]
-    (data,) = encode(plain, tokenizer=qwen, template="plain", limits=WIDE)
+    data = encode(plain, tokenizer=qwen, template="plain", limits=WIDE)
     merged, clean = data.pairs
     assert merged.prompt.tolist() == qwen.encode("hi") and clean.prompt.tolist() == qwen.encode("hi\n")
     assert whole(merged) == [[*qwen.encode(text), qwen.eos] for text in ("hi\n\nhey", "hi\nno")]
@@ -306,7 +306,7 @@ def test_prompt_that_grows_together_with_a_reply_ends_before_and_is_told(qwen):
 
 def test_prompt_that_is_but_one_token_shared_with_a_reply_is_dropped(qwen):
     rows = [Preference("f:1", "\n", "\nhey", "no"), Preference("f:2", "hi", "hey", "no")]
-    (data,) = encode(rows, tokenizer=qwen, template="plain", limits=WIDE)
+    data = encode(rows, tokenizer=qwen, template="plain", limits=WIDE)
     assert (data.counts["nothing"], len(data), data.examples) == (1, 1, (rows[1],))
 
 
@@ -347,8 +347,7 @@ def row(prompt, chosen, rejected, name="p"):
 def fit(tokenizer, *sizes, **limits):
     """Returns the data set of rows of these sizes besides one that always fits and comes last."""
     rows = [row(*size, name=f"row {i}") for i, size in enumerate(sizes)]
-    found = encode([*rows, row(1, 1, 0, "always")], tokenizer=tokenizer, template="plain", limits=Limits(**limits))
-    (data,) = found
+    data = encode([*rows, row(1, 1, 0, "always")], tokenizer=tokenizer, template="plain", limits=Limits(**limits))
     assert data.counts["given"] == len(sizes) + 1 and data.counts["kept"] == len(data) == len(data.pairs)
     return data
 
@@ -377,7 +376,7 @@ def test_keep_start_cuts_replies_at_their_end(load, family):
     assert sizes_of(data) == [(5, 8, 4), (5, 8, 4), (5, 8, 8)]
     assert changed(data) == {"reply_cut": 2}
     assert data.pairs[0].chosen[-1] == data.pairs[1].rejected[-1] == tokenizer.eos != data.pairs[1].chosen[-1]
-    (uncut,) = encode(data.examples, tokenizer=tokenizer, template="plain", limits=WIDE)
+    uncut = encode(data.examples, tokenizer=tokenizer, template="plain", limits=WIDE)
     np.testing.assert_array_equal(data.pairs[1].chosen, uncut.pairs[1].chosen[:8])
 
 
@@ -386,7 +385,7 @@ def test_keep_end_cuts_prompts_at_their_beginning_behind_bos(load):
     data = fit(tokenizer, (9, 3, 6), (9, 3, 2), (9, 11, 3), (9, 12, 3), max_length=13, truncation="keep_end")
     assert sizes_of(data) == [(6, 4, 7), (9, 4, 3), (1, 12, 4)]
     assert changed(data) == {"prompt_cut": 3, "length": 1}
-    (uncut,) = encode(data.examples, tokenizer=tokenizer, template="plain", limits=WIDE)
+    uncut = encode(data.examples, tokenizer=tokenizer, template="plain", limits=WIDE)
     for pair, full in zip(data.pairs, uncut.pairs, strict=True):
         left = len(pair.prompt)
         np.testing.assert_array_equal(pair.prompt, [full.prompt[0], *full.prompt[len(full.prompt) - left + 1 :]])
@@ -442,7 +441,7 @@ def test_smallest_prompts_keep_bos_first(load, max_prompt):
 
 def test_pair_whose_replies_become_equal_by_the_cut_is_dropped(qwen):
     rows = [Preference("a", "xxxxx", "abcdefgh", "abcdefgz"), Preference("b", "x", "he", "he<|im_end|>"), row(1, 2, 3)]
-    (data,) = encode(rows, tokenizer=qwen, template="plain", limits=Limits(10, truncation="keep_start"))
+    data = encode(rows, tokenizer=qwen, template="plain", limits=Limits(10, truncation="keep_start"))
     assert data.counts["same"] == 2 and data.examples == (rows[2],)
 
 
@@ -462,7 +461,6 @@ def test_none_left_is_refused_with_every_reason_and_a_row(qwen):
         ({"limits": Limits(9, truncation="middle")}, "truncation='middle' must be one of drop, keep_start, keep_end"),
         ({"limits": Limits(1)}, "max_length=1 must be at least 2"),
         ({"limits": Limits(9, max_prompt=-1)}, "max_prompt=-1 must be at least 0"),
-        ({"buckets": 0}, "buckets=0 must be at least 1"),
     ],
 )
 def test_wrong_settings_are_refused(qwen, changes, rule):
@@ -476,7 +474,7 @@ def test_wrong_settings_are_refused(qwen, changes, rule):
 def test_batch_holds_both_sides_and_flags_at_the_tokens_themselves(load):
     tokenizer = load("llama3")
     rows = [row(4, 6, 2), row(2, 1, 8), row(3, 3, 1)]
-    (data,) = encode(rows, tokenizer=tokenizer, template="plain", limits=WIDE, name="tuned")
+    data = encode(rows, tokenizer=tokenizer, template="plain", limits=WIDE, name="tuned")
     batch = data.collate([2, 0], channel=np.zeros((2, 3), np.int32))
     assert batch["source"] == {} and list(batch["readers"]) == ["tuned"] and batch["index"].tolist() == [2, 0]
     fields = batch["readers"]["tuned"]
@@ -505,14 +503,14 @@ def test_batch_holds_both_sides_and_flags_at_the_tokens_themselves(load):
 
 
 def test_width_is_a_multiple_of_eight_but_no_more_than_max_length(qwen):
-    lengths = [encode([row(4, n, 1)], tokenizer=qwen, template="plain", limits=Limits(13))[0].length for n in (3, 4, 8)]
+    lengths = [encode([row(4, n, 1)], tokenizer=qwen, template="plain", limits=Limits(13)).length for n in (3, 4, 8)]
     assert lengths == [8, 13, 13]
 
 
 def test_buckets_part_by_length_and_pad_less(qwen):
     rows = [row(2 + i % 7, 1 + 5 * i % 97, 1 + 3 * i % 61, f"r{i}") for i in range(41)]
-    (one,) = encode(rows, tokenizer=qwen, template="plain", limits=WIDE)
-    many = encode(rows, tokenizer=qwen, template="plain", limits=WIDE, buckets=3)
+    one = encode(rows, tokenizer=qwen, template="plain", limits=WIDE)
+    many = part(one, 3)
     assert [len(data) for data in many] == [14, 14, 13]
     assert sorted(e.id for data in many for e in data.examples) == sorted(e.id for e in one.examples)
     longest = [max(pair.length for pair in data.pairs) for data in many]
@@ -524,27 +522,29 @@ def test_buckets_part_by_length_and_pad_less(qwen):
 
 
 def test_more_buckets_than_pairs_are_refused(qwen):
-    with pytest.raises(UserError, match="2 of 2 pairs can be used, at least 3 are needed"):
-        encode([row(1, 2, 3), row(1, 2, 4)], tokenizer=qwen, template="plain", limits=WIDE, buckets=3)
+    data = encode([row(1, 2, 3), row(1, 2, 4)], tokenizer=qwen, template="plain", limits=WIDE)
+    for buckets in (0, 3):
+        with pytest.raises(UserError, match=f"buckets={buckets} must be from 1 to the 2 pairs"):
+            part(data, buckets)
 
 
 def test_description_tells_counts_once_and_padding_for_each_bucket(qwen):
     rows = [row(5, 3, 2), row(5, 11, 3), row(40, 1, 2), row(2, 1, 0), row(3, 1, 0)]
-    data = encode(rows, tokenizer=qwen, template="plain", limits=Limits(13, truncation="keep_start"), buckets=2)
-    assert [line for part in data for line in part.describe()] == [
+    data = part(encode(rows, tokenizer=qwen, template="plain", limits=Limits(13, truncation="keep_start")), 2)
+    assert [line for one in data for line in one.describe()] == [
         "preference: 4 of 5 pairs kept",
         "1 dropped: the prompt alone fills max_length",
         "1 pairs with a reply cut at its end, which then has no terminator",
         "policy, bucket 1 of 2: 2 pairs, longest prompt 3, longest pair 5/8, padding 50 % of 8",
         "policy, bucket 2 of 2: 2 pairs, longest prompt 5, longest pair 13/13, padding 25 % of 13",
     ]
-    masks = [part.collate(range(len(part)))["readers"]["policy"]["mask"] for part in data]
-    assert [part.padding for part in data] == pytest.approx([1 - mask.mean() for mask in masks])
+    masks = [one.collate(range(len(one)))["readers"]["policy"]["mask"] for one in data]
+    assert [one.padding for one in data] == pytest.approx([1 - mask.mean() for mask in masks])
 
 
 def test_course_loader_and_evaluation_take_it_as_a_stream(qwen):
     rows = [row(2 + i % 7, 3 + i % 5, 1, f"r{i}") for i in range(23)]
-    parts = encode(rows, tokenizer=qwen, template="plain", limits=WIDE, buckets=2)
+    parts = part(encode(rows, tokenizer=qwen, template="plain", limits=WIDE), 2)
     course = Course.of(parts[0])
     assert course.sizes() == [12] and widths_of(course.shapes()[0])["readers"]["policy"]["ids"].shape == (2, 16)
     loader = Loader(course, global_batch=4, seed=1)
@@ -564,7 +564,7 @@ def test_no_channel_is_drawn_for_a_stream_that_sends_nothing(qwen):
             given.append(channel)
             return super().collate(indices)
 
-    (data,) = encode([row(2, 3, 1)] * 5, tokenizer=qwen, template="plain", limits=WIDE)
+    data = encode([row(2, 3, 1)] * 5, tokenizer=qwen, template="plain", limits=WIDE)
     spy = Spy(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
     Course.of(spy).batch(0, global_batch=4, seed=1, share=slice(0, 2))
     assert given == [None]

@@ -26,6 +26,7 @@ JOB = slurm.Job(
     host_memory_bytes=32 * 2**30,
     hours=3.2,
     step_seconds=7.0,
+    checkpoint_seconds=700.0,
     memory_fraction=0.92,
     origin="plan h100x4 (compiled): tensor 2x2",
 )
@@ -190,12 +191,32 @@ def test_log_path_that_slurm_would_misread_is_refused(logs: str) -> None:
     ],
 )
 def test_time_is_the_predicted_with_margin_and_what_exceeds_the_site_is_requeued(hours, max_hours, minutes, requeues):
-    assert slurm.limit(change(hours=hours), slurm.Site(max_hours=max_hours)) == (minutes, requeues)
+    assert slurm.limit(change(hours=hours), slurm.Site(max_hours=max_hours))[:2] == (minutes, requeues)
 
 
 def test_script_says_how_often_it_requeues_itself() -> None:
-    assert "max_hours 2: it requeues itself 2 times" in slurm.script(JOB, slurm.Site(max_hours=2.0))
+    told = (
+        "# 3.20 h predicted, x 1.3 + 0.25 h to start = 4.41 h, more than max_hours 2: it requeues itself 2 times or so,"
+    )
+    assert f"{told} with a checkpoint every 11.7 min.\n" in slurm.script(JOB, slurm.Site(max_hours=2.0))
     assert "it requeues itself" not in slurm.script(JOB, SITE)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_seconds", "held"),
+    [(6119.0, True), (6121.0, False)],  # 2 h less 0.25 h to start and 180 s of notice are 6120 s
+)
+def test_limit_below_start_up_and_one_checkpoint_interval_is_refused_with_what_would_fit(checkpoint_seconds, held):
+    job, site = change(checkpoint_seconds=checkpoint_seconds), slurm.Site(max_hours=2.0)
+    if held:
+        assert slurm.limit(job, site).requeues == 2
+        return
+    with pytest.raises(UserError, match=r"max_hours = 2:.*102\.0 min.*checkpoint_every to 874 at most.*longer jobs"):
+        slurm.script(job, site)
+
+
+def test_run_that_one_job_holds_needs_no_checkpoint_on_the_way() -> None:
+    assert slurm.limit(change(checkpoint_seconds=3.2 * 3600), slurm.Site(max_hours=4.5)).requeues == 0
 
 
 def test_days_are_written_as_slurm_reads_them() -> None:
@@ -205,102 +226,6 @@ def test_days_are_written_as_slurm_reads_them() -> None:
 def test_site_whose_longest_job_leaves_no_time_to_train_is_refused() -> None:
     with pytest.raises(UserError, match=r"max_hours = 0\.5.*longer jobs"):
         slurm.limit(change(step_seconds=500.0), slurm.Site(max_hours=0.5))
-
-
-# --- the site profile ---
-
-
-@pytest.mark.parametrize("key", ["partition", "account", "qos", "constraint"])
-@pytest.mark.parametrize(
-    "value", ["gpu\n#SBATCH --account=other", "gpu\n", "a b", 'g"pu', "g'pu", "g#pu", "g\\pu", "$(id)"]
-)
-def test_word_that_could_leave_its_directive_is_refused(key: str, value: str) -> None:
-    with pytest.raises(UserError, match=key):
-        slurm.Site(**{key: value})
-
-
-@pytest.mark.parametrize(
-    ("key", "value"),
-    [
-        ("gpus", "--gpus-per-node=4"),
-        ("gpus", "--gpus-per-node={count} --exclusive"),
-        ("gpus", "--gres=gpu:h100:{count}\n"),
-        ("gpus", "--gpus-per-task={count}"),
-        ("modules", ("cuda; id",)),
-        ("modules", ("--purge",)),
-        ("setup", ("echo 'open",)),
-        ("setup", ("echo a\necho b",)),
-        ("setup", ("echo a \\",)),
-        ("setup", ("",)),
-        ("max_hours", 0.25),
-        ("max_hours", math.nan),
-        ("cpus_per_gpu", 0),
-        ("scratch", "relative/folder"),
-        ("scratch", "/scratch/$NO_SUCH_VARIABLE"),
-    ],
-)
-def test_wrong_value_is_refused_with_its_key(key: str, value: Any) -> None:
-    with pytest.raises(UserError, match=key):
-        slurm.Site(**{key: value})
-
-
-def test_file_gives_the_profile(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("LW_TEST_USER", "me")
-    file = tmp_path / "site.toml"
-    file.write_text(
-        """partition = "gpu,long"
-account = "proj-7"
-qos = "high"
-constraint = "nvlink&[rack1|rack2]"
-gpus = "--gres=gpu:h100:{count}"
-modules = ["cuda/12.4", "gcc/13.2.0+lto"]
-setup = ["source ~/venvs/lw/bin/activate", "export NOTE='two words'"]
-max_hours = 24
-cpus_per_gpu = 5
-scratch = "/scratch/$LW_TEST_USER"
-""",
-        encoding="utf-8",
-    )
-    assert slurm.read_site(file) == SITE
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ('partion = "gpu"', "partion is no known key. Did you mean 'partition'?"),
-        ('file = "x"', "file is no known key"),
-        ("partition = 7", "partition = 7: a string is needed"),
-        ('max_hours = "24"', "max_hours = '24': a number is needed"),
-        ("max_hours = true", "max_hours = True: a number is needed"),
-        ("cpus_per_gpu = 2.5", "cpus_per_gpu = 2.5: a whole number is needed"),
-        ('modules = "cuda"', "modules = 'cuda': a list of strings is needed"),
-        ("setup = [1]", "setup = [1]: a list of strings is needed"),
-        ('partition = "a b"', "partition = 'a b'"),
-        ("partition = ", "TOML"),
-    ],
-)
-def test_wrong_file_is_refused_with_its_path_and_key(tmp_path: Path, text: str, message: str) -> None:
-    file = tmp_path / "site.toml"
-    file.write_text(text, encoding="utf-8")
-    with pytest.raises(UserError) as caught:
-        slurm.read_site(file)
-    assert str(file) in str(caught.value) and message in str(caught.value)
-
-
-def test_profile_is_looked_for_in_order(tmp_path: Path, monkeypatch) -> None:
-    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
-    monkeypatch.delenv("LW_JAX_SITE", raising=False)
-    assert slurm.find_site("") == (slurm.Site(), "")
-    files = {name: tmp_path / name for name in ("lw_jax/site.toml", "environment.toml", "named.toml")}
-    (tmp_path / "lw_jax").mkdir()
-    for name, file in files.items():
-        file.write_text(f'partition = "{Path(name).stem}"', encoding="utf-8")
-    assert slurm.find_site("")[0].partition == "site"
-    monkeypatch.setenv("LW_JAX_SITE", str(files["environment.toml"]))
-    assert slurm.find_site("")[0].partition == "environment"
-    assert slurm.find_site(str(files["named.toml"]))[0].partition == "named"
-    with pytest.raises(UserError, match=r"absent\.toml"):
-        slurm.find_site(str(tmp_path / "absent.toml"))
 
 
 # --- from the plan to the job ---
@@ -350,8 +275,12 @@ def make(plan: dict[str, Any] = PLAN, site: slurm.Site = SITE, **values: Any) ->
 
 def test_job_runs_what_was_planned() -> None:
     job = make()
+    train = resolve()[0].train
+    pace = 3.2 * 3600 / train.steps
     assert job == dataclasses.replace(
         JOB,
+        step_seconds=pace,
+        checkpoint_seconds=pace * train.checkpoint_every,
         folder=Path.cwd(),
         host_memory_bytes=20 * 2**30,
         command=(
@@ -420,7 +349,9 @@ def test_memory_fraction_covers_the_utilisation_that_was_planned_for() -> None:
     assert job.memory_fraction == slurm.MEMORY_FRACTION
 
 
-def test_hours_of_the_user_replace_the_predicted() -> None:
+def test_hours_of_the_user_replace_the_predicted_and_give_the_pace() -> None:
+    assert make(hours=11.0).step_seconds == 11.0 * 3600 / resolve()[0].train.steps
+    assert make(hours=11.0).basis == "given by --hours"
     assert make(hours=11.0).hours == 11.0
     assert make(PLAN | {"hours": math.nan}, hours=11.0).hours == 11.0
 
@@ -478,13 +409,21 @@ def test_verb_writes_the_file_and_the_logs_folder_and_tells_the_price(call, tmp_
     assert (tmp_path / "runs" / "mine" / "logs").is_dir()
     lines = capsys.readouterr().out.splitlines()
     assert f"  sbatch {shlex.quote(str(file))}" in lines
-    assert any("3.20 h, time limit 0-04:30:00" in line for line in lines)
+    assert "time limit 0-04:30:00: 3.20 h predicted, x 1.3 + 0.25 h to start" in lines
     assert [line.split() for line in lines[-4:]] == [
         ["size", "GPUs", "hours", "GPU-hours", "plan"],
         ["h100x1", "1", "9.50", "9.5", "tensor"],
         ["h100x2", "2", "-", "-", "does", "not", "fit"],
         ["h100x4", "4", "3.20", "12.8", "tensor"],
     ]
+
+
+def test_verb_tells_limit_requeues_and_checkpoints_in_one_line(call, tmp_path: Path, capsys) -> None:
+    (tmp_path / "site.toml").write_text("max_hours = 2", encoding="utf-8")
+    call(site=str(tmp_path / "site.toml"))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("time limit"))
+    assert "0-02:00:00: 3.20 h predicted" in line and "max_hours 2: it requeues itself 2 times" in line
+    assert "checkpoint every" in line
 
 
 def test_price_follows_the_hours_of_the_user(call, capsys) -> None:

@@ -14,10 +14,10 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
 
-from lw_jax import weights
+from lw_jax import stored, weights
 from lw_jax.core.errors import UserError
 from lw_jax.data.gguf_header import read_header
-from lw_jax.models import decoder, families
+from lw_jax.models import decoder, families, gguf_family
 from lw_jax.models.decoder import DecoderConfig, Llama3Scaling
 
 LLAMA = DecoderConfig(
@@ -117,7 +117,7 @@ def test_fp32_to_bf16_rounds_to_nearest(llama):
 
 
 def test_small_pieces_give_the_same_as_whole_tensors(llama, monkeypatch):
-    monkeypatch.setattr(weights, "_CHUNK_BYTES", 3 * 32 * 4)  # three rows at once
+    monkeypatch.setattr(stored, "_CHUNK_BYTES", 3 * 32 * 4)  # three rows at once
     assert_equal_trees(weights.load(llama, dtype=jnp.float32), random_params(LLAMA))
 
 
@@ -285,7 +285,7 @@ def write_gguf(path, cfg, arch, *, drop=(), change=lambda name, value: value, fi
     writer.add_array("tokenizer.ggml.scores", [0.5, -1.5])
     writer.add_array("tokenizer.ggml.tokens", ["a", "ü", ""])
     fields(writer)
-    for name, (path_, layer, shape) in families.gguf_names(cfg).items():
+    for name, (path_, layer, shape) in gguf_family.tensor_map(cfg).items():
         leaf = params[path_[0]] if layer is None else params[path_[0]][path_[1]]
         value = np.array(leaf if layer is None else leaf[layer]).reshape(shape)
         quantised = path_[-1] in STORED_QUANTISED
@@ -300,7 +300,7 @@ def write_gguf(path, cfg, arch, *, drop=(), change=lambda name, value: value, fi
             raw = quantize(value, QUANTISED) if quantised else value
             writer.add_tensor(name, raw, raw_dtype=QUANTISED if quantised else None)
     if cfg.rope_scaling is not None:
-        factors = families.llama3_divisors(cfg.rope_scaling, cfg.rope_theta, cfg.head_dim)
+        factors = gguf_family.llama3_divisors(cfg.rope_scaling, cfg.rope_theta, cfg.head_dim)
         writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -309,7 +309,7 @@ def write_gguf(path, cfg, arch, *, drop=(), change=lambda name, value: value, fi
     return params
 
 
-@pytest.mark.parametrize("family", families.GGUF_ARCHITECTURES)
+@pytest.mark.parametrize("family", gguf_family.ARCHITECTURES)
 def test_gguf_loads_back_with_its_rotary_order_undone(tmp_path, family):
     cfg = FAMILIES[family]
     params = write_gguf(tmp_path / "m.gguf", cfg, family)
@@ -319,7 +319,7 @@ def test_gguf_loads_back_with_its_rotary_order_undone(tmp_path, family):
 
 def test_gguf_in_small_pieces_gives_the_same(tmp_path, monkeypatch):
     params = write_gguf(tmp_path / "m.gguf", LLAMA, "llama")
-    monkeypatch.setattr(weights, "_CHUNK_BYTES", 7 * 34)  # seven rows, across heads
+    monkeypatch.setattr(stored, "_CHUNK_BYTES", 7 * 34)  # seven rows, across heads
     assert_equal_trees(weights.load(tmp_path / "m.gguf", dtype=jnp.float32), params)
 
 
