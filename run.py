@@ -32,8 +32,10 @@ VERBS = {
     "report": ("lw_jax.report", "writes one page of what --workdir holds, WORKDIR/report.html; also while it trains"),
     "export": (
         "lw_jax.export",
-        "writes what preference tuning learned: --peft DIR (an adapter) or --merged DIR (a whole model)",
+        "writes what a run has learned: --peft DIR (an adapter) or --merged DIR (a whole model) of preference tuning,\n"
+        "          --model DIR (the authors' layout) of a TTT model",
     ),
+    "generate": ("lw_jax.generate", "continues --prompt TEXT with the TTT model that --workdir has trained"),
     "show": ("lw_jax.show", "prints the resolved configuration and where each value comes from"),
 }
 EXAMPLES = """examples:
@@ -46,6 +48,9 @@ EXAMPLES = """examples:
   python run.py answer --workdir runs/mine --message notes.lwjx --question "Who wrote it?"
   python run.py --config configs/dpo/tinyllama.py --config.data.train=pairs.jsonl
   python run.py export --workdir runs/tinyllama-dpo --peft adapter
+  python run.py --config configs/ttt_smoke.py --workdir runs/ttt
+  python run.py generate --workdir runs/ttt --prompt "Return the" --tokens 100 --temperature 0.7
+  python run.py export --workdir runs/ttt --model ttt-model
   python run.py show --config configs/h100x4.py
   python run.py plan --config configs/h100x4.py --target a100_80x4
   python run.py slurm --config configs/h100x4.py --site mysite.toml
@@ -60,6 +65,10 @@ OWNERS = {  # flags that belong to some verbs only
     "width": ("answer",),
     "peft": ("export",),
     "merged": ("export",),
+    "model": ("export",),
+    "prompt": ("generate",),
+    "tokens": ("generate",),
+    "temperature": ("generate",),
     "json": ("show", "plan"),
     "target": ("plan", "slurm"),
     "estimate": ("plan",),
@@ -97,6 +106,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--width", type=int, metavar="N", help="answer: the first N values of each (default: all)")
     parser.add_argument("--peft", metavar="DIR", help="export: the adapter folder that PEFT reads")
     parser.add_argument("--merged", metavar="DIR", help="export: the model with the adapter added in, bf16")
+    parser.add_argument("--model", metavar="DIR", help="export: a TTT model with its tokenizer")
+    parser.add_argument("--prompt", action="append", metavar="TEXT", help="generate: may be repeated")
+    parser.add_argument("--tokens", type=int, metavar="N", help="generate: at most so many (default: 100)")
+    parser.add_argument("--temperature", type=float, metavar="T", help="generate: 0 takes the likeliest (default: 0)")
     parser.add_argument("--json", action="store_true", help="show, plan: for programs")
     parser.add_argument("--target", metavar="GPUS", help="plan, slurm: h100x4, a100_40x2, h200x1, 2xh100x8, ...")
     parser.add_argument("--estimate", action="store_true", help="plan: by arithmetic, without compiling")
@@ -124,8 +137,10 @@ def parse(argv: list[str]) -> argparse.Namespace:
         parser.error("--jobs goes with --config FILE.list")
     if listed and args.verb != "slurm":
         parser.error(f"--config {args.config}: a list is for 'slurm'; {args.verb!r} takes one configuration")
-    if args.verb == "export" and not (args.peft or args.merged):
-        parser.error("export needs --peft DIR or --merged DIR")
+    if args.verb == "export" and not (args.peft or args.merged or args.model):
+        parser.error("export needs --peft DIR, --merged DIR or --model DIR")
+    if args.verb == "generate" and not args.prompt:
+        parser.error("generate needs --prompt TEXT")
     return args
 
 
@@ -165,7 +180,11 @@ def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, 
     if args.verb == "answer":
         request["request"] = _asking(args)
     if args.verb == "export":
-        request |= {"peft_folder": args.peft or "", "merged": args.merged or ""}
+        named = {flag: getattr(args, flag) for flag in ("peft", "merged", "model")}
+        request["folders"] = {flag: Path(folder) for flag, folder in named.items() if folder}
+    if args.verb == "generate":
+        tokens = 100 if args.tokens is None else args.tokens
+        request |= {"prompts": tuple(args.prompt), "tokens": tokens, "temperature": args.temperature or 0.0}
     return request
 
 

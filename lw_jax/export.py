@@ -1,12 +1,13 @@
-"""The verb `export`: what preference tuning has learned, as a PEFT adapter folder or merged into a whole model."""
+"""The verb `export`: what a run has learned, as a PEFT adapter folder, merged into a model, or as a model's folder."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from lw_jax import checkpoint, peft, recipes, weights
+from lw_jax import checkpoint, language, peft, recipes, weights
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.models import lora
@@ -14,24 +15,37 @@ from lw_jax.recipes.dpo import DPO
 from sharding import mesh as meshes
 from sharding import place, placement
 
+FLAGS = {"dpo": ("peft", "merged"), "ttt": ("model",)}  # of each recipe
 
-def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, peft_folder: str, merged: str) -> int:
-    """Writes the best checkpoint's pairs (the latest's where none was validated) as the flags ask."""
+
+def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, folders: Mapping[str, Path]) -> int:
+    """Writes what the best checkpoint holds (the latest where none was validated) to the folders named by flag."""
     del resolved
-    if cfg.recipe != "dpo":
-        raise UserError(f"{workdir}: a run of recipe {cfg.recipe!r} has no LoRA pairs; export is for recipe 'dpo'")
+    known = FLAGS.get(cfg.recipe, ())
+    if strange := sorted(folders.keys() - set(known)):
+        told = f"takes {' and '.join(f'--{flag}' for flag in known)}" if known else "has nothing to export"
+        raise UserError(f"{workdir}: --{strange[0]}: a run of recipe {cfg.recipe!r} {told}")
+    if cfg.recipe == "ttt":
+        lm = language.load_trained(cfg, workdir)
+        lm.save(folders["model"])
+        print(f"step {lm.step}: model and tokenizer, fp32, in {folders['model']}")
+        return 0
+    return _export_pairs(cfg, workdir, folders)
+
+
+def _export_pairs(cfg: Config, workdir: Path, folders: Mapping[str, Path]) -> int:
     placed = placement.together(meshes.make(data=1, model=1, devices=jax.devices()[:1]), list(cfg.llms))
     recipe = DPO(cfg, placed)
     wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
     identity = recipes.identity(recipe, cfg)
     restored = checkpoint.read_best(workdir, wanted, identity=identity)
     pairs, model_type = restored.state["trainable"], weights.model_type(recipe.location)
-    if peft_folder:
-        peft.save(Path(peft_folder), pairs, recipe.lora, model_type=model_type, base=recipe.llm.source)
-        print(f"step {restored.step}: adapter for {recipe.llm.source} in {peft_folder}")
-    if merged:
-        save_merged(Path(merged), recipe, pairs, model_type)
-        print(f"step {restored.step}: whole model, bf16, in {merged}")
+    if "peft" in folders:
+        peft.save(folders["peft"], pairs, recipe.lora, model_type=model_type, base=recipe.llm.source)
+        print(f"step {restored.step}: adapter for {recipe.llm.source} in {folders['peft']}")
+    if "merged" in folders:
+        save_merged(folders["merged"], recipe, pairs, model_type)
+        print(f"step {restored.step}: whole model, bf16, in {folders['merged']}")
     return 0
 
 

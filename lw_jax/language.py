@@ -10,14 +10,15 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from lw_jax import sources
+from lw_jax import checkpoint, recipes, sources
 from lw_jax import weights as files
+from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import DTYPES, Tree, reader_dtype
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.models import decode, decoder, quant, ttt
 from sharding import mesh as meshes
-from sharding import rules, tables
+from sharding import place, placement, rules, tables
 
 
 def load_lm(
@@ -56,6 +57,18 @@ def _load_ttt(location: Path, dtype: str, mesh: Mesh) -> "LM":
     config = files.describe_ttt(location)
     placed = rules.shardings(tables.TRAINABLE, ttt.abstract(config), mesh, name=str(location))
     return TTTLM(location, config, files.load_ttt(location, shardings=placed), mode=ttt.Mode(dtype=DTYPES[dtype]))
+
+
+def load_trained(cfg: Config, workdir: Path) -> "TTTLM":
+    """Opens the best checkpoint of a run of recipe "ttt" (the latest where none was validated)."""
+    if cfg.recipe != "ttt":
+        raise UserError(f"{workdir}: a run of recipe {cfg.recipe!r} trains no language model of its own")
+    recipe = recipes.ttt.TTT(cfg, placement.place("single", recipes.reader_bytes(cfg)))
+    wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
+    found = checkpoint.read_best(workdir, wanted, identity=recipes.identity(recipe, cfg))
+    lm = TTTLM(workdir, recipe.model, found.state["trainable"], mode=ttt.Mode(dtype=DTYPES[cfg.compute.dtype]))
+    lm.tokenizer, lm.step = recipe.reader_tokenizer(), found.step
+    return lm
 
 
 class LM:
@@ -128,7 +141,11 @@ class TTTLM(LM):
 
     def __init__(self, location: Path, config: ttt.TTTConfig, params: Tree, *, mode: ttt.Mode):
         super().__init__(location, config, params)
-        self.mode = mode
+        self.mode, self.step = mode, 0
+
+    def save(self, folder: Path) -> None:
+        """Writes the model with its tokenizer in the authors' layout."""
+        files.save_ttt(folder, self.params, self.config, tokenizer=self.tokenizer.backend)
 
     def _logits(self, params: Tree, ids: jax.Array, mask: jax.Array) -> jax.Array:
         order = _real_first(mask)

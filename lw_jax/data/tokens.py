@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ _TEMPLATE_DATE = "26 Jul 2024"
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
 
+BYTES_END = "<|endoftext|>"  # id 256 of the byte tokenizer
 Marks = tuple[tuple[int, ...], tuple[int, ...]]  # ids before and after every text
 
 
@@ -156,6 +157,15 @@ class ByteTokenizer:
         return bytes(int(i) for i in ids if i != self.pad).decode("utf-8", errors="replace")
 
 
+def byte_backend() -> PreTrainedTokenizerFast:
+    """Returns the tokenizer of `ByteTokenizer`'s ids as a file of its own can hold it."""
+    table = {f"<0x{value:02X}>": value for value in range(256)}
+    backend = Backend(models.BPE(vocab=table, merges=[], byte_fallback=True))
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    backend.add_special_tokens([AddedToken(BYTES_END, normalized=False, special=True)])
+    return PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=BYTES_END, pad_token=BYTES_END)
+
+
 def load_tokenizer(location: Path) -> Tokenizer:
     """Loads a reader's tokenizer from a model folder or a .gguf file.
 
@@ -166,7 +176,7 @@ def load_tokenizer(location: Path) -> Tokenizer:
         return _from_folder(location)
     metadata = read_header(location).metadata
     stops = [metadata[key] for key in ("tokenizer.ggml.eot_token_id",) if key in metadata]
-    return _wrap(_from_gguf(location, metadata), location, stops)
+    return wrap(_from_gguf(location, metadata), location, stops)
 
 
 def load_source_tokenizer(location: Path) -> Tokenizer | BertTokenizer:
@@ -200,7 +210,7 @@ def _from_folder(folder: Path) -> Tokenizer:
     fast = _read_fast(folder)
     generation = folder / "generation_config.json"
     ends = json.loads(generation.read_text("utf-8")).get("eos_token_id") if generation.is_file() else None
-    return _wrap(fast, folder, ends if isinstance(ends, list) else [] if ends is None else [ends])
+    return wrap(fast, folder, ends if isinstance(ends, list) else [] if ends is None else [ends])
 
 
 def _read_fast(folder: Path) -> PreTrainedTokenizerFast:
@@ -229,7 +239,12 @@ def _size(backend: Backend) -> int:
     return max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
 
-def _wrap(fast: PreTrainedTokenizerFast, location: Path, stops: list[int]) -> Tokenizer:
+def wrap(fast: PreTrainedTokenizerFast, location: Path | str = "", stops: Sequence[int] = ()) -> Tokenizer:
+    """Returns a tokenizer of transformers as ours; `stops` beside EOS and the families' own endings.
+
+    Raises:
+        UserError: it names no EOS token.
+    """
     fast.name_or_path = str(location)
     backend = _uncut(fast)
     eos, pad = fast.eos_token_id, fast.pad_token_id

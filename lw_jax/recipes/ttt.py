@@ -1,6 +1,7 @@
 """A Test-Time-Training language model, trained from scratch on text: nothing is frozen, all of it learns."""
 
 import functools
+from typing import cast
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,8 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import DTYPES, LossTerms, Task, Tree
 from lw_jax.data import corpus
-from lw_jax.data.corpus import Span
-from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_tokenizer
+from lw_jax.data.corpus import Span, TextTokenizer
+from lw_jax.data.tokens import ByteTokenizer, Tokenizer, byte_backend, load_tokenizer, wrap
 from lw_jax.data.windows import Paced, Windows
 from lw_jax.evals import ngrams
 from lw_jax.models import ttt
@@ -70,6 +71,10 @@ class TTT:
         name = self.cfg.ttt.tokenizer
         return ByteTokenizer() if name == "bytes" else load_tokenizer(sources.locate_tokenizer(name))
 
+    def reader_tokenizer(self) -> Tokenizer:
+        """Returns the tokenizer in the form that a model's folder holds, with the same ids."""
+        return wrap(byte_backend()) if isinstance(self.tokenizer, ByteTokenizer) else self.tokenizer
+
     @functools.cache  # noqa: B019  (a recipe lives as long as its run)
     def abstract(self) -> Weights:
         """Returns both trees as shapes."""
@@ -120,11 +125,12 @@ class TTT:
     def _spans(self) -> tuple[Span, Span]:
         """Returns the training text and the held-out one."""
         data, spec = self.cfg.data, self.cfg.ttt
-        whole = corpus.pack(data.train, self.tokenizer, root=sources.cache_root())
+        tokenizer = cast(TextTokenizer, self.tokenizer)  # a cached property is no property to a type checker
+        whole = corpus.pack(data.train, tokenizer, root=sources.cache_root())
         length = max(spec.length * spec.segments, spec.held_out_length)
         if not data.validation:
             return whole.split(spec.held_out, length=length)
-        other = corpus.pack(data.validation, self.tokenizer, root=sources.cache_root())
+        other = corpus.pack(data.validation, tokenizer, root=sources.cache_root())
         return Span(whole, 0, whole.tokens), Span(other, 0, other.tokens)
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
