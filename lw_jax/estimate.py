@@ -36,7 +36,7 @@ def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int
     for mesh in program.placement.meshes:
         held = place.device_bytes((state["trainable"], state["opt_state"])) if mesh == learner else 0
         shared = terms[""] if mesh == learner else Terms()
-        working, work, sent, logits = shared.bytes, shared.flops, 0.0, 0.0
+        working, work, sent, logits, moved = shared.bytes, shared.flops, 0.0, 0.0, shared.traffic
         for name, at in program.placement.readers.items():
             if at.mesh != mesh:
                 continue
@@ -44,15 +44,17 @@ def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int
             one = terms[name]
             # What is shared lives on while the readers run, these one after the other.
             working, work, sent = max(working, shared.bytes + one.bytes), work + one.flops, sent + one.wire
-            logits = max(logits, one.logits)
-        work, sent = work * accumulation, sent * accumulation
+            logits, moved = max(logits, one.logits), moved + one.traffic
+        work, sent, moved = work * accumulation, sent * accumulation, moved * accumulation
         if mesh == learner:  # gradients are summed over the data axis once a step
             sent += 2 * (learner.shape["data"] - 1) / learner.shape["data"] * place.device_bytes(state["trainable"])
             working += place.device_bytes(state["trainable"]) * (2 if accumulation > 1 else 1)  # gradients
         peaks.append((held, int(working), int(logits)))
         flops.append(work)
         wire.append(sent)
-        seconds.append(_seconds(work, sent, held, accumulation, target, _dtype(program)) if target else None)
+        # Weights are read once a pass, at least.
+        read = 3 * accumulation * held + moved
+        seconds.append(_seconds(work, sent, read, target, _dtype(program)) if target else None)
     fullest = max(range(len(peaks)), key=lambda i: sum(peaks[i][:2]))
     mesh = program.placement.meshes[fullest]
     weights = sum(place.device_bytes(frozen[name]) for name, at in program.placement.readers.items() if at.mesh == mesh)
@@ -77,12 +79,12 @@ def _dtype(program: Program) -> str:
     return "bf16" if "bfloat16" in words else "tf32"
 
 
-def _seconds(work: float, sent: float, held: int, passes: int, target: Target, dtype: str) -> Times:
+def _seconds(work: float, sent: float, read: float, target: Target, dtype: str) -> Times:
     card = target.card
     peak = card.peak.get(dtype, card.peak["fp32"])
     link = target.link_bandwidth(list(range(target.devices)))
     return Times(
         gemm=work / (peak * MATMUL_FRACTION),
-        memory=3 * passes * held / (card.bandwidth * BANDWIDTH_FRACTION),  # weights are read once a pass, at least
+        memory=read / (card.bandwidth * BANDWIDTH_FRACTION),
         collective=sent / (link * LINK_FRACTION) + (COLLECTIVE_SECONDS if sent else 0.0),
     )

@@ -17,6 +17,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import DTYPES, Tree, reader_dtype
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.models import decode, decoder, quant, ttt
+from lw_jax.recipes.ttt import TTT
 from sharding import mesh as meshes
 from sharding import place, placement, rules, tables
 
@@ -63,7 +64,7 @@ def load_trained(cfg: Config, workdir: Path) -> "TTTLM":
     """Opens the best checkpoint of a run of recipe "ttt" (the latest where none was validated)."""
     if cfg.recipe != "ttt":
         raise UserError(f"{workdir}: a run of recipe {cfg.recipe!r} trains no language model of its own")
-    recipe = recipes.ttt.TTT(cfg, placement.place("single", recipes.reader_bytes(cfg)))
+    recipe = TTT(cfg, placement.place("single", recipes.reader_bytes(cfg)))
     wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
     found = checkpoint.read_best(workdir, wanted, identity=recipes.identity(recipe, cfg))
     lm = TTTLM(workdir, recipe.model, found.state["trainable"], mode=ttt.Mode(dtype=DTYPES[cfg.compute.dtype]))

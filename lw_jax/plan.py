@@ -221,6 +221,7 @@ def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
         "limit_bytes": room.limit,
         "steps": cfg.train.steps,
         "global_batch": cfg.train.global_batch,
+        "unit": recipes.unit(cfg),
         "hours": chosen["hours"] if chosen else None,
         "host_memory_bytes": _host_bytes(cfg, found),
         "plan_seconds": round(time.monotonic() - started, 1),
@@ -290,9 +291,12 @@ def _why(chosen: Plan | None, rows: Sequence[Plan]) -> str:
     if chosen["samples_per_second"] is None:
         return f"least arithmetic on a device, of {len(others) + 1} that fit; speed of this card is not known"
     second = max(others, key=lambda row: row["samples_per_second"])
+    faster = second["samples_per_second"] > chosen["samples_per_second"]
+    rank = "as fast as any within 2 %, and the least" if faster else "predicted fastest"
     return (
-        f"predicted fastest of {len(others) + 1} that fit: {chosen['samples_per_second']:.1f} samples/s, next "
-        f"{second['strategy']} {second['mesh']} with {second['samples_per_second']:.1f}"
+        f"{rank} of {len(others) + 1} that fit: {chosen['samples_per_second']:.1f} samples/s, "
+        f"{'beside' if faster else 'next'} {second['strategy']} {second['mesh']} with "
+        f"{second['samples_per_second']:.1f}"
     )
 
 
@@ -341,6 +345,10 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
     if chosen is None:
         return "\n".join([*lines, "", found["why"]])
     hours = f", {_hours(found['hours'])} for {found['steps']} steps" if found["hours"] is not None else ""
+    unit, each = found["unit"]
+    if unit != "samples" and chosen["samples_per_second"] is not None:
+        rate = chosen["samples_per_second"] * each
+        hours += f", {rate:,.0f} {unit}/s ({rate / chosen['devices_used']:,.0f} a device)"
     idle = found["devices"] - chosen["devices_used"]
     lines += [
         "",

@@ -26,7 +26,7 @@ from lw_jax.data.loader import Loader, eval_batches
 from lw_jax.live import Live
 from lw_jax.monitor import Devices, Sampler
 from lw_jax.program import Program
-from lw_jax.recipes.base import Counted, Recipe, Watched
+from lw_jax.recipes.base import Recipe, Watched
 from lw_jax.recipes.selfmade import PREFIX, SelfmadeReader, folder
 from lw_jax.steps import State
 from sharding import mesh as meshes
@@ -328,7 +328,7 @@ class Run:
         if not (final or step % train.log_every == 0):
             return
         found = {name: float(value) for name, value in values.items()}
-        unit, each = self.recipe.unit if isinstance(self.recipe, Counted) else ("samples", 1)
+        unit, each = recipes.count(self.recipe)
         pace, left = clock.lap(step)
         fields = {name: f"{name} {value:.4g}" for name, value in found.items()}
         row = {f"train/{name}": value for name, value in found.items()}

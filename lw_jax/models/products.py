@@ -6,22 +6,26 @@ import jax
 import jax.numpy as jnp
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def wide_product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
     """Returns a product summed and given in fp32, whose gradient is taken in the factors' own precision.
 
     Left to itself the fp32 gradient of a bf16 product makes both products of the backward pass fp32 ones.
     """
+    return jnp.asarray(_product(equation, left, right))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
     return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
 
 
-def _wide_product(equation: str, left: jax.Array, right: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+def _forward(equation: str, left: jax.Array, right: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     return wide_product(equation, left, right), (left, right)
 
 
-def _narrow_gradients(equation: str, factors: tuple[jax.Array, jax.Array], gradient: jax.Array):
+def _backward(equation: str, factors: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
     product = functools.partial(jnp.einsum, equation)
     return jax.vjp(product, *factors)[1](gradient.astype(factors[0].dtype))
 
 
-wide_product.defvjp(_wide_product, _narrow_gradients)
+_product.defvjp(_forward, _backward)

@@ -2,10 +2,11 @@
 
 from lw_jax.core import config
 from lw_jax.core.config import Config
-from lw_jax.recipes.base import Plannable, Recipe
+from lw_jax.recipes.base import Counted, Plannable, Recipe
 from lw_jax.recipes.dpo import DPO
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.ttt import TTT
+from sharding import placement as placements
 from sharding.placement import Placement
 
 RECIPES = {"latentwire": LatentWire, "dpo": DPO, "ttt": TTT}
@@ -19,6 +20,16 @@ def make(cfg: Config, placement: Placement, *, outline: bool = False) -> Plannab
 def reader_bytes(cfg: Config) -> dict[str, int]:
     """Returns the bytes of every frozen reader's weights, from shapes alone."""
     return RECIPES[cfg.recipe].reader_bytes(cfg)
+
+
+def unit(cfg: Config) -> tuple[str, int]:
+    """Returns what people count in an example of this recipe, and how many it has."""
+    return count(make(cfg, placements.place("single", reader_bytes(cfg)), outline=True))
+
+
+def count(recipe: Recipe) -> tuple[str, int]:
+    """Returns the same of a recipe that is made."""
+    return recipe.unit if isinstance(recipe, Counted) else ("samples", 1)
 
 
 def identity(recipe: Recipe, cfg: Config) -> dict[str, str]:

@@ -12,12 +12,23 @@ BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """Of one micro-batch on one device: bytes alive at once (of it the logits), FLOPs, bytes sent."""
+    """Of one micro-batch on one device: bytes alive at once (of it the logits), FLOPs, bytes sent, bytes moved.
+
+    `traffic` counts activations read and written; 0 where the matrix products hide it.
+    """
 
     bytes: float = 0.0
     flops: float = 0.0
     wire: float = 0.0
     logits: float = 0.0
+    traffic: float = 0.0
+
+
+# Of a TTT layer, how often what it keeps for a backward pass is read or written in a step, by recomputation: from the
+# compiled step of configs/ttt_125m.py for an H100 (docs/numbers.md). A scan over layers copies what it keeps.
+_MOVED = {"none": 12.0, "dots": 7.6, "full": 7.6}
+_MOVED_UNROLLED = 5.5  # without recomputation and with all layers in one piece
+_LOGITS_MOVED = 10.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,8 +101,8 @@ def trained_bert(cfg: BertConfig, one: Pass) -> Terms:
     return trained(alike, one)
 
 
-def learned_at_test_time(cfg: TTTConfig, tokens: int, remat: str, size: int) -> Terms:
-    """Returns the terms of a TTT model's body, all of which learns, over so many tokens; its head is apart."""
+def learned_at_test_time(cfg: TTTConfig, tokens: int, remat: str, size: int, *, unrolled: bool) -> Terms:
+    """Returns the terms of a TTT model, all of which learns, over so many tokens; of its head the traffic alone."""
     inner = cfg.head_dim * cfg.hidden * (2 if cfg.inner == "mlp" else 1)  # weights of one head's inner model
     matrices = (4 + cfg.gate) * cfg.width**2 + 3 * cfg.width * cfg.ffn
     forward = 2 * tokens * cfg.layers * matrices
@@ -108,7 +119,9 @@ def learned_at_test_time(cfg: TTTConfig, tokens: int, remat: str, size: int) -> 
     kept = {"none": layer, "dots": products + size * cfg.width, "full": size * cfg.width}[remat] * cfg.layers
     again = 0 if remat == "none" else 1
     cast = size * cfg.layers * matrices if size < 4 else 0
-    return Terms(tokens * (kept + again * layer) + cast, (3 + again) * forward)
+    moved = layer * cfg.layers * (_MOVED_UNROLLED if unrolled and not again else _MOVED[remat])
+    moved += _LOGITS_MOVED * 4 * (cfg.rows or cfg.vocab)
+    return Terms(tokens * (kept + again * layer) + cast, (3 + again) * forward, traffic=tokens * moved)
 
 
 def _recomputed(cfg: DecoderConfig, one: Pass) -> float:

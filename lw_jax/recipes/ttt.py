@@ -223,12 +223,13 @@ class TTT:
         """Returns the arithmetic of one micro-batch."""
         tokens = rows * (widths["readers"][NAME]["ids"].shape[0] - 1)
         size = jnp.dtype(DTYPES[self.cfg.compute.dtype]).itemsize
-        found = arithmetic.learned_at_test_time(self.model, tokens, self.cfg.compute.remat, size)
+        unrolled = self.cfg.ttt.unroll_layers >= self.model.layers
+        found = arithmetic.learned_at_test_time(self.model, tokens, self.cfg.compute.remat, size, unrolled=unrolled)
         head = 2 * tokens * self.model.width * (self.model.rows or self.model.vocab)
         at_once = min(self.cfg.ttt.loss_chunk or tokens, tokens)
         logits = at_once * (self.model.rows or self.model.vocab) * 4.0
         flops = found.flops + head * (4 if self.cfg.ttt.loss_chunk else 3)
-        return {"": Terms(), NAME: Terms(found.bytes + 2 * logits, flops, 0.0, logits)}
+        return {"": Terms(), NAME: Terms(found.bytes + 2 * logits, flops, 0.0, logits, found.traffic)}
 
 
 def _model(cfg: Config, vocab: int) -> ttt.TTTConfig:
