@@ -1,0 +1,20 @@
+"""ttt_125m.py on eight H100 (80 GB), data parallel: the row that the original report claims 15,570 tokens/s for.
+
+    python run.py --config configs/ttt_8xh100.py
+    python run.py slurm --config configs/ttt_8xh100.py --target h100x8 --site mysite.toml
+    python run.py slurm --config configs/ttt_8xh100.py --target 2xh100x8 --site mysite.toml
+"""
+
+from ml_collections import ConfigDict
+
+from configs import ttt_125m
+
+
+def get_config(recipe: str = "ttt") -> ConfigDict:
+    """Returns ttt_125m.py with the planner's choice for this machine."""
+    c = ttt_125m.get_config(recipe)
+    c.mesh.placement = "replicate"
+    c.mesh.data = 8
+    c.train.micro_batch = 512
+    c.compute.remat = "none"
+    return c
