@@ -97,7 +97,7 @@ class Output(NamedTuple):
     """What `forward` returns."""
 
     hidden: Float[Array, "b t d"]  # after the final norm
-    losses: Float[Array, "l n b h c"] | None  # at each chunk's last token under W0, under the weights before and after
+    losses: Float[Array, "l n b h c"] | None  # at each whole chunk's last token under W0, the weights before and after
     cache: Cache | None
 
 
@@ -195,6 +195,7 @@ def forward(  # noqa: PLR0913  (the one entry to the model)
         return x, found
 
     x, (losses, found) = jax.lax.scan(body, x, (params["layers"], memory), unroll=mode.unroll_layers)
+    losses = None if losses is None else losses[:, : count // cfg.chunk]  # what fills a chunk is no token
     seen = jnp.full(ids.shape[:1], count, jnp.int32) if lengths is None else lengths
     return Output(_rms(x, params["norm"], cfg)[:, :count], losses, None if found is None else Cache(found, seen))
 

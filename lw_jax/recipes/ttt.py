@@ -164,8 +164,9 @@ class TTT:
         rows, weight = fields["weights"][:, 0], jnp.sum(counted)
         told = {f"nll/{name}": (jnp.sum(fields[name] * rows), weight) for name in ("unigram", "bigram")}
         assert out.losses is not None, "the mode asks for them"
-        inner = jnp.mean(out.losses, axis=(0, 1, 3)) * rows[:, None]
-        told |= {f"inner/{name}": (jnp.sum(inner[:, i]), jnp.sum(rows)) for i, name in enumerate(INNER)}
+        if out.losses.shape[1]:  # a text shorter than a chunk has none
+            inner = jnp.mean(out.losses, axis=(0, 1, 3)) * rows[:, None]
+            told |= {f"inner/{name}": (jnp.sum(inner[:, i]), jnp.sum(rows)) for i, name in enumerate(INNER)}
         length, first = nll.shape[1], 0
         while first < length:  # positions 1, 2, 3 to 4, 5 to 8, ...
             last = min(max(1, 2 * first), length)
