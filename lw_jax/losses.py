@@ -17,7 +17,7 @@ def nll(logits: Float[Array, "b t v"], targets: Int[Array, "b t"], weights: Floa
 def token_nll(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> Float[Array, "b t"]:
     """Negative log-likelihood of each target in nats."""
     logits = logits.astype(jnp.float32)
-    # A masked sum, no gather: its gradient is part of the same pass over the logits, a gather's is a scatter of its own.
+    # A masked sum, no gather: its gradient is part of the same pass over the logits, a gather's is a scatter apart.
     is_target = jnp.arange(logits.shape[2], dtype=targets.dtype)[None, None] == targets[:, :, None]
     chosen = jnp.sum(jnp.where(is_target, logits, 0.0), axis=2)
     return jax.nn.logsumexp(logits, axis=2) - chosen

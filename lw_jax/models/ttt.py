@@ -152,6 +152,13 @@ def init(key: jax.Array, cfg: TTTConfig) -> Tree:
     return jax.tree_util.tree_unflatten(treedef, out)
 
 
+def fill_tables(cfg: TTTConfig, params: Tree) -> Tree:
+    """Returns the parameters with `cfg.rows` in the tables, those that are no token at 0."""
+    more = (cfg.rows or cfg.vocab) - cfg.vocab
+    tables = {name: jnp.pad(params[name], ((0, more), (0, 0))) for name in ("embed", "head") if name in params}
+    return {**params, **tables}
+
+
 def head(params: Tree) -> Float[Array, "v d"]:
     """Returns the table of the last product: the embedding's where they are tied."""
     return params["head"] if "head" in params else params["embed"]

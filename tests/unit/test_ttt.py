@@ -25,6 +25,8 @@ VARIANTS = {
 }
 BOTH = ("linear transformer", "mlp mamba")
 BATCH, LENGTH = 2, 13  # two chunks and three tokens
+CLAMPED = 2  # place in a chunk at which the token factor is 0
+SCAN, FULL = Mode(unroll=1), Mode(form="full", unroll=1)
 
 
 @functools.cache
@@ -38,7 +40,7 @@ def make(cfg: TTTConfig) -> dict:
         scale = 0.25 if leaf.ndim >= 2 and leaf.shape[-1] >= 10 else 0.1
         found.append(jnp.asarray(one + scale * rng.normal(size=leaf.shape), jnp.float32))
     params = jax.tree.unflatten(jax.tree.structure(ttt.abstract(cfg)), found)
-    params["layers"]["token"] = params["layers"]["token"].at[:, 2].set(-0.6)  # 1/3 - 0.6 is below 0
+    params["layers"]["token"] = params["layers"]["token"].at[:, CLAMPED].set(-0.6)  # 1/3 - 0.6 is below 0
     return params
 
 
@@ -47,8 +49,13 @@ def text(length: int = LENGTH, rows: int = BATCH, seed: int = 0) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=(1, 3))
-def logits(params: dict, cfg: TTTConfig, ids: jax.Array, mode: Mode = Mode()) -> jax.Array:  # noqa: B008
+def logits(params: dict, cfg: TTTConfig, ids: jax.Array, mode: Mode = SCAN) -> jax.Array:
     return ttt.logits(params, cfg, ttt.forward(params, cfg, ids, mode=mode).hidden)
+
+
+@functools.partial(jax.jit, static_argnames=("cfg", "mode"))
+def forward(params: dict, cfg: TTTConfig, ids: jax.Array, mode: Mode = SCAN, **more: jax.Array) -> ttt.Output:
+    return ttt.forward(params, cfg, ids, mode=mode, **more)
 
 
 def cross_entropy(params: dict, cfg: TTTConfig, ids: jax.Array, mode: Mode) -> jax.Array:
@@ -177,28 +184,27 @@ def naive(name: str):
     return np.stack([row[0] for row in rows]), np.stack([row[1] for row in rows], axis=2)
 
 
-@pytest.mark.parametrize("form", ["scan", "full"])
+@pytest.mark.parametrize("mode", [SCAN, FULL], ids=["scan", "full"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_logits_are_those_of_one_inner_gradient_step_after_the_other(name, form):
+def test_logits_are_those_of_one_inner_gradient_step_after_the_other(name, mode):
     cfg = VARIANTS[name]
     wanted, _ = naive(name)
     assert wanted.std() > 0.5, "too flat to compare"
-    np.testing.assert_allclose(logits(make(cfg), cfg, text(), Mode(form=form, unroll=1)), wanted, atol=STEPS)
+    np.testing.assert_allclose(logits(make(cfg), cfg, text(), mode), wanted, atol=STEPS)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_measured_inner_losses_are_those_of_the_loop_and_change_no_output(name):
     cfg = VARIANTS[name]
-    out = jax.jit(lambda params: ttt.forward(params, cfg, text(), mode=Mode(measured=True, form="full")))(make(cfg))
-    whole = LENGTH // cfg.chunk
-    np.testing.assert_allclose(out.losses[:, :whole], naive(name)[1], rtol=STEPS, atol=STEPS)
+    out = forward(make(cfg), cfg, text(), Mode(measured=True, form="full", unroll=1))
+    np.testing.assert_allclose(out.losses, naive(name)[1], rtol=STEPS, atol=STEPS)
     np.testing.assert_allclose(ttt.logits(make(cfg), cfg, out.hidden), logits(make(cfg), cfg, text()), atol=SAME)
 
 
 def test_no_inner_loss_is_told_of_a_chunk_that_the_text_does_not_fill():
     cfg = VARIANTS["linear transformer"]
     for length, chunks in ((LENGTH, 2), (10, 2), (4, 0)):
-        out = ttt.forward(make(cfg), cfg, text(length), mode=Mode(measured=True))
+        out = jax.eval_shape(lambda p, ids: ttt.forward(p, cfg, ids, mode=Mode(measured=True)), make(cfg), text(length))
         assert out.losses.shape == (cfg.layers, chunks, BATCH, cfg.heads, 3)
 
 
@@ -206,7 +212,7 @@ def test_a_step_on_a_token_lowers_the_inner_loss_of_a_model_that_has_learned_not
     for inner, rate in (("linear", 1.0), ("mlp", 0.1)):
         cfg = TTTConfig(vocab=37, width=64, layers=2, heads=2, ffn=41, inner=inner, base_rate=rate)
         params = ttt.init(jax.random.key(1), cfg)
-        losses = ttt.forward(params, cfg, text(64, seed=3), mode=Mode(measured=True)).losses
+        losses = forward(params, cfg, text(64, seed=3), Mode(measured=True, unroll=1)).losses
         first, before, after = losses.mean(axis=(0, 1, 2, 3))
         assert after < before < first
 
@@ -224,13 +230,11 @@ def test_gradient_of_the_inner_norm_is_that_of_its_loss(factor):
 # --- the same numbers however they are computed ---
 
 MODES = {
-    "full": Mode(form="full"),
-    "not unrolled": Mode(unroll=1),
-    "partly unrolled": Mode(unroll=2),
-    "layers unrolled": Mode(unroll_layers=2),
-    "remat dots": Mode(remat="dots", unroll=1),
-    "remat full": Mode(remat="full", form="full"),
-    "measured": Mode(measured=True),
+    "full, kept": FULL,
+    "full, recomputed": Mode(form="full", remat="full"),
+    "unrolled": Mode(unroll=8, unroll_layers=2),
+    "partly unrolled, products kept": Mode(unroll=2, remat="dots"),
+    "measured, recomputed": Mode(measured=True, remat="full", unroll=1),
 }
 
 
@@ -239,38 +243,40 @@ MODES = {
 def test_values_and_gradients_do_not_depend_on_how_the_model_is_run(name, mode):
     cfg = VARIANTS[name]
     loss, gradients = graded(make(cfg), cfg, text(), MODES[mode])
-    wanted, expected = graded(make(cfg), cfg, text(), Mode())
+    wanted, expected = graded(make(cfg), cfg, text(), SCAN)
     np.testing.assert_allclose(loss, wanted, rtol=SAME)
     assert all(np.abs(leaf).max() > 0 for leaf in jax.tree.leaves(expected)), "a gradient that is 0 proves nothing"
     check_gradients(gradients, expected)
 
 
-@pytest.mark.parametrize("form", ["scan", "full"])
+@pytest.mark.parametrize("mode", [SCAN, FULL], ids=["scan", "full"])
 @pytest.mark.parametrize("name", VARIANTS)
-def test_token_moves_no_logit_before_its_own(name, form):
-    cfg, mode = VARIANTS[name], Mode(form=form)
+def test_token_moves_no_logit_before_its_own(name, mode):
+    cfg = VARIANTS[name]
     before = np.asarray(logits(make(cfg), cfg, text(), mode))
     for t in (0, 6, LENGTH - 1):
         other = text().at[:, t].set((text()[:, t] + 1) % cfg.vocab)
         after = np.asarray(logits(make(cfg), cfg, other, mode))
         np.testing.assert_array_equal(after[:, :t], before[:, :t])
-        assert (np.abs(after - before)[:, t:].max(axis=(0, 2)) > SAME).all(), "what comes later remembers it"
+        moved = np.abs(after - before).max(axis=(0, 2)) > SAME
+        # At a place whose factor is clamped nothing of its own chunk is remembered, but by a convolution.
+        assert all(moved[i] for i in range(t, LENGTH) if i % cfg.chunk != CLAMPED or cfg.pre_conv)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_rows_know_nothing_of_each_other(name):
     cfg = VARIANTS[name]
-    together = logits(make(cfg), cfg, text(rows=3))
-    for row in range(3):
-        alone = logits(make(cfg), cfg, text(rows=3)[row : row + 1])
-        np.testing.assert_allclose(alone[0], together[row], atol=SAME)
+    before = np.asarray(logits(make(cfg), cfg, text()))
+    after = np.asarray(logits(make(cfg), cfg, jnp.stack([text(seed=4)[0], text()[1]])))
+    np.testing.assert_array_equal(after[1], before[1])
+    assert np.abs(after[0] - before[0]).max() > 1
+    np.testing.assert_allclose(logits(make(cfg), cfg, text()[::-1])[::-1], before, atol=SAME)
 
 
-@pytest.mark.parametrize("form", ["scan", "full"])
-@pytest.mark.parametrize("length", [1, 4, 5, 11])
+@pytest.mark.parametrize(("length", "mode"), [(1, FULL), (4, SCAN), (11, FULL)], ids=["1", "4", "11"])
 @pytest.mark.parametrize("name", BOTH)
-def test_text_of_any_length_is_read_as_the_beginning_of_a_longer_one(name, length, form):
-    cfg, mode = VARIANTS[name], Mode(form=form)
+def test_text_of_any_length_is_read_as_the_beginning_of_a_longer_one(name, length, mode):
+    cfg = VARIANTS[name]
     found = logits(make(cfg), cfg, text()[:, :length], mode)
     assert found.shape == (BATCH, length, cfg.vocab)
     np.testing.assert_allclose(found, logits(make(cfg), cfg, text(), mode)[:, :length], atol=SAME)
@@ -280,11 +286,11 @@ def test_rate_multiplies_each_rows_inner_rate():
     cfg = VARIANTS["linear mamba"]
     twice = TTTConfig(**BASE | {"base_rate": 6.0}, **MAMBA)
     params, rate = make(cfg), jnp.asarray([2.0, 1.0])
-    found = ttt.forward(params, cfg, text(), rate=rate).hidden
+    found = ttt.logits(params, cfg, forward(params, cfg, text(), rate=rate).hidden)
     for row, own in enumerate((twice, cfg)):
-        wanted = ttt.forward(params, own, text()).hidden[row]
-        np.testing.assert_allclose(found[row], wanted, atol=SAME)
-    still = ttt.forward(params, cfg, text(), rate=jnp.zeros(BATCH), mode=Mode(measured=True)).losses
+        np.testing.assert_allclose(found[row], logits(params, own, text())[row], atol=SAME)
+    assert np.abs(found[0] - logits(params, cfg, text())[0]).max() > 100 * SAME
+    still = forward(params, cfg, text(), Mode(measured=True, unroll=1), rate=jnp.zeros(BATCH)).losses
     np.testing.assert_array_equal(still[..., 0], still[..., 2])
 
 
@@ -303,8 +309,8 @@ def test_prompts_of_any_length_then_token_after_token_are_the_whole_text(name):
     whole = logits(params, cfg, ids)
     rows = np.arange(len(lengths))
     prompt = np.where(np.arange(10) < lengths[:, None], ids[:, :10], 0)  # what stands behind must not be read
-    read = jax.jit(lambda ids, lengths: ttt.forward(params, cfg, ids, lengths=lengths))
-    out = read(jnp.asarray(prompt, jnp.int32), jnp.asarray(lengths, jnp.int32))
+    prompt = np.pad(prompt, ((0, 0), (0, ids.shape[1] - 10)))
+    out = forward(params, cfg, jnp.asarray(prompt, jnp.int32), lengths=jnp.asarray(lengths, jnp.int32))
     found = np.asarray(ttt.logits(params, cfg, out.hidden))[rows, lengths - 1]
     np.testing.assert_allclose(found, np.asarray(whole)[rows, lengths - 1], atol=SAME)
     step, cache = jax.jit(lambda token, cache: ttt.decode(params, cfg, token, cache)), out.cache
@@ -313,7 +319,7 @@ def test_prompts_of_any_length_then_token_after_token_are_the_whole_text(name):
         found = ttt.logits(params, cfg, hidden[:, None])[:, 0]
         np.testing.assert_allclose(found, np.asarray(whole)[rows, lengths + i], atol=SAME)
     assert cache.seen.tolist() == (lengths + 7).tolist()
-    check_cache(cache, read(jnp.asarray(ids), jnp.asarray(lengths + 7, jnp.int32)).cache)
+    check_cache(cache, forward(params, cfg, ids, lengths=jnp.asarray(lengths + 7, jnp.int32)).cache)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -321,14 +327,14 @@ def test_memory_handed_on_at_whole_chunks_makes_pieces_one_text(name):
     cfg = VARIANTS[name]
     params, ids = make(cfg), text(20)
     memory, found = ttt.beginning(params, cfg, BATCH, jnp.float32), []
-    for piece in (ids[:, :5], ids[:, 5:15], ids[:, 15:]):
-        out = ttt.forward(params, cfg, piece, memory=memory)
+    for piece in (ids[:, :10], ids[:, 10:]):
+        out = forward(params, cfg, piece, memory=memory)
         memory = out.cache.memory
         found.append(out.hidden)
-    whole = ttt.forward(params, cfg, ids, lengths=jnp.full(BATCH, 20, jnp.int32))
+    whole = forward(params, cfg, ids, lengths=jnp.full(BATCH, 20, jnp.int32))
     np.testing.assert_allclose(jnp.concatenate(found, axis=1), whole.hidden, atol=SAME)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=SAME), memory, whole.cache.memory)
-    forgotten = ttt.forward(params, cfg, ids[:, 15:]).hidden
+    forgotten = forward(params, cfg, ids[:, 10:], memory=ttt.beginning(params, cfg, BATCH, jnp.float32)).hidden
     assert float(jnp.abs(forgotten - found[-1]).max()) > 100 * SAME, "memory must matter"
 
 
@@ -342,9 +348,9 @@ def test_gradient_passes_through_a_memory_unless_it_is_stopped():
     def of_the_whole(params):
         return jnp.sum(ttt.forward(params, cfg, ids).hidden[:, 5:] ** 2 * 0.1)
 
-    through, whole = (jax.grad(loss)(make(cfg)) for loss in (lambda p: second(p, lambda m: m), of_the_whole))
+    through, whole = (jax.jit(jax.grad(loss))(make(cfg)) for loss in (lambda p: second(p, lambda m: m), of_the_whole))
     check_gradients(through, whole)
-    stopped = jax.grad(lambda p: second(p, jax.lax.stop_gradient))(make(cfg))
+    stopped = jax.jit(jax.grad(lambda p: second(p, jax.lax.stop_gradient)))(make(cfg))
     assert not np.any(stopped["layers"]["w1"]), "the learned beginning is read by the first piece alone"
     assert np.any(through["layers"]["w1"])
 
@@ -361,21 +367,22 @@ def test_rows_of_the_table_that_are_no_token_have_no_part_in_anything():
     found = logits(padded, wide, text())
     assert found.shape[-1] == BASE["vocab"]
     np.testing.assert_allclose(found, logits(params, cfg, text()), atol=SAME)
-    gradient = graded(padded, wide, text(), Mode())[1]["embed"]
+    gradient = graded(padded, wide, text(), SCAN)[1]["embed"]
     assert np.any(gradient[:37]) and not np.any(gradient[37:])
+    np.testing.assert_array_equal(ttt.fill_tables(wide, params)["embed"], padded["embed"].at[37:].set(0.0))
     drawn = ttt.init(jax.random.key(0), wide)["embed"]
     assert np.all(np.any(drawn[:37], axis=1)) and not np.any(drawn[37:])
 
 
 def test_head_of_its_own_is_used_and_learns():
     cfg = TTTConfig(**BASE, tied=False)
-    params = make(VARIANTS["linear transformer"])
-    params = params | {"head": 2 * params["embed"]}
+    tied = make(VARIANTS["linear transformer"])
+    params = tied | {"head": 2 * tied["embed"]}
     assert jax.tree.structure(params) == jax.tree.structure(ttt.abstract(cfg))
     np.testing.assert_allclose(
-        logits(params, cfg, text()), 2 * logits(params, VARIANTS["linear transformer"], text()), atol=SAME
+        logits(params, cfg, text()), 2 * logits(tied, VARIANTS["linear transformer"], text()), atol=SAME
     )
-    assert np.any(graded(params, cfg, text(), Mode())[1]["head"])
+    assert np.any(graded(params, cfg, text(), SCAN)[1]["head"])
 
 
 def test_weights_start_as_the_authors_do():
