@@ -20,7 +20,6 @@ def get_config(recipe: str = "ttt") -> ConfigDict:
     c.ttt.vocab = 50257
     c.ttt.table_multiple = 128
     c.ttt.loss_chunk = 4096
-    c.ttt.unroll_layers = 12
     c.data.train = "hub:Salesforce/wikitext:wikitext-103-raw-v1"
     c.data.validation = ""
     c.optim.learning_rate = 3e-3

@@ -12,7 +12,6 @@ def get_config(recipe: str = "ttt") -> ConfigDict:
     """Returns the authors' recipe for this size."""
     c = ttt_125m.get_config(recipe)
     c.ttt.layers = 24
-    c.ttt.unroll_layers = 1
     c.ttt.width = 1024
     c.ttt.heads = 16
     c.ttt.ffn = 2736

@@ -18,7 +18,7 @@ from sharding import rules
 Rates = Sequence[tuple[str, float | tuple[float, ...]]]
 
 # Vectors that set a scale or an offset, and embeddings, of which a batch sees only a few rows, do not decay.
-_LASTING = re.compile(r".*(norm|scale|bias|gain|mix|queries|tasks|embed)")
+_LASTING = re.compile(r".*(norm|scale|bias|gain|mix|queries|tasks|embed)|(.*/)?layers/(b\d|token)")
 
 
 def decays(tree: Tree, which: str = "matrices") -> Tree:

@@ -17,7 +17,7 @@ from transformers import PreTrainedTokenizerFast
 from configs import base
 from lw_jax import evaluate, metrics, recipes, train, weights
 from lw_jax.checkpoint import Checkpointer
-from lw_jax.core import config
+from lw_jax.core import config, validation
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
 from lw_jax.data import cards
@@ -27,6 +27,7 @@ from lw_jax.models import bert, bert_family, decoder
 from lw_jax.recipes import selfmade
 from lw_jax.recipes.base import Weights
 from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.recipes.ttt import TTT
 from sharding import placement
 
 SIZES = {
@@ -148,6 +149,37 @@ def make_recipe(root: Path, *, devices: int = 1, model: int = 1, strategy: str =
     return LatentWire(cfg, placement.place(strategy, sizes, model=model, devices=jax.devices()[:devices]))
 
 
+def write_text(folder: Path) -> Path:
+    """Writes about 5,000 bytes in which much can be foretold."""
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "text.txt"
+    file.write_text("\n\n".join(example.context for example in cards.make(40, facts=4, seed=1, split="train")), "utf-8")
+    return file
+
+
+def make_ttt_config(root: Path, **changes: object) -> Config:
+    """Returns a small Test-Time-Training model of bytes; `changes` as in `make_config`."""
+    c = base.get_config("ttt")
+    c.data.update(train=str(write_text(root)), validation="")
+    # Widths and ffn divide by 8, so that a data axis of 8 splits them.
+    c.ttt.update(layers=2, width=24, heads=3, ffn=40, chunk=4, length=12, held_out=0.1, unroll=1)
+    c.optim.update(warmup_steps=2, learning_rate=3e-3, decays="all", weight_decay=0.1)
+    c.train.update(steps=6, global_batch=8, log_every=1, checkpoint_every=3, alarm_step=0)
+    c.compute.remat = "none"
+    c.eval.update(examples=10, batch=8)
+    for key, value in changes.items():
+        section, _, leaf = key.rpartition("__")
+        (c[section] if section else c)[leaf] = value
+    return config.build(c)
+
+
+def make_ttt(root: Path, *, devices: int = 1, strategy: str = "replicate", **changes: object) -> TTT:
+    """Returns the recipe on the first so many virtual devices."""
+    cfg = make_ttt_config(root, **changes)
+    validation.validate(cfg)
+    return TTT(cfg, placement.place(strategy, recipes.reader_bytes(cfg), devices=jax.devices()[:devices]))
+
+
 def make_bench(recipe: LatentWire, built: Weights) -> rows.Bench:
     """Returns the recipe as evaluation uses it, everything on one device."""
     decode = {name: tokenizer.decode for name, tokenizer in recipe.tokenizers.items()}
@@ -159,7 +191,7 @@ def make_bench(recipe: LatentWire, built: Weights) -> rows.Bench:
     return rows.Bench(evaluate.predict(recipe), built.trainable, built.frozen, decode, place)
 
 
-def curve(recipe: LatentWire, workdir: Path, *, stop: Callable[[int], bool] = lambda step: False):
+def curve(recipe: LatentWire | TTT, workdir: Path, *, stop: Callable[[int], bool] = lambda step: False):
     """(exit code, logged losses, final trainable tree) of a whole run."""
     with Checkpointer(workdir / "checkpoints", keep=2, identity=recipe.identity()) as checkpointer:
         workdir.mkdir(exist_ok=True)

@@ -89,7 +89,7 @@ def generate_ttt(  # noqa: PLR0913  (as `generate`, and how to run)
     lengths: Int[Array, " b"],
     sampling: Sampling,
     key: jax.Array,
-    mode: ttt.Mode = ttt.Mode(),  # noqa: B008  (frozen)
+    mode: ttt.Mode = ttt.MODE,
 ) -> Int[Array, "b n"]:
     """Continues a TTT model's prompts, of each row the first `lengths` ids, at least one; see `sample`."""
     out = ttt.forward(params, cfg, ids, lengths=lengths, mode=mode)

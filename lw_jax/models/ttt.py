@@ -73,6 +73,9 @@ class Mode:
     measured: bool = False  # asks for the inner losses; implies "scan"
 
 
+MODE = Mode()
+
+
 class Memory(NamedTuple):
     """What a layer has learned from the text so far: fast weights at the chunk's beginning, and what came after it.
 
@@ -97,7 +100,7 @@ class Output(NamedTuple):
     """What `forward` returns."""
 
     hidden: Float[Array, "b t d"]  # after the final norm
-    losses: Float[Array, "l n b h c"] | None  # at each chunk's last token under W0, under the weights before and after
+    losses: Float[Array, "l n b h c"] | None  # at each whole chunk's last token under W0, the weights before and after
     cache: Cache | None
 
 
@@ -152,6 +155,13 @@ def init(key: jax.Array, cfg: TTTConfig) -> Tree:
     return jax.tree_util.tree_unflatten(treedef, out)
 
 
+def fill_tables(cfg: TTTConfig, params: Tree) -> Tree:
+    """Returns the parameters with `cfg.rows` in the tables, those that are no token at 0."""
+    more = (cfg.rows or cfg.vocab) - cfg.vocab
+    tables = {name: jnp.pad(params[name], ((0, more), (0, 0))) for name in ("embed", "head") if name in params}
+    return {**params, **tables}
+
+
 def head(params: Tree) -> Float[Array, "v d"]:
     """Returns the table of the last product: the embedding's where they are tied."""
     return params["head"] if "head" in params else params["embed"]
@@ -171,7 +181,7 @@ def forward(  # noqa: PLR0913  (the one entry to the model)
     rate: Float[Array, " b"] | None = None,
     memory: Memory | None = None,
     lengths: Int[Array, " b"] | None = None,
-    mode: Mode = Mode(),  # noqa: B008  (frozen)
+    mode: Mode = MODE,
 ) -> Output:
     """Reads ids from their first token on, in the dual form.
 
@@ -195,6 +205,7 @@ def forward(  # noqa: PLR0913  (the one entry to the model)
         return x, found
 
     x, (losses, found) = jax.lax.scan(body, x, (params["layers"], memory), unroll=mode.unroll_layers)
+    losses = None if losses is None else losses[:, : count // cfg.chunk]  # what fills a chunk is no token
     seen = jnp.full(ids.shape[:1], count, jnp.int32) if lengths is None else lengths
     return Output(_rms(x, params["norm"], cfg)[:, :count], losses, None if found is None else Cache(found, seen))
 
@@ -211,7 +222,7 @@ def beginning(params: Tree, cfg: TTTConfig, batch: int, dtype: jax.typing.DTypeL
     )
 
 
-def decode(params: Tree, cfg: TTTConfig, ids: Int[Array, " b"], cache: Cache, *, mode: Mode = Mode()):  # noqa: B008
+def decode(params: Tree, cfg: TTTConfig, ids: Int[Array, " b"], cache: Cache, *, mode: Mode = MODE) -> tuple[jax.Array, Cache]:
     """Reads one more token of each row, in the primal form; returns (hidden [b d], cache)."""
     x = jnp.take(params["embed"], ids, axis=0).astype(mode.dtype)
 

@@ -1,5 +1,6 @@
 """A Test-Time-Training language model, trained from scratch on text: nothing is frozen, all of it learns."""
 
+import dataclasses
 import functools
 from typing import cast
 
@@ -97,9 +98,11 @@ class TTT:
             return Weights(init(rngs.stream(self.cfg.seed, "ttt")), {NAME: {}})
         location = sources.locate(source)
         found = weights.describe_ttt(location)
-        if found != self.model:
-            raise UserError(f"config.ttt.source = {source!r} is {found}, the configuration describes {self.model}")
-        return Weights(weights.load_ttt(location, shardings=shardings), {NAME: {}})
+        wanted = dataclasses.replace(self.model, rows=0)  # a file holds no row that is no token
+        if found != wanted:
+            raise UserError(f"config.ttt.source = {source!r} is {found}, the configuration describes {wanted}")
+        fill = jax.jit(functools.partial(ttt.fill_tables, self.model), out_shardings=shardings)
+        return Weights(fill(weights.load_ttt(location, shardings=shardings)), {NAME: {}})
 
     def load_frozen(self) -> Tree:
         """Returns nothing: all of it learns."""
@@ -108,7 +111,7 @@ class TTT:
     def course(self) -> Paced:
         """Returns the windows of the training text, each epoch in another order."""
         spec = self.cfg.ttt
-        train = Windows(self._spans[0], spec.length * spec.segments, NAME)
+        train = _refuse_empty(Windows(self._spans[0], self.unit[1], NAME))
         return Paced.of(train, warmup=self.cfg.optim.warmup_steps, start=spec.inner_start)
 
     def validation(self) -> list[tuple[str, Windows]]:
@@ -118,8 +121,8 @@ class TTT:
         # The bigram's one weight is chosen on the last tenth of them, counted from the rest.
         cut = len(ids) - len(ids) // 10
         baseline = ngrams.fit(ids[:cut], self.model.vocab, tune=ids[cut:])
-        length = self.cfg.ttt.held_out_length or self.cfg.ttt.length * self.cfg.ttt.segments
-        return [("", Windows(held_out, length, NAME, extra=baseline.nll, measure=True))]
+        length = self.cfg.ttt.held_out_length or self.unit[1]
+        return [("", _refuse_empty(Windows(held_out, length, NAME, extra=baseline.nll, measure=True)))]
 
     @functools.cached_property
     def _spans(self) -> tuple[Span, Span]:
@@ -127,9 +130,8 @@ class TTT:
         data, spec = self.cfg.data, self.cfg.ttt
         tokenizer = cast(TextTokenizer, self.tokenizer)  # a cached property is no property to a type checker
         whole = corpus.pack(data.train, tokenizer, root=sources.cache_root())
-        length = max(spec.length * spec.segments, spec.held_out_length)
         if not data.validation:
-            return whole.split(spec.held_out, length=length)
+            return whole.split(spec.held_out, length=self.unit[1])
         other = corpus.pack(data.validation, tokenizer, root=sources.cache_root())
         return Span(whole, 0, whole.tokens), Span(other, 0, other.tokens)
 
@@ -170,8 +172,9 @@ class TTT:
         rows, weight = fields["weights"][:, 0], jnp.sum(counted)
         told = {f"nll/{name}": (jnp.sum(fields[name] * rows), weight) for name in ("unigram", "bigram")}
         assert out.losses is not None, "the mode asks for them"
-        inner = jnp.mean(out.losses, axis=(0, 1, 3)) * rows[:, None]
-        told |= {f"inner/{name}": (jnp.sum(inner[:, i]), jnp.sum(rows)) for i, name in enumerate(INNER)}
+        if out.losses.shape[1]:  # a text shorter than a chunk has none
+            inner = jnp.mean(out.losses, axis=(0, 1, 3)) * rows[:, None]
+            told |= {f"inner/{name}": (jnp.sum(inner[:, i]), jnp.sum(rows)) for i, name in enumerate(INNER)}
         length, first = nll.shape[1], 0
         while first < length:  # positions 1, 2, 3 to 4, 5 to 8, ...
             last = min(max(1, 2 * first), length)
@@ -230,6 +233,15 @@ class TTT:
         logits = at_once * (self.model.rows or self.model.vocab) * 4.0
         flops = found.flops + head * (4 if self.cfg.ttt.loss_chunk else 3)
         return {"": Terms(), NAME: Terms(found.bytes + 2 * logits, flops, 0.0, logits, found.traffic)}
+
+
+def _refuse_empty(windows: Windows) -> Windows:
+    if not len(windows):
+        raise UserError(
+            f"{windows.span.corpus.source}: {len(windows.span)} tokens hold no window of {windows.length} + 1; give "
+            "more text, or lower config.ttt.length, ttt.segments or ttt.held_out_length"
+        )
+    return windows
 
 
 def _model(cfg: Config, vocab: int) -> ttt.TTTConfig:

@@ -10,7 +10,7 @@ import pytest
 
 from lw_jax import optim
 from lw_jax.core import tree
-from lw_jax.models import bert, bert_family, decoder
+from lw_jax.models import bert, bert_family, decoder, ttt, ttt_family
 from sharding import mesh as meshes
 from sharding import rules, tables
 from tests import tiny
@@ -55,6 +55,24 @@ MINILM_L6 = dataclasses.replace(BERT_BASE, width=384, layers=6, ffn=1536)
 # Published sizes (109,482,240 and 22,713,216) less the pooler, d x d weights and d biases.
 BODIES = {"bert_base": (BERT_BASE, 108_891_648), "minilm_l6": (MINILM_L6, 22_565_376)}
 READERS = {"llama31_8b": (LLAMA, 8_030_261_248), "qwen25_7b": (QWEN, 7_615_616_512)}
+# The authors' 125m; the other inner model and backbone small, with a table filled up and a head of its own.
+TTT = {
+    "ttt_125m": ttt.TTTConfig(vocab=50257, width=768, layers=12, heads=12, ffn=2048),
+    "ttt_mlp_mamba": ttt.TTTConfig(
+        vocab=257,
+        width=64,
+        layers=2,
+        heads=4,
+        ffn=172,  # does not divide by 8
+        inner="mlp",
+        base_rate=0.1,
+        pre_conv=True,
+        share_qk=True,
+        gate=True,
+        tied=False,
+        rows=320,
+    ),
+}
 PLACEMENTS = {"replicate": {"data": 8}, "fsdp": {"data": 8}, "tensor": {"data": 2, "model": 4}}
 ENCODERS = {
     "trainable_lm_windows": {"encoder__kind": "lm", "encoder__pooling": "windows", "encoder__layers": 2},
@@ -113,6 +131,28 @@ def test_bert_tree_its_decay_and_the_tensors_it_comes_from_are_unchanged() -> No
     compare("bert_base", [("path", "shape", "dtype", "decay", "tensor"), *sorted(rows)])
 
 
+@pytest.mark.parametrize("name", TTT)
+def test_ttt_tree_its_placements_its_decay_and_the_tensors_it_comes_from_are_unchanged(name: str) -> None:
+    shapes = ttt.abstract(TTT[name])
+    columns = {
+        placement: jax.tree.map(spec, rules.shardings(table, shapes, meshes.make(data=8), name=name))
+        for placement, table in (("replicate", tables.TRAINABLE), ("fsdp", tables.LEARNER_FSDP))
+    }
+    columns |= {"decay": jax.tree.map(str, optim.decays(shapes))}
+    flat = {column: tree.flatten_paths(values) for column, values in columns.items()}
+    rows = [
+        (
+            path,
+            str(leaf.shape),
+            str(leaf.dtype),
+            *(values[path] for values in flat.values()),
+            ttt_family.TENSORS[path].hugging_face,
+        )
+        for path, leaf in sorted(tree.flatten_paths(shapes).items())
+    ]
+    compare(name, [("path", "shape", "dtype", *columns, "tensor"), *rows])
+
+
 @pytest.mark.parametrize("name", ENCODERS)
 def test_trainable_tree_and_how_it_learns_are_unchanged(name: str, tmp_path_factory: pytest.TempPathFactory) -> None:
     root = tmp_path_factory.getbasetemp() / "readers"
@@ -135,4 +175,4 @@ def test_trainable_tree_and_how_it_learns_are_unchanged(name: str, tmp_path_fact
 
 
 def test_no_golden_file_is_left_over() -> None:
-    assert sorted(file.stem for file in GOLDEN.glob("*.txt")) == sorted([*READERS, *ENCODERS, "bert_base"])
+    assert sorted(file.stem for file in GOLDEN.glob("*.txt")) == sorted([*READERS, *ENCODERS, *TTT, "bert_base"])

@@ -1,0 +1,188 @@
+"""A Test-Time-Training run is the same on any number of devices, in any pieces, stopped or not; and it learns."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax import metrics, train
+from lw_jax.core import runtime
+from lw_jax.core.errors import UserError
+from lw_jax.program import Program
+from tests import tiny
+
+LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
+PARAMETERS = 2e-4  # absolute; Adam divides by the root of small squares, which magnifies rounding
+LEARNED = 0.05  # nats a byte after having read the same eight windows again and again
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("text")
+
+
+@pytest.fixture(scope="module")
+def alone(root, tmp_path_factory):
+    """(folder, exit code, losses, weights) of the run that every other is held to: one device, validated twice."""
+    folder = tmp_path_factory.mktemp("alone") / "run"
+    return folder, *tiny.curve(tiny.make_ttt(root, train__eval_every=3), folder)
+
+
+PLACED = {
+    "replicate 2": {"devices": 2},
+    "replicate 4": {"devices": 4},
+    "replicate 8": {"devices": 8},
+    "fsdp 4": {"devices": 4, "strategy": "fsdp"},
+    "fsdp 8": {"devices": 8, "strategy": "fsdp"},
+    "accumulate 4": {"train__micro_batch": 2},
+    "fsdp 2 accumulate 2": {"devices": 2, "strategy": "fsdp", "train__micro_batch": 2},
+    "full, chunked loss, wider table": {
+        "devices": 2,
+        "ttt__form": "full",
+        "ttt__loss_chunk": 8,
+        "ttt__table_multiple": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_curve_is_that_of_one_device(name, root, alone, tmp_path):
+    recipe = tiny.make_ttt(root, train__eval_every=3, **PLACED[name])
+    code, losses, trainable = tiny.curve(recipe, tmp_path / "run")
+    assert code == 0 and losses[-1] < losses[0]
+    np.testing.assert_allclose(losses, alone[2], rtol=LOSS)
+    trainable["embed"] = trainable["embed"][: recipe.model.vocab]
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=PARAMETERS), trainable, alone[3])
+    ours, theirs = (
+        [row for row in metrics.read(folder / "metrics.jsonl") if "validation/loss" in row]
+        for folder in (tmp_path / "run", alone[0])
+    )
+    assert len(ours) == len(theirs) == 2
+    for one, other in zip(ours, theirs, strict=True):
+        assert one.keys() == other.keys()
+        for key in other.keys() - {"time"}:
+            np.testing.assert_allclose(one[key], other[key], rtol=PARAMETERS, err_msg=key)
+
+
+VARIANTS = {
+    "mlp": {"ttt__inner": "mlp", "ttt__inner_rate": 0.1, "ttt__inner_start": 0.1},
+    "mamba": {"ttt__backbone": "mamba", "train__steps": 3},
+    "segments": {"ttt__segments": 2, "ttt__length": 8, "train__steps": 3},
+}
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_other_models_and_segments_are_spread_alike(name, root, tmp_path):
+    changes = {"train__steps": 3} | VARIANTS[name]
+    _, losses, _ = tiny.curve(tiny.make_ttt(root, **changes), tmp_path / "alone")
+    _, spread, _ = tiny.curve(tiny.make_ttt(root, devices=4, strategy="fsdp", **changes), tmp_path / "spread")
+    np.testing.assert_allclose(spread, losses, rtol=LOSS)
+
+
+def test_fsdp_splits_weights_and_moments_over_the_devices(root):
+    def held(**where) -> float:
+        recipe = tiny.make_ttt(root, **where)
+        leaves = jax.tree.leaves(Program(recipe.cfg, recipe).state())
+        return sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
+
+    one, whole, four, eight = (
+        held(),
+        held(devices=8),
+        held(devices=4, strategy="fsdp"),
+        held(devices=8, strategy="fsdp"),
+    )
+    assert one == whole
+    small = 0.06 * one  # norms, fast weights and rates, which stay whole
+    assert one / 4 < four < one / 4 + small and one / 8 < eight < one / 8 + small
+
+
+def test_fsdp_keeps_what_is_split_split_through_a_run(root):
+    recipe = tiny.make_ttt(root, devices=4, strategy="fsdp", train__steps=2)
+    run = train.Run(recipe.cfg, recipe, None, None)
+    assert run.train(lambda step: False) == 0
+    for leaf in (run.state["trainable"]["layers"]["q"], run.state["trainable"]["embed"]):
+        assert leaf.addressable_shards[0].data.size * 4 == leaf.size
+
+
+def comparable(folder) -> list[dict]:
+    """A run's metrics without what tells the time."""
+    timed = ("seconds", "_per_second", "time", "memory", "rate_")
+    rows = metrics.read(folder / "metrics.jsonl")
+    return [{key: value for key, value in row.items() if not any(word in key for word in timed)} for row in rows]
+
+
+def test_stopped_run_goes_on_bit_equal(root, alone, tmp_path):
+    folder = tmp_path / "run"
+    make = functools.partial(tiny.make_ttt, root, train__eval_every=3)
+    code, losses, _ = tiny.curve(make(), folder, stop=lambda step: step == 4)
+    assert code == runtime.REQUEUE and losses == alone[2][:4]
+    code, losses, trainable = tiny.curve(make(), folder)
+    assert code == 0 and losses == alone[2]
+    jax.tree.map(np.testing.assert_array_equal, trainable, alone[3])
+    assert comparable(folder) == comparable(alone[0])
+    assert {"train/loss", "validation/nll/bigram", "validation/inner/after"} <= {
+        key for row in comparable(folder) for key in row
+    }
+
+
+def test_checkpoint_of_one_device_goes_on_split_over_four(root, alone, tmp_path):
+    folder = tmp_path / "run"
+    tiny.curve(tiny.make_ttt(root), folder, stop=lambda step: step == 4)
+    code, losses, trainable = tiny.curve(tiny.make_ttt(root, devices=4, strategy="fsdp"), folder)
+    assert code == 0
+    np.testing.assert_allclose(losses, alone[2], rtol=LOSS)
+    jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=PARAMETERS), trainable, alone[3])
+
+
+def test_another_text_is_refused_for_a_run_that_has_begun(root, tmp_path):
+    from lw_jax.checkpoint import Checkpointer
+
+    folder = tmp_path / "run"
+    tiny.curve(tiny.make_ttt(root, train__steps=3), folder)
+    other = tiny.write_text(tmp_path / "other")
+    other.write_text(other.read_text() + "One line more.")
+    with pytest.raises(UserError, match="train"):
+        Checkpointer(folder / "checkpoints", keep=2, identity=tiny.make_ttt(root, data__train=str(other)).identity())
+
+
+def test_another_seed_is_another_run(root, alone, tmp_path):
+    _, losses, _ = tiny.curve(tiny.make_ttt(root, seed=1), tmp_path / "run")
+    assert all(abs(one - other) > 1e-3 for one, other in zip(losses, alone[2], strict=True))
+
+
+@pytest.mark.parametrize("inner", ["linear", "mlp"])
+def test_one_batch_is_learned_by_heart(root, inner):
+    recipe = tiny.make_ttt(
+        root, ttt__inner=inner, ttt__inner_rate=0.3, ttt__width=48, optim__learning_rate=1e-2, optim__weight_decay=0.0,
+        train__steps=150,
+    )  # fmt: skip
+    program = Program(recipe.cfg, recipe)
+    weights = recipe.build()
+    state = {
+        "trainable": weights.trainable,
+        "opt_state": program.optimizer.init(weights.trainable),
+        "step": jnp.int32(0),
+    }
+    batch = recipe.course().batch(0, global_batch=8, seed=0, share=slice(0, 8))
+    batch = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch)
+    first = None
+    for _ in range(150):
+        state, values = program.step(state, weights.frozen, batch)
+        first = first or float(values["loss"])
+    assert abs(first - np.log(257)) < 0.2 and float(values["loss"]) < LEARNED
+
+
+def test_decay_reaches_every_leaf_where_it_is_asked_to(root):
+    def shrunk(which):
+        recipe = tiny.make_ttt(root, optim__decays=which, optim__learning_rate=1e-2, optim__weight_decay=0.5)
+        trainable = jax.tree.map(jnp.ones_like, recipe.build().trainable)
+        optimizer = Program(recipe.cfg, recipe).optimizer
+        updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, trainable), optimizer.init(trainable), trainable)
+        return {jax.tree_util.keystr(path): float(leaf.max()) < 0 for path, leaf in
+                jax.tree_util.tree_leaves_with_path(updates)}  # fmt: skip
+
+    assert all(shrunk("all").values())
+    some = shrunk("matrices")
+    assert not some["['embed']"] and not some["['norm']"] and some["['layers']['w1']"] and some["['layers']['q']"]

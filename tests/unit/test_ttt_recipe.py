@@ -1,0 +1,397 @@
+"""lw_jax/recipes/ttt.py: the loss and what is told beside it, against plain computations, and where a run begins."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax import recipes, train, weights
+from lw_jax.core import config, tree
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Task
+from lw_jax.data.tokens import load_tokenizer
+from lw_jax.evals import ngrams
+from lw_jax.models import ttt
+from lw_jax.program import Program
+from lw_jax.recipes.ttt import TTT
+from sharding import placement
+from tests import tiny
+
+SAME = 2e-5  # fp32 sums in another order
+GRADIENT = 2e-4  # relative to the largest value of a leaf's gradient
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.mktemp("ttt")
+
+
+@pytest.fixture(scope="module")
+def recipe(root):
+    return tiny.make_ttt(root)
+
+
+@pytest.fixture(scope="module")
+def params(recipe):
+    """Weights that say something: those of a new model say the same of every token."""
+    rng = np.random.default_rng(2)
+    return jax.tree.map(
+        lambda leaf: leaf + 0.2 * rng.normal(size=leaf.shape).astype(np.float32), recipe.build().trainable
+    )
+
+
+@pytest.fixture(scope="module")
+def batch(recipe):
+    return recipe.course().batch(5, global_batch=4, seed=3, share=slice(0, 4))
+
+
+def on_devices(batch):
+    return jax.tree.map(jnp.asarray, batch)
+
+
+def terms_of(recipe, params, batch):
+    return jax.jit(lambda params, batch: recipe.loss(params, {"lm": {}}, batch, jax.random.key(0)))(
+        params, on_devices(batch)
+    )
+
+
+def mean_of(recipe, params, batch):
+    terms = recipe.loss(params, {"lm": {}}, on_devices(batch), jax.random.key(0))
+    return terms.sum / terms.weight
+
+
+def each_nll(recipe, params, ids, rate=None):
+    """Cross-entropy of every target, by the book."""
+    logits = ttt.logits(params, recipe.model, ttt.forward(params, recipe.model, ids[:, :-1], rate=rate).hidden)
+    return -np.take_along_axis(np.asarray(jax.nn.log_softmax(logits)), np.asarray(ids)[:, 1:, None], axis=2)[..., 0]
+
+
+def check_gradients(ours, theirs):
+    ours, theirs = tree.flatten_paths(ours), tree.flatten_paths(theirs)
+    for path, wanted in theirs.items():
+        np.testing.assert_allclose(ours[path], wanted, atol=GRADIENT * float(jnp.abs(wanted).max()), err_msg=path)
+
+
+# --- the loss ---
+
+
+def test_loss_is_the_cross_entropy_of_every_token_after_the_first(recipe, params, batch):
+    fields = batch["readers"]["lm"]
+    assert fields["ids"].shape == (4, 13)
+    terms = terms_of(recipe, params, batch)
+    wanted = each_nll(recipe, params, jnp.asarray(fields["ids"]))
+    assert wanted.std() > 0.5, "too flat to compare"
+    assert float(terms.weight) == 4 * 12 and terms.terms == {}
+    assert float(terms.sum) == pytest.approx(wanted.sum(), rel=SAME)
+
+
+def test_inner_rate_of_the_course_reaches_the_model(root, params):
+    paced = tiny.make_ttt(root, ttt__inner_start=0.1, optim__warmup_steps=4)
+    for number, rate in ((0, 0.1), (2, 0.55), (4, 1.0), (9, 1.0)):
+        batch = paced.course().batch(number, global_batch=4, seed=3, share=slice(0, 4))
+        np.testing.assert_allclose(batch["readers"]["lm"]["rate"], rate, rtol=1e-6)
+        ids, told = jnp.asarray(batch["readers"]["lm"]["ids"]), jnp.full(4, rate)
+        wanted = each_nll(paced, params, ids, told).mean()
+        assert float(mean_of(paced, params, batch)) == pytest.approx(wanted, rel=SAME)
+
+
+def measured(recipe, indices):
+    return recipe.validation()[0][1].collate(indices)
+
+
+def test_measured_terms_add_up_to_the_loss(recipe, params):
+    batch = measured(recipe, [0, 3, 7])
+    terms = terms_of(recipe, params, batch)
+    each = each_nll(recipe, params, jnp.asarray(batch["readers"]["lm"]["ids"]))
+    assert float(terms.sum) == pytest.approx(each.sum(), rel=SAME)
+    told = {name: (float(pair[0]), float(pair[1])) for name, pair in terms.terms.items()}
+    ranges = {"1-1": (0, 1), "2-2": (1, 2), "3-4": (2, 4), "5-8": (4, 8), "9-12": (8, 12)}
+    assert {name for name in told if name.startswith("detail/")} == {f"detail/position/{name}" for name in ranges}
+    for name, (first, last) in ranges.items():
+        assert told[f"detail/position/{name}"] == pytest.approx(
+            (each[:, first:last].sum(), 3 * (last - first)), rel=SAME
+        )
+    positions = [pair for name, pair in told.items() if name.startswith("detail/position/")]
+    assert sum(pair[0] for pair in positions) == pytest.approx(float(terms.sum), rel=SAME)
+    assert sum(pair[1] for pair in positions) == float(terms.weight) == 36
+
+
+def test_measured_baselines_are_those_of_the_training_text(recipe, params):
+    train_span, _ = recipe._spans
+    ids = train_span.read()
+    cut = len(ids) - len(ids) // 10
+    baseline = ngrams.fit(ids[:cut], 257, tune=ids[cut:])
+    batch = measured(recipe, [1, 2])
+    terms = terms_of(recipe, params, batch)
+    for name, values in baseline.nll(batch["readers"]["lm"]["ids"]).items():
+        assert float(terms.terms[f"nll/{name}"][0]) == pytest.approx(values.sum(), rel=SAME)
+        assert float(terms.terms[f"nll/{name}"][1]) == 24
+
+
+def test_measured_inner_losses_are_means_over_layers_heads_and_chunks(recipe, params):
+    batch = measured(recipe, [1, 4])
+    ids = jnp.asarray(batch["readers"]["lm"]["ids"])
+    losses = ttt.forward(params, recipe.model, ids[:, :-1], mode=ttt.Mode(measured=True)).losses
+    assert losses.shape == (2, 3, 2, 3, 3)
+    terms = terms_of(recipe, params, batch).terms
+    for i, name in enumerate(("first", "before", "after")):
+        total, weight = terms[f"inner/{name}"]
+        assert float(total) / float(weight) == pytest.approx(float(losses[..., i].mean()), rel=SAME)
+
+
+def test_text_shorter_than_a_chunk_has_no_inner_loss(root, params):
+    short = tiny.make_ttt(root, ttt__length=3)
+    terms = terms_of(short, params, measured(short, [1, 4])).terms
+    assert not [name for name in terms if name.startswith("inner/")] and "nll/bigram" in terms
+
+
+def test_examples_that_fill_the_last_batch_count_for_nothing(recipe, params):
+    whole, filled = measured(recipe, [0, 3]), measured(recipe, [0, 3, 3, 3])
+    masked = train._masked({**filled, "valid": np.asarray([True, True, False, False])})
+    ours, theirs = terms_of(recipe, params, masked), terms_of(recipe, params, whole)
+    assert ours.terms.keys() == theirs.terms.keys()
+    np.testing.assert_allclose((ours.sum, ours.weight), (theirs.sum, theirs.weight), rtol=SAME)
+    for name, pair in theirs.terms.items():
+        np.testing.assert_allclose(ours.terms[name], pair, rtol=SAME, err_msg=name)
+
+
+def test_validation_of_a_run_is_the_mean_over_all_held_out_tokens(root, params):
+    recipe = tiny.make_ttt(root, devices=4, eval__examples=0, eval__batch=8)
+    run = train.Run(recipe.cfg, recipe, None, None)
+    run.state = {"trainable": jax.device_put(jax.device_get(params), recipe.shardings().trainable)}
+    windows = recipe.validation()[0][1]
+    assert len(windows) % 8, "the last batch must be filled up"
+    found = run.validate({"lm": {}})
+    ids = jnp.asarray(windows.collate(range(len(windows)))["readers"]["lm"]["ids"])
+    assert found["loss"] == pytest.approx(each_nll(recipe, params, ids).mean(), rel=SAME)
+    assert {"nll/unigram", "nll/bigram", "inner/first", "inner/before", "inner/after"} < found.keys()
+    assert found["nll/bigram"] < found["nll/unigram"] < np.log(257)
+
+
+# --- the same however it is computed ---
+
+WAYS = {
+    "chunked loss": {"ttt__loss_chunk": 20},  # 5 positions of 4 rows, which do not divide 12
+    "chunk as long as all": {"ttt__loss_chunk": 1000},
+    "full": {"ttt__form": "full"},
+    "unrolled": {"ttt__unroll": 3, "ttt__unroll_layers": 2},
+    "wider table": {"ttt__table_multiple": 64},
+    "wider table, chunked": {"ttt__table_multiple": 64, "ttt__loss_chunk": 8},
+    "recomputed": {"compute__remat": "full"},
+}
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_loss_and_gradients_are_the_same_however_they_are_computed(name, root, recipe, params, batch):
+    own = tiny.make_ttt(root, **WAYS[name])
+    assert own.model.rows == (320 if "table" in name else 0)
+    filled = ttt.fill_tables(own.model, params)
+    loss, gradients = jax.jit(jax.value_and_grad(lambda p: mean_of(own, p, batch)))(filled)
+    wanted, expected = jax.jit(jax.value_and_grad(lambda p: mean_of(recipe, p, batch)))(params)
+    assert float(loss) == pytest.approx(float(wanted), rel=SAME)
+    check_gradients(gradients, ttt.fill_tables(own.model, expected))
+
+
+def test_bf16_products_move_the_loss_little(root, recipe, params, batch):
+    narrow = tiny.make_ttt(root, compute__dtype="bf16")
+    gap = abs(float(mean_of(narrow, params, batch)) / float(mean_of(recipe, params, batch)) - 1)
+    assert 0 < gap < 0.02
+
+
+def test_how_it_is_computed_is_no_part_of_what_a_run_means(root):
+    meaning = config.meaning(tiny.make_ttt_config(root))
+    for key, value in {
+        "form": "full",
+        "unroll": 5,
+        "unroll_layers": 2,
+        "loss_chunk": 64,
+        "held_out_length": 24,
+    }.items():
+        assert config.meaning(tiny.make_ttt_config(root, **{f"ttt__{key}": value})) == meaning, key
+    changed = {"inner": "mlp", "chunk": 6, "length": 24, "segments": 2, "inner_rate": 0.1, "table_multiple": 8}
+    for key, value in changed.items():
+        assert config.meaning(tiny.make_ttt_config(root, **{f"ttt__{key}": value})) != meaning, key
+
+
+# --- segments ---
+
+
+def test_segments_are_one_text_in_values_and_stop_the_gradient_between(root, recipe, params):
+    pieces = tiny.make_ttt(root, ttt__segments=2)
+    whole = tiny.make_ttt(root, ttt__length=24)
+    assert pieces.unit == whole.unit == ("tokens", 24)
+    batch = pieces.course().batch(2, global_batch=4, seed=3, share=slice(0, 4))
+    ids = jnp.asarray(batch["readers"]["lm"]["ids"])
+    assert ids.shape == (4, 25)
+    loss, gradients = jax.jit(jax.value_and_grad(lambda p: mean_of(pieces, p, batch)))(params)
+    assert float(loss) == pytest.approx(float(mean_of(whole, params, batch)), rel=SAME)
+
+    def by_hand(params):
+        """The second half's memory is a constant: it is that of the same weights, which are not asked."""
+        read = ttt.forward(jax.lax.stop_gradient(params), recipe.model, ids[:, :12], lengths=jnp.full(4, 12))
+        parts = [
+            ttt.forward(params, recipe.model, ids[:, :12]).hidden,
+            ttt.forward(params, recipe.model, ids[:, 12:24], memory=read.cache.memory).hidden,
+        ]
+        logp = jax.nn.log_softmax(ttt.logits(params, recipe.model, jnp.concatenate(parts, axis=1)))
+        return -jnp.mean(jnp.take_along_axis(logp, ids[:, 1:, None], axis=2))
+
+    wanted, expected = jax.jit(jax.value_and_grad(by_hand))(params)
+    assert float(loss) == pytest.approx(float(wanted), rel=SAME)
+    check_gradients(gradients, expected)
+    through = jax.jit(jax.grad(lambda p: mean_of(whole, p, batch)))(params)
+    gap = jnp.abs(through["layers"]["w1"] - expected["layers"]["w1"]).max() / jnp.abs(expected["layers"]["w1"]).max()
+    assert float(gap) > 10 * GRADIENT, "the cut must matter"
+    told = terms_of(pieces, params, measured(pieces, [0, 1])), terms_of(whole, params, measured(whole, [0, 1]))
+    assert float(told[0].sum) == pytest.approx(float(told[1].sum), rel=SAME)
+
+
+# --- text ---
+
+
+def test_held_out_text_is_apart_and_longer_windows_of_it_change_no_training_text(root, recipe):
+    train_span, held_out = recipe._spans
+    assert train_span.stop - 1 == held_out.start and held_out.stop == train_span.corpus.tokens
+    longer = tiny.make_ttt(root, ttt__held_out_length=70)
+    assert [(span.start, span.stop) for span in longer._spans] == [(span.start, span.stop) for span in recipe._spans]
+    found = measured(longer, [0])["readers"]["lm"]
+    assert found["ids"].shape == (1, 71) and found["task"] == Task("measure")
+
+
+def test_validation_of_another_source_leaves_all_of_the_text_to_training(root, tmp_path, recipe):
+    other = tmp_path / "other.txt"
+    other.write_text("Some other words, seen nowhere before. " * 3)
+    own = tiny.make_ttt(root, data__validation=str(other))
+    train_span, held_out = own._spans
+    assert len(train_span) == train_span.corpus.tokens == recipe._spans[0].corpus.tokens
+    assert held_out.corpus.source == str(other) and len(held_out) == 3 * 39 + 1
+
+
+def test_text_without_a_window_is_refused(root, tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text("too short")
+    with pytest.raises(UserError, match=r"short.txt: 10 tokens hold no window of 12 \+ 1; give more text"):
+        tiny.make_ttt(root, data__validation=str(short)).validation()
+    with pytest.raises(UserError, match=r"short.txt: 10 tokens hold no window of 12 \+ 1"):
+        tiny.make_ttt(root, data__train=str(short), data__validation=str(tiny.write_text(tmp_path))).course()
+    with pytest.raises(UserError, match=r"tokens hold no window of 5000 \+ 1.*ttt.held_out_length"):
+        tiny.make_ttt(root, ttt__held_out_length=5000).validation()
+
+
+def test_identity_follows_the_texts_and_the_tokenizer(root, tmp_path, recipe):
+    identity = recipe.identity()
+    assert identity == tiny.make_ttt(root, ttt__width=48).identity()
+    other = tiny.write_text(tmp_path / "other")
+    other.write_text(other.read_text() + "One line more.")
+    changed = tiny.make_ttt(root, data__train=str(other)).identity()
+    assert [name for name in identity if identity[name] != changed[name]] == ["train", "validation"]
+    changed = tiny.make_ttt(root, data__validation=str(other)).identity()
+    assert [name for name in identity if identity[name] != changed[name]] == ["validation"]
+    changed = tiny.make_ttt(root, ttt__tokenizer=str(tiny.readers(root)["llama"])).identity()
+    assert all(identity[name] != changed[name] for name in ("train", "validation", "tokenizer"))
+
+
+def test_vocabulary_is_the_tokenizers(root):
+    folder = str(tiny.readers(root)["llama"])
+    found = tiny.make_ttt(root, ttt__tokenizer=folder)
+    assert found.model.vocab == load_tokenizer(tiny.readers(root)["llama"]).vocab == 352
+    assert tiny.make_ttt(root, ttt__tokenizer=folder, ttt__vocab=352).model == found.model
+    with pytest.raises(UserError, match=r"config.ttt.vocab = 351: the tokenizer .* has 352 tokens; leave it 0"):
+        tiny.make_ttt(root, ttt__tokenizer=folder, ttt__vocab=351)
+
+
+def test_plan_needs_neither_text_nor_tokenizer_where_the_vocabulary_is_named(root):
+    cfg = tiny.make_ttt_config(
+        root, data__train="/not/there", ttt__tokenizer="nobody/nothing", ttt__vocab=999, ttt__segments=3
+    )
+    placed = placement.place("replicate", recipes.reader_bytes(cfg), devices=jax.devices()[:2])
+    outline = TTT(cfg, placed, outline=True)
+    assert outline.model.vocab == 999 and recipes.reader_bytes(cfg) == {"lm": 0}
+    widths = outline.batch_widths()["readers"]["lm"]
+    assert widths["ids"].shape == (37,) and outline.unit == ("tokens", 36)
+    assert isinstance(outline, recipes.base.Plannable) and isinstance(outline, recipes.base.Counted)
+    two, four = (outline.terms(outline.batch_widths(), rows)["lm"] for rows in (2, 4))
+    assert four.flops == 2 * two.flops > 0 and four.logits == 2 * two.logits == 4 * 36 * 999 * 4
+
+
+def test_planned_batch_has_the_shapes_of_a_real_one(recipe, batch):
+    shapes = jax.tree.map(lambda leaf: (leaf.shape[1:], leaf.dtype), batch)
+    assert shapes == jax.tree.map(lambda leaf: (leaf.shape, np.dtype(leaf.dtype)), recipe.batch_widths())
+
+
+# --- where weights begin and lie ---
+
+
+def test_new_weights_follow_the_seed_and_lie_where_they_should(root, recipe):
+    one, again, other = (tiny.make_ttt(root, seed=seed).build().trainable for seed in (0, 0, 1))
+    jax.tree.map(np.testing.assert_array_equal, one, again)
+    assert not np.array_equal(one["embed"], other["embed"])
+    spread = tiny.make_ttt(root, devices=4, strategy="fsdp").build().trainable
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(spread), jax.device_get(one))
+    assert spread["layers"]["q"].sharding.shard_shape((2, 24, 24)) == (2, 24, 6)
+    assert spread["embed"].sharding.shard_shape((257, 24)) == (257, 6)
+    assert spread["layers"]["w1"].is_fully_replicated
+
+
+@pytest.fixture
+def source(tmp_path, recipe, params):
+    weights.save_ttt(tmp_path / "source", params, recipe.model)
+    return tmp_path / "source"
+
+
+@pytest.mark.parametrize("multiple", [1, 64])
+def test_training_goes_on_from_a_folder(root, source, params, multiple):
+    found = tiny.make_ttt(root, devices=4, strategy="fsdp", ttt__source=str(source), ttt__table_multiple=multiple)
+    built = found.build().trainable
+    jax.tree.map(np.testing.assert_array_equal, jax.device_get(built), ttt.fill_tables(found.model, params))
+    assert built["embed"].shape == ((257, 24) if multiple == 1 else (320, 24))
+    for (path, leaf), at in zip(
+        tree.flatten_paths(built).items(), jax.tree.leaves(found.shardings().trainable), strict=True
+    ):
+        assert leaf.sharding.is_equivalent_to(at, leaf.ndim), path
+
+
+def test_folder_of_another_shape_is_refused(root, source):
+    with pytest.raises(UserError, match=r"config.ttt.source = .*source' is .*width=24.*describes .*width=48"):
+        tiny.make_ttt(root, ttt__source=str(source), ttt__width=48).build()
+    fields = json.loads((source / "config.json").read_text()) | {"rms_norm_eps": 1e-5}
+    (source / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match="config.ttt.source"):
+        tiny.make_ttt(root, ttt__source=str(source)).build()
+
+
+def test_moments_lie_where_their_weights_lie(root):
+    recipe = tiny.make_ttt(root, devices=4, strategy="fsdp")
+    state = Program(recipe.cfg, recipe).state()
+    trainable = tree.flatten_paths(state["trainable"])
+    moments = {path: leaf for path, leaf in tree.flatten_paths(state["opt_state"]).items() if "/mu/" in path}
+    moments |= {path: leaf for path, leaf in tree.flatten_paths(state["opt_state"]).items() if "/nu/" in path}
+    assert len(moments) == 2 * len(trainable)
+    for path, leaf in moments.items():
+        weight = trainable[path.split("/mu/" if "/mu/" in path else "/nu/")[1]]
+        assert leaf.sharding == weight.sharding and leaf.shape == weight.shape, path
+    split = [path for path, leaf in moments.items() if not leaf.sharding.is_fully_replicated]
+    assert len(split) == 2 * len(["embed", "q", "k", "v", "o", "gate", "up", "down"])
+    counts = [leaf for path, leaf in tree.flatten_paths(state["opt_state"]).items() if path not in moments]
+    assert counts and all(leaf.sharding.is_fully_replicated for leaf in counts)
+
+
+def test_optimizer_state_of_a_run_lies_as_its_program_says(root):
+    recipe = tiny.make_ttt(root, devices=4, strategy="fsdp", train__steps=1)
+    run = train.Run(recipe.cfg, recipe, None, None)
+    assert run.train(lambda step: False) == 0
+    wanted = tree.flatten_paths(run.program.state())
+    for path, leaf in tree.flatten_paths(run.state).items():
+        assert leaf.sharding.is_equivalent_to(wanted[path].sharding, leaf.ndim), path
+
+
+def test_models_of_the_configuration_are_the_four_of_the_paper(root):
+    mamba = tiny.make_ttt(root, ttt__backbone="mamba", ttt__inner="mlp", ttt__inner_rate=0.1).model
+    assert (mamba.pre_conv, mamba.share_qk, mamba.gate, mamba.inner, mamba.base_rate) == (True, True, True, "mlp", 0.1)
+    plain = tiny.make_ttt(root).model
+    assert dataclasses.asdict(plain) | {"pre_conv": True, "share_qk": True, "gate": True, "inner": "mlp"} | {
+        "base_rate": 0.1
+    } == dataclasses.asdict(mamba)
