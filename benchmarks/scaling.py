@@ -23,14 +23,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import planned
 from lw_jax.core import config, config_file, platform
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 
+ROOT = Path(__file__).resolve().parent.parent
 FILE = "scaling.json"
 SHARES = 8  # of the global batch: what one device of a whole node takes, and what weak scaling gives each
 LENGTHS = (128, 512, 1024)
@@ -89,7 +89,9 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     kinds.add_argument("--measured", action="store_true", help="on this machine's devices")
     parser.add_argument("--estimate", action="store_true", help="planned by arithmetic, nothing is compiled")
     parser.add_argument("--lengths", type=_numbers, default=LENGTHS, metavar="N,N", help="default: 128,512,1024")
-    parser.add_argument("--batches", type=_numbers, default=(), metavar="N,N", help="measured: also these, at one device")
+    parser.add_argument(
+        "--batches", type=_numbers, default=(), metavar="N,N", help="measured: also these, at one device"
+    )
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps of a point (default: 10)")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # a child: "here", or a point
     return parser.parse_args(words)
@@ -186,7 +188,8 @@ def points(told: Mapping[str, Any], devices: int, lengths: Iterable[int]) -> lis
     for length in lengths:
         if batch * own % (length * counts[-1]):
             raise UserError(
-                f"--lengths {length}: {batch} x {own} tokens a step are no whole number of windows on {counts[-1]} devices"
+                f"--lengths {length}: {batch} x {own} tokens a step make no equal number of windows for {counts[-1]} "
+                "devices; name other lengths, or change train.global_batch"
             )
     return weak + strong + [Point("length", counts[-1], length, batch * own // length) for length in lengths]
 
@@ -256,7 +259,7 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
     if "step" not in best.needs.programs:
         raise UserError(f"config.mesh.placement = {best.strategy!r}: measure one whose step is one program: replicate")
     recipe = recipes.make(choice.with_remat(own, best.remat), best.placement, outline=True)
-    program, needs = Program(recipe.cfg, recipe), best.needs
+    program, needs = Program(choice.with_remat(own, best.remat), recipe), best.needs
     ids = getattr(getattr(recipe, "model", None), "vocab", 0)  # equal tokens would meet in one row of a learning table
     with fit.out_of_memory():
         taken, peak = planned.time_steps(
