@@ -124,7 +124,8 @@ def run(cfg: Config, point: str, *, steps: int, shares: Mapping[str, Any]) -> di
         roofline.MATMUL_FRACTION, roofline.BANDWIDTH_FRACTION = shares["matmul"], shares["bandwidth"]
         row["calibrated_seconds"] = roofline.predict(counted, target).total
     with fit.out_of_memory():
-        row["seconds"], row["peak_bytes"] = _measure(program, step, widths, steps)
+        taken, row["peak_bytes"] = time_steps(program, step, widths, accumulation=ACCUMULATED, steps=steps)
+    row["seconds"] = statistics.median(taken)
     return row
 
 
@@ -141,12 +142,17 @@ def at(cfg: Config, point: str) -> tuple[Config, int]:
     return dataclasses.replace(cfg, llms=llms, train=train, compute=compute), micro
 
 
-def _measure(program: Any, step: Any, widths: Any, steps: int) -> tuple[float, int | None]:
-    """Returns the median seconds of a step and the device's peak, None where it tells none."""
+def time_steps(
+    program: Any, step: Any, widths: Any, *, accumulation: int, steps: int, ids: int = 0
+) -> tuple[list[float], int | None]:
+    """Returns the seconds of each step after one that warms up, and the device's peak, None where it tells none.
+
+    `ids` is of how many different ones the batch's tokens are drawn (0: all are 1, for tables that do not learn).
+    """
     import jax
 
     state = _random(program.state())
-    frozen, batch = _random(program.frozen()), _random(program.batch(widths, ACCUMULATED))
+    frozen, batch = _random(program.frozen()), _random(program.batch(widths, accumulation), ids=ids)
     taken = []
     for _ in range(steps + 1):
         started = time.perf_counter()
@@ -154,25 +160,28 @@ def _measure(program: Any, step: Any, widths: Any, steps: int) -> tuple[float, i
         jax.block_until_ready((state, values))
         taken.append(time.perf_counter() - started)
     stats = jax.devices()[0].memory_stats() or {}
-    return statistics.median(taken[1:]), stats.get("peak_bytes_in_use")
+    return taken[1:], stats.get("peak_bytes_in_use")
 
 
-def _random(shapes: Any) -> Any:
+def _random(shapes: Any, *, ids: int = 0) -> Any:
     """Returns small random weights, and ones for the rest: zeros would cost a card less power, and so time."""
     import jax
     import jax.numpy as jnp
 
     leaves, structure = jax.tree.flatten(shapes)
 
-    def fill(key: Any) -> list[Any]:
-        made = []
-        for leaf, own in zip(leaves, jax.random.split(key, len(leaves)), strict=True):
-            weight = jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.ndim > 1
-            random = jax.random.uniform(own, leaf.shape, leaf.dtype, 0.0, 0.02) if weight else None
-            made.append(jnp.ones(leaf.shape, leaf.dtype) if random is None else random)
-        return made
+    def draw(key: Any, leaf: Any) -> Any:
+        if ids and leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jax.random.randint(key, leaf.shape, 0, ids, leaf.dtype)
+        if leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jax.random.uniform(key, leaf.shape, leaf.dtype, 0.0, 0.02)
+        return jnp.ones(leaf.shape, leaf.dtype)
 
-    return structure.unflatten(jax.jit(fill, out_shardings=[leaf.sharding for leaf in leaves])(jax.random.key(0)))
+    def fill(key: Any) -> list[Any]:
+        return [draw(own, leaf) for leaf, own in zip(leaves, jax.random.split(key, len(leaves)), strict=True)]
+
+    made = jax.jit(fill, out_shardings=[leaf.sharding for leaf in leaves])
+    return structure.unflatten(made(jax.random.key(0, impl="rbg")))  # whose programs compile soonest
 
 
 def is_off(row: Mapping[str, Any]) -> bool:

@@ -130,6 +130,18 @@ def draw_slots(similarity: Sequence[Sequence[float]]) -> Figure:
     return figure
 
 
+def draw_positions(names: Sequence[str], losses: Sequence[float]) -> Figure:
+    """Returns perplexity over stretches of positions that double, the first of them on the left; losses in nats."""
+    figure = Figure(figsize=(10, 3), layout="constrained")
+    panel = figure.subplots()
+    panel.plot(range(len(names)), np.exp(np.asarray(losses, float)), color=COLOURS[0], marker="o", linewidth=1.5)
+    panel.set_xticks(range(len(names)), names)
+    panel.set_xlabel("position of the predicted token in its window")
+    panel.set_ylabel("perplexity")
+    panel.margins(y=0.15)
+    return figure
+
+
 def to_svg(figure: Figure, *, label: str) -> str:
     """Returns an <svg> element for a page: text stays text, black takes the page's colour, the ground is left out.
 

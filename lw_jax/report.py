@@ -11,7 +11,7 @@ from markupsafe import Markup
 from lw_jax import figures
 from lw_jax.core.config import Config, flatten, to_dict
 from lw_jax.core.errors import UserError
-from lw_jax.pages import records, series, tables
+from lw_jax.pages import claims, language, records, scaling, series, tables
 from lw_jax.pages.records import Run
 
 PAGE = "report.html"
@@ -52,21 +52,28 @@ def render(run: Run) -> str:
         autoescape=True,
         undefined=jinja2.StrictUndefined,
     )
-    shown = _head(run) | _curves(run) | _evaluation(run) | _bytes(run) | _made(run)
+    shown = _head(run) | _curves(run) | _evaluation(run) | _bytes(run) | _made(run) | {"language": None}
+    if run.cfg.recipe == "ttt":
+        shown |= {"language": _language(run)}
     return environment.get_template(PAGE).render(shown)
 
 
 def _head(run: Run) -> dict[str, Any]:
+    text = run.cfg.recipe == "ttt"
+    sections = {id: title for id, title in SECTIONS.items() if run.cfg.recipe == "latentwire" or id in ANY}
+    if text:
+        sections = {"curves": SECTIONS["curves"]} | language.SECTIONS | {"made": SECTIONS["made"]}
     step, steps = max((row["step"] for row in run.metrics), default=0), run.cfg.train.steps
     return {
         "name": run.workdir.resolve().name,
         "progress": f"step {step:,} of {steps:,}",
         "logged": f"{run.logged:%Y-%m-%d %H:%M} UTC" if run.logged and run.metrics else "",
-        "readers": ", ".join(run.cfg.llms),
+        "model": language.describe(run) if text else ", ".join(run.cfg.llms),
         "checkpoint": run.evaluation.get("step"),
-        "verdicts": tables.verdicts(run),
+        "verdicts": [language.verdict(run)] if text else tables.verdicts(run),
         "wire": run.cfg.recipe == "latentwire",
-        "sections": [item for item in SECTIONS.items() if run.cfg.recipe == "latentwire" or item[0] in ANY],
+        "sections": list(sections.items()),
+        "sections_by_id": sections,
         "commands": {
             "train": run.training,
             "eval": run.command("eval"),
@@ -76,8 +83,9 @@ def _head(run: Run) -> dict[str, Any]:
 
 
 def _curves(run: Run) -> dict[str, Any]:
-    training, validation, borders = series.training(run), series.validation(run), series.borders(run)
-    label = "over optimizer steps, by task and reader"
+    kind = language if run.cfg.recipe == "ttt" else series
+    training, validation, borders = kind.training(run), kind.validation(run), series.borders(run)
+    label = "over optimizer steps" + (", by task and reader" if kind is series else "")
     return {
         "training": _picture(figures.draw_panels(training, borders=borders), f"training {label}") if training else "",
         "validation": (
@@ -86,6 +94,29 @@ def _curves(run: Run) -> dict[str, Any]:
         "stages": len(borders),
         "joined": series.count_joined(run),
         "undefined": series.count_undefined(run),
+    }
+
+
+def _language(run: Run) -> dict[str, Any]:
+    step, found = language.positions(run)
+    drawn = figures.draw_positions([one.name for one in found], [one.loss for one in found]) if found else None
+    memory = language.memory(run)
+    return {
+        "positions": language.by_position(found),
+        "position_step": f"{step:,}",
+        "position_picture": _picture(drawn, "held-out perplexity by position in the window") if drawn else "",
+        "tokens_a_step": language.tokens_a_step(run),
+        "speed": language.speed(run),
+        "devices": len(language.names(run)),
+        "balance": language.balance(run),
+        "memory": memory,
+        "memory_whole": memory is not None and {"activations and gradients", "peak"} <= {row[0] for row in memory.rows},
+        "measure": scaling.command(run, "--measured"),
+        "scaling": scaling.tables(run),
+        "unscaled": scaling.missing(run),
+        "configurations": scaling.configurations(run),
+        "shares_cores": scaling.shares_cores(run),
+        "notes": claims.notes(),
     }
 
 

@@ -17,6 +17,9 @@ EVALUATION = ("step", "rows", "readers", "joint", "latents", "curve", "text_byte
 CURVE = ("quality", "examples", "points", "references")
 PREDICTION = ("reader", "row", "index", "question", "answers", "prediction", "em", "f1")
 DEVICE = ("device", "samples", "seconds")
+SCALING = ("kind", "scaling", "target", "devices", "length", "global_batch", "micro_batch", "accumulation", "remat")
+SCALING += ("step_seconds", "tokens_per_second", "peak_bytes", "weights_bytes", "optimizer_bytes", "activation_bytes")
+SCALING += ("peak_from", "parameters", "config", "obstacle", "mfu")
 TEXTS = ("config.diff", "command.txt", "versions.json")
 
 
@@ -32,6 +35,8 @@ class Run:
     predictions: list[dict[str, Any]]
     slots: list[list[float]]
     devices: list[dict[str, Any]]
+    scaling: list[dict[str, Any]]  # of benchmarks/scaling.py
+    leaves: dict[str, Any]  # path -> (shape, dtype) in the newest checkpoint
     texts: dict[str, str]  # of TEXTS, those that are there
 
     def command(self, verb: str, *flags: str) -> str:
@@ -75,6 +80,8 @@ def read(workdir: Path) -> Run:
         predictions=_read_lines(workdir / "predictions.jsonl", PREDICTION),
         slots=_to_nan(_read_json(workdir / "slots.json", [])),
         devices=[row for path in sorted(workdir.glob("devices*.jsonl")) for row in _read_lines(path, DEVICE)],
+        scaling=_read_scaling(workdir / "scaling.json"),
+        leaves=_read_leaves(workdir / "checkpoints"),
         texts={name: (workdir / name).read_text("utf-8") for name in TEXTS if (workdir / name).exists()},
     )
 
@@ -98,6 +105,27 @@ def _read_lines(path: Path, keys: tuple[str, ...]) -> list[dict[str, Any]]:
     for number, row in enumerate(rows, 1):
         _check(f"{path}:{number}", row, keys)
     return rows
+
+
+def _read_scaling(path: Path) -> list[dict[str, Any]]:
+    rows = _read_json(path, [])
+    if not isinstance(rows, list):
+        raise UserError(_fault(path, "it is no list"))
+    for number, row in enumerate(rows, 1):
+        _check(f"{path}: row {number}", row, SCALING)
+    return rows
+
+
+def _read_leaves(folder: Path) -> dict[str, Any]:
+    """Returns the shapes of the newest checkpoint that is whole; a record appears in its folder before a rename."""
+    steps = [path for path in folder.glob("*/record.json") if path.parent.name.isdigit()]
+    newest = max(steps, key=lambda path: int(path.parent.name), default=None)
+    if newest is None:
+        return {}
+    told = _read_json(newest, {})
+    _check(newest, told, ("record",))
+    _check(newest, told["record"], ("leaves",))
+    return told["record"]["leaves"]
 
 
 def _check(where: Path | str, row: Any, keys: Iterable[str]) -> None:

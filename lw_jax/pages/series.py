@@ -25,16 +25,18 @@ NLL = re.compile(r"(?P<phase>train|validation)/(?P<other>shuffled/)?(?:(?P<task>
 def training(run: Run) -> list[Panel]:
     """Returns the loss, each task's NLL and the learning rate."""
     told = "loss, all tasks weighted" if run.cfg.recipe == "latentwire" else "loss"
-    loss = Panel("", told, [_line(run, "train/loss", "loss")], True)
-    rate = Panel("", "learning rate", [_line(run, "train/learning_rate", "learning rate")], False)
-    return _drawable([loss, *_by_task(run, "train"), *_of_pairs(run, "train"), rate])
+    loss = Panel("", told, [read_line(run, "train/loss", "loss")], True)
+    rate = Panel("", "learning rate", [read_line(run, "train/learning_rate", "learning rate")], False)
+    return keep_drawable([loss, *_by_task(run, "train"), *_of_pairs(run, "train"), rate])
 
 
 def validation(run: Run) -> list[Panel]:
     """Returns each task's held-out NLL, from the right latents and from another text's; of pairs their rewards."""
-    held_out = _line(run, "validation/loss", "loss")
+    held_out = read_line(run, "validation/loss", "loss")
     pairs = _of_pairs(run, "validation")
-    return _drawable([*_by_task(run, "validation"), *([Panel("", "loss", [held_out], False)] if pairs else []), *pairs])
+    return keep_drawable(
+        [*_by_task(run, "validation"), *([Panel("", "loss", [held_out], False)] if pairs else []), *pairs]
+    )
 
 
 def borders(run: Run) -> list[tuple[str, int]]:
@@ -65,7 +67,9 @@ def _by_task(run: Run, phase: str) -> list[Panel]:
     tasks: dict[str, list[Line]] = {match["task"]: [] for match in found if match["task"]}
     for match in sorted(found, key=lambda match: (readers.index(match["reader"]), bool(match["other"]))):
         label = match["reader"] + (", another text's latents" if match["other"] else "")
-        line = _line(run, match[0], label, colour=readers.index(match["reader"]), style="--" if match["other"] else "-")
+        line = read_line(
+            run, match[0], label, colour=readers.index(match["reader"]), style="--" if match["other"] else "-"
+        )
         tasks.setdefault(match["task"] or "answer", []).append(line)
     return [Panel(task, "NLL, nats a token", lines, True) for task, lines in tasks.items()]
 
@@ -76,7 +80,7 @@ def _of_pairs(run: Run, phase: str) -> list[Panel]:
         Panel(
             title,
             unit,
-            [_line(run, f"{phase}/{name}", name.partition("/")[2], colour=i) for i, name in enumerate(names)],
+            [read_line(run, f"{phase}/{name}", name.partition("/")[2], colour=i) for i, name in enumerate(names)],
             False,
         )
         for (title, unit), names in PREFERENCE.items()
@@ -84,7 +88,8 @@ def _of_pairs(run: Run, phase: str) -> list[Panel]:
     ]
 
 
-def _line(run: Run, key: str, label: str, *, colour: int | None = None, style: str = "-") -> Line:
+def read_line(run: Run, key: str, label: str, *, colour: int | None = None, style: str = "-") -> Line:
+    """Returns one logged value over the steps, joined to at most MOST points."""
     told = [(row["step"], to_number(row[key])) for row in run.metrics if key in row]
     count = _joined(len(told))
     steps, values = _join([step for step, _ in told], count), _join([value for _, value in told], count)
@@ -101,7 +106,7 @@ def _join(values: Sequence[float], count: int) -> list[float]:
     return [float(np.mean(group)) if np.isfinite(group).all() else math.nan for group in groups]
 
 
-def _drawable(panels: Iterable[Panel]) -> list[Panel]:
+def keep_drawable(panels: Iterable[Panel]) -> list[Panel]:
     """Returns the panels without lines that have no point; logarithmic only where that shows more than a decade."""
     found: list[Panel] = []
     for panel in panels:

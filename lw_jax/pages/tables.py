@@ -48,6 +48,8 @@ class Table:
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
+    muted: frozenset[int] = frozenset()  # rows of what was not measured
+    words: frozenset[int] = frozenset()  # columns after the first that hold words
 
 
 @dataclasses.dataclass(frozen=True)
