@@ -222,7 +222,9 @@ def beginning(params: Tree, cfg: TTTConfig, batch: int, dtype: jax.typing.DTypeL
     )
 
 
-def decode(params: Tree, cfg: TTTConfig, ids: Int[Array, " b"], cache: Cache, *, mode: Mode = MODE) -> tuple[jax.Array, Cache]:
+def decode(
+    params: Tree, cfg: TTTConfig, ids: Int[Array, " b"], cache: Cache, *, mode: Mode = MODE
+) -> tuple[jax.Array, Cache]:
     """Reads one more token of each row, in the primal form; returns (hidden [b d], cache)."""
     x = jnp.take(params["embed"], ids, axis=0).astype(mode.dtype)
 
