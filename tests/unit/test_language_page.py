@@ -48,15 +48,15 @@ def row_of(kind: str, name: str, devices: int, rate: float | None, **changes: An
     return told | changes
 
 
-def write_run(folder: Path, *, rows: list[dict[str, Any]] | None = None, **changes: Any) -> Path:
+def write_run(folder: Path, *, rows: list[dict[str, Any]] | None = None, changes: dict[str, Any] | None = None) -> Path:
     values = base.get_config("ttt")
-    changes = {
+    own = {
         "ttt.length": LENGTH,
         "train.global_batch": BATCH,
         "train.steps": STEPS,
         "optim.warmup_steps": 3,
-    } | changes
-    values.update_from_flattened_dict(changes)
+    }
+    values.update_from_flattened_dict(own | (changes or {}))
     cfg = config.build(values)
     workdir.write_workdir(folder, cfg=cfg, base=base.get_config("ttt").to_dict(), command=COMMAND)
     write_lines(folder / "metrics.jsonl", metrics())
@@ -110,6 +110,12 @@ def test_verdict_that_is_not_below_both_promises_nothing(value: Any, told: str, 
     write_lines(folder / "metrics.jsonl", rows)
     found = language.verdict(records.read(folder))
     assert found.key == "none" and told in found.words
+
+
+def test_rows_of_the_table_that_are_no_token_are_no_parameters(tmp_path: Path) -> None:
+    run = records.read(write_run(tmp_path / "run", changes={"ttt.vocab": 8, "ttt.width": 7}))
+    assert language.parameters(run) == 120 - (10 - 8) * 7
+    assert "106 parameters" in language.describe(run)
 
 
 def test_positions_are_in_their_order_with_perplexities(tmp_path: Path) -> None:
@@ -167,6 +173,7 @@ def test_folder_before_its_first_step_tells_every_command(tmp_path: Path) -> Non
     assert told.count("python run.py --config 'my own.py' --config.train.steps=70") == 5
     make = f"python benchmarks/scaling.py --config 'my own.py' --config.train.steps=70 --workdir {folder}"
     assert f"{make} --measured" in told and f"{make} --planned h100x8" in told
+    assert language.parameters(records.read(folder)) == 0
     assert cells_of(page)[-2] == claims.notes()[-1].stated
 
 
@@ -196,7 +203,7 @@ def test_planned_rows_are_muted_and_what_was_not_measured_is_told(tmp_path: Path
 
 
 def test_measured_rows_stand_first_each_kind_against_its_own_single_device(tmp_path: Path) -> None:
-    rows = [row_of("planned", "strong", count, 1000.0 * count) for count in (1, 2)]
+    rows = [row_of("planned", "strong", count, 1000.0 * count, target="cpu") for count in (1, 2)]
     rows += [row_of("measured", "strong", count, rate) for count, rate in ((2, 60.0), (1, 50.0))]
     rows += [row_of("measured", "batch", 1, 50.0, mfu=0.125), row_of("planned", "length", 8, None, obstacle=HOSTILE)]
     run = records.read(write_run(tmp_path / "run", rows=rows))
@@ -214,7 +221,7 @@ def test_measured_rows_stand_first_each_kind_against_its_own_single_device(tmp_p
 
 def test_hostile_text_never_becomes_an_element(tmp_path: Path) -> None:
     rows = [row_of("measured", "weak", 1, 3.0, target=HOSTILE, config=HOSTILE)]
-    folder = write_run(tmp_path / "run", rows=rows, **{"ttt.tokenizer": HOSTILE})
+    folder = write_run(tmp_path / "run", rows=rows, changes={"ttt.tokenizer": HOSTILE})
     (folder / "command.txt").write_text(f"run.py --config '{HOSTILE}'", "utf-8")
     page = page_of(folder)
     assert not page.faults and not page.open and "script" not in page.tags

@@ -110,9 +110,9 @@ def test_every_step_is_measured_once_and_held_against_the_ceiling(cfg):
 
 
 def test_rows_of_the_same_kind_scaling_and_card_are_replaced_and_all_others_stay(tmp_path):
-    old = [dict(zip(scaling.KEY, key.split(), strict=True)) | {"old": True} for key in KEYS]
+    old: list[scaling.Row] = [dict(zip(scaling.KEY, key.split(), strict=True)) | {"old": True} for key in KEYS]
     scaling.write(tmp_path / "run", old)
-    new = dict(zip(scaling.KEY, KEYS[1].split(), strict=True))
+    new: scaling.Row = dict(zip(scaling.KEY, KEYS[1].split(), strict=True))
     scaling.write(tmp_path / "run", [new])
     assert json.loads((tmp_path / "run" / "scaling.json").read_text("utf-8")) == [old[0], old[2], old[3], new]
 
