@@ -32,6 +32,7 @@ def notes() -> list[Note]:
     loss, uniform = statistics.mean(LOSSES) * LOGGING, math.log(VOCABULARY)
     apart = (max(RATES) - min(RATES)) / 2 / mean
     gain, more = TOTAL / OF_TWO, CARDS // 2
+    times = LONGEST // LENGTH
     used = 6 * PARAMETERS * mean / BF16
     return [
         Note(
@@ -51,7 +52,7 @@ def notes() -> list[Note]:
         Note(
             "memory falls quadratically with shorter text",
             f"It is linear: the state of a TTT layer has one size at every length, and activations grow with the "
-            f"tokens ({LONGEST:,} tokens take {LONGEST // LENGTH} times those of {LENGTH}, not {(LONGEST // LENGTH) ** 2}).",
+            f"tokens ({LONGEST:,} tokens take {times} times those of {LENGTH}, not {times**2}).",
         ),
         Note(
             f"load varies by ±{VARIANCE} %",

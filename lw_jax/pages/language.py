@@ -43,10 +43,17 @@ class Stretch:
 
 def describe(run: Run) -> str:
     """Returns the model in words."""
-    spec, count = run.cfg.ttt, _values(run, "trainable/")
-    words = f"TTT-{spec.inner.capitalize() if spec.inner == 'linear' else 'MLP'}, {spec.backbone} backbone, "
+    spec, count = run.cfg.ttt, parameters(run)
+    words = f"TTT-{'Linear' if spec.inner == 'linear' else 'MLP'}, {spec.backbone} backbone, "
     words += f"{spec.layers} layers of {spec.width}, {spec.heads} heads, windows of {window(run):,} tokens"
     return words + (f", {count:,} parameters" if count else "")
+
+
+def parameters(run: Run) -> int:
+    """Returns how many values were trained, without the table's rows that are no token; 0 before a checkpoint."""
+    spec, table = run.cfg.ttt, run.leaves.get("trainable/embed")
+    spare = max(0, table[0][0] - spec.vocab) if table and spec.vocab else 0
+    return _values(run, "trainable/") - spare * spec.width
 
 
 def window(run: Run) -> int:

@@ -20,7 +20,7 @@ ALWAYS = ("weak", "strong", "length")  # told as missing where there are none
 CARDS = "h100x8"  # that the missing rows are planned for
 HEAD = {  # heading -> whether it holds words
     **{"kind": True, "card": True, "devices": False, "window": False, "batch": False, "micro x acc.": False},
-    **{"recomputed": True, "s/step": False, "tokens/s": False, "a device": False, "efficiency": False, "MFU": False},
+    **{"remat": True, "s/step": False, "tokens/s": False, "a device": False, "efficiency": False, "MFU": False},
     **{"weights": False, "optimizer": False, "activations": False, "peak": False, "bytes from": True},
 }
 
@@ -66,8 +66,8 @@ def command(run: Run, *flags: str) -> str:
 
 
 def configurations(run: Run) -> str:
-    """Returns which configurations the rows are of, with their sizes."""
-    found = dict.fromkeys(f"{row['config']} ({row['parameters']:,} parameters)" for row in run.scaling)
+    """Returns which configurations the rows are of, with their sizes; a table's rows that are no token are in them."""
+    found = dict.fromkeys(f"{row['config']} ({row['parameters']:,} trained values)" for row in run.scaling)
     return ", ".join(found)
 
 

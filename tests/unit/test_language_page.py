@@ -1,0 +1,265 @@
+"""The page of a language model's run, from folders that the test writes: lw_jax/pages/{language,scaling,claims}.py."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import base
+from lw_jax import report, workdir
+from lw_jax.core import config
+from lw_jax.core.errors import UserError
+from lw_jax.pages import claims, language, records, scaling
+from tests.conftest import ROOT
+from tests.unit.test_report import HOSTILE, Reader, page_of, write_lines
+
+LENGTH, BATCH, STEPS = 24, 40, 70
+LOSS, UNIGRAM, BIGRAM = 2.5, 3.25, 2.75
+COMMAND = ["run.py", "--config", "my own.py", "--config.train.steps=70"]
+POSITIONS = {"9-16": 2.0, "1-1": 4.0, "17-24": 1.5, "2-2": 3.5, "3-4": 3.0, "5-8": 2.5}
+
+
+def metrics() -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = []
+    for step in range(10, STEPS + 1, 10):
+        row = {"step": step, "train/loss": 50 / step, "train/learning_rate": 1e-4 * step}
+        rows.append(row | {"train/seconds_per_step": 1 / step, "train/tokens_per_second": 100.0 * step})
+    for step in (35, STEPS):
+        row = {"step": step, "validation/loss": LOSS if step == STEPS else 9.0, "validation/nll/lm": LOSS}
+        row |= {"validation/nll/unigram": UNIGRAM, "validation/nll/bigram": BIGRAM}
+        row |= {f"validation/inner/{name}": 3.0 + i for i, name in enumerate(language.INNER)}
+        rows.append(row | {f"validation/detail/position/{name}": value for name, value in POSITIONS.items()})
+    return rows
+
+
+def row_of(kind: str, name: str, devices: int, rate: float | None, **changes: Any) -> dict[str, Any]:
+    told: dict[str, Any] = {"kind": kind, "scaling": name, "target": "h100" if kind == "planned" else "cpu"}
+    told |= {"devices": devices, "length": LENGTH, "global_batch": BATCH, "micro_batch": 5, "accumulation": 2}
+    told |= {"remat": "none", "tokens_per_second": rate, "step_seconds": rate and BATCH * LENGTH / rate}
+    told |= {"peak_bytes": 7e9, "weights_bytes": 1e9, "optimizer_bytes": 2e9, "activation_bytes": 4e9, "obstacle": None}
+    told |= {"peak_from": "compiled", "parameters": 120, "config": "configs/ttt_smoke.py", "mfu": None}
+    if kind == "measured":
+        told |= {
+            "step_seconds_least": 0.9 * BATCH * LENGTH / (rate or 1),
+            "step_seconds_most": BATCH * LENGTH / (rate or 1),
+        }
+    return told | changes
+
+
+def write_run(folder: Path, *, rows: list[dict[str, Any]] | None = None, changes: dict[str, Any] | None = None) -> Path:
+    values = base.get_config("ttt")
+    own = {
+        "ttt.length": LENGTH,
+        "train.global_batch": BATCH,
+        "train.steps": STEPS,
+        "optim.warmup_steps": 3,
+    }
+    values.update_from_flattened_dict(own | (changes or {}))
+    cfg = config.build(values)
+    workdir.write_workdir(folder, cfg=cfg, base=base.get_config("ttt").to_dict(), command=COMMAND)
+    write_lines(folder / "metrics.jsonl", metrics())
+    leaves = {"trainable/embed": [[10, 7], "float32"], "trainable/norm": [[50], "bfloat16"], "step": [[], "int32"]}
+    leaves |= {"opt_state/mu": [[10, 7], "float32"], "opt_state/on": [[3], "bool"]}
+    for step, found in ((9, {}), (70, leaves)):
+        saved = folder / "checkpoints" / str(step)
+        saved.mkdir(parents=True, exist_ok=True)
+        (saved / "record.json").write_text(json.dumps({"record": {"leaves": found}}), "utf-8")
+    if rows is not None:
+        (folder / "scaling.json").write_text(json.dumps(rows), "utf-8")
+    return folder
+
+
+def cells_of(page: Reader) -> list[str]:
+    return [text for tag, text in page.texts if tag == "td"]
+
+
+def classes_of(page: Reader, tag: str) -> list[str]:
+    return [value for at, name, value in page.attributes if (at, name) == (tag, "class")]
+
+
+def test_page_has_its_own_sections_in_order(tmp_path: Path) -> None:
+    page = page_of(write_run(tmp_path / "mine"))
+    assert not page.faults and not page.open
+    sections = ["Curves", *language.SECTIONS.values(), "How it was made"]
+    assert [text for tag, text in page.texts if tag == "h2"] == sections
+    ids = [value for at, name, value in page.attributes if (at, name) == ("h2", "id")]
+    links = [value for at, name, value in page.attributes if (at, name) == ("a", "href")]
+    assert links == [f"#{one}" for one in ids]
+    drawn = page.text("text")
+    for words in ("learning rate", "tokens/s", "held-out loss", "unigram", "bigram", "after it", "perplexity"):
+        assert words in drawn
+    assert "TTT-Linear, transformer backbone" in page.text("p") and "120 parameters" in page.text("p")
+
+
+def test_verdict_is_the_last_loss_beside_counting_words(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    found = language.verdict(records.read(folder))
+    assert found.key == "carries" and found.words == (
+        f"step 70: held-out loss 2.500 nats a token, perplexity {math.exp(LOSS):.2f}; the same text by unigram 3.250, "
+        "by bigram 2.750: below both"
+    )
+
+
+@pytest.mark.parametrize(("value", "told"), [(2.8, "not below"), ("nan", "loss unknown nats"), (900.0, "unknown;")])
+def test_verdict_that_is_not_below_both_promises_nothing(value: Any, told: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    rows = metrics()
+    rows[-1] |= {"validation/loss": value}
+    write_lines(folder / "metrics.jsonl", rows)
+    found = language.verdict(records.read(folder))
+    assert found.key == "none" and told in found.words
+
+
+def test_rows_of_the_table_that_are_no_token_are_no_parameters(tmp_path: Path) -> None:
+    run = records.read(write_run(tmp_path / "run", changes={"ttt.vocab": 8, "ttt.width": 7}))
+    assert language.parameters(run) == 120 - (10 - 8) * 7
+    assert "106 parameters" in language.describe(run)
+
+
+def test_positions_are_in_their_order_with_perplexities(tmp_path: Path) -> None:
+    cells = cells_of(page_of(write_run(tmp_path / "run")))
+    start = cells.index("1")
+    assert cells[start : start + 8] == ["1", "1", "4.000", "54.60", "2", "1", "3.500", "33.12"]
+    last = cells.index("17-24")
+    assert cells[last - 4 : last + 4] == ["9-16", "8", "2.000", "7.39", "17-24", "8", "1.500", "4.48"]
+
+
+def test_speed_is_the_median_of_the_log_together_and_a_device(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    page = page_of(folder)
+    cells = cells_of(page)
+    start = cells.index("tokens/s, all devices")
+    assert cells[start : start + 5] == ["tokens/s, all devices", "4,000", "2,500 .. 5,500", "1,000 .. 7,000", "7"]
+    assert f"{BATCH} windows x {LENGTH} tokens = {BATCH * LENGTH} tokens a step" in page.text("p")
+    assert "not recorded" in page.text("p") and "Not measured on this machine" in page.text("p")
+    row = {"time": 1.0, "seconds": 9.0, "samples": 3}
+    uses = {"gpu0": 0.45, "gpu1": 0.5, "gpu2": 0.55, "gpu3": 0.5}
+    rows = [row | {"device": name, "utilisation": use, "peak_bytes": 6e9} for name, use in uses.items()]
+    write_lines(folder / "devices.jsonl", [*rows, rows[0] | {"samples": 1, "utilisation": 0.65}])
+    page = page_of(folder)
+    assert "1,000" == cells_of(page)[cells_of(page).index("tokens/s a device, of 4") + 1]
+    assert "Utilisation of 4 devices: 50.0% .. 55.0%, ±4.9% about their mean." in page.text("p")
+    assert cells_of(page)[cells_of(page).index("peak") + 1] == "6.00 GB"
+
+
+def test_memory_is_of_the_newest_checkpoint_and_of_the_step_that_is_this_runs(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    table = language.memory(records.read(folder))
+    assert table and [row[:2] for row in table.rows] == [("weights", "0.00 MB"), ("optimizer", "0.00 MB")]
+    assert language._bytes(records.read(folder), "trainable/") == 4 * 70 + 2 * 50
+    assert language._bytes(records.read(folder), "opt_state/") == 4 * 70 + 3
+    other = [row_of("measured", "weak", 1, 5.0, **change) for change in ({"length": 48}, {"parameters": 9})]
+    rows = [*other, row_of("planned", "strong", 1, 9.0, peak_bytes=8e9)]
+    page = page_of(write_run(folder, rows=rows))
+    start = cells_of(page).index("peak")
+    assert cells_of(page)[start : start + 3] == ["peak", "8.00 GB", "planned, 1 x h100, compiled"]
+    rows.append(row_of("measured", "strong", 2, 9.0, peak_bytes=5e9))
+    page = page_of(write_run(folder, rows=rows))
+    start = cells_of(page).index("peak")
+    assert cells_of(page)[start : start + 3] == ["peak", "5.00 GB", "measured, 2 x cpu, compiled"]
+
+
+def test_folder_before_its_first_step_tells_every_command(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "metrics.jsonl").unlink()
+    for step in ("9", "70"):
+        (folder / "checkpoints" / step / "record.json").unlink()
+    page = page_of(folder)
+    assert not page.faults and not page.open and "svg" not in page.tags
+    assert "nothing held out was measured yet" in page.text("li")
+    told = page.text("code")
+    assert told.count("python run.py --config 'my own.py' --config.train.steps=70") == 5
+    make = f"python benchmarks/scaling.py --config 'my own.py' --config.train.steps=70 --workdir {folder}"
+    assert f"{make} --measured" in told and f"{make} --planned h100x8" in told
+    assert language.parameters(records.read(folder)) == 0
+    assert cells_of(page)[-2] == claims.notes()[-1].stated
+
+
+def test_log_that_is_no_number_is_left_out_and_counted(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    rows = metrics()
+    rows[2] |= {"train/loss": "nan", "train/tokens_per_second": "inf"}
+    rows[-1] |= {"validation/nll/bigram": None, "validation/detail/position/2-2": "nan"}
+    write_lines(folder / "metrics.jsonl", rows)
+    page = page_of(folder)
+    assert not page.faults and "4 logged values are no finite numbers" in page.text("figcaption")
+    cells = cells_of(page)
+    assert cells[cells.index("tokens/s, all devices") + 4] == "6" and "nan" not in " ".join(cells).lower()
+    assert cells[cells.index("2") : cells.index("2") + 4] == ["2", "1", "unknown", "unknown"]
+    assert "by bigram unknown: below it" in page.text("li")
+
+
+def test_planned_rows_are_muted_and_what_was_not_measured_is_told(tmp_path: Path) -> None:
+    rows = [row_of("planned", "weak", count, 100.0 * count**0.5) for count in (1, 2, 4)]
+    page = page_of(write_run(tmp_path / "run", rows=rows))
+    assert classes_of(page, "tr") == ["planned"] * 3
+    cells = cells_of(page)
+    assert "70.7 %" in cells and "50.0 %" in cells and "100.0 %" in cells
+    text = page.text("p")
+    assert "Not measured yet (weak scaling, strong scaling, lengths of text):" in text
+    assert "Not planned yet (strong scaling, lengths of text):" in text and "virtual" not in text
+
+
+def test_measured_rows_stand_first_each_kind_against_its_own_single_device(tmp_path: Path) -> None:
+    rows = [row_of("planned", "strong", count, 1000.0 * count, target="cpu") for count in (1, 2)]
+    rows += [row_of("measured", "strong", count, rate) for count, rate in ((2, 60.0), (1, 50.0))]
+    rows += [row_of("measured", "batch", 1, 50.0, mfu=0.125), row_of("planned", "length", 8, None, obstacle=HOSTILE)]
+    run = records.read(write_run(tmp_path / "run", rows=rows))
+    (strong, _, batch) = scaling.tables(run)
+    at = list(strong.table.head).index
+    told = [(row[0], row[at("devices")], row[at("efficiency")]) for row in strong.table.rows]
+    assert told[:2] == [("measured", "1", "100.0 %"), ("measured", "2", "60.0 %")]
+    assert told[2:] == [("planned", "1", "100.0 %"), ("planned", "2", "100.0 %")]
+    assert strong.table.muted == {2, 3} and "MFU" not in strong.table.head
+    assert strong.table.rows[0][at("s/step")] == "19.2000 ±5 %"
+    assert batch.table.rows[0][list(batch.table.head).index("MFU")] == "12.5 %"
+    page = page_of(run.workdir)
+    assert "virtual ones that share" in page.text("p") and "script" not in page.tags and HOSTILE in cells_of(page)
+
+
+def test_hostile_text_never_becomes_an_element(tmp_path: Path) -> None:
+    rows = [row_of("measured", "weak", 1, 3.0, target=HOSTILE, config=HOSTILE)]
+    folder = write_run(tmp_path / "run", rows=rows, changes={"ttt.tokenizer": HOSTILE})
+    (folder / "command.txt").write_text(f"run.py --config '{HOSTILE}'", "utf-8")
+    page = page_of(folder)
+    assert not page.faults and not page.open and "script" not in page.tags
+    assert HOSTILE in cells_of(page) and HOSTILE in page.text("code")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "rule"),
+    [
+        ("scaling.json", "{}", "scaling.json: it is no list"),
+        ("scaling.json", '[{"kind": "planned"}]', "scaling.json: row 1: 'scaling' is missing"),
+        ("checkpoints/70/record.json", '{"record": {}}', "record.json: 'leaves' is missing"),
+    ],
+)
+def test_damaged_file_is_named(name: str, text: str, rule: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / name).write_text(text, "utf-8")
+    with pytest.raises(UserError, match=rule):
+        report.render(records.read(folder))
+
+
+def test_the_originals_errors_follow_from_its_own_figures() -> None:
+    told = {note.stated: note.right for note in claims.notes()}
+    assert sum(claims.RATES) == claims.TOTAL and len(claims.RATES) == len(claims.LOSSES) == claims.CARDS
+    expected = {
+        "initial loss 0.549": ("10.98", "10.82"),
+        "effective batch of 2,048 tokens": ("16,384", "2,048"),
+        "7.5 seconds a step": ("1.05 s", "2,185"),
+        "memory falls quadratically with shorter text": ("linear", "8 times"),
+        "load varies by ±6 %": ("±3.3 %",),
+        "90 % scaling efficiency": ("3.62 of 4", "90.5 %"),
+        "throughput A+": ("1.45 TFLOP/s", "0.147 %"),
+    }
+    for stated, figures in expected.items():
+        assert all(figure in told[stated] for figure in figures), stated
+
+
+def test_the_page_in_docs_says_what_the_report_says() -> None:
+    text = " ".join((ROOT / "docs" / "ttt.md").read_text("utf-8").split())
+    for note in claims.notes():
+        assert f"| {note.stated} | {note.right} |" in text

@@ -1,0 +1,151 @@
+"""benchmarks/scaling.py plans and measures steps over devices and lengths; here small, on virtual CPU devices."""
+
+import dataclasses
+import json
+
+import pytest
+
+from benchmarks import scaling
+from benchmarks.scaling import Point
+from lw_jax.core import platform
+from lw_jax.core.errors import UserError
+from lw_jax.pages import records
+
+LENGTH, BATCH = 32, 16
+SIZES = {"layers": "1", "width": "24", "heads": "3", "ffn": "40", "length": str(LENGTH), "unroll": "1"}
+CHANGES = {f"ttt.{name}": value for name, value in SIZES.items()} | {"train.global_batch": str(BATCH)}
+WORDS = [f"--config.{path}={value}" for path, value in CHANGES.items()]
+
+
+@pytest.fixture(scope="module")
+def cfg():
+    return scaling._load("configs/ttt_smoke.py", CHANGES)
+
+
+@pytest.fixture(scope="module")
+def planned(cfg):
+    return scaling.plan_all(cfg, "h100x8", lengths=(LENGTH, 2 * LENGTH), estimate=True)
+
+
+def measured_row(cfg, point, seconds):
+    return scaling._row(cfg, point, "measured", "card") | scaling._pace(point, "tokens", seconds) | {"mfu": 0.25}
+
+
+def test_weak_keeps_a_devices_batch_strong_the_whole_one_and_length_the_tokens():
+    told = {"unit": "tokens", "length": 48, "global_batch": 40}
+    found = scaling.points(told, 6, (16, 96))
+    assert found == [
+        *(Point("weak", count, 48, 5 * count) for count in (1, 2, 4)),
+        *(Point("strong", count, 48, 40) for count in (1, 2, 4)),
+        *(Point("length", 4, 16, 120), Point("length", 4, 96, 20)),
+    ]
+    assert {point.scaling for point in scaling.points(told | {"unit": "examples"}, 6, (16,))} == {"weak", "strong"}
+
+
+@pytest.mark.parametrize(
+    ("change", "lengths", "rule"),
+    [({"global_batch": 12}, (48,), "multiple of 8"), ({}, (36,), "no equal number of windows for 8")],
+)
+def test_batch_or_length_that_cannot_be_divided_is_refused(change, lengths, rule):
+    with pytest.raises(UserError, match=rule):
+        scaling.points({"unit": "tokens", "length": 48, "global_batch": 40} | change, 8, lengths)
+
+
+def test_planned_rows_hold_the_batch_that_their_scaling_names(planned):
+    assert all(set(records.SCALING) - {"config"} <= row.keys() for row in planned)
+    told = [(row["scaling"], row["devices"], row["length"], row["global_batch"]) for row in planned]
+    assert told[:4] == [("weak", n, LENGTH, 2 * n) for n in (1, 2, 4, 8)]
+    assert told[4:8] == [("strong", n, LENGTH, BATCH) for n in (1, 2, 4, 8)]
+    assert told[8:] == [("length", 8, LENGTH, BATCH), ("length", 8, 2 * LENGTH, BATCH // 2)]
+    assert {(row["kind"], row["target"], row["peak_from"]) for row in planned} == {("planned", "h100", "arithmetic")}
+    for row in planned:
+        assert row["micro_batch"] * row["accumulation"] * row["devices"] == row["global_batch"]
+        assert row["tokens_per_second"] == pytest.approx(row["global_batch"] * row["length"] / row["step_seconds"])
+        assert row["weights_bytes"] == 4 * row["parameters"] and row["strategy"] == "replicate"
+    weak = [row["tokens_per_second"] for row in planned if row["scaling"] == "weak"]
+    assert weak[1] < weak[2] < weak[3] < 8 * weak[0]  # gradients are exchanged
+    peaks = {row["devices"]: row["peak_bytes"] for row in planned if row["scaling"] == "strong"}
+    assert peaks[8] < peaks[1]
+
+
+def test_plan_that_fits_nowhere_is_a_row_that_says_so(cfg):
+    small = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, memory_gb=1e-6))
+    row = scaling.plan_one(small, Point("weak", 1, LENGTH, 2), "h100", estimate=True)
+    assert "weights and optimizer alone take" in row["obstacle"] and row["peak_bytes"] is None
+    assert "weights and optimizer alone take" in scaling.table([row | {"micro_batch": 0}])
+
+
+def test_step_on_two_devices_is_timed_and_counted(cfg):
+    row = scaling.measure(cfg, Point("strong", 2, LENGTH, BATCH), steps=3)
+    assert (row["kind"], row["target"], row["peak_from"], row["steps"]) == ("measured", "cpu", "compiled", 3)
+    assert (row["micro_batch"], row["accumulation"], row["remat"]) == (BATCH // 2, 1, "none")
+    assert 0 < row["step_seconds_least"] <= row["step_seconds"] <= row["step_seconds_most"]
+    assert row["tokens_per_second"] == pytest.approx(BATCH * LENGTH / row["step_seconds"])
+    assert row["weights_bytes"] == 4 * row["parameters"] and row["optimizer_bytes"] >= 2 * row["weights_bytes"]
+    assert row["peak_bytes"] > row["weights_bytes"] + row["optimizer_bytes"] and row["activation_bytes"] > 0
+    assert row["collective_bytes"] > 0 and row["mfu"] is None
+
+
+def test_arithmetic_of_a_step_counts_nothing_twice(cfg):
+    point = Point("weak", 1, LENGTH, 2)
+    compute, text = dataclasses.replace(cfg.compute, remat="full"), dataclasses.replace(cfg.ttt, loss_chunk=LENGTH)
+    assert scaling.flops(dataclasses.replace(cfg, compute=compute, ttt=text), point) == scaling.flops(cfg, point)
+    assert scaling.flops(cfg, dataclasses.replace(point, global_batch=6)) == 3 * scaling.flops(cfg, point)
+
+
+def test_every_step_is_measured_once_and_held_against_the_ceiling(cfg):
+    asked = []
+
+    def ask(only):
+        asked.append(only)
+        if only == "here":
+            return scaling.outline(cfg) | {"devices": 2, "matmul": 0.5}
+        return measured_row(cfg, scaling._point(only), 0.5)
+
+    rows = scaling.measure_all(ask, lengths=(LENGTH,), batches=(3, 5))
+    assert [row["scaling"] for row in rows] == ["weak"] * 2 + ["strong"] * 2 + ["length"] + ["batch"] * 2
+    assert len(asked) == 1 + 6 and len(set(asked)) == 7  # the length's step is strong scaling's
+    assert [(row["devices"], row["global_batch"], row["micro_batch"]) for row in rows[-2:]] == [(1, 3, 3), (1, 5, 5)]
+    assert {row["of_matmul"] for row in rows} == {0.5}
+
+
+def test_rows_of_the_same_kind_scaling_and_card_are_replaced_and_all_others_stay(tmp_path):
+    old: list[scaling.Row] = [dict(zip(scaling.KEY, key.split(), strict=True)) | {"old": True} for key in KEYS]
+    scaling.write(tmp_path / "run", old)
+    new: scaling.Row = dict(zip(scaling.KEY, KEYS[1].split(), strict=True))
+    scaling.write(tmp_path / "run", [new])
+    assert json.loads((tmp_path / "run" / "scaling.json").read_text("utf-8")) == [old[0], old[2], old[3], new]
+
+
+KEYS = ("planned weak h100", "measured weak h100", "measured strong h100", "measured weak h200")
+
+
+@pytest.mark.parametrize("text", ["[", "[3]", '[{"kind": "planned"}]'])
+def test_damaged_file_is_named_and_kept(text, tmp_path):
+    (tmp_path / "scaling.json").write_text(text, "utf-8")
+    with pytest.raises(UserError, match=r"scaling.json: .*remove it"):
+        scaling.write(tmp_path, [])
+    assert (tmp_path / "scaling.json").read_text("utf-8") == text
+
+
+def test_command_writes_planned_and_measured_rows_side_by_side(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(platform, "prepare_compiler", lambda **_: None)
+    monkeypatch.setattr(platform, "reserve_memory", lambda: None)
+    monkeypatch.setattr(scaling, "points", lambda told, devices, lengths: [Point("weak", 2, told["length"], 4)])
+
+    def child(words):
+        capsys.readouterr()
+        assert scaling.main(words) == 0
+        return json.loads(capsys.readouterr().out.splitlines()[-1])
+
+    monkeypatch.setattr(scaling, "_child", child)
+    common = ["--config", "configs/ttt_smoke.py", *WORDS, "--workdir", str(tmp_path), "--steps", "2"]
+    assert scaling.main([*common, "--planned", "h100x2", "--estimate"]) == 0
+    assert "planned, h100" in capsys.readouterr().out
+    assert scaling.main([*common, "--measured"]) == 0
+    assert "measured, cpu" in capsys.readouterr().out
+    rows = json.loads((tmp_path / "scaling.json").read_text("utf-8"))
+    assert [(row["kind"], row["devices"], row["config"]) for row in rows] == [
+        ("planned", 2, "configs/ttt_smoke.py"),
+        ("measured", 2, "configs/ttt_smoke.py"),
+    ]
