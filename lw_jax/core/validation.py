@@ -267,6 +267,8 @@ def _check_ttt(cfg: Config) -> None:
         _refuse("ttt.held_out", spec.held_out, "it is a share: below 1.")
     if not spec.held_out and not cfg.data.validation:
         _refuse("ttt.held_out", 0.0, "nothing is held out; give a share, or a source as data.validation.")
+    if cfg.data.train == cfg.data.validation:  # of a hub's data set too: both would be its split "train"
+        _refuse("data.validation", cfg.data.validation, "it is the training text; leave it empty, or name another one.")
     if spec.tokenizer == "bytes" and spec.vocab not in (0, BYTES):
         _refuse("ttt.vocab", spec.vocab, f"the tokenizer 'bytes' has {BYTES} tokens; leave it 0.")
     if cfg.mesh.placement not in TTT_PLACEMENTS:

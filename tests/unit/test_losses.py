@@ -193,3 +193,41 @@ def test_sum_of_a_batch_is_the_sum_over_its_parts(case, name):
     parts = [getattr(losses, name)(*(x[rows] for x in arguments), **more) for rows in (slice(0, 1), slice(1, 3))]
     for number in range(2):
         assert float(whole[number]) == pytest.approx(float(parts[0][number] + parts[1][number]), rel=SAME)
+
+
+def test_masked_columns_have_no_part_in_the_loss_or_its_gradient(case):
+    logits, _, targets, weights = case
+    wide = jnp.concatenate([logits, jnp.full((B, T, 4), -jnp.inf)], axis=2)
+    np.testing.assert_allclose(losses.token_nll(wide, targets), losses.token_nll(logits, targets), rtol=SAME)
+    gradient = jax.grad(lambda x: losses.nll(x, targets, weights)[0])
+    assert not np.any(gradient(wide)[:, :, V:])
+    np.testing.assert_allclose(gradient(wide)[:, :, :V], gradient(logits), atol=SAME)
+
+
+def test_gradient_of_the_loss_is_softmax_minus_the_target(case):
+    logits, _, targets, weights = case
+    wanted = (np.exp(log_softmax(logits)) - np.eye(V)[np.asarray(targets)]) * np.asarray(weights)[:, :, None]
+    found = jax.grad(lambda x: losses.nll(x, targets, weights)[0])(logits)
+    np.testing.assert_allclose(found, wanted, atol=SAME)
+
+
+@pytest.mark.parametrize("chunk", [0, 1, 2, 5, 9])
+def test_rows_beyond_the_vocabulary_are_no_token_in_any_chunk(case, chunk):
+    rng = np.random.default_rng(4)
+    hidden, table = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((B, T, 6), (V + 4, 6)))
+    targets = case[2]
+
+    def total(hidden, table, vocab):
+        logp, _ = losses.chunked_logp(hidden, table, targets, chunk=chunk, vocab=vocab)
+        return -logp.sum(), logp
+
+    each = log_softmax(np.asarray(hidden, np.float64) @ np.asarray(table[:V], np.float64).T)
+    each = np.take_along_axis(each, np.asarray(targets)[:, :, None], axis=2)[:, :, 0]
+    (_, logp), found = jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, table, V)
+    np.testing.assert_allclose(logp, each, atol=SAME)
+    (_, _), wanted = jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, table[:V], 0)
+    np.testing.assert_allclose(found[0], wanted[0], atol=SAME)
+    np.testing.assert_allclose(found[1][:V], wanted[1], atol=SAME)
+    assert not np.any(found[1][V:])
+    (_, every), _ = jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, table, 0)
+    assert (np.asarray(every) < np.asarray(logp)).all(), "without the mask they take their share"

@@ -18,6 +18,7 @@ CFG = config.Optim(
     warmup_steps=10,
     end_fraction=0.1,
     weight_decay=0.0,
+    decays="matrices",
     clip_norm=1e9,
     b1=0.9,
     b2=0.99,
@@ -216,3 +217,22 @@ def test_vectors_of_tasks_do_not_decay():
     made = optim.make(replace(weight_decay=0.5), stretches=[Stretch(9)], rates=((".*", 1.0),), abstract=tree)
     updates, _ = made.update(jax.tree.map(jnp.zeros_like, tree), made.init(tree), tree)
     assert not updates["adapters"]["a"]["tasks"].any() and updates["adapters"]["a"]["down"]["kernel"].all()
+
+
+def test_every_leaf_decays_where_all_are_to(params):
+    zero = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = first_update(replace(weight_decay=0.5, decays="all"), params, zero)
+    assert all(np.asarray(update).all() for update in paths(updates).values())
+    assert all(jax.tree.leaves(optim.decays(params, "all")))
+    assert not all(jax.tree.leaves(optim.decays(params)))
+
+
+def test_offsets_of_an_inner_model_do_not_decay_among_matrices():
+    tree = {"layers": {"w1": 0, "b1": 0, "w2": 0, "b2": 0, "token": 0, "rate": 0, "rate_bias": 0}, "tokens": 0}
+    assert optim.decays({"model": tree}) == {
+        "model": {
+            "layers": dict.fromkeys(("w1", "w2", "rate"), True)
+            | dict.fromkeys(("b1", "b2", "token", "rate_bias"), False),
+            "tokens": True,
+        }
+    }

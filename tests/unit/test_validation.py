@@ -32,7 +32,7 @@ GOOD = [
 ]
 
 BAD = [
-    ({"recipe": "ttt"}, "recipe = 'ttt': it comes with a later release"),
+    ({"recipe": "ttt"}, "llms = .*'llama', 'qwen'.*name no reader"),
     ({"recipe": "latentwir"}, "recipe = 'latentwir'.*Did you mean 'latentwire'"),
     ({"llms.llama.weights": "fp8"}, "llms.llama.weights = 'fp8': known are fp32, bf16, int8, nf4, awq."),
     ({"llms.qwen.weights": "fp16"}, "llms.qwen.weights = 'fp16': known are fp32, bf16"),
@@ -147,3 +147,68 @@ def test_every_rule_names_an_existing_key() -> None:
 
 def test_every_recipe_may_be_chosen() -> None:
     assert set(validation.CHOICES["recipe"]) == set(recipes.RECIPES)
+
+
+TEXT = {"recipe": "ttt", "data.train": "docstrings", "data.validation": ""}
+
+GOOD_TEXT = [
+    {},
+    {"ttt.segments": 3},
+    {"ttt.length": 127},
+    {"ttt.form": "full"},
+    {"ttt.vocab": 257},
+    {"ttt.tokenizer": "some/folder", "ttt.vocab": 50257},
+    {"data.validation": "other.txt", "ttt.held_out": 0.0},
+    {"mesh.placement": "fsdp", "mesh.data": 8},
+    {"optim.decays": "all"},
+]
+
+BAD_TEXT = [
+    ({"ttt.width": 90}, "ttt.width = 90: heads need an even width: a multiple of 2 x ttt.heads = 24"),
+    ({"ttt.width": 84}, "ttt.width = 84"),  # heads of width 7
+    ({"ttt.segments": 2, "ttt.length": 127}, "ttt.length = 127: .*a multiple of ttt.chunk = 16"),
+    ({"ttt.segments": 2, "ttt.form": "full"}, "ttt.form = 'full'.*ttt.segments > 1"),
+    ({"ttt.held_out": 1.0}, "ttt.held_out = 1.0: it is a share"),
+    ({"ttt.held_out": 0.0}, "ttt.held_out = 0.0: nothing is held out"),
+    ({"ttt.held_out": -0.1}, "ttt.held_out = -0.1"),
+    ({"ttt.vocab": 256}, "ttt.vocab = 256: the tokenizer 'bytes' has 257"),
+    ({"ttt.vocab": -1}, "ttt.vocab = -1"),
+    ({"mesh.placement": "tensor", "mesh.model": 2}, "mesh.placement = 'tensor': one model that learns"),
+    ({"mesh.placement": "split"}, "mesh.placement = 'split'"),
+    ({"mesh.placement": "hybrid3"}, "mesh.placement = 'hybrid3'"),
+    ({"data.train": "cards"}, "data.train = 'cards': recipe 'ttt' reads texts"),
+    ({"data.validation": "pairs"}, "data.validation = 'pairs': recipe 'ttt' reads texts"),
+    ({"data.train": ""}, "data.train = ''"),
+    ({"data.validation": "docstrings"}, "data.validation = 'docstrings': it is the training"),
+    ({"data.train": "hub:a/b", "data.validation": "hub:a/b"}, "data.validation = 'hub:a/b': it is the training"),
+    ({"ttt.inner": "rnn"}, "ttt.inner = 'rnn': known are linear, mlp"),
+    ({"ttt.backbone": "mamba2"}, "ttt.backbone = 'mamba2'.*Did you mean 'mamba'"),
+    ({"ttt.form": "fast"}, "ttt.form = 'fast'"),
+    ({"optim.decays": "some"}, "optim.decays = 'some': known are matrices, all"),
+    *(
+        ({f"ttt.{name}": 0}, f"ttt.{name} = 0")
+        for name in ("layers", "width", "heads", "ffn", "chunk", "table_multiple", "length", "segments", "unroll")
+    ),
+    ({"ttt.unroll_layers": 0}, "ttt.unroll_layers = 0"),
+    ({"ttt.inner_rate": 0.0}, "ttt.inner_rate = 0.0"),
+    ({"ttt.inner_start": 0.0}, "ttt.inner_start = 0.0"),
+    ({"ttt.loss_chunk": -1}, "ttt.loss_chunk = -1"),
+    ({"ttt.held_out_length": -1}, "ttt.held_out_length = -1"),
+]
+
+
+def _build_text(changes: dict[str, Any]) -> config.Config:
+    values = base.get_config("ttt")
+    values.update_from_flattened_dict(TEXT | changes)
+    return config.build(values)
+
+
+@pytest.mark.parametrize("changes", GOOD_TEXT, ids=str)
+def test_possible_language_model_passes(changes: dict[str, Any]) -> None:
+    validation.validate(_build_text(changes))
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD_TEXT, ids=[str(changes) for changes, _ in BAD_TEXT])
+def test_impossible_language_model_is_refused_by_key_and_value(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=rf"config\.{message}"):
+        validation.validate(_build_text(changes))
