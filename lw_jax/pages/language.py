@@ -120,12 +120,12 @@ def by_position(found: Sequence[Stretch]) -> Table:
 
 def speed(run: Run) -> Table | None:
     """Returns throughput over the run's logged steps, None where none was timed."""
-    tokens, devices = _finite(run, "train/tokens_per_second"), names(run)
+    tokens, devices = _finite(run, "train/tokens_per_second"), device_count(run)
     if not tokens:
         return None
     rows = [("tokens/s, all devices", *_spread(tokens, 0))]
     if devices:
-        rows.append((f"tokens/s a device, of {len(devices)}", *_spread([one / len(devices) for one in tokens], 0)))
+        rows.append((f"tokens/s a device, of {devices}", *_spread([one / devices for one in tokens], 0)))
     rows.append(("seconds a step", *_spread(_finite(run, "train/seconds_per_step"), 4)))
     return Table(("of the logged steps", "median", "middle half", "from .. to", "times logged"), rows)
 
@@ -178,7 +178,7 @@ def memory(run: Run) -> Table | None:
 
 def _alike(run: Run) -> dict[str, Any] | None:
     """Returns the row of scaling.json whose step is this run's; what was measured before what was planned."""
-    batch, devices = run.cfg.train.global_batch, len(names(run))
+    batch, devices = run.cfg.train.global_batch, device_count(run)
     count = _values(run, "trainable/")
     found = [
         row
@@ -191,9 +191,9 @@ def _alike(run: Run) -> dict[str, Any] | None:
     return min(found, key=lambda row: (row["kind"] != "measured", row["devices"]), default=None)
 
 
-def names(run: Run) -> list[str]:
-    """Returns the devices that the run's monitor saw."""
-    return list(dict.fromkeys(row["device"] for row in run.devices))
+def device_count(run: Run) -> int:
+    """Returns how many devices the run was on; 0 where that was not kept."""
+    return int(run.hardware.get("devices", 0)) or len({row["device"] for row in run.devices})
 
 
 def number(value: float, digits: int) -> str:

@@ -35,6 +35,7 @@ class Run:
     predictions: list[dict[str, Any]]
     slots: list[list[float]]
     devices: list[dict[str, Any]]
+    hardware: dict[str, Any]  # what it ran on last, of hardware.json
     scaling: list[dict[str, Any]]  # of benchmarks/scaling.py
     leaves: dict[str, Any]  # path -> (shape, dtype) in the newest checkpoint
     texts: dict[str, str]  # of TEXTS, those that are there
@@ -80,6 +81,7 @@ def read(workdir: Path) -> Run:
         predictions=_read_lines(workdir / "predictions.jsonl", PREDICTION),
         slots=_to_nan(_read_json(workdir / "slots.json", [])),
         devices=[row for path in sorted(workdir.glob("devices*.jsonl")) for row in _read_lines(path, DEVICE)],
+        hardware=_read_json(workdir / "hardware.json", {}),
         scaling=_read_scaling(workdir / "scaling.json"),
         leaves=_read_leaves(workdir / "checkpoints"),
         texts={name: (workdir / name).read_text("utf-8") for name in TEXTS if (workdir / name).exists()},
