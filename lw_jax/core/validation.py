@@ -269,6 +269,11 @@ def _check_ttt(cfg: Config) -> None:
         _refuse("ttt.held_out", 0.0, "nothing is held out; give a share, or a source as data.validation.")
     if cfg.data.train == cfg.data.validation:  # of a hub's data set too: both would be its split "train"
         _refuse("data.validation", cfg.data.validation, "it is the training text; leave it empty, or name another one.")
+    for path, limit in (("train_limit", cfg.data.train_limit), ("validation_limit", cfg.data.validation_limit)):
+        if limit:
+            _refuse(
+                f"data.{path}", limit, "a text has no examples to count; leave it 0 (eval.examples limits windows)."
+            )
     if spec.tokenizer == "bytes" and spec.vocab not in (0, BYTES):
         _refuse("ttt.vocab", spec.vocab, f"the tokenizer 'bytes' has {BYTES} tokens; leave it 0.")
     if cfg.mesh.placement not in TTT_PLACEMENTS:

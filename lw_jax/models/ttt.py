@@ -195,6 +195,7 @@ def forward(  # noqa: PLR0913  (the one entry to the model)
         mode: how to run.
     """
     count = ids.shape[1]
+    assert memory is None or not count % cfg.chunk, "a memory passes on from whole chunks"
     ids = jnp.pad(ids, ((0, 0), (0, -count % cfg.chunk)))
     x = mode.constrain(jnp.take(params["embed"], ids, axis=0).astype(mode.dtype))
     rate = jnp.ones(ids.shape[:1]) if rate is None else rate
