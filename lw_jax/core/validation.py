@@ -263,23 +263,27 @@ def _check_ttt(cfg: Config) -> None:
         _refuse("ttt.length", spec.length, rule)
     if spec.segments > 1 and spec.form == "full":
         _refuse("ttt.form", "full", "it makes no fast weights that could pass on (ttt.segments > 1); use 'scan'.")
-    if spec.held_out >= 1:
-        _refuse("ttt.held_out", spec.held_out, "it is a share: below 1.")
-    if not spec.held_out and not cfg.data.validation:
-        _refuse("ttt.held_out", 0.0, "nothing is held out; give a share, or a source as data.validation.")
-    if cfg.data.train == cfg.data.validation:  # of a hub's data set too: both would be its split "train"
-        _refuse("data.validation", cfg.data.validation, "it is the training text; leave it empty, or name another one.")
-    for path, limit in (("train_limit", cfg.data.train_limit), ("validation_limit", cfg.data.validation_limit)):
-        if limit:
-            _refuse(
-                f"data.{path}", limit, "a text has no examples to count; leave it 0 (eval.examples limits windows)."
-            )
-    if spec.tokenizer == "bytes" and spec.vocab not in (0, BYTES):
-        _refuse("ttt.vocab", spec.vocab, f"the tokenizer 'bytes' has {BYTES} tokens; leave it 0.")
     if cfg.mesh.placement not in TTT_PLACEMENTS:
         rule = f"one model that learns lies on one mesh: {', '.join(TTT_PLACEMENTS)}."
         _refuse("mesh.placement", cfg.mesh.placement, rule)
-    for path, source in (("data.train", cfg.data.train), ("data.validation", cfg.data.validation)):
+    _check_text(cfg)
+
+
+def _check_text(cfg: Config) -> None:
+    """Refuses what a text to learn from cannot be."""
+    spec, data = cfg.ttt, cfg.data
+    if spec.held_out >= 1:
+        _refuse("ttt.held_out", spec.held_out, "it is a share: below 1.")
+    if not spec.held_out and not data.validation:
+        _refuse("ttt.held_out", 0.0, "nothing is held out; give a share, or a source as data.validation.")
+    if data.train == data.validation:  # of a hub's data set too: both would be its split "train"
+        _refuse("data.validation", data.validation, "it is the training text; leave it empty, or name another one.")
+    if spec.tokenizer == "bytes" and spec.vocab not in (0, BYTES):
+        _refuse("ttt.vocab", spec.vocab, f"the tokenizer 'bytes' has {BYTES} tokens; leave it 0.")
+    for path, limit in (("data.train_limit", data.train_limit), ("data.validation_limit", data.validation_limit)):
+        if limit:
+            _refuse(path, limit, "a text has no examples to count; leave it 0 (eval.examples limits windows).")
+    for path, source in (("data.train", data.train), ("data.validation", data.validation)):
         if source in MADE:
             _refuse(path, source, "recipe 'ttt' reads texts: 'docstrings', a file or folder, or hub:NAME[:CONFIG].")
 
