@@ -18,7 +18,7 @@ VERBS = {
     "plan": (
         "lw_jax.plan",
         "says before queueing whether a configuration fits on --target, how, and how long it takes;\n"
-        "          the file's own placement, remat and micro-batch are searched anew, those of flags are kept",
+        "            the file's own placement, remat and micro-batch are searched anew, those of flags are kept",
     ),
     "slurm": (
         "lw_jax.slurm",
@@ -27,13 +27,13 @@ VERBS = {
     "answer": (
         "lw_jax.answer",
         "sends a text through the wire and lets every reader answer; --write keeps the message,\n"
-        "          --message reads one from a file or a pipe",
+        "            --message reads one from a file or a pipe",
     ),
     "report": ("lw_jax.report", "writes one page of what --workdir holds, WORKDIR/report.html; also while it trains"),
     "export": (
         "lw_jax.export",
         "writes what a run has learned: --peft DIR (an adapter) or --merged DIR (a whole model) of preference tuning,\n"
-        "          --model DIR (the authors' layout) of a TTT model",
+        "            --model DIR (the authors' layout) of a TTT model",
     ),
     "generate": ("lw_jax.generate", "continues --prompt TEXT with the TTT model that --workdir has trained"),
     "show": ("lw_jax.show", "prints the resolved configuration and where each value comes from"),
@@ -90,7 +90,7 @@ class _Parser(argparse.ArgumentParser):
 
 def parse(argv: list[str]) -> argparse.Namespace:
     """Returns the words that are not `--config.key=value`; the verb may stand anywhere among them."""
-    verbs = "\n".join(f"  {name:<8}{line}" for name, (_, line) in VERBS.items())
+    verbs = "\n".join(f"  {name:<10}{line}" for name, (_, line) in VERBS.items())
     usage = "python run.py [VERB] --config FILE[:recipe] [--config.section.key=value ...] [--workdir DIR]"
     parser = _Parser(usage=usage, description=f"verbs:\n{verbs}", epilog=EXAMPLES, allow_abbrev=False)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter

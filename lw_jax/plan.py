@@ -221,7 +221,7 @@ def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
         "limit_bytes": room.limit,
         "steps": cfg.train.steps,
         "global_batch": cfg.train.global_batch,
-        "unit": recipes.unit(cfg),
+        "unit": list(recipes.unit(cfg)),
         "hours": chosen["hours"] if chosen else None,
         "host_memory_bytes": _host_bytes(cfg, found),
         "plan_seconds": round(time.monotonic() - started, 1),
