@@ -63,6 +63,14 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ.setdefault("LW_JAX_CACHE", str(tmp_path_factory.mktemp("lw_jax_cache")))
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forgotten_programs() -> Iterator[None]:
+    """Frees a file's compiled programs at its end: those of the whole suite take several GB a process."""
+    yield
+    if "jax" in sys.modules:
+        sys.modules["jax"].clear_caches()
+
+
 @pytest.fixture(autouse=True)
 def _offline(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if not request.node.get_closest_marker("network"):
