@@ -155,10 +155,9 @@ def measure_all(ask: Any, *, lengths: Iterable[int], batches: Iterable[int]) -> 
 
 def outline(cfg: Config) -> Row:
     """Returns the unit of the recipe's examples, how many an example has, and the global batch."""
-    from lw_jax.recipes.base import Counted
+    from lw_jax import recipes
 
-    recipe = _make(cfg)
-    unit, length = recipe.unit if isinstance(recipe, Counted) else ("examples", 1)
+    unit, length = recipes.count(_make(cfg))
     return {"unit": unit, "length": length, "global_batch": cfg.train.global_batch}
 
 
@@ -214,10 +213,8 @@ def at(cfg: Config, point: Point) -> Config:
 def _make(cfg: Config) -> Any:
     """Returns the recipe on one device, without recomputation."""
     from lw_jax import choice, recipes
-    from sharding import placement
 
-    own = choice.with_remat(cfg, "none")
-    return recipes.make(own, placement.place("single", recipes.reader_bytes(own)), outline=True)
+    return recipes.outline(choice.with_remat(cfg, "none"))
 
 
 def plan_one(cfg: Config, point: Point, card: str, *, estimate: bool) -> Row:

@@ -4,7 +4,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from lw_jax import checkpoint, language, peft, recipes, weights
@@ -12,7 +11,6 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.models import lora
 from lw_jax.recipes.dpo import DPO
-from sharding import mesh as meshes
 from sharding import place, placement
 
 FLAGS = {"dpo": ("peft", "merged"), "ttt": ("model",)}  # of each recipe
@@ -34,8 +32,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, folders: Mappi
 
 
 def _export_pairs(cfg: Config, workdir: Path, folders: Mapping[str, Path]) -> int:
-    placed = placement.together(meshes.make(data=1, model=1, devices=jax.devices()[:1]), list(cfg.llms))
-    recipe = DPO(cfg, placed)
+    recipe = DPO(cfg, placement.place("single", recipes.reader_bytes(cfg)))
     wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
     identity = recipes.identity(recipe, cfg)
     restored = checkpoint.read_best(workdir, wanted, identity=identity)

@@ -67,21 +67,26 @@ def load_trained(cfg: Config, workdir: Path) -> "TTTLM":
     recipe = TTT(cfg, placement.place("single", recipes.reader_bytes(cfg)))
     wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
     found = checkpoint.read_best(workdir, wanted, identity=recipes.identity(recipe, cfg))
-    lm = TTTLM(workdir, recipe.model, found.state["trainable"], mode=ttt.Mode(dtype=DTYPES[cfg.compute.dtype]))
-    lm.tokenizer, lm.step = recipe.reader_tokenizer(), found.step
-    return lm
+    return TTTLM(
+        workdir,
+        recipe.model,
+        found.state["trainable"],
+        mode=ttt.Mode(dtype=DTYPES[cfg.compute.dtype]),
+        tokenizer=recipe.reader_tokenizer(),
+        step=found.step,
+    )
 
 
 class LM:
     """A language model with its tokenizer; padding, on either side, changes no number at a real token."""
 
-    def __init__(self, location: Path, config: Any, params: Tree):
-        self.location, self.config, self.params = location, config, params
+    def __init__(self, location: Path, config: Any, params: Tree, *, tokenizer: Tokenizer | None = None):
+        self.location, self.config, self.params, self._tokenizer = location, config, params, tokenizer
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """Returns the model's own tokenizer; read on first use, so that `logits` works in a folder without one."""
-        return load_tokenizer(self.location)
+        return self._tokenizer or load_tokenizer(self.location)
 
     def logits(self, ids: np.ndarray | jax.Array, mask: np.ndarray | jax.Array | None = None) -> jax.Array:
         """Returns fp32 next-token logits [b t v] of ids [b t]; mask [b t] is true at real tokens, on either side."""
@@ -140,9 +145,18 @@ class DecoderLM(LM):
 class TTTLM(LM):
     """A Test-Time-Training model, which would learn from padding: each row is read with its real tokens first."""
 
-    def __init__(self, location: Path, config: ttt.TTTConfig, params: Tree, *, mode: ttt.Mode):
-        super().__init__(location, config, params)
-        self.mode, self.step = mode, 0
+    def __init__(
+        self,
+        location: Path,
+        config: ttt.TTTConfig,
+        params: Tree,
+        *,
+        mode: ttt.Mode,
+        tokenizer: Tokenizer | None = None,
+        step: int = 0,
+    ):
+        super().__init__(location, config, params, tokenizer=tokenizer)
+        self.mode, self.step = mode, step
 
     def save(self, folder: Path) -> None:
         """Writes the model with its tokenizer in the authors' layout."""

@@ -23,6 +23,11 @@ def token_nll(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> Floa
     return jax.nn.logsumexp(logits, axis=2) - chosen
 
 
+def positions(tokens: int, *, rows: int, data: int) -> int:
+    """Returns at how many positions of all rows a device, with its share of `data`, has about `tokens`; 0 stays 0."""
+    return -(-tokens // max(1, rows // data))
+
+
 def chunked_logp(
     hidden: Float[Array, "b t d"], table: Float[Array, "v d"], targets: Int[Array, "b t"], *, chunk: int, vocab: int = 0
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:

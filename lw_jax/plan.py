@@ -72,8 +72,7 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
 
 def inspect(cfg: Config) -> list[preflight.Finding]:
     """Returns what is wrong with the run itself, wherever it runs."""
-    placed = placements.place("single", recipes.reader_bytes(cfg))
-    return preflight.inspect(cfg, recipes.make(choice.with_remat(cfg, "none"), placed, outline=True))
+    return preflight.inspect(cfg, recipes.outline(choice.with_remat(cfg, "none")))
 
 
 def _word(request: Request) -> str:

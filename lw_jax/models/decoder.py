@@ -142,10 +142,14 @@ def embed(params: Tree, ids: Int[Array, "b t"]) -> Float[Array, "b t d"]:
     return jnp.take(params["embed"], ids, axis=0)
 
 
+def head(params: Tree) -> Float[Array, "v d"]:
+    """Returns the table of the last product: the embedding's where they are tied."""
+    return params["head"] if "head" in params else params["embed"]
+
+
 def logits(params: Tree, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
-    """Applies the head (the embedding table when tied) and returns fp32."""
-    table = params["head"] if "head" in params else params["embed"]
-    return jnp.einsum("btd,vd->btv", hidden, table, preferred_element_type=jnp.float32)
+    """Applies the head and returns fp32."""
+    return jnp.einsum("btd,vd->btv", hidden, head(params), preferred_element_type=jnp.float32)
 
 
 def empty_cache(cfg: DecoderConfig, batch: int, slots: int, dtype: jax.typing.DTypeLike) -> Cache:

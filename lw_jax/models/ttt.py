@@ -13,14 +13,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
 from lw_jax.core.types import Tree
-from lw_jax.models.decoder import checkpoint_layer, layer_norm, rms_norm
+from lw_jax.models.decoder import checkpoint_layer, head, layer_norm, rms_norm
 from lw_jax.models.products import wide_product
+from lw_jax.models.ttt_inner import INNER_EPS, Chunk, Inner, Text, gelu, read_at_once, read_by_chunk
 
-INNER_EPS = 1e-6  # of the inner LayerNorm and of the one behind the heads, whatever the config's rms_norm_eps
 GROWTH = 4  # hidden width of the inner MLP, in head widths
 
 
@@ -162,11 +161,6 @@ def fill_tables(cfg: TTTConfig, params: Tree) -> Tree:
     return {**params, **tables}
 
 
-def head(params: Tree) -> Float[Array, "v d"]:
-    """Returns the table of the last product: the embedding's where they are tied."""
-    return params["head"] if "head" in params else params["embed"]
-
-
 def logits(params: Tree, cfg: TTTConfig, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
     """Applies the head and returns fp32 logits of the real tokens."""
     table = head(params)[: cfg.vocab].astype(hidden.dtype)
@@ -255,228 +249,46 @@ def _layer(
     memory: Memory | None,
 ) -> tuple[jax.Array, tuple[jax.Array | None, Memory | None]]:
     """Returns the stream behind the block, the inner losses and the memory where they are asked for."""
-    lengths, before, window = rows.lengths, None, None
+    position = jnp.arange(x.shape[1], dtype=jnp.int32)[None] % cfg.chunk
+    x, h, text, window, before = _prepare(cfg, rows, position, x, p, memory)
+    inner = Inner(p, dtype=mode.dtype)
+    weights = _beginning(p, cfg, x.shape[0]) if memory is None else memory.weights
+    kept = rows.lengths is not None or memory is not None
+    if mode.form == "full" and not mode.measured and not kept:
+        out, losses, found = read_at_once(inner, text, weights), None, None
+    else:
+        out, losses, found = read_by_chunk(
+            inner, text, weights, lengths=rows.lengths, unroll=mode.unroll, measured=mode.measured
+        )
+    x = x + _behind(out.reshape(x.shape), h, p, cfg)
+    x = x + _feed_forward(x, p, cfg)
+    return x, (losses, Memory(*found, window, before) if kept and found else None)
+
+
+def _prepare(
+    cfg: TTTConfig, rows: _Rows, position: Int[Array, "p t"], x: Float[Array, "b t d"], p: Tree, memory: Memory | None
+) -> tuple[jax.Array, jax.Array, Text, jax.Array | None, jax.Array | None]:
+    """Returns the stream, its norm, what the inner model reads of it, and both convolutions' last inputs."""
+    before = window = None
     if cfg.pre_conv:
-        h = _rms(x, p["before_norm"], cfg)
-        before = _keep_last(h, cfg, lengths, memory and memory.before)
-        x = x + _convolve(h, p, "before", memory and memory.before)
+        h, past = _rms(x, p["before_norm"], cfg), memory and memory.before
+        x, before = x + _convolve(h, p, "before", past), _keep_last(h, cfg, rows.lengths, past)
     h = _rms(x, p["seq_norm"], cfg)
     q = _linear(h, p, "q")
     if cfg.share_qk:
         past = memory and memory.window
-        window = _keep_last(q, cfg, lengths, past)
+        window = _keep_last(q, cfg, rows.lengths, past)
         q, k = _convolve(q, p, "q", past), _convolve(q, p, "k", past)
     else:
         k = _linear(h, p, "k")
-    position = jnp.arange(h.shape[1], dtype=jnp.int32) % cfg.chunk
-    q, k = (_rotate(_heads(one, cfg), position[None], cfg) for one in (q, k))
-    text = _Text(q, k, _heads(_linear(h, p, "v"), cfg), _inner_rate(h, p, cfg, rows.rate))
-    weights = _beginning(p, cfg, x.shape[0]) if memory is None else memory.weights
-    if mode.form == "full" and not mode.measured and memory is None and lengths is None:
-        out, losses, found = _full(cfg, mode, p, text, weights), None, None
-    else:
-        out, losses, found = _by_chunk(cfg, mode, p, text, weights, lengths)
-    x = x + _behind(out.reshape(x.shape), h, p, cfg)
-    x = x + _feed_forward(x, p, cfg)
-    kept = lengths is not None or memory is not None
-    return x, (losses, Memory(*found, window, before) if kept and found else None)
-
-
-class _Text(NamedTuple):
-    """What the inner model reads: queries, keys and values [b t h e], inner rates [b t h] fp32."""
-
-    q: jax.Array
-    k: jax.Array
-    v: jax.Array
-    rate: jax.Array
+    q, k = (_rotate(_heads(one, cfg), position, cfg) for one in (q, k))
+    text = Text(q, k, _heads(_linear(h, p, "v"), cfg), _inner_rate(h, p, cfg, rows.rate))
+    return x, h, text, window, before
 
 
 def _beginning(p: Tree, cfg: TTTConfig, batch: int) -> dict[str, jax.Array]:
     names = ("w1", "b1", "w2", "b2") if cfg.inner == "mlp" else ("w1", "b1")
     return {name: jnp.broadcast_to(p[name].astype(jnp.float32), (batch, *p[name].shape)) for name in names}
-
-
-def _by_chunk(  # noqa: PLR0913  (what a layer's pass is made of)
-    cfg: TTTConfig,
-    mode: Mode,
-    p: Tree,
-    text: _Text,
-    weights: dict[str, jax.Array],
-    lengths: jax.Array | None,
-) -> tuple[jax.Array, jax.Array | None, tuple[dict[str, jax.Array], dict[str, jax.Array]]]:
-    """Returns outputs [b t h e], inner losses [n b h c] if measured, and (weights, gradients since) at the end.
-
-    Only what depends on the fast weights is inside the scan.
-    """
-    inner = _Inner(cfg, mode, p)
-    batch, length = text.rate.shape[:2]
-    count = length // cfg.chunk
-    q, k, v, rate = (_chunked(one, count) for one in text)  # [n b h i e], rate [n b h i]
-    token = _token_factor(p)
-    # Which tokens move the weights that the next chunk begins with, and which wait in the sums: a row's last chunk
-    # that is not whole.
-    applied, waiting = token[-1] * rate, jnp.zeros_like(rate)
-    if lengths is not None:
-        number = jnp.arange(count, dtype=jnp.int32)[:, None]
-        whole = (number < lengths[None] // cfg.chunk).astype(jnp.float32)[:, :, None, None]
-        position = jnp.arange(length, dtype=jnp.int32).reshape(count, 1, 1, cfg.chunk)
-        real = (position < lengths[None, :, None, None]).astype(jnp.float32)
-        applied, waiting = applied * whole, rate * (1 - whole) * real
-    eta = jnp.tril(jnp.ones((cfg.chunk, cfg.chunk)) * token[:, None])[None, None, None] * rate[..., None, :]
-    mixed = (inner.product("nbhie,nbhje->nbhij", q, k) + 1) * eta
-    target = v.astype(jnp.float32) - k.astype(jnp.float32)
-    chunks = _Chunk(q, k, target, mixed, eta if cfg.inner == "mlp" else None)
-    learned = weights
-
-    def body(carry: tuple[Tree, Tree], inputs: tuple[_Chunk, jax.Array, jax.Array]):
-        weights, sums = carry
-        chunk, applies, waits = inputs
-        z, steps = inner.read(weights, chunk)
-        after = jax.tree.map(jnp.subtract, weights, inner.add_up(steps, applies))
-        losses = None
-        if mode.measured:
-            losses = jnp.stack([inner.last_loss(one, chunk) for one in (learned, weights, after)], axis=-1)
-        if lengths is not None:
-            sums = jax.tree.map(jnp.add, sums, inner.add_up(steps, waits))
-        return (after, sums), (z, losses)
-
-    nothing = jax.tree.map(jnp.zeros_like, weights)
-    end, (z, losses) = jax.lax.scan(body, (weights, nothing), (chunks, applied, waiting), unroll=mode.unroll)
-    out = q.astype(jnp.float32) + inner.normalise(z)
-    return _joined(out), losses, end
-
-
-class _Chunk(NamedTuple):
-    """One chunk of a text: [b h i e], `mixed` and `eta` [b h i j]; of a text, the chunks' axis before them."""
-
-    q: jax.Array
-    k: jax.Array
-    target: jax.Array  # v - k, so that key plus inner output is to be the value
-    mixed: jax.Array  # (q k^T + 1) eta, the 1 for the bias
-    eta: jax.Array | None  # inner rate of token j as query i sees it; only an inner MLP asks for it again
-
-
-Steps = dict[str, tuple[jax.Array, jax.Array]]  # "1", "2": (inputs [b h i e], gradients [b h i m]) of an inner product
-
-
-class _Inner:
-    """The inner model of one layer and its gradients."""
-
-    def __init__(self, cfg: TTTConfig, mode: Mode, p: Tree):
-        self.dtype, self.deep = jnp.dtype(mode.dtype), cfg.inner == "mlp"
-        self.scale, self.offset = (
-            p[name].astype(jnp.float32)[None, :, None] for name in ("inner_norm", "inner_norm_bias")
-        )
-
-    def product(self, equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
-        """Returns an fp32 product of factors in the model's dtype."""
-        return wide_product(equation, left.astype(self.dtype), right.astype(self.dtype))
-
-    def apply(self, weights: Tree, x: jax.Array, name: str) -> jax.Array:
-        """Returns x w + b of one inner product, x [b h i e]."""
-        return self.product("bhie,bhem->bhim", x, weights[f"w{name}"]) + weights[f"b{name}"][:, :, None]
-
-    def normalise(self, z: jax.Array) -> jax.Array:
-        """Applies the inner LayerNorm to [... b h i e]."""
-        unit, _ = _standardise(z)
-        return unit * _widen(self.scale, z) + _widen(self.offset, z)
-
-    def gradient(self, z: jax.Array, target: jax.Array) -> jax.Array:
-        """Returns the gradient of 1/2 |LN(z) - target|^2 by z [b h i e]."""
-        unit, deviation = _standardise(z)
-        d = (unit * self.scale + self.offset - target) * self.scale
-        centred = d - jnp.mean(d, axis=-1, keepdims=True)
-        return (centred - unit * jnp.mean(d * unit, axis=-1, keepdims=True)) / deviation
-
-    def read(self, weights: Tree, chunk: _Chunk) -> tuple[jax.Array, Steps]:
-        """Returns what each query [b h i e] gets after the tokens up to its own, and what those ask to be changed."""
-        size = chunk.q.shape[2]
-        first = self.apply(weights, jnp.concatenate([chunk.q, chunk.k], axis=2), "1")
-        z_query, z_key = first[:, :, :size], first[:, :, size:]
-        if not self.deep:
-            gradient = self.gradient(z_key, chunk.target)
-            return z_query - self.product("bhij,bhje->bhie", chunk.mixed, gradient), {"1": (chunk.k, gradient)}
-        x_key, pull = jax.vjp(_gelu, z_key)
-        second = self.gradient(self.apply(weights, x_key, "2"), chunk.target)
-        (gradient,) = pull(self.product("bhie,bhme->bhim", second, weights["w2"]))
-        x_query = _gelu(z_query - self.product("bhij,bhjm->bhim", chunk.mixed, gradient))
-        assert chunk.eta is not None, "an inner MLP mixes twice"
-        again = (self.product("bhim,bhjm->bhij", x_query, x_key) + 1) * chunk.eta
-        z = self.apply(weights, x_query, "2") - self.product("bhij,bhje->bhie", again, second)
-        return z, {"1": (chunk.k, gradient), "2": (x_key, second)}
-
-    def add_up(self, steps: Steps, rate: Float[Array, "b h i"]) -> dict[str, jax.Array]:
-        """Returns the sums over a chunk's tokens of rate times gradient, by the names of the fast weights."""
-        found = {}
-        for name, (inputs, gradient) in steps.items():
-            weighted = rate[..., None] * gradient
-            found[f"w{name}"] = self.product("bhie,bhim->bhem", inputs, weighted)
-            found[f"b{name}"] = jnp.sum(weighted, axis=2)
-        return found
-
-    def answer(self, weights: Tree, x: jax.Array) -> jax.Array:
-        """Returns the inner model's output, before its norm, of [b h i e] under given weights."""
-        first = self.apply(weights, x, "1")
-        return self.apply(weights, _gelu(first), "2") if self.deep else first
-
-    def last_loss(self, weights: Tree, chunk: _Chunk) -> jax.Array:
-        """Returns the inner loss [b h] of a chunk's last token under given weights."""
-        missed = self.normalise(self.answer(weights, chunk.k[:, :, -1:])) - chunk.target[:, :, -1:]
-        return 0.5 * jnp.sum(missed**2, axis=(2, 3))
-
-
-def _full(cfg: TTTConfig, mode: Mode, p: Tree, text: _Text, weights: dict[str, jax.Array]) -> jax.Array:
-    """Returns the outputs [b t h e] without fast weights beyond the first: they are linear in the gradients.
-
-    One substitution a chunk gives all gradients, then all outputs come at once.
-    """
-    inner, length = _Inner(cfg, mode, p), text.rate.shape[1]
-    q, k, v = (jnp.swapaxes(one, 1, 2) for one in text[:3])  # [b h t e]
-    rate, token = jnp.swapaxes(text.rate, 1, 2), _token_factor(p)
-    number = np.arange(length) // cfg.chunk
-    earlier, same = number[:, None] > number[None], np.equal.outer(number, number) & np.tri(length, dtype=bool)
-    share = jnp.where(earlier, token[-1], jnp.where(same, jnp.tile(token, length // cfg.chunk)[:, None], 0.0))
-    eta = share[None, None] * rate[:, :, None]  # [b h t s]
-    target = v.astype(jnp.float32) - k.astype(jnp.float32)
-    begin = inner.apply(weights, jnp.concatenate([q, k], axis=2), "1")
-    z_query, z_key = begin[:, :, :length], begin[:, :, length:]
-    keys = inner.product("bhte,bhse->bhts", k, k) + 1
-    first: list[jax.Array] = []
-    second: list[jax.Array] = []
-    hidden: list[jax.Array] = []
-    for start in range(0, length, cfg.chunk):
-        now, before = slice(start, start + cfg.chunk), slice(0, start)
-        moved = eta[:, :, now, before]
-
-        def move(
-            z: jax.Array, table: jax.Array | None, gradients: list[jax.Array], moved: jax.Array = moved
-        ) -> jax.Array:
-            if table is None or not gradients:
-                return z
-            return z - inner.product("bhij,bhje->bhie", table * moved, jnp.concatenate(gradients, 2))
-
-        z = move(z_key[:, :, now], keys[:, :, now, before], first)
-        if cfg.inner == "linear":
-            first.append(inner.gradient(z, target[:, :, now]))
-            continue
-        x, pull = jax.vjp(_gelu, z)
-        seen = jnp.concatenate(hidden, 2) if hidden else None
-        table = None if seen is None else inner.product("bhim,bhjm->bhij", x, seen) + 1
-        gradient = inner.gradient(move(inner.apply(weights, x, "2"), table, second), target[:, :, now])
-        back = inner.product("bhie,bhme->bhim", gradient, weights["w2"])
-        if seen is not None:
-            likeness = inner.product("bhie,bhje->bhij", gradient, jnp.concatenate(second, 2)) * moved
-            back = back - inner.product("bhij,bhjm->bhim", likeness, seen)
-        first.append(pull(back)[0])
-        second.append(gradient)
-        hidden.append(x)
-    mixed = (inner.product("bhte,bhse->bhts", q, k) + 1) * eta
-    z = z_query - inner.product("bhts,bhsm->bhtm", mixed, jnp.concatenate(first, 2))
-    if cfg.inner == "mlp":
-        x = _gelu(z)
-        again = (inner.product("bhtm,bhsm->bhts", x, jnp.concatenate(hidden, 2)) + 1) * eta
-        z = inner.apply(weights, x, "2") - inner.product("bhts,bhse->bhte", again, jnp.concatenate(second, 2))
-    return jnp.swapaxes(q.astype(jnp.float32) + inner.normalise(z), 1, 2)
 
 
 # One layer over one more token
@@ -485,27 +297,16 @@ def _full(cfg: TTTConfig, mode: Mode, p: Tree, text: _Text, weights: dict[str, j
 def _decode_layer(
     cfg: TTTConfig, mode: Mode, seen: Int[Array, " b"], x: Float[Array, "b d"], p: Tree, memory: Memory
 ) -> tuple[jax.Array, Memory]:
-    x, before, window = x[:, None], memory.before, memory.window
-    if cfg.pre_conv:
-        h = _rms(x, p["before_norm"], cfg)
-        x, before = x + _convolve(h, p, "before", before), _keep_last(h, cfg, None, before)
-    h = _rms(x, p["seq_norm"], cfg)
-    q = _linear(h, p, "q")
-    if cfg.share_qk:
-        both = _convolve(q, p, "q", window), _convolve(q, p, "k", window)
-        window, (q, k) = _keep_last(q, cfg, None, window), both
-    else:
-        k = _linear(h, p, "k")
     place = seen % cfg.chunk
-    q, k = (_rotate(_heads(one, cfg), place[:, None], cfg) for one in (q, k))
-    q, k, v = (jnp.swapaxes(one, 1, 2) for one in (q, k, _heads(_linear(h, p, "v"), cfg)))  # [b h 1 e]
-    rate = jnp.swapaxes(_inner_rate(h, p, cfg, jnp.ones(seen.shape)), 1, 2)  # [b h 1]
-    inner, target = _Inner(cfg, mode, p), v.astype(jnp.float32) - k.astype(jnp.float32)
+    rows = _Rows(jnp.ones(seen.shape), None)
+    x, h, text, window, before = _prepare(cfg, rows, place[:, None], x[:, None], p, memory)
+    q, k, v, rate = (jnp.swapaxes(one, 1, 2) for one in text)  # [b h 1 e], rate [b h 1]
+    inner, target = Inner(p, dtype=mode.dtype), v.astype(jnp.float32) - k.astype(jnp.float32)
     # As a chunk of one token whose query is not asked: its mixing does not count.
     nothing = jnp.zeros((*rate.shape, 1))
-    _, steps = inner.read(memory.weights, _Chunk(q, k, target, nothing, nothing))
+    _, steps = inner.read(memory.weights, Chunk(q, k, target, nothing, nothing))
     sums = jax.tree.map(jnp.add, memory.grads, inner.add_up(steps, rate))
-    token = _token_factor(p)[place]
+    token = inner.token[place]
     now = jax.tree.map(lambda weight, total: weight - _widen_after(token, total) * total, memory.weights, sums)
     out = q.astype(jnp.float32) + inner.normalise(inner.answer(now, q))
     x = x + _behind(jnp.swapaxes(out, 1, 2).reshape(x.shape), h, p, cfg)
@@ -523,23 +324,8 @@ def _decode_layer(
 # Parts
 
 
-def _standardise(z: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns (z - mean) / deviation over the last axis, and the deviation."""
-    centred = z - jnp.mean(z, axis=-1, keepdims=True)
-    deviation = jnp.sqrt(jnp.mean(centred * centred, axis=-1, keepdims=True) + INNER_EPS)
-    return centred / deviation, deviation
-
-
-def _widen(x: jax.Array, like: jax.Array) -> jax.Array:
-    return x.reshape((1,) * (like.ndim - x.ndim) + x.shape)
-
-
 def _widen_after(x: Shaped[Array, " b"], like: jax.Array) -> jax.Array:
     return x.reshape(x.shape + (1,) * (like.ndim - 1))
-
-
-def _gelu(x: jax.Array) -> jax.Array:
-    return jax.nn.gelu(x, approximate=True)
 
 
 def _rms(x: jax.Array, weight: jax.Array, cfg: TTTConfig) -> jax.Array:
@@ -552,23 +338,6 @@ def _linear(x: Float[Array, "b t i"], p: Tree, name: str) -> Float[Array, "b t o
 
 def _heads(x: Float[Array, "b t d"], cfg: TTTConfig) -> Float[Array, "b t h e"]:
     return x.reshape(*x.shape[:2], cfg.heads, cfg.head_dim)
-
-
-def _chunked(x: jax.Array, count: int) -> jax.Array:
-    """Returns [b t h ...] as [n b h i ...]."""
-    x = x.reshape(x.shape[0], count, -1, *x.shape[2:])
-    return jnp.moveaxis(x, (1, 3), (0, 2))
-
-
-def _joined(x: Float[Array, "n b h i e"]) -> Float[Array, "b t h e"]:
-    x = jnp.moveaxis(x, (0, 2), (1, 3))
-    return x.reshape(x.shape[0], -1, *x.shape[3:])
-
-
-def _token_factor(p: Tree) -> Float[Array, " i"]:
-    """Returns by how much the summed gradients count at each place of a chunk: near the mean of those so far."""
-    learned = p["token"].astype(jnp.float32)
-    return jnp.maximum(1.0 / jnp.arange(1, learned.shape[0] + 1, dtype=jnp.float32) + learned, 0.0)
 
 
 def _inner_rate(h: Float[Array, "b t d"], p: Tree, cfg: TTTConfig, rate: Float[Array, " b"]) -> Float[Array, "b t h"]:
@@ -617,7 +386,7 @@ def _behind(out: Float[Array, "b t d"], h: Float[Array, "b t d"], p: Tree, cfg: 
     """Returns the layer's output from what its heads give: norm, gate, last product."""
     out = layer_norm(out, p["post_norm"], p["post_norm_bias"], INNER_EPS).astype(h.dtype)
     if cfg.gate:
-        out = _gelu(_linear(h, p, "out_gate")) * out
+        out = gelu(_linear(h, p, "out_gate")) * out
     return _linear(out, p, "o")
 
 

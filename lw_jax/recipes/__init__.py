@@ -17,6 +17,11 @@ def make(cfg: Config, placement: Placement, *, outline: bool = False) -> Plannab
     return RECIPES[cfg.recipe](cfg, placement, outline=outline)
 
 
+def outline(cfg: Config) -> Plannable:
+    """Returns the recipe on one device, without files."""
+    return make(cfg, placements.place("single", reader_bytes(cfg)), outline=True)
+
+
 def reader_bytes(cfg: Config) -> dict[str, int]:
     """Returns the bytes of every frozen reader's weights, from shapes alone."""
     return RECIPES[cfg.recipe].reader_bytes(cfg)
@@ -24,7 +29,7 @@ def reader_bytes(cfg: Config) -> dict[str, int]:
 
 def unit(cfg: Config) -> tuple[str, int]:
     """Returns what people count in an example of this recipe, and how many it has."""
-    return count(make(cfg, placements.place("single", reader_bytes(cfg)), outline=True))
+    return count(outline(cfg))
 
 
 def count(recipe: Recipe) -> tuple[str, int]:

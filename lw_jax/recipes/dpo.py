@@ -206,11 +206,9 @@ class DPO:
         rows, sides, length = fields["ids"].shape
         ids, mask = (fields[key].reshape(rows * sides, length) for key in ("ids", "mask"))
         hidden = decoder.forward(policy, self.model, decoder.embed(params, ids), mask=mask, mode=self._mode).hidden
-        table = params["head"] if "head" in params else params["embed"]
-        each = max(1, rows * sides // self.placement.data)  # sequences of one device
-        chunk = -(-self.cfg.dpo.chunk // each)
+        chunk = losses.positions(self.cfg.dpo.chunk, rows=rows * sides, data=self.placement.data)
         # The one place where these labels shift: a position's logits are of the token after it.
-        logp, mean = losses.chunked_logp(hidden[:, :-1], table, ids[:, 1:], chunk=chunk)
+        logp, mean = losses.chunked_logp(hidden[:, :-1], decoder.head(params), ids[:, 1:], chunk=chunk)
         scored = _scored(fields).reshape(rows * sides, length - 1)
         total, seen = (jnp.sum(x * scored, axis=1).reshape(rows, sides) for x in (logp, mean))
         return total, seen
@@ -256,8 +254,8 @@ class DPO:
         chunk = min(self.cfg.dpo.chunk or tokens, tokens)
         logits = chunk * self.model.vocab / one.model * 4
         reference = 0.0 if "reference" in fields else arithmetic.forward_only(self.model, one) + head
-        # The head's products are made again for the backward pass, chunk by chunk.
-        flops = found.flops + 3 * head + reference
+        # In chunks the head's products are made again for the backward pass; the frozen head itself has no gradient.
+        flops = found.flops + (3 if self.cfg.dpo.chunk else 2) * head + reference
         restored = arithmetic.restored_bytes(self.model, self.llm.weights, one.size) / one.model
         return {"": Terms(), self.name: Terms(found.bytes + 2 * logits + restored, flops, found.wire, logits)}
 

@@ -3,10 +3,8 @@
 from pathlib import Path
 
 import huggingface_hub
-import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
+from jax.sharding import Mesh
 
 from lw_jax import architectures, sources, weights
 from lw_jax.core import config, tree
@@ -16,7 +14,7 @@ from lw_jax.models import decoder, quant
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.recipes import selfmade
 from lw_jax.recipes.terms import Pass
-from sharding import placement, rules, tables
+from sharding import place, placement, rules, tables
 
 
 def locate(cfg: Config, source: str, sha256: str) -> Path:
@@ -68,8 +66,7 @@ def load(location: Path, cfg: Config, llm: config.LLM, shardings: Tree) -> Tree:
 
 def mode(cfg: Config, mesh: Mesh) -> decoder.Mode:
     """Returns how a decoder runs on a mesh: what it keeps for its backward pass, and its rows over the data axis."""
-    rows = NamedSharding(mesh, P("data"))
-    return decoder.Mode(remat=cfg.compute.remat, constrain=lambda x: jax.lax.with_sharding_constraint(x, rows))
+    return decoder.Mode(remat=cfg.compute.remat, constrain=place.keep_rows(mesh))
 
 
 def teacher_forced(

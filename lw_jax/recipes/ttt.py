@@ -7,8 +7,6 @@ from typing import cast
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from lw_jax import losses, sources, weights
 from lw_jax.core import rng as rngs
@@ -20,11 +18,11 @@ from lw_jax.data.corpus import Span, TextTokenizer
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, byte_backend, load_tokenizer, wrap
 from lw_jax.data.windows import Paced, Windows
 from lw_jax.evals import ngrams
-from lw_jax.models import ttt
+from lw_jax.models import decoder, ttt
 from lw_jax.recipes import terms as arithmetic
 from lw_jax.recipes.base import Weights
 from lw_jax.recipes.terms import Terms
-from sharding import rules, tables
+from sharding import place, rules, tables
 from sharding.placement import Placement
 
 NAME = "lm"  # of the one model, among a placement's readers and a batch's
@@ -142,9 +140,9 @@ class TTT:
         ids, measured = fields["ids"], fields["task"] == Task("measure")
         # The one place where these labels shift: a position's logits are of the token after it.
         out = self._read(trainable, ids[:, :-1], fields["rate"], measured=measured)
-        logp, _ = losses.chunked_logp(
-            out.hidden, ttt.head(trainable), ids[:, 1:], chunk=self._loss_chunk(len(ids)), vocab=self._masked
-        )
+        chunk = losses.positions(self.cfg.ttt.loss_chunk, rows=len(ids), data=self.placement.data)
+        table = decoder.head(trainable)
+        logp, _ = losses.chunked_logp(out.hidden, table, ids[:, 1:], chunk=chunk, vocab=self._masked)
         counted = jnp.broadcast_to(fields["weights"], logp.shape)
         total, weight = -jnp.sum(logp * counted), jnp.sum(counted)
         told = self._details(out, -logp, counted, fields) if measured else {}
@@ -185,14 +183,14 @@ class TTT:
         return told
 
     def _mode(self, measured: bool) -> ttt.Mode:
-        rows, spec = NamedSharding(self.placement.learner, P("data")), self.cfg.ttt
+        spec = self.cfg.ttt
         return ttt.Mode(
             dtype=DTYPES[self.cfg.compute.dtype],
             form=spec.form,
             unroll=spec.unroll,
             unroll_layers=spec.unroll_layers,
             remat=self.cfg.compute.remat,
-            constrain=lambda x: jax.lax.with_sharding_constraint(x, rows),
+            constrain=place.keep_rows(self.placement.learner),
             measured=measured,
         )
 
@@ -200,11 +198,6 @@ class TTT:
     def _masked(self) -> int:
         """Returns the vocabulary where the table has more rows, else 0."""
         return self.model.vocab if self.model.rows > self.model.vocab else 0
-
-    def _loss_chunk(self, rows: int) -> int:
-        """Returns the positions of `rows` sequences whose logits exist at once."""
-        each = max(1, rows // self.placement.data)
-        return -(-self.cfg.ttt.loss_chunk // each)
 
     def identity(self) -> dict[str, str]:
         """Returns the fingerprints of the text and of its tokens."""

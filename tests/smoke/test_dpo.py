@@ -106,7 +106,7 @@ def test_exported_adapter_and_merged_model_say_the_same(here):
 
 def test_other_verbs_name_what_such_a_run_is_for(here):
     assert "has no wire" in run("eval", "--workdir", "run", cwd=here, code=2)
-    assert "export needs --peft DIR or --merged DIR" in run("export", "--workdir", "run", cwd=here, code=2)
+    assert "export needs --peft DIR, --merged DIR or --model DIR" in run("export", "--workdir", "run", cwd=here, code=2)
     assert "report.html" in run("report", "--workdir", "run", cwd=here)
     page = (here / "run" / "report.html").read_text("utf-8")
     assert (
