@@ -10,7 +10,7 @@ from typing import Any
 from lw_jax.figures import Panel
 from lw_jax.pages import series
 from lw_jax.pages.records import Run, to_number
-from lw_jax.pages.tables import Table, Verdict
+from lw_jax.pages.tables import Table, Verdict, by_device, mean_of
 
 SECTIONS = {
     "positions": "Perplexity by position",
@@ -138,16 +138,10 @@ def tokens_a_step(run: Run) -> str:
 
 def balance(run: Run) -> str:
     """Returns how far the devices' loads lie apart; nothing where no utilisation was sampled."""
-    groups: dict[str, list[dict[str, Any]]] = {}
-    for row in run.devices:
-        if "utilisation" in row:
-            groups.setdefault(row["device"], []).append(row)
+    groups = by_device(row for row in run.devices if "utilisation" in row)
     if not groups:
         return ""
-    means = [
-        sum(row["utilisation"] * row["samples"] for row in rows) / sum(row["samples"] for row in rows)
-        for rows in groups.values()
-    ]
+    means = [mean_of(rows, "utilisation") for rows in groups.values()]
     if len(means) == 1:
         return f"Utilisation of the one device: {means[0]:.1%}."
     apart = (max(means) - min(means)) / 2 / statistics.mean(means) if any(means) else 0.0

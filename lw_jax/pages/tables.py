@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lw_jax.evals import verdict
@@ -185,13 +185,23 @@ def sizes(curve: Curve) -> Table:
 
 def devices(rows: Sequence[Mapping[str, Any]]) -> Table:
     """Returns each device's use over the run, from means over some seconds each: their mean, and the ends."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(row["device"], []).append(row)
     names = [name for name in DEVICE if any(name in row for row in rows)]
     head = ["device", "hours", *(cell for name in names for cell in (DEVICE[name][0], "from .. to"))]
     head += ["peak memory, GB", "of the limit, %"]
-    return Table(head, [_device(device, group, names) for device, group in groups.items()])
+    return Table(head, [_device(device, group, names) for device, group in by_device(rows).items()])
+
+
+def by_device(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Returns each device's rows."""
+    groups: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        groups.setdefault(row["device"], []).append(row)
+    return groups
+
+
+def mean_of(rows: Sequence[Mapping[str, Any]], name: str) -> float:
+    """Returns the mean over all samples that the rows are means of."""
+    return sum(row[name] * row["samples"] for row in rows) / sum(row["samples"] for row in rows)
 
 
 def _device(device: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
@@ -201,9 +211,8 @@ def _device(device: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str]
         if not told:
             line += ["unknown", ""]
             continue
-        mean = sum(row[name] * row["samples"] for row in told) / sum(row["samples"] for row in told)
         values = [row[name] * scale for row in told]
-        line += [f"{mean * scale:,.1f}", f"{min(values):,.1f} .. {max(values):,.1f}"]
+        line += [f"{mean_of(told, name) * scale:,.1f}", f"{min(values):,.1f} .. {max(values):,.1f}"]
     peak = max((row["peak_bytes"] for row in rows if "peak_bytes" in row), default=None)
     limit = max((row["limit_bytes"] for row in rows if "limit_bytes" in row), default=None)
     share = f"{100 * peak / limit:.0f}" if peak is not None and limit else "unknown"

@@ -15,6 +15,7 @@ from configs import base
 from lw_jax import slurm
 from lw_jax.core import config, config_file, validation
 from lw_jax.core.errors import UserError
+from tests.unit.test_cluster import SITE
 
 JOB = slurm.Job(
     name="mine",
@@ -29,18 +30,6 @@ JOB = slurm.Job(
     checkpoint_seconds=700.0,
     memory_fraction=0.92,
     origin="plan h100x4 (compiled): tensor 2x2",
-)
-SITE = slurm.Site(
-    partition="gpu,long",
-    account="proj-7",
-    qos="high",
-    constraint="nvlink&[rack1|rack2]",
-    gpus="--gres=gpu:h100:{count}",
-    modules=("cuda/12.4", "gcc/13.2.0+lto"),
-    setup=("source ~/venvs/lw/bin/activate", "export NOTE='two words'"),
-    max_hours=24.0,
-    cpus_per_gpu=5,
-    scratch="/scratch/me",
 )
 CHOSEN = {"strategy": "tensor", "mesh": "2x2", "micro_batch": 8, "accumulation": 3, "remat": "dots", "devices_used": 4}
 PLAN = {
