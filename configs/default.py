@@ -27,8 +27,8 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.data.facts = 2
     c.optim.learning_rate = 5e-4
     c.optim.warmup_steps = 10
-    c.train.steps = 150
+    c.train.steps = 240
     c.train.global_batch = 16
-    c.train.checkpoint_every = 50
-    c.train.eval_every = 50
+    c.train.checkpoint_every = 60
+    c.train.eval_every = 60
     return c

@@ -27,7 +27,7 @@ pytestmark = pytest.mark.slow
 def proof(tmp_path_factory) -> dict:
     """Trains and evaluates configs/pairs.py as a user would; returns eval.json."""
     workdir = tmp_path_factory.mktemp("proof") / "run"
-    flags = ["--config.eval.examples=256", "--config.eval.curve=f1", "--config.eval.curve_examples=128"]
+    flags = ["--config.eval.examples=192", "--config.eval.curve=f1", "--config.eval.curve_examples=96"]
     for words in (["--config", "configs/pairs.py"], ["eval", *flags]):
         done = start(*words, "--workdir", str(workdir), cwd=workdir.parent)
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
