@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from lw_jax import checkpoint, plan, recipes, sources, workdir
+from lw_jax import plan, recipes, sources, workdir
 from lw_jax.core import runtime, tree
 from lw_jax.core.config import Config, Encoder
 from lw_jax.core.errors import UserError
@@ -36,9 +36,7 @@ def open_wire(cfg: Config, path: Path) -> "TrainedWire":
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     cfg, placement = plan.settle(cfg, reading=True)
     recipe = LatentWire(cfg, placement)
-    identity = recipes.identity(recipe, cfg)
-    wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
-    restored = checkpoint.read_best(path, wanted, identity=identity)
+    restored = recipes.read_best(recipe, cfg, path)
     return TrainedWire(recipe, restored.state["trainable"], recipe.load_frozen(), restored.step)
 
 

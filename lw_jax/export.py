@@ -6,12 +6,12 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from lw_jax import checkpoint, language, peft, recipes, weights
+from lw_jax import language, peft, recipes, weights
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.models import lora
 from lw_jax.recipes.dpo import DPO
-from sharding import place, placement
+from sharding import placement
 
 FLAGS = {"dpo": ("peft", "merged"), "ttt": ("model",)}  # of each recipe
 
@@ -33,9 +33,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, folders: Mappi
 
 def _export_pairs(cfg: Config, workdir: Path, folders: Mapping[str, Path]) -> int:
     recipe = DPO(cfg, placement.place("single", recipes.reader_bytes(cfg)))
-    wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
-    identity = recipes.identity(recipe, cfg)
-    restored = checkpoint.read_best(workdir, wanted, identity=identity)
+    restored = recipes.read_best(recipe, cfg, workdir)
     pairs, model_type = restored.state["trainable"], weights.model_type(recipe.location)
     if "peft" in folders:
         peft.save(folders["peft"], pairs, recipe.lora, model_type=model_type, base=recipe.llm.source)

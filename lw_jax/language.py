@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from lw_jax import checkpoint, recipes, sources
+from lw_jax import recipes, sources
 from lw_jax import weights as files
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -19,7 +19,7 @@ from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.models import decode, decoder, quant, ttt
 from lw_jax.recipes.ttt import TTT
 from sharding import mesh as meshes
-from sharding import place, placement, rules, tables
+from sharding import placement, rules, tables
 
 
 def load_lm(
@@ -65,8 +65,7 @@ def load_trained(cfg: Config, workdir: Path) -> "TTTLM":
     if cfg.recipe != "ttt":
         raise UserError(f"{workdir}: a run of recipe {cfg.recipe!r} trains no language model of its own")
     recipe = TTT(cfg, placement.place("single", recipes.reader_bytes(cfg)))
-    wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
-    found = checkpoint.read_best(workdir, wanted, identity=recipes.identity(recipe, cfg))
+    found = recipes.read_best(recipe, cfg, workdir)
     return TTTLM(
         workdir,
         recipe.model,
@@ -86,7 +85,7 @@ class LM:
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
         """Returns the model's own tokenizer; read on first use, so that `logits` works in a folder without one."""
-        return self._tokenizer or load_tokenizer(self.location)
+        return load_tokenizer(self.location) if self._tokenizer is None else self._tokenizer
 
     def logits(self, ids: np.ndarray | jax.Array, mask: np.ndarray | jax.Array | None = None) -> jax.Array:
         """Returns fp32 next-token logits [b t v] of ids [b t]; mask [b t] is true at real tokens, on either side."""

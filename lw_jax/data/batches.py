@@ -14,6 +14,7 @@ import numpy as np
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Example, Task
+from lw_jax.data.ledger import REASONS, Ledger
 
 _log = logging.getLogger(__name__)
 
@@ -172,68 +173,13 @@ class Encoded:
     def describe(self) -> list[str]:
         """Returns lines for people: examples kept, dropped and cut, and every field's longest row / static width."""
         lines = [f"{self.task}: {self.counts['kept']} of {self.counts['given']} examples kept"]
-        for reason, meaning in _REASONS.items():
+        for reason, meaning in REASONS.items():
             if self.counts[reason]:
                 lines.append(f"{self.counts[reason]} {meaning}")
         lines.append(f"source: {_span(self.source)}")
         for name, fields in self.readers.items():
             lines.append(f"{name}: " + ", ".join(f"{key} {_span(field)}" for key, field in fields.items()))
         return lines
-
-
-_REASONS = {
-    "question": "dropped: the question with what follows it is longer than data.question_tokens",
-    "answer": "dropped: the answer with its EOS is longer than data.answer_tokens",
-    "nothing": "dropped: the answer has no token",
-    "outlier": "dropped: among the longest 1 %; all passages are padded to the longest that is kept",
-    "boundary": "dropped: the end of the prompt (prompt.anchor) and the answer are not split where they are joined",
-    "prompt": "dropped: the prompt is longer than data.context_tokens even without its context",
-    "context": "dropped: the context is longer than encoder.window or data.context_tokens",
-    "source_cut": "sources cut at encoder.window",
-    "text_cut": "text prompts cut at data.context_tokens, their questions kept",
-}
-
-
-class Ledger:
-    """What happens to which example; the first reason to drop one stands, whichever reader gave it."""
-
-    def __init__(self, ids: Sequence[str]) -> None:
-        self.ids = ids
-        self.dropped: dict[int, tuple[str, str]] = {}  # position -> (reason, detail)
-        self.overlong: dict[int, str] = {}
-        self.cut: dict[str, set[int]] = {"source_cut": set(), "text_cut": set()}
-
-    def drop(self, index: int, reason: str, detail: str) -> None:
-        """Notes that an example is left out."""
-        self.dropped.setdefault(index, (reason, f"{self.ids[index]!r}: {detail}"))
-
-    def refuse(self, index: int, detail: str) -> None:
-        """Notes that an example is beyond a limit; `settle` decides what becomes of it."""
-        self.overlong.setdefault(index, f"{self.ids[index]!r}: {detail}")
-
-    def settle(self, policy: str) -> list[int]:
-        """Returns the positions kept. Raises UserError under "refuse" with an overlong one, and when none is kept."""
-        overlong = {i: detail for i, detail in self.overlong.items() if i not in self.dropped}
-        if overlong and policy == "refuse":
-            raise UserError(
-                f"example {overlong[min(overlong)]}; {len(overlong)} of {len(self.ids)} examples have a context "
-                'beyond the limit: raise it, or set config.data.overlong to "drop" or "cut"'
-            )
-        self.dropped |= {i: ("context", detail) for i, detail in overlong.items()}
-        keep = [i for i in range(len(self.ids)) if i not in self.dropped]
-        if not keep:
-            reasons = {reason: (_REASONS[reason], detail) for reason, detail in reversed(self.dropped.values())}
-            told = "; ".join(f"{meaning}, as example {detail}" for meaning, detail in reasons.values())
-            raise UserError(f"none of {len(self.ids)} examples can be used: {told or 'the list is empty'}")
-        return keep
-
-    def counts(self) -> dict[str, int]:
-        """Returns how many were given, kept, dropped and cut, by reason."""
-        counts = dict.fromkeys(("given", "kept", *_REASONS), 0)
-        for reason, _ in self.dropped.values():
-            counts[reason] += 1
-        counts |= {name: len(positions - self.dropped.keys()) for name, positions in self.cut.items()}
-        return counts | {"given": len(self.ids), "kept": len(self.ids) - len(self.dropped)}
 
 
 def other_examples(examples: Sequence[Example]) -> list[int]:
@@ -291,7 +237,7 @@ def encode_prompt(context: str, question: str, *, layout: Layout, rows: Iterable
     encoded = encode([Example("prompt", context.strip(), question.strip(), ())], layout=layout, rows=rows)
     for reason in ("source_cut", "text_cut"):
         if encoded.counts[reason]:
-            _log.warning("1 of 1 %s", _REASONS[reason])
+            _log.warning("1 of 1 %s", REASONS[reason])
     return encoded.collate([0])
 
 

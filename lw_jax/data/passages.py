@@ -9,7 +9,8 @@ import numpy as np
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
 from lw_jax.data import batches, examples
-from lw_jax.data.batches import Encoded, Field, Layout, Ledger
+from lw_jax.data.batches import Encoded, Field, Layout
+from lw_jax.data.ledger import Ledger
 from lw_jax.data.tokens import Tokenizer
 
 SHORTEST = 0.5  # of the length asked for, that a document's last piece must have

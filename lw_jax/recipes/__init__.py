@@ -1,11 +1,16 @@
 """Recipes by the name that `config.recipe` gives them."""
 
+from pathlib import Path
+
+from lw_jax import checkpoint
+from lw_jax.checkpoint import Restored
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.recipes.base import Counted, Plannable, Recipe
 from lw_jax.recipes.dpo import DPO
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.ttt import TTT
+from sharding import place
 from sharding import placement as placements
 from sharding.placement import Placement
 
@@ -40,3 +45,9 @@ def count(recipe: Recipe) -> tuple[str, int]:
 def identity(recipe: Recipe, cfg: Config) -> dict[str, str]:
     """Returns what a checkpoint must agree with: the recipe's own fingerprints and the meaning of the configuration."""
     return recipe.identity() | {"config": config.digest(config.meaning(cfg))}
+
+
+def read_best(recipe: Recipe, cfg: Config, workdir: Path) -> Restored:
+    """Returns what a run of this recipe has learned, where the recipe is placed; see `checkpoint.read_best`."""
+    wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
+    return checkpoint.read_best(workdir, wanted, identity=identity(recipe, cfg))

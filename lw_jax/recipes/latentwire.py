@@ -191,17 +191,17 @@ class LatentWire:
         return found | {name: self._reader_terms(name, widths["readers"][name], rows) for name in self.wire.readers}
 
     def _reader_terms(self, name: str, fields: Tree, rows: int) -> Terms:
-        config, llm, at = self.wire.readers[name].config, self.cfg.llms[name], self.placement.readers[name]
+        model, llm, at = self.wire.readers[name].config, self.cfg.llms[name], self.placement.readers[name]
         answers = fields["targets"].shape[0]
         prompt = sum(fields[key]["ids"].shape[0] for key in ("before", "after")) + self.wire.encoder.slots + 1
         positions = prompt + answers - 1
         one = pretrained.teacher_forced(self.cfg, llm=llm, at=at, rows=rows, positions=positions, answers=answers)
-        found = arithmetic.frozen(config, one)
-        restored = arithmetic.restored_bytes(config, llm.weights, one.size) / one.model
+        found = arithmetic.frozen(model, one)
+        restored = arithmetic.restored_bytes(model, llm.weights, one.size) / one.model
         found = dataclasses.replace(found, bytes=found.bytes + restored)
         if "text" in fields:
             teacher = dataclasses.replace(one, positions=fields["text"]["ids"].shape[0] + answers - 1)
-            found = dataclasses.replace(found, flops=found.flops + arithmetic.forward_only(config, teacher))
+            found = dataclasses.replace(found, flops=found.flops + arithmetic.forward_only(model, teacher))
         return found
 
     def mesh_of(self, name: str | None) -> Mesh:
