@@ -24,6 +24,10 @@ VERBS = {
         "lw_jax.slurm",
         "writes an sbatch file from the plan; of several configurations, a FILE.list, as an array or a sequence",
     ),
+    "bench": (
+        "lw_jax.bench",
+        "times the training step, encoding, answering, reading and loading, beside what this machine reaches",
+    ),
     "answer": (
         "lw_jax.answer",
         "sends a text through the wire and lets every reader answer; --write keeps the message,\n"
@@ -53,33 +57,43 @@ EXAMPLES = """examples:
   python run.py export --workdir runs/ttt --model ttt-model
   python run.py show --config configs/h100x4.py
   python run.py plan --config configs/h100x4.py --target a100_80x4
+  python run.py bench --config configs/default.py --parts step,answer --repeats 9
   python run.py slurm --config configs/h100x4.py --site mysite.toml
   python run.py slurm --config configs/dpo/all.list --target a100_80x1 --jobs sequence"""
-OWNERS = {  # flags that belong to some verbs only
-    "context": ("answer",),
-    "question": ("answer",),
-    "message": ("answer",),
-    "write": ("answer",),
-    "bits": ("answer",),
-    "slots": ("answer",),
-    "width": ("answer",),
-    "peft": ("export",),
-    "merged": ("export",),
-    "model": ("export",),
-    "prompt": ("generate",),
-    "tokens": ("generate",),
-    "temperature": ("generate",),
-    "json": ("show", "plan"),
-    "target": ("plan", "slurm"),
-    "estimate": ("plan",),
-    "simulate": ("plan",),
-    "legacy": ("plan",),
-    "site": ("slurm",),
-    "submit": ("slurm",),
-    "output": ("slurm",),
-    "hours": ("slurm",),
-    "measured": ("slurm",),
-    "jobs": ("slurm",),
+# Flags that belong to some verbs only: the verbs, what argparse is told.
+FLAGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
+    "context": (("answer",), {"metavar": "FILE", "help": "the text, '-' for standard input"}),
+    "question": (("answer",), {"action": "append", "metavar": "TEXT", "help": "may be repeated"}),
+    "message": (("answer",), {"metavar": "FILE", "help": "a message instead of a text, '-' for standard input"}),
+    "write": (("answer",), {"metavar": "FILE", "help": "keeps the text's message, '-' for standard output"}),
+    "bits": (("answer",), {"type": int, "metavar": "N", "help": "of a value, 16, 8, 6, 4 or 2 (default: 8)"}),
+    "slots": (("answer",), {"type": int, "metavar": "N", "help": "sends the first N latents (default: all)"}),
+    "width": (("answer",), {"type": int, "metavar": "N", "help": "the first N values of each (default: all)"}),
+    "peft": (("export",), {"metavar": "DIR", "help": "the adapter folder that PEFT reads"}),
+    "merged": (("export",), {"metavar": "DIR", "help": "the model with the adapter added in, bf16"}),
+    "model": (("export",), {"metavar": "DIR", "help": "a TTT model with its tokenizer"}),
+    "prompt": (("generate",), {"action": "append", "metavar": "TEXT", "help": "may be repeated"}),
+    "tokens": (("generate",), {"type": int, "metavar": "N", "help": "at most so many (default: 100)"}),
+    "temperature": (
+        ("generate",),
+        {"type": float, "metavar": "T", "help": "0 takes the likeliest (default: 0)"},
+    ),
+    "parts": (("bench",), {"metavar": "P,P", "help": "some of load, step, encode, answer, input"}),
+    "repeats": (("bench",), {"type": int, "metavar": "N", "help": "of each thing that is timed (default: 5)"}),
+    "json": (("show", "plan", "bench"), {"action": "store_true", "help": "for programs"}),
+    "target": (("plan", "slurm"), {"metavar": "GPUS", "help": "h100x4, a100_40x2, h200x1, 2xh100x8, ..."}),
+    "estimate": (("plan",), {"action": "store_true", "help": "by arithmetic, without compiling"}),
+    "simulate": (("plan",), {"metavar": "N..M", "help": "what is done with so many of the target's cards"}),
+    "legacy": (("plan",), {"action": "store_true", "help": "beside the original project's batch formula"}),
+    "site": (("slurm",), {"metavar": "FILE", "help": "the cluster's profile (docs/slurm.md)"}),
+    "submit": (("slurm",), {"action": "store_true", "help": "runs sbatch"}),
+    "output": (("slurm",), {"metavar": "FILE", "help": "the script (default: WORKDIR/job.sbatch)"}),
+    "hours": (("slurm",), {"type": float, "metavar": "H", "help": "instead of the predicted time"}),
+    "measured": (
+        ("slurm",),
+        {"metavar": "DIR", "help": "time from this earlier run's folder (a list: folders)"},
+    ),
+    "jobs": (("slurm",), {"choices": ("array", "sequence"), "help": "of a FILE.list (default: array)"}),
 }
 
 
@@ -97,36 +111,13 @@ def parse(argv: list[str]) -> argparse.Namespace:
     parser.add_argument("verb", nargs="?", default="train", help=argparse.SUPPRESS)
     parser.add_argument("--config", metavar="FILE[:recipe]", help="from the current folder or the project's")
     parser.add_argument("--workdir", metavar="DIR", help="the run's folder (default: runs/NAME-RECIPE)")
-    parser.add_argument("--context", metavar="FILE", help="answer: the text, '-' for standard input")
-    parser.add_argument("--question", action="append", metavar="TEXT", help="answer: may be repeated")
-    parser.add_argument("--message", metavar="FILE", help="answer: a message instead of a text, '-' for standard input")
-    parser.add_argument("--write", metavar="FILE", help="answer: keeps the text's message, '-' for standard output")
-    parser.add_argument("--bits", type=int, metavar="N", help="answer: of a value, 16, 8, 6, 4 or 2 (default: 8)")
-    parser.add_argument("--slots", type=int, metavar="N", help="answer: sends the first N latents (default: all)")
-    parser.add_argument("--width", type=int, metavar="N", help="answer: the first N values of each (default: all)")
-    parser.add_argument("--peft", metavar="DIR", help="export: the adapter folder that PEFT reads")
-    parser.add_argument("--merged", metavar="DIR", help="export: the model with the adapter added in, bf16")
-    parser.add_argument("--model", metavar="DIR", help="export: a TTT model with its tokenizer")
-    parser.add_argument("--prompt", action="append", metavar="TEXT", help="generate: may be repeated")
-    parser.add_argument("--tokens", type=int, metavar="N", help="generate: at most so many (default: 100)")
-    parser.add_argument("--temperature", type=float, metavar="T", help="generate: 0 takes the likeliest (default: 0)")
-    parser.add_argument("--json", action="store_true", help="show, plan: for programs")
-    parser.add_argument("--target", metavar="GPUS", help="plan, slurm: h100x4, a100_40x2, h200x1, 2xh100x8, ...")
-    parser.add_argument("--estimate", action="store_true", help="plan: by arithmetic, without compiling")
-    parser.add_argument("--simulate", metavar="N..M", help="plan: what is done with so many of the target's cards")
-    parser.add_argument("--legacy", action="store_true", help="plan: beside the original project's batch formula")
-    parser.add_argument("--site", metavar="FILE", help="slurm: the cluster's profile (docs/slurm.md)")
-    parser.add_argument("--submit", action="store_true", help="slurm: runs sbatch")
-    parser.add_argument("--output", metavar="FILE", help="slurm: the script (default: WORKDIR/job.sbatch)")
-    parser.add_argument("--hours", type=float, metavar="H", help="slurm: instead of the predicted time")
-    parser.add_argument(
-        "--measured", metavar="DIR", help="slurm: time from this earlier run's folder (a list: folders)"
-    )
-    parser.add_argument("--jobs", choices=("array", "sequence"), help="slurm: of a FILE.list (default: array)")
+    for flag, (owners, words) in FLAGS.items():
+        told: dict[str, Any] = words | {"help": f"{', '.join(owners)}: {words['help']}"}
+        parser.add_argument(f"--{flag}", **told)
     args = parser.parse_intermixed_args(argv)
     if args.verb not in VERBS:
         parser.error(f"{args.verb!r} is no verb.{suggest(args.verb, VERBS)} The verbs are {', '.join(VERBS)}")
-    for flag, owners in OWNERS.items():
+    for flag, (owners, _) in FLAGS.items():
         value = getattr(args, flag)
         if value is not None and value is not False and args.verb not in owners:
             parser.error(f"--{flag} belongs to {' and '.join(map(repr, owners))}, not to {args.verb!r}")
@@ -173,6 +164,8 @@ def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, 
         return request | {"request": _planning(args, assignments, found.own)}
     if args.verb == "show":
         return request | {"base": found.defaults.to_dict(), "origins": found.origins, "as_json": args.json}
+    if args.verb == "bench":
+        return request | {"request": _benchmarking(args)}
     if args.verb != "train":
         folder.check_agreement(cfg, workdir)
     elif os.environ.get("SLURM_PROCID", "0") == "0":  # of several processes one writes
@@ -242,6 +235,19 @@ def _asking(args: argparse.Namespace) -> Any:
         slots=args.slots,
         width=args.width,
     )
+
+
+def _benchmarking(args: argparse.Namespace) -> Any:
+    """Returns the words that ask for a benchmark."""
+    from lw_jax import bench
+
+    parts = tuple(filter(None, (args.parts or "").split(",")))
+    if unknown := [part for part in parts if part not in bench.PARTS]:
+        raise UserError(f"--parts {unknown[0]}: {suggest(unknown[0], bench.PARTS)} Parts are {', '.join(bench.PARTS)}.")
+    repeats = 5 if args.repeats is None else args.repeats
+    if repeats < 1:
+        raise UserError(f"--repeats {repeats}: at least one is needed.")
+    return bench.Request(parts, repeats, args.json)
 
 
 def _planning(args: argparse.Namespace, assignments: dict[str, str], own: dict[str, Any]) -> Any:

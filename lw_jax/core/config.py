@@ -237,6 +237,7 @@ class Eval:
     examples: int
     batch: int
     max_new_tokens: int
+    apart: bool
     rows: tuple[str, ...]
     resamples: int
     curve: str

@@ -19,6 +19,7 @@ class Sampling:
     max_new_tokens: int
     stops: tuple[int, ...]  # ids that end a row; the stop itself is not part of the answer
     temperature: float = 0.0
+    apart: bool = False  # each layer's weights and cache as arrays of their own: see `decoder.apart`
 
 
 class _Loop(NamedTuple):
@@ -72,13 +73,15 @@ def generate(
     """
     cache = decoder.empty_cache(cfg, x.shape[0], x.shape[1] + sampling.max_new_tokens, x.dtype)
     out = decoder.forward(params, cfg, x, mask=mask, cache=cache)
+    assert out.cache is not None, "a cache was given"
+    first = decoder.logits(params, out.hidden[:, -1:])[:, 0]
+    weights, cache = decoder.apart(params, out.cache) if sampling.apart else (params, out.cache)
 
     def advance(token: jax.Array, going: jax.Array, cache: decoder.Cache) -> tuple[jax.Array, Tree]:
-        step = decoder.forward(params, cfg, decoder.embed(params, token[:, None]), mask=going[:, None], cache=cache)
-        return decoder.logits(params, step.hidden)[:, 0], step.cache
+        step = decoder.forward(weights, cfg, decoder.embed(weights, token[:, None]), mask=going[:, None], cache=cache)
+        return decoder.logits(weights, step.hidden)[:, 0], step.cache
 
-    first = decoder.logits(params, out.hidden[:, -1:])[:, 0]
-    return sample(first, out.cache, advance, sampling=sampling, key=key)
+    return sample(first, cache, advance, sampling=sampling, key=key)
 
 
 def generate_ttt(  # noqa: PLR0913  (as `generate`, and how to run)

@@ -9,6 +9,7 @@ against.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -80,8 +81,8 @@ class Mode:
 class Cache(NamedTuple):
     """Keys and values of all layers; slots fill from the left, `valid` tells which of them hold a real token."""
 
-    k: Float[Array, "l b s k e"]
-    v: Float[Array, "l b s k e"]
+    k: Float[Array, "l b s k e"] | tuple[Float[Array, "b s k e"], ...]  # stacked, or as `apart` gives them
+    v: Float[Array, "l b s k e"] | tuple[Float[Array, "b s k e"], ...]
     valid: Bool[Array, "b s"]
     used: Int[Array, ""]  # slots written so far, the same for every row
 
@@ -160,6 +161,21 @@ def empty_cache(cfg: DecoderConfig, batch: int, slots: int, dtype: jax.typing.DT
     )
 
 
+def apart(params: Tree, cache: Cache) -> tuple[Tree, Cache]:
+    """Returns a decoder and its cache with an array of its own for each layer, for a loop over tokens inside a program.
+
+    A scan copies each layer's slice of the stacks before it is used. Token by token that triples the bytes moved, and
+    weights are all that a token waits for. Costs the layers' memory a second time, and compiling grows with the depth.
+    """
+
+    def cut(stack: Tree) -> tuple[Tree, ...]:
+        return tuple(jax.tree.map(operator.itemgetter(i), stack) for i in range(len(cache.k)))
+
+    # Or each iteration of the loop would cut them anew.
+    layers, k, v = jax.lax.optimization_barrier((cut(params["layers"]), cut(cache.k), cut(cache.v)))
+    return params | {"layers": layers}, cache._replace(k=k, v=v)
+
+
 def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one meaning everywhere)
     params: Tree,
     cfg: DecoderConfig,
@@ -200,7 +216,15 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     mixed = None if mix is None else mix[0].astype(x.dtype) * unit_rms(x, cfg.norm_eps)
     shares = None if mix is None else mix[1:]
     kv = None if cache is None else (cache.k, cache.v)
-    (x, mixed), kv = jax.lax.scan(body, (x, mixed), (params["layers"], kv, shares), unroll=mode.unroll)
+    if isinstance(params["layers"], tuple):
+        assert cache is not None and mix is None, "layers are cut apart for generation alone"
+        written = []
+        for weights, *own in zip(params["layers"], cache.k, cache.v, strict=True):
+            (x, _), pair = body((x, None), (weights, tuple(own), None))
+            written.append(pair)
+        kv = tuple(zip(*written, strict=True))
+    else:
+        (x, mixed), kv = jax.lax.scan(body, (x, mixed), (params["layers"], kv, shares), unroll=mode.unroll)
     if cache is not None:
         cache = Cache(kv[0], kv[1], cache.valid, cache.used + x.shape[1])
     return Output(_normalise(cfg, x, params, "norm"), mixed, cache)
@@ -366,9 +390,11 @@ def _layer(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
     """One block; with a cache, `kv` is this layer's [b s k e] pair and comes back with the new tokens written."""
     h = _normalise(cfg, x, weights, "attn_norm")
-    q = _rotate(_linear(h, weights, "q"), shared.cos, shared.sin)
-    k = _rotate(_linear(h, weights, "k"), shared.cos, shared.sin)
-    v = _linear(h, weights, "v")
+    # Products of one input XLA merges, for which it joins their weights: of a token that is as dear as the products.
+    inputs = (h, h, h) if kv is None else jax.lax.optimization_barrier((h, h, h))
+    q = _rotate(_linear(inputs[0], weights, "q"), shared.cos, shared.sin)
+    k = _rotate(_linear(inputs[1], weights, "k"), shared.cos, shared.sin)
+    v = _linear(inputs[2], weights, "v")
     if kv is not None and shared.used is not None:
         k = jax.lax.dynamic_update_slice_in_dim(kv[0], k, shared.used, axis=1)
         v = jax.lax.dynamic_update_slice_in_dim(kv[1], v, shared.used, axis=1)

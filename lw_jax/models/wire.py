@@ -45,6 +45,7 @@ class Reader:
     calibration: str
     stops: tuple[int, ...]
     mode: decoder.Mode = decoder.Mode()
+    apart: bool = False  # in generation: see `decoder.apart`
 
     def adapter(self, width: int) -> Pure[adapter.Adapter]:
         """Describes the adapter from latents of this width."""
@@ -119,7 +120,7 @@ class Wire:
     def generate(self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int) -> Int[Array, "b n"]:
         """Greedy answer ids, -1 after the stop."""
         reader = self.readers[name]
-        sampling = decode.Sampling(max_new_tokens, reader.stops)
+        sampling = decode.Sampling(max_new_tokens, reader.stops, apart=reader.apart)
         return decode.generate(
             params, reader.config, prompt.embeddings, mask=prompt.mask, sampling=sampling, key=jax.random.key(0)
         )

@@ -146,7 +146,7 @@ class DPO:
             told = f"dpo.max_prompt={spec.max_prompt} leaves an answer no room in dpo.max_length={spec.max_length}"
             found.append(Finding(True, f"{told}: pairs with a long prompt are all dropped"))
         if self.outline:
-            location = pretrained.cached(self.llm.source)
+            location = pretrained.cached(self.cfg, self.llm.source)
             if location is None or not Path(self.cfg.data.train).expanduser().exists():
                 missing = f"{self.cfg.data.train} or the tokenizer is not on this machine"
                 return [*found, Finding(False, f"rows not checked: {missing}")]

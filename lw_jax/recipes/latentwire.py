@@ -448,5 +448,7 @@ def _wire(
     for name, at in placement.readers.items():
         stops = tuple(tokenizers[name].stops) if name in tokenizers else ()
         mode = pretrained.mode(cfg, at.mesh)
-        readers[name] = wire.Reader(found[name], cfg.adapter.hidden, cfg.adapter.calibration, stops, mode)
+        readers[name] = wire.Reader(
+            found[name], cfg.adapter.hidden, cfg.adapter.calibration, stops, mode, apart=cfg.eval.apart
+        )
     return wire.Wire(spec, readers, pretrained.mode(cfg, placement.learner))

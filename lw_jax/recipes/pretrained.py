@@ -2,7 +2,6 @@
 
 from pathlib import Path
 
-import huggingface_hub
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
@@ -24,15 +23,12 @@ def locate(cfg: Config, source: str, sha256: str) -> Path:
     return sources.locate(source, sha256=sha256)
 
 
-def cached(source: str) -> Path | None:
-    """Returns where a model's files lie if they are on this machine; fetches nothing."""
-    path = Path(source).expanduser()
-    if path.exists():
-        return path
-    if source.startswith("pypi:") or "/" not in source:
-        return None
-    found = huggingface_hub.try_to_load_from_cache(source, "tokenizer.json")
-    return Path(found).parent if isinstance(found, str) else None
+def cached(cfg: Config, source: str) -> Path | None:
+    """Returns where a model's files lie if they are on this machine; fetches and makes nothing."""
+    if source.startswith(selfmade.PREFIX):
+        path = selfmade.folder(cfg, source)
+        return path if (path / "config.json").exists() else None
+    return sources.cached(source)
 
 
 def outline(cfg: Config, source: str) -> DecoderConfig:

@@ -1,5 +1,7 @@
 """Generation: where rows end, when the loop ends, and what the key decides."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -43,8 +45,8 @@ def generate(params, prompt):
         return decode.generate(params, CFG, x, mask=prompt[1], sampling=sampling, key=jax.random.key(seed))
 
     jitted = jax.jit(run, static_argnums=0)
-    return lambda stops=(), temperature=0.0, seed=0: np.asarray(
-        jitted(decode.Sampling(NEW, tuple(int(stop) for stop in stops), temperature), seed)
+    return lambda stops=(), temperature=0.0, seed=0, apart=False: np.asarray(
+        jitted(decode.Sampling(NEW, tuple(int(stop) for stop in stops), temperature, apart), seed)
     )
 
 
@@ -75,6 +77,21 @@ def test_stop_ends_its_row_and_the_rest_is_filled(generate, greedy):
     expected = cut(greedy, stops)
     assert (expected == -1).any() and (expected != -1).any()
     np.testing.assert_array_equal(generate(stops), expected)
+
+
+def test_layers_apart_give_the_same_answers_and_no_token_cuts_the_stacks(params, prompt, generate, greedy):
+    stops = (greedy[1, 3], greedy[0, 5])
+    np.testing.assert_array_equal(generate(stops, apart=True), generate(stops))
+
+    def loops(apart):
+        """How many loops over layers stand inside the loop over tokens."""
+        x, sampling = decoder.embed(params, prompt[0]), decode.Sampling(NEW, (), apart=apart)
+        run = functools.partial(decode.generate, cfg=CFG, mask=prompt[1], sampling=sampling, key=jax.random.key(0))
+        found = jax.make_jaxpr(lambda params, x: run(params, x=x))(params, x)
+        (tokens,) = (one for one in found.jaxpr.eqns if one.primitive.name == "while")
+        return [one.primitive.name for one in tokens.params["body_jaxpr"].jaxpr.eqns].count("scan")
+
+    assert (loops(apart=False), loops(apart=True)) == (1, 0)
 
 
 def test_stop_as_first_token_gives_an_empty_answer(generate, greedy):
