@@ -1,0 +1,91 @@
+"""The step of preference tuning by TRL's own trainer, LoRA by PEFT; a child of peer.py, knows no JAX.
+
+    python benchmarks/torch_dpo.py CASE --device cuda --steps 5 [--check] [--compile]
+
+CASE is as in torch_wire.py, with a PEFT folder "adapter" where the loss is checked. Prints one JSON line.
+"""
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import datasets
+import numpy as np
+import peft
+import safetensors.torch
+import tokenizers
+import torch
+import transformers
+import trl
+from torch_run import build, parse, report
+
+
+def make_trainer(case: Path, spec: dict[str, Any], device: str, folder: str, *, check: bool) -> trl.DPOTrainer:
+    """Returns TRL's trainer over the case's model; its one row of data is never read."""
+    (name,) = spec["readers"]
+    lora, dpo = spec["lora"], spec["dpo"]
+    words = tokenizers.models.WordLevel({"<pad>": 0, "<eos>": 1, "a": 2}, unk_token="a")
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer(words), pad_token="<pad>", eos_token="<eos>"
+    )
+    return trl.DPOTrainer(
+        build(case / name, "float32" if check else spec["dtype"], device, load=check),
+        args=trl.DPOConfig(
+            folder,
+            beta=dpo["beta"],
+            loss_type=list(dpo["loss"]),
+            loss_weights=list(dpo["weights"]),
+            label_smoothing=dpo["label_smoothing"],
+            max_length=dpo["max_length"],
+            gradient_checkpointing=spec["remat"] != "none",
+            use_cpu=device == "cpu",
+            bf16=spec["dtype"] == "bfloat16" and not check and device == "cuda",
+            report_to=[],
+            disable_tqdm=True,
+        ),
+        train_dataset=datasets.Dataset.from_list([{"prompt": "a", "chosen": "a", "rejected": "a"}]),
+        processing_class=tokenizer,
+        peft_config=peft.LoraConfig(
+            r=lora["rank"],
+            lora_alpha=lora["alpha"],
+            lora_dropout=lora["dropout"],
+            target_modules=list(lora["targets"]),
+            task_type="CAUSAL_LM",
+        ),
+    )
+
+
+def main() -> None:
+    """Runs the steps and prints what they took."""
+    args = parse(__doc__)
+    spec = json.loads((args.case / "spec.json").read_text("utf-8"))
+    loaded, (name,) = np.load(args.case / "batch.npz"), spec["readers"]
+    inputs = {
+        key: torch.from_numpy(np.concatenate([loaded[f"{name}/{ours}"][:, side] for side in (0, 1)])).long()
+        for key, ours in (("input_ids", "ids"), ("attention_mask", "mask"), ("completion_mask", "completion"))
+    }
+    inputs = {key: value.to(args.device) for key, value in inputs.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = make_trainer(args.case, spec, args.device, folder, check=args.check)
+        trainer.current_gradient_accumulation_steps = 1  # set by train(), which would read data
+        model = trainer.model
+        if args.check:
+            stored = safetensors.torch.load_file(args.case / "adapter" / "adapter_model.safetensors")
+            peft.set_peft_model_state_dict(model, stored)
+        learns = [one for one in model.parameters() if one.requires_grad]
+        optimizer = torch.optim.AdamW(learns, lr=2e-5, weight_decay=0.0)
+        call = torch.compile(model) if args.compile else model
+
+        def step() -> tuple[torch.Tensor, torch.Tensor]:
+            optimizer.zero_grad(set_to_none=True)
+            loss = trainer.training_step(call, inputs)
+            norm = torch.nn.utils.clip_grad_norm_(learns, 1.0)
+            optimizer.step()
+            return loss, norm
+
+        report(step, args, versions={"trl": trl.__version__, "peft": peft.__version__})
+
+
+if __name__ == "__main__":
+    main()
