@@ -10,7 +10,7 @@ WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))-latentwire
 # A step on the CPU takes fresh memory each time; in pages of 2 MiB the kernel hands it out with fewer faults.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: run test suite lint golden lock clean
+.PHONY: run test suite lint bench bench-gpu golden lock clean
 
 run: $(VENV)/.runtime  ## trains the default configuration, prints its evaluation table, asks it one question
 	$(BIN)/python run.py --config $(CONFIG) --workdir $(WORKDIR)
@@ -30,13 +30,21 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python  # otherwise it looks for packages of the python on PATH
 
+bench: $(VENV)/.dev  ## our training step against PyTorch's and TRL's, by turns on this machine
+	$(BIN)/python benchmarks/peer.py --config configs/default.py
+	$(BIN)/python benchmarks/peer.py --config configs/dpo/smollm2.py --config.llms.policy.weights=fp32 \
+		--config.train.global_batch=4 --config.dpo.max_length=128
+
+bench-gpu: $(VENV)/.dev  ## all that is to be measured on one card, in one JSON; under nine minutes
+	$(BIN)/python benchmarks/gpu.py --out $(or $(OUT),bench-gpu.json)
+
 golden: $(VENV)/.dev  ## writes the golden files anew; say why in the commit
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest tests/golden
 
 lock: $(VENV)/.dev  ## resolves requirements.lock anew, for Python 3.11 and newer
 	$(PIP) uv
 	: > requirements.lock
-	grep -vE '^(torch|peft)' requirements-dev.txt | $(BIN)/uv pip compile --universal --python-version 3.11 --no-header \
+	grep -vE '^(torch|peft|trl)' requirements-dev.txt | $(BIN)/uv pip compile --universal --python-version 3.11 --no-header \
 		--no-annotate --strip-extras --quiet requirements.txt - --output-file requirements.lock
 
 clean:

@@ -243,7 +243,7 @@ def _benchmarking(args: argparse.Namespace) -> Any:
 
     parts = tuple(filter(None, (args.parts or "").split(",")))
     if unknown := [part for part in parts if part not in bench.PARTS]:
-        raise UserError(f"--parts {unknown[0]}: {suggest(unknown[0], bench.PARTS)} Parts are {', '.join(bench.PARTS)}.")
+        raise UserError(f"--parts {unknown[0]}:{suggest(unknown[0], bench.PARTS)} Parts are {', '.join(bench.PARTS)}.")
     repeats = 5 if args.repeats is None else args.repeats
     if repeats < 1:
         raise UserError(f"--repeats {repeats}: at least one is needed.")

@@ -192,8 +192,8 @@ def write(cfg: Config, case: Path, *, origin: Config | None = None, layers: int 
         own = dataclasses.replace(shapes, layers=min(layers, shapes.layers))
         draw = jax.jit(functools.partial(decoder.init, cfg=own, dtype="float32"))
         weights.save(case / name, draw(jax.random.key(number)), own, model_type=kind)
-    recipe = recipes.outline(cfg)
-    np.savez(case / "batch.npz", **flatten(ragged(cfg, recipe.batch_widths())))
+    recipe: Any = recipes.outline(cfg)
+    np.savez(case / "batch.npz", allow_pickle=False, **flatten(ragged(cfg, recipe.batch_widths())))
     (case / "spec.json").write_text(json.dumps(facts(cfg)), "utf-8")
     if origin is None:
         return
@@ -202,7 +202,7 @@ def write(cfg: Config, case: Path, *, origin: Config | None = None, layers: int 
         peft.save(case / "adapter", learns, recipe.lora, model_type="llama", base="")
         return
     stored = {path: x for path, x in flatten(learns).items() if "encoder/body/" not in path}
-    np.savez(case / "trainable.npz", **stored)
+    np.savez(case / "trainable.npz", allow_pickle=False, **stored)
 
 
 def models(cfg: Config) -> dict[str, Any]:
@@ -311,6 +311,8 @@ def ragged(cfg: Config, widths: Any) -> Any:
         made = {key: fill(value, key) for key, value in node.items()}
         if "mask" in node:
             made["ids"], made["mask"] = tokens(node["ids"].shape, left=name in ("before", "after"))
+        if name == "before":  # the same words in every row, as a prompt's opening is
+            made |= {key: np.repeat(made[key][:1], rows, axis=0) for key in ("ids", "mask")}
         if "completion" in node:  # of a pair: what follows the prompt, a quarter of the longest row
             made["completion"] = made["mask"] & (np.arange(node["ids"].shape[-1]) >= node["ids"].shape[-1] // 4)
         if "targets" in node:

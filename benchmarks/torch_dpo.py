@@ -19,9 +19,11 @@ import torch
 import transformers
 import trl
 from torch_run import build, parse, report
+from trl.trainer.dpo_config import DPOConfig
+from trl.trainer.dpo_trainer import DPOTrainer
 
 
-def make_trainer(case: Path, spec: dict[str, Any], device: str, folder: str, *, check: bool) -> trl.DPOTrainer:
+def make_trainer(case: Path, spec: dict[str, Any], device: str, folder: str, *, check: bool) -> DPOTrainer:
     """Returns TRL's trainer over the case's model; its one row of data is never read."""
     (name,) = spec["readers"]
     lora, dpo = spec["lora"], spec["dpo"]
@@ -29,9 +31,9 @@ def make_trainer(case: Path, spec: dict[str, Any], device: str, folder: str, *, 
     tokenizer = transformers.PreTrainedTokenizerFast(
         tokenizer_object=tokenizers.Tokenizer(words), pad_token="<pad>", eos_token="<eos>"
     )
-    return trl.DPOTrainer(
+    return DPOTrainer(
         build(case / name, "float32" if check else spec["dtype"], device, load=check),
-        args=trl.DPOConfig(
+        args=DPOConfig(
             folder,
             beta=dpo["beta"],
             loss_type=list(dpo["loss"]),
@@ -69,7 +71,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         trainer = make_trainer(args.case, spec, args.device, folder, check=args.check)
         trainer.current_gradient_accumulation_steps = 1  # set by train(), which would read data
-        model = trainer.model
+        model: Any = trainer.model
         if args.check:
             stored = safetensors.torch.load_file(args.case / "adapter" / "adapter_model.safetensors")
             peft.set_peft_model_state_dict(model, stored)

@@ -28,7 +28,8 @@ def build(folder: Path, dtype: str, device: str, *, load: bool) -> Any:
     """Returns the model of a folder, its weights loaded, or drawn where the folder has none."""
     words: dict[str, Any] = {"dtype": getattr(torch, dtype), "attn_implementation": "sdpa"}
     if load:
-        return transformers.AutoModelForCausalLM.from_pretrained(folder, **words).to(device)
+        loaded: Any = transformers.AutoModelForCausalLM.from_pretrained(folder, **words)
+        return loaded.to(device)
     with torch.device(device):
         return transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.from_pretrained(folder), **words)
 

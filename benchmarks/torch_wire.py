@@ -30,7 +30,7 @@ class Head(torch.nn.Module):
     def forward(self, states: tuple[torch.Tensor, ...], mask: torch.Tensor, eps: float) -> torch.Tensor:
         """Takes states [b s d] of all layers and mask [b s]; returns fp32 latents [b m z]."""
         share = self.mix.softmax(0)
-        mixed = sum(share[i].to(x.dtype) * unit_rms(x, eps) for i, x in enumerate(states))
+        mixed = torch.stack([share[i].to(x.dtype) * unit_rms(x, eps) for i, x in enumerate(states)]).sum(0)
         y = self.project(self.windows(mask).to(mixed.dtype) @ mixed).float()
         return y * torch.rsqrt(y.square().mean(-1, keepdim=True) + 1e-6)
 
@@ -70,7 +70,7 @@ class Wire(torch.nn.Module):
         super().__init__()
         self.spec = spec
         dtype = "float32" if check else spec["dtype"]
-        self.body = build(case / "body", "float32", device, load=check).model
+        self.body: Any = build(case / "body", "float32", device, load=check).model
         self.eps = self.body.config.rms_norm_eps
         self.body.norm = torch.nn.Identity()  # the last state is mixed like the others, before any norm
         self.body.requires_grad_(spec["body_learns"])
@@ -84,6 +84,7 @@ class Wire(torch.nn.Module):
                 self.readers[name] = reader
                 self.adapters[name] = Adapter(spec["width"], spec["hidden"], out, spec["tasks"])
         if spec["remat"] != "none":
+            one: Any
             for one in (self.body, *self.readers.values()):
                 one.gradient_checkpointing_enable({"use_reentrant": False})
                 one.train()  # or transformers does not recompute; there is no dropout
@@ -97,8 +98,9 @@ class Wire(torch.nn.Module):
             ids, attention_mask=seen, position_ids=positions, output_hidden_states=True, use_cache=False
         ).hidden_states
         latents = self.head(states, mask, self.eps)
-        total, weight = 0.0, 0.0
-        for name, reader in self.readers.items():
+        total, weight = torch.zeros((), device=ids.device), torch.zeros((), device=ids.device)
+        for name, module in self.readers.items():
+            reader: Any = module
             fields = {key.removeprefix(f"{name}/"): value for key, value in batch.items() if key.startswith(f"{name}/")}
             embed = reader.get_input_embeddings()
             prefix = self.adapters[name](latents, self.spec["task"])

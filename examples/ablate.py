@@ -5,7 +5,8 @@
         --config.data.train=FILE --config.data.validation=OTHER
 
 Each row trains and evaluates in a folder of its own under --out, goes on where it was stopped, and is not run again
-once it has an eval.json. Words that begin with --config. are passed to every row.
+once it has an eval.json. A row that collapses is told so and still gets its whole budget. Words that begin with
+--config. are passed to every row.
 """
 
 import argparse
@@ -60,7 +61,12 @@ def main(argv: list[str]) -> int:
     for seed in asked.seeds.split(","):
         for row in rows:
             folder = asked.out / f"{row.replace(' ', '-')}-{seed}"
-            own = [*flags, *(f"--config.{change}" for change in ROWS[row]), f"--config.seed={seed}"]
+            own = [
+                "--config.train.alarm=tell",
+                *(f"--config.{change}" for change in ROWS[row]),
+                f"--config.seed={seed}",
+            ]
+            own += flags
             if not (folder / "eval.json").exists() and not _run(asked.config, folder, own):
                 failed.append(f"{row}, seed {seed}")
                 continue

@@ -347,15 +347,15 @@ class Bench:
         ]
 
 
-def flops(cfg: Config, *, rows: int = 0) -> float:
-    """Returns the model's arithmetic in one step of all devices (or of so many examples), nothing counted twice."""
+def flops(cfg: Config) -> float:
+    """Returns the model's arithmetic in one step of all devices, nothing counted twice."""
     once = dataclasses.replace(
         choice.with_remat(cfg, "none"),
         ttt=dataclasses.replace(cfg.ttt, loss_chunk=0),  # a head in chunks is applied once more
         dpo=dataclasses.replace(cfg.dpo, chunk=0),
     )
     recipe = recipes.outline(once)
-    terms = recipe.terms(recipe.batch_widths(), rows or cfg.train.global_batch)
+    terms = recipe.terms(recipe.batch_widths(), cfg.train.global_batch)
     return sum(term.flops for term in terms.values())
 
 

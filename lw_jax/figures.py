@@ -142,6 +142,30 @@ def draw_positions(names: Sequence[str], losses: Sequence[float]) -> Figure:
     return figure
 
 
+def draw_sweep(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
+    """Returns samples a second and memory over the batch, a line for each number of slots.
+
+    Rows: {"slots", "batch", "samples_per_second", "peak_bytes"}, the last two None where nothing fits.
+    """
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    speed, memory = figure.subplots(1, 2)
+    for slots, colour in zip(sorted({row["slots"] for row in rows}), COLOURS, strict=False):
+        line = sorted((row for row in rows if row["slots"] == slots), key=lambda row: row["batch"])
+        line = [row for row in line if row["peak_bytes"] is not None]
+        batches, label = [row["batch"] for row in line], f"{slots} slots"
+        speed.plot(batches, [row["samples_per_second"] for row in line], "o-", color=colour, label=label)
+        memory.plot(batches, [row["peak_bytes"] / 1e9 for row in line], "o-", color=colour, label=label)
+    for panel, unit in ((speed, "samples a second"), (memory, "peak memory of the device, GB")):
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        panel.set(xlabel="samples a step (logarithmic)", ylabel=unit)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    speed.legend()
+    figure.suptitle(title)
+    return figure
+
+
 def to_svg(figure: Figure, *, label: str) -> str:
     """Returns an <svg> element for a page: text stays text, black takes the page's colour, the ground is left out.
 

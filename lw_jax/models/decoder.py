@@ -87,6 +87,13 @@ class Cache(NamedTuple):
     used: Int[Array, ""]  # slots written so far, the same for every row
 
 
+class Opening(NamedTuple):
+    """What every row of a batch begins with, once: it is read once, and learns nothing."""
+
+    x: Float[Array, "1 o d"]
+    mask: Bool[Array, "1 o"]
+
+
 class Output(NamedTuple):
     """What `forward` returns."""
 
@@ -183,6 +190,7 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     *,
     mask: Bool[Array, "b t"],
     cache: Cache | None = None,
+    opening: Opening | None = None,
     mix: Float[Array, " n"] | None = None,
     mode: Mode = Mode(),  # noqa: B008  (frozen)
 ) -> Output:
@@ -190,42 +198,47 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
 
     `mask` tells real tokens from padding, which may stand anywhere: positions are the running count of real tokens, so
     padding changes no number at a real position. With a cache, x continues what the cache holds and is written into
-    it. `mix` (layers + 1 weights) asks for the weighted sum of the RMS-normalised residual stream before the first and
-    after each layer (ComprExIT's layer mix, with a softmax by the caller).
+    it. With an opening, x continues that in every row; neither a cache nor a mix goes with it. `mix` (layers + 1
+    weights) asks for the weighted sum of the RMS-normalised residual stream before the first and after each layer
+    (ComprExIT's layer mix, with a softmax by the caller).
     """
-    seen = cache.valid.sum(axis=1, keepdims=True, dtype=jnp.int32) if cache else jnp.zeros((x.shape[0], 1), jnp.int32)
-    positions = jnp.maximum(seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
-    if cache:
-        cache = cache._replace(valid=jax.lax.dynamic_update_slice_in_dim(cache.valid, mask, cache.used, axis=1))
-    attend = _attention_mask(mask, cache, positions, causal=mode.causal, window=cfg.window)
-    cos, sin = _rotary(cfg, positions)
-    shared = _Shared(cos, sin, attend, None if cache is None else cache.used)
+    assert opening is None or (cache is None and mix is None), "an opening is for passes over a whole text"
+    past, cache = _look_back(mask, cache, opening)
+    shared = _share(cfg, mask, past, causal=mode.causal)
     # Without recomputation of layers, that of attention's scores alone, as a fused kernel would: they are the largest
     # thing a layer keeps, and the cheapest to make again.
     attend_with = jax.checkpoint(attention) if mode.remat == "none" else attention
     layer = checkpoint_layer(functools.partial(_layer, cfg, shared, attend_with), mode.remat)
+    open_layer = None
+    if opening is not None:
+        alone = _share(cfg, opening.mask, _look_back(opening.mask, None, None)[0], causal=mode.causal)
+        open_layer = functools.partial(_layer, cfg, alone, attention)
 
     def body(carry, inputs):
-        x, mixed = carry
+        x, mixed, opened = carry
         weights, kv, share = inputs
-        x, kv = layer(mode.constrain(x), weights, kv)
+        if open_layer is not None:
+            opened, kv = open_layer(opened, weights, None)
+        x, written = layer(mode.constrain(x), weights, kv)
         if share is not None:
             mixed = mixed + share.astype(x.dtype) * unit_rms(x, cfg.norm_eps)
-        return (x, mixed), kv
+        return (x, mixed, opened), None if cache is None else written
 
     mixed = None if mix is None else mix[0].astype(x.dtype) * unit_rms(x, cfg.norm_eps)
     shares = None if mix is None else mix[1:]
     kv = None if cache is None else (cache.k, cache.v)
+    carry = (x, mixed, None if opening is None else opening.x)
     if isinstance(params["layers"], tuple):
         assert cache is not None and mix is None, "layers are cut apart for generation alone"
         written = []
         for weights, *own in zip(params["layers"], cache.k, cache.v, strict=True):
-            (x, _), pair = body((x, None), (weights, tuple(own), None))
+            carry, pair = body(carry, (weights, tuple(own), None))
             written.append(pair)
         kv = tuple(zip(*written, strict=True))
     else:
-        (x, mixed), kv = jax.lax.scan(body, (x, mixed), (params["layers"], kv, shares), unroll=mode.unroll)
-    if cache is not None:
+        carry, kv = jax.lax.scan(body, carry, (params["layers"], kv, shares), unroll=mode.unroll)
+    x, mixed, _ = carry
+    if cache is not None and kv is not None:
         cache = Cache(kv[0], kv[1], cache.valid, cache.used + x.shape[1])
     return Output(_normalise(cfg, x, params, "norm"), mixed, cache)
 
@@ -272,15 +285,42 @@ def _normalise(cfg: DecoderConfig, x: jax.Array, weights: Tree, name: str) -> ja
     return rms_norm(x, weights[name], cfg.norm_eps)
 
 
+class _Past(NamedTuple):
+    """What queries stand behind: real keys, their own among them [b s], the slot of the first query, real tokens."""
+
+    keys: jax.Array
+    first: jax.Array
+    seen: jax.Array  # [b 1]
+    used: jax.Array | None  # of a cache
+
+
+def _look_back(mask: jax.Array, cache: Cache | None, opening: Opening | None) -> tuple[_Past, Cache | None]:
+    """Returns the past of queries with this mask, and the cache with them noted in it."""
+    if cache is not None:
+        seen = cache.valid.sum(axis=1, keepdims=True, dtype=jnp.int32)
+        cache = cache._replace(valid=jax.lax.dynamic_update_slice_in_dim(cache.valid, mask, cache.used, axis=1))
+        return _Past(cache.valid, cache.used, seen, cache.used), cache
+    nothing = jnp.zeros((mask.shape[0], 0), bool)
+    before = nothing if opening is None else jnp.broadcast_to(opening.mask, (len(mask), opening.mask.shape[1]))
+    first, seen = jnp.full((), before.shape[1], jnp.int32), before.sum(axis=1, keepdims=True, dtype=jnp.int32)
+    return _Past(jnp.concatenate([before, mask], axis=1), first, seen, None), None
+
+
+def _share(cfg: DecoderConfig, mask: jax.Array, past: _Past, *, causal: bool) -> "_Shared":
+    """Returns what is the same in every layer."""
+    positions = jnp.maximum(past.seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+    attend = _attention_mask(past.keys, positions, first=past.first, causal=causal, window=cfg.window)
+    return _Shared(*_rotary(cfg, positions), attend, past.used)
+
+
 def _attention_mask(
-    mask: jax.Array, cache: Cache | None, positions: Int[Array, "b t"], *, causal: bool, window: int
+    keys: Bool[Array, "b s"], positions: Int[Array, "b t"], *, first: jax.Array, causal: bool, window: int
 ) -> jax.Array:
-    """bool [b 1 t s]: real keys, none later than the query or beyond its window; s spans the cache if there is one."""
-    keys = mask if cache is None else cache.valid
-    first = jnp.zeros((), jnp.int32) if cache is None else cache.used
-    query_slot = first + jnp.arange(mask.shape[1], dtype=jnp.int32)
+    """bool [b 1 t s]: real keys, none later than the query or beyond its window; the first query has slot `first`."""
+    length = positions.shape[1]
+    query_slot = first + jnp.arange(length, dtype=jnp.int32)
     key_slot = jnp.arange(keys.shape[1], dtype=jnp.int32)
-    allowed = key_slot[None, :] <= query_slot[:, None] if causal else jnp.ones((mask.shape[1], keys.shape[1]), bool)
+    allowed = key_slot[None, :] <= query_slot[:, None] if causal else jnp.ones((length, keys.shape[1]), bool)
     allowed = keys[:, None, :] & allowed[None, :, :]
     if window:
         behind = positions[:, :, None] - (jnp.cumsum(keys, axis=1, dtype=jnp.int32) - 1)[:, None, :]
@@ -387,20 +427,30 @@ def _layer(
     x: Float[Array, "b t d"],
     weights: Tree,
     kv: tuple[jax.Array, jax.Array] | None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array] | None]:
-    """One block; with a cache, `kv` is this layer's [b s k e] pair and comes back with the new tokens written."""
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """One block, and its keys and values.
+
+    With a cache, `kv` is this layer's [b s k e] pair and comes back with the new tokens written; without, that of an
+    opening [1 o k e], which every row attends to.
+    """
     h = _normalise(cfg, x, weights, "attn_norm")
     # Products of one input XLA merges, for which it joins their weights: of a token that is as dear as the products.
-    inputs = (h, h, h) if kv is None else jax.lax.optimization_barrier((h, h, h))
+    inputs = (h, h, h) if shared.used is None else jax.lax.optimization_barrier((h, h, h))
     q = _rotate(_linear(inputs[0], weights, "q"), shared.cos, shared.sin)
     k = _rotate(_linear(inputs[1], weights, "k"), shared.cos, shared.sin)
     v = _linear(inputs[2], weights, "v")
     if kv is not None and shared.used is not None:
         k = jax.lax.dynamic_update_slice_in_dim(kv[0], k, shared.used, axis=1)
         v = jax.lax.dynamic_update_slice_in_dim(kv[1], v, shared.used, axis=1)
-        kv = (k, v)
+    own = (k, v)
+    if kv is not None and shared.used is None:
+        k, v = (jnp.concatenate([_repeat(old, len(x)), new], axis=1) for old, new in zip(kv, own, strict=True))
     attended = attend(q, k, v, mask=shared.attend)
     x = x + _linear(attended, weights, "o")
     h = _normalise(cfg, x, weights, "mlp_norm")
     gated = jax.nn.silu(_linear(h, weights, "gate")) * _linear(h, weights, "up")
-    return x + _linear(gated, weights, "down"), kv
+    return x + _linear(gated, weights, "down"), own
+
+
+def _repeat(one: Float[Array, "1 o k e"], rows: int) -> Float[Array, "b o k e"]:
+    return jnp.broadcast_to(one, (rows, *one.shape[1:]))

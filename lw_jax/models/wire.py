@@ -110,11 +110,13 @@ class Wire:
         self, params: Tree, name: str, prompt: "Prompt", answer_inputs: Int[Array, "b n"]
     ) -> Float[Array, "b t v"]:
         """fp32 logits that predict each answer token and the EOS (t = n + 1); the head sees no other position."""
-        config, mode = self.readers[name].config, self.readers[name].mode
+        config, mode, opening = self.readers[name].config, self.readers[name].mode, prompt.opening
+        if opening is not None and isinstance(config.rope_scaling, decoder.LongRope):
+            prompt, opening = prompt.joined(), None  # whose frequencies depend on the length of the whole text
         x = jnp.concatenate([prompt.embeddings, decoder.embed(params, answer_inputs)], axis=1)
         # Answers are right-padded: under the causal mask a pad is behind every real target, so it may count as real.
         mask = jnp.concatenate([prompt.mask, jnp.ones(answer_inputs.shape, bool)], axis=1)
-        out = decoder.forward(params, config, x, mask=mask, mode=mode)
+        out = decoder.forward(params, config, x, mask=mask, opening=opening, mode=mode)
         return decoder.logits(params, out.hidden[:, prompt.mask.shape[1] - 1 :])
 
     def generate(self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int) -> Int[Array, "b n"]:
@@ -133,6 +135,15 @@ class Prompt:
 
     embeddings: Float[Array, "b p d"]
     mask: Bool[Array, "b p"]
+    opening: decoder.Opening | None = None  # what stands before it in every row; `generate` takes none
+
+    def joined(self) -> "Prompt":
+        """Returns the prompt with its opening in each row."""
+        if self.opening is None:
+            return self
+        rows = len(self.mask)
+        x, mask = (jnp.broadcast_to(one, (rows, *one.shape[1:])) for one in self.opening)
+        return Prompt(jnp.concatenate([x, self.embeddings], axis=1), jnp.concatenate([mask, self.mask], axis=1))
 
 
 def text_prompt(params: Tree, tokens: Mapping[str, jax.Array]) -> Prompt:
@@ -141,14 +152,19 @@ def text_prompt(params: Tree, tokens: Mapping[str, jax.Array]) -> Prompt:
 
 
 def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b n d"]) -> Prompt:
-    """BOS and opening words, the soft prefix where the context would stand, the question after it."""
+    """BOS and opening words, the soft prefix where the context would stand, the question after it.
+
+    `fields["before"]` is the same in every row, whatever the example: its first row is the prompt's opening.
+    """
     before, after = fields["before"], fields["after"]
-    embedded = [decoder.embed(params, before["ids"]), decoder.embed(params, after["ids"])]
-    embeddings = jnp.concatenate([embedded[0], prefix.astype(embedded[0].dtype), embedded[1]], axis=1)
+    opening = None
+    if before["ids"].shape[1]:
+        opening = decoder.Opening(decoder.embed(params, before["ids"][:1]), before["mask"][:1])
+    asked = decoder.embed(params, after["ids"])
+    embeddings = jnp.concatenate([prefix.astype(asked.dtype), asked], axis=1)
     slots = encoder.slot_mask(fields["channel"][:, 0], prefix.shape[1] - 1)
     task = jnp.ones((prefix.shape[0], 1), bool)
-    mask = jnp.concatenate([before["mask"], slots, task, after["mask"]], axis=1)
-    return Prompt(embeddings, mask)
+    return Prompt(embeddings, jnp.concatenate([slots, task, after["mask"]], axis=1), opening)
 
 
 def _cast(tree: Tree, dtype: str) -> Tree:

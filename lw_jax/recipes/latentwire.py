@@ -193,12 +193,14 @@ class LatentWire:
     def _reader_terms(self, name: str, fields: Tree, rows: int) -> Terms:
         model, llm, at = self.wire.readers[name].config, self.cfg.llms[name], self.placement.readers[name]
         answers = fields["targets"].shape[0]
-        prompt = sum(fields[key]["ids"].shape[0] for key in ("before", "after")) + self.wire.encoder.slots + 1
-        positions = prompt + answers - 1
+        opening = fields["before"]["ids"].shape[0]  # read once for all rows
+        positions = fields["after"]["ids"].shape[0] + self.wire.encoder.slots + 1 + answers - 1
         one = pretrained.teacher_forced(self.cfg, llm=llm, at=at, rows=rows, positions=positions, answers=answers)
         found = arithmetic.frozen(model, one)
         restored = arithmetic.restored_bytes(model, llm.weights, one.size) / one.model
-        found = dataclasses.replace(found, bytes=found.bytes + restored)
+        once = arithmetic.opening(model, dataclasses.replace(one, rows=1, positions=opening, answers=0))
+        sums = {"flops": found.flops + once.flops, "wire": found.wire + once.wire}
+        found = dataclasses.replace(found, bytes=found.bytes + restored, **sums)
         if "text" in fields:
             teacher = dataclasses.replace(one, positions=fields["text"]["ids"].shape[0] + answers - 1)
             found = dataclasses.replace(found, flops=found.flops + arithmetic.forward_only(model, teacher))
@@ -389,7 +391,7 @@ class LatentWire:
     @functools.cached_property
     def _wire_prompt(self):
         def build(part: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str) -> wire.Prompt:
-            return wire.wire_prompt(params, fields, self.wire.prefix(part, name, latents, "answer"))
+            return wire.wire_prompt(params, fields, self.wire.prefix(part, name, latents, "answer")).joined()
 
         return jax.jit(build, static_argnames="name")
 

@@ -73,6 +73,12 @@ def forward_only(cfg: DecoderConfig, one: Pass) -> float:
     return 2 * one.rows * one.positions * body_params(cfg) / one.model + head
 
 
+def opening(cfg: DecoderConfig, one: Pass) -> Terms:
+    """Returns the terms of what all rows begin with: one row, forward, without logits."""
+    sums = 2 * cfg.layers * 2 * (one.model - 1) / one.model  # two a layer over a model axis
+    return Terms(flops=forward_only(cfg, one), wire=sums * one.rows * one.positions * cfg.width * one.size)
+
+
 def trained(cfg: DecoderConfig, one: Pass) -> Terms:
     """Returns the terms of a decoder body whose fp32 weights learn: backward is twice the forward pass."""
     forward = 2 * one.rows * one.positions * body_params(cfg)

@@ -136,10 +136,11 @@ def test_task_vector_is_the_last_slot_before_the_answer_and_padding_changes_no_l
         shift = {key: jnp.pad(fields["before"][key], ((0, 0), (3, 0))) for key in ("ids", "mask")}
         sent = {"channel": fields["channel"].at[:, 0].set(jnp.asarray([5, 2, 3], jnp.int32)), "before": shift}
         prefix = 0.1 * jax.random.normal(jax.random.key(3), (3, 6, reader.config.width))
-        prompt = wire.wire_prompt(params, fields | sent, prefix)
+        apart = wire.wire_prompt(params, fields | sent, prefix)
+        prompt = apart.joined()
         np.testing.assert_array_equal(prompt.embeddings[:, -1], prefix[:, -1])
         assert prompt.mask[:, -1].all() and prompt.mask.shape[1] == width + 3 + 6
-        logits = recipe.wire.answer_logits(params, name, prompt, fields["answer_inputs"])
+        logits = recipe.wire.answer_logits(params, name, apart, fields["answer_inputs"])
         for row in range(3):
             real = np.flatnonzero(prompt.mask[row])
             count = int(fields["weights"][row].sum())

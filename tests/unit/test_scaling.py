@@ -86,13 +86,6 @@ def test_step_on_two_devices_is_timed_and_counted(cfg):
     assert row["collective_bytes"] > 0 and row["mfu"] is None
 
 
-def test_arithmetic_of_a_step_counts_nothing_twice(cfg):
-    point = Point("weak", 1, LENGTH, 2)
-    compute, text = dataclasses.replace(cfg.compute, remat="full"), dataclasses.replace(cfg.ttt, loss_chunk=LENGTH)
-    assert scaling.flops(dataclasses.replace(cfg, compute=compute, ttt=text), point) == scaling.flops(cfg, point)
-    assert scaling.flops(cfg, dataclasses.replace(point, global_batch=6)) == 3 * scaling.flops(cfg, point)
-
-
 def test_every_step_is_measured_once_and_held_against_the_ceiling(cfg):
     asked = []
 

@@ -38,7 +38,7 @@ def test_prompt_is_opening_words_the_slots_in_use_the_task_s_vector_question(par
     built, batch, prefix = parts
     params, fields = built.frozen["llama"], batch["readers"]["llama"]
     slots = np.array([5, 3, 1], np.int32)
-    prompt = wire.wire_prompt(params, fields | {"channel": fields["channel"].at[:, 0].set(slots)}, prefix)
+    prompt = wire.wire_prompt(params, fields | {"channel": fields["channel"].at[:, 0].set(slots)}, prefix).joined()
     p, q = fields["before"]["ids"].shape[1], fields["after"]["ids"].shape[1]
     assert prompt.embeddings.shape == (3, p + 6 + q, prefix.shape[2])
     np.testing.assert_array_equal(prompt.embeddings[:, p : p + 6], prefix)
@@ -59,7 +59,9 @@ def test_answer_logits_are_those_that_predict_each_target(recipe, parts):
         prompt, fields["answer_inputs"]
     )
     assert found.shape == (*fields["targets"].shape, recipe.wire.readers["llama"].config.vocab)
-    # By hand: no padding, one row at a time, answer by answer.
+    # By hand: no padding, one row at a time, answer by answer, each behind an opening of its own.
+    assert prompt.opening is not None
+    prompt = prompt.joined()
     row = 1
     count = int(fields["weights"][row].sum())
     real = np.flatnonzero(prompt.mask[row])
@@ -68,6 +70,26 @@ def test_answer_logits_are_those_that_predict_each_target(recipe, parts):
     out = decoder.forward(params, recipe.wire.readers["llama"].config, x, mask=jnp.ones(x.shape[:2], bool))
     expected = decoder.logits(params, out.hidden)[0, len(real) - 1 :]
     np.testing.assert_allclose(found[row, :count], expected, atol=SAME)
+
+
+def test_opening_of_a_model_whose_frequencies_depend_on_the_length_is_read_in_each_row(recipe, parts, monkeypatch):
+    built, batch, prefix = parts
+    params, fields = built.frozen["llama"], batch["readers"]["llama"]
+    ones = (1.0,) * (tiny.SIZES["llama"]["head_dim"] // 2)
+    reader = recipe.wire.readers["llama"]
+    long = dataclasses.replace(reader.config, rope_scaling=decoder.LongRope(ones, tuple(3 * x for x in ones), 10, 1.1))
+    whole = dataclasses.replace(recipe.wire, readers={"llama": dataclasses.replace(reader, config=long)})
+    prompt = wire.wire_prompt(params, fields, prefix)
+    found = whole.answer_logits(params, "llama", prompt, fields["answer_inputs"])
+    expected = whole.answer_logits(params, "llama", prompt.joined(), fields["answer_inputs"])
+    np.testing.assert_array_equal(found, expected)
+
+
+def test_every_row_of_a_batch_begins_alike(recipe):
+    encoded = recipe.data("train")
+    for fields in encoded.collate(range(12))["readers"].values():
+        ids, mask = fields["before"]["ids"], fields["before"]["mask"]
+        assert (ids == ids[:1]).all() and (mask == mask[:1]).all(), "wire_prompt reads the first row for all"
 
 
 def test_readers_have_adapters_of_their_own_and_calibrated(recipe, parts):
@@ -111,7 +133,7 @@ def test_more_layers_than_the_body_has_are_refused(root):
 def test_generation_ends_at_the_reader_s_own_stops(recipe, parts):
     built, batch, prefix = parts
     params = built.frozen["llama"]
-    prompt = wire.wire_prompt(params, batch["readers"]["llama"], prefix)
+    prompt = wire.wire_prompt(params, batch["readers"]["llama"], prefix).joined()
     free = dataclasses.replace(recipe.wire.readers["llama"], stops=())
     first = np.asarray(_generate(recipe.wire, {"llama": free}, params, prompt))
     assert (first >= 0).all()

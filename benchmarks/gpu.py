@@ -1,0 +1,135 @@
+"""Everything that is to be measured on one card, in one JSON: `make bench-gpu`, under nine minutes on an H200.
+
+    python benchmarks/gpu.py --out bench-gpu.json
+    python benchmarks/gpu.py --out small.json --small      # the same cases on tiny models, on any machine
+
+Cases run one after the other, each in processes of its own, the most wanted first; one that would begin after
+--minutes is left out and said to be. A case that fails is told with its code, and the others still run (code 1).
+"""
+
+import argparse
+import dataclasses
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+ROOT = Path(__file__).resolve().parent.parent
+WIRE = "mesh.placement=single eval.batch=64 eval.max_new_tokens=32 data.question_tokens=16 data.answer_tokens=32"
+# Two readers in bf16 fill most of a card: the rest is for one batch of 64 that keeps everything for its backward pass.
+BATCH = f"{WIRE} train.global_batch=64 train.micro_batch=64"
+TINY = "data.question_tokens=16 train.global_batch=4 eval.batch=2 eval.max_new_tokens=3"
+FULL = "compute.remat=full"
+RECOMPUTED = f"{WIRE} {FULL} train.global_batch=256 train.micro_batch=256"
+INT8 = "llms.llama.weights=int8 llms.qwen.weights=int8"
+TINY_DPO = "dpo.max_length=32 train.global_batch=2"
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One measurement: the script or verb, its configuration and values, and the same for the small run."""
+
+    name: str
+    script: str  # "bench" | "peer" | "load"
+    config: str
+    values: str
+    small_config: str
+    small_values: str
+    words: str = ""
+
+
+CASES = (
+    Case("wire step, kept", "bench", "large.py", f"{BATCH} compute.remat=none", "smoke.py", TINY, "--parts step"),
+    Case("wire step, peer", "peer", "large.py", f"{BATCH} compute.remat=none", "smoke.py", TINY),
+    Case("answers", "bench", "large.py", WIRE, "smoke.py", TINY, "--parts encode,answer"),
+    Case("answers, apart", "bench", "large.py", f"{WIRE} eval.apart=true", "smoke.py", TINY, "--parts answer"),
+    Case("wire step, recomputed", "bench", "large.py", RECOMPUTED, "smoke.py", f"{TINY} {FULL}", "--parts step"),
+    Case("TTT step", "bench", "ttt_125m.py", "train.global_batch=256", "ttt_smoke.py", "", "--parts step"),
+    Case("DPO step", "bench", "dpo/llama3.py", "train.global_batch=4", "dpo/smollm2.py", TINY_DPO, "--parts step"),
+    Case("load", "load", "default.py", "llms.llama.weights=bf16", "default.py", "llms.llama.weights=bf16"),
+    Case("int8 weights", "bench", "large.py", f"{BATCH} {FULL} {INT8}", "smoke.py", f"{TINY} {INT8}", "--parts step"),
+)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the cases and writes the file after each; 1 where one failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path, required=True, metavar="FILE")
+    parser.add_argument("--small", action="store_true", help="tiny models: that nothing rots")
+    parser.add_argument("--minutes", type=float, default=7.5, help="no case begins after so many (default: 7.5)")
+    parser.add_argument("--cases", default="", metavar="NAME;NAME", help="some alone, as CASES names them")
+    args = parser.parse_args(argv)
+    wanted = [case for case in CASES if not args.cases or case.name in args.cases.split(";")]
+    started, found = time.monotonic(), {}
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    for case in wanted:
+        if time.monotonic() - started > 60 * args.minutes:
+            found[case.name] = {"left_out": f"it would have begun after {args.minutes} minutes"}
+        else:
+            print(f"{case.name} ...", file=sys.stderr, flush=True)
+            found[case.name] = run(case, small=args.small)
+        args.out.write_text(json.dumps(found, indent=1) + "\n", "utf-8")
+        print(line(case.name, found[case.name]), flush=True)
+    return int(any("code" in one for one in found.values()))
+
+
+def run(case: Case, *, small: bool) -> dict[str, Any]:
+    """Returns what a case's command wrote, with the command and its seconds."""
+    config, values = (case.small_config, case.small_values) if small else (case.config, case.values)
+    own = ["--config", f"configs/{config}", *(f"--config.{value}" for value in values.split())]
+    with tempfile.TemporaryDirectory() as folder:
+        place = Path(folder)
+        if case.script == "peer":
+            steps = ["--rounds", "1" if small else "2", "--steps", "1" if small else "5"]
+            command = ["benchmarks/peer.py", *own, *steps, "--json", str(place / "bench.json")]
+        else:
+            if case.script == "load":
+                source = write_model(place / "model", small=small)
+                own += [f"--config.llms.llama.source={source}", "--config.llms.llama.sha256=", "--parts", "load"]
+            command = ["run.py", "bench", *own, *case.words.split(), "--workdir", folder]
+        begun = time.monotonic()
+        code = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=sys.stderr, check=False).returncode
+        told = {"command": " ".join(command), "whole_seconds": round(time.monotonic() - begun, 1)}
+        return told | ({"code": code} if code else json.loads((place / "bench.json").read_text("utf-8")))
+
+
+def write_model(folder: Path, *, small: bool) -> Path:
+    """Writes a Llama-3.1-8B of zeros (small: a tiny one) as safetensors in bf16, in a process that then ends."""
+    name = "HuggingFaceTB/SmolLM2-135M" if small else "meta-llama/Llama-3.1-8B"
+    code = (
+        "import sys, jax, numpy as np\n"
+        "from pathlib import Path\n"
+        "from lw_jax import architectures, weights\n"
+        "from lw_jax.models import decoder\n"
+        "cfg = architectures.KNOWN[sys.argv[2]]\n"
+        "zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), decoder.abstract(cfg, 'bfloat16'))\n"
+        "weights.save(Path(sys.argv[1]), zeros, cfg, model_type='llama')\n"
+    )
+    subprocess.run([sys.executable, "-c", code, str(folder), name], cwd=ROOT, check=True)
+    return folder
+
+
+def line(name: str, found: dict[str, Any]) -> str:
+    """Returns a case's figures for people."""
+    if "left_out" in found or "code" in found:
+        return f"{name}: " + (found.get("left_out") or f"failed with code {found['code']}")
+    if "ratio" in found:
+        return f"{name}: theirs / ours {found['ratio']['median']:.2f}"
+    rows = [row for row in found["rows"] if row["seconds"]]
+    told = [f"{row['subject']} {row['seconds']['median']:.4f} s" + _share(row) for row in rows]
+    return f"{name}: " + ", ".join(told)
+
+
+def _share(row: dict[str, Any]) -> str:
+    share = row["of_matmul"] if row["of_matmul"] is not None else row["of_bandwidth"]
+    return "" if share is None else f" ({share:.0%} of the ceiling)"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

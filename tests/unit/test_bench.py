@@ -1,0 +1,182 @@
+"""lw_jax/bench.py: every part measures what it says, by figures that can be counted by hand."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+import run
+from lw_jax import bench, memory, recipes, timing
+from lw_jax.bench import Bench, Row
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import EXACT
+from lw_jax.program import Program
+from lw_jax.timing import Ceilings, Spread
+from sharding import placement
+from tests import tiny
+
+CEILINGS = Ceilings("float32", matmul=2e9, bandwidth=3e9)
+
+
+@pytest.fixture(autouse=True)
+def known_ceilings(monkeypatch):
+    monkeypatch.setattr(timing, "ceilings", lambda dtype: dataclasses.replace(CEILINGS, dtype=dtype))
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+def make(cfg, *, devices=1):
+    placed = placement.place("replicate", recipes.reader_bytes(cfg), devices=jax.devices()[:devices])
+    return Bench(cfg, placed, repeats=2)
+
+
+@pytest.fixture(scope="module")
+def wire(root):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timing, "ceilings", lambda dtype: dataclasses.replace(CEILINGS, dtype=dtype))
+        return make(tiny.make_config(root, train__global_batch=4, train__micro_batch=2, eval__batch=3))
+
+
+@pytest.mark.slow
+def test_step_tells_speed_share_memory_and_both_starts(wire):
+    (row,) = wire.measure("step")
+    seconds = row.seconds.median
+    assert row.seconds.least <= seconds <= row.seconds.most and row.seconds.repeats == 2
+    assert row.samples_per_second == pytest.approx(4 / seconds)
+    assert row.of_matmul == pytest.approx(row.flops / seconds / CEILINGS.matmul)
+    widths = wire.recipe.batch_widths()
+    spec = wire.cfg
+    each = spec.encoder.window + sum(
+        sum(fields[key]["ids"].size for key in ("before", "after")) + fields["answer_inputs"].size
+        for fields in widths["readers"].values()
+    )
+    assert row.tokens_per_second == pytest.approx(4 * each / seconds)
+    assert row.peak_from == "compiled"
+    assert row.peak_bytes == memory.measure(Program(spec, wire.recipe), widths, 2).peak
+    assert row.compile_seconds > 0 and row.cached_seconds > 0 and "2 accumulated" in row.what
+
+
+def test_batch_is_sent_whole_in_all_slots(wire):
+    program = Program(wire.cfg, wire.recipe)
+    batch = wire._batch(program, wire.recipe.batch_widths(), 2)
+    whole = [wire.cfg.encoder.slots, wire.cfg.encoder.width, EXACT]
+    for fields in (batch["source"], *batch["readers"].values()):
+        assert fields["channel"].shape == (2, 2, 3) and (np.asarray(fields["channel"]) == whole).all()
+    assert len(set(np.asarray(batch["source"]["ids"]).flat)) > 100
+
+
+@pytest.mark.slow
+def test_encoding_and_answers_are_timed_for_a_whole_batch(wire):
+    (encoded,) = wire.measure("encode")
+    assert encoded.samples_per_second == pytest.approx(3 / encoded.seconds.median)
+    assert encoded.tokens_per_second == pytest.approx(3 * wire.cfg.encoder.window / encoded.seconds.median)
+    rows = wire.measure("answer")
+    assert [row.subject for row in rows] == ["llama", "qwen"]
+    for row in rows:
+        shapes = wire.recipe.abstract().frozen[row.subject]
+        weights = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+        looked_up = 0 if "head" not in shapes else shapes["embed"].size * 4
+        model = wire.recipe.wire.readers[row.subject].config
+        fields = wire.recipe.batch_widths()["readers"][row.subject]
+        slots = sum(fields[key]["ids"].size for key in ("before", "after")) + wire.cfg.encoder.slots + 1
+        cache = 2 * model.layers * 3 * (slots + wire.cfg.eval.max_new_tokens) * model.kv_heads * model.head_dim * 4
+        assert row.bytes == weights - looked_up + cache
+        assert row.tokens_per_second == pytest.approx(3 * wire.cfg.eval.max_new_tokens / row.seconds.median)
+
+
+@pytest.mark.slow
+def test_loading_and_reading_use_the_configurations_own_files(wire):
+    rows = wire.measure("load")
+    for row, name in zip(rows, ("llama", "qwen"), strict=True):
+        assert row.bytes == (Path(wire.cfg.llms[name].source) / "model.safetensors").stat().st_size
+        assert row.peak_bytes is None or row.peak_bytes >= 0
+    (row,) = wire.measure("input")
+    assert row.samples_per_second == pytest.approx(4 / row.seconds.median) and 0 < row.padding < 1
+
+
+def test_padding_counts_masks_and_answers_but_no_other_weights():
+    mask = np.array([[True, True, False, False], [True, False, False, False]])
+    answers = np.array([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
+    fields = {"before": {"mask": mask}, "targets": answers, "weights": answers}
+    batch = {"source": {"mask": mask}, "readers": {"a": fields}, "weights": np.ones(7)}
+    assert bench.padded(batch) == pytest.approx(1 - (3 + 3 + 3) / (8 + 8 + 6))
+    assert bench.padded({"readers": {"text": {"ids": mask}}}) == 0
+
+
+def test_arithmetic_of_a_step_counts_nothing_twice(tmp_path):
+    cfg = tiny.make_ttt_config(tmp_path)
+    again = dataclasses.replace(cfg, compute=dataclasses.replace(cfg.compute, remat="full"))
+    again = dataclasses.replace(again, ttt=dataclasses.replace(cfg.ttt, loss_chunk=8))
+    assert bench.flops(again) == bench.flops(cfg)
+    larger = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, global_batch=3 * cfg.train.global_batch))
+    assert bench.flops(larger) == 3 * bench.flops(cfg)
+
+
+def test_a_recipe_has_its_own_parts(tmp_path, wire):
+    language = make(tiny.make_ttt_config(tmp_path))
+    assert language.parts == ["step", "input"] and wire.parts == list(bench.PARTS)
+    with pytest.raises(UserError, match="--parts answer: recipe 'ttt' has step, input"):
+        language.measure("answer")
+
+
+def test_what_is_not_here_is_told_and_fetched_only_when_asked_for(wire, monkeypatch):
+    monkeypatch.setattr(wire, "_missing", lambda: "hub/model")
+    monkeypatch.setattr(wire, "load", lambda: pytest.fail("nothing is to be fetched"))
+    (row,) = wire.measure("load", asked=False)
+    assert row.seconds is None and row.why_not == "hub/model is not on this machine; --parts load gets it"
+    assert "not measured" in bench.table("card", CEILINGS, [row])
+
+
+def test_a_broken_file_stops_only_who_asked_for_it(wire, monkeypatch):
+    def refuse():
+        raise UserError("cards.jsonl: line 3 is broken")
+
+    monkeypatch.setattr(wire, "input", refuse)
+    (row,) = wire.measure("input", asked=False)
+    assert row.why_not == "cards.jsonl: line 3 is broken"
+    with pytest.raises(UserError, match="line 3"):
+        wire.measure("input")
+
+
+def test_table_tells_every_figure_once():
+    row = Row("step", "wire", "4 samples", Spread(0.5, 0.4, 0.7, 5), 8.0, 1234.0, 1e9, 0.25, peak_bytes=2e9)
+    row = dataclasses.replace(row, peak_from="device", compile_seconds=12.0, cached_seconds=1.5, padding=0.125)
+    lines = bench.table("card", CEILINGS, [row]).splitlines()
+    assert lines[0] == "card; measured ceilings in float32: 0.00 TFLOP/s, 3.0 GB/s"
+    assert lines[3].split() == "step wire 0.5000 0.4000..0.7000 8.0 1,234 25% matmul 2.000 device 4 samples".split()
+    assert lines[4:] == [
+        "step, traced and compiled: 12.0 s with an empty cache, 1.5 s with a filled one",
+        "step, positions that hold no token: 12.5%",
+    ]
+
+
+@pytest.mark.slow
+def test_the_verb_writes_json_and_prints_a_table(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    sizes = ("layers=1", "width=16", "heads=2", "ffn=24", "length=8", "chunk=4", "unroll=1")
+    words = [*(f"--config.ttt.{size}" for size in sizes), "--config.train.global_batch=8", "--workdir", "out"]
+    words += ["--repeats", "1", "--parts", "step"]
+    assert run.main(["bench", "--config", "configs/ttt_smoke.py", *words]) == 0
+    assert "samples/s" in capsys.readouterr().out
+    told = json.loads((tmp_path / "out" / "bench.json").read_text())
+    assert [row["part"] for row in told["rows"]] == ["step"] and told["ceilings"]["matmul"] == CEILINGS.matmul
+    assert run.main(["bench", "--config", "configs/ttt_smoke.py", *words, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rows"][0]["seconds"]["repeats"] == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--parts", "steps"], "--parts steps: Did you mean 'step'? Parts are load, step"),
+        (["--repeats", "0"], "--repeats 0: at least one"),
+    ],
+)
+def test_words_that_make_no_sense_are_refused(words, told, capsys):
+    assert run.main(["bench", "--config", "configs/smoke.py", *words]) == 2
+    assert told in capsys.readouterr().err

@@ -1,0 +1,67 @@
+"""benchmarks/gpu.py and sweep.py run here on tiny models, so that they cannot rot before there is a card."""
+
+import json
+
+import pytest
+
+from benchmarks import gpu, peer, sweep
+from lw_jax import bench
+from lw_jax.core import config, config_file, validation
+from tests.conftest import ROOT
+
+SELFMADE = "--config.data.question_tokens=6 --config.encoder.window=32".split()
+
+
+RUN = ("answers, apart", "load")  # a wire's step, its peer and the rest run in the tests of bench.py and peer.py
+
+
+@pytest.mark.slow
+def test_small_run_measures_its_cases(tmp_path):
+    file = tmp_path / "out" / "small.json"
+    assert gpu.main(["--out", str(file), "--small", "--cases", ";".join(RUN)]) == 0
+    told = json.loads(file.read_text())
+    assert list(told) == list(RUN)
+    assert [row["subject"] for row in told["answers, apart"]["rows"]] == ["llama", "qwen"]
+    assert told["load"]["rows"][0]["bytes"] > 2 * 100e6, "135M values of two bytes"
+    assert all(row["seconds"]["median"] > 0 for one in told.values() for row in one["rows"])
+
+
+@pytest.mark.parametrize("small", [False, True])
+@pytest.mark.parametrize("case", gpu.CASES, ids=lambda case: case.name)
+def test_every_case_is_a_configuration_whose_arithmetic_can_be_counted(case, small):
+    file, values = (case.small_config, case.small_values) if small else (case.config, case.values)
+    made = config_file.load(f"configs/{file}", root=ROOT)
+    config_file.override(made, dict(value.split("=", 1) for value in values.split()))
+    cfg = config.build(made)
+    validation.validate(cfg)
+    assert bench.flops(cfg) > 0
+    assert {"bench": True, "peer": cfg.recipe in peer.OTHERS, "load": "llama" in cfg.llms}[case.script]
+
+
+def test_case_that_would_begin_too_late_is_left_out_and_told(tmp_path, capsys):
+    assert gpu.main(["--out", str(tmp_path / "a.json"), "--minutes", "-1"]) == 0
+    assert all("left_out" in one for one in json.loads((tmp_path / "a.json").read_text()).values())
+    assert "answers: it would have begun after -1.0 minutes" in capsys.readouterr().out
+
+
+def test_case_that_fails_is_told_and_the_others_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "run", lambda case, small: {"code": 7} if case.name == "load" else {"rows": []})
+    assert gpu.main(["--out", str(tmp_path / "a.json"), "--cases", "load;answers"]) == 1
+    assert "load: failed with code 7" in capsys.readouterr().out
+    assert list(json.loads((tmp_path / "a.json").read_text())) == ["answers", "load"]
+
+
+@pytest.mark.slow
+def test_sweep_measures_every_point_and_draws_them(tmp_path, capsys):
+    words = ["--config", "configs/smoke.py", *SELFMADE, "--batches", "2,4", "--slots", "3", "--repeats", "1"]
+    assert sweep.main([*words, "--out", str(tmp_path)]) == 0
+    rows = json.loads((tmp_path / "sweep.json").read_text())["rows"]
+    assert [(row["slots"], row["batch"]) for row in rows] == [(3, 2), (3, 4)]
+    assert rows[0]["peak_bytes"] < rows[1]["peak_bytes"] and all(row["samples_per_second"] > 0 for row in rows)
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.count("| 3 |") == 2
+
+
+def test_point_that_does_not_fit_is_told():
+    row = {"slots": 8, "batch": 64, "seconds": None, "samples_per_second": None, "peak_bytes": None}
+    assert sweep.table([row]).splitlines()[-1] == "| 8 | 64 | - | - | does not fit |"

@@ -1,0 +1,71 @@
+"""lw_jax/timing.py: what is counted, what is drawn, and that a step that is timed is a step that is taken."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lw_jax import timing
+from lw_jax.program import Program
+from sharding import mesh as meshes
+from tests import tiny
+
+
+def test_spread_is_of_the_middle_and_both_ends():
+    assert timing.Spread.of([3.0, 1.0, 9.0]) == timing.Spread(3.0, 1.0, 9.0, 3)
+
+
+def test_warm_up_is_called_and_not_counted():
+    called = []
+    taken = timing.repeat(lambda: called.append(1) or jnp.ones(()), repeats=3, warmup=2)
+    assert len(called) == 5 and len(taken) == 3 and min(taken) > 0
+
+
+def test_ceilings_are_above_what_a_small_product_reaches(monkeypatch):
+    monkeypatch.setattr(timing, "MATMUL", {"cpu": 256})
+    monkeypatch.setattr(timing, "COPIED", {"cpu": 1 << 20})
+    found = timing.ceilings("float32", repeats=3)
+    small = jnp.ones((4, 4), jnp.float32)
+    seconds = timing.Spread.of(timing.repeat(lambda: small @ small, repeats=3)).median
+    assert found.matmul > 2 * 4**3 / seconds and found.bandwidth > 0
+
+
+def test_drawn_arrays_lie_where_their_shapes_say_and_are_never_zero():
+    here = NamedSharding(meshes.make(data=2, model=1, devices=jax.devices()[:2]), P("data"))
+    there = NamedSharding(meshes.make(data=1, model=1, devices=jax.devices()[2:3]), P())
+    shapes = {
+        "matrix": jax.ShapeDtypeStruct((4, 6), jnp.bfloat16, sharding=here),
+        "norm": jax.ShapeDtypeStruct((6,), jnp.float32, sharding=there),
+        "ids": jax.ShapeDtypeStruct((4, 60), jnp.int32, sharding=there),
+        "mask": jax.ShapeDtypeStruct((4, 6), bool, sharding=here),
+    }
+    found = timing.fill(shapes, ids=50)
+    for name, shape in shapes.items():
+        assert (found[name].shape, found[name].dtype, found[name].sharding) == (
+            shape.shape,
+            shape.dtype,
+            shape.sharding,
+        )
+    assert len(set(np.asarray(found["ids"]).flat)) > 20 and found["ids"].min() >= 0 and found["ids"].max() < 50
+    assert (
+        found["mask"].all() and (found["norm"] == 1).all() and 0 < np.asarray(found["matrix"], np.float32).std() < 0.02
+    )
+    assert (timing.fill({"ids": shapes["ids"]})["ids"] == 1).all()
+
+
+@pytest.mark.slow
+def test_timed_steps_are_steps(tmp_path_factory):
+    recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers", train__global_batch=2)
+    program = Program(recipe.cfg, recipe)
+    seen = []
+
+    def call(state, frozen, batch):
+        after, values = program.step(state, frozen, batch)
+        seen.append(int(after["step"]))
+        return after, values
+
+    batch = timing.fill(program.batch(recipe.batch_widths(), 1))
+    taken = timing.steps(program, call, batch, repeats=2)
+    assert len(taken) == 2 and seen == [2, 3, 4, 5], "the state is handed on, and two steps warm up"
