@@ -21,7 +21,8 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 ROOT = Path(__file__).resolve().parent.parent
-WIRE = "mesh.placement=single eval.batch=64 eval.max_new_tokens=32 data.question_tokens=16 data.answer_tokens=32"
+WIRE = "mesh.placement=single eval.batch=64 eval.max_new_tokens=32 "
+WIRE += "encoder.window=128 data.question_tokens=16 data.answer_tokens=32"
 # Two readers in bf16 fill most of a card: the rest is for one batch of 64 that keeps everything for its backward pass.
 BATCH = f"{WIRE} train.global_batch=64 train.micro_batch=64"
 TINY = "data.question_tokens=16 train.global_batch=4 eval.batch=2 eval.max_new_tokens=3"
