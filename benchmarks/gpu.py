@@ -20,7 +20,8 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-ROOT = Path(__file__).resolve().parent.parent
+from benchmarks import common
+
 WIRE = "mesh.placement=single eval.batch=64 eval.max_new_tokens=32 "
 WIRE += "encoder.window=128 data.question_tokens=16 data.answer_tokens=32"
 # Two readers in bf16 fill most of a card: the rest is for one batch of 64 that keeps everything for its backward pass.
@@ -83,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(case: Case, *, small: bool) -> dict[str, Any]:
     """Returns what a case's command wrote, with the command and its seconds."""
     config, values = (case.small_config, case.small_values) if small else (case.config, case.values)
-    own = ["--config", f"configs/{config}", *(f"--config.{value}" for value in values.split())]
+    own = ["--config", f"configs/{config}", *common.flags(dict(value.split("=", 1) for value in values.split()))]
     with tempfile.TemporaryDirectory() as folder:
         place = Path(folder)
         if case.script == "peer":
@@ -95,24 +96,22 @@ def run(case: Case, *, small: bool) -> dict[str, Any]:
                 own += [f"--config.llms.llama.source={source}", "--config.llms.llama.sha256=", "--parts", "load"]
             command = ["run.py", "bench", *own, *case.words.split(), "--workdir", folder]
         begun = time.monotonic()
-        code = subprocess.run([sys.executable, *command], cwd=ROOT, stdout=sys.stderr, check=False).returncode
+        code = subprocess.run([sys.executable, *command], cwd=common.ROOT, stdout=sys.stderr, check=False).returncode
         told = {"command": " ".join(command), "whole_seconds": round(time.monotonic() - begun, 1)}
         return told | ({"code": code} if code else json.loads((place / "bench.json").read_text("utf-8")))
 
 
 def write_model(folder: Path, *, small: bool) -> Path:
-    """Writes a Llama-3.1-8B of zeros (small: a tiny one) as safetensors in bf16, in a process that then ends."""
-    name = "HuggingFaceTB/SmolLM2-135M" if small else "meta-llama/Llama-3.1-8B"
-    code = (
-        "import sys, jax, numpy as np\n"
-        "from pathlib import Path\n"
-        "from lw_jax import architectures, weights\n"
-        "from lw_jax.models import decoder\n"
-        "cfg = architectures.KNOWN[sys.argv[2]]\n"
-        "zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), decoder.abstract(cfg, 'bfloat16'))\n"
-        "weights.save(Path(sys.argv[1]), zeros, cfg, model_type='llama')\n"
-    )
-    subprocess.run([sys.executable, "-c", code, str(folder), name], cwd=ROOT, check=True)
+    """Writes a Llama-3.1-8B of zeros (small: SmolLM2-135M) as safetensors in bf16; starts no device."""
+    import jax
+    import numpy as np
+
+    from lw_jax import architectures, weights
+    from lw_jax.models import decoder
+
+    shapes = architectures.KNOWN["HuggingFaceTB/SmolLM2-135M" if small else "meta-llama/Llama-3.1-8B"]
+    zeros = jax.tree.map(lambda x: np.zeros(x.shape, x.dtype), decoder.abstract(shapes, "bfloat16"))
+    weights.save(folder, zeros, shapes, model_type="llama")
     return folder
 
 

@@ -7,7 +7,7 @@ The other side is benchmarks/torch_wire.py (transformers, SDPA, soft prefix by i
 benchmarks/torch_dpo.py (TRL's own trainer) for preference tuning. First both compute the loss and the gradient's norm
 of one ragged batch in fp32, with equal weights and every model cut to --check-layers; they must agree to 1e-3, else
 code 1. Then each side, in a process of its own and with random weights at full depth, takes steps, in --rounds turns;
-on the GPU where there is one. Needs requirements-dev.txt (for TRL: benchmarks/requirements.txt); fetches nothing.
+on the GPU where there is one. Needs requirements-dev.txt; fetches nothing.
 """
 
 import argparse
@@ -15,10 +15,8 @@ import dataclasses
 import functools
 import json
 import statistics
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,11 +25,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 import numpy as np
 
-from lw_jax.core import config, config_file, platform
+from benchmarks import common
+from lw_jax.core import config_file, platform
 from lw_jax.core.config import Config
-from lw_jax.core.errors import UserError
+from lw_jax.core.errors import UserError, leave
 
-ROOT = Path(__file__).resolve().parent.parent
 AGREE = 1e-3  # relative difference of losses and of gradients' norms, both fp32
 OTHERS = {"latentwire": "torch_wire.py", "dpo": "torch_dpo.py"}
 SEED = 0
@@ -58,14 +56,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(json.dumps(child(args, _load(args.config, assignments))))
         return 0
     cfg = _load(args.config, assignments)
-    other = str(ROOT / "benchmarks" / OTHERS[cfg.recipe])
-    words = [__file__, "--config", args.config, *(f"--config.{path}={value}" for path, value in assignments.items())]
+    other = str(common.ROOT / "benchmarks" / OTHERS[cfg.recipe])
+    words = [__file__, "--config", args.config, *common.flags(assignments)]
     words += ["--check-layers", str(args.check_layers)]
     with tempfile.TemporaryDirectory() as folder:
         case = Path(folder)
-        device = run([*words, "--only", "write", "--case", folder])["device"]
-        ours = run([*words, "--only", "check", "--case", folder])
-        theirs = run([other, str(case / "check"), "--device", device, "--steps", "1", "--check"])
+        device = common.child([*words, "--only", "write", "--case", folder])["device"]
+        ours = common.child([*words, "--only", "check", "--case", folder])
+        theirs = common.child([other, str(case / "check"), "--device", device, "--steps", "1", "--check"])
         found: Told = {"config": args.config, "assignments": dict(assignments), "device": device}
         found["check"] = {"ours": ours, "theirs": theirs, "layers": args.check_layers}
         if not agree(ours, theirs):
@@ -76,9 +74,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         more = ["--compile"] if args.compile else []
         for number in range(args.rounds):
             print(f"round {number + 1} of {args.rounds} ...", file=sys.stderr, flush=True)
-            timed["ours"].append(run([*words, "--only", "time", "--case", folder, "--steps", str(args.steps)]))
+            timed["ours"].append(common.child([*words, "--only", "time", "--case", folder, "--steps", str(args.steps)]))
             own = [other, str(case / "full"), "--device", device, "--steps", str(args.steps)]
-            timed["theirs"].append(run([*own, *more]))
+            timed["theirs"].append(common.child([*own, *more]))
     found |= timed | {"ratio": ratio(timed)}
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
@@ -88,9 +86,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _load(spec: str, assignments: Mapping[str, str]) -> Config:
     """Returns the configuration with all that the other side does not know settled: one device, nothing automatic."""
-    values = config_file.load(spec, root=ROOT)
-    config_file.override(values, assignments)
-    cfg = config.build(values)
+    cfg = common.load(spec, assignments)
     if cfg.recipe not in OTHERS:
         raise UserError(f"--config {spec}: recipe {cfg.recipe!r} has no peer here; {', '.join(OTHERS)} have")
     if cfg.recipe == "latentwire" and (cfg.encoder.kind, cfg.encoder.pooling) != ("lm", "windows"):
@@ -98,14 +94,6 @@ def _load(spec: str, assignments: Mapping[str, str]) -> Config:
     remat = "none" if cfg.compute.remat == "auto" else cfg.compute.remat
     train = dataclasses.replace(cfg.train, micro_batch=0)
     return dataclasses.replace(cfg, train=train, compute=dataclasses.replace(cfg.compute, remat=remat))
-
-
-def run(words: Sequence[str]) -> Told:
-    """Returns the last line that a child prints; raises UserError where it fails."""
-    done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"{' '.join(words)}: ended with code {done.returncode}; its error is above")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def agree(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
@@ -264,24 +252,24 @@ def take(cfg: Config, case: Path, *, steps: int) -> Told:
 
     recipe = recipes.outline(cfg)
     program, placed = Program(cfg, recipe), recipe.placement
-    state, frozen = timing.fill(program.state()), None
+    now: Told = {"state": timing.fill(program.state())}
     if steps:
         frozen = timing.fill(program.frozen())
     else:
         at = recipe.shardings().frozen
         frozen = {name: pretrained.load(case / name, cfg, llm, at[name]) for name, llm in cfg.llms.items()}
-        state["trainable"] = jax.device_put(trainable(cfg, recipe), recipe.shardings().trainable)
+        now["state"]["trainable"] = jax.device_put(trainable(cfg, recipe), recipe.shardings().trainable)
     batch = ragged(cfg, recipe.batch_widths())
     batch = place.put_parts(batch, placed, functools.partial(place.put_batch, accumulation=1))
-    seconds, values = [], {}
-    for _ in range(1 + (steps and steps + 1)):
-        started = time.perf_counter()
-        state, values = program.step(state, frozen, batch)
-        jax.block_until_ready((state, values))
-        seconds.append(time.perf_counter() - started)
+
+    def step() -> Told:
+        now["state"], now["values"] = program.step(now["state"], frozen, batch)
+        return now
+
+    seconds = timing.repeat(step, repeats=steps + 2 if steps else 1, warmup=0)
     told: Told = {"device": runtime.describe(), "jax": jax.__version__, "first_seconds": seconds[0]}
     if not steps:
-        return told | {key: float(values[key]) for key in ("loss", "grad_norm")}
+        return told | {key: float(now["values"][key]) for key in ("loss", "grad_norm")}
     timed = seconds[2:]
     return told | {"seconds": timed, "median": statistics.median(timed), "peak_bytes": timing.peak_bytes()}
 
@@ -324,8 +312,4 @@ def ragged(cfg: Config, widths: Any) -> Any:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    leave(main)

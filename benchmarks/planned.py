@@ -14,7 +14,6 @@ import argparse
 import dataclasses
 import json
 import statistics
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -22,11 +21,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lw_jax.core import config, config_file, platform
+from benchmarks import common
+from lw_jax.core import platform
 from lw_jax.core.config import Config
-from lw_jax.core.errors import UserError
+from lw_jax.core.errors import UserError, leave
 
-ROOT = Path(__file__).resolve().parent.parent
 POINTS = ("both:8:none", "both:16:dots", "both:32:dots", "both:32:full", "llama:32:dots", "qwen:16:none")
 PEAK, SECONDS = 0.03, 0.10  # relative differences that pass
 ACCUMULATED = 2
@@ -45,26 +44,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.only:
         platform.reserve_memory()
         platform.hide_idle_cuda()
-        cfg = config.build(config_file.load(args.config, root=ROOT))
+        cfg = common.load(args.config, {})
         found = ceilings() if args.only == "ceilings" else run(cfg, args.only, steps=args.steps, shares=args.shares)
         print(json.dumps(found))
         return 0
-    common = ["--config", args.config, "--steps", str(args.steps)]
-    shares = _child([*common, "--only", "ceilings"])
+    words = ["--config", args.config, "--steps", str(args.steps)]
+    shares = common.child([__file__, *words, "--only", "ceilings"])
     rows = []
     for point in args.points:
         print(f"{point} ...", file=sys.stderr, flush=True)
-        rows.append(_child([*common, "--only", point, "--shares", json.dumps(shares)]))
+        rows.append(common.child([__file__, *words, "--only", point, "--shares", json.dumps(shares)]))
     print(json.dumps({"ceilings": shares, "points": rows}, indent=2) if args.json else table(shares, rows))
     return int(any(map(is_off, rows)))
-
-
-def _child(words: Sequence[str]) -> dict[str, Any]:
-    command = [sys.executable, __file__, *words]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"{' '.join(words)}: ended with code {done.returncode}; its error is above")
-    return json.loads(done.stdout.splitlines()[-1])
 
 
 def ceilings() -> dict[str, Any]:
@@ -159,8 +150,4 @@ def table(shares: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    leave(main)

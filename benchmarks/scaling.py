@@ -17,7 +17,6 @@ import json
 import math
 import os
 import statistics
-import subprocess
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -25,12 +24,11 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from benchmarks import planned
-from lw_jax.core import config, config_file, platform
+from benchmarks import common, planned
+from lw_jax.core import config_file, platform
 from lw_jax.core.config import Config
-from lw_jax.core.errors import UserError
+from lw_jax.core.errors import UserError, leave
 
-ROOT = Path(__file__).resolve().parent.parent
 FILE = "scaling.json"
 SHARES = 8  # of the global batch: what one device of a whole node takes, and what weak scaling gives each
 LENGTHS = (128, 512, 1024)
@@ -66,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     elif args.only:
         platform.reserve_memory()
         platform.hide_idle_cuda()
-    cfg = _load(args.config, assignments) if args.only or args.planned else None
+    cfg = common.load(args.config, assignments) if args.only or args.planned else None
     if args.only and cfg:
         print(json.dumps(here(cfg) if args.only == "here" else measure(cfg, _point(args.only), steps=args.steps)))
         return 0
@@ -88,26 +86,13 @@ def _parse(words: Sequence[str]) -> argparse.Namespace:
     kinds.add_argument("--planned", metavar="GPUS", help="up to so many, as h100x8")
     kinds.add_argument("--measured", action="store_true", help="on this machine's devices")
     parser.add_argument("--estimate", action="store_true", help="planned by arithmetic, nothing is compiled")
-    parser.add_argument("--lengths", type=_numbers, default=LENGTHS, metavar="N,N", help="default: 128,512,1024")
+    parser.add_argument("--lengths", type=common.numbers, default=LENGTHS, metavar="N,N", help="default: 128,512,1024")
     parser.add_argument(
-        "--batches", type=_numbers, default=(), metavar="N,N", help="measured: also these, at one device"
+        "--batches", type=common.numbers, default=(), metavar="N,N", help="measured: also these, at one device"
     )
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps of a point (default: 10)")
     parser.add_argument("--only", help=argparse.SUPPRESS)  # a child: "here", or a point
     return parser.parse_args(words)
-
-
-def _numbers(text: str) -> tuple[int, ...]:
-    found = tuple(int(word) for word in text.split(","))
-    if min(found) < 1:
-        raise ValueError
-    return found
-
-
-def _load(spec: str, assignments: Mapping[str, str]) -> Config:
-    values = config_file.load(spec, root=ROOT)
-    config_file.override(values, assignments)
-    return config.build(values)
 
 
 def _point(text: str) -> Point:
@@ -116,10 +101,7 @@ def _point(text: str) -> Point:
 
 def _child(words: Sequence[str]) -> Row:
     print("...", words[-1], file=sys.stderr, flush=True)
-    done = subprocess.run([sys.executable, __file__, *words], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"{' '.join(words)}: ended with code {done.returncode}; its error is above")
-    return json.loads(done.stdout.splitlines()[-1])
+    return common.child([__file__, *words])
 
 
 def plan_all(cfg: Config, target: str, *, lengths: Iterable[int], estimate: bool) -> list[Row]:
@@ -329,8 +311,4 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    leave(main)

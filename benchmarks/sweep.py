@@ -17,11 +17,10 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
+from benchmarks import common
 from lw_jax import figures
 from lw_jax.core import config_file
-from lw_jax.core.errors import UserError
-
-ROOT = Path(__file__).resolve().parent.parent
+from lw_jax.core.errors import UserError, leave
 
 Row = dict[str, Any]
 
@@ -31,13 +30,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     assignments, rest = config_file.take_assignments(list(sys.argv[1:] if argv is None else argv))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE", help="--config.key=value goes with it")
-    parser.add_argument("--batches", type=_numbers, required=True, metavar="N,N")
-    parser.add_argument("--slots", type=_numbers, required=True, metavar="N,N")
+    parser.add_argument("--batches", type=common.numbers, required=True, metavar="N,N")
+    parser.add_argument("--slots", type=common.numbers, required=True, metavar="N,N")
     parser.add_argument("--target", metavar="GPUS", help="planned for one such card, as h200x1")
     parser.add_argument("--repeats", type=int, default=5, help="measured steps of a point (default: 5)")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR")
     args = parser.parse_args(rest)
-    words = [f"--config.{path}={value}" for path, value in assignments.items()]
+    words = common.flags(assignments)
     rows = []
     for slots in args.slots:
         for batch in args.batches:
@@ -53,22 +52,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _numbers(text: str) -> tuple[int, ...]:
-    found = tuple(int(word) for word in text.split(","))
-    if min(found) < 1:
-        raise ValueError
-    return found
-
-
 def _at(batch: int, slots: int, given: Any) -> list[str]:
     """Returns the flags of a point; what the command line sets itself stands."""
     own = {"train.global_batch": batch, "train.micro_batch": batch, "encoder.slots": slots}
     own |= {"mesh.placement": "single", "compute.remat": "none"}
-    return [f"--config.{path}={value}" for path, value in own.items() if path not in given]
+    return common.flags({path: value for path, value in own.items() if path not in given})
 
 
 def _run(words: Sequence[str]) -> tuple[int, str]:
-    command = [sys.executable, str(ROOT / "run.py"), *words]
+    command = [sys.executable, str(common.ROOT / "run.py"), *words]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
     return done.returncode, done.stdout
 
@@ -108,8 +100,4 @@ def table(rows: Sequence[Row]) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    leave(main)

@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from docs.planning.tables import TARGETS, Plan, Plans, best_of, short
 from lw_jax.core import config, config_file, platform
 from lw_jax.core.config import Config
-from lw_jax.core.errors import UserError
+from lw_jax.core.errors import UserError, leave
 
 ROOT = Path(__file__).resolve().parent.parent
 KEYS = frozenset(  # of a plan
@@ -112,8 +112,4 @@ def facts(plans: Plans) -> list[str]:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    leave(main)

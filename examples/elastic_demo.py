@@ -23,7 +23,7 @@ from matplotlib.figure import Figure
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from lw_jax import metrics
-from lw_jax.core.errors import UserError
+from lw_jax.core.errors import UserError, leave
 
 ROOT = Path(__file__).resolve().parent.parent
 TOLERANCE = 1e-5  # relative, fp32: the same sums in another order, after some steps of Adam
@@ -157,8 +157,4 @@ def _label(name: str) -> str:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main())
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    leave(main)

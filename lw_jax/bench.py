@@ -233,7 +233,8 @@ class Bench:
     def encode(self) -> list[Row]:
         """Writes texts that fill the encoder's window."""
         batch, spec = place.round_up(self.cfg.eval.batch, self.placement.data), self.cfg.encoder
-        trainable = timing.fill(place.place_shapes(self.recipe.abstract().trainable, self._placed.trainable))
+        shapes, placed = self.recipe.abstract().trainable, self.recipe.shardings().trainable
+        trainable = timing.fill(place.place_shapes(shapes, placed))
         tokens = spec.window * spec.windows
         source = {
             "ids": np.random.default_rng(0).integers(0, TOKENS, (batch, tokens), dtype=np.int32),
@@ -267,7 +268,8 @@ class Bench:
         model, batch = self.recipe.wire.readers[name].config, place.round_up(self.cfg.eval.batch, self.placement.data)
         fields = self.recipe.batch_widths()["readers"][name]
         length = sum(fields[key]["ids"].shape[0] for key in ("before", "after")) + self.cfg.encoder.slots + 1
-        params = timing.fill(place.place_shapes(self.recipe.abstract().frozen[name], self._placed.frozen[name]))
+        shapes, placed = self.recipe.abstract().frozen[name], self.recipe.shardings().frozen[name]
+        params = timing.fill(place.place_shapes(shapes, placed))
         dtype = params["embed"].dtype
         embedded = np.random.default_rng(0).normal(0, 0.02, (batch, length, model.width)).astype(dtype)
         prompt = wire.Prompt(*place.put_eval((embedded, np.ones((batch, length), bool)), at.mesh))
@@ -289,10 +291,6 @@ class Bench:
             bytes=need,
             of_bandwidth=share,
         )
-
-    @property
-    def _placed(self) -> Any:
-        return self.recipe.shardings()
 
     # --- files
 

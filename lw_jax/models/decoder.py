@@ -183,6 +183,11 @@ def apart(params: Tree, cache: Cache) -> tuple[Tree, Cache]:
     return params | {"layers": layers}, cache._replace(k=k, v=v)
 
 
+def repeat(one: jax.Array, rows: int) -> jax.Array:
+    """Returns [1 ...] as [rows ...]."""
+    return jnp.broadcast_to(one, (rows, *one.shape[1:]))
+
+
 def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one meaning everywhere)
     params: Tree,
     cfg: DecoderConfig,
@@ -301,7 +306,7 @@ def _look_back(mask: jax.Array, cache: Cache | None, opening: Opening | None) ->
         cache = cache._replace(valid=jax.lax.dynamic_update_slice_in_dim(cache.valid, mask, cache.used, axis=1))
         return _Past(cache.valid, cache.used, seen, cache.used), cache
     nothing = jnp.zeros((mask.shape[0], 0), bool)
-    before = nothing if opening is None else jnp.broadcast_to(opening.mask, (len(mask), opening.mask.shape[1]))
+    before = nothing if opening is None else repeat(opening.mask, len(mask))
     first, seen = jnp.full((), before.shape[1], jnp.int32), before.sum(axis=1, keepdims=True, dtype=jnp.int32)
     return _Past(jnp.concatenate([before, mask], axis=1), first, seen, None), None
 
@@ -444,13 +449,9 @@ def _layer(
         v = jax.lax.dynamic_update_slice_in_dim(kv[1], v, shared.used, axis=1)
     own = (k, v)
     if kv is not None and shared.used is None:
-        k, v = (jnp.concatenate([_repeat(old, len(x)), new], axis=1) for old, new in zip(kv, own, strict=True))
+        k, v = (jnp.concatenate([repeat(old, len(x)), new], axis=1) for old, new in zip(kv, own, strict=True))
     attended = attend(q, k, v, mask=shared.attend)
     x = x + _linear(attended, weights, "o")
     h = _normalise(cfg, x, weights, "mlp_norm")
     gated = jax.nn.silu(_linear(h, weights, "gate")) * _linear(h, weights, "up")
     return x + _linear(gated, weights, "down"), own
-
-
-def _repeat(one: Float[Array, "1 o k e"], rows: int) -> Float[Array, "b o k e"]:
-    return jnp.broadcast_to(one, (rows, *one.shape[1:]))

@@ -141,8 +141,7 @@ class Prompt:
         """Returns the prompt with its opening in each row."""
         if self.opening is None:
             return self
-        rows = len(self.mask)
-        x, mask = (jnp.broadcast_to(one, (rows, *one.shape[1:])) for one in self.opening)
+        x, mask = (decoder.repeat(one, len(self.mask)) for one in self.opening)
         return Prompt(jnp.concatenate([x, self.embeddings], axis=1), jnp.concatenate([mask, self.mask], axis=1))
 
 

@@ -65,7 +65,7 @@ def test_preference_step_is_the_same_in_trl(tmp_path):
 @pytest.mark.slow
 def test_another_step_is_told_and_not_timed(monkeypatch, capsys):
     sides = iter([{"device": "cpu"}, {"loss": 1.0, "grad_norm": 1.0}, {"loss": 1.1, "grad_norm": 1.0}])
-    monkeypatch.setattr(peer, "run", lambda words: next(sides))
+    monkeypatch.setattr(peer.common, "child", lambda words: next(sides))
     assert peer.main(words("configs/smoke.py")) == 1
     assert "nothing is timed" in capsys.readouterr().err
 

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from benchmarks import scaling
+from benchmarks import common, scaling
 from benchmarks.scaling import Point
 from lw_jax.core import platform
 from lw_jax.core.errors import UserError
@@ -19,7 +19,7 @@ WORDS = [f"--config.{path}={value}" for path, value in CHANGES.items()]
 
 @pytest.fixture(scope="module")
 def cfg():
-    return scaling._load("configs/ttt_smoke.py", CHANGES)
+    return common.load("configs/ttt_smoke.py", CHANGES)
 
 
 @pytest.fixture(scope="module")
