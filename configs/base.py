@@ -213,6 +213,7 @@ def _ttt() -> ConfigDict:
 
 def _optim() -> ConfigDict:
     c = ConfigDict()
+    c.kind = "adamw"  # "adamw" | "muon": weight matrices by Muon, all else by AdamW
     c.learning_rate = 1e-4  # peak
     c.warmup_steps = 50
     c.end_fraction = 0.1  # of the peak, at the end of the cosine
@@ -287,7 +288,7 @@ def _selfmade() -> ConfigDict:
     c.heads = 4
     c.kv_heads = 2
     c.ffn = 256
-    c.steps = 600
+    c.steps = 300
     c.batch = 64
-    c.learning_rate = 3e-3
+    c.learning_rate = 2e-2
     return c

@@ -23,11 +23,10 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.data.validation = "pairs"
     c.data.facts = 8
     c.data.cards = 16384
-    c.optim.learning_rate = 4e-3
     c.optim.warmup_steps = 20
-    c.train.steps = 700
+    c.train.steps = 450
     c.train.eval_every = 100
-    c.train.alarm_step = 200
-    c.selfmade.steps = 700
+    c.train.alarm_step = 100
+    c.selfmade.steps = 300
     c.selfmade.batch = 32
     return c

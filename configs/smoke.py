@@ -22,9 +22,10 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.adapter.hidden = 256
     c.adapter.start = "aligned"
     c.data.facts = 1
-    c.optim.learning_rate = 2e-3
+    c.optim.kind = "muon"
+    c.optim.learning_rate = 1e-2
     c.optim.warmup_steps = 10
     c.train.steps = 150
     c.train.eval_every = 50
-    c.selfmade.steps = 250
+    c.selfmade.steps = 120
     return c

@@ -1,8 +1,10 @@
 """The optimizer as tables over the paths of the trainable tree: which leaf learns, how fast, with which decay."""
 
 import dataclasses
+import functools
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -19,6 +21,15 @@ Rates = Sequence[tuple[str, float | tuple[float, ...]]]
 
 # Vectors that set a scale or an offset, and embeddings, of which a batch sees only a few rows, do not decay.
 _LASTING = re.compile(r".*(norm|scale|bias|gain|mix|queries|tasks|embed)|(.*/)?layers/(b\d|token)")
+
+# Weights that are one matrix, and which axes are its rows; those behind them are its columns, one before counts layers.
+# What none of these names (vectors, embeddings, a head, an inner model's first weights) is Adam's.
+_MATRICES = (
+    (re.compile(r".*/kernel"), slice(0, 1)),
+    (re.compile(r"(.*/)?layers/o(/[ab])?"), slice(1, 2)),
+    (re.compile(r"(.*/)?layers/(q|k|v|gate|up|down)(/[ab])?"), slice(1, -1)),
+)
+_AS_ADAM = 0.2  # RMS of a matrix' step before its rate: near Adam's, so that one rate serves both (arXiv 2502.16982)
 
 
 def decays(tree: Tree, which: str = "matrices") -> Tree:
@@ -58,10 +69,44 @@ def schedule(cfg: config.Optim, stretches: Sequence[Stretch]) -> optax.Schedule:
     return lambda count: rate(jnp.asarray(count, jnp.int32))
 
 
+def matrix_axes(path: str, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """Returns which axes of a leaf are its matrix' rows and columns; None where it is no matrix that Muon steps."""
+    axes = tuple(range(ndim))
+    rows = next((axes[rows] for pattern, rows in _MATRICES if pattern.fullmatch(path)), None)
+    return None if rows is None else (rows, axes[rows[-1] + 1 :])
+
+
+def _direction(cfg: config.Optim) -> optax.GradientTransformation:
+    """Returns Adam, or Muon for the matrices and Adam for all else."""
+    adam = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
+    if cfg.kind == "adamw":
+        return adam
+
+    def each(of: Callable[[jax.Array, tuple | None], Any], tree: Tree) -> Tree:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: of(leaf, matrix_axes(rules.path_of(path), leaf.ndim)), tree
+        )
+
+    def sized(update: jax.Array, sides: tuple | None) -> jax.Array:
+        # What is orthogonal has an RMS of one by the root of the longer side, whichever that is.
+        longer = max(math.prod(update.shape[axis] for axis in side) for side in sides or ())
+        return update * (_AS_ADAM * math.sqrt(longer))
+
+    axes = functools.partial(each, lambda _, sides: optax.contrib.MuonDimensionNumbers(*sides) if sides else None)
+    muon = optax.chain(
+        optax.contrib.scale_by_muon(weight_dimension_numbers=axes),
+        optax.stateless(lambda updates, params: each(sized, updates)),
+    )
+    labels = functools.partial(each, lambda _, sides: "matrix" if sides else "other")
+    return optax.partition({"matrix": muon, "other": adam}, labels)
+
+
 def make(
     cfg: config.Optim, *, stretches: Sequence[Stretch], rates: Rates, abstract: Tree
 ) -> optax.GradientTransformation:
-    """AdamW with clipping over the leaves of `abstract` whose rate is not 0; the others have no optimizer state.
+    """AdamW or Muon with clipping over the leaves of `abstract` whose rate is not 0; the others have no state.
+
+    Muon (`optim.kind`) steps a weight matrix along its momentum made orthogonal by five Newton-Schulz iterations.
 
     `rates` must cover every leaf and each of its rows must decide one, else `sharding.errors.PlacementError`.
     """
@@ -77,7 +122,7 @@ def make(
 
     learning = optax.chain(
         optax.clip_by_global_norm(cfg.clip_norm),
-        optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps),
+        _direction(cfg),
         optax.add_decayed_weights(cfg.weight_decay, mask=by_path(decays_at)),
         _scale_by(by_path(row_of), table, stretches),
         optax.scale_by_learning_rate(schedule(cfg, stretches)),

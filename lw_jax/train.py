@@ -27,7 +27,7 @@ from lw_jax.live import Live
 from lw_jax.monitor import Devices, Sampler
 from lw_jax.program import Program
 from lw_jax.recipes.base import Recipe, Watched
-from lw_jax.recipes.selfmade import PREFIX, SelfmadeReader, folder
+from lw_jax.recipes.selfmade import OPTIM, PREFIX, SelfmadeReader, folder
 from lw_jax.steps import State
 from sharding import mesh as meshes
 from sharding import place
@@ -78,7 +78,7 @@ def make_selfmade_readers(cfg: Config) -> None:
             train=dataclasses.replace(
                 cfg.train, steps=sizes.steps, global_batch=sizes.batch, micro_batch=0, log_every=100, eval_every=0
             ),
-            optim=config.Optim(sizes.learning_rate, sizes.steps // 10, 0.1, 0.01, "matrices", 1.0, 0.9, 0.99, 1e-8),
+            optim=dataclasses.replace(OPTIM, learning_rate=sizes.learning_rate, warmup_steps=sizes.steps // 10),
         )
         print(f"reader {source}: trained here once, then frozen", flush=True)
         recipe = SelfmadeReader(own, meshes.make(data=1, model=1), source=source)

@@ -182,8 +182,9 @@ class TTT:
 
 @dataclasses.dataclass(frozen=True)
 class Optim:
-    """AdamW and its schedule."""
+    """AdamW or Muon, and the schedule."""
 
+    kind: str
     learning_rate: float
     warmup_steps: int
     end_fraction: float

@@ -36,6 +36,7 @@ CHOICES = {
     "ttt.inner": ("linear", "mlp"),
     "ttt.backbone": ("transformer", "mamba"),
     "ttt.form": ("scan", "full"),
+    "optim.kind": ("adamw", "muon"),
     "optim.decays": ("matrices", "all"),
     "eval.curve": ("nll", "f1", "none"),
     "eval.rows": ("text", "latents", "shuffled", "zero", "none", "truncated"),

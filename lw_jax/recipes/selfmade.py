@@ -19,6 +19,7 @@ from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
 from lw_jax import losses, sources, weights
+from lw_jax.core import config
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -31,9 +32,11 @@ from lw_jax.recipes.base import Weights
 from sharding import placement, rules, tables
 
 PREFIX = "selfmade:"
-FORMAT = 2  # raised when what is trained changes, so that old folders are not taken up
+FORMAT = 3  # raised when what is trained changes, so that old folders are not taken up
 CARDS = 16384
 TEXT_WEIGHT = 0.2  # of a token that is not the answer's, in the loss
+# Muon learns to look a value up in a third of Adam's steps; rate and warm-up are the configuration's.
+OPTIM = config.Optim("muon", 0.0, 0, 0.1, 0.01, "matrices", 1.0, 0.9, 0.99, 1e-8)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -39,6 +39,14 @@ def test_the_curve_is_the_same_however_it_is_computed(name, root, single, tmp_pa
     jax.tree.map(lambda ours, theirs: np.testing.assert_allclose(ours, theirs, atol=PARAMETERS), trainable, single[2])
 
 
+@pytest.mark.parametrize("name", ["fsdp 4", "data 2 x tensor 4", "accumulate 4"])
+def test_muon_s_curve_is_the_same_however_it_is_computed(name, root, tmp_path):
+    single, split = ({"optim__kind": "muon"} | changes for changes in ({}, MESHES[name]))
+    _, wanted, _ = curve(tiny.make_recipe(root, **single), tmp_path / "single")
+    _, losses, _ = curve(tiny.make_recipe(root, **split), tmp_path / "split")
+    np.testing.assert_allclose(losses, wanted, rtol=LOSS)
+
+
 def test_bf16_arithmetic_stays_close_and_what_learns_stays_fp32(root, single, tmp_path):
     changes = {"compute__dtype": "bf16", "llms__llama__weights": "bf16", "llms__qwen__weights": "bf16"}
     # The backward pass of jax's own attention promotes bf16 with fp32 while it is lowered, outside any code of ours.

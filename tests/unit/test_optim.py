@@ -14,6 +14,7 @@ from lw_jax.optim import Stretch
 from sharding.errors import PlacementError
 
 CFG = config.Optim(
+    kind="adamw",
     learning_rate=2e-3,
     warmup_steps=10,
     end_fraction=0.1,
@@ -236,3 +237,31 @@ def test_offsets_of_an_inner_model_do_not_decay_among_matrices():
             "tokens": True,
         }
     }
+
+
+def test_muon_takes_the_matrices_and_adam_the_rest():
+    matrices = {
+        "encoder/body/layers/q": ((1, 2), (3,)),
+        "encoder/body/layers/o": ((1,), (2, 3)),
+        "layers/v/b": ((1, 2), (3,)),
+        "layers/o/a": ((1,), (2, 3)),
+    }
+    assert {path: optim.matrix_axes(path, 4) for path in matrices} == matrices
+    assert optim.matrix_axes("layers/down", 3) == ((1,), (2,))
+    assert optim.matrix_axes("adapters/llama/skip/kernel", 2) == ((0,), (1,))
+    others = ("embed", "head", "layers/attn_norm", "layers/q_bias", "layers/w1", "layers/rate", "encoder/head/mix")
+    assert [optim.matrix_axes(path, 4) for path in others] == [None] * len(others)
+
+
+def test_muon_steps_each_layer_s_matrix_along_its_gradient_made_orthogonal(params, gradients):
+    adam, muon = (paths(first_update(replace(kind=kind), params, gradients)[0]) for kind in ("adamw", "muon"))
+    matrices = {"adapters/a/down/kernel", "encoder/body/layers/q", "encoder/head/project/kernel"}
+    for path in adam.keys() - matrices:
+        np.testing.assert_array_equal(muon[path], adam[path])
+    rate = -CFG.learning_rate / 10 * 0.25
+    updates, wanted = (np.asarray(tree["encoder/body/layers/q"]) for tree in (muon, paths(gradients)))
+    for update, gradient in zip(updates, wanted, strict=True):
+        left, _, right = np.linalg.svd(gradient, full_matrices=False)
+        inside = left.T @ (update / (rate * 0.2 * math.sqrt(5))) @ right.T  # 3 x 5: the longer side is 5
+        np.testing.assert_allclose(inside, np.diag(np.diag(inside)), atol=1e-3)  # the gradient's own directions
+        assert np.all((np.diag(inside) > 0.5) & (np.diag(inside) < 1.3))  # which the five iterations bring near one
