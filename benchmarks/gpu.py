@@ -25,11 +25,11 @@ from benchmarks import common
 WIRE = "mesh.placement=single eval.batch=64 eval.max_new_tokens=32 "
 WIRE += "encoder.window=128 data.question_tokens=16 data.answer_tokens=32"
 # Two readers in bf16 fill most of a card: the rest is for one batch of 64 that keeps everything for its backward pass.
-BATCH = f"{WIRE} train.global_batch=64 train.micro_batch=64"
+KEPT = f"{WIRE} train.global_batch=64 train.micro_batch=64 compute.remat=none"
 TINY = "data.question_tokens=16 train.global_batch=4 eval.batch=2 eval.max_new_tokens=3"
 FULL = "compute.remat=full"
 RECOMPUTED = f"{WIRE} {FULL} train.global_batch=256 train.micro_batch=256"
-INT8 = "llms.llama.weights=int8 llms.qwen.weights=int8"
+W8A8 = "llms.llama.weights=w8a8 llms.qwen.weights=w8a8"
 TINY_DPO = "dpo.max_length=32 train.global_batch=2"
 
 
@@ -47,15 +47,15 @@ class Case:
 
 
 CASES = (
-    Case("wire step, kept", "bench", "large.py", f"{BATCH} compute.remat=none", "smoke.py", TINY, "--parts step"),
-    Case("wire step, peer", "peer", "large.py", f"{BATCH} compute.remat=none", "smoke.py", TINY),
+    Case("wire step, kept", "bench", "large.py", KEPT, "smoke.py", TINY, "--parts step"),
+    Case("wire step, w8a8", "bench", "large.py", f"{KEPT} {W8A8}", "smoke.py", f"{TINY} {W8A8}", "--parts step"),
+    Case("wire step, peer", "peer", "large.py", KEPT, "smoke.py", TINY),
     Case("answers", "bench", "large.py", WIRE, "smoke.py", TINY, "--parts encode,answer"),
     Case("answers, apart", "bench", "large.py", f"{WIRE} eval.apart=true", "smoke.py", TINY, "--parts answer"),
     Case("wire step, recomputed", "bench", "large.py", RECOMPUTED, "smoke.py", f"{TINY} {FULL}", "--parts step"),
     Case("TTT step", "bench", "ttt_125m.py", "train.global_batch=256", "ttt_smoke.py", "", "--parts step"),
     Case("DPO step", "bench", "dpo/llama3.py", "train.global_batch=4", "dpo/smollm2.py", TINY_DPO, "--parts step"),
     Case("load", "load", "default.py", "llms.llama.weights=bf16", "default.py", "llms.llama.weights=bf16"),
-    Case("int8 weights", "bench", "large.py", f"{BATCH} {FULL} {INT8}", "smoke.py", f"{TINY} {INT8}", "--parts step"),
 )
 
 

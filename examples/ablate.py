@@ -27,6 +27,7 @@ BERT = (
 )
 ROWS = {
     "base": (),
+    "AdamW": ("optim.kind=adamw", "optim.learning_rate=4e-3"),
     "random start": ("adapter.start=random",),
     "frozen body": ("encoder.rate=0.0",),
     "bert trained": BERT,

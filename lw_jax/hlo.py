@@ -24,7 +24,7 @@ Groups = tuple[tuple[int, ...], ...]
 class Kernel:
     """Equal kernels: one fusion, library call or copy, and how often it runs in a step."""
 
-    arithmetic: str  # of its matrix product: "bf16", "tf32", "fp32", "fp8", "other"; "" where it has none
+    arithmetic: str  # of its matrix product: "bf16", "tf32", "fp32", "fp8", "int8", "other"; "" where it has none
     flops: int  # of its matrix products, one run
     bytes: int  # read and written, one run
     executed: int
@@ -266,6 +266,8 @@ def _arithmetic(dtype: str, precision: str) -> str:
         return "fp8"
     if dtype in ("bf16", "f16"):
         return "bf16"
+    if dtype == "s8":
+        return "int8"
     if dtype != "f32":
         return "other"
     # XLA runs fp32 products of default precision in TF32 where the card has it.

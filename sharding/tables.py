@@ -24,7 +24,7 @@ LEARNER_FSDP: Table[P | tuple[P, ...]] = (
 )
 
 # Of packed matrices: small beside the codes, and in blocks that seldom divide.
-_SCALES: Table[P] = ((r"(.*/)?layers/\w+/(scale|zero)", P()),)
+_SCALES: Table[P] = ((r"(.*/)?layers/\w+/(scale|zero|row)", P()),)
 
 _READERS: dict[str, Table[P | tuple[P, ...]]] = {
     "replicate": ((r".*", P()),),

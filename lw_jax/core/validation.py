@@ -15,7 +15,7 @@ from lw_jax.core.errors import UserError
 # What a word may be, by path; "*" stands for every reader's name.
 CHOICES = {
     "recipe": ("latentwire", "dpo", "ttt"),
-    "llms.*.weights": ("fp32", "bf16", "int8", "nf4", "awq"),
+    "llms.*.weights": ("fp32", "bf16", "int8", "nf4", "awq", "w8a8"),
     "llms.*.template": ("plain", "chat"),
     "encoder.kind": ("lm", "bert", "bytes"),
     "encoder.pooling": ("windows", "queries"),

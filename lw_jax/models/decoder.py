@@ -388,7 +388,9 @@ _PRODUCTS |= {"k": _PRODUCTS["q"], "v": _PRODUCTS["q"], "up": _PRODUCTS["gate"]}
 def _linear(x: jax.Array, weights: Tree, name: str) -> jax.Array:
     """Applies a matrix, packed or not, then what stands beside it: `{name}_bias`, `{name}_lora`."""
     product, matrix = _PRODUCTS[name], weights[name]
-    if isinstance(matrix, dict):
+    if isinstance(matrix, dict) and quant.multiplies(matrix):
+        y = quant.multiply(x.reshape(*x.shape[:2], -1), matrix)
+    elif isinstance(matrix, dict):
         # Restored anew for the backward pass: what a layer keeps are its four bits, not its floats.
         y = jax.checkpoint(functools.partial(_restored, product[0], name))(x, matrix)
     else:

@@ -6,6 +6,9 @@ A packed matrix is a plain dict in the place of its array, [out, in] as before:
            E), blocks of 64 along `in`, each divided by its largest absolute value
     awq    codes u8[.. in/2], zero u8[.. in/128], scale f16[.. in/128]: (code - zero) x scale, kept as the file has them
     int8   codes i8[.. in], scale f32[.. 1]: a row of `in` divided by its largest absolute value
+    w8a8   codes i8[.. in], row f32[.. 1]: the same numbers, which `multiply` takes as they are: a token's inputs, and
+           backward the gradients of its outputs, are rounded to 8 bits likewise and products are of integers
+           (SwitchBack, Wortsman et al. 2023, with frozen weights)
 
 The lower four bits of a byte are the even position. JAX's own int4 is not used: a scan unpacks the whole stack of it
 first, and on the CPU as bytes.
@@ -16,11 +19,14 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array, Float, Int8
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 
-PACKED = ("nf4", "awq", "int8")
+RESTORED = ("nf4", "awq", "int8")  # to floats, before they are multiplied
+PACKED = (*RESTORED, "w8a8")
+_ROWS = {"int8": "scale", "w8a8": "row"}  # kind -> the name of its scales, one a row of `in`
 BLOCK = {"nf4": 64, "awq": 128}
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of every layer; embedding, head, norms, biases stay as they are
 LEVELS = (
@@ -34,10 +40,10 @@ LEVELS = (
 def describe(shape: tuple[int, ...], kind: str) -> Tree:
     """Returns a packed matrix [.. in] as shapes."""
     *out, size = shape
-    if kind == "int8":
+    if kind in _ROWS:
         return {
             "codes": jax.ShapeDtypeStruct(shape, jnp.int8),
-            "scale": jax.ShapeDtypeStruct((*out, 1), jnp.float32),
+            _ROWS[kind]: jax.ShapeDtypeStruct((*out, 1), jnp.float32),
         }
     blocks = (*out, size // BLOCK[kind])
     packed = {"codes": jax.ShapeDtypeStruct((*out, size // 2), jnp.uint8)}
@@ -73,12 +79,11 @@ def inputs_last(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 @functools.partial(jax.jit, static_argnames="kind")
 def pack(matrix: jax.Array, kind: str) -> Tree:
-    """Returns a matrix [.. in] packed as "nf4" or "int8" (`awq` is only ever read from a file)."""
+    """Returns a matrix [.. in] packed as "nf4", "int8" or "w8a8" (`awq` is only ever read from a file)."""
     wide = matrix.astype(jnp.float32)
-    if kind == "int8":
-        scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / jnp.float32(127)
-        codes = jnp.round(wide / jnp.where(scale > 0, scale, 1.0))
-        return {"codes": codes.astype(jnp.int8), "scale": scale}
+    if kind in _ROWS:
+        codes, scale = _round_rows(wide)
+        return {"codes": codes, _ROWS[kind]: scale}
     blocks = wide.reshape(*matrix.shape[:-1], -1, BLOCK[kind])
     scale = jnp.max(jnp.abs(blocks), axis=-1).astype(jnp.bfloat16)
     unit = blocks / jnp.where(scale > 0, scale, 1).astype(jnp.float32)[..., None]
@@ -90,6 +95,12 @@ def pack(matrix: jax.Array, kind: str) -> Tree:
     return {"codes": codes[..., 0::2] | (codes[..., 1::2] << 4), "scale": scale}
 
 
+def _round_rows(wide: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns fp32 values as i8[.. in] and the scale f32[.. 1] of each row."""
+    scale = jnp.max(jnp.abs(wide), axis=-1, keepdims=True) / jnp.float32(127)
+    return jnp.round(wide / jnp.where(scale > 0, scale, 1.0)).astype(jnp.int8), scale
+
+
 def _midpoints() -> np.ndarray:
     levels = np.array(LEVELS, np.float32)
     return (levels[1:] + levels[:-1]) / np.float32(2)
@@ -97,9 +108,10 @@ def _midpoints() -> np.ndarray:
 
 def restore(packed: Tree, dtype: jax.typing.DTypeLike) -> jax.Array:
     """Returns the matrix [.. in] that a packed one stands for, in `dtype`; nf4 and int8 equal qwix's to the bit."""
-    codes, scale = packed["codes"], packed["scale"]
+    codes = packed["codes"]
     if codes.dtype == jnp.int8:
-        return codes.astype(dtype) * scale.astype(dtype)
+        return codes.astype(dtype) * packed["row" if multiplies(packed) else "scale"].astype(dtype)
+    scale = packed["scale"]
     nibbles = jnp.stack([codes & 15, codes >> 4], axis=-1).reshape(*scale.shape, -1)
     if "zero" in packed:  # the scales are fp16: their product is rounded once
         steps = nibbles.astype(jnp.float32) - packed["zero"].astype(jnp.float32)[..., None]
@@ -108,6 +120,45 @@ def restore(packed: Tree, dtype: jax.typing.DTypeLike) -> jax.Array:
         levels = jnp.take(jnp.array(LEVELS, dtype), nibbles.astype(jnp.int32), axis=0)
         values = levels * scale.astype(dtype)[..., None]
     return values.reshape(*codes.shape[:-1], -1)
+
+
+def multiplies(packed: Tree) -> bool:
+    """Says whether a packed matrix is multiplied as it is ("w8a8"), not restored."""
+    return "row" in packed
+
+
+@jax.custom_vjp
+def multiply(x: Float[Array, "b t i"], packed: Tree) -> Float[Array, "b t *o"]:
+    """Returns x times a "w8a8" matrix [.. in], sums in int32; only x has a gradient, for such a matrix is frozen."""
+    codes, row = _flat(packed)
+    rounded, scale = _round_rows(x.astype(jnp.float32))
+    y = _whole("bti,oi->bto", rounded, codes) * scale * row
+    return y.astype(x.dtype).reshape(*x.shape[:2], *packed["codes"].shape[:-1])
+
+
+def _multiply_forward(x: jax.Array, packed: Tree) -> tuple[jax.Array, Tree]:
+    # What is kept is the argument itself: a scan over layers stacks anything else anew.
+    return multiply(x, packed), packed
+
+
+def _multiply_backward(packed: Tree, gradient: Float[Array, "b t *o"]) -> tuple[jax.Array, None]:
+    codes, row = _flat(packed)
+    # The scales are of the rows that are summed over here: they join the gradient before it is rounded.
+    wide = gradient.reshape(*gradient.shape[:2], -1).astype(jnp.float32) * row
+    rounded, scale = _round_rows(wide)
+    return (_whole("bto,oi->bti", rounded, codes) * scale).astype(gradient.dtype), None
+
+
+multiply.defvjp(_multiply_forward, _multiply_backward)
+
+
+def _flat(packed: Tree) -> tuple[Int8[Array, "o i"], Float[Array, "1 1 o"]]:
+    codes = packed["codes"]
+    return codes.reshape(-1, codes.shape[-1]), packed["row"].reshape(1, 1, -1)
+
+
+def _whole(product: str, x: jax.Array, codes: jax.Array) -> jax.Array:
+    return jnp.einsum(product, x, codes, preferred_element_type=jnp.int32).astype(jnp.float32)
 
 
 # Which nibble of an int32 holds the column j of eight, in AutoAWQ's "gemm" layout.

@@ -63,8 +63,8 @@ def frozen(cfg: DecoderConfig, one: Pass) -> Terms:
 
 
 def restored_bytes(cfg: DecoderConfig, weights: str, size: int) -> float:
-    """Returns the bytes of one layer's matrices as floats, where they are packed."""
-    return body_params(cfg) / cfg.layers * size if weights in quant.PACKED else 0.0
+    """Returns the bytes of one layer's matrices as floats, where they are packed and must be restored."""
+    return body_params(cfg) / cfg.layers * size if weights in quant.RESTORED else 0.0
 
 
 def forward_only(cfg: DecoderConfig, one: Pass) -> float:

@@ -245,6 +245,21 @@ backend_config={"known_trip_count":{"n":"6"},"dynamic_variables":[]}
 """
 
 
+INTEGERS = """HloModule integers
+
+ENTRY %main (x: s8[6,16], w: s8[24,16]) -> s32[6,24] {
+  %x = s8[6,16]{1,0} parameter(0)
+  %w = s8[24,16]{1,0} parameter(1)
+  ROOT %y = s32[6,24]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+"""
+
+
+def test_product_of_bytes_is_counted_as_one_of_integers():
+    (kernel,) = hlo.analyse(INTEGERS).kernels
+    assert kernel == hlo.Kernel("int8", 2 * 6 * 24 * 16, 6 * 16 + 24 * 16 + 6 * 24 * 4, 1)
+
+
 def test_library_call_counts_its_product_without_its_workspace():
     found = hlo.analyse(GEMM)
     gemm, triton = (kernel for kernel in found.kernels if kernel.flops)

@@ -43,8 +43,8 @@ def nibbles(codes):
     return np.stack([codes & 15, codes >> 4], axis=-1).reshape(*codes.shape[:-1], -1)
 
 
-def our_params():
-    return decoder.init(jax.random.key(1), CFG, jnp.float32, scale=0.2)
+def our_params(scale=0.2):
+    return decoder.init(jax.random.key(1), CFG, jnp.float32, scale=scale)
 
 
 def logits(params, ids, cfg=CFG):
@@ -93,7 +93,7 @@ def test_nf4_and_int8_equal_qwix_to_the_bit():
     np.testing.assert_array_equal(quant.restore(ours, jnp.float32).T, qwix.dequantize(whole))
 
 
-@pytest.mark.parametrize(("kind", "error"), [("nf4", 0.095), ("int8", 0.01)])
+@pytest.mark.parametrize(("kind", "error"), [("nf4", 0.095), ("int8", 0.01), ("w8a8", 0.01)])
 def test_a_normal_matrix_comes_back_with_the_known_error(kind, error):
     matrix = normal(256, 1024)
     back = np.asarray(quant.restore(quant.pack(matrix, kind), jnp.float32))
@@ -101,7 +101,7 @@ def test_a_normal_matrix_comes_back_with_the_known_error(kind, error):
     assert error / 2 < found < error
 
 
-@pytest.mark.parametrize("kind", ["nf4", "int8"])
+@pytest.mark.parametrize("kind", ["nf4", "int8", "w8a8"])
 def test_zeros_come_back_as_zeros(kind):
     matrix = normal(2, 128)
     matrix[0] = 0.0
@@ -127,6 +127,45 @@ def test_a_large_matrix_is_packed_in_a_blink():
     assert min(took) < 0.6
 
 
+# --- products of integers
+
+
+def rounded(rows):
+    """Rows of integers up to 127 and what one of each row means, by a formula of its own."""
+    step = np.abs(rows).max(axis=-1, keepdims=True) / 127
+    return np.rint(rows / step).astype(np.int64), step
+
+
+def test_multiply_is_the_product_of_rounded_rows_and_so_is_its_gradient():
+    x, matrix, gradient = normal(2, 5, 96, seed=1), normal(3, 8, 96, seed=2), normal(2, 5, 3, 8, seed=3)
+    packed = quant.pack(matrix, "w8a8")
+    y, back = jax.vjp(lambda x: quant.multiply(x, packed), jnp.asarray(x))
+    (x_codes, x_step), (codes, row) = rounded(x), rounded(matrix.reshape(24, 96))
+    wanted = (x_codes @ codes.T) * x_step * row[:, 0]
+    np.testing.assert_allclose(y, wanted.reshape(2, 5, 3, 8), rtol=1e-5, atol=1e-5)
+    assert float(np.abs(y - np.einsum("bti,hei->bthe", x, matrix)).max()) > 0.01, "inputs are rounded too"
+    g_codes, g_step = rounded(gradient.reshape(2, 5, 24) * row[:, 0])
+    np.testing.assert_allclose(back(jnp.asarray(gradient))[0], (g_codes @ codes) * g_step, rtol=1e-5, atol=1e-5)
+
+
+def test_decoder_multiplies_in_integers_near_what_its_restored_matrices_say(tmp_path):
+    weights.save(tmp_path, our_params(0.05), CFG, model_type="qwen2")
+    packed = weights.load(tmp_path, dtype=jnp.float32, packed="w8a8")
+    ids = jnp.arange(22).reshape(2, 11)
+
+    def objective(x, params):
+        out = decoder.forward(params, CFG, x, mask=jnp.ones((2, 11), bool))
+        return jnp.sum(jnp.sin(out.hidden)), out.hidden
+
+    x = decoder.embed(packed, ids)
+    found, exact = (jax.grad(objective, has_aux=True)(x, params) for params in (packed, restored(packed)))
+    for ours, theirs in zip(found, exact, strict=True):
+        error = float(jnp.linalg.norm(ours - theirs) / jnp.linalg.norm(theirs))
+        assert 100 * SAME < error < 0.03, error
+    text = jax.jit(jax.grad(objective, has_aux=True)).lower(x, packed).as_text()
+    assert text.count("xi32>") and "x128xi8>" in text and "convert %" in text
+
+
 # --- in the decoder
 
 
@@ -147,12 +186,13 @@ def test_packed_decoder_computes_what_its_restored_matrices_say(kind, tmp_path):
     np.testing.assert_allclose(one, other, atol=SAME * float(jnp.abs(other).max()))
 
 
+@pytest.mark.parametrize("kind", ["nf4", "w8a8"])
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_neither_forward_nor_backward_ever_holds_more_than_a_few_restored_layers(remat):
-    """The stack as floats would be 8 x 4 MiB x 7 matrices, about 150 MiB; packed it is 20."""
+def test_neither_forward_nor_backward_ever_holds_more_than_a_few_restored_layers(remat, kind):
+    """The stack as floats would be 8 x 4 MiB x 7 matrices, about 150 MiB; packed it is 20 or 40."""
     cfg = dataclasses.replace(CFG, width=1024, ffn=2048, layers=8, head_dim=128, qkv_bias=False)
     dense = decoder.abstract(cfg, jnp.float32)
-    shapes = quant.abstract(dense, "nf4")
+    shapes = quant.abstract(dense, kind)
     x = jax.ShapeDtypeStruct((1, 8, 1024), jnp.float32)
 
     def objective(x, params):
@@ -173,18 +213,19 @@ def test_rows_that_are_no_whole_blocks_are_refused_by_name():
     assert quant.abstract(shapes, "bf16") is shapes
 
 
+@pytest.mark.parametrize(("kind", "same"), [("nf4", 5 * SAME), ("w8a8", 0.05)])  # what is rounded may fall either way
 @pytest.mark.parametrize("strategy", ["fsdp", "tensor"])
-def test_shards_of_packed_matrices_compute_the_same(strategy, tmp_path):
+def test_shards_of_packed_matrices_compute_the_same(strategy, kind, same, tmp_path):
     weights.save(tmp_path, our_params(), CFG, model_type="qwen2")
     mesh = meshes.make(data=4, model=1) if strategy == "fsdp" else meshes.make(data=1, model=4)
-    shapes = quant.abstract(decoder.abstract(CFG, jnp.float32), "nf4")
+    shapes = quant.abstract(decoder.abstract(CFG, jnp.float32), kind)
     placed = rules.shardings(tables.reader_table(strategy, packed=True), shapes, mesh, name=strategy)
-    params = weights.load(tmp_path, dtype=jnp.float32, packed="nf4", shardings=placed)
+    params = weights.load(tmp_path, dtype=jnp.float32, packed=kind, shardings=placed)
     assert {leaf.sharding for leaf in jax.tree.leaves(params)} == set(jax.tree.leaves(placed))
     assert params["layers"]["down"]["codes"].addressable_shards[0].data.size < params["layers"]["down"]["codes"].size
-    whole = weights.load(tmp_path, dtype=jnp.float32, packed="nf4")
+    whole = weights.load(tmp_path, dtype=jnp.float32, packed=kind)
     ids = jnp.arange(22).reshape(2, 11)
-    np.testing.assert_allclose(jax.jit(logits)(params, ids), logits(whole, ids), atol=5 * SAME)
+    np.testing.assert_allclose(jax.jit(logits)(params, ids), logits(whole, ids), atol=same)
 
 
 # --- AWQ folders

@@ -78,8 +78,9 @@ def test_link_is_nvlink_inside_a_node_and_the_nodes_ports_between_them():
 
 def test_every_card_is_whole():
     for card in targets.CARDS.values():
-        assert card.peak.keys() >= {"bf16", "tf32", "fp32"}
+        assert card.peak.keys() >= {"bf16", "tf32", "fp32", "int8"}
         assert card.peak["bf16"] > card.peak["tf32"] >= card.peak["fp32"], card.name
+        assert card.peak["int8"] >= 1.99 * card.peak["bf16"], card.name
         assert ("fp8" in card.peak) == (float(card.capability) >= 8.9), card.name
         assert card.link > card.network > 0
         assert f"device_memory_size: {card.memory_bytes}" in card.proto and card.model in card.proto
