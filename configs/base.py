@@ -291,5 +291,5 @@ def _selfmade() -> ConfigDict:
     c.ffn = 256
     c.steps = 300
     c.batch = 64
-    c.learning_rate = 2e-2
+    c.learning_rate = 1e-2
     return c

@@ -24,9 +24,10 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.data.facts = 8
     c.data.cards = 16384
     c.optim.warmup_steps = 20
-    c.train.steps = 450
+    c.train.steps = 400
     c.train.eval_every = 100
     c.train.alarm_step = 100
     c.selfmade.steps = 300
     c.selfmade.batch = 32
+    c.selfmade.learning_rate = 6e-3
     return c
