@@ -21,7 +21,7 @@ import numpy as np
 import optax
 
 from lw_jax import losses
-from lw_jax.core.errors import UserError
+from lw_jax.core.errors import UserError, leave
 from lw_jax.data import passages
 from lw_jax.language import LM, load_lm
 from lw_jax.models import adapter, codec, decode, decoder
@@ -29,7 +29,7 @@ from lw_jax.models import adapter, codec, decode, decoder
 BITS = (8, 4, 2)
 
 
-def main(argv: list[str]) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Prints a line a report and, per passage, what came back; returns 1 where a passage was not repeated exactly."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", required=True)
@@ -134,8 +134,4 @@ class Cram:
 
 
 if __name__ == "__main__":
-    try:
-        sys.exit(main(sys.argv[1:]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
+    leave(main)

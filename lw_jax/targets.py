@@ -58,9 +58,8 @@ class Card:
     l2_bytes: int
     memory_bytes: int  # as the runtime reports it
     shared_bytes: int  # shared memory of one multiprocessor
-    peak: Mapping[str, float] = dataclasses.field(
-        hash=False
-    )  # dense FLOP/s: "bf16", "tf32", "fp32", "int8", maybe "fp8"
+    # Dense FLOP/s: "bf16", "tf32", "fp32", "int8", and "fp8" where the card has it.
+    peak: Mapping[str, float] = dataclasses.field(hash=False)
     nvlinks: int = 0  # 0: PCIe only
     link: float  # between two GPUs of one node, per direction and GPU
     network: float  # between nodes, per direction and GPU
@@ -104,7 +103,7 @@ _A100 |= {"network": 25e9}  # DGX A100 data sheet: one 200 Gb/s port a GPU
 _HOPPER = {"capability": "9.0", "feature": "ACCELERATED_FEATURES", "cores": 132, "fpus": 128, "clock_ghz": 1.98}  # XLA
 _HOPPER |= {"l2_bytes": 52428800, "shared_bytes": 233472, "nvlinks": 18}  # XLA
 _HOPPER |= {"peak": {"bf16": 989.5e12, "tf32": 494.5e12, "fp32": 67e12, "fp8": 1979e12}}  # H100 and H200 data sheets
-_HOPPER["peak"] |= {"int8": 1979e12}  # the same
+_HOPPER["peak"] |= {"int8": 1979e12}  # H100 and H200 data sheets
 _HOPPER |= {"link": 450e9}  # H100 data sheet: 900 GB/s both ways
 _HOPPER |= {"network": 50e9}  # DGX H100 data sheet: one 400 Gb/s port a GPU
 
@@ -166,7 +165,8 @@ CARDS: dict[str, Card] = {
             bandwidth=864000000000,  # L40S data sheet
             l2_bytes=100663296,  # Ada: the full AD102's
             memory_bytes=47674136985,
-            peak={"bf16": 362.05e12, "tf32": 183e12, "fp32": 91.6e12, "fp8": 733e12, "int8": 733e12},  # L40S
+            # L40S data sheet
+            peak={"bf16": 362.05e12, "tf32": 183e12, "fp32": 91.6e12, "fp8": 733e12, "int8": 733e12},
             network=12.5e9,  # assumed: a 200 Gb/s port for two cards
             **_ADA,
         ),

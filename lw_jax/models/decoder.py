@@ -388,13 +388,13 @@ _PRODUCTS |= {"k": _PRODUCTS["q"], "v": _PRODUCTS["q"], "up": _PRODUCTS["gate"]}
 def _linear(x: jax.Array, weights: Tree, name: str) -> jax.Array:
     """Applies a matrix, packed or not, then what stands beside it: `{name}_bias`, `{name}_lora`."""
     product, matrix = _PRODUCTS[name], weights[name]
-    if isinstance(matrix, dict) and quant.multiplies(matrix):
+    if not isinstance(matrix, dict):
+        y = jnp.einsum(product[0], x, matrix)
+    elif quant.multiplies(matrix):
         y = quant.multiply(x.reshape(*x.shape[:2], -1), matrix)
-    elif isinstance(matrix, dict):
+    else:
         # Restored anew for the backward pass: what a layer keeps are its four bits, not its floats.
         y = jax.checkpoint(functools.partial(_restored, product[0], name))(x, matrix)
-    else:
-        y = jnp.einsum(product[0], x, matrix)
     bias, lora = weights.get(f"{name}_bias"), weights.get(f"{name}_lora")
     if bias is not None:
         y = y + bias[None, None, :, :]

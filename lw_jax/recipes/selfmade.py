@@ -36,7 +36,18 @@ FORMAT = 3  # raised when what is trained changes, so that old folders are not t
 CARDS = 16384
 TEXT_WEIGHT = 0.2  # of a token that is not the answer's, in the loss
 # Muon learns to look a value up in a third of Adam's steps; rate and warm-up are the configuration's.
-OPTIM = config.Optim("muon", 0.0, 0, 0.1, 0.01, "matrices", 1.0, 0.9, 0.99, 1e-8)
+OPTIM = config.Optim(
+    kind="muon",
+    learning_rate=0.0,
+    warmup_steps=0,
+    end_fraction=0.1,
+    weight_decay=0.01,
+    decays="matrices",
+    clip_norm=1.0,
+    b1=0.9,
+    b2=0.99,
+    eps=1e-8,
+)
 
 
 @dataclasses.dataclass(frozen=True)

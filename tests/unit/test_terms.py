@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 
 from lw_jax import architectures, hlo
-from lw_jax.models import decoder
+from lw_jax.models import decoder, quant
 from lw_jax.models.decoder import DecoderConfig, Mode
 from lw_jax.recipes import terms
 from lw_jax.recipes.terms import Pass
@@ -169,3 +169,10 @@ def test_a_learning_decoder_in_bf16_holds_a_copy_of_its_weights():
     fp32, bf16 = terms.trained(CFG, one("full")), terms.trained(CFG, one("full", size=2))
     assert fp32.bytes == ROWS * terms.kept_bytes(CFG, POSITIONS, "full", 4, 1)
     assert bf16.bytes == ROWS * terms.kept_bytes(CFG, POSITIONS, "full", 2, 1) + 2 * terms.params(CFG)
+
+
+def test_one_layer_of_floats_is_counted_where_matrices_are_restored_and_nowhere_else():
+    dense = decoder.abstract(CFG, jnp.float32)["layers"]
+    layer = sum(dense[name].size for name in quant.MATRICES) // CFG.layers
+    found = {weights: terms.restored_bytes(CFG, weights, 2) for weights in ("bf16", "nf4", "int8", "awq", "w8a8")}
+    assert found == {"bf16": 0, "nf4": 2 * layer, "int8": 2 * layer, "awq": 2 * layer, "w8a8": 0}
