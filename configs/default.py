@@ -25,10 +25,11 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.prompt.system = "Answer with one word from the text."
     c.prompt.anchor = ""
     c.data.facts = 2
-    c.optim.learning_rate = 5e-4
+    c.optim.kind = "muon"
+    c.optim.learning_rate = 2e-3
     c.optim.warmup_steps = 10
-    c.train.steps = 240
+    c.train.steps = 150
     c.train.global_batch = 16
-    c.train.checkpoint_every = 60
-    c.train.eval_every = 60
+    c.train.checkpoint_every = 50
+    c.train.eval_every = 50
     return c

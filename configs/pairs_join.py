@@ -16,6 +16,5 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     """Returns pairs.py with the second reader alone and the encoder of pairs_one.py's run."""
     c = pairs.get_config(recipe)
     c.llms = ConfigDict({"qwen": c.llms.qwen})
-    c.train.steps = 900  # the encoder's half of the work falls away, and it cannot come to meet the reader
     c.encoder.run = "runs/pairs_one-latentwire"
     return c
