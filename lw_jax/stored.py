@@ -127,12 +127,14 @@ def _safetensors_header(file: Path) -> dict[str, Stored]:
 
 def read_tensor(stored: Stored, dtype: jax.typing.DTypeLike, order: np.ndarray | None = None) -> np.ndarray:
     """Reads one tensor, cast, its rows put in `order`."""
+    if order is None and _NUMBERS.get(stored.kind) == np.dtype(dtype):  # the file's bytes are the array's
+        return _read(stored, 0, stored.nbytes).view(dtype).reshape(stored.shape)
     out = np.empty(stored.shape, dtype)
     rows = out.reshape(1 if out.ndim == 1 else out.shape[0], -1)
     at = 0
     for piece in read_pieces(stored):
         place = slice(at, at + len(piece)) if order is None else order[at : at + len(piece)]
-        rows[place] = piece.astype(dtype)
+        rows[place] = piece
         at += len(piece)
     return out
 
@@ -144,9 +146,7 @@ def read_pieces(stored: Stored) -> Iterator[np.ndarray]:
     step = max(1, _CHUNK_BYTES // row_bytes)
     for start in range(0, rows, step):
         count = min(step, rows - start)
-        raw = np.fromfile(stored.file, np.uint8, count * row_bytes, offset=stored.offset + start * row_bytes)
-        if raw.size != count * row_bytes:
-            raise UserError(f"{stored.label} is cut off; fetch the file again")
+        raw = _read(stored, start * row_bytes, count * row_bytes)
         if stored.kind in _NUMBERS:
             yield raw.view(_NUMBERS[stored.kind]).reshape(count, -1)
             continue
@@ -156,3 +156,10 @@ def read_pieces(stored: Stored) -> Iterator[np.ndarray]:
             raise UserError(
                 f"{stored.label} has type {stored.kind}, which is not supported; use another file"
             ) from error
+
+
+def _read(stored: Stored, start: int, nbytes: int) -> np.ndarray:
+    raw = np.fromfile(stored.file, np.uint8, nbytes, offset=stored.offset + start)
+    if raw.size != nbytes:
+        raise UserError(f"{stored.label} is cut off; fetch the file again")
+    return raw
