@@ -53,9 +53,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.only:
         platform.reserve_memory()
         platform.hide_idle_cuda()
-        print(json.dumps(child(args, _load(args.config, assignments))))
+        print(json.dumps(child(args, settle(args.config, assignments))))
         return 0
-    cfg = _load(args.config, assignments)
+    cfg = settle(args.config, assignments)
     other = str(common.ROOT / "benchmarks" / OTHERS[cfg.recipe])
     words = [__file__, "--config", args.config, *common.flags(assignments)]
     words += ["--check-layers", str(args.check_layers)]
@@ -84,8 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _load(spec: str, assignments: Mapping[str, str]) -> Config:
-    """Returns the configuration with all that the other side does not know settled: one device, nothing automatic."""
+def settle(spec: str, assignments: Mapping[str, str]) -> Config:
+    """Returns the configuration as the other side can follow it: one device, nothing automatic, steps by AdamW."""
     cfg = common.load(spec, assignments)
     if cfg.recipe not in OTHERS:
         raise UserError(f"--config {spec}: recipe {cfg.recipe!r} has no peer here; {', '.join(OTHERS)} have")
@@ -93,7 +93,8 @@ def _load(spec: str, assignments: Mapping[str, str]) -> Config:
         raise UserError("config.encoder: the peer has a pretrained decoder body and window pooling; take those")
     remat = "none" if cfg.compute.remat == "auto" else cfg.compute.remat
     train = dataclasses.replace(cfg.train, micro_batch=0)
-    return dataclasses.replace(cfg, train=train, compute=dataclasses.replace(cfg.compute, remat=remat))
+    compute, optim = dataclasses.replace(cfg.compute, remat=remat), dataclasses.replace(cfg.optim, kind="adamw")
+    return dataclasses.replace(cfg, train=train, compute=compute, optim=optim)
 
 
 def agree(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:

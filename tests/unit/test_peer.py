@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from benchmarks import peer
+from benchmarks import common, peer
 from lw_jax.core.errors import UserError
 
 pytest.importorskip("torch")
@@ -39,6 +39,12 @@ def test_ratio_is_of_the_medians_and_of_each_pair_of_turns():
 )
 def test_sides_agree_in_loss_and_gradient(theirs, same):
     assert peer.agree({"loss": 2.0, "grad_norm": 5.0}, theirs) is same
+
+
+def test_a_wire_that_learns_by_muon_is_timed_with_the_optimizer_of_the_other_side():
+    flags = {"optim.kind": "muon"}
+    assert common.load("configs/smoke.py", flags).optim.kind == "muon"
+    assert peer.settle("configs/smoke.py", flags).optim.kind == "adamw"
 
 
 @pytest.mark.slow
