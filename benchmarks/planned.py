@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
 from lw_jax.core import platform
-from lw_jax.core.config import Config
+from lw_jax.core.config import REMATS, Config
 from lw_jax.core.errors import UserError, leave
 
-POINTS = ("both:8:none", "both:16:dots", "both:32:dots", "both:32:full", "llama:32:dots", "qwen:16:none")
+POINTS = ("both:8:none", "both:16:none", "both:32:none", "both:32:full", "llama:32:none", "qwen:16:none")
 PEAK, SECONDS = 0.03, 0.10  # relative differences that pass
 ACCUMULATED = 2
 
@@ -109,7 +109,7 @@ def at(cfg: Config, point: str) -> tuple[Config, int]:
     """Returns the configuration of one point, and its micro-batch."""
     words = point.split(":")
     known = ["both", *cfg.llms]
-    if len(words) != 3 or words[0] not in known or not words[1].isdigit() or words[2] not in ("none", "dots", "full"):
+    if len(words) != 3 or words[0] not in known or not words[1].isdigit() or words[2] not in REMATS["latentwire"]:
         raise UserError(f"point {point!r}: write READERS:MICRO_BATCH:REMAT, READERS one of {', '.join(known)}.")
     readers, micro, remat = words[0], int(words[1]), words[2]
     llms = cfg.llms if readers == "both" else {readers: cfg.llms[readers]}

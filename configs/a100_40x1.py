@@ -17,5 +17,5 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     del c.llms.qwen
     c.mesh.placement = "single"
     c.train.micro_batch = 8
-    c.compute.remat = "dots"
+    c.compute.remat = "none"
     return c

@@ -16,5 +16,5 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c = large.get_config(recipe)
     c.mesh.placement = "single"
     c.train.micro_batch = 32
-    c.compute.remat = "dots"
+    c.compute.remat = "none"
     return c

@@ -17,5 +17,5 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.mesh.placement = "replicate"
     c.mesh.data = 2
     c.train.micro_batch = 32
-    c.compute.remat = "dots"
+    c.compute.remat = "none"
     return c

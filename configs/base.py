@@ -115,6 +115,7 @@ def _loss() -> ConfigDict:
     c.align = 0.0  # weight of 1 - cosine between a slot's prefix embedding and its window's mean token embedding
     c.entropy = 0.0  # weight of minus the first answer token's entropy, against one word for all
     c.diversity = 0.0  # weight of the mean squared cosine between one message's slots
+    c.chunk = 512  # tokens of a device whose logits exist at once (0: all); whole examples, at least one
     return c
 
 
@@ -258,7 +259,8 @@ def _mesh() -> ConfigDict:
 def _compute() -> ConfigDict:
     c = ConfigDict()
     c.dtype = "fp32"  # of encoder and adapter arithmetic: "fp32" | "bf16"; their parameters stay fp32
-    # Per layer, readers and encoder: "auto" (with the placement) | "none" | "dots" (keep matmul outputs) | "full"
+    # Per layer, readers and encoder: "auto" (with the placement) | "none" (no product of matrices is computed twice) |
+    # "full" (each layer is). Of a TTT model "none" computes nothing twice, and "dots" all but products of matrices.
     c.remat = "auto"
     return c
 

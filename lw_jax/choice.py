@@ -6,7 +6,7 @@ from typing import Any
 
 from lw_jax import estimate as estimates
 from lw_jax import fit, hlo, recipes, roofline
-from lw_jax.core.config import Config
+from lw_jax.core.config import REMATS, Config
 from lw_jax.core.types import Tree
 from lw_jax.estimate import Estimate
 from lw_jax.fit import Room
@@ -20,7 +20,6 @@ from sharding.errors import PlacementError
 from sharding.mesh import Device
 from sharding.placement import Placement
 
-REMATS = ("none", "dots", "full")
 # A micro-batch of so many examples fills a GPU's matmuls (its rows are examples x positions): where a card's speed is
 # not known, nothing is recomputed to hold more.
 ENOUGH = 16
@@ -141,7 +140,7 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware, widths: Tree | 
     room = hardware.room
     assert room is not None, "planning needs the devices' memory"
     drafts = []
-    for remat in REMATS if cfg.compute.remat == "auto" else (cfg.compute.remat,):
+    for remat in REMATS[cfg.recipe] if cfg.compute.remat == "auto" else (cfg.compute.remat,):
         own = with_remat(cfg, remat)
         recipe = recipes.make(own, placed, outline=True)
         program = Program(own, recipe)

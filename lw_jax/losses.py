@@ -1,9 +1,13 @@
 """Pure token mathematics: sums and counts, in fp32. Targets come already aligned with the logits that predict them."""
 
+import functools
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from lw_jax.core.types import LossTerms, Tree
 from lw_jax.models.products import wide_product
 
 Pair = tuple[jax.Array, jax.Array]  # sum, weight
@@ -26,6 +30,70 @@ def token_nll(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> Floa
 def positions(tokens: int, *, rows: int, data: int) -> int:
     """Returns at how many positions of all rows a device, with its share of `data`, has about `tokens`; 0 stays 0."""
     return -(-tokens // max(1, rows // data))
+
+
+def pieces(tokens: int, *, rows: int, length: int, data: int) -> int:
+    """Returns into how many pieces of whole rows a batch is cut for about `tokens` at once on a device; 0: one.
+
+    `rows` of `length` tokens lie on `data` devices, which take an equal part of every piece.
+    """
+    share = rows // data
+    wanted = max(1, tokens // length) if tokens else share
+    return next(count for count in range(1, share + 1) if share % count == 0 and share <= wanted * count)
+
+
+def sum_of_pieces(
+    measure: Callable[[Tree, Tree, Tree], LossTerms], fixed: Tree, learned: Tree, given: Tree, *, pieces: int
+) -> LossTerms:
+    """Returns `measure(fixed, learned, given)`, of which no more exists at once than one piece of the rows needs.
+
+    All leaves of `learned` and `given` are [b ...]; what `measure` returns are sums over rows. Gradients of `learned`
+    are taken on the way forward, while a piece's logits are there, so that nothing is computed twice. `fixed` has
+    none, and of the result only `sum` has.
+    """
+    if pieces == 1:
+        return measure(fixed, learned, given)
+    return _sum_of_pieces(measure, pieces, fixed, learned, given)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sum_of_pieces(measure: Callable, pieces: int, fixed: Tree, learned: Tree, given: Tree) -> LossTerms:
+    return _scan_pieces(lambda *piece: (measure(fixed, *piece), None), pieces, learned, given)[0]
+
+
+def _forward(measure: Callable, pieces: int, fixed: Tree, learned: Tree, given: Tree) -> tuple[LossTerms, Tree]:
+    def objective(learned: Tree, given: Tree) -> tuple[jax.Array, LossTerms]:
+        terms = measure(fixed, learned, given)
+        return terms.sum, terms
+
+    def one(learned: Tree, given: Tree) -> tuple[LossTerms, Tree]:
+        gradient, terms = jax.grad(objective, has_aux=True)(learned, given)
+        return terms, gradient
+
+    return _scan_pieces(one, pieces, learned, given)
+
+
+def _backward(measure: Callable, pieces: int, gradient: Tree, of: LossTerms) -> tuple[None, Tree, None]:
+    del measure, pieces
+    return None, jax.tree.map(lambda leaf: leaf * of.sum.astype(leaf.dtype), gradient), None
+
+
+_sum_of_pieces.defvjp(_forward, _backward)
+
+
+def _scan_pieces(one: Callable, pieces: int, learned: Tree, given: Tree) -> tuple[LossTerms, Tree]:
+    """Returns the sum of all pieces' terms, and what else `one` gives of them in the order of the rows."""
+
+    def cut(x: jax.Array) -> jax.Array:
+        # A device's rows are consecutive, so a piece is every n-th row: of each device as many.
+        return x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1)
+
+    def body(_: None, piece: tuple[Tree, Tree]) -> tuple[None, tuple[LossTerms, Tree]]:
+        return None, one(*piece)
+
+    _, (terms, rows) = jax.lax.scan(body, None, jax.tree.map(cut, (learned, given)))
+    joined = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), rows)
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), terms), joined
 
 
 def chunked_logp(

@@ -98,6 +98,7 @@ class Loss:
     align: float
     entropy: float
     diversity: float
+    chunk: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -290,8 +291,11 @@ class Config:
 # what it learns. Everything else makes two runs different runs.
 _NOT_MEANING = re.compile(
     r"train\.(log_every|eval_every|checkpoint_every|keep|micro_batch|alarm.*)|mesh\..*|compute\.remat|eval\..*"
-    r"|dpo\.chunk|ttt\.(form|unroll|unroll_layers|loss_chunk|held_out_length)"
+    r"|loss\.chunk|dpo\.chunk|ttt\.(form|unroll|unroll_layers|loss_chunk|held_out_length)"
 )
+
+# recipe -> the words of compute.remat that it knows beside "auto", what keeps most first
+REMATS = {"latentwire": ("none", "full"), "dpo": ("none", "full"), "ttt": ("none", "dots", "full")}
 
 # What the planner searches: a file's own choice of them is one answer for one machine.
 SEARCHED = ("mesh.placement", "mesh.data", "mesh.model", "compute.remat", "train.micro_batch")

@@ -9,7 +9,7 @@ import re
 import string
 from typing import Any, NoReturn
 
-from lw_jax.core.config import Config, flatten, suggest, to_dict
+from lw_jax.core.config import REMATS, Config, flatten, suggest, to_dict
 from lw_jax.core.errors import UserError
 
 # What a word may be, by path; "*" stands for every reader's name.
@@ -63,6 +63,7 @@ ABOVE_ZERO = (
 NOT_BELOW_ZERO = (
     *("seed", "encoder.layers", "encoder.rate", "adapter.rate", "data.train_limit", "data.validation_limit"),
     *("loss.ce", "loss.kl", "loss.teacher_k", "loss.first", "loss.k", "loss.align", "loss.entropy", "loss.diversity"),
+    "loss.chunk",
     *("stages.*.share", "stages.*.reconstruct", "stages.*.continuation", "stages.*.answer", "stages.*.encoder"),
     *("lora.dropout", "dpo.label_smoothing", "dpo.rpo_alpha", "dpo.chunk", "dpo.max_prompt", "dpo.held_out"),
     *("ttt.vocab", "ttt.held_out", "ttt.held_out_length", "ttt.loss_chunk"),
@@ -96,6 +97,8 @@ def validate(cfg: Config) -> None:
     else:
         _check_llms(cfg)
         _check_wire(cfg)
+    if cfg.compute.remat not in ("auto", *REMATS[cfg.recipe]):
+        _refuse("compute.remat", cfg.compute.remat, "only a TTT layer knows it; in a decoder 'none' keeps the same.")
     _check_training(cfg)
     _check_mesh(cfg)
     _check_selfmade(cfg)

@@ -6,7 +6,6 @@ Semantics follow transformers' BertModel without its pooler; every token has typ
 
 import dataclasses
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -79,22 +78,18 @@ def forward(
     x = x + params["position_embed"][:length][None]
     x = layer_norm(x, params["embed_norm"], params["embed_norm_bias"], cfg.norm_eps)
     attend = jnp.broadcast_to(mask[:, None, None, :], (ids.shape[0], 1, length, length))
-    # as in `decoder.forward`: without recomputation of layers, that of attention's scores alone
-    attend_with = jax.checkpoint(decoder.attention) if remat == "none" else decoder.attention
-    layer = decoder.checkpoint_layer(functools.partial(_layer, cfg, attend, attend_with), remat)
-
-    def weighed(x: jax.Array, share: jax.Array) -> jax.Array:
-        return share.astype(x.dtype) * decoder.unit_rms(x, cfg.norm_eps)
+    layer = decoder.checkpoint_layer(functools.partial(_layer, cfg, attend), decoder.KEPT[remat])
 
     def body(carry, inputs):
         x, mixed = carry
         weights, share = inputs
-        x = layer(x, weights)
-        return (x, None if share is None else mixed + weighed(x, share)), None
+        if share is not None:
+            mixed = mixed + decoder.weigh(x, share, cfg.norm_eps)
+        return (layer(x, weights), mixed), None
 
-    mixed, shares = (None, None) if mix is None else (weighed(x, mix[0]), mix[1:])
+    mixed, shares = (None, None) if mix is None else (jnp.zeros_like(x), mix[:-1])
     (x, mixed), _ = jax.lax.scan(body, (x, mixed), (params["layers"], shares))
-    return x if mixed is None else mixed
+    return x if mix is None else mixed + decoder.weigh(x, mix[-1], cfg.norm_eps)
 
 
 def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
@@ -106,13 +101,11 @@ def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> 
     return (wide * weight.astype(jnp.float32).reshape(last) + bias.astype(jnp.float32).reshape(last)).astype(x.dtype)
 
 
-def _layer(
-    cfg: BertConfig, attend: jax.Array, attend_with: Callable[..., jax.Array], x: Float[Array, "b s d"], weights: Tree
-) -> Float[Array, "b s d"]:
+def _layer(cfg: BertConfig, attend: jax.Array, x: Float[Array, "b s d"], weights: Tree) -> Float[Array, "b s d"]:
     q, k, v = (
         jnp.einsum("bsd,hed->bshe", x, weights[name]) + weights[f"{name}_bias"][None, None] for name in ("q", "k", "v")
     )
-    attended = jnp.einsum("bshe,dhe->bsd", attend_with(q, k, v, mask=attend), weights["o"])
+    attended = jnp.einsum("bshe,dhe->bsd", decoder.attention(q, k, v, mask=attend), weights["o"])
     x = x + attended + weights["o_bias"][None, None]
     x = layer_norm(x, weights["attn_norm"], weights["attn_norm_bias"], cfg.norm_eps)
     up = jnp.einsum("bsd,fd->bsf", x, weights["up"]) + weights["up_bias"][None, None]

@@ -11,15 +11,17 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.types import Tree
 from lw_jax.models import quant
+from lw_jax.models.products import wide_product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +66,10 @@ class DecoderConfig:
     window: int = 0  # tokens that a query sees, itself the last of them (0: all)
 
 
+# What a layer keeps for backward, by config.compute.remat.
+KEPT = {"none": "products", "full": "inputs"}
+
+
 def _unchanged(x: jax.Array) -> jax.Array:
     return x
 
@@ -73,7 +79,7 @@ class Mode:
     """How to run the body: what changes memory, speed or direction, but no weight."""
 
     causal: bool = True
-    remat: str = "none"  # "none" | "dots" | "full", per layer
+    remat: str = "none"  # "none": no product of matrices is computed twice | "full": each layer is
     unroll: int = 1  # layers per scan iteration
     constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
 
@@ -157,7 +163,7 @@ def head(params: Tree) -> Float[Array, "v d"]:
 
 def logits(params: Tree, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]:
     """Applies the head and returns fp32."""
-    return jnp.einsum("btd,vd->btv", hidden, head(params), preferred_element_type=jnp.float32)
+    return wide_product("btd,vd->btv", hidden, head(params))
 
 
 def empty_cache(cfg: DecoderConfig, batch: int, slots: int, dtype: jax.typing.DTypeLike) -> Cache:
@@ -210,27 +216,24 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     assert opening is None or (cache is None and mix is None), "an opening is for passes over a whole text"
     past, cache = _look_back(mask, cache, opening)
     shared = _share(cfg, mask, past, causal=mode.causal)
-    # Without recomputation of layers, that of attention's scores alone, as a fused kernel would: they are the largest
-    # thing a layer keeps, and the cheapest to make again.
-    attend_with = jax.checkpoint(attention) if mode.remat == "none" else attention
-    layer = checkpoint_layer(functools.partial(_layer, cfg, shared, attend_with), mode.remat)
+    layer = checkpoint_layer(functools.partial(_layer, cfg, shared), KEPT[mode.remat], scanned=mode.unroll < cfg.layers)
     open_layer = None
     if opening is not None:
         alone = _share(cfg, opening.mask, _look_back(opening.mask, None, None)[0], causal=mode.causal)
-        open_layer = functools.partial(_layer, cfg, alone, attention)
+        open_layer = functools.partial(_layer, cfg, alone)
 
     def body(carry, inputs):
         x, mixed, opened = carry
         weights, kv, share = inputs
         if open_layer is not None:
             opened, kv = open_layer(opened, weights, None)
-        x, written = layer(mode.constrain(x), weights, kv)
+        x = mode.constrain(x)
         if share is not None:
-            mixed = mixed + share.astype(x.dtype) * unit_rms(x, cfg.norm_eps)
+            mixed = mixed + weigh(x, share, cfg.norm_eps)
+        x, written = layer(x, weights, kv)
         return (x, mixed, opened), None if cache is None else written
 
-    mixed = None if mix is None else mix[0].astype(x.dtype) * unit_rms(x, cfg.norm_eps)
-    shares = None if mix is None else mix[1:]
+    mixed, shares = (None, None) if mix is None else (jnp.zeros_like(x), mix[:-1])
     kv = None if cache is None else (cache.k, cache.v)
     carry = (x, mixed, None if opening is None else opening.x)
     if isinstance(params["layers"], tuple):
@@ -243,6 +246,8 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     else:
         carry, kv = jax.lax.scan(body, carry, (params["layers"], kv, shares), unroll=mode.unroll)
     x, mixed, _ = carry
+    if mix is not None:
+        mixed = mixed + weigh(x, mix[-1], cfg.norm_eps)
     if cache is not None and kv is not None:
         cache = Cache(kv[0], kv[1], cache.valid, cache.used + x.shape[1])
     return Output(_normalise(cfg, x, params, "norm"), mixed, cache)
@@ -276,12 +281,30 @@ def unit_rms(x: jax.Array, eps: float) -> jax.Array:
     return (wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)).astype(x.dtype)
 
 
-def checkpoint_layer(layer: Callable, remat: str) -> Callable:
-    """Returns the layer, keeping for backward all it needs ("none"), matmul outputs ("dots") or its inputs ("full")."""
-    if remat == "none":
-        return layer
-    policies = {"full": None, "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable}
-    return jax.checkpoint(layer, policy=policies[remat])
+@functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
+def weigh(x: jax.Array, share: jax.Array, eps: float) -> jax.Array:
+    """Returns a layer's share of a mix, its states at unit RMS; of them x alone is kept, which the layer keeps too."""
+    return share.astype(x.dtype) * unit_rms(x, eps)
+
+
+def checkpoint_layer(layer: Callable, kept: str, *, scanned: bool = True) -> Callable:
+    """Returns the layer, keeping for backward what its products return ("products") or nothing but its inputs.
+
+    What stands between products is made again: to keep it would cost more memory and more time, of writing and reading
+    it. So are attention's scores, the largest thing there is. `scanned`: forward and backward run in loops of their own.
+    """
+    policy = {"products": _is_product, "inputs": None}[kept]
+    # Only within one piece of code could XLA merge the second computation with the first; a barrier against that keeps
+    # it from being fused with what uses it.
+    return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
+
+
+def _is_product(primitive: Any, *inputs: Any, **settings: Any) -> bool:
+    """Says whether a layer keeps a result: a product with a matrix, or with one of integers once it is floats again."""
+    if jax.checkpoint_policies.save_only_these_names(quant.PRODUCT)(primitive, *inputs, **settings):
+        return True
+    product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *inputs, **settings)
+    return bool(product) and jnp.issubdtype(inputs[0].dtype, jnp.floating)
 
 
 def _normalise(cfg: DecoderConfig, x: jax.Array, weights: Tree, name: str) -> jax.Array:
@@ -391,10 +414,12 @@ def _linear(x: jax.Array, weights: Tree, name: str) -> jax.Array:
     if not isinstance(matrix, dict):
         y = jnp.einsum(product[0], x, matrix)
     elif quant.multiplies(matrix):
-        y = quant.multiply(x.reshape(*x.shape[:2], -1), matrix)
+        y = checkpoint_name(quant.multiply(x.reshape(*x.shape[:2], -1), matrix), quant.PRODUCT)
     else:
-        # Restored anew for the backward pass: what a layer keeps are its four bits, not its floats.
-        y = jax.checkpoint(functools.partial(_restored, product[0], name))(x, matrix)
+        restored = quant.restore(matrix, x.dtype)
+        y = jnp.einsum(
+            product[0], x, restored.reshape(*restored.shape[:-1], *x.shape[-2:]) if name == "o" else restored
+        )
     bias, lora = weights.get(f"{name}_bias"), weights.get(f"{name}_lora")
     if bias is not None:
         y = y + bias[None, None, :, :]
@@ -402,11 +427,6 @@ def _linear(x: jax.Array, weights: Tree, name: str) -> jax.Array:
         inner = jnp.einsum(product[1], _drop(x, lora), lora["a"].astype(x.dtype))
         y = y + jnp.einsum(product[2], inner, lora["b"].astype(x.dtype))
     return y
-
-
-def _restored(product: str, name: str, x: jax.Array, packed: Tree) -> jax.Array:
-    matrix = quant.restore(packed, x.dtype)
-    return jnp.einsum(product, x, matrix.reshape(*matrix.shape[:-1], *x.shape[-2:]) if name == "o" else matrix)
 
 
 def _drop(x: jax.Array, lora: Tree) -> jax.Array:
@@ -430,7 +450,6 @@ class _Shared(NamedTuple):
 def _layer(
     cfg: DecoderConfig,
     shared: _Shared,
-    attend: Callable[..., jax.Array],
     x: Float[Array, "b t d"],
     weights: Tree,
     kv: tuple[jax.Array, jax.Array] | None,
@@ -452,7 +471,7 @@ def _layer(
     own = (k, v)
     if kv is not None and shared.used is None:
         k, v = (jnp.concatenate([repeat(old, len(x)), new], axis=1) for old, new in zip(kv, own, strict=True))
-    attended = attend(q, k, v, mask=shared.attend)
+    attended = attention(q, k, v, mask=shared.attend)
     x = x + _linear(attended, weights, "o")
     h = _normalise(cfg, x, weights, "mlp_norm")
     gated = jax.nn.silu(_linear(h, weights, "gate")) * _linear(h, weights, "up")

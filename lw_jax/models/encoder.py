@@ -110,7 +110,8 @@ class ByteBody(nnx.Module):
         x = jnp.take(self.embed[...], ids, axis=0)
         x = x + jnp.asarray(_sinusoids(*x.shape[1:]))[None].astype(x.dtype)
         for index in range(self.layers):
-            x = decoder.checkpoint_layer(functools.partial(self._layer, index), remat)(x, mask)
+            layer = functools.partial(self._layer, index)
+            x = decoder.checkpoint_layer(layer, decoder.KEPT[remat], scanned=False)(x, mask)
         return self.norm(x)
 
     def _layer(self, index: int, x: jax.Array, mask: jax.Array) -> jax.Array:

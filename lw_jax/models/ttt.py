@@ -67,7 +67,7 @@ class Mode:
     form: str = "scan"  # over chunks, or "full": all outputs at once after one substitution a chunk
     unroll: int = 8  # chunks per scan iteration
     unroll_layers: int = 1  # layers per scan iteration
-    remat: str = "none"  # "none" | "dots" | "full", per layer
+    remat: str = "none"  # "none": nothing is computed twice | "dots": all but products with matrices | "full": layers
     constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
     measured: bool = False  # asks for the inner losses; implies "scan"
 
@@ -193,7 +193,10 @@ def forward(  # noqa: PLR0913  (the one entry to the model)
     ids = jnp.pad(ids, ((0, 0), (0, -count % cfg.chunk)))
     x = mode.constrain(jnp.take(params["embed"], ids, axis=0).astype(mode.dtype))
     rate = jnp.ones(ids.shape[:1]) if rate is None else rate
-    layer = checkpoint_layer(functools.partial(_layer, cfg, mode, _Rows(rate, lengths)), mode.remat)
+    layer = functools.partial(_layer, cfg, mode, _Rows(rate, lengths))
+    if mode.remat != "none":
+        scanned = mode.unroll_layers < cfg.layers
+        layer = checkpoint_layer(layer, {"dots": "products", "full": "inputs"}[mode.remat], scanned=scanned)
 
     def body(x: jax.Array, inputs: tuple[Tree, Memory | None]):
         x, found = layer(mode.constrain(x), *inputs)

@@ -110,6 +110,12 @@ class Wire:
         self, params: Tree, name: str, prompt: "Prompt", answer_inputs: Int[Array, "b n"]
     ) -> Float[Array, "b t v"]:
         """fp32 logits that predict each answer token and the EOS (t = n + 1); the head sees no other position."""
+        return decoder.logits(params, self.answer_states(params, name, prompt, answer_inputs))
+
+    def answer_states(
+        self, params: Tree, name: str, prompt: "Prompt", answer_inputs: Int[Array, "b n"]
+    ) -> Float[Array, "b t d"]:
+        """The states from which the head makes `answer_logits`."""
         config, mode, opening = self.readers[name].config, self.readers[name].mode, prompt.opening
         if opening is not None and isinstance(config.rope_scaling, decoder.LongRope):
             prompt, opening = prompt.joined(), None  # whose frequencies depend on the length of the whole text
@@ -117,7 +123,7 @@ class Wire:
         # Answers are right-padded: under the causal mask a pad is behind every real target, so it may count as real.
         mask = jnp.concatenate([prompt.mask, jnp.ones(answer_inputs.shape, bool)], axis=1)
         out = decoder.forward(params, config, x, mask=mask, opening=opening, mode=mode)
-        return decoder.logits(params, out.hidden[:, prompt.mask.shape[1] - 1 :])
+        return out.hidden[:, prompt.mask.shape[1] - 1 :]
 
     def generate(self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int) -> Int[Array, "b n"]:
         """Greedy answer ids, -1 after the stop."""

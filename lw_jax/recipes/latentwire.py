@@ -184,9 +184,9 @@ class LatentWire:
             found = {"": arithmetic.trained_bert(spec.body, one)}
         elif spec.body is not None:
             found = {"": arithmetic.trained(spec.body, one)}
-        else:  # twelve z^2 parameters a layer, twelve activations of width z and two of the scores
+        else:  # twelve z^2 parameters a layer; nine z kept of it, its input and products; of the layer at work all
             layers, z = spec.layers or encoder.BYTE_LAYERS, spec.width
-            kept = rows * positions * layers * (12 * z + 2 * encoder.BYTE_HEADS * positions) * 4
+            kept = rows * positions * (layers * 9 * z + 12 * z + 2 * encoder.BYTE_HEADS * positions) * 4
             found = {"": Terms(kept, 6 * rows * positions * layers * 12 * z * z)}
         return found | {name: self._reader_terms(name, widths["readers"][name], rows) for name in self.wire.readers}
 
@@ -196,7 +196,8 @@ class LatentWire:
         opening = fields["before"]["ids"].shape[0]  # read once for all rows
         positions = fields["after"]["ids"].shape[0] + self.wire.encoder.slots + 1 + answers - 1
         one = pretrained.teacher_forced(self.cfg, llm=llm, at=at, rows=rows, positions=positions, answers=answers)
-        found = arithmetic.frozen(model, one)
+        pieces = losses.pieces(self.cfg.loss.chunk, rows=rows, length=answers, data=1)  # the rows are one device's
+        found = arithmetic.frozen(model, dataclasses.replace(one, pieces=pieces))
         restored = arithmetic.restored_bytes(model, llm.weights, one.size) / one.model
         once = arithmetic.opening(model, dataclasses.replace(one, rows=1, positions=opening, answers=0))
         sums = {"flops": found.flops + once.flops, "wire": found.wire + once.wire}
@@ -353,15 +354,26 @@ class LatentWire:
         task = fields["task"].name
         prefix = self.wire.prefix(part, name, shared, task)
         prompt = wire.wire_prompt(frozen, fields, prefix)
-        logits = self.wire.answer_logits(frozen, name, prompt, fields["answer_inputs"])
+        states = self.wire.answer_states(frozen, name, prompt, fields["answer_inputs"])
         embedded = told = None
         if objectives.needs_embedded(self.cfg.loss, task):
             embedded = decoder.embed(frozen, fields["targets"])
         if objectives.needs_teacher(self.cfg.loss, task) and "teacher" not in fields:
             text = wire.text_prompt(frozen, fields["text"])
-            told = jax.lax.stop_gradient(self.wire.answer_logits(frozen, name, text, fields["answer_inputs"]))
-        one = objectives.Pass(logits, fields, shared, prefix[:, :-1], embedded, told)
-        return objectives.total(self.cfg.loss, name, one)
+            told = jax.lax.stop_gradient(self.wire.answer_states(frozen, name, text, fields["answer_inputs"]))
+
+        def measure(head: Tree, learned: Tree, given: Tree) -> LossTerms:
+            states, latents, prefix = learned
+            fields, embedded, told = given
+            teacher = None if told is None else decoder.logits(head, told)
+            one = objectives.Pass(decoder.logits(head, states), fields, latents, prefix, embedded, teacher)
+            return objectives.total(self.cfg.loss, name, one)
+
+        rows, length, _ = states.shape
+        data = self.placement.readers[name].mesh.shape["data"]
+        pieces = losses.pieces(self.cfg.loss.chunk, rows=rows, length=length, data=data)
+        learned, given = (states, shared, prefix[:, :-1]), (fields, embedded, told)
+        return losses.sum_of_pieces(measure, {"head": decoder.head(frozen)}, learned, given, pieces=pieces)
 
     def identity(self) -> dict[str, str]:
         """Returns the fingerprints of the frozen readers and of the encoder's origin."""

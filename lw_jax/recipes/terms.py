@@ -42,6 +42,7 @@ class Pass:
     size: int  # bytes of a value
     model: int = 1  # devices that share the weights' products
     data: int = 1  # devices that share the weights' storage (fsdp)
+    pieces: int = 1  # in which the rows' logits are made, one after the other
 
 
 def frozen(cfg: DecoderConfig, one: Pass) -> Terms:
@@ -50,7 +51,7 @@ def frozen(cfg: DecoderConfig, one: Pass) -> Terms:
     forward = 2 * tokens * body_params(cfg) / one.model
     head = 2 * one.rows * one.answers * cfg.vocab * cfg.width / one.model
     again = one.remat == "full"
-    logits = one.rows * one.answers * cfg.vocab / one.model * 4
+    logits = one.rows // one.pieces * one.answers * cfg.vocab / one.model * 4
     wire = 0.0
     if one.model > 1:  # two sums a layer forward, two backward, and attention's of a recomputed forward pass
         sums = (4 + again) * cfg.layers
@@ -139,15 +140,16 @@ def _recomputed(cfg: DecoderConfig, one: Pass) -> float:
 def kept_bytes(cfg: DecoderConfig, positions: int, remat: str, size: int, model: int) -> float:
     """Returns the bytes one example keeps for the backward pass, and works on in one layer."""
     heads = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim / model
-    # Outputs of both norms, of attention and of the mlp; q, k, v and the attended values; gate, its sigmoid, up and
-    # the product; in fp32 what both norms divide. Attention's scores are made again in every case.
+    # What the layer at work holds: outputs of both norms, of attention and of the mlp; q, k, v and the attended values;
+    # gate, its sigmoid, up and the product; in fp32 what both norms divide; attention's scores.
     layer = positions * size * (4 * cfg.width + heads + cfg.heads * cfg.head_dim / model + 4 * cfg.ffn / model)
     layer += positions * 2 * cfg.width * 4
     scores = cfg.heads / model * positions * positions * (4 + size)
-    products = positions * size * (2 * cfg.width + heads + 2 * cfg.ffn / model)
+    # What every layer keeps: its input, and what its products return but for the last, which no gradient needs.
     carried = positions * size * cfg.width
-    kept = {"none": layer, "dots": products + carried, "full": carried}[remat] * cfg.layers
-    return kept + scores + (0 if remat == "none" else layer)
+    products = positions * size * (cfg.width + heads + 2 * cfg.ffn / model)
+    kept = {"none": products + carried, "full": carried}[remat] * cfg.layers
+    return kept + scores + layer
 
 
 def body_params(cfg: DecoderConfig) -> int:

@@ -7,6 +7,7 @@ import pytest
 
 from lw_jax import choice, estimate, fit, hlo, memory, recipes, roofline, targets
 from lw_jax.choice import Candidate, Hardware
+from lw_jax.core import config
 from lw_jax.fit import Room
 from lw_jax.memory import Needs
 from lw_jax.program import Program
@@ -147,8 +148,8 @@ def test_another_recomputation_is_compiled_where_arithmetic_was_wrong(root, monk
     room = Room(2 * whole.needs.peak, 1.0)
     measure = replace_compiler(monkeypatch, none=100.0)
     found = choose(auto(root, **single), hardware(1, room))
-    assert [remat for _, remat, _ in measure.asked] == ["none", "dots"]
-    assert [(one.remat, one.fits) for one in found] == [("none", False), ("dots", True)]
+    assert [remat for _, remat, _ in measure.asked] == ["none", "full"]
+    assert [(one.remat, one.fits) for one in found] == [("none", False), ("full", True)]
     assert found[0].obstacle == (
         f"a micro-batch of 8 needs {memory.bytes_of(found[0].needs.peak)} of {memory.bytes_of(room.limit)}"
     )
@@ -161,8 +162,8 @@ def test_a_smaller_micro_batch_than_arithmetic_said_has_the_faster_recomputation
     measure = replace_compiler(monkeypatch, none=5.0)
     slow = dataclasses.replace(H100, bandwidth=H100.bandwidth // 1000)
     found = choose(cfg, hardware(1, Room(int(1.1 * whole.needs.peak), 1.0), target=targets.Target(slow, 1)))
-    assert [(one.remat, one.needs.micro_batch) for one in found] == [("none", 1), ("dots", 8)]
-    assert {remat for _, remat, _ in measure.asked} == {"none", "dots"}
+    assert [(one.remat, one.needs.micro_batch) for one in found] == [("none", 1), ("full", 8)]
+    assert {remat for _, remat, _ in measure.asked} == {"none", "full"}
     assert choice.pick(found) is found[1]
 
 
@@ -196,10 +197,10 @@ def test_an_estimate_compiles_nothing_and_takes_arithmetic(root, measure):
 def test_where_speed_is_not_known_recomputation_is_taken_to_hold_more_at_once(root, measure):
     cfg = auto(root, mesh__placement="single")
     peaks = {}
-    for remat in choice.REMATS:
+    for remat in config.REMATS["latentwire"]:
         own = choice.with_remat(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch=8)), remat)
         peaks[remat] = choose(own, hardware(1, compile=None))[0].needs.peak
-    assert peaks["full"] < min(peaks["none"], peaks["dots"])
+    assert peaks["full"] < peaks["none"]
     room = Room(peaks["full"] + 1, 1.0)
     assert [one.remat for one in choose(cfg, hardware(1, room, target=None))] == ["full"]
     assert [one.remat for one in choose(cfg, hardware(1, target=None))] == ["none"]
@@ -259,7 +260,7 @@ def test_a_step_that_the_compiler_finds_too_large_is_an_obstacle(micro, root, mo
 
     monkeypatch.setattr(fit.memory, "measure", fail)
     found = choose(auto(root, train__micro_batch=micro), hardware(1))
-    assert [one.remat for one in found] == ["none", "dots", "full"]
+    assert [one.remat for one in found] == ["none", "full"]
     assert all(one.obstacle.startswith("too large for the compiler: ") and not one.fits for one in found)
 
 

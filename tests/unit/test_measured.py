@@ -137,11 +137,11 @@ def test_what_else_differs_is_told(tmp_path) -> None:
 
 
 def test_training_keeps_what_it_computes_on(tmp_path) -> None:
-    cfg, placed = resolve(**{"compute.remat": "dots"}), placement.together(meshes.make(data=3, model=1), ["llama"])
+    cfg, placed = resolve(**{"compute.remat": "full"}), placement.together(meshes.make(data=3, model=1), ["llama"])
     measured.write_hardware(tmp_path, cfg, placed)
     found = json.loads((tmp_path / measured.FILE).read_text())
     assert (found["kind"], found["card"], found["devices"], found["hosts"]) == (jax.devices()[0].device_kind, "", 3, 1)
-    assert (found["remat"], found["since_step"]) == ("dots", 0)
+    assert (found["remat"], found["since_step"]) == ("full", 0)
 
 
 def test_run_that_goes_on_keeps_its_record_and_on_another_machine_begins_anew(tmp_path) -> None:

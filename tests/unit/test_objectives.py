@@ -175,3 +175,34 @@ def test_batch_is_the_sum_of_its_parts_in_every_term(task):
             assert float(pair[number]) == pytest.approx(sum(float(p.terms[key][number]) for p in parts), rel=SAME)
     assert float(whole.sum) == pytest.approx(sum(float(part.sum) for part in parts), rel=SAME)
     assert float(whole.weight) == sum(float(part.weight) for part in parts) == sum(LENGTHS)
+
+
+@pytest.mark.parametrize("task", ["answer", "reconstruct"])
+def test_piece_by_piece_the_objective_and_its_gradients_are_those_of_all_rows(task):
+    one = make(task, teacher=task == "answer", embedded=task == "reconstruct")
+    loss = weigh(ce=1.0, kl=2.0, first=0.5, k=0.5, k_tokens=3, align=0.3, entropy=0.1, diversity=0.2)
+
+    def measure(scale, learned, given):
+        logits, latents, prefix = learned
+        fields, embedded, teacher = given
+        return objectives.total(loss, "llama", Pass(scale * logits, fields, latents, prefix, embedded, teacher))
+
+    def objective(learned, pieces):
+        given = (one.fields, one.embedded, one.teacher)
+        terms = losses.sum_of_pieces(measure, jnp.float32(1.5), learned, given, pieces=pieces)
+        return 3.0 * terms.sum, terms  # the gradient of what is made of the sum passes through
+
+    learned = (one.logits, one.latents, one.prefix)
+    (_, whole), wanted = jax.value_and_grad(objective, has_aux=True)(learned, 1)
+    (_, parts), found = jax.value_and_grad(objective, has_aux=True)(learned, B)
+    assert len(whole.terms) == (7 if task == "answer" else 4)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=SAME), parts, whole)
+    for a, b in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(a, b, atol=COSINE * float(jnp.abs(b).max()))
+    assert [bool(leaf.any()) for leaf in wanted] == [True, True, task == "reconstruct"], (
+        "only align asks for the prefix"
+    )
+    unasked = losses.sum_of_pieces(
+        measure, jnp.float32(1.5), learned, (one.fields, one.embedded, one.teacher), pieces=B
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=SAME), unasked, whole)

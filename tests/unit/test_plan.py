@@ -124,8 +124,8 @@ def test_what_is_configured_stays(root):
     settled, placed = plan.settle(cfg)
     assert settled is cfg
     assert (placed.strategy, dict(placed.learner.shape)) == ("tensor", {"data": 2, "model": 2})
-    settled, placed = plan.settle(tiny.make_config(root, compute__remat="dots"))
-    assert (settled.compute.remat, placed.strategy, placed.data) == ("dots", "replicate", 8)
+    settled, placed = plan.settle(tiny.make_config(root, compute__remat="full"))
+    assert (settled.compute.remat, placed.strategy, placed.data) == ("full", "replicate", 8)
     settled, placed = plan.settle(auto(root, mesh__placement="split", mesh__model=2))
     assert (settled.compute.remat, placed.strategy, placed.data) == ("none", "split", 2)
 
@@ -200,7 +200,7 @@ def test_training_runs_the_planned_split_of_readers_too_large_for_one_device(
     root, curve_of_one, tmp_path, monkeypatch, capsys
 ):
     """Activations count next to nothing here, so that the weights alone decide."""
-    standin = Measure(none=1e-6, dots=1e-6, full=1e-6)
+    standin = Measure(none=1e-6, full=1e-6)
     monkeypatch.setattr(fit.memory, "measure", standin)
     cfg = auto(root, mesh__target_utilisation=1.0)
     room = (placed_bytes(cfg, 1) + placed_bytes(cfg, 2)) / 2e9

@@ -24,8 +24,8 @@ def test_a_point_runs_its_compiled_step_here(point, tmp_path_factory):
 
 
 def test_a_point_keeps_only_its_readers_and_two_micro_batches_a_step(tmp_path_factory):
-    cfg, micro = planned.at(tiny.make_config(tmp_path_factory.getbasetemp() / "readers"), "llama:3:dots")
-    assert (list(cfg.llms), cfg.compute.remat, micro) == (["llama"], "dots", 3)
+    cfg, micro = planned.at(tiny.make_config(tmp_path_factory.getbasetemp() / "readers"), "llama:3:full")
+    assert (list(cfg.llms), cfg.compute.remat, micro) == (["llama"], "full", 3)
     assert cfg.train.global_batch == 2 * cfg.train.micro_batch == 6
 
 

@@ -31,16 +31,16 @@ CFG = DecoderConfig(
     qkv_bias=True,
 )
 ROWS, POSITIONS, ANSWERS = 4, 19, 5
-REMATS = ("none", "dots", "full")
+REMATS = ("none", "full")
 # Products of attention that a training pass runs, each heads x positions^2 x head width and left out of the terms:
 # two forward, four backward, and again the scores, or both where layers are recomputed as a whole.
-ATTENTION = {"none": 7, "dots": 7, "full": 8}
+ATTENTION = {"none": 7, "full": 8}
 SUM = ROWS * POSITIONS * CFG.width * 4  # fp32 bytes of the residual stream; over two devices each sends as much
 # XLA for CPUs sums the gradients of q, k, v and of gate, up each by itself: five a layer, where GPUs' adds them first.
 CPU_EXTRA = 3
 # Kept bytes over the residuals that autodiff saves: XLA keeps other values than JAX names, and on the whole less in
 # "none" and more in "full", which is small. Measured at 8B and 7B against the compiled step: docs/planning.md.
-KEPT = {"none": (1.0, 1.4), "dots": (0.9, 1.2), "full": (0.5, 1.0)}
+KEPT = {"none": (0.9, 1.2), "full": (0.5, 1.0)}
 
 pytestmark = pytest.mark.optimized  # whether something is computed twice is what the optimizations decide
 
@@ -90,7 +90,7 @@ def test_flops_of_a_frozen_reader_are_what_is_compiled_but_for_attention(remat):
 def test_flops_of_a_decoder_that_learns_are_what_is_compiled_but_for_attention_and_head(remat):
     found = terms.trained(CFG, one(remat))
     head = 3 * 2 * ROWS * ANSWERS * CFG.vocab * CFG.width
-    again = remat == "dots"  # the output projection's own gradient needs what attention returned
+    again = remat == "none"  # the output projection's own gradient needs what attention returned
     assert compiled(remat, learns=True).flops - attention(ATTENTION[remat] + again) - head == found.flops
 
 

@@ -90,6 +90,11 @@ BAD = [
     ({"mesh.placement": "zero3"}, "mesh.placement = 'zero3'"),
     ({"compute.dtype": "fp16"}, "compute.dtype = 'fp16'"),
     ({"compute.remat": "half"}, "compute.remat = 'half'"),
+    (
+        {"compute.remat": "dots"},
+        "compute.remat = 'dots': only a TTT layer knows it; in a decoder 'none' keeps the same",
+    ),
+    ({"loss.chunk": -1}, "loss.chunk = -1"),
     ({"eval.rows": ("text", "latent")}, "eval.rows = 'latent'.*Did you mean 'latents'"),
     ({"eval.rows": ("text", "text")}, "eval.rows = .*each once"),
     ({"eval.rows": ()}, "eval.rows = .*one or more"),
@@ -161,6 +166,7 @@ GOOD_TEXT = [
     {"data.validation": "other.txt", "ttt.held_out": 0.0},
     {"mesh.placement": "fsdp", "mesh.data": 8},
     {"optim.decays": "all"},
+    {"compute.remat": "dots"},
 ]
 
 BAD_TEXT = [
