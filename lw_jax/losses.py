@@ -208,4 +208,5 @@ def _rest(logp: Float[Array, "b t k"]) -> Float[Array, "b t"]:
 
 def _unit(x: jax.Array) -> jax.Array:
     x = x.astype(jnp.float32)
-    return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-6)
+    # Below the root, or the gradient of a slot that is not sent, which is 0, would be no number.
+    return x * jax.lax.rsqrt(jnp.maximum(jnp.sum(x * x, axis=-1, keepdims=True), 1e-12))

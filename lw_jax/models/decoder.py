@@ -291,7 +291,7 @@ def checkpoint_layer(layer: Callable, kept: str, *, scanned: bool = True) -> Cal
     """Returns the layer, keeping for backward what its products return ("products") or nothing but its inputs.
 
     What stands between products is made again: to keep it would cost more memory and more time, of writing and reading
-    it. So are attention's scores, the largest thing there is. `scanned`: forward and backward run in loops of their own.
+    it. So are attention's scores, the largest thing there is. `scanned`: forward and backward are loops of their own.
     """
     policy = {"products": _is_product, "inputs": None}[kept]
     # Only within one piece of code could XLA merge the second computation with the first; a barrier against that keeps

@@ -15,7 +15,7 @@ def planned(**changes):
     chosen = {
         "strategy": "single",
         "mesh": "1x1",
-        "remat": "dots",
+        "remat": "none",
         "micro_batch": 7,
         "accumulation": 5,
         "weights_bytes": 31_250_000_000,

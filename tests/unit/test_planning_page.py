@@ -27,7 +27,7 @@ def candidate(strategy: str = "single", mesh: str = "1x1", **changes: Any) -> di
         "strategy": strategy,
         "mesh": mesh,
         "devices_used": 1 if strategy == "single" else 2,
-        "remat": "dots",
+        "remat": "none",
         "fits": True,
         "obstacle": "",
         "micro_batch": 16,
@@ -101,7 +101,7 @@ def lines_of(lines: list[str], *words: str) -> list[str]:
 
 def test_page_of_a_real_plan_holds_every_candidate_and_marks_one():
     cfg = config.build(config_file.load("configs/smoke.py", root=PROJECT))
-    cfg = dataclasses.replace(cfg, compute=dataclasses.replace(cfg.compute, remat="dots"))
+    cfg = dataclasses.replace(cfg, compute=dataclasses.replace(cfg.compute, remat="none"))
     found = plan.make(cfg, "h100x2", estimate=True)
     text = page.write(cfg, {"h100x2": found}, "configs/smoke.py")
     assert {row["strategy"] for row in found["candidates"]} >= {"single", "replicate", "fsdp", "tensor", "split"}
@@ -117,7 +117,7 @@ def test_page_of_a_real_plan_holds_every_candidate_and_marks_one():
 def test_candidates_stand_with_compiled_figures_and_their_distance_from_the_estimates(plans):
     (row,) = lines_of(page.candidates(plans), "| replicate", "**chosen**")
     cells = [cell.strip() for cell in row.strip("|").split("|")]
-    assert cells[:6] == ["2", "replicate", "2x1", "dots", "16 x 4", "61.3"]
+    assert cells[:6] == ["2", "replicate", "2x1", "none", "16 x 4", "61.3"]
     assert cells[6:9] == ["64.4 (+5%)", "1280", "1152 (-10%)"]
     assert cells[9:] == ["2.5", "2.00", "3.00 (+50%)", "64.0", "**chosen**"]
 
@@ -225,7 +225,7 @@ def test_facts_are_one_line_a_target(plans):
     found = make_planning.facts(plans)
     assert len(found) == len(plans)
     assert found[1] == (
-        "h100x2: replicate 2x1, remat dots, micro-batch 16 x 4, peak 61.3 of 68.0 GB, 1.11 h for 2000 steps"
+        "h100x2: replicate 2x1, remat none, micro-batch 16 x 4, peak 61.3 of 68.0 GB, 1.11 h for 2000 steps"
     )
     assert found[3] == "a100_40x1: nothing fits: weights and optimizer alone take 35.7 GB of 33.9 GB"
 

@@ -31,7 +31,7 @@ JOB = slurm.Job(
     memory_fraction=0.92,
     origin="plan h100x4 (compiled): tensor 2x2",
 )
-CHOSEN = {"strategy": "tensor", "mesh": "2x2", "micro_batch": 8, "accumulation": 3, "remat": "dots", "devices_used": 4}
+CHOSEN = {"strategy": "tensor", "mesh": "2x2", "micro_batch": 8, "accumulation": 3, "remat": "none", "devices_used": 4}
 PLAN = {
     "target": "h100x4",
     "devices": 4,
@@ -275,9 +275,9 @@ def test_job_runs_what_was_planned() -> None:
         command=(
             *("python", "/project/run.py", "train", "--config", "configs/h100x4.py", "--config.seed=7"),
             *("--config.mesh.placement=tensor", "--config.mesh.data=2", "--config.mesh.model=2"),
-            *("--config.train.micro_batch=8", "--config.compute.remat=dots", "--workdir", "/runs/mine"),
+            *("--config.train.micro_batch=8", "--config.compute.remat=none", "--workdir", "/runs/mine"),
         ),
-        origin="plan h100x4 (compiled): tensor 2x2, micro-batch 8 x 3 accumulated, remat dots",
+        origin="plan h100x4 (compiled): tensor 2x2, micro-batch 8 x 3 accumulated, remat none",
     )
 
 
@@ -300,7 +300,7 @@ def test_a_job_of_every_strategy_is_accepted_whatever_its_file_sets(strategy, me
     assert found == {
         **{"mesh.placement": strategy, "mesh.data": "-1", "mesh.model": "1"},
         **{path: str(size) for path, size in axes.items()},
-        **{"train.micro_batch": "8", "compute.remat": "dots"},
+        **{"train.micro_batch": "8", "compute.remat": "none"},
     }
     values = base.get_config()
     values.mesh.update(placement="tensor", data=4, model=3)
