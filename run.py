@@ -26,7 +26,8 @@ VERBS = {
     ),
     "bench": (
         "lw_jax.bench",
-        "times the training step, encoding, answering, reading and loading, beside what this machine reaches",
+        "times the training step, encoding, answering, reading and loading, beside what this machine reaches;\n"
+        "            with --target predicts the first three for cards that are not here",
     ),
     "answer": (
         "lw_jax.answer",
@@ -58,6 +59,7 @@ EXAMPLES = """examples:
   python run.py show --config configs/h100x4.py
   python run.py plan --config configs/h100x4.py --target a100_80x4
   python run.py bench --config configs/default.py --parts step,answer --repeats 9
+  python run.py bench --config configs/large.py --target h200x1
   python run.py slurm --config configs/h100x4.py --site mysite.toml
   python run.py slurm --config configs/dpo/all.list --target a100_80x1 --jobs sequence"""
 # Flags that belong to some verbs only: the verbs, what argparse is told.
@@ -81,7 +83,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "parts": (("bench",), {"metavar": "P,P", "help": "some of load, step, encode, answer, input"}),
     "repeats": (("bench",), {"type": int, "metavar": "N", "help": "of each thing that is timed (default: 5)"}),
     "json": (("show", "plan", "bench"), {"action": "store_true", "help": "for programs"}),
-    "target": (("plan", "slurm"), {"metavar": "GPUS", "help": "h100x4, a100_40x2, h200x1, 2xh100x8, ..."}),
+    "target": (("plan", "slurm", "bench"), {"metavar": "GPUS", "help": "h100x4, a100_40x2, h200x1, 2xh100x8, ..."}),
     "estimate": (("plan",), {"action": "store_true", "help": "by arithmetic, without compiling"}),
     "simulate": (("plan",), {"metavar": "N..M", "help": "what is done with so many of the target's cards"}),
     "legacy": (("plan",), {"action": "store_true", "help": "beside the original project's batch formula"}),
@@ -165,6 +167,8 @@ def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, 
     if args.verb == "show":
         return request | {"base": found.defaults.to_dict(), "origins": found.origins, "as_json": args.json}
     if args.verb == "bench":
+        if args.target:
+            platform.prepare_compiler(everywhere=True)
         return request | {"request": _benchmarking(args)}
     if args.verb != "train":
         folder.check_agreement(cfg, workdir)
@@ -199,7 +203,7 @@ def _resolve(args: argparse.Namespace, spec: str | None, assignments: dict[str, 
     values = config_file.load(spec, root=ROOT) if spec else folder.load(args.workdir, verb=args.verb)
     defaults = base.get_config(str(values.get("recipe", "latentwire")))
     origins = config_file.trace(defaults, values, assignments)
-    planning = args.verb in ("plan", "slurm")
+    planning = args.verb in ("plan", "slurm") or (args.verb == "bench" and args.target)
     own = config_file.set_aside(values, defaults, config.SEARCHED) if planning else {}
     config_file.override(values, assignments)
     cfg = config.build(values)
@@ -247,7 +251,9 @@ def _benchmarking(args: argparse.Namespace) -> Any:
     repeats = 5 if args.repeats is None else args.repeats
     if repeats < 1:
         raise UserError(f"--repeats {repeats}: at least one is needed.")
-    return bench.Request(parts, repeats, args.json)
+    if args.target and args.repeats is not None:
+        raise UserError(f"--repeats {repeats}: nothing runs on --target {args.target}; leave one of them out.")
+    return bench.Request(parts, repeats, args.json, args.target or "")
 
 
 def _planning(args: argparse.Namespace, assignments: dict[str, str], own: dict[str, Any]) -> Any:
@@ -273,7 +279,8 @@ def main(argv: list[str]) -> int:
         args = parse(words)
         platform.reserve_memory()
         request = prepare(args, assignments)
-        if args.verb not in ("show", "report", "plan", "slurm") and (line := platform.hide_idle_cuda()):
+        computes = args.verb not in ("show", "report", "plan", "slurm") and not args.target
+        if computes and (line := platform.hide_idle_cuda()):
             print(line, file=sys.stderr)
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is absent, as it should be
         module = "lw_jax.jobs" if "kind" in request else VERBS[args.verb][0]

@@ -220,7 +220,7 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
     """Returns the row of one point on this process's first devices; without figures where nothing fits."""
     import jax
 
-    from lw_jax import bench, choice, fit, recipes, targets, timing
+    from lw_jax import choice, fit, recipes, targets, timing, workload
     from lw_jax.program import Program
 
     devices = jax.devices()[: point.devices]
@@ -251,7 +251,7 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
     told |= {"peak_bytes": needs.peak if peak is None else peak, "peak_from": "compiled" if peak is None else "device"}
     seconds = statistics.median(taken)
     told |= {"step_seconds_least": min(taken), "step_seconds_most": max(taken), "steps": steps}
-    work = bench.flops(own)
+    work = workload.step_flops(own)
     told |= {"mfu": work / (seconds * point.devices * card.peak["bf16"]) if card else None}
     return row | told | _pace(point, row["unit"], seconds)
 

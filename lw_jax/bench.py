@@ -1,7 +1,8 @@
 """The verb `bench`: seconds of what a configuration does, beside what this machine's products and memory reach.
 
 Weights and tokens are random and a step's batch is at the configuration's limits, so that nothing is fetched and no
-word is padded; `input` and `load` read the configuration's own data and weights.
+word is padded; `input` and `load` read the configuration's own data and weights. With a target the same is compiled
+for cards that are not here, and predicted (`predicted.py`).
 """
 
 import contextlib
@@ -19,21 +20,22 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.experimental.compilation_cache import compilation_cache
 
-from lw_jax import choice, fit, memory, plan, recipes, sources, timing, weights
+from lw_jax import fit, memory, plan, recipes, sources, timing, weights, workload
 from lw_jax.core import runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import EXACT, Tree, reader_dtype
+from lw_jax.core.types import EXACT, Tree
 from lw_jax.data.loader import Loader
-from lw_jax.models import decoder, wire
+from lw_jax.models.wire import Prompt
+from lw_jax.predicted import Predicted
 from lw_jax.program import Program
 from lw_jax.recipes import pretrained
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.timing import Ceilings, Spread
+from lw_jax.workload import Row
 from sharding import place
 from sharding.placement import Placement
 from sharding.rules import path_of
@@ -59,52 +61,26 @@ class Request:
     parts: tuple[str, ...]  # some of PARTS; none: those that need nothing that is not here
     repeats: int
     as_json: bool
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One thing measured; what does not apply is None, and 0 is a measurement."""
-
-    part: str
-    subject: str  # the recipe, or a reader's name
-    what: str  # for people, with every size that decides the time
-    seconds: Spread | None = None
-    samples_per_second: float | None = None
-    tokens_per_second: float | None = None
-    flops: float | None = None  # of all devices, the model's own arithmetic: nothing recomputed
-    of_matmul: float | None = None  # share of the measured ceiling
-    bytes: float | None = None  # that must be read at least, on a device
-    of_bandwidth: float | None = None
-    peak_bytes: float | None = None  # of the fullest device
-    peak_from: str = (
-        ""  # "device" | "compiled" (the compiler's figure) | "host": on it, beside the arrays if they lie there
-    )
-    compile_seconds: float | None = None  # traced, lowered and compiled with an empty cache
-    cached_seconds: float | None = None  # the same, the program found on disk
-    padding: float | None = None  # share of positions that hold no token
-    why_not: str = ""  # what stood in the way of measuring
+    target: str = ""  # cards that are not here: predicted, not measured
 
 
 def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: Request) -> int:
-    """Measures the parts asked for, prints them and writes WORKDIR/bench.json.
+    """Measures or predicts the parts asked for, prints them and writes WORKDIR/bench.json.
 
     Raises:
         UserError: several processes, a part that the recipe does not have, or one that needs what cannot be had.
     """
     del resolved
-    if runtime.start():
-        raise UserError(f"{jax.process_count()} processes: measure in one, on the devices of one machine")
-    runtime.enable_compile_cache(sources.cache_root() / "compiled")
-    cfg, placement = plan.settle(cfg)
-    found = Bench(cfg, placement, request.repeats)
-    rows: list[Row] = []
+    found = Predicted(cfg, request.target) if request.target else _start(cfg, request.repeats)
+    placement, rows = found.placement, []
     for part in request.parts or found.parts:
-        print(f"{part}: {PARTS[part]} ...", file=sys.stderr, flush=True)
+        doing = f"is compiled for {request.target}" if request.target else PARTS[part]
+        print(f"{part}: {doing} ...", file=sys.stderr, flush=True)
         rows += found.measure(part, asked=bool(request.parts))
     told = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
-        "device": runtime.describe(),
+        "device": found.device,
         "devices": placement.devices,
         "placement": placement.describe(),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
@@ -120,13 +96,25 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: Reque
     return 0
 
 
+def _start(cfg: Config, repeats: int) -> "Bench":
+    if runtime.start():
+        raise UserError(f"{jax.process_count()} processes: measure in one, on the devices of one machine")
+    runtime.enable_compile_cache(sources.cache_root() / "compiled")
+    return Bench(*plan.settle(cfg), repeats)
+
+
 class Bench:
     """One configuration on this machine's devices."""
 
     def __init__(self, cfg: Config, placement: Placement, repeats: int):
         self.cfg, self.placement, self.repeats = cfg, placement, repeats
         self.recipe: Any = recipes.make(cfg, placement, outline=True)
-        self.ceilings: Ceilings = timing.ceilings(_arithmetic(cfg))
+        self.ceilings: Ceilings = timing.ceilings(workload.arithmetic(cfg))
+
+    @property
+    def device(self) -> str:
+        """Returns what is told of the devices."""
+        return runtime.describe()
 
     @property
     def parts(self) -> list[str]:
@@ -171,10 +159,10 @@ class Bench:
             program = Program(cfg, self.recipe)
             cached, needs = _seconds(lambda: memory.measure(program, widths, accumulation))
             call: Any = needs.programs["step"][0] if "step" in needs.programs else program.step
-            batch = self._batch(program, widths, accumulation)
+            batch = self._fill(program.batch(widths, accumulation))
             samples = timing.steps(program, call, batch, repeats=self.repeats)
         seconds = Spread.of(samples)
-        work = flops(cfg)
+        work = workload.step_flops(cfg)
         reached = work / (seconds.median * self.ceilings.matmul * self.placement.devices)
         peak = timing.peak_bytes()
         return [
@@ -204,8 +192,8 @@ class Bench:
             raise UserError(fit.refusal(program, needs, room))
         return needs.accumulation
 
-    def _batch(self, program: Program, widths: Tree, accumulation: int) -> Tree:
-        """Returns a random batch; every example is sent whole, in all slots."""
+    def _fill(self, shapes: Tree) -> Tree:
+        """Returns random tokens for shapes; every example is sent whole, in all slots."""
         spec = self.cfg.encoder
 
         def send(path: Any, leaf: jax.Array) -> jax.Array:
@@ -214,8 +202,7 @@ class Bench:
             whole = np.broadcast_to(np.array([spec.slots, spec.width, EXACT], leaf.dtype), leaf.shape)
             return jax.device_put(whole, leaf.sharding)
 
-        drawn = timing.fill(program.batch(widths, accumulation), ids=TOKENS)
-        return jax.tree_util.tree_map_with_path(send, drawn)
+        return jax.tree_util.tree_map_with_path(send, timing.fill(shapes, ids=TOKENS))
 
     def _tokens(self, widths: Tree) -> int:
         """Returns how many tokens of text an example has; latents count as none."""
@@ -232,20 +219,12 @@ class Bench:
 
     def encode(self) -> list[Row]:
         """Writes texts that fill the encoder's window."""
-        batch, spec = place.round_up(self.cfg.eval.batch, self.placement.data), self.cfg.encoder
+        source, spec = workload.texts(self.cfg, self.placement), self.cfg.encoder
         shapes, placed = self.recipe.abstract().trainable, self.recipe.shardings().trainable
-        trainable = timing.fill(place.place_shapes(shapes, placed))
-        tokens = spec.window * spec.windows
-        source = {
-            "ids": np.random.default_rng(0).integers(0, TOKENS, (batch, tokens), dtype=np.int32),
-            "mask": np.ones((batch, tokens), bool),
-            "channel": np.tile(np.array([spec.slots, spec.width, EXACT], np.int32), (batch, 1)),
-        }
-        placed = place.put_eval(source, self.placement.learner)
-        seconds = Spread.of(timing.repeat(lambda: self.recipe.encode(trainable, placed), repeats=self.repeats))
-        # A body that learns passes three times over a step's products, backward twice as dear as forward.
-        widths = self.recipe.batch_widths()
-        work = self.recipe.terms(widths, batch)[""].flops / 3
+        trainable, filled = timing.fill(place.place_shapes(shapes, placed)), self._fill(source)
+        seconds = Spread.of(timing.repeat(lambda: self.recipe.encode(trainable, filled), repeats=self.repeats))
+        batch, tokens = source["ids"].shape
+        work = workload.encode_flops(self.recipe, batch)
         return [
             Row(
                 "encode",
@@ -264,23 +243,21 @@ class Bench:
         return [self._generate(name) for name in self.placement.readers]
 
     def _generate(self, name: str) -> Row:
-        at, tokens = self.placement.readers[name], self.cfg.eval.max_new_tokens
-        model, batch = self.recipe.wire.readers[name].config, place.round_up(self.cfg.eval.batch, self.placement.data)
-        fields = self.recipe.batch_widths()["readers"][name]
-        length = sum(fields[key]["ids"].shape[0] for key in ("before", "after")) + self.cfg.encoder.slots + 1
-        shapes, placed = self.recipe.abstract().frozen[name], self.recipe.shardings().frozen[name]
-        params = timing.fill(place.place_shapes(shapes, placed))
-        dtype = params["embed"].dtype
-        embedded = np.random.default_rng(0).normal(0, 0.02, (batch, length, model.width)).astype(dtype)
-        prompt = wire.Prompt(*place.put_eval((embedded, np.ones((batch, length), bool)), at.mesh))
+        shapes, prompts = workload.reader(self.recipe, name), workload.prompts(self.cfg, self.recipe, name)
+        params, filled = timing.fill(shapes), Prompt(*timing.fill(prompts))
+        tokens, model = self.cfg.eval.max_new_tokens, self.recipe.wire.readers[name].config
 
         def run(count: int) -> list[float]:
-            return timing.repeat(lambda: self.recipe.generate(params, prompt, name, count), repeats=self.repeats)
+            return timing.repeat(lambda: self.recipe.generate(params, filled, name, count), repeats=self.repeats)
 
         whole, short = Spread.of(run(tokens)), Spread.of(run(1))
         step = (whole.median - short.median) / max(1, tokens - 1)
-        need = _decode_bytes(params, model, batch, length + tokens, dtype)
-        share = need / step / self.ceilings.bandwidth if at.mesh.devices.size == 1 and tokens > 1 and step > 0 else None
+        need, alone = (
+            workload.token_bytes(shapes, model, prompts[0], tokens),
+            self.placement.readers[name].mesh.size == 1,
+        )
+        share = need / step / self.ceilings.bandwidth if alone and tokens > 1 and step > 0 else None
+        batch, length = prompts[1].shape
         return Row(
             "answer",
             name,
@@ -345,18 +322,6 @@ class Bench:
         ]
 
 
-def flops(cfg: Config) -> float:
-    """Returns the model's arithmetic in one step of all devices, nothing counted twice."""
-    once = dataclasses.replace(
-        choice.with_remat(cfg, "none"),
-        ttt=dataclasses.replace(cfg.ttt, loss_chunk=0),  # a head in chunks is applied once more
-        dpo=dataclasses.replace(cfg.dpo, chunk=0),
-    )
-    recipe = recipes.outline(once)
-    terms = recipe.terms(recipe.batch_widths(), cfg.train.global_batch)
-    return sum(term.flops for term in terms.values())
-
-
 def padded(batch: Tree) -> float:
     """Returns the share of a batch's positions that hold no token; 0 where nothing is ever padded."""
     real = total = 0
@@ -373,19 +338,6 @@ def padded(batch: Tree) -> float:
 
     count(batch)
     return 1 - real / total if total else 0.0
-
-
-def _arithmetic(cfg: Config) -> str:
-    """Returns JAX's name of the type in which most products are: the narrowest that a reader computes in."""
-    words = [llm.weights for llm in cfg.llms.values()] or [cfg.compute.dtype]
-    return min((reader_dtype(word, cfg.compute.dtype) for word in words), key=lambda name: jnp.dtype(name).itemsize)
-
-
-def _decode_bytes(params: Tree, model: decoder.DecoderConfig, batch: int, slots: int, dtype: Any) -> float:
-    """Returns the bytes that the next token of every row needs: all weights but a lookup's table, and the cache."""
-    looked_up = 0 if model.tied else params["embed"].nbytes
-    cache = 2 * model.layers * batch * slots * model.kv_heads * model.head_dim * jnp.dtype(dtype).itemsize
-    return sum(leaf.nbytes for leaf in jax.tree.leaves(params)) - looked_up + cache
 
 
 def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:
@@ -427,9 +379,10 @@ def _compile_cache(folder: Path) -> Iterator[None]:
 
 def table(device: str, ceilings: Ceilings, rows: Sequence[Row]) -> str:
     """Returns the rows for people."""
+    absent = any(row.predicted_seconds is not None for row in rows)
+    limits = f"{ceilings.matmul / 1e12:.2f} TFLOP/s, {ceilings.bandwidth / 1e9:.1f} GB/s"
     lines = [
-        f"{device}; measured ceilings in {ceilings.dtype}: {ceilings.matmul / 1e12:.2f} TFLOP/s, "
-        f"{ceilings.bandwidth / 1e9:.1f} GB/s",
+        f"{device}; {'peaks of the data sheet' if absent else 'measured ceilings'} in {ceilings.dtype}: {limits}",
         "",
     ]
     head = ("part", "of", "seconds", "least..most", "samples/s", "tokens/s", "of ceiling", "memory GB", "")
@@ -452,9 +405,12 @@ def _cells(row: Row) -> tuple[str, ...]:
     def number(value: float | None, form: str) -> str:
         return "-" if value is None else format(value, form)
 
-    if row.seconds is None:
+    if row.predicted_seconds is not None:
+        seconds, spread = row.predicted_seconds, "predicted"
+    elif row.seconds is not None:
+        seconds, spread = row.seconds.median, f"{row.seconds.least:.4f}..{row.seconds.most:.4f}"
+    else:
         return (row.part, row.subject, "not measured", *"-----", row.why_not)
-    spread = f"{row.seconds.least:.4f}..{row.seconds.most:.4f}"
     share = next(
         (
             f"{value:.0%} {name}"
@@ -467,7 +423,7 @@ def _cells(row: Row) -> tuple[str, ...]:
     return (
         row.part,
         row.subject,
-        f"{row.seconds.median:.4f}",
+        f"{seconds:.4f}",
         spread,
         number(row.samples_per_second, ",.1f"),
         number(row.tokens_per_second, ",.0f"),

@@ -107,6 +107,28 @@ def test_a_second_call_reads_the_kept_plan(compiled: tuple[Path, dict, float]) -
 
 
 @pytest.mark.slow
+def test_bench_predicts_for_absent_gpus_what_it_would_measure(compiled: tuple[Path, dict, float]) -> None:
+    folder, found, _ = compiled
+    words = (
+        "bench",
+        "--config",
+        "small.py",
+        "--target",
+        "h100x2",
+        "--config.eval.max_new_tokens=4",
+        "--workdir",
+        "out",
+    )
+    done = start(*words, cwd=folder, LW_JAX_CACHE=str(folder / "cache"))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 x NVIDIA H100 80GB HBM3, absent: NOTHING IS MEASURED; peaks of the data sheet")
+    rows = {row["part"]: row for row in json.loads((folder / "out" / "bench.json").read_text())["rows"]}
+    assert list(rows) == ["step", "encode", "answer"]
+    assert all(row["seconds"] is None and row["predicted_seconds"] > 0 for row in rows.values())
+    assert rows["step"]["predicted_seconds"] == pytest.approx(found["chosen"]["step_seconds"], rel=0.05)
+
+
+@pytest.mark.slow
 def test_slurm_writes_a_script_that_runs_the_kept_plan(compiled: tuple[Path, dict, float]) -> None:
     folder, found, _ = compiled
     script = folder / "job.sbatch"

@@ -9,12 +9,13 @@ import numpy as np
 import pytest
 
 import run
-from lw_jax import bench, memory, recipes, timing
-from lw_jax.bench import Bench, Row
+from lw_jax import bench, memory, recipes, timing, workload
+from lw_jax.bench import Bench
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT
 from lw_jax.program import Program
 from lw_jax.timing import Ceilings, Spread
+from lw_jax.workload import Row
 from sharding import placement
 from tests import tiny
 
@@ -80,8 +81,7 @@ def test_programs_go_to_the_other_cache_and_back(tmp_path):
 
 
 def test_batch_is_sent_whole_in_all_slots(wire):
-    program = Program(wire.cfg, wire.recipe)
-    batch = wire._batch(program, wire.recipe.batch_widths(), 2)
+    batch = wire._fill(Program(wire.cfg, wire.recipe).batch(wire.recipe.batch_widths(), 2))
     whole = [wire.cfg.encoder.slots, wire.cfg.encoder.width, EXACT]
     for fields in (batch["source"], *batch["readers"].values()):
         assert fields["channel"].shape == (2, 2, 3) and (np.asarray(fields["channel"]) == whole).all()
@@ -130,9 +130,9 @@ def test_arithmetic_of_a_step_counts_nothing_twice(tmp_path):
     cfg = tiny.make_ttt_config(tmp_path)
     again = dataclasses.replace(cfg, compute=dataclasses.replace(cfg.compute, remat="full"))
     again = dataclasses.replace(again, ttt=dataclasses.replace(cfg.ttt, loss_chunk=8))
-    assert bench.flops(again) == bench.flops(cfg)
+    assert workload.step_flops(again) == workload.step_flops(cfg)
     larger = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, global_batch=3 * cfg.train.global_batch))
-    assert bench.flops(larger) == 3 * bench.flops(cfg)
+    assert workload.step_flops(larger) == 3 * workload.step_flops(cfg)
 
 
 def test_a_recipe_has_its_own_parts(tmp_path, wire):
@@ -167,6 +167,10 @@ def test_table_tells_every_figure_once():
     lines = bench.table("card", CEILINGS, [row]).splitlines()
     assert lines[0] == "card; measured ceilings in float32: 0.00 TFLOP/s, 3.0 GB/s"
     assert lines[3].split() == "step wire 0.5000 0.4000..0.7000 8.0 1,234 25% matmul 2.000 device 4 samples".split()
+    away = dataclasses.replace(row, seconds=None, predicted_seconds=0.25, peak_from="compiled")
+    absent = bench.table("card", CEILINGS, [away]).splitlines()
+    assert absent[0] == "card; peaks of the data sheet in float32: 0.00 TFLOP/s, 3.0 GB/s"
+    assert absent[3].split() == "step wire 0.2500 predicted 8.0 1,234 25% matmul 2.000 compiled 4 samples".split()
     assert lines[4:] == [
         "step, traced and compiled: 12.0 s with an empty cache, 1.5 s with a filled one",
         "step, positions that hold no token: 12.5%",
@@ -192,6 +196,7 @@ def test_the_verb_writes_json_and_prints_a_table(tmp_path, monkeypatch, capsys):
     [
         (["--parts", "steps"], "--parts steps: Did you mean 'step'? Parts are load, step"),
         (["--repeats", "0"], "--repeats 0: at least one"),
+        (["--repeats", "2", "--target", "h100x1"], "--repeats 2: nothing runs on --target h100x1"),
     ],
 )
 def test_words_that_make_no_sense_are_refused(words, told, capsys):

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from benchmarks import gpu, peer, sweep
-from lw_jax import bench
+from lw_jax import workload
 from lw_jax.core import config, config_file, validation
 from tests.conftest import ROOT
 
@@ -34,7 +34,7 @@ def test_every_case_is_a_configuration_whose_arithmetic_can_be_counted(case, sma
     config_file.override(made, dict(value.split("=", 1) for value in values.split()))
     cfg = config.build(made)
     validation.validate(cfg)
-    assert bench.flops(cfg) > 0
+    assert workload.step_flops(cfg) > 0
     assert {"bench": True, "peer": cfg.recipe in peer.OTHERS, "load": "llama" in cfg.llms}[case.script]
 
 
