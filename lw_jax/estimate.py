@@ -6,6 +6,7 @@ terms over the step's matrix products; what a compiler fuses, keeps or adds is n
 
 import dataclasses
 
+from lw_jax import optim
 from lw_jax.core.types import DTYPES, Tree, reader_dtype
 from lw_jax.memory import Needs
 from lw_jax.program import Program
@@ -47,6 +48,7 @@ def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int
             logits, moved = max(logits, one.logits), moved + one.traffic
         work, sent, moved = work * accumulation, sent * accumulation, moved * accumulation
         if mesh == learner:  # gradients are summed over the data axis once a step
+            work += optim.flops(program.cfg.optim, recipe.rates, recipe.abstract().trainable)
             sent += 2 * (learner.shape["data"] - 1) / learner.shape["data"] * place.device_bytes(state["trainable"])
             working += place.device_bytes(state["trainable"]) * (2 if accumulation > 1 else 1)  # gradients
         peaks.append((held, int(working), int(logits)))

@@ -29,6 +29,7 @@ _MATRICES = (
     (re.compile(r"(.*/)?layers/o(/[ab])?"), slice(1, 2)),
     (re.compile(r"(.*/)?layers/(q|k|v|gate|up|down)(/[ab])?"), slice(1, -1)),
 )
+_ITERATIONS = 5  # of Newton and Schulz a step, optax' own number
 _AS_ADAM = 0.2  # RMS of a matrix' step before its rate: near Adam's, so that one rate serves both (arXiv 2502.16982)
 
 
@@ -94,11 +95,26 @@ def _direction(cfg: config.Optim) -> optax.GradientTransformation:
 
     axes = functools.partial(each, lambda _, sides: optax.contrib.MuonDimensionNumbers(*sides) if sides else None)
     muon = optax.chain(
-        optax.contrib.scale_by_muon(weight_dimension_numbers=axes),
+        optax.contrib.scale_by_muon(ns_steps=_ITERATIONS, weight_dimension_numbers=axes),
         optax.stateless(lambda updates, params: each(sized, updates)),
     )
     labels = functools.partial(each, lambda _, sides: "matrix" if sides else "other")
     return optax.partition({"matrix": muon, "other": adam}, labels)
+
+
+def flops(cfg: config.Optim, rates: Rates, abstract: Tree) -> float:
+    """Returns the products of one step: of Muon, five Newton-Schulz iterations of every matrix that learns.
+
+    Of a matrix of a x b, a not above b, each has two products of a x a x b and one of a x a x a.
+    """
+    rows = rules.match(list(rates), abstract, name="learning rates")
+    total = 0.0
+    for (path, leaf), (_, multiple) in zip(_leaves(abstract), _leaves(rows), strict=True):
+        sides = matrix_axes(rules.path_of(path), leaf.ndim) if cfg.kind == "muon" and any(_each(multiple, 1)) else None
+        if sides:
+            short, long = sorted(math.prod(leaf.shape[axis] for axis in side) for side in sides)
+            total += _ITERATIONS * leaf.size / (short * long) * (4 * short**2 * long + 2 * short**3)
+    return total
 
 
 def make(

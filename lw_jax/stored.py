@@ -25,6 +25,7 @@ _NUMBERS = FLOATS | {"I32": np.int32}  # read as they are; AWQ's words of eight 
 _WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
 _WIDTHS |= {"U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
 INTEGERS = {"I8", "I16", "I32", "I64"}  # GGUF types that hold no weights
+_ALIGNMENT = 64  # bytes; what XLA asks of the memory of a CPU array
 _CHUNK_BYTES = 8 << 20  # read and converted at once
 _HEADER_LIMIT = 100 << 20  # the safetensors library's own
 
@@ -125,11 +126,26 @@ def _safetensors_header(file: Path) -> dict[str, Stored]:
     return out
 
 
-def read_tensor(stored: Stored, dtype: jax.typing.DTypeLike, order: np.ndarray | None = None) -> np.ndarray:
-    """Reads one tensor, cast, its rows put in `order`."""
+def make_buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> np.ndarray:
+    """Returns an array to read tensors into, one after the other.
+
+    Fresh memory for each would be zeroed by the kernel page by page, which takes longer than reading from its cache.
+    Laid so that JAX's CPU arrays take it as it is: whoever fills it again must be done with the array made of it.
+    """
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def read_tensor(
+    stored: Stored, dtype: jax.typing.DTypeLike, order: np.ndarray | None = None, out: np.ndarray | None = None
+) -> np.ndarray:
+    """Reads one tensor, cast, its rows put in `order`; into `out`, contiguous and of that type, where one is given."""
+    out = np.empty(stored.shape, dtype) if out is None else out.reshape(stored.shape)
     if order is None and _NUMBERS.get(stored.kind) == np.dtype(dtype):  # the file's bytes are the array's
-        return _read(stored, 0, stored.nbytes).view(dtype).reshape(stored.shape)
-    out = np.empty(stored.shape, dtype)
+        _read(stored, 0, out.reshape(-1).view(np.uint8))
+        return out
     rows = out.reshape(1 if out.ndim == 1 else out.shape[0], -1)
     at = 0
     for piece in read_pieces(stored):
@@ -146,7 +162,7 @@ def read_pieces(stored: Stored) -> Iterator[np.ndarray]:
     step = max(1, _CHUNK_BYTES // row_bytes)
     for start in range(0, rows, step):
         count = min(step, rows - start)
-        raw = _read(stored, start * row_bytes, count * row_bytes)
+        raw = _read(stored, start * row_bytes, np.empty(count * row_bytes, np.uint8))
         if stored.kind in _NUMBERS:
             yield raw.view(_NUMBERS[stored.kind]).reshape(count, -1)
             continue
@@ -158,8 +174,14 @@ def read_pieces(stored: Stored) -> Iterator[np.ndarray]:
             ) from error
 
 
-def _read(stored: Stored, start: int, nbytes: int) -> np.ndarray:
-    raw = np.fromfile(stored.file, np.uint8, nbytes, offset=stored.offset + start)
-    if raw.size != nbytes:
-        raise UserError(f"{stored.label} is cut off; fetch the file again")
-    return raw
+def _read(stored: Stored, start: int, out: np.ndarray) -> np.ndarray:
+    """Fills an array of bytes."""
+    with stored.file.open("rb", buffering=0) as file:
+        file.seek(stored.offset + start)
+        rest = out.data
+        while len(rest):
+            count = file.readinto(rest)
+            if not count:
+                raise UserError(f"{stored.label} is cut off; fetch the file again")
+            rest = rest[count:]
+    return out

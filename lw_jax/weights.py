@@ -5,7 +5,8 @@ import functools
 import hashlib
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -25,7 +26,7 @@ from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.families import Place
 from lw_jax.models.ttt import TTTConfig
-from lw_jax.stored import FLOATS, INTEGERS, Stored, list_tensors, read_pieces, read_tensor, require_gguf
+from lw_jax.stored import FLOATS, INTEGERS, Stored, list_tensors, make_buffer, read_pieces, read_tensor, require_gguf
 
 _SAMPLE_BYTES = 4096
 _STRANGE = "belongs to no known part of the model; it is of another kind than it says"
@@ -200,12 +201,15 @@ def _fill(
         sharding = functools.reduce(lambda node, name: node[name], path, shardings) if shardings is not None else None
         order, stacked = row_order(path), path[0] == "layers"
         one = _one(leaf, stacked)
+        layers = range(jax.tree.leaves(leaf)[0].shape[0]) if stacked else [None]
+        buffers = [make_buffer(one.shape, one.dtype) for _ in layers[:2]] if stacked and not _is_packed(one) else [None]
         tensors = [
-            functools.partial(_read_leaf, sources[path, layer], one, order, packed)
-            for layer in (range(jax.tree.leaves(leaf)[0].shape[0]) if stacked else [None])
+            functools.partial(_read_leaf, sources[path, layer], one, order, packed, buffers[i % len(buffers)])
+            for i, layer in enumerate(layers)
         ]
         parent = functools.reduce(lambda node, name: node.setdefault(name, {}), path[:-1], tree)
-        parent[path[-1]] = _stack(tensors, leaf, sharding) if stacked else _put(tensors[0](), sharding)
+        found = _ahead(tensors) if len(buffers) > 1 else (read() for read in tensors)
+        parent[path[-1]] = _stack(found, leaf, sharding) if stacked else _put(next(found), sharding)
     return tree
 
 
@@ -218,7 +222,17 @@ def _one(leaf: Tree, stacked: bool) -> Tree:
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf) if stacked else leaf
 
 
-def _stack(tensors: list[Callable[[], Tree]], leaf: Tree, sharding: Tree | None) -> Tree:
+def _ahead(reads: Sequence[Callable[[], Tree]]) -> Iterator[Tree]:
+    """Yields what each of them returns, while the next is at work; what was yielded before is not looked at again."""
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(reads[0])
+        for following in reads[1:]:
+            value, found = found.result(), pool.submit(following)
+            yield value
+        yield found.result()
+
+
+def _stack(layers: Iterator[Tree], leaf: Tree, sharding: Tree | None) -> Tree:
     """Fills a stacked leaf layer by layer, in place."""
     part = jax.tree.map(_of_a_layer, sharding)
     zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), leaf)
@@ -230,9 +244,9 @@ def _stack(tensors: list[Callable[[], Tree]], leaf: Tree, sharding: Tree | None)
         donate_argnums=0,
         out_shardings=sharding,
     )
-    for i, read in enumerate(tensors):
-        # waits, or the queue would hold many layers on the host
-        stack = jax.block_until_ready(write(stack, _put(read(), part), np.int32(i)))
+    for i, layer in enumerate(layers):
+        # Waits: the layer's memory is the next but one's, and a queue would hold many layers on the host.
+        stack = jax.block_until_ready(write(stack, _put(layer, part), np.int32(i)))
     return stack
 
 
@@ -250,12 +264,14 @@ def _put(value: Tree, sharding: Tree | None) -> Tree:
     )
 
 
-def _read_leaf(stored: Stored | awq.Matrix, shapes: Tree, order: np.ndarray | None, packed: str) -> Tree:
-    """Reads one tensor in the form that `shapes` describes."""
+def _read_leaf(
+    stored: Stored | awq.Matrix, shapes: Tree, order: np.ndarray | None, packed: str, into: np.ndarray | None
+) -> Tree:
+    """Reads one tensor in the form that `shapes` describes; one that is not packed `into` a buffer, if there is one."""
     if isinstance(stored, awq.Matrix):
         return awq.read(stored, shapes)
     if not _is_packed(shapes):
-        return read_tensor(stored, shapes.dtype, order).reshape(shapes.shape)
+        return read_tensor(stored, shapes.dtype, order, into).reshape(shapes.shape)
     *out, _ = shapes["codes"].shape
     matrix = read_tensor(stored, np.float32, order).reshape(*out, stored.shape[1])
     return jax.device_get(quant.pack(matrix, packed))

@@ -103,6 +103,16 @@ def test_flops_are_those_compiled_but_for_attention_and_adapters(root):
 
 @pytest.mark.slow
 @pytest.mark.optimized
+def test_muons_own_products_are_those_compiled(root):
+    plain, other = (make_program(root, optim__kind=kind) for kind in ("adamw", "muon"))
+    found = estimate_of(other).flops - estimate_of(plain).flops
+    assert found > 0 and compiled(other).flops - compiled(plain).flops == found
+    still = make_program(root, optim__kind="muon", adapter__rate=0.0)
+    assert estimate_of(still).flops - estimate_of(plain).flops < found, "what does not learn is not stepped"
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
 def test_flops_with_a_pretrained_encoder_and_recomputation_are_those_compiled(root):
     body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"]), "encoder__layers": 0}
     program = make_program(root, compute__remat="full", **body)

@@ -1,8 +1,10 @@
 import dataclasses
+import functools
 import json
 import shutil
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import jax
@@ -439,6 +441,42 @@ def test_fused_tensor_of_another_size_is_refused_by_name(tmp_path, change, messa
 
 
 # --- memory
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tensors_read_into_one_buffer_are_those_read_into_fresh_memory(tmp_path, dtype):
+    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
+    found = [one for name, one in stored.list_tensors(tmp_path).items() if "gate" in name]
+    buffer = stored.make_buffer(found[0].shape, dtype)
+    assert len(found) == LLAMA.layers and buffer.ctypes.data % 64 == 0
+    for one in found:
+        np.testing.assert_array_equal(stored.read_tensor(one, dtype, None, buffer), stored.read_tensor(one, dtype))
+    assert np.shares_memory(stored.read_tensor(found[0], dtype, None, buffer), buffer)
+
+
+def test_each_layer_is_read_while_the_one_before_is_taken():
+    begun, taken = [threading.Event() for _ in range(3)], []
+
+    def read(number):
+        begun[number].set()
+        return number
+
+    for number in weights._ahead([functools.partial(read, number) for number in range(3)]):
+        assert all(event.wait(5) for event in begun[: number + 2]), "the next has begun"
+        taken.append(number)
+    assert taken == [0, 1, 2]
+
+
+def test_a_tensor_cut_off_while_others_are_read_is_refused_by_name(tmp_path):
+    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
+    file = tmp_path / "model.safetensors"
+    short = dataclasses.replace(
+        next(one for name, one in stored.list_tensors(tmp_path).items() if "layers.2" in name),
+        offset=file.stat().st_size - 8,
+    )
+    with pytest.raises(UserError, match="layers.2.* is cut off; fetch the file again"):
+        list(weights._ahead([lambda: 0, functools.partial(stored.read_tensor, short, np.float32)]))
+
 
 BIG = dataclasses.replace(
     LLAMA, vocab=8192, width=640, layers=11, heads=10, kv_heads=5, head_dim=64, ffn=2560, tied=True
