@@ -48,6 +48,7 @@ class Candidate:
     obstacle: str = ""
     flops: float = 0.0  # per device and step
     collective_bytes: float = 0.0  # per device and step, on the wire
+    moved_bytes: float = 0.0  # per device and step, read and written by all kernels; 0: nothing was compiled
     estimate: Estimate | None = None  # of the same micro-batch, by arithmetic
 
     @property
@@ -219,11 +220,13 @@ def _time(candidate: Candidate, hardware: Hardware) -> Candidate:
     times: dict[str, Times] = {}
     flops: dict[Any, float] = {}
     wire: dict[Any, float] = {}
+    moved: dict[Any, float] = {}
     for name, (compiled, part) in needs.programs.items():
         analysed = hlo.analyse(compiled.as_text())
         flops[part.mesh] = flops.get(part.mesh, 0.0) + part.runs * analysed.flops
         sent = sum(each.wire_bytes for each in analysed.collectives)
         wire[part.mesh] = wire.get(part.mesh, 0.0) + part.runs * sent
+        moved[part.mesh] = moved.get(part.mesh, 0.0) + part.runs * (analysed.matmul_bytes + analysed.traffic_bytes)
         if hardware.target:
             one = roofline.predict(analysed, hardware.target)
             times[name] = Times(part.runs * one.gemm, part.runs * one.memory, part.runs * one.collective)
@@ -235,6 +238,7 @@ def _time(candidate: Candidate, hardware: Hardware) -> Candidate:
         times=total if hardware.target else None,
         flops=max(flops.values()),
         collective_bytes=max(wire.values()),
+        moved_bytes=max(moved.values()),
     )
 
 

@@ -253,6 +253,7 @@ def _row(cfg: Config, candidate: Candidate) -> Plan:
         "logits_bytes": needs.logits if needs else 0,
         "flops": candidate.flops,
         "collective_bytes": candidate.collective_bytes,
+        "moved_bytes": candidate.moved_bytes,
         "seconds": dataclasses.asdict(candidate.times) if candidate.times else None,
         "step_seconds": seconds,
         "samples_per_second": cfg.train.global_batch / seconds if seconds else None,

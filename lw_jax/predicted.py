@@ -86,6 +86,8 @@ class Predicted:
                 of_matmul=work / (seconds * self.ceilings.matmul * best["devices_used"]),
                 peak_bytes=best["peak_bytes"],
                 peak_from="compiled",
+                compiled_flops=best["flops"],
+                compiled_bytes=best["moved_bytes"],
             )
         ]
 
@@ -93,7 +95,8 @@ class Predicted:
         """Compiles the writing of texts that fill the encoder's window."""
         source, spec = workload.texts(self.cfg, self.placement), self.cfg.encoder
         shapes, placed = self.recipe.abstract().trainable, self.recipe.shardings().trainable
-        seconds, peak = self._compile(self.recipe.encode.lower(place.place_shapes(shapes, placed), source))
+        found = self._compile(self.recipe.encode.lower(place.place_shapes(shapes, placed), source))
+        seconds = found["predicted_seconds"]
         batch, tokens = source["ids"].shape
         work = workload.encode_flops(self.recipe, batch)
         return [
@@ -101,13 +104,11 @@ class Predicted:
                 "encode",
                 f"{spec.kind} encoder",
                 f"{batch} texts of {tokens} tokens -> {spec.slots} x {spec.width}",
-                predicted_seconds=seconds,
                 samples_per_second=batch / seconds,
                 tokens_per_second=batch * tokens / seconds,
                 flops=work,
                 of_matmul=work / (seconds * self.ceilings.matmul * self.placement.data),
-                peak_bytes=peak,
-                peak_from="compiled",
+                **found,
             )
         ]
 
@@ -123,29 +124,32 @@ class Predicted:
 
         lower = jax.jit(generate, static_argnums=2).lower
         tokens, model = self.cfg.eval.max_new_tokens, self.recipe.wire.readers[name].config
-        (whole, peak), (short, _) = (self._compile(lower(params, prompts, count)) for count in (tokens, 1))
+        found, other = (self._compile(lower(params, prompts, count)) for count in (tokens, 1))
+        whole, short = found["predicted_seconds"], other["predicted_seconds"]
         token = (whole - short) / max(1, tokens - 1)
-        need, alone = (
-            workload.token_bytes(params, model, prompts[0], tokens),
-            self.placement.readers[name].mesh.size == 1,
-        )
+        need = workload.token_bytes(params, model, prompts[0], tokens)
+        alone = self.placement.readers[name].mesh.size == 1
         batch, length = prompts[1].shape
         return Row(
             "answer",
             name,
             f"{batch} prompts of {length} positions, {tokens} tokens each; a token of all {token * 1e3:.1f} ms",
-            predicted_seconds=whole,
             samples_per_second=batch / whole,
             tokens_per_second=batch * tokens / whole,
             bytes=need,
             of_bandwidth=need / token / self.ceilings.bandwidth if alone and token > 0 else None,
-            peak_bytes=peak,
-            peak_from="compiled",
+            **found,
         )
 
-    def _compile(self, lowered: jax.stages.Lowered) -> tuple[float, int]:
-        """Returns the predicted seconds of a program and the bytes that it needs on a device, its inputs among them."""
+    def _compile(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
+        """Returns what a row tells of a compiled program; its memory is what a device needs, its inputs among it."""
         compiled: Any = targets.compile_lowered(lowered)
         found, needs = hlo.analyse(compiled.as_text()), compiled.memory_analysis()
         peak = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes
-        return roofline.predict(found, self.target).total, int(peak)
+        return {
+            "predicted_seconds": roofline.predict(found, self.target).total,
+            "peak_bytes": peak,
+            "peak_from": "compiled",
+            "compiled_flops": found.flops,
+            "compiled_bytes": found.matmul_bytes + found.traffic_bytes,
+        }

@@ -40,6 +40,8 @@ class Row:
     cached_seconds: float | None = None  # the same, the program found on disk
     padding: float | None = None  # share of positions that hold no token
     predicted_seconds: float | None = None  # of a device that is not here; then nothing of the row is measured
+    compiled_flops: float | None = None  # of a device, in all products that its program runs
+    compiled_bytes: float | None = None  # of a device, read and written by all its kernels
     why_not: str = ""  # what stood in the way
 
 

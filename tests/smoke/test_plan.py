@@ -89,7 +89,12 @@ def test_two_absent_gpus_are_compiled_for_before_any_reader_is_made(compiled: tu
     for row in found["candidates"]:
         assert row["fits"] and 0 < row["weights_bytes"] < row["peak_bytes"] <= found["limit_bytes"]
         assert row["micro_batch"] * row["accumulation"] * row["data"] == 6
-        assert row["flops"] > 0 and row["step_seconds"] > 0 and row["estimate"]["peak_bytes"] > 0
+        assert (
+            row["flops"] > 0
+            and row["moved_bytes"] > row["weights_bytes"]
+            and row["step_seconds"] > 0
+            and row["estimate"]["peak_bytes"] > 0
+        )
         assert (row["collective_bytes"] > 0) == (row["strategy"] != "single")
     assert found["chosen"]["step_seconds"] <= 1.02 * min(row["step_seconds"] for row in found["candidates"])
     assert [path.name for path in (folder / "cache").iterdir()] == ["plans"], "no reader was trained for it"

@@ -167,10 +167,12 @@ def test_table_tells_every_figure_once():
     lines = bench.table("card", CEILINGS, [row]).splitlines()
     assert lines[0] == "card; measured ceilings in float32: 0.00 TFLOP/s, 3.0 GB/s"
     assert lines[3].split() == "step wire 0.5000 0.4000..0.7000 8.0 1,234 25% matmul 2.000 device 4 samples".split()
-    away = dataclasses.replace(row, seconds=None, predicted_seconds=0.25, peak_from="compiled")
+    away = dataclasses.replace(row, seconds=None, predicted_seconds=0.25, peak_from="compiled", compile_seconds=None)
+    away = dataclasses.replace(away, compiled_flops=2.5e12, compiled_bytes=3e9, padding=None)
     absent = bench.table("card", CEILINGS, [away]).splitlines()
     assert absent[0] == "card; peaks of the data sheet in float32: 0.00 TFLOP/s, 3.0 GB/s"
     assert absent[3].split() == "step wire 0.2500 predicted 8.0 1,234 25% matmul 2.000 compiled 4 samples".split()
+    assert absent[4:] == ["step of wire, its program on a device: 2.5 TFLOP of products, 3.0 GB read and written"]
     assert lines[4:] == [
         "step, traced and compiled: 12.0 s with an empty cache, 1.5 s with a filled one",
         "step, positions that hold no token: 12.5%",

@@ -12,7 +12,7 @@ from tests import tiny
 
 CHOSEN = {
     **{"strategy": "replicate", "mesh": "2x1", "data": 2, "model": 1, "devices_used": 2, "remat": "none"},
-    **{"micro_batch": 2, "accumulation": 1, "step_seconds": 0.5, "peak_bytes": 7},
+    **{"micro_batch": 2, "accumulation": 1, "step_seconds": 0.5, "peak_bytes": 7, "flops": 11.0, "moved_bytes": 13.0},
 }
 H100 = targets.CARDS["h100"]
 
@@ -47,14 +47,17 @@ def test_step_is_what_the_plan_says_beside_the_data_sheet(wire):
     work = workload.step_flops(wire.cfg)
     assert (row.predicted_seconds, row.seconds, row.samples_per_second) == (0.5, None, 8.0)
     assert row.flops == work and row.of_matmul == pytest.approx(work / (0.5 * 2 * H100.peak["tf32"]))
-    assert (row.peak_bytes, row.peak_from) == (7, "compiled")
+    assert (row.peak_bytes, row.peak_from, row.compiled_flops, row.compiled_bytes) == (7, "compiled", 11.0, 13.0)
     assert row.what == "4 samples = 2 a device x 2 x 1 accumulated, remat none, placement replicate 2x1"
 
 
 def test_writing_is_predicted_from_its_own_program(wire, stand_in):
     (row,) = wire.measure("encode")
     (program,) = stand_in
-    seconds = roofline.predict(hlo.analyse(program.as_text()), targets.parse("h100x2")).total
+    counted = hlo.analyse(program.as_text())
+    seconds = roofline.predict(counted, targets.parse("h100x2")).total
+    assert row.compiled_flops == counted.flops > 0
+    assert row.compiled_bytes == counted.matmul_bytes + counted.traffic_bytes > 0
     assert row.predicted_seconds == seconds and row.samples_per_second == 4 / seconds, "3 texts, and one for the second"
     assert row.flops == workload.encode_flops(wire.recipe, 4)
     # weights and texts of a device, and the latents that it makes
