@@ -1,14 +1,8 @@
 """Pure token mathematics: sums and counts, in fp32. Targets come already aligned with the logits that predict them."""
 
-import functools
-from collections.abc import Callable
-
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
-
-from lw_jax.core.types import LossTerms, Tree
-from lw_jax.models.products import wide_product
 
 Pair = tuple[jax.Array, jax.Array]  # sum, weight
 
@@ -25,109 +19,6 @@ def token_nll(logits: Float[Array, "b t v"], targets: Int[Array, "b t"]) -> Floa
     is_target = jnp.arange(logits.shape[2], dtype=targets.dtype)[None, None] == targets[:, :, None]
     chosen = jnp.sum(jnp.where(is_target, logits, 0.0), axis=2)
     return jax.nn.logsumexp(logits, axis=2) - chosen
-
-
-def positions(tokens: int, *, rows: int, data: int) -> int:
-    """Returns at how many positions of all rows a device, with its share of `data`, has about `tokens`; 0 stays 0."""
-    return -(-tokens // max(1, rows // data))
-
-
-def pieces(tokens: int, *, rows: int, length: int, data: int) -> int:
-    """Returns into how many pieces of whole rows a batch is cut for about `tokens` at once on a device; 0: one.
-
-    `rows` of `length` tokens lie on `data` devices, which take an equal part of every piece.
-    """
-    share = rows // data
-    wanted = max(1, tokens // length) if tokens else share
-    return next(count for count in range(1, share + 1) if share % count == 0 and share <= wanted * count)
-
-
-def sum_of_pieces(
-    measure: Callable[[Tree, Tree, Tree], LossTerms], fixed: Tree, learned: Tree, given: Tree, *, pieces: int
-) -> LossTerms:
-    """Returns `measure(fixed, learned, given)`, of which no more exists at once than one piece of the rows needs.
-
-    All leaves of `learned` and `given` are [b ...]; what `measure` returns are sums over rows. Gradients of `learned`
-    are taken on the way forward, while a piece's logits are there, so that nothing is computed twice. `fixed` has
-    none, and of the result only `sum` has.
-    """
-    if pieces == 1:
-        return measure(fixed, learned, given)
-    return _sum_of_pieces(measure, pieces, fixed, learned, given)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sum_of_pieces(measure: Callable, pieces: int, fixed: Tree, learned: Tree, given: Tree) -> LossTerms:
-    return _scan_pieces(lambda *piece: (measure(fixed, *piece), None), pieces, learned, given)[0]
-
-
-def _forward(measure: Callable, pieces: int, fixed: Tree, learned: Tree, given: Tree) -> tuple[LossTerms, Tree]:
-    def objective(learned: Tree, given: Tree) -> tuple[jax.Array, LossTerms]:
-        terms = measure(fixed, learned, given)
-        return terms.sum, terms
-
-    def one(learned: Tree, given: Tree) -> tuple[LossTerms, Tree]:
-        gradient, terms = jax.grad(objective, has_aux=True)(learned, given)
-        return terms, gradient
-
-    return _scan_pieces(one, pieces, learned, given)
-
-
-def _backward(measure: Callable, pieces: int, gradient: Tree, of: LossTerms) -> tuple[None, Tree, None]:
-    del measure, pieces
-    return None, jax.tree.map(lambda leaf: leaf * of.sum.astype(leaf.dtype), gradient), None
-
-
-_sum_of_pieces.defvjp(_forward, _backward)
-
-
-def _scan_pieces(one: Callable, pieces: int, learned: Tree, given: Tree) -> tuple[LossTerms, Tree]:
-    """Returns the sum of all pieces' terms, and what else `one` gives of them in the order of the rows."""
-
-    def cut(x: jax.Array) -> jax.Array:
-        # A device's rows are consecutive, so a piece is every n-th row: of each device as many.
-        return x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1)
-
-    def body(_: None, piece: tuple[Tree, Tree]) -> tuple[None, tuple[LossTerms, Tree]]:
-        return None, one(*piece)
-
-    _, (terms, rows) = jax.lax.scan(body, None, jax.tree.map(cut, (learned, given)))
-    joined = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), rows)
-    return jax.tree.map(lambda x: jnp.sum(x, axis=0), terms), joined
-
-
-def chunked_logp(
-    hidden: Float[Array, "b t d"], table: Float[Array, "v d"], targets: Int[Array, "b t"], *, chunk: int, vocab: int = 0
-) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
-    """Log-probability of each target in nats, and the mean of its position's logits; `chunk` positions at a time.
-
-    The logits of a chunk are made again for its backward pass, so that no more than one chunk's ever exist. 0: all
-    positions, kept for the backward pass. Rows of the table from `vocab` on are no token (0: all are).
-    """
-
-    def one(part: jax.Array, wanted: jax.Array) -> tuple[jax.Array, jax.Array]:
-        # Cast here: the gradients of the chunks are summed in the table's own precision.
-        logits = wide_product("btd,vd->btv", part, table.astype(part.dtype))
-        if vocab:
-            real = jnp.arange(table.shape[0]) < vocab
-            logits = jnp.where(real[None, None], logits, -jnp.inf)
-        return -token_nll(logits, wanted), jnp.mean(logits, axis=2)
-
-    length = hidden.shape[1]
-    if not chunk or chunk >= length:
-        return one(hidden, targets) if not chunk else jax.checkpoint(one)(hidden, targets)
-    count = -(-length // chunk)
-    hidden = jnp.pad(hidden, ((0, 0), (0, count * chunk - length), (0, 0)))
-    targets = jnp.pad(targets, ((0, 0), (0, count * chunk - length)))
-
-    def body(carry: None, number: jax.Array) -> tuple[None, tuple[jax.Array, jax.Array]]:
-        part = (jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis=1) for x in (hidden, targets))
-        return carry, jax.checkpoint(one)(*part)
-
-    _, found = jax.lax.scan(body, None, jnp.arange(count, dtype=jnp.int32))
-    joined = (x.swapaxes(0, 1).reshape(x.shape[1], -1)[:, :length] for x in found)
-    logp, mean = joined
-    return logp, mean
 
 
 def hits(logits: Float[Array, "b t v"], targets: Int[Array, "b t"], weights: Float[Array, "b t"]) -> Pair:

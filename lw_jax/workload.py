@@ -77,12 +77,7 @@ def _rows(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruc
 
 def step_flops(cfg: Config) -> float:
     """Returns the model's arithmetic in one step of all devices, nothing counted twice."""
-    once = dataclasses.replace(
-        choice.with_remat(cfg, "none"),
-        ttt=dataclasses.replace(cfg.ttt, loss_chunk=0),  # a head in chunks is applied once more
-        dpo=dataclasses.replace(cfg.dpo, chunk=0),
-    )
-    recipe = recipes.outline(once)
+    recipe = recipes.outline(choice.with_remat(cfg, "none"))
     terms = recipe.terms(recipe.batch_widths(), cfg.train.global_batch)
     return sum(term.flops for term in terms.values())
 

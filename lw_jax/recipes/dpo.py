@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lw_jax import losses, preference, sources, weights
+from lw_jax import piecewise, preference, sources, weights
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -206,9 +206,9 @@ class DPO:
         rows, sides, length = fields["ids"].shape
         ids, mask = (fields[key].reshape(rows * sides, length) for key in ("ids", "mask"))
         hidden = decoder.forward(policy, self.model, decoder.embed(params, ids), mask=mask, mode=self._mode).hidden
-        chunk = losses.positions(self.cfg.dpo.chunk, rows=rows * sides, data=self.placement.data)
+        chunk = piecewise.positions(self.cfg.dpo.chunk, rows=rows * sides, data=self.placement.data)
         # The one place where these labels shift: a position's logits are of the token after it.
-        logp, mean = losses.chunked_logp(hidden[:, :-1], decoder.head(params), ids[:, 1:], chunk=chunk)
+        logp, mean = piecewise.token_logp(hidden[:, :-1], decoder.head(params), ids[:, 1:], chunk=chunk)
         scored = _scored(fields).reshape(rows * sides, length - 1)
         total, seen = (jnp.sum(x * scored, axis=1).reshape(rows, sides) for x in (logp, mean))
         return total, seen
@@ -254,8 +254,7 @@ class DPO:
         chunk = min(self.cfg.dpo.chunk or tokens, tokens)
         logits = chunk * self.model.vocab / one.model * 4
         reference = 0.0 if "reference" in fields else arithmetic.forward_only(self.model, one) + head
-        # In chunks the head's products are made again for the backward pass; the frozen head itself has no gradient.
-        flops = found.flops + (3 if self.cfg.dpo.chunk else 2) * head + reference
+        flops = found.flops + 2 * head + reference  # the frozen head itself has no gradient
         restored = arithmetic.restored_bytes(self.model, self.llm.weights, one.size) / one.model
         return {"": Terms(), self.name: Terms(found.bytes + 2 * logits + restored, flops, found.wire, logits)}
 

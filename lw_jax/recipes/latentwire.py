@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lw_jax import architectures, losses, weights
+from lw_jax import architectures, losses, piecewise, weights
 from lw_jax.core import config
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
@@ -196,7 +196,7 @@ class LatentWire:
         opening = fields["before"]["ids"].shape[0]  # read once for all rows
         positions = fields["after"]["ids"].shape[0] + self.wire.encoder.slots + 1 + answers - 1
         one = pretrained.teacher_forced(self.cfg, llm=llm, at=at, rows=rows, positions=positions, answers=answers)
-        pieces = losses.pieces(self.cfg.loss.chunk, rows=rows, length=answers, data=1)  # the rows are one device's
+        pieces = piecewise.pieces(self.cfg.loss.chunk, rows=rows, length=answers, data=1)  # the rows are one device's
         found = arithmetic.frozen(model, dataclasses.replace(one, pieces=pieces))
         restored = arithmetic.restored_bytes(model, llm.weights, one.size) / one.model
         once = arithmetic.opening(model, dataclasses.replace(one, rows=1, positions=opening, answers=0))
@@ -371,9 +371,9 @@ class LatentWire:
 
         rows, length, _ = states.shape
         data = self.placement.readers[name].mesh.shape["data"]
-        pieces = losses.pieces(self.cfg.loss.chunk, rows=rows, length=length, data=data)
+        pieces = piecewise.pieces(self.cfg.loss.chunk, rows=rows, length=length, data=data)
         learned, given = (states, shared, prefix[:, :-1]), (fields, embedded, told)
-        return losses.sum_of_pieces(measure, {"head": decoder.head(frozen)}, learned, given, pieces=pieces)
+        return piecewise.sum_of_pieces(measure, {"head": decoder.head(frozen)}, learned, given, pieces=pieces)
 
     def identity(self) -> dict[str, str]:
         """Returns the fingerprints of the frozen readers and of the encoder's origin."""

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lw_jax import losses, sources, weights
+from lw_jax import piecewise, sources, weights
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -140,13 +140,13 @@ class TTT:
         ids, measured = fields["ids"], fields["task"] == Task("measure")
         # The one place where these labels shift: a position's logits are of the token after it.
         out = self._read(trainable, ids[:, :-1], fields["rate"], measured=measured)
-        chunk = losses.positions(self.cfg.ttt.loss_chunk, rows=len(ids), data=self.placement.data)
+        chunk = piecewise.positions(self.cfg.ttt.loss_chunk, rows=len(ids), data=self.placement.data)
         table = decoder.head(trainable)
-        logp, _ = losses.chunked_logp(out.hidden, table, ids[:, 1:], chunk=chunk, vocab=self._masked)
-        counted = jnp.broadcast_to(fields["weights"], logp.shape)
-        total, weight = -jnp.sum(logp * counted), jnp.sum(counted)
-        told = self._details(out, -logp, counted, fields) if measured else {}
-        return LossTerms(total, weight, told)
+        targets = ids[:, 1:]
+        counted = jnp.broadcast_to(fields["weights"], targets.shape)
+        total, nll = piecewise.summed_nll(out.hidden, table, targets, counted, chunk=chunk, vocab=self._masked)
+        told = self._details(out, nll, counted, fields) if measured else {}
+        return LossTerms(total, jnp.sum(counted), told)
 
     def _read(self, params: Tree, ids: jax.Array, rate: jax.Array, *, measured: bool) -> ttt.Output:
         """Runs the model over a window, segment by segment where fast weights pass on."""
@@ -224,8 +224,7 @@ class TTT:
         head = 2 * tokens * self.model.width * (self.model.rows or self.model.vocab)
         at_once = min(self.cfg.ttt.loss_chunk or tokens, tokens)
         logits = at_once * (self.model.rows or self.model.vocab) * 4.0
-        flops = found.flops + head * (4 if self.cfg.ttt.loss_chunk else 3)
-        return {"": Terms(), NAME: Terms(found.bytes + 2 * logits, flops, 0.0, logits, found.traffic)}
+        return {"": Terms(), NAME: Terms(found.bytes + 2 * logits, found.flops + 3 * head, 0.0, logits, found.traffic)}
 
 
 def _refuse_empty(windows: Windows) -> Windows:

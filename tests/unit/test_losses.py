@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from lw_jax import losses
-from lw_jax.core.types import LossTerms
 
 SAME = 1e-5  # fp32 sums of a few hundred terms of unit size
 B, T, V = 3, 5, 7
@@ -210,57 +209,3 @@ def test_gradient_of_the_loss_is_softmax_minus_the_target(case):
     wanted = (np.exp(log_softmax(logits)) - np.eye(V)[np.asarray(targets)]) * np.asarray(weights)[:, :, None]
     found = jax.grad(lambda x: losses.nll(x, targets, weights)[0])(logits)
     np.testing.assert_allclose(found, wanted, atol=SAME)
-
-
-@pytest.mark.parametrize("chunk", [0, 1, 2, 5, 9])
-def test_rows_beyond_the_vocabulary_are_no_token_in_any_chunk(case, chunk):
-    rng = np.random.default_rng(4)
-    hidden, table = (jnp.asarray(rng.normal(size=shape), jnp.float32) for shape in ((B, T, 6), (V + 4, 6)))
-    targets = case[2]
-
-    def total(hidden, table, vocab):
-        logp, _ = losses.chunked_logp(hidden, table, targets, chunk=chunk, vocab=vocab)
-        return -logp.sum(), logp
-
-    each = log_softmax(np.asarray(hidden, np.float64) @ np.asarray(table[:V], np.float64).T)
-    each = np.take_along_axis(each, np.asarray(targets)[:, :, None], axis=2)[:, :, 0]
-    (_, logp), found = jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, table, V)
-    np.testing.assert_allclose(logp, each, atol=SAME)
-    (_, _), wanted = jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, table[:V], 0)
-    np.testing.assert_allclose(found[0], wanted[0], atol=SAME)
-    np.testing.assert_allclose(found[1][:V], wanted[1], atol=SAME)
-    assert not np.any(found[1][V:])
-    (_, every), _ = jax.value_and_grad(total, (0, 1), has_aux=True)(hidden, table, 0)
-    assert (np.asarray(every) < np.asarray(logp)).all(), "without the mask they take their share"
-
-
-@pytest.mark.parametrize(
-    ("tokens", "rows", "data", "count"),
-    [(0, 12, 1, 1), (10**6, 12, 1, 1), (5 * 12, 12, 1, 1), (5 * 11, 12, 1, 2), (5 * 3, 12, 1, 4)]
-    + [(5 * 2, 12, 2, 3), (5 * 5, 12, 1, 3), (4, 12, 1, 12), (1, 12, 4, 3), (1, 7, 1, 7), (5 * 4, 7, 1, 7)],
-)
-def test_rows_are_cut_into_the_fewest_equal_pieces_that_are_small_enough(tokens, rows, data, count):
-    assert losses.pieces(tokens, rows=rows, length=5, data=data) == count
-
-
-def test_gradients_taken_piece_by_piece_compute_no_product_twice():
-    head, states = jnp.ones((V, 2)), jnp.ones((4, T, 2))
-
-    def measure(head, states, targets):
-        total, count = losses.nll(jnp.einsum("btd,vd->btv", states, head), targets, jnp.ones((len(targets), T)))
-        return LossTerms(total, count, {})
-
-    def objective(states, pieces):
-        targets = jnp.ones((4, T), jnp.int32)
-        return losses.sum_of_pieces(measure, head, states, targets, pieces=pieces).sum
-
-    def products(function, pieces):
-        return str(jax.make_jaxpr(function, static_argnums=1)(states, pieces)).count("dot_general[")
-
-    assert [products(jax.grad(objective), pieces) for pieces in (1, 2)] == [2, 2], "forward, and the states' gradient"
-    assert [products(objective, pieces) for pieces in (1, 2)] == [1, 1]
-    largest = [
-        max(v.aval.size for eqn in jax.make_jaxpr(objective, static_argnums=1)(states, n).eqns for v in eqn.outvars)
-        for n in (1, 4)
-    ]
-    assert largest[0] == 4 * T * V > largest[1], "logits of all rows exist in one case only"

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from configs import base
-from lw_jax import losses
+from lw_jax import losses, piecewise
 from lw_jax.core import config
 from lw_jax.core.types import EXACT, Task
 from lw_jax.models import encoder
@@ -189,7 +189,7 @@ def test_piece_by_piece_the_objective_and_its_gradients_are_those_of_all_rows(ta
 
     def objective(learned, pieces):
         given = (one.fields, one.embedded, one.teacher)
-        terms = losses.sum_of_pieces(measure, jnp.float32(1.5), learned, given, pieces=pieces)
+        terms = piecewise.sum_of_pieces(measure, jnp.float32(1.5), learned, given, pieces=pieces)
         return 3.0 * terms.sum, terms  # the gradient of what is made of the sum passes through
 
     learned = (one.logits, one.latents, one.prefix)
@@ -202,7 +202,7 @@ def test_piece_by_piece_the_objective_and_its_gradients_are_those_of_all_rows(ta
     assert [bool(leaf.any()) for leaf in wanted] == [True, True, task == "reconstruct"], (
         "only align asks for the prefix"
     )
-    unasked = losses.sum_of_pieces(
+    unasked = piecewise.sum_of_pieces(
         measure, jnp.float32(1.5), learned, (one.fields, one.embedded, one.teacher), pieces=B
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=SAME), unasked, whole)
