@@ -270,9 +270,10 @@ def _eval() -> ConfigDict:
     c.examples = 64  # of the validation set (0: all)
     c.batch = 16
     c.max_new_tokens = 16
-    # Generation with an array of its own for each layer: a GPU moves a third of the bytes a token, keeps the layers'
-    # weights twice, and compiles for ten seconds instead of two. For thousands of answers.
-    c.apart = False
+    # Generation: "stacked": a scan over the layers | "apart": an array for each, so that a GPU moves a third of the
+    # bytes a token; keeps the layers' weights twice and compiles for ten seconds instead of two | "auto": apart on GPUs
+    # where memory allows it and a thousand examples or more are asked for
+    c.layers = "auto"
     c.rows = ("text", "latents", "shuffled", "zero", "none", "truncated")
     c.resamples = 2000  # of the bootstrap over examples
     c.curve = "nll"  # quality against bytes of a message: "nll" | "f1" (by generation, slower) | "none"

@@ -67,6 +67,8 @@ def measure(wire: TrainedWire) -> rows.Measured:
     encoded = wire.recipe.data("validation", rows=wire.recipe.cfg.eval.rows)
     for line in encoded.describe():
         print(line, flush=True)
+    if wire.recipe.cfg.eval.layers == "apart":
+        print("answers: each layer's weights are an array of their own (eval.layers)", flush=True)
     return rows.measure(_bench(wire), encoded, asked=_asked(wire.recipe))
 
 

@@ -37,7 +37,12 @@ class Room:
 def room(cfg: Config) -> Room | None:
     """Returns the room on this machine's devices: as the configuration says, else as the runtime reports, else None."""
     found = int(cfg.mesh.memory_gb * 1e9) or runtime.device_memory()
-    return Room(found, cfg.mesh.target_utilisation) if found else None
+    return room_of(cfg, found) if found else None
+
+
+def room_of(cfg: Config, memory: int) -> Room:
+    """Returns the room on devices of so many bytes, if the configuration says nothing else."""
+    return Room(int(cfg.mesh.memory_gb * 1e9) or memory, cfg.mesh.target_utilisation)
 
 
 @contextlib.contextmanager

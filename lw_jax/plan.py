@@ -13,12 +13,11 @@ from typing import Any
 
 import jax
 
-from lw_jax import choice, cluster, fit, legacy, memory, preflight, recipes, sources, targets
+from lw_jax import answering, choice, cluster, fit, legacy, memory, preflight, recipes, sources, targets
 from lw_jax.choice import Candidate, Hardware
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.fit import Room
 from lw_jax.memory import bytes_of
 from lw_jax.program import Program
 from lw_jax.targets import Target
@@ -141,10 +140,16 @@ def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
     Raises:
         sharding.errors.PlacementError: nothing fits, or the configured placement does not go with the devices.
     """
+    hardware = here(cfg)
+    cfg, placed = _settle_step(choice.with_remat(cfg, "none") if reading else cfg, hardware, reading=reading)
+    return answering.settle_layers(cfg, placed, hardware.room), placed
+
+
+def _settle_step(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Config, Placement]:
+    """Returns the configuration without "auto" in what decides the step, and the placement."""
     readers, mesh = recipes.reader_bytes(cfg), cfg.mesh
     if mesh.placement != "auto" and cfg.compute.remat != "auto":
         return cfg, placements.place(mesh.placement, readers, data=mesh.data, model=mesh.model)
-    hardware = here(cfg)
     if reading or hardware.room is None:
         remat = "none" if cfg.compute.remat == "auto" else cfg.compute.remat
         return choice.with_remat(cfg, remat), _place_uncompiled(cfg, readers, hardware, reading=reading)
@@ -190,7 +195,7 @@ def simulate(cfg: Config, card: targets.Card, count: int, *, estimate: bool = Fa
 
 def _absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
     """Returns stand-ins for a target's devices; without the compiler CPU devices stand in for counting only."""
-    room = Room(int(cfg.mesh.memory_gb * 1e9) or target.card.memory_bytes, cfg.mesh.target_utilisation)
+    room = fit.room_of(cfg, target.card.memory_bytes)
     if compiler:
         return Hardware(targets.compile_devices(target), room, target, targets.compile_lowered)
     devices = jax.devices("cpu")

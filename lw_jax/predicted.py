@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from lw_jax import choice, hlo, plan, recipes, roofline, targets, workload
+from lw_jax import answering, choice, fit, hlo, plan, recipes, roofline, targets, workload
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
@@ -45,9 +45,11 @@ class Predicted:
         self.placement = placements.place(
             best["strategy"], sizes, data=best["data"], model=best["model"], devices=devices
         )
-        self.cfg = choice.with_remat(cfg, best["remat"])
+        card = self.target.card
+        room = fit.room_of(cfg, card.memory_bytes)
+        self.cfg = answering.settle_layers(choice.with_remat(cfg, best["remat"]), self.placement, room)
         self.recipe: Any = recipes.make(self.cfg, self.placement, outline=True)
-        card, dtype = self.target.card, workload.arithmetic(cfg)
+        dtype = workload.arithmetic(cfg)
         self.ceilings = Ceilings(dtype, card.peak[_WORDS[dtype]], card.bandwidth)
 
     @property

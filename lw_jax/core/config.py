@@ -239,7 +239,7 @@ class Eval:
     examples: int
     batch: int
     max_new_tokens: int
-    apart: bool
+    layers: str
     rows: tuple[str, ...]
     resamples: int
     curve: str
@@ -316,6 +316,24 @@ def build(values: Values) -> Config:
       UserError: a key is unknown or missing, or its value has another type than `configs/base.py` gives it.
     """
     return _build(Config, values, "config")
+
+
+def complete(saved: Mapping[str, Any], defaults: Values, path: str = "") -> dict[str, Any]:
+    """Returns what was saved by earlier code as `build` takes it, where only keys differ that decide no meaning.
+
+    Those that it lacks get their defaults, those that are known no more are left out; what decides a run's meaning
+    stays as it is, for `build` to refuse.
+    """
+    known, found = dict(defaults.items()), dict(saved)
+    for key in found.keys() | known.keys():
+        here = f"{path}.{key}".lstrip(".")
+        if hasattr(known.get(key), "items") and isinstance(found.get(key, {}), Mapping):
+            found[key] = complete(found.get(key, {}), known[key], here)
+        elif key not in found and _NOT_MEANING.fullmatch(here):
+            found[key] = known[key]
+        elif key not in known and _NOT_MEANING.fullmatch(here):
+            del found[key]
+    return found
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:

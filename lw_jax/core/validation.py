@@ -39,6 +39,7 @@ CHOICES = {
     "optim.kind": ("adamw", "muon"),
     "optim.decays": ("matrices", "all"),
     "eval.curve": ("nll", "f1", "none"),
+    "eval.layers": ("auto", "stacked", "apart"),
     "eval.rows": ("text", "latents", "shuffled", "zero", "none", "truncated"),
 }
 SMOOTHED = ("sigmoid", "robust")  # of dpo.loss, what knows label smoothing; the others leave it out

@@ -463,6 +463,6 @@ def _wire(
         stops = tuple(tokenizers[name].stops) if name in tokenizers else ()
         mode = pretrained.mode(cfg, at.mesh)
         readers[name] = wire.Reader(
-            found[name], cfg.adapter.hidden, cfg.adapter.calibration, stops, mode, apart=cfg.eval.apart
+            found[name], cfg.adapter.hidden, cfg.adapter.calibration, stops, mode, apart=cfg.eval.layers == "apart"
         )
     return wire.Wire(spec, readers, pretrained.mode(cfg, placement.learner))

@@ -116,11 +116,13 @@ def test_where_memory_is_not_told_as_many_devices_share_the_batch_as_divide_it(b
     cfg = auto(root, train__global_batch=batch)
     settled, placed = plan.settle(cfg)
     assert (placed.strategy, placed.data, placed.devices) == ("replicate", rows, rows)
-    assert settled == choice.with_remat(cfg, "none")
+    assert dataclasses.replace(settled, eval=cfg.eval) == choice.with_remat(cfg, "none")
+    assert settled.eval.layers == "stacked", "this is no GPU"
 
 
 def test_what_is_configured_stays(root):
-    cfg = tiny.make_config(root, mesh__placement="tensor", mesh__data=2, mesh__model=2, compute__remat="full")
+    words = {"mesh__placement": "tensor", "compute__remat": "full", "eval__layers": "apart"}
+    cfg = tiny.make_config(root, mesh__data=2, mesh__model=2, **words)
     settled, placed = plan.settle(cfg)
     assert settled is cfg
     assert (placed.strategy, dict(placed.learner.shape)) == ("tensor", {"data": 2, "model": 2})
@@ -137,7 +139,7 @@ def test_where_memory_is_told_the_plan_is_what_is_settled(root, measure):
     assert measure.asked, "the plan was made"
     assert (placed.strategy, settled.compute.remat) == (best["strategy"], best["remat"])
     assert placed.devices == best["devices_used"] and choice._mesh(placed) == best["mesh"]
-    assert dataclasses.replace(settled, compute=cfg.compute) == cfg
+    assert dataclasses.replace(settled, compute=cfg.compute, eval=cfg.eval) == cfg
 
 
 def test_a_configured_placement_has_only_its_recomputation_planned(root, measure):
@@ -176,6 +178,12 @@ def test_reading_splits_the_readers_over_as_few_devices_as_hold_them(model, root
     settled, placed = plan.settle(dataclasses.replace(cfg, mesh=between), reading=True)
     assert placed.strategy == "tensor" and dict(placed.learner.shape) == {"data": 8 // model, "model": model}
     assert settled.compute.remat == "none"
+
+
+def test_reading_makes_nothing_again_whatever_a_run_of_earlier_code_names(root):
+    for word in ("full", "dots"):
+        settled, _ = plan.settle(tiny.make_config(root, compute__remat=word, mesh__placement="single"), reading=True)
+        assert settled.compute.remat == "none"
 
 
 def test_readers_that_no_split_holds_are_refused_for_reading(root):
