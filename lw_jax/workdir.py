@@ -12,7 +12,7 @@ from typing import Any
 
 from ml_collections import ConfigDict
 
-from lw_jax.core.config import Config, build, diff, meaning, to_dict
+from lw_jax.core.config import Config, build, complete, diff, meaning, to_dict
 from lw_jax.core.errors import UserError
 
 PACKAGES = (
@@ -22,14 +22,19 @@ PACKAGES = (
 
 
 def read_config(workdir: Path) -> Config:
-    """Returns the configuration that `write_workdir` saved.
+    """Returns the configuration that `write_workdir` saved, of earlier code too (`config.complete`).
 
     Raises:
       UserError: the folder holds none, or it cannot be read.
     """
+    from configs import base  # where defaults are born; all else of the product is given them
+
     file = workdir / "config.json"
     try:
-        return build(json.loads(file.read_text(encoding="utf-8")))
+        saved = json.loads(file.read_text(encoding="utf-8"))
+        if not isinstance(saved, dict):
+            raise UserError("it holds no configuration.")
+        return build(complete(saved, base.get_config(str(saved.get("recipe")))))
     except FileNotFoundError as error:
         rule = "no run was started there; name its --workdir, or train first: python run.py --config FILE"
         raise UserError(f"{file}: missing: {rule}") from error

@@ -51,10 +51,31 @@ def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         workdir.read_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", '{"recipe": "latentwire"}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"recipe": "latentwire"}'])
 def test_damaged_configuration_is_refused_with_its_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=r"config\.json: "):
+        workdir.read_config(tmp_path)
+
+
+def test_run_of_earlier_code_is_read_where_only_what_decides_no_meaning_differs(tmp_path: Path) -> None:
+    cfg, file = _build(**{"eval.batch": 8, "eval.curve": "f1"}), tmp_path / "config.json"
+    _write(tmp_path, cfg)
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    del saved["loss"]["chunk"], saved["eval"]["curve"], saved["mesh"]
+    saved["eval"]["words"] = saved["compute"]["fusion"] = 3
+    file.write_text(json.dumps(saved), encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.compute\.fusion is no known key"):
+        workdir.read_config(tmp_path)
+    del saved["compute"]["fusion"]
+    file.write_text(json.dumps(saved), encoding="utf-8")
+    found, defaults = workdir.read_config(tmp_path), _build()
+    assert (found.loss.chunk, found.eval.curve) == (defaults.loss.chunk, defaults.eval.curve)
+    assert found.eval.batch == 8 and found.mesh == defaults.mesh
+    workdir.check_agreement(cfg, tmp_path)
+    del saved["optim"]["kind"]
+    file.write_text(json.dumps(saved), encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.optim\.kind is missing"):
         workdir.read_config(tmp_path)
 
 
