@@ -1,7 +1,6 @@
 """LoRA pairs as an adapter folder of Hugging Face PEFT: adapter_config.json and adapter_model.safetensors."""
 
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +11,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import load_file, save_file
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
 from lw_jax.models import families, lora
 from lw_jax.models.decoder import DecoderConfig
@@ -54,9 +54,8 @@ def save(folder: Path, pairs: Tree, spec: Lora, *, model_type: str, base: str) -
         "inference_mode": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    partial = folder / f"{_TENSORS}.partial"
-    save_file(tensors, str(partial), metadata={"format": "pt"})
-    os.replace(partial, folder / _TENSORS)
+    with whole(folder / _TENSORS) as partial:
+        save_file(tensors, str(partial), metadata={"format": "pt"})
     (folder / _CONFIG).write_text(json.dumps(told, indent=2) + "\n", "utf-8")
 
 

@@ -4,7 +4,6 @@ import dataclasses
 import hashlib
 import json
 import math
-import os
 import re
 import time
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,6 +17,7 @@ from lw_jax.choice import Candidate, Hardware
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import write_whole
 from lw_jax.memory import bytes_of
 from lw_jax.program import Program
 from lw_jax.targets import Target
@@ -316,9 +316,7 @@ def _cached(cfg: Config, name: str, compute: Any) -> Plan:
     found = compute()
     if "why_not_compiled" not in found:  # it may be installed by the next call
         file.parent.mkdir(parents=True, exist_ok=True)
-        partial = file.with_suffix(f".{os.getpid()}.partial")
-        partial.write_text(json.dumps(found), "utf-8")
-        os.replace(partial, file)
+        write_whole(file, json.dumps(found))
     return found
 
 

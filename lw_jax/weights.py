@@ -4,7 +4,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -19,6 +18,7 @@ from transformers import AutoConfig, PreTrainedTokenizerBase
 
 from lw_jax import awq
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
 from lw_jax.data.gguf_header import read_header
 from lw_jax.models import bert, bert_family, families, gguf_family, quant, ttt, ttt_family
@@ -406,7 +406,6 @@ def _write(
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:
         tokenizer.save_pretrained(str(folder))
-    partial = folder / "model.safetensors.partial"
-    save_file(tensors, str(partial), metadata={"format": "pt"})
-    os.replace(partial, folder / "model.safetensors")
+    with whole(folder / "model.safetensors") as partial:
+        save_file(tensors, str(partial), metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", "utf-8")

@@ -3,7 +3,6 @@
 import dataclasses
 import importlib.metadata
 import json
-import os
 import platform
 import shlex
 from collections.abc import Mapping, Sequence
@@ -14,6 +13,7 @@ from ml_collections import ConfigDict
 
 from lw_jax.core.config import Config, build, complete, diff, meaning, to_dict
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import write_whole
 
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "flax", "optax", "orbax-checkpoint", "grain", "transformers"),
@@ -94,9 +94,7 @@ def write_workdir(workdir: Path, *, cfg: Config, base: Mapping[str, Any], comman
     try:
         workdir.mkdir(parents=True, exist_ok=True)
         for name, text in texts.items():
-            partial = workdir / f".{name}.partial"
-            partial.write_text(text + "\n", encoding="utf-8")
-            os.replace(partial, workdir / name)
+            write_whole(workdir / name, text + "\n")
     except OSError as error:
         raise UserError(f"{workdir}: {error.strerror}; the run's folder must be writable: choose --workdir.") from error
 

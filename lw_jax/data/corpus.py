@@ -23,6 +23,7 @@ from typing import IO, Any, Protocol
 import numpy as np
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import whole
 from lw_jax.data import documents
 from lw_jax.data.documents import Piece, read
 
@@ -210,11 +211,9 @@ def _make(folder: Path, source: str, tokenizer: TextTokenizer) -> None:
         raise UserError(f"{source}: no text in its {counts['blank']} documents; name another source")
     meta = {"format": FORMAT, "source": source, "tokenizer": tokenizer.fingerprint, "eos": tokenizer.eos, **counts}
     meta |= {"tokens": sum(shards.counts), "dtype": shards.dtype.name, "shards": shards.counts}
-    partial = folder / f"{META}.partial"
-    with partial.open("w", encoding="utf-8") as out:
+    with whole(folder / META) as partial, partial.open("w", encoding="utf-8") as out:
         json.dump(meta, out, indent=1)
         _settle(out)
-    os.replace(partial, folder / META)
 
 
 def _batches(pieces: Iterable[Piece], counts: dict[str, int]) -> Iterator[list[Piece]]:

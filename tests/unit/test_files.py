@@ -1,0 +1,32 @@
+"""A file is there whole or not at all."""
+
+from pathlib import Path
+
+import pytest
+
+from lw_jax.core import files
+
+
+def test_file_takes_its_place_when_all_is_written(tmp_path: Path) -> None:
+    path = tmp_path / "a.json"
+    path.write_text("old", encoding="utf-8")
+    with files.whole(path) as partial:
+        partial.write_text("ne", encoding="utf-8")
+        assert path.read_text(encoding="utf-8") == "old"
+        with partial.open("a", encoding="utf-8") as out:
+            out.write("w")
+    assert path.read_text(encoding="utf-8") == "new"
+    assert list(tmp_path.iterdir()) == [path]
+    assert not list(tmp_path.glob("*.partial")), "it is hidden while it is written"
+
+
+@pytest.mark.parametrize("written", [False, True])
+def test_after_an_error_nothing_has_changed(tmp_path: Path, written: bool) -> None:
+    path = tmp_path / "a.json"
+    files.write_whole(path, "öld")
+    with pytest.raises(KeyboardInterrupt), files.whole(path) as partial:
+        if written:
+            partial.write_text("half", encoding="utf-8")
+        raise KeyboardInterrupt
+    assert path.read_bytes() == "öld".encode()
+    assert list(tmp_path.iterdir()) == [path]
