@@ -2,8 +2,8 @@
 
     python run.py --config configs/a100_80x1.py
 
-Planned, not measured: 4.8 h for 2000 steps, 67.3 of 85.1 GB at the peak. By
-`python run.py plan --config configs/large.py --target a100_80x1` (14.7 samples/s).
+Planned, not measured: 3.8 h for 2000 steps, 58.9 of 85.1 GB at the peak. By
+`python run.py plan --config configs/large.py --target a100_80x1` (18.5 samples/s).
 """
 
 from ml_collections import ConfigDict

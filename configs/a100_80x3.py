@@ -2,8 +2,8 @@
 
     python run.py --config configs/a100_80x3.py
 
-Planned, not measured: 2.4 h for 2000 steps, 67.3 of 85.1 GB at the peak. By
-`python run.py plan --config configs/large.py --target a100_80x3` (29.3 samples/s).
+Planned, not measured: 1.9 h for 2000 steps, 58.8 of 85.1 GB at the peak. By
+`python run.py plan --config configs/large.py --target a100_80x3` (36.9 samples/s).
 """
 
 from ml_collections import ConfigDict

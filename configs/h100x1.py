@@ -2,8 +2,8 @@
 
     python run.py --config configs/h100x1.py
 
-Planned, not measured: 2.0 h for 2000 steps, 67.3 of 84.9 GB at the peak. By
-`python run.py plan --config configs/large.py --target h100x1` (36.3 samples/s).
+Planned, not measured: 1.6 h for 2000 steps, 58.9 of 84.9 GB at the peak. By
+`python run.py plan --config configs/large.py --target h100x1` (45.3 samples/s).
 """
 
 from ml_collections import ConfigDict

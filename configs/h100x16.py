@@ -3,8 +3,8 @@
     python run.py --config configs/h100x16.py
 
 `python run.py slurm --config configs/h100x16.py` writes the job that starts a process on each node. Planned, not
-measured: 9 minutes for 2000 steps, 54.4 of 84.9 GB at the peak. By
-`python run.py plan --config configs/large.py --target 2xh100x8` (460.5 samples/s).
+measured: 8 minutes for 2000 steps, 43.8 of 84.9 GB at the peak. By
+`python run.py plan --config configs/large.py --target 2xh100x8` (549.3 samples/s).
 """
 
 from ml_collections import ConfigDict

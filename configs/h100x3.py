@@ -2,8 +2,8 @@
 
     python run.py --config configs/h100x3.py
 
-Planned, not measured: 59 minutes for 2000 steps, 67.5 of 84.9 GB at the peak. By
-`python run.py plan --config configs/large.py --target h100x3` (72.3 samples/s).
+Planned, not measured: 48 minutes for 2000 steps, 64.7 of 84.9 GB at the peak. By
+`python run.py plan --config configs/large.py --target h100x3` (89.7 samples/s).
 """
 
 from ml_collections import ConfigDict

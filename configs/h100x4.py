@@ -2,8 +2,8 @@
 
     python run.py --config configs/h100x4.py
 
-Planned, not measured: 29 minutes for 2000 steps, 65.9 of 84.9 GB at the peak. By
-`python run.py plan --config configs/large.py --target h100x4` (145.5 samples/s).
+Planned, not measured: 24 minutes for 2000 steps, 66.4 of 84.9 GB at the peak. By
+`python run.py plan --config configs/large.py --target h100x4` (180.0 samples/s).
 """
 
 from ml_collections import ConfigDict

@@ -2,8 +2,8 @@
 
     python run.py --config configs/h100x8.py
 
-Planned, not measured: 16 minutes for 2000 steps, 52.3 of 84.9 GB at the peak. By
-`python run.py plan --config configs/large.py --target h100x8` (271.4 samples/s).
+Planned, not measured: 13 minutes for 2000 steps, 51.7 of 84.9 GB at the peak. By
+`python run.py plan --config configs/large.py --target h100x8` (326.5 samples/s).
 """
 
 from ml_collections import ConfigDict

@@ -59,8 +59,8 @@ def opening(cfg: Config, plans: Plans, path: str) -> list[str]:
         "",
         "- GB are 1e9 bytes on the fullest GPU. *Batch* is examples on a GPU x how often they are accumulated. *Mesh* "
         "is data x model: parts of the batch x parts of each matrix.",
-        "- *Remat* is what a layer's backward pass computes again: `none` (attention alone), `dots` (all but the "
-        "matrix products), `full` (everything).",
+        "- *Remat* is what a layer's backward pass computes again: `none` (what stands between products of matrices), "
+        "`full` (the products too).",
         *(f"- `{name}`: {told}." for name, told in STRATEGIES.items()),
     ]
 
