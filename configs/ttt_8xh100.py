@@ -16,5 +16,5 @@ def get_config(recipe: str = "ttt") -> ConfigDict:
     c.mesh.placement = "replicate"
     c.mesh.data = 8
     c.train.micro_batch = 512
-    c.compute.remat = "full"
+    c.compute.remat = "dots"
     return c
