@@ -287,3 +287,30 @@ def test_the_command_ends_with_2_and_one_line_where_a_file_is_broken(tmp_path):
 def test_the_page_in_the_tree_stands_on_the_present_constants():
     """Where this fails, docs/planning.md is older than the constants: make it again with docs/make_planning.py."""
     assert "\n".join(page.constants()) in (PROJECT / "docs" / "planning.md").read_text(encoding="utf-8")
+
+
+FILES = {target: PROJECT / "configs" / f"{target}.py" for target in tables.TARGETS}
+FILES["2xh100x8"] = PROJECT / "configs" / "h100x16.py"
+CHOSEN = {
+    line[0]: line
+    for line in (
+        [cell.strip() for cell in row.strip("|").split("|")]
+        for row in (PROJECT / "docs" / "planning.md").read_text(encoding="utf-8").splitlines()
+        if row.startswith("| ")
+    )
+    if len(line) == len("target strategy mesh remat batch peak limit step samples hours took".split())
+    and line[0] in tables.TARGETS
+}
+
+
+# a100_40x1.py has one reader: both do not fit there.
+@pytest.mark.parametrize("target", [name for name, file in FILES.items() if file.exists() and name != "a100_40x1"])
+def test_a_machine_file_is_what_the_page_says_the_planner_chooses(target):
+    assert CHOSEN.keys() == set(tables.TARGETS)
+    _, strategy, mesh, remat, batch, peak, _, _, samples, *_ = CHOSEN[target]
+    cfg = config.build(config_file.load(str(FILES[target]), root=PROJECT))
+    assert (cfg.mesh.placement, cfg.compute.remat) == (strategy, remat)
+    assert f"{max(cfg.mesh.data, 1)}x{cfg.mesh.model}" == mesh
+    assert batch.startswith(f"{cfg.train.micro_batch} x ")
+    told = " ".join(FILES[target].read_text(encoding="utf-8").split())
+    assert f" {peak} of " in told and f"({samples} samples/s)" in told
