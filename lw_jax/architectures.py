@@ -12,7 +12,8 @@ from lw_jax import sources, weights
 from lw_jax.core.config import suggest
 from lw_jax.core.errors import UserError
 from lw_jax.models.bert import BertConfig
-from lw_jax.models.decoder import DecoderConfig, Llama3Scaling
+from lw_jax.models.decoder import DecoderConfig
+from lw_jax.models.rotary import Llama3Scaling
 
 _VARIANTS = re.compile("-Instruct|-instruct|Meta-|-Chat-v1.0")
 _LLAMA3 = Llama3Scaling(8.0, 1.0, 4.0, 8192)

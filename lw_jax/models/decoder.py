@@ -15,33 +15,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.types import Tree
-from lw_jax.models import quant
+from lw_jax.models import quant, rotary
 from lw_jax.models.products import wide_product
-
-
-@dataclasses.dataclass(frozen=True)
-class Llama3Scaling:
-    """Frequency scaling of Llama 3.1 ("llama3" rope type)."""
-
-    factor: float
-    low_freq_factor: float
-    high_freq_factor: float
-    original_max_positions: int
-
-
-@dataclasses.dataclass(frozen=True)
-class LongRope:
-    """Frequency scaling of Phi-3's long-context models ("longrope" rope type)."""
-
-    short: tuple[float, ...]  # what each frequency is divided by in a text of up to `original_max_positions`
-    long: tuple[float, ...]  # the same in a longer one
-    original_max_positions: int
-    gain: float  # of cos and sin
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,7 +39,7 @@ class DecoderConfig:
     max_positions: int
     tied: bool
     qkv_bias: bool
-    rope_scaling: Llama3Scaling | LongRope | None = None
+    rope_scaling: rotary.Llama3Scaling | rotary.LongRope | None = None
     norm: str = "rms"  # "rms" | "layer": LayerNorm with a bias
     rotated: int = 0  # values of a head that turn with the position, the first ones (0: all)
     window: int = 0  # tokens that a query sees, itself the last of them (0: all)
@@ -338,7 +317,8 @@ def _share(cfg: DecoderConfig, mask: jax.Array, past: _Past, *, causal: bool) ->
     """Returns what is the same in every layer."""
     positions = jnp.maximum(past.seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
     attend = _attention_mask(past.keys, positions, first=past.first, causal=causal, window=cfg.window)
-    return _Shared(*_rotary(cfg, positions), attend, past.used)
+    turning = rotary.angles(positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling)
+    return _Shared(*turning, attend, past.used)
 
 
 def _attention_mask(
@@ -354,48 +334,6 @@ def _attention_mask(
         behind = positions[:, :, None] - (jnp.cumsum(keys, axis=1, dtype=jnp.int32) - 1)[:, None, :]
         allowed = allowed & (behind < window)
     return allowed[:, None, :, :]
-
-
-def _rotary(cfg: DecoderConfig, positions: Int[Array, "b t"]) -> tuple[jax.Array, jax.Array]:
-    """cos and sin [b t 1 r/2] in fp32 of the r values of a head that turn."""
-    size, gain = cfg.rotated or cfg.head_dim, 1.0
-    exponent = jnp.arange(0, size, 2, dtype=jnp.float32) / size
-    frequency = 1.0 / jnp.power(jnp.float32(cfg.rope_theta), exponent)
-    frequency = frequency[None, :]
-    if isinstance(cfg.rope_scaling, Llama3Scaling):
-        frequency = _llama3_frequencies(frequency, cfg.rope_scaling)
-    elif isinstance(cfg.rope_scaling, LongRope):
-        # By a row's length so far; a cache keeps what it was given while the text was short, as transformers' does.
-        long = jnp.max(positions, axis=1, keepdims=True) >= cfg.rope_scaling.original_max_positions
-        frequency = frequency / jnp.where(long, *(jnp.array(x)[None, :] for x in _divisors(cfg.rope_scaling)))
-        gain = cfg.rope_scaling.gain
-    angle = positions[:, :, None, None].astype(jnp.float32) * frequency[:, None, None, :]
-    return jnp.cos(angle) * gain, jnp.sin(angle) * gain
-
-
-def _divisors(scaling: LongRope) -> tuple[np.ndarray, np.ndarray]:
-    return np.array(scaling.long, np.float32), np.array(scaling.short, np.float32)
-
-
-def _llama3_frequencies(frequency: jax.Array, scaling: Llama3Scaling) -> jax.Array:
-    """Long wavelengths are divided by the factor, short ones kept, those between interpolated (Llama 3.1)."""
-    wavelength = 2 * jnp.pi / frequency
-    longest = scaling.original_max_positions / scaling.low_freq_factor
-    shortest = scaling.original_max_positions / scaling.high_freq_factor
-    smooth = (scaling.original_max_positions / wavelength - scaling.low_freq_factor) / (
-        scaling.high_freq_factor - scaling.low_freq_factor
-    )
-    between = (1 - smooth) * frequency / scaling.factor + smooth * frequency
-    return jnp.where(
-        wavelength > longest, frequency / scaling.factor, jnp.where(wavelength < shortest, frequency, between)
-    )
-
-
-def _rotate(x: Float[Array, "b t h e"], cos: jax.Array, sin: jax.Array) -> jax.Array:
-    turned = 2 * cos.shape[-1]
-    first, second = jnp.split(x[..., :turned].astype(jnp.float32), 2, axis=-1)
-    moved = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-    return moved if turned == x.shape[-1] else jnp.concatenate([moved, x[..., turned:]], axis=-1)
 
 
 # name -> a matrix' product, and the same product through a LoRA pair a [r in], b [out r]
@@ -462,8 +400,8 @@ def _layer(
     h = _normalise(cfg, x, weights, "attn_norm")
     # Products of one input XLA merges, for which it joins their weights: of a token that is as dear as the products.
     inputs = (h, h, h) if shared.used is None else jax.lax.optimization_barrier((h, h, h))
-    q = _rotate(_linear(inputs[0], weights, "q"), shared.cos, shared.sin)
-    k = _rotate(_linear(inputs[1], weights, "k"), shared.cos, shared.sin)
+    q = rotary.rotate(_linear(inputs[0], weights, "q"), shared.cos, shared.sin)
+    k = rotary.rotate(_linear(inputs[1], weights, "k"), shared.cos, shared.sin)
     v = _linear(inputs[2], weights, "v")
     if kv is not None and shared.used is not None:
         k = jax.lax.dynamic_update_slice_in_dim(kv[0], k, shared.used, axis=1)

@@ -13,7 +13,8 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
-from lw_jax.models.decoder import DecoderConfig, Llama3Scaling, LongRope, abstract
+from lw_jax.models.decoder import DecoderConfig, abstract
+from lw_jax.models.rotary import Llama3Scaling, LongRope
 
 Fields = Mapping[str, Any]
 

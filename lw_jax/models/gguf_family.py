@@ -8,8 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from lw_jax.core.errors import UserError
-from lw_jax.models.decoder import DecoderConfig, Llama3Scaling, abstract
+from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.families import TENSORS, Slot, list_slots
+from lw_jax.models.rotary import Llama3Scaling
 
 ARCHITECTURES = ("llama", "qwen2")
 # GGUF key without the architecture -> Hugging Face field

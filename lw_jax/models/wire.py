@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.types import Tree
-from lw_jax.models import adapter, bert, decode, decoder, encoder
+from lw_jax.models import adapter, bert, decode, decoder, encoder, rotary
 from lw_jax.models.modules import Pure
 
 
@@ -117,7 +117,7 @@ class Wire:
     ) -> Float[Array, "b t d"]:
         """The states from which the head makes `answer_logits`."""
         config, mode, opening = self.readers[name].config, self.readers[name].mode, prompt.opening
-        if opening is not None and isinstance(config.rope_scaling, decoder.LongRope):
+        if opening is not None and isinstance(config.rope_scaling, rotary.LongRope):
             prompt, opening = prompt.joined(), None  # whose frequencies depend on the length of the whole text
         x = jnp.concatenate([prompt.embeddings, decoder.embed(params, answer_inputs)], axis=1)
         # Answers are right-padded: under the causal mask a pad is behind every real target, so it may count as real.

@@ -10,7 +10,7 @@ import pytest
 
 from lw_jax import optim
 from lw_jax.core import tree
-from lw_jax.models import bert, bert_family, decoder, ttt, ttt_family
+from lw_jax.models import bert, bert_family, decoder, rotary, ttt, ttt_family
 from sharding import mesh as meshes
 from sharding import rules, tables
 from tests import tiny
@@ -31,7 +31,7 @@ LLAMA = decoder.DecoderConfig(
     max_positions=131072,
     tied=False,
     qkv_bias=False,
-    rope_scaling=decoder.Llama3Scaling(8.0, 1.0, 4.0, 8192),
+    rope_scaling=rotary.Llama3Scaling(8.0, 1.0, 4.0, 8192),
 )
 QWEN = decoder.DecoderConfig(
     vocab=152064,

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from lw_jax.data import batches
-from lw_jax.models import decoder
+from lw_jax.models import decoder, rotary
 from tests import gates, tiny
 
 
@@ -30,9 +30,9 @@ def test_a_dropped_mask_turns_the_replay_gate_red(recipe, monkeypatch):
 
 
 def test_a_swapped_axis_turns_the_replay_gate_red(recipe, monkeypatch):
-    rotate = decoder._rotate
+    rotate = rotary.rotate
     # Rotary angles along heads instead of positions: the shapes agree only after a transpose, so swap inside.
-    monkeypatch.setattr(decoder, "_rotate", lambda x, cos, sin: rotate(x, cos[:, ::-1], sin[:, ::-1]))
+    monkeypatch.setattr(rotary, "rotate", lambda x, cos, sin: rotate(x, cos[:, ::-1], sin[:, ::-1]))
     with pytest.raises(AssertionError):
         gates.replayed_embeddings_equal_ids(recipe)
 

@@ -7,7 +7,8 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.models import families, gguf_family
-from lw_jax.models.decoder import DecoderConfig, Llama3Scaling, LongRope, abstract
+from lw_jax.models.decoder import DecoderConfig, abstract
+from lw_jax.models.rotary import Llama3Scaling, LongRope
 
 LLAMA = DecoderConfig(
     vocab=101,

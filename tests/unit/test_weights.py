@@ -20,7 +20,8 @@ from lw_jax import stored, weights
 from lw_jax.core.errors import UserError
 from lw_jax.data.gguf_header import read_header
 from lw_jax.models import decoder, families, gguf_family
-from lw_jax.models.decoder import DecoderConfig, Llama3Scaling
+from lw_jax.models.decoder import DecoderConfig
+from lw_jax.models.rotary import Llama3Scaling
 
 LLAMA = DecoderConfig(
     vocab=101,

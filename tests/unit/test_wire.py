@@ -9,7 +9,7 @@ import pytest
 
 from lw_jax import weights
 from lw_jax.core.errors import UserError
-from lw_jax.models import decoder, wire
+from lw_jax.models import decoder, rotary, wire
 from tests import tiny
 
 SAME = 2e-5  # fp32 logits of unit size: the same sums in another order
@@ -77,7 +77,7 @@ def test_opening_of_a_model_whose_frequencies_depend_on_the_length_is_read_in_ea
     params, fields = built.frozen["llama"], batch["readers"]["llama"]
     ones = (1.0,) * (tiny.SIZES["llama"]["head_dim"] // 2)
     reader = recipe.wire.readers["llama"]
-    long = dataclasses.replace(reader.config, rope_scaling=decoder.LongRope(ones, tuple(3 * x for x in ones), 10, 1.1))
+    long = dataclasses.replace(reader.config, rope_scaling=rotary.LongRope(ones, tuple(3 * x for x in ones), 10, 1.1))
     whole = dataclasses.replace(recipe.wire, readers={"llama": dataclasses.replace(reader, config=long)})
     prompt = wire.wire_prompt(params, fields, prefix)
     found = whole.answer_logits(params, "llama", prompt, fields["answer_inputs"])
