@@ -181,14 +181,14 @@ class LatentWire:
         positions = widths["source"]["ids"].shape[0]
         one = arithmetic.Pass(rows, positions, 0, remat, arithmetic.BYTES[self.cfg.compute.dtype])
         if isinstance(spec.body, BertConfig):
-            found = {"": arithmetic.trained_bert(spec.body, one)}
+            found = arithmetic.trained_bert(spec.body, one)
         elif spec.body is not None:
-            found = {"": arithmetic.trained(spec.body, one)}
-        else:  # twelve z^2 parameters a layer; nine z kept of it, its input and products; of the layer at work all
-            layers, z = spec.layers or encoder.BYTE_LAYERS, spec.width
-            kept = rows * positions * (layers * 9 * z + 12 * z + 2 * encoder.BYTE_HEADS * positions) * 4
-            found = {"": Terms(kept, 6 * rows * positions * layers * 12 * z * z)}
-        return found | {name: self._reader_terms(name, widths["readers"][name], rows) for name in self.wire.readers}
+            found = arithmetic.trained(spec.body, one)
+        else:
+            found = arithmetic.trained_bytes(spec.layers or encoder.BYTE_LAYERS, spec.width, one)
+        return {"": found} | {
+            name: self._reader_terms(name, widths["readers"][name], rows) for name in self.wire.readers
+        }
 
     def _reader_terms(self, name: str, fields: Tree, rows: int) -> Terms:
         model, llm, at = self.wire.readers[name].config, self.cfg.llms[name], self.placement.readers[name]

@@ -5,6 +5,7 @@ import dataclasses
 from lw_jax.models import quant
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
+from lw_jax.models.encoder import BYTE_HEADS
 from lw_jax.models.ttt import TTTConfig
 
 BYTES = {"fp32": 4, "bf16": 2}
@@ -106,6 +107,16 @@ def trained_bert(cfg: BertConfig, one: Pass) -> Terms:
         qkv_bias=True,
     )
     return trained(alike, one)
+
+
+def trained_bytes(layers: int, width: int, one: Pass) -> Terms:
+    """Returns the same of the byte encoder's layers, fp32: twelve z^2 parameters each for a width of z.
+
+    Nine z values are kept of each, its input and products; of the layer at work all.
+    """
+    tokens = one.rows * one.positions
+    kept = tokens * (layers * 9 * width + 12 * width + 2 * BYTE_HEADS * one.positions) * 4
+    return Terms(kept, 6 * tokens * layers * 12 * width * width)
 
 
 def learned_at_test_time(cfg: TTTConfig, tokens: int, remat: str, size: int, *, unrolled: bool) -> Terms:
