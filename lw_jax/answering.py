@@ -2,12 +2,9 @@
 
 import dataclasses
 
-import jax
-
 from lw_jax import choice, memory, recipes, workload
 from lw_jax.core.config import Config
 from lw_jax.fit import Room
-from lw_jax.models import decoder
 from lw_jax.program import Program
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import place
@@ -42,5 +39,5 @@ def _copies(cfg: Config, recipe: LatentWire, name: str) -> int:
     prompts, _ = workload.prompts(cfg, recipe, name)
     slots = max(prompts.shape[1], cfg.data.context_tokens) + cfg.eval.max_new_tokens
     rows, model = prompts.shape[0] // recipe.placement.data, recipe.wire.readers[name].config
-    cache = jax.eval_shape(lambda: decoder.empty_cache(model, rows, slots, prompts.dtype))
-    return place.device_bytes(workload.reader(recipe, name)["layers"]) + 2 * place.device_bytes(cache)
+    cache = workload.cache_bytes(model, rows, slots, prompts.dtype)
+    return place.device_bytes(workload.reader(recipe, name)["layers"]) + 2 * cache

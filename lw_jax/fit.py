@@ -36,8 +36,8 @@ class Room:
 
 def room(cfg: Config) -> Room | None:
     """Returns the room on this machine's devices: as the configuration says, else as the runtime reports, else None."""
-    found = int(cfg.mesh.memory_gb * 1e9) or runtime.device_memory()
-    return room_of(cfg, found) if found else None
+    found = room_of(cfg, runtime.device_memory() or 0)
+    return found if found.memory else None
 
 
 def room_of(cfg: Config, memory: int) -> Room:

@@ -51,7 +51,9 @@ def _sum_of_pieces(measure: Callable, pieces: int, fixed: Tree, learned: Tree, g
     return _scan_pieces(lambda *piece: (measure(fixed, *piece), None), pieces, learned, given)[0]
 
 
-def _forward(measure: Callable, pieces: int, fixed: Tree, learned: Tree, given: Tree) -> tuple[LossTerms, Tree]:
+def _sum_of_pieces_forward(
+    measure: Callable, pieces: int, fixed: Tree, learned: Tree, given: Tree
+) -> tuple[LossTerms, Tree]:
     def objective(learned: Tree, given: Tree) -> tuple[jax.Array, LossTerms]:
         terms = measure(fixed, learned, given)
         return terms.sum, terms
@@ -63,12 +65,17 @@ def _forward(measure: Callable, pieces: int, fixed: Tree, learned: Tree, given: 
     return _scan_pieces(one, pieces, learned, given)
 
 
-def _backward(measure: Callable, pieces: int, gradient: Tree, of: LossTerms) -> tuple[None, Tree, None]:
+def _sum_of_pieces_backward(measure: Callable, pieces: int, gradient: Tree, of: LossTerms) -> tuple[None, Tree, None]:
     del measure, pieces
-    return None, jax.tree.map(lambda leaf: leaf * of.sum.astype(leaf.dtype), gradient), None
+    return None, _times(gradient, of.sum), None
 
 
-_sum_of_pieces.defvjp(_forward, _backward)
+_sum_of_pieces.defvjp(_sum_of_pieces_forward, _sum_of_pieces_backward)
+
+
+def _times(gradients: Tree, of_sum: jax.Array) -> Tree:
+    """Returns the gradients of what is made of a sum, from those of the sum itself."""
+    return jax.tree.map(lambda leaf: leaf * of_sum.astype(leaf.dtype), gradients)
 
 
 def _scan_pieces(one: Callable, pieces: int, learned: Tree, given: Tree) -> tuple[LossTerms, Tree]:
@@ -166,8 +173,7 @@ def _summed_nll_forward(
 
 def _summed_nll_backward(chunk: int, vocab: int, gradients: Two, of: Two) -> tuple[jax.Array, jax.Array, None, None]:
     del chunk, vocab
-    of_hidden, of_table = (gradient * of[0].astype(gradient.dtype) for gradient in gradients)
-    return of_hidden, of_table, None, None
+    return *_times(gradients, of[0]), None, None
 
 
 _summed_nll.defvjp(_summed_nll_forward, _summed_nll_backward)

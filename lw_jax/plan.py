@@ -173,7 +173,7 @@ def _place_uncompiled(cfg: Config, readers: Mapping[str, int], hardware: Hardwar
     for model in (n for n in range(1, count + 1) if count % n == 0):
         table = "tensor" if model > 1 else "replicate"
         placed = placements.place(table, readers, data=count // model, model=model)
-        program = Program(choice.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
+        program = Program(cfg, recipes.make(cfg, placed, outline=True))
         if hardware.room is None or memory.placed_bytes(program) <= hardware.room.limit:
             return placed
     assert hardware.room is not None

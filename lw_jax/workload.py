@@ -94,8 +94,13 @@ def token_bytes(params: Tree, model: decoder.DecoderConfig, prompt: jax.ShapeDty
     """Returns the bytes that the next token of every row needs: all weights but a lookup's table, and the cache."""
     batch, length, _ = prompt.shape
     looked_up = 0 if model.tied else _size(params["embed"])
-    cache = 2 * model.layers * batch * (length + tokens) * model.kv_heads * model.head_dim
-    return sum(map(_size, jax.tree.leaves(params))) - looked_up + cache * prompt.dtype.itemsize
+    cache = cache_bytes(model, batch, length + tokens, prompt.dtype)
+    return sum(map(_size, jax.tree.leaves(params))) - looked_up + cache
+
+
+def cache_bytes(model: decoder.DecoderConfig, rows: int, slots: int, dtype: jnp.dtype) -> int:
+    """Returns the bytes of so many rows' keys and values."""
+    return 2 * model.layers * rows * slots * model.kv_heads * model.head_dim * dtype.itemsize
 
 
 def _size(leaf: Any) -> int:

@@ -51,6 +51,11 @@ def test_step_is_what_the_plan_says_beside_the_data_sheet(wire):
     assert row.what == "4 samples = 2 a device x 2 x 1 accumulated, remat none, placement replicate 2x1"
 
 
+def test_layers_are_settled_as_for_devices_that_are_here(root, stand_in):
+    found = Predicted(tiny.make_config(root, train__global_batch=4, eval__layers="auto"), "h100x2")
+    assert found.cfg.eval.layers == "stacked", "CPU devices stand in"
+
+
 def test_writing_is_predicted_from_its_own_program(wire, stand_in):
     (row,) = wire.measure("encode")
     (program,) = stand_in
