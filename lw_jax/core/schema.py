@@ -1,0 +1,90 @@
+"""Typed decoding of JSON and other untrusted values: the one place where data from outside becomes typed data.
+
+msgspec decodes and checks in one pass: wrong types, missing fields, NaN, numbers out of range, lone surrogates and
+broken UTF-8 are refused. Bounds belong into the type: `Annotated[int, msgspec.Meta(ge=1, le=4096)]`.
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any, TypeVar
+
+import msgspec
+
+from lw_jax.core.errors import UserError
+
+Size = Annotated[int, msgspec.Meta(ge=1, le=2**31 - 1)]  # of an array's axis
+Index = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]
+JSON_BYTES = 256 << 20  # what is read at once; the largest of a model's files, a tokenizer.json, has some 35 MB
+
+_T = TypeVar("_T")
+_ERROR = re.compile(r"(?P<rule>.*?)(?: - at `(?P<path>\$.*)`)?", re.DOTALL)
+_STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+)\]|(?P<other>.)")
+_SHOWN = 60  # characters of a value in a message
+
+
+def decode(data: bytes | str, kind: type[_T] | Any, *, where: str, remedy: str) -> _T:
+    """Returns JSON as an instance of `kind`.
+
+    Args:
+      data: one JSON document.
+      kind: a msgspec.Struct, a TypedDict, or any type that msgspec knows.
+      where: the file and row, for messages.
+      remedy: what the user can do.
+
+    Raises:
+      UserError: names where, the field, its value, the rule and the remedy.
+    """
+    return _checked(lambda: msgspec.json.decode(data, type=kind), lambda: msgspec.json.decode(data), where, remedy)
+
+
+def convert(value: Any, kind: type[_T] | Any, *, where: str, remedy: str) -> _T:
+    """Returns a value that another library has parsed as an instance of `kind`; raises as `decode` does."""
+    return _checked(lambda: msgspec.convert(value, kind), lambda: value, where, remedy)
+
+
+def read(path: Path, kind: type[_T] | Any, *, remedy: str, limit: int = JSON_BYTES) -> _T:
+    """Returns a file of one JSON document as an instance of `kind`; of at most `limit` bytes.
+
+    Raises:
+      UserError: as `decode`, or the file is too large or cannot be read. FileNotFoundError is the caller's.
+    """
+    try:
+        size = path.stat().st_size
+        if size > limit:
+            raise UserError(f"{path}: {size:,} bytes, at most {limit:,} are read; {remedy}")
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; {remedy}") from error
+    return decode(data, kind, where=str(path), remedy=remedy)
+
+
+def _checked(make: Callable[[], _T], parse: Callable[[], Any], where: str, remedy: str) -> _T:
+    try:
+        return make()
+    except msgspec.ValidationError as error:
+        match = _ERROR.fullmatch(str(error))
+        assert match is not None
+        path, rule = match["path"] or "", match["rule"].replace("`", "")
+        field = f"{path.removeprefix('$').removeprefix('.')}={_value_at(parse, path)}: " if path else ""
+        raise UserError(f"{where}: {field}{rule[:1].lower()}{rule[1:]}; {remedy}") from error
+    except msgspec.DecodeError as error:
+        raise UserError(f"{where}: broken JSON or a lone surrogate ({error}); {remedy}") from error
+    except UnicodeDecodeError as error:
+        raise UserError(f"{where}: not UTF-8 ({error.reason}, byte {error.start}); {remedy}") from error
+    except RecursionError as error:
+        raise UserError(f"{where}: nested too deeply to be read; {remedy}") from error
+
+
+def _value_at(parse: Callable[[], Any], path: str) -> str:
+    """Returns the value at a path of msgspec's messages, such as `$.a[0].b`; "..." where the path does not name it."""
+    try:
+        value = parse()
+        for step in _STEP.finditer(path.removeprefix("$")):
+            value = value[step["name"] if step["name"] else int(step["index"])]
+    except (msgspec.MsgspecError, RecursionError, LookupError, TypeError):  # "[...]": some key or value of a mapping
+        return "..."
+    shown = repr(value)
+    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
