@@ -368,11 +368,12 @@ def _linear(x: jax.Array, weights: Tree, name: str) -> jax.Array:
 
 
 def _drop(x: jax.Array, lora: Tree) -> jax.Array:
-    """Drops a share of a LoRA pair's inputs where it comes with a key: training's dropout."""
-    if "key" not in lora:
+    """Drops a share of a LoRA pair's inputs where it comes with keys, one for each row of x: training's dropout."""
+    if "keys" not in lora:
         return x
     kept = 1.0 - lora["dropout"]
-    mask = jax.random.bernoulli(jax.random.wrap_key_data(lora["key"]), kept, x.shape)
+    draw = jax.vmap(lambda key: jax.random.bernoulli(key, kept, x.shape[1:]))
+    mask = draw(jax.random.wrap_key_data(lora["keys"]))
     return jnp.where(mask, x / kept.astype(x.dtype), jnp.zeros((), x.dtype))
 
 
