@@ -354,13 +354,13 @@ class LatentWire:
         task = fields["task"].name
         prefix = self.wire.prefix(part, name, shared, task)
         prompt = wire.wire_prompt(frozen, fields, prefix)
-        states = self.wire.answer_states(frozen, name, prompt, fields["answer_inputs"])
+        states = self.wire.answer_states(frozen, name, prompt, fields)
         embedded = told = None
         if objectives.needs_embedded(self.cfg.loss, task):
             embedded = decoder.embed(frozen, fields["targets"])
         if objectives.needs_teacher(self.cfg.loss, task) and "teacher" not in fields:
             text = wire.text_prompt(frozen, fields["text"])
-            told = jax.lax.stop_gradient(self.wire.answer_states(frozen, name, text, fields["answer_inputs"]))
+            told = jax.lax.stop_gradient(self.wire.answer_states(frozen, name, text, fields))
 
         def measure(head: Tree, learned: Tree, given: Tree) -> LossTerms:
             states, latents, prefix = learned
@@ -417,7 +417,7 @@ class LatentWire:
         """Returns jitted (reader's parameters, Prompt, fields, name) -> nll, hits, first, first5, tokens, each [b]."""
 
         def measure(params: Tree, prompt: wire.Prompt, fields: Mapping, name: str) -> dict[str, jax.Array]:
-            logits = self.wire.answer_logits(params, name, prompt, fields["answer_inputs"])
+            logits = self.wire.answer_logits(params, name, prompt, fields)
             targets, counted = fields["targets"], fields["weights"]
             right = (jnp.argmax(logits, axis=2).astype(targets.dtype) == targets).astype(jnp.float32)
             gold = jnp.take_along_axis(logits[:, 0], targets[:, :1], axis=1)
