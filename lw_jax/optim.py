@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -143,7 +143,9 @@ def make(
     trained = [tuple(map(bool, multiples)) for multiples in table]  # in which stretches, of each row
     if any(any(one) and not all(one) for one in trained):
         name = ["in_" + "".join("01"[one] for one in each) for each in trained]
-        parts = {name[row]: _in_stretches(direction[1], each, stretches) for row, each in enumerate(trained)}
+        parts: dict[Hashable, Any] = {
+            name[row]: _in_stretches(direction[1], each, stretches) for row, each in enumerate(trained)
+        }
         direction[1] = optax.partition(parts, by_path({path: name[row] for path, row in row_of.items()}))
         direction.insert(0, _scale_by(by_path(row_of), trained, stretches))
     learning = optax.chain(
@@ -169,7 +171,12 @@ def _in_stretches(
     """Runs `inner` in the stretches that `trains` marks; in the others its updates are 0 and its state waits."""
     if all(trains):
         return inner
-    return optax.conditionally_mask(inner, lambda step: jnp.asarray(trains)[_place(stretches, step)[0]])
+
+    def training(step: jax.typing.ArrayLike, **extra: Any) -> jax.Array:
+        del extra
+        return jnp.asarray(trains)[_place(stretches, jnp.asarray(step))[0]]
+
+    return optax.conditionally_mask(inner, training)
 
 
 def _scale_by(rows, table: Sequence[Sequence[float]], stretches: Sequence[Stretch]) -> optax.GradientTransformation:

@@ -87,8 +87,8 @@ def generate(
     if not isinstance(scaling, rotary.LongRope) or cache.valid.shape[1] <= scaling.original_max_positions:
         return sample(first, cache, advance, sampling=sampling, key=key)
     text = jnp.pad(x, ((0, 0), (0, sampling.max_new_tokens), (0, 0)))
-    advance = functools.partial(_advance_or_reread, weights, cfg, scaling.original_max_positions)
-    return sample(first, (cache, text), advance, sampling=sampling, key=key)
+    crossing = functools.partial(_advance_or_reread, weights, cfg, scaling.original_max_positions)
+    return sample(first, (cache, text), crossing, sampling=sampling, key=key)
 
 
 def _advance_or_reread(
