@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import jax
@@ -122,6 +122,9 @@ def make(
 ) -> optax.GradientTransformation:
     """AdamW or Muon with clipping over the leaves of `abstract` whose rate is not 0; the others have no state.
 
+    Where a leaf's rate is 0 in some stretches alone, its gradient counts there in no norm and its moments and their
+    count wait.
+
     Muon (`optim.kind`) steps a weight matrix along its momentum made orthogonal by five Newton-Schulz iterations.
 
     `rates` must cover every leaf and each of its rows must decide one, else `sharding.errors.PlacementError`.
@@ -136,9 +139,17 @@ def make(
         # Under `partition` frozen leaves are missing from params, so the table is looked up by path.
         return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: found[rules.path_of(path)], params)
 
+    direction: list[optax.GradientTransformation] = [optax.clip_by_global_norm(cfg.clip_norm), _direction(cfg)]
+    trained = [tuple(map(bool, multiples)) for multiples in table]  # in which stretches, of each row
+    if any(any(one) and not all(one) for one in trained):
+        name = ["in_" + "".join("01"[one] for one in each) for each in trained]
+        parts: dict[Hashable, Any] = {
+            name[row]: _in_stretches(direction[1], each, stretches) for row, each in enumerate(trained)
+        }
+        direction[1] = optax.partition(parts, by_path({path: name[row] for path, row in row_of.items()}))
+        direction.insert(0, _scale_by(by_path(row_of), trained, stretches))
     learning = optax.chain(
-        optax.clip_by_global_norm(cfg.clip_norm),
-        _direction(cfg),
+        *direction,
         optax.add_decayed_weights(cfg.weight_decay, mask=by_path(decays_at)),
         _scale_by(by_path(row_of), table, stretches),
         optax.scale_by_learning_rate(schedule(cfg, stretches)),
@@ -152,6 +163,20 @@ def make(
             return whole.update(updates, state, params, **extra)
 
     return optax.GradientTransformation(whole.init, update)
+
+
+def _in_stretches(
+    inner: optax.GradientTransformation, trains: Sequence[bool], stretches: Sequence[Stretch]
+) -> optax.GradientTransformation:
+    """Runs `inner` in the stretches that `trains` marks; in the others its updates are 0 and its state waits."""
+    if all(trains):
+        return inner
+
+    def training(step: jax.typing.ArrayLike, **extra: Any) -> jax.Array:
+        del extra
+        return jnp.asarray(trains)[_place(stretches, jnp.asarray(step))[0]]
+
+    return optax.conditionally_mask(inner, training)
 
 
 def _scale_by(rows, table: Sequence[Sequence[float]], stretches: Sequence[Stretch]) -> optax.GradientTransformation:

@@ -95,12 +95,12 @@ class _Staged:
         self.recipe, self.placement = recipe, placement
 
         def share(trainable: Tree, source: Tree, step: jax.Array, index: jax.Array):
-            rng = _micro_rng(seed, step, index)
+            rng = rngs.stream(seed, "loss", step)
             return jax.vjp(lambda learned: recipe.share(learned, _at(source, index), rng), trainable)
 
         def branch(name: str, part: Tree, frozen: Tree, fields: Tree, given: tuple[Tree, jax.Array, jax.Array]):
             shared, step, index = given
-            rng = _micro_rng(seed, step, index)
+            rng = rngs.stream(seed, "loss", step)
             gradient = _branch_gradient(recipe, name, frozen, _at(fields, index), rng)
             (own, cotangent), terms = gradient(part, shared)
             return cotangent, (own, terms)
@@ -243,27 +243,22 @@ def _branch_gradient(recipe: Branched, name: str, frozen: Tree, fields: Tree, rn
 def _accumulate(
     gradient: Callable[..., tuple[Tree, LossTerms]], trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array
 ) -> tuple[Tree, LossTerms]:
-    """Sums gradients and loss terms over the micro-batches."""
+    """Sums gradients and loss terms over the micro-batches, each of which gets the step's own `rng`."""
 
-    def one(index: jax.Array, micro: Tree) -> tuple[Tree, LossTerms]:
-        return gradient(trainable, frozen, micro, jax.random.fold_in(rng, index))
+    def one(micro: Tree) -> tuple[Tree, LossTerms]:
+        return gradient(trainable, frozen, micro, rng)
 
     count = jax.tree.leaves(batch)[0].shape[0]
     if count == 1:
-        return one(jnp.zeros((), jnp.int32), jax.tree.map(lambda leaf: leaf[0], batch))
+        return one(jax.tree.map(lambda leaf: leaf[0], batch))
 
-    def add(total: Tree, inputs: tuple[jax.Array, Tree]) -> tuple[Tree, None]:
-        return _add(total, one(*inputs)), None
+    def add(total: Tree, micro: Tree) -> tuple[Tree, None]:
+        return _add(total, one(micro)), None
 
-    indices = jnp.arange(count, dtype=jnp.int32)
-    shapes = jax.eval_shape(one, indices[0], jax.tree.map(lambda leaf: leaf[0], batch))
+    shapes = jax.eval_shape(one, jax.tree.map(lambda leaf: leaf[0], batch))
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
-    total, _ = jax.lax.scan(add, nothing, (indices, batch))
+    total, _ = jax.lax.scan(add, nothing, batch)
     return total
-
-
-def _micro_rng(seed: int, step: jax.Array, index: jax.Array) -> jax.Array:
-    return jax.random.fold_in(rngs.stream(seed, "loss", step), index)
 
 
 def _at(batch: Tree, index: jax.Array) -> Tree:

@@ -45,10 +45,8 @@ def replayed_embeddings_equal_ids(recipe: LatentWire) -> None:
     for name, fields in batch["readers"].items():
         assert len({int(n) for n in fields["text"]["mask"].sum(axis=1)}) > 1, "the batch must be ragged"
         params = frozen[name]
-        by_ids = recipe.wire.answer_logits(
-            params, name, wire.text_prompt(params, fields["text"]), fields["answer_inputs"]
-        )
-        replayed = recipe.wire.answer_logits(params, name, replay_prompt(params, fields), fields["answer_inputs"])
+        by_ids = recipe.wire.answer_logits(params, name, wire.text_prompt(params, fields["text"]), fields)
+        replayed = recipe.wire.answer_logits(params, name, replay_prompt(params, fields), fields)
         real = np.asarray(fields["weights"]) > 0
         assert np.asarray(by_ids)[real].std() > 0.3, "logits too flat to compare"
         np.testing.assert_allclose(np.asarray(replayed)[real], np.asarray(by_ids)[real], atol=REPLAY)

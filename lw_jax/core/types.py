@@ -30,6 +30,14 @@ class Task:
     name: str  # one of TASKS; of a language model "train" or "measure"
 
 
+@jax.tree_util.register_static
+@dataclasses.dataclass(frozen=True)
+class Frozen:
+    """Parts of the encoder that a batch's stage does not train; of a batch's structure, so a program of its own."""
+
+    parts: tuple[str, ...]
+
+
 TASKS = ("answer", "reconstruct", "continuation")  # the order of the task vectors
 
 

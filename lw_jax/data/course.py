@@ -10,7 +10,7 @@ import jax
 import numpy as np
 
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import EXACT, Tree
+from lw_jax.core.types import EXACT, Frozen, Tree
 from lw_jax.data.batches import Batch
 
 
@@ -54,6 +54,11 @@ class Stretch:
     slots: tuple[int, ...] = ()  # drawn among, evenly; none: the stream's own
     widths: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
+    frozen: tuple[str, ...] = ()  # what these batches do not train, of what others do: "frozen" in their "source"
+
+    def mark(self, batch: Batch) -> Batch:
+        """Returns the batch with what it does not train in its structure."""
+        return {**batch, "source": {**batch["source"], "frozen": Frozen(self.frozen)}} if self.frozen else batch
 
     @functools.cached_property
     def pattern(self) -> np.ndarray:
@@ -99,8 +104,13 @@ class Course:
         return [len(encoded) for encoded in self.streams]
 
     def shapes(self) -> list[Batch]:
-        """Returns a batch of one example of each stream: all the shapes that a run meets."""
-        return [encoded.collate([0]) for encoded in self.streams]
+        """Returns a batch of one example of each stream: all the shapes that a run meets, where it trains the most."""
+        most: dict[int, tuple[Stretch, Stream]] = {}
+        for stretch in sorted(self.stretches, key=lambda stretch: len(stretch.frozen)):
+            for encoded, _ in stretch.streams:
+                most.setdefault(id(encoded), (stretch, encoded))
+        found = (most[id(encoded)] for encoded in self.streams)
+        return [stretch.mark(encoded.collate([0])) for stretch, encoded in found]
 
     def batch(self, number: int, *, global_batch: int, seed: int, share: slice) -> Batch:
         """Returns rows `share` of a global batch; a function of its arguments alone."""
@@ -108,7 +118,7 @@ class Course:
         encoded, order = self.streams[stream], self._order(stream, seed)
         indices = [int(order[before * global_batch + row] or 0) for row in range(global_batch)]
         channel = _draw(stretch, encoded, np.random.default_rng([seed, number]), global_batch)
-        return encoded.collate(indices[share], channel=None if channel is None else channel[share])
+        return stretch.mark(encoded.collate(indices[share], channel=None if channel is None else channel[share]))
 
     def _order(self, stream: int, seed: int) -> grain.MapDataset:
         """Returns a stream's examples without end, each epoch in another order."""

@@ -62,8 +62,8 @@ def forward(
 ) -> Float[Array, "b s d"]:
     """Returns the body's states, mixed over its layers; rows are right-padded.
 
-    `mix` (layers + 1 weights, with a softmax by the caller) weighs the RMS-normalised output of the embeddings and of
-    each layer. None asks for the last layer's output as it is.
+    `mix` (layers + 1 weights, with a softmax by the caller) weighs, summed in fp32, the RMS-normalised output of the
+    embeddings and of each layer. None asks for the last layer's output as it is.
 
     Raises:
         UserError: rows are longer than the positions that the body has learned.
@@ -87,9 +87,9 @@ def forward(
             mixed = mixed + decoder.weigh(x, share, cfg.norm_eps)
         return (layer(x, weights), mixed), None
 
-    mixed, shares = (None, None) if mix is None else (jnp.zeros_like(x), mix[:-1])
+    mixed, shares = (None, None) if mix is None else (jnp.zeros(x.shape, jnp.float32), mix[:-1])
     (x, mixed), _ = jax.lax.scan(body, (x, mixed), (params["layers"], shares))
-    return x if mix is None else mixed + decoder.weigh(x, mix[-1], cfg.norm_eps)
+    return x if mix is None else (mixed + decoder.weigh(x, mix[-1], cfg.norm_eps)).astype(x.dtype)
 
 
 def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:

@@ -1,6 +1,7 @@
 """Cached generation inside one jitted loop, greedy or sampled."""
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.types import Tree
-from lw_jax.models import decoder, ttt
+from lw_jax.models import decoder, rotary, ttt
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +70,8 @@ def generate(
 ) -> Int[Array, "b n"]:
     """Continues a decoder's prompt embeddings; see `sample`.
 
-    The last column of x must be a real token of every row (left-padded prompts).
+    The last column of x must be a real token of every row (left-padded prompts). Where a row outgrows the short
+    frequencies of a LongRope model, the whole text is read again with the long ones, as transformers does.
     """
     cache = decoder.empty_cache(cfg, x.shape[0], x.shape[1] + sampling.max_new_tokens, x.dtype)
     out = decoder.forward(params, cfg, x, mask=mask, cache=cache)
@@ -81,7 +83,46 @@ def generate(
         step = decoder.forward(weights, cfg, decoder.embed(weights, token[:, None]), mask=going[:, None], cache=cache)
         return decoder.logits(weights, step.hidden)[:, 0], step.cache
 
-    return sample(first, cache, advance, sampling=sampling, key=key)
+    scaling = cfg.rope_scaling
+    if not isinstance(scaling, rotary.LongRope) or cache.valid.shape[1] <= scaling.original_max_positions:
+        return sample(first, cache, advance, sampling=sampling, key=key)
+    text = jnp.pad(x, ((0, 0), (0, sampling.max_new_tokens), (0, 0)))
+    crossing = functools.partial(_advance_or_reread, weights, cfg, scaling.original_max_positions)
+    return sample(first, (cache, text), crossing, sampling=sampling, key=key)
+
+
+def _advance_or_reread(
+    params: Tree,
+    cfg: decoder.DecoderConfig,
+    switch: int,
+    token: Int[Array, " b"],
+    going: Bool[Array, " b"],
+    given: tuple[decoder.Cache, Float[Array, "b s d"]],
+) -> tuple[jax.Array, Tree]:
+    """Reads one token more; the whole text again where that is the first of a row's beyond `switch` tokens.
+
+    Frequencies are each row's own, so that of the other rows the same is computed again. `given` holds the cache and
+    the embeddings of all its slots.
+    """
+    cache, text = given
+    x, at = decoder.embed(params, token[:, None]), cache.used
+    text = jax.lax.dynamic_update_slice_in_dim(text, x, at, axis=1)
+
+    def reread() -> tuple[jax.Array, decoder.Cache | None]:
+        valid = jax.lax.dynamic_update_slice_in_dim(cache.valid, going[:, None], at, axis=1)
+        empty = cache._replace(valid=jnp.zeros_like(valid), used=jnp.zeros_like(at))
+        out = decoder.forward(params, cfg, text, mask=valid, cache=empty)
+        assert out.cache is not None, "a cache was given"
+        hidden = jax.lax.dynamic_slice_in_dim(out.hidden, at, 1, axis=1)
+        return hidden, out.cache._replace(used=at + 1)  # slots behind hold no real token: they are written later
+
+    def one() -> tuple[jax.Array, decoder.Cache | None]:
+        out = decoder.forward(params, cfg, x, mask=going[:, None], cache=cache)
+        return out.hidden, out.cache
+
+    outgrown = going & (cache.valid.sum(axis=1, dtype=jnp.int32) == switch)
+    hidden, cache = jax.lax.cond(jnp.any(outgrown), reread, one)
+    return decoder.logits(params, hidden)[:, 0], (cache, text)
 
 
 def generate_ttt(  # noqa: PLR0913  (as `generate`, and how to run)

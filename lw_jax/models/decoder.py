@@ -188,11 +188,19 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
 
     `mask` tells real tokens from padding, which may stand anywhere: positions are the running count of real tokens, so
     padding changes no number at a real position. With a cache, x continues what the cache holds and is written into
-    it. With an opening, x continues that in every row; neither a cache nor a mix goes with it. `mix` (layers + 1
-    weights) asks for the weighted sum of the RMS-normalised residual stream before the first and after each layer
-    (ComprExIT's layer mix, with a softmax by the caller).
+    it; of a LongRope model it must not reach past the length where the frequencies change (`decode` reads the whole
+    text again there). With an opening, x continues that in every row; neither a cache nor a mix goes with it. `mix`
+    (layers + 1 weights) asks for the weighted sum, in fp32, of the RMS-normalised residual stream before the first and
+    after each layer (ComprExIT's layer mix, with a softmax by the caller).
     """
     assert opening is None or (cache is None and mix is None), "an opening is for passes over a whole text"
+    if opening is not None and isinstance(cfg.rope_scaling, rotary.LongRope):
+        # The frequencies of an opening depend on the row's whole length, so that no two rows can share it.
+        x, mask = (
+            jnp.concatenate([repeat(old, len(x)), new], axis=1) for old, new in zip(opening, (x, mask), strict=True)
+        )
+        out = forward(params, cfg, x, mask=mask, mode=mode)
+        return out._replace(hidden=out.hidden[:, opening.x.shape[1] :])
     past, cache = _look_back(mask, cache, opening)
     shared = _share(cfg, mask, past, causal=mode.causal)
     layer = checkpoint_layer(functools.partial(_layer, cfg, shared), KEPT[mode.remat], scanned=mode.unroll < cfg.layers)
@@ -212,7 +220,7 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
         x, written = layer(x, weights, kv)
         return (x, mixed, opened), None if cache is None else written
 
-    mixed, shares = (None, None) if mix is None else (jnp.zeros_like(x), mix[:-1])
+    mixed, shares = (None, None) if mix is None else (jnp.zeros(x.shape, jnp.float32), mix[:-1])
     kv = None if cache is None else (cache.k, cache.v)
     carry = (x, mixed, None if opening is None else opening.x)
     if isinstance(params["layers"], tuple):
@@ -226,7 +234,7 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
         carry, kv = jax.lax.scan(body, carry, (params["layers"], kv, shares), unroll=mode.unroll)
     x, mixed, _ = carry
     if mix is not None:
-        mixed = mixed + weigh(x, mix[-1], cfg.norm_eps)
+        mixed = (mixed + weigh(x, mix[-1], cfg.norm_eps)).astype(x.dtype)
     if cache is not None and kv is not None:
         cache = Cache(kv[0], kv[1], cache.valid, cache.used + x.shape[1])
     return Output(_normalise(cfg, x, params, "norm"), mixed, cache)
@@ -262,8 +270,8 @@ def unit_rms(x: jax.Array, eps: float) -> jax.Array:
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def weigh(x: jax.Array, share: jax.Array, eps: float) -> jax.Array:
-    """Returns a layer's share of a mix, its states at unit RMS; of them x alone is kept, which the layer keeps too."""
-    return share.astype(x.dtype) * unit_rms(x, eps)
+    """Returns a layer's share of a mix in fp32, its states at unit RMS; x alone is kept, which the layer keeps too."""
+    return share.astype(jnp.float32) * unit_rms(x.astype(jnp.float32), eps)
 
 
 def checkpoint_layer(layer: Callable, kept: str, *, scanned: bool = True) -> Callable:
@@ -368,11 +376,12 @@ def _linear(x: jax.Array, weights: Tree, name: str) -> jax.Array:
 
 
 def _drop(x: jax.Array, lora: Tree) -> jax.Array:
-    """Drops a share of a LoRA pair's inputs where it comes with a key: training's dropout."""
-    if "key" not in lora:
+    """Drops a share of a LoRA pair's inputs where it comes with keys, one for each row of x: training's dropout."""
+    if "keys" not in lora:
         return x
     kept = 1.0 - lora["dropout"]
-    mask = jax.random.bernoulli(jax.random.wrap_key_data(lora["key"]), kept, x.shape)
+    draw = jax.vmap(lambda key: jax.random.bernoulli(key, kept, x.shape[1:]))
+    mask = draw(jax.random.wrap_key_data(lora["keys"]))
     return jnp.where(mask, x / kept.astype(x.dtype), jnp.zeros((), x.dtype))
 
 

@@ -103,19 +103,23 @@ def init(key: jax.Array, cfg: DecoderConfig, lora: Lora) -> Tree:
 
 
 def attach(
-    params: Tree, pairs: Tree, lora: Lora, *, key: jax.Array | None = None, training: jax.Array | float = 1.0
+    params: Tree, pairs: Tree, lora: Lora, *, keys: jax.Array | None = None, training: jax.Array | float = 1.0
 ) -> Tree:
     """Returns a decoder's parameters with the pairs beside its matrices.
 
-    With a key, a share of a pair's inputs is dropped at random: `dropout` x `training`, a traced 0 or 1.
+    With `keys` [b], one for each row of the batch, a share of a pair's inputs is dropped at random: `dropout` x
+    `training`, a traced 0 or 1. What is dropped of a row depends on its own key alone, not on the rows beside it.
     """
     layers = dict(params["layers"])
     for number, (name, pair) in enumerate(pairs["layers"].items()):
         beside = {"a": pair["a"], "b": pair["b"] * lora.scale}
-        if key is not None and lora.dropout:
+        if keys is not None and lora.dropout:
             count = pair["a"].shape[0]
-            keys = jax.random.split(jax.random.fold_in(key, number), count)
-            beside |= {"key": jax.random.key_data(keys), "dropout": jnp.full((count,), lora.dropout) * training}
+            own = jax.vmap(
+                lambda key, number=number, count=count: jax.random.split(jax.random.fold_in(key, number), count)
+            )
+            beside["keys"] = jax.random.key_data(own(keys)).swapaxes(0, 1)  # [l b ..]: the scan over layers cuts them
+            beside["dropout"] = jnp.full((count,), lora.dropout) * training
         layers[f"{name}_lora"] = beside
     return params | {"layers": layers}
 

@@ -39,7 +39,8 @@ def angles(
     if isinstance(scaling, Llama3Scaling):
         frequency = _llama3_frequencies(frequency, scaling)
     elif isinstance(scaling, LongRope):
-        # By a row's length so far; a cache keeps what it was given while the text was short, as transformers' does.
+        # By a row's real tokens: what transformers chooses for the row alone. Past the switch a cache of the short
+        # frequencies is worthless: `decode.generate` reads the text again there, as transformers does.
         long = jnp.max(positions, axis=1, keepdims=True) >= scaling.original_max_positions
         frequency = frequency / jnp.where(long, *(jnp.array(x)[None, :] for x in _divisors(scaling)))
         gain = scaling.gain

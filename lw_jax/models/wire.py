@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.types import Tree
-from lw_jax.models import adapter, bert, decode, decoder, encoder, rotary
+from lw_jax.models import adapter, bert, decode, decoder, encoder
 from lw_jax.models.modules import Pure
 
 
@@ -86,16 +86,20 @@ class Wire:
         params = _cast(trainable["encoder"], self.encoder.dtype)
         ids, mask = source["ids"], source["mask"]
         window = min(self.encoder.window, ids.shape[1])
-        states = self._read(params, ids.reshape(-1, window), mask.reshape(-1, window))
+        mix = trainable["encoder"]["head"].get("mix")  # fp32, as what it sums
+        states = self._read(params, mix, ids.reshape(-1, window), mask.reshape(-1, window))
         states = states.reshape(*ids.shape, states.shape[2])
         return self.encoder.head().bind(params["head"])(states, mask, source["channel"])
 
-    def _read(self, params: Tree, ids: Int[Array, "b s"], mask: Bool[Array, "b s"]) -> Float[Array, "b s d"]:
+    def _read(
+        self, params: Tree, mix: Float[Array, " n"] | None, ids: Int[Array, "b s"], mask: Bool[Array, "b s"]
+    ) -> Float[Array, "b s d"]:
         body = self.encoder.body
         if body is None:
             made = encoder.make_bytes(self.encoder.width, self.encoder.layers)
             return made.bind(params["body"])(ids, mask, remat=self.mode.remat)
-        mix = jax.nn.softmax(params["head"]["mix"])
+        assert mix is not None, "a pretrained body has a layer mix"
+        mix = jax.nn.softmax(mix)
         if isinstance(body, bert.BertConfig):
             return bert.forward(params["body"], body, ids, mask=mask, mix=mix, remat=self.mode.remat)
         mode = dataclasses.replace(self.mode, causal=False)
@@ -107,22 +111,24 @@ class Wire:
         return self.readers[name].adapter(self.encoder.width).bind(params)(latents.astype(self.encoder.dtype), task)
 
     def answer_logits(
-        self, params: Tree, name: str, prompt: "Prompt", answer_inputs: Int[Array, "b n"]
+        self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any]
     ) -> Float[Array, "b t v"]:
-        """fp32 logits that predict each answer token and the EOS (t = n + 1); the head sees no other position."""
-        return decoder.logits(params, self.answer_states(params, name, prompt, answer_inputs))
+        """fp32 logits that predict each answer token and the EOS; the head sees no other position.
+
+        `fields` are the reader's part of a batch: "answer_inputs" [b t-1] and "weights" [b t], above 0 at real targets.
+        """
+        return decoder.logits(params, self.answer_states(params, name, prompt, fields))
 
     def answer_states(
-        self, params: Tree, name: str, prompt: "Prompt", answer_inputs: Int[Array, "b n"]
+        self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any]
     ) -> Float[Array, "b t d"]:
         """The states from which the head makes `answer_logits`."""
-        config, mode, opening = self.readers[name].config, self.readers[name].mode, prompt.opening
-        if opening is not None and isinstance(config.rope_scaling, rotary.LongRope):
-            prompt, opening = prompt.joined(), None  # whose frequencies depend on the length of the whole text
-        x = jnp.concatenate([prompt.embeddings, decoder.embed(params, answer_inputs)], axis=1)
-        # Answers are right-padded: under the causal mask a pad is behind every real target, so it may count as real.
-        mask = jnp.concatenate([prompt.mask, jnp.ones(answer_inputs.shape, bool)], axis=1)
-        out = decoder.forward(params, config, x, mask=mask, opening=opening, mode=mode)
+        config, mode = self.readers[name].config, self.readers[name].mode
+        x = jnp.concatenate([prompt.embeddings, decoder.embed(params, fields["answer_inputs"])], axis=1)
+        # An input is a real token where it is a real target of the position before it. Padding must not count: LongRope
+        # chooses its frequencies by a row's real tokens.
+        mask = jnp.concatenate([prompt.mask, fields["weights"][:, 1:] > 0], axis=1)
+        out = decoder.forward(params, config, x, mask=mask, opening=prompt.opening, mode=mode)
         return out.hidden[:, prompt.mask.shape[1] - 1 :]
 
     def generate(self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int) -> Int[Array, "b n"]:

@@ -66,7 +66,11 @@ class Recipe(Protocol):
         ...
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
-        """Returns sums and weights over the batch; the objective is the quotient over the whole global batch."""
+        """Returns sums and weights over the batch; the objective is the quotient over the whole global batch.
+
+        `rng` is the step's, the same for every micro-batch and device: what is random is keyed by `batch["index"]`, so
+        that neither of them changes a number.
+        """
         ...
 
     def identity(self) -> dict[str, str]:

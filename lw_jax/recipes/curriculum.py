@@ -24,6 +24,13 @@ def longest_passage(cfg: Config) -> int:
     return max((length for stage in asked for length in stage.lengths), default=0)
 
 
+def encoder_rates(cfg: Config) -> dict[str, tuple[float, ...]]:
+    """Returns the learning rate's multiple of each part of the encoder in each stage; 0 where it is not trained."""
+    stages = [0.0 if cfg.encoder.run else stage.encoder for _, stage, _ in config.stages(cfg)]
+    body = cfg.encoder.rate if cfg.encoder.kind != "bytes" else 1.0
+    return {"body": tuple(body * rate for rate in stages), "head": tuple(stages)}
+
+
 class Curriculum:
     """What a run's stages read; every data set is tokenised once."""
 
@@ -42,15 +49,16 @@ class Curriculum:
 
     def course(self) -> Course:
         """Returns the batches of all stages in their order; a stage's passages grow in equal parts of it."""
-        stretches = []
-        for _, stage, steps in self.stages:
+        stretches, rates = [], {part: each for part, each in encoder_rates(self.cfg).items() if any(each)}
+        for number, (_, stage, steps) in enumerate(self.stages):
+            frozen = tuple(part for part, each in rates.items() if not each[number])
             growing = stage.lengths if stage.reconstruct + stage.continuation else (0,)
             ends = [round(steps * (i + 1) / len(growing)) for i in range(len(growing))]
             for length, begin, end in zip(growing, [0, *ends], ends, strict=False):
                 weights = [(task, weight_of(stage, task)) for task in TASKS]
                 streams = tuple((self.stream("train", task, length), weight) for task, weight in weights if weight)
                 if end > begin:
-                    stretches.append(Stretch(end - begin, streams, stage.slots, stage.widths, stage.bits))
+                    stretches.append(Stretch(end - begin, streams, stage.slots, stage.widths, stage.bits, frozen))
         return Course(tuple(stretches))
 
     def validation(self) -> list[tuple[str, Encoded]]:

@@ -178,8 +178,8 @@ class DPO:
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
         """The preference loss of each pair; metrics by TRL's names."""
         spec, fields, params = self.cfg.dpo, batch["readers"][self.name], frozen[self.name]
-        key = rng if self.lora.dropout else None
-        policy = lora.attach(params, trainable, self.lora, key=key, training=jnp.asarray(fields["training"])[0])
+        keys = _answer_keys(rng, jnp.asarray(batch["index"])) if self.lora.dropout else None
+        policy = lora.attach(params, trainable, self.lora, keys=keys, training=jnp.asarray(fields["training"])[0])
         logps, seen = self._score(policy, params, fields)
         if "reference" in fields:
             reference = fields["reference"]
@@ -257,6 +257,11 @@ class DPO:
         flops = found.flops + 2 * head + reference  # the frozen head itself has no gradient
         restored = arithmetic.restored_bytes(self.model, self.llm.weights, one.size) / one.model
         return {"": Terms(), self.name: Terms(found.bytes + 2 * logits + restored, flops, found.wire, logits)}
+
+
+def _answer_keys(rng: jax.Array, index: jax.Array) -> jax.Array:
+    """Returns the keys [2 b] of all answers: functions of the step and the pair, whichever pairs are beside it."""
+    return jax.vmap(lambda one: jax.random.split(jax.random.fold_in(rng, one), 2))(index).reshape(-1)
 
 
 def _scored(fields: Tree) -> jax.Array:

@@ -25,7 +25,7 @@ from lw_jax.optim import Rates
 from lw_jax.recipes import aligning, encoding, joining, objectives, pretrained
 from lw_jax.recipes import terms as arithmetic
 from lw_jax.recipes.base import Weights
-from lw_jax.recipes.curriculum import Curriculum, longest_passage
+from lw_jax.recipes.curriculum import Curriculum, encoder_rates, longest_passage
 from lw_jax.recipes.teacher import Teacher
 from lw_jax.recipes.terms import Terms
 from sharding import place, placement, rules, tables
@@ -47,15 +47,8 @@ class LatentWire:
     @property
     def rates(self) -> Rates:
         """Returns the learning rates; a pretrained body moves more slowly than what starts from noise."""
-        if self.cfg.encoder.run:
-            return (("encoder/.*", 0.0), ("adapters/.*", self.cfg.adapter.rate))
-        stages = [stage.encoder for _, stage, _ in config.stages(self.cfg)]
-        body = self.cfg.encoder.rate if self.cfg.encoder.kind != "bytes" else 1.0
-        return (
-            ("encoder/body/.*", tuple(body * rate for rate in stages)),
-            ("encoder/head/.*", tuple(stages)),
-            ("adapters/.*", self.cfg.adapter.rate),
-        )
+        encoder = ((f"encoder/{part}/.*", each) for part, each in encoder_rates(self.cfg).items())
+        return (*encoder, ("adapters/.*", self.cfg.adapter.rate))
 
     @functools.cached_property
     def locations(self) -> dict[str, Path]:
@@ -314,10 +307,11 @@ class LatentWire:
         return functools.reduce(operator.add, branches)
 
     def share(self, trainable: Tree, source: Tree, rng: jax.Array) -> Tree:
-        """Returns the latents as they are sent; what does not learn is not differentiated."""
+        """Returns the latents as they are sent; what the batch's stage does not train has no backward pass."""
         del rng  # nothing here is random
         encoder_params = trainable["encoder"]
-        frozen = {key: jax.lax.stop_gradient(encoder_params[key]) for key in self._still}
+        parts = {*self._never, *(source["frozen"].parts if "frozen" in source else ())}
+        frozen = {part: jax.lax.stop_gradient(encoder_params[part]) for part in parts}
         latents = self.wire.encode({"encoder": encoder_params | frozen}, source)
         if self._channels:
             channel = source["channel"]
@@ -325,11 +319,9 @@ class LatentWire:
         return latents
 
     @functools.cached_property
-    def _still(self) -> tuple[str, ...]:
-        """Returns the encoder's parts that never learn."""
-        if self.cfg.encoder.run:
-            return ("body", "head")
-        return ("body",) if self.cfg.encoder.kind != "bytes" and self.cfg.encoder.rate == 0 else ()
+    def _never(self) -> tuple[str, ...]:
+        """Returns the encoder's parts that no stage trains."""
+        return tuple(part for part, each in encoder_rates(self.cfg).items() if not any(each))
 
     @functools.cached_property
     def _channels(self) -> tuple[tuple[int, int], ...]:
@@ -352,15 +344,16 @@ class LatentWire:
         """Returns what one reader makes of the latents."""
         del rng
         task = fields["task"].name
+        part = part if self.cfg.adapter.rate else jax.lax.stop_gradient(part)
         prefix = self.wire.prefix(part, name, shared, task)
         prompt = wire.wire_prompt(frozen, fields, prefix)
-        states = self.wire.answer_states(frozen, name, prompt, fields["answer_inputs"])
+        states = self.wire.answer_states(frozen, name, prompt, fields)
         embedded = told = None
         if objectives.needs_embedded(self.cfg.loss, task):
             embedded = decoder.embed(frozen, fields["targets"])
         if objectives.needs_teacher(self.cfg.loss, task) and "teacher" not in fields:
             text = wire.text_prompt(frozen, fields["text"])
-            told = jax.lax.stop_gradient(self.wire.answer_states(frozen, name, text, fields["answer_inputs"]))
+            told = jax.lax.stop_gradient(self.wire.answer_states(frozen, name, text, fields))
 
         def measure(head: Tree, learned: Tree, given: Tree) -> LossTerms:
             states, latents, prefix = learned
@@ -417,7 +410,7 @@ class LatentWire:
         """Returns jitted (reader's parameters, Prompt, fields, name) -> nll, hits, first, first5, tokens, each [b]."""
 
         def measure(params: Tree, prompt: wire.Prompt, fields: Mapping, name: str) -> dict[str, jax.Array]:
-            logits = self.wire.answer_logits(params, name, prompt, fields["answer_inputs"])
+            logits = self.wire.answer_logits(params, name, prompt, fields)
             targets, counted = fields["targets"], fields["weights"]
             right = (jnp.argmax(logits, axis=2).astype(targets.dtype) == targets).astype(jnp.float32)
             gold = jnp.take_along_axis(logits[:, 0], targets[:, :1], axis=1)

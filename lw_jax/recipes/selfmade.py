@@ -221,9 +221,8 @@ class SelfmadeReader:
         """Cross-entropy of every token of the card; the answers' with EOS count fully, the others by TEXT_WEIGHT."""
         del frozen, rng
         fields = batch["readers"]["reader"]
-        logits = self.wire.answer_logits(
-            trainable, "reader", wire.text_prompt(trainable, fields["before"]), fields["answer_inputs"]
-        )
+        prompt = wire.text_prompt(trainable, fields["before"])
+        logits = self.wire.answer_logits(trainable, "reader", prompt, fields)
         targets, present = fields["targets"], fields["weights"]
         in_answer = fields["scored"]["ids"] == 1
         answers = jnp.where(in_answer, present, 0.0)

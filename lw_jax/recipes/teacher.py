@@ -90,7 +90,7 @@ class Teacher:
     def _likeliest(self):
         def run(params: Tree, fields: Mapping, name: str) -> tuple[jax.Array, jax.Array]:
             text = wire.text_prompt(params, fields["text"])
-            logits = self.wire.answer_logits(params, name, text, fields["answer_inputs"])
+            logits = self.wire.answer_logits(params, name, text, fields)
             count = self.stores[name].rows["ids"][0][1]
             return likeliest(logits, count=count, temperature=self.cfg.loss.temperature)
 

@@ -50,8 +50,12 @@ SHAPES = {
 
 @pytest.fixture(scope="module", params=SHAPES, ids=lambda name: name.replace(" ", "-"))
 def pair(request, tmp_path_factory):
+    return make_pair(request.param, tmp_path_factory.mktemp("reader"))
+
+
+def make_pair(name, folder):
     """(torch model, our config, our params) with weights large enough that an error shows in the logits."""
-    family, extra = SHAPES[request.param]
+    family, extra = SHAPES[name]
     sizes = {
         "vocab_size": 101,
         "hidden_size": 48,
@@ -79,7 +83,6 @@ def pair(request, tmp_path_factory):
                 value.copy_(0.3 * torch.randn_like(value))
             else:
                 value.mul_(5.0)
-    folder = tmp_path_factory.mktemp("reader")
     model.save_pretrained(folder)
     return model, weights.describe(folder), weights.load(folder, dtype=jnp.float32)
 
@@ -170,6 +173,24 @@ def test_twenty_greedy_tokens_equal(pair):
         length = int(stop[0]) if stop.size else theirs.shape[1]
         np.testing.assert_array_equal(np.asarray(ours)[row, :length], theirs[row, :length])
         assert (np.asarray(ours)[row, length:] == -1).all()
+
+
+@pytest.mark.parametrize("apart", [False, True])
+def test_generation_across_the_switch_of_frequencies_equals(tmp_path, apart):
+    """Rows that stay below the switch at 64 tokens, cross it or begin beyond it, each as transformers has it alone."""
+    model, cfg, params = make_pair("phi-3 longrope", tmp_path)
+    lengths, width = (40, 50, 58, 63, 64, 65), 65
+    drawn = np.random.default_rng(2).integers(3, 101, (len(lengths), width)).astype(np.int32)
+    mask = np.arange(width)[None] >= width - np.array(lengths)[:, None]
+    x, sampling = decoder.embed(params, jnp.asarray(drawn)), decode.Sampling(20, (), apart=apart)
+    ours = jax.jit(decode.generate, static_argnames=("cfg", "sampling"))(
+        params, cfg, x, mask=jnp.asarray(mask), sampling=sampling, key=jax.random.key(0)
+    )
+    for row, length in enumerate(lengths):
+        ids = torch.tensor(drawn[row : row + 1, width - length :]).long()
+        with torch.no_grad():
+            theirs = model.generate(ids, max_new_tokens=20, do_sample=False, eos_token_id=None, pad_token_id=0)
+        np.testing.assert_array_equal(ours[row], theirs[0, length:], err_msg=f"prompt of {length} tokens")
 
 
 def test_cached_steps_equal_the_full_pass(pair):

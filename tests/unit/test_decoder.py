@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lw_jax import hlo
-from lw_jax.models import decoder
+from lw_jax.models import decoder, rotary
 
 SAME = 2e-5  # fp32, values of unit size: the same sums in another order
 APART = 1e-2  # a real difference of values of unit size
@@ -154,10 +154,13 @@ def test_cache_continues_where_it_was_left(params, ids):
     np.testing.assert_allclose(joined[real], np.asarray(whole)[real], atol=SAME)
 
 
-@pytest.mark.parametrize("window", [0, 4])
+LONG = rotary.LongRope((1.0,) * (CFG.head_dim // 2), (3.0,) * (CFG.head_dim // 2), 9, 1.1)
+
+
+@pytest.mark.parametrize("change", [{}, {"window": 4}, {"rope_scaling": LONG}], ids=["", "window", "longrope"])
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_opening_read_once_is_an_opening_in_every_row(params, ids, remat, window):
-    cfg, mode = dataclasses.replace(CFG, window=window), decoder.Mode(remat=remat)
+def test_opening_read_once_is_an_opening_in_every_row(params, ids, remat, change):
+    cfg, mode = dataclasses.replace(CFG, **change), decoder.Mode(remat=remat)
     x, first = decoder.embed(params, ids), decoder.embed(params, ids[:1, 2:])
     mask = jnp.asarray([[False, True, True, False, True, True, True], [True] * 7])
     begins = jnp.asarray([[False, False, True, True, True]])
@@ -178,6 +181,21 @@ def test_opening_read_once_is_an_opening_in_every_row(params, ids, remat, window
     weight = jax.random.normal(jax.random.key(5), x.shape) * mask.astype(x.dtype)[:, :, None]
     found, expected = (jax.grad(lambda x, run=run: jnp.sum(run(x) * weight))(x) for run in (apart, joined))
     np.testing.assert_allclose(found, expected, atol=10 * SAME)
+
+
+def test_mix_of_many_layers_is_rounded_once():
+    """33 states in bf16: their weighted sum is off by its own rounding, not by that of 33 sums."""
+    cfg = dataclasses.replace(CFG, layers=32)
+    params = decoder.init(jax.random.key(6), cfg, jnp.bfloat16, scale=0.2)
+    x = decoder.embed(params, jnp.asarray(np.random.default_rng(1).integers(0, CFG.vocab, (2, 9)), jnp.int32))
+    mix = jax.nn.softmax(jax.random.normal(jax.random.key(7), (33,)))
+    run = jax.jit(lambda mix: decoder.forward(params, cfg, x, mask=jnp.ones(x.shape[:2], bool), mix=mix).mixed)
+    states = np.stack([np.asarray(run(one), np.float32) for one in jnp.eye(33)])
+    wanted = np.einsum("n,nbtd->btd", np.asarray(mix), states)
+    found = run(mix)
+    assert found.dtype == jnp.bfloat16
+    error = np.sqrt(np.mean((np.asarray(found, np.float32) - wanted) ** 2) / np.mean(wanted**2))
+    assert error < 0.6 * 2**-8, "half a unit in the last place at most"
 
 
 def test_opening_is_computed_for_one_row(params, ids):

@@ -52,7 +52,7 @@ def score(wire, position, answer):
         wire_fields = {key: fields[key] for key in ("before", "after", "channel", "task")}
         prompt = recipe.prompt_from_latents(built.trainable, built.frozen[name], wire_fields, latents, name)
         answer_logits = jax.jit(recipe.wire.answer_logits, static_argnames="name")
-        logits = answer_logits(built.frozen[name], name, prompt, fields["answer_inputs"])
+        logits = answer_logits(built.frozen[name], name, prompt, fields)
         logits = jax.nn.log_softmax(logits, axis=2)
         gold = jnp.take_along_axis(logits, fields["targets"][:, :, None], axis=2)[0, :, 0]
         real = np.asarray(fields["weights"][0]) > 0

@@ -3,11 +3,15 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT
 from lw_jax.models import codec
+from lw_jax.program import Program
+from sharding import place
+from sharding.rules import path_of
 from tests import tiny
 
 SAME = 2e-5  # fp32 values of unit size: the same sums in another order
@@ -63,6 +67,42 @@ def test_frozen_body_costs_no_gradient(root, bodies, kind):
     for part in ("mix", "project"):  # the head learns as ever
         heads = [gradients[rate]["encoder"]["head"][part] for rate in (0.0, 0.3)]
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-3, atol=SAME), *heads)
+
+
+def test_stage_of_adapters_alone_has_no_gradient_of_the_encoder_in_step_norm_or_moments(root):
+    recipe = tiny.make_recipe(root, **STAGES, train__steps=4, optim__clip_norm=1e9)
+    program, built, course = Program(recipe.cfg, recipe), recipe.build(), recipe.course()
+    state = {"trainable": built.trainable, "step": jnp.zeros((), jnp.int32)}
+    state["opt_state"] = program.optimizer.init(built.trainable)
+    batch = course.batch(0, global_batch=8, seed=0, share=slice(0, 8))
+    assert batch["source"]["frozen"].parts == ("body", "head")
+    (later,) = (one for one in course.shapes() if one["readers"]["llama"]["task"].name == "answer")
+    assert "frozen" not in later["source"], "what is planned is the stage that trains all"
+
+    def lower(batch):
+        (part,) = program.step.lower(state, built.frozen, batch).values()
+        return part.lowered
+
+    batch = place.put_batch(batch, recipe.placement.learner, accumulation=1)
+    whole = batch | {"source": {key: leaf for key, leaf in batch["source"].items() if key != "frozen"}}
+    align = lower(batch)
+    saved = lower(whole).cost_analysis()["flops"] - align.cost_analysis()["flops"]
+
+    def latents(trainable):
+        return jnp.sum(recipe.share(trainable, jax.tree.map(lambda leaf: leaf[0], whole["source"]), jax.random.key(0)))
+
+    forward = jax.jit(latents).lower(built.trainable).cost_analysis()["flops"]
+    assert saved > 1.8 * forward, "the backward pass, twice the forward one, is not in the step"
+
+    before = jax.tree.map(np.asarray, built.trainable["encoder"])
+    state, values = align.compile()(state, built.frozen, batch)
+    jax.tree.map(np.testing.assert_array_equal, state["trainable"]["encoder"], before)
+    found = [(path_of(path), leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(state["opt_state"])]
+    moments = [leaf for path, leaf in found if "encoder/" in path]
+    assert moments and not any(np.asarray(leaf).any() for leaf in moments)
+    first = [leaf for path, leaf in found if "/mu/adapters/" in path]
+    norm = float(optax.tree.norm(first)) / (1 - recipe.cfg.optim.b1)
+    assert float(values["grad_norm"]) == pytest.approx(norm, rel=1e-4) != 0.0
 
 
 def test_latents_go_through_the_channel_that_their_stage_draws(root):

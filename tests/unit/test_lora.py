@@ -46,6 +46,11 @@ def params():
     return decoder.init(jax.random.key(1), CFG, jnp.float32, scale=0.15)
 
 
+def keys(seed):
+    """A key for each row."""
+    return jax.random.split(jax.random.key(seed), len(IDS))
+
+
 def logits(params, mode=decoder.Mode()):  # noqa: B008  (frozen)
     x = decoder.embed(params, jnp.asarray(IDS))
     return decoder.logits(params, decoder.forward(params, CFG, x, mask=jnp.ones(IDS.shape, bool), mode=mode).hidden)
@@ -99,12 +104,12 @@ def test_only_pairs_have_gradients_and_all_of_them_do(params):
 def test_dropout_is_of_the_pairs_inputs_alone_drawn_by_its_key_and_off_outside_training(params, remat):
     one, pairs, mode = spec(dropout=0.4), drawn(spec()), decoder.Mode(remat=remat)
     plain = logits(lora.attach(params, pairs, one), mode)
-    runs = [logits(lora.attach(params, pairs, one, key=jax.random.key(seed)), mode) for seed in (1, 1, 2)]
+    runs = [logits(lora.attach(params, pairs, one, keys=keys(seed)), mode) for seed in (1, 1, 2)]
     np.testing.assert_array_equal(runs[0], runs[1])
     assert float(jnp.abs(runs[0] - runs[2]).max()) > 0.01 and float(jnp.abs(runs[0] - plain).max()) > 0.01
-    still = lora.attach(params, pairs, one, key=jax.random.key(1), training=jnp.float32(0))
+    still = lora.attach(params, pairs, one, keys=keys(1), training=jnp.float32(0))
     np.testing.assert_allclose(logits(still, mode), plain, atol=SAME * float(jnp.abs(plain).max()))
-    empty = lora.attach(params, lora.init(jax.random.key(2), CFG, one), one, key=jax.random.key(1))
+    empty = lora.attach(params, lora.init(jax.random.key(2), CFG, one), one, keys=keys(1))
     np.testing.assert_array_equal(logits(empty, mode), logits(params, mode))
 
 

@@ -191,6 +191,39 @@ def test_multiples_are_those_of_the_stretch_that_a_step_is_in(params, gradients)
     assert moved == [[False] * leaves] * 2 + [[True] * leaves] * 3 + [[False] * leaves] * 3
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_stretch_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(params, gradients, kind):
+    """The body's gradient is enormous where it waits: first in the run, then behind a stretch that trained it."""
+    rates, cfg = ((r"encoder/body/.*", (0.0, 0.25, 0.0)), *RATES[1:]), replace(kind=kind, clip_norm=0.5)
+    stretches = [Stretch(3), Stretch(2), Stretch(2)]
+    made = optim.make(cfg, stretches=stretches, rates=rates, abstract=params)
+    alone = optim.make(cfg, stretches=stretches, rates=((r"encoder/body/.*", 0.0), *RATES[1:]), abstract=params)
+    body = jax.tree.map(lambda leaf: 1e6 * leaf, gradients["encoder"]["body"])
+    huge = gradients | {"encoder": gradients["encoder"] | {"body": body}}
+    update, state, other = jax.jit(made.update), made.init(params), alone.init(params)
+
+    def moments(state):
+        found = jax.tree_util.tree_leaves_with_path(state)
+        found = {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in found}
+        return {path: leaf for path, leaf in found.items() if "encoder/body" in path}
+
+    assert len(moments(state)) >= 5
+    for _ in range(3):
+        updates, state = update(huge, state, params)
+        expected, other = alone.update(huge, other, params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates, expected)
+    assert not any(leaf.any() for leaf in moments(state).values()), "nothing of the waiting body in its moments"
+    updates, state = update(gradients, state, params)
+    once = optim.make(cfg, stretches=[Stretch(2)], rates=((r".*", 0.25),), abstract=params)
+    fresh = once.update(gradients, once.init(params), params)[0]["encoder"]["body"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates["encoder"]["body"], fresh)
+    _, state = update(gradients, state, params)
+    before = moments(state)
+    assert all(leaf.any() for leaf in before.values())
+    _, state = update(huge, state, params)
+    jax.tree.map(np.testing.assert_array_equal, moments(state), before)
+
+
 def test_multiple_of_a_stretch_scales_the_step_and_no_moment(params, gradients):
     fixed, changing = (
         optim.make(CFG, stretches=[Stretch(1), Stretch(5)], rates=((r".*", rate),), abstract=params)

@@ -140,14 +140,14 @@ def test_task_vector_is_the_last_slot_before_the_answer_and_padding_changes_no_l
         prompt = apart.joined()
         np.testing.assert_array_equal(prompt.embeddings[:, -1], prefix[:, -1])
         assert prompt.mask[:, -1].all() and prompt.mask.shape[1] == width + 3 + 6
-        logits = recipe.wire.answer_logits(params, name, apart, fields["answer_inputs"])
+        logits = recipe.wire.answer_logits(params, name, apart, fields)
         for row in range(3):
             real = np.flatnonzero(prompt.mask[row])
             count = int(fields["weights"][row].sum())
             alone = wire.Prompt(prompt.embeddings[row : row + 1, real], jnp.ones((1, len(real)), bool))
-            expected = recipe.wire.answer_logits(
-                params, name, alone, fields["answer_inputs"][row : row + 1, : count - 1]
-            )
+            answer = {"answer_inputs": fields["answer_inputs"][row : row + 1, : count - 1]}
+            answer["weights"] = np.ones((1, count), np.float32)
+            expected = recipe.wire.answer_logits(params, name, alone, answer)
             np.testing.assert_allclose(logits[row, :count], expected[0], atol=SAME)
         counts = fields["weights"].sum(axis=1)
         assert len(set(counts.tolist())) == 3, "the batch must be ragged"

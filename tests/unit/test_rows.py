@@ -64,7 +64,7 @@ def test_gold_first_token_among_the_five_likeliest_is_counted(measured):
     recipe, built, found, records = measured
     batch = jax.tree.map(jnp.asarray, found.encoded.collate(found.indices))["readers"]["qwen"]
     prompt = recipe.prompt_from_text(built.frozen["qwen"], batch["text"])
-    logits = recipe.wire.answer_logits(built.frozen["qwen"], "qwen", prompt, batch["answer_inputs"])[:, 0]
+    logits = recipe.wire.answer_logits(built.frozen["qwen"], "qwen", prompt, batch)[:, 0]
     likeliest = np.argsort(-np.asarray(logits), axis=1)
     gold = np.asarray(batch["targets"])[:, :1]
     expected = (likeliest[:, :5] == gold).any(axis=1)

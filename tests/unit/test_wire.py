@@ -55,9 +55,7 @@ def test_answer_logits_are_those_that_predict_each_target(recipe, parts):
     built, batch, prefix = parts
     params, fields = built.frozen["llama"], batch["readers"]["llama"]
     prompt = wire.wire_prompt(params, fields, prefix)
-    found = jax.jit(lambda prompt, ids: recipe.wire.answer_logits(params, "llama", prompt, ids))(
-        prompt, fields["answer_inputs"]
-    )
+    found = jax.jit(lambda prompt, fields: recipe.wire.answer_logits(params, "llama", prompt, fields))(prompt, fields)
     assert found.shape == (*fields["targets"].shape, recipe.wire.readers["llama"].config.vocab)
     # By hand: no padding, one row at a time, answer by answer, each behind an opening of its own.
     assert prompt.opening is not None
@@ -80,9 +78,43 @@ def test_opening_of_a_model_whose_frequencies_depend_on_the_length_is_read_in_ea
     long = dataclasses.replace(reader.config, rope_scaling=rotary.LongRope(ones, tuple(3 * x for x in ones), 10, 1.1))
     whole = dataclasses.replace(recipe.wire, readers={"llama": dataclasses.replace(reader, config=long)})
     prompt = wire.wire_prompt(params, fields, prefix)
-    found = whole.answer_logits(params, "llama", prompt, fields["answer_inputs"])
-    expected = whole.answer_logits(params, "llama", prompt.joined(), fields["answer_inputs"])
+    found = whole.answer_logits(params, "llama", prompt, fields)
+    expected = whole.answer_logits(params, "llama", prompt.joined(), fields)
     np.testing.assert_array_equal(found, expected)
+
+
+def test_length_that_chooses_the_frequencies_counts_no_padding(root, parts):
+    """A row alone and the same row right-padded beside longer ones: the logits, and the loss that is trained on."""
+    built, batch, _ = parts
+    params, fields, part = built.frozen["llama"], batch["readers"]["llama"], built.trainable["adapters"]["llama"]
+    recipe = tiny.make_recipe(root)
+    latents = jax.random.normal(jax.random.key(3), (3, recipe.cfg.encoder.slots, recipe.cfg.encoder.width))
+    prompt = wire.wire_prompt(params, fields, recipe.wire.prefix(part, "llama", latents, "answer"))
+    rows, counts = prompt.joined(), np.asarray(fields["weights"].sum(axis=1), int)
+    lengths = np.asarray(rows.mask.sum(axis=1)) + counts - 1
+    short = int(np.argmin(lengths + 100 * (counts == counts.max())))
+    assert counts[short] < counts.max() and lengths.max() > lengths[short], (
+        "padded behind its answer; another is longer"
+    )
+
+    ones = (1.0,) * (tiny.SIZES["llama"]["head_dim"] // 2)
+    scaling = rotary.LongRope(ones, tuple(3 * x for x in ones), int(lengths[short]), 1.1)
+    reader = recipe.wire.readers["llama"]
+    reader = dataclasses.replace(reader, config=dataclasses.replace(reader.config, rope_scaling=scaling))
+    recipe.wire = dataclasses.replace(recipe.wire, readers=recipe.wire.readers | {"llama": reader})
+    found = np.asarray(recipe.wire.answer_logits(params, "llama", prompt, fields))
+    nll = 0.0
+    for row, count in enumerate(counts):
+        real = np.flatnonzero(rows.mask[row])
+        answer = decoder.embed(params, fields["answer_inputs"][row : row + 1, : count - 1])
+        x = jnp.concatenate([rows.embeddings[row : row + 1, real], answer], axis=1)
+        out = decoder.forward(params, reader.config, x, mask=jnp.ones(x.shape[:2], bool))
+        expected = decoder.logits(params, out.hidden)[0, len(real) - 1 :]
+        np.testing.assert_allclose(found[row, :count], expected, atol=SAME)
+        gold = fields["targets"][row, :count, None]
+        nll -= float(jnp.take_along_axis(jax.nn.log_softmax(expected), gold, axis=1).sum())
+    terms = recipe.branch("llama", part, params, fields, latents, jax.random.key(0))
+    assert float(terms.terms["nll/llama"][0]) == pytest.approx(nll, rel=SAME)
 
 
 def test_every_row_of_a_batch_begins_alike(recipe):
