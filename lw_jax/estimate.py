@@ -6,6 +6,9 @@ terms over the step's matrix products; what a compiler fuses, keeps or adds is n
 
 import dataclasses
 
+import jax
+import jax.numpy as jnp
+
 from lw_jax import optim
 from lw_jax.core.types import DTYPES, Tree, reader_dtype
 from lw_jax.memory import Needs
@@ -47,9 +50,9 @@ def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int
             working, work, sent = max(working, shared.bytes + one.bytes), work + one.flops, sent + one.wire
             logits, moved = max(logits, one.logits), moved + one.traffic
         work, sent, moved = work * accumulation, sent * accumulation, moved * accumulation
-        if mesh == learner:  # gradients are summed over the data axis once a step
+        if mesh == learner:
             work += optim.flops(program.cfg.optim, recipe.rates, recipe.abstract().trainable)
-            sent += 2 * (learner.shape["data"] - 1) / learner.shape["data"] * place.device_bytes(state["trainable"])
+            sent += _summed(program, state["trainable"], accumulation)
             working += place.device_bytes(state["trainable"]) * (2 if accumulation > 1 else 1)  # gradients
         peaks.append((held, int(working), int(logits)))
         flops.append(work)
@@ -73,6 +76,23 @@ def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int
     )
     slowest = max((one for one in seconds if one), key=lambda one: one.total, default=None)
     return Estimate(needs, max(flops), max(wire), slowest)
+
+
+def _summed(program: Program, trainable: Tree, accumulation: int) -> float:
+    """Returns the bytes that a device sends for gradients, by the ring algorithm (see `steps`).
+
+    Whole weights: their gradients are summed once a step. Weights over data: with every micro-batch they are gathered
+    for the forward and the backward pass and their gradients scattered, all in the precision of the arithmetic; what is
+    whole beside them is summed as often.
+    """
+    leaves, n = jax.tree.leaves(trainable), program.placement.data
+    whole = place.device_bytes([leaf for leaf in leaves if leaf.sharding.is_fully_replicated])
+    parts = [leaf for leaf in leaves if not leaf.sharding.is_fully_replicated]
+    if not parts:
+        return 2 * (n - 1) / n * whole
+    size = jnp.dtype(DTYPES[program.cfg.compute.dtype]).itemsize
+    moved = 3 * size * sum(leaf.size for leaf in parts)
+    return accumulation * (n - 1) / n * (moved + 2 * whole)
 
 
 def _dtype(program: Program) -> str:

@@ -1,6 +1,9 @@
 """The optimizer step: one program where everything lies on one mesh, several where readers lie apart.
 
-Both forms compute the same sums, so a loss curve does not tell which one made it.
+Both forms compute the same sums, so a loss curve does not tell which one made it. Each device sums the gradients of its
+own rows over all micro-batches in fp32; devices exchange these sums once a step (`sharding.shards`). Only trainable
+weights that lie over data themselves (TTT under fsdp) are summed with every micro-batch: until then each device would
+hold the gradients of the whole model.
 """
 
 import dataclasses
@@ -21,6 +24,7 @@ from lw_jax.core.types import LossTerms, Tree
 from lw_jax.recipes.base import Branched, Recipe
 from sharding import place
 from sharding.placement import Placement
+from sharding.shards import Shards
 
 State = dict[str, Tree]  # {"trainable", "opt_state", "step"}: all that moves, besides the data position
 
@@ -62,11 +66,13 @@ class _Fused:
 
     def __init__(self, recipe: Recipe, mesh: Mesh, optimizer: optax.GradientTransformation, seed: int):
         gradient = _in_turn(recipe) if isinstance(recipe, Branched) else _at_once(recipe)
+        shards = Shards(mesh, apart=_is_whole(recipe))
+        each = shards.map(gradient, in_axes=(None, None, 0, None))
 
         def step(state: State, frozen: Tree, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
             rng = rngs.stream(seed, "loss", state["step"])
-            gradients, terms = _accumulate(gradient, state["trainable"], frozen, batch, rng)
-            return _apply(optimizer, state, gradients, terms)
+            found = _accumulate(each, state["trainable"], frozen, shards.split(batch, dim=1), rng)
+            return _apply(optimizer, state, *shards.sum(found))
 
         self._mesh = mesh
         self._step = jax.jit(step, donate_argnums=0)
@@ -93,26 +99,41 @@ class _Staged:
         self, recipe: Branched, placement: Placement, optimizer: optax.GradientTransformation, seed: int
     ) -> None:
         self.recipe, self.placement = recipe, placement
+        self._home = home = Shards(placement.learner, apart=_is_whole(recipe))
+        there = {name: Shards(at.mesh, apart=home.count > 1) for name, at in placement.readers.items()}
 
         def share(trainable: Tree, source: Tree, step: jax.Array, index: jax.Array):
             rng = rngs.stream(seed, "loss", step)
-            return jax.vjp(lambda learned: recipe.share(learned, _at(source, index), rng), trainable)
+
+            def one(source: Tree):
+                return jax.vjp(lambda learned: recipe.share(learned, source, rng), trainable)
+
+            shared, backward = home.map(one)(home.split(_at(source, index)))
+            return home.join(shared), backward
 
         def branch(name: str, part: Tree, frozen: Tree, fields: Tree, given: tuple[Tree, jax.Array, jax.Array]):
             shared, step, index = given
-            rng = rngs.stream(seed, "loss", step)
-            gradient = _branch_gradient(recipe, name, frozen, _at(fields, index), rng)
-            (own, cotangent), terms = gradient(part, shared)
-            return cotangent, (own, terms)
+            rng, shards = rngs.stream(seed, "loss", step), there[name]
+
+            def one(fields: Tree, shared: Tree):
+                (own, cotangent), terms = _branch_gradient(recipe, name, frozen, fields, rng)(part, shared)
+                return cotangent, (own, terms)
+
+            cotangent, found = shards.map(one)(shards.split(_at(fields, index)), shards.split(shared))
+            return shards.join(cotangent), found
 
         def pull(backward: Callable, cotangents: list[Tree]) -> Tree:
-            return backward(functools.reduce(_add, cotangents))[0]
+            one = home.map(lambda backward, cotangent: backward(cotangent)[0])
+            return one(backward, home.split(functools.reduce(_add, cotangents)))
 
         def update(state: State, gradients: Tree, branches: dict[str, tuple[Tree, LossTerms]]):
-            for name, (own, _) in branches.items():
-                back = jax.vjp(functools.partial(recipe.part, name), state["trainable"])[1]
-                gradients = _add(gradients, back(own)[0])
-            return _apply(optimizer, state, gradients, merge(branches))
+            def one(gradients: Tree, branches: dict[str, tuple[Tree, LossTerms]]):
+                for name, (own, _) in branches.items():
+                    back = jax.vjp(functools.partial(recipe.part, name), state["trainable"])[1]
+                    gradients = _add(gradients, back(own)[0])
+                return gradients, merge(branches)
+
+            return _apply(optimizer, state, *home.sum(home.map(one)(gradients, branches)))
 
         def merge(branches: dict[str, tuple[Tree, LossTerms]]) -> LossTerms:
             return functools.reduce(operator.add, (terms for _, terms in branches.values()))
@@ -134,14 +155,18 @@ class _Staged:
         for index in map(np.int32, range(jax.tree.leaves(batch)[0].shape[0])):
             # No name for the summand, which would keep it alive while the next micro-batch runs.
             total = self._plus(total, self._micro_batch(state, parts, frozen, batch, index))
-        gradients = total.pop("")
-        return self._update(state, gradients, {name: place.replicate(one, learner) for name, one in total.items()})
+        gradients, move = total.pop(""), place.rows if self._home.count > 1 else place.replicate
+        # Shard i goes from device i to device i: the data axis is as long on every mesh.
+        return self._update(state, gradients, {name: move(one, learner) for name, one in total.items()})
 
     def _plus(self, total: dict[str, Tree], one: dict[str, Tree]) -> dict[str, Tree]:
         return {key: self._sum(total[key], one[key]) for key in total} or one
 
     def _micro_batch(self, state: State, parts: Tree, frozen: Tree, batch: Tree, index: np.int32) -> dict[str, Tree]:
-        """Returns the shared part's gradients under "" and each reader's (own gradients, terms) where it lies."""
+        """Returns the shared part's gradients under "" and each reader's (own gradients, terms) where it lies.
+
+        Each is a shard's own sum, with a leading axis of shards where there are several.
+        """
         shared, backward = self._share(state["trainable"], batch["source"], state["step"], index)
         cotangents, found = [], {}
         for name, at in self.placement.readers.items():
@@ -168,6 +193,9 @@ class _Staged:
         trainable = state["trainable"]
         share = self._share.trace(trainable, batch["source"], state["step"], index)
         shared, backward = share.out_info
+        spec = self._home.spec
+        if self._home.count > 1:
+            backward = _shapes(backward, learner, spec)
         programs, cotangents, found = {"share": Part(share.lower(), learner, count)}, [], {}
         for name, at in self.placement.readers.items():
             part = _shapes(self.recipe.part(name, trainable), at.mesh, P())
@@ -176,9 +204,11 @@ class _Staged:
             programs[name] = Part(branch.lower(), at.mesh, count)
             cotangent, one = branch.out_info
             cotangents.append(_shapes(cotangent, learner, P("data")))
-            found[name] = _shapes(one, learner, P())
-        programs["pull"] = Part(self._pull.lower(backward, cotangents), learner, count)
-        programs["update"] = Part(self._update.lower(state, _shapes(trainable, learner, P()), found), learner)
+            found[name] = _shapes(one, learner, spec)
+        pull = self._pull.trace(backward, cotangents)
+        programs["pull"] = Part(pull.lower(), learner, count)
+        gradients = _shapes(pull.out_info, learner, spec)
+        programs["update"] = Part(self._update.lower(state, gradients, found), learner)
         return programs
 
 
@@ -259,6 +289,11 @@ def _accumulate(
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     total, _ = jax.lax.scan(add, nothing, batch)
     return total
+
+
+def _is_whole(recipe: Recipe) -> bool:
+    """Says whether every device holds all of the trainable weights."""
+    return all(sharding.is_fully_replicated for sharding in jax.tree.leaves(recipe.shardings().trainable))
 
 
 def _at(batch: Tree, index: jax.Array) -> Tree:

@@ -74,12 +74,6 @@ def rows(tree: Any, mesh: Mesh) -> Any:
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec("data")))
 
 
-def keep_rows(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    """Returns what holds an array's leading axis split over data inside a jitted program."""
-    sharding = NamedSharding(mesh, PartitionSpec("data"))
-    return lambda x: jax.lax.with_sharding_constraint(x, sharding)
-
-
 def put_parts(batch: Any, placement: Placement, put: Callable[[Any, Mesh], Any]) -> Any:
     """Returns the batch put to where it is read: each of batch["readers"] to its reader, the rest to the learner."""
     rest = put({key: value for key, value in batch.items() if key != "readers"}, placement.learner)

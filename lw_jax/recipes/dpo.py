@@ -29,7 +29,7 @@ from lw_jax.recipes import pretrained
 from lw_jax.recipes import terms as arithmetic
 from lw_jax.recipes.base import Weights
 from lw_jax.recipes.terms import Terms
-from sharding import place, rules, tables
+from sharding import place, rules, shards, tables
 from sharding.placement import Placement
 
 SLOWEST = 5e-6  # a learning rate below it is of full tuning; TRL's documentation names 1e-5 for LoRA
@@ -206,7 +206,9 @@ class DPO:
         rows, sides, length = fields["ids"].shape
         ids, mask = (fields[key].reshape(rows * sides, length) for key in ("ids", "mask"))
         hidden = decoder.forward(policy, self.model, decoder.embed(params, ids), mask=mask, mode=self._mode).hidden
-        chunk = piecewise.positions(self.cfg.dpo.chunk, rows=rows * sides, data=self.placement.data)
+        chunk = piecewise.positions(
+            self.cfg.dpo.chunk, rows=rows * sides, data=shards.row_devices(self.placement.learner)
+        )
         # The one place where these labels shift: a position's logits are of the token after it.
         logp, mean = piecewise.token_logp(hidden[:, :-1], decoder.head(params), ids[:, 1:], chunk=chunk)
         scored = _scored(fields).reshape(rows * sides, length - 1)

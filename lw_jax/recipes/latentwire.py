@@ -28,7 +28,7 @@ from lw_jax.recipes.base import Weights
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates, longest_passage
 from lw_jax.recipes.teacher import Teacher
 from lw_jax.recipes.terms import Terms
-from sharding import place, placement, rules, tables
+from sharding import place, placement, rules, shards, tables
 from sharding.placement import Placement
 
 OPENING = 40  # tokens of a reader's prompt before the context where no tokenizer is at hand (Llama 3.1's chat: 36)
@@ -363,7 +363,7 @@ class LatentWire:
             return objectives.total(self.cfg.loss, name, one)
 
         rows, length, _ = states.shape
-        data = self.placement.readers[name].mesh.shape["data"]
+        data = shards.row_devices(self.placement.readers[name].mesh)
         pieces = piecewise.pieces(self.cfg.loss.chunk, rows=rows, length=length, data=data)
         learned, given = (states, shared, prefix[:, :-1]), (fields, embedded, told)
         return piecewise.sum_of_pieces(measure, {"head": decoder.head(frozen)}, learned, given, pieces=pieces)

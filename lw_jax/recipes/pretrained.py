@@ -13,7 +13,7 @@ from lw_jax.models import decoder, quant
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.recipes import selfmade
 from lw_jax.recipes.terms import Pass
-from sharding import place, placement, rules, tables
+from sharding import placement, rules, shards, tables
 
 
 def locate(cfg: Config, source: str, sha256: str) -> Path:
@@ -62,7 +62,7 @@ def load(location: Path, cfg: Config, llm: config.LLM, shardings: Tree) -> Tree:
 
 def mode(cfg: Config, mesh: Mesh) -> decoder.Mode:
     """Returns how a decoder runs on a mesh: what it keeps for its backward pass, and its rows over the data axis."""
-    return decoder.Mode(remat=cfg.compute.remat, constrain=place.keep_rows(mesh))
+    return decoder.Mode(remat=cfg.compute.remat, constrain=shards.keep_rows(mesh))
 
 
 def teacher_forced(

@@ -22,7 +22,7 @@ from lw_jax.models import decoder, ttt
 from lw_jax.recipes import terms as arithmetic
 from lw_jax.recipes.base import Weights
 from lw_jax.recipes.terms import Terms
-from sharding import place, rules, tables
+from sharding import rules, shards, tables
 from sharding.placement import Placement
 
 NAME = "lm"  # of the one model, among a placement's readers and a batch's
@@ -140,7 +140,9 @@ class TTT:
         ids, measured = fields["ids"], fields["task"] == Task("measure")
         # The one place where these labels shift: a position's logits are of the token after it.
         out = self._read(trainable, ids[:, :-1], fields["rate"], measured=measured)
-        chunk = piecewise.positions(self.cfg.ttt.loss_chunk, rows=len(ids), data=self.placement.data)
+        chunk = piecewise.positions(
+            self.cfg.ttt.loss_chunk, rows=len(ids), data=shards.row_devices(self.placement.learner)
+        )
         table = decoder.head(trainable)
         targets = ids[:, 1:]
         counted = jnp.broadcast_to(fields["weights"], targets.shape)
@@ -190,7 +192,7 @@ class TTT:
             unroll=spec.unroll,
             unroll_layers=spec.unroll_layers,
             remat=self.cfg.compute.remat,
-            constrain=place.keep_rows(self.placement.learner),
+            constrain=shards.keep_rows(self.placement.learner),
             measured=measured,
         )
 
