@@ -5,8 +5,9 @@ counted and told. Nothing of an answer reaches any field but `answer_inputs`, `t
 """
 
 import dataclasses
+import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,11 +20,22 @@ from lw_jax.data.ledger import REASONS, Ledger
 _log = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
-Lookup = Callable[[Sequence[int]], Batch]  # positions -> arrays [b ...]
 
 PROMPT_ROWS = ("text", "none", "truncated")  # the rows that read a whole prompt; other names need no field of their own
 MULTIPLE = 8  # widths are rounded up to it, so that data sets of similar lengths share one compiled program
 _CONTEXT, _QUESTION = "\ue000context\ue001", "\ue000question\ue001"  # private-use characters: stand-ins while rendering
+
+
+class Lookup(Protocol):
+    """What a frozen model said of each example, kept from before."""
+
+    def __call__(self, positions: Sequence[int], /) -> Batch:
+        """Returns arrays [b ...] of the examples at those positions. Raises UserError where one is not kept."""
+        ...
+
+    def empty(self, count: int) -> Batch:
+        """Returns arrays [count ...] of the same shapes and types, without values."""
+        ...
 
 
 class SourceTokenizer(Protocol):
@@ -162,6 +174,25 @@ class Encoded:
                 readers[name] |= _shift(fields["answer"].collate(indices), fields["answer"].pad)
         source = self.source.collate(indices) | {"channel": channel}
         return {"source": source, "readers": readers, "index": np.array(indices, np.int32)}
+
+    def probe(self) -> Batch:
+        """Returns a batch of one example for its shapes and types alone: what a teacher says need not be kept yet."""
+        bare = dataclasses.replace(self, teachers={}).collate([0])
+        for name, teacher in self.teachers.items():
+            bare["readers"][name]["teacher"] = teacher.empty(1)
+        return bare
+
+    def digest(self) -> str:
+        """Identifies the tokens that every example becomes."""
+        said = hashlib.blake2b(self.task.encode(), digest_size=16)
+        fields = {"source": self.source}
+        for name, one in self.readers.items():
+            fields |= {f"{name}/{key}": field for key, field in one.items()}
+        for name, field in sorted(fields.items()):
+            said.update(f"{name}:{field.width}:{len(field.ids)}".encode())
+            for ids in field.ids:
+                said.update(len(ids).to_bytes(8, "little") + ids.tobytes())
+        return said.hexdigest()
 
     def shuffled(self) -> "Encoded":
         """Returns the same examples, each with the source of the next one that has another context."""

@@ -5,6 +5,7 @@ told. A flag stands at the token it speaks of: the shift by one is the loss's af
 """
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 
@@ -104,6 +105,21 @@ class Preferences:
         if self.reference is not None:
             fields |= self.reference(indices)
         return {"source": {}, "readers": {self.name: fields}, "index": np.array(indices, np.int32)}
+
+    def probe(self) -> Batch:
+        """Returns a batch of one pair for its shapes and types alone: its reference need not be kept yet."""
+        batch = dataclasses.replace(self, reference=None).collate([0])
+        if self.reference is not None:
+            batch["readers"][self.name] |= self.reference.empty(1)
+        return batch
+
+    def digest(self) -> str:
+        """Identifies the tokens of every pair."""
+        said = hashlib.blake2b(f"{self.length}:{len(self)}".encode(), digest_size=16)
+        for pair in self.pairs:
+            for ids in (pair.prompt, pair.chosen, pair.rejected):
+                said.update(len(ids).to_bytes(8, "little") + np.asarray(ids, np.int32).tobytes())
+        return said.hexdigest()
 
     def describe(self) -> list[str]:
         """Returns lines for people: once what was kept, dropped and cut, then lengths and the share of padding."""
