@@ -392,14 +392,12 @@ class _ReaderPass:
 
 def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
     """Returns a reader's prompt text around context and question, as its template writes it."""
-    user = prompt.user
-    if (
-        user.count("{context}") != 1
-        or user.count("{question}") != 1
-        or user.index("{context}") > user.index("{question}")
-    ):
-        raise UserError(f"config.prompt.user={user!r} must hold {{context}} once and, after it, {{question}} once")
-    user = user.replace("{context}", _CONTEXT).replace("{question}", _QUESTION)
+    parts = config.split_prompt(prompt.user)
+    if parts is None:
+        raise UserError(
+            f"config.prompt.user={prompt.user!r} must hold {{context}} once and, after it, {{question}} once"
+        )
+    user = parts[0] + _CONTEXT + parts[1] + _QUESTION + parts[2]
     if reader.template not in ("plain", "chat"):
         raise UserError(f'config.llms.{name}.template={reader.template!r} must be "plain" or "chat"')
     chat = reader.template == "chat"

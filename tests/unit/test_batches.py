@@ -362,11 +362,22 @@ def test_single_prompt_equals_the_data_set_without_answers():
 
 
 @pytest.mark.parametrize(
-    "user", ["{question} {context}", "{context}", "{context}{question}{question}", "{contxt}{question}"]
+    "user",
+    [
+        *("{question} {context}", "{context}", "{context}{question}{question}", "{contxt}{question}"),
+        *("{context!r}{question}", "{context:>9}{question}", "{{context}}{question}"),
+    ],
 )
 def test_prompt_without_context_then_question_is_refused(user):
     with pytest.raises(UserError, match=r"config\.prompt\.user"):
         batches.encode(CARDS[:1], layout=layout(prompt={"user": user}))
+
+
+def test_braces_of_a_prompt_are_written_twice_and_read_once():
+    frame = batches.make_frame(
+        "a", Reader(TOK, "plain"), layout(prompt={"user": "{{x}} {context} }}{question}"}).prompt
+    )
+    assert (frame.before, frame.middle) == ("{x} ", " }")
 
 
 def test_template_that_repeats_or_loses_the_user_text_is_refused():
@@ -380,7 +391,7 @@ def test_template_that_repeats_or_loses_the_user_text_is_refused():
 
 def test_braces_in_text_and_prompt_are_kept_as_they_are():
     e = Example("x", "{question} {0}", "What {context}?", ("y",))
-    spec = layout(prompt={"user": '{"text": "{context}"}\n{question}'})
+    spec = layout(prompt={"user": '{{"text": "{context}"}}\n{question}'})
     out = batches.encode([e], layout=spec, rows=("text",)).collate([0])["readers"]["a"]
     assert TOK.decode(valid(out["text"], 0)) == '<s>{"text": "{question} {0}"}\nWhat {context}?\nAnswer:'
 
