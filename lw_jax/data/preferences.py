@@ -154,7 +154,10 @@ def encode(
     """
     _check(limits, template)
     writer = _Writer(tokenizer, template == "chat")
-    split = _tokenize([writer.write(pair) for pair in preferences], tokenizer)
+    # Where a prompt is cut, its end or what follows it is still read.
+    cuts = limits.truncation == "keep_end" or (limits.truncation == "keep_start" and limits.max_prompt)
+    limit = None if cuts else max(limits.max_length, limits.max_prompt)
+    split = _tokenize([writer.write(pair) for pair in preferences], tokenizer, limit)
     kept, counts = _settle(preferences, split, limits, tokenizer)
     return Preferences(
         examples=tuple(preferences[i] for i in kept),
@@ -275,15 +278,15 @@ def _turns(text: Text, role: str) -> list[dict[str, str]]:
     return [dataclasses.asdict(turn) for turn in turns]
 
 
-def _tokenize(written: Sequence[_Written], tokenizer: Tokenizer) -> list[tuple[Pair, bool]]:
-    """Returns each pair's ids, and whether its prompt lost tokens to the replies.
+def _tokenize(written: Sequence[_Written], tokenizer: Tokenizer, limit: int | None) -> list[tuple[Pair, bool]]:
+    """Returns each pair's ids, and whether its prompt lost tokens to the replies; far beyond a limit, some beyond it.
 
     A reply is always tokenised behind its prompt: apart, SentencePiece would put a word's beginning before it. Where
     that changes the prompt's own last tokens, the prompt ends where all three still agree.
     """
 
     def read(texts: list[str]) -> list[np.ndarray]:
-        return batches.with_begin(tokenizer, batches.tokenize(tokenizer, texts))
+        return batches.with_begin(tokenizer, batches.tokenize(tokenizer, texts, limit=limit))
 
     prompts = read([one.prompt for one in written])
     chosen = read([one.prompt + one.chosen.text for one in written])
