@@ -30,6 +30,7 @@ RECORD = "record.json"
 TIMES = "_CHECKPOINT_METADATA"  # orbax adds the time of the commit to it afterwards; reading needs nothing of it
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a folder that orbax has not committed
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+CONTENT = ("train", "validation")  # of an identity, hashes of data: who resumes has them, who reads need not
 BEST = "nll"  # the metric by which a checkpoint is the best; lower is better
 
 
@@ -51,8 +52,8 @@ class _Damage:
 class Checkpointer:
     """Saves and restores a dict of pytrees by step, keeping the newest `keep` and the best by metrics["nll"].
 
-    `identity` says what the state belongs to (encoder, config, fingerprints of frozen weights): a folder that holds
-    checkpoints of another identity is refused when opened. All processes must make the same calls.
+    `identity` says what the state belongs to (encoder, config, fingerprints of frozen weights, hashes of the data): a
+    folder that holds checkpoints of another identity is refused when opened. All processes must make the same calls.
     """
 
     def __init__(self, folder: Path | str, *, keep: int, identity: dict[str, str] | None) -> None:
@@ -65,9 +66,11 @@ class Checkpointer:
         self._damaged: dict[int, str] = {}
         self._pending: tuple[int, int, dict[str, Any]] | None = None  # step, bytes, record without files
         self._saved: int | None = None
+        self._unknown: list[str] = []  # data whose content the newest checkpoint does not record
         if identity is not None:
-            for step, record in self._read_records().items():
+            for step, record in sorted(self._read_records().items()):
                 self._check_identity(step, record["identity"], identity)
+            self._tell_unknown_content()
         logging.getLogger("absl").addFilter(_is_told_only_there)
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(),
@@ -244,13 +247,24 @@ class Checkpointer:
         )
 
     def _check_identity(self, step: int, saved: dict[str, str], own: dict[str, str]) -> None:
-        for key in sorted(saved.keys() | own.keys()):
+        content = own.keys() & saved.keys() & set(CONTENT)
+        self._unknown = sorted(own.keys() & set(CONTENT) - content)  # of the newest, the last one asked about
+        for key in sorted((saved.keys() | own.keys()) - set(CONTENT) | content):
             there, here = saved.get(key, "(absent)"), own.get(key, "(absent)")
             if there != here:
                 raise UserError(
                     f"{self._folder}: checkpoint {step} was made with {key}={there}, this run has {key}={here}; give "
                     "another --workdir, or go back to what made it"
                 )
+
+    def _tell_unknown_content(self) -> None:
+        """Warns where the newest checkpoint was saved before its record knew the content of the data."""
+        if self._unknown and jax.process_index() == 0:
+            print(
+                f"{self._folder}: the checkpoints do not record the content of {', '.join(self._unknown)} data, as "
+                "earlier versions saved them: that it is unchanged is not checked",
+                file=sys.stderr,
+            )
 
     def _check_order(self, step: int) -> None:
         newest = max(self._read_records().keys() - self._damaged.keys(), default=-1)

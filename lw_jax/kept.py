@@ -4,6 +4,7 @@ A store belongs to one model, as it is asked (weights, tokenizer, words); its ro
 key of what the model is given, so that another data set or order takes up what is there.
 """
 
+import dataclasses
 import fcntl
 import hashlib
 import json
@@ -15,9 +16,10 @@ from typing import Any
 
 import numpy as np
 
-from lw_jax.data.batches import Batch, Lookup
+from lw_jax.core.errors import UserError
+from lw_jax.data.batches import Batch
 
-FORMAT = 2
+FORMAT = 3  # 3: keys know the lengths of their parts, and rows of the teacher how it computes
 KEY_BYTES = 16
 
 
@@ -29,7 +31,12 @@ class Store:
         shapes = {name: [shape, str(dtype)] for name, (shape, dtype) in self.rows.items()}
         said = json.dumps([FORMAT, meaning, shapes], sort_keys=True)
         self.folder = root / hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
-        self.folder.mkdir(parents=True, exist_ok=True)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"{self.folder}: cannot be made ({error.strerror}); set LW_JAX_CACHE to a folder that can be"
+            ) from error
         self._rows: dict[bytes, int] = {}
 
     def fill(self, keys: Sequence[bytes], compute: Callable[[list[int]], Batch], *, batch: int) -> int:
@@ -45,16 +52,29 @@ class Store:
                 self._append([keys[i] for i in chosen], {name: value[: len(chosen)] for name, value in rows.items()})
         return len(missing)
 
-    def lookup(self, keys: Sequence[bytes]) -> Lookup:
-        """Returns positions -> rows; before `fill` the rows have their shape and no meaning."""
+    def lookup(self, keys: Sequence[bytes], *, length: int | None = None) -> "Kept":
+        """Returns positions -> rows, each cut to the first `length` of its first axis."""
+        return Kept(self, keys, length)
 
-        def rows(positions: Sequence[int]) -> Batch:
-            if not all(keys[i] in self._rows for i in positions):
-                return {name: np.zeros((len(positions), *shape), dtype) for name, (shape, dtype) in self.rows.items()}
-            at = [self._rows[keys[i]] for i in positions]
+    def read(self, keys: Sequence[bytes]) -> Batch:
+        """Returns the rows of examples.
+
+        Raises:
+          UserError: one of them is not there, which `fill` for the same keys prevents.
+        """
+        missing = [key for key in keys if key not in self._rows]
+        if missing:
+            raise UserError(
+                f"{self.folder}: no row for {len(missing)} of {len(keys)} examples asked for, as {missing[0].hex()}: "
+                "they were never computed, or the folder has been changed; remove it, it is then computed anew"
+            )
+        at = [self._rows[key] for key in keys]
+        try:
             return {name: self._map(name)[at] for name in self.rows}
-
-        return rows
+        except (OSError, ValueError) as error:  # a file that became shorter cannot be mapped
+            raise UserError(
+                f"{self.folder}: changed while it is read ({error}); remove it, it is then computed anew"
+            ) from error
 
     def _map(self, name: str) -> np.ndarray:
         shape, dtype = self.rows[name]
@@ -83,6 +103,29 @@ class Store:
         self._rows |= {key: len(self._rows) + i for i, key in enumerate(keys)}
 
 
+@dataclasses.dataclass(frozen=True)
+class Kept:
+    """The rows of a data set's examples, by their positions in it; see `data.batches.Lookup`."""
+
+    store: Store
+    keys: Sequence[bytes]
+    length: int | None = None
+
+    def __call__(self, positions: Sequence[int]) -> Batch:
+        """Returns the rows [b ...]. Raises UserError naming a row that is missing."""
+        return self._cut(self.store.read([self.keys[i] for i in positions]))
+
+    def empty(self, count: int) -> Batch:
+        """Returns zeros of the rows' shapes and types, whatever is kept by now."""
+        return self._cut({name: np.zeros((count, *shape), kind) for name, (shape, kind) in self.store.rows.items()})
+
+    def _cut(self, rows: Batch) -> Batch:
+        return rows if self.length is None else {name: value[:, : self.length] for name, value in rows.items()}
+
+
 def key_of(*parts: np.ndarray) -> bytes:
     """Returns the digest of what the model is given."""
-    return hashlib.blake2b(b"|".join(part.tobytes() for part in parts), digest_size=KEY_BYTES).digest()
+    said = hashlib.blake2b(digest_size=KEY_BYTES)
+    for part in parts:
+        said.update(f"{part.dtype}{part.shape}".encode() + part.tobytes())
+    return said.digest()

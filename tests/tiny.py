@@ -193,7 +193,7 @@ def make_bench(recipe: LatentWire, built: Weights) -> rows.Bench:
 
 def curve(recipe: LatentWire | TTT, workdir: Path, *, stop: Callable[[int], bool] = lambda step: False):
     """(exit code, logged losses, final trainable tree) of a whole run."""
-    with Checkpointer(workdir / "checkpoints", keep=2, identity=recipe.identity()) as checkpointer:
+    with Checkpointer(workdir / "checkpoints", keep=2, identity=recipe.identity() | recipe.content()) as checkpointer:
         workdir.mkdir(exist_ok=True)
         run = train.Run(recipe.cfg, recipe, checkpointer, workdir)
         code = run.train(stop)

@@ -11,6 +11,7 @@ import itertools
 import json
 import math
 import re
+import string
 import types
 import typing
 from collections.abc import Mapping
@@ -64,6 +65,23 @@ class Prompt:
     system: str
     anchor: str
     question: str
+
+
+def split_prompt(user: str) -> tuple[str, str, str] | None:
+    """Returns the words before the context, between it and the question, and after that; {{ and }} are braces.
+
+    None where the fields are others than {context} and then {question}, plain. Raises ValueError for single braces.
+    """
+    texts, fields = [""], []
+    for text, field, spec, conversion in string.Formatter().parse(user):
+        texts[-1] += text
+        if field is not None:
+            fields.append((field, spec, conversion))
+            texts.append("")
+    if fields != [("context", "", None), ("question", "", None)]:
+        return None
+    before, middle, after = texts
+    return before, middle, after
 
 
 @dataclasses.dataclass(frozen=True)

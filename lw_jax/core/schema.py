@@ -21,6 +21,8 @@ _T = TypeVar("_T")
 _ERROR = re.compile(r"(?P<rule>.*?)(?: - at `(?P<path>\$.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+)\]|(?P<other>.)")
 _SHOWN = 60  # characters of a value in a message
+_SEARCHED = 16 << 20  # bytes of a document that is decoded again, untyped, to show a refused value
+_BYTE = re.compile(r"\(byte (\d+)\)")
 
 
 def decode(data: bytes | str, kind: type[_T] | Any, *, where: str, remedy: str) -> _T:
@@ -35,7 +37,11 @@ def decode(data: bytes | str, kind: type[_T] | Any, *, where: str, remedy: str) 
     Raises:
       UserError: names where, the field, its value, the rule and the remedy.
     """
-    return _checked(lambda: msgspec.json.decode(data, type=kind), lambda: msgspec.json.decode(data), where, remedy)
+
+    def parse() -> Any:
+        return msgspec.json.decode(data) if len(data) <= _SEARCHED else None
+
+    return _checked(lambda: msgspec.json.decode(data, type=kind), parse, where, remedy, data)
 
 
 def convert(value: Any, kind: type[_T] | Any, *, where: str, remedy: str) -> _T:
@@ -61,30 +67,67 @@ def read(path: Path, kind: type[_T] | Any, *, remedy: str, limit: int = JSON_BYT
     return decode(data, kind, where=str(path), remedy=remedy)
 
 
-def _checked(make: Callable[[], _T], parse: Callable[[], Any], where: str, remedy: str) -> _T:
+def encodable(text: str, *, where: str, remedy: str) -> str:
+    """Returns a text that UTF-8 can hold. Raises UserError for a lone surrogate, which JSON alone cannot bring in."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise UserError(f"{where}: a lone surrogate (character {error.start}); {remedy}") from error
+    return text
+
+
+def _checked(make: Callable[[], _T], parse: Callable[[], Any], where: str, remedy: str, data: bytes | str = b"") -> _T:
     try:
         return make()
     except msgspec.ValidationError as error:
         match = _ERROR.fullmatch(str(error))
         assert match is not None
         path, rule = match["path"] or "", match["rule"].replace("`", "")
-        field = f"{path.removeprefix('$').removeprefix('.')}={_value_at(parse, path)}: " if path else ""
+        named = path.removeprefix("$").removeprefix(".")
+        if "missing required field" in rule:  # of the object itself its fields say more than the first of their values
+            field, rule = f"{named}: " * bool(named), f"{rule}, found {_fields_at(parse, path)}"
+        else:
+            field = f"{named}={_value_at(parse, path)}: " * bool(named)
         raise UserError(f"{where}: {field}{rule[:1].lower()}{rule[1:]}; {remedy}") from error
     except msgspec.DecodeError as error:
-        raise UserError(f"{where}: broken JSON or a lone surrogate ({error}); {remedy}") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 ({error.reason}, byte {error.start}); {remedy}") from error
+        told = _BYTE.sub(lambda match: _line_of(data, int(match[1])), str(error))
+        raise UserError(f"{where}: broken JSON or a lone surrogate ({told}); {remedy}") from error
+    except UnicodeError as error:
+        raise UserError(f"{where}: not UTF-8 ({_encoding(error)}); {remedy}") from error
     except RecursionError as error:
         raise UserError(f"{where}: nested too deeply to be read; {remedy}") from error
 
 
+def _encoding(error: UnicodeError) -> str:
+    known = isinstance(error, UnicodeDecodeError | UnicodeEncodeError)
+    return f"{error.reason}, byte {error.start}" if known else "an unknown encoding"
+
+
+def _line_of(data: bytes | str, at: int) -> str:
+    """Returns a place of a document as people look for it."""
+    before = (data.encode("utf-8", "surrogatepass") if isinstance(data, str) else data)[:at]
+    number = before.count(b"\n") + 1
+    column = at - before.rfind(b"\n")
+    return f"(line {number}, byte {column})" if number > 1 else f"(byte {column})"
+
+
 def _value_at(parse: Callable[[], Any], path: str) -> str:
     """Returns the value at a path of msgspec's messages, such as `$.a[0].b`; "..." where the path does not name it."""
+    return _shown(parse, path, repr)
+
+
+def _fields_at(parse: Callable[[], Any], path: str) -> str:
+    """Returns the names of the fields of the object at a path."""
+    return _shown(parse, path, lambda value: ", ".join(map(repr, value)) or "none")
+
+
+def _shown(parse: Callable[[], Any], path: str, show: Callable[[Any], str]) -> str:
     try:
         value = parse()
         for step in _STEP.finditer(path.removeprefix("$")):
             value = value[step["name"] if step["name"] else int(step["index"])]
-    except (msgspec.MsgspecError, RecursionError, LookupError, TypeError):  # "[...]": some key or value of a mapping
+        shown = show(value)
+    # "[...]" is some key or value of a mapping; an integer of thousands of digits has no repr.
+    except (msgspec.MsgspecError, RecursionError, LookupError, TypeError, ValueError):
         return "..."
-    shown = repr(value)
     return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."

@@ -6,10 +6,9 @@ Every refusal names the key, its value, the rule and the remedy.
 import fnmatch
 import math
 import re
-import string
 from typing import Any, NoReturn
 
-from lw_jax.core.config import REMATS, Config, flatten, suggest, to_dict
+from lw_jax.core.config import REMATS, Config, flatten, split_prompt, suggest, to_dict
 from lw_jax.core.errors import UserError
 
 # What a word may be, by path; "*" stands for every reader's name.
@@ -49,6 +48,9 @@ MADE = ("cards", "pairs")  # the project makes them, each split apart
 SELFMADE = ("llama", "qwen")
 BYTES = 257  # UTF-8 and the end of a document
 TTT_PLACEMENTS = ("auto", "single", "replicate", "fsdp")
+
+# What takes time and memory in proportion, and what that is: a million cards take some 30 s and 1 GB.
+AT_MOST = {"data.cards": 10_000_000, "data.validation_cards": 10_000_000}
 
 ABOVE_ZERO = (
     *("encoder.slots", "encoder.width", "encoder.window", "encoder.windows", "adapter.hidden"),
@@ -141,6 +143,13 @@ def _check_ranges(flat: dict[str, Any]) -> None:
                 _refuse(path, flat[path], lowest)
     for path in (path for pattern in CHANNELS for path in fnmatch.filter(flat, pattern)):
         _check_channel(path, flat)
+    for path, most in AT_MOST.items():
+        if flat[path] > most:
+            _refuse(path, flat[path], f"at most {most:,} are made.")
+    _check_shares(flat)
+
+
+def _check_shares(flat: dict[str, Any]) -> None:
     for path in ("optim.b1", "optim.b2"):
         if flat[path] >= 1:
             _refuse(path, flat[path], "a decay must be below 1.")
@@ -221,10 +230,10 @@ def _check_prompt(cfg: Config) -> None:
     user = cfg.prompt.user
     remedy = "it needs {context} once and then {question} once, and no other braces (write {{ for a brace)."
     try:
-        fields = [field for _, field, _, _ in string.Formatter().parse(user) if field is not None]
+        parts = split_prompt(user)
     except ValueError as error:
         raise UserError(f"config.prompt.user = {user!r}: {error}; {remedy}") from error
-    if fields != ["context", "question"]:
+    if parts is None:
         _refuse("prompt.user", user, remedy)
 
 

@@ -5,8 +5,9 @@ counted and told. Nothing of an answer reaches any field but `answer_inputs`, `t
 """
 
 import dataclasses
+import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,11 +20,24 @@ from lw_jax.data.ledger import REASONS, Ledger
 _log = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
-Lookup = Callable[[Sequence[int]], Batch]  # positions -> arrays [b ...]
 
 PROMPT_ROWS = ("text", "none", "truncated")  # the rows that read a whole prompt; other names need no field of their own
 MULTIPLE = 8  # widths are rounded up to it, so that data sets of similar lengths share one compiled program
+WIDEST = 16  # characters of a token, at most, in a text whose beginning is read; tokens of text have 4
+MARGIN = 256  # ids read beyond a limit, so that those before it are the whole text's
 _CONTEXT, _QUESTION = "\ue000context\ue001", "\ue000question\ue001"  # private-use characters: stand-ins while rendering
+
+
+class Lookup(Protocol):
+    """What a frozen model said of each example, kept from before."""
+
+    def __call__(self, positions: Sequence[int], /) -> Batch:
+        """Returns arrays [b ...] of the examples at those positions. Raises UserError where one is not kept."""
+        ...
+
+    def empty(self, count: int) -> Batch:
+        """Returns arrays [count ...] of the same shapes and types, without values."""
+        ...
 
 
 class SourceTokenizer(Protocol):
@@ -163,6 +177,25 @@ class Encoded:
         source = self.source.collate(indices) | {"channel": channel}
         return {"source": source, "readers": readers, "index": np.array(indices, np.int32)}
 
+    def probe(self) -> Batch:
+        """Returns a batch of one example for its shapes and types alone: what a teacher says need not be kept yet."""
+        bare = dataclasses.replace(self, teachers={}).collate([0])
+        for name, teacher in self.teachers.items():
+            bare["readers"][name]["teacher"] = teacher.empty(1)
+        return bare
+
+    def digest(self) -> str:
+        """Identifies the tokens that every example becomes."""
+        said = hashlib.blake2b(self.task.encode(), digest_size=16)
+        fields = {"source": self.source}
+        for name, one in self.readers.items():
+            fields |= {f"{name}/{key}": field for key, field in one.items()}
+        for name, field in sorted(fields.items()):
+            said.update(f"{name}:{field.width}:{len(field.ids)}".encode())
+            for ids in field.ids:
+                said.update(len(ids).to_bytes(8, "little") + ids.tobytes())
+        return said.hexdigest()
+
     def shuffled(self) -> "Encoded":
         """Returns the same examples, each with the source of the next one that has another context."""
         others = other_examples(self.examples)
@@ -243,7 +276,8 @@ def encode_prompt(context: str, question: str, *, layout: Layout, rows: Iterable
 
 def read_source(texts: list[str], layout: Layout, ledger: Ledger) -> list[np.ndarray]:
     """Returns what the encoder reads of each text; the ledger learns what is cut or refused."""
-    source, limit = tokenize(layout.source, texts), layout.window * layout.windows
+    limit = layout.window * layout.windows
+    source = tokenize(layout.source, texts, limit=limit)
     named = f"config.encoder.window={layout.window}" + f" x windows={layout.windows}" * (layout.windows > 1)
     for i, ids in enumerate(source):
         if len(ids) <= limit:
@@ -252,7 +286,7 @@ def read_source(texts: list[str], layout: Layout, ledger: Ledger) -> list[np.nda
             source[i] = ids[:limit]
             ledger.cut["source_cut"].add(i)
         else:
-            ledger.refuse(i, f"{len(ids)} tokens or bytes of context, limit {named}")
+            ledger.refuse(i, f"{_count(ids, texts[i], limit)} tokens or bytes of context, limit {named}")
     return source
 
 
@@ -275,28 +309,32 @@ class _ReaderPass:
         asked = [self.frame.after(example.question) for example in examples]
         in_latents = self.layout.prompt.question == "latents"
         after_texts = [self.frame.after("")] * len(examples) if in_latents else asked
+        data = self.layout.data
+        asked_limit = None if in_latents else data.question_tokens
         before = self._tokenize([self.frame.before], begin=True)[0]
-        after = self._tokenize(after_texts)
+        after = self._tokenize(after_texts, limit=data.question_tokens)
         fields = {"before": [before] * len(examples), "after": after}
         self._limit(after, "question", "question_tokens")
         if answered:
-            fields["answer"] = self._read_answers(after_texts, after, examples)
+            fields["answer"] = self._read_answers(after_texts, after, examples, limit=data.question_tokens)
             self._limit(fields["answer"], "answer", "answer_tokens")
         if "text" in rows:
             fields["text"] = self._read_text(examples, asked, fields.get("answer"))
         if "none" in rows:
-            fields["none"] = self._tokenize([self.frame.before + text for text in asked], begin=True)
+            limit = None if asked_limit is None else len(before) + asked_limit
+            fields["none"] = self._tokenize([self.frame.before + text for text in asked], begin=True, limit=limit)
         if "truncated" in rows:
-            contexts, slots = self._tokenize([example.context for example in examples]), self.layout.slots
+            slots = self.layout.slots
+            contexts = self._tokenize([example.context for example in examples], limit=slots)
             question = self._tokenize(asked) if in_latents else after
             fields["truncated"] = [
                 np.concatenate([before, c[:slots], a]) for c, a in zip(contexts, question, strict=True)
             ]
         return fields
 
-    def _tokenize(self, texts: list[str], *, begin: bool = False) -> list[np.ndarray]:
-        """Returns ids; with `begin`, those of a whole prompt."""
-        ids = tokenize(self.tokenizer, texts)
+    def _tokenize(self, texts: list[str], *, begin: bool = False, limit: int | None = None) -> list[np.ndarray]:
+        """Returns ids, of what is far beyond a limit some beyond it; with `begin`, those of a whole prompt."""
+        ids = tokenize(self.tokenizer, texts, limit=limit)
         return with_begin(self.tokenizer, ids) if begin else ids
 
     def _limit(self, ids: list[np.ndarray], reason: str, key: str) -> None:
@@ -306,12 +344,25 @@ class _ReaderPass:
                 self.ledger.drop(i, reason, f"{len(row)} tokens of reader {self.name!r}, config.data.{key}={limit}")
 
     def _read_answers(
-        self, texts: list[str], prompts: list[np.ndarray], examples: Sequence[Example], *, begin: bool = False
+        self,
+        texts: list[str],
+        prompts: list[np.ndarray],
+        examples: Sequence[Example],
+        *,
+        limit: int,
+        begin: bool = False,
     ) -> list[np.ndarray]:
-        """Returns the ids that follow each prompt when it is tokenised together with its answer, and EOS."""
+        """Returns the ids that follow each prompt when it is tokenised together with its answer, and EOS.
+
+        Of an example that is dropped or refused by now, whose prompt of more than `limit` ids may be a beginning, EOS.
+        """
         joined = [text + self.frame.gap + e.answers[0] for text, e in zip(texts, examples, strict=True)]
         answers = []
-        for i, (prompt, full) in enumerate(zip(prompts, self._tokenize(joined, begin=begin), strict=True)):
+        found = self._tokenize(joined, begin=begin, limit=limit + self.layout.data.answer_tokens)
+        for i, (prompt, full) in enumerate(zip(prompts, found, strict=True)):
+            if _is_cut(texts[i], limit) and self.ledger.settled(i):
+                answers.append(np.array([self.tokenizer.eos], np.int32))
+                continue
             if np.array_equal(full, prompt):
                 self.ledger.drop(i, "nothing", f"answer {examples[i].answers[0]!r}, reader {self.name!r}")
             elif len(full) <= len(prompt) or not np.array_equal(full[: len(prompt)], prompt):
@@ -324,34 +375,37 @@ class _ReaderPass:
     ) -> list[np.ndarray]:
         """Returns the whole prompts, tokenised jointly; one that changes the answer's ids is dropped."""
         texts = [self.frame.before + e.context + after for e, after in zip(examples, after_texts, strict=True)]
-        prompts = self._tokenize(texts, begin=True)
         limit = self.layout.data.context_tokens
+        prompts = self._tokenize(texts, begin=True, limit=limit)
         for i, ids in enumerate(prompts):
             if len(ids) <= limit:
                 continue
             if self.layout.data.overlong != "cut":
-                detail = f"{len(ids)} tokens of text prompt of reader {self.name!r}, config.data.context_tokens={limit}"
+                count = _count(ids, texts[i], limit)
+                detail = f"{count} tokens of text prompt of reader {self.name!r}, config.data.context_tokens={limit}"
                 self.ledger.refuse(i, detail)
                 continue
             texts[i] = self._cut_text(examples[i].context, after_texts[i])
-            prompts[i] = self._tokenize([texts[i]], begin=True)[0]
+            prompts[i] = self._tokenize([texts[i]], begin=True, limit=limit)[0]
             if len(prompts[i]) > limit:
                 self.ledger.drop(i, "prompt", f"{len(prompts[i])} tokens of reader {self.name!r}, limit {limit}")
             self.ledger.cut["text_cut"].add(i)
         if answers is not None:
-            joint = self._read_answers(texts, prompts, examples, begin=True)
+            joint = self._read_answers(texts, prompts, examples, limit=limit, begin=True)
             for i, (wire, text) in enumerate(zip(answers, joint, strict=True)):
-                if not np.array_equal(wire, text):
+                known = _is_cut(texts[i], limit) and self.ledger.settled(i)
+                if not known and not np.array_equal(wire, text):
                     self._drop_boundary(i, examples[i])
         return prompts
 
     def _cut_text(self, context: str, after: str) -> str:
         """Returns the prompt with the longest start of its context that fits, found by bisection over characters."""
+        limit = self.layout.data.context_tokens
         low, high = 0, len(context)  # `low` characters fit (or nothing does), `high` do not
         while high - low > 1:
             middle = (low + high) // 2
-            ids = self._tokenize([self.frame.before + context[:middle] + after], begin=True)[0]
-            low, high = (middle, high) if len(ids) <= self.layout.data.context_tokens else (low, middle)
+            ids = self._tokenize([self.frame.before + context[:middle] + after], begin=True, limit=limit)[0]
+            low, high = (middle, high) if len(ids) <= limit else (low, middle)
         return self.frame.before + context[:low] + after
 
     def _drop_boundary(self, index: int, example: Example) -> None:
@@ -361,14 +415,14 @@ class _ReaderPass:
 
 def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
     """Returns a reader's prompt text around context and question, as its template writes it."""
-    user = prompt.user
-    if (
-        user.count("{context}") != 1
-        or user.count("{question}") != 1
-        or user.index("{context}") > user.index("{question}")
-    ):
-        raise UserError(f"config.prompt.user={user!r} must hold {{context}} once and, after it, {{question}} once")
-    user = user.replace("{context}", _CONTEXT).replace("{question}", _QUESTION)
+    rule = f"config.prompt.user={prompt.user!r} must hold {{context}} once and, after it, {{question}} once"
+    try:
+        parts = config.split_prompt(prompt.user)
+    except ValueError as error:
+        raise UserError(f"{rule} ({error})") from error
+    if parts is None:
+        raise UserError(rule)
+    user = parts[0] + _CONTEXT + parts[1] + _QUESTION + parts[2]
     if reader.template not in ("plain", "chat"):
         raise UserError(f'config.llms.{name}.template={reader.template!r} must be "plain" or "chat"')
     chat = reader.template == "chat"
@@ -384,11 +438,26 @@ def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
     return Frame(before, middle, tail, " " if open_end and (prompt.anchor or not chat) else "")
 
 
-def tokenize(tokenizer: SourceTokenizer, texts: list[str]) -> list[np.ndarray]:
-    """Returns the ids of each text, i32, with nothing added."""
+def tokenize(tokenizer: SourceTokenizer, texts: list[str], *, limit: int | None = None) -> list[np.ndarray]:
+    """Returns the ids of each text, i32, with nothing added.
+
+    With a limit, of a text far beyond it only a beginning is read: more than `limit` ids, the first `limit` of them
+    the whole text's. Whatever must not exceed the limit is found to, and a row of megabytes costs no minutes.
+    """
     chunk = 1024  # Python lists of ids take ten times the memory of arrays: never hold them for a whole data set
     starts = range(0, len(texts), chunk)
-    return [np.array(ids, np.int32) for i in starts for ids in tokenizer.encode_batch(texts[i : i + chunk])]
+    size = None if limit is None else WIDEST * (limit + MARGIN)
+    cut = [text[:size] for text in texts]
+    found = [np.array(ids, np.int32) for i in starts for ids in tokenizer.encode_batch(cut[i : i + chunk])]
+    if limit is None or size is None:
+        return found
+    for i, text in enumerate(texts):
+        read = size
+        # The last ids of a beginning are of a word that is cut; a tokenizer may make one id of very many characters.
+        while len(text) > read and len(found[i]) < limit + MARGIN:
+            read *= 4
+            found[i] = np.array(tokenizer.encode_batch([text[:read]])[0], np.int32)
+    return found
 
 
 def field(ids: list[np.ndarray], pad: int, *, left: bool, limit: int | None = None) -> Field:
@@ -405,6 +474,16 @@ def with_begin(tokenizer: ReaderTokenizer, rows: list[np.ndarray]) -> list[np.nd
     """Returns the rows with what the tokenizer itself puts first, unless they already hold it."""
     first = np.array(tokenizer.begin, np.int32)
     return [row if np.array_equal(row[: len(first)], first) else np.concatenate([first, row]) for row in rows]
+
+
+def _count(ids: np.ndarray, text: str, limit: int) -> str:
+    """Says how many ids a text has, of which perhaps only a beginning was read."""
+    return f"more than {limit} (of {len(text):,} characters)" if _is_cut(text, limit) else f"{len(ids)}"
+
+
+def _is_cut(text: str, limit: int) -> bool:
+    """Says whether `tokenize` may read a beginning of a text only."""
+    return len(text) > WIDEST * (limit + MARGIN)
 
 
 def _width(longest: int, limit: int | None) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import hashlib
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -38,6 +39,14 @@ class Stream(Protocol):
 
     def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
         """Returns a batch of the examples at those positions, each sent with `channel` i32[b 3] of its own."""
+        ...
+
+    def digest(self) -> str:
+        """Identifies the content of all examples, in their order."""
+        ...
+
+    def probe(self) -> Batch:
+        """Returns a batch of one example for its shapes and types alone."""
         ...
 
     def describe(self) -> list[str]:
@@ -103,6 +112,10 @@ class Course:
         """Returns the number of examples of each stream."""
         return [len(encoded) for encoded in self.streams]
 
+    def digest(self) -> str:
+        """Identifies the content of all streams."""
+        return digest_of(self.streams)
+
     def shapes(self) -> list[Batch]:
         """Returns a batch of one example of each stream: all the shapes that a run meets, where it trains the most."""
         most: dict[int, tuple[Stretch, Stream]] = {}
@@ -110,7 +123,7 @@ class Course:
             for encoded, _ in stretch.streams:
                 most.setdefault(id(encoded), (stretch, encoded))
         found = (most[id(encoded)] for encoded in self.streams)
-        return [stretch.mark(encoded.collate([0])) for stretch, encoded in found]
+        return [stretch.mark(encoded.probe()) for stretch, encoded in found]
 
     def batch(self, number: int, *, global_batch: int, seed: int, share: slice) -> Batch:
         """Returns rows `share` of a global batch; a function of its arguments alone."""
@@ -142,6 +155,11 @@ class Course:
             used[positions[id(encoded)]] += count
         stream = positions[id(stretch.streams[stretch.pattern[number % stretch.steps]][0])]
         return stretch, stream, used[stream]
+
+
+def digest_of(streams: Sequence[Stream]) -> str:
+    """Identifies the content of several streams."""
+    return hashlib.blake2b("\n".join(one.digest() for one in streams).encode(), digest_size=16).hexdigest()
 
 
 def refuse_small(course: Course, global_batch: int) -> None:

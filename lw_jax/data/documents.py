@@ -4,22 +4,19 @@ It knows no tokenizer. No more than a row or a few pieces of a text lie in memor
 """
 
 import ast
-import contextlib
-import gzip
 import hashlib
 import importlib
 import inspect
-import io
-import json
 import sys
 import sysconfig
 import warnings
-import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, NamedTuple, cast
+from typing import IO, Any, NamedTuple
 
+from lw_jax.core import schema
 from lw_jax.core.errors import UserError
+from lw_jax.data import rows
 
 PIECE = 1 << 18  # characters of a long text read at once: several of them keep all cores busy
 HASHED_WHOLE = 64 << 20  # bytes; of a larger source each file is hashed at three places
@@ -27,6 +24,7 @@ SAMPLE = 64 << 10  # bytes at each of them
 DOCSTRINGS = "docstrings"
 _PLAIN, _TABLES = (".txt", ".jsonl"), (".arrow", ".parquet")
 _NO_DOCUMENTS = ("test", "tests", "site-packages", "dist-packages", "idlelib", "idle_test", "__pycache__")
+_ROW = 'a document is a row {"text": "..."}; mend the row or rename the field of its text'
 _KNOWN = (
     "a .txt or .jsonl file (also .gz), an .arrow or .parquet file, a folder of them, a folder of "
     f'datasets.save_to_disk, "hub:NAME", "hub:NAME:CONFIG" or "{DOCSTRINGS}"'
@@ -135,30 +133,13 @@ def _read_file(path: Path) -> Iterator[Piece]:
     if kind in _TABLES:
         yield from _table(name, lambda: _table_rows(path, kind[1:]))
         return
-    with _opened(path) as content:
+    with rows.opened(path) as content:
         if kind == ".txt":
-            with io.TextIOWrapper(content, "utf-8-sig", newline="") as text:
+            with rows.text_stream(content) as text:
                 yield from _cut(text)
             return
-        for number, line in enumerate(content, 1):
-            if line.strip():
-                where = f"{name}:{number}"
-                yield Piece(_text_of(_parse(line.rstrip(), where), where), True)
-
-
-@contextlib.contextmanager
-def _opened(path: Path) -> Iterator[IO[bytes]]:
-    """Opens a file, gzipped or not, and says of whatever cannot be read of it where it is."""
-    try:
-        with path.open("rb") as raw:
-            packed = raw.peek(2)[:2] == b"\x1f\x8b"
-            yield cast(IO[bytes], gzip.GzipFile(fileobj=raw) if packed else raw)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: broken gzip data ({error}); fetch or compress the file again") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error}); convert it to UTF-8") from error
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); mend its rights or name another file") from error
+        for number, line in rows.lines(content, path):
+            yield Piece(rows.decode(line, rows.Text, where=f"{name}:{number}", remedy=_ROW).text, True)
 
 
 def _cut(text: IO[str]) -> Iterator[Piece]:
@@ -171,35 +152,17 @@ def _cut(text: IO[str]) -> Iterator[Piece]:
     yield Piece(held, True)
 
 
-def _parse(line: bytes, where: str) -> Any:
-    try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{where}: broken JSON, column {error.colno}: {error.msg}; mend or remove it") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{where}: not UTF-8 text ({error}); mend or remove it") from error
-
-
-def _text_of(row: object, where: str) -> str:
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-        found = f"the fields {', '.join(map(repr, row)) or 'nothing'}" if isinstance(row, dict) else type(row).__name__
-        raise UserError(f'{where}: a document is a row {{"text": "..."}}, found {found}; rename the field of the text')
-    try:
-        row["text"].encode()
-    except UnicodeEncodeError as error:
-        raise UserError(f"{where}: half a surrogate pair in the text ({error}); mend or remove the row") from error
-    return row["text"]
-
-
 # --- tables
 
 
-def _table(where: str, rows: Any) -> Iterator[Piece]:
-    """Yields a document a row of what `rows()` opens; it is opened and read lazily, so errors come with any row."""
+def _table(where: str, opened: Callable[[], Iterable[Any]]) -> Iterator[Piece]:
+    """Yields a document a row of what `opened()` gives; it is read lazily, so errors come with any row."""
     datasets = _import(where)
     try:
-        for number, row in enumerate(rows()):
-            yield Piece(_text_of(row, f"{where}[{number}]"), True)
+        for number, row in enumerate(opened()):
+            named = f"{where}[{number}]"
+            text = schema.convert(row, rows.Text, where=named, remedy=_ROW).text
+            yield Piece(schema.encodable(text, where=f"{named}: text", remedy=_ROW), True)
     except UserError:
         raise
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
@@ -209,8 +172,8 @@ def _table(where: str, rows: Any) -> Iterator[Piece]:
 
 
 def _table_rows(path: Path, kind: str) -> Iterable[Any]:
-    rows = _import(str(path)).load_dataset(kind, data_files=str(path), split="train", streaming=True)
-    return rows.select_columns(["text"])
+    found = _import(str(path)).load_dataset(kind, data_files=str(path), split="train", streaming=True)
+    return found.select_columns(["text"])
 
 
 def _is_saved(path: Path) -> bool:
@@ -219,12 +182,12 @@ def _is_saved(path: Path) -> bool:
 
 
 def _saved_rows(path: Path) -> Iterable[Any]:
-    rows = _import(str(path)).load_from_disk(str(path))
+    found = _import(str(path)).load_from_disk(str(path))
     if (path / "dataset_dict.json").is_file():
-        if "train" not in rows:
-            raise UserError(f'{path}: no split "train", here are {sorted(rows)}; name the folder of one of them')
-        rows = rows["train"]
-    return rows.select_columns(["text"])
+        if "train" not in found:
+            raise UserError(f'{path}: no split "train", here are {sorted(found)}; name the folder of one of them')
+        found = found["train"]
+    return found.select_columns(["text"])
 
 
 def _builder(source: str) -> Any:

@@ -3,29 +3,77 @@
 First stage of the data flow: it knows no tokenizer and no array. The format of a file is recognised from its content.
 """
 
-import gzip
+import hashlib
 import importlib
-import json
 import logging
 import os
 import re
-import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from lw_jax.core import config
+import msgspec
+
+from lw_jax.core import config, schema
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
-from lw_jax.data import cards
+from lw_jax.data import cards, rows
 
 Split = Literal["train", "validation"]
-_Row = tuple[str, Any]  # where it stands (for messages), the parsed JSON value
 
 _log = logging.getLogger(__name__)
 _FORMATS = (
     'SQuAD JSON, HotpotQA JSON, or rows {"context": ..., "question": ..., "answers": [...]} (JSONL or a JSON array)'
 )
+_REMEDY = f"known formats: {_FORMATS}"
+
+
+class _Texts(msgspec.Struct):  # the hub's SQuAD
+    text: list[str | rows.Text]
+
+
+class _Columns(msgspec.Struct):  # the hub's HotpotQA: parallel lists
+    title: list[str]
+    sentences: list[list[str]]
+
+
+_Context = str | list[str | tuple[str, list[str]]] | _Columns
+_Answers = list[str | rows.Text] | _Texts | None
+_Id = str | int | float | bool | None
+
+
+class _Row(msgspec.Struct):
+    context: _Context
+    question: str
+    answers: _Answers | msgspec.UnsetType = msgspec.UNSET
+    answer: Any = msgspec.UNSET  # asked for where there are no answers only
+    is_impossible: bool | int | None = None
+    id: _Id = None
+    own_id: _Id = msgspec.field(default=None, name="_id")
+
+
+class _Answered(msgspec.Struct):
+    answer: str
+
+
+class _Question(msgspec.Struct):
+    question: str
+    answers: _Answers
+    is_impossible: bool | int | None | msgspec.UnsetType = msgspec.UNSET
+    id: _Id = None
+
+
+class _Paragraph(msgspec.Struct):
+    context: _Context
+    qas: list[_Question]
+
+
+class _Article(msgspec.Struct):
+    paragraphs: list[_Paragraph]
+
+
+class _Squad(msgspec.Struct):
+    data: list[_Article]
 
 
 def load(data: config.Data, split: Split, *, seed: int) -> list[Example]:
@@ -54,8 +102,8 @@ def read(source: str, *, limit: int = 0, split: str = "train") -> list[Example]:
     With a limit, so many examples spread evenly over the source: neighbours in SQuAD share their paragraph.
     `split` is taken where a hub source names none. Raises UserError naming file, line or row, and field.
     """
-    rows = _hub_rows(source, split) if source.startswith("hub:") else _file_rows(Path(source).expanduser())
-    parsed = [_example(row, where) for where, row in rows]
+    found = _hub_rows(source, split) if source.startswith("hub:") else _file_rows(Path(source).expanduser())
+    parsed = [_example(row, where) for where, row in found]
     examples = [example for example in parsed if example is not None]
     skipped = len(parsed) - len(examples)
     if skipped:
@@ -63,6 +111,15 @@ def read(source: str, *, limit: int = 0, split: str = "train") -> list[Example]:
     if not examples:
         raise UserError(f"{source}: no examples ({skipped} unanswerable questions skipped); expected {_FORMATS}")
     return [examples[i] for i in spread(len(examples), limit)]
+
+
+def digest(examples: Sequence[Example]) -> str:
+    """Identifies the words of examples, wherever they were read from."""
+    said = hashlib.blake2b(digest_size=16)
+    for example in examples:
+        for text in (example.context, example.question, *example.answers, ""):
+            said.update(f"{len(text)}:{text}".encode())
+    return said.hexdigest()
 
 
 def spread(count: int, limit: int) -> list[int]:
@@ -77,67 +134,29 @@ def _identity(source: str, split: Split) -> str | tuple[str, str, str]:
     return source if source in cards.STYLES else os.path.realpath(os.path.expanduser(source))
 
 
-def _file_rows(path: Path) -> Iterator[_Row]:
-    text = read_text(path)
-    yield from rows_of(path, text)
+def _file_rows(path: Path) -> Iterator[tuple[str, _Row]]:
+    for where, found in rows.read(path, _Row, remedy=_REMEDY, document=_Squad):
+        if isinstance(found, _Squad):
+            yield from _squad_rows(found, where)
+        else:
+            yield where, found
 
 
-def rows_of(path: Path, text: str) -> Iterator[_Row]:
-    """Yields (place, value) of each row of a file's text. Raises UserError naming file and line of broken JSON."""
-    lines = [(number, line) for number, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not lines:
-        raise UserError(f"{path}: the file is empty; expected {_FORMATS}")
-    if len(lines) > 1 and (".jsonl" in path.suffixes or _is_object(lines[0][1])):
-        for number, line in lines:
-            yield f"{path}:{number}", _parse(line, path, number)
-        return
-    document = _parse(text, path, 1)
-    if isinstance(document, dict) and isinstance(document.get("data"), list):
-        yield from _squad_rows(document["data"], str(path))
-    elif isinstance(document, list):
-        yield from ((f"{path}[{i}]", row) for i, row in enumerate(document))
-    else:
-        yield f"{path}:{lines[0][0]}", document
-
-
-def read_text(path: Path) -> str:
-    """Returns the text of a file, gzipped or not. Raises UserError where it cannot be read."""
-    if not path.is_file():
-        found = "is a directory" if path.is_dir() else "no such file"
-        raise UserError(f'{path}: {found}; name a .json or .jsonl file (also .gz), "hub:NAME" or "cards"')
-    raw = path.read_bytes()
-    try:
-        return (gzip.decompress(raw) if raw.startswith(b"\x1f\x8b") else raw).decode("utf-8-sig")
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: broken gzip data ({error}); fetch or compress the file again") from error
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error}); convert it to UTF-8") from error
-
-
-def _is_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except json.JSONDecodeError:
-        return False
-
-
-def _parse(text: str, path: Path, first_line: int) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as error:
-        line = first_line + error.lineno - 1
-        raise UserError(f"{path}:{line}: broken JSON, column {error.colno}: {error.msg}; mend or remove it") from error
-
-
-def _squad_rows(articles: list[Any], path: str) -> Iterator[_Row]:
-    for a, article in enumerate(articles):
-        for p, paragraph in enumerate(_field(article, "paragraphs", f"{path}: data[{a}]")):
-            where = f"{path}: data[{a}].paragraphs[{p}]"
-            context = _field(paragraph, "context", where)
-            for q, question in enumerate(_field(paragraph, "qas", where)):
-                unanswerable = not _field(question, "answers", f"{where}.qas[{q}]")
-                row = {"is_impossible": unanswerable, **question, "context": context}
-                yield f"{where}.qas[{q}]", row
+def _squad_rows(squad: "_Squad", path: str) -> Iterator[tuple[str, _Row]]:
+    for a, article in enumerate(squad.data):
+        for p, paragraph in enumerate(article.paragraphs):
+            for q, question in enumerate(paragraph.qas):
+                told = question.is_impossible
+                yield (
+                    f"{path}: data[{a}].paragraphs[{p}].qas[{q}]",
+                    _Row(
+                        context=paragraph.context,
+                        question=question.question,
+                        answers=question.answers,
+                        is_impossible=not question.answers if told is msgspec.UNSET else told,
+                        id=question.id,
+                    ),
+                )
 
 
 def _parse_hub(source: str, split: str) -> tuple[str, str, str]:
@@ -150,7 +169,7 @@ def _parse_hub(source: str, split: str) -> tuple[str, str, str]:
     return name, subset, chosen or split
 
 
-def _hub_rows(source: str, split: str) -> Iterator[_Row]:
+def _hub_rows(source: str, split: str) -> Iterator[tuple[str, _Row]]:
     name, subset, chosen = _parse_hub(source, split)
     try:
         datasets = importlib.import_module("datasets")
@@ -159,72 +178,64 @@ def _hub_rows(source: str, split: str) -> Iterator[_Row]:
             f"{source!r} needs the package 'datasets' ({error}): pip install datasets, or name a local file"
         ) from error
     try:
-        rows = datasets.load_dataset(name, subset or None, split=chosen)
+        found = datasets.load_dataset(name, subset or None, split=chosen)
     except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
         raise UserError(
             f"{source!r}: config {subset or 'default'!r}, split {chosen!r} could not be loaded: {error}; "
             "check the names and the network, or download a file and name its path"
         ) from error
-    yield from ((f"{source}[{i}]", row) for i, row in enumerate(rows))
+    for i, row in enumerate(found):
+        where = f"{source}[{i}]"
+        yield where, schema.convert(row, _Row, where=where, remedy=_REMEDY)
 
 
-def _field(row: Any, name: str, where: str) -> Any:
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: expected a JSON object, found {type(row).__name__}; known formats: {_FORMATS}")
-    if name not in row:
-        found = ", ".join(map(repr, row)) or "nothing"
-        raise UserError(f"{where}: field {name!r} is missing, found {found}; known formats: {_FORMATS}")
-    return row[name]
-
-
-def _example(row: Any, where: str) -> Example | None:
-    context = _join_context(_field(row, "context", where), where)
-    question = _nonempty(_field(row, "question", where), "question", where)
+def _example(row: _Row, where: str) -> Example | None:
+    context = _join_context(row.context, where)
+    question = _clean(row.question, "question", where)
     answers = _answers(row, where)
     if not answers:
         return None
-    return Example(str(row.get("id") or row.get("_id") or where), context, question, answers)
+    return Example(str(row.id or row.own_id or where), context, question, answers)
 
 
-def _answers(row: dict[str, Any], where: str) -> tuple[str, ...]:
+def _answers(row: _Row, where: str) -> tuple[str, ...]:
     """Returns the distinct answers in order; none when the row itself says that it is unanswerable."""
-    if row.get("is_impossible"):
+    if row.is_impossible:
         return ()
-    if "answers" not in row and "answer" in row:
-        return (_nonempty(row["answer"], "answer", where),)
-    answers = _field(row, "answers", where)
-    if isinstance(answers, dict):  # the hub's SQuAD: {"text": [...], "answer_start": [...]}, both empty: unanswerable
-        answers = _field(answers, "text", f"{where}: answers")
-    elif not answers:
+    if row.answers is msgspec.UNSET:
+        if row.answer is msgspec.UNSET:
+            raise UserError(f"{where}: the fields 'answers' and 'answer' are missing; {_REMEDY}")
+        answer = schema.convert({"answer": row.answer}, _Answered, where=where, remedy=_REMEDY).answer
+        return (_clean(answer, "answer", where),)
+    if isinstance(row.answers, _Texts):  # the hub's SQuAD: {"text": [...], "answer_start": [...]}, empty: unanswerable
+        found = row.answers.text
+    elif row.answers:
+        found = row.answers
+    else:
         raise UserError(f"{where}: field 'answers' is empty; give one, or mark the row with \"is_impossible\": true")
-    if not isinstance(answers, list):
-        raise UserError(f"{where}: field 'answers' must be a list of strings, found {type(answers).__name__}")
-    texts = [_field(a, "text", where) if isinstance(a, dict) else a for a in answers]
-    return tuple(dict.fromkeys(_nonempty(text, "answers", where) for text in texts))
+    texts = [one.text if isinstance(one, rows.Text) else one for one in found]
+    return tuple(dict.fromkeys(_clean(text, "answers", where) for text in texts))
 
 
-def _join_context(value: Any, where: str) -> str:
+def _join_context(value: _Context, where: str) -> str:
     """Returns a context as one text; HotpotQA's paragraphs become lines "title: sentences"."""
-    if isinstance(value, dict):  # the hub's HotpotQA: parallel lists
-        titles, paragraphs = _field(value, "title", where), _field(value, "sentences", where)
-        value = list(zip(titles, paragraphs, strict=True))
-    if not isinstance(value, list):
-        return _nonempty(value, "context", where)
-    lines = []
-    for paragraph in value:
-        match paragraph:
-            case str():
-                lines.append(paragraph.strip())
-            case [str() as title, [*sentences]] if all(isinstance(s, str) for s in sentences):
-                lines.append(f"{title}: {' '.join(s.strip() for s in sentences)}")
-            case _:
-                raise UserError(f"{where}: field 'context' must hold strings or [title, [sentence, ...]] pairs")
-    return _nonempty("\n".join(lines), "context", where)
+    if isinstance(value, _Columns):
+        if len(value.title) != len(value.sentences):
+            raise UserError(
+                f"{where}: context: {len(value.title)} titles and {len(value.sentences)} lists of sentences; each "
+                "paragraph has one of both"
+            )
+        value = list(zip(value.title, value.sentences, strict=True))
+    if isinstance(value, str):
+        return _clean(value, "context", where)
+    parts = (
+        part.strip() if isinstance(part, str) else f"{part[0]}: {' '.join(sentence.strip() for sentence in part[1])}"
+        for part in value
+    )
+    return _clean("\n".join(parts), "context", where)
 
 
-def _nonempty(value: Any, name: str, where: str) -> str:
-    if not isinstance(value, str):
-        raise UserError(f"{where}: field {name!r} must be a string, found {type(value).__name__}; quote or remove it")
-    if not value.strip():
+def _clean(text: str, name: str, where: str) -> str:
+    if not text.strip():
         raise UserError(f"{where}: field {name!r} is empty; fill it or remove the row")
-    return value.strip()
+    return schema.encodable(text.strip(), where=f"{where}: {name}", remedy="mend or remove the row")

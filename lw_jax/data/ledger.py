@@ -34,6 +34,10 @@ class Ledger:
         """Notes that an example is beyond a limit; `settle` decides what becomes of it."""
         self.overlong.setdefault(index, f"{self.ids[index]!r}: {detail}")
 
+    def settled(self, index: int) -> bool:
+        """Says whether a reason to leave an example out is known by now."""
+        return index in self.dropped or index in self.overlong
+
     def settle(self, policy: str) -> list[int]:
         """Returns the positions kept. Raises UserError under "refuse" with an overlong one, and when none is kept."""
         overlong = {i: detail for i, detail in self.overlong.items() if i not in self.dropped}

@@ -9,10 +9,12 @@ import json
 import logging
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from lw_jax.core.errors import UserError
-from lw_jax.data import examples
+from lw_jax.data import rows
 
 _log = logging.getLogger(__name__)
 _FIELDS = ("prompt", "chosen", "rejected")
@@ -29,11 +31,17 @@ _PLAIN, _TRANSCRIPT, _CONVERSATION = "plain", "a transcript without prompt", "co
 class Turn:
     """What one side says."""
 
-    role: str
+    role: Annotated[str, msgspec.Meta(min_length=1)]
     content: str
 
 
 Text = str | tuple[Turn, ...]
+
+
+class _Row(msgspec.Struct):
+    chosen: Text
+    rejected: Text
+    prompt: Text | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +60,8 @@ def read(source: str) -> list[Preference]:
     Raises UserError naming file, line or row, field and rule; also where one file mixes plain and conversational rows.
     """
     path = Path(source).expanduser()
-    text = examples.read_text(path)
-    if not text.strip():
-        raise UserError(f"{path}: the file is empty; expected {_FORMATS}")
     found, first, count = [], None, 0
-    for where, row in examples.rows_of(path, text):
+    for where, row in rows.read(path, _Row, remedy=f"known form: {_FORMATS}"):
         form, pair = _parse(row, where)
         first = first or (form, where)
         if form != first[0]:
@@ -113,11 +118,9 @@ def _draw(prompt: Text, seed: int) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def _parse(row: Any, where: str) -> tuple[str, Preference | None]:
+def _parse(row: _Row, where: str) -> tuple[str, Preference | None]:
     """Returns a row's form and its pair; none where both replies are the same."""
-    if not isinstance(row, dict):
-        raise UserError(f"{where}: expected a JSON object, found {type(row).__name__}; known form: {_FORMATS}")
-    texts = {name: _text(row, name, where) for name in _FIELDS if name != "prompt" or row.get(name) is not None}
+    texts = {name: text for name in _FIELDS if (text := getattr(row, name)) is not None}
     kinds = {name: "a string" if isinstance(text, str) else "a list of turns" for name, text in texts.items()}
     if len(set(kinds.values())) > 1:
         told = ", ".join(f"{name!r} {kind}" for name, kind in kinds.items())
@@ -169,31 +172,6 @@ def _check_turns(
                 "alone, and the other reply must not be its beginning"
             )
     return Preference(where, prompt, chosen, rejected)
-
-
-def _text(row: dict[str, Any], name: str, where: str) -> Text:
-    if name not in row:
-        raise UserError(f"{where}: field {name!r} is missing, found {list(row)}; known form: {_FORMATS}")
-    match row[name]:
-        case str() as text:
-            return text
-        case list() as turns:
-            return tuple(_turn(turn, f"{where}: field {name!r}[{i}]") for i, turn in enumerate(turns))
-        case other:
-            raise UserError(
-                f"{where}: field {name!r} must be a string or a list of turns, found {type(other).__name__}; "
-                "mend or remove the row"
-            )
-
-
-def _turn(turn: Any, where: str) -> Turn:
-    match turn:
-        case {"role": str() as role, "content": str() as content} if role:
-            return Turn(role, content)
-        case _:
-            raise UserError(
-                f'{where}: a turn is {{"role": "...", "content": "..."}}, both strings; found {json.dumps(turn)[:80]}'
-            )
 
 
 def _nonempty(prompt: str, where: str) -> str:

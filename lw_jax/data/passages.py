@@ -1,6 +1,5 @@
 """Passages for reconstruction and continuation: texts cut to a length, the text itself (or what follows) the answer."""
 
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -8,11 +7,12 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
-from lw_jax.data import batches, examples
+from lw_jax.data import batches, rows
 from lw_jax.data.batches import Encoded, Field, Layout
 from lw_jax.data.ledger import Ledger
 from lw_jax.data.tokens import Tokenizer
 
+_REMEDY = 'a passage is a row {"text": "..."}; mend or remove it'
 SHORTEST = 0.5  # of the length asked for, that a document's last piece must have
 # Share of the pieces that each tokenizer keeps. All are padded to the longest: a few with a word of many tokens (an
 # address) would make every batch up to twice as wide.
@@ -25,11 +25,10 @@ def read(source: str) -> list[str]:
     Raises UserError naming file, line and rule.
     """
     path = Path(source).expanduser()
-    text = examples.read_text(path)
     if any(suffix in path.suffixes for suffix in (".json", ".jsonl")):
-        found = [_text_of(row, where) for where, row in examples.rows_of(path, text)]
+        found = [_text_of(row, where) for where, row in rows.read(path, rows.Text, remedy=_REMEDY)]
     else:
-        found = [part.strip() for part in text.replace("\r\n", "\n").split("\n\n") if part.strip()]
+        found = list(rows.paragraphs(path))
     if not found:
         raise UserError(f'{path}: no text; a .txt file with paragraphs or rows {{"text": ...}} is needed')
     return found
@@ -83,13 +82,13 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
     gap = "" if task == "reconstruct" else " "
     texts = [gap + example.answers[0] for example in found]
     answers = {name: batches.tokenize(reader.tokenizer, texts) for name, reader in layout.readers.items()}
-    for name, rows in answers.items():
-        for i, ids in enumerate(rows):
+    for name, each in answers.items():
+        for i, ids in enumerate(each):
             if not len(ids):
                 ledger.drop(i, "nothing", f"text {found[i].answers[0]!r}, reader {name!r}")
-    for rows in (source, *answers.values()):
-        limit = np.quantile([len(ids) for ids in rows], KEPT, method="higher")
-        for i, ids in enumerate(rows):
+    for each in (source, *answers.values()):
+        limit = np.quantile([len(ids) for ids in each], KEPT, method="higher")
+        for i, ids in enumerate(each):
             if len(ids) > limit:
                 ledger.drop(i, "outlier", f"{len(ids)} tokens, most passages have at most {int(limit)}")
     keep = ledger.settle(layout.data.overlong)
@@ -124,7 +123,7 @@ def _space_before(text: str, begin: int, end: int) -> int:
     return at if at > begin else end
 
 
-def _text_of(row: object, where: str) -> str:
-    if not isinstance(row, dict) or not isinstance(row.get("text"), str) or not row["text"].strip():
-        raise UserError(f'{where}: {json.dumps(row)[:80]}: a passage is a row {{"text": "..."}} that is not empty')
-    return row["text"].strip()
+def _text_of(row: rows.Text, where: str) -> str:
+    if not row.text.strip():
+        raise UserError(f"{where}: text={row.text!r}: a passage is not empty; {_REMEDY}")
+    return row.text.strip()

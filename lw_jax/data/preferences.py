@@ -5,6 +5,7 @@ told. A flag stands at the token it speaks of: the shift by one is the loss's af
 """
 
 import dataclasses
+import hashlib
 import re
 from collections.abc import Iterable, Sequence
 
@@ -105,6 +106,21 @@ class Preferences:
             fields |= self.reference(indices)
         return {"source": {}, "readers": {self.name: fields}, "index": np.array(indices, np.int32)}
 
+    def probe(self) -> Batch:
+        """Returns a batch of one pair for its shapes and types alone: its reference need not be kept yet."""
+        batch = dataclasses.replace(self, reference=None).collate([0])
+        if self.reference is not None:
+            batch["readers"][self.name] |= self.reference.empty(1)
+        return batch
+
+    def digest(self) -> str:
+        """Identifies the tokens of every pair."""
+        said = hashlib.blake2b(f"{self.length}:{len(self)}".encode(), digest_size=16)
+        for pair in self.pairs:
+            for ids in (pair.prompt, pair.chosen, pair.rejected):
+                said.update(len(ids).to_bytes(8, "little") + np.asarray(ids, np.int32).tobytes())
+        return said.hexdigest()
+
     def describe(self) -> list[str]:
         """Returns lines for people: once what was kept, dropped and cut, then lengths and the share of padding."""
         number, buckets = self.bucket
@@ -138,7 +154,10 @@ def encode(
     """
     _check(limits, template)
     writer = _Writer(tokenizer, template == "chat")
-    split = _tokenize([writer.write(pair) for pair in preferences], tokenizer)
+    # Where a prompt is cut, its end or what follows it is still read.
+    cuts = limits.truncation == "keep_end" or (limits.truncation == "keep_start" and limits.max_prompt)
+    limit = None if cuts else max(limits.max_length, limits.max_prompt)
+    split = _tokenize([writer.write(pair) for pair in preferences], tokenizer, limit)
     kept, counts = _settle(preferences, split, limits, tokenizer)
     return Preferences(
         examples=tuple(preferences[i] for i in kept),
@@ -259,15 +278,15 @@ def _turns(text: Text, role: str) -> list[dict[str, str]]:
     return [dataclasses.asdict(turn) for turn in turns]
 
 
-def _tokenize(written: Sequence[_Written], tokenizer: Tokenizer) -> list[tuple[Pair, bool]]:
-    """Returns each pair's ids, and whether its prompt lost tokens to the replies.
+def _tokenize(written: Sequence[_Written], tokenizer: Tokenizer, limit: int | None) -> list[tuple[Pair, bool]]:
+    """Returns each pair's ids, and whether its prompt lost tokens to the replies; far beyond a limit, some beyond it.
 
     A reply is always tokenised behind its prompt: apart, SentencePiece would put a word's beginning before it. Where
     that changes the prompt's own last tokens, the prompt ends where all three still agree.
     """
 
     def read(texts: list[str]) -> list[np.ndarray]:
-        return batches.with_begin(tokenizer, batches.tokenize(tokenizer, texts))
+        return batches.with_begin(tokenizer, batches.tokenize(tokenizer, texts, limit=limit))
 
     prompts = read([one.prompt for one in written])
     chosen = read([one.prompt + one.chosen.text for one in written])

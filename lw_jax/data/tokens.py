@@ -13,19 +13,17 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
 import numpy as np
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
+from lw_jax.data import templates
 from lw_jax.data.gguf_header import read_header
 
 # Tokens by which the supported families end a turn or a document, where the vocabulary marks them special.
 _ENDINGS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
-# Llama 3.2's template prints today's date unless it is given one; a prompt must not change overnight.
-_TEMPLATE_DATE = "26 Jul 2024"
 _CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
 
 
@@ -83,17 +81,24 @@ class Tokenizer:
         """Returns a conversation {"role", "content"} in the chat template; with `reply`, up to where one begins."""
         if not self.backend.chat_template:
             raise UserError(f'{self.backend.name_or_path}: the tokenizer has no chat template; use template="plain"')
+        values = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": reply}
+        return templates.render(
+            self._chat_template(),
+            {**self.backend.special_tokens_map, "date_string": f"{templates.DATE:%d %b %Y}", **values},
+            where=f"{self.backend.name_or_path}: turns of {', '.join(turn['role'] for turn in turns)}",
+            remedy='leave the system turn (prompt.system) out or use template="plain"',
+        )
+
+    def _chat_template(self) -> str:
+        """Returns the chat template; of several the one named "default"."""
         try:
-            text = self.backend.apply_chat_template(
-                turns, tokenize=False, add_generation_prompt=reply, date_string=_TEMPLATE_DATE
-            )
-        except jinja2.TemplateError as error:
-            raise UserError(
-                f"{self.backend.name_or_path}: the chat template refuses these turns "
-                f"({', '.join(turn['role'] for turn in turns)}: {error}); "
-                'leave the system turn (prompt.system) out or use template="plain"'
-            ) from error
-        return str(text)
+            found = self.backend.get_chat_template()
+        except ValueError as error:
+            raise UserError(f'{self.backend.name_or_path}: {error}; use template="plain"') from error
+        if not isinstance(found, str):
+            kind = type(found).__name__
+            raise UserError(f'{self.backend.name_or_path}: chat_template must be a text, found {kind}; use "plain"')
+        return found
 
     @functools.cached_property
     def fingerprint(self) -> str:

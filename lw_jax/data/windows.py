@@ -49,6 +49,14 @@ class Windows:
         }
         return {"source": {}, "readers": {self.name: fields}, "index": np.array(indices, np.int32)}
 
+    def digest(self) -> str:
+        """Identifies the text, its tokens and how they are divided."""
+        return f"{self.span.corpus.folder.name} {self.span.start} {self.span.stop} {self.length}"
+
+    def probe(self) -> Batch:
+        """Returns a batch of one window for its shapes and types."""
+        return self.collate([0])
+
     def describe(self) -> list[str]:
         """Returns lines for people."""
         rest = len(self.span) - 1 - len(self) * self.length

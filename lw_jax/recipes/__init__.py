@@ -43,11 +43,16 @@ def count(recipe: Recipe) -> tuple[str, int]:
 
 
 def identity(recipe: Recipe, cfg: Config) -> dict[str, str]:
-    """Returns what a checkpoint must agree with: the recipe's own fingerprints and the meaning of the configuration."""
+    """Returns what a checkpoint must agree with to be resumed: with what reading it asks, the content of the data."""
+    return readable(recipe, cfg) | recipe.content()
+
+
+def readable(recipe: Recipe, cfg: Config) -> dict[str, str]:
+    """Returns what a checkpoint must agree with to be read, wherever its data is: weights and configuration."""
     return recipe.identity() | {"config": config.digest(config.meaning(cfg))}
 
 
 def read_best(recipe: Recipe, cfg: Config, workdir: Path) -> Restored:
     """Returns what a run of this recipe has learned, where the recipe is placed; see `checkpoint.read_best`."""
     wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
-    return checkpoint.read_best(workdir, wanted, identity=identity(recipe, cfg))
+    return checkpoint.read_best(workdir, wanted, identity=readable(recipe, cfg))

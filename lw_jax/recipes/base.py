@@ -74,7 +74,14 @@ class Recipe(Protocol):
         ...
 
     def identity(self) -> dict[str, str]:
-        """Returns what a checkpoint must agree with to be taken up: fingerprints of frozen weights and encoder."""
+        """Returns what a checkpoint must agree with to be read: fingerprints of frozen weights and encoder."""
+        ...
+
+    def content(self) -> dict[str, str]:
+        """Returns hashes of the "train" and "validation" data: a resumed run must find them unchanged.
+
+        Reads both; a run's folder is read without them.
+        """
         ...
 
 

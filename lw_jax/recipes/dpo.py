@@ -16,7 +16,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data import pairs, preferences
 from lw_jax.data.batches import Batch
-from lw_jax.data.course import Course, Stretch
+from lw_jax.data.course import Course, Stretch, digest_of
 from lw_jax.data.pairs import Preference
 from lw_jax.data.preferences import Limits, Preferences
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
@@ -222,6 +222,10 @@ class DPO:
     def identity(self) -> dict[str, str]:
         """Returns the fingerprints of the frozen weights and of the tokenizer."""
         return {f"llms/{self.name}": weights.fingerprint(self.location), "tokenizer": self.tokenizer.fingerprint}
+
+    def content(self) -> dict[str, str]:
+        """Returns hashes of the tokens of the training pairs and of the held-out ones."""
+        return {"train": digest_of(self._train), "validation": digest_of(self._held_out)}
 
     @functools.cached_property
     def _kept(self) -> "Reference | None":

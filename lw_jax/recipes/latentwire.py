@@ -380,6 +380,11 @@ class LatentWire:
         readers = {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()}
         return {"encoder": f"{shape}, {origin}"} | readers
 
+    def content(self) -> dict[str, str]:
+        """Returns hashes of the tokens of all stages' examples, and of the held-out words."""
+        held_out = examples.digest(self.curriculum.examples("validation"))
+        return {"train": self.course().digest(), "validation": held_out}
+
     @functools.cached_property
     def encode(self):
         """Returns jitted (trainable, source) -> latents."""

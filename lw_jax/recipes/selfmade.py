@@ -237,6 +237,10 @@ class SelfmadeReader:
         """Returns nothing: these runs are short and never resumed."""
         return {}
 
+    def content(self) -> dict[str, str]:
+        """Returns nothing: these runs are short and never resumed."""
+        return {}
+
     def save(self, trainable: Tree) -> None:
         """Writes the trained reader as a model folder; its presence marks the reader as made."""
         weights.save(self.folder, trainable, self.config, model_type=self.family, tokenizer=self.tokenizer.backend)

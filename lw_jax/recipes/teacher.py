@@ -30,7 +30,11 @@ class Teacher:
                 "set it to 0: the teacher then reads in each step"
             )
         self.cfg, self.wire, self.placement = cfg, wired, placement
-        words = {"prompt": dataclasses.asdict(cfg.prompt), "temperature": cfg.loss.temperature}
+        words = {
+            "prompt": dataclasses.asdict(cfg.prompt),
+            "temperature": cfg.loss.temperature,
+            "arithmetic": cfg.compute.dtype,
+        }
         shapes = {
             name: (cfg.data.answer_tokens, min(cfg.loss.teacher_k, reader.config.vocab))
             for name, reader in wired.readers.items()
@@ -75,8 +79,7 @@ class Teacher:
                     print(f"teacher {name}: {count} examples read with their text; kept in {store.folder}", flush=True)
 
     def _lookup(self, name: str, encoded: Encoded) -> Lookup:
-        found, tokens = self.stores[name].lookup(keys_of(encoded, name)), encoded.readers[name]["answer"].width
-        return lambda positions: {key: rows[:, :tokens] for key, rows in found(positions).items()}
+        return self.stores[name].lookup(keys_of(encoded, name), length=encoded.readers[name]["answer"].width)
 
     def _read(self, name: str, encoded: Encoded, positions: list[int]) -> Batch:
         """Returns the rows of some examples, padded to the store's length."""

@@ -202,10 +202,13 @@ class TTT:
         return self.model.vocab if self.model.rows > self.model.vocab else 0
 
     def identity(self) -> dict[str, str]:
-        """Returns the fingerprints of the text and of its tokens."""
+        """Returns the fingerprint of the tokenizer."""
+        return {"tokenizer": self.tokenizer.fingerprint}
+
+    def content(self) -> dict[str, str]:
+        """Returns the names of the packed texts, which are hashes of them and of their tokens."""
         train, held_out = self._spans
-        texts = {"train": train.corpus.folder.name, "validation": held_out.corpus.folder.name}
-        return texts | {"tokenizer": self.tokenizer.fingerprint}
+        return {"train": train.corpus.folder.name, "validation": held_out.corpus.folder.name}
 
     def batch_widths(self) -> Tree:
         """Returns one training window as shapes."""

@@ -1,6 +1,7 @@
 """lw_jax/data/batches.py: prompts join as they are tokenised, labels shift once, and nothing is cut unseen."""
 
 import dataclasses
+import time
 
 import numpy as np
 import pytest
@@ -362,11 +363,22 @@ def test_single_prompt_equals_the_data_set_without_answers():
 
 
 @pytest.mark.parametrize(
-    "user", ["{question} {context}", "{context}", "{context}{question}{question}", "{contxt}{question}"]
+    "user",
+    [
+        *("{question} {context}", "{context}", "{context}{question}{question}", "{contxt}{question}"),
+        *("{context!r}{question}", "{context:>9}{question}", "{{context}}{question}"),
+    ],
 )
 def test_prompt_without_context_then_question_is_refused(user):
     with pytest.raises(UserError, match=r"config\.prompt\.user"):
         batches.encode(CARDS[:1], layout=layout(prompt={"user": user}))
+
+
+def test_braces_of_a_prompt_are_written_twice_and_read_once():
+    frame = batches.make_frame(
+        "a", Reader(TOK, "plain"), layout(prompt={"user": "{{x}} {context} }}{question}"}).prompt
+    )
+    assert (frame.before, frame.middle) == ("{x} ", " }")
 
 
 def test_template_that_repeats_or_loses_the_user_text_is_refused():
@@ -380,9 +392,50 @@ def test_template_that_repeats_or_loses_the_user_text_is_refused():
 
 def test_braces_in_text_and_prompt_are_kept_as_they_are():
     e = Example("x", "{question} {0}", "What {context}?", ("y",))
-    spec = layout(prompt={"user": '{"text": "{context}"}\n{question}'})
+    spec = layout(prompt={"user": '{{"text": "{context}"}}\n{question}'})
     out = batches.encode([e], layout=spec, rows=("text",)).collate([0])["readers"]["a"]
     assert TOK.decode(valid(out["text"], 0)) == '<s>{"text": "{question} {0}"}\nWhat {context}?\nAnswer:'
+
+
+class Counting(Bytes):
+    """Counts the characters that it is given."""
+
+    def __init__(self):
+        self.seen = 0
+
+    def encode_batch(self, texts):
+        self.seen += sum(map(len, texts))
+        return super().encode_batch(texts)
+
+
+@pytest.mark.parametrize("overlong", ["refuse", "drop", "cut"])
+@pytest.mark.parametrize("field", ["context", "question", "answers"])
+def test_row_of_megabytes_is_decided_by_its_beginning(overlong, field):
+    text = "word " * 2_000_000
+    changed = {field: (text,) if field == "answers" else text}
+    source, found = Counting(), [CARDS[0], dataclasses.replace(CARDS[1], **changed), CARDS[2]]
+    spec, started = layout(source=source, overlong=overlong), time.monotonic()
+    if overlong == "refuse" and field == "context":
+        with pytest.raises(UserError, match=r"more than 512 \(of 10,000,000 characters\).*encoder\.window=512"):
+            batches.encode(found, layout=spec, rows=batches.PROMPT_ROWS)
+    else:
+        encoded = batches.encode(found, layout=spec, rows=batches.PROMPT_ROWS)
+        kept = field == "context" and overlong == "cut"
+        assert len(encoded) == 2 + kept and encoded.counts["boundary"] == 0
+        assert kept or encoded.counts[field.removesuffix("s")] == 1
+    assert source.seen < 100_000 and time.monotonic() - started < 5
+
+
+@pytest.mark.parametrize("overlong", ["drop", "cut"])
+def test_beginning_alone_gives_what_the_whole_row_gives(monkeypatch, overlong):
+    long = dataclasses.replace(LONG, id="long", context=" ".join(card.context for card in CARDS[:40]))
+    found = [CARDS[0], long, *CARDS[3:9], dataclasses.replace(CARDS[9], question=long.context)]
+    spec = layout(overlong=overlong, context_tokens=90)
+    whole = batches.encode(found, layout=spec, rows=batches.PROMPT_ROWS)
+    monkeypatch.setattr(batches, "WIDEST", 2)
+    monkeypatch.setattr(batches, "MARGIN", 20)
+    cut = batches.encode(found, layout=spec, rows=batches.PROMPT_ROWS)
+    assert cut.digest() == whole.digest() and cut.counts == whole.counts
 
 
 def test_mixed_and_missing_examples_are_refused():

@@ -84,12 +84,12 @@ def test_folder_is_read_in_the_order_of_names_at_any_depth(tmp_path):
 @pytest.mark.parametrize(
     ("line", "rule"),
     [
-        (b'{"text": "a"', r"rows\.jsonl:2: broken JSON, column 13"),
+        (b'{"text": "a"', r"rows\.jsonl:2: broken JSON"),
         (b'{"text": "\xff"}', r"rows\.jsonl:2: not UTF-8"),
-        (b'{"content": "a"}', r"rows\.jsonl:2: .*\"text\".*found the fields 'content'"),
+        (b'{"content": "a"}', r"rows\.jsonl:2: .*field text, found 'content'"),
         (b'{"text": 5}', r"rows\.jsonl:2: .*\"text\""),
-        (b'["a"]', r"rows\.jsonl:2: .*found list"),
-        (b'{"text": "\\ud800"}', r"rows\.jsonl:2: half a surrogate pair"),
+        (b'["a"]', r"rows\.jsonl:2: .*got array"),
+        (b'{"text": "\\ud800"}', r"rows\.jsonl:2: .*lone surrogate"),
     ],
 )
 def test_broken_row_is_refused_with_its_file_and_line(tmp_path, line, rule):

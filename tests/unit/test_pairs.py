@@ -90,11 +90,11 @@ def test_empty_reply_is_a_reply(tmp_path):
 @pytest.mark.parametrize(
     ("row", "rule"),
     [
-        ([1], "expected a JSON object, found list"),
-        ({"prompt": "p", "rejected": "b"}, "field 'chosen' is missing, found ['prompt', 'rejected']"),
+        ([1], "expected object, got array"),
+        ({"prompt": "p", "rejected": "b"}, "missing required field chosen, found 'prompt', 'rejected'"),
         (
             {"prompt": "p", "chosen": "a", "rejected": 7},
-            "field 'rejected' must be a string or a list of turns, found int",
+            "rejected=7: expected str | array, got int",
         ),
         ({"prompt": " \n", "chosen": "a", "rejected": "b"}, "field 'prompt' is empty"),
         ({"chosen": "a", "rejected": "b"}, "field 'prompt' is missing, and 'chosen' and 'rejected' do not begin"),
@@ -103,8 +103,11 @@ def test_empty_reply_is_a_reply(tmp_path):
             "mixed forms, 'prompt' a string, 'chosen' a list",
         ),
         ({"prompt": "p", "chosen": "a", "rejected": [REJECTED]}, "mixed forms"),
-        (TALK | {"chosen": [{"from": "gpt", "value": "x"}]}, "field 'chosen'[0]: a turn is"),
-        (TALK | {"rejected": [{"role": "assistant", "content": [1]}]}, "field 'rejected'[0]: a turn is"),
+        (
+            TALK | {"chosen": [{"from": "gpt", "value": "x"}]},
+            "chosen[0]: object missing required field role, found 'from', 'value'",
+        ),
+        (TALK | {"rejected": [{"role": "assistant", "content": [1]}]}, "rejected[0].content=[1]: expected str"),
         (TALK | {"prompt": []}, "has no turn"),
         (TALK | {"prompt": [USER, CHOSEN]}, "ends with a turn of 'assistant'"),
         (TALK | {"chosen": []}, "field 'chosen' has behind the prompt the turns []"),
@@ -129,7 +132,7 @@ def test_broken_json_and_an_empty_file_are_refused_by_place(tmp_path):
     with pytest.raises(UserError, match=re.escape(f"{path}:2: broken JSON")):
         read(str(path))
     path.write_text("\n \n")
-    with pytest.raises(UserError, match="empty; expected rows"):
+    with pytest.raises(UserError, match="a.jsonl: the file is empty; .*rows"):
         read(str(path))
 
 

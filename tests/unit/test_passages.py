@@ -184,10 +184,10 @@ def test_texts_are_read_from_every_kind_of_file(tmp_path, name):
     ("name", "content", "message"),
     [
         ("p.jsonl", '{"text": "a"}\n{"text": "b"\n{"text": "c"}', r"p\.jsonl:2: broken JSON"),
-        ("p.jsonl", '{"text": "a"}\n\n{"words": "b"}', r'p\.jsonl:3: .*"words".*a passage is a row'),
+        ("p.jsonl", '{"text": "a"}\n\n{"words": "b"}', r"p\.jsonl:3: .*field text, found 'words'.*a passage is a row"),
         ("p.jsonl", '{"text": "a"}\n{"text": "  "}', r"p\.jsonl:2: .*not empty"),
         ("p.jsonl", '{"text": "a"}\n{"text": 3}', r"p\.jsonl:2: "),
-        ("p.json", '[{"text": "a"}, "b"]', r"p\.json\[1\]: "),
+        ("p.json", '[{"text": "a"}, "b"]', r"p\.json: \[1\]='b'"),
         ("p.txt", " \n\n \n", r"p\.txt: no text"),
         ("p.jsonl", "", r"p\.jsonl: the file is empty"),
     ],

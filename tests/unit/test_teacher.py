@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 
 from lw_jax.core.config import LLM
+from lw_jax.core.errors import UserError
+from lw_jax.data.course import widths_of
 from lw_jax.models import wire
 from lw_jax.recipes.teacher import Store, likeliest
 from tests import tiny
@@ -74,6 +76,7 @@ def test_other_examples_of_the_same_teacher_are_added(root):
         {"prompt__user": "{context}\nAsked: {question}"},
         {"loss__teacher_k": K - 1},
         {"llms__llama__weights": "bf16"},
+        {"compute__dtype": "bf16"},
         {"data__answer_tokens": 23},
     ],
     ids=lambda changes: next(iter(changes)),
@@ -139,6 +142,29 @@ def test_each_key_is_computed_once_in_batches_of_one_size(tmp_path):
     assert [len(one) for one in asked] == [4, 4]
     assert store.fill(keys, compute(asked), batch=4) == 0 and len(asked) == 2
     assert store.lookup([keys[6], keys[1]])([1, 0])["ids"][:, 0, 0].tolist()[0] in (100, 200, 800)
+
+
+def test_row_that_is_missing_is_named_and_takes_no_other_with_it(tmp_path):
+    keys = list(ROWS)
+    store = Store(tmp_path, {}, rows=SHAPES)
+    store.fill(keys[:5], compute([]), batch=5)
+    found = store.lookup(keys)
+    np.testing.assert_array_equal(found([4, 0])["ids"], compute([])([4, 0])["ids"])
+    with pytest.raises(UserError, match=rf"{store.folder}: .*1 of 3 .*{keys[6].hex()}"):
+        found([0, 6, 1])
+    (store.folder / "ids").write_bytes(b"")
+    with pytest.raises(UserError, match=str(store.folder)):
+        found([0])
+
+
+def test_shapes_are_asked_for_by_name_before_a_row_is_there(root):
+    recipe = make(root)
+    encoded = recipe.curriculum.stream("train", "answer", 0)
+    with pytest.raises(UserError, match=str(recipe._teacher.stores["llama"].folder)):
+        encoded.collate([0])
+    before = widths_of(encoded.probe())
+    recipe.load_frozen()
+    assert before == widths_of(encoded.probe()) == widths_of(encoded.collate([3]))
 
 
 def test_likeliest_are_the_top_log_probabilities_at_the_temperature():

@@ -282,15 +282,18 @@ def test_text_without_a_window_is_refused(root, tmp_path):
 
 
 def test_identity_follows_the_texts_and_the_tokenizer(root, tmp_path, recipe):
-    identity = recipe.identity()
-    assert identity == tiny.make_ttt(root, ttt__width=48).identity()
+    def told(one):
+        return one.identity() | one.content()
+
+    identity = told(recipe)
+    assert identity == told(tiny.make_ttt(root, ttt__width=48))
     other = tiny.write_text(tmp_path / "other")
     other.write_text(other.read_text() + "One line more.")
-    changed = tiny.make_ttt(root, data__train=str(other)).identity()
+    changed = told(tiny.make_ttt(root, data__train=str(other)))
     assert [name for name in identity if identity[name] != changed[name]] == ["train", "validation"]
-    changed = tiny.make_ttt(root, data__validation=str(other)).identity()
+    changed = told(tiny.make_ttt(root, data__validation=str(other)))
     assert [name for name in identity if identity[name] != changed[name]] == ["validation"]
-    changed = tiny.make_ttt(root, ttt__tokenizer=str(tiny.readers(root)["llama"])).identity()
+    changed = told(tiny.make_ttt(root, ttt__tokenizer=str(tiny.readers(root)["llama"])))
     assert all(identity[name] != changed[name] for name in ("train", "validation", "tokenizer"))
 
 

@@ -1,0 +1,161 @@
+"""lw_jax/data/rows.py: whatever a file of rows holds, it is read, or refused by a UserError in one line; in bounds."""
+
+import gzip
+import json
+import tracemalloc
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from lw_jax.core.errors import UserError
+from lw_jax.data import documents, examples, pairs, passages
+
+DEEP = "[" * 100_000 + "]" * 100_000
+LONG = "9" * 5_000
+LONE = '"\\ud800 alone"'
+CONTEXT, QUESTION = '"context": "Ann has a dog."', '"question": "What?"'
+
+
+def squad(**paragraph: Any) -> str:
+    whole = {"context": "a", "qas": [{"question": "q", "answers": [{"text": "x"}]}]} | paragraph
+    return json.dumps({"data": [{"paragraphs": [whole]}]})
+
+
+def hotpot(titles: Any, sentences: Any) -> str:
+    return json.dumps({"context": {"title": titles, "sentences": sentences}, "question": "q", "answer": "a"})
+
+
+# reader -> text -> what the message must name
+BAD: dict[str, dict[str, str]] = {
+    "examples": {
+        f'{{"context": {LONE}, {QUESTION}, "answer": "a"}}': "surrogate",
+        f'{{{CONTEXT}, "question": {LONE}, "answer": "a"}}': "surrogate",
+        f'{{{CONTEXT}, {QUESTION}, "answer": {LONE}}}': "surrogate",
+        f'{{{CONTEXT}, {QUESTION}, "answers": ["a", {LONE}]}}': "surrogate",
+        f'{{{CONTEXT}, {QUESTION}, "answer": "a", "id": {LONE}}}': "surrogate",
+        f'{{{CONTEXT}, {QUESTION}, "answer": {DEEP}}}': "deep",
+        f'{{{CONTEXT}, {QUESTION}, "answer": "a", "more": {DEEP}}}': "deep",
+        DEEP: "expected object",
+        f'{{"data": {DEEP}}}': "deep",
+        f'{{{CONTEXT}, {QUESTION}, "answer": "a", "id": {LONG}}}': "out of range",
+        f'{{{CONTEXT}, {QUESTION}, "answer": {LONG}}}': "out of range",
+        f'{{{CONTEXT}, {QUESTION}, "answer": NaN}}': "broken JSON",
+        f'{{{CONTEXT}, {QUESTION}, "answer": null}}': "answer=None",
+        f"{{{CONTEXT}, {QUESTION}}}": "answers",
+        f'{{{CONTEXT}, {QUESTION}, "answers": {{"text": null}}}}': "answers.text=None",
+        f'{{{CONTEXT}, {QUESTION}, "answers": {{"text": "abc"}}}}': "answers.text='abc'",
+        f'{{{CONTEXT}, {QUESTION}, "answers": "abc"}}': "answers='abc'",
+        squad(qas=None): "qas=None",
+        squad(qas=7): "qas=7",
+        squad(qas=[None]): "qas[0]=None",
+        squad(context=None): "context=None",
+        '{"data": [{"paragraphs": null}]}': "data[0].paragraphs=None",
+        '{"data": [{"paragraphs": 3}]}': "data[0].paragraphs=3",
+        '{"data": [3]}': "data[0]=3",
+        hotpot(["a", "b"], [["x"]]): "2 titles and 1",
+        hotpot(None, [["x"]]): "context.title=None",
+        hotpot(["a"], "x"): "context.sentences='x'",
+        hotpot([3], [["x"]]): "context.title[0]=3",
+        '"\\ud800"': "surrogate",
+    },
+    "pairs": {
+        f'{{"prompt": {LONE}, "chosen": "a", "rejected": "b"}}': "surrogate",
+        f'{{"prompt": [{{"role": "user", "content": {LONE}}}], "chosen": [], "rejected": []}}': "surrogate",
+        f'{{"prompt": {DEEP}, "chosen": "a", "rejected": "b"}}': "prompt[0]",
+        f'{{"prompt": {LONG}, "chosen": "a", "rejected": "b"}}': "prompt",
+        '{"prompt": "p", "chosen": null, "rejected": "b"}': "chosen=None",
+        '{"prompt": [null], "chosen": [], "rejected": []}': "prompt[0]=None",
+        '{"prompt": [{"role": "", "content": "x"}], "chosen": [], "rejected": []}': "role=''",
+        "[[]]": "[0]=[]",
+    },
+    "passages": {
+        f'{{"text": {LONE}}}': "surrogate",
+        f'{{"text": {DEEP}}}': "expected str",
+        f'{{"text": {LONG}}}': "out of range",
+        '{"text": null}': "text=None",
+        DEEP: "expected object",
+        '[{"text": "a"}, 5]': "[1]=5",
+    },
+    "documents": {
+        f'{{"text": {LONE}}}': "surrogate",
+        f'{{"text": {DEEP}}}': "expected str",
+        f'{{"text": "a", "more": {DEEP}}}': "deep",
+        f'{{"text": {LONG}}}': "out of range",
+        '{"text": null}': "text=None",
+        DEEP: "expected object",
+    },
+}
+READERS: dict[str, Callable[[str], Iterable[Any]]] = {
+    "examples": examples.read,
+    "pairs": pairs.read,
+    "passages": passages.read,
+    "documents": documents.read,
+}
+CASES = [(reader, text, named) for reader, texts in BAD.items() for text, named in texts.items()]
+
+
+@pytest.mark.parametrize(("reader", "text", "named"), CASES, ids=range(len(CASES)))
+def test_bad_row_is_refused_in_one_short_line_with_its_place(
+    tmp_path: Path, reader: str, text: str, named: str
+) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(text, "utf-8")
+    with pytest.raises(UserError) as caught:
+        list(READERS[reader](str(file)))
+    message = str(caught.value)
+    assert message.startswith(str(file)) and named in message
+    assert "\n" not in message and len(message) < 600
+
+
+ZEROS = 300_000_000  # expand from 292 KB
+
+
+@pytest.fixture(scope="module")
+def bomb(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    member = gzip.compress(bytes(ZEROS // 30), 9, mtime=0)
+    return member * 30
+
+
+@pytest.mark.parametrize(
+    ("reader", "name"),
+    [
+        ("examples", "a.json.gz"),
+        ("examples", "a.jsonl.gz"),
+        ("pairs", "a.jsonl.gz"),
+        ("passages", "a.txt.gz"),
+        ("passages", "a.json.gz"),
+        ("documents", "a.jsonl.gz"),
+        ("documents", "a.txt.gz"),
+    ],
+)
+def test_gzip_file_of_zeros_is_refused_by_name_in_little_memory(
+    tmp_path: Path, bomb: bytes, reader: str, name: str
+) -> None:
+    file = tmp_path / name
+    file.write_bytes(bomb)
+    tracemalloc.start()
+    try:
+        with pytest.raises(UserError, match=r"a\.\w+\.gz.*(expand to|a line of) more than"):
+            for _ in READERS[reader](str(file)):
+                pass
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 180_000_000
+
+
+def test_long_rows_of_text_that_really_is_packed_are_read(tmp_path: Path) -> None:
+    text = " ".join(str(i) for i in range(40_000))
+    rows = "\n".join(json.dumps({"text": text, "id": i}) for i in range(3))
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(rows.encode()))
+    assert passages.read(str(tmp_path / "a.jsonl.gz")) == [text] * 3
+    assert [piece.text for piece in documents.read(str(tmp_path / "a.jsonl.gz"))] == [text] * 3
+
+
+def test_first_row_with_a_byte_order_mark_is_read_in_every_form(tmp_path: Path) -> None:
+    row = json.dumps({"text": "a"}).encode()
+    for name, content in {"a.jsonl": row + b"\n" + row, "b.json": b"[\n" + row + b"]", "c.json": row}.items():
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+        assert set(passages.read(str(tmp_path / name))) == {"a"}
