@@ -5,10 +5,11 @@ import sys
 from pathlib import Path
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.validation import MOST_VALUES
 from lw_jax.models import codec
 
 _TEXT_BYTES = 256 << 20  # of a context: thousands of times what an encoder reads
-_MESSAGE_BYTES = codec.framed_bytes(1, codec.MOST, 16)  # the longest there is
+_MESSAGE_BYTES = codec.framed_bytes(1, MOST_VALUES, 16)  # the longest there is
 
 
 @dataclasses.dataclass(frozen=True)

@@ -23,13 +23,11 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lw_jax.core.errors import UserError
-from lw_jax.core.validation import BITS
+from lw_jax.core.validation import BITS, MOST_VALUES, WIDEST
 
 MAGIC = b"LWJX"
 VERSION = 2
 LARGEST = 2**16 - 1  # slots or width that the frame can name
-WIDEST = 4096  # values of a slot: their rotation takes 64 MiB
-MOST = 2**24  # values of a message: 64 MiB as fp32
 RMS_TOLERANCE = 0.01  # of a slot's RMS from 1: far above rounding, far below what would cost precision
 EPSILON = 1e-12  # under a mean square: keeps an all-zero slot zero and its gradient finite
 _READS = ", ".join(map(str, BITS))
@@ -100,8 +98,8 @@ def read_frame(message: bytes, *, encoder: str = "") -> Frame:
         raise UserError(
             f"message of {bits} bits a value, this program reads {_READS}: damaged or foreign; write it anew"
         )
-    if width > WIDEST or slots * width > MOST:
-        rule = f"at most {WIDEST} values a slot and {MOST} in all are read: damaged or foreign; write it anew"
+    if width > WIDEST or slots * width > MOST_VALUES:
+        rule = f"at most {WIDEST} values a slot and {MOST_VALUES} in all are read: damaged or foreign; write it anew"
         raise UserError(f"message of {slots} slots x {width} values, {rule}")
     expected = framed_bytes(slots, width, bits)
     if not slots * width or len(message) < expected:
@@ -235,8 +233,10 @@ def _check_values(values: np.ndarray, bits: int) -> None:
         raise UserError(f"bits={bits}: a value takes {_READS} bits; choose one of them")
     if values.ndim != 2 or not all(1 <= size <= LARGEST for size in values.shape):
         raise UserError(f"latents of shape {values.shape}: a message has 1 to {LARGEST} slots of 1 to {WIDEST} values")
-    if values.shape[1] > WIDEST or values.size > MOST:
-        raise UserError(f"latents of shape {values.shape}: a message has {WIDEST} values a slot and {MOST} at most")
+    if values.shape[1] > WIDEST or values.size > MOST_VALUES:
+        raise UserError(
+            f"latents of shape {values.shape}: a message has {WIDEST} values a slot and {MOST_VALUES} at most"
+        )
     _check_rms(values, "latents", "no scale travels in a message, so each slot must have RMS 1; divide it by its RMS")
 
 

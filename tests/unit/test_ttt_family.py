@@ -268,7 +268,7 @@ def test_folder_that_is_no_ttt_model_is_refused(saved, tmp_path):
     assert not weights.is_ttt(folder)
     with pytest.raises(UserError, match="model_type='bert'"):
         weights.load_ttt(folder)
-    for text, message in (("{", "no JSON can be read"), ("[1]", "named fields are needed")):
+    for text, message in (("{", "config.json: broken JSON"), ("[1]", "config.json: expected object")):
         (folder / "config.json").write_text(text)
         with pytest.raises(UserError, match=message):
             weights.describe_ttt(folder)
