@@ -8,7 +8,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import jax
 import ml_dtypes
@@ -26,7 +26,7 @@ FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dt
 _NUMBERS = FLOATS | {"I32": np.int32}  # read as they are; AWQ's words of eight nibbles
 INTEGERS = {"I8", "I16", "I32", "I64"}  # GGUF types that hold no weights
 _ALIGNMENT = 64  # bytes; what XLA asks of the memory of a CPU array
-_CHUNK_BYTES = 8 << 20  # read and converted at once
+_CHUNK_BYTES = 1 << 20  # read, checked and converted at once: stays in a core's own cache
 _HEADER_LIMIT = 100 << 20  # the safetensors library's own
 _FETCH = "fetch it again"
 
@@ -136,6 +136,8 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
                 f"{file}: a header of {length} bytes in a file of {size}; it is cut off or no safetensors file"
             )
         text = stream.read(length)
+    if not text.startswith(b"{"):
+        raise UserError(f"{file}: header begins with {text[:8]!r}, not with an object; {_FETCH}")
     table = schema.decode(text, dict[str, msgspec.Raw], where=f"{file}: header", remedy=_FETCH)
     table.pop("__metadata__", None)  # of no use here; the library checks it
     out = {}
@@ -172,11 +174,12 @@ def read_tensor(
     out = np.empty(stored.shape, dtype) if out is None else out.reshape(stored.shape)
     if order is None and _NUMBERS.get(stored.kind) == np.dtype(dtype):  # the file's bytes are the array's
         flat = out.reshape(-1)
-        step = _CHUNK_BYTES // flat.itemsize
-        for at in range(0, flat.size, step):
-            chunk = flat[at : at + step]
-            _read(stored, at * flat.itemsize, chunk.view(np.uint8))
-            _require_finite(stored, chunk)
+        step = max(1, _CHUNK_BYTES // flat.itemsize)
+        with stored.file.open("rb", buffering=0) as file:
+            for at in range(0, flat.size, step):
+                chunk = flat[at : at + step]
+                _read(file, stored, at * flat.itemsize, chunk.view(np.uint8))
+                _require_finite(stored, chunk)
         return out
     rows = out.reshape(1 if out.ndim == 1 else out.shape[0], -1)
     at = 0
@@ -184,7 +187,8 @@ def read_tensor(
         place = slice(at, at + len(piece)) if order is None else order[at : at + len(piece)]
         with np.errstate(over="ignore"):  # told below
             cast = piece.astype(dtype, copy=False)
-        _require_finite(stored, cast)
+        # A wider type can hold all that was read: the smaller one of the two is looked at.
+        _require_finite(stored, piece if piece.itemsize < cast.itemsize else cast)
         rows[place] = cast
         at += len(piece)
     return out
@@ -210,30 +214,31 @@ def read_pieces(stored: Stored) -> Iterator[np.ndarray]:
     rows = stored.shape[0] if len(stored.shape) > 1 else 1
     row_bytes = stored.nbytes // rows
     step = max(1, _CHUNK_BYTES // row_bytes)
-    for start in range(0, rows, step):
-        count = min(step, rows - start)
-        raw = _read(stored, start * row_bytes, np.empty(count * row_bytes, np.uint8))
-        if stored.kind in _NUMBERS:
-            yield raw.view(_NUMBERS[stored.kind]).reshape(count, -1)
-            continue
-        try:
-            with np.errstate(all="ignore"):  # of scales that are not finite; `read_tensor` refuses what comes of them
-                piece = dequantize(raw.reshape(count, row_bytes), GGMLQuantizationType[stored.kind])
-            yield piece
-        except NotImplementedError as error:
-            raise UserError(
-                f"{stored.label} has type {stored.kind}, which is not supported; use another file"
-            ) from error
-
-
-def _read(stored: Stored, start: int, out: np.ndarray) -> np.ndarray:
-    """Fills an array of bytes."""
     with stored.file.open("rb", buffering=0) as file:
-        file.seek(stored.offset + start)
-        rest = out.data
-        while len(rest):
-            count = file.readinto(rest)
-            if not count:
-                raise UserError(f"{stored.label} is cut off; fetch the file again")
-            rest = rest[count:]
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            raw = _read(file, stored, start * row_bytes, np.empty(count * row_bytes, np.uint8))
+            yield _decoded(stored, raw.reshape(count, row_bytes))
+
+
+def _decoded(stored: Stored, raw: np.ndarray) -> np.ndarray:
+    """Returns rows of bytes as numbers."""
+    if stored.kind in _NUMBERS:
+        return raw.view(_NUMBERS[stored.kind])
+    try:
+        with np.errstate(all="ignore"):  # of scales that are not finite; `read_tensor` refuses what comes of them
+            return dequantize(raw, GGMLQuantizationType[stored.kind])
+    except NotImplementedError as error:
+        raise UserError(f"{stored.label} has type {stored.kind}, which is not supported; use another file") from error
+
+
+def _read(file: BinaryIO, stored: Stored, start: int, out: np.ndarray) -> np.ndarray:
+    """Fills an array of bytes from a tensor's on, counted from its own first."""
+    file.seek(stored.offset + start)
+    rest = out.data
+    while len(rest):
+        count = file.readinto(rest)  # pyright: ignore[reportAttributeAccessIssue]  # FileIO has it
+        if not count:
+            raise UserError(f"{stored.label} is cut off; fetch the file again")
+        rest = rest[count:]
     return out
