@@ -39,7 +39,7 @@ class _Token(msgspec.Struct, frozen=True, omit_defaults=True):
     lstrip: bool = False
     rstrip: bool = False
     single_word: bool = False
-    normalized: bool = True
+    normalized: bool | None = None  # where it is not stated: those that are not special
     special: bool = False
 
 
@@ -220,7 +220,11 @@ def _arguments(folder: Path) -> tuple[_Config, dict[str, Any]]:
     decoder = dict(config.added_tokens_decoder or {})
     if config.added_tokens_decoder is None:  # files of before 2023: transformers reads these two then, and only then
         special: _SpecialTokens = _read(folder / "special_tokens_map.json", _SpecialTokens)
-        named |= {name: getattr(special, name) for name in _NAMED if getattr(special, name) is not None}
+        own = {name: getattr(special, name) for name in _NAMED if getattr(special, name) is not None}
+        named |= {
+            name: msgspec.structs.replace(token, special=True) if isinstance(token, _Token) else token
+            for name, token in own.items()
+        }
         extra = special.extra_special_tokens or special.additional_special_tokens or extra
         names = {token.content if isinstance(token, _Token) else token for token in (*named.values(), *extra)}
         for content, number in _read(folder / "added_tokens.json", dict[str, TokenId]).items():
@@ -243,7 +247,10 @@ def _arguments(folder: Path) -> tuple[_Config, dict[str, Any]]:
 
 
 def _added(token: str | _Token) -> str | AddedToken:
-    return token if isinstance(token, str) else AddedToken(**msgspec.structs.asdict(token))
+    if isinstance(token, str):
+        return token
+    fields = msgspec.structs.asdict(token)
+    return AddedToken(**fields | {"normalized": not token.special if token.normalized is None else token.normalized})
 
 
 def _chat_template(folder: Path, config: _Config) -> str | dict[str, str] | None:

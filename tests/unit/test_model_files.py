@@ -328,7 +328,7 @@ def test_a_tokenizer_is_what_transformers_makes_of_its_files(edited, reader, leg
     """Ours hands on named fields; from_pretrained all: on files in order both are the same."""
     edited("config.json", {"vocab_size": 400})
     size = load_tokenizer(reader).vocab
-    template = {"chat_template": "{{ messages }}", "split_special_tokens": False, "model_max_length": 10**30}
+    template = {"chat_template": "{{ messages }}", "split_special_tokens": False, "model_max_length": int(1e30)}
     if legacy:
         edited(
             "special_tokens_map.json",
