@@ -5,6 +5,11 @@ import sys
 from pathlib import Path
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.validation import MOST_VALUES
+from lw_jax.models import codec
+
+_TEXT_BYTES = 256 << 20  # of a context: thousands of times what an encoder reads
+_MESSAGE_BYTES = codec.framed_bytes(1, MOST_VALUES, 16)  # the longest there is
 
 
 @dataclasses.dataclass(frozen=True)
@@ -23,7 +28,7 @@ class Request:
 def read_text(path: str) -> str:
     """Returns the UTF-8 text of a file, or of standard input for '-'; raises UserError for one without words."""
     try:
-        text = _read_bytes(path, flag="context", what="a readable UTF-8 text file").decode()
+        text = _read_bytes(path, flag="context", what="a readable UTF-8 text file", limit=_TEXT_BYTES).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"--context {path}: {error}; a readable UTF-8 text file is needed.") from error
     if not text.strip():
@@ -33,7 +38,7 @@ def read_text(path: str) -> str:
 
 def read_message(path: str) -> bytes:
     """Returns the bytes of a file, or of standard input for '-'; raises UserError where there are none."""
-    message = _read_bytes(path, flag="message", what="a file that `answer --write` wrote")
+    message = _read_bytes(path, flag="message", what="a file that `answer --write` wrote", limit=_MESSAGE_BYTES)
     if not message:
         raise UserError(f"--message {path}: it is empty; a file or pipe that `answer --write` wrote is needed.")
     return message
@@ -51,8 +56,16 @@ def write_message(message: bytes, path: str) -> None:
         raise UserError(f"--write {path}: {error.strerror}; a file in a writable folder is needed.") from error
 
 
-def _read_bytes(path: str, *, flag: str, what: str) -> bytes:
+def _read_bytes(path: str, *, flag: str, what: str, limit: int) -> bytes:
+    """Reads no more than one byte above the limit, so that a device or an endless pipe ends too."""
     try:
-        return sys.stdin.buffer.read() if path == "-" else Path(path).read_bytes()
+        if path == "-":
+            found = sys.stdin.buffer.read(limit + 1)
+        else:
+            with Path(path).open("rb") as file:
+                found = file.read(limit + 1)
     except OSError as error:
         raise UserError(f"--{flag} {path}: {error.strerror}; {what} is needed.") from error
+    if len(found) > limit:
+        raise UserError(f"--{flag} {path}: more than {limit:,} bytes; {what} is needed.")
+    return found

@@ -10,8 +10,10 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import msgspec
 
 from lw_jax import targets
+from lw_jax.core import schema
 from lw_jax.core.config import Config, diff, flatten, meaning, to_dict
 from lw_jax.core.errors import UserError
 from lw_jax.workdir import read_config, read_rows
@@ -108,16 +110,27 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
     )
 
 
+class _File(msgspec.Struct, frozen=True):
+    """hardware.json: the fields of `Hardware`, and since when they hold."""
+
+    kind: str
+    card: str
+    devices: schema.Size
+    hosts: schema.Size
+    strategy: str
+    remat: str
+    since_step: schema.Index
+    since_time: float
+
+
 def _parse(file: Path) -> tuple[Hardware, int, float]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-        since = int(found.pop("since_step")), float(found.pop("since_time"))
-        return Hardware(**found), *since
+        found = schema.read(file, _File, remedy="the file must be as training wrote it: remove it")
     except FileNotFoundError as error:
         rule = "training writes it, since this version: let a run of a few steps be made there"
         raise UserError(f"{file}: missing, so that nobody knows what was measured on; {rule}.") from error
-    except (OSError, ValueError, TypeError, KeyError) as error:
-        raise UserError(f"{file}: {error}; the file must be as training wrote it: remove it.") from error
+    named = (field.name for field in dataclasses.fields(Hardware))
+    return Hardware(**{name: getattr(found, name) for name in named}), found.since_step, found.since_time
 
 
 def _check_run(workdir: Path, old: Config, cfg: Config) -> None:

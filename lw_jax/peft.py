@@ -1,25 +1,53 @@
 """LoRA pairs as an adapter folder of Hugging Face PEFT: adapter_config.json and adapter_model.safetensors."""
 
 import json
+import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import jax
 import jax.numpy as jnp
+import msgspec
 import numpy as np
-from safetensors import SafetensorError
-from safetensors.numpy import load_file, save_file
+from safetensors.numpy import save_file
 
+from lw_jax.core import schema
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
 from lw_jax.models import families, lora
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.lora import MODULES, Lora
+from lw_jax.stored import FLOATS, read_safetensors, read_tensor
 
 _PREFIX = "base_model.model.model.layers"
+_NAME = re.compile(re.escape(_PREFIX) + r"\.\d+\.\w+\.\w+\.lora_[AB]\.weight")
 _CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
-# Fields under which a pair means something else; absent or empty they are off.
+_REMEDY = "name an adapter folder of PEFT"
+_Alpha = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+
+
+class _Adapter(msgspec.Struct, frozen=True):
+    """What is read of adapter_config.json."""
+
+    r: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+    lora_alpha: _Alpha
+    peft_type: str | None = None
+    bias: str = "none"
+    lora_dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
+    alpha_pattern: dict[str, _Alpha] | None = None
+    # Under these a pair means something else; absent or empty they are off.
+    use_dora: Any = None
+    use_rslora: Any = None
+    fan_in_fan_out: Any = None
+    modules_to_save: Any = None
+    layers_to_transform: Any = None
+    lora_bias: Any = None
+    target_parameters: Any = None
+    trainable_token_indices: Any = None
+    layer_replication: Any = None
+
+
 _OFF = ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "layers_to_transform", "lora_bias")
 _OFF_TOO = ("target_parameters", "trainable_token_indices", "layer_replication")
 
@@ -66,13 +94,8 @@ def load(folder: Path, cfg: DecoderConfig) -> tuple[Tree, Lora]:
         UserError: no such folder, another kind of adapter, or tensors that do not fit the decoder.
     """
     told = _read_config(folder / _CONFIG)
-    try:
-        stored = load_file(folder / _TENSORS)
-    except (OSError, SafetensorError) as error:
-        raise UserError(
-            f"{folder / _TENSORS}: it cannot be read ({error}); an adapter folder of PEFT is needed"
-        ) from error
-    spec = Lora(told["r"], float(told["lora_alpha"]), float(told.get("lora_dropout") or 0.0), ())
+    stored = _read_tensors(folder / _TENSORS)
+    spec = Lora(told.r, float(told.lora_alpha), float(told.lora_dropout or 0.0), ())
     pairs: dict[str, dict[str, list[np.ndarray]]] = {}
     for name, (a, b, scale) in _collect(folder, stored, told, cfg).items():
         pairs[name] = {"a": a, "b": [one * (scale / spec.scale) for one in b]}
@@ -85,26 +108,33 @@ def load(folder: Path, cfg: DecoderConfig) -> tuple[Tree, Lora]:
     return {"layers": tree}, Lora(spec.rank, spec.alpha, spec.dropout, names)
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def _read_config(file: Path) -> _Adapter:
     try:
-        told = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: it cannot be read ({error}); name an adapter folder of PEFT") from error
-    if told.get("peft_type") != "LORA" or told.get("bias", "none") != "none":
-        raise UserError(
-            f"{file}: peft_type={told.get('peft_type')!r}, bias={told.get('bias')!r}; LORA without bias is read"
-        )
+        told = schema.read(file, _Adapter, remedy=_REMEDY)
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: no such file; {_REMEDY}") from error
+    if told.peft_type != "LORA" or told.bias != "none":
+        raise UserError(f"{file}: peft_type={told.peft_type!r:.80}, bias={told.bias!r:.80}; LORA without bias is read")
     for key in (*_OFF, *_OFF_TOO):
-        if told.get(key):
-            raise UserError(f"{file}: {key}={told[key]!r} is not supported; train the adapter without it")
-    for key in ("r", "lora_alpha"):
-        if not isinstance(told.get(key), int | float) or told[key] <= 0:
-            raise UserError(f"{file}: {key}={told.get(key)!r}, a number above 0 is needed")
+        if value := getattr(told, key):
+            raise UserError(f"{file}: {key}={value!r:.80} is not supported; train the adapter without it")
     return told
 
 
+def _read_tensors(file: Path) -> dict[str, np.ndarray]:
+    """Returns the matrices of an adapter as fp32, once their names, types and shapes are those of pairs."""
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; {_REMEDY}")
+    found = read_safetensors(file)
+    for name, one in found.items():
+        if one.kind not in FLOATS or len(one.shape) != 2 or 0 in one.shape or not _NAME.fullmatch(name):
+            rule = f"matrices of floats by the name {_PREFIX}.LAYER.MODULE.lora_A.weight are read"
+            raise UserError(f"{one.label:.300} is {one.kind} {one.shape}; {rule}")
+    return {name: read_tensor(one, np.float32) for name, one in found.items()}
+
+
 def _collect(
-    folder: Path, stored: dict[str, np.ndarray], told: dict[str, Any], cfg: DecoderConfig
+    folder: Path, stored: dict[str, np.ndarray], told: _Adapter, cfg: DecoderConfig
 ) -> dict[str, tuple[list[np.ndarray], list[np.ndarray], float]]:
     """Returns name -> (a of each layer, b of each layer, scale)."""
     names = {module: name for name, module in MODULES.items()}
@@ -118,7 +148,9 @@ def _collect(
             raise UserError(f"{folder}: an adapter of {module!r}, which is no matrix of a decoder's layer")
         a, b = ([_part(folder, stored, layer, module, part) for layer in range(cfg.layers)] for part in "AB")
         rank, last = a[0].shape[0], module.split(".")[1]
-        alpha = told.get("alpha_pattern", {}).get(last, told["lora_alpha"])
+        if any(one.shape[0] != rank for one in a) or any(one.shape[1] != rank for one in b):
+            raise UserError(f"{folder}: the pairs of {module} are of several ranks; a pair of one rank a layer is read")
+        alpha = (told.alpha_pattern or {}).get(last, told.lora_alpha)
         begin = 0
         for part in own:
             name = names[part]
@@ -134,7 +166,7 @@ def _part(folder: Path, stored: dict[str, np.ndarray], layer: int, module: str, 
     name = f"{_PREFIX}.{layer}.{module}.lora_{part}.weight"
     if name not in stored:
         raise UserError(f"{folder}: tensor {name} is missing; this adapter is of another model")
-    return stored[name].astype(np.float32)
+    return stored[name]
 
 
 def _stack(folder: Path, name: str, layers: list[np.ndarray], shape: jax.ShapeDtypeStruct) -> jax.Array:

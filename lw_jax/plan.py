@@ -1,5 +1,6 @@
 """The verb `plan`: whether and how a configuration runs on given GPUs, compiled for them on any machine."""
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -14,7 +15,7 @@ import jax
 
 from lw_jax import answering, choice, cluster, fit, legacy, memory, preflight, recipes, sources, targets
 from lw_jax.choice import Candidate, Hardware
-from lw_jax.core import config
+from lw_jax.core import config, schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
@@ -311,8 +312,10 @@ def _cached(cfg: Config, name: str, compute: Any) -> Plan:
     asked = [name, kind, str(fit.room(cfg)) if name == "here" else "", config.digest(cfg), jax.__version__, _code()]
     digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     file = sources.cache_root() / "plans" / f"{name}-{digest}.json"
-    if file.exists():
-        return json.loads(file.read_text("utf-8")) | {"cached": True}
+    with contextlib.suppress(FileNotFoundError, UserError):  # a damaged one is computed again
+        kept = schema.read(file, dict[str, Any], remedy="")
+        if kept.keys() >= {"target", "chosen"}:
+            return kept | {"cached": True}
     found = compute()
     if "why_not_compiled" not in found:  # it may be installed by the next call
         file.parent.mkdir(parents=True, exist_ok=True)

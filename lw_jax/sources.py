@@ -15,7 +15,11 @@ import tempfile
 import zipfile
 from fnmatch import fnmatchcase
 from pathlib import Path, PurePosixPath
+from typing import Annotated
 
+import msgspec
+
+from lw_jax.core import schema
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
 
@@ -135,17 +139,32 @@ def _file_hash(path: Path) -> str:
     """Returns the sha256 of a file; a note in the cache spares the next start the reading."""
     path = path.resolve()
     stat = path.stat()
-    state = {"path": str(path), "bytes": stat.st_size, "changed_ns": stat.st_mtime_ns}
+    state = _Note(str(path), stat.st_size, stat.st_mtime_ns)
     note = cache_root() / "hashes" / f"{hashlib.sha256(str(path).encode()).hexdigest()[:32]}.json"
-    if note.is_file():
-        kept = json.loads(note.read_text("utf-8"))
-        if {key: kept.get(key) for key in state} == state:
-            return str(kept["sha256"])
+    if (kept := _read_note(note)) and msgspec.structs.replace(kept, sha256="") == state:
+        return kept.sha256
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     _writable(note.parent)
-    write_whole(note, json.dumps(state | {"sha256": found}))
+    write_whole(note, json.dumps(msgspec.structs.asdict(state) | {"sha256": found}))
     return found
+
+
+class _Note(msgspec.Struct, frozen=True):
+    """A file's hash, and when it was taken."""
+
+    path: str
+    bytes: int
+    changed_ns: int
+    sha256: Annotated[str, msgspec.Meta(pattern="^([0-9a-f]{64})?$")] = ""
+
+
+def _read_note(note: Path) -> _Note | None:
+    """Returns a note of this cache; None for one that is not there or damaged: the file is then hashed again."""
+    try:
+        return schema.read(note, _Note, remedy="")
+    except (FileNotFoundError, UserError):
+        return None
 
 
 def _writable(folder: Path) -> Path:

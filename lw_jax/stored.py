@@ -1,33 +1,52 @@
 """Where a model's tensors lie in safetensors or GGUF files, and their bytes as arrays; knows no model's shape.
 
 Bytes are read with plain file reads, not memory maps, so that the host holds the final arrays and about one tensor.
-Nothing is ever unpickled.
+Nothing is ever unpickled. Weights are checked to be finite in the chunk that has just been read or converted.
 """
 
 import dataclasses
-import json
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Annotated, BinaryIO
 
 import jax
 import ml_dtypes
+import msgspec
 import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
+from safetensors import SafetensorError, safe_open
 
+from lw_jax.core import schema
 from lw_jax.core.errors import UserError
 from lw_jax.data.gguf_header import read_header
 
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
 _NUMBERS = FLOATS | {"I32": np.int32}  # read as they are; AWQ's words of eight nibbles
-# of the safetensors format; those that are no float are named so that a header with them can be checked and refused
-_WIDTHS = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-_WIDTHS |= {"U16": 2, "U32": 4, "U64": 8, "F8_E4M3": 1, "F8_E5M2": 1}
 INTEGERS = {"I8", "I16", "I32", "I64"}  # GGUF types that hold no weights
 _ALIGNMENT = 64  # bytes; what XLA asks of the memory of a CPU array
-_CHUNK_BYTES = 8 << 20  # read and converted at once
+_CHUNK_BYTES = 1 << 20  # read, checked and converted at once: stays in a core's own cache
 _HEADER_LIMIT = 100 << 20  # the safetensors library's own
+_FETCH = "fetch it again"
+
+_Extent = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+# A plain name: nothing outside the model's own folder is opened, and no pickle.
+_FileName = Annotated[str, msgspec.Meta(pattern=r"^[^/\\\x00-\x1f]+\.safetensors$", max_length=255)]
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor in a safetensors header; offsets count from the header's end."""
+
+    dtype: str
+    shape: Annotated[tuple[_Extent, ...], msgspec.Meta(max_length=16)]
+    data_offsets: tuple[_Extent, _Extent]
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """What is read of model.safetensors.index.json."""
+
+    weight_map: Annotated[dict[str, _FileName], msgspec.Meta(min_length=1)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,12 +74,16 @@ def list_tensors(location: Path) -> dict[str, Stored]:
             name: Stored(location, name, info.kind, info.shape, info.offset, info.nbytes)
             for name, info in read_header(location).tensors.items()
         }
+    files, promised = _safetensors_files(location)
     catalogue: dict[str, Stored] = {}
-    for file in _safetensors_files(location):
-        for name, stored in _safetensors_header(file).items():
+    for file in files:
+        for name, stored in read_safetensors(file).items():
             if name in catalogue:
                 raise UserError(f"{stored.label} stands in {catalogue[name].file.name} too; keep one of the two")
             catalogue[name] = stored
+    for name, file_name in promised.items():
+        if name not in catalogue or catalogue[name].file.name != file_name:
+            raise UserError(f"{location}: the index names tensor {name} in {file_name}, which has none; {_FETCH}")
     return catalogue
 
 
@@ -75,20 +98,18 @@ def require_gguf(location: Path) -> None:
         )
 
 
-def _safetensors_files(folder: Path) -> list[Path]:
+def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """Returns a model's files, and in which of them the index says that each tensor lies ({} without an index)."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if index.is_file() and not single.is_file():
-        try:
-            names = sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))
-        except (ValueError, KeyError, AttributeError) as error:
-            raise UserError(f"{index}: no weight_map can be read in it ({error}); fetch it again") from error
-        files = [folder / Path(name).name for name in names]
+        promised = schema.read(index, _Index, remedy=_FETCH).weight_map
+        files = [folder / name for name in sorted(set(promised.values()))]
         if absent := [file for file in files if not file.is_file()]:
             raise UserError(f"{index}: names {absent[0].name}, which is not in {folder}; fetch it too")
-        return files
+        return files, promised
     files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
     if len(files) == 1:
-        return files
+        return files, {}
     if files:
         raise UserError(
             f"{folder}: {len(files)} .safetensors files and no {index.name} that says which belong together"
@@ -100,7 +121,13 @@ def _safetensors_files(folder: Path) -> list[Path]:
     raise UserError(f"{folder}: no *.safetensors in it; fetch the model's weights")
 
 
-def _safetensors_header(file: Path) -> dict[str, Stored]:
+def read_safetensors(file: Path) -> dict[str, Stored]:
+    """Lists the tensors of one safetensors file by name; reads its header alone.
+
+    Raises:
+        UserError: a header that is cut off, of other types or shapes than the format's, or that does not cover the
+            file's bytes exactly, without gap and overlap; OSError for a file that is not there is the caller's.
+    """
     size = file.stat().st_size
     with file.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
@@ -109,21 +136,23 @@ def _safetensors_header(file: Path) -> dict[str, Stored]:
                 f"{file}: a header of {length} bytes in a file of {size}; it is cut off or no safetensors file"
             )
         text = stream.read(length)
-    try:
-        table = json.loads(text)
-        table.pop("__metadata__", None)
-        entries = {name: (row["dtype"], tuple(row["shape"]), tuple(row["data_offsets"])) for name, row in table.items()}
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise UserError(f"{file}: its safetensors header cannot be read ({error}); fetch it again") from error
+    if not text.startswith(b"{"):
+        raise UserError(f"{file}: header begins with {text[:8]!r}, not with an object; {_FETCH}")
+    table = schema.decode(text, dict[str, msgspec.Raw], where=f"{file}: header", remedy=_FETCH)
+    table.pop("__metadata__", None)  # of no use here; the library checks it
     out = {}
-    for name, (kind, shape, (begin, end)) in entries.items():
-        stored = Stored(file, name, kind, shape, 8 + length + begin, end - begin)
-        if begin < 0 or (kind in _WIDTHS and stored.nbytes != math.prod(shape) * _WIDTHS[kind]):
-            raise UserError(f"{stored.label} has {stored.nbytes} bytes, which shape {shape} of {kind} does not fill")
-        if 8 + length + end > size:
-            raise UserError(f"{stored.label} ends at byte {8 + length + end}, the file at {size}; fetch it again")
-        out[name] = stored
-    return out
+    for name, row in table.items():
+        if not name.isprintable():
+            raise UserError(f"{file}: tensor {name!r:.80}: a name of printable characters is needed; {_FETCH}")
+        entry = schema.decode(row, _Entry, where=f"{file}: tensor {name:.200}", remedy=_FETCH)
+        begin, end = entry.data_offsets
+        out[name] = Stored(file, name, entry.dtype, entry.shape, 8 + length + begin, end - begin)
+    try:
+        with safe_open(str(file), "np"):  # checks the format's rules: sizes, order, no gap, no overlap, nothing beyond
+            return out
+    except SafetensorError as error:
+        said = " ".join(str(error).split())
+        raise UserError(f"{file}: {said}: it is cut off or damaged; {_FETCH}") from error
 
 
 def make_buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> np.ndarray:
@@ -144,15 +173,40 @@ def read_tensor(
     """Reads one tensor, cast, its rows put in `order`; into `out`, contiguous and of that type, where one is given."""
     out = np.empty(stored.shape, dtype) if out is None else out.reshape(stored.shape)
     if order is None and _NUMBERS.get(stored.kind) == np.dtype(dtype):  # the file's bytes are the array's
-        _read(stored, 0, out.reshape(-1).view(np.uint8))
+        flat = out.reshape(-1)
+        step = max(1, _CHUNK_BYTES // flat.itemsize)
+        with stored.file.open("rb", buffering=0) as file:
+            for at in range(0, flat.size, step):
+                chunk = flat[at : at + step]
+                _read(file, stored, at * flat.itemsize, chunk.view(np.uint8))
+                _require_finite(stored, chunk)
         return out
     rows = out.reshape(1 if out.ndim == 1 else out.shape[0], -1)
     at = 0
     for piece in read_pieces(stored):
         place = slice(at, at + len(piece)) if order is None else order[at : at + len(piece)]
-        rows[place] = piece
+        with np.errstate(over="ignore"):  # told below
+            cast = piece.astype(dtype, copy=False)
+        # A wider type can hold all that was read: the smaller one of the two is looked at.
+        _require_finite(stored, piece if piece.itemsize < cast.itemsize else cast)
+        rows[place] = cast
         at += len(piece)
     return out
+
+
+def _require_finite(stored: Stored, values: np.ndarray) -> None:
+    """Refuses floats that are NaN or infinite, by two reductions over their bits: a tenth of np.isfinite's time.
+
+    As integers the largest is the one farthest from zero among the positive floats where they are signed, and among
+    the negative ones where they are not; beyond infinity are the NaN.
+    """
+    if values.dtype.kind in "iu" or not values.size:
+        return
+    width = 8 * values.itemsize
+    infinity = int(np.array(np.inf, values.dtype).view(f"u{values.itemsize}"))
+    positive, negative = values.view(f"i{values.itemsize}").max(), values.view(f"u{values.itemsize}").max()
+    if positive >= infinity or negative >= infinity + 2 ** (width - 1):
+        raise UserError(f"{stored.label} has values that are not finite as {values.dtype.name}; fetch the file again")
 
 
 def read_pieces(stored: Stored) -> Iterator[np.ndarray]:
@@ -160,28 +214,31 @@ def read_pieces(stored: Stored) -> Iterator[np.ndarray]:
     rows = stored.shape[0] if len(stored.shape) > 1 else 1
     row_bytes = stored.nbytes // rows
     step = max(1, _CHUNK_BYTES // row_bytes)
-    for start in range(0, rows, step):
-        count = min(step, rows - start)
-        raw = _read(stored, start * row_bytes, np.empty(count * row_bytes, np.uint8))
-        if stored.kind in _NUMBERS:
-            yield raw.view(_NUMBERS[stored.kind]).reshape(count, -1)
-            continue
-        try:
-            yield dequantize(raw.reshape(count, row_bytes), GGMLQuantizationType[stored.kind])
-        except NotImplementedError as error:
-            raise UserError(
-                f"{stored.label} has type {stored.kind}, which is not supported; use another file"
-            ) from error
-
-
-def _read(stored: Stored, start: int, out: np.ndarray) -> np.ndarray:
-    """Fills an array of bytes."""
     with stored.file.open("rb", buffering=0) as file:
-        file.seek(stored.offset + start)
-        rest = out.data
-        while len(rest):
-            count = file.readinto(rest)
-            if not count:
-                raise UserError(f"{stored.label} is cut off; fetch the file again")
-            rest = rest[count:]
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            raw = _read(file, stored, start * row_bytes, np.empty(count * row_bytes, np.uint8))
+            yield _decoded(stored, raw.reshape(count, row_bytes))
+
+
+def _decoded(stored: Stored, raw: np.ndarray) -> np.ndarray:
+    """Returns rows of bytes as numbers."""
+    if stored.kind in _NUMBERS:
+        return raw.view(_NUMBERS[stored.kind])
+    try:
+        with np.errstate(all="ignore"):  # of scales that are not finite; `read_tensor` refuses what comes of them
+            return dequantize(raw, GGMLQuantizationType[stored.kind])
+    except NotImplementedError as error:
+        raise UserError(f"{stored.label} has type {stored.kind}, which is not supported; use another file") from error
+
+
+def _read(file: BinaryIO, stored: Stored, start: int, out: np.ndarray) -> np.ndarray:
+    """Fills an array of bytes from a tensor's on, counted from its own first."""
+    file.seek(stored.offset + start)
+    rest = out.data
+    while len(rest):
+        count = file.readinto(rest)  # pyright: ignore[reportAttributeAccessIssue]  # FileIO has it
+        if not count:
+            raise UserError(f"{stored.label} is cut off; fetch the file again")
+        rest = rest[count:]
     return out

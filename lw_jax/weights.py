@@ -14,9 +14,10 @@ import jax.numpy as jnp
 import numpy as np
 from huggingface_hub.errors import StrictDataclassError
 from safetensors.numpy import save_file
-from transformers import AutoConfig, PreTrainedTokenizerBase
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
 
 from lw_jax import awq
+from lw_jax.core import schema
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
@@ -25,10 +26,13 @@ from lw_jax.models import bert, bert_family, families, gguf_family, quant, ttt, 
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.families import Place
+from lw_jax.models.fields import Kind
 from lw_jax.models.ttt import TTTConfig
 from lw_jax.stored import FLOATS, INTEGERS, Stored, list_tensors, make_buffer, read_pieces, read_tensor, require_gguf
 
 _SAMPLE_BYTES = 4096
+_CONFIG_BYTES = 16 << 20
+_FETCH = "fetch the file again"
 _STRANGE = "belongs to no known part of the model; it is of another kind than it says"
 
 Config = TypeVar("Config", DecoderConfig, BertConfig, TTTConfig)
@@ -45,6 +49,8 @@ def describe(location: Path) -> DecoderConfig:
     require_gguf(location)
     catalogue, metadata = list_tensors(location), read_header(location).metadata
     factors = catalogue.get("rope_freqs.weight")
+    if factors is not None and (factors.kind != "F32" or len(factors.shape) != 1):
+        raise UserError(f"{factors.label} is {factors.kind} {factors.shape}, a vector of F32 is read; {_FETCH}")
     fields = gguf_family.hf_fields(
         metadata,
         {name: stored.shape for name, stored in catalogue.items()},
@@ -63,7 +69,7 @@ def describe_config(file: Path) -> DecoderConfig:
 def model_type(location: Path) -> str:
     """Returns the family of a model folder or .gguf file, one of `families.FAMILIES`, once `describe` has read it."""
     if location.is_dir():
-        return _read_config(location / "config.json")[0]["model_type"]
+        return _read_json(location / "config.json")["model_type"]
     return read_header(location).metadata["general.architecture"]
 
 
@@ -76,14 +82,14 @@ def describe_bert(location: Path) -> BertConfig:
     if not location.is_dir():
         raise UserError(f"{location}: a BERT-class body is a folder with config.json and *.safetensors; name one")
     file = location / "config.json"
-    fields, raw_keys = _read_config(file)
-    return bert_family.bert_config(fields, raw_keys=raw_keys, where=str(file))
+    fields = _read_json(file)
+    return bert_family.bert_config(fields, raw_keys=set(fields), where=str(file))
 
 
 def is_ttt(location: Path) -> bool:
     """Says whether a folder's config.json names a Test-Time-Training model."""
     file = location / "config.json"
-    return file.is_file() and _read_json(file).get("model_type") == ttt_family.MODEL_TYPE
+    return file.is_file() and schema.read(file, Kind, remedy=_FETCH).model_type == ttt_family.MODEL_TYPE
 
 
 def describe_ttt(location: Path) -> TTTConfig:
@@ -93,33 +99,30 @@ def describe_ttt(location: Path) -> TTTConfig:
         UserError: see `ttt_family.ttt_config`.
     """
     file = location / "config.json"
-    if not file.is_file():
-        raise UserError(f"{location}: no config.json; name a TTT model's folder, with config.json and *.safetensors")
     return ttt_family.ttt_config(_read_json(file), where=str(file))
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"{file}: no JSON can be read in it ({error}); fetch it again") from error
-    if not isinstance(found, dict):
-        raise UserError(f"{file}: named fields are needed, it holds {found!r:.40}; fetch it again")
-    return found
+        return schema.read(file, dict[str, Any], remedy=_FETCH, limit=_CONFIG_BYTES)
+    except FileNotFoundError as error:
+        raise UserError(f"{file.parent}: no config.json; name a model folder, or the .gguf file itself") from error
 
 
 def _read_config(file: Path) -> tuple[dict[str, Any], set[str]]:
-    """Returns a config.json as transformers understands it, and the keys that it states itself."""
-    folder = file.parent
-    if not file.is_file():
-        raise UserError(f"{folder}: no config.json; name a model folder, or the .gguf file itself")
+    """Returns a decoder's config.json as transformers understands it, and the keys that it states itself.
+
+    transformers brings the old and the new spelling of the rotary fields into one form. It is given no more than the
+    fields that `families` reads and has checked, and no way to code or files of the folder's own.
+    """
+    raw = _read_json(file)
+    read = families.read_fields(raw, str(file))
+    unused = {f"{name}_token_id": None for name in ("bos", "eos", "pad")}  # or the class's own, beyond the vocabulary
     try:
-        # transformers brings the old and the new spelling of the rotary fields into one form
-        fields = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False).to_dict()
-        raw = json.loads(file.read_text("utf-8"))
-    except (OSError, ValueError, StrictDataclassError) as error:
-        raise UserError(f"{file}: transformers cannot read it ({' '.join(str(error).split())})") from error
-    return fields, set(raw)
+        fields = CONFIG_MAPPING[raw["model_type"]].from_dict(read | unused).to_dict()
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UserError(f"{file}: transformers refuses it ({' '.join(str(error).split())[:300]}); {_FETCH}") from error
+    return raw | fields, set(raw)
 
 
 def load(
@@ -290,7 +293,7 @@ def _sources(location: Path, cfg: DecoderConfig, *, is_awq: bool) -> dict[Place,
     if any(name.endswith(".qweight") for name in catalogue) != is_awq:
         told = "no AWQ matrices: store it as nf4" if is_awq else "AWQ matrices: set this model's weights to 'awq'"
         raise UserError(f"{location} has {told}")
-    if is_awq and "quantization_config" not in _read_config(location / "config.json")[1]:
+    if is_awq and "quantization_config" not in _read_json(location / "config.json"):
         raise UserError(f"{location}/config.json: it has no quantization_config to say how matrices are packed")
     triples = awq.match(location, catalogue, slots) if is_awq else {}
     for name in sorted(catalogue.keys() - slots.keys()):

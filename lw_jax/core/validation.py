@@ -44,6 +44,8 @@ CHOICES = {
 SMOOTHED = ("sigmoid", "robust")  # of dpo.loss, what knows label smoothing; the others leave it out
 CHANNELS = ("stages.*.slots", "stages.*.widths", "stages.*.bits", "eval.slots", "eval.widths", "eval.bits")
 BITS = (16, 8, 6, 4, 2)
+WIDEST = 4096  # values of a message's slot: their rotation takes 64 MiB
+MOST_VALUES = 2**24  # of a message: 64 MiB as fp32
 MADE = ("cards", "pairs")  # the project makes them, each split apart
 SELFMADE = ("llama", "qwen")
 BYTES = 257  # UTF-8 and the end of a document
@@ -221,6 +223,13 @@ def _check_encoder(cfg: Config) -> None:
     if cfg.adapter.start == "aligned" and (encoder.kind, encoder.pooling) != ("lm", "windows"):
         rule = "it needs the embedding table of encoder.kind 'lm' and encoder.pooling 'windows'; choose 'random'."
         _refuse("adapter.start", "aligned", rule)
+    if encoder.width > WIDEST:
+        _refuse("encoder.width", encoder.width, f"a message's slot has at most {WIDEST} values; lower it.")
+    if encoder.slots * encoder.width > MOST_VALUES:
+        rule = (
+            f"with encoder.width = {encoder.width} a message has more than {MOST_VALUES} values; lower one of the two."
+        )
+        _refuse("encoder.slots", encoder.slots, rule)
     if encoder.slots > encoder.window:
         rule = f"more slots than encoder.window = {encoder.window} has places; lower slots or widen the window."
         _refuse("encoder.slots", encoder.slots, rule)

@@ -18,10 +18,12 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Annotated, Any, Literal, Protocol
 
+import msgspec
 import numpy as np
 
+from lw_jax.core import schema
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import whole
 from lw_jax.data import documents
@@ -288,32 +290,52 @@ def _shard(folder: Path, number: int) -> Path:
     return folder / f"{number:05d}.bin"
 
 
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+
+
+class _Meta(msgspec.Struct, frozen=True):
+    """What meta.json says of a whole corpus."""
+
+    format: int
+    source: str
+    tokenizer: str
+    eos: _Count
+    documents: _Count
+    blank: _Count
+    bytes: _Count
+    tokens: _Count
+    dtype: Literal["uint16", "uint32"]
+    shards: tuple[_Count, ...]
+
+
 def _load(folder: Path, *, made: bool) -> Corpus:
     meta = _read_meta(folder)
-    shards = tuple(meta["shards"])
-    for number, count in enumerate(shards):
-        file, size = _shard(folder, number), count * np.dtype(meta["dtype"]).itemsize
+    for number, count in enumerate(meta.shards):
+        file, size = _shard(folder, number), count * np.dtype(meta.dtype).itemsize
         found = file.stat().st_size if file.is_file() else 0
         if found != size:
             raise UserError(f"{file}: {found} bytes, {META} says {size}; remove the folder, it is then packed anew")
-    named = ("source", "documents", "blank", "tokens", "bytes", "dtype", "tokenizer")
-    return Corpus(folder=folder, shards=shards, made=made, **{name: meta[name] for name in named})
+    if sum(meta.shards) != meta.tokens:
+        rule = f"its shards have {sum(meta.shards)}; remove the folder, it is then packed anew"
+        raise UserError(f"{folder / META}: tokens={meta.tokens}, {rule}")
+    named = ("source", "documents", "blank", "tokens", "bytes", "dtype", "tokenizer", "shards")
+    return Corpus(folder=folder, made=made, **{name: getattr(meta, name) for name in named})
 
 
-def _read_meta(folder: Path) -> dict[str, Any]:
-    try:
-        return json.loads((folder / META).read_text("utf-8"))
-    except ValueError as error:
-        raise UserError(f"{folder / META}: broken ({error}); remove the folder, it is then packed anew") from error
+def _read_meta(folder: Path) -> _Meta:
+    return schema.read(folder / META, _Meta, remedy="remove the folder, it is then packed anew")
 
 
 def _last_packed(root: Path, source: str, tokenizer: TextTokenizer) -> Path | None:
     """Returns the newest corpus of a source's name and a tokenizer, whatever the source was then."""
     found = sorted(root.glob(f"*/{META}"), key=lambda file: file.stat().st_mtime, reverse=True)
-    wanted = {"format": FORMAT, "source": source, "tokenizer": tokenizer.fingerprint, "eos": tokenizer.eos}
+    wanted = (FORMAT, source, tokenizer.fingerprint, tokenizer.eos)
     for file in found:
-        meta = _read_meta(file.parent)
-        if {key: meta.get(key) for key in wanted} == wanted:
+        try:
+            meta = _read_meta(file.parent)
+        except UserError:  # damaged, and perhaps of another source
+            continue
+        if (meta.format, meta.source, meta.tokenizer, meta.eos) == wanted:
             return file.parent
     return None
 

@@ -11,21 +11,17 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
+from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
-from lw_jax.data import templates
-from lw_jax.data.gguf_header import read_header
+from lw_jax.data import templates, tokenizer_files
 
 # Tokens by which the supported families end a turn or a document, where the vocabulary marks them special.
 _ENDINGS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
-_CONTROL, _USER_DEFINED = 3, 4  # tokenizer.ggml.token_type
-
 
 BYTES_END = "<|endoftext|>"  # id 256 of the byte tokenizer
 Marks = tuple[tuple[int, ...], tuple[int, ...]]  # ids before and after every text
@@ -177,11 +173,8 @@ def load_tokenizer(location: Path) -> Tokenizer:
     Raises:
         UserError: no `tokenizer.json`, a GGUF vocabulary of unknown kind, or no EOS token.
     """
-    if location.is_dir():
-        return _from_folder(location)
-    metadata = read_header(location).metadata
-    stops = [metadata[key] for key in ("tokenizer.ggml.eot_token_id",) if key in metadata]
-    return wrap(_from_gguf(location, metadata), location, stops)
+    found = tokenizer_files.load(location)
+    return wrap(found.fast, location, found.stops, found.rows)
 
 
 def load_source_tokenizer(location: Path) -> Tokenizer | BertTokenizer:
@@ -190,46 +183,16 @@ def load_source_tokenizer(location: Path) -> Tokenizer | BertTokenizer:
     Raises:
         UserError: no `tokenizer.json`, no padding token, or what `load_tokenizer` refuses.
     """
-    if not _is_bert(location / "config.json"):
+    if not (location.is_dir() and tokenizer_files.is_bert(location)):
         return load_tokenizer(location)
-    fast = _read_fast(location)
+    found = tokenizer_files.load(location)
+    fast = found.fast
     backend, pad = _uncut(fast), fast.pad_token_id
     if not isinstance(pad, int):
         raise UserError(f"{location}: the tokenizer names no padding token; set pad_token in tokenizer_config.json")
-    bare, full = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
-    begin = full.index(bare[0])
-    special = (tuple(full[:begin]), tuple(full[begin + len(bare) :]))
-    return BertTokenizer(backend, pad, _size(backend), special)
-
-
-def _is_bert(config: Path) -> bool:
-    if not config.is_file():
-        return False
-    try:
-        return json.loads(config.read_text("utf-8")).get("model_type") == "bert"
-    except (ValueError, AttributeError) as error:
-        raise UserError(f"{config}: no model_type can be read in it ({error}); fetch it again") from error
-
-
-def _from_folder(folder: Path) -> Tokenizer:
-    fast = _read_fast(folder)
-    generation = folder / "generation_config.json"
-    ends = json.loads(generation.read_text("utf-8")).get("eos_token_id") if generation.is_file() else None
-    return wrap(fast, folder, ends if isinstance(ends, list) else [] if ends is None else [ends])
-
-
-def _read_fast(folder: Path) -> PreTrainedTokenizerFast:
-    if not (folder / "tokenizer.json").is_file():
-        raise UserError(
-            f"{folder}: no tokenizer.json; only fast tokenizers are read: save it there with transformers' "
-            "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
-        )
-    # Not AutoTokenizer: by model type it may rebuild normaliser and pre-tokenizer and ignore what tokenizer.json says
-    # (transformers 5.23 does for every qwen2 folder), so other ids than the model was trained with.
-    try:
-        return PreTrainedTokenizerFast.from_pretrained(str(folder), local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"{folder}: tokenizer files cannot be read ({error}); fetch them again") from error
+    vocab, special = _size(backend), _marks(backend, location)
+    tokenizer_files.check_ids((pad, *special[0], *special[1]), vocab=vocab, rows=found.rows, where=str(location))
+    return BertTokenizer(backend, pad, vocab, special)
 
 
 def _uncut(fast: PreTrainedTokenizerFast) -> Backend:
@@ -244,11 +207,22 @@ def _size(backend: Backend) -> int:
     return max(backend.get_vocab(with_added_tokens=True).values()) + 1
 
 
-def wrap(fast: PreTrainedTokenizerFast, location: Path | str = "", stops: Sequence[int] = ()) -> Tokenizer:
+def _marks(backend: Backend, location: Path | str) -> Marks:
+    """Returns the ids that a tokenizer itself puts before and after a text."""
+    bare, full = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+    for begin in range(len(full) - len(bare) + 1):
+        if bare and full[begin : begin + len(bare)] == bare:
+            return tuple(full[:begin]), tuple(full[begin + len(bare) :])
+    raise UserError(f"{location}: the tokenizer makes {bare} of 'a', and {full} with its marks; fetch it again")
+
+
+def wrap(
+    fast: PreTrainedTokenizerFast, location: Path | str = "", stops: Sequence[int] = (), rows: int | None = None
+) -> Tokenizer:
     """Returns a tokenizer of transformers as ours; `stops` beside EOS and the families' own endings.
 
     Raises:
-        UserError: it names no EOS token.
+        UserError: it names no EOS token, or ids that it or the model's table of so many `rows` does not have.
     """
     fast.name_or_path = str(location)
     backend = _uncut(fast)
@@ -257,80 +231,13 @@ def wrap(fast: PreTrainedTokenizerFast, location: Path | str = "", stops: Sequen
         raise UserError(f"{location}: the tokenizer names no EOS token; set eos_token in tokenizer_config.json")
     special = {token.content: i for i, token in backend.get_added_tokens_decoder().items() if token.special}
     endings = [special[name] for name in _ENDINGS if name in special]
-    bare = backend.encode("a", add_special_tokens=False).ids
-    full = backend.encode("a", add_special_tokens=True).ids
+    begin, vocab = _marks(backend, location)[0], _size(backend)
+    tokenizer_files.check_ids((eos, pad, *stops, *begin), vocab=vocab, rows=rows, where=str(location))
     return Tokenizer(
         backend=fast,
-        begin=tuple(full[: full.index(bare[0])]),
+        begin=begin,
         eos=eos,
         stops=tuple(dict.fromkeys([eos, *stops, *endings])),
         pad=pad if isinstance(pad, int) else eos,
-        vocab=_size(backend),
+        vocab=vocab,
     )
-
-
-def _split(digits: str) -> Any:
-    """The published split pattern of Llama 3 (digits "{1,3}") and Qwen2 (one by one), then the byte alphabet."""
-    pattern = (
-        r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
-        + digits
-        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    )
-    return pre_tokenizers.Sequence(
-        [
-            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
-            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
-        ]
-    )
-
-
-def _pre_tokenizers() -> dict[str, Any]:
-    """Maps `tokenizer.ggml.pre` to the pre-tokenizer that its model's tokenizer.json has."""
-    smollm = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    return {"smollm": pre_tokenizers.Sequence(smollm), "qwen2": _split(""), "llama-bpe": _split("{1,3}")}
-
-
-def _from_gguf(path: Path, metadata: dict[str, Any]) -> PreTrainedTokenizerFast:
-    """Builds the byte-level BPE that a GGUF describes.
-
-    transformers' own conversion (5.23) knows no "smollm" digits, no NFC of Qwen2 and no whole-word rule of Llama 3.
-    """
-    kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    known = _pre_tokenizers()
-    if kind != "gpt2" or pre not in known:
-        raise UserError(
-            f"{path}: tokenizer.ggml.model={kind!r} with tokenizer.ggml.pre={pre!r} cannot be rebuilt faithfully; "
-            f'known: "gpt2" with {sorted(known)}. Use the model\'s folder with its tokenizer.json instead'
-        )
-    if missing := [k for k in ("tokens", "merges", "token_type") if f"tokenizer.ggml.{k}" not in metadata]:
-        raise UserError(f"{path}: no tokenizer.ggml.{missing[0]}; use the model's folder with its tokenizer.json")
-    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    vocab = {token: i for i, token in enumerate(tokens)}
-    if len(vocab) != len(tokens):
-        raise UserError(f"{path}: {len(tokens) - len(vocab)} tokens of tokenizer.ggml.tokens stand there twice")
-    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
-    if pre == "qwen2":
-        backend.normalizer = normalizers.NFC()
-    backend.pre_tokenizer = known[pre]
-    backend.decoder = decoders.ByteLevel()
-    types = metadata["tokenizer.ggml.token_type"]
-    for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        marked = [t for t, kind in zip(tokens, types, strict=True) if kind == wanted]
-        added = [AddedToken(token, normalized=False, special=special) for token in marked]
-        backend.add_special_tokens(added) if special else backend.add_tokens(added)
-    names = _named_tokens(metadata, tokens)
-    # llama.cpp's rule: files that do not say get a BOS for Llama 3's vocabulary and none for the others
-    if metadata.get("tokenizer.ggml.add_bos_token", pre == "llama-bpe"):
-        if "bos_token" not in names:
-            raise UserError(f"{path}: tokenizer.ggml.add_bos_token is true but tokenizer.ggml.bos_token_id is missing")
-        bos = names["bos_token"]
-        backend.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, vocab[bos])])
-    template = metadata.get("tokenizer.chat_template")
-    return PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=template, **names)
-
-
-def _named_tokens(metadata: dict[str, Any], tokens: list[str]) -> dict[str, str]:
-    keys = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
-    ids = {name: metadata.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
-    return {name: tokens[i] for name, i in ids.items() if i is not None}

@@ -6,6 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from lw_jax.core.errors import UserError
+from lw_jax.models import fields as stated_fields
 from lw_jax.models.bert import BertConfig, abstract
 from lw_jax.models.families import HARMLESS, Row, Slot, list_slots, refuse_fields
 
@@ -102,24 +103,23 @@ def bert_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str = "
     """
     if fields.get("model_type") != "bert":
         raise UserError(
-            f"{where}: model_type={fields.get('model_type')!r}; encoder.kind 'bert' reads model_type 'bert' "
+            f"{where}: model_type={fields.get('model_type')!r:.80}; encoder.kind 'bert' reads model_type 'bert' "
             "(MiniLM and other BERT-class bodies state it too); a Llama or Qwen body is encoder.kind 'lm'"
         )
     refuse_fields(fields, raw_keys, required=_REQUIRED, must=_MUST_EQUAL, free=_REQUIRED | _HARMLESS, where=where)
-    cfg = BertConfig(
-        vocab=fields["vocab_size"],
-        width=fields["hidden_size"],
-        layers=fields["num_hidden_layers"],
-        heads=fields["num_attention_heads"],
-        ffn=fields["intermediate_size"],
-        norm_eps=float(fields["layer_norm_eps"]),
-        max_positions=fields["max_position_embeddings"],
-        token_types=fields["type_vocab_size"],
-    )
-    sizes = (cfg.vocab, cfg.width, cfg.layers, cfg.heads, cfg.ffn, cfg.max_positions, cfg.token_types)
-    if min(sizes) < 1 or cfg.width % cfg.heads:
+    stated = stated_fields.check(fields, stated_fields.Bert, where)
+    if stated.hidden_size % stated.num_attention_heads:
         raise UserError(
-            f"{where}: impossible sizes: every size must be positive and hidden_size={cfg.width} a multiple of "
-            f"num_attention_heads={cfg.heads}; fetch the file again"
+            f"{where}: impossible sizes: hidden_size={stated.hidden_size} must be a multiple of "
+            f"num_attention_heads={stated.num_attention_heads}; fetch the file again"
         )
-    return cfg
+    return BertConfig(
+        vocab=stated.vocab_size,
+        width=stated.hidden_size,
+        layers=stated.num_hidden_layers,
+        heads=stated.num_attention_heads,
+        ffn=stated.intermediate_size,
+        norm_eps=stated.layer_norm_eps,
+        max_positions=stated.max_position_embeddings,
+        token_types=stated.type_vocab_size,
+    )

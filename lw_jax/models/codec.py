@@ -23,7 +23,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from lw_jax.core.errors import UserError
-from lw_jax.core.validation import BITS
+from lw_jax.core.validation import BITS, MOST_VALUES, WIDEST
 
 MAGIC = b"LWJX"
 VERSION = 2
@@ -64,11 +64,13 @@ def pack(latents: np.ndarray, *, bits: int, encoder: str) -> bytes:
 
 
 def unpack(message: bytes, *, encoder: str) -> np.ndarray:
-    """Returns fp32 latents [m w]; raises UserError as `read_frame` does."""
+    """Returns fp32 latents [m w] of unit RMS; raises UserError as `read_frame` does, and where a slot is not so."""
     frame = read_frame(message, encoder=encoder)
     shape = (frame.slots, frame.width)
     if frame.bits == 16:
-        return np.frombuffer(message, "<f2", offset=_FRAME.size).astype(np.float32).reshape(shape)
+        values = np.frombuffer(message, "<f2", offset=_FRAME.size).astype(np.float32).reshape(shape)
+        _check_rms(values, "message", "damaged or foreign; write its text anew")
+        return values
     payload = np.frombuffer(message, np.uint8, offset=_FRAME.size)
     places = np.unpackbits(payload, count=math.prod(shape) * frame.bits).reshape(-1, frame.bits)
     indices = np.packbits(np.pad(places, ((0, 0), (8 - frame.bits, 0))), axis=1)
@@ -80,7 +82,8 @@ def read_frame(message: bytes, *, encoder: str = "") -> Frame:
     """Returns what a whole, undamaged message says of itself.
 
     Raises UserError for what is no message, for one of another version or of bits that this program does not read, for
-    one that is cut, followed by more, or damaged, and where `encoder` is given for a message of another one.
+    one that is cut, followed by more, damaged, or of more values than one may have, and where `encoder` is given for a
+    message of another one.
     """
     if message[:4] != MAGIC or len(message) < 5:
         raise UserError(f"not a latent message: {len(message)} bytes that do not begin with {MAGIC!r} and a version")
@@ -95,6 +98,9 @@ def read_frame(message: bytes, *, encoder: str = "") -> Frame:
         raise UserError(
             f"message of {bits} bits a value, this program reads {_READS}: damaged or foreign; write it anew"
         )
+    if width > WIDEST or slots * width > MOST_VALUES:
+        rule = f"at most {WIDEST} values a slot and {MOST_VALUES} in all are read: damaged or foreign; write it anew"
+        raise UserError(f"message of {slots} slots x {width} values, {rule}")
     expected = framed_bytes(slots, width, bits)
     if not slots * width or len(message) < expected:
         rule = f"{slots} slots x {width} values of {bits} bits make {expected}; send it again"
@@ -226,11 +232,18 @@ def _check_values(values: np.ndarray, bits: int) -> None:
     if bits not in BITS:
         raise UserError(f"bits={bits}: a value takes {_READS} bits; choose one of them")
     if values.ndim != 2 or not all(1 <= size <= LARGEST for size in values.shape):
-        raise UserError(f"latents of shape {values.shape}: a message has 1 to {LARGEST} slots of 1 to {LARGEST} values")
-    rms = np.sqrt(np.mean(values * values, axis=1))
-    if not np.all(np.abs(rms - 1) <= RMS_TOLERANCE):  # NaN fails too
-        slot = int(np.argmax(~(np.abs(rms - 1) <= RMS_TOLERANCE)))
+        raise UserError(f"latents of shape {values.shape}: a message has 1 to {LARGEST} slots of 1 to {WIDEST} values")
+    if values.shape[1] > WIDEST or values.size > MOST_VALUES:
         raise UserError(
-            f"latents whose slot {slot} has RMS {rms[slot]:.4g}: no scale travels in a message, so each slot must have "
-            "RMS 1; divide it by its RMS"
+            f"latents of shape {values.shape}: a message has {WIDEST} values a slot and {MOST_VALUES} at most"
         )
+    _check_rms(values, "latents", "no scale travels in a message, so each slot must have RMS 1; divide it by its RMS")
+
+
+def _check_rms(values: np.ndarray, what: str, rule: str) -> None:
+    """Refuses slots whose RMS is not 1; NaN and infinite values fail too."""
+    square = np.einsum("mw,mw->m", values, values, dtype=np.float64) / values.shape[1]
+    wrong = ~(np.abs(np.sqrt(square) - 1) <= RMS_TOLERANCE)
+    if wrong.any():
+        slot = int(np.argmax(wrong))
+        raise UserError(f"{what} whose slot {slot} has RMS {math.sqrt(square[slot]):.4g}: {rule}")

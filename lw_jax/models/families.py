@@ -13,7 +13,9 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
+from lw_jax.models import fields as stated_fields
 from lw_jax.models.decoder import DecoderConfig, abstract
+from lw_jax.models.fields import Packing, Rope
 from lw_jax.models.rotary import Llama3Scaling, LongRope
 
 Fields = Mapping[str, Any]
@@ -232,72 +234,92 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
     Raises:
         UserError: another family, a size missing, or a field that changes the mathematics.
     """
-    model_type = fields.get("model_type")
-    if model_type not in FAMILIES:
-        raise UserError(f"{where}: model_type={model_type!r}; readers of model_type {sorted(FAMILIES)} are supported")
-    family = FAMILIES[model_type]
-    _refuse_strangers(fields, raw_keys, family, where)
+    family = _family(fields, where)
+    refuse_fields(
+        fields,
+        raw_keys - {"quantization_config"},
+        required=_REQUIRED | family.required | {family.epsilon},
+        must=_MUST_EQUAL_ALL | family.must,
+        free=_HANDLED | HARMLESS | {"layer_types", family.epsilon} | family.read | family.silent,
+        where=where,
+    )
+    stated = stated_fields.check(fields, stated_fields.Decoder, where)
+    if kinds := set(stated.layer_types or ()) - {"full_attention"}:
+        raise UserError(f"{where}: layer_types has {sorted(kinds)}, only 'full_attention' is supported")
     if "quantization_config" in raw_keys:
-        _refuse_packing(fields["quantization_config"], where)
-    width, heads = fields["hidden_size"], fields["num_attention_heads"]
-    kv_heads = fields.get("num_key_value_heads") or heads
-    head_dim = fields.get("head_dim") or width // max(heads, 1)
-    rope = _rope(fields, family, where)
-    rotated = int(head_dim * (rope.get(_PARTIAL) or fields.get(_PARTIAL) or 1.0))
+        _refuse_packing(stated.quantization_config, where)
+    width, heads = stated.hidden_size, stated.num_attention_heads
+    kv_heads = stated.num_key_value_heads or heads
+    head_dim = stated.head_dim or width // heads
+    rope = _rope(fields["rope_parameters"], stated.rope_parameters or Rope(), family, where)
+    rotated = int(head_dim * (rope.partial_rotary_factor or stated.partial_rotary_factor or 1.0))
     cfg = DecoderConfig(
-        vocab=fields["vocab_size"],
+        vocab=stated.vocab_size,
         width=width,
-        layers=fields["num_hidden_layers"],
+        layers=stated.num_hidden_layers,
         heads=heads,
         kv_heads=kv_heads,
         head_dim=head_dim,
-        ffn=fields["intermediate_size"],
-        rope_theta=float(rope["rope_theta"]),
-        norm_eps=float(fields[family.epsilon]),
-        max_positions=fields["max_position_embeddings"],
-        tied=bool(fields.get("tie_word_embeddings", False)),
-        qkv_bias=bool(fields.get("use_qkv_bias")) if family.biases is None else family.biases,
-        rope_scaling=_scaling(rope, fields, rotated, where),
+        ffn=stated.intermediate_size,
+        rope_theta=float(rope.rope_theta or 0.0),
+        norm_eps=float(getattr(stated, family.epsilon)),
+        max_positions=stated.max_position_embeddings,
+        tied=bool(stated.tie_word_embeddings),
+        qkv_bias=bool(stated.use_qkv_bias) if family.biases is None else family.biases,
+        rope_scaling=_scaling(rope, stated, rotated, where),
         norm=family.norm,
         rotated=0 if rotated == head_dim else rotated,
-        window=(fields.get("sliding_window") or 0) if "sliding_window" in family.read else 0,
+        window=(stated.sliding_window or 0) if "sliding_window" in family.read else 0,
     )
     if family.square and cfg.head_dim * heads != width:
         raise UserError(f"{where}: head_dim={head_dim}, only hidden_size / num_attention_heads is supported")
-    sizes = (cfg.vocab, cfg.width, cfg.layers, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.ffn, cfg.max_positions)
-    if min(sizes) < 1 or cfg.window < 0 or cfg.heads % cfg.kv_heads or cfg.head_dim % 2 or cfg.rotated % 2:
+    if cfg.heads % cfg.kv_heads or cfg.head_dim < 2 or cfg.head_dim % 2 or rotated < 2 or rotated % 2:
         raise UserError(
-            f"{where}: impossible sizes: every size must be positive, num_attention_heads={heads} a multiple of "
-            f"num_key_value_heads={kv_heads}, head_dim={cfg.head_dim} even, and so its part that {_PARTIAL} names; "
-            "fetch the file again"
+            f"{where}: impossible sizes: num_attention_heads={heads} must be a multiple of "
+            f"num_key_value_heads={kv_heads}, head_dim={cfg.head_dim} even and positive, and so its part that "
+            f"{_PARTIAL} names; fetch the file again"
         )
     return cfg
 
 
-def _refuse_strangers(fields: Mapping[str, Any], raw_keys: set[str], family: Family, where: str) -> None:
-    required = _REQUIRED | family.required | {family.epsilon}
-    must = _MUST_EQUAL_ALL | family.must
-    free = _HANDLED | HARMLESS | {"layer_types", family.epsilon} | family.read | family.silent
-    refuse_fields(fields, raw_keys - {"quantization_config"}, required=required, must=must, free=free, where=where)
-    kinds = set(fields.get("layer_types") or ())
-    if kinds - {"full_attention"}:
-        raise UserError(f"{where}: layer_types has {sorted(kinds)}, only 'full_attention' is supported")
+def _family(fields: Fields, where: str) -> Family:
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        told = f"readers of model_type {sorted(FAMILIES)} are supported"
+        raise UserError(f"{where}: model_type={_short(model_type)}; {told}")
+    return FAMILIES[model_type]
+
+
+def read_fields(raw: Fields, where: str) -> dict[str, Any]:
+    """Returns those fields of a config.json that say what the decoder computes, checked for types and bounds.
+
+    Raises:
+        UserError: another family, a size missing, or a field of another type or out of bounds.
+    """
+    family = _family(raw, where)
+    missing = sorted((_REQUIRED | family.required | {family.epsilon}) - raw.keys())
+    if missing:
+        raise UserError(f"{where}: field {missing[0]} is missing; model_type {raw['model_type']!r} needs it")
+    stated_fields.check(raw, stated_fields.Decoder, where)
+    read = _HANDLED | {"layer_types", family.epsilon} | _MUST_EQUAL_ALL.keys() | family.must.keys()
+    return {key: raw[key] for key in raw.keys() & (read | family.read | family.silent)}
 
 
 # AutoAWQ's layout: groups of 128 along the inputs, with zero points, eight columns interleaved in a word.
 _AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 128, "zero_point": True}
 
 
-def _refuse_packing(told: Any, where: str) -> None:
+def _refuse_packing(stated: Packing | None, where: str) -> None:
     """Refuses stored quantisation of another kind than AWQ as `quant` reads it."""
-    values = {key: value.lower() if isinstance(value, str) else value for key, value in dict(told).items()}
+    stated = stated or Packing()
     for key, value in _AWQ.items():
-        if values.get(key) != value:
+        had = getattr(stated, key)
+        if (had.lower() if isinstance(had, str) else had) != value:
             raise UserError(
-                f"{where}: quantization_config.{key}={dict(told).get(key)!r}, only {value!r} is read (AWQ GEMM, 4 "
+                f"{where}: quantization_config.{key}={had!r}, only {value!r} is read (AWQ GEMM, 4 "
                 "bits); use the model's unquantised folder, and pack it while loading: weights='nf4'"
             )
-    if kept := values.get("modules_to_not_convert"):
+    if kept := stated.modules_to_not_convert:
         raise UserError(f"{where}: quantization_config.modules_to_not_convert={kept!r}: all matrices must be packed")
 
 
@@ -307,63 +329,74 @@ def refuse_fields(
     """Refuses fields that lack a `required` one, have another value than `must` says, or are known to nobody."""
     family = fields.get("model_type")
     if "quantization_config" in raw_keys:
+        had = _short(fields.get("quantization_config"))
         raise UserError(
-            f"{where}: quantization_config={fields.get('quantization_config')!r}: quantised storage is read from .gguf "
-            "files only; use the model's unquantised folder"
+            f"{where}: quantization_config={had}: quantised storage is read from .gguf files only; use the model's "
+            "unquantised folder"
         )
     if missing := sorted(required - raw_keys):
         raise UserError(f"{where}: field {missing[0]} is missing; it is needed for model_type {family!r}")
     for key, value in must.items():
-        if fields.get(key) not in (None, value):
-            raise UserError(f"{where}: {key}={fields[key]!r}, only {value!r} is supported for model_type {family!r}")
+        had = fields.get(key)
+        if had is not None and (had != value or isinstance(had, bool) != isinstance(value, bool)):
+            raise UserError(f"{where}: {key}={_short(had)}, only {value!r} is supported for model_type {family!r}")
     if unknown := sorted(raw_keys - free - must.keys()):
+        had = f"{unknown[0]!r:.80}"[1:-1]
         raise UserError(
-            f"{where}: field {unknown[0]}={fields.get(unknown[0])!r} is not known for model_type {family!r} and may "
+            f"{where}: field {had}={_short(fields.get(unknown[0]))} is not known for model_type {family!r} and may "
             "change what the model computes; if it does not, remove it from the file"
         )
 
 
-def _rope(fields: Mapping[str, Any], family: Family, where: str) -> Mapping[str, Any]:
-    rope = fields["rope_parameters"]
-    kind = rope.get("rope_type", "default")
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}..."
+
+
+def _rope(raw: Fields, rope: Rope, family: Family, where: str) -> Rope:
+    kind = rope.rope_type or "default"
     if kind not in family.rope:
         raise UserError(f"{where}: rope_type={kind!r}, only {sorted(family.rope)} are supported")
     needed, optional = _ROPE_FIELDS[kind]
-    if unknown := sorted(set(rope) - {"rope_type", "type", "rope_theta", _PARTIAL, *needed, *optional}):
-        raise UserError(f"{where}: rope field {unknown[0]}={rope[unknown[0]]!r} is not known for rope_type {kind!r}")
-    if _PARTIAL in family.must and rope.get(_PARTIAL) not in (None, 1.0):
-        raise UserError(f"{where}: {_PARTIAL}={rope[_PARTIAL]!r}, only 1.0 is supported")
-    if missing := [key for key in ("rope_theta", *needed) if rope.get(key) is None]:
+    if unknown := sorted(set(raw) - {"rope_type", "type", "rope_theta", _PARTIAL, *needed, *optional}):
+        had = f"{unknown[0]}={_short(raw[unknown[0]])}"
+        raise UserError(f"{where}: rope field {had} is not known for rope_type {kind!r}")
+    if _PARTIAL in family.must and rope.partial_rotary_factor not in (None, 1.0):
+        raise UserError(f"{where}: {_PARTIAL}={rope.partial_rotary_factor!r}, only 1.0 is supported")
+    if missing := [key for key in ("rope_theta", *needed) if getattr(rope, key) is None]:
         raise UserError(f"{where}: rope field {missing[0]} is missing; rope_type {kind!r} needs it")
     return rope
 
 
-def _scaling(rope: Fields, fields: Fields, rotated: int, where: str) -> Llama3Scaling | LongRope | None:
-    kind = rope.get("rope_type", "default")
-    if kind == "llama3":
-        return Llama3Scaling(
-            factor=float(rope["factor"]),
-            low_freq_factor=float(rope["low_freq_factor"]),
-            high_freq_factor=float(rope["high_freq_factor"]),
-            original_max_positions=int(rope["original_max_position_embeddings"]),
-        )
-    return _long_rope(rope, fields, rotated, where) if kind == "longrope" else None
+def _scaling(rope: Rope, stated: stated_fields.Decoder, rotated: int, where: str) -> Llama3Scaling | LongRope | None:
+    if rope.rope_type == "longrope":
+        return _long_rope(rope, stated, rotated, where)
+    if rope.rope_type != "llama3":
+        return None
+    low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings
+    assert rope.factor and low and high and original  # `_rope` has seen them
+    if low >= high:
+        raise UserError(f"{where}: rope fields low_freq_factor={low}, high_freq_factor={high}: the second is larger")
+    return Llama3Scaling(
+        factor=float(rope.factor), low_freq_factor=low, high_freq_factor=high, original_max_positions=original
+    )
 
 
-def _long_rope(rope: Fields, fields: Fields, rotated: int, where: str) -> LongRope:
+def _long_rope(rope: Rope, stated: stated_fields.Decoder, rotated: int, where: str) -> LongRope:
     """Returns the scaling as transformers computes it: its gain follows from how much the context was stretched."""
-    original = rope.get("original_max_position_embeddings") or fields.get("original_max_position_embeddings")
+    original = rope.original_max_position_embeddings or stated.original_max_position_embeddings
     if not original:
         raise UserError(f"{where}: original_max_position_embeddings is missing; rope_type 'longrope' needs it")
-    for key in ("short_factor", "long_factor"):
-        if len(rope[key]) != rotated // 2:
+    short, long = rope.short_factor or (), rope.long_factor or ()
+    for key, value in (("short_factor", short), ("long_factor", long)):
+        if len(value) != rotated // 2:
             rule = f"one for each of {rotated // 2} rotary frequencies is needed"
-            raise UserError(f"{where}: rope field {key} has {len(rope[key])} numbers; {rule}")
-    stretch = rope.get("factor") or fields["max_position_embeddings"] / original
-    gain = rope.get("attention_factor")
+            raise UserError(f"{where}: rope field {key} has {len(value)} numbers; {rule}")
+    stretch = rope.factor or stated.max_position_embeddings / original
+    gain = rope.attention_factor
     if gain is None:
         gain = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-    return LongRope(tuple(map(float, rope["short_factor"])), tuple(map(float, rope["long_factor"])), original, gain)
+    return LongRope(short, long, original, gain)
 
 
 def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lw_jax.core.errors import UserError
+from lw_jax.models import fields as stated_fields
 from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.families import TENSORS, Slot, list_slots
 from lw_jax.models.rotary import Llama3Scaling
@@ -71,47 +72,49 @@ def hf_fields(
         UserError: another architecture, a part of a split model, or a field that changes the mathematics.
     """
     arch = metadata.get("general.architecture")
-    if arch not in ARCHITECTURES:
-        raise UserError(f"{where}: general.architecture={arch!r}; {sorted(ARCHITECTURES)} are supported")
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+        raise UserError(f"{where}: general.architecture={arch!r:.80}; {sorted(ARCHITECTURES)} are supported")
     if metadata.get("general.type", "model") != "model":
-        raise UserError(f"{where}: general.type={metadata['general.type']!r}; only a whole 'model' is a reader")
-    if metadata.get("split.count", 1) > 1:
-        raise UserError(f"{where}: one of {metadata['split.count']} parts; join them with llama-gguf-split --merge")
+        raise UserError(f"{where}: general.type={metadata['general.type']!r:.80}; only a whole 'model' is a reader")
+    if metadata.get("split.count", 1) not in (0, 1):
+        had = f"split.count={metadata['split.count']!r:.80}"
+        raise UserError(f"{where}: {had}: a part of a model; join them with llama-gguf-split --merge")
     own = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
     if missing := [key for key in _FIELDS if key not in own]:
         raise UserError(f"{where}: field {arch}.{missing[0]} is missing; convert the model again")
     for key, value in _MUST_EQUAL.items():
         if own.get(key, value) != value:
-            raise UserError(f"{where}: {arch}.{key}={own[key]!r}, only {value!r} is supported")
+            raise UserError(f"{where}: {arch}.{key}={own[key]!r:.80}, only {value!r} is supported")
     if unknown := sorted(set(own) - _FIELDS.keys() - _HANDLED - _MUST_EQUAL.keys()):
-        raise UserError(f"{where}: field {arch}.{unknown[0]}={own[unknown[0]]!r} may change what the model computes")
+        had = f"{unknown[0]:.80}={own[unknown[0]]!r:.80}"
+        raise UserError(f"{where}: field {arch}.{had} may change what the model computes")
     if lists := [key for key, value in own.items() if isinstance(value, list)]:
         raise UserError(f"{where}: {arch}.{lists[0]} differs by layer, which is not supported")
     if "token_embd.weight" not in tensors:
         raise UserError(f"{where}: tensor token_embd.weight is missing; convert the model again")
-    fields = {name: own[key] for key, name in _FIELDS.items()}
-    head_dim = _head_dim(own, where)
-    theta = float(own.get("rope.freq_base", _DEFAULT_THETA))
-    return fields | {
+    stated = stated_fields.check(own, stated_fields.Gguf, f"{where}: {arch}")
+    head_dim = _head_dim(stated, where)
+    theta = _DEFAULT_THETA if stated.freq_base is None else stated.freq_base
+    return {name: own[key] for key, name in _FIELDS.items()} | {
         "model_type": arch,
         "vocab_size": tensors["token_embd.weight"][0],
-        "num_key_value_heads": own.get("attention.head_count_kv", own["attention.head_count"]),
+        "num_key_value_heads": stated.head_count_kv or stated.head_count,
         "head_dim": head_dim,
         "tie_word_embeddings": "output.weight" not in tensors,
         "rope_parameters": _rope(rope_factors, theta, head_dim, where),
     }
 
 
-def _head_dim(own: Mapping[str, Any], where: str) -> int:
-    computed = own["embedding_length"] // max(own["attention.head_count"], 1)
-    stated = {
-        key: own[key]
-        for key in ("attention.key_length", "attention.value_length", "rope.dimension_count")
-        if key in own
+def _head_dim(stated: stated_fields.Gguf, where: str) -> int:
+    told = {
+        "attention.key_length": stated.key_length,
+        "attention.value_length": stated.value_length,
+        "rope.dimension_count": stated.dimension_count,
     }
-    if len(set(stated.values())) > 1:
-        raise UserError(f"{where}: {stated} differ; heads of one size, rotated whole, are supported")
-    return next(iter(stated.values()), computed)
+    told = {key: value for key, value in told.items() if value is not None}
+    if len(set(told.values())) > 1:
+        raise UserError(f"{where}: {told} differ; heads of one size, rotated whole, are supported")
+    return next(iter(told.values()), stated.embedding_length // stated.head_count)
 
 
 def _rope(factors: np.ndarray | None, theta: float, head_dim: int, where: str) -> dict[str, Any]:

@@ -1,10 +1,10 @@
 """TTT checkpoints in the authors' PyTorch layout: which fields of config.json are read, what tensors are called."""
 
-import math
 from collections.abc import Mapping
 from typing import Any
 
 from lw_jax.core.errors import UserError
+from lw_jax.models import fields as stated_fields
 from lw_jax.models.families import HARMLESS, Row, Slot, list_slots, refuse_fields
 from lw_jax.models.ttt import TTTConfig, abstract
 
@@ -83,23 +83,24 @@ def ttt_config(fields: Mapping[str, Any], *, where: str = "config.json") -> TTTC
         UserError: another family, a size missing, a field of the wrong kind, or one that changes the mathematics.
     """
     if fields.get("model_type") != MODEL_TYPE:
-        raise UserError(f"{where}: model_type={fields.get('model_type')!r}, a TTT model states {MODEL_TYPE!r}")
+        raise UserError(f"{where}: model_type={fields.get('model_type')!r:.80}, a TTT model states {MODEL_TYPE!r}")
     free = _REQUIRED | _READ.keys() | _HARMLESS
     refuse_fields(fields, set(fields), required=_REQUIRED, must=_MUST_EQUAL, free=free, where=where)
-    sizes = {name: _number(fields, name, int, where) for name in sorted(_REQUIRED)}
+    stated = stated_fields.check(fields, stated_fields.TTT, where)
+    read = {ours: getattr(stated, name) for name, (ours, _) in _READ.items()}
     cfg = TTTConfig(
-        vocab=sizes["vocab_size"],
-        width=sizes["hidden_size"],
-        layers=sizes["num_hidden_layers"],
-        heads=sizes["num_attention_heads"],
-        ffn=sizes["intermediate_size"],
-        **{ours: _value(fields, name, default, where) for name, (ours, default) in _READ.items()},
+        vocab=stated.vocab_size,
+        width=stated.hidden_size,
+        layers=stated.num_hidden_layers,
+        heads=stated.num_attention_heads,
+        ffn=stated.intermediate_size,
+        **{ours: default if read[ours] is None else read[ours] for ours, default in _READ.values()},
     )
     if cfg.inner not in ("linear", "mlp"):
-        raise UserError(f"{where}: ttt_layer_type={cfg.inner!r}, known are 'linear' and 'mlp'")
-    if min(*sizes.values(), cfg.chunk, cfg.kernel) < 1 or cfg.width % cfg.heads or cfg.head_dim % 2:
+        raise UserError(f"{where}: ttt_layer_type={cfg.inner!r:.80}, known are 'linear' and 'mlp'")
+    if cfg.width % cfg.heads or cfg.head_dim % 2:
         raise UserError(
-            f"{where}: impossible sizes: every size must be positive and hidden_size={cfg.width} an even multiple of "
+            f"{where}: impossible sizes: hidden_size={cfg.width} must be an even multiple of "
             f"num_attention_heads={cfg.heads}; fetch the file again"
         )
     return cfg
@@ -118,24 +119,3 @@ def hf_fields(cfg: TTTConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         **{name: getattr(cfg, ours) for name, (ours, _) in _READ.items()},
     }
-
-
-def _value(fields: Mapping[str, Any], name: str, default: Any, where: str) -> Any:
-    value = fields.get(name)
-    if value is None:
-        return default
-    if isinstance(default, bool | str):
-        if type(value) is not type(default):
-            raise UserError(f"{where}: {name}={value!r}: {type(default).__name__} is needed, as {default!r}")
-        return value
-    return _number(fields, name, type(default), where)
-
-
-def _number(fields: Mapping[str, Any], name: str, kind: type, where: str) -> Any:
-    value = fields[name]
-    whole = kind is int
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise UserError(f"{where}: {name}={value!r}: a {'whole ' if whole else ''}number above 0 is needed")
-    if whole and int(value) != value:
-        raise UserError(f"{where}: {name}={value!r}: a whole number is needed")
-    return kind(value)

@@ -113,7 +113,11 @@ def test_phi3_s_fused_modules_need_all_their_parts(tmp_path):
         ({"peft_type": "LOHA"}, "peft_type='LOHA'"),
         ({"use_dora": True}, "use_dora=True is not supported"),
         ({"bias": "all"}, "bias='all'"),
-        ({"r": 0}, "r=0, a number above 0"),
+        ({"r": 0}, "r=0"),
+        ({"r": 2.0}, "r=2.0"),
+        ({"lora_alpha": "4"}, "lora_alpha='4'"),
+        ({"alpha_pattern": {"q_proj": -3}}, "alpha_pattern"),
+        ({"lora_dropout": 2}, "lora_dropout=2"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
     ],
 )
@@ -123,6 +127,15 @@ def test_adapters_of_another_kind_are_refused_by_name(tmp_path, change, told):
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(UserError, match=told):
+        folders.load(tmp_path, LLAMA)
+
+
+def test_adapter_whose_weights_are_not_finite_is_refused(tmp_path):
+    spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q",))
+    pairs = random(lora.abstract(LLAMA, spec), 0.1)
+    pairs["layers"]["q"]["a"] = pairs["layers"]["q"]["a"].at[0, 0].set(np.nan)
+    folders.save(tmp_path, pairs, spec, model_type="llama", base="here")
+    with pytest.raises(UserError, match=r"adapter_model\.safetensors: tensor .*not finite"):
         folders.load(tmp_path, LLAMA)
 
 

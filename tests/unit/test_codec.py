@@ -317,3 +317,24 @@ def test_other_bits_are_refused_both_ways(latents, bits):
     message = relabel(codec.pack(latents, bits=8, encoder=ENCODER), bits=bits)
     with pytest.raises(UserError, match=f"message of {bits} bits a value, this program reads 16, 8, 6, 4, 2"):
         codec.unpack(message, encoder=ENCODER)
+
+
+def sealed(bits: int, slots: int, width: int, payload: bytes) -> bytes:
+    """A message with a right checksum."""
+    head = (codec.MAGIC, codec.VERSION, bits, slots, width, bytes(8))
+    return codec._FRAME.pack(*head, zlib.crc32(codec._FRAME.pack(*head, 0) + payload)) + payload
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 65504.0, 0.0])
+def test_values_that_no_writer_sends_are_refused_under_a_right_checksum(value):
+    values = np.ones((3, 5), np.float16)
+    assert np.array_equal(codec.unpack(sealed(16, 3, 5, values.tobytes()), encoder="0" * 16), values)
+    values[1] = value
+    with pytest.raises(UserError, match="slot 1 has RMS"):
+        codec.unpack(sealed(16, 3, 5, values.tobytes()), encoder="0" * 16)
+
+
+@pytest.mark.parametrize(("slots", "width"), [(1, 65535), (1, 4097), (65535, 4096)])
+def test_rotation_and_array_are_bounded_before_they_are_made(slots, width):
+    with pytest.raises(UserError, match=f"message of {slots} slots x {width} values"):
+        codec.unpack(sealed(2, slots, width, bytes(9)), encoder="0" * 16)

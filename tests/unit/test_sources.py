@@ -163,6 +163,10 @@ def test_hash_of_a_local_file_is_remembered_until_it_changes(tmp_path, monkeypat
     with monkeypatch.context() as context:
         context.setattr(sources.hashlib, "file_digest", lambda *_: pytest.fail("read again"))
         sources.locate(str(file), sha256=SHA)
+    (note,) = (tmp_path / "cache" / "hashes").iterdir()
+    for damaged in (b"{", b"[1]", note.read_bytes().replace(SHA.encode(), b"x"), b"[" * 100_000):
+        note.write_bytes(damaged)
+        assert sources.locate(str(file), sha256=SHA) == file  # hashed again
     file.write_bytes(BODY[::-1])
     os.utime(file, ns=(1, 1))
     with pytest.raises(UserError, match=f"asks for {SHA}"):

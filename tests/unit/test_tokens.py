@@ -237,7 +237,7 @@ def test_decoder_body_reads_by_its_reader_tokenizer(folder, tmp_path):
 
 def test_broken_config_beside_a_tokenizer_is_told(marked):
     (marked / "config.json").write_text("[1]")
-    with pytest.raises(UserError, match=r"config\.json: no model_type"):
+    with pytest.raises(UserError, match=r"config\.json: expected object"):
         load_source_tokenizer(marked)
 
 

@@ -74,10 +74,9 @@ def test_fields_that_change_nothing_are_passed_over():
         assert ttt_family.ttt_config(FIELDS | {field: value}) == SMALL, field
 
 
-def test_whole_numbers_may_be_written_as_floats_and_the_other_way_round():
-    found = ttt_family.ttt_config(FIELDS | {"hidden_size": 12.0, "ttt_base_lr": 2, "rope_theta": 10000})
-    assert (found.width, found.base_rate) == (12, 2.0)
-    assert [type(getattr(found, name)) for name in ("width", "base_rate", "rope_theta")] == [int, float, float]
+def test_rates_may_be_written_as_whole_numbers():
+    found = ttt_family.ttt_config(FIELDS | {"ttt_base_lr": 2, "rope_theta": 10000})
+    assert [(type(x), x) for x in (found.base_rate, found.rope_theta)] == [(float, 2.0), (float, 1e4)]
 
 
 REFUSED = [
@@ -88,24 +87,26 @@ REFUSED = [
     ({"hidden_act": "gelu"}, "hidden_act='gelu', only 'silu'"),
     ({"is_encoder_decoder": True}, "is_encoder_decoder=True"),
     ({"ttt_layer_type": "conv"}, "ttt_layer_type='conv', known are 'linear' and 'mlp'"),
-    ({"ttt_layer_type": 3}, "ttt_layer_type=3: str is needed"),
-    ({"pre_conv": "true"}, "pre_conv='true': bool is needed"),
-    ({"share_qk": 1}, "share_qk=1: bool"),
-    ({"use_gate": 0.0}, "use_gate=0.0: bool"),
+    ({"ttt_layer_type": 3}, "ttt_layer_type=3: "),
+    ({"pre_conv": "true"}, "pre_conv='true'"),
+    ({"share_qk": 1}, "share_qk=1: "),
+    ({"use_gate": 0.0}, "use_gate=0.0: "),
     ({"tie_word_embeddings": "no"}, "tie_word_embeddings='no'"),
-    ({"mini_batch_size": 0}, "mini_batch_size=0: a whole number above 0"),
-    ({"mini_batch_size": 2.5}, "mini_batch_size=2.5: a whole number"),
+    ({"mini_batch_size": 0}, "mini_batch_size=0: "),
+    ({"mini_batch_size": 2.5}, "mini_batch_size=2.5: "),
     ({"conv_kernel": True}, "conv_kernel=True"),
     ({"conv_kernel": -4}, "conv_kernel=-4"),
-    ({"ttt_base_lr": "1"}, "ttt_base_lr='1': a number above 0"),
+    ({"ttt_base_lr": "1"}, "ttt_base_lr='1'"),
     ({"ttt_base_lr": float("nan")}, "ttt_base_lr=nan"),
     ({"rope_theta": 0}, "rope_theta=0"),
     ({"rms_norm_eps": float("inf")}, "rms_norm_eps=inf"),
     ({"vocab_size": "37"}, "vocab_size='37'"),
+    ({"vocab_size": 37.0}, "vocab_size=37.0"),
+    ({"num_hidden_layers": 10**9}, "num_hidden_layers=1000000000"),
     ({"hidden_size": None}, "hidden_size=None"),
     ({"num_hidden_layers": -1}, "num_hidden_layers=-1"),
-    ({"num_attention_heads": 5}, "hidden_size=12 an even multiple of num_attention_heads=5"),
-    ({"num_attention_heads": 4}, "hidden_size=12 an even multiple of num_attention_heads=4"),  # heads of width 3
+    ({"num_attention_heads": 5}, "hidden_size=12 .*num_attention_heads=5"),
+    ({"num_attention_heads": 4}, "hidden_size=12 .*num_attention_heads=4"),  # heads of width 3
 ]
 
 
@@ -261,13 +262,13 @@ def test_wrong_tensor_is_refused_by_name(name, saved):
 def test_folder_that_is_no_ttt_model_is_refused(saved, tmp_path):
     folder, _ = saved
     assert not weights.is_ttt(tmp_path)
-    with pytest.raises(UserError, match="no config.json; name a TTT model's folder"):
+    with pytest.raises(UserError, match="no config.json"):
         weights.describe_ttt(tmp_path)
     (folder / "config.json").write_text('{"model_type": "bert"}')
     assert not weights.is_ttt(folder)
     with pytest.raises(UserError, match="model_type='bert'"):
         weights.load_ttt(folder)
-    for text, message in (("{", "no JSON can be read"), ("[1]", "named fields are needed")):
+    for text, message in (("{", "config.json: broken JSON"), ("[1]", "config.json: expected object")):
         (folder / "config.json").write_text(text)
         with pytest.raises(UserError, match=message):
             weights.describe_ttt(folder)

@@ -233,7 +233,7 @@ def test_cut_off_safetensors_is_refused(llama, keep):
 
 def test_something_else_under_the_name_is_refused(llama):
     (llama / "model.safetensors").write_bytes((9).to_bytes(8, "little") + b"no header")
-    with pytest.raises(UserError, match="header cannot be read"):
+    with pytest.raises(UserError, match=r"model\.safetensors: header begins with b'no heade'"):
         weights.load(llama, dtype=jnp.float32)
 
 
@@ -248,7 +248,7 @@ def test_pickles_are_never_opened(llama):
 
 @pytest.mark.parametrize(
     ("text", "message"),
-    [("{", "config.json"), ('{"model_type": "llama", "hidden_size": "57"}', "hidden_size"), (None, "no config.json")],
+    [("{", "config.json"), ('{"model_type": "llama"}', "hidden_size"), (None, "no config.json")],
 )
 def test_unreadable_config_is_refused(llama, text, message):
     (llama / "config.json").unlink()
