@@ -10,7 +10,12 @@ import os
 import sys
 from pathlib import Path
 
-os.environ |= {"JAX_PLATFORMS": "cpu", "HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "HF_HUB_OFFLINE": "1",
+    "HF_DATASETS_OFFLINE": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 

@@ -40,17 +40,13 @@ class Tally:
         return sum(sum(counts.values()) for counts in self.counts.values())
 
 
-def run(
-    *, seed: int, count: int, seconds: float, folder: Path, processes: int = 2, only: Sequence[str] = ()
-) -> Tally:
+def run(*, seed: int, count: int, seconds: float, folder: Path, processes: int = 2, only: Sequence[str] = ()) -> Tally:
     """Tries about `count` inputs of all kinds, or of `only` some, for at most so many seconds; saves failures."""
     until = time.monotonic() + seconds
     chosen = [kind for kind in kinds.every() if not only or kind.name in only]
     samples = {kind.name: sample_of(kind) for kind in chosen}
     total = sum(kind.weight for kind in chosen)
-    lists = [
-        draw(kind, samples[kind.name], count=round(count * kind.weight / total), seed=seed) for kind in chosen
-    ]
+    lists = [draw(kind, samples[kind.name], count=round(count * kind.weight / total), seed=seed) for kind in chosen]
     cases = _interleave(lists)
     rows = {kind.name: kind.row for kind in chosen}
     counts: dict[str, collections.Counter[str]] = {kind.row: collections.Counter() for kind in chosen}

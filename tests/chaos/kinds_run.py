@@ -59,7 +59,7 @@ def _write_wire(folder: Path) -> None:
 def _write_language(folder: Path) -> None:
     rows = [language_runs.row_of("measured", "strong", devices, 100.0 * devices) for devices in (1, 2)]
     rows += [language_runs.row_of("planned", "weak", devices, 500.0 * devices) for devices in (1, 8)]
-    language_runs.write_run(folder, rows=rows, changes={"data.validation": ""})
+    language_runs.write_run(folder, rows=rows, changes={"data.train": "docstrings", "data.validation": ""})
     runs.write_lines(folder / "devices.jsonl", [_DEVICE] * 2)
 
 
@@ -173,11 +173,55 @@ FILE, FLAGS = "config.py", "flags.json"
 _HEAD = "from configs import base\n\n\ndef get_config():\n    c = base.get_config({recipe!r})\n{body}    return c\n"
 _READER = "    c.llms.llama = base.llm('readers/llama')\n    c.encoder.kind = 'bytes'\n"
 _RECIPES = ("latentwire", "dpo", "ttt")
-_VALUES = ["None", "True", "5", "-1", "0", "0.5", "1e300", "float('nan')", "float('inf')", "-float('inf')", "10**30", "2**31"]
+_VALUES = [
+    "None",
+    "True",
+    "5",
+    "-1",
+    "0",
+    "0.5",
+    "1e300",
+    "float('nan')",
+    "float('inf')",
+    "-float('inf')",
+    "10**30",
+    "2**31",
+]
 _VALUES += ["10**5000", "'x'", "''", "'@\\ud800'", "[]", "(1, 'x')", "{}", "{'x': 1}", "object()", "lambda: 1", "b'x'"]
 _VALUES += ["(1,) * 5", "'a' * 10**6", "{1}", "1j"]
-_WORDS = ["", "nan", "inf", "-inf", "1e999", "0", "-1", "1" * 5000, "10" + "0" * 29, "x", "()", "(1,", "[]", "None", "True", "1.5"]
-_WORDS += ["(1,2)", "1,2", "__import__('os')", "\ud800", "a\nb", "{}", "'", "(" * 200, "9" * 19, "0x10", "1_000", "٣", "1e5"]
+_WORDS = [
+    "",
+    "nan",
+    "inf",
+    "-inf",
+    "1e999",
+    "0",
+    "-1",
+    "1" * 5000,
+    "10" + "0" * 29,
+    "x",
+    "()",
+    "(1,",
+    "[]",
+    "None",
+    "True",
+    "1.5",
+]
+_WORDS += [
+    "(1,2)",
+    "1,2",
+    "__import__('os')",
+    "\ud800",
+    "a\nb",
+    "{}",
+    "'",
+    "(" * 200,
+    "9" * 19,
+    "0x10",
+    "1_000",
+    "٣",
+    "1e5",
+]
 _BODIES = {
     "raises": "    raise RuntimeError('x')\n",
     "raises of keys": "    c.nothing.more = 5\n",

@@ -175,9 +175,9 @@ def test_hostile_text_never_becomes_an_element(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "rule"),
     [
-        ("scaling.json", "{}", "scaling.json: it is no list"),
-        ("scaling.json", '[{"kind": "planned"}]', "scaling.json: row 1: 'scaling' is missing"),
-        ("checkpoints/70/record.json", '{"record": {}}', "record.json: 'leaves' is missing"),
+        ("scaling.json", "{}", "scaling.json: expected array"),
+        ("scaling.json", '[{"kind": "planned"}]', "scaling.json: .*missing required field scaling"),
+        ("checkpoints/70/record.json", '{"record": {}}', "record.json: .*missing required field leaves"),
     ],
 )
 def test_damaged_file_is_named(name: str, text: str, rule: str, tmp_path: Path) -> None:

@@ -295,10 +295,9 @@ def test_devices_are_summarised_over_all_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "rule"),
     [
-        ("eval.json", '{"step": 3', "eval.json: Expecting"),
-        ("eval.json", '{"step": 3}', "eval.json: 'rows' is missing"),
-        ("predictions.jsonl", '{"reader": "llama"}\n', "predictions.jsonl:1: 'row' is missing"),
-        ("metrics.jsonl", "[3]\n", r"metrics.jsonl:1: \[3\] is no object"),
+        ("eval.json", '{"step": 3', "eval.json: broken JSON"),
+        ("eval.json", '{"step": 3}', "eval.json: .*missing required field rows"),
+        ("predictions.jsonl", '{"reader": "llama"}\n', "predictions.jsonl: row 1: .*missing required field row"),
         ("config.json", "{}", "config.json: config.recipe is missing"),
     ],
 )
