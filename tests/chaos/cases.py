@@ -44,7 +44,8 @@ def read_sample(folder: Path) -> Sample:
 
 
 def lay(folder: Path, sample: Mapping[str, bytes], changes: Files) -> None:
-    """Writes a sample with its changes into an empty folder."""
+    """Writes a sample with its changes into a folder that is empty or absent."""
+    folder.mkdir(exist_ok=True)
     for name, data in (dict(sample) | changes).items():
         if data is not None:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)

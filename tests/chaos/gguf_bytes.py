@@ -88,41 +88,49 @@ def changed(draw: Any, sample: bytes) -> bytes:
     for _ in range(draw(st.integers(1, 3))):
         part = draw(st.sampled_from(("field", "field", "field", "tensor", "tensor", "counts")))
         if part == "field" and parsed.fields:
-            i = draw(st.integers(0, len(parsed.fields) - 1))
-            what = draw(st.sampled_from(("value", "value", "value", "drop", "twice", "rename", "item")))
-            if what == "value":
-                parsed.fields[i][1:] = draw(st.sampled_from(_WRONG))
-            elif what == "item" and parsed.fields[i][1] == _ARRAY and parsed.fields[i][2][1]:
-                item, values = parsed.fields[i][2]
-                parsed.fields[i][2] = (item, values[: draw(st.integers(0, len(values) - 1))])
-            elif what == "rename":
-                parsed.fields[i][0] += b"x"
-            elif what == "twice":
-                parsed.fields.append(parsed.fields[i])
-            else:
-                del parsed.fields[i]
+            _change_field(draw, parsed.fields)
         elif part == "tensor" and parsed.tensors:
-            i = draw(st.integers(0, len(parsed.tensors) - 1))
-            what = draw(st.sampled_from(("dims", "kind", "offset", "name", "drop", "twice", "rank")))
-            one = parsed.tensors[i] = list(parsed.tensors[i])
-            if what == "dims" and one[1]:
-                place, dim = draw(st.integers(0, len(one[1]) - 1)), draw(st.sampled_from(_VALUES))
-                one[1] = [dim if k == place else old for k, old in enumerate(one[1])]
-            elif what == "kind":
-                one[2] = draw(st.integers(0, 40))
-            elif what == "offset":
-                one[3] = draw(st.sampled_from([*_VALUES, one[3] + 1, one[3] + 4, one[3] + 32, max(one[3] - 32, 0)]))
-            elif what == "name":
-                one[0] = draw(st.sampled_from((b"", b"x", b"\xff", one[0] + b".x")))
-            elif what == "rank":
-                one[1] = draw(st.sampled_from(([], [1, *one[1]], [*one[1], 1])))
-            elif what == "twice":
-                parsed.tensors.append(one)
-            else:
-                del parsed.tensors[i]
+            _change_tensor(draw, parsed.tensors)
         else:
             counts = draw(st.sampled_from(((1, 0), (0, 1), (-1, 0), (2**40, 0), (0, 2**40))))
     return parsed.write(counts)
+
+
+def _change_field(draw: Any, fields: list[list[Any]]) -> None:
+    i = draw(st.integers(0, len(fields) - 1))
+    key, kind, value = fields[i]
+    what = draw(st.sampled_from(("value", "value", "value", "drop", "twice", "rename", "fewer")))
+    if what == "value":
+        fields[i] = [key, *draw(st.sampled_from(_WRONG))]
+    elif what == "fewer" and kind == _ARRAY and value[1]:
+        fields[i] = [key, kind, (value[0], value[1][: draw(st.integers(0, len(value[1]) - 1))])]
+    elif what == "rename":
+        fields[i] = [key + b"x", kind, value]
+    elif what == "twice":
+        fields.append(fields[i])
+    else:
+        del fields[i]
+
+
+def _change_tensor(draw: Any, tensors: list[list[Any]]) -> None:
+    i = draw(st.integers(0, len(tensors) - 1))
+    name, dims, kind, offset = tensors[i]
+    what = draw(st.sampled_from(("dims", "kind", "offset", "name", "drop", "twice", "rank")))
+    if what == "drop":
+        del tensors[i]
+        return
+    if what == "twice":
+        tensors.append(tensors[i])
+        return
+    offsets = [*_VALUES, offset + 1, offset + 4, offset + 32, max(offset - 32, 0)]
+    place, dim = draw(st.integers(0, max(len(dims) - 1, 0))), draw(st.sampled_from(_VALUES))
+    tensors[i] = {
+        "dims": [name, [dim if k == place else old for k, old in enumerate(dims)], kind, offset],
+        "kind": [name, dims, draw(st.integers(0, 40)), offset],
+        "offset": [name, dims, kind, draw(st.sampled_from(offsets))],
+        "name": [draw(st.sampled_from((b"", b"x", b"\xff", name + b".x"))), dims, kind, offset],
+        "rank": [name, draw(st.sampled_from(([], [1, *dims], [*dims, 1]))), kind, offset],
+    }[what]
 
 
 def with_field(sample: bytes, key: bytes, kind: int, value: Any) -> bytes:

@@ -227,7 +227,6 @@ _BODIES = {
     "raises of keys": "    c.nothing.more = 5\n",
     "divides by zero": "    c.train.steps = 1 // 0\n",
     "exits": "    raise SystemExit(0)\n",
-    "interrupts": "    raise KeyboardInterrupt\n",
     "recursion": "    return get_config()\n",
     "asserts": "    assert False\n",
     "user error of two lines": "    raise ValueError('a\\nb')\n",

@@ -85,7 +85,7 @@ def run_all(cases: Iterable[Case], samples: dict[str, Sample], *, processes: int
             yield found
 
 
-def _serve(todo: "Queue[Case]", done: "Queue[tuple[Case, Outcome] | None]", samples: dict[str, Sample],
+def _serve(todo: "Queue[Case]", done: "Queue[tuple[Case, Outcome] | BaseException | None]", samples: dict[str, Sample],
            until: float) -> None:  # fmt: skip
     worker: _Worker | None = None
     import time

@@ -160,7 +160,10 @@ def test_interrupt_ends_with_130(calls: list[dict[str, Any]], monkeypatch: pytes
             "--write says how a text is written",
         ),
         (["answer", *SMOKE, "--context", "a", "--question", "b?", "--write", "-"], "leave out --question, or write to"),
-        (["answer", *SMOKE, "--context", "a", "--write", "-", "--bits", "four"], "argument --bits: invalid int value"),
+        (
+            ["answer", *SMOKE, "--context", "a", "--write", "-", "--bits", "four"],
+            "argument --bits: 'four': a whole number",
+        ),
         (["answer", *SMOKE, "--message", "none.lwjx", "--question", "a?"], "--message none.lwjx: No such file"),
         (["answer", *SMOKE, "--message", ".", "--question", "a?"], "--message .: Is a directory"),
         (["answer", *SMOKE, "--question", "a?", "--context", "none.txt"], "--context none.txt"),
