@@ -13,9 +13,9 @@ from tests.chaos.kinds import every
 
 KINDS = {kind.name: kind for kind in every()}
 TRIED = {  # kind -> how many are drawn, and every so many of all cases that is read
-    "configuration": (60, 1),
-    "report": (60, 9),
-    "report-language": (30, 3),
+    "configuration": (30, 2),
+    "report": (30, 25),
+    "report-language": (24, 4),
 }
 
 
@@ -66,4 +66,4 @@ def test_the_same_seed_draws_the_same_inputs() -> None:
     kind = KINDS["message"]
     sample = inputs.sample_of(kind)
     one, again, other = (draw(kind, sample, count=20, seed=seed) for seed in (3, 3, 4))
-    assert one == again and len(one) > 20 and one != other
+    assert one == again and len(one) > 15 and one != other

@@ -1,5 +1,6 @@
 """The page of a run, from folders that the test writes; nothing of JAX is needed."""
 
+import functools
 import html.parser
 import json
 import math
@@ -306,6 +307,58 @@ def test_damaged_file_is_named(name: str, text: str, rule: str, tmp_path: Path) 
     (folder / name).write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=rule):
         records.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "rule"),
+    [
+        (("rows",), None, "rows=None: expected object, got null"),
+        (("rows", "llama"), [], "expected object, got array"),
+        (("rows", "llama", "text", "em"), "0.5", "expected float.*, got str"),
+        (("rows", "llama", "text", "em_interval"), [0.1], "expected array of length 2"),
+        (("readers", "llama", "gap_nll"), [1], "expected float.*, got array"),
+        (("joint", "joint"), 5, "joint.joint=5: expected object"),
+        (("latents", "inputs"), 10**30, "latents.inputs=10+: expected int <= "),
+        (("curve", "quality"), "em", "curve.quality='em': invalid enum value"),
+        (("curve", "points"), [], "length >= 1"),
+        (("curve", "points", 0, "bits"), 5, r"curve.points\[0\].bits=5: invalid enum value 5"),
+        (("curve", "points", 0, "framed_bytes"), 0, "expected float > 0"),
+        (("curve", "points", 0, "nll"), ..., "curve.points: a row has no 'nll'"),
+        (("text_bytes", "UTF-8"), ..., "missing required field UTF-8"),
+        (("counts", "given"), 1.5, "expected int, got float"),
+        (("step",), True, "step=True: expected int, got bool"),
+    ],
+)
+def test_wrong_type_in_an_evaluation_is_one_line_that_names_it(
+    path: tuple[Any, ...], value: Any, rule: str, tmp_path: Path
+) -> None:
+    told = evaluation()
+    holder = functools.reduce(lambda node, key: node[key], path[:-1], told)
+    if value is ...:
+        del holder[path[-1]]
+    else:
+        holder[path[-1]] = value
+    folder = write_run(tmp_path / "run")
+    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    with pytest.raises(UserError, match=f"{re.escape(str(folder / 'eval.json'))}: .*{rule}") as refused:
+        records.read(folder)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["[[1.0, 2.0]]", "[[]]", '"x"', "[1]", "[[1e999]]"])
+def test_slots_that_are_no_square_of_numbers_are_refused(text: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "slots.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match="slots.json: "):
+        records.read(folder)
+
+
+def test_dollars_in_a_name_are_no_formula(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    rows = [{"step": step, r"train/$\frac/nll/llama": 2.0 / step, "train/loss": 1e300} for step in (1, 2)]
+    write_lines(folder / "metrics.jsonl", rows)
+    page = page_of(folder)
+    assert r"$\frac" in page.text("text") and "2 logged values are no finite numbers" in page.text("figcaption")
 
 
 def test_folder_that_is_no_run_ends_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
