@@ -57,9 +57,9 @@ def load(spec: str, *, root: Path) -> ConfigDict:
     path, recipe = split(spec)
     file = find(path, root=root)
     module_spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
-    assert module_spec is not None and module_spec.loader is not None  # a .py file always has a loader
+    assert module_spec is not None and (loader := module_spec.loader) is not None  # a .py file always has a loader
     module = importlib.util.module_from_spec(module_spec)
-    _run(file, lambda: module_spec.loader.exec_module(module))
+    _run(file, lambda: loader.exec_module(module))
     get_config = getattr(module, "get_config", None)
     if not callable(get_config):
         raise UserError(f"{file}: it defines no get_config(recipe); start from configs/default.py.")
