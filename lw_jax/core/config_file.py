@@ -57,7 +57,8 @@ def load(spec: str, *, root: Path) -> ConfigDict:
     path, recipe = split(spec)
     file = find(path, root=root)
     module_spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
-    assert module_spec is not None and (loader := module_spec.loader) is not None  # a .py file always has a loader
+    loader = module_spec.loader if module_spec else None
+    assert module_spec is not None and loader is not None  # a .py file always has a loader
     module = importlib.util.module_from_spec(module_spec)
     _run(file, lambda: loader.exec_module(module))
     get_config = getattr(module, "get_config", None)

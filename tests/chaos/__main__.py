@@ -25,6 +25,7 @@ def prepare(scratch: Path) -> None:
     os.environ |= {"TOKENIZERS_PARALLELISM": "false", "TRANSFORMERS_VERBOSITY": "error", "TF_CPP_MIN_LOG_LEVEL": "3"}
     os.environ |= {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0", "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1"}
     os.environ |= {"JAX_COMPILATION_CACHE_DIR": str(scratch / "jax"), "LW_JAX_CACHE": str(scratch / "lw_jax")}
+    os.environ["TMPDIR"] = tempfile.tempdir = str(scratch)  # what a killed process leaves goes with it
     os.environ |= {"HYPOTHESIS_STORAGE_DIRECTORY": str(scratch / "hypothesis")}
 
 
@@ -76,7 +77,7 @@ def _part(part: str, args: argparse.Namespace, folder: Path, *, seconds: float) 
     if part == "disk":
         return _tell(disk.run(folder))
     if part == "processes":
-        return _tell(processes.run(folder))
+        return _tell(processes.run(folder, seconds=seconds / 2))
     began = time.monotonic()
     tally = kills.run(seed=args.seed, goal=args.kills, seconds=seconds, folder=folder)
     print(

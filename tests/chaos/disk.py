@@ -13,6 +13,7 @@ from tests.chaos import runs
 from tests.chaos.runs import Check
 
 PATIENCE = 300.0
+SMALL = 24_000  # bytes: a log fits, a checkpoint's arrays do not
 _LINES = 1  # of standard error, of an error that the user can mend
 
 
@@ -34,10 +35,10 @@ def _train(config: Path, workdir: Path) -> list[str]:
 
 
 def _limited(config: Path, whole: Path, folder: Path) -> Check:
-    """A process that may write no file above a few kB, as under a quota; then the same command without."""
+    """A process that may write no large file, as under a quota; then the same command without."""
     workdir, log = folder / "limited", folder / "limited.log"
-    name, again = "no file above 4 kB, then enough", f"see {log}"
-    process = runs.start(_train(config, workdir), log, prepare=functools.partial(runs.limit_files, 4096))
+    name, again = f"no file above {SMALL:,} bytes, then any", f"see {log}"
+    process = runs.start(_train(config, workdir), log, prepare=functools.partial(runs.limit_files, SMALL))
     process.join(PATIENCE)
     if fault := _told(process.exitcode, log):
         return Check(name, False, fault, again)
@@ -46,8 +47,9 @@ def _limited(config: Path, whole: Path, folder: Path) -> Check:
 
 def _full(config: Path, whole: Path, folder: Path) -> Check:
     """A file system that fills up in the middle of the run; then a larger one."""
-    mount, log, name = folder / "mount", folder / "full.log", "a disk of 700 kB, then a larger one"
-    with _mounted(mount, "size=700k") as done:
+    mount, log, name = folder / "mount", folder / "full.log", "a disk of half of what a run leaves, then a larger one"
+    half = sum(512 * path.stat().st_blocks for path in whole.rglob("*")) // 2
+    with _mounted(mount, f"size={half}") as done:
         if not done:
             return Check(name, None, "no file system can be mounted here: it takes root")
         process = runs.start(_train(config, mount / "w"), log)

@@ -1,7 +1,9 @@
 """`kill -9` at any moment of a run and during its checkpoints: the same command must end as if nothing had been."""
 
 import dataclasses
+import os
 import random
+import shutil
 import threading
 import time
 from multiprocessing.context import ForkServerProcess
@@ -84,8 +86,8 @@ def _one(
         code = process.exitcode
         if code is None:
             process.kill()
-    fault = f"code {code}" if code != 0 else runs.compare(workdir, whole)
     with lock:
+        fault = f"code {code}" if code != 0 else runs.compare(workdir, whole)
         tally.runs += 1
         tally.in_checkpoints += told.count("checkpoint")
         tally.at_random += len(told) - told.count("checkpoint")
@@ -107,18 +109,24 @@ def _kill_after(process: ForkServerProcess, seconds: float) -> bool:
 
 def _kill_in_checkpoint(process: ForkServerProcess, workdir: Path, draw: random.Random) -> bool:
     """Kills while a checkpoint is being written; some are let pass first."""
-    passed, seen, until = draw.randrange(4), set[str](), time.monotonic() + PATIENCE
+    passed, known, until = draw.randrange(4), _unfinished(workdir), time.monotonic() + PATIENCE
     while process.is_alive() and time.monotonic() < until:
-        folder = workdir / "checkpoints"
-        names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        fresh = {name for name in names if not name.isdecimal()} - seen
-        seen |= fresh
-        if fresh and passed == 0:
-            time.sleep(draw.uniform(0, PAUSE))
-            break
-        passed -= len(fresh)
+        found = _unfinished(workdir)
+        if found - known:
+            if passed <= 0:
+                time.sleep(draw.uniform(0, PAUSE))
+                break
+            passed -= 1
+        known = found
         time.sleep(0.0005)
     return _kill(process)
+
+
+def _unfinished(workdir: Path) -> set[str]:
+    """Returns the names of checkpoints that are being written, or that a kill has left."""
+    folder = workdir / "checkpoints"
+    names = os.listdir(folder) if folder.is_dir() else []
+    return {name for name in names if not name.isdecimal()}
 
 
 def _kill(process: ForkServerProcess) -> bool:
@@ -130,6 +138,4 @@ def _kill(process: ForkServerProcess) -> bool:
 
 
 def _empty(folder: Path) -> None:
-    import shutil
-
     shutil.rmtree(folder, ignore_errors=True)

@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import functools
+import hashlib
 import io
 import json
 import math
@@ -420,8 +421,6 @@ def _explicit_checkpoints(sample: Sample) -> dict[str, Files]:
 
 
 def _record_digest(record: dict[str, Any]) -> str:
-    import hashlib
-
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 

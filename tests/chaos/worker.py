@@ -9,6 +9,7 @@ import shutil
 import sys
 import tempfile
 import threading
+import time
 import traceback
 from collections.abc import Iterable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
@@ -88,8 +89,6 @@ def run_all(cases: Iterable[Case], samples: dict[str, Sample], *, processes: int
 def _serve(todo: "Queue[Case]", done: "Queue[tuple[Case, Outcome] | BaseException | None]", samples: dict[str, Sample],
            until: float) -> None:  # fmt: skip
     worker: _Worker | None = None
-    import time
-
     try:
         while time.monotonic() < until:
             try:
