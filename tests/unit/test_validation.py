@@ -33,9 +33,9 @@ GOOD = [
 
 BAD = [
     ({"recipe": "ttt"}, "llms = .*'llama', 'qwen'.*name no reader"),
-    ({"prompt.user": "{context!r} {question}"}, "prompt.user = .*plain"),
-    ({"prompt.user": "{context:>1000000000} {question}"}, "prompt.user = .*plain"),
-    ({"prompt.user": "{context:{question}} {question}"}, "prompt.user = .*plain"),
+    ({"prompt.user": "{context!r} {question}"}, "prompt.user = .*it needs {context} once"),
+    ({"prompt.user": "{context:>1000000000} {question}"}, "prompt.user = .*it needs {context} once"),
+    ({"prompt.user": "{context:{question}} {question}"}, "prompt.user = .*it needs {context} once"),
     ({"data.cards": 10**12}, "data.cards = 10+: at most 10,000,000"),
     ({"train.steps": 10**18}, "train.steps = 10+: at most 2,147,483,647"),
     ({"seed": -(2**31)}, "seed = -2147483648: at most"),
