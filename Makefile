@@ -10,7 +10,7 @@ WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))-latentwire
 # A step on the CPU takes fresh memory each time; in pages of 2 MiB the kernel hands it out with fewer faults.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: run test suite lint bench bench-gpu golden lock clean
+.PHONY: run test suite chaos lint bench bench-gpu golden lock clean
 
 run: $(VENV)/.runtime  ## trains the default configuration, prints its evaluation table, asks it one question
 	$(BIN)/python run.py --config $(CONFIG) --workdir $(WORKDIR)
@@ -24,6 +24,10 @@ test: suite lint  ## the whole suite, then the linters
 # by number of tests the slow files, which have few, would come last and end alone.
 suite: $(VENV)/.dev
 	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+
+# Not in `test`. What failed lies in chaos-failures/ with a command that reads it again; the code is then not 0.
+chaos: $(VENV)/.dev  ## kills, damage, mutated input, full disks and a dying process, for MINUTES=10, from SEED=0
+	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0)
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .

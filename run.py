@@ -2,6 +2,7 @@
 
 import argparse
 import importlib
+import math
 import os
 import sys
 from pathlib import Path
@@ -62,26 +63,50 @@ EXAMPLES = """examples:
   python run.py bench --config configs/large.py --target h200x1
   python run.py slurm --config configs/h100x4.py --site mysite.toml
   python run.py slurm --config configs/dpo/all.list --target a100_80x1 --jobs sequence"""
+
+
+def _whole(text: str) -> int:
+    """Returns a whole number that fits into 32 bits."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 2**31
+    if abs(number) >= 2**31:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: a whole number below 2^31 is needed")
+    return number
+
+
+def _real(text: str) -> float:
+    """Returns a finite number."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not abs(number) < 1e9:  # NaN too
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: a number below 10^9 is needed")
+    return number
+
+
 # Flags that belong to some verbs only: the verbs, what argparse is told.
 FLAGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "context": (("answer",), {"metavar": "FILE", "help": "the text, '-' for standard input"}),
     "question": (("answer",), {"action": "append", "metavar": "TEXT", "help": "may be repeated"}),
     "message": (("answer",), {"metavar": "FILE", "help": "a message instead of a text, '-' for standard input"}),
     "write": (("answer",), {"metavar": "FILE", "help": "keeps the text's message, '-' for standard output"}),
-    "bits": (("answer",), {"type": int, "metavar": "N", "help": "of a value, 16, 8, 6, 4 or 2 (default: 8)"}),
-    "slots": (("answer",), {"type": int, "metavar": "N", "help": "sends the first N latents (default: all)"}),
-    "width": (("answer",), {"type": int, "metavar": "N", "help": "the first N values of each (default: all)"}),
+    "bits": (("answer",), {"type": _whole, "metavar": "N", "help": "of a value, 16, 8, 6, 4 or 2 (default: 8)"}),
+    "slots": (("answer",), {"type": _whole, "metavar": "N", "help": "sends the first N latents (default: all)"}),
+    "width": (("answer",), {"type": _whole, "metavar": "N", "help": "the first N values of each (default: all)"}),
     "peft": (("export",), {"metavar": "DIR", "help": "the adapter folder that PEFT reads"}),
     "merged": (("export",), {"metavar": "DIR", "help": "the model with the adapter added in, bf16"}),
     "model": (("export",), {"metavar": "DIR", "help": "a TTT model with its tokenizer"}),
     "prompt": (("generate",), {"action": "append", "metavar": "TEXT", "help": "may be repeated"}),
-    "tokens": (("generate",), {"type": int, "metavar": "N", "help": "at most so many (default: 100)"}),
+    "tokens": (("generate",), {"type": _whole, "metavar": "N", "help": "at most so many (default: 100)"}),
     "temperature": (
         ("generate",),
-        {"type": float, "metavar": "T", "help": "0 takes the likeliest (default: 0)"},
+        {"type": _real, "metavar": "T", "help": "0 takes the likeliest (default: 0)"},
     ),
     "parts": (("bench",), {"metavar": "P,P", "help": "some of load, step, encode, answer, input"}),
-    "repeats": (("bench",), {"type": int, "metavar": "N", "help": "of each thing that is timed (default: 5)"}),
+    "repeats": (("bench",), {"type": _whole, "metavar": "N", "help": "of each thing that is timed (default: 5)"}),
     "json": (("show", "plan", "bench"), {"action": "store_true", "help": "for programs"}),
     "target": (("plan", "slurm", "bench"), {"metavar": "GPUS", "help": "h100x4, a100_40x2, h200x1, 2xh100x8, ..."}),
     "estimate": (("plan",), {"action": "store_true", "help": "by arithmetic, without compiling"}),
@@ -90,7 +115,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "site": (("slurm",), {"metavar": "FILE", "help": "the cluster's profile (docs/slurm.md)"}),
     "submit": (("slurm",), {"action": "store_true", "help": "runs sbatch"}),
     "output": (("slurm",), {"metavar": "FILE", "help": "the script (default: WORKDIR/job.sbatch)"}),
-    "hours": (("slurm",), {"type": float, "metavar": "H", "help": "instead of the predicted time"}),
+    "hours": (("slurm",), {"type": _real, "metavar": "H", "help": "instead of the predicted time"}),
     "measured": (
         ("slurm",),
         {"metavar": "DIR", "help": "time from this earlier run's folder (a list: folders)"},

@@ -25,6 +25,7 @@ COLUMNS = (
     *("nll", "nll_low", "nll_high", "accuracy", "em", "f1", "f1_low", "f1_high"),
 )
 COLOURS = matplotlib.color_sequences["petroff10"]  # told apart by colour-blind eyes too [Petroff, 2021]
+matplotlib.rcParams["text.parse_math"] = False  # names of tasks and readers are words, "$" among them
 FEW = 40  # points of a line; up to so many each one is marked
 
 
@@ -134,7 +135,9 @@ def draw_positions(names: Sequence[str], losses: Sequence[float]) -> Figure:
     """Returns perplexity over stretches of positions that double, the first of them on the left; losses in nats."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     panel = figure.subplots()
-    panel.plot(range(len(names)), np.exp(np.asarray(losses, float)), color=COLOURS[0], marker="o", linewidth=1.5)
+    with np.errstate(over="ignore"):  # of a loss far out of range; infinite is not drawn
+        perplexities = np.exp(np.asarray(losses, float))
+    panel.plot(range(len(names)), perplexities, color=COLOURS[0], marker="o", linewidth=1.5)
     panel.set_xticks(range(len(names)), names)
     panel.set_xlabel("position of the predicted token in its window")
     panel.set_ylabel("perplexity")

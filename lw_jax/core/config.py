@@ -432,22 +432,34 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return _build(typing.cast(type, hint), value, path)
     if typing.get_origin(hint) is dict:
         if not hasattr(value, "items"):
-            raise UserError(f"{path} = {value!r}: named entries are needed, as in configs/default.py.")
+            raise UserError(f"{path} = {_repr(value)}: named entries are needed, as in configs/default.py.")
         element = typing.get_args(hint)[1]
         return {str(name): _build(element, entry, f"{path}.{name}") for name, entry in value.items()}
     if isinstance(hint, types.GenericAlias):
         element, _ = typing.get_args(hint)
         if isinstance(value, list | tuple):
+            if any(type(item) is int and abs(item) >= _WHOLE for item in value):
+                raise UserError(f"{path} = {_repr(value)}: numbers below 2^63 are needed.")
             value = tuple(float(item) if element is float and type(item) is int else item for item in value)
             if all(type(item) is element for item in value):
                 return value
-        raise UserError(f"{path} = {value!r}: a tuple of {_MANY[element]} is needed.")
+        raise UserError(f"{path} = {_repr(value)}: a tuple of {_MANY[element]} is needed.")
+    if type(value) is int and abs(value) >= _WHOLE:
+        raise UserError(f"{path} = {_repr(value)}: a number below 2^63 is needed.")
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint or (hint is float and not math.isfinite(value)):
-        raise UserError(f"{path} = {value!r}: {_KINDS[hint]} is needed.")
+        raise UserError(f"{path} = {_repr(value)}: {_KINDS[hint]} is needed.")
     return value
 
 
+def _repr(value: Any) -> str:
+    try:
+        return repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        return f"a {type(value).__name__} with a number too long to be shown"
+
+
+_WHOLE = 2**63  # what no file and no array holds
 _MANY = {int: "whole numbers", float: "numbers", str: "words"}
 _KINDS = {int: "a whole number", float: "a finite number", str: "a string"}

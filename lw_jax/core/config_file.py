@@ -3,15 +3,19 @@
 import importlib.util
 import inspect
 import re
-from collections.abc import Mapping, Sequence
+import traceback
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from lw_jax.core.config import Values, flatten, suggest
 from lw_jax.core.errors import UserError
+
+LONGEST = 10_000  # characters of a value on the command line
+_T = TypeVar("_T")
 
 
 def split(spec: str) -> tuple[str, str]:
@@ -48,26 +52,38 @@ def load(spec: str, *, root: Path) -> ConfigDict:
     """Returns what the file's `get_config` returns, given the recipe after the colon.
 
     Raises:
-      UserError: the file is missing, is no Python or has no `get_config`.
+      UserError: the file is missing, is no Python, raises, or has no `get_config` that returns a ConfigDict.
     """
     path, recipe = split(spec)
     file = find(path, root=root)
     module_spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
-    assert module_spec is not None and module_spec.loader is not None  # a .py file always has a loader
+    loader = module_spec.loader if module_spec else None
+    assert module_spec is not None and loader is not None  # a .py file always has a loader
     module = importlib.util.module_from_spec(module_spec)
-    try:
-        module_spec.loader.exec_module(module)
-    except SyntaxError as error:
-        raise UserError(f"{error.filename}:{error.lineno}: {error.msg}; the configuration must be Python.") from error
+    _run(file, lambda: loader.exec_module(module))
     get_config = getattr(module, "get_config", None)
-    if get_config is None:
+    if not callable(get_config):
         raise UserError(f"{file}: it defines no get_config(recipe); start from configs/default.py.")
     if recipe and not inspect.signature(get_config).parameters:
         raise UserError(f"--config {spec}: get_config() of that file takes no recipe; leave ':{recipe}' out.")
-    config = get_config(recipe) if recipe else get_config()
+    config = _run(file, lambda: get_config(recipe) if recipe else get_config())
     if not isinstance(config, ConfigDict):
         raise UserError(f"{file}: get_config returned {type(config).__name__}, a ConfigDict is needed.")
     return config
+
+
+def _run(file: Path, call: Callable[[], _T]) -> _T:
+    """Runs a user's own code; whatever it raises is told with the line of the file where it began."""
+    try:
+        return call()
+    except UserError:
+        raise
+    except SyntaxError as error:
+        raise UserError(f"{error.filename}:{error.lineno}: {error.msg}; the configuration must be Python.") from error
+    except (Exception, SystemExit) as error:  # no code of ours: it may raise anything, and may try to end the process
+        lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
+        where = f"{file}:{lines[0]}" if lines else str(file)
+        raise UserError(f"{where}: {type(error).__name__}: {error}; the configuration must run: mend it.") from error
 
 
 def take_assignments(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
@@ -100,22 +116,34 @@ def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
             section = [key for key in flat if key.startswith(f"{path}.")]
             hint = f" It is a section; set one of its keys, as {section[0]!r}." if section else suggest(path, flat)
             raise UserError(f"--config.{path}: no such key.{hint}")
-        if isinstance(flat[path], tuple) and not text.startswith("("):
-            text = repr(tuple(int(word) if word.isdecimal() else word for word in text.split(",") if word))
-        argv = ["run.py", f"--config.{path}={text}"]
-        values = flags.FlagValues()
-        config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv, lock_config=False)
+        if len(text) > LONGEST:
+            rule = f"at most {LONGEST:,} are taken here; write it into a configuration file."
+            raise UserError(f"--config.{path}={text:.40}...: a value of {len(text):,} characters, {rule}")
         try:
-            values(argv)
-        except flags.Error as error:
+            _set(config, path, text, listed=isinstance(flat[path], tuple))
+        except (flags.Error, *_UNREADABLE) as error:
             kind = type(flat[path]).__name__
             raise UserError(f"--config.{path}={text}: a value of type {kind} is needed, as {flat[path]!r}.") from error
+
+
+# What ast.literal_eval, which absl parses tuples with, and int() raise for texts that are no such value.
+_UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
+
+
+def _set(config: ConfigDict, path: str, text: str, *, listed: bool) -> None:
+    """Sets one value in place, parsed as the type that it replaces."""
+    if listed and not text.startswith("("):
+        text = repr(tuple(int(word) if word.isdecimal() else word for word in text.split(",") if word))
+    argv = ["run.py", f"--config.{path}={text}"]
+    values = flags.FlagValues()
+    config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv, lock_config=False)
+    values(argv)
 
 
 def set_aside(config: ConfigDict, base: Values, paths: Sequence[str]) -> dict[str, Any]:
     """Gives these values back to the base, in place; returns, by path, those that the file had changed."""
     defaults, flat = flatten(base), flatten(config)
-    changed = {path: flat[path] for path in paths if flat[path] != defaults[path]}
+    changed = {path: flat[path] for path in paths if flat.get(path, defaults[path]) != defaults[path]}
     config.update_from_flattened_dict({path: defaults[path] for path in changed})
     return changed
 

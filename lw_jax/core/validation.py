@@ -84,6 +84,20 @@ NOT_BELOW_ZERO = (
 )
 
 
+WHOLE = 2**31 - 1  # what no whole number may exceed
+REAL = 1e15  # nor any other number, on either side of 0
+TEXT = 100_000  # characters of a text
+LARGEST = {  # what would otherwise be made, or looked through, for hours before anything is said
+    **{"data.cards": 10**7, "data.validation_cards": 10**7, "data.facts": 1000},
+    **{
+        "encoder.slots": 2**16 - 1,
+        "encoder.width": 2**16 - 1,
+        "lora.rank": 2**16 - 1,
+    },  # a message's frame names so many
+    **{"encoder.layers": 1000, "selfmade.layers": 1000, "ttt.layers": 1000},
+}
+
+
 def validate(cfg: Config) -> None:
     """Refuses values that are out of range and combinations that cannot work.
 
@@ -135,10 +149,8 @@ def _check_words(flat: dict[str, Any]) -> None:
 
 def _check_ranges(flat: dict[str, Any]) -> None:
     for path, value in flat.items():
-        if any(
-            isinstance(one, float) and not math.isfinite(one) for one in (value if type(value) is tuple else [value])
-        ):
-            _refuse(path, value, "a finite number is needed.")
+        for one in value if type(value) is tuple else [value]:
+            _check_one(path, one)
     for patterns, lowest in ((ABOVE_ZERO, "it must be above 0."), (NOT_BELOW_ZERO, "it must not be below 0.")):
         for path in (path for pattern in patterns for path in fnmatch.filter(flat, pattern)):
             if flat[path] < 0 or (flat[path] == 0 and patterns is ABOVE_ZERO):
@@ -159,6 +171,21 @@ def _check_shares(flat: dict[str, Any]) -> None:
         _refuse("mesh.target_utilisation", flat["mesh.target_utilisation"], "it is a share of the memory: up to 1.")
     if flat["optim.end_fraction"] > 1:
         _refuse("optim.end_fraction", flat["optim.end_fraction"], "it is a fraction of the peak: 0 to 1.")
+
+
+def _check_one(path: str, value: Any) -> None:
+    """Refuses what no key may hold: numbers without end or bound, texts that no file can keep."""
+    if isinstance(value, float) and not math.isfinite(value):
+        _refuse(path, value, "a finite number is needed.")
+    if isinstance(value, float) and abs(value) > REAL:
+        _refuse(path, value, f"at most {REAL:g}.")
+    if isinstance(value, int) and abs(value) > LARGEST.get(path, WHOLE):
+        shown = value if abs(value) < 10**40 else f"a number of {value.bit_length()} bits"
+        _refuse(path, shown, f"at most {LARGEST.get(path, WHOLE):,}.")
+    if isinstance(value, str) and len(value) > TEXT:
+        _refuse(path, f"{value[:40]}...", f"{len(value):,} characters, at most {TEXT:,}.")
+    if isinstance(value, str) and re.search("[\ud800-\udfff\x00]", value):
+        _refuse(path, value, "half a surrogate pair or a zero byte in it; it must be text that a file can keep.")
 
 
 def _check_channel(path: str, flat: dict[str, Any]) -> None:
@@ -237,7 +264,7 @@ def _check_encoder(cfg: Config) -> None:
 
 def _check_prompt(cfg: Config) -> None:
     user = cfg.prompt.user
-    remedy = "it needs {context} once and then {question} once, and no other braces (write {{ for a brace)."
+    remedy = "it needs {context} once and then {question} once, plain, and no other braces (write {{ for a brace)."
     try:
         parts = split_prompt(user)
     except ValueError as error:

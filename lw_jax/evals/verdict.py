@@ -29,8 +29,8 @@ def is_collapsed(figures: Mapping[str, Any]) -> bool:
     """Tells whether the right latents may be worth no more than another text's, by the interval of gap_nll."""
     if "gap_nll" not in figures:
         return False
-    interval = figures["gap_nll_interval"]
-    return interval is None or not interval[0] > 0
+    interval = figures.get("gap_nll_interval")
+    return interval is None or interval[0] is None or not interval[0] > 0
 
 
 def tell_interval(interval: Sequence[float] | None) -> str:

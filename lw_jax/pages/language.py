@@ -24,7 +24,7 @@ INNER = {
     "before": "before the chunk's step",
     "after": "after it",
 }  # what `recipes/ttt.py` measures of a chunk's last token
-POSITION = re.compile(r"validation/detail/position/(\d+)-(\d+)")
+POSITION = re.compile(r"validation/detail/position/([0-9]{1,9})-([0-9]{1,9})")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,26 +1,23 @@
 """What a run's folder holds, read for a page; what is not there yet is empty."""
 
 import dataclasses
-import json
+import math
 import shlex
-from collections.abc import Iterable
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 from lw_jax import figures
+from lw_jax.core import schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.pages import shapes
 from lw_jax.workdir import read_config, read_rows
 
-EVALUATION = ("step", "rows", "readers", "joint", "latents", "curve", "text_bytes", "counts")
-CURVE = ("quality", "examples", "points", "references")
-PREDICTION = ("reader", "row", "index", "question", "answers", "prediction", "em", "f1")
-DEVICE = ("device", "samples", "seconds")
-SCALING = ("kind", "scaling", "target", "devices", "length", "global_batch", "micro_batch", "accumulation", "remat")
-SCALING += ("step_seconds", "tokens_per_second", "peak_bytes", "weights_bytes", "optimizer_bytes", "activation_bytes")
-SCALING += ("peak_from", "parameters", "config", "obstacle", "mfu")
 TEXTS = ("config.diff", "command.txt", "versions.json")
+REMEDY = "the file must be as this version writes it: remove it, or make it anew with its verb"
+READERS = 64  # panels of a picture
+LARGEST = 1e30  # what a picture can draw; beyond it a logged value counts as infinite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +42,14 @@ class Run:
         return shlex.join(("python", "run.py", verb, "--workdir", str(self.workdir), *flags))
 
     @property
+    def words(self) -> list[str]:
+        """The words of the command that started the run."""
+        try:
+            return shlex.split(self.texts.get("command.txt", ""))
+        except ValueError as error:  # an open quotation mark
+            raise UserError(f"{self.workdir / 'command.txt'}: {error}; {REMEDY}") from error
+
+    @property
     def training(self) -> str:
         """The command that goes on training."""
         command = self.texts.get("command.txt", "").strip()
@@ -54,9 +59,7 @@ class Run:
     def curve(self) -> figures.Curve | None:
         """The byte curve, where one was measured; NaN for what was no number."""
         told = self.evaluation.get("curve")
-        if not told:
-            return None
-        return _to_nan(figures.Curve(**{key: told[key] for key in CURVE}, text_bytes=self.evaluation["text_bytes"]))
+        return _to_nan(figures.Curve(**told, text_bytes=self.evaluation["text_bytes"])) if told else None
 
 
 def read(workdir: Path) -> Run:
@@ -65,80 +68,84 @@ def read(workdir: Path) -> Run:
     Raises:
       UserError: it is no run's, or a file is not as training or evaluation wrote it.
     """
-    cfg = read_config(workdir)
     log = workdir / "metrics.jsonl"
-    evaluation = _read_json(workdir / "eval.json", {})
-    if evaluation:
-        _check(workdir / "eval.json", evaluation, EVALUATION)
-    if evaluation.get("curve"):
-        _check(f"{workdir / 'eval.json'}: curve", evaluation["curve"], CURVE)
     return Run(
         workdir=workdir,
-        cfg=cfg,
-        metrics=_read_lines(log, ("step",)),
+        cfg=read_config(workdir),
+        metrics=_read_metrics(log),
         logged=datetime.fromtimestamp(log.stat().st_mtime, UTC) if log.exists() else None,
-        evaluation=evaluation,
-        predictions=_read_lines(workdir / "predictions.jsonl", PREDICTION),
-        slots=_to_nan(_read_json(workdir / "slots.json", [])),
-        devices=[row for path in sorted(workdir.glob("devices*.jsonl")) for row in _read_lines(path, DEVICE)],
-        hardware=_read_json(workdir / "hardware.json", {}),
-        scaling=_read_scaling(workdir / "scaling.json"),
+        evaluation=_read_evaluation(workdir / "eval.json"),
+        predictions=_read_rows(workdir / "predictions.jsonl", shapes.Prediction),
+        slots=_read_slots(workdir / "slots.json"),
+        devices=[row for path in sorted(workdir.glob("devices*.jsonl")) for row in _read_rows(path, shapes.Device)],
+        hardware=_read(workdir / "hardware.json", shapes.Hardware, {}),
+        scaling=_read(workdir / "scaling.json", list[shapes.Scaling], []),
         leaves=_read_leaves(workdir / "checkpoints"),
-        texts={name: (workdir / name).read_text("utf-8") for name in TEXTS if (workdir / name).exists()},
+        texts={name: _read_text(workdir / name) for name in TEXTS if (workdir / name).exists()},
     )
 
 
 def to_number(value: Any) -> float:
     """Returns a number as a log holds it: NaN for null, "nan" and "inf" for what JSON has no word for."""
-    return float("nan") if value is None else float(value)
+    number = float("nan") if value is None else float(value)
+    return math.copysign(math.inf, number) if abs(number) > LARGEST else number
 
 
-def _read_json(path: Path, otherwise: Any) -> Any:
+def _read(path: Path, kind: Any, otherwise: Any) -> Any:
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return schema.read(path, kind, remedy=REMEDY)
     except FileNotFoundError:
         return otherwise
-    except ValueError as error:
-        raise UserError(_fault(path, str(error))) from error
 
 
-def _read_lines(path: Path, keys: tuple[str, ...]) -> list[dict[str, Any]]:
+def _read_rows(path: Path, kind: Any) -> list[dict[str, Any]]:
     rows = read_rows(path) if path.exists() else []
+    return [schema.convert(row, kind, where=f"{path}: row {i}", remedy=REMEDY) for i, row in enumerate(rows, 1)]
+
+
+def _read_metrics(path: Path) -> list[dict[str, Any]]:
+    rows = _read_rows(path, shapes.Logged)
     for number, row in enumerate(rows, 1):
-        _check(f"{path}:{number}", row, keys)
+        schema.convert(row, shapes.Stepped, where=f"{path}: row {number}", remedy=REMEDY)
     return rows
 
 
-def _read_scaling(path: Path) -> list[dict[str, Any]]:
-    rows = _read_json(path, [])
-    if not isinstance(rows, list):
-        raise UserError(_fault(path, "it is no list"))
-    for number, row in enumerate(rows, 1):
-        _check(f"{path}: row {number}", row, SCALING)
-    return rows
+def _read_evaluation(path: Path) -> dict[str, Any]:
+    told = _read(path, shapes.Evaluation, {})
+    curve = told.get("curve")
+    if curve is None:
+        return told
+    quality = curve["quality"]
+    held = [("points", curve["points"])]
+    held += [(f"references.{reader}", list(rows.values())) for reader, rows in curve["references"].items()]
+    for name, rows in held:
+        if not all(quality in row for row in rows):
+            raise UserError(f"{path}: curve.{name}: a row has no {quality!r}, which the curve shows; {REMEDY}")
+    if len({point["reader"] for point in curve["points"]}) > READERS:
+        raise UserError(f"{path}: curve.points: more than {READERS} readers; {REMEDY}")
+    return told
+
+
+def _read_slots(path: Path) -> list[list[float]]:
+    """Returns the cosines between slots, a square; NaN for what was no number."""
+    found = _read(path, shapes.Slots, [])
+    if any(len(row) != len(found) for row in found):
+        raise UserError(f"{path}: {len(found)} rows, not all of {len(found)} values; {REMEDY}")
+    return _to_nan(found)
 
 
 def _read_leaves(folder: Path) -> dict[str, Any]:
     """Returns the shapes of the newest checkpoint that is whole; a record appears in its folder before a rename."""
-    steps = [path for path in folder.glob("*/record.json") if path.parent.name.isdigit()]
+    steps = [path for path in folder.glob("*/record.json") if path.parent.name.isdecimal()]
     newest = max(steps, key=lambda path: int(path.parent.name), default=None)
-    if newest is None:
-        return {}
-    told = _read_json(newest, {})
-    _check(newest, told, ("record",))
-    _check(newest, told["record"], ("leaves",))
-    return told["record"]["leaves"]
+    return _read(newest, shapes.Saved, {"record": {"leaves": {}}})["record"]["leaves"] if newest else {}
 
 
-def _check(where: Path | str, row: Any, keys: Iterable[str]) -> None:
-    if not isinstance(row, dict):
-        raise UserError(_fault(where, f"{row!r:.40} is no object of named values"))
-    if missing := [key for key in keys if key not in row]:
-        raise UserError(_fault(where, f"{missing[0]!r} is missing"))
-
-
-def _fault(where: Path | str, what: str) -> str:
-    return f"{where}: {what}: the file must be as this version writes it; remove it, or make it anew with its verb."
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", errors="replace")  # shown, never interpreted
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; {REMEDY}") from error
 
 
 def _to_nan(value: Any) -> Any:

@@ -57,7 +57,7 @@ def missing(run: Run) -> list[tuple[str, str]]:
 
 def command(run: Run, *flags: str) -> str:
     """Returns the command that adds rows, with the configuration that the run was started with."""
-    assignments, words = config_file.take_assignments(shlex.split(run.texts.get("command.txt", "")))
+    assignments, words = config_file.take_assignments(run.words)
     spec = next((after for word, after in zip(words, words[1:], strict=False) if word == "--config"), "FILE")
     equal = [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
     changes = [f"--config.{path}={value}" for path, value in assignments.items()]
@@ -108,7 +108,7 @@ def _cells(row: dict[str, Any], gained: float | None) -> list[str]:
     if row["obstacle"]:
         return [*cells, "", row["obstacle"], *[""] * (len(HEAD) - 7)]
     cells += [f"{row['micro_batch']} x {row['accumulation']}", row["remat"], _number(seconds, 4)]
-    if "step_seconds_least" in row:
+    if seconds and "step_seconds_least" in row and "step_seconds_most" in row:
         apart = (row["step_seconds_most"] - row["step_seconds_least"]) / 2 / seconds
         cells[-1] += f" ±{100 * apart:.0f} %"
     cells += [_number(rate, 0), _number(rate and rate / row["devices"], 0)]

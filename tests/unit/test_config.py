@@ -75,6 +75,15 @@ def test_value_of_another_type_is_refused_with_its_path(section: str, key: str, 
         config.build(values)
 
 
+def test_number_that_no_file_holds_is_refused_with_its_path() -> None:
+    values, huge = _values().to_dict(), 10**5000  # Python writes no more than 4,300 digits
+    for key, value in (("seed", huge), ("seed", 2**63), ("recipe", huge)):
+        with pytest.raises(UserError, match=rf"^config\.{key} = "):
+            config.build(values | {key: value})
+    with pytest.raises(UserError, match=r"^config\.eval\.slots = .*2\^63"):
+        config.build(values | {"eval": values["eval"] | {"slots": (1, huge)}})
+
+
 @pytest.mark.parametrize("path", ["train", "llms"])
 def test_value_in_the_place_of_a_section_is_refused(path: str) -> None:
     values = _values().to_dict()

@@ -44,6 +44,13 @@ def test_word_after_the_colon_reaches_get_config(tmp_path: Path) -> None:
     [
         ("def get_config(:", r"mine\.py:1: invalid syntax"),
         ("x = 1", "defines no get_config"),
+        ("get_config = 5", "defines no get_config"),
+        ("raise RuntimeError('no')", r"mine\.py:1: RuntimeError: no; the configuration must run"),
+        ("def get_config(recipe):\n    return 1 / 0", r"mine\.py:2: ZeroDivisionError: division by zero"),
+        ("def get_config(recipe):\n    return get_config(recipe)", r"mine\.py:2: RecursionError"),
+        ("import sys\nsys.exit(0)", r"mine\.py:2: SystemExit: 0"),
+        ("import nothing_of_this_name", r"mine\.py:1: ModuleNotFoundError"),
+        ("def get_config(recipe):\n    raise ValueError('a\\nb')", r"mine\.py:2: ValueError: a b; "),
         ("def get_config(recipe):\n    return {}", "returned dict, a ConfigDict is needed"),
         ("def get_config():\n    return {}", "takes no recipe"),
     ],
@@ -51,6 +58,19 @@ def test_word_after_the_colon_reaches_get_config(tmp_path: Path) -> None:
 def test_file_that_is_no_configuration_is_refused(tmp_path: Path, text: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
         config_file.load(f"{_write(tmp_path, text)}:reader", root=PROJECT)
+
+
+@pytest.mark.parametrize(
+    ("key", "text"),
+    [
+        *(("train.steps", text) for text in ("1" * 5000, "(" * 200, "nan", "x" * 20_000)),
+        *(("eval.slots", text) for text in ("1" * 5000, "x" * 20_000)),
+    ],
+)
+def test_word_that_is_no_such_value_is_refused_in_one_short_line(key: str, text: str) -> None:
+    with pytest.raises(UserError, match=rf"^--config.{key}=") as refused:
+        config_file.override(base.get_config(), {key: text})
+    assert "\n" not in str(refused.value) and len(str(refused.value)) < 2000
 
 
 def test_file_that_is_no_python_is_refused() -> None:

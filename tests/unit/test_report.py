@@ -1,5 +1,6 @@
 """The page of a run, from folders that the test writes; nothing of JAX is needed."""
 
+import functools
 import html.parser
 import json
 import math
@@ -12,117 +13,16 @@ from typing import Any
 import pytest
 
 import run
-from configs import base
-from lw_jax import report, workdir
-from lw_jax.core import config
+from lw_jax import report
 from lw_jax.core.errors import UserError
 from lw_jax.evals import verdict
-from lw_jax.figures import REFERENCES
 from lw_jax.pages import records, series, tables
+from tests.runs import between, evaluation, figures, metrics, predictions, write_lines, write_run
 
 HOSTILE = '<script>alert("x")</script>'
 MOST_BYTES = 3e6
 VOID = {"meta", "link", "br", "img", "hr"}  # elements that need no end
 EVAL_FILES = ("eval.json", "predictions.jsonl", "slots.json")
-
-
-def figures(value: float, *, interval: bool = True) -> dict[str, Any]:
-    told: dict[str, Any] = {"em": value, "f1": value, "nll": 3 * (1 - value), "accuracy": value, "first_token": value}
-    told |= {"first_5": value, "distinct": 0.8, "examples": 23, "tokens": 71.0}
-    return told | {
-        f"{key}_interval": [value / 2, value] if interval else None for key in ("em", "f1", "nll", "first_token")
-    }
-
-
-def between(**changes: Any) -> dict[str, Any]:
-    told: dict[str, Any] = {"normalised_f1": 0.913, "recovered_nll": 0.872, "gap_f1": 0.31, "gap_nll": 1.234}
-    told |= {f"{key}_interval": [value - 0.1, value + 0.1] for key, value in told.items()}
-    return told | changes
-
-
-def evaluation() -> dict[str, Any]:
-    rows = {name: figures(0.1 * place) for place, name in enumerate(reversed(tables.ROWS), 1)}
-    references = {name: rows[name] for name in REFERENCES}
-    point = {"slots": 5, "width": 7, "examples": 11, "payload_bytes": 35, "nll_low": 0.1, "nll_high": None}
-    points = [
-        point | {"reader": reader, "bits": bits, "framed_bytes": 22.0 + 5 * bits, "nll": 1 / bits, "accuracy": 0.5}
-        for reader in ("llama", "qwen")
-        for bits in (8, 2)
-    ]
-    score = {"em": 0.5, "em_interval": [0.4, 0.6], "f1": 0.6, "f1_interval": [0.5, 0.7]}
-    return {
-        "step": 31,
-        "rows": {"llama": rows, "qwen": rows},
-        "readers": {"llama": between(), "qwen": between(normalised_f1=0.2, recovered_nll=0.3)},
-        "joint": {
-            **{"joint": score, "oracle": score, "readers": {"llama": score | {"picked": 0.7}, "qwen": score}},
-            **{"agreement": 0.25, "agreement_interval": [0.2, 0.3], "examples": 23, "unscored": 0},
-        },
-        "latents": {"inputs": 19, "effective_rank": 4.25, "effective_rank_uncentred": None, "input_cosine": 0.5},
-        "curve": {
-            "quality": "nll",
-            "examples": 11,
-            "points": points,
-            "references": dict.fromkeys(("llama", "qwen"), references),
-        },
-        "text_bytes": {"UTF-8": 117.0, "gzip": 101.0, "zstd": 97.0, "brotli": 89.0},
-        "counts": {"given": 29, "kept": 23, "answer": 0},
-    }
-
-
-def predictions(count: int = 43) -> list[dict[str, Any]]:
-    found = []
-    for reader in ("llama", "qwen"):
-        for row in tables.ROWS:
-            for index in range(0, 3 * count, 3):
-                right = row in ("text", "latents")
-                record = {
-                    "reader": reader,
-                    "row": row,
-                    "index": index,
-                    "id": str(index),
-                    "question": f"Question {index}?",
-                }
-                record |= {"answers": [f"gold {index}", "other"], "prediction": f"{row} {index}"}
-                found.append(record | {"em": float(right), "f1": 1.0 if right else 0.5})
-    return found
-
-
-def metrics(*, steps: int = 30) -> list[dict[str, Any]]:
-    rows: list[dict[str, Any]] = []
-    for step in range(1, steps + 1):
-        task = "reconstruct/" if step <= steps // 3 else ""
-        row = {"step": step, "train/loss": 3 / step, "train/learning_rate": 1e-3 * step}
-        rows.append(row | {f"train/{task}nll/{reader}": 2 / step for reader in ("llama", "qwen")})
-    names = [f"{other}nll/{reader}" for other in ("", "shuffled/") for reader in ("llama", "qwen")]
-    rows.append({"step": steps} | {f"validation/{name}": 1.5 for name in names})
-    return rows
-
-
-def write_lines(path: Path, rows: list[dict[str, Any]]) -> None:
-    path.write_text("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows), encoding="utf-8")
-
-
-def write_run(folder: Path, **changes: Any) -> Path:
-    """Writes a run that was trained and evaluated; `changes` to its configuration, dots written as "__"."""
-    values = base.get_config()
-    for name in ("llama", "qwen"):
-        values.llms[name] = base.llm(f"folder/{name}")
-    changes = {
-        "encoder__source": "folder/llama",
-        "train__steps": 30,
-        "optim__warmup_steps": 3,
-        "stages__pretrain__share": 0.5,
-    } | changes
-    values.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
-    cfg = config.build(values)
-    command = ["run.py", "--config", "my own.py"]
-    workdir.write_workdir(folder, cfg=cfg, base=base.get_config().to_dict(), command=command)
-    write_lines(folder / "metrics.jsonl", metrics())
-    write_lines(folder / "predictions.jsonl", predictions())
-    (folder / "eval.json").write_text(json.dumps(evaluation()), encoding="utf-8")
-    (folder / "slots.json").write_text(json.dumps([[1.0, 0.25], [0.25, None]]), encoding="utf-8")
-    return folder
 
 
 class Reader(html.parser.HTMLParser):
@@ -396,10 +296,9 @@ def test_devices_are_summarised_over_all_processes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "text", "rule"),
     [
-        ("eval.json", '{"step": 3', "eval.json: Expecting"),
-        ("eval.json", '{"step": 3}', "eval.json: 'rows' is missing"),
-        ("predictions.jsonl", '{"reader": "llama"}\n', "predictions.jsonl:1: 'row' is missing"),
-        ("metrics.jsonl", "[3]\n", r"metrics.jsonl:1: \[3\] is no object"),
+        ("eval.json", '{"step": 3', "eval.json: broken JSON"),
+        ("eval.json", '{"step": 3}', "eval.json: .*missing required field rows"),
+        ("predictions.jsonl", '{"reader": "llama"}\n', "predictions.jsonl: row 1: .*missing required field row"),
         ("config.json", "{}", "config.json: config.recipe is missing"),
     ],
 )
@@ -408,6 +307,58 @@ def test_damaged_file_is_named(name: str, text: str, rule: str, tmp_path: Path) 
     (folder / name).write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=rule):
         records.read(folder)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "rule"),
+    [
+        (("rows",), None, "rows=None: expected object, got null"),
+        (("rows", "llama"), [], "expected object, got array"),
+        (("rows", "llama", "text", "em"), "0.5", "expected float.*, got str"),
+        (("rows", "llama", "text", "em_interval"), [0.1], "expected array of length 2"),
+        (("readers", "llama", "gap_nll"), [1], "expected float.*, got array"),
+        (("joint", "joint"), 5, "joint.joint=5: expected object"),
+        (("latents", "inputs"), 10**30, "latents.inputs=10+: expected int <= "),
+        (("curve", "quality"), "em", "curve.quality='em': invalid enum value"),
+        (("curve", "points"), [], "length >= 1"),
+        (("curve", "points", 0, "bits"), 5, r"curve.points\[0\].bits=5: invalid enum value 5"),
+        (("curve", "points", 0, "framed_bytes"), 0, "expected float > 0"),
+        (("curve", "points", 0, "nll"), ..., "curve.points: a row has no 'nll'"),
+        (("text_bytes", "UTF-8"), ..., "missing required field UTF-8"),
+        (("counts", "given"), 1.5, "expected int, got float"),
+        (("step",), True, "step=True: expected int, got bool"),
+    ],
+)
+def test_wrong_type_in_an_evaluation_is_one_line_that_names_it(
+    path: tuple[Any, ...], value: Any, rule: str, tmp_path: Path
+) -> None:
+    told = evaluation()
+    holder = functools.reduce(lambda node, key: node[key], path[:-1], told)
+    if value is ...:
+        del holder[path[-1]]
+    else:
+        holder[path[-1]] = value
+    folder = write_run(tmp_path / "run")
+    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    with pytest.raises(UserError, match=f"{re.escape(str(folder / 'eval.json'))}: .*{rule}") as refused:
+        records.read(folder)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("text", ["[[1.0, 2.0]]", "[[]]", '"x"', "[1]", "[[1e999]]"])
+def test_slots_that_are_no_square_of_numbers_are_refused(text: str, tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    (folder / "slots.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match="slots.json: "):
+        records.read(folder)
+
+
+def test_dollars_in_a_name_are_no_formula(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    rows = [{"step": step, r"train/$\frac/nll/llama": 2.0 / step, "train/loss": 1e300} for step in (1, 2)]
+    write_lines(folder / "metrics.jsonl", rows)
+    page = page_of(folder)
+    assert r"$\frac" in page.text("text") and "2 logged values are no finite numbers" in page.text("figcaption")
 
 
 def test_folder_that_is_no_run_ends_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

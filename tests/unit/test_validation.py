@@ -33,6 +33,15 @@ GOOD = [
 
 BAD = [
     ({"recipe": "ttt"}, "llms = .*'llama', 'qwen'.*name no reader"),
+    ({"prompt.user": "{context!r} {question}"}, "prompt.user = .*it needs {context} once"),
+    ({"prompt.user": "{context:>1000000000} {question}"}, "prompt.user = .*it needs {context} once"),
+    ({"prompt.user": "{context:{question}} {question}"}, "prompt.user = .*it needs {context} once"),
+    ({"data.cards": 10**12}, "data.cards = 10+: at most 10,000,000"),
+    ({"train.steps": 10**18}, "train.steps = 10+: at most 2,147,483,647"),
+    ({"seed": -(2**31)}, "seed = -2147483648: at most"),
+    ({"optim.learning_rate": 1e300}, r"optim.learning_rate = 1e\+300: at most 1e\+15"),
+    ({"data.train": "a\ud800"}, r"data.train = 'a\\ud800': half a surrogate pair"),
+    ({"prompt.anchor": "x" * 10**6}, "prompt.anchor = 'x+...': 1,000,000 characters"),
     ({"recipe": "latentwir"}, "recipe = 'latentwir'.*Did you mean 'latentwire'"),
     ({"llms.llama.weights": "fp8"}, "llms.llama.weights = 'fp8': known are fp32, bf16, int8, nf4, awq, w8a8."),
     ({"llms.qwen.weights": "fp16"}, "llms.qwen.weights = 'fp16': known are fp32, bf16"),

@@ -1,0 +1,89 @@
+"""A kind of input, and one mutated input of it."""
+
+import dataclasses
+import hashlib
+import zlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+from hypothesis import HealthCheck, Phase, strategies
+
+from tests.chaos.mutations import Files
+
+Sample = dict[str, bytes]
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """What is mutated, how the product reads it, and when what it has read is wrong."""
+
+    row: str  # of the table
+    name: str
+    write: Callable[[Path], object]  # a valid sample into an empty folder
+    mutate: Callable[[Sample], strategies.SearchStrategy[Files]]
+    load: Callable[[Path], Any]  # by the product's own functions; raises UserError for what it refuses
+    judge: Callable[[Any, Path, bool], str] = lambda value, folder, changed: ""  # why what was accepted is wrong
+    explicit: Callable[[Sample], Mapping[str, Files]] = lambda sample: {}  # name -> the issue's own examples
+    weight: float = 1.0  # share of the inputs
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One mutated input."""
+
+    kind: str
+    name: str  # "explicit NAME" or "drawn NUMBER"
+    files: Files
+
+
+def read_sample(folder: Path) -> Sample:
+    """Returns every file under a folder by its relative path."""
+    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def lay(folder: Path, sample: Mapping[str, bytes], changes: Files) -> None:
+    """Writes a sample with its changes into a folder that is empty or absent."""
+    folder.mkdir(exist_ok=True)
+    for name, data in (dict(sample) | changes).items():
+        if data is not None:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            (folder / name).write_bytes(data)
+
+
+def draw(kind: Kind, sample: Sample, *, count: int, seed: int) -> list[Case]:
+    """Returns the explicit cases and so many drawn ones, no two with the same bytes; the same for the same seed."""
+    named = {f"explicit {name}": files for name, files in kind.explicit(sample).items()}
+    drawn: list[Files] = []
+
+    @hypothesis.seed(zlib.crc32(f"{seed} {kind.name}".encode()))
+    @hypothesis.settings(
+        max_examples=max(count, 1),
+        database=None,
+        deadline=None,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @hypothesis.given(kind.mutate(sample))
+    def collect(files: Files) -> None:
+        drawn.append(files)
+
+    collect()
+    named |= {f"drawn {number}": files for number, files in enumerate(drawn[:count])}
+    known = {_digest(sample, {})}
+    cases = []
+    for name, files in named.items():
+        digest = _digest(sample, files)
+        if digest not in known:
+            known.add(digest)
+            cases.append(Case(kind.name, name, files))
+    return cases
+
+
+def _digest(sample: Sample, files: Files) -> str:
+    said = hashlib.blake2b()
+    for name, data in sorted((dict(sample) | files).items()):
+        if data is not None:
+            said.update(f"{name} {len(data)} ".encode() + data)
+    return said.hexdigest()

@@ -1,0 +1,143 @@
+"""Training data: examples, preference pairs, passages and documents."""
+
+import gzip
+import json
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lw_jax.data import documents, examples, pairs, passages
+from tests.chaos import mutations
+from tests.chaos.cases import Kind, Sample
+from tests.chaos.mutations import Files
+
+ROW = "JSON lines, SQuAD, Hotpot, pairs, passages, documents"
+EXAMPLE = {"id": "a1", "context": "Mara lives in Lisbon.", "question": "Where does Mara live?", "answers": ["Lisbon"]}
+OTHER = {"context": "Tom is a baker.", "question": "What is Tom?", "answer": "a baker", "is_impossible": False}
+ANSWER = {"text": "Lisbon", "answer_start": 14}
+QUESTION = {"id": "q1", "question": "Where?", "answers": [ANSWER], "is_impossible": False}
+SQUAD = {
+    "version": "v2.0",
+    "data": [{"title": "t", "paragraphs": [{"context": "Mara, Lisbon.", "qas": [QUESTION] * 2}]}],
+}
+HOTPOT = {
+    "_id": "h",
+    "question": "Who?",
+    "answer": "Mara",
+    "context": [["Mara", ["She writes.", "A lot."]], ["Tom", ["x"]]],
+}
+COLUMNS = HOTPOT | {"context": {"title": ["Mara", "Tom"], "sentences": [["She writes."], ["x"]]}}
+PAIR = {"prompt": "Say hello.", "chosen": "Hello!", "rejected": "No."}
+TURNS = {
+    "prompt": [{"role": "user", "content": "Say hello."}],
+    "chosen": [{"role": "assistant", "content": "Hello!"}],
+    "rejected": [{"role": "assistant", "content": "No."}],
+}
+TEXT = {"text": "A document of some words.\n\nAnd more."}
+
+
+def _lines(*rows: Any) -> bytes:
+    return "".join(mutations.text_of(row) + "\n" for row in rows).encode("utf-8", "surrogatepass")
+
+
+def texts_of(value: Any) -> Iterable[str]:
+    """Yields every text inside dataclasses, tuples and lists."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, list | tuple):
+        for one in value:
+            yield from texts_of(one)
+    elif hasattr(value, "__dict__"):
+        yield from texts_of(list(vars(value).values()))
+
+
+def _judge(value: Any, folder: Path, changed: bool) -> str:
+    del folder, changed
+    for text in texts_of(value):
+        try:
+            text.encode()
+        except UnicodeEncodeError:
+            return f"text that is no UTF-8: {text!r:.60}"
+    return ""
+
+
+def _kind(name: str, file: str, content: bytes, read: Callable[[str], Any], explicit: Mapping[str, Any]) -> Kind:
+    lines = ".jsonl" in file
+
+    def mutate(sample: Sample) -> Any:
+        plain = gzip.decompress(sample[file]) if file.endswith(".gz") else sample[file]
+        changed = [mutations.changed_bytes(sample[file])]
+        if ".json" in file:
+            inner = mutations.json_lines(plain) if lines else mutations.json_file(plain)
+            changed += [inner.map(gzip.compress) if file.endswith(".gz") else inner] * 3
+        return mutations.files(sample, {file: changed})
+
+    def named(sample: Sample) -> dict[str, Files]:
+        del sample
+        return {what: {file: found if isinstance(found, bytes) else _lines(found)} for what, found in explicit.items()}
+
+    return Kind(
+        row=ROW,
+        name=name,
+        write=lambda folder: (folder / file).write_bytes(content),
+        mutate=mutate,
+        load=lambda folder: list(read(str(folder / file))),
+        judge=_judge,
+        explicit=named,
+        weight=0.2,
+    )
+
+
+def _squad(**changes: Any) -> dict[str, Any]:
+    return {"data": [{"paragraphs": [{"context": "c", "qas": [QUESTION]} | changes]}]}
+
+
+_EXAMPLES = {
+    "surrogate in context": EXAMPLE | {"context": "@surrogate"},
+    "surrogate in question": EXAMPLE | {"question": "@surrogate"},
+    "surrogate in answer": EXAMPLE | {"answers": ["@surrogate"]},
+    "surrogate in id": EXAMPLE | {"id": "@surrogate"},
+    "nested 100,000 deep": EXAMPLE | {"context": "@deep"},
+    "nested 100,000 deep alone": b"[" * 100_000,
+    "integer of 5,000 digits": EXAMPLE | {"id": "@digits"},
+    "answers of numbers": EXAMPLE | {"answers": [1, None]},
+    "empty": b"",
+    "NUL bytes": b"\x00" * 1000,
+    "not UTF-8": b'{"context": "\xff"}',
+}
+_SQUAD = {
+    "paragraphs null": {"data": [{"paragraphs": None}]},
+    "paragraphs number": {"data": [{"paragraphs": 5}]},
+    "qas null": _squad(qas=None),
+    "qas number": _squad(qas=7),
+    "qas of numbers": _squad(qas=[7]),
+    "data null": {"data": None},
+    "context null": _squad(context=None),
+    "answers number": _squad(qas=[QUESTION | {"answers": 5}]),
+}
+_HOTPOT = {
+    "columns of unequal length": COLUMNS | {"context": {"title": ["a"], "sentences": []}},
+    "columns of numbers": COLUMNS | {"context": {"title": 5, "sentences": None}},
+    "titles of numbers": COLUMNS | {"context": {"title": [1, 2], "sentences": [["x"], ["y"]]}},
+}
+_PAIRS = {
+    "surrogate": PAIR | {"chosen": "@surrogate"},
+    "deep": PAIR | {"prompt": "@deep"},
+    "turn without role": TURNS | {"chosen": [{"content": "x"}]},
+    "role number": TURNS | {"chosen": [{"role": 5, "content": "x"}]},
+    "no turns": TURNS | {"chosen": []},
+}
+_TEXTS = {"surrogate": {"text": "@surrogate"}, "deep": {"text": "@deep"}, "digits": {"text": "@digits"}, "list": [1]}
+
+KINDS = [
+    _kind("examples", "examples.jsonl", _lines(EXAMPLE, OTHER, EXAMPLE), examples.read, _EXAMPLES),
+    _kind("examples-gz", "examples.jsonl.gz", gzip.compress(_lines(EXAMPLE, OTHER), mtime=0), examples.read, {}),
+    _kind("squad", "squad.json", json.dumps(SQUAD).encode(), examples.read, _SQUAD),
+    _kind("hotpot", "hotpot.jsonl", _lines(HOTPOT, COLUMNS), examples.read, _HOTPOT),
+    _kind("pairs", "pairs.jsonl", _lines(PAIR, PAIR | {"prompt": "Again."}), pairs.read, _PAIRS),
+    _kind("pairs-turns", "pairs.jsonl", _lines(TURNS, TURNS), pairs.read, _PAIRS),
+    _kind("passages", "passages.jsonl", _lines(TEXT, TEXT), passages.read, _TEXTS),
+    _kind("passages-text", "passages.txt", b"One text.\n\nAnother text.\n", passages.read, {}),
+    _kind("documents", "documents.jsonl", _lines(TEXT, TEXT), documents.read, _TEXTS),
+    _kind("documents-gz", "documents.txt.gz", gzip.compress(b"One text.\n\nAnother.\n", mtime=0), documents.read, {}),
+]

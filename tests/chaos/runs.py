@@ -1,0 +1,131 @@
+"""Tiny training runs in processes that may be killed, limited or refused; what a run must have left at its end."""
+
+import dataclasses
+import functools
+import json
+import multiprocessing
+import os
+import resource
+import sys
+from collections.abc import Callable
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+PRELOADED = "tests.chaos.preloaded"
+STEPS, EVERY = 24, 4  # of a run, and between checkpoints
+LOGGED = ("train/loss", "train/learning_rate", "validation/loss")  # of a row, what no clock decides
+LANGUAGE = """
+from configs import base
+
+
+def get_config():
+    c = base.get_config("ttt")
+    c.data.update(train={text!r}, validation="")
+    c.ttt.update(layers=1, width=16, heads=2, ffn=24, chunk=4, length=12, held_out=0.1, unroll=1)
+    c.optim.update(warmup_steps=2, learning_rate=3e-3, decays="all", weight_decay=0.1)
+    c.train.update(steps={steps}, global_batch=8, log_every=1, alarm_step=0)
+    c.train.update(eval_every={every}, checkpoint_every={every}, keep=2)
+    c.compute.remat = "none"
+    c.eval.update(examples=10, batch=8)
+    return c
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Check:
+    """One claim that was tried."""
+
+    name: str
+    holds: bool | None  # None: skipped
+    detail: str
+    reproduce: str = ""
+
+
+def write_config(folder: Path) -> Path:
+    """Writes the configuration of a run of some seconds, with its text."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text = folder / "text.txt"
+    words = [f"Card {i}: {'abc'[i % 3] * (1 + i % 5)} lives in {'xyz'[i % 3]}." for i in range(200)]
+    text.write_text("\n\n".join(words), "utf-8")
+    file = folder / "tiny.py"
+    file.write_text(LANGUAGE.format(text=str(text), steps=STEPS, every=EVERY), "utf-8")
+    return file
+
+
+@functools.cache
+def _context() -> Any:
+    """Processes are forked from one that has imported the product: a start does not import JAX anew."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([PRELOADED])
+    return context
+
+
+def start(argv: list[str], log: Path, *, prepare: Callable[[], None] | None = None) -> ForkServerProcess:
+    """Starts the one command in a process of its own, after `prepare`; what it prints goes to `log`."""
+    process = _context().Process(target=_command, args=(argv, str(log), prepare))
+    process.start()
+    return process
+
+
+def _command(argv: list[str], log: str, prepare: Callable[[], None] | None) -> None:
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    if prepare is not None:
+        prepare()
+    import run
+
+    code = run.main(argv)
+    sys.stdout.flush()
+    sys.stderr.flush()
+    sys.exit(code)
+
+
+def limit_files(size: int) -> None:
+    """Lets this process write no file of more bytes: as a disk that is full."""
+    import signal
+
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+
+def final_state(workdir: Path) -> dict[str, bytes]:
+    """Returns every array of the newest checkpoint by its path, as type, shape and bytes."""
+    import orbax.checkpoint as ocp
+    from jax.tree_util import keystr, tree_flatten_with_path
+
+    newest = max(
+        (path for path in (workdir / "checkpoints").iterdir() if path.name.isdecimal()), key=lambda p: int(p.name)
+    )
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        found: Any = checkpointer.restore(newest.absolute())
+    leaves, _ = tree_flatten_with_path(found)
+    told = {keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    return {"step": newest.name.encode()} | {
+        path: f"{leaf.dtype} {leaf.shape} ".encode() + leaf.tobytes() for path, leaf in told.items()
+    }
+
+
+def logged(workdir: Path) -> list[tuple[int, dict[str, Any]]]:
+    """Returns each row's step and values, but for times."""
+    lines = (workdir / "metrics.jsonl").read_text("utf-8").splitlines()
+    rows = [json.loads(line) for line in lines]
+    return [(row["step"], {key: row[key] for key in LOGGED if key in row}) for row in rows]
+
+
+def compare(workdir: Path, whole: Path) -> str:
+    """Returns how a run's end differs from the unbroken run's; nothing where it does not."""
+    got, want = final_state(workdir), final_state(whole)
+    if got.keys() != want.keys():
+        return f"other arrays: {sorted(got.keys() ^ want.keys())[:3]}"
+    if other := [path for path in want if got[path] != want[path]]:
+        return f"{len(other)} of {len(want)} arrays differ, as {other[0]}"
+    rows, unbroken = logged(workdir), logged(whole)
+    if [step for step, _ in rows] != [step for step, _ in unbroken]:
+        return f"metrics of steps {[step for step, _ in rows]}, unbroken {[step for step, _ in unbroken]}"
+    if rows != unbroken:
+        return "metrics with other values"
+    return ""
