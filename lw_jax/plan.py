@@ -305,14 +305,28 @@ def _why(chosen: Plan | None, rows: Sequence[Plan]) -> str:
     )
 
 
-def _cached(cfg: Config, name: str, compute: Any) -> Plan:
-    """Returns the plan kept for the same configuration, target, versions and code, else computes and keeps it."""
+def kept(cfg: Config, target: str) -> Plan | None:
+    """Returns the compiled plan of an absent target if an earlier call has kept it; compiles nothing."""
+    return _read_kept(_file(cfg, targets.parse(target).name))
+
+
+def _file(cfg: Config, name: str) -> Path:
+    """Returns where the plan of the same configuration, target, versions and code is kept."""
     kind = [device.device_kind for device in jax.devices()] if name == "here" else []
     asked = [name, kind, str(fit.room(cfg)) if name == "here" else "", config.digest(cfg), jax.__version__, _code()]
     digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
-    file = sources.cache_root() / "plans" / f"{name}-{digest}.json"
-    if file.exists():
-        return json.loads(file.read_text("utf-8")) | {"cached": True}
+    return sources.cache_root() / "plans" / f"{name}-{digest}.json"
+
+
+def _read_kept(file: Path) -> Plan | None:
+    return json.loads(file.read_text("utf-8")) | {"cached": True} if file.exists() else None
+
+
+def _cached(cfg: Config, name: str, compute: Any) -> Plan:
+    """Returns the plan kept for the same question, else computes and keeps it."""
+    file = _file(cfg, name)
+    if found := _read_kept(file):
+        return found
     found = compute()
     if "why_not_compiled" not in found:  # it may be installed by the next call
         file.parent.mkdir(parents=True, exist_ok=True)
