@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from lw_jax import answering, choice, cluster, fit, legacy, memory, preflight, recipes, sources, targets
+from lw_jax import answering, choice, cluster, fit, legacy, memory, preflight, recipes, remedies, sources, targets
 from lw_jax.choice import Candidate, Hardware
 from lw_jax.core import config
 from lw_jax.core.config import Config
@@ -156,7 +156,8 @@ def _settle_step(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Con
     found = make(cfg)
     best = found["chosen"]
     if best is None:
-        raise PlacementError(choice.nothing_fits(found["candidates"], len(hardware.devices), hardware.room))
+        told = remedies.describe(found["remedies"])
+        raise PlacementError(choice.nothing_fits(found["candidates"], len(hardware.devices), hardware.room, told))
     placed = placements.place(best["strategy"], readers, data=best["data"], model=best["model"])
     return choice.with_remat(cfg, best["remat"]), placed
 
@@ -232,6 +233,7 @@ def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
         "candidates": rows,
         "chosen": chosen,
         "why": _why(chosen, rows),
+        "remedies": [] if best else remedies.fewer_bits(cfg, hardware),
     }
 
 
@@ -360,7 +362,7 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
     )
     chosen = found["chosen"]
     if chosen is None:
-        return "\n".join([*lines, "", found["why"]])
+        return "\n".join([*lines, "", found["why"], *remedies.describe(found["remedies"])])
     hours = f", {_hours(found['hours'])} for {found['steps']} steps" if found["hours"] is not None else ""
     unit, each = found["unit"]
     if unit != "samples" and chosen["samples_per_second"] is not None:
@@ -437,7 +439,8 @@ def simulation_table(plans: Sequence[Plan]) -> str:
     for plan in plans:
         best = plan["chosen"]
         if best is None:
-            lines.append(f"{plan['devices']:<9}{plan['target']:<12}nothing fits: {plan['why']}")
+            told = "; ".join([plan["why"], *remedies.describe(plan["remedies"])])
+            lines.append(f"{plan['devices']:<9}{plan['target']:<12}{told}")
             continue
         batch = f"{best['micro_batch']} x {best['accumulation']}"
         lines.append(

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lw_jax import cluster, measured, preflight, sources
+from lw_jax import cluster, measured, preflight, remedies, sources
 from lw_jax.cluster import PORTABLE, Limit, Site, clock, find_site
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -138,7 +138,7 @@ def make_job(
     if not request.config:
         raise UserError("slurm needs --config FILE: the job starts training with it.")
     if chosen is None:
-        raise UserError(nothing_fits(target, request.config))
+        raise UserError(nothing_fits(plan, request.config))
     hours, basis = _time(plan, steps=train["steps"], given=request.hours, record=record)
     memory = plan["host_memory_bytes"]
     if not (math.isfinite(memory) and memory > 0):
@@ -191,11 +191,12 @@ def _origin(plan: Plan, record: Record | None) -> str:
     return f"{told}; {record.describe_memory(chosen['peak_bytes'])}" if record else told
 
 
-def nothing_fits(target: str, config: str) -> str:
+def nothing_fits(plan: Plan, config: str) -> str:
     """Returns the refusal of a job for which the plan has no placement."""
+    target, more = plan["target"], "".join(f"; {line}" for line in remedies.describe(plan["remedies"]))
     return (
         f"--target {target}: no placement of this configuration fits, so there is no job to write. Take more or "
-        f"larger cards, or shorter texts; python run.py plan --config {config} --target {target} tells why."
+        f"larger cards, or shorter texts; python run.py plan --config {config} --target {target} tells why{more}."
     )
 
 

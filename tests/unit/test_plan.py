@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from configs import base
-from lw_jax import choice, fit, memory, plan, recipes, sources, targets, train
+from configs import base, large
+from lw_jax import choice, fit, memory, plan, recipes, slurm, sources, targets, train
 from lw_jax.choice import Hardware
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
@@ -22,6 +22,7 @@ from sharding.errors import PlacementError
 from tests import tiny
 from tests.standin import Measure
 
+SLURM = slurm.Request(config="configs/large.py", assignments={}, project=plan.ROOT)
 LOSS = 1e-5  # relative, fp32 after a few optimizer steps: sums in another order
 NAMED = {  # by the issue that asks for --json
     *("strategy", "mesh", "micro_batch", "accumulation", "remat", "fits", "peak_bytes", "weights_bytes"),
@@ -374,6 +375,37 @@ def test_nothing_fits_is_a_plan_that_says_why(root, measure, capsys):
     request = Request("configs/smoke.py", target="h100x2", estimate=True)
     assert plan.main(cfg, resolved={}, workdir=sources.cache_root(), request=request) == plan.NOTHING_FITS == 3
     assert "nothing fits" in capsys.readouterr().out
+
+
+def test_what_nothing_holds_is_answered_with_the_weights_in_fewer_bits(capsys):
+    """Of the issue: two RTX 4090 hold nothing of large.py, and its readers in 4 bits fit under three strategies."""
+    cfg = config.build(large.get_config())
+    found = plan.make(cfg, "rtx4090x2", estimate=True)
+    assert found["chosen"] is None
+    eight, four = found["remedies"]
+    flags = {"llms.llama.weights": "nf4", "llms.qwen.weights": "nf4"}
+    assert (eight["weights"], four["weights"], four["assignments"]) == ("int8", "nf4", flags)
+    for remedy in (eight, four):
+        assert {one["strategy"] for one in remedy["fits"]} == {"fsdp", "tensor", "split"}
+        assert all(0 < one["peak_bytes"] <= found["limit_bytes"] for one in remedy["fits"])
+    llms = {name: dataclasses.replace(llm, weights="nf4") for name, llm in cfg.llms.items()}
+    packed = plan.make(dataclasses.replace(cfg, llms=llms), "rtx4090x2", estimate=True)
+    rows = {row["strategy"]: row["peak_bytes"] for row in packed["candidates"] if row["fits"]}
+    assert {one["strategy"]: one["peak_bytes"] for one in four["fits"]} == rows, "the flags give what was promised"
+    assert packed["remedies"] == []
+    assert {one["strategy"] for one in four["close"]} == {"single", "replicate"}, "19.3 GB where they are compiled"
+    assert "; close to it: " in plan.report(found)
+    words = "--config.llms.llama.weights=nf4 --config.llms.qwen.weights=nf4: "
+    assert words in plan.report(found) and words in plan.simulation_table([found])
+    with pytest.raises(UserError, match="--config.llms.llama.weights=nf4"):
+        slurm.make_job(found, resolved={"train": {}}, workdir=sources.cache_root(), request=SLURM, site=slurm.Site())
+
+
+def test_a_machine_at_hand_that_holds_nothing_says_the_same(root, measure):
+    """Rows of these tiny readers are no whole blocks of 64, so that 8 bits alone are named."""
+    cfg = auto(root, mesh__memory_gb=2.5e-4, mesh__target_utilisation=1.0)
+    with pytest.raises(PlacementError, match="weights in 8 bits "):
+        plan.settle(cfg)
 
 
 def test_plan_prints_json_or_a_table(root, capsys):

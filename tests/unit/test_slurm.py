@@ -44,6 +44,7 @@ PLAN = {
     "hours": 3.2,
     "host_memory_bytes": 20 * 2**30,
     "chosen": CHOSEN | {"step_seconds": 7.0, "samples_per_second": 12.5, "peak_bytes": 2**30},
+    "remedies": [],
 }
 
 
