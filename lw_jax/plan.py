@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from lw_jax import answering, choice, cluster, fit, legacy, memory, preflight, recipes, remedies, sources, targets
+from lw_jax import answering, choice, cluster, fit, host, legacy, memory, preflight, recipes, remedies, sources, targets
 from lw_jax.choice import Candidate, Hardware
 from lw_jax.core import config
 from lw_jax.core.config import Config
@@ -142,6 +142,7 @@ def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
     """
     hardware = here(cfg)
     cfg, placed = _settle_step(choice.with_remat(cfg, "none") if reading else cfg, hardware, reading=reading)
+    host.check(recipes.reader_bytes(cfg), placed)
     return answering.settle_layers(cfg, placed, hardware.room), placed
 
 
@@ -149,7 +150,7 @@ def _settle_step(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Con
     """Returns the configuration without "auto" in what decides the step, and the placement."""
     readers, mesh = recipes.reader_bytes(cfg), cfg.mesh
     if mesh.placement != "auto" and cfg.compute.remat != "auto":
-        return cfg, placements.place(mesh.placement, readers, data=mesh.data, model=mesh.model)
+        return cfg, _place_configured(cfg, readers)
     if reading or hardware.room is None:
         remat = "none" if cfg.compute.remat == "auto" else cfg.compute.remat
         return choice.with_remat(cfg, remat), _place_uncompiled(cfg, readers, hardware, reading=reading)
@@ -162,11 +163,30 @@ def _settle_step(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Con
     return choice.with_remat(cfg, best["remat"]), placed
 
 
+def _place_configured(cfg: Config, readers: Mapping[str, int]) -> Placement:
+    """Returns the configured placement; where the devices do not suffice for it, the message names what else to do."""
+    mesh, count = cfg.mesh, jax.device_count()
+    try:
+        return placements.place(mesh.placement, readers, data=mesh.data, model=mesh.model)
+    except PlacementError as error:
+        strategy = {"hybrid3": 3, "hybrid4": 4, "split": len(readers)}.get(mesh.placement, 1)
+        wanted = max(max(mesh.data, 1) * mesh.model, strategy)
+        if wanted <= count:
+            raise
+        own = "--config.mesh.placement=auto --config.mesh.data=-1 --config.mesh.model=1 --config.train.micro_batch=0"
+        raise PlacementError(
+            f"{error}. This machine has {count} {jax.devices()[0].device_kind}. Whether it fits elsewhere: python "
+            f"run.py plan --config FILE --target h100x{wanted}; on whatever cards there are: --config "
+            f"configs/large.py, or {own}; on virtual devices of a CPU: "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
+        ) from error
+
+
 def _place_uncompiled(cfg: Config, readers: Mapping[str, int], hardware: Hardware, *, reading: bool) -> Placement:
     """Returns the configured placement, or data parallel, or for reading the fewest devices that hold the weights."""
     mesh, count = cfg.mesh, len(hardware.devices)
     if mesh.placement != "auto":
-        return placements.place(mesh.placement, readers, data=mesh.data, model=mesh.model)
+        return _place_configured(cfg, readers)
     if not reading:
         # Of several processes each must own a part of the mesh, so there an undividable batch is refused later.
         fitting = [n for n in range(1, count + 1) if cfg.train.global_batch % n == 0 or jax.process_count() > 1]

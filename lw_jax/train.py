@@ -43,6 +43,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     del resolved
     runtime.start()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
+    preflight.refuse(preflight.inspect(cfg, None))  # a schedule that cannot be, before minutes of making readers
     make_selfmade_readers(cfg)
     cfg, placement = plan.settle(cfg)
     if jax.process_index() == 0:

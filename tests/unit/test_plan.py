@@ -240,6 +240,36 @@ def test_training_accumulates_as_compiled_where_the_batch_does_not_fit(root, cur
     assert f"recomputation  {found['chosen']['remat']}" in told
 
 
+def test_fewer_devices_than_a_machine_file_wants_are_told_with_every_way_on(root, monkeypatch):
+    """Of the issue: `--config configs/h100x4.py` on a machine without four GPUs."""
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: one)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    for changes in ({"mesh__placement": "replicate", "mesh__data": 4}, {"mesh__placement": "hybrid4"}):
+        for remat in ("none", "auto"):
+            with pytest.raises(PlacementError, match="plan --config FILE --target h100x4") as caught:
+                plan.settle(tiny.make_config(root, compute__remat=remat, **changes))
+            for way in (
+                "configs/large.py",
+                "mesh.placement=auto",
+                "--xla_force_host_platform_device_count=4",
+                "has 1 cpu",
+            ):
+                assert way in str(caught.value)
+    cfg = tiny.make_config(root, mesh__placement="split")
+    alone = dataclasses.replace(cfg, llms={"llama": cfg.llms["llama"]})
+    with pytest.raises(PlacementError) as caught:  # no number of devices would help
+        plan.settle(alone)
+    assert "xla_force" not in str(caught.value)
+
+
+def test_a_schedule_that_cannot_be_is_refused_before_readers_are_made(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "make_selfmade_readers", lambda cfg: pytest.fail("readers were made"))
+    cfg = tiny.make_config(root, optim__warmup_steps=7, train__steps=6)
+    with pytest.raises(UserError, match=r"optim\.warmup_steps=7 is longer than"):
+        train.main(cfg, resolved={}, workdir=tmp_path)
+
+
 # ---- plans that are kept
 
 
