@@ -1,6 +1,7 @@
 """The verb `plan`: whether and how a configuration runs on given GPUs, compiled for them on any machine."""
 
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -12,12 +13,27 @@ from typing import Any
 
 import jax
 
-from lw_jax import answering, choice, cluster, fit, host, legacy, memory, preflight, recipes, remedies, sources, targets
+from lw_jax import (
+    answering,
+    choice,
+    cluster,
+    fit,
+    host,
+    legacy,
+    memory,
+    options,
+    preflight,
+    recipes,
+    remedies,
+    sources,
+    targets,
+)
 from lw_jax.choice import Candidate, Hardware
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
+from lw_jax.core.types import DTYPES
 from lw_jax.memory import bytes_of
 from lw_jax.program import Program
 from lw_jax.targets import Target
@@ -55,7 +71,12 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
         counts = parse_counts(request.simulate)
         card = targets.parse(resolve_target(request.target, config=request.config)).card
         plans = [simulate(cfg, card, count, estimate=request.estimate) for count in counts]
-        print(json.dumps(plans, indent=2) if request.as_json else simulation_table(plans))
+        if request.as_json:
+            print(json.dumps(plans, indent=2))
+            return 0
+        arithmetic = functools.partial(make, estimate=True)
+        tables = [simulation_table(plans), options.text(cfg, plans, own=request.own, estimate=arithmetic)]
+        print("\n\n".join(filter(None, tables)))
         return 0
     found = make(cfg, _word(request), estimate=request.estimate)
     told = [*inspect(cfg), *cluster.inspect(found, cfg.train)]
@@ -130,6 +151,16 @@ def here(cfg: Config) -> Hardware:
     devices, hosts = jax.devices(), jax.process_count()
     card = targets.of_device(devices[0])
     return Hardware(devices, fit.room(cfg), Target(card, len(devices) // hosts, hosts) if card else None)
+
+
+def precision(cfg: Config, hardware: Hardware | None = None) -> str:
+    """Returns in which precision the card at hand, or the target's, computes what the configuration asks for."""
+    hardware = here(cfg) if hardware is None else hardware
+    card = hardware.target.card if hardware.target else hardware.devices[0]
+    asked = {cfg.compute.dtype, *(llm.weights for llm in cfg.llms.values() if llm.weights in DTYPES)}
+    return targets.describe_precision(
+        sorted(asked), getattr(card, "capability", getattr(card, "compute_capability", ""))
+    )
 
 
 def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
@@ -242,6 +273,7 @@ def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
         "hosts": hosts,
         "per_host": len(hardware.devices) // hosts,
         "compiled": hardware.compile is not None,
+        "precision": precision(cfg, hardware),
         "memory_bytes": room.memory,
         "limit_bytes": room.limit,
         "steps": cfg.train.steps,
@@ -374,6 +406,7 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
         f"{found['limit_bytes'] / gib:.0%} = {bytes_of(found['limit_bytes'])}; global batch {found['global_batch']}, "
         f"{found['steps']} steps; {how} in {found['plan_seconds']} s{' (kept)' if found.get('cached') else ''}"
     ]
+    lines.append(f"precision: {found['precision']}")
     if "why_not_compiled" in found:
         lines.append(f"not compiled: {found['why_not_compiled']}")
     lines += ["", *_table(found["candidates"]), ""]

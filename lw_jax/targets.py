@@ -102,6 +102,22 @@ def multiplies_bf16(capability: str) -> bool:
     return float(capability) >= 8.0
 
 
+def describe_precision(asked: Sequence[str], capability: str) -> str:
+    """Returns how a card of this compute capability (empty: no GPU) computes values of the asked kinds, fp32 and bf16.
+
+    A run's values keep their precision on every card, so that it stays the same run; what differs is in which units
+    they are multiplied. Without bf16 units XLA converts bf16 operands to fp32, which is exact, and multiplies there.
+    """
+    modern = bool(capability) and multiplies_bf16(capability)
+    told = []
+    for word in asked:
+        units = {"fp32": "tf32" if modern else "fp32", "bf16": "bf16" if modern or not capability else "fp32"}[word]
+        told.append(word if units == word else f"{word} values, multiplied in {units}")
+    if capability and not modern and "bf16" in asked:
+        told.append(f"compute capability {capability} has no bf16 units: no faster than fp32, only smaller")
+    return "; ".join(told)
+
+
 def _threads(capability: str) -> int:
     return 1536 if capability == "8.9" else 2048  # CUDA C++ Programming Guide, technical specifications per capability
 

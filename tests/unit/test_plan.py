@@ -389,6 +389,17 @@ def test_report_shows_every_candidate_and_the_choice(estimated):
         assert f"--config.{path}={value}" in flags
 
 
+def test_plan_tells_the_precision_of_its_card(root):
+    cfg = auto(root, mesh__placement="single", compute__dtype="bf16")
+    for card, words in (
+        ("h100", "bf16; fp32 values, multiplied in tf32"),
+        ("v100_32", "bf16 values, multiplied in fp32"),
+    ):
+        found = plan.make(cfg, f"{card}x1", estimate=True)
+        assert found["precision"].startswith(words) and f"precision: {words}" in plan.report(found)
+    assert plan.precision(cfg) == "bf16; fp32", "a CPU"
+
+
 def test_report_says_where_the_file_sets_something_else(estimated):
     own = {"mesh.placement": "split", "compute.remat": "none"}
     told = plan.report(estimated, own=own)

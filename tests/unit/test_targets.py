@@ -104,6 +104,24 @@ def test_v100_is_a_card_that_has_no_bf16():
     assert targets.parse("v100_32x4").card.capability == "7.0"
 
 
+@pytest.mark.parametrize(
+    ("asked", "capability", "told"),
+    [
+        (["bf16"], "9.0", "bf16"),
+        (["bf16", "fp32"], "8.0", "bf16; fp32 values, multiplied in tf32"),
+        (["fp32"], "7.0", "fp32"),
+        (["bf16"], "", "bf16"),
+    ],
+)
+def test_precision_is_what_the_card_multiplies_in(asked, capability, told):
+    assert targets.describe_precision(asked, capability) == told
+
+
+def test_a_card_without_bf16_multiplies_in_fp32_and_says_so():
+    told = targets.describe_precision(["bf16"], targets.CARDS["v100_32"].capability)
+    assert told.startswith("bf16 values, multiplied in fp32; compute capability 7.0 has no bf16 units")
+
+
 def live(capability: str, cores: int, limit: float | None):
     """A device as CUDA's runtime reports it, under a name that says another card."""
     stats = None if limit is None else {"bytes_limit": int(limit)}
