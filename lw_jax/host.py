@@ -10,10 +10,11 @@ from lw_jax.memory import bytes_of
 from sharding.placement import Placement
 
 _MEMORY = Path("/proc/meminfo")
-# A container's own limit and what it uses of it, of cgroup versions 2 and 1.
+# A container's own limit, what is in use (file caches left out) and its key there, of cgroup versions 2 and 1.
+_V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
 _GROUPS = (
-    (Path("/sys/fs/cgroup/memory.max"), Path("/sys/fs/cgroup/memory.current")),
-    (Path("/sys/fs/cgroup/memory/memory.limit_in_bytes"), Path("/sys/fs/cgroup/memory/memory.usage_in_bytes")),
+    (_V2 / "memory.max", _V2 / "memory.stat", "anon"),
+    (_V1 / "memory.limit_in_bytes", _V1 / "memory.stat", "total_rss"),
 )
 
 
@@ -24,10 +25,11 @@ def available() -> int | None:
     lines = (line.split() for line in _MEMORY.read_text(encoding="ascii").splitlines())
     found = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
     free = [found["MemAvailable"] + found.get("SwapFree", 0)]
-    for limit, used in _GROUPS:
+    for limit, stat, key in _GROUPS:
         words = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
-        if words != "max" and used.is_file():
-            free.append(max(0, int(words) - int(used.read_text(encoding="ascii"))))
+        if words != "max" and stat.is_file():
+            used = dict(line.split() for line in stat.read_text(encoding="ascii").splitlines())
+            free.append(max(0, int(words) - int(used[key])))
     return min(free)
 
 

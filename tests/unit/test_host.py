@@ -48,10 +48,10 @@ def test_four_replicas_that_the_machine_cannot_hold_are_refused_before_they_are_
 def test_memory_is_the_least_of_the_systems_and_the_containers(tmp_path, monkeypatch):
     (tmp_path / "meminfo").write_text("MemTotal: 900 kB\nMemAvailable: 500 kB\nHugePages_Total: 0\nSwapFree: 100 kB\n")
     monkeypatch.setattr(host, "_MEMORY", tmp_path / "meminfo")
-    limit, used = tmp_path / "max", tmp_path / "current"
-    monkeypatch.setattr(host, "_GROUPS", ((limit, used),))
+    limit, stat = tmp_path / "max", tmp_path / "stat"
+    monkeypatch.setattr(host, "_GROUPS", ((limit, stat, "anon"),))
     assert host.available() == 600 * 1024
-    used.write_text("1000\n")
+    stat.write_text("anon 1000\nfile 4000\n")  # what files are cached in can be given back
     limit.write_text("max\n")
     assert host.available() == 600 * 1024
     limit.write_text("5000\n")
