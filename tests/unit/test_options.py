@@ -15,7 +15,7 @@ ESTIMATE = functools.partial(plan.make, estimate=True)
 
 @pytest.fixture(scope="module")
 def cfg(tmp_path_factory) -> Config:
-    return tiny.make_config(tmp_path_factory.mktemp("readers"), train__steps=600, compute__remat="auto")
+    return tiny.make_config(tmp_path_factory.mktemp("readers"), train__steps=600)
 
 
 @pytest.fixture(scope="module")
