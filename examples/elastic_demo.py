@@ -5,8 +5,9 @@
 
 Every run is the command `python run.py` in a process of its own that sees as many CPU devices as its placement takes;
 the global batch is the same in all. Prints the table, writes the picture, and ends with code 1 where a curve leaves
-the others by more than 1e-5 of its value. The tiny readers are made first, once. Needs matplotlib
-(requirements-dev.txt); some minutes on two cores.
+the others by more than 1e-5 of its value. The tiny readers are made first, once, smaller and shorter than the smoke
+configuration's: what is compared is one curve with another. Needs matplotlib (requirements-dev.txt); two minutes on
+two cores.
 """
 
 import argparse
@@ -16,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from matplotlib.figure import Figure
@@ -26,6 +28,12 @@ from lw_jax import metrics
 from lw_jax.core.errors import UserError, leave
 
 ROOT = Path(__file__).resolve().parent.parent
+# Beside configs/smoke.py: readers and batches of a size at which starting and compiling take most of the time.
+SMALLER = {
+    **{"selfmade.steps": 40, "selfmade.batch": 32, "selfmade.width": 64, "selfmade.ffn": 128, "selfmade.layers": 1},
+    **{"data.cards": 512, "train.global_batch": 16},
+}
+AT_ONCE = 2  # runs: a process compiles on one core
 TOLERANCE = 1e-5  # relative, fp32: the same sums in another order, after some steps of Adam
 
 
@@ -57,11 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     args, overrides = parser.parse_known_args(argv)
     if unknown := [word for word in overrides if not word.startswith("--config.")]:
         parser.error(f"{unknown[0]!r} is neither an option nor --config.section.key=value")
-    curves, told = {}, {}
     with tempfile.TemporaryDirectory() as scratch:
-        for name in args.placements:
+
+        def run(name: str) -> tuple[str, list[float]]:
             print(f"training: {name} on {PLACEMENTS[name].devices}", flush=True)
-            told[name], curves[name] = train(name, Path(scratch) / name, args.steps, overrides)
+            return train(name, Path(scratch) / name, args.steps, overrides)
+
+        first, *others = args.placements  # the first one makes the readers
+        with ThreadPoolExecutor(AT_ONCE) as pool:
+            found = [run(first), *pool.map(run, others)]
+        told = {name: where for name, (where, _) in zip(args.placements, found, strict=True)}
+        curves = {name: losses for name, (_, losses) in zip(args.placements, found, strict=True)}
     print(table(curves, told))
     draw(curves, args.output)
     spread = largest_difference(curves)
@@ -79,7 +93,7 @@ def train(name: str, workdir: Path, steps: int, overrides: Sequence[str]) -> tup
     """
     placed = PLACEMENTS[name]
     settings = {"mesh.placement": placed.strategy, "mesh.model": placed.model, "train.steps": steps}
-    settings |= {"train.log_every": 1, "train.eval_every": 0, "eval.examples": 1}
+    settings |= SMALLER | {"train.log_every": 1, "train.eval_every": 0, "eval.examples": 1}
     words = [f"--config.{path}={value}" for path, value in settings.items()]
     command = [sys.executable, str(ROOT / "run.py"), "--config", "configs/smoke.py", *words, *overrides]
     environ = {key: value for key, value in os.environ.items() if key != "JAX_NUM_CPU_DEVICES"}

@@ -112,12 +112,13 @@ def _cost(candidate: Candidate) -> float:
     return candidate.times.total if candidate.times else candidate.flops
 
 
-def nothing_fits(rows: Sequence[Mapping[str, Any]], devices: int, room: Room) -> str:
+def nothing_fits(rows: Sequence[Mapping[str, Any]], devices: int, room: Room, remedies: Sequence[str] = ()) -> str:
     """Returns one message with each planned candidate's obstacle and the remedies."""
     told = "; ".join(f"{row['strategy']} {row['mesh']}: {row['obstacle']}" for row in rows)
+    more = "".join(f"; {line}" for line in remedies)
     return (
         f"no placement on {devices} devices with {bytes_of(room.limit)} each holds this configuration: {told}. Use "
-        "more or larger devices, smaller readers, or a higher mesh.target_utilisation"
+        f"more or larger devices, smaller readers, or a higher mesh.target_utilisation{more}"
     )
 
 

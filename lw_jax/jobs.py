@@ -36,7 +36,7 @@ def main(
 ) -> None:
     """Plans every task, writes one sbatch file for all, tells what each is predicted to take, submits when asked to."""
     site, profile = slurm.find_site(request.site)
-    jobs, told = [], []
+    jobs, told = [], slurm.check({task.workdir.name: task.cfg for task in tasks}, submit=request.submit)
     for task in tasks:
         own = dataclasses.replace(request, config=task.config)
         plan = (planner or make)(task.cfg, resolve_target(request.target, config=task.config))

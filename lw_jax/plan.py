@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import json
 import math
@@ -13,12 +14,27 @@ from typing import Any
 
 import jax
 
-from lw_jax import answering, choice, cluster, fit, legacy, memory, preflight, recipes, sources, targets
+from lw_jax import (
+    answering,
+    choice,
+    cluster,
+    fit,
+    host,
+    legacy,
+    memory,
+    options,
+    preflight,
+    recipes,
+    remedies,
+    sources,
+    targets,
+)
 from lw_jax.choice import Candidate, Hardware
 from lw_jax.core import config, schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
+from lw_jax.core.types import DTYPES
 from lw_jax.memory import bytes_of
 from lw_jax.program import Program
 from lw_jax.targets import Target
@@ -56,7 +72,12 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
         counts = parse_counts(request.simulate)
         card = targets.parse(resolve_target(request.target, config=request.config)).card
         plans = [simulate(cfg, card, count, estimate=request.estimate) for count in counts]
-        print(json.dumps(plans, indent=2) if request.as_json else simulation_table(plans))
+        if request.as_json:
+            print(json.dumps(plans, indent=2))
+            return 0
+        arithmetic = functools.partial(make, estimate=True)
+        tables = [simulation_table(plans), options.text(cfg, plans, own=request.own, estimate=arithmetic)]
+        print("\n\n".join(filter(None, tables)))
         return 0
     found = make(cfg, _word(request), estimate=request.estimate)
     told = [*inspect(cfg), *cluster.inspect(found, cfg.train)]
@@ -133,6 +154,16 @@ def here(cfg: Config) -> Hardware:
     return Hardware(devices, fit.room(cfg), Target(card, len(devices) // hosts, hosts) if card else None)
 
 
+def precision(cfg: Config, hardware: Hardware | None = None) -> str:
+    """Returns in which precision the card at hand, or the target's, computes what the configuration asks for."""
+    hardware = here(cfg) if hardware is None else hardware
+    card = hardware.target.card if hardware.target else hardware.devices[0]
+    asked = {cfg.compute.dtype, *(llm.weights for llm in cfg.llms.values() if llm.weights in DTYPES)}
+    return targets.describe_precision(
+        sorted(asked), getattr(card, "capability", getattr(card, "compute_capability", ""))
+    )
+
+
 def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
     """Returns the configuration without "auto", and where everything lies on this machine's devices.
 
@@ -143,6 +174,7 @@ def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
     """
     hardware = here(cfg)
     cfg, placed = _settle_step(choice.with_remat(cfg, "none") if reading else cfg, hardware, reading=reading)
+    host.check(recipes.reader_bytes(cfg), placed)
     return answering.settle_layers(cfg, placed, hardware.room), placed
 
 
@@ -150,23 +182,43 @@ def _settle_step(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Con
     """Returns the configuration without "auto" in what decides the step, and the placement."""
     readers, mesh = recipes.reader_bytes(cfg), cfg.mesh
     if mesh.placement != "auto" and cfg.compute.remat != "auto":
-        return cfg, placements.place(mesh.placement, readers, data=mesh.data, model=mesh.model)
+        return cfg, _place_configured(cfg, readers)
     if reading or hardware.room is None:
         remat = "none" if cfg.compute.remat == "auto" else cfg.compute.remat
         return choice.with_remat(cfg, remat), _place_uncompiled(cfg, readers, hardware, reading=reading)
     found = make(cfg)
     best = found["chosen"]
     if best is None:
-        raise PlacementError(choice.nothing_fits(found["candidates"], len(hardware.devices), hardware.room))
+        told = remedies.describe(found["remedies"])
+        raise PlacementError(choice.nothing_fits(found["candidates"], len(hardware.devices), hardware.room, told))
     placed = placements.place(best["strategy"], readers, data=best["data"], model=best["model"])
     return choice.with_remat(cfg, best["remat"]), placed
+
+
+def _place_configured(cfg: Config, readers: Mapping[str, int]) -> Placement:
+    """Returns the configured placement; where the devices do not suffice for it, the message names what else to do."""
+    mesh, count = cfg.mesh, jax.device_count()
+    try:
+        return placements.place(mesh.placement, readers, data=mesh.data, model=mesh.model)
+    except PlacementError as error:
+        strategy = {"hybrid3": 3, "hybrid4": 4, "split": len(readers)}.get(mesh.placement, 1)
+        wanted = max(max(mesh.data, 1) * mesh.model, strategy)
+        if wanted <= count:
+            raise
+        own = "--config.mesh.placement=auto --config.mesh.data=-1 --config.mesh.model=1 --config.train.micro_batch=0"
+        raise PlacementError(
+            f"{error}. This machine has {count} {jax.devices()[0].device_kind}. Whether it fits elsewhere: python "
+            f"run.py plan --config FILE --target h100x{wanted}; on whatever cards there are: --config "
+            f"configs/large.py, or {own}; on virtual devices of a CPU: "
+            f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
+        ) from error
 
 
 def _place_uncompiled(cfg: Config, readers: Mapping[str, int], hardware: Hardware, *, reading: bool) -> Placement:
     """Returns the configured placement, or data parallel, or for reading the fewest devices that hold the weights."""
     mesh, count = cfg.mesh, len(hardware.devices)
     if mesh.placement != "auto":
-        return placements.place(mesh.placement, readers, data=mesh.data, model=mesh.model)
+        return _place_configured(cfg, readers)
     if not reading:
         # Of several processes each must own a part of the mesh, so there an undividable batch is refused later.
         fitting = [n for n in range(1, count + 1) if cfg.train.global_batch % n == 0 or jax.process_count() > 1]
@@ -222,6 +274,7 @@ def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
         "hosts": hosts,
         "per_host": len(hardware.devices) // hosts,
         "compiled": hardware.compile is not None,
+        "precision": precision(cfg, hardware),
         "memory_bytes": room.memory,
         "limit_bytes": room.limit,
         "steps": cfg.train.steps,
@@ -233,6 +286,7 @@ def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
         "candidates": rows,
         "chosen": chosen,
         "why": _why(chosen, rows),
+        "remedies": [] if best else remedies.fewer_bits(cfg, hardware),
     }
 
 
@@ -306,16 +360,33 @@ def _why(chosen: Plan | None, rows: Sequence[Plan]) -> str:
     )
 
 
-def _cached(cfg: Config, name: str, compute: Any) -> Plan:
-    """Returns the plan kept for the same configuration, target, versions and code, else computes and keeps it."""
+def kept(cfg: Config, target: str) -> Plan | None:
+    """Returns the compiled plan of an absent target if an earlier call has kept it; compiles nothing."""
+    return _read_kept(_file(cfg, targets.parse(target).name))
+
+
+def _file(cfg: Config, name: str) -> Path:
+    """Returns where the plan of the same configuration, target, versions and code is kept."""
     kind = [device.device_kind for device in jax.devices()] if name == "here" else []
     asked = [name, kind, str(fit.room(cfg)) if name == "here" else "", config.digest(cfg), jax.__version__, _code()]
     digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
-    file = sources.cache_root() / "plans" / f"{name}-{digest}.json"
-    with contextlib.suppress(FileNotFoundError, UserError):  # a damaged one is computed again
+    return sources.cache_root() / "plans" / f"{name}-{digest}.json"
+
+
+def _read_kept(file: Path) -> Plan | None:
+    """Returns a plan of the cache; a damaged one is computed again."""
+    with contextlib.suppress(FileNotFoundError, UserError):
         kept = schema.read(file, dict[str, Any], remedy="")
         if kept.keys() >= {"target", "chosen"}:
             return kept | {"cached": True}
+    return None
+
+
+def _cached(cfg: Config, name: str, compute: Any) -> Plan:
+    """Returns the plan kept for the same question, else computes and keeps it."""
+    file = _file(cfg, name)
+    if found := _read_kept(file):
+        return found
     found = compute()
     if "why_not_compiled" not in found:  # it may be installed by the next call
         file.parent.mkdir(parents=True, exist_ok=True)
@@ -341,6 +412,7 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
         f"{found['limit_bytes'] / gib:.0%} = {bytes_of(found['limit_bytes'])}; global batch {found['global_batch']}, "
         f"{found['steps']} steps; {how} in {found['plan_seconds']} s{' (kept)' if found.get('cached') else ''}"
     ]
+    lines.append(f"precision: {found['precision']}")
     if "why_not_compiled" in found:
         lines.append(f"not compiled: {found['why_not_compiled']}")
     lines += ["", *_table(found["candidates"]), ""]
@@ -349,7 +421,7 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
     )
     chosen = found["chosen"]
     if chosen is None:
-        return "\n".join([*lines, "", found["why"]])
+        return "\n".join([*lines, "", found["why"], *remedies.describe(found["remedies"])])
     hours = f", {_hours(found['hours'])} for {found['steps']} steps" if found["hours"] is not None else ""
     unit, each = found["unit"]
     if unit != "samples" and chosen["samples_per_second"] is not None:
@@ -426,7 +498,8 @@ def simulation_table(plans: Sequence[Plan]) -> str:
     for plan in plans:
         best = plan["chosen"]
         if best is None:
-            lines.append(f"{plan['devices']:<9}{plan['target']:<12}nothing fits: {plan['why']}")
+            told = "; ".join([plan["why"], *remedies.describe(plan["remedies"])])
+            lines.append(f"{plan['devices']:<9}{plan['target']:<12}{told}")
             continue
         batch = f"{best['micro_batch']} x {best['accumulation']}"
         lines.append(

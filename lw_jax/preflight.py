@@ -2,11 +2,13 @@
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Protocol, runtime_checkable
 
-from lw_jax.core import config
+from lw_jax.core import config, validation
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.data import documents
 
 LONG_WARMUP = 0.5  # of a stage; beyond it most of the run is slower than it was meant to be
 
@@ -77,4 +79,18 @@ def _cadence(cfg: Config) -> list[Finding]:
     ):
         if value > train.steps:
             found.append(Finding(False, f"train.{key}={value} is beyond the run's {train.steps} steps: {lost}"))
+    return found
+
+
+def missing_data(cfg: Config) -> list[Finding]:
+    """Returns a warning for each data file that is not on this machine: the run may be started on another one."""
+    made, found = (*validation.MADE, documents.DOCSTRINGS), []
+    for key in ("train", "validation", "passages"):
+        source = getattr(cfg.data, key)
+        if not source or source in made or source.startswith("hub:") or Path(source).expanduser().exists():
+            continue
+        told = f"data.{key}={source!r}: no such file or folder, seen from {Path.cwd()}"
+        found.append(
+            Finding(False, f"{told}; the run ends at its start where it is missing: --config.data.{key}=FILE names one")
+        )
     return found

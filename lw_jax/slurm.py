@@ -13,13 +13,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lw_jax import cluster, measured, sources
+from lw_jax import cluster, measured, preflight, remedies, sources
 from lw_jax.cluster import PORTABLE, Limit, Site, clock, find_site
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
 from lw_jax.measured import Record
-from lw_jax.plan import SIZES, Plan, make, overrides, resolve_target
+from lw_jax.plan import SIZES, Plan, inspect, kept, make, overrides, resolve_target
 
 # Chosen, not measured.
 MEMORY_MARGIN = 1.25
@@ -75,23 +75,49 @@ def main(
 
     Args:
         planner: returns the plan of a target; None: `lw_jax.plan.make`.
-        others: plans of other sizes to compare with; None: arithmetic estimates of 1, 2 and 4 cards.
+        others: plans of other sizes to compare with; None: those of 1, 2 and 4 cards.
+
+    Raises:
+        UserError: the run's result would be void, nothing fits, or a number is unusable.
     """
     site, profile = find_site(request.site)
+    warnings = check({"": cfg}, submit=request.submit)
     plan = (planner or make)(cfg, resolve_target(request.target, config=request.config))
     record = measured.read(request.measured, cfg, plan) if request.measured else None
     job = make_job(plan, resolved=resolved, workdir=workdir.absolute(), request=request, site=site, record=record)
     file = Path(request.output).absolute() if request.output else workdir.absolute() / "job.sbatch"
     write(file, script(job, site), logs=job.logs)
     print(f"{written(file, profile)}\n{job.origin}\n{describe_limit(job, site)}")
-    print("".join(f"{line}\n" for line in (record.describe_differences() if record else ())), end="")
-    print("\n".join(compare([{**plan, "hours": job.hours}, *(_other_sizes(cfg, plan) if others is None else others)])))
+    told = [*(record.describe_differences() if record else ()), *warnings]
+    print("".join(f"{line}\n" for line in told), end="")
+    print("\n".join(compare([plan, *(other_sizes(cfg, plan) if others is None else others)], hours=job.hours)))
     used = plan["chosen"]["devices_used"]
     if used < plan["devices"]:
         card = plan["target"].rpartition("x")[0]
         print(f"{used} of the {plan['devices']} GPUs do the work: --target {card}x{used} costs less")
     if request.submit:
         print(submit(file))
+
+
+def check(runs: Mapping[str, Config], *, submit: bool) -> list[str]:
+    """Returns warnings about the runs, by name; a run's name may be empty where there is only one.
+
+    A missing data file is a warning, because the job may be queued where other folders are mounted; of a job that is
+    submitted at once it is an error.
+
+    Raises:
+        UserError: the result of any run would be void; names every such run.
+    """
+    errors, warnings = [], []
+    for name, cfg in runs.items():
+        where = f"{name}: " if name else ""
+        for one in inspect(cfg):
+            (errors if one.void else warnings).append(f"{where}{one.text}")
+        absent = [f"{where}{one.text}" for one in preflight.missing_data(cfg)]
+        (errors if submit else warnings).extend(absent)
+    if errors:
+        raise UserError(f"no job was written: {'; '.join(errors)}")
+    return [f"warning: {line}" for line in warnings]
 
 
 def make_job(
@@ -112,7 +138,7 @@ def make_job(
     if not request.config:
         raise UserError("slurm needs --config FILE: the job starts training with it.")
     if chosen is None:
-        raise UserError(nothing_fits(target, request.config))
+        raise UserError(nothing_fits(plan, request.config))
     hours, basis = _time(plan, steps=train["steps"], given=request.hours, record=record)
     memory = plan["host_memory_bytes"]
     if not (math.isfinite(memory) and memory > 0):
@@ -165,11 +191,12 @@ def _origin(plan: Plan, record: Record | None) -> str:
     return f"{told}; {record.describe_memory(chosen['peak_bytes'])}" if record else told
 
 
-def nothing_fits(target: str, config: str) -> str:
+def nothing_fits(plan: Plan, config: str) -> str:
     """Returns the refusal of a job for which the plan has no placement."""
+    target, more = plan["target"], "".join(f"; {line}" for line in remedies.describe(plan["remedies"]))
     return (
         f"--target {target}: no placement of this configuration fits, so there is no job to write. Take more or "
-        f"larger cards, or shorter texts; python run.py plan --config {config} --target {target} tells why."
+        f"larger cards, or shorter texts; python run.py plan --config {config} --target {target} tells why{more}."
     )
 
 
@@ -255,27 +282,68 @@ def tail(job: str) -> list[str]:
     ]
 
 
-def _other_sizes(cfg: Config, plan: Plan) -> list[Plan]:
-    """Returns estimates of the same card in other numbers; none where the command line names the placement."""
+def other_sizes(cfg: Config, plan: Plan) -> list[Plan]:
+    """Returns plans of the same card in other numbers, of one basis with the job's own where that is to be had.
+
+    Compiled plans that are kept on disk are taken, none is compiled for this. Where one is not kept, all sizes are
+    estimated, the job's own too (see `compare`). Nothing where the command line names the placement.
+    """
     card = re.fullmatch(r"(?:\d+x)?([a-z]\w*?)x\d+", plan["target"])
     if card is None or cfg.mesh.placement != "auto":
         return []
-    return [make(cfg, f"{card[1]}x{count}", estimate=True) for count in SIZES.values()]
+    targets = [target for count in SIZES.values() if (target := f"{card[1]}x{count}") != plan["target"]]
+    compiled = [found for target in targets if plan["compiled"] and (found := kept(cfg, target))]
+    if plan["compiled"] and len(compiled) == len(targets):
+        return compiled
+    own = [plan["target"]] if plan["compiled"] else []
+    return [*compiled, *(make(cfg, target, estimate=True) for target in (*targets, *own))]
 
 
-def compare(plans: Sequence[Plan]) -> list[str]:
-    """Returns a table of sizes and what each costs, a title first; the same target is told once, as it comes first."""
-    rows = [["size", "GPUs", "hours", "GPU-hours", "plan"]]
-    first = {plan["target"]: plan for plan in reversed(plans)}
-    for target, plan in sorted(first.items(), key=lambda item: item[1]["devices"]):
-        count, hours, chosen = plan["devices"], plan["hours"], plan["chosen"]
-        how = "" if plan["compiled"] else " (estimate)"
-        price = (
-            [f"{hours:.2f}", f"{count * hours:.1f}", chosen["strategy"] + how] if chosen else ["-", "-", "does not fit"]
+def compare(plans: Sequence[Plan], *, hours: float | None) -> list[str]:
+    """Returns a table of sizes and what each costs, a title first; like stands beside like.
+
+    Args:
+        plans: the job's own first; several of one target where one is compiled and one is estimated.
+        hours: of the job, in place of its plan's (given or measured); the other sizes are scaled alike.
+
+    Compiled and estimated hours differ by up to a half, so that they never share a column: where some size is only
+    estimated, every size has its estimate in columns of their own.
+    """
+    own, factor = plans[0], 1.0
+    if hours and own["hours"] and math.isfinite(own["hours"]):
+        factor = hours / own["hours"]
+    elif hours:
+        plans = [{**own, "hours": hours}, *plans[1:]]
+    bases = [{one["target"]: one for one in reversed(plans) if one["compiled"] is basis} for basis in (True, False)]
+    mixed = all(bases)
+    columns = ["hours", "GPU-hours"] + (["est. hours", "est. GPU-hours"] if mixed else [])
+    rows = [["size", "GPUs", *columns, "plan"]]
+    sizes = {one["target"]: one["devices"] for one in plans}
+    for target, count in sorted(sizes.items(), key=lambda item: item[1]):
+        found = [basis.get(target) for basis in bases if basis]
+        best = next(one for one in found if one)
+        how = "" if best["compiled"] else " (estimate)"
+        price = [cell for one in found for cell in _price(one, count, factor)]
+        rows.append(
+            [target, str(count), *price, best["chosen"]["strategy"] + how if best["chosen"] else "does not fit"]
         )
-        rows.append([target, str(count), *price])
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    scaled = len(sizes) > 1 and abs(factor - 1) > 0.005
+    notes = [f"every size x {factor:.2f}: the job's hours over the predicted ones"] if scaled else []
+    if mixed:
+        notes.append(
+            "est.: arithmetic, of all sizes alike; once `plan --simulate 1,2,4` has compiled them, they stand here"
+        )
+    return [*table, *notes]
+
+
+def _price(plan: Plan | None, count: int, factor: float) -> list[str]:
+    """Returns hours and GPU-hours."""
+    if plan is None or not plan["chosen"] or plan["hours"] is None:
+        return ["-", "-"]
+    hours = plan["hours"] * factor
+    return [f"{hours:.2f}", f"{count * hours:.1f}"]
 
 
 def _directives(job: Job, site: Site, *, log: str) -> list[str]:

@@ -7,6 +7,12 @@ Units: bytes, bytes/s and FLOP/s; GB is 1e9. Sources, where a constant names non
   (2023), SXM5 column, halved where it counts sparsity. H200: its data sheet (2024), SXM column, halved likewise.
 - B200: "NVIDIA Blackwell" / HGX B200 data sheet (2024), one eighth of the board, halved likewise.
 - Ada: "NVIDIA Ada GPU Architecture" white paper (RTX 4090 and its SM), L40S data sheet; dense, fp32 accumulation.
+- V100: "NVIDIA V100 Tensor Core GPU" data sheet (2020), SXM2 column. It has no bf16, tf32 or int8 tensor cores: XLA
+  converts bf16 operands and multiplies in fp32 (seen in programs compiled for it, jax 0.10.2), int8 runs as DP4A, four
+  products in the place of one. Memory of v100_32: what its driver reports (CUDA's deviceQuery).
+- Link of rtx4090: GeForce cards cannot access a peer's memory, so that NCCL copies through the host's. While both cards
+  send, p2pBandwidthLatencyTest reports 28.8 to 30.5 GB/s both ways for two of them on PCIe 4.0 x16 ("Bidirectional
+  P2P=Disabled", github.com/NVIDIA/nccl issue 814 and others): 15 GB/s in each direction.
 - Memory of l40s and rtx4090: the smallest "total capacity" found in PyTorch's out-of-memory messages, 44.40 and
   23.52 GiB (github.com: QwenLM/Qwen3-VL issue 2097 on an L40, Soul-AILab/SoulX-FlashTalk issue 5).
 """
@@ -70,7 +76,8 @@ class Card:
         major, minor = self.capability.split(".")
         feature = f"feature_extension: {self.feature}" if self.feature else ""
         links = f"device_interconnect_info {{ active_links: {self.nvlinks} }}" if self.nvlinks else ""
-        reserved = 1024  # bytes that the driver keeps of each block's shared memory, on every card since Ampere
+        # Bytes that the driver keeps of each block's shared memory, on every card since Ampere.
+        reserved = 1024 if multiplies_bf16(self.capability) else 0
         return f"""
             gpu_device_info {{
               name: "{self.model}" device_vendor: "NVIDIA Corporation" device_address_bits: 64 ecc_enabled: true
@@ -88,6 +95,27 @@ class Card:
             }}
             platform_name: "CUDA" dnn_version_info {{ major: 9 minor: 10 }} device_description_str: "{self.model}"
         """
+
+
+def multiplies_bf16(capability: str) -> bool:
+    """Says whether a card of this compute capability has tensor cores for bf16: Ampere (8.0) and later."""
+    return float(capability) >= 8.0
+
+
+def describe_precision(asked: Sequence[str], capability: str) -> str:
+    """Returns how a card of this compute capability (empty: no GPU) computes values of the asked kinds, fp32 and bf16.
+
+    A run's values keep their precision on every card, so that it stays the same run; what differs is in which units
+    they are multiplied. Without bf16 units XLA converts bf16 operands to fp32, which is exact, and multiplies there.
+    """
+    modern = bool(capability) and multiplies_bf16(capability)
+    told = []
+    for word in asked:
+        units = {"fp32": "tf32" if modern else "fp32", "bf16": "bf16" if modern or not capability else "fp32"}[word]
+        told.append(word if units == word else f"{word} values, multiplied in {units}")
+    if capability and not modern and "bf16" in asked:
+        told.append(f"compute capability {capability} has no bf16 units: no faster than fp32, only smaller")
+    return "; ".join(told)
 
 
 def _threads(capability: str) -> int:
@@ -108,7 +136,12 @@ _HOPPER |= {"link": 450e9}  # H100 data sheet: 900 GB/s both ways
 _HOPPER |= {"network": 50e9}  # DGX H100 data sheet: one 400 Gb/s port a GPU
 
 _ADA = {"capability": "8.9", "fpus": 128, "clock_ghz": 2.52, "shared_bytes": 102400}  # Ada
-_ADA |= {"link": 32e9}  # PCIe 4.0 x16, L40S data sheet: 64 GB/s both ways
+
+_V100 = {"capability": "7.0", "cores": 80, "fpus": 64, "clock_ghz": 1.53, "l2_bytes": 6291456}  # XLA
+_V100 |= {"bandwidth": 898048000000, "shared_bytes": 98304, "nvlinks": 6}  # XLA
+_V100 |= {"peak": {"bf16": 15.7e12, "tf32": 15.7e12, "fp32": 15.7e12, "int8": 62.8e12}}  # V100, all of fp32's units
+_V100 |= {"link": 150e9}  # V100 data sheet: 300 GB/s both ways
+_V100 |= {"network": 6.25e9}  # DGX-1 data sheet: four 100 Gb/s ports for eight GPUs
 
 CARDS: dict[str, Card] = {
     card.name: card
@@ -167,6 +200,7 @@ CARDS: dict[str, Card] = {
             memory_bytes=47674136985,
             # L40S data sheet
             peak={"bf16": 362.05e12, "tf32": 183e12, "fp32": 91.6e12, "fp8": 733e12, "int8": 733e12},
+            link=32e9,  # PCIe 4.0 x16, L40S data sheet: 64 GB/s both ways
             network=12.5e9,  # assumed: a 200 Gb/s port for two cards
             **_ADA,
         ),
@@ -178,8 +212,21 @@ CARDS: dict[str, Card] = {
             l2_bytes=75497472,  # Ada
             memory_bytes=25254407700,
             peak={"bf16": 165.2e12, "tf32": 82.6e12, "fp32": 82.6e12, "fp8": 330.3e12, "int8": 660.6e12},  # Ada
+            link=15e9,  # through the host's memory, see above
             network=1.25e9,  # assumed: 10 Gb/s Ethernet
             **_ADA,
+        ),
+        Card(
+            name="v100_16",
+            model="Tesla V100-SXM2-16GB",
+            memory_bytes=16935682048,  # XLA
+            **_V100,
+        ),
+        Card(
+            name="v100_32",
+            model="Tesla V100-SXM2-32GB",
+            memory_bytes=34089730048,
+            **_V100,
         ),
     )
 }

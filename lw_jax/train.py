@@ -43,10 +43,11 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     del resolved
     runtime.start()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
+    preflight.refuse(preflight.inspect(cfg, None))  # a schedule that cannot be, before minutes of making readers
     make_selfmade_readers(cfg)
     cfg, placement = plan.settle(cfg)
     if jax.process_index() == 0:
-        print(f"{runtime.describe()}\n{placement.describe()}", flush=True)
+        print(f"{runtime.describe()}\nprecision {plan.precision(cfg)}\n{placement.describe()}", flush=True)
         measured.write_hardware(workdir, cfg, placement)
     recipe = recipes.make(cfg, placement)
     found = preflight.inspect(cfg, recipe)

@@ -10,13 +10,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lw_jax import fit, memory
+from lw_jax import fit, memory, train
+from lw_jax.data.course import widths_of
 from lw_jax.fit import Room
 from lw_jax.memory import Needs
 from lw_jax.program import Program
 from lw_jax.steps import Part
 from sharding import place
 from tests import tiny
+from tests.standin import Measure
 
 UNDER, OVER = 0.01, 0.03  # of the bytes alive while programs run: latents that cross are not counted
 
@@ -306,3 +308,19 @@ def test_peak_of_readers_apart_is_what_is_alive_while_they_run(accumulation, roo
         jax.block_until_ready(values)
         assert watch.peak * (1 - UNDER) <= found.by_mesh[index] <= watch.peak * (1 + OVER)
         del state, values
+
+
+def test_the_micro_batch_grows_where_the_datas_widths_leave_room(root, monkeypatch):
+    """Short cards under long limits: the run measures its own batches' shapes, a plan can only know the limits."""
+    monkeypatch.setattr(fit.memory, "measure", Measure())
+    recipe = tiny.make_recipe(root)
+    program, course = Program(recipe.cfg, recipe), recipe.course()
+    widest = max(fit.needs_of(program, widths_of(batch), 8).peak for batch in course.shapes())
+    limits = fit.needs_of(program, recipe.batch_widths(), 8).peak
+    assert widest < limits
+    room = Room((widest + limits) // 2, 1.0)
+    assert fit.largest_micro_batch(program, recipe.batch_widths(), room).micro_batch < 8
+    mesh = dataclasses.replace(recipe.cfg.mesh, memory_gb=room.memory / 1e9, target_utilisation=1.0)
+    run = train.Run(dataclasses.replace(recipe.cfg, mesh=mesh), recipe, None, None)
+    run._fit(course)
+    assert run.micro_batch == 8

@@ -116,7 +116,7 @@ def test_tasks_on_different_machines_are_no_one_job(tmp_path):
         jobs.join(found, "array", name="all", logs=tmp_path)
 
 
-@pytest.mark.parametrize(("name", "count"), [("all", 5), ("small", 2), ("medium", 3)])
+@pytest.mark.parametrize(("name", "count"), [("all", 6), ("small", 2), ("medium", 3)])
 def test_lists_of_the_project_name_configurations_that_exist(name, count):
     found = config_file.read_list(f"configs/dpo/{name}.list", root=ROOT)
     assert len(found) == count and all((ROOT / file).is_file() for file in found)
@@ -134,7 +134,7 @@ def test_unusable_lists_are_refused(tmp_path, text, told):
 
 
 @pytest.mark.parametrize("kind", jobs.KINDS)
-def test_one_command_writes_the_job_of_all_five_models(tmp_path, monkeypatch, capsys, kind):
+def test_one_command_writes_the_job_of_all_models(tmp_path, monkeypatch, capsys, kind):
     monkeypatch.chdir(tmp_path)
     chosen = {"strategy": "single", "mesh": "1x1", "micro_batch": 16, "accumulation": 1, "remat": "full"}
     chosen |= {"devices_used": 1, "step_seconds": 4.0, "peak_bytes": 44.0e9}
@@ -151,9 +151,26 @@ def test_one_command_writes_the_job_of_all_five_models(tmp_path, monkeypatch, ca
     words = ["slurm", "--config", "configs/dpo/all.list", "--target", "a100_80x1", "--jobs", kind]
     assert run.main([*words, "--config.data.train=mine.jsonl"]) == 0
     text = (tmp_path / "runs/all" / f"{kind}.sbatch").read_text()
-    assert text.count("srun ") == 5 == text.count("--config.data.train=mine.jsonl")
+    assert text.count("srun ") == 6 == text.count("--config.data.train=mine.jsonl")
     assert str(tmp_path / "runs/all/vicuna-dpo") in text and (tmp_path / "runs/all/logs").is_dir()
-    assert "vicuna-dpo: 0.30 h predicted" in capsys.readouterr().out
+    told = capsys.readouterr().out
+    assert "vicuna-dpo: 0.30 h predicted" in told
+    assert "vicuna-dpo: data.train='mine.jsonl': no such file" in told
+
+
+def test_what_a_plan_refuses_gets_no_job_alone_or_in_a_list(tmp_path, monkeypatch, capsys):
+    """Of the issue: `llama3.py:seed` warms up for 100 of 60 steps, which `plan` refuses."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(jobs, "make", lambda *_: pytest.fail("it was planned"))
+    monkeypatch.setattr(slurm, "make", lambda *_, **__: pytest.fail("it was planned"))
+    (tmp_path / "two.list").write_text("configs/dpo/tinyllama.py\nconfigs/dpo/llama3.py:seed\n")
+    for config in ("configs/dpo/llama3.py:seed", "two.list"):
+        assert run.main(["slurm", "--config", config, "--target", "a100_80x1"]) == 2
+        done = capsys.readouterr()
+        assert done.out == ""
+        assert "optim.warmup_steps=100 is longer than the run's 60 steps" in done.err
+        assert ("llama3-dpo: optim" in done.err) == (config == "two.list")
+    assert [path.name for path in tmp_path.iterdir()] == ["two.list"]
 
 
 @pytest.mark.parametrize(

@@ -30,8 +30,8 @@ STEPS = 1700
 
 def resolve(**changes: Any) -> Config:
     values = base.get_config()
-    values.llms.llama = base.llm("folder/llama")
-    values.encoder.source = "folder/encoder"
+    values.llms.llama = base.llm("HuggingFaceTB/SmolLM2-135M")
+    values.encoder.source = "HuggingFaceTB/SmolLM2-135M"
     values.train.steps = STEPS
     values.update_from_flattened_dict(changes)
     return config.build(values)
@@ -86,7 +86,11 @@ def test_record_without_memory_says_so(folder) -> None:
     [
         ("train.global_batch", 24, r"train\.global_batch is 24 there, \d+ here"),
         ("recipe", "dpo", "recipe is 'dpo' there, 'latentwire' here"),
-        ("llms.llama.source", "other/llama", r"llms\.llama\.source is 'other/llama' there, 'folder/llama' here"),
+        (
+            "llms.llama.source",
+            "other/llama",
+            r"llms\.llama\.source is 'other/llama' there, 'HuggingFaceTB/SmolLM2-135M' here",
+        ),
         ("llms.llama.weights", "nf4", r"llms\.llama\.weights is 'nf4' there"),
     ],
 )

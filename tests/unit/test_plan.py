@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
-from configs import base
-from lw_jax import choice, fit, memory, plan, recipes, sources, targets, train
+from configs import base, large
+from lw_jax import choice, fit, memory, plan, recipes, slurm, sources, targets, train
 from lw_jax.choice import Hardware
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
@@ -22,6 +22,7 @@ from sharding.errors import PlacementError
 from tests import tiny
 from tests.standin import Measure
 
+SLURM = slurm.Request(config="configs/large.py", assignments={}, project=plan.ROOT)
 LOSS = 1e-5  # relative, fp32 after a few optimizer steps: sums in another order
 NAMED = {  # by the issue that asks for --json
     *("strategy", "mesh", "micro_batch", "accumulation", "remat", "fits", "peak_bytes", "weights_bytes"),
@@ -239,6 +240,36 @@ def test_training_accumulates_as_compiled_where_the_batch_does_not_fit(root, cur
     assert f"recomputation  {found['chosen']['remat']}" in told
 
 
+def test_fewer_devices_than_a_machine_file_wants_are_told_with_every_way_on(root, monkeypatch):
+    """Of the issue: `--config configs/h100x4.py` on a machine without four GPUs."""
+    one = jax.devices()[:1]
+    monkeypatch.setattr(jax, "devices", lambda *_: one)
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+    for changes in ({"mesh__placement": "replicate", "mesh__data": 4}, {"mesh__placement": "hybrid4"}):
+        for remat in ("none", "auto"):
+            with pytest.raises(PlacementError, match="plan --config FILE --target h100x4") as caught:
+                plan.settle(tiny.make_config(root, compute__remat=remat, **changes))
+            for way in (
+                "configs/large.py",
+                "mesh.placement=auto",
+                "--xla_force_host_platform_device_count=4",
+                "has 1 cpu",
+            ):
+                assert way in str(caught.value)
+    cfg = tiny.make_config(root, mesh__placement="split")
+    alone = dataclasses.replace(cfg, llms={"llama": cfg.llms["llama"]})
+    with pytest.raises(PlacementError) as caught:  # no number of devices would help
+        plan.settle(alone)
+    assert "xla_force" not in str(caught.value)
+
+
+def test_a_schedule_that_cannot_be_is_refused_before_readers_are_made(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(train, "make_selfmade_readers", lambda cfg: pytest.fail("readers were made"))
+    cfg = tiny.make_config(root, optim__warmup_steps=7, train__steps=6)
+    with pytest.raises(UserError, match=r"optim\.warmup_steps=7 is longer than"):
+        train.main(cfg, resolved={}, workdir=tmp_path)
+
+
 # ---- plans that are kept
 
 
@@ -358,6 +389,17 @@ def test_report_shows_every_candidate_and_the_choice(estimated):
         assert f"--config.{path}={value}" in flags
 
 
+def test_plan_tells_the_precision_of_its_card(root):
+    cfg = auto(root, mesh__placement="single", compute__dtype="bf16")
+    for card, words in (
+        ("h100", "bf16; fp32 values, multiplied in tf32"),
+        ("v100_32", "bf16 values, multiplied in fp32"),
+    ):
+        found = plan.make(cfg, f"{card}x1", estimate=True)
+        assert found["precision"].startswith(words) and f"precision: {words}" in plan.report(found)
+    assert plan.precision(cfg) == "bf16; fp32", "a CPU"
+
+
 def test_report_says_where_the_file_sets_something_else(estimated):
     own = {"mesh.placement": "split", "compute.remat": "none"}
     told = plan.report(estimated, own=own)
@@ -374,6 +416,37 @@ def test_nothing_fits_is_a_plan_that_says_why(root, measure, capsys):
     request = Request("configs/smoke.py", target="h100x2", estimate=True)
     assert plan.main(cfg, resolved={}, workdir=sources.cache_root(), request=request) == plan.NOTHING_FITS == 3
     assert "nothing fits" in capsys.readouterr().out
+
+
+def test_what_nothing_holds_is_answered_with_the_weights_in_fewer_bits(capsys):
+    """Of the issue: two RTX 4090 hold nothing of large.py, and its readers in 4 bits fit under three strategies."""
+    cfg = config.build(large.get_config())
+    found = plan.make(cfg, "rtx4090x2", estimate=True)
+    assert found["chosen"] is None
+    eight, four = found["remedies"]
+    flags = {"llms.llama.weights": "nf4", "llms.qwen.weights": "nf4"}
+    assert (eight["weights"], four["weights"], four["assignments"]) == ("int8", "nf4", flags)
+    for remedy in (eight, four):
+        assert {one["strategy"] for one in remedy["fits"]} == {"fsdp", "tensor", "split"}
+        assert all(0 < one["peak_bytes"] <= found["limit_bytes"] for one in remedy["fits"])
+    llms = {name: dataclasses.replace(llm, weights="nf4") for name, llm in cfg.llms.items()}
+    packed = plan.make(dataclasses.replace(cfg, llms=llms), "rtx4090x2", estimate=True)
+    rows = {row["strategy"]: row["peak_bytes"] for row in packed["candidates"] if row["fits"]}
+    assert {one["strategy"]: one["peak_bytes"] for one in four["fits"]} == rows, "the flags give what was promised"
+    assert packed["remedies"] == []
+    assert {one["strategy"] for one in four["close"]} == {"single", "replicate"}, "19.3 GB where they are compiled"
+    assert "; close to it: " in plan.report(found)
+    words = "--config.llms.llama.weights=nf4 --config.llms.qwen.weights=nf4: "
+    assert words in plan.report(found) and words in plan.simulation_table([found])
+    with pytest.raises(UserError, match="--config.llms.llama.weights=nf4"):
+        slurm.make_job(found, resolved={"train": {}}, workdir=sources.cache_root(), request=SLURM, site=slurm.Site())
+
+
+def test_a_machine_at_hand_that_holds_nothing_says_the_same(root, measure):
+    """Rows of these tiny readers are no whole blocks of 64, so that 8 bits alone are named."""
+    cfg = auto(root, mesh__memory_gb=2.5e-4, mesh__target_utilisation=1.0)
+    with pytest.raises(PlacementError, match="weights in 8 bits "):
+        plan.settle(cfg)
 
 
 def test_plan_prints_json_or_a_table(root, capsys):

@@ -29,6 +29,7 @@ ROOT = Path(__file__).resolve().parents[2]
         ("h100-80gbx2", "h100", 2, 1, "h100x2"),
         ("rtx4090x2", "rtx4090", 2, 1, "rtx4090x2"),
         ("rtx4090", "rtx4090", 1, 1, "rtx4090x1"),
+        ("v100_16x8", "v100_16", 8, 1, "v100_16x8"),
         ("2xh100x8", "h100", 8, 2, "2xh100x8"),
         ("3xb200x5", "b200", 5, 3, "3xb200x5"),
         ("h100x16", "h100", 8, 2, "2xh100x8"),
@@ -79,11 +80,46 @@ def test_link_is_nvlink_inside_a_node_and_the_nodes_ports_between_them():
 def test_every_card_is_whole():
     for card in targets.CARDS.values():
         assert card.peak.keys() >= {"bf16", "tf32", "fp32", "int8"}
-        assert card.peak["bf16"] > card.peak["tf32"] >= card.peak["fp32"], card.name
+        if targets.multiplies_bf16(card.capability):
+            assert card.peak["bf16"] > card.peak["tf32"] >= card.peak["fp32"], card.name
+        else:
+            assert card.peak["bf16"] == card.peak["tf32"] == card.peak["fp32"], card.name
         assert card.peak["int8"] >= 1.99 * card.peak["bf16"], card.name
         assert ("fp8" in card.peak) == (float(card.capability) >= 8.9), card.name
         assert card.link > card.network > 0
         assert f"device_memory_size: {card.memory_bytes}" in card.proto and card.model in card.proto
+
+
+def test_cards_without_access_to_their_peers_send_at_what_was_measured_not_at_what_the_slot_could():
+    """GeForce cards copy through the host's memory: two of them pass 29 to 31 GB/s both ways, of 64 of the slot."""
+    geforce, server = targets.CARDS["rtx4090"], targets.CARDS["l40s"]
+    assert 28.8e9 / 2 < geforce.link < 30.6e9 / 2
+    assert server.link == 32e9, "NVIDIA's server cards of the same chip have peer access"
+
+
+def test_v100_is_a_card_that_has_no_bf16():
+    assert {name: targets.multiplies_bf16(card.capability) for name, card in targets.CARDS.items()} == {
+        name: not name.startswith("v100") for name in targets.CARDS
+    }
+    assert targets.parse("v100_32x4").card.capability == "7.0"
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "told"),
+    [
+        (["bf16"], "9.0", "bf16"),
+        (["bf16", "fp32"], "8.0", "bf16; fp32 values, multiplied in tf32"),
+        (["fp32"], "7.0", "fp32"),
+        (["bf16"], "", "bf16"),
+    ],
+)
+def test_precision_is_what_the_card_multiplies_in(asked, capability, told):
+    assert targets.describe_precision(asked, capability) == told
+
+
+def test_a_card_without_bf16_multiplies_in_fp32_and_says_so():
+    told = targets.describe_precision(["bf16"], targets.CARDS["v100_32"].capability)
+    assert told.startswith("bf16 values, multiplied in fp32; compute capability 7.0 has no bf16 units")
 
 
 def live(capability: str, cores: int, limit: float | None):
