@@ -24,6 +24,7 @@ import orbax.checkpoint as ocp
 
 from lw_jax.core import tree
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
 
 RECORD = "record.json"
@@ -41,6 +42,7 @@ class Restored:
     state: dict[str, Tree]
     data: dict[str, Any]
     note: str
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # empty: it was not validated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,6 +115,26 @@ class Checkpointer:
         if wait:
             self._finish()
 
+    def add_score(self, step: int, nll: float) -> None:
+        """Gives the step last saved or restored here its score, by which it can be the best.
+
+        The record is replaced as a whole: a kill leaves the checkpoint with its score or without.
+        """
+        self._finish()
+        assert step == self._saved, f"{step} is not the newest checkpoint, {self._saved}"
+        if jax.process_index() != 0:
+            return
+        path = self._folder / str(step) / RECORD
+        record = _read_record(path)
+        if isinstance(record, _Damage):
+            raise UserError(f"{path.parent}: its score cannot be added: {record.reason}; start the command again")
+        try:
+            with whole(path) as partial:
+                _write_record(partial, record | {"metrics": record["metrics"] | {BEST: nll}})
+        except OSError as error:
+            raise UserError(f"{path}: its score cannot be added: {error.strerror}; the checkpoint is whole") from error
+        self._remove_old()
+
     def restore(
         self, abstract_state: dict[str, Tree], *, which: Literal["latest", "best"] = "latest"
     ) -> Restored | None:
@@ -133,7 +155,7 @@ class Checkpointer:
             note = self._tell_damage(f"took {step}")
             state = self._read(step, abstract_state)
             self._saved = step
-            return Restored(step, state, records[step]["data"], note)
+            return Restored(step, state, records[step]["data"], note, records[step]["metrics"])
         if self._damaged:
             raise UserError(
                 f"{self._folder}: no usable checkpoint, {self._tell_damage('none is left')}; bring one back from a "
@@ -201,10 +223,7 @@ class Checkpointer:
         folder = unfinished[0] if unfinished else self._folder / str(step)
         written = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != TIMES)
         body = record | {"files": {str(path.relative_to(folder)): _measure(path) for path in written}}
-        with (folder / RECORD).open("w") as file:
-            json.dump({"sha256": _digest(body), "record": body}, file, sort_keys=True)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_record(folder / RECORD, body)
 
     def _read_records(self) -> dict[int, dict[str, Any]]:
         """Returns step -> record of every whole record, and notes the others as damaged."""
@@ -322,6 +341,13 @@ def _say_leaf(leaf: list[Any] | None) -> str:
 
 def _digest(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _write_record(path: Path, record: dict[str, Any]) -> None:
+    with path.open("w") as file:
+        json.dump({"sha256": _digest(record), "record": record}, file, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _measure(path: Path) -> list[Any]:

@@ -1,7 +1,7 @@
 """What is wrong with a run before it starts: each finding one line, an error where its result would be void."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol, runtime_checkable
 
 from lw_jax.core import config
@@ -32,9 +32,18 @@ class Inspected(Protocol):
         ...
 
 
+@runtime_checkable
+class Alarmed(Protocol):
+    """A recipe that can tell from a validation that a run is worth nothing (`recipes.base.Watched`)."""
+
+    def collapse(self, step: int, values: Mapping[str, float]) -> str:
+        """Returns what is wrong and by how much, or nothing."""
+        ...
+
+
 def inspect(cfg: Config, recipe: object) -> list[Finding]:
     """Returns all that is found, errors first."""
-    found = [*_schedule(cfg), *_cadence(cfg)]
+    found = [*_schedule(cfg), *_cadence(cfg), *_alarm(cfg, recipe)]
     if isinstance(recipe, Inspected):
         found += recipe.findings()
     return sorted(found, key=lambda one: not one.void)
@@ -44,6 +53,22 @@ def refuse(found: Sequence[Finding]) -> None:
     """Raises UserError with every error."""
     if errors := [one.text for one in found if one.void]:
         raise UserError("; ".join(errors))
+
+
+def alarm_step(train: config.Train) -> int:
+    """Returns the step from which on a collapse stops the run; the last one of a run that is shorter. 0: never."""
+    return min(train.alarm_step, train.steps)
+
+
+def _alarm(cfg: Config, recipe: object) -> list[Finding]:
+    told = f"train.alarm_step={cfg.train.alarm_step}"
+    if isinstance(recipe, Alarmed):
+        if cfg.train.alarm_step:
+            return []
+        return [Finding(False, f"{told}: the alarm is off: a run whose latents are worth nothing is not stopped")]
+    if not cfg.train.alarm_step:
+        return []
+    return [Finding(False, f"{told}: recipe {cfg.recipe!r} has no such alarm, it cannot fire; 0 says so")]
 
 
 def _schedule(cfg: Config) -> list[Finding]:

@@ -164,7 +164,7 @@ def test_validation_of_a_run_is_the_mean_over_all_held_out_tokens(root, params):
     run.state = {"trainable": jax.device_put(jax.device_get(params), recipe.shardings().trainable)}
     windows = recipe.validation()[0][1]
     assert len(windows) % 8, "the last batch must be filled up"
-    found = run.validate({"lm": {}})
+    found = run.held_out.measure(run.state["trainable"], {"lm": {}})
     ids = jnp.asarray(windows.collate(range(len(windows)))["readers"]["lm"]["ids"])
     assert found["loss"] == pytest.approx(each_nll(recipe, params, ids).mean(), rel=SAME)
     assert {"nll/unigram", "nll/bigram", "inner/first", "inner/before", "inner/after"} < found.keys()
