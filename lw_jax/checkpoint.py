@@ -15,6 +15,8 @@ import os
 import re
 import shutil
 import sys
+import traceback
+import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -71,6 +73,9 @@ class Checkpointer:
             for step, record in self._read_records().items():
                 self._check_identity(step, record["identity"], identity)
         logging.getLogger("absl").addFilter(_is_told_only_there)
+        if sys.excepthook is not _tell_unless_late:
+            global _excepthook
+            _excepthook, sys.excepthook = sys.excepthook, _tell_unless_late
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(),
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_record),
@@ -328,6 +333,24 @@ class Checkpointer:
 def _is_told_only_there(entry: logging.LogRecord) -> bool:
     """Drops orbax's tracebacks of a failed write: the same errors come back here and become one message."""
     return not (entry.exc_info and "orbax" in entry.pathname)
+
+
+_excepthook = sys.excepthook
+
+
+def _tell_unless_late(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
+    """Drops what tensorstore prints of the arrays that were still to be written when the first one failed.
+
+    Their futures report to an event loop that orbax has closed: dozens of tracebacks that say nothing of the cause.
+    """
+    if kind is RuntimeError and str(error) == "Event loop is closed" and _ends_in(trace, "asyncio"):
+        return
+    _excepthook(kind, error, trace)
+
+
+def _ends_in(trace: types.TracebackType | None, package: str) -> bool:
+    frames = [frame for frame, _ in traceback.walk_tb(trace)]
+    return bool(frames) and frames[-1].f_globals.get("__name__", "").partition(".")[0] == package
 
 
 def _scores(records: dict[int, dict[str, Any]]) -> dict[int, float]:
