@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import errno
 import importlib
 import os
 import sys
@@ -13,6 +14,7 @@ from lw_jax.core.errors import UserError
 from sharding.errors import PlacementError
 
 ROOT = Path(__file__).resolve().parent
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # what the user can mend, anywhere
 VERBS = {
     "train": ("lw_jax.train", "trains, or goes on from the last checkpoint of --workdir (the default verb)"),
     "eval": ("lw_jax.evaluate", "measures a trained wire beside its controls; --workdir alone is enough"),
@@ -297,11 +299,17 @@ def main(argv: list[str]) -> int:
     except (UserError, PlacementError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # the reader of a pipe has left, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        if error.errno not in UNWRITABLE:
+            raise
+        where = "--workdir names a run's folder, LW_JAX_CACHE that of what is fetched, made and compiled"
+        print(f"error: {error.filename or 'a file'}: {error.strerror}; {where}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of a pipe has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ checkpoint. (Orbax 0.12.8 alone reads a flipped bit of an array without complain
 
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -16,7 +17,6 @@ import re
 import shutil
 import sys
 import traceback
-import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -73,9 +73,7 @@ class Checkpointer:
             for step, record in self._read_records().items():
                 self._check_identity(step, record["identity"], identity)
         logging.getLogger("absl").addFilter(_is_told_only_there)
-        if sys.excepthook is not _tell_unless_late:
-            global _excepthook
-            _excepthook, sys.excepthook = sys.excepthook, _tell_unless_late
+        _quiet_late_arrays()
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(),
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_record),
@@ -335,22 +333,21 @@ def _is_told_only_there(entry: logging.LogRecord) -> bool:
     return not (entry.exc_info and "orbax" in entry.pathname)
 
 
-_excepthook = sys.excepthook
+@functools.cache
+def _quiet_late_arrays() -> None:
+    """Drops what is printed of the arrays that were still to be written when the first one failed, as on a full disk.
 
-
-def _tell_unless_late(kind: type[BaseException], error: BaseException, trace: types.TracebackType | None) -> None:
-    """Drops what tensorstore prints of the arrays that were still to be written when the first one failed.
-
-    Their futures report to an event loop that orbax has closed: dozens of tracebacks that say nothing of the cause.
+    Their futures report to an event loop that orbax has closed by then: dozens of tracebacks without the cause.
     """
-    if kind is RuntimeError and str(error) == "Event loop is closed" and _ends_in(trace, "asyncio"):
-        return
-    _excepthook(kind, error, trace)
+    before = sys.unraisablehook
 
+    def tell(told: "sys.UnraisableHookArgs") -> None:
+        frames = [frame for frame, _ in traceback.walk_tb(told.exc_traceback)]
+        within = frames[-1].f_globals.get("__name__", "") if frames else ""
+        if str(told.exc_value) != "Event loop is closed" or not within.startswith("asyncio."):
+            before(told)
 
-def _ends_in(trace: types.TracebackType | None, package: str) -> bool:
-    frames = [frame for frame, _ in traceback.walk_tb(trace)]
-    return bool(frames) and frames[-1].f_globals.get("__name__", "").partition(".")[0] == package
+    sys.unraisablehook = tell
 
 
 def _scores(records: dict[int, dict[str, Any]]) -> dict[int, float]:

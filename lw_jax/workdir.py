@@ -138,17 +138,17 @@ def _describe_owner(path: Path) -> str:
 
 
 def check_writable(folder: Path, *, remedy: str) -> None:
-    """Makes a folder where there is none and refuses one in which nothing can be written, before any work is done.
+    """Refuses a folder, there or to be made, in which nothing can be written; asked before any work is done.
 
     Raises:
       UserError: names the folder, the reason and the remedy.
     """
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=folder):
+        with tempfile.TemporaryFile(dir=there):
             pass
     except OSError as error:
-        raise UserError(f"{folder}: {error.strerror}; nothing can be written there: {remedy}.") from error
+        raise UserError(f"{there}: {error.strerror}; nothing can be written there: {remedy}.") from error
 
 
 def load(workdir: str | None, *, verb: str) -> ConfigDict:

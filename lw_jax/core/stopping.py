@@ -14,7 +14,8 @@ REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: stopped on request, all is saved, sta
 def at_once() -> Iterator[None]:
     """Ends the process with REQUEUE on SIGTERM: while it imports, loads models, makes readers or prepares data.
 
-    What is half made is removed on the way out. The training loop listens for itself (`runtime.Preemption`).
+    What is half made stays as after a kill, and is made again. The training loop listens for itself
+    (`runtime.Preemption`).
     """
     before = signal.signal(signal.SIGTERM, _leave)
     try:
@@ -26,4 +27,4 @@ def at_once() -> Iterator[None]:
 def _leave(_number: int, _frame: types.FrameType | None) -> NoReturn:
     # os.write: print is not safe inside a handler that may have interrupted another print.
     os.write(2, b"\nstopped on request, no step to save since the last checkpoint; the same command resumes\n")
-    raise SystemExit(REQUEUE)
+    os._exit(REQUEUE)  # a SystemExit that is raised inside a callback of C, as JAX's of the garbage collector, is lost

@@ -141,7 +141,10 @@ def test_lock_follows_no_link(tmp_path: Path) -> None:
 
 def test_folder_in_which_nothing_can_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: Any) -> None:
     workdir.check_writable(tmp_path / "new" / "folder", remedy="r")
-    assert list((tmp_path / "new" / "folder").iterdir()) == []
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="Not a directory"):
+        (tmp_path / "file").touch()
+        workdir.check_writable(tmp_path / "file", remedy="r")
 
     def refuse(**_: Any) -> None:
         raise OSError(errno.EROFS, os.strerror(errno.EROFS))
