@@ -62,6 +62,8 @@ def alarm_step(train: config.Train) -> int:
 
 def _alarm(cfg: Config, recipe: object) -> list[Finding]:
     told = f"train.alarm_step={cfg.train.alarm_step}"
+    if recipe is None:  # asked before it is made
+        return []
     if isinstance(recipe, Alarmed):
         if cfg.train.alarm_step:
             return []
