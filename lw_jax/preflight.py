@@ -8,6 +8,7 @@ from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 
+FEWEST_JUDGED = 100  # steps of a run whose latents must be worth something at its end, whatever train.alarm_step says
 LONG_WARMUP = 0.5  # of a stage; beyond it most of the run is slower than it was meant to be
 
 
@@ -56,21 +57,26 @@ def refuse(found: Sequence[Finding]) -> None:
 
 
 def alarm_step(train: config.Train) -> int:
-    """Returns the step from which on a collapse stops the run; the last one of a run that is shorter. 0: never."""
-    return min(train.alarm_step, train.steps)
+    """Returns the step from which on a collapse stops the run; 0: never.
+
+    Of a run that is shorter than `train.alarm_step` it is the last one; one of a few steps is a trial, and not judged.
+    """
+    if train.alarm_step <= train.steps:
+        return train.alarm_step
+    return train.steps if train.steps >= FEWEST_JUDGED else 0
 
 
 def _alarm(cfg: Config, recipe: object) -> list[Finding]:
     told = f"train.alarm_step={cfg.train.alarm_step}"
     if recipe is None:  # asked before it is made
         return []
-    if isinstance(recipe, Alarmed):
-        if cfg.train.alarm_step:
-            return []
-        return [Finding(False, f"{told}: the alarm is off: a run whose latents are worth nothing is not stopped")]
-    if not cfg.train.alarm_step:
+    if not isinstance(recipe, Alarmed):
+        lost = f"recipe {cfg.recipe!r} has no such alarm, it cannot fire; 0 says so"
+        return [Finding(False, f"{told}: {lost}")] if cfg.train.alarm_step else []
+    if alarm_step(cfg.train):
         return []
-    return [Finding(False, f"{told}: recipe {cfg.recipe!r} has no such alarm, it cannot fire; 0 says so")]
+    lost = f"it cannot fire: the run's {cfg.train.steps} steps are too few to judge" if cfg.train.alarm_step else "off"
+    return [Finding(False, f"{told}: {lost}; a run whose latents are worth nothing is not stopped")]
 
 
 def _schedule(cfg: Config) -> list[Finding]:

@@ -99,6 +99,9 @@ def test_alarm_is_armed_in_runs_shorter_than_its_step_too(name, step):
 def test_alarm_that_cannot_fire_is_told():
     (off,) = [line for line in texts(load("configs/smoke.py", train__alarm_step=0)) if "alarm" in line]
     assert off.startswith("warning: train.alarm_step=0")
+    (short,) = [line for line in texts(load("configs/smoke.py", train__steps=40)) if "alarm" in line]
+    assert short.startswith("warning: train.alarm_step=500") and "40 steps" in short and "cannot fire" in short
+    assert not any("alarm" in line for line in texts(load("configs/smoke.py", train__steps=40, train__alarm_step=40)))
     (dead,) = [line for line in texts(load("configs/ttt_smoke.py", train__alarm_step=10)) if "alarm" in line]
     assert dead.startswith("warning: train.alarm_step=10") and "cannot fire" in dead
     assert not any("alarm" in line for line in texts(load("configs/ttt_smoke.py")))
