@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax import recipes, train, weights
+from lw_jax import held_out, recipes, train, weights
 from lw_jax.core import config, tree
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Task
@@ -150,7 +150,7 @@ def test_text_shorter_than_a_chunk_has_no_inner_loss(root, params):
 
 def test_examples_that_fill_the_last_batch_count_for_nothing(recipe, params):
     whole, filled = measured(recipe, [0, 3]), measured(recipe, [0, 3, 3, 3])
-    masked = train._masked({**filled, "valid": np.asarray([True, True, False, False])})
+    masked = held_out._masked({**filled, "valid": np.asarray([True, True, False, False])})
     ours, theirs = terms_of(recipe, params, masked), terms_of(recipe, params, whole)
     assert ours.terms.keys() == theirs.terms.keys()
     np.testing.assert_allclose((ours.sum, ours.weight), (theirs.sum, theirs.weight), rtol=SAME)
