@@ -1,6 +1,8 @@
 """The one command: `python run.py [VERB] --config FILE[:recipe] [--config.section.key=value ...]`; no verb trains."""
 
 import argparse
+import contextlib
+import errno
 import importlib
 import math
 import os
@@ -13,6 +15,7 @@ from lw_jax.core.errors import UserError
 from sharding.errors import PlacementError
 
 ROOT = Path(__file__).resolve().parent
+UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # what the user can mend, anywhere
 VERBS = {
     "train": ("lw_jax.train", "trains, or goes on from the last checkpoint of --workdir (the default verb)"),
     "eval": ("lw_jax.evaluate", "measures a trained wire beside its controls; --workdir alone is enough"),
@@ -198,6 +201,7 @@ def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, 
     if args.verb != "train":
         folder.check_agreement(cfg, workdir)
     elif os.environ.get("SLURM_PROCID", "0") == "0":  # of several processes one writes
+        folder.lock(workdir)
         folder.write_workdir(workdir, cfg=cfg, base=found.defaults.to_dict(), command=sys.argv)
     if args.verb == "answer":
         request["request"] = _asking(args)
@@ -295,29 +299,42 @@ def _planning(args: argparse.Namespace, assignments: dict[str, str], own: dict[s
     return slurm.Request(config, assignments, ROOT, target, site, args.submit, output, args.hours, measured)
 
 
+def _run(args: argparse.Namespace, assignments: dict[str, str]) -> int:
+    from lw_jax.core import platform
+
+    platform.reserve_memory()
+    request = prepare(args, assignments)
+    computes = args.verb not in ("show", "report", "plan", "slurm") and not args.target
+    if computes and (line := platform.hide_idle_cuda()):
+        print(line, file=sys.stderr)
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is absent, as it should be
+    module = "lw_jax.jobs" if "kind" in request else VERBS[args.verb][0]
+    return importlib.import_module(module).main(request.pop("cfg"), **request) or 0
+
+
 def main(argv: list[str]) -> int:
     """Runs one verb; returns the exit code: 0, 2 for what the user can mend, 130 interrupted, or the verb's own."""
-    from lw_jax.core import config_file, platform
+    from lw_jax.core import config_file, stopping
 
     try:
         assignments, words = config_file.take_assignments(argv)
         args = parse(words)
-        platform.reserve_memory()
-        request = prepare(args, assignments)
-        computes = args.verb not in ("show", "report", "plan", "slurm") and not args.target
-        if computes and (line := platform.hide_idle_cuda()):
-            print(line, file=sys.stderr)
-        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is absent, as it should be
-        module = "lw_jax.jobs" if "kind" in request else VERBS[args.verb][0]
-        return importlib.import_module(module).main(request.pop("cfg"), **request) or 0
+        with stopping.at_once() if args.verb == "train" else contextlib.nullcontext():
+            return _run(args, assignments)
     except (UserError, PlacementError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if isinstance(error, BrokenPipeError):  # the reader of a pipe has left, as `head` does
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
+        if error.errno not in UNWRITABLE:
+            raise
+        where = "--workdir names a run's folder, LW_JAX_CACHE that of what is fetched, made and compiled"
+        print(f"error: {error.filename or 'a file'}: {error.strerror}; {where}", file=sys.stderr)
+        return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of a pipe has left, as `head` does
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from lw_jax import api, exchange
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.models import codec
+from lw_jax.workdir import check_writable
 
 
 def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: exchange.Request) -> int:
@@ -22,6 +23,8 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: excha
         codec.read_frame(request.message)
     else:
         api.resolve_channel(cfg.encoder, bits=request.bits, slots=request.slots, width=request.width)
+    if request.write not in ("", "-"):
+        check_writable(Path(request.write).absolute().parent, remedy="choose another file for --write")
     told = sys.stderr if request.write == "-" else sys.stdout
     with contextlib.redirect_stdout(told):
         wire = api.open_wire(cfg, workdir)

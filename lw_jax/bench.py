@@ -35,6 +35,7 @@ from lw_jax.program import Program
 from lw_jax.recipes import pretrained
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.timing import Ceilings, Spread
+from lw_jax.workdir import check_writable
 from lw_jax.workload import Row
 from sharding import place
 from sharding.placement import Placement
@@ -71,6 +72,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: Reque
         UserError: several processes, a part that the recipe does not have, or one that needs what cannot be had.
     """
     del resolved
+    check_writable(workdir, remedy="the figures are kept in the run's folder: choose --workdir")
     found = Predicted(cfg, request.target) if request.target else _start(cfg, request.repeats)
     placement, rows = found.placement, []
     for part in request.parts or found.parts:

@@ -7,6 +7,7 @@ checkpoint. (Orbax 0.12.8 alone reads a flipped bit of an array without complain
 
 import dataclasses
 import errno
+import functools
 import hashlib
 import json
 import logging
@@ -15,6 +16,7 @@ import os
 import re
 import shutil
 import sys
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -24,6 +26,7 @@ import orbax.checkpoint as ocp
 
 from lw_jax.core import tree
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
 
 RECORD = "record.json"
@@ -42,6 +45,7 @@ class Restored:
     state: dict[str, Tree]
     data: dict[str, Any]
     note: str
+    metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # empty: it was not validated
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +76,7 @@ class Checkpointer:
                 self._check_identity(step, record["identity"], identity)
             self._tell_unknown_content()
         logging.getLogger("absl").addFilter(_is_told_only_there)
+        _quiet_late_arrays()
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(),
             async_options=ocp.options.AsyncOptions(post_finalization_callback=self._write_record),
@@ -116,6 +121,26 @@ class Checkpointer:
         if wait:
             self._finish()
 
+    def add_score(self, step: int, nll: float) -> None:
+        """Gives the step last saved or restored here its score, by which it can be the best.
+
+        The record is replaced as a whole: a kill leaves the checkpoint with its score or without.
+        """
+        self._finish()
+        assert step == self._saved, f"{step} is not the newest checkpoint, {self._saved}"
+        if jax.process_index() != 0:
+            return
+        path = self._folder / str(step) / RECORD
+        record = _read_record(path)
+        if isinstance(record, _Damage):
+            raise UserError(f"{path.parent}: its score cannot be added: {record.reason}; start the command again")
+        try:
+            with whole(path) as partial:
+                _write_record(partial, record | {"metrics": record["metrics"] | {BEST: nll}})
+        except OSError as error:
+            raise UserError(f"{path}: its score cannot be added: {error.strerror}; the checkpoint is whole") from error
+        self._remove_old()
+
     def restore(
         self, abstract_state: dict[str, Tree], *, which: Literal["latest", "best"] = "latest"
     ) -> Restored | None:
@@ -136,7 +161,7 @@ class Checkpointer:
             note = self._tell_damage(f"took {step}")
             state = self._read(step, abstract_state)
             self._saved = step
-            return Restored(step, state, records[step]["data"], note)
+            return Restored(step, state, records[step]["data"], note, records[step]["metrics"])
         if self._damaged:
             raise UserError(
                 f"{self._folder}: no usable checkpoint, {self._tell_damage('none is left')}; bring one back from a "
@@ -204,10 +229,7 @@ class Checkpointer:
         folder = unfinished[0] if unfinished else self._folder / str(step)
         written = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != TIMES)
         body = record | {"files": {str(path.relative_to(folder)): _measure(path) for path in written}}
-        with (folder / RECORD).open("w") as file:
-            json.dump({"sha256": _digest(body), "record": body}, file, sort_keys=True)
-            file.flush()
-            os.fsync(file.fileno())
+        _write_record(folder / RECORD, body)
 
     def _read_records(self) -> dict[int, dict[str, Any]]:
         """Returns step -> record of every whole record, and notes the others as damaged."""
@@ -325,6 +347,23 @@ def _is_told_only_there(entry: logging.LogRecord) -> bool:
     return not (entry.exc_info and "orbax" in entry.pathname)
 
 
+@functools.cache
+def _quiet_late_arrays() -> None:
+    """Drops what is printed of the arrays that were still to be written when the first one failed, as on a full disk.
+
+    Their futures report to an event loop that orbax has closed by then: dozens of tracebacks without the cause.
+    """
+    before = sys.unraisablehook
+
+    def tell(told: "sys.UnraisableHookArgs") -> None:
+        frames = [frame for frame, _ in traceback.walk_tb(told.exc_traceback)]
+        within = frames[-1].f_globals.get("__name__", "") if frames else ""
+        if str(told.exc_value) != "Event loop is closed" or not within.startswith("asyncio."):
+            before(told)
+
+    sys.unraisablehook = tell
+
+
 def _scores(records: dict[int, dict[str, Any]]) -> dict[int, float]:
     found = {step: record["metrics"].get(BEST) for step, record in records.items()}
     return {step: value for step, value in found.items() if value is not None and math.isfinite(value)}
@@ -336,6 +375,13 @@ def _say_leaf(leaf: list[Any] | None) -> str:
 
 def _digest(record: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def _write_record(path: Path, record: dict[str, Any]) -> None:
+    with path.open("w") as file:
+        json.dump({"sha256": _digest(record), "record": record}, file, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
 
 
 def _measure(path: Path) -> list[Any]:

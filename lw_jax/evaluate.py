@@ -1,25 +1,34 @@
 """The verb `eval`: a trained wire beside its controls, and the quality of its answers against bytes on the wire."""
 
 import dataclasses
+import functools
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
-from lw_jax import figures
+from lw_jax import figures, fit
 from lw_jax.api import TrainedWire, open_wire
 from lw_jax.core.config import Config, Eval
+from lw_jax.core.errors import UserError
+from lw_jax.core.files import write_whole
 from lw_jax.data import batches
 from lw_jax.evals import curve, geometry, joint, rows
 from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.workdir import check_writable
 from sharding import place
+
+_T = TypeVar("_T")
 
 
 def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     """Measures `eval.examples` validation examples from the best checkpoint (the latest where none was validated)."""
     del resolved
+    if jax.process_index() == 0:
+        check_writable(workdir, remedy="`eval` leaves its results in the run's folder: copy it to where you can write")
     wire = open_wire(cfg, workdir)
     found = evaluate(wire)
     if jax.process_index() == 0:
@@ -45,14 +54,17 @@ class Evaluation:
 def evaluate(wire: TrainedWire) -> Evaluation:
     """Returns what `cfg.eval` of the wire's configuration asks for."""
     cfg = wire.recipe.cfg
-    asked, told = _asked(wire.recipe), {"resamples": cfg.eval.resamples, "seed": cfg.seed}
-    measured = measure(wire)
+    told = {"resamples": cfg.eval.resamples, "seed": cfg.seed}
+    batch = _batch(wire.recipe)
+    measured = measure(wire, batch)
     used, bench = measured.latents[different_inputs(measured, wire.recipe.layout)], _bench(wire)
     sizes = None
-    if asked.curve != "none":
-        sizes = curve.sweep(bench, measured, asked=asked, encoder=wire.encoder_fingerprint, seed=cfg.seed)
+    if cfg.eval.curve != "none":
+        named = {"encoder": wire.encoder_fingerprint, "seed": cfg.seed}
+        sizes = _fitting(batch, cfg.eval, lambda asked: curve.sweep(bench, measured, asked=asked, **named))
+    layout = wire.recipe.layout
     return Evaluation(
-        joint=joint.pick(bench, measured, wire.recipe.layout, asked=asked, seed=cfg.seed),
+        joint=_fitting(batch, cfg.eval, lambda asked: joint.pick(bench, measured, layout, asked=asked, seed=cfg.seed)),
         measured=measured,
         summary=rows.summarise(measured.records, **told),
         readers=rows.compare(measured.records, **told),
@@ -62,14 +74,15 @@ def evaluate(wire: TrainedWire) -> Evaluation:
     )
 
 
-def measure(wire: TrainedWire) -> rows.Measured:
+def measure(wire: TrainedWire, batch: fit.Batch | None = None) -> rows.Measured:
     """Returns one record per example, reader and row, and what they were made of."""
+    batch = batch or _batch(wire.recipe)
     encoded = wire.recipe.data("validation", rows=wire.recipe.cfg.eval.rows)
     for line in encoded.describe():
         print(line, flush=True)
     if wire.recipe.cfg.eval.layers == "apart":
         print("answers: each layer's weights are an array of their own (eval.layers)", flush=True)
-    return rows.measure(_bench(wire), encoded, asked=_asked(wire.recipe))
+    return _fitting(batch, wire.recipe.cfg.eval, lambda asked: rows.measure(_bench(wire), encoded, asked=asked))
 
 
 def predict(recipe: LatentWire) -> rows.Predict:
@@ -98,10 +111,10 @@ def write(found: Evaluation, workdir: Path, *, step: int) -> list[Path]:
         names += ["bytes.csv", "bytes.png"]
         curve.write_csv(found.sizes, workdir / "bytes.csv")
         figures.draw_curve(found.sizes).savefig(workdir / "bytes.png", dpi=130)
-    (workdir / "eval.json").write_text(_to_json(result, indent=2) + "\n", encoding="utf-8")
     lines = (_to_json(record) + "\n" for record in found.measured.records)
-    (workdir / "predictions.jsonl").write_text("".join(lines), encoding="utf-8")
-    (workdir / "slots.json").write_text(_to_json(found.slots) + "\n", encoding="utf-8")
+    write_whole(workdir / "eval.json", _to_json(result, indent=2) + "\n")
+    write_whole(workdir / "predictions.jsonl", "".join(lines))
+    write_whole(workdir / "slots.json", _to_json(found.slots) + "\n")
     return [workdir / name for name in names]
 
 
@@ -128,9 +141,18 @@ def _bench(wire: TrainedWire) -> rows.Bench:
     )
 
 
-def _asked(recipe: LatentWire) -> Eval:
-    asked = recipe.cfg.eval
-    return dataclasses.replace(asked, batch=place.round_up(asked.batch, recipe.placement.data))
+def _batch(recipe: LatentWire) -> fit.Batch:
+    size, multiple = recipe.cfg.eval.batch, recipe.placement.data
+    return fit.Batch(place.round_up(size, multiple), multiple=multiple, tell=functools.partial(print, flush=True))
+
+
+def _fitting(batch: fit.Batch, asked: Eval, compute: Callable[[Eval], _T]) -> _T:
+    """Returns what is computed in batches that fit into memory."""
+    try:
+        return batch.run(lambda size: compute(dataclasses.replace(asked, batch=size)))
+    except fit.OutOfMemory as error:
+        remedy = "split the readers (--config.mesh.placement=tensor) or store them in fewer bits"
+        raise UserError(f"{error}; {remedy}") from error
 
 
 def different_inputs(measured: rows.Measured, layout: batches.Layout) -> list[int]:

@@ -11,6 +11,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.models import lora
 from lw_jax.recipes.dpo import DPO
+from lw_jax.workdir import check_writable
 from sharding import placement
 
 FLAGS = {"dpo": ("peft", "merged"), "ttt": ("model",)}  # of each recipe
@@ -23,6 +24,8 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, folders: Mappi
     if strange := sorted(folders.keys() - set(known)):
         told = f"takes {' and '.join(f'--{flag}' for flag in known)}" if known else "has nothing to export"
         raise UserError(f"{workdir}: --{strange[0]}: a run of recipe {cfg.recipe!r} {told}")
+    for flag, folder in folders.items():
+        check_writable(folder, remedy=f"choose another folder for --{flag}")
     if cfg.recipe == "ttt":
         lm = language.load_trained(cfg, workdir)
         lm.save(folders["model"])

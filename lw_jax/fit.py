@@ -3,16 +3,20 @@
 import contextlib
 import dataclasses
 from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import jax
 
 from lw_jax import memory
 from lw_jax.core import runtime
 from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
 from lw_jax.core.types import DTYPES, Tree
 from lw_jax.memory import Needs, bytes_of
 from lw_jax.program import Program
+from sharding import place
 
+_T = TypeVar("_T")
 GROWING = 0.7  # share of activations that at least grows with the micro-batch (0.8 and more in docs/planning.md)
 LINED = 4  # sizes measured before halving: the ends, the one on the line and its neighbour settle a straight line
 
@@ -54,6 +58,36 @@ def out_of_memory() -> Iterator[None]:
         if "RESOURCE_EXHAUSTED" not in str(error) and "out of memory" not in str(error).lower():
             raise
         raise OutOfMemory(" ".join(str(error).split())[:300]) from error
+
+
+class Batch:
+    """A number of examples that is halved until a computation which changes nothing fits into memory.
+
+    Smaller ones stay: the next computation begins with what fitted. `multiple` divides it: the data axis.
+    """
+
+    def __init__(self, size: int, *, multiple: int, tell: Callable[[str], None]):
+        self.size, self._multiple, self._tell = size, multiple, tell
+
+    def run(self, compute: Callable[[int], _T]) -> _T:
+        """Returns what `compute` makes of the size; begins anew with half of it each time that memory runs out.
+
+        Raises:
+          OutOfMemory: the smallest size does not fit.
+          UserError: of several processes one ran out of memory, and the others wait for it.
+        """
+        while True:
+            try:
+                with out_of_memory():
+                    return compute(self.size)
+            except OutOfMemory as error:
+                if jax.process_count() > 1:
+                    rule = "processes cannot agree on another one by now; everything up to here is saved"
+                    raise UserError(f"out of memory with eval.batch={self.size}: {rule}; set it to less") from error
+                if self.size <= self._multiple:
+                    raise OutOfMemory(f"out of memory with one example a device: {error}") from error
+                before, self.size = self.size, place.round_up(self.size // 2, self._multiple)
+                self._tell(f"out of memory with eval.batch={before}: now {self.size}; the figures stay the same")
 
 
 def needs_of(

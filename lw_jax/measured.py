@@ -16,7 +16,7 @@ from lw_jax import targets
 from lw_jax.core import schema
 from lw_jax.core.config import Config, diff, flatten, meaning, to_dict
 from lw_jax.core.errors import UserError
-from lw_jax.workdir import read_config, read_rows
+from lw_jax.workdir import read_config, read_metrics, read_rows
 from sharding.placement import Placement
 
 FILE = "hardware.json"
@@ -74,7 +74,7 @@ def write_hardware(workdir: Path, cfg: Config, placed: Placement) -> None:
     file, metrics = workdir / FILE, workdir / "metrics.jsonl"
     if file.exists() and _parse(file)[0] == now:
         return
-    logged = [row["step"] for row in read_rows(metrics)] if metrics.exists() else []
+    logged = [row["step"] for row in read_metrics(metrics)] if metrics.exists() else []
     since = {"since_step": max(logged, default=0), "since_time": time.time() if logged else 0.0}
     workdir.mkdir(parents=True, exist_ok=True)
     file.write_text(json.dumps(dataclasses.asdict(now) | since, indent=2) + "\n", encoding="utf-8")
@@ -92,7 +92,7 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
     hardware, since_step, since_time = _parse(workdir / FILE)
     _check_machine(workdir, hardware, plan)
     log = workdir / "metrics.jsonl"
-    rows = [row for row in read_rows(log) if row.get("step", 0) > since_step] if log.exists() else []
+    rows = [row for row in read_metrics(log) if row["step"] > since_step] if log.exists() else []
     laps = [row.get("train/seconds_per_step") for row in rows]
     found = [lap for lap in laps if isinstance(lap, (int, float)) and math.isfinite(lap) and lap > 0]
     if not found:

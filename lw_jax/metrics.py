@@ -5,7 +5,7 @@ import json
 import math
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Self
 
@@ -14,16 +14,21 @@ from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
-from lw_jax.workdir import read_rows
+from lw_jax.core.files import whole, write_whole
+from lw_jax.workdir import read_metrics
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl`; on a resumed run, lines beyond the step taken up are dropped first."""
+    """Appends to `metrics.jsonl`; on a resumed run, rows beyond the step taken up are dropped first.
 
-    def __init__(self, path: Path, *, resumed_step: int = 0):
+    `revalidate` drops that step's validation too. The file is replaced as a whole, a link by a file of the run's own.
+    """
+
+    def __init__(self, path: Path, *, resumed_step: int = 0, revalidate: bool = False):
         self.path = path
-        kept = [row for row in read(path) if row["step"] <= resumed_step] if path.exists() else []
-        path.write_text("".join(json.dumps(row) + "\n" for row in kept), encoding="utf-8")
+        rows = read(path) if resumed_step and path.exists() else []
+        kept = [row for row in rows if _is_kept(row["step"], row.keys(), resumed_step, revalidate)]
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
 
     def write(self, step: int, values: dict[str, Any]) -> None:
         """Appends one line at once, so that a killed run keeps what it logged."""
@@ -35,8 +40,13 @@ class MetricsLog:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a metrics file; a last line cut by a crash is left out."""
-    return read_rows(path)
+    """Returns the rows of a metrics file, each with its "step"; see `workdir.read_rows`."""
+    return read_metrics(path)
+
+
+def _is_kept(step: int, names: Iterable[str], resumed_step: int, revalidate: bool) -> bool:
+    validates = any(name.startswith("validation/") for name in names)
+    return step < resumed_step or (step == resumed_step and not (revalidate and validates))
 
 
 class TensorBoard:
@@ -47,10 +57,12 @@ class TensorBoard:
     the queue of tensorboardX's SummaryWriter, so that a killed run keeps what it logged.
     """
 
-    def __init__(self, folder: Path, *, resumed_step: int = 0):
+    def __init__(self, folder: Path, *, resumed_step: int = 0, revalidate: bool = False):
         folder.mkdir(parents=True, exist_ok=True)
         for file in folder.glob("events.out.tfevents.*"):
-            file.write_bytes(_keep_events(file.read_bytes(), last_step=resumed_step))
+            kept = _keep_events(file.read_bytes(), resumed_step=resumed_step, revalidate=revalidate)
+            with whole(file) as partial:
+                partial.write_bytes(kept)
         # EventsWriter names a file by the second and overwrites a file of that name.
         self._writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
 
@@ -68,7 +80,7 @@ class TensorBoard:
         self._writer.flush()
 
 
-def _keep_events(data: bytes, *, last_step: int) -> bytes:
+def _keep_events(data: bytes, *, resumed_step: int, revalidate: bool) -> bytes:
     """Returns the records of an event file up to a step, without what a crash has cut or damaged.
 
     A record is TensorFlow's TFRecord: u64 length, u32 CRC of it, the event, u32 CRC of that.
@@ -82,7 +94,8 @@ def _keep_events(data: bytes, *, last_step: int) -> bytes:
             event = Event.FromString(data[start + 12 : end - 4])
         except DecodeError:
             break
-        if event.step <= last_step:
+        names = [value.tag for value in event.summary.value]
+        if event.step == 0 or _is_kept(event.step, names, resumed_step, revalidate):  # 0: the file's version
             kept.append(data[start:end])
         start = end
     return b"".join(kept)

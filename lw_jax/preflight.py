@@ -1,7 +1,7 @@
 """What is wrong with a run before it starts: each finding one line, an error where its result would be void."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
@@ -10,6 +10,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.data import documents
 
+FEWEST_JUDGED = 100  # steps of a run whose latents must be worth something at its end, whatever train.alarm_step says
 LONG_WARMUP = 0.5  # of a stage; beyond it most of the run is slower than it was meant to be
 
 
@@ -34,9 +35,18 @@ class Inspected(Protocol):
         ...
 
 
+@runtime_checkable
+class Alarmed(Protocol):
+    """A recipe that can tell from a validation that a run is worth nothing (`recipes.base.Watched`)."""
+
+    def collapse(self, step: int, values: Mapping[str, float]) -> str:
+        """Returns what is wrong and by how much, or nothing."""
+        ...
+
+
 def inspect(cfg: Config, recipe: object) -> list[Finding]:
     """Returns all that is found, errors first."""
-    found = [*_schedule(cfg), *_cadence(cfg)]
+    found = [*_schedule(cfg), *_cadence(cfg), *_alarm(cfg, recipe)]
     if isinstance(recipe, Inspected):
         found += recipe.findings()
     return sorted(found, key=lambda one: not one.void)
@@ -46,6 +56,29 @@ def refuse(found: Sequence[Finding]) -> None:
     """Raises UserError with every error."""
     if errors := [one.text for one in found if one.void]:
         raise UserError("; ".join(errors))
+
+
+def alarm_step(train: config.Train) -> int:
+    """Returns the step from which on a collapse stops the run; 0: never.
+
+    Of a run that is shorter than `train.alarm_step` it is the last one; one of a few steps is a trial, and not judged.
+    """
+    if train.alarm_step <= train.steps:
+        return train.alarm_step
+    return train.steps if train.steps >= FEWEST_JUDGED else 0
+
+
+def _alarm(cfg: Config, recipe: object) -> list[Finding]:
+    told = f"train.alarm_step={cfg.train.alarm_step}"
+    if recipe is None:  # asked before it is made
+        return []
+    if not isinstance(recipe, Alarmed):
+        lost = f"recipe {cfg.recipe!r} has no such alarm, it cannot fire; 0 says so"
+        return [Finding(False, f"{told}: {lost}")] if cfg.train.alarm_step else []
+    if alarm_step(cfg.train):
+        return []
+    lost = f"it cannot fire: the run's {cfg.train.steps} steps are too few to judge" if cfg.train.alarm_step else "off"
+    return [Finding(False, f"{told}: {lost}; a run whose latents are worth nothing is not stopped")]
 
 
 def _schedule(cfg: Config) -> list[Finding]:

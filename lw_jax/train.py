@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +16,13 @@ from jax.sharding import PartitionSpec as P
 from lw_jax import fit, measured, metrics, optim, plan, preflight, recipes, sources
 from lw_jax.checkpoint import Checkpointer
 from lw_jax.core import config, runtime
-from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data import examples
-from lw_jax.data.course import Course, Stream, widths_of
-from lw_jax.data.loader import Loader, eval_batches
+from lw_jax.data.course import Course, widths_of
+from lw_jax.data.loader import Loader
+from lw_jax.held_out import HeldOut
 from lw_jax.live import Live
 from lw_jax.monitor import Devices, Sampler
 from lw_jax.program import Program
@@ -57,6 +57,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     identity = recipes.identity(recipe, cfg)
     with Checkpointer(workdir / "checkpoints", keep=cfg.train.keep, identity=identity) as checkpointer:
         run = Run(cfg, recipe, checkpointer, workdir)
+        run.prepare()  # until here a signal ends the process at once (`stopping.at_once`): there is nothing to save
         with runtime.Preemption() as preemption:
             return run.train(preemption.requested)
 
@@ -99,6 +100,10 @@ class Run:
         self.schedule = optim.schedule(cfg.optim, self.program.stretches)
         self.state: State = {}
         self._pending: tuple[int, Tree] | None = None  # a step's values that are not read yet
+        self._prepared: tuple[Loader, int, Tree] | None = None
+        self._saved: int | None = None  # the newest checkpoint
+        self._owed = False  # the restored checkpoint's validation was not finished
+        self.held_out = HeldOut(self.program, tell=lambda line: self._tell([line]))
         self.live = Live(cfg.train.steps, enabled=jax.process_index() == 0)
         self.logs: list[metrics.MetricsLog | metrics.TensorBoard] = []
         used = {device for mesh in self.placement.meshes for device in mesh.local_devices}
@@ -108,8 +113,8 @@ class Run:
             path=workdir / f"devices{number}.jsonl" if workdir else None,
         )
 
-    def train(self, stop_requested: Callable[[int], bool]) -> int:
-        """Builds or restores the state and runs the loop; returns 0 or `runtime.REQUEUE`."""
+    def prepare(self) -> None:
+        """Opens the data, fits the micro-batch, and builds or restores the state."""
         course = self.recipe.course()
         self._tell(course.describe())
         loader = Loader(
@@ -123,6 +128,15 @@ class Run:
         self._start = loader.state()
         first, frozen = self._restore_or_build(loader)
         self._tell([self._describe_batch()])
+        self._prepared = loader, first, frozen
+
+    def train(self, stop_requested: Callable[[int], bool]) -> int:
+        """Runs the loop, after `prepare` where that was not called; returns 0 or `runtime.REQUEUE`."""
+        if self._prepared is None:
+            self.prepare()
+        assert self._prepared is not None
+        loader, first, frozen = self._prepared
+        self._prepared = None  # or a second copy of the frozen weights would be held after a restart
         with contextlib.ExitStack() as stack:
             stack.enter_context(self.sampler)
             view = Live(self.cfg.train.steps, first, enabled=jax.process_index() == 0, devices=self.sampler.describe)
@@ -153,8 +167,9 @@ class Run:
         if self.workdir is None or jax.process_index() != 0:
             yield
             return
-        with metrics.TensorBoard(self.workdir / "tensorboard", resumed_step=first) as board:
-            self.logs = [metrics.MetricsLog(self.workdir / "metrics.jsonl", resumed_step=first), board]
+        told = {"resumed_step": first, "revalidate": self._owed}
+        with metrics.TensorBoard(self.workdir / "tensorboard", **told) as board:
+            self.logs = [metrics.MetricsLog(self.workdir / "metrics.jsonl", **told), board]
             yield
 
     def _log(self, step: int, values: dict[str, float]) -> None:
@@ -208,7 +223,8 @@ class Run:
         restored = self.checkpointer.restore(self.program.state()) if self.checkpointer else None
         if restored is not None:
             self._tell([f"goes on from step {restored.step}"])
-            self.state = restored.state
+            self.state, self._saved = restored.state, restored.step
+            self._owed = self._is_validated(restored.step) and not restored.metrics
             loader.restore(restored.data)
             return restored.step, self.recipe.load_frozen() if frozen is None else frozen
         weights = self.recipe.build(frozen)
@@ -218,6 +234,7 @@ class Run:
         step = jax.device_put(jnp.zeros((), jnp.int32), replicated)
         self.state = {"trainable": weights.trainable, "opt_state": opt_state, "step": step}
         loader.restore(self._start)
+        self._owed = False
         return 0, weights.frozen
 
     def _loop(
@@ -230,6 +247,9 @@ class Run:
         train = self.cfg.train
         clock = metrics.Clock(first, train.steps)
         self._pending = None
+        owed, self._owed = self._owed, False
+        if owed and not self._validate(first, frozen, clock, stop_requested):
+            return runtime.REQUEUE
         put = functools.partial(place.put_batch, accumulation=self.accumulation)
         for step in range(first + 1, train.steps + 1):
             self._before = loader.state()
@@ -249,73 +269,66 @@ class Run:
             self._pending = (step, values)
             self.live.advance(step)
             stop = stop_requested(step)
-            # Asked to stop, the time left before the kill is for saving: validation could outlast it.
-            validated = None if stop and step < train.steps else self._validate_if_due(step, frozen, clock)
-            collapse = self._collapse(step, validated)
-            stop |= bool(collapse) and train.alarm == "stop"
-            if self.checkpointer and (step % train.checkpoint_every == 0 or step == train.steps or stop):
-                with fit.out_of_memory():
-                    self._check_finite(step, values)
-                best = {"nll": validated["loss"]} if validated else None
-                wait = stop or step == train.steps
-                self.checkpointer.save(step, self.state, data=loader.state(), metrics=best, wait=wait)
-            if stop and step < train.steps:
-                self._report_pending(clock)
-                if collapse and train.alarm == "stop":
-                    raise UserError(f"{collapse}. {_REMEDY}")
+            validated = self._is_validated(step)
+            if self.checkpointer and (validated or step % train.checkpoint_every == 0 or stop):
+                with fit.out_of_memory():  # logged before it is saved, so that a kill in between leaves no gap
+                    self._report_pending(clock, final=step == train.steps)
+                with clock.paused() if validated else contextlib.nullcontext():
+                    self.checkpointer.save(step, self.state, data=loader.state(), wait=stop or validated)
+                self._saved = step
+            if stop and (validated or step < train.steps):
+                # Without a validation, which could outlast the time left before the kill: the next start makes it up.
                 self._tell([f"stopped on request at step {step}; the same command goes on from there"])
+                return runtime.REQUEUE
+            if validated and not self._validate(step, frozen, clock, stop_requested):
                 return runtime.REQUEUE
         with fit.out_of_memory():
             self._report_pending(clock, final=True)
         return 0
 
-    def _validate_if_due(self, step: int, frozen: Tree, clock: metrics.Clock) -> dict[str, float] | None:
+    def _is_validated(self, step: int) -> bool:
+        """Says whether a step is saved, then validated, whatever `train.checkpoint_every` says."""
         train = self.cfg.train
-        due = step in (train.steps, train.alarm_step) or (train.eval_every > 0 and step % train.eval_every == 0)
-        if self.checkpointer is None or not due:
-            return None
-        with fit.out_of_memory():
-            jax.block_until_ready(self.state)  # or the steps under way would count as validation
-        with clock.paused():
-            values = self.validate(frozen)
-        # Of further data sets the NLL alone: the files have the rest.
-        prefixes = ("detail/", *(prefix for prefix, _ in self._validation if prefix))
-        shown = {name: value for name, value in values.items() if "nll/" in name or not name.startswith(prefixes)}
-        self._tell([f"step {step}  validation  " + _words(shown)])
-        self._log(step, {f"validation/{name}": value for name, value in values.items()})
-        return values
+        due = step in (train.steps, preflight.alarm_step(train)) or (train.eval_every and step % train.eval_every == 0)
+        return self.checkpointer is not None and bool(due)
 
-    def _collapse(self, step: int, validated: dict[str, float] | None) -> str:
+    def _validate(self, step: int, frozen: Tree, clock: metrics.Clock, stop_requested: Callable[[int], bool]) -> bool:
+        """Gives the checkpoint of a step its score; says False where it was stopped on request.
+
+        The score comes last: a checkpoint without one is validated again when it is restored.
+
+        Raises:
+          UserError: the run has collapsed and `train.alarm` is "stop".
+        """
+        assert self.checkpointer is not None, "only what is saved is validated"
+        try:
+            with clock.paused():
+                values = self.held_out.measure(self.state["trainable"], frozen, lambda: stop_requested(step))
+        except fit.OutOfMemory as error:
+            lost = "the checkpoint has no score, and no collapse can be seen"
+            self._tell([f"step {step}: not validated: {error}; {lost}. Shorten what is held out, or split the readers"])
+            return True
+        if values is None:
+            self._tell([f"stopped on request in the validation of step {step}; the same command goes on from there"])
+            return False
+        self._tell([f"step {step}  validation  {self.held_out.describe(values)}"])
+        self._log(step, {f"validation/{name}": value for name, value in values.items()})
+        collapse = self._collapse(step, values)
+        if collapse and self.cfg.train.alarm == "stop":
+            raise UserError(f"{collapse}. {_REMEDY}")
+        if values:
+            self.checkpointer.add_score(step, values["loss"])
+        return True
+
+    def _collapse(self, step: int, validated: dict[str, float]) -> str:
         """Returns what is wrong with a run that is worth nothing, from the step on at which that can be said."""
-        alarm = self.cfg.train.alarm_step
-        if validated is None or not alarm or step < alarm or not isinstance(self.recipe, Watched):
+        alarm = preflight.alarm_step(self.cfg.train)
+        if not alarm or step < alarm or not isinstance(self.recipe, Watched):
             return ""
         found = self.recipe.collapse(step, validated)
         if found:
             self._tell([found])
         return found
-
-    def validate(self, frozen: Tree) -> dict[str, float]:
-        """Returns the loss of the first data set and the mean metrics of each, weighted by their tokens."""
-        key = rngs.stream(self.cfg.seed, "validation")
-        found: dict[str, float] = {}
-        size = place.round_up(self.cfg.eval.batch, self.placement.data)
-        for number, (prefix, encoded) in enumerate(self._validation):
-            sums: dict[str, list[float]] = {}
-            for batch in eval_batches(encoded, batch=size, limit=self.cfg.eval.examples):
-                placed = place.put_parts(_masked(batch), self.placement, place.put_eval)
-                terms = self.program.step.evaluate(self.state["trainable"], frozen, placed, key)
-                loss = {} if number else {"loss": (terms.sum, terms.weight)}
-                for name, pair in (terms.terms | loss).items():
-                    total = sums.setdefault(prefix + name, [0.0, 0.0])
-                    total[0] += float(pair[0])
-                    total[1] += float(pair[1])
-            found |= {name: total / weight for name, (total, weight) in sums.items()}
-        return found
-
-    @functools.cached_property
-    def _validation(self) -> Sequence[tuple[str, Stream]]:
-        return self.recipe.validation()
 
     def _report_pending(self, clock: metrics.Clock, *, final: bool = False) -> None:
         """Reports the last step's values, a step late, so that the devices never wait for the host."""
@@ -348,13 +361,24 @@ class Run:
         self._log(step, row | {"examples": step * train.global_batch, **self.sampler.scalars()})
 
     def _check_finite(self, step: int, values: Tree) -> None:
-        loss = float(values["loss"])
-        if not math.isfinite(loss):
-            where = f"; the last good checkpoint in {self.workdir} is kept" if self.workdir else ""
+        """Raises UserError where the step's loss, or its gradient and so the weights after it, is no number."""
+        wrong = {name: float(values[name]) for name in ("loss", "grad_norm") if not math.isfinite(float(values[name]))}
+        if not wrong:
+            return
+        told = ", ".join(f"train/{name} is {value}" for name, value in wrong.items())
+        others = [name for name in values if name not in wrong and not math.isfinite(float(values[name]))]
+        told = f"step {step}: {told}" + (f" (so is {', '.join(others)})" if others else "")
+        optim = self.cfg.optim
+        if step == 1 and "loss" in wrong:
             raise UserError(
-                f"step {step}: train/loss is {loss}{where}. Lower optim.learning_rate={self.cfg.optim.learning_rate} "
-                f"or optim.clip_norm={self.cfg.optim.clip_norm}, or raise optim.warmup_steps"
+                f"{told}, before any weight has moved: a weight, an example or compute.dtype="
+                f"{self.cfg.compute.dtype} makes it so; load other weights, or set --config.compute.dtype=fp32"
             )
+        kept = "no checkpoint was saved yet" if self._saved is None else f"checkpoint {self._saved} is kept"
+        raise UserError(
+            f"{told}; {kept}. Lower optim.learning_rate={optim.learning_rate} or optim.clip_norm={optim.clip_norm}, "
+            "or raise optim.warmup_steps"
+        )
 
     def _describe_batch(self) -> str:
         trainable = sum(leaf.size for leaf in jax.tree.leaves(self.state["trainable"]))
@@ -366,16 +390,3 @@ class Run:
     def _tell(self, lines: list[str]) -> None:
         for line in lines:
             self.live.tell(line)
-
-
-def _masked(batch: Tree) -> Tree:
-    """Drops the examples that only fill the last batch from every weight."""
-    valid = batch["valid"]
-    readers = {
-        name: fields | {"weights": fields["weights"] * valid[:, None]} for name, fields in batch["readers"].items()
-    }
-    return {"source": batch["source"], "readers": readers, "index": batch["index"]}
-
-
-def _words(values: dict[str, float]) -> str:
-    return "  ".join(f"{name} {value:.4g}" for name, value in values.items())

@@ -1,16 +1,24 @@
 """What a run leaves in its folder before anything else, and reads back: the words that made it."""
 
 import dataclasses
+import fcntl
 import importlib.metadata
 import json
+import os
 import platform
 import shlex
+import socket
+import sys
+import tempfile
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict
 
+import msgspec
 from ml_collections import ConfigDict
 
+from lw_jax.core import schema
 from lw_jax.core.config import Config, build, complete, diff, meaning, to_dict
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
@@ -19,6 +27,12 @@ PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "flax", "optax", "orbax-checkpoint", "grain", "transformers"),
     *("tokenizers", "safetensors", "gguf", "ml_collections", "numpy"),
 )
+
+LOCK = "run.lock"
+
+_locks: dict[Path, int] = {}  # of this process: the file descriptors that hold them
+_Value = int | float | str | None
+_TOLD = 3  # skipped lines of a file that are named
 
 
 def read_config(workdir: Path) -> Config:
@@ -42,16 +56,99 @@ def read_config(workdir: Path) -> Config:
         raise UserError(f"{file}: {error} The file must be as training wrote it: restore it.") from error
 
 
-def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a JSON lines file; a last line cut by a crash, and what follows it, is left out."""
-    rows = []
-    with path.open(encoding="utf-8") as file:  # str.splitlines would cut a text at U+2028
-        for line in file:
+def read_rows(path: Path, *, kind: Any = dict[str, Any], required: Any = None) -> list[dict[str, Any]]:
+    """Returns the rows of a JSON lines file.
+
+    A line that is not of the `kind`, or lacks what `required` (a TypedDict) names, is told on standard error and
+    skipped; so is, without a word, a last line that a crash has cut.
+    """
+    rows: list[dict[str, Any]] = []
+    faults: list[str] = []
+    with path.open("rb") as file:  # text would be cut at U+2028, and one broken byte would end it
+        for number, line in enumerate(file, 1):
             try:
-                rows.append(json.loads(line))
-            except json.JSONDecodeError:
-                break
+                row = schema.decode(line, kind, where=f"{path}:{number}", remedy="the line is skipped")
+                if required is not None:
+                    schema.convert(row, required, where=f"{path}:{number}", remedy="the line is skipped")
+            except UserError as error:
+                faults += [str(error)] if line.endswith(b"\n") else []
+            else:
+                rows.append(row)
+    for fault in faults[:_TOLD]:
+        print(fault, file=sys.stderr)
+    if len(faults) > _TOLD:
+        print(f"{path}: {len(faults) - _TOLD} more lines are skipped", file=sys.stderr)
     return rows
+
+
+class _Logged(TypedDict):
+    step: schema.Index
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
+    """Returns the rows of `metrics.jsonl`, each with its "step"; see `read_rows`."""
+    return read_rows(path, kind=dict[str, _Value], required=_Logged)
+
+
+def lock(workdir: Path) -> None:
+    """Takes the run's folder for this process, until it ends in whatever way; taking it again changes nothing.
+
+    `run.lock` names the owner. The lock is flock's, so that the one of a killed process is free, on whatever host.
+
+    Raises:
+      UserError: another process has it, or the file cannot be written.
+    """
+    path = workdir / LOCK
+    if path.absolute() in _locks:
+        return
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW, 0o644)
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; the run's folder must be writable: choose --workdir.") from error
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(file)
+        rule = "two would overwrite each other: wait for it, stop it, or name another --workdir."
+        raise UserError(f"{workdir}: another run is writing here: {_describe_owner(path)}; {rule}") from error
+    except OSError as error:  # Lustre without its mount option "flock", NFS without a lock service
+        told = "this file system has no locks: a second run in the folder would not be noticed"
+        print(f"{path}: {error.strerror}; {told}", file=sys.stderr)
+    user = os.environ.get("USER") or f"uid {os.getuid()}"
+    owner = _Owner(user, socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z"))
+    os.ftruncate(file, 0)
+    os.write(file, msgspec.json.encode(owner))
+    _locks[path.absolute()] = file
+
+
+class _Owner(msgspec.Struct):
+    user: str
+    host: str
+    process: int
+    since: str
+
+
+def _describe_owner(path: Path) -> str:
+    try:
+        owner = schema.read(path, _Owner, remedy="")
+    except (UserError, FileNotFoundError):  # it is just being written
+        return "its owner is not known"
+    return f"{owner.user}, process {owner.process} on {owner.host}, since {owner.since}"
+
+
+def check_writable(folder: Path, *, remedy: str) -> None:
+    """Refuses a folder, there or to be made, in which nothing can be written; asked before any work is done.
+
+    Raises:
+      UserError: names the folder, the reason and the remedy.
+    """
+    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as error:
+        raise UserError(f"{there}: {error.strerror}; nothing can be written there: {remedy}.") from error
 
 
 def load(workdir: str | None, *, verb: str) -> ConfigDict:

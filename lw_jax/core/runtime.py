@@ -1,5 +1,6 @@
 """The process: its start, its devices, its end by signal."""
 
+import math
 import os
 import signal
 import types
@@ -9,9 +10,11 @@ from typing import Any, Self
 
 import jax
 
+from lw_jax.core import stopping
+from lw_jax.core.errors import UserError
 from lw_jax.core.platform import memory_fraction
 
-REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: stopped on request, all is saved, start the same command again
+REQUEUE = stopping.REQUEUE
 
 
 def start() -> bool:
@@ -55,22 +58,32 @@ def describe() -> str:
 def enable_compile_cache(folder: Path) -> None:
     """Keeps compiled programs in `folder` for the next process (those that took JAX's threshold of a second).
 
-    A folder that JAX_COMPILATION_CACHE_DIR names goes before.
+    A folder that JAX_COMPILATION_CACHE_DIR names goes before. One that is there and read-only is read.
+
+    Raises:
+      UserError: the folder is not there and cannot be made.
     """
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        rule = "what is fetched and compiled is kept there: set LW_JAX_CACHE to a folder that can be written"
+        raise UserError(f"{folder}: {error.strerror}; {rule}.") from error
     jax.config.update("jax_compilation_cache_dir", str(folder))
+    if not os.access(folder, os.W_OK):  # or JAX would warn of each program that it cannot keep
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
 
 
 class Preemption:
     """Turns SIGTERM and the first Ctrl-C into a question that the training loop asks after each step.
 
     One process: the handlers only set a flag; a second Ctrl-C raises KeyboardInterrupt at once. Several processes:
-    JAX listens to SIGTERM itself and lets all of them agree on the step, so no handler is installed.
+    JAX listens to SIGTERM itself and lets all of them agree on when, so no handler is installed.
     """
 
     def __init__(self) -> None:
+        self._asked = 0
         self._signal: int | None = None
         self._previous: dict[int, Callable[..., Any] | int | None] = {}
 
@@ -87,12 +100,14 @@ class Preemption:
         self._previous = {}
 
     def requested(self, step: int) -> bool:
-        """Says whether to save and stop after `step`; every process asks at every step and gets the same answer."""
+        """Says whether to save and stop after `step`; every process asks equally often and gets the same answer."""
+        del step
         if jax.process_count() == 1:
             return self._signal is not None
         from jax.experimental import multihost_utils
 
-        return multihost_utils.reached_preemption_sync_point(step)
+        self._asked += 1  # JAX wants a number that grows; a step is asked for again between batches of its validation
+        return multihost_utils.reached_preemption_sync_point(self._asked)
 
     def _hear(self, number: int, _: types.FrameType | None) -> None:
         if number == signal.SIGINT and self._signal == signal.SIGINT:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from lw_jax import metrics
+from lw_jax import metrics, preflight
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
 from tests import tiny
@@ -36,10 +36,25 @@ def test_run_that_is_only_told_goes_on_to_its_end(root, tmp_path, capsys):
     assert [line.split("collapse at step ")[1][0] for line in told] == ["4", "6"], "and at the end again"
 
 
-@pytest.mark.parametrize("changes", [{"train__alarm_step": 0}, {"train__alarm_step": 7}])
-def test_before_the_alarm_s_step_nothing_is_called_a_collapse(root, tmp_path, capsys, changes):
-    code, _, _ = tiny.curve(tiny.make_recipe(root, **USELESS | changes), tmp_path / "run")
+def test_alarm_that_is_off_calls_nothing_a_collapse(root, tmp_path, capsys):
+    code, _, _ = tiny.curve(tiny.make_recipe(root, **USELESS | {"train__alarm_step": 0}), tmp_path / "run")
     assert code == 0 and "collapse" not in capsys.readouterr().out
+
+
+def test_run_shorter_than_the_alarm_s_step_is_judged_at_its_last_and_at_each_start_after_it(
+    root, tmp_path, capsys, monkeypatch
+):
+    monkeypatch.setattr(preflight, "FEWEST_JUDGED", 6)
+    changes = USELESS | {"train__alarm_step": 500, "train__eval_every": 3}
+    with pytest.raises(UserError, match="^collapse at step 6: "):
+        tiny.curve(tiny.make_recipe(root, **changes), tmp_path / "run")
+    assert "collapse at step 3" not in capsys.readouterr().out
+    before = (tmp_path / "run" / "metrics.jsonl").read_text().count("validation/loss")
+    with pytest.raises(UserError, match="^collapse at step 6: "):
+        tiny.curve(tiny.make_recipe(root, **changes), tmp_path / "run")
+    assert (tmp_path / "run" / "metrics.jsonl").read_text().count("validation/loss") == before
+    code, losses, _ = tiny.curve(tiny.make_recipe(root, **changes, train__alarm="tell"), tmp_path / "run")
+    assert code == 0 and len(losses) == 6
 
 
 def write_words(path):
@@ -69,3 +84,9 @@ def test_run_that_learns_is_not_stopped(root, tmp_path):
     gaps = [row[f"validation/shuffled/nll/{name}"] - row[f"validation/nll/{name}"] for name in ("llama", "qwen")]
     assert code == 0 and losses[-1] < losses[0]
     assert max(gaps) > 2 * recipe.cfg.train.alarm_gap, "by a margin, or the test says nothing"
+
+
+def test_trial_of_a_few_steps_is_not_judged(root, tmp_path, capsys):
+    changes = USELESS | {"train__alarm_step": 500, "train__steps": 2, "train__checkpoint_every": 2}
+    code, _, _ = tiny.curve(tiny.make_recipe(root, **changes), tmp_path / "run")
+    assert code == 0 and "collapse" not in capsys.readouterr().out

@@ -1,6 +1,8 @@
 """The command line as a user meets it: where the verb may stand, what each verb is given, what refusals look like."""
 
+import errno
 import json
+import os
 import subprocess
 import sys
 import types
@@ -215,3 +217,28 @@ def test_help_and_show_start_no_heavy_library(argv: str) -> None:
     code = f"import sys, run\ntry: run.main({argv})\nexcept SystemExit: pass\nassert not {heavy} & set(sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT, check=False)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize(
+    ("code", "exit_code"), [(errno.ENOSPC, 2), (errno.EROFS, 2), (errno.EACCES, 2), (errno.EIO, 0)]
+)
+def test_place_that_cannot_be_written_is_one_line_wherever_it_is_found(
+    calls: list[dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    code: int,
+    exit_code: int,
+) -> None:
+    def main(*_: Any, **__: Any) -> int:
+        raise OSError(code, os.strerror(code), "some/file")
+
+    del calls
+    monkeypatch.setattr(sys.modules["lw_jax.train"], "main", main)
+    argv = [*SMOKE, "--workdir", "w"]
+    if exit_code:
+        assert run.main(argv) == exit_code
+        (line,) = capsys.readouterr().err.splitlines()[-1:]
+        assert line.startswith(f"error: some/file: {os.strerror(code)}; ") and "LW_JAX_CACHE" in line
+    else:
+        with pytest.raises(OSError, match="some/file"):
+            run.main(argv)

@@ -1,5 +1,6 @@
 """lw_jax/checkpoint.py keeps its word: exact, atomic, elastic, and honest about damage."""
 
+import asyncio
 import errno
 import json
 import os
@@ -7,6 +8,7 @@ import re
 import subprocess
 import sys
 import textwrap
+import types
 from pathlib import Path
 
 import jax
@@ -17,6 +19,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from lw_jax import checkpoint
 from lw_jax.checkpoint import RECORD, Checkpointer
 from lw_jax.core.errors import UserError
 from sharding import mesh as meshes
@@ -330,3 +333,52 @@ def test_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with reopen(tmp_path / "file" / "checkpoints") as checkpointer, pytest.raises(UserError, match="cannot be written"):
         checkpointer.save(1, make_state(), data={})
+
+
+def test_score_comes_to_the_checkpoint_afterwards_and_decides_the_best(tmp_path):
+    with Checkpointer(tmp_path, keep=1, identity=IDENTITY) as checkpointer:
+        for step, nll in ((1, 2.0), (2, 1.0), (3, 3.0), (4, None)):
+            checkpointer.save(step, make_state(value=step), data={"next_index": step})
+            if nll is not None:
+                checkpointer.add_score(step, nll)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4"]
+    assert sorted(path.name for path in (tmp_path / "2").iterdir()).count(RECORD) == 1
+    with reopen(tmp_path) as checkpointer:
+        newest, best = (checkpointer.restore(abstract(make_state()), which=which) for which in ("latest", "best"))
+    assert (newest.step, newest.metrics, newest.note) == (4, {}, "")
+    assert (best.step, best.metrics, best.note) == (2, {"nll": 1.0}, "")
+    assert_same_bits(best.state, make_state(value=2))
+
+
+def test_score_that_cannot_be_written_leaves_the_checkpoint_whole(tmp_path, monkeypatch):
+    with Checkpointer(tmp_path, keep=1, identity=IDENTITY) as checkpointer, monkeypatch.context() as patch:
+        checkpointer.save(3, make_state(), data={})
+        checkpointer.latest_step()
+
+        def refuse(_):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+        checkpointer._finish()
+        patch.setattr(os, "fsync", refuse)
+        with pytest.raises(UserError, match="No space left"):
+            checkpointer.add_score(3, 1.0)
+    with reopen(tmp_path) as checkpointer:
+        restored = checkpointer.restore(abstract(make_state()))
+    assert (restored.step, restored.metrics, restored.note) == (3, {}, "")
+
+
+def test_arrays_that_come_late_to_a_failed_write_print_nothing_and_other_errors_do(tmp_path, monkeypatch):
+    passed = []
+    monkeypatch.setattr(sys, "unraisablehook", passed.append)
+    checkpoint._quiet_late_arrays.cache_clear()
+    reopen(tmp_path).close()
+    loop = asyncio.new_event_loop()
+    loop.close()
+    for call, argument in ((loop.call_soon_threadsafe, print), (int, "x")):
+        try:
+            call(argument)
+        except (RuntimeError, ValueError) as error:
+            told = {"exc_type": type(error), "exc_value": error, "exc_traceback": error.__traceback__}
+            sys.unraisablehook(types.SimpleNamespace(**told, err_msg=None, object=None))
+    checkpoint._quiet_late_arrays.cache_clear()
+    assert [one.exc_type for one in passed] == [ValueError]

@@ -4,10 +4,12 @@ import dataclasses
 import json
 import math
 
+import jax
 import pytest
 
 from lw_jax import evaluate
 from lw_jax.api import TrainedWire
+from lw_jax.core.errors import UserError
 from tests import tiny
 
 ROWS = ("text", "latents", "shuffled", "none")
@@ -79,3 +81,28 @@ def test_an_input_that_was_written_twice_counts_once_among_the_latents(wire, fou
     measured = found.measured
     double = dataclasses.replace(measured, indices=[*measured.indices, measured.indices[0]])
     assert evaluate.different_inputs(double, wire.recipe.layout) == [0, 1, 2, 3, 4]
+
+
+def exhaust(least):
+    def measure(*_, asked):
+        if asked.batch >= least:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return asked.batch
+
+    return measure
+
+
+def test_what_does_not_fit_into_memory_is_measured_in_smaller_batches(wire, monkeypatch, capsys):
+    monkeypatch.setattr(evaluate.rows, "measure", exhaust(2))
+    assert evaluate.measure(wire) == 1
+    told = [line for line in capsys.readouterr().out.splitlines() if "out of memory" in line]
+    assert ["eval.batch=3: now 1" in line for line in told] == [True]
+    monkeypatch.setattr(evaluate.rows, "measure", exhaust(1))
+    with pytest.raises(UserError, match="one example a device.*mesh.placement=tensor"):
+        evaluate.measure(wire)
+
+
+def test_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(wire, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="Not a directory"):
+        evaluate.main(wire.recipe.cfg, resolved={}, workdir=tmp_path / "file")

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from lw_jax import fit, memory, train
+from lw_jax.core.errors import UserError
 from lw_jax.data.course import widths_of
 from lw_jax.fit import Room
 from lw_jax.memory import Needs
@@ -324,3 +325,29 @@ def test_the_micro_batch_grows_where_the_datas_widths_leave_room(root, monkeypat
     run = train.Run(dataclasses.replace(recipe.cfg, mesh=mesh), recipe, None, None)
     run._fit(course)
     assert run.micro_batch == 8
+
+
+def test_batch_is_halved_in_multiples_until_it_fits_and_stays_so():
+    told, tried = [], []
+
+    def compute(size, least=5):
+        tried.append(size)
+        if size >= least:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return size
+
+    batch = fit.Batch(12, multiple=4, tell=told.append)
+    assert batch.run(compute) == 4 and batch.run(compute) == 4
+    assert tried == [12, 8, 4, 4] and len(told) == 2
+    with pytest.raises(fit.OutOfMemory):
+        batch.run(functools.partial(compute, least=0))
+
+
+def test_batch_of_several_processes_ends_them_instead_of_disagreeing(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def fail(_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    with pytest.raises(UserError, match="eval.batch=8"):
+        fit.Batch(8, multiple=1, tell=print).run(fail)

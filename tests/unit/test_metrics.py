@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import struct
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,6 +42,69 @@ def test_last_line_cut_by_a_crash_is_left_out_and_written_over(tmp_path):
     path.write_text(path.read_text()[:-9])
     assert [row["step"] for row in metrics.read(path)] == [1, 2]
     assert write(path, [3, 4], resumed_step=2) == [1, 2, 3, 4]
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"st',
+        b"5",
+        b"[1]",
+        b'{"a": 1}',
+        b'{"step": "x"}',
+        b'{"step": 3, "a": {}}',
+        b'{"step": 3, "a": "\xff"}',
+        b"[" * 9999,
+    ],
+)
+def test_damaged_line_is_named_and_skipped_and_the_rest_is_kept(tmp_path, capsys, line):
+    path = tmp_path / "metrics.jsonl"
+    write(path, range(1, 6))
+    lines = path.read_bytes().splitlines()
+    path.write_bytes(b"\n".join([*lines[:2], line, *lines[3:], b""]))
+    assert [row["step"] for row in metrics.read(path)] == [1, 2, 4, 5]
+    assert f"{path}:3: " in capsys.readouterr().err
+    assert write(path, [5, 6], resumed_step=4) == [1, 2, 4, 5, 6]
+    assert capsys.readouterr().err.count("\n") == 1, "the file is mended by then"
+
+
+def test_linked_log_is_replaced_and_what_it_links_to_stays(tmp_path):
+    path, target = tmp_path / "metrics.jsonl", tmp_path / "target"
+    write(target, [1, 2, 3])
+    path.symlink_to(target)
+    before = target.read_bytes()
+    assert write(path, [3], resumed_step=2) == [1, 2, 3]
+    assert target.read_bytes() == before and not path.is_symlink()
+
+
+def test_log_is_replaced_as_a_whole(tmp_path, monkeypatch):
+    path = tmp_path / "metrics.jsonl"
+    write(path, [1, 2, 3])
+    before = path.read_bytes()
+
+    def fail(*_):
+        raise OSError("killed here")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="killed here"):
+        metrics.MetricsLog(path, resumed_step=2)
+    assert path.read_bytes() == before and [file.name for file in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_step_that_is_validated_again_loses_its_validation_alone(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    again = {"resumed_step": 2, "revalidate": True}
+    with metrics.TensorBoard(tmp_path / "board") as board:
+        for log in (metrics.MetricsLog(path), board):
+            for step in (1, 2, 3):
+                log.write(step, {"train/loss": 0.5})
+                log.write(step, {"validation/loss": 0.5})
+    metrics.MetricsLog(path, **again)
+    with metrics.TensorBoard(tmp_path / "board", **again):
+        pass
+    kept = [(1, "train/loss"), (1, "validation/loss"), (2, "train/loss")]
+    assert [(row["step"], name) for row in metrics.read(path) for name in row if name != "step"] == kept
+    assert [(step, tag) for step, tag, _ in read_board(tmp_path / "board")] == kept
 
 
 @pytest.mark.parametrize(("value", "text"), [(float("nan"), "nan"), (float("inf"), "inf"), (-float("inf"), "-inf")])

@@ -87,3 +87,21 @@ def test_prompts_that_fill_the_length_are_counted_where_the_rows_are_here(tmp_pa
     if void:
         assert dropped[0].startswith("ERROR: 4") and "dpo.max_length=128" in dropped[0] and found[0] == dropped[0]
     assert any("read each of" in line and "times" in line for line in found), "200 steps of 16 read 54 pairs often"
+
+
+@pytest.mark.parametrize(("name", "step"), [("default", 150), ("smoke", 150), ("squad", 2000)])
+def test_alarm_is_armed_in_runs_shorter_than_its_step_too(name, step):
+    cfg = load(f"configs/{name}.py")
+    assert preflight.alarm_step(cfg.train) == step
+    assert not any("alarm" in line for line in texts(cfg))
+
+
+def test_alarm_that_cannot_fire_is_told():
+    (off,) = [line for line in texts(load("configs/smoke.py", train__alarm_step=0)) if "alarm" in line]
+    assert off.startswith("warning: train.alarm_step=0")
+    (short,) = [line for line in texts(load("configs/smoke.py", train__steps=40)) if "alarm" in line]
+    assert short.startswith("warning: train.alarm_step=500") and "40 steps" in short and "cannot fire" in short
+    assert not any("alarm" in line for line in texts(load("configs/smoke.py", train__steps=40, train__alarm_step=40)))
+    (dead,) = [line for line in texts(load("configs/ttt_smoke.py", train__alarm_step=10)) if "alarm" in line]
+    assert dead.startswith("warning: train.alarm_step=10") and "cannot fire" in dead
+    assert not any("alarm" in line for line in texts(load("configs/ttt_smoke.py")))

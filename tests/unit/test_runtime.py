@@ -9,8 +9,10 @@ from pathlib import Path
 
 import jax
 import pytest
+from jax.experimental import multihost_utils
 
-from lw_jax.core import runtime
+from lw_jax.core import runtime, stopping
+from lw_jax.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 STEP = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n1"}
@@ -122,3 +124,51 @@ def test_compile_cache_is_written_where_asked(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(CACHED), str(folder)]
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=60)
     assert any(folder.iterdir())
+
+
+def test_compile_cache_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
+    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="LW_JAX_CACHE"):
+        runtime.enable_compile_cache(tmp_path / "file" / "compiled")
+
+
+EARLY = """
+    import gc, os, signal, sys
+    import run
+
+    def load(*_):
+        assert "jax" not in sys.modules, "nothing heavy comes before the handler"
+        gc.callbacks.append(lambda *_: os.kill(os.getpid(), signal.SIGTERM))  # where an exception would be lost
+        gc.collect()
+        raise AssertionError("still here")
+
+    run.prepare = load
+    sys.exit(run.main(["train", "--config", "configs/smoke.py"]))
+"""
+
+
+def test_sigterm_before_the_first_step_asks_for_a_requeue_at_once():
+    command = [sys.executable, "-c", textwrap.dedent(EARLY)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.returncode == runtime.REQUEUE
+    assert done.stderr.strip().startswith("stopped on request") and done.stderr.strip().count("\n") == 0
+
+
+def test_handler_of_the_start_is_put_back(handlers):
+    with stopping.at_once():
+        assert signal.getsignal(signal.SIGTERM) is not handlers[signal.SIGTERM]
+        with runtime.Preemption() as preemption:
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert preemption.requested(1)
+    assert signal.getsignal(signal.SIGTERM) is handlers[signal.SIGTERM]
+
+
+def test_processes_of_one_run_are_asked_with_a_number_that_grows(monkeypatch):
+    asked = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(multihost_utils, "reached_preemption_sync_point", asked.append)
+    preemption = runtime.Preemption()
+    for step in (7, 7, 8):
+        preemption.requested(step)
+    assert asked == [1, 2, 3]

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax import recipes, train, weights
+from lw_jax import held_out, recipes, train, weights
 from lw_jax.core import config, tree
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Task
@@ -150,7 +150,7 @@ def test_text_shorter_than_a_chunk_has_no_inner_loss(root, params):
 
 def test_examples_that_fill_the_last_batch_count_for_nothing(recipe, params):
     whole, filled = measured(recipe, [0, 3]), measured(recipe, [0, 3, 3, 3])
-    masked = train._masked({**filled, "valid": np.asarray([True, True, False, False])})
+    masked = held_out._masked({**filled, "valid": np.asarray([True, True, False, False])})
     ours, theirs = terms_of(recipe, params, masked), terms_of(recipe, params, whole)
     assert ours.terms.keys() == theirs.terms.keys()
     np.testing.assert_allclose((ours.sum, ours.weight), (theirs.sum, theirs.weight), rtol=SAME)
@@ -164,7 +164,7 @@ def test_validation_of_a_run_is_the_mean_over_all_held_out_tokens(root, params):
     run.state = {"trainable": jax.device_put(jax.device_get(params), recipe.shardings().trainable)}
     windows = recipe.validation()[0][1]
     assert len(windows) % 8, "the last batch must be filled up"
-    found = run.validate({"lm": {}})
+    found = run.held_out.measure(run.state["trainable"], {"lm": {}})
     ids = jnp.asarray(windows.collate(range(len(windows)))["readers"]["lm"]["ids"])
     assert found["loss"] == pytest.approx(each_nll(recipe, params, ids).mean(), rel=SAME)
     assert {"nll/unigram", "nll/bigram", "inner/first", "inner/before", "inner/after"} < found.keys()

@@ -1,4 +1,11 @@
+import errno
+import fcntl
 import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +15,8 @@ from configs import base
 from lw_jax import workdir
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
+
+ROOT = Path(__file__).parents[2]
 
 
 def _build(**changes: Any) -> config.Config:
@@ -83,3 +92,63 @@ def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("", encoding="utf-8")
     with pytest.raises(UserError, match="must be writable"):
         _write(tmp_path / "file" / "run", _build())
+
+
+LOCKED = """
+import sys, time
+from pathlib import Path
+from lw_jax import workdir
+
+workdir.lock(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_second_run_in_a_folder_is_refused_by_name_and_a_killed_one_s_lock_is_taken(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LOCKED, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "locked\n"
+            with pytest.raises(UserError) as raised:
+                workdir.lock(tmp_path)
+        finally:
+            other.kill()
+    told = str(raised.value)
+    assert f"process {other.pid} on {socket.gethostname()}" in told and "since 20" in told and "--workdir" in told
+    workdir.lock(tmp_path)
+    workdir.lock(tmp_path)
+    assert json.loads((tmp_path / workdir.LOCK).read_text("utf-8"))["process"] == os.getpid()
+
+
+def test_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    workdir.lock(tmp_path / "run")
+    assert "No locks available" in capsys.readouterr().err
+
+
+def test_lock_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "run" / workdir.LOCK).symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError):
+        workdir.lock(tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+def test_folder_in_which_nothing_can_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: Any) -> None:
+    workdir.check_writable(tmp_path / "new" / "folder", remedy="r")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="Not a directory"):
+        (tmp_path / "file").touch()
+        workdir.check_writable(tmp_path / "file", remedy="r")
+
+    def refuse(**_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(UserError, match=r"Read-only file system; .*: copy it\."):
+        workdir.check_writable(tmp_path, remedy="copy it")
