@@ -9,9 +9,10 @@ from typing import Any, Self
 
 import jax
 
+from lw_jax.core import peers
 from lw_jax.core.platform import memory_fraction
 
-REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: stopped on request, all is saved, start the same command again
+REQUEUE = peers.REQUEUE  # stopped on request, all is saved, start the same command again
 
 
 def start() -> bool:
@@ -26,7 +27,7 @@ def start() -> bool:
     inside_step = {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= os.environ.keys()
     if not inside_step or int(os.environ.get("SLURM_NTASKS", "1")) < 2:
         return False
-    jax.distributed.initialize()
+    peers.join()
     return True
 
 
