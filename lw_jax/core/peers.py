@@ -33,6 +33,7 @@ JOIN = 300  # seconds for all processes to start and import, JAX's own default
 HEARTBEAT = 300  # seconds of JAX's own watch, which comes second: the relay needs Python's lock, JAX's threads do not
 NEWS = 10  # seconds within which the death of a process is known that makes a collective of another one fail
 GRACE = 30  # seconds for a process to end by itself, with a message of its own, after another has ended with an error
+SAVING = 240  # the same after one has stopped on request, while this one may be committing; JAX would wait for 300
 PATIENCE = 24 * 3600  # seconds for the first process to decide; that it is gone is noticed otherwise
 WATCH = "latentwire/watch"  # the key under which the first process tells where it listens
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}  # 30 s in all
@@ -75,7 +76,8 @@ class Together(contextlib.ContextDecorator):
         mistake = isinstance(error, UserError | PlacementError)
         if isinstance(error, Exception) and not mistake:
             time.sleep(NEWS)  # the thread that hears of the death ends this process meanwhile
-        _watch.leave(0 if error is None else MISTAKE if mistake else 1)
+        code = error.code if isinstance(error, SystemExit) else 0 if error is None else MISTAKE if mistake else 1
+        _watch.leave(code if isinstance(code, int) else 1)
 
 
 def from_first(make: Callable[[], Any]) -> Any:
@@ -102,7 +104,7 @@ def from_first(make: Callable[[], Any]) -> Any:
 
 
 class Relay:
-    """Passes JAX's own traffic on to the coordinator; while it `holds`, JAX does not see that the coordinator is gone."""
+    """Passes JAX's traffic on to the coordinator; while it `holds`, JAX does not see that the coordinator is gone."""
 
     def __init__(self, host: str, port: int) -> None:
         self._target = (host, port)
@@ -163,8 +165,8 @@ class Watch:
             link.sendall(f"{word} {self.rank}\n".encode())
         except OSError as error:
             raise UserError(
-                f"{host}:{port}: process {self.rank} cannot reach process 0 ({error.strerror}); the nodes of a job must "
-                "reach each other at any port, as NCCL needs it too"
+                f"{host}:{port}: process {self.rank} cannot reach process 0 ({error.strerror}); the nodes of a job "
+                "must reach each other at any port, as NCCL needs it too"
             ) from error
         self._add(0, link)
 
@@ -217,11 +219,11 @@ class Watch:
         with self._lock:
             self._left[rank] = code
         self._tell(" ".join(words), besides=rank)
-        if code not in (0, REQUEUE):  # the others would wait for it
+        if code:  # this process would wait for it
             _start(self._follow, rank, code)
 
     def _follow(self, rank: int, code: int) -> None:
-        time.sleep(GRACE)
+        time.sleep(SAVING if code == REQUEUE else GRACE)
         told = f"process {rank} of {self.count} has ended with code {code}, as its own message says: this one ends too"
         self.leave(code)
         self._finish(told, code)
