@@ -85,8 +85,8 @@ def from_first(make: Callable[[], Any]) -> Any:
 
     The value travels as JSON. A UserError is raised in every process.
     """
-    client = distributed.global_state.client
-    if client is None or jax.process_count() == 1:
+    client = _client()
+    if client is None:
         return make()
     key = f"latentwire/decision/{next(_numbers)}"
     if jax.process_index() == 0:
@@ -101,6 +101,11 @@ def from_first(make: Callable[[], Any]) -> Any:
     if "error" in found:
         raise UserError(found["error"])
     return found["value"]
+
+
+def _client() -> Any:
+    """Returns JAX's client of the coordinator, which has no public name; None: this process is alone."""
+    return distributed.global_state.client if jax.process_count() > 1 else None
 
 
 class Relay:
@@ -131,6 +136,7 @@ class Relay:
         with contextlib.suppress(OSError):  # a connection that breaks ends as one that is closed
             while data := source.recv(1 << 16):
                 sink.sendall(data)
+        source.close()
         if not (from_coordinator and self.holds):
             sink.close()
 
@@ -179,15 +185,16 @@ class Watch:
             self._tell(f"left {self.rank} {code}")
 
     def _accept(self, listener: socket.socket, word: str) -> None:
-        while len(self._links) < self.count - 1:
-            link, _ = listener.accept()
-            link.settimeout(NEWS)
-            with contextlib.suppress(OSError):
-                said, rank = _read_line(link)
-                if secrets.compare_digest(said, word):
-                    self._add(int(rank), link)
-                    continue
-            link.close()  # a stranger
+        with listener:
+            while len(self._links) < self.count - 1:
+                link, _ = listener.accept()
+                link.settimeout(NEWS)
+                with contextlib.suppress(OSError):
+                    said = _read_line(link)
+                    if len(said) == 2 and secrets.compare_digest(said[0], word):
+                        self._add(int(said[1]), link)
+                        continue
+                link.close()  # a stranger
 
     def _add(self, rank: int, link: socket.socket) -> None:
         link.settimeout(None)
@@ -202,6 +209,7 @@ class Watch:
         with contextlib.suppress(OSError):  # a connection that breaks ends as one that is closed
             while words := _read_line(link):
                 self._hear(words)
+        link.close()
         with self._lock:
             dead, mine = rank not in self._left, self._left.get(self.rank, 0)
         if mine not in (0, REQUEUE):  # ended with an error of its own, it only waits for JAX's common goodbye
