@@ -9,10 +9,12 @@ process, which stays open when the coordinator is gone. A machine that vanishes 
 
 import atexit
 import contextlib
+import ctypes
 import itertools
 import json
 import os
 import secrets
+import signal
 import socket
 import sys
 import threading
@@ -59,6 +61,7 @@ def join() -> None:
         relay.holds = True
     _watch = Watch(found[2], found[1], end=end)
     _watch.connect(distributed.global_state.client, host)
+    delay_abort()
     atexit.register(_watch.leave, 0)  # runs before JAX's own goodbye, which waits for the others
 
 
@@ -266,6 +269,16 @@ def end(told: str, code: int) -> None:
     flushing.join(1)  # another thread may hold the stream
     os.write(2, f"{told}\n".encode() if told else b"")
     os._exit(code)
+
+
+def delay_abort() -> None:
+    """Lets a C++ abort of this process wait for six seconds, within which the watch may end it with its reason.
+
+    When another process dies, Gloo's threads fail one after the other and may abort before the watch has its turn. The
+    handler is libc's `sleep`, which gets the signal's number, six: it needs neither Python nor its lock.
+    """
+    libc = ctypes.CDLL(None)
+    libc.signal(signal.SIGABRT.value, libc.sleep)
 
 
 def _start(work: Callable[..., None], *args: Any) -> None:

@@ -2,9 +2,13 @@
 
 import contextlib
 import json
+import os
 import socket
+import subprocess
+import sys
 import threading
 import time
+from pathlib import Path
 
 import jax
 import pytest
@@ -112,6 +116,22 @@ def test_relay_passes_bytes_and_holds_when_the_coordinator_is_gone():
         with pytest.raises(TimeoutError):  # without the relay: b"", the end of the connection
             near.recv(10)
         near.close()
+
+
+ABORTED = """
+import ctypes, threading
+from lw_jax.core import peers
+peers.delay_abort()
+threading.Timer(0.3, peers.end, ["process 0 of 2 is gone", peers.REQUEUE]).start()
+ctypes.CDLL(None).abort()
+"""
+
+
+def test_abort_in_a_library_waits_for_the_reason():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
+    found = subprocess.run([sys.executable, "-c", ABORTED], capture_output=True, text=True, env=environment, timeout=60)
+    assert found.returncode == peers.REQUEUE, found.stderr
+    assert found.stderr.endswith("process 0 of 2 is gone\n")
 
 
 def test_what_the_first_process_finds_holds_for_all(monkeypatch):
