@@ -5,6 +5,7 @@ holds everything else and the size and SHA-256 of every file. A folder without a
 checkpoint. (Orbax 0.12.8 alone reads a flipped bit of an array without complaint.)
 """
 
+import contextlib
 import dataclasses
 import errno
 import functools
@@ -17,6 +18,7 @@ import re
 import shutil
 import sys
 import traceback
+import types
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, Literal, Self
@@ -24,7 +26,7 @@ from typing import Any, Literal, Self
 import jax
 import orbax.checkpoint as ocp
 
-from lw_jax.core import tree
+from lw_jax.core import peers, tree
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
@@ -32,6 +34,8 @@ from lw_jax.core.types import Tree
 RECORD = "record.json"
 TIMES = "_CHECKPOINT_METADATA"  # orbax adds the time of the commit to it afterwards; reading needs nothing of it
 UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a folder that orbax has not committed
+REMOVED = ".removed"  # ends the name of a checkpoint that is just being removed
+TRIES = 50  # of a reader whose checkpoints a training run replaces while it reads them
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 CONTENT = ("train", "validation")  # of an identity, hashes of data: who resumes has them, who reads need not
 BEST = "nll"  # the metric by which a checkpoint is the best; lower is better
@@ -51,6 +55,10 @@ class Restored:
 @dataclasses.dataclass(frozen=True)
 class _Damage:
     reason: str
+
+
+class _Gone(Exception):
+    """A checkpoint was removed while it was read."""
 
 
 class Checkpointer:
@@ -108,7 +116,7 @@ class Checkpointer:
         self._finish()
         if step == self._saved:
             return
-        self._check_order(step)
+        peers.from_first(lambda: self._check_order(step))
         leaves = {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in tree.flatten_paths(state).items()}
         record = {"step": step, "identity": self._identity, "data": data, "metrics": metrics or {}, "leaves": leaves}
         self._pending = (step, tree.nbytes(state), json.loads(json.dumps(record)))
@@ -142,40 +150,64 @@ class Checkpointer:
         self._remove_old()
 
     def restore(
-        self, abstract_state: dict[str, Tree], *, which: Literal["latest", "best"] = "latest"
+        self, abstract_state: dict[str, Tree], *, which: Literal["latest", "best", "best or latest"] = "latest"
     ) -> Restored | None:
         """Returns the newest (or best) undamaged checkpoint on the shardings of `abstract_state`, or None if none is.
 
+        Of several processes the first one chooses for all. What a training run removes meanwhile is chosen again.
         Leaves are ShapeDtypeStructs or arrays; one without a sharding comes to the first device. Some of the saved
         top-level keys may be asked for alone. Raises UserError when all checkpoints are damaged, when none has the
         metric of "best", and when paths, shapes or dtypes differ from the saved ones.
         """
         self._finish()
-        records = self._read_records()
-        for step in self._rank(records, which):
-            damage = _damaged_files(self._folder / str(step), records[step]["files"])
-            if damage:
-                self._damaged[step] = damage
+        for _ in range(TRIES):
+            chosen = peers.from_first(lambda: self._choose(which))
+            if chosen is None:
+                return None
+            step = chosen["step"]
+            self._check_leaves(step, chosen["leaves"], abstract_state)
+            with _Presence(self._folder / str(step)) as presence:
+                state = self._read(step, abstract_state)
+            if not presence.lost:
+                self._saved = step
+                return Restored(step, state, chosen["data"], chosen["note"], chosen["metrics"])
+        raise self._too_fast()
+
+    def _choose(self, which: str) -> dict[str, Any] | None:
+        """Returns step, data, leaves and metrics of the checkpoint to restore, and a note of damage; None: none is."""
+        for _ in range(TRIES):
+            self._damaged = {}
+            try:
+                records = self._list_records()
+                for step in self._rank(records, which):
+                    folder = self._folder / str(step)
+                    damage = _damaged_files(folder, records[step]["files"])
+                    if not damage:
+                        note = self._tell_damage(f"took {step}")
+                        kept = {key: records[step][key] for key in ("leaves", "data", "metrics")}
+                        return kept | {"step": step, "note": note}
+                    if not folder.is_dir():
+                        raise _Gone
+                    self._damaged[step] = damage
+            except _Gone:
                 continue
-            self._check_leaves(step, records[step]["leaves"], abstract_state)
-            note = self._tell_damage(f"took {step}")
-            state = self._read(step, abstract_state)
-            self._saved = step
-            return Restored(step, state, records[step]["data"], note, records[step]["metrics"])
-        if self._damaged:
-            raise UserError(
-                f"{self._folder}: no usable checkpoint, {self._tell_damage('none is left')}; bring one back from a "
-                "copy, or start anew with another --workdir"
-            )
-        return None
+            if self._damaged:
+                raise UserError(
+                    f"{self._folder}: no usable checkpoint, {self._tell_damage('none is left')}; bring one back from a "
+                    "copy, or start anew with another --workdir"
+                )
+            return None
+        raise self._too_fast()
+
+    def _too_fast(self) -> UserError:
+        return UserError(
+            f"{self._folder}: each of {TRIES} checkpoints was replaced while it was read; read when the run has "
+            "ended, or train with a larger train.keep or train.checkpoint_every"
+        )
 
     def steps(self) -> list[int]:
         """Returns the committed steps whose record is whole, ascending (array files are checked when restored)."""
         return sorted(self._read_records())
-
-    def has_best(self) -> bool:
-        """Says whether any checkpoint carries the metric of "best"."""
-        return bool(_scores(self._read_records()))
 
     def latest_step(self) -> int | None:
         """Returns the newest of `steps()`, or None."""
@@ -233,23 +265,32 @@ class Checkpointer:
 
     def _read_records(self) -> dict[int, dict[str, Any]]:
         """Returns step -> record of every whole record, and notes the others as damaged."""
+        for _ in range(TRIES):
+            with contextlib.suppress(_Gone):
+                return self._list_records()
+        raise self._too_fast()
+
+    def _list_records(self) -> dict[int, dict[str, Any]]:
+        """Returns the same; raises _Gone where one was removed meanwhile, so that the list is not what is there."""
         records = {}
         for path in self._list():
             if not path.name.isdigit():
                 continue
             record = _read_record(path / RECORD)
             if isinstance(record, _Damage):
+                if not path.is_dir():
+                    raise _Gone
                 self._damaged[int(path.name)] = record.reason
             else:
                 records[int(path.name)] = record
         return records
 
     def _rank(self, records: dict[int, dict[str, Any]], which: str) -> list[int]:
-        if which == "latest":
-            return sorted(records, reverse=True)
-        if which != "best":
-            raise UserError(f"checkpoint {which!r} is not one of latest, best")
+        if which not in ("latest", "best", "best or latest"):
+            raise UserError(f"checkpoint {which!r} is not one of latest, best, best or latest")
         scored = _scores(records)
+        if which == "latest" or (which == "best or latest" and not scored):
+            return sorted(records, reverse=True)
         if records and not scored:
             raise UserError(
                 f"{self._folder}: none of the checkpoints {sorted(records)} has the metric {BEST!r}; take the latest, "
@@ -289,6 +330,7 @@ class Checkpointer:
             )
 
     def _check_order(self, step: int) -> None:
+        """Refuses to write the past; runs in the first process, which alone knows which checkpoints are damaged."""
         newest = max(self._read_records().keys() - self._damaged.keys(), default=-1)
         if newest >= step:
             raise UserError(
@@ -326,20 +368,41 @@ class Checkpointer:
         self._damaged = {}
 
     def _remove_unfinished(self) -> None:
-        """Removes what a killed or failed write left."""
+        """Removes what a killed or failed write or removal left."""
         if jax.process_index() == 0:
-            unfinished = re.compile(rf"\d+{re.escape(UNFINISHED)}.*")
+            unfinished = re.compile(rf"\d+({re.escape(UNFINISHED)}.*|{re.escape(REMOVED)})")
             self._remove(path for path in self._list() if unfinished.fullmatch(path.name))
 
     def _remove(self, paths: Iterable[Path]) -> None:
+        """Removes folders; first from their names, so that a reader finds a whole checkpoint or none."""
         for path in paths:
             try:
+                if path.suffix != REMOVED:
+                    path = path.rename(path.with_name(path.name + REMOVED))
                 shutil.rmtree(path)
             except OSError as error:
                 raise UserError(f"{path}: an old checkpoint cannot be removed: {error}; remove it by hand") from error
 
     def _list(self) -> list[Path]:
         return sorted(path for path in self._folder.iterdir() if path.is_dir()) if self._folder.is_dir() else []
+
+
+class _Presence:
+    """Guards the reading of a checkpoint's folder: an error is `lost`, not raised, where the folder has gone."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.lost = False
+
+    def __enter__(self) -> Self:
+        """Returns itself."""
+        return self
+
+    def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: types.TracebackType | None):
+        """Suppresses an error where the folder has gone; orbax raises ValueError, OSError or a bare Exception then."""
+        alone = jax.process_count() == 1  # several are training, and nobody else removes what they restore
+        self.lost = isinstance(error, Exception) and alone and not self._folder.is_dir()
+        return self.lost
 
 
 def _is_told_only_there(entry: logging.LogRecord) -> bool:
@@ -404,13 +467,14 @@ def _read_record(path: Path) -> dict[str, Any] | _Damage:
 def _damaged_files(folder: Path, files: dict[str, list[Any]]) -> str:
     """Returns what is wrong with the files that a record lists, or an empty string."""
     for name, (size, sha256) in files.items():
-        path = folder / name
-        if not path.is_file():
+        try:
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{name} has {found} of {size} bytes"
+            if _measure(folder / name)[1] != sha256:
+                return f"{name} is not what was written"
+        except FileNotFoundError:
             return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} of {size} bytes"
-        if _measure(path)[1] != sha256:
-            return f"{name} is not what was written"
     return ""
 
 
@@ -425,8 +489,7 @@ def read_best(workdir: Path, trainable: Tree, *, identity: dict[str, Any] | None
       UserError: there is no checkpoint yet, or as `Checkpointer.restore`.
     """
     with Checkpointer(workdir / "checkpoints", keep=1, identity=identity) as checkpointer:
-        which = "best" if checkpointer.has_best() else "latest"
-        restored = checkpointer.restore({"trainable": trainable}, which=which)
+        restored = checkpointer.restore({"trainable": trainable}, which="best or latest")
     if restored is None:
         raise UserError(f"{workdir}: no checkpoint yet; train first: python run.py --config FILE --workdir {workdir}")
     return restored

@@ -5,7 +5,6 @@ key of what the model is given, so that another data set or order takes up what 
 """
 
 import dataclasses
-import fcntl
 import hashlib
 import json
 import math
@@ -17,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import locked
 from lw_jax.data.batches import Batch
 
 FORMAT = 3  # 3: keys know the lengths of their parts, and rows of the teacher how it computes
@@ -41,8 +41,7 @@ class Store:
 
     def fill(self, keys: Sequence[bytes], compute: Callable[[list[int]], Batch], *, batch: int) -> int:
         """Computes the rows that are missing, `batch` positions at a time (the last repeated); returns how many."""
-        with (self.folder / "lock").open("w") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX)  # of two jobs one computes, the other finds it done
+        with locked(self.folder / "lock"):  # of two jobs one computes, the other finds it done
             self._read_keys()
             missing = [i for i, key in enumerate(keys) if key not in self._rows]
             missing = list({keys[i]: i for i in missing}.values())

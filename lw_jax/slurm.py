@@ -26,6 +26,7 @@ MEMORY_MARGIN = 1.25
 PROCESS_GIB = 8  # Python, JAX, CUDA and its pinned buffers
 MEMORY_FRACTION = 0.92  # of a card, for XLA; the rest is for CUDA, NCCL and cuBLAS
 WRITER = "# Written by LatentWire JAX"
+RESTARTS = 10  # of a job from which on a killed task is no longer taken for bad luck
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +231,7 @@ def script(job: Job, site: Site) -> str:
       UserError: the path of the logs has a character that sbatch reads as its own.
     """
     start = f"{shlex.join(step(job, site))} \\\n    {shlex.join(job.command)} || code=$?"
-    return "\n".join([*head(job, site), "code=0", start, *tail('"$SLURM_JOB_ID"')]) + "\n"
+    return "\n".join([*head(job, site), "code=0", start, *dead_task(job), *tail('"$SLURM_JOB_ID"')]) + "\n"
 
 
 def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j") -> list[str]:
@@ -265,9 +266,20 @@ def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j")
 
 def step(job: Job, site: Site) -> list[str]:
     """Returns the words that start training on the job's nodes."""
-    # A task that leaves first, saved, must not have the others killed while they save; JAX ends those of a dead one.
+    # A task that leaves first, saved, must not have the others killed while they save; those of a dead one end alone.
     several = ["--label", "--kill-on-bad-exit=0"] if job.nodes > 1 else []
     return ["srun", f"--cpus-per-task={job.gpus * site.cpus_per_gpu}", *several]
+
+
+def dead_task(job: Job) -> list[str]:
+    """Returns the lines that take a killed task of several for what the others say: to be requeued, within bounds."""
+    if job.nodes < 2:
+        return []
+    return [
+        f"# srun gives the highest code of its tasks: more than 128 where one was killed, while the others ended with "
+        f"{REQUEUE}.",
+        f'if [ "$code" -gt 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {RESTARTS} ]; then code={REQUEUE}; fi',
+    ]
 
 
 def tail(job: str) -> list[str]:

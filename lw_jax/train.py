@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from lw_jax import fit, measured, metrics, optim, plan, preflight, recipes, sources
 from lw_jax.checkpoint import Checkpointer
-from lw_jax.core import config, runtime
+from lw_jax.core import config, peers, runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
@@ -38,6 +38,7 @@ _REMEDY = (
 )
 
 
+@peers.Together()
 def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     """Trains until `train.steps`, or saves and returns `runtime.REQUEUE` when asked to stop."""
     del resolved

@@ -1,9 +1,13 @@
-"""Files that are there whole or not at all."""
+"""Files that are there whole or not at all, and locks between the processes that make them."""
 
 import contextlib
+import errno
+import fcntl
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+
+from lw_jax.core.errors import UserError
 
 
 @contextlib.contextmanager
@@ -24,3 +28,26 @@ def write_whole(path: Path, text: str) -> None:
     """Writes a text as UTF-8."""
     with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+@contextlib.contextmanager
+def locked(path: Path, *, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
+    """Holds the lock of a file of a cache; `waiting` is called once where another process has it.
+
+    Raises:
+      UserError: the file system has no locks (Lustre without its mount option, some NFS).
+    """
+    with path.open("w") as lock:
+        try:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                waiting()
+                fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            name = errno.errorcode.get(error.errno or 0, str(error.errno))
+            raise UserError(
+                f"{path}: this file system has no file locks ({name}: {error.strerror}); mount it with them (Lustre: "
+                "-o flock), or set LW_JAX_CACHE to a folder on a disk that has them"
+            ) from error
+        yield

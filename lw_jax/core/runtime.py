@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import jax
 
-from lw_jax.core import stopping
+from lw_jax.core import peers, stopping
 from lw_jax.core.errors import UserError
 from lw_jax.core.platform import memory_fraction
 
@@ -29,7 +29,7 @@ def start() -> bool:
     inside_step = {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= os.environ.keys()
     if not inside_step or int(os.environ.get("SLURM_NTASKS", "1")) < 2:
         return False
-    jax.distributed.initialize()
+    peers.join()
     return True
 
 

@@ -7,7 +7,6 @@ Its meta.json is written last, so that it stands for a whole corpus; what a kill
 import bisect
 import contextlib
 import dataclasses
-import fcntl
 import functools
 import hashlib
 import itertools
@@ -25,7 +24,7 @@ import numpy as np
 
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import whole
+from lw_jax.core.files import locked, whole
 from lw_jax.data import documents
 from lw_jax.data.documents import Piece, read
 
@@ -174,7 +173,7 @@ def pack(source: str, tokenizer: TextTokenizer, *, root: Path) -> Corpus:
     if not (folder / META).is_file():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with _locked(folder / LOCK, source):
+            with locked(folder / LOCK, waiting=lambda: _tell(f"waiting for another job that packs {source}")):
                 if made := not (folder / META).is_file():
                     _make(folder, source, tokenizer)
         except OSError as error:
@@ -182,17 +181,6 @@ def pack(source: str, tokenizer: TextTokenizer, *, root: Path) -> Corpus:
                 f"{folder}: {source} cannot be packed there ({error.strerror}); free space or name another cache folder"
             ) from error
     return _load(folder, made=made)
-
-
-@contextlib.contextmanager
-def _locked(path: Path, source: str) -> Iterator[None]:
-    with path.open("w") as lock:
-        try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            _tell(f"waiting for another job that packs {source}")
-            fcntl.flock(lock, fcntl.LOCK_EX)
-        yield
 
 
 def _make(folder: Path, source: str, tokenizer: TextTokenizer) -> None:

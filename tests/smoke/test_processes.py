@@ -8,6 +8,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -164,6 +165,52 @@ def test_sigterm_saves_in_both_and_the_same_command_goes_on(config_path, tmp_pat
     np.testing.assert_allclose(
         tiny.logged_losses(tmp_path / "w"), curve_of_one(config_path, tmp_path / "one"), rtol=LOSS
     )
+
+
+# Two processes that compute together without end; `alive-RANK` says that the first sums are done.
+COMPUTING = """
+import sys
+from pathlib import Path
+import jax
+import jax.numpy as jnp
+import numpy as np
+from lw_jax.core import peers, runtime
+
+@peers.Together()
+def main():
+    assert runtime.start()
+    split = jax.NamedSharding(jax.make_mesh((jax.device_count(),), ("data",)), jax.sharding.PartitionSpec("data"))
+    values = jax.make_array_from_callback((jax.device_count(),), split, lambda _: np.ones(1, np.float32))
+    add = jax.jit(lambda x: jnp.zeros_like(x) + x.mean(), out_shardings=split)
+    while True:
+        values = jax.block_until_ready(add(values))
+        (Path(sys.argv[1]) / f"alive-{jax.process_index()}").touch()
+
+main()
+"""
+
+
+@pytest.mark.slow
+def test_death_of_one_ends_the_other_with_one_line_and_the_code_for_requeueing(tmp_path, monkeypatch):
+    (tmp_path / "run.py").write_text(COMPUTING, encoding="utf-8")
+    monkeypatch.setattr(sys.modules[__name__], "PROJECT", tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    with contextlib.ExitStack() as stack:
+        pairs = []
+        for dead in (0, 1):  # the coordinator, and another one
+            folder = tmp_path / str(dead)
+            folder.mkdir()
+            pairs.append(stack.enter_context(two(str(folder), folder=folder)))
+        for dead, pair in enumerate(pairs):
+            folder = tmp_path / str(dead)
+            until = time.monotonic() + PATIENCE
+            while not all((folder / f"alive-{rank}").exists() for rank in (0, 1)) and time.monotonic() < until:
+                time.sleep(0.02)
+            before = len((folder / f"stderr-{1 - dead}").read_text().splitlines())
+            pair[dead].kill()
+            assert pair[1 - dead].wait(60) == runtime.REQUEUE
+            (line,) = (folder / f"stderr-{1 - dead}").read_text().splitlines()[before:]
+            assert line.startswith(f"process {dead} of 2 is gone") and "the same command resumes" in line
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ kept = {key: value for key, value in os.environ.items() if key.startswith(("JAX_
 (here / f"call{rank}.json").write_text(json.dumps({"argv": sys.argv[1:], "cwd": os.getcwd(), "environ": kept}))
 print("training", rank, flush=True)
 if os.environ["MODE"] != "wait":
-    sys.exit(int(os.environ["MODE"]))
+    sys.exit(int((os.environ["MODE"].split(",") * 2)[int(rank)]))
 sys.path.insert(0, os.environ["PROJECT"])
 from lw_jax.core import runtime
 with runtime.Preemption() as preemption:
@@ -216,6 +216,14 @@ def test_failure_is_passed_on_and_not_requeued(cluster, write, monkeypatch, code
     submit(write())
     assert read(cluster)["code"] == code
     assert requeues(cluster) == []
+
+
+@pytest.mark.parametrize(("hosts", "codes", "code"), [(2, "137,75", runtime.REQUEUE), (1, "137", 137)])
+def test_killed_task_of_several_is_requeued(cluster, write, monkeypatch, hosts: int, codes: str, code: int) -> None:
+    monkeypatch.setenv("MODE", codes)
+    submit(write(plan=PLAN | {"hosts": hosts, "devices": 2 * hosts}))
+    assert read(cluster)["code"] == code
+    assert requeues(cluster) == ([f"requeue {JOB_ID}"] if code == runtime.REQUEUE else [])
 
 
 def test_refused_requeue_is_told_and_the_code_kept(cluster, write, monkeypatch) -> None:

@@ -2,12 +2,14 @@
 
 import asyncio
 import errno
+import itertools
 import json
 import os
 import re
 import subprocess
 import sys
 import textwrap
+import threading
 import types
 from pathlib import Path
 
@@ -21,6 +23,7 @@ from jax.sharding import PartitionSpec as P
 
 from lw_jax import checkpoint
 from lw_jax.checkpoint import RECORD, Checkpointer
+from lw_jax.core import peers
 from lw_jax.core.errors import UserError
 from sharding import mesh as meshes
 
@@ -263,6 +266,89 @@ def test_other_shape_dtype_or_path_is_refused_and_not_taken_for_damage(tmp_path)
 def test_fewer_than_one_kept_is_refused(tmp_path):
     with pytest.raises(UserError, match="train.keep=0"):
         reopen(tmp_path, keep=0)
+
+
+def replace_newest(folder: Path) -> None:
+    """What a training run with train.keep=1 does to a checkpoint while another process reads it."""
+    newest = max(int(path.name) for path in folder.iterdir())
+    with reopen(folder, keep=1) as checkpointer:
+        checkpointer.restore(abstract(make_state()))
+        checkpointer.save(newest + 1, make_state(value=newest + 1), data={}, metrics={"nll": 1 / newest})
+
+
+@pytest.mark.parametrize("moment", ["_read_record", "_damaged_files", "_read"])
+def test_reader_takes_the_next_checkpoint_where_training_removes_the_one_it_reads(tmp_path, monkeypatch, moment):
+    fill(tmp_path / "checkpoints", [1], keep=1)
+    owner = checkpoint.Checkpointer if moment == "_read" else checkpoint
+    original, calls = getattr(owner, moment), []
+
+    def after_replacement(*args):
+        calls.append(1)
+        if len(calls) == 1:  # before this one reads anything; the replacement makes such calls of its own
+            replace_newest(tmp_path / "checkpoints")
+        return original(*args)
+
+    monkeypatch.setattr(owner, moment, after_replacement)
+    restored = checkpoint.read_best(tmp_path, abstract(make_state())["trainable"], identity=None)
+    assert (restored.step, restored.note) == (2, "")
+    assert_same_bits(restored.state, {"trainable": make_state(value=2)["trainable"]})
+
+
+def test_reader_of_a_run_that_saves_without_end_is_always_served(tmp_path):
+    state, stop = make_state(), threading.Event()
+
+    def train() -> None:
+        with reopen(tmp_path / "checkpoints", keep=1) as checkpointer:
+            for step in itertools.count(2):
+                checkpointer.save(step, state, data={}, metrics={"nll": 1 / step} if step % 3 else None)
+                if stop.is_set():
+                    return
+
+    fill(tmp_path / "checkpoints", [1], keep=1)
+    with reopen(tmp_path / "checkpoints") as checkpointer:
+        checkpointer.restore(abstract(state))
+    trainer = threading.Thread(target=train)
+    trainer.start()
+    try:
+        wanted = abstract(state)["trainable"]
+        found = [checkpoint.read_best(tmp_path, wanted, identity=None) for _ in range(60)]
+    finally:
+        stop.set()
+        trainer.join()
+    assert {one.note for one in found} == {""}
+    assert len({one.step for one in found}) > 1
+
+
+def test_reader_gives_up_in_one_line_where_every_checkpoint_is_replaced(tmp_path, monkeypatch):
+    fill(tmp_path, [1], keep=1)
+    monkeypatch.setattr(checkpoint, "TRIES", 3)
+    monkeypatch.setattr(checkpoint.Checkpointer, "_list_records", lambda self: (_ for _ in ()).throw(checkpoint._Gone))
+    with pytest.raises(UserError, match="each of 3 checkpoints was replaced"):
+        checkpoint.read_best(tmp_path.parent, abstract(make_state()), identity=IDENTITY)
+
+
+def test_first_process_chooses_the_checkpoint_of_all(tmp_path, monkeypatch):
+    """A file is not seen, or seen otherwise, by one process alone, as on a network's file system."""
+    views = tmp_path / "first", tmp_path / "second"
+    for view in views:
+        fill(view)
+    flip(chunk(views[0] / "5"))
+    told: dict[int, str] = {}
+
+    def from_first(make):
+        if jax.process_index() == 0:
+            told[0] = json.dumps(make())
+        return json.loads(told[0])
+
+    monkeypatch.setattr(peers, "from_first", from_first)
+    found = []
+    for rank, view in enumerate(views):
+        with reopen(view) as checkpointer:
+            monkeypatch.setattr(jax, "process_index", lambda rank=rank: rank)
+            found.append(checkpointer.restore(abstract(make_state())))
+            monkeypatch.undo() if rank else None
+    assert [(one.step, one.data) for one in found] == [(3, {"next_index": 30})] * 2
+    assert "checkpoint 5 is damaged" in found[1].note
 
 
 # RLIMIT_FSIZE lets the kernel refuse a large write as it does on a full disk; it needs a process of its own.

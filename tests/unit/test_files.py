@@ -1,10 +1,15 @@
-"""A file is there whole or not at all."""
+"""A file is there whole or not at all; a file system without locks is named."""
 
+import errno
+import fcntl
+import os
 from pathlib import Path
 
 import pytest
 
+from lw_jax import kept
 from lw_jax.core import files
+from lw_jax.core.errors import UserError
 
 
 def test_file_takes_its_place_when_all_is_written(tmp_path: Path) -> None:
@@ -30,3 +35,28 @@ def test_after_an_error_nothing_has_changed(tmp_path: Path, written: bool) -> No
         raise KeyboardInterrupt
     assert path.read_bytes() == "öld".encode()
     assert list(tmp_path.iterdir()) == [path]
+
+
+@pytest.mark.parametrize("code", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_file_system_without_locks_is_named_with_its_remedy(tmp_path: Path, monkeypatch, code: int) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    store = kept.Store(tmp_path, "a", rows={"x": ((2,), float)})
+    with pytest.raises(UserError, match=rf"lock: .*\({errno.errorcode[code]}: .*-o flock.*LW_JAX_CACHE") as caught:
+        store.fill([b"k" * 16], lambda _: {}, batch=1)
+    assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)
+
+
+def test_lock_that_another_has_is_told_once_and_waited_for(tmp_path: Path, monkeypatch) -> None:
+    held, waited = [fcntl.LOCK_EX | fcntl.LOCK_NB], []
+
+    def refuse_first(_: object, how: int) -> None:
+        if how in held:
+            raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        assert how == fcntl.LOCK_EX
+
+    monkeypatch.setattr(fcntl, "flock", refuse_first)
+    with files.locked(tmp_path / "lock", waiting=lambda: waited.append(1)):
+        assert waited == [1]

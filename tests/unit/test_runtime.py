@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax.experimental import multihost_utils
 
-from lw_jax.core import runtime, stopping
+from lw_jax.core import peers, runtime, stopping
 from lw_jax.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -20,9 +20,9 @@ STEP = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n1"}
 
 @pytest.fixture
 def calls(monkeypatch):
-    """Counts calls of jax.distributed.initialize, which a test process must not make."""
+    """Counts calls of `peers.join`, which a test process must not make."""
     made = []
-    monkeypatch.setattr(jax.distributed, "initialize", lambda: made.append(1))
+    monkeypatch.setattr(peers, "join", lambda: made.append(1))
     for name in STEP:
         monkeypatch.delenv(name, raising=False)
     return made
@@ -111,7 +111,7 @@ def test_handlers_come_back_after_an_error(handlers):
 CACHED = """
     import sys, jax
     from pathlib import Path
-    from lw_jax.core import runtime
+    from lw_jax.core import peers, runtime
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     runtime.enable_compile_cache(Path(sys.argv[1]))
     jax.jit(lambda x: x * 3)(1.0)
