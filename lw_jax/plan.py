@@ -1,5 +1,6 @@
 """The verb `plan`: whether and how a configuration runs on given GPUs, compiled for them on any machine."""
 
+import contextlib
 import dataclasses
 import functools
 import hashlib
@@ -29,7 +30,7 @@ from lw_jax import (
     targets,
 )
 from lw_jax.choice import Candidate, Hardware
-from lw_jax.core import config
+from lw_jax.core import config, schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
@@ -373,7 +374,12 @@ def _file(cfg: Config, name: str) -> Path:
 
 
 def _read_kept(file: Path) -> Plan | None:
-    return json.loads(file.read_text("utf-8")) | {"cached": True} if file.exists() else None
+    """Returns a kept plan; nothing where there is none, or a damaged one, which is computed again."""
+    with contextlib.suppress(FileNotFoundError, UserError):
+        found = schema.read(file, dict[str, Any], remedy="")
+        if found.keys() >= {"target", "chosen"}:
+            return found | {"cached": True}
+    return None
 
 
 def _cached(cfg: Config, name: str, compute: Any) -> Plan:
