@@ -374,11 +374,11 @@ def _file(cfg: Config, name: str) -> Path:
 
 
 def _read_kept(file: Path) -> Plan | None:
-    """Returns a plan of the cache; a damaged one is computed again."""
+    """Returns a kept plan; nothing where there is none, or a damaged one, which is computed again."""
     with contextlib.suppress(FileNotFoundError, UserError):
-        kept = schema.read(file, dict[str, Any], remedy="")
-        if kept.keys() >= {"target", "chosen"}:
-            return kept | {"cached": True}
+        found = schema.read(file, dict[str, Any], remedy="")
+        if found.keys() >= {"target", "chosen"}:
+            return found | {"cached": True}
     return None
 
 

@@ -249,8 +249,8 @@ def _arguments(folder: Path) -> tuple[_Config, dict[str, Any]]:
 def _added(token: str | _Token) -> str | AddedToken:
     if isinstance(token, str):
         return token
-    fields = msgspec.structs.asdict(token)
-    return AddedToken(**fields | {"normalized": not token.special if token.normalized is None else token.normalized})
+    normalized = not token.special if token.normalized is None else token.normalized
+    return AddedToken(**msgspec.structs.asdict(msgspec.structs.replace(token, normalized=normalized)))
 
 
 def _chat_template(folder: Path, config: _Config) -> str | dict[str, str] | None:

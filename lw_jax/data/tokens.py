@@ -227,6 +227,7 @@ def wrap(
     fast.name_or_path = str(location)
     backend = _uncut(fast)
     eos, pad = fast.eos_token_id, fast.pad_token_id
+    assert pad is None or isinstance(pad, int), "of one token"
     if not isinstance(eos, int):
         raise UserError(f"{location}: the tokenizer names no EOS token; set eos_token in tokenizer_config.json")
     special = {token.content: i for i, token in backend.get_added_tokens_decoder().items() if token.special}
