@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import resource
 import sys
+import warnings
 from collections.abc import Callable
 from multiprocessing.context import ForkServerProcess
 from pathlib import Path
@@ -100,7 +101,8 @@ def final_state(workdir: Path) -> dict[str, bytes]:
     newest = max(
         (path for path in (workdir / "checkpoints").iterdir() if path.name.isdecimal()), key=lambda p: int(p.name)
     )
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of one device, as it was written on
         found: Any = checkpointer.restore(newest.absolute())
     leaves, _ = tree_flatten_with_path(found)
     told = {keystr(path): np.asarray(leaf) for path, leaf in leaves}
