@@ -320,7 +320,7 @@ def test_template_that_rewrites_the_prompt_is_refused_by_row(load):
 
 def test_template_that_refuses_turns_and_its_absence_are_told_with_the_row(load):
     refusing = "{{ raise_exception('no such role') }}"
-    with pytest.raises(UserError, match=r"f:1: .*refuses these turns \(user: no such role\)"):
+    with pytest.raises(UserError, match=r"f:1: .*turns of user: the chat template fails \(no such role\)"):
         encode_one(load("qwen", refusing), talk())
     with pytest.raises(UserError, match="f:1: .*has no chat template"):
         encode_one(load("qwen", ""), talk())
