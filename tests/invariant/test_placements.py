@@ -188,7 +188,7 @@ def test_validation_of_readers_apart_is_that_of_one_device(root, trained):
         recipe = tiny.make_recipe(root, **where)
         run = train.Run(recipe.cfg, recipe, None, None)
         run.state = {"trainable": jax.device_put(jax.device_get(trained), recipe.shardings().trainable)}
-        found.append(run.validate(recipe.load_frozen()))
+        found.append(run.held_out.measure(run.state["trainable"], recipe.load_frozen()))
     assert found[0].keys() == found[1].keys()
     for key, value in found[0].items():
         np.testing.assert_allclose(found[1][key], value, rtol=SCORES, err_msg=key)
