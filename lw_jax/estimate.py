@@ -22,6 +22,11 @@ from lw_jax.roofline import BANDWIDTH_FRACTION, COLLECTIVE_SECONDS, LINK_FRACTIO
 from lw_jax.targets import Target
 from sharding import place
 
+# How far compiled plans' samples/s lay from the estimate's, least and most: docs/planning.md, and preference tuning and
+# TTT in docs/numbers.md (tests/unit/test_estimate.py holds it against them).
+COMPILED = (-0.12, 0.10)
+ERROR = f"arithmetic; compiled plans were between {COMPILED[0]:+.0%} and {COMPILED[1]:+.0%} of its samples/s"
+
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
@@ -78,9 +83,7 @@ def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int
     return Estimate(needs, max(flops), max(wire), times)
 
 
-def _times(
-    program: Program, recipe: Plannable, terms: Mapping[str, Terms], accumulation: int, target: Target
-) -> Times:
+def _times(program: Program, recipe: Plannable, terms: Mapping[str, Terms], accumulation: int, target: Target) -> Times:
     """Returns the seconds of a step: all in turn, but for readers apart, of which the slowest counts."""
     card, dtype, trainable = target.card, _dtype(program), program.state()["trainable"]
     peak = card.peak.get(dtype, card.peak["fp32"]) * MATMUL_FRACTION

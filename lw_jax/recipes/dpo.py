@@ -25,9 +25,8 @@ from lw_jax.models import decoder, lora
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.preference import LogProbs
 from lw_jax.preflight import Finding
-from lw_jax.recipes import pretrained
+from lw_jax.recipes import pretrained, traffic
 from lw_jax.recipes import terms as arithmetic
-from lw_jax.recipes import traffic
 from lw_jax.recipes.base import Weights
 from lw_jax.recipes.terms import Terms
 from sharding import place, rules, shards, tables
@@ -270,6 +269,7 @@ class DPO:
             logits=logits,
             traffic=found.traffic + reference.traffic + traffic.LOGITS * logits * tokens / chunk,
             read=found.read + reference.read,
+            forward=found.forward + 2 * logits + restored,
         )
         return {"": Terms(), self.name: whole}
 

@@ -194,12 +194,12 @@ class LatentWire:
         restored = arithmetic.restored_bytes(model, llm.weights, one.size) / one.model
         once = arithmetic.opening(model, dataclasses.replace(one, rows=1, positions=opening, answers=0))
         sums = {key: getattr(found, key) + getattr(once, key) for key in ("flops", "wire", "traffic")}
-        found = dataclasses.replace(found, bytes=found.bytes + restored, **sums)
+        found = dataclasses.replace(found, bytes=found.bytes + restored, forward=found.forward + restored, **sums)
         if "text" in fields:
             teacher = dataclasses.replace(one, positions=fields["text"]["ids"].shape[0] + answers - 1)
             told = arithmetic.forward_only(model, teacher)
             sums = {key: getattr(found, key) + getattr(told, key) for key in ("flops", "traffic", "read")}
-            found = dataclasses.replace(found, **sums)
+            found = dataclasses.replace(found, forward=max(found.forward, told.forward + restored), **sums)
         return found
 
     def mesh_of(self, name: str | None) -> Mesh:

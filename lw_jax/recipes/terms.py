@@ -17,7 +17,8 @@ class Terms:
     """Of one micro-batch on one device: bytes alive at once (of it the logits), FLOPs, bytes sent, bytes moved.
 
     `traffic` is what kernels beside the products read and write; `read` are weights that the products themselves read,
-    which takes longer than their arithmetic where a micro-batch is small.
+    which takes longer than their arithmetic where a micro-batch is small. `forward` is what is alive at once in the
+    forward pass alone, validation's, logits included.
     """
 
     bytes: float = 0.0
@@ -26,6 +27,7 @@ class Terms:
     logits: float = 0.0
     traffic: float = 0.0
     read: float = 0.0
+    forward: float = 0.0
 
 
 # Of a TTT layer, how often what it keeps for a backward pass is read or written in a step, by recomputation: from the
@@ -77,6 +79,7 @@ def frozen(cfg: DecoderConfig, one: Pass) -> Terms:
         logits=logits,
         traffic=moved,
         read=(2 + again) * matrices * one.size,
+        forward=forward_bytes(cfg, one) + 2 * logits,
     )
 
 
@@ -90,7 +93,8 @@ def forward_only(cfg: DecoderConfig, one: Pass) -> Terms:
     head = 2 * one.rows * one.answers * cfg.vocab * cfg.width / one.model
     matrices = _matrices(cfg, one)
     flops = 2 * one.rows * one.positions * matrices + head
-    return Terms(flops=flops, traffic=_moved(cfg, traffic.FORWARD, one), read=matrices * one.size)
+    alive = forward_bytes(cfg, one)
+    return Terms(flops=flops, traffic=_moved(cfg, traffic.FORWARD, one), read=matrices * one.size, forward=alive)
 
 
 def opening(cfg: DecoderConfig, one: Pass) -> Terms:
@@ -111,7 +115,8 @@ def trained(cfg: DecoderConfig, one: Pass) -> Terms:
     again = one.remat == "full"
     moved = _moved(cfg, traffic.TRAINED[one.remat], one)
     read = (3 + again) * body_params(cfg) * one.size
-    return Terms(kept + cast, 3 * forward + again * _recomputed(cfg, one), traffic=moved, read=read)
+    alive = forward_bytes(cfg, one) + cast
+    return Terms(kept + cast, 3 * forward + again * _recomputed(cfg, one), traffic=moved, read=read, forward=alive)
 
 
 def trained_bert(cfg: BertConfig, one: Pass) -> Terms:
@@ -140,33 +145,28 @@ def trained_bytes(layers: int, width: int, one: Pass) -> Terms:
     Nine z values are kept of each, its input and products; of the layer at work all.
     """
     tokens = one.rows * one.positions
-    kept = tokens * (layers * 9 * width + 12 * width + 2 * BYTE_HEADS * one.positions) * 4
+    alive = tokens * (12 * width + 2 * BYTE_HEADS * one.positions) * 4
+    kept = alive + tokens * layers * 9 * width * 4
     weights = layers * 12 * width * width * 4
-    shape = _Shape(width, layers, BYTE_HEADS, width // BYTE_HEADS, 4 * width)
-    moved = traffic.moved(
-        *(shape, traffic.TRAINED["none"]),
-        **{"rows": one.rows, "queries": one.positions, "keys": one.positions, "size": 4},
-        **{"weights": weights, "heads": 1, "ffn": 1},
-    )
-    return Terms(kept, 6 * tokens * layers * 12 * width * width, traffic=moved, read=3 * weights)
-
-
-@dataclasses.dataclass(frozen=True)
-class _Shape:
-    width: int
-    layers: int
-    heads: int
-    head_dim: int
-    ffn: int
+    shape = traffic.Layers(width, layers, BYTE_HEADS, width // BYTE_HEADS, 4 * width)
+    share = traffic.Share(one.rows, one.positions, one.positions, 4, weights)
+    moved = traffic.moved(shape, traffic.TRAINED["none"], share)
+    flops = 6 * tokens * layers * 12 * width * width
+    return Terms(kept, flops, traffic=moved, read=3 * weights, forward=alive)
 
 
 def _moved(cfg: DecoderConfig, often: traffic.Moves, one: Pass) -> float:
     """Returns the traffic of a decoder's layers; slices of weights that lie over data are as small as their parts."""
-    return traffic.moved(
-        *(cfg, often),
-        **{"rows": one.rows, "queries": one.positions, "keys": one.before + one.positions, "size": one.size},
-        **{"weights": _matrices(cfg, one) * one.size / one.data, "heads": one.heads(cfg), "ffn": one.model},
+    share = traffic.Share(
+        rows=one.rows,
+        queries=one.positions,
+        keys=one.before + one.positions,
+        size=one.size,
+        weights=_matrices(cfg, one) * one.size / one.data,
+        heads=one.heads(cfg),
+        ffn=one.model,
     )
+    return traffic.moved(traffic.Layers(cfg.width, cfg.layers, cfg.heads, cfg.head_dim, cfg.ffn), often, share)
 
 
 def learned_at_test_time(cfg: TTTConfig, tokens: int, remat: str, size: int, *, unrolled: bool) -> Terms:
@@ -189,7 +189,12 @@ def learned_at_test_time(cfg: TTTConfig, tokens: int, remat: str, size: int, *, 
     cast = size * cfg.layers * matrices if size < 4 else 0
     moved = layer * cfg.layers * (_MOVED_UNROLLED if unrolled and not again else _MOVED[remat])
     moved += _LOGITS_MOVED * 4 * (cfg.rows or cfg.vocab)
-    return Terms(tokens * (kept + again * layer) + cast, (3 + again) * forward, traffic=tokens * moved)
+    return Terms(
+        bytes=tokens * (kept + again * layer) + cast,
+        flops=(3 + again) * forward,
+        traffic=tokens * moved,
+        forward=tokens * layer + cast,
+    )
 
 
 def _recomputed(cfg: DecoderConfig, one: Pass) -> float:
@@ -202,6 +207,14 @@ def _matrices(cfg: DecoderConfig, one: Pass) -> float:
     """Returns the parameters of `body_params` that one device multiplies with."""
     mlp = 3 * cfg.layers * cfg.width * cfg.ffn
     return (body_params(cfg) - mlp) / one.heads(cfg) + mlp / one.model
+
+
+def forward_bytes(cfg: DecoderConfig, one: Pass) -> float:
+    """Returns the bytes alive at once in one layer of a forward pass: in its attention or in its mlp."""
+    heads = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim / one.model
+    scores = cfg.heads / one.model * one.positions * (one.before + one.positions) * (4 + one.size)
+    mlp = one.positions * one.size * 3 * cfg.ffn / one.model
+    return one.rows * (one.positions * one.size * (2 * cfg.width + heads) + max(scores, mlp))
 
 
 def kept_bytes(cfg: DecoderConfig, positions: int, remat: str, size: int, model: int) -> float:

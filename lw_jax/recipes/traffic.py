@@ -9,7 +9,6 @@ included. docs/planning.md has how far the seconds lie from compiled plans.
 """
 
 import dataclasses
-from typing import Protocol
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +40,8 @@ OPTIMIZER = 9.3
 ACCUMULATED = 3.0  # with every micro-batch of several: the gradient is added to the sum
 
 
-class Layers(Protocol):
+@dataclasses.dataclass(frozen=True)
+class Layers:
     """What decides a decoder's traffic."""
 
     width: int
@@ -51,17 +51,22 @@ class Layers(Protocol):
     ffn: int
 
 
-def moved(
-    model: Layers, often: Moves, *, rows: int, queries: int, keys: int, size: int, weights: float, heads: int, ffn: int
-) -> float:
-    """Returns the bytes that one device moves for all layers of one micro-batch.
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """One device's part of a micro-batch."""
 
-    Args:
-        queries, keys: positions of a row that ask, and those that they attend to.
-        size: bytes of a value.
-        weights: bytes of the matrices that this device reads from its own memory.
-        heads, ffn: devices that share the heads, and the values between the mlp's products.
-    """
-    values = often.width * model.width + often.heads * model.heads * model.head_dim / heads + often.ffn * model.ffn / ffn
-    scores = model.heads / heads * queries * keys * often.scores * (3 + size / 2) / 4  # three quarters are fp32
-    return model.layers * rows * (queries * values * size + scores) + often.weights * weights
+    rows: int
+    queries: int  # positions of a row
+    keys: int  # positions that each attends to
+    size: int  # bytes of a value
+    weights: float  # bytes of the matrices that it reads from its own memory
+    heads: int = 1  # devices that share the heads
+    ffn: int = 1  # devices that share the values between the mlp's products
+
+
+def moved(model: Layers, often: Moves, one: Share) -> float:
+    """Returns the bytes that one device moves for all layers of one micro-batch."""
+    values = often.width * model.width + often.heads * model.heads * model.head_dim / one.heads
+    values += often.ffn * model.ffn / one.ffn
+    scores = often.scores * (3 + one.size / 2) / 4 * model.heads / one.heads * one.keys  # three quarters are fp32
+    return model.layers * one.rows * one.queries * (values * one.size + scores) + often.weights * one.weights
