@@ -391,7 +391,7 @@ def _read_kept(file: Path) -> Plan | None:
     """Returns a kept plan; nothing where there is none, or a damaged one, which is computed again."""
     with contextlib.suppress(FileNotFoundError, UserError):
         found = schema.read(file, dict[str, Any], remedy="")
-        if found.keys() >= {"target", "chosen", "validation"}:
+        if found.keys() >= {"target", "chosen"}:
             return found | {"cached": True}
     return None
 
