@@ -31,7 +31,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Beside configs/smoke.py: readers and batches of a size at which starting and compiling take most of the time.
 SMALLER = {
     **{"selfmade.steps": 40, "selfmade.batch": 32, "selfmade.width": 64, "selfmade.ffn": 128, "selfmade.layers": 1},
-    **{"data.cards": 512, "train.global_batch": 16, "adapter.start": "random"},
+    **{"data.cards": 512, "train.global_batch": 16},
 }
 AT_ONCE = 2  # runs: a process compiles on one core
 TOLERANCE = 1e-5  # relative, fp32: the same sums in another order, after some steps of Adam

@@ -1,10 +1,12 @@
 """Arithmetic of a recipe's step: the cross-check of the compiled plan, and its stand-in where nothing can compile.
 
-Weights, trainables and moments are exact (from shapes and shardings). Activations, FLOPs and times are sums of named
-terms over the step's matrix products; what a compiler fuses, keeps or adds is not in them.
+Weights, trainables and moments are exact (from shapes and shardings). Activations, FLOPs and bytes sent are sums of
+named terms over the step's matrix products; seconds count the memory traffic beside them too, as compiled programs had
+it (`recipes.traffic`).
 """
 
 import dataclasses
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -15,9 +17,15 @@ from lw_jax.memory import Needs
 from lw_jax.program import Program
 from lw_jax.recipes.base import Plannable
 from lw_jax.recipes.terms import Terms
+from lw_jax.recipes.traffic import ACCUMULATED, OPTIMIZER
 from lw_jax.roofline import BANDWIDTH_FRACTION, COLLECTIVE_SECONDS, LINK_FRACTION, MATMUL_FRACTION, Times
 from lw_jax.targets import Target
 from sharding import place
+
+# How far compiled plans' samples/s lay from the estimate's, least and most: docs/planning.md, and preference tuning and
+# TTT in docs/numbers.md (tests/unit/test_estimate.py holds it against them).
+COMPILED = (-0.12, 0.10)
+ERROR = f"arithmetic; compiled plans were between {COMPILED[0]:+.0%} and {COMPILED[1]:+.0%} of its samples/s"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,11 +44,11 @@ def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int
     rows = program.share // accumulation
     learner, terms = program.placement.learner, recipe.terms(widths, rows)
     state, frozen = program.state(), program.frozen()
-    peaks, flops, wire, seconds = [], [], [], []
+    peaks, flops, wire = [], [], []
     for mesh in program.placement.meshes:
         held = place.device_bytes((state["trainable"], state["opt_state"])) if mesh == learner else 0
         shared = terms[""] if mesh == learner else Terms()
-        working, work, sent, logits, moved = shared.bytes, shared.flops, 0.0, 0.0, shared.traffic
+        working, work, sent, logits = shared.bytes, shared.flops, 0.0, 0.0
         for name, at in program.placement.readers.items():
             if at.mesh != mesh:
                 continue
@@ -48,8 +56,8 @@ def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int
             one = terms[name]
             # What is shared lives on while the readers run, these one after the other.
             working, work, sent = max(working, shared.bytes + one.bytes), work + one.flops, sent + one.wire
-            logits, moved = max(logits, one.logits), moved + one.traffic
-        work, sent, moved = work * accumulation, sent * accumulation, moved * accumulation
+            logits = max(logits, one.logits)
+        work, sent = work * accumulation, sent * accumulation
         if mesh == learner:
             work += optim.flops(program.cfg.optim, recipe.rates, recipe.abstract().trainable)
             sent += _summed(program, state["trainable"], accumulation)
@@ -57,9 +65,6 @@ def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int
         peaks.append((held, int(working), int(logits)))
         flops.append(work)
         wire.append(sent)
-        # Weights are read once a pass, at least.
-        read = 3 * accumulation * held + moved
-        seconds.append(_seconds(work, sent, read, target, _dtype(program)) if target else None)
     fullest = max(range(len(peaks)), key=lambda i: sum(peaks[i][:2]))
     mesh = program.placement.meshes[fullest]
     weights = sum(place.device_bytes(frozen[name]) for name, at in program.placement.readers.items() if at.mesh == mesh)
@@ -74,8 +79,38 @@ def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int
         logits=peaks[fullest][2],
         by_mesh=tuple(held + working for held, working, _ in peaks),
     )
-    slowest = max((one for one in seconds if one), key=lambda one: one.total, default=None)
-    return Estimate(needs, max(flops), max(wire), slowest)
+    times = _times(program, recipe, terms, accumulation, target) if target else None
+    return Estimate(needs, max(flops), max(wire), times)
+
+
+def _times(program: Program, recipe: Plannable, terms: Mapping[str, Terms], accumulation: int, target: Target) -> Times:
+    """Returns the seconds of a step: all in turn, but for readers apart, of which the slowest counts."""
+    card, dtype, trainable = target.card, _dtype(program), program.state()["trainable"]
+    peak = card.peak.get(dtype, card.peak["fp32"]) * MATMUL_FRACTION
+    bandwidth = card.bandwidth * BANDWIDTH_FRACTION
+    link = target.link_bandwidth(list(range(target.devices))) * LINK_FRACTION
+
+    def part(one: Terms) -> Times:
+        return Times(
+            gemm=accumulation * max(one.flops / peak, one.read / bandwidth),
+            memory=accumulation * one.traffic / bandwidth,
+            collective=accumulation * one.wire / link,
+        )
+
+    learned, summed = place.device_bytes(trainable), _summed(program, trainable, accumulation)
+    stepped = learned * (OPTIMIZER + (ACCUMULATED * accumulation if accumulation > 1 else 0.0))
+    update = Times(
+        gemm=optim.flops(program.cfg.optim, recipe.rates, recipe.abstract().trainable) / peak,
+        memory=stepped / bandwidth,
+        collective=summed / link,
+    )
+    readers = [part(terms[name]) for name in program.placement.readers]
+    if program.placement.apart:
+        readers = [max(readers, key=lambda one: one.total)]
+    in_turn = [part(terms[""]), update, *readers]
+    found = Times(*(sum(getattr(one, key) for one in in_turn) for key in ("gemm", "memory", "collective")))
+    sends = summed or any(one.wire for one in terms.values())
+    return dataclasses.replace(found, collective=found.collective + (COLLECTIVE_SECONDS if sends else 0.0))
 
 
 def _summed(program: Program, trainable: Tree, accumulation: int) -> float:
@@ -99,14 +134,3 @@ def _dtype(program: Program) -> str:
     cfg = program.cfg
     words = {reader_dtype(llm.weights, cfg.compute.dtype) for llm in cfg.llms.values()} or {DTYPES[cfg.compute.dtype]}
     return "bf16" if "bfloat16" in words else "tf32"
-
-
-def _seconds(work: float, sent: float, read: float, target: Target, dtype: str) -> Times:
-    card = target.card
-    peak = card.peak.get(dtype, card.peak["fp32"])
-    link = target.link_bandwidth(list(range(target.devices)))
-    return Times(
-        gemm=work / (peak * MATMUL_FRACTION),
-        memory=read / (card.bandwidth * BANDWIDTH_FRACTION),
-        collective=sent / (link * LINK_FRACTION) + (COLLECTIVE_SECONDS if sent else 0.0),
-    )

@@ -28,7 +28,9 @@ from lw_jax import (
     remedies,
     sources,
     targets,
+    validation_room,
 )
+from lw_jax import estimate as estimates
 from lw_jax.choice import Candidate, Hardware
 from lw_jax.core import config, schema
 from lw_jax.core.config import Config
@@ -76,7 +78,9 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
             print(json.dumps(plans, indent=2))
             return 0
         arithmetic = functools.partial(make, estimate=True)
-        tables = [simulation_table(plans), options.text(cfg, plans, own=request.own, estimate=arithmetic)]
+        guessed = any(one["devices"] and one["chosen"] and not one["compiled"] for one in plans)
+        note = f"seconds: {estimates.ERROR}" if guessed else ""
+        tables = [simulation_table(plans), note, options.text(cfg, plans, own=request.own, estimate=arithmetic)]
         print("\n\n".join(filter(None, tables)))
         return 0
     found = make(cfg, _word(request), estimate=request.estimate)
@@ -286,8 +290,18 @@ def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
         "candidates": rows,
         "chosen": chosen,
         "why": _why(chosen, rows),
+        "validation": _validation(cfg, best, room) if best else None,
         "remedies": [] if best else remedies.fewer_bits(cfg, hardware),
     }
+
+
+def _validation(cfg: Config, best: Candidate, room: fit.Room) -> Plan:
+    """Returns what validation takes where the chosen candidate trains, by arithmetic."""
+    assert best.placement is not None, "it was chosen"
+    own = choice.with_remat(cfg, best.remat)
+    recipe = recipes.make(own, best.placement, outline=True)
+    found = validation_room.validation(Program(own, recipe), recipe, recipe.batch_widths(), room)
+    return dataclasses.asdict(found) | {"told": validation_room.describe(found, room)}
 
 
 def _row(cfg: Config, candidate: Candidate) -> Plan:
@@ -415,6 +429,8 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
     lines.append(f"precision: {found['precision']}")
     if "why_not_compiled" in found:
         lines.append(f"not compiled: {found['why_not_compiled']}")
+    if not found["compiled"]:
+        lines.append(f"seconds: {estimates.ERROR}")
     lines += ["", *_table(found["candidates"]), ""]
     lines.append(
         "GB (1e9 bytes) a device; est.: the arithmetic estimate of the same and how far off it is; times are predicted"
@@ -434,6 +450,7 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
         f"{chosen['micro_batch']} x {chosen['accumulation']} accumulated{hours}"
         + (f"; {idle} of {found['devices']} devices stay idle" if idle else ""),
         f"why: {found['why']}",
+        found["validation"]["told"],
         f"as flags: {_flags(overrides(chosen))}",
     ]
     if own and not own.items() <= overrides(chosen).items():

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lw_jax import fit, measured, metrics, optim, plan, preflight, recipes, sources
+from lw_jax import fit, measured, metrics, optim, plan, preflight, recipes, sources, validation_room
 from lw_jax.checkpoint import Checkpointer
 from lw_jax.core import config, peers, runtime
 from lw_jax.core.config import Config
@@ -26,7 +26,7 @@ from lw_jax.held_out import HeldOut
 from lw_jax.live import Live
 from lw_jax.monitor import Devices, Sampler
 from lw_jax.program import Program
-from lw_jax.recipes.base import Recipe, Watched
+from lw_jax.recipes.base import Plannable, Recipe, Watched
 from lw_jax.recipes.selfmade import OPTIM, PREFIX, SelfmadeReader, folder
 from lw_jax.steps import State
 from sharding import mesh as meshes
@@ -189,7 +189,10 @@ class Run:
     def _fit(self, course: Course) -> None:
         """Takes the largest micro-batch that fits, where the configuration leaves it open and the memory is known."""
         room = fit.room(self.cfg)
-        if self.cfg.train.micro_batch or room is None:
+        if room is None:
+            return
+        self._check_validation(room)
+        if self.cfg.train.micro_batch:
             return
         # One for the whole run: the least of what its batches' shapes allow.
         found = [fit.largest_micro_batch(self.program, widths_of(batch), room) for batch in course.shapes()]
@@ -198,6 +201,14 @@ class Run:
             raise UserError(fit.refusal(self.program, needs, room))
         self.accumulation = needs.accumulation
         self._tell(fit.describe(self.program, needs, room))
+
+    def _check_validation(self, room: fit.Room) -> None:
+        """Says before the first step when validation would not fit at eval.batch, by arithmetic."""
+        if self.checkpointer is None or not isinstance(self.recipe, Plannable):  # such a run does not validate
+            return
+        found = validation_room.validation(self.program, self.recipe, self.recipe.batch_widths(), room)
+        if not found.fits:
+            self._tell([f"{validation_room.describe(found, room)}; the run halves it where memory runs out"])
 
     def _halve(self, error: fit.OutOfMemory) -> str:
         micro = self.micro_batch

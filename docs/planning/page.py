@@ -206,8 +206,9 @@ def agreement(plans: Plans) -> list[str]:
         "",
         *table(("strategy", "candidates", "peak", "FLOPs", "seconds"), body),
         "",
-        "Arithmetic counts matrix products and the largest tensors. It knows no copy and no kernel that waits for "
-        "memory, so that its seconds are mostly too few: it orders what is compiled, and the compiled figures decide.",
+        "Arithmetic counts matrix products, the largest tensors and, in its seconds, how often kernels beside the "
+        "products move each kind of activation (lw_jax/recipes/traffic.py): it orders what is compiled, and the "
+        "compiled figures decide.",
     ]
 
 

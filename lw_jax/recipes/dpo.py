@@ -25,7 +25,7 @@ from lw_jax.models import decoder, lora
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.preference import LogProbs
 from lw_jax.preflight import Finding
-from lw_jax.recipes import pretrained
+from lw_jax.recipes import pretrained, traffic
 from lw_jax.recipes import terms as arithmetic
 from lw_jax.recipes.base import Weights
 from lw_jax.recipes.terms import Terms
@@ -259,10 +259,19 @@ class DPO:
         head = 2 * tokens * self.model.vocab * self.model.width / one.model
         chunk = min(self.cfg.dpo.chunk or tokens, tokens)
         logits = chunk * self.model.vocab / one.model * 4
-        reference = 0.0 if "reference" in fields else arithmetic.forward_only(self.model, one) + head
-        flops = found.flops + 2 * head + reference  # the frozen head itself has no gradient
+        reference = Terms() if "reference" in fields else arithmetic.forward_only(self.model, one)
+        passes = 2 if "reference" in fields else 3  # of the head, which is frozen and has no gradient
         restored = arithmetic.restored_bytes(self.model, self.llm.weights, one.size) / one.model
-        return {"": Terms(), self.name: Terms(found.bytes + 2 * logits + restored, flops, found.wire, logits)}
+        whole = Terms(
+            bytes=found.bytes + 2 * logits + restored,
+            flops=found.flops + passes * head + reference.flops,
+            wire=found.wire,
+            logits=logits,
+            traffic=found.traffic + reference.traffic + traffic.LOGITS * logits * tokens / chunk,
+            read=found.read + reference.read,
+            forward=found.forward + 2 * logits + restored,
+        )
+        return {"": Terms(), self.name: whole}
 
 
 def _answer_keys(rng: jax.Array, index: jax.Array) -> jax.Array:

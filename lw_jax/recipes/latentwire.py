@@ -190,14 +190,16 @@ class LatentWire:
         positions = fields["after"]["ids"].shape[0] + self.wire.encoder.slots + 1 + answers - 1
         one = pretrained.teacher_forced(self.cfg, llm=llm, at=at, rows=rows, positions=positions, answers=answers)
         pieces = piecewise.pieces(self.cfg.loss.chunk, rows=rows, length=answers, data=1)  # the rows are one device's
-        found = arithmetic.frozen(model, dataclasses.replace(one, pieces=pieces))
+        found = arithmetic.frozen(model, dataclasses.replace(one, pieces=pieces, before=opening))
         restored = arithmetic.restored_bytes(model, llm.weights, one.size) / one.model
         once = arithmetic.opening(model, dataclasses.replace(one, rows=1, positions=opening, answers=0))
-        sums = {"flops": found.flops + once.flops, "wire": found.wire + once.wire}
-        found = dataclasses.replace(found, bytes=found.bytes + restored, **sums)
+        sums = {key: getattr(found, key) + getattr(once, key) for key in ("flops", "wire", "traffic")}
+        found = dataclasses.replace(found, bytes=found.bytes + restored, forward=found.forward + restored, **sums)
         if "text" in fields:
             teacher = dataclasses.replace(one, positions=fields["text"]["ids"].shape[0] + answers - 1)
-            found = dataclasses.replace(found, flops=found.flops + arithmetic.forward_only(model, teacher))
+            told = arithmetic.forward_only(model, teacher)
+            sums = {key: getattr(found, key) + getattr(told, key) for key in ("flops", "traffic", "read")}
+            found = dataclasses.replace(found, forward=max(found.forward, told.forward + restored), **sums)
         return found
 
     def mesh_of(self, name: str | None) -> Mesh:

@@ -7,6 +7,7 @@ from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.encoder import BYTE_HEADS
 from lw_jax.models.ttt import TTTConfig
+from lw_jax.recipes import traffic
 
 BYTES = {"fp32": 4, "bf16": 2}
 
@@ -15,7 +16,9 @@ BYTES = {"fp32": 4, "bf16": 2}
 class Terms:
     """Of one micro-batch on one device: bytes alive at once (of it the logits), FLOPs, bytes sent, bytes moved.
 
-    `traffic` counts activations read and written; 0 where the matrix products hide it.
+    `traffic` is what kernels beside the products read and write; `read` are weights that the products themselves read,
+    which takes longer than their arithmetic where a micro-batch is small. `forward` is what is alive at once in the
+    forward pass alone, validation's, logits included.
     """
 
     bytes: float = 0.0
@@ -23,6 +26,8 @@ class Terms:
     wire: float = 0.0
     logits: float = 0.0
     traffic: float = 0.0
+    read: float = 0.0
+    forward: float = 0.0
 
 
 # Of a TTT layer, how often what it keeps for a backward pass is read or written in a step, by recomputation: from the
@@ -44,12 +49,17 @@ class Pass:
     model: int = 1  # devices that share the weights' products
     data: int = 1  # devices that share the weights' storage (fsdp)
     pieces: int = 1  # in which the rows' logits are made, one after the other
+    before: int = 0  # positions that all rows attend to and that are read once for all
+
+    def heads(self, cfg: DecoderConfig) -> int:
+        """Returns the devices that share the attention's products: heads that do not divide stay whole on each."""
+        return 1 if cfg.heads % self.model else self.model
 
 
 def frozen(cfg: DecoderConfig, one: Pass) -> Terms:
     """Returns the terms of a frozen decoder that passes gradients to its inputs; its own weights get none."""
-    tokens = one.rows * one.positions
-    forward = 2 * tokens * body_params(cfg) / one.model
+    tokens, matrices = one.rows * one.positions, _matrices(cfg, one)
+    forward = 2 * tokens * matrices
     head = 2 * one.rows * one.answers * cfg.vocab * cfg.width / one.model
     again = one.remat == "full"
     logits = one.rows // one.pieces * one.answers * cfg.vocab / one.model * 4
@@ -60,8 +70,17 @@ def frozen(cfg: DecoderConfig, one: Pass) -> Terms:
     if one.data > 1:  # each layer's weights are gathered forward and backward; what is recomputed shares the latter
         wire += 2 * (one.data - 1) / one.data * params(cfg) * one.size
     kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, one.model)
+    moved = _moved(cfg, traffic.FROZEN[one.remat], one) + traffic.LOGITS * logits * one.pieces
     # Logits and their gradient; backward, the gradient of the inputs, is as dear as the forward pass.
-    return Terms(kept + 2 * logits, 2 * forward + again * _recomputed(cfg, one) + 2 * head, wire, logits)
+    return Terms(
+        bytes=kept + 2 * logits,
+        flops=2 * forward + again * _recomputed(cfg, one) + 2 * head,
+        wire=wire,
+        logits=logits,
+        traffic=moved,
+        read=(2 + again) * matrices * one.size,
+        forward=forward_bytes(cfg, one) + 2 * logits,
+    )
 
 
 def restored_bytes(cfg: DecoderConfig, weights: str, size: int) -> float:
@@ -69,16 +88,23 @@ def restored_bytes(cfg: DecoderConfig, weights: str, size: int) -> float:
     return body_params(cfg) / cfg.layers * size if weights in quant.RESTORED else 0.0
 
 
-def forward_only(cfg: DecoderConfig, one: Pass) -> float:
-    """Returns the FLOPs of a pass without gradients, a teacher's."""
+def forward_only(cfg: DecoderConfig, one: Pass) -> Terms:
+    """Returns the FLOPs and the traffic of a pass without gradients, a teacher's."""
     head = 2 * one.rows * one.answers * cfg.vocab * cfg.width / one.model
-    return 2 * one.rows * one.positions * body_params(cfg) / one.model + head
+    matrices = _matrices(cfg, one)
+    flops = 2 * one.rows * one.positions * matrices + head
+    alive = forward_bytes(cfg, one)
+    return Terms(flops=flops, traffic=_moved(cfg, traffic.FORWARD, one), read=matrices * one.size, forward=alive)
 
 
 def opening(cfg: DecoderConfig, one: Pass) -> Terms:
-    """Returns the terms of what all rows begin with: one row, forward, without logits."""
+    """Returns the terms of what all rows begin with: one row, forward, without logits.
+
+    Its products do nothing but wait for the weights, which the rows' own pass has sliced.
+    """
     sums = 2 * cfg.layers * 2 * (one.model - 1) / one.model  # two a layer over a model axis
-    return Terms(flops=forward_only(cfg, one), wire=sums * one.rows * one.positions * cfg.width * one.size)
+    flops, weights = forward_only(cfg, one).flops, _matrices(cfg, one) * one.size
+    return Terms(flops=flops, wire=sums * one.rows * one.positions * cfg.width * one.size, traffic=weights)
 
 
 def trained(cfg: DecoderConfig, one: Pass) -> Terms:
@@ -86,7 +112,11 @@ def trained(cfg: DecoderConfig, one: Pass) -> Terms:
     forward = 2 * one.rows * one.positions * body_params(cfg)
     cast = params(cfg) * one.size if one.size < 4 else 0  # the copy in the dtype of arithmetic
     kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, 1)
-    return Terms(kept + cast, 3 * forward + (one.remat == "full") * _recomputed(cfg, one))
+    again = one.remat == "full"
+    moved = _moved(cfg, traffic.TRAINED[one.remat], one)
+    read = (3 + again) * body_params(cfg) * one.size
+    alive = forward_bytes(cfg, one) + cast
+    return Terms(kept + cast, 3 * forward + again * _recomputed(cfg, one), traffic=moved, read=read, forward=alive)
 
 
 def trained_bert(cfg: BertConfig, one: Pass) -> Terms:
@@ -115,8 +145,28 @@ def trained_bytes(layers: int, width: int, one: Pass) -> Terms:
     Nine z values are kept of each, its input and products; of the layer at work all.
     """
     tokens = one.rows * one.positions
-    kept = tokens * (layers * 9 * width + 12 * width + 2 * BYTE_HEADS * one.positions) * 4
-    return Terms(kept, 6 * tokens * layers * 12 * width * width)
+    alive = tokens * (12 * width + 2 * BYTE_HEADS * one.positions) * 4
+    kept = alive + tokens * layers * 9 * width * 4
+    weights = layers * 12 * width * width * 4
+    shape = traffic.Layers(width, layers, BYTE_HEADS, width // BYTE_HEADS, 4 * width)
+    share = traffic.Share(one.rows, one.positions, one.positions, 4, weights)
+    moved = traffic.moved(shape, traffic.TRAINED["none"], share)
+    flops = 6 * tokens * layers * 12 * width * width
+    return Terms(kept, flops, traffic=moved, read=3 * weights, forward=alive)
+
+
+def _moved(cfg: DecoderConfig, often: traffic.Moves, one: Pass) -> float:
+    """Returns the traffic of a decoder's layers; slices of weights that lie over data are as small as their parts."""
+    share = traffic.Share(
+        rows=one.rows,
+        queries=one.positions,
+        keys=one.before + one.positions,
+        size=one.size,
+        weights=_matrices(cfg, one) * one.size / one.data,
+        heads=one.heads(cfg),
+        ffn=one.model,
+    )
+    return traffic.moved(traffic.Layers(cfg.width, cfg.layers, cfg.heads, cfg.head_dim, cfg.ffn), often, share)
 
 
 def learned_at_test_time(cfg: TTTConfig, tokens: int, remat: str, size: int, *, unrolled: bool) -> Terms:
@@ -139,13 +189,32 @@ def learned_at_test_time(cfg: TTTConfig, tokens: int, remat: str, size: int, *, 
     cast = size * cfg.layers * matrices if size < 4 else 0
     moved = layer * cfg.layers * (_MOVED_UNROLLED if unrolled and not again else _MOVED[remat])
     moved += _LOGITS_MOVED * 4 * (cfg.rows or cfg.vocab)
-    return Terms(tokens * (kept + again * layer) + cast, (3 + again) * forward, traffic=tokens * moved)
+    return Terms(
+        bytes=tokens * (kept + again * layer) + cast,
+        flops=(3 + again) * forward,
+        traffic=tokens * moved,
+        forward=tokens * layer + cast,
+    )
 
 
 def _recomputed(cfg: DecoderConfig, one: Pass) -> float:
     """Returns the FLOPs of layers computed again for their backward pass, which needs no layer's last product."""
-    last = cfg.layers * cfg.width * cfg.ffn
-    return 2 * one.rows * one.positions * (body_params(cfg) - last) / one.model
+    last = cfg.layers * cfg.width * cfg.ffn / one.model
+    return 2 * one.rows * one.positions * (_matrices(cfg, one) - last)
+
+
+def _matrices(cfg: DecoderConfig, one: Pass) -> float:
+    """Returns the parameters of `body_params` that one device multiplies with."""
+    mlp = 3 * cfg.layers * cfg.width * cfg.ffn
+    return (body_params(cfg) - mlp) / one.heads(cfg) + mlp / one.model
+
+
+def forward_bytes(cfg: DecoderConfig, one: Pass) -> float:
+    """Returns the bytes alive at once in one layer of a forward pass: in its attention or in its mlp."""
+    heads = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim / one.model
+    scores = cfg.heads / one.model * one.positions * (one.before + one.positions) * (4 + one.size)
+    mlp = one.positions * one.size * 3 * cfg.ffn / one.model
+    return one.rows * (one.positions * one.size * (2 * cfg.width + heads) + max(scores, mlp))
 
 
 def kept_bytes(cfg: DecoderConfig, positions: int, remat: str, size: int, model: int) -> float:

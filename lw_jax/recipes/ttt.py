@@ -229,7 +229,14 @@ class TTT:
         head = 2 * tokens * self.model.width * (self.model.rows or self.model.vocab)
         at_once = min(self.cfg.ttt.loss_chunk or tokens, tokens)
         logits = at_once * (self.model.rows or self.model.vocab) * 4.0
-        return {"": Terms(), NAME: Terms(found.bytes + 2 * logits, found.flops + 3 * head, 0.0, logits, found.traffic)}
+        whole = dataclasses.replace(
+            found,
+            bytes=found.bytes + 2 * logits,
+            flops=found.flops + 3 * head,
+            logits=logits,
+            forward=found.forward + 2 * logits,
+        )
+        return {"": Terms(), NAME: whole}
 
 
 def _refuse_empty(windows: Windows) -> Windows:

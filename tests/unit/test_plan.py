@@ -10,7 +10,7 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import base, large
-from lw_jax import choice, fit, memory, plan, recipes, slurm, sources, targets, train
+from lw_jax import choice, estimate, fit, memory, plan, recipes, slurm, sources, targets, train
 from lw_jax.choice import Hardware
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
@@ -440,6 +440,17 @@ def test_what_nothing_holds_is_answered_with_the_weights_in_fewer_bits(capsys):
     assert words in plan.report(found) and words in plan.simulation_table([found])
     with pytest.raises(UserError, match="--config.llms.llama.weights=nf4"):
         slurm.make_job(found, resolved={"train": {}}, workdir=sources.cache_root(), request=SLURM, site=slurm.Site())
+
+
+def test_simulated_cards_get_what_the_compiled_plans_chose_and_the_error_is_told(capsys):
+    """Of the issue: arithmetic said hybrid3 on three H100, and 76.6 samples/s on one; docs/planning.md has 45.3."""
+    request = Request("configs/large.py", target="h100", simulate="1,3", estimate=True, as_json=True)
+    cfg = config.build(large.get_config())
+    assert plan.main(cfg, resolved={}, workdir=sources.cache_root(), request=request) == 0
+    found = json.loads(capsys.readouterr().out)
+    chosen = [(one["chosen"]["strategy"], one["chosen"]["samples_per_second"]) for one in found]
+    assert chosen == [("single", pytest.approx(45.3, rel=0.05)), ("replicate", pytest.approx(89.7, rel=0.05))]
+    assert all(estimate.ERROR in plan.report(one) for one in found)
 
 
 def test_a_machine_at_hand_that_holds_nothing_says_the_same(root, measure):

@@ -96,8 +96,19 @@ def test_flops_of_a_decoder_that_learns_are_what_is_compiled_but_for_attention_a
 
 def test_flops_of_a_pass_without_gradients_are_a_forward_pass():
     forward = 2 * ROWS * POSITIONS * terms.body_params(CFG)
-    assert terms.forward_only(CFG, one("none")) == forward + 2 * ROWS * ANSWERS * 134 * 44
-    assert terms.frozen(CFG, one("none")).flops == 2 * terms.forward_only(CFG, one("none"))
+    found = terms.forward_only(CFG, one("none"))
+    assert found.flops == forward + 2 * ROWS * ANSWERS * 134 * 44
+    assert terms.frozen(CFG, one("none")).flops == 2 * found.flops
+    assert 0 < found.traffic < terms.frozen(CFG, one("none")).traffic
+
+
+def test_heads_that_do_not_divide_are_multiplied_on_every_device():
+    """Qwen2.5-7B over eight cards: 28 heads stay whole, as in its table (sharding.tables), the mlp is divided."""
+    cfg = architectures.KNOWN["Qwen/Qwen2.5-7B"]
+    whole, eighth = (terms.forward_only(cfg, Pass(1, 160, 0, "none", 2, model=model)) for model in (1, 8))
+    mlp = 2 * 160 * cfg.layers * 3 * cfg.width * cfg.ffn
+    assert eighth.flops == whole.flops - mlp + mlp / 8
+    assert eighth.read == eighth.flops / 160  # two operations for each value of two bytes
 
 
 @pytest.mark.parametrize("name", ["meta-llama/Llama-3.1-8B", "Qwen/Qwen2.5-7B"])
