@@ -6,6 +6,7 @@ python -m tests.chaos --replay chaos-failures/gguf-drawn-12
 """
 
 import argparse
+import atexit
 import collections
 import os
 import shutil
@@ -41,9 +42,10 @@ def main() -> int:
     parser.add_argument("--failures", type=Path, default=Path("chaos-failures"), help="folder of what failed")
     parser.add_argument("--replay", type=Path, metavar="FOLDER", help="reads one saved failure again")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="lw_jax-chaos-") as scratch:
-        prepare(Path(scratch))
-        return _replay(args.replay) if args.replay else _campaign(args)
+    scratch = Path(tempfile.mkdtemp(prefix="lw_jax-chaos-"))
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)  # after multiprocessing has removed its own in it
+    prepare(scratch)
+    return _replay(args.replay) if args.replay else _campaign(args)
 
 
 def _replay(folder: Path) -> int:
