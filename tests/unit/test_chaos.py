@@ -1,5 +1,6 @@
 """A small part of the campaign, tests/chaos, with a fixed seed and in this process; and that it sees what is wrong."""
 
+import copy
 from pathlib import Path
 from typing import Any
 
@@ -7,7 +8,7 @@ import pytest
 from hypothesis import strategies as st
 
 from lw_jax.core.errors import UserError
-from tests.chaos import inputs, worker
+from tests.chaos import inputs, mutations, worker
 from tests.chaos.cases import Case, Kind, draw
 from tests.chaos.kinds import every
 
@@ -67,3 +68,9 @@ def test_the_same_seed_draws_the_same_inputs() -> None:
     sample = inputs.sample_of(kind)
     one, again, other = (draw(kind, sample, count=20, seed=seed) for seed in (3, 3, 4))
     assert one == again and len(one) > 15 and one != other
+
+
+def test_what_was_drawn_does_not_change_what_comes() -> None:
+    kind, before = KINDS["peft"], copy.deepcopy(mutations.JUNK)
+    draw(kind, inputs.sample_of(kind), count=300, seed=0)
+    assert before == mutations.JUNK
