@@ -17,7 +17,7 @@ from pathlib import Path
 
 PARTS = {"inputs": 0.5, "disk": 0.0, "processes": 0.0, "kills": 0.0}  # share of the time; kills take what is left
 KILLS, INPUTS = 100, 7000  # some 5,000 are left of the inputs where those with the same bytes are one
-RATE = 15.0  # inputs a second that two processes draw and read: no more are drawn than there is time for
+RATE = 10.0  # inputs a second that are drawn and that two processes read: no more are drawn than there is time for
 RESERVE = 30.0  # seconds left for what was begun to end
 
 

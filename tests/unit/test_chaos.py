@@ -1,6 +1,7 @@
 """A small part of the campaign, tests/chaos, with a fixed seed and in this process; and that it sees what is wrong."""
 
 import copy
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +72,8 @@ def test_the_same_seed_draws_the_same_inputs() -> None:
 
 
 def test_what_was_drawn_does_not_change_what_comes() -> None:
-    kind, before = KINDS["peft"], copy.deepcopy(mutations.JUNK)
-    draw(kind, inputs.sample_of(kind), count=300, seed=0)
+    changed = {"a": [mutations.json_file(b'{"a": 1}')]}
+    kind = dataclasses.replace(_kind(Path.exists), mutate=lambda sample: mutations.files(sample, changed))
+    before = copy.deepcopy(mutations.JUNK)
+    draw(kind, inputs.sample_of(kind), count=400, seed=0)
     assert before == mutations.JUNK
