@@ -90,10 +90,19 @@ def _real(text: str) -> float:
     return number
 
 
+def _text(text: str) -> str:
+    """Returns a text that UTF-8 can hold: bytes that are no text come from the shell as half surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: character {error.start + 1} is no text in UTF-8") from error
+    return text
+
+
 # Flags that belong to some verbs only: the verbs, what argparse is told.
 FLAGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "context": (("answer",), {"metavar": "FILE", "help": "the text, '-' for standard input"}),
-    "question": (("answer",), {"action": "append", "metavar": "TEXT", "help": "may be repeated"}),
+    "question": (("answer",), {"type": _text, "action": "append", "metavar": "TEXT", "help": "may be repeated"}),
     "message": (("answer",), {"metavar": "FILE", "help": "a message instead of a text, '-' for standard input"}),
     "write": (("answer",), {"metavar": "FILE", "help": "keeps the text's message, '-' for standard output"}),
     "bits": (("answer",), {"type": _whole, "metavar": "N", "help": "of a value, 16, 8, 6, 4 or 2 (default: 8)"}),
@@ -102,18 +111,24 @@ FLAGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     "peft": (("export",), {"metavar": "DIR", "help": "the adapter folder that PEFT reads"}),
     "merged": (("export",), {"metavar": "DIR", "help": "the model with the adapter added in, bf16"}),
     "model": (("export",), {"metavar": "DIR", "help": "a TTT model with its tokenizer"}),
-    "prompt": (("generate",), {"action": "append", "metavar": "TEXT", "help": "may be repeated"}),
+    "prompt": (("generate",), {"type": _text, "action": "append", "metavar": "TEXT", "help": "may be repeated"}),
     "tokens": (("generate",), {"type": _whole, "metavar": "N", "help": "at most so many (default: 100)"}),
     "temperature": (
         ("generate",),
         {"type": _real, "metavar": "T", "help": "0 takes the likeliest (default: 0)"},
     ),
-    "parts": (("bench",), {"metavar": "P,P", "help": "some of load, step, encode, answer, input"}),
+    "parts": (("bench",), {"type": _text, "metavar": "P,P", "help": "some of load, step, encode, answer, input"}),
     "repeats": (("bench",), {"type": _whole, "metavar": "N", "help": "of each thing that is timed (default: 5)"}),
     "json": (("show", "plan", "bench"), {"action": "store_true", "help": "for programs"}),
-    "target": (("plan", "slurm", "bench"), {"metavar": "GPUS", "help": "h100x4, a100_40x2, h200x1, 2xh100x8, ..."}),
+    "target": (
+        ("plan", "slurm", "bench"),
+        {"type": _text, "metavar": "GPUS", "help": "h100x4, a100_40x2, h200x1, 2xh100x8, ..."},
+    ),
     "estimate": (("plan",), {"action": "store_true", "help": "by arithmetic, without compiling"}),
-    "simulate": (("plan",), {"metavar": "N..M", "help": "what is done with so many of the target's cards"}),
+    "simulate": (
+        ("plan",),
+        {"type": _text, "metavar": "N..M", "help": "what is done with so many of the target's cards"},
+    ),
     "legacy": (("plan",), {"action": "store_true", "help": "beside the original project's batch formula"}),
     "site": (("slurm",), {"metavar": "FILE", "help": "the cluster's profile (docs/slurm.md)"}),
     "submit": (("slurm",), {"action": "store_true", "help": "runs sbatch"}),

@@ -21,12 +21,13 @@ import traceback
 import types
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypedDict
 
 import jax
+import msgspec
 import orbax.checkpoint as ocp
 
-from lw_jax.core import peers, tree
+from lw_jax.core import peers, schema, tree
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
@@ -50,6 +51,21 @@ class Restored:
     data: dict[str, Any]
     note: str
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # empty: it was not validated
+
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+_File = Annotated[str, msgspec.Meta(pattern=r"^[^\x00\ud800-\udfff]+$")]  # what a file system can be asked for
+
+
+class _Record(TypedDict):
+    """What record.json holds beside its hash."""
+
+    step: _Size
+    identity: dict[str, str]
+    data: dict[str, Any]
+    metrics: dict[str, float | None]
+    leaves: dict[str, tuple[list[_Size], str]]  # shape and dtype
+    files: dict[_File, tuple[_Size, str]]  # bytes and SHA-256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +290,7 @@ class Checkpointer:
         """Returns the same; raises _Gone where one was removed meanwhile, so that the list is not what is there."""
         records = {}
         for path in self._list():
-            if not path.name.isdigit():
+            if not _is_step(path):
                 continue
             record = _read_record(path / RECORD)
             if isinstance(record, _Damage):
@@ -364,7 +380,7 @@ class Checkpointer:
         scored = _scores(records)
         if scored:
             kept.add(min(scored, key=lambda step: (scored[step], -step)))
-        self._remove(path for path in self._list() if path.name.isdigit() and int(path.name) not in kept)
+        self._remove(path for path in self._list() if _is_step(path) and int(path.name) not in kept)
         self._damaged = {}
 
     def _remove_unfinished(self) -> None:
@@ -412,16 +428,19 @@ def _is_told_only_there(entry: logging.LogRecord) -> bool:
 
 @functools.cache
 def _quiet_late_arrays() -> None:
-    """Drops what is printed of the arrays that were still to be written when the first one failed, as on a full disk.
+    """Drops what is printed of the arrays that were still under way when the first one failed, which is raised.
 
-    Their futures report to an event loop that orbax has closed by then: dozens of tracebacks without the cause.
+    In writing, as on a full disk, their futures report to an event loop that orbax has closed by then: dozens of
+    tracebacks without the cause. In reading, orbax turns the end of their coroutines into errors that nobody awaits.
     """
     before = sys.unraisablehook
 
     def tell(told: "sys.UnraisableHookArgs") -> None:
         frames = [frame for frame, _ in traceback.walk_tb(told.exc_traceback)]
         within = frames[-1].f_globals.get("__name__", "") if frames else ""
-        if str(told.exc_value) != "Event loop is closed" or not within.startswith("asyncio."):
+        closed = str(told.exc_value) == "Event loop is closed" and within.startswith("asyncio.")
+        ended = isinstance(getattr(told.exc_value, "__cause__", None), GeneratorExit) and within.startswith("orbax.")
+        if not closed and not ended:
             before(told)
 
     sys.unraisablehook = tell
@@ -452,15 +471,26 @@ def _measure(path: Path) -> list[Any]:
         return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
 
 
+def _is_step(path: Path) -> bool:
+    return re.fullmatch("[0-9]+", path.name) is not None
+
+
 def _read_record(path: Path) -> dict[str, Any] | _Damage:
+    """Returns the record of record.json, of the types that `_Record` names."""
     try:
         content = json.loads(path.read_bytes())
     except FileNotFoundError:
         return _Damage(f"{path.name} is missing")
-    except ValueError as error:  # not JSON, or not UTF-8
+    except OSError as error:
+        return _Damage(f"{path.name} cannot be read: {error.strerror}")
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, nested too deeply
         return _Damage(f"{path.name} is broken: {error}")
     if not isinstance(content, dict) or content.get("sha256") != _digest(content.get("record", {})):
         return _Damage(f"{path.name} does not fit its own hash")
+    try:
+        schema.convert(content.get("record"), _Record, where=path.name, remedy="it is no record of a checkpoint")
+    except UserError as error:
+        return _Damage(str(error))
     return content["record"]
 
 
@@ -475,6 +505,8 @@ def _damaged_files(folder: Path, files: dict[str, list[Any]]) -> str:
                 return f"{name} is not what was written"
         except FileNotFoundError:
             return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
     return ""
 
 

@@ -98,7 +98,11 @@ def load(folder: Path, cfg: DecoderConfig) -> tuple[Tree, Lora]:
     spec = Lora(told.r, float(told.lora_alpha), float(told.lora_dropout or 0.0), ())
     pairs: dict[str, dict[str, list[np.ndarray]]] = {}
     for name, (a, b, scale) in _collect(folder, stored, told, cfg).items():
-        pairs[name] = {"a": a, "b": [one * (scale / spec.scale) for one in b]}
+        with np.errstate(over="ignore"):
+            scaled = [one * (scale / spec.scale) for one in b]
+        if not all(np.isfinite(one).all() for one in scaled):
+            raise UserError(f"{folder}: {MODULES[name]} times its alpha is too large for fp32; {_REMEDY}")
+        pairs[name] = {"a": a, "b": scaled}
     names = tuple(name for name in MODULES if name in pairs)
     tree = {}
     for name in names:

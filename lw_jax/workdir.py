@@ -29,6 +29,7 @@ PACKAGES = (
 )
 
 LOCK = "run.lock"
+_RESTORE = "the file must be as training wrote it: restore it"
 
 _locks: dict[Path, int] = {}  # of this process: the file descriptors that hold them
 _Value = int | float | str | None
@@ -45,15 +46,14 @@ def read_config(workdir: Path) -> Config:
 
     file = workdir / "config.json"
     try:
-        saved = json.loads(file.read_text(encoding="utf-8"))
-        if not isinstance(saved, dict):
-            raise UserError("it holds no configuration.")
-        return build(complete(saved, base.get_config(str(saved.get("recipe")))))
+        saved = schema.read(file, dict[str, Any], remedy=_RESTORE)
     except FileNotFoundError as error:
         rule = "no run was started there; name its --workdir, or train first: python run.py --config FILE"
         raise UserError(f"{file}: missing: {rule}") from error
-    except (OSError, ValueError) as error:  # a UserError of build is a ValueError too
-        raise UserError(f"{file}: {error} The file must be as training wrote it: restore it.") from error
+    try:
+        return build(complete(saved, base.get_config(str(saved.get("recipe")))))
+    except ValueError as error:  # a UserError of build is a ValueError too
+        raise UserError(f"{file}: {str(error).rstrip('.')}; {_RESTORE}") from error
 
 
 def read_rows(path: Path, *, kind: Any = dict[str, Any], required: Any = None) -> list[dict[str, Any]]:

@@ -6,6 +6,7 @@ python -m tests.chaos --replay chaos-failures/gguf-drawn-12
 """
 
 import argparse
+import atexit
 import collections
 import os
 import shutil
@@ -15,7 +16,8 @@ import time
 from pathlib import Path
 
 PARTS = {"inputs": 0.5, "disk": 0.0, "processes": 0.0, "kills": 0.0}  # share of the time; kills take what is left
-KILLS, INPUTS = 100, 5000
+KILLS, INPUTS = 100, 7000  # some 5,000 are left of the inputs where those with the same bytes are one
+RATE = 10.0  # inputs a second that are drawn and that two processes read: no more are drawn than there is time for
 RESERVE = 30.0  # seconds left for what was begun to end
 
 
@@ -36,14 +38,15 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--parts", default=",".join(PARTS), help="of %(default)s")
     parser.add_argument("--only", default="", help="kinds of inputs")
-    parser.add_argument("--count", type=int, default=INPUTS, help="of inputs")
+    parser.add_argument("--count", type=int, default=INPUTS, help="of inputs, where there is time for so many")
     parser.add_argument("--kills", type=int, default=KILLS)
     parser.add_argument("--failures", type=Path, default=Path("chaos-failures"), help="folder of what failed")
     parser.add_argument("--replay", type=Path, metavar="FOLDER", help="reads one saved failure again")
     args = parser.parse_args()
-    with tempfile.TemporaryDirectory(prefix="lw_jax-chaos-") as scratch:
-        prepare(Path(scratch))
-        return _replay(args.replay) if args.replay else _campaign(args)
+    scratch = Path(tempfile.mkdtemp(prefix="lw_jax-chaos-"))
+    atexit.register(shutil.rmtree, scratch, ignore_errors=True)  # after multiprocessing has removed its own in it
+    prepare(scratch)
+    return _replay(args.replay) if args.replay else _campaign(args)
 
 
 def _replay(folder: Path) -> int:
@@ -93,7 +96,8 @@ def _inputs(args: argparse.Namespace, *, seconds: float) -> int:
     from tests.chaos import inputs
 
     began, only = time.monotonic(), tuple(filter(None, args.only.split(",")))
-    tally = inputs.run(seed=args.seed, count=args.count, seconds=seconds, folder=args.failures, only=only)
+    count = min(args.count, int(RATE * seconds))
+    tally = inputs.run(seed=args.seed, count=count, seconds=seconds, folder=args.failures, only=only)
     print(inputs.table(tally))
     left = f"; {tally.left} were not tried for want of time" if tally.left else ""
     print(f"\n{tally.tried} mutated inputs, seed {args.seed}, {time.monotonic() - began:.0f} s{left}", flush=True)
@@ -109,7 +113,10 @@ def _inputs(args: argparse.Namespace, *, seconds: float) -> int:
 def _tell(checks: list) -> int:
     for check in checks:
         word = "skipped" if check.holds is None else "ok" if check.holds else "FAILED"
-        print(f"{word:<8}{check.name}: {check.detail}" + ("" if check.holds else f" ({check.reproduce})"), flush=True)
+        print(
+            f"{word:<8}{check.name}: {check.detail}" + (f" ({check.reproduce})" if check.holds is False else ""),
+            flush=True,
+        )
     return sum(check.holds is False for check in checks)
 
 

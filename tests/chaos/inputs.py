@@ -41,8 +41,7 @@ class Tally:
 
 
 def run(*, seed: int, count: int, seconds: float, folder: Path, processes: int = 2, only: Sequence[str] = ()) -> Tally:
-    """Tries about `count` inputs of all kinds, or of `only` some, for at most so many seconds; saves failures."""
-    until = time.monotonic() + seconds
+    """Tries about `count` inputs of all kinds, or of `only` some, for so many seconds once drawn; saves failures."""
     chosen = [kind for kind in kinds.every() if not only or kind.name in only]
     samples = {kind.name: sample_of(kind) for kind in chosen}
     total = sum(kind.weight for kind in chosen)
@@ -51,6 +50,7 @@ def run(*, seed: int, count: int, seconds: float, folder: Path, processes: int =
     rows = {kind.name: kind.row for kind in chosen}
     counts: dict[str, collections.Counter[str]] = {kind.row: collections.Counter() for kind in chosen}
     failures: list[Failure] = []
+    until = time.monotonic() + seconds
     for case, outcome in worker.run_all(cases, samples, processes=processes, until=until):
         counts[rows[case.kind]][outcome.word] += 1
         if outcome.word in BAD:

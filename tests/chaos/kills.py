@@ -33,7 +33,7 @@ class Tally:
 
 
 def run(*, seed: int, goal: int, seconds: float, folder: Path, parallel: int = 2) -> Tally:
-    """Kills runs until `goal` kills have been, for about so many seconds; a run that was begun is finished."""
+    """Kills runs, one at least, until `goal` kills have been, for about so many seconds; what was begun is finished."""
     until = time.monotonic() + seconds
     config = runs.write_config(folder)
     whole, took = folder / "whole", 0.0
@@ -51,7 +51,7 @@ def run(*, seed: int, goal: int, seconds: float, folder: Path, parallel: int = 2
         while True:
             with lock:
                 number = next(numbers)
-                if time.monotonic() > until or tally.kills >= goal:
+                if number and (time.monotonic() > until or tally.kills >= goal):
                     return
             _one(number, seed, config, folder, whole, took, tally, lock)
 

@@ -266,10 +266,10 @@ _SOURCES = {
     "surrogate escape": "x = '\\ud800'\nraise ValueError(x)\n",
 }
 _OWN_FLAGS = {
-    "generate": ["--workdir", "w", "--prompt", "x", ("--tokens", "--temperature")],
+    "generate": ["--workdir", "w", "--prompt", "x", ("--tokens", "--temperature", "--prompt")],
     "slurm": ["--config", FILE, ("--hours",)],
-    "bench": ["--config", FILE, ("--repeats", "--parts")],
-    "answer": ["--workdir", "w", "--context", "x", "--question", "y", ("--bits", "--slots", "--width")],
+    "bench": ["--config", FILE, ("--repeats", "--parts", "--target")],
+    "answer": ["--workdir", "w", "--context", "x", "--question", "y", ("--bits", "--slots", "--width", "--question")],
 }
 
 
@@ -352,7 +352,7 @@ def _judge_config(value: Any, folder: Path, changed: bool) -> str:
 
 def _judge_numbers(flat: Mapping[str, Any]) -> str:
     for path, found in flat.items():
-        for one in found if isinstance(found, tuple) else (found,):
+        for one in found if isinstance(found, tuple | list) else (found,):
             if isinstance(one, float) and not math.isfinite(one):
                 return f"{path} = {one}"
             if isinstance(one, int) and abs(one) > (2**63 if path == "seed" else 2**40):
@@ -426,7 +426,7 @@ def _record_digest(record: dict[str, Any]) -> str:
 
 def _restore(folder: Path) -> Any:
     with Checkpointer(folder / "checkpoints", keep=3, identity=IDENTITY) as checkpointer:
-        checkpointer.has_best()
+        checkpointer.latest_step()
         return checkpointer.restore(jax.device_put(_state(STEPS[-1])))
 
 

@@ -1,5 +1,6 @@
 """Mutations of valid input as hypothesis strategies: of JSON by its structure, of any file by its bytes."""
 
+import copy
 import json
 import struct
 from collections.abc import Callable, Mapping, Sequence
@@ -41,6 +42,11 @@ def text_of(value: Any, *, ascii_only: bool = True) -> str:
     return text
 
 
+def _junk(draw: Draw) -> Any:
+    """Draws a value of JUNK: a copy, as it may be changed itself."""
+    return copy.deepcopy(draw(st.sampled_from(JUNK)))
+
+
 class _Pairs(dict[str, Any]):
     """An object that `json` writes with a key twice."""
 
@@ -73,11 +79,11 @@ def _change(draw: Draw, root: Any) -> Any:
     """Returns the document with one change at one place."""
     path = _walk(draw, root)
     if not path:
-        return draw(st.sampled_from(JUNK))
+        return _junk(draw)
     holder, key = _at(root, path[:-1]), path[-1]
     kind = draw(st.sampled_from(("replace", "replace", "replace", "drop", "rename", "wrap", "copy", "twice", "swap")))
     if kind == "replace":
-        holder[key] = draw(st.sampled_from(JUNK))
+        holder[key] = _junk(draw)
     elif kind == "drop":
         del holder[key]
     elif kind == "rename" and isinstance(holder, dict):
@@ -90,7 +96,7 @@ def _change(draw: Draw, root: Any) -> Any:
         other = draw(st.sampled_from(list(holder)))
         holder[key], holder[other] = holder[other], holder[key]
     elif kind == "twice" and isinstance(holder, dict):
-        pairs = _Pairs([*holder.items(), (key, draw(st.sampled_from(JUNK)))])
+        pairs = _Pairs([*holder.items(), (key, _junk(draw))])
         if len(path) == 1:
             return pairs
         _at(root, path[:-2])[path[-2]] = pairs
@@ -110,7 +116,7 @@ def json_text(draw: Draw, sample: Any) -> str:
     try:
         return text_of(root, ascii_only=draw(st.booleans()))
     except (ValueError, RecursionError):  # a change within a changed value
-        return text_of(draw(st.sampled_from(JUNK)))
+        return text_of(_junk(draw))
 
 
 @st.composite

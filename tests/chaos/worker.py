@@ -21,8 +21,9 @@ from lw_jax.core.errors import UserError
 from sharding.errors import PlacementError
 from tests.chaos.cases import Case, Kind, Sample, lay
 
-SECONDS = 10.0  # of one input
-START_SECONDS = 300.0  # of a process until it has read the valid sample
+SECONDS = 10.0  # of one input, of wall time and of the process's own: a busy machine makes no hang
+ASLEEP = 120.0  # seconds of wall time, for what waits and takes no time of the processor
+START_SECONDS = 600.0  # of a process until it has read the valid sample
 MEMORY_BYTES = 6 << 30  # of address space above what a process has after its start
 LONGEST = 2000  # characters of a refusal
 BAD = ("raw traceback", "accepted though wrong", "hang", "crash")
@@ -122,21 +123,31 @@ class _Worker:
 
     def read(self, case: Case, sample: Sample) -> Outcome:
         if case.kind not in self._warm:
-            first = self._ask(Case(case.kind, "valid", {}), sample, START_SECONDS)
+            first = self._ask(Case(case.kind, "valid", {}), sample, START_SECONDS, START_SECONDS)
             if first.word != "accepted":
                 raise RuntimeError(f"the valid sample of {case.kind} is not accepted: {first}")
             self._warm.add(case.kind)
-        return self._ask(case, sample, SECONDS)
+        return self._ask(case, sample, SECONDS, ASLEEP)
 
-    def _ask(self, case: Case, sample: Sample, seconds: float) -> Outcome:
+    def _ask(self, case: Case, sample: Sample, seconds: float, asleep: float) -> Outcome:
+        began, used = time.monotonic(), self._processor_seconds()
         try:
             self._pipe.send((case, sample))
-            if not self._pipe.poll(seconds):
-                return Outcome("hang", f"no end in {seconds:.0f} s")
+            while not self._pipe.poll(1.0):
+                took, worked = time.monotonic() - began, self._processor_seconds() - used
+                if took > asleep or min(took, worked) > seconds:
+                    return Outcome("hang", f"no end in {took:.0f} s, {worked:.0f} s of the processor")
             return self._pipe.recv()
         except (EOFError, ConnectionError):
             self._process.join()
             return Outcome("crash", f"the process ended with {self._process.exitcode}")
+
+    def _processor_seconds(self) -> float:
+        try:
+            told = Path(f"/proc/{self._process.pid}/stat").read_text().rpartition(")")[2].split()
+        except FileNotFoundError:  # it has ended: the pipe says so
+            return 0.0
+        return (int(told[11]) + int(told[12])) / os.sysconf("SC_CLK_TCK")  # of all its threads
 
     def close(self) -> None:
         self._process.kill()

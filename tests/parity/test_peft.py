@@ -139,6 +139,17 @@ def test_adapter_whose_weights_are_not_finite_is_refused(tmp_path):
         folders.load(tmp_path, LLAMA)
 
 
+def test_adapter_that_its_alpha_makes_infinite_is_refused(tmp_path):
+    spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q",))
+    pairs = random(lora.abstract(LLAMA, spec), 0.1)
+    pairs["layers"]["q"]["b"] = pairs["layers"]["q"]["b"].at[0].set(3e38)
+    folders.save(tmp_path, pairs, spec, model_type="llama", base="here")
+    file = tmp_path / "adapter_config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"alpha_pattern": {"q_proj": 1e3}}))
+    with pytest.raises(UserError, match=r"q_proj times its alpha is too large"):
+        folders.load(tmp_path, LLAMA)
+
+
 def test_adapter_of_another_model_is_refused_by_name(tmp_path):
     spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q",))
     folders.save(tmp_path, random(lora.abstract(LLAMA, spec), 0.1), spec, model_type="llama", base="here")

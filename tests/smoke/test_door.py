@@ -168,6 +168,7 @@ def test_interrupt_ends_with_130(calls: list[dict[str, Any]], monkeypatch: pytes
         ),
         (["generate", *SMOKE, "--prompt", "a", "--temperature", "nan"], "argument --temperature: 'nan': a number"),
         (["generate", *SMOKE, "--prompt", "a", "--tokens", "1" * 5000], "argument --tokens: '1"),
+        (["generate", "--workdir", "w", "--prompt", "a\udcff"], "character 2 is no text in UTF-8"),
         (["slurm", *SMOKE, "--hours", "inf"], "argument --hours: 'inf': a number"),
         (["answer", *SMOKE, "--message", "none.lwjx", "--question", "a?"], "--message none.lwjx: No such file"),
         (["answer", *SMOKE, "--message", ".", "--question", "a?"], "--message .: Is a directory"),

@@ -11,6 +11,7 @@ import sys
 import textwrap
 import threading
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -173,6 +174,14 @@ def edit_record(path: Path) -> None:
     path.write_text(json.dumps(content))
 
 
+def sign_files(files: object) -> Callable[[Path], None]:
+    def change(path: Path) -> None:
+        record = json.loads(path.read_text())["record"] | {"files": files}
+        checkpoint._write_record(path, record)
+
+    return change
+
+
 DAMAGE = {
     "array chunk truncated": (chunk, truncate, "of .* bytes"),
     "array chunk missing": (chunk, Path.unlink, "missing"),
@@ -184,6 +193,11 @@ DAMAGE = {
     "record truncated": (lambda folder: folder / RECORD, truncate, "record.json is broken"),
     "record emptied": (lambda folder: folder / RECORD, lambda path: path.write_text("[]"), "own hash"),
     "record edited": (lambda folder: folder / RECORD, edit_record, "own hash"),
+    "record nested deep": (lambda folder: folder / RECORD, lambda path: path.write_text("[" * 100_000), "is broken"),
+    "record a folder": (lambda folder: folder / RECORD, lambda path: path.unlink() or path.mkdir(), "cannot be read"),
+    "files a number": (lambda folder: folder / RECORD, sign_files(5), "files=5"),
+    "files of numbers": (lambda folder: folder / RECORD, sign_files({"_METADATA": 5}), "files"),
+    "a name that no file has": (lambda folder: folder / RECORD, sign_files({"ocdbt.process_0/x\0": [1, "x"]}), "files"),
 }
 
 
@@ -223,13 +237,14 @@ def test_partial_write_is_never_a_checkpoint_and_goes_with_the_next_save(tmp_pat
     partial.mkdir()
     (partial / "_METADATA").write_text("{")
     (tmp_path / "notes").mkdir()
+    (tmp_path / "\u00b2").mkdir()  # a digit, not a number
     with reopen(tmp_path) as checkpointer:
         restored = checkpointer.restore(abstract(make_state()))
         assert (restored.step, restored.note) == (2, "")
         assert checkpointer.steps() == [2]
         assert partial.exists()  # reading removes nothing
         checkpointer.save(4, make_state(), data={})
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "notes"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "notes", "\u00b2"]
 
 
 @pytest.mark.parametrize(
@@ -453,17 +468,20 @@ def test_score_that_cannot_be_written_leaves_the_checkpoint_whole(tmp_path, monk
     assert (restored.step, restored.metrics, restored.note) == (3, {}, "")
 
 
-def test_arrays_that_come_late_to_a_failed_write_print_nothing_and_other_errors_do(tmp_path, monkeypatch):
+def test_arrays_that_come_late_after_a_failure_print_nothing_and_other_errors_do(tmp_path, monkeypatch):
     passed = []
     monkeypatch.setattr(sys, "unraisablehook", passed.append)
     checkpoint._quiet_late_arrays.cache_clear()
     reopen(tmp_path).close()
     loop = asyncio.new_event_loop()
     loop.close()
-    for call, argument in ((loop.call_soon_threadsafe, print), (int, "x")):
+    within_orbax = {"__name__": "orbax.checkpoint"}
+    exec("def read(cause): raise OSError from cause", within_orbax)
+    calls = [(loop.call_soon_threadsafe, print), (within_orbax["read"], GeneratorExit()), (int, "x")]
+    for call, argument in calls:
         try:
             call(argument)
-        except (RuntimeError, ValueError) as error:
+        except (RuntimeError, OSError, ValueError) as error:
             told = {"exc_type": type(error), "exc_value": error, "exc_traceback": error.__traceback__}
             sys.unraisablehook(types.SimpleNamespace(**told, err_msg=None, object=None))
     checkpoint._quiet_late_arrays.cache_clear()

@@ -60,7 +60,7 @@ def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         workdir.read_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"recipe": "latentwire"}'])
+@pytest.mark.parametrize("text", ["{", "[]", '{"recipe": "latentwire"}', "[" * 100_000])
 def test_damaged_configuration_is_refused_with_its_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=r"config\.json: "):
