@@ -13,7 +13,7 @@ import tempfile
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypedDict
+from typing import Annotated, Any, Literal, TypedDict
 
 import msgspec
 from ml_collections import ConfigDict
@@ -32,7 +32,9 @@ LOCK = "run.lock"
 _RESTORE = "the file must be as training wrote it: restore it"
 
 _locks: dict[Path, int] = {}  # of this process: the file descriptors that hold them
-_Value = int | float | str | None
+_Name = Annotated[str, msgspec.Meta(max_length=1000)]
+# A log writes what JSON has no number for as words.
+_Value = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)] | float | Literal["nan", "inf", "-inf"] | None
 _TOLD = 3  # skipped lines of a file that are named
 
 
@@ -87,7 +89,7 @@ class _Logged(TypedDict):
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
     """Returns the rows of `metrics.jsonl`, each with its "step"; see `read_rows`."""
-    return read_rows(path, kind=dict[str, _Value], required=_Logged)
+    return read_rows(path, kind=dict[_Name, _Value], required=_Logged)
 
 
 def lock(workdir: Path) -> None:

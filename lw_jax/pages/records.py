@@ -12,7 +12,7 @@ from lw_jax.core import schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.pages import shapes
-from lw_jax.workdir import read_config, read_rows
+from lw_jax.workdir import read_config, read_metrics, read_rows
 
 TEXTS = ("config.diff", "command.txt", "versions.json")
 REMEDY = "the file must be as this version writes it: remove it, or make it anew with its verb"
@@ -72,7 +72,7 @@ def read(workdir: Path) -> Run:
     return Run(
         workdir=workdir,
         cfg=read_config(workdir),
-        metrics=_read_metrics(log),
+        metrics=read_metrics(log) if log.exists() else [],
         logged=datetime.fromtimestamp(log.stat().st_mtime, UTC) if log.exists() else None,
         evaluation=_read_evaluation(workdir / "eval.json"),
         predictions=_read_rows(workdir / "predictions.jsonl", shapes.Prediction),
@@ -101,13 +101,6 @@ def _read(path: Path, kind: Any, otherwise: Any) -> Any:
 def _read_rows(path: Path, kind: Any) -> list[dict[str, Any]]:
     rows = read_rows(path) if path.exists() else []
     return [schema.convert(row, kind, where=f"{path}: row {i}", remedy=REMEDY) for i, row in enumerate(rows, 1)]
-
-
-def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    rows = _read_rows(path, shapes.Logged)
-    for number, row in enumerate(rows, 1):
-        schema.convert(row, shapes.Stepped, where=f"{path}: row {number}", remedy=REMEDY)
-    return rows
 
 
 def _read_evaluation(path: Path) -> dict[str, Any]:

@@ -16,15 +16,6 @@ Count = Annotated[int, Meta(ge=0, le=2**62)]
 Word = Annotated[str, Meta(max_length=10_000)]
 Interval = tuple[Known, Known] | None
 
-# A log writes what JSON has no number for as words.
-Logged = dict[Word, Annotated[int, Meta(ge=-(2**62), le=2**62)] | float | Literal["nan", "inf", "-inf"] | None]
-
-
-class Stepped(TypedDict):
-    """What every row of metrics.jsonl has."""
-
-    step: Index
-
 
 class Row(TypedDict):
     """One reader's figures for one of its rows."""
