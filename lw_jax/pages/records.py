@@ -108,6 +108,8 @@ def _read_evaluation(path: Path) -> dict[str, Any]:
     curve = told.get("curve")
     if curve is None:
         return told
+    if told["text_bytes"] is None:
+        raise UserError(f"{path}: text_bytes is null beside a curve, which shows them; {REMEDY}")
     quality = curve["quality"]
     held = [("points", curve["points"])]
     held += [(f"references.{reader}", list(rows.values())) for reader, rows in curve["references"].items()]

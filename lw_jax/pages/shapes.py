@@ -139,7 +139,7 @@ class Evaluation(TypedDict):
     joint: Joint | None
     latents: Geometry
     curve: Curve | None
-    text_bytes: TextBytes
+    text_bytes: TextBytes | None  # as `curve`: null where none was asked for
     counts: dict[Word, Count]
 
 

@@ -7,9 +7,11 @@ import math
 import jax
 import pytest
 
-from lw_jax import evaluate
+from lw_jax import evaluate, report
 from lw_jax.api import TrainedWire
+from lw_jax.core import config
 from lw_jax.core.errors import UserError
+from lw_jax.pages import records
 from tests import tiny
 
 ROWS = ("text", "latents", "shuffled", "none")
@@ -37,7 +39,15 @@ def read_strictly(text):
     return json.loads(text, parse_constant=refuse)
 
 
-def test_files_hold_what_was_found(found, tmp_path):
+def reported(wire, folder):
+    """The folder as `report` reads it, once its page could be made."""
+    (folder / "config.json").write_text(json.dumps(config.to_dict(wire.recipe.cfg)), "utf-8")
+    run = records.read(folder)
+    assert "Controls" in report.render(run)
+    return run
+
+
+def test_files_hold_what_was_found(wire, found, tmp_path):
     assert [path.name for path in evaluate.write(found, tmp_path, step=6)] == FILES
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
     result = read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))
@@ -49,11 +59,13 @@ def test_files_hold_what_was_found(found, tmp_path):
     assert result["text_bytes"].keys() == {"UTF-8", "gzip", "zstd", "brotli"}
     assert result["joint"]["examples"] == 5 and result["latents"]["inputs"] == 5
     lines = (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [read_strictly(line) for line in lines]
-    assert len(records) == 2 * 5 * len(ROWS)
-    assert all(("picked" in record) == (record["row"] == "latents") for record in records)
+    told = [read_strictly(line) for line in lines]
+    assert len(told) == 2 * 5 * len(ROWS)
+    assert all(("picked" in record) == (record["row"] == "latents") for record in told)
     slots = read_strictly((tmp_path / "slots.json").read_text(encoding="utf-8"))
     assert len(slots) == 5 and slots[0][0] == pytest.approx(1.0)
+    run = reported(wire, tmp_path)
+    assert run.curve is not None and len(run.predictions) == len(told) and run.slots == slots
 
 
 def test_numbers_that_json_has_no_word_for_become_null(found, tmp_path):
@@ -70,11 +82,12 @@ def test_terminal_shows_the_table_the_figures_and_the_bytes_in_120_columns(found
     assert max(map(len, told.splitlines())) <= 120
 
 
-def test_without_a_curve_there_is_no_picture(found, tmp_path):
+def test_without_a_curve_there_is_no_picture(wire, found, tmp_path):
     paths = evaluate.write(dataclasses.replace(found, sizes=None, joint=None), tmp_path, step=6)
     assert [path.name for path in paths] == FILES[:3]
     result = read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))
     assert result["curve"] is None and result["text_bytes"] is None and result["joint"] is None
+    assert reported(wire, tmp_path).curve is None
 
 
 def test_an_input_that_was_written_twice_counts_once_among_the_latents(wire, found):
