@@ -69,7 +69,7 @@ BAD = [
     ({"prompt.user": "{context!r} {question}"}, "prompt.user"),
     ({"prompt.user": "{context} {question:>1000000000}"}, "prompt.user"),
     ({"prompt.user": "{context.__class__} {question}"}, "prompt.user"),
-    ({"data.cards": 10**30}, "data.cards = 1000.*at most 10,000,000"),
+    ({"data.cards": 10**30}, r"data.cards = 10+: a number below 2\^63"),
     ({"data.validation_cards": 10**8}, "data.validation_cards"),
     ({"prompt.user": "{context} {question"}, "prompt.user = .*expected '}'"),
     ({"prompt.system": "Be short."}, "prompt.system = 'Be short.'.*'chat'"),
