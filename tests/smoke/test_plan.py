@@ -175,12 +175,13 @@ def test_simulation_shows_every_number_of_devices(folder: Path) -> None:
     words = ("plan", "--config", "small.py", "--target", "h100x1", "--simulate", "0..2", "--estimate")
     done = start(*words, cwd=folder)
     assert (done.returncode, done.stderr) == (0, "")
-    sizes, job, cost, batch, change, _ = done.stdout.split("\n\n")
+    sizes, told, job, cost, batch, change, _ = done.stdout.split("\n\n")
     heading, *lines = sizes.splitlines()
     assert heading.startswith("devices")
     assert [line.split()[:2] for line in lines] == [["0", "cpu"], ["1", "h100x1"], ["2", "h100x2"]]
     assert lines[0].split()[2:4] == lines[1].split()[2:4] == ["single", "1x1"]
-    assert "samples" in job and [len(table.splitlines()) for table in (cost, batch)] == [3, 3]
+    assert told.startswith("seconds: arithmetic") and "samples" in job
+    assert [len(table.splitlines()) for table in (cost, batch)] == [3, 3]
     assert [line.split()[0] for line in change.splitlines()[1:]] == sorted(
         line.split()[0] for line in change.splitlines()[1:]
     )
