@@ -30,7 +30,7 @@ from lw_jax.core.errors import UserError, leave
 ROOT = Path(__file__).resolve().parent.parent
 # Beside configs/smoke.py: readers and batches of a size at which starting and compiling take most of the time.
 SMALLER = {
-    **{"selfmade.steps": 40, "selfmade.batch": 32, "selfmade.width": 64, "selfmade.ffn": 128, "selfmade.layers": 1},
+    **{"selfmade.steps": 90, "selfmade.batch": 32, "selfmade.width": 64, "selfmade.ffn": 128, "selfmade.layers": 2},
     **{"data.cards": 512, "train.global_batch": 16},
 }
 AT_ONCE = 2  # runs: a process compiles on one core
@@ -59,7 +59,7 @@ PLACEMENTS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, prints and draws; returns 1 where the curves differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=40, help="optimizer steps of every run (default: 40)")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of every run (default: 40)")
     parser.add_argument("--output", type=Path, default=Path("elastic_demo.png"), help="the picture")
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS), help="default: all")
     args, overrides = parser.parse_known_args(argv)
