@@ -59,7 +59,7 @@ PLACEMENTS = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Trains, prints and draws; returns 1 where the curves differ."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of every run (default: 40)")
+    parser.add_argument("--steps", type=int, default=30, help="optimizer steps of every run (default: 30)")
     parser.add_argument("--output", type=Path, default=Path("elastic_demo.png"), help="the picture")
     parser.add_argument("--placements", nargs="+", choices=PLACEMENTS, default=list(PLACEMENTS), help="default: all")
     args, overrides = parser.parse_known_args(argv)
