@@ -6,8 +6,8 @@
 Every run is the command `python run.py` in a process of its own that sees as many CPU devices as its placement takes;
 the global batch is the same in all. Prints the table, writes the picture, and ends with code 1 where a curve leaves
 the others by more than 1e-5 of its value. The tiny readers are made first, once, smaller and shorter than the smoke
-configuration's: what is compared is one curve with another. Needs matplotlib (requirements-dev.txt); two minutes on
-two cores.
+configuration's: what is compared is one curve with another. Needs matplotlib (requirements-dev.txt); some two minutes
+on two cores.
 """
 
 import argparse

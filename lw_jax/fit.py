@@ -60,6 +60,11 @@ def out_of_memory() -> Iterator[None]:
         raise OutOfMemory(" ".join(str(error).split())[:300]) from error
 
 
+def halved(size: int, multiple: int) -> int:
+    """Returns the next smaller batch to try: half of it, rounded up to a multiple of the data axis."""
+    return place.round_up(size // 2, multiple)
+
+
 class Batch:
     """A number of examples that is halved until a computation which changes nothing fits into memory.
 
@@ -86,7 +91,7 @@ class Batch:
                     raise UserError(f"out of memory with eval.batch={self.size}: {rule}; set it to less") from error
                 if self.size <= self._multiple:
                     raise OutOfMemory(f"out of memory with one example a device: {error}") from error
-                before, self.size = self.size, place.round_up(self.size // 2, self._multiple)
+                before, self.size = self.size, halved(self.size, self._multiple)
                 self._tell(f"out of memory with eval.batch={before}: now {self.size}; the figures stay the same")
 
 

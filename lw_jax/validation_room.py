@@ -3,7 +3,7 @@
 import dataclasses
 
 from lw_jax.core.types import Tree
-from lw_jax.fit import Room
+from lw_jax.fit import Room, halved
 from lw_jax.memory import bytes_of
 from lw_jax.program import Program
 from lw_jax.recipes.base import Plannable
@@ -26,7 +26,7 @@ def validation(program: Program, recipe: Plannable, widths: Tree, room: Room) ->
     asked = size = place.round_up(program.cfg.eval.batch, data)
     peak = held = evaluation_bytes(program, recipe, widths, asked // data)
     while held > room.limit and size > data:
-        size = place.round_up(size // 2, data)
+        size = halved(size, data)
         held = evaluation_bytes(program, recipe, widths, size // data)
     return Validation(asked, peak, peak <= room.limit, size if held <= room.limit else 0)
 
