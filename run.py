@@ -17,35 +17,38 @@ from sharding.errors import PlacementError
 ROOT = Path(__file__).resolve().parent
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # what the user can mend, anywhere
 VERBS = {
-    "train": ("lw_jax.train", "trains, or goes on from the last checkpoint of --workdir (the default verb)"),
-    "eval": ("lw_jax.evaluate", "measures a trained wire beside its controls; --workdir alone is enough"),
+    "train": ("lw_jax.training.train", "trains, or goes on from the last checkpoint of --workdir (the default verb)"),
+    "eval": ("lw_jax.commands.evaluate", "measures a trained wire beside its controls; --workdir alone is enough"),
     "plan": (
-        "lw_jax.plan",
+        "lw_jax.commands.plan",
         "says before queueing whether a configuration fits on --target, how, and how long it takes;\n"
         "            the file's own placement, remat and micro-batch are searched anew, those of flags are kept",
     ),
     "slurm": (
-        "lw_jax.slurm",
+        "lw_jax.commands.slurm",
         "writes an sbatch file from the plan; of several configurations, a FILE.list, as an array or a sequence",
     ),
     "bench": (
-        "lw_jax.bench",
+        "lw_jax.commands.bench",
         "times the training step, encoding, answering, reading and loading, beside what this machine reaches;\n"
         "            with --target predicts the first three for cards that are not here",
     ),
     "answer": (
-        "lw_jax.answer",
+        "lw_jax.commands.answer",
         "sends a text through the wire and lets every reader answer; --write keeps the message,\n"
         "            --message reads one from a file or a pipe",
     ),
-    "report": ("lw_jax.report", "writes one page of what --workdir holds, WORKDIR/report.html; also while it trains"),
+    "report": (
+        "lw_jax.commands.report",
+        "writes one page of what --workdir holds, WORKDIR/report.html, also in training",
+    ),
     "export": (
-        "lw_jax.export",
+        "lw_jax.commands.export",
         "writes what a run has learned: --peft DIR (an adapter) or --merged DIR (a whole model) of preference tuning,\n"
         "            --model DIR (the authors' layout) of a TTT model",
     ),
-    "generate": ("lw_jax.generate", "continues --prompt TEXT with the TTT model that --workdir has trained"),
-    "show": ("lw_jax.show", "prints the resolved configuration and where each value comes from"),
+    "generate": ("lw_jax.commands.generate", "continues --prompt TEXT with the TTT model that --workdir has trained"),
+    "show": ("lw_jax.commands.show", "prints the resolved configuration and where each value comes from"),
 }
 EXAMPLES = """examples:
   python run.py --config configs/smoke.py
@@ -57,7 +60,7 @@ EXAMPLES = """examples:
   python run.py answer --workdir runs/mine --message notes.lwjx --question "Who wrote it?"
   python run.py --config configs/dpo/tinyllama.py --config.data.train=pairs.jsonl
   python run.py export --workdir runs/tinyllama-dpo --peft adapter
-  python run.py --config configs/ttt_smoke.py --workdir runs/ttt
+  python run.py --config configs/ttt/ttt_smoke.py --workdir runs/ttt
   python run.py generate --workdir runs/ttt --prompt "Return the" --tokens 100 --temperature 0.7
   python run.py export --workdir runs/ttt --model ttt-model
   python run.py show --config configs/h100x4.py
@@ -196,8 +199,8 @@ def _find_fault(args: argparse.Namespace) -> str:
 
 def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, Any]:
     """Returns the arguments of the verb's `main`, the configuration under `cfg`; writes the folder of a new run."""
-    from lw_jax import workdir as folder
     from lw_jax.core import platform
+    from lw_jax.training import workdir as folder
 
     if (args.config or "").endswith(".list"):
         return _prepare_list(args, assignments)
@@ -241,8 +244,8 @@ class _Found(NamedTuple):
 def _resolve(args: argparse.Namespace, spec: str | None, assignments: dict[str, str]) -> tuple[dict[str, Any], _Found]:
     """Returns {"cfg", "resolved"} of one configuration, checked, and what it was made of."""
     from configs import base
-    from lw_jax import workdir as folder
     from lw_jax.core import config, config_file, validation
+    from lw_jax.training import workdir as folder
 
     values = config_file.load(spec, root=ROOT) if spec else folder.load(args.workdir, verb=args.verb)
     defaults = base.get_config(str(values.get("recipe", "latentwire")))
@@ -258,8 +261,8 @@ def _resolve(args: argparse.Namespace, spec: str | None, assignments: dict[str, 
 
 def _prepare_list(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, Any]:
     """Returns the arguments of `jobs.main`, the tasks under `cfg`."""
-    from lw_jax import jobs
     from lw_jax.core import config_file, platform
+    from lw_jax.slurm import jobs
 
     platform.prepare_compiler(everywhere=bool(args.target))
     workdir, tasks = Path(args.workdir or f"runs/{Path(args.config).stem}"), []
@@ -272,7 +275,7 @@ def _prepare_list(args: argparse.Namespace, assignments: dict[str, str]) -> dict
 
 def _asking(args: argparse.Namespace) -> Any:
     """Returns what `answer` is asked; texts and messages are read here, before anything heavy starts."""
-    from lw_jax import exchange
+    from lw_jax.inference import exchange
 
     return exchange.Request(
         context=exchange.read_text(args.context) if args.context else "",
@@ -287,7 +290,7 @@ def _asking(args: argparse.Namespace) -> Any:
 
 def _benchmarking(args: argparse.Namespace) -> Any:
     """Returns the words that ask for a benchmark."""
-    from lw_jax import bench
+    from lw_jax.commands import bench
 
     parts = tuple(filter(None, (args.parts or "").split(",")))
     if unknown := [part for part in parts if part not in bench.PARTS]:
@@ -304,10 +307,10 @@ def _planning(args: argparse.Namespace, assignments: dict[str, str], own: dict[s
     """Returns the words that ask for a plan or a job."""
     config, target = args.config or "", args.target or ""
     if args.verb == "plan":
-        from lw_jax import plan
+        from lw_jax.commands import plan
 
         return plan.Request(config, target, args.simulate or "", args.estimate, args.json, args.legacy, own)
-    from lw_jax import slurm
+    from lw_jax.commands import slurm
 
     site, output = args.site or "", args.output or ""
     measured = Path(args.measured) if args.measured else None
@@ -323,7 +326,7 @@ def _run(args: argparse.Namespace, assignments: dict[str, str]) -> int:
     if computes and (line := platform.hide_idle_cuda()):
         print(line, file=sys.stderr)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is absent, as it should be
-    module = "lw_jax.jobs" if "kind" in request else VERBS[args.verb][0]
+    module = "lw_jax.slurm.jobs" if "kind" in request else VERBS[args.verb][0]
     return importlib.import_module(module).main(request.pop("cfg"), **request) or 0
 
 

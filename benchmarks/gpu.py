@@ -53,7 +53,7 @@ CASES = (
     Case("answers", "bench", "large.py", WIRE, "smoke.py", TINY, "--parts encode,answer"),
     Case("answers, apart", "bench", "large.py", f"{WIRE} eval.layers=apart", "smoke.py", TINY, "--parts answer"),
     Case("wire step, recomputed", "bench", "large.py", RECOMPUTED, "smoke.py", f"{TINY} {FULL}", "--parts step"),
-    Case("TTT step", "bench", "ttt_125m.py", "train.global_batch=256", "ttt_smoke.py", "", "--parts step"),
+    Case("TTT step", "bench", "ttt/ttt_125m.py", "train.global_batch=256", "ttt/ttt_smoke.py", "", "--parts step"),
     Case("DPO step", "bench", "dpo/llama3.py", "train.global_batch=4", "dpo/smollm2.py", TINY_DPO, "--parts step"),
     Case("load", "load", "default.py", "llms.llama.weights=bf16", "default.py", "llms.llama.weights=bf16"),
 )
@@ -106,7 +106,7 @@ def write_model(folder: Path, *, small: bool) -> Path:
     import jax
     import numpy as np
 
-    from lw_jax import architectures, weights
+    from lw_jax.hub import architectures, weights
     from lw_jax.models import decoder
 
     shapes = architectures.KNOWN["HuggingFaceTB/SmolLM2-135M" if small else "meta-llama/Llama-3.1-8B"]

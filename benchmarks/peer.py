@@ -169,8 +169,9 @@ def write(cfg: Config, case: Path, *, origin: Config | None = None, layers: int 
     """Writes what the other side needs; for a configuration cut from `origin` to so many layers, weights as well."""
     import jax
 
-    from lw_jax import peft, recipes, weights
-    from lw_jax.models import decoder, families
+    from lw_jax import recipes
+    from lw_jax.hub import families, peft, weights
+    from lw_jax.models import decoder
 
     for number, (name, shapes) in enumerate(models(origin or cfg).items()):
         kind = "qwen2" if shapes.qkv_bias else "llama"
@@ -245,10 +246,11 @@ def take(cfg: Config, case: Path, *, steps: int) -> Told:
     """Takes one step on the stored weights (`steps` 0), or so many timed ones on random weights."""
     import jax
 
-    from lw_jax import recipes, timing
+    from lw_jax import recipes
+    from lw_jax.benchmarking import timing
     from lw_jax.core import runtime
-    from lw_jax.program import Program
     from lw_jax.recipes import pretrained
+    from lw_jax.training.program import Program
     from sharding import place
 
     recipe = recipes.outline(cfg)

@@ -62,7 +62,8 @@ def ceilings() -> dict[str, Any]:
     """Returns the device's kind and the shares of its data sheet's figures that it reaches; {} shares if unknown."""
     import jax
 
-    from lw_jax import targets, timing
+    from lw_jax.benchmarking import timing
+    from lw_jax.planning import targets
 
     device = jax.devices()[0]
     found: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__}
@@ -82,8 +83,12 @@ def run(cfg: Config, point: str, *, steps: int, shares: Mapping[str, Any]) -> di
     Raises:
         UserError: the point's words name no reader or no size.
     """
-    from lw_jax import fit, hlo, memory, plan, recipes, roofline, timing
-    from lw_jax.program import Program
+    from lw_jax import recipes
+    from lw_jax.benchmarking import timing
+    from lw_jax.commands import plan
+    from lw_jax.planning import hlo, roofline
+    from lw_jax.training import fit, memory
+    from lw_jax.training.program import Program
     from sharding import placement
 
     own, micro = at(cfg, point)

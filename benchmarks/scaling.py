@@ -1,14 +1,14 @@
 """Writes how a step scales over devices and lengths to WORKDIR/scaling.json, measured here or planned for absent cards.
 
-    python benchmarks/scaling.py --config configs/ttt_125m.py --workdir runs/x --planned h100x8
-    python benchmarks/scaling.py --config configs/ttt_125m.py --workdir runs/x --measured --batches 16,32,64,128
+    python benchmarks/scaling.py --config configs/ttt/ttt_125m.py --workdir runs/x --planned h100x8
+    python benchmarks/scaling.py --config configs/ttt/ttt_125m.py --workdir runs/x --measured --batches 16,32,64,128
 
 Weak: each device keeps an eighth of train.global_batch. Strong: all of them share train.global_batch. Length: other
 lengths of text, as many tokens a step. Batch (--batches): one device, the batch in one piece. Devices are 1, 2, 4 ...
 Data are replicated over them where the configuration leaves the placement open. Planned rows are compiled for the card
 and predicted. Measured ones are timed on random weights and tokens, each point in a process of its own (a device's
-peak cannot be set back); try it anywhere with --config configs/ttt_smoke.py and JAX_NUM_CPU_DEVICES=8. Rows of the same
-kind, scaling and card are replaced, all others stay. `python run.py report --workdir WORKDIR` shows them.
+peak cannot be set back); try it anywhere with --config configs/ttt/ttt_smoke.py and JAX_NUM_CPU_DEVICES=8. Rows of
+the same kind, scaling and card are replaced, all others stay. `python run.py report --workdir WORKDIR` shows them.
 """
 
 import argparse
@@ -106,7 +106,7 @@ def _child(words: Sequence[str]) -> Row:
 
 def plan_all(cfg: Config, target: str, *, lengths: Iterable[int], estimate: bool) -> list[Row]:
     """Returns the planned rows of 1, 2, 4 ... cards up to the target's; raises UserError for an unknown target."""
-    from lw_jax import targets
+    from lw_jax.planning import targets
 
     wanted = targets.parse(target)
     found: dict[tuple[int, ...], Row] = {}
@@ -194,14 +194,15 @@ def at(cfg: Config, point: Point) -> Config:
 
 def _make(cfg: Config) -> Any:
     """Returns the recipe on one device, without recomputation."""
-    from lw_jax import choice, recipes
+    from lw_jax import recipes
+    from lw_jax.planning import choice
 
     return recipes.outline(choice.with_remat(cfg, "none"))
 
 
 def plan_one(cfg: Config, point: Point, card: str, *, estimate: bool) -> Row:
     """Returns the row of one point on absent cards; without figures where nothing fits."""
-    from lw_jax import plan
+    from lw_jax.commands import plan
 
     own = at(cfg, point)
     found = plan.make(own, f"{card}x{point.devices}", estimate=estimate)
@@ -220,8 +221,11 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
     """Returns the row of one point on this process's first devices; without figures where nothing fits."""
     import jax
 
-    from lw_jax import choice, fit, recipes, targets, timing, workload
-    from lw_jax.program import Program
+    from lw_jax import recipes
+    from lw_jax.benchmarking import timing
+    from lw_jax.planning import choice, targets, workload
+    from lw_jax.training import fit
+    from lw_jax.training.program import Program
 
     devices = jax.devices()[: point.devices]
     own, card = at(cfg, point), targets.of_device(devices[0])

@@ -18,9 +18,9 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
-from lw_jax import figures
 from lw_jax.core import config_file
 from lw_jax.core.errors import UserError, leave
+from lw_jax.report import figures
 
 Row = dict[str, Any]
 

@@ -86,7 +86,7 @@ def read(file: Path, cfg: Config) -> Plan:
 
 def make(cfg: Config) -> Plans:
     """Returns the plan of every target of the page; each is kept by `plan.make`."""
-    from lw_jax import plan
+    from lw_jax.commands import plan
 
     plans = {}
     for target in TARGETS:

@@ -20,10 +20,10 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 
-from lw_jax import losses
 from lw_jax.core.errors import UserError, leave
 from lw_jax.data import passages
-from lw_jax.language import LM, load_lm
+from lw_jax.inference.language import LM, load_lm
+from lw_jax.losses import losses
 from lw_jax.models import adapter, codec, decode, decoder
 
 BITS = (8, 4, 2)

@@ -24,8 +24,8 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from lw_jax import metrics
 from lw_jax.core.errors import UserError, leave
+from lw_jax.training import metrics
 
 ROOT = Path(__file__).resolve().parent.parent
 # Beside configs/smoke.py: readers and batches of a size at which starting and compiling take most of the time.

@@ -6,19 +6,19 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lw_jax.api import load_wire
-    from lw_jax.language import load_lm
+    from lw_jax.inference.api import load_wire
+    from lw_jax.inference.language import load_lm
 
 __all__ = ["load_lm", "load_wire"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "load_wire":
-        from lw_jax import api
+        from lw_jax.inference import api
 
         return api.load_wire
     if name == "load_lm":
-        from lw_jax import language
+        from lw_jax.inference import language
 
         return language.load_lm
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

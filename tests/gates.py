@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lw_jax import losses
+from lw_jax.losses import losses
 from lw_jax.models import decoder, wire
 from lw_jax.recipes.latentwire import LatentWire
 

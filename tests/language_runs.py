@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import Any
 
 from configs import base
-from lw_jax import workdir
 from lw_jax.core import config
-from lw_jax.pages import language
+from lw_jax.report import language
+from lw_jax.training import workdir
 from tests.runs import write_lines
 
 LENGTH, BATCH, STEPS = 24, 40, 70
@@ -34,7 +34,7 @@ def row_of(kind: str, name: str, devices: int, rate: float | None, **changes: An
     told |= {"devices": devices, "length": LENGTH, "global_batch": BATCH, "micro_batch": 5, "accumulation": 2}
     told |= {"remat": "none", "tokens_per_second": rate, "step_seconds": rate and BATCH * LENGTH / rate}
     told |= {"peak_bytes": 7e9, "weights_bytes": 1e9, "optimizer_bytes": 2e9, "activation_bytes": 4e9, "obstacle": None}
-    told |= {"peak_from": "compiled", "parameters": 120, "config": "configs/ttt_smoke.py", "mfu": None}
+    told |= {"peak_from": "compiled", "parameters": 120, "config": "configs/ttt/ttt_smoke.py", "mfu": None}
     if kind == "measured":
         told |= {
             "step_seconds_least": 0.9 * BATCH * LENGTH / (rate or 1),

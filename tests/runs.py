@@ -5,10 +5,10 @@ from pathlib import Path
 from typing import Any
 
 from configs import base
-from lw_jax import workdir
 from lw_jax.core import config
-from lw_jax.figures import REFERENCES
-from lw_jax.pages import tables
+from lw_jax.report import tables
+from lw_jax.report.figures import REFERENCES
+from lw_jax.training import workdir
 
 
 def figures(value: float, *, interval: bool = True) -> dict[str, Any]:

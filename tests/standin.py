@@ -3,14 +3,14 @@
 import dataclasses
 from typing import Any
 
-from lw_jax import estimate
 from lw_jax.core.types import Tree
-from lw_jax.memory import Needs
-from lw_jax.program import Program
+from lw_jax.planning import estimate
+from lw_jax.training.memory import Needs
+from lw_jax.training.program import Program
 
 
 class Measure:
-    """Takes the place of `lw_jax.memory.measure`; `factors` by recomputation scale what arithmetic says is at work."""
+    """Takes the place of `memory.measure`; `factors` by recomputation scale what arithmetic says is at work."""
 
     def __init__(self, **factors: float):
         self.factors = factors

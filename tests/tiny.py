@@ -15,19 +15,22 @@ from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
 from configs import base
-from lw_jax import evaluate, metrics, recipes, train, weights
-from lw_jax.checkpoint import Checkpointer
+from lw_jax import recipes
+from lw_jax.commands import evaluate
 from lw_jax.core import config, validation
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
 from lw_jax.data import cards
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.evals import rows
-from lw_jax.models import bert, bert_family, decoder
+from lw_jax.hub import bert_family, weights
+from lw_jax.models import bert, decoder
 from lw_jax.recipes import selfmade
-from lw_jax.recipes.base import Weights
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.ttt import TTT
+from lw_jax.training import metrics, train
+from lw_jax.training.base import Weights
+from lw_jax.training.checkpoint import Checkpointer
 from sharding import placement
 
 SIZES = {

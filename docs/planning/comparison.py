@@ -22,8 +22,10 @@ from docs.planning.tables import (
     single,
     table,
 )
-from lw_jax import legacy, plan, recipes, roofline, targets
+from lw_jax import recipes
+from lw_jax.commands import plan
 from lw_jax.core.config import Config
+from lw_jax.planning import legacy, roofline, targets
 from lw_jax.recipes import latentwire
 
 

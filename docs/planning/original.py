@@ -5,7 +5,7 @@ Each constant names its document: "GPU configuration analysis", "elastic guide" 
 
 import dataclasses
 
-from lw_jax import legacy
+from lw_jax.planning import legacy
 
 SAMPLES = 40_000  # GPU configuration analysis: 5,000 samples, 8 epochs
 EPOCH = 5_000

@@ -20,8 +20,8 @@ from docs.planning.tables import (
     single,
     table,
 )
-from lw_jax import roofline, targets
 from lw_jax.core.config import Config
+from lw_jax.planning import roofline, targets
 from lw_jax.recipes import latentwire
 from sharding.placement import STRATEGIES
 
@@ -207,7 +207,7 @@ def agreement(plans: Plans) -> list[str]:
         *table(("strategy", "candidates", "peak", "FLOPs", "seconds"), body),
         "",
         "Arithmetic counts matrix products, the largest tensors and, in its seconds, how often kernels beside the "
-        "products move each kind of activation (lw_jax/recipes/traffic.py): it orders what is compiled, and the "
+        "products move each kind of activation (lw_jax/models/traffic.py): it orders what is compiled, and the "
         "compiled figures decide.",
     ]
 
@@ -230,7 +230,7 @@ def assumptions(cfg: Config, plans: Plans) -> list[str]:
         *_cards(plans),
         "",
         "Cards: XLA's target descriptions and the makers' data sheets, each figure with its source in "
-        "`lw_jax/targets.py`.",
+        "`lw_jax/planning/targets.py`.",
         "",
         f"- **Lengths**: every example at its limit: a source of {cfg.encoder.window} tokens (encoder.window), "
         f"{cfg.encoder.slots} latents (encoder.slots), a question of {cfg.data.question_tokens} tokens "

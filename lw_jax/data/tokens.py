@@ -18,7 +18,8 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
-from lw_jax.data import templates, tokenizer_files
+from lw_jax.data import templates
+from lw_jax.hub import tokenizer_files
 
 # Tokens by which the supported families end a turn or a document, where the vocabulary marks them special.
 _ENDINGS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "</s>")

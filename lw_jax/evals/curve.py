@@ -23,8 +23,8 @@ from lw_jax.data.examples import spread
 from lw_jax.evals import rows
 from lw_jax.evals.rows import Bench, Measured, Record
 from lw_jax.evals.statistics import Bootstrap
-from lw_jax.figures import COLUMNS, REFERENCES, Curve
 from lw_jax.models import codec
+from lw_jax.report.figures import COLUMNS, REFERENCES, Curve
 
 
 def sweep(bench: Bench, measured: Measured, *, asked: config.Eval, encoder: str, seed: int) -> Curve:

@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lw_jax import piecewise, preference, sources, weights
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -17,18 +16,20 @@ from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data import pairs, preferences
 from lw_jax.data.batches import Batch
 from lw_jax.data.course import Course, Stretch, digest_of
+from lw_jax.data.kept import Store, key_of
 from lw_jax.data.pairs import Preference
 from lw_jax.data.preferences import Limits, Preferences
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
-from lw_jax.kept import Store, key_of
-from lw_jax.models import decoder, lora
+from lw_jax.hub import sources, weights
+from lw_jax.losses import piecewise, preference
+from lw_jax.losses.preference import LogProbs
+from lw_jax.models import decoder, lora, traffic
+from lw_jax.models import terms as arithmetic
 from lw_jax.models.decoder import DecoderConfig
-from lw_jax.preference import LogProbs
-from lw_jax.preflight import Finding
-from lw_jax.recipes import pretrained, traffic
-from lw_jax.recipes import terms as arithmetic
-from lw_jax.recipes.base import Weights
-from lw_jax.recipes.terms import Terms
+from lw_jax.models.terms import Terms
+from lw_jax.recipes import pretrained
+from lw_jax.training.base import Weights
+from lw_jax.training.preflight import Finding
 from sharding import place, rules, shards, tables
 from sharding.placement import Placement
 

@@ -7,10 +7,10 @@ from typing import Any, TypeVar
 
 import jax.numpy as jnp
 
-from lw_jax import weights
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
+from lw_jax.hub import weights
 from lw_jax.models import bert, decoder, encoder
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig

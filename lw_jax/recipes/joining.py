@@ -2,11 +2,11 @@
 
 from pathlib import Path
 
-from lw_jax import checkpoint, workdir
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
+from lw_jax.training import checkpoint, workdir
 
 OWN = ("run", "rate")  # of the encoder's keys, those that say nothing about its weights or what it reads
 

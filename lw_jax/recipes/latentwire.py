@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lw_jax import architectures, losses, piecewise, weights
 from lw_jax.core import config
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
@@ -18,16 +17,18 @@ from lw_jax.core.types import DTYPES, EXACT, Example, LossTerms, Task, Tree
 from lw_jax.data import batches, examples
 from lw_jax.data.course import Course
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
+from lw_jax.hub import architectures, weights
+from lw_jax.losses import losses, objectives, piecewise
 from lw_jax.models import adapter, codec, decoder, encoder, wire
+from lw_jax.models import terms as arithmetic
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
-from lw_jax.optim import Rates
-from lw_jax.recipes import aligning, encoding, joining, objectives, pretrained
-from lw_jax.recipes import terms as arithmetic
-from lw_jax.recipes.base import Weights
+from lw_jax.models.terms import Terms
+from lw_jax.recipes import aligning, encoding, joining, pretrained
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates, longest_passage
 from lw_jax.recipes.teacher import Teacher
-from lw_jax.recipes.terms import Terms
+from lw_jax.training.base import Weights
+from lw_jax.training.optim import Rates
 from sharding import place, placement, rules, shards, tables
 from sharding.placement import Placement
 

@@ -5,14 +5,14 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lw_jax import architectures, sources, weights
 from lw_jax.core import config, tree
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree, reader_dtype
+from lw_jax.hub import architectures, sources, weights
 from lw_jax.models import decoder, quant
 from lw_jax.models.decoder import DecoderConfig
+from lw_jax.models.terms import Pass
 from lw_jax.recipes import selfmade
-from lw_jax.recipes.terms import Pass
 from sharding import placement, rules, shards, tables
 
 

@@ -18,7 +18,6 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from lw_jax import losses, sources, weights
 from lw_jax.core import config
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
@@ -27,8 +26,10 @@ from lw_jax.core.types import Example, LossTerms, Tree
 from lw_jax.data import batches, cards, examples
 from lw_jax.data.course import Course
 from lw_jax.data.tokens import load_tokenizer
+from lw_jax.hub import sources, weights
+from lw_jax.losses import losses
 from lw_jax.models import decoder, wire
-from lw_jax.recipes.base import Weights
+from lw_jax.training.base import Weights
 from sharding import placement, rules, tables
 
 PREFIX = "selfmade:"

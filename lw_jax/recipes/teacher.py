@@ -8,12 +8,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lw_jax import sources
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data.batches import Batch, Encoded, Lookup
-from lw_jax.kept import Store, key_of
+from lw_jax.data.kept import Store, key_of
+from lw_jax.hub import sources
 from lw_jax.models import wire
 from sharding import place
 from sharding.placement import Placement

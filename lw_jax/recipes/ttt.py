@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lw_jax import piecewise, sources, weights
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -18,10 +17,12 @@ from lw_jax.data.corpus import Span, TextTokenizer
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, byte_backend, load_tokenizer, wrap
 from lw_jax.data.windows import Paced, Windows
 from lw_jax.evals import ngrams
+from lw_jax.hub import sources, weights
+from lw_jax.losses import piecewise
 from lw_jax.models import decoder, ttt
-from lw_jax.recipes import terms as arithmetic
-from lw_jax.recipes.base import Weights
-from lw_jax.recipes.terms import Terms
+from lw_jax.models import terms as arithmetic
+from lw_jax.models.terms import Terms
+from lw_jax.training.base import Weights
 from sharding import rules, shards, tables
 from sharding.placement import Placement
 

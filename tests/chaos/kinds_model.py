@@ -15,9 +15,9 @@ from gguf import GGUFWriter
 from hypothesis import strategies as st
 from safetensors import SafetensorError, safe_open
 
-from lw_jax import weights
 from lw_jax.data import tokens
-from lw_jax.models import decoder, gguf_family
+from lw_jax.hub import gguf_family, weights
+from lw_jax.models import decoder
 from lw_jax.models.decoder import DecoderConfig
 from tests import tiny
 from tests.chaos import gguf_bytes, mutations

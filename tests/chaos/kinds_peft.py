@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lw_jax import peft
 from lw_jax.core.tree import flatten_paths
+from lw_jax.hub import peft
 from lw_jax.models import lora
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.lora import Lora

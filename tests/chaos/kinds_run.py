@@ -19,11 +19,11 @@ from hypothesis import strategies as st
 
 import run
 from configs import base
-from lw_jax import exchange
-from lw_jax.checkpoint import Checkpointer
 from lw_jax.core.config import flatten
 from lw_jax.core.errors import UserError
+from lw_jax.inference import exchange
 from lw_jax.models import codec
+from lw_jax.training.checkpoint import Checkpointer
 from tests import language_runs, runs
 from tests.chaos import mutations
 from tests.chaos.cases import Kind, Sample

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lw_jax import optim
 from lw_jax.core import tree
-from lw_jax.models import bert, bert_family, decoder, rotary, ttt, ttt_family
+from lw_jax.hub import bert_family, ttt_family
+from lw_jax.models import bert, decoder, rotary, ttt
+from lw_jax.training import optim
 from sharding import mesh as meshes
 from sharding import rules, tables
 from tests import tiny

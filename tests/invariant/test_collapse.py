@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from lw_jax import metrics, preflight
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
+from lw_jax.training import metrics, preflight
 from tests import tiny
 
 # It learns nothing: and what a random encoder is worth by accident stays below the gap that is asked for.

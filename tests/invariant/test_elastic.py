@@ -6,9 +6,9 @@ import jax
 import numpy as np
 import pytest
 
-from lw_jax import metrics
 from lw_jax.core import runtime
 from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.training import metrics
 from tests import tiny
 
 LOSS = 1e-5  # relative, fp32 after twelve optimizer steps: sums in another order

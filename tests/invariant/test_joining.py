@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 import lw_jax
-from lw_jax import train, workdir
 from lw_jax.core.errors import UserError
 from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.training import train, workdir
 from sharding import placement
 from tests import tiny
 

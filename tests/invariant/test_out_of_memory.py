@@ -4,9 +4,9 @@ import jax
 import numpy as np
 import pytest
 
-from lw_jax import fit, memory, metrics, train
-from lw_jax.checkpoint import Checkpointer
 from lw_jax.core.errors import UserError
+from lw_jax.training import fit, memory, metrics, train
+from lw_jax.training.checkpoint import Checkpointer
 from tests import tiny
 
 LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order

@@ -7,7 +7,7 @@ import statistics
 import jax
 import jax.numpy as jnp
 
-from lw_jax import steps, train
+from lw_jax.training import steps, train
 from sharding import place
 from tests import tiny
 

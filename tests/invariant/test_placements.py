@@ -4,9 +4,10 @@ import jax
 import numpy as np
 import pytest
 
-from lw_jax import evaluate, metrics, train
-from lw_jax.api import TrainedWire
+from lw_jax.commands import evaluate
+from lw_jax.inference.api import TrainedWire
 from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.training import metrics, train
 from sharding.errors import PlacementError
 from tests import tiny
 

@@ -11,9 +11,10 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lw_jax import hlo, steps
 from lw_jax.core.types import LossTerms
-from lw_jax.recipes.base import Branched, Weights
+from lw_jax.planning import hlo
+from lw_jax.training import steps
+from lw_jax.training.base import Branched, Weights
 from sharding import place, placement, shards
 
 WIDTHS = {"small": 24, "large": 40}  # of two readers, which "hybrid3" tells apart by their bytes

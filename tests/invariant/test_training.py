@@ -8,10 +8,10 @@ import jax
 import numpy as np
 import pytest
 
-from lw_jax import metrics, train
-from lw_jax.checkpoint import Checkpointer
 from lw_jax.core import runtime
 from lw_jax.core.errors import UserError
+from lw_jax.training import metrics, train
+from lw_jax.training.checkpoint import Checkpointer
 from tests import tiny
 from tests.tiny import curve
 

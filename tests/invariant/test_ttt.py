@@ -7,10 +7,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax import metrics, train
 from lw_jax.core import runtime
 from lw_jax.core.errors import UserError
-from lw_jax.program import Program
+from lw_jax.training import metrics, train
+from lw_jax.training.program import Program
 from tests import tiny
 
 LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
@@ -136,7 +136,7 @@ def test_checkpoint_of_one_device_goes_on_split_over_four(root, alone, tmp_path)
 
 
 def test_another_text_is_refused_for_a_run_that_has_begun(root, tmp_path):
-    from lw_jax.checkpoint import Checkpointer
+    from lw_jax.training.checkpoint import Checkpointer
 
     folder = tmp_path / "run"
     tiny.curve(tiny.make_ttt(root, train__steps=3), folder)

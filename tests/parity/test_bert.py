@@ -5,8 +5,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax import weights
-from lw_jax.models import bert, bert_family, decoder
+from lw_jax.hub import bert_family, weights
+from lw_jax.models import bert, decoder
 
 torch = pytest.importorskip("torch", reason="parity needs torch: pip install -r requirements-dev.txt")
 transformers = pytest.importorskip("transformers")

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 import torch
 
-from lw_jax import optim
 from lw_jax.core import config
-from lw_jax.optim import Stretch
+from lw_jax.training import optim
+from lw_jax.training.optim import Stretch
 
 BF16 = 0.04  # of the step's largest value: eight bits, multiplied fifteen times
 

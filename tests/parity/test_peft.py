@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax import peft as folders
-from lw_jax import weights
 from lw_jax.core.errors import UserError
+from lw_jax.hub import peft as folders
+from lw_jax.hub import weights
 from lw_jax.models import decoder, lora
 from lw_jax.models.decoder import DecoderConfig
 

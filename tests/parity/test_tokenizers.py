@@ -14,9 +14,9 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers, trainers
 from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
 from transformers.models.qwen2.tokenization_qwen2 import Qwen2Tokenizer
 
-from lw_jax import weights
-from lw_jax.data.gguf_header import read_header
 from lw_jax.data.tokens import load_tokenizer
+from lw_jax.hub import weights
+from lw_jax.hub.gguf_header import read_header
 
 TEXTS = [
     "It's 12345 o'clock; DON'T we'll see?",

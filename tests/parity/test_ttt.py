@@ -13,8 +13,8 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import lw_jax
-from lw_jax import weights
-from lw_jax.models import ttt, ttt_family
+from lw_jax.hub import ttt_family, weights
+from lw_jax.models import ttt
 
 FOLDER = Path(__file__).parents[1] / "reference" / "ttt"
 NAMES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import run
-from lw_jax import metrics
 from lw_jax.core import config, config_file, runtime, validation
 from lw_jax.data import cards
+from lw_jax.training import metrics
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 README = (PROJECT / "README.md").read_text(encoding="utf-8")
@@ -207,7 +207,7 @@ def test_h100x4_trains_on_four_virtual_devices_under_its_own_placement(tmp_path:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "placement replicate: data=4 x model=1 on 4 cpu" in done.stdout
     assert "step 4/4" in done.stdout
-    single = start("--config", "configs/h100x1.py", *TINY, "--workdir", "w1", cwd=tmp_path)
+    single = start("--config", "configs/machines/h100x1.py", *TINY, "--workdir", "w1", cwd=tmp_path)
     assert single.returncode == 0, single.stdout + single.stderr
     np.testing.assert_allclose(logged_losses(tmp_path / "w"), logged_losses(tmp_path / "w1"), rtol=1e-5)
 

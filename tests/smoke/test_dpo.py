@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from lw_jax import peft, weights
 from lw_jax.data import cards
+from lw_jax.hub import peft, weights
 from lw_jax.models import decoder, lora
 from tests import tiny
 

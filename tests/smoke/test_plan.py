@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from lw_jax import plan
+from lw_jax.commands import plan
 from lw_jax.core import platform
 
 PROJECT = Path(__file__).resolve().parent.parent.parent

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from configs import smoke
-from lw_jax import slurm
+from lw_jax.commands import slurm
 from lw_jax.core import config, runtime
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -138,7 +138,7 @@ def write(cluster: Path) -> Callable[..., Path]:
         profile.write_text(f'scratch = "{cluster}/scratch folder"\n{site}', encoding="utf-8")
         workdir = cluster / "runs" / "my run"
         request = slurm.Request(
-            config="configs/h100x2.py",
+            config="configs/machines/h100x2.py",
             assignments={"prompt.user": QUESTION},
             project=cluster / "project folder",
             site=str(profile),
@@ -178,7 +178,7 @@ def test_training_is_called_with_the_exact_words_in_the_users_folder(cluster, wr
     call = json.loads((cluster / "project folder" / "call0.json").read_text(encoding="utf-8"))
     assert call["cwd"] == str(cluster / "project folder")
     assert call["argv"] == [
-        *("train", "--config", "configs/h100x2.py", f"--config.prompt.user={QUESTION}"),
+        *("train", "--config", "configs/machines/h100x2.py", f"--config.prompt.user={QUESTION}"),
         *("--config.mesh.placement=fsdp", "--config.mesh.data=2", "--config.mesh.model=1"),
         *("--config.train.micro_batch=5", "--config.compute.remat=full", "--workdir", str(cluster / "runs" / "my run")),
     ]

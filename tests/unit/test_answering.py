@@ -6,9 +6,10 @@ import types
 import jax
 import pytest
 
-from lw_jax import answering, recipes, workload
-from lw_jax.fit import Room
+from lw_jax import recipes
 from lw_jax.models.wire import Prompt
+from lw_jax.planning import answering, workload
+from lw_jax.training.fit import Room
 from sharding import place as place_
 from sharding import placement as placements
 from tests import tiny

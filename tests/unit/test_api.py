@@ -10,10 +10,12 @@ import numpy as np
 import pytest
 
 import lw_jax
-from lw_jax import answer, api, exchange, language, train, workdir
+from lw_jax.commands import answer
 from lw_jax.core.errors import UserError
 from lw_jax.data import batches
+from lw_jax.inference import api, exchange, language
 from lw_jax.models import codec
+from lw_jax.training import train, workdir
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent.parent

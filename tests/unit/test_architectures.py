@@ -9,8 +9,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lw_jax import architectures, sources, weights
 from lw_jax.core.errors import UserError
+from lw_jax.hub import architectures, sources, weights
 from lw_jax.models import decoder
 from tests import tiny
 

@@ -1,4 +1,4 @@
-"""lw_jax/bench.py: every part measures what it says, by figures that can be counted by hand."""
+"""lw_jax/commands/bench.py: every part measures what it says, by figures that can be counted by hand."""
 
 import dataclasses
 import json
@@ -9,13 +9,17 @@ import numpy as np
 import pytest
 
 import run
-from lw_jax import bench, memory, recipes, timing, workload
-from lw_jax.bench import Bench
+from lw_jax import recipes
+from lw_jax.benchmarking import timing
+from lw_jax.benchmarking.timing import Ceilings, Spread
+from lw_jax.commands import bench
+from lw_jax.commands.bench import Bench
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT
-from lw_jax.program import Program
-from lw_jax.timing import Ceilings, Spread
-from lw_jax.workload import Row
+from lw_jax.planning import workload
+from lw_jax.planning.workload import Row
+from lw_jax.training import memory
+from lw_jax.training.program import Program
 from sharding import placement
 from tests import tiny
 
@@ -185,11 +189,11 @@ def test_the_verb_writes_json_and_prints_a_table(tmp_path, monkeypatch, capsys):
     sizes = ("layers=1", "width=16", "heads=2", "ffn=24", "length=8", "chunk=4", "unroll=1")
     words = [*(f"--config.ttt.{size}" for size in sizes), "--config.train.global_batch=8", "--workdir", "out"]
     words += ["--repeats", "1", "--parts", "step"]
-    assert run.main(["bench", "--config", "configs/ttt_smoke.py", *words]) == 0
+    assert run.main(["bench", "--config", "configs/ttt/ttt_smoke.py", *words]) == 0
     assert "samples/s" in capsys.readouterr().out
     told = json.loads((tmp_path / "out" / "bench.json").read_text())
     assert [row["part"] for row in told["rows"]] == ["step"] and told["ceilings"]["matmul"] == CEILINGS.matmul
-    assert run.main(["bench", "--config", "configs/ttt_smoke.py", *words, "--json"]) == 0
+    assert run.main(["bench", "--config", "configs/ttt/ttt_smoke.py", *words, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["rows"][0]["seconds"]["repeats"] == 1
 
 

@@ -3,7 +3,7 @@ import re
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.models import bert_family
+from lw_jax.hub import bert_family
 from lw_jax.models.bert import BertConfig
 
 FIELDS = {

@@ -1,4 +1,4 @@
-"""lw_jax/checkpoint.py keeps its word: exact, atomic, elastic, and honest about damage."""
+"""lw_jax/training/checkpoint.py keeps its word: exact, atomic, elastic, and honest about damage."""
 
 import asyncio
 import errno
@@ -22,10 +22,10 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from lw_jax import checkpoint
-from lw_jax.checkpoint import RECORD, Checkpointer
 from lw_jax.core import peers
 from lw_jax.core.errors import UserError
+from lw_jax.training import checkpoint
+from lw_jax.training.checkpoint import RECORD, Checkpointer
 from sharding import mesh as meshes
 
 IDENTITY = {"config": "a1", "frozen/llama": "b2"}

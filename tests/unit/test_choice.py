@@ -1,17 +1,19 @@
-"""lw_jax/choice.py: which candidates there are, what is compiled of them, and which one is taken."""
+"""lw_jax/planning/choice.py: which candidates there are, what is compiled of them, and which one is taken."""
 
 import dataclasses
 
 import jax
 import pytest
 
-from lw_jax import choice, estimate, fit, hlo, memory, recipes, roofline, targets
-from lw_jax.choice import Candidate, Hardware
+from lw_jax import recipes
 from lw_jax.core import config
-from lw_jax.fit import Room
-from lw_jax.memory import Needs
-from lw_jax.program import Program
-from lw_jax.roofline import Times
+from lw_jax.planning import choice, estimate, hlo, roofline, targets
+from lw_jax.planning.choice import Candidate, Hardware
+from lw_jax.planning.roofline import Times
+from lw_jax.training import fit, memory
+from lw_jax.training.fit import Room
+from lw_jax.training.memory import Needs
+from lw_jax.training.program import Program
 from sharding import placement as placements
 from tests import tiny
 from tests.standin import Measure

@@ -1,4 +1,4 @@
-"""lw_jax/cluster.py: the site profile, and what its longest job means for a run."""
+"""lw_jax/slurm/cluster.py: the site profile, and what its longest job means for a run."""
 
 import math
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 
 from configs import base
-from lw_jax import cluster
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
+from lw_jax.slurm import cluster
 
 SITE = cluster.Site(
     partition="gpu,long",

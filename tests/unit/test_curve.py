@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from lw_jax import figures
 from lw_jax.evals import curve, rows
 from lw_jax.models import codec
+from lw_jax.report import figures
 from tests import tiny
 
 COUNT, BATCH, PART = 7, 2, 3  # of PART examples the last batch is filled up

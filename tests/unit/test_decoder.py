@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax import hlo
 from lw_jax.models import decoder, rotary
+from lw_jax.planning import hlo
 
 SAME = 2e-5  # fp32, values of unit size: the same sums in another order
 APART = 1e-2  # a real difference of values of unit size

@@ -10,13 +10,13 @@ import numpy as np
 import pytest
 
 from configs import base
-from lw_jax import kept, recipes
+from lw_jax import recipes
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
-from lw_jax.data import cards
+from lw_jax.data import cards, kept
 from lw_jax.models import decoder, lora
-from lw_jax.program import Program
 from lw_jax.recipes import dpo
+from lw_jax.training.program import Program
 from sharding import mesh as meshes
 from sharding import place, placement
 from tests import tiny

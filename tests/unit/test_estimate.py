@@ -1,4 +1,4 @@
-"""lw_jax/estimate.py: FLOPs and bytes sent against the compiled step, to the last product; bytes held, by hand.
+"""lw_jax/planning/estimate.py: FLOPs and bytes sent against the compiled step; bytes held, by hand.
 
 Activations are not compared here: at these sizes what XLA keeps for its own use decides. docs/planning.md has both
 for readers of 7 and 8 billion parameters.
@@ -14,12 +14,13 @@ from pathlib import Path
 import jax
 import pytest
 
-from lw_jax import estimate, hlo, recipes, roofline, targets
+from lw_jax import recipes
 from lw_jax.core import config, config_file
-from lw_jax.estimate import Estimate
-from lw_jax.program import Program
-from lw_jax.recipes import traffic
-from lw_jax.recipes.base import Plannable
+from lw_jax.models import traffic
+from lw_jax.planning import estimate, hlo, roofline, targets
+from lw_jax.planning.estimate import Estimate
+from lw_jax.training.base import Plannable
+from lw_jax.training.program import Program
 from sharding import placement as placements
 from tests import tiny
 
@@ -316,7 +317,7 @@ def test_seconds_of_test_time_training_are_near_the_kept_plans():
         strategy = "single" if target == "h100x1" else "replicate"
         mesh, micro = f"{target.removeprefix('h100x')}x1", int(batch.split(" x ")[0])
         changes = {"compute__remat": remat, "train__global_batch": 4096}
-        guess = seconds_of(f"configs/ttt_{size}.py", target, strategy, mesh, micro, **changes)
+        guess = seconds_of(f"configs/ttt/ttt_{size}.py", target, strategy, mesh, micro, **changes)
         assert is_near(guess, float(rest[3])), (size, target, guess)
 
 

@@ -7,11 +7,11 @@ import math
 import jax
 import pytest
 
-from lw_jax import evaluate, report
-from lw_jax.api import TrainedWire
+from lw_jax.commands import evaluate, report
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
-from lw_jax.pages import records
+from lw_jax.inference.api import TrainedWire
+from lw_jax.report import records
 from tests import tiny
 
 ROWS = ("text", "latents", "shuffled", "none")

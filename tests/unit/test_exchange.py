@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from lw_jax import exchange
 from lw_jax.core.errors import UserError
+from lw_jax.inference import exchange
 
 
 class Pipe:

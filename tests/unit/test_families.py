@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.models import families, gguf_family
+from lw_jax.hub import families, gguf_family
 from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.rotary import Llama3Scaling, LongRope
 

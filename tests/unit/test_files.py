@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from lw_jax import kept
 from lw_jax.core import files
 from lw_jax.core.errors import UserError
+from lw_jax.data import kept
 
 
 def test_file_takes_its_place_when_all_is_written(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""lw_jax/fit.py, lw_jax/memory.py: bytes by hand, the largest micro-batch by search, errors that mean memory."""
+"""lw_jax/training: bytes by hand, the largest micro-batch by search, errors that mean memory."""
 
 import dataclasses
 import functools
@@ -10,13 +10,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lw_jax import fit, memory, train
 from lw_jax.core.errors import UserError
 from lw_jax.data.course import widths_of
-from lw_jax.fit import Room
-from lw_jax.memory import Needs
-from lw_jax.program import Program
-from lw_jax.steps import Part
+from lw_jax.training import fit, memory, train
+from lw_jax.training.fit import Room
+from lw_jax.training.memory import Needs
+from lw_jax.training.program import Program
+from lw_jax.training.steps import Part
 from sharding import place
 from tests import tiny
 from tests.standin import Measure

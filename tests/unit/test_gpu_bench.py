@@ -5,8 +5,8 @@ import json
 import pytest
 
 from benchmarks import gpu, peer, sweep
-from lw_jax import workload
 from lw_jax.core import config, config_file, validation
+from lw_jax.planning import workload
 from tests.conftest import ROOT
 
 SELFMADE = "--config.data.question_tokens=6 --config.encoder.window=32".split()

@@ -14,8 +14,8 @@ import pytest
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lw_jax import hlo
 from lw_jax.core.errors import UserError
+from lw_jax.planning import hlo
 
 ROOT = Path(__file__).resolve().parents[2]
 B, D, F, L = 53, 37, 71, 5  # batch, width, ffn, layers

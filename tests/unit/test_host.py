@@ -1,10 +1,11 @@
-"""lw_jax/host.py: what virtual devices would hold of the machine's memory, before anything is fetched."""
+"""lw_jax/planning/host.py: what virtual devices would hold of the machine's memory, before anything is fetched."""
 
 import jax
 import pytest
 
-from lw_jax import host, plan
+from lw_jax.commands import plan
 from lw_jax.core.errors import UserError
+from lw_jax.planning import host
 from sharding import placement as placements
 from tests import tiny
 

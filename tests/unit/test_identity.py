@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lw_jax import export, recipes
-from lw_jax.checkpoint import Checkpointer
+from lw_jax import recipes
+from lw_jax.commands import export
 from lw_jax.core.errors import UserError
 from lw_jax.data import cards
+from lw_jax.training.checkpoint import Checkpointer
 from tests import tiny
 from tests.unit import test_dpo
 

@@ -1,4 +1,4 @@
-"""lw_jax/jobs.py: several configurations as one sbatch file, run here with stand-ins for srun and scontrol."""
+"""lw_jax/slurm/jobs.py: several configurations as one sbatch file, run here with stand-ins for srun and scontrol."""
 
 import dataclasses
 import os
@@ -8,10 +8,11 @@ from pathlib import Path
 import pytest
 
 import run
-from lw_jax import jobs, slurm
+from lw_jax.commands import slurm
 from lw_jax.core import config_file
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
+from lw_jax.slurm import jobs
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 SITE = slurm.Site(partition="gpu", modules=("cuda/12.4",), cpus_per_gpu=3)

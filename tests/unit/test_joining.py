@@ -2,9 +2,9 @@
 
 import pytest
 
-from lw_jax import workdir
 from lw_jax.core.errors import UserError
 from lw_jax.recipes import joining
+from lw_jax.training import workdir
 from tests import tiny
 
 

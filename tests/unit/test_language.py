@@ -9,10 +9,11 @@ import numpy as np
 import pytest
 
 import lw_jax
-from lw_jax import language, weights
 from lw_jax.core.errors import UserError
 from lw_jax.data import cards
 from lw_jax.data.tokens import load_tokenizer
+from lw_jax.hub import weights
+from lw_jax.inference import language
 from lw_jax.models import ttt
 from lw_jax.models.ttt import TTTConfig
 from lw_jax.recipes import selfmade

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from lw_jax import report
+from lw_jax.commands import report
 from lw_jax.core.errors import UserError
-from lw_jax.pages import claims, language, records, scaling
+from lw_jax.report import claims, language, records, scaling
 from tests.conftest import ROOT
 from tests.language_runs import BATCH, LENGTH, LOSS, metrics, row_of, write_run
 from tests.runs import write_lines

@@ -9,7 +9,7 @@ import pytest
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT
 from lw_jax.models import codec
-from lw_jax.program import Program
+from lw_jax.training.program import Program
 from sharding import place
 from sharding.rules import path_of
 from tests import tiny

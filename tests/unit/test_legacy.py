@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from lw_jax import legacy
 from lw_jax.core.errors import UserError
+from lw_jax.planning import legacy
 
 EXACT = 1e-12  # relative: a handful of fp64 operations
 

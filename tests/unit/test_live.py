@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from lw_jax import live as live_module
-from lw_jax.live import Live
+from lw_jax.training import live as live_module
+from lw_jax.training.live import Live
 
 FIELDS = {"loss": "loss 2.125", "pace": "0.42 s/step"}
 

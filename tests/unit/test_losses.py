@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax import losses
+from lw_jax.losses import losses
 
 SAME = 1e-5  # fp32 sums of a few hundred terms of unit size
 B, T, V = 3, 5, 7

@@ -1,4 +1,4 @@
-"""lw_jax/measured.py: what an earlier run's folder tells of the time and memory of a job."""
+"""lw_jax/slurm/measured.py: what an earlier run's folder tells of the time and memory of a job."""
 
 import json
 import statistics
@@ -10,10 +10,12 @@ import pytest
 
 import run
 from configs import base
-from lw_jax import jobs, measured, slurm, targets
+from lw_jax.commands import slurm
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.planning import targets
+from lw_jax.slurm import jobs, measured
 from sharding import mesh as meshes
 from sharding import placement
 
@@ -170,7 +172,7 @@ def test_card_is_what_the_runtime_reports(tmp_path, monkeypatch) -> None:
 
 def call(folder: Path, workdir: Path, *, hours: float | None = None) -> str:
     cfg = resolve()
-    asked = slurm.Request("configs/h100x3.py", {}, Path("/project"), hours=hours, measured=folder)
+    asked = slurm.Request("configs/machines/h100x3.py", {}, Path("/project"), hours=hours, measured=folder)
     slurm.main(
         cfg, resolved=config.to_dict(cfg), workdir=workdir, request=asked, planner=lambda *_: PLAN, others=(PLAN,)
     )

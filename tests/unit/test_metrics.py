@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from lw_jax import metrics
+from lw_jax.training import metrics
 
 
 def write(path, steps, **options):

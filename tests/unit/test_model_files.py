@@ -14,11 +14,9 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 from transformers import PreTrainedTokenizerFast
 
-from lw_jax import stored, weights
 from lw_jax.core.errors import UserError
-from lw_jax.data import gguf_header
 from lw_jax.data.tokens import load_source_tokenizer, load_tokenizer
-from lw_jax.models import families, ttt_family
+from lw_jax.hub import families, gguf_header, stored, ttt_family, weights
 from tests import tiny
 
 DEEP = "[" * 100_000

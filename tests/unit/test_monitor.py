@@ -8,8 +8,8 @@ import types
 
 import pytest
 
-from lw_jax import monitor
-from lw_jax.monitor import Reading, Sampler
+from lw_jax.training import monitor
+from lw_jax.training.monitor import Reading, Sampler
 
 GB = 10**9
 

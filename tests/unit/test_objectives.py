@@ -1,4 +1,4 @@
-"""lw_jax/recipes/objectives.py: each term by its formula, absent without a weight, and exact sums in every split."""
+"""lw_jax/losses/objectives.py: each term by its formula, absent without a weight, and exact sums in every split."""
 
 import dataclasses
 
@@ -8,12 +8,11 @@ import numpy as np
 import pytest
 
 from configs import base
-from lw_jax import losses, piecewise
 from lw_jax.core import config
 from lw_jax.core.types import EXACT, Task
+from lw_jax.losses import losses, objectives, piecewise
+from lw_jax.losses.objectives import Pass
 from lw_jax.models import encoder
-from lw_jax.recipes import objectives
-from lw_jax.recipes.objectives import Pass
 
 SAME = 1e-5  # fp32 sums of a few hundred terms of unit size
 COSINE = 1e-4  # the same of cosines, which divide by two roots

@@ -8,9 +8,9 @@ import numpy as np
 import optax
 import pytest
 
-from lw_jax import optim
 from lw_jax.core import config
-from lw_jax.optim import Stretch
+from lw_jax.training import optim
+from lw_jax.training.optim import Stretch
 from sharding.errors import PlacementError
 
 CFG = config.Optim(

@@ -1,4 +1,4 @@
-"""lw_jax/options.py: the tables of 1, 2, 4 cards, from plans by arithmetic."""
+"""lw_jax/planning/options.py: the tables of 1, 2, 4 cards, from plans by arithmetic."""
 
 import dataclasses
 import functools
@@ -6,8 +6,9 @@ import json
 
 import pytest
 
-from lw_jax import options, plan
+from lw_jax.commands import plan
 from lw_jax.core.config import Config
+from lw_jax.planning import options
 from tests import tiny
 
 ESTIMATE = functools.partial(plan.make, estimate=True)

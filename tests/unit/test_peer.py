@@ -78,6 +78,6 @@ def test_another_step_is_told_and_not_timed(monkeypatch, capsys):
 
 def test_recipe_or_encoder_without_a_peer_is_refused():
     with pytest.raises(UserError, match="'ttt' has no peer"):
-        peer.main(words("configs/ttt_smoke.py"))
+        peer.main(words("configs/ttt/ttt_smoke.py"))
     with pytest.raises(UserError, match="window pooling"):
         peer.main(words("configs/smoke.py", "encoder.pooling=queries", "adapter.start=random"))

@@ -5,8 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax import hlo, losses, piecewise
 from lw_jax.core.types import LossTerms
+from lw_jax.losses import losses, piecewise
+from lw_jax.planning import hlo
 
 SAME = 1e-5  # fp32 sums of a few hundred terms of unit size
 B, T, V, D = 3, 5, 7, 6

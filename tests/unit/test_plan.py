@@ -1,4 +1,4 @@
-"""lw_jax/plan.py: words, plans kept and shown, and that training runs what was planned."""
+"""lw_jax/commands/plan.py: words, plans kept and shown, and that training runs what was planned."""
 
 import dataclasses
 import json
@@ -10,13 +10,17 @@ import pytest
 from ml_collections import ConfigDict
 
 from configs import base, large
-from lw_jax import choice, estimate, fit, memory, plan, recipes, slurm, sources, targets, train
-from lw_jax.choice import Hardware
+from lw_jax import recipes
+from lw_jax.commands import plan, slurm
+from lw_jax.commands.plan import Request
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
-from lw_jax.fit import Room
-from lw_jax.plan import Request
-from lw_jax.program import Program
+from lw_jax.hub import sources
+from lw_jax.planning import choice, estimate, targets
+from lw_jax.planning.choice import Hardware
+from lw_jax.training import fit, memory, train
+from lw_jax.training.fit import Room
+from lw_jax.training.program import Program
 from sharding import placement as placements
 from sharding.errors import PlacementError
 from tests import tiny
@@ -77,8 +81,8 @@ def estimated(root):
         ("a100_40x2", "configs/h100x4.py", "a100_40x2"),
         ("", "configs/h100x4.py", "h100x4"),
         ("", "configs/2xh100x8.py:latentwire", "2xh100x8"),
-        ("single", "configs/a100_80x4.py", "a100_80x1"),
-        ("dual", "configs/h100x8.py", "h100x2"),
+        ("single", "configs/machines/a100_80x4.py", "a100_80x1"),
+        ("dual", "configs/machines/h100x8.py", "h100x2"),
         ("quad", "configs/2xh100x8.py", "h100x4"),
         ("anything", "", "anything"),
     ],
@@ -462,7 +466,7 @@ def test_a_machine_at_hand_that_holds_nothing_says_the_same(root, measure):
 
 def test_plan_prints_json_or_a_table(root, capsys):
     cfg = auto(root, mesh__placement="single")
-    request = Request("configs/h100x2.py", estimate=True, as_json=True)
+    request = Request("configs/machines/h100x2.py", estimate=True, as_json=True)
     assert plan.main(cfg, resolved={}, workdir=sources.cache_root(), request=request) == 0
     assert json.loads(capsys.readouterr().out)["target"] == "h100x2"
     assert (

@@ -12,10 +12,11 @@ import pytest
 
 from docs import make_planning
 from docs.planning import comparison, page, tables
-from lw_jax import plan, targets
+from lw_jax.commands import plan
 from lw_jax.core import config, config_file
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.planning import targets
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 LIMITS = {"h100": 67_954_383_257, "a100_40": 33_864_810_496}
@@ -289,8 +290,9 @@ def test_the_page_in_the_tree_stands_on_the_present_constants():
     assert "\n".join(page.constants()) in (PROJECT / "docs" / "planning.md").read_text(encoding="utf-8")
 
 
-FILES = {target: PROJECT / "configs" / f"{target}.py" for target in tables.TARGETS}
-FILES["2xh100x8"] = PROJECT / "configs" / "h100x16.py"
+FILES = {target: PROJECT / "configs" / "machines" / f"{target}.py" for target in tables.TARGETS}
+FILES["2xh100x8"] = PROJECT / "configs" / "machines" / "h100x16.py"
+FILES["h100x4"] = PROJECT / "configs" / "h100x4.py"
 CHOSEN = {
     line[0]: line
     for line in (

@@ -1,13 +1,14 @@
-"""lw_jax/predicted.py: what a plan and compiled programs say of cards that are not here; CPU devices stand in."""
+"""lw_jax/benchmarking/predicted.py: what compiled programs say of absent cards; CPU devices stand in."""
 
 import dataclasses
 
 import jax
 import pytest
 
-from lw_jax import hlo, plan, roofline, targets, workload
+from lw_jax.benchmarking.predicted import Predicted
+from lw_jax.commands import plan
 from lw_jax.core.errors import UserError
-from lw_jax.predicted import Predicted
+from lw_jax.planning import hlo, roofline, targets, workload
 from tests import tiny
 
 CHOSEN = {

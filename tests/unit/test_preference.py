@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax import preference
 from lw_jax.core import validation
+from lw_jax.losses import preference
 
 REFERENCE = json.loads((Path(__file__).parents[1] / "reference" / "trl_dpo.json").read_text(encoding="utf-8"))
 SAME = 1e-6  # relative: one fp32 rounding of beta and of the margin; the log-probabilities themselves are exact in fp32

@@ -1,4 +1,4 @@
-"""lw_jax/preflight.py and what recipes find: the faults that make a run worthless are named before it starts."""
+"""lw_jax/training/preflight.py and recipes: faults that make a run worthless are named before it starts."""
 
 import dataclasses
 import json
@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from lw_jax import plan, preflight
+from lw_jax.commands import plan
 from lw_jax.core import config, config_file, validation
 from lw_jax.core.errors import UserError
+from lw_jax.training import preflight
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -102,6 +103,6 @@ def test_alarm_that_cannot_fire_is_told():
     (short,) = [line for line in texts(load("configs/smoke.py", train__steps=40)) if "alarm" in line]
     assert short.startswith("warning: train.alarm_step=500") and "40 steps" in short and "cannot fire" in short
     assert not any("alarm" in line for line in texts(load("configs/smoke.py", train__steps=40, train__alarm_step=40)))
-    (dead,) = [line for line in texts(load("configs/ttt_smoke.py", train__alarm_step=10)) if "alarm" in line]
+    (dead,) = [line for line in texts(load("configs/ttt/ttt_smoke.py", train__alarm_step=10)) if "alarm" in line]
     assert dead.startswith("warning: train.alarm_step=10") and "cannot fire" in dead
-    assert not any("alarm" in line for line in texts(load("configs/ttt_smoke.py")))
+    assert not any("alarm" in line for line in texts(load("configs/ttt/ttt_smoke.py")))

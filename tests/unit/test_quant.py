@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from lw_jax import weights
 from lw_jax.core.errors import UserError
+from lw_jax.hub import weights
 from lw_jax.models import decoder, quant
 from sharding import mesh as meshes
 from sharding import rules, tables

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import run
-from lw_jax import report
+from lw_jax.commands import report
 from lw_jax.core.errors import UserError
 from lw_jax.evals import verdict
-from lw_jax.pages import records, series, tables
+from lw_jax.report import records, series, tables
 from tests.runs import between, evaluation, figures, metrics, predictions, write_lines, write_run
 
 HOSTILE = '<script>alert("x")</script>'

@@ -2,9 +2,9 @@
 
 import pytest
 
-from lw_jax import roofline, targets
 from lw_jax.core.errors import UserError
-from lw_jax.hlo import Collective, Kernel, Program
+from lw_jax.planning import roofline, targets
+from lw_jax.planning.hlo import Collective, Kernel, Program
 
 EXACT = 1e-12  # relative: a handful of fp64 operations
 H100 = targets.parse("h100x8")

@@ -9,7 +9,7 @@ from benchmarks import common, scaling
 from benchmarks.scaling import Point
 from lw_jax.core import platform
 from lw_jax.core.errors import UserError
-from lw_jax.pages import shapes
+from lw_jax.report import shapes
 
 LENGTH, BATCH = 32, 16
 SIZES = {"layers": "1", "width": "24", "heads": "3", "ffn": "40", "length": str(LENGTH), "unroll": "1"}
@@ -19,7 +19,7 @@ WORDS = [f"--config.{path}={value}" for path, value in CHANGES.items()]
 
 @pytest.fixture(scope="module")
 def cfg():
-    return common.load("configs/ttt_smoke.py", CHANGES)
+    return common.load("configs/ttt/ttt_smoke.py", CHANGES)
 
 
 @pytest.fixture(scope="module")
@@ -132,13 +132,13 @@ def test_command_writes_planned_and_measured_rows_side_by_side(tmp_path, monkeyp
         return json.loads(capsys.readouterr().out.splitlines()[-1])
 
     monkeypatch.setattr(scaling, "_child", child)
-    common = ["--config", "configs/ttt_smoke.py", *WORDS, "--workdir", str(tmp_path), "--steps", "2"]
+    common = ["--config", "configs/ttt/ttt_smoke.py", *WORDS, "--workdir", str(tmp_path), "--steps", "2"]
     assert scaling.main([*common, "--planned", "h100x2", "--estimate"]) == 0
     assert "planned, h100" in capsys.readouterr().out
     assert scaling.main([*common, "--measured"]) == 0
     assert "measured, cpu" in capsys.readouterr().out
     rows = json.loads((tmp_path / "scaling.json").read_text("utf-8"))
     assert [(row["kind"], row["devices"], row["config"]) for row in rows] == [
-        ("planned", 2, "configs/ttt_smoke.py"),
-        ("measured", 2, "configs/ttt_smoke.py"),
+        ("planned", 2, "configs/ttt/ttt_smoke.py"),
+        ("measured", 2, "configs/ttt/ttt_smoke.py"),
     ]

@@ -1,4 +1,4 @@
-"""lw_jax/slurm.py: the site profile, the numbers asked of SLURM, the text of the job and what the verb tells."""
+"""lw_jax/commands/slurm.py: the site profile, the numbers asked of SLURM, the job's text."""
 
 import dataclasses
 import json
@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 
 from configs import base
-from lw_jax import plan as plans
-from lw_jax import slurm
+from lw_jax.commands import plan as plans
+from lw_jax.commands import slurm
 from lw_jax.core import config, config_file, validation
 from lw_jax.core.errors import UserError
 from tests.unit.test_cluster import SITE
@@ -229,11 +229,11 @@ def test_site_whose_longest_job_leaves_no_time_to_train_is_refused() -> None:
     [
         ("", "configs/h100x4.py", "h100x4"),
         ("single", "configs/h100x4.py", "h100x1"),
-        ("dual", "configs/a100_40x1.py:latentwire", "a100_40x2"),
-        ("quad", "configs/h100x2.py", "h100x4"),
+        ("dual", "configs/machines/a100_40x1.py:latentwire", "a100_40x2"),
+        ("quad", "configs/machines/h100x2.py", "h100x4"),
         ("quad", "configs/2xh100x8.py", "h100x4"),
         ("", "configs/2xh100x8.py", "2xh100x8"),
-        ("h200x8", "configs/h100x2.py", "h200x8"),
+        ("h200x8", "configs/machines/h100x2.py", "h200x8"),
         ("h200x8", "configs/default.py", "h200x8"),
     ],
 )

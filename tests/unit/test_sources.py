@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from lw_jax import sources
 from lw_jax.core.errors import UserError
+from lw_jax.hub import sources
 
 BODY = b"GGUF and then the weights"
 SHA = hashlib.sha256(BODY).hexdigest()
@@ -225,5 +225,7 @@ def test_cache_that_cannot_be_written_is_told(registry, tmp_path, monkeypatch):
 
 
 def test_import_is_light():
-    code = "import sys, lw_jax.sources; sys.exit(bool({'jax', 'huggingface_hub', 'transformers'} & set(sys.modules)))"
+    code = (
+        "import sys, lw_jax.hub.sources; sys.exit(bool({'jax', 'huggingface_hub', 'transformers'} & set(sys.modules)))"
+    )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0

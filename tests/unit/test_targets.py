@@ -11,8 +11,8 @@ from types import SimpleNamespace
 import jax
 import pytest
 
-from lw_jax import targets
 from lw_jax.core.errors import UserError
+from lw_jax.planning import targets
 
 ROOT = Path(__file__).resolve().parents[2]
 

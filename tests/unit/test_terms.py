@@ -1,4 +1,4 @@
-"""lw_jax/recipes/terms.py against what XLA compiles: FLOPs to the last product, bytes sent, bytes kept."""
+"""lw_jax/models/terms.py against what XLA compiles: FLOPs to the last product, bytes sent, bytes kept."""
 
 import dataclasses
 import functools
@@ -8,11 +8,11 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from lw_jax import architectures, hlo
-from lw_jax.models import decoder, quant
+from lw_jax.hub import architectures
+from lw_jax.models import decoder, quant, terms
 from lw_jax.models.decoder import DecoderConfig, Mode
-from lw_jax.recipes import terms
-from lw_jax.recipes.terms import Pass
+from lw_jax.models.terms import Pass
+from lw_jax.planning import hlo
 from sharding import mesh as meshes
 from sharding import place, rules, tables
 

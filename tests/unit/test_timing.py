@@ -1,4 +1,4 @@
-"""lw_jax/timing.py: what is counted, what is drawn, and that a step that is timed is a step that is taken."""
+"""lw_jax/benchmarking/timing.py: what is counted and drawn; a step that is timed is a step that is taken."""
 
 import jax
 import jax.numpy as jnp
@@ -7,8 +7,8 @@ import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lw_jax import timing
-from lw_jax.program import Program
+from lw_jax.benchmarking import timing
+from lw_jax.training.program import Program
 from sharding import mesh as meshes
 from tests import tiny
 

@@ -421,7 +421,7 @@ COLUMNS = ({"vocab": 32000}, {}, {"inner": "mlp"}, {"backbone": "mamba"})
 def test_configured_models_have_exactly_the_authors_numbers_of_parameters(name):
     from lw_jax.recipes.ttt import _model
 
-    spec = importlib.import_module(f"configs.{name}").get_config()
+    spec = importlib.import_module(f"configs.ttt.{name}").get_config()
     assert spec.ttt.table_multiple == 128
     for count, changes in zip(COUNTS[name], COLUMNS, strict=True):
         own = spec.copy_and_resolve_references()

@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from lw_jax import weights
 from lw_jax.core.errors import UserError
-from lw_jax.models import ttt, ttt_family
-from lw_jax.models.families import HARMLESS
+from lw_jax.hub import ttt_family, weights
+from lw_jax.hub.families import HARMLESS
+from lw_jax.models import ttt
 from lw_jax.models.ttt import TTTConfig
 
 SMALL = TTTConfig(vocab=37, width=12, layers=2, heads=3, ffn=17)

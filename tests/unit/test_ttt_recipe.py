@@ -8,15 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax import held_out, recipes, train, weights
+from lw_jax import recipes
 from lw_jax.core import config, tree
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Task
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.evals import ngrams
+from lw_jax.hub import weights
 from lw_jax.models import ttt
-from lw_jax.program import Program
 from lw_jax.recipes.ttt import TTT
+from lw_jax.training import held_out, train
+from lw_jax.training.program import Program
 from sharding import placement
 from tests import tiny
 

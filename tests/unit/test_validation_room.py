@@ -1,4 +1,4 @@
-"""lw_jax/validation_room.py: what validation takes beside the training state, and the eval.batch that fits."""
+"""lw_jax/training/validation_room.py: what validation takes beside the training state, and the eval.batch that fits."""
 
 import dataclasses
 from typing import cast
@@ -7,12 +7,14 @@ import jax
 import pytest
 
 from configs import large
-from lw_jax import plan, recipes, train, validation_room
-from lw_jax.checkpoint import Checkpointer
+from lw_jax import recipes
+from lw_jax.commands import plan
 from lw_jax.core import config
-from lw_jax.fit import Room
-from lw_jax.program import Program
-from lw_jax.recipes.base import Plannable
+from lw_jax.training import train, validation_room
+from lw_jax.training.base import Plannable
+from lw_jax.training.checkpoint import Checkpointer
+from lw_jax.training.fit import Room
+from lw_jax.training.program import Program
 from sharding import place
 from sharding import placement as placements
 from tests import tiny

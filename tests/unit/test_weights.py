@@ -16,10 +16,10 @@ from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
 
-from lw_jax import stored, weights
 from lw_jax.core.errors import UserError
-from lw_jax.data.gguf_header import read_header
-from lw_jax.models import decoder, families, gguf_family
+from lw_jax.hub import families, gguf_family, stored, weights
+from lw_jax.hub.gguf_header import read_header
+from lw_jax.models import decoder
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.rotary import Llama3Scaling
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from lw_jax import weights
 from lw_jax.core.errors import UserError
+from lw_jax.hub import weights
 from lw_jax.models import bert
 from tests import tiny
 

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax import weights
 from lw_jax.core.errors import UserError
+from lw_jax.hub import weights
 from lw_jax.models import decoder, rotary, wire
 from tests import tiny
 

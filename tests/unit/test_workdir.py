@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from configs import base
-from lw_jax import workdir
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
+from lw_jax.training import workdir
 
 ROOT = Path(__file__).parents[2]
 

@@ -1,0 +1,112 @@
+"""Times of programs, and what the device itself reaches: arrays drawn for shapes, blocked repeats, ceilings."""
+
+import dataclasses
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from lw_jax.core.types import Tree
+from lw_jax.training.program import Program
+
+# Of a square product, and of the bytes that a copy reads: more than any cache holds, less than a second on two cores.
+MATMUL = {"gpu": 8192, "cpu": 2048}
+COPIED = {"gpu": 1 << 31, "cpu": 1 << 28}
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """Seconds of one thing done several times."""
+
+    median: float
+    least: float
+    most: float
+    repeats: int
+
+    @staticmethod
+    def of(seconds: Sequence[float]) -> "Spread":
+        """Returns the spread of at least one sample."""
+        return Spread(statistics.median(seconds), min(seconds), max(seconds), len(seconds))
+
+
+@dataclasses.dataclass(frozen=True)
+class Ceilings:
+    """What one device reaches, measured: the upper bounds that shares are told of."""
+
+    dtype: str
+    matmul: float  # FLOP/s of a large square product
+    bandwidth: float  # bytes/s, read and written, of a copy that is larger than the caches
+
+
+def repeat(call: Callable[[], Any], *, repeats: int, warmup: int = 1) -> list[float]:
+    """Returns the seconds of each call until its results are there, after some that are not counted."""
+    taken = []
+    for _ in range(warmup + repeats):
+        started = time.perf_counter()
+        jax.block_until_ready(call())
+        taken.append(time.perf_counter() - started)
+    return taken[warmup:]
+
+
+def ceilings(dtype: str, *, repeats: int = 20) -> Ceilings:
+    """Measures the first device; `dtype` is JAX's name of the arithmetic's type."""
+    kind = "gpu" if jax.default_backend() == "gpu" else "cpu"
+    size = MATMUL[kind]
+    square, long = jnp.ones((size, size), dtype), jnp.ones((COPIED[kind] // jnp.dtype(dtype).itemsize,), dtype)
+    product, scaled = jax.jit(lambda a: a @ a), jax.jit(lambda a: a * 2)
+    matmul = Spread.of(repeat(lambda: product(square), repeats=repeats))
+    copied = Spread.of(repeat(lambda: scaled(long), repeats=repeats))
+    return Ceilings(dtype, 2 * size**3 / matmul.median, 2 * long.nbytes / copied.median)
+
+
+def fill(shapes: Tree, *, ids: int = 0) -> Tree:
+    """Returns small random arrays for shapes with shardings, and ones for all else but matrices.
+
+    Zeros would cost a card less power, and so time. `ids`: of how many different ones integers are drawn (0: all are
+    1), for tables that learn, where equal tokens would meet in one row.
+    """
+    leaves, structure = jax.tree.flatten(shapes)
+    made: list[Any] = [None] * len(leaves)
+    groups: dict[Any, list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        groups.setdefault(frozenset(leaf.sharding.device_set), []).append(number)  # a program's devices are the same
+    for numbers in groups.values():
+        own = [leaves[number] for number in numbers]
+        drawn = jax.jit(lambda key, own=own: _draw(key, own, ids), out_shardings=[leaf.sharding for leaf in own])
+        for number, value in zip(numbers, drawn(jax.random.key(0, impl="rbg")), strict=True):  # compiles soonest
+            made[number] = value
+    return structure.unflatten(made)
+
+
+def _draw(key: jax.Array, leaves: Sequence[jax.ShapeDtypeStruct], ids: int) -> list[jax.Array]:
+    def one(key: jax.Array, leaf: jax.ShapeDtypeStruct) -> jax.Array:
+        if ids and leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.integer):
+            return jax.random.randint(key, leaf.shape, 0, ids, leaf.dtype)
+        if leaf.ndim > 1 and jnp.issubdtype(leaf.dtype, jnp.floating):
+            return jax.random.uniform(key, leaf.shape, leaf.dtype, 0.0, 0.02)
+        return jnp.ones(leaf.shape, leaf.dtype)
+
+    return [one(own, leaf) for leaf, own in zip(leaves, jax.random.split(key, len(leaves)), strict=True)]
+
+
+def steps(program: Program, call: Callable[..., Any], batch: Tree, *, repeats: int) -> list[float]:
+    """Returns the seconds of each training step on random weights, after two that warm up.
+
+    `call` takes (state, frozen, batch) and gives the next state first, as the program's step does; it takes the state.
+    """
+    now = {"state": fill(program.state())}
+    frozen = fill(program.frozen())
+
+    def step() -> Any:
+        now["state"], values = call(now["state"], frozen, batch)
+        return now["state"], values
+
+    return repeat(step, repeats=repeats, warmup=2)
+
+
+def peak_bytes() -> int | None:
+    """Returns the most that the first device has held since the process began; None where it tells none."""
+    return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

@@ -1,0 +1,59 @@
+"""The verb `answer`: a text or a message goes over the wire once; each reader answers each question."""
+
+import contextlib
+import sys
+from pathlib import Path
+from typing import Any
+
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+from lw_jax.inference import api, exchange
+from lw_jax.models import codec
+from lw_jax.training.workdir import check_writable
+
+
+def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: exchange.Request) -> int:
+    """Prints the answers and the size of the message; a text's own answers stand beside them.
+
+    With `request.write` the message is written; on standard output it is alone, and what is told goes to stderr.
+    """
+    del resolved
+    # What cannot be sent or read is refused before any weight is loaded.
+    if request.message:
+        codec.read_frame(request.message)
+    else:
+        api.resolve_channel(cfg.encoder, bits=request.bits, slots=request.slots, width=request.width)
+    if request.write not in ("", "-"):
+        check_writable(Path(request.write).absolute().parent, remedy="choose another file for --write")
+    told = sys.stderr if request.write == "-" else sys.stdout
+    with contextlib.redirect_stdout(told):
+        wire = api.open_wire(cfg, workdir)
+        message = request.message or _write(wire, request)
+        _tell(wire, message, request)
+    if request.write:
+        exchange.write_message(message, request.write)
+    return 0
+
+
+def _write(wire: api.TrainedWire, request: exchange.Request) -> bytes:
+    asked = ""
+    if wire.recipe.cfg.prompt.question == "latents":
+        if len(request.questions) != 1:
+            raise UserError(
+                f"{len(request.questions)} questions: this wire writes the question with the text "
+                "(config.prompt.question = 'latents'); give exactly one --question"
+            )
+        asked = request.questions[0]
+    return wire.write(request.context, bits=request.bits, slots=request.slots, width=request.width, question=asked)
+
+
+def _tell(wire: api.TrainedWire, message: bytes, request: exchange.Request) -> None:
+    frame = codec.read_frame(message)
+    text = f" for {len(request.context.encode())} bytes of text" if request.context else ""
+    print(f"message: {len(message)} bytes ({frame.slots} x {frame.width} values of {frame.bits} bits){text}")
+    for question in request.questions:
+        print(f"question: {question}")
+        for name in wire.recipe.cfg.llms:
+            print(f"  {name} from latents: {wire.read(message, reader=name, question=question)}")
+            if request.context:
+                print(f"  {name} from text:    {wire.read_text(request.context, reader=name, question=question)}")

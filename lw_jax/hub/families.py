@@ -1,0 +1,467 @@
+"""What distinguishes the readers' families outside the decoder: field names, tensor names, row order. No files here.
+
+A checkpoint is accepted only when every field that it states is known to leave the decoder's mathematics alone, so that
+a model of another kind is refused by name instead of being computed wrongly.
+"""
+
+import math
+from collections.abc import Mapping, Set
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
+from lw_jax.hub import fields as stated_fields
+from lw_jax.hub.fields import Packing, Rope
+from lw_jax.models.decoder import DecoderConfig, abstract
+from lw_jax.models.rotary import Llama3Scaling, LongRope
+
+Fields = Mapping[str, Any]
+
+# Without these a default of transformers' would silently stand in for the model's own size.
+_REQUIRED = {
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "max_position_embeddings",
+}
+_HANDLED = _REQUIRED | {
+    "model_type",
+    "num_key_value_heads",
+    "head_dim",
+    "tie_word_embeddings",
+    "rope_parameters",
+    "rope_scaling",
+    "rope_theta",
+}
+
+
+class Family(NamedTuple):
+    """What one model_type's config.json says beyond the fields that all of them have."""
+
+    architecture: str  # transformers' class
+    must: dict[str, Any]  # field -> the only value that the decoder computes; absent or null means it
+    norm: str = "rms"
+    required: Set[str] = frozenset()
+    read: Set[str] = frozenset()  # fields that `decoder_config` reads
+    silent: Set[str] = frozenset()  # fields that speak only where one of `must` has another value
+    rope: Set[str] = frozenset({"default"})  # kinds of frequency scaling
+    biases: bool | None = False  # of q, k and v; None: the file says
+    fused: bool = False  # q, k, v and gate, up are stored as one tensor each
+    square: bool = False  # transformers' class takes head_dim from the width, whatever the file says
+
+    @property
+    def epsilon(self) -> str:
+        """Names the field of the norms' epsilon."""
+        return {"rms": "rms_norm_eps", "layer": "layer_norm_eps"}[self.norm]
+
+
+_PARTIAL = "partial_rotary_factor"
+FAMILIES = {
+    "llama": Family(
+        "LlamaForCausalLM",
+        {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_interleaved": False, _PARTIAL: 1.0},
+        rope={"default", "llama3"},
+    ),
+    "qwen2": Family(
+        "Qwen2ForCausalLM",
+        {"use_sliding_window": False, "use_mrope": False, _PARTIAL: 1.0},
+        required={"num_key_value_heads"},
+        silent={"sliding_window", "max_window_layers"},
+        rope={"default", "llama3"},
+        biases=True,
+    ),
+    "phi3": Family(
+        "Phi3ForCausalLM",
+        {"attention_bias": False, "mlp_bias": False},
+        required={"num_key_value_heads"},
+        read={"sliding_window", _PARTIAL, "original_max_position_embeddings"},
+        rope={"default", "longrope"},
+        fused=True,
+    ),
+    "stablelm": Family(
+        "StableLmForCausalLM",
+        {"use_parallel_residual": False, "qk_layernorm": False},
+        norm="layer",
+        read={"use_qkv_bias", _PARTIAL},
+        biases=None,
+        square=True,
+    ),
+}
+_MUST_EQUAL_ALL: dict[str, Any] = {"hidden_act": "silu", "is_encoder_decoder": False}
+# Training, generation and bookkeeping: read by nobody who computes logits.
+HARMLESS = {
+    "_name_or_path",
+    "architectures",
+    "attention_dropout",
+    "auto_map",  # code of the folder's own, which nobody runs
+    "bos_token_id",
+    "chunk_size_feed_forward",
+    "dtype",
+    "embd_pdrop",
+    "eos_token_id",
+    "hidden_dropout",
+    "id2label",
+    "initializer_range",
+    "is_llama_config",
+    "label2id",
+    "output_attentions",
+    "output_hidden_states",
+    "pad_token_id",
+    "problem_type",
+    "resid_pdrop",
+    "return_dict",
+    "torch_dtype",
+    "transformers.js_config",
+    "transformers_version",
+    "unsloth_fixed",
+    "unsloth_version",
+    "use_cache",
+}
+_ROPE_FIELDS = {  # of each kind, beside rope_theta; the optional ones last
+    "default": ((), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor", "original_max_position_embeddings")),
+}
+
+
+class Row(NamedTuple):
+    """One leaf's names in both file formats ({} is the layer) and which axis of [out, in] splits into heads."""
+
+    hugging_face: str
+    gguf: str
+    split: int | None = None
+
+
+TENSORS: dict[str, Row] = {
+    "embed": Row("model.embed_tokens.weight", "token_embd.weight"),
+    "norm": Row("model.norm.weight", "output_norm.weight"),
+    "norm_bias": Row("model.norm.bias", "output_norm.bias"),
+    "head": Row("lm_head.weight", "output.weight"),
+    "layers/attn_norm": Row("model.layers.{}.input_layernorm.weight", "blk.{}.attn_norm.weight"),
+    "layers/mlp_norm": Row("model.layers.{}.post_attention_layernorm.weight", "blk.{}.ffn_norm.weight"),
+    "layers/attn_norm_bias": Row("model.layers.{}.input_layernorm.bias", "blk.{}.attn_norm.bias"),
+    "layers/mlp_norm_bias": Row("model.layers.{}.post_attention_layernorm.bias", "blk.{}.ffn_norm.bias"),
+    "layers/q": Row("model.layers.{}.self_attn.q_proj.weight", "blk.{}.attn_q.weight", 0),
+    "layers/k": Row("model.layers.{}.self_attn.k_proj.weight", "blk.{}.attn_k.weight", 0),
+    "layers/v": Row("model.layers.{}.self_attn.v_proj.weight", "blk.{}.attn_v.weight", 0),
+    "layers/o": Row("model.layers.{}.self_attn.o_proj.weight", "blk.{}.attn_output.weight", 1),
+    "layers/q_bias": Row("model.layers.{}.self_attn.q_proj.bias", "blk.{}.attn_q.bias", 0),
+    "layers/k_bias": Row("model.layers.{}.self_attn.k_proj.bias", "blk.{}.attn_k.bias", 0),
+    "layers/v_bias": Row("model.layers.{}.self_attn.v_proj.bias", "blk.{}.attn_v.bias", 0),
+    "layers/gate": Row("model.layers.{}.mlp.gate_proj.weight", "blk.{}.ffn_gate.weight"),
+    "layers/up": Row("model.layers.{}.mlp.up_proj.weight", "blk.{}.ffn_up.weight"),
+    "layers/down": Row("model.layers.{}.mlp.down_proj.weight", "blk.{}.ffn_down.weight"),
+}
+
+
+# A stored matrix that stands for several, in the order of its rows.
+FUSED = {
+    "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+    "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
+}
+
+
+Place = tuple[tuple[str, ...], int | None]  # path in the parameter tree, layer of a stacked leaf
+
+
+class Slot(NamedTuple):
+    """Where a stored tensor belongs: path in the parameter tree, layer of a stacked leaf, shape in the file."""
+
+    path: tuple[str, ...]
+    layer: int | None
+    shape: tuple[int, ...]
+
+
+def tensor_map(cfg: DecoderConfig) -> dict[str, Slot]:
+    """Returns every tensor of a Hugging Face checkpoint by name."""
+    return list_slots(abstract(cfg, jnp.float32), TENSORS, "hugging_face")
+
+
+def list_slots(tree: Tree, rows: Mapping[str, Row], container: str) -> dict[str, Slot]:
+    """Returns, by its name in a "hugging_face" or "gguf" file, where each tensor of a tree of shapes belongs."""
+    leaves = {name: leaf for name, leaf in tree.items() if name != "layers"}
+    leaves |= {f"layers/{name}": leaf for name, leaf in tree["layers"].items()}
+    out = {}
+    for name, leaf in leaves.items():
+        row, path, stacked = rows[name], tuple(name.split("/")), name.startswith("layers/")
+        shape = _join_heads(leaf.shape[1:] if stacked else leaf.shape, row.split)
+        for layer in range(leaf.shape[0]) if stacked else [None]:
+            out[getattr(row, container).format(layer)] = Slot(path, layer, shape)
+    return out
+
+
+def _join_heads(shape: tuple[int, ...], split: int | None) -> tuple[int, ...]:
+    if split is None:
+        return shape
+    return (*shape[:split], shape[split] * shape[split + 1], *shape[split + 2 :])
+
+
+def parts(name: str) -> tuple[str, ...]:
+    """Returns the names of the tensors that a stored one stands for, in the order of its rows; itself if it is one."""
+    for fused, own in FUSED.items():
+        if f".{fused}." in name:
+            return tuple(name.replace(fused, part) for part in own)
+    return (name,)
+
+
+def fuse(tensors: Mapping[str, np.ndarray], model_type: str) -> dict[str, np.ndarray]:
+    """Returns tensors by the names under which a family stores them."""
+    if not FAMILIES[model_type].fused:
+        return dict(tensors)
+    wholes = {part: fused for fused, own in FUSED.items() for part in own}
+    out: dict[str, np.ndarray] = {}
+    for name in tensors:
+        part = next((part for part in wholes if f".{part}." in name), None)
+        whole = name if part is None else name.replace(part, wholes[part])
+        if whole not in out:
+            out[whole] = np.concatenate([tensors[own] for own in parts(whole)])
+    return out
+
+
+def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str = "config.json") -> DecoderConfig:
+    """Returns the decoder's configuration from Hugging Face fields.
+
+    Args:
+        fields: as `AutoConfig(...).to_dict()` of transformers 5 gives them, `rope_parameters` included.
+        raw_keys: the keys that the file itself states; one that nobody here knows is refused.
+        where: the file, for messages.
+
+    Raises:
+        UserError: another family, a size missing, or a field that changes the mathematics.
+    """
+    family = _family(fields, where)
+    refuse_fields(
+        fields,
+        raw_keys - {"quantization_config"},
+        required=_REQUIRED | family.required | {family.epsilon},
+        must=_MUST_EQUAL_ALL | family.must,
+        free=_HANDLED | HARMLESS | {"layer_types", family.epsilon} | family.read | family.silent,
+        where=where,
+    )
+    stated = stated_fields.check(fields, stated_fields.Decoder, where)
+    if kinds := set(stated.layer_types or ()) - {"full_attention"}:
+        raise UserError(f"{where}: layer_types has {sorted(kinds)}, only 'full_attention' is supported")
+    if "quantization_config" in raw_keys:
+        _refuse_packing(stated.quantization_config, where)
+    width, heads = stated.hidden_size, stated.num_attention_heads
+    kv_heads = stated.num_key_value_heads or heads
+    head_dim = stated.head_dim or width // heads
+    rope = _rope(fields["rope_parameters"], stated.rope_parameters or Rope(), family, where)
+    rotated = int(head_dim * (rope.partial_rotary_factor or stated.partial_rotary_factor or 1.0))
+    cfg = DecoderConfig(
+        vocab=stated.vocab_size,
+        width=width,
+        layers=stated.num_hidden_layers,
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        ffn=stated.intermediate_size,
+        rope_theta=float(rope.rope_theta or 0.0),
+        norm_eps=float(getattr(stated, family.epsilon)),
+        max_positions=stated.max_position_embeddings,
+        tied=bool(stated.tie_word_embeddings),
+        qkv_bias=bool(stated.use_qkv_bias) if family.biases is None else family.biases,
+        rope_scaling=_scaling(rope, stated, rotated, where),
+        norm=family.norm,
+        rotated=0 if rotated == head_dim else rotated,
+        window=(stated.sliding_window or 0) if "sliding_window" in family.read else 0,
+    )
+    if family.square and cfg.head_dim * heads != width:
+        raise UserError(f"{where}: head_dim={head_dim}, only hidden_size / num_attention_heads is supported")
+    if cfg.heads % cfg.kv_heads or cfg.head_dim < 2 or cfg.head_dim % 2 or rotated < 2 or rotated % 2:
+        raise UserError(
+            f"{where}: impossible sizes: num_attention_heads={heads} must be a multiple of "
+            f"num_key_value_heads={kv_heads}, head_dim={cfg.head_dim} even and positive, and so its part that "
+            f"{_PARTIAL} names; fetch the file again"
+        )
+    return cfg
+
+
+def _family(fields: Fields, where: str) -> Family:
+    model_type = fields.get("model_type")
+    if not isinstance(model_type, str) or model_type not in FAMILIES:
+        told = f"readers of model_type {sorted(FAMILIES)} are supported"
+        raise UserError(f"{where}: model_type={_short(model_type)}; {told}")
+    return FAMILIES[model_type]
+
+
+def read_fields(raw: Fields, where: str) -> dict[str, Any]:
+    """Returns those fields of a config.json that say what the decoder computes, checked for types and bounds.
+
+    Raises:
+        UserError: another family, a size missing, or a field of another type or out of bounds.
+    """
+    family = _family(raw, where)
+    missing = sorted((_REQUIRED | family.required | {family.epsilon}) - raw.keys())
+    if missing:
+        raise UserError(f"{where}: field {missing[0]} is missing; model_type {raw['model_type']!r} needs it")
+    stated_fields.check(raw, stated_fields.Decoder, where)
+    read = _HANDLED | {"layer_types", family.epsilon} | _MUST_EQUAL_ALL.keys() | family.must.keys()
+    return {key: raw[key] for key in raw.keys() & (read | family.read | family.silent)}
+
+
+# AutoAWQ's layout: groups of 128 along the inputs, with zero points, eight columns interleaved in a word.
+_AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 128, "zero_point": True}
+
+
+def _refuse_packing(stated: Packing | None, where: str) -> None:
+    """Refuses stored quantisation of another kind than AWQ as `quant` reads it."""
+    stated = stated or Packing()
+    for key, value in _AWQ.items():
+        had = getattr(stated, key)
+        if (had.lower() if isinstance(had, str) else had) != value:
+            raise UserError(
+                f"{where}: quantization_config.{key}={had!r}, only {value!r} is read (AWQ GEMM, 4 "
+                "bits); use the model's unquantised folder, and pack it while loading: weights='nf4'"
+            )
+    if kept := stated.modules_to_not_convert:
+        raise UserError(f"{where}: quantization_config.modules_to_not_convert={kept!r}: all matrices must be packed")
+
+
+def refuse_fields(
+    fields: Fields, raw_keys: set[str], *, required: Set[str], must: Fields, free: Set[str], where: str
+) -> None:
+    """Refuses fields that lack a `required` one, have another value than `must` says, or are known to nobody."""
+    family = fields.get("model_type")
+    if "quantization_config" in raw_keys:
+        had = _short(fields.get("quantization_config"))
+        raise UserError(
+            f"{where}: quantization_config={had}: quantised storage is read from .gguf files only; use the model's "
+            "unquantised folder"
+        )
+    if missing := sorted(required - raw_keys):
+        raise UserError(f"{where}: field {missing[0]} is missing; it is needed for model_type {family!r}")
+    for key, value in must.items():
+        had = fields.get(key)
+        if had is not None and (had != value or isinstance(had, bool) != isinstance(value, bool)):
+            raise UserError(f"{where}: {key}={_short(had)}, only {value!r} is supported for model_type {family!r}")
+    if unknown := sorted(raw_keys - free - must.keys()):
+        had = f"{unknown[0]!r:.80}"[1:-1]
+        raise UserError(
+            f"{where}: field {had}={_short(fields.get(unknown[0]))} is not known for model_type {family!r} and may "
+            "change what the model computes; if it does not, remove it from the file"
+        )
+
+
+def _short(value: Any) -> str:
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}..."
+
+
+def _rope(raw: Fields, rope: Rope, family: Family, where: str) -> Rope:
+    kind = rope.rope_type or "default"
+    if kind not in family.rope:
+        raise UserError(f"{where}: rope_type={kind!r}, only {sorted(family.rope)} are supported")
+    needed, optional = _ROPE_FIELDS[kind]
+    if unknown := sorted(set(raw) - {"rope_type", "type", "rope_theta", _PARTIAL, *needed, *optional}):
+        had = f"{unknown[0]}={_short(raw[unknown[0]])}"
+        raise UserError(f"{where}: rope field {had} is not known for rope_type {kind!r}")
+    if _PARTIAL in family.must and rope.partial_rotary_factor not in (None, 1.0):
+        raise UserError(f"{where}: {_PARTIAL}={rope.partial_rotary_factor!r}, only 1.0 is supported")
+    if missing := [key for key in ("rope_theta", *needed) if getattr(rope, key) is None]:
+        raise UserError(f"{where}: rope field {missing[0]} is missing; rope_type {kind!r} needs it")
+    return rope
+
+
+def _scaling(rope: Rope, stated: stated_fields.Decoder, rotated: int, where: str) -> Llama3Scaling | LongRope | None:
+    if rope.rope_type == "longrope":
+        return _long_rope(rope, stated, rotated, where)
+    if rope.rope_type != "llama3":
+        return None
+    low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings
+    assert rope.factor and low and high and original  # `_rope` has seen them
+    if low >= high:
+        raise UserError(f"{where}: rope fields low_freq_factor={low}, high_freq_factor={high}: the second is larger")
+    return Llama3Scaling(
+        factor=float(rope.factor), low_freq_factor=low, high_freq_factor=high, original_max_positions=original
+    )
+
+
+def _long_rope(rope: Rope, stated: stated_fields.Decoder, rotated: int, where: str) -> LongRope:
+    """Returns the scaling as transformers computes it: its gain follows from how much the context was stretched."""
+    original = rope.original_max_position_embeddings or stated.original_max_position_embeddings
+    if not original:
+        raise UserError(f"{where}: original_max_position_embeddings is missing; rope_type 'longrope' needs it")
+    short, long = rope.short_factor or (), rope.long_factor or ()
+    for key, value in (("short_factor", short), ("long_factor", long)):
+        if len(value) != rotated // 2:
+            rule = f"one for each of {rotated // 2} rotary frequencies is needed"
+            raise UserError(f"{where}: rope field {key} has {len(value)} numbers; {rule}")
+    stretch = rope.factor or stated.max_position_embeddings / original
+    gain = rope.attention_factor
+    if gain is None:
+        gain = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
+    return LongRope(short, long, original, gain)
+
+
+def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
+    """Returns the config.json of a model with this configuration, the inverse of `decoder_config`.
+
+    Rotary fields are written in the old spelling, which transformers 4 and 5 both read.
+    """
+    family = FAMILIES.get(model_type)
+    if family is None or not _holds(family, cfg):
+        told = {"norm": cfg.norm, "qkv_bias": cfg.qkv_bias, "window": cfg.window, "rotated": cfg.rotated}
+        raise UserError(
+            f"model_type={model_type!r} cannot say {told} with {_rope_kind(cfg)!r} frequencies; known are "
+            f"{sorted(FAMILIES)}: 'qwen2' has biases in q, k, v, 'llama' and 'phi3' have none"
+        )
+    own = {
+        "sliding_window": cfg.window or None,
+        "use_qkv_bias": cfg.qkv_bias,
+        _PARTIAL: (cfg.rotated or cfg.head_dim) / cfg.head_dim,
+    }
+    if isinstance(cfg.rope_scaling, LongRope):
+        own["original_max_position_embeddings"] = cfg.rope_scaling.original_max_positions
+    return {
+        "architectures": [family.architecture],
+        "model_type": model_type,
+        "vocab_size": cfg.vocab,
+        "hidden_size": cfg.width,
+        "num_hidden_layers": cfg.layers,
+        "num_attention_heads": cfg.heads,
+        "num_key_value_heads": cfg.kv_heads,
+        "head_dim": cfg.head_dim,
+        "intermediate_size": cfg.ffn,
+        "hidden_act": "silu",
+        family.epsilon: cfg.norm_eps,
+        "max_position_embeddings": cfg.max_positions,
+        "tie_word_embeddings": cfg.tied,
+        "pad_token_id": None,  # or Phi-3's default, beyond a small vocabulary
+        "rope_theta": cfg.rope_theta,
+        "rope_scaling": _rope_fields(cfg.rope_scaling),
+    } | {key: value for key, value in own.items() if key in family.read}
+
+
+def _holds(family: Family, cfg: DecoderConfig) -> bool:
+    """Tells whether a config.json of the family can describe this decoder."""
+    same = cfg.norm == family.norm and family.biases in (None, cfg.qkv_bias) and _rope_kind(cfg) in family.rope
+    return same and not (cfg.window and "sliding_window" not in family.read or cfg.rotated and _PARTIAL in family.must)
+
+
+def _rope_kind(cfg: DecoderConfig) -> str:
+    return {type(None): "default", Llama3Scaling: "llama3", LongRope: "longrope"}[type(cfg.rope_scaling)]
+
+
+def _rope_fields(scaling: Llama3Scaling | LongRope | None) -> dict[str, Any] | None:
+    if scaling is None:
+        return None
+    if isinstance(scaling, LongRope):
+        return {
+            "rope_type": "longrope",
+            "short_factor": list(scaling.short),
+            "long_factor": list(scaling.long),
+            "attention_factor": scaling.gain,
+        }
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
+    }

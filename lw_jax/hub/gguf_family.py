@@ -1,0 +1,147 @@
+"""GGUF files of readers: which metadata are read, which refused, what tensors are called and how their rows lie."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+
+from lw_jax.core.errors import UserError
+from lw_jax.hub import fields as stated_fields
+from lw_jax.hub.families import TENSORS, Slot, list_slots
+from lw_jax.models.decoder import DecoderConfig, abstract
+from lw_jax.models.rotary import Llama3Scaling
+
+ARCHITECTURES = ("llama", "qwen2")
+# GGUF key without the architecture -> Hugging Face field
+_FIELDS = {
+    "block_count": "num_hidden_layers",
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.layer_norm_rms_epsilon": "rms_norm_eps",
+}
+_MUST_EQUAL: dict[str, Any] = {"expert_count": 0, "expert_used_count": 0, "rope.scaling.type": "none"}
+_HANDLED = {
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.value_length",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "vocab_size",
+}
+_DEFAULT_THETA = 10000.0  # what the format's readers assume when rope.freq_base is absent
+_FACTOR_TOLERANCE = 1e-4  # relative; the file holds them as fp32
+
+
+def tensor_map(cfg: DecoderConfig) -> dict[str, Slot]:
+    """Returns every tensor of a GGUF file by name; shapes are [out, in] as in the other format."""
+    return list_slots(abstract(cfg, jnp.float32), TENSORS, "gguf")
+
+
+def row_order(cfg: DecoderConfig, architecture: str, path: tuple[str, ...]) -> np.ndarray | None:
+    """Returns for each stored row its place in our order, or None where the file keeps that order.
+
+    Architecture "llama" interleaves the two rotary halves of every head of q and k (row 2i + p holds half p).
+    """
+    counts: dict[tuple[str, ...], int] = {("layers", "q"): cfg.heads, ("layers", "k"): cfg.kv_heads}
+    heads = counts.get(path)
+    if architecture != "llama" or heads is None:
+        return None
+    return np.arange(heads * cfg.head_dim).reshape(heads, 2, cfg.head_dim // 2).swapaxes(1, 2).reshape(-1)
+
+
+def hf_fields(
+    metadata: Mapping[str, Any],
+    tensors: Mapping[str, tuple[int, ...]],
+    *,
+    rope_factors: np.ndarray | None = None,
+    where: str = "GGUF file",
+) -> dict[str, Any]:
+    """Returns a GGUF file's configuration in Hugging Face fields, for `decoder_config`.
+
+    Args:
+        metadata: the file's key-value fields.
+        tensors: shape of every tensor by name.
+        rope_factors: values of `rope_freqs.weight` (Llama 3.1 and later), None when the file has no such tensor.
+        where: the file, for messages.
+
+    Raises:
+        UserError: another architecture, a part of a split model, or a field that changes the mathematics.
+    """
+    arch = metadata.get("general.architecture")
+    if not isinstance(arch, str) or arch not in ARCHITECTURES:
+        raise UserError(f"{where}: general.architecture={arch!r:.80}; {sorted(ARCHITECTURES)} are supported")
+    if metadata.get("general.type", "model") != "model":
+        raise UserError(f"{where}: general.type={metadata['general.type']!r:.80}; only a whole 'model' is a reader")
+    if metadata.get("split.count", 1) not in (0, 1):
+        had = f"split.count={metadata['split.count']!r:.80}"
+        raise UserError(f"{where}: {had}: a part of a model; join them with llama-gguf-split --merge")
+    own = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
+    if missing := [key for key in _FIELDS if key not in own]:
+        raise UserError(f"{where}: field {arch}.{missing[0]} is missing; convert the model again")
+    for key, value in _MUST_EQUAL.items():
+        if own.get(key, value) != value:
+            raise UserError(f"{where}: {arch}.{key}={own[key]!r:.80}, only {value!r} is supported")
+    if unknown := sorted(set(own) - _FIELDS.keys() - _HANDLED - _MUST_EQUAL.keys()):
+        had = f"{unknown[0]:.80}={own[unknown[0]]!r:.80}"
+        raise UserError(f"{where}: field {arch}.{had} may change what the model computes")
+    if lists := [key for key, value in own.items() if isinstance(value, list)]:
+        raise UserError(f"{where}: {arch}.{lists[0]} differs by layer, which is not supported")
+    if "token_embd.weight" not in tensors:
+        raise UserError(f"{where}: tensor token_embd.weight is missing; convert the model again")
+    stated = stated_fields.check(own, stated_fields.Gguf, f"{where}: {arch}")
+    head_dim = _head_dim(stated, where)
+    theta = _DEFAULT_THETA if stated.freq_base is None else stated.freq_base
+    return {name: own[key] for key, name in _FIELDS.items()} | {
+        "model_type": arch,
+        "vocab_size": tensors["token_embd.weight"][0],
+        "num_key_value_heads": stated.head_count_kv or stated.head_count,
+        "head_dim": head_dim,
+        "tie_word_embeddings": "output.weight" not in tensors,
+        "rope_parameters": _rope(rope_factors, theta, head_dim, where),
+    }
+
+
+def _head_dim(stated: stated_fields.Gguf, where: str) -> int:
+    told = {
+        "attention.key_length": stated.key_length,
+        "attention.value_length": stated.value_length,
+        "rope.dimension_count": stated.dimension_count,
+    }
+    told = {key: value for key, value in told.items() if value is not None}
+    if len(set(told.values())) > 1:
+        raise UserError(f"{where}: {told} differ; heads of one size, rotated whole, are supported")
+    return next(iter(told.values()), stated.embedding_length // stated.head_count)
+
+
+def _rope(factors: np.ndarray | None, theta: float, head_dim: int, where: str) -> dict[str, Any]:
+    if factors is None:
+        return {"rope_type": "default", "rope_theta": theta}
+    # The format keeps only the per-frequency divisors; all published Llama 3.x share the other three numbers, and
+    # whether these divisors follow from them is checked.
+    scaling = Llama3Scaling(
+        factor=float(np.max(factors)), low_freq_factor=1.0, high_freq_factor=4.0, original_max_positions=8192
+    )
+    expected = llama3_divisors(scaling, theta, head_dim)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, rtol=_FACTOR_TOLERANCE, atol=0.0):
+        raise UserError(f"{where}: tensor rope_freqs.weight is not the frequency scaling of Llama 3.x; not supported")
+    return {
+        "rope_type": "llama3",
+        "rope_theta": theta,
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
+    }
+
+
+def llama3_divisors(scaling: Llama3Scaling, theta: float, head_dim: int) -> np.ndarray:
+    """Returns what Llama 3.1 divides each rotary frequency by, [head_dim / 2], as `rope_freqs.weight` holds it."""
+    frequency = theta ** -(np.arange(0, head_dim, 2) / head_dim)
+    turns = scaling.original_max_positions * frequency / (2 * math.pi)  # over the original context
+    span = scaling.high_freq_factor - scaling.low_freq_factor
+    smooth = np.clip((turns - scaling.low_freq_factor) / span, 0.0, 1.0)
+    return 1.0 / ((1.0 - smooth) / scaling.factor + smooth)

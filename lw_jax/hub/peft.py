@@ -1,0 +1,219 @@
+"""LoRA pairs as an adapter folder of Hugging Face PEFT: adapter_config.json and adapter_model.safetensors."""
+
+import json
+import re
+from pathlib import Path
+from typing import Annotated, Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+from safetensors.numpy import save_file
+
+from lw_jax.core import schema
+from lw_jax.core.errors import UserError
+from lw_jax.core.files import whole
+from lw_jax.core.types import Tree
+from lw_jax.hub import families
+from lw_jax.hub.stored import FLOATS, read_safetensors, read_tensor
+from lw_jax.models import lora
+from lw_jax.models.decoder import DecoderConfig
+from lw_jax.models.lora import MODULES, Lora
+
+_PREFIX = "base_model.model.model.layers"
+_NAME = re.compile(re.escape(_PREFIX) + r"\.\d+\.\w+\.\w+\.lora_[AB]\.weight")
+_CONFIG, _TENSORS = "adapter_config.json", "adapter_model.safetensors"
+_REMEDY = "name an adapter folder of PEFT"
+_Alpha = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
+
+
+class _Adapter(msgspec.Struct, frozen=True):
+    """What is read of adapter_config.json."""
+
+    r: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
+    lora_alpha: _Alpha
+    peft_type: str | None = None
+    bias: str = "none"
+    lora_dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
+    alpha_pattern: dict[str, _Alpha] | None = None
+    # Under these a pair means something else; absent or empty they are off.
+    use_dora: Any = None
+    use_rslora: Any = None
+    fan_in_fan_out: Any = None
+    modules_to_save: Any = None
+    layers_to_transform: Any = None
+    lora_bias: Any = None
+    target_parameters: Any = None
+    trainable_token_indices: Any = None
+    layer_replication: Any = None
+
+
+_OFF = ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "layers_to_transform", "lora_bias")
+_OFF_TOO = ("target_parameters", "trainable_token_indices", "layer_replication")
+
+
+def save(folder: Path, pairs: Tree, spec: Lora, *, model_type: str, base: str) -> None:
+    """Writes the pairs so that PEFT lays them on the model `base`.
+
+    Where the family stores several matrices as one (Phi-3), their pairs become one of as many ranks, block by block.
+    """
+    modules, tensors = {}, {}
+    for name, pair in jax.device_get(pairs)["layers"].items():
+        modules[MODULES[name]] = [_matrices(pair, layer) for layer in range(pair["a"].shape[0])]
+    ranks, alphas = {}, {}
+    for module, layers in (_fuse(modules) if families.FAMILIES[model_type].fused else modules).items():
+        for layer, (a, b) in enumerate(layers):
+            tensors[f"{_PREFIX}.{layer}.{module}.lora_A.weight"] = np.ascontiguousarray(a)
+            tensors[f"{_PREFIX}.{layer}.{module}.lora_B.weight"] = np.ascontiguousarray(b)
+        last, rank = module.split(".")[1], layers[0][0].shape[0]
+        if rank != spec.rank:
+            ranks[last], alphas[last] = rank, spec.scale * rank
+    told = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "r": spec.rank,
+        "lora_alpha": spec.alpha,
+        "lora_dropout": spec.dropout,
+        "target_modules": sorted({name.split(".")[-3] for name in tensors}),
+        "rank_pattern": ranks,
+        "alpha_pattern": alphas,
+        "bias": "none",
+        "inference_mode": True,
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    with whole(folder / _TENSORS) as partial:
+        save_file(tensors, str(partial), metadata={"format": "pt"})
+    (folder / _CONFIG).write_text(json.dumps(told, indent=2) + "\n", "utf-8")
+
+
+def load(folder: Path, cfg: DecoderConfig) -> tuple[Tree, Lora]:
+    """Returns the pairs of an adapter folder for a decoder of this shape, fused ones taken apart.
+
+    Raises:
+        UserError: no such folder, another kind of adapter, or tensors that do not fit the decoder.
+    """
+    told = _read_config(folder / _CONFIG)
+    stored = _read_tensors(folder / _TENSORS)
+    spec = Lora(told.r, float(told.lora_alpha), float(told.lora_dropout or 0.0), ())
+    pairs: dict[str, dict[str, list[np.ndarray]]] = {}
+    for name, (a, b, scale) in _collect(folder, stored, told, cfg).items():
+        with np.errstate(over="ignore"):
+            scaled = [one * (scale / spec.scale) for one in b]
+        if not all(np.isfinite(one).all() for one in scaled):
+            raise UserError(f"{folder}: {MODULES[name]} times its alpha is too large for fp32; {_REMEDY}")
+        pairs[name] = {"a": a, "b": scaled}
+    names = tuple(name for name in MODULES if name in pairs)
+    tree = {}
+    for name in names:
+        rank = pairs[name]["a"][0].shape[0]
+        shapes = lora.abstract(cfg, Lora(rank, spec.alpha, 0.0, (name,)))["layers"][name]
+        tree[name] = {part: _stack(folder, name, pairs[name][part], shapes[part]) for part in ("a", "b")}
+    return {"layers": tree}, Lora(spec.rank, spec.alpha, spec.dropout, names)
+
+
+def _read_config(file: Path) -> _Adapter:
+    try:
+        told = schema.read(file, _Adapter, remedy=_REMEDY)
+    except FileNotFoundError as error:
+        raise UserError(f"{file}: no such file; {_REMEDY}") from error
+    if told.peft_type != "LORA" or told.bias != "none":
+        raise UserError(f"{file}: peft_type={told.peft_type!r:.80}, bias={told.bias!r:.80}; LORA without bias is read")
+    for key in (*_OFF, *_OFF_TOO):
+        if value := getattr(told, key):
+            raise UserError(f"{file}: {key}={value!r:.80} is not supported; train the adapter without it")
+    return told
+
+
+def _read_tensors(file: Path) -> dict[str, np.ndarray]:
+    """Returns the matrices of an adapter as fp32, once their names, types and shapes are those of pairs."""
+    if not file.is_file():
+        raise UserError(f"{file}: no such file; {_REMEDY}")
+    found = read_safetensors(file)
+    for name, one in found.items():
+        if one.kind not in FLOATS or len(one.shape) != 2 or 0 in one.shape or not _NAME.fullmatch(name):
+            rule = f"matrices of floats by the name {_PREFIX}.LAYER.MODULE.lora_A.weight are read"
+            raise UserError(f"{one.label:.300} is {one.kind} {one.shape}; {rule}")
+    return {name: read_tensor(one, np.float32) for name, one in found.items()}
+
+
+def _collect(
+    folder: Path, stored: dict[str, np.ndarray], told: _Adapter, cfg: DecoderConfig
+) -> dict[str, tuple[list[np.ndarray], list[np.ndarray], float]]:
+    """Returns name -> (a of each layer, b of each layer, scale)."""
+    names = {module: name for name, module in MODULES.items()}
+    out = {"q": cfg.heads * cfg.head_dim, "k": cfg.kv_heads * cfg.head_dim, "v": cfg.kv_heads * cfg.head_dim}
+    out |= {"gate": cfg.ffn, "up": cfg.ffn}
+    found: dict[str, tuple[list[np.ndarray], list[np.ndarray], float]] = {}
+    modules = {".".join(name.removeprefix(f"{_PREFIX}.").split(".")[1:-2]) for name in stored}
+    for module in sorted(modules):
+        own = families.FUSED.get(module, (module,))
+        if any(part not in names for part in own):
+            raise UserError(f"{folder}: an adapter of {module!r}, which is no matrix of a decoder's layer")
+        a, b = ([_part(folder, stored, layer, module, part) for layer in range(cfg.layers)] for part in "AB")
+        rank, last = a[0].shape[0], module.split(".")[1]
+        if any(one.shape[0] != rank for one in a) or any(one.shape[1] != rank for one in b):
+            raise UserError(f"{folder}: the pairs of {module} are of several ranks; a pair of one rank a layer is read")
+        alpha = (told.alpha_pattern or {}).get(last, told.lora_alpha)
+        begin = 0
+        for part in own:
+            name = names[part]
+            count = out[name] if len(own) > 1 else b[0].shape[0]
+            found[name] = (a, [one[begin : begin + count] for one in b], alpha / rank)
+            begin += count
+    if len(stored) != 2 * cfg.layers * len(modules):
+        raise UserError(f"{folder}: {len(stored)} tensors, {len(modules)} modules of {cfg.layers} layers have two each")
+    return found
+
+
+def _part(folder: Path, stored: dict[str, np.ndarray], layer: int, module: str, part: str) -> np.ndarray:
+    name = f"{_PREFIX}.{layer}.{module}.lora_{part}.weight"
+    if name not in stored:
+        raise UserError(f"{folder}: tensor {name} is missing; this adapter is of another model")
+    return stored[name]
+
+
+def _stack(folder: Path, name: str, layers: list[np.ndarray], shape: jax.ShapeDtypeStruct) -> jax.Array:
+    sizes = {one.size for one in layers}
+    if sizes != {int(np.prod(shape.shape[1:]))}:
+        raise UserError(
+            f"{folder}: {MODULES[name]} has {sorted(sizes)} values a layer, the model asks for {shape.shape[1:]}"
+        )
+    return jnp.asarray(np.stack([one.reshape(shape.shape[1:]) for one in layers]))
+
+
+def _matrices(pair: dict[str, np.ndarray], layer: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns one layer's [r in] and [out r]."""
+    a, b = pair["a"][layer], pair["b"][layer]
+    return a.reshape(a.shape[0], -1), b.reshape(-1, b.shape[-1])
+
+
+Matrices = list[tuple[np.ndarray, np.ndarray]]
+
+
+def _fuse(modules: dict[str, Matrices]) -> dict[str, Matrices]:
+    """Joins the pairs of matrices that are stored as one: a's below each other, b's as blocks on a diagonal."""
+    out = {
+        module: layers
+        for module, layers in modules.items()
+        if not any(module in own for own in families.FUSED.values())
+    }
+    for fused, own in families.FUSED.items():
+        present = [part for part in own if part in modules]
+        if present and len(present) < len(own):
+            missing = sorted(set(own) - set(present))
+            raise UserError(f"PEFT's {fused} stands for {', '.join(own)}; lora.targets leaves out {', '.join(missing)}")
+        if present:
+            layers = zip(*(modules[part] for part in present), strict=True)
+            out[fused] = [(np.concatenate([a for a, _ in pairs]), _diagonal([b for _, b in pairs])) for pairs in layers]
+    return out
+
+
+def _diagonal(blocks: list[np.ndarray]) -> np.ndarray:
+    whole = np.zeros((sum(len(b) for b in blocks), sum(b.shape[1] for b in blocks)), np.float32)
+    row, column = 0, 0
+    for block in blocks:
+        whole[row : row + len(block), column : column + block.shape[1]] = block
+        row, column = row + len(block), column + block.shape[1]
+    return whole

@@ -1,0 +1,244 @@
+"""Where a model's tensors lie in safetensors or GGUF files, and their bytes as arrays; knows no model's shape.
+
+Bytes are read with plain file reads, not memory maps, so that the host holds the final arrays and about one tensor.
+Nothing is ever unpickled. Weights are checked to be finite in the chunk that has just been read or converted.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, BinaryIO
+
+import jax
+import ml_dtypes
+import msgspec
+import numpy as np
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from safetensors import SafetensorError, safe_open
+
+from lw_jax.core import schema
+from lw_jax.core.errors import UserError
+from lw_jax.hub.gguf_header import read_header
+
+FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
+_NUMBERS = FLOATS | {"I32": np.int32}  # read as they are; AWQ's words of eight nibbles
+INTEGERS = {"I8", "I16", "I32", "I64"}  # GGUF types that hold no weights
+_ALIGNMENT = 64  # bytes; what XLA asks of the memory of a CPU array
+_CHUNK_BYTES = 1 << 20  # read, checked and converted at once: stays in a core's own cache
+_HEADER_LIMIT = 100 << 20  # the safetensors library's own
+_FETCH = "fetch it again"
+
+_Extent = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+# A plain name: nothing outside the model's own folder is opened, and no pickle.
+_FileName = Annotated[str, msgspec.Meta(pattern=r"^[^/\\\x00-\x1f]+\.safetensors$", max_length=255)]
+
+
+class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor in a safetensors header; offsets count from the header's end."""
+
+    dtype: str
+    shape: Annotated[tuple[_Extent, ...], msgspec.Meta(max_length=16)]
+    data_offsets: tuple[_Extent, _Extent]
+
+
+class _Index(msgspec.Struct, frozen=True):
+    """What is read of model.safetensors.index.json."""
+
+    weight_map: Annotated[dict[str, _FileName], msgspec.Meta(min_length=1)]
+
+
+@dataclasses.dataclass(frozen=True)
+class Stored:
+    """Where one tensor's bytes lie; `shape` is [out, in] for a matrix."""
+
+    file: Path
+    name: str
+    kind: str
+    shape: tuple[int, ...]
+    offset: int
+    nbytes: int
+
+    @property
+    def label(self) -> str:
+        """Names the tensor in messages."""
+        return f"{self.file}: tensor {self.name}"
+
+
+def list_tensors(location: Path) -> dict[str, Stored]:
+    """Lists every tensor of a model by name."""
+    if not location.is_dir():
+        require_gguf(location)
+        return {
+            name: Stored(location, name, info.kind, info.shape, info.offset, info.nbytes)
+            for name, info in read_header(location).tensors.items()
+        }
+    files, promised = _safetensors_files(location)
+    catalogue: dict[str, Stored] = {}
+    for file in files:
+        for name, stored in read_safetensors(file).items():
+            if name in catalogue:
+                raise UserError(f"{stored.label} stands in {catalogue[name].file.name} too; keep one of the two")
+            catalogue[name] = stored
+    for name, file_name in promised.items():
+        if name not in catalogue or catalogue[name].file.name != file_name:
+            raise UserError(f"{location}: the index names tensor {name} in {file_name}, which has none; {_FETCH}")
+    return catalogue
+
+
+def require_gguf(location: Path) -> None:
+    """Refuses what is no .gguf file."""
+    if not location.is_file():
+        raise UserError(f"{location}: no such file or folder")
+    if location.suffix != ".gguf":
+        raise UserError(
+            f"{location}: a reader is a folder with config.json and *.safetensors, or a .gguf file; convert other "
+            "files (.bin, .pt are never opened) with transformers' save_pretrained"
+        )
+
+
+def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
+    """Returns a model's files, and in which of them the index says that each tensor lies ({} without an index)."""
+    single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
+    if index.is_file() and not single.is_file():
+        promised = schema.read(index, _Index, remedy=_FETCH).weight_map
+        files = [folder / name for name in sorted(set(promised.values()))]
+        if absent := [file for file in files if not file.is_file()]:
+            raise UserError(f"{index}: names {absent[0].name}, which is not in {folder}; fetch it too")
+        return files, promised
+    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+    if len(files) == 1:
+        return files, {}
+    if files:
+        raise UserError(
+            f"{folder}: {len(files)} .safetensors files and no {index.name} that says which belong together"
+        )
+    if pickled := sorted(file.name for suffix in ("bin", "pt", "pth") for file in folder.glob(f"*.{suffix}")):
+        raise UserError(
+            f"{folder}: {pickled[0]} is a pickle and is never opened; convert it with transformers' save_pretrained"
+        )
+    raise UserError(f"{folder}: no *.safetensors in it; fetch the model's weights")
+
+
+def read_safetensors(file: Path) -> dict[str, Stored]:
+    """Lists the tensors of one safetensors file by name; reads its header alone.
+
+    Raises:
+        UserError: a header that is cut off, of other types or shapes than the format's, or that does not cover the
+            file's bytes exactly, without gap and overlap; OSError for a file that is not there is the caller's.
+    """
+    size = file.stat().st_size
+    with file.open("rb") as stream:
+        length = int.from_bytes(stream.read(8), "little")
+        if size < 8 or length > min(size - 8, _HEADER_LIMIT):
+            raise UserError(
+                f"{file}: a header of {length} bytes in a file of {size}; it is cut off or no safetensors file"
+            )
+        text = stream.read(length)
+    if not text.startswith(b"{"):
+        raise UserError(f"{file}: header begins with {text[:8]!r}, not with an object; {_FETCH}")
+    table = schema.decode(text, dict[str, msgspec.Raw], where=f"{file}: header", remedy=_FETCH)
+    table.pop("__metadata__", None)  # of no use here; the library checks it
+    out = {}
+    for name, row in table.items():
+        if not name.isprintable():
+            raise UserError(f"{file}: tensor {name!r:.80}: a name of printable characters is needed; {_FETCH}")
+        entry = schema.decode(row, _Entry, where=f"{file}: tensor {name:.200}", remedy=_FETCH)
+        begin, end = entry.data_offsets
+        out[name] = Stored(file, name, entry.dtype, entry.shape, 8 + length + begin, end - begin)
+    try:
+        with safe_open(str(file), "np"):  # checks the format's rules: sizes, order, no gap, no overlap, nothing beyond
+            return out
+    except SafetensorError as error:
+        said = " ".join(str(error).split())
+        raise UserError(f"{file}: {said}: it is cut off or damaged; {_FETCH}") from error
+
+
+def make_buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> np.ndarray:
+    """Returns an array to read tensors into, one after the other.
+
+    Fresh memory for each would be zeroed by the kernel page by page, which takes longer than reading from its cache.
+    Laid so that JAX's CPU arrays take it as it is: whoever fills it again must be done with the array made of it.
+    """
+    nbytes = math.prod(shape) * np.dtype(dtype).itemsize
+    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
+    start = -raw.ctypes.data % _ALIGNMENT
+    return raw[start : start + nbytes].view(dtype).reshape(shape)
+
+
+def read_tensor(
+    stored: Stored, dtype: jax.typing.DTypeLike, order: np.ndarray | None = None, out: np.ndarray | None = None
+) -> np.ndarray:
+    """Reads one tensor, cast, its rows put in `order`; into `out`, contiguous and of that type, where one is given."""
+    out = np.empty(stored.shape, dtype) if out is None else out.reshape(stored.shape)
+    if order is None and _NUMBERS.get(stored.kind) == np.dtype(dtype):  # the file's bytes are the array's
+        flat = out.reshape(-1)
+        step = max(1, _CHUNK_BYTES // flat.itemsize)
+        with stored.file.open("rb", buffering=0) as file:
+            for at in range(0, flat.size, step):
+                chunk = flat[at : at + step]
+                _read(file, stored, at * flat.itemsize, chunk.view(np.uint8))
+                _require_finite(stored, chunk)
+        return out
+    rows = out.reshape(1 if out.ndim == 1 else out.shape[0], -1)
+    at = 0
+    for piece in read_pieces(stored):
+        place = slice(at, at + len(piece)) if order is None else order[at : at + len(piece)]
+        with np.errstate(over="ignore"):  # told below
+            cast = piece.astype(dtype, copy=False)
+        # A wider type can hold all that was read: the smaller one of the two is looked at.
+        _require_finite(stored, piece if piece.itemsize < cast.itemsize else cast)
+        rows[place] = cast
+        at += len(piece)
+    return out
+
+
+def _require_finite(stored: Stored, values: np.ndarray) -> None:
+    """Refuses floats that are NaN or infinite, by two reductions over their bits: a tenth of np.isfinite's time.
+
+    As integers the largest is the one farthest from zero among the positive floats where they are signed, and among
+    the negative ones where they are not; beyond infinity are the NaN.
+    """
+    if values.dtype.kind in "iu" or not values.size:
+        return
+    width = 8 * values.itemsize
+    infinity = int(np.array(np.inf, values.dtype).view(f"u{values.itemsize}"))
+    positive, negative = values.view(f"i{values.itemsize}").max(), values.view(f"u{values.itemsize}").max()
+    if positive >= infinity or negative >= infinity + 2 ** (width - 1):
+        raise UserError(f"{stored.label} has values that are not finite as {values.dtype.name}; fetch the file again")
+
+
+def read_pieces(stored: Stored) -> Iterator[np.ndarray]:
+    """Yields a tensor's rows as floats, a few at a time; a vector is one row."""
+    rows = stored.shape[0] if len(stored.shape) > 1 else 1
+    row_bytes = stored.nbytes // rows
+    step = max(1, _CHUNK_BYTES // row_bytes)
+    with stored.file.open("rb", buffering=0) as file:
+        for start in range(0, rows, step):
+            count = min(step, rows - start)
+            raw = _read(file, stored, start * row_bytes, np.empty(count * row_bytes, np.uint8))
+            yield _decoded(stored, raw.reshape(count, row_bytes))
+
+
+def _decoded(stored: Stored, raw: np.ndarray) -> np.ndarray:
+    """Returns rows of bytes as numbers."""
+    if stored.kind in _NUMBERS:
+        return raw.view(_NUMBERS[stored.kind])
+    try:
+        with np.errstate(all="ignore"):  # of scales that are not finite; `read_tensor` refuses what comes of them
+            return dequantize(raw, GGMLQuantizationType[stored.kind])
+    except NotImplementedError as error:
+        raise UserError(f"{stored.label} has type {stored.kind}, which is not supported; use another file") from error
+
+
+def _read(file: BinaryIO, stored: Stored, start: int, out: np.ndarray) -> np.ndarray:
+    """Fills an array of bytes from a tensor's on, counted from its own first."""
+    file.seek(stored.offset + start)
+    rest = out.data
+    while len(rest):
+        count = file.readinto(rest)  # pyright: ignore[reportAttributeAccessIssue]  # FileIO has it
+        if not count:
+            raise UserError(f"{stored.label} is cut off; fetch the file again")
+        rest = rest[count:]
+    return out

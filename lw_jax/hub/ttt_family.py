@@ -1,0 +1,121 @@
+"""TTT checkpoints in the authors' PyTorch layout: which fields of config.json are read, what tensors are called."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from lw_jax.core.errors import UserError
+from lw_jax.hub import fields as stated_fields
+from lw_jax.hub.families import HARMLESS, Row, Slot, list_slots, refuse_fields
+from lw_jax.models.ttt import TTTConfig, abstract
+
+MODEL_TYPE = "ttt"
+_REQUIRED = {"vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"}
+# field -> (TTTConfig's name, the value that the authors' class gives it where a file is silent)
+_READ: dict[str, tuple[str, Any]] = {
+    "ttt_layer_type": ("inner", "linear"),
+    "ttt_base_lr": ("base_rate", 1.0),
+    "mini_batch_size": ("chunk", 16),
+    "pre_conv": ("pre_conv", False),
+    "share_qk": ("share_qk", False),
+    "use_gate": ("gate", False),
+    "conv_kernel": ("kernel", 4),
+    "rope_theta": ("rope_theta", 10000.0),
+    "rms_norm_eps": ("norm_eps", 1e-6),
+    "tie_word_embeddings": ("tied", True),
+}
+_MUST_EQUAL: dict[str, Any] = {"hidden_act": "silu", "is_encoder_decoder": False}
+# How training is cut up, and the length it was meant for: rotary positions begin anew in every chunk.
+_HARMLESS = HARMLESS | {"max_position_embeddings", "model_type", "pretraining_tp", "scan_checkpoint_group_size"}
+_LAYER, _TTT = "model.layers.{}.", "model.layers.{}.seq_modeling_block."
+TENSORS: dict[str, Row] = {
+    name: Row(stored, "")  # no GGUF: that format has no such architecture
+    for name, stored in {
+        "embed": "model.embed_tokens.weight",
+        "norm": "model.norm.weight",
+        "head": "lm_head.weight",
+        "layers/seq_norm": _LAYER + "seq_norm.weight",
+        "layers/ffn_norm": _LAYER + "ffn_norm.weight",
+        "layers/gate": _LAYER + "mlp.gate_proj.weight",
+        "layers/up": _LAYER + "mlp.up_proj.weight",
+        "layers/down": _LAYER + "mlp.down_proj.weight",
+        "layers/before_norm": _LAYER + "conv.norm.weight",
+        "layers/before_conv": _LAYER + "conv.conv.weight",
+        "layers/before_conv_bias": _LAYER + "conv.conv.bias",
+        "layers/q": _TTT + "q_proj.weight",
+        "layers/k": _TTT + "k_proj.weight",
+        "layers/v": _TTT + "v_proj.weight",
+        "layers/o": _TTT + "o_proj.weight",
+        "layers/out_gate": _TTT + "g_proj.weight",
+        "layers/q_conv": _TTT + "conv_q.weight",
+        "layers/q_conv_bias": _TTT + "conv_q.bias",
+        "layers/k_conv": _TTT + "conv_k.weight",
+        "layers/k_conv_bias": _TTT + "conv_k.bias",
+        "layers/rate": _TTT + "learnable_ttt_lr_weight",
+        "layers/rate_bias": _TTT + "learnable_ttt_lr_bias",
+        "layers/token": _TTT + "learnable_token_idx",
+        "layers/inner_norm": _TTT + "ttt_norm_weight",
+        "layers/inner_norm_bias": _TTT + "ttt_norm_bias",
+        "layers/post_norm": _TTT + "post_norm.weight",
+        "layers/post_norm_bias": _TTT + "post_norm.bias",
+        "layers/w1": _TTT + "W1",
+        "layers/b1": _TTT + "b1",
+        "layers/w2": _TTT + "W2",
+        "layers/b2": _TTT + "b2",
+    }.items()
+}
+# Leaves whose stored form has one more axis, of size 1, at this place.
+_SINGLE = {"rate": 1, "rate_bias": 1, "b1": 1, "b2": 1, "before_conv": 1, "q_conv": 1, "k_conv": 1}
+
+
+def tensor_map(cfg: TTTConfig) -> dict[str, Slot]:
+    """Returns every tensor of a checkpoint by its official name."""
+    found = list_slots(abstract(cfg), TENSORS, "hugging_face")
+    for name, slot in found.items():
+        if (at := _SINGLE.get(slot.path[-1])) is not None:
+            found[name] = slot._replace(shape=(*slot.shape[:at], 1, *slot.shape[at:]))
+    return found
+
+
+def ttt_config(fields: Mapping[str, Any], *, where: str = "config.json") -> TTTConfig:
+    """Returns a model's configuration from the fields of its config.json.
+
+    Raises:
+        UserError: another family, a size missing, a field of the wrong kind, or one that changes the mathematics.
+    """
+    if fields.get("model_type") != MODEL_TYPE:
+        raise UserError(f"{where}: model_type={fields.get('model_type')!r:.80}, a TTT model states {MODEL_TYPE!r}")
+    free = _REQUIRED | _READ.keys() | _HARMLESS
+    refuse_fields(fields, set(fields), required=_REQUIRED, must=_MUST_EQUAL, free=free, where=where)
+    stated = stated_fields.check(fields, stated_fields.TTT, where)
+    read = {ours: getattr(stated, name) for name, (ours, _) in _READ.items()}
+    cfg = TTTConfig(
+        vocab=stated.vocab_size,
+        width=stated.hidden_size,
+        layers=stated.num_hidden_layers,
+        heads=stated.num_attention_heads,
+        ffn=stated.intermediate_size,
+        **{ours: default if read[ours] is None else read[ours] for ours, default in _READ.values()},
+    )
+    if cfg.inner not in ("linear", "mlp"):
+        raise UserError(f"{where}: ttt_layer_type={cfg.inner!r:.80}, known are 'linear' and 'mlp'")
+    if cfg.width % cfg.heads or cfg.head_dim % 2:
+        raise UserError(
+            f"{where}: impossible sizes: hidden_size={cfg.width} must be an even multiple of "
+            f"num_attention_heads={cfg.heads}; fetch the file again"
+        )
+    return cfg
+
+
+def hf_fields(cfg: TTTConfig) -> dict[str, Any]:
+    """Returns the fields of config.json that say all that `cfg` says, padding of the table aside."""
+    return {
+        "architectures": ["TTTForCausalLM"],
+        "model_type": MODEL_TYPE,
+        "vocab_size": cfg.vocab,
+        "hidden_size": cfg.width,
+        "intermediate_size": cfg.ffn,
+        "num_hidden_layers": cfg.layers,
+        "num_attention_heads": cfg.heads,
+        "hidden_act": "silu",
+        **{name: getattr(cfg, ours) for name, (ours, _) in _READ.items()},
+    }

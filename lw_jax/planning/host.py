@@ -1,0 +1,67 @@
+"""The machine's own memory, where its CPU stands in for GPUs: what virtual devices would hold, before it is fetched."""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import jax
+
+from lw_jax.core.errors import UserError
+from lw_jax.training.memory import bytes_of
+from sharding.placement import Placement
+
+_MEMORY = Path("/proc/meminfo")
+# A container's own limit, what is in use (file caches left out) and its key there, of cgroup versions 2 and 1.
+_V2, _V1 = Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/memory")
+_GROUPS = (
+    (_V2 / "memory.max", _V2 / "memory.stat", "anon"),
+    (_V1 / "memory.limit_in_bytes", _V1 / "memory.stat", "total_rss"),
+)
+
+
+def available() -> int | None:
+    """Returns the bytes that this process may still take, swap included; None where the system tells nothing."""
+    if not _MEMORY.is_file():
+        return None
+    lines = (line.split() for line in _MEMORY.read_text(encoding="ascii").splitlines())
+    found = {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) > 1}
+    free = [found["MemAvailable"] + found.get("SwapFree", 0)]
+    for limit, stat, key in _GROUPS:
+        words = limit.read_text(encoding="ascii").strip() if limit.is_file() else "max"
+        if words != "max" and stat.is_file():
+            used = dict(line.split() for line in stat.read_text(encoding="ascii").splitlines())
+            free.append(max(0, int(words) - int(used[key])))
+    return min(free)
+
+
+def held(readers: Mapping[str, int], placed: Placement) -> int:
+    """Returns the bytes of frozen weights on this process's devices, every copy counted."""
+    total, process = 0, jax.process_index()
+    for name, at in placed.readers.items():
+        local = sum(device.process_index == process for device in at.mesh.devices.flat)
+        parts = {"tensor": at.mesh.shape["model"], "fsdp": at.mesh.shape["data"]}.get(at.table, 1)
+        total += readers[name] * local // parts
+    return total
+
+
+def check(readers: Mapping[str, int], placed: Placement) -> None:
+    """Refuses virtual devices whose frozen weights this machine's memory does not hold.
+
+    Raises:
+        UserError: names both sizes and what would fit.
+    """
+    if placed.learner.devices.flat[0].platform != "cpu":
+        return
+    free, wanted = available(), held(readers, placed)
+    if free is None or wanted <= free:
+        return
+    once = sum(readers.values())
+    copies = f"{placed.devices} virtual devices" if placed.devices > 1 else "the CPU"
+    remedy = (
+        "take smaller readers or --config.llms.NAME.weights=nf4, or plan for GPUs: python run.py plan --target h100x4"
+    )
+    if placed.devices > 1 and once <= free:
+        remedy = "one copy would fit: --config.mesh.placement=tensor, or fewer devices"
+    raise UserError(
+        f"placement {placed.strategy} on {copies}: the frozen weights take {bytes_of(wanted)} of this machine's memory "
+        f"({bytes_of(once)} a copy), {bytes_of(free)} are free; nothing was fetched; {remedy}."
+    )

@@ -1,0 +1,77 @@
+"""Counts of a compiled program -> seconds a step on a target. A prediction to rank plans by, not a measurement.
+
+Every kernel takes the longest of its arithmetic, its memory traffic and the floor of a launch; kernels and collectives
+are added up: no overlap is assumed, so whatever XLA hides behind other work makes a step faster than predicted.
+"""
+
+import dataclasses
+
+from lw_jax.core.errors import UserError
+from lw_jax.planning.hlo import Collective, Kernel, Program
+from lw_jax.planning.targets import Card, Target
+
+# Shares of the data sheets' peaks. Assumed, not measured by this project.
+MATMUL_FRACTION = 0.65  # of dense FLOP/s, large cuBLAS products
+BANDWIDTH_FRACTION = 0.80  # of device memory bandwidth, streaming kernels
+LINK_FRACTION = 0.80  # of NVLink, PCIe or network bandwidth, large messages
+# Seconds. Assumed, not measured by this project.
+KERNEL_SECONDS = 2e-6  # the shortest kernel with its launch
+COLLECTIVE_SECONDS = 20e-6  # a collective inside a node, beside its bytes
+NETWORK_SECONDS = 40e-6  # the same between nodes
+
+# Arithmetic that a card has no peak for counts as the next one: fp8 before Hopper runs in bf16; of "other" (fp64,
+# wide integers) a training step holds only small products.
+_NEXT = {"fp8": "bf16", "other": "fp32"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Seconds a step on every device of the target."""
+
+    gemm: float  # kernels with matrix products
+    memory: float  # all other kernels
+    collective: float
+
+    @property
+    def total(self) -> float:
+        """The sum: nothing is taken to overlap."""
+        return self.gemm + self.memory + self.collective
+
+
+def predict(program: Program, target: Target, *, dtype: str = "") -> Times:
+    """Returns the seconds that one run of the program takes on the target.
+
+    Each matrix product runs at the peak of its own arithmetic; `dtype` (a word of `Card.peak`) sets one for all, for
+    a program compiled for another machine (on a CPU every product becomes fp32). Raises UserError for a dtype without
+    a peak.
+    """
+    if dtype and dtype not in target.card.peak:
+        known = ", ".join(target.card.peak)
+        raise UserError(f"dtype {dtype!r}: {target.card.name} has no peak for it; use one of {known}.")
+    matmuls = [kernel for kernel in program.kernels if kernel.flops]
+    others = [kernel for kernel in program.kernels if not kernel.flops]
+    return Times(
+        gemm=sum(_kernel_seconds(kernel, target.card, dtype) * kernel.executed for kernel in matmuls),
+        memory=sum(_kernel_seconds(kernel, target.card, dtype) * kernel.executed for kernel in others),
+        collective=sum(_collective_seconds(collective, target) for collective in program.collectives),
+    )
+
+
+def _kernel_seconds(kernel: Kernel, card: Card, dtype: str) -> float:
+    traffic = kernel.bytes / (card.bandwidth * BANDWIDTH_FRACTION)
+    arithmetic = kernel.flops / (_peak(card, dtype or kernel.arithmetic) * MATMUL_FRACTION) if kernel.flops else 0.0
+    return max(arithmetic, traffic, KERNEL_SECONDS)
+
+
+def _peak(card: Card, arithmetic: str) -> float:
+    return card.peak[arithmetic if arithmetic in card.peak else _NEXT[arithmetic]]
+
+
+def _collective_seconds(collective: Collective, target: Target) -> float:
+    """Returns the seconds of all of them; the slowest group decides, for all run the same program."""
+    if not collective.wire_bytes:  # within one device
+        return collective.executed * KERNEL_SECONDS
+    bandwidth = min(map(target.link_bandwidth, collective.groups)) * LINK_FRACTION
+    crossing = any(map(target.spans_hosts, collective.groups))
+    latency = NETWORK_SECONDS if crossing else COLLECTIVE_SECONDS
+    return collective.wire_bytes / bandwidth + collective.executed * latency

@@ -1,0 +1,114 @@
+"""What a benchmark does with a configuration, before anything runs: its inputs as shapes, and what they are worth."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lw_jax import recipes
+from lw_jax.benchmarking.timing import Spread
+from lw_jax.core.config import Config
+from lw_jax.core.types import Tree, reader_dtype
+from lw_jax.models import decoder
+from lw_jax.planning import choice
+from lw_jax.recipes.latentwire import LatentWire
+from sharding import place
+from sharding.placement import Placement
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One thing measured, or predicted; what does not apply is None, and 0 is a figure."""
+
+    part: str
+    subject: str  # the recipe, or a reader's name
+    what: str  # for people, with every size that decides the time
+    seconds: Spread | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    flops: float | None = None  # of all devices, the model's own arithmetic: nothing recomputed
+    of_matmul: float | None = None  # share of the ceiling
+    bytes: float | None = None  # that must be read at least, on a device
+    of_bandwidth: float | None = None
+    peak_bytes: float | None = None  # of the fullest device
+    peak_from: str = (
+        ""  # "device" | "compiled" (the compiler's figure) | "host": on it, beside the arrays if they lie there
+    )
+    compile_seconds: float | None = None  # traced, lowered and compiled with an empty cache
+    cached_seconds: float | None = None  # the same, the program found on disk
+    padding: float | None = None  # share of positions that hold no token
+    predicted_seconds: float | None = None  # of a device that is not here; then nothing of the row is measured
+    compiled_flops: float | None = None  # of a device, in all products that its program runs
+    compiled_bytes: float | None = None  # of a device, read and written by all its kernels
+    why_not: str = ""  # what stood in the way
+
+
+def texts(cfg: Config, placement: Placement) -> Tree:
+    """Returns a batch of texts that fill the encoder's window, as shapes where they are read."""
+    batch, tokens = _batch(cfg, placement), cfg.encoder.window * cfg.encoder.windows
+    sizes = {"ids": ((batch, tokens), "int32"), "mask": ((batch, tokens), "bool"), "channel": ((batch, 3), "int32")}
+    return {name: _rows(shape, dtype, placement.learner) for name, (shape, dtype) in sizes.items()}
+
+
+def prompts(cfg: Config, recipe: LatentWire, name: str) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
+    """Returns a batch of prompts at the limits, embeddings and mask, as shapes where the reader lies."""
+    model, mesh = recipe.wire.readers[name].config, recipe.placement.readers[name].mesh
+    fields = recipe.batch_widths()["readers"][name]
+    length = sum(fields[key]["ids"].shape[0] for key in ("before", "after")) + cfg.encoder.slots + 1
+    rows = (_batch(cfg, recipe.placement), length)
+    dtype = recipe.abstract().frozen[name]["embed"].dtype
+    return _rows((*rows, model.width), dtype, mesh), _rows(rows, "bool", mesh)
+
+
+def reader(recipe: LatentWire, name: str) -> Tree:
+    """Returns a reader's weights as shapes where they lie."""
+    return place.place_shapes(recipe.abstract().frozen[name], recipe.shardings().frozen[name])
+
+
+def _batch(cfg: Config, placement: Placement) -> int:
+    return place.round_up(cfg.eval.batch, placement.data)
+
+
+def _rows(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, P("data")))
+
+
+def step_flops(cfg: Config) -> float:
+    """Returns the model's arithmetic in one step of all devices, nothing counted twice."""
+    recipe = recipes.outline(choice.with_remat(cfg, "none"))
+    terms = recipe.terms(recipe.batch_widths(), cfg.train.global_batch)
+    return sum(term.flops for term in terms.values())
+
+
+def encode_flops(recipe: LatentWire, rows: int) -> float:
+    """Returns the arithmetic of writing so many texts.
+
+    A body that learns passes three times over a step's products, backward twice as dear as forward.
+    """
+    return recipe.terms(recipe.batch_widths(), rows)[""].flops / 3
+
+
+def token_bytes(params: Tree, model: decoder.DecoderConfig, prompt: jax.ShapeDtypeStruct, tokens: int) -> float:
+    """Returns the bytes that the next token of every row needs: all weights but a lookup's table, and the cache."""
+    batch, length, _ = prompt.shape
+    looked_up = 0 if model.tied else _size(params["embed"])
+    cache = cache_bytes(model, batch, length + tokens, prompt.dtype)
+    return sum(map(_size, jax.tree.leaves(params))) - looked_up + cache
+
+
+def cache_bytes(model: decoder.DecoderConfig, rows: int, slots: int, dtype: jnp.dtype) -> int:
+    """Returns the bytes of so many rows' keys and values."""
+    return 2 * model.layers * rows * slots * model.kv_heads * model.head_dim * dtype.itemsize
+
+
+def _size(leaf: Any) -> int:
+    return leaf.size * leaf.dtype.itemsize
+
+
+def arithmetic(cfg: Config) -> str:
+    """Returns JAX's name of the type in which most products are: the narrowest that a reader computes in."""
+    words = [llm.weights for llm in cfg.llms.values()] or [cfg.compute.dtype]
+    return min((reader_dtype(word, cfg.compute.dtype) for word in words), key=lambda name: jnp.dtype(name).itemsize)

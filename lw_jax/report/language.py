@@ -1,0 +1,234 @@
+"""A language model's run as panels and tables of words: what its log, its last checkpoint and its devices say."""
+
+import dataclasses
+import math
+import re
+import statistics
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from lw_jax.report import series
+from lw_jax.report.figures import Panel
+from lw_jax.report.records import Run, to_number
+from lw_jax.report.tables import Table, Verdict, by_device, mean_of
+
+SECTIONS = {
+    "positions": "Perplexity by position",
+    "speed": "Speed and memory",
+    "scaling": "Scaling",
+    "original": "What the original report got wrong",
+}
+BASELINES = {"unigram": ":", "bigram": "--"}  # name -> line in the picture
+INNER = {
+    "first": "under the learned start",
+    "before": "before the chunk's step",
+    "after": "after it",
+}  # what `recipes/ttt.py` measures of a chunk's last token
+POSITION = re.compile(r"validation/detail/position/([0-9]{1,9})-([0-9]{1,9})")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stretch:
+    """The mean loss over some positions of a window, counted from 1."""
+
+    first: int
+    last: int
+    loss: float  # nats a token
+
+    @property
+    def name(self) -> str:
+        """Returns "5-8", of a single one "5"."""
+        return f"{self.first}-{self.last}" if self.last > self.first else str(self.first)
+
+
+def describe(run: Run) -> str:
+    """Returns the model in words."""
+    spec, count = run.cfg.ttt, parameters(run)
+    words = f"TTT-{'Linear' if spec.inner == 'linear' else 'MLP'}, {spec.backbone} backbone, "
+    words += f"{spec.layers} layers of {spec.width}, {spec.heads} heads, windows of {window(run):,} tokens"
+    return words + (f", {count:,} parameters" if count else "")
+
+
+def parameters(run: Run) -> int:
+    """Returns how many values were trained, without the table's rows that are no token; 0 before a checkpoint."""
+    spec, table = run.cfg.ttt, run.leaves.get("trainable/embed")
+    spare = max(0, table[0][0] - spec.vocab) if table and spec.vocab else 0
+    return _values(run, "trainable/") - spare * spec.width
+
+
+def window(run: Run) -> int:
+    """Returns the tokens of one training example."""
+    return run.cfg.ttt.length * run.cfg.ttt.segments
+
+
+def verdict(run: Run) -> Verdict:
+    """Returns the last held-out loss beside what counting words alone reaches on the same text."""
+    told = [row for row in run.metrics if "validation/loss" in row]
+    if not told:
+        return Verdict("none", "nothing held out was measured yet")
+    row = told[-1]
+    loss = to_number(row["validation/loss"])
+    beside = {name: to_number(row.get(f"validation/nll/{name}")) for name in BASELINES}
+    words = f"step {row['step']:,}: held-out loss {number(loss, 3)} nats a token, perplexity {perplexity(loss)}"
+    words += "; the same text by " + ", by ".join(f"{name} {number(value, 3)}" for name, value in beside.items())
+    known = [value for value in beside.values() if math.isfinite(value)]
+    if not math.isfinite(loss) or not known:
+        return Verdict("none", words)
+    if loss < min(known):
+        return Verdict("carries", f"{words}: below {'both' if len(known) > 1 else 'it'}")
+    return Verdict("none", f"{words}: not below all of them")
+
+
+def training(run: Run) -> list[Panel]:
+    """Returns loss, learning rate and speed over the steps."""
+    lines = {
+        ("loss", "nats a token"): series.read_line(run, "train/loss", "training"),
+        ("learning rate", ""): series.read_line(run, "train/learning_rate", "learning rate"),
+        ("speed", "tokens/s"): series.read_line(run, "train/tokens_per_second", "all devices"),
+    }
+    return series.keep_drawable([Panel(title, unit, [line], title == "loss") for (title, unit), line in lines.items()])
+
+
+def validation(run: Run) -> list[Panel]:
+    """Returns the held-out loss beside its baselines, and the inner losses."""
+    loss = [series.read_line(run, "validation/loss", "this model", colour=0)]
+    loss += [series.read_line(run, f"validation/nll/{name}", name, style=style) for name, style in BASELINES.items()]
+    inner = [
+        series.read_line(run, f"validation/inner/{name}", label, colour=i)
+        for i, (name, label) in enumerate(INNER.items())
+    ]
+    return series.keep_drawable(
+        [Panel("held-out loss", "nats a token", loss, False), Panel("inner loss", "last token of a chunk", inner, True)]
+    )
+
+
+def positions(run: Run) -> tuple[int, list[Stretch]]:
+    """Returns the step of the last validation that measured them, and the stretches in their order."""
+    for row in reversed(run.metrics):
+        found = [(match, value) for name, value in row.items() if (match := POSITION.fullmatch(name))]
+        if found:
+            stretches = [Stretch(int(match[1]), int(match[2]), to_number(value)) for match, value in found]
+            return row["step"], sorted(stretches, key=lambda one: one.first)
+    return 0, []
+
+
+def by_position(found: Sequence[Stretch]) -> Table:
+    """Returns the stretches as a table."""
+    rows = [(one.name, str(one.last - one.first + 1), number(one.loss, 3), perplexity(one.loss)) for one in found]
+    return Table(("positions", "how many", "nats a token", "perplexity"), rows)
+
+
+def speed(run: Run) -> Table | None:
+    """Returns throughput over the run's logged steps, None where none was timed."""
+    tokens, devices = _finite(run, "train/tokens_per_second"), device_count(run)
+    if not tokens:
+        return None
+    rows = [("tokens/s, all devices", *_spread(tokens, 0))]
+    if devices:
+        rows.append((f"tokens/s a device, of {devices}", *_spread([one / devices for one in tokens], 0)))
+    rows.append(("seconds a step", *_spread(_finite(run, "train/seconds_per_step"), 4)))
+    return Table(("of the logged steps", "median", "middle half", "from .. to", "times logged"), rows)
+
+
+def tokens_a_step(run: Run) -> str:
+    """Returns the effective batch in words."""
+    batch, length = run.cfg.train.global_batch, window(run)
+    return f"{batch:,} windows x {length:,} tokens = {batch * length:,} tokens a step, over all devices together"
+
+
+def balance(run: Run) -> str:
+    """Returns how far the devices' loads lie apart; nothing where no utilisation was sampled."""
+    groups = by_device(row for row in run.devices if "utilisation" in row)
+    if not groups:
+        return ""
+    means = [mean_of(rows, "utilisation") for rows in groups.values()]
+    if len(means) == 1:
+        return f"Utilisation of the one device: {means[0]:.1%}."
+    apart = (max(means) - min(means)) / 2 / statistics.mean(means) if any(means) else 0.0
+    return f"Utilisation of {len(means)} devices: {min(means):.1%} .. {max(means):.1%}, ±{apart:.1%} about their mean."
+
+
+def memory(run: Run) -> Table | None:
+    """Returns weights, optimizer, activations and peak with where each is known from; None where nothing is."""
+    saved = "the shapes in the last checkpoint, of the whole model"
+    cells: dict[str, tuple[float | None, str]] = {}
+    if run.leaves:
+        cells["weights"] = (_bytes(run, "trainable/"), saved)
+        cells["optimizer"] = (_bytes(run, "opt_state/"), saved)
+    alike = _alike(run)
+    if alike:
+        where = f"{alike['kind']}, {alike['devices']} x {alike['target']}, {alike['peak_from']}"
+        for name in ("weights", "optimizer", "activation", "peak"):
+            cells.setdefault(name, (alike[f"{name}_bytes"], where))
+    peaks = [row["peak_bytes"] for row in run.devices if "peak_bytes" in row]
+    if peaks:
+        cells["peak"] = (max(peaks), "this run's fullest device, devices.jsonl")
+    if not cells:
+        return None
+    words = {"weights": "weights", "optimizer": "optimizer", "activation": "activations and gradients", "peak": "peak"}
+    told = [(words[name], size(cells[name][0]), cells[name][1]) for name in words if name in cells]
+    return Table(("of one device", "bytes", "known from"), told, words=frozenset({2}))
+
+
+def _alike(run: Run) -> dict[str, Any] | None:
+    """Returns the row of scaling.json whose step is this run's; what was measured before what was planned."""
+    batch, devices = run.cfg.train.global_batch, device_count(run)
+    count = _values(run, "trainable/")
+    found = [
+        row
+        for row in run.scaling
+        if (row["length"], row["global_batch"]) == (window(run), batch)
+        and row["peak_bytes"] is not None
+        and row["parameters"] == (count or row["parameters"])
+        and row["devices"] == (devices or row["devices"])
+    ]
+    return min(found, key=lambda row: (row["kind"] != "measured", row["devices"]), default=None)
+
+
+def device_count(run: Run) -> int:
+    """Returns how many devices the run was on; 0 where that was not kept."""
+    return int(run.hardware.get("devices", 0)) or len({row["device"] for row in run.devices})
+
+
+def number(value: float, digits: int) -> str:
+    """Returns a figure in words, "unknown" for what is no number."""
+    return f"{value:,.{digits}f}" if math.isfinite(value) else "unknown"
+
+
+def perplexity(loss: float) -> str:
+    """Returns e to the loss in nats."""
+    return number(math.exp(loss), 2) if loss < 100 else "unknown"
+
+
+def size(count: float | None) -> str:
+    """Returns bytes in words."""
+    if count is None:
+        return "unknown"
+    return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"
+
+
+def _values(run: Run, prefix: str) -> int:
+    return sum(math.prod(shape) for path, (shape, _) in run.leaves.items() if path.startswith(prefix))
+
+
+def _bytes(run: Run, prefix: str) -> int:
+    bits = {"bool": 8}
+    return sum(
+        math.prod(shape) * (bits.get(dtype) or int(re.sub(r"\D", "", dtype))) // 8
+        for path, (shape, dtype) in run.leaves.items()
+        if path.startswith(prefix)
+    )
+
+
+def _finite(run: Run, name: str) -> list[float]:
+    values = (to_number(row[name]) for row in run.metrics if name in row)
+    return [value for value in values if math.isfinite(value)]
+
+
+def _spread(values: Iterable[float], digits: int) -> tuple[str, str, str, str]:
+    told = sorted(values)
+    if not told:
+        return "unknown", "", "", "0"
+    low, middle, high = statistics.quantiles(told, n=4, method="inclusive") if len(told) > 1 else told * 3
+    span = f"{number(told[0], digits)} .. {number(told[-1], digits)}"
+    return number(middle, digits), f"{number(low, digits)} .. {number(high, digits)}", span, str(len(told))

@@ -1,0 +1,153 @@
+"""What a run's folder holds, read for a page; what is not there yet is empty."""
+
+import dataclasses
+import math
+import shlex
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from lw_jax.core import schema
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+from lw_jax.report import figures, shapes
+from lw_jax.training.workdir import read_config, read_metrics, read_rows
+
+TEXTS = ("config.diff", "command.txt", "versions.json")
+REMEDY = "the file must be as this version writes it: remove it, or make it anew with its verb"
+READERS = 64  # panels of a picture
+LARGEST = 1e30  # what a picture can draw; beyond it a logged value counts as infinite
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One run's folder at one moment."""
+
+    workdir: Path
+    cfg: Config
+    metrics: list[dict[str, Any]]
+    logged: datetime | None  # when the last of them was written
+    evaluation: dict[str, Any]
+    predictions: list[dict[str, Any]]
+    slots: list[list[float]]
+    devices: list[dict[str, Any]]
+    hardware: dict[str, Any]  # what it ran on last, of hardware.json
+    scaling: list[dict[str, Any]]  # of benchmarks/scaling.py
+    leaves: dict[str, Any]  # path -> (shape, dtype) in the newest checkpoint
+    texts: dict[str, str]  # of TEXTS, those that are there
+
+    def command(self, verb: str, *flags: str) -> str:
+        """Returns the command that makes something of this run."""
+        return shlex.join(("python", "run.py", verb, "--workdir", str(self.workdir), *flags))
+
+    @property
+    def words(self) -> list[str]:
+        """The words of the command that started the run."""
+        try:
+            return shlex.split(self.texts.get("command.txt", ""))
+        except ValueError as error:  # an open quotation mark
+            raise UserError(f"{self.workdir / 'command.txt'}: {error}; {REMEDY}") from error
+
+    @property
+    def training(self) -> str:
+        """The command that goes on training."""
+        command = self.texts.get("command.txt", "").strip()
+        return f"python {command}" if command else self.command("train", "--config", "FILE")
+
+    @property
+    def curve(self) -> figures.Curve | None:
+        """The byte curve, where one was measured; NaN for what was no number."""
+        told = self.evaluation.get("curve")
+        return _to_nan(figures.Curve(**told, text_bytes=self.evaluation["text_bytes"])) if told else None
+
+
+def read(workdir: Path) -> Run:
+    """Returns what the folder holds.
+
+    Raises:
+      UserError: it is no run's, or a file is not as training or evaluation wrote it.
+    """
+    log = workdir / "metrics.jsonl"
+    return Run(
+        workdir=workdir,
+        cfg=read_config(workdir),
+        metrics=read_metrics(log) if log.exists() else [],
+        logged=datetime.fromtimestamp(log.stat().st_mtime, UTC) if log.exists() else None,
+        evaluation=_read_evaluation(workdir / "eval.json"),
+        predictions=_read_rows(workdir / "predictions.jsonl", shapes.Prediction),
+        slots=_read_slots(workdir / "slots.json"),
+        devices=[row for path in sorted(workdir.glob("devices*.jsonl")) for row in _read_rows(path, shapes.Device)],
+        hardware=_read(workdir / "hardware.json", shapes.Hardware, {}),
+        scaling=_read(workdir / "scaling.json", list[shapes.Scaling], []),
+        leaves=_read_leaves(workdir / "checkpoints"),
+        texts={name: _read_text(workdir / name) for name in TEXTS if (workdir / name).exists()},
+    )
+
+
+def to_number(value: Any) -> float:
+    """Returns a number as a log holds it: NaN for null, "nan" and "inf" for what JSON has no word for."""
+    number = float("nan") if value is None else float(value)
+    return math.copysign(math.inf, number) if abs(number) > LARGEST else number
+
+
+def _read(path: Path, kind: Any, otherwise: Any) -> Any:
+    try:
+        return schema.read(path, kind, remedy=REMEDY)
+    except FileNotFoundError:
+        return otherwise
+
+
+def _read_rows(path: Path, kind: Any) -> list[dict[str, Any]]:
+    rows = read_rows(path) if path.exists() else []
+    return [schema.convert(row, kind, where=f"{path}: row {i}", remedy=REMEDY) for i, row in enumerate(rows, 1)]
+
+
+def _read_evaluation(path: Path) -> dict[str, Any]:
+    told = _read(path, shapes.Evaluation, {})
+    curve = told.get("curve")
+    if curve is None:
+        return told
+    if told["text_bytes"] is None:
+        raise UserError(f"{path}: text_bytes is null beside a curve, which shows them; {REMEDY}")
+    quality = curve["quality"]
+    held = [("points", curve["points"])]
+    held += [(f"references.{reader}", list(rows.values())) for reader, rows in curve["references"].items()]
+    for name, rows in held:
+        if not all(quality in row for row in rows):
+            raise UserError(f"{path}: curve.{name}: a row has no {quality!r}, which the curve shows; {REMEDY}")
+    if len({point["reader"] for point in curve["points"]}) > READERS:
+        raise UserError(f"{path}: curve.points: more than {READERS} readers; {REMEDY}")
+    return told
+
+
+def _read_slots(path: Path) -> list[list[float]]:
+    """Returns the cosines between slots, a square; NaN for what was no number."""
+    found = _read(path, shapes.Slots, [])
+    if any(len(row) != len(found) for row in found):
+        raise UserError(f"{path}: {len(found)} rows, not all of {len(found)} values; {REMEDY}")
+    return _to_nan(found)
+
+
+def _read_leaves(folder: Path) -> dict[str, Any]:
+    """Returns the shapes of the newest checkpoint that is whole; a record appears in its folder before a rename."""
+    steps = [path for path in folder.glob("*/record.json") if path.parent.name.isdecimal()]
+    newest = max(steps, key=lambda path: int(path.parent.name), default=None)
+    return _read(newest, shapes.Saved, {"record": {"leaves": {}}})["record"]["leaves"] if newest else {}
+
+
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text("utf-8", errors="replace")  # shown, never interpreted
+    except OSError as error:
+        raise UserError(f"{path}: {error.strerror}; {REMEDY}") from error
+
+
+def _to_nan(value: Any) -> Any:
+    """Returns nested values with NaN for every None."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return dataclasses.replace(value, **{k: _to_nan(inner) for k, inner in vars(value).items()})
+    if isinstance(value, dict):
+        return {key: _to_nan(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_to_nan(inner) for inner in value]
+    return float("nan") if value is None else value

@@ -1,0 +1,118 @@
+"""A run's log as lines over its steps."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from lw_jax.core import config
+from lw_jax.report.figures import Line, Panel
+from lw_jax.report.records import Run, to_number
+
+MOST = 400  # points of a line; where more were logged, a point is the mean of some that follow each other
+DECADE = 10  # a logarithmic axis over less would name one value or none
+# Of preference tuning: panel -> the metrics that share it, by TRL's names
+PREFERENCE = {
+    ("", "pairs told apart"): ("rewards/accuracies",),
+    ("", "reward, beta x nats"): ("rewards/margins", "rewards/chosen", "rewards/rejected"),
+    ("", "log-probability, nats an answer"): ("logps/chosen", "logps/rejected"),
+}
+NLL = re.compile(r"(?P<phase>train|validation)/(?P<other>shuffled/)?(?:(?P<task>[^/]+)/)?nll/(?P<reader>[^/]+)")
+
+
+def training(run: Run) -> list[Panel]:
+    """Returns the loss, each task's NLL and the learning rate."""
+    told = "loss, all tasks weighted" if run.cfg.recipe == "latentwire" else "loss"
+    loss = Panel("", told, [read_line(run, "train/loss", "loss")], True)
+    rate = Panel("", "learning rate", [read_line(run, "train/learning_rate", "learning rate")], False)
+    return keep_drawable([loss, *_by_task(run, "train"), *_of_pairs(run, "train"), rate])
+
+
+def validation(run: Run) -> list[Panel]:
+    """Returns each task's held-out NLL, from the right latents and from another text's; of pairs their rewards."""
+    held_out = read_line(run, "validation/loss", "loss")
+    pairs = _of_pairs(run, "validation")
+    return keep_drawable(
+        [*_by_task(run, "validation"), *([Panel("", "loss", [held_out], False)] if pairs else []), *pairs]
+    )
+
+
+def borders(run: Run) -> list[tuple[str, int]]:
+    """Returns (name, first step) of each stage."""
+    found, first = [], 1
+    for name, _, steps in config.stages(run.cfg):
+        found.append((name, first))
+        first += steps
+    return found
+
+
+def count_undefined(run: Run) -> int:
+    """Returns how many logged values are no finite number."""
+    values = (value for row in run.metrics for value in row.values())
+    return sum(not math.isfinite(to_number(value)) for value in values)
+
+
+def count_joined(run: Run) -> int:
+    """Returns of how many logged values a point of the longest line is the mean."""
+    return _joined(sum("train/loss" in row for row in run.metrics))
+
+
+def _by_task(run: Run, phase: str) -> list[Panel]:
+    readers = list(run.cfg.llms)
+    matches = (NLL.fullmatch(key) for key in dict.fromkeys(key for row in run.metrics for key in row))
+    found = [match for match in matches if match and match["phase"] == phase and match["reader"] in readers]
+    # Answers last: the stages that come before them repeat and continue.
+    tasks: dict[str, list[Line]] = {match["task"]: [] for match in found if match["task"]}
+    for match in sorted(found, key=lambda match: (readers.index(match["reader"]), bool(match["other"]))):
+        label = match["reader"] + (", another text's latents" if match["other"] else "")
+        line = read_line(
+            run, match[0], label, colour=readers.index(match["reader"]), style="--" if match["other"] else "-"
+        )
+        tasks.setdefault(match["task"] or "answer", []).append(line)
+    return [Panel(task, "NLL, nats a token", lines, True) for task, lines in tasks.items()]
+
+
+def _of_pairs(run: Run, phase: str) -> list[Panel]:
+    logged = {key for row in run.metrics for key in row}
+    return [
+        Panel(
+            title,
+            unit,
+            [read_line(run, f"{phase}/{name}", name.partition("/")[2], colour=i) for i, name in enumerate(names)],
+            False,
+        )
+        for (title, unit), names in PREFERENCE.items()
+        if logged.intersection(f"{phase}/{name}" for name in names)
+    ]
+
+
+def read_line(run: Run, key: str, label: str, *, colour: int | None = None, style: str = "-") -> Line:
+    """Returns one logged value over the steps, joined to at most MOST points."""
+    told = [(row["step"], to_number(row[key])) for row in run.metrics if key in row]
+    count = _joined(len(told))
+    steps, values = _join([step for step, _ in told], count), _join([value for _, value in told], count)
+    return Line(label, steps, values, colour, style)
+
+
+def _joined(logged: int) -> int:
+    return max(1, math.ceil(logged / MOST))
+
+
+def _join(values: Sequence[float], count: int) -> list[float]:
+    """Returns the means of so many values each; NaN where one of them is not finite."""
+    groups = (np.asarray(values[start : start + count], float) for start in range(0, len(values), count))
+    return [float(np.mean(group)) if np.isfinite(group).all() else math.nan for group in groups]
+
+
+def keep_drawable(panels: Iterable[Panel]) -> list[Panel]:
+    """Returns the panels without lines that have no point; logarithmic only where that shows more than a decade."""
+    found: list[Panel] = []
+    for panel in panels:
+        lines = [line for line in panel.lines if any(map(math.isfinite, line.values))]
+        values = [value for line in lines for value in line.values if math.isfinite(value)]
+        if lines:
+            is_logarithmic = panel.is_logarithmic and max(values) > DECADE * min(values) > 0
+            found.append(dataclasses.replace(panel, lines=lines, is_logarithmic=is_logarithmic))
+    return found

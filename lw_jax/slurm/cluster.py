@@ -1,0 +1,182 @@
+"""The cluster: its profile, a small TOML file, and what its longest job means for a run."""
+
+import dataclasses
+import math
+import os
+import re
+import shlex
+import tomllib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lw_jax.core.config import Train, suggest
+from lw_jax.core.errors import UserError
+from lw_jax.training.preflight import Finding
+
+# Chosen, not measured: what a prediction may be wrong by, and what it leaves out.
+TIME_MARGIN = 1.3
+STARTUP_HOURS = 0.25  # reading weights and compiling, in every start
+QUARTER = 15  # minutes
+SAVING_SECONDS = 120  # to write a checkpoint, beside the steps that are under way
+PORTABLE = "only what every SLURM knows is asked for; docs/slurm.md tells how to name partition and account."
+
+_WORD = re.compile(r"[\w.,:@/&|*()\[\]+=!-]*", re.ASCII)
+_MODULE = re.compile(r"[\w./+:][\w./+:-]*", re.ASCII)
+_GPUS = re.compile(r"--(gres=gpu:|gpus-per-node=)([\w.-]+:)?\{count\}", re.ASCII)
+
+
+@dataclasses.dataclass(frozen=True)
+class Site:
+    """What one cluster wants; the field names are the keys of the TOML file, which may leave any out.
+
+    Raises:
+      UserError: a value could break out of its place in the script, or lies outside its range.
+    """
+
+    partition: str = ""
+    account: str = ""
+    qos: str = ""
+    constraint: str = ""
+    gpus: str = "--gpus-per-node={count}"  # or "--gres=gpu:h100:{count}"
+    modules: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()  # shell lines run before training, as an environment's activation
+    max_hours: float = math.inf
+    cpus_per_gpu: int = 8
+    scratch: str = ""  # a folder that every job and node sees; compiled programs are kept there
+    file: dataclasses.InitVar[str] = "site profile"  # for messages only
+
+    def __post_init__(self, file: str) -> None:
+        for key in ("partition", "account", "qos", "constraint"):
+            rule = "letters, digits and any of _.,:@/&|*()[]+=!- are allowed"
+            _require(_WORD.fullmatch(getattr(self, key)), file, key, getattr(self, key), rule)
+        rule = 'write --gpus-per-node={count} or --gres=gpu:{count}, with a type as in "--gres=gpu:h100:{count}"'
+        _require(_GPUS.fullmatch(self.gpus), file, "gpus", self.gpus, rule)
+        for module in self.modules:
+            _require(_MODULE.fullmatch(module), file, "modules", module, "a module's name is needed, as cuda/12.4")
+        for line in self.setup:
+            _require(_is_shell_line(line), file, "setup", line, "one whole shell line is needed, every quote closed")
+        _require(self.max_hours >= 0.5, file, "max_hours", self.max_hours, "at least 0.5 hours are needed")
+        _require(1 <= self.cpus_per_gpu <= 256, file, "cpus_per_gpu", self.cpus_per_gpu, "1 to 256 are allowed")
+        absolute = not self.scratch or (self.scratch.startswith("/") and self.scratch.isprintable())
+        _require(absolute and "$" not in self.scratch, file, "scratch", self.scratch, "an absolute path is needed")
+
+
+class Limit(NamedTuple):
+    """How long SLURM is asked for, and how often a longer run goes back into the queue."""
+
+    minutes: int
+    requeues: int
+    told: str  # one line: how it was found, and what a limit that is shorter than the run means
+
+
+def find_site(named: str) -> tuple[Site, str]:
+    """Returns the profile and its file: `named`, else $LW_JAX_SITE, else site.toml of ~/.config/lw_jax, else none."""
+    home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "lw_jax" / "site.toml"
+    file = named or os.environ.get("LW_JAX_SITE") or (str(home) if home.is_file() else "")
+    return (read_site(Path(file).expanduser()), file) if file else (Site(), "")
+
+
+def read_site(file: Path) -> Site:
+    """Returns the profile of a TOML file; `~` and $VARIABLES in `scratch` are filled in.
+
+    Raises:
+      UserError: the file is missing or no TOML, a key is unknown, or a value is wrong.
+    """
+    try:
+        values = tomllib.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
+        raise UserError(f"{file}: {error}; a readable TOML file is needed, see docs/slurm.md.") from error
+    defaults = {field.name: field.default for field in dataclasses.fields(Site)}
+    for key, value in values.items():
+        if key not in defaults:
+            raise UserError(f"{file}: {key} is no known key.{suggest(key, defaults)} docs/slurm.md lists them all.")
+        words, holds = _KINDS[type(defaults[key])]
+        _require(holds(value), str(file), key, value, f"{words} is needed")
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
+    if "scratch" in values:
+        values["scratch"] = os.path.expandvars(os.path.expanduser(values["scratch"]))
+    return Site(**values, file=str(file))
+
+
+def limit(hours: float, *, step_seconds: float, checkpoint_seconds: float, basis: str, site: Site) -> Limit:
+    """Returns the time limit of a run of so many hours.
+
+    Args:
+        checkpoint_seconds: between two checkpoints.
+        basis: one line: where the hours come from.
+
+    Raises:
+      UserError: the site's longest job is over before it could train, or before a first checkpoint.
+    """
+    needed, longest = hours * TIME_MARGIN + STARTUP_HOURS, site.max_hours
+    told = f"{hours:.2f} h {basis}, x {TIME_MARGIN} + {STARTUP_HOURS} h to start"
+    if needed <= longest:
+        return Limit(math.floor(min(QUARTER * math.ceil(needed * 60 / QUARTER), longest * 60)), 0, told)
+    notice = notice_seconds(step_seconds)
+    useful = longest * 3600 - STARTUP_HOURS * 3600 - notice
+    where, remedy = f"site profile: max_hours = {longest:g}", "choose a partition with longer jobs"
+    if useful <= 0:
+        raise UserError(
+            f"{where}: start-up ({STARTUP_HOURS} h) and the notice before the limit ({notice} s) leave no time to "
+            f"train; {remedy}."
+        )
+    if useful < checkpoint_seconds:
+        possible = math.floor(useful / step_seconds)
+        remedy = f"set --config.train.checkpoint_every to {possible} at most, or {remedy}" if possible else remedy
+        raise UserError(
+            f"{where}: start-up ({STARTUP_HOURS} h), the notice before the limit ({notice} s) and one checkpoint "
+            f"interval ({checkpoint_seconds / 60:.1f} min) are longer, and the run takes {needed:.2f} h: killed "
+            f"without notice it would begin again each time; {remedy}."
+        )
+    requeues = math.ceil(hours * 3600 * TIME_MARGIN / useful) - 1
+    told += (
+        f" = {needed:.2f} h, more than max_hours {longest:g}: it requeues itself {requeues} times or so, "
+        f"with a checkpoint every {checkpoint_seconds / 60:.1f} min"
+    )
+    return Limit(math.floor(longest * 60), requeues, told)
+
+
+def inspect(plan: Mapping[str, Any], train: Train) -> list[Finding]:
+    """Returns what the longest job of this machine's cluster, where a profile tells it, means for a planned run."""
+    site, profile = find_site("")
+    if plan["hours"] is None or not math.isfinite(site.max_hours):
+        return []
+    seconds = plan["chosen"]["step_seconds"]
+    between = seconds * min(train.checkpoint_every, train.steps)
+    try:
+        found = limit(plan["hours"], step_seconds=seconds, checkpoint_seconds=between, basis="predicted", site=site)
+    except UserError as error:
+        return [Finding(True, f"{profile}: {error}")]
+    return [Finding(False, f"{profile}: {found.told}")] if found.requeues else []
+
+
+def notice_seconds(step_seconds: float) -> int:
+    """Returns whole minutes for the step that runs, the one already sent after it, and saving."""
+    return 60 * math.ceil((SAVING_SECONDS + 2 * step_seconds) / 60)
+
+
+def clock(minutes: int) -> str:
+    """Returns a time limit as SLURM reads it."""
+    days, rest = divmod(minutes, 24 * 60)
+    return f"{days}-{rest // 60:02}:{rest % 60:02}:00"
+
+
+def _require(holds: object, file: str, key: str, value: Any, rule: str) -> None:
+    if not holds:
+        raise UserError(f"{file}: {key} = {value!r}: {rule}.")
+
+
+def _is_shell_line(line: str) -> bool:
+    try:
+        return line.isprintable() and bool(shlex.split(line, comments=True)) and not line.endswith("\\")
+    except ValueError:  # a quote without its end
+        return False
+
+
+_KINDS: dict[type, tuple[str, Callable[[Any], bool]]] = {
+    str: ("a string", lambda value: isinstance(value, str)),
+    int: ("a whole number", lambda value: type(value) is int),
+    float: ("a number", lambda value: type(value) in (int, float)),
+    tuple: ("a list of strings", lambda v: isinstance(v, list) and all(isinstance(item, str) for item in v)),
+}

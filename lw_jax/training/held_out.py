@@ -1,0 +1,74 @@
+"""Validation during training: the loss and metrics of held-out examples, in batches that fit into memory."""
+
+import functools
+from collections.abc import Callable, Sequence
+
+from lw_jax.core import rng as rngs
+from lw_jax.core.types import Tree
+from lw_jax.data.course import Stream
+from lw_jax.data.loader import eval_batches
+from lw_jax.training import fit
+from lw_jax.training.program import Program
+from sharding import place
+
+
+class HeldOut:
+    """The validation of one run."""
+
+    def __init__(self, program: Program, *, tell: Callable[[str], None]):
+        self._program = program
+        placement = program.placement
+        batch = place.round_up(program.cfg.eval.batch, placement.data)
+        self._batch = fit.Batch(batch, multiple=placement.data, tell=tell)
+
+    def measure(
+        self, trainable: Tree, frozen: Tree, stop_requested: Callable[[], bool] = lambda: False
+    ) -> dict[str, float] | None:
+        """Returns the loss of the first data set and the mean metrics of each, weighted by their tokens.
+
+        None: stopped; `stop_requested` is asked before each batch.
+
+        Raises:
+          fit.OutOfMemory: not even the smallest batch fits.
+        """
+        return self._batch.run(lambda size: self._measure(trainable, frozen, size, stop_requested))
+
+    def describe(self, values: dict[str, float]) -> str:
+        """Returns the metrics that people read: of further data sets the NLL alone, the files have the rest."""
+        prefixes = ("detail/", *(prefix for prefix, _ in self._data if prefix))
+        shown = {name: value for name, value in values.items() if "nll/" in name or not name.startswith(prefixes)}
+        return "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
+
+    def _measure(
+        self, trainable: Tree, frozen: Tree, size: int, stop_requested: Callable[[], bool]
+    ) -> dict[str, float] | None:
+        cfg, placement = self._program.cfg, self._program.placement
+        key = rngs.stream(cfg.seed, "validation")
+        found: dict[str, float] = {}
+        for number, (prefix, encoded) in enumerate(self._data):
+            sums: dict[str, list[float]] = {}
+            for batch in eval_batches(encoded, batch=size, limit=cfg.eval.examples):
+                if stop_requested():
+                    return None
+                placed = place.put_parts(_masked(batch), placement, place.put_eval)
+                terms = self._program.step.evaluate(trainable, frozen, placed, key)
+                loss = {} if number else {"loss": (terms.sum, terms.weight)}
+                for name, pair in (terms.terms | loss).items():
+                    total = sums.setdefault(prefix + name, [0.0, 0.0])
+                    total[0] += float(pair[0])
+                    total[1] += float(pair[1])
+            found |= {name: total / weight for name, (total, weight) in sums.items()}
+        return found
+
+    @functools.cached_property
+    def _data(self) -> Sequence[tuple[str, Stream]]:
+        return self._program.recipe.validation()
+
+
+def _masked(batch: Tree) -> Tree:
+    """Drops the examples that only fill the last batch from every weight."""
+    valid = batch["valid"]
+    readers = {
+        name: fields | {"weights": fields["weights"] * valid[:, None]} for name, fields in batch["readers"].items()
+    }
+    return {"source": batch["source"], "readers": readers, "index": batch["index"]}

@@ -1,0 +1,85 @@
+"""What a training run compiles, described by shapes alone: the trainer runs it, the planner compiles it elsewhere."""
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lw_jax.core import config
+from lw_jax.core.config import Config
+from lw_jax.core.types import Tree
+from lw_jax.training import optim, steps
+from lw_jax.training.base import Recipe
+from lw_jax.training.steps import State
+from sharding import place
+from sharding.rules import path_of
+
+
+class Program:
+    """The optimizer, the step, and every array they take as shapes with shardings."""
+
+    def __init__(self, cfg: Config, recipe: Recipe):
+        self.cfg, self.recipe, self.placement = cfg, recipe, recipe.placement
+        self.stretches = [optim.Stretch(steps, stage.rate) for _, stage, steps in config.stages(cfg)]
+        self.optimizer = optim.make(
+            cfg.optim, stretches=self.stretches, rates=recipe.rates, abstract=recipe.abstract().trainable
+        )
+        self.step = steps.make(recipe, self.placement, self.optimizer, seed=cfg.seed)
+
+    @property
+    def share(self) -> int:
+        """Returns how many examples of a global batch each data row of devices takes."""
+        return self.cfg.train.global_batch // self.placement.data
+
+    def accumulation(self, micro_batch: int) -> int:
+        """Returns how many micro-batches make a step; `micro_batch` counts examples on one device, 0: the whole share.
+
+        Raises sharding.errors.PlacementError with the nearest legal values.
+        """
+        return place.accumulation(
+            global_batch=self.cfg.train.global_batch, micro_batch=micro_batch, data_axis=self.placement.data
+        )
+
+    def state(self) -> State:
+        """Returns what moves during training."""
+        shapes = self.recipe.abstract().trainable
+        trainable = place.place_shapes(shapes, self.recipe.shardings().trainable)
+        replicated = NamedSharding(self.placement.learner, P())
+        opt_state = _follow(jax.eval_shape(self.optimizer.init, shapes), trainable, replicated)
+        step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
+        return {"trainable": trainable, "opt_state": opt_state, "step": step}
+
+    def frozen(self) -> Tree:
+        """Returns the frozen weights."""
+        return place.place_shapes(self.recipe.abstract().frozen, self.recipe.shardings().frozen)
+
+    def batch(self, widths: Tree, accumulation: int) -> Tree:
+        """Returns one global batch [a b ...]; `widths` is one example's shapes, without the batch axis."""
+        rows = self.cfg.train.global_batch // accumulation
+
+        def put(tree: Tree, mesh: Mesh) -> Tree:
+            sharding = NamedSharding(mesh, P(None, "data"))
+            return jax.tree.map(
+                lambda leaf: jax.ShapeDtypeStruct((accumulation, rows, *leaf.shape), leaf.dtype, sharding=sharding),
+                tree,
+            )
+
+        return place.put_parts(widths, self.placement, put)
+
+    def lower(self, widths: Tree, accumulation: int) -> dict[str, steps.Part]:
+        """Returns the step's programs by name, ready to be compiled."""
+        return self.step.lower(self.state(), self.frozen(), self.batch(widths, accumulation))
+
+
+def _follow(opt_state: Tree, trainable: Tree, otherwise: NamedSharding) -> Tree:
+    """Returns the optimizer's state as shapes; what belongs to a weight, by the end of its path, lies where that is."""
+    weights = {path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)}
+
+    def place(key_path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        parts = path_of(key_path).split("/")
+        ends = ("/".join(parts[i:]) for i in range(len(parts)))
+        weight = next((weights[end] for end in ends if end in weights), None)
+        sharding = weight.sharding if weight is not None and weight.shape == leaf.shape else otherwise
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+    return jax.tree_util.tree_map_with_path(place, opt_state)
