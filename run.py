@@ -17,7 +17,7 @@ from sharding.errors import PlacementError
 ROOT = Path(__file__).resolve().parent
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # what the user can mend, anywhere
 VERBS = {
-    "train": ("lw_jax.training.train", "trains, or goes on from the last checkpoint of --workdir (the default verb)"),
+    "train": ("lw_jax.training.trainer", "trains, or goes on from the last checkpoint of --workdir (the default verb)"),
     "eval": ("lw_jax.commands.evaluate", "measures a trained wire beside its controls; --workdir alone is enough"),
     "plan": (
         "lw_jax.commands.plan",
@@ -199,8 +199,8 @@ def _find_fault(args: argparse.Namespace) -> str:
 
 def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, Any]:
     """Returns the arguments of the verb's `main`, the configuration under `cfg`; writes the folder of a new run."""
-    from lw_jax.core import platform
-    from lw_jax.training import workdir as folder
+    from lw_jax.core import environment
+    from lw_jax.training import run_folder as folder
 
     if (args.config or "").endswith(".list"):
         return _prepare_list(args, assignments)
@@ -208,13 +208,13 @@ def prepare(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, 
     cfg, workdir = request["cfg"], Path(args.workdir or f"runs/{found.name}")
     request["workdir"] = workdir
     if args.verb in ("plan", "slurm"):
-        platform.prepare_compiler(everywhere=bool(args.target or args.simulate))
+        environment.prepare_compiler(everywhere=bool(args.target or args.simulate))
         return request | {"request": _planning(args, assignments, found.own)}
     if args.verb == "show":
         return request | {"base": found.defaults.to_dict(), "origins": found.origins, "as_json": args.json}
     if args.verb == "bench":
         if args.target:
-            platform.prepare_compiler(everywhere=True)
+            environment.prepare_compiler(everywhere=True)
         return request | {"request": _benchmarking(args)}
     if args.verb != "train":
         folder.check_agreement(cfg, workdir)
@@ -245,7 +245,7 @@ def _resolve(args: argparse.Namespace, spec: str | None, assignments: dict[str, 
     """Returns {"cfg", "resolved"} of one configuration, checked, and what it was made of."""
     from configs import base
     from lw_jax.core import config, config_file, validation
-    from lw_jax.training import workdir as folder
+    from lw_jax.training import run_folder as folder
 
     values = config_file.load(spec, root=ROOT) if spec else folder.load(args.workdir, verb=args.verb)
     defaults = base.get_config(str(values.get("recipe", "latentwire")))
@@ -261,25 +261,25 @@ def _resolve(args: argparse.Namespace, spec: str | None, assignments: dict[str, 
 
 def _prepare_list(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, Any]:
     """Returns the arguments of `jobs.main`, the tasks under `cfg`."""
-    from lw_jax.core import config_file, platform
-    from lw_jax.slurm import jobs
+    from lw_jax.core import config_file, environment
+    from lw_jax.slurm import job_list
 
-    platform.prepare_compiler(everywhere=bool(args.target))
+    environment.prepare_compiler(everywhere=bool(args.target))
     workdir, tasks = Path(args.workdir or f"runs/{Path(args.config).stem}"), []
     for spec in config_file.read_list(args.config, root=ROOT):
         found, made = _resolve(args, spec, assignments)
-        tasks.append(jobs.Task(found["cfg"], found["resolved"], workdir / made.name, spec))
+        tasks.append(job_list.Task(found["cfg"], found["resolved"], workdir / made.name, spec))
     request = _planning(args, assignments, {})
     return {"cfg": tasks, "kind": args.jobs or "array", "workdir": workdir, "request": request}
 
 
 def _asking(args: argparse.Namespace) -> Any:
     """Returns what `answer` is asked; texts and messages are read here, before anything heavy starts."""
-    from lw_jax.inference import exchange
+    from lw_jax.inference import message_io
 
-    return exchange.Request(
-        context=exchange.read_text(args.context) if args.context else "",
-        message=exchange.read_message(args.message) if args.message else b"",
+    return message_io.Request(
+        context=message_io.read_text(args.context) if args.context else "",
+        message=message_io.read_message(args.message) if args.message else b"",
         questions=tuple(args.question or ()),
         write=args.write or "",
         bits=8 if args.bits is None else args.bits,
@@ -318,26 +318,26 @@ def _planning(args: argparse.Namespace, assignments: dict[str, str], own: dict[s
 
 
 def _run(args: argparse.Namespace, assignments: dict[str, str]) -> int:
-    from lw_jax.core import platform
+    from lw_jax.core import environment
 
-    platform.reserve_memory()
+    environment.reserve_memory()
     request = prepare(args, assignments)
     computes = args.verb not in ("show", "report", "plan", "slurm") and not args.target
-    if computes and (line := platform.hide_idle_cuda()):
+    if computes and (line := environment.hide_idle_cuda()):
         print(line, file=sys.stderr)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is absent, as it should be
-    module = "lw_jax.slurm.jobs" if "kind" in request else VERBS[args.verb][0]
+    module = "lw_jax.slurm.job_list" if "kind" in request else VERBS[args.verb][0]
     return importlib.import_module(module).main(request.pop("cfg"), **request) or 0
 
 
 def main(argv: list[str]) -> int:
     """Runs one verb; returns the exit code: 0, 2 for what the user can mend, 130 interrupted, or the verb's own."""
-    from lw_jax.core import config_file, stopping
+    from lw_jax.core import config_file, early_signals
 
     try:
         assignments, words = config_file.take_assignments(argv)
         args = parse(words)
-        with stopping.at_once() if args.verb == "train" else contextlib.nullcontext():
+        with early_signals.at_once() if args.verb == "train" else contextlib.nullcontext():
             return _run(args, assignments)
     except (UserError, PlacementError) as error:
         print(f"error: {error}", file=sys.stderr)

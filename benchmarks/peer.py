@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from benchmarks import common
-from lw_jax.core import config_file, platform
+from lw_jax.core import config_file, environment
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError, leave
 
@@ -51,8 +51,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(rest)
     if args.only:
-        platform.reserve_memory()
-        platform.hide_idle_cuda()
+        environment.reserve_memory()
+        environment.hide_idle_cuda()
         print(json.dumps(child(args, settle(args.config, assignments))))
         return 0
     cfg = settle(args.config, assignments)
@@ -197,11 +197,11 @@ def write(cfg: Config, case: Path, *, origin: Config | None = None, layers: int 
 
 def models(cfg: Config) -> dict[str, Any]:
     """Returns the shapes of the readers and, of a wire, of the encoder's body."""
-    from lw_jax.recipes import pretrained
+    from lw_jax.recipes import frozen_models
 
-    found = {name: pretrained.outline(cfg, llm.source) for name, llm in cfg.llms.items()}
+    found = {name: frozen_models.outline(cfg, llm.source) for name, llm in cfg.llms.items()}
     if cfg.recipe == "latentwire":
-        body = pretrained.outline(cfg, cfg.encoder.source)
+        body = frozen_models.outline(cfg, cfg.encoder.source)
         found["body"] = dataclasses.replace(body, layers=cfg.encoder.layers or body.layers, tied=True)
     return found
 
@@ -231,13 +231,13 @@ def trainable(cfg: Config, recipe: Any) -> Any:
     """Returns what learns, equal in every process; the second matrices of LoRA pairs are not 0, so that they count."""
     import jax
 
-    from lw_jax.recipes import encoding
+    from lw_jax.recipes import encoder_bodies
 
     if cfg.recipe == "dpo":
         shapes = recipe.abstract().trainable
         rng = np.random.default_rng(SEED)
         return jax.tree.map(lambda x: rng.normal(0, 0.02, x.shape).astype(x.dtype), shapes)
-    body = encoding.BODIES["lm"].load(Path(cfg.encoder.source), cfg.encoder.layers)
+    body = encoder_bodies.BODIES["lm"].load(Path(cfg.encoder.source), cfg.encoder.layers)
     sizes = dict.fromkeys(cfg.llms, np.float32(0.02))
     return jax.jit(recipe.wire.init)(jax.random.key(SEED), body=body, embedding_rms=sizes)
 
@@ -249,7 +249,7 @@ def take(cfg: Config, case: Path, *, steps: int) -> Told:
     from lw_jax import recipes
     from lw_jax.benchmarking import timing
     from lw_jax.core import runtime
-    from lw_jax.recipes import pretrained
+    from lw_jax.recipes import frozen_models
     from lw_jax.training.program import Program
     from sharding import place
 
@@ -260,7 +260,7 @@ def take(cfg: Config, case: Path, *, steps: int) -> Told:
         frozen = timing.fill(program.frozen())
     else:
         at = recipe.shardings().frozen
-        frozen = {name: pretrained.load(case / name, cfg, llm, at[name]) for name, llm in cfg.llms.items()}
+        frozen = {name: frozen_models.load(case / name, cfg, llm, at[name]) for name, llm in cfg.llms.items()}
         now["state"]["trainable"] = jax.device_put(trainable(cfg, recipe), recipe.shardings().trainable)
     batch = ragged(cfg, recipe.batch_widths())
     batch = place.put_parts(batch, placed, functools.partial(place.put_batch, accumulation=1))

@@ -22,7 +22,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
-from lw_jax.core import platform
+from lw_jax.core import environment
 from lw_jax.core.config import REMATS, Config
 from lw_jax.core.errors import UserError, leave
 
@@ -42,8 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--shares", type=json.loads, default={}, help=argparse.SUPPRESS)
     args = parser.parse_args(argv)
     if args.only:
-        platform.reserve_memory()
-        platform.hide_idle_cuda()
+        environment.reserve_memory()
+        environment.hide_idle_cuda()
         cfg = common.load(args.config, {})
         found = ceilings() if args.only == "ceilings" else run(cfg, args.only, steps=args.steps, shares=args.shares)
         print(json.dumps(found))
@@ -63,11 +63,11 @@ def ceilings() -> dict[str, Any]:
     import jax
 
     from lw_jax.benchmarking import timing
-    from lw_jax.planning import targets
+    from lw_jax.planning import gpus
 
     device = jax.devices()[0]
     found: dict[str, Any] = {"device": device.device_kind, "jax": jax.__version__}
-    card = targets.of_device(device)
+    card = gpus.of_device(device)
     if card is None:
         return found
     reached = timing.ceilings("bfloat16")
@@ -86,8 +86,8 @@ def run(cfg: Config, point: str, *, steps: int, shares: Mapping[str, Any]) -> di
     from lw_jax import recipes
     from lw_jax.benchmarking import timing
     from lw_jax.commands import plan
-    from lw_jax.planning import hlo, roofline
-    from lw_jax.training import fit, memory
+    from lw_jax.planning import hlo_counts, roofline
+    from lw_jax.training import memory, micro_batch_search
     from lw_jax.training.program import Program
     from sharding import placement
 
@@ -99,11 +99,11 @@ def run(cfg: Config, point: str, *, steps: int, shares: Mapping[str, Any]) -> di
     step = needs.programs["step"][0]
     row = {"point": point, "planned_bytes": needs.peak, "micro_batch": micro, "remat": own.compute.remat}
     if target:
-        counted = hlo.analyse(step.as_text())
+        counted = hlo_counts.analyse(step.as_text())
         row["predicted_seconds"] = roofline.predict(counted, target).total
         roofline.MATMUL_FRACTION, roofline.BANDWIDTH_FRACTION = shares["matmul"], shares["bandwidth"]
         row["calibrated_seconds"] = roofline.predict(counted, target).total
-    with fit.out_of_memory():
+    with micro_batch_search.out_of_memory():
         batch = timing.fill(program.batch(widths, ACCUMULATED))
         row["seconds"] = statistics.median(timing.steps(program, step, batch, repeats=steps))
         row["peak_bytes"] = timing.peak_bytes()

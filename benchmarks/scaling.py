@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common, planned
-from lw_jax.core import config_file, platform
+from lw_jax.core import config_file, environment
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError, leave
 
@@ -60,10 +60,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     assignments, rest = config_file.take_assignments(words)
     args = _parse(rest)
     if not args.measured:
-        platform.prepare_compiler(everywhere=True)
+        environment.prepare_compiler(everywhere=True)
     elif args.only:
-        platform.reserve_memory()
-        platform.hide_idle_cuda()
+        environment.reserve_memory()
+        environment.hide_idle_cuda()
     cfg = common.load(args.config, assignments) if args.only or args.planned else None
     if args.only and cfg:
         print(json.dumps(here(cfg) if args.only == "here" else measure(cfg, _point(args.only), steps=args.steps)))
@@ -106,9 +106,9 @@ def _child(words: Sequence[str]) -> Row:
 
 def plan_all(cfg: Config, target: str, *, lengths: Iterable[int], estimate: bool) -> list[Row]:
     """Returns the planned rows of 1, 2, 4 ... cards up to the target's; raises UserError for an unknown target."""
-    from lw_jax.planning import targets
+    from lw_jax.planning import gpus
 
-    wanted = targets.parse(target)
+    wanted = gpus.parse(target)
     found: dict[tuple[int, ...], Row] = {}
     rows = []
     for point in points(outline(cfg), wanted.devices, lengths):
@@ -195,9 +195,9 @@ def at(cfg: Config, point: Point) -> Config:
 def _make(cfg: Config) -> Any:
     """Returns the recipe on one device, without recomputation."""
     from lw_jax import recipes
-    from lw_jax.planning import choice
+    from lw_jax.planning import placement_search
 
-    return recipes.outline(choice.with_remat(cfg, "none"))
+    return recipes.outline(placement_search.with_remat(cfg, "none"))
 
 
 def plan_one(cfg: Config, point: Point, card: str, *, estimate: bool) -> Row:
@@ -223,28 +223,28 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
 
     from lw_jax import recipes
     from lw_jax.benchmarking import timing
-    from lw_jax.planning import choice, targets, workload
-    from lw_jax.training import fit
+    from lw_jax.planning import gpus, placement_search, workload
+    from lw_jax.training import micro_batch_search
     from lw_jax.training.program import Program
 
     devices = jax.devices()[: point.devices]
-    own, card = at(cfg, point), targets.of_device(devices[0])
-    room = fit.room(own)
+    own, card = at(cfg, point), gpus.of_device(devices[0])
+    room = micro_batch_search.room(own)
     if room is None and own.compute.remat == "auto":  # there is no reason to recompute
-        own = choice.with_remat(own, "none")
-    hardware = choice.Hardware(
-        devices, room or fit.Room(UNBOUNDED, 1.0), targets.Target(card, point.devices) if card else None
+        own = placement_search.with_remat(own, "none")
+    hardware = placement_search.Hardware(
+        devices, room or micro_batch_search.Room(UNBOUNDED, 1.0), gpus.Target(card, point.devices) if card else None
     )
-    tried = choice.choose(own, hardware, widths=None)
-    best, row = choice.pick(tried), _row(own, point, "measured", devices[0].device_kind)
+    tried = placement_search.choose(own, hardware, widths=None)
+    best, row = placement_search.pick(tried), _row(own, point, "measured", devices[0].device_kind)
     if best is None or best.needs is None or best.placement is None:
         return row | {"obstacle": "; ".join(one.obstacle for one in tried)}
     if "step" not in best.needs.programs:
         raise UserError(f"config.mesh.placement = {best.strategy!r}: measure one whose step is one program: replicate")
-    recipe = recipes.make(choice.with_remat(own, best.remat), best.placement, outline=True)
-    program, needs = Program(choice.with_remat(own, best.remat), recipe), best.needs
+    recipe = recipes.make(placement_search.with_remat(own, best.remat), best.placement, outline=True)
+    program, needs = Program(placement_search.with_remat(own, best.remat), recipe), best.needs
     ids = getattr(getattr(recipe, "model", None), "vocab", 0)  # equal tokens would meet in one row of a learning table
-    with fit.out_of_memory():
+    with micro_batch_search.out_of_memory():
         batch = timing.fill(program.batch(recipe.batch_widths(), needs.accumulation), ids=ids)
         taken = timing.steps(program, needs.programs["step"][0], batch, repeats=steps)
         peak = timing.peak_bytes()

@@ -16,7 +16,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from docs.planning.tables import TARGETS, Plan, Plans, best_of, short
-from lw_jax.core import config, config_file, platform
+from lw_jax.core import config, config_file, environment
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError, leave
 
@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--plans", type=Path, metavar="FOLDER", help="take TARGET.json of there instead of planning")
     parser.add_argument("--facts", action="store_true", help="one line a target instead of the page")
     args = parser.parse_args(argv)
-    platform.prepare_compiler(everywhere=True)  # before anything imports JAX, and it must not be silent twice
+    environment.prepare_compiler(everywhere=True)  # before anything imports JAX, and it must not be silent twice
     cfg = config.build(config_file.load(args.config, root=ROOT))
     plans = load(args.plans, cfg) if args.plans else make(cfg)
     if args.facts:

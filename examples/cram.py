@@ -22,8 +22,8 @@ import optax
 
 from lw_jax.core.errors import UserError, leave
 from lw_jax.data import passages
-from lw_jax.inference.language import LM, load_lm
-from lw_jax.losses import losses
+from lw_jax.inference.language_model import LM, load_lm
+from lw_jax.losses import token_losses
 from lw_jax.models import adapter, codec, decode, decoder
 
 BITS = (8, 4, 2)
@@ -92,8 +92,8 @@ class Cram:
         out = decoder.forward(params, self.reader.config, x, mask=jnp.ones(x.shape[:2], bool))
         logits = decoder.logits(params, out.hidden[:, prompt.shape[1] - 1 :])
         weights = jnp.ones(self.ids.shape)
-        nll, count = losses.nll(logits, self.ids, weights)
-        return nll / count, losses.hits(logits, self.ids, weights)[0] / count
+        nll, count = token_losses.nll(logits, self.ids, weights)
+        return nll / count, token_losses.hits(logits, self.ids, weights)[0] / count
 
     @functools.cached_property
     def measure(self):

@@ -6,19 +6,19 @@
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from lw_jax.inference.api import load_wire
-    from lw_jax.inference.language import load_lm
+    from lw_jax.inference.language_model import load_lm
+    from lw_jax.inference.trained_wire import load_wire
 
 __all__ = ["load_lm", "load_wire"]
 
 
 def __getattr__(name: str) -> Any:
     if name == "load_wire":
-        from lw_jax.inference import api
+        from lw_jax.inference import trained_wire
 
-        return api.load_wire
+        return trained_wire.load_wire
     if name == "load_lm":
-        from lw_jax.inference import language
+        from lw_jax.inference import language_model
 
-        return language.load_lm
+        return language_model.load_lm
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

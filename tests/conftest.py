@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from lw_jax.core import platform
+from lw_jax.core import environment
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -31,7 +31,7 @@ os.environ |= {
 }
 if "LW_JAX_TEST_NETWORK" not in os.environ:
     os.environ |= {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "PIP_NO_INDEX": "1"}
-platform.hide_idle_cuda()
+environment.hide_idle_cuda()
 
 # Shapes and dtypes in the annotations of the models are checked in every call that a test makes.
 os.environ.setdefault("LW_JAX_TEST_TYPES", "1")

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lw_jax.losses import losses
+from lw_jax.losses import token_losses
 from lw_jax.models import decoder, wire
 from lw_jax.recipes.latentwire import LatentWire
 
@@ -50,7 +50,7 @@ def replayed_embeddings_equal_ids(recipe: LatentWire) -> None:
         real = np.asarray(fields["weights"]) > 0
         assert np.asarray(by_ids)[real].std() > 0.3, "logits too flat to compare"
         np.testing.assert_allclose(np.asarray(replayed)[real], np.asarray(by_ids)[real], atol=REPLAY)
-        divergence, weight = losses.kl(by_ids, replayed, fields["weights"], temperature=1.0)
+        divergence, weight = token_losses.kl(by_ids, replayed, fields["weights"], temperature=1.0)
         assert abs(float(divergence / weight)) < KL
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from configs import base
 from lw_jax.core import config
 from lw_jax.report import language
-from lw_jax.training import workdir
+from lw_jax.training import run_folder
 from tests.runs import write_lines
 
 LENGTH, BATCH, STEPS = 24, 40, 70
@@ -53,7 +53,7 @@ def write_run(folder: Path, *, rows: list[dict[str, Any]] | None = None, changes
     }
     values.update_from_flattened_dict(own | (changes or {}))
     cfg = config.build(values)
-    workdir.write_workdir(folder, cfg=cfg, base=base.get_config("ttt").to_dict(), command=COMMAND)
+    run_folder.write_workdir(folder, cfg=cfg, base=base.get_config("ttt").to_dict(), command=COMMAND)
     write_lines(folder / "metrics.jsonl", metrics())
     leaves = {"trainable/embed": [[10, 7], "float32"], "trainable/norm": [[50], "bfloat16"], "step": [[], "int32"]}
     leaves |= {"opt_state/mu": [[10, 7], "float32"], "opt_state/on": [[3], "bool"]}

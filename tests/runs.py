@@ -8,7 +8,7 @@ from configs import base
 from lw_jax.core import config
 from lw_jax.report import tables
 from lw_jax.report.figures import REFERENCES
-from lw_jax.training import workdir
+from lw_jax.training import run_folder
 
 
 def figures(value: float, *, interval: bool = True) -> dict[str, Any]:
@@ -102,7 +102,7 @@ def write_run(folder: Path, **changes: Any) -> Path:
     values.update_from_flattened_dict({key.replace("__", "."): value for key, value in changes.items()})
     cfg = config.build(values)
     command = ["run.py", "--config", "my own.py"]
-    workdir.write_workdir(folder, cfg=cfg, base=base.get_config().to_dict(), command=command)
+    run_folder.write_workdir(folder, cfg=cfg, base=base.get_config().to_dict(), command=command)
     write_lines(folder / "metrics.jsonl", metrics())
     write_lines(folder / "predictions.jsonl", predictions())
     (folder / "eval.json").write_text(json.dumps(evaluation()), encoding="utf-8")

@@ -22,27 +22,27 @@ FLOORS = (
         (
             *(
                 "lw_jax.hub.weights",
-                "lw_jax.hub.stored",
+                "lw_jax.hub.tensor_files",
                 "lw_jax.hub.awq",
                 "lw_jax.hub.sources",
-                "lw_jax.losses.losses",
-                "lw_jax.losses.piecewise",
-                "lw_jax.training.optim",
+                "lw_jax.losses.token_losses",
+                "lw_jax.losses.chunked",
+                "lw_jax.training.optimizers",
                 "lw_jax.training.checkpoint",
             ),
             *(
                 "lw_jax.training.metrics",
-                "lw_jax.training.monitor",
-                "lw_jax.training.live",
-                "lw_jax.training.workdir",
+                "lw_jax.training.device_monitor",
+                "lw_jax.training.progress",
+                "lw_jax.training.run_folder",
                 "lw_jax.hub.architectures",
                 *(
-                    "lw_jax.planning.targets",
-                    "lw_jax.planning.hlo",
+                    "lw_jax.planning.gpus",
+                    "lw_jax.planning.hlo_counts",
                     "lw_jax.planning.roofline",
                     "lw_jax.losses.preference",
                 ),
-                *("lw_jax.data.kept", "lw_jax.hub.peft", "lw_jax.training.preflight"),
+                *("lw_jax.data.frozen_cache", "lw_jax.hub.peft", "lw_jax.training.preflight"),
                 "lw_jax.evals.*",
                 "lw_jax.evals",
                 *("lw_jax.report.figures", "lw_jax.pages.*", "lw_jax.pages"),
@@ -56,7 +56,7 @@ FLOORS = (
 # An island: it imports nothing of the product, and of the product only these import it: what is asked for, and what a
 # folder of earlier code lacks, is filled up where the defaults are born.
 ISLAND = ("configs.*", "configs")
-VISITORS = ("run", "lw_jax.training.workdir")
+VISITORS = ("run", "lw_jax.training.run_folder")
 ISLAND_MAY_IMPORT = ("ml_collections", "configs")
 OURS = ("run", "lw_jax", "sharding", "configs")
 
@@ -119,8 +119,8 @@ def test_imports_point_down_only() -> None:
         ("sharding.place", "from lw_jax.core import tree"),
         ("lw_jax.models.decoder", "import lw_jax.data.tokens"),
         ("lw_jax.data.tokens", "def f():\n    from lw_jax import weights"),
-        ("lw_jax.losses.losses", "from lw_jax.recipes import base"),
-        ("lw_jax.training.train", "from configs import base"),
+        ("lw_jax.losses.token_losses", "from lw_jax.recipes import base"),
+        ("lw_jax.training.trainer", "from configs import base"),
         ("configs.smoke", "import jax"),
         ("configs.smoke", "from lw_jax.core import config"),
     ],
@@ -139,7 +139,7 @@ DOOR = (
     "lw_jax.core.config_file",
     "lw_jax.core.validation",
     "lw_jax.commands.show",
-    "lw_jax.training.workdir",
+    "lw_jax.training.run_folder",
 )
 
 

@@ -20,17 +20,17 @@ from lw_jax.commands import evaluate
 from lw_jax.core import config, validation
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
-from lw_jax.data import cards
+from lw_jax.data import question_cards
 from lw_jax.data.tokens import load_tokenizer
-from lw_jax.evals import rows
+from lw_jax.evals import control_rows
 from lw_jax.hub import bert_family, weights
 from lw_jax.models import bert, decoder
 from lw_jax.recipes import selfmade
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.ttt import TTT
-from lw_jax.training import metrics, train
-from lw_jax.training.base import Weights
+from lw_jax.training import metrics, trainer
 from lw_jax.training.checkpoint import Checkpointer
+from lw_jax.training.recipe import Weights
 from sharding import placement
 
 SIZES = {
@@ -43,7 +43,7 @@ SIZES = {
 def write_reader(folder: Path, family: str, *, seed: int = 0, **sizes: int) -> Path:
     """Writes a random reader with weights large enough that its logits differ; `sizes` change those of `SIZES`."""
     kind = dataclasses.replace(selfmade.FAMILIES[family], vocab=352 if family == "llama" else 320)
-    texts = [example.context for example in cards.make(64, facts=2, seed=0, split="train")]
+    texts = [example.context for example in question_cards.make(64, facts=2, seed=0, split="train")]
     selfmade.write_tokenizer(folder, kind, texts)
     cfg = decoder.DecoderConfig(
         vocab=kind.vocab,
@@ -156,7 +156,9 @@ def write_text(folder: Path) -> Path:
     """Writes about 5,000 bytes in which much can be foretold."""
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "text.txt"
-    file.write_text("\n\n".join(example.context for example in cards.make(40, facts=4, seed=1, split="train")), "utf-8")
+    file.write_text(
+        "\n\n".join(example.context for example in question_cards.make(40, facts=4, seed=1, split="train")), "utf-8"
+    )
     return file
 
 
@@ -183,7 +185,7 @@ def make_ttt(root: Path, *, devices: int = 1, strategy: str = "replicate", **cha
     return TTT(cfg, placement.place(strategy, recipes.reader_bytes(cfg), devices=jax.devices()[:devices]))
 
 
-def make_bench(recipe: LatentWire, built: Weights) -> rows.Bench:
+def make_bench(recipe: LatentWire, built: Weights) -> control_rows.Bench:
     """Returns the recipe as evaluation uses it, everything on one device."""
     decode = {name: tokenizer.decode for name, tokenizer in recipe.tokenizers.items()}
 
@@ -191,14 +193,14 @@ def make_bench(recipe: LatentWire, built: Weights) -> rows.Bench:
         del name
         return jax.tree.map(jnp.asarray, batch)
 
-    return rows.Bench(evaluate.predict(recipe), built.trainable, built.frozen, decode, place)
+    return control_rows.Bench(evaluate.predict(recipe), built.trainable, built.frozen, decode, place)
 
 
 def curve(recipe: LatentWire | TTT, workdir: Path, *, stop: Callable[[int], bool] = lambda step: False):
     """(exit code, logged losses, final trainable tree) of a whole run."""
     with Checkpointer(workdir / "checkpoints", keep=2, identity=recipe.identity() | recipe.content()) as checkpointer:
         workdir.mkdir(exist_ok=True)
-        run = train.Run(recipe.cfg, recipe, checkpointer, workdir)
+        run = trainer.Run(recipe.cfg, recipe, checkpointer, workdir)
         code = run.train(stop)
     return code, logged_losses(workdir), jax.device_get(run.state["trainable"])
 

@@ -25,7 +25,7 @@ from docs.planning.tables import (
 from lw_jax import recipes
 from lw_jax.commands import plan
 from lw_jax.core.config import Config
-from lw_jax.planning import legacy, roofline, targets
+from lw_jax.planning import gpus, legacy, roofline
 from lw_jax.recipes import latentwire
 
 
@@ -301,5 +301,5 @@ def _flops_per_sample(cfg: Config, whole: Mapping[str, Any]) -> float:
 
 def _peak_share(target: str, samples_per_second: float, flops: float) -> float:
     """Returns which share of the cards' bf16 peak a rate asks for."""
-    wanted = targets.parse(target)
+    wanted = gpus.parse(target)
     return flops * samples_per_second / wanted.devices / wanted.card.peak["bf16"]

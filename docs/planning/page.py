@@ -21,7 +21,7 @@ from docs.planning.tables import (
     table,
 )
 from lw_jax.core.config import Config
-from lw_jax.planning import roofline, targets
+from lw_jax.planning import gpus, roofline
 from lw_jax.recipes import latentwire
 from sharding.placement import STRATEGIES
 
@@ -93,11 +93,11 @@ def chosen(plans: Plans) -> list[str]:
 
 def _advice(plans: Plans, target: str) -> str:
     """Says why nothing fits on a target, and which of the others holds the same."""
-    one, wanted = plans[target], targets.parse(target)
+    one, wanted = plans[target], gpus.parse(target)
     why = "; ".join(dict.fromkeys(f"{row['strategy']}: {short(row)}" for row in one["candidates"]))
     fitting = [other for other in plans if best_of(plans, other)]
     larger = [name for name in fitting if plans[name]["devices"] == one["devices"]]
-    more = [name for name in fitting if targets.parse(name).card == wanted.card]
+    more = [name for name in fitting if gpus.parse(name).card == wanted.card]
     told = [f"more cards ({more[0]}: {plans[more[0]]['chosen']['strategy']})"] if more else []
     told += [f"a larger card ({', '.join(larger)})"] if larger else []
     whole = single(plans)
@@ -110,11 +110,11 @@ def _advice(plans: Plans, target: str) -> str:
 
 def _slower_than_fewer(plans: Plans, target: str) -> list[str]:
     """Says so where fewer GPUs of the same card are predicted to be faster."""
-    wanted, own = targets.parse(target), plans[target]
+    wanted, own = gpus.parse(target), plans[target]
     faster = {
         name: one["chosen"]["samples_per_second"] or 0
         for name, one in plans.items()
-        if one["devices"] < own["devices"] and one["chosen"] and targets.parse(name).card == wanted.card
+        if one["devices"] < own["devices"] and one["chosen"] and gpus.parse(name).card == wanted.card
     }
     best = max(faster, key=lambda name: faster[name], default=None)
     rate = own["chosen"]["samples_per_second"]
@@ -207,7 +207,7 @@ def agreement(plans: Plans) -> list[str]:
         *table(("strategy", "candidates", "peak", "FLOPs", "seconds"), body),
         "",
         "Arithmetic counts matrix products, the largest tensors and, in its seconds, how often kernels beside the "
-        "products move each kind of activation (lw_jax/models/traffic.py): it orders what is compiled, and the "
+        "products move each kind of activation (lw_jax/models/memory_traffic.py): it orders what is compiled, and the "
         "compiled figures decide.",
     ]
 
@@ -230,7 +230,7 @@ def assumptions(cfg: Config, plans: Plans) -> list[str]:
         *_cards(plans),
         "",
         "Cards: XLA's target descriptions and the makers' data sheets, each figure with its source in "
-        "`lw_jax/planning/targets.py`.",
+        "`lw_jax/planning/gpus.py`.",
         "",
         f"- **Lengths**: every example at its limit: a source of {cfg.encoder.window} tokens (encoder.window), "
         f"{cfg.encoder.slots} latents (encoder.slots), a question of {cfg.data.question_tokens} tokens "
@@ -261,7 +261,7 @@ def constants() -> list[str]:
 
 
 def _cards(plans: Plans) -> list[str]:
-    cards: dict[str, targets.Card] = {card.name: card for card in (targets.parse(target).card for target in plans)}
+    cards: dict[str, gpus.Card] = {card.name: card for card in (gpus.parse(target).card for target in plans)}
     head = ("card", "memory GB", "memory GB/s", "bf16 TFLOP/s", "GB/s inside the node", "GB/s to other nodes")
     rows = [
         (

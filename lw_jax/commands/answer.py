@@ -7,12 +7,12 @@ from typing import Any
 
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.inference import api, exchange
+from lw_jax.inference import message_io, trained_wire
 from lw_jax.models import codec
-from lw_jax.training.workdir import check_writable
+from lw_jax.training.run_folder import check_writable
 
 
-def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: exchange.Request) -> int:
+def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: message_io.Request) -> int:
     """Prints the answers and the size of the message; a text's own answers stand beside them.
 
     With `request.write` the message is written; on standard output it is alone, and what is told goes to stderr.
@@ -22,20 +22,20 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: excha
     if request.message:
         codec.read_frame(request.message)
     else:
-        api.resolve_channel(cfg.encoder, bits=request.bits, slots=request.slots, width=request.width)
+        trained_wire.resolve_channel(cfg.encoder, bits=request.bits, slots=request.slots, width=request.width)
     if request.write not in ("", "-"):
         check_writable(Path(request.write).absolute().parent, remedy="choose another file for --write")
     told = sys.stderr if request.write == "-" else sys.stdout
     with contextlib.redirect_stdout(told):
-        wire = api.open_wire(cfg, workdir)
+        wire = trained_wire.open_wire(cfg, workdir)
         message = request.message or _write(wire, request)
         _tell(wire, message, request)
     if request.write:
-        exchange.write_message(message, request.write)
+        message_io.write_message(message, request.write)
     return 0
 
 
-def _write(wire: api.TrainedWire, request: exchange.Request) -> bytes:
+def _write(wire: trained_wire.TrainedWire, request: message_io.Request) -> bytes:
     asked = ""
     if wire.recipe.cfg.prompt.question == "latents":
         if len(request.questions) != 1:
@@ -47,7 +47,7 @@ def _write(wire: api.TrainedWire, request: exchange.Request) -> bytes:
     return wire.write(request.context, bits=request.bits, slots=request.slots, width=request.width, question=asked)
 
 
-def _tell(wire: api.TrainedWire, message: bytes, request: exchange.Request) -> None:
+def _tell(wire: trained_wire.TrainedWire, message: bytes, request: message_io.Request) -> None:
     frame = codec.read_frame(message)
     text = f" for {len(request.context.encode())} bytes of text" if request.context else ""
     print(f"message: {len(message)} bytes ({frame.slots} x {frame.width} values of {frame.bits} bits){text}")

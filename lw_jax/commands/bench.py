@@ -25,7 +25,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from lw_jax import recipes
 from lw_jax.benchmarking import timing
-from lw_jax.benchmarking.predicted import Predicted
+from lw_jax.benchmarking.prediction import Predicted
 from lw_jax.benchmarking.timing import Ceilings, Spread
 from lw_jax.commands import plan
 from lw_jax.core import runtime
@@ -37,11 +37,11 @@ from lw_jax.hub import sources, weights
 from lw_jax.models.wire import Prompt
 from lw_jax.planning import workload
 from lw_jax.planning.workload import Row
-from lw_jax.recipes import pretrained
+from lw_jax.recipes import frozen_models
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import fit, memory
+from lw_jax.training import memory, micro_batch_search
 from lw_jax.training.program import Program
-from lw_jax.training.workdir import check_writable
+from lw_jax.training.run_folder import check_writable
 from sharding import place
 from sharding.placement import Placement
 from sharding.rules import path_of
@@ -150,7 +150,7 @@ class Bench:
         """Returns a model or text of the configuration that would have to be fetched first; empty: none."""
         spec = self.cfg
         named = [*(llm.source for llm in spec.llms.values()), spec.encoder.source if spec.llms else ""]
-        absent = [source for source in named if source and pretrained.cached(spec, source) is None]
+        absent = [source for source in named if source and frozen_models.cached(spec, source) is None]
         hub = [text for text in (spec.data.train, spec.data.validation) if text.startswith("hub:")]
         return next(iter([*absent, *hub]), "")
 
@@ -160,7 +160,7 @@ class Bench:
         """Compiles the step twice, from an empty cache and from a filled one, and takes it."""
         cfg, widths = self.cfg, self.recipe.batch_widths()
         accumulation = self._accumulation(widths)
-        with tempfile.TemporaryDirectory() as folder, _compile_cache(Path(folder)), fit.out_of_memory():
+        with tempfile.TemporaryDirectory() as folder, _compile_cache(Path(folder)), micro_batch_search.out_of_memory():
             cold, _ = _seconds(lambda: memory.measure(Program(cfg, self.recipe), widths, accumulation))
             jax.clear_caches()
             program = Program(cfg, self.recipe)
@@ -191,12 +191,12 @@ class Bench:
         ]
 
     def _accumulation(self, widths: Tree) -> int:
-        program, room = Program(self.cfg, self.recipe), fit.room(self.cfg)
+        program, room = Program(self.cfg, self.recipe), micro_batch_search.room(self.cfg)
         if self.cfg.train.micro_batch or room is None:
             return program.accumulation(self.cfg.train.micro_batch)
-        needs = fit.largest_micro_batch(program, widths, room)
+        needs = micro_batch_search.largest_micro_batch(program, widths, room)
         if needs.peak > room.limit:
-            raise UserError(fit.refusal(program, needs, room))
+            raise UserError(micro_batch_search.refusal(program, needs, room))
         return needs.accumulation
 
     def _fill(self, shapes: Tree) -> Tree:
@@ -284,14 +284,14 @@ class Bench:
 
     def _load(self, name: str) -> Row:
         llm, at = self.cfg.llms[name], self.placement.readers[name]
-        location = pretrained.locate(self.cfg, llm.source, llm.sha256)
-        shapes = pretrained.describe(weights.describe(location), self.cfg, llm)
-        shardings = pretrained.shardings(shapes, llm, at, name)
+        location = frozen_models.locate(self.cfg, llm.source, llm.sha256)
+        shapes = frozen_models.describe(weights.describe(location), self.cfg, llm)
+        shardings = frozen_models.shardings(shapes, llm, at, name)
         files = [location] if location.is_file() else sorted(location.glob("*.safetensors"))
         size = sum(file.stat().st_size for file in files)
         read = min(_seconds(lambda: _read(files))[0] for _ in range(2))  # the first may wait for the disk
         before = _host_bytes(peak=False)
-        taken, tree = _seconds(lambda: jax.block_until_ready(pretrained.load(location, self.cfg, llm, shardings)))
+        taken, tree = _seconds(lambda: jax.block_until_ready(frozen_models.load(location, self.cfg, llm, shardings)))
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) if jax.default_backend() == "cpu" else 0
         after = _host_bytes(peak=True)
         return Row(

@@ -14,12 +14,12 @@ from lw_jax.core.config import Config, Eval
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
 from lw_jax.data import batches
-from lw_jax.evals import curve, geometry, joint, rows
-from lw_jax.inference.api import TrainedWire, open_wire
+from lw_jax.evals import control_rows, geometry, joint, quality_curve
+from lw_jax.inference.trained_wire import TrainedWire, open_wire
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.report import figures
-from lw_jax.training import fit
-from lw_jax.training.workdir import check_writable
+from lw_jax.training import micro_batch_search
+from lw_jax.training.run_folder import check_writable
 from sharding import place
 
 _T = TypeVar("_T")
@@ -43,13 +43,13 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
 class Evaluation:
     """Everything that one evaluation found."""
 
-    measured: rows.Measured
-    summary: dict[str, dict[str, rows.Row]]  # reader -> row -> figures
-    readers: dict[str, rows.Row]  # reader -> figures between its rows
+    measured: control_rows.Measured
+    summary: dict[str, dict[str, control_rows.Row]]  # reader -> row -> figures
+    readers: dict[str, control_rows.Row]  # reader -> figures between its rows
     joint: dict[str, Any] | None  # None: one reader, or no row "latents"
     latents: dict[str, float | None]
     slots: list[list[float]]  # mean cosine between slots of one message
-    sizes: curve.Curve | None  # quality against bytes
+    sizes: quality_curve.Curve | None  # quality against bytes
 
 
 def evaluate(wire: TrainedWire) -> Evaluation:
@@ -62,20 +62,20 @@ def evaluate(wire: TrainedWire) -> Evaluation:
     sizes = None
     if cfg.eval.curve != "none":
         named = {"encoder": wire.encoder_fingerprint, "seed": cfg.seed}
-        sizes = _fitting(batch, cfg.eval, lambda asked: curve.sweep(bench, measured, asked=asked, **named))
+        sizes = _fitting(batch, cfg.eval, lambda asked: quality_curve.sweep(bench, measured, asked=asked, **named))
     layout = wire.recipe.layout
     return Evaluation(
         joint=_fitting(batch, cfg.eval, lambda asked: joint.pick(bench, measured, layout, asked=asked, seed=cfg.seed)),
         measured=measured,
-        summary=rows.summarise(measured.records, **told),
-        readers=rows.compare(measured.records, **told),
+        summary=control_rows.summarise(measured.records, **told),
+        readers=control_rows.compare(measured.records, **told),
         latents=geometry.describe(used),
         slots=geometry.slot_similarity(used).tolist(),
         sizes=sizes,
     )
 
 
-def measure(wire: TrainedWire, batch: fit.Batch | None = None) -> rows.Measured:
+def measure(wire: TrainedWire, batch: micro_batch_search.Batch | None = None) -> control_rows.Measured:
     """Returns one record per example, reader and row, and what they were made of."""
     batch = batch or _batch(wire.recipe)
     encoded = wire.recipe.data("validation", rows=wire.recipe.cfg.eval.rows)
@@ -83,12 +83,12 @@ def measure(wire: TrainedWire, batch: fit.Batch | None = None) -> rows.Measured:
         print(line, flush=True)
     if wire.recipe.cfg.eval.layers == "apart":
         print("answers: each layer's weights are an array of their own (eval.layers)", flush=True)
-    return _fitting(batch, wire.recipe.cfg.eval, lambda asked: rows.measure(_bench(wire), encoded, asked=asked))
+    return _fitting(batch, wire.recipe.cfg.eval, lambda asked: control_rows.measure(_bench(wire), encoded, asked=asked))
 
 
-def predict(recipe: LatentWire) -> rows.Predict:
+def predict(recipe: LatentWire) -> control_rows.Predict:
     """Returns the recipe's functions that the control table is made with."""
-    return rows.Predict(
+    return control_rows.Predict(
         recipe.encode, recipe.prompt_from_latents, recipe.prompt_from_text, recipe.score, recipe.generate
     )
 
@@ -110,7 +110,7 @@ def write(found: Evaluation, workdir: Path, *, step: int) -> list[Path]:
         told = dataclasses.asdict(found.sizes)
         result |= {"text_bytes": told.pop("text_bytes"), "curve": told}
         names += ["bytes.csv", "bytes.png"]
-        curve.write_csv(found.sizes, workdir / "bytes.csv")
+        quality_curve.write_csv(found.sizes, workdir / "bytes.csv")
         figures.draw_curve(found.sizes).savefig(workdir / "bytes.png", dpi=130)
     lines = (_to_json(record) + "\n" for record in found.measured.records)
     write_whole(workdir / "eval.json", _to_json(result, indent=2) + "\n")
@@ -121,19 +121,19 @@ def write(found: Evaluation, workdir: Path, *, step: int) -> list[Path]:
 
 def tell(found: Evaluation) -> str:
     """Returns everything that a person at a terminal wants to see."""
-    lines = [rows.table(found.summary), ""]
-    lines += [rows.tell(reader, figures) for reader, figures in found.readers.items()]
+    lines = [control_rows.table(found.summary), ""]
+    lines += [control_rows.tell(reader, figures) for reader, figures in found.readers.items()]
     if found.joint:
         lines.append(joint.tell(found.joint))
     lines.append(geometry.tell(found.latents))
     if found.sizes:
-        lines += ["", curve.table(found.sizes)]
+        lines += ["", quality_curve.table(found.sizes)]
     return "\n".join(lines)
 
 
-def _bench(wire: TrainedWire) -> rows.Bench:
+def _bench(wire: TrainedWire) -> control_rows.Bench:
     recipe = wire.recipe
-    return rows.Bench(
+    return control_rows.Bench(
         predict(recipe),
         wire.trainable,
         wire.frozen,
@@ -142,21 +142,23 @@ def _bench(wire: TrainedWire) -> rows.Bench:
     )
 
 
-def _batch(recipe: LatentWire) -> fit.Batch:
+def _batch(recipe: LatentWire) -> micro_batch_search.Batch:
     size, multiple = recipe.cfg.eval.batch, recipe.placement.data
-    return fit.Batch(place.round_up(size, multiple), multiple=multiple, tell=functools.partial(print, flush=True))
+    return micro_batch_search.Batch(
+        place.round_up(size, multiple), multiple=multiple, tell=functools.partial(print, flush=True)
+    )
 
 
-def _fitting(batch: fit.Batch, asked: Eval, compute: Callable[[Eval], _T]) -> _T:
+def _fitting(batch: micro_batch_search.Batch, asked: Eval, compute: Callable[[Eval], _T]) -> _T:
     """Returns what is computed in batches that fit into memory."""
     try:
         return batch.run(lambda size: compute(dataclasses.replace(asked, batch=size)))
-    except fit.OutOfMemory as error:
+    except micro_batch_search.OutOfMemory as error:
         remedy = "split the readers (--config.mesh.placement=tensor) or store them in fewer bits"
         raise UserError(f"{error}; {remedy}") from error
 
 
-def different_inputs(measured: rows.Measured, layout: batches.Layout) -> list[int]:
+def different_inputs(measured: control_rows.Measured, layout: batches.Layout) -> list[int]:
     """Returns the first position of each text that was written: questions about one context may share its latents."""
     first: dict[str, int] = {}
     for position, index in enumerate(measured.indices):

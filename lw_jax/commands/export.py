@@ -10,10 +10,10 @@ from lw_jax import recipes
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.hub import peft, weights
-from lw_jax.inference import language
+from lw_jax.inference import language_model
 from lw_jax.models import lora
 from lw_jax.recipes.dpo import DPO
-from lw_jax.training.workdir import check_writable
+from lw_jax.training.run_folder import check_writable
 from sharding import placement
 
 FLAGS = {"dpo": ("peft", "merged"), "ttt": ("model",)}  # of each recipe
@@ -29,7 +29,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, folders: Mappi
     for flag, folder in folders.items():
         check_writable(folder, remedy=f"choose another folder for --{flag}")
     if cfg.recipe == "ttt":
-        lm = language.load_trained(cfg, workdir)
+        lm = language_model.load_trained(cfg, workdir)
         lm.save(folders["model"])
         print(f"step {lm.step}: model and tokenizer, fp32, in {folders['model']}")
         return 0

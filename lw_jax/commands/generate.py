@@ -8,7 +8,7 @@ from lw_jax.core import runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.hub import sources
-from lw_jax.inference import language
+from lw_jax.inference import language_model
 
 
 def main(
@@ -24,7 +24,7 @@ def main(
         told = f"--tokens {tokens} --temperature {temperature:g}"
         raise UserError(f"{told}: at least one token is needed, and a temperature of 0 or above")
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
-    lm = language.load_trained(cfg, workdir)
+    lm = language_model.load_trained(cfg, workdir)
     said = lm.generate(prompts, tokens, temperature=temperature, seed=cfg.seed)
     print(f"step {lm.step}")
     for prompt, text in zip(prompts, said, strict=True):

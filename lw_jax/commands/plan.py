@@ -21,12 +21,12 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
 from lw_jax.core.types import DTYPES
 from lw_jax.hub import sources
-from lw_jax.planning import answering, choice, host, legacy, options, remedies, targets
+from lw_jax.planning import decode_layout, gpus, host_memory, legacy, placement_search, remedies, simulation
 from lw_jax.planning import estimate as estimates
-from lw_jax.planning.choice import Candidate, Hardware
-from lw_jax.planning.targets import Target
-from lw_jax.slurm import cluster
-from lw_jax.training import fit, memory, preflight, validation_room
+from lw_jax.planning.gpus import Target
+from lw_jax.planning.placement_search import Candidate, Hardware
+from lw_jax.slurm import cluster_profile
+from lw_jax.training import memory, micro_batch_search, preflight, validation_room
 from lw_jax.training.memory import bytes_of
 from lw_jax.training.program import Program
 from sharding import placement as placements
@@ -61,7 +61,7 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
         raise UserError("--legacy prints one target's plan for people; leave out --simulate and --json.")
     if request.simulate:
         counts = parse_counts(request.simulate)
-        card = targets.parse(resolve_target(request.target, config=request.config)).card
+        card = gpus.parse(resolve_target(request.target, config=request.config)).card
         plans = [simulate(cfg, card, count, estimate=request.estimate) for count in counts]
         if request.as_json:
             print(json.dumps(plans, indent=2))
@@ -69,11 +69,11 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
         arithmetic = functools.partial(make, estimate=True)
         guessed = any(one["devices"] and one["chosen"] and not one["compiled"] for one in plans)
         note = f"seconds: {estimates.ERROR}" if guessed else ""
-        tables = [simulation_table(plans), note, options.text(cfg, plans, own=request.own, estimate=arithmetic)]
+        tables = [simulation_table(plans), note, simulation.text(cfg, plans, own=request.own, estimate=arithmetic)]
         print("\n\n".join(filter(None, tables)))
         return 0
     found = make(cfg, _word(request), estimate=request.estimate)
-    told = [*inspect(cfg), *cluster.inspect(found, cfg.train)]
+    told = [*inspect(cfg), *cluster_profile.inspect(found, cfg.train)]
     if request.as_json:
         print(json.dumps(found | {"findings": [dataclasses.asdict(one) for one in told]}, indent=2))
     else:
@@ -86,7 +86,7 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
 
 def inspect(cfg: Config) -> list[preflight.Finding]:
     """Returns what is wrong with the run itself, wherever it runs."""
-    return preflight.inspect(cfg, recipes.outline(choice.with_remat(cfg, "none")))
+    return preflight.inspect(cfg, recipes.outline(placement_search.with_remat(cfg, "none")))
 
 
 def _word(request: Request) -> str:
@@ -111,11 +111,11 @@ def resolve_target(word: str, *, config: str) -> str:
 def parse_counts(text: str) -> list[int]:
     """Returns the numbers of "0..8" or "1,2,4"."""
     span = re.fullmatch(r"(\d+)\.\.(\d+)", text)
-    if span and int(span[1]) <= int(span[2]) <= targets.PER_HOST:
+    if span and int(span[1]) <= int(span[2]) <= gpus.PER_HOST:
         return list(range(int(span[1]), int(span[2]) + 1))
-    if re.fullmatch(r"\d+(,\d+)*", text) and max(map(int, text.split(","))) <= targets.PER_HOST:
+    if re.fullmatch(r"\d+(,\d+)*", text) and max(map(int, text.split(","))) <= gpus.PER_HOST:
         return [int(word) for word in text.split(",")]
-    raise UserError(f"--simulate {text}: write FIRST..LAST or a list, as 0..8 or 1,2,4; up to {targets.PER_HOST}.")
+    raise UserError(f"--simulate {text}: write FIRST..LAST or a list, as 0..8 or 1,2,4; up to {gpus.PER_HOST}.")
 
 
 def make(cfg: Config, target: str = "", *, estimate: bool = False) -> Plan:
@@ -126,14 +126,14 @@ def make(cfg: Config, target: str = "", *, estimate: bool = False) -> Plan:
     """
     if not target:
         return _cached(cfg, "here", lambda: _plan(cfg, here(cfg), "here", hosts=jax.process_count()))
-    wanted = targets.parse(target)
+    wanted = gpus.parse(target)
     if estimate:
         return _plan(cfg, _absent(cfg, wanted, compiler=False), wanted.name, hosts=wanted.hosts)
 
     def compute() -> Plan:
         try:
             return _plan(cfg, _absent(cfg, wanted), wanted.name, hosts=wanted.hosts)
-        except targets.CompilerAbsent as error:
+        except gpus.CompilerAbsent as error:
             found = _plan(cfg, _absent(cfg, wanted, compiler=False), wanted.name, hosts=wanted.hosts)
             return found | {"why_not_compiled": str(error)}
 
@@ -143,8 +143,8 @@ def make(cfg: Config, target: str = "", *, estimate: bool = False) -> Plan:
 def here(cfg: Config) -> Hardware:
     """Returns this process's devices."""
     devices, hosts = jax.devices(), jax.process_count()
-    card = targets.of_device(devices[0])
-    return Hardware(devices, fit.room(cfg), Target(card, len(devices) // hosts, hosts) if card else None)
+    card = gpus.of_device(devices[0])
+    return Hardware(devices, micro_batch_search.room(cfg), Target(card, len(devices) // hosts, hosts) if card else None)
 
 
 def precision(cfg: Config, hardware: Hardware | None = None) -> str:
@@ -152,9 +152,7 @@ def precision(cfg: Config, hardware: Hardware | None = None) -> str:
     hardware = here(cfg) if hardware is None else hardware
     card = hardware.target.card if hardware.target else hardware.devices[0]
     asked = {cfg.compute.dtype, *(llm.weights for llm in cfg.llms.values() if llm.weights in DTYPES)}
-    return targets.describe_precision(
-        sorted(asked), getattr(card, "capability", getattr(card, "compute_capability", ""))
-    )
+    return gpus.describe_precision(sorted(asked), getattr(card, "capability", getattr(card, "compute_capability", "")))
 
 
 def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
@@ -166,9 +164,9 @@ def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
         sharding.errors.PlacementError: nothing fits, or the configured placement does not go with the devices.
     """
     hardware = here(cfg)
-    cfg, placed = _settle_step(choice.with_remat(cfg, "none") if reading else cfg, hardware, reading=reading)
-    host.check(recipes.reader_bytes(cfg), placed)
-    return answering.settle_layers(cfg, placed, hardware.room), placed
+    cfg, placed = _settle_step(placement_search.with_remat(cfg, "none") if reading else cfg, hardware, reading=reading)
+    host_memory.check(recipes.reader_bytes(cfg), placed)
+    return decode_layout.settle_layers(cfg, placed, hardware.room), placed
 
 
 def _settle_step(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Config, Placement]:
@@ -178,14 +176,16 @@ def _settle_step(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Con
         return cfg, _place_configured(cfg, readers)
     if reading or hardware.room is None:
         remat = "none" if cfg.compute.remat == "auto" else cfg.compute.remat
-        return choice.with_remat(cfg, remat), _place_uncompiled(cfg, readers, hardware, reading=reading)
+        return placement_search.with_remat(cfg, remat), _place_uncompiled(cfg, readers, hardware, reading=reading)
     found = make(cfg)
     best = found["chosen"]
     if best is None:
         told = remedies.describe(found["remedies"])
-        raise PlacementError(choice.nothing_fits(found["candidates"], len(hardware.devices), hardware.room, told))
+        raise PlacementError(
+            placement_search.nothing_fits(found["candidates"], len(hardware.devices), hardware.room, told)
+        )
     placed = placements.place(best["strategy"], readers, data=best["data"], model=best["model"])
-    return choice.with_remat(cfg, best["remat"]), placed
+    return placement_search.with_remat(cfg, best["remat"]), placed
 
 
 def _place_configured(cfg: Config, readers: Mapping[str, int]) -> Placement:
@@ -229,11 +229,11 @@ def _place_uncompiled(cfg: Config, readers: Mapping[str, int], hardware: Hardwar
     )
 
 
-def simulate(cfg: Config, card: targets.Card, count: int, *, estimate: bool = False) -> Plan:
+def simulate(cfg: Config, card: gpus.Card, count: int, *, estimate: bool = False) -> Plan:
     """Returns the plan of so many cards; of none, what training does on a machine's CPU."""
     if count:
         return make(cfg, f"{card.name}x{count}", estimate=estimate)
-    own, placed = choice.with_remat(cfg, "none"), placements.place("single", recipes.reader_bytes(cfg))
+    own, placed = placement_search.with_remat(cfg, "none"), placements.place("single", recipes.reader_bytes(cfg))
     program = Program(own, recipes.make(own, placed, outline=True))
     chosen = {"strategy": "single", "mesh": "1x1", "remat": "none", "accumulation": program.accumulation(0)}
     return {"target": "cpu", "devices": 0, "compiled": False, "chosen": chosen | {"micro_batch": program.share}}
@@ -241,9 +241,9 @@ def simulate(cfg: Config, card: targets.Card, count: int, *, estimate: bool = Fa
 
 def _absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
     """Returns stand-ins for a target's devices; without the compiler CPU devices stand in for counting only."""
-    room = fit.room_of(cfg, target.card.memory_bytes)
+    room = micro_batch_search.room_of(cfg, target.card.memory_bytes)
     if compiler:
-        return Hardware(targets.compile_devices(target), room, target, targets.compile_lowered)
+        return Hardware(gpus.compile_devices(target), room, target, gpus.compile_lowered)
     devices = jax.devices("cpu")
     if len(devices) < target.devices:
         raise UserError(
@@ -255,8 +255,8 @@ def _absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
 
 def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
     started = time.monotonic()
-    found = choice.choose(cfg, hardware, widths=None)
-    best = choice.pick(found)
+    found = placement_search.choose(cfg, hardware, widths=None)
+    best = placement_search.pick(found)
     rows = [_row(cfg, candidate) for candidate in found]
     chosen = rows[found.index(best)] if best else None
     room = hardware.room
@@ -284,10 +284,10 @@ def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
     }
 
 
-def _validation(cfg: Config, best: Candidate, room: fit.Room) -> Plan:
+def _validation(cfg: Config, best: Candidate, room: micro_batch_search.Room) -> Plan:
     """Returns what validation takes where the chosen candidate trains, by arithmetic."""
     assert best.placement is not None, "it was chosen"
-    own = choice.with_remat(cfg, best.remat)
+    own = placement_search.with_remat(cfg, best.remat)
     recipe = recipes.make(own, best.placement, outline=True)
     found = validation_room.validation(Program(own, recipe), recipe, recipe.batch_widths(), room)
     return dataclasses.asdict(found) | {"told": validation_room.describe(found, room)}
@@ -338,7 +338,7 @@ def _host_bytes(cfg: Config, found: Sequence[Candidate]) -> int:
     placed = next((candidate.placement for candidate in found if candidate.placement), None)
     if placed is None:
         return int(HOST_BYTES)
-    program = Program(choice.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
+    program = Program(placement_search.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state()))
     frozen = jax.tree.leaves(program.frozen())
     largest = max((leaf.size // max(1, leaf.shape[0]) * 4 for leaf in frozen), default=0)
@@ -365,13 +365,20 @@ def _why(chosen: Plan | None, rows: Sequence[Plan]) -> str:
 
 def kept(cfg: Config, target: str) -> Plan | None:
     """Returns the compiled plan of an absent target if an earlier call has kept it; compiles nothing."""
-    return _read_kept(_file(cfg, targets.parse(target).name))
+    return _read_kept(_file(cfg, gpus.parse(target).name))
 
 
 def _file(cfg: Config, name: str) -> Path:
     """Returns where the plan of the same configuration, target, versions and code is kept."""
     kind = [device.device_kind for device in jax.devices()] if name == "here" else []
-    asked = [name, kind, str(fit.room(cfg)) if name == "here" else "", config.digest(cfg), jax.__version__, _code()]
+    asked = [
+        name,
+        kind,
+        str(micro_batch_search.room(cfg)) if name == "here" else "",
+        config.digest(cfg),
+        jax.__version__,
+        _code(),
+    ]
     digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
     return sources.cache_root() / "plans" / f"{name}-{digest}.json"
 

@@ -19,9 +19,9 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
 from lw_jax.hub import sources
 from lw_jax.planning import remedies
-from lw_jax.slurm import cluster, measured
-from lw_jax.slurm.cluster import PORTABLE, Limit, Site, clock, find_site
-from lw_jax.slurm.measured import Record
+from lw_jax.slurm import cluster_profile, past_runs
+from lw_jax.slurm.cluster_profile import PORTABLE, Limit, Site, clock, find_site
+from lw_jax.slurm.past_runs import Record
 from lw_jax.training import preflight
 
 # Chosen, not measured.
@@ -87,7 +87,7 @@ def main(
     site, profile = find_site(request.site)
     warnings = check({"": cfg}, submit=request.submit)
     plan = (planner or make)(cfg, resolve_target(request.target, config=request.config))
-    record = measured.read(request.measured, cfg, plan) if request.measured else None
+    record = past_runs.read(request.measured, cfg, plan) if request.measured else None
     job = make_job(plan, resolved=resolved, workdir=workdir.absolute(), request=request, site=site, record=record)
     file = Path(request.output).absolute() if request.output else workdir.absolute() / "job.sbatch"
     write(file, script(job, site), logs=job.logs)
@@ -206,7 +206,7 @@ def nothing_fits(plan: Plan, config: str) -> str:
 
 def limit(job: Job, site: Site) -> Limit:
     """Returns the job's time limit; see `cluster.limit`."""
-    return cluster.limit(
+    return cluster_profile.limit(
         job.hours,
         step_seconds=job.step_seconds,
         checkpoint_seconds=job.checkpoint_seconds,
@@ -382,7 +382,7 @@ def _directives(job: Job, site: Site, *, log: str) -> list[str]:
         f"# {one_line(parts)}.",
         f"#SBATCH --time={clock(minutes)}",
         "# So long before the limit training (the step, not this shell) is asked to save and stop.",
-        f"#SBATCH --signal=TERM@{cluster.notice_seconds(job.step_seconds)}",
+        f"#SBATCH --signal=TERM@{cluster_profile.notice_seconds(job.step_seconds)}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
         f'#SBATCH --output="{logs.replace("%", "%%")}/{log}.log"',

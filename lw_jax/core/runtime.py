@@ -10,11 +10,11 @@ from typing import Any, Self
 
 import jax
 
-from lw_jax.core import peers, stopping
+from lw_jax.core import early_signals, processes
+from lw_jax.core.environment import memory_fraction
 from lw_jax.core.errors import UserError
-from lw_jax.core.platform import memory_fraction
 
-REQUEUE = stopping.REQUEUE
+REQUEUE = early_signals.REQUEUE
 
 
 def start() -> bool:
@@ -29,7 +29,7 @@ def start() -> bool:
     inside_step = {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= os.environ.keys()
     if not inside_step or int(os.environ.get("SLURM_NTASKS", "1")) < 2:
         return False
-    peers.join()
+    processes.join()
     return True
 
 

@@ -15,7 +15,7 @@ import numpy as np
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Example, Task
-from lw_jax.data.ledger import REASONS, Ledger
+from lw_jax.data.example_counts import REASONS, Ledger
 
 _log = logging.getLogger(__name__)
 

@@ -17,7 +17,7 @@ import msgspec
 from lw_jax.core import config, schema
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
-from lw_jax.data import cards, rows
+from lw_jax.data import question_cards, rows
 
 Split = Literal["train", "validation"]
 
@@ -81,7 +81,7 @@ def load(data: config.Data, split: Split, *, seed: int) -> list[Example]:
 
     Raises UserError when the validation source is the training source, and for whatever `read` refuses.
     """
-    apart = data.validation in cards.STYLES  # made cards share none between splits
+    apart = data.validation in question_cards.STYLES  # made cards share none between splits
     if not apart and _identity(data.train, "train") == _identity(data.validation, "validation"):
         raise UserError(
             f"config.data.validation={data.validation!r} is the training source: scores would measure memory; "
@@ -89,10 +89,10 @@ def load(data: config.Data, split: Split, *, seed: int) -> list[Example]:
         )
     train = split == "train"
     source, limit = (data.train, data.train_limit) if train else (data.validation, data.validation_limit)
-    if source not in cards.STYLES:
+    if source not in question_cards.STYLES:
         return read(source, limit=limit, split=split)
     count = data.cards if train else data.validation_cards
-    examples = cards.make(count, facts=data.facts, seed=seed, split=split, style=source)
+    examples = question_cards.make(count, facts=data.facts, seed=seed, split=split, style=source)
     return [examples[i] for i in spread(len(examples), limit)]
 
 
@@ -131,7 +131,7 @@ def spread(count: int, limit: int) -> list[int]:
 def _identity(source: str, split: Split) -> str | tuple[str, str, str]:
     if source.startswith("hub:"):
         return _parse_hub(source, split)
-    return source if source in cards.STYLES else os.path.realpath(os.path.expanduser(source))
+    return source if source in question_cards.STYLES else os.path.realpath(os.path.expanduser(source))
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, _Row]]:

@@ -11,7 +11,7 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.data.batches import Batch
-from lw_jax.data.course import Course, Stream, refuse_small
+from lw_jax.data.data_schedule import Course, Stream, refuse_small
 from lw_jax.data.examples import spread
 
 FOREVER = 1 << 40  # batches, more than any run takes

@@ -9,7 +9,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
 from lw_jax.data import batches, rows
 from lw_jax.data.batches import Encoded, Field, Layout
-from lw_jax.data.ledger import Ledger
+from lw_jax.data.example_counts import Ledger
 from lw_jax.data.tokens import Tokenizer
 
 _REMEDY = 'a passage is a row {"text": "..."}; mend or remove it'

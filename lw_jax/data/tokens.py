@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
-from lw_jax.data import templates
+from lw_jax.data import chat_templates
 from lw_jax.hub import tokenizer_files
 
 # Tokens by which the supported families end a turn or a document, where the vocabulary marks them special.
@@ -79,9 +79,9 @@ class Tokenizer:
         if not self.backend.chat_template:
             raise UserError(f'{self.backend.name_or_path}: the tokenizer has no chat template; use template="plain"')
         values = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": reply}
-        return templates.render(
+        return chat_templates.render(
             self._chat_template(),
-            {**self.backend.special_tokens_map, "date_string": f"{templates.DATE:%d %b %Y}", **values},
+            {**self.backend.special_tokens_map, "date_string": f"{chat_templates.DATE:%d %b %Y}", **values},
             where=f"{self.backend.name_or_path}: turns of {', '.join(turn['role'] for turn in turns)}",
             remedy='leave the system turn (prompt.system) out or use template="plain"',
         )

@@ -8,7 +8,7 @@ import numpy as np
 from lw_jax.core.types import Task
 from lw_jax.data.batches import Batch
 from lw_jax.data.corpus import Span
-from lw_jax.data.course import Course, Stream, Stretch
+from lw_jax.data.data_schedule import Course, Stream, Stretch
 
 Extra = Callable[[np.ndarray], Mapping[str, np.ndarray]]  # ids i32[b L+1] -> further fields [b ...]
 

@@ -11,7 +11,7 @@ from lw_jax.core.types import Example
 from lw_jax.data import batches
 from lw_jax.data.loader import eval_batches
 from lw_jax.evals import answers
-from lw_jax.evals.rows import Bench, Measured, Record, Row
+from lw_jax.evals.control_rows import Bench, Measured, Record, Row
 from lw_jax.evals.statistics import Bootstrap
 
 ROW = "latents"

@@ -8,7 +8,7 @@ import numpy as np
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.hub.families import Place, Slot
-from lw_jax.hub.stored import Stored, read_tensor
+from lw_jax.hub.tensor_files import Stored, read_tensor
 from lw_jax.models import quant
 
 

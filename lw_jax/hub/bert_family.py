@@ -6,7 +6,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from lw_jax.core.errors import UserError
-from lw_jax.hub import fields as stated_fields
+from lw_jax.hub import config_json as stated_fields
 from lw_jax.hub.families import HARMLESS, Row, Slot, list_slots, refuse_fields
 from lw_jax.models.bert import BertConfig, abstract
 

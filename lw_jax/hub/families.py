@@ -13,8 +13,8 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
-from lw_jax.hub import fields as stated_fields
-from lw_jax.hub.fields import Packing, Rope
+from lw_jax.hub import config_json as stated_fields
+from lw_jax.hub.config_json import Packing, Rope
 from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.rotary import Llama3Scaling, LongRope
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from lw_jax.core.errors import UserError
-from lw_jax.hub import fields as stated_fields
+from lw_jax.hub import config_json as stated_fields
 from lw_jax.hub.families import TENSORS, Slot, list_slots
 from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.rotary import Llama3Scaling

@@ -16,7 +16,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
 from lw_jax.hub import families
-from lw_jax.hub.stored import FLOATS, read_safetensors, read_tensor
+from lw_jax.hub.tensor_files import FLOATS, read_safetensors, read_tensor
 from lw_jax.models import lora
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.lora import MODULES, Lora

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from lw_jax.core.errors import UserError
-from lw_jax.hub import fields as stated_fields
+from lw_jax.hub import config_json as stated_fields
 from lw_jax.hub.families import HARMLESS, Row, Slot, list_slots, refuse_fields
 from lw_jax.models.ttt import TTTConfig, abstract
 

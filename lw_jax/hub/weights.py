@@ -21,10 +21,10 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
 from lw_jax.hub import awq, bert_family, families, gguf_family, ttt_family
+from lw_jax.hub.config_json import Kind
 from lw_jax.hub.families import Place
-from lw_jax.hub.fields import Kind
 from lw_jax.hub.gguf_header import read_header
-from lw_jax.hub.stored import (
+from lw_jax.hub.tensor_files import (
     FLOATS,
     INTEGERS,
     Stored,

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 
 from lw_jax.core import config
 from lw_jax.core.types import LossTerms
-from lw_jax.losses import losses
+from lw_jax.losses import token_losses
 from lw_jax.models import encoder
 
 
@@ -44,7 +44,7 @@ def total(loss: config.Loss, name: str, one: Pass) -> LossTerms:
     task = one.fields["task"].name
     label = "" if task == "answer" else f"{task}/"
     targets, counted = one.fields["targets"], one.fields["weights"]
-    found = {"nll": losses.nll(one.logits, targets, counted)}
+    found = {"nll": token_losses.nll(one.logits, targets, counted)}
     weights = {"nll": loss.ce if task == "answer" else 1.0}
     if task == "answer":
         found |= _of_answers(loss, one)
@@ -52,31 +52,33 @@ def total(loss: config.Loss, name: str, one: Pass) -> LossTerms:
     used = encoder.slot_mask(one.fields["channel"][:, 0], one.latents.shape[1])
     tokens = counted.sum(axis=1)
     if one.embedded is not None:
-        found["align"] = losses.misalignment(one.prefix, _windows(one, used.shape[1]), used, tokens)
+        found["align"] = token_losses.misalignment(one.prefix, _windows(one, used.shape[1]), used, tokens)
         weights["align"] = loss.align
     if loss.diversity:
-        found["diversity"] = losses.likeness(one.latents, used, tokens)
+        found["diversity"] = token_losses.likeness(one.latents, used, tokens)
         weights["diversity"] = loss.diversity
     terms = {f"{label}{key}/{name}": pair for key, pair in found.items()}
-    terms[f"{label}accuracy/{name}"] = losses.hits(one.logits, targets, counted)
+    terms[f"{label}accuracy/{name}"] = token_losses.hits(one.logits, targets, counted)
     objective = sum((weights[key] * pair[0] for key, pair in found.items()), jnp.zeros(()))
     return LossTerms(objective, found["nll"][1], terms)
 
 
-def _of_answers(loss: config.Loss, one: Pass) -> dict[str, losses.Pair]:
+def _of_answers(loss: config.Loss, one: Pass) -> dict[str, token_losses.Pair]:
     targets, counted = one.fields["targets"], one.fields["weights"]
     found = {}
     if loss.kl and one.teacher is not None:
-        found["kl"] = losses.kl(one.teacher, one.logits, counted, temperature=loss.temperature)
+        found["kl"] = token_losses.kl(one.teacher, one.logits, counted, temperature=loss.temperature)
     elif loss.kl:
         kept = one.fields["teacher"]
-        found["kl"] = losses.kl_of_top(kept["ids"], kept["logp"], one.logits, counted, temperature=loss.temperature)
+        found["kl"] = token_losses.kl_of_top(
+            kept["ids"], kept["logp"], one.logits, counted, temperature=loss.temperature
+        )
     if loss.first:
-        found["first"] = losses.nll(one.logits, targets, losses.first_tokens(counted, 1))
+        found["first"] = token_losses.nll(one.logits, targets, token_losses.first_tokens(counted, 1))
     if loss.k:
-        found["k"] = losses.nll(one.logits, targets, losses.first_tokens(counted, loss.k_tokens))
+        found["k"] = token_losses.nll(one.logits, targets, token_losses.first_tokens(counted, loss.k_tokens))
     if loss.entropy:
-        found["entropy"] = losses.negative_entropy(one.logits[:, 0], counted.sum(axis=1))
+        found["entropy"] = token_losses.negative_entropy(one.logits[:, 0], counted.sum(axis=1))
     return found
 
 

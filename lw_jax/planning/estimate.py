@@ -12,14 +12,14 @@ import jax
 import jax.numpy as jnp
 
 from lw_jax.core.types import DTYPES, Tree, reader_dtype
-from lw_jax.models.terms import Terms
-from lw_jax.models.traffic import ACCUMULATED, OPTIMIZER
+from lw_jax.models.memory_traffic import ACCUMULATED, OPTIMIZER
+from lw_jax.models.pass_costs import Terms
+from lw_jax.planning.gpus import Target
 from lw_jax.planning.roofline import BANDWIDTH_FRACTION, COLLECTIVE_SECONDS, LINK_FRACTION, MATMUL_FRACTION, Times
-from lw_jax.planning.targets import Target
-from lw_jax.training import optim
-from lw_jax.training.base import Plannable
+from lw_jax.training import optimizers
 from lw_jax.training.memory import Needs
 from lw_jax.training.program import Program
+from lw_jax.training.recipe import Plannable
 from sharding import place
 
 # How far compiled plans' samples/s lay from the estimate's, least and most: docs/planning.md, and preference tuning and
@@ -59,7 +59,7 @@ def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int
             logits = max(logits, one.logits)
         work, sent = work * accumulation, sent * accumulation
         if mesh == learner:
-            work += optim.flops(program.cfg.optim, recipe.rates, recipe.abstract().trainable)
+            work += optimizers.flops(program.cfg.optim, recipe.rates, recipe.abstract().trainable)
             sent += _summed(program, state["trainable"], accumulation)
             working += place.device_bytes(state["trainable"]) * (2 if accumulation > 1 else 1)  # gradients
         peaks.append((held, int(working), int(logits)))
@@ -100,7 +100,7 @@ def _times(program: Program, recipe: Plannable, terms: Mapping[str, Terms], accu
     learned, summed = place.device_bytes(trainable), _summed(program, trainable, accumulation)
     stepped = learned * (OPTIMIZER + (ACCUMULATED * accumulation if accumulation > 1 else 0.0))
     update = Times(
-        gemm=optim.flops(program.cfg.optim, recipe.rates, recipe.abstract().trainable) / peak,
+        gemm=optimizers.flops(program.cfg.optim, recipe.rates, recipe.abstract().trainable) / peak,
         memory=stepped / bandwidth,
         collective=summed / link,
     )

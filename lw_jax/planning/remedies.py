@@ -7,8 +7,8 @@ from typing import Any
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import DTYPES
-from lw_jax.planning import choice
-from lw_jax.planning.choice import Hardware
+from lw_jax.planning import placement_search
+from lw_jax.planning.placement_search import Hardware
 from lw_jax.training.memory import bytes_of
 
 Remedy = dict[str, Any]  # an entry of a plan's "remedies"
@@ -31,7 +31,9 @@ def fewer_bits(cfg: Config, hardware: Hardware) -> list[Remedy]:
         if not packed:
             continue
         try:
-            tried = choice.choose(dataclasses.replace(cfg, llms={**cfg.llms, **packed}), uncompiled, widths=None)
+            tried = placement_search.choose(
+                dataclasses.replace(cfg, llms={**cfg.llms, **packed}), uncompiled, widths=None
+            )
         except UserError:  # its rows are no whole blocks: this model cannot be packed so
             continue
         fits = [_shown(one) for one in tried if one.fits]
@@ -57,7 +59,7 @@ def _fullness(one: Mapping[str, Any]) -> int:
     return one["peak_bytes"]
 
 
-def _shown(one: choice.Candidate) -> dict[str, Any]:
+def _shown(one: placement_search.Candidate) -> dict[str, Any]:
     assert one.needs is not None, "it fits"
     return {
         "strategy": one.strategy,

@@ -7,8 +7,8 @@ are added up: no overlap is assumed, so whatever XLA hides behind other work mak
 import dataclasses
 
 from lw_jax.core.errors import UserError
-from lw_jax.planning.hlo import Collective, Kernel, Program
-from lw_jax.planning.targets import Card, Target
+from lw_jax.planning.gpus import Card, Target
+from lw_jax.planning.hlo_counts import Collective, Kernel, Program
 
 # Shares of the data sheets' peaks. Assumed, not measured by this project.
 MATMUL_FRACTION = 0.65  # of dense FLOP/s, large cuBLAS products

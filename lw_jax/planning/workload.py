@@ -13,7 +13,7 @@ from lw_jax.benchmarking.timing import Spread
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree, reader_dtype
 from lw_jax.models import decoder
-from lw_jax.planning import choice
+from lw_jax.planning import placement_search
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import place
 from sharding.placement import Placement
@@ -78,7 +78,7 @@ def _rows(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruc
 
 def step_flops(cfg: Config) -> float:
     """Returns the model's arithmetic in one step of all devices, nothing counted twice."""
-    recipe = recipes.outline(choice.with_remat(cfg, "none"))
+    recipe = recipes.outline(placement_search.with_remat(cfg, "none"))
     terms = recipe.terms(recipe.batch_widths(), cfg.train.global_batch)
     return sum(term.flops for term in terms.values())
 

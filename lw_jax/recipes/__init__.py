@@ -8,8 +8,8 @@ from lw_jax.recipes.dpo import DPO
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.ttt import TTT
 from lw_jax.training import checkpoint
-from lw_jax.training.base import Counted, Plannable, Recipe
 from lw_jax.training.checkpoint import Restored
+from lw_jax.training.recipe import Counted, Plannable, Recipe
 from sharding import place
 from sharding import placement as placements
 from sharding.placement import Placement

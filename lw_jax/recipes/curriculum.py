@@ -9,7 +9,7 @@ from lw_jax.core.config import Config, Stage
 from lw_jax.core.types import TASKS, Example
 from lw_jax.data import examples, passages
 from lw_jax.data.batches import Encoded, Layout
-from lw_jax.data.course import Course, Stretch
+from lw_jax.data.data_schedule import Course, Stretch
 from lw_jax.data.tokens import Tokenizer
 
 

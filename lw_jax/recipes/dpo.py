@@ -15,21 +15,21 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data import pairs, preferences
 from lw_jax.data.batches import Batch
-from lw_jax.data.course import Course, Stretch, digest_of
-from lw_jax.data.kept import Store, key_of
+from lw_jax.data.data_schedule import Course, Stretch, digest_of
+from lw_jax.data.frozen_cache import Store, key_of
 from lw_jax.data.pairs import Preference
 from lw_jax.data.preferences import Limits, Preferences
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.hub import sources, weights
-from lw_jax.losses import piecewise, preference
+from lw_jax.losses import chunked, preference
 from lw_jax.losses.preference import LogProbs
-from lw_jax.models import decoder, lora, traffic
-from lw_jax.models import terms as arithmetic
+from lw_jax.models import decoder, lora, memory_traffic
+from lw_jax.models import pass_costs as arithmetic
 from lw_jax.models.decoder import DecoderConfig
-from lw_jax.models.terms import Terms
-from lw_jax.recipes import pretrained
-from lw_jax.training.base import Weights
+from lw_jax.models.pass_costs import Terms
+from lw_jax.recipes import frozen_models
 from lw_jax.training.preflight import Finding
+from lw_jax.training.recipe import Weights
 from sharding import place, rules, shards, tables
 from sharding.placement import Placement
 
@@ -41,7 +41,7 @@ class DPO:
     """See `recipes.base.Recipe`; parameters: the pairs of `models/lora.py` learn, {model's name: decoder} is frozen."""
 
     rates = ((".*", 1.0),)
-    reader_bytes = staticmethod(pretrained.reader_bytes)
+    reader_bytes = staticmethod(frozen_models.reader_bytes)
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         """Finds the model's files; an `outline` needs none and can describe shapes and the loss, but load nothing."""
@@ -50,13 +50,13 @@ class DPO:
         spec = cfg.lora
         self.lora = lora.make(rank=spec.rank, alpha=spec.alpha, dropout=spec.dropout, targets=spec.targets)
         self.model: DecoderConfig = (
-            pretrained.outline(cfg, self.llm.source) if outline else weights.describe(self.location)
+            frozen_models.outline(cfg, self.llm.source) if outline else weights.describe(self.location)
         )
 
     @functools.cached_property
     def location(self) -> Path:
         """Returns where the model's files lie."""
-        return pretrained.locate(self.cfg, self.llm.source, self.llm.sha256)
+        return frozen_models.locate(self.cfg, self.llm.source, self.llm.sha256)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
@@ -69,7 +69,7 @@ class DPO:
 
     @functools.cached_property
     def _abstract(self) -> Weights:  # traced once: the planner asks some hundred times
-        frozen = {self.name: pretrained.describe(self.model, self.cfg, self.llm)}
+        frozen = {self.name: frozen_models.describe(self.model, self.cfg, self.llm)}
         return Weights(lora.abstract(self.model, self.lora), frozen)
 
     def shardings(self) -> Weights:
@@ -79,7 +79,7 @@ class DPO:
     @functools.cached_property
     def _shardings(self) -> Weights:
         shapes, at = self.abstract(), self.placement.readers[self.name]
-        frozen = {self.name: pretrained.shardings(shapes.frozen[self.name], self.llm, at, self.name)}
+        frozen = {self.name: frozen_models.shardings(shapes.frozen[self.name], self.llm, at, self.name)}
         trainable = rules.shardings(tables.TRAINABLE, shapes.trainable, self.placement.learner, name="lora")
         return Weights(trainable, frozen)
 
@@ -94,7 +94,7 @@ class DPO:
 
     def load_frozen(self) -> Tree:
         """Streams the model's weights into their shards; where the reference is kept, what is missing of it is read."""
-        params = pretrained.load(self.location, self.cfg, self.llm, self.shardings().frozen[self.name])
+        params = frozen_models.load(self.location, self.cfg, self.llm, self.shardings().frozen[self.name])
         if self._kept is not None:
             for data in (*self._train, *self._held_out):
                 self._kept.fill(data, params)
@@ -147,7 +147,7 @@ class DPO:
             told = f"dpo.max_prompt={spec.max_prompt} leaves an answer no room in dpo.max_length={spec.max_length}"
             found.append(Finding(True, f"{told}: pairs with a long prompt are all dropped"))
         if self.outline:
-            location = pretrained.cached(self.cfg, self.llm.source)
+            location = frozen_models.cached(self.cfg, self.llm.source)
             if location is None or not Path(self.cfg.data.train).expanduser().exists():
                 missing = f"{self.cfg.data.train} or the tokenizer is not on this machine"
                 return [*found, Finding(False, f"rows not checked: {missing}")]
@@ -207,18 +207,18 @@ class DPO:
         rows, sides, length = fields["ids"].shape
         ids, mask = (fields[key].reshape(rows * sides, length) for key in ("ids", "mask"))
         hidden = decoder.forward(policy, self.model, decoder.embed(params, ids), mask=mask, mode=self._mode).hidden
-        chunk = piecewise.positions(
+        chunk = chunked.positions(
             self.cfg.dpo.chunk, rows=rows * sides, data=shards.row_devices(self.placement.learner)
         )
         # The one place where these labels shift: a position's logits are of the token after it.
-        logp, mean = piecewise.token_logp(hidden[:, :-1], decoder.head(params), ids[:, 1:], chunk=chunk)
+        logp, mean = chunked.token_logp(hidden[:, :-1], decoder.head(params), ids[:, 1:], chunk=chunk)
         scored = _scored(fields).reshape(rows * sides, length - 1)
         total, seen = (jnp.sum(x * scored, axis=1).reshape(rows, sides) for x in (logp, mean))
         return total, seen
 
     @functools.cached_property
     def _mode(self) -> decoder.Mode:
-        return pretrained.mode(self.cfg, self.placement.readers[self.name].mesh)
+        return frozen_models.mode(self.cfg, self.placement.readers[self.name].mesh)
 
     def identity(self) -> dict[str, str]:
         """Returns the fingerprints of the frozen weights and of the tokenizer."""
@@ -254,7 +254,7 @@ class DPO:
         """Returns the arithmetic of one micro-batch: of the pairs nothing, of the model both passes."""
         fields, at = widths["readers"][self.name], self.placement.readers[self.name]
         length = fields["ids"].shape[1]
-        one = pretrained.teacher_forced(self.cfg, llm=self.llm, at=at, rows=2 * rows, positions=length, answers=0)
+        one = frozen_models.teacher_forced(self.cfg, llm=self.llm, at=at, rows=2 * rows, positions=length, answers=0)
         found = arithmetic.frozen(self.model, one)
         tokens = 2 * rows * length
         head = 2 * tokens * self.model.vocab * self.model.width / one.model
@@ -268,7 +268,7 @@ class DPO:
             flops=found.flops + passes * head + reference.flops,
             wire=found.wire,
             logits=logits,
-            traffic=found.traffic + reference.traffic + traffic.LOGITS * logits * tokens / chunk,
+            traffic=found.traffic + reference.traffic + memory_traffic.LOGITS * logits * tokens / chunk,
             read=found.read + reference.read,
             forward=found.forward + 2 * logits + restored,
         )

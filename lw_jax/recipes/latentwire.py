@@ -15,20 +15,20 @@ from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.types import DTYPES, EXACT, Example, LossTerms, Task, Tree
 from lw_jax.data import batches, examples
-from lw_jax.data.course import Course
+from lw_jax.data.data_schedule import Course
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
 from lw_jax.hub import architectures, weights
-from lw_jax.losses import losses, objectives, piecewise
+from lw_jax.losses import chunked, objectives, token_losses
 from lw_jax.models import adapter, codec, decoder, encoder, wire
-from lw_jax.models import terms as arithmetic
+from lw_jax.models import pass_costs as arithmetic
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
-from lw_jax.models.terms import Terms
-from lw_jax.recipes import aligning, encoding, joining, pretrained
+from lw_jax.models.pass_costs import Terms
+from lw_jax.recipes import aligned_start, encoder_bodies, frozen_models, join
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates, longest_passage
 from lw_jax.recipes.teacher import Teacher
-from lw_jax.training.base import Weights
-from lw_jax.training.optim import Rates
+from lw_jax.training.optimizers import Rates
+from lw_jax.training.recipe import Weights
 from sharding import place, placement, rules, shards, tables
 from sharding.placement import Placement
 
@@ -38,7 +38,7 @@ OPENING = 40  # tokens of a reader's prompt before the context where no tokenize
 class LatentWire:
     """See `recipes.base.Recipe`; parameters: {"encoder", "adapters"} learn, {reader's name: decoder} are frozen."""
 
-    reader_bytes = staticmethod(pretrained.reader_bytes)
+    reader_bytes = staticmethod(frozen_models.reader_bytes)
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         """Finds the models' files; an `outline` needs none and can describe shapes and the loss, but load nothing."""
@@ -54,7 +54,7 @@ class LatentWire:
     @functools.cached_property
     def locations(self) -> dict[str, Path]:
         """Returns where each reader's files lie."""
-        return {name: pretrained.locate(self.cfg, llm.source, llm.sha256) for name, llm in self.cfg.llms.items()}
+        return {name: frozen_models.locate(self.cfg, llm.source, llm.sha256) for name, llm in self.cfg.llms.items()}
 
     @functools.cached_property
     def tokenizers(self) -> dict[str, Tokenizer]:
@@ -65,25 +65,25 @@ class LatentWire:
     def body_location(self) -> Path | None:
         """Returns where the encoder's pretrained body lies; None for one from scratch."""
         spec = self.cfg.encoder
-        return pretrained.locate(self.cfg, spec.source, spec.sha256) if spec.kind in encoding.BODIES else None
+        return frozen_models.locate(self.cfg, spec.source, spec.sha256) if spec.kind in encoder_bodies.BODIES else None
 
     def _describe(self) -> dict[str, DecoderConfig]:
         """Returns the readers' shapes by name."""
         if self.outline:
-            return {name: pretrained.outline(self.cfg, llm.source) for name, llm in self.cfg.llms.items()}
+            return {name: frozen_models.outline(self.cfg, llm.source) for name, llm in self.cfg.llms.items()}
         return {name: weights.describe(at) for name, at in self.locations.items()}
 
     def _describe_body(self) -> DecoderConfig | BertConfig | None:
         """Returns the shapes of the encoder's body, cut to its layers; None for one from scratch."""
         spec = self.cfg.encoder
-        if spec.kind not in encoding.BODIES:
+        if spec.kind not in encoder_bodies.BODIES:
             return None
         if self.outline and spec.kind == "lm":
-            return encoding.cut(pretrained.outline(self.cfg, spec.source), spec)
+            return encoder_bodies.cut(frozen_models.outline(self.cfg, spec.source), spec)
         if self.outline:
-            return encoding.cut(architectures.find_bert(spec.source), spec)
+            return encoder_bodies.cut(architectures.find_bert(spec.source), spec)
         assert self.body_location is not None  # it has one of the BODIES
-        return encoding.cut(encoding.BODIES[spec.kind].describe(self.body_location), spec)
+        return encoder_bodies.cut(encoder_bodies.BODIES[spec.kind].describe(self.body_location), spec)
 
     def abstract(self) -> Weights:
         """Returns both trees as shapes."""
@@ -93,14 +93,14 @@ class LatentWire:
     def _abstract(self) -> Weights:
         body = None  # traced once: the planner asks some hundred times
         if self.wire.encoder.body:
-            body = encoding.BODIES[self.cfg.encoder.kind].abstract(self.wire.encoder.body)
+            body = encoder_bodies.BODIES[self.cfg.encoder.kind].abstract(self.wire.encoder.body)
         sizes = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.wire.readers}
         key = jax.eval_shape(lambda: jax.random.key(0))
         trainable = jax.eval_shape(
             lambda key, body, sizes: self.wire.init(key, body=body, embedding_rms=sizes), key, body, sizes
         )
         frozen = {
-            name: pretrained.describe(reader.config, self.cfg, self.cfg.llms[name])
+            name: frozen_models.describe(reader.config, self.cfg, self.cfg.llms[name])
             for name, reader in self.wire.readers.items()
         }
         return Weights(trainable, frozen)
@@ -113,7 +113,7 @@ class LatentWire:
     def _shardings(self) -> Weights:
         shapes = self.abstract()
         frozen = {
-            name: pretrained.shardings(shapes.frozen[name], self.cfg.llms[name], at, name)
+            name: frozen_models.shardings(shapes.frozen[name], self.cfg.llms[name], at, name)
             for name, at in self.placement.readers.items()
         }
         trainable = rules.shardings(tables.TRAINABLE, shapes.trainable, self.placement.learner, name="trainable")
@@ -125,7 +125,7 @@ class LatentWire:
         readers: Tree = self.load_frozen() if frozen is None else frozen
         body = None
         if self.body_location and self.wire.encoder.body:
-            body = encoding.BODIES[self.cfg.encoder.kind].load(self.body_location, self.wire.encoder.body.layers)
+            body = encoder_bodies.BODIES[self.cfg.encoder.kind].load(self.body_location, self.wire.encoder.body.layers)
         sizes = {name: adapter.rms(one["embed"].astype(jnp.float32), axis=None) for name, one in readers.items()}
         key = rngs.stream(self.cfg.seed, "trainable")
         init = jax.jit(
@@ -142,27 +142,27 @@ class LatentWire:
         return Weights(trainable, readers)
 
     def _read_encoder(self, shardings: Tree) -> Tree:
-        other = joining.read_config(self.cfg)
+        other = join.read_config(self.cfg)
         sizes = LatentWire(other, placement.together(self.placement.learner, list(other.llms)), outline=True)
         replicated = jax.tree.leaves(shardings)[0]  # what learns is whole on every device
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract().trainable)
-        return joining.read_trainable(self.cfg, shapes)["encoder"]
+        return join.read_trainable(self.cfg, shapes)["encoder"]
 
     def _align(self, trainable: Tree, readers: Tree, sizes: Mapping[str, jax.Array]) -> Tree:
         """Replaces the random start of the projection (unless a run gave the encoder) and of the adapters."""
         assert self.body_location is not None  # validation allows the aligned start for a pretrained body only
         if not self.cfg.encoder.run:
-            trainable |= {"encoder": aligning.align_encoder(trainable["encoder"], self.wire.encoder.width)}
+            trainable |= {"encoder": aligned_start.align_encoder(trainable["encoder"], self.wire.encoder.width)}
         own, count = load_tokenizer(self.body_location), trainable["encoder"]["body"]["embed"].shape[0]
-        pieces = {name: aligning.match_pieces(own, reader, count) for name, reader in self.tokenizers.items()}
+        pieces = {name: aligned_start.match_pieces(own, reader, count) for name, reader in self.tokenizers.items()}
         theirs = {name: place.replicate(one["embed"], self.placement.learner) for name, one in readers.items()}
-        return aligning.align(trainable, theirs, sizes, pieces)
+        return aligned_start.align(trainable, theirs, sizes, pieces)
 
     def load_frozen(self) -> Tree:
         """Streams the readers' weights into their shards."""
         placed = self.shardings().frozen
         readers = {
-            name: pretrained.load(at, self.cfg, self.cfg.llms[name], placed[name])
+            name: frozen_models.load(at, self.cfg, self.cfg.llms[name], placed[name])
             for name, at in self.locations.items()
         }
         if self.cfg.loss.kl and self.cfg.loss.teacher_k:
@@ -189,8 +189,8 @@ class LatentWire:
         answers = fields["targets"].shape[0]
         opening = fields["before"]["ids"].shape[0]  # read once for all rows
         positions = fields["after"]["ids"].shape[0] + self.wire.encoder.slots + 1 + answers - 1
-        one = pretrained.teacher_forced(self.cfg, llm=llm, at=at, rows=rows, positions=positions, answers=answers)
-        pieces = piecewise.pieces(self.cfg.loss.chunk, rows=rows, length=answers, data=1)  # the rows are one device's
+        one = frozen_models.teacher_forced(self.cfg, llm=llm, at=at, rows=rows, positions=positions, answers=answers)
+        pieces = chunked.pieces(self.cfg.loss.chunk, rows=rows, length=answers, data=1)  # the rows are one device's
         found = arithmetic.frozen(model, dataclasses.replace(one, pieces=pieces, before=opening))
         restored = arithmetic.restored_bytes(model, llm.weights, one.size) / one.model
         once = arithmetic.opening(model, dataclasses.replace(one, rows=1, positions=opening, answers=0))
@@ -367,16 +367,16 @@ class LatentWire:
 
         rows, length, _ = states.shape
         data = shards.row_devices(self.placement.readers[name].mesh)
-        pieces = piecewise.pieces(self.cfg.loss.chunk, rows=rows, length=length, data=data)
+        pieces = chunked.pieces(self.cfg.loss.chunk, rows=rows, length=length, data=data)
         learned, given = (states, shared, prefix[:, :-1]), (fields, embedded, told)
-        return piecewise.sum_of_pieces(measure, {"head": decoder.head(frozen)}, learned, given, pieces=pieces)
+        return chunked.sum_of_pieces(measure, {"head": decoder.head(frozen)}, learned, given, pieces=pieces)
 
     def identity(self) -> dict[str, str]:
         """Returns the fingerprints of the frozen readers and of the encoder's origin."""
         spec = self.cfg.encoder
         origin = "from scratch"
         if self.body_location:
-            origin = weights.fingerprint(self.body_location, describe=encoding.BODIES[spec.kind].describe)
+            origin = weights.fingerprint(self.body_location, describe=encoder_bodies.BODIES[spec.kind].describe)
         if spec.run:
             origin = f"of the run {spec.run}"
         shape = f"{spec.kind} {spec.pooling} {spec.slots}x{spec.width} layers {spec.layers}"
@@ -423,7 +423,7 @@ class LatentWire:
             right = (jnp.argmax(logits, axis=2).astype(targets.dtype) == targets).astype(jnp.float32)
             gold = jnp.take_along_axis(logits[:, 0], targets[:, :1], axis=1)
             return {
-                "nll": jnp.sum(losses.token_nll(logits, targets) * counted, axis=1),
+                "nll": jnp.sum(token_losses.token_nll(logits, targets) * counted, axis=1),
                 "hits": jnp.sum(right * counted, axis=1),
                 "first": right[:, 0],
                 "first5": (jnp.sum(logits[:, 0] > gold, axis=1) < 5).astype(jnp.float32),
@@ -462,8 +462,8 @@ def _wire(
     readers = {}
     for name, at in placement.readers.items():
         stops = tuple(tokenizers[name].stops) if name in tokenizers else ()
-        mode = pretrained.mode(cfg, at.mesh)
+        mode = frozen_models.mode(cfg, at.mesh)
         readers[name] = wire.Reader(
             found[name], cfg.adapter.hidden, cfg.adapter.calibration, stops, mode, apart=cfg.eval.layers == "apart"
         )
-    return wire.Wire(spec, readers, pretrained.mode(cfg, placement.learner))
+    return wire.Wire(spec, readers, frozen_models.mode(cfg, placement.learner))

@@ -23,13 +23,13 @@ from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example, LossTerms, Tree
-from lw_jax.data import batches, cards, examples
-from lw_jax.data.course import Course
+from lw_jax.data import batches, examples, question_cards
+from lw_jax.data.data_schedule import Course
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.hub import sources, weights
-from lw_jax.losses import losses
+from lw_jax.losses import token_losses
 from lw_jax.models import decoder, wire
-from lw_jax.training.base import Weights
+from lw_jax.training.recipe import Weights
 from sharding import placement, rules, tables
 
 PREFIX = "selfmade:"
@@ -79,7 +79,7 @@ def family(source: str) -> str:
 
 def style(cfg: Config) -> str:
     """Returns which kind of cards these readers learn to read: the run's own, where it has any."""
-    return cfg.data.train if cfg.data.train in cards.STYLES else cards.STYLES[0]
+    return cfg.data.train if cfg.data.train in question_cards.STYLES else question_cards.STYLES[0]
 
 
 def folder(cfg: Config, source: str) -> Path:
@@ -208,13 +208,13 @@ class SelfmadeReader:
             return [(np.zeros(0, np.int32), np.zeros(0, np.int32))] * len(found)
         frame = batches.make_frame("reader", layout.readers["reader"], layout.prompt)
         known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
-        for asked in {pair for example in found for pair in cards.questions(example)}:
+        for asked in {pair for example in found for pair in question_cards.questions(example)}:
             question = self.tokenizer.encode(frame.after(asked[0]))
             answer = [*self.tokenizer.encode(frame.gap + asked[1]), self.tokenizer.eos]
             known[asked] = (question + answer, [0] * len(question) + [1] * len(answer))
         rows = []
         for example in found:
-            others = [known[pair] for pair in cards.questions(example) if pair[0] != example.question]
+            others = [known[pair] for pair in question_cards.questions(example) if pair[0] != example.question]
             rows.append(tuple(np.array(sum((one[i] for one in others), []), np.int32) for i in range(2)))
         return rows
 
@@ -227,10 +227,10 @@ class SelfmadeReader:
         targets, present = fields["targets"], fields["weights"]
         in_answer = fields["scored"]["ids"] == 1
         answers = jnp.where(in_answer, present, 0.0)
-        total, weight = losses.nll(logits, targets, jnp.where(in_answer, present, TEXT_WEIGHT * present))
+        total, weight = token_losses.nll(logits, targets, jnp.where(in_answer, present, TEXT_WEIGHT * present))
         terms = {
-            "nll/answer": losses.nll(logits, targets, answers),
-            "accuracy/answer": losses.hits(logits, targets, answers),
+            "nll/answer": token_losses.nll(logits, targets, answers),
+            "accuracy/answer": token_losses.hits(logits, targets, answers),
         }
         return LossTerms(total, weight, terms)
 

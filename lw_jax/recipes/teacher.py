@@ -12,7 +12,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data.batches import Batch, Encoded, Lookup
-from lw_jax.data.kept import Store, key_of
+from lw_jax.data.frozen_cache import Store, key_of
 from lw_jax.hub import sources
 from lw_jax.models import wire
 from sharding import place

@@ -18,11 +18,11 @@ from lw_jax.data.tokens import ByteTokenizer, Tokenizer, byte_backend, load_toke
 from lw_jax.data.windows import Paced, Windows
 from lw_jax.evals import ngrams
 from lw_jax.hub import sources, weights
-from lw_jax.losses import piecewise
+from lw_jax.losses import chunked
 from lw_jax.models import decoder, ttt
-from lw_jax.models import terms as arithmetic
-from lw_jax.models.terms import Terms
-from lw_jax.training.base import Weights
+from lw_jax.models import pass_costs as arithmetic
+from lw_jax.models.pass_costs import Terms
+from lw_jax.training.recipe import Weights
 from sharding import rules, shards, tables
 from sharding.placement import Placement
 
@@ -141,13 +141,13 @@ class TTT:
         ids, measured = fields["ids"], fields["task"] == Task("measure")
         # The one place where these labels shift: a position's logits are of the token after it.
         out = self._read(trainable, ids[:, :-1], fields["rate"], measured=measured)
-        chunk = piecewise.positions(
+        chunk = chunked.positions(
             self.cfg.ttt.loss_chunk, rows=len(ids), data=shards.row_devices(self.placement.learner)
         )
         table = decoder.head(trainable)
         targets = ids[:, 1:]
         counted = jnp.broadcast_to(fields["weights"], targets.shape)
-        total, nll = piecewise.summed_nll(out.hidden, table, targets, counted, chunk=chunk, vocab=self._masked)
+        total, nll = chunked.summed_nll(out.hidden, table, targets, counted, chunk=chunk, vocab=self._masked)
         told = self._details(out, nll, counted, fields) if measured else {}
         return LossTerms(total, jnp.sum(counted), told)
 

@@ -10,8 +10,8 @@ from typing import Any
 from lw_jax.core import schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.report import figures, shapes
-from lw_jax.training.workdir import read_config, read_metrics, read_rows
+from lw_jax.report import figures, folder_schema
+from lw_jax.training.run_folder import read_config, read_metrics, read_rows
 
 TEXTS = ("config.diff", "command.txt", "versions.json")
 REMEDY = "the file must be as this version writes it: remove it, or make it anew with its verb"
@@ -74,11 +74,13 @@ def read(workdir: Path) -> Run:
         metrics=read_metrics(log) if log.exists() else [],
         logged=datetime.fromtimestamp(log.stat().st_mtime, UTC) if log.exists() else None,
         evaluation=_read_evaluation(workdir / "eval.json"),
-        predictions=_read_rows(workdir / "predictions.jsonl", shapes.Prediction),
+        predictions=_read_rows(workdir / "predictions.jsonl", folder_schema.Prediction),
         slots=_read_slots(workdir / "slots.json"),
-        devices=[row for path in sorted(workdir.glob("devices*.jsonl")) for row in _read_rows(path, shapes.Device)],
-        hardware=_read(workdir / "hardware.json", shapes.Hardware, {}),
-        scaling=_read(workdir / "scaling.json", list[shapes.Scaling], []),
+        devices=[
+            row for path in sorted(workdir.glob("devices*.jsonl")) for row in _read_rows(path, folder_schema.Device)
+        ],
+        hardware=_read(workdir / "hardware.json", folder_schema.Hardware, {}),
+        scaling=_read(workdir / "scaling.json", list[folder_schema.Scaling], []),
         leaves=_read_leaves(workdir / "checkpoints"),
         texts={name: _read_text(workdir / name) for name in TEXTS if (workdir / name).exists()},
     )
@@ -103,7 +105,7 @@ def _read_rows(path: Path, kind: Any) -> list[dict[str, Any]]:
 
 
 def _read_evaluation(path: Path) -> dict[str, Any]:
-    told = _read(path, shapes.Evaluation, {})
+    told = _read(path, folder_schema.Evaluation, {})
     curve = told.get("curve")
     if curve is None:
         return told
@@ -122,7 +124,7 @@ def _read_evaluation(path: Path) -> dict[str, Any]:
 
 def _read_slots(path: Path) -> list[list[float]]:
     """Returns the cosines between slots, a square; NaN for what was no number."""
-    found = _read(path, shapes.Slots, [])
+    found = _read(path, folder_schema.Slots, [])
     if any(len(row) != len(found) for row in found):
         raise UserError(f"{path}: {len(found)} rows, not all of {len(found)} values; {REMEDY}")
     return _to_nan(found)
@@ -132,7 +134,7 @@ def _read_leaves(folder: Path) -> dict[str, Any]:
     """Returns the shapes of the newest checkpoint that is whole; a record appears in its folder before a rename."""
     steps = [path for path in folder.glob("*/record.json") if path.parent.name.isdecimal()]
     newest = max(steps, key=lambda path: int(path.parent.name), default=None)
-    return _read(newest, shapes.Saved, {"record": {"leaves": {}}})["record"]["leaves"] if newest else {}
+    return _read(newest, folder_schema.Saved, {"record": {"leaves": {}}})["record"]["leaves"] if newest else {}
 
 
 def _read_text(path: Path) -> str:

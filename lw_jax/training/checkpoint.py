@@ -27,7 +27,7 @@ import jax
 import msgspec
 import orbax.checkpoint as ocp
 
-from lw_jax.core import peers, schema, tree
+from lw_jax.core import processes, schema, tree
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
@@ -132,7 +132,7 @@ class Checkpointer:
         self._finish()
         if step == self._saved:
             return
-        peers.from_first(lambda: self._check_order(step))
+        processes.from_first(lambda: self._check_order(step))
         leaves = {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in tree.flatten_paths(state).items()}
         record = {"step": step, "identity": self._identity, "data": data, "metrics": metrics or {}, "leaves": leaves}
         self._pending = (step, tree.nbytes(state), json.loads(json.dumps(record)))
@@ -177,7 +177,7 @@ class Checkpointer:
         """
         self._finish()
         for _ in range(TRIES):
-            chosen = peers.from_first(lambda: self._choose(which))
+            chosen = processes.from_first(lambda: self._choose(which))
             if chosen is None:
                 return None
             step = chosen["step"]

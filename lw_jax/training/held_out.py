@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 
 from lw_jax.core import rng as rngs
 from lw_jax.core.types import Tree
-from lw_jax.data.course import Stream
+from lw_jax.data.data_schedule import Stream
 from lw_jax.data.loader import eval_batches
-from lw_jax.training import fit
+from lw_jax.training import micro_batch_search
 from lw_jax.training.program import Program
 from sharding import place
 
@@ -19,7 +19,7 @@ class HeldOut:
         self._program = program
         placement = program.placement
         batch = place.round_up(program.cfg.eval.batch, placement.data)
-        self._batch = fit.Batch(batch, multiple=placement.data, tell=tell)
+        self._batch = micro_batch_search.Batch(batch, multiple=placement.data, tell=tell)
 
     def measure(
         self, trainable: Tree, frozen: Tree, stop_requested: Callable[[], bool] = lambda: False

@@ -7,9 +7,9 @@ from typing import Any, cast
 from jax.sharding import Mesh
 
 from lw_jax.core.types import Tree
-from lw_jax.training import steps
-from lw_jax.training.base import Branched, Plannable
+from lw_jax.training import train_step
 from lw_jax.training.program import Program
+from lw_jax.training.recipe import Branched, Plannable
 from sharding import place
 
 
@@ -26,7 +26,9 @@ class Needs:
     activations: int  # all else: what the programs hold while they run, gradients and logits included
     logits: int  # of `activations`: one reader's logits [b t v] in fp32
     by_mesh: tuple[int, ...]  # peak of each mesh's devices, the learner's first
-    programs: Mapping[str, tuple[Any, steps.Part]] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+    programs: Mapping[str, tuple[Any, train_step.Part]] = dataclasses.field(
+        default_factory=dict, compare=False, repr=False
+    )
 
     @property
     def peak(self) -> int:
@@ -90,7 +92,7 @@ class _Resident:
         return self.weights + self.trainable + self.optimizer + self.batch
 
 
-def _working(compiled: Mapping[str, tuple[Any, steps.Part]], mesh: Mesh, state: int) -> int:
+def _working(compiled: Mapping[str, tuple[Any, train_step.Part]], mesh: Mesh, state: int) -> int:
     """Returns what the programs of one mesh hold at most beyond what stays there; `state` counts the bytes that move.
 
     Readers apart: outputs of the shared part (latents and what its backward pass needs) live until that has run, sums

@@ -15,7 +15,7 @@ from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttribut
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
 from lw_jax.core.files import whole, write_whole
-from lw_jax.training.workdir import read_metrics
+from lw_jax.training.run_folder import read_metrics
 
 
 class MetricsLog:

@@ -8,9 +8,9 @@ from jax.sharding import PartitionSpec as P
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
-from lw_jax.training import optim, steps
-from lw_jax.training.base import Recipe
-from lw_jax.training.steps import State
+from lw_jax.training import optimizers, train_step
+from lw_jax.training.recipe import Recipe
+from lw_jax.training.train_step import State
 from sharding import place
 from sharding.rules import path_of
 
@@ -20,11 +20,11 @@ class Program:
 
     def __init__(self, cfg: Config, recipe: Recipe):
         self.cfg, self.recipe, self.placement = cfg, recipe, recipe.placement
-        self.stretches = [optim.Stretch(steps, stage.rate) for _, stage, steps in config.stages(cfg)]
-        self.optimizer = optim.make(
+        self.stretches = [optimizers.Stretch(steps, stage.rate) for _, stage, steps in config.stages(cfg)]
+        self.optimizer = optimizers.make(
             cfg.optim, stretches=self.stretches, rates=recipe.rates, abstract=recipe.abstract().trainable
         )
-        self.step = steps.make(recipe, self.placement, self.optimizer, seed=cfg.seed)
+        self.step = train_step.make(recipe, self.placement, self.optimizer, seed=cfg.seed)
 
     @property
     def share(self) -> int:
@@ -66,7 +66,7 @@ class Program:
 
         return place.put_parts(widths, self.placement, put)
 
-    def lower(self, widths: Tree, accumulation: int) -> dict[str, steps.Part]:
+    def lower(self, widths: Tree, accumulation: int) -> dict[str, train_step.Part]:
         """Returns the step's programs by name, ready to be compiled."""
         return self.step.lower(self.state(), self.frozen(), self.batch(widths, accumulation))
 

@@ -3,10 +3,10 @@
 import dataclasses
 
 from lw_jax.core.types import Tree
-from lw_jax.training.base import Plannable
-from lw_jax.training.fit import Room, halved
 from lw_jax.training.memory import bytes_of
+from lw_jax.training.micro_batch_search import Room, halved
 from lw_jax.training.program import Program
+from lw_jax.training.recipe import Plannable
 from sharding import place
 
 

@@ -21,7 +21,7 @@ import run
 from configs import base
 from lw_jax.core.config import flatten
 from lw_jax.core.errors import UserError
-from lw_jax.inference import exchange
+from lw_jax.inference import message_io
 from lw_jax.models import codec
 from lw_jax.training.checkpoint import Checkpointer
 from tests import language_runs, runs
@@ -150,7 +150,7 @@ def _explicit_messages(sample: Sample) -> dict[str, Files]:
 
 
 def _read_message(folder: Path) -> Any:
-    message = exchange.read_message(str(folder / MESSAGE))
+    message = message_io.read_message(str(folder / MESSAGE))
     return message, codec.unpack(message, encoder=ENCODER)
 
 

@@ -4,7 +4,7 @@ import lw_jax.commands.evaluate
 import lw_jax.recipes.latentwire
 import lw_jax.recipes.ttt
 import lw_jax.training.checkpoint
-import lw_jax.training.train
+import lw_jax.training.trainer
 import run
 
 __all__ = ["lw_jax", "run"]

@@ -11,7 +11,7 @@ import pytest
 from lw_jax.core import tree
 from lw_jax.hub import bert_family, ttt_family
 from lw_jax.models import bert, decoder, rotary, ttt
-from lw_jax.training import optim
+from lw_jax.training import optimizers
 from sharding import mesh as meshes
 from sharding import rules, tables
 from tests import tiny
@@ -126,7 +126,7 @@ def test_bert_tree_has_the_published_number_of_parameters(name: str) -> None:
 
 def test_bert_tree_its_decay_and_the_tensors_it_comes_from_are_unchanged() -> None:
     shapes = bert.abstract(BERT_BASE, jnp.float32)
-    flat, decay = tree.flatten_paths(shapes), tree.flatten_paths(optim.decays(shapes))
+    flat, decay = tree.flatten_paths(shapes), tree.flatten_paths(optimizers.decays(shapes))
     stored = {path: bert_family.TENSORS[path].hugging_face for path in flat}
     rows = [(path, str(leaf.shape), str(leaf.dtype), str(decay[path]), stored[path]) for path, leaf in flat.items()]
     compare("bert_base", [("path", "shape", "dtype", "decay", "tensor"), *sorted(rows)])
@@ -139,7 +139,7 @@ def test_ttt_tree_its_placements_its_decay_and_the_tensors_it_comes_from_are_unc
         placement: jax.tree.map(spec, rules.shardings(table, shapes, meshes.make(data=8), name=name))
         for placement, table in (("replicate", tables.TRAINABLE), ("fsdp", tables.LEARNER_FSDP))
     }
-    columns |= {"decay": jax.tree.map(str, optim.decays(shapes))}
+    columns |= {"decay": jax.tree.map(str, optimizers.decays(shapes))}
     flat = {column: tree.flatten_paths(values) for column, values in columns.items()}
     rows = [
         (
@@ -165,7 +165,7 @@ def test_trainable_tree_and_how_it_learns_are_unchanged(name: str, tmp_path_fact
     columns = {
         "placement": jax.tree.map(spec, recipe.shardings().trainable),
         "rate": rules.match([(path, str(rate)) for path, rate in recipe.rates], shapes, name="rates"),
-        "decay": jax.tree.map(str, optim.decays(shapes)),
+        "decay": jax.tree.map(str, optimizers.decays(shapes)),
     }
     flat = {column: tree.flatten_paths(values) for column, values in columns.items()}
     rows = [

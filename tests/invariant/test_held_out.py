@@ -9,7 +9,7 @@ import pytest
 
 from lw_jax.core import runtime
 from lw_jax.core.errors import UserError
-from lw_jax.training import metrics, train
+from lw_jax.training import metrics, trainer
 from lw_jax.training.checkpoint import Checkpointer
 from tests import tiny
 from tests.invariant.test_out_of_memory import EXHAUSTED
@@ -49,7 +49,7 @@ def run_in(folder, text, *, evaluate=lambda rows: None, stop=lambda step: False,
     recipe = tiny.make_ttt(text, **CHANGES | changes)
     folder.mkdir(exist_ok=True)
     with Checkpointer(folder / "checkpoints", keep=2, identity=recipe.identity()) as checkpointer:
-        run = train.Run(recipe.cfg, recipe, checkpointer, folder)
+        run = trainer.Run(recipe.cfg, recipe, checkpointer, folder)
         run.program.step = Wrapped(run.program.step, evaluate)
         code = run.train(stop)
     return code, jax.device_get(run.state["trainable"])
@@ -158,7 +158,7 @@ def test_loss_that_is_no_number_names_the_checkpoint_that_there_is_and_no_other(
 def test_loss_that_is_no_number_before_anything_was_learned_blames_no_learning_rate(text, tmp_path):
     recipe = tiny.make_ttt(text, **CHANGES)
     with Checkpointer(tmp_path / "checkpoints", keep=2, identity=recipe.identity()) as checkpointer:
-        run = train.Run(recipe.cfg, recipe, checkpointer, tmp_path)
+        run = trainer.Run(recipe.cfg, recipe, checkpointer, tmp_path)
         build = recipe.build
 
         def damaged(frozen=None):

@@ -9,7 +9,7 @@ import pytest
 import lw_jax
 from lw_jax.core.errors import UserError
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import train, workdir
+from lw_jax.training import run_folder, trainer
 from sharding import placement
 from tests import tiny
 
@@ -25,8 +25,8 @@ def make(root, reader, **changes):
 
 
 def run(cfg, folder):
-    workdir.write_workdir(folder, cfg=cfg, base={}, command=["test"])
-    assert train.main(cfg, resolved={}, workdir=folder) == 0
+    run_folder.write_workdir(folder, cfg=cfg, base={}, command=["test"])
+    assert trainer.main(cfg, resolved={}, workdir=folder) == 0
     return lw_jax.load_wire(folder)
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.training import fit, memory, metrics, train
+from lw_jax.training import memory, metrics, micro_batch_search, trainer
 from lw_jax.training.checkpoint import Checkpointer
 from tests import tiny
 
@@ -48,11 +48,11 @@ class Failing:
         raise jax.errors.JaxRuntimeError(self.message)
 
 
-def train_with(recipe, folder, fail, *, checkpoints: bool = True) -> train.Run:
+def train_with(recipe, folder, fail, *, checkpoints: bool = True) -> trainer.Run:
     """A whole run whose step is wrapped by `fail`."""
     folder.mkdir(exist_ok=True)
     with Checkpointer(folder / "checkpoints", keep=2, identity=recipe.identity()) as checkpointer:
-        run = train.Run(recipe.cfg, recipe, checkpointer if checkpoints else None, folder)
+        run = trainer.Run(recipe.cfg, recipe, checkpointer if checkpoints else None, folder)
         run.program.step = fail(run.program.step)
         assert run.train(lambda step: False) == 0
     return run
@@ -121,10 +121,10 @@ def test_micro_batch_that_cannot_be_halved_ends_the_run_with_advice(batch, small
 
 def test_several_processes_end_instead_of_disagreeing(root, monkeypatch):
     recipe = tiny.make_recipe(root)
-    run = train.Run(recipe.cfg, recipe, None, None)
+    run = trainer.Run(recipe.cfg, recipe, None, None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match="processes cannot agree on another one by now"):
-        run._halve(fit.OutOfMemory(EXHAUSTED))
+        run._halve(micro_batch_search.OutOfMemory(EXHAUSTED))
 
 
 def test_other_errors_of_the_runtime_pass(root, tmp_path):
@@ -139,7 +139,7 @@ def test_other_errors_of_the_runtime_pass(root, tmp_path):
 @pytest.mark.slow
 def test_a_run_takes_the_largest_micro_batch_that_the_memory_allows(root, single, tmp_path, capsys):
     recipe = tiny.make_recipe(root)
-    program = train.Run(recipe.cfg, recipe, None, None).program
+    program = trainer.Run(recipe.cfg, recipe, None, None).program
     one = recipe.data("train").collate([0])
     widths = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), one)
     peaks = {micro: memory.measure(program, widths, 8 // micro).peak for micro in (2, 4)}

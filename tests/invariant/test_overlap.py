@@ -7,7 +7,7 @@ import statistics
 import jax
 import jax.numpy as jnp
 
-from lw_jax.training import steps, train
+from lw_jax.training import train_step, trainer
 from sharding import place
 from tests import tiny
 
@@ -16,7 +16,7 @@ STEPS = 3  # of which most must show it, on a machine busy with other work
 
 def prepare(recipe):
     """(step, state, frozen weights, batch) of a run, not yet compiled."""
-    run = train.Run(recipe.cfg, recipe, None, None)
+    run = trainer.Run(recipe.cfg, recipe, None, None)
     built = recipe.build()
     zero = place.replicate(jnp.int32(0), recipe.placement.learner)
     state = {"trainable": built.trainable, "opt_state": run.program.optimizer.init(built.trainable), "step": zero}
@@ -73,6 +73,6 @@ def test_a_trace_would_show_readers_that_work_in_turn(root, tmp_path, monkeypatc
             array.block_until_ready()
         return rows(tree, mesh)
 
-    monkeypatch.setattr(steps.place, "rows", wait_first)
+    monkeypatch.setattr(train_step.place, "rows", wait_first)
     shares = trace(tiny.make_recipe(root, devices=2, strategy="split", train__global_batch=32), tmp_path)
     assert max(shares) <= 0, shares

@@ -5,9 +5,9 @@ import numpy as np
 import pytest
 
 from lw_jax.commands import evaluate
-from lw_jax.inference.api import TrainedWire
+from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import metrics, train
+from lw_jax.training import metrics, trainer
 from sharding.errors import PlacementError
 from tests import tiny
 
@@ -35,10 +35,10 @@ PLACED = {
 }
 
 
-def run_of(recipe: LatentWire, folder) -> train.Run:
+def run_of(recipe: LatentWire, folder) -> trainer.Run:
     """A whole run that writes metrics and no checkpoint."""
     folder.mkdir()
-    run = train.Run(recipe.cfg, recipe, None, folder)
+    run = trainer.Run(recipe.cfg, recipe, None, folder)
     assert run.train(lambda step: False) == 0
     return run
 
@@ -131,7 +131,7 @@ def test_ffn_that_does_not_divide_is_refused_with_its_path_and_the_sizes_that_do
     recipe = tiny.make_recipe(root, devices=3, model=3, **thirds | {"llms__qwen__source": str(qwen)})
     words = r"llms/qwen: layers/(gate|up|down) \(.*88.*\).*\(88\) does not divide mesh axis model=3.*1, 2, 4, 8, 11"
     with pytest.raises(PlacementError, match=words):
-        train.Run(recipe.cfg, recipe, None, None).program.frozen()
+        trainer.Run(recipe.cfg, recipe, None, None).program.frozen()
 
 
 def test_widths_that_do_not_divide_over_data_are_refused_under_fsdp(root):
@@ -187,7 +187,7 @@ def test_validation_of_readers_apart_is_that_of_one_device(root, trained):
     found = []
     for where in ({}, APART["split 4"]):
         recipe = tiny.make_recipe(root, **where)
-        run = train.Run(recipe.cfg, recipe, None, None)
+        run = trainer.Run(recipe.cfg, recipe, None, None)
         run.state = {"trainable": jax.device_put(jax.device_get(trained), recipe.shardings().trainable)}
         found.append(run.held_out.measure(run.state["trainable"], recipe.load_frozen()))
     assert found[0].keys() == found[1].keys()

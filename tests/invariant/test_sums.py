@@ -12,9 +12,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lw_jax.core.types import LossTerms
-from lw_jax.planning import hlo
-from lw_jax.training import steps
-from lw_jax.training.base import Branched, Weights
+from lw_jax.planning import hlo_counts
+from lw_jax.training import train_step
+from lw_jax.training.recipe import Branched, Weights
 from sharding import place, placement, shards
 
 WIDTHS = {"small": 24, "large": 40}  # of two readers, which "hybrid3" tells apart by their bytes
@@ -104,7 +104,7 @@ def _bf16(x: jax.Array) -> jax.Array:
 def make(name: str, micro_batches: int):
     """(recipe, its step, state, frozen weights, batch) with so many micro-batches a step."""
     recipe, optimizer = Toy(name), optax.sgd(0.1, momentum=0.9)
-    step = steps.make(recipe, recipe.placement, optimizer, seed=0)
+    step = train_step.make(recipe, recipe.placement, optimizer, seed=0)
     weights, placed = recipe.weights(), recipe.shardings()
     trainable = jax.device_put(weights.trainable, placed.trainable)
     opt_state = place.replicate(optimizer.init(trainable), recipe.placement.learner)
@@ -116,13 +116,13 @@ def make(name: str, micro_batches: int):
     return step, state, jax.device_put(weights.frozen, placed.frozen), batch
 
 
-def collectives(name: str, micro_batches: int) -> list[hlo.Collective]:
+def collectives(name: str, micro_batches: int) -> list[hlo_counts.Collective]:
     """What crosses the data axis in a step; of a program that runs several times, as often."""
     found = []
     step, *given = make(name, micro_batches)
     for part in step.lower(*given).values():
         groups = {tuple(column) for column in np.arange(part.mesh.size).reshape(part.mesh.devices.shape).T.tolist()}
-        for one in hlo.analyse(part.lowered.compile().as_text()).collectives:
+        for one in hlo_counts.analyse(part.lowered.compile().as_text()).collectives:
             if {tuple(sorted(group)) for group in one.groups} == groups:
                 found += [dataclasses.replace(one, wire_bytes=one.wire_bytes * part.runs)]
     return found

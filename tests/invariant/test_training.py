@@ -10,7 +10,7 @@ import pytest
 
 from lw_jax.core import runtime
 from lw_jax.core.errors import UserError
-from lw_jax.training import metrics, train
+from lw_jax.training import metrics, trainer
 from lw_jax.training.checkpoint import Checkpointer
 from tests import tiny
 from tests.tiny import curve
@@ -100,7 +100,7 @@ def test_another_seed_trains_other_weights(root, single, tmp_path):
 
 def test_frozen_weights_do_not_move(root, tmp_path):
     recipe = tiny.make_recipe(root)
-    run = train.Run(recipe.cfg, recipe, None, None)
+    run = trainer.Run(recipe.cfg, recipe, None, None)
     before = jax.device_get(recipe.load_frozen())
     built = recipe.build()
     step = run.program.step

@@ -9,7 +9,7 @@ import pytest
 
 from lw_jax.core import runtime
 from lw_jax.core.errors import UserError
-from lw_jax.training import metrics, train
+from lw_jax.training import metrics, trainer
 from lw_jax.training.program import Program
 from tests import tiny
 
@@ -99,7 +99,7 @@ def test_fsdp_splits_weights_and_moments_over_the_devices(root):
 
 def test_fsdp_keeps_what_is_split_split_through_a_run(root):
     recipe = tiny.make_ttt(root, devices=4, strategy="fsdp", train__steps=2)
-    run = train.Run(recipe.cfg, recipe, None, None)
+    run = trainer.Run(recipe.cfg, recipe, None, None)
     assert run.train(lambda step: False) == 0
     for leaf in (run.state["trainable"]["layers"]["q"], run.state["trainable"]["embed"]):
         assert leaf.addressable_shards[0].data.size * 4 == leaf.size

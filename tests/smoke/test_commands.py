@@ -14,7 +14,7 @@ import pytest
 
 import run
 from lw_jax.core import config, config_file, runtime, validation
-from lw_jax.data import cards
+from lw_jax.data import question_cards
 from lw_jax.training import metrics
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -155,7 +155,7 @@ def test_every_readme_command_is_accepted(command: str) -> None:
 @pytest.mark.slow
 def test_thirty_two_examples_overfit_by_generation(trained: Path, tmp_path: Path) -> None:
     """From scratch, byte encoder and random adapters: only a right signal, EOS included, ends in whole answers."""
-    made = cards.make(32, facts=1, seed=3, split="train")
+    made = question_cards.make(32, facts=1, seed=3, split="train")
     rows = [{"context": e.context, "question": e.question, "answers": list(e.answers)} for e in made]
     for name in ("train.jsonl", "same.jsonl"):
         (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

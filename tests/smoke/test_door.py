@@ -14,7 +14,7 @@ import pytest
 import run
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.inference import exchange
+from lw_jax.inference import message_io
 from sharding.errors import PlacementError
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -94,7 +94,7 @@ def test_answer_gets_the_text_and_every_question(calls: list[dict[str, Any]]) ->
     Path("text.txt").write_text("Ä text.\n", encoding="utf-8")
     assert run.main([*SMOKE, "--workdir", "w"]) == 0
     assert run.main(["answer", "--workdir", "w", "--context", "text.txt", "--question", "a?", "--question", "b?"]) == 0
-    assert calls[1]["request"] == exchange.Request(context="Ä text.\n", questions=("a?", "b?"))
+    assert calls[1]["request"] == message_io.Request(context="Ä text.\n", questions=("a?", "b?"))
 
 
 def test_answer_gets_the_message_or_how_to_write_one(calls: list[dict[str, Any]]) -> None:
@@ -102,10 +102,10 @@ def test_answer_gets_the_message_or_how_to_write_one(calls: list[dict[str, Any]]
     Path("message").write_bytes(b"LWJX\xff\r\n")
     assert run.main([*SMOKE, "--workdir", "w"]) == 0
     assert run.main(["answer", "--workdir", "w", "--message", "message", "--question", "a?"]) == 0
-    assert calls[1]["request"] == exchange.Request(message=b"LWJX\xff\r\n", questions=("a?",))
+    assert calls[1]["request"] == message_io.Request(message=b"LWJX\xff\r\n", questions=("a?",))
     sizes = ["--bits", "4", "--slots=3", "--width", "5"]
     assert run.main(["answer", "--workdir", "w", "--context", "text.txt", "--write", "-", *sizes]) == 0
-    assert calls[2]["request"] == exchange.Request(context="A text.", write="-", bits=4, slots=3, width=5)
+    assert calls[2]["request"] == message_io.Request(context="A text.", write="-", bits=4, slots=3, width=5)
 
 
 @pytest.mark.parametrize("error", [UserError("mend this"), PlacementError("mend this")])
@@ -115,7 +115,7 @@ def test_error_of_a_verb_that_the_user_can_mend_is_one_line(
     def fail(cfg: Config, **given: Any) -> None:
         raise error
 
-    monkeypatch.setattr(sys.modules["lw_jax.training.train"], "main", fail)
+    monkeypatch.setattr(sys.modules["lw_jax.training.trainer"], "main", fail)
     assert run.main(SMOKE) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "error: mend this"
 
@@ -124,7 +124,7 @@ def test_error_of_a_verb_that_the_user_can_mend_is_one_line(
 def test_exit_code_of_a_verb_is_passed_on(
     calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, code: int | None, expected: int
 ) -> None:
-    monkeypatch.setattr(sys.modules["lw_jax.training.train"], "main", lambda cfg, **given: code)
+    monkeypatch.setattr(sys.modules["lw_jax.training.trainer"], "main", lambda cfg, **given: code)
     assert run.main(SMOKE) == expected
 
 
@@ -132,7 +132,7 @@ def test_interrupt_ends_with_130(calls: list[dict[str, Any]], monkeypatch: pytes
     def interrupt(cfg: Config, **given: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["lw_jax.training.train"], "main", interrupt)
+    monkeypatch.setattr(sys.modules["lw_jax.training.trainer"], "main", interrupt)
     assert run.main(SMOKE) == 130
 
 
@@ -234,7 +234,7 @@ def test_place_that_cannot_be_written_is_one_line_wherever_it_is_found(
         raise OSError(code, os.strerror(code), "some/file")
 
     del calls
-    monkeypatch.setattr(sys.modules["lw_jax.training.train"], "main", main)
+    monkeypatch.setattr(sys.modules["lw_jax.training.trainer"], "main", main)
     argv = [*SMOKE, "--workdir", "w"]
     if exit_code:
         assert run.main(argv) == exit_code

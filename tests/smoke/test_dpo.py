@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from lw_jax.data import cards
+from lw_jax.data import question_cards
 from lw_jax.hub import peft, weights
 from lw_jax.models import decoder, lora
 from tests import tiny
@@ -42,7 +42,7 @@ def here(tmp_path_factory):
     here = tmp_path_factory.mktemp("dpo")
     tiny.write_reader(here / "model", "llama", head_dim=16, width=64, ffn=128)
     rows = []
-    for number, card in enumerate(cards.make(240, facts=1, seed=1, split="train")):
+    for number, card in enumerate(question_cards.make(240, facts=1, seed=1, split="train")):
         asked = {"prompt": f"{number} {card.question}"}
         rows.append(asked | {"chosen": f"{card.answers[0]}, please", "rejected": f"{card.answers[0]} you fool"})
     (here / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")

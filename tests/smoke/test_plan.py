@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from lw_jax.commands import plan
-from lw_jax.core import platform
+from lw_jax.core import environment
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 CONFIG = """
@@ -27,7 +27,7 @@ def get_config(recipe="latentwire"):
     return c
 """
 PLUGIN = any(importlib.metadata.distributions(name="jax-cuda12-plugin"))
-WITHOUT_DRIVER = not any(Path(file).exists() for file in platform.DRIVER_FILES)
+WITHOUT_DRIVER = not any(Path(file).exists() for file in environment.DRIVER_FILES)
 
 # An environment without the compiler: JAX finds an empty plugin, and pip's records have none.
 BARE = """

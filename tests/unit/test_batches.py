@@ -11,7 +11,7 @@ from configs import base
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Example, Task
-from lw_jax.data import batches, cards
+from lw_jax.data import batches, question_cards
 from lw_jax.data.batches import Layout, Reader
 
 ANSWER_FIELDS = {"answer_inputs", "targets", "weights"}
@@ -62,7 +62,7 @@ class Bytes:
         return [list(text.encode()) for text in texts]
 
 
-CARDS = cards.make(61, facts=4, seed=0, split="train")
+CARDS = question_cards.make(61, facts=4, seed=0, split="train")
 TOK = TinyTokenizer(700)
 OTHER = TinyTokenizer(430, begin=())
 WIDTH = 11

@@ -22,7 +22,7 @@ import optax
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from lw_jax.core import peers
+from lw_jax.core import processes
 from lw_jax.core.errors import UserError
 from lw_jax.training import checkpoint
 from lw_jax.training.checkpoint import RECORD, Checkpointer
@@ -355,7 +355,7 @@ def test_first_process_chooses_the_checkpoint_of_all(tmp_path, monkeypatch):
             told[0] = json.dumps(make())
         return json.loads(told[0])
 
-    monkeypatch.setattr(peers, "from_first", from_first)
+    monkeypatch.setattr(processes, "from_first", from_first)
     found = []
     for rank, view in enumerate(views):
         with reopen(view) as checkpointer:

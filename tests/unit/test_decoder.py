@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lw_jax.models import decoder, rotary
-from lw_jax.planning import hlo
+from lw_jax.planning import hlo_counts
 
 SAME = 2e-5  # fp32, values of unit size: the same sums in another order
 APART = 1e-2  # a real difference of values of unit size
@@ -205,7 +205,7 @@ def test_opening_is_computed_for_one_row(params, ids):
 
     def flops(run):
         text = jax.jit(jax.grad(lambda x: run(x).sum())).lower(x).compile().as_text()
-        return hlo.analyse(text).flops
+        return hlo_counts.analyse(text).flops
 
     def joined(x):
         rows, marks = (

@@ -13,7 +13,7 @@ from configs import base
 from lw_jax import recipes
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
-from lw_jax.data import cards, kept
+from lw_jax.data import frozen_cache, question_cards
 from lw_jax.models import decoder, lora
 from lw_jax.recipes import dpo
 from lw_jax.training.program import Program
@@ -29,7 +29,7 @@ def root(tmp_path_factory):
     """A model folder and a file of pairs: the chosen answer is the right one, the rejected one another card's."""
     root = tmp_path_factory.mktemp("dpo")
     tiny.write_reader(root / "model", "llama", head_dim=16, width=64, ffn=128)
-    made = cards.make(96, facts=2, seed=4, split="train")
+    made = question_cards.make(96, facts=2, seed=4, split="train")
     rows = [
         {"prompt": f"{one.context} {one.question} ", "chosen": one.answers[0], "rejected": f"{other.answers[0]} or so"}
         for one, other in zip(made, made[1:] + made[:1], strict=True)
@@ -136,7 +136,7 @@ def test_kept_reference_is_the_live_one_and_is_read_once(root, tmp_path, monkeyp
 def test_kept_reference_is_found_by_the_tokens_that_the_model_is_given_and_their_flags(root, tmp_path, monkeypatch):
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
     recipe, seen = make(root, dpo__reference="kept"), []
-    monkeypatch.setattr(dpo, "key_of", lambda *parts: seen.append(parts) or kept.key_of(*parts))
+    monkeypatch.setattr(dpo, "key_of", lambda *parts: seen.append(parts) or frozen_cache.key_of(*parts))
     course = recipe.course()
     assert len(seen) == sum(len(data) for data in course.streams)
     recipe.course()

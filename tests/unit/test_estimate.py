@@ -16,11 +16,11 @@ import pytest
 
 from lw_jax import recipes
 from lw_jax.core import config, config_file
-from lw_jax.models import traffic
-from lw_jax.planning import estimate, hlo, roofline, targets
+from lw_jax.models import memory_traffic
+from lw_jax.planning import estimate, gpus, hlo_counts, roofline
 from lw_jax.planning.estimate import Estimate
-from lw_jax.training.base import Plannable
 from lw_jax.training.program import Program
+from lw_jax.training.recipe import Plannable
 from sharding import placement as placements
 from tests import tiny
 
@@ -56,14 +56,14 @@ def make_program(root, strategy: str = "single", devices: int = 1, **changes) ->
 
 def estimate_of(program: Program, micro: int = 0, target: str = "") -> Estimate:
     recipe = recipes.make(program.cfg, program.placement, outline=True)
-    return estimate.estimate(program, recipe, recipe.batch_widths(), micro, targets.parse(target) if target else None)
+    return estimate.estimate(program, recipe, recipe.batch_widths(), micro, gpus.parse(target) if target else None)
 
 
-def compiled(program: Program) -> hlo.Program:
+def compiled(program: Program) -> hlo_counts.Program:
     widths = recipes.make(program.cfg, program.placement, outline=True).batch_widths()
     (part,) = program.lower(widths, 1).values()
     # only machine code is left unoptimised, which nothing here reads
-    return hlo.analyse(part.lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).as_text())
+    return hlo_counts.analyse(part.lowered.compile(compiler_options={"xla_backend_optimization_level": 0}).as_text())
 
 
 def attention(sizes: dict[str, int], queries: int, keys: int) -> int:
@@ -221,14 +221,14 @@ def test_recomputation_trades_flops_for_bytes(root):
 def test_seconds_are_the_counts_over_the_cards_figures(weights, peak, root):
     stored = {f"llms__{name}__weights": weights for name in ("llama", "qwen")}
     program = make_program(root, "tensor", 2, **stored)
-    found, target = estimate_of(program, 2, "a100_80x2"), targets.parse("a100_80x2")
+    found, target = estimate_of(program, 2, "a100_80x2"), gpus.parse("a100_80x2")
     card, recipe = target.card, recipes.make(program.cfg, program.placement, outline=True)
     assert found.times is not None and found.needs.accumulation == 2
     terms = recipe.terms(recipe.batch_widths(), 2).values()
     bandwidth = card.bandwidth * roofline.BANDWIDTH_FRACTION
     gemm = 2 * sum(max(one.flops / (card.peak[peak] * roofline.MATMUL_FRACTION), one.read / bandwidth) for one in terms)
     assert found.times.gemm == pytest.approx(gemm, rel=EXACT)
-    stepped = found.needs.trainable * (traffic.OPTIMIZER + 2 * traffic.ACCUMULATED)
+    stepped = found.needs.trainable * (memory_traffic.OPTIMIZER + 2 * memory_traffic.ACCUMULATED)
     moving = (2 * sum(one.traffic for one in terms) + stepped) / bandwidth
     assert found.times.memory == pytest.approx(moving, rel=EXACT)
     sending = found.collective_bytes / (card.link * roofline.LINK_FRACTION) + roofline.COLLECTIVE_SECONDS
@@ -243,7 +243,7 @@ def test_readers_apart_take_what_is_shared_and_the_slowest_reader(root):
     recipe = make_program(root).recipe
     assert isinstance(recipe, Plannable)
     readers = [recipe.terms(recipe.batch_widths(), BATCH)[name].traffic for name in ("llama", "qwen")]
-    saved = min(readers) / (targets.CARDS["h100"].bandwidth * roofline.BANDWIDTH_FRACTION)
+    saved = min(readers) / (gpus.CARDS["h100"].bandwidth * roofline.BANDWIDTH_FRACTION)
     assert whole.times.memory - apart.times.memory == pytest.approx(saved, rel=1e-6)
 
 
@@ -251,7 +251,7 @@ def test_readers_apart_take_what_is_shared_and_the_slowest_reader(root):
 
 
 def seconds_of(file: str, target: str, strategy: str, mesh: str, micro: int, **changes: object) -> float:
-    cfg, wanted = config.build(config_file.load(file, root=ROOT)), targets.parse(target)
+    cfg, wanted = config.build(config_file.load(file, root=ROOT)), gpus.parse(target)
     whole = config.to_dict(cfg)
     for path, value in changes.items():
         section, _, key = path.partition("__")

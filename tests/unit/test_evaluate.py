@@ -10,7 +10,7 @@ import pytest
 from lw_jax.commands import evaluate, report
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
-from lw_jax.inference.api import TrainedWire
+from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.report import records
 from tests import tiny
 

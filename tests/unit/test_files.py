@@ -9,7 +9,7 @@ import pytest
 
 from lw_jax.core import files
 from lw_jax.core.errors import UserError
-from lw_jax.data import kept
+from lw_jax.data import frozen_cache
 
 
 def test_file_takes_its_place_when_all_is_written(tmp_path: Path) -> None:
@@ -43,7 +43,7 @@ def test_file_system_without_locks_is_named_with_its_remedy(tmp_path: Path, monk
         raise OSError(code, os.strerror(code))
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    store = kept.Store(tmp_path, "a", rows={"x": ((2,), float)})
+    store = frozen_cache.Store(tmp_path, "a", rows={"x": ((2,), float)})
     with pytest.raises(UserError, match=rf"lock: .*\({errno.errorcode[code]}: .*-o flock.*LW_JAX_CACHE") as caught:
         store.fill([b"k" * 16], lambda _: {}, batch=1)
     assert str(tmp_path) in str(caught.value) and "\n" not in str(caught.value)

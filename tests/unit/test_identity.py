@@ -11,12 +11,12 @@ import pytest
 from lw_jax import recipes
 from lw_jax.commands import export
 from lw_jax.core.errors import UserError
-from lw_jax.data import cards
+from lw_jax.data import question_cards
 from lw_jax.training.checkpoint import Checkpointer
 from tests import tiny
 from tests.unit import test_dpo
 
-ROWS = cards.make(24, facts=2, seed=7, split="train")
+ROWS = question_cards.make(24, facts=2, seed=7, split="train")
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from lw_jax.data import batches
-from lw_jax.evals import answers, joint, rows
+from lw_jax.evals import answers, control_rows, joint
 from tests import tiny
 
 COUNT, BATCH = 5, 3  # the last batch is filled up
@@ -25,7 +25,7 @@ def wire(tmp_path_factory):
     changes = {"examples": COUNT, "batch": BATCH, "rows": ("latents",), "max_new_tokens": 2, "resamples": 100}
     asked = dataclasses.replace(recipe.cfg.eval, **changes)
     bench = tiny.make_bench(recipe, built)
-    measured = rows.measure(bench, recipe.data("validation"), asked=asked)
+    measured = control_rows.measure(bench, recipe.data("validation"), asked=asked)
     return recipe, built, bench, asked, measured
 
 
@@ -36,7 +36,7 @@ def pick(wire, said):
     for name, words in said.items():
         for record, word in zip(measured.of(name, "latents"), words, strict=True):
             example = measured.encoded.examples[record["index"]]
-            record |= rows.judge(example, word)
+            record |= control_rows.judge(example, word)
     told = joint.pick(bench, measured, recipe.layout, asked=asked, seed=0)
     return told, {name: measured.of(name, "latents") for name in said}
 

@@ -9,7 +9,7 @@ import pytest
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
 from lw_jax.data.batches import Encoded, Field
-from lw_jax.data.course import Course
+from lw_jax.data.data_schedule import Course
 from lw_jax.data.loader import Loader, eval_batches
 
 N, BATCH = 23, 6

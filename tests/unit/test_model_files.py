@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
 from lw_jax.data.tokens import load_source_tokenizer, load_tokenizer
-from lw_jax.hub import families, gguf_header, stored, ttt_family, weights
+from lw_jax.hub import families, gguf_header, tensor_files, ttt_family, weights
 from tests import tiny
 
 DEEP = "[" * 100_000
@@ -83,7 +83,7 @@ def test_header_against_the_format_s_rules_is_refused_as_the_library_does(three,
     if damage not in ("strange field", "begins with a space"):  # stricter here: the format's own text forbids both
         with pytest.raises(SafetensorError), safe_open(three, "np"):
             pass
-    refused(lambda: stored.list_tensors(three.parent), str(three))
+    refused(lambda: tensor_files.list_tensors(three.parent), str(three))
 
 
 @pytest.mark.parametrize(
@@ -97,13 +97,13 @@ def test_header_against_the_format_s_rules_is_refused_as_the_library_does(three,
 )
 def test_file_that_its_header_does_not_cover_exactly_is_refused(three, change):
     three.write_bytes(change(three.read_bytes()))
-    refused(lambda: stored.list_tensors(three.parent), str(three))
+    refused(lambda: tensor_files.list_tensors(three.parent), str(three))
 
 
 def test_name_of_several_lines_is_refused_in_one(three):
     header, body = split(three)
     three.write_bytes(join({"a\nb" if name == "b" else name: row for name, row in header.items()}, body))
-    refused(lambda: stored.list_tensors(three.parent), "'a\\nb'")
+    refused(lambda: tensor_files.list_tensors(three.parent), "'a\\nb'")
 
 
 @pytest.mark.parametrize(
@@ -118,7 +118,7 @@ def test_index_names_plain_files_of_its_own_folder(three, names):
     three.rename(three.with_name("m.safetensors"))
     index = three.with_name("model.safetensors.index.json")
     index.write_text(json.dumps({"weight_map": names}))
-    refused(lambda: stored.list_tensors(three.parent), str(index), "weight_map")
+    refused(lambda: tensor_files.list_tensors(three.parent), str(index), "weight_map")
 
 
 def test_index_that_puts_a_tensor_elsewhere_is_refused(three):
@@ -126,7 +126,7 @@ def test_index_that_puts_a_tensor_elsewhere_is_refused(three):
     three.with_name("model.safetensors.index.json").write_text(
         json.dumps({"weight_map": {"a": "m.safetensors", "z": "m.safetensors"}})
     )
-    refused(lambda: stored.list_tensors(three.parent), "tensor z")
+    refused(lambda: tensor_files.list_tensors(three.parent), "tensor z")
 
 
 # --- finite weights
@@ -136,7 +136,7 @@ KINDS = {np.float64: "f8", np.float32: "f4", np.float16: "f2", ml_dtypes.bfloat1
 
 @pytest.mark.parametrize("dtype", KINDS, ids=KINDS.values())
 def test_the_check_by_bits_agrees_with_numpy_on_every_pattern(three, dtype):
-    one = stored.list_tensors(three.parent)["a"]
+    one = tensor_files.list_tensors(three.parent)["a"]
     width, rng = np.dtype(dtype).itemsize, np.random.default_rng(3)
     whole = np.arange(2**16, dtype=np.uint32).astype(
         np.uint16
@@ -149,12 +149,12 @@ def test_the_check_by_bits_agrees_with_numpy_on_every_pattern(three, dtype):
     values = bits.view(dtype)
     with np.errstate(invalid="ignore"):  # NaN that signal
         finite = np.isfinite(values)
-    stored._require_finite(one, values[finite])
+    tensor_files._require_finite(one, values[finite])
     for value in values[~finite][:: max(1, (~finite).sum() // 50)]:
         for place in (0, 6):
             some = values[finite][:7].copy()
             some[place] = value
-            refused(lambda some=some: stored._require_finite(one, some), str(three), "tensor a")
+            refused(lambda some=some: tensor_files._require_finite(one, some), str(three), "tensor a")
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float16, ml_dtypes.bfloat16])
@@ -164,16 +164,16 @@ def test_one_value_that_is_not_finite_is_refused_while_reading(three, dtype, ord
         array = np.ones((2, 3), dtype)
         array[1, 1] = bad
         save_file({"a": array, "b": np.ones(3, np.float32)}, three)
-        found = stored.list_tensors(three.parent)
-        refused(lambda found=found: stored.read_tensor(found["a"], jnp.bfloat16, order), str(three), "tensor a")
-        assert stored.read_tensor(found["b"], jnp.bfloat16).tolist() == [1, 1, 1]
+        found = tensor_files.list_tensors(three.parent)
+        refused(lambda found=found: tensor_files.read_tensor(found["a"], jnp.bfloat16, order), str(three), "tensor a")
+        assert tensor_files.read_tensor(found["b"], jnp.bfloat16).tolist() == [1, 1, 1]
 
 
 def test_value_that_the_wanted_type_cannot_hold_is_refused(three):
     save_file({"a": np.array([3.4e38], np.float32)}, three)
-    one = stored.list_tensors(three.parent)["a"]
-    assert stored.read_tensor(one, np.float32)[0] > 3e38
-    refused(lambda: stored.read_tensor(one, jnp.bfloat16), "not finite as bfloat16")
+    one = tensor_files.list_tensors(three.parent)["a"]
+    assert tensor_files.read_tensor(one, np.float32)[0] > 3e38
+    refused(lambda: tensor_files.read_tensor(one, jnp.bfloat16), "not finite as bfloat16")
 
 
 # --- config.json
@@ -458,6 +458,6 @@ def test_gguf_weights_are_finite_too(tmp_path):
     path = write_gguf(tmp_path / "m.gguf")
     data = path.read_bytes()
     path.write_bytes(data[:-32] + struct.pack("<f", math.nan) + data[-28:])
-    found = stored.list_tensors(path)
-    stored.read_tensor(found["one"], np.float32)
-    refused(lambda: stored.read_tensor(found["two"], np.float32), str(path), "tensor two")
+    found = tensor_files.list_tensors(path)
+    tensor_files.read_tensor(found["one"], np.float32)
+    refused(lambda: tensor_files.read_tensor(found["two"], np.float32), str(path), "tensor two")

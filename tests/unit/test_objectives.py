@@ -10,7 +10,7 @@ import pytest
 from configs import base
 from lw_jax.core import config
 from lw_jax.core.types import EXACT, Task
-from lw_jax.losses import losses, objectives, piecewise
+from lw_jax.losses import chunked, objectives, token_losses
 from lw_jax.losses.objectives import Pass
 from lw_jax.models import encoder
 
@@ -91,9 +91,9 @@ def test_kl_is_from_the_live_teacher_or_from_its_kept_tokens(teacher):
     counted, kept = one.fields["weights"], one.fields["teacher"]
     found = objectives.total(weigh(kl=2.0, temperature=1.5), "qwen", one)
     if teacher:
-        expected, _ = losses.kl(one.teacher, one.logits, counted, temperature=1.5)
+        expected, _ = token_losses.kl(one.teacher, one.logits, counted, temperature=1.5)
     else:
-        expected, _ = losses.kl_of_top(kept["ids"], kept["logp"], one.logits, counted, temperature=1.5)
+        expected, _ = token_losses.kl_of_top(kept["ids"], kept["logp"], one.logits, counted, temperature=1.5)
     assert float(found.sum) == pytest.approx(2 * float(expected), rel=SAME)
     assert float(found.terms["kl/qwen"][0]) == pytest.approx(float(expected), rel=SAME)
 
@@ -188,7 +188,7 @@ def test_piece_by_piece_the_objective_and_its_gradients_are_those_of_all_rows(ta
 
     def objective(learned, pieces):
         given = (one.fields, one.embedded, one.teacher)
-        terms = piecewise.sum_of_pieces(measure, jnp.float32(1.5), learned, given, pieces=pieces)
+        terms = chunked.sum_of_pieces(measure, jnp.float32(1.5), learned, given, pieces=pieces)
         return 3.0 * terms.sum, terms  # the gradient of what is made of the sum passes through
 
     learned = (one.logits, one.latents, one.prefix)
@@ -201,7 +201,7 @@ def test_piece_by_piece_the_objective_and_its_gradients_are_those_of_all_rows(ta
     assert [bool(leaf.any()) for leaf in wanted] == [True, True, task == "reconstruct"], (
         "only align asks for the prefix"
     )
-    unasked = piecewise.sum_of_pieces(
+    unasked = chunked.sum_of_pieces(
         measure, jnp.float32(1.5), learned, (one.fields, one.embedded, one.teacher), pieces=B
     )
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=SAME), unasked, whole)

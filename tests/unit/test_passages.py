@@ -11,7 +11,7 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Task
-from lw_jax.data import cards, passages
+from lw_jax.data import passages, question_cards
 from lw_jax.models import wire
 from tests import tiny
 
@@ -32,7 +32,7 @@ def tokenizer(recipe):
 @pytest.fixture(scope="module")
 def documents():
     """Three texts of unequal length, about 40 to 200 tokens."""
-    made = [example.context for example in cards.make(29, facts=2, seed=5, split="train")]
+    made = [example.context for example in question_cards.make(29, facts=2, seed=5, split="train")]
     return [" ".join(made[:3]), "\n".join(made[3:14]), "  ".join(made[14:29])]
 
 

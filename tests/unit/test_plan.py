@@ -16,10 +16,10 @@ from lw_jax.commands.plan import Request
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
 from lw_jax.hub import sources
-from lw_jax.planning import choice, estimate, targets
-from lw_jax.planning.choice import Hardware
-from lw_jax.training import fit, memory, train
-from lw_jax.training.fit import Room
+from lw_jax.planning import estimate, gpus, placement_search
+from lw_jax.planning.placement_search import Hardware
+from lw_jax.training import memory, micro_batch_search, trainer
+from lw_jax.training.micro_batch_search import Room
 from lw_jax.training.program import Program
 from sharding import placement as placements
 from sharding.errors import PlacementError
@@ -43,7 +43,7 @@ def root(tmp_path_factory):
 def measure(monkeypatch):
     """Needs by arithmetic, nothing compiled."""
     standin = Measure()
-    monkeypatch.setattr(fit.memory, "measure", standin)
+    monkeypatch.setattr(micro_batch_search.memory, "measure", standin)
     return standin
 
 
@@ -121,7 +121,7 @@ def test_where_memory_is_not_told_as_many_devices_share_the_batch_as_divide_it(b
     cfg = auto(root, train__global_batch=batch)
     settled, placed = plan.settle(cfg)
     assert (placed.strategy, placed.data, placed.devices) == ("replicate", rows, rows)
-    assert dataclasses.replace(settled, eval=cfg.eval) == choice.with_remat(cfg, "none")
+    assert dataclasses.replace(settled, eval=cfg.eval) == placement_search.with_remat(cfg, "none")
     assert settled.eval.layers == "stacked", "this is no GPU"
 
 
@@ -143,7 +143,7 @@ def test_where_memory_is_told_the_plan_is_what_is_settled(root, measure):
     best = plan.make(cfg)["chosen"]
     assert measure.asked, "the plan was made"
     assert (placed.strategy, settled.compute.remat) == (best["strategy"], best["remat"])
-    assert placed.devices == best["devices_used"] and choice._mesh(placed) == best["mesh"]
+    assert placed.devices == best["devices_used"] and placement_search._mesh(placed) == best["mesh"]
     assert dataclasses.replace(settled, compute=cfg.compute, eval=cfg.eval) == cfg
 
 
@@ -172,7 +172,9 @@ def test_reading_takes_every_device_for_the_batch_where_the_readers_fit(root, me
 def placed_bytes(cfg, model: int) -> int:
     table = "tensor" if model > 1 else "replicate"
     placed = placements.place(table, recipes.reader_bytes(cfg), data=8 // model, model=model)
-    return memory.placed_bytes(Program(choice.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True)))
+    return memory.placed_bytes(
+        Program(placement_search.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
+    )
 
 
 @pytest.mark.parametrize("model", [2, 4])
@@ -204,7 +206,7 @@ def curve_of_one(root, tmp_path_factory):
 def train_planned(root, folder, **changes) -> list[float]:
     folder.mkdir()
     cfg = auto(root, train__steps=3, eval__examples=2, **changes)
-    assert train.main(cfg, resolved={}, workdir=folder) == 0
+    assert trainer.main(cfg, resolved={}, workdir=folder) == 0
     return tiny.logged_losses(folder)
 
 
@@ -214,7 +216,7 @@ def test_training_runs_the_planned_split_of_readers_too_large_for_one_device(
 ):
     """Activations count next to nothing here, so that the weights alone decide."""
     standin = Measure(none=1e-6, full=1e-6)
-    monkeypatch.setattr(fit.memory, "measure", standin)
+    monkeypatch.setattr(micro_batch_search.memory, "measure", standin)
     cfg = auto(root, mesh__target_utilisation=1.0)
     room = (placed_bytes(cfg, 1) + placed_bytes(cfg, 2)) / 2e9
     losses = train_planned(root, tmp_path / "run", mesh__memory_gb=room, mesh__target_utilisation=1.0)
@@ -230,7 +232,7 @@ def test_training_accumulates_as_compiled_where_the_batch_does_not_fit(root, cur
     cfg = auto(root, mesh__placement="replicate", compute__remat="none")
     placed = placements.place("replicate", recipes.reader_bytes(cfg))
     program = Program(cfg, recipes.make(cfg, placed, outline=True))
-    peaks = [fit.needs_of(program, program.recipe.batch_widths(), micro).peak for micro in (2, 4)]
+    peaks = [micro_batch_search.needs_of(program, program.recipe.batch_widths(), micro).peak for micro in (2, 4)]
     room = sum(peaks) / 2 / 1e9
     assert peaks[0] < room * 1e9 < peaks[1]
     changes = {"mesh__memory_gb": room, "mesh__target_utilisation": 1.0, "mesh__placement": "replicate"}
@@ -268,10 +270,10 @@ def test_fewer_devices_than_a_machine_file_wants_are_told_with_every_way_on(root
 
 
 def test_a_schedule_that_cannot_be_is_refused_before_readers_are_made(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(train, "make_selfmade_readers", lambda cfg: pytest.fail("readers were made"))
+    monkeypatch.setattr(trainer, "make_selfmade_readers", lambda cfg: pytest.fail("readers were made"))
     cfg = tiny.make_config(root, optim__warmup_steps=7, train__steps=6)
     with pytest.raises(UserError, match=r"optim\.warmup_steps=7 is longer than"):
-        train.main(cfg, resolved={}, workdir=tmp_path)
+        trainer.main(cfg, resolved={}, workdir=tmp_path)
 
 
 # ---- plans that are kept
@@ -285,7 +287,7 @@ def test_the_same_question_is_answered_from_disk(root, measure, cache, monkeypat
     cfg = auto(root, mesh__memory_gb=0.02)
     first = plan.make(cfg)
     assert "cached" not in first and len(list(cache.iterdir())) == 1
-    monkeypatch.setattr(choice, "choose", fail)
+    monkeypatch.setattr(placement_search, "choose", fail)
     second = plan.make(cfg)
     assert second == first | {"cached": True}
     assert "(kept)" in plan.report(second) and "(kept)" not in plan.report(first)
@@ -353,7 +355,7 @@ def test_json_holds_what_was_asked_for(estimated):
         assert row.keys() >= NAMED
         assert row["fits"] == (not row["obstacle"])
     assert estimated["chosen"] in estimated["candidates"] and estimated["chosen"]["fits"]
-    assert estimated["limit_bytes"] == int(0.8 * targets.CARDS["h100"].memory_bytes)
+    assert estimated["limit_bytes"] == int(0.8 * gpus.CARDS["h100"].memory_bytes)
     assert {row["strategy"] for row in estimated["candidates"]} == {
         *("single", "replicate", "fsdp", "tensor", "split", "hybrid3")
     }
@@ -511,9 +513,13 @@ def test_flags_of_every_candidate_run_that_candidate(count, batch, root):
         values.update_from_flattened_dict(plan.overrides(row))
         own = config.build(values)
         validation.validate(own)
-        ((strategy, data, model),) = choice.strategies(own, readers, count)
+        ((strategy, data, model),) = placement_search.strategies(own, readers, count)
         placed = placements.place(strategy, readers, data=data, model=model, devices=devices)
-        assert (strategy, choice._mesh(placed), placed.devices) == (row["strategy"], row["mesh"], row["devices_used"])
+        assert (strategy, placement_search._mesh(placed), placed.devices) == (
+            row["strategy"],
+            row["mesh"],
+            row["devices_used"],
+        )
         program = Program(own, recipes.make(own, placed, outline=True))
         assert program.accumulation(own.train.micro_batch) == row["accumulation"]
         again = placements.place(row["strategy"], readers, data=row["data"], model=row["model"], devices=devices)
@@ -533,6 +539,6 @@ def test_flags_of_a_split_over_pairs_keep_the_pairs(root):
 def test_the_machine_at_hand_is_described_by_what_it_reports(root, monkeypatch):
     cfg = tiny.make_config(root, mesh__memory_gb=24.0)
     assert plan.here(cfg) == Hardware(jax.devices(), Room(24_000_000_000, 0.8), None)
-    card = targets.CARDS["a100_40"]
-    monkeypatch.setattr(targets, "of_device", lambda device: card)
-    assert plan.here(cfg).target == targets.Target(card, 8, 1)
+    card = gpus.CARDS["a100_40"]
+    monkeypatch.setattr(gpus, "of_device", lambda device: card)
+    assert plan.here(cfg).target == gpus.Target(card, 8, 1)

@@ -16,7 +16,7 @@ from lw_jax.commands import plan
 from lw_jax.core import config, config_file
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.planning import targets
+from lw_jax.planning import gpus
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 LIMITS = {"h100": 67_954_383_257, "a100_40": 33_864_810_496}
@@ -55,11 +55,11 @@ def refused(strategy: str, mesh: str, obstacle: str) -> dict[str, Any]:
 
 
 def planned(target: str, *rows: dict[str, Any], chosen: int | None = 0) -> dict[str, Any]:
-    card = targets.parse(target).card
+    card = gpus.parse(target).card
     best = None if chosen is None else rows[chosen]
     return {
         "target": target,
-        "devices": targets.parse(target).devices,
+        "devices": gpus.parse(target).devices,
         "compiled": True,
         "memory_bytes": card.memory_bytes,
         "limit_bytes": LIMITS[card.name],
@@ -195,7 +195,7 @@ def test_frozen_weights_of_every_layout_answer_the_divided_total(plans, large, m
 
 def test_the_guides_rates_stand_beside_the_peak_they_ask_for(plans, large):
     (row,) = lines_of(comparison.guide(large, plans), "| h100x4 ")
-    peak = targets.parse("h100x4").card.peak["bf16"]
+    peak = gpus.parse("h100x4").card.peak["bf16"]
     share = 320 * 1.28e15 / 128 / 4 / peak
     assert f"| {share:>32.0%} | {share * 41 / 160:>15.0%} |" in row and "not planned" in row
     assert lines_of(comparison.guide(large, plans), "| a100_40x1", "does not fit")

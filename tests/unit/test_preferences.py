@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
-from lw_jax.data.course import Course, widths_of
+from lw_jax.data.data_schedule import Course, widths_of
 from lw_jax.data.loader import Loader, eval_batches
 from lw_jax.data.pairs import Preference, Turn
 from lw_jax.data.preferences import Limits, Preferences, encode, part

@@ -3,11 +3,11 @@
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.planning import roofline, targets
-from lw_jax.planning.hlo import Collective, Kernel, Program
+from lw_jax.planning import gpus, roofline
+from lw_jax.planning.hlo_counts import Collective, Kernel, Program
 
 EXACT = 1e-12  # relative: a handful of fp64 operations
-H100 = targets.parse("h100x8")
+H100 = gpus.parse("h100x8")
 CARD = H100.card
 COMPUTE = CARD.peak["bf16"] * roofline.MATMUL_FRACTION
 MEMORY = CARD.bandwidth * roofline.BANDWIDTH_FRACTION
@@ -59,7 +59,7 @@ def test_each_product_runs_at_the_peak_of_its_own_arithmetic():
 
 
 def test_arithmetic_that_a_card_lacks_counts_as_the_next_one():
-    a100 = targets.parse("a100_40x1")
+    a100 = gpus.parse("a100_40x1")
     times = [predict(matmul(4096, 4096, 8192, arithmetic=name), target=a100).gemm for name in ("fp8", "bf16")]
     assert times[0] == times[1]
     with pytest.raises(UserError, match="'fp8': a100_40 has no peak.*bf16, tf32, fp32"):
@@ -67,7 +67,7 @@ def test_arithmetic_that_a_card_lacks_counts_as_the_next_one():
 
 
 def test_collective_between_nodes_takes_the_network():
-    nodes = targets.parse("2xh100x8")
+    nodes = gpus.parse("2xh100x8")
 
     def seconds(*groups):
         return predict(collectives=(Collective("all-gather", groups, 2, 10**9, 10**9),), target=nodes).collective
@@ -87,6 +87,6 @@ def test_collective_within_one_device_sends_nothing():
 
 def test_faster_card_is_predicted_faster():
     work = (matmul(4096, 4096, 8192, executed=9), Kernel("", 0, 10**9, 9))
-    total = {name: predict(*work, target=targets.parse(name)).total for name in targets.CARDS}
+    total = {name: predict(*work, target=gpus.parse(name)).total for name in gpus.CARDS}
     assert total["b200"] < total["h200"] < total["h100"] < total["a100_80"] < total["a100_40"] < total["rtx4090"]
-    assert predict(*work, target=targets.parse("h200x1")).gemm == predict(*work).gemm  # equal but for memory
+    assert predict(*work, target=gpus.parse("h200x1")).gemm == predict(*work).gemm  # equal but for memory

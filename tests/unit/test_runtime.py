@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax.experimental import multihost_utils
 
-from lw_jax.core import peers, runtime, stopping
+from lw_jax.core import early_signals, processes, runtime
 from lw_jax.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -22,7 +22,7 @@ STEP = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n1"}
 def calls(monkeypatch):
     """Counts calls of `peers.join`, which a test process must not make."""
     made = []
-    monkeypatch.setattr(peers, "join", lambda: made.append(1))
+    monkeypatch.setattr(processes, "join", lambda: made.append(1))
     for name in STEP:
         monkeypatch.delenv(name, raising=False)
     return made
@@ -156,7 +156,7 @@ def test_sigterm_before_the_first_step_asks_for_a_requeue_at_once():
 
 
 def test_handler_of_the_start_is_put_back(handlers):
-    with stopping.at_once():
+    with early_signals.at_once():
         assert signal.getsignal(signal.SIGTERM) is not handlers[signal.SIGTERM]
         with runtime.Preemption() as preemption:
             os.kill(os.getpid(), signal.SIGTERM)

@@ -7,9 +7,9 @@ import pytest
 
 from benchmarks import common, scaling
 from benchmarks.scaling import Point
-from lw_jax.core import platform
+from lw_jax.core import environment
 from lw_jax.core.errors import UserError
-from lw_jax.report import shapes
+from lw_jax.report import folder_schema
 
 LENGTH, BATCH = 32, 16
 SIZES = {"layers": "1", "width": "24", "heads": "3", "ffn": "40", "length": str(LENGTH), "unroll": "1"}
@@ -52,7 +52,7 @@ def test_batch_or_length_that_cannot_be_divided_is_refused(change, lengths, rule
 
 
 def test_planned_rows_hold_the_batch_that_their_scaling_names(planned):
-    assert all(shapes.Scaling.__required_keys__ - {"config"} <= row.keys() for row in planned)
+    assert all(folder_schema.Scaling.__required_keys__ - {"config"} <= row.keys() for row in planned)
     told = [(row["scaling"], row["devices"], row["length"], row["global_batch"]) for row in planned]
     assert told[:4] == [("weak", n, LENGTH, 2 * n) for n in (1, 2, 4, 8)]
     assert told[4:8] == [("strong", n, LENGTH, BATCH) for n in (1, 2, 4, 8)]
@@ -122,8 +122,8 @@ def test_damaged_file_is_named_and_kept(text, tmp_path):
 
 
 def test_command_writes_planned_and_measured_rows_side_by_side(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(platform, "prepare_compiler", lambda **_: None)
-    monkeypatch.setattr(platform, "reserve_memory", lambda: None)
+    monkeypatch.setattr(environment, "prepare_compiler", lambda **_: None)
+    monkeypatch.setattr(environment, "reserve_memory", lambda: None)
     monkeypatch.setattr(scaling, "points", lambda told, devices, lengths: [Point("weak", 2, told["length"], 4)])
 
     def child(words):

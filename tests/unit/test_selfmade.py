@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.data import cards
+from lw_jax.data import question_cards
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.recipes import selfmade
 from sharding import mesh as meshes
@@ -23,7 +23,7 @@ def cfg(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tokenizers(tmp_path_factory):
-    texts = [example.context for example in cards.make(256, facts=3, seed=0, split="train")]
+    texts = [example.context for example in question_cards.make(256, facts=3, seed=0, split="train")]
     found = {}
     for name, family in selfmade.FAMILIES.items():
         folder = tmp_path_factory.mktemp(name)
@@ -92,7 +92,7 @@ def made(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LW_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
         patch.setattr(selfmade, "CARDS", 101)
-        for style in cards.STYLES:
+        for style in question_cards.STYLES:
             cfg = tiny.make_config(root, data__train=style, data__validation=style, data__facts=3)
             recipe = selfmade.SelfmadeReader(cfg, meshes.make(data=1, model=1), source="selfmade:llama")
             data = recipe.data("validation")
@@ -127,7 +127,7 @@ def test_card_of_pairs_is_asked_all_its_questions_and_every_answer_is_scored(mad
     recipe, data, fields = made["pairs"]
     for row, example in enumerate(data.examples):
         answers, rest = spans(recipe, fields, row)
-        others = [pair for pair in cards.questions(example) if pair[0] != example.question]
+        others = [pair for pair in question_cards.questions(example) if pair[0] != example.question]
         asked = [(example.question, example.answers[0]), *others]
         assert answers == [f" {value}" for _, value in asked] and len(asked) == 3
         assert [rest.count(f"Question: {question}") for question, _ in asked] == [1, 1, 1]

@@ -9,7 +9,7 @@ import pytest
 
 from lw_jax.core.config import LLM
 from lw_jax.core.errors import UserError
-from lw_jax.data.course import widths_of
+from lw_jax.data.data_schedule import widths_of
 from lw_jax.models import wire
 from lw_jax.recipes.teacher import Store, likeliest
 from tests import tiny

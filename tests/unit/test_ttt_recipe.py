@@ -17,7 +17,7 @@ from lw_jax.evals import ngrams
 from lw_jax.hub import weights
 from lw_jax.models import ttt
 from lw_jax.recipes.ttt import TTT
-from lw_jax.training import held_out, train
+from lw_jax.training import held_out, trainer
 from lw_jax.training.program import Program
 from sharding import placement
 from tests import tiny
@@ -162,7 +162,7 @@ def test_examples_that_fill_the_last_batch_count_for_nothing(recipe, params):
 
 def test_validation_of_a_run_is_the_mean_over_all_held_out_tokens(root, params):
     recipe = tiny.make_ttt(root, devices=4, eval__examples=0, eval__batch=8)
-    run = train.Run(recipe.cfg, recipe, None, None)
+    run = trainer.Run(recipe.cfg, recipe, None, None)
     run.state = {"trainable": jax.device_put(jax.device_get(params), recipe.shardings().trainable)}
     windows = recipe.validation()[0][1]
     assert len(windows) % 8, "the last batch must be filled up"
@@ -386,7 +386,7 @@ def test_moments_lie_where_their_weights_lie(root):
 
 def test_optimizer_state_of_a_run_lies_as_its_program_says(root):
     recipe = tiny.make_ttt(root, devices=4, strategy="fsdp", train__steps=1)
-    run = train.Run(recipe.cfg, recipe, None, None)
+    run = trainer.Run(recipe.cfg, recipe, None, None)
     assert run.train(lambda step: False) == 0
     wanted = tree.flatten_paths(run.program.state())
     for path, leaf in tree.flatten_paths(run.state).items():

@@ -10,11 +10,11 @@ from configs import large
 from lw_jax import recipes
 from lw_jax.commands import plan
 from lw_jax.core import config
-from lw_jax.training import train, validation_room
-from lw_jax.training.base import Plannable
+from lw_jax.training import trainer, validation_room
 from lw_jax.training.checkpoint import Checkpointer
-from lw_jax.training.fit import Room
+from lw_jax.training.micro_batch_search import Room
 from lw_jax.training.program import Program
+from lw_jax.training.recipe import Plannable
 from sharding import place
 from sharding import placement as placements
 from tests import tiny
@@ -74,7 +74,7 @@ def test_a_plan_and_a_run_say_so(tmp_path_factory):
     assert found["validation"]["largest"] == 1024 and "--config.eval.batch=1024 would" in plan.report(found)
     told: list[str] = []
     real = recipes.make(cfg, program.placement)
-    run = train.Run(cfg, real, None, None)
+    run = trainer.Run(cfg, real, None, None)
     run._tell = told.extend
     run._fit(real.course())
     assert told == [], "a run without checkpoints does not validate"

@@ -17,7 +17,7 @@ from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
 
 from lw_jax.core.errors import UserError
-from lw_jax.hub import families, gguf_family, stored, weights
+from lw_jax.hub import families, gguf_family, tensor_files, weights
 from lw_jax.hub.gguf_header import read_header
 from lw_jax.models import decoder
 from lw_jax.models.decoder import DecoderConfig
@@ -120,7 +120,7 @@ def test_fp32_to_bf16_rounds_to_nearest(llama):
 
 
 def test_small_pieces_give_the_same_as_whole_tensors(llama, monkeypatch):
-    monkeypatch.setattr(stored, "_CHUNK_BYTES", 3 * 32 * 4)  # three rows at once
+    monkeypatch.setattr(tensor_files, "_CHUNK_BYTES", 3 * 32 * 4)  # three rows at once
     assert_equal_trees(weights.load(llama, dtype=jnp.float32), random_params(LLAMA))
 
 
@@ -322,7 +322,7 @@ def test_gguf_loads_back_with_its_rotary_order_undone(tmp_path, family):
 
 def test_gguf_in_small_pieces_gives_the_same(tmp_path, monkeypatch):
     params = write_gguf(tmp_path / "m.gguf", LLAMA, "llama")
-    monkeypatch.setattr(stored, "_CHUNK_BYTES", 7 * 34)  # seven rows, across heads
+    monkeypatch.setattr(tensor_files, "_CHUNK_BYTES", 7 * 34)  # seven rows, across heads
     assert_equal_trees(weights.load(tmp_path / "m.gguf", dtype=jnp.float32), params)
 
 
@@ -447,12 +447,14 @@ def test_fused_tensor_of_another_size_is_refused_by_name(tmp_path, change, messa
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_tensors_read_into_one_buffer_are_those_read_into_fresh_memory(tmp_path, dtype):
     weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
-    found = [one for name, one in stored.list_tensors(tmp_path).items() if "gate" in name]
-    buffer = stored.make_buffer(found[0].shape, dtype)
+    found = [one for name, one in tensor_files.list_tensors(tmp_path).items() if "gate" in name]
+    buffer = tensor_files.make_buffer(found[0].shape, dtype)
     assert len(found) == LLAMA.layers and buffer.ctypes.data % 64 == 0
     for one in found:
-        np.testing.assert_array_equal(stored.read_tensor(one, dtype, None, buffer), stored.read_tensor(one, dtype))
-    assert np.shares_memory(stored.read_tensor(found[0], dtype, None, buffer), buffer)
+        np.testing.assert_array_equal(
+            tensor_files.read_tensor(one, dtype, None, buffer), tensor_files.read_tensor(one, dtype)
+        )
+    assert np.shares_memory(tensor_files.read_tensor(found[0], dtype, None, buffer), buffer)
 
 
 def test_each_layer_is_read_while_the_one_before_is_taken():
@@ -472,11 +474,11 @@ def test_a_tensor_cut_off_while_others_are_read_is_refused_by_name(tmp_path):
     weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
     file = tmp_path / "model.safetensors"
     short = dataclasses.replace(
-        next(one for name, one in stored.list_tensors(tmp_path).items() if "layers.2" in name),
+        next(one for name, one in tensor_files.list_tensors(tmp_path).items() if "layers.2" in name),
         offset=file.stat().st_size - 8,
     )
     with pytest.raises(UserError, match="layers.2.* is cut off; fetch the file again"):
-        list(weights._ahead([lambda: 0, functools.partial(stored.read_tensor, short, np.float32)]))
+        list(weights._ahead([lambda: 0, functools.partial(tensor_files.read_tensor, short, np.float32)]))
 
 
 BIG = dataclasses.replace(

@@ -10,7 +10,7 @@ import pytest
 from lw_jax.core.types import Task
 from lw_jax.data import corpus
 from lw_jax.data.corpus import Span, pack
-from lw_jax.data.course import Course, Stretch, widths_of
+from lw_jax.data.data_schedule import Course, Stretch, widths_of
 from lw_jax.data.loader import Loader, eval_batches
 from lw_jax.data.tokens import ByteTokenizer
 from lw_jax.data.windows import Paced, Windows

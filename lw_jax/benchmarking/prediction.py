@@ -1,0 +1,160 @@
+"""`bench --target`: the same parts for cards that are not here, from programs compiled for them. Nothing is measured.
+
+Seconds are the roofline's over every kernel (`roofline.py`), memory is the compiler's own figure. Shares are of the
+data sheet's peaks, so a step of nothing but products would show `roofline.MATMUL_FRACTION`.
+"""
+
+from typing import Any
+
+import jax
+
+from lw_jax import recipes
+from lw_jax.benchmarking.timing import Ceilings
+from lw_jax.commands import plan
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
+from lw_jax.models.wire import Prompt
+from lw_jax.planning import decode_layout, gpus, hlo_counts, placement_search, roofline, workload
+from lw_jax.planning.workload import Row
+from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.training import micro_batch_search
+from sharding import place
+from sharding import placement as placements
+
+PARTS = ("step", "encode", "answer")
+_WORDS = {"bfloat16": "bf16", "float32": "tf32"}  # JAX's name -> the arithmetic of `Card.peak` by default
+
+
+class Predicted:
+    """One configuration on a target's devices."""
+
+    def __init__(self, cfg: Config, target: str):
+        """Plans the step, which decides where everything lies.
+
+        Raises:
+            UserError: the target is not known, nothing can be compiled for it, or nothing fits on it.
+        """
+        self.target = gpus.parse(target)
+        try:
+            devices = gpus.compile_devices(self.target)
+        except gpus.CompilerAbsent as error:
+            raise UserError(str(error)) from error
+        self.plan = plan.make(cfg, target)
+        best = self.plan["chosen"]
+        if best is None:
+            raise UserError(f"--target {target}: {self.plan['why']}")
+        sizes = recipes.reader_bytes(cfg)
+        self.placement = placements.place(
+            best["strategy"], sizes, data=best["data"], model=best["model"], devices=devices
+        )
+        card = self.target.card
+        room = micro_batch_search.room_of(cfg, card.memory_bytes)
+        self.cfg = decode_layout.settle_layers(placement_search.with_remat(cfg, best["remat"]), self.placement, room)
+        self.recipe: Any = recipes.make(self.cfg, self.placement, outline=True)
+        dtype = workload.arithmetic(cfg)
+        self.ceilings = Ceilings(dtype, card.peak[_WORDS[dtype]], card.bandwidth)
+
+    @property
+    def device(self) -> str:
+        """Returns what is told of the devices."""
+        return f"{self.target.devices} x {self.target.card.model}, absent: NOTHING IS MEASURED"
+
+    @property
+    def parts(self) -> list[str]:
+        """Returns the parts that this recipe has."""
+        return list(PARTS if isinstance(self.recipe, LatentWire) else PARTS[:1])
+
+    def measure(self, part: str, *, asked: bool = True) -> list[Row]:
+        """Returns a part's rows. Raises UserError for one that the recipe does not have, or that needs the machine."""
+        del asked  # none of them reads a file
+        if part not in self.parts:
+            rule = f"of an absent card recipe {self.cfg.recipe!r} has {', '.join(self.parts)}"
+            raise UserError(f"--parts {part}: {rule}; name some of these, or leave out --target.")
+        return getattr(self, part)()
+
+    def step(self) -> list[Row]:
+        """Returns what the plan says of the step."""
+        best, work = self.plan["chosen"], workload.step_flops(self.cfg)
+        seconds, batch = best["step_seconds"], self.cfg.train.global_batch
+        unit, each = recipes.count(self.recipe)
+        return [
+            Row(
+                "step",
+                self.cfg.recipe,
+                f"{batch} samples = {best['micro_batch']} a device x {self.placement.data} x {best['accumulation']} "
+                f"accumulated, remat {best['remat']}, placement {best['strategy']} {best['mesh']}",
+                predicted_seconds=seconds,
+                samples_per_second=batch / seconds,
+                tokens_per_second=batch * each / seconds if unit == "tokens" else None,
+                flops=work,
+                of_matmul=work / (seconds * self.ceilings.matmul * best["devices_used"]),
+                peak_bytes=best["peak_bytes"],
+                peak_from="compiled",
+                compiled_flops=best["flops"],
+                compiled_bytes=best["moved_bytes"],
+            )
+        ]
+
+    def encode(self) -> list[Row]:
+        """Compiles the writing of texts that fill the encoder's window."""
+        source, spec = workload.texts(self.cfg, self.placement), self.cfg.encoder
+        shapes, placed = self.recipe.abstract().trainable, self.recipe.shardings().trainable
+        found = self._compile(self.recipe.encode.lower(place.place_shapes(shapes, placed), source))
+        seconds = found["predicted_seconds"]
+        batch, tokens = source["ids"].shape
+        work = workload.encode_flops(self.recipe, batch)
+        return [
+            Row(
+                "encode",
+                f"{spec.kind} encoder",
+                f"{batch} texts of {tokens} tokens -> {spec.slots} x {spec.width}",
+                samples_per_second=batch / seconds,
+                tokens_per_second=batch * tokens / seconds,
+                flops=work,
+                of_matmul=work / (seconds * self.ceilings.matmul * self.placement.data),
+                **found,
+            )
+        ]
+
+    def answer(self) -> list[Row]:
+        """Compiles each reader's answers; the time of a token is the difference between a long and a short answer."""
+        return [self._generate(name) for name in self.placement.readers]
+
+    def _generate(self, name: str) -> Row:
+        prompts, params = workload.prompts(self.cfg, self.recipe, name), workload.reader(self.recipe, name)
+
+        def generate(params: Tree, prompts: Tree, count: int) -> jax.Array:
+            return self.recipe.generate(params, Prompt(*prompts), name, count)
+
+        lower = jax.jit(generate, static_argnums=2).lower
+        tokens, model = self.cfg.eval.max_new_tokens, self.recipe.wire.readers[name].config
+        found, other = (self._compile(lower(params, prompts, count)) for count in (tokens, 1))
+        whole, short = found["predicted_seconds"], other["predicted_seconds"]
+        token = (whole - short) / max(1, tokens - 1)
+        need = workload.token_bytes(params, model, prompts[0], tokens)
+        alone = self.placement.readers[name].mesh.size == 1
+        batch, length = prompts[1].shape
+        return Row(
+            "answer",
+            name,
+            f"{batch} prompts of {length} positions, {tokens} tokens each; a token of all {token * 1e3:.1f} ms",
+            samples_per_second=batch / whole,
+            tokens_per_second=batch * tokens / whole,
+            bytes=need,
+            of_bandwidth=need / token / self.ceilings.bandwidth if alone and token > 0 else None,
+            **found,
+        )
+
+    def _compile(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
+        """Returns what a row tells of a compiled program; its memory is what a device needs, its inputs among it."""
+        compiled: Any = gpus.compile_lowered(lowered)
+        found, needs = hlo_counts.analyse(compiled.as_text()), compiled.memory_analysis()
+        peak = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes
+        return {
+            "predicted_seconds": roofline.predict(found, self.target).total,
+            "peak_bytes": peak,
+            "peak_from": "compiled",
+            "compiled_flops": found.flops,
+            "compiled_bytes": found.matmul_bytes + found.traffic_bytes,
+        }

@@ -1,0 +1,123 @@
+"""The Python API of trained wires, the same that the verbs use: `load_wire`. Language models: `language.py`."""
+
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from lw_jax import recipes
+from lw_jax.commands import plan
+from lw_jax.core import runtime, tree
+from lw_jax.core.config import Config, Encoder
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
+from lw_jax.data import batches
+from lw_jax.evals import answers
+from lw_jax.hub import sources
+from lw_jax.models import codec, wire
+from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.training import run_folder
+from sharding import place
+
+
+def load_wire(folder: str | Path) -> "TrainedWire":
+    """Opens the trained run in a workdir."""
+    path = Path(folder)
+    return open_wire(run_folder.read_config(path), path)
+
+
+def open_wire(cfg: Config, path: Path) -> "TrainedWire":
+    """Opens the best checkpoint of a run (the latest where none was validated), for the configuration given."""
+    if cfg.recipe != "latentwire":
+        raise UserError(
+            f"{path}: a run of recipe {cfg.recipe!r} has no wire; its held-out figures stand in metrics.jsonl, and "
+            "`python run.py export` writes what it learned"
+        )
+    runtime.enable_compile_cache(sources.cache_root() / "compiled")
+    cfg, placement = plan.settle(cfg, reading=True)
+    recipe = LatentWire(cfg, placement)
+    restored = recipes.read_best(recipe, cfg, path)
+    return TrainedWire(recipe, restored.state["trainable"], recipe.load_frozen(), restored.step)
+
+
+def resolve_channel(
+    encoder: Encoder, *, bits: int = 8, slots: int | None = None, width: int | None = None
+) -> tuple[int, int, int]:
+    """Returns (slots, width, bits) of a message, None being all that the encoder has; refuses what it has not."""
+    if bits not in codec.BITS:
+        raise UserError(f"bits={bits}: a value takes {', '.join(map(str, codec.BITS))} bits; choose one of them")
+    for name, asked, most in (("slots", slots, encoder.slots), ("width", width, encoder.width)):
+        if asked is not None and not 1 <= asked <= most:
+            raise UserError(
+                f"{name}={asked}: this wire's encoder has config.encoder.{name}={most}; ask for 1 to {most}"
+            )
+    return slots or encoder.slots, width or encoder.width, bits
+
+
+class TrainedWire:
+    """A trained encoder and its readers."""
+
+    def __init__(self, recipe: LatentWire, trainable: Tree, frozen: Tree, step: int):
+        self.recipe, self.trainable, self.frozen, self.step = recipe, trainable, frozen, step
+
+    @functools.cached_property
+    def encoder_fingerprint(self) -> str:
+        """16 hex digits of the encoder's weights: what a message names as its writer."""
+        return tree.digest(self.trainable["encoder"])[:16]
+
+    def write(
+        self, text: str, bits: int = 8, slots: int | None = None, width: int | None = None, *, question: str = ""
+    ) -> bytes:
+        """Returns the framed message of a text in so many slots, of each the first `width` values.
+
+        A wire that was trained with prompt.question "latents" writes the question with the text and needs it here.
+        """
+        in_latents = self.recipe.cfg.prompt.question == "latents"
+        if bool(question) != in_latents:
+            rule = "needs the question" if in_latents else "takes no question: ask it when the message is read"
+            raise UserError(f"write: question={question!r}: this wire's message {rule} (config.prompt.question)")
+        channel = resolve_channel(self.recipe.cfg.encoder, bits=bits, slots=slots, width=width)
+        source = self._batch(text, question or "?")["source"] | {"channel": np.asarray([channel], np.int32)}
+        latents = self.recipe.encode(self.trainable, self._put(source, self.recipe.mesh_of(None)))
+        kept = np.asarray(latents[0, : channel[0], : channel[1]])
+        return codec.pack(kept, bits=bits, encoder=self.encoder_fingerprint)
+
+    def read(self, message: bytes, reader: str, question: str) -> str:
+        """Returns a reader's answer from a message alone."""
+        encoder = self.recipe.cfg.encoder
+        frame = codec.read_frame(message, encoder=self.encoder_fingerprint)
+        channel = resolve_channel(encoder, bits=frame.bits, slots=frame.slots, width=frame.width)
+        latents = np.zeros((1, encoder.slots, encoder.width), np.float32)
+        latents[0, : frame.slots, : frame.width] = codec.unpack(message, encoder=self.encoder_fingerprint)
+        fields, params = self._fields(reader, "?", question)
+        mesh = self.recipe.mesh_of(reader)
+        fields |= self._put({"channel": np.asarray([channel], np.int32)}, mesh)
+        prompt = self.recipe.prompt_from_latents(self.trainable, params, fields, self._put(latents, mesh), reader)
+        return self._answer(reader, prompt)
+
+    def read_text(self, text: str, reader: str, question: str) -> str:
+        """Returns a reader's answer from the text itself."""
+        fields, params = self._fields(reader, text, question, rows=("text",))
+        return self._answer(reader, self.recipe.prompt_from_text(params, fields["text"]))
+
+    def _fields(self, reader: str, text: str, question: str, rows: Sequence[str] = ()) -> tuple[Tree, Tree]:
+        if reader not in self.frozen:
+            raise UserError(f"reader {reader!r}: this wire has {', '.join(self.frozen)}")
+        mesh = self.recipe.mesh_of(reader)
+        return self._put(self._batch(text, question, rows)["readers"][reader], mesh), self.frozen[reader]
+
+    def _batch(self, text: str, question: str, rows: Sequence[str] = ()) -> batches.Batch:
+        return batches.encode_prompt(text, question, layout=self.recipe.layout, rows=rows)
+
+    def _put(self, host: Tree, mesh: Mesh) -> Tree:
+        """Places one example, repeated until the data axis divides it."""
+        count = self.recipe.placement.data
+        return place.put_eval(jax.tree.map(lambda leaf: np.repeat(leaf, count, axis=0), host), mesh)
+
+    def _answer(self, reader: str, prompt: wire.Prompt) -> str:
+        ids = self.recipe.generate(self.frozen[reader], prompt, reader, self.recipe.cfg.eval.max_new_tokens)
+        said = [int(token) for token in np.asarray(ids)[0] if token >= 0]
+        return answers.first_line(self.recipe.tokenizers[reader].decode(said))

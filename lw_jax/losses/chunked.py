@@ -1,0 +1,207 @@
+"""Losses from logits of which only a part exists at once, each part's gradient taken while it is there.
+
+`sum_of_pieces` goes over whole rows, for objectives of many terms; `token_logp` and `summed_nll` over positions.
+"""
+
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from lw_jax.core.types import LossTerms, Tree
+from lw_jax.losses import token_losses
+from lw_jax.models.products import wide_product
+
+Two = tuple[jax.Array, jax.Array]
+
+
+def positions(tokens: int, *, rows: int, data: int) -> int:
+    """Returns at how many positions of all rows a device, with its share of `data`, has about `tokens`; 0 stays 0."""
+    return -(-tokens // max(1, rows // data))
+
+
+def pieces(tokens: int, *, rows: int, length: int, data: int) -> int:
+    """Returns into how many pieces of whole rows a batch is cut for about `tokens` at once on a device; 0: one.
+
+    `rows` of `length` tokens lie on `data` devices, which take an equal part of every piece.
+    """
+    share = rows // data
+    wanted = max(1, tokens // length) if tokens else share
+    return next(count for count in range(1, share + 1) if share % count == 0 and share <= wanted * count)
+
+
+def sum_of_pieces(
+    measure: Callable[[Tree, Tree, Tree], LossTerms], fixed: Tree, learned: Tree, given: Tree, *, pieces: int
+) -> LossTerms:
+    """Returns `measure(fixed, learned, given)`, of which no more exists at once than one piece of the rows needs.
+
+    All leaves of `learned` and `given` are [b ...]; what `measure` returns are sums over rows. Gradients of `learned`
+    are taken on the way forward, while a piece's logits are there, so that nothing is computed twice. `fixed` has
+    none, and of the result only `sum` has.
+    """
+    if pieces == 1:
+        return measure(fixed, learned, given)
+    return _sum_of_pieces(measure, pieces, fixed, learned, given)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sum_of_pieces(measure: Callable, pieces: int, fixed: Tree, learned: Tree, given: Tree) -> LossTerms:
+    return _scan_pieces(lambda *piece: (measure(fixed, *piece), None), pieces, learned, given)[0]
+
+
+def _sum_of_pieces_forward(
+    measure: Callable, pieces: int, fixed: Tree, learned: Tree, given: Tree
+) -> tuple[LossTerms, Tree]:
+    def objective(learned: Tree, given: Tree) -> tuple[jax.Array, LossTerms]:
+        terms = measure(fixed, learned, given)
+        return terms.sum, terms
+
+    def one(learned: Tree, given: Tree) -> tuple[LossTerms, Tree]:
+        gradient, terms = jax.grad(objective, has_aux=True)(learned, given)
+        return terms, gradient
+
+    return _scan_pieces(one, pieces, learned, given)
+
+
+def _sum_of_pieces_backward(measure: Callable, pieces: int, gradient: Tree, of: LossTerms) -> tuple[None, Tree, None]:
+    del measure, pieces
+    return None, _times(gradient, of.sum), None
+
+
+_sum_of_pieces.defvjp(_sum_of_pieces_forward, _sum_of_pieces_backward)
+
+
+def _times(gradients: Tree, of_sum: jax.Array) -> Tree:
+    """Returns the gradients of what is made of a sum, from those of the sum itself."""
+    return jax.tree.map(lambda leaf: leaf * of_sum.astype(leaf.dtype), gradients)
+
+
+def _scan_pieces(one: Callable, pieces: int, learned: Tree, given: Tree) -> tuple[LossTerms, Tree]:
+    """Returns the sum of all pieces' terms, and what else `one` gives of them in the order of the rows."""
+
+    def cut(x: jax.Array) -> jax.Array:
+        # A device's rows are consecutive, so a piece is every n-th row: of each device as many.
+        return x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1)
+
+    def body(_: None, piece: tuple[Tree, Tree]) -> tuple[None, tuple[LossTerms, Tree]]:
+        return None, one(*piece)
+
+    _, (terms, rows) = jax.lax.scan(body, None, jax.tree.map(cut, (learned, given)))
+    joined = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), rows)
+    return jax.tree.map(lambda x: jnp.sum(x, axis=0), terms), joined
+
+
+def token_logp(
+    hidden: Float[Array, "b t d"], table: Float[Array, "v d"], targets: Int[Array, "b t"], *, chunk: int
+) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
+    """Log-probability of each target in nats, and the mean of its position's logits; `chunk` positions at a time.
+
+    No more than one chunk's logits ever exist (0: of all positions at once). What a state changes of its target is
+    taken while they are there, so that nothing is computed twice. The table has no gradient, and the mean has none.
+    """
+    return _token_logp(chunk, hidden, table, targets)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _token_logp(chunk: int, hidden: jax.Array, table: jax.Array, targets: jax.Array) -> Two:
+    _, found = _scan_chunks(lambda _, *part: (None, _read_head(table, *part)), chunk, None, (hidden, targets))
+    return found
+
+
+def _token_logp_forward(chunk: int, hidden: jax.Array, table: jax.Array, targets: jax.Array) -> tuple[Two, jax.Array]:
+    def one(_: None, hidden: jax.Array, targets: jax.Array) -> tuple[None, tuple[jax.Array, ...]]:
+        logp, pull, mean = jax.vjp(lambda hidden: _read_head(table, hidden, targets), hidden, has_aux=True)
+        # A position's target depends on its own state alone: one pull gives the slopes of all of them.
+        return None, (logp, mean, *pull(jnp.ones_like(logp)))
+
+    _, (logp, mean, slopes) = _scan_chunks(one, chunk, None, (hidden, targets))
+    return (logp, mean), slopes
+
+
+def _token_logp_backward(chunk: int, slopes: jax.Array, of: Two) -> tuple[jax.Array, None, None]:
+    del chunk
+    return (slopes.astype(jnp.float32) * of[0][:, :, None]).astype(slopes.dtype), None, None
+
+
+_token_logp.defvjp(_token_logp_forward, _token_logp_backward)
+
+
+def summed_nll(  # noqa: PLR0913  (as `token_logp`, with what a table that learns needs)
+    hidden: Float[Array, "b t d"],
+    table: Float[Array, "v d"],
+    targets: Int[Array, "b t"],
+    weights: Float[Array, "b t"],
+    *,
+    chunk: int,
+    vocab: int = 0,
+) -> tuple[Float[Array, ""], Float[Array, "b t"]]:
+    """Weighted sum of all targets' negative log-likelihoods, and each by itself; the table learns as well.
+
+    As `token_logp`; only the sum has gradients, and only of states and table. Rows of the table from `vocab` on are no
+    token (0: all are).
+    """
+    return _summed_nll(chunk, vocab, hidden, table, targets, weights)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _summed_nll(
+    chunk: int, vocab: int, hidden: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array
+) -> Two:
+    def one(_: None, *part: jax.Array) -> tuple[None, jax.Array]:
+        return None, -_read_head(table, *part, vocab=vocab)[0]
+
+    _, each = _scan_chunks(one, chunk, None, (hidden, targets))
+    return jnp.sum(each * weights), each
+
+
+def _summed_nll_forward(
+    chunk: int, vocab: int, hidden: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array
+) -> tuple[Two, Two]:
+    def one(of_table: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array):
+        def objective(hidden: jax.Array, table: jax.Array) -> Two:
+            each = -_read_head(table, hidden, targets, vocab=vocab)[0]
+            return jnp.sum(each * weights), each
+
+        (of_hidden, more), each = jax.grad(objective, (0, 1), has_aux=True)(hidden, table)
+        return of_table + more, (each, of_hidden)
+
+    of_table, (each, of_hidden) = _scan_chunks(one, chunk, jnp.zeros_like(table), (hidden, targets, weights))
+    return (jnp.sum(each * weights), each), (of_hidden, of_table)
+
+
+def _summed_nll_backward(chunk: int, vocab: int, gradients: Two, of: Two) -> tuple[jax.Array, jax.Array, None, None]:
+    del chunk, vocab
+    return *_times(gradients, of[0]), None, None
+
+
+_summed_nll.defvjp(_summed_nll_forward, _summed_nll_backward)
+
+
+def _read_head(table: jax.Array, hidden: jax.Array, targets: jax.Array, *, vocab: int = 0) -> Two:
+    """Returns the targets' log-probabilities and the mean logits."""
+    # Cast here: the gradients of the chunks are summed in the table's own precision.
+    logits = wide_product("btd,vd->btv", hidden, table.astype(hidden.dtype))
+    if vocab:
+        real = jnp.arange(table.shape[0]) < vocab
+        logits = jnp.where(real[None, None], logits, -jnp.inf)
+    return -token_losses.token_nll(logits, targets), jnp.mean(logits, axis=2)
+
+
+def _scan_chunks(one: Callable, chunk: int, carry: Tree, given: tuple[jax.Array, ...]) -> tuple[Tree, Tree]:
+    """Returns `one(carry, *given)` over `chunk` positions after the other, what it gives of each joined; 0: over all.
+
+    All of `given` and of what `one` gives are [b t ...]. Positions that fill the last chunk up are zeros.
+    """
+    length = given[0].shape[1]
+    if not 0 < chunk < length:
+        return one(carry, *given)
+    count = -(-length // chunk)
+    filled = [jnp.pad(x, ((0, 0), (0, count * chunk - length), *[(0, 0)] * (x.ndim - 2))) for x in given]
+
+    def body(carry: Tree, number: jax.Array) -> tuple[Tree, Tree]:
+        return one(carry, *(jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis=1) for x in filled))
+
+    carry, found = jax.lax.scan(body, carry, jnp.arange(count, dtype=jnp.int32))
+    return carry, jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(x.shape[1], -1, *x.shape[3:])[:, :length], found)

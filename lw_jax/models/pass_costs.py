@@ -1,0 +1,244 @@
+"""Arithmetic of decoder passes on one device, of one micro-batch: bytes kept for backward, FLOPs, bytes sent."""
+
+import dataclasses
+
+from lw_jax.models import memory_traffic, quant
+from lw_jax.models.bert import BertConfig
+from lw_jax.models.decoder import DecoderConfig
+from lw_jax.models.encoder import BYTE_HEADS
+from lw_jax.models.ttt import TTTConfig
+
+BYTES = {"fp32": 4, "bf16": 2}
+
+
+@dataclasses.dataclass(frozen=True)
+class Terms:
+    """Of one micro-batch on one device: bytes alive at once (of it the logits), FLOPs, bytes sent, bytes moved.
+
+    `traffic` is what kernels beside the products read and write; `read` are weights that the products themselves read,
+    which takes longer than their arithmetic where a micro-batch is small. `forward` is what is alive at once in the
+    forward pass alone, validation's, logits included.
+    """
+
+    bytes: float = 0.0
+    flops: float = 0.0
+    wire: float = 0.0
+    logits: float = 0.0
+    traffic: float = 0.0
+    read: float = 0.0
+    forward: float = 0.0
+
+
+# Of a TTT layer, how often what it keeps for a backward pass is read or written in a step, by recomputation: from the
+# compiled step of configs/ttt/ttt_125m.py for an H100 (docs/numbers.md). A scan over layers copies what it keeps.
+_MOVED = {"none": 12.0, "dots": 7.6, "full": 7.6}
+_MOVED_UNROLLED = 5.5  # without recomputation and with all layers in one piece
+_LOGITS_MOVED = 10.0
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """One teacher-forced pass: so many examples of so many positions, the head at so many of them."""
+
+    rows: int
+    positions: int
+    answers: int
+    remat: str
+    size: int  # bytes of a value
+    model: int = 1  # devices that share the weights' products
+    data: int = 1  # devices that share the weights' storage (fsdp)
+    pieces: int = 1  # in which the rows' logits are made, one after the other
+    before: int = 0  # positions that all rows attend to and that are read once for all
+
+    def heads(self, cfg: DecoderConfig) -> int:
+        """Returns the devices that share the attention's products: heads that do not divide stay whole on each."""
+        return 1 if cfg.heads % self.model else self.model
+
+
+def frozen(cfg: DecoderConfig, one: Pass) -> Terms:
+    """Returns the terms of a frozen decoder that passes gradients to its inputs; its own weights get none."""
+    tokens, matrices = one.rows * one.positions, _matrices(cfg, one)
+    forward = 2 * tokens * matrices
+    head = 2 * one.rows * one.answers * cfg.vocab * cfg.width / one.model
+    again = one.remat == "full"
+    logits = one.rows // one.pieces * one.answers * cfg.vocab / one.model * 4
+    wire = 0.0
+    if one.model > 1:  # two sums a layer forward, two backward, and attention's of a recomputed forward pass
+        sums = (4 + again) * cfg.layers
+        wire += sums * 2 * (one.model - 1) / one.model * tokens * cfg.width * one.size
+    if one.data > 1:  # each layer's weights are gathered forward and backward; what is recomputed shares the latter
+        wire += 2 * (one.data - 1) / one.data * params(cfg) * one.size
+    kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, one.model)
+    moved = _moved(cfg, memory_traffic.FROZEN[one.remat], one) + memory_traffic.LOGITS * logits * one.pieces
+    # Logits and their gradient; backward, the gradient of the inputs, is as dear as the forward pass.
+    return Terms(
+        bytes=kept + 2 * logits,
+        flops=2 * forward + again * _recomputed(cfg, one) + 2 * head,
+        wire=wire,
+        logits=logits,
+        traffic=moved,
+        read=(2 + again) * matrices * one.size,
+        forward=forward_bytes(cfg, one) + 2 * logits,
+    )
+
+
+def restored_bytes(cfg: DecoderConfig, weights: str, size: int) -> float:
+    """Returns the bytes of one layer's matrices as floats, where they are packed and must be restored."""
+    return body_params(cfg) / cfg.layers * size if weights in quant.RESTORED else 0.0
+
+
+def forward_only(cfg: DecoderConfig, one: Pass) -> Terms:
+    """Returns the FLOPs and the traffic of a pass without gradients, a teacher's."""
+    head = 2 * one.rows * one.answers * cfg.vocab * cfg.width / one.model
+    matrices = _matrices(cfg, one)
+    flops = 2 * one.rows * one.positions * matrices + head
+    alive = forward_bytes(cfg, one)
+    return Terms(flops=flops, traffic=_moved(cfg, memory_traffic.FORWARD, one), read=matrices * one.size, forward=alive)
+
+
+def opening(cfg: DecoderConfig, one: Pass) -> Terms:
+    """Returns the terms of what all rows begin with: one row, forward, without logits.
+
+    Its products do nothing but wait for the weights, which the rows' own pass has sliced.
+    """
+    sums = 2 * cfg.layers * 2 * (one.model - 1) / one.model  # two a layer over a model axis
+    flops, weights = forward_only(cfg, one).flops, _matrices(cfg, one) * one.size
+    return Terms(flops=flops, wire=sums * one.rows * one.positions * cfg.width * one.size, traffic=weights)
+
+
+def trained(cfg: DecoderConfig, one: Pass) -> Terms:
+    """Returns the terms of a decoder body whose fp32 weights learn: backward is twice the forward pass."""
+    forward = 2 * one.rows * one.positions * body_params(cfg)
+    cast = params(cfg) * one.size if one.size < 4 else 0  # the copy in the dtype of arithmetic
+    kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, 1)
+    again = one.remat == "full"
+    moved = _moved(cfg, memory_traffic.TRAINED[one.remat], one)
+    read = (3 + again) * body_params(cfg) * one.size
+    alive = forward_bytes(cfg, one) + cast
+    return Terms(kept + cast, 3 * forward + again * _recomputed(cfg, one), traffic=moved, read=read, forward=alive)
+
+
+def trained_bert(cfg: BertConfig, one: Pass) -> Terms:
+    """Returns the same of a BERT-class body: a decoder of as many parameters and activations."""
+    heads = cfg.heads
+    alike = DecoderConfig(
+        vocab=cfg.vocab,
+        width=cfg.width,
+        layers=cfg.layers,
+        heads=heads,
+        kv_heads=heads,
+        head_dim=cfg.width // heads,
+        ffn=2 * cfg.ffn // 3,  # two matrices instead of three
+        rope_theta=1.0,
+        norm_eps=cfg.norm_eps,
+        max_positions=cfg.max_positions,
+        tied=True,
+        qkv_bias=True,
+    )
+    return trained(alike, one)
+
+
+def trained_bytes(layers: int, width: int, one: Pass) -> Terms:
+    """Returns the same of the byte encoder's layers, fp32: twelve z^2 parameters each for a width of z.
+
+    Nine z values are kept of each, its input and products; of the layer at work all.
+    """
+    tokens = one.rows * one.positions
+    alive = tokens * (12 * width + 2 * BYTE_HEADS * one.positions) * 4
+    kept = alive + tokens * layers * 9 * width * 4
+    weights = layers * 12 * width * width * 4
+    shape = memory_traffic.Layers(width, layers, BYTE_HEADS, width // BYTE_HEADS, 4 * width)
+    share = memory_traffic.Share(one.rows, one.positions, one.positions, 4, weights)
+    moved = memory_traffic.moved(shape, memory_traffic.TRAINED["none"], share)
+    flops = 6 * tokens * layers * 12 * width * width
+    return Terms(kept, flops, traffic=moved, read=3 * weights, forward=alive)
+
+
+def _moved(cfg: DecoderConfig, often: memory_traffic.Moves, one: Pass) -> float:
+    """Returns the traffic of a decoder's layers; slices of weights that lie over data are as small as their parts."""
+    share = memory_traffic.Share(
+        rows=one.rows,
+        queries=one.positions,
+        keys=one.before + one.positions,
+        size=one.size,
+        weights=_matrices(cfg, one) * one.size / one.data,
+        heads=one.heads(cfg),
+        ffn=one.model,
+    )
+    return memory_traffic.moved(
+        memory_traffic.Layers(cfg.width, cfg.layers, cfg.heads, cfg.head_dim, cfg.ffn), often, share
+    )
+
+
+def learned_at_test_time(cfg: TTTConfig, tokens: int, remat: str, size: int, *, unrolled: bool) -> Terms:
+    """Returns the terms of a TTT model, all of which learns, over so many tokens; of its head the traffic alone."""
+    inner = cfg.head_dim * cfg.hidden * (2 if cfg.inner == "mlp" else 1)  # weights of one head's inner model
+    matrices = (4 + cfg.gate) * cfg.width**2 + 3 * cfg.width * cfg.ffn
+    forward = 2 * tokens * cfg.layers * matrices
+    # Of each token and head: key and query through the inner model, its gradients back and onto its weights, and
+    # twice the mixing of a chunk's tokens.
+    deep = 2 if cfg.inner == "mlp" else 1
+    forward += 2 * tokens * cfg.layers * cfg.heads * (3 * inner + (deep - 1) * inner // 2)
+    forward += 2 * tokens * cfg.layers * cfg.heads * 2 * deep * cfg.chunk * cfg.hidden
+    # What a layer keeps of a token: norms, q, k, v, outputs and the feed-forward's parts; of the inner model, in fp32,
+    # gradients, their norms' parts and outputs, and of a chunk the weights it began with.
+    layer = size * (10 * cfg.width + 4 * cfg.ffn) + 4 * cfg.width * (12 if deep == 1 else 40)
+    layer += 4 * cfg.heads * (inner / cfg.chunk + 3 * deep * cfg.chunk)
+    products = size * (4 * cfg.width + 2 * cfg.ffn)
+    kept = {"none": layer, "dots": products + size * cfg.width, "full": size * cfg.width}[remat] * cfg.layers
+    again = 0 if remat == "none" else 1
+    cast = size * cfg.layers * matrices if size < 4 else 0
+    moved = layer * cfg.layers * (_MOVED_UNROLLED if unrolled and not again else _MOVED[remat])
+    moved += _LOGITS_MOVED * 4 * (cfg.rows or cfg.vocab)
+    return Terms(
+        bytes=tokens * (kept + again * layer) + cast,
+        flops=(3 + again) * forward,
+        traffic=tokens * moved,
+        forward=tokens * layer + cast,
+    )
+
+
+def _recomputed(cfg: DecoderConfig, one: Pass) -> float:
+    """Returns the FLOPs of layers computed again for their backward pass, which needs no layer's last product."""
+    last = cfg.layers * cfg.width * cfg.ffn / one.model
+    return 2 * one.rows * one.positions * (_matrices(cfg, one) - last)
+
+
+def _matrices(cfg: DecoderConfig, one: Pass) -> float:
+    """Returns the parameters of `body_params` that one device multiplies with."""
+    mlp = 3 * cfg.layers * cfg.width * cfg.ffn
+    return (body_params(cfg) - mlp) / one.heads(cfg) + mlp / one.model
+
+
+def forward_bytes(cfg: DecoderConfig, one: Pass) -> float:
+    """Returns the bytes alive at once in one layer of a forward pass: in its attention or in its mlp."""
+    heads = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim / one.model
+    scores = cfg.heads / one.model * one.positions * (one.before + one.positions) * (4 + one.size)
+    mlp = one.positions * one.size * 3 * cfg.ffn / one.model
+    return one.rows * (one.positions * one.size * (2 * cfg.width + heads) + max(scores, mlp))
+
+
+def kept_bytes(cfg: DecoderConfig, positions: int, remat: str, size: int, model: int) -> float:
+    """Returns the bytes one example keeps for the backward pass, and works on in one layer."""
+    heads = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim / model
+    # What the layer at work holds: outputs of both norms, of attention and of the mlp; q, k, v and the attended values;
+    # gate, its sigmoid, up and the product; in fp32 what both norms divide; attention's scores.
+    layer = positions * size * (4 * cfg.width + heads + cfg.heads * cfg.head_dim / model + 4 * cfg.ffn / model)
+    layer += positions * 2 * cfg.width * 4
+    scores = cfg.heads / model * positions * positions * (4 + size)
+    # What every layer keeps: its input, and what its products return but for the last, which no gradient needs.
+    carried = positions * size * cfg.width
+    products = positions * size * (cfg.width + heads + 2 * cfg.ffn / model)
+    kept = {"none": products + carried, "full": carried}[remat] * cfg.layers
+    return kept + scores + layer
+
+
+def body_params(cfg: DecoderConfig) -> int:
+    """Returns the parameters that every position passes through: all but embedding and head."""
+    attention = cfg.width * cfg.head_dim * 2 * (cfg.heads + cfg.kv_heads)
+    return cfg.layers * (attention + 3 * cfg.width * cfg.ffn)
+
+
+def params(cfg: DecoderConfig) -> int:
+    """Returns all parameters but norms and biases."""
+    return body_params(cfg) + cfg.vocab * cfg.width * (1 if cfg.tied else 2)

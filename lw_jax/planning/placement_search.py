@@ -1,0 +1,260 @@
+"""Which placement, recomputation and micro-batch a run gets: every candidate compiled, the fastest that fits taken."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from lw_jax import recipes
+from lw_jax.core.config import REMATS, Config
+from lw_jax.core.types import Tree
+from lw_jax.planning import estimate as estimates
+from lw_jax.planning import hlo_counts, roofline
+from lw_jax.planning.estimate import Estimate
+from lw_jax.planning.gpus import Target
+from lw_jax.planning.roofline import Times
+from lw_jax.training import micro_batch_search
+from lw_jax.training.memory import Compile, Needs, bytes_of, compile_here, placed_bytes
+from lw_jax.training.micro_batch_search import Room
+from lw_jax.training.program import Program
+from lw_jax.training.recipe import Plannable
+from sharding import placement as placements
+from sharding.errors import PlacementError
+from sharding.mesh import Device
+from sharding.placement import Placement
+
+# A micro-batch of so many examples fills a GPU's matmuls (its rows are examples x positions): where a card's speed is
+# not known, nothing is recomputed to hold more.
+ENOUGH = 16
+
+
+@dataclasses.dataclass(frozen=True)
+class Hardware:
+    """Devices to plan for, present or absent; without `room` nothing is known of their memory."""
+
+    devices: Sequence[Device]
+    room: Room | None
+    target: Target | None = None  # None: a kind whose speed is not known
+    compile: Compile | None = compile_here  # None: arithmetic only
+
+
+@dataclasses.dataclass(frozen=True)
+class Candidate:
+    """One way to run the configured step; `obstacle` says why it cannot be."""
+
+    strategy: str
+    mesh: str
+    remat: str
+    placement: Placement | None = None
+    needs: Needs | None = None
+    times: Times | None = None
+    obstacle: str = ""
+    flops: float = 0.0  # per device and step
+    collective_bytes: float = 0.0  # per device and step, on the wire
+    moved_bytes: float = 0.0  # per device and step, read and written by all kernels; 0: nothing was compiled
+    estimate: Estimate | None = None  # of the same micro-batch, by arithmetic
+
+    @property
+    def fits(self) -> bool:
+        """Says whether it can run within the target."""
+        return self.needs is not None and not self.obstacle
+
+
+def choose(cfg: Config, hardware: Hardware, *, widths: Tree | None) -> list[Candidate]:
+    """Returns every candidate, measured as far as it can fit; `widths` of one example, None: the recipe's limits."""
+    readers = recipes.reader_bytes(cfg)
+    found = []
+    for strategy, data, model in strategies(cfg, readers, len(hardware.devices)):
+        try:
+            placed = placements.place(strategy, readers, data=data, model=model, devices=hardware.devices)
+            found += list(_measure(cfg, placed, hardware, widths))
+        except PlacementError as error:
+            found.append(Candidate(strategy, _axes(data, model), "-", obstacle=str(error)))
+    return found
+
+
+def strategies(cfg: Config, readers: Mapping[str, int], count: int) -> Iterator[tuple[str, int, int]]:
+    """Yields (strategy, data, model) to try on so many devices; a configured placement is the only one."""
+    if cfg.mesh.placement != "auto":
+        yield cfg.mesh.placement, cfg.mesh.data, cfg.mesh.model
+        return
+    yield "single", -1, 1
+    if count == 1:
+        return
+    # Where their number does not divide the batch, the largest number below it that does leaves some devices idle.
+    rows = max(n for n in range(1, count + 1) if cfg.train.global_batch % n == 0)
+    if rows > 1:
+        yield "replicate", rows, 1
+        yield "fsdp", rows, 1
+    if any(readers.values()):  # tensor splits what is frozen
+        yield from (("tensor", count // model, model) for model in range(2, count + 1) if count % model == 0)
+    if len(readers) > 1:
+        yield "split", -1, 1
+    if len(readers) == 2:
+        yield ("hybrid3" if count == 3 else "hybrid4"), -1, 1
+
+
+def pick(found: Sequence[Candidate]) -> Candidate | None:
+    """Returns the fastest candidate that fits; of equally fast ones that with the fewest devices, then the least full.
+
+    Times are predictions: a gain of less than 2 % does not pay for more devices. Where the card's speed is not known,
+    the arithmetic of one device stands for time, and of equals the one that sends least is taken.
+    """
+    fitting = [candidate for candidate in found if candidate.fits]
+    near = 1.02 * min(map(_cost, fitting), default=0.0)
+
+    def order(candidate: Candidate) -> tuple[bool, float, int, int]:
+        assert candidate.placement is not None and candidate.needs is not None, "it fits"
+        sent = 0.0 if candidate.times else candidate.collective_bytes
+        return _cost(candidate) > near, sent, candidate.placement.devices, candidate.needs.peak
+
+    return min(fitting, key=order, default=None)
+
+
+def _cost(candidate: Candidate) -> float:
+    return candidate.times.total if candidate.times else candidate.flops
+
+
+def nothing_fits(rows: Sequence[Mapping[str, Any]], devices: int, room: Room, remedies: Sequence[str] = ()) -> str:
+    """Returns one message with each planned candidate's obstacle and the remedies."""
+    told = "; ".join(f"{row['strategy']} {row['mesh']}: {row['obstacle']}" for row in rows)
+    more = "".join(f"; {line}" for line in remedies)
+    return (
+        f"no placement on {devices} devices with {bytes_of(room.limit)} each holds this configuration: {told}. Use "
+        f"more or larger devices, smaller readers, or a higher mesh.target_utilisation{more}"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Draft:
+    """One recomputation of one placement, with what arithmetic says of its largest micro-batch that fits."""
+
+    blank: Candidate
+    program: Program
+    recipe: Plannable
+    widths: Tree
+    guess: Estimate
+
+
+def _measure(cfg: Config, placed: Placement, hardware: Hardware, widths: Tree | None) -> Iterator[Candidate]:
+    """Yields the best candidate of one placement, and those that were measured on the way to it.
+
+    Arithmetic orders the recomputations, so that as a rule one of them is compiled; another one, where less of the
+    first fits than arithmetic said, which may make it slower.
+    """
+    room = hardware.room
+    assert room is not None, "planning needs the devices' memory"
+    drafts = []
+    for remat in REMATS[cfg.recipe] if cfg.compute.remat == "auto" else (cfg.compute.remat,):
+        own = with_remat(cfg, remat)
+        recipe = recipes.make(own, placed, outline=True)
+        program = Program(own, recipe)
+        program.accumulation(cfg.train.micro_batch)  # or PlacementError: the batch does not go with the devices
+        blank = Candidate(placed.strategy, _mesh(placed), remat, placed)
+        if (whole := placed_bytes(program)) > room.limit:
+            why = f"weights and optimizer alone take {bytes_of(whole)} of {bytes_of(room.limit)}"
+            yield dataclasses.replace(blank, remat="-", obstacle=why)
+            return
+        drafts.append(_draft(blank, program, recipe, widths, hardware))
+    fitting: Candidate | None = None
+    for draft in sorted(drafts, key=lambda draft: _rank(draft, room)):
+        if fitting and not _is_slower(fitting.estimate, draft.guess):
+            return
+        try:
+            needs = _needs(draft, hardware)
+        except micro_batch_search.OutOfMemory as error:
+            yield dataclasses.replace(draft.blank, obstacle=f"too large for the compiler: {error}")
+            continue
+        guess = estimates.estimate(draft.program, draft.recipe, draft.widths, needs.micro_batch, hardware.target)
+        found = dataclasses.replace(draft.blank, needs=needs, estimate=guess)
+        if needs.peak <= room.limit:
+            fitting = _time(found, hardware)
+            yield fitting
+            continue
+        why = f"a micro-batch of {needs.micro_batch} needs {bytes_of(needs.peak)} of {bytes_of(room.limit)}"
+        yield dataclasses.replace(found, obstacle=why)
+
+
+def _is_slower(one: Estimate | None, other: Estimate) -> bool:
+    return bool(one and one.times and other.times and one.times.total > other.times.total)
+
+
+def _draft(blank: Candidate, program: Program, recipe: Plannable, widths: Tree | None, hardware: Hardware) -> _Draft:
+    shapes, room = recipe.batch_widths() if widths is None else widths, hardware.room
+    assert room is not None, "planning needs the devices' memory"
+    micro = program.cfg.train.micro_batch
+    if not micro:
+
+        def guess(micro: int) -> Needs:
+            return estimates.estimate(program, recipe, shapes, micro, None).needs
+
+        micro = micro_batch_search.search(micro_batch_search.legal_sizes(program), guess, room.limit).micro_batch
+    return _Draft(blank, program, recipe, shapes, estimates.estimate(program, recipe, shapes, micro, hardware.target))
+
+
+def _rank(draft: _Draft, room: Room) -> tuple[bool, bool, float]:
+    """Orders what fits before what does not, then by time; where the card's speed is not known, by micro-batch."""
+    needs, times = draft.guess.needs, draft.guess.times
+    small = needs.accumulation > 1 and needs.micro_batch < ENOUGH
+    return needs.peak > room.limit, times is None and small, times.total if times else 0.0
+
+
+def _needs(draft: _Draft, hardware: Hardware) -> Needs:
+    """Returns the needs of the configured micro-batch, else of the largest that fits; raises `fit.OutOfMemory`."""
+    program, room, compile = draft.program, hardware.room, hardware.compile
+    assert room is not None, "planning needs the devices' memory"
+    if compile is None:
+        return draft.guess.needs
+    if program.cfg.train.micro_batch:
+        with micro_batch_search.out_of_memory():
+            return micro_batch_search.needs_of(program, draft.widths, program.cfg.train.micro_batch, compile=compile)
+    guess = draft.guess.needs.micro_batch
+    return micro_batch_search.largest_micro_batch(program, draft.widths, room, compile=compile, guess=guess)
+
+
+def _time(candidate: Candidate, hardware: Hardware) -> Candidate:
+    """Returns the candidate with the predicted step: readers apart work at once, all else follows one another."""
+    needs = candidate.needs
+    assert needs is not None and candidate.placement is not None and candidate.estimate is not None
+    if not needs.programs:
+        guess = candidate.estimate
+        return dataclasses.replace(
+            candidate, times=guess.times, flops=guess.flops, collective_bytes=guess.collective_bytes
+        )
+    times: dict[str, Times] = {}
+    flops: dict[Any, float] = {}
+    wire: dict[Any, float] = {}
+    moved: dict[Any, float] = {}
+    for name, (compiled, part) in needs.programs.items():
+        analysed = hlo_counts.analyse(compiled.as_text())
+        flops[part.mesh] = flops.get(part.mesh, 0.0) + part.runs * analysed.flops
+        sent = sum(each.wire_bytes for each in analysed.collectives)
+        wire[part.mesh] = wire.get(part.mesh, 0.0) + part.runs * sent
+        moved[part.mesh] = moved.get(part.mesh, 0.0) + part.runs * (analysed.matmul_bytes + analysed.traffic_bytes)
+        if hardware.target:
+            one = roofline.predict(analysed, hardware.target)
+            times[name] = Times(part.runs * one.gemm, part.runs * one.memory, part.runs * one.collective)
+    at_once = [times.pop(name) for name in candidate.placement.readers if name in times]
+    in_turn = [*times.values(), *sorted(at_once, key=lambda one: one.total)[-1:]]
+    total = Times(*(sum(getattr(one, part) for one in in_turn) for part in ("gemm", "memory", "collective")))
+    return dataclasses.replace(
+        candidate,
+        times=total if hardware.target else None,
+        flops=max(flops.values()),
+        collective_bytes=max(wire.values()),
+        moved_bytes=max(moved.values()),
+    )
+
+
+def with_remat(cfg: Config, remat: str) -> Config:
+    """Returns the configuration with this recomputation."""
+    return dataclasses.replace(cfg, compute=dataclasses.replace(cfg.compute, remat=remat))
+
+
+def _mesh(placed: Placement) -> str:
+    if not placed.apart:
+        return _axes(placed.data, placed.learner.shape["model"])
+    return ", ".join(f"{name} {_axes(*at.mesh.devices.shape)}" for name, at in placed.readers.items())
+
+
+def _axes(data: int, model: int) -> str:
+    return f"{'?' if data == -1 else data}x{model}"

@@ -1,0 +1,126 @@
+"""Several configurations as one SLURM job: an array, each on cards of its own, or a sequence on the same cards."""
+
+import dataclasses
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from lw_jax.commands import slurm
+from lw_jax.commands.plan import Plan, make, resolve_target
+from lw_jax.commands.slurm import Job, Request
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+from lw_jax.core.runtime import REQUEUE
+from lw_jax.slurm import cluster_profile, past_runs
+from lw_jax.slurm.cluster_profile import Site
+
+KINDS = ("array", "sequence")
+
+
+class Task(NamedTuple):
+    """One configuration of the list, as its own job would have it."""
+
+    cfg: Config
+    resolved: Mapping[str, Any]
+    workdir: Path
+    config: str  # FILE[:recipe]
+
+
+def main(
+    tasks: Sequence[Task],
+    *,
+    kind: str,
+    workdir: Path,
+    request: Request,
+    planner: Callable[[Config, str], Plan] | None = None,
+) -> None:
+    """Plans every task, writes one sbatch file for all, tells what each is predicted to take, submits when asked to."""
+    site, profile = slurm.find_site(request.site)
+    jobs, told = [], slurm.check({task.workdir.name: task.cfg for task in tasks}, submit=request.submit)
+    for task in tasks:
+        own = dataclasses.replace(request, config=task.config)
+        plan = (planner or make)(task.cfg, resolve_target(request.target, config=task.config))
+        earlier = request.measured / task.workdir.name if request.measured else None
+        record = past_runs.read(earlier, task.cfg, plan) if earlier else None
+        at = task.workdir.absolute()
+        jobs.append(slurm.make_job(plan, resolved=task.resolved, workdir=at, request=own, site=site, record=record))
+        told += [f"{at.name}: {line}" for line in (record.describe_differences() if record else ())]
+    whole = join(jobs, kind, name=Path(request.config).stem, logs=workdir.absolute() / "logs")
+    file = Path(request.output).absolute() if request.output else workdir.absolute() / f"{kind}.sbatch"
+    slurm.write(file, script(jobs, whole, site, kind), logs=whole.logs)
+    print(slurm.written(file, profile))
+    for job in jobs:
+        memory = job.host_memory_bytes / 2**30
+        print(f"  {job.name}: {job.hours:.2f} h {job.basis}, {memory:.0f} GiB of host memory; {job.origin}")
+    each = "each task" if kind == "array" else f"all {len(jobs)} together"
+    print("".join(f"{line}\n" for line in told) + f"of {each}: {slurm.describe_limit(whole, site)}")
+    if request.submit:
+        print(slurm.submit(file))
+
+
+def join(jobs: Sequence[Job], kind: str, *, name: str, logs: Path) -> Job:
+    """Returns what SLURM is asked for: the most of any task, and of a sequence the time of all.
+
+    Raises UserError for tasks on different numbers of nodes or cards.
+    """
+    sizes = {(job.nodes, job.gpus) for job in jobs}
+    if len(sizes) > 1:
+        raise UserError(f"--config {name}.list: its plans take different machines, {sorted(sizes)}; name one --target")
+    # Every task of a sequence starts anew; `limit` adds the first one's start.
+    starts = cluster_profile.STARTUP_HOURS / cluster_profile.TIME_MARGIN * (len(jobs) - 1)
+    hours = max(job.hours for job in jobs) if kind == "array" else sum(job.hours for job in jobs) + starts
+    return dataclasses.replace(
+        jobs[0],
+        name=name,
+        logs=logs,
+        hours=hours,
+        host_memory_bytes=max(job.host_memory_bytes for job in jobs),
+        step_seconds=max(job.step_seconds for job in jobs),
+        checkpoint_seconds=max(job.checkpoint_seconds for job in jobs),
+        memory_fraction=max(job.memory_fraction for job in jobs),
+        origin=f"{len(jobs)} configurations of {name}.list as {kind}",
+        basis=jobs[0].basis.split()[0],  # a word; each task's own words stand at its line
+    )
+
+
+def script(jobs: Sequence[Job], whole: Job, site: Site, kind: str) -> str:
+    """Returns the text of the sbatch file; `whole` is what `join` made of the jobs."""
+    extra = [f"#SBATCH --array=0-{len(jobs) - 1}"] if kind == "array" else []
+    log = "%x-%A_%a" if kind == "array" else "%x-%j"
+    body = _array(jobs, site) if kind == "array" else _sequence(jobs, site)
+    return "\n".join([*slurm.head(whole, site, extra=extra, log=log), *body]) + "\n"
+
+
+def _start(job: Job, site: Site) -> str:
+    return f"{shlex.join(slurm.step(job, site))} \\\n        {shlex.join(job.command)}"
+
+
+def _tell(job: Job) -> str:
+    return slurm.one_line(f"{job.origin}; {job.hours:.2f} h {job.basis}")
+
+
+def _array(jobs: Sequence[Job], site: Site) -> list[str]:
+    lines = ["code=0", 'case "$SLURM_ARRAY_TASK_ID" in']
+    for number, job in enumerate(jobs):
+        lines += [f"{number})  # {_tell(job)}", f"    {_start(job, site)} || code=$? ;;"]
+    again = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'
+    return [*lines, "esac", *slurm.tail(again)]
+
+
+def _sequence(jobs: Sequence[Job], site: Site) -> list[str]:
+    """One after the other: a task that fails lets the next ones run, one that was stopped ends the job.
+
+    A requeued job comes to its finished tasks again; they find their last step done and leave at once.
+    """
+    lines = ["code=0 failed="]
+    for job in jobs:
+        lines += [
+            f"# {_tell(job)}",
+            f'if [ "$code" -ne {REQUEUE} ]; then',
+            f"    own=0; {_start(job, site)} || own=$?",
+            f'    if [ "$own" -eq {REQUEUE} ]; then code=$own',
+            f'    elif [ "$own" -ne 0 ]; then code=$own; failed="$failed {job.name}($own)"; fi',
+            "fi",
+        ]
+    return [*lines, '[ -z "$failed" ] || echo "failed:$failed" >&2', *slurm.tail('"$SLURM_JOB_ID"')]

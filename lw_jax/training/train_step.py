@@ -1,0 +1,309 @@
+"""The optimizer step: one program where everything lies on one mesh, several where readers lie apart.
+
+Both forms compute the same sums, so a loss curve does not tell which one made it. Each device sums the gradients of its
+own rows over all micro-batches in fp32; devices exchange these sums once a step (`sharding.shards`). Only trainable
+weights that lie over data themselves (TTT under fsdp) are summed with every micro-batch: until then each device would
+hold the gradients of the whole model.
+"""
+
+import dataclasses
+import functools
+import operator
+from collections.abc import Callable
+from typing import Any, Protocol, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lw_jax.core import rng as rngs
+from lw_jax.core.types import LossTerms, Tree
+from lw_jax.training.recipe import Branched, Recipe
+from sharding import place
+from sharding.placement import Placement
+from sharding.shards import Shards
+
+State = dict[str, Tree]  # {"trainable", "opt_state", "step"}: all that moves, besides the data position
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One program of a step: the mesh it runs on and how often a step runs it."""
+
+    lowered: Any  # jax.stages.Lowered
+    mesh: Mesh
+    runs: int = 1
+
+
+class Step(Protocol):
+    """One optimizer step, its forward pass alone, and both as programs that a planner can compile."""
+
+    def __call__(self, state: State, frozen: Tree, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
+        """Takes one step over batch [a b ...], a the accumulated micro-batches; the state is donated."""
+        ...
+
+    def evaluate(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> LossTerms:
+        """Returns the loss terms of batch [b ...] without learning."""
+        ...
+
+    def lower(self, state: State, frozen: Tree, batch: Tree) -> dict[str, Part]:
+        """Returns the programs of one step by name, from shapes alone."""
+        ...
+
+
+def make(recipe: Recipe, placement: Placement, optimizer: optax.GradientTransformation, *, seed: int) -> Step:
+    """Returns the step that this placement needs."""
+    if not placement.apart:
+        return _Fused(recipe, placement.learner, optimizer, seed)
+    return _Staged(recipe, placement, optimizer, seed)  # type: ignore[arg-type]  # only a Branched recipe is placed apart
+
+
+class _Fused:
+    """Everything on one mesh, one program."""
+
+    def __init__(self, recipe: Recipe, mesh: Mesh, optimizer: optax.GradientTransformation, seed: int):
+        gradient = _in_turn(recipe) if isinstance(recipe, Branched) else _at_once(recipe)
+        shards = Shards(mesh, apart=_is_whole(recipe))
+        each = shards.map(gradient, in_axes=(None, None, 0, None))
+
+        def step(state: State, frozen: Tree, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
+            rng = rngs.stream(seed, "loss", state["step"])
+            found = _accumulate(each, state["trainable"], frozen, shards.split(batch, dim=1), rng)
+            return _apply(optimizer, state, *shards.sum(found))
+
+        self._mesh = mesh
+        self._step = jax.jit(step, donate_argnums=0)
+        self._loss = jax.jit(recipe.loss)
+
+    def __call__(self, state: State, frozen: Tree, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
+        return self._step(state, frozen, batch)
+
+    def evaluate(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> LossTerms:
+        return self._loss(trainable, frozen, batch, key)
+
+    def lower(self, state: State, frozen: Tree, batch: Tree) -> dict[str, Part]:
+        return {"step": Part(self._step.lower(state, frozen, batch), self._mesh)}
+
+
+class _Staged:
+    """Readers apart: the shared part crosses to every reader's mesh, its cotangents come back.
+
+    Programs are dispatched without waiting, so that readers on different devices work at once. The optimizer and all
+    its state stay with what learns; a reader's mesh gets a copy of its part of the trainable tree each step.
+    """
+
+    def __init__(
+        self, recipe: Branched, placement: Placement, optimizer: optax.GradientTransformation, seed: int
+    ) -> None:
+        self.recipe, self.placement = recipe, placement
+        self._home = home = Shards(placement.learner, apart=_is_whole(recipe))
+        there = {name: Shards(at.mesh, apart=home.count > 1) for name, at in placement.readers.items()}
+
+        def share(trainable: Tree, source: Tree, step: jax.Array, index: jax.Array):
+            rng = rngs.stream(seed, "loss", step)
+
+            def one(source: Tree):
+                return jax.vjp(lambda learned: recipe.share(learned, source, rng), trainable)
+
+            shared, backward = home.map(one)(home.split(_at(source, index)))
+            return home.join(shared), backward
+
+        def branch(name: str, part: Tree, frozen: Tree, fields: Tree, given: tuple[Tree, jax.Array, jax.Array]):
+            shared, step, index = given
+            rng, shards = rngs.stream(seed, "loss", step), there[name]
+
+            def one(fields: Tree, shared: Tree):
+                (own, cotangent), terms = _branch_gradient(recipe, name, frozen, fields, rng)(part, shared)
+                return cotangent, (own, terms)
+
+            cotangent, found = shards.map(one)(shards.split(_at(fields, index)), shards.split(shared))
+            return shards.join(cotangent), found
+
+        def pull(backward: Callable, cotangents: list[Tree]) -> Tree:
+            one = home.map(lambda backward, cotangent: backward(cotangent)[0])
+            return one(backward, home.split(functools.reduce(_add, cotangents)))
+
+        def update(state: State, gradients: Tree, branches: dict[str, tuple[Tree, LossTerms]]):
+            def one(gradients: Tree, branches: dict[str, tuple[Tree, LossTerms]]):
+                for name, (own, _) in branches.items():
+                    back = jax.vjp(functools.partial(recipe.part, name), state["trainable"])[1]
+                    gradients = _add(gradients, back(own)[0])
+                return gradients, merge(branches)
+
+            return _apply(optimizer, state, *home.sum(home.map(one)(gradients, branches)))
+
+        def merge(branches: dict[str, tuple[Tree, LossTerms]]) -> LossTerms:
+            return functools.reduce(operator.add, (terms for _, terms in branches.values()))
+
+        self._share, self._pull = jax.jit(share), jax.jit(pull)
+        self._branch = jax.jit(branch, static_argnums=0)
+        self._update = jax.jit(update, donate_argnums=0)
+        self._sum = jax.jit(_add, donate_argnums=0)
+        self._forward_share = jax.jit(recipe.share)
+        self._forward = jax.jit(recipe.branch, static_argnums=0)
+
+    def __call__(self, state: State, frozen: Tree, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
+        readers, learner = self.placement.readers, self.placement.learner
+        parts = {
+            name: place.replicate((self.recipe.part(name, state["trainable"]), state["step"]), at.mesh)
+            for name, at in readers.items()
+        }
+        total: dict[str, Tree] = {}
+        for index in map(np.int32, range(jax.tree.leaves(batch)[0].shape[0])):
+            # No name for the summand, which would keep it alive while the next micro-batch runs.
+            total = self._plus(total, self._micro_batch(state, parts, frozen, batch, index))
+        gradients, move = total.pop(""), place.rows if self._home.count > 1 else place.replicate
+        # Shard i goes from device i to device i: the data axis is as long on every mesh.
+        return self._update(state, gradients, {name: move(one, learner) for name, one in total.items()})
+
+    def _plus(self, total: dict[str, Tree], one: dict[str, Tree]) -> dict[str, Tree]:
+        return {key: self._sum(total[key], one[key]) for key in total} or one
+
+    def _micro_batch(self, state: State, parts: Tree, frozen: Tree, batch: Tree, index: np.int32) -> dict[str, Tree]:
+        """Returns the shared part's gradients under "" and each reader's (own gradients, terms) where it lies.
+
+        Each is a shard's own sum, with a leading axis of shards where there are several.
+        """
+        shared, backward = self._share(state["trainable"], batch["source"], state["step"], index)
+        cotangents, found = [], {}
+        for name, at in self.placement.readers.items():
+            part, step = parts[name]
+            given = (place.rows(shared, at.mesh), step, index)
+            cotangent, found[name] = self._branch(name, part, frozen[name], batch["readers"][name], given)
+            cotangents.append(cotangent)
+        # Only here: a transfer that waited for the first reader would hold back the dispatch of the second.
+        crossed = [place.rows(cotangent, self.placement.learner) for cotangent in cotangents]
+        return {"": self._pull(backward, crossed), **found}
+
+    def evaluate(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> LossTerms:
+        shared = self._forward_share(trainable, batch["source"], key)
+        found = []
+        for name, at in self.placement.readers.items():
+            part, rng = place.replicate((self.recipe.part(name, trainable), key), at.mesh)
+            fields = batch["readers"][name]
+            found.append(self._forward(name, part, frozen[name], fields, place.rows(shared, at.mesh), rng))
+        return functools.reduce(operator.add, [place.replicate(terms, self.placement.learner) for terms in found])
+
+    def lower(self, state: State, frozen: Tree, batch: Tree) -> dict[str, Part]:
+        learner, count = self.placement.learner, jax.tree.leaves(batch)[0].shape[0]
+        index = jax.ShapeDtypeStruct((), np.int32)
+        trainable = state["trainable"]
+        share = self._share.trace(trainable, batch["source"], state["step"], index)
+        shared, backward = share.out_info
+        spec = self._home.spec
+        if self._home.count > 1:
+            backward = _shapes(backward, learner, spec)
+        programs, cotangents, found = {"share": Part(share.lower(), learner, count)}, [], {}
+        for name, at in self.placement.readers.items():
+            part = _shapes(self.recipe.part(name, trainable), at.mesh, P())
+            given = (_shapes(shared, at.mesh, P("data")), _shapes(state["step"], at.mesh, P()), index)
+            branch = self._branch.trace(name, part, frozen[name], batch["readers"][name], given)
+            programs[name] = Part(branch.lower(), at.mesh, count)
+            cotangent, one = branch.out_info
+            cotangents.append(_shapes(cotangent, learner, P("data")))
+            found[name] = _shapes(one, learner, spec)
+        pull = self._pull.trace(backward, cotangents)
+        programs["pull"] = Part(pull.lower(), learner, count)
+        gradients = _shapes(pull.out_info, learner, spec)
+        programs["update"] = Part(self._update.lower(state, gradients, found), learner)
+        return programs
+
+
+def _apply(
+    optimizer: optax.GradientTransformation, state: State, gradients: Tree, terms: LossTerms
+) -> tuple[State, dict[str, jax.Array]]:
+    """Divides the sums once and takes the step."""
+    gradients = jax.tree.map(lambda leaf: leaf / terms.weight, gradients)
+    updates, opt_state = optimizer.update(gradients, state["opt_state"], state["trainable"])
+    after = {
+        "trainable": optax.apply_updates(state["trainable"], updates),
+        "opt_state": opt_state,
+        "step": state["step"] + 1,
+    }
+    values = {name: total / weight for name, (total, weight) in terms.terms.items()}
+    return after, {"loss": terms.sum / terms.weight, **values, "grad_norm": optax.tree.norm(gradients)}
+
+
+def _at_once(recipe: Recipe) -> Callable[..., tuple[Tree, LossTerms]]:
+    """Returns (trainable, frozen, batch, rng) -> (gradients, terms) of the whole loss."""
+
+    def objective(trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array):
+        terms = recipe.loss(trainable, frozen, batch, rng)
+        return terms.sum, terms
+
+    return jax.grad(objective, has_aux=True)
+
+
+def _in_turn(recipe: Branched) -> Callable[..., tuple[Tree, LossTerms]]:
+    """Returns the same function with one reader's forward and backward pass after the other's.
+
+    So no more than one reader's activations are alive; left to itself, XLA keeps all of them until the latents'
+    gradient is summed (docs/numbers.md).
+    """
+
+    def gradient(trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> tuple[Tree, LossTerms]:
+        shared, backward = jax.vjp(lambda learned: recipe.share(learned, batch["source"], rng), trainable)
+        gradients, cotangents, found = None, None, None
+        for name, fields in batch["readers"].items():
+            part, transpose = jax.vjp(functools.partial(recipe.part, name), trainable)
+            (own, cotangent), terms = _branch_gradient(recipe, name, frozen[name], fields, rng)(part, shared)
+            own = transpose(own)[0]
+            gradients = own if gradients is None else _add(gradients, own)
+            cotangents = cotangent if cotangents is None else _add(cotangents, cotangent)
+            found = terms if found is None else found + terms
+            shared, cotangents = jax.lax.optimization_barrier((shared, cotangents))
+        return _add(gradients, backward(cotangents)[0]), cast(LossTerms, found)
+
+    return gradient
+
+
+def _branch_gradient(recipe: Branched, name: str, frozen: Tree, fields: Tree, rng: jax.Array):
+    """Returns (part, shared) -> ((gradient of part, of shared), terms) of one reader's branch."""
+
+    def objective(part: Tree, shared: Tree):
+        terms = recipe.branch(name, part, frozen, fields, shared, rng)
+        return terms.sum, terms
+
+    return jax.grad(objective, argnums=(0, 1), has_aux=True)
+
+
+def _accumulate(
+    gradient: Callable[..., tuple[Tree, LossTerms]], trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array
+) -> tuple[Tree, LossTerms]:
+    """Sums gradients and loss terms over the micro-batches, each of which gets the step's own `rng`."""
+
+    def one(micro: Tree) -> tuple[Tree, LossTerms]:
+        return gradient(trainable, frozen, micro, rng)
+
+    count = jax.tree.leaves(batch)[0].shape[0]
+    if count == 1:
+        return one(jax.tree.map(lambda leaf: leaf[0], batch))
+
+    def add(total: Tree, micro: Tree) -> tuple[Tree, None]:
+        return _add(total, one(micro)), None
+
+    shapes = jax.eval_shape(one, jax.tree.map(lambda leaf: leaf[0], batch))
+    nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    total, _ = jax.lax.scan(add, nothing, batch)
+    return total
+
+
+def _is_whole(recipe: Recipe) -> bool:
+    """Says whether every device holds all of the trainable weights."""
+    return all(sharding.is_fully_replicated for sharding in jax.tree.leaves(recipe.shardings().trainable))
+
+
+def _at(batch: Tree, index: jax.Array) -> Tree:
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, index, 0, keepdims=False), batch)
+
+
+def _add(left: Tree, right: Tree) -> Tree:
+    return jax.tree.map(jnp.add, left, right)
+
+
+def _shapes(tree: Tree, mesh: Mesh, spec: P) -> Tree:
+    sharding = NamedSharding(mesh, spec)
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding), tree)

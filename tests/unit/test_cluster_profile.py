@@ -1,0 +1,144 @@
+"""lw_jax/slurm/cluster_profile.py: the site profile, and what its longest job means for a run."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import base
+from lw_jax.core import config
+from lw_jax.core.errors import UserError
+from lw_jax.slurm import cluster_profile
+
+SITE = cluster_profile.Site(
+    partition="gpu,long",
+    account="proj-7",
+    qos="high",
+    constraint="nvlink&[rack1|rack2]",
+    gpus="--gres=gpu:h100:{count}",
+    modules=("cuda/12.4", "gcc/13.2.0+lto"),
+    setup=("source ~/venvs/lw/bin/activate", "export NOTE='two words'"),
+    max_hours=24.0,
+    cpus_per_gpu=5,
+    scratch="/scratch/me",
+)
+
+
+@pytest.mark.parametrize("key", ["partition", "account", "qos", "constraint"])
+@pytest.mark.parametrize(
+    "value", ["gpu\n#SBATCH --account=other", "gpu\n", "a b", 'g"pu', "g'pu", "g#pu", "g\\pu", "$(id)"]
+)
+def test_word_that_could_leave_its_directive_is_refused(key: str, value: str) -> None:
+    with pytest.raises(UserError, match=key):
+        cluster_profile.Site(**{key: value})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("gpus", "--gpus-per-node=4"),
+        ("gpus", "--gpus-per-node={count} --exclusive"),
+        ("gpus", "--gres=gpu:h100:{count}\n"),
+        ("gpus", "--gpus-per-task={count}"),
+        ("modules", ("cuda; id",)),
+        ("modules", ("--purge",)),
+        ("setup", ("echo 'open",)),
+        ("setup", ("echo a\necho b",)),
+        ("setup", ("echo a \\",)),
+        ("setup", ("",)),
+        ("max_hours", 0.25),
+        ("max_hours", math.nan),
+        ("cpus_per_gpu", 0),
+        ("scratch", "relative/folder"),
+        ("scratch", "/scratch/$NO_SUCH_VARIABLE"),
+    ],
+)
+def test_wrong_value_is_refused_with_its_key(key: str, value: Any) -> None:
+    with pytest.raises(UserError, match=key):
+        cluster_profile.Site(**{key: value})
+
+
+def test_file_gives_the_profile(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("LW_TEST_USER", "me")
+    file = tmp_path / "site.toml"
+    file.write_text(
+        """partition = "gpu,long"
+account = "proj-7"
+qos = "high"
+constraint = "nvlink&[rack1|rack2]"
+gpus = "--gres=gpu:h100:{count}"
+modules = ["cuda/12.4", "gcc/13.2.0+lto"]
+setup = ["source ~/venvs/lw/bin/activate", "export NOTE='two words'"]
+max_hours = 24
+cpus_per_gpu = 5
+scratch = "/scratch/$LW_TEST_USER"
+""",
+        encoding="utf-8",
+    )
+    assert cluster_profile.read_site(file) == SITE
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('partion = "gpu"', "partion is no known key. Did you mean 'partition'?"),
+        ('file = "x"', "file is no known key"),
+        ("partition = 7", "partition = 7: a string is needed"),
+        ('max_hours = "24"', "max_hours = '24': a number is needed"),
+        ("max_hours = true", "max_hours = True: a number is needed"),
+        ("cpus_per_gpu = 2.5", "cpus_per_gpu = 2.5: a whole number is needed"),
+        ('modules = "cuda"', "modules = 'cuda': a list of strings is needed"),
+        ("setup = [1]", "setup = [1]: a list of strings is needed"),
+        ('partition = "a b"', "partition = 'a b'"),
+        ("partition = ", "TOML"),
+    ],
+)
+def test_wrong_file_is_refused_with_its_path_and_key(tmp_path: Path, text: str, message: str) -> None:
+    file = tmp_path / "site.toml"
+    file.write_text(text, encoding="utf-8")
+    with pytest.raises(UserError) as caught:
+        cluster_profile.read_site(file)
+    assert str(file) in str(caught.value) and message in str(caught.value)
+
+
+def test_profile_is_looked_for_in_order(tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.delenv("LW_JAX_SITE", raising=False)
+    assert cluster_profile.find_site("") == (cluster_profile.Site(), "")
+    files = {name: tmp_path / name for name in ("lw_jax/site.toml", "environment.toml", "named.toml")}
+    (tmp_path / "lw_jax").mkdir()
+    for name, file in files.items():
+        file.write_text(f'partition = "{Path(name).stem}"', encoding="utf-8")
+    assert cluster_profile.find_site("")[0].partition == "site"
+    monkeypatch.setenv("LW_JAX_SITE", str(files["environment.toml"]))
+    assert cluster_profile.find_site("")[0].partition == "environment"
+    assert cluster_profile.find_site(str(files["named.toml"]))[0].partition == "named"
+    with pytest.raises(UserError, match=r"absent\.toml"):
+        cluster_profile.find_site(str(tmp_path / "absent.toml"))
+
+
+# --- the longest job ---
+
+
+@pytest.mark.parametrize(
+    ("max_hours", "every", "void", "told"),
+    [
+        ("inf", 300, None, ""),
+        ("5", 300, None, ""),
+        ("2", 300, False, "more than max_hours 2: it requeues itself 2 times or so, with a checkpoint every 35.0 min"),
+        ("2", 1000, True, "checkpoint_every to 874 at most"),
+    ],
+)
+def test_plan_tells_what_the_longest_job_means_for_the_run(tmp_path, monkeypatch, max_hours, every, void, told) -> None:
+    (tmp_path / "site.toml").write_text(f"max_hours = {max_hours}", encoding="utf-8")
+    monkeypatch.setenv("LW_JAX_SITE", str(tmp_path / "site.toml"))
+    values = base.get_config()
+    values.train.checkpoint_every = every
+    found = cluster_profile.inspect({"hours": 3.2, "chosen": {"step_seconds": 7.0}}, config.build(values).train)
+    assert [one.void for one in found] == ([] if void is None else [void])
+    assert not found or (told in found[0].text and str(tmp_path / "site.toml") in found[0].text)
+
+
+def test_plan_in_which_nothing_fits_has_no_time_to_judge() -> None:
+    assert cluster_profile.inspect({"hours": None, "chosen": None}, config.build(base.get_config()).train) == []

@@ -1,0 +1,221 @@
+"""The control table of a random wire: rows that really differ, and sums that are what they say."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.core.types import Example
+from lw_jax.data.batches import other_examples
+from lw_jax.evals import control_rows
+from lw_jax.recipes.latentwire import LatentWire
+from sharding import placement
+from tests import tiny
+
+ROWS = ("text", "latents", "shuffled", "zero", "none", "truncated")
+COUNT, BATCH = 7, 4  # the last batch is filled up
+SAME = 1e-5  # nats; the same program on the same numbers
+APART = 1e-3
+
+
+@pytest.fixture(scope="module")
+def measured(tmp_path_factory):
+    """(recipe, weights, what was measured, its records) of one reader."""
+    root = tmp_path_factory.getbasetemp() / "readers"
+    cfg = tiny.make_config(root)
+    cfg = dataclasses.replace(cfg, llms={"qwen": cfg.llms["qwen"]})
+    recipe = LatentWire(cfg, placement.place("single", {"qwen": 1}))
+    built = recipe.build()
+    encoded = recipe.data("validation", rows=ROWS)
+    asked = dataclasses.replace(cfg.eval, examples=COUNT, batch=BATCH, rows=ROWS, max_new_tokens=3)
+    found = control_rows.measure(tiny.make_bench(recipe, built), encoded, asked=asked)
+    return recipe, built, found, found.records
+
+
+def of_row(records, row, key="nll"):
+    return np.asarray([record[key] for record in records if record["row"] == row])
+
+
+def test_every_example_is_measured_once_in_each_row(measured):
+    *_, found, records = measured
+    encoded = found.encoded
+    assert len(records) == COUNT * len(ROWS)
+    ids = [record["id"] for record in records if record["row"] == "text"]
+    assert len(set(ids)) == COUNT
+    by_id = {example.id: example for example in encoded.examples}
+    for record in records:
+        assert record["question"] == by_id[record["id"]].question
+        assert record["answers"] == list(by_id[record["id"]].answers)
+        assert record["tokens"] >= 2 and 0 <= record["hits"] <= record["tokens"] and record["first"] in (0, 1)
+        assert encoded.examples[record["index"]].id == record["id"]
+
+
+def test_latents_are_kept_in_the_order_of_the_records(measured):
+    recipe, built, found, _ = measured
+    assert found.latents.shape == (COUNT, recipe.cfg.encoder.slots, recipe.cfg.encoder.width)
+    assert found.indices == [record["index"] for record in found.of("qwen", "latents")]
+    source = jax.tree.map(jnp.asarray, found.encoded.collate(found.indices)["source"])
+    np.testing.assert_allclose(found.latents, recipe.encode(built.trainable, source), atol=SAME)
+
+
+def test_gold_first_token_among_the_five_likeliest_is_counted(measured):
+    recipe, built, found, records = measured
+    batch = jax.tree.map(jnp.asarray, found.encoded.collate(found.indices))["readers"]["qwen"]
+    prompt = recipe.prompt_from_text(built.frozen["qwen"], batch["text"])
+    logits = recipe.wire.answer_logits(built.frozen["qwen"], "qwen", prompt, batch)[:, 0]
+    likeliest = np.argsort(-np.asarray(logits), axis=1)
+    gold = np.asarray(batch["targets"])[:, :1]
+    expected = (likeliest[:, :5] == gold).any(axis=1)
+    np.testing.assert_array_equal(of_row(records, "text", "first5"), expected)
+    # A random reader has few hits: the same count over targets that it does find likely.
+    for rank in (0, 4, 5, 150):
+        fields = {key: batch[key] for key in ("answer_inputs", "weights")}
+        fields["targets"] = batch["targets"].at[:, 0].set(likeliest[:, rank])
+        scores = recipe.score(built.frozen["qwen"], prompt, fields, "qwen")
+        np.testing.assert_array_equal(scores["first5"], np.full(COUNT, float(rank < 5)), err_msg=str(rank))
+        np.testing.assert_array_equal(scores["first"], np.full(COUNT, float(rank == 0)), err_msg=str(rank))
+
+
+@pytest.mark.parametrize("one", ROWS)
+def test_rows_of_a_random_wire_really_differ(measured, one):
+    *_, records = measured
+    for other in ROWS:
+        if other != one:
+            apart = np.abs(of_row(records, one) - of_row(records, other)) > APART
+            assert apart.all(), (one, other)
+
+
+def test_shuffled_row_reads_the_other_example_s_latents(measured):
+    recipe, built, found, records = measured
+    encoded = found.encoded
+    index = {example.id: position for position, example in enumerate(encoded.examples)}
+    chosen = [index[record["id"]] for record in records if record["row"] == "text"][:BATCH]
+    others = other_examples(encoded.examples)
+    batch = jax.tree.map(jnp.asarray, encoded.collate(chosen))
+    sent = jax.tree.map(jnp.asarray, encoded.collate([others[i] for i in chosen])["source"])
+    fields, params = batch["readers"]["qwen"], built.frozen["qwen"]
+    edges = {key: fields[key] for key in ("before", "after", "channel", "task")}
+    latents = recipe.encode(built.trainable, sent)
+    prompt = recipe.prompt_from_latents(built.trainable, params, edges, latents, "qwen")
+    answer = {key: fields[key] for key in ("answer_inputs", "targets", "weights")}
+    expected = recipe.score(params, prompt, answer, "qwen")["nll"]
+    np.testing.assert_allclose(of_row(records, "shuffled")[:BATCH], expected, atol=SAME)
+
+
+def test_zero_row_knows_nothing_of_the_text(measured):
+    recipe, built, *_ = measured
+    latents = jnp.zeros((2, recipe.cfg.encoder.slots, recipe.cfg.encoder.width))
+    prefix = recipe.wire.prefix(built.trainable["adapters"]["qwen"], "qwen", latents, "answer")
+    np.testing.assert_array_equal(prefix[0], prefix[1])
+
+
+def contexts(*names):
+    return tuple(Example(str(i), name, "?", ("a",)) for i, name in enumerate(names))
+
+
+def test_other_example_has_another_context_wherever_there_is_one(measured):
+    assert other_examples(contexts("a", "a", "b", "b", "b", "c")) == [2, 2, 5, 5, 5, 0]
+    assert other_examples(contexts("a", "b", "a")) == [1, 2, 1]
+    assert other_examples(contexts("a", "a")) == [0, 1]
+    encoded = measured[2].encoded
+    for mine, other in enumerate(other_examples(encoded.examples)):
+        assert encoded.examples[mine].context != encoded.examples[other].context
+
+
+TOLD = {"resamples": 200, "seed": 0}
+
+
+def record(row, index=0, **values):
+    base = {"reader": "r", "row": row, "index": index, "prediction": "x", "em": 0.0, "f1": 0.0}
+    return base | {"nll": 1.0, "hits": 1.0, "first": 0.0, "first5": 0.0, "tokens": 2.0} | values
+
+
+def test_summary_weighs_likelihood_by_tokens_and_scores_by_examples():
+    found = control_rows.summarise(
+        [
+            record("text", nll=9.0, tokens=3.0, hits=3.0, em=1.0, f1=1.0, first=1.0, first5=1.0, prediction="y"),
+            record("text", 1, nll=1.0, tokens=7.0, hits=1.0, f1=0.5, first5=1.0),
+            record("text", 2, nll=0.0, tokens=2.0, hits=0.0),
+            record("none", nll=4.0, tokens=2.0),
+        ],
+        **TOLD,
+    )
+    text = found["r"]["text"]
+    assert text["nll"] == pytest.approx(10 / 12)
+    assert text["accuracy"] == pytest.approx(4 / 12)
+    assert (text["em"], text["f1"], text["first_token"]) == pytest.approx((1 / 3, 0.5, 1 / 3))
+    assert text["first_5"] == pytest.approx(2 / 3)
+    assert text["distinct"] == pytest.approx(2 / 3)
+    assert (text["examples"], text["tokens"]) == (3, 12)
+    assert found["r"]["none"]["nll"] == 2.0
+    for key in ("em", "f1", "nll", "first_token"):
+        assert text[f"{key}_interval"][0] < text[key] < text[f"{key}_interval"][1], key
+        assert found["r"]["none"][f"{key}_interval"] == pytest.approx([found["r"]["none"][key]] * 2)
+
+
+def make_rows(count=11, *, noise=0.5, gap=2.0, text_f1=0.8):
+    """Rows whose examples are hard together: paired differences are much surer than each row."""
+    hard = np.random.default_rng(0).normal(0, 3.0, count)
+    made = []
+    for row, nll, f1 in (("text", 1.0, text_f1), ("latents", 2.0, 0.5), ("shuffled", 2.0 + gap, 0.1), ("none", 5, 0.2)):
+        own = np.random.default_rng(len(row)).normal(0, noise, count)
+        made += [record(row, i, nll=20 + 2 * nll + hard[i] + own[i], f1=f1) for i in range(count)]
+    return made
+
+
+def test_figures_between_rows_are_the_shares_and_gaps_of_their_means():
+    made = make_rows()
+    means, found = control_rows.summarise(made, **TOLD)["r"], control_rows.compare(made, **TOLD)["r"]
+    nll = {row: values["nll"] for row, values in means.items()}
+    assert found["normalised_f1"] == pytest.approx((0.5 - 0.2) / (0.8 - 0.2))
+    assert found["recovered_nll"] == pytest.approx((nll["none"] - nll["latents"]) / (nll["none"] - nll["text"]))
+    assert found["gap_nll"] == pytest.approx(nll["shuffled"] - nll["latents"])
+    assert found["gap_f1"] == pytest.approx(0.4)
+    for key in ("recovered_nll", "gap_nll"):
+        assert found[f"{key}_interval"][0] < found[key] < found[f"{key}_interval"][1]
+
+
+def test_rows_pair_by_example_whatever_their_order():
+    made = make_rows()
+    low, high = control_rows.compare(made, **TOLD)["r"]["gap_nll_interval"]
+    alone = control_rows.summarise(made, **TOLD)["r"]["latents"]["nll_interval"]
+    assert high - low < 0.5 * (alone[1] - alone[0])
+    turned = sorted(made, key=lambda record: -record["index"] if record["row"] == "latents" else record["index"])
+    assert control_rows.compare(turned, **TOLD)["r"]["gap_nll_interval"] == pytest.approx([low, high])
+
+
+def test_share_is_unknown_with_its_reason_where_text_is_no_better_than_none():
+    found = control_rows.compare(make_rows(text_f1=0.2), **TOLD)["r"]
+    assert found["normalised_f1"] is None and found["normalised_f1_interval"] is None
+    assert "no better than none" in found["normalised_f1_reason"]
+    assert found["recovered_nll"] is not None
+    assert "normalised_f1 unknown: text is no better than none" in control_rows.tell("r", found)
+
+
+def test_figures_need_the_rows_they_are_made_of():
+    made = [record for record in make_rows() if record["row"] in ("latents", "shuffled")]
+    assert set(control_rows.compare(made, **TOLD)["r"]) == {"gap_nll", "gap_nll_interval", "gap_f1", "gap_f1_interval"}
+    assert control_rows.compare(made[:11], **TOLD) == {"r": {}}
+
+
+@pytest.mark.parametrize(("gap", "collapsed"), [(2.0, False), (0.0, True), (-2.0, True)])
+def test_collapse_is_told_where_the_right_latents_may_be_worth_nothing(gap, collapsed):
+    found = control_rows.compare(make_rows(gap=gap), **TOLD)["r"]
+    assert control_rows.is_collapsed(found) is collapsed
+    assert ("COLLAPSED" in control_rows.tell("r", found)) is collapsed
+
+
+def test_table_has_a_line_for_each_reader_and_row(measured):
+    found = control_rows.summarise(measured[-1], **TOLD)
+    lines = control_rows.table(found).splitlines()
+    heads = lines[0].replace("f1 95 %", "interval").split()
+    assert heads == [
+        *("reader", "row", "em", "f1", "interval", "nll", "accuracy", "first_token", "first_5", "distinct")
+    ]
+    assert [line.split()[:2] for line in lines[1:]] == [["qwen", row] for row in ROWS]
+    assert float(lines[1].split()[5]) == pytest.approx(found["qwen"]["text"]["nll"], abs=5e-4)
+    low, high = map(float, lines[1].split()[4].split(".."))
+    assert [low, high] == pytest.approx(found["qwen"]["text"]["f1_interval"], abs=5e-4)
+    assert len({len(line) for line in lines}) == 1 and len(lines[0]) <= 120

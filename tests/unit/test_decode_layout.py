@@ -1,0 +1,89 @@
+"""Layers apart or stacked: decided by the device, by how many answers are asked for, and by what memory holds."""
+
+import dataclasses
+import types
+
+import jax
+import pytest
+
+from lw_jax import recipes
+from lw_jax.models.wire import Prompt
+from lw_jax.planning import decode_layout, workload
+from lw_jax.training.micro_batch_search import Room
+from sharding import place as place_
+from sharding import placement as placements
+from tests import tiny
+
+ROOM = Room(10**12, 1.0)
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+def place(cfg, table="single", **axes):
+    return placements.place(table, recipes.reader_bytes(cfg), **axes)
+
+
+def on(platform, placed):
+    """The placement as one of devices of this platform, for what only asks for their kind."""
+    device = types.SimpleNamespace(platform=platform)
+    learner = types.SimpleNamespace(devices=types.SimpleNamespace(flat=[device]))
+    return types.SimpleNamespace(learner=learner, readers=placed.readers)
+
+
+def settle(root, monkeypatch, *, room=ROOM, platform="gpu", need=10**9, **changes):
+    cfg = tiny.make_config(root, eval__layers="auto", **changes)
+    monkeypatch.setattr(decode_layout, "bytes_apart", lambda *_: need)
+    return decode_layout.settle_layers(cfg, on(platform, place(cfg)), room).eval.layers
+
+
+@pytest.mark.parametrize(
+    ("examples", "layers"),
+    [(decode_layout.MANY, "apart"), (0, "apart"), (decode_layout.MANY - 1, "stacked"), (64, "stacked")],
+)
+def test_many_answers_on_a_gpu_are_worth_the_longer_compilation(examples, layers, root, monkeypatch):
+    assert settle(root, monkeypatch, eval__examples=examples) == layers
+    assert settle(root, monkeypatch, eval__examples=examples, platform="cpu") == "stacked"
+
+
+def test_memory_decides_and_where_it_is_not_known_the_layers_stay_stacked(root, monkeypatch):
+    room, asked = Room(1000, 0.5), {"eval__examples": 0}
+    assert settle(root, monkeypatch, room=room, need=500, **asked) == "apart"
+    assert settle(root, monkeypatch, room=room, need=501, **asked) == "stacked"
+    assert settle(root, monkeypatch, room=None, **asked) == "stacked"
+
+
+@pytest.mark.parametrize("layers", ["apart", "stacked"])
+def test_what_is_configured_stays(layers, root):
+    cfg = tiny.make_config(root, eval__layers=layers, eval__examples=0)
+    assert decode_layout.settle_layers(cfg, place(cfg), ROOM) is cfg
+
+
+def test_readers_are_told(root):
+    for layers, apart in (("apart", True), ("stacked", False)):
+        recipe = tiny.make_recipe(root, eval__layers=layers)
+        assert {reader.apart for reader in recipe.wire.readers.values()} == {apart}
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize("model", [1, 2])
+def test_bytes_are_those_of_the_compiled_program(model, root, tmp_path):
+    folder = tiny.write_reader(tmp_path, "llama", width=96, layers=8, ffn=384)  # layers that outweigh all else
+    cfg = tiny.make_config(root, llms__llama__source=str(folder), eval__batch=2, data__context_tokens=16)
+    cfg = dataclasses.replace(cfg, llms={"llama": cfg.llms["llama"]})
+    placed = place(cfg, "tensor" if model > 1 else "replicate", data=1, model=model, devices=jax.devices()[:model])
+    found = {}
+    for layers in ("stacked", "apart"):
+        own = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers=layers))
+        recipe = recipes.make(own, placed, outline=True)
+        prompts, params = workload.prompts(own, recipe, "llama"), workload.reader(recipe, "llama")
+        generate = jax.jit(lambda params, prompts, own=recipe: own.generate(params, Prompt(*prompts), "llama", 4))
+        needs = generate.lower(params, prompts).compile().memory_analysis()
+        found[layers] = needs.argument_size_in_bytes + needs.temp_size_in_bytes
+    added = decode_layout._copies(cfg, recipe, "llama")
+    weights = place_.device_bytes(params)
+    assert found["apart"] - found["stacked"] == pytest.approx(place_.device_bytes(params["layers"]), rel=0.2)
+    assert weights + added == pytest.approx(found["apart"], rel=0.2)
+    assert decode_layout.bytes_apart(cfg, placed) > weights + added, "what is trained lies there as well"

@@ -1,0 +1,361 @@
+"""The monitor tells each device by itself, finds its card by UUID and never stands in the way of the run."""
+
+import ctypes
+import json
+import threading
+import time
+import types
+
+import pytest
+
+from lw_jax.training import device_monitor
+from lw_jax.training.device_monitor import Reading, Sampler
+
+GB = 10**9
+
+
+class Script:
+    """Plays readings back, one list a call, the last for ever."""
+
+    def __init__(self, *steps: list[Reading]):
+        self.steps = list(steps)
+
+    def __call__(self) -> list[Reading]:
+        return self.steps.pop(0) if len(self.steps) > 1 else self.steps[0]
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """A clock that tests move by hand."""
+    moment = [1000.0]
+    monkeypatch.setattr(device_monitor.time, "monotonic", lambda: moment[0])
+    return moment
+
+
+def play(sampler: Sampler, now: list[float], *seconds: float) -> Sampler:
+    for passed in seconds:
+        now[0] += passed
+        sampler.sample()
+    return sampler
+
+
+def busy(device: str, utilisation: float, *, peak: int = 60, celsius: float = 55) -> Reading:
+    memory = {"memory_bytes": peak * GB, "peak_bytes": peak * GB, "limit_bytes": 80 * GB}
+    return Reading(device, utilisation=utilisation, celsius=celsius, watts=300, **memory)
+
+
+def summarise(now: list[float], *readings: Reading) -> list[str]:
+    return play(Sampler(Script(list(readings))), now, *[1.0] * 11).summary()
+
+
+def find(lines: list[str], word: str) -> list[str]:
+    return [line for line in lines if line.startswith(word)]
+
+
+# The sampler
+
+
+def test_each_device_has_counters_of_its_own(now):
+    script = Script(
+        [busy("gpu2", 0.9, peak=20), busy("gpu5", 0.1)],
+        [busy("gpu2", 0.3, peak=31), busy("gpu5", 0.6)],
+        [busy("gpu2", 0.6, peak=31), busy("gpu5", 0.2)],
+    )
+    lines = play(Sampler(script), now, 2, 3, 7).summary()
+    assert lines[0].startswith(
+        "gpu2  utilisation 60 % (30 to 90; 3s below 50 %)  memory at most 31.0 of 80.0 GB (39 %)"
+    )
+    assert lines[1].startswith(
+        "gpu5  utilisation 30 % (10 to 60; 9s below 50 %)  memory at most 60.0 of 80.0 GB (75 %)"
+    )
+
+
+def test_threshold_of_the_time_below_can_be_chosen(now):
+    lines = play(Sampler(Script([busy("gpu0", 0.7)]), threshold=0.8), now, 2, 3).summary()
+    assert "5s below 80 %" in lines[0]
+
+
+def test_restart_forgets_the_compiling_step(now):
+    sampler = play(Sampler(Script([busy("gpu0", 0.0)], [busy("gpu0", 0.9)])), now, 40)
+    sampler.restart()
+    play(sampler, now, *[1.0] * 11)
+    assert sampler.summary()[0].startswith("gpu0  utilisation 90 % (90 to 90; 0s below 50 %)")
+    assert len(sampler.summary()) == 1
+
+
+def test_scalars_are_means_since_the_last_call(now):
+    script = Script([busy("gpu0", 0.5, peak=10)], [busy("gpu0", 0.9, peak=30)], [busy("gpu0", 0.2, peak=30)])
+    sampler = play(Sampler(script), now, 1, 1)
+    found = sampler.scalars()
+    assert found["devices/utilisation/gpu0"] == pytest.approx(0.7)
+    assert found["devices/memory_bytes/gpu0"] == 20 * GB
+    assert found["devices/peak_bytes/gpu0"] == 30 * GB, "a peak is not averaged"
+    assert "devices/limit_bytes/gpu0" not in found
+    assert play(sampler, now, 1).scalars()["devices/utilisation/gpu0"] == 0.2
+    assert sampler.scalars() == {}, "nothing was sampled since"
+
+
+def test_lines_are_written_at_intervals_and_at_the_end(now, tmp_path):
+    path = tmp_path / "devices.jsonl"
+    steps = [[busy("gpu0", step / 10), busy("gpu1", 1 - step / 10, peak=step)] for step in range(1, 8)]
+    with Sampler(Script(*steps), path=path, period=600, line_seconds=5) as sampler:
+        play(sampler, now, 2, 2)
+        assert not path.exists()
+        play(sampler, now, 2, 1, 1)
+        rows = [json.loads(line) for line in path.read_text().splitlines()]
+        assert [(row["device"], row["samples"], row["seconds"]) for row in rows] == [("gpu0", 3, 6), ("gpu1", 3, 6)]
+        assert rows[0]["utilisation"] == pytest.approx(0.2)
+        assert (rows[1]["peak_bytes"], rows[1]["memory_bytes"]) == (3 * GB, 2 * GB)
+    rows = [json.loads(line) for line in path.read_text().splitlines()][2:]
+    assert [(row["device"], row["samples"], row["seconds"]) for row in rows] == [("gpu0", 2, 2), ("gpu1", 2, 2)]
+    assert rows[0]["utilisation"] == pytest.approx(0.45)
+
+
+def test_devices_that_tell_nothing_leave_no_trace(now, tmp_path):
+    path = tmp_path / "devices.jsonl"
+    with Sampler(Script([Reading("cpu0"), Reading("cpu1")]), path=path, period=600) as sampler:
+        play(sampler, now, *[1.0] * 11)
+        assert (sampler.scalars(), sampler.describe(), sampler.summary()) == ({}, [], [])
+    assert not path.exists()
+
+
+def test_thread_samples_by_itself_and_ends_at_once():
+    sampled = threading.Semaphore(0)
+
+    def read() -> list[Reading]:
+        sampled.release()
+        return [busy("gpu0", 0.75)]
+
+    with Sampler(read, period=0.01) as sampler:
+        for _ in range(3):
+            assert sampled.acquire(timeout=10)
+        (thread,) = (thread for thread in threading.enumerate() if thread.name == "devices")
+        assert thread.daemon, "it would keep the process alive"
+    assert not thread.is_alive()
+    assert sampler.scalars()["devices/utilisation/gpu0"] == 0.75
+
+
+def test_driver_that_hangs_does_not_hold_up_the_end(monkeypatch):
+    monkeypatch.setattr(device_monitor, "STOP_SECONDS", 0.1)
+    entered, release = threading.Event(), threading.Event()
+
+    def read() -> list[Reading]:
+        entered.set()
+        release.wait(10)
+        return []
+
+    with Sampler(read, period=0.01) as sampler:
+        assert entered.wait(10)
+        assert sampler.scalars() == {}, "what is asked meanwhile is answered"
+        begun = time.monotonic()
+    assert time.monotonic() - begun < 5
+    release.set()
+
+
+def test_state_of_all_devices_is_told_as_a_span(now):
+    sampler = play(Sampler(Script([busy("gpu0", 0.88, peak=61), busy("gpu1", 0.97, peak=63)])), now, 1)
+    assert sampler.describe() == ["61.0 to 63.0 of 80.0 GB", "88 to 97 % utilisation", "55 °C", "300 W"]
+
+
+# The findings
+
+
+def test_balanced_busy_devices_are_found_without_fault(now):
+    assert len(summarise(now, busy("gpu0", 0.92), busy("gpu1", 0.80), busy("gpu2", 0.85, peak=70))) == 3
+
+
+@pytest.mark.parametrize(
+    ("peak", "reason"), [(31, "micro-batch is small"), (72, "the host keeps it waiting"), (None, "or the micro-batch")]
+)
+def test_under_used_device_is_named_with_the_reason_its_memory_suggests(now, peak, reason):
+    idle = Reading("gpu1", utilisation=0.41) if peak is None else busy("gpu1", 0.41, peak=peak)
+    (found,) = find(summarise(now, busy("gpu0", 0.55, peak=peak or 60), idle), "under-used")
+    assert "gpu1 (41 %)" in found
+    assert "gpu0" not in found
+    assert reason in found
+
+
+def test_unbalanced_utilisation_names_both_ends(now):
+    lines = summarise(now, busy("gpu0", 0.75), busy("gpu1", 0.93), busy("gpu2", 0.7))
+    assert find(lines, "unbalanced") == [
+        "unbalanced: mean utilisation is gpu2 70 %, gpu1 93 %, more than 20 points apart"
+    ]
+
+
+def test_unbalanced_memory_names_both_ends(now):
+    lines = summarise(now, busy("gpu0", 0.9, peak=42), busy("gpu1", 0.9, peak=72), busy("gpu2", 0.9, peak=50))
+    assert find(lines, "unbalanced") == ["unbalanced: peak memory is gpu0 52 %, gpu1 90 %, more than 20 points apart"]
+
+
+@pytest.mark.parametrize(("celsius", "utilisation", "hot"), [(84, 0.9, True), (84, 0.7, False), (79, 0.9, False)])
+def test_heat_under_load_is_named(now, celsius, utilisation, hot):
+    lines = summarise(now, busy("gpu0", utilisation, celsius=celsius), busy("gpu1", utilisation))
+    assert (
+        find(lines, "hot") == ["hot: gpu0 spent 11s above 80 °C under load (at most 84 °C); look at its cooling"] * hot
+    )
+
+
+def test_short_run_is_not_judged(now):
+    lines = play(Sampler(Script([busy("gpu0", 0.1)])), now, 1, 1).summary()
+    assert lines[1:] == ["fewer than 10 samples of the devices: too short a run to judge their use"]
+
+
+# The cards
+
+
+class NVMLError(Exception):
+    pass
+
+
+class Told(NVMLError):
+    """Stands for the errors that mean: this question has no answer here."""
+
+
+class NotFound(NVMLError):
+    pass
+
+
+class Board:
+    """Stands for pynvml: cards by UUID, each with its percent of utilisation."""
+
+    NVMLError, NVMLError_NotFound = NVMLError, NotFound
+    NVMLError_NotSupported = NVMLError_NoPermission = NVMLError_InvalidArgument = Told
+    NVML_TEMPERATURE_GPU = 0
+
+    def __init__(self, cards: dict[str, int], *, start: Exception | None = None):
+        self.cards, self.start, self.failure = cards, start, None
+
+    def nvmlInit(self) -> None:
+        if self.start:
+            raise self.start
+
+    def nvmlDeviceGetHandleByUUID(self, uuid: str) -> str:
+        if uuid not in self.cards:
+            raise NotFound(uuid)
+        return uuid
+
+    def nvmlDeviceGetUtilizationRates(self, handle: str) -> types.SimpleNamespace:
+        if self.failure:
+            raise self.failure
+        if handle.startswith("MIG-"):
+            raise Told("Not Supported")
+        return types.SimpleNamespace(gpu=self.cards[handle])
+
+    def nvmlDeviceGetMemoryInfo(self, handle: str) -> types.SimpleNamespace:
+        return types.SimpleNamespace(used=self.cards[handle] * GB)
+
+    def nvmlDeviceGetTemperature(self, handle: str, sensor: int) -> int:
+        return 40 + sensor
+
+    def nvmlDeviceGetPowerUsage(self, handle: str) -> int:
+        return 312500  # milliwatts
+
+
+class Driver:
+    """Stands for libcuda: gives the last octet of the UUID of each device that the process may see."""
+
+    def __init__(self, *visible: int):
+        self.visible = visible
+
+    def cuInit(self, flags: int) -> int:
+        return flags
+
+    def cuDeviceGet(self, device, ordinal: int) -> int:
+        if ordinal >= len(self.visible):
+            return 101  # CUDA_ERROR_INVALID_DEVICE
+        device._obj.value = self.visible[ordinal]
+        return 0
+
+    def cuDeviceGetUuid_v2(self, octets, device) -> int:
+        octets[:] = [*range(15), device.value]
+        return 0
+
+
+def uuid(last: int) -> str:
+    return f"00010203-0405-0607-0809-0a0b0c0d0e{last:02x}"
+
+
+class Card:
+    """Stands for a jax.Device."""
+
+    def __init__(self, number: int, ordinal: int, *, platform: str = "gpu", memory: dict[str, int] | None = None):
+        self.id, self.local_hardware_id, self.platform, self._memory = number, ordinal, platform, memory
+
+    def memory_stats(self) -> dict[str, int] | None:
+        return self._memory
+
+
+@pytest.fixture
+def machine(monkeypatch):
+    def build(board: Board | None, driver: Driver) -> list[str]:
+        monkeypatch.setitem(device_monitor.importlib.import_module("sys").modules, "pynvml", board)
+        monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
+        return []
+
+    return build
+
+
+def test_card_is_found_by_what_the_driver_calls_it(machine):
+    # CUDA_VISIBLE_DEVICES=2,1 of four cards: ordinal 0 is the third card for NVML, ordinal 1 its second.
+    told = machine(Board({f"GPU-{uuid(card)}": 10 * card for card in range(4)}), Driver(2, 1))
+    memory = {"bytes_in_use": 3, "peak_bytes_in_use": 5, "bytes_limit": 7, "largest_alloc_size": 2}
+    # The second process of a node: JAX's numbers go on, the driver's begin at 0.
+    read = device_monitor.Devices([Card(8, 0, memory=memory), Card(9, 1)], tell=told.append)
+    assert read() == [
+        Reading("gpu8", 3, 5, 7, card_bytes=20 * GB, utilisation=0.2, celsius=40, watts=312.5),
+        Reading("gpu9", card_bytes=10 * GB, utilisation=0.1, celsius=40, watts=312.5),
+    ]
+    assert told == []
+
+
+def test_part_of_a_card_tells_what_it_can(machine):
+    told = machine(Board({f"GPU-{uuid(1)}": 90, f"MIG-{uuid(3)}": 30}), Driver(3))
+    (reading,) = device_monitor.Devices([Card(0, 0)], tell=told.append)()
+    assert (reading.utilisation, reading.card_bytes) == (None, 30 * GB)
+    assert told == []
+
+
+@pytest.mark.parametrize(
+    ("board", "driver", "line"),
+    [
+        (None, Driver(1), "nvidia-ml-py is not installed"),
+        (Board({}, start=NVMLError("Driver Not Loaded")), Driver(1), "Driver Not Loaded"),
+        (Board({f"GPU-{uuid(2)}": 20}), Driver(1), f"MIG-{uuid(1)}"),
+        (Board({f"GPU-{uuid(1)}": 20}), Driver(), "answers cuDeviceGet of device 0 with error 101"),
+    ],
+)
+def test_absent_utilisation_is_told_once_and_memory_stays(machine, board, driver, line):
+    told = machine(board, driver)
+    read = device_monitor.Devices([Card(0, 0, memory={"bytes_in_use": 3})], tell=told.append)
+    assert read() == read() == [Reading("gpu0", memory_bytes=3)]
+    assert len(told) == 1
+    assert line in told[0]
+
+
+def test_error_on_the_way_is_told_once_and_reading_goes_on(machine):
+    board = Board({f"GPU-{uuid(1)}": 10, f"GPU-{uuid(2)}": 20})
+    told = machine(board, Driver(1, 2))
+    read = device_monitor.Devices([Card(0, 0, memory={"bytes_in_use": 3}), Card(1, 1)], tell=told.append)
+    assert [reading.utilisation for reading in read()] == [0.1, 0.2]
+    board.failure = NVMLError("GPU is lost")
+    for _ in range(2):
+        assert read() == [Reading("gpu0", memory_bytes=3), Reading("gpu1")]
+    assert told == ["utilisation is no longer read: NVML answers GPU is lost"]
+
+
+def test_devices_without_cards_ask_for_no_library(machine):
+    told = machine(None, Driver())
+    read = device_monitor.Devices([Card(0, 0, platform="cpu")], tell=told.append)
+    assert read() == [Reading("cpu0")]
+    assert told == []
+
+
+@pytest.mark.gpu
+def test_real_card_tells_everything():
+    import jax
+
+    told: list[str] = []
+    for reading in device_monitor.Devices(jax.local_devices(backend="cuda"), tell=told.append)():
+        assert None not in (reading.memory_bytes, reading.limit_bytes, reading.utilisation, reading.celsius)
+        assert reading.card_bytes and reading.watts
+    assert told == []

@@ -1,0 +1,131 @@
+"""Language models as users open them: what is of TTT models alone; decoders stand in test_api.py."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import lw_jax
+from lw_jax.core.errors import UserError
+from lw_jax.data import question_cards
+from lw_jax.data.tokens import load_tokenizer
+from lw_jax.hub import weights
+from lw_jax.inference import language_model
+from lw_jax.models import ttt
+from lw_jax.models.ttt import TTTConfig
+from lw_jax.recipes import selfmade
+
+SAME = 2e-5  # fp32 logits of unit size, sums in another order
+NEW = 11  # tokens: over the end of a chunk
+TEXTS = ["Mara", "Mara Ellis lives in Lisbon.", "Tom Reed"]
+VARIANTS = {
+    "linear": {"inner": "linear"},
+    "mlp mamba": {"inner": "mlp", "pre_conv": True, "share_qk": True, "gate": True},
+}
+
+
+def write(folder, **changes):
+    """Writes a random model with a small tokenizer."""
+    kind = dataclasses.replace(selfmade.FAMILIES["llama"], vocab=352)
+    selfmade.write_tokenizer(
+        folder, kind, [example.context for example in question_cards.make(64, facts=2, seed=0, split="train")]
+    )
+    cfg = TTTConfig(vocab=352, width=36, layers=2, heads=3, ffn=41, chunk=5, **changes)
+    rng = np.random.default_rng(3)
+    params = jax.tree.map(
+        lambda leaf: leaf + 0.3 * rng.normal(size=leaf.shape).astype(np.float32), ttt.init(jax.random.key(0), cfg)
+    )
+    weights.save_ttt(folder, params, cfg, tokenizer=load_tokenizer(folder).backend)
+    return folder
+
+
+@pytest.fixture(scope="module", params=VARIANTS)
+def folder(request, tmp_path_factory):
+    return write(tmp_path_factory.mktemp("model"), **VARIANTS[request.param])
+
+
+@pytest.fixture(scope="module")
+def lm(folder):
+    return lw_jax.load_lm(folder)
+
+
+def test_folder_of_a_ttt_model_is_known_by_its_config(lm, folder):
+    assert type(lm) is language_model.TTTLM and lm.location == folder
+    assert lm.mode.dtype == "float32"
+    narrow = lw_jax.load_lm(folder, weights="bf16")
+    assert narrow.mode.dtype == "bfloat16"
+    assert {leaf.dtype for leaf in jax.tree.leaves(narrow.params)} == {np.dtype(np.float32)}, "fast weights stay fp32"
+    ids = np.asarray([[5, 9, 2, 7, 1, 33]])
+    gap = float(jnp.abs(lm.logits(ids) - narrow.logits(ids)).max() / jnp.abs(lm.logits(ids)).max())
+    assert 0 < gap < 0.2
+
+
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_padding_on_either_side_changes_no_real_token(lm, side):
+    ids = np.random.default_rng(0).integers(0, lm.config.vocab, (3, 12))
+    mask = np.ones(ids.shape, bool)
+    for row, pads in enumerate((0, 3, 9)):
+        mask[row, slice(0, pads) if side == "left" else slice(12 - pads, 12)] = False
+    found = np.asarray(lm.logits(ids, mask))
+    # What stands behind a token does not reach it: real tokens first, and no mask at all.
+    first = np.stack([np.concatenate([row[real], row[~real]]) for row, real in zip(ids, mask, strict=True)])
+    alone = np.asarray(lm.logits(first))
+    for row in range(3):
+        np.testing.assert_allclose(found[row, mask[row]], alone[row, : mask[row].sum()], atol=SAME)
+
+
+def test_generation_from_the_memory_is_the_argmax_of_reading_all_anew(lm):
+    told = lm.generate(TEXTS, max_new_tokens=NEW)
+    rows = [[*lm.tokenizer.begin, *lm.tokenizer.encode(text)] for text in TEXTS]
+    lengths = list(map(len, rows))
+    assert len(set(lengths)) == len(rows) and max(lengths) > 2 * lm.config.chunk, "ragged, and over several chunks"
+    ids = np.zeros((len(rows), max(lengths) + NEW), np.int32)
+    for row, tokens in zip(ids, rows, strict=True):
+        row[: len(tokens)] = tokens
+    for i in range(NEW):
+        found = np.asarray(lm.logits(ids))
+        for row, length in enumerate(lengths):
+            ids[row, length + i] = found[row, length + i - 1].argmax()
+    for row, length in enumerate(lengths):
+        new = ids[row, length : length + NEW].tolist()
+        end = next((i for i, token in enumerate(new) if token in lm.tokenizer.stops), NEW)
+        assert told[row] == lm.tokenizer.decode(new[:end]) != ""
+    assert len(set(told)) == len(TEXTS)
+
+
+def test_sampling_follows_the_seed(lm):
+    drawn = [lm.generate(TEXTS, max_new_tokens=NEW, temperature=3.0, seed=seed) for seed in (1, 1, 2)]
+    assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_texts_without_tokens_are_refused(lm):
+    with pytest.raises(UserError, match="generate: texts="):
+        lm.generate([])
+
+
+@pytest.mark.parametrize("packed", ["nf4", "int8", "awq"])
+def test_packed_weights_of_a_ttt_model_are_refused(folder, packed):
+    with pytest.raises(
+        UserError, match=f"weights='{packed}': a TTT model's weights are not packed; known are fp32, bf16"
+    ):
+        lw_jax.load_lm(folder, weights=packed)
+
+
+def test_folder_without_a_tokenizer_gives_logits(folder, tmp_path, lm):
+    for name in ("config.json", "model.safetensors"):
+        (tmp_path / name).write_bytes((folder / name).read_bytes())
+    ids = np.asarray([[5, 9, 2]])
+    bare = lw_jax.load_lm(tmp_path)
+    np.testing.assert_array_equal(bare.logits(ids), lm.logits(ids))
+    with pytest.raises(UserError, match="tokenizer.json"):
+        bare.generate(["Mara"])
+
+
+def test_impossible_field_is_refused_with_its_file(tmp_path, folder):
+    fields = json.loads((folder / "config.json").read_text()) | {"ttt_layer_type": "deep"}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(UserError, match="config.json: ttt_layer_type='deep'"):
+        lw_jax.load_lm(tmp_path)

@@ -1,0 +1,62 @@
+"""Texts and messages from and to files and pipes, and what is refused at the door."""
+
+import io
+import sys
+from pathlib import Path
+
+import pytest
+
+from lw_jax.core.errors import UserError
+from lw_jax.inference import message_io
+
+
+class Pipe:
+    """Standard input or output as a program finds it: text on top, bytes beneath."""
+
+    def __init__(self, content: bytes = b"") -> None:
+        self.buffer = io.BytesIO(content)
+
+
+def test_text_and_message_come_from_a_file_or_standard_input(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "one"
+    file.write_bytes("Ä text.\n".encode())
+    assert message_io.read_text(str(file)) == "Ä text.\n"
+    assert message_io.read_message(str(file)) == "Ä text.\n".encode()
+    monkeypatch.setattr(sys, "stdin", Pipe(b"LWJX\xff\r\n\x00"))
+    assert message_io.read_message("-") == b"LWJX\xff\r\n\x00"
+    monkeypatch.setattr(sys, "stdin", Pipe("Ä text.\n".encode()))
+    assert message_io.read_text("-") == "Ä text.\n"
+
+
+def test_message_goes_to_a_file_or_alone_to_standard_output(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    message_io.write_message(b"LWJX\xff\n", str(tmp_path / "one"))
+    assert (tmp_path / "one").read_bytes() == b"LWJX\xff\n"
+    monkeypatch.setattr(sys, "stdout", pipe := Pipe())
+    message_io.write_message(b"LWJX\xff\n", "-")
+    assert pipe.buffer.getvalue() == b"LWJX\xff\n"
+
+
+@pytest.mark.parametrize("read", [message_io.read_text, message_io.read_message])
+def test_what_cannot_be_read_is_refused_with_flag_path_and_reason(tmp_path: Path, read) -> None:
+    flag = "--context" if read is message_io.read_text else "--message"
+    (tmp_path / "empty").write_bytes(b"")
+    reasons = {"no": "No such file or directory", "": "Is a directory", "empty": "it is empty"}
+    for name, reason in reasons.items():
+        path = str(tmp_path / name)
+        with pytest.raises(UserError, match=f"{flag} {path}: {reason}"):
+            read(path)
+
+
+def test_text_of_blanks_or_of_another_encoding_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "blank").write_bytes(b" \n\t")
+    with pytest.raises(UserError, match="it is empty"):
+        message_io.read_text(str(tmp_path / "blank"))
+    (tmp_path / "latin").write_bytes(b"\xe9\xff")
+    with pytest.raises(UserError, match="UTF-8"):
+        message_io.read_text(str(tmp_path / "latin"))
+
+
+def test_message_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "no" / "one"):
+        with pytest.raises(UserError, match=f"--write {path}: "):
+            message_io.write_message(b"x", str(path))

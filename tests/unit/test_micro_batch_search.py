@@ -1,0 +1,358 @@
+"""lw_jax/training: bytes by hand, the largest micro-batch by search, errors that mean memory."""
+
+import dataclasses
+import functools
+import math
+import random
+import types
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from lw_jax.core.errors import UserError
+from lw_jax.data.data_schedule import widths_of
+from lw_jax.training import memory, micro_batch_search, trainer
+from lw_jax.training.memory import Needs
+from lw_jax.training.micro_batch_search import Room
+from lw_jax.training.program import Program
+from lw_jax.training.train_step import Part
+from sharding import place
+from tests import tiny
+from tests.standin import Measure
+
+UNDER, OVER = 0.01, 0.03  # of the bytes alive while programs run: latents that cross are not counted
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+def make_program(root, **changes) -> Program:
+    recipe = tiny.make_recipe(root, **changes)
+    return Program(recipe.cfg, recipe)
+
+
+def needs(peak: int, micro: int = 1) -> Needs:
+    return Needs(micro, 1, 0, 0, 0, 0, 0, 0, (peak,))
+
+
+SHAPES = {
+    "affine": lambda size, base, slope: base + slope * size,
+    "quadratic": lambda size, base, slope: base + slope * size * size,
+    "root": lambda size, base, slope: base + int(100 * slope * math.sqrt(size)),
+    "power of two": lambda size, base, slope: base + slope * 2 ** (size - 1).bit_length(),
+    "constant": lambda size, base, slope: base,
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_search_finds_what_trying_every_size_finds_in_few_tries(shape):
+    chance = random.Random(shape)
+    for _ in range(500):
+        share = chance.choice([1, 2, 7, 12, 16, 60, 64, 97, 120, 360, 1024, 5040])
+        legal = [size for size in range(1, share + 1) if share % size == 0]
+        peak = functools.partial(SHAPES[shape], base=chance.randint(0, 10**6), slope=chance.randint(1, 10**4))
+        limit = chance.randint(0, int(1.1 * peak(share)) + 1)
+        broken = chance.choice([math.inf, limit, 2 * limit + 1])  # the compiler gives up beyond so many bytes
+        tried = []
+
+        def try_one(size, peak=peak, broken=broken, tried=tried):
+            tried.append(size)
+            return None if peak(size) > broken else needs(peak(size), size)
+
+        fitting = [size for size in legal if peak(size) <= limit]
+        if not fitting and peak(1) > broken:
+            with pytest.raises(micro_batch_search.OutOfMemory, match="not even a micro-batch of 1"):
+                micro_batch_search.search(legal, try_one, limit)
+            continue
+        assert micro_batch_search.search(legal, try_one, limit).micro_batch == (fitting[-1] if fitting else 1)
+        assert len(tried) == len(set(tried)) <= micro_batch_search.LINED + 1 + math.ceil(math.log2(len(legal) + 1))
+        assert shape != "affine" or len(tried) <= 5
+
+
+def test_whole_share_that_fits_is_tried_alone():
+    tried = []
+    found = micro_batch_search.search([1, 2, 4, 8], lambda size: tried.append(size) or needs(10 * size, size), 80)
+    assert (found.micro_batch, tried) == (8, [8])
+
+
+def test_needs_of_the_smallest_come_back_where_nothing_fits():
+    found = micro_batch_search.search([1, 3, 9], lambda size: needs(100 + size, size), 100)
+    assert (found.micro_batch, found.peak) == (1, 101)
+
+
+@pytest.mark.parametrize(
+    "message",
+    [
+        "RESOURCE_EXHAUSTED: Out of memory while trying to allocate 8589934592 bytes.",
+        "INTERNAL: Failed to allocate: CUDA_ERROR_OUT_OF_MEMORY: out of memory",
+    ],
+)
+def test_errors_of_memory_become_out_of_memory(message):
+    with (
+        pytest.raises(micro_batch_search.OutOfMemory, match=message.split(":")[0]) as caught,
+        micro_batch_search.out_of_memory(),
+    ):
+        raise jax.errors.JaxRuntimeError(message + "\n" + "details " * 200)
+    assert len(str(caught.value)) <= 300 and "\n" not in str(caught.value)
+    assert isinstance(caught.value.__cause__, jax.errors.JaxRuntimeError)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        jax.errors.JaxRuntimeError("INTERNAL: NCCL operation failed"),
+        jax.errors.JaxRuntimeError("INVALID_ARGUMENT: memory space mismatch"),
+        MemoryError("RESOURCE_EXHAUSTED"),
+        ValueError("out of memory"),
+    ],
+)
+def test_other_errors_pass_as_they_are(error):
+    with pytest.raises(type(error)) as caught, micro_batch_search.out_of_memory():
+        raise error
+    assert caught.value is error
+
+
+def test_room_is_the_share_of_what_is_configured_or_reported(root, monkeypatch):
+    cfg = tiny.make_config(root, mesh__memory_gb=40.0, mesh__target_utilisation=0.75)
+    assert micro_batch_search.room(cfg) == Room(40_000_000_000, 0.75)
+    assert Room(40_000_000_000, 0.75).limit == 30_000_000_000
+    assert micro_batch_search.room(tiny.make_config(root)) is None, "CPUs tell no memory"
+    monkeypatch.setattr(micro_batch_search.runtime, "device_memory", lambda: 81_559_000_000)
+    assert micro_batch_search.room(tiny.make_config(root)) == Room(81_559_000_000, 0.8)
+    assert micro_batch_search.room(cfg) == Room(40_000_000_000, 0.75), "what is configured goes before"
+
+
+# Bytes by hand, fp32: llama has 2 layers of width 48, 4 + 2 heads of 10, ffn 72, vocabulary 352 and a head of its own;
+# qwen has 3 of width 56, 8 + 4 heads of 6 with biases, ffn 88, vocabulary 320.
+NORMS = {"llama": 4 * (2 * 2 * 48 + 48), "qwen": 4 * (3 * 2 * 56 + 56)}
+BIASES = 4 * 3 * (8 + 4 + 4) * 6
+MATRICES = {
+    "llama": 4 * (2 * 352 * 48 + 2 * 48 * (2 * 4 * 10 + 2 * 2 * 10 + 3 * 72)),
+    "qwen": 4 * (320 * 56 + 3 * 56 * (2 * 8 * 6 + 2 * 4 * 6 + 3 * 88)),
+}
+WHOLE = {name: NORMS[name] + MATRICES[name] for name in NORMS} | {"qwen": NORMS["qwen"] + MATRICES["qwen"] + BIASES}
+PLACED = {
+    "replicate": ({"devices": 2}, sum(WHOLE.values())),
+    "tensor": ({"devices": 2, "model": 2}, (sum(MATRICES.values()) + BIASES) // 2 + sum(NORMS.values())),
+    "fsdp": (
+        {"devices": 4, "strategy": "fsdp"},
+        # q, k and v are split along the width, biases and norms are whole
+        sum(MATRICES.values()) // 4 + BIASES + sum(NORMS.values()),
+    ),
+    "split": ({"devices": 2, "strategy": "split"}, WHOLE["llama"]),  # what learns makes llama's device the fuller
+}
+COUNTERS = 3 * 4  # beside Adam's two moments: its own count, the schedule's and that of the stages' multiples
+# One example: encoder ids and mask, channel, index; of each reader before, after, the answer's inputs, targets and
+# weights, channel.
+EXAMPLE = 256 * 5 + 3 * 4 + 4
+READER = (40 + 64) * 5 + 23 * 4 + 24 * 4 + 24 * 4 + 3 * 4
+
+
+def weightless(lowered):
+    """Stands in for a compiled program that needs nothing, so that only what stays is counted."""
+    del lowered
+    nothing = types.SimpleNamespace(
+        temp_size_in_bytes=0, output_size_in_bytes=0, alias_size_in_bytes=0, argument_size_in_bytes=0
+    )
+    return types.SimpleNamespace(memory_analysis=lambda: nothing)
+
+
+@pytest.mark.parametrize("name", PLACED)
+def test_bytes_that_stay_on_a_device_are_those_counted_by_hand(name, root):
+    where, weights = PLACED[name]
+    program = make_program(root, **where)
+    found = memory.measure(program, program.recipe.batch_widths(), 1, compile=weightless)
+    learned = sum(4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(program.recipe.abstract().trainable))
+    rows = 8 // program.placement.data
+    assert found.weights == weights
+    assert found.trainable == learned
+    assert found.optimizer == 2 * learned + COUNTERS
+    assert found.batch == rows * (EXAMPLE + READER * (1 if name == "split" else 2))
+    assert found.logits == rows * 24 * 352 * 4 // (2 if name == "tensor" else 1)
+    assert found.micro_batch == rows
+
+
+def test_split_counts_each_device_by_what_lies_there(root):
+    program = make_program(root, devices=2, strategy="split")
+    found = memory.measure(program, program.recipe.batch_widths(), 2, compile=weightless)
+    adapter = sum(
+        4 * math.prod(leaf.shape) for leaf in jax.tree.leaves(program.state()["trainable"]["adapters"]["qwen"])
+    )
+    second = WHOLE["qwen"] + adapter + 8 * READER
+    first = found.weights + found.trainable + found.optimizer + found.batch
+    assert found.by_mesh == (first, second)
+    assert found.peak == first
+
+
+@pytest.fixture(scope="module")
+def measured(root):
+    """Needs of every legal micro-batch of a global batch of 6, on one device."""
+    program = make_program(root, train__global_batch=6)
+    return [memory.measure(program, program.recipe.batch_widths(), 6 // micro) for micro in (1, 2, 3, 6)]
+
+
+def test_activations_grow_with_the_micro_batch_and_what_stays_does_not(measured):
+    assert [found.micro_batch for found in measured] == [1, 2, 3, 6]
+    for smaller, larger in zip(measured, measured[1:], strict=False):
+        assert larger.activations > smaller.activations
+        assert larger.logits > smaller.logits
+        assert (larger.weights, larger.optimizer, larger.batch) == (smaller.weights, smaller.optimizer, smaller.batch)
+    for found in measured:
+        stays = found.weights + found.trainable + found.optimizer + found.batch
+        assert found.peak == stays + found.activations
+        assert found.activations > found.logits
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("index", [0, 1, 2, 3])
+def test_largest_micro_batch_is_within_the_limit_and_the_next_is_not(index, root, measured):
+    above = measured[index + 1].peak if index < 3 else 2 * measured[3].peak
+    limit = (measured[index].peak + above) // 2
+    program = make_program(root, train__global_batch=6, mesh__memory_gb=limit / 0.8 / 1e9)
+    room = micro_batch_search.room(program.cfg)
+    assert room is not None and abs(room.limit - limit) <= 2
+    known = {found.accumulation: found for found in measured}
+    found = micro_batch_search.largest_micro_batch(program, program.recipe.batch_widths(), room)
+    assert found == known[6 // found.micro_batch]
+    assert found.micro_batch == measured[index].micro_batch
+    assert found.peak <= room.limit < above
+    lines = micro_batch_search.describe(program, found, room)
+    assert f"  {'micro-batch':<15}{found.micro_batch} a device" in lines
+    assert f"  {'global batch':<15}6 = {found.micro_batch} x 1 x {6 // found.micro_batch}" in lines
+    assert any(
+        f"{found.peak / room.memory:.0%} of {memory.bytes_of(room.memory)}, target 80%" in line for line in lines
+    )
+
+
+def test_step_that_the_compiler_finds_too_large_does_not_fit(root, measured):
+    program = make_program(root, train__global_batch=6)
+    asked = []
+
+    def compile(lowered):
+        asked.append(lowered)
+        if len(asked) == 1:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 1 bytes")
+        return lowered.compile()
+
+    found = micro_batch_search.largest_micro_batch(
+        program, program.recipe.batch_widths(), Room(10**12, 0.8), compile=compile
+    )
+    assert found == measured[2]
+    assert len(asked) > 1
+
+
+def test_nothing_fits_is_refused_with_sizes_and_remedies(root, measured):
+    room = Room(measured[0].weights, 0.8)
+    program = make_program(root, train__global_batch=6)
+    told = micro_batch_search.refusal(program, measured[0], room)
+    assert f"one example a device needs {memory.bytes_of(measured[0].peak)}" in told
+    assert f"the target is {memory.bytes_of(room.limit)} = 80% of {memory.bytes_of(room.memory)}" in told
+    for remedy in ("compute.remat=full", "mesh.placement=tensor", "weights=bf16", "name fewer or smaller readers"):
+        assert remedy in told
+    thrifty = make_program(root, compute__remat="full", llms__llama__weights="bf16", llms__qwen__weights="bf16")
+    told = micro_batch_search.refusal(thrifty, dataclasses.replace(measured[0], weights=0), Room(10**6, 0.8))
+    assert "remat" not in told and "bf16" not in told and "placement" not in told
+
+
+def test_bytes_are_told_in_decimal_units():
+    assert memory.bytes_of(31_690_000_000) == "31.7 GB"
+    assert memory.bytes_of(2_500_000) == "2.5 MB"
+
+
+class Watch:
+    """Runs each compiled part of a step and keeps the bytes alive on a device at its fullest."""
+
+    def __init__(self, compiled: dict[str, tuple[object, Part]], device: jax.Device):
+        self.compiled, self.device, self.peak = compiled, device, 0
+        self.before = {id(array) for array in jax.live_arrays()}
+        self.kept = jax.live_arrays()  # so that no new array gets an old one's id
+
+    def wrap(self, function, name: str):
+        def run(*arguments):
+            which = arguments[0] if name == "branch" else name
+            program, part = self.compiled[which]
+            if self.device in part.mesh.devices.flat:
+                sizes = program.memory_analysis()
+                fresh = sizes.output_size_in_bytes - sizes.alias_size_in_bytes
+                self.peak = max(self.peak, self.alive() + sizes.temp_size_in_bytes + fresh)
+            return function(*arguments)
+
+        return run
+
+    def alive(self) -> int:
+        """Counts each buffer once, however many arrays stand for it."""
+        arrays = (array for array in jax.live_arrays() if id(array) not in self.before)
+        shards = [shard.data for array in arrays for shard in array.addressable_shards if shard.device == self.device]
+        return sum({data.unsafe_buffer_pointer(): data.nbytes for data in shards}.values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("accumulation", [1, 3])
+def test_peak_of_readers_apart_is_what_is_alive_while_they_run(accumulation, root):
+    # Adapters of 12 MB, so that gradients kept between micro-batches would be missed.
+    program = make_program(root, devices=2, strategy="split", train__global_batch=6, adapter__hidden=20_011)
+    recipe, step = program.recipe, program.step
+    encoded = recipe.data("train")
+    widths = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), encoded.collate(range(6)))
+    found = memory.measure(program, widths, accumulation)
+    for index, device in enumerate(jax.devices()[:2]):
+        watch = Watch(found.programs, device)
+        built = recipe.build()
+        zero = place.replicate(jnp.int32(0), program.placement.learner)
+        state = {"trainable": built.trainable, "opt_state": program.optimizer.init(built.trainable), "step": zero}
+        batch = place.put_parts(
+            encoded.collate(range(6)), program.placement, functools.partial(place.put_batch, accumulation=accumulation)
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            for name in ("share", "branch", "pull", "update"):
+                patch.setattr(step, f"_{name}", watch.wrap(getattr(step, f"_{name}"), name))
+            state, values = step(state, built.frozen, batch)
+            del built, batch
+        jax.block_until_ready(values)
+        assert watch.peak * (1 - UNDER) <= found.by_mesh[index] <= watch.peak * (1 + OVER)
+        del state, values
+
+
+def test_the_micro_batch_grows_where_the_datas_widths_leave_room(root, monkeypatch):
+    """Short cards under long limits: the run measures its own batches' shapes, a plan can only know the limits."""
+    monkeypatch.setattr(micro_batch_search.memory, "measure", Measure())
+    recipe = tiny.make_recipe(root)
+    program, course = Program(recipe.cfg, recipe), recipe.course()
+    widest = max(micro_batch_search.needs_of(program, widths_of(batch), 8).peak for batch in course.shapes())
+    limits = micro_batch_search.needs_of(program, recipe.batch_widths(), 8).peak
+    assert widest < limits
+    room = Room((widest + limits) // 2, 1.0)
+    assert micro_batch_search.largest_micro_batch(program, recipe.batch_widths(), room).micro_batch < 8
+    mesh = dataclasses.replace(recipe.cfg.mesh, memory_gb=room.memory / 1e9, target_utilisation=1.0)
+    run = trainer.Run(dataclasses.replace(recipe.cfg, mesh=mesh), recipe, None, None)
+    run._fit(course)
+    assert run.micro_batch == 8
+
+
+def test_batch_is_halved_in_multiples_until_it_fits_and_stays_so():
+    told, tried = [], []
+
+    def compute(size, least=5):
+        tried.append(size)
+        if size >= least:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+        return size
+
+    batch = micro_batch_search.Batch(12, multiple=4, tell=told.append)
+    assert batch.run(compute) == 4 and batch.run(compute) == 4
+    assert tried == [12, 8, 4, 4] and len(told) == 2
+    with pytest.raises(micro_batch_search.OutOfMemory):
+        batch.run(functools.partial(compute, least=0))
+
+
+def test_batch_of_several_processes_ends_them_instead_of_disagreeing(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+
+    def fail(_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
+
+    with pytest.raises(UserError, match="eval.batch=8"):
+        micro_batch_search.Batch(8, multiple=1, tell=print).run(fail)

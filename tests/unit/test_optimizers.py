@@ -1,0 +1,300 @@
+"""The optimizer's tables: rates, decay, freezing, clipping, and the schedule at named steps."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+from lw_jax.core import config
+from lw_jax.training import optimizers
+from lw_jax.training.optimizers import Stretch
+from sharding.errors import PlacementError
+
+CFG = config.Optim(
+    kind="adamw",
+    learning_rate=2e-3,
+    warmup_steps=10,
+    end_fraction=0.1,
+    weight_decay=0.0,
+    decays="matrices",
+    clip_norm=1e9,
+    b1=0.9,
+    b2=0.99,
+    eps=1e-12,
+)
+RATES = ((r"encoder/body/.*", 0.25), (r"encoder/head/.*", 1.0), (r"adapters/.*", 3.0))
+EXACT = 1e-5  # relative, fp32: a few products and a root
+
+
+def replace(**changes):
+    return config.Optim(**(vars(CFG) | changes))
+
+
+@pytest.fixture(scope="module")
+def params():
+    shapes = {
+        "adapters": {"a": {"down": {"bias": (3,), "kernel": (2, 3)}, "gain": (), "norm": {"scale": (2,)}}},
+        "encoder": {
+            "body": {"embed": (7, 5), "layers": {"attn_norm": (2, 5), "q": (2, 3, 5), "q_bias": (2, 3)}},
+            "head": {"mix": (3,), "pool": {"queries": (4, 5)}, "project": {"kernel": (5, 2)}},
+        },
+    }
+    rng = np.random.default_rng(0)
+    return jax.tree.map(
+        lambda shape: jnp.asarray(1 + rng.random(shape), jnp.float32), shapes, is_leaf=lambda n: isinstance(n, tuple)
+    )
+
+
+@pytest.fixture(scope="module")
+def gradients(params):
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), jnp.float32), params)
+
+
+def first_update(cfg, params, gradients, rates=RATES):
+    made = optimizers.make(cfg, stretches=[Stretch(100)], rates=rates, abstract=params)
+    updates, state = made.update(gradients, made.init(params), params)
+    return updates, state
+
+
+def paths(tree):
+    return {jax.tree_util.keystr(path, simple=True, separator="/"): leaf for path, leaf in
+            jax.tree_util.tree_leaves_with_path(tree)}  # fmt: skip
+
+
+def test_schedule_warms_up_to_the_peak_and_ends_at_the_fraction():
+    rate = optimizers.schedule(CFG, [Stretch(110)])
+    peak, end = CFG.learning_rate, CFG.learning_rate * CFG.end_fraction
+    assert float(rate(0)) == pytest.approx(peak / 10)  # of step 1: no step is made at rate 0
+    assert float(rate(4)) == pytest.approx(peak / 2)
+    assert float(rate(9)) == pytest.approx(peak)
+    assert float(rate(59)) == pytest.approx((peak + end) / 2)
+    assert float(rate(34)) == pytest.approx(end + (peak - end) * (1 + math.cos(math.pi / 4)) / 2)
+    assert float(rate(109)) == pytest.approx(end)
+    values = [float(rate(step)) for step in range(110)]
+    assert values[:10] == sorted(values[:10]) and values[9:] == sorted(values[9:], reverse=True)
+
+
+def test_schedule_without_warm_up_or_with_nothing_else_stays_finite():
+    assert float(optimizers.schedule(replace(warmup_steps=0), [Stretch(1000)])(0)) == pytest.approx(
+        CFG.learning_rate, rel=1e-3
+    )
+    assert float(optimizers.schedule(replace(warmup_steps=5), [Stretch(5)])(4)) == pytest.approx(CFG.learning_rate)
+
+
+def test_first_step_is_the_rate_times_each_subtree_s_multiple(params, gradients):
+    updates, _ = first_update(CFG, params, gradients)
+    signs = paths(jax.tree.map(jnp.sign, gradients))
+    for path, update in paths(updates).items():
+        multiple = 3.0 if path.startswith("adapters") else 0.25 if "body" in path else 1.0
+        np.testing.assert_allclose(update, -CFG.learning_rate / 10 * multiple * signs[path], rtol=EXACT)
+
+
+def test_decay_pulls_matrices_only(params):
+    zero = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = first_update(replace(weight_decay=0.5), params, zero)
+    found, weights = paths(updates), paths(params)
+    decayed = {path for path, update in found.items() if np.asarray(update).any()}
+    assert decayed == {"adapters/a/down/kernel", "encoder/body/layers/q", "encoder/head/project/kernel"}
+    np.testing.assert_allclose(
+        found["encoder/body/layers/q"], -CFG.learning_rate / 10 * 0.25 * 0.5 * weights["encoder/body/layers/q"],
+        rtol=EXACT,
+    )  # fmt: skip
+
+
+def test_rate_zero_freezes_to_the_bit_and_keeps_no_state(params, gradients):
+    rates = ((r"encoder/body/.*", 0.0), *RATES[1:])
+    made = optimizers.make(replace(weight_decay=0.5), stretches=[Stretch(100)], rates=rates, abstract=params)
+    state, moved = made.init(params), params
+    for _ in range(3):
+        updates, state = made.update(gradients, state, moved)
+        moved = optax.apply_updates(moved, updates)
+    jax.tree.map(np.testing.assert_array_equal, moved["encoder"]["body"], params["encoder"]["body"])
+    assert not np.array_equal(moved["encoder"]["head"]["mix"], params["encoder"]["head"]["mix"])
+    learning = {"adapters": params["adapters"], "head": params["encoder"]["head"]}
+    moments = sorted(leaf.shape for leaf in jax.tree.leaves(state) if leaf.dtype == jnp.float32)
+    assert moments == sorted(2 * [leaf.shape for leaf in jax.tree.leaves(learning)])
+
+
+def test_gradients_are_clipped_to_the_norm_of_those_that_learn(params, gradients):
+    rates = ((r"encoder/body/.*", 0.0), *RATES[1:])
+    frozen_huge = gradients | {
+        "encoder": gradients["encoder"] | {"body": jax.tree.map(lambda leaf: 1e6 * leaf, gradients["encoder"]["body"])}
+    }
+    for scale, expected in ((1000.0, 0.5), (1e-3, None)):
+        scaled = jax.tree.map(lambda leaf, s=scale: s * leaf, frozen_huge)
+        _, state = first_update(replace(clip_norm=0.5), params, scaled, rates)
+        mu = float(optax.tree.norm(optax.tree.get(state, "mu"))) / (1 - CFG.b1)
+        learning = (scaled["adapters"], scaled["encoder"]["head"])
+        assert mu == pytest.approx(expected or float(optax.tree.norm(learning)), rel=1e-4)
+
+
+def test_uncovered_leaf_is_refused_with_its_path(params):
+    with pytest.raises(PlacementError, match=r"learning rates: no row covers adapters/a/down/bias \(3,\)"):
+        optimizers.make(CFG, stretches=[Stretch(10)], rates=RATES[:2], abstract=params)
+
+
+def test_row_that_decides_nothing_is_refused(params):
+    with pytest.raises(PlacementError, match=r"learning rates: row 1 'encoder/boddy/"):
+        optimizers.make(CFG, stretches=[Stretch(10)], rates=((r"encoder/boddy/.*", 0.1), (r".*", 1.0)), abstract=params)
+
+
+def test_step_works_inside_jit_on_shapes_alone(params, gradients):
+    shapes = jax.eval_shape(lambda: params)
+    made = optimizers.make(CFG, stretches=[Stretch(100)], rates=RATES, abstract=shapes)
+    updates, _ = jax.jit(made.update)(gradients, made.init(params), params)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates, first_update(CFG, params, gradients)[0]
+    )
+
+
+STAGES = [Stretch(20, rate=10.0), Stretch(30), Stretch(50, rate=0.5)]
+
+
+def test_schedule_starts_anew_in_each_stretch():
+    rate = optimizers.schedule(CFG, STAGES)
+    for begin, stretch in zip((0, 20, 50), STAGES, strict=True):
+        alone = optimizers.schedule(replace(learning_rate=CFG.learning_rate * stretch.rate), [Stretch(stretch.steps)])
+        values = [float(rate(begin + step)) for step in range(stretch.steps)]
+        np.testing.assert_allclose(values, [float(alone(step)) for step in range(stretch.steps)], rtol=EXACT)
+        assert max(values) == pytest.approx(CFG.learning_rate * stretch.rate)
+        assert values[-1] == pytest.approx(CFG.learning_rate * stretch.rate * CFG.end_fraction)
+    assert float(rate(100)) <= CFG.learning_rate * 0.5 * CFG.end_fraction * (1 + EXACT), "the last one has no end"
+
+
+def test_stretch_shorter_than_its_warm_up_ends_at_its_peak():
+    rate = optimizers.schedule(CFG, [Stretch(4), Stretch(40)])
+    assert [float(rate(step)) for step in (0, 3)] == pytest.approx([CFG.learning_rate / 4, CFG.learning_rate])
+    assert float(rate(4)) == pytest.approx(CFG.learning_rate / 10)
+
+
+def test_multiples_are_those_of_the_stretch_that_a_step_is_in(params, gradients):
+    """A body that waits in the first stretch, moves in the second and waits again; nothing else differs."""
+    multiples = (0.0, 0.25, 0.0)
+    rates = ((r"encoder/body/.*", multiples), *RATES[1:])
+    made = optimizers.make(
+        replace(weight_decay=0.5), stretches=[Stretch(2), Stretch(3), Stretch(2)], rates=rates, abstract=params
+    )
+    update, state, tree = jax.jit(made.update), made.init(params), params
+    moved = []
+    for _ in range(8):  # one beyond the end, where the last stretch goes on
+        updates, state = update(gradients, state, tree)
+        tree = optax.apply_updates(tree, updates)
+        moved.append([bool(np.asarray(leaf).any()) for leaf in jax.tree.leaves(updates["encoder"]["body"])])
+        assert all(
+            np.asarray(leaf).any() for leaf in jax.tree.leaves([updates["encoder"]["head"], updates["adapters"]])
+        )
+    leaves = len(moved[0])
+    assert moved == [[False] * leaves] * 2 + [[True] * leaves] * 3 + [[False] * leaves] * 3
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_stretch_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(params, gradients, kind):
+    """The body's gradient is enormous where it waits: first in the run, then behind a stretch that trained it."""
+    rates, cfg = ((r"encoder/body/.*", (0.0, 0.25, 0.0)), *RATES[1:]), replace(kind=kind, clip_norm=0.5)
+    stretches = [Stretch(3), Stretch(2), Stretch(2)]
+    made = optimizers.make(cfg, stretches=stretches, rates=rates, abstract=params)
+    alone = optimizers.make(cfg, stretches=stretches, rates=((r"encoder/body/.*", 0.0), *RATES[1:]), abstract=params)
+    body = jax.tree.map(lambda leaf: 1e6 * leaf, gradients["encoder"]["body"])
+    huge = gradients | {"encoder": gradients["encoder"] | {"body": body}}
+    update, state, other = jax.jit(made.update), made.init(params), alone.init(params)
+
+    def moments(state):
+        found = jax.tree_util.tree_leaves_with_path(state)
+        found = {jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf) for path, leaf in found}
+        return {path: leaf for path, leaf in found.items() if "encoder/body" in path}
+
+    assert len(moments(state)) >= 5
+    for _ in range(3):
+        updates, state = update(huge, state, params)
+        expected, other = alone.update(huge, other, params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates, expected)
+    assert not any(leaf.any() for leaf in moments(state).values()), "nothing of the waiting body in its moments"
+    updates, state = update(gradients, state, params)
+    once = optimizers.make(cfg, stretches=[Stretch(2)], rates=((r".*", 0.25),), abstract=params)
+    fresh = once.update(gradients, once.init(params), params)[0]["encoder"]["body"]
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates["encoder"]["body"], fresh)
+    _, state = update(gradients, state, params)
+    before = moments(state)
+    assert all(leaf.any() for leaf in before.values())
+    _, state = update(huge, state, params)
+    jax.tree.map(np.testing.assert_array_equal, moments(state), before)
+
+
+def test_multiple_of_a_stretch_scales_the_step_and_no_moment(params, gradients):
+    fixed, changing = (
+        optimizers.make(CFG, stretches=[Stretch(1), Stretch(5)], rates=((r".*", rate),), abstract=params)
+        for rate in (1.0, (1.0, 3.0))
+    )
+    states, updates = [fixed.init(params), changing.init(params)], [None, None]
+    for _ in range(2):
+        for number, made in enumerate((fixed, changing)):
+            updates[number], states[number] = made.update(gradients, states[number], params)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(3 * a, b, rtol=EXACT), *updates)
+    for name in ("mu", "nu"):
+        ours, theirs = (jax.tree.leaves(optax.tree.get(state, name)) for state in states)
+        assert ours and all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
+
+
+def test_one_stretch_is_the_same_whether_its_multiple_stands_once_or_in_a_list(params, gradients):
+    plain, _ = first_update(CFG, params, gradients)
+    listed, _ = first_update(CFG, params, gradients, tuple((pattern, (rate,)) for pattern, rate in RATES))
+    jax.tree.map(np.testing.assert_array_equal, plain, listed)
+
+
+def test_vectors_of_tasks_do_not_decay():
+    """A batch asks one task only: the others' vectors would shrink unused."""
+    tree = {"adapters": {"a": {"tasks": jnp.ones((3, 5)), "gain": jnp.ones(()), "down": {"kernel": jnp.ones((2, 5))}}}}
+    made = optimizers.make(replace(weight_decay=0.5), stretches=[Stretch(9)], rates=((".*", 1.0),), abstract=tree)
+    updates, _ = made.update(jax.tree.map(jnp.zeros_like, tree), made.init(tree), tree)
+    assert not updates["adapters"]["a"]["tasks"].any() and updates["adapters"]["a"]["down"]["kernel"].all()
+
+
+def test_every_leaf_decays_where_all_are_to(params):
+    zero = jax.tree.map(jnp.zeros_like, params)
+    updates, _ = first_update(replace(weight_decay=0.5, decays="all"), params, zero)
+    assert all(np.asarray(update).all() for update in paths(updates).values())
+    assert all(jax.tree.leaves(optimizers.decays(params, "all")))
+    assert not all(jax.tree.leaves(optimizers.decays(params)))
+
+
+def test_offsets_of_an_inner_model_do_not_decay_among_matrices():
+    tree = {"layers": {"w1": 0, "b1": 0, "w2": 0, "b2": 0, "token": 0, "rate": 0, "rate_bias": 0}, "tokens": 0}
+    assert optimizers.decays({"model": tree}) == {
+        "model": {
+            "layers": dict.fromkeys(("w1", "w2", "rate"), True)
+            | dict.fromkeys(("b1", "b2", "token", "rate_bias"), False),
+            "tokens": True,
+        }
+    }
+
+
+def test_muon_takes_the_matrices_and_adam_the_rest():
+    matrices = {
+        "encoder/body/layers/q": ((1, 2), (3,)),
+        "encoder/body/layers/o": ((1,), (2, 3)),
+        "layers/v/b": ((1, 2), (3,)),
+        "layers/o/a": ((1,), (2, 3)),
+    }
+    assert {path: optimizers.matrix_axes(path, 4) for path in matrices} == matrices
+    assert optimizers.matrix_axes("layers/down", 3) == ((1,), (2,))
+    assert optimizers.matrix_axes("adapters/llama/skip/kernel", 2) == ((0,), (1,))
+    others = ("embed", "head", "layers/attn_norm", "layers/q_bias", "layers/w1", "layers/rate", "encoder/head/mix")
+    assert [optimizers.matrix_axes(path, 4) for path in others] == [None] * len(others)
+
+
+def test_muon_steps_each_layer_s_matrix_along_its_gradient_made_orthogonal(params, gradients):
+    adam, muon = (paths(first_update(replace(kind=kind), params, gradients)[0]) for kind in ("adamw", "muon"))
+    matrices = {"adapters/a/down/kernel", "encoder/body/layers/q", "encoder/head/project/kernel"}
+    for path in adam.keys() - matrices:
+        np.testing.assert_array_equal(muon[path], adam[path])
+    rate = -CFG.learning_rate / 10 * 0.25
+    updates, wanted = (np.asarray(tree["encoder/body/layers/q"]) for tree in (muon, paths(gradients)))
+    for update, gradient in zip(updates, wanted, strict=True):
+        left, _, right = np.linalg.svd(gradient, full_matrices=False)
+        inside = left.T @ (update / (rate * 0.2 * math.sqrt(5))) @ right.T  # 3 x 5: the longer side is 5
+        np.testing.assert_allclose(inside, np.diag(np.diag(inside)), atol=1e-3)  # the gradient's own directions
+        assert np.all((np.diag(inside) > 0.5) & (np.diag(inside) < 1.3))  # which the five iterations bring near one

@@ -1,0 +1,222 @@
+"""lw_jax/slurm/past_runs.py: what an earlier run's folder tells of the time and memory of a job."""
+
+import json
+import statistics
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+
+import run
+from configs import base
+from lw_jax.commands import slurm
+from lw_jax.core import config
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+from lw_jax.planning import gpus
+from lw_jax.slurm import job_list, past_runs
+from sharding import mesh as meshes
+from sharding import placement
+
+KIND = "NVIDIA H100 80GB HBM3"
+HARDWARE = {"kind": KIND, "card": "h100", "devices": 3, "hosts": 1, "strategy": "fsdp", "remat": "full"}
+CHOSEN = {"strategy": "fsdp", "mesh": "3x1", "micro_batch": 5, "accumulation": 2, "remat": "full", "devices_used": 3}
+PLAN = {
+    **{"target": "h100x3", "devices": 3, "per_host": 3, "hosts": 1, "compiled": True, "hours": 9.0},
+    **{"host_memory_bytes": 20 << 30, "chosen": CHOSEN | {"step_seconds": 7.0, "peak_bytes": 44.2e9}},
+}
+LAPS = (2.0, 11.0, 3.0, 5.0, 4.0)  # median 4
+STEPS = 1700
+
+
+def resolve(**changes: Any) -> Config:
+    values = base.get_config()
+    values.llms.llama = base.llm("HuggingFaceTB/SmolLM2-135M")
+    values.encoder.source = "HuggingFaceTB/SmolLM2-135M"
+    values.train.steps = STEPS
+    values.update_from_flattened_dict(changes)
+    return config.build(values)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """An earlier, shorter run on three cards."""
+    return write(tmp_path / "earlier", resolve(**{"train.steps": 60}))
+
+
+def write(folder: Path, cfg: Config, *, hardware: dict[str, Any] = HARDWARE, laps=LAPS, **since: float) -> Path:
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps(config.to_dict(cfg)))
+    (folder / past_runs.FILE).write_text(json.dumps(hardware | {"since_step": 0, "since_time": 0.0} | since))
+    rows = [{"step": 1, "train/loss": 3.0}, {"step": 5, "validation/loss": 2.0}]
+    rows += [{"step": 10 * (i + 1), "train/seconds_per_step": lap} for i, lap in enumerate(laps)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, peaks in (("devices.jsonl", (31.5e9, 41.2e9)), ("devices-1.jsonl", (38.0e9,))):
+        lines = [{"time": 100.0 + i, "device": "gpu0", "peak_bytes": peak} for i, peak in enumerate(peaks)]
+        (folder / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_time_is_the_median_of_the_laps_and_memory_the_most_of_any_device(folder) -> None:
+    found = past_runs.read(folder, resolve(), PLAN)
+    assert (found.step_seconds, found.laps, found.peak_bytes) == (statistics.median(LAPS), 5, 41.2e9)
+    assert found.describe() == f"measured in {folder} on 3 x {KIND}: 4 s/step"
+    assert found.describe_memory(44.2e9) == "memory of a card: 41.2 GB measured at most, 44.2 GB planned"
+    assert found.describe_differences() == []  # of a shorter run
+
+
+def test_what_was_logged_before_the_run_moved_to_these_devices_does_not_count(tmp_path) -> None:
+    moved = write(tmp_path / "moved", resolve(), since_step=30, since_time=100.5)
+    found = past_runs.read(moved, resolve(), PLAN)
+    assert (found.step_seconds, found.laps, found.peak_bytes) == (4.5, 2, 41.2e9)
+
+
+def test_laps_that_are_no_numbers_are_left_out(tmp_path) -> None:
+    odd = write(tmp_path / "odd", resolve(), laps=(2.0, "nan", 6.0))
+    assert past_runs.read(odd, resolve(), PLAN).step_seconds == 4.0
+
+
+def test_record_without_memory_says_so(folder) -> None:
+    for file in folder.glob("devices*.jsonl"):
+        file.unlink()
+    assert "no peak in the record, 44.2 GB planned" in past_runs.read(folder, resolve(), PLAN).describe_memory(44.2e9)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "told"),
+    [
+        ("train.global_batch", 24, r"train\.global_batch is 24 there, \d+ here"),
+        ("recipe", "dpo", "recipe is 'dpo' there, 'latentwire' here"),
+        (
+            "llms.llama.source",
+            "other/llama",
+            r"llms\.llama\.source is 'other/llama' there, 'HuggingFaceTB/SmolLM2-135M' here",
+        ),
+        ("llms.llama.weights", "nf4", r"llms\.llama\.weights is 'nf4' there"),
+    ],
+)
+def test_run_of_other_steps_is_refused_with_both_values(tmp_path, path, value, told) -> None:
+    other = write(tmp_path / "other", resolve(**{path: value}))
+    with pytest.raises(UserError, match=told):
+        past_runs.read(other, resolve(), PLAN)
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"card": "a100_80"}, r"on 3 x a100_80 of 1 node.*--target h100x3 uses 3 x h100.*name --target a100_80x3"),
+        ({"devices": 2}, r"on 2 x h100 .*uses 3 x h100.*name --target h100x2"),
+        ({"hosts": 3}, r"on 3 x h100 of 3 node.*uses 3 x h100 of 1 node.*name --target 3xh100x1"),
+        ({"card": "", "kind": "cpu", "devices": 1}, r"on 1 x cpu .*; measure there"),
+    ],
+)
+def test_other_machine_than_the_target_is_refused_with_both_and_the_remedy(tmp_path, changes, told) -> None:
+    other = write(tmp_path / "other", resolve(), hardware=HARDWARE | changes)
+    with pytest.raises(UserError, match=told):
+        past_runs.read(other, resolve(), PLAN)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "told"),
+    [
+        ("metrics.jsonl", "", r"no seconds a step.*train\.log_every = 10"),
+        ("metrics.jsonl", None, "no seconds a step"),
+        (past_runs.FILE, None, r"hardware\.json: missing"),
+        (past_runs.FILE, '{"kind": "x"}', r"hardware\.json: .*as training wrote it"),
+        ("config.json", None, "no run was started there"),
+    ],
+)
+def test_folder_that_measured_nothing_is_refused_with_the_file(folder, file, text, told) -> None:
+    (folder / file).unlink()
+    if text is not None:
+        (folder / file).write_text(text)
+    with pytest.raises(UserError, match=told):
+        past_runs.read(folder, resolve(), PLAN)
+
+
+def test_what_else_differs_is_told(tmp_path) -> None:
+    changed = resolve(**{"data.context_tokens": 97, "optim.learning_rate": 0.5})
+    other = write(tmp_path / "other", changed, hardware=HARDWARE | {"strategy": "replicate"})
+    (line,) = past_runs.read(other, resolve(), PLAN).describe_differences()
+    assert "placement: replicate -> fsdp; data.context_tokens: 97 -> " in line
+
+
+def test_training_keeps_what_it_computes_on(tmp_path) -> None:
+    cfg, placed = resolve(**{"compute.remat": "full"}), placement.together(meshes.make(data=3, model=1), ["llama"])
+    past_runs.write_hardware(tmp_path, cfg, placed)
+    found = json.loads((tmp_path / past_runs.FILE).read_text())
+    assert (found["kind"], found["card"], found["devices"], found["hosts"]) == (jax.devices()[0].device_kind, "", 3, 1)
+    assert (found["remat"], found["since_step"]) == ("full", 0)
+
+
+def test_run_that_goes_on_keeps_its_record_and_on_another_machine_begins_anew(tmp_path) -> None:
+    cfg, one = resolve(), placement.together(meshes.make(data=1, model=1, devices=jax.devices()[:1]), ["llama"])
+    past_runs.write_hardware(tmp_path, cfg, one)
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 70}\n')
+    past_runs.write_hardware(tmp_path, cfg, one)
+    assert json.loads((tmp_path / past_runs.FILE).read_text())["since_step"] == 0
+    past_runs.write_hardware(tmp_path, cfg, placement.together(meshes.make(data=5, model=1), ["llama"]))
+    found = json.loads((tmp_path / past_runs.FILE).read_text())
+    assert (found["since_step"], found["devices"]) == (70, 5) and found["since_time"] > 0
+
+
+def test_card_is_what_the_runtime_reports(tmp_path, monkeypatch) -> None:
+    monkeypatch.setattr(gpus, "of_device", lambda device: gpus.CARDS["h100"])
+    past_runs.write_hardware(tmp_path, resolve(), placement.together(meshes.make(data=2, model=1), ["llama"]))
+    assert json.loads((tmp_path / past_runs.FILE).read_text())["card"] == "h100"
+
+
+# --- the verb ---
+
+
+def call(folder: Path, workdir: Path, *, hours: float | None = None) -> str:
+    cfg = resolve()
+    asked = slurm.Request("configs/machines/h100x3.py", {}, Path("/project"), hours=hours, measured=folder)
+    slurm.main(
+        cfg, resolved=config.to_dict(cfg), workdir=workdir, request=asked, planner=lambda *_: PLAN, others=(PLAN,)
+    )
+    return (workdir / "job.sbatch").read_text()
+
+
+def test_job_asks_for_the_measured_time_and_says_where_it_was_measured(folder, tmp_path, capsys, monkeypatch) -> None:
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+    text = call(folder, tmp_path / "job")
+    hours = 4.0 * STEPS / 3600  # 1.89 h; x 1.3 + 0.25 h = 2.7 h
+    basis = f"{hours:.2f} h measured in {folder} on 3 x {KIND}: 4 s/step, x 1.3 + 0.25 h to start"
+    assert f"# {basis}.\n#SBATCH --time=0-02:45:00\n" in text
+    assert "41.2 GB measured at most, 44.2 GB planned" in text and "predicted" not in text
+    assert "#SBATCH --mem=33G" in text  # 20 GiB planned x 1.25 + 8
+    out = capsys.readouterr().out
+    assert f"time limit 0-02:45:00: {basis}" in out and "1.89" in out.splitlines()[-1]
+
+
+def test_two_sources_of_time_are_refused(folder, tmp_path) -> None:
+    with pytest.raises(UserError, match="--hours 5 and --measured"):
+        call(folder, tmp_path / "job", hours=5.0)
+
+
+def test_every_job_of_a_list_takes_its_own_record(tmp_path, monkeypatch, capsys) -> None:
+    monkeypatch.chdir(tmp_path)
+    plan = PLAN | {"target": "a100_80x1", "devices": 1, "per_host": 1, "chosen": PLAN["chosen"] | {"devices_used": 1}}
+    monkeypatch.setattr(job_list, "make", lambda cfg, target: plan)
+    one = HARDWARE | {"card": "a100_80", "devices": 1}
+    asked = {}
+    monkeypatch.setattr(
+        job_list, "main", lambda tasks, **_: asked.update({task.workdir.name: task.cfg for task in tasks})
+    )
+    words = ["slurm", "--config", "configs/dpo/small.list", "--target", "a100_80x1", "--measured", "before"]
+    assert run.main(words) == 0
+    monkeypatch.undo()
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(job_list, "make", lambda cfg, target: plan)
+    for number, (name, cfg) in enumerate(asked.items()):
+        write(tmp_path / "before" / name, cfg, hardware=one, laps=(3.0 + number,))
+    assert run.main(words) == 0
+    text, out = (tmp_path / "runs/small/array.sbatch").read_text(), capsys.readouterr().out
+    for number, name in enumerate(asked):
+        assert f"measured in {tmp_path}/before/{name} on 1 x {KIND}: {3 + number} s/step" in text
+        assert f"{name}: " in out
+    (tmp_path / "before" / name / past_runs.FILE).unlink()
+    assert run.main(words) == 2
+    assert f"{name}/hardware.json: missing" in capsys.readouterr().err

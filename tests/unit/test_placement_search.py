@@ -1,0 +1,328 @@
+"""lw_jax/planning/placement_search.py: which candidates there are, what is compiled of them, and which one is taken."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from lw_jax import recipes
+from lw_jax.core import config
+from lw_jax.planning import estimate, gpus, hlo_counts, placement_search, roofline
+from lw_jax.planning.placement_search import Candidate, Hardware
+from lw_jax.planning.roofline import Times
+from lw_jax.training import memory, micro_batch_search
+from lw_jax.training.memory import Needs
+from lw_jax.training.micro_batch_search import Room
+from lw_jax.training.program import Program
+from sharding import placement as placements
+from tests import tiny
+from tests.standin import Measure
+
+H100 = gpus.CARDS["h100"]
+ENOUGH = Room(10**12, 0.8)
+EXACT = 1e-12  # relative: a handful of fp64 sums
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+@pytest.fixture
+def measure(monkeypatch):
+    """Needs by arithmetic, nothing compiled."""
+    return replace_compiler(monkeypatch)
+
+
+def replace_compiler(monkeypatch, **factors: float) -> Measure:
+    standin = Measure(**factors)
+    monkeypatch.setattr(micro_batch_search.memory, "measure", standin)
+    return standin
+
+
+def auto(root, **changes):
+    return tiny.make_config(root, **{"compute__remat": "auto"} | changes)
+
+
+def hardware(count: int, room: Room = ENOUGH, **changes) -> Hardware:
+    return Hardware(jax.devices()[:count], room, **{"target": gpus.Target(H100, count)} | changes)
+
+
+def choose(cfg, on: Hardware) -> list[Candidate]:
+    return placement_search.choose(cfg, on, widths=None)
+
+
+# ---- which candidates there are
+
+MODELS = {1: [], 2: [2], 3: [3], 4: [2, 4], 5: [5], 6: [2, 3, 6], 7: [7], 8: [2, 4, 8]}
+ROWS = {1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 4, 8: 8}  # the largest data axis that divides a batch of 8
+
+
+@pytest.mark.parametrize("readers", [1, 2, 3])
+@pytest.mark.parametrize("count", range(1, 9))
+def test_strategies_are_every_way_to_use_the_devices(count, readers, root):
+    sizes = {f"reader{i}": 7 + i for i in range(readers)}
+    found = list(placement_search.strategies(auto(root), sizes, count))
+    wanted = {("single", -1, 1)}
+    if count > 1:
+        wanted |= {("replicate", ROWS[count], 1), ("fsdp", ROWS[count], 1)}
+        wanted |= {("tensor", count // model, model) for model in MODELS[count]}
+    if count > 1 and readers > 1:
+        wanted.add(("split", -1, 1))
+    if count > 1 and readers == 2:
+        wanted.add(("hybrid3" if count == 3 else "hybrid4", -1, 1))
+    assert len(found) == len(wanted) and set(found) == wanted
+
+
+def test_a_batch_that_no_number_of_rows_divides_is_not_spread(root):
+    found = {name for name, _, _ in placement_search.strategies(auto(root, train__global_batch=7), {"a": 3, "b": 5}, 6)}
+    assert found == {"single", "tensor", "split", "hybrid4"}
+
+
+def test_a_configured_placement_is_the_only_one(root, measure):
+    cfg = auto(root, mesh__placement="tensor", mesh__data=2, mesh__model=2)
+    assert list(placement_search.strategies(cfg, {"a": 3, "b": 5}, 8)) == [("tensor", 2, 2)]
+    found = choose(cfg, hardware(4))
+    assert {(one.strategy, one.mesh) for one in found} == {("tensor", "2x2")}
+
+
+# ---- which one is taken
+
+
+def candidate(seconds: float | None, *, devices: int = 1, peak: int = 100, obstacle: str = "", **more) -> Candidate:
+    placed = placements.place("replicate", {"a": 1}, data=devices, devices=jax.devices()[:devices])
+    needs = Needs(1, 1, 0, 0, 0, 0, 0, 0, (peak,))
+    times = None if seconds is None else Times(seconds, 0.0, 0.0)
+    return Candidate("replicate", f"{devices}x1", "none", placed, needs, times, obstacle, **more)
+
+
+def test_the_fastest_is_taken():
+    found = [candidate(3.0), candidate(1.0, devices=8, peak=700), candidate(2.0)]
+    assert placement_search.pick(found) is found[1]
+
+
+def test_devices_that_gain_less_than_two_percent_are_not_taken():
+    found = [candidate(1.0, devices=8), candidate(1.019, devices=3), candidate(1.021, devices=1)]
+    assert placement_search.pick(found) is found[1]
+
+
+def test_of_the_equally_fast_the_least_full_is_taken():
+    found = [candidate(1.0, peak=300), candidate(1.01, peak=200), candidate(1.0, peak=201)]
+    assert placement_search.pick(found) is found[1]
+
+
+def test_where_speed_is_not_known_the_least_arithmetic_on_a_device_is_taken():
+    found = [candidate(None, flops=50.0), candidate(None, devices=4, flops=13.0)]
+    found.append(candidate(None, devices=3, flops=17.0))
+    assert placement_search.pick(found) is found[1]
+
+
+def test_where_speed_is_not_known_what_sends_least_is_taken_of_equals_then_the_fewest_devices():
+    sends = {"flops": 13.0, "collective_bytes": 8.0}
+    found = [candidate(None, flops=13.0, collective_bytes=9.0), candidate(None, devices=5, peak=10, **sends)]
+    found += [candidate(None, devices=3, peak=90, **sends), candidate(None, devices=3, **sends)]
+    assert placement_search.pick(found) is found[2]
+
+
+def test_what_has_an_obstacle_is_never_taken():
+    found = [candidate(1.0, obstacle="too large"), candidate(5.0), Candidate("fsdp", "2x1", "-", obstacle="no")]
+    assert placement_search.pick(found) is found[1]
+    assert placement_search.pick([found[0], found[2]]) is None
+    assert placement_search.pick([]) is None
+
+
+# ---- what is compiled on the way
+
+
+def test_where_all_fits_one_program_is_compiled_for_each_placement(root, measure):
+    found = choose(auto(root), hardware(4))
+    assert sorted(measure.asked) == sorted(
+        [("single", "none", 8), ("replicate", "none", 2), ("fsdp", "none", 2)]
+        + [("tensor", "none", 4), ("tensor", "none", 8), ("split", "none", 4), ("hybrid4", "none", 8)]
+    )
+    assert len(found) == 7 and all(one.fits and one.remat == "none" for one in found)
+
+
+def test_another_recomputation_is_compiled_where_arithmetic_was_wrong(root, monkeypatch):
+    """Half of the room that arithmetic wants without recomputation, which the compiler then doubles a hundredfold."""
+    single = {"mesh__placement": "single", "train__micro_batch": 8}
+    whole = choose(auto(root, **single), hardware(1, compile=None))[0]
+    room = Room(2 * whole.needs.peak, 1.0)
+    measure = replace_compiler(monkeypatch, none=100.0)
+    found = choose(auto(root, **single), hardware(1, room))
+    assert [remat for _, remat, _ in measure.asked] == ["none", "full"]
+    assert [(one.remat, one.fits) for one in found] == [("none", False), ("full", True)]
+    assert found[0].obstacle == (
+        f"a micro-batch of 8 needs {memory.bytes_of(found[0].needs.peak)} of {memory.bytes_of(room.limit)}"
+    )
+
+
+def test_a_smaller_micro_batch_than_arithmetic_said_has_the_faster_recomputation_compiled_too(root, monkeypatch):
+    """Weights are read with each micro-batch: several small ones of short texts take longer than one recomputing."""
+    short = {"data__question_tokens": 4, "data__answer_tokens": 2, "encoder__slots": 1, "encoder__window": 16}
+    cfg = auto(root, mesh__placement="single", **short)
+    whole = choose(cfg, hardware(1, compile=None))[0]
+    measure = replace_compiler(monkeypatch, none=5.0)
+    slow = dataclasses.replace(H100, bandwidth=H100.bandwidth // 1000)
+    found = choose(cfg, hardware(1, Room(int(1.1 * whole.needs.peak), 1.0), target=gpus.Target(slow, 1)))
+    assert [one.remat for one in found] == ["none", "full"]
+    assert found[0].needs.micro_batch < found[1].needs.micro_batch == 8
+    assert {remat for _, remat, _ in measure.asked} == {"none", "full"}
+    assert placement_search.pick(found) is found[1]
+
+
+def test_configured_recomputation_and_micro_batch_are_the_only_ones_compiled(root, measure):
+    cfg = tiny.make_config(root, compute__remat="full", train__micro_batch=2)
+    found = choose(cfg, hardware(2))
+    assert {(remat, micro) for _, remat, micro in measure.asked} == {("full", 2)}
+    assert [one.needs.accumulation for one in found if one.fits] == [4, 2, 2, 4, 4]
+
+
+def test_what_cannot_hold_its_weights_is_not_compiled(root, measure):
+    found = choose(auto(root), hardware(2, Room(10**6, 0.3)))
+    assert measure.asked == []
+    alone = [one for one in found if one.strategy != "hybrid4"]
+    assert len(alone) == 5
+    for one in alone:
+        assert one.obstacle.startswith("weights and optimizer alone take ") and one.obstacle.endswith(" of 0.3 MB")
+        assert (one.remat, one.needs, one.fits) == ("-", None, False)
+
+
+def test_an_estimate_compiles_nothing_and_takes_arithmetic(root, measure):
+    found = choose(auto(root), hardware(2, compile=None))
+    assert measure.asked == []
+    fitting = [one for one in found if one.fits]
+    assert [one.strategy for one in fitting] == ["single", "replicate", "fsdp", "tensor", "split"]
+    for one in fitting:
+        assert one.needs == one.estimate.needs and one.times == one.estimate.times
+        assert (one.flops, one.collective_bytes) == (one.estimate.flops, one.estimate.collective_bytes)
+
+
+def test_where_speed_is_not_known_recomputation_is_taken_to_hold_more_at_once(root, measure):
+    cfg = auto(root, mesh__placement="single")
+    peaks = {}
+    for remat in config.REMATS["latentwire"]:
+        own = placement_search.with_remat(
+            dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch=8)), remat
+        )
+        peaks[remat] = choose(own, hardware(1, compile=None))[0].needs.peak
+    assert peaks["full"] < peaks["none"]
+    room = Room(peaks["full"] + 1, 1.0)
+    assert [one.remat for one in choose(cfg, hardware(1, room, target=None))] == ["full"]
+    assert [one.remat for one in choose(cfg, hardware(1, target=None))] == ["none"]
+    assert choose(cfg, hardware(1, target=None))[0].times is None
+
+
+# ---- what stands in the way
+
+
+def test_every_candidate_above_the_limit_has_an_obstacle_and_no_other_has(root, measure):
+    cfg, seen = auto(root), set()
+    for megabytes in (1, 6, 34):
+        room = Room(megabytes * 10**6, 0.8)
+        for one in choose(cfg, hardware(2, room)):
+            within = one.needs is not None and one.needs.peak <= room.limit
+            assert one.fits == within == (not one.obstacle), (megabytes, one)
+            if one.needs is not None and one.needs.peak > room.limit:
+                assert one.needs.micro_batch == 1, "the smallest is what is refused"
+            seen.add((within, one.needs is None))
+    assert seen == {(True, False), (False, False), (False, True)}
+
+
+def test_placements_that_do_not_go_together_are_candidates_with_their_reason(root, measure):
+    found = {one.strategy: one for one in choose(auto(root, train__global_batch=6), hardware(3))}
+    assert "llms/qwen" in found["fsdp"].obstacle and "data=3" in found["fsdp"].obstacle
+    assert "llms/qwen" in found["tensor"].obstacle and "model=3" in found["tensor"].obstacle
+    assert "multiple of 2 devices" in found["split"].obstacle
+    assert found["hybrid3"].fits and found["single"].fits and found["replicate"].fits
+
+
+@pytest.mark.parametrize("batch", [1, 2, 6, 7])
+def test_no_candidate_holds_less_than_one_example_a_device(batch, root, measure):
+    found = choose(auto(root, train__global_batch=batch), hardware(8))
+    for one in found:
+        if one.needs is None:
+            wanted = "does not divide mesh axis" if one.strategy == "fsdp" else "does not divide the global batch"
+            assert wanted in one.obstacle
+            continue
+        assert one.fits and one.needs.micro_batch >= 1
+        assert one.needs.micro_batch * one.needs.accumulation * one.placement.data == batch
+    assert found[0].strategy == "single" and found[0].needs.micro_batch == batch, "one device takes any batch"
+    refused = {one.mesh for one in found if one.strategy == "tensor" and not one.fits}
+    assert refused == {mesh for mesh, data in (("4x2", 4), ("2x4", 2)) if batch % data}
+
+
+def test_micro_batch_beyond_a_devices_share_is_refused_with_the_legal_ones(root, measure):
+    found = choose(auto(root, train__micro_batch=8), hardware(2))
+    refused = {one.strategy: one.obstacle for one in found if not one.fits}
+    assert refused.keys() == {"replicate", "fsdp", "hybrid4"}
+    assert "share is 4 examples; use micro_batch 1, 2 or 4" in refused["replicate"]
+
+
+@pytest.mark.parametrize("micro", [0, 4])
+def test_a_step_that_the_compiler_finds_too_large_is_an_obstacle(micro, root, monkeypatch):
+    def fail(*_, **__):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes")
+
+    monkeypatch.setattr(micro_batch_search.memory, "measure", fail)
+    found = choose(auto(root, train__micro_batch=micro), hardware(1))
+    assert [one.remat for one in found] == ["none", "full"]
+    assert all(one.obstacle.startswith("too large for the compiler: ") and not one.fits for one in found)
+
+
+def test_nothing_fits_tells_every_obstacle_and_the_remedies(root, measure):
+    room = Room(10**6, 0.8)
+    rows = [
+        dataclasses.asdict(dataclasses.replace(one, placement=None)) for one in choose(auto(root), hardware(3, room))
+    ]
+    told = placement_search.nothing_fits(rows, 3, room)
+    assert told.startswith("no placement on 3 devices with 0.8 MB each holds this configuration: single 1x1: weights")
+    assert all(f"{row['strategy']} {row['mesh']}: {row['obstacle']}" in told for row in rows)
+    assert "target_utilisation" in told and "\n" not in told
+
+
+# ---- what the compiled step is said to take
+
+
+@pytest.fixture(scope="module")
+def apart(root):
+    """One placement of readers on devices of their own, really compiled."""
+    compiled = []
+
+    def compile(lowered):
+        compiled.append(lowered)
+        return memory.compile_here(lowered)
+
+    cfg = tiny.make_config(root, mesh__placement="split", train__micro_batch=4)
+    (found,) = choose(cfg, hardware(2, compile=compile))
+    return cfg, found, compiled
+
+
+@pytest.mark.slow
+def test_a_compiled_candidate_has_the_needs_that_are_measured(apart):
+    cfg, found, compiled = apart
+    placed = placements.place("split", recipes.reader_bytes(cfg), devices=jax.devices()[:2])
+    program = Program(cfg, recipes.make(cfg, placed, outline=True))
+    assert len(compiled) == len(found.needs.programs) > 3
+    assert found.fits and found.needs == micro_batch_search.needs_of(program, program.recipe.batch_widths(), 4)
+    assert found.estimate == estimate.estimate(
+        program, program.recipe, program.recipe.batch_widths(), 4, gpus.Target(H100, 2)
+    )
+
+
+@pytest.mark.slow
+def test_readers_apart_work_at_once_and_all_else_follows(apart):
+    _, found, _ = apart
+    analysed = {name: (hlo_counts.analyse(one.as_text()), part) for name, (one, part) in found.needs.programs.items()}
+    seconds = {
+        name: part.runs * roofline.predict(one, gpus.Target(H100, 2)).total for name, (one, part) in analysed.items()
+    }
+    readers = [seconds.pop(name) for name in ("llama", "qwen")]
+    assert found.times.total == pytest.approx(sum(seconds.values()) + max(readers), rel=EXACT)
+    assert found.times.total < sum(seconds.values()) + sum(readers)
+    flops = {}
+    for one, part in analysed.values():
+        flops[part.mesh] = flops.get(part.mesh, 0) + part.runs * one.flops
+    assert len(flops) == 2 and found.flops == max(flops.values())
+    assert {part.runs for name, (_, part) in analysed.items() if name in ("llama", "qwen")} == {2}
+    assert found.collective_bytes == 0, "each reader is whole on its one device"

@@ -1,0 +1,130 @@
+"""lw_jax/benchmarking/prediction.py: what compiled programs say of absent cards; CPU devices stand in."""
+
+import dataclasses
+
+import jax
+import pytest
+
+from lw_jax.benchmarking.prediction import Predicted
+from lw_jax.commands import plan
+from lw_jax.core.errors import UserError
+from lw_jax.planning import gpus, hlo_counts, roofline, workload
+from tests import tiny
+
+CHOSEN = {
+    **{"strategy": "replicate", "mesh": "2x1", "data": 2, "model": 1, "devices_used": 2, "remat": "none"},
+    **{"micro_batch": 2, "accumulation": 1, "step_seconds": 0.5, "peak_bytes": 7, "flops": 11.0, "moved_bytes": 13.0},
+}
+H100 = gpus.CARDS["h100"]
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """Compiles for the CPU, and plans what it is given; returns the programs that were compiled."""
+    compiled = []
+
+    def compile_here(lowered):
+        compiled.append(lowered.compile())
+        return compiled[-1]
+
+    monkeypatch.setattr(gpus, "compile_devices", lambda target: jax.devices()[: target.devices])
+    monkeypatch.setattr(gpus, "compile_lowered", compile_here)
+    monkeypatch.setattr(plan, "make", lambda cfg, target: {"chosen": CHOSEN, "why": ""})
+    return compiled
+
+
+@pytest.fixture
+def wire(root, stand_in):
+    return Predicted(tiny.make_config(root, train__global_batch=4, eval__batch=3), "h100x2")
+
+
+def test_step_is_what_the_plan_says_beside_the_data_sheet(wire):
+    (row,) = wire.measure("step")
+    work = workload.step_flops(wire.cfg)
+    assert (row.predicted_seconds, row.seconds, row.samples_per_second) == (0.5, None, 8.0)
+    assert row.flops == work and row.of_matmul == pytest.approx(work / (0.5 * 2 * H100.peak["tf32"]))
+    assert (row.peak_bytes, row.peak_from, row.compiled_flops, row.compiled_bytes) == (7, "compiled", 11.0, 13.0)
+    assert row.what == "4 samples = 2 a device x 2 x 1 accumulated, remat none, placement replicate 2x1"
+
+
+def test_layers_are_settled_as_for_devices_that_are_here(root, stand_in):
+    found = Predicted(tiny.make_config(root, train__global_batch=4, eval__layers="auto"), "h100x2")
+    assert found.cfg.eval.layers == "stacked", "CPU devices stand in"
+
+
+def test_writing_is_predicted_from_its_own_program(wire, stand_in):
+    (row,) = wire.measure("encode")
+    (program,) = stand_in
+    counted = hlo_counts.analyse(program.as_text())
+    seconds = roofline.predict(counted, gpus.parse("h100x2")).total
+    assert row.compiled_flops == counted.flops > 0
+    assert row.compiled_bytes == counted.matmul_bytes + counted.traffic_bytes > 0
+    assert row.predicted_seconds == seconds and row.samples_per_second == 4 / seconds, "3 texts, and one for the second"
+    assert row.flops == workload.encode_flops(wire.recipe, 4)
+    # weights and texts of a device, and the latents that it makes
+    learned = sum(leaf.size * 4 for leaf in jax.tree.leaves(wire.recipe.abstract().trainable["encoder"]))
+    assert row.peak_bytes > learned
+
+
+@pytest.mark.slow
+def test_a_token_costs_the_difference_between_a_long_and_a_short_answer(root, stand_in, monkeypatch):
+    monkeypatch.setattr(
+        plan, "make", lambda cfg, target: {"chosen": CHOSEN | {"strategy": "single", "mesh": "1x1"}, "why": ""}
+    )
+    alone = Predicted(tiny.make_config(root, eval__batch=3, eval__max_new_tokens=5), "h100x1")
+    rows = alone.measure("answer")
+    assert [row.subject for row in rows] == ["llama", "qwen"]
+    for row, whole, short in zip(rows, stand_in[0::2], stand_in[1::2], strict=True):
+        one, other = (
+            roofline.predict(hlo_counts.analyse(p.as_text()), gpus.parse("h100x1")).total for p in (whole, short)
+        )
+        assert not hlo_counts.analyse(whole.as_text()).uncounted, "how often the loop runs is known"
+        assert row.predicted_seconds == one > other
+        assert row.of_bandwidth == pytest.approx(row.bytes / ((one - other) / 4) / H100.bandwidth)
+        assert f"a token of all {(one - other) / 4 * 1e3:.1f} ms" in row.what
+        assert row.tokens_per_second == pytest.approx(3 * 5 / one)
+
+
+def test_a_language_model_has_a_step_alone(tmp_path, stand_in):
+    language = Predicted(tiny.make_ttt_config(tmp_path), "h100x2")
+    assert language.parts == ["step"]
+    (row,) = language.measure("step")
+    assert row.tokens_per_second == pytest.approx(row.samples_per_second * (language.recipe.unit[1]))
+    with pytest.raises(UserError, match="--parts answer: of an absent card recipe 'ttt' has step"):
+        language.measure("answer")
+
+
+def test_files_cannot_be_timed_on_an_absent_card(wire):
+    with pytest.raises(UserError, match=r"--parts load: .* has step, encode, answer; .*leave out --target"):
+        wire.measure("load")
+
+
+def test_nothing_fits_is_told_with_the_plans_reason(root, stand_in, monkeypatch):
+    monkeypatch.setattr(
+        plan, "make", lambda cfg, target: {"chosen": None, "why": "nothing fits: single 1x1: too large"}
+    )
+    with pytest.raises(UserError, match="--target h100x2: nothing fits: single 1x1: too large"):
+        Predicted(tiny.make_config(root), "h100x2")
+
+
+def test_an_absent_compiler_is_told_with_its_remedy(root, monkeypatch):
+    def refuse(target):
+        raise gpus.CompilerAbsent(f"target {target.name}: pip install jax-cuda12-plugin")
+
+    monkeypatch.setattr(gpus, "compile_devices", refuse)
+    with pytest.raises(UserError, match="target h100x2: pip install jax-cuda12-plugin"):
+        Predicted(tiny.make_config(root), "h100x2")
+
+
+def test_peaks_are_those_of_the_narrowest_arithmetic(root, stand_in):
+    cfg = tiny.make_config(root)
+    readers = {name: dataclasses.replace(llm, weights="bf16") for name, llm in cfg.llms.items()}
+    narrow = dataclasses.replace(cfg, llms=readers)
+    found = [Predicted(one, "h100x2").ceilings for one in (cfg, narrow)]
+    assert [one.matmul for one in found] == [H100.peak["tf32"], H100.peak["bf16"]]
+    assert {one.bandwidth for one in found} == {H100.bandwidth}

@@ -1,0 +1,163 @@
+"""A terminal gets a view refreshed in place with lines above it; everything else gets plain lines."""
+
+import contextlib
+import math
+import os
+import pty
+import re
+import sys
+import threading
+
+import pytest
+
+from lw_jax.training import progress as live_module
+from lw_jax.training.progress import Live
+
+FIELDS = {"loss": "loss 2.125", "pace": "0.42 s/step"}
+
+
+class Terminal:
+    """Is standard output while it is entered: 110 columns; `sent` is what it was sent."""
+
+    def __enter__(self):
+        self.parent, child = pty.openpty()
+        self.chunks: list[bytes] = []
+        self.reader = threading.Thread(target=self.drain, daemon=True)
+        self.reader.start()
+        self.stream = os.fdopen(child, "w", encoding="utf-8")
+        self.redirection = contextlib.redirect_stdout(self.stream)
+        self.redirection.__enter__()
+        return self
+
+    def __exit__(self, *error):
+        self.redirection.__exit__(*error)
+        self.stream.close()
+        self.reader.join(10)
+        os.close(self.parent)
+        self.sent = b"".join(self.chunks).decode()
+
+    def drain(self) -> None:
+        with contextlib.suppress(OSError):  # so Linux ends a terminal whose other side is closed: EIO
+            while chunk := os.read(self.parent, 4096):
+                self.chunks.append(chunk)
+
+
+@pytest.fixture
+def terminal(monkeypatch):
+    for name, value in (("TERM", "xterm"), ("COLUMNS", "110"), ("LINES", "30")):
+        monkeypatch.setenv(name, value)
+    return Terminal()
+
+
+def draw(sent: str) -> list[str]:
+    """Returns the lines that a terminal without end shows at last; colours and the cursor's looks are left out."""
+    lines, row, column = [""], 0, 0
+    for move, code, text in re.findall(r"\x1b\[([0-9;?]*)([A-Za-z])|([^\x1b])", sent):
+        if code == "A":
+            row -= int(move or 1)
+        elif code == "K":
+            assert move == "2"
+            lines[row] = ""
+        elif text == "\r":
+            column = 0
+        elif text == "\n":
+            row += 1
+            lines += [""] * (row == len(lines))
+        elif text:
+            lines[row] = lines[row][:column].ljust(column) + text + lines[row][column + 1 :]
+            column += 1
+        else:
+            assert code in "mhl", f"not known: {move}{code}"
+    return [line.rstrip() for line in lines]
+
+
+def test_plain_lines_are_the_trainers(capsys):
+    with Live(60, 20) as live:
+        live.tell("first step in 3s")
+        live.advance(21)
+        live.update(21, FIELDS, math.nan)
+        live.update(30, FIELDS, 200.0)
+    assert capsys.readouterr().out == (
+        "first step in 3s\n"
+        "step 21/60  loss 2.125  0.42 s/step  left -\n"
+        "step 30/60  loss 2.125  0.42 s/step  left 3m 20s\n"
+    )
+
+
+def test_process_that_is_not_the_first_shows_nothing(terminal):
+    with terminal, Live(60, enabled=False, devices=lambda: ["61 GB"]) as live:
+        live.tell("first step in 3s")
+        live.update(30, FIELDS, 200.0)
+    assert terminal.sent == ""
+
+
+def test_terminal_shows_report_devices_and_time_left(terminal):
+    with terminal, Live(60, 20, devices=lambda: ["61.0 of 80.0 GB", "93 % utilisation"]) as live:
+        live.update(30, FIELDS, 7500.0)
+    bar, *report = draw(terminal.sent)
+    assert bar.startswith("step 30/60 ")
+    assert bar.endswith(" 50%")
+    assert report == ["loss 2.125  0.42 s/step", "61.0 of 80.0 GB  93 % utilisation  left 2h 05m", ""]
+
+
+def test_report_wider_than_the_terminal_breaks_between_texts(terminal):
+    texts = {f"term{number}": f"{number} a b c d e f" for number in range(13)}
+    with terminal, Live(60) as live:
+        live.update(30, texts, 9.0)
+    report = draw(terminal.sent)[1:-2]
+    assert len(report) > 1
+    assert [text for line in report for text in re.split("  +", line)] == list(texts.values())
+
+
+def test_terminal_is_refreshed_in_place_and_lines_stand_above(terminal):
+    long = "[bold]checkpoint[/] :smile: " + "x" * 120
+    with terminal, Live(60) as live:
+        live.update(1, FIELDS, math.nan)
+        live.tell(long)
+        print("printed by another module")
+        live.advance(2)
+        live.update(3, {"loss": "loss 1.5"}, 9.0)
+    first, second, bar, *report = draw(terminal.sent)
+    assert (first, second) == (long, "printed by another module"), "no markup is read, no line is broken"
+    assert bar.startswith("step 3/60 ")
+    assert report == ["loss 1.5", "left 9s", ""]
+
+
+def test_errors_go_where_standard_error_goes(terminal, capsys):
+    with terminal, Live(60):
+        print("warning", file=sys.stderr)
+    assert capsys.readouterr().err == "warning\n"
+    assert "warning" not in terminal.sent
+
+
+def test_bar_moves_between_reports(terminal):
+    with terminal, Live(60) as live:
+        live.update(10, FIELDS, 60.0)
+        live.advance(13)
+    bar, report, *_ = draw(terminal.sent)
+    assert bar.startswith("step 13/60 ")
+    assert report == "loss 2.125  0.42 s/step"
+
+
+def test_time_left_counts_down_between_reports(terminal, monkeypatch):
+    now = [50.0]
+    monkeypatch.setattr(live_module.time, "monotonic", lambda: now[0])
+    with terminal, Live(60) as live:
+        live.update(10, FIELDS, 60.0)
+        now[0] += 47
+    assert draw(terminal.sent)[-2] == "left 13s"
+
+
+def test_cursor_comes_back_after_an_error(terminal):
+    with pytest.raises(KeyboardInterrupt), terminal, Live(60) as live:
+        live.update(1, FIELDS, 9.0)
+        raise KeyboardInterrupt
+    raw = terminal.sent
+    assert raw.rindex("\x1b[?25h") > raw.rindex("\x1b[?25l")
+
+
+def test_terminal_without_a_movable_cursor_gets_plain_lines(terminal, monkeypatch):
+    monkeypatch.setenv("TERM", "dumb")
+    with terminal, Live(60) as live:
+        live.update(30, FIELDS, 200.0)
+    assert terminal.sent.replace("\r", "") == "step 30/60  loss 2.125  0.42 s/step  left 3m 20s\n"

@@ -1,0 +1,179 @@
+"""The byte curve: real messages of every size, beside the real codings of the same texts."""
+
+import csv
+import dataclasses
+import gzip
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from matplotlib.colors import to_hex
+
+from lw_jax.evals import control_rows, quality_curve
+from lw_jax.models import codec
+from lw_jax.report import figures
+from tests import tiny
+
+COUNT, BATCH, PART = 7, 2, 3  # of PART examples the last batch is filled up
+ENCODER = "0123456789abcdef"
+ROWS = ("text", "latents", "none")
+HALF = 2e-2  # nats; fp16 latents against fp32 ones
+APART = 1e-3
+
+
+class Recorder:
+    """The recipe's functions, with every prompt's latents and channel written down."""
+
+    def __init__(self, predict):
+        self.predict, self.seen = predict, []
+
+    def prompt_from_latents(self, trainable, params, fields, latents, name):
+        self.seen.append((name, np.asarray(fields["channel"]), np.asarray(latents)))
+        return self.predict.prompt_from_latents(trainable, params, fields, latents, name)
+
+
+@pytest.fixture(scope="module")
+def wire(tmp_path_factory):
+    """(recorder, bench, what was asked, what was measured) of two readers."""
+    recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers")
+    bench = tiny.make_bench(recipe, recipe.build())
+    recorder = Recorder(bench.predict)
+    told = dataclasses.replace(bench.predict, prompt_from_latents=recorder.prompt_from_latents)
+    bench = dataclasses.replace(bench, predict=told)
+    changes = {"examples": COUNT, "batch": BATCH, "rows": ROWS, "max_new_tokens": 2, "resamples": 50}
+    asked = dataclasses.replace(recipe.cfg.eval, **changes, curve="nll", curve_examples=PART, bits=(16, 8, 2))
+    measured = control_rows.measure(bench, recipe.data("validation", rows=ROWS), asked=asked)
+    return recorder, bench, asked, measured
+
+
+def sweep(wire, **changes):
+    recorder, bench, asked, measured = wire
+    recorder.seen.clear()
+    asked = dataclasses.replace(asked, **changes)
+    return quality_curve.sweep(bench, measured, asked=asked, encoder=ENCODER, seed=0)
+
+
+@pytest.fixture(scope="module")
+def found(wire):
+    return sweep(wire)
+
+
+def test_there_is_a_point_for_each_size_and_reader_with_the_bytes_of_its_message(wire, found):
+    _, slots, width = wire[-1].latents.shape
+    sizes = [(p["slots"], p["width"], p["bits"], p["reader"]) for p in found.points]
+    assert sizes == [(slots, width, *rest) for rest in itertools.product((16, 8, 2), ("llama", "qwen"))]
+    for point in found.points:
+        assert point["framed_bytes"] == codec.framed_bytes(slots, width, point["bits"])
+        assert point["payload_bytes"] == math.ceil(slots * width * point["bits"] / 8)
+        assert point["examples"] == found.examples == PART
+        assert point["nll_low"] <= point["nll"] <= point["nll_high"]
+
+
+def test_sixteen_bits_cost_nothing_and_two_bits_something(wire, found):
+    measured = wire[-1]
+    part = {measured.indices[i] for i in (0, 2, 4)}
+    records = [record for record in measured.records if record["index"] in part]
+    latents = {
+        name: row["latents"]["nll"] for name, row in control_rows.summarise(records, resamples=9, seed=0).items()
+    }
+    for point in found.points:
+        error = abs(point["nll"] - latents[point["reader"]])
+        assert error < HALF if point["bits"] == 16 else True
+        assert error > APART if point["bits"] == 2 else True
+
+
+def test_references_are_the_rows_of_the_same_examples(wire, found):
+    measured = wire[-1]
+    for name, row in itertools.product(("llama", "qwen"), ("text", "none")):
+        own = [r for r in measured.of(name, row) if r["index"] in {measured.indices[i] for i in (0, 2, 4)}]
+        assert found.references[name][row]["nll"] == pytest.approx(
+            sum(r["nll"] for r in own) / sum(r["tokens"] for r in own)
+        )
+    assert found.references["llama"].keys() == {"text", "none"}
+
+
+def test_readers_read_what_came_out_of_the_message_and_are_told_its_size(wire):
+    recorder, bench, _, measured = wire
+    found = sweep(wire, slots=(2, 5), widths=(8, 24), bits=(2,))
+    assert {(p["slots"], p["width"]) for p in found.points} == {(2, 8), (2, 24), (5, 8), (5, 24)}
+    batches = [measured.indices[0:3:2], [measured.indices[4]] * 2]
+    expected = [
+        (*size, batch, name)
+        for size in itertools.product((2, 5), (8, 24))
+        for batch in batches
+        for name in ("llama", "qwen")
+    ]
+    assert len(recorder.seen) == len(expected)
+    for (slots, width, batch, wanted), (name, channel, latents) in zip(expected, recorder.seen, strict=True):
+        assert name == wanted
+        np.testing.assert_array_equal(channel, [[slots, width, 16]] * BATCH)
+        source = jax.tree.map(jnp.asarray, measured.encoded.collate(batch)["source"])
+        sent = bench.predict.encode(bench.trainable, source | {"channel": jnp.asarray(channel)})
+        for one, arrived in zip(np.asarray(sent), latents, strict=True):
+            message = codec.pack(one[:slots, :width], bits=2, encoder=ENCODER)
+            np.testing.assert_allclose(arrived[:slots, :width], codec.unpack(message, encoder=ENCODER), atol=1e-5)
+            assert not arrived[slots:].any() and not arrived[:, width:].any()
+
+
+def test_answers_are_generated_only_for_a_curve_of_f1(wire, found):
+    assert not any("f1" in point or "em" in point for point in found.points)
+    spoken = sweep(wire, curve="f1", bits=(16,))
+    for point in spoken.points:
+        assert 0 <= point["em"] <= point["f1"] <= 1 and point["f1_low"] <= point["f1"] <= point["f1_high"]
+        same = next(p for p in found.points if (p["reader"], p["bits"]) == (point["reader"], 16))
+        assert point["nll"] == pytest.approx(same["nll"], abs=1e-5)
+
+
+def test_codings_are_of_each_text_by_itself():
+    one, two = "Mara Ellis lives in Lisbon. " * 40, "é"
+    found = quality_curve.measure_texts([one, two])
+    assert list(found) == ["UTF-8", "gzip", "zstd", "brotli"]
+    assert found["UTF-8"] == (len(one) + 2) / 2
+    assert found["gzip"] == sum(len(gzip.compress(text.encode(), 9)) for text in (one, two)) / 2
+    alone = quality_curve.measure_texts([one])
+    assert max(alone["zstd"], alone["brotli"]) < alone["gzip"] < alone["UTF-8"] / 5
+
+
+def test_csv_has_a_row_for_each_point_and_blanks_where_nothing_was_generated(found, tmp_path):
+    quality_curve.write_csv(found, tmp_path / "bytes.csv")
+    with (tmp_path / "bytes.csv").open(newline="", encoding="utf-8") as file:
+        lines = list(csv.DictReader(file))
+    assert tuple(lines[0]) == quality_curve.COLUMNS and len(lines) == len(found.points)
+    for line, point in zip(lines, found.points, strict=True):
+        assert float(line["nll"]) == point["nll"] and line["reader"] == point["reader"]
+        assert float(line["framed_bytes"]) == point["framed_bytes"] and line["f1"] == ""
+
+
+def test_table_has_a_line_for_each_size_and_one_for_the_texts(found):
+    lines = quality_curve.table(found).splitlines()
+    assert len(lines) == 1 + 3 + 1
+    first = lines[1].split()
+    assert first[:3] == ["5", "24", "16"] and first[4] == str(codec.framed_bytes(5, 24, 16))
+    assert float(first[5]) == pytest.approx(found.points[0]["nll"], abs=5e-4)
+    assert float(first[6]) == pytest.approx(found.points[1]["nll"], abs=5e-4)
+    assert f"UTF-8 {found.text_bytes['UTF-8']:.0f}" in lines[-1]
+
+
+def test_picture_has_a_panel_for_each_reader_with_every_point_and_reference(found, tmp_path):
+    changed = [point | {"slots": 3} for point in found.points]
+    figure = figures.draw_curve(dataclasses.replace(found, points=[*found.points, *changed]))
+    assert len(figure.axes) == 2
+    for panel, name in zip(figure.axes, ("llama", "qwen"), strict=True):
+        assert panel.get_xscale() == "log" and panel.get_ylabel().startswith(name)
+        drawn = {line.get_label(): line for line in panel.get_lines()}
+        own = sorted((p["framed_bytes"], p["nll"]) for p in found.points if p["reader"] == name)
+        for label in ("5 slots x 24", "3 slots x 24"):
+            np.testing.assert_allclose(drawn[label].get_xydata(), own)
+        assert to_hex(drawn["5 slots x 24"].get_color()) != to_hex(drawn["3 slots x 24"].get_color())
+        upright = {line.get_xdata()[0] for line in panel.get_lines() if list(line.get_ydata()) == [0, 1]}
+        assert upright == set(found.text_bytes.values())
+        level = {line.get_ydata()[0] for line in panel.get_lines() if list(line.get_xdata()) == [0, 1]}
+        assert level == {found.references[name][row]["nll"] for row in ("text", "none")}
+    words = [text.get_text() for text in figure.axes[0].texts]
+    assert {"the text itself", "no context"} <= set(words)
+    assert all(any(coding in word for word in words) for coding in found.text_bytes)
+    figure.savefig(tmp_path / "bytes.png")
+    assert (tmp_path / "bytes.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,154 @@
+import errno
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import base
+from lw_jax.core import config
+from lw_jax.core.errors import UserError
+from lw_jax.training import run_folder
+
+ROOT = Path(__file__).parents[2]
+
+
+def _build(**changes: Any) -> config.Config:
+    values = base.get_config()
+    values.llms.llama = base.llm("folder/llama")
+    values.encoder.source = "folder/encoder"
+    values.update_from_flattened_dict(changes)
+    return config.build(values)
+
+
+def _write(folder: Path, cfg: config.Config) -> None:
+    run_folder.write_workdir(folder, cfg=cfg, base=base.get_config().to_dict(), command=["run.py", "a b"])
+
+
+def test_folder_tells_configuration_difference_command_and_versions(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"
+    cfg = _build(seed=7)
+    _write(folder, cfg)
+    assert run_folder.read_config(folder) == cfg
+    assert "seed: 0 -> 7" in (folder / "config.diff").read_text(encoding="utf-8").splitlines()
+    assert (folder / "command.txt").read_text(encoding="utf-8") == "run.py 'a b'\n"
+    assert {"python", "jax", "flax"} <= json.loads((folder / "versions.json").read_text(encoding="utf-8")).keys()
+    assert len(list(folder.iterdir())) == 4
+
+
+def test_other_run_in_the_same_folder_is_refused_and_nothing_is_overwritten(tmp_path: Path) -> None:
+    _write(tmp_path, _build(seed=7))
+    with pytest.raises(UserError, match=r"seed: 7 -> 8.*name another --workdir"):
+        _write(tmp_path, _build(seed=8))
+    assert run_folder.read_config(tmp_path).seed == 7
+
+
+def test_same_run_on_another_machine_is_accepted(tmp_path: Path) -> None:
+    _write(tmp_path, _build())
+    _write(tmp_path, _build(**{"mesh.data": 2, "train.micro_batch": 8}))
+    assert run_folder.read_config(tmp_path).mesh.data == 2
+
+
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json: missing: .*train first"):
+        run_folder.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"recipe": "latentwire"}', "[" * 100_000])
+def test_damaged_configuration_is_refused_with_its_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.json: "):
+        run_folder.read_config(tmp_path)
+
+
+def test_run_of_earlier_code_is_read_where_only_what_decides_no_meaning_differs(tmp_path: Path) -> None:
+    cfg, file = _build(**{"eval.batch": 8, "eval.curve": "f1"}), tmp_path / "config.json"
+    _write(tmp_path, cfg)
+    saved = json.loads(file.read_text(encoding="utf-8"))
+    del saved["loss"]["chunk"], saved["eval"]["curve"], saved["mesh"]
+    saved["eval"]["words"] = saved["compute"]["fusion"] = 3
+    file.write_text(json.dumps(saved), encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.compute\.fusion is no known key"):
+        run_folder.read_config(tmp_path)
+    del saved["compute"]["fusion"]
+    file.write_text(json.dumps(saved), encoding="utf-8")
+    found, defaults = run_folder.read_config(tmp_path), _build()
+    assert (found.loss.chunk, found.eval.curve) == (defaults.loss.chunk, defaults.eval.curve)
+    assert found.eval.batch == 8 and found.mesh == defaults.mesh
+    run_folder.check_agreement(cfg, tmp_path)
+    del saved["optim"]["kind"]
+    file.write_text(json.dumps(saved), encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.optim\.kind is missing"):
+        run_folder.read_config(tmp_path)
+
+
+def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(UserError, match="must be writable"):
+        _write(tmp_path / "file" / "run", _build())
+
+
+LOCKED = """
+import sys, time
+from pathlib import Path
+from lw_jax import workdir
+
+workdir.lock(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_second_run_in_a_folder_is_refused_by_name_and_a_killed_one_s_lock_is_taken(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LOCKED, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "locked\n"
+            with pytest.raises(UserError) as raised:
+                run_folder.lock(tmp_path)
+        finally:
+            other.kill()
+    told = str(raised.value)
+    assert f"process {other.pid} on {socket.gethostname()}" in told and "since 20" in told and "--workdir" in told
+    run_folder.lock(tmp_path)
+    run_folder.lock(tmp_path)
+    assert json.loads((tmp_path / run_folder.LOCK).read_text("utf-8"))["process"] == os.getpid()
+
+
+def test_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    run_folder.lock(tmp_path / "run")
+    assert "No locks available" in capsys.readouterr().err
+
+
+def test_lock_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "run" / run_folder.LOCK).symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError):
+        run_folder.lock(tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+def test_folder_in_which_nothing_can_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: Any) -> None:
+    run_folder.check_writable(tmp_path / "new" / "folder", remedy="r")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="Not a directory"):
+        (tmp_path / "file").touch()
+        run_folder.check_writable(tmp_path / "file", remedy="r")
+
+    def refuse(**_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(UserError, match=r"Read-only file system; .*: copy it\."):
+        run_folder.check_writable(tmp_path, remedy="copy it")
