@@ -18,7 +18,7 @@ from lw_jax.commands import plan as plans
 from lw_jax.commands import slurm
 from lw_jax.core import config, config_file, validation
 from lw_jax.core.errors import UserError
-from tests.unit.test_cluster import SITE
+from tests.unit.test_cluster_profile import SITE
 
 JOB = slurm.Job(
     name="mine",
