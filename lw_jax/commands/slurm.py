@@ -13,12 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lw_jax.commands.plan import SIZES, Plan, inspect, kept, make, overrides, resolve_target
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
 from lw_jax.hub import sources
 from lw_jax.planning import remedies
+from lw_jax.planning.planner import SIZES, Plan, inspect, kept, make, overrides, resolve_target
 from lw_jax.slurm import cluster_profile, past_runs
 from lw_jax.slurm.cluster_profile import PORTABLE, Limit, Site, clock, find_site
 from lw_jax.slurm.past_runs import Record
@@ -78,7 +78,7 @@ def main(
     """Writes the sbatch file of a planned training run, tells its price, and submits it when asked to.
 
     Args:
-        planner: returns the plan of a target; None: `lw_jax.commands.plan.make`.
+        planner: returns the plan of a target; None: `lw_jax.planning.planner.make`.
         others: plans of other sizes to compare with; None: those of 1, 2 and 4 cards.
 
     Raises:

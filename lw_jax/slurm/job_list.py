@@ -7,11 +7,11 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from lw_jax.commands import slurm
-from lw_jax.commands.plan import Plan, make, resolve_target
 from lw_jax.commands.slurm import Job, Request
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
+from lw_jax.planning.planner import Plan, make, resolve_target
 from lw_jax.slurm import cluster_profile, past_runs
 from lw_jax.slurm.cluster_profile import Site
 

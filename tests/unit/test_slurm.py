@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from configs import base
-from lw_jax.commands import plan as plans
 from lw_jax.commands import slurm
 from lw_jax.core import config, config_file, validation
 from lw_jax.core.errors import UserError
+from lw_jax.planning import planner as plans
 from tests.unit.test_cluster_profile import SITE
 
 JOB = slurm.Job(
