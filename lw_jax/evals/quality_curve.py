@@ -22,9 +22,9 @@ from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
 from lw_jax.evals import control_rows
 from lw_jax.evals.control_rows import Bench, Measured, Record
+from lw_jax.evals.curve import COLUMNS, REFERENCE_ROWS, Curve
 from lw_jax.evals.statistics import Bootstrap
 from lw_jax.models import codec
-from lw_jax.report.figures import COLUMNS, REFERENCES, Curve
 
 
 def sweep(bench: Bench, measured: Measured, *, asked: config.Eval, encoder: str, seed: int) -> Curve:
@@ -41,7 +41,7 @@ def sweep(bench: Bench, measured: Measured, *, asked: config.Eval, encoder: str,
         for bits, records in found.items():
             points += _points((*channel, bits), records, bootstrap)
     kept = set(indices)
-    reference = [r for r in measured.records if r["row"] in REFERENCES and r["index"] in kept]
+    reference = [r for r in measured.records if r["row"] in REFERENCE_ROWS and r["index"] in kept]
     return Curve(
         quality=asked.curve,
         examples=len(indices),
