@@ -6,9 +6,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from lw_jax.commands.plan import Plan, inspect, make, resolve_target
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.planning.planner import Plan, inspect, make, resolve_target
 from lw_jax.slurm import job_list, job_script, past_runs, size_comparison
 from lw_jax.slurm.cluster_profile import PORTABLE, find_site
 from lw_jax.slurm.job import Request, describe_limit, make_job
@@ -28,7 +28,7 @@ def main(
     """Writes the sbatch file of a planned training run, prints its price, and submits it when asked to.
 
     Args:
-        planner: returns the plan of a target; None: `lw_jax.commands.plan.make`.
+        planner: returns the plan of a target; None: `lw_jax.planning.planner.make`.
         others: plans of other sizes to compare with; None: those of 1, 2 and 4 cards.
 
     Raises:

@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from lw_jax.commands.plan import Plan, overrides
 from lw_jax.core.errors import UserError
 from lw_jax.planning import remedies
+from lw_jax.planning.planner import Plan, overrides
 from lw_jax.slurm import cluster_profile
 from lw_jax.slurm.cluster_profile import Limit, Site, clock
 from lw_jax.slurm.past_runs import Record

@@ -4,8 +4,8 @@ import math
 import re
 from collections.abc import Sequence
 
-from lw_jax.commands.plan import SIZES, Plan, kept, make
 from lw_jax.core.config import Config
+from lw_jax.planning.planner import SIZES, Plan, kept, make
 
 
 def other_sizes(cfg: Config, plan: Plan) -> list[Plan]:

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from lw_jax.commands import plan as plans
+from lw_jax.planning import planner as plans
 from lw_jax.slurm import size_comparison
 from tests.unit.test_job import PLAN, resolve
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from lw_jax.commands import slurm
-from lw_jax.commands.plan import resolve_target
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
+from lw_jax.planning.planner import resolve_target
 from tests.unit.test_job import PLAN, request, resolve
 from tests.unit.test_job_script import check_syntax
 
