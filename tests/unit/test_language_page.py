@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from lw_jax.report import page as pages
 from lw_jax.core.errors import UserError
 from lw_jax.report import language, records, scaling
-from tests.conftest import ROOT
+from lw_jax.report import page as pages
 from tests.language_runs import BATCH, LENGTH, LOSS, metrics, row_of, write_run
 from tests.runs import write_lines
 from tests.unit.test_report import HOSTILE, Reader, page_of

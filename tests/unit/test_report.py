@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import run
-from lw_jax.report import page as pages
 from lw_jax.core.errors import UserError
 from lw_jax.evals import verdict
+from lw_jax.report import page as pages
 from lw_jax.report import records, series, tables
 from tests.runs import between, evaluation, figures, metrics, predictions, write_lines, write_run
 
