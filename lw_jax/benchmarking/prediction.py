@@ -10,12 +10,11 @@ import jax
 
 from lw_jax import recipes
 from lw_jax.benchmarking.timing import Ceilings
-from lw_jax.commands import plan
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models.wire import Prompt
-from lw_jax.planning import decode_layout, gpus, hlo_counts, placement_search, roofline, workload
+from lw_jax.planning import decode_layout, gpus, hlo_counts, placement_search, planner, roofline, workload
 from lw_jax.planning.workload import Row
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import micro_batch_search
@@ -40,7 +39,7 @@ class Predicted:
             devices = gpus.compile_devices(self.target)
         except gpus.CompilerAbsent as error:
             raise UserError(str(error)) from error
-        self.plan = plan.make(cfg, target)
+        self.plan = planner.make(cfg, target)
         best = self.plan["chosen"]
         if best is None:
             raise UserError(f"--target {target}: {self.plan['why']}")
