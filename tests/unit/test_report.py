@@ -256,7 +256,7 @@ def test_verdicts_name_every_reader_the_worst_first(tmp_path: Path) -> None:
         ("partly", "qwen"),
         ("carries", "llama"),
     ]
-    assert "COLLAPSED" in found[0].text and "gap of NLL 0.010 nats a token (-0.200 .. 0.300)" in found[0].words
+    assert "COLLAPSED" in found[0].text and "gap of NLL 0.010 nats a token (-0.200 .. 0.300)" in found[0].text
     assert "normalised F1 91.3 % (81.3 .. 101.3)" in found[2].text
 
 
