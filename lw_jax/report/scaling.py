@@ -19,9 +19,9 @@ KINDS = {
 ALWAYS = ("weak", "strong", "length")  # named as missing where there are none
 CARDS = "h100x8"  # target of the command for missing planned rows
 HEAD = {  # heading -> whether it is a text column
-    **{"kind": True, "card": True, "devices": False, "window": False, "batch": False, "micro x acc.": False},
+    **{"kind": True, "target": True, "devices": False, "window": False, "batch": False, "micro x acc.": False},
     **{"remat": True, "s/step": False, "tokens/s": False, "a device": False, "efficiency": False, "MFU": False},
-    **{"weights": False, "optimizer": False, "activations": False, "peak": False, "bytes from": True},
+    **{"weights": False, "optimizer": False, "activations": False, "peak": False, "memory from": True},
 }
 
 
