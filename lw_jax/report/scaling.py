@@ -30,17 +30,17 @@ class Shown:
     """One scaling's rows."""
 
     title: str
-    what: str
+    note: str
     table: Table
 
 
 def tables(run: Run) -> list[Shown]:
     """Returns each scaling that has rows."""
     found = []
-    for name, (title, what) in KINDS.items():
+    for name, (title, note) in KINDS.items():
         rows = [row for row in run.scaling if row["scaling"] == name]
         if rows:
-            found.append(Shown(title, what, table(rows)))
+            found.append(Shown(title, note, table(rows)))
     return found
 
 
