@@ -18,6 +18,7 @@ from lw_jax.planning import decode_layout, gpus, hlo_counts, placement_search, p
 from lw_jax.planning.workload import Row
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import micro_batch_search
+from lw_jax.training.recipe import unit_of
 from sharding import place
 from sharding import placement as placements
 
@@ -76,7 +77,7 @@ class Predicted:
         """Returns what the plan says of the step."""
         best, work = self.plan["chosen"], workload.step_flops(self.cfg)
         seconds, batch = best["step_seconds"], self.cfg.train.global_batch
-        unit, each = recipes.count(self.recipe)
+        unit, each = unit_of(self.recipe)
         return [
             Row(
                 "step",
