@@ -21,7 +21,7 @@ from sharding.placement import Placement
 
 FILE = "hardware.json"
 TOLD = 3  # differing values named in a line
-Plan = dict[str, Any]  # of `lw_jax.commands.plan`
+Plan = dict[str, Any]  # of `lw_jax.planning.planner`
 
 
 @dataclasses.dataclass(frozen=True)

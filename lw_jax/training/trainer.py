@@ -14,7 +14,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lw_jax import recipes
-from lw_jax.commands import plan
 from lw_jax.core import config, processes, runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -23,6 +22,7 @@ from lw_jax.data import examples
 from lw_jax.data.data_schedule import Course, widths_of
 from lw_jax.data.loader import Loader
 from lw_jax.hub import sources
+from lw_jax.planning import planner
 from lw_jax.recipes.selfmade import OPTIM, PREFIX, SelfmadeReader, folder
 from lw_jax.slurm import past_runs
 from lw_jax.training import metrics, micro_batch_search, optimizers, preflight, validation_room
@@ -50,9 +50,9 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     preflight.refuse(preflight.inspect(cfg, None))  # a schedule that cannot be, before minutes of making readers
     make_selfmade_readers(cfg)
-    cfg, placement = plan.settle(cfg)
+    cfg, placement = planner.settle(cfg)
     if jax.process_index() == 0:
-        print(f"{runtime.describe()}\nprecision {plan.precision(cfg)}\n{placement.describe()}", flush=True)
+        print(f"{runtime.describe()}\nprecision {planner.precision(cfg)}\n{placement.describe()}", flush=True)
         past_runs.write_hardware(workdir, cfg, placement)
     recipe = recipes.make(cfg, placement)
     found = preflight.inspect(cfg, recipe)
@@ -172,9 +172,9 @@ class Run:
         if self.workdir is None or jax.process_index() != 0:
             yield
             return
-        told = {"resumed_step": first, "revalidate": self._owed}
-        with metrics.TensorBoard(self.workdir / "tensorboard", **told) as board:
-            self.logs = [metrics.MetricsLog(self.workdir / "metrics.jsonl", **told), board]
+        log = metrics.MetricsLog(self.workdir / "metrics.jsonl", resumed_step=first, revalidate=self._owed)
+        with metrics.TensorBoard(self.workdir / "tensorboard", resumed_step=first) as board:
+            self.logs = [log, board]
             yield
 
     def _log(self, step: int, values: dict[str, float]) -> None:
