@@ -17,6 +17,7 @@ from configs import base
 from lw_jax.core import config, config_file, validation
 from lw_jax.core.errors import UserError
 from tests import tiny
+from tests.test_layers import FLOORS
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 DOCUMENTS = sorted([*PROJECT.glob("*.md"), *PROJECT.glob("docs/*.md")])
@@ -225,6 +226,7 @@ def test_links_files_and_keys_exist(file: Path) -> None:
             faults.append(f"no heading {target}")
     if file.name not in HISTORY:
         faults += [f"no file {path}" for path in _find_paths(text) if not any(PROJECT.glob(path))]
+        faults += [f"no {name} in {path}" for path, name in _find_names(text) if not _defines(PROJECT / path, name)]
         faults += [f"no key {key}" for key in _find_keys(text.partition("## Removed keys")[0])]
     assert not faults, f"{file.name}: " + "; ".join(faults)
 
@@ -232,6 +234,15 @@ def test_links_files_and_keys_exist(file: Path) -> None:
 def _find_paths(text: str) -> set[str]:
     spans = {span.partition(":")[0].rstrip("/") for span in re.findall(r"`([^`\s{}]+)`", text)}
     return {span for span in spans if span.startswith(FOLDERS) and not PLACEHOLDER.search(span)}
+
+
+def _find_names(text: str) -> list[tuple[str, str]]:
+    """Returns the (file, name) pairs of inline code such as `lw_jax/core/config.py:build`."""
+    return re.findall(r"`((?:lw_jax|sharding|run)[\w/]*\.py):(\w+)`", text)
+
+
+def _defines(file: Path, name: str) -> bool:
+    return re.search(rf"^(class|def) {name}\b", file.read_text("utf-8"), re.MULTILINE) is not None
 
 
 def _find_keys(text: str) -> list[str]:
@@ -244,6 +255,15 @@ def _find_keys(text: str) -> list[str]:
     named = {re.sub(r"^llms\.\w+\.", "llms.NAME.", span) for span in spans if span.partition(".")[0] in sections}
     files = (".md", ".py", ".json", ".jsonl", ".html", ".sbatch")
     return sorted(key for key in named if not key.endswith(files) and not fnmatch.filter(keys, f"{key}*"))
+
+
+def test_drawing_of_the_packages_is_the_tested_order() -> None:
+    text = (PROJECT / "docs" / "architecture.md").read_text("utf-8")
+    blocks = [line for _, language, line in read_blocks(text.partition("## A batch")[0]) if language == "indented"]
+    drawn = [re.split(r" {2,}", line.strip())[0].split(" | ") for line in blocks]
+    drawn = [[word.strip() for word in row] for row in drawn if row != ["|"]]
+    tested = [[name.removeprefix("lw_jax.") for name in names if name != "lw_jax"] for names in FLOORS]
+    assert drawn == tested[::-1]
 
 
 def test_readme_is_one_page() -> None:
