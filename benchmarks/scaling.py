@@ -137,9 +137,9 @@ def measure_all(ask: Any, *, lengths: Iterable[int], batches: Iterable[int]) -> 
 
 def outline(cfg: Config) -> Row:
     """Returns the unit of the recipe's examples, how many an example has, and the global batch."""
-    from lw_jax import recipes
+    from lw_jax.training.recipe import unit_of
 
-    unit, length = recipes.count(_make(cfg))
+    unit, length = unit_of(_make(cfg))
     return {"unit": unit, "length": length, "global_batch": cfg.train.global_batch}
 
 

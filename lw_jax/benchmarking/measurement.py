@@ -32,6 +32,7 @@ from lw_jax.recipes import frozen_models
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory, micro_batch_search
 from lw_jax.training.program import Program
+from lw_jax.training.recipe import unit_of
 from sharding import place
 from sharding.placement import Placement
 from sharding.rules import path_of
@@ -152,7 +153,7 @@ class Measured:
 
     def _tokens(self, widths: Tree) -> int:
         """Returns how many tokens of text an example has; latents count as none."""
-        unit, each = recipes.count(self.recipe)
+        unit, each = unit_of(self.recipe)
         if unit == "tokens":
             return each
         leaves = jax.tree_util.tree_leaves_with_path(widths)

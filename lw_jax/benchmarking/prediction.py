@@ -19,6 +19,7 @@ from lw_jax.models.wire import Prompt
 from lw_jax.planning import decode_layout, gpus, hlo_counts, planner, roofline, workload
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import micro_batch_search
+from lw_jax.training.recipe import unit_of
 from sharding import place
 from sharding import placement as placements
 
@@ -77,7 +78,7 @@ class Predicted:
         """Returns what the plan says of the step."""
         best, work = self.plan["chosen"], workload.step_flops(self.cfg)
         seconds, batch = best["step_seconds"], self.cfg.train.global_batch
-        unit, each = recipes.count(self.recipe)
+        unit, each = unit_of(self.recipe)
         return [
             Row(
                 "step",
