@@ -242,7 +242,8 @@ def assumptions(cfg: Config, plans: Plans) -> list[str]:
         "CPU of the machine that made this page, other work beside it included; the second call of the same is read "
         "from the cache.",
         "- **Made by** `python -m benchmarks.planning_page --plans FOLDER > docs/planning.md`, where "
-        "FOLDER/TARGET.json is `python run.py plan --config FILE --target TARGET --json`; without `--plans` it makes them itself.",
+        "FOLDER/TARGET.json is `python run.py plan --config FILE --target TARGET --json`; without `--plans` it makes "
+        "them itself.",
     ]
 
 
@@ -255,7 +256,7 @@ def constants() -> list[str]:
         "shortest kernel, us": f"{roofline.KERNEL_SECONDS * 1e6:.0f}",
         "start of a collective inside a node, us": f"{roofline.COLLECTIVE_SECONDS * 1e6:.0f}",
         "start of a collective between nodes, us": f"{roofline.NETWORK_SECONDS * 1e6:.0f}",
-        "prompt before the context, tokens": str(latentwire.OPENING),
+        "prompt before the context, tokens": str(latentwire.SHARED_PREFIX),
     }
     return table(("assumed, not measured by this project", "value"), assumed.items())
 
