@@ -1,5 +1,7 @@
 """What a training run compiles, described by shapes alone: the trainer runs it, the planner compiles it elsewhere."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
@@ -41,7 +43,15 @@ class Program:
         )
 
     def state(self) -> State:
-        """Returns what moves during training."""
+        """Returns the training state."""
+        return self._state
+
+    def frozen(self) -> Tree:
+        """Returns the frozen weights."""
+        return self._frozen
+
+    @functools.cached_property
+    def _state(self) -> State:
         shapes = self.recipe.abstract().trainable
         trainable = place.place_shapes(shapes, self.recipe.shardings().trainable)
         replicated = NamedSharding(self.placement.learner, P())
@@ -49,8 +59,8 @@ class Program:
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
         return {"trainable": trainable, "opt_state": opt_state, "step": step}
 
-    def frozen(self) -> Tree:
-        """Returns the frozen weights."""
+    @functools.cached_property
+    def _frozen(self) -> Tree:
         return place.place_shapes(self.recipe.abstract().frozen, self.recipe.shardings().frozen)
 
     def batch(self, widths: Tree, accumulation: int) -> Tree:

@@ -289,7 +289,7 @@ def test_the_same_question_is_answered_from_disk(root, measure, cache, monkeypat
     monkeypatch.setattr(placement_search, "choose", fail)
     second = planner.make(cfg)
     assert second == first | {"cached": True}
-    assert "(kept)" in plan_tables.report(second) and "(kept)" not in plan_tables.report(first)
+    assert "(cached)" in plan_tables.report(second) and "(cached)" not in plan_tables.report(first)
     with pytest.raises(AssertionError, match="planned again"):
         planner.make(dataclasses.replace(cfg, seed=cfg.seed + 1))
 
