@@ -26,7 +26,7 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
         lines.append(f"seconds: {estimates.ERROR}")
     lines += ["", *_table(found["candidates"]), ""]
     lines.append(
-        "GB (1e9 bytes) per device; est.: arithmetic estimate and its distance from the compiled figure; times: predicted"
+        "GB (1e9 bytes) a device; est.: arithmetic estimate and its distance from the compiled figure; times predicted"
     )
     chosen = found["chosen"]
     if chosen is None:
