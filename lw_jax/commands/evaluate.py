@@ -55,13 +55,13 @@ class Evaluation:
 def evaluate(wire: TrainedWire) -> Evaluation:
     """Returns what `cfg.eval` of the wire's configuration asks for."""
     cfg = wire.recipe.cfg
-    told = {"resamples": cfg.eval.resamples, "seed": cfg.seed}
+    told = {"seed": cfg.seed}
     batch = _batch(wire.recipe)
     measured = measure(wire, batch)
     used, bench = measured.latents[different_inputs(measured, wire.recipe.layout)], _bench(wire)
     sizes = None
     if cfg.eval.curve != "none":
-        named = {"encoder": wire.encoder_fingerprint, "seed": cfg.seed}
+        named = {"sent": cfg.stages.answer, "encoder": wire.encoder_fingerprint, "seed": cfg.seed}
         sizes = _fitting(batch, cfg.eval, lambda asked: quality_curve.sweep(bench, measured, asked=asked, **named))
     layout = wire.recipe.layout
     return Evaluation(
@@ -81,7 +81,7 @@ def measure(wire: TrainedWire, batch: micro_batch_search.Batch | None = None) ->
     encoded = wire.recipe.data("validation", rows=wire.recipe.cfg.eval.rows)
     for line in encoded.describe():
         print(line, flush=True)
-    if wire.recipe.cfg.eval.layers == "apart":
+    if wire.recipe.cfg.eval.layers == "unstacked":
         print("answers: each layer's weights are an array of their own (eval.layers)", flush=True)
     return _fitting(batch, wire.recipe.cfg.eval, lambda asked: control_rows.measure(_bench(wire), encoded, asked=asked))
 

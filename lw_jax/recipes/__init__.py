@@ -49,7 +49,7 @@ def identity(recipe: Recipe, cfg: Config) -> dict[str, str]:
 
 def readable(recipe: Recipe, cfg: Config) -> dict[str, str]:
     """Returns what a checkpoint must agree with to be read, wherever its data is: weights and configuration."""
-    return recipe.identity() | {"config": config.digest(config.meaning(cfg))}
+    return recipe.identity() | {"config": config.identity(cfg)}
 
 
 def read_best(recipe: Recipe, cfg: Config, workdir: Path) -> Restored:

@@ -49,7 +49,7 @@ class LatentWire:
     def rates(self) -> Rates:
         """Returns the learning rates; a pretrained body moves more slowly than what starts from noise."""
         encoder = ((f"encoder/{part}/.*", each) for part, each in encoder_rates(self.cfg).items())
-        return (*encoder, ("adapters/.*", self.cfg.adapter.rate))
+        return (*encoder, ("adapters/.*", 1.0))
 
     @functools.cached_property
     def locations(self) -> dict[str, Path]:
@@ -190,7 +190,7 @@ class LatentWire:
         opening = fields["before"]["ids"].shape[0]  # read once for all rows
         positions = fields["after"]["ids"].shape[0] + self.wire.encoder.slots + 1 + answers - 1
         one = frozen_models.teacher_forced(self.cfg, llm=llm, at=at, rows=rows, positions=positions, answers=answers)
-        pieces = chunked.pieces(self.cfg.loss.chunk, rows=rows, length=answers, data=1)  # the rows are one device's
+        pieces = chunked.pieces(self.cfg.compute.logits_chunk, rows=rows, length=answers, data=1)  # the rows are one device's
         found = arithmetic.frozen(model, dataclasses.replace(one, pieces=pieces, before=opening))
         restored = arithmetic.restored_bytes(model, llm.weights, one.size) / one.model
         once = arithmetic.opening(model, dataclasses.replace(one, rows=1, positions=opening, answers=0))
@@ -347,7 +347,6 @@ class LatentWire:
         """Returns what one reader makes of the latents."""
         del rng
         task = fields["task"].name
-        part = part if self.cfg.adapter.rate else jax.lax.stop_gradient(part)
         prefix = self.wire.prefix(part, name, shared, task)
         prompt = wire.wire_prompt(frozen, fields, prefix)
         states = self.wire.answer_states(frozen, name, prompt, fields)
@@ -367,7 +366,7 @@ class LatentWire:
 
         rows, length, _ = states.shape
         data = shards.row_devices(self.placement.readers[name].mesh)
-        pieces = chunked.pieces(self.cfg.loss.chunk, rows=rows, length=length, data=data)
+        pieces = chunked.pieces(self.cfg.compute.logits_chunk, rows=rows, length=length, data=data)
         learned, given = (states, shared, prefix[:, :-1]), (fields, embedded, told)
         return chunked.sum_of_pieces(measure, {"head": decoder.head(frozen)}, learned, given, pieces=pieces)
 
@@ -464,6 +463,6 @@ def _wire(
         stops = tuple(tokenizers[name].stops) if name in tokenizers else ()
         mode = frozen_models.mode(cfg, at.mesh)
         readers[name] = wire.Reader(
-            found[name], cfg.adapter.hidden, cfg.adapter.calibration, stops, mode, apart=cfg.eval.layers == "apart"
+            found[name], cfg.adapter.hidden, stops, mode, apart=cfg.eval.layers == "unstacked"
         )
     return wire.Wire(spec, readers, frozen_models.mode(cfg, placement.learner))

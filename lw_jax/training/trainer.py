@@ -36,8 +36,9 @@ from lw_jax.training.train_step import State
 from sharding import mesh as meshes
 from sharding import place
 
+KEEP = 2  # newest checkpoints that stay, beside the best by validation
 _REMEDY = (
-    "The checkpoint is kept. To go on all the same: --config.train.alarm=tell, or a later train.alarm_step; to mend "
+    "The checkpoint is kept. To go on all the same: --config.train.alarm=warn, or a later train.alarm_step; to mend "
     "it: a lower optim.learning_rate, adapter.start='aligned', stages.pretrain.share, more examples"
 )
 
@@ -60,7 +61,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     if jax.process_index() == 0:
         print("".join(f"{one}\n" for one in found), end="", flush=True)
     identity = recipes.identity(recipe, cfg)
-    with Checkpointer(workdir / "checkpoints", keep=cfg.train.keep, identity=identity) as checkpointer:
+    with Checkpointer(workdir / "checkpoints", keep=KEEP, identity=identity) as checkpointer:
         run = Run(cfg, recipe, checkpointer, workdir)
         run.prepare()  # until here a signal ends the process at once (`stopping.at_once`): there is nothing to save
         with runtime.Preemption() as preemption:
@@ -77,11 +78,10 @@ def make_selfmade_readers(cfg: Config) -> None:
             examples.load(cfg.data, split, seed=cfg.seed)
     for source in missing:
         sizes = cfg.selfmade
-        none = {name: dataclasses.replace(getattr(cfg.stages, name), share=0.0) for name in ("align", "pretrain")}
         own = dataclasses.replace(
             cfg,
             seed=0,
-            stages=config.Stages(**none, answer=dataclasses.replace(cfg.stages.answer, share=1.0, rate=1.0)),
+            stages=config.Stages(),
             train=dataclasses.replace(
                 cfg.train, steps=sizes.steps, global_batch=sizes.batch, micro_batch=0, log_every=100, eval_every=0
             ),
