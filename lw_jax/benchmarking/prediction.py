@@ -100,7 +100,7 @@ class Predicted:
         """Compiles the writing of texts that fill the encoder's window."""
         source, spec = workload.texts(self.cfg, self.placement), self.cfg.encoder
         shapes, placed = self.recipe.abstract().trainable, self.recipe.shardings().trainable
-        found = self._compile(self.recipe.encode.lower(place.place_shapes(shapes, placed), source))
+        found = self._compile(jax.jit(self.recipe.wire.encode).lower(place.place_shapes(shapes, placed), source))
         seconds = found["predicted_seconds"]
         batch, tokens = source["ids"].shape
         work = workload.encode_flops(self.recipe, batch)
@@ -125,7 +125,7 @@ class Predicted:
         prompts, params = workload.prompts(self.cfg, self.recipe, name), workload.reader(self.recipe, name)
 
         def generate(params: Tree, prompts: Tree, count: int) -> jax.Array:
-            return self.recipe.generate(params, Prompt(*prompts), name, count)
+            return self.recipe.wire.generate(params, name, Prompt(*prompts), max_new_tokens=count)
 
         lower = jax.jit(generate, static_argnums=2).lower
         tokens, model = self.cfg.eval.max_new_tokens, self.recipe.wire.readers[name].config

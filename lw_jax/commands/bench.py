@@ -33,6 +33,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Tree
 from lw_jax.data.loader import Loader
+from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import sources, weights
 from lw_jax.models.wire import Prompt
 from lw_jax.planning import workload
@@ -229,7 +230,8 @@ class Bench:
         source, spec = workload.texts(self.cfg, self.placement), self.cfg.encoder
         shapes, placed = self.recipe.abstract().trainable, self.recipe.shardings().trainable
         trainable, filled = timing.fill(place.place_shapes(shapes, placed)), self._fill(source)
-        seconds = Spread.of(timing.repeat(lambda: self.recipe.encode(trainable, filled), repeats=self.repeats))
+        encode = WireFunctions(self.recipe.wire, self.placement).encode
+        seconds = Spread.of(timing.repeat(lambda: encode(trainable, filled), repeats=self.repeats))
         batch, tokens = source["ids"].shape
         work = workload.encode_flops(self.recipe, batch)
         return [
@@ -254,8 +256,10 @@ class Bench:
         params, filled = timing.fill(shapes), Prompt(*timing.fill(prompts))
         tokens, model = self.cfg.eval.max_new_tokens, self.recipe.wire.readers[name].config
 
+        generate = WireFunctions(self.recipe.wire, self.placement).generate
+
         def run(count: int) -> list[float]:
-            return timing.repeat(lambda: self.recipe.generate(params, filled, name, count), repeats=self.repeats)
+            return timing.repeat(lambda: generate(params, filled, name, count), repeats=self.repeats)
 
         whole, short = Spread.of(run(tokens)), Spread.of(run(1))
         step = (whole.median - short.median) / max(1, tokens - 1)

@@ -40,10 +40,12 @@ from lw_jax.core.config_sections import (
 )
 from lw_jax.core.errors import UserError
 
+# fmt: off
 __all__ = [  # the sections are read as config.Data and so on
-    *("DPO", "LLM", "TTT", "Adapter", "AnswerStage", "Compute", "Config", "Data", "Encoder", "Eval", "Lora", "Loss", "Mesh", "Optim"),
-    *("Prompt", "Selfmade", "Stages", "Train", "suggest"),
+    "DPO", "LLM", "TTT", "Adapter", "AnswerStage", "Compute", "Config", "Data", "Encoder", "Eval",
+    "Lora", "Loss", "Mesh", "Optim", "Prompt", "Selfmade", "Stages", "Train", "suggest",
 ]
+# fmt: on
 
 
 def split_prompt(user: str) -> tuple[str, str, str] | None:

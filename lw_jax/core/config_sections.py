@@ -51,9 +51,7 @@ class Encoder:
     pooling: str = key(
         "windows", "mean over contiguous windows, or cross-attention of learned queries", choices=("windows", "queries")
     )
-    rate: float = key(
-        0.3, "learning rate of a pretrained body; 0 freezes it", unit="x optim.learning_rate", at_least=0
-    )
+    rate: float = key(0.3, "learning rate of a pretrained body; 0 freezes it", unit="x optim.learning_rate", at_least=0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,9 +90,7 @@ class Data:
         "cards or pairs (made by the project), a .json or .jsonl[.gz] file, or hub:NAME[:CONFIG]; recipe ttt: "
         "docstrings (Python's own), or a file or folder of .txt, .jsonl, .arrow or .parquet",
     )
-    validation: str = key(
-        "cards", "as data.train, another source; dpo and ttt: empty holds out a part of data.train"
-    )
+    validation: str = key("cards", "as data.train, another source; dpo and ttt: empty holds out a part of data.train")
     held_out: float = key(
         0.0,
         "dpo, ttt: part of data.train held out where data.validation is empty",
@@ -160,7 +156,9 @@ class AnswerStage:
 
     rate: float = key(1.0, "learning rate", unit="x optim.learning_rate", above=0)
     slots: tuple[int, ...] = key(
-        (), "message sizes, drawn anew for each example and measured by eval.curve; empty: encoder.slots", unit="latents"
+        (),
+        "message sizes, drawn anew for each example and measured by eval.curve; empty: encoder.slots",
+        unit="latents",
     )
     widths: tuple[int, ...] = key((), "the same for the first values of a latent; empty: encoder.width", unit="values")
     bits: tuple[int, ...] = key((), "the same for quantisation; 16 is exact; empty: 16", unit="bits a value")
@@ -202,7 +200,11 @@ class DPO:
     weights: tuple[float, ...] = key((1.0,), "weight of each of dpo.loss")
     beta: float = key(0.1, "strength of the pull towards the reference", above=0)
     label_smoothing: float = key(
-        0.0, "part of the labels taken as flipped; known to sigmoid (cDPO) and robust", unit="share", at_least=0, below=0.5
+        0.0,
+        "part of the labels taken as flipped; known to sigmoid (cDPO) and robust",
+        unit="share",
+        at_least=0,
+        below=0.5,
     )
     reference: str = key(
         "recomputed",
@@ -246,7 +248,10 @@ class TTT:
         "scan", "over chunks, or all outputs of a segment at once; the same numbers", choices=("scan", "full")
     )
     unroll_layers: int = key(
-        1, "layers an iteration of the scan; all of them spare copies and take minutes to compile", unit="layers", above=0
+        1,
+        "layers an iteration of the scan; all of them spare copies and take minutes to compile",
+        unit="layers",
+        above=0,
     )
 
 
