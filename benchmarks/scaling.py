@@ -137,9 +137,9 @@ def measure_all(ask: Any, *, lengths: Iterable[int], batches: Iterable[int]) -> 
 
 def outline(cfg: Config) -> Row:
     """Returns the unit of the recipe's examples, how many an example has, and the global batch."""
-    from lw_jax import recipes
+    from lw_jax.training.recipe import unit_of
 
-    unit, length = recipes.count(_make(cfg))
+    unit, length = unit_of(_make(cfg))
     return {"unit": unit, "length": length, "global_batch": cfg.train.global_batch}
 
 
@@ -202,10 +202,10 @@ def _make(cfg: Config) -> Any:
 
 def plan_one(cfg: Config, point: Point, card: str, *, estimate: bool) -> Row:
     """Returns the row of one point on absent cards; without figures where nothing fits."""
-    from lw_jax.commands import plan
+    from lw_jax.planning import planner
 
     own = at(cfg, point)
-    found = plan.make(own, f"{card}x{point.devices}", estimate=estimate)
+    found = planner.make(own, f"{card}x{point.devices}", estimate=estimate)
     best = found["chosen"]
     row = _row(own, point, "planned", card)
     if best is None:

@@ -10,15 +10,15 @@ import jax
 
 from lw_jax import recipes
 from lw_jax.benchmarking.timing import Ceilings
-from lw_jax.commands import plan
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models.wire import Prompt
-from lw_jax.planning import decode_layout, gpus, hlo_counts, placement_search, roofline, workload
+from lw_jax.planning import decode_layout, gpus, hlo_counts, placement_search, planner, roofline, workload
 from lw_jax.planning.workload import Row
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import micro_batch_search
+from lw_jax.training.recipe import unit_of
 from sharding import place
 from sharding import placement as placements
 
@@ -40,7 +40,7 @@ class Predicted:
             devices = gpus.compile_devices(self.target)
         except gpus.CompilerAbsent as error:
             raise UserError(str(error)) from error
-        self.plan = plan.make(cfg, target)
+        self.plan = planner.make(cfg, target)
         best = self.plan["chosen"]
         if best is None:
             raise UserError(f"--target {target}: {self.plan['why']}")
@@ -77,7 +77,7 @@ class Predicted:
         """Returns what the plan says of the step."""
         best, work = self.plan["chosen"], workload.step_flops(self.cfg)
         seconds, batch = best["step_seconds"], self.cfg.train.global_batch
-        unit, each = recipes.count(self.recipe)
+        unit, each = unit_of(self.recipe)
         return [
             Row(
                 "step",

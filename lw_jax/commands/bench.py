@@ -27,7 +27,6 @@ from lw_jax import recipes
 from lw_jax.benchmarking import timing
 from lw_jax.benchmarking.prediction import Predicted
 from lw_jax.benchmarking.timing import Ceilings, Spread
-from lw_jax.commands import plan
 from lw_jax.core import runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -36,12 +35,13 @@ from lw_jax.data.loader import Loader
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import sources, weights
 from lw_jax.models.wire import Prompt
-from lw_jax.planning import workload
+from lw_jax.planning import planner, workload
 from lw_jax.planning.workload import Row
 from lw_jax.recipes import frozen_models
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory, micro_batch_search
 from lw_jax.training.program import Program
+from lw_jax.training.recipe import unit_of
 from lw_jax.training.run_folder import check_writable
 from sharding import place
 from sharding.placement import Placement
@@ -108,7 +108,7 @@ def _start(cfg: Config, repeats: int) -> "Bench":
     if runtime.start():
         raise UserError(f"{jax.process_count()} processes: measure in one, on the devices of one machine")
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
-    return Bench(*plan.settle(cfg), repeats)
+    return Bench(*planner.settle(cfg), repeats)
 
 
 class Bench:
@@ -214,7 +214,7 @@ class Bench:
 
     def _tokens(self, widths: Tree) -> int:
         """Returns how many tokens of text an example has; latents count as none."""
-        unit, each = recipes.count(self.recipe)
+        unit, each = unit_of(self.recipe)
         if unit == "tokens":
             return each
         leaves = jax.tree_util.tree_leaves_with_path(widths)

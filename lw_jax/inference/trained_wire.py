@@ -9,7 +9,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lw_jax import recipes
-from lw_jax.commands import plan
 from lw_jax.core import runtime, tree
 from lw_jax.core.config import Config, Encoder
 from lw_jax.core.errors import UserError
@@ -19,6 +18,7 @@ from lw_jax.evals import answers
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import sources
 from lw_jax.models import codec, wire
+from lw_jax.planning import planner
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import run_folder
 from sharding import place
@@ -38,7 +38,7 @@ def open_wire(cfg: Config, path: Path) -> "TrainedWire":
             "`python run.py export` writes its weights"
         )
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
-    cfg, placement = plan.settle(cfg, reading=True)
+    cfg, placement = planner.settle(cfg, reading=True)
     recipe = LatentWire(cfg, placement)
     restored = recipes.read_best(recipe, cfg, path)
     return TrainedWire(recipe, restored.state["trainable"], recipe.load_frozen(), restored.step)

@@ -9,7 +9,7 @@ from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.ttt import TTT
 from lw_jax.training import checkpoint
 from lw_jax.training.checkpoint import Restored
-from lw_jax.training.recipe import Counted, Plannable, Recipe
+from lw_jax.training.recipe import Plannable, Recipe, unit_of
 from sharding import place
 from sharding import placement as placements
 from sharding.placement import Placement
@@ -34,12 +34,7 @@ def reader_bytes(cfg: Config) -> dict[str, int]:
 
 def unit(cfg: Config) -> tuple[str, int]:
     """Returns what people count in an example of this recipe, and how many it has."""
-    return count(outline(cfg))
-
-
-def count(recipe: Recipe) -> tuple[str, int]:
-    """Returns the same of a recipe that is made."""
-    return recipe.unit if isinstance(recipe, Counted) else ("samples", 1)
+    return unit_of(outline(cfg))
 
 
 def identity(recipe: Recipe, cfg: Config) -> dict[str, str]:
