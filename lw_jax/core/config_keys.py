@@ -80,8 +80,8 @@ def _check_bounds(path: str, value: Any, rule: Key) -> None:
         return
     limit = WHOLE if isinstance(value, int) else REAL
     if not math.isfinite(value) or abs(value) > limit:
-        shown = value if abs(value) < 10**40 else f"a number of {value.bit_length()} bits"
-        refuse(path, shown, f"must be finite, at most {limit:,}.")
+        shown = f"a number of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 10**40 else value
+        refuse(path, shown, f"must be finite and at most {limit:,}.")
     low = rule.above is not None and value <= rule.above or rule.at_least is not None and value < rule.at_least
     high = rule.below is not None and value >= rule.below or rule.at_most is not None and value > rule.at_most
     if low or high:
