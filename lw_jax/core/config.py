@@ -296,3 +296,8 @@ _REMEDY = " (python run.py show --keys lists them all)"
 _WHOLE = 2**63  # beyond what files and arrays hold
 _MANY = {int: "whole numbers", float: "numbers", str: "strings"}
 _KINDS = {int: "a whole number", float: "a finite number", str: "a string"}
+
+
+def with_remat(cfg: Config, remat: str) -> Config:
+    """Returns the configuration with this recomputation (compute.remat)."""
+    return dataclasses.replace(cfg, compute=dataclasses.replace(cfg.compute, remat=remat))

@@ -34,35 +34,35 @@ def pieces(tokens: int, *, rows: int, length: int, data: int) -> int:
 
 
 def sum_of_pieces(
-    measure: Callable[[Tree, Tree, Tree], LossTerms], fixed: Tree, learned: Tree, given: Tree, *, pieces: int
+    measure: Callable[[Tree, Tree, Tree], LossTerms], fixed: Tree, inputs: Tree, constants: Tree, *, pieces: int
 ) -> LossTerms:
-    """Returns `measure(fixed, learned, given)` in the memory of one chunk of rows.
+    """Returns `measure(fixed, inputs, constants)` in the memory of one chunk of rows.
 
-    All leaves of `learned` and `given` are [b ...]; `measure` returns sums over rows. Only `learned` has a gradient,
+    All leaves of `inputs` and `constants` are [b ...]; `measure` returns sums over rows. Only `inputs` has a gradient,
     and only from the result's `sum`; it is computed in the forward pass.
     """
     if pieces == 1:
-        return measure(fixed, learned, given)
-    return _sum_of_pieces(measure, pieces, fixed, learned, given)
+        return measure(fixed, inputs, constants)
+    return _sum_of_pieces(measure, pieces, fixed, inputs, constants)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sum_of_pieces(measure: Callable, pieces: int, fixed: Tree, learned: Tree, given: Tree) -> LossTerms:
-    return _scan_pieces(lambda *piece: (measure(fixed, *piece), None), pieces, learned, given)[0]
+def _sum_of_pieces(measure: Callable, pieces: int, fixed: Tree, inputs: Tree, constants: Tree) -> LossTerms:
+    return _scan_pieces(lambda *piece: (measure(fixed, *piece), None), pieces, inputs, constants)[0]
 
 
 def _sum_of_pieces_forward(
-    measure: Callable, pieces: int, fixed: Tree, learned: Tree, given: Tree
+    measure: Callable, pieces: int, fixed: Tree, inputs: Tree, constants: Tree
 ) -> tuple[LossTerms, Tree]:
-    def objective(learned: Tree, given: Tree) -> tuple[jax.Array, LossTerms]:
-        terms = measure(fixed, learned, given)
+    def objective(inputs: Tree, constants: Tree) -> tuple[jax.Array, LossTerms]:
+        terms = measure(fixed, inputs, constants)
         return terms.sum, terms
 
-    def one(learned: Tree, given: Tree) -> tuple[LossTerms, Tree]:
-        gradient, terms = jax.grad(objective, has_aux=True)(learned, given)
+    def one(inputs: Tree, constants: Tree) -> tuple[LossTerms, Tree]:
+        gradient, terms = jax.grad(objective, has_aux=True)(inputs, constants)
         return terms, gradient
 
-    return _scan_pieces(one, pieces, learned, given)
+    return _scan_pieces(one, pieces, inputs, constants)
 
 
 def _sum_of_pieces_backward(measure: Callable, pieces: int, gradient: Tree, of: LossTerms) -> tuple[None, Tree, None]:
@@ -78,7 +78,7 @@ def _times(gradients: Tree, of_sum: jax.Array) -> Tree:
     return jax.tree.map(lambda leaf: leaf * of_sum.astype(leaf.dtype), gradients)
 
 
-def _scan_pieces(one: Callable, pieces: int, learned: Tree, given: Tree) -> tuple[LossTerms, Tree]:
+def _scan_pieces(one: Callable, pieces: int, inputs: Tree, constants: Tree) -> tuple[LossTerms, Tree]:
     """Returns the sum of all chunks' terms, and the other outputs of `one` in row order."""
 
     def cut(x: jax.Array) -> jax.Array:
@@ -88,7 +88,7 @@ def _scan_pieces(one: Callable, pieces: int, learned: Tree, given: Tree) -> tupl
     def body(_: None, piece: tuple[Tree, Tree]) -> tuple[None, tuple[LossTerms, Tree]]:
         return None, one(*piece)
 
-    _, (terms, rows) = jax.lax.scan(body, None, jax.tree.map(cut, (learned, given)))
+    _, (terms, rows) = jax.lax.scan(body, None, jax.tree.map(cut, (inputs, constants)))
     joined = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), rows)
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), terms), joined
 
@@ -188,16 +188,16 @@ def _read_head(table: jax.Array, hidden: jax.Array, targets: jax.Array, *, vocab
     return -token_losses.token_nll(logits, targets), jnp.mean(logits, axis=2)
 
 
-def _scan_chunks(one: Callable, chunk: int, carry: Tree, given: tuple[jax.Array, ...]) -> tuple[Tree, Tree]:
-    """Scans `one(carry, *given)` over chunks of positions (0: one chunk) and joins its outputs.
+def _scan_chunks(one: Callable, chunk: int, carry: Tree, inputs: tuple[jax.Array, ...]) -> tuple[Tree, Tree]:
+    """Scans `one(carry, *inputs)` over chunks of positions (0: one chunk) and joins its outputs.
 
-    All of `given` and of the outputs are [b t ...]. The last chunk is padded with zeros.
+    All of `inputs` and of the outputs are [b t ...]. The last chunk is padded with zeros.
     """
-    length = given[0].shape[1]
+    length = inputs[0].shape[1]
     if not 0 < chunk < length:
-        return one(carry, *given)
+        return one(carry, *inputs)
     count = -(-length // chunk)
-    filled = [jnp.pad(x, ((0, 0), (0, count * chunk - length), *[(0, 0)] * (x.ndim - 2))) for x in given]
+    filled = [jnp.pad(x, ((0, 0), (0, count * chunk - length), *[(0, 0)] * (x.ndim - 2))) for x in inputs]
 
     def body(carry: Tree, number: jax.Array) -> tuple[Tree, Tree]:
         return one(carry, *(jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis=1) for x in filled))

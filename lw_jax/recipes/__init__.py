@@ -33,7 +33,7 @@ def reader_bytes(cfg: Config) -> dict[str, int]:
 
 
 def unit(cfg: Config) -> tuple[str, int]:
-    """Returns what people count in an example of this recipe, and how many it has."""
+    """Returns the unit of an example and its number: ("tokens", 512) or ("samples", 1)."""
     return unit_of(outline(cfg))
 
 
