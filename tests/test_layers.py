@@ -179,7 +179,7 @@ def test_every_configuration_key_is_read() -> None:
 
 
 def test_key_that_nobody_reads_is_found() -> None:
-    code = "def f(sizes: config.Encoder, cfg: Config):\n    rate = cfg.adapter.rate\n    return sizes.slots"
+    code = "def f(sizes: config.Encoder, cfg: Config):\n    start = cfg.adapter.start\n    return sizes.slots"
     dead = find_dead_keys({"lw_jax.models.encoder": ast.parse(code)})
-    assert {"Encoder.slots", "Adapter.rate"}.isdisjoint(dead)
+    assert {"Encoder.slots", "Adapter.start"}.isdisjoint(dead)
     assert {"Encoder.rate", "Adapter.hidden", "Eval.rows", "LLM.source"} <= set(dead)

@@ -156,7 +156,7 @@ def test_reader_whose_name_cannot_be_a_path_is_refused() -> None:
 
 
 def test_every_declared_choice_and_default_agree() -> None:
-    """A key's default, and every recipe's own, is one of its choices and within its range; recipes are those there are."""
+    """Every recipe's defaults are among a key's choices and within its range; recipe names those that exist."""
     for recipe in recipes.RECIPES:
         flat = config.flatten(config.defaults(recipe))
         for entry in config.entries():
