@@ -122,7 +122,7 @@ def test_where_memory_is_not_told_as_many_devices_share_the_batch_as_divide_it(b
     cfg = auto(root, train__global_batch=batch)
     settled, placed = planner.settle(cfg)
     assert (placed.strategy, placed.data, placed.devices) == ("replicate", rows, rows)
-    assert dataclasses.replace(settled, eval=cfg.eval) == placement_search.with_remat(cfg, "none")
+    assert dataclasses.replace(settled, eval=cfg.eval) == config.with_remat(cfg, "none")
     assert settled.eval.layers == "stacked", "this is no GPU"
 
 
@@ -173,9 +173,7 @@ def test_reading_takes_every_device_for_the_batch_where_the_readers_fit(root, me
 def placed_bytes(cfg, model: int) -> int:
     table = "tensor" if model > 1 else "replicate"
     placed = placements.place(table, recipes.reader_bytes(cfg), data=8 // model, model=model)
-    return memory.placed_bytes(
-        Program(placement_search.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
-    )
+    return memory.placed_bytes(Program(config.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True)))
 
 
 @pytest.mark.parametrize("model", [2, 4])
