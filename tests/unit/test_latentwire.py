@@ -129,9 +129,9 @@ def test_gradient_passes_a_quantised_channel(root):
 
 
 def test_bert_body_s_window_beyond_its_positions_is_refused_with_the_remedy(root, bodies):
-    with pytest.raises(UserError, match=r"encoder\.window=62 but the body has 61 positions.*encoder\.windows"):
+    with pytest.raises(UserError, match=r"encoder\.window=62.* 61 .*encoder\.windows"):
         tiny.make_recipe(root, encoder__kind="bert", **bodies["bert"] | {"encoder__window": 62})
-    with pytest.raises(UserError, match=r"encoder\.layers=4 but the body has 3 layers"):
+    with pytest.raises(UserError, match=r"encoder\.layers=4.* 3 "):
         tiny.make_recipe(root, encoder__kind="bert", **bodies["bert"] | {"encoder__layers": 4})
 
 

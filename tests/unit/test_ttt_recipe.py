@@ -304,7 +304,7 @@ def test_vocabulary_is_the_tokenizers(root):
     found = tiny.make_ttt(root, ttt__tokenizer=folder)
     assert found.model.vocab == load_tokenizer(tiny.readers(root)["llama"]).vocab == 352
     assert tiny.make_ttt(root, ttt__tokenizer=folder, ttt__vocab=352).model == found.model
-    with pytest.raises(UserError, match=r"config.ttt.vocab = 351: the tokenizer .* has 352 tokens; leave it 0"):
+    with pytest.raises(UserError, match=r"config.ttt.vocab = 351.*352"):
         tiny.make_ttt(root, ttt__tokenizer=folder, ttt__vocab=351)
 
 
