@@ -237,7 +237,7 @@ def test_reader_of_a_smaller_message_is_given_zeros_beyond_it(wire, name, monkey
         caught.update(channel=np.asarray(fields["channel"]), latents=np.asarray(latents))
         return None
 
-    monkeypatch.setattr(wire.recipe, "prompt_from_latents", keep)
+    monkeypatch.setattr(wire.functions, "prompt_from_latents", keep)
     monkeypatch.setattr(wire, "_answer", lambda reader, prompt: "")
     message = wire.write(TEXT, bits=4, slots=3, width=11)
     wire.read(message, name, "Who keeps it?")
