@@ -193,7 +193,7 @@ class LatentWire:
         pieces = chunked.pieces(self.cfg.loss.chunk, rows=rows, length=answers, data=1)  # the rows are one device's
         found = arithmetic.frozen(model, dataclasses.replace(one, pieces=pieces, before=opening))
         restored = arithmetic.restored_bytes(model, llm.weights, one.size) / one.model
-        once = arithmetic.opening(model, dataclasses.replace(one, rows=1, positions=opening, answers=0))
+        once = arithmetic.shared_prefix(model, dataclasses.replace(one, rows=1, positions=opening, answers=0))
         sums = {key: getattr(found, key) + getattr(once, key) for key in ("flops", "wire", "traffic")}
         found = dataclasses.replace(found, bytes=found.bytes + restored, forward=found.forward + restored, **sums)
         if "text" in fields:
@@ -464,6 +464,6 @@ def _wire(
         stops = tuple(tokenizers[name].stops) if name in tokenizers else ()
         mode = frozen_models.mode(cfg, at.mesh)
         readers[name] = wire.Reader(
-            found[name], cfg.adapter.hidden, cfg.adapter.calibration, stops, mode, apart=cfg.eval.layers == "apart"
+            found[name], cfg.adapter.hidden, cfg.adapter.calibration, stops, mode, unstacked=cfg.eval.layers == "apart"
         )
     return wire.Wire(spec, readers, frozen_models.mode(cfg, placement.learner))
