@@ -9,16 +9,17 @@ from typing import Any
 import jax
 
 from lw_jax import recipes
+from lw_jax.benchmarking.rows import Row
 from lw_jax.benchmarking.timing import Ceilings
-from lw_jax.commands import plan
+from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models.wire import Prompt
-from lw_jax.planning import decode_layout, gpus, hlo_counts, placement_search, roofline, workload
-from lw_jax.planning.workload import Row
+from lw_jax.planning import decode_layout, gpus, hlo_counts, planner, roofline, workload
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import micro_batch_search
+from lw_jax.training.recipe import unit_of
 from sharding import place
 from sharding import placement as placements
 
@@ -40,7 +41,7 @@ class Predicted:
             devices = gpus.compile_devices(self.target)
         except gpus.CompilerAbsent as error:
             raise UserError(str(error)) from error
-        self.plan = plan.make(cfg, target)
+        self.plan = planner.make(cfg, target)
         best = self.plan["chosen"]
         if best is None:
             raise UserError(f"--target {target}: {self.plan['why']}")
@@ -50,7 +51,7 @@ class Predicted:
         )
         card = self.target.card
         room = micro_batch_search.room_of(cfg, card.memory_bytes)
-        self.cfg = decode_layout.settle_layers(placement_search.with_remat(cfg, best["remat"]), self.placement, room)
+        self.cfg = decode_layout.settle_layers(config.with_remat(cfg, best["remat"]), self.placement, room)
         self.recipe: Any = recipes.make(self.cfg, self.placement, outline=True)
         dtype = workload.arithmetic(cfg)
         self.ceilings = Ceilings(dtype, card.peak[_WORDS[dtype]], card.bandwidth)
@@ -77,7 +78,7 @@ class Predicted:
         """Returns what the plan says of the step."""
         best, work = self.plan["chosen"], workload.step_flops(self.cfg)
         seconds, batch = best["step_seconds"], self.cfg.train.global_batch
-        unit, each = recipes.count(self.recipe)
+        unit, each = unit_of(self.recipe)
         return [
             Row(
                 "step",
@@ -100,7 +101,7 @@ class Predicted:
         """Compiles the writing of texts that fill the encoder's window."""
         source, spec = workload.texts(self.cfg, self.placement), self.cfg.encoder
         shapes, placed = self.recipe.abstract().trainable, self.recipe.shardings().trainable
-        found = self._compile(self.recipe.encode.lower(place.place_shapes(shapes, placed), source))
+        found = self._compile(jax.jit(self.recipe.wire.encode).lower(place.place_shapes(shapes, placed), source))
         seconds = found["predicted_seconds"]
         batch, tokens = source["ids"].shape
         work = workload.encode_flops(self.recipe, batch)
@@ -125,7 +126,7 @@ class Predicted:
         prompts, params = workload.prompts(self.cfg, self.recipe, name), workload.reader(self.recipe, name)
 
         def generate(params: Tree, prompts: Tree, count: int) -> jax.Array:
-            return self.recipe.generate(params, Prompt(*prompts), name, count)
+            return self.recipe.wire.generate(params, name, Prompt(*prompts), max_new_tokens=count)
 
         lower = jax.jit(generate, static_argnums=2).lower
         tokens, model = self.cfg.eval.max_new_tokens, self.recipe.wire.readers[name].config
