@@ -7,9 +7,10 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
-from lw_jax.data import batches, rows
-from lw_jax.data.batches import Encoded, Field, Layout
+from lw_jax.data import batches, prompt_tokens, rows
+from lw_jax.data.batches import Encoded, Field
 from lw_jax.data.example_counts import Ledger
+from lw_jax.data.prompt_tokens import Layout
 from lw_jax.data.tokens import Tokenizer
 
 _REMEDY = 'a passage is a row {"text": "..."}; mend or remove it'
@@ -78,10 +79,10 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
     if not found:
         raise UserError(f"no passage for {task}: the texts are shorter than two words; name longer ones: data.passages")
     ledger = Ledger([example.id for example in found])
-    source = batches.read_source([example.context for example in found], layout, ledger)
+    source = prompt_tokens.read_source([example.context for example in found], layout, ledger)
     gap = "" if task == "reconstruct" else " "
     texts = [gap + example.answers[0] for example in found]
-    answers = {name: batches.tokenize(reader.tokenizer, texts) for name, reader in layout.readers.items()}
+    answers = {name: prompt_tokens.tokenize(reader.tokenizer, texts) for name, reader in layout.readers.items()}
     for name, each in answers.items():
         for i, ids in enumerate(each):
             if not len(ids):
@@ -95,7 +96,7 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
     readers = {}
     for name, reader in layout.readers.items():
         tokenizer = reader.tokenizer
-        opening = batches.opening(name, reader, layout.prompt)
+        opening = prompt_tokens.opening(name, reader, layout.prompt)
         ending = [tokenizer.eos] if task == "reconstruct" else []
         targets = [np.append(answers[name][i], np.array(ending, np.int32)) for i in keep]
         readers[name] = {

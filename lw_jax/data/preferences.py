@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from lw_jax.core.errors import UserError
-from lw_jax.data import batches
+from lw_jax.data import prompt_tokens
 from lw_jax.data.batches import MULTIPLE, Batch, Lookup
 from lw_jax.data.pairs import HUMAN, Preference, Text, Turn, shared
 from lw_jax.data.tokens import Tokenizer
@@ -286,7 +286,7 @@ def _tokenize(written: Sequence[_Written], tokenizer: Tokenizer, limit: int | No
     """
 
     def read(texts: list[str]) -> list[np.ndarray]:
-        return batches.with_begin(tokenizer, batches.tokenize(tokenizer, texts, limit=limit))
+        return prompt_tokens.with_begin(tokenizer, prompt_tokens.tokenize(tokenizer, texts, limit=limit))
 
     prompts = read([one.prompt for one in written])
     chosen = read([one.prompt + one.chosen.text for one in written])
