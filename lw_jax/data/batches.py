@@ -20,15 +20,15 @@ _log = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
 
-PROMPT_ROWS = ("text", "none", "truncated")  # the rows that read a whole prompt; other names need no field of their own
+PROMPT_ROWS = ("text", "none", "truncated")  # rows with a whole prompt; other rows have no field
 MULTIPLE = 8  # widths are rounded up to it, so that data sets of similar lengths share one compiled program
 
 
 class Lookup(Protocol):
-    """What a frozen model said of each example, kept from before."""
+    """Cached outputs of a frozen model for each example."""
 
     def __call__(self, positions: Sequence[int], /) -> Batch:
-        """Returns arrays [b ...] of the examples at those positions. Raises UserError where one is not kept."""
+        """Returns arrays [b ...] of the examples at those positions. Raises UserError for one that is not cached."""
         ...
 
     def empty(self, count: int) -> Batch:
@@ -64,14 +64,14 @@ class Encoded:
     examples: tuple[Example, ...]
     source: Field
     readers: dict[str, dict[str, Field]]  # before, after, answer (absent for prompts), and the asked prompt rows
-    counts: dict[str, int]  # given, kept, and what was dropped or cut for which reason
+    counts: dict[str, int]  # given, kept, and dropped or cut by reason
     slots: int  # of a message, and the width of a latent
     width: int
-    task: str = "answer"  # what is asked of the readers
+    task: str = "answer"  # the readers' task
     teachers: Mapping[str, Lookup] = dataclasses.field(default_factory=dict)  # by reader, where the KL needs one
 
     def __len__(self) -> int:
-        """Counts the examples kept."""
+        """Returns the number of usable examples."""
         return len(self.examples)
 
     def collate(
@@ -79,7 +79,7 @@ class Encoded:
     ) -> Batch:
         """Returns the Batch of docs/architecture.md with all encoded prompt rows, or only the named ones.
 
-        `channel` i32[b 3] says of each example in how many slots, of which width and with how many bits it is sent.
+        `channel` i32[b 3]: slots, width and bits of each example's message.
         """
         if channel is None:
             channel = np.tile(np.array([self.slots, self.width, EXACT], np.int32), (len(indices), 1))
@@ -101,7 +101,7 @@ class Encoded:
         return {"source": source, "readers": readers, "index": np.array(indices, np.int32)}
 
     def probe(self) -> Batch:
-        """Returns a batch of one example for its shapes and types alone: what a teacher says need not be kept yet."""
+        """Returns a batch of one example for its shapes and types; a teacher's values need not be cached yet."""
         bare = dataclasses.replace(self, teachers={}).collate([0])
         for name, teacher in self.teachers.items():
             bare["readers"][name]["teacher"] = teacher.empty(1)
@@ -109,25 +109,25 @@ class Encoded:
 
     def digest(self) -> str:
         """Identifies the tokens that every example becomes."""
-        said = hashlib.blake2b(self.task.encode(), digest_size=16)
+        digest = hashlib.blake2b(self.task.encode(), digest_size=16)
         fields = {"source": self.source}
         for name, one in self.readers.items():
             fields |= {f"{name}/{key}": field for key, field in one.items()}
         for name, field in sorted(fields.items()):
-            said.update(f"{name}:{field.width}:{len(field.ids)}".encode())
+            digest.update(f"{name}:{field.width}:{len(field.ids)}".encode())
             for ids in field.ids:
-                said.update(len(ids).to_bytes(8, "little") + ids.tobytes())
-        return said.hexdigest()
+                digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
+        return digest.hexdigest()
 
     def shuffled(self) -> "Encoded":
-        """Returns the same examples, each with the source of the next one that has another context."""
+        """Returns the same examples, each with the source of the next example of another context."""
         others = other_examples(self.examples)
         return dataclasses.replace(
             self, source=dataclasses.replace(self.source, ids=[self.source.ids[i] for i in others])
         )
 
     def describe(self) -> list[str]:
-        """Returns lines for people: examples kept, dropped and cut, and every field's longest row / static width."""
+        """Returns report lines: examples used, dropped and cut, and each field's longest row / static width."""
         lines = [f"{self.task}: {self.counts['kept']} of {self.counts['given']} examples kept"]
         for reason, meaning in REASONS.items():
             if self.counts[reason]:
@@ -139,9 +139,9 @@ class Encoded:
 
 
 def other_examples(examples: Sequence[Example]) -> list[int]:
-    """Returns, for each example, the next one (cyclically) with another context: whose latents a control sends.
+    """Returns, for each example, the next one (cyclically) with another context, whose latents a control sends.
 
-    Where all contexts are the same there is no such example and itself is returned.
+    Where all contexts are the same, the example itself is returned.
     """
     contexts, count = [example.context for example in examples], len(examples)
     others = []
@@ -160,7 +160,7 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
     ledger = Ledger([example.id for example in examples])
     answered = any(example.answers for example in examples)
     if not all(bool(example.answers) == answered for example in examples):
-        raise UserError("some examples have answers and some have none; encode them apart")
+        raise UserError("some examples have answers and some have none; encode them separately")
     source = read_source([layout.source_text(example) for example in examples], layout, ledger)
     tokens = {
         name: ReaderPass(name, reader, layout, ledger).read(examples, set(rows), answered)
@@ -198,7 +198,7 @@ def encode_prompt(context: str, question: str, *, layout: Layout, rows: Iterable
 
 
 def source_field(ids: list[np.ndarray], layout: Layout) -> Field:
-    """Returns the encoder's field; one longer than a window is as wide as a whole number of them."""
+    """Returns the encoder's field; beyond one window its width is a whole number of windows."""
     longest = max(map(len, ids))
     width = _width(longest, layout.window) if longest <= layout.window else -(-longest // layout.window) * layout.window
     return Field(ids, width, layout.source.pad, left=False)
@@ -215,7 +215,7 @@ def _width(longest: int, limit: int | None) -> int:
 
 
 def _shift(answer: dict[str, np.ndarray], pad: int) -> Batch:
-    """Returns the answer's fields: the input at slot i is the target of slot i - 1; EOS is a target, never an input."""
+    """Returns the answer's fields: input i is target i - 1; EOS is a target, never an input."""
     ids, mask = answer["ids"], answer["mask"]
     inputs = np.where(mask[:, 1:], ids[:, :-1], np.int32(pad))
     return {"answer_inputs": inputs, "targets": ids, "weights": mask.astype(np.float32)}

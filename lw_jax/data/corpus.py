@@ -39,7 +39,7 @@ META, LOCK = "meta.json", "lock"
 
 
 class TextTokenizer(Protocol):
-    """What a corpus needs of a tokenizer."""
+    """Tokenizer of a corpus."""
 
     @property
     def eos(self) -> int:
@@ -184,7 +184,7 @@ def pack(source: str, tokenizer: TextTokenizer, *, root: Path) -> Corpus:
 
 
 def _make(folder: Path, source: str, tokenizer: TextTokenizer) -> None:
-    """Writes the shards and then the meta.json that says they are whole."""
+    """Writes the shards, then meta.json, which marks them as complete."""
     for left in folder.iterdir():
         if left.name != LOCK:
             left.unlink()
@@ -282,7 +282,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class _Meta(msgspec.Struct, frozen=True):
-    """What meta.json says of a whole corpus."""
+    """Content of meta.json, of a complete corpus."""
 
     format: int
     source: str

@@ -199,7 +199,7 @@ def _example(row: _Row, where: str) -> Example | None:
 
 
 def _answers(row: _Row, where: str) -> tuple[str, ...]:
-    """Returns the distinct answers in order; none when the row itself says that it is unanswerable."""
+    """Returns the distinct answers in order; none when the row is marked as unanswerable."""
     if row.is_impossible:
         return ()
     if row.answers is msgspec.UNSET:

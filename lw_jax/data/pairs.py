@@ -29,7 +29,7 @@ _PLAIN, _TRANSCRIPT, _CONVERSATION = "plain", "a transcript without prompt", "co
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What one side says."""
+    """One message of a conversation."""
 
     role: Annotated[str, msgspec.Meta(min_length=1)]
     content: str
@@ -55,7 +55,7 @@ class Preference:
 
 
 def read(source: str) -> list[Preference]:
-    """Returns the pairs of a .json or .jsonl file, also .gz; a pair of two equal replies is left out and counted.
+    """Returns the pairs of a .json or .jsonl file, also .gz; a pair of two equal replies is dropped and counted.
 
     Raises UserError naming file, line or row, field and rule; also where one file mixes plain and conversational rows.
     """

@@ -96,11 +96,11 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
     readers = {}
     for name, reader in layout.readers.items():
         tokenizer = reader.tokenizer
-        opening = prompt_tokens.opening(name, reader, layout.prompt)
+        shared = prompt_tokens.shared_prefix(name, reader, layout.prompt)
         ending = [tokenizer.eos] if task == "reconstruct" else []
         targets = [np.append(answers[name][i], np.array(ending, np.int32)) for i in keep]
         readers[name] = {
-            "before": batches.field([opening] * len(keep), tokenizer.pad, left=True),
+            "before": batches.field([shared] * len(keep), tokenizer.pad, left=True),
             # Nothing between the task vector and the text: no column at all, for padding may not stand there.
             "after": Field([np.zeros(0, np.int32)] * len(keep), 0, tokenizer.pad, left=True),
             "answer": batches.field(targets, tokenizer.pad, left=False),

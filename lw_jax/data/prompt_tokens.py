@@ -20,11 +20,11 @@ _CONTEXT, _QUESTION = "\ue000context\ue001", "\ue000question\ue001"  # private-u
 
 
 class SourceTokenizer(Protocol):
-    """What the encoder's side needs of a tokenizer."""
+    """Tokenizer of the encoder."""
 
     @property
     def pad(self) -> int:
-        """Fills ids where the mask is False."""
+        """Id of padding."""
         ...
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -33,16 +33,16 @@ class SourceTokenizer(Protocol):
 
 
 class ReaderTokenizer(SourceTokenizer, Protocol):
-    """What a reader's side needs of a tokenizer."""
+    """Tokenizer of a reader."""
 
     @property
     def begin(self) -> tuple[int, ...]:
-        """Stands before every prompt: (BOS,) or nothing."""
+        """Ids before every prompt: (BOS,) or none."""
         ...
 
     @property
     def eos(self) -> int:
-        """Ends an answer."""
+        """Id that ends an answer."""
         ...
 
     def render_chat(self, user: str, *, system: str = "") -> str:
@@ -52,7 +52,7 @@ class ReaderTokenizer(SourceTokenizer, Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """A reader's tokenizer and how its prompt is wrapped: "plain" or "chat"."""
+    """A reader's tokenizer and the template of its prompt: "plain" or "chat"."""
 
     tokenizer: ReaderTokenizer
     template: str
@@ -60,19 +60,19 @@ class Reader:
 
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """Everything that decides which ids an example becomes, and where its lengths end."""
+    """Settings of tokenisation: prompt, tokenizers and length limits."""
 
     prompt: config.Prompt
     readers: dict[str, Reader]
     source: SourceTokenizer
-    window: int  # what the encoder's body reads at once, in its tokens or bytes
-    windows: int  # the longest source has so many
-    slots: int  # of a message; as many context tokens has the row "truncated"
+    window: int  # of the encoder's body, in its tokens or bytes
+    windows: int  # at most, of a source
+    slots: int  # of a message; also the context tokens of the row "truncated"
     width: int  # of a latent
     data: config.Data
 
     def source_text(self, example: Example) -> str:
-        """Returns what the encoder reads of an example; a question in the latents stands first, so it is never cut."""
+        """Returns the encoder's text of an example; a question in the latents is first, so it is never cut."""
         if self.prompt.question == "latents" and example.question:
             return f"{example.question}\n{example.context}"
         return example.context
@@ -85,7 +85,7 @@ class Frame:
     before: str
     middle: str
     tail: str
-    gap: str  # what stands between the prompt and the answer
+    gap: str  # between the prompt and the answer
 
     def after(self, question: str) -> str:
         """Returns the text that follows the context."""
@@ -93,7 +93,7 @@ class Frame:
 
 
 def read_source(texts: list[str], layout: Layout, ledger: Ledger) -> list[np.ndarray]:
-    """Returns what the encoder reads of each text; the ledger learns what is cut or refused."""
+    """Returns the encoder's ids of each text; the ledger records cut and refused texts."""
     limit = layout.window * layout.windows
     source = tokenize(layout.source, texts, limit=limit)
     named = f"config.encoder.window={layout.window}" + f" x windows={layout.windows}" * (layout.windows > 1)
@@ -116,7 +116,7 @@ class ReaderPass:
         self.frame = make_frame(name, reader, layout.prompt)
 
     def read(self, examples: Sequence[Example], rows: set[str], answered: bool) -> dict[str, list[np.ndarray]]:
-        """Returns each field's ids, one array an example; the ledger learns what must be dropped."""
+        """Returns each field's ids, one array an example; the ledger records dropped examples."""
         asked = [self.frame.after(example.question) for example in examples]
         in_latents = self.layout.prompt.question == "latents"
         after_texts = [self.frame.after("")] * len(examples) if in_latents else asked
@@ -144,7 +144,7 @@ class ReaderPass:
         return fields
 
     def _tokenize(self, texts: list[str], *, begin: bool = False, limit: int | None = None) -> list[np.ndarray]:
-        """Returns ids, of what is far beyond a limit some beyond it; with `begin`, those of a whole prompt."""
+        """Returns ids as `tokenize` does; with `begin`, those of a whole prompt."""
         ids = tokenize(self.tokenizer, texts, limit=limit)
         return with_begin(self.tokenizer, ids) if begin else ids
 
@@ -165,7 +165,7 @@ class ReaderPass:
     ) -> list[np.ndarray]:
         """Returns the ids that follow each prompt when it is tokenised together with its answer, and EOS.
 
-        Of an example that is dropped or refused by now, whose prompt of more than `limit` ids may be a beginning, EOS.
+        For an already dropped or refused example, whose prompt of more than `limit` ids may be a prefix, only EOS.
         """
         joined = [text + self.frame.gap + e.answers[0] for text, e in zip(texts, examples, strict=True)]
         answers = []
@@ -225,7 +225,7 @@ class ReaderPass:
 
 
 def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
-    """Returns a reader's prompt text around context and question, as its template writes it."""
+    """Returns a reader's prompt text around context and question, by its template."""
     rule = f"config.prompt.user={prompt.user!r} must hold {{context}} once and, after it, {{question}} once"
     try:
         parts = config.split_prompt(prompt.user)
@@ -240,7 +240,7 @@ def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
     text = (reader.tokenizer.render_chat(user, system=prompt.system) if chat else user) + prompt.anchor
     if text.count(_CONTEXT) != 1 or text.count(_QUESTION) != 1 or text.index(_CONTEXT) > text.index(_QUESTION):
         raise UserError(
-            f"config.llms.{name}: its chat template does not repeat the user's words once and unchanged; "
+            f"config.llms.{name}: its chat template does not contain the user's text once and unchanged; "
             'set template="plain" for this reader'
         )
     before, rest = text.split(_CONTEXT)
@@ -252,10 +252,10 @@ def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
 def tokenize(tokenizer: SourceTokenizer, texts: list[str], *, limit: int | None = None) -> list[np.ndarray]:
     """Returns the ids of each text, i32, with nothing added.
 
-    With a limit, of a text far beyond it only a beginning is read: more than `limit` ids, the first `limit` of them
-    the whole text's. Whatever must not exceed the limit is found to, and a row of megabytes costs no minutes.
+    With a limit, only a prefix of a far longer text is tokenised: more than `limit` ids, the first `limit` of them the
+    whole text's. So an overlong text is detected without tokenising megabytes.
     """
-    chunk = 1024  # Python lists of ids take ten times the memory of arrays: never hold them for a whole data set
+    chunk = 1024  # Python lists of ids take ten times the memory of arrays, so only a chunk is held
     starts = range(0, len(texts), chunk)
     size = None if limit is None else WIDEST * (limit + MARGIN)
     cut = [text[:size] for text in texts]
@@ -264,29 +264,29 @@ def tokenize(tokenizer: SourceTokenizer, texts: list[str], *, limit: int | None 
         return found
     for i, text in enumerate(texts):
         read = size
-        # The last ids of a beginning are of a word that is cut; a tokenizer may make one id of very many characters.
+        # The last ids of a prefix are of a cut word; a tokenizer may make one id of very many characters.
         while len(text) > read and len(found[i]) < limit + MARGIN:
             read *= 4
             found[i] = np.array(tokenizer.encode_batch([text[:read]])[0], np.int32)
     return found
 
 
-def opening(name: str, reader: Reader, prompt: config.Prompt) -> np.ndarray:
+def shared_prefix(name: str, reader: Reader, prompt: config.Prompt) -> np.ndarray:
     """Returns the ids of a reader's prompt up to the context, BOS included."""
     return with_begin(reader.tokenizer, tokenize(reader.tokenizer, [make_frame(name, reader, prompt).before]))[0]
 
 
 def with_begin(tokenizer: ReaderTokenizer, rows: list[np.ndarray]) -> list[np.ndarray]:
-    """Returns the rows with what the tokenizer itself puts first, unless they already hold it."""
+    """Returns the rows with the tokenizer's first ids, unless they begin with them."""
     first = np.array(tokenizer.begin, np.int32)
     return [row if np.array_equal(row[: len(first)], first) else np.concatenate([first, row]) for row in rows]
 
 
 def _count(ids: np.ndarray, text: str, limit: int) -> str:
-    """Says how many ids a text has, of which perhaps only a beginning was read."""
+    """Describes the number of ids of a text, of which `tokenize` may have read a prefix only."""
     return f"more than {limit} (of {len(text):,} characters)" if _is_cut(text, limit) else f"{len(ids)}"
 
 
 def _is_cut(text: str, limit: int) -> bool:
-    """Says whether `tokenize` may read a beginning of a text only."""
+    """Returns True where `tokenize` may read a prefix of a text only."""
     return len(text) > WIDEST * (limit + MARGIN)

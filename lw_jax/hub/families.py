@@ -1,4 +1,4 @@
-"""What distinguishes the readers' families outside the decoder: field names, tensor names, row order. No files here.
+"""Decoder families: config field names, tensor names and row order in both file formats. Opens no file.
 
 A checkpoint is accepted only when every field that it states is known to leave the decoder's mathematics alone, so that
 a model of another kind is refused by name instead of being computed wrongly.
@@ -20,7 +20,7 @@ from lw_jax.models.rotary import Llama3Scaling, LongRope
 
 Fields = Mapping[str, Any]
 
-# Without these a default of transformers' would silently stand in for the model's own size.
+# Without these a default of transformers would silently replace the model's own size.
 _REQUIRED = {
     "vocab_size",
     "hidden_size",
@@ -41,7 +41,7 @@ _HANDLED = _REQUIRED | {
 
 
 class Family(NamedTuple):
-    """What one model_type's config.json says beyond the fields that all of them have."""
+    """Fields of one model_type's config.json beyond the common ones."""
 
     architecture: str  # transformers' class
     must: dict[str, Any]  # field -> the only value that the decoder computes; absent or null means it
@@ -56,7 +56,7 @@ class Family(NamedTuple):
 
     @property
     def epsilon(self) -> str:
-        """Names the field of the norms' epsilon."""
+        """Name of the field of the norms' epsilon."""
         return {"rms": "rms_norm_eps", "layer": "layer_norm_eps"}[self.norm]
 
 
@@ -93,7 +93,7 @@ FAMILIES = {
     ),
 }
 _MUST_EQUAL_ALL: dict[str, Any] = {"hidden_act": "silu", "is_encoder_decoder": False}
-# Training, generation and bookkeeping: read by nobody who computes logits.
+# Training, generation and bookkeeping: not used in computing logits.
 HARMLESS = {
     "_name_or_path",
     "architectures",
@@ -130,7 +130,7 @@ _ROPE_FIELDS = {  # of each kind, beside rope_theta; the optional ones last
 
 
 class Row(NamedTuple):
-    """One leaf's names in both file formats ({} is the layer) and which axis of [out, in] splits into heads."""
+    """One leaf's names in both file formats ({} is the layer), and the axis of [out, in] that splits into heads."""
 
     hugging_face: str
     gguf: str
@@ -159,7 +159,7 @@ TENSORS: dict[str, Row] = {
 }
 
 
-# A stored matrix that stands for several, in the order of its rows.
+# Fused stored matrices, their parts in the order of the rows.
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -170,7 +170,7 @@ Place = tuple[tuple[str, ...], int | None]  # path in the parameter tree, layer 
 
 
 class Slot(NamedTuple):
-    """Where a stored tensor belongs: path in the parameter tree, layer of a stacked leaf, shape in the file."""
+    """Destination of a stored tensor: path in the parameter tree, layer of a stacked leaf, shape in the file."""
 
     path: tuple[str, ...]
     layer: int | None
@@ -183,7 +183,7 @@ def tensor_map(cfg: DecoderConfig) -> dict[str, Slot]:
 
 
 def list_slots(tree: Tree, rows: Mapping[str, Row], container: str) -> dict[str, Slot]:
-    """Returns, by its name in a "hugging_face" or "gguf" file, where each tensor of a tree of shapes belongs."""
+    """Returns name in a "hugging_face" or "gguf" file -> destination, for each tensor of a tree of shapes."""
     leaves = {name: leaf for name, leaf in tree.items() if name != "layers"}
     leaves |= {f"layers/{name}": leaf for name, leaf in tree["layers"].items()}
     out = {}
@@ -202,7 +202,7 @@ def _join_heads(shape: tuple[int, ...], split: int | None) -> tuple[int, ...]:
 
 
 def parts(name: str) -> tuple[str, ...]:
-    """Returns the names of the tensors that a stored one stands for, in the order of its rows; itself if it is one."""
+    """Returns the names of a fused tensor's parts in the order of its rows; the name itself for any other."""
     for fused, own in FUSED.items():
         if f".{fused}." in name:
             return tuple(name.replace(fused, part) for part in own)
@@ -285,13 +285,13 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
 def _family(fields: Fields, where: str) -> Family:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        told = f"readers of model_type {sorted(FAMILIES)} are supported"
-        raise UserError(f"{where}: model_type={_short(model_type)}; {told}")
+        known = f"readers of model_type {sorted(FAMILIES)} are supported"
+        raise UserError(f"{where}: model_type={_short(model_type)}; {known}")
     return FAMILIES[model_type]
 
 
 def read_fields(raw: Fields, where: str) -> dict[str, Any]:
-    """Returns those fields of a config.json that say what the decoder computes, checked for types and bounds.
+    """Returns the fields of a config.json that define the decoder, checked for types and bounds.
 
     Raises:
         UserError: another family, a size missing, or a field of another type or out of bounds.
@@ -326,7 +326,7 @@ def _refuse_packing(stated: Packing | None, where: str) -> None:
 def refuse_fields(
     fields: Fields, raw_keys: set[str], *, required: Set[str], must: Fields, free: Set[str], where: str
 ) -> None:
-    """Refuses fields that lack a `required` one, have another value than `must` says, or are known to nobody."""
+    """Refuses fields without a `required` one, with another value than in `must`, or with an unknown name."""
     family = fields.get("model_type")
     if "quantization_config" in raw_keys:
         had = _short(fields.get("quantization_config"))
@@ -383,7 +383,7 @@ def _scaling(rope: Rope, stated: stated_fields.Decoder, rotated: int, where: str
 
 
 def _long_rope(rope: Rope, stated: stated_fields.Decoder, rotated: int, where: str) -> LongRope:
-    """Returns the scaling as transformers computes it: its gain follows from how much the context was stretched."""
+    """Returns the scaling as transformers computes it: its gain follows from the extension of the context."""
     original = rope.original_max_position_embeddings or stated.original_max_position_embeddings
     if not original:
         raise UserError(f"{where}: original_max_position_embeddings is missing; rope_type 'longrope' needs it")
@@ -406,9 +406,9 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
     """
     family = FAMILIES.get(model_type)
     if family is None or not _holds(family, cfg):
-        told = {"norm": cfg.norm, "qkv_bias": cfg.qkv_bias, "window": cfg.window, "rotated": cfg.rotated}
+        wanted = {"norm": cfg.norm, "qkv_bias": cfg.qkv_bias, "window": cfg.window, "rotated": cfg.rotated}
         raise UserError(
-            f"model_type={model_type!r} cannot say {told} with {_rope_kind(cfg)!r} frequencies; known are "
+            f"model_type={model_type!r} cannot describe {wanted} with {_rope_kind(cfg)!r} frequencies; known are "
             f"{sorted(FAMILIES)}: 'qwen2' has biases in q, k, v, 'llama' and 'phi3' have none"
         )
     own = {
@@ -439,7 +439,7 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
 
 
 def _holds(family: Family, cfg: DecoderConfig) -> bool:
-    """Tells whether a config.json of the family can describe this decoder."""
+    """Returns True where a config.json of the family can describe this decoder."""
     same = cfg.norm == family.norm and family.biases in (None, cfg.qkv_bias) and _rope_kind(cfg) in family.rope
     return same and not (cfg.window and "sliding_window" not in family.read or cfg.rotated and _PARTIAL in family.must)
 
