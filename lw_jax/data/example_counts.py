@@ -39,7 +39,7 @@ class Ledger:
         return index in self.dropped or index in self.overlong
 
     def settle(self, policy: str) -> list[int]:
-        """Returns the usable positions. Raises UserError under "refuse" with an overlong one, and where none is left."""
+        """Returns the usable positions; raises UserError under "refuse" with an overlong one and with none left."""
         overlong = {i: detail for i, detail in self.overlong.items() if i not in self.dropped}
         if overlong and policy == "refuse":
             raise UserError(
