@@ -1,6 +1,6 @@
 """Preference pairs as strings: a prompt, the reply chosen and the one rejected; read from files, split by prompt.
 
-Knows no tokenizer and no array; `lw_jax/data/preferences.py` goes on from here.
+Knows no tokenizer and no array; `lw_jax/data/preferences.py` encodes them.
 """
 
 import dataclasses
@@ -123,8 +123,8 @@ def _parse(row: _Row, where: str) -> tuple[str, Preference | None]:
     texts = {name: text for name in _FIELDS if (text := getattr(row, name)) is not None}
     kinds = {name: "a string" if isinstance(text, str) else "a list of turns" for name, text in texts.items()}
     if len(set(kinds.values())) > 1:
-        told = ", ".join(f"{name!r} {kind}" for name, kind in kinds.items())
-        raise UserError(f"{where}: mixed forms, {told}: all are strings or all are lists of turns")
+        mixed = ", ".join(f"{name!r} {kind}" for name, kind in kinds.items())
+        raise UserError(f"{where}: mixed forms, {mixed}: all are strings or all are lists of turns")
     prompt, chosen, rejected = (texts.get(name) for name in _FIELDS)
     if isinstance(chosen, str) and isinstance(rejected, str):
         form = _TRANSCRIPT if prompt is None else _PLAIN

@@ -72,7 +72,7 @@ def continuations(documents: Iterable[str], length: int, tokenizer: Tokenizer) -
 def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
     """Returns passages as token ids: source, the prompt up to the context, and the answer's tokens.
 
-    A repeated text ends with EOS; one that goes on does not. The longest 1 % in any
+    A repeated text ends with EOS; a continuation does not. The longest 1 % in any
     tokenizer are left out (`KEPT`). Raises UserError where none is left, and for an overlong
     source under data.overlong="refuse".
     """

@@ -1,7 +1,7 @@
 """Preference pairs as token ids: tokenised once, then collated into static-shape batches of numpy arrays.
 
-Where a prompt ends, what a reply ends with and what is cut is decided here alone; what is cut or dropped is counted and
-told. A flag stands at the token it speaks of: the shift by one is the loss's affair.
+The only module that decides the end of a prompt, the end of a reply and cuts; cut and dropped pairs are counted and
+reported. A flag is at its own token: the loss shifts by one.
 """
 
 import dataclasses
@@ -66,7 +66,7 @@ class Preferences:
     name: str  # the reader that a batch is for
     length: int  # static, of every row
     bucket: tuple[int, int] = (1, 1)  # which of how many
-    training: bool = False  # told in every batch: dropout is for training alone
+    training: bool = False  # in every batch: dropout is for training only
     reference: Lookup | None = None  # what a frozen model said of each pair: "reference" f32[b 2]
     task: str = "preference"
     slots: int = 0
@@ -127,8 +127,8 @@ class Preferences:
         lines = []
         if number == 1:
             lines.append(f"{self.task}: {self.counts['kept']} of {self.counts['given']} pairs kept")
-            told = (_DROPPED | _TOLD).items()
-            lines += [f"{self.counts[reason]} {meaning}" for reason, meaning in told if self.counts[reason]]
+            reasons = (_DROPPED | _TOLD).items()
+            lines += [f"{self.counts[reason]} {meaning}" for reason, meaning in reasons if self.counts[reason]]
         named = self.name + (f", bucket {number} of {buckets}" if buckets > 1 else "")
         prompt = max(len(pair.prompt) for pair in self.pairs)
         longest = max(pair.length for pair in self.pairs)
@@ -326,10 +326,10 @@ def _settle(
         counts["reply_cut"] += len(fitted.chosen) < len(pair.chosen) or len(fitted.rejected) < len(pair.rejected)
         counts["boundary"] += merged
     if not kept:
-        told = "; ".join(f"{counts[reason]} {_DROPPED[reason]}, as {row}" for reason, row in dropped.items())
+        found = "; ".join(f"{counts[reason]} {_DROPPED[reason]}, as {row}" for reason, row in dropped.items())
         raise UserError(
             f"0 of {len(preferences)} pairs can be used, at least 1 is needed with {limits}: "
-            f"{told or 'there are no more'}"
+            f"{found or 'there are no more'}"
         )
     return kept, counts
 

@@ -137,3 +137,9 @@ class Gguf(msgspec.Struct, frozen=True):
 def check(fields: Mapping[str, Any], kind: type[_T], where: str) -> _T:
     """Returns the fields as `kind`; raises UserError that names file, field, value and rule."""
     return schema.convert(dict(fields), kind, where=where, remedy="mend the field, or fetch the file again")
+
+
+def shorten(value: Any) -> str:
+    """Returns a value for a message, at most 80 characters of it."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}..."
