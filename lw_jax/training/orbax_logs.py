@@ -22,7 +22,7 @@ def _ignore_late_arrays() -> None:
     """Drops tracebacks of arrays in flight when another array failed, whose error is raised.
 
     In writing, as on a full disk, their futures report to an event loop that orbax has closed by then: dozens of
-    tracebacks without the cause. In reading, orbax turns the end of their coroutines into errors that are never awaited.
+    tracebacks without the cause. In reading, orbax turns the end of their coroutines into errors never awaited.
     """
     before = sys.unraisablehook
 
