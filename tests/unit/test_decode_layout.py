@@ -64,7 +64,7 @@ def test_what_is_configured_stays(layers, root):
 def test_readers_are_told(root):
     for layers, apart in (("unstacked", True), ("stacked", False)):
         recipe = tiny.make_recipe(root, eval__layers=layers)
-        assert {reader.apart for reader in recipe.wire.readers.values()} == {apart}
+        assert {reader.unstacked for reader in recipe.wire.readers.values()} == {apart}
 
 
 @pytest.mark.optimized
