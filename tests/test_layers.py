@@ -30,7 +30,7 @@ FLOORS = (
 # An island: it imports nothing of the product, and of the product only these import it: what is asked for, and what a
 # folder of earlier code lacks, is filled up where the defaults are born.
 ISLAND = ("configs.*", "configs")
-VISITORS = ("run", "lw_jax.training.run_folder")
+VISITORS = ("lw_jax.commands.loading", "lw_jax.training.run_folder")
 ISLAND_MAY_IMPORT = ("ml_collections", "configs")
 OURS = ("run", "lw_jax", "sharding", "configs")
 
@@ -113,6 +113,7 @@ DOOR = (
     "lw_jax.core.config_file",
     "lw_jax.core.validation",
     "lw_jax.commands.show",
+    "lw_jax.commands.loading",
     "lw_jax.training.run_folder",
 )
 

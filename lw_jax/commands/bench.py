@@ -5,6 +5,7 @@ word is padded; `input` and `load` read the configuration's own data and weights
 for cards that are not here, and predicted (`predicted.py`).
 """
 
+import argparse
 import contextlib
 import dataclasses
 import datetime
@@ -27,8 +28,9 @@ from lw_jax import recipes
 from lw_jax.benchmarking import timing
 from lw_jax.benchmarking.prediction import Predicted
 from lw_jax.benchmarking.timing import Ceilings, Spread
+from lw_jax.commands.loading import Loaded
 from lw_jax.core import runtime
-from lw_jax.core.config import Config
+from lw_jax.core.config import Config, suggest
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Tree
 from lw_jax.data.loader import Loader
@@ -68,6 +70,20 @@ class Request:
     repeats: int
     as_json: bool
     target: str = ""  # cards that are not here: predicted, not measured
+
+
+def run(args: argparse.Namespace, loaded: Loaded) -> int:
+    """Runs the command with its flags."""
+    parts = tuple(filter(None, (args.parts or "").split(",")))
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise UserError(f"--parts {unknown[0]}:{suggest(unknown[0], PARTS)} Parts are {', '.join(PARTS)}.")
+    repeats = 5 if args.repeats is None else args.repeats
+    if repeats < 1:
+        raise UserError(f"--repeats {repeats}: at least one is needed.")
+    if args.target and args.repeats is not None:
+        raise UserError(f"--repeats {repeats}: nothing runs on --target {args.target}; leave one of them out.")
+    request = Request(parts, repeats, args.json, args.target or "")
+    return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, request=request)
 
 
 def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: Request) -> int:

@@ -1,14 +1,22 @@
 """The verb `show`: the resolved configuration, and where each value comes from."""
 
+import argparse
 import json
 import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lw_jax.commands.loading import Loaded
 from lw_jax.core.config import Config, diff, digest, flatten, meaning
 
 _COLOURS = {"base": "2", "config": "36", "command line": "33"}
+
+
+def run(args: argparse.Namespace, loaded: Loaded) -> None:
+    """Runs the command with its flags."""
+    sources = {"base": loaded.defaults, "origins": loaded.origins}
+    main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, **sources, as_json=args.json)
 
 
 def main(
