@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerFast
 
 from configs import base
 from lw_jax import recipes
-from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.core import config, validation
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
 from lw_jax.data import question_cards
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.evals import control_rows
+from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import bert_family, weights
 from lw_jax.models import bert, decoder
 from lw_jax.recipes import selfmade

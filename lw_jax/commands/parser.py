@@ -241,7 +241,7 @@ def _split(words: Sequence[str]) -> tuple[str, list[str]]:
         if word.startswith("-") and word != "-" and not word[1].isdecimal():
             flag = word.partition("=")[0]
             if flag not in _OWNERS:
-                raise UserError(f"unknown flag {flag}; {_hint(flag, _OWNERS) or f'see {PROGRAM} --help.'}")
+                raise _refuse("flag", flag, _OWNERS, f"see {PROGRAM} --help.")
             used.append(flag)
         elif verb is None and before not in _VALUED:
             verb = word
@@ -249,9 +249,7 @@ def _split(words: Sequence[str]) -> tuple[str, list[str]]:
         rest.append(word)
         before = word
     if verb is not None and verb not in COMMANDS:
-        raise UserError(
-            f"unknown command {verb!r}; {_hint(verb, COMMANDS) or f'the commands are {", ".join(COMMANDS)}.'}"
-        )
+        raise _refuse("command", repr(verb), COMMANDS, f"the commands are {', '.join(COMMANDS)}.")
     if "--version" in used or (verb is None and not {"-h", "--help"}.isdisjoint(used)):
         return "", ["--version" if "--version" in used else "--help"]
     verb = verb or DEFAULT
@@ -261,9 +259,10 @@ def _split(words: Sequence[str]) -> tuple[str, list[str]]:
     return verb, rest
 
 
-def _hint(name: str, known: Iterable[str]) -> str:
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f"did you mean {close[0]!r}?" if close else ""
+def _refuse(kind: str, name: str, known: Iterable[str], otherwise: str) -> UserError:
+    """Returns the error that names an unknown word and the nearest known one."""
+    close = difflib.get_close_matches(name.strip("'"), list(known), n=1)
+    return UserError(f"unknown {kind} {name}; " + (f"did you mean {close[0]!r}?" if close else otherwise))
 
 
 def _build() -> argparse.ArgumentParser:

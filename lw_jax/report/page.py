@@ -6,7 +6,7 @@ from typing import Any
 import jinja2
 from markupsafe import Markup
 
-from lw_jax.core.config import Config, flatten, to_dict
+from lw_jax.core.config import flatten, to_dict
 from lw_jax.report import figures, language, records, scaling, series, tables
 from lw_jax.report.records import Run
 

@@ -12,11 +12,11 @@ from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.inference import evaluation
 from lw_jax.inference.trained_wire import TrainedWire
-from lw_jax.report import figures, page, records
+from lw_jax.report import page, records
 from tests import tiny
 
 ROWS = ("text", "latents", "shuffled", "none")
-FILES = ["eval.json", "predictions.jsonl", "slots.json", "bytes.csv", "bytes.png"]
+FILES = ["eval.json", "predictions.jsonl", "slots.json", "bytes.csv"]
 
 
 @pytest.fixture(scope="module")
