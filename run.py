@@ -23,7 +23,7 @@ def start(args: argparse.Namespace) -> int:
     target = bool(getattr(args, "target", None) or getattr(args, "simulate", None))
     plans = args.verb in ("plan", "slurm") or target
     environment.reserve_memory()
-    loaded = loading.load(args, search=plans)
+    loaded = [] if getattr(args, "keys", False) else loading.load(args, search=plans)
     # Before anything imports JAX.
     if plans:
         environment.prepare_compiler(everywhere=target)

@@ -196,14 +196,14 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
         "show": Command(
             "lw_jax.commands.show",
             "print the resolved configuration and the source of each value",
-            flags=_JSON,
-            examples=("--config configs/h100x4.py",),
+            flags={"--keys": _switch("print the reference of all keys; needs no --config"), **_JSON},
+            examples=("--config configs/h100x4.py", "--keys"),
         ),
     },
 }
 COMMANDS: Mapping[str, Command] = {name: one for group in GROUPS.values() for name, one in group.items()}
 
-_ASSIGNMENTS = "--config.section.key=value sets one key; `show` lists them all."
+_ASSIGNMENTS = "--config.section.key=value sets one key; `show --keys` lists all keys."
 _GENERAL = {flag: tuple(COMMANDS) for flag in ("-h", "--help", "--version", *COMMON)}
 _OWNED = dict.fromkeys(flag for one in COMMANDS.values() for flag in one.flags)
 _OWNERS = _GENERAL | {flag: tuple(name for name, one in COMMANDS.items() if flag in one.flags) for flag in _OWNED}

@@ -95,7 +95,7 @@ def plain_logp(params, cfg, ids, mask, scored):
 
 @pytest.mark.parametrize("chunk", [0, 7, 64])
 def test_log_probabilities_are_those_of_the_answers_tokens_one_sequence_at_a_time(root, chunk):
-    recipe = make(root, dpo__chunk=chunk)
+    recipe = make(root, compute__logits_chunk=chunk)
     params, pairs, fields = recipe.load_frozen()["policy"], moved(recipe), batch_of(recipe)["readers"]["policy"]
     policy = lora.attach(params, pairs, recipe.lora)
     found, _ = recipe._score(policy, params, jax.tree.map(jnp.asarray, fields))
@@ -117,7 +117,7 @@ def test_before_the_first_step_policy_and_reference_are_equal_to_the_bit(root):
 
 def test_kept_reference_is_the_live_one_and_is_read_once(root, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
-    live, stored = make(root), make(root, dpo__reference="kept")
+    live, stored = make(root), make(root, dpo__reference="cached")
     frozen, pairs = live.load_frozen(), moved(live)
     stored.load_frozen()
     assert "reference: " in capsys.readouterr().out
@@ -125,7 +125,7 @@ def test_kept_reference_is_the_live_one_and_is_read_once(root, tmp_path, monkeyp
     assert batch["readers"]["policy"]["reference"].shape == (8, 2)
     one, other = (terms(r, pairs, frozen, batch_of(r), jax.random.key(0)) for r in (live, stored))
     assert float(one.sum) == pytest.approx(float(other.sum), rel=SAME)
-    again = make(root, dpo__reference="kept")
+    again = make(root, dpo__reference="cached")
     again.load_frozen()
     assert "reference: " not in capsys.readouterr().out
     np.testing.assert_array_equal(
@@ -135,7 +135,7 @@ def test_kept_reference_is_the_live_one_and_is_read_once(root, tmp_path, monkeyp
 
 def test_kept_reference_is_found_by_the_tokens_that_the_model_is_given_and_their_flags(root, tmp_path, monkeypatch):
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
-    recipe, seen = make(root, dpo__reference="kept"), []
+    recipe, seen = make(root, dpo__reference="cached"), []
     monkeypatch.setattr(dpo, "key_of", lambda *parts: seen.append(parts) or frozen_cache.key_of(*parts))
     course = recipe.course()
     assert len(seen) == sum(len(data) for data in course.streams)
@@ -150,9 +150,9 @@ def test_kept_reference_is_found_by_the_tokens_that_the_model_is_given_and_their
 
 
 def test_kept_reference_of_several_processes_is_refused_by_name(root, monkeypatch):
-    recipe = make(root, dpo__reference="kept")
+    recipe = make(root, dpo__reference="cached")
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    with pytest.raises(UserError, match=r"config\.dpo\.reference='kept'.*set it to 'live'"):
+    with pytest.raises(UserError, match=r"config\.dpo\.reference = 'cached'.*'recomputed'"):
         recipe.load_frozen()
 
 
@@ -163,11 +163,11 @@ def test_loss_is_of_the_named_kind_with_the_sft_term_beside_it(root):
     margin = np.asarray(plain.terms["rewards/margins"][0])
     hinge = terms(make(root, dpo__loss=("hinge",)), pairs, frozen, batch, jax.random.key(0))
     assert float(hinge.sum) >= 8.0 - float(margin) - 1e-3, "max(0, 1 - margin) of eight pairs"
-    old = terms(make(root, dpo__rpo_alpha=0.5), pairs, frozen, batch, jax.random.key(0))
-    new = terms(
-        make(root, dpo__loss=("sigmoid", "sft"), dpo__weights=(1.0, 0.5)), pairs, frozen, batch, jax.random.key(0)
+    alone, both = (
+        terms(make(root, dpo__loss=kinds, dpo__weights=weights), pairs, frozen, batch, jax.random.key(0))
+        for kinds, weights in ((("sft",), (1.0,)), (("sigmoid", "sft"), (1.0, 0.5)))
     )
-    assert float(old.sum) == pytest.approx(float(new.sum), rel=SAME) != pytest.approx(float(plain.sum), rel=SAME)
+    assert float(both.sum) == pytest.approx(float(plain.sum) + 0.5 * float(alone.sum), rel=SAME)
 
 
 @pytest.mark.parametrize("micro", [2, 8])
@@ -214,13 +214,13 @@ def test_no_prompt_is_on_both_sides_and_every_bucket_holds_a_batch(root):
     [
         ({"lora__targets": ("qkv_proj",)}, "'qkv_proj' matches no matrix"),
         ({"dpo__loss": ("sigmod",)}, "mean 'sigmoid'"),
-        ({"dpo__weights": (1.0, 2.0)}, "a weight for each"),
-        ({"dpo__held_out": 0.0}, "nothing is held out"),
-        ({"data__train": "cards"}, "name a .json or .jsonl file"),
-        ({"dpo__label_smoothing": 0.1, "dpo__loss": ("ipo",)}, "only sigmoid and robust know it"),
-        ({"dpo__label_smoothing": 0.5}, "below 0.5"),
-        ({"dpo__label_smoothing": -0.1}, "must not be below 0"),
-        ({"dpo__beta": 0.0}, "must be above 0"),
+        ({"dpo__weights": (1.0, 2.0)}, "dpo.weights"),
+        ({"data__held_out": 0.0}, "data.held_out"),
+        ({"data__train": "cards"}, "data.train = 'cards'"),
+        ({"dpo__label_smoothing": 0.1, "dpo__loss": ("ipo",)}, "label_smoothing = 0.1.*sigmoid and robust"),
+        ({"dpo__label_smoothing": 0.5}, "label_smoothing = 0.5.*below 0.5"),
+        ({"dpo__label_smoothing": -0.1}, "label_smoothing = -0.1"),
+        ({"dpo__beta": 0.0}, "dpo.beta = 0.0.*above 0"),
         ({"dpo__beta": float("nan")}, "finite"),
         ({"dpo__weights": (float("inf"),)}, "finite"),
     ],
