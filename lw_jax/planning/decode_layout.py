@@ -23,7 +23,7 @@ def settle_layers(cfg: Config, placed: Placement, room: Room | None) -> Config:
     many = not 0 < cfg.eval.examples < MANY
     on_gpu = placed.learner.devices.flat[0].platform == "gpu"  # a CPU decodes as fast from stacked layers
     unstacked = many and on_gpu and room is not None and unstacked_bytes(cfg, placed) <= room.limit
-    return dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers="apart" if unstacked else "stacked"))
+    return dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers="unstacked" if unstacked else "stacked"))
 
 
 def unstacked_bytes(cfg: Config, placed: Placement) -> int:
