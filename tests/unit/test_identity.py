@@ -115,7 +115,7 @@ def test_file_edited_in_place_is_refused_by_name_where_a_run_is_resumed(kinds, t
             kinds.write(kind, name, edit=name == "train")
         changed = recipes.identity(kinds.make(kind), first.cfg)
         assert [key for key in identity if identity[key] != changed.get(key)] == [name]
-        with pytest.raises(UserError, match=rf"checkpoint 3 was made with {name}=\w+, this run has {name}=\w+; "):
+        with pytest.raises(UserError, match=rf"checkpoint 3 .*{name}="):
             open_folder(tmp_path / "saved", changed)
         if kind != "passages":
             kinds.write(kind, name, edit=name == "validation")
