@@ -342,7 +342,7 @@ def test_cut_keeps_the_question_fills_the_limit_and_is_counted():
 
 def test_prompt_beyond_the_limit_without_any_context_is_dropped():
     spec = layout(context_tokens=9, overlong="cut")
-    with pytest.raises(UserError, match="even without its context, as example 'cards/train/0/0'"):
+    with pytest.raises(UserError, match="'cards/train/0/0'"):
         batches.encode(CARDS[:2], layout=spec, rows=("text",))
 
 
@@ -358,7 +358,7 @@ def test_single_prompt_equals_the_data_set_without_answers():
         batches.encode_prompt(LONG.context, e.question, layout=layout(window=300))
     with pytest.raises(UserError, match=r"config\.encoder\.window=300"):
         batches.encode_prompt(LONG.context, e.question, layout=layout(window=300, overlong="drop"))
-    with pytest.raises(UserError, match="needs a context and a question"):
+    with pytest.raises(UserError, match="context.*question"):
         batches.encode_prompt(e.context, " ", layout=layout())
 
 
@@ -439,9 +439,9 @@ def test_beginning_alone_gives_what_the_whole_row_gives(monkeypatch, overlong):
 
 
 def test_mixed_and_missing_examples_are_refused():
-    with pytest.raises(UserError, match="some examples have answers"):
+    with pytest.raises(UserError, match="answers"):
         batches.encode([CARDS[0], Example("x", "c", "q", ())], layout=layout())
-    with pytest.raises(UserError, match="the list is empty"):
+    with pytest.raises(UserError, match="none of 0"):
         batches.encode([], layout=layout())
 
 
