@@ -484,7 +484,7 @@ def test_batch_holds_both_sides_and_flags_at_the_tokens_themselves(load):
         "weights": ((2, 1), "float32"),
         "training": ((2,), "float32"),
     }
-    assert not fields["training"].any(), "dropout is asked for by name"
+    assert not fields["training"].any(), "dropout needs its own flag"
     learned = dataclasses.replace(
         data, training=True, reference=lambda rows: {"reference": np.full((len(rows), 2), 5.0)}
     )

@@ -204,7 +204,7 @@ def test_tensor_stored_twice_is_refused_by_name(tmp_path, llama):
     parts = [load_file(folder / f"model-{i}.safetensors") for i in range(2)]
     name = sorted(parts[0])[0]
     save_file(parts[1] | {name: parts[0][name]}, folder / "model-1.safetensors")
-    with pytest.raises(UserError, match=f"{name} stands in model-0"):
+    with pytest.raises(UserError, match=f"{name} .*model-0"):
         weights.load(folder, dtype=jnp.float32)
 
 
