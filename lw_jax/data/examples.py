@@ -22,6 +22,7 @@ from lw_jax.data import question_cards, rows
 Split = Literal["train", "validation"]
 
 _log = logging.getLogger(__name__)
+VALIDATION_CARDS = 256  # made; data.validation_limit takes fewer
 _FORMATS = (
     'SQuAD JSON, HotpotQA JSON, or rows {"context": ..., "question": ..., "answers": [...]} (JSONL or a JSON array)'
 )
@@ -88,10 +89,10 @@ def load(data: config.Data, split: Split, *, seed: int) -> list[Example]:
             'name another file or split, or "cards"'
         )
     train = split == "train"
-    source, limit = (data.train, data.train_limit) if train else (data.validation, data.validation_limit)
+    source, limit = (data.train, 0) if train else (data.validation, data.validation_limit)
     if source not in question_cards.STYLES:
         return read(source, limit=limit, split=split)
-    count = data.cards if train else data.validation_cards
+    count = data.cards if train else VALIDATION_CARDS
     examples = question_cards.make(count, facts=data.facts, seed=seed, split=split, style=source)
     return [examples[i] for i in spread(len(examples), limit)]
 

@@ -40,7 +40,7 @@ def pick(
             cost = float(costs[reader, position])
             record |= {"joint_nll": cost if np.isfinite(cost) else None, "picked": bool(chosen[position] == reader)}
 
-    bootstrap = Bootstrap(len(chosen), resamples=options.resamples, seed=seed)
+    bootstrap = Bootstrap(len(chosen), seed=seed)
 
     def score(values: np.ndarray, key: str) -> Row:
         estimate = bootstrap.mean(values)

@@ -38,13 +38,13 @@ class Evaluation:
 def evaluate(wire: TrainedWire) -> Evaluation:
     """Returns the results that `cfg.eval` of the wire's configuration asks for."""
     cfg, layout = wire.recipe.cfg, wire.recipe.layout
-    bootstrap = {"resamples": cfg.eval.resamples, "seed": cfg.seed}
+    bootstrap = {"seed": cfg.seed}
     batch, bench = _batch(wire.recipe), _bench(wire)
     measured = measure(wire, batch)
     latents = measured.latents[different_inputs(measured, layout)]
     curve = None
     if cfg.eval.curve != "none":
-        named = {"encoder": wire.encoder_fingerprint, "seed": cfg.seed}
+        named = {"sent": cfg.stages.answer, "encoder": wire.encoder_fingerprint, "seed": cfg.seed}
         curve = _fitting(
             batch, cfg.eval, lambda options: quality_curve.sweep(bench, measured, options=options, **named)
         )
@@ -68,7 +68,7 @@ def measure(wire: TrainedWire, batch: micro_batch_search.Batch | None = None) ->
     encoded = recipe.data("validation", rows=recipe.cfg.eval.rows)
     for line in encoded.describe():
         print(line, flush=True)
-    if recipe.cfg.eval.layers == "apart":
+    if recipe.cfg.eval.layers == "unstacked":
         print("answers: layers unstacked (eval.layers)", flush=True)
     return _fitting(batch, recipe.cfg.eval, lambda options: control_rows.measure(bench, encoded, options=options))
 

@@ -42,14 +42,13 @@ class Reader:
 
     config: decoder.DecoderConfig
     adapter_hidden: int
-    calibration: str
     stops: tuple[int, ...]
     mode: decoder.Mode = decoder.Mode()
     unstacked: bool = False  # in generation: see `decoder.unstack_layers`
 
     def adapter(self, width: int) -> Pure[adapter.Adapter]:
         """Describes the adapter from latents of this width."""
-        return adapter.make(width, self.adapter_hidden, self.config.width, calibration=self.calibration)
+        return adapter.make(width, self.adapter_hidden, self.config.width)
 
 
 @dataclasses.dataclass(frozen=True)

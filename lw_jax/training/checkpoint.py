@@ -70,7 +70,7 @@ class Checkpointer:
     def __init__(self, folder: Path | str, *, keep: int, identity: dict[str, str] | None) -> None:
         """Opens a folder; with None as identity it reads any checkpoint and cannot save."""
         if keep < 1:
-            raise UserError(f"train.keep={keep}: must be 1 or more")
+            raise UserError(f"keep={keep}: must be 1 or more")
         self._folder = Path(folder).absolute()
         self._policy = policies.AnyPreservationPolicy(
             [
@@ -205,7 +205,7 @@ class Checkpointer:
     def _replaced_error(self) -> UserError:
         return UserError(
             f"{self._folder}: each of {TRIES} checkpoints was replaced while it was read; read when the run has "
-            "ended, or train with a larger train.keep or train.checkpoint_every"
+            "ended, or train with a larger train.checkpoint_every"
         )
 
     def steps(self) -> list[int]:
@@ -242,7 +242,7 @@ class Checkpointer:
             free = shutil.disk_usage(self._folder).free
             raise UserError(
                 f"{self._folder}: checkpoint {step} does not fit: it needs up to {size} bytes, {free} are free (or a "
-                "quota is reached); free space or lower train.keep, then start the same command again: earlier "
+                "quota is reached); free space, then start the same command again: earlier "
                 "checkpoints are whole"
             ) from error
         if isinstance(error, OSError):

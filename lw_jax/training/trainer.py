@@ -28,7 +28,7 @@ from lw_jax.training.train_step import State
 from sharding import place
 
 _REMEDY = (
-    "The checkpoint is kept. To go on all the same: --config.train.alarm=tell, or a later train.alarm_step; to mend "
+    "The checkpoint is kept. To go on all the same: --config.train.alarm=warn, or a later train.alarm_step; to mend "
     "it: a lower optim.learning_rate, adapter.start='aligned', stages.pretrain.share, more examples"
 )
 

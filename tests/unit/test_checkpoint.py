@@ -277,12 +277,12 @@ def test_other_shape_dtype_or_path_is_refused_and_not_taken_for_damage(tmp_path)
 
 
 def test_fewer_than_one_kept_is_refused(tmp_path):
-    with pytest.raises(UserError, match="train.keep=0"):
+    with pytest.raises(UserError, match="keep=0"):
         reopen(tmp_path, keep=0)
 
 
 def replace_newest(folder: Path) -> None:
-    """Does to a checkpoint what a training run with train.keep=1 does while another process reads it."""
+    """Does to a checkpoint what a training run with keep=1 does while another process reads it."""
     newest = max(int(path.name) for path in folder.iterdir())
     with reopen(folder, keep=1) as checkpointer:
         checkpointer.restore(abstract(make_state()))

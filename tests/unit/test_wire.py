@@ -158,7 +158,7 @@ def test_pretrained_body_keeps_its_first_layers(root):
 
 
 def test_more_layers_than_the_body_has_are_refused(root):
-    with pytest.raises(UserError, match="config.encoder.layers=4 but the body has 3 layers"):
+    with pytest.raises(UserError, match="encoder.layers=4.* 3 "):
         tiny.make_recipe(root, encoder__kind="lm", encoder__source=str(tiny.readers(root)["qwen"]), encoder__layers=4)
 
 
