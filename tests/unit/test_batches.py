@@ -432,8 +432,8 @@ def test_beginning_alone_gives_what_the_whole_row_gives(monkeypatch, overlong):
     found = [CARDS[0], long, *CARDS[3:9], dataclasses.replace(CARDS[9], question=long.context)]
     spec = layout(overlong=overlong, context_tokens=90)
     whole = batches.encode(found, layout=spec, rows=batches.PROMPT_ROWS)
-    monkeypatch.setattr(batches, "WIDEST", 2)
-    monkeypatch.setattr(batches, "MARGIN", 20)
+    monkeypatch.setattr(prompt_tokens, "WIDEST", 2)
+    monkeypatch.setattr(prompt_tokens, "MARGIN", 20)
     cut = batches.encode(found, layout=spec, rows=batches.PROMPT_ROWS)
     assert cut.digest() == whole.digest() and cut.counts == whole.counts
 
