@@ -51,7 +51,7 @@ class _RemovedError(Exception):
     """A checkpoint was removed while it was read."""
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass  # not frozen: the protocol has settable attributes
 class _Candidate:
     """A checkpoint as orbax's preservation policies see it."""
 
