@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import run
+from lw_jax.commands import parser
 from lw_jax.core import config, config_file, runtime, validation
 from lw_jax.data import question_cards
 from lw_jax.training import metrics
@@ -144,11 +144,10 @@ def readme_commands() -> list[str]:
 @pytest.mark.parametrize("command", readme_commands())
 def test_every_readme_command_is_accepted(command: str) -> None:
     words = shlex.split(command)
-    assignments, rest = config_file.take_assignments(words[words.index("run.py") + 1 :])
-    args = run.parse(rest)
+    args = parser.parse(words[words.index("run.py") + 1 :])
     if args.config:
         values = config_file.load(args.config, root=PROJECT)
-        config_file.override(values, assignments)
+        config_file.override(values, args.assignments)
         validation.validate(config.build(values))
 
 
@@ -199,6 +198,7 @@ TINY = (
     "--config.selfmade.steps=2 --config.optim.warmup_steps=1 --config.train.steps=4 --config.train.global_batch=32 "
     "--config.train.micro_batch=8 --config.train.log_every=1 --config.compute.dtype=fp32 --config.eval.examples=16"
 ).split()
+SINGLE = ("--config.mesh.placement=single", "--config.compute.remat=none")
 
 
 @pytest.mark.slow
@@ -207,7 +207,7 @@ def test_h100x4_trains_on_four_virtual_devices_under_its_own_placement(tmp_path:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "placement replicate: data=4 x model=1 on 4 cpu" in done.stdout
     assert "step 4/4" in done.stdout
-    single = start("--config", "configs/machines/h100x1.py", *TINY, "--workdir", "w1", cwd=tmp_path)
+    single = start(*("--config", "configs/large.py", *TINY, *SINGLE, "--workdir", "w1"), cwd=tmp_path)
     assert single.returncode == 0, single.stdout + single.stderr
     np.testing.assert_allclose(logged_losses(tmp_path / "w"), logged_losses(tmp_path / "w1"), rtol=1e-5)
 
