@@ -31,10 +31,7 @@ def alone(root, tmp_path_factory):
 
 
 PLACED = {
-    "replicate 2": {"devices": 2},
-    "replicate 4": {"devices": 4},
     "replicate 8": {"devices": 8},
-    "fsdp 4": {"devices": 4, "strategy": "fsdp"},
     "fsdp 8": {"devices": 8, "strategy": "fsdp"},
     "accumulate 4": {"train__micro_batch": 2},
     "fsdp 2 accumulate 2": {"devices": 2, "strategy": "fsdp", "train__micro_batch": 2},
