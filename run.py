@@ -17,7 +17,7 @@ from sharding.errors import PlacementError
 ROOT = Path(__file__).resolve().parent
 UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # what the user can mend, anywhere
 VERBS = {
-    "train": ("lw_jax.training.trainer", "trains, or goes on from the last checkpoint of --workdir (the default verb)"),
+    "train": ("lw_jax.commands.train", "trains, or goes on from the last checkpoint of --workdir (the default verb)"),
     "eval": ("lw_jax.commands.evaluate", "measures a trained wire beside its controls; --workdir alone is enough"),
     "plan": (
         "lw_jax.commands.plan",

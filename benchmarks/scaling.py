@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common, planned
-from lw_jax.core import config_file, environment
+from lw_jax.core import config, config_file, environment
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError, leave
 
@@ -137,9 +137,9 @@ def measure_all(ask: Any, *, lengths: Iterable[int], batches: Iterable[int]) -> 
 
 def outline(cfg: Config) -> Row:
     """Returns the unit of the recipe's examples, how many an example has, and the global batch."""
-    from lw_jax import recipes
+    from lw_jax.training.recipe import unit_of
 
-    unit, length = recipes.count(_make(cfg))
+    unit, length = unit_of(_make(cfg))
     return {"unit": unit, "length": length, "global_batch": cfg.train.global_batch}
 
 
@@ -195,9 +195,8 @@ def at(cfg: Config, point: Point) -> Config:
 def _make(cfg: Config) -> Any:
     """Returns the recipe on one device, without recomputation."""
     from lw_jax import recipes
-    from lw_jax.planning import placement_search
 
-    return recipes.outline(placement_search.with_remat(cfg, "none"))
+    return recipes.outline(config.with_remat(cfg, "none"))
 
 
 def plan_one(cfg: Config, point: Point, card: str, *, estimate: bool) -> Row:
@@ -231,7 +230,7 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
     own, card = at(cfg, point), gpus.of_device(devices[0])
     room = micro_batch_search.room(own)
     if room is None and own.compute.remat == "auto":  # there is no reason to recompute
-        own = placement_search.with_remat(own, "none")
+        own = config.with_remat(own, "none")
     hardware = placement_search.Hardware(
         devices, room or micro_batch_search.Room(UNBOUNDED, 1.0), gpus.Target(card, point.devices) if card else None
     )
@@ -241,8 +240,8 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
         return row | {"obstacle": "; ".join(one.obstacle for one in tried)}
     if "step" not in best.needs.programs:
         raise UserError(f"config.mesh.placement = {best.strategy!r}: measure one whose step is one program: replicate")
-    recipe = recipes.make(placement_search.with_remat(own, best.remat), best.placement, outline=True)
-    program, needs = Program(placement_search.with_remat(own, best.remat), recipe), best.needs
+    recipe = recipes.make(config.with_remat(own, best.remat), best.placement, outline=True)
+    program, needs = Program(config.with_remat(own, best.remat), recipe), best.needs
     ids = getattr(getattr(recipe, "model", None), "vocab", 0)  # equal tokens would meet in one row of a learning table
     with micro_batch_search.out_of_memory():
         batch = timing.fill(program.batch(recipe.batch_widths(), needs.accumulation), ids=ids)

@@ -9,15 +9,17 @@ from typing import Any
 import jax
 
 from lw_jax import recipes
+from lw_jax.benchmarking.rows import Row
 from lw_jax.benchmarking.timing import Ceilings
+from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models.wire import Prompt
-from lw_jax.planning import decode_layout, gpus, hlo_counts, placement_search, planner, roofline, workload
-from lw_jax.planning.workload import Row
+from lw_jax.planning import decode_layout, gpus, hlo_counts, planner, roofline, workload
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import micro_batch_search
+from lw_jax.training.recipe import unit_of
 from sharding import place
 from sharding import placement as placements
 
@@ -49,7 +51,7 @@ class Predicted:
         )
         card = self.target.card
         room = micro_batch_search.room_of(cfg, card.memory_bytes)
-        self.cfg = decode_layout.settle_layers(placement_search.with_remat(cfg, best["remat"]), self.placement, room)
+        self.cfg = decode_layout.settle_layers(config.with_remat(cfg, best["remat"]), self.placement, room)
         self.recipe: Any = recipes.make(self.cfg, self.placement, outline=True)
         dtype = workload.arithmetic(cfg)
         self.ceilings = Ceilings(dtype, card.peak[_WORDS[dtype]], card.bandwidth)
@@ -76,7 +78,7 @@ class Predicted:
         """Returns what the plan says of the step."""
         best, work = self.plan["chosen"], workload.step_flops(self.cfg)
         seconds, batch = best["step_seconds"], self.cfg.train.global_batch
-        unit, each = recipes.count(self.recipe)
+        unit, each = unit_of(self.recipe)
         return [
             Row(
                 "step",

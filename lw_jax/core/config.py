@@ -463,3 +463,8 @@ def _repr(value: Any) -> str:
 _WHOLE = 2**63  # what no file and no array holds
 _MANY = {int: "whole numbers", float: "numbers", str: "words"}
 _KINDS = {int: "a whole number", float: "a finite number", str: "a string"}
+
+
+def with_remat(cfg: Config, remat: str) -> Config:
+    """Returns the configuration with this recomputation (compute.remat)."""
+    return dataclasses.replace(cfg, compute=dataclasses.replace(cfg.compute, remat=remat))

@@ -25,8 +25,8 @@ def pick(
     A candidate is a reader's answer; its cost is the mean over all readers, each with its own latents, of the
     candidate's NLL a token, EOS included. The cheapest is picked, of equal ones the earlier reader's. One that is empty
     or cannot be tokenised has no cost and is picked only where none has: then the first reader's. "oracle" is the best
-    reader for each example, "agreement" the share of examples where all say the same after normalisation, "unscored"
-    the number of examples where no candidate has a cost. Adds "joint_nll" (None: no cost) and "picked" to every
+    reader for each example, "agreement" the share of examples with equal answers after normalisation, "unscored" the
+    number of examples where no candidate has a cost. Adds "joint_nll" (None: no cost) and "picked" to every
     record of the row.
     """
     readers = [name for name in bench.frozen if measured.of(name, ROW)]
@@ -108,9 +108,9 @@ def _costs(
 
 
 def _examples(measured: Measured, candidates: Sequence[_Candidate]) -> list[Example]:
-    """Returns each candidate as its example's answer, and one example as it is, which is never dropped.
+    """Returns each candidate as its example's answer, and one unchanged example, which is never dropped.
 
-    Without that one `encode` would refuse where it can use no candidate at all, as those of an untrained wire.
+    `encode` refuses data without a usable example, as the candidates of an untrained wire may be.
     """
     own = [measured.encoded.examples[index] for index in measured.indices]
     found = [

@@ -3,8 +3,9 @@
 import dataclasses
 
 from lw_jax import recipes
+from lw_jax.core import config
 from lw_jax.core.config import Config
-from lw_jax.planning import placement_search, workload
+from lw_jax.planning import workload
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory
 from lw_jax.training.micro_batch_search import Room
@@ -31,7 +32,7 @@ def bytes_apart(cfg: Config, placed: Placement) -> int:
     That is all weights, the reader's layers once more and its cache twice; the moments of training, which reading does
     not load, stand for what else there is.
     """
-    own = placement_search.with_remat(cfg, "none")
+    own = config.with_remat(cfg, "none")
     recipe = recipes.make(own, placed, outline=True)
     assert isinstance(recipe, LatentWire), "the recipe's name says so"
     return memory.placed_bytes(Program(own, recipe)) + max(_copies(cfg, recipe, name) for name in placed.readers)

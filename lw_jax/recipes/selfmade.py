@@ -30,6 +30,8 @@ from lw_jax.hub import sources, weights
 from lw_jax.losses import token_losses
 from lw_jax.models import decoder, wire
 from lw_jax.training.recipe import Weights
+from lw_jax.training.trainer import Run
+from sharding import mesh as meshes
 from sharding import placement, rules, tables
 
 PREFIX = "selfmade:"
@@ -115,6 +117,38 @@ def decoder_config(cfg: Config, source: str) -> decoder.DecoderConfig:
         max_positions=1024,
         tied=False,
         qkv_bias=kind.qkv_bias,
+    )
+
+
+def make_readers(cfg: Config) -> None:
+    """Trains and saves the self-made readers that the configuration names and the cache lacks."""
+    named = {llm.source for llm in cfg.llms.values()} | {cfg.encoder.source}
+    made = (source for source in named if source.startswith(PREFIX))
+    missing = sorted(source for source in made if not (folder(cfg, source) / "config.json").exists())
+    if missing:
+        for split in ("train", "validation"):  # a broken row is reported now, not after minutes of making readers
+            examples.load(cfg.data, split, seed=cfg.seed)
+    own = _training_config(cfg)
+    for source in missing:
+        print(f"reader {source}: trained here once, then frozen", flush=True)
+        recipe = SelfmadeReader(own, meshes.make(data=1, model=1), source=source)
+        run = Run(own, recipe, None, None)
+        run.train(lambda step: False)
+        recipe.save(run.state["trainable"])
+
+
+def _training_config(cfg: Config) -> Config:
+    """Returns the configuration of the readers' own training: one stage, seed 0, the steps of `cfg.selfmade`."""
+    sizes = cfg.selfmade
+    unused = {name: dataclasses.replace(getattr(cfg.stages, name), share=0.0) for name in ("align", "pretrain")}
+    return dataclasses.replace(
+        cfg,
+        seed=0,
+        stages=config.Stages(**unused, answer=dataclasses.replace(cfg.stages.answer, share=1.0, rate=1.0)),
+        train=dataclasses.replace(
+            cfg.train, steps=sizes.steps, global_batch=sizes.batch, micro_batch=0, log_every=100, eval_every=0
+        ),
+        optim=dataclasses.replace(OPTIM, learning_rate=sizes.learning_rate, warmup_steps=sizes.steps // 10),
     )
 
 

@@ -1,39 +1,21 @@
 """What an earlier run of the same recipe took: seconds a step and memory of a card, from the records in its folder."""
 
 import dataclasses
-import json
 import math
 import re
 import statistics
-import time
 from pathlib import Path
 from typing import Any
 
-import jax
-import msgspec
-
-from lw_jax.core import schema
 from lw_jax.core.config import Config, diff, flatten, meaning, to_dict
 from lw_jax.core.errors import UserError
 from lw_jax.planning import gpus
+from lw_jax.training import hardware_record
+from lw_jax.training.hardware_record import HardwareRecord
 from lw_jax.training.run_folder import read_config, read_metrics, read_rows
-from sharding.placement import Placement
 
-FILE = "hardware.json"
 TOLD = 3  # differing values named in a line
 Plan = dict[str, Any]  # of `lw_jax.planning.planner`
-
-
-@dataclasses.dataclass(frozen=True)
-class Hardware:
-    """What a run computes on, and how; the file's keys."""
-
-    kind: str  # as the runtime says it, for people
-    card: str  # of `targets.CARDS`; empty: none of them
-    devices: int  # in use
-    hosts: int
-    strategy: str
-    remat: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +23,7 @@ class Record:
     """One run's measurements."""
 
     workdir: Path
-    hardware: Hardware
+    hardware: HardwareRecord
     step_seconds: float  # median of the logged laps
     laps: int
     peak_bytes: float | None  # of the fullest device; None where the runtime told none
@@ -65,21 +47,6 @@ class Record:
         return [f"measured with other values than the job's: {'; '.join(self.differences[:TOLD])}{more}"]
 
 
-def write_hardware(workdir: Path, cfg: Config, placed: Placement) -> None:
-    """Keeps what a run is about to compute on; of a run that goes on elsewhere, only what comes counts as measured."""
-    device = placed.learner.devices.flat[0]
-    card = gpus.of_device(jax.local_devices()[0])
-    name = card.name if card else ""
-    now = Hardware(device.device_kind, name, placed.devices, jax.process_count(), placed.strategy, cfg.compute.remat)
-    file, metrics = workdir / FILE, workdir / "metrics.jsonl"
-    if file.exists() and _parse(file)[0] == now:
-        return
-    logged = [row["step"] for row in read_metrics(metrics)] if metrics.exists() else []
-    since = {"since_step": max(logged, default=0), "since_time": time.time() if logged else 0.0}
-    workdir.mkdir(parents=True, exist_ok=True)
-    file.write_text(json.dumps(dataclasses.asdict(now) | since, indent=2) + "\n", encoding="utf-8")
-
-
 def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
     """Returns what the run in a folder measured, for the job of a plan.
 
@@ -89,17 +56,17 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
     workdir = workdir.expanduser().absolute()
     old = read_config(workdir)
     _check_run(workdir, old, cfg)
-    hardware, since_step, since_time = _parse(workdir / FILE)
+    hardware = _read_hardware(workdir)
     _check_machine(workdir, hardware, plan)
     log = workdir / "metrics.jsonl"
-    rows = [row for row in read_metrics(log) if row["step"] > since_step] if log.exists() else []
+    rows = [row for row in read_metrics(log) if row["step"] > hardware.since_step] if log.exists() else []
     laps = [row.get("train/seconds_per_step") for row in rows]
     found = [lap for lap in laps if isinstance(lap, (int, float)) and math.isfinite(lap) and lap > 0]
     if not found:
         rule = f"they are logged every train.log_every = {old.train.log_every} steps: let that run train longer"
         raise UserError(f"--measured {workdir}: no seconds a step in {log.name}; {rule}, or leave the flag out.")
     devices = [row for path in sorted(workdir.glob("devices*.jsonl")) for row in read_rows(path)]
-    peaks = [row["peak_bytes"] for row in devices if row.get("time", 0) >= since_time and "peak_bytes" in row]
+    peaks = [row["peak_bytes"] for row in devices if row.get("time", 0) >= hardware.since_time and "peak_bytes" in row]
     return Record(
         workdir=workdir,
         hardware=hardware,
@@ -110,27 +77,13 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
     )
 
 
-class _File(msgspec.Struct, frozen=True):
-    """hardware.json: the fields of `Hardware`, and since when they hold."""
-
-    kind: str
-    card: str
-    devices: schema.Size
-    hosts: schema.Size
-    strategy: str
-    remat: str
-    since_step: schema.Index
-    since_time: float
-
-
-def _parse(file: Path) -> tuple[Hardware, int, float]:
+def _read_hardware(workdir: Path) -> HardwareRecord:
     try:
-        found = schema.read(file, _File, remedy="the file must be as training wrote it: remove it")
+        return hardware_record.read(workdir)
     except FileNotFoundError as error:
         rule = "training writes it, since this version: let a run of a few steps be made there"
+        file = workdir / hardware_record.FILE
         raise UserError(f"{file}: missing, so that nobody knows what was measured on; {rule}.") from error
-    named = (field.name for field in dataclasses.fields(Hardware))
-    return Hardware(**{name: getattr(found, name) for name in named}), found.since_step, found.since_time
 
 
 def _check_run(workdir: Path, old: Config, cfg: Config) -> None:
@@ -144,7 +97,7 @@ def _check_run(workdir: Path, old: Config, cfg: Config) -> None:
             )
 
 
-def _check_machine(workdir: Path, found: Hardware, plan: Plan) -> None:
+def _check_machine(workdir: Path, found: HardwareRecord, plan: Plan) -> None:
     chosen = plan["chosen"]
     if chosen is None:
         return  # nothing fits: refused with the plan's own words
@@ -160,7 +113,7 @@ def _check_machine(workdir: Path, found: Hardware, plan: Plan) -> None:
     raise UserError(f"--measured {workdir}: measured on {theirs}, --target {plan['target']} uses {mine}; {remedy}.")
 
 
-def _placed_otherwise(found: Hardware, chosen: Plan | None) -> list[str]:
+def _placed_otherwise(found: HardwareRecord, chosen: Plan | None) -> list[str]:
     if chosen is None:
         return []
     pairs = (("placement", found.strategy, chosen["strategy"]), ("remat", found.remat, chosen["remat"]))

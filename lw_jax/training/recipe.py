@@ -95,6 +95,11 @@ class Counted(Recipe, Protocol):
         ...
 
 
+def unit_of(recipe: Recipe) -> tuple[str, int]:
+    """Returns the unit that the logs count and its number in an example: ("tokens", 512), else ("samples", 1)."""
+    return recipe.unit if isinstance(recipe, Counted) else ("samples", 1)
+
+
 @runtime_checkable
 class Watched(Recipe, Protocol):
     """A recipe that can tell from a validation that a run is worth nothing."""

@@ -1,97 +1,36 @@
 """The trainer: one jitted step and one loop for every recipe. It never asks which recipe it runs."""
 
 import contextlib
-import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lw_jax import recipes
-from lw_jax.core import config, processes, runtime
+from lw_jax.core import runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
-from lw_jax.data import examples
 from lw_jax.data.data_schedule import Course, widths_of
 from lw_jax.data.loader import Loader
-from lw_jax.hub import sources
-from lw_jax.planning import planner
-from lw_jax.recipes.selfmade import OPTIM, PREFIX, SelfmadeReader, folder
-from lw_jax.slurm import past_runs
 from lw_jax.training import metrics, micro_batch_search, optimizers, preflight, validation_room
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.device_monitor import Devices, Sampler
 from lw_jax.training.held_out import HeldOut
 from lw_jax.training.program import Program
 from lw_jax.training.progress import Live
-from lw_jax.training.recipe import Plannable, Recipe, Watched
+from lw_jax.training.recipe import Plannable, Recipe, Watched, unit_of
 from lw_jax.training.train_step import State
-from sharding import mesh as meshes
 from sharding import place
 
 _REMEDY = (
     "The checkpoint is kept. To go on all the same: --config.train.alarm=tell, or a later train.alarm_step; to mend "
     "it: a lower optim.learning_rate, adapter.start='aligned', stages.pretrain.share, more examples"
 )
-
-
-@processes.Together()
-def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
-    """Trains until `train.steps`, or saves and returns `runtime.REQUEUE` when asked to stop."""
-    del resolved
-    runtime.start()
-    runtime.enable_compile_cache(sources.cache_root() / "compiled")
-    preflight.refuse(preflight.inspect(cfg, None))  # a schedule that cannot be, before minutes of making readers
-    make_selfmade_readers(cfg)
-    cfg, placement = planner.settle(cfg)
-    if jax.process_index() == 0:
-        print(f"{runtime.describe()}\nprecision {planner.precision(cfg)}\n{placement.describe()}", flush=True)
-        past_runs.write_hardware(workdir, cfg, placement)
-    recipe = recipes.make(cfg, placement)
-    found = preflight.inspect(cfg, recipe)
-    preflight.refuse(found)
-    if jax.process_index() == 0:
-        print("".join(f"{one}\n" for one in found), end="", flush=True)
-    identity = recipes.identity(recipe, cfg)
-    with Checkpointer(workdir / "checkpoints", keep=cfg.train.keep, identity=identity) as checkpointer:
-        run = Run(cfg, recipe, checkpointer, workdir)
-        run.prepare()  # until here a signal ends the process at once (`stopping.at_once`): there is nothing to save
-        with runtime.Preemption() as preemption:
-            return run.train(preemption.requested)
-
-
-def make_selfmade_readers(cfg: Config) -> None:
-    """Trains and saves every self-made reader that the configuration names and that is not there yet."""
-    named = {llm.source for llm in cfg.llms.values()} | {cfg.encoder.source}
-    made = (source for source in named if source.startswith(PREFIX))
-    missing = sorted(source for source in made if not (folder(cfg, source) / "config.json").exists())
-    if missing:
-        for split in ("train", "validation"):  # a broken row is told now, not after minutes of making readers
-            examples.load(cfg.data, split, seed=cfg.seed)
-    for source in missing:
-        sizes = cfg.selfmade
-        none = {name: dataclasses.replace(getattr(cfg.stages, name), share=0.0) for name in ("align", "pretrain")}
-        own = dataclasses.replace(
-            cfg,
-            seed=0,
-            stages=config.Stages(**none, answer=dataclasses.replace(cfg.stages.answer, share=1.0, rate=1.0)),
-            train=dataclasses.replace(
-                cfg.train, steps=sizes.steps, global_batch=sizes.batch, micro_batch=0, log_every=100, eval_every=0
-            ),
-            optim=dataclasses.replace(OPTIM, learning_rate=sizes.learning_rate, warmup_steps=sizes.steps // 10),
-        )
-        print(f"reader {source}: trained here once, then frozen", flush=True)
-        recipe = SelfmadeReader(own, meshes.make(data=1, model=1), source=source)
-        run = Run(own, recipe, None, None)
-        run.train(lambda step: False)
-        recipe.save(run.state["trainable"])
 
 
 class Run:
@@ -362,7 +301,7 @@ class Run:
         if not (final or step % train.log_every == 0):
             return
         found = {name: float(value) for name, value in values.items()}
-        unit, each = recipes.count(self.recipe)
+        unit, each = unit_of(self.recipe)
         pace, left = clock.lap(step)
         fields = {name: f"{name} {value:.4g}" for name, value in found.items()}
         row = {f"train/{name}": value for name, value in found.items()}

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 import lw_jax
+from lw_jax.commands import train
 from lw_jax.core.errors import UserError
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import run_folder, trainer
+from lw_jax.training import run_folder
 from sharding import placement
 from tests import tiny
 
@@ -26,7 +27,7 @@ def make(root, reader, **changes):
 
 def run(cfg, folder):
     run_folder.write_workdir(folder, cfg=cfg, base={}, command=["test"])
-    assert trainer.main(cfg, resolved={}, workdir=folder) == 0
+    assert train.main(cfg, resolved={}, workdir=folder) == 0
     return lw_jax.load_wire(folder)
 
 

@@ -115,7 +115,7 @@ def test_error_of_a_verb_that_the_user_can_mend_is_one_line(
     def fail(cfg: Config, **given: Any) -> None:
         raise error
 
-    monkeypatch.setattr(sys.modules["lw_jax.training.trainer"], "main", fail)
+    monkeypatch.setattr(sys.modules["lw_jax.commands.train"], "main", fail)
     assert run.main(SMOKE) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "error: mend this"
 
@@ -124,7 +124,7 @@ def test_error_of_a_verb_that_the_user_can_mend_is_one_line(
 def test_exit_code_of_a_verb_is_passed_on(
     calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, code: int | None, expected: int
 ) -> None:
-    monkeypatch.setattr(sys.modules["lw_jax.training.trainer"], "main", lambda cfg, **given: code)
+    monkeypatch.setattr(sys.modules["lw_jax.commands.train"], "main", lambda cfg, **given: code)
     assert run.main(SMOKE) == expected
 
 
@@ -132,7 +132,7 @@ def test_interrupt_ends_with_130(calls: list[dict[str, Any]], monkeypatch: pytes
     def interrupt(cfg: Config, **given: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["lw_jax.training.trainer"], "main", interrupt)
+    monkeypatch.setattr(sys.modules["lw_jax.commands.train"], "main", interrupt)
     assert run.main(SMOKE) == 130
 
 
@@ -234,7 +234,7 @@ def test_place_that_cannot_be_written_is_one_line_wherever_it_is_found(
         raise OSError(code, os.strerror(code), "some/file")
 
     del calls
-    monkeypatch.setattr(sys.modules["lw_jax.training.trainer"], "main", main)
+    monkeypatch.setattr(sys.modules["lw_jax.commands.train"], "main", main)
     argv = [*SMOKE, "--workdir", "w"]
     if exit_code:
         assert run.main(argv) == exit_code

@@ -16,7 +16,7 @@ from lw_jax.report import page, records
 from tests import tiny
 
 ROWS = ("text", "latents", "shuffled", "none")
-FILES = ["eval.json", "predictions.jsonl", "slots.json", "bytes.csv", "bytes.png"]
+FILES = ["eval.json", "predictions.jsonl", "slots.json", "bytes.csv"]
 
 
 @pytest.fixture(scope="module")

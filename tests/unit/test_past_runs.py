@@ -5,7 +5,6 @@ import statistics
 from pathlib import Path
 from typing import Any
 
-import jax
 import pytest
 
 import run
@@ -14,11 +13,9 @@ from lw_jax.commands import slurm
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.planning import gpus
 from lw_jax.slurm import past_runs
 from lw_jax.slurm.job import Request
-from sharding import mesh as meshes
-from sharding import placement
+from lw_jax.training import hardware_record
 
 KIND = "NVIDIA H100 80GB HBM3"
 HARDWARE = {"kind": KIND, "card": "h100", "devices": 3, "hosts": 1, "strategy": "fsdp", "remat": "full"}
@@ -49,7 +46,7 @@ def folder(tmp_path: Path) -> Path:
 def write(folder: Path, cfg: Config, *, hardware: dict[str, Any] = HARDWARE, laps=LAPS, **since: float) -> Path:
     folder.mkdir(parents=True)
     (folder / "config.json").write_text(json.dumps(config.to_dict(cfg)))
-    (folder / past_runs.FILE).write_text(json.dumps(hardware | {"since_step": 0, "since_time": 0.0} | since))
+    (folder / hardware_record.FILE).write_text(json.dumps(hardware | {"since_step": 0, "since_time": 0.0} | since))
     rows = [{"step": 1, "train/loss": 3.0}, {"step": 5, "validation/loss": 2.0}]
     rows += [{"step": 10 * (i + 1), "train/seconds_per_step": lap} for i, lap in enumerate(laps)]
     (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -123,8 +120,8 @@ def test_other_machine_than_the_target_is_refused_with_both_and_the_remedy(tmp_p
     [
         ("metrics.jsonl", "", r"no seconds a step.*train\.log_every = 10"),
         ("metrics.jsonl", None, "no seconds a step"),
-        (past_runs.FILE, None, r"hardware\.json: missing"),
-        (past_runs.FILE, '{"kind": "x"}', r"hardware\.json: .*as training wrote it"),
+        (hardware_record.FILE, None, r"hardware\.json: missing"),
+        (hardware_record.FILE, '{"kind": "x"}', r"hardware\.json: .*as training wrote it"),
         ("config.json", None, "no run was started there"),
     ],
 )
@@ -141,31 +138,6 @@ def test_what_else_differs_is_told(tmp_path) -> None:
     other = write(tmp_path / "other", changed, hardware=HARDWARE | {"strategy": "replicate"})
     (line,) = past_runs.read(other, resolve(), PLAN).describe_differences()
     assert "placement: replicate -> fsdp; data.context_tokens: 97 -> " in line
-
-
-def test_training_keeps_what_it_computes_on(tmp_path) -> None:
-    cfg, placed = resolve(**{"compute.remat": "full"}), placement.together(meshes.make(data=3, model=1), ["llama"])
-    past_runs.write_hardware(tmp_path, cfg, placed)
-    found = json.loads((tmp_path / past_runs.FILE).read_text())
-    assert (found["kind"], found["card"], found["devices"], found["hosts"]) == (jax.devices()[0].device_kind, "", 3, 1)
-    assert (found["remat"], found["since_step"]) == ("full", 0)
-
-
-def test_run_that_goes_on_keeps_its_record_and_on_another_machine_begins_anew(tmp_path) -> None:
-    cfg, one = resolve(), placement.together(meshes.make(data=1, model=1, devices=jax.devices()[:1]), ["llama"])
-    past_runs.write_hardware(tmp_path, cfg, one)
-    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 70}\n')
-    past_runs.write_hardware(tmp_path, cfg, one)
-    assert json.loads((tmp_path / past_runs.FILE).read_text())["since_step"] == 0
-    past_runs.write_hardware(tmp_path, cfg, placement.together(meshes.make(data=5, model=1), ["llama"]))
-    found = json.loads((tmp_path / past_runs.FILE).read_text())
-    assert (found["since_step"], found["devices"]) == (70, 5) and found["since_time"] > 0
-
-
-def test_card_is_what_the_runtime_reports(tmp_path, monkeypatch) -> None:
-    monkeypatch.setattr(gpus, "of_device", lambda device: gpus.CARDS["h100"])
-    past_runs.write_hardware(tmp_path, resolve(), placement.together(meshes.make(data=2, model=1), ["llama"]))
-    assert json.loads((tmp_path / past_runs.FILE).read_text())["card"] == "h100"
 
 
 # --- the verb ---
@@ -218,6 +190,6 @@ def test_every_job_of_a_list_takes_its_own_record(tmp_path, monkeypatch, capsys)
     for number, name in enumerate(asked):
         assert f"measured in {tmp_path}/before/{name} on 1 x {KIND}: {3 + number} s/step" in text
         assert f"{name}: " in out
-    (tmp_path / "before" / name / past_runs.FILE).unlink()
+    (tmp_path / "before" / name / hardware_record.FILE).unlink()
     assert run.main(words) == 2
     assert f"{name}/hardware.json: missing" in capsys.readouterr().err

@@ -11,14 +11,15 @@ from ml_collections import ConfigDict
 
 from configs import base, large
 from lw_jax import recipes
-from lw_jax.commands import plan, slurm
+from lw_jax.commands import plan, slurm, train
 from lw_jax.commands.plan import Request
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
 from lw_jax.hub import sources
 from lw_jax.planning import estimate, gpus, placement_search, plan_tables, planner
 from lw_jax.planning.placement_search import Hardware
-from lw_jax.training import memory, micro_batch_search, trainer
+from lw_jax.recipes import selfmade
+from lw_jax.training import memory, micro_batch_search
 from lw_jax.training.micro_batch_search import Room
 from lw_jax.training.program import Program
 from sharding import placement as placements
@@ -121,7 +122,7 @@ def test_where_memory_is_not_told_as_many_devices_share_the_batch_as_divide_it(b
     cfg = auto(root, train__global_batch=batch)
     settled, placed = planner.settle(cfg)
     assert (placed.strategy, placed.data, placed.devices) == ("replicate", rows, rows)
-    assert dataclasses.replace(settled, eval=cfg.eval) == placement_search.with_remat(cfg, "none")
+    assert dataclasses.replace(settled, eval=cfg.eval) == config.with_remat(cfg, "none")
     assert settled.eval.layers == "stacked", "this is no GPU"
 
 
@@ -172,9 +173,7 @@ def test_reading_takes_every_device_for_the_batch_where_the_readers_fit(root, me
 def placed_bytes(cfg, model: int) -> int:
     table = "tensor" if model > 1 else "replicate"
     placed = placements.place(table, recipes.reader_bytes(cfg), data=8 // model, model=model)
-    return memory.placed_bytes(
-        Program(placement_search.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
-    )
+    return memory.placed_bytes(Program(config.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True)))
 
 
 @pytest.mark.parametrize("model", [2, 4])
@@ -206,7 +205,7 @@ def curve_of_one(root, tmp_path_factory):
 def train_planned(root, folder, **changes) -> list[float]:
     folder.mkdir()
     cfg = auto(root, train__steps=3, eval__examples=2, **changes)
-    assert trainer.main(cfg, resolved={}, workdir=folder) == 0
+    assert train.main(cfg, resolved={}, workdir=folder) == 0
     return tiny.logged_losses(folder)
 
 
@@ -270,10 +269,10 @@ def test_fewer_devices_than_a_machine_file_wants_are_told_with_every_way_on(root
 
 
 def test_a_schedule_that_cannot_be_is_refused_before_readers_are_made(root, tmp_path, monkeypatch):
-    monkeypatch.setattr(trainer, "make_selfmade_readers", lambda cfg: pytest.fail("readers were made"))
+    monkeypatch.setattr(selfmade, "make_readers", lambda cfg: pytest.fail("readers were made"))
     cfg = tiny.make_config(root, optim__warmup_steps=7, train__steps=6)
     with pytest.raises(UserError, match=r"optim\.warmup_steps=7 is longer than"):
-        trainer.main(cfg, resolved={}, workdir=tmp_path)
+        train.main(cfg, resolved={}, workdir=tmp_path)
 
 
 # ---- plans that are kept

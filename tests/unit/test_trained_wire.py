@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 
 import lw_jax
-from lw_jax.commands import answer
+from lw_jax.commands import answer, train
 from lw_jax.core.errors import UserError
 from lw_jax.data import batches
 from lw_jax.inference import language_model, message_io, trained_wire
 from lw_jax.models import codec
-from lw_jax.training import run_folder, trainer
+from lw_jax.training import run_folder
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -36,7 +36,7 @@ def lm(root):
 def trained(root, folder, seed):
     cfg = tiny.make_config(root, seed=seed, mesh__placement="single", train__steps=2, train__checkpoint_every=2)
     run_folder.write_workdir(folder, cfg=cfg, base={}, command=["test"])
-    assert trainer.main(cfg, resolved={}, workdir=folder) == 0
+    assert train.main(cfg, resolved={}, workdir=folder) == 0
     return lw_jax.load_wire(folder)
 
 

@@ -275,11 +275,11 @@ def test_validation_of_another_source_leaves_all_of_the_text_to_training(root, t
 def test_text_without_a_window_is_refused(root, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("too short")
-    with pytest.raises(UserError, match=r"short.txt: 10 tokens hold no window of 12 \+ 1; give more text"):
+    with pytest.raises(UserError, match=r"short.txt: 10 tokens .*12 \+ 1"):
         tiny.make_ttt(root, data__validation=str(short)).validation()
-    with pytest.raises(UserError, match=r"short.txt: 10 tokens hold no window of 12 \+ 1"):
+    with pytest.raises(UserError, match=r"short.txt: 10 tokens .* 12 \+ 1"):
         tiny.make_ttt(root, data__train=str(short), data__validation=str(tiny.write_text(tmp_path))).course()
-    with pytest.raises(UserError, match=r"tokens hold no window of 5000 \+ 1.*ttt.held_out_length"):
+    with pytest.raises(UserError, match=r"tokens .* 5000 \+ 1.*ttt.held_out_length"):
         tiny.make_ttt(root, ttt__held_out_length=5000).validation()
 
 

@@ -1,0 +1,43 @@
+"""`run.py train`: train a configuration, or resume its run."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from lw_jax import recipes
+from lw_jax.core import processes, runtime
+from lw_jax.core.config import Config
+from lw_jax.hub import sources
+from lw_jax.planning import gpus, planner
+from lw_jax.recipes import selfmade
+from lw_jax.training import hardware_record, preflight
+from lw_jax.training.checkpoint import Checkpointer
+from lw_jax.training.trainer import Run
+
+
+@processes.Together()
+def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
+    """Trains until `train.steps`, or saves and returns `runtime.REQUEUE` when asked to stop."""
+    del resolved
+    runtime.start()
+    runtime.enable_compile_cache(sources.cache_root() / "compiled")
+    preflight.refuse(preflight.inspect(cfg, None))  # an impossible schedule, before minutes of making readers
+    selfmade.make_readers(cfg)
+    cfg, placement = planner.settle(cfg)
+    first = jax.process_index() == 0
+    if first:
+        print(f"{runtime.describe()}\nprecision {planner.precision(cfg)}\n{placement.describe()}", flush=True)
+        card = gpus.of_device(jax.local_devices()[0])
+        hardware_record.write(workdir, cfg, placement, card=card.name if card else "")
+    recipe = recipes.make(cfg, placement)
+    findings = preflight.inspect(cfg, recipe)
+    preflight.refuse(findings)
+    if first:
+        print("".join(f"{finding}\n" for finding in findings), end="", flush=True)
+    identity = recipes.identity(recipe, cfg)
+    with Checkpointer(workdir / "checkpoints", keep=cfg.train.keep, identity=identity) as checkpointer:
+        run = Run(cfg, recipe, checkpointer, workdir)
+        run.prepare()  # until here a signal ends the process at once (`early_signals`): there is nothing to save
+        with runtime.Preemption() as preemption:
+            return run.train(preemption.requested)

@@ -1,0 +1,56 @@
+"""hardware.json: the devices of a run, so that its step times can be reused for a job on the same ones."""
+
+import json
+import time
+from pathlib import Path
+
+import jax
+import msgspec
+
+from lw_jax.core import schema
+from lw_jax.core.config import Config
+from lw_jax.core.files import write_whole
+from lw_jax.training.run_folder import read_metrics
+from sharding.placement import Placement
+
+FILE = "hardware.json"
+
+
+class HardwareRecord(msgspec.Struct, frozen=True):
+    """Devices and placement of a run, and the step and time since when it has them."""
+
+    kind: str  # as the runtime reports it, for people
+    card: str  # of `gpus.CARDS`; empty: none of them
+    devices: schema.Size  # in use
+    hosts: schema.Size
+    strategy: str
+    remat: str
+    since_step: schema.Index = 0
+    since_time: float = 0.0
+
+
+def read(workdir: Path) -> HardwareRecord:
+    """Returns the record of a run's folder.
+
+    Raises:
+      FileNotFoundError: there is none.
+      UserError: it cannot be read.
+    """
+    return schema.read(workdir / FILE, HardwareRecord, remedy="the file must be as training wrote it: remove it")
+
+
+def write(workdir: Path, cfg: Config, placement: Placement, *, card: str) -> None:
+    """Records the devices of a run. A run that resumes on other devices is measured from there on only."""
+    kind = placement.learner.devices.flat[0].device_kind
+    hosts, strategy = jax.process_count(), placement.strategy
+    record = HardwareRecord(kind, card, placement.devices, hosts, strategy, cfg.compute.remat)
+    metrics = workdir / "metrics.jsonl"
+    if (workdir / FILE).exists():
+        old = read(workdir)
+        if msgspec.structs.replace(old, since_step=0, since_time=0.0) == record:
+            return
+    logged = [row["step"] for row in read_metrics(metrics)] if metrics.exists() else []
+    if logged:
+        record = msgspec.structs.replace(record, since_step=max(logged), since_time=time.time())
+    workdir.mkdir(parents=True, exist_ok=True)
+    write_whole(workdir / FILE, json.dumps(msgspec.structs.asdict(record), indent=2) + "\n")
