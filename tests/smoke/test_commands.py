@@ -1,4 +1,4 @@
-"""The README's commands as a user runs them: real processes, XLA's usual optimizations, readers made on the way."""
+"""Commands as a user runs them: real processes, XLA's usual optimizations, readers made on the way."""
 
 import json
 import os
@@ -12,13 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import run
-from lw_jax.core import config, config_file, runtime, validation
+from lw_jax.core import runtime
 from lw_jax.data import question_cards
 from lw_jax.training import metrics
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
-README = (PROJECT / "README.md").read_text(encoding="utf-8")
 GAP = 0.3  # nats per answer token between another text's latents and the right ones; a collapsed wire has 0
 
 
@@ -158,37 +156,10 @@ def test_file_that_is_no_message_is_one_error_with_code_2(verbs: dict[str, Done]
 
 
 @pytest.mark.slow
-def test_readme_python_runs_on_a_trained_run(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    reader = next((Path(os.environ["LW_JAX_CACHE"]) / "selfmade").glob("llama-*"))
-    code = code.replace("runs/smoke-latentwire", str(trained)).replace("path/to/a/model/folder", str(reader))
-    exec(compile(code, "README.md", "exec"), {})
-    size, _ = capsys.readouterr().out.splitlines()[0].split(maxsplit=1)
-    assert int(size) > 0
-
-
-@pytest.mark.slow
 def test_a_trained_folder_is_taken_up_instead_of_starting_anew(verbs: dict[str, Done]) -> None:
     code, out, err = verbs["train again"]
     assert code == 0, err
     assert re.search(r"from step \d+", out)
-
-
-def readme_commands() -> list[str]:
-    lines = [line.split("#")[0].strip() for line in README.splitlines() if "python run.py" in line]
-    spans = [span for line in lines for span in re.findall(r"`([^`]*python run\.py[^`]*)`", line)]
-    return sorted({*spans, *(line for line in lines if line.startswith("python run.py"))})
-
-
-@pytest.mark.parametrize("command", readme_commands())
-def test_every_readme_command_is_accepted(command: str) -> None:
-    words = shlex.split(command)
-    assignments, rest = config_file.take_assignments(words[words.index("run.py") + 1 :])
-    args = run.parse(rest)
-    if args.config:
-        values = config_file.load(args.config, root=PROJECT)
-        config_file.override(values, assignments)
-        validation.validate(config.build(values))
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from lw_jax.commands import plan
 from lw_jax.core import environment
 from lw_jax.planning import planner
 from tests.smoke.test_commands import Done, start_several
