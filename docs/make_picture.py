@@ -68,7 +68,7 @@ def read(run: Path, reader: str) -> tuple[list[dict[str, Any]], dict[str, Any], 
 
 def draw(cards: list[dict[str, Any]], rows: dict[str, Any], slots: int, reader: str) -> Figure:
     """Returns the picture: a table of answers on the left, exact match by row on the right."""
-    figure = Figure(figsize=(13, 4.4), facecolor="white", layout="none")
+    figure = Figure(figsize=(13, 4.4), facecolor="white")
     _draw_answers(figure.add_axes((0.012, 0.02, 0.655, 0.96)), cards, slots, reader)
     _draw_bars(figure.add_axes((0.79, 0.06, 0.2, 0.79)), rows)
     return figure

@@ -273,7 +273,7 @@ def _positions(cfg: Config) -> dict[str, int]:
     """Returns what one reader sees of one example, at its limits."""
     data = cfg.data
     return {
-        "prompt": latentwire.OPENING,
+        "prompt": latentwire.SHARED_PREFIX,
         "latents": cfg.encoder.slots,
         "question": data.question_tokens,
         "answer": data.answer_tokens,

@@ -255,7 +255,7 @@ def constants() -> list[str]:
         "shortest kernel, us": f"{roofline.KERNEL_SECONDS * 1e6:.0f}",
         "start of a collective inside a node, us": f"{roofline.COLLECTIVE_SECONDS * 1e6:.0f}",
         "start of a collective between nodes, us": f"{roofline.NETWORK_SECONDS * 1e6:.0f}",
-        "prompt before the context, tokens": str(latentwire.OPENING),
+        "prompt before the context, tokens": str(latentwire.SHARED_PREFIX),
     }
     return table(("assumed, not measured by this project", "value"), assumed.items())
 

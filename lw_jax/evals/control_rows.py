@@ -43,6 +43,7 @@ class Bench:
         params = self.frozen[name]
         if row in PROMPT_ROWS:
             return self.functions.prompt_from_text(params, fields[row])
+        assert latents is not None, row
         wire = {key: fields[key] for key in WIRE}
         return self.functions.prompt_from_latents(self.trainable, params, wire, latents, name)
 
