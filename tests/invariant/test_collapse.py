@@ -36,7 +36,7 @@ def test_run_that_only_reports_continues_to_its_end_and_one_without_an_alarm_is_
     assert code == 0 and len(losses) == 6
     told = [line for line in capsys.readouterr().out.splitlines() if "collapse at step" in line]
     assert [line.split("collapse at step ")[1][0] for line in told] == ["4", "6"], "and at the end again"
-    code, _, _ = tiny.unsaved_curve(tiny.make_recipe(root, **ONE | {"train__alarm_step": 0}), tmp_path / "off")
+    code, _, _ = tiny.curve(tiny.make_recipe(root, **ONE | {"train__alarm_step": 0}), tmp_path / "off")
     assert code == 0 and "collapse" not in capsys.readouterr().out
 
 
@@ -91,5 +91,5 @@ def test_run_that_learns_is_not_stopped(root, tmp_path):
 @pytest.mark.slow
 def test_trial_of_a_few_steps_is_not_judged(root, tmp_path, capsys):
     changes = ONE | {"train__alarm_step": 500, "train__steps": 2}
-    code, _, _ = tiny.unsaved_curve(tiny.make_recipe(root, **changes), tmp_path / "run")
+    code, _, _ = tiny.curve(tiny.make_recipe(root, **changes), tmp_path / "run")
     assert code == 0 and "collapse" not in capsys.readouterr().out
