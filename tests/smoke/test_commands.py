@@ -38,7 +38,10 @@ for argv in wanted:
     sys.argv[1:] = argv
     out, err = io.StringIO(), io.StringIO()
     with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
-        code = run.main(argv)
+        try:
+            code = run.main(argv)
+        except SystemExit as end:  # argparse
+            code = end.code
     found.append((code, out.getvalue(), err.getvalue()))
 print(json.dumps(found))
 """
