@@ -20,10 +20,10 @@ PROJECT = Path(__file__).resolve().parent.parent.parent
 GAP = 0.3  # nats per answer token between another text's latents and the right ones; a collapsed wire has 0
 
 
-def start(*argv: str, cwd: Path, devices: int = 1, **kwargs) -> subprocess.CompletedProcess[str]:
-    """Runs run.py as a user would, on so many virtual CPU devices."""
+def start(*argv: str, cwd: Path, **kwargs) -> subprocess.CompletedProcess[str]:
+    """Runs run.py as a user would."""
     command = [sys.executable, str(PROJECT / "run.py"), *argv]
-    environ = environment(devices)
+    environ = environment(1)
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, check=False, **kwargs)
 
 
@@ -48,11 +48,8 @@ print(json.dumps(found))
 Done = tuple[int, str, str]
 
 
-def start_several(
-    commands: dict[str, list[str]], *, cwd: Path, devices: int = 1, environ: dict[str, str] | None = None
-) -> dict[str, Done]:
+def start_several(commands: dict[str, list[str]], *, cwd: Path, environ: dict[str, str]) -> dict[str, Done]:
     """Runs command lines one after the other in one process, which imports JAX once; {name: (code, stdout, stderr)}."""
-    environ = environ or environment(devices) | {"PYTHONPATH": str(PROJECT)}
     command = [sys.executable, "-c", SEVERAL, json.dumps(list(commands.values()))]
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, check=False)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr  # nothing from C++ either
@@ -60,9 +57,15 @@ def start_several(
 
 
 def environment(devices: int) -> dict[str, str]:
+    """XLA's usual optimizations, which the settings of conftest.py leave out."""
     quiet = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_NUM_CPU_DEVICES")
     kept = {key: value for key, value in os.environ.items() if key not in quiet}
     return kept | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+
+
+def quick_environment(devices: int) -> dict[str, str]:
+    """The settings of conftest.py, for tiny models whose compilation takes the time."""
+    return os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(PROJECT)}
 
 
 def logged_losses(workdir: Path) -> list[float]:
@@ -116,7 +119,7 @@ def verbs(trained: Path) -> dict[str, Done]:
         "no message": ["answer", *at, *QUESTION, "--message", str(notes)],
         "train again": ["--config", str(PROJECT / "configs" / "smoke.py"), *at],
     }
-    return start_several(commands, cwd=trained.parent)
+    return start_several(commands, cwd=trained.parent, environ=environment(1) | {"PYTHONPATH": str(PROJECT)})
 
 
 @pytest.mark.slow
@@ -201,14 +204,17 @@ TINY = (
 def test_sigterm_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
     argv = ["--config", str(PROJECT / "configs" / "smoke.py"), *TINY, "--config.train.steps=60", "--workdir"]
     command = [sys.executable, "-u", str(PROJECT / "run.py"), *argv, "w"]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=environment(1)) as process:
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=quick_environment(1)
+    ) as process:
         assert process.stdout is not None
         for line in process.stdout:
             if line.startswith("step 3/60"):
                 process.send_signal(signal.SIGTERM)
         assert process.wait() == runtime.REQUEUE
     saved = max(int(path.name) for path in (tmp_path / "w" / "checkpoints").iterdir())
-    done = start_several({"resumed": [*argv, "w"], "unbroken": [*argv, "u"]}, cwd=tmp_path)
+    both = {"resumed": [*argv, "w"], "unbroken": [*argv, "u"]}
+    done = start_several(both, cwd=tmp_path, environ=quick_environment(1))
     assert [code for code, _, _ in done.values()] == [0, 0]
     assert f"from step {saved}" in done["resumed"][1] and "from step" not in done["unbroken"][1]
     np.testing.assert_allclose(logged_losses(tmp_path / "w"), logged_losses(tmp_path / "u"), rtol=1e-5)
@@ -216,12 +222,13 @@ def test_sigterm_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_h100x4_trains_on_four_virtual_devices_under_its_own_placement(tmp_path: Path) -> None:
-    done = start("--config", "configs/h100x4.py", *TINY, "--workdir", "w", cwd=tmp_path, devices=4)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "placement replicate: data=4 x model=1 on 4 cpu" in done.stdout
-    assert "step 4/4" in done.stdout
-    single = start("--config", "configs/machines/h100x1.py", *TINY, "--workdir", "w1", cwd=tmp_path)
-    assert single.returncode == 0, single.stdout + single.stderr
+    four = {"four": ["--config", "configs/h100x4.py", *TINY, "--workdir", "w"]}
+    one = {"one": ["--config", "configs/machines/h100x1.py", *TINY, "--workdir", "w1"]}
+    done = start_several(four, cwd=tmp_path, environ=quick_environment(4))
+    done |= start_several(one, cwd=tmp_path, environ=quick_environment(1))
+    assert [code for code, _, _ in done.values()] == [0, 0], done
+    assert "placement replicate: data=4 x model=1 on 4 cpu" in done["four"][1]
+    assert "step 4/4" in done["four"][1]
     np.testing.assert_allclose(logged_losses(tmp_path / "w"), logged_losses(tmp_path / "w1"), rtol=1e-5)
 
 
@@ -253,7 +260,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
             for name, (overrides, _) in REFUSED.items()
             if ("three" in name) == (devices == 3)
         }
-        found |= start_several(commands, cwd=folder, devices=devices)
+        found |= start_several(commands, cwd=folder, environ=quick_environment(devices))
     return found
 
 
