@@ -144,22 +144,22 @@ def test_other_errors_of_the_runtime_pass(text, tmp_path):
 
 
 @pytest.mark.slow
-def test_a_run_takes_the_largest_micro_batch_that_the_memory_allows(text, alone, tmp_path, capsys):
-    recipe = tiny.make_ttt(text)
+def test_a_run_takes_the_largest_micro_batch_that_the_memory_allows(root, single, tmp_path, capsys):
+    recipe = tiny.make_recipe(root)
     program = trainer.Run(recipe.cfg, recipe, None, None).program
     one = recipe.data("train").collate([0])
     widths = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), one)
     peaks = {micro: memory.measure(program, widths, 8 // micro).peak for micro in (2, 4)}
     gigabytes = (peaks[2] + peaks[4]) / 2 / 0.8 / 1e9
-    recipe = tiny.make_ttt(text, mesh__memory_gb=gigabytes)
+    recipe = tiny.make_recipe(root, mesh__memory_gb=gigabytes)
     run = train_with(recipe, tmp_path / "run", lambda step: step)
     assert (run.micro_batch, run.accumulation) == (2, 4)
-    np.testing.assert_allclose(tiny.logged_losses(tmp_path / "run"), alone[1], rtol=LOSS)
+    np.testing.assert_allclose(tiny.logged_losses(tmp_path / "run"), single[1], rtol=LOSS)
     told = capsys.readouterr().out
     assert "compiled" in told and re.search(r"global batch 8 = 2\b.* 1\b.* 4 accumulated", told)
 
 
-def test_memory_that_holds_not_even_one_example_is_refused(text, tmp_path):
-    recipe = tiny.make_ttt(text, mesh__memory_gb=0.001, train__global_batch=2)
+def test_memory_that_holds_not_even_one_example_is_refused(root, tmp_path):
+    recipe = tiny.make_recipe(root, mesh__memory_gb=0.001, train__global_batch=2)
     with pytest.raises(UserError, match=r"one example .* 80% of 1\.0 MB"):
         train_with(recipe, tmp_path / "run", lambda step: step)
