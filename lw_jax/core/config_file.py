@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from lw_jax.core import retired
 from lw_jax.core.config import Values, flatten, suggest
 from lw_jax.core.errors import UserError
 
@@ -86,24 +87,6 @@ def _run(file: Path, call: Callable[[], _T]) -> _T:
         raise UserError(f"{where}: {type(error).__name__}: {error}; the configuration must run: mend it.") from error
 
 
-def take_assignments(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns ({path: value} of the `--config.path=value` and `--config.path value` words, the other words)."""
-    assignments: dict[str, str] = {}
-    rest: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if not word.startswith("--config."):
-            rest.append(word)
-            continue
-        path, equals, value = word.removeprefix("--config.").partition("=")
-        if not equals:
-            value = next(words, None)
-            if value is None or value.startswith("--"):
-                raise UserError(f"--config.{path}: a value is needed, --config.{path}=VALUE.")
-        assignments[path] = value
-    return assignments, rest
-
-
 def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
     """Sets single values in place, each parsed as the type that it replaces.
 
@@ -115,7 +98,7 @@ def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
         if path not in flat:
             section = [key for key in flat if key.startswith(f"{path}.")]
             hint = f" It is a section; set one of its keys, as {section[0]!r}." if section else suggest(path, flat)
-            raise UserError(f"--config.{path}: no such key.{hint}")
+            raise UserError(f"--config.{path} {retired.explain(path) or f'is no key.{hint}'}")
         if len(text) > LONGEST:
             rule = f"at most {LONGEST:,} are taken here; write it into a configuration file."
             raise UserError(f"--config.{path}={text:.40}...: a value of {len(text):,} characters, {rule}")

@@ -23,7 +23,7 @@ def settle_layers(cfg: Config, placed: Placement, room: Room | None) -> Config:
     many = not 0 < cfg.eval.examples < MANY
     on_gpu = placed.learner.devices.flat[0].platform == "gpu"  # a CPU answers as fast from the stacks
     apart = many and on_gpu and room is not None and bytes_apart(cfg, placed) <= room.limit
-    return dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers="apart" if apart else "stacked"))
+    return dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers="unstacked" if apart else "stacked"))
 
 
 def bytes_apart(cfg: Config, placed: Placement) -> int:

@@ -44,7 +44,7 @@ def identity(recipe: Recipe, cfg: Config) -> dict[str, str]:
 
 def readable(recipe: Recipe, cfg: Config) -> dict[str, str]:
     """Returns the identity that reading a checkpoint requires: weights and configuration, no data."""
-    return recipe.identity() | {"config": config.digest(config.meaning(cfg))}
+    return recipe.identity() | {"config": config.identity(cfg)}
 
 
 def read_best(recipe: Recipe, cfg: Config, workdir: Path) -> Restored:

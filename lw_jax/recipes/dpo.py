@@ -31,6 +31,7 @@ from sharding import rules, shards, tables
 from sharding.placement import Placement
 
 LOWEST_RATE = 5e-6  # below it a learning rate suits full tuning; TRL's documentation names 1e-5 for LoRA
+BUCKETS = 4  # data sets of like length, each padded to its own longest
 MANY_EPOCHS = 10  # beyond it preference tuning memorises its rows
 
 
@@ -118,11 +119,11 @@ class DPO:
         train = pairs.read(data.train)
         if data.validation:
             return train, pairs.read(data.validation)
-        return pairs.split(train, self.cfg.dpo.held_out, self.cfg.seed)
+        return pairs.split(train, self.cfg.data.held_out, self.cfg.seed)
 
     @functools.cached_property
     def _train(self) -> list[Preferences]:
-        return self._encode(self._pairs[0], self.cfg.dpo.buckets)
+        return self._encode(self._pairs[0], BUCKETS)
 
     @functools.cached_property
     def _held_out(self) -> list[Preferences]:
@@ -139,7 +140,7 @@ class DPO:
 
     @functools.cached_property
     def _reference(self) -> Reference | None:
-        if self.cfg.dpo.reference != "kept" or self.outline:
+        if self.cfg.dpo.reference != "cached" or self.outline:
             return None
         identity = {
             "weights": weights.fingerprint(self.location),
@@ -171,10 +172,7 @@ class DPO:
             reference = jax.lax.stop_gradient(self._score(params, params, fields)[0])
         tokens = jnp.sum(_scored(fields), axis=2)
         found = LogProbs(*(logps[:, 0], logps[:, 1], reference[:, 0], reference[:, 1]), *(tokens[:, 0], tokens[:, 1]))
-        kinds, shares = (*spec.loss, "sft"), (*spec.weights, spec.rpo_alpha)
-        if not spec.rpo_alpha:
-            kinds, shares = spec.loss, spec.weights
-        each = preference.combined(kinds, shares, found, beta=spec.beta, label_smoothing=spec.label_smoothing)
+        each = preference.combined(spec.loss, spec.weights, found, beta=spec.beta, label_smoothing=spec.label_smoothing)
         counted = fields["weights"][:, 0]
         total = jnp.sum(counted)
         terms = {
@@ -191,7 +189,7 @@ class DPO:
         ids, mask = (fields[key].reshape(rows * sides, length) for key in ("ids", "mask"))
         hidden = decoder.forward(policy, self.model, decoder.embed(params, ids), mask=mask, mode=self._mode).hidden
         chunk = chunked.positions(
-            self.cfg.dpo.chunk, rows=rows * sides, data=shards.row_devices(self.placement.learner)
+            self.cfg.compute.logits_chunk, rows=rows * sides, data=shards.row_devices(self.placement.learner)
         )
         # The only label shift: a position's logits predict the next token.
         logp, mean = chunked.token_logp(hidden[:, :-1], decoder.head(params), ids[:, 1:], chunk=chunk)
@@ -225,7 +223,7 @@ class DPO:
             "weights": jax.ShapeDtypeStruct((1,), jnp.float32),
             "training": jax.ShapeDtypeStruct((), jnp.float32),
         }
-        if self.cfg.dpo.reference == "kept":
+        if self.cfg.dpo.reference == "cached":
             fields["reference"] = jax.ShapeDtypeStruct((2,), jnp.float32)
         return {"source": {}, "readers": {self.name: fields}, "index": jax.ShapeDtypeStruct((), jnp.int32)}
 
@@ -237,7 +235,7 @@ class DPO:
         found = arithmetic.frozen(self.model, one)
         tokens = 2 * rows * length
         head = 2 * tokens * self.model.vocab * self.model.width / one.model
-        chunk = min(self.cfg.dpo.chunk or tokens, tokens)
+        chunk = min(self.cfg.compute.logits_chunk or tokens, tokens)
         logits = chunk * self.model.vocab / one.model * 4
         reference = Terms() if "reference" in fields else arithmetic.forward_only(self.model, one)
         passes = 2 if "reference" in fields else 3  # of the head, which is frozen and has no gradient

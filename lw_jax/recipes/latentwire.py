@@ -12,7 +12,7 @@ from lw_jax.core import config
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.types import DTYPES, EXACT, Example, LossTerms, Task, Tree
-from lw_jax.data import batches, examples
+from lw_jax.data import batches, examples, prompt_tokens
 from lw_jax.data.data_schedule import Course
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
 from lw_jax.hub import architectures, weights
@@ -46,7 +46,7 @@ class LatentWire:
     def rates(self) -> Rates:
         """Returns the learning rate multiples; a pretrained body has a smaller one than random parameters."""
         encoder = ((f"encoder/{part}/.*", each) for part, each in encoder_rates(self.cfg).items())
-        return (*encoder, ("adapters/.*", self.cfg.adapter.rate))
+        return (*encoder, ("adapters/.*", 1.0))
 
     @functools.cached_property
     def locations(self) -> dict[str, Path]:
@@ -173,12 +173,12 @@ class LatentWire:
     # --- data
 
     @functools.cached_property
-    def layout(self) -> batches.Layout:
+    def layout(self) -> prompt_tokens.Layout:
         """Returns the settings that determine an example's token ids."""
         cfg = self.cfg
-        return batches.Layout(
+        return prompt_tokens.Layout(
             prompt=cfg.prompt,
-            readers={name: batches.Reader(self.tokenizers[name], llm.template) for name, llm in cfg.llms.items()},
+            readers={name: prompt_tokens.Reader(self.tokenizers[name], llm.template) for name, llm in cfg.llms.items()},
             source=load_source_tokenizer(self.body_location) if self.body_location else ByteTokenizer(),
             window=cfg.encoder.window,
             windows=cfg.encoder.windows,
@@ -278,7 +278,6 @@ class LatentWire:
         """Returns one reader's loss terms from the latents."""
         del rng
         task = fields["task"].name
-        part = part if self.cfg.adapter.rate else jax.lax.stop_gradient(part)
         prefix = self.wire.prefix(part, name, shared, task)
         prompt = wire.wire_prompt(frozen, fields, prefix)
         states = self.wire.answer_states(frozen, name, prompt, fields)
@@ -295,7 +294,7 @@ class LatentWire:
 
         rows, length, _ = states.shape
         data = shards.row_devices(self.placement.readers[name].mesh)
-        pieces = chunked.pieces(self.cfg.loss.chunk, rows=rows, length=length, data=data)
+        pieces = chunked.pieces(self.cfg.compute.logits_chunk, rows=rows, length=length, data=data)
         head, given = {"head": decoder.head(frozen)}, (fields, teacher_states)
         return chunked.sum_of_pieces(measure, head, states, given, pieces=pieces)
 
@@ -380,6 +379,6 @@ def _wire(
         stops = tuple(tokenizers[name].stops) if name in tokenizers else ()
         mode = frozen_models.mode(cfg, at.mesh)
         readers[name] = wire.Reader(
-            found[name], cfg.adapter.hidden, cfg.adapter.calibration, stops, mode, apart=cfg.eval.layers == "apart"
+            found[name], cfg.adapter.hidden, stops, mode, unstacked=cfg.eval.layers == "unstacked"
         )
     return wire.Wire(spec, readers, frozen_models.mode(cfg, placement.learner))

@@ -38,7 +38,7 @@ class Reference:
             identity: fingerprints of the model's weights and tokenizer, its storage and arithmetic.
         """
         if jax.process_count() > 1:
-            raise UserError("config.dpo.reference='kept': one process keeps it; with several, set it to 'live'")
+            raise UserError("config.dpo.reference = 'cached': must be 'recomputed' with several processes")
         self.cfg, self.placement, self.name = cfg, placement, name
         self.store = Store(sources.cache_root() / "reference", identity, rows={"reference": ((2,), np.float32)})
         self._score = jax.jit(score)

@@ -27,6 +27,7 @@ from sharding import rules, shards, tables
 from sharding.placement import Placement
 
 NAME = "lm"  # of the model, among the readers of a placement and of a batch
+INNER_START = {"linear": 1.0, "mlp": 0.1}  # of the inner rate at step 0, even to 1 over optim.warmup_steps
 BASELINE_TOKENS = 1 << 26  # of the training text, for the n-gram counts
 INNER = ("first", "before", "after")  # fast weights for the inner loss of a chunk's last token
 
@@ -77,14 +78,20 @@ class TTT:
 
     # --- weights
 
-    @functools.cache  # noqa: B019  (a recipe lives as long as its run)
     def abstract(self) -> Weights:
         """Returns both trees as shapes."""
+        return self._abstract
+
+    @functools.cached_property
+    def _abstract(self) -> Weights:
         return Weights(ttt.abstract(self.model), {NAME: {}})
 
-    @functools.cache  # noqa: B019
     def shardings(self) -> Weights:
-        """Returns the shardings: replicated, or over the data axis where the placement is "fsdp"."""
+        """Returns both trees as NamedShardings: replicated, or over the data axis where the placement is "fsdp"."""
+        return self._shardings
+
+    @functools.cached_property
+    def _shardings(self) -> Weights:
         over = self.placement.readers[NAME].table == "fsdp"
         table = tables.LEARNER_FSDP if over else tables.TRAINABLE
         shapes = self.abstract().trainable
@@ -115,7 +122,7 @@ class TTT:
         """Returns the windows of the training text, in another order each epoch."""
         spec = self.cfg.ttt
         train = _refuse_empty(Windows(self._spans[0], self.unit[1], NAME))
-        return Paced.of(train, warmup=self.cfg.optim.warmup_steps, start=spec.inner_start)
+        return Paced.of(train, warmup=self.cfg.optim.warmup_steps, start=INNER_START[spec.inner])
 
     def validation(self) -> list[tuple[str, Windows]]:
         """Returns the held-out windows with the unigram and bigram baselines of the training text."""
@@ -124,17 +131,16 @@ class TTT:
         # The bigram's discount is tuned on the last tenth, outside the counts.
         cut = len(ids) - len(ids) // 10
         baseline = ngrams.fit(ids[:cut], self.model.vocab, tune=ids[cut:])
-        length = self.cfg.ttt.held_out_length or self.unit[1]
-        return [("", _refuse_empty(Windows(held_out, length, NAME, extra=baseline.nll, measure=True)))]
+        return [("", _refuse_empty(Windows(held_out, self.unit[1], NAME, extra=baseline.nll, measure=True)))]
 
     @functools.cached_property
     def _spans(self) -> tuple[Span, Span]:
         """Returns the training text and the held-out text."""
-        data, spec = self.cfg.data, self.cfg.ttt
+        data = self.cfg.data
         tokenizer = cast(TextTokenizer, self.tokenizer)  # a cached property is no property to a type checker
         whole = corpus.pack(data.train, tokenizer, root=sources.cache_root())
         if not data.validation:
-            return whole.split(spec.held_out, length=self.unit[1])
+            return whole.split(data.held_out, length=self.unit[1])
         other = corpus.pack(data.validation, tokenizer, root=sources.cache_root())
         return Span(whole, 0, whole.tokens), Span(other, 0, other.tokens)
 
@@ -148,7 +154,7 @@ class TTT:
         # The only label shift: a position's logits predict the next token.
         out = self._read(trainable, ids[:, :-1], fields["rate"], measured=measured)
         chunk = chunked.positions(
-            self.cfg.ttt.loss_chunk, rows=len(ids), data=shards.row_devices(self.placement.learner)
+            self.cfg.compute.logits_chunk, rows=len(ids), data=shards.row_devices(self.placement.learner)
         )
         table = decoder.head(trainable)
         targets = ids[:, 1:]
@@ -196,7 +202,6 @@ class TTT:
         return ttt.Mode(
             dtype=DTYPES[self.cfg.compute.dtype],
             form=spec.form,
-            unroll=spec.unroll,
             unroll_layers=spec.unroll_layers,
             remat=self.cfg.compute.remat,
             constrain=shards.keep_rows(self.placement.learner),
@@ -238,7 +243,7 @@ class TTT:
         unrolled = self.cfg.ttt.unroll_layers >= self.model.layers
         found = arithmetic.learned_at_test_time(self.model, tokens, self.cfg.compute.remat, size, unrolled=unrolled)
         head = 2 * tokens * self.model.width * (self.model.rows or self.model.vocab)
-        at_once = min(self.cfg.ttt.loss_chunk or tokens, tokens)
+        at_once = min(self.cfg.compute.logits_chunk or tokens, tokens)
         logits = at_once * (self.model.rows or self.model.vocab) * 4.0
         whole = dataclasses.replace(
             found,
@@ -254,7 +259,7 @@ def _refuse_empty(windows: Windows) -> Windows:
     if not len(windows):
         raise UserError(
             f"{windows.span.corpus.source}: {len(windows.span)} tokens, fewer than a window of {windows.length} + 1; "
-            "give more text, or lower config.ttt.length, ttt.segments or ttt.held_out_length"
+            "give more text, or lower config.ttt.length or ttt.segments"
         )
     return windows
 

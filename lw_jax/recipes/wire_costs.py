@@ -34,10 +34,10 @@ def _reader(cfg: Config, wire: Wire, placement: Placement, name: str, fields: Tr
     shared = fields["before"]["ids"].shape[0]  # read once for all rows
     positions = fields["after"]["ids"].shape[0] + wire.encoder.slots + 1 + answers - 1
     one = frozen_models.teacher_forced(cfg, llm=llm, at=at, rows=rows, positions=positions, answers=answers)
-    pieces = chunked.pieces(cfg.loss.chunk, rows=rows, length=answers, data=1)  # the rows are one device's
+    pieces = chunked.pieces(cfg.compute.logits_chunk, rows=rows, length=answers, data=1)  # the rows are one device's
     found = arithmetic.frozen(model, dataclasses.replace(one, pieces=pieces, before=shared))
     unpacked = arithmetic.restored_bytes(model, llm.weights, one.size) / one.model
-    prefix = arithmetic.opening(model, dataclasses.replace(one, rows=1, positions=shared, answers=0))
+    prefix = arithmetic.shared_prefix(model, dataclasses.replace(one, rows=1, positions=shared, answers=0))
     sums = {key: getattr(found, key) + getattr(prefix, key) for key in ("flops", "wire", "traffic")}
     found = dataclasses.replace(found, bytes=found.bytes + unpacked, forward=found.forward + unpacked, **sums)
     if "text" in fields:

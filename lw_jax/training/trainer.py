@@ -28,7 +28,7 @@ from lw_jax.training.train_step import State
 from sharding import place
 
 _REMEDY = (
-    "The checkpoint is kept. To go on all the same: --config.train.alarm=tell, or a later train.alarm_step; to mend "
+    "The checkpoint is kept. To go on all the same: --config.train.alarm=warn, or a later train.alarm_step; to mend "
     "it: a lower optim.learning_rate, adapter.start='aligned', stages.pretrain.share, more examples"
 )
 
@@ -53,7 +53,7 @@ class Run:
         used = {device for mesh in self.placement.meshes for device in mesh.local_devices}
         number = f"-{jax.process_index()}" if jax.process_index() else ""
         self.sampler = Sampler(
-            Devices(sorted(used, key=lambda device: device.id), tell=lambda line: self._tell([line])),
+            Devices(sorted(used, key=lambda device: device.id), lambda line: self._tell([line])),
             path=workdir / f"devices{number}.jsonl" if workdir else None,
         )
 

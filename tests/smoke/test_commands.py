@@ -198,6 +198,7 @@ TINY = (
     "--config.selfmade.steps=2 --config.optim.warmup_steps=1 --config.train.steps=4 --config.train.global_batch=32 "
     "--config.train.micro_batch=8 --config.train.log_every=1 --config.compute.dtype=fp32 --config.eval.examples=16"
 ).split()
+SINGLE = ("--config.mesh.placement=single", "--config.compute.remat=none")
 
 
 @pytest.mark.slow
@@ -223,7 +224,7 @@ def test_sigterm_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_h100x4_trains_on_four_virtual_devices_under_its_own_placement(tmp_path: Path) -> None:
     four = {"four": ["--config", "configs/h100x4.py", *TINY, "--workdir", "w"]}
-    one = {"one": ["--config", "configs/machines/h100x1.py", *TINY, "--workdir", "w1"]}
+    one = {"one": ["--config", "configs/large.py", *TINY, *SINGLE, "--workdir", "w1"]}
     done = start_several(four, cwd=tmp_path, environ=quick_environment(4))
     done |= start_several(one, cwd=tmp_path, environ=quick_environment(1))
     assert [code for code, _, _ in done.values()] == [0, 0], done

@@ -14,7 +14,9 @@ import pytest
 
 import run
 from configs import base
+from lw_jax.commands import parser
 from lw_jax.core import config, config_file, validation
+from lw_jax.core.command_line import take_assignments
 from lw_jax.core.errors import UserError
 from tests import tiny
 from tests.test_layers import FLOORS
@@ -91,20 +93,19 @@ def resolve(spec: str, assignments: dict[str, str]) -> None:
 
 
 def check_run(words: list[str]) -> None:
-    assignments, rest = config_file.take_assignments(words)
-    if rest == ["--help"]:
+    if words == ["--help"]:
         return
-    args = run.parse(rest)
+    args = parser.parse(words)
     if not args.config or PLACEHOLDER.search(args.config):
         return
     specs = config_file.read_list(args.config, root=PROJECT) if args.config.endswith(".list") else [args.config]
     for spec in specs:
-        resolve(spec, {key: value for key, value in assignments.items() if not PLACEHOLDER.fullmatch(value)})
+        resolve(spec, {key: value for key, value in args.assignments.items() if not PLACEHOLDER.fullmatch(value)})
 
 
 def check_script(file: Path, words: list[str]) -> None:
     source = file.read_text("utf-8")
-    assignments, rest = config_file.take_assignments(words)
+    assignments, rest = take_assignments(words)
     flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
     assert not (unknown := [flag for flag in flags if f'"{flag}"' not in source]), f"{file.name} has no {unknown}"
     if "--config" in rest and not PLACEHOLDER.search(spec := rest[rest.index("--config") + 1]):

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 import pytest
 
-from lw_jax.core import config, config_file, runtime
+from lw_jax.core import command_line, config, config_file, runtime
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import placement
 from tests import tiny
@@ -35,7 +35,7 @@ def get_config():
     c.llms.qwen = base.llm("{qwen}")
     c.encoder.update(kind="bytes", layers=1, width=24, slots=5, window=256)
     c.adapter.hidden = 40
-    c.data.update(cards=64, validation_cards=16, facts=2, context_tokens=256)
+    c.data.update(cards=64, validation_limit=16, facts=2, context_tokens=256)
     c.optim.update(warmup_steps=2, learning_rate=3e-3)
     c.train.update(steps={steps}, global_batch=8, log_every=1, checkpoint_every=3)
     c.compute.remat = "none"
@@ -59,7 +59,7 @@ def config_path(readers, tmp_path_factory) -> Path:
 def curve_of_one(path: Path, folder: Path, *assignments: str) -> list[float]:
     """The losses of the same configuration on one device of this process."""
     values = config_file.load(str(path), root=PROJECT)
-    config_file.override(values, config_file.take_assignments(list(assignments))[0])
+    config_file.override(values, command_line.take_assignments(list(assignments))[0])
     cfg = config.build(values)
     placed = placement.place("single", LatentWire.reader_bytes(cfg), devices=jax.devices())
     code, losses, _ = tiny.curve(LatentWire(cfg, placed), folder)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-import run
+from lw_jax.commands import parser
 from tests import tiny
 from tests.smoke.test_commands import PROJECT, QUESTION, TEXT, TINY, Done, start_several
 
@@ -40,7 +40,7 @@ def done(folder: Path) -> dict[str, Done]:
         "plan": ["plan", *config, "--target", "h100x2", "--estimate", "--json"],
         "slurm": ["slurm", *config, "--target", "h100x1", "--hours", "1", "--output", "job.sbatch"],
     }
-    assert {name.split()[0] for name in commands} == set(run.VERBS)
+    assert {name.split()[0] for name in commands} == set(parser.COMMANDS)
     environ = os.environ | {"PYTHONPATH": str(PROJECT), "JAX_NUM_CPU_DEVICES": "1", "XDG_CONFIG_HOME": str(folder)}
     return start_several(commands, cwd=folder, environ=environ)
 

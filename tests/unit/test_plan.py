@@ -127,7 +127,7 @@ def test_where_memory_is_not_told_as_many_devices_share_the_batch_as_divide_it(b
 
 
 def test_what_is_configured_stays(root):
-    words = {"mesh__placement": "tensor", "compute__remat": "full", "eval__layers": "apart"}
+    words = {"mesh__placement": "tensor", "compute__remat": "full", "eval__layers": "unstacked"}
     cfg = tiny.make_config(root, mesh__data=2, mesh__model=2, **words)
     settled, placed = planner.settle(cfg)
     assert settled is cfg
