@@ -11,6 +11,8 @@ from lw_jax.training import memory, metrics, micro_batch_search, trainer
 from lw_jax.training.checkpoint import Checkpointer
 from tests import tiny
 
+pytestmark = pytest.mark.slow
+
 LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
 PARAMETERS = 2e-4  # absolute; Adam divides by the root of small squares, which magnifies rounding
 HALVED = re.compile(r"out of memory with a micro-batch of (\d+)\D+(\d+)\D+(\d+)")  # before, after, accumulated
@@ -104,7 +106,6 @@ def test_half_the_micro_batch_continues_with_the_same_curve(name, text, alone, t
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"3", "6"}
 
 
-@pytest.mark.slow
 def test_readers_apart_go_on_with_half_too(root, single, tmp_path):
     recipe = tiny.make_recipe(root, devices=2, strategy="split")
     run = train_with(recipe, tmp_path / "run", lambda step: Failing(step, {4}, "after donation"))
@@ -143,7 +144,6 @@ def test_other_errors_of_the_runtime_pass(text, tmp_path):
         )
 
 
-@pytest.mark.slow
 def test_a_run_takes_the_largest_micro_batch_that_the_memory_allows(root, single, tmp_path, capsys):
     recipe = tiny.make_recipe(root)
     program = trainer.Run(recipe.cfg, recipe, None, None).program
