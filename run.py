@@ -260,7 +260,7 @@ def _resolve(args: argparse.Namespace, spec: str | None, assignments: dict[str, 
 
 
 def _prepare_list(args: argparse.Namespace, assignments: dict[str, str]) -> dict[str, Any]:
-    """Returns the arguments of `jobs.main`, the tasks under `cfg`."""
+    """Returns the arguments of `slurm.main_list`, the tasks under `cfg`."""
     from lw_jax.core import config_file, environment
     from lw_jax.slurm import job_list
 
@@ -310,11 +310,11 @@ def _planning(args: argparse.Namespace, assignments: dict[str, str], own: dict[s
         from lw_jax.commands import plan
 
         return plan.Request(config, target, args.simulate or "", args.estimate, args.json, args.legacy, own)
-    from lw_jax.commands import slurm
+    from lw_jax.slurm import job
 
     site, output = args.site or "", args.output or ""
     measured = Path(args.measured) if args.measured else None
-    return slurm.Request(config, assignments, ROOT, target, site, args.submit, output, args.hours, measured)
+    return job.Request(config, assignments, ROOT, target, site, args.submit, output, args.hours, measured)
 
 
 def _run(args: argparse.Namespace, assignments: dict[str, str]) -> int:
@@ -326,8 +326,9 @@ def _run(args: argparse.Namespace, assignments: dict[str, str]) -> int:
     if computes and (line := environment.hide_idle_cuda()):
         print(line, file=sys.stderr)
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is absent, as it should be
-    module = "lw_jax.slurm.job_list" if "kind" in request else VERBS[args.verb][0]
-    return importlib.import_module(module).main(request.pop("cfg"), **request) or 0
+    command = importlib.import_module(VERBS[args.verb][0])
+    start = command.main_list if "kind" in request else command.main
+    return start(request.pop("cfg"), **request) or 0
 
 
 def main(argv: list[str]) -> int:

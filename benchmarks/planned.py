@@ -85,8 +85,7 @@ def run(cfg: Config, point: str, *, steps: int, shares: Mapping[str, Any]) -> di
     """
     from lw_jax import recipes
     from lw_jax.benchmarking import timing
-    from lw_jax.commands import plan
-    from lw_jax.planning import hlo_counts, roofline
+    from lw_jax.planning import hlo_counts, planner, roofline
     from lw_jax.training import memory, micro_batch_search
     from lw_jax.training.program import Program
     from sharding import placement
@@ -95,7 +94,7 @@ def run(cfg: Config, point: str, *, steps: int, shares: Mapping[str, Any]) -> di
     recipe = recipes.make(own, placement.place("single", recipes.reader_bytes(own)), outline=True)
     program, widths = Program(own, recipe), recipe.batch_widths()
     needs = memory.measure(program, widths, ACCUMULATED)
-    target = plan.here(own).target
+    target = planner.here(own).target
     step = needs.programs["step"][0]
     row = {"point": point, "planned_bytes": needs.peak, "micro_batch": micro, "remat": own.compute.remat}
     if target:

@@ -202,10 +202,10 @@ def _make(cfg: Config) -> Any:
 
 def plan_one(cfg: Config, point: Point, card: str, *, estimate: bool) -> Row:
     """Returns the row of one point on absent cards; without figures where nothing fits."""
-    from lw_jax.commands import plan
+    from lw_jax.planning import planner
 
     own = at(cfg, point)
-    found = plan.make(own, f"{card}x{point.devices}", estimate=estimate)
+    found = planner.make(own, f"{card}x{point.devices}", estimate=estimate)
     best = found["chosen"]
     row = _row(own, point, "planned", card)
     if best is None:

@@ -85,13 +85,13 @@ def read(file: Path, cfg: Config) -> Plan:
 
 
 def make(cfg: Config) -> Plans:
-    """Returns the plan of every target of the page; each is kept by `plan.make`."""
-    from lw_jax.commands import plan
+    """Returns the plan of every target of the page; each is kept by `planner.make`."""
+    from lw_jax.planning import planner
 
     plans = {}
     for target in TARGETS:
         print(f"planning {target}; minutes, the first time", file=sys.stderr, flush=True)
-        plans[target] = plan.make(cfg, target)
+        plans[target] = planner.make(cfg, target)
     return plans
 
 

@@ -39,9 +39,6 @@ ROWS = {
     "KL": ("loss.kl=1.0",),
     "KL alone": ("loss.kl=1.0", "loss.ce=0.0"),
     "question in the latents": ("prompt.question=latents",),
-    "first tokens": ("loss.first=0.5", "loss.k=0.5"),
-    "diversity": ("loss.diversity=0.1",),
-    "entropy": ("loss.entropy=0.1",),
 }
 FIGURES = ("nll", "gap_nll", "recovered_nll", "f1", "gap_f1")
 

@@ -38,7 +38,9 @@ os.environ.setdefault("LW_JAX_TEST_TYPES", "1")
 if os.environ["LW_JAX_TEST_TYPES"] == "1":
     from jaxtyping import install_import_hook
 
-    install_import_hook("lw_jax.models", "beartype.beartype")
+    import tests.typecheck  # noqa: F401  what the hook names must be there
+
+    install_import_hook("lw_jax.models", "tests.typecheck.check")
 
 _LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
 _connect = socket.socket.connect

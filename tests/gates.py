@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.losses import token_losses
 from lw_jax.models import decoder, wire
 from lw_jax.recipes.latentwire import LatentWire
@@ -50,7 +51,7 @@ def replayed_embeddings_equal_ids(recipe: LatentWire) -> None:
         real = np.asarray(fields["weights"]) > 0
         assert np.asarray(by_ids)[real].std() > 0.3, "logits too flat to compare"
         np.testing.assert_allclose(np.asarray(replayed)[real], np.asarray(by_ids)[real], atol=REPLAY)
-        divergence, weight = token_losses.kl(by_ids, replayed, fields["weights"], temperature=1.0)
+        divergence, weight = token_losses.kl(by_ids, replayed, fields["weights"])
         assert abs(float(divergence / weight)) < KL
 
 
@@ -62,5 +63,7 @@ def text_nll(recipe: LatentWire) -> dict[str, np.ndarray]:
         params = frozen[name]
         prompt = wire.text_prompt(params, fields["text"])
         answer = {key: fields[key] for key in ("answer_inputs", "targets", "weights")}
-        found[name] = np.asarray(recipe.score(params, prompt, answer, name)["nll"])
+        found[name] = np.asarray(
+            WireFunctions(recipe.wire, recipe.placement).score(params, prompt, answer, name)["nll"]
+        )
     return found

@@ -16,13 +16,13 @@ from transformers import PreTrainedTokenizerFast
 
 from configs import base
 from lw_jax import recipes
-from lw_jax.commands import evaluate
 from lw_jax.core import config, validation
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
 from lw_jax.data import question_cards
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.evals import control_rows
+from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import bert_family, weights
 from lw_jax.models import bert, decoder
 from lw_jax.recipes import selfmade
@@ -193,7 +193,9 @@ def make_bench(recipe: LatentWire, built: Weights) -> control_rows.Bench:
         del name
         return jax.tree.map(jnp.asarray, batch)
 
-    return control_rows.Bench(evaluate.predict(recipe), built.trainable, built.frozen, decode, place)
+    return control_rows.Bench(
+        WireFunctions(recipe.wire, recipe.placement), built.trainable, built.frozen, decode, place
+    )
 
 
 def curve(recipe: LatentWire | TTT, workdir: Path, *, stop: Callable[[int], bool] = lambda step: False):

@@ -23,9 +23,8 @@ from docs.planning.tables import (
     table,
 )
 from lw_jax import recipes
-from lw_jax.commands import plan
 from lw_jax.core.config import Config
-from lw_jax.planning import gpus, legacy, roofline
+from lw_jax.planning import gpus, legacy, planner, roofline
 from lw_jax.recipes import latentwire
 
 
@@ -139,7 +138,7 @@ def _estimated_seconds(cfg: Config, best: Mapping[str, Any], *, micro_batch: int
         encoder=dataclasses.replace(cfg.encoder, slots=slots),
         compute=dataclasses.replace(cfg.compute, remat=best["remat"]),
     )
-    (found,) = plan.make(variant, "h100x1", estimate=True)["candidates"]
+    (found,) = planner.make(variant, "h100x1", estimate=True)["candidates"]
     return found["step_seconds"]
 
 

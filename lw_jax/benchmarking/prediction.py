@@ -10,12 +10,11 @@ import jax
 
 from lw_jax import recipes
 from lw_jax.benchmarking.timing import Ceilings
-from lw_jax.commands import plan
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models.wire import Prompt
-from lw_jax.planning import decode_layout, gpus, hlo_counts, placement_search, roofline, workload
+from lw_jax.planning import decode_layout, gpus, hlo_counts, placement_search, planner, roofline, workload
 from lw_jax.planning.workload import Row
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import micro_batch_search
@@ -41,7 +40,7 @@ class Predicted:
             devices = gpus.compile_devices(self.target)
         except gpus.CompilerAbsent as error:
             raise UserError(str(error)) from error
-        self.plan = plan.make(cfg, target)
+        self.plan = planner.make(cfg, target)
         best = self.plan["chosen"]
         if best is None:
             raise UserError(f"--target {target}: {self.plan['why']}")
@@ -101,7 +100,7 @@ class Predicted:
         """Compiles the writing of texts that fill the encoder's window."""
         source, spec = workload.texts(self.cfg, self.placement), self.cfg.encoder
         shapes, placed = self.recipe.abstract().trainable, self.recipe.shardings().trainable
-        found = self._compile(self.recipe.encode.lower(place.place_shapes(shapes, placed), source))
+        found = self._compile(jax.jit(self.recipe.wire.encode).lower(place.place_shapes(shapes, placed), source))
         seconds = found["predicted_seconds"]
         batch, tokens = source["ids"].shape
         work = workload.encode_flops(self.recipe, batch)
@@ -126,7 +125,7 @@ class Predicted:
         prompts, params = workload.prompts(self.cfg, self.recipe, name), workload.reader(self.recipe, name)
 
         def generate(params: Tree, prompts: Tree, count: int) -> jax.Array:
-            return self.recipe.generate(params, Prompt(*prompts), name, count)
+            return self.recipe.wire.generate(params, name, Prompt(*prompts), max_new_tokens=count)
 
         lower = jax.jit(generate, static_argnums=2).lower
         tokens, model = self.cfg.eval.max_new_tokens, self.recipe.wire.readers[name].config

@@ -1,4 +1,4 @@
-"""The verb `answer`: a text or a message goes over the wire once; each reader answers each question."""
+"""The command `answer`: encode a text or read a message, and print every reader's answers."""
 
 import contextlib
 import sys
@@ -13,41 +13,40 @@ from lw_jax.training.run_folder import check_writable
 
 
 def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: message_io.Request) -> int:
-    """Prints the answers and the size of the message; a text's own answers stand beside them.
+    """Prints the message's size and the answers, for a text also the answers from the text itself.
 
-    With `request.write` the message is written; on standard output it is alone, and what is told goes to stderr.
+    With `request.write` the message is written; standard output then holds it alone, and the rest goes to stderr.
     """
     del resolved
-    # What cannot be sent or read is refused before any weight is loaded.
+    # Bad channels and messages are refused before any weight is loaded.
     if request.message:
         codec.read_frame(request.message)
     else:
         trained_wire.resolve_channel(cfg.encoder, bits=request.bits, slots=request.slots, width=request.width)
     if request.write not in ("", "-"):
         check_writable(Path(request.write).absolute().parent, remedy="choose another file for --write")
-    told = sys.stderr if request.write == "-" else sys.stdout
-    with contextlib.redirect_stdout(told):
+    with contextlib.redirect_stdout(sys.stderr if request.write == "-" else sys.stdout):
         wire = trained_wire.open_wire(cfg, workdir)
-        message = request.message or _write(wire, request)
-        _tell(wire, message, request)
+        message = request.message or _encode(wire, request)
+        _print_answers(wire, message, request)
     if request.write:
         message_io.write_message(message, request.write)
     return 0
 
 
-def _write(wire: trained_wire.TrainedWire, request: message_io.Request) -> bytes:
-    asked = ""
+def _encode(wire: trained_wire.TrainedWire, request: message_io.Request) -> bytes:
+    question = ""
     if wire.recipe.cfg.prompt.question == "latents":
         if len(request.questions) != 1:
             raise UserError(
-                f"{len(request.questions)} questions: this wire writes the question with the text "
+                f"{len(request.questions)} questions: this wire encodes the question with the text "
                 "(config.prompt.question = 'latents'); give exactly one --question"
             )
-        asked = request.questions[0]
-    return wire.write(request.context, bits=request.bits, slots=request.slots, width=request.width, question=asked)
+        question = request.questions[0]
+    return wire.write(request.context, bits=request.bits, slots=request.slots, width=request.width, question=question)
 
 
-def _tell(wire: trained_wire.TrainedWire, message: bytes, request: message_io.Request) -> None:
+def _print_answers(wire: trained_wire.TrainedWire, message: bytes, request: message_io.Request) -> None:
     frame = codec.read_frame(message)
     text = f" for {len(request.context.encode())} bytes of text" if request.context else ""
     print(f"message: {len(message)} bytes ({frame.slots} x {frame.width} values of {frame.bits} bits){text}")

@@ -27,15 +27,15 @@ from lw_jax import recipes
 from lw_jax.benchmarking import timing
 from lw_jax.benchmarking.prediction import Predicted
 from lw_jax.benchmarking.timing import Ceilings, Spread
-from lw_jax.commands import plan
 from lw_jax.core import runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Tree
 from lw_jax.data.loader import Loader
+from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import sources, weights
 from lw_jax.models.wire import Prompt
-from lw_jax.planning import workload
+from lw_jax.planning import planner, workload
 from lw_jax.planning.workload import Row
 from lw_jax.recipes import frozen_models
 from lw_jax.recipes.latentwire import LatentWire
@@ -108,7 +108,7 @@ def _start(cfg: Config, repeats: int) -> "Bench":
     if runtime.start():
         raise UserError(f"{jax.process_count()} processes: measure in one, on the devices of one machine")
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
-    return Bench(*plan.settle(cfg), repeats)
+    return Bench(*planner.settle(cfg), repeats)
 
 
 class Bench:
@@ -230,7 +230,8 @@ class Bench:
         source, spec = workload.texts(self.cfg, self.placement), self.cfg.encoder
         shapes, placed = self.recipe.abstract().trainable, self.recipe.shardings().trainable
         trainable, filled = timing.fill(place.place_shapes(shapes, placed)), self._fill(source)
-        seconds = Spread.of(timing.repeat(lambda: self.recipe.encode(trainable, filled), repeats=self.repeats))
+        encode = WireFunctions(self.recipe.wire, self.placement).encode
+        seconds = Spread.of(timing.repeat(lambda: encode(trainable, filled), repeats=self.repeats))
         batch, tokens = source["ids"].shape
         work = workload.encode_flops(self.recipe, batch)
         return [
@@ -255,8 +256,10 @@ class Bench:
         params, filled = timing.fill(shapes), Prompt(*timing.fill(prompts))
         tokens, model = self.cfg.eval.max_new_tokens, self.recipe.wire.readers[name].config
 
+        generate = WireFunctions(self.recipe.wire, self.placement).generate
+
         def run(count: int) -> list[float]:
-            return timing.repeat(lambda: self.recipe.generate(params, filled, name, count), repeats=self.repeats)
+            return timing.repeat(lambda: generate(params, filled, name, count), repeats=self.repeats)
 
         whole, short = Spread.of(run(tokens)), Spread.of(run(1))
         step = (whole.median - short.median) / max(1, tokens - 1)

@@ -1,44 +1,22 @@
-"""The verb `plan`: whether and how a configuration runs on given GPUs, compiled for them on any machine."""
+"""Command `plan`: placement, memory and time of a configuration on given GPUs, compiled for them on any machine."""
 
-import contextlib
 import dataclasses
 import functools
-import hashlib
 import json
-import math
 import re
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from lw_jax import recipes
-from lw_jax.core import config, schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import write_whole
-from lw_jax.core.types import DTYPES
-from lw_jax.hub import sources
-from lw_jax.planning import decode_layout, gpus, host_memory, legacy, placement_search, remedies, simulation
 from lw_jax.planning import estimate as estimates
-from lw_jax.planning.gpus import Target
-from lw_jax.planning.placement_search import Candidate, Hardware
+from lw_jax.planning import gpus, legacy, plan_tables, planner, simulation
 from lw_jax.slurm import cluster_profile
-from lw_jax.training import memory, micro_batch_search, preflight, validation_room
-from lw_jax.training.memory import bytes_of
-from lw_jax.training.program import Program
-from sharding import placement as placements
-from sharding.errors import PlacementError
-from sharding.placement import Placement
-
-Plan = dict[str, Any]  # what --json prints
 
 NOTHING_FITS, VOID = 3, 2  # exit codes
-SIZES = {"single": 1, "dual": 2, "quad": 4}  # words for a number of cards on one node
-HOST_BYTES = 6e9  # Python, JAX, CUDA and tokenised data, of one process: assumed, not measured
-ROOT = Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,51 +39,38 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
         raise UserError("--legacy prints one target's plan for people; leave out --simulate and --json.")
     if request.simulate:
         counts = parse_counts(request.simulate)
-        card = gpus.parse(resolve_target(request.target, config=request.config)).card
-        plans = [simulate(cfg, card, count, estimate=request.estimate) for count in counts]
+        card = gpus.parse(planner.resolve_target(request.target, config=request.config)).card
+        plans = [planner.simulate(cfg, card, count, estimate=request.estimate) for count in counts]
         if request.as_json:
             print(json.dumps(plans, indent=2))
             return 0
-        arithmetic = functools.partial(make, estimate=True)
+        arithmetic = functools.partial(planner.make, estimate=True)
         guessed = any(one["devices"] and one["chosen"] and not one["compiled"] for one in plans)
         note = f"seconds: {estimates.ERROR}" if guessed else ""
-        tables = [simulation_table(plans), note, simulation.text(cfg, plans, own=request.own, estimate=arithmetic)]
+        tables = [
+            plan_tables.simulation_table(plans),
+            note,
+            simulation.text(cfg, plans, own=request.own, estimate=arithmetic),
+        ]
         print("\n\n".join(filter(None, tables)))
         return 0
-    found = make(cfg, _word(request), estimate=request.estimate)
-    told = [*inspect(cfg), *cluster_profile.inspect(found, cfg.train)]
+    found = planner.make(cfg, _word(request), estimate=request.estimate)
+    told = [*planner.inspect(cfg), *cluster_profile.inspect(found, cfg.train)]
     if request.as_json:
         print(json.dumps(found | {"findings": [dataclasses.asdict(one) for one in told]}, indent=2))
     else:
-        print(legacy.text(found) if request.legacy else report(found, own=request.own))
+        print(legacy.text(found) if request.legacy else plan_tables.report(found, own=request.own))
         print("".join(f"{one}\n" for one in told), end="")
     if any(one.void for one in told):
         return VOID
     return 0 if found["chosen"] else NOTHING_FITS
 
 
-def inspect(cfg: Config) -> list[preflight.Finding]:
-    """Returns what is wrong with the run itself, wherever it runs."""
-    return preflight.inspect(cfg, recipes.outline(placement_search.with_remat(cfg, "none")))
-
-
 def _word(request: Request) -> str:
     """Returns the target's word; empty where the machine's own GPUs are meant."""
     if not request.target and jax.default_backend() == "gpu":
         return ""
-    return resolve_target(request.target, config=request.config)
-
-
-def resolve_target(word: str, *, config: str) -> str:
-    """Returns the planner's target: `word` itself, or for single, dual and quad that many of the config's card."""
-    if word and word not in SIZES:
-        return word
-    stem = Path(config.partition(":")[0]).stem
-    card = re.fullmatch(r"(?:\d+x)?([a-z]\w*?)x\d+", stem)
-    if card is None:
-        asked = f"--target {word}" if word else "--target is missing and"
-        raise UserError(f"{asked}: configs/{stem}.py names no card; write card and number, as --target h100x4.")
-    return f"{card[1]}x{SIZES[word]}" if word else stem
+    return planner.resolve_target(request.target, config=request.config)
 
 
 def parse_counts(text: str) -> list[int]:
@@ -116,424 +81,3 @@ def parse_counts(text: str) -> list[int]:
     if re.fullmatch(r"\d+(,\d+)*", text) and max(map(int, text.split(","))) <= gpus.PER_HOST:
         return [int(word) for word in text.split(",")]
     raise UserError(f"--simulate {text}: write FIRST..LAST or a list, as 0..8 or 1,2,4; up to {gpus.PER_HOST}.")
-
-
-def make(cfg: Config, target: str = "", *, estimate: bool = False) -> Plan:
-    """Returns the plan of a target ("h100x4"), or of this machine's own devices; kept on disk for the same question.
-
-    Raises:
-        UserError: the target is not known, or nothing can be compiled for it and `estimate` is off by mistake.
-    """
-    if not target:
-        return _cached(cfg, "here", lambda: _plan(cfg, here(cfg), "here", hosts=jax.process_count()))
-    wanted = gpus.parse(target)
-    if estimate:
-        return _plan(cfg, _absent(cfg, wanted, compiler=False), wanted.name, hosts=wanted.hosts)
-
-    def compute() -> Plan:
-        try:
-            return _plan(cfg, _absent(cfg, wanted), wanted.name, hosts=wanted.hosts)
-        except gpus.CompilerAbsent as error:
-            found = _plan(cfg, _absent(cfg, wanted, compiler=False), wanted.name, hosts=wanted.hosts)
-            return found | {"why_not_compiled": str(error)}
-
-    return _cached(cfg, wanted.name, compute)
-
-
-def here(cfg: Config) -> Hardware:
-    """Returns this process's devices."""
-    devices, hosts = jax.devices(), jax.process_count()
-    card = gpus.of_device(devices[0])
-    return Hardware(devices, micro_batch_search.room(cfg), Target(card, len(devices) // hosts, hosts) if card else None)
-
-
-def precision(cfg: Config, hardware: Hardware | None = None) -> str:
-    """Returns in which precision the card at hand, or the target's, computes what the configuration asks for."""
-    hardware = here(cfg) if hardware is None else hardware
-    card = hardware.target.card if hardware.target else hardware.devices[0]
-    asked = {cfg.compute.dtype, *(llm.weights for llm in cfg.llms.values() if llm.weights in DTYPES)}
-    return gpus.describe_precision(sorted(asked), getattr(card, "capability", getattr(card, "compute_capability", "")))
-
-
-def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
-    """Returns the configuration without "auto", and where everything lies on this machine's devices.
-
-    `reading` settles for evaluation, which needs no gradient and no fixed batch.
-
-    Raises:
-        sharding.errors.PlacementError: nothing fits, or the configured placement does not go with the devices.
-    """
-    hardware = here(cfg)
-    cfg, placed = _settle_step(placement_search.with_remat(cfg, "none") if reading else cfg, hardware, reading=reading)
-    host_memory.check(recipes.reader_bytes(cfg), placed)
-    return decode_layout.settle_layers(cfg, placed, hardware.room), placed
-
-
-def _settle_step(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Config, Placement]:
-    """Returns the configuration without "auto" in what decides the step, and the placement."""
-    readers, mesh = recipes.reader_bytes(cfg), cfg.mesh
-    if mesh.placement != "auto" and cfg.compute.remat != "auto":
-        return cfg, _place_configured(cfg, readers)
-    if reading or hardware.room is None:
-        remat = "none" if cfg.compute.remat == "auto" else cfg.compute.remat
-        return placement_search.with_remat(cfg, remat), _place_uncompiled(cfg, readers, hardware, reading=reading)
-    found = make(cfg)
-    best = found["chosen"]
-    if best is None:
-        told = remedies.describe(found["remedies"])
-        raise PlacementError(
-            placement_search.nothing_fits(found["candidates"], len(hardware.devices), hardware.room, told)
-        )
-    placed = placements.place(best["strategy"], readers, data=best["data"], model=best["model"])
-    return placement_search.with_remat(cfg, best["remat"]), placed
-
-
-def _place_configured(cfg: Config, readers: Mapping[str, int]) -> Placement:
-    """Returns the configured placement; where the devices do not suffice for it, the message names what else to do."""
-    mesh, count = cfg.mesh, jax.device_count()
-    try:
-        return placements.place(mesh.placement, readers, data=mesh.data, model=mesh.model)
-    except PlacementError as error:
-        strategy = {"hybrid3": 3, "hybrid4": 4, "split": len(readers)}.get(mesh.placement, 1)
-        wanted = max(max(mesh.data, 1) * mesh.model, strategy)
-        if wanted <= count:
-            raise
-        own = "--config.mesh.placement=auto --config.mesh.data=-1 --config.mesh.model=1 --config.train.micro_batch=0"
-        raise PlacementError(
-            f"{error}. This machine has {count} {jax.devices()[0].device_kind}. Whether it fits elsewhere: python "
-            f"run.py plan --config FILE --target h100x{wanted}; on whatever cards there are: --config "
-            f"configs/large.py, or {own}; on virtual devices of a CPU: "
-            f"XLA_FLAGS=--xla_force_host_platform_device_count={wanted}"
-        ) from error
-
-
-def _place_uncompiled(cfg: Config, readers: Mapping[str, int], hardware: Hardware, *, reading: bool) -> Placement:
-    """Returns the configured placement, or data parallel, or for reading the fewest devices that hold the weights."""
-    mesh, count = cfg.mesh, len(hardware.devices)
-    if mesh.placement != "auto":
-        return _place_configured(cfg, readers)
-    if not reading:
-        # Of several processes each must own a part of the mesh, so there an undividable batch is refused later.
-        fitting = [n for n in range(1, count + 1) if cfg.train.global_batch % n == 0 or jax.process_count() > 1]
-        return placements.place("replicate", readers, data=fitting[-1])
-    for model in (n for n in range(1, count + 1) if count % n == 0):
-        table = "tensor" if model > 1 else "replicate"
-        placed = placements.place(table, readers, data=count // model, model=model)
-        program = Program(cfg, recipes.make(cfg, placed, outline=True))
-        if hardware.room is None or memory.placed_bytes(program) <= hardware.room.limit:
-            return placed
-    assert hardware.room is not None
-    raise PlacementError(
-        f"the readers do not fit on {count} devices of {bytes_of(hardware.room.memory)}, split over all of them; use "
-        "more devices, or raise mesh.target_utilisation"
-    )
-
-
-def simulate(cfg: Config, card: gpus.Card, count: int, *, estimate: bool = False) -> Plan:
-    """Returns the plan of so many cards; of none, what training does on a machine's CPU."""
-    if count:
-        return make(cfg, f"{card.name}x{count}", estimate=estimate)
-    own, placed = placement_search.with_remat(cfg, "none"), placements.place("single", recipes.reader_bytes(cfg))
-    program = Program(own, recipes.make(own, placed, outline=True))
-    chosen = {"strategy": "single", "mesh": "1x1", "remat": "none", "accumulation": program.accumulation(0)}
-    return {"target": "cpu", "devices": 0, "compiled": False, "chosen": chosen | {"micro_batch": program.share}}
-
-
-def _absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
-    """Returns stand-ins for a target's devices; without the compiler CPU devices stand in for counting only."""
-    room = micro_batch_search.room_of(cfg, target.card.memory_bytes)
-    if compiler:
-        return Hardware(gpus.compile_devices(target), room, target, gpus.compile_lowered)
-    devices = jax.devices("cpu")
-    if len(devices) < target.devices:
-        raise UserError(
-            f"target {target.name}: an estimate for {target.devices} devices needs as many virtual CPU devices, this "
-            f"process has {len(devices)}; set JAX_NUM_CPU_DEVICES={target.devices}"
-        )
-    return Hardware(devices[: target.devices], room, target, None)
-
-
-def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
-    started = time.monotonic()
-    found = placement_search.choose(cfg, hardware, widths=None)
-    best = placement_search.pick(found)
-    rows = [_row(cfg, candidate) for candidate in found]
-    chosen = rows[found.index(best)] if best else None
-    room = hardware.room
-    assert room is not None
-    return {
-        "target": name,
-        "devices": len(hardware.devices),
-        "hosts": hosts,
-        "per_host": len(hardware.devices) // hosts,
-        "compiled": hardware.compile is not None,
-        "precision": precision(cfg, hardware),
-        "memory_bytes": room.memory,
-        "limit_bytes": room.limit,
-        "steps": cfg.train.steps,
-        "global_batch": cfg.train.global_batch,
-        "unit": list(recipes.unit(cfg)),
-        "hours": chosen["hours"] if chosen else None,
-        "host_memory_bytes": _host_bytes(cfg, found),
-        "plan_seconds": round(time.monotonic() - started, 1),
-        "candidates": rows,
-        "chosen": chosen,
-        "why": _why(chosen, rows),
-        "validation": _validation(cfg, best, room) if best else None,
-        "remedies": [] if best else remedies.fewer_bits(cfg, hardware),
-    }
-
-
-def _validation(cfg: Config, best: Candidate, room: micro_batch_search.Room) -> Plan:
-    """Returns what validation takes where the chosen candidate trains, by arithmetic."""
-    assert best.placement is not None, "it was chosen"
-    own = placement_search.with_remat(cfg, best.remat)
-    recipe = recipes.make(own, best.placement, outline=True)
-    found = validation_room.validation(Program(own, recipe), recipe, recipe.batch_widths(), room)
-    return dataclasses.asdict(found) | {"told": validation_room.describe(found, room)}
-
-
-def _row(cfg: Config, candidate: Candidate) -> Plan:
-    needs, guess, placed = candidate.needs, candidate.estimate, candidate.placement
-    seconds = candidate.times.total if candidate.times else None
-    row = {
-        "strategy": candidate.strategy,
-        "mesh": candidate.mesh,
-        "data": placed.data if placed and not placed.apart else -1,
-        "model": placed.learner.shape["model"] if placed and candidate.strategy in ("tensor", "split") else 1,
-        "devices_used": placed.devices if placed else 0,
-        "remat": candidate.remat,
-        "fits": candidate.fits,
-        "obstacle": candidate.obstacle,
-        "micro_batch": needs.micro_batch if needs else 0,
-        "accumulation": needs.accumulation if needs else 0,
-        "peak_bytes": needs.peak if needs else 0,
-        "weights_bytes": needs.weights if needs else 0,
-        "trainable_bytes": needs.trainable if needs else 0,
-        "optimizer_bytes": needs.optimizer if needs else 0,
-        "batch_bytes": needs.batch if needs else 0,
-        "activation_bytes": needs.activations if needs else 0,
-        "logits_bytes": needs.logits if needs else 0,
-        "flops": candidate.flops,
-        "collective_bytes": candidate.collective_bytes,
-        "moved_bytes": candidate.moved_bytes,
-        "seconds": dataclasses.asdict(candidate.times) if candidate.times else None,
-        "step_seconds": seconds,
-        "samples_per_second": cfg.train.global_batch / seconds if seconds else None,
-        "hours": cfg.train.steps * seconds / 3600 if seconds else None,
-        "estimate": None,
-    }
-    if guess:
-        row["estimate"] = {
-            "peak_bytes": guess.needs.peak,
-            "flops": guess.flops,
-            "collective_bytes": guess.collective_bytes,
-            "step_seconds": guess.times.total if guess.times else None,
-        }
-    return row
-
-
-def _host_bytes(cfg: Config, found: Sequence[Candidate]) -> int:
-    """Returns the host memory of one process: weights stream through it, a checkpoint passes as a whole."""
-    placed = next((candidate.placement for candidate in found if candidate.placement), None)
-    if placed is None:
-        return int(HOST_BYTES)
-    program = Program(placement_search.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
-    state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state()))
-    frozen = jax.tree.leaves(program.frozen())
-    largest = max((leaf.size // max(1, leaf.shape[0]) * 4 for leaf in frozen), default=0)
-    return int(HOST_BYTES + state + 2 * largest)
-
-
-def _why(chosen: Plan | None, rows: Sequence[Plan]) -> str:
-    if chosen is None:
-        return "nothing fits: " + "; ".join(f"{row['strategy']} {row['mesh']}: {row['obstacle']}" for row in rows)
-    others = [row for row in rows if row["fits"] and row is not chosen]
-    if not others:
-        return "the only one that fits"
-    if chosen["samples_per_second"] is None:
-        return f"least arithmetic on a device, of {len(others) + 1} that fit; speed of this card is not known"
-    second = max(others, key=lambda row: row["samples_per_second"])
-    faster = second["samples_per_second"] > chosen["samples_per_second"]
-    rank = "as fast as any within 2 %, and the least" if faster else "predicted fastest"
-    return (
-        f"{rank} of {len(others) + 1} that fit: {chosen['samples_per_second']:.1f} samples/s, "
-        f"{'beside' if faster else 'next'} {second['strategy']} {second['mesh']} with "
-        f"{second['samples_per_second']:.1f}"
-    )
-
-
-def kept(cfg: Config, target: str) -> Plan | None:
-    """Returns the compiled plan of an absent target if an earlier call has kept it; compiles nothing."""
-    return _read_kept(_file(cfg, gpus.parse(target).name))
-
-
-def _file(cfg: Config, name: str) -> Path:
-    """Returns where the plan of the same configuration, target, versions and code is kept."""
-    kind = [device.device_kind for device in jax.devices()] if name == "here" else []
-    asked = [
-        name,
-        kind,
-        str(micro_batch_search.room(cfg)) if name == "here" else "",
-        config.digest(cfg),
-        jax.__version__,
-        _code(),
-    ]
-    digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
-    return sources.cache_root() / "plans" / f"{name}-{digest}.json"
-
-
-def _read_kept(file: Path) -> Plan | None:
-    """Returns a kept plan; nothing where there is none, or a damaged one, which is computed again."""
-    with contextlib.suppress(FileNotFoundError, UserError):
-        found = schema.read(file, dict[str, Any], remedy="")
-        if found.keys() >= {"target", "chosen"}:
-            return found | {"cached": True}
-    return None
-
-
-def _cached(cfg: Config, name: str, compute: Any) -> Plan:
-    """Returns the plan kept for the same question, else computes and keeps it."""
-    file = _file(cfg, name)
-    if found := _read_kept(file):
-        return found
-    found = compute()
-    if "why_not_compiled" not in found:  # it may be installed by the next call
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(found))
-    return found
-
-
-def _code() -> str:
-    """Returns a digest of the project's own code: another step is another plan."""
-    digest = hashlib.sha256()
-    for folder in ("lw_jax", "sharding"):
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
-
-
-def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
-    """Returns a plan for people; `own` is what the configuration's file itself sets of `config.SEARCHED`."""
-    gib = found["memory_bytes"]
-    how = "compiled for the target" if found["compiled"] else "ARITHMETIC ESTIMATE, nothing was compiled"
-    lines = [
-        f"target {found['target']}: {found['devices']} devices of {bytes_of(gib)}, target "
-        f"{found['limit_bytes'] / gib:.0%} = {bytes_of(found['limit_bytes'])}; global batch {found['global_batch']}, "
-        f"{found['steps']} steps; {how} in {found['plan_seconds']} s{' (kept)' if found.get('cached') else ''}"
-    ]
-    lines.append(f"precision: {found['precision']}")
-    if "why_not_compiled" in found:
-        lines.append(f"not compiled: {found['why_not_compiled']}")
-    if not found["compiled"]:
-        lines.append(f"seconds: {estimates.ERROR}")
-    lines += ["", *_table(found["candidates"]), ""]
-    lines.append(
-        "GB (1e9 bytes) a device; est.: the arithmetic estimate of the same and how far off it is; times are predicted"
-    )
-    chosen = found["chosen"]
-    if chosen is None:
-        return "\n".join([*lines, "", found["why"], *remedies.describe(found["remedies"])])
-    hours = f", {_hours(found['hours'])} for {found['steps']} steps" if found["hours"] is not None else ""
-    unit, each = found["unit"]
-    if unit != "samples" and chosen["samples_per_second"] is not None:
-        rate = chosen["samples_per_second"] * each
-        hours += f", {rate:,.0f} {unit}/s ({rate / chosen['devices_used']:,.0f} a device)"
-    idle = found["devices"] - chosen["devices_used"]
-    lines += [
-        "",
-        f"chosen: {chosen['strategy']} {chosen['mesh']}, recomputation {chosen['remat']}, micro-batch "
-        f"{chosen['micro_batch']} x {chosen['accumulation']} accumulated{hours}"
-        + (f"; {idle} of {found['devices']} devices stay idle" if idle else ""),
-        f"why: {found['why']}",
-        found["validation"]["told"],
-        f"as flags: {_flags(overrides(chosen))}",
-    ]
-    if own and not own.items() <= overrides(chosen).items():
-        lines.append(f"the configuration's file sets: {_flags(own)}; with these flags that alone is planned")
-    return "\n".join(lines)
-
-
-def _flags(values: Mapping[str, Any]) -> str:
-    return " ".join(f"--config.{path}={value}" for path, value in values.items())
-
-
-def overrides(chosen: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns, by path, the configuration values that make a run of a planned candidate."""
-    planned = {"mesh.placement": chosen["strategy"], "mesh.data": -1, "mesh.model": 1}
-    if chosen["strategy"] == "split":
-        planned["mesh.model"] = chosen.get("model", 1)
-    axes = re.fullmatch(r"(\d+)x(\d+)", chosen["mesh"])
-    if axes and chosen["strategy"] in ("replicate", "fsdp", "tensor"):  # the others find their axes themselves
-        planned |= {"mesh.data": int(axes[1]), "mesh.model": int(axes[2])}
-    return planned | {"train.micro_batch": chosen["micro_batch"], "compute.remat": chosen["remat"]}
-
-
-def _table(rows: Iterable[Plan]) -> list[str]:
-    head = ("strategy", "mesh", "remat", "batch x acc", "peak", "est.", "weights", "train+opt", "activ.", "logits")
-    head += ("TFLOP", "sent", "s/step", "est.", "samples/s", "")
-    table: list[tuple[str, ...]] = [head]
-    for row in rows:
-        guess = row["estimate"] or {}
-        known = row["peak_bytes"] > 0
-        table.append(
-            (
-                row["strategy"],
-                row["mesh"],
-                row["remat"],
-                f"{row['micro_batch']} x {row['accumulation']}" if known else "-",
-                _gb(row["peak_bytes"]),
-                _beside(_gb(guess.get("peak_bytes", 0)), guess.get("peak_bytes"), row["peak_bytes"]),
-                _gb(row["weights_bytes"]),
-                _gb(row["trainable_bytes"] + row["optimizer_bytes"]),
-                _gb(row["activation_bytes"]),
-                _gb(row["logits_bytes"]),
-                f"{row['flops'] / 1e12:.0f}" if row["flops"] else "-",
-                _gb(row["collective_bytes"]),
-                _number(row["step_seconds"], 2),
-                _beside(_number(guess.get("step_seconds"), 2), guess.get("step_seconds"), row["step_seconds"]),
-                _number(row["samples_per_second"], 1),
-                "" if row["fits"] else f"no: {row['obstacle']}",
-            )
-        )
-    widths = [max(len(str(line[i])) for line in table) for i in range(len(head) - 1)]
-    return [
-        "  ".join([*(f"{word:<{width}}" for word, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
-        for line in table
-    ]
-
-
-def simulation_table(plans: Sequence[Plan]) -> str:
-    """Returns one line for each number of devices."""
-    lines = [
-        f"{'devices':<9}{'target':<12}{'strategy':<11}{'mesh':<22}{'batch x acc':<13}{'remat':<7}{'peak':<9}samples/s"
-    ]
-    for plan in plans:
-        best = plan["chosen"]
-        if best is None:
-            told = "; ".join([plan["why"], *remedies.describe(plan["remedies"])])
-            lines.append(f"{plan['devices']:<9}{plan['target']:<12}{told}")
-            continue
-        batch = f"{best['micro_batch']} x {best['accumulation']}"
-        lines.append(
-            f"{plan['devices']:<9}{plan['target']:<12}{best['strategy']:<11}{best['mesh']:<22}{batch:<13}"
-            f"{best['remat']:<7}{_gb(best.get('peak_bytes', 0)):<9}{_number(best.get('samples_per_second'), 1)}"
-        )
-    return "\n".join(lines)
-
-
-def _gb(size: float) -> str:
-    return f"{size / 1e9:.1f}" if size >= 5e7 else ("0" if size else "-")
-
-
-def _number(value: float | None, digits: int) -> str:
-    return "-" if value is None or math.isnan(value) else f"{value:.{digits}f}"
-
-
-def _beside(text: str, guess: float | None, compiled: float | None) -> str:
-    """Returns an estimate with its difference from the compiled figure."""
-    return f"{text} ({guess / compiled - 1:+.0%})" if guess and compiled and guess != compiled else text
-
-
-def _hours(hours: float) -> str:
-    return f"{hours:.1f} h" if hours >= 1 else f"{hours * 60:.0f} min"

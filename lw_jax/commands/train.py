@@ -6,11 +6,10 @@ from typing import Any
 import jax
 
 from lw_jax import recipes
-from lw_jax.commands import plan
 from lw_jax.core import processes, runtime
 from lw_jax.core.config import Config
 from lw_jax.hub import sources
-from lw_jax.planning import gpus
+from lw_jax.planning import gpus, planner
 from lw_jax.recipes import selfmade
 from lw_jax.training import hardware_record, preflight
 from lw_jax.training.checkpoint import Checkpointer
@@ -25,10 +24,10 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     preflight.refuse(preflight.inspect(cfg, None))  # an impossible schedule, before minutes of making readers
     selfmade.make_readers(cfg)
-    cfg, placement = plan.settle(cfg)
+    cfg, placement = planner.settle(cfg)
     first = jax.process_index() == 0
     if first:
-        print(f"{runtime.describe()}\nprecision {plan.precision(cfg)}\n{placement.describe()}", flush=True)
+        print(f"{runtime.describe()}\nprecision {planner.precision(cfg)}\n{placement.describe()}", flush=True)
         card = gpus.of_device(jax.local_devices()[0])
         hardware_record.write(workdir, cfg, placement, card=card.name if card else "")
     recipe = recipes.make(cfg, placement)

@@ -35,5 +35,5 @@ def _f1(prediction: list[str], reference: list[str]) -> float:
 
 
 def first_line(text: str) -> str:
-    """The answer of a reader that was never taught to stop: what it says before the line ends."""
+    """Returns the first line of a generation: the answer of a reader that was never trained to stop."""
     return text.strip().split("\n", 1)[0].strip()

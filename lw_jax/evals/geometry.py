@@ -1,4 +1,4 @@
-"""Do latents differ between inputs and between slots? A collapsed encoder writes the same ones for every text."""
+"""Rank and cosines of latents over inputs and slots; a collapsed encoder writes the same latents for every text."""
 
 from collections.abc import Mapping
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def describe(latents: np.ndarray) -> dict[str, float | None]:
-    """Returns how many directions the latents [n m z] of n different inputs use, and how alike they are.
+    """Returns effective rank and mean cosines of the latents [n m z] of n different inputs.
 
     "effective_rank" is that of all inputs' latents as rows [n m*z], centred: at most n - 1, and 0 for n equal rows.
     "effective_rank_uncentred" is at least 1, and near 1 for nearly equal rows, which centring alone would magnify.
@@ -28,13 +28,13 @@ def describe(latents: np.ndarray) -> dict[str, float | None]:
     }
 
 
-def tell(found: Mapping[str, float | None]) -> str:
+def format_figures(found: Mapping[str, float | None]) -> str:
     """Returns the figures of `describe` as a line for a terminal."""
-    told = {key: "unknown" if value is None else f"{value:.3f}" for key, value in found.items()}
+    shown = {key: "unknown" if value is None else f"{value:.3f}" for key, value in found.items()}
     return (
-        f"latents of {found['inputs']} inputs: effective rank {told['effective_rank']} "
-        f"({told['effective_rank_uncentred']} uncentred), cosine between inputs {told['input_cosine']}, "
-        f"between slots {told['slot_cosine']}"
+        f"latents of {found['inputs']} inputs: effective rank {shown['effective_rank']} "
+        f"({shown['effective_rank_uncentred']} uncentred), cosine between inputs {shown['input_cosine']}, "
+        f"between slots {shown['slot_cosine']}"
     )
 
 

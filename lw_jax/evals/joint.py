@@ -1,4 +1,4 @@
-"""Several readers of one message answer together: each judges every candidate, the likeliest to all is picked."""
+"""Joint answer of several readers of one message: the candidate with the lowest mean NLL over all readers."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -18,56 +18,58 @@ ROW = "latents"
 
 
 def pick(
-    bench: Bench, measured: Measured, layout: batches.Layout, *, asked: config.Eval, seed: int
+    bench: Bench, measured: Measured, layout: batches.Layout, *, options: config.Eval, seed: int
 ) -> dict[str, Any] | None:
-    """Returns how well the readers answer from latents together; None for one reader or without that row.
+    """Returns the scores of the joint answers from latents; None for one reader or without that row.
 
     A candidate is a reader's answer; its cost is the mean over all readers, each with its own latents, of the
     candidate's NLL a token, EOS included. The cheapest is picked, of equal ones the earlier reader's. One that is empty
     or cannot be tokenised has no cost and is picked only where none has: then the first reader's. "oracle" is the best
     reader for each example, "agreement" the share of examples where all say the same after normalisation, "unscored"
-    the number of examples where no candidate has a cost. Every record of the row learns its "joint_nll" (None: no
-    cost) and whether it was "picked".
+    the number of examples where no candidate has a cost. Adds "joint_nll" (None: no cost) and "picked" to every
+    record of the row.
     """
     readers = [name for name in bench.frozen if measured.of(name, ROW)]
     if len(readers) < 2:
         return None
-    said = [measured.of(name, ROW) for name in readers]  # [reader][example]
-    costs = _costs(bench, measured, layout, said, asked=asked)
+    answered = [measured.of(name, ROW) for name in readers]  # [reader][example]
+    costs = _costs(bench, measured, layout, answered, options=options)
     chosen = np.argmin(costs, axis=0)
-    for reader, records in enumerate(said):
+    for reader, records in enumerate(answered):
         for position, record in enumerate(records):
             cost = float(costs[reader, position])
             record |= {"joint_nll": cost if np.isfinite(cost) else None, "picked": bool(chosen[position] == reader)}
 
-    bootstrap = Bootstrap(len(chosen), resamples=asked.resamples, seed=seed)
+    bootstrap = Bootstrap(len(chosen), resamples=options.resamples, seed=seed)
 
     def score(values: np.ndarray, key: str) -> Row:
         estimate = bootstrap.mean(values)
         return {key: estimate.value, f"{key}_interval": estimate.interval()}
 
-    scores = {key: np.array([[record[key] for record in records] for records in said]) for key in ("em", "f1")}
-    told: dict[str, Any] = {"joint": {}, "oracle": {}, "readers": {name: {} for name in readers}}
+    scores = {key: np.array([[record[key] for record in records] for records in answered]) for key in ("em", "f1")}
+    found: dict[str, Any] = {"joint": {}, "oracle": {}, "readers": {name: {} for name in readers}}
     for key, values in scores.items():
-        told["joint"] |= score(values[chosen, np.arange(len(chosen))], key)
-        told["oracle"] |= score(values.max(axis=0), key)
+        found["joint"] |= score(values[chosen, np.arange(len(chosen))], key)
+        found["oracle"] |= score(values.max(axis=0), key)
         for name, own in zip(readers, values, strict=True):
-            told["readers"][name] |= score(own, key)
+            found["readers"][name] |= score(own, key)
     for reader, name in enumerate(readers):
-        told["readers"][name]["picked"] = float(np.mean(chosen == reader))
-    same = [len({answers.normalise(record["prediction"]) for record in each}) == 1 for each in zip(*said, strict=True)]
-    told |= score(np.array(same, np.float64), "agreement")
-    return told | {"examples": len(chosen), "unscored": int(np.sum(~np.isfinite(costs).any(axis=0)))}
+        found["readers"][name]["picked"] = float(np.mean(chosen == reader))
+    same = [
+        len({answers.normalise(record["prediction"]) for record in each}) == 1 for each in zip(*answered, strict=True)
+    ]
+    found |= score(np.array(same, np.float64), "agreement")
+    return found | {"examples": len(chosen), "unscored": int(np.sum(~np.isfinite(costs).any(axis=0)))}
 
 
-def tell(told: dict[str, Any]) -> str:
+def format_figures(found: dict[str, Any]) -> str:
     """Returns the figures as a line for a terminal."""
-    own = ", ".join(f"{name} {figures['f1']:.3f}" for name, figures in told["readers"].items())
-    joint, oracle = told["joint"], told["oracle"]
+    own = ", ".join(f"{name} {figures['f1']:.3f}" for name, figures in found["readers"].items())
+    joint, oracle = found["joint"], found["oracle"]
     low, high = joint["f1_interval"]
     return (
         f"joint pick: f1 {joint['f1']:.3f} ({low:.3f}..{high:.3f}), em {joint['em']:.3f}; oracle f1 "
-        f"{oracle['f1']:.3f}; alone {own}; agreement {told['agreement']:.3f}"
+        f"{oracle['f1']:.3f}; alone {own}; agreement {found['agreement']:.3f}"
     )
 
 
@@ -81,16 +83,16 @@ def _costs(
     bench: Bench,
     measured: Measured,
     layout: batches.Layout,
-    said: Sequence[Sequence[Record]],
+    answered: Sequence[Sequence[Record]],
     *,
-    asked: config.Eval,
+    options: config.Eval,
 ) -> np.ndarray:
-    """Returns f64[readers n], inf where a candidate has no cost; what several readers say is judged once."""
-    given = [[_Candidate(i, record["prediction"]) for i, record in enumerate(records)] for records in said]
-    distinct = sorted({one for own in given for one in own if one.answer})
+    """Returns f64[readers n], inf where a candidate has no cost; equal candidates are scored once."""
+    candidates = [[_Candidate(i, record["prediction"]) for i, record in enumerate(records)] for records in answered]
+    distinct = sorted({one for own in candidates for one in own if one.answer})
     costs: dict[_Candidate, float] = {}
     encoded = batches.encode(_examples(measured, distinct), layout=layout)
-    for host in eval_batches(encoded, batch=asked.batch):
+    for host in eval_batches(encoded, batch=options.batch):
         indices, valid = host.pop("index").tolist(), host.pop("valid")
         # An example's id leads back to its candidate, as some may have been dropped; the last one is no candidate.
         numbers = [int(encoded.examples[index].id) for index in indices]
@@ -102,7 +104,7 @@ def _costs(
             nll.append(scores["nll"] / scores["tokens"])
         mean = np.mean(np.asarray(nll, np.float64), axis=0)
         costs |= {distinct[n]: c for n, c, real in zip(numbers, mean, valid, strict=True) if real and n < len(distinct)}
-    return np.array([[costs.get(one, np.inf) for one in own] for own in given])
+    return np.array([[costs.get(one, np.inf) for one in own] for own in candidates])
 
 
 def _examples(measured: Measured, candidates: Sequence[_Candidate]) -> list[Example]:

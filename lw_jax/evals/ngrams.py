@@ -1,9 +1,9 @@
-"""Unigram and bigram models of token ids: what a trained language model must beat on the same held-out text.
+"""Unigram and bigram models of token ids: baselines for a language model on the same held-out text.
 
 Unigram: add-one. Bigram: interpolated Kneser-Ney (Chen and Goodman 1999), the best of three that were tried on this
 project's texts: p(t|h) = (c(h t) - D [c(h t) > 0] + D k(h) q(t)) / c(h). c counts pairs, k(h) the different tokens seen
-after h, q(t) is the share of different histories that t was seen after (add-one), and D the best of a grid on text that
-nothing was counted of.
+after h, q(t) is the share of different histories that t was seen after (add-one), and D the best of a grid on text
+outside the counts.
 """
 
 import dataclasses
@@ -17,13 +17,13 @@ DISCOUNTS = np.linspace(0.01, 1.0, 100)
 
 @dataclasses.dataclass(frozen=True)
 class NGrams:
-    """Both models; as large as the different pairs are many, not as the vocabulary squared."""
+    """Both models; memory grows with the number of different pairs, not with the vocabulary squared."""
 
     unigram: np.ndarray  # f64[v], probabilities
     follows: np.ndarray  # f64[v], probabilities: q
     pairs: np.ndarray  # i64[n], history * v + token, increasing
     counts: np.ndarray  # i64[n], how often each pair was seen
-    totals: np.ndarray  # i64[v], pairs with each history
+    totals: np.ndarray  # i64[v], pairs of each history
     kinds: np.ndarray  # i64[v], different pairs with each history
     discount: float = 0.0
 
@@ -40,7 +40,7 @@ class NGrams:
 
 
 def fit(ids: np.ndarray, vocab: int, *, tune: np.ndarray) -> NGrams:
-    """Returns the models of ids i32[n]; `tune` i32[m], apart from them, chooses the discount.
+    """Returns the models of ids i32[n]; `tune` i32[m], disjoint from them, chooses the discount.
 
     Raises UserError where either has less than one pair, or ids beyond the vocabulary.
     """

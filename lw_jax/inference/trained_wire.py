@@ -1,4 +1,4 @@
-"""The Python API of trained wires, the same that the verbs use: `load_wire`. Language models: `language.py`."""
+"""Python API of trained wires: `load_wire`. Language models: `language_model.py`."""
 
 import functools
 from collections.abc import Sequence
@@ -9,35 +9,36 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lw_jax import recipes
-from lw_jax.commands import plan
 from lw_jax.core import runtime, tree
 from lw_jax.core.config import Config, Encoder
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data import batches
 from lw_jax.evals import answers
+from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import sources
 from lw_jax.models import codec, wire
+from lw_jax.planning import planner
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import run_folder
 from sharding import place
 
 
 def load_wire(folder: str | Path) -> "TrainedWire":
-    """Opens the trained run in a workdir."""
+    """Opens the trained wire in a run's folder."""
     path = Path(folder)
     return open_wire(run_folder.read_config(path), path)
 
 
 def open_wire(cfg: Config, path: Path) -> "TrainedWire":
-    """Opens the best checkpoint of a run (the latest where none was validated), for the configuration given."""
+    """Opens a run's best checkpoint (the latest where none was validated) with this configuration."""
     if cfg.recipe != "latentwire":
         raise UserError(
-            f"{path}: a run of recipe {cfg.recipe!r} has no wire; its held-out figures stand in metrics.jsonl, and "
-            "`python run.py export` writes what it learned"
+            f"{path}: a run of recipe {cfg.recipe!r} has no wire; its held-out figures are in metrics.jsonl, and "
+            "`python run.py export` writes its weights"
         )
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
-    cfg, placement = plan.settle(cfg, reading=True)
+    cfg, placement = planner.settle(cfg, reading=True)
     recipe = LatentWire(cfg, placement)
     restored = recipes.read_best(recipe, cfg, path)
     return TrainedWire(recipe, restored.state["trainable"], recipe.load_frozen(), restored.step)
@@ -46,44 +47,45 @@ def open_wire(cfg: Config, path: Path) -> "TrainedWire":
 def resolve_channel(
     encoder: Encoder, *, bits: int = 8, slots: int | None = None, width: int | None = None
 ) -> tuple[int, int, int]:
-    """Returns (slots, width, bits) of a message, None being all that the encoder has; refuses what it has not."""
+    """Returns (slots, width, bits) of a message; None takes the encoder's own. Raises UserError for more."""
     if bits not in codec.BITS:
-        raise UserError(f"bits={bits}: a value takes {', '.join(map(str, codec.BITS))} bits; choose one of them")
-    for name, asked, most in (("slots", slots, encoder.slots), ("width", width, encoder.width)):
-        if asked is not None and not 1 <= asked <= most:
+        raise UserError(f"bits={bits}: a value has {', '.join(map(str, codec.BITS))} bits; choose one of them")
+    for name, value, most in (("slots", slots, encoder.slots), ("width", width, encoder.width)):
+        if value is not None and not 1 <= value <= most:
             raise UserError(
-                f"{name}={asked}: this wire's encoder has config.encoder.{name}={most}; ask for 1 to {most}"
+                f"{name}={value}: this wire's encoder has config.encoder.{name}={most}; ask for 1 to {most}"
             )
     return slots or encoder.slots, width or encoder.width, bits
 
 
 class TrainedWire:
-    """A trained encoder and its readers."""
+    """A trained encoder and its readers: writes a text into a message, answers questions from a message."""
 
     def __init__(self, recipe: LatentWire, trainable: Tree, frozen: Tree, step: int):
         self.recipe, self.trainable, self.frozen, self.step = recipe, trainable, frozen, step
+        self.functions = WireFunctions(recipe.wire, recipe.placement)
 
     @functools.cached_property
     def encoder_fingerprint(self) -> str:
-        """16 hex digits of the encoder's weights: what a message names as its writer."""
+        """16 hex digits of the encoder's weights; a message carries them."""
         return tree.digest(self.trainable["encoder"])[:16]
 
     def write(
         self, text: str, bits: int = 8, slots: int | None = None, width: int | None = None, *, question: str = ""
     ) -> bytes:
-        """Returns the framed message of a text in so many slots, of each the first `width` values.
+        """Returns the framed message of a text: its first `slots` latents, the first `width` values of each.
 
-        A wire that was trained with prompt.question "latents" writes the question with the text and needs it here.
+        A wire trained with prompt.question="latents" encodes the question with the text and needs it here.
         """
         in_latents = self.recipe.cfg.prompt.question == "latents"
         if bool(question) != in_latents:
-            rule = "needs the question" if in_latents else "takes no question: ask it when the message is read"
+            rule = "needs the question" if in_latents else "takes no question: give it to `read`"
             raise UserError(f"write: question={question!r}: this wire's message {rule} (config.prompt.question)")
         channel = resolve_channel(self.recipe.cfg.encoder, bits=bits, slots=slots, width=width)
         source = self._batch(text, question or "?")["source"] | {"channel": np.asarray([channel], np.int32)}
-        latents = self.recipe.encode(self.trainable, self._put(source, self.recipe.mesh_of(None)))
-        kept = np.asarray(latents[0, : channel[0], : channel[1]])
-        return codec.pack(kept, bits=bits, encoder=self.encoder_fingerprint)
+        latents = self.functions.encode(self.trainable, self._put(source, self.functions.mesh_of(None)))
+        sent = np.asarray(latents[0, : channel[0], : channel[1]])
+        return codec.pack(sent, bits=bits, encoder=self.encoder_fingerprint)
 
     def read(self, message: bytes, reader: str, question: str) -> str:
         """Returns a reader's answer from a message alone."""
@@ -93,20 +95,20 @@ class TrainedWire:
         latents = np.zeros((1, encoder.slots, encoder.width), np.float32)
         latents[0, : frame.slots, : frame.width] = codec.unpack(message, encoder=self.encoder_fingerprint)
         fields, params = self._fields(reader, "?", question)
-        mesh = self.recipe.mesh_of(reader)
+        mesh = self.functions.mesh_of(reader)
         fields |= self._put({"channel": np.asarray([channel], np.int32)}, mesh)
-        prompt = self.recipe.prompt_from_latents(self.trainable, params, fields, self._put(latents, mesh), reader)
+        prompt = self.functions.prompt_from_latents(self.trainable, params, fields, self._put(latents, mesh), reader)
         return self._answer(reader, prompt)
 
     def read_text(self, text: str, reader: str, question: str) -> str:
         """Returns a reader's answer from the text itself."""
         fields, params = self._fields(reader, text, question, rows=("text",))
-        return self._answer(reader, self.recipe.prompt_from_text(params, fields["text"]))
+        return self._answer(reader, self.functions.prompt_from_text(params, fields["text"]))
 
     def _fields(self, reader: str, text: str, question: str, rows: Sequence[str] = ()) -> tuple[Tree, Tree]:
         if reader not in self.frozen:
             raise UserError(f"reader {reader!r}: this wire has {', '.join(self.frozen)}")
-        mesh = self.recipe.mesh_of(reader)
+        mesh = self.functions.mesh_of(reader)
         return self._put(self._batch(text, question, rows)["readers"][reader], mesh), self.frozen[reader]
 
     def _batch(self, text: str, question: str, rows: Sequence[str] = ()) -> batches.Batch:
@@ -118,6 +120,6 @@ class TrainedWire:
         return place.put_eval(jax.tree.map(lambda leaf: np.repeat(leaf, count, axis=0), host), mesh)
 
     def _answer(self, reader: str, prompt: wire.Prompt) -> str:
-        ids = self.recipe.generate(self.frozen[reader], prompt, reader, self.recipe.cfg.eval.max_new_tokens)
-        said = [int(token) for token in np.asarray(ids)[0] if token >= 0]
-        return answers.first_line(self.recipe.tokenizers[reader].decode(said))
+        ids = self.functions.generate(self.frozen[reader], prompt, reader, self.recipe.cfg.eval.max_new_tokens)
+        tokens = [int(token) for token in np.asarray(ids)[0] if token >= 0]
+        return answers.first_line(self.recipe.tokenizers[reader].decode(tokens))

@@ -1,7 +1,7 @@
 """The original project's batch size formula, for comparison only: its users see where a plan differs, and why.
 
 Source: the original's batch size note for H100 GPUs and the calculator it names (calculate_optimal_batch_sizes.py).
-Nothing of it decides anything here; `lw_jax.commands.plan` compiles the step instead.
+Nothing of it decides anything here; `lw_jax.planning.planner` compiles the step instead.
 """
 
 import dataclasses
@@ -60,7 +60,7 @@ def legacy_batch(*, memory_gb: float = MEMORY_GB, utilisation: float = UTILISATI
 
 
 def text(found: Mapping[str, Any]) -> str:
-    """Returns the original's budget beside a plan's (of `commands.plan.make`), with the reasons, for people."""
+    """Returns the original's budget beside a plan's (of `planner.make`), with the reasons, for people."""
     # Cards are sold by binary gigabytes, which the original calls GB: an "80 GB" H100 reports 84.9e9 bytes.
     memory = float(math.ceil(found["memory_bytes"] / 2**30))
     gpus, target = found["devices"], found["limit_bytes"] / found["memory_bytes"]

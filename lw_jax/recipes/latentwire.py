@@ -8,7 +8,6 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from lw_jax.core import config
 from lw_jax.core import rng as rngs
@@ -18,7 +17,7 @@ from lw_jax.data import batches, examples
 from lw_jax.data.data_schedule import Course
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
 from lw_jax.hub import architectures, weights
-from lw_jax.losses import chunked, objectives, token_losses
+from lw_jax.losses import chunked, objectives
 from lw_jax.models import adapter, codec, decoder, encoder, wire
 from lw_jax.models import pass_costs as arithmetic
 from lw_jax.models.bert import BertConfig
@@ -203,10 +202,6 @@ class LatentWire:
             found = dataclasses.replace(found, forward=max(found.forward, told.forward + restored), **sums)
         return found
 
-    def mesh_of(self, name: str | None) -> Mesh:
-        """Returns where a reader lies; None: what learns."""
-        return self.placement.learner if name is None else self.placement.readers[name].mesh
-
     def batch_widths(self) -> Tree:
         """Returns one training example as shapes at the configuration's limits; the opening words are assumed.
 
@@ -351,25 +346,22 @@ class LatentWire:
         prefix = self.wire.prefix(part, name, shared, task)
         prompt = wire.wire_prompt(frozen, fields, prefix)
         states = self.wire.answer_states(frozen, name, prompt, fields)
-        embedded = told = None
-        if objectives.needs_embedded(self.cfg.loss, task):
-            embedded = decoder.embed(frozen, fields["targets"])
+        teacher_states = None
         if objectives.needs_teacher(self.cfg.loss, task) and "teacher" not in fields:
             text = wire.text_prompt(frozen, fields["text"])
-            told = jax.lax.stop_gradient(self.wire.answer_states(frozen, name, text, fields))
+            teacher_states = jax.lax.stop_gradient(self.wire.answer_states(frozen, name, text, fields))
 
-        def measure(head: Tree, learned: Tree, given: Tree) -> LossTerms:
-            states, latents, prefix = learned
-            fields, embedded, told = given
-            teacher = None if told is None else decoder.logits(head, told)
-            one = objectives.Pass(decoder.logits(head, states), fields, latents, prefix, embedded, teacher)
+        def measure(head: Tree, states: jax.Array, given: Tree) -> LossTerms:
+            fields, teacher_states = given
+            teacher = None if teacher_states is None else decoder.logits(head, teacher_states)
+            one = objectives.Pass(decoder.logits(head, states), fields, teacher)
             return objectives.total(self.cfg.loss, name, one)
 
         rows, length, _ = states.shape
         data = shards.row_devices(self.placement.readers[name].mesh)
         pieces = chunked.pieces(self.cfg.loss.chunk, rows=rows, length=length, data=data)
-        learned, given = (states, shared, prefix[:, :-1]), (fields, embedded, told)
-        return chunked.sum_of_pieces(measure, {"head": decoder.head(frozen)}, learned, given, pieces=pieces)
+        head, given = {"head": decoder.head(frozen)}, (fields, teacher_states)
+        return chunked.sum_of_pieces(measure, head, states, given, pieces=pieces)
 
     def identity(self) -> dict[str, str]:
         """Returns the fingerprints of the frozen readers and of the encoder's origin."""
@@ -387,59 +379,6 @@ class LatentWire:
         """Returns hashes of the tokens of all stages' examples, and of the held-out words."""
         held_out = examples.digest(self.curriculum.examples("validation"))
         return {"train": self.course().digest(), "validation": held_out}
-
-    @functools.cached_property
-    def encode(self):
-        """Returns jitted (trainable, source) -> latents."""
-        return jax.jit(self.wire.encode)
-
-    def prompt_from_latents(
-        self, trainable: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str
-    ) -> wire.Prompt:
-        """Returns a reader's prompt where it lies; its adapter and the latents go there first."""
-        mesh = self.placement.readers[name].mesh
-        part, latents = place.replicate(self.part(name, trainable), mesh), place.rows(latents, mesh)
-        return self._wire_prompt(part, params, fields, latents, name)
-
-    @functools.cached_property
-    def _wire_prompt(self):
-        def build(part: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str) -> wire.Prompt:
-            return wire.wire_prompt(params, fields, self.wire.prefix(part, name, latents, "answer")).joined()
-
-        return jax.jit(build, static_argnames="name")
-
-    @functools.cached_property
-    def prompt_from_text(self):
-        """Returns jitted (reader's parameters, {"ids", "mask"}) -> Prompt."""
-        return jax.jit(wire.text_prompt)
-
-    @functools.cached_property
-    def score(self):
-        """Returns jitted (reader's parameters, Prompt, fields, name) -> nll, hits, first, first5, tokens, each [b]."""
-
-        def measure(params: Tree, prompt: wire.Prompt, fields: Mapping, name: str) -> dict[str, jax.Array]:
-            logits = self.wire.answer_logits(params, name, prompt, fields)
-            targets, counted = fields["targets"], fields["weights"]
-            right = (jnp.argmax(logits, axis=2).astype(targets.dtype) == targets).astype(jnp.float32)
-            gold = jnp.take_along_axis(logits[:, 0], targets[:, :1], axis=1)
-            return {
-                "nll": jnp.sum(token_losses.token_nll(logits, targets) * counted, axis=1),
-                "hits": jnp.sum(right * counted, axis=1),
-                "first": right[:, 0],
-                "first5": (jnp.sum(logits[:, 0] > gold, axis=1) < 5).astype(jnp.float32),
-                "tokens": jnp.sum(counted, axis=1),
-            }
-
-        return jax.jit(measure, static_argnames="name")
-
-    @functools.cached_property
-    def generate(self):
-        """Returns jitted (reader's parameters, Prompt, name, max_new_tokens) -> ids [b n], -1 after the stop."""
-
-        def run(params: Tree, prompt: wire.Prompt, name: str, max_new_tokens: int) -> jax.Array:
-            return self.wire.generate(params, name, prompt, max_new_tokens=max_new_tokens)
-
-        return jax.jit(run, static_argnames=("name", "max_new_tokens"))
 
 
 def _wire(

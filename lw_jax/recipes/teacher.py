@@ -32,7 +32,6 @@ class Teacher:
         self.cfg, self.wire, self.placement = cfg, wired, placement
         words = {
             "prompt": dataclasses.asdict(cfg.prompt),
-            "temperature": cfg.loss.temperature,
             "arithmetic": cfg.compute.dtype,
         }
         shapes = {
@@ -95,7 +94,7 @@ class Teacher:
             text = wire.text_prompt(params, fields["text"])
             logits = self.wire.answer_logits(params, name, text, fields)
             count = self.stores[name].rows["ids"][0][1]
-            return likeliest(logits, count=count, temperature=self.cfg.loss.temperature)
+            return likeliest(logits, count=count)
 
         return jax.jit(run, static_argnames="name")
 
@@ -106,8 +105,8 @@ def keys_of(encoded: Encoded, name: str) -> list[bytes]:
     return [key_of(text, answer) for text, answer in zip(fields["text"].ids, fields["answer"].ids, strict=True)]
 
 
-def likeliest(logits: jax.Array, *, count: int, temperature: float) -> tuple[jax.Array, jax.Array]:
-    """Returns ids and log-probabilities [b t k] of the likeliest tokens at a temperature."""
-    logp = jax.nn.log_softmax(logits.astype(jnp.float32) / temperature, axis=2)
+def likeliest(logits: jax.Array, *, count: int) -> tuple[jax.Array, jax.Array]:
+    """Returns ids and log-probabilities [b t k] of the likeliest tokens."""
+    logp = jax.nn.log_softmax(logits.astype(jnp.float32), axis=2)
     values, ids = jax.lax.top_k(logp, count)
     return ids, values

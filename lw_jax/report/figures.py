@@ -17,27 +17,14 @@ from matplotlib.figure import Figure
 from matplotlib.lines import Line2D
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from lw_jax.evals.curve import Curve
+
 REFERENCES = {"text": ("the text itself", "-"), "none": ("no context", ":")}  # row -> (name, line) in the picture
 QUALITIES = {"nll": "NLL, nats a token", "f1": "F1"}
 MARKERS = {16: "o", 8: "s", 6: "D", 4: "^", 2: "v"}  # by bits a value
-COLUMNS = (
-    *("slots", "width", "bits", "payload_bytes", "framed_bytes", "reader", "examples"),
-    *("nll", "nll_low", "nll_high", "accuracy", "em", "f1", "f1_low", "f1_high"),
-)
 COLOURS = matplotlib.color_sequences["petroff10"]  # told apart by colour-blind eyes too [Petroff, 2021]
 matplotlib.rcParams["text.parse_math"] = False  # names of tasks and readers are words, "$" among them
 FEW = 40  # points of a line; up to so many each one is marked
-
-
-@dataclasses.dataclass(frozen=True)
-class Curve:
-    """Figures by size of message, and what they are held against; all of the same examples."""
-
-    quality: str  # "nll" | "f1": what was asked for
-    examples: int
-    points: list[dict[str, Any]]  # COLUMNS by name; em and f1 are absent where nothing was generated
-    references: dict[str, dict[str, Any]]  # reader -> row -> figures, of the rows of REFERENCES that were measured
-    text_bytes: dict[str, float]  # coding -> mean bytes of a context
 
 
 @dataclasses.dataclass(frozen=True)

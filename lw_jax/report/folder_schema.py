@@ -108,7 +108,7 @@ class Reference(TypedDict, total=False):
 
 
 class References(TypedDict, total=False):
-    """One reader's rows beside the curve: figures.REFERENCES."""
+    """One reader's rows beside the curve: `evals.curve.REFERENCE_ROWS`."""
 
     text: Reference
     none: Reference

@@ -16,7 +16,6 @@ SECTIONS = {
     "positions": "Perplexity by position",
     "speed": "Speed and memory",
     "scaling": "Scaling",
-    "original": "What the original report got wrong",
 }
 BASELINES = {"unigram": ":", "bigram": "--"}  # name -> line in the picture
 INNER = {

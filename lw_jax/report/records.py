@@ -10,7 +10,8 @@ from typing import Any
 from lw_jax.core import schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.report import figures, folder_schema
+from lw_jax.evals.curve import Curve
+from lw_jax.report import folder_schema
 from lw_jax.training.run_folder import read_config, read_metrics, read_rows
 
 TEXTS = ("config.diff", "command.txt", "versions.json")
@@ -55,10 +56,10 @@ class Run:
         return f"python {command}" if command else self.command("train", "--config", "FILE")
 
     @property
-    def curve(self) -> figures.Curve | None:
+    def curve(self) -> Curve | None:
         """The byte curve, where one was measured; NaN for what was no number."""
         told = self.evaluation.get("curve")
-        return _to_nan(figures.Curve(**told, text_bytes=self.evaluation["text_bytes"])) if told else None
+        return _to_nan(Curve(**told, text_bytes=self.evaluation["text_bytes"])) if told else None
 
 
 def read(workdir: Path) -> Run:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lw_jax.evals import verdict
-from lw_jax.report.figures import COLUMNS, Curve
+from lw_jax.evals.curve import COLUMNS, Curve
 from lw_jax.report.records import Run, to_number
 
 ROWS = {  # what the reader gets before the question

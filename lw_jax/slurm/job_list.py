@@ -2,18 +2,17 @@
 
 import dataclasses
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from lw_jax.commands import slurm
-from lw_jax.commands.plan import Plan, make, resolve_target
-from lw_jax.commands.slurm import Job, Request
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
-from lw_jax.slurm import cluster_profile, past_runs
+from lw_jax.slurm import cluster_profile, job_script
 from lw_jax.slurm.cluster_profile import Site
+from lw_jax.slurm.job import Job
+from lw_jax.slurm.job_script import one_line
 
 KINDS = ("array", "sequence")
 
@@ -25,38 +24,6 @@ class Task(NamedTuple):
     resolved: Mapping[str, Any]
     workdir: Path
     config: str  # FILE[:recipe]
-
-
-def main(
-    tasks: Sequence[Task],
-    *,
-    kind: str,
-    workdir: Path,
-    request: Request,
-    planner: Callable[[Config, str], Plan] | None = None,
-) -> None:
-    """Plans every task, writes one sbatch file for all, tells what each is predicted to take, submits when asked to."""
-    site, profile = slurm.find_site(request.site)
-    jobs, told = [], slurm.check({task.workdir.name: task.cfg for task in tasks}, submit=request.submit)
-    for task in tasks:
-        own = dataclasses.replace(request, config=task.config)
-        plan = (planner or make)(task.cfg, resolve_target(request.target, config=task.config))
-        earlier = request.measured / task.workdir.name if request.measured else None
-        record = past_runs.read(earlier, task.cfg, plan) if earlier else None
-        at = task.workdir.absolute()
-        jobs.append(slurm.make_job(plan, resolved=task.resolved, workdir=at, request=own, site=site, record=record))
-        told += [f"{at.name}: {line}" for line in (record.describe_differences() if record else ())]
-    whole = join(jobs, kind, name=Path(request.config).stem, logs=workdir.absolute() / "logs")
-    file = Path(request.output).absolute() if request.output else workdir.absolute() / f"{kind}.sbatch"
-    slurm.write(file, script(jobs, whole, site, kind), logs=whole.logs)
-    print(slurm.written(file, profile))
-    for job in jobs:
-        memory = job.host_memory_bytes / 2**30
-        print(f"  {job.name}: {job.hours:.2f} h {job.basis}, {memory:.0f} GiB of host memory; {job.origin}")
-    each = "each task" if kind == "array" else f"all {len(jobs)} together"
-    print("".join(f"{line}\n" for line in told) + f"of {each}: {slurm.describe_limit(whole, site)}")
-    if request.submit:
-        print(slurm.submit(file))
 
 
 def join(jobs: Sequence[Job], kind: str, *, name: str, logs: Path) -> Job:
@@ -89,15 +56,15 @@ def script(jobs: Sequence[Job], whole: Job, site: Site, kind: str) -> str:
     extra = [f"#SBATCH --array=0-{len(jobs) - 1}"] if kind == "array" else []
     log = "%x-%A_%a" if kind == "array" else "%x-%j"
     body = _array(jobs, site) if kind == "array" else _sequence(jobs, site)
-    return "\n".join([*slurm.head(whole, site, extra=extra, log=log), *body]) + "\n"
+    return "\n".join([*job_script.head(whole, site, extra=extra, log=log), *body]) + "\n"
 
 
 def _start(job: Job, site: Site) -> str:
-    return f"{shlex.join(slurm.step(job, site))} \\\n        {shlex.join(job.command)}"
+    return f"{shlex.join(job_script.step(job, site))} \\\n        {shlex.join(job.command)}"
 
 
 def _tell(job: Job) -> str:
-    return slurm.one_line(f"{job.origin}; {job.hours:.2f} h {job.basis}")
+    return one_line(f"{job.origin}; {job.hours:.2f} h {job.basis}")
 
 
 def _array(jobs: Sequence[Job], site: Site) -> list[str]:
@@ -105,7 +72,7 @@ def _array(jobs: Sequence[Job], site: Site) -> list[str]:
     for number, job in enumerate(jobs):
         lines += [f"{number})  # {_tell(job)}", f"    {_start(job, site)} || code=$? ;;"]
     again = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'
-    return [*lines, "esac", *slurm.tail(again)]
+    return [*lines, "esac", *job_script.tail(again)]
 
 
 def _sequence(jobs: Sequence[Job], site: Site) -> list[str]:
@@ -123,4 +90,4 @@ def _sequence(jobs: Sequence[Job], site: Site) -> list[str]:
             f'    elif [ "$own" -ne 0 ]; then code=$own; failed="$failed {job.name}($own)"; fi',
             "fi",
         ]
-    return [*lines, '[ -z "$failed" ] || echo "failed:$failed" >&2', *slurm.tail('"$SLURM_JOB_ID"')]
+    return [*lines, '[ -z "$failed" ] || echo "failed:$failed" >&2', *job_script.tail('"$SLURM_JOB_ID"')]

@@ -15,7 +15,7 @@ from lw_jax.training.hardware_record import HardwareRecord
 from lw_jax.training.run_folder import read_config, read_metrics, read_rows
 
 TOLD = 3  # differing values named in a line
-Plan = dict[str, Any]  # of `lw_jax.commands.plan`
+Plan = dict[str, Any]  # of `lw_jax.planning.planner`
 
 
 @dataclasses.dataclass(frozen=True)

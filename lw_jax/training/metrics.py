@@ -1,25 +1,23 @@
-"""Metrics as JSON lines and as TensorBoard's event files, one row a logged step; the same whatever the recipe."""
+"""Metrics as JSON lines and as TensorBoard event files, one row a logged step, and the clock of the training loop."""
 
 import contextlib
 import json
 import math
-import struct
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Self
 
-from google.protobuf.message import DecodeError
 from tensorboardX.event_file_writer import EventsWriter
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
-from lw_jax.core.files import whole, write_whole
+from lw_jax.core.files import write_whole
 from lw_jax.training.run_folder import read_metrics
 
 
 class MetricsLog:
-    """Appends to `metrics.jsonl`; on a resumed run, rows beyond the step taken up are dropped first.
+    """Rows of `metrics.jsonl`; on a resumed run, rows beyond the restored step are dropped first.
 
     `revalidate` drops that step's validation too. The file is replaced as a whole, a link by a file of the run's own.
     """
@@ -27,11 +25,11 @@ class MetricsLog:
     def __init__(self, path: Path, *, resumed_step: int = 0, revalidate: bool = False):
         self.path = path
         rows = read(path) if resumed_step and path.exists() else []
-        kept = [row for row in rows if _is_kept(row["step"], row.keys(), resumed_step, revalidate)]
-        write_whole(path, "".join(json.dumps(row) + "\n" for row in kept))
+        rows = [row for row in rows if _precedes(row, resumed_step, revalidate)]
+        write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
 
     def write(self, step: int, values: dict[str, Any]) -> None:
-        """Appends one line at once, so that a killed run keeps what it logged."""
+        """Appends one line at once: a killed run keeps what it logged."""
         row = {"step": step} | {
             key: value if math.isfinite(value) else str(value) for key, value in values.items()
         }  # JSON has no NaN
@@ -40,31 +38,31 @@ class MetricsLog:
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """Returns the rows of a metrics file, each with its "step"; see `workdir.read_rows`."""
+    """Returns the rows of a metrics file, each with its "step"; see `run_folder.read_rows`."""
     return read_metrics(path)
 
 
-def _is_kept(step: int, names: Iterable[str], resumed_step: int, revalidate: bool) -> bool:
-    validates = any(name.startswith("validation/") for name in names)
-    return step < resumed_step or (step == resumed_step and not (revalidate and validates))
+def _precedes(row: dict[str, Any], resumed_step: int, revalidate: bool) -> bool:
+    validates = any(name.startswith("validation/") for name in row)
+    return row["step"] < resumed_step or (row["step"] == resumed_step and not (revalidate and validates))
 
 
 class TensorBoard:
-    """Writes the same rows as event files; on a resumed run, events beyond the step taken up are removed first.
+    """Event files of the same rows, in a subfolder of its own for each start of the run: step-000040, step-000040-2.
 
-    They are removed from the files, because TensorBoard's data server (0.7.2) passes over the purge mark that
-    tensorboardX's `purge_step` writes and goes on showing them. Each row is written at once, without the thread and
-    the queue of tensorboardX's SummaryWriter, so that a killed run keeps what it logged.
+    TensorBoard shows each subfolder as a curve, so that an event file is never edited. Each row is written at once,
+    without the thread and the queue of tensorboardX's SummaryWriter: a killed run keeps what it logged.
     """
 
-    def __init__(self, folder: Path, *, resumed_step: int = 0, revalidate: bool = False):
+    def __init__(self, folder: Path, *, resumed_step: int = 0):
         folder.mkdir(parents=True, exist_ok=True)
-        for file in folder.glob("events.out.tfevents.*"):
-            kept = _keep_events(file.read_bytes(), resumed_step=resumed_step, revalidate=revalidate)
-            with whole(file) as partial:
-                partial.write_bytes(kept)
-        # EventsWriter names a file by the second and overwrites a file of that name.
-        self._writer = EventsWriter(str(folder / "events"), f".{time.time_ns()}")
+        name, number = f"step-{resumed_step:06d}", 1
+        own = folder / name
+        while own.exists():
+            number += 1
+            own = folder / f"{name}-{number}"
+        own.mkdir()
+        self._writer = EventsWriter(str(own / "events"))
 
     def __enter__(self) -> Self:
         return self
@@ -78,27 +76,6 @@ class TensorBoard:
         scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         self._writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
         self._writer.flush()
-
-
-def _keep_events(data: bytes, *, resumed_step: int, revalidate: bool) -> bytes:
-    """Returns the records of an event file up to a step, without what a crash has cut or damaged.
-
-    A record is TensorFlow's TFRecord: u64 length, u32 CRC of it, the event, u32 CRC of that.
-    """
-    kept, start = [], 0
-    while start + 12 <= len(data):
-        end = start + 16 + struct.unpack_from("<Q", data, start)[0]
-        if end > len(data):
-            break
-        try:
-            event = Event.FromString(data[start + 12 : end - 4])
-        except DecodeError:
-            break
-        names = [value.tag for value in event.summary.value]
-        if event.step == 0 or _is_kept(event.step, names, resumed_step, revalidate):  # 0: the file's version
-            kept.append(data[start:end])
-        start = end
-    return b"".join(kept)
 
 
 class Clock:
@@ -117,7 +94,7 @@ class Clock:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Leaves out what is no step, such as a validation; the devices must have finished the steps before it."""
+        """Excludes time that is no step, such as a validation; the devices must have finished the steps before it."""
         begun = time.monotonic()
         yield
         passed = time.monotonic() - begun
@@ -139,7 +116,7 @@ class Clock:
 
 
 def duration(seconds: float) -> str:
-    """Returns "2h 05m", "3m 20s" or "12s", and "-" for NaN, which is how `Clock` says that nothing was measured."""
+    """Returns "2h 05m", "3m 20s" or "12s", and "-" for NaN (`Clock`: nothing was measured)."""
     if math.isnan(seconds):
         return "-"
     whole = round(seconds)

@@ -111,9 +111,9 @@ class Run:
         if self.workdir is None or jax.process_index() != 0:
             yield
             return
-        told = {"resumed_step": first, "revalidate": self._owed}
-        with metrics.TensorBoard(self.workdir / "tensorboard", **told) as board:
-            self.logs = [metrics.MetricsLog(self.workdir / "metrics.jsonl", **told), board]
+        log = metrics.MetricsLog(self.workdir / "metrics.jsonl", resumed_step=first, revalidate=self._owed)
+        with metrics.TensorBoard(self.workdir / "tensorboard", resumed_step=first) as board:
+            self.logs = [log, board]
             yield
 
     def _log(self, step: int, values: dict[str, float]) -> None:

@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from lw_jax.commands import evaluate
+from lw_jax.inference import evaluation
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import metrics, trainer
@@ -163,7 +163,7 @@ def answers_of(wire: TrainedWire, message: bytes) -> dict[tuple[str, str], str]:
 def on_one_device(root, trained):
     wire = wire_of(tiny.make_recipe(root, eval__rows=ROWS), trained)
     message = wire.write(TEXT, bits=16)
-    return message, answers_of(wire, message), evaluate.measure(wire).records
+    return message, answers_of(wire, message), evaluation.measure(wire).records
 
 
 APART = {"split 4": {"devices": 4, "strategy": "split"}, "hybrid3": {"devices": 3, "strategy": "hybrid3"}}
@@ -175,7 +175,7 @@ def test_readers_apart_answer_and_score_as_on_one_device(name, root, trained, on
     message, said, scored = on_one_device
     wire = wire_of(tiny.make_recipe(root, eval__rows=ROWS, **APART[name]), trained)
     assert wire.write(TEXT, bits=8) and answers_of(wire, message) == said
-    found = evaluate.measure(wire).records
+    found = evaluation.measure(wire).records
     assert len(found) == len(scored) == 2 * 8 * len(ROWS)  # readers, examples, rows
     for row, wanted in zip(found, scored, strict=True):
         for key in ("prediction", "reader", "row", "id"):

@@ -12,6 +12,7 @@ import pytest
 
 from lw_jax.commands import plan
 from lw_jax.core import environment
+from lw_jax.planning import planner
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 CONFIG = """
@@ -142,7 +143,7 @@ def test_slurm_writes_a_script_that_runs_the_kept_plan(compiled: tuple[Path, dic
     assert done.returncode == 0, done.stderr
     subprocess.run(["bash", "-n", str(script)], check=True)
     text = script.read_text(encoding="utf-8")
-    for path, value in plan.overrides(found["chosen"]).items():
+    for path, value in planner.overrides(found["chosen"]).items():
         assert f"--config.{path}={value}" in text
     assert "--config small.py" in text and "estimated" not in text
 

@@ -174,9 +174,9 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
-from lw_jax.core import peers, runtime
+from lw_jax.core import processes, runtime
 
-@peers.Together()
+@processes.Together()
 def main():
     assert runtime.start()
     split = jax.NamedSharding(jax.make_mesh((jax.device_count(),), ("data",)), jax.sharding.PartitionSpec("data"))

@@ -15,6 +15,8 @@ import pytest
 from configs import smoke
 from lw_jax.commands import slurm
 from lw_jax.core import config, runtime
+from lw_jax.core.errors import UserError
+from lw_jax.slurm.job import Request
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 JOB_ID = "4711"
@@ -137,7 +139,7 @@ def write(cluster: Path) -> Callable[..., Path]:
         profile = cluster / "site.toml"
         profile.write_text(f'scratch = "{cluster}/scratch folder"\n{site}', encoding="utf-8")
         workdir = cluster / "runs" / "my run"
-        request = slurm.Request(
+        request = Request(
             config="configs/machines/h100x2.py",
             assignments={"prompt.user": QUESTION},
             project=cluster / "project folder",
@@ -297,5 +299,5 @@ def test_verb_submits_and_tells_the_jobs_number(cluster, write, monkeypatch, cap
 
 def test_what_sbatch_says_reaches_the_user(cluster, write) -> None:
     (cluster / "bin" / "sbatch").write_text("#!/bin/bash\necho 'invalid partition' >&2\nexit 1\n", encoding="utf-8")
-    with pytest.raises(slurm.UserError, match="invalid partition.*site profile"):
+    with pytest.raises(UserError, match="invalid partition.*site profile"):
         write(submit=True)

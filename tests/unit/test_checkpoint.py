@@ -371,7 +371,7 @@ FULL_DISK = """
     import os, resource, signal, sys
     from pathlib import Path
     import jax, numpy as np
-    from lw_jax.checkpoint import Checkpointer
+    from lw_jax.training.checkpoint import Checkpointer
     from lw_jax.core.errors import UserError
 
     folder = Path(sys.argv[1])

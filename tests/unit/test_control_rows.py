@@ -9,7 +9,7 @@ import pytest
 
 from lw_jax.core.types import Example
 from lw_jax.data.batches import other_examples
-from lw_jax.evals import control_rows
+from lw_jax.evals import control_rows, verdict
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import placement
 from tests import tiny
@@ -22,16 +22,17 @@ APART = 1e-3
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory):
-    """(recipe, weights, what was measured, its records) of one reader."""
+    """(recipe, functions, weights, what was measured, its records) of one reader."""
     root = tmp_path_factory.getbasetemp() / "readers"
     cfg = tiny.make_config(root)
     cfg = dataclasses.replace(cfg, llms={"qwen": cfg.llms["qwen"]})
     recipe = LatentWire(cfg, placement.place("single", {"qwen": 1}))
     built = recipe.build()
     encoded = recipe.data("validation", rows=ROWS)
-    asked = dataclasses.replace(cfg.eval, examples=COUNT, batch=BATCH, rows=ROWS, max_new_tokens=3)
-    found = control_rows.measure(tiny.make_bench(recipe, built), encoded, asked=asked)
-    return recipe, built, found, found.records
+    options = dataclasses.replace(cfg.eval, examples=COUNT, batch=BATCH, rows=ROWS, max_new_tokens=3)
+    bench = tiny.make_bench(recipe, built)
+    found = control_rows.measure(bench, encoded, options=options)
+    return recipe, bench.functions, built, found, found.records
 
 
 def of_row(records, row, key="nll"):
@@ -53,17 +54,17 @@ def test_every_example_is_measured_once_in_each_row(measured):
 
 
 def test_latents_are_kept_in_the_order_of_the_records(measured):
-    recipe, built, found, _ = measured
+    recipe, functions, built, found, _ = measured
     assert found.latents.shape == (COUNT, recipe.cfg.encoder.slots, recipe.cfg.encoder.width)
     assert found.indices == [record["index"] for record in found.of("qwen", "latents")]
     source = jax.tree.map(jnp.asarray, found.encoded.collate(found.indices)["source"])
-    np.testing.assert_allclose(found.latents, recipe.encode(built.trainable, source), atol=SAME)
+    np.testing.assert_allclose(found.latents, functions.encode(built.trainable, source), atol=SAME)
 
 
 def test_gold_first_token_among_the_five_likeliest_is_counted(measured):
-    recipe, built, found, records = measured
+    recipe, functions, built, found, records = measured
     batch = jax.tree.map(jnp.asarray, found.encoded.collate(found.indices))["readers"]["qwen"]
-    prompt = recipe.prompt_from_text(built.frozen["qwen"], batch["text"])
+    prompt = functions.prompt_from_text(built.frozen["qwen"], batch["text"])
     logits = recipe.wire.answer_logits(built.frozen["qwen"], "qwen", prompt, batch)[:, 0]
     likeliest = np.argsort(-np.asarray(logits), axis=1)
     gold = np.asarray(batch["targets"])[:, :1]
@@ -73,7 +74,7 @@ def test_gold_first_token_among_the_five_likeliest_is_counted(measured):
     for rank in (0, 4, 5, 150):
         fields = {key: batch[key] for key in ("answer_inputs", "weights")}
         fields["targets"] = batch["targets"].at[:, 0].set(likeliest[:, rank])
-        scores = recipe.score(built.frozen["qwen"], prompt, fields, "qwen")
+        scores = functions.score(built.frozen["qwen"], prompt, fields, "qwen")
         np.testing.assert_array_equal(scores["first5"], np.full(COUNT, float(rank < 5)), err_msg=str(rank))
         np.testing.assert_array_equal(scores["first"], np.full(COUNT, float(rank == 0)), err_msg=str(rank))
 
@@ -88,7 +89,7 @@ def test_rows_of_a_random_wire_really_differ(measured, one):
 
 
 def test_shuffled_row_reads_the_other_example_s_latents(measured):
-    recipe, built, found, records = measured
+    recipe, functions, built, found, records = measured
     encoded = found.encoded
     index = {example.id: position for position, example in enumerate(encoded.examples)}
     chosen = [index[record["id"]] for record in records if record["row"] == "text"][:BATCH]
@@ -97,15 +98,15 @@ def test_shuffled_row_reads_the_other_example_s_latents(measured):
     sent = jax.tree.map(jnp.asarray, encoded.collate([others[i] for i in chosen])["source"])
     fields, params = batch["readers"]["qwen"], built.frozen["qwen"]
     edges = {key: fields[key] for key in ("before", "after", "channel", "task")}
-    latents = recipe.encode(built.trainable, sent)
-    prompt = recipe.prompt_from_latents(built.trainable, params, edges, latents, "qwen")
+    latents = functions.encode(built.trainable, sent)
+    prompt = functions.prompt_from_latents(built.trainable, params, edges, latents, "qwen")
     answer = {key: fields[key] for key in ("answer_inputs", "targets", "weights")}
-    expected = recipe.score(params, prompt, answer, "qwen")["nll"]
+    expected = functions.score(params, prompt, answer, "qwen")["nll"]
     np.testing.assert_allclose(of_row(records, "shuffled")[:BATCH], expected, atol=SAME)
 
 
 def test_zero_row_knows_nothing_of_the_text(measured):
-    recipe, built, *_ = measured
+    recipe, _, built, *_ = measured
     latents = jnp.zeros((2, recipe.cfg.encoder.slots, recipe.cfg.encoder.width))
     prefix = recipe.wire.prefix(built.trainable["adapters"]["qwen"], "qwen", latents, "answer")
     np.testing.assert_array_equal(prefix[0], prefix[1])
@@ -119,7 +120,7 @@ def test_other_example_has_another_context_wherever_there_is_one(measured):
     assert other_examples(contexts("a", "a", "b", "b", "b", "c")) == [2, 2, 5, 5, 5, 0]
     assert other_examples(contexts("a", "b", "a")) == [1, 2, 1]
     assert other_examples(contexts("a", "a")) == [0, 1]
-    encoded = measured[2].encoded
+    encoded = measured[-2].encoded
     for mine, other in enumerate(other_examples(encoded.examples)):
         assert encoded.examples[mine].context != encoded.examples[other].context
 
@@ -191,7 +192,7 @@ def test_share_is_unknown_with_its_reason_where_text_is_no_better_than_none():
     assert found["normalised_f1"] is None and found["normalised_f1_interval"] is None
     assert "no better than none" in found["normalised_f1_reason"]
     assert found["recovered_nll"] is not None
-    assert "normalised_f1 unknown: text is no better than none" in control_rows.tell("r", found)
+    assert "normalised_f1 unknown: text is no better than none" in control_rows.format_comparison("r", found)
 
 
 def test_figures_need_the_rows_they_are_made_of():
@@ -203,8 +204,8 @@ def test_figures_need_the_rows_they_are_made_of():
 @pytest.mark.parametrize(("gap", "collapsed"), [(2.0, False), (0.0, True), (-2.0, True)])
 def test_collapse_is_told_where_the_right_latents_may_be_worth_nothing(gap, collapsed):
     found = control_rows.compare(make_rows(gap=gap), **TOLD)["r"]
-    assert control_rows.is_collapsed(found) is collapsed
-    assert ("COLLAPSED" in control_rows.tell("r", found)) is collapsed
+    assert verdict.is_collapsed(found) is collapsed
+    assert ("COLLAPSED" in control_rows.format_comparison("r", found)) is collapsed
 
 
 def test_table_has_a_line_for_each_reader_and_row(measured):

@@ -23,19 +23,21 @@ def _run(code: str, **changes: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.skipif(not WITHOUT_DRIVER, reason="an NVIDIA driver is here")
 def test_start_without_a_driver_is_silent_and_on_the_cpu() -> None:
-    code = "from lw_jax.core import platform; platform.hide_idle_cuda(); import jax; print(jax.default_backend())"
+    code = "from lw_jax.core import environment; environment.hide_idle_cuda(); import jax; print(jax.default_backend())"
     done = _run(code)
     assert (done.stdout, done.stderr) == ("cpu\n", "")
 
 
 @pytest.mark.skipif(not (WITHOUT_DRIVER and WITH_PLUGIN), reason="needs the CUDA plugin, and no NVIDIA driver")
 def test_hidden_plugin_is_told_in_one_line() -> None:
-    done = _run("from lw_jax.core import platform; print(platform.hide_idle_cuda())")
+    done = _run("from lw_jax.core import environment; print(environment.hide_idle_cuda())")
     assert done.stdout.splitlines() == ["no NVIDIA driver on this machine: JAX's CUDA plugin stays unused"]
 
 
 def test_plugin_that_is_asked_for_stays() -> None:
-    code = "import sys; from lw_jax.core import platform; print(repr(platform.hide_idle_cuda()), len(sys.modules))"
+    code = (
+        "import sys; from lw_jax.core import environment; print(repr(environment.hide_idle_cuda()), len(sys.modules))"
+    )
     code = code.replace("len(sys.modules)", "any('xla_cuda' in name for name in sys.modules)")
     assert _run(code, JAX_PLATFORMS="cuda").stdout == "'' False\n"
 

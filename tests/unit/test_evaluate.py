@@ -7,11 +7,12 @@ import math
 import jax
 import pytest
 
-from lw_jax.commands import evaluate, report
+from lw_jax.commands import evaluate as command
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
+from lw_jax.inference import evaluation
 from lw_jax.inference.trained_wire import TrainedWire
-from lw_jax.report import records
+from lw_jax.report import page, records
 from tests import tiny
 
 ROWS = ("text", "latents", "shuffled", "none")
@@ -29,7 +30,7 @@ def wire(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def found(wire):
-    return evaluate.evaluate(wire)
+    return evaluation.evaluate(wire)
 
 
 def read_strictly(text):
@@ -43,12 +44,12 @@ def reported(wire, folder):
     """The folder as `report` reads it, once its page could be made."""
     (folder / "config.json").write_text(json.dumps(config.to_dict(wire.recipe.cfg)), "utf-8")
     run = records.read(folder)
-    assert "Controls" in report.render(run)
+    assert "Controls" in page.render(run)
     return run
 
 
 def test_files_hold_what_was_found(wire, found, tmp_path):
-    assert [path.name for path in evaluate.write(found, tmp_path, step=6)] == FILES
+    assert [path.name for path in evaluation.write(found, tmp_path, step=6)] == FILES
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
     result = read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))
     assert list(result) == ["step", "rows", "readers", "joint", "latents", "curve", "text_bytes", "counts"]
@@ -70,20 +71,20 @@ def test_files_hold_what_was_found(wire, found, tmp_path):
 
 def test_numbers_that_json_has_no_word_for_become_null(found, tmp_path):
     broken = dataclasses.replace(found, latents={"effective_rank": math.nan}, slots=[[math.inf, 1.0]])
-    evaluate.write(broken, tmp_path, step=6)
+    evaluation.write(broken, tmp_path, step=6)
     assert read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))["latents"] == {"effective_rank": None}
     assert read_strictly((tmp_path / "slots.json").read_text(encoding="utf-8")) == [[None, 1.0]]
 
 
 def test_terminal_shows_the_table_the_figures_and_the_bytes_in_120_columns(found):
-    told = evaluate.tell(found)
+    told = evaluation.describe(found)
     for word in ("first_token", "llama: ", "qwen: ", "gap_nll", "joint pick", "effective rank", "framed", "brotli"):
         assert word in told
     assert max(map(len, told.splitlines())) <= 120
 
 
 def test_without_a_curve_there_is_no_picture(wire, found, tmp_path):
-    paths = evaluate.write(dataclasses.replace(found, sizes=None, joint=None), tmp_path, step=6)
+    paths = evaluation.write(dataclasses.replace(found, curve=None, joint=None), tmp_path, step=6)
     assert [path.name for path in paths] == FILES[:3]
     result = read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))
     assert result["curve"] is None and result["text_bytes"] is None and result["joint"] is None
@@ -93,29 +94,29 @@ def test_without_a_curve_there_is_no_picture(wire, found, tmp_path):
 def test_an_input_that_was_written_twice_counts_once_among_the_latents(wire, found):
     measured = found.measured
     double = dataclasses.replace(measured, indices=[*measured.indices, measured.indices[0]])
-    assert evaluate.different_inputs(double, wire.recipe.layout) == [0, 1, 2, 3, 4]
+    assert evaluation.different_inputs(double, wire.recipe.layout) == [0, 1, 2, 3, 4]
 
 
 def exhaust(least):
-    def measure(*_, asked):
-        if asked.batch >= least:
+    def measure(*_, options):
+        if options.batch >= least:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
-        return asked.batch
+        return options.batch
 
     return measure
 
 
 def test_what_does_not_fit_into_memory_is_measured_in_smaller_batches(wire, monkeypatch, capsys):
-    monkeypatch.setattr(evaluate.rows, "measure", exhaust(2))
-    assert evaluate.measure(wire) == 1
+    monkeypatch.setattr(evaluation.control_rows, "measure", exhaust(2))
+    assert evaluation.measure(wire) == 1
     told = [line for line in capsys.readouterr().out.splitlines() if "out of memory" in line]
     assert ["eval.batch=3: now 1" in line for line in told] == [True]
-    monkeypatch.setattr(evaluate.rows, "measure", exhaust(1))
+    monkeypatch.setattr(evaluation.control_rows, "measure", exhaust(1))
     with pytest.raises(UserError, match="one example a device.*mesh.placement=tensor"):
-        evaluate.measure(wire)
+        evaluation.measure(wire)
 
 
 def test_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(wire, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="Not a directory"):
-        evaluate.main(wire.recipe.cfg, resolved={}, workdir=tmp_path / "file")
+        command.main(wire.recipe.cfg, resolved={}, workdir=tmp_path / "file")

@@ -82,8 +82,8 @@ def test_one_input_of_one_slot_has_no_pairs_and_an_empty_slot_no_direction():
 
 def test_line_for_people_has_every_figure():
     found = geometry.describe(draw())
-    told = geometry.tell(found)
+    told = geometry.format_figures(found)
     assert told.startswith("latents of 5 inputs") and len(told) <= 120
     for key in ("effective_rank", "effective_rank_uncentred", "input_cosine", "slot_cosine"):
         assert f" {found[key]:.3f}" in told or f"({found[key]:.3f}" in told
-    assert "between slots unknown" in geometry.tell(geometry.describe(draw(slots=1)))
+    assert "between slots unknown" in geometry.format_figures(geometry.describe(draw(slots=1)))

@@ -183,9 +183,9 @@ def test_compiling_leaves_the_persistent_cache_as_it_was(tmp_path):
     """In a process of its own, because JAX's cache belongs to the process."""
     code = """
 import jax, jax.numpy as jnp
-from lw_jax import targets
+from lw_jax.planning import gpus
 jax.jit(jnp.sin)(1.0)
-targets.compile_lowered(jax.jit(jnp.tan).lower(1.0)) if {past} else jax.jit(jnp.tan).lower(1.0).compile()
+gpus.compile_lowered(jax.jit(jnp.tan).lower(1.0)) if {past} else jax.jit(jnp.tan).lower(1.0).compile()
 jax.jit(jnp.cosh)(1.0)
 """
     for past in (True, False):
@@ -203,8 +203,8 @@ def test_every_card_can_be_compiled_for_without_one():
         pytest.skip("needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 as a compiler")
     code = """
 import json
-from lw_jax import targets
-found = {n: targets.compile_devices(targets.parse(f"2x{n}x3")) for n in targets.CARDS}
+from lw_jax.planning import gpus
+found = {n: gpus.compile_devices(gpus.parse(f"2x{n}x3")) for n in gpus.CARDS}
 print(json.dumps({n: [(d.compute_capability, d.core_count, d.process_index) for d in ds] for n, ds in found.items()}))
 """
     env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}

@@ -369,10 +369,10 @@ ABSENT = """
 import dataclasses, json
 import jax, jax.numpy as jnp, numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
-from lw_jax import hlo, targets
+from lw_jax.planning import gpus, hlo_counts
 
-target = targets.parse("h100x4")
-mesh = Mesh(np.array(targets.compile_devices(target)), ("model",))
+target = gpus.parse("h100x4")
+mesh = Mesh(np.array(gpus.compile_devices(target)), ("model",))
 def shape(*dims, spec=P()):
     return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
 def loss(x, w):
@@ -380,7 +380,7 @@ def loss(x, w):
     return jnp.sum(jax.lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2)
 w = {"up": shape(5, 512, 1536, spec=P(None, None, "model")), "down": shape(5, 1536, 512, spec=P(None, "model"))}
 lowered = jax.jit(jax.grad(loss)).lower(shape(256, 512), w)
-print(json.dumps(dataclasses.asdict(hlo.analyse(targets.compile_lowered(lowered).as_text()))))
+print(json.dumps(dataclasses.asdict(hlo_counts.analyse(gpus.compile_lowered(lowered).as_text()))))
 """
 
 

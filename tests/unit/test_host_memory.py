@@ -3,9 +3,8 @@
 import jax
 import pytest
 
-from lw_jax.commands import plan
 from lw_jax.core.errors import UserError
-from lw_jax.planning import host_memory
+from lw_jax.planning import host_memory, planner
 from sharding import placement as placements
 from tests import tiny
 
@@ -33,17 +32,17 @@ def test_every_copy_of_the_frozen_weights_counts(strategy, data, model, copies):
 def test_four_replicas_that_the_machine_cannot_hold_are_refused_before_they_are_fetched(tmp_path, monkeypatch):
     """Of the issue: h100x4.py on four virtual devices went on to fetch 31 GB four times."""
     cfg = tiny.make_config(tmp_path, mesh__placement="replicate", mesh__data=4)
-    once = sum(plan.recipes.reader_bytes(cfg).values())
+    once = sum(planner.recipes.reader_bytes(cfg).values())
     monkeypatch.setattr(host_memory, "available", lambda: 4 * once)
-    assert plan.settle(cfg)[1].devices == 4
+    assert planner.settle(cfg)[1].devices == 4
     monkeypatch.setattr(host_memory, "available", lambda: 4 * once - 1)
     with pytest.raises(UserError, match=r"4 virtual devices.*nothing was fetched; one copy would fit"):
-        plan.settle(cfg)
+        planner.settle(cfg)
     monkeypatch.setattr(host_memory, "available", lambda: once - 1)
     with pytest.raises(UserError, match=r"weights=nf4, or plan for GPUs"):
-        plan.settle(cfg)
+        planner.settle(cfg)
     monkeypatch.setattr(host_memory, "available", lambda: None)
-    assert plan.settle(cfg)[1].devices == 4, "a system that tells nothing is no obstacle"
+    assert planner.settle(cfg)[1].devices == 4, "a system that tells nothing is no obstacle"
 
 
 def test_memory_is_the_least_of_the_systems_and_the_containers(tmp_path, monkeypatch):

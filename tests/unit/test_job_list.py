@@ -13,15 +13,17 @@ from lw_jax.core import config_file
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
 from lw_jax.slurm import job_list
+from lw_jax.slurm.cluster_profile import Site
+from lw_jax.slurm.job import Job
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-SITE = slurm.Site(partition="gpu", modules=("cuda/12.4",), cpus_per_gpu=3)
+SITE = Site(partition="gpu", modules=("cuda/12.4",), cpus_per_gpu=3)
 NAMES = ("small one", "middle", "large")
 
 
 def make_jobs(tmp_path, **changes):
     return [
-        slurm.Job(
+        Job(
             name=name,
             command=("train", name, "--config.x='quoted $HOME'"),
             folder=tmp_path,
@@ -148,7 +150,7 @@ def test_one_command_writes_the_job_of_all_models(tmp_path, monkeypatch, capsys,
         "hours": 0.3,
         "chosen": chosen,
     }
-    monkeypatch.setattr(job_list, "make", lambda cfg, target: plan | {"host_memory_bytes": 9 << 30, "target": target})
+    monkeypatch.setattr(slurm, "make", lambda cfg, target: plan | {"host_memory_bytes": 9 << 30, "target": target})
     words = ["slurm", "--config", "configs/dpo/all.list", "--target", "a100_80x1", "--jobs", kind]
     assert run.main([*words, "--config.data.train=mine.jsonl"]) == 0
     text = (tmp_path / "runs/all" / f"{kind}.sbatch").read_text()
@@ -162,7 +164,6 @@ def test_one_command_writes_the_job_of_all_models(tmp_path, monkeypatch, capsys,
 def test_what_a_plan_refuses_gets_no_job_alone_or_in_a_list(tmp_path, monkeypatch, capsys):
     """Of the issue: `llama3.py:seed` warms up for 100 of 60 steps, which `plan` refuses."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job_list, "make", lambda *_: pytest.fail("it was planned"))
     monkeypatch.setattr(slurm, "make", lambda *_, **__: pytest.fail("it was planned"))
     (tmp_path / "two.list").write_text("configs/dpo/tinyllama.py\nconfigs/dpo/llama3.py:seed\n")
     for config in ("configs/dpo/llama3.py:seed", "two.list"):

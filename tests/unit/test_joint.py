@@ -19,38 +19,38 @@ TOO_LONG = " ".join(["Lisbon"] * 30)  # beyond data.answer_tokens
 
 @pytest.fixture(scope="module")
 def wire(tmp_path_factory):
-    """(recipe, weights, bench, what was asked, what was measured) of two readers."""
+    """(recipe, weights, bench, options, what was measured) of two readers."""
     recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers")
     built = recipe.build()
     changes = {"examples": COUNT, "batch": BATCH, "rows": ("latents",), "max_new_tokens": 2, "resamples": 100}
-    asked = dataclasses.replace(recipe.cfg.eval, **changes)
+    options = dataclasses.replace(recipe.cfg.eval, **changes)
     bench = tiny.make_bench(recipe, built)
-    measured = control_rows.measure(bench, recipe.data("validation"), asked=asked)
-    return recipe, built, bench, asked, measured
+    measured = control_rows.measure(bench, recipe.data("validation"), options=options)
+    return recipe, built, bench, options, measured
 
 
 def pick(wire, said):
     """(figures, records by reader) where the readers had said these words: {reader: [answer of each example]}."""
-    recipe, _, bench, asked, measured = wire
+    recipe, _, bench, options, measured = wire
     measured = dataclasses.replace(measured, records=copy.deepcopy(measured.records))
     for name, words in said.items():
         for record, word in zip(measured.of(name, "latents"), words, strict=True):
             example = measured.encoded.examples[record["index"]]
             record |= control_rows.judge(example, word)
-    told = joint.pick(bench, measured, recipe.layout, asked=asked, seed=0)
+    told = joint.pick(bench, measured, recipe.layout, options=options, seed=0)
     return told, {name: measured.of(name, "latents") for name in said}
 
 
 def score(wire, position, answer):
     """Mean over readers of a candidate's NLL a token, each with its own latents; one candidate at a time."""
-    recipe, built, *_, measured = wire
+    recipe, built, bench, _, measured = wire
     example = measured.encoded.examples[measured.indices[position]]
     batch = batches.encode([dataclasses.replace(example, answers=(answer,))], layout=recipe.layout).collate([0])
     batch = jax.tree.map(jnp.asarray, batch)
-    latents, found = recipe.encode(built.trainable, batch["source"]), []
+    latents, found = bench.functions.encode(built.trainable, batch["source"]), []
     for name, fields in batch["readers"].items():
         wire_fields = {key: fields[key] for key in ("before", "after", "channel", "task")}
-        prompt = recipe.prompt_from_latents(built.trainable, built.frozen[name], wire_fields, latents, name)
+        prompt = bench.functions.prompt_from_latents(built.trainable, built.frozen[name], wire_fields, latents, name)
         answer_logits = jax.jit(recipe.wire.answer_logits, static_argnames="name")
         logits = answer_logits(built.frozen[name], name, prompt, fields)
         logits = jax.nn.log_softmax(logits, axis=2)
@@ -122,13 +122,13 @@ def test_first_reader_is_picked_where_no_candidate_can_be_judged_at_all(wire, us
 
 
 def test_one_reader_has_nobody_to_agree_with(wire):
-    recipe, _, bench, asked, measured = wire
+    recipe, _, bench, options, measured = wire
     alone = dataclasses.replace(measured, records=[r for r in measured.records if r["reader"] == "qwen"])
-    assert joint.pick(bench, alone, recipe.layout, asked=asked, seed=0) is None
+    assert joint.pick(bench, alone, recipe.layout, options=options, seed=0) is None
 
 
 def test_line_for_people_names_every_figure(wire):
     told, _ = pick(wire, {"llama": LLAMA, "qwen": QWEN})
-    line = joint.tell(told)
+    line = joint.format_figures(told)
     for word in ("joint pick: f1", "oracle f1", "llama 0.", "qwen 0.", "agreement"):
         assert word in line

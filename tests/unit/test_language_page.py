@@ -1,4 +1,4 @@
-"""The page of a language model's run, from folders that the test writes: lw_jax/pages/{language,scaling,claims}.py."""
+"""The page of a language model's run, from folders that the test writes: lw_jax.report.{language,scaling}.py."""
 
 import math
 from pathlib import Path
@@ -6,10 +6,9 @@ from typing import Any
 
 import pytest
 
-from lw_jax.commands import report
 from lw_jax.core.errors import UserError
-from lw_jax.report import claims, language, records, scaling
-from tests.conftest import ROOT
+from lw_jax.report import language, records, scaling
+from lw_jax.report import page as pages
 from tests.language_runs import BATCH, LENGTH, LOSS, metrics, row_of, write_run
 from tests.runs import write_lines
 from tests.unit.test_report import HOSTILE, Reader, page_of
@@ -118,7 +117,6 @@ def test_folder_before_its_first_step_tells_every_command(tmp_path: Path) -> Non
     make = f"python benchmarks/scaling.py --config 'my own.py' --config.train.steps=70 --workdir {folder}"
     assert f"{make} --measured" in told and f"{make} --planned h100x8" in told
     assert language.parameters(records.read(folder)) == 0
-    assert cells_of(page)[-2] == claims.notes()[-1].stated
 
 
 def test_log_that_is_no_number_is_left_out_and_counted(tmp_path: Path) -> None:
@@ -184,26 +182,4 @@ def test_damaged_file_is_named(name: str, text: str, rule: str, tmp_path: Path) 
     folder = write_run(tmp_path / "run")
     (folder / name).write_text(text, "utf-8")
     with pytest.raises(UserError, match=rule):
-        report.render(records.read(folder))
-
-
-def test_the_originals_errors_follow_from_its_own_figures() -> None:
-    told = {note.stated: note.right for note in claims.notes()}
-    assert sum(claims.RATES) == claims.TOTAL and len(claims.RATES) == len(claims.LOSSES) == claims.CARDS
-    expected = {
-        "initial loss 0.549": ("10.98", "10.82"),
-        "effective batch of 2,048 tokens": ("16,384", "2,048"),
-        "7.5 seconds a step": ("1.05 s", "2,185"),
-        "memory falls quadratically with shorter text": ("linear", "8 times"),
-        "load varies by ±6 %": ("±3.3 %",),
-        "90 % scaling efficiency": ("3.62 of 4", "90.5 %"),
-        "throughput A+": ("1.45 TFLOP/s", "0.147 %"),
-    }
-    for stated, figures in expected.items():
-        assert all(figure in told[stated] for figure in figures), stated
-
-
-def test_the_page_in_docs_says_what_the_report_says() -> None:
-    text = " ".join((ROOT / "docs" / "ttt.md").read_text("utf-8").split())
-    for note in claims.notes():
-        assert f"| {note.stated} | {note.right} |" in text
+        pages.render(records.read(folder))

@@ -13,7 +13,8 @@ from lw_jax.commands import slurm
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.slurm import job_list, past_runs
+from lw_jax.slurm import past_runs
+from lw_jax.slurm.job import Request
 from lw_jax.training import hardware_record
 
 KIND = "NVIDIA H100 80GB HBM3"
@@ -144,7 +145,7 @@ def test_what_else_differs_is_told(tmp_path) -> None:
 
 def call(folder: Path, workdir: Path, *, hours: float | None = None) -> str:
     cfg = resolve()
-    asked = slurm.Request("configs/machines/h100x3.py", {}, Path("/project"), hours=hours, measured=folder)
+    asked = Request("configs/machines/h100x3.py", {}, Path("/project"), hours=hours, measured=folder)
     slurm.main(
         cfg, resolved=config.to_dict(cfg), workdir=workdir, request=asked, planner=lambda *_: PLAN, others=(PLAN,)
     )
@@ -171,17 +172,17 @@ def test_two_sources_of_time_are_refused(folder, tmp_path) -> None:
 def test_every_job_of_a_list_takes_its_own_record(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     plan = PLAN | {"target": "a100_80x1", "devices": 1, "per_host": 1, "chosen": PLAN["chosen"] | {"devices_used": 1}}
-    monkeypatch.setattr(job_list, "make", lambda cfg, target: plan)
+    monkeypatch.setattr(slurm, "make", lambda cfg, target: plan)
     one = HARDWARE | {"card": "a100_80", "devices": 1}
     asked = {}
     monkeypatch.setattr(
-        job_list, "main", lambda tasks, **_: asked.update({task.workdir.name: task.cfg for task in tasks})
+        slurm, "main_list", lambda tasks, **_: asked.update({task.workdir.name: task.cfg for task in tasks})
     )
     words = ["slurm", "--config", "configs/dpo/small.list", "--target", "a100_80x1", "--measured", "before"]
     assert run.main(words) == 0
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(job_list, "make", lambda cfg, target: plan)
+    monkeypatch.setattr(slurm, "make", lambda cfg, target: plan)
     for number, (name, cfg) in enumerate(asked.items()):
         write(tmp_path / "before" / name, cfg, hardware=one, laps=(3.0 + number,))
     assert run.main(words) == 0

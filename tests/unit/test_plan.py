@@ -16,7 +16,7 @@ from lw_jax.commands.plan import Request
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
 from lw_jax.hub import sources
-from lw_jax.planning import estimate, gpus, placement_search
+from lw_jax.planning import estimate, gpus, placement_search, plan_tables, planner
 from lw_jax.planning.placement_search import Hardware
 from lw_jax.recipes import selfmade
 from lw_jax.training import memory, micro_batch_search
@@ -27,7 +27,7 @@ from sharding.errors import PlacementError
 from tests import tiny
 from tests.standin import Measure
 
-SLURM = slurm.Request(config="configs/large.py", assignments={}, project=plan.ROOT)
+SLURM = slurm.Request(config="configs/large.py", assignments={}, project=planner.ROOT)
 LOSS = 1e-5  # relative, fp32 after a few optimizer steps: sums in another order
 NAMED = {  # by the issue that asks for --json
     *("strategy", "mesh", "micro_batch", "accumulation", "remat", "fits", "peak_bytes", "weights_bytes"),
@@ -70,7 +70,7 @@ def auto(root, **changes):
 @pytest.fixture(scope="module")
 def estimated(root):
     """An estimate for three cards."""
-    return plan.make(auto(root, train__global_batch=6), "h100x3", estimate=True)
+    return planner.make(auto(root, train__global_batch=6), "h100x3", estimate=True)
 
 
 # ---- words
@@ -89,13 +89,13 @@ def estimated(root):
     ],
 )
 def test_target_is_the_word_else_the_configs_own_card(word, file, target):
-    assert plan.resolve_target(word, config=file) == target
+    assert planner.resolve_target(word, config=file) == target
 
 
 @pytest.mark.parametrize("word", ["", "dual"])
 def test_target_of_a_config_that_names_no_card_is_refused(word):
     with pytest.raises(UserError, match=r"configs/smoke\.py names no card; write .* --target h100x4") as caught:
-        plan.resolve_target(word, config="configs/smoke.py")
+        planner.resolve_target(word, config="configs/smoke.py")
     assert str(caught.value).startswith(f"--target {word}" if word else "--target is missing")
 
 
@@ -120,7 +120,7 @@ def test_other_counts_are_refused_with_the_rule(text):
 @pytest.mark.parametrize(("batch", "rows"), [(8, 8), (6, 6), (14, 7), (22, 2), (11, 1)])
 def test_where_memory_is_not_told_as_many_devices_share_the_batch_as_divide_it(batch, rows, root):
     cfg = auto(root, train__global_batch=batch)
-    settled, placed = plan.settle(cfg)
+    settled, placed = planner.settle(cfg)
     assert (placed.strategy, placed.data, placed.devices) == ("replicate", rows, rows)
     assert dataclasses.replace(settled, eval=cfg.eval) == placement_search.with_remat(cfg, "none")
     assert settled.eval.layers == "stacked", "this is no GPU"
@@ -129,19 +129,19 @@ def test_where_memory_is_not_told_as_many_devices_share_the_batch_as_divide_it(b
 def test_what_is_configured_stays(root):
     words = {"mesh__placement": "tensor", "compute__remat": "full", "eval__layers": "apart"}
     cfg = tiny.make_config(root, mesh__data=2, mesh__model=2, **words)
-    settled, placed = plan.settle(cfg)
+    settled, placed = planner.settle(cfg)
     assert settled is cfg
     assert (placed.strategy, dict(placed.learner.shape)) == ("tensor", {"data": 2, "model": 2})
-    settled, placed = plan.settle(tiny.make_config(root, compute__remat="full"))
+    settled, placed = planner.settle(tiny.make_config(root, compute__remat="full"))
     assert (settled.compute.remat, placed.strategy, placed.data) == ("full", "replicate", 8)
-    settled, placed = plan.settle(auto(root, mesh__placement="split", mesh__model=2))
+    settled, placed = planner.settle(auto(root, mesh__placement="split", mesh__model=2))
     assert (settled.compute.remat, placed.strategy, placed.data) == ("none", "split", 2)
 
 
 def test_where_memory_is_told_the_plan_is_what_is_settled(root, measure):
     cfg = auto(root, mesh__memory_gb=0.012)
-    settled, placed = plan.settle(cfg)
-    best = plan.make(cfg)["chosen"]
+    settled, placed = planner.settle(cfg)
+    best = planner.make(cfg)["chosen"]
     assert measure.asked, "the plan was made"
     assert (placed.strategy, settled.compute.remat) == (best["strategy"], best["remat"])
     assert placed.devices == best["devices_used"] and placement_search._mesh(placed) == best["mesh"]
@@ -150,14 +150,14 @@ def test_where_memory_is_told_the_plan_is_what_is_settled(root, measure):
 
 def test_a_configured_placement_has_only_its_recomputation_planned(root, measure):
     cfg = auto(root, mesh__placement="fsdp", mesh__data=2, mesh__memory_gb=1.0)
-    settled, placed = plan.settle(cfg)
+    settled, placed = planner.settle(cfg)
     assert (placed.strategy, placed.data, settled.compute.remat) == ("fsdp", 2, "none")
     assert {name for name, *_ in measure.asked} == {"fsdp"}
 
 
 def test_what_fits_nowhere_is_refused_with_every_reason(root, measure):
     with pytest.raises(PlacementError, match="no placement on 8 devices with 0.1 MB each") as caught:
-        plan.settle(auto(root, mesh__memory_gb=1e-4))
+        planner.settle(auto(root, mesh__memory_gb=1e-4))
     for strategy in ("single", "replicate", "fsdp", "tensor", "split", "hybrid4"):
         assert f"{strategy} " in str(caught.value)
     assert measure.asked == []
@@ -165,7 +165,7 @@ def test_what_fits_nowhere_is_refused_with_every_reason(root, measure):
 
 def test_reading_takes_every_device_for_the_batch_where_the_readers_fit(root, measure):
     for memory_gb in (0.0, 1.0):
-        settled, placed = plan.settle(auto(root, mesh__memory_gb=memory_gb, train__global_batch=7), reading=True)
+        settled, placed = planner.settle(auto(root, mesh__memory_gb=memory_gb, train__global_batch=7), reading=True)
         assert (placed.strategy, placed.data, settled.compute.remat) == ("replicate", 8, "none")
     assert measure.asked == [], "reading needs no plan"
 
@@ -183,20 +183,20 @@ def test_reading_splits_the_readers_over_as_few_devices_as_hold_them(model, root
     cfg = auto(root, mesh__target_utilisation=1.0)
     whole, fits = placed_bytes(cfg, model // 2), placed_bytes(cfg, model)
     between = dataclasses.replace(cfg.mesh, memory_gb=(whole + fits) / 2e9)
-    settled, placed = plan.settle(dataclasses.replace(cfg, mesh=between), reading=True)
+    settled, placed = planner.settle(dataclasses.replace(cfg, mesh=between), reading=True)
     assert placed.strategy == "tensor" and dict(placed.learner.shape) == {"data": 8 // model, "model": model}
     assert settled.compute.remat == "none"
 
 
 def test_reading_makes_nothing_again_whatever_a_run_of_earlier_code_names(root):
     for word in ("full", "dots"):
-        settled, _ = plan.settle(tiny.make_config(root, compute__remat=word, mesh__placement="single"), reading=True)
+        settled, _ = planner.settle(tiny.make_config(root, compute__remat=word, mesh__placement="single"), reading=True)
         assert settled.compute.remat == "none"
 
 
 def test_readers_that_no_split_holds_are_refused_for_reading(root):
     with pytest.raises(PlacementError, match="do not fit on 8 devices of 0.1 MB"):
-        plan.settle(auto(root, mesh__memory_gb=1e-4), reading=True)
+        planner.settle(auto(root, mesh__memory_gb=1e-4), reading=True)
 
 
 @pytest.fixture(scope="module")
@@ -239,7 +239,7 @@ def test_training_accumulates_as_compiled_where_the_batch_does_not_fit(root, cur
     changes = {"mesh__memory_gb": room, "mesh__target_utilisation": 1.0, "mesh__placement": "replicate"}
     losses = train_planned(root, tmp_path / "run", **changes)
     np.testing.assert_allclose(losses, curve_of_one, rtol=LOSS)
-    found = plan.make(auto(root, train__steps=3, eval__examples=2, **changes))
+    found = planner.make(auto(root, train__steps=3, eval__examples=2, **changes))
     assert found["cached"] and found["compiled"] and found["devices"] == 2
     assert found["chosen"]["peak_bytes"] <= found["limit_bytes"] < peaks[1]
     told = capsys.readouterr().out
@@ -255,7 +255,7 @@ def test_fewer_devices_than_a_machine_file_wants_are_told_with_every_way_on(root
     for changes in ({"mesh__placement": "replicate", "mesh__data": 4}, {"mesh__placement": "hybrid4"}):
         for remat in ("none", "auto"):
             with pytest.raises(PlacementError, match="plan --config FILE --target h100x4") as caught:
-                plan.settle(tiny.make_config(root, compute__remat=remat, **changes))
+                planner.settle(tiny.make_config(root, compute__remat=remat, **changes))
             for way in (
                 "configs/large.py",
                 "mesh.placement=auto",
@@ -266,7 +266,7 @@ def test_fewer_devices_than_a_machine_file_wants_are_told_with_every_way_on(root
     cfg = tiny.make_config(root, mesh__placement="split")
     alone = dataclasses.replace(cfg, llms={"llama": cfg.llms["llama"]})
     with pytest.raises(PlacementError) as caught:  # no number of devices would help
-        plan.settle(alone)
+        planner.settle(alone)
     assert "xla_force" not in str(caught.value)
 
 
@@ -286,64 +286,64 @@ def fail(*_, **__):
 
 def test_the_same_question_is_answered_from_disk(root, measure, cache, monkeypatch):
     cfg = auto(root, mesh__memory_gb=0.02)
-    first = plan.make(cfg)
+    first = planner.make(cfg)
     assert "cached" not in first and len(list(cache.iterdir())) == 1
     monkeypatch.setattr(placement_search, "choose", fail)
-    second = plan.make(cfg)
+    second = planner.make(cfg)
     assert second == first | {"cached": True}
-    assert "(kept)" in plan.report(second) and "(kept)" not in plan.report(first)
+    assert "(kept)" in plan_tables.report(second) and "(kept)" not in plan_tables.report(first)
     with pytest.raises(AssertionError, match="planned again"):
-        plan.make(dataclasses.replace(cfg, seed=cfg.seed + 1))
+        planner.make(dataclasses.replace(cfg, seed=cfg.seed + 1))
 
 
 def test_another_configuration_memory_or_code_is_another_plan(root, measure, cache, monkeypatch):
     cfg = auto(root, mesh__placement="single", mesh__memory_gb=0.02)
-    plan.make(cfg)
-    plan.make(dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, memory_gb=0.03)))
+    planner.make(cfg)
+    planner.make(dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, memory_gb=0.03)))
     assert len(list(cache.iterdir())) == 2
-    plan.make(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, global_batch=16)))
+    planner.make(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, global_batch=16)))
     assert len(list(cache.iterdir())) == 3
-    monkeypatch.setattr(plan, "_code", lambda: "another step")
-    assert "cached" not in plan.make(cfg)
+    monkeypatch.setattr(planner, "_code", lambda: "another step")
+    assert "cached" not in planner.make(cfg)
     assert len(list(cache.iterdir())) == 4
     assert {path.suffix for path in cache.iterdir()} == {".json"}, "nothing half-written stays"
 
 
 def test_code_is_known_by_its_content(tmp_path, monkeypatch):
     for folder in ("lw_jax", "sharding"):
-        shutil.copytree(plan.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    own = plan._code()
-    monkeypatch.setattr(plan, "ROOT", tmp_path)
-    assert plan._code() == own
+        shutil.copytree(planner.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    own = planner._code()
+    monkeypatch.setattr(planner, "ROOT", tmp_path)
+    assert planner._code() == own
     with (tmp_path / "lw_jax" / "models" / "decoder.py").open("a") as file:
         file.write("\n")
-    assert plan._code() != own
+    assert planner._code() != own
 
 
 def test_an_absent_compiler_is_told_and_arithmetic_stands_in_without_being_kept(root, cache):
     """conftest.py hides the CUDA plugin from this process."""
     cfg = auto(root, mesh__placement="single")
-    found = plan.make(cfg, "h100x2")
+    found = planner.make(cfg, "h100x2")
     assert not found["compiled"] and "target h100x2: " in found["why_not_compiled"]
     assert found["chosen"]["strategy"] == "single"
-    assert not cache.exists() and "cached" not in plan.make(cfg, "h100x2")
-    told = plan.report(found)
+    assert not cache.exists() and "cached" not in planner.make(cfg, "h100x2")
+    told = plan_tables.report(found)
     assert "ARITHMETIC ESTIMATE, nothing was compiled" in told and f"not compiled: {found['why_not_compiled']}" in told
 
 
 def test_an_estimate_that_was_asked_for_needs_no_excuse(estimated, cache):
     assert not estimated["compiled"] and "why_not_compiled" not in estimated
-    assert "not compiled:" not in plan.report(estimated) and not cache.exists()
+    assert "not compiled:" not in plan_tables.report(estimated) and not cache.exists()
 
 
 def test_an_estimate_for_more_devices_than_stand_in_says_how_to_get_them(root):
     with pytest.raises(UserError, match="this process has 8; set JAX_NUM_CPU_DEVICES=16"):
-        plan.make(auto(root), "2xh100x8", estimate=True)
+        planner.make(auto(root), "2xh100x8", estimate=True)
 
 
 def test_an_unknown_target_is_refused(root):
     with pytest.raises(UserError, match="Did you mean 'h100'"):
-        plan.make(auto(root), "h10x2")
+        planner.make(auto(root), "h10x2")
 
 
 # ---- what a plan says
@@ -374,11 +374,11 @@ def test_figures_of_a_candidate_agree_with_each_other(estimated):
         assert row["hours"] == pytest.approx(6 * row["step_seconds"] / 3600)
         assert row["estimate"]["peak_bytes"] == row["peak_bytes"]
     assert estimated["hours"] == estimated["chosen"]["hours"]
-    assert estimated["host_memory_bytes"] > plan.HOST_BYTES
+    assert estimated["host_memory_bytes"] > planner.HOST_BYTES
 
 
 def test_report_shows_every_candidate_and_the_choice(estimated):
-    told = plan.report(estimated)
+    told = plan_tables.report(estimated)
     lines = told.splitlines()
     for row in estimated["candidates"]:
         line = next(line for line in lines if line.startswith(row["strategy"]) and row["mesh"] in line)
@@ -392,7 +392,7 @@ def test_report_shows_every_candidate_and_the_choice(estimated):
     assert (f"{idle} of 3 devices stay idle" in told) == bool(idle)
     assert f"why: predicted fastest of {sum(row['fits'] for row in estimated['candidates'])} that fit" in told
     flags = next(line for line in lines if line.startswith("as flags: "))
-    for path, value in plan.overrides(chosen).items():
+    for path, value in planner.overrides(chosen).items():
         assert f"--config.{path}={value}" in flags
 
 
@@ -402,24 +402,24 @@ def test_plan_tells_the_precision_of_its_card(root):
         ("h100", "bf16; fp32 values, multiplied in tf32"),
         ("v100_32", "bf16 values, multiplied in fp32"),
     ):
-        found = plan.make(cfg, f"{card}x1", estimate=True)
-        assert found["precision"].startswith(words) and f"precision: {words}" in plan.report(found)
-    assert plan.precision(cfg) == "bf16; fp32", "a CPU"
+        found = planner.make(cfg, f"{card}x1", estimate=True)
+        assert found["precision"].startswith(words) and f"precision: {words}" in plan_tables.report(found)
+    assert planner.precision(cfg) == "bf16; fp32", "a CPU"
 
 
 def test_report_says_where_the_file_sets_something_else(estimated):
     own = {"mesh.placement": "split", "compute.remat": "none"}
-    told = plan.report(estimated, own=own)
+    told = plan_tables.report(estimated, own=own)
     assert "the configuration's file sets: --config.mesh.placement=split --config.compute.remat=none; with" in told
-    assert "file sets" not in plan.report(estimated, own=plan.overrides(estimated["chosen"]))
+    assert "file sets" not in plan_tables.report(estimated, own=planner.overrides(estimated["chosen"]))
 
 
 def test_nothing_fits_is_a_plan_that_says_why(root, measure, capsys):
     cfg = auto(root, mesh__memory_gb=1e-4)
-    found = plan.make(cfg, "h100x2", estimate=True)
+    found = planner.make(cfg, "h100x2", estimate=True)
     assert found["chosen"] is None and found["hours"] is None
     assert found["why"].startswith("nothing fits: single 1x1: weights and optimizer alone take ")
-    assert found["why"] in plan.report(found) and "chosen:" not in plan.report(found)
+    assert found["why"] in plan_tables.report(found) and "chosen:" not in plan_tables.report(found)
     request = Request("configs/smoke.py", target="h100x2", estimate=True)
     assert plan.main(cfg, resolved={}, workdir=sources.cache_root(), request=request) == plan.NOTHING_FITS == 3
     assert "nothing fits" in capsys.readouterr().out
@@ -428,7 +428,7 @@ def test_nothing_fits_is_a_plan_that_says_why(root, measure, capsys):
 def test_what_nothing_holds_is_answered_with_the_weights_in_fewer_bits(capsys):
     """Of the issue: two RTX 4090 hold nothing of large.py, and its readers in 4 bits fit under three strategies."""
     cfg = config.build(large.get_config())
-    found = plan.make(cfg, "rtx4090x2", estimate=True)
+    found = planner.make(cfg, "rtx4090x2", estimate=True)
     assert found["chosen"] is None
     eight, four = found["remedies"]
     flags = {"llms.llama.weights": "nf4", "llms.qwen.weights": "nf4"}
@@ -437,14 +437,14 @@ def test_what_nothing_holds_is_answered_with_the_weights_in_fewer_bits(capsys):
         assert {one["strategy"] for one in remedy["fits"]} == {"fsdp", "tensor", "split"}
         assert all(0 < one["peak_bytes"] <= found["limit_bytes"] for one in remedy["fits"])
     llms = {name: dataclasses.replace(llm, weights="nf4") for name, llm in cfg.llms.items()}
-    packed = plan.make(dataclasses.replace(cfg, llms=llms), "rtx4090x2", estimate=True)
+    packed = planner.make(dataclasses.replace(cfg, llms=llms), "rtx4090x2", estimate=True)
     rows = {row["strategy"]: row["peak_bytes"] for row in packed["candidates"] if row["fits"]}
     assert {one["strategy"]: one["peak_bytes"] for one in four["fits"]} == rows, "the flags give what was promised"
     assert packed["remedies"] == []
     assert {one["strategy"] for one in four["close"]} == {"single", "replicate"}, "19.3 GB where they are compiled"
-    assert "; close to it: " in plan.report(found)
+    assert "; close to it: " in plan_tables.report(found)
     words = "--config.llms.llama.weights=nf4 --config.llms.qwen.weights=nf4: "
-    assert words in plan.report(found) and words in plan.simulation_table([found])
+    assert words in plan_tables.report(found) and words in plan_tables.simulation_table([found])
     with pytest.raises(UserError, match="--config.llms.llama.weights=nf4"):
         slurm.make_job(found, resolved={"train": {}}, workdir=sources.cache_root(), request=SLURM, site=slurm.Site())
 
@@ -457,14 +457,14 @@ def test_simulated_cards_get_what_the_compiled_plans_chose_and_the_error_is_told
     found = json.loads(capsys.readouterr().out)
     chosen = [(one["chosen"]["strategy"], one["chosen"]["samples_per_second"]) for one in found]
     assert chosen == [("single", pytest.approx(45.3, rel=0.05)), ("replicate", pytest.approx(89.7, rel=0.05))]
-    assert all(estimate.ERROR in plan.report(one) for one in found)
+    assert all(estimate.ERROR in plan_tables.report(one) for one in found)
 
 
 def test_a_machine_at_hand_that_holds_nothing_says_the_same(root, measure):
     """Rows of these tiny readers are no whole blocks of 64, so that 8 bits alone are named."""
     cfg = auto(root, mesh__memory_gb=2.5e-4, mesh__target_utilisation=1.0)
     with pytest.raises(PlacementError, match="weights in 8 bits "):
-        plan.settle(cfg)
+        planner.settle(cfg)
 
 
 def test_plan_prints_json_or_a_table(root, capsys):
@@ -490,7 +490,9 @@ def test_simulation_is_the_plan_of_each_number_of_devices(root, capsys):
     }
     assert (one["target"], one["devices"], three["target"], three["devices"]) == ("h100x1", 1, "h100x3", 3)
     assert [row["strategy"] for row in one["candidates"]] == ["single"]
-    table = plan.simulation_table([none, one, three, {**three, "chosen": None, "why": "nothing fits: too large"}])
+    table = plan_tables.simulation_table(
+        [none, one, three, {**three, "chosen": None, "why": "nothing fits: too large"}]
+    )
     assert len(table.splitlines()) == 5 and "too large" in table.splitlines()[-1]
     for line, found in zip(table.splitlines()[1:4], (none, one, three), strict=True):
         assert line.split()[:4] == [
@@ -504,14 +506,14 @@ def test_simulation_is_the_plan_of_each_number_of_devices(root, capsys):
 @pytest.mark.parametrize(("count", "batch"), [(3, 6), (4, 8), (8, 8), (8, 12)])
 def test_flags_of_every_candidate_run_that_candidate(count, batch, root):
     cfg = auto(root, train__global_batch=batch)
-    found = plan.make(cfg, f"h100x{count}", estimate=True)
+    found = planner.make(cfg, f"h100x{count}", estimate=True)
     fitting = [row for row in found["candidates"] if row["fits"]]
     assert {row["strategy"] for row in fitting} >= {"single", "split" if count > 3 else "hybrid3"}
     readers, devices = recipes.reader_bytes(cfg), jax.devices()[:count]
     for row in fitting:
         values = base.get_config()
         values.update(ConfigDict(config.to_dict(cfg)))
-        values.update_from_flattened_dict(plan.overrides(row))
+        values.update_from_flattened_dict(planner.overrides(row))
         own = config.build(values)
         validation.validate(own)
         ((strategy, data, model),) = placement_search.strategies(own, readers, count)
@@ -529,9 +531,9 @@ def test_flags_of_every_candidate_run_that_candidate(count, batch, root):
 
 def test_flags_of_a_split_over_pairs_keep_the_pairs(root):
     cfg = auto(root, mesh__placement="split", mesh__model=2)
-    (row,) = plan.make(cfg, "h100x8", estimate=True)["candidates"]
+    (row,) = planner.make(cfg, "h100x8", estimate=True)["candidates"]
     assert (row["mesh"], row["model"]) == ("llama 2x2, qwen 2x2", 2)
-    assert plan.overrides(row) == {
+    assert planner.overrides(row) == {
         **{"mesh.placement": "split", "mesh.data": -1, "mesh.model": 2},
         **{"train.micro_batch": row["micro_batch"], "compute.remat": row["remat"]},
     }
@@ -539,7 +541,7 @@ def test_flags_of_a_split_over_pairs_keep_the_pairs(root):
 
 def test_the_machine_at_hand_is_described_by_what_it_reports(root, monkeypatch):
     cfg = tiny.make_config(root, mesh__memory_gb=24.0)
-    assert plan.here(cfg) == Hardware(jax.devices(), Room(24_000_000_000, 0.8), None)
+    assert planner.here(cfg) == Hardware(jax.devices(), Room(24_000_000_000, 0.8), None)
     card = gpus.CARDS["a100_40"]
     monkeypatch.setattr(gpus, "of_device", lambda device: card)
-    assert plan.here(cfg).target == gpus.Target(card, 8, 1)
+    assert planner.here(cfg).target == gpus.Target(card, 8, 1)

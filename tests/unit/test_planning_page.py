@@ -12,11 +12,10 @@ import pytest
 
 from docs import make_planning
 from docs.planning import comparison, page, tables
-from lw_jax.commands import plan
 from lw_jax.core import config, config_file
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.planning import gpus
+from lw_jax.planning import gpus, planner
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 LIMITS = {"h100": 67_954_383_257, "a100_40": 33_864_810_496}
@@ -103,7 +102,7 @@ def lines_of(lines: list[str], *words: str) -> list[str]:
 def test_page_of_a_real_plan_holds_every_candidate_and_marks_one():
     cfg = config.build(config_file.load("configs/smoke.py", root=PROJECT))
     cfg = dataclasses.replace(cfg, compute=dataclasses.replace(cfg.compute, remat="none"))
-    found = plan.make(cfg, "h100x2", estimate=True)
+    found = planner.make(cfg, "h100x2", estimate=True)
     text = page.write(cfg, {"h100x2": found}, "configs/smoke.py")
     assert {row["strategy"] for row in found["candidates"]} >= {"single", "replicate", "fsdp", "tensor", "split"}
     for row in found["candidates"]:

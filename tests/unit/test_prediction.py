@@ -6,9 +6,8 @@ import jax
 import pytest
 
 from lw_jax.benchmarking.prediction import Predicted
-from lw_jax.commands import plan
 from lw_jax.core.errors import UserError
-from lw_jax.planning import gpus, hlo_counts, roofline, workload
+from lw_jax.planning import gpus, hlo_counts, planner, roofline, workload
 from tests import tiny
 
 CHOSEN = {
@@ -34,7 +33,7 @@ def stand_in(monkeypatch):
 
     monkeypatch.setattr(gpus, "compile_devices", lambda target: jax.devices()[: target.devices])
     monkeypatch.setattr(gpus, "compile_lowered", compile_here)
-    monkeypatch.setattr(plan, "make", lambda cfg, target: {"chosen": CHOSEN, "why": ""})
+    monkeypatch.setattr(planner, "make", lambda cfg, target: {"chosen": CHOSEN, "why": ""})
     return compiled
 
 
@@ -74,7 +73,7 @@ def test_writing_is_predicted_from_its_own_program(wire, stand_in):
 @pytest.mark.slow
 def test_a_token_costs_the_difference_between_a_long_and_a_short_answer(root, stand_in, monkeypatch):
     monkeypatch.setattr(
-        plan, "make", lambda cfg, target: {"chosen": CHOSEN | {"strategy": "single", "mesh": "1x1"}, "why": ""}
+        planner, "make", lambda cfg, target: {"chosen": CHOSEN | {"strategy": "single", "mesh": "1x1"}, "why": ""}
     )
     alone = Predicted(tiny.make_config(root, eval__batch=3, eval__max_new_tokens=5), "h100x1")
     rows = alone.measure("answer")
@@ -106,7 +105,7 @@ def test_files_cannot_be_timed_on_an_absent_card(wire):
 
 def test_nothing_fits_is_told_with_the_plans_reason(root, stand_in, monkeypatch):
     monkeypatch.setattr(
-        plan, "make", lambda cfg, target: {"chosen": None, "why": "nothing fits: single 1x1: too large"}
+        planner, "make", lambda cfg, target: {"chosen": None, "why": "nothing fits: single 1x1: too large"}
     )
     with pytest.raises(UserError, match="--target h100x2: nothing fits: single 1x1: too large"):
         Predicted(tiny.make_config(root), "h100x2")

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from lw_jax.commands import plan
 from lw_jax.core import config, config_file, validation
 from lw_jax.core.errors import UserError
+from lw_jax.planning import planner
 from lw_jax.training import preflight
 from tests import tiny
 
@@ -26,7 +26,7 @@ def load(name, **changes):
 
 
 def texts(cfg):
-    return [str(one) for one in plan.inspect(cfg)]
+    return [str(one) for one in planner.inspect(cfg)]
 
 
 def test_sound_configuration_has_no_finding_but_that_its_rows_are_elsewhere():

@@ -120,9 +120,9 @@ def test_relay_passes_bytes_and_holds_when_the_coordinator_is_gone():
 
 ABORTED = """
 import ctypes, threading
-from lw_jax.core import peers
-peers.delay_abort()
-threading.Timer(0.3, peers.end, ["process 0 of 2 is gone", peers.REQUEUE]).start()
+from lw_jax.core import processes
+processes.delay_abort()
+threading.Timer(0.3, processes.end, ["process 0 of 2 is gone", processes.REQUEUE]).start()
 ctypes.CDLL(None).abort()
 """
 

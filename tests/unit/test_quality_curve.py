@@ -13,6 +13,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from lw_jax.evals import control_rows, quality_curve
+from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models import codec
 from lw_jax.report import figures
 from tests import tiny
@@ -24,36 +25,35 @@ HALF = 2e-2  # nats; fp16 latents against fp32 ones
 APART = 1e-3
 
 
-class Recorder:
-    """The recipe's functions, with every prompt's latents and channel written down."""
+class Recorder(WireFunctions):
+    """Records every prompt's latents and channel."""
 
-    def __init__(self, predict):
-        self.predict, self.seen = predict, []
+    seen: list
 
     def prompt_from_latents(self, trainable, params, fields, latents, name):
         self.seen.append((name, np.asarray(fields["channel"]), np.asarray(latents)))
-        return self.predict.prompt_from_latents(trainable, params, fields, latents, name)
+        return super().prompt_from_latents(trainable, params, fields, latents, name)
 
 
 @pytest.fixture(scope="module")
 def wire(tmp_path_factory):
-    """(recorder, bench, what was asked, what was measured) of two readers."""
+    """(recorder, bench, options, what was measured) of two readers."""
     recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers")
     bench = tiny.make_bench(recipe, recipe.build())
-    recorder = Recorder(bench.predict)
-    told = dataclasses.replace(bench.predict, prompt_from_latents=recorder.prompt_from_latents)
-    bench = dataclasses.replace(bench, predict=told)
+    recorder = Recorder(recipe.wire, recipe.placement)
+    recorder.seen = []
+    bench = dataclasses.replace(bench, functions=recorder)
     changes = {"examples": COUNT, "batch": BATCH, "rows": ROWS, "max_new_tokens": 2, "resamples": 50}
-    asked = dataclasses.replace(recipe.cfg.eval, **changes, curve="nll", curve_examples=PART, bits=(16, 8, 2))
-    measured = control_rows.measure(bench, recipe.data("validation", rows=ROWS), asked=asked)
-    return recorder, bench, asked, measured
+    options = dataclasses.replace(recipe.cfg.eval, **changes, curve="nll", curve_examples=PART, bits=(16, 8, 2))
+    measured = control_rows.measure(bench, recipe.data("validation", rows=ROWS), options=options)
+    return recorder, bench, options, measured
 
 
 def sweep(wire, **changes):
-    recorder, bench, asked, measured = wire
+    recorder, bench, options, measured = wire
     recorder.seen.clear()
-    asked = dataclasses.replace(asked, **changes)
-    return quality_curve.sweep(bench, measured, asked=asked, encoder=ENCODER, seed=0)
+    options = dataclasses.replace(options, **changes)
+    return quality_curve.sweep(bench, measured, options=options, encoder=ENCODER, seed=0)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_readers_read_what_came_out_of_the_message_and_are_told_its_size(wire):
         assert name == wanted
         np.testing.assert_array_equal(channel, [[slots, width, 16]] * BATCH)
         source = jax.tree.map(jnp.asarray, measured.encoded.collate(batch)["source"])
-        sent = bench.predict.encode(bench.trainable, source | {"channel": jnp.asarray(channel)})
+        sent = bench.functions.encode(bench.trainable, source | {"channel": jnp.asarray(channel)})
         for one, arrived in zip(np.asarray(sent), latents, strict=True):
             message = codec.pack(one[:slots, :width], bits=2, encoder=ENCODER)
             np.testing.assert_allclose(arrived[:slots, :width], codec.unpack(message, encoder=ENCODER), atol=1e-5)

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 import run
-from lw_jax.commands import report
 from lw_jax.core.errors import UserError
 from lw_jax.evals import verdict
+from lw_jax.report import page as pages
 from lw_jax.report import records, series, tables
 from tests.runs import between, evaluation, figures, metrics, predictions, write_lines, write_run
 
@@ -62,7 +62,7 @@ class Reader(html.parser.HTMLParser):
 
 
 def page_of(folder: Path) -> Reader:
-    return Reader(report.render(records.read(folder)))
+    return Reader(pages.render(records.read(folder)))
 
 
 @pytest.fixture(scope="module")
@@ -78,15 +78,15 @@ def page(whole: Path) -> Reader:
 def test_page_has_every_section_and_closes_what_it_opens(page: Reader) -> None:
     assert not page.faults and not page.open
     assert [text for tag, text in page.texts if tag == "h1"] == ["mine"]
-    assert [text for tag, text in page.texts if tag == "h2"] == list(report.SECTIONS.values())
-    assert {value for tag, name, value in page.attributes if (tag, name) == ("h2", "id")} == report.SECTIONS.keys()
+    assert [text for tag, text in page.texts if tag == "h2"] == list(pages.SECTIONS.values())
+    assert {value for tag, name, value in page.attributes if (tag, name) == ("h2", "id")} == pages.SECTIONS.keys()
     assert page.tags.count("svg") == 4  # training, validation, slots, bytes
     assert "missing" not in [value for _, name, value in page.attributes if name == "class"]
     assert "step 30 of 30; last line logged 20" in page.text("p") and "step 31" in page.text("p")
 
 
 def test_nothing_is_fetched_and_the_page_is_small(whole: Path) -> None:
-    text = report.render(records.read(whole))
+    text = pages.render(records.read(whole))
     page = Reader(text)
     assert len(text.encode()) < MOST_BYTES
     assert not {"script", "link", "iframe", "img", "object", "embed", "base"} & set(page.tags)

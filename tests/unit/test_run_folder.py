@@ -97,9 +97,9 @@ def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
 LOCKED = """
 import sys, time
 from pathlib import Path
-from lw_jax import workdir
+from lw_jax.training import run_folder
 
-workdir.lock(Path(sys.argv[1]))
+run_folder.lock(Path(sys.argv[1]))
 print("locked", flush=True)
 time.sleep(60)
 """

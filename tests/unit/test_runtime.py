@@ -111,7 +111,7 @@ def test_handlers_come_back_after_an_error(handlers):
 CACHED = """
     import sys, jax
     from pathlib import Path
-    from lw_jax.core import peers, runtime
+    from lw_jax.core import processes, runtime
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     runtime.enable_compile_cache(Path(sys.argv[1]))
     jax.jit(lambda x: x * 3)(1.0)

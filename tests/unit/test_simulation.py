@@ -6,12 +6,11 @@ import json
 
 import pytest
 
-from lw_jax.commands import plan
 from lw_jax.core.config import Config
-from lw_jax.planning import simulation
+from lw_jax.planning import planner, simulation
 from tests import tiny
 
-ESTIMATE = functools.partial(plan.make, estimate=True)
+ESTIMATE = functools.partial(planner.make, estimate=True)
 
 
 @pytest.fixture(scope="module")

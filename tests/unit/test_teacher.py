@@ -71,7 +71,6 @@ def test_other_examples_of_the_same_teacher_are_added(root):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"loss__temperature": 2.0},
         {"prompt__anchor": "\nReply:"},
         {"prompt__user": "{context}\nAsked: {question}"},
         {"loss__teacher_k": K - 1},
@@ -167,17 +166,17 @@ def test_shapes_are_asked_for_by_name_before_a_row_is_there(root):
     assert before == widths_of(encoded.probe()) == widths_of(encoded.collate([3]))
 
 
-def test_likeliest_are_the_top_log_probabilities_at_the_temperature():
+def test_likeliest_are_the_top_log_probabilities():
     logits = jnp.asarray(np.random.default_rng(0).normal(size=(2, 3, 11)) * 4, jnp.float32)
-    ids, logp = likeliest(logits, count=4, temperature=2.5)
-    all_of_them = np.asarray(jax.nn.log_softmax(logits / 2.5, axis=2))
+    ids, logp = likeliest(logits, count=4)
+    all_of_them = np.asarray(jax.nn.log_softmax(logits, axis=2))
     order = np.argsort(-all_of_them, axis=2)[:, :, :4]
     np.testing.assert_array_equal(ids, order)
     np.testing.assert_allclose(logp, np.take_along_axis(all_of_them, order, axis=2), rtol=1e-6)
 
 
 def test_kept_rows_are_the_live_teacher_s_in_a_ragged_batch(root):
-    recipe = make(root, loss__temperature=1.5)
+    recipe = make(root)
     encoded, _ = attend(recipe)
     live = tiny.make_recipe(root, loss__kl=1.0, loss__teacher_k=0, data__cards=13).curriculum
     text = live.stream("train", "answer", 0)
@@ -189,7 +188,7 @@ def test_kept_rows_are_the_live_teacher_s_in_a_ragged_batch(root):
         assert "text" not in kept
         prompt = wire.text_prompt(frozen[name], jax.tree.map(jnp.asarray, fields["text"]))
         logits = recipe.wire.answer_logits(frozen[name], name, prompt, jax.tree.map(jnp.asarray, fields))
-        logp = np.asarray(jax.nn.log_softmax(logits / 1.5, axis=2))
+        logp = np.asarray(jax.nn.log_softmax(logits, axis=2))
         real = fields["weights"] > 0
         assert len(set(fields["text"]["mask"].sum(axis=1).tolist())) > 1, "the batch must be ragged"
         ids, values = kept["teacher"]["ids"], kept["teacher"]["logp"].astype(np.float32)

@@ -53,146 +53,76 @@ def test_hits_weigh_the_targets_that_are_the_argmax(case):
     assert token_losses.hits(logits, unweighted, weights)[0] == weights.sum()
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_kl_is_that_of_teacher_from_student_times_temperature_squared(case, temperature):
+def test_kl_is_that_of_teacher_from_student(case):
     logits, teacher, _, weights = case
-    p, q = log_softmax(np.asarray(teacher) / temperature), log_softmax(np.asarray(logits) / temperature)
+    p, q = log_softmax(teacher), log_softmax(logits)
     each = (np.exp(p) * (p - q)).sum(axis=2)
     assert (each > 0).all()
-    total, count = token_losses.kl(teacher, logits, weights, temperature=temperature)
-    assert float(total) == pytest.approx(temperature**2 * float((each * weights).sum()), rel=SAME)
+    total, count = token_losses.kl(teacher, logits, weights)
+    assert float(total) == pytest.approx(float((each * weights).sum()), rel=SAME)
     assert float(count) == float(weights.sum())
 
 
 def test_kl_of_equal_distributions_is_zero(case):
     logits, _, _, weights = case
     shifted = logits + 4.0  # the same distribution
-    assert abs(float(token_losses.kl(logits, shifted, weights, temperature=1.0)[0])) < SAME * B * T
+    assert abs(float(token_losses.kl(logits, shifted, weights)[0])) < SAME * B * T
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_gradient_of_kl_is_the_difference_of_softmaxes(case, temperature):
+def test_gradient_of_kl_is_the_difference_of_softmaxes(case):
     logits, teacher, _, weights = case
-    gradient = jax.grad(lambda student: token_losses.kl(teacher, student, weights, temperature=temperature)[0])(logits)
-    p, q = (np.exp(log_softmax(np.asarray(x) / temperature)) for x in (teacher, logits))
-    np.testing.assert_allclose(gradient, temperature * (q - p) * np.asarray(weights)[:, :, None], atol=SAME)
+    gradient = jax.grad(lambda student: token_losses.kl(teacher, student, weights)[0])(logits)
+    p, q = (np.exp(log_softmax(x)) for x in (teacher, logits))
+    np.testing.assert_allclose(gradient, (q - p) * np.asarray(weights)[:, :, None], atol=SAME)
 
 
-def top(teacher, count, temperature):
+def top(teacher, count):
     """A teacher's likeliest tokens, as `recipes.teacher` keeps them."""
-    logp = log_softmax(np.asarray(teacher) / temperature)
+    logp = log_softmax(teacher)
     ids = np.argsort(-logp, axis=2)[:, :, :count]
     kept = jnp.asarray(np.take_along_axis(logp, ids, axis=2), jnp.float32)
     return jnp.asarray(ids, jnp.int32), kept
 
 
-@pytest.mark.parametrize("temperature", [1.0, 2.5])
-def test_kl_of_all_kept_tokens_is_the_whole_kl_and_of_fewer_a_lower_bound(case, temperature):
+def test_kl_of_all_kept_tokens_is_the_whole_kl_and_of_fewer_a_lower_bound(case):
     logits, teacher, _, weights = case
-    whole, count = token_losses.kl(teacher, logits, weights, temperature=temperature)
-    found = [
-        float(token_losses.kl_of_top(*top(teacher, k, temperature), logits, weights, temperature=temperature)[0])
-        for k in range(1, V + 1)
-    ]
+    whole, count = token_losses.kl(teacher, logits, weights)
+    found = [float(token_losses.kl_of_top(*top(teacher, k), logits, weights)[0]) for k in range(1, V + 1)]
     assert found[-1] == pytest.approx(float(whole), rel=SAME)
     assert found == sorted(found), "each more token tells more"
     assert 0 < found[0] < 0.9 * found[-1]
-    _, weight = token_losses.kl_of_top(*top(teacher, 3, temperature), logits, weights, temperature=temperature)
+    _, weight = token_losses.kl_of_top(*top(teacher, 3), logits, weights)
     assert float(weight) == float(count)
 
 
 def test_kl_of_kept_tokens_puts_the_others_into_one_bucket(case):
     logits, teacher, _, weights = case
-    ids, kept = top(teacher, 3, 1.0)
+    ids, kept = top(teacher, 3)
     p, q = np.exp(kept), np.take_along_axis(np.exp(log_softmax(logits)), np.asarray(ids), axis=2)
     rest = [1 - x.sum(axis=2) for x in (p, q)]
     each = (p * np.log(p / q)).sum(axis=2) + rest[0] * np.log(rest[0] / rest[1])
-    total, _ = token_losses.kl_of_top(ids, kept, logits, weights, temperature=1.0)
+    total, _ = token_losses.kl_of_top(ids, kept, logits, weights)
     assert float(total) == pytest.approx(float((each * np.asarray(weights)).sum()), rel=SAME)
 
 
 @pytest.mark.parametrize("count", [1, 3, V])
 def test_student_that_equals_its_teacher_has_no_gradient(case, count):
     _, teacher, _, weights = case
-    gradient = jax.grad(
-        lambda student: token_losses.kl_of_top(*top(teacher, count, 1.0), student, weights, temperature=1.0)[0]
-    )
+    gradient = jax.grad(lambda student: token_losses.kl_of_top(*top(teacher, count), student, weights)[0])
     np.testing.assert_allclose(gradient(teacher), 0, atol=SAME)
     assert np.abs(gradient(2 * teacher)).max() > 0.01
 
 
-def test_first_tokens_carry_the_row_s_whole_weight():
-    weights = jnp.asarray([[1, 1, 1, 1, 1], [1, 1, 0, 0, 0], [0, 0, 0, 0, 0]], jnp.float32)
-    expected = np.array([[5 / 3] * 3 + [0, 0], [1, 1, 0, 0, 0], [0] * 5])
-    np.testing.assert_allclose(token_losses.first_tokens(weights, 3), expected, rtol=SAME)
-    np.testing.assert_allclose(token_losses.first_tokens(weights, 1)[:, 0], [5, 2, 0], rtol=SAME)
-    for count in (1, 2, 4, 9):
-        np.testing.assert_allclose(
-            token_losses.first_tokens(weights, count).sum(axis=1), weights.sum(axis=1), rtol=SAME
-        )
-
-
-def test_negative_entropy_is_that_of_each_row(case):
-    logits, _, _, _ = case
-    counts = jnp.asarray([2.0, 0.0, 5.0])
-    logp = log_softmax(logits[:, 0])
-    expected = ((np.exp(logp) * logp).sum(axis=1) * np.asarray(counts)).sum()
-    total, weight = token_losses.negative_entropy(logits[:, 0], counts)
-    assert float(total) == pytest.approx(expected, rel=SAME) and float(weight) == 7
-    even, _ = token_losses.negative_entropy(jnp.zeros((1, V)), jnp.ones((1,)))
-    assert float(even) == pytest.approx(-np.log(V), rel=SAME)
-
-
-USED = jnp.asarray([[True, True, True, False], [True, False, False, False], [True, True, False, False]])
-COUNTS = jnp.asarray([2.0, 3.0, 5.0])
-
-
-def unit(x):
-    x = np.asarray(x, np.float64)
-    return x / np.linalg.norm(x, axis=-1, keepdims=True)
-
-
-def test_misalignment_is_one_minus_cosine_over_the_slots_in_use():
-    rng = np.random.default_rng(3)
-    prefix, target = (jnp.asarray(rng.normal(size=(3, 4, 7)), jnp.float32) for _ in range(2))
-    cosine = (unit(prefix) * unit(target)).sum(axis=2)
-    mean = [(1 - cosine[row][np.asarray(USED)[row]]).mean() for row in range(3)]
-    total, weight = token_losses.misalignment(prefix, target, USED, COUNTS)
-    assert float(total) == pytest.approx(float(np.dot(mean, COUNTS)), rel=SAME) and float(weight) == 10
-    same, _ = token_losses.misalignment(3 * target, target, USED, COUNTS)
-    assert abs(float(same)) < SAME * 10
-    unused = prefix.at[1, 1:].set(99.0)
-    assert float(token_losses.misalignment(unused, target, USED, COUNTS)[0]) == float(total)
-
-
-def test_likeness_is_the_mean_squared_cosine_of_different_slots_in_use():
-    latents = jnp.asarray(np.random.default_rng(4).normal(size=(3, 4, 7)), jnp.float32)
-    u = unit(latents)
-    first = [(u[0, i] @ u[0, j]) ** 2 for i in range(3) for j in range(3) if i != j]
-    expected = 2 * np.mean(first) + 5 * (u[2, 0] @ u[2, 1]) ** 2  # one slot alone is like no other
-    total, weight = token_losses.likeness(latents, USED, COUNTS)
-    assert float(total) == pytest.approx(float(expected), rel=SAME) and float(weight) == 10
-    assert float(token_losses.likeness(latents.at[:, 3].set(9.0), USED, COUNTS)[0]) == float(total)
-    copies, _ = token_losses.likeness(jnp.ones((3, 4, 7)), USED, COUNTS)
-    assert float(copies) == pytest.approx(7, rel=SAME)
-
-
-@pytest.mark.parametrize("name", ["nll", "kl", "kl_of_top", "negative_entropy", "misalignment", "likeness"])
+@pytest.mark.parametrize("name", ["nll", "kl", "kl_of_top"])
 def test_sum_of_a_batch_is_the_sum_over_its_parts(case, name):
     logits, teacher, targets, weights = case
-    rng = np.random.default_rng(5)
-    prefix, target = (jnp.asarray(rng.normal(size=(3, 4, 7)), jnp.float32) for _ in range(2))
     arguments = {
         "nll": (logits, targets, weights),
         "kl": (teacher, logits, weights),
-        "kl_of_top": (*top(teacher, 3, 1.0), logits, weights),
-        "negative_entropy": (logits[:, 0], COUNTS),
-        "misalignment": (prefix, target, USED, COUNTS),
-        "likeness": (prefix, USED, COUNTS),
+        "kl_of_top": (*top(teacher, 3), logits, weights),
     }[name]
-    more = {"temperature": 1.0} if name.startswith("kl") else {}
-    whole = getattr(token_losses, name)(*arguments, **more)
-    parts = [getattr(token_losses, name)(*(x[rows] for x in arguments), **more) for rows in (slice(0, 1), slice(1, 3))]
+    whole = getattr(token_losses, name)(*arguments)
+    parts = [getattr(token_losses, name)(*(x[rows] for x in arguments)) for rows in (slice(0, 1), slice(1, 3))]
     for number in range(2):
         assert float(whole[number]) == pytest.approx(float(parts[0][number] + parts[1][number]), rel=SAME)
 

@@ -173,7 +173,7 @@ def latents_of(wire, text, slots=None, width=None):
     channel = trained_wire.resolve_channel(wire.recipe.cfg.encoder, bits=16, slots=slots, width=width)
     batch = batches.encode_prompt(text, "?", layout=wire.recipe.layout)
     source = batch["source"] | {"channel": np.asarray([channel], np.int32)}
-    return np.array(wire.recipe.encode(wire.trainable, source)[0])
+    return np.array(wire.functions.encode(wire.trainable, source)[0])
 
 
 @pytest.mark.parametrize(

@@ -8,8 +8,8 @@ import pytest
 
 from configs import large
 from lw_jax import recipes
-from lw_jax.commands import plan
 from lw_jax.core import config
+from lw_jax.planning import plan_tables, planner
 from lw_jax.training import trainer, validation_room
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.micro_batch_search import Room
@@ -70,8 +70,8 @@ def test_a_plan_and_a_run_say_so(tmp_path_factory):
     limit = validation_room.evaluation_bytes(program, recipe, recipe.batch_widths(), 1024)
     mesh = dataclasses.replace(cfg.mesh, memory_gb=limit / 1e9 + 1e-6, target_utilisation=1.0)
     cfg = dataclasses.replace(cfg, mesh=mesh)
-    found = plan.make(cfg, "h100x1", estimate=True)
-    assert found["validation"]["largest"] == 1024 and "--config.eval.batch=1024 would" in plan.report(found)
+    found = planner.make(cfg, "h100x1", estimate=True)
+    assert found["validation"]["largest"] == 1024 and "--config.eval.batch=1024 would" in plan_tables.report(found)
     told: list[str] = []
     real = recipes.make(cfg, program.placement)
     run = trainer.Run(cfg, real, None, None)

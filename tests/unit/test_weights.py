@@ -490,7 +490,7 @@ CONSTANT_BYTES = 48e6
 MEASURE = """
 import json, pathlib, re, sys
 import jax, jax.numpy as jnp
-from lw_jax import weights
+from lw_jax.hub import weights
 
 def status(key):
     return 1024 * int(re.search(key + r":\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])

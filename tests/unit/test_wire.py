@@ -126,7 +126,7 @@ def test_every_row_of_a_batch_begins_alike(recipe):
 
 def test_readers_have_adapters_of_their_own_and_calibrated(recipe, parts):
     built, batch, _ = parts
-    latents = recipe.encode(built.trainable, batch["source"])
+    latents = recipe.wire.encode(built.trainable, batch["source"])
     kernels = [built.trainable["adapters"][name]["up"]["kernel"] for name in ("llama", "qwen")]
     assert kernels[0].shape == kernels[1].shape and not np.array_equal(*kernels)
     for name in ("llama", "qwen"):

@@ -1,0 +1,78 @@
+"""Jitted functions of a trained wire for evaluation and inference: encode, prompt, score, generate."""
+
+import functools
+from collections.abc import Mapping
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from lw_jax.core.types import Tree
+from lw_jax.losses import token_losses
+from lw_jax.models.wire import Prompt, Wire, text_prompt, wire_prompt
+from sharding import place
+from sharding.placement import Placement
+
+
+class WireFunctions:
+    """Functions of one wire, each compiled once for each reader and shape."""
+
+    def __init__(self, wire: Wire, placement: Placement):
+        self.wire, self.placement = wire, placement
+
+    def mesh_of(self, name: str | None) -> Mesh:
+        """Returns a reader's mesh; None: the encoder's."""
+        return self.placement.learner if name is None else self.placement.readers[name].mesh
+
+    @functools.cached_property
+    def encode(self):
+        """Returns jitted (trainable, source) -> latents."""
+        return jax.jit(self.wire.encode)
+
+    def prompt_from_latents(
+        self, trainable: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str
+    ) -> Prompt:
+        """Returns a reader's prompt on its mesh; its adapter and the latents are moved there first."""
+        mesh = self.mesh_of(name)
+        adapter, latents = place.replicate(trainable["adapters"][name], mesh), place.rows(latents, mesh)
+        return self._wire_prompt(adapter, params, fields, latents, name)
+
+    @functools.cached_property
+    def _wire_prompt(self):
+        def build(adapter: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str) -> Prompt:
+            return wire_prompt(params, fields, self.wire.prefix(adapter, name, latents, "answer")).joined()
+
+        return jax.jit(build, static_argnames="name")
+
+    @functools.cached_property
+    def prompt_from_text(self):
+        """Returns jitted (reader's parameters, {"ids", "mask"}) -> Prompt."""
+        return jax.jit(text_prompt)
+
+    @functools.cached_property
+    def score(self):
+        """Returns jitted (reader's parameters, Prompt, fields, name) -> nll, hits, first, first5, tokens, each [b]."""
+
+        def measure(params: Tree, prompt: Prompt, fields: Mapping, name: str) -> dict[str, jax.Array]:
+            logits = self.wire.answer_logits(params, name, prompt, fields)
+            targets, weights = fields["targets"], fields["weights"]
+            hits = (jnp.argmax(logits, axis=2).astype(targets.dtype) == targets).astype(jnp.float32)
+            gold = jnp.take_along_axis(logits[:, 0], targets[:, :1], axis=1)
+            return {
+                "nll": jnp.sum(token_losses.token_nll(logits, targets) * weights, axis=1),
+                "hits": jnp.sum(hits * weights, axis=1),
+                "first": hits[:, 0],
+                "first5": (jnp.sum(logits[:, 0] > gold, axis=1) < 5).astype(jnp.float32),
+                "tokens": jnp.sum(weights, axis=1),
+            }
+
+        return jax.jit(measure, static_argnames="name")
+
+    @functools.cached_property
+    def generate(self):
+        """Returns jitted (reader's parameters, Prompt, name, max_new_tokens) -> ids [b n], -1 after the stop."""
+
+        def run(params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> jax.Array:
+            return self.wire.generate(params, name, prompt, max_new_tokens=max_new_tokens)
+
+        return jax.jit(run, static_argnames=("name", "max_new_tokens"))

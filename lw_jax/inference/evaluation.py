@@ -1,0 +1,158 @@
+"""Evaluation of a trained wire: control table, joint answers, geometry of the latents, byte curve, and their files."""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lw_jax.core.config import Eval
+from lw_jax.core.errors import UserError
+from lw_jax.core.files import write_whole
+from lw_jax.data import batches
+from lw_jax.evals import control_rows, geometry, joint, quality_curve
+from lw_jax.evals.curve import Curve
+from lw_jax.inference.trained_wire import TrainedWire
+from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.training import micro_batch_search
+from sharding import place
+
+_T = TypeVar("_T")
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """Results of one evaluation."""
+
+    measured: control_rows.Measured
+    summary: dict[str, dict[str, control_rows.Row]]  # reader -> row -> figures
+    readers: dict[str, control_rows.Row]  # reader -> comparison of its rows
+    joint: dict[str, Any] | None  # None: one reader, or no row "latents"
+    latents: dict[str, float | None]
+    slots: list[list[float]]  # mean cosine between slots of one message
+    curve: Curve | None  # quality by message size
+
+
+def evaluate(wire: TrainedWire) -> Evaluation:
+    """Returns the results that `cfg.eval` of the wire's configuration asks for."""
+    cfg, layout = wire.recipe.cfg, wire.recipe.layout
+    bootstrap = {"resamples": cfg.eval.resamples, "seed": cfg.seed}
+    batch, bench = _batch(wire.recipe), _bench(wire)
+    measured = measure(wire, batch)
+    latents = measured.latents[different_inputs(measured, layout)]
+    curve = None
+    if cfg.eval.curve != "none":
+        named = {"encoder": wire.encoder_fingerprint, "seed": cfg.seed}
+        curve = _fitting(
+            batch, cfg.eval, lambda options: quality_curve.sweep(bench, measured, options=options, **named)
+        )
+    return Evaluation(
+        measured=measured,
+        summary=control_rows.summarise(measured.records, **bootstrap),
+        readers=control_rows.compare(measured.records, **bootstrap),
+        joint=_fitting(
+            batch, cfg.eval, lambda options: joint.pick(bench, measured, layout, options=options, seed=cfg.seed)
+        ),
+        latents=geometry.describe(latents),
+        slots=geometry.slot_similarity(latents).tolist(),
+        curve=curve,
+    )
+
+
+def measure(wire: TrainedWire, batch: micro_batch_search.Batch | None = None) -> control_rows.Measured:
+    """Returns one record per example, reader and row, with their examples and latents."""
+    recipe, bench = wire.recipe, _bench(wire)
+    batch = batch or _batch(recipe)
+    encoded = recipe.data("validation", rows=recipe.cfg.eval.rows)
+    for line in encoded.describe():
+        print(line, flush=True)
+    if recipe.cfg.eval.layers == "apart":
+        print("answers: layers unstacked (eval.layers)", flush=True)
+    return _fitting(batch, recipe.cfg.eval, lambda options: control_rows.measure(bench, encoded, options=options))
+
+
+def write(found: Evaluation, workdir: Path, *, step: int) -> list[Path]:
+    """Writes eval.json, predictions.jsonl, slots.json and, with a curve, bytes.csv."""
+    result = {
+        "step": step,
+        "rows": found.summary,
+        "readers": found.readers,
+        "joint": found.joint,
+        "latents": found.latents,
+        "curve": None,
+        "text_bytes": None,
+        "counts": found.measured.encoded.counts,
+    }
+    names = ["eval.json", "predictions.jsonl", "slots.json"]
+    if found.curve:
+        curve = dataclasses.asdict(found.curve)
+        result |= {"text_bytes": curve.pop("text_bytes"), "curve": curve}
+        names.append("bytes.csv")
+        quality_curve.write_csv(found.curve, workdir / "bytes.csv")
+    lines = (_to_json(record) + "\n" for record in found.measured.records)
+    write_whole(workdir / "eval.json", _to_json(result, indent=2) + "\n")
+    write_whole(workdir / "predictions.jsonl", "".join(lines))
+    write_whole(workdir / "slots.json", _to_json(found.slots) + "\n")
+    return [workdir / name for name in names]
+
+
+def describe(found: Evaluation) -> str:
+    """Returns tables and figures for a terminal."""
+    lines = [control_rows.table(found.summary), ""]
+    lines += [control_rows.format_comparison(reader, figures) for reader, figures in found.readers.items()]
+    if found.joint:
+        lines.append(joint.format_figures(found.joint))
+    lines.append(geometry.format_figures(found.latents))
+    if found.curve:
+        lines += ["", quality_curve.table(found.curve)]
+    return "\n".join(lines)
+
+
+def different_inputs(measured: control_rows.Measured, layout: batches.Layout) -> list[int]:
+    """Returns the first position of each encoded text: questions about one context may share its latents."""
+    first: dict[str, int] = {}
+    for position, index in enumerate(measured.indices):
+        first.setdefault(layout.source_text(measured.encoded.examples[index]), position)
+    return list(first.values())
+
+
+def _bench(wire: TrainedWire) -> control_rows.Bench:
+    functions = wire.functions
+    return control_rows.Bench(
+        functions,
+        wire.trainable,
+        wire.frozen,
+        decode={name: tokenizer.decode for name, tokenizer in wire.recipe.tokenizers.items()},
+        place=lambda batch, name: place.put_eval(batch, functions.mesh_of(name)),
+    )
+
+
+def _batch(recipe: LatentWire) -> micro_batch_search.Batch:
+    size, multiple = recipe.cfg.eval.batch, recipe.placement.data
+    return micro_batch_search.Batch(
+        place.round_up(size, multiple), multiple=multiple, tell=functools.partial(print, flush=True)
+    )
+
+
+def _fitting(batch: micro_batch_search.Batch, options: Eval, compute: Callable[[Eval], _T]) -> _T:
+    """Returns `compute(options)` with the largest batch that fits in memory."""
+    try:
+        return batch.run(lambda size: compute(dataclasses.replace(options, batch=size)))
+    except micro_batch_search.OutOfMemory as error:
+        remedy = "split the readers (--config.mesh.placement=tensor) or store them in fewer bits"
+        raise UserError(f"{error}; {remedy}") from error
+
+
+def _to_json(value: Any, *, indent: int | None = None) -> str:
+    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    """Returns the value with null for NaN and infinities, which JSON cannot hold."""
+    if isinstance(value, dict):
+        return {key: _finite(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(inner) for inner in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -1,0 +1,138 @@
+"""HTML page of a run, assembled from the files in its folder."""
+
+from pathlib import Path
+from typing import Any
+
+import jinja2
+from markupsafe import Markup
+
+from lw_jax.core.config import flatten, to_dict
+from lw_jax.report import figures, language, records, scaling, series, tables
+from lw_jax.report.records import Run
+
+PAGE = "report.html"
+SECTIONS = {
+    "curves": "Curves",
+    "controls": "Controls",
+    "latents": "Latents",
+    "bytes": "Bytes on the wire",
+    "examples": "Examples",
+    "made": "Provenance",
+}
+
+COMMON = ("curves", "made")  # sections of every recipe's page
+
+
+def render(run: Run) -> str:
+    """Returns the page; every text from the run is escaped."""
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+    )
+    shown = _head(run) | _curves(run) | _evaluation(run) | _bytes(run) | _made(run) | {"language": None}
+    if run.cfg.recipe == "ttt":
+        shown |= {"language": _language(run)}
+    return environment.get_template(PAGE).render(shown)
+
+
+def _head(run: Run) -> dict[str, Any]:
+    text = run.cfg.recipe == "ttt"
+    sections = {id: title for id, title in SECTIONS.items() if run.cfg.recipe == "latentwire" or id in COMMON}
+    if text:
+        sections = {"curves": SECTIONS["curves"]} | language.SECTIONS | {"made": SECTIONS["made"]}
+    step, steps = max((row["step"] for row in run.metrics), default=0), run.cfg.train.steps
+    return {
+        "name": run.workdir.resolve().name,
+        "progress": f"step {step:,} of {steps:,}",
+        "logged": f"{run.logged:%Y-%m-%d %H:%M} UTC" if run.logged and run.metrics else "",
+        "model": language.describe(run) if text else ", ".join(run.cfg.llms),
+        "checkpoint": run.evaluation.get("step"),
+        "verdicts": [language.verdict(run)] if text else tables.verdicts(run),
+        "wire": run.cfg.recipe == "latentwire",
+        "sections": list(sections.items()),
+        "sections_by_id": sections,
+        "commands": {
+            "train": run.training,
+            "eval": run.command("eval"),
+            "curve": run.command("eval", "--config.eval.curve=nll"),
+        },
+    }
+
+
+def _curves(run: Run) -> dict[str, Any]:
+    kind = language if run.cfg.recipe == "ttt" else series
+    training, validation, borders = kind.training(run), kind.validation(run), series.borders(run)
+    label = "over optimizer steps" + (", by task and reader" if kind is series else "")
+    return {
+        "training": _picture(figures.draw_panels(training, borders=borders), f"training {label}") if training else "",
+        "validation": (
+            _picture(figures.draw_panels(validation, borders=borders), f"validation {label}") if validation else ""
+        ),
+        "stages": len(borders),
+        "joined": series.count_joined(run),
+        "undefined": series.count_undefined(run),
+    }
+
+
+def _language(run: Run) -> dict[str, Any]:
+    step, found = language.positions(run)
+    drawn = figures.draw_positions([one.name for one in found], [one.loss for one in found]) if found else None
+    memory = language.memory(run)
+    return {
+        "positions": language.by_position(found),
+        "position_step": f"{step:,}",
+        "position_picture": _picture(drawn, "held-out perplexity by position in the window") if drawn else "",
+        "tokens_a_step": language.tokens_a_step(run),
+        "speed": language.speed(run),
+        "devices": language.device_count(run),
+        "balance": language.balance(run),
+        "memory": memory,
+        "memory_whole": memory is not None and {"activations and gradients", "peak"} <= {row[0] for row in memory.rows},
+        "measure": scaling.command(run, "--measured"),
+        "scaling": scaling.tables(run),
+        "unscaled": scaling.missing(run),
+        "configurations": scaling.configurations(run),
+        "shares_cores": scaling.shares_cores(run),
+    }
+
+
+def _evaluation(run: Run) -> dict[str, Any]:
+    found = run.evaluation
+    examples, count = tables.examples(run.predictions)
+    return {
+        "controls": [(reader, tables.control(rows)) for reader, rows in found.get("rows", {}).items()],
+        "between": tables.between(found.get("readers", {})),
+        "joint": tables.joint(found["joint"]) if found.get("joint") else None,
+        "agreement": tables.agreement(found["joint"]) if found.get("joint") else "",
+        "rows": tables.ROWS,
+        "counts": ", ".join(f"{name} {number}" for name, number in found.get("counts", {}).items() if number),
+        "geometry": tables.geometry(found["latents"]) if found else None,
+        "slots": _picture(figures.draw_slots(run.slots), "cosine between slots") if run.slots else "",
+        "examples": examples,
+        "example_count": count,
+    }
+
+
+def _bytes(run: Run) -> dict[str, Any]:
+    if (curve := run.curve) is None:
+        return {"curve": ""}
+    return {
+        "curve": _picture(figures.draw_curve(curve), "quality of answers against bytes of a message"),
+        "curve_examples": curve.examples,
+        "points": tables.points(curve),
+        "sizes": tables.sizes(curve),
+    }
+
+
+def _made(run: Run) -> dict[str, Any]:
+    flat = flatten(to_dict(run.cfg))
+    return {
+        "texts": {name: run.texts.get(name, "").strip() for name in records.TEXTS},
+        "config": "\n".join(f"{path}: {value!r}" for path, value in flat.items()),
+        "devices": tables.devices(run.devices) if run.devices else None,
+    }
+
+
+def _picture(figure: Any, label: str) -> Markup:
+    return Markup(figures.to_svg(figure, label=label))

@@ -1,0 +1,149 @@
+"""One SLURM job made from a plan: size, command line, memory and time limit."""
+
+import dataclasses
+import math
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from lw_jax.core.errors import UserError
+from lw_jax.planning import remedies
+from lw_jax.planning.planner import Plan, overrides
+from lw_jax.slurm import cluster_profile
+from lw_jax.slurm.cluster_profile import Limit, Site, clock
+from lw_jax.slurm.past_runs import Record
+
+MEMORY_FRACTION = 0.92  # of a GPU, for XLA; the rest is for CUDA, NCCL and cuBLAS: chosen, not measured
+
+
+@dataclasses.dataclass(frozen=True)
+class Job:
+    """One training run on so many GPUs of so many nodes."""
+
+    name: str
+    command: tuple[str, ...]  # the words of the training command
+    folder: Path  # where the command is run
+    logs: Path
+    nodes: int
+    gpus: int  # of one node
+    host_memory_bytes: int  # of one node
+    hours: float
+    step_seconds: float
+    checkpoint_seconds: float  # between two checkpoints
+    memory_fraction: float  # of each card, for XLA
+    origin: str  # one line: what plan the numbers come from
+    basis: str = "predicted"  # one line: where the hours come from
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """The words of the command line that ask for a job."""
+
+    config: str  # FILE[:recipe]
+    assignments: Mapping[str, str]  # path -> value of --config.path=value
+    project: Path  # where run.py lies
+    target: str = ""  # h100x4 | single | dual | quad; empty: the name of the configuration file
+    site: str = ""
+    submit: bool = False
+    output: str = ""
+    hours: float | None = None  # instead of the predicted ones
+    measured: Path | None = None  # an earlier run's folder; of a list, what holds one for each task
+
+
+def make_job(
+    plan: Plan,
+    *,
+    resolved: Mapping[str, Any],
+    workdir: Path,
+    request: Request,
+    site: Site,
+    record: Record | None = None,
+) -> Job:
+    """Returns the job that runs a plan: its placement, micro-batch and remat become overrides of the command.
+
+    Raises:
+      UserError: nothing fits, or a number is unusable.
+    """
+    target, chosen, train = plan["target"], plan["chosen"], resolved["train"]
+    if not request.config:
+        raise UserError("slurm needs --config FILE: the job starts training with it.")
+    if chosen is None:
+        raise UserError(nothing_fits(plan, request.config))
+    hours, basis = _time(plan, steps=train["steps"], given=request.hours, record=record)
+    memory = plan["host_memory_bytes"]
+    if not (math.isfinite(memory) and memory > 0):
+        raise UserError(f"--target {target}: host_memory_bytes = {memory}: a number above 0 is needed; plan it anew.")
+    python = "python" if site.setup else sys.executable  # setup lines activate an environment that has its own
+    # All that is planned, for the file that the job reads again may set any of it.
+    assignments = {**request.assignments, **overrides(chosen)}
+    words = [f"--config.{path}={value}" for path, value in assignments.items()]
+    start = (python, str(request.project / "run.py"), "train", "--config", request.config)
+    step_seconds = hours * 3600 / train["steps"]
+    return Job(
+        name=re.sub(r"[^\w.-]+", "-", workdir.name, flags=re.ASCII) or "latentwire",
+        command=(*start, *words, "--workdir", str(workdir)),
+        folder=Path.cwd(),  # so that relative paths mean what they meant to the user
+        logs=workdir / "logs",
+        nodes=plan["hosts"],
+        gpus=plan["per_host"],
+        host_memory_bytes=memory,
+        hours=hours,
+        step_seconds=step_seconds,
+        checkpoint_seconds=step_seconds * min(train["checkpoint_every"], train["steps"]),
+        memory_fraction=max(MEMORY_FRACTION, resolved["mesh"]["target_utilisation"]),
+        origin=_origin(plan, record),
+        basis=basis,
+    )
+
+
+def _time(plan: Plan, *, steps: int, given: float | None, record: Record | None) -> tuple[float, str]:
+    """Returns the hours of all steps and where they come from: the user, else a measurement, else the plan."""
+    if given is not None and record is not None:
+        raise UserError(f"--hours {given:g} and --measured {record.workdir}: each replaces the plan's time; leave one.")
+    hours, basis = plan["hours"], "predicted"
+    if given is not None:
+        hours, basis = given, "given by --hours"
+    elif record is not None:
+        hours, basis = record.step_seconds * steps / 3600, record.describe()
+    if not (math.isfinite(hours) and hours > 0):
+        name = "hours" if given is None else "--hours"
+        rule = "a number above 0 is needed; give --hours H or --measured DIR."
+        raise UserError(f"--target {plan['target']}: {name} = {hours}: {rule}")
+    return hours, basis
+
+
+def _origin(plan: Plan, record: Record | None) -> str:
+    chosen, made = plan["chosen"], "compiled" if plan["compiled"] else "estimated, not compiled"
+    told = (
+        f"plan {plan['target']} ({made}): {chosen['strategy']} {chosen['mesh']}, micro-batch {chosen['micro_batch']} x "
+        f"{chosen['accumulation']} accumulated, remat {chosen['remat']}"
+    )
+    return f"{told}; {record.describe_memory(chosen['peak_bytes'])}" if record else told
+
+
+def nothing_fits(plan: Plan, config: str) -> str:
+    """Returns the refusal of a job for which the plan has no placement."""
+    target, more = plan["target"], "".join(f"; {line}" for line in remedies.describe(plan["remedies"]))
+    return (
+        f"--target {target}: no placement of this configuration fits, so there is no job to write. Take more or "
+        f"larger cards, or shorter texts; python run.py plan --config {config} --target {target} tells why{more}."
+    )
+
+
+def limit(job: Job, site: Site) -> Limit:
+    """Returns the job's time limit; see `cluster.limit`."""
+    return cluster_profile.limit(
+        job.hours,
+        step_seconds=job.step_seconds,
+        checkpoint_seconds=job.checkpoint_seconds,
+        basis=job.basis,
+        site=site,
+    )
+
+
+def describe_limit(job: Job, site: Site) -> str:
+    """Returns the line for people that tells the time limit, how it was found and how often the job is requeued."""
+    found = limit(job, site)
+    return f"time limit {clock(found.minutes)}: {found.told}"

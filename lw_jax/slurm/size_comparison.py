@@ -1,0 +1,72 @@
+"""Comparison of the job with other numbers of the same GPU."""
+
+import math
+import re
+from collections.abc import Sequence
+
+from lw_jax.core.config import Config
+from lw_jax.planning.planner import SIZES, Plan, kept, make
+
+
+def other_sizes(cfg: Config, plan: Plan) -> list[Plan]:
+    """Returns plans of the same card in other numbers, of one basis with the job's own where that is to be had.
+
+    Compiled plans that are kept on disk are taken, none is compiled for this. Where one is not kept, all sizes are
+    estimated, the job's own too (see `compare`). Nothing where the command line names the placement.
+    """
+    card = re.fullmatch(r"(?:\d+x)?([a-z]\w*?)x\d+", plan["target"])
+    if card is None or cfg.mesh.placement != "auto":
+        return []
+    targets = [target for count in SIZES.values() if (target := f"{card[1]}x{count}") != plan["target"]]
+    compiled = [found for target in targets if plan["compiled"] and (found := kept(cfg, target))]
+    if plan["compiled"] and len(compiled) == len(targets):
+        return compiled
+    own = [plan["target"]] if plan["compiled"] else []
+    return [*compiled, *(make(cfg, target, estimate=True) for target in (*targets, *own))]
+
+
+def compare(plans: Sequence[Plan], *, hours: float | None) -> list[str]:
+    """Returns a table of sizes and what each costs, a title first; like stands beside like.
+
+    Args:
+        plans: the job's own first; several of one target where one is compiled and one is estimated.
+        hours: of the job, in place of its plan's (given or measured); the other sizes are scaled alike.
+
+    Compiled and estimated hours differ by up to a half, so that they never share a column: where some size is only
+    estimated, every size has its estimate in columns of their own.
+    """
+    own, factor = plans[0], 1.0
+    if hours and own["hours"] and math.isfinite(own["hours"]):
+        factor = hours / own["hours"]
+    elif hours:
+        plans = [{**own, "hours": hours}, *plans[1:]]
+    bases = [{one["target"]: one for one in reversed(plans) if one["compiled"] is basis} for basis in (True, False)]
+    mixed = all(bases)
+    columns = ["hours", "GPU-hours"] + (["est. hours", "est. GPU-hours"] if mixed else [])
+    rows = [["size", "GPUs", *columns, "plan"]]
+    sizes = {one["target"]: one["devices"] for one in plans}
+    for target, count in sorted(sizes.items(), key=lambda item: item[1]):
+        found = [basis.get(target) for basis in bases if basis]
+        best = next(one for one in found if one)
+        how = "" if best["compiled"] else " (estimate)"
+        price = [cell for one in found for cell in _price(one, count, factor)]
+        rows.append(
+            [target, str(count), *price, best["chosen"]["strategy"] + how if best["chosen"] else "does not fit"]
+        )
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
+    scaled = len(sizes) > 1 and abs(factor - 1) > 0.005
+    notes = [f"every size x {factor:.2f}: the job's hours over the predicted ones"] if scaled else []
+    if mixed:
+        notes.append(
+            "est.: arithmetic, of all sizes alike; once `plan --simulate 1,2,4` has compiled them, they stand here"
+        )
+    return [*table, *notes]
+
+
+def _price(plan: Plan | None, count: int, factor: float) -> list[str]:
+    """Returns hours and GPU-hours."""
+    if plan is None or not plan["chosen"] or plan["hours"] is None:
+        return ["-", "-"]
+    hours = plan["hours"] * factor
+    return [f"{hours:.2f}", f"{count * hours:.1f}"]
