@@ -41,30 +41,30 @@ def decays(tree: Tree, which: str = "matrices") -> Tree:
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
+class Phase:
     """A stage of the run: so many steps, their peak a multiple of the learning rate."""
 
     steps: int
     rate: float = 1.0
 
 
-def schedule(cfg: config.Optim, stretches: Sequence[Stretch]) -> optax.Schedule:
-    """In each stretch a linear warm-up to its peak, then a cosine down to `end_fraction` of it at its last step.
+def schedule(cfg: config.Optim, phases: Sequence[Phase]) -> optax.Schedule:
+    """In each phase a linear warm-up to its peak, then a cosine down to `end_fraction` of it at its last step.
 
     `count` is of the steps made so far, as optax counts: the first step's rate is at 0, the last one's at steps - 1.
     """
     curves = []
-    for stretch in stretches:
-        peak, warmup = cfg.learning_rate * stretch.rate, min(cfg.warmup_steps, stretch.steps)
+    for phase in phases:
+        peak, warmup = cfg.learning_rate * phase.rate, min(cfg.warmup_steps, phase.steps)
         curves.append(
             optax.warmup_cosine_decay_schedule(
-                0.0 if warmup else peak, peak, warmup, max(stretch.steps, warmup + 1), peak * cfg.end_fraction
+                0.0 if warmup else peak, peak, warmup, max(phase.steps, warmup + 1), peak * cfg.end_fraction
             )
         )
 
     def rate(count: jax.Array) -> jax.Array:
-        number, inside = _place(stretches, count)
-        # The place inside a stretch is counted from 1: a warm-up's first step already moves.
+        number, inside = _place(phases, count)
+        # The place inside a phase is counted from 1: a warm-up's first step already moves.
         return jnp.stack([curve(inside.astype(jnp.float32) + 1.0) for curve in curves])[number]
 
     return lambda count: rate(jnp.asarray(count, jnp.int32))
@@ -117,12 +117,10 @@ def flops(cfg: config.Optim, rates: Rates, abstract: Tree) -> float:
     return total
 
 
-def make(
-    cfg: config.Optim, *, stretches: Sequence[Stretch], rates: Rates, abstract: Tree
-) -> optax.GradientTransformation:
+def make(cfg: config.Optim, *, phases: Sequence[Phase], rates: Rates, abstract: Tree) -> optax.GradientTransformation:
     """AdamW or Muon with clipping over the leaves of `abstract` whose rate is not 0; the others have no state.
 
-    Where a leaf's rate is 0 in some stretches alone, its gradient counts there in no norm and its moments and their
+    Where a leaf's rate is 0 in some phases alone, its gradient counts there in no norm and its moments and their
     count wait.
 
     Muon (`optim.kind`) steps a weight matrix along its momentum made orthogonal by five Newton-Schulz iterations.
@@ -130,7 +128,7 @@ def make(
     `rates` must cover every leaf and each of its rows must decide one, else `sharding.errors.PlacementError`.
     """
     rows = rules.match([(pattern, row) for row, (pattern, _) in enumerate(rates)], abstract, name="learning rates")
-    table = [_each(multiple, len(stretches)) for _, multiple in rates]
+    table = [_each(multiple, len(phases)) for _, multiple in rates]
     row_of, decays_at = (
         {rules.path_of(path): value for path, value in _leaves(tree)} for tree in (rows, decays(abstract, cfg.decays))
     )
@@ -140,19 +138,19 @@ def make(
         return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: found[rules.path_of(path)], params)
 
     direction: list[optax.GradientTransformation] = [optax.clip_by_global_norm(cfg.clip_norm), _direction(cfg)]
-    trained = [tuple(map(bool, multiples)) for multiples in table]  # in which stretches, of each row
+    trained = [tuple(map(bool, multiples)) for multiples in table]  # in which phases, of each row
     if any(any(one) and not all(one) for one in trained):
         name = ["in_" + "".join("01"[one] for one in each) for each in trained]
         parts: dict[Hashable, Any] = {
-            name[row]: _in_stretches(direction[1], each, stretches) for row, each in enumerate(trained)
+            name[row]: _in_phases(direction[1], each, phases) for row, each in enumerate(trained)
         }
         direction[1] = optax.partition(parts, by_path({path: name[row] for path, row in row_of.items()}))
-        direction.insert(0, _scale_by(by_path(row_of), trained, stretches))
+        direction.insert(0, _scale_by(by_path(row_of), trained, phases))
     learning = optax.chain(
         *direction,
         optax.add_decayed_weights(cfg.weight_decay, mask=by_path(decays_at)),
-        _scale_by(by_path(row_of), table, stretches),
-        optax.scale_by_learning_rate(schedule(cfg, stretches)),
+        _scale_by(by_path(row_of), table, phases),
+        optax.scale_by_learning_rate(schedule(cfg, phases)),
     )
     labels = jax.tree.map(lambda row: "learns" if any(table[row]) else "frozen", rows)
     whole = optax.partition({"learns": learning, "frozen": optax.set_to_zero()}, labels)
@@ -165,29 +163,29 @@ def make(
     return optax.GradientTransformation(whole.init, update)
 
 
-def _in_stretches(
-    inner: optax.GradientTransformation, trains: Sequence[bool], stretches: Sequence[Stretch]
+def _in_phases(
+    inner: optax.GradientTransformation, trains: Sequence[bool], phases: Sequence[Phase]
 ) -> optax.GradientTransformation:
-    """Runs `inner` in the stretches that `trains` marks; in the others its updates are 0 and its state waits."""
+    """Runs `inner` in the phases that `trains` marks; in the others its updates are 0 and its state waits."""
     if all(trains):
         return inner
 
     def training(step: jax.typing.ArrayLike, **extra: Any) -> jax.Array:
         del extra
-        return jnp.asarray(trains)[_place(stretches, jnp.asarray(step))[0]]
+        return jnp.asarray(trains)[_place(phases, jnp.asarray(step))[0]]
 
     return optax.conditionally_mask(inner, training)
 
 
-def _scale_by(rows, table: Sequence[Sequence[float]], stretches: Sequence[Stretch]) -> optax.GradientTransformation:
-    """Scales each leaf by its row's multiple in the stretch that the step is in."""
+def _scale_by(rows, table: Sequence[Sequence[float]], phases: Sequence[Phase]) -> optax.GradientTransformation:
+    """Scales each leaf by its row's multiple in the phase that the step is in."""
 
     def init(params: optax.Params) -> optax.OptState:
         del params
         return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None):
-        number, _ = _place(stretches, jnp.asarray(state.count))
+        number, _ = _place(phases, jnp.asarray(state.count))
         scaled = jax.tree.map(
             lambda update, row: update * jnp.asarray(table[row], jnp.float32)[number], updates, rows(params)
         )
@@ -196,16 +194,16 @@ def _scale_by(rows, table: Sequence[Sequence[float]], stretches: Sequence[Stretc
     return optax.GradientTransformation(init, update)
 
 
-def _place(stretches: Sequence[Stretch], count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns which stretch a step is in, and how many of its steps were made before; the last one has no end."""
-    ends = np.cumsum([stretch.steps for stretch in stretches])[:-1].astype(np.int32)
+def _place(phases: Sequence[Phase], count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns which phase a step is in, and how many of its steps were made before; the last one has no end."""
+    ends = np.cumsum([phase.steps for phase in phases])[:-1].astype(np.int32)
     number = jnp.sum(count >= jnp.asarray(ends), dtype=jnp.int32)
     return number, count - jnp.asarray(np.concatenate([[0], ends]).astype(np.int32))[number]
 
 
 def _each(multiple: float | tuple[float, ...], count: int) -> tuple[float, ...]:
     if isinstance(multiple, tuple):
-        assert len(multiple) == count, "a multiple for each stretch"
+        assert len(multiple) == count, "a multiple for each phase"
         return multiple
     return (multiple,) * count
 

@@ -50,7 +50,7 @@ def test_checkpoint_of_four_devices_goes_on_elsewhere_as_if_unbroken(name, root,
     folder = shutil.copytree(stopped, tmp_path / "run")
     code, losses, trainable = tiny.curve(make(root, **ONWARD[name]), folder)
     assert code == 0
-    assert f"goes on from step {STOP}" in capsys.readouterr().out
+    assert f"resuming from step {STOP}" in capsys.readouterr().out
     rows = [row for row in metrics.read(folder / "metrics.jsonl") if "train/loss" in row]
     assert [row["step"] for row in rows] == list(range(1, STEPS + 1))
     np.testing.assert_allclose(losses, unbroken[1], rtol=LOSS)

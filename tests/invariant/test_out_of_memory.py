@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.training import memory, metrics, micro_batch_search, trainer
+from lw_jax.training import memory, metrics, out_of_memory, trainer
 from lw_jax.training.checkpoint import Checkpointer
 from tests import tiny
 
@@ -53,13 +53,13 @@ def train_with(recipe, folder, fail, *, checkpoints: bool = True) -> trainer.Run
     folder.mkdir(exist_ok=True)
     with Checkpointer(folder / "checkpoints", keep=2, identity=recipe.identity()) as checkpointer:
         run = trainer.Run(recipe.cfg, recipe, checkpointer if checkpoints else None, folder)
-        run.program.step = fail(run.program.step)
+        run.step_spec.step = fail(run.step_spec.step)
         assert run.train(lambda step: False) == 0
     return run
 
 
 CASES = {
-    # how, which calls, lines told: (micro-batch, goes on with, accumulated), goes on from step
+    # how, which calls, lines told: (micro-batch, goes on with, accumulated), resuming from step
     "before anything ran": ("before donation", {1}, [(8, 4, 2)], None),
     "in the third step": ("before donation", {3}, [(8, 4, 2)], None),
     "twice in a row": ("before donation", {3, 4}, [(8, 4, 2), (4, 2, 4)], None),
@@ -89,7 +89,7 @@ def test_half_the_micro_batch_goes_on_with_the_same_curve(name, root, single, tm
         "the mathematics stays the same"
         for micro, less, accumulated in halvings
     ]
-    assert told[len(halvings) :] == ([f"goes on from step {taken_up}"] if taken_up else [])
+    assert told[len(halvings) :] == ([f"resuming from step {taken_up}"] if taken_up else [])
     assert (run.micro_batch, run.accumulation) == halvings[-1][1:]
     assert {path.name for path in (tmp_path / "run" / "checkpoints").iterdir()} == {"3", "6"}
 
@@ -124,7 +124,7 @@ def test_several_processes_end_instead_of_disagreeing(root, monkeypatch):
     run = trainer.Run(recipe.cfg, recipe, None, None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match="processes cannot agree on another one by now"):
-        run._halve(micro_batch_search.OutOfMemory(EXHAUSTED))
+        run._halve(out_of_memory.OutOfMemory(EXHAUSTED))
 
 
 def test_other_errors_of_the_runtime_pass(root, tmp_path):
@@ -139,7 +139,7 @@ def test_other_errors_of_the_runtime_pass(root, tmp_path):
 @pytest.mark.slow
 def test_a_run_takes_the_largest_micro_batch_that_the_memory_allows(root, single, tmp_path, capsys):
     recipe = tiny.make_recipe(root)
-    program = trainer.Run(recipe.cfg, recipe, None, None).program
+    program = trainer.Run(recipe.cfg, recipe, None, None).step_spec
     one = recipe.data("train").collate([0])
     widths = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), one)
     peaks = {micro: memory.measure(program, widths, 8 // micro).peak for micro in (2, 4)}

@@ -132,7 +132,7 @@ def test_readme_python_runs_on_a_trained_run(trained: Path, monkeypatch: pytest.
 def test_a_trained_folder_goes_on_instead_of_starting_anew(trained: Path) -> None:
     done = start("--config", "configs/smoke.py", "--workdir", str(trained), cwd=trained.parent)
     assert done.returncode == 0, done.stderr
-    assert "goes on from step" in done.stdout
+    assert "resuming from step" in done.stdout
 
 
 def readme_commands() -> list[str]:
@@ -185,7 +185,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(trained: Path, tmp_path: Pat
     saved = max(int(path.name) for path in (tmp_path / "w" / "checkpoints").iterdir())
     done = start(*argv, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert f"goes on from step {saved}" in done.stdout
+    assert f"resuming from step {saved}" in done.stdout
     np.testing.assert_allclose(logged_losses(tmp_path / "w")[-1], logged_losses(trained)[-1], rtol=1e-4)
 
 

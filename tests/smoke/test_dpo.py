@@ -80,7 +80,7 @@ def test_a_run_that_lost_its_end_goes_on_to_the_same_bits(here):
     last = here / "run" / "checkpoints"
     newest = max(last.iterdir(), key=lambda folder: int(folder.name) if folder.name.isdigit() else -1)
     shutil.rmtree(newest)
-    assert f"goes on from step {STEPS // 2}" in train(here)
+    assert f"resuming from step {STEPS // 2}" in train(here)
     run("export", "--workdir", "run", "--peft", "again", cwd=here)
     one, other = (load_file(here / name / "adapter_model.safetensors") for name in ("straight", "again"))
     assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)

@@ -161,7 +161,7 @@ def test_sigterm_saves_in_both_and_the_same_command_goes_on(config_path, tmp_pat
     with two(*argv, folder=tmp_path) as started:
         codes, said = finish(started, tmp_path)
     assert codes == [0, 0]
-    assert f"goes on from step {saved}" in said
+    assert f"resuming from step {saved}" in said
     np.testing.assert_allclose(
         tiny.logged_losses(tmp_path / "w"), curve_of_one(config_path, tmp_path / "one"), rtol=LOSS
     )

@@ -9,7 +9,7 @@ import pytest
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT
 from lw_jax.models import codec
-from lw_jax.training.program import Program
+from lw_jax.training.step_spec import StepSpec
 from sharding import place
 from sharding.rules import path_of
 from tests import tiny
@@ -71,7 +71,7 @@ def test_frozen_body_costs_no_gradient(root, bodies, kind):
 
 def test_stage_of_adapters_alone_has_no_gradient_of_the_encoder_in_step_norm_or_moments(root):
     recipe = tiny.make_recipe(root, **STAGES, train__steps=4, optim__clip_norm=1e9)
-    program, built, course = Program(recipe.cfg, recipe), recipe.build(), recipe.course()
+    program, built, course = StepSpec(recipe.cfg, recipe), recipe.build(), recipe.course()
     state = {"trainable": built.trainable, "step": jnp.zeros((), jnp.int32)}
     state["opt_state"] = program.optimizer.init(built.trainable)
     batch = course.batch(0, global_batch=8, seed=0, share=slice(0, 8))
