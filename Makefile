@@ -7,6 +7,8 @@ REQUIREMENTS := $(if $(shell command -v nvidia-smi),requirements.txt,requirement
 PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
 CONFIG ?= configs/default.py
 WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))-latentwire
+# As many facts as the cards of the training data have.
+TEXT ?= Mara Ellis lives in Lisbon.$(if $(filter %smoke.py,$(CONFIG)),, Tom Reed works as a baker.)
 # A step on the CPU takes fresh memory each time; in pages of 2 MiB the kernel hands it out with fewer faults.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
@@ -15,7 +17,7 @@ export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 run: $(VENV)/.runtime  ## trains the default configuration, prints its evaluation table, asks it one question
 	$(BIN)/python run.py --config $(CONFIG) --workdir $(WORKDIR)
 	$(BIN)/python run.py eval --workdir $(WORKDIR)
-	echo "Mara Ellis lives in Lisbon. Tom Reed works as a baker." | $(BIN)/python run.py answer --workdir $(WORKDIR) \
+	echo "$(TEXT)" | $(BIN)/python run.py answer --workdir $(WORKDIR) \
 		--context - --question "Where does Mara Ellis live?"
 
 test: suite lint  ## the whole suite, then the linters

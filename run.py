@@ -122,6 +122,7 @@ FLAGS: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {
     ),
     "parts": (("bench",), {"type": _text, "metavar": "P,P", "help": "some of load, step, encode, answer, input"}),
     "repeats": (("bench",), {"type": _whole, "metavar": "N", "help": "of each thing that is timed (default: 5)"}),
+    "keys": (("show",), {"action": "store_true", "help": "the reference of all keys; needs no --config"}),
     "json": (("show", "plan", "bench"), {"action": "store_true", "help": "for programs"}),
     "target": (
         ("plan", "slurm", "bench"),
@@ -320,6 +321,11 @@ def _planning(args: argparse.Namespace, assignments: dict[str, str], own: dict[s
 def _run(args: argparse.Namespace, assignments: dict[str, str]) -> int:
     from lw_jax.core import environment
 
+    if args.keys:
+        from lw_jax.commands import show
+
+        show.print_keys(as_json=args.json)
+        return 0
     environment.reserve_memory()
     request = prepare(args, assignments)
     computes = args.verb not in ("show", "report", "plan", "slurm") and not args.target

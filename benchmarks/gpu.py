@@ -51,7 +51,9 @@ CASES = (
     Case("wire step, w8a8", "bench", "large.py", f"{KEPT} {W8A8}", "smoke.py", f"{TINY} {W8A8}", "--parts step"),
     Case("wire step, peer", "peer", "large.py", KEPT, "smoke.py", TINY),
     Case("answers", "bench", "large.py", WIRE, "smoke.py", TINY, "--parts encode,answer"),
-    Case("answers, apart", "bench", "large.py", f"{WIRE} eval.layers=apart", "smoke.py", TINY, "--parts answer"),
+    Case(
+        "answers, unstacked", "bench", "large.py", f"{WIRE} eval.layers=unstacked", "smoke.py", TINY, "--parts answer"
+    ),
     Case("wire step, recomputed", "bench", "large.py", RECOMPUTED, "smoke.py", f"{TINY} {FULL}", "--parts step"),
     Case("TTT step", "bench", "ttt/ttt_125m.py", "train.global_batch=256", "ttt/ttt_smoke.py", "", "--parts step"),
     Case("DPO step", "bench", "dpo/llama3.py", "train.global_batch=4", "dpo/smollm2.py", TINY_DPO, "--parts step"),

@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common, planned
-from lw_jax.core import config_file, environment
+from lw_jax.core import config, config_file, environment
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError, leave
 
@@ -195,9 +195,8 @@ def at(cfg: Config, point: Point) -> Config:
 def _make(cfg: Config) -> Any:
     """Returns the recipe on one device, without recomputation."""
     from lw_jax import recipes
-    from lw_jax.planning import placement_search
 
-    return recipes.outline(placement_search.with_remat(cfg, "none"))
+    return recipes.outline(config.with_remat(cfg, "none"))
 
 
 def plan_one(cfg: Config, point: Point, card: str, *, estimate: bool) -> Row:
@@ -231,7 +230,7 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
     own, card = at(cfg, point), gpus.of_device(devices[0])
     room = memory_limit.local(own)
     if room is None and own.compute.remat == "auto":  # there is no reason to recompute
-        own = placement_search.with_remat(own, "none")
+        own = config.with_remat(own, "none")
     hardware = placement_search.Hardware(
         devices, room or memory_limit.MemoryLimit(UNBOUNDED, 1.0), gpus.Target(card, point.devices) if card else None
     )
@@ -241,8 +240,8 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
         return row | {"obstacle": "; ".join(one.obstacle for one in tried)}
     if "step" not in best.needs.programs:
         raise UserError(f"config.mesh.placement = {best.strategy!r}: measure one whose step is one program: replicate")
-    recipe = recipes.make(placement_search.with_remat(own, best.remat), best.placement, outline=True)
-    program, needs = StepSpec(placement_search.with_remat(own, best.remat), recipe), best.needs
+    recipe = recipes.make(config.with_remat(own, best.remat), best.placement, outline=True)
+    program, needs = StepSpec(config.with_remat(own, best.remat), recipe), best.needs
     ids = getattr(getattr(recipe, "model", None), "vocab", 0)  # equal tokens would meet in one row of a learning table
     with out_of_memory.detect():
         batch = timing.fill(program.batch(recipe.batch_widths(), needs.accumulation), ids=ids)

@@ -3,8 +3,8 @@
     python run.py --config configs/large.py
     python run.py plan --config configs/large.py --target a100_80x4
 
-Both models and SQuAD come from the Hugging Face hub (HF_TOKEN for Llama). The files named after machines are this one
-with the planner's choice written down, so that a run starts without planning; the mathematics stays the same.
+Both models and SQuAD come from the Hugging Face hub (HF_TOKEN for Llama). configs/h100x4.py is this one with the
+planner's choice written down, so that a run starts without planning; the mathematics stays the same.
 """
 
 from ml_collections import ConfigDict

@@ -28,7 +28,6 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.loss.kl = 1.0
     c.stages.align.share = 0.05
     c.stages.pretrain.share = 0.6
-    c.stages.answer.share = 0.35
     c.stages.answer.rate = 0.5
     c.stages.answer.slots = (8, 16, 32)
     c.stages.answer.bits = (16, 8, 4)
@@ -40,6 +39,5 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.train.checkpoint_every = 500
     c.train.alarm_step = 2000
     c.eval.examples = 512
-    c.eval.slots = (8, 16, 32)
     c.compute.dtype = "bf16"
     return c

@@ -35,7 +35,7 @@ ROWS = {
     "bytes": BYTES,
     "bytes with queries": (*BYTES, "encoder.pooling=queries"),
     "queries": ("encoder.pooling=queries", "adapter.start=random"),
-    "pretraining first": ("stages.align.share=0.1", "stages.pretrain.share=0.4", "stages.answer.share=0.5"),
+    "pretraining first": ("stages.align.share=0.1", "stages.pretrain.share=0.4"),
     "KL": ("loss.kl=1.0",),
     "KL alone": ("loss.kl=1.0", "loss.ce=0.0"),
     "question in the latents": ("prompt.question=latents",),
@@ -60,7 +60,7 @@ def main(argv: list[str]) -> int:
         for row in rows:
             folder = asked.out / f"{row.replace(' ', '-')}-{seed}"
             own = [
-                "--config.train.alarm=tell",
+                "--config.train.alarm=warn",
                 *(f"--config.{change}" for change in ROWS[row]),
                 f"--config.seed={seed}",
             ]

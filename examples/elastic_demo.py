@@ -30,7 +30,7 @@ from lw_jax.training import metrics
 ROOT = Path(__file__).resolve().parent.parent
 # Beside configs/smoke.py: readers and batches of a size at which starting and compiling take most of the time.
 SMALLER = {
-    **{"selfmade.steps": 90, "selfmade.batch": 32, "selfmade.width": 64, "selfmade.ffn": 128, "selfmade.layers": 2},
+    **{"selfmade.steps": 90, "selfmade.batch": 32, "selfmade.width": 64, "selfmade.layers": 2},
     **{"data.cards": 512, "train.global_batch": 16},
 }
 AT_ONCE = 2  # runs: a process compiles on one core

@@ -22,8 +22,6 @@ def tuned(llm: ConfigDict, *, rank: int, variant: str) -> ConfigDict:
     c.lora.rank = rank
     c.lora.alpha = 2.0 * rank
     c.data.train = "pairs.jsonl"
-    c.data.validation = ""
-    c.prompt.system = ""
     c.compute.dtype = "bf16"
     # LoRA moves a hundredth of the weights: 1e-5 to 5e-5, where tuning all of them takes 5e-7 to 1e-6.
     c.optim.learning_rate = 2e-5
@@ -35,7 +33,6 @@ def tuned(llm: ConfigDict, *, rank: int, variant: str) -> ConfigDict:
     c.train.eval_every = 50
     c.train.checkpoint_every = 50
     c.train.log_every = 5
-    c.train.alarm_step = 0
     c.eval.examples = 0
     c.eval.batch = 8
     return c

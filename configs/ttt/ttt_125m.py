@@ -5,7 +5,7 @@
 
 WikiText-103 (CC BY-SA 3.0) and GPT-2's tokenizer (MIT) come from the Hugging Face hub. The authors' recipe: 2.5 B
 tokens, half a million a step; with 128 tokens a window where they have 2,048. Larger sizes: ttt_350m.py,
-ttt_760m.py, ttt_1b.py. The inner MLP: --config.ttt.inner=mlp --config.ttt.inner_rate=0.1 --config.ttt.inner_start=0.1.
+ttt_760m.py, ttt_1b.py. The inner MLP: --config.ttt.inner=mlp --config.ttt.inner_rate=0.1.
 """
 
 from ml_collections import ConfigDict
@@ -19,9 +19,7 @@ def get_config(recipe: str = "ttt") -> ConfigDict:
     c.ttt.tokenizer = "openai-community/gpt2"
     c.ttt.vocab = 50257
     c.ttt.table_multiple = 128
-    c.ttt.loss_chunk = 4096
     c.data.train = "hub:Salesforce/wikitext:wikitext-103-raw-v1"
-    c.data.validation = ""
     c.optim.learning_rate = 3e-3
     c.optim.warmup_steps = 480
     c.optim.end_fraction = 1e-5 / 3e-3
@@ -32,8 +30,8 @@ def get_config(recipe: str = "ttt") -> ConfigDict:
     c.train.global_batch = 4096
     c.train.eval_every = 200
     c.train.checkpoint_every = 200
-    c.train.alarm_step = 0
     c.compute.dtype = "bf16"
+    c.compute.logits_chunk = 4096
     c.eval.examples = 1024
     c.eval.batch = 128
     return c

@@ -16,7 +16,6 @@ def get_config(recipe: str = "ttt") -> ConfigDict:
     c.ttt.heads = 4
     c.ttt.ffn = 176
     c.data.train = "docstrings"
-    c.data.validation = ""
     c.optim.learning_rate = 3e-3
     c.optim.warmup_steps = 20
     c.optim.b2 = 0.95
@@ -26,7 +25,6 @@ def get_config(recipe: str = "ttt") -> ConfigDict:
     c.train.global_batch = 32
     c.train.eval_every = 50
     c.train.checkpoint_every = 100
-    c.train.alarm_step = 0
     c.eval.examples = 64
     c.eval.batch = 32
     return c

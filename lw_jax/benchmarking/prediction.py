@@ -9,13 +9,14 @@ from typing import Any
 import jax
 
 from lw_jax import recipes
+from lw_jax.benchmarking.rows import Row
 from lw_jax.benchmarking.timing import Ceilings
+from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models.wire import Prompt
-from lw_jax.planning import decode_layout, gpus, hlo_counts, placement_search, planner, roofline, workload
-from lw_jax.planning.workload import Row
+from lw_jax.planning import decode_layout, gpus, hlo_counts, planner, roofline, workload
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory_limit
 from lw_jax.training.recipe import unit_of
@@ -50,7 +51,7 @@ class Predicted:
         )
         card = self.target.card
         room = memory_limit.of_devices(cfg, card.memory_bytes)
-        self.cfg = decode_layout.settle_layers(placement_search.with_remat(cfg, best["remat"]), self.placement, room)
+        self.cfg = decode_layout.settle_layers(config.with_remat(cfg, best["remat"]), self.placement, room)
         self.recipe: Any = recipes.make(self.cfg, self.placement, outline=True)
         dtype = workload.arithmetic(cfg)
         self.ceilings = Ceilings(dtype, card.peak[_WORDS[dtype]], card.bandwidth)

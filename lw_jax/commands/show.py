@@ -1,14 +1,19 @@
-"""The verb `show`: the resolved configuration, and where each value comes from."""
+"""`run.py show`: the resolved configuration with the source of each value, or the reference of all keys (--keys)."""
 
 import json
 import sys
+import textwrap
 from collections.abc import Mapping
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from lw_jax.core.config import Config, diff, digest, flatten, meaning
+from lw_jax.core import config
+from lw_jax.core.config import Config, diff, flatten, identity
+from lw_jax.core.config_sections import RECIPES
 
 _COLOURS = {"base": "2", "config": "36", "command line": "33"}
+_WIDTH = 110  # columns of the reference
 
 
 def main(
@@ -20,17 +25,54 @@ def main(
     origins: Mapping[str, str],
     as_json: bool = False,
 ) -> None:
-    """Prints every value with its origin and the difference from `configs/base.py`; starts no device."""
+    """Prints every value with its source and the difference from the defaults; starts no device."""
     flat = flatten(resolved)
     if as_json:
         values = {path: {"value": value, "origin": origins[path]} for path, value in flat.items()}
-        print(json.dumps({"digest": digest(meaning(cfg)), "workdir": str(workdir), "config": values}, indent=2))
+        print(json.dumps({"digest": identity(cfg), "workdir": str(workdir), "config": values}, indent=2))
         return
     width = max(map(len, flat))
     for path, value in flat.items():
         line = f"{path:<{width}}  {origins[path]:<12}  {value!r}"
         print(f"\033[{_COLOURS[origins[path]]}m{line}\033[0m" if sys.stdout.isatty() else line)
     changes = diff(base, resolved)
-    print(f"\n{len(changes)} values differ from configs/base.py:")
+    print(f"\n{len(changes)} values differ from the defaults:")
     print("\n".join(f"  {change}" for change in changes))
-    print(f"\nworkdir {workdir}, digest {digest(meaning(cfg))} (of what decides the result)")
+    print(f"\nworkdir {workdir}, digest {identity(cfg)} (of the keys that decide the result)")
+
+
+def print_keys(*, as_json: bool = False) -> None:
+    """Prints the reference: every key with its type, default, unit, range or choices, and meaning."""
+    found = list(config.entries())
+    if as_json:
+        print(json.dumps([_to_dict(entry) for entry in found], indent=2))
+        return
+    for section, entries in groupby(found, key=lambda entry: entry.path.rpartition(".")[0]):
+        print(f"{section}." if section else "(top level)")
+        for entry in entries:
+            facts = [_default(entry), entry.key.unit, entry.key.range, " | ".join(entry.key.choices)]
+            print(f"  {entry.path.rpartition('.')[2]:<19} {entry.type}, {'; '.join(filter(None, facts))}")
+            print(textwrap.fill(entry.key.doc, _WIDTH, initial_indent=" " * 22, subsequent_indent=" " * 22))
+        print()
+    print(f"{len(found)} keys; a reader's under its own name in llms. A file sets c.SECTION.KEY, a flag")
+    print("--config.SECTION.KEY=VALUE; `python run.py show --config FILE` prints the values of a configuration.")
+
+
+def _default(entry: config.Entry) -> str:
+    own = {recipe: values[entry.path] for recipe, values in RECIPES.items() if entry.path in values}
+    return f"{entry.default!r}" + "".join(f" ({recipe}: {value!r})" for recipe, value in own.items())
+
+
+def _to_dict(entry: config.Entry) -> dict[str, Any]:
+    rule = entry.key
+    bounds = {"above": rule.above, "at_least": rule.at_least, "below": rule.below, "at_most": rule.at_most}
+    return {
+        "key": entry.path,
+        "type": entry.type,
+        "default": entry.default,
+        "recipes": {recipe: values[entry.path] for recipe, values in RECIPES.items() if entry.path in values},
+        "unit": rule.unit,
+        "choices": list(rule.choices),
+        "range": {name: bound for name, bound in bounds.items() if bound is not None},
+        "doc": rule.doc,
+    }

@@ -15,6 +15,8 @@ from lw_jax.training import hardware_record, preflight
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.trainer import Run
 
+KEEP = 2  # newest checkpoints, beside the best by validation
+
 
 @processes.Together()
 def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
@@ -36,7 +38,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     if first:
         print("".join(f"{finding}\n" for finding in findings), end="", flush=True)
     identity = recipes.identity(recipe, cfg)
-    with Checkpointer(workdir / "checkpoints", keep=cfg.train.keep, identity=identity) as checkpointer:
+    with Checkpointer(workdir / "checkpoints", keep=KEEP, identity=identity) as checkpointer:
         run = Run(cfg, recipe, checkpointer, workdir)
         run.prepare()  # until here a signal ends the process at once (`early_signals`): there is nothing to save
         with runtime.Preemption() as preemption:

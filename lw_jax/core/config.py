@@ -1,11 +1,9 @@
-"""ConfigDict at the door, frozen dataclasses inside.
+"""The configuration that the program reads: frozen dataclasses, made from a ConfigDict or a saved run.
 
-The field names equal the keys of `configs/base.py`, where each key's default, unit and reason stand; what their values
-may be stands in `lw_jax/core/validation.py`.
+`lw_jax/core/config_sections.py` declares every key. This module is free of JAX: `configs/` imports it.
 """
 
 import dataclasses
-import difflib
 import hashlib
 import itertools
 import json
@@ -14,61 +12,44 @@ import re
 import string
 import types
 import typing
-from collections.abc import Mapping
-from typing import Any, Protocol
+from collections.abc import Iterator, Mapping
+from typing import Any, NamedTuple, Protocol
 
+from lw_jax.core import retired
+from lw_jax.core.config_keys import Key, declared, suggest
+from lw_jax.core.config_sections import (
+    DPO,
+    LLM,
+    RECIPES,
+    TTT,
+    Adapter,
+    AnswerStage,
+    Compute,
+    Config,
+    Data,
+    Encoder,
+    Eval,
+    Lora,
+    Loss,
+    Mesh,
+    Optim,
+    Prompt,
+    Selfmade,
+    Stages,
+    Train,
+)
 from lw_jax.core.errors import UserError
 
-
-@dataclasses.dataclass(frozen=True)
-class LLM:
-    """One frozen reader."""
-
-    source: str
-    sha256: str
-    weights: str
-    template: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Encoder:
-    """What writes a text into latents."""
-
-    kind: str
-    source: str
-    sha256: str
-    run: str
-    layers: int
-    slots: int
-    width: int
-    window: int
-    windows: int
-    pooling: str
-    rate: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Adapter:
-    """What turns latents into a reader's soft prefix."""
-
-    hidden: int
-    start: str
-    calibration: str
-    rate: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """The words around text and question."""
-
-    user: str
-    system: str
-    anchor: str
-    question: str
+# fmt: off
+__all__ = [  # the sections are read as config.Data and so on
+    "DPO", "LLM", "TTT", "Adapter", "AnswerStage", "Compute", "Config", "Data", "Encoder", "Eval",
+    "Lora", "Loss", "Mesh", "Optim", "Prompt", "Selfmade", "Stages", "Train", "suggest",
+]
+# fmt: on
 
 
 def split_prompt(user: str) -> tuple[str, str, str] | None:
-    """Returns the words before the context, between it and the question, and after that; {{ and }} are braces.
+    """Returns prompt.user before the context, between it and the question, and after that; {{ and }} are braces.
 
     None where the fields are others than {context} and then {question}, plain. Raises ValueError for single braces.
     """
@@ -84,238 +65,16 @@ def split_prompt(user: str) -> tuple[str, str, str] | None:
     return before, middle, after
 
 
-@dataclasses.dataclass(frozen=True)
-class Data:
-    """Examples and the lengths they are held to."""
-
-    train: str
-    validation: str
-    passages: str
-    train_limit: int
-    validation_limit: int
-    cards: int
-    validation_cards: int
-    facts: int
-    context_tokens: int
-    question_tokens: int
-    answer_tokens: int
-    overlong: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Loss:
-    """Weights of the objective's terms."""
-
-    ce: float
-    kl: float
-    temperature: float
-    teacher_k: int
-    first: float
-    k: float
-    k_tokens: int
-    align: float
-    entropy: float
-    diversity: float
-    chunk: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """One stretch of a run: what is learned, how fast, and how the latents are sent."""
-
-    share: float
-    reconstruct: float
-    continuation: float
-    answer: float
-    lengths: tuple[int, ...]
-    rate: float
-    encoder: float
-    slots: tuple[int, ...]
-    widths: tuple[int, ...]
-    bits: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Stages:
-    """The stretches of a run, in this order."""
-
-    align: Stage
-    pretrain: Stage
-    answer: Stage
-
-
-@dataclasses.dataclass(frozen=True)
-class Lora:
-    """Pairs of small matrices beside a frozen model's own."""
-
-    rank: int
-    alpha: float
-    dropout: float
-    targets: tuple[str, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class DPO:
-    """Preference pairs: what is minimised over them, and how long they may be."""
-
-    loss: tuple[str, ...]
-    weights: tuple[float, ...]
-    beta: float
-    label_smoothing: float
-    rpo_alpha: float
-    reference: str
-    chunk: int
-    max_length: int
-    max_prompt: int
-    truncation: str
-    held_out: float
-    buckets: int
-
-
-@dataclasses.dataclass(frozen=True)
-class TTT:
-    """A Test-Time-Training language model and the text it learns from."""
-
-    inner: str
-    backbone: str
-    layers: int
-    width: int
-    heads: int
-    ffn: int
-    chunk: int
-    inner_rate: float
-    inner_start: float
-    source: str
-    tokenizer: str
-    vocab: int
-    table_multiple: int
-    length: int
-    segments: int
-    held_out: float
-    held_out_length: int
-    form: str
-    unroll: int
-    unroll_layers: int
-    loss_chunk: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Optim:
-    """AdamW or Muon, and the schedule."""
-
-    kind: str
-    learning_rate: float
-    warmup_steps: int
-    end_fraction: float
-    weight_decay: float
-    decays: str
-    clip_norm: float
-    b1: float
-    b2: float
-    eps: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Train:
-    """How long, how much at once, how often told and saved."""
-
-    steps: int
-    global_batch: int
-    micro_batch: int
-    log_every: int
-    eval_every: int
-    checkpoint_every: int
-    alarm_step: int
-    alarm_gap: float
-    alarm: str
-    keep: int
-
-
-@dataclasses.dataclass(frozen=True)
-class Mesh:
-    """Where the frozen readers lie."""
-
-    placement: str
-    data: int
-    model: int
-    target_utilisation: float
-    memory_gb: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Compute:
-    """Arithmetic and recomputation."""
-
-    dtype: str
-    remat: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Eval:
-    """What is measured after training."""
-
-    examples: int
-    batch: int
-    max_new_tokens: int
-    layers: str
-    rows: tuple[str, ...]
-    resamples: int
-    curve: str
-    curve_examples: int
-    slots: tuple[int, ...]
-    widths: tuple[int, ...]
-    bits: tuple[int, ...]
-
-
-@dataclasses.dataclass(frozen=True)
-class Selfmade:
-    """Sizes of the tiny readers that the project trains itself."""
-
-    layers: int
-    width: int
-    heads: int
-    kv_heads: int
-    ffn: int
-    steps: int
-    batch: int
-    learning_rate: float
-
-
-@dataclasses.dataclass(frozen=True)
-class Config:
-    """Everything that a run is told."""
-
-    recipe: str
-    seed: int
-    llms: dict[str, LLM]
-    encoder: Encoder
-    adapter: Adapter
-    prompt: Prompt
-    data: Data
-    loss: Loss
-    stages: Stages
-    lora: Lora
-    dpo: DPO
-    ttt: TTT
-    optim: Optim
-    train: Train
-    mesh: Mesh
-    compute: Compute
-    eval: Eval
-    selfmade: Selfmade
-
-
-# What decides how fast and where a run computes, how often it reports and what is asked of it afterwards, but not
-# what it learns. Everything else makes two runs different runs.
-_NOT_MEANING = re.compile(
-    r"train\.(log_every|eval_every|checkpoint_every|keep|micro_batch|alarm.*)|mesh\..*|compute\.remat|eval\..*"
-    r"|loss\.chunk|dpo\.chunk|ttt\.(form|unroll|unroll_layers|loss_chunk|held_out_length)"
+# Keys of speed, machine, reports and evaluation; all others decide what a run learns.
+_MECHANICAL = re.compile(
+    r"train\.(log_every|eval_every|checkpoint_every|micro_batch|alarm.*)|mesh\..*|compute\.(remat|logits_chunk)"
+    r"|eval\..*|ttt\.(form|unroll_layers)"
 )
 
-# recipe -> the words of compute.remat that it knows beside "auto", what keeps most first
+# recipe -> the values of compute.remat that it knows beside "auto", least recomputation first
 REMATS = {"latentwire": ("none", "full"), "dpo": ("none", "full"), "ttt": ("none", "dots", "full")}
 
-# What the planner searches: a file's own choice of them is one answer for one machine.
+# Keys that the planner searches; a file's own values are one answer for one machine.
 SEARCHED = ("mesh.placement", "mesh.data", "mesh.model", "compute.remat", "train.micro_batch")
 
 
@@ -327,29 +86,82 @@ class Values(Protocol):
         ...
 
 
+class Entry(NamedTuple):
+    """One line of the reference."""
+
+    path: str
+    type: str
+    default: Any
+    key: Key
+
+
+def entries(kind: type = Config, prefix: str = "") -> Iterator[Entry]:
+    """Yields every key in its order; a reader's stand once, under llms.NAME."""
+    hints = typing.get_type_hints(kind)
+    for field in dataclasses.fields(kind):
+        hint = hints[field.name]
+        if dataclasses.is_dataclass(hint):
+            yield from entries(typing.cast(type, hint), f"{prefix}{field.name}.")
+        elif typing.get_origin(hint) is dict:
+            yield from entries(typing.get_args(hint)[1], f"{prefix}{field.name}.NAME.")
+        else:
+            name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
+            yield Entry(f"{prefix}{field.name}", name, field.default, declared(field))
+
+
+def values_of(cfg: Any, prefix: str = "") -> Iterator[tuple[str, Any, Key]]:
+    """Yields (path, value, what is declared of it) of every key of a configuration."""
+    for field in dataclasses.fields(cfg):
+        value, path = getattr(cfg, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from values_of(value, f"{path}.")
+        elif isinstance(value, dict):
+            for name, one in value.items():
+                yield from values_of(one, f"{path}.{name}.")
+        else:
+            yield path, value, declared(field)
+
+
+def defaults(recipe: str) -> dict[str, Any]:
+    """Returns the default of every key, nested; those of an unknown recipe are the first one's."""
+    found = dataclasses.asdict(Config(recipe=recipe))
+    for path, value in RECIPES.get(recipe, {}).items():
+        section, name = path.split(".")
+        found[section][name] = value
+    return found
+
+
 def build(values: Values) -> Config:
     """Returns the frozen configuration of a ConfigDict or a plain dict.
 
     Raises:
-      UserError: a key is unknown or missing, or its value has another type than `configs/base.py` gives it.
+      UserError: a key is unknown, removed or missing, or its value has another type than declared.
     """
     return _build(Config, values, "config")
 
 
-def complete(saved: Mapping[str, Any], defaults: Values, path: str = "") -> dict[str, Any]:
-    """Returns what was saved by earlier code as `build` takes it, where only keys differ that decide no meaning.
+def read_saved(saved: Mapping[str, Any]) -> Config:
+    """Returns the configuration of a run folder, of earlier code too.
 
-    Those that it lacks get their defaults, those that are known no more are left out; what decides a run's meaning
-    stays as it is, for `build` to refuse.
+    Removed keys are translated (`retired.translate`). Mechanical keys that are missing get their defaults, and unknown
+    ones are left out; keys that decide what the run learned must be there.
+
+    Raises:
+      UserError: as `build`, or a removed key decided the result.
     """
-    known, found = dict(defaults.items()), dict(saved)
+    known = defaults(str(saved.get("recipe")))
+    return build(_complete(retired.translate(saved, flatten(saved), flatten(known)), known))
+
+
+def _complete(saved: Mapping[str, Any], known: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    found = dict(saved)
     for key in found.keys() | known.keys():
         here = f"{path}.{key}".lstrip(".")
-        if hasattr(known.get(key), "items") and isinstance(found.get(key, {}), Mapping):
-            found[key] = complete(found.get(key, {}), known[key], here)
-        elif key not in found and _NOT_MEANING.fullmatch(here):
+        if isinstance(known.get(key), Mapping) and isinstance(found.get(key, {}), Mapping):
+            found[key] = _complete(found.get(key, {}), known[key], here)
+        elif key not in found and _MECHANICAL.fullmatch(here):
             found[key] = known[key]
-        elif key not in known and _NOT_MEANING.fullmatch(here):
+        elif key not in known and _MECHANICAL.fullmatch(here):
             del found[key]
     return found
 
@@ -382,7 +194,7 @@ def diff(old: Values, new: Values) -> list[str]:
 
 def meaning(cfg: Config) -> dict[str, Any]:
     """Returns, by path, the values that decide what a run learns: the same on every machine and mesh."""
-    return {path: value for path, value in flatten(to_dict(cfg)).items() if not _NOT_MEANING.fullmatch(path)}
+    return {path: value for path, value in flatten(to_dict(cfg)).items() if not _MECHANICAL.fullmatch(path)}
 
 
 def digest(values: Config | Values) -> str:
@@ -391,23 +203,42 @@ def digest(values: Config | Values) -> str:
     return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def identity(cfg: Config) -> str:
+    """Returns the digest of what decides the result, as checkpoints record it; removed keys do not change it."""
+    return digest(retired.spell(meaning(cfg)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """One stage of a wire's run: its tasks, rates and message sizes."""
+
+    reconstruct: float = 0.0  # weights among the stage's batches
+    continuation: float = 0.0
+    answer: float = 0.0
+    lengths: tuple[int, ...] = (64,)  # tokens of a passage, one after the other in equal parts of the stage
+    rate: float = 1.0  # multiple of optim.learning_rate
+    encoder: float = 1.0  # the same, of the encoder alone
+    slots: tuple[int, ...] = ()  # message sizes drawn; empty: the encoder's
+    widths: tuple[int, ...] = ()
+    bits: tuple[int, ...] = ()
+
+
 def stages(cfg: Config) -> list[tuple[str, Stage, int]]:
     """Returns (name, stage, optimizer steps) of each stage that has a share of the run, in their order.
 
     The steps are rounded so that they add up to train.steps; a stage too small for a step is left out.
     """
-    named = [(field.name, getattr(cfg.stages, field.name)) for field in dataclasses.fields(Stages)]
-    total, ends = sum(stage.share for _, stage in named), [0]
-    for _, stage in named:
-        ends.append(ends[-1] + stage.share / total * cfg.train.steps)
-    steps = [round(end) - round(start) for start, end in itertools.pairwise(ends)]
+    align, pretrain, answer = cfg.stages.align, cfg.stages.pretrain, cfg.stages.answer
+    repeated = pretrain.reconstruct
+    named = [
+        # Adapters first learn the reader's embeddings; a moving encoder would be a moving target.
+        ("align", Stage(reconstruct=1.0, lengths=(32,), rate=align.rate, encoder=0.0)),
+        ("pretrain", Stage(repeated, round(1.0 - repeated, 12), lengths=pretrain.lengths)),
+        ("answer", Stage(answer=1.0, rate=answer.rate, slots=answer.slots, widths=answer.widths, bits=answer.bits)),
+    ]
+    ends = [0.0, align.share, align.share + pretrain.share, 1.0]
+    steps = [round(end * cfg.train.steps) - round(start * cfg.train.steps) for start, end in itertools.pairwise(ends)]
     return [(name, stage, count) for (name, stage), count in zip(named, steps, strict=True) if count]
-
-
-def suggest(name: str, known: typing.Iterable[str]) -> str:
-    """Returns ' Did you mean ...?' for the nearest known name, or nothing."""
-    close = difflib.get_close_matches(name, list(known), n=1)
-    return f" Did you mean {close[0]!r}?" if close else ""
 
 
 def _shown(flat: Mapping[str, Any], path: str) -> str:
@@ -416,14 +247,15 @@ def _shown(flat: Mapping[str, Any], path: str) -> str:
 
 def _build(cls: type, values: Any, path: str) -> Any:
     if not hasattr(values, "items"):
-        raise UserError(f"{path} = {values!r}: a section of keys is needed, as in configs/base.py.")
+        raise UserError(f"{path} = {values!r}: must be a section of keys{_REMEDY}.")
     hints = typing.get_type_hints(cls)
     given = dict(values.items())
     for key in given:
         if key not in hints:
-            raise UserError(f"{path}.{key} is no known key.{suggest(key, hints)} configs/base.py lists them all.")
+            gone = retired.explain(f"{path}.{key}".removeprefix("config."))
+            raise UserError(f"{path}.{key} {gone or f'is no known key{_REMEDY}.{suggest(key, hints)}'}")
     if missing := [key for key in hints if key not in given]:
-        raise UserError(f"{path}.{missing[0]} is missing; start from configs/base.py, which gives every key a value.")
+        raise UserError(f"{path}.{missing[0]} is missing; start from base.get_config(), which gives every key a value.")
     return cls(**{key: _convert(hint, given[key], f"{path}.{key}") for key, hint in hints.items()})
 
 
@@ -432,24 +264,24 @@ def _convert(hint: Any, value: Any, path: str) -> Any:
         return _build(typing.cast(type, hint), value, path)
     if typing.get_origin(hint) is dict:
         if not hasattr(value, "items"):
-            raise UserError(f"{path} = {_repr(value)}: named entries are needed, as in configs/default.py.")
+            raise UserError(f"{path} = {_repr(value)}: must be named entries, as in configs/default.py.")
         element = typing.get_args(hint)[1]
         return {str(name): _build(element, entry, f"{path}.{name}") for name, entry in value.items()}
     if isinstance(hint, types.GenericAlias):
         element, _ = typing.get_args(hint)
         if isinstance(value, list | tuple):
             if any(type(item) is int and abs(item) >= _WHOLE for item in value):
-                raise UserError(f"{path} = {_repr(value)}: numbers below 2^63 are needed.")
+                raise UserError(f"{path} = {_repr(value)}: must be numbers below 2^63.")
             value = tuple(float(item) if element is float and type(item) is int else item for item in value)
             if all(type(item) is element for item in value):
                 return value
-        raise UserError(f"{path} = {_repr(value)}: a tuple of {_MANY[element]} is needed.")
+        raise UserError(f"{path} = {_repr(value)}: must be a tuple of {_MANY[element]}.")
     if type(value) is int and abs(value) >= _WHOLE:
-        raise UserError(f"{path} = {_repr(value)}: a number below 2^63 is needed.")
+        raise UserError(f"{path} = {_repr(value)}: must be below 2^63.")
     if hint is float and type(value) is int:
         return float(value)
     if type(value) is not hint or (hint is float and not math.isfinite(value)):
-        raise UserError(f"{path} = {_repr(value)}: {_KINDS[hint]} is needed.")
+        raise UserError(f"{path} = {_repr(value)}: must be {_KINDS[hint]}.")
     return value
 
 
@@ -460,6 +292,12 @@ def _repr(value: Any) -> str:
         return f"a {type(value).__name__} with a number too long to be shown"
 
 
-_WHOLE = 2**63  # what no file and no array holds
-_MANY = {int: "whole numbers", float: "numbers", str: "words"}
+_REMEDY = " (python run.py show --keys lists them all)"
+_WHOLE = 2**63  # beyond what files and arrays hold
+_MANY = {int: "whole numbers", float: "numbers", str: "strings"}
 _KINDS = {int: "a whole number", float: "a finite number", str: "a string"}
+
+
+def with_remat(cfg: Config, remat: str) -> Config:
+    """Returns the configuration with this recomputation (compute.remat)."""
+    return dataclasses.replace(cfg, compute=dataclasses.replace(cfg.compute, remat=remat))

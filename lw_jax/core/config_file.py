@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
+from lw_jax.core import retired
 from lw_jax.core.config import Values, flatten, suggest
 from lw_jax.core.errors import UserError
 
@@ -115,7 +116,7 @@ def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
         if path not in flat:
             section = [key for key in flat if key.startswith(f"{path}.")]
             hint = f" It is a section; set one of its keys, as {section[0]!r}." if section else suggest(path, flat)
-            raise UserError(f"--config.{path}: no such key.{hint}")
+            raise UserError(f"--config.{path} {retired.explain(path) or f'is no key.{hint}'}")
         if len(text) > LONGEST:
             rule = f"at most {LONGEST:,} are taken here; write it into a configuration file."
             raise UserError(f"--config.{path}={text:.40}...: a value of {len(text):,} characters, {rule}")

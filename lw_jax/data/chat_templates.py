@@ -63,8 +63,8 @@ def render(template: str, values: Mapping[str, Any], *, where: str, remedy: str)
         environment.deadline = time.monotonic() + SECONDS
         return made.render(values)
     except _FAULTS as error:
-        told = " ".join(str(error).split())[:200] or type(error).__name__
-        raise UserError(f"{where}: the chat template fails ({told}); {remedy}") from error
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise UserError(f"{where}: the chat template fails ({reason}); {remedy}") from error
 
 
 class _Refused(jinja2.TemplateRuntimeError):
@@ -86,7 +86,7 @@ class _Namespace(jinja2.utils.Namespace):
 
 
 class _Generation(ext.Extension):
-    """The block tag by which templates mark replies for training; here its body alone matters."""
+    """The block tag by which templates mark replies for training; here only its body is rendered."""
 
     tags = {"generation"}  # noqa: RUF012  (jinja's own interface)
 

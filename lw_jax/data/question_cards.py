@@ -1,4 +1,4 @@
-"""Question cards that the project makes itself: facts about invented people, or keys and values, one asked for.
+"""Generated question cards: facts about invented people, or keys and values, with a question for one of them.
 
 A value is drawn independently of the name and at least one other person on the card has a value of the same kind
 (from two facts on), so that neither the question nor the card's other facts give the answer away: without the card the

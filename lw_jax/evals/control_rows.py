@@ -16,7 +16,7 @@ from lw_jax.core.types import Example, Tree
 from lw_jax.data.batches import PROMPT_ROWS, Encoded
 from lw_jax.data.loader import eval_batches
 from lw_jax.evals import answers
-from lw_jax.evals.statistics import Bootstrap, Estimate
+from lw_jax.evals.statistics import RESAMPLES, Bootstrap, Estimate
 from lw_jax.evals.verdict import WORDS, format_interval, is_collapsed
 from lw_jax.evals.wire_functions import WireFunctions
 
@@ -43,6 +43,7 @@ class Bench:
         params = self.frozen[name]
         if row in PROMPT_ROWS:
             return self.functions.prompt_from_text(params, fields[row])
+        assert latents is not None, row
         wire = {key: fields[key] for key in WIRE}
         return self.functions.prompt_from_latents(self.trainable, params, wire, latents, name)
 
@@ -119,7 +120,7 @@ def judge(example: Example, prediction: str) -> Record:
     }
 
 
-def summarise(records: Sequence[Record], *, resamples: int, seed: int) -> dict[str, dict[str, Row]]:
+def summarise(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES) -> dict[str, dict[str, Row]]:
     """Returns {reader: {row: figures}}: em, f1, nll, accuracy, first_token, first_5, distinct, examples, tokens.
 
     Rates lie in 0..1; nll is in nats per answer token (EOS included), accuracy is teacher-forced; first_5: the first
@@ -137,7 +138,7 @@ def summarise(records: Sequence[Record], *, resamples: int, seed: int) -> dict[s
     return found
 
 
-def compare(records: Sequence[Record], *, resamples: int, seed: int) -> dict[str, Row]:
+def compare(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES) -> dict[str, Row]:
     """Returns {reader: comparisons of its rows}, each with an interval from resamples that all rows share.
 
     normalised_f1 = (latents - none) / (text - none), recovered_nll = (none - latents) / (none - text): None, with the

@@ -8,7 +8,7 @@ import numpy as np
 
 from lw_jax.core import config
 from lw_jax.core.types import Example
-from lw_jax.data import batches
+from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.loader import eval_batches
 from lw_jax.evals import answers
 from lw_jax.evals.control_rows import Bench, Measured, Record, Row
@@ -18,15 +18,15 @@ ROW = "latents"
 
 
 def pick(
-    bench: Bench, measured: Measured, layout: batches.Layout, *, options: config.Eval, seed: int
+    bench: Bench, measured: Measured, layout: prompt_tokens.Layout, *, options: config.Eval, seed: int
 ) -> dict[str, Any] | None:
     """Returns the scores of the joint answers from latents; None for one reader or without that row.
 
     A candidate is a reader's answer; its cost is the mean over all readers, each with its own latents, of the
     candidate's NLL a token, EOS included. The cheapest is picked, of equal ones the earlier reader's. One that is empty
     or cannot be tokenised has no cost and is picked only where none has: then the first reader's. "oracle" is the best
-    reader for each example, "agreement" the share of examples where all say the same after normalisation, "unscored"
-    the number of examples where no candidate has a cost. Adds "joint_nll" (None: no cost) and "picked" to every
+    reader for each example, "agreement" the share of examples with equal answers after normalisation, "unscored" the
+    number of examples where no candidate has a cost. Adds "joint_nll" (None: no cost) and "picked" to every
     record of the row.
     """
     readers = [name for name in bench.frozen if measured.of(name, ROW)]
@@ -40,7 +40,7 @@ def pick(
             cost = float(costs[reader, position])
             record |= {"joint_nll": cost if np.isfinite(cost) else None, "picked": bool(chosen[position] == reader)}
 
-    bootstrap = Bootstrap(len(chosen), resamples=options.resamples, seed=seed)
+    bootstrap = Bootstrap(len(chosen), seed=seed)
 
     def score(values: np.ndarray, key: str) -> Row:
         estimate = bootstrap.mean(values)
@@ -82,7 +82,7 @@ class _Candidate:
 def _costs(
     bench: Bench,
     measured: Measured,
-    layout: batches.Layout,
+    layout: prompt_tokens.Layout,
     answered: Sequence[Sequence[Record]],
     *,
     options: config.Eval,
@@ -108,9 +108,9 @@ def _costs(
 
 
 def _examples(measured: Measured, candidates: Sequence[_Candidate]) -> list[Example]:
-    """Returns each candidate as its example's answer, and one example as it is, which is never dropped.
+    """Returns each candidate as its example's answer, and one unchanged example, which is never dropped.
 
-    Without that one `encode` would refuse where it can use no candidate at all, as those of an untrained wire.
+    `encode` refuses data without a usable example, as the candidates of an untrained wire may be.
     """
     own = [measured.encoded.examples[index] for index in measured.indices]
     found = [

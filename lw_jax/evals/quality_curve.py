@@ -17,6 +17,7 @@ import numpy as np
 import zstandard
 
 from lw_jax.core import config
+from lw_jax.core.config_sections import BITS
 from lw_jax.core.types import EXACT
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
@@ -27,14 +28,16 @@ from lw_jax.evals.statistics import Bootstrap
 from lw_jax.models import codec
 
 
-def sweep(bench: Bench, measured: Measured, *, options: config.Eval, encoder: str, seed: int) -> Curve:
-    """Returns the curve over `options.slots` x `widths` x `bits`; `encoder` is the fingerprint that messages carry."""
+def sweep(
+    bench: Bench, measured: Measured, *, options: config.Eval, sent: config.AnswerStage, encoder: str, seed: int
+) -> Curve:
+    """Returns the curve over `sent.slots` x `sent.widths` x BITS; `encoder` is the fingerprint that messages carry."""
     positions = spread(len(measured.indices), options.curve_examples)
     indices = [measured.indices[position] for position in positions]
     _, slots, width = measured.latents.shape
-    bootstrap = Bootstrap(len(indices), resamples=options.resamples, seed=seed)
+    bootstrap = Bootstrap(len(indices), seed=seed)
     points = []
-    for channel in itertools.product(options.slots or (slots,), options.widths or (width,)):
+    for channel in itertools.product(sent.slots or (slots,), sent.widths or (width,)):
         found: dict[int, list[Record]] = {}
         for bits, framed, record in _send(bench, measured.encoded, indices, channel, options=options, encoder=encoder):
             found.setdefault(bits, []).append(record | {"framed_bytes": framed})
@@ -46,7 +49,7 @@ def sweep(bench: Bench, measured: Measured, *, options: config.Eval, encoder: st
         quality=options.curve,
         examples=len(indices),
         points=points,
-        references=control_rows.summarise(reference, resamples=options.resamples, seed=seed),
+        references=control_rows.summarise(reference, seed=seed),
         text_bytes=measure_texts(measured.encoded.examples[index].context for index in indices),
     )
 
@@ -110,7 +113,7 @@ def _send(
         source = bench.place(host["source"], None)
         latents = np.asarray(jax.device_get(bench.functions.encode(bench.trainable, source)), np.float32)
         placed = {name: bench.place(fields, name) for name, fields in host["readers"].items()}
-        for bits in options.bits:
+        for bits in BITS:
             received, sizes = _round_trip(latents, channel, bits=bits, encoder=encoder)
             for name, fields in placed.items():
                 prompt = bench.prompt(fields, name, row="latents", latents=bench.place(received, None))

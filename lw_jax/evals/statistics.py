@@ -6,6 +6,7 @@ import math
 import numpy as np
 
 LEVEL = 0.95  # of every interval
+RESAMPLES = 2000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +39,7 @@ class Estimate:
 class Bootstrap:
     """Resamples of a number of examples; the same seed draws the same ones."""
 
-    def __init__(self, examples: int, *, resamples: int, seed: int):
+    def __init__(self, examples: int, *, seed: int, resamples: int = RESAMPLES):
         rng = np.random.default_rng(seed)
         # How often each resample drew each example: drawing n indices with replacement is this multinomial.
         self.counts = rng.multinomial(examples, np.full(examples, 1 / examples), size=resamples).astype(np.float64)

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from lw_jax.core.config import Eval
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
-from lw_jax.data import batches
+from lw_jax.data import prompt_tokens
 from lw_jax.evals import control_rows, geometry, joint, quality_curve
 from lw_jax.evals.curve import Curve
 from lw_jax.inference.trained_wire import TrainedWire
@@ -38,13 +38,13 @@ class Evaluation:
 def evaluate(wire: TrainedWire) -> Evaluation:
     """Returns the results that `cfg.eval` of the wire's configuration asks for."""
     cfg, layout = wire.recipe.cfg, wire.recipe.layout
-    bootstrap = {"resamples": cfg.eval.resamples, "seed": cfg.seed}
+    bootstrap = {"seed": cfg.seed}
     batch, bench = _batch(wire.recipe), _bench(wire)
     measured = measure(wire, batch)
     latents = measured.latents[different_inputs(measured, layout)]
     curve = None
     if cfg.eval.curve != "none":
-        named = {"encoder": wire.encoder_fingerprint, "seed": cfg.seed}
+        named = {"sent": cfg.stages.answer, "encoder": wire.encoder_fingerprint, "seed": cfg.seed}
         curve = _fitting(
             batch, cfg.eval, lambda options: quality_curve.sweep(bench, measured, options=options, **named)
         )
@@ -68,7 +68,7 @@ def measure(wire: TrainedWire, batch: out_of_memory.HalvingBatch | None = None) 
     encoded = recipe.data("validation", rows=recipe.cfg.eval.rows)
     for line in encoded.describe():
         print(line, flush=True)
-    if recipe.cfg.eval.layers == "apart":
+    if recipe.cfg.eval.layers == "unstacked":
         print("answers: layers unstacked (eval.layers)", flush=True)
     return _fitting(batch, recipe.cfg.eval, lambda options: control_rows.measure(bench, encoded, options=options))
 
@@ -110,7 +110,7 @@ def describe(found: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def different_inputs(measured: control_rows.Measured, layout: batches.Layout) -> list[int]:
+def different_inputs(measured: control_rows.Measured, layout: prompt_tokens.Layout) -> list[int]:
     """Returns the first position of each encoded text: questions about one context may share its latents."""
     first: dict[str, int] = {}
     for position, index in enumerate(measured.indices):

@@ -1,6 +1,7 @@
-"""Losses from logits of which only a part exists at once, each part's gradient taken while it is there.
+"""Chunked cross-entropy; full logits are never materialised.
 
-`sum_of_pieces` goes over whole rows, for objectives of many terms; `token_logp` and `summed_nll` over positions.
+The forward pass computes each chunk's gradient with its logits, so that the backward pass recomputes nothing.
+`sum_of_pieces` chunks rows, for objectives of several terms; `token_logp` and `summed_nll` chunk positions.
 """
 
 import functools
@@ -18,14 +19,14 @@ Two = tuple[jax.Array, jax.Array]
 
 
 def positions(tokens: int, *, rows: int, data: int) -> int:
-    """Returns at how many positions of all rows a device, with its share of `data`, has about `tokens`; 0 stays 0."""
+    """Returns the positions per chunk that give a device about `tokens` of its share of rows; 0 stays 0."""
     return -(-tokens // max(1, rows // data))
 
 
 def pieces(tokens: int, *, rows: int, length: int, data: int) -> int:
-    """Returns into how many pieces of whole rows a batch is cut for about `tokens` at once on a device; 0: one.
+    """Returns the number of row chunks that give a device about `tokens` at once; 0 tokens: one chunk.
 
-    `rows` of `length` tokens lie on `data` devices, which take an equal part of every piece.
+    `rows` of `length` tokens are sharded over `data` devices; each takes an equal part of every chunk.
     """
     share = rows // data
     wanted = max(1, tokens // length) if tokens else share
@@ -33,36 +34,35 @@ def pieces(tokens: int, *, rows: int, length: int, data: int) -> int:
 
 
 def sum_of_pieces(
-    measure: Callable[[Tree, Tree, Tree], LossTerms], fixed: Tree, learned: Tree, given: Tree, *, pieces: int
+    measure: Callable[[Tree, Tree, Tree], LossTerms], fixed: Tree, inputs: Tree, constants: Tree, *, pieces: int
 ) -> LossTerms:
-    """Returns `measure(fixed, learned, given)`, of which no more exists at once than one piece of the rows needs.
+    """Returns `measure(fixed, inputs, constants)` in the memory of one chunk of rows.
 
-    All leaves of `learned` and `given` are [b ...]; what `measure` returns are sums over rows. Gradients of `learned`
-    are taken on the way forward, while a piece's logits are there, so that nothing is computed twice. `fixed` has
-    none, and of the result only `sum` has.
+    All leaves of `inputs` and `constants` are [b ...]; `measure` returns sums over rows. Only `inputs` has a gradient,
+    and only from the result's `sum`; it is computed in the forward pass.
     """
     if pieces == 1:
-        return measure(fixed, learned, given)
-    return _sum_of_pieces(measure, pieces, fixed, learned, given)
+        return measure(fixed, inputs, constants)
+    return _sum_of_pieces(measure, pieces, fixed, inputs, constants)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sum_of_pieces(measure: Callable, pieces: int, fixed: Tree, learned: Tree, given: Tree) -> LossTerms:
-    return _scan_pieces(lambda *piece: (measure(fixed, *piece), None), pieces, learned, given)[0]
+def _sum_of_pieces(measure: Callable, pieces: int, fixed: Tree, inputs: Tree, constants: Tree) -> LossTerms:
+    return _scan_pieces(lambda *piece: (measure(fixed, *piece), None), pieces, inputs, constants)[0]
 
 
 def _sum_of_pieces_forward(
-    measure: Callable, pieces: int, fixed: Tree, learned: Tree, given: Tree
+    measure: Callable, pieces: int, fixed: Tree, inputs: Tree, constants: Tree
 ) -> tuple[LossTerms, Tree]:
-    def objective(learned: Tree, given: Tree) -> tuple[jax.Array, LossTerms]:
-        terms = measure(fixed, learned, given)
+    def objective(inputs: Tree, constants: Tree) -> tuple[jax.Array, LossTerms]:
+        terms = measure(fixed, inputs, constants)
         return terms.sum, terms
 
-    def one(learned: Tree, given: Tree) -> tuple[LossTerms, Tree]:
-        gradient, terms = jax.grad(objective, has_aux=True)(learned, given)
+    def one(inputs: Tree, constants: Tree) -> tuple[LossTerms, Tree]:
+        gradient, terms = jax.grad(objective, has_aux=True)(inputs, constants)
         return terms, gradient
 
-    return _scan_pieces(one, pieces, learned, given)
+    return _scan_pieces(one, pieces, inputs, constants)
 
 
 def _sum_of_pieces_backward(measure: Callable, pieces: int, gradient: Tree, of: LossTerms) -> tuple[None, Tree, None]:
@@ -74,21 +74,21 @@ _sum_of_pieces.defvjp(_sum_of_pieces_forward, _sum_of_pieces_backward)
 
 
 def _times(gradients: Tree, of_sum: jax.Array) -> Tree:
-    """Returns the gradients of what is made of a sum, from those of the sum itself."""
+    """Returns gradients of the sum scaled by its incoming gradient."""
     return jax.tree.map(lambda leaf: leaf * of_sum.astype(leaf.dtype), gradients)
 
 
-def _scan_pieces(one: Callable, pieces: int, learned: Tree, given: Tree) -> tuple[LossTerms, Tree]:
-    """Returns the sum of all pieces' terms, and what else `one` gives of them in the order of the rows."""
+def _scan_pieces(one: Callable, pieces: int, inputs: Tree, constants: Tree) -> tuple[LossTerms, Tree]:
+    """Returns the sum of all chunks' terms, and the other outputs of `one` in row order."""
 
     def cut(x: jax.Array) -> jax.Array:
-        # A device's rows are consecutive, so a piece is every n-th row: of each device as many.
+        # A device's rows are consecutive, so a chunk is every n-th row: equally many of each device.
         return x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1)
 
     def body(_: None, piece: tuple[Tree, Tree]) -> tuple[None, tuple[LossTerms, Tree]]:
         return None, one(*piece)
 
-    _, (terms, rows) = jax.lax.scan(body, None, jax.tree.map(cut, (learned, given)))
+    _, (terms, rows) = jax.lax.scan(body, None, jax.tree.map(cut, (inputs, constants)))
     joined = jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), rows)
     return jax.tree.map(lambda x: jnp.sum(x, axis=0), terms), joined
 
@@ -96,10 +96,9 @@ def _scan_pieces(one: Callable, pieces: int, learned: Tree, given: Tree) -> tupl
 def token_logp(
     hidden: Float[Array, "b t d"], table: Float[Array, "v d"], targets: Int[Array, "b t"], *, chunk: int
 ) -> tuple[Float[Array, "b t"], Float[Array, "b t"]]:
-    """Log-probability of each target in nats, and the mean of its position's logits; `chunk` positions at a time.
+    """Log-probability of each target in nats, and the mean of its position's logits, by chunks of positions (0: one).
 
-    No more than one chunk's logits ever exist (0: of all positions at once). What a state changes of its target is
-    taken while they are there, so that nothing is computed twice. The table has no gradient, and the mean has none.
+    Only `hidden` has a gradient, and only from the log-probabilities; it is computed in the forward pass.
     """
     return _token_logp(chunk, hidden, table, targets)
 
@@ -112,23 +111,23 @@ def _token_logp(chunk: int, hidden: jax.Array, table: jax.Array, targets: jax.Ar
 
 def _token_logp_forward(chunk: int, hidden: jax.Array, table: jax.Array, targets: jax.Array) -> tuple[Two, jax.Array]:
     def one(_: None, hidden: jax.Array, targets: jax.Array) -> tuple[None, tuple[jax.Array, ...]]:
-        logp, pull, mean = jax.vjp(lambda hidden: _read_head(table, hidden, targets), hidden, has_aux=True)
-        # A position's target depends on its own state alone: one pull gives the slopes of all of them.
-        return None, (logp, mean, *pull(jnp.ones_like(logp)))
+        logp, vjp, mean = jax.vjp(lambda hidden: _read_head(table, hidden, targets), hidden, has_aux=True)
+        # A target depends on its own position's state alone: one vjp gives the gradients of all positions.
+        return None, (logp, mean, *vjp(jnp.ones_like(logp)))
 
-    _, (logp, mean, slopes) = _scan_chunks(one, chunk, None, (hidden, targets))
-    return (logp, mean), slopes
+    _, (logp, mean, gradients) = _scan_chunks(one, chunk, None, (hidden, targets))
+    return (logp, mean), gradients
 
 
-def _token_logp_backward(chunk: int, slopes: jax.Array, of: Two) -> tuple[jax.Array, None, None]:
+def _token_logp_backward(chunk: int, gradients: jax.Array, of: Two) -> tuple[jax.Array, None, None]:
     del chunk
-    return (slopes.astype(jnp.float32) * of[0][:, :, None]).astype(slopes.dtype), None, None
+    return (gradients.astype(jnp.float32) * of[0][:, :, None]).astype(gradients.dtype), None, None
 
 
 _token_logp.defvjp(_token_logp_forward, _token_logp_backward)
 
 
-def summed_nll(  # noqa: PLR0913  (as `token_logp`, with what a table that learns needs)
+def summed_nll(  # noqa: PLR0913  (as `token_logp`, for a trainable table)
     hidden: Float[Array, "b t d"],
     table: Float[Array, "v d"],
     targets: Int[Array, "b t"],
@@ -137,10 +136,10 @@ def summed_nll(  # noqa: PLR0913  (as `token_logp`, with what a table that learn
     chunk: int,
     vocab: int = 0,
 ) -> tuple[Float[Array, ""], Float[Array, "b t"]]:
-    """Weighted sum of all targets' negative log-likelihoods, and each by itself; the table learns as well.
+    """Weighted sum of all targets' negative log-likelihoods, and each of them, by chunks of positions (0: one).
 
-    As `token_logp`; only the sum has gradients, and only of states and table. Rows of the table from `vocab` on are no
-    token (0: all are).
+    Only the sum has gradients, with respect to `hidden` and `table`. Rows of the table from `vocab` on are padding
+    (0: none).
     """
     return _summed_nll(chunk, vocab, hidden, table, targets, weights)
 
@@ -189,16 +188,16 @@ def _read_head(table: jax.Array, hidden: jax.Array, targets: jax.Array, *, vocab
     return -token_losses.token_nll(logits, targets), jnp.mean(logits, axis=2)
 
 
-def _scan_chunks(one: Callable, chunk: int, carry: Tree, given: tuple[jax.Array, ...]) -> tuple[Tree, Tree]:
-    """Returns `one(carry, *given)` over `chunk` positions after the other, what it gives of each joined; 0: over all.
+def _scan_chunks(one: Callable, chunk: int, carry: Tree, inputs: tuple[jax.Array, ...]) -> tuple[Tree, Tree]:
+    """Scans `one(carry, *inputs)` over chunks of positions (0: one chunk) and joins its outputs.
 
-    All of `given` and of what `one` gives are [b t ...]. Positions that fill the last chunk up are zeros.
+    All of `inputs` and of the outputs are [b t ...]. The last chunk is padded with zeros.
     """
-    length = given[0].shape[1]
+    length = inputs[0].shape[1]
     if not 0 < chunk < length:
-        return one(carry, *given)
+        return one(carry, *inputs)
     count = -(-length // chunk)
-    filled = [jnp.pad(x, ((0, 0), (0, count * chunk - length), *[(0, 0)] * (x.ndim - 2))) for x in given]
+    filled = [jnp.pad(x, ((0, 0), (0, count * chunk - length), *[(0, 0)] * (x.ndim - 2))) for x in inputs]
 
     def body(carry: Tree, number: jax.Array) -> tuple[Tree, Tree]:
         return one(carry, *(jax.lax.dynamic_slice_in_dim(x, number * chunk, chunk, axis=1) for x in filled))

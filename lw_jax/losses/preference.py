@@ -24,7 +24,7 @@ Each = Float[Array, " b"]
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LogProbs:
-    """What the losses know of a batch of pairs: log-probabilities summed over completion tokens, and their counts."""
+    """Log-probabilities of a batch of pairs, summed over completion tokens, and token counts."""
 
     chosen: Each
     rejected: Each
@@ -115,7 +115,7 @@ LOSSES: dict[str, Loss] = {
 
 
 def loss(kind: str, logps: LogProbs, *, beta: float, label_smoothing: float) -> Each:
-    """Loss of each pair; what may stand together and in which range is checked by `core.validation`."""
+    """Loss of each pair; `core.validation` checks ranges and combinations."""
     return LOSSES[kind](logps, beta, label_smoothing)
 
 
@@ -141,7 +141,7 @@ def rewards(logps: LogProbs, *, beta: float) -> tuple[Each, Each]:
 
 
 def metrics(logps: LogProbs, *, beta: float) -> dict[str, Each]:
-    """What TRL logs of each pair, by its names; a pair of equal rewards is not accurate."""
+    """Metrics of each pair by TRL's names; a pair of equal rewards is not accurate."""
     chosen, rejected = rewards(logps, beta=beta)
     return {
         "rewards/chosen": chosen,

@@ -16,31 +16,25 @@ class Adapter(nnx.Module):
     the matrix would make Adam's step a hundred times too large for it.
     """
 
-    def __init__(self, width: int, hidden: int, out: int, *, always: bool, rngs: nnx.Rngs):
+    def __init__(self, width: int, hidden: int, out: int, *, rngs: nnx.Rngs):
         self.norm = RMSNorm(width)
         self.up = nnx.Linear(width, hidden, rngs=rngs)
         self.down = nnx.Linear(hidden, out, rngs=rngs)
         self.skip = nnx.Linear(width, out, use_bias=False, rngs=rngs)
         self.gain = nnx.Param(jnp.ones(()))
         self.tasks = nnx.Param(jax.random.normal(rngs.params(), (len(TASKS), out)))
-        self.always = always
 
     def __call__(self, latents: Float[Array, "b m z"], task: str) -> Float[Array, "b n d"]:
-        """Returns prefix embeddings and, behind them, the vector that names the task: n = m + 1.
-
-        `always` holds each example's RMS at the gain, whatever the matrices do.
-        """
+        """Returns prefix embeddings and, behind them, the vector that names the task: n = m + 1."""
         y = self.skip(latents) + self.down(jax.nn.gelu(self.up(self.norm(latents))))
-        if self.always:
-            y = y / jnp.maximum(rms(y, axis=(1, 2)), 1e-6)
         vector = self.tasks[...][TASKS.index(task)].astype(y.dtype)
         vectors = jnp.broadcast_to(vector[None, None, :], (y.shape[0], 1, y.shape[2]))
         return jnp.concatenate([y, vectors], axis=1) * self.gain[...].astype(y.dtype)
 
 
-def make(width: int, hidden: int, out: int, *, calibration: str) -> Pure[Adapter]:
+def make(width: int, hidden: int, out: int) -> Pure[Adapter]:
     """Describes an adapter z -> d."""
-    return Pure(lambda rngs: Adapter(width, hidden, out, always=calibration == "always", rngs=rngs))
+    return Pure(lambda rngs: Adapter(width, hidden, out, rngs=rngs))
 
 
 def calibrate(adapter: Pure[Adapter], params: Tree, *, key: jax.Array, slots: int, target: jax.Array) -> Tree:

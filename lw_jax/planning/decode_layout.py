@@ -3,8 +3,9 @@
 import dataclasses
 
 from lw_jax import recipes
+from lw_jax.core import config
 from lw_jax.core.config import Config
-from lw_jax.planning import placement_search, workload
+from lw_jax.planning import workload
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory
 from lw_jax.training.memory_limit import MemoryLimit
@@ -22,7 +23,7 @@ def settle_layers(cfg: Config, placed: Placement, room: MemoryLimit | None) -> C
     many = not 0 < cfg.eval.examples < MANY
     on_gpu = placed.learner.devices.flat[0].platform == "gpu"  # a CPU answers as fast from the stacks
     apart = many and on_gpu and room is not None and bytes_apart(cfg, placed) <= room.usable
-    return dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers="apart" if apart else "stacked"))
+    return dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers="unstacked" if apart else "stacked"))
 
 
 def bytes_apart(cfg: Config, placed: Placement) -> int:
@@ -31,7 +32,7 @@ def bytes_apart(cfg: Config, placed: Placement) -> int:
     That is all weights, the reader's layers once more and its cache twice; the moments of training, which reading does
     not load, stand for what else there is.
     """
-    own = placement_search.with_remat(cfg, "none")
+    own = config.with_remat(cfg, "none")
     recipe = recipes.make(own, placed, outline=True)
     assert isinstance(recipe, LatentWire), "the recipe's name says so"
     return memory.placed_bytes(StepSpec(own, recipe)) + max(_copies(cfg, recipe, name) for name in placed.readers)

@@ -5,6 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lw_jax import recipes
+from lw_jax.core import config
 from lw_jax.core.config import REMATS, Config
 from lw_jax.core.types import Tree
 from lw_jax.planning import estimate as estimates
@@ -147,7 +148,7 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware, widths: Tree | 
     assert room is not None, "planning needs the devices' memory"
     drafts = []
     for remat in REMATS[cfg.recipe] if cfg.compute.remat == "auto" else (cfg.compute.remat,):
-        own = with_remat(cfg, remat)
+        own = config.with_remat(cfg, remat)
         recipe = recipes.make(own, placed, outline=True)
         program = StepSpec(own, recipe)
         program.accumulation(cfg.train.micro_batch)  # or PlacementError: the batch does not go with the devices
@@ -245,11 +246,6 @@ def _time(candidate: Candidate, hardware: Hardware) -> Candidate:
         collective_bytes=max(wire.values()),
         moved_bytes=max(moved.values()),
     )
-
-
-def with_remat(cfg: Config, remat: str) -> Config:
-    """Returns the configuration with this recomputation."""
-    return dataclasses.replace(cfg, compute=dataclasses.replace(cfg.compute, remat=remat))
 
 
 def _mesh(placed: Placement) -> str:

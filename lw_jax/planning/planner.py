@@ -38,7 +38,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def inspect(cfg: Config) -> list[preflight.Finding]:
     """Returns what is wrong with the run itself, wherever it runs."""
-    return preflight.inspect(cfg, recipes.outline(placement_search.with_remat(cfg, "none")))
+    return preflight.inspect(cfg, recipes.outline(config.with_remat(cfg, "none")))
 
 
 def resolve_target(word: str, *, config: str) -> str:
@@ -99,7 +99,7 @@ def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
         sharding.errors.PlacementError: nothing fits, or the configured placement does not go with the devices.
     """
     hardware = here(cfg)
-    cfg, placed = _settle_step(placement_search.with_remat(cfg, "none") if reading else cfg, hardware, reading=reading)
+    cfg, placed = _settle_step(config.with_remat(cfg, "none") if reading else cfg, hardware, reading=reading)
     host_memory.check(recipes.reader_bytes(cfg), placed)
     return decode_layout.settle_layers(cfg, placed, hardware.room), placed
 
@@ -111,7 +111,7 @@ def _settle_step(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Con
         return cfg, _place_configured(cfg, readers)
     if reading or hardware.room is None:
         remat = "none" if cfg.compute.remat == "auto" else cfg.compute.remat
-        return placement_search.with_remat(cfg, remat), _place_uncompiled(cfg, readers, hardware, reading=reading)
+        return config.with_remat(cfg, remat), _place_uncompiled(cfg, readers, hardware, reading=reading)
     found = make(cfg)
     best = found["chosen"]
     if best is None:
@@ -120,7 +120,7 @@ def _settle_step(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Con
             placement_search.nothing_fits(found["candidates"], len(hardware.devices), hardware.room, told)
         )
     placed = placements.place(best["strategy"], readers, data=best["data"], model=best["model"])
-    return placement_search.with_remat(cfg, best["remat"]), placed
+    return config.with_remat(cfg, best["remat"]), placed
 
 
 def _place_configured(cfg: Config, readers: Mapping[str, int]) -> Placement:
@@ -168,7 +168,7 @@ def simulate(cfg: Config, card: gpus.Card, count: int, *, estimate: bool = False
     """Returns the plan of so many cards; of none, what training does on a machine's CPU."""
     if count:
         return make(cfg, f"{card.name}x{count}", estimate=estimate)
-    own, placed = placement_search.with_remat(cfg, "none"), placements.place("single", recipes.reader_bytes(cfg))
+    own, placed = config.with_remat(cfg, "none"), placements.place("single", recipes.reader_bytes(cfg))
     program = StepSpec(own, recipes.make(own, placed, outline=True))
     chosen = {"strategy": "single", "mesh": "1x1", "remat": "none", "accumulation": program.accumulation(0)}
     return {"target": "cpu", "devices": 0, "compiled": False, "chosen": chosen | {"micro_batch": program.share}}
@@ -222,7 +222,7 @@ def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
 def _validation(cfg: Config, best: Candidate, room: memory_limit.MemoryLimit) -> Plan:
     """Returns what validation takes where the chosen candidate trains, by arithmetic."""
     assert best.placement is not None, "it was chosen"
-    own = placement_search.with_remat(cfg, best.remat)
+    own = config.with_remat(cfg, best.remat)
     recipe = recipes.make(own, best.placement, outline=True)
     found = validation_memory.estimate(StepSpec(own, recipe), recipe, recipe.batch_widths(), room)
     return dataclasses.asdict(found) | {"told": validation_memory.describe(found, room)}
@@ -273,7 +273,7 @@ def _host_bytes(cfg: Config, found: Sequence[Candidate]) -> int:
     placed = next((candidate.placement for candidate in found if candidate.placement), None)
     if placed is None:
         return int(HOST_BYTES)
-    program = StepSpec(placement_search.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
+    program = StepSpec(config.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state()))
     frozen = jax.tree.leaves(program.frozen())
     largest = max((leaf.size // max(1, leaf.shape[0]) * 4 for leaf in frozen), default=0)

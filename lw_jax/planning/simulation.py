@@ -33,12 +33,12 @@ def epoch(cfg: Config) -> int | None:
     if cfg.recipe == "ttt" or data.train.startswith("hub:"):
         return None
     if data.train in MADE:
-        return min(data.cards, data.train_limit or data.cards)
+        return data.cards
     if not Path(data.train).expanduser().is_file():
         return None
     if cfg.recipe == "dpo":
         return len(pairs.read(data.train))
-    return len(examples.read(data.train, limit=data.train_limit))
+    return len(examples.read(data.train))
 
 
 def text(cfg: Config, plans: Sequence[Plan], *, own: Mapping[str, Any], estimate: Estimate) -> str:

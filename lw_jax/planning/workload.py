@@ -1,6 +1,5 @@
-"""What a benchmark does with a configuration, before anything runs: its inputs as shapes, and what they are worth."""
+"""Shapes of the inputs of encoding and decoding at the configuration's limits, their FLOPs and least memory traffic."""
 
-import dataclasses
 from typing import Any
 
 import jax
@@ -9,41 +8,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lw_jax import recipes
-from lw_jax.benchmarking.timing import Spread
+from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree, reader_dtype
 from lw_jax.models import decoder
-from lw_jax.planning import placement_search
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import place
 from sharding.placement import Placement
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """One thing measured, or predicted; what does not apply is None, and 0 is a figure."""
-
-    part: str
-    subject: str  # the recipe, or a reader's name
-    what: str  # for people, with every size that decides the time
-    seconds: Spread | None = None
-    samples_per_second: float | None = None
-    tokens_per_second: float | None = None
-    flops: float | None = None  # of all devices, the model's own arithmetic: nothing recomputed
-    of_matmul: float | None = None  # share of the ceiling
-    bytes: float | None = None  # that must be read at least, on a device
-    of_bandwidth: float | None = None
-    peak_bytes: float | None = None  # of the fullest device
-    peak_from: str = (
-        ""  # "device" | "compiled" (the compiler's figure) | "host": on it, beside the arrays if they lie there
-    )
-    compile_seconds: float | None = None  # traced, lowered and compiled with an empty cache
-    cached_seconds: float | None = None  # the same, the program found on disk
-    padding: float | None = None  # share of positions that hold no token
-    predicted_seconds: float | None = None  # of a device that is not here; then nothing of the row is measured
-    compiled_flops: float | None = None  # of a device, in all products that its program runs
-    compiled_bytes: float | None = None  # of a device, read and written by all its kernels
-    why_not: str = ""  # what stood in the way
 
 
 def texts(cfg: Config, placement: Placement) -> Tree:
@@ -78,7 +49,7 @@ def _rows(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruc
 
 def step_flops(cfg: Config) -> float:
     """Returns the model's arithmetic in one step of all devices, nothing counted twice."""
-    recipe = recipes.outline(placement_search.with_remat(cfg, "none"))
+    recipe = recipes.outline(config.with_remat(cfg, "none"))
     terms = recipe.terms(recipe.batch_widths(), cfg.train.global_batch)
     return sum(term.flops for term in terms.values())
 

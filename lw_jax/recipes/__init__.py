@@ -18,7 +18,7 @@ RECIPES = {"latentwire": LatentWire, "dpo": DPO, "ttt": TTT}
 
 
 def make(cfg: Config, placement: Placement, *, outline: bool = False) -> Plannable:
-    """Returns the recipe that the configuration names; an outline needs no file and can only be planned."""
+    """Returns the configured recipe; an outline needs no file and can only be planned."""
     return RECIPES[cfg.recipe](cfg, placement, outline=outline)
 
 
@@ -33,21 +33,21 @@ def reader_bytes(cfg: Config) -> dict[str, int]:
 
 
 def unit(cfg: Config) -> tuple[str, int]:
-    """Returns what people count in an example of this recipe, and how many it has."""
+    """Returns the unit of an example and its number: ("tokens", 512) or ("samples", 1)."""
     return unit_of(outline(cfg))
 
 
 def identity(recipe: Recipe, cfg: Config) -> dict[str, str]:
-    """Returns what a checkpoint must agree with to be resumed: with what reading it asks, the content of the data."""
+    """Returns the identity that resuming a checkpoint requires: that of `readable` and the data's content."""
     return readable(recipe, cfg) | recipe.content()
 
 
 def readable(recipe: Recipe, cfg: Config) -> dict[str, str]:
-    """Returns what a checkpoint must agree with to be read, wherever its data is: weights and configuration."""
-    return recipe.identity() | {"config": config.digest(config.meaning(cfg))}
+    """Returns the identity that reading a checkpoint requires: weights and configuration, no data."""
+    return recipe.identity() | {"config": config.identity(cfg)}
 
 
 def read_best(recipe: Recipe, cfg: Config, workdir: Path) -> Restored:
-    """Returns what a run of this recipe has learned, where the recipe is placed; see `checkpoint.read_best`."""
+    """Returns a run's best checkpoint on the recipe's placement; see `checkpoint.read_best`."""
     wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
     return checkpoint.read_best(workdir, wanted, identity=readable(recipe, cfg))

@@ -1,4 +1,4 @@
-"""The aligned start of a wire's trainable tree: see `models.alignment` for the mathematics."""
+"""Aligned initialisation of a wire's trainable tree; `models.alignment` has the mathematics."""
 
 from collections.abc import Mapping
 
@@ -10,11 +10,11 @@ from lw_jax.core.types import Tree
 from lw_jax.data.tokens import Tokenizer
 from lw_jax.models import alignment
 
-PIECES = 4  # ids of a token string in another vocabulary that the aligned start averages
+PIECES = 4  # ids of a token string in another vocabulary, whose embeddings are averaged
 
 
 def align_encoder(params: Tree, width: int) -> Tree:
-    """Returns an lm encoder whose projection starts as its table's principal directions, its mix at the embeddings."""
+    """Returns an lm encoder whose projection is its table's principal directions and whose mix is the embeddings."""
     table, head = params["body"]["embed"], params["head"]
     directions = jax.jit(alignment.principal_directions, static_argnames="width")(table, width)
     project = jax.tree.map(jnp.zeros_like, head["project"])
@@ -23,14 +23,14 @@ def align_encoder(params: Tree, width: int) -> Tree:
 
 
 def align_adapter(params: Tree, encoder: Tree, target: jax.Array, size: jax.Array, pieces: jax.Array) -> Tree:
-    """Returns an adapter whose linear path regresses from the encoder's latents of single tokens to a reader's table.
+    """Returns an adapter whose linear path is the regression from single tokens' latents to a reader's table.
 
     `target` is the reader's table, `size` its RMS, `pieces` as `match_pieces` gives them.
     """
     table, directions = encoder["body"]["embed"], encoder["head"]["project"]["kernel"]
     kernel = jax.jit(alignment.linear_map)(table, directions, target, pieces)
-    quiet = jax.tree.map(jnp.zeros_like, params["down"])
-    return params | {"skip": {"kernel": kernel}, "down": quiet, "gain": size.reshape(())}
+    zeros = jax.tree.map(jnp.zeros_like, params["down"])
+    return params | {"skip": {"kernel": kernel}, "down": zeros, "gain": size.reshape(())}
 
 
 def match_pieces(own: Tokenizer, reader: Tokenizer, count: int) -> jax.Array:
@@ -45,7 +45,7 @@ def match_pieces(own: Tokenizer, reader: Tokenizer, count: int) -> jax.Array:
 def align(
     trainable: Tree, tables: Mapping[str, jax.Array], sizes: Mapping[str, jax.Array], pieces: Mapping[str, jax.Array]
 ) -> Tree:
-    """Returns the tree with every adapter aligned to its encoder as it is."""
+    """Returns the tree with every adapter aligned to its encoder."""
     adapters = {
         name: align_adapter(params, trainable["encoder"], tables[name], sizes[name], pieces[name])
         for name, params in trainable["adapters"].items()

@@ -1,4 +1,4 @@
-"""The wire's stages as batches: which tasks, on passages how long, sent in which shapes; and what is held out."""
+"""Batches of the wire's stages: tasks, passage lengths, message shapes; and the held-out sets."""
 
 import functools
 import itertools
@@ -8,9 +8,12 @@ from lw_jax.core import config
 from lw_jax.core.config import Config, Stage
 from lw_jax.core.types import TASKS, Example
 from lw_jax.data import examples, passages
-from lw_jax.data.batches import Encoded, Layout
+from lw_jax.data.batches import Encoded
 from lw_jax.data.data_schedule import Course, Stretch
+from lw_jax.data.prompt_tokens import Layout
 from lw_jax.data.tokens import Tokenizer
+
+GAP = 0.05  # nats an answer token: a smaller NLL gap of another text's latents is a collapse
 
 
 def weight_of(stage: Stage, task: str) -> float:
@@ -19,20 +22,20 @@ def weight_of(stage: Stage, task: str) -> float:
 
 
 def longest_passage(cfg: Config) -> int:
-    """Returns the length of the longest passage that a stage asks for, in tokens; 0 where none does."""
-    asked = (stage for _, stage, _ in config.stages(cfg) if stage.reconstruct + stage.continuation)
-    return max((length for stage in asked for length in stage.lengths), default=0)
+    """Returns the longest passage of any stage in tokens; 0 without passages."""
+    staged = (stage for _, stage, _ in config.stages(cfg) if stage.reconstruct + stage.continuation)
+    return max((length for stage in staged for length in stage.lengths), default=0)
 
 
 def encoder_rates(cfg: Config) -> dict[str, tuple[float, ...]]:
-    """Returns the learning rate's multiple of each part of the encoder in each stage; 0 where it is not trained."""
+    """Returns each encoder part's learning rate multiple in each stage; 0 where it is frozen."""
     stages = [0.0 if cfg.encoder.run else stage.encoder for _, stage, _ in config.stages(cfg)]
     body = cfg.encoder.rate if cfg.encoder.kind != "bytes" else 1.0
     return {"body": tuple(body * rate for rate in stages), "head": tuple(stages)}
 
 
 class Curriculum:
-    """What a run's stages read; every data set is tokenised once."""
+    """Data sets of a run's stages, each tokenised once."""
 
     def __init__(
         self,
@@ -42,19 +45,19 @@ class Curriculum:
         answers: Callable[[Sequence[Example]], Encoded],
     ):
         self.cfg, self.layout, self.stages = cfg, layout, config.stages(cfg)
-        self._measure = next(iter(tokenizers.values()))  # in whose tokens a passage's length is counted
+        self._tokenizer = next(iter(tokenizers.values()))  # passage lengths count its tokens
         self._encode_answers = answers
         self.stream = functools.cache(self._stream)
         self.examples = functools.cache(self._examples)
 
     def course(self) -> Course:
-        """Returns the batches of all stages in their order; a stage's passages grow in equal parts of it."""
+        """Returns the batches of all stages in order; a stage's passage lengths get equal parts of it."""
         stretches, rates = [], {part: each for part, each in encoder_rates(self.cfg).items() if any(each)}
         for number, (_, stage, steps) in enumerate(self.stages):
             frozen = tuple(part for part, each in rates.items() if not each[number])
-            growing = stage.lengths if stage.reconstruct + stage.continuation else (0,)
-            ends = [round(steps * (i + 1) / len(growing)) for i in range(len(growing))]
-            for length, begin, end in zip(growing, [0, *ends], ends, strict=False):
+            lengths = stage.lengths if stage.reconstruct + stage.continuation else (0,)
+            ends = [round(steps * (i + 1) / len(lengths)) for i in range(len(lengths))]
+            for length, begin, end in zip(lengths, [0, *ends], ends, strict=False):
                 weights = [(task, weight_of(stage, task)) for task in TASKS]
                 streams = tuple((self.stream("train", task, length), weight) for task, weight in weights if weight)
                 if end > begin:
@@ -62,7 +65,7 @@ class Curriculum:
         return Course(tuple(stretches))
 
     def validation(self) -> list[tuple[str, Encoded]]:
-        """Returns (prefix of its metrics, examples): each task's held-out ones, then the same with others' sources.
+        """Returns (metric prefix, examples): each task's held-out ones, then the same with other examples' sources.
 
         The first is the heaviest task of the last stage.
         """
@@ -74,19 +77,19 @@ class Curriculum:
         return [("", encoded) for encoded in found] + [("shuffled/", encoded.shuffled()) for encoded in found]
 
     def collapse(self, step: int, values: Mapping[str, float]) -> str:
-        """Returns what is wrong when no reader has more of its own text's latents than of another's; else nothing.
+        """Returns a message where another text's latents serve every reader as well; else an empty string.
 
-        `values` are a validation's; only the tasks of the stage that the step belongs to are asked.
+        `values` are a validation's; only the tasks of the step's stage count.
         """
         ends = list(itertools.accumulate(steps for _, _, steps in self.stages))
         stage = next(stage for (_, stage, _), end in zip(self.stages, ends, strict=True) if step <= end)
         labels = ["" if task == "answer" else f"{task}/" for task in TASKS if weight_of(stage, task)]
         names = [f"{label}nll/{name}" for label in labels for name in self.cfg.llms]
         gaps = {name: values[f"shuffled/{name}"] - values[name] for name in names}
-        if max(gaps.values()) >= self.cfg.train.alarm_gap:
+        if max(gaps.values()) >= GAP:
             return ""
-        told = ", ".join(f"{name} {values[name]:.3f} (another text's: {gap:+.3f})" for name, gap in gaps.items())
-        return f"collapse at step {step}: another text's latents serve the readers as well: {told}"
+        readers = ", ".join(f"{name} {values[name]:.3f} (another text's: {gap:+.3f})" for name, gap in gaps.items())
+        return f"collapse at step {step}: another text's latents serve the readers as well: {readers}"
 
     def _stream(self, split: examples.Split, task: str, length: int) -> Encoded:
         if task == "answer":
@@ -94,7 +97,7 @@ class Curriculum:
         named = self.cfg.data.passages if split == "train" else ""
         documents = passages.read(named) if named else [example.context for example in self.examples(split)]
         make = passages.reconstructions if task == "reconstruct" else passages.continuations
-        return passages.encode(make(documents, length, self._measure), layout=self.layout, task=task)
+        return passages.encode(make(documents, length, self._tokenizer), layout=self.layout, task=task)
 
     def _examples(self, split: examples.Split) -> list[Example]:
         return examples.load(self.cfg.data, split, seed=self.cfg.seed)

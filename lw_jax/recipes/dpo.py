@@ -1,4 +1,4 @@
-"""Preference tuning: LoRA pairs beside one frozen, possibly packed model learn from chosen and rejected answers."""
+"""Recipe `dpo`: trains LoRA pairs beside one frozen, possibly quantised model on chosen and rejected answers."""
 
 import dataclasses
 import functools
@@ -7,20 +7,16 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
-from lw_jax.core.errors import UserError
 from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data import pairs, preferences
-from lw_jax.data.batches import Batch
 from lw_jax.data.data_schedule import Course, Stretch, digest_of
-from lw_jax.data.frozen_cache import Store, key_of
 from lw_jax.data.pairs import Preference
 from lw_jax.data.preferences import Limits, Preferences
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
-from lw_jax.hub import sources, weights
+from lw_jax.hub import weights
 from lw_jax.losses import chunked, preference
 from lw_jax.losses.preference import LogProbs
 from lw_jax.models import decoder, lora, memory_traffic
@@ -28,23 +24,25 @@ from lw_jax.models import pass_costs as arithmetic
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.pass_costs import Terms
 from lw_jax.recipes import frozen_models
+from lw_jax.recipes.reference import Reference
 from lw_jax.training.preflight import Finding
 from lw_jax.training.recipe import Weights
-from sharding import place, rules, shards, tables
+from sharding import rules, shards, tables
 from sharding.placement import Placement
 
-SLOWEST = 5e-6  # a learning rate below it is of full tuning; TRL's documentation names 1e-5 for LoRA
-MANY_EPOCHS = 10  # beyond it preference tuning learns its rows by heart
+LOWEST_RATE = 5e-6  # below it a learning rate suits full tuning; TRL's documentation names 1e-5 for LoRA
+BUCKETS = 4  # data sets of like length, each padded to its own longest
+MANY_EPOCHS = 10  # beyond it preference tuning memorises its rows
 
 
 class DPO:
-    """See `recipes.base.Recipe`; parameters: the pairs of `models/lora.py` learn, {model's name: decoder} is frozen."""
+    """See `training.recipe.Recipe`. Trainable: the pairs of `models/lora.py`; frozen: {model's name: decoder}."""
 
     rates = ((".*", 1.0),)
     reader_bytes = staticmethod(frozen_models.reader_bytes)
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
-        """Finds the model's files; an `outline` needs none and can describe shapes and the loss, but load nothing."""
+        """Locates the model files; an `outline` needs none: it has shapes and the loss, but cannot load."""
         self.cfg, self.placement, self.outline = cfg, placed, outline
         ((self.name, self.llm),) = cfg.llms.items()
         spec = cfg.lora
@@ -55,13 +53,15 @@ class DPO:
 
     @functools.cached_property
     def location(self) -> Path:
-        """Returns where the model's files lie."""
+        """Returns the path of the model's files."""
         return frozen_models.locate(self.cfg, self.llm.source, self.llm.sha256)
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer:
-        """Returns the model's own tokenizer."""
+        """Returns the model's tokenizer."""
         return load_tokenizer(self.location)
+
+    # --- weights
 
     def abstract(self) -> Weights:
         """Returns both trees as shapes."""
@@ -84,24 +84,26 @@ class DPO:
         return Weights(trainable, frozen)
 
     def build(self, frozen: Tree | None = None) -> Weights:
-        """Draws the pairs and streams the frozen weights into their shards; tells what each target has matched."""
+        """Initialises the pairs and streams the frozen weights into their shards; prints the modules of each target."""
         for target, names in lora.match(self.cfg.lora.targets).items():
-            told = ", ".join(lora.MODULES[name] for name in names)
-            print(f"lora.targets {target!r}: {told}, in each of {self.model.layers} layers", flush=True)
+            modules = ", ".join(lora.MODULES[name] for name in names)
+            print(f"lora.targets {target!r}: {modules}, in each of {self.model.layers} layers", flush=True)
         init = jax.jit(lambda key: lora.init(key, self.model, self.lora), out_shardings=self.shardings().trainable)
-        learning = init(rngs.stream(self.cfg.seed, "lora"))
-        return Weights(learning, self.load_frozen() if frozen is None else frozen)
+        trainable = init(rngs.stream(self.cfg.seed, "lora"))
+        return Weights(trainable, self.load_frozen() if frozen is None else frozen)
 
     def load_frozen(self) -> Tree:
-        """Streams the model's weights into their shards; where the reference is kept, what is missing of it is read."""
+        """Streams the model's weights into their shards; fills a cached reference."""
         params = frozen_models.load(self.location, self.cfg, self.llm, self.shardings().frozen[self.name])
-        if self._kept is not None:
+        if self._reference is not None:
             for data in (*self._train, *self._held_out):
-                self._kept.fill(data, params)
+                self._reference.fill(data, params)
         return {self.name: params}
 
+    # --- data
+
     def course(self) -> Course:
-        """Returns the training pairs: batches of like length, each length as often as it has pairs."""
+        """Returns the training pairs in batches of similar length, each length bucket as often as it has pairs."""
         streams = tuple((self._lookup(data, training=True), float(len(data))) for data in self._train)
         steps = max(1, sum(len(data) for data in self._train) // self.cfg.train.global_batch)
         return Course((Stretch(steps, streams),))
@@ -117,11 +119,11 @@ class DPO:
         train = pairs.read(data.train)
         if data.validation:
             return train, pairs.read(data.validation)
-        return pairs.split(train, self.cfg.dpo.held_out, self.cfg.seed)
+        return pairs.split(train, self.cfg.data.held_out, self.cfg.seed)
 
     @functools.cached_property
     def _train(self) -> list[Preferences]:
-        return self._encode(self._pairs[0], self.cfg.dpo.buckets)
+        return self._encode(self._pairs[0], BUCKETS)
 
     @functools.cached_property
     def _held_out(self) -> list[Preferences]:
@@ -136,89 +138,70 @@ class DPO:
         # A bucket must hold a batch.
         return preferences.part(whole, max(1, min(buckets, len(whole) // self.cfg.train.global_batch)))
 
-    def findings(self) -> list[Finding]:
-        """Returns what is wrong with the rate, and with the rows where they and a tokenizer are on this machine."""
-        found, rate = [], self.cfg.optim.learning_rate
-        if rate < SLOWEST:
-            told = f"optim.learning_rate={rate:g} is of tuning all weights: LoRA pairs hardly move"
-            found.append(Finding(False, f"{told}; 1e-5 to 5e-5 is usual"))
-        spec = self.cfg.dpo
-        if spec.max_prompt >= spec.max_length:
-            told = f"dpo.max_prompt={spec.max_prompt} leaves an answer no room in dpo.max_length={spec.max_length}"
-            found.append(Finding(True, f"{told}: pairs with a long prompt are all dropped"))
-        if self.outline:
-            location = frozen_models.cached(self.cfg, self.llm.source)
-            if location is None or not Path(self.cfg.data.train).expanduser().exists():
-                missing = f"{self.cfg.data.train} or the tokenizer is not on this machine"
-                return [*found, Finding(False, f"rows not checked: {missing}")]
-            self.location = location
-        return found + self._row_findings()
+    @functools.cached_property
+    def _reference(self) -> Reference | None:
+        if self.cfg.dpo.reference != "cached" or self.outline:
+            return None
+        identity = {
+            "weights": weights.fingerprint(self.location),
+            "stored": self.llm.weights,
+            "arithmetic": self.cfg.compute.dtype,
+            "tokenizer": self.tokenizer.fingerprint,
+        }
 
-    def _row_findings(self) -> list[Finding]:
-        counts, spec = self._train[0].counts, self.cfg.dpo
-        given, kept, found = counts["given"], counts["kept"], []
-        lost = counts["prompt"] + counts["max_prompt"] + counts["length"]
-        if lost:
-            told = (
-                f"{lost} of {given} training pairs are dropped, their prompts ({counts['prompt']} alone) too long for"
-            )
-            remedy = f"dpo.max_length={spec.max_length}; raise it"
-            found.append(Finding(lost > given / 2, f"{told} {remedy}"))
-        if counts["prompt_cut"]:
-            told = (
-                f"{counts['prompt_cut']} of {kept} pairs kept have a prompt cut to fit dpo.max_prompt={spec.max_prompt}"
-            )
-            limit = f"dpo.max_length={spec.max_length}"
-            found.append(Finding(False, f"{told}, {limit}: the model reads them without their beginning"))
-        epochs = self.cfg.train.steps * self.cfg.train.global_batch / kept
-        if epochs > MANY_EPOCHS:
-            told = f"train.steps={self.cfg.train.steps} read each of {kept} pairs {epochs:.0f} times"
-            found.append(Finding(False, told))
-        return found
+        def score(params: Tree, fields: Tree) -> jax.Array:
+            return self._score(params, params, fields)[0]
+
+        return Reference(self.cfg, self.placement, self.name, score, identity)
+
+    def _lookup(self, data: Preferences, *, training: bool) -> Preferences:
+        reference = self._reference.lookup(data) if self._reference else None
+        return dataclasses.replace(data, training=training, reference=reference)
+
+    # --- loss
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
-        """The preference loss of each pair; metrics by TRL's names."""
+        """Returns the summed preference loss of the pairs; metrics by TRL's names."""
         spec, fields, params = self.cfg.dpo, batch["readers"][self.name], frozen[self.name]
         keys = _answer_keys(rng, jnp.asarray(batch["index"])) if self.lora.dropout else None
         policy = lora.attach(params, trainable, self.lora, keys=keys, training=jnp.asarray(fields["training"])[0])
-        logps, seen = self._score(policy, params, fields)
+        logps, mean_logits = self._score(policy, params, fields)
         if "reference" in fields:
             reference = fields["reference"]
         else:
             reference = jax.lax.stop_gradient(self._score(params, params, fields)[0])
         tokens = jnp.sum(_scored(fields), axis=2)
         found = LogProbs(*(logps[:, 0], logps[:, 1], reference[:, 0], reference[:, 1]), *(tokens[:, 0], tokens[:, 1]))
-        kinds, shares = (*spec.loss, "sft"), (*spec.weights, spec.rpo_alpha)
-        if not spec.rpo_alpha:
-            kinds, shares = spec.loss, spec.weights
-        each = preference.combined(kinds, shares, found, beta=spec.beta, label_smoothing=spec.label_smoothing)
+        each = preference.combined(spec.loss, spec.weights, found, beta=spec.beta, label_smoothing=spec.label_smoothing)
         counted = fields["weights"][:, 0]
         total = jnp.sum(counted)
-        told = {
+        terms = {
             name: (jnp.sum(value * counted), total) for name, value in preference.metrics(found, beta=spec.beta).items()
         }
         for number, name in enumerate(("chosen", "rejected")):
             here = tokens[:, number] * counted
-            told[f"logits/{name}"] = (jnp.sum(seen[:, number] * counted), jnp.sum(here))
-        return LossTerms(jnp.sum(each * counted), total, told)
+            terms[f"logits/{name}"] = (jnp.sum(mean_logits[:, number] * counted), jnp.sum(here))
+        return LossTerms(jnp.sum(each * counted), total, terms)
 
     def _score(self, policy: Tree, params: Tree, fields: Tree) -> tuple[jax.Array, jax.Array]:
-        """Returns, of each answer [b 2], its summed log-probability and its tokens' summed mean logits."""
+        """Returns each answer's summed log-probability and summed mean logits, both [b 2]."""
         rows, sides, length = fields["ids"].shape
         ids, mask = (fields[key].reshape(rows * sides, length) for key in ("ids", "mask"))
         hidden = decoder.forward(policy, self.model, decoder.embed(params, ids), mask=mask, mode=self._mode).hidden
         chunk = chunked.positions(
-            self.cfg.dpo.chunk, rows=rows * sides, data=shards.row_devices(self.placement.learner)
+            self.cfg.compute.logits_chunk, rows=rows * sides, data=shards.row_devices(self.placement.learner)
         )
-        # The one place where these labels shift: a position's logits are of the token after it.
+        # The only label shift: a position's logits predict the next token.
         logp, mean = chunked.token_logp(hidden[:, :-1], decoder.head(params), ids[:, 1:], chunk=chunk)
         scored = _scored(fields).reshape(rows * sides, length - 1)
-        total, seen = (jnp.sum(x * scored, axis=1).reshape(rows, sides) for x in (logp, mean))
-        return total, seen
+        total, mean_logits = (jnp.sum(x * scored, axis=1).reshape(rows, sides) for x in (logp, mean))
+        return total, mean_logits
 
     @functools.cached_property
     def _mode(self) -> decoder.Mode:
         return frozen_models.mode(self.cfg, self.placement.readers[self.name].mesh)
+
+    # --- identity
 
     def identity(self) -> dict[str, str]:
         """Returns the fingerprints of the frozen weights and of the tokenizer."""
@@ -228,13 +211,7 @@ class DPO:
         """Returns hashes of the tokens of the training pairs and of the held-out ones."""
         return {"train": digest_of(self._train), "validation": digest_of(self._held_out)}
 
-    @functools.cached_property
-    def _kept(self) -> "Reference | None":
-        return Reference(self) if self.cfg.dpo.reference == "kept" and not self.outline else None
-
-    def _lookup(self, data: Preferences, *, training: bool) -> Preferences:
-        reference = self._kept.lookup(data) if self._kept else None
-        return dataclasses.replace(data, training=training, reference=reference)
+    # --- planning
 
     def batch_widths(self) -> Tree:
         """Returns one training pair as shapes at the configuration's limits."""
@@ -246,94 +223,81 @@ class DPO:
             "weights": jax.ShapeDtypeStruct((1,), jnp.float32),
             "training": jax.ShapeDtypeStruct((), jnp.float32),
         }
-        if self.cfg.dpo.reference == "kept":
+        if self.cfg.dpo.reference == "cached":
             fields["reference"] = jax.ShapeDtypeStruct((2,), jnp.float32)
         return {"source": {}, "readers": {self.name: fields}, "index": jax.ShapeDtypeStruct((), jnp.int32)}
 
     def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
-        """Returns the arithmetic of one micro-batch: of the pairs nothing, of the model both passes."""
+        """Returns the costs of one micro-batch: of the model both passes, of the pairs none."""
         fields, at = widths["readers"][self.name], self.placement.readers[self.name]
         length = fields["ids"].shape[1]
         one = frozen_models.teacher_forced(self.cfg, llm=self.llm, at=at, rows=2 * rows, positions=length, answers=0)
         found = arithmetic.frozen(self.model, one)
         tokens = 2 * rows * length
         head = 2 * tokens * self.model.vocab * self.model.width / one.model
-        chunk = min(self.cfg.dpo.chunk or tokens, tokens)
+        chunk = min(self.cfg.compute.logits_chunk or tokens, tokens)
         logits = chunk * self.model.vocab / one.model * 4
         reference = Terms() if "reference" in fields else arithmetic.forward_only(self.model, one)
         passes = 2 if "reference" in fields else 3  # of the head, which is frozen and has no gradient
-        restored = arithmetic.restored_bytes(self.model, self.llm.weights, one.size) / one.model
+        unpacked = arithmetic.restored_bytes(self.model, self.llm.weights, one.size) / one.model
         whole = Terms(
-            bytes=found.bytes + 2 * logits + restored,
+            bytes=found.bytes + 2 * logits + unpacked,
             flops=found.flops + passes * head + reference.flops,
             wire=found.wire,
             logits=logits,
             traffic=found.traffic + reference.traffic + memory_traffic.LOGITS * logits * tokens / chunk,
             read=found.read + reference.read,
-            forward=found.forward + 2 * logits + restored,
+            forward=found.forward + 2 * logits + unpacked,
         )
         return {"": Terms(), self.name: whole}
 
+    # --- preflight
+
+    def findings(self) -> list[Finding]:
+        """Returns problems of the learning rate and, where rows and tokenizer are on this machine, of the rows."""
+        found, rate = [], self.cfg.optim.learning_rate
+        if rate < LOWEST_RATE:
+            problem = f"optim.learning_rate={rate:g} suits full tuning: LoRA pairs hardly move"
+            found.append(Finding(False, f"{problem}; 1e-5 to 5e-5 is usual"))
+        spec = self.cfg.dpo
+        if spec.max_prompt >= spec.max_length:
+            problem = (
+                f"dpo.max_prompt={spec.max_prompt} leaves no room for an answer in dpo.max_length={spec.max_length}"
+            )
+            found.append(Finding(True, f"{problem}: pairs with a long prompt are all dropped"))
+        if self.outline:
+            location = frozen_models.cached(self.cfg, self.llm.source)
+            if location is None or not Path(self.cfg.data.train).expanduser().exists():
+                missing = f"{self.cfg.data.train} or the tokenizer is not on this machine"
+                return [*found, Finding(False, f"rows not checked: {missing}")]
+            self.location = location
+        return found + self._row_findings()
+
+    def _row_findings(self) -> list[Finding]:
+        counts, spec = self._train[0].counts, self.cfg.dpo
+        given, usable, found = counts["given"], counts["kept"], []
+        lost = counts["prompt"] + counts["max_prompt"] + counts["length"]
+        if lost:
+            prompts = (
+                f"{lost} of {given} training pairs are dropped as too long ({counts['prompt']} by the prompt alone)"
+            )
+            found.append(Finding(lost > given / 2, f"{prompts}: raise dpo.max_length={spec.max_length}"))
+        if counts["prompt_cut"]:
+            cut = f"{counts['prompt_cut']} of {usable} pairs have a truncated prompt"
+            limits = f"dpo.max_prompt={spec.max_prompt}, dpo.max_length={spec.max_length}"
+            found.append(Finding(False, f"{cut} ({limits}): the model does not see its beginning"))
+        epochs = self.cfg.train.steps * self.cfg.train.global_batch / usable
+        if epochs > MANY_EPOCHS:
+            repeats = f"train.steps={self.cfg.train.steps} repeats each of {usable} pairs {epochs:.0f} times"
+            found.append(Finding(False, repeats))
+        return found
+
 
 def _answer_keys(rng: jax.Array, index: jax.Array) -> jax.Array:
-    """Returns the keys [2 b] of all answers: functions of the step and the pair, whichever pairs are beside it."""
+    """Returns the keys [2 b] of all answers: functions of the step and the pair, independent of the batch."""
     return jax.vmap(lambda one: jax.random.split(jax.random.fold_in(rng, one), 2))(index).reshape(-1)
 
 
 def _scored(fields: Tree) -> jax.Array:
-    """Returns f32[b 2 t-1]: 1 at a position whose next token is the answer's."""
+    """Returns f32[b 2 t-1]: 1 at positions whose next token belongs to the answer."""
     return (fields["completion"] & fields["mask"])[:, :, 1:].astype(jnp.float32)
-
-
-class Reference:
-    """The reference's log-probabilities, once a pair, on disk."""
-
-    def __init__(self, recipe: DPO):
-        """Opens the store of this model, as it is stored and computed with."""
-        if jax.process_count() > 1:
-            raise UserError("config.dpo.reference='kept': one process keeps it; with several, set it to 'live'")
-        told = {
-            "weights": weights.fingerprint(recipe.location),
-            "stored": recipe.llm.weights,
-            "arithmetic": recipe.cfg.compute.dtype,
-            "tokenizer": recipe.tokenizer.fingerprint,
-        }
-        self.recipe = recipe
-        self.store = Store(sources.cache_root() / "reference", told, rows={"reference": ((2,), np.float32)})
-        self._known: dict[
-            int, tuple[tuple[preferences.Pair, ...], list[bytes]]
-        ] = {}  # held, so that an id stays its own
-
-    def fill(self, data: Preferences, params: Tree) -> None:
-        """Reads the pairs that are missing with the frozen model."""
-        recipe = self.recipe
-        mesh = recipe.placement.readers[recipe.name].mesh
-
-        def read(positions: list[int]) -> Batch:
-            fields = data.collate(positions)["readers"][recipe.name]
-            return {"reference": jax.device_get(self._score(params, place.put_eval(fields, mesh)))}
-
-        size = place.round_up(recipe.cfg.eval.batch, recipe.placement.data)
-        count = self.store.fill(self._keys(data), read, batch=size)
-        if count:
-            print(f"reference: {count} pairs read with the frozen model; kept in {self.store.folder}", flush=True)
-
-    @functools.cached_property
-    def _score(self):
-        return jax.jit(lambda params, fields: self.recipe._score(params, params, fields)[0])
-
-    def lookup(self, data: Preferences):
-        """Returns positions -> {"reference": f32[b 2]}."""
-        return self.store.lookup(self._keys(data))
-
-    def _keys(self, data: Preferences) -> list[bytes]:
-        """Returns each pair's key, computed once a data set."""
-        if id(data.pairs) not in self._known:
-            self._known[id(data.pairs)] = (data.pairs, [_key(pair) for pair in data.pairs])
-        return self._known[id(data.pairs)][1]
-
-
-def _key(pair: preferences.Pair) -> bytes:
-    rows = [(len(pair.prompt), np.concatenate([pair.prompt, reply])) for reply in (pair.chosen, pair.rejected)]
-    flags = [np.arange(len(ids)) >= start for start, ids in rows]
-    return key_of(np.concatenate([ids for _, ids in rows]), np.concatenate(flags))

@@ -1,4 +1,4 @@
-"""The kinds of pretrained bodies that an encoder can have: how each is described, loaded and kept."""
+"""Kinds of pretrained encoder bodies: shapes and loading."""
 
 import dataclasses
 from collections.abc import Callable
@@ -20,7 +20,7 @@ Body = TypeVar("Body", DecoderConfig, BertConfig)
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """One kind of body; its parameters are fp32, for they may learn."""
+    """One kind of body; its parameters are fp32 because they may be trained."""
 
     describe: Callable[[Path], Any]  # -> DecoderConfig | BertConfig
     abstract: Callable[[Any], Tree]
@@ -42,10 +42,10 @@ BODIES = {
 
 
 def cut(body: Body, spec: config.Encoder) -> Body:
-    """Returns a body with the first layers that the configuration keeps (0: all), never its head.
+    """Returns a body's shapes cut to the configured number of first layers (0: all), without its head.
 
     Raises:
-        UserError: it has fewer layers, or fewer positions than the window.
+        UserError: it has too few layers, or fewer positions than the window.
     """
     if spec.layers > body.layers:
         raise UserError(
@@ -56,5 +56,5 @@ def cut(body: Body, spec: config.Encoder) -> Body:
             f"config.encoder.window={spec.window} but the body has {body.max_positions} positions; lower it, and raise "
             "encoder.windows for longer texts"
         )
-    kept = dataclasses.replace(body, layers=spec.layers or body.layers)
-    return dataclasses.replace(kept, tied=True) if isinstance(kept, DecoderConfig) else kept
+    found = dataclasses.replace(body, layers=spec.layers or body.layers)
+    return dataclasses.replace(found, tied=True) if isinstance(found, DecoderConfig) else found

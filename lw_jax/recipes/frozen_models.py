@@ -1,4 +1,4 @@
-"""Frozen models as a configuration names them: where their files lie, their shapes, placement and loading."""
+"""Frozen models of a configuration: files, shapes, shardings, loading."""
 
 from pathlib import Path
 
@@ -17,14 +17,14 @@ from sharding import placement, rules, shards, tables
 
 
 def locate(cfg: Config, source: str, sha256: str) -> Path:
-    """Returns where a model's files lie; a self-made reader's folder must have been written before."""
+    """Returns the path of a model's files; a self-made reader must have been trained before."""
     if source.startswith(selfmade.PREFIX):
         return selfmade.finished_folder(cfg, source)
     return sources.locate(source, sha256=sha256)
 
 
 def cached(cfg: Config, source: str) -> Path | None:
-    """Returns where a model's files lie if they are on this machine; fetches and makes nothing."""
+    """Returns the path of a model's files, None where they are not on this machine; fetches nothing."""
     if source.startswith(selfmade.PREFIX):
         path = selfmade.folder(cfg, source)
         return path if (path / "config.json").exists() else None
@@ -32,24 +32,24 @@ def cached(cfg: Config, source: str) -> Path | None:
 
 
 def outline(cfg: Config, source: str) -> DecoderConfig:
-    """Returns a model's shapes, without its weights where they are not on this machine."""
+    """Returns a model's shapes; needs no weights on this machine."""
     if source.startswith(selfmade.PREFIX):
         return selfmade.decoder_config(cfg, source)
     return architectures.find(source)
 
 
 def describe(shapes: DecoderConfig, cfg: Config, llm: config.LLM) -> Tree:
-    """Returns a frozen reader's tree as shapes, its matrices packed where the configuration says so."""
+    """Returns a frozen reader's tree as shapes, quantised as the configuration says."""
     return quant.abstract(decoder.abstract(shapes, reader_dtype(llm.weights, cfg.compute.dtype)), llm.weights)
 
 
 def reader_bytes(cfg: Config) -> dict[str, int]:
-    """Returns the bytes of every frozen reader's weights, from its shapes alone."""
+    """Returns the bytes of every frozen reader's weights, from shapes alone."""
     return {name: tree.nbytes(describe(outline(cfg, llm.source), cfg, llm)) for name, llm in cfg.llms.items()}
 
 
 def shardings(shapes: Tree, llm: config.LLM, at: placement.Component, name: str) -> Tree:
-    """Returns where a frozen reader's leaves lie."""
+    """Returns a frozen reader's shardings."""
     table = tables.reader_table(at.table, packed=llm.weights in quant.PACKED)
     return rules.shardings(table, shapes, at.mesh, name=f"llms/{name}")
 
@@ -61,14 +61,14 @@ def load(location: Path, cfg: Config, llm: config.LLM, shardings: Tree) -> Tree:
 
 
 def mode(cfg: Config, mesh: Mesh) -> decoder.Mode:
-    """Returns how a decoder runs on a mesh: what it keeps for its backward pass, and its rows over the data axis."""
+    """Returns a decoder's mode on a mesh: rematerialisation, and rows constrained to the data axis."""
     return decoder.Mode(remat=cfg.compute.remat, constrain=shards.keep_rows(mesh))
 
 
 def teacher_forced(
     cfg: Config, *, llm: config.LLM, at: placement.Component, rows: int, positions: int, answers: int
 ) -> Pass:
-    """Returns one pass of a frozen reader where it lies, for the arithmetic of `recipes.terms`."""
+    """Returns one pass of a frozen reader on its mesh, for a recipe's `terms`."""
     return Pass(
         rows=rows,
         positions=positions,

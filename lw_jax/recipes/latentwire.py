@@ -1,6 +1,5 @@
-"""The wire's recipe: one encoder and an adapter per reader learn; the readers stay frozen and read."""
+"""Recipe `latentwire`: trains one encoder and an adapter per reader; the readers are frozen."""
 
-import dataclasses
 import functools
 import operator
 from collections.abc import Mapping, Sequence
@@ -13,17 +12,16 @@ from lw_jax.core import config
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.types import DTYPES, EXACT, Example, LossTerms, Task, Tree
-from lw_jax.data import batches, examples
+from lw_jax.data import batches, examples, prompt_tokens
 from lw_jax.data.data_schedule import Course
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
 from lw_jax.hub import architectures, weights
 from lw_jax.losses import chunked, objectives
-from lw_jax.models import adapter, codec, decoder, encoder, wire
-from lw_jax.models import pass_costs as arithmetic
+from lw_jax.models import adapter, codec, decoder, wire
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.pass_costs import Terms
-from lw_jax.recipes import aligned_start, encoder_bodies, frozen_models, join
+from lw_jax.recipes import aligned_start, encoder_bodies, frozen_models, join, wire_costs
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates, longest_passage
 from lw_jax.recipes.teacher import Teacher
 from lw_jax.training.optimizers import Rates
@@ -31,28 +29,28 @@ from lw_jax.training.recipe import Weights
 from sharding import place, placement, rules, shards, tables
 from sharding.placement import Placement
 
-OPENING = 40  # tokens of a reader's prompt before the context where no tokenizer is at hand (Llama 3.1's chat: 36)
+SHARED_PREFIX = 40  # tokens of a prompt before the context, assumed where no tokenizer is at hand (Llama 3.1 chat: 36)
 
 
 class LatentWire:
-    """See `recipes.base.Recipe`; parameters: {"encoder", "adapters"} learn, {reader's name: decoder} are frozen."""
+    """See `training.recipe.Recipe`. Trainable: {"encoder", "adapters"}; frozen: {reader's name: decoder}."""
 
     reader_bytes = staticmethod(frozen_models.reader_bytes)
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
-        """Finds the models' files; an `outline` needs none and can describe shapes and the loss, but load nothing."""
+        """Locates the model files; an `outline` needs none: it has shapes and the loss, but cannot load."""
         self.cfg, self.placement, self.outline = cfg, placed, outline
         self.wire = _wire(cfg, placed, self._describe(), {} if outline else self.tokenizers, self._describe_body())
 
     @property
     def rates(self) -> Rates:
-        """Returns the learning rates; a pretrained body moves more slowly than what starts from noise."""
+        """Returns the learning rate multiples; a pretrained body has a smaller one than random parameters."""
         encoder = ((f"encoder/{part}/.*", each) for part, each in encoder_rates(self.cfg).items())
-        return (*encoder, ("adapters/.*", self.cfg.adapter.rate))
+        return (*encoder, ("adapters/.*", 1.0))
 
     @functools.cached_property
     def locations(self) -> dict[str, Path]:
-        """Returns where each reader's files lie."""
+        """Returns the path of each reader's files."""
         return {name: frozen_models.locate(self.cfg, llm.source, llm.sha256) for name, llm in self.cfg.llms.items()}
 
     @functools.cached_property
@@ -62,7 +60,7 @@ class LatentWire:
 
     @functools.cached_property
     def body_location(self) -> Path | None:
-        """Returns where the encoder's pretrained body lies; None for one from scratch."""
+        """Returns the path of the encoder's pretrained body; None for one from scratch."""
         spec = self.cfg.encoder
         return frozen_models.locate(self.cfg, spec.source, spec.sha256) if spec.kind in encoder_bodies.BODIES else None
 
@@ -83,6 +81,8 @@ class LatentWire:
             return encoder_bodies.cut(architectures.find_bert(spec.source), spec)
         assert self.body_location is not None  # it has one of the BODIES
         return encoder_bodies.cut(encoder_bodies.BODIES[spec.kind].describe(self.body_location), spec)
+
+    # --- weights
 
     def abstract(self) -> Weights:
         """Returns both trees as shapes."""
@@ -105,7 +105,7 @@ class LatentWire:
         return Weights(trainable, frozen)
 
     def shardings(self) -> Weights:
-        """Returns both trees as NamedShardings: each reader by its placement, what learns replicated."""
+        """Returns both trees as NamedShardings: each reader by its placement, the trainable tree replicated."""
         return self._shardings
 
     @functools.cached_property
@@ -119,7 +119,7 @@ class LatentWire:
         return Weights(trainable, frozen)
 
     def build(self, frozen: Tree | None = None) -> Weights:
-        """Streams the frozen weights into their shards and initialises what learns."""
+        """Streams the frozen weights into their shards and initialises the trainable tree."""
         placed = self.shardings()
         readers: Tree = self.load_frozen() if frozen is None else frozen
         body = None
@@ -143,19 +143,21 @@ class LatentWire:
     def _read_encoder(self, shardings: Tree) -> Tree:
         other = join.read_config(self.cfg)
         sizes = LatentWire(other, placement.together(self.placement.learner, list(other.llms)), outline=True)
-        replicated = jax.tree.leaves(shardings)[0]  # what learns is whole on every device
+        replicated = jax.tree.leaves(shardings)[0]  # of the trainable tree
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract().trainable)
         return join.read_trainable(self.cfg, shapes)["encoder"]
 
     def _align(self, trainable: Tree, readers: Tree, sizes: Mapping[str, jax.Array]) -> Tree:
-        """Replaces the random start of the projection (unless a run gave the encoder) and of the adapters."""
+        """Returns the tree with aligned adapters and, unless a run gave the encoder, an aligned projection."""
         assert self.body_location is not None  # validation allows the aligned start for a pretrained body only
         if not self.cfg.encoder.run:
             trainable |= {"encoder": aligned_start.align_encoder(trainable["encoder"], self.wire.encoder.width)}
-        own, count = load_tokenizer(self.body_location), trainable["encoder"]["body"]["embed"].shape[0]
-        pieces = {name: aligned_start.match_pieces(own, reader, count) for name, reader in self.tokenizers.items()}
-        theirs = {name: place.replicate(one["embed"], self.placement.learner) for name, one in readers.items()}
-        return aligned_start.align(trainable, theirs, sizes, pieces)
+        body_tokenizer, count = load_tokenizer(self.body_location), trainable["encoder"]["body"]["embed"].shape[0]
+        pieces = {
+            name: aligned_start.match_pieces(body_tokenizer, reader, count) for name, reader in self.tokenizers.items()
+        }
+        embeddings = {name: place.replicate(one["embed"], self.placement.learner) for name, one in readers.items()}
+        return aligned_start.align(trainable, embeddings, sizes, pieces)
 
     def load_frozen(self) -> Tree:
         """Streams the readers' weights into their shards."""
@@ -168,80 +170,15 @@ class LatentWire:
             self._teacher.begin(readers)
         return readers
 
-    def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
-        """Returns the arithmetic of one micro-batch: the encoder's under "", each reader's under its name."""
-        remat, spec = self.cfg.compute.remat, self.wire.encoder
-        positions = widths["source"]["ids"].shape[0]
-        one = arithmetic.Pass(rows, positions, 0, remat, arithmetic.BYTES[self.cfg.compute.dtype])
-        if isinstance(spec.body, BertConfig):
-            found = arithmetic.trained_bert(spec.body, one)
-        elif spec.body is not None:
-            found = arithmetic.trained(spec.body, one)
-        else:
-            found = arithmetic.trained_bytes(spec.layers or encoder.BYTE_LAYERS, spec.width, one)
-        return {"": found} | {
-            name: self._reader_terms(name, widths["readers"][name], rows) for name in self.wire.readers
-        }
-
-    def _reader_terms(self, name: str, fields: Tree, rows: int) -> Terms:
-        model, llm, at = self.wire.readers[name].config, self.cfg.llms[name], self.placement.readers[name]
-        answers = fields["targets"].shape[0]
-        opening = fields["before"]["ids"].shape[0]  # read once for all rows
-        positions = fields["after"]["ids"].shape[0] + self.wire.encoder.slots + 1 + answers - 1
-        one = frozen_models.teacher_forced(self.cfg, llm=llm, at=at, rows=rows, positions=positions, answers=answers)
-        pieces = chunked.pieces(self.cfg.loss.chunk, rows=rows, length=answers, data=1)  # the rows are one device's
-        found = arithmetic.frozen(model, dataclasses.replace(one, pieces=pieces, before=opening))
-        restored = arithmetic.restored_bytes(model, llm.weights, one.size) / one.model
-        once = arithmetic.opening(model, dataclasses.replace(one, rows=1, positions=opening, answers=0))
-        sums = {key: getattr(found, key) + getattr(once, key) for key in ("flops", "wire", "traffic")}
-        found = dataclasses.replace(found, bytes=found.bytes + restored, forward=found.forward + restored, **sums)
-        if "text" in fields:
-            teacher = dataclasses.replace(one, positions=fields["text"]["ids"].shape[0] + answers - 1)
-            told = arithmetic.forward_only(model, teacher)
-            sums = {key: getattr(found, key) + getattr(told, key) for key in ("flops", "traffic", "read")}
-            found = dataclasses.replace(found, forward=max(found.forward, told.forward + restored), **sums)
-        return found
-
-    def batch_widths(self) -> Tree:
-        """Returns one training example as shapes at the configuration's limits; the opening words are assumed.
-
-        Of the tasks of all stages it is the one with the most target tokens: the logits are the largest thing there is.
-        """
-        data, loss = self.cfg.data, self.cfg.loss
-        live = ("text",) if loss.kl and not loss.teacher_k else ()
-        widths = {"before": OPENING, "after": data.question_tokens, "text": data.context_tokens}
-        answers, longest = data.answer_tokens, longest_passage(self.cfg)
-        if longest + 1 > answers or not any(stage.answer for _, stage, _ in config.stages(self.cfg)):
-            answers, live, widths = longest + 1, (), widths | {"after": 0}
-
-        def field(width: int) -> Tree:
-            return {"ids": jax.ShapeDtypeStruct((width,), jnp.int32), "mask": jax.ShapeDtypeStruct((width,), bool)}
-
-        channel = jax.ShapeDtypeStruct((3,), jnp.int32)
-        reader = {key: field(widths[key]) for key in ("before", "after", *live)}
-        reader |= {
-            "answer_inputs": jax.ShapeDtypeStruct((answers - 1,), jnp.int32),
-            "targets": jax.ShapeDtypeStruct((answers,), jnp.int32),
-            "weights": jax.ShapeDtypeStruct((answers,), jnp.float32),
-            "channel": channel,
-            "task": Task("reconstruct" if not widths["after"] else "answer"),
-        }
-        if loss.kl and loss.teacher_k and widths["after"]:
-            top = (answers, loss.teacher_k)
-            reader["teacher"] = {"ids": jax.ShapeDtypeStruct(top, jnp.int32), "logp": jax.ShapeDtypeStruct(top, "f2")}
-        return {
-            "source": field(self.cfg.encoder.window * self.cfg.encoder.windows) | {"channel": channel},
-            "readers": dict.fromkeys(self.wire.readers, reader),
-            "index": jax.ShapeDtypeStruct((), jnp.int32),
-        }
+    # --- data
 
     @functools.cached_property
-    def layout(self) -> batches.Layout:
-        """Returns what decides the ids of an example."""
+    def layout(self) -> prompt_tokens.Layout:
+        """Returns the settings that determine an example's token ids."""
         cfg = self.cfg
-        return batches.Layout(
+        return prompt_tokens.Layout(
             prompt=cfg.prompt,
-            readers={name: batches.Reader(self.tokenizers[name], llm.template) for name, llm in cfg.llms.items()},
+            readers={name: prompt_tokens.Reader(self.tokenizers[name], llm.template) for name, llm in cfg.llms.items()},
             source=load_source_tokenizer(self.body_location) if self.body_location else ByteTokenizer(),
             window=cfg.encoder.window,
             windows=cfg.encoder.windows,
@@ -257,31 +194,31 @@ class LatentWire:
 
     @functools.cached_property
     def curriculum(self) -> Curriculum:
-        """Returns what the run's stages read."""
+        """Returns the batches of the run's stages."""
         return Curriculum(self.cfg, self.layout, self.tokenizers, self._answers)
 
     def course(self) -> Course:
-        """Returns the batches of all stages in their order."""
+        """Returns the batches of all stages in order."""
         return self.curriculum.course()
 
     def validation(self) -> list[tuple[str, batches.Encoded]]:
-        """Returns each task's held-out examples, the last stage's first, and the same with another text's latents."""
+        """Returns each task's held-out examples, the last stage's first, then the same with other texts' latents."""
         return self.curriculum.validation()
 
     def collapse(self, step: int, values: Mapping[str, float]) -> str:
-        """Returns what is wrong when the latents are worth no more than another text's to any reader; else nothing."""
+        """Returns a message where another text's latents serve every reader as well; else an empty string."""
         return self.curriculum.collapse(step, values)
 
     def _answers(self, found: Sequence[Example]) -> batches.Encoded:
-        """Returns questions with what the KL needs: the text prompts, or its teacher's kept tokens in their place."""
+        """Returns questions with the KL's text prompts, or with the teacher's cached tokens in their place."""
         loss = self.cfg.loss
         encoded = batches.encode(found, layout=self.layout, rows=("text",) if loss.kl else ())
-        return self._teacher.attend(encoded) if loss.kl and loss.teacher_k else encoded
+        return self._teacher.attach(encoded) if loss.kl and loss.teacher_k else encoded
 
     @functools.cached_property
     def _teacher(self) -> Teacher:
         llms = self.cfg.llms
-        told = {
+        identities = {
             name: {
                 "weights": weights.fingerprint(self.locations[name]),
                 "stored": llms[name].weights,
@@ -290,13 +227,12 @@ class LatentWire:
             }
             for name, tokenizer in self.tokenizers.items()
         }
-        return Teacher(self.cfg, self.wire, self.placement, told)
+        return Teacher(self.cfg, self.wire, self.placement, identities)
+
+    # --- loss
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
-        """One fused pass per reader, from which all terms are read; see `objectives`.
-
-        The objective is the mean over answer tokens of all readers together.
-        """
+        """Returns the terms of one pass per reader; the objective is the mean over all readers' answer tokens."""
         shared = self.share(trainable, batch["source"], rng)
         branches = (
             self.branch(name, self.part(name, trainable), frozen[name], batch["readers"][name], shared, rng)
@@ -305,10 +241,10 @@ class LatentWire:
         return functools.reduce(operator.add, branches)
 
     def share(self, trainable: Tree, source: Tree, rng: jax.Array) -> Tree:
-        """Returns the latents as they are sent; what the batch's stage does not train has no backward pass."""
+        """Returns the latents after the channel; parts that the batch's stage freezes have no backward pass."""
         del rng  # nothing here is random
         encoder_params = trainable["encoder"]
-        parts = {*self._never, *(source["frozen"].parts if "frozen" in source else ())}
+        parts = {*self._always_frozen, *(source["frozen"].parts if "frozen" in source else ())}
         frozen = {part: jax.lax.stop_gradient(encoder_params[part]) for part in parts}
         latents = self.wire.encode({"encoder": encoder_params | frozen}, source)
         if self._channels:
@@ -317,13 +253,13 @@ class LatentWire:
         return latents
 
     @functools.cached_property
-    def _never(self) -> tuple[str, ...]:
-        """Returns the encoder's parts that no stage trains."""
+    def _always_frozen(self) -> tuple[str, ...]:
+        """Returns the encoder's parts that are frozen in every stage."""
         return tuple(part for part, each in encoder_rates(self.cfg).items() if not any(each))
 
     @functools.cached_property
     def _channels(self) -> tuple[tuple[int, int], ...]:
-        """Returns the (width, bits) that a stage may draw, where any of them quantises."""
+        """Returns the (width, bits) that a stage may draw; empty where none quantises."""
         found = {
             (width, bits)
             for _, stage, _ in config.stages(self.cfg)
@@ -332,17 +268,16 @@ class LatentWire:
         }
         if all(bits == EXACT for _, bits in found):
             return ()
-        return tuple(sorted(found | {(self.cfg.encoder.width, EXACT)}))  # validation sends exactly
+        return tuple(sorted(found | {(self.cfg.encoder.width, EXACT)}))  # validation does not quantise
 
     def part(self, name: str, trainable: Tree) -> Tree:
         """Returns one reader's adapter."""
         return trainable["adapters"][name]
 
     def branch(self, name: str, part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: jax.Array) -> LossTerms:
-        """Returns what one reader makes of the latents."""
+        """Returns one reader's loss terms from the latents."""
         del rng
         task = fields["task"].name
-        part = part if self.cfg.adapter.rate else jax.lax.stop_gradient(part)
         prefix = self.wire.prefix(part, name, shared, task)
         prompt = wire.wire_prompt(frozen, fields, prefix)
         states = self.wire.answer_states(frozen, name, prompt, fields)
@@ -359,12 +294,14 @@ class LatentWire:
 
         rows, length, _ = states.shape
         data = shards.row_devices(self.placement.readers[name].mesh)
-        pieces = chunked.pieces(self.cfg.loss.chunk, rows=rows, length=length, data=data)
+        pieces = chunked.pieces(self.cfg.compute.logits_chunk, rows=rows, length=length, data=data)
         head, given = {"head": decoder.head(frozen)}, (fields, teacher_states)
         return chunked.sum_of_pieces(measure, head, states, given, pieces=pieces)
 
+    # --- identity
+
     def identity(self) -> dict[str, str]:
-        """Returns the fingerprints of the frozen readers and of the encoder's origin."""
+        """Returns the fingerprints of the frozen readers and of the encoder's source."""
         spec = self.cfg.encoder
         origin = "from scratch"
         if self.body_location:
@@ -376,9 +313,48 @@ class LatentWire:
         return {"encoder": f"{shape}, {origin}"} | readers
 
     def content(self) -> dict[str, str]:
-        """Returns hashes of the tokens of all stages' examples, and of the held-out words."""
+        """Returns hashes of all stages' training tokens and of the held-out text."""
         held_out = examples.digest(self.curriculum.examples("validation"))
         return {"train": self.course().digest(), "validation": held_out}
+
+    # --- planning
+
+    def batch_widths(self) -> Tree:
+        """Returns one training example as shapes at the configuration's limits, with an assumed shared prefix.
+
+        It is the stages' task with the most target tokens: the logits dominate memory.
+        """
+        data, loss = self.cfg.data, self.cfg.loss
+        teacher = ("text",) if loss.kl and not loss.teacher_k else ()
+        widths = {"before": SHARED_PREFIX, "after": data.question_tokens, "text": data.context_tokens}
+        answers, longest = data.answer_tokens, longest_passage(self.cfg)
+        if longest + 1 > answers or not any(stage.answer for _, stage, _ in config.stages(self.cfg)):
+            answers, teacher, widths = longest + 1, (), widths | {"after": 0}
+
+        def field(width: int) -> Tree:
+            return {"ids": jax.ShapeDtypeStruct((width,), jnp.int32), "mask": jax.ShapeDtypeStruct((width,), bool)}
+
+        channel = jax.ShapeDtypeStruct((3,), jnp.int32)
+        reader = {key: field(widths[key]) for key in ("before", "after", *teacher)}
+        reader |= {
+            "answer_inputs": jax.ShapeDtypeStruct((answers - 1,), jnp.int32),
+            "targets": jax.ShapeDtypeStruct((answers,), jnp.int32),
+            "weights": jax.ShapeDtypeStruct((answers,), jnp.float32),
+            "channel": channel,
+            "task": Task("reconstruct" if not widths["after"] else "answer"),
+        }
+        if loss.kl and loss.teacher_k and widths["after"]:
+            top = (answers, loss.teacher_k)
+            reader["teacher"] = {"ids": jax.ShapeDtypeStruct(top, jnp.int32), "logp": jax.ShapeDtypeStruct(top, "f2")}
+        return {
+            "source": field(self.cfg.encoder.window * self.cfg.encoder.windows) | {"channel": channel},
+            "readers": dict.fromkeys(self.wire.readers, reader),
+            "index": jax.ShapeDtypeStruct((), jnp.int32),
+        }
+
+    def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
+        """Returns the costs of one micro-batch: the encoder's under "", each reader's under its name."""
+        return wire_costs.terms(self.cfg, self.wire, self.placement, widths, rows=rows)
 
 
 def _wire(
@@ -403,6 +379,6 @@ def _wire(
         stops = tuple(tokenizers[name].stops) if name in tokenizers else ()
         mode = frozen_models.mode(cfg, at.mesh)
         readers[name] = wire.Reader(
-            found[name], cfg.adapter.hidden, cfg.adapter.calibration, stops, mode, apart=cfg.eval.layers == "apart"
+            found[name], cfg.adapter.hidden, stops, mode, unstacked=cfg.eval.layers == "unstacked"
         )
     return wire.Wire(spec, readers, frozen_models.mode(cfg, placement.learner))

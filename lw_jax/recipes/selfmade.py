@@ -23,7 +23,7 @@ from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example, LossTerms, Tree
-from lw_jax.data import batches, examples, question_cards
+from lw_jax.data import batches, examples, prompt_tokens, question_cards
 from lw_jax.data.data_schedule import Course
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.hub import sources, weights
@@ -37,6 +37,7 @@ from sharding import placement, rules, tables
 PREFIX = "selfmade:"
 FORMAT = 3  # raised when what is trained changes, so that old folders are not taken up
 CARDS = 16384
+HEADS, KV_HEADS = 4, 2
 TEXT_WEIGHT = 0.2  # of a token that is not the answer's, in the loss
 # Muon learns to look a value up in a third of Adam's steps; rate and warm-up are the configuration's.
 OPTIM = config.Optim(
@@ -47,9 +48,7 @@ OPTIM = config.Optim(
     weight_decay=0.01,
     decays="matrices",
     clip_norm=1.0,
-    b1=0.9,
     b2=0.99,
-    eps=1e-8,
 )
 
 
@@ -86,7 +85,8 @@ def style(cfg: Config) -> str:
 
 def folder(cfg: Config, source: str) -> Path:
     """Returns where this reader's folder belongs: one per sizes, prompt and cards."""
-    sizes, prompt = dataclasses.asdict(cfg.selfmade), dataclasses.asdict(cfg.prompt)
+    fixed = {"heads": HEADS, "kv_heads": KV_HEADS, "ffn": 2 * cfg.selfmade.width}  # named, so that old folders serve
+    sizes, prompt = dataclasses.asdict(cfg.selfmade) | fixed, dataclasses.asdict(cfg.prompt)
     meaning = [FORMAT, family(source), sizes, prompt, cfg.data.facts, style(cfg)]
     digest = hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=8).hexdigest()
     return sources.cache_root() / "selfmade" / f"{family(source)}-{digest}"
@@ -108,10 +108,10 @@ def decoder_config(cfg: Config, source: str) -> decoder.DecoderConfig:
         vocab=kind.vocab,
         width=sizes.width,
         layers=sizes.layers,
-        heads=sizes.heads,
-        kv_heads=sizes.kv_heads,
-        head_dim=sizes.width // sizes.heads,
-        ffn=sizes.ffn,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_dim=sizes.width // HEADS,
+        ffn=2 * sizes.width,
         rope_theta=kind.rope_theta,
         norm_eps=1e-6,
         max_positions=1024,
@@ -140,11 +140,10 @@ def make_readers(cfg: Config) -> None:
 def _training_config(cfg: Config) -> Config:
     """Returns the configuration of the readers' own training: one stage, seed 0, the steps of `cfg.selfmade`."""
     sizes = cfg.selfmade
-    unused = {name: dataclasses.replace(getattr(cfg.stages, name), share=0.0) for name in ("align", "pretrain")}
     return dataclasses.replace(
         cfg,
         seed=0,
-        stages=config.Stages(**unused, answer=dataclasses.replace(cfg.stages.answer, share=1.0, rate=1.0)),
+        stages=config.Stages(),
         train=dataclasses.replace(
             cfg.train, steps=sizes.steps, global_batch=sizes.batch, micro_batch=0, log_every=100, eval_every=0
         ),
@@ -161,7 +160,7 @@ class SelfmadeReader:
         kind = FAMILIES[family(source)]
         self.family = family(source)
         self.placement = placement.together(mesh, ["reader"])
-        made = {"train": style(cfg), "validation": style(cfg), "train_limit": 0, "validation_limit": 0, "cards": CARDS}
+        made = {"train": style(cfg), "validation": style(cfg), "validation_limit": 0, "cards": CARDS}
         # One reader whatever the run's seed: the folder's name knows nothing of it.
         self.cfg = dataclasses.replace(cfg, seed=0, data=dataclasses.replace(cfg.data, **made))
         self.config = decoder_config(cfg, source)
@@ -171,7 +170,7 @@ class SelfmadeReader:
         self.tokenizer = load_tokenizer(self.folder)
         self.wire = wire.Wire(
             wire.EncoderSpec("none", 1, 1, "windows", 0, 1, None, "float32"),
-            {"reader": wire.Reader(self.config, 1, "init", tuple(self.tokenizer.stops))},
+            {"reader": wire.Reader(self.config, 1, tuple(self.tokenizer.stops))},
         )
 
     def abstract(self) -> Weights:
@@ -210,9 +209,9 @@ class SelfmadeReader:
         Predicting the question's words teaches copying from the text, without which the answer is learned late; a card
         that answers several questions is asked all of them, which teaches looking up several times as fast.
         """
-        layout = batches.Layout(
+        layout = prompt_tokens.Layout(
             prompt=self.cfg.prompt,
-            readers={"reader": batches.Reader(self.tokenizer, "plain")},
+            readers={"reader": prompt_tokens.Reader(self.tokenizer, "plain")},
             source=self.tokenizer,
             window=self.cfg.data.context_tokens,
             windows=1,
@@ -236,11 +235,11 @@ class SelfmadeReader:
         }
         return dataclasses.replace(encoded, readers={"reader": whole})
 
-    def _ask_all(self, found: Sequence[Example], layout: batches.Layout) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _ask_all(self, found: Sequence[Example], layout: prompt_tokens.Layout) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns, for each card, the ids of its other questions with answers, and which of them are the answers'."""
         if style(self.cfg) != "pairs":
             return [(np.zeros(0, np.int32), np.zeros(0, np.int32))] * len(found)
-        frame = batches.make_frame("reader", layout.readers["reader"], layout.prompt)
+        frame = prompt_tokens.make_frame("reader", layout.readers["reader"], layout.prompt)
         known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
         for asked in {pair for example in found for pair in question_cards.questions(example)}:
             question = self.tokenizer.encode(frame.after(asked[0]))

@@ -1,4 +1,4 @@
-"""The text-prompted reader's likeliest answer tokens, computed once an example and kept on disk."""
+"""On-disk cache of the teacher's (text-prompted reader's) likeliest answer tokens, one entry an example."""
 
 import dataclasses
 import functools
@@ -20,20 +20,17 @@ from sharding.placement import Placement
 
 
 class Teacher:
-    """Gives data sets the kept tokens of every reader, as soon as the readers are loaded."""
+    """Computes every reader's teacher tokens once the readers are loaded, and serves them to data sets."""
 
-    def __init__(self, cfg: Config, wired: wire.Wire, placement: Placement, told: Mapping[str, dict]):
-        """`told` names each reader's weights, tokenizer and template."""
+    def __init__(self, cfg: Config, wired: wire.Wire, placement: Placement, identities: Mapping[str, dict]):
+        """Opens the caches; `identities` has each reader's fingerprints of weights, tokenizer and template."""
         if jax.process_count() > 1:
             raise UserError(
-                f"config.loss.teacher_k={cfg.loss.teacher_k}: the teacher's tokens are kept by one process only; "
-                "set it to 0: the teacher then reads in each step"
+                f"config.loss.teacher_k={cfg.loss.teacher_k}: the teacher's tokens are cached by one process only; "
+                "set it to 0 to run the teacher in every step"
             )
         self.cfg, self.wire, self.placement = cfg, wired, placement
-        words = {
-            "prompt": dataclasses.asdict(cfg.prompt),
-            "arithmetic": cfg.compute.dtype,
-        }
+        common = {"prompt": dataclasses.asdict(cfg.prompt), "arithmetic": cfg.compute.dtype}
         shapes = {
             name: (cfg.data.answer_tokens, min(cfg.loss.teacher_k, reader.config.vocab))
             for name, reader in wired.readers.items()
@@ -41,7 +38,7 @@ class Teacher:
         self.stores = {
             name: Store(
                 sources.cache_root() / "teacher",
-                words | told[name],
+                common | identities[name],
                 rows={"ids": (shape, np.int32), "logp": (shape, np.float16)},
             )
             for name, shape in shapes.items()
@@ -49,10 +46,10 @@ class Teacher:
         self._waiting: list[Encoded] = []
         self._readers: Tree | None = None
 
-    def attend(self, encoded: Encoded) -> Encoded:
-        """Returns the data set without its text prompts; their teacher's tokens are at hand once readers are."""
+    def attach(self, encoded: Encoded) -> Encoded:
+        """Returns the data set with teacher tokens in place of its text prompts, available once readers are loaded."""
         self._waiting.append(encoded)
-        self._teach()
+        self._fill()
         readers = {
             name: {key: field for key, field in fields.items() if key != "text"}
             for name, fields in encoded.readers.items()
@@ -62,11 +59,11 @@ class Teacher:
         )
 
     def begin(self, readers: Tree) -> None:
-        """Takes the loaded readers and teaches what waits."""
+        """Takes the loaded readers and computes the tokens of the waiting data sets."""
         self._readers = readers
-        self._teach()
+        self._fill()
 
-    def _teach(self) -> None:
+    def _fill(self) -> None:
         if self._readers is None:
             return
         waiting, self._waiting = self._waiting, []
@@ -75,7 +72,7 @@ class Teacher:
             for name, store in self.stores.items():
                 count = store.fill(keys_of(encoded, name), functools.partial(self._read, name, encoded), batch=size)
                 if count:
-                    print(f"teacher {name}: {count} examples read with their text; kept in {store.folder}", flush=True)
+                    print(f"teacher {name}: {count} examples computed; cached in {store.folder}", flush=True)
 
     def _lookup(self, name: str, encoded: Encoded) -> Lookup:
         return self.stores[name].lookup(keys_of(encoded, name), length=encoded.readers[name]["answer"].width)
@@ -100,7 +97,7 @@ class Teacher:
 
 
 def keys_of(encoded: Encoded, name: str) -> list[bytes]:
-    """Returns, for each example, the digest of what the reader is given: its text prompt and the answer's tokens."""
+    """Returns, for each example, the digest of the reader's input: text prompt and answer tokens."""
     fields = encoded.readers[name]
     return [key_of(text, answer) for text, answer in zip(fields["text"].ids, fields["answer"].ids, strict=True)]
 

@@ -1,4 +1,4 @@
-"""A Test-Time-Training language model, trained from scratch on text: nothing is frozen, all of it learns."""
+"""Recipe `ttt`: trains a Test-Time-Training language model on text; nothing is frozen."""
 
 import dataclasses
 import functools
@@ -26,30 +26,31 @@ from lw_jax.training.recipe import Weights
 from sharding import rules, shards, tables
 from sharding.placement import Placement
 
-NAME = "lm"  # of the one model, among a placement's readers and a batch's
-BASELINE_TOKENS = 1 << 26  # of the training text that the n-grams are counted in
-INNER = ("first", "before", "after")  # weights under which a chunk's last token is asked for its inner loss
+NAME = "lm"  # of the model, among the readers of a placement and of a batch
+INNER_START = {"linear": 1.0, "mlp": 0.1}  # of the inner rate at step 0, even to 1 over optim.warmup_steps
+BASELINE_TOKENS = 1 << 26  # of the training text, for the n-gram counts
+INNER = ("first", "before", "after")  # fast weights for the inner loss of a chunk's last token
 
 
 class TTT:
-    """See `recipes.base.Recipe`; parameters: trainable is the tree of `models/ttt.py`, frozen {"lm": nothing}."""
+    """See `training.recipe.Recipe`. Trainable: the tree of `models/ttt.py`; frozen: {"lm": {}}."""
 
     rates = ((".*", 1.0),)
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
-        """Describes the model; an `outline` needs neither text nor, where ttt.vocab is named, a tokenizer."""
+        """Describes the model; an `outline` needs no text and, where ttt.vocab is set, no tokenizer."""
         self.cfg, self.placement, self.outline = cfg, placed, outline
         self.model = _model(cfg, self._vocab())
 
     @staticmethod
     def reader_bytes(cfg: Config) -> dict[str, int]:
-        """Returns that nothing is frozen."""
+        """Returns 0: nothing is frozen."""
         del cfg
         return {NAME: 0}
 
     @property
     def unit(self) -> tuple[str, int]:
-        """Returns that an example is a window of tokens."""
+        """Returns the unit of an example: tokens, and how many."""
         return "tokens", self.cfg.ttt.length * self.cfg.ttt.segments
 
     def _vocab(self) -> int:
@@ -67,29 +68,37 @@ class TTT:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | ByteTokenizer:
-        """Returns what turns the text into tokens."""
+        """Returns the text's tokenizer."""
         name = self.cfg.ttt.tokenizer
         return ByteTokenizer() if name == "bytes" else load_tokenizer(sources.locate_tokenizer(name))
 
     def reader_tokenizer(self) -> Tokenizer:
-        """Returns the tokenizer in the form that a model's folder holds, with the same ids."""
+        """Returns the tokenizer as a model folder stores it, with the same ids."""
         return wrap(byte_backend()) if isinstance(self.tokenizer, ByteTokenizer) else self.tokenizer
 
-    @functools.cache  # noqa: B019  (a recipe lives as long as its run)
+    # --- weights
+
     def abstract(self) -> Weights:
         """Returns both trees as shapes."""
+        return self._abstract
+
+    @functools.cached_property
+    def _abstract(self) -> Weights:
         return Weights(ttt.abstract(self.model), {NAME: {}})
 
-    @functools.cache  # noqa: B019
     def shardings(self) -> Weights:
-        """Returns where the weights lie: whole on every device, or over data where the placement is "fsdp"."""
+        """Returns both trees as NamedShardings: replicated, or over the data axis where the placement is "fsdp"."""
+        return self._shardings
+
+    @functools.cached_property
+    def _shardings(self) -> Weights:
         over = self.placement.readers[NAME].table == "fsdp"
         table = tables.LEARNER_FSDP if over else tables.TRAINABLE
         shapes = self.abstract().trainable
         return Weights(rules.shardings(table, shapes, self.placement.learner, name="ttt"), {NAME: {}})
 
     def build(self, frozen: Tree | None = None) -> Weights:
-        """Draws new weights, or takes those of ttt.source."""
+        """Initialises the weights, or loads those of ttt.source."""
         del frozen
         shardings, source = self.shardings().trainable, self.cfg.ttt.source
         if not source:
@@ -97,64 +106,67 @@ class TTT:
             return Weights(init(rngs.stream(self.cfg.seed, "ttt")), {NAME: {}})
         location = sources.locate(source)
         found = weights.describe_ttt(location)
-        wanted = dataclasses.replace(self.model, rows=0)  # a file holds no row that is no token
+        wanted = dataclasses.replace(self.model, rows=0)  # a file has no padding rows
         if found != wanted:
             raise UserError(f"config.ttt.source = {source!r} is {found}, the configuration describes {wanted}")
         fill = jax.jit(functools.partial(ttt.fill_tables, self.model), out_shardings=shardings)
         return Weights(fill(weights.load_ttt(location, shardings=shardings)), {NAME: {}})
 
     def load_frozen(self) -> Tree:
-        """Returns nothing: all of it learns."""
+        """Returns an empty tree: nothing is frozen."""
         return {NAME: {}}
 
+    # --- data
+
     def course(self) -> Paced:
-        """Returns the windows of the training text, each epoch in another order."""
+        """Returns the windows of the training text, in another order each epoch."""
         spec = self.cfg.ttt
         train = _refuse_empty(Windows(self._spans[0], self.unit[1], NAME))
-        return Paced.of(train, warmup=self.cfg.optim.warmup_steps, start=spec.inner_start)
+        return Paced.of(train, warmup=self.cfg.optim.warmup_steps, start=INNER_START[spec.inner])
 
     def validation(self) -> list[tuple[str, Windows]]:
-        """Returns the held-out windows, measured beside an unigram and a bigram of the training text."""
+        """Returns the held-out windows with the unigram and bigram baselines of the training text."""
         train, held_out = self._spans
         ids = train.corpus.read(train.start, min(len(train), BASELINE_TOKENS))
-        # The bigram's one weight is chosen on the last tenth of them, counted from the rest.
+        # The bigram's discount is tuned on the last tenth, outside the counts.
         cut = len(ids) - len(ids) // 10
         baseline = ngrams.fit(ids[:cut], self.model.vocab, tune=ids[cut:])
-        length = self.cfg.ttt.held_out_length or self.unit[1]
-        return [("", _refuse_empty(Windows(held_out, length, NAME, extra=baseline.nll, measure=True)))]
+        return [("", _refuse_empty(Windows(held_out, self.unit[1], NAME, extra=baseline.nll, measure=True)))]
 
     @functools.cached_property
     def _spans(self) -> tuple[Span, Span]:
-        """Returns the training text and the held-out one."""
-        data, spec = self.cfg.data, self.cfg.ttt
+        """Returns the training text and the held-out text."""
+        data = self.cfg.data
         tokenizer = cast(TextTokenizer, self.tokenizer)  # a cached property is no property to a type checker
         whole = corpus.pack(data.train, tokenizer, root=sources.cache_root())
         if not data.validation:
-            return whole.split(spec.held_out, length=self.unit[1])
+            return whole.split(data.held_out, length=self.unit[1])
         other = corpus.pack(data.validation, tokenizer, root=sources.cache_root())
         return Span(whole, 0, whole.tokens), Span(other, 0, other.tokens)
 
+    # --- loss
+
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
-        """Next-token cross-entropy over every token of the windows, in nats."""
+        """Returns the summed next-token cross-entropy over every token of the windows, in nats."""
         del frozen, rng
         fields = batch["readers"][NAME]
         ids, measured = fields["ids"], fields["task"] == Task("measure")
-        # The one place where these labels shift: a position's logits are of the token after it.
+        # The only label shift: a position's logits predict the next token.
         out = self._read(trainable, ids[:, :-1], fields["rate"], measured=measured)
         chunk = chunked.positions(
-            self.cfg.ttt.loss_chunk, rows=len(ids), data=shards.row_devices(self.placement.learner)
+            self.cfg.compute.logits_chunk, rows=len(ids), data=shards.row_devices(self.placement.learner)
         )
         table = decoder.head(trainable)
         targets = ids[:, 1:]
         counted = jnp.broadcast_to(fields["weights"], targets.shape)
         total, nll = chunked.summed_nll(out.hidden, table, targets, counted, chunk=chunk, vocab=self._masked)
-        told = self._details(out, nll, counted, fields) if measured else {}
-        return LossTerms(total, jnp.sum(counted), told)
+        terms = self._details(out, nll, counted, fields) if measured else {}
+        return LossTerms(total, jnp.sum(counted), terms)
 
     def _read(self, params: Tree, ids: jax.Array, rate: jax.Array, *, measured: bool) -> ttt.Output:
-        """Runs the model over a window, segment by segment where fast weights pass on."""
+        """Runs the model over a window; fast weights carry over from segment to segment."""
         spec, mode = self.cfg.ttt, self._mode(measured)
-        if spec.segments == 1 or measured:  # measured: one text, whose states pass on anyway
+        if spec.segments == 1 or measured:  # measured: one text, whose states carry over anyway
             return ttt.forward(params, self.model, ids, rate=rate, mode=mode)
         rows = ids.shape[0]
         pieces = jnp.moveaxis(ids.reshape(rows, spec.segments, spec.length), 1, 0)
@@ -171,26 +183,25 @@ class TTT:
     def _details(self, out: ttt.Output, nll: jax.Array, counted: jax.Array, fields: Tree) -> dict:
         """Returns the baselines, the inner losses and the loss by position, each as (sum, weight)."""
         rows, weight = fields["weights"][:, 0], jnp.sum(counted)
-        told = {f"nll/{name}": (jnp.sum(fields[name] * rows), weight) for name in ("unigram", "bigram")}
-        assert out.losses is not None, "the mode asks for them"
+        found = {f"nll/{name}": (jnp.sum(fields[name] * rows), weight) for name in ("unigram", "bigram")}
+        assert out.losses is not None, "the mode measures them"
         if out.losses.shape[1]:  # a text shorter than a chunk has none
             inner = jnp.mean(out.losses, axis=(0, 1, 3)) * rows[:, None]
-            told |= {f"inner/{name}": (jnp.sum(inner[:, i]), jnp.sum(rows)) for i, name in enumerate(INNER)}
+            found |= {f"inner/{name}": (jnp.sum(inner[:, i]), jnp.sum(rows)) for i, name in enumerate(INNER)}
         length, first = nll.shape[1], 0
         while first < length:  # positions 1, 2, 3 to 4, 5 to 8, ...
             last = min(max(1, 2 * first), length)
             one = counted[:, first:last]
             name = f"detail/position/{first + 1}-{last}"
-            told[name] = (jnp.sum(nll[:, first:last] * one), jnp.sum(one))
+            found[name] = (jnp.sum(nll[:, first:last] * one), jnp.sum(one))
             first = last
-        return told
+        return found
 
     def _mode(self, measured: bool) -> ttt.Mode:
         spec = self.cfg.ttt
         return ttt.Mode(
             dtype=DTYPES[self.cfg.compute.dtype],
             form=spec.form,
-            unroll=spec.unroll,
             unroll_layers=spec.unroll_layers,
             remat=self.cfg.compute.remat,
             constrain=shards.keep_rows(self.placement.learner),
@@ -199,17 +210,21 @@ class TTT:
 
     @property
     def _masked(self) -> int:
-        """Returns the vocabulary where the table has more rows, else 0."""
+        """Returns the vocabulary where the table has padding rows, else 0."""
         return self.model.vocab if self.model.rows > self.model.vocab else 0
+
+    # --- identity
 
     def identity(self) -> dict[str, str]:
         """Returns the fingerprint of the tokenizer."""
         return {"tokenizer": self.tokenizer.fingerprint}
 
     def content(self) -> dict[str, str]:
-        """Returns the names of the packed texts, which are hashes of them and of their tokens."""
+        """Returns the names of the packed texts: hashes of their bytes and tokens."""
         train, held_out = self._spans
         return {"train": train.corpus.folder.name, "validation": held_out.corpus.folder.name}
+
+    # --- planning
 
     def batch_widths(self) -> Tree:
         """Returns one training window as shapes."""
@@ -222,13 +237,13 @@ class TTT:
         return {"source": {}, "readers": {NAME: fields}, "index": jax.ShapeDtypeStruct((), np.int32)}
 
     def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
-        """Returns the arithmetic of one micro-batch."""
+        """Returns the costs of one micro-batch."""
         tokens = rows * (widths["readers"][NAME]["ids"].shape[0] - 1)
         size = jnp.dtype(DTYPES[self.cfg.compute.dtype]).itemsize
         unrolled = self.cfg.ttt.unroll_layers >= self.model.layers
         found = arithmetic.learned_at_test_time(self.model, tokens, self.cfg.compute.remat, size, unrolled=unrolled)
         head = 2 * tokens * self.model.width * (self.model.rows or self.model.vocab)
-        at_once = min(self.cfg.ttt.loss_chunk or tokens, tokens)
+        at_once = min(self.cfg.compute.logits_chunk or tokens, tokens)
         logits = at_once * (self.model.rows or self.model.vocab) * 4.0
         whole = dataclasses.replace(
             found,
@@ -243,8 +258,8 @@ class TTT:
 def _refuse_empty(windows: Windows) -> Windows:
     if not len(windows):
         raise UserError(
-            f"{windows.span.corpus.source}: {len(windows.span)} tokens hold no window of {windows.length} + 1; give "
-            "more text, or lower config.ttt.length, ttt.segments or ttt.held_out_length"
+            f"{windows.span.corpus.source}: {len(windows.span)} tokens, fewer than a window of {windows.length} + 1; "
+            "give more text, or lower config.ttt.length or ttt.segments"
         )
     return windows
 

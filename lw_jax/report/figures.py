@@ -1,6 +1,6 @@
-"""Pictures of runs and evaluations, from plain values: as PNG files, or as SVG inside a page.
+"""Figures of runs and evaluations from plain values, as PNG files or as SVG inside a page.
 
-It knows matplotlib and neither JAX nor files, so that a report of a run starts no device.
+Imports matplotlib and no JAX, so that a report starts no device.
 """
 
 import dataclasses
@@ -22,9 +22,9 @@ from lw_jax.evals.curve import Curve
 REFERENCES = {"text": ("the text itself", "-"), "none": ("no context", ":")}  # row -> (name, line) in the picture
 QUALITIES = {"nll": "NLL, nats a token", "f1": "F1"}
 MARKERS = {16: "o", 8: "s", 6: "D", 4: "^", 2: "v"}  # by bits a value
-COLOURS = matplotlib.color_sequences["petroff10"]  # told apart by colour-blind eyes too [Petroff, 2021]
-matplotlib.rcParams["text.parse_math"] = False  # names of tasks and readers are words, "$" among them
-FEW = 40  # points of a line; up to so many each one is marked
+COLOURS = matplotlib.color_sequences["petroff10"]  # distinct for colour-blind readers too [Petroff, 2021]
+matplotlib.rcParams["text.parse_math"] = False  # names of tasks and readers may hold "$"
+FEW = 40  # a line of at most so many points marks each one
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,22 +34,22 @@ class Line:
     label: str
     steps: Sequence[float]
     values: Sequence[float]
-    colour: int | None = None  # of COLOURS; None: the page's own
+    colour: int | None = None  # index into COLOURS; None: the text colour
     style: str = "-"
 
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-    """Lines that share an axis."""
+    """Lines on one axis."""
 
     title: str
-    unit: str  # of the values, with their name
+    unit: str  # label and unit of the values
     lines: Sequence[Line]
     is_logarithmic: bool
 
 
 def draw_panels(panels: Sequence[Panel], *, borders: Sequence[tuple[str, int]] = ()) -> Figure:
-    """Returns the panels above each other, over the same steps.
+    """Returns the panels in one column over the same steps.
 
     Args:
         panels: at least one.
@@ -86,7 +86,7 @@ def draw_panels(panels: Sequence[Panel], *, borders: Sequence[tuple[str, int]] =
 
 
 def _leads(value: float) -> bool:
-    """Tells whether a minor tick of a logarithmic axis is 2 or 5 times a power of ten."""
+    """Returns whether a minor tick of a logarithmic axis is 2 or 5 times a power of ten."""
     return round(value / 10 ** math.floor(math.log10(value) + 1e-9)) in (2, 5)
 
 
@@ -106,7 +106,7 @@ def _draw_borders(panel: Axes, borders: Sequence[tuple[str, int]], *, named: boo
 
 
 def draw_slots(similarity: Sequence[Sequence[float]]) -> Figure:
-    """Returns the heat map of a square of cosines; blue is alike, red opposite."""
+    """Returns the heat map of a matrix of cosines: blue is 1, red is -1."""
     figure = Figure(figsize=(5.2, 4.4), layout="constrained")
     panel = figure.subplots()
     image = panel.imshow(np.asarray(similarity, float), cmap="RdBu", vmin=-1, vmax=1, interpolation="none")
@@ -119,10 +119,10 @@ def draw_slots(similarity: Sequence[Sequence[float]]) -> Figure:
 
 
 def draw_positions(names: Sequence[str], losses: Sequence[float]) -> Figure:
-    """Returns perplexity over stretches of positions that double, the first of them on the left; losses in nats."""
+    """Returns perplexity over ranges of positions that double in length; losses in nats."""
     figure = Figure(figsize=(10, 3), layout="constrained")
     panel = figure.subplots()
-    with np.errstate(over="ignore"):  # of a loss far out of range; infinite is not drawn
+    with np.errstate(over="ignore"):  # a very large loss becomes infinite and is not drawn
         perplexities = np.exp(np.asarray(losses, float))
     panel.plot(range(len(names)), perplexities, color=COLOURS[0], marker="o", linewidth=1.5)
     panel.set_xticks(range(len(names)), names)
@@ -133,9 +133,9 @@ def draw_positions(names: Sequence[str], losses: Sequence[float]) -> Figure:
 
 
 def draw_sweep(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
-    """Returns samples a second and memory over the batch, a line for each number of slots.
+    """Returns samples a second and memory over the batch, one line for each number of slots.
 
-    Rows: {"slots", "batch", "samples_per_second", "peak_bytes"}, the last two None where nothing fits.
+    Rows: {"slots", "batch", "samples_per_second", "peak_bytes"}, the last two None where the batch does not fit.
     """
     figure = Figure(figsize=(10, 4), layout="constrained")
     speed, memory = figure.subplots(1, 2)
@@ -157,11 +157,11 @@ def draw_sweep(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
 
 
 def to_svg(figure: Figure, *, label: str) -> str:
-    """Returns an <svg> element for a page: text stays text, black takes the page's colour, the ground is left out.
+    """Returns an <svg> element for a page: text stays text, black becomes the page's text colour, no background.
 
     Args:
         figure: any.
-        label: what it shows, for who cannot see it; plain words.
+        label: its description for screen readers, plain text.
     """
     file = StringIO()
     nothing = dict.fromkeys(("Date", "Creator", "Format", "Type"))
@@ -169,16 +169,16 @@ def to_svg(figure: Figure, *, label: str) -> str:
         figure.savefig(file, format="svg", transparent=True, metadata=nothing)
     text = file.getvalue()
     text = re.sub(r"<metadata>.*?</metadata>", "", text[text.index("<svg") :], flags=re.DOTALL)
-    # A page holds several pictures: the names of groups would repeat, only what is referred to needs one.
+    # Several figures share a page: drop the ids of groups, which would repeat; only referenced ids are needed.
     text = re.sub(r' id="[a-zA-Z][\w.]*_\d+"', "", text)
     text = re.sub(r' xmlns(:\w+)?="[^"]*"| version="[^"]*"', "", text).replace("xlink:href", "href")
     text = text.replace("#000000", "currentColor")
-    words = label.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
-    return text.replace("<svg", f'<svg role="img" aria-label="{words}"', 1)
+    text_label = label.replace("&", "&amp;").replace("<", "&lt;").replace('"', "&quot;")
+    return text.replace("<svg", f'<svg role="img" aria-label="{text_label}"', 1)
 
 
 def draw_curve(curve: Curve) -> Figure:
-    """Returns the picture: a panel for each reader, a line for each (slots, width), markers by bits."""
+    """Returns the byte curve: a panel for each reader, a line for each (slots, width), markers by bits."""
     readers = list(dict.fromkeys(point["reader"] for point in curve.points))
     figure = Figure(figsize=(10, 1.6 + 3.2 * len(readers)), layout="constrained")
     panels = figure.subplots(len(readers), 1, sharex=True, squeeze=False)[:, 0]
@@ -202,11 +202,11 @@ def _draw_reader(panel: Axes, curve: Curve, reader: str) -> None:
     found = {name: row[curve.quality] for name, row in curve.references.get(reader, {}).items()}
     levels = {name: level for name, level in found.items() if math.isfinite(level)}
     for name, level in levels.items():
-        words, style = REFERENCES[name]
+        label, style = REFERENCES[name]
         panel.axhline(level, color="black", linestyle=style, linewidth=1)
-        # Two levels may lie close: the higher one's name stands above it, the lower one's below.
+        # Two levels may be close: the higher one is labelled above, the lower one below.
         side = "bottom" if level == max(levels.values()) else "top"
-        panel.annotate(words, (1.01, level), xycoords=("axes fraction", "data"), va=side, fontsize=8)
+        panel.annotate(label, (1.01, level), xycoords=("axes fraction", "data"), va=side, fontsize=8)
     for size in curve.text_bytes.values():
         panel.axvline(size, color="gray", linestyle="--", linewidth=1, zorder=1)
     panel.set_xscale("log", base=2)
@@ -216,7 +216,7 @@ def _draw_reader(panel: Axes, curve: Curve, reader: str) -> None:
 
 
 def _name_codings(panel: Axes, text_bytes: dict[str, float]) -> None:
-    """Writes each coding's name and size above its line, at a height of its own: codings of one text lie close."""
+    """Labels each coding's line with name and size at its own height: codings of one text are close."""
     for level, (name, size) in enumerate(sorted(text_bytes.items(), key=lambda item: -item[1])):
         height = 1.03 + 0.075 * level
         line = Line2D([size, size], [1, height], color="gray", linestyle="--", linewidth=1, clip_on=False)

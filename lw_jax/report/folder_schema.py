@@ -1,6 +1,6 @@
-"""The files of a run's folder as types: what training, evaluation and benchmarks write there and a page reads.
+"""Types of the files in a run's folder, as training, evaluation and benchmarks write them and the page reads them.
 
-Fields that a page does not show are not listed; they are let pass and left out.
+Fields that the page does not show are not listed; they are allowed and ignored.
 """
 
 from typing import Annotated, Literal, NotRequired, TypedDict
@@ -10,7 +10,7 @@ from msgspec import Meta
 from lw_jax.core.schema import Index, Size
 
 Figure = Annotated[float, Meta(ge=-1e30, le=1e30)]
-Known = Figure | None  # null for what is no number
+Known = Figure | None  # null where it is not finite
 Positive = Annotated[float, Meta(gt=0, le=1e30)]
 Count = Annotated[int, Meta(ge=0, le=2**62)]
 Word = Annotated[str, Meta(max_length=10_000)]
@@ -35,7 +35,7 @@ class Row(TypedDict):
 
 
 class Between(TypedDict, total=False):
-    """One reader's figures between its rows; absent where a row was not asked for."""
+    """One reader's comparison of its rows; absent where a row was not measured."""
 
     normalised_f1: Known
     normalised_f1_interval: Interval
@@ -50,7 +50,7 @@ class Between(TypedDict, total=False):
 
 
 class Score(TypedDict):
-    """What is answered together, or by one reader alone."""
+    """Scores of joint answers, or of one reader's."""
 
     em: Known
     em_interval: Interval
@@ -60,7 +60,7 @@ class Score(TypedDict):
 
 
 class Joint(TypedDict):
-    """What readers answer together."""
+    """Joint answers of all readers."""
 
     joint: Score
     oracle: Score
@@ -71,7 +71,7 @@ class Joint(TypedDict):
 
 
 class Geometry(TypedDict, total=False):
-    """How much the latents differ."""
+    """Rank and cosines of the latents."""
 
     inputs: Count
     effective_rank: Known
@@ -101,7 +101,7 @@ class Point(TypedDict):
 
 
 class Reference(TypedDict, total=False):
-    """What a point is held against."""
+    """A reference row of the curve."""
 
     nll: Known
     f1: Known
@@ -123,7 +123,7 @@ class Curve(TypedDict):
     references: Annotated[dict[Word, References], Meta(max_length=64)]
 
 
-# by coding, among them "UTF-8": what the others are a share of
+# by coding; "UTF-8" is the base of the shares
 TextBytes = TypedDict(
     "TextBytes",
     {"UTF-8": Positive, "gzip": NotRequired[Positive], "zstd": NotRequired[Positive], "brotli": NotRequired[Positive]},
@@ -139,7 +139,7 @@ class Evaluation(TypedDict):
     joint: Joint | None
     latents: Geometry
     curve: Curve | None
-    text_bytes: TextBytes | None  # as `curve`: null where none was asked for
+    text_bytes: TextBytes | None  # null without a curve
     counts: dict[Word, Count]
 
 
@@ -157,7 +157,7 @@ class Prediction(TypedDict):
 
 
 class Device(TypedDict):
-    """A row of devices.jsonl: means over so many samples."""
+    """A row of devices.jsonl: means over `samples` samples."""
 
     device: Word
     samples: Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -172,7 +172,7 @@ class Device(TypedDict):
 
 
 class Hardware(TypedDict, total=False):
-    """hardware.json: what the run was on last."""
+    """hardware.json: the run's last devices."""
 
     devices: Index
 
@@ -209,7 +209,7 @@ Dtype = Annotated[str, Meta(pattern=r"^(bool|[a-z]+[0-9]{1,3}(_[a-z0-9]+)?)$")]
 
 
 class Leaves(TypedDict):
-    """The part of a checkpoint's record.json that a page shows."""
+    """The part of a checkpoint's record.json that the page shows."""
 
     leaves: dict[Word, tuple[Shape, Dtype]]
 

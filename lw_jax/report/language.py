@@ -1,4 +1,4 @@
-"""A language model's run as panels and tables of words: what its log, its last checkpoint and its devices say."""
+"""Panels and tables of a language model's run, from its log, last checkpoint and device samples."""
 
 import dataclasses
 import math
@@ -19,16 +19,16 @@ SECTIONS = {
 }
 BASELINES = {"unigram": ":", "bigram": "--"}  # name -> line in the picture
 INNER = {
-    "first": "under the learned start",
-    "before": "before the chunk's step",
-    "after": "after it",
-}  # what `recipes/ttt.py` measures of a chunk's last token
+    "first": "initial weights",
+    "before": "before the chunk's update",
+    "after": "after the update",
+}  # inner loss of a chunk's last token, as recipe `ttt` measures it
 POSITION = re.compile(r"validation/detail/position/([0-9]{1,9})-([0-9]{1,9})")
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
-    """The mean loss over some positions of a window, counted from 1."""
+class Span:
+    """Mean loss over a range of positions in a window, counted from 1."""
 
     first: int
     last: int
@@ -36,23 +36,23 @@ class Stretch:
 
     @property
     def name(self) -> str:
-        """Returns "5-8", of a single one "5"."""
+        """Returns "5-8", or "5" for a single position."""
         return f"{self.first}-{self.last}" if self.last > self.first else str(self.first)
 
 
 def describe(run: Run) -> str:
-    """Returns the model in words."""
+    """Returns one line about the model."""
     spec, count = run.cfg.ttt, parameters(run)
-    words = f"TTT-{'Linear' if spec.inner == 'linear' else 'MLP'}, {spec.backbone} backbone, "
-    words += f"{spec.layers} layers of {spec.width}, {spec.heads} heads, windows of {window(run):,} tokens"
-    return words + (f", {count:,} parameters" if count else "")
+    text = f"TTT-{'Linear' if spec.inner == 'linear' else 'MLP'}, {spec.backbone} backbone, "
+    text += f"{spec.layers} layers of {spec.width}, {spec.heads} heads, windows of {window(run):,} tokens"
+    return text + (f", {count:,} parameters" if count else "")
 
 
 def parameters(run: Run) -> int:
-    """Returns how many values were trained, without the table's rows that are no token; 0 before a checkpoint."""
+    """Returns the number of trained values without the table's padding rows; 0 before a checkpoint."""
     spec, table = run.cfg.ttt, run.leaves.get("trainable/embed")
-    spare = max(0, table[0][0] - spec.vocab) if table and spec.vocab else 0
-    return _values(run, "trainable/") - spare * spec.width
+    padding = max(0, table[0][0] - spec.vocab) if table and spec.vocab else 0
+    return _values(run, "trainable/") - padding * spec.width
 
 
 def window(run: Run) -> int:
@@ -61,21 +61,21 @@ def window(run: Run) -> int:
 
 
 def verdict(run: Run) -> Verdict:
-    """Returns the last held-out loss beside what counting words alone reaches on the same text."""
-    told = [row for row in run.metrics if "validation/loss" in row]
-    if not told:
-        return Verdict("none", "nothing held out was measured yet")
-    row = told[-1]
+    """Returns the last held-out loss beside the n-gram baselines on the same text."""
+    rows = [row for row in run.metrics if "validation/loss" in row]
+    if not rows:
+        return Verdict("none", "no validation yet")
+    row = rows[-1]
     loss = to_number(row["validation/loss"])
-    beside = {name: to_number(row.get(f"validation/nll/{name}")) for name in BASELINES}
-    words = f"step {row['step']:,}: held-out loss {number(loss, 3)} nats a token, perplexity {perplexity(loss)}"
-    words += "; the same text by " + ", by ".join(f"{name} {number(value, 3)}" for name, value in beside.items())
-    known = [value for value in beside.values() if math.isfinite(value)]
+    baselines = {name: to_number(row.get(f"validation/nll/{name}")) for name in BASELINES}
+    text = f"step {row['step']:,}: held-out loss {number(loss, 3)} nats a token, perplexity {perplexity(loss)}"
+    text += "; baselines: " + ", ".join(f"{name} {number(value, 3)}" for name, value in baselines.items())
+    known = [value for value in baselines.values() if math.isfinite(value)]
     if not math.isfinite(loss) or not known:
-        return Verdict("none", words)
+        return Verdict("none", text)
     if loss < min(known):
-        return Verdict("carries", f"{words}: below {'both' if len(known) > 1 else 'it'}")
-    return Verdict("none", f"{words}: not below all of them")
+        return Verdict("carries", f"{text}: below {'both' if len(known) > 1 else 'the known one'}")
+    return Verdict("none", f"{text}: not below all of them")
 
 
 def training(run: Run) -> list[Panel]:
@@ -101,20 +101,20 @@ def validation(run: Run) -> list[Panel]:
     )
 
 
-def positions(run: Run) -> tuple[int, list[Stretch]]:
-    """Returns the step of the last validation that measured them, and the stretches in their order."""
+def positions(run: Run) -> tuple[int, list[Span]]:
+    """Returns the step of the last validation with losses by position, and the losses in order."""
     for row in reversed(run.metrics):
         found = [(match, value) for name, value in row.items() if (match := POSITION.fullmatch(name))]
         if found:
-            stretches = [Stretch(int(match[1]), int(match[2]), to_number(value)) for match, value in found]
-            return row["step"], sorted(stretches, key=lambda one: one.first)
+            spans = [Span(int(match[1]), int(match[2]), to_number(value)) for match, value in found]
+            return row["step"], sorted(spans, key=lambda one: one.first)
     return 0, []
 
 
-def by_position(found: Sequence[Stretch]) -> Table:
-    """Returns the stretches as a table."""
+def by_position(found: Sequence[Span]) -> Table:
+    """Returns the losses by position as a table."""
     rows = [(one.name, str(one.last - one.first + 1), number(one.loss, 3), perplexity(one.loss)) for one in found]
-    return Table(("positions", "how many", "nats a token", "perplexity"), rows)
+    return Table(("positions", "count", "nats a token", "perplexity"), rows)
 
 
 def speed(run: Run) -> Table | None:
@@ -126,51 +126,51 @@ def speed(run: Run) -> Table | None:
     if devices:
         rows.append((f"tokens/s a device, of {devices}", *_spread([one / devices for one in tokens], 0)))
     rows.append(("seconds a step", *_spread(_finite(run, "train/seconds_per_step"), 4)))
-    return Table(("of the logged steps", "median", "middle half", "from .. to", "times logged"), rows)
+    return Table(("over the logged steps", "median", "quartiles", "min .. max", "samples"), rows)
 
 
 def tokens_a_step(run: Run) -> str:
-    """Returns the effective batch in words."""
+    """Returns the effective batch as text."""
     batch, length = run.cfg.train.global_batch, window(run)
-    return f"{batch:,} windows x {length:,} tokens = {batch * length:,} tokens a step, over all devices together"
+    return f"{batch:,} windows x {length:,} tokens = {batch * length:,} tokens a step over all devices"
 
 
 def balance(run: Run) -> str:
-    """Returns how far the devices' loads lie apart; nothing where no utilisation was sampled."""
+    """Returns the spread of the devices' utilisation; empty where none was sampled."""
     groups = by_device(row for row in run.devices if "utilisation" in row)
     if not groups:
         return ""
     means = [mean_of(rows, "utilisation") for rows in groups.values()]
     if len(means) == 1:
         return f"Utilisation of the one device: {means[0]:.1%}."
-    apart = (max(means) - min(means)) / 2 / statistics.mean(means) if any(means) else 0.0
-    return f"Utilisation of {len(means)} devices: {min(means):.1%} .. {max(means):.1%}, ±{apart:.1%} about their mean."
+    spread = (max(means) - min(means)) / 2 / statistics.mean(means) if any(means) else 0.0
+    return f"Utilisation of {len(means)} devices: {min(means):.1%} .. {max(means):.1%}, ±{spread:.1%} about their mean."
 
 
 def memory(run: Run) -> Table | None:
-    """Returns weights, optimizer, activations and peak with where each is known from; None where nothing is."""
-    saved = "the shapes in the last checkpoint, of the whole model"
+    """Returns weights, optimizer, activations and peak with the source of each; None where none is known."""
+    saved = "shapes in the last checkpoint (whole model)"
     cells: dict[str, tuple[float | None, str]] = {}
     if run.leaves:
         cells["weights"] = (_bytes(run, "trainable/"), saved)
         cells["optimizer"] = (_bytes(run, "opt_state/"), saved)
-    alike = _alike(run)
-    if alike:
-        where = f"{alike['kind']}, {alike['devices']} x {alike['target']}, {alike['peak_from']}"
+    matching = _matching_row(run)
+    if matching:
+        where = f"{matching['kind']}, {matching['devices']} x {matching['target']}, {matching['peak_from']}"
         for name in ("weights", "optimizer", "activation", "peak"):
-            cells.setdefault(name, (alike[f"{name}_bytes"], where))
+            cells.setdefault(name, (matching[f"{name}_bytes"], where))
     peaks = [row["peak_bytes"] for row in run.devices if "peak_bytes" in row]
     if peaks:
-        cells["peak"] = (max(peaks), "this run's fullest device, devices.jsonl")
+        cells["peak"] = (max(peaks), "devices.jsonl, maximum over devices")
     if not cells:
         return None
-    words = {"weights": "weights", "optimizer": "optimizer", "activation": "activations and gradients", "peak": "peak"}
-    told = [(words[name], size(cells[name][0]), cells[name][1]) for name in words if name in cells]
-    return Table(("of one device", "bytes", "known from"), told, words=frozenset({2}))
+    text = {"weights": "weights", "optimizer": "optimizer", "activation": "activations and gradients", "peak": "peak"}
+    rows = [(text[name], size(cells[name][0]), cells[name][1]) for name in text if name in cells]
+    return Table(("of one device", "bytes", "source"), rows, text_columns=frozenset({2}))
 
 
-def _alike(run: Run) -> dict[str, Any] | None:
-    """Returns the row of scaling.json whose step is this run's; what was measured before what was planned."""
+def _matching_row(run: Run) -> dict[str, Any] | None:
+    """Returns the row of scaling.json with this run's shapes, a measured one first."""
     batch, devices = run.cfg.train.global_batch, device_count(run)
     count = _values(run, "trainable/")
     found = [
@@ -185,12 +185,12 @@ def _alike(run: Run) -> dict[str, Any] | None:
 
 
 def device_count(run: Run) -> int:
-    """Returns how many devices the run was on; 0 where that was not kept."""
+    """Returns the run's number of devices; 0 where it was not recorded."""
     return int(run.hardware.get("devices", 0)) or len({row["device"] for row in run.devices})
 
 
 def number(value: float, digits: int) -> str:
-    """Returns a figure in words, "unknown" for what is no number."""
+    """Returns a formatted number; "unknown" where it is not finite."""
     return f"{value:,.{digits}f}" if math.isfinite(value) else "unknown"
 
 
@@ -200,7 +200,7 @@ def perplexity(loss: float) -> str:
 
 
 def size(count: float | None) -> str:
-    """Returns bytes in words."""
+    """Returns bytes as GB or MB."""
     if count is None:
         return "unknown"
     return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"
@@ -225,9 +225,9 @@ def _finite(run: Run, name: str) -> list[float]:
 
 
 def _spread(values: Iterable[float], digits: int) -> tuple[str, str, str, str]:
-    told = sorted(values)
-    if not told:
+    ordered = sorted(values)
+    if not ordered:
         return "unknown", "", "", "0"
-    low, middle, high = statistics.quantiles(told, n=4, method="inclusive") if len(told) > 1 else told * 3
-    span = f"{number(told[0], digits)} .. {number(told[-1], digits)}"
-    return number(middle, digits), f"{number(low, digits)} .. {number(high, digits)}", span, str(len(told))
+    low, middle, high = statistics.quantiles(ordered, n=4, method="inclusive") if len(ordered) > 1 else ordered * 3
+    span = f"{number(ordered[0], digits)} .. {number(ordered[-1], digits)}"
+    return number(middle, digits), f"{number(low, digits)} .. {number(high, digits)}", span, str(len(ordered))

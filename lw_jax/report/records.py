@@ -1,4 +1,4 @@
-"""What a run's folder holds, read for a page; what is not there yet is empty."""
+"""Contents of a run's folder for its page; missing files are empty."""
 
 import dataclasses
 import math
@@ -15,9 +15,9 @@ from lw_jax.report import folder_schema
 from lw_jax.training.run_folder import read_config, read_metrics, read_rows
 
 TEXTS = ("config.diff", "command.txt", "versions.json")
-REMEDY = "the file must be as this version writes it: remove it, or make it anew with its verb"
+REMEDY = "the file must be as this version writes it: remove it, or write it anew with its command"
 READERS = 64  # panels of a picture
-LARGEST = 1e30  # what a picture can draw; beyond it a logged value counts as infinite
+LARGEST = 1e30  # drawable; beyond it a logged value counts as infinite
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +38,12 @@ class Run:
     texts: dict[str, str]  # of TEXTS, those that are there
 
     def command(self, verb: str, *flags: str) -> str:
-        """Returns the command that makes something of this run."""
+        """Returns a command on this run."""
         return shlex.join(("python", "run.py", verb, "--workdir", str(self.workdir), *flags))
 
     @property
-    def words(self) -> list[str]:
-        """The words of the command that started the run."""
+    def arguments(self) -> list[str]:
+        """Arguments of the command that started the run."""
         try:
             return shlex.split(self.texts.get("command.txt", ""))
         except ValueError as error:  # an open quotation mark
@@ -51,22 +51,22 @@ class Run:
 
     @property
     def training(self) -> str:
-        """The command that goes on training."""
+        """The command that resumes training."""
         command = self.texts.get("command.txt", "").strip()
         return f"python {command}" if command else self.command("train", "--config", "FILE")
 
     @property
     def curve(self) -> Curve | None:
-        """The byte curve, where one was measured; NaN for what was no number."""
-        told = self.evaluation.get("curve")
-        return _to_nan(Curve(**told, text_bytes=self.evaluation["text_bytes"])) if told else None
+        """The byte curve, None where none was measured; NaN for null."""
+        found = self.evaluation.get("curve")
+        return _to_nan(Curve(**found, text_bytes=self.evaluation["text_bytes"])) if found else None
 
 
 def read(workdir: Path) -> Run:
-    """Returns what the folder holds.
+    """Returns the folder's contents.
 
     Raises:
-      UserError: it is no run's, or a file is not as training or evaluation wrote it.
+      UserError: not a run's folder, or a file that is not as training or evaluation writes it.
     """
     log = workdir / "metrics.jsonl"
     return Run(
@@ -88,7 +88,7 @@ def read(workdir: Path) -> Run:
 
 
 def to_number(value: Any) -> float:
-    """Returns a number as a log holds it: NaN for null, "nan" and "inf" for what JSON has no word for."""
+    """Returns a logged number: NaN for null; "nan" and "inf" are strings, for JSON has neither."""
     number = float("nan") if value is None else float(value)
     return math.copysign(math.inf, number) if abs(number) > LARGEST else number
 
@@ -106,25 +106,25 @@ def _read_rows(path: Path, kind: Any) -> list[dict[str, Any]]:
 
 
 def _read_evaluation(path: Path) -> dict[str, Any]:
-    told = _read(path, folder_schema.Evaluation, {})
-    curve = told.get("curve")
+    found = _read(path, folder_schema.Evaluation, {})
+    curve = found.get("curve")
     if curve is None:
-        return told
-    if told["text_bytes"] is None:
+        return found
+    if found["text_bytes"] is None:
         raise UserError(f"{path}: text_bytes is null beside a curve, which shows them; {REMEDY}")
     quality = curve["quality"]
-    held = [("points", curve["points"])]
-    held += [(f"references.{reader}", list(rows.values())) for reader, rows in curve["references"].items()]
-    for name, rows in held:
+    series = [("points", curve["points"])]
+    series += [(f"references.{reader}", list(rows.values())) for reader, rows in curve["references"].items()]
+    for name, rows in series:
         if not all(quality in row for row in rows):
             raise UserError(f"{path}: curve.{name}: a row has no {quality!r}, which the curve shows; {REMEDY}")
     if len({point["reader"] for point in curve["points"]}) > READERS:
         raise UserError(f"{path}: curve.points: more than {READERS} readers; {REMEDY}")
-    return told
+    return found
 
 
 def _read_slots(path: Path) -> list[list[float]]:
-    """Returns the cosines between slots, a square; NaN for what was no number."""
+    """Returns the square matrix of cosines between slots; NaN for null."""
     found = _read(path, folder_schema.Slots, [])
     if any(len(row) != len(found) for row in found):
         raise UserError(f"{path}: {len(found)} rows, not all of {len(found)} values; {REMEDY}")
@@ -132,7 +132,7 @@ def _read_slots(path: Path) -> list[list[float]]:
 
 
 def _read_leaves(folder: Path) -> dict[str, Any]:
-    """Returns the shapes of the newest checkpoint that is whole; a record appears in its folder before a rename."""
+    """Returns the shapes of the newest complete checkpoint, which has its final name."""
     steps = [path for path in folder.glob("*/record.json") if path.parent.name.isdecimal()]
     newest = max(steps, key=lambda path: int(path.parent.name), default=None)
     return _read(newest, folder_schema.Saved, {"record": {"leaves": {}}})["record"]["leaves"] if newest else {}

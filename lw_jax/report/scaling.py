@@ -1,4 +1,4 @@
-"""The rows of scaling.json (benchmarks/scaling.py) as tables of words, measured ones before planned ones."""
+"""Tables of scaling.json (benchmarks/scaling.py), measured rows before planned ones."""
 
 import dataclasses
 import shlex
@@ -11,17 +11,17 @@ from lw_jax.report.records import Run
 from lw_jax.report.tables import Table
 
 KINDS = {
-    "weak": ("Weak scaling", "the batch of a device stays the same"),
-    "strong": ("Strong scaling", "the batch of all devices together stays the same"),
-    "length": ("Lengths of text", "as many tokens a step in longer windows"),
-    "batch": ("Batch of one device", "the whole batch in one piece"),
+    "weak": ("Weak scaling", "constant batch per device"),
+    "strong": ("Strong scaling", "constant global batch"),
+    "length": ("Window length", "constant tokens a step"),
+    "batch": ("Batch of one device", "without accumulation"),
 }
-ALWAYS = ("weak", "strong", "length")  # told as missing where there are none
-CARDS = "h100x8"  # that the missing rows are planned for
-HEAD = {  # heading -> whether it holds words
-    **{"kind": True, "card": True, "devices": False, "window": False, "batch": False, "micro x acc.": False},
+ALWAYS = ("weak", "strong", "length")  # named as missing where there are none
+CARDS = "h100x8"  # target of the command for missing planned rows
+HEAD = {  # heading -> whether it is a text column
+    **{"kind": True, "target": True, "devices": False, "window": False, "batch": False, "micro x acc.": False},
     **{"remat": True, "s/step": False, "tokens/s": False, "a device": False, "efficiency": False, "MFU": False},
-    **{"weights": False, "optimizer": False, "activations": False, "peak": False, "bytes from": True},
+    **{"weights": False, "optimizer": False, "activations": False, "peak": False, "memory from": True},
 }
 
 
@@ -30,22 +30,22 @@ class Shown:
     """One scaling's rows."""
 
     title: str
-    what: str
+    note: str
     table: Table
 
 
 def tables(run: Run) -> list[Shown]:
     """Returns each scaling that has rows."""
     found = []
-    for name, (title, what) in KINDS.items():
+    for name, (title, note) in KINDS.items():
         rows = [row for row in run.scaling if row["scaling"] == name]
         if rows:
-            found.append(Shown(title, what, table(rows)))
+            found.append(Shown(title, note, table(rows)))
     return found
 
 
 def missing(run: Run) -> list[tuple[str, str]]:
-    """Returns what was not measured or planned yet, with the commands."""
+    """Returns (missing rows, command that adds them)."""
     found = []
     for kind, flags in (("measured", ("--measured",)), ("planned", ("--planned", CARDS))):
         there = {row["scaling"] for row in run.scaling if row["kind"] == kind}
@@ -57,34 +57,34 @@ def missing(run: Run) -> list[tuple[str, str]]:
 
 def command(run: Run, *flags: str) -> str:
     """Returns the command that adds rows, with the configuration that the run was started with."""
-    assignments, words = config_file.take_assignments(run.words)
-    spec = next((after for word, after in zip(words, words[1:], strict=False) if word == "--config"), "FILE")
-    equal = [word.removeprefix("--config=") for word in words if word.startswith("--config=")]
+    assignments, arguments = config_file.take_assignments(run.arguments)
+    spec = next((after for word, after in zip(arguments, arguments[1:], strict=False) if word == "--config"), "FILE")
+    equal = [word.removeprefix("--config=") for word in arguments if word.startswith("--config=")]
     changes = [f"--config.{path}={value}" for path, value in assignments.items()]
     start = ("python", "benchmarks/scaling.py", "--config", *(equal or [spec]), *changes)
     return shlex.join((*start, "--workdir", str(run.workdir), *flags))
 
 
 def configurations(run: Run) -> str:
-    """Returns which configurations the rows are of, with their sizes; a table's rows that are no token are in them."""
+    """Returns the rows' configurations with their sizes, the table's padding rows included."""
     found = dict.fromkeys(f"{row['config']} ({row['parameters']:,} trained values)" for row in run.scaling)
     return ", ".join(found)
 
 
 def shares_cores(run: Run) -> bool:
-    """Says whether some devices were virtual ones of one processor."""
+    """Returns whether some devices were virtual CPU devices."""
     return any(row["kind"] == "measured" and row["target"] == "cpu" and row["devices"] > 1 for row in run.scaling)
 
 
 def table(rows: Sequence[dict[str, Any]]) -> Table:
-    """Returns the rows as words, measured before planned; planned ones are named in `Table.muted`."""
+    """Returns the rows as text, measured before planned; `Table.muted` has the planned ones."""
     ordered = sorted(rows, key=lambda row: (row["kind"] != "measured", row["target"], row["config"], *_place(row)))
     cells = [_cells(row, efficiency(row, rows)) for row in ordered]
     muted = frozenset(i for i, row in enumerate(ordered) if row["kind"] != "measured")
-    kept = [i for i in range(len(HEAD)) if any(line[i] for line in cells)]
-    names, words = list(HEAD), list(HEAD.values())
-    held = frozenset(place for place, i in enumerate(kept) if words[i])
-    return Table([names[i] for i in kept], [[line[i] for i in kept] for line in cells], muted, held)
+    shown = [i for i in range(len(HEAD)) if any(line[i] for line in cells)]
+    names, is_text = list(HEAD), list(HEAD.values())
+    texts = frozenset(place for place, i in enumerate(shown) if is_text[i])
+    return Table([names[i] for i in shown], [[line[i] for i in shown] for line in cells], muted, texts)
 
 
 def _place(row: dict[str, Any]) -> tuple[int, int, int]:
@@ -92,7 +92,7 @@ def _place(row: dict[str, Any]) -> tuple[int, int, int]:
 
 
 def efficiency(row: dict[str, Any], rows: Sequence[dict[str, Any]]) -> float | None:
-    """Returns tokens/s a device over those of one device alone, None where that was not timed the same way."""
+    """Returns tokens/s a device over those of one device alone, None where that was not timed alike."""
     if row["scaling"] not in ("weak", "strong") or not row["tokens_per_second"]:
         return None
     same = ("kind", "scaling", "target", "config", "length")
@@ -109,8 +109,8 @@ def _cells(row: dict[str, Any], gained: float | None) -> list[str]:
         return [*cells, "", row["obstacle"], *[""] * (len(HEAD) - 7)]
     cells += [f"{row['micro_batch']} x {row['accumulation']}", row["remat"], _number(seconds, 4)]
     if seconds and "step_seconds_least" in row and "step_seconds_most" in row:
-        apart = (row["step_seconds_most"] - row["step_seconds_least"]) / 2 / seconds
-        cells[-1] += f" ±{100 * apart:.0f} %"
+        spread = (row["step_seconds_most"] - row["step_seconds_least"]) / 2 / seconds
+        cells[-1] += f" ±{100 * spread:.0f} %"
     cells += [_number(rate, 0), _number(rate and rate / row["devices"], 0)]
     cells += ["" if share is None else f"{100 * share:.1f} %" for share in (gained, row["mfu"])]
     cells += [size(row[f"{name}_bytes"]) for name in ("weights", "optimizer", "activation", "peak")]

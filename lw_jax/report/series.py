@@ -1,4 +1,4 @@
-"""A run's log as lines over its steps."""
+"""Panels of a run's log over its steps."""
 
 import dataclasses
 import math
@@ -11,11 +11,11 @@ from lw_jax.core import config
 from lw_jax.report.figures import Line, Panel
 from lw_jax.report.records import Run, to_number
 
-MOST = 400  # points of a line; where more were logged, a point is the mean of some that follow each other
-DECADE = 10  # a logarithmic axis over less would name one value or none
+MOST = 400  # points of a line; beyond it a point is the mean of consecutive values
+DECADE = 10  # a logarithmic axis over less would have one label or none
 # Of preference tuning: panel -> the metrics that share it, by TRL's names
 PREFERENCE = {
-    ("", "pairs told apart"): ("rewards/accuracies",),
+    ("", "accuracy of pairs"): ("rewards/accuracies",),
     ("", "reward, beta x nats"): ("rewards/margins", "rewards/chosen", "rewards/rejected"),
     ("", "log-probability, nats an answer"): ("logps/chosen", "logps/rejected"),
 }
@@ -24,14 +24,14 @@ NLL = re.compile(r"(?P<phase>train|validation)/(?P<other>shuffled/)?(?:(?P<task>
 
 def training(run: Run) -> list[Panel]:
     """Returns the loss, each task's NLL and the learning rate."""
-    told = "loss, all tasks weighted" if run.cfg.recipe == "latentwire" else "loss"
-    loss = Panel("", told, [read_line(run, "train/loss", "loss")], True)
+    unit = "loss, all tasks weighted" if run.cfg.recipe == "latentwire" else "loss"
+    loss = Panel("", unit, [read_line(run, "train/loss", "loss")], True)
     rate = Panel("", "learning rate", [read_line(run, "train/learning_rate", "learning rate")], False)
     return keep_drawable([loss, *_by_task(run, "train"), *_of_pairs(run, "train"), rate])
 
 
 def validation(run: Run) -> list[Panel]:
-    """Returns each task's held-out NLL, from the right latents and from another text's; of pairs their rewards."""
+    """Returns each task's held-out NLL from the right and from other latents; of preference pairs the rewards."""
     held_out = read_line(run, "validation/loss", "loss")
     pairs = _of_pairs(run, "validation")
     return keep_drawable(
@@ -63,7 +63,7 @@ def _by_task(run: Run, phase: str) -> list[Panel]:
     readers = list(run.cfg.llms)
     matches = (NLL.fullmatch(key) for key in dict.fromkeys(key for row in run.metrics for key in row))
     found = [match for match in matches if match and match["phase"] == phase and match["reader"] in readers]
-    # Answers last: the stages that come before them repeat and continue.
+    # Answers last: earlier stages reconstruct and continue.
     tasks: dict[str, list[Line]] = {match["task"]: [] for match in found if match["task"]}
     for match in sorted(found, key=lambda match: (readers.index(match["reader"]), bool(match["other"]))):
         label = match["reader"] + (", another text's latents" if match["other"] else "")
@@ -89,10 +89,10 @@ def _of_pairs(run: Run, phase: str) -> list[Panel]:
 
 
 def read_line(run: Run, key: str, label: str, *, colour: int | None = None, style: str = "-") -> Line:
-    """Returns one logged value over the steps, joined to at most MOST points."""
-    told = [(row["step"], to_number(row[key])) for row in run.metrics if key in row]
-    count = _joined(len(told))
-    steps, values = _join([step for step, _ in told], count), _join([value for _, value in told], count)
+    """Returns one logged value over the steps, averaged to at most MOST points."""
+    logged = [(row["step"], to_number(row[key])) for row in run.metrics if key in row]
+    count = _joined(len(logged))
+    steps, values = _join([step for step, _ in logged], count), _join([value for _, value in logged], count)
     return Line(label, steps, values, colour, style)
 
 
@@ -101,13 +101,13 @@ def _joined(logged: int) -> int:
 
 
 def _join(values: Sequence[float], count: int) -> list[float]:
-    """Returns the means of so many values each; NaN where one of them is not finite."""
+    """Returns the means of `count` consecutive values; NaN where one of them is not finite."""
     groups = (np.asarray(values[start : start + count], float) for start in range(0, len(values), count))
     return [float(np.mean(group)) if np.isfinite(group).all() else math.nan for group in groups]
 
 
 def keep_drawable(panels: Iterable[Panel]) -> list[Panel]:
-    """Returns the panels without lines that have no point; logarithmic only where that shows more than a decade."""
+    """Returns the panels without empty lines; logarithmic only over more than a decade."""
     found: list[Panel] = []
     for panel in panels:
         lines = [line for line in panel.lines if any(map(math.isfinite, line.values))]

@@ -9,7 +9,7 @@ from lw_jax.training import preflight
 from lw_jax.training.recipe import Recipe, Watched
 
 _REMEDY = (
-    "The checkpoint is kept. To continue anyway: --config.train.alarm=tell, or a later train.alarm_step. To repair: a "
+    "The checkpoint is kept. To continue anyway: --config.train.alarm=warn, or a later train.alarm_step. To repair: a "
     "lower optim.learning_rate, adapter.start='aligned', stages.pretrain.share, more examples"
 )
 

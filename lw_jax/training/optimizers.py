@@ -29,6 +29,7 @@ _MATRICES = (
     (re.compile(r"(.*/)?layers/o(/[ab])?"), slice(1, 2)),
     (re.compile(r"(.*/)?layers/(q|k|v|gate|up|down)(/[ab])?"), slice(1, -1)),
 )
+B1, EPS = 0.9, 1e-8  # of Adam: decay of the first moment, and what is added to the root of the second
 _ITERATIONS = 5  # of Newton and Schulz a step, optax' own number
 _AS_ADAM = 0.2  # RMS of a matrix' step before its rate: near Adam's, so that one rate serves both (arXiv 2502.16982)
 
@@ -79,7 +80,7 @@ def matrix_axes(path: str, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]
 
 def _direction(cfg: config.Optim) -> optax.GradientTransformation:
     """Returns Adam, or Muon for the matrices and Adam for all else."""
-    adam = optax.scale_by_adam(cfg.b1, cfg.b2, cfg.eps)
+    adam = optax.scale_by_adam(B1, cfg.b2, EPS)
     if cfg.kind == "adamw":
         return adam
 

@@ -30,7 +30,7 @@ class Reporter:
         used = {device for mesh in recipe.placement.meshes for device in mesh.local_devices}
         suffix = "" if self._is_first_process else f"-{jax.process_index()}"
         self._sampler = Sampler(
-            Devices(sorted(used, key=lambda device: device.id), tell=self.say),
+            Devices(sorted(used, key=lambda device: device.id), self.say),
             path=workdir / f"devices{suffix}.jsonl" if workdir else None,
         )
 

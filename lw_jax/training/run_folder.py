@@ -19,7 +19,7 @@ import msgspec
 from ml_collections import ConfigDict
 
 from lw_jax.core import schema
-from lw_jax.core.config import Config, build, complete, diff, meaning, to_dict
+from lw_jax.core.config import Config, diff, meaning, read_saved, to_dict
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
 
@@ -39,13 +39,11 @@ _TOLD = 3  # skipped lines of a file that are named
 
 
 def read_config(workdir: Path) -> Config:
-    """Returns the configuration that `write_workdir` saved, of earlier code too (`config.complete`).
+    """Returns the configuration that `write_workdir` saved, of earlier code too (`config.read_saved`).
 
     Raises:
       UserError: the folder holds none, or it cannot be read.
     """
-    from configs import base  # where defaults are born; all else of the product is given them
-
     file = workdir / "config.json"
     try:
         saved = schema.read(file, dict[str, Any], remedy=_RESTORE)
@@ -53,7 +51,7 @@ def read_config(workdir: Path) -> Config:
         rule = "no run was started there; name its --workdir, or train first: python run.py --config FILE"
         raise UserError(f"{file}: missing: {rule}") from error
     try:
-        return build(complete(saved, base.get_config(str(saved.get("recipe")))))
+        return read_saved(saved)
     except ValueError as error:  # a UserError of build is a ValueError too
         raise UserError(f"{file}: {str(error).rstrip('.')}; {_RESTORE}") from error
 

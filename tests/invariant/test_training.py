@@ -28,9 +28,9 @@ MESHES = {
     "accumulate 4": {"devices": 1, "train__micro_batch": 2},
     "data 2 accumulate 2": {"devices": 2, "train__micro_batch": 2},
     "remat full": {"devices": 1, "compute__remat": "full"},
-    "logits of one row at once": {"devices": 1, "loss__chunk": 1},
+    "logits of one row at once": {"devices": 1, "compute__logits_chunk": 1},
     "data 2 x tensor 2, logits of a row of each at once": {
-        **{"devices": 4, "model": 2, "strategy": "tensor", "loss__chunk": 1},
+        **{"devices": 4, "model": 2, "strategy": "tensor", "compute__logits_chunk": 1},
     },
 }
 

@@ -41,7 +41,7 @@ PLACED = {
     "full, chunked loss, wider table": {
         "devices": 2,
         "ttt__form": "full",
-        "ttt__loss_chunk": 8,
+        "compute__logits_chunk": 8,
         "ttt__table_multiple": 64,
     },
 }
@@ -67,7 +67,7 @@ def test_curve_is_that_of_one_device(name, root, alone, tmp_path):
 
 
 VARIANTS = {
-    "mlp mamba": {"ttt__inner": "mlp", "ttt__inner_rate": 0.1, "ttt__inner_start": 0.1, "ttt__backbone": "mamba"},
+    "mlp mamba": {"ttt__inner": "mlp", "ttt__inner_rate": 0.1, "ttt__backbone": "mamba"},
     "segments": {"ttt__segments": 2, "ttt__length": 8},
 }
 

@@ -175,14 +175,14 @@ def test_twenty_greedy_tokens_equal(pair):
         assert (np.asarray(ours)[row, length:] == -1).all()
 
 
-@pytest.mark.parametrize("apart", [False, True])
-def test_generation_across_the_switch_of_frequencies_equals(tmp_path, apart):
+@pytest.mark.parametrize("unstacked", [False, True])
+def test_generation_across_the_switch_of_frequencies_equals(tmp_path, unstacked):
     """Rows that stay below the switch at 64 tokens, cross it or begin beyond it, each as transformers has it alone."""
     model, cfg, params = make_pair("phi-3 longrope", tmp_path)
     lengths, width = (40, 50, 58, 63, 64, 65), 65
     drawn = np.random.default_rng(2).integers(3, 101, (len(lengths), width)).astype(np.int32)
     mask = np.arange(width)[None] >= width - np.array(lengths)[:, None]
-    x, sampling = decoder.embed(params, jnp.asarray(drawn)), decode.Sampling(20, (), apart=apart)
+    x, sampling = decoder.embed(params, jnp.asarray(drawn)), decode.Sampling(20, (), unstacked=unstacked)
     ours = jax.jit(decode.generate, static_argnames=("cfg", "sampling"))(
         params, cfg, x, mask=jnp.asarray(mask), sampling=sampling, key=jax.random.key(0)
     )

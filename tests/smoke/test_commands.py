@@ -76,7 +76,7 @@ def test_report_is_one_page_of_the_run(trained: Path) -> None:
     assert (done.returncode, done.stderr) == (0, "")
     text = (trained / "report.html").read_text(encoding="utf-8")
     assert str(trained / "report.html") in done.stdout
-    assert text.count("the latents carry the text") == 2 and text.count("<svg") == 4
+    assert text.count("the latents carry the text") == 2
     assert 'class="missing"' not in text and "https:" not in text
 
 
@@ -199,6 +199,7 @@ TINY = (
     "--config.selfmade.steps=2 --config.optim.warmup_steps=1 --config.train.steps=4 --config.train.global_batch=32 "
     "--config.train.micro_batch=8 --config.train.log_every=1 --config.compute.dtype=fp32 --config.eval.examples=16"
 ).split()
+SINGLE = ("--config.mesh.placement=single", "--config.compute.remat=none")
 
 
 @pytest.mark.slow
@@ -207,7 +208,7 @@ def test_h100x4_trains_on_four_virtual_devices_under_its_own_placement(tmp_path:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "placement replicate: data=4 x model=1 on 4 cpu" in done.stdout
     assert "step 4/4" in done.stdout
-    single = start("--config", "configs/machines/h100x1.py", *TINY, "--workdir", "w1", cwd=tmp_path)
+    single = start(*("--config", "configs/large.py", *TINY, *SINGLE, "--workdir", "w1"), cwd=tmp_path)
     assert single.returncode == 0, single.stdout + single.stderr
     np.testing.assert_allclose(logged_losses(tmp_path / "w"), logged_losses(tmp_path / "w1"), rtol=1e-5)
 

@@ -21,7 +21,7 @@ SMALL = {
     "adapter.hidden": 40,
     "adapter.start": "random",
     "data.cards": 64,
-    "data.validation_cards": 16,
+    "data.validation_limit": 16,
     "optim.warmup_steps": 2,
     "train.global_batch": 8,
     "compute.remat": "none",

@@ -41,7 +41,7 @@ def get_config():
     c.llms.qwen = base.llm("{qwen}")
     c.encoder.update(kind="bytes", layers=1, width=24, slots=5, window=256)
     c.adapter.hidden = 40
-    c.data.update(cards=64, validation_cards=16, facts=2, context_tokens=256)
+    c.data.update(cards=64, validation_limit=16, facts=2, context_tokens=256)
     c.optim.update(warmup_steps=2, learning_rate=3e-3)
     c.train.update(steps={steps}, global_batch=8, log_every=1, checkpoint_every=3)
     c.compute.remat = "none"

@@ -1,4 +1,4 @@
-"""The adapter begins, and if asked stays, at the size of the reader's embeddings."""
+"""The adapter begins at the size of the reader's embeddings."""
 
 import jax
 import jax.numpy as jnp
@@ -13,8 +13,8 @@ TARGET = 0.0137  # far from 1, as Llama's embeddings are
 CALIBRATED = 0.05  # relative: 8 x 5 latents measure the size, others are sent
 
 
-def make(calibration):
-    one = adapter.make(WIDTH, HIDDEN, OUT, calibration=calibration)
+def make():
+    one = adapter.make(WIDTH, HIDDEN, OUT)
     drawn = jax.jit(one.init)(jax.random.key(0))
     target = jnp.asarray(TARGET)
     return one, adapter.calibrate(one, drawn, key=jax.random.key(1), slots=SLOTS, target=target)
@@ -35,25 +35,15 @@ def latents():
     return drawn / adapter.rms(drawn, axis=-1)
 
 
-@pytest.mark.parametrize("calibration", ["init", "always"])
-def test_output_starts_at_the_reader_s_embedding_size(calibration, latents):
-    one, params = make(calibration)
+def test_output_starts_at_the_reader_s_embedding_size(latents):
+    one, params = make()
     prefix = read(one, params, latents)
     assert prefix.shape == (11, SLOTS, OUT)
     assert size(prefix) == pytest.approx(TARGET, rel=CALIBRATED)
 
 
-def test_always_holds_each_example_at_the_gain_whatever_the_matrices_do(latents):
-    for calibration, held in (("always", True), ("init", False)):
-        one, params = make(calibration)
-        moved = params | {"down": jax.tree.map(lambda leaf: 3 * leaf + 0.1, params["down"])}
-        sizes = size(read(one, moved, latents), axis=(1, 2))
-        assert (np.abs(sizes / TARGET - 1) < CALIBRATED).all() == held
-
-
-@pytest.mark.parametrize("calibration", ["init", "always"])
-def test_gain_is_trained_and_scales_the_prefix(calibration, latents):
-    one, params = make(calibration)
+def test_gain_is_trained_and_scales_the_prefix(latents):
+    one, params = make()
     assert params["gain"].shape == () and params["gain"].dtype == jnp.float32
     before = one.bind(params)(latents, "answer")
     after = one.bind(params | {"gain": 3 * params["gain"]})(latents, "answer")
@@ -63,7 +53,7 @@ def test_gain_is_trained_and_scales_the_prefix(calibration, latents):
 
 
 def test_linear_path_stands_beside_the_layers(latents):
-    one, params = make("init")
+    one, params = make()
     quiet = params | {"down": jax.tree.map(jnp.zeros_like, params["down"])}
     kernel = np.asarray(params["skip"]["kernel"])
     expected = np.einsum("bmz,zd->bmd", np.asarray(latents), kernel) * np.asarray(params["gain"])
@@ -72,9 +62,8 @@ def test_linear_path_stands_beside_the_layers(latents):
 
 
 def test_zero_latents_stay_finite():
-    for calibration in ("init", "always"):
-        one, params = make(calibration)
-        assert jnp.isfinite(one.bind(params)(jnp.zeros((1, SLOTS, WIDTH)), "answer")).all()
+    one, params = make()
+    assert jnp.isfinite(one.bind(params)(jnp.zeros((1, SLOTS, WIDTH)), "answer")).all()
 
 
 def test_rms_is_measured_in_fp32():
@@ -83,9 +72,8 @@ def test_rms_is_measured_in_fp32():
     assert adapter.rms(x, axis=(1,)).shape == (3, 1)
 
 
-@pytest.mark.parametrize("calibration", ["init", "always"])
-def test_each_task_has_a_vector_of_its_own_behind_the_same_prefix(calibration, latents):
-    one, params = make(calibration)
+def test_each_task_has_a_vector_of_its_own_behind_the_same_prefix(latents):
+    one, params = make()
     assert params["tasks"].shape == (len(TASKS), OUT)
     whole = {task: np.asarray(one.bind(params)(latents, task)) for task in TASKS}
     for number, task in enumerate(TASKS):
@@ -98,7 +86,7 @@ def test_each_task_has_a_vector_of_its_own_behind_the_same_prefix(calibration, l
 
 
 def test_only_the_asked_task_s_vector_learns(latents):
-    one, params = make("init")
+    one, params = make()
     gradient = jax.grad(lambda params: jnp.sum(one.bind(params)(latents, "reconstruct")[:, -1]))(params)["tasks"]
     moved = np.abs(np.asarray(gradient)).max(axis=1) > 0
     assert moved.tolist() == [task == "reconstruct" for task in TASKS]

@@ -11,8 +11,8 @@ from configs import base
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Example, Task
-from lw_jax.data import batches, question_cards
-from lw_jax.data.batches import Layout, Reader
+from lw_jax.data import batches, prompt_tokens, question_cards
+from lw_jax.data.prompt_tokens import Layout, Reader
 
 ANSWER_FIELDS = {"answer_inputs", "targets", "weights"}
 SENT = {"channel", "task"}  # how the latents come, and what for
@@ -375,7 +375,7 @@ def test_prompt_without_context_then_question_is_refused(user):
 
 
 def test_braces_of_a_prompt_are_written_twice_and_read_once():
-    frame = batches.make_frame(
+    frame = prompt_tokens.make_frame(
         "a", Reader(TOK, "plain"), layout(prompt={"user": "{{x}} {context} }}{question}"}).prompt
     )
     assert (frame.before, frame.middle) == ("{x} ", " }")

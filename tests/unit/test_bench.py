@@ -10,14 +10,13 @@ import pytest
 
 import run
 from lw_jax import recipes
-from lw_jax.benchmarking import timing
+from lw_jax.benchmarking import measurement, rows, timing
+from lw_jax.benchmarking.measurement import Measured
+from lw_jax.benchmarking.rows import Row
 from lw_jax.benchmarking.timing import Ceilings, Spread
-from lw_jax.commands import bench
-from lw_jax.commands.bench import Bench
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT
 from lw_jax.planning import workload
-from lw_jax.planning.workload import Row
 from lw_jax.training import memory
 from lw_jax.training.step_spec import StepSpec
 from sharding import placement
@@ -38,7 +37,7 @@ def root(tmp_path_factory):
 
 def make(cfg, *, devices=1):
     placed = placement.place("replicate", recipes.reader_bytes(cfg), devices=jax.devices()[:devices])
-    return Bench(cfg, placed, repeats=2)
+    return Measured(cfg, placed, repeats=2)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +78,7 @@ def every_program_is_kept():
 @pytest.mark.usefixtures("every_program_is_kept")
 def test_programs_go_to_the_other_cache_and_back(tmp_path):
     before = jax.config.values["jax_compilation_cache_dir"]
-    with bench._compile_cache(tmp_path):
+    with measurement._compile_cache(tmp_path):
         jax.jit(lambda x: x * 3 + 1).lower(np.float32(1)).compile()
     assert any(tmp_path.iterdir()) and jax.config.values["jax_compilation_cache_dir"] == before
 
@@ -126,8 +125,8 @@ def test_padding_counts_masks_and_answers_but_no_other_weights():
     answers = np.array([[1.0, 1.0, 0.0], [1.0, 0.0, 0.0]])
     fields = {"before": {"mask": mask}, "targets": answers, "weights": answers}
     batch = {"source": {"mask": mask}, "readers": {"a": fields}, "weights": np.ones(7)}
-    assert bench.padded(batch) == pytest.approx(1 - (3 + 3 + 3) / (8 + 8 + 6))
-    assert bench.padded({"readers": {"text": {"ids": mask}}}) == 0
+    assert measurement.padded(batch) == pytest.approx(1 - (3 + 3 + 3) / (8 + 8 + 6))
+    assert measurement.padded({"readers": {"text": {"ids": mask}}}) == 0
 
 
 def test_arithmetic_of_a_step_counts_nothing_twice(tmp_path):
@@ -141,7 +140,7 @@ def test_arithmetic_of_a_step_counts_nothing_twice(tmp_path):
 
 def test_a_recipe_has_its_own_parts(tmp_path, wire):
     language = make(tiny.make_ttt_config(tmp_path))
-    assert language.parts == ["step", "input"] and wire.parts == list(bench.PARTS)
+    assert language.parts == ["step", "input"] and wire.parts == list(measurement.PARTS)
     with pytest.raises(UserError, match="--parts answer: recipe 'ttt' has step, input"):
         language.measure("answer")
 
@@ -151,7 +150,7 @@ def test_what_is_not_here_is_told_and_fetched_only_when_asked_for(wire, monkeypa
     monkeypatch.setattr(wire, "load", lambda: pytest.fail("nothing is to be fetched"))
     (row,) = wire.measure("load", asked=False)
     assert row.seconds is None and row.why_not == "hub/model is not on this machine; --parts load gets it"
-    assert "not measured" in bench.table("card", CEILINGS, [row])
+    assert "not measured" in rows.table("card", CEILINGS, [row])
 
 
 def test_a_broken_file_stops_only_who_asked_for_it(wire, monkeypatch):
@@ -168,12 +167,12 @@ def test_a_broken_file_stops_only_who_asked_for_it(wire, monkeypatch):
 def test_table_tells_every_figure_once():
     row = Row("step", "wire", "4 samples", Spread(0.5, 0.4, 0.7, 5), 8.0, 1234.0, 1e9, 0.25, peak_bytes=2e9)
     row = dataclasses.replace(row, peak_from="device", compile_seconds=12.0, cached_seconds=1.5, padding=0.125)
-    lines = bench.table("card", CEILINGS, [row]).splitlines()
+    lines = rows.table("card", CEILINGS, [row]).splitlines()
     assert lines[0] == "card; measured ceilings in float32: 0.00 TFLOP/s, 3.0 GB/s"
     assert lines[3].split() == "step wire 0.5000 0.4000..0.7000 8.0 1,234 25% matmul 2.000 device 4 samples".split()
     away = dataclasses.replace(row, seconds=None, predicted_seconds=0.25, peak_from="compiled", compile_seconds=None)
     away = dataclasses.replace(away, compiled_flops=2.5e12, compiled_bytes=3e9, padding=None)
-    absent = bench.table("card", CEILINGS, [away]).splitlines()
+    absent = rows.table("card", CEILINGS, [away]).splitlines()
     assert absent[0] == "card; peaks of the data sheet in float32: 0.00 TFLOP/s, 3.0 GB/s"
     assert absent[3].split() == "step wire 0.2500 predicted 8.0 1,234 25% matmul 2.000 compiled 4 samples".split()
     assert absent[4:] == ["step of wire, its program on a device: 2.5 TFLOP of products, 3.0 GB read and written"]

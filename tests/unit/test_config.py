@@ -36,7 +36,7 @@ def test_json_round_trip_builds_the_same_configuration() -> None:
 def test_unknown_key_is_refused_with_the_nearest_one() -> None:
     values = _values()
     values.train.stepz = 3
-    with pytest.raises(UserError, match=r"config\.train\.stepz is no known key\. Did you mean 'steps'\?"):
+    with pytest.raises(UserError, match=r"config\.train\.stepz .*'steps'"):
         config.build(values)
 
 
@@ -80,8 +80,9 @@ def test_number_that_no_file_holds_is_refused_with_its_path() -> None:
     for key, value in (("seed", huge), ("seed", 2**63), ("recipe", huge)):
         with pytest.raises(UserError, match=rf"^config\.{key} = "):
             config.build(values | {key: value})
-    with pytest.raises(UserError, match=r"^config\.eval\.slots = .*2\^63"):
-        config.build(values | {"eval": values["eval"] | {"slots": (1, huge)}})
+    with pytest.raises(UserError, match=r"^config\.stages\.answer\.slots = .*2\^63"):
+        values["stages"]["answer"]["slots"] = (1, huge)
+        config.build(values)
 
 
 @pytest.mark.parametrize("path", ["train", "llms"])
@@ -108,7 +109,7 @@ MECHANICAL = {
     "train.log_every": 7,
     "train.eval_every": 7,
     "train.checkpoint_every": 7,
-    "train.keep": 7,
+    "compute.logits_chunk": 7,
     "train.micro_batch": 8,
     "mesh.placement": "fsdp",
     "mesh.data": 2,

@@ -41,7 +41,7 @@ def settle(root, monkeypatch, *, room=ROOM, platform="gpu", need=10**9, **change
 
 @pytest.mark.parametrize(
     ("examples", "layers"),
-    [(decode_layout.MANY, "apart"), (0, "apart"), (decode_layout.MANY - 1, "stacked"), (64, "stacked")],
+    [(decode_layout.MANY, "unstacked"), (0, "unstacked"), (decode_layout.MANY - 1, "stacked"), (64, "stacked")],
 )
 def test_many_answers_on_a_gpu_are_worth_the_longer_compilation(examples, layers, root, monkeypatch):
     assert settle(root, monkeypatch, eval__examples=examples) == layers
@@ -50,21 +50,21 @@ def test_many_answers_on_a_gpu_are_worth_the_longer_compilation(examples, layers
 
 def test_memory_decides_and_where_it_is_not_known_the_layers_stay_stacked(root, monkeypatch):
     room, asked = MemoryLimit(1000, 0.5), {"eval__examples": 0}
-    assert settle(root, monkeypatch, room=room, need=500, **asked) == "apart"
+    assert settle(root, monkeypatch, room=room, need=500, **asked) == "unstacked"
     assert settle(root, monkeypatch, room=room, need=501, **asked) == "stacked"
     assert settle(root, monkeypatch, room=None, **asked) == "stacked"
 
 
-@pytest.mark.parametrize("layers", ["apart", "stacked"])
+@pytest.mark.parametrize("layers", ["unstacked", "stacked"])
 def test_what_is_configured_stays(layers, root):
     cfg = tiny.make_config(root, eval__layers=layers, eval__examples=0)
     assert decode_layout.settle_layers(cfg, place(cfg), ROOM) is cfg
 
 
 def test_readers_are_told(root):
-    for layers, apart in (("apart", True), ("stacked", False)):
+    for layers, apart in (("unstacked", True), ("stacked", False)):
         recipe = tiny.make_recipe(root, eval__layers=layers)
-        assert {reader.apart for reader in recipe.wire.readers.values()} == {apart}
+        assert {reader.unstacked for reader in recipe.wire.readers.values()} == {apart}
 
 
 @pytest.mark.optimized
@@ -75,15 +75,17 @@ def test_bytes_are_those_of_the_compiled_program(model, root, tmp_path):
     cfg = dataclasses.replace(cfg, llms={"llama": cfg.llms["llama"]})
     placed = place(cfg, "tensor" if model > 1 else "replicate", data=1, model=model, devices=jax.devices()[:model])
     found = {}
-    for layers in ("stacked", "apart"):
+    for layers in ("stacked", "unstacked"):
         own = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers=layers))
         recipe = recipes.make(own, placed, outline=True)
         prompts, params = workload.prompts(own, recipe, "llama"), workload.reader(recipe, "llama")
-        generate = jax.jit(lambda params, prompts, own=recipe: own.generate(params, Prompt(*prompts), "llama", 4))
-        needs = generate.lower(params, prompts).compile().memory_analysis()
+        generate = jax.jit(
+            lambda params, prompts, own=recipe: own.wire.generate(params, "llama", Prompt(*prompts), max_new_tokens=4)
+        )
+        needs = jax.jit(generate).lower(params, prompts).compile().memory_analysis()
         found[layers] = needs.argument_size_in_bytes + needs.temp_size_in_bytes
     added = decode_layout._copies(cfg, recipe, "llama")
     weights = place_.device_bytes(params)
-    assert found["apart"] - found["stacked"] == pytest.approx(place_.device_bytes(params["layers"]), rel=0.2)
-    assert weights + added == pytest.approx(found["apart"], rel=0.2)
+    assert found["unstacked"] - found["stacked"] == pytest.approx(place_.device_bytes(params["layers"]), rel=0.2)
+    assert weights + added == pytest.approx(found["unstacked"], rel=0.2)
     assert decode_layout.bytes_apart(cfg, placed) > weights + added, "what is trained lies there as well"

@@ -35,7 +35,7 @@ KINDS = [(kind, pooling) for kind in ("lm", "bert", "bytes") for pooling in ("wi
 def make(kind, pooling, dtype="float32", *, slots=SLOTS, width=WIDTH, window=64):
     body = {"lm": BODY, "bert": BERT, "bytes": None}[kind]
     spec = EncoderSpec(kind, slots, width, pooling, layers=2, window=window, body=body, dtype=dtype)
-    return Wire(spec, {"reader": Reader(BODY, 19, "init", ())})
+    return Wire(spec, {"reader": Reader(BODY, 19, ())})
 
 
 @pytest.fixture(scope="module")

@@ -116,8 +116,6 @@ def test_muons_own_products_are_those_compiled(root):
     plain, other = (make_program(root, optim__kind=kind) for kind in ("adamw", "muon"))
     found = estimate_of(other).flops - estimate_of(plain).flops
     assert found > 0 and compiled(other).flops - compiled(plain).flops == found
-    still = make_program(root, optim__kind="muon", adapter__rate=0.0)
-    assert estimate_of(still).flops - estimate_of(plain).flops < found, "what does not learn is not stepped"
 
 
 @pytest.mark.slow

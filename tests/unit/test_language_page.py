@@ -25,13 +25,13 @@ def classes_of(page: Reader, tag: str) -> list[str]:
 def test_page_has_its_own_sections_in_order(tmp_path: Path) -> None:
     page = page_of(write_run(tmp_path / "mine"))
     assert not page.faults and not page.open
-    sections = ["Curves", *language.SECTIONS.values(), "How it was made"]
+    sections = ["Curves", *language.SECTIONS.values(), pages.SECTIONS["made"]]
     assert [text for tag, text in page.texts if tag == "h2"] == sections
     ids = [value for at, name, value in page.attributes if (at, name) == ("h2", "id")]
     links = [value for at, name, value in page.attributes if (at, name) == ("a", "href")]
     assert links == [f"#{one}" for one in ids]
     drawn = page.text("text")
-    for words in ("learning rate", "tokens/s", "held-out loss", "unigram", "bigram", "after it", "perplexity"):
+    for words in ("learning rate", "tokens/s", "held-out loss", "unigram", "bigram", "after the update", "perplexity"):
         assert words in drawn
     assert "TTT-Linear, transformer backbone" in page.text("p") and "120 parameters" in page.text("p")
 
@@ -39,9 +39,9 @@ def test_page_has_its_own_sections_in_order(tmp_path: Path) -> None:
 def test_verdict_is_the_last_loss_beside_counting_words(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     found = language.verdict(records.read(folder))
-    assert found.key == "carries" and found.words == (
-        f"step 70: held-out loss 2.500 nats a token, perplexity {math.exp(LOSS):.2f}; the same text by unigram 3.250, "
-        "by bigram 2.750: below both"
+    assert found.key == "carries" and found.text == (
+        f"step 70: held-out loss 2.500 nats a token, perplexity {math.exp(LOSS):.2f}; baselines: unigram 3.250, "
+        "bigram 2.750: below both"
     )
 
 
@@ -52,7 +52,7 @@ def test_verdict_that_is_not_below_both_promises_nothing(value: Any, told: str, 
     rows[-1] |= {"validation/loss": value}
     write_lines(folder / "metrics.jsonl", rows)
     found = language.verdict(records.read(folder))
-    assert found.key == "none" and told in found.words
+    assert found.key == "none" and told in found.text
 
 
 def test_rows_of_the_table_that_are_no_token_are_no_parameters(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_folder_before_its_first_step_tells_every_command(tmp_path: Path) -> Non
         (folder / "checkpoints" / step / "record.json").unlink()
     page = page_of(folder)
     assert not page.faults and not page.open and "svg" not in page.tags
-    assert "nothing held out was measured yet" in page.text("li")
+    assert "no validation yet" in page.text("li")
     told = page.text("code")
     assert told.count("python run.py --config 'my own.py' --config.train.steps=70") == 5
     make = f"python benchmarks/scaling.py --config 'my own.py' --config.train.steps=70 --workdir {folder}"
@@ -126,11 +126,11 @@ def test_log_that_is_no_number_is_left_out_and_counted(tmp_path: Path) -> None:
     rows[-1] |= {"validation/nll/bigram": None, "validation/detail/position/2-2": "nan"}
     write_lines(folder / "metrics.jsonl", rows)
     page = page_of(folder)
-    assert not page.faults and "4 logged values are no finite numbers" in page.text("figcaption")
+    assert not page.faults and "4 logged values are not finite" in page.text("figcaption")
     cells = cells_of(page)
     assert cells[cells.index("tokens/s, all devices") + 4] == "6" and "nan" not in " ".join(cells).lower()
     assert cells[cells.index("2") : cells.index("2") + 4] == ["2", "1", "unknown", "unknown"]
-    assert "by bigram unknown: below it" in page.text("li")
+    assert "bigram unknown: below" in page.text("li")
 
 
 def test_planned_rows_are_muted_and_what_was_not_measured_is_told(tmp_path: Path) -> None:
@@ -140,8 +140,8 @@ def test_planned_rows_are_muted_and_what_was_not_measured_is_told(tmp_path: Path
     cells = cells_of(page)
     assert "70.7 %" in cells and "50.0 %" in cells and "100.0 %" in cells
     text = page.text("p")
-    assert "Not measured yet (weak scaling, strong scaling, lengths of text):" in text
-    assert "Not planned yet (strong scaling, lengths of text):" in text and "virtual" not in text
+    assert "Not measured yet (weak scaling, strong scaling, window length):" in text
+    assert "Not planned yet (strong scaling, window length):" in text and "virtual" not in text
 
 
 def test_measured_rows_stand_first_each_kind_against_its_own_single_device(tmp_path: Path) -> None:
@@ -158,7 +158,7 @@ def test_measured_rows_stand_first_each_kind_against_its_own_single_device(tmp_p
     assert strong.table.rows[0][at("s/step")] == "19.2000 ±5 %"
     assert batch.table.rows[0][list(batch.table.head).index("MFU")] == "12.5 %"
     page = page_of(run.workdir)
-    assert "virtual ones that share" in page.text("p") and "script" not in page.tags and HOSTILE in cells_of(page)
+    assert "virtual devices that share" in page.text("p") and "script" not in page.tags and HOSTILE in cells_of(page)
 
 
 def test_hostile_text_never_becomes_an_element(tmp_path: Path) -> None:

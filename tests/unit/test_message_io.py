@@ -40,7 +40,7 @@ def test_message_goes_to_a_file_or_alone_to_standard_output(tmp_path: Path, monk
 def test_what_cannot_be_read_is_refused_with_flag_path_and_reason(tmp_path: Path, read) -> None:
     flag = "--context" if read is message_io.read_text else "--message"
     (tmp_path / "empty").write_bytes(b"")
-    reasons = {"no": "No such file or directory", "": "Is a directory", "empty": "it is empty"}
+    reasons = {"no": "No such file or directory", "": "Is a directory", "empty": "empty"}
     for name, reason in reasons.items():
         path = str(tmp_path / name)
         with pytest.raises(UserError, match=f"{flag} {path}: {reason}"):
@@ -49,7 +49,7 @@ def test_what_cannot_be_read_is_refused_with_flag_path_and_reason(tmp_path: Path
 
 def test_text_of_blanks_or_of_another_encoding_is_refused(tmp_path: Path) -> None:
     (tmp_path / "blank").write_bytes(b" \n\t")
-    with pytest.raises(UserError, match="it is empty"):
+    with pytest.raises(UserError, match="empty"):
         message_io.read_text(str(tmp_path / "blank"))
     (tmp_path / "latin").write_bytes(b"\xe9\xff")
     with pytest.raises(UserError, match="UTF-8"):

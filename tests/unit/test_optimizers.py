@@ -21,9 +21,7 @@ CFG = config.Optim(
     weight_decay=0.0,
     decays="matrices",
     clip_norm=1e9,
-    b1=0.9,
     b2=0.99,
-    eps=1e-12,
 )
 RATES = ((r"encoder/body/.*", 0.25), (r"encoder/head/.*", 1.0), (r"adapters/.*", 3.0))
 EXACT = 1e-5  # relative, fp32: a few products and a root

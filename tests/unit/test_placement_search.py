@@ -202,9 +202,7 @@ def test_where_speed_is_not_known_recomputation_is_taken_to_hold_more_at_once(ro
     cfg = auto(root, mesh__placement="single")
     peaks = {}
     for remat in config.REMATS["latentwire"]:
-        own = placement_search.with_remat(
-            dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch=8)), remat
-        )
+        own = config.with_remat(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch=8)), remat)
         peaks[remat] = choose(own, hardware(1, compile=None))[0].needs.peak
     assert peaks["full"] < peaks["none"]
     room = MemoryLimit(peaks["full"] + 1, 1.0)

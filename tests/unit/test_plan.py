@@ -122,12 +122,12 @@ def test_where_memory_is_not_told_as_many_devices_share_the_batch_as_divide_it(b
     cfg = auto(root, train__global_batch=batch)
     settled, placed = planner.settle(cfg)
     assert (placed.strategy, placed.data, placed.devices) == ("replicate", rows, rows)
-    assert dataclasses.replace(settled, eval=cfg.eval) == placement_search.with_remat(cfg, "none")
+    assert dataclasses.replace(settled, eval=cfg.eval) == config.with_remat(cfg, "none")
     assert settled.eval.layers == "stacked", "this is no GPU"
 
 
 def test_what_is_configured_stays(root):
-    words = {"mesh__placement": "tensor", "compute__remat": "full", "eval__layers": "apart"}
+    words = {"mesh__placement": "tensor", "compute__remat": "full", "eval__layers": "unstacked"}
     cfg = tiny.make_config(root, mesh__data=2, mesh__model=2, **words)
     settled, placed = planner.settle(cfg)
     assert settled is cfg
@@ -173,9 +173,7 @@ def test_reading_takes_every_device_for_the_batch_where_the_readers_fit(root, me
 def placed_bytes(cfg, model: int) -> int:
     table = "tensor" if model > 1 else "replicate"
     placed = placements.place(table, recipes.reader_bytes(cfg), data=8 // model, model=model)
-    return memory.placed_bytes(
-        StepSpec(placement_search.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
-    )
+    return memory.placed_bytes(StepSpec(config.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True)))
 
 
 @pytest.mark.parametrize("model", [2, 4])

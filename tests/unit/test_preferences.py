@@ -15,7 +15,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.data.data_schedule import Course, widths_of
 from lw_jax.data.loader import Loader, eval_batches
 from lw_jax.data.pairs import Preference, Turn
-from lw_jax.data.preferences import Limits, Preferences, encode, part
+from lw_jax.data.preferences import Limits, encode, part
 from lw_jax.data.tokens import load_tokenizer
 
 WIDE = Limits(max_length=1000)
@@ -554,17 +554,3 @@ def test_course_loader_and_evaluation_take_it_as_a_stream(qwen):
     batches = list(eval_batches(parts[1], 4))
     assert [batch["valid"].sum() for batch in batches] == [4, 4, 3]
     assert jax.tree.map(np.shape, batches[2]["readers"]) == jax.tree.map(np.shape, batches[0]["readers"])
-
-
-def test_no_channel_is_drawn_for_a_stream_that_sends_nothing(qwen):
-    given = []
-
-    class Spy(Preferences):
-        def collate(self, indices, *, channel=None):
-            given.append(channel)
-            return super().collate(indices)
-
-    data = encode([row(2, 3, 1)] * 5, tokenizer=qwen, template="plain", limits=WIDE)
-    spy = Spy(**{field.name: getattr(data, field.name) for field in dataclasses.fields(data)})
-    Course.of(spy).batch(0, global_batch=4, seed=1, share=slice(0, 2))
-    assert given == [None]

@@ -52,11 +52,11 @@ def test_each_of_the_seed_s_configurations_is_caught(model, warmup, steps, every
     assert [line.startswith("ERROR") for line in found] == sorted(
         (line.startswith("ERROR") for line in found), reverse=True
     )
-    assert any("dpo.max_prompt=512 leaves an answer no room" in line for line in found) == (model == "tinyllama")
+    assert any("dpo.max_prompt=512" in line and line.startswith("ERROR") for line in found) == (model == "tinyllama")
     for key in ("eval_every", "checkpoint_every"):
         assert any(line.startswith(f"warning: train.{key}={every} is beyond the run's {steps} steps") for line in found)
     slow = model in ("vicuna", "llama3")
-    assert slow == any("LoRA pairs hardly move" in line for line in found)
+    assert slow == any("optim.learning_rate=" in line for line in found)
 
 
 def test_errors_stop_a_run_and_warnings_do_not():
@@ -87,7 +87,7 @@ def test_prompts_that_fill_the_length_are_counted_where_the_rows_are_here(tmp_pa
     assert bool(dropped) == void
     if void:
         assert dropped[0].startswith("ERROR: 4") and "dpo.max_length=128" in dropped[0] and found[0] == dropped[0]
-    assert any("read each of" in line and "times" in line for line in found), "200 steps of 16 read 54 pairs often"
+    assert any("train.steps=" in line for line in found), "200 steps of 16 read 54 pairs often"
 
 
 @pytest.mark.parametrize(("name", "step"), [("default", 150), ("smoke", 150), ("squad", 2000)])

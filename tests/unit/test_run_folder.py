@@ -71,7 +71,7 @@ def test_run_of_earlier_code_is_read_where_only_what_decides_no_meaning_differs(
     cfg, file = _build(**{"eval.batch": 8, "eval.curve": "f1"}), tmp_path / "config.json"
     _write(tmp_path, cfg)
     saved = json.loads(file.read_text(encoding="utf-8"))
-    del saved["loss"]["chunk"], saved["eval"]["curve"], saved["mesh"]
+    del saved["compute"]["logits_chunk"], saved["eval"]["curve"], saved["mesh"]
     saved["eval"]["words"] = saved["compute"]["fusion"] = 3
     file.write_text(json.dumps(saved), encoding="utf-8")
     with pytest.raises(UserError, match=r"config\.compute\.fusion is no known key"):
@@ -79,7 +79,7 @@ def test_run_of_earlier_code_is_read_where_only_what_decides_no_meaning_differs(
     del saved["compute"]["fusion"]
     file.write_text(json.dumps(saved), encoding="utf-8")
     found, defaults = run_folder.read_config(tmp_path), _build()
-    assert (found.loss.chunk, found.eval.curve) == (defaults.loss.chunk, defaults.eval.curve)
+    assert (found.compute.logits_chunk, found.eval.curve) == (512, defaults.eval.curve)
     assert found.eval.batch == 8 and found.mesh == defaults.mesh
     run_folder.check_agreement(cfg, tmp_path)
     del saved["optim"]["kind"]

@@ -77,8 +77,7 @@ def test_epoch_is_what_is_on_this_machine(cfg, tmp_path):
 
     rows = [{"context": f"{i} is here", "question": "who?", "answers": [str(i)]} for i in range(7)]
     (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
-    assert (of("cards"), of("cards", train_limit=9)) == (64, 9)
-    assert (of(str(tmp_path / "rows.jsonl")), of(str(tmp_path / "rows.jsonl"), train_limit=3)) == (7, 3)
+    assert (of("cards"), of("cards", cards=9), of(str(tmp_path / "rows.jsonl"))) == (64, 9, 7)
     assert of("hub:rajpurkar/squad") is None and of("nowhere.jsonl") is None
 
 

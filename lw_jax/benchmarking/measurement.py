@@ -1,0 +1,327 @@
+"""Seconds of a configuration's parts on this machine, beside what its matrix products and memory reach.
+
+Weights and tokens are random and a step's batch is at the configuration's limits, so that nothing is fetched and no
+word is padded; `input` and `load` read the configuration's own data and weights.
+"""
+
+import contextlib
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
+
+from lw_jax import recipes
+from lw_jax.benchmarking import timing
+from lw_jax.benchmarking.rows import Row
+from lw_jax.benchmarking.timing import Ceilings, Spread
+from lw_jax.core import runtime
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import EXACT, Tree
+from lw_jax.data.loader import Loader
+from lw_jax.evals.wire_functions import WireFunctions
+from lw_jax.hub import weights
+from lw_jax.models.wire import Prompt
+from lw_jax.planning import workload
+from lw_jax.recipes import frozen_models
+from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.training import memory, memory_limit, micro_batch_search, out_of_memory
+from lw_jax.training.recipe import unit_of
+from lw_jax.training.step_spec import StepSpec
+from sharding import place
+from sharding.placement import Placement
+from sharding.rules import path_of
+
+PARTS = {
+    "load": "reads the frozen weights of the configuration into their shards",
+    "step": "compiles and takes the training step",
+    "encode": "writes texts as latents",
+    "answer": "lets each reader answer, token by token with its cache",
+    "input": "makes training batches while nothing computes",
+}
+FREE = ("step", "encode", "answer")  # parts that read no file
+TOKENS = 256  # different ids of a random batch: every vocabulary has them, and equal ones would meet in one row
+BATCHES = 32  # of `input`
+BLOCK = 1 << 24  # bytes read at once where nothing but the disk is timed
+
+
+class Measured:
+    """One configuration on this machine's devices."""
+
+    def __init__(self, cfg: Config, placement: Placement, repeats: int):
+        self.cfg, self.placement, self.repeats = cfg, placement, repeats
+        self.recipe: Any = recipes.make(cfg, placement, outline=True)
+        self.ceilings: Ceilings = timing.ceilings(workload.arithmetic(cfg))
+
+    @property
+    def device(self) -> str:
+        """Returns what is told of the devices."""
+        return runtime.describe()
+
+    @property
+    def parts(self) -> list[str]:
+        """Returns the parts that this recipe has, in the order in which they disturb each other least."""
+        wire = isinstance(self.recipe, LatentWire)
+        return [part for part in PARTS if (part != "load" or self.cfg.llms) and (wire or part not in FREE[1:])]
+
+    def measure(self, part: str, *, asked: bool = True) -> list[Row]:
+        """Returns a part's rows; unless it was `asked` for, none of its files is fetched.
+
+        Raises UserError for a part that the recipe does not have.
+        """
+        if part not in self.parts:
+            have = ", ".join(self.parts)
+            raise UserError(f"--parts {part}: recipe {self.cfg.recipe!r} has {have}; name some of these.")
+        if part in FREE or asked:
+            return getattr(self, part)()
+        if missing := self._missing():
+            return [Row(part, self.cfg.recipe, "", why_not=f"{missing} is not on this machine; --parts {part} gets it")]
+        try:
+            return getattr(self, part)()
+        except UserError as error:
+            return [Row(part, self.cfg.recipe, "", why_not=str(error))]
+
+    def _missing(self) -> str:
+        """Returns a model or text of the configuration that would have to be fetched first; empty: none."""
+        spec = self.cfg
+        named = [*(llm.source for llm in spec.llms.values()), spec.encoder.source if spec.llms else ""]
+        absent = [source for source in named if source and frozen_models.cached(spec, source) is None]
+        hub = [text for text in (spec.data.train, spec.data.validation) if text.startswith("hub:")]
+        return next(iter([*absent, *hub]), "")
+
+    # --- the training step
+
+    def step(self) -> list[Row]:
+        """Compiles the step twice, from an empty cache and from a filled one, and takes it."""
+        cfg, widths = self.cfg, self.recipe.batch_widths()
+        accumulation = self._accumulation(widths)
+        with tempfile.TemporaryDirectory() as folder, _compile_cache(Path(folder)), out_of_memory.detect():
+            cold, _ = _seconds(lambda: memory.measure(StepSpec(cfg, self.recipe), widths, accumulation))
+            jax.clear_caches()
+            program = StepSpec(cfg, self.recipe)
+            cached, needs = _seconds(lambda: memory.measure(program, widths, accumulation))
+            call: Any = needs.programs["step"][0] if "step" in needs.programs else program.step
+            batch = self._fill(program.batch(widths, accumulation))
+            samples = timing.steps(program, call, batch, repeats=self.repeats)
+        seconds = Spread.of(samples)
+        work = workload.step_flops(cfg)
+        reached = work / (seconds.median * self.ceilings.matmul * self.placement.devices)
+        peak = timing.peak_bytes()
+        return [
+            Row(
+                "step",
+                cfg.recipe,
+                f"{cfg.train.global_batch} samples = {needs.micro_batch} a device x {self.placement.data} x "
+                f"{accumulation} accumulated, remat {cfg.compute.remat}",
+                seconds,
+                samples_per_second=cfg.train.global_batch / seconds.median,
+                tokens_per_second=cfg.train.global_batch * self._tokens(widths) / seconds.median,
+                flops=work,
+                of_matmul=reached,
+                peak_bytes=needs.peak if peak is None else peak,
+                peak_from="compiled" if peak is None else "device",
+                compile_seconds=cold,
+                cached_seconds=cached,
+            )
+        ]
+
+    def _accumulation(self, widths: Tree) -> int:
+        program, room = StepSpec(self.cfg, self.recipe), memory_limit.local(self.cfg)
+        if self.cfg.train.micro_batch or room is None:
+            return program.accumulation(self.cfg.train.micro_batch)
+        needs = micro_batch_search.largest_micro_batch(program, widths, room)
+        if needs.peak > room.usable:
+            raise UserError(micro_batch_search.refusal(program, needs, room))
+        return needs.accumulation
+
+    def _fill(self, shapes: Tree) -> Tree:
+        """Returns random tokens for shapes; every example is sent whole, in all slots."""
+        spec = self.cfg.encoder
+
+        def send(path: Any, leaf: jax.Array) -> jax.Array:
+            if path_of(path).split("/")[-1] != "channel":
+                return leaf
+            whole = np.broadcast_to(np.array([spec.slots, spec.width, EXACT], leaf.dtype), leaf.shape)
+            return jax.device_put(whole, leaf.sharding)
+
+        return jax.tree_util.tree_map_with_path(send, timing.fill(shapes, ids=TOKENS))
+
+    def _tokens(self, widths: Tree) -> int:
+        """Returns how many tokens of text an example has; latents count as none."""
+        unit, each = unit_of(self.recipe)
+        if unit == "tokens":
+            return each
+        leaves = jax.tree_util.tree_leaves_with_path(widths)
+        ids = ("ids", "answer_inputs")
+        return sum(
+            leaf.size for path, leaf in leaves if path_of(path).split("/")[-1] in ids and "teacher" not in path_of(path)
+        )
+
+    # --- a trained wire's work
+
+    def encode(self) -> list[Row]:
+        """Writes texts that fill the encoder's window."""
+        source, spec = workload.texts(self.cfg, self.placement), self.cfg.encoder
+        shapes, placed = self.recipe.abstract().trainable, self.recipe.shardings().trainable
+        trainable, filled = timing.fill(place.place_shapes(shapes, placed)), self._fill(source)
+        encode = WireFunctions(self.recipe.wire, self.placement).encode
+        seconds = Spread.of(timing.repeat(lambda: encode(trainable, filled), repeats=self.repeats))
+        batch, tokens = source["ids"].shape
+        work = workload.encode_flops(self.recipe, batch)
+        return [
+            Row(
+                "encode",
+                f"{spec.kind} encoder",
+                f"{batch} texts of {tokens} tokens -> {spec.slots} x {spec.width}",
+                seconds,
+                samples_per_second=batch / seconds.median,
+                tokens_per_second=batch * tokens / seconds.median,
+                flops=work,
+                of_matmul=work / (seconds.median * self.ceilings.matmul * self.placement.data),
+            )
+        ]
+
+    def answer(self) -> list[Row]:
+        """Generates with each reader; the time of a step is the difference between a long and a short answer."""
+        return [self._generate(name) for name in self.placement.readers]
+
+    def _generate(self, name: str) -> Row:
+        shapes, prompts = workload.reader(self.recipe, name), workload.prompts(self.cfg, self.recipe, name)
+        params, filled = timing.fill(shapes), Prompt(*timing.fill(prompts))
+        tokens, model = self.cfg.eval.max_new_tokens, self.recipe.wire.readers[name].config
+
+        generate = WireFunctions(self.recipe.wire, self.placement).generate
+
+        def run(count: int) -> list[float]:
+            return timing.repeat(lambda: generate(params, filled, name, count), repeats=self.repeats)
+
+        whole, short = Spread.of(run(tokens)), Spread.of(run(1))
+        step = (whole.median - short.median) / max(1, tokens - 1)
+        need, alone = (
+            workload.token_bytes(shapes, model, prompts[0], tokens),
+            self.placement.readers[name].mesh.size == 1,
+        )
+        share = need / step / self.ceilings.bandwidth if alone and tokens > 1 and step > 0 else None
+        batch, length = prompts[1].shape
+        return Row(
+            "answer",
+            name,
+            f"{batch} prompts of {length} positions, {tokens} tokens each; a token of all {step * 1e3:.1f} ms",
+            whole,
+            samples_per_second=batch / whole.median,
+            tokens_per_second=batch * tokens / whole.median,
+            bytes=need,
+            of_bandwidth=share,
+        )
+
+    # --- files
+
+    def load(self) -> list[Row]:
+        """Loads each reader's weights, once, and reads the same files for their bytes alone."""
+        return [self._load(name) for name in self.cfg.llms]
+
+    def _load(self, name: str) -> Row:
+        llm, at = self.cfg.llms[name], self.placement.readers[name]
+        location = frozen_models.locate(self.cfg, llm.source, llm.sha256)
+        shapes = frozen_models.describe(weights.describe(location), self.cfg, llm)
+        shardings = frozen_models.shardings(shapes, llm, at, name)
+        files = [location] if location.is_file() else sorted(location.glob("*.safetensors"))
+        size = sum(file.stat().st_size for file in files)
+        read = min(_seconds(lambda: _read(files))[0] for _ in range(2))  # the first may wait for the disk
+        before = _host_bytes(peak=False)
+        taken, tree = _seconds(lambda: jax.block_until_ready(frozen_models.load(location, self.cfg, llm, shardings)))
+        held = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) if jax.default_backend() == "cpu" else 0
+        after = _host_bytes(peak=True)
+        return Row(
+            "load",
+            name,
+            f"{size / 1e9:.2f} GB of files as {llm.weights}, {size / taken / 1e9:.2f} GB/s; read alone "
+            f"{size / read / 1e9:.2f} GB/s",
+            Spread.of([taken]),
+            bytes=size,
+            peak_bytes=None if before is None or after is None else max(0, after - before - held),
+            peak_from="host",
+        )
+
+    def input(self) -> list[Row]:
+        """Makes batches as training does and puts them on the devices, with no step between them."""
+        cfg, recipe = self.cfg, recipes.make(self.cfg, self.placement)
+        loader = Loader(recipe.course(), global_batch=cfg.train.global_batch, seed=cfg.seed)
+        padding, samples = [], []
+        for _ in range(BATCHES):
+            started = time.perf_counter()
+            batch = next(loader)
+            jax.block_until_ready(place.put_parts(batch, self.placement, place.put_eval))
+            samples.append(time.perf_counter() - started)
+            padding.append(padded(batch))
+        seconds = Spread.of(samples[BATCHES // 4 :])  # those made ahead are gone by then
+        return [
+            Row(
+                "input",
+                cfg.recipe,
+                f"batches of {cfg.train.global_batch} from {cfg.data.train}, made while nothing computes",
+                seconds,
+                samples_per_second=cfg.train.global_batch / seconds.median,
+                padding=float(np.mean(padding)),
+            )
+        ]
+
+
+def padded(batch: Tree) -> float:
+    """Returns the share of a batch's positions that hold no token; 0 where nothing is ever padded."""
+    real = total = 0
+
+    def count(fields: Any) -> None:
+        nonlocal real, total
+        if not isinstance(fields, dict):
+            return
+        masks = [fields["mask"]] if "mask" in fields else []
+        masks += [np.asarray(fields["weights"]) > 0] if "targets" in fields else []
+        real, total = real + sum(int(mask.sum()) for mask in masks), total + sum(mask.size for mask in masks)
+        for one in fields.values():
+            count(one)
+
+    count(batch)
+    return 1 - real / total if total else 0.0
+
+
+def _seconds(call: Callable[[], Any]) -> tuple[float, Any]:
+    started = time.perf_counter()
+    value = call()
+    return time.perf_counter() - started, value
+
+
+def _read(files: Sequence[Path]) -> None:
+    for file in files:
+        with file.open("rb", buffering=0) as stream:
+            while stream.read(BLOCK):
+                pass
+
+
+def _host_bytes(*, peak: bool) -> int | None:
+    """Returns the host memory that this process holds, or the most since it was last asked for that; None off Linux."""
+    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
+    if not reset.exists():
+        return None
+    found = dict(line.split(":", 1) for line in status.read_text("utf-8").splitlines())
+    if not peak:
+        reset.write_text("5", "utf-8")  # sets the high-water mark back
+    return 1024 * int(found["VmHWM" if peak else "VmRSS"].split()[0])
+
+
+@contextlib.contextmanager
+def _compile_cache(folder: Path) -> Iterator[None]:
+    """Keeps compiled programs in another folder meanwhile."""
+    before = jax.config.values["jax_compilation_cache_dir"]
+    jax.config.update("jax_compilation_cache_dir", str(folder))
+    compilation_cache.reset_cache()  # or the one that is open already would go on
+    try:
+        yield
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
+        compilation_cache.reset_cache()

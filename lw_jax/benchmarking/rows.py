@@ -1,0 +1,93 @@
+"""Rows of a benchmark, measured or predicted, and their table."""
+
+import dataclasses
+from collections.abc import Sequence
+
+from lw_jax.benchmarking.timing import Ceilings, Spread
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One thing measured, or predicted; what does not apply is None, and 0 is a figure."""
+
+    part: str
+    subject: str  # the recipe, or a reader's name
+    what: str  # for people, with every size that decides the time
+    seconds: Spread | None = None
+    samples_per_second: float | None = None
+    tokens_per_second: float | None = None
+    flops: float | None = None  # of all devices, the model's own arithmetic: nothing recomputed
+    of_matmul: float | None = None  # share of the ceiling
+    bytes: float | None = None  # that must be read at least, on a device
+    of_bandwidth: float | None = None
+    peak_bytes: float | None = None  # of the fullest device
+    peak_from: str = (
+        ""  # "device" | "compiled" (the compiler's figure) | "host": on it, beside the arrays if they lie there
+    )
+    compile_seconds: float | None = None  # traced, lowered and compiled with an empty cache
+    cached_seconds: float | None = None  # the same, the program found on disk
+    padding: float | None = None  # share of positions that hold no token
+    predicted_seconds: float | None = None  # of a device that is not here; then nothing of the row is measured
+    compiled_flops: float | None = None  # of a device, in all products that its program runs
+    compiled_bytes: float | None = None  # of a device, read and written by all its kernels
+    why_not: str = ""  # what stood in the way
+
+
+def table(device: str, ceilings: Ceilings, rows: Sequence[Row]) -> str:
+    """Returns the rows for people."""
+    absent = any(row.predicted_seconds is not None for row in rows)
+    limits = f"{ceilings.matmul / 1e12:.2f} TFLOP/s, {ceilings.bandwidth / 1e9:.1f} GB/s"
+    lines = [
+        f"{device}; {'peaks of the data sheet' if absent else 'measured ceilings'} in {ceilings.dtype}: {limits}",
+        "",
+    ]
+    head = ("part", "of", "seconds", "least..most", "samples/s", "tokens/s", "of ceiling", "memory GB", "")
+    cells = [head, *map(_cells, rows)]
+    sizes = [max(len(row[column]) for row in cells) for column in range(len(head) - 1)]
+    for row in cells:
+        left = [cell.ljust(size) for cell, size in zip(row[:2], sizes[:2], strict=True)]
+        right = [cell.rjust(size) for cell, size in zip(row[2:-1], sizes[2:], strict=True)]
+        lines.append("  ".join([*left, *right, row[-1]]).rstrip())
+    for row in rows:
+        if row.compile_seconds is not None and row.cached_seconds is not None:
+            told = f"{row.compile_seconds:.1f} s with an empty cache, {row.cached_seconds:.1f} s with a filled one"
+            lines.append(f"{row.part}, traced and compiled: {told}")
+        if row.compiled_flops is not None and row.compiled_bytes:
+            work = f"{row.compiled_flops / 1e12:,.1f} TFLOP of products"
+            told = f"{work}, {row.compiled_bytes / 1e9:,.1f} GB read and written"
+            lines.append(f"{row.part} of {row.subject}, its program on a device: {told}")
+        if row.padding is not None:
+            lines.append(f"{row.part}, positions that hold no token: {row.padding:.1%}")
+    return "\n".join(lines) + "\n"
+
+
+def _cells(row: Row) -> tuple[str, ...]:
+    def number(value: float | None, form: str) -> str:
+        return "-" if value is None else format(value, form)
+
+    if row.predicted_seconds is not None:
+        seconds, spread = row.predicted_seconds, "predicted"
+    elif row.seconds is not None:
+        seconds, spread = row.seconds.median, f"{row.seconds.least:.4f}..{row.seconds.most:.4f}"
+    else:
+        return (row.part, row.subject, "not measured", *"-----", row.why_not)
+    share = next(
+        (
+            f"{value:.0%} {name}"
+            for value, name in ((row.of_matmul, "matmul"), (row.of_bandwidth, "memory"))
+            if value is not None
+        ),
+        "-",
+    )
+    peak = "-" if row.peak_bytes is None else f"{row.peak_bytes / 1e9:.3f} {row.peak_from}"
+    return (
+        row.part,
+        row.subject,
+        f"{seconds:.4f}",
+        spread,
+        number(row.samples_per_second, ",.1f"),
+        number(row.tokens_per_second, ",.0f"),
+        share,
+        peak,
+        row.what,
+    )

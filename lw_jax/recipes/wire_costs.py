@@ -1,0 +1,48 @@
+"""Memory, FLOPs and traffic of one micro-batch of recipe `latentwire`, for the planner."""
+
+import dataclasses
+
+from lw_jax.core.config import Config
+from lw_jax.core.types import Tree
+from lw_jax.losses import chunked
+from lw_jax.models import encoder
+from lw_jax.models import pass_costs as arithmetic
+from lw_jax.models.bert import BertConfig
+from lw_jax.models.pass_costs import Terms
+from lw_jax.models.wire import Wire
+from lw_jax.recipes import frozen_models
+from sharding.placement import Placement
+
+
+def terms(cfg: Config, wire: Wire, placement: Placement, widths: Tree, *, rows: int) -> dict[str, Terms]:
+    """Returns the encoder's costs under "", each reader's under its name; `widths` as `batch_widths` gives them."""
+    spec, positions = wire.encoder, widths["source"]["ids"].shape[0]
+    one = arithmetic.Pass(rows, positions, 0, cfg.compute.remat, arithmetic.BYTES[cfg.compute.dtype])
+    if isinstance(spec.body, BertConfig):
+        found = arithmetic.trained_bert(spec.body, one)
+    elif spec.body is not None:
+        found = arithmetic.trained(spec.body, one)
+    else:
+        found = arithmetic.trained_bytes(spec.layers or encoder.BYTE_LAYERS, spec.width, one)
+    readers = {name: _reader(cfg, wire, placement, name, widths["readers"][name], rows) for name in wire.readers}
+    return {"": found} | readers
+
+
+def _reader(cfg: Config, wire: Wire, placement: Placement, name: str, fields: Tree, rows: int) -> Terms:
+    model, llm, at = wire.readers[name].config, cfg.llms[name], placement.readers[name]
+    answers = fields["targets"].shape[0]
+    shared = fields["before"]["ids"].shape[0]  # read once for all rows
+    positions = fields["after"]["ids"].shape[0] + wire.encoder.slots + 1 + answers - 1
+    one = frozen_models.teacher_forced(cfg, llm=llm, at=at, rows=rows, positions=positions, answers=answers)
+    pieces = chunked.pieces(cfg.compute.logits_chunk, rows=rows, length=answers, data=1)  # the rows are one device's
+    found = arithmetic.frozen(model, dataclasses.replace(one, pieces=pieces, before=shared))
+    unpacked = arithmetic.restored_bytes(model, llm.weights, one.size) / one.model
+    prefix = arithmetic.shared_prefix(model, dataclasses.replace(one, rows=1, positions=shared, answers=0))
+    sums = {key: getattr(found, key) + getattr(prefix, key) for key in ("flops", "wire", "traffic")}
+    found = dataclasses.replace(found, bytes=found.bytes + unpacked, forward=found.forward + unpacked, **sums)
+    if "text" in fields:
+        one = dataclasses.replace(one, positions=fields["text"]["ids"].shape[0] + answers - 1)
+        teacher = arithmetic.forward_only(model, one)
+        sums = {key: getattr(found, key) + getattr(teacher, key) for key in ("flops", "traffic", "read")}
+        found = dataclasses.replace(found, forward=max(found.forward, teacher.forward + unpacked), **sums)
+    return found

@@ -1,0 +1,271 @@
+"""README.md and docs: every command is accepted, a cheap one runs as it stands, every link, file and key exists.
+
+A command that needs a GPU, a download, a cluster or more than seconds says so on its line (`# GPU, hub`, `# 20 min`).
+"""
+
+import fnmatch
+import re
+import shlex
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from lw_jax.core.command_line import take_assignments
+
+import run
+from configs import base
+from lw_jax.commands import parser
+from lw_jax.core import config, config_file, validation
+from lw_jax.core.errors import UserError
+from tests import tiny
+from tests.test_layers import FLOORS
+
+PROJECT = Path(__file__).resolve().parent.parent.parent
+DOCUMENTS = sorted([*PROJECT.glob("*.md"), *PROJECT.glob("docs/*.md")])
+HISTORY = ("CHANGELOG.md",)  # names what is gone
+GENERATED = ("planning.md",)  # its commands are explained in its text, not marked
+MARK = re.compile(r"\b(GPU|hub|PyPI|cluster|hours|\d+ (s|min|h))\b")
+STARTS = ("python ", "make ", "pytest ", "XLA_FLAGS=")
+PLACEHOLDER = re.compile(r"\b[A-Z]{4,}\b")  # a file that the reader names
+FOLDERS = ("lw_jax/", "sharding/", "configs/", "tests/", "docs/", "examples/", "benchmarks/")
+README_LINES = 100
+
+
+class Command(NamedTuple):
+    """One command of a document and what stands beside it."""
+
+    document: str
+    line: int
+    text: str
+    beside: str
+
+
+def read_blocks(text: str) -> Iterator[tuple[int, str, str]]:
+    """Yields (first line, language, content) of fenced and of indented blocks; language "" where none is named."""
+    fence, start, found = None, 0, []
+    for number, line in enumerate([*text.splitlines(), ""], 1):
+        if fence is None and line.startswith("```"):
+            fence, start, found = line[3:].strip(), number + 1, []
+        elif fence is not None and line.startswith("```"):
+            yield start, fence, "\n".join(found)
+            fence, found = None, []
+        elif fence is not None:
+            found.append(line)
+        elif line.startswith("    "):
+            yield number, "indented", line[4:]
+
+
+def find_commands(name: str, text: str) -> list[Command]:
+    """Returns the commands of blocks, with their comments, and those of inline code, with their line or paragraph."""
+    commands: list[Command] = []
+    whole, pending, first = "", False, 0
+    for start, language, content in read_blocks(text):
+        if language not in ("sh", "indented"):
+            continue
+        for number, line in enumerate(content.splitlines(), start):
+            whole, first = (f"{whole} {line.strip()}", first) if pending else (line.strip(), number)
+            if pending := whole.endswith("\\"):
+                whole = whole[:-1].rstrip()
+                continue
+            command, _, comment = whole.partition(" #")
+            if command.startswith(STARTS):
+                commands.append(Command(name, first, command.strip(), comment))
+    prose = re.sub(r"```.*?```", lambda block: "\n" * block[0].count("\n"), text, flags=re.DOTALL)
+    number = 1
+    for part in re.split(r"(\n\n|\n(?=\||- ))", prose):  # a paragraph, an item or a row of a table
+        for span in re.finditer(r"`([^`]+)`", part):
+            command = " ".join(span[1].split())
+            if command.startswith(STARTS):
+                beside = part[: span.start()] + part[span.end() :]
+                commands.append(Command(name, number + part[: span.start()].count("\n"), command, beside))
+        number += part.count("\n")
+    return commands
+
+
+COMMANDS = [found for file in DOCUMENTS for found in find_commands(file.name, file.read_text("utf-8"))]
+
+
+def resolve(spec: str, assignments: dict[str, str]) -> None:
+    values = config_file.load(spec, root=PROJECT)
+    config_file.override(values, assignments)
+    validation.validate(config.build(values))
+
+
+def check_run(words: list[str]) -> None:
+    if words == ["--help"]:
+        return
+    args = parser.parse(words)
+    if not args.config or PLACEHOLDER.search(args.config):
+        return
+    specs = config_file.read_list(args.config, root=PROJECT) if args.config.endswith(".list") else [args.config]
+    for spec in specs:
+        resolve(spec, {key: value for key, value in args.assignments.items() if not PLACEHOLDER.fullmatch(value)})
+
+
+def check_script(file: Path, words: list[str]) -> None:
+    source = file.read_text("utf-8")
+    assignments, rest = take_assignments(words)
+    flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
+    assert not (unknown := [flag for flag in flags if f'"{flag}"' not in source]), f"{file.name} has no {unknown}"
+    if "--config" in rest and not PLACEHOLDER.search(spec := rest[rest.index("--config") + 1]):
+        resolve(spec, assignments)
+
+
+def check_pytest(words: list[str]) -> None:
+    paths = [word for word in words if word.startswith("tests")] or ["tests"]
+    files = [file for path in paths for file in ([PROJECT / path] if path.endswith(".py") else _tests(path))]
+    source = "\n".join(file.read_text("utf-8") for file in files)
+    chosen = re.findall(r"\w+", words[words.index("-k") + 1]) if "-k" in words else []
+    for word in set(chosen) - {"or", "and", "not"}:
+        assert word in source, f"-k {word} chooses no test"
+
+
+def _tests(folder: str) -> list[Path]:
+    return sorted((PROJECT / folder).rglob("test_*.py"))
+
+
+def check(command: str) -> None:
+    """Raises where a command would be refused before it did anything."""
+    words = shlex.split(command)
+    words = words[[not re.match(r"[A-Z_]+=", word) for word in words].index(True) :]  # after VARIABLE=value
+    words = words[: words.index(">")] if ">" in words else words
+    if words[0] == "make":
+        rules = (PROJECT / "Makefile").read_text("utf-8")
+        assert re.search(rf"^{words[1]}:", rules, re.MULTILINE), f"make has no target {words[1]}"
+        for name, value in (word.split("=") for word in words[2:]):
+            assert f"$({name})" in rules or f"$(or $({name})" in rules, f"make reads no {name}"
+            assert name != "CONFIG" or (PROJECT / value).is_file(), value
+    elif words[0] == "pytest":
+        check_pytest(words[1:])
+    elif words[1] == "run.py":
+        check_run(words[2:])
+    elif words[1] == "-m":
+        package = PROJECT / words[2].replace(".", "/")
+        check_script(package / "__main__.py", words[3:])
+    elif words[1] != "-c":
+        check_script(PROJECT / words[1], words[2:])
+
+
+def test_every_command_is_accepted() -> None:
+    assert len(COMMANDS) > 80, "the documents' commands are not found"
+    faults = []
+    for text, where in {found.text: found for found in COMMANDS}.items():
+        try:
+            check(text)
+        except (UserError, AssertionError, OSError, ValueError) as error:
+            faults.append(f"{where.document}:{where.line}: {text}: {error}")
+    assert not faults, "\n".join(faults)
+
+
+def _is_cheap(found: Command) -> bool:
+    return found.text.startswith("python ") and found.document not in GENERATED and not MARK.search(found.beside)
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with the run of configs/smoke.py, tiny, and a text."""
+    folder = tmp_path_factory.mktemp("documents")
+    readers = tiny.readers(folder / "readers")
+    words = ["--config", "configs/smoke.py", "--workdir", str(folder / "runs" / "smoke-latentwire")]
+    words += [f"--config.llms.{name}.source={path}" for name, path in readers.items()]
+    words += [f"--config.encoder.source={readers['llama']}", "--config.encoder.layers=1", "--config.adapter.hidden=16"]
+    words += ["--config.train.steps=2", "--config.train.global_batch=8", "--config.data.cards=32"]
+    words += ["--config.optim.warmup_steps=1", "--config.train.eval_every=0", "--config.eval.max_new_tokens=2"]
+    words += ["--config.optim.kind=adamw", "--config.mesh.placement=single"]
+    assert run.main(words) == 0
+    (folder / "notes.txt").write_text("Mara Ellis lives in Lisbon.", "utf-8")
+    return folder
+
+
+def test_unmarked_commands_run_as_they_stand(home: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
+    monkeypatch.chdir(home)
+    cheap = list(dict.fromkeys(found.text for found in COMMANDS if _is_cheap(found)))
+    assert any(" answer " in text for text in cheap) and any(" report " in text for text in cheap)
+    for text in cheap:
+        words = shlex.split(text)
+        assert words[1] == "run.py", f"{text}: mark it with its time, or with what it needs"
+        if words[2] == "--help":
+            with pytest.raises(SystemExit, match="0"):
+                run.main(words[2:])
+        else:
+            assert run.main(words[2:]) == 0, f"{text}: {capfd.readouterr().err}"
+
+
+def test_python_of_the_documents_runs(home: Path, monkeypatch: pytest.MonkeyPatch, capsys, tmp_path: Path) -> None:
+    monkeypatch.chdir(home)
+    blocks = [(file.name, text) for file in DOCUMENTS for _, language, text in read_blocks(file.read_text("utf-8"))
+              if language == "python"]  # fmt: skip
+    assert {"README.md", "wire.md", "configuration.md"} <= {name for name, _ in blocks}
+    for name, text in blocks:
+        if "def get_config" in text:
+            (tmp_path / "own.py").write_text(text, "utf-8")
+            resolve(str(tmp_path / "own.py"), {})
+        else:
+            capsys.readouterr()
+            exec(compile(text, name, "exec"), {})
+            assert int(capsys.readouterr().out.split()[0]) > 0  # bytes of the message
+
+
+def to_anchor(heading: str) -> str:
+    """Returns the anchor that GitHub gives a heading."""
+    return re.sub(r"[^\w\- ]", "", heading.strip().lower().replace("`", "")).replace(" ", "-")
+
+
+@pytest.mark.parametrize("file", DOCUMENTS, ids=lambda file: file.name)
+def test_links_files_and_keys_exist(file: Path) -> None:
+    text = file.read_text("utf-8")
+    faults = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        path, _, anchor = target.partition("#")
+        if "://" in target:
+            continue
+        linked = file.parent / path if path else file
+        if not linked.exists():
+            faults.append(f"link to {target}")
+        elif anchor and anchor not in map(to_anchor, re.findall(r"^#+ (.*)$", linked.read_text("utf-8"), re.M)):
+            faults.append(f"no heading {target}")
+    if file.name not in HISTORY:
+        faults += [f"no file {path}" for path in _find_paths(text) if not any(PROJECT.glob(path))]
+        faults += [f"no {name} in {path}" for path, name in _find_names(text) if not _defines(PROJECT / path, name)]
+        faults += [f"no key {key}" for key in _find_keys(text.partition("## Removed keys")[0])]
+    assert not faults, f"{file.name}: " + "; ".join(faults)
+
+
+def _find_paths(text: str) -> set[str]:
+    spans = {span.partition(":")[0].rstrip("/") for span in re.findall(r"`([^`\s{}]+)`", text)}
+    return {span for span in spans if span.startswith(FOLDERS) and not PLACEHOLDER.search(span)}
+
+
+def _find_names(text: str) -> list[tuple[str, str]]:
+    """Returns the (file, name) pairs of inline code such as `lw_jax/core/config.py:build`."""
+    return re.findall(r"`((?:lw_jax|sharding|run)[\w/]*\.py):(\w+)`", text)
+
+
+def _defines(file: Path, name: str) -> bool:
+    return re.search(rf"^(class|def) {name}\b", file.read_text("utf-8"), re.MULTILINE) is not None
+
+
+def _find_keys(text: str) -> list[str]:
+    """Returns the words of inline code that look like a configuration key and are none."""
+    values = base.get_config()
+    values.llms.NAME = base.llm("folder")
+    keys = set(config.flatten(values))
+    spans = {span.partition("=")[0] for span in re.findall(r"`([a-z]+\.[\w.*]+)(?:=[^`]*)?`", text)}
+    sections = {key.partition(".")[0] for key in keys if "." in key} | {"llms"}
+    named = {re.sub(r"^llms\.\w+\.", "llms.NAME.", span) for span in spans if span.partition(".")[0] in sections}
+    files = (".md", ".py", ".json", ".jsonl", ".html", ".sbatch")
+    return sorted(key for key in named if not key.endswith(files) and not fnmatch.filter(keys, f"{key}*"))
+
+
+def test_drawing_of_the_packages_is_the_tested_order() -> None:
+    text = (PROJECT / "docs" / "architecture.md").read_text("utf-8")
+    blocks = [line for _, language, line in read_blocks(text.partition("## A batch")[0]) if language == "indented"]
+    drawn = [re.split(r" {2,}", line.strip())[0].split(" | ") for line in blocks]
+    drawn = [[word.strip() for word in row] for row in drawn if row != ["|"]]
+    tested = [[name.removeprefix("lw_jax.") for name in names if name != "lw_jax"] for names in FLOORS]
+    assert drawn == tested[::-1]
+
+
+def test_readme_is_one_page() -> None:
+    assert len((PROJECT / "README.md").read_text("utf-8").splitlines()) <= README_LINES
