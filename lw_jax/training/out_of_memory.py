@@ -54,7 +54,7 @@ class HalvingBatch:
                     return compute(self.size)
             except OutOfMemory as error:
                 if jax.process_count() > 1:
-                    rule = "several processes cannot change it during a run; everything up to here is saved"
+                    rule = "processes cannot agree on another one during a run; everything up to here is saved"
                     raise UserError(f"out of memory with eval.batch={self.size}: {rule}; lower it") from error
                 if self.size <= self._multiple:
                     raise OutOfMemory(f"out of memory with one example per device: {error}") from error

@@ -261,9 +261,8 @@ class Run:
         """Halves the micro-batch; raises UserError where that is impossible."""
         before = self.micro_batch
         if before % 2 or jax.process_count() > 1:
-            why = (
-                "it cannot be halved" if jax.process_count() == 1 else "several processes cannot change it during a run"
-            )
+            odd = "it cannot be halved"
+            why = odd if jax.process_count() == 1 else "processes cannot agree on another one during a run"
             raise UserError(
                 f"out of memory with a micro-batch of {before} per device, and {why}: {error}. Lower "
                 f"--config.train.micro_batch, set --config.compute.remat=full, or split the readers "

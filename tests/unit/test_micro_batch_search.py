@@ -222,7 +222,7 @@ def test_largest_micro_batch_is_within_the_limit_and_the_next_is_not(index, root
     assert found.micro_batch == measured[index].micro_batch
     assert found.peak <= room.usable < above
     lines = micro_batch_search.describe(program, found, room)
-    assert f"  {'micro-batch':<15}{found.micro_batch} a device" in lines
+    assert f"  {'micro-batch':<15}{found.micro_batch} per device" in lines
     assert f"  {'global batch':<15}6 = {found.micro_batch} x 1 x {6 // found.micro_batch}" in lines
     assert any(
         f"{found.peak / room.memory:.0%} of {memory.bytes_of(room.memory)}, target 80%" in line for line in lines
@@ -250,7 +250,7 @@ def test_nothing_fits_is_refused_with_sizes_and_remedies(root, measured):
     room = MemoryLimit(measured[0].weights, 0.8)
     program = make_program(root, train__global_batch=6)
     told = micro_batch_search.refusal(program, measured[0], room)
-    assert f"one example a device needs {memory.bytes_of(measured[0].peak)}" in told
+    assert f"one example per device needs {memory.bytes_of(measured[0].peak)}" in told
     assert f"the target is {memory.bytes_of(room.usable)} = 80% of {memory.bytes_of(room.memory)}" in told
     for remedy in ("compute.remat=full", "mesh.placement=tensor", "weights=bf16", "name fewer or smaller readers"):
         assert remedy in told
