@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 import numpy as np
 
 from benchmarks import common
-from lw_jax.core import config_file, environment
+from lw_jax.core import command_line, environment
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError, leave
 
@@ -39,7 +39,7 @@ Told = dict[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks, times and prints; 1 where the two sides do not compute the same."""
-    assignments, rest = config_file.take_assignments(list(sys.argv[1:] if argv is None else argv))
+    assignments, rest = command_line.take_assignments(list(sys.argv[1:] if argv is None else argv))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE", help="--config.key=value goes with it")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side (default: 3)")

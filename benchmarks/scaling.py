@@ -25,7 +25,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common, planned
-from lw_jax.core import config, config_file, environment
+from lw_jax.core import command_line, config, environment
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError, leave
 
@@ -57,7 +57,7 @@ class Point:
 def main(argv: Sequence[str] | None = None) -> int:
     """Plans or measures every point, and writes and prints the rows."""
     words = list(sys.argv[1:] if argv is None else argv)
-    assignments, rest = config_file.take_assignments(words)
+    assignments, rest = command_line.take_assignments(words)
     args = _parse(rest)
     if not args.measured:
         environment.prepare_compiler(everywhere=True)

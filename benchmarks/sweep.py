@@ -18,7 +18,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
-from lw_jax.core import config_file
+from lw_jax.core import command_line
 from lw_jax.core.errors import UserError, leave
 from lw_jax.report import figures
 
@@ -27,7 +27,7 @@ Row = dict[str, Any]
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures or plans every point, writes both files and prints the table."""
-    assignments, rest = config_file.take_assignments(list(sys.argv[1:] if argv is None else argv))
+    assignments, rest = command_line.take_assignments(list(sys.argv[1:] if argv is None else argv))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE", help="--config.key=value goes with it")
     parser.add_argument("--batches", type=common.numbers, required=True, metavar="N,N")

@@ -9,7 +9,8 @@ if TYPE_CHECKING:
     from lw_jax.inference.language_model import load_lm
     from lw_jax.inference.trained_wire import load_wire
 
-__all__ = ["load_lm", "load_wire"]
+__all__ = ["__version__", "load_lm", "load_wire"]
+__version__ = "0.1.0.dev0"
 
 
 def __getattr__(name: str) -> Any:

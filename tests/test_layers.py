@@ -31,7 +31,7 @@ FLOORS = (
 )
 # Configuration files: the users' code. They import the declaration of the keys, and only the command imports them.
 ISLAND = ("configs.*", "configs")
-VISITORS = ("run", "lw_jax.commands.loading")
+VISITORS = ("lw_jax.commands.loading",)
 ISLAND_MAY_IMPORT = ("ml_collections", "configs", "lw_jax.core.config")
 OURS = ("run", "lw_jax", "sharding", "configs")
 
@@ -119,6 +119,7 @@ DOOR = (
     "lw_jax.core.config_file",
     "lw_jax.core.validation",
     "lw_jax.commands.show",
+    "lw_jax.commands.loading",
     "lw_jax.training.run_folder",
 )
 

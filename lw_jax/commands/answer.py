@@ -1,15 +1,31 @@
 """The command `answer`: encode a text or read a message, and print every reader's answers."""
 
+import argparse
 import contextlib
 import sys
 from pathlib import Path
 from typing import Any
 
+from lw_jax.commands.loading import Loaded
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.inference import message_io, trained_wire
 from lw_jax.models import codec
 from lw_jax.training.run_folder import check_writable
+
+
+def run(args: argparse.Namespace, loaded: Loaded) -> int:
+    """Runs the command with its flags; reads texts and messages before any weight is loaded."""
+    request = message_io.Request(
+        context=message_io.read_text(args.context) if args.context else "",
+        message=message_io.read_message(args.message) if args.message else b"",
+        questions=tuple(args.question or ()),
+        write=args.write or "",
+        bits=8 if args.bits is None else args.bits,
+        slots=args.slots,
+        width=args.width,
+    )
+    return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, request=request)
 
 
 def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: message_io.Request) -> int:

@@ -1,5 +1,6 @@
 """Command `bench`: seconds of a configuration's parts, measured on this machine or predicted for GPUs elsewhere."""
 
+import argparse
 import dataclasses
 import datetime
 import importlib.metadata
@@ -15,8 +16,9 @@ import jax
 from lw_jax.benchmarking.measurement import PARTS, Measured
 from lw_jax.benchmarking.prediction import Predicted
 from lw_jax.benchmarking.rows import table
+from lw_jax.commands.loading import Loaded
 from lw_jax.core import runtime
-from lw_jax.core.config import Config
+from lw_jax.core.config import Config, suggest
 from lw_jax.core.errors import UserError
 from lw_jax.hub import sources
 from lw_jax.planning import planner
@@ -33,6 +35,20 @@ class Request:
     repeats: int
     as_json: bool
     target: str = ""  # cards that are not here: predicted, not measured
+
+
+def run(args: argparse.Namespace, loaded: Loaded) -> int:
+    """Runs the command with its flags."""
+    parts = tuple(filter(None, (args.parts or "").split(",")))
+    if unknown := [part for part in parts if part not in PARTS]:
+        raise UserError(f"--parts {unknown[0]}:{suggest(unknown[0], PARTS)} Parts are {', '.join(PARTS)}.")
+    repeats = 5 if args.repeats is None else args.repeats
+    if repeats < 1:
+        raise UserError(f"--repeats {repeats}: at least one is needed.")
+    if args.target and args.repeats is not None:
+        raise UserError(f"--repeats {repeats}: nothing runs on --target {args.target}; leave one of them out.")
+    request = Request(parts, repeats, args.json, args.target or "")
+    return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, request=request)
 
 
 def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: Request) -> int:

@@ -1,15 +1,23 @@
 """The command `eval`: control table, joint answers and byte curve of a trained wire."""
 
+import argparse
 from pathlib import Path
 from typing import Any
 
 import jax
 
+from lw_jax.commands.loading import Loaded
 from lw_jax.core.config import Config
 from lw_jax.inference import evaluation
 from lw_jax.inference.trained_wire import open_wire
 from lw_jax.report import figures
 from lw_jax.training.run_folder import check_writable
+
+
+def run(args: argparse.Namespace, loaded: Loaded) -> int:
+    """Runs the command, which has no flags of its own."""
+    del args
+    return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir)
 
 
 def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:

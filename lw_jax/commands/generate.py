@@ -1,14 +1,22 @@
 """The command `generate`: continuations of prompts by a trained TTT language model."""
 
+import argparse
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lw_jax.commands.loading import Loaded
 from lw_jax.core import runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.hub import sources
 from lw_jax.inference import language_model
+
+
+def run(args: argparse.Namespace, loaded: Loaded) -> int:
+    """Runs the command with its flags."""
+    sampling = {"tokens": args.tokens, "temperature": args.temperature}
+    return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, prompts=tuple(args.prompt), **sampling)
 
 
 def main(

@@ -1,5 +1,6 @@
 """Command `plan`: placement, memory and time of a configuration on given GPUs, compiled for them on any machine."""
 
+import argparse
 import dataclasses
 import functools
 import json
@@ -10,6 +11,7 @@ from typing import Any
 
 import jax
 
+from lw_jax.commands.loading import Loaded
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning import estimate as estimates
@@ -30,6 +32,20 @@ class Request:
     as_json: bool = False
     legacy: bool = False  # beside the original project's batch formula
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the file itself sets of config.SEARCHED
+
+
+def run(args: argparse.Namespace, loaded: Loaded) -> int:
+    """Runs the command with its flags."""
+    request = Request(
+        config=loaded.spec,
+        target=args.target or "",
+        simulate=args.simulate or "",
+        estimate=args.estimate,
+        as_json=args.json,
+        legacy=args.legacy,
+        own=loaded.own,
+    )
+    return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, request=request)
 
 
 def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Request) -> int:

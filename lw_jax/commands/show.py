@@ -1,5 +1,6 @@
 """`run.py show`: the resolved configuration with the source of each value, or the reference of all keys (--keys)."""
 
+import argparse
 import json
 import sys
 import textwrap
@@ -8,12 +9,22 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from lw_jax.commands.loading import Loaded
 from lw_jax.core import config
 from lw_jax.core.config import Config, diff, flatten, identity
 from lw_jax.core.config_sections import RECIPES
 
 _COLOURS = {"base": "2", "config": "36", "command line": "33"}
 _WIDTH = 110  # columns of the reference
+
+
+def run(args: argparse.Namespace, *loaded: Loaded) -> None:
+    """Runs the command with its flags; --keys needs no configuration."""
+    if args.keys:
+        print_keys(as_json=args.json)
+    for one in loaded:
+        sources = {"base": one.defaults, "origins": one.origins}
+        main(one.cfg, resolved=one.resolved, workdir=one.workdir, **sources, as_json=args.json)
 
 
 def main(

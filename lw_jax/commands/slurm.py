@@ -1,11 +1,13 @@
 """The verb `slurm`: writes the sbatch file of a planned training run, or of a list of them."""
 
+import argparse
 import dataclasses
 import shlex
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from lw_jax.commands.loading import PROJECT, Loaded, is_list, list_workdir
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning.planner import Plan, inspect, make, resolve_target
@@ -14,6 +16,27 @@ from lw_jax.slurm.cluster_profile import PORTABLE, find_site
 from lw_jax.slurm.job import Request, describe_limit, make_job
 from lw_jax.slurm.job_list import Task
 from lw_jax.training import preflight
+
+
+def run(args: argparse.Namespace, *loaded: Loaded) -> None:
+    """Runs the command with its flags, for one configuration or the several of a list."""
+    request = Request(
+        config=args.config or "",
+        assignments=args.assignments,
+        project=PROJECT,
+        target=args.target or "",
+        site=args.site or "",
+        submit=args.submit,
+        output=args.output or "",
+        hours=args.hours,
+        measured=Path(args.measured) if args.measured else None,
+    )
+    if is_list(args):
+        tasks = [Task(one.cfg, one.resolved, one.workdir, one.spec) for one in loaded]
+        main_list(tasks, kind=args.jobs or "array", workdir=list_workdir(args), request=request)
+    else:
+        (one,) = loaded
+        main(one.cfg, resolved=one.resolved, workdir=one.workdir, request=request)
 
 
 def main(

@@ -1,21 +1,34 @@
 """`run.py train`: train a configuration, or resume its run."""
 
+import argparse
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from lw_jax import recipes
+from lw_jax.commands.loading import Loaded
 from lw_jax.core import processes, runtime
 from lw_jax.core.config import Config
 from lw_jax.hub import sources
 from lw_jax.planning import gpus, planner
 from lw_jax.recipes import selfmade
-from lw_jax.training import hardware_record, preflight
+from lw_jax.training import hardware_record, preflight, run_folder
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.trainer import Run
 
 KEEP = 2  # newest checkpoints, beside the best by validation
+
+
+def run(args: argparse.Namespace, loaded: Loaded) -> int:
+    """Writes the run's folder and trains."""
+    del args
+    if os.environ.get("SLURM_PROCID", "0") == "0":  # of several processes one writes
+        run_folder.lock(loaded.workdir)
+        run_folder.write_workdir(loaded.workdir, cfg=loaded.cfg, base=loaded.defaults, command=sys.argv)
+    return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir)
 
 
 @processes.Together()
@@ -39,7 +52,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
         print("".join(f"{finding}\n" for finding in findings), end="", flush=True)
     identity = recipes.identity(recipe, cfg)
     with Checkpointer(workdir / "checkpoints", keep=KEEP, identity=identity) as checkpointer:
-        run = Run(cfg, recipe, checkpointer, workdir)
-        run.prepare()  # until here a signal ends the process at once (`early_signals`): there is nothing to save
+        training = Run(cfg, recipe, checkpointer, workdir)
+        training.prepare()  # until here a signal ends the process at once (`early_signals`): there is nothing to save
         with runtime.Preemption() as preemption:
-            return run.train(preemption.requested)
+            return training.train(preemption.requested)

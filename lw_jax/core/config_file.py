@@ -87,24 +87,6 @@ def _run(file: Path, call: Callable[[], _T]) -> _T:
         raise UserError(f"{where}: {type(error).__name__}: {error}; the configuration must run: mend it.") from error
 
 
-def take_assignments(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
-    """Returns ({path: value} of the `--config.path=value` and `--config.path value` words, the other words)."""
-    assignments: dict[str, str] = {}
-    rest: list[str] = []
-    words = iter(argv)
-    for word in words:
-        if not word.startswith("--config."):
-            rest.append(word)
-            continue
-        path, equals, value = word.removeprefix("--config.").partition("=")
-        if not equals:
-            value = next(words, None)
-            if value is None or value.startswith("--"):
-                raise UserError(f"--config.{path}: a value is needed, --config.{path}=VALUE.")
-        assignments[path] = value
-    return assignments, rest
-
-
 def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
     """Sets single values in place, each parsed as the type that it replaces.
 

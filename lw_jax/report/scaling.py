@@ -5,7 +5,7 @@ import shlex
 from collections.abc import Sequence
 from typing import Any
 
-from lw_jax.core import config_file
+from lw_jax.core import command_line
 from lw_jax.report.language import size
 from lw_jax.report.records import Run
 from lw_jax.report.tables import Table
@@ -57,7 +57,7 @@ def missing(run: Run) -> list[tuple[str, str]]:
 
 def command(run: Run, *flags: str) -> str:
     """Returns the command that adds rows, with the configuration that the run was started with."""
-    assignments, arguments = config_file.take_assignments(run.arguments)
+    assignments, arguments = command_line.take_assignments(run.arguments)
     spec = next((after for word, after in zip(arguments, arguments[1:], strict=False) if word == "--config"), "FILE")
     equal = [word.removeprefix("--config=") for word in arguments if word.startswith("--config=")]
     changes = [f"--config.{path}={value}" for path, value in assignments.items()]

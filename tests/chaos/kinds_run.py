@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 import run
 from configs import base
+from lw_jax.commands import parser
 from lw_jax.core.config import flatten
 from lw_jax.core.errors import UserError
 from lw_jax.inference import message_io
@@ -332,7 +333,7 @@ def _read_config(folder: Path) -> Any:
     words = [str(folder / FILE) if word == FILE else word for word in json.loads((folder / FLAGS).read_text("utf-8"))]
     if words[0] == "show":
         return json.loads(door(words))
-    return run.parse(words)
+    return parser.parse(words)
 
 
 def _judge_config(value: Any, folder: Path, changed: bool) -> str:

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import run
+from lw_jax.commands import parser
 from lw_jax.core import config, config_file, runtime, validation
 from lw_jax.data import question_cards
 from lw_jax.training import metrics
@@ -144,11 +144,10 @@ def readme_commands() -> list[str]:
 @pytest.mark.parametrize("command", readme_commands())
 def test_every_readme_command_is_accepted(command: str) -> None:
     words = shlex.split(command)
-    assignments, rest = config_file.take_assignments(words[words.index("run.py") + 1 :])
-    args = run.parse(rest)
+    args = parser.parse(words[words.index("run.py") + 1 :])
     if args.config:
         values = config_file.load(args.config, root=PROJECT)
-        config_file.override(values, assignments)
+        config_file.override(values, args.assignments)
         validation.validate(config.build(values))
 
 

@@ -1,17 +1,20 @@
 """The command line as a user meets it: where the verb may stand, what each verb is given, what refusals look like."""
 
 import errno
+import importlib
 import json
 import os
+import shlex
 import subprocess
 import sys
-import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+import lw_jax
 import run
+from lw_jax.commands import parser
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.inference import message_io
@@ -25,15 +28,17 @@ SMOKE = ["--config", "configs/smoke.py"]
 def calls(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[dict[str, Any]]:
     """Records what the verbs' `main` would be given, in an empty folder."""
     recorded: list[dict[str, Any]] = []
-    for verb, (module, _) in run.VERBS.items():
+    for verb in parser.COMMANDS:
         if verb != "show":
-            stand_in = types.ModuleType(module)
-            stand_in.__dict__["main"] = lambda cfg, verb=verb, **given: recorded.append(
-                {"verb": verb, "cfg": cfg} | given
+            _replace(
+                monkeypatch, verb, lambda cfg, verb=verb, **given: recorded.append({"verb": verb, "cfg": cfg} | given)
             )
-            monkeypatch.setitem(sys.modules, module, stand_in)
     monkeypatch.chdir(tmp_path)
     return recorded
+
+
+def _replace(monkeypatch: pytest.MonkeyPatch, verb: str, main: Any) -> None:
+    monkeypatch.setattr(importlib.import_module(parser.COMMANDS[verb].module), "main", main)
 
 
 def _start(*argv: str, cwd: Path) -> subprocess.CompletedProcess[str]:
@@ -115,7 +120,7 @@ def test_error_of_a_verb_that_the_user_can_mend_is_one_line(
     def fail(cfg: Config, **given: Any) -> None:
         raise error
 
-    monkeypatch.setattr(sys.modules["lw_jax.commands.train"], "main", fail)
+    _replace(monkeypatch, "train", fail)
     assert run.main(SMOKE) == 2
     assert capsys.readouterr().err.splitlines()[-1] == "error: mend this"
 
@@ -124,7 +129,7 @@ def test_error_of_a_verb_that_the_user_can_mend_is_one_line(
 def test_exit_code_of_a_verb_is_passed_on(
     calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch, code: int | None, expected: int
 ) -> None:
-    monkeypatch.setattr(sys.modules["lw_jax.commands.train"], "main", lambda cfg, **given: code)
+    _replace(monkeypatch, "train", lambda cfg, **given: code)
     assert run.main(SMOKE) == expected
 
 
@@ -132,7 +137,7 @@ def test_interrupt_ends_with_130(calls: list[dict[str, Any]], monkeypatch: pytes
     def interrupt(cfg: Config, **given: Any) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(sys.modules["lw_jax.commands.train"], "main", interrupt)
+    _replace(monkeypatch, "train", interrupt)
     assert run.main(SMOKE) == 130
 
 
@@ -141,25 +146,32 @@ def test_interrupt_ends_with_130(calls: list[dict[str, Any]], monkeypatch: pytes
     [
         ([], "--config FILE is needed"),
         (["eval"], "--config FILE or --workdir DIR of a trained run is needed"),
-        (["shwo", *SMOKE], "'shwo' is no verb. Did you mean 'show'?"),
+        (["shwo", *SMOKE], "'shwo'; did you mean 'show'?"),
+        (["evl", "--workdir", "w"], "unknown command 'evl'; did you mean 'eval'?"),
+        ([*SMOKE, "xyz"], "unknown command 'xyz'; the commands are train, "),
+        (["", *SMOKE], "unknown command ''"),
         (["train", "eval", *SMOKE], "unrecognized arguments: eval"),
-        ([*SMOKE, "--wrokdir", "w"], "unrecognized arguments: --wrokdir"),
-        ([*SMOKE, "--work=w"], "unrecognized arguments: --work=w"),
+        (["eval", "--workdir"], "argument --workdir: expected one argument"),
+        (["eval", "--workdir", *SMOKE], "argument --workdir: expected one argument"),
+        ([*SMOKE, "--config.seed"], "--config.seed: a value"),
+        ([*SMOKE, "--wrokdir", "w"], "--wrokdir; did you mean '--workdir'?"),
+        ([*SMOKE, "--work=w"], "--work; did you mean '--workdir'?"),
+        ([*SMOKE, "-x"], "unknown flag -x; see"),
         (["--config", "configs/smok.py"], "Did you mean 'configs/smoke.py'?"),
         (["--config", "configs/smoke.py:latentwrie"], "Did you mean 'latentwire'?"),
         ([*SMOKE, "--config.train.step=3"], "Did you mean 'train.steps'?"),
-        ([*SMOKE, "--config.train.steps=x"], "--config.train.steps=x: a value of type int is needed"),
-        ([*SMOKE, "--config.encoder.slots=0"], "config.encoder.slots = 0: it must be above 0"),
+        ([*SMOKE, "--config.train.steps=x"], "--config.train.steps=x: "),
+        ([*SMOKE, "--config.encoder.slots=0"], "encoder.slots = 0"),
         ([*SMOKE, "--question", "a?"], "--question belongs to 'answer', not to 'train'"),
         ([*SMOKE, "--slots", "0"], "--slots belongs to 'answer', not to 'train'"),
-        (["answer", *SMOKE, "--question", "a?"], "answer needs either --context FILE (a text) or --message FILE"),
-        (["answer", *SMOKE, "--context", "a", "--message", "b"], "answer needs either --context FILE (a text) or"),
+        (["answer", *SMOKE, "--question", "a?"], "--context FILE (a text) or --message FILE"),
+        (["answer", *SMOKE, "--context", "a", "--message", "b"], "--context FILE (a text) or --message FILE"),
         (["answer", *SMOKE, "--context", "a"], "answer needs --question TEXT or --write FILE"),
         (["answer", *SMOKE, "--message", "a"], "answer needs --question TEXT;"),
-        (["answer", *SMOKE, "--message", "a", "--question", "b?", "--bits", "0"], "--bits says how a text is written"),
+        (["answer", *SMOKE, "--message", "a", "--question", "b?", "--bits", "0"], "--bits sets"),
         (
             ["answer", *SMOKE, "--message", "a", "--question", "b?", "--write", "c"],
-            "--write says how a text is written",
+            "--write sets",
         ),
         (["answer", *SMOKE, "--context", "a", "--question", "b?", "--write", "-"], "leave out --question, or write to"),
         (
@@ -168,7 +180,7 @@ def test_interrupt_ends_with_130(calls: list[dict[str, Any]], monkeypatch: pytes
         ),
         (["generate", *SMOKE, "--prompt", "a", "--temperature", "nan"], "argument --temperature: 'nan': a number"),
         (["generate", *SMOKE, "--prompt", "a", "--tokens", "1" * 5000], "argument --tokens: '1"),
-        (["generate", "--workdir", "w", "--prompt", "a\udcff"], "character 2 is no text in UTF-8"),
+        (["generate", "--workdir", "w", "--prompt", "a\udcff"], "argument --prompt: 'a\\udcff': character 2"),
         (["slurm", *SMOKE, "--hours", "inf"], "argument --hours: 'inf': a number"),
         (["answer", *SMOKE, "--message", "none.lwjx", "--question", "a?"], "--message none.lwjx: No such file"),
         (["answer", *SMOKE, "--message", ".", "--question", "a?"], "--message .: Is a directory"),
@@ -185,19 +197,62 @@ def test_bad_command_is_refused_in_one_line_with_code_2(
     assert not calls and not list(Path().iterdir())
 
 
-def test_show_marks_where_each_value_comes_from(tmp_path: Path) -> None:
-    done = _start("show", *SMOKE, "--config.seed=7", cwd=tmp_path)
-    rows = {line.split()[0]: line for line in done.stdout.splitlines() if line and not line.startswith(" ")}
-    assert (done.returncode, done.stderr) == (0, "")
+def test_every_example_of_the_help_is_accepted() -> None:
+    for name, command in parser.COMMANDS.items():
+        assert command.examples
+        for example in command.examples:
+            assert parser.parse([name, *shlex.split(example)]).verb == name
+
+
+@pytest.mark.parametrize("argv", [["--version"], ["eval", "--version"]])
+def test_version_is_printed(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        run.main(argv)
+    assert (left.value.code, capsys.readouterr().out) == (0, f"LatentWire JAX {lw_jax.__version__}\n")
+
+
+def test_help_lists_every_command_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        run.main(["--help"])
+    out = capsys.readouterr().out
+    assert left.value.code == 0
+    assert all(f"\n  {verb:<10}{command.summary}\n" in out for verb, command in parser.COMMANDS.items())
+    assert all(f"\n  {parser.PROGRAM} {verb} " in out for verb in parser.COMMANDS if verb != parser.DEFAULT)
+
+
+@pytest.mark.parametrize("argv", [["answer", "--help"], ["--help", "answer"], ["--workdir", "w", "answer", "-h"]])
+def test_help_of_a_command_lists_its_own_flags_only(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as left:
+        run.main(argv)
+    out = capsys.readouterr().out
+    own = parser.COMMANDS["answer"].flags
+    others = {flag for command in parser.COMMANDS.values() for flag in command.flags} - own.keys()
+    assert left.value.code == 0 and out.startswith("usage: python run.py answer ")
+    assert all(f"\n  {flag} " in out for flag in (*own, *parser.COMMON))
+    assert not [flag for flag in others if flag in out]
+
+
+def test_show_marks_where_each_value_comes_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run.main(["show", *SMOKE, "--config.seed=7"]) == 0
+    done = capsys.readouterr()
+    rows = {line.split()[0]: line for line in done.out.splitlines() if line and not line.startswith(" ")}
+    assert done.err == ""
     assert "command line" in rows["seed"] and rows["seed"].endswith(" 7")
     assert " config " in rows["encoder.width"] and " base " in rows["encoder.pooling"]
-    assert "  seed: 0 -> 7" in done.stdout.splitlines()
-    assert "\033" not in done.stdout and not list(tmp_path.iterdir())
+    assert "  seed: 0 -> 7" in done.out.splitlines()
+    assert "\033" not in done.out and not list(tmp_path.iterdir())
 
 
-def test_show_as_json_is_read_by_programs(tmp_path: Path) -> None:
-    shown = json.loads(_start("show", *SMOKE, "--json", cwd=tmp_path).stdout)
+def test_show_as_json_is_read_by_programs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["show", *SMOKE, "--json"]) == 0
+    shown = json.loads(capsys.readouterr().out)
     assert shown["config"]["encoder.width"] == {"value": 64, "origin": "config"}
+
+
+# --- real processes: a pipe, exit codes, what is imported ---
 
 
 def test_show_into_a_pipe_that_closes_early_is_quiet(tmp_path: Path) -> None:
@@ -206,17 +261,27 @@ def test_show_into_a_pipe_that_closes_early_is_quiet(tmp_path: Path) -> None:
     assert done.stderr == ""
 
 
-def test_help_lists_the_verbs(tmp_path: Path) -> None:
-    done = _start("--help", cwd=tmp_path)
-    assert done.returncode == 0
-    assert all(f"\n  {verb} " in done.stdout for verb in run.VERBS)
+def test_process_ends_with_the_exit_code_of_main(tmp_path: Path) -> None:
+    done = _start("evl", cwd=tmp_path)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1)
 
 
-@pytest.mark.parametrize("argv", ["['--help']", "['show', '--config', 'configs/smoke.py']"])
-def test_help_and_show_start_no_heavy_library(argv: str) -> None:
-    heavy = "{'jax', 'flax', 'numpy', 'transformers', 'orbax', 'grain'}"
-    code = f"import sys, run\ntry: run.main({argv})\nexcept SystemExit: pass\nassert not {heavy} & set(sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=PROJECT, check=False)
+LIGHT = """
+import contextlib, io, sys, time
+start = time.process_time()
+import run
+with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+    run.main(["--help"])
+assert time.process_time() - start < 0.2, "seconds of the CPU for the help"
+assert not {"ml_collections", "absl", "msgspec", "jax", "numpy"} & set(sys.modules)
+with contextlib.redirect_stdout(io.StringIO()):
+    assert run.main(["show", "--config", "configs/smoke.py"]) == 0
+assert not {"jax", "flax", "numpy", "transformers", "orbax", "grain"} & set(sys.modules)
+"""
+
+
+def test_help_imports_next_to_nothing_and_show_no_heavy_library() -> None:
+    done = subprocess.run([sys.executable, "-c", LIGHT], capture_output=True, text=True, cwd=PROJECT, check=False)
     assert (done.returncode, done.stderr) == (0, "")
 
 
@@ -234,7 +299,7 @@ def test_place_that_cannot_be_written_is_one_line_wherever_it_is_found(
         raise OSError(code, os.strerror(code), "some/file")
 
     del calls
-    monkeypatch.setattr(sys.modules["lw_jax.commands.train"], "main", main)
+    _replace(monkeypatch, "train", main)
     argv = [*SMOKE, "--workdir", "w"]
     if exit_code:
         assert run.main(argv) == exit_code

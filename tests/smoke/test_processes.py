@@ -16,7 +16,7 @@ import jax
 import numpy as np
 import pytest
 
-from lw_jax.core import config, config_file, runtime
+from lw_jax.core import command_line, config, config_file, runtime
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import placement
 from tests import tiny
@@ -65,7 +65,7 @@ def config_path(readers, tmp_path_factory) -> Path:
 def curve_of_one(path: Path, folder: Path, *assignments: str) -> list[float]:
     """The losses of the same configuration on one device of this process."""
     values = config_file.load(str(path), root=PROJECT)
-    config_file.override(values, config_file.take_assignments(list(assignments))[0])
+    config_file.override(values, command_line.take_assignments(list(assignments))[0])
     cfg = config.build(values)
     placed = placement.place("single", LatentWire.reader_bytes(cfg), devices=jax.devices())
     code, losses, _ = tiny.curve(LatentWire(cfg, placed), folder)

@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from configs import base
-from lw_jax.core import config_file
+from lw_jax.core import command_line, config_file
 from lw_jax.core.errors import UserError
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
@@ -80,7 +80,7 @@ def test_file_that_is_no_python_is_refused() -> None:
 
 def test_assignments_are_taken_from_anywhere_in_both_forms() -> None:
     argv = ["eval", "--config.a.b=1=2", "--config", "x.py", "--config.c", "-3", "--workdir", "w"]
-    assignments, rest = config_file.take_assignments(argv)
+    assignments, rest = command_line.take_assignments(argv)
     assert assignments == {"a.b": "1=2", "c": "-3"}
     assert rest == ["eval", "--config", "x.py", "--workdir", "w"]
 
@@ -88,7 +88,7 @@ def test_assignments_are_taken_from_anywhere_in_both_forms() -> None:
 @pytest.mark.parametrize("argv", [["--config.seed"], ["--config.seed", "--workdir", "w"]])
 def test_assignment_without_a_value_is_refused(argv: list[str]) -> None:
     with pytest.raises(UserError, match=r"--config\.seed: a value is needed"):
-        config_file.take_assignments(argv)
+        command_line.take_assignments(argv)
 
 
 def test_override_parses_as_the_type_it_replaces() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from configs import base
-from lw_jax.core import config, config_file, validation
+from lw_jax.core import command_line, config, config_file, validation
 from lw_jax.core.errors import UserError
 from lw_jax.slurm.cluster_profile import Site
 from lw_jax.slurm.job import MEMORY_FRACTION, Job, Request, limit, make_job
@@ -137,7 +137,7 @@ def test_job_runs_what_was_planned() -> None:
 )
 def test_a_job_of_every_strategy_is_accepted_whatever_its_file_sets(strategy, mesh, axes) -> None:
     words = make(PLAN | {"chosen": {**PLAN["chosen"], "strategy": strategy, "mesh": mesh}}).command
-    found = config_file.take_assignments(words)[0]
+    found = command_line.take_assignments(words)[0]
     del found["seed"]
     assert found == {
         **{"mesh.placement": strategy, "mesh.data": "-1", "mesh.model": "1"},

@@ -143,7 +143,7 @@ EARLY = """
         gc.collect()
         raise AssertionError("still here")
 
-    run.prepare = load
+    run.start = load
     sys.exit(run.main(["train", "--config", "configs/smoke.py"]))
 """
 

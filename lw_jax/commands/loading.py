@@ -1,0 +1,66 @@
+"""Checked configurations for a command, and what each was made of."""
+
+import argparse
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from configs import base
+from lw_jax.commands.parser import COMMANDS
+from lw_jax.core import config, config_file, validation
+from lw_jax.core.config import Config
+from lw_jax.training import run_folder
+
+PROJECT = Path(__file__).resolve().parents[2]
+
+
+class Loaded(NamedTuple):
+    """One configuration."""
+
+    spec: str  # FILE[:recipe]; empty: the configuration saved in `workdir`
+    cfg: Config
+    resolved: dict[str, Any]
+    workdir: Path
+    defaults: Mapping[str, Any]
+    origins: Mapping[str, str]  # path -> where its value comes from
+    own: Mapping[str, Any]  # keys of `config.SEARCHED` that the file itself sets
+
+
+def load(args: argparse.Namespace, *, search: bool = False) -> list[Loaded]:
+    """Returns the configuration of --config or --workdir; for a FILE.list each of its configurations.
+
+    Args:
+        search: the planner chooses the keys of `config.SEARCHED`; only the command line can fix them.
+
+    Raises:
+        UserError: no configuration is named, it cannot be read, or a value is wrong.
+    """
+    if not is_list(args):
+        return [_load(args, args.config or "", args.workdir, search=search)]
+    parent = list_workdir(args)
+    found = [_load(args, spec, None, search=search) for spec in config_file.read_list(args.config, root=PROJECT)]
+    return [one._replace(workdir=parent / one.workdir.name) for one in found]
+
+
+def is_list(args: argparse.Namespace) -> bool:
+    """Returns whether --config names a list of configurations."""
+    return (args.config or "").endswith(".list")
+
+
+def list_workdir(args: argparse.Namespace) -> Path:
+    """Returns the folder that holds the runs of a list."""
+    return Path(args.workdir or f"runs/{Path(args.config).stem}")
+
+
+def _load(args: argparse.Namespace, spec: str, workdir: str | None, *, search: bool) -> Loaded:
+    values = config_file.load(spec, root=PROJECT) if spec else run_folder.load(workdir, verb=args.verb)
+    defaults = base.get_config(str(values.get("recipe", "latentwire")))
+    origins = config_file.trace(defaults, values, args.assignments)
+    own = config_file.set_aside(values, defaults, config.SEARCHED) if search else {}
+    config_file.override(values, args.assignments)
+    cfg = config.build(values)
+    validation.validate(cfg)
+    folder = Path(workdir or f"runs/{Path(config_file.split(spec)[0]).stem}-{cfg.recipe}")
+    if COMMANDS[args.verb].reads_run:
+        run_folder.check_agreement(cfg, folder)
+    return Loaded(spec, cfg, config.to_dict(cfg), folder, defaults.to_dict(), origins, own)

@@ -1,0 +1,332 @@
+"""Arguments of `run.py`: commands, their modules and flags. Light at import, so that `--help` waits for nothing."""
+
+import argparse
+import difflib
+import functools
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple, NoReturn
+
+import lw_jax
+from lw_jax.core.command_line import take_assignments
+from lw_jax.core.errors import UserError
+
+DEFAULT = "train"
+PROGRAM = "python run.py"
+USAGE = f"{PROGRAM} [COMMAND] --config FILE[:recipe] [--config.section.key=value ...] [--workdir DIR]"
+
+
+def _whole(text: str) -> int:
+    """Returns a whole number that fits into 32 bits."""
+    try:
+        number = int(text)
+    except ValueError:
+        number = 2**31
+    if abs(number) >= 2**31:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: a whole number below 2^31 is needed")
+    return number
+
+
+def _real(text: str) -> float:
+    """Returns a finite number."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not abs(number) < 1e9:  # NaN too
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: a number below 10^9 is needed")
+    return number
+
+
+def _text(text: str) -> str:
+    """Returns a text that UTF-8 can hold; a shell hands on undecodable bytes as half surrogate pairs."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise argparse.ArgumentTypeError(f"{text[:40]!r}: character {error.start + 1} is not UTF-8 text") from error
+    return text
+
+
+Flag = Mapping[str, Any]  # keyword arguments of `add_argument`
+
+
+def _value(metavar: str, help: str, *, kind: Any = str, **more: Any) -> Flag:
+    return {"metavar": metavar, "help": help, "type": kind} | more
+
+
+def _switch(help: str) -> Flag:
+    return {"action": "store_true", "help": help}
+
+
+class Command(NamedTuple):
+    """One command; `module` has `run(args, loaded)`, which returns the exit code."""
+
+    module: str
+    summary: str
+    flags: Mapping[str, Flag] = {}
+    examples: Sequence[str] = ()
+    details: str = ""
+    reads_run: bool = False  # the configuration must agree with the run in --workdir
+
+
+_TARGET = {"--target": _value("GPUS", "h100x4, a100_40x2, h200x1, 2xh100x8, ...", kind=_text)}
+_JSON = {"--json": _switch("print JSON")}
+COMMON: Mapping[str, Flag] = {
+    "--config": _value("FILE[:recipe]", "configuration file, from the current folder or the project's"),
+    "--workdir": _value("DIR", "the run's folder (default: runs/NAME-RECIPE)"),
+}
+
+GROUPS: Mapping[str, Mapping[str, Command]] = {
+    "train and evaluate": {
+        "train": Command(
+            "lw_jax.commands.train",
+            "train, or resume from the last checkpoint of --workdir (default)",
+            examples=(
+                "--config configs/smoke.py",
+                "--config configs/h100x4.py --config.train.steps=2000 --workdir runs/mine",
+                "--config configs/dpo/tinyllama.py --config.data.train=pairs.jsonl",
+                "--config configs/ttt/ttt_smoke.py --workdir runs/ttt",
+            ),
+        ),
+        "eval": Command(
+            "lw_jax.commands.evaluate",
+            "evaluate a trained wire beside its controls",
+            reads_run=True,
+            examples=("--workdir runs/mine --config.eval.examples=0",),
+        ),
+        "report": Command(
+            "lw_jax.commands.report",
+            "write WORKDIR/report.html, one page about a run",
+            reads_run=True,
+            examples=("--workdir runs/mine",),
+            details="Works during training too.",
+        ),
+    },
+    "use what was trained": {
+        "answer": Command(
+            "lw_jax.commands.answer",
+            "send a text through the wire; every reader answers",
+            reads_run=True,
+            flags={
+                "--context": _value("FILE", "the text; '-' is standard input"),
+                "--message": _value("FILE", "a message instead of a text; '-' is standard input"),
+                "--question": _value("TEXT", "may be repeated", kind=_text, action="append"),
+                "--write": _value("FILE", "write the text's message; '-' is standard output"),
+                "--bits": _value("N", "bits a value: 16, 8, 6, 4 or 2 (default: 8)", kind=_whole),
+                "--slots": _value("N", "send the first N latents (default: all)", kind=_whole),
+                "--width": _value("N", "send the first N values of each latent (default: all)", kind=_whole),
+            },
+            examples=(
+                '--workdir runs/mine --context notes.txt --question "Who wrote it?"',
+                "--workdir runs/mine --context notes.txt --bits 4 --write notes.lwjx",
+                '--workdir runs/mine --message notes.lwjx --question "Who wrote it?"',
+            ),
+        ),
+        "generate": Command(
+            "lw_jax.commands.generate",
+            "continue a prompt with a trained TTT model",
+            reads_run=True,
+            flags={
+                "--prompt": _value("TEXT", "may be repeated", kind=_text, action="append"),
+                "--tokens": _value("N", "at most N new tokens (default: %(default)s)", kind=_whole, default=100),
+                "--temperature": _value("T", "0 is greedy (default: %(default)g)", kind=_real, default=0.0),
+            },
+            examples=('--workdir runs/ttt --prompt "Return the" --tokens 100 --temperature 0.7',),
+        ),
+        "export": Command(
+            "lw_jax.commands.export",
+            "write a trained model for other programs",
+            reads_run=True,
+            flags={
+                "--peft": _value("DIR", "preference tuning: the adapter, as PEFT reads it"),
+                "--merged": _value("DIR", "preference tuning: the whole model, adapter merged, bf16"),
+                "--model": _value("DIR", "TTT: the model with its tokenizer"),
+            },
+            examples=("--workdir runs/tinyllama-dpo --peft adapter", "--workdir runs/ttt --model ttt-model"),
+        ),
+    },
+    "plan for GPUs": {
+        "plan": Command(
+            "lw_jax.commands.plan",
+            "memory, placement and time on GPUs that need not be here",
+            flags={
+                **_TARGET,
+                "--estimate": _switch("arithmetic only, no compilation"),
+                "--simulate": _value("N..M", "plan each of these numbers of the target's GPUs", kind=_text),
+                "--legacy": _switch("add the original project's batch formula"),
+                **_JSON,
+            },
+            examples=("--config configs/h100x4.py --target a100_80x4", "--config configs/h100x4.py --simulate 1..4"),
+            details="Placement, remat and micro-batch of the file are searched anew; flags fix them.",
+        ),
+        "slurm": Command(
+            "lw_jax.commands.slurm",
+            "write an sbatch file from the plan",
+            flags={
+                **_TARGET,
+                "--site": _value("FILE", "the cluster's profile (docs/slurm.md)"),
+                "--submit": _switch("submit the file with sbatch"),
+                "--output": _value("FILE", "the script (default: WORKDIR/job.sbatch)"),
+                "--hours": _value("H", "time of the run instead of the predicted one", kind=_real),
+                "--measured": _value("DIR", "take the time from an earlier run's folder (of a list: their parent)"),
+                "--jobs": {"choices": ("array", "sequence"), "help": "kind of job of a FILE.list (default: array)"},
+            },
+            examples=(
+                "--config configs/h100x4.py --site mysite.toml",
+                "--config configs/dpo/all.list --target a100_80x1 --jobs sequence",
+            ),
+            details="Takes several configurations as --config FILE.list.",
+        ),
+        "bench": Command(
+            "lw_jax.commands.bench",
+            "measure the parts of a run here, or predict them for --target",
+            flags={
+                **_TARGET,
+                "--parts": _value("P,P", "some of load, step, encode, answer, input", kind=_text),
+                "--repeats": _value("N", "timings of each part (default: 5)", kind=_whole),
+                **_JSON,
+            },
+            examples=(
+                "--config configs/default.py --parts step,answer --repeats 9",
+                "--config configs/large.py --target h200x1",
+            ),
+        ),
+    },
+    "look at a configuration": {
+        "show": Command(
+            "lw_jax.commands.show",
+            "print the resolved configuration and the source of each value",
+            flags={"--keys": _switch("print the reference of all keys; needs no --config"), **_JSON},
+            examples=("--config configs/h100x4.py", "--keys"),
+        ),
+    },
+}
+COMMANDS: Mapping[str, Command] = {name: one for group in GROUPS.values() for name, one in group.items()}
+
+_ASSIGNMENTS = "--config.section.key=value sets one key; `show --keys` lists all keys."
+_GENERAL = {flag: tuple(COMMANDS) for flag in ("-h", "--help", "--version", *COMMON)}
+_OWNED = dict.fromkeys(flag for one in COMMANDS.values() for flag in one.flags)
+_OWNERS = _GENERAL | {flag: tuple(name for name, one in COMMANDS.items() if flag in one.flags) for flag in _OWNED}
+_SPECIFICATIONS = {flag: options for one in COMMANDS.values() for flag, options in {**COMMON, **one.flags}.items()}
+_VALUED = {flag for flag, options in _SPECIFICATIONS.items() if options.get("action") != "store_true"}
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see {self.prog} --help.")
+
+
+def parse(argv: Sequence[str]) -> argparse.Namespace:
+    """Returns the flags of one command, its name as `verb`, and `assignments`, {path: value} of --config.path=value.
+
+    The command may stand anywhere among the flags; it is `train` where none is named.
+    """
+    assignments, words = take_assignments(argv)
+    verb, words = _split(words)
+    parser = _build()
+    args = parser.parse_args([verb, *words] if verb else words)
+    if fault := _find_fault(args):
+        raise UserError(f"{fault}; see {PROGRAM} {args.verb} --help.")
+    args.assignments = assignments
+    return args
+
+
+def _split(words: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the command and the other words; no command where help or version of the whole program is wanted."""
+    verb: str | None = None
+    rest: list[str] = []
+    used: list[str] = []
+    before = ""
+    for word in words:
+        if word.startswith("-") and word != "-" and not word[1].isdecimal():
+            flag = word.partition("=")[0]
+            if flag not in _OWNERS:
+                raise _refuse("flag", flag, _OWNERS, f"see {PROGRAM} --help.")
+            used.append(flag)
+        elif verb is None and before not in _VALUED:
+            verb = word
+            continue
+        rest.append(word)
+        before = word
+    if verb is not None and verb not in COMMANDS:
+        raise _refuse("command", repr(verb), COMMANDS, f"the commands are {', '.join(COMMANDS)}.")
+    if "--version" in used or (verb is None and not {"-h", "--help"}.isdisjoint(used)):
+        return "", ["--version" if "--version" in used else "--help"]
+    verb = verb or DEFAULT
+    for flag in used:
+        if verb not in _OWNERS[flag]:
+            raise UserError(f"{flag} belongs to {' and '.join(map(repr, _OWNERS[flag]))}, not to {verb!r}.")
+    return verb, rest
+
+
+def _refuse(kind: str, name: str, known: Iterable[str], otherwise: str) -> UserError:
+    """Returns the error that names an unknown word and the nearest known one."""
+    close = difflib.get_close_matches(name.strip("'"), list(known), n=1)
+    return UserError(f"unknown {kind} {name}; " + (f"did you mean {close[0]!r}?" if close else otherwise))
+
+
+def _build() -> argparse.ArgumentParser:
+    """Returns the parser with one subparser a command."""
+    layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=28)
+    groups = [f"{title}:\n{_list_summaries(group)}" for title, group in GROUPS.items()]
+    examples = "\n".join(_example(name, one.examples[0]) for name, one in COMMANDS.items())
+    parser = _Parser(
+        prog=PROGRAM,
+        usage=USAGE,
+        description="\n\n".join(groups),
+        epilog=f"{PROGRAM} COMMAND --help lists the flags of a command.\n\nexamples:\n{examples}",
+        formatter_class=layout,
+    )
+    parser.add_argument("--version", action="version", version=f"LatentWire JAX {lw_jax.__version__}")
+    commands = parser.add_subparsers(prog=PROGRAM, dest="verb", required=True, help=argparse.SUPPRESS)
+    for name, one in COMMANDS.items():
+        summary = f"{one.summary[0].upper()}{one.summary[1:]}."
+        command = commands.add_parser(
+            name,
+            description="\n".join(filter(None, (summary, one.details))),
+            epilog="examples:\n" + "\n".join(_example(name, words) for words in one.examples),
+            formatter_class=layout,
+            allow_abbrev=False,
+        )
+        common = command.add_argument_group("configuration", _ASSIGNMENTS)
+        for flag, options in COMMON.items():
+            common.add_argument(flag, **options)
+        own = command.add_argument_group(f"flags of {name}")
+        for flag, options in one.flags.items():
+            own.add_argument(flag, **options)
+    return parser
+
+
+def _list_summaries(group: Mapping[str, Command]) -> str:
+    return "\n".join(f"  {name:<10}{one.summary}" for name, one in group.items())
+
+
+def _example(name: str, words: str) -> str:
+    return f"  {PROGRAM} {words}" if name == DEFAULT else f"  {PROGRAM} {name} {words}"
+
+
+def _find_fault(args: argparse.Namespace) -> str:
+    """Returns the fault of flags that do not fit together; empty where there is none."""
+    listed = (args.config or "").endswith(".list")
+    if listed and args.verb != "slurm":
+        return f"--config {args.config}: only 'slurm' takes a list, {args.verb!r} takes one configuration"
+    if args.verb == "slurm" and args.jobs and not listed:
+        return "--jobs needs --config FILE.list"
+    if args.verb == "export" and not (args.peft or args.merged or args.model):
+        return "export needs --peft DIR, --merged DIR or --model DIR"
+    if args.verb == "generate" and not args.prompt:
+        return "generate needs --prompt TEXT"
+    return _find_answer_fault(args) if args.verb == "answer" else ""
+
+
+def _find_answer_fault(args: argparse.Namespace) -> str:
+    if bool(args.context) == bool(args.message):
+        return "answer needs either --context FILE (a text) or --message FILE (written by --write)"
+    for flag in ("write", "bits", "slots", "width"):
+        if args.message and getattr(args, flag) is not None:
+            return f"--{flag} sets how a text is written: it needs --context, not --message"
+    if not args.question and not args.write:
+        return "answer needs --question TEXT" + ("" if args.message else " or --write FILE")
+    if args.question and args.write == "-":
+        return "--write - fills standard output with the message: leave out --question, or write to a file"
+    return ""

@@ -1,0 +1,23 @@
+"""Assignments of the command line, `--config.section.key=value`; light at import."""
+
+from collections.abc import Sequence
+
+from lw_jax.core.errors import UserError
+
+
+def take_assignments(argv: Sequence[str]) -> tuple[dict[str, str], list[str]]:
+    """Returns ({path: value} of the `--config.path=value` and `--config.path value` words, the other words)."""
+    assignments: dict[str, str] = {}
+    rest: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if not word.startswith("--config."):
+            rest.append(word)
+            continue
+        path, equals, value = word.removeprefix("--config.").partition("=")
+        if not equals:
+            value = next(words, None)
+            if value is None or value.startswith("--"):
+                raise UserError(f"--config.{path}: a value is needed, --config.{path}=VALUE.")
+        assignments[path] = value
+    return assignments, rest
