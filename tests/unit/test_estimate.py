@@ -19,10 +19,12 @@ from lw_jax.core import config, config_file
 from lw_jax.models import memory_traffic
 from lw_jax.planning import estimate, gpus, hlo_counts, roofline
 from lw_jax.planning.estimate import Estimate
-from lw_jax.training.program import Program
 from lw_jax.training.recipe import Plannable
+from lw_jax.training.step_spec import StepSpec
 from sharding import placement as placements
 from tests import tiny
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXACT = 1e-12  # relative: a handful of fp64 operations
@@ -47,19 +49,19 @@ def root(tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "readers"
 
 
-def make_program(root, strategy: str = "single", devices: int = 1, **changes) -> Program:
+def make_program(root, strategy: str = "single", devices: int = 1, **changes) -> StepSpec:
     cfg = tiny.make_config(root, **SIZES | changes)
     model = devices if strategy == "tensor" else 1
     placed = placements.place(strategy, recipes.reader_bytes(cfg), model=model, devices=jax.devices()[:devices])
-    return Program(cfg, recipes.make(cfg, placed, outline=True))
+    return StepSpec(cfg, recipes.make(cfg, placed, outline=True))
 
 
-def estimate_of(program: Program, micro: int = 0, target: str = "") -> Estimate:
+def estimate_of(program: StepSpec, micro: int = 0, target: str = "") -> Estimate:
     recipe = recipes.make(program.cfg, program.placement, outline=True)
     return estimate.estimate(program, recipe, recipe.batch_widths(), micro, gpus.parse(target) if target else None)
 
 
-def compiled(program: Program) -> hlo_counts.Program:
+def compiled(program: StepSpec) -> hlo_counts.Program:
     widths = recipes.make(program.cfg, program.placement, outline=True).batch_widths()
     (part,) = program.lower(widths, 1).values()
     # only machine code is left unoptimised, which nothing here reads
@@ -103,14 +105,12 @@ def byte_encoder() -> int:
     return 8 * 2 * BATCH * WINDOW**2 * LATENT + small_products(LATENT)
 
 
-@pytest.mark.slow
 @pytest.mark.optimized
 def test_flops_are_those_compiled_but_for_attention_and_adapters(root):
     program = make_program(root)
     assert compiled(program).flops == estimate_of(program).flops + attended("none") + byte_encoder()
 
 
-@pytest.mark.slow
 @pytest.mark.optimized
 def test_muons_own_products_are_those_compiled(root):
     plain, other = (make_program(root, optim__kind=kind) for kind in ("adamw", "muon"))
@@ -118,7 +118,6 @@ def test_muons_own_products_are_those_compiled(root):
     assert found > 0 and compiled(other).flops - compiled(plain).flops == found
 
 
-@pytest.mark.slow
 @pytest.mark.optimized
 def test_flops_with_a_pretrained_encoder_and_recomputation_are_those_compiled(root):
     body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"]), "encoder__layers": 0}
@@ -127,7 +126,6 @@ def test_flops_with_a_pretrained_encoder_and_recomputation_are_those_compiled(ro
     assert compiled(program).flops == estimate_of(program).flops + attended("full") + encoder
 
 
-@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("strategy", ["replicate", "fsdp", "tensor"])
 def test_flops_and_bytes_sent_of_two_devices_are_those_compiled(strategy, root):
@@ -159,7 +157,7 @@ def test_flops_and_bytes_sent_of_two_devices_are_those_compiled(strategy, root):
         assert layers + lookups + heads <= analysed.wire_bytes <= layers + lookups + heads + scalars
 
 
-def held(program: Program) -> dict[jax.Device, int]:
+def held(program: StepSpec) -> dict[jax.Device, int]:
     """Bytes of the readers' weights that really lie on each device."""
     loaded = recipes.make(program.cfg, program.placement).load_frozen()
     found = dict.fromkeys(jax.devices(), 0)
@@ -260,7 +258,7 @@ def seconds_of(file: str, target: str, strategy: str, mesh: str, micro: int, **c
     on = jax.devices()[: wanted.devices]
     placed = placements.place(strategy, recipes.reader_bytes(cfg), data=data, model=model, devices=on)
     recipe = recipes.make(cfg, placed, outline=True)
-    found = estimate.estimate(Program(cfg, recipe), recipe, recipe.batch_widths(), micro, wanted)
+    found = estimate.estimate(StepSpec(cfg, recipe), recipe, recipe.batch_widths(), micro, wanted)
     assert found.times is not None
     return found.times.total
 
@@ -339,7 +337,7 @@ def test_readers_apart_count_on_the_device_with_most_to_do(root):
 def test_trainable_weights_over_data_are_sent_with_every_micro_batch_and_whole_ones_once_a_step(root):
     for strategy, times in (("fsdp", 4), ("replicate", 1)):
         recipe = tiny.make_ttt(root / "ttt", devices=2, strategy=strategy)
-        program = Program(recipe.cfg, recipe)
+        program = StepSpec(recipe.cfg, recipe)
         once, often = (
             estimate.estimate(program, recipe, recipe.batch_widths(), micro, None).collective_bytes for micro in (4, 1)
         )

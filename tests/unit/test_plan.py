@@ -6,17 +6,18 @@ import json
 import pytest
 
 from configs import large
-from lw_jax.commands import plan, slurm
+from lw_jax.commands import plan
 from lw_jax.commands.plan import Request
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.hub import sources
 from lw_jax.planning import estimate, gpus, plan_tables, planner
+from lw_jax.slurm import cluster_profile, job
 from lw_jax.training import micro_batch_search
 from tests import tiny
 from tests.standin import Measure
 
-SLURM = slurm.Request(config="configs/large.py", assignments={}, project=planner.ROOT)
+SLURM = job.Request(config="configs/large.py", assignments={}, project=planner.ROOT)
 NAMED = {  # by the issue that asks for --json
     *("strategy", "mesh", "micro_batch", "accumulation", "remat", "fits", "peak_bytes", "weights_bytes"),
     *("activation_bytes", "flops", "collective_bytes", "step_seconds", "samples_per_second"),
@@ -30,7 +31,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def measure(monkeypatch):
-    """Needs by arithmetic, nothing compiled."""
+    """StepMemory by arithmetic, nothing compiled."""
     standin = Measure()
     monkeypatch.setattr(micro_batch_search.memory, "measure", standin)
     return standin
@@ -193,7 +194,9 @@ def test_what_nothing_holds_is_answered_with_the_weights_in_fewer_bits(capsys):
     words = "--config.llms.llama.weights=nf4 --config.llms.qwen.weights=nf4: "
     assert words in plan_tables.report(found) and words in plan_tables.simulation_table([found])
     with pytest.raises(UserError, match="--config.llms.llama.weights=nf4"):
-        slurm.make_job(found, resolved={"train": {}}, workdir=sources.cache_root(), request=SLURM, site=slurm.Site())
+        job.make_job(
+            found, resolved={"train": {}}, workdir=sources.cache_root(), request=SLURM, site=cluster_profile.Site()
+        )
 
 
 def test_simulated_cards_get_what_the_compiled_plans_chose_and_the_error_is_told(capsys):
