@@ -32,7 +32,7 @@ FLOORS = (
 # Configuration files, the users' code: loaded by path, imported by nobody; they import the declaration of the keys.
 ISLAND = ("configs.*", "configs")
 VISITORS: tuple[str, ...] = ()
-ISLAND_MAY_IMPORT = ("ml_collections", "configs", "lw_jax.core.config")
+ISLAND_MAY_IMPORT = ("dataclasses", "ml_collections", "configs", "lw_jax.core.config")
 OURS = ("run", "lw_jax", "sharding", "configs")
 
 
