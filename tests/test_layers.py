@@ -26,7 +26,8 @@ FLOORS = (
     ("lw_jax.recipes",),
     ("lw_jax.planning",),
     ("lw_jax.inference", "lw_jax.benchmarking", "lw_jax.slurm", "lw_jax.report"),
-    ("lw_jax.commands", "lw_jax"),
+    ("lw_jax",),
+    ("lw_jax.commands",),
     ("run",),
 )
 # Configuration files, the users' code: loaded by path, imported by nobody; they import the declaration of the keys.
