@@ -56,7 +56,7 @@ def test_files_hold_what_was_found(wire, found, tmp_path):
     assert result["step"] == 6 and result["counts"]["kept"] == 16
     assert result["rows"]["qwen"]["latents"]["nll"] == found.summary["qwen"]["latents"]["nll"]
     assert result["rows"]["llama"].keys() == set(ROWS)
-    assert len(result["curve"]["points"]) == 2 * 2 and result["curve"]["examples"] == 2
+    assert len(result["curve"]["points"]) == 2 * 5 and result["curve"]["examples"] == 2
     assert result["text_bytes"].keys() == {"UTF-8", "gzip", "zstd", "brotli"}
     assert result["joint"]["examples"] == 5 and result["latents"]["inputs"] == 5
     lines = (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines()

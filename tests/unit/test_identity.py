@@ -74,7 +74,7 @@ class Kinds:
         stages = {"stages__pretrain__share": 0.5, "stages__pretrain__lengths": (16,)} if kind == "passages" else {}
         if kind == "passages":
             stages["data__passages"] = self._passages()
-        return tiny.make_recipe(self.root, **data, **stages)
+        return tiny.make_recipe(self.root, data__validation_limit=0, **data, **stages)
 
     def _passages(self) -> str:
         file = self.folder / "passages.txt"
