@@ -51,12 +51,12 @@ class _RemovedError(Exception):
     """A checkpoint was removed while it was read."""
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass  # not frozen: the protocol has settable attributes
 class _Candidate:
     """A checkpoint as orbax's preservation policies see it."""
 
     step: int
-    metrics: dict[str, float] | None
+    metrics: dict[str, Any] | None
     time: datetime.datetime = datetime.datetime.min
 
 
