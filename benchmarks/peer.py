@@ -250,11 +250,11 @@ def take(cfg: Config, case: Path, *, steps: int) -> Told:
     from lw_jax.benchmarking import timing
     from lw_jax.core import runtime
     from lw_jax.recipes import frozen_models
-    from lw_jax.training.program import Program
+    from lw_jax.training.step_spec import StepSpec
     from sharding import place
 
     recipe = recipes.outline(cfg)
-    program, placed = Program(cfg, recipe), recipe.placement
+    program, placed = StepSpec(cfg, recipe), recipe.placement
     now: Told = {"state": timing.fill(program.state())}
     if steps:
         frozen = timing.fill(program.frozen())

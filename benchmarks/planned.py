@@ -86,13 +86,13 @@ def run(cfg: Config, point: str, *, steps: int, shares: Mapping[str, Any]) -> di
     from lw_jax import recipes
     from lw_jax.benchmarking import timing
     from lw_jax.planning import hlo_counts, planner, roofline
-    from lw_jax.training import memory, micro_batch_search
-    from lw_jax.training.program import Program
+    from lw_jax.training import memory, out_of_memory
+    from lw_jax.training.step_spec import StepSpec
     from sharding import placement
 
     own, micro = at(cfg, point)
     recipe = recipes.make(own, placement.place("single", recipes.reader_bytes(own)), outline=True)
-    program, widths = Program(own, recipe), recipe.batch_widths()
+    program, widths = StepSpec(own, recipe), recipe.batch_widths()
     needs = memory.measure(program, widths, ACCUMULATED)
     target = planner.here(own).target
     step = needs.programs["step"][0]
@@ -102,7 +102,7 @@ def run(cfg: Config, point: str, *, steps: int, shares: Mapping[str, Any]) -> di
         row["predicted_seconds"] = roofline.predict(counted, target).total
         roofline.MATMUL_FRACTION, roofline.BANDWIDTH_FRACTION = shares["matmul"], shares["bandwidth"]
         row["calibrated_seconds"] = roofline.predict(counted, target).total
-    with micro_batch_search.out_of_memory():
+    with out_of_memory.detect():
         batch = timing.fill(program.batch(widths, ACCUMULATED))
         row["seconds"] = statistics.median(timing.steps(program, step, batch, repeats=steps))
         row["peak_bytes"] = timing.peak_bytes()

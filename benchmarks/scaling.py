@@ -223,16 +223,16 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
     from lw_jax import recipes
     from lw_jax.benchmarking import timing
     from lw_jax.planning import gpus, placement_search, workload
-    from lw_jax.training import micro_batch_search
-    from lw_jax.training.program import Program
+    from lw_jax.training import memory_limit, out_of_memory
+    from lw_jax.training.step_spec import StepSpec
 
     devices = jax.devices()[: point.devices]
     own, card = at(cfg, point), gpus.of_device(devices[0])
-    room = micro_batch_search.room(own)
+    room = memory_limit.local(own)
     if room is None and own.compute.remat == "auto":  # there is no reason to recompute
         own = config.with_remat(own, "none")
     hardware = placement_search.Hardware(
-        devices, room or micro_batch_search.Room(UNBOUNDED, 1.0), gpus.Target(card, point.devices) if card else None
+        devices, room or memory_limit.MemoryLimit(UNBOUNDED, 1.0), gpus.Target(card, point.devices) if card else None
     )
     tried = placement_search.choose(own, hardware, widths=None)
     best, row = placement_search.pick(tried), _row(own, point, "measured", devices[0].device_kind)
@@ -241,9 +241,9 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
     if "step" not in best.needs.programs:
         raise UserError(f"config.mesh.placement = {best.strategy!r}: measure one whose step is one program: replicate")
     recipe = recipes.make(config.with_remat(own, best.remat), best.placement, outline=True)
-    program, needs = Program(config.with_remat(own, best.remat), recipe), best.needs
+    program, needs = StepSpec(config.with_remat(own, best.remat), recipe), best.needs
     ids = getattr(getattr(recipe, "model", None), "vocab", 0)  # equal tokens would meet in one row of a learning table
-    with micro_batch_search.out_of_memory():
+    with out_of_memory.detect():
         batch = timing.fill(program.batch(recipe.batch_widths(), needs.accumulation), ids=ids)
         taken = timing.steps(program, needs.programs["step"][0], batch, repeats=steps)
         peak = timing.peak_bytes()

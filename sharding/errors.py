@@ -1,4 +1,4 @@
-"""The one exception of this floor."""
+"""The exception of this package."""
 
 
 class PlacementError(ValueError):

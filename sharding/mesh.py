@@ -1,4 +1,4 @@
-"""Devices -> mesh with the axes data and model. The only place that states axis types."""
+"""Mesh with the axes data and model. Axis types are set here only."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,4 @@
-"""Host batches -> global arrays on the mesh; bytes that a placed tree takes."""
+"""Global arrays from host batches; bytes of a placed tree per device."""
 
 import math
 from collections.abc import Callable
@@ -17,7 +17,7 @@ CHOICES = 3
 
 
 def accumulation(*, global_batch: int, micro_batch: int, data_axis: int) -> int:
-    """Returns how many micro-batches make one optimizer step: global = result x micro_batch x data_axis.
+    """Returns the micro-batches of one optimizer step: global = result x micro_batch x data_axis.
 
     `micro_batch` counts examples on one device; 0 takes the device's whole share. Raises PlacementError with the
     nearest legal values.
@@ -43,9 +43,9 @@ def accumulation(*, global_batch: int, micro_batch: int, data_axis: int) -> int:
 def put_batch(batch: Any, mesh: Mesh, *, accumulation: int) -> Any:
     """Returns this process's [b ...] arrays as global [a, B/a ...] arrays, examples split over data.
 
-    B is b x processes. Each process cuts its own examples into `a` consecutive runs; run i of all processes together
-    is micro-batch i. So which examples share a micro-batch depends on the number of processes, but the set of all B
-    never does, and with it no sum over the step.
+    B is b x processes. Each process splits its examples into `a` consecutive runs; run i of all processes together is
+    micro-batch i. The micro-batch of an example depends on the number of processes; the global batch, and every sum
+    over the step, does not.
     """
 
     def cut(key_path: Any, leaf: np.ndarray) -> np.ndarray:
@@ -65,24 +65,24 @@ def put_eval(batch: Any, mesh: Mesh) -> Any:
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Returns the tree with every leaf whole on every device of the mesh."""
+    """Returns the tree replicated over the mesh."""
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
 
 
 def rows(tree: Any, mesh: Mesh) -> Any:
-    """Returns the tree on the mesh, the leading axis of every leaf split over data; moves what lies elsewhere."""
+    """Returns the tree on the mesh, the leading axis of every leaf split over data."""
     return jax.device_put(tree, NamedSharding(mesh, PartitionSpec("data")))
 
 
 def put_parts(batch: Any, placement: Placement, put: Callable[[Any, Mesh], Any]) -> Any:
-    """Returns the batch put to where it is read: each of batch["readers"] to its reader, the rest to the learner."""
+    """Returns the batch on its meshes: each of batch["readers"] with its reader, the rest with the trainable tree."""
     rest = put({key: value for key, value in batch.items() if key != "readers"}, placement.learner)
     readers = {name: put(fields, placement.readers[name].mesh) for name, fields in batch["readers"].items()}
     return {**rest, "readers": readers}
 
 
 def place_shapes(shapes: Any, shardings: Any) -> Any:
-    """Returns the tree of shapes as ShapeDtypeStructs that carry the shardings, as a restore asks for them."""
+    """Returns the shapes as ShapeDtypeStructs with shardings, as a restore takes them."""
     return jax.tree.map(
         lambda x, sharding: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), shapes, shardings
     )
@@ -94,7 +94,7 @@ def round_up(batch: int, data: int) -> int:
 
 
 def device_bytes(tree: Any) -> int:
-    """Returns the bytes that one device holds of a tree of arrays or ShapeDtypeStructs (without sharding: all)."""
+    """Returns the bytes of a tree of arrays or ShapeDtypeStructs on one device (without sharding: all)."""
 
     def size(leaf: Any) -> int:
         sharding = getattr(leaf, "sharding", None)

@@ -1,6 +1,6 @@
-"""Devices -> where each component lies: what learns (encoder, adapters, optimizer) and every frozen reader.
+"""Placement of the trainable parameters (encoder, adapters, optimizer) and of every frozen reader on devices.
 
-A strategy's name decides the meshes and the tables; nothing else in the project asks for a strategy by name.
+The strategy's name decides meshes and tables; nothing else in the project depends on it.
 """
 
 import dataclasses
@@ -13,7 +13,7 @@ from sharding import mesh as meshes
 from sharding.errors import PlacementError
 from sharding.mesh import Device
 
-# Name -> what it does with the frozen readers; what learns is whole on every device of its mesh.
+# Name -> layout of the frozen readers; the trainable parameters are replicated over their mesh.
 STRATEGIES = {
     "single": "everything on the first device",
     "replicate": "readers whole on every device, the batch over all",
@@ -27,7 +27,7 @@ STRATEGIES = {
 
 @dataclasses.dataclass(frozen=True)
 class Component:
-    """Where one frozen reader lies, and by which table of `sharding.tables`."""
+    """Mesh of one frozen reader and its table of `sharding.tables`."""
 
     mesh: Mesh
     table: str
@@ -43,7 +43,7 @@ class Placement:
 
     @property
     def apart(self) -> bool:
-        """Says whether some reader lies on other devices than what learns, so that one program cannot hold both."""
+        """Says whether a reader is on other devices than the trainable parameters: one program cannot hold both."""
         return any(component.mesh != self.learner for component in self.readers.values())
 
     @property
@@ -62,20 +62,20 @@ class Placement:
         return len({device for mesh in self.meshes for device in mesh.devices.flat})
 
     def describe(self, *, available: int | None = None) -> str:
-        """Returns one line that says where everything lies and how many devices stay unused."""
+        """Returns one line: the meshes of all components and the number of unused devices."""
         available = jax.device_count() if available is None else available
         idle = available - self.devices
         rest = f"; {idle} of {available} devices stay unused" if idle else ""
         kind = self.learner.devices.flat[0].device_kind
         if not self.apart:
             return f"placement {self.strategy}: {_sizes(self.learner)} on {self.devices} {kind}{rest}"
-        lines = [f"what learns {_where(self.learner)}"]
+        lines = [f"trainable parameters {_where(self.learner)}"]
         lines += [f"{name} {_where(component.mesh)}" for name, component in self.readers.items()]
         return f"placement {self.strategy}: {', '.join(lines)} on {self.devices} {kind}{rest}"
 
 
 def together(mesh: Mesh, readers: Sequence[str], *, table: str = "replicate") -> Placement:
-    """Returns the placement of everything on one mesh."""
+    """Returns the placement of all components on one mesh."""
     return Placement(table, mesh, {name: Component(mesh, table) for name in readers})
 
 
@@ -87,12 +87,12 @@ def place(
     model: int = 1,
     devices: Sequence[Device] | None = None,
 ) -> Placement:
-    """Returns where everything lies.
+    """Returns the placement of all components.
 
     Args:
         strategy: one of `STRATEGIES`.
-        readers: name -> bytes of its weights, which decides which reader gets more devices.
-        data: size of the data axis; -1: what the devices allow.
+        readers: name -> bytes of its weights; the largest reader gets more devices.
+        data: size of the data axis; -1: the devices that remain.
         model: devices that share one reader's weights (tensor, split).
         devices: default: all.
 

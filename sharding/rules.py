@@ -1,7 +1,7 @@
-"""Ordered (regex, value) tables over tree paths: one engine for placement and for optimizer masks.
+"""Ordered (regex, value) tables over tree paths, for shardings and for optimizer masks.
 
-A table is total (every leaf is decided) and live (every row decides a leaf), so that a renamed parameter is an error
-and never a silent default.
+A table is total (every leaf matches a row) and live (every row decides a leaf): a renamed parameter is an error, never
+a silent default.
 """
 
 import math
@@ -33,7 +33,7 @@ def match(table: Table[Value], tree: Any, *, name: str) -> Any:
     `match([(r".*/kernel", 1), (r".*", 0)], tree, name="decay")`. Raises PlacementError for a leaf that no row covers
     and for a row that decides no leaf; `name` names the table in the message.
     """
-    return jax.tree.map(lambda row: table[row][1], _deciding_rows(table, tree, name=name))
+    return jax.tree.map(lambda row: table[row][1], _match_rows(table, tree, name=name))
 
 
 def shardings(table: Table[Any], abstract_tree: Any, mesh: Mesh, *, name: str) -> Any:
@@ -42,14 +42,14 @@ def shardings(table: Table[Any], abstract_tree: Any, mesh: Mesh, *, name: str) -
     A value is a PartitionSpec, or a tuple of them of which the first that divides is taken. Raises PlacementError
     where none divides, for an axis that the mesh lacks, and as `match` does.
     """
-    rows = _deciding_rows(table, abstract_tree, name=name)
+    rows = _match_rows(table, abstract_tree, name=name)
 
     def place(key_path: Any, leaf: Any, row: int) -> NamedSharding:
         pattern, value = table[row]
         specs = (value,) if isinstance(value, PartitionSpec) else tuple(value)
         obstacles = []
         for spec in specs:
-            obstacle = _obstacle(spec, leaf.shape, mesh)
+            obstacle = _find_obstacle(spec, leaf.shape, mesh)
             if obstacle is None:
                 return NamedSharding(mesh, spec)
             obstacles.append(obstacle)
@@ -61,7 +61,7 @@ def shardings(table: Table[Any], abstract_tree: Any, mesh: Mesh, *, name: str) -
     return jax.tree_util.tree_map_with_path(place, abstract_tree, rows)
 
 
-def _deciding_rows(table: Table[Any], tree: Any, *, name: str) -> Any:
+def _match_rows(table: Table[Any], tree: Any, *, name: str) -> Any:
     patterns = [re.compile(pattern) for pattern, _ in table]
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     rows, uncovered = [], []
@@ -83,8 +83,8 @@ def _deciding_rows(table: Table[Any], tree: Any, *, name: str) -> Any:
     return jax.tree_util.tree_unflatten(treedef, rows)
 
 
-def _obstacle(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> str | None:
-    """Says why `spec` cannot place an array of `shape`, or returns None."""
+def _find_obstacle(spec: PartitionSpec, shape: tuple[int, ...], mesh: Mesh) -> str | None:
+    """Returns the reason why `spec` cannot shard an array of `shape`, or None."""
     if len(spec) > len(shape):
         return f"{spec} names {len(spec)} dims of {len(shape)}"
     for dim, entry in enumerate(spec):

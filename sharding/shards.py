@@ -1,8 +1,8 @@
-"""A step's rows by the device that holds them: what is summed over all rows then crosses devices once a step.
+"""Per-shard gradient sums: one all-reduce a step instead of one a micro-batch.
 
-A gradient over rows that lie on n devices is a sum over devices, and the compiler takes it where the gradient arises:
-with every micro-batch, in the precision of the product. Here the rows are n shards [n b/n ...], each shard's sums are
-taken apart [n ...], and only their total over a whole step is summed over devices, in the precision of the sums.
+The compiler reduces a data-parallel gradient where it arises: with every micro-batch, in the dtype of the matmul. Here
+the rows are n shards [n b/n ...], each with its own sums [n ...]; only their total over the step is reduced over
+devices, in the dtype of the sums.
 """
 
 import contextvars
@@ -18,20 +18,20 @@ _in_shard: contextvars.ContextVar[bool] = contextvars.ContextVar("in_shard", def
 
 
 class Shards:
-    """The rows of one mesh by their position on its data axis."""
+    """Rows of a batch by their position on the data axis of one mesh."""
 
-    def __init__(self, mesh: Mesh, *, apart: bool = True):
-        """Takes one shard for each position on the data axis; not `apart`: all rows are one, and nothing is changed."""
+    def __init__(self, mesh: Mesh, *, separate: bool = True):
+        """Makes one shard per position on the data axis; not `separate`: all rows are one shard, nothing changes."""
         self.mesh = mesh
-        self.count = mesh.shape["data"] if apart else 1
+        self.count = mesh.shape["data"] if separate else 1
 
     @property
     def spec(self) -> PartitionSpec:
-        """Returns how an array with an axis of shards lies."""
+        """Returns the partition spec of an array with an axis of shards."""
         return PartitionSpec("data") if self.count > 1 else PartitionSpec()
 
     def split(self, tree: Any, *, dim: int = 0) -> Any:
-        """Returns leaves [... b ...] as [... n b/n ...]; b is dimension `dim` and lies over data, so nothing moves."""
+        """Returns leaves [... b ...] as [... n b/n ...]; b is dimension `dim` and is split over data: no data moves."""
         if self.count == 1:
             return tree
         sharding = NamedSharding(self.mesh, PartitionSpec(*[None] * dim, "data"))
@@ -43,15 +43,15 @@ class Shards:
         return jax.tree.map(cut, tree)
 
     def join(self, tree: Any) -> Any:
-        """Returns leaves [n b/n ...] as [b ...], b over data."""
+        """Returns leaves [n b/n ...] as [b ...], b split over data."""
         if self.count == 1:
             return tree
         return jax.tree.map(lambda x: self._hold(x.reshape(-1, *x.shape[2:])), tree)
 
     def map(self, function: Callable, in_axes: Any = 0) -> Callable:
-        """Returns `function` over every shard's own arguments; its results [n ...] lie where their shard does.
+        """Returns `function` mapped over the shards; its results [n ...] stay on the devices of their shard.
 
-        `in_axes` as in `jax.vmap`: None for what all shards share.
+        `in_axes` as in `jax.vmap`: None for arguments that all shards share.
         """
         if self.count == 1:
             return function
@@ -67,25 +67,25 @@ class Shards:
         return lambda *args: jax.tree.map(self._hold, mapped(*args))
 
     def sum(self, tree: Any) -> Any:
-        """Returns the sums [...] of leaves [n ...], whole on every device: one exchange, in each leaf's own dtype."""
+        """Returns the sums [...] of leaves [n ...], replicated: one all-reduce, in each leaf's own dtype."""
         if self.count == 1:
             return tree
         whole = NamedSharding(self.mesh, PartitionSpec())
         return jax.tree.map(lambda x: jax.lax.with_sharding_constraint(jnp.sum(x, axis=0), whole), tree)
 
     def _hold(self, x: jax.Array) -> jax.Array:
-        """Keeps the first axis over data and leaves the others to the compiler."""
+        """Constrains the first axis to data and leaves the others to the compiler."""
         free = [PartitionSpec.UNCONSTRAINED] * (x.ndim - 1)
         return jax.lax.with_sharding_constraint(x, NamedSharding(self.mesh, PartitionSpec("data", *free)))
 
 
 def row_devices(mesh: Mesh) -> int:
-    """Returns over how many devices the rows lie that a function is traced for: one inside `Shards.map`."""
+    """Returns the number of devices that the traced rows are split over: one inside `Shards.map`."""
     return 1 if _in_shard.get() else mesh.shape["data"]
 
 
 def keep_rows(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
-    """Returns what holds an array's leading axis split over data inside a jitted program, or a shard on its device."""
+    """Returns a sharding constraint for the leading axis: over data in a jitted program, local inside a shard."""
 
     def keep(x: jax.Array) -> jax.Array:
         spec = PartitionSpec() if _in_shard.get() else PartitionSpec("data")  # `vmap` adds the axis of shards

@@ -1,9 +1,8 @@
-"""Which mesh axis each weight lies along, as data.
+"""Tables of partition specs over parameter paths.
 
 Paths and dims of a frozen reader are those of docs/architecture.md; a prefix (the reader's name) may stand before.
-Rows are shared between families where specs agree, so that each table is live for Llama and Phi-3 (no biases, tied or
-not), Qwen (biases) and StableLM (norms with biases). The layer axis is never split: the scan over layers would gather
-the whole stack.
+Families with equal specs share rows, so that each table is live for Llama and Phi-3 (no biases, tied or not), Qwen
+(biases) and StableLM (norms with biases). The layer axis is never split: the scan would gather the whole stack.
 """
 
 from jax.sharding import PartitionSpec as P
@@ -11,11 +10,11 @@ from jax.sharding import PartitionSpec as P
 from sharding.errors import PlacementError
 from sharding.rules import Table
 
-# Encoder and adapters: small, and their gradients are summed over data.
+# Encoder and adapters: small; their gradients are summed over data.
 TRAINABLE: Table[P] = ((r".*", P()),)
 
-# A whole model that learns, over data: gathered layer by layer, its gradients and moments where its weights are.
-# What has no dim of the model's width that divides, and all that is small, stays whole.
+# A fully trainable model, over data: weights are gathered layer by layer, gradients and moments stay sharded.
+# Small leaves and those without a dim that divides are replicated.
 LEARNER_FSDP: Table[P | tuple[P, ...]] = (
     (r"embed|head", (P(None, "data"), P())),
     (r"layers/([qkvo]|out_gate|gate|up)", (P(None, None, "data"), P())),
@@ -28,7 +27,7 @@ _SCALES: Table[P] = ((r"(.*/)?layers/\w+/(scale|zero|row)", P()),)
 
 _READERS: dict[str, Table[P | tuple[P, ...]]] = {
     "replicate": ((r".*", P()),),
-    # The model width d first: it is there in every matrix, and one layer's slice is gathered inside the scan.
+    # The model width d, which every matrix has: the scan gathers the slice of one layer.
     "fsdp": (
         (r"(.*/)?(embed|head)", (P(None, "data"), P("data"))),
         (r"(.*/)?layers/[qkv](/codes)?", P(None, None, None, "data")),
@@ -52,7 +51,7 @@ _READERS: dict[str, Table[P | tuple[P, ...]]] = {
 def reader_table(placement: str, *, packed: bool = False) -> Table[P | tuple[P, ...]]:
     """Returns the table of frozen readers for "replicate", "fsdp" (over data) or "tensor" (over model).
 
-    `packed`: their matrices are in 4 or 8 bits, codes and scales apart.
+    `packed`: their matrices are codes of 4 or 8 bits with separate scales.
     """
     if placement not in _READERS:
         raise PlacementError(f"mesh.placement={placement!r} is not one of {', '.join(_READERS)}")

@@ -5,8 +5,8 @@ from typing import Any
 
 from lw_jax.core.types import Tree
 from lw_jax.planning import estimate
-from lw_jax.training.memory import Needs
-from lw_jax.training.program import Program
+from lw_jax.training.memory import StepMemory
+from lw_jax.training.step_spec import StepSpec
 
 
 class Measure:
@@ -16,7 +16,7 @@ class Measure:
         self.factors = factors
         self.asked: list[tuple[str, str, int]] = []  # strategy, recomputation, micro-batch
 
-    def __call__(self, program: Program, widths: Tree, accumulation: int, **_: Any) -> Needs:
+    def __call__(self, program: StepSpec, widths: Tree, accumulation: int, **_: Any) -> StepMemory:
         remat, micro = program.cfg.compute.remat, program.share // accumulation
         self.asked.append((program.placement.strategy, remat, micro))
         guess = estimate.estimate(program, program.recipe, widths, micro, None).needs  # type: ignore[arg-type]

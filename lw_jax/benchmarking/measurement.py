@@ -30,9 +30,9 @@ from lw_jax.models.wire import Prompt
 from lw_jax.planning import workload
 from lw_jax.recipes import frozen_models
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import memory, micro_batch_search
-from lw_jax.training.program import Program
+from lw_jax.training import memory, memory_limit, micro_batch_search, out_of_memory
 from lw_jax.training.recipe import unit_of
+from lw_jax.training.step_spec import StepSpec
 from sharding import place
 from sharding.placement import Placement
 from sharding.rules import path_of
@@ -100,10 +100,10 @@ class Measured:
         """Compiles the step twice, from an empty cache and from a filled one, and takes it."""
         cfg, widths = self.cfg, self.recipe.batch_widths()
         accumulation = self._accumulation(widths)
-        with tempfile.TemporaryDirectory() as folder, _compile_cache(Path(folder)), micro_batch_search.out_of_memory():
-            cold, _ = _seconds(lambda: memory.measure(Program(cfg, self.recipe), widths, accumulation))
+        with tempfile.TemporaryDirectory() as folder, _compile_cache(Path(folder)), out_of_memory.detect():
+            cold, _ = _seconds(lambda: memory.measure(StepSpec(cfg, self.recipe), widths, accumulation))
             jax.clear_caches()
-            program = Program(cfg, self.recipe)
+            program = StepSpec(cfg, self.recipe)
             cached, needs = _seconds(lambda: memory.measure(program, widths, accumulation))
             call: Any = needs.programs["step"][0] if "step" in needs.programs else program.step
             batch = self._fill(program.batch(widths, accumulation))
@@ -131,11 +131,11 @@ class Measured:
         ]
 
     def _accumulation(self, widths: Tree) -> int:
-        program, room = Program(self.cfg, self.recipe), micro_batch_search.room(self.cfg)
+        program, room = StepSpec(self.cfg, self.recipe), memory_limit.local(self.cfg)
         if self.cfg.train.micro_batch or room is None:
             return program.accumulation(self.cfg.train.micro_batch)
         needs = micro_batch_search.largest_micro_batch(program, widths, room)
-        if needs.peak > room.limit:
+        if needs.peak > room.usable:
             raise UserError(micro_batch_search.refusal(program, needs, room))
         return needs.accumulation
 

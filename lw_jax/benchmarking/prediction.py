@@ -18,7 +18,7 @@ from lw_jax.core.types import Tree
 from lw_jax.models.wire import Prompt
 from lw_jax.planning import decode_layout, gpus, hlo_counts, planner, roofline, workload
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import micro_batch_search
+from lw_jax.training import memory_limit
 from lw_jax.training.recipe import unit_of
 from sharding import place
 from sharding import placement as placements
@@ -50,7 +50,7 @@ class Predicted:
             best["strategy"], sizes, data=best["data"], model=best["model"], devices=devices
         )
         card = self.target.card
-        room = micro_batch_search.room_of(cfg, card.memory_bytes)
+        room = memory_limit.of_devices(cfg, card.memory_bytes)
         self.cfg = decode_layout.settle_layers(config.with_remat(cfg, best["remat"]), self.placement, room)
         self.recipe: Any = recipes.make(self.cfg, self.placement, outline=True)
         dtype = workload.arithmetic(cfg)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from lw_jax.core.types import Tree
-from lw_jax.training.program import Program
+from lw_jax.training.step_spec import StepSpec
 
 # Of a square product, and of the bytes that a copy reads: more than any cache holds, less than a second on two cores.
 MATMUL = {"gpu": 8192, "cpu": 2048}
@@ -92,7 +92,7 @@ def _draw(key: jax.Array, leaves: Sequence[jax.ShapeDtypeStruct], ids: int) -> l
     return [one(own, leaf) for leaf, own in zip(leaves, jax.random.split(key, len(leaves)), strict=True)]
 
 
-def steps(program: Program, call: Callable[..., Any], batch: Tree, *, repeats: int) -> list[float]:
+def steps(program: StepSpec, call: Callable[..., Any], batch: Tree, *, repeats: int) -> list[float]:
     """Returns the seconds of each training step on random weights, after two that warm up.
 
     `call` takes (state, frozen, batch) and gives the next state first, as the program's step does; it takes the state.

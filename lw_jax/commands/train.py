@@ -37,7 +37,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     del resolved
     runtime.start()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
-    preflight.refuse(preflight.inspect(cfg, None))  # an impossible schedule, before minutes of making readers
+    preflight.refuse(preflight.inspect(cfg, None))  # an impossible schedule is refused before minutes of making readers
     selfmade.make_readers(cfg)
     cfg, placement = planner.settle(cfg)
     first = jax.process_index() == 0

@@ -1,7 +1,7 @@
-"""What must be said to JAX before it is imported: how much of a GPU to take, and to be quiet where there is none.
+"""Environment setup before `import jax`: share of GPU memory, CUDA plugin on machines without a driver.
 
-JAX loads every installed plugin whatever `JAX_PLATFORMS` says, and CUDA's then prints a traceback, and log lines from
-C++ that no setting turns off. The planner needs the plugin as a compiler on machines without a GPU.
+JAX loads every installed plugin whatever `JAX_PLATFORMS` is; without a driver the CUDA plugin prints a traceback and
+C++ log lines that no setting turns off. The planner needs the plugin as a compiler on machines without a GPU.
 """
 
 import importlib
@@ -13,7 +13,7 @@ import types
 from pathlib import Path
 from typing import Any
 
-# The device files by which jax._src.hardware_utils tells an NVIDIA GPU: bare metal, containers, WSL2.
+# Device files by which jax._src.hardware_utils detects an NVIDIA GPU: bare metal, containers, WSL2.
 DRIVER_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 
 
@@ -24,9 +24,9 @@ _NO_DRIVER = (b"Could not find cuda drivers", b"before absl::InitializeLog()")
 
 
 def reserve_memory(fraction: float = 0.92) -> None:
-    """Lets JAX take so much of a GPU's memory instead of its default 75 %, below which plans would not fit.
+    """Raises the share of GPU memory that JAX preallocates from 75 %; the rest is for the CUDA context and NCCL.
 
-    The rest is for the CUDA context and NCCL. What the user has set stands.
+    The user's own setting takes precedence.
     """
     if not any(os.environ.get(name) for name in _FRACTIONS):
         os.environ[_FRACTIONS[0]] = str(fraction)
@@ -38,23 +38,23 @@ def memory_fraction() -> float:
 
 
 def prepare_compiler(*, everywhere: bool) -> None:
-    """Makes JAX's CUDA plugin a compiler for GPUs that are elsewhere; `everywhere` also on a machine that has some.
+    """Prepares ahead-of-time compilation for GPUs of another machine; `everywhere` also on a machine with GPUs.
 
-    64 virtual CPU devices stand in for a target's where there is no plugin: eight nodes of eight.
+    Without a CUDA plugin 64 virtual CPU devices (eight nodes of eight) replace the target's.
     """
     if not everywhere and _has_driver():
         return
     os.environ["JAX_PLATFORMS"] = "cpu"
     os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # which would ask the driver
     os.environ.setdefault("JAX_NUM_CPU_DEVICES", "64")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns where a step is too large; the plan says it itself
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of a step that is too large; the plan reports it
     _start_quietly()
 
 
 def _start_quietly() -> None:
-    """Starts JAX without the lines by which its CUDA plugin says that there is no driver: no setting turns them off.
+    """Starts JAX without the CUDA plugin's lines about a missing driver.
 
-    They come from C++, so the file descriptor itself is held back; every other line is passed on.
+    They come from C++, so the file descriptor is redirected; every other line is passed on.
     """
     sys.stderr.flush()
     with tempfile.TemporaryFile() as held:
@@ -76,9 +76,9 @@ def _has_driver() -> bool:
 
 
 def hide_idle_cuda() -> str:
-    """Hides an installed CUDA plugin from this process when no driver is there; returns the line to tell, or nothing.
+    """Hides an installed CUDA plugin when there is no driver; returns the line to print, or nothing.
 
-    Whoever names CUDA in JAX_PLATFORMS gets JAX's own error.
+    With CUDA in JAX_PLATFORMS JAX raises its own error.
     """
     wanted = os.environ.get("JAX_PLATFORMS", "")
     if "cuda" in wanted or "gpu" in wanted or _has_driver():
@@ -89,7 +89,7 @@ def hide_idle_cuda() -> str:
         extensions, plugin = f"jax_cuda{version}_plugin", f"jax_plugins.xla_cuda{version}"
         if importlib.util.find_spec(extensions):
             hidden = True
-            modules[extensions] = None  # Python's own mark for a module that is not to be found
+            modules[extensions] = None  # Python's own mark of a missing module
             modules[plugin] = types.ModuleType(plugin, "Stands in for a CUDA plugin that has no driver.")
             modules[plugin].initialize = lambda: None  # what JAX calls
     return "no NVIDIA driver on this machine: JAX's CUDA plugin stays unused" if hidden else ""

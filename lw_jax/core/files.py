@@ -1,4 +1,4 @@
-"""Files that are there whole or not at all, and locks between the processes that make them."""
+"""Atomic writes, and file locks between processes."""
 
 import contextlib
 import errno
@@ -12,9 +12,9 @@ from lw_jax.core.errors import UserError
 
 @contextlib.contextmanager
 def whole(path: Path) -> Iterator[Path]:
-    """Gives a path beside `path` to write to, which takes its place at the end; after an error nothing has changed.
+    """Yields a temporary path that replaces `path` at the end; after an error `path` is unchanged.
 
-    Two processes that write the same file do not disturb each other: the last one's stays.
+    Of two processes that write the same file the last one wins.
     """
     partial = path.with_name(f".{path.name}.{os.getpid()}.partial")
     try:
@@ -25,14 +25,14 @@ def whole(path: Path) -> Iterator[Path]:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Writes a text as UTF-8."""
+    """Writes a text atomically, as UTF-8."""
     with whole(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
 @contextlib.contextmanager
 def locked(path: Path, *, waiting: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Holds the lock of a file of a cache; `waiting` is called once where another process has it.
+    """Holds the lock of a cache file; `waiting` is called once if another process has it.
 
     Raises:
       UserError: the file system has no locks (Lustre without its mount option, some NFS).

@@ -1,10 +1,9 @@
-"""The processes of one run: what the first decides holds for all, and all end when one is gone.
+"""Processes of one run: decisions of the first one hold for all, and all end when one of them dies.
 
-JAX notices a dead process after 100 seconds, and its client ends a process whose coordinator is gone within
-milliseconds, in both cases by SIGABRT with a dump: no scheduler brings such a job back, and neither can be changed from
-Python (jaxlib 0.10.2 calls no Python function there). So every other process keeps a connection to the first one, which
-the kernel closes when either of them dies, and JAX's own connection to the coordinator goes through a relay inside the
-process, which stays open when the coordinator is gone. A machine that vanishes is noticed by TCP keepalive.
+JAX detects a dead process after 100 seconds; a process whose coordinator died is ended within milliseconds. Both end by
+SIGABRT with a dump, after which no scheduler requeues a job, and neither can be changed from Python (jaxlib 0.10.2).
+So every process keeps a TCP connection to the first one, which the kernel closes when either dies, and JAX's own
+connection to the coordinator passes a relay inside the process, which stays open. TCP keepalive detects a lost machine.
 """
 
 import atexit
@@ -30,14 +29,14 @@ from lw_jax.core.early_signals import REQUEUE
 from lw_jax.core.errors import UserError
 from sharding.errors import PlacementError
 
-MISTAKE = 2  # what the user can mend
+USER_ERROR = 2
 JOIN = 300  # seconds for all processes to start and import, JAX's own default
-HEARTBEAT = 300  # seconds of JAX's own watch, which comes second: the relay needs Python's lock, JAX's threads do not
-NEWS = 10  # seconds within which the death of a process is known that makes a collective of another one fail
-GRACE = 30  # seconds for a process to end by itself, with a message of its own, after another has ended with an error
-SAVING = 240  # the same after one has stopped on request, while this one may be committing; JAX would wait for 300
-PATIENCE = 24 * 3600  # seconds for the first process to decide; that it is gone is noticed otherwise
-WATCH = "latentwire/watch"  # the key under which the first process tells where it listens
+HEARTBEAT = 300  # seconds of JAX's own heartbeat, above ours: the relay needs the GIL, JAX's threads do not
+NEWS = 10  # seconds for news of a death that made a collective of this process fail
+GRACE = 30  # seconds for a process to end by itself, with its own message, after an error of another one
+SAVING = 240  # the same after a stop on request, while this one may be committing a checkpoint; JAX waits for 300
+PATIENCE = 24 * 3600  # seconds for a decision of the first process; its death is detected by the watch
+WATCH = "latentwire/watch"  # key of the first process's port
 _KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}  # 30 s in all
 
 _watch: "Watch | None" = None
@@ -62,24 +61,24 @@ def join() -> None:
     _watch = Watch(found[2], found[1], end=end)
     _watch.connect(distributed.global_state.client, host)
     delay_abort()
-    atexit.register(_watch.leave, 0)  # runs before JAX's own goodbye, which waits for the others
+    atexit.register(_watch.leave, 0)  # runs before JAX's own shutdown, which waits for the others
 
 
 class Together(contextlib.ContextDecorator):
-    """Decorates what several processes run: tells the others how this one has left it."""
+    """Decorator of a function that several processes run: reports to the others how this one left it."""
 
     def __enter__(self) -> Self:
         """Returns itself."""
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: types.TracebackType | None):
-        """Says goodbye; after an error that the death of another process may have caused, waits for that news first."""
+        """Reports the exit code; after an error that another process's death may have caused, waits for news of it."""
         if _watch is None:
             return
-        mistake = isinstance(error, UserError | PlacementError)
-        if isinstance(error, Exception) and not mistake:
+        user_error = isinstance(error, UserError | PlacementError)
+        if isinstance(error, Exception) and not user_error:
             time.sleep(NEWS)  # the thread that hears of the death ends this process meanwhile
-        code = error.code if isinstance(error, SystemExit) else 0 if error is None else MISTAKE if mistake else 1
+        code = error.code if isinstance(error, SystemExit) else 0 if error is None else USER_ERROR if user_error else 1
         _watch.leave(code if isinstance(code, int) else 1)
 
 
@@ -112,7 +111,7 @@ def _client() -> Any:
 
 
 class Relay:
-    """Passes JAX's traffic on to the coordinator; while it `holds`, JAX does not see that the coordinator is gone."""
+    """Relay of JAX's traffic to the coordinator; while it `holds`, JAX does not notice the coordinator's death."""
 
     def __init__(self, host: str, port: int) -> None:
         self._target = (host, port)
@@ -145,21 +144,21 @@ class Relay:
 
 
 class Watch:
-    """The connections between the first process and each of the others, and what they say.
+    """Connections between the first process and each of the others.
 
-    A line is "left RANK CODE" from a process that ends in order, or "gone RANK" from the first about one that did not.
-    A connection that closes without a word is a death. `end` is called with a message and the exit code, once.
+    A line is "left RANK CODE" from a process that exits, or "gone RANK" from the first one about a process that died.
+    A connection that closes without a line is a death. `end` is called once, with a message and the exit code.
     """
 
     def __init__(self, rank: int, count: int, *, end: Callable[[str, int], None]) -> None:
         self.rank, self.count, self._end = rank, count, end
         self._links: dict[int, socket.socket] = {}  # of the first process: all others; of another one: the first
-        self._left: dict[int, int] = {}  # rank -> exit code of those that said goodbye
+        self._left: dict[int, int] = {}  # rank -> exit code of those that exited
         self._lock = threading.Lock()
         self._ended = False
 
     def connect(self, client: Any, host: str) -> None:
-        """Connects each process with the first, which tells its port through JAX's key-value store."""
+        """Connects each process with the first one, whose port is in JAX's key-value store."""
         if self.rank == 0:
             dual = socket.has_dualstack_ipv6()
             family = socket.AF_INET6 if dual else socket.AF_INET
@@ -180,12 +179,12 @@ class Watch:
         self._add(0, link)
 
     def leave(self, code: int) -> None:
-        """Tells the others that this process ends in order; the first call counts."""
+        """Reports the exit of this process to the others; the first call counts."""
         with self._lock:
             first = self.rank not in self._left
             self._left.setdefault(self.rank, code)
         if first:
-            self._tell(f"left {self.rank} {code}")
+            self._send(f"left {self.rank} {code}")
 
     def _accept(self, listener: socket.socket, word: str) -> None:
         with listener:
@@ -210,72 +209,74 @@ class Watch:
 
     def _listen(self, rank: int, link: socket.socket) -> None:
         with contextlib.suppress(OSError):  # a connection that breaks ends as one that is closed
-            while words := _read_line(link):
-                self._hear(words)
+            while fields := _read_line(link):
+                self._receive(fields)
         link.close()
         with self._lock:
             dead, mine = rank not in self._left, self._left.get(self.rank, 0)
-        if mine not in (0, REQUEUE):  # ended with an error of its own, it only waits for JAX's common goodbye
+        if mine not in (0, REQUEUE):  # ended with an error of its own, it only waits for JAX's shutdown barrier
             self._finish("", mine)
         elif dead:
-            self._tell(f"gone {rank}")
+            self._send(f"gone {rank}")
             self._lose(rank)
 
-    def _hear(self, words: list[str]) -> None:
-        rank = int(words[1])
-        if words[0] == "gone":
+    def _receive(self, fields: list[str]) -> None:
+        rank = int(fields[1])
+        if fields[0] == "gone":
             self._lose(rank)
             return
-        code = int(words[2])
+        code = int(fields[2])
         with self._lock:
             self._left[rank] = code
-        self._tell(" ".join(words), besides=rank)
+        self._send(" ".join(fields), besides=rank)
         if code:  # this process would wait for it
             _start(self._follow, rank, code)
 
     def _follow(self, rank: int, code: int) -> None:
         time.sleep(SAVING if code == REQUEUE else GRACE)
-        told = f"process {rank} of {self.count} has ended with code {code}, as its own message says: this one ends too"
+        message = (
+            f"process {rank} of {self.count} has ended with code {code}, as its own message says: this one ends too"
+        )
         self.leave(code)
-        self._finish(told, code)
+        self._finish(message, code)
 
     def _lose(self, rank: int) -> None:
-        told = (
+        message = (
             f"process {rank} of {self.count} is gone (killed, out of memory, or its machine is down): this one ends "
             f"with code {REQUEUE}; the same command resumes from the last checkpoint"
         )
-        self._finish(told, REQUEUE)
+        self._finish(message, REQUEUE)
 
-    def _finish(self, told: str, code: int) -> None:
+    def _finish(self, message: str, code: int) -> None:
         with self._lock:
             first, self._ended = not self._ended, True
         if first:
-            self._end(told, code)
+            self._end(message, code)
 
-    def _tell(self, line: str, *, besides: int | None = None) -> None:
+    def _send(self, line: str, *, besides: int | None = None) -> None:
         """Sends a line: the first process to all others, another one to the first alone."""
         with self._lock:
             links = [] if besides is not None and self.rank else list(self._links.items())
         for rank, link in links:
             if rank != besides:
-                with contextlib.suppress(OSError):  # it is gone too, which its own thread hears
+                with contextlib.suppress(OSError):  # it is gone too, which its own thread notices
                     link.sendall(f"{line}\n".encode())
 
 
-def end(told: str, code: int) -> None:
-    """Ends this process at once, whatever its threads are doing; a checkpoint under way stays uncommitted."""
+def end(message: str, code: int) -> None:
+    """Ends this process at once; an unfinished checkpoint stays uncommitted."""
     flushing = threading.Thread(target=sys.stdout.flush, daemon=True)
     flushing.start()
     flushing.join(1)  # another thread may hold the stream
-    os.write(2, f"{told}\n".encode() if told else b"")
+    os.write(2, f"{message}\n".encode() if message else b"")
     os._exit(code)
 
 
 def delay_abort() -> None:
-    """Lets a C++ abort of this process wait for six seconds, within which the watch may end it with its reason.
+    """Delays a C++ abort of this process by six seconds, within which the watch can end it with a message.
 
-    When another process dies, Gloo's threads fail one after the other and may abort before the watch has its turn. The
-    handler is libc's `sleep`, which gets the signal's number, six: it needs neither Python nor its lock.
+    When another process dies, Gloo's threads may abort before the watch's thread runs. The handler is libc's `sleep`,
+    called with the signal's number, six: it needs no GIL.
     """
     libc = ctypes.CDLL(None)
     libc.signal(signal.SIGABRT.value, libc.sleep)
@@ -286,7 +287,7 @@ def _start(work: Callable[..., None], *args: Any) -> None:
 
 
 def _read_line(link: socket.socket) -> list[str]:
-    """Returns the words of the next line, of at most 200 bytes; none at the end of the connection."""
+    """Returns the fields of the next line, of at most 200 bytes; none at the end of the connection."""
     line = b""
     while not line.endswith(b"\n") and len(line) < 200:
         byte = link.recv(1)

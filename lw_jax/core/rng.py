@@ -1,4 +1,4 @@
-"""Named random streams: what one part draws never depends on what another drew before."""
+"""Named random streams: the numbers of one part never depend on those of another."""
 
 import hashlib
 
@@ -6,13 +6,13 @@ import jax
 
 from lw_jax.core.errors import UserError
 
-SEEDS = 2**32  # what a 32-bit key can tell apart
+SEEDS = 2**32  # of a 32-bit key
 
 
 def stream(seed: int, name: str, step: int | jax.Array = 0) -> jax.Array:
-    """Returns the key of stream `name` at `step`: a function of these three alone.
+    """Returns the key of stream `name` at `step`: a function of these three values only.
 
-    Raises UserError for a seed that 32 bits do not hold, because two such seeds could be the same one.
+    Raises UserError for a seed beyond 32 bits: two such seeds could give the same key.
     """
     if not 0 <= seed < SEEDS:
         raise UserError(f"seed={seed} is outside 0..{SEEDS - 1}; choose one inside")

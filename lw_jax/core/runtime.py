@@ -1,4 +1,4 @@
-"""The process: its start, its devices, its end by signal."""
+"""Runtime of a process: distributed start, devices, compile cache, preemption."""
 
 import math
 import os
@@ -18,7 +18,7 @@ REQUEUE = early_signals.REQUEUE
 
 
 def start() -> bool:
-    """Joins the processes of a SLURM step of several tasks, and says whether there are several.
+    """Joins the processes of a SLURM step of several tasks; returns whether there are several.
 
     Only `srun` with more than one task counts (SLURM_NTASKS > 1 with SLURM_PROCID and SLURM_STEP_NODELIST, which
     JAX's own detection reads): inside a bare `salloc` or batch script one process drives all devices of its node.
@@ -34,63 +34,65 @@ def start() -> bool:
 
 
 def device_memory() -> int | None:
-    """Returns the bytes of the smallest local device's memory, None where the runtime tells none (CPU)."""
+    """Returns the memory of the smallest local device in bytes; None where the runtime reports none (CPU)."""
     limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
     known = [limit for limit in limits if limit]
     return int(min(known) / memory_fraction()) if len(known) == len(limits) else None
 
 
 def describe() -> str:
-    """Returns one line that says which devices the runtime reports, how large and how capable, and how many processes.
+    """Returns one line: kind, memory and compute capability of the devices, and the number of processes.
 
-    The kind is told for people; nothing is decided by a name.
+    The kind is for people; nothing depends on a name.
     """
     device, memory = jax.local_devices()[0], device_memory()
-    words = [f"{jax.device_count()} x {device.device_kind}"]
-    words += [f"{memory / 1e9:.1f} GB each"] if memory else []
+    parts = [f"{jax.device_count()} x {device.device_kind}"]
+    parts += [f"{memory / 1e9:.1f} GB each"] if memory else []
     capability = getattr(device, "compute_capability", None)
-    words += [f"compute capability {capability}"] if capability else []
+    parts += [f"compute capability {capability}"] if capability else []
     if jax.process_count() > 1:
-        words.append(f"{jax.local_device_count()} in each of {jax.process_count()} processes")
-    return ", ".join(words)
+        parts.append(f"{jax.local_device_count()} in each of {jax.process_count()} processes")
+    return ", ".join(parts)
 
 
 def enable_compile_cache(folder: Path) -> None:
-    """Keeps compiled programs in `folder` for the next process (those that took JAX's threshold of a second).
+    """Enables JAX's persistent compilation cache in `folder`.
 
-    A folder that JAX_COMPILATION_CACHE_DIR names goes before. One that is there and read-only is read.
+    JAX_COMPILATION_CACHE_DIR takes precedence. A read-only folder is read.
 
     Raises:
-      UserError: the folder is not there and cannot be made.
+      UserError: the folder does not exist and cannot be made.
     """
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        rule = "what is fetched and compiled is kept there: set LW_JAX_CACHE to a folder that can be written"
+        rule = "downloads and compiled programs are cached there: set LW_JAX_CACHE to a writable folder"
         raise UserError(f"{folder}: {error.strerror}; {rule}.") from error
     jax.config.update("jax_compilation_cache_dir", str(folder))
-    if not os.access(folder, os.W_OK):  # or JAX would warn of each program that it cannot keep
+    if not os.access(folder, os.W_OK):  # or JAX would warn of each program that it cannot write
         jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
 
 
 class Preemption:
-    """Turns SIGTERM and the first Ctrl-C into a question that the training loop asks after each step.
+    """Turns SIGTERM and the first Ctrl-C into a flag that the training loop reads after each step.
 
-    One process: the handlers only set a flag; a second Ctrl-C raises KeyboardInterrupt at once. Several processes:
-    JAX listens to SIGTERM itself and lets all of them agree on when, so no handler is installed.
+    One process: the handlers set the flag; a second Ctrl-C raises KeyboardInterrupt at once. Several processes: no
+    handler is installed, JAX's preemption sync manager receives SIGTERM and makes all of them agree on the step.
     """
 
     def __init__(self) -> None:
-        self._asked = 0
+        self._calls = 0
         self._signal: int | None = None
         self._previous: dict[int, Callable[..., Any] | int | None] = {}
 
     def __enter__(self) -> Self:
         """Installs the handlers; raises ValueError outside the main thread, where Python allows none."""
         if jax.process_count() == 1:
-            self._previous = {number: signal.signal(number, self._hear) for number in (signal.SIGTERM, signal.SIGINT)}
+            self._previous = {
+                number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)
+            }
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -100,16 +102,16 @@ class Preemption:
         self._previous = {}
 
     def requested(self, step: int) -> bool:
-        """Says whether to save and stop after `step`; every process asks equally often and gets the same answer."""
+        """Says whether to save and stop after `step`; every process calls it equally often and gets the same answer."""
         del step
         if jax.process_count() == 1:
             return self._signal is not None
         from jax.experimental import multihost_utils
 
-        self._asked += 1  # JAX wants a number that grows; a step is asked for again between batches of its validation
-        return multihost_utils.reached_preemption_sync_point(self._asked)
+        self._calls += 1  # JAX wants a growing number; a step is asked for again between batches of its validation
+        return multihost_utils.reached_preemption_sync_point(self._calls)
 
-    def _hear(self, number: int, _: types.FrameType | None) -> None:
+    def _receive(self, number: int, _: types.FrameType | None) -> None:
         if number == signal.SIGINT and self._signal == signal.SIGINT:
             raise KeyboardInterrupt
         self._signal = number

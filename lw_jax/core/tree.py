@@ -1,4 +1,4 @@
-"""Trees as paths: listing, sizes, digests. Knows no model."""
+"""Parameter trees by path: listing, sizes, digests."""
 
 import hashlib
 import math
@@ -30,7 +30,7 @@ def unflatten_paths(flat: dict[str, Any]) -> Tree:
         for folder in folders:
             node = node.setdefault(folder, {})
             if not isinstance(node, dict):
-                raise ValueError(f"{path}: a part of it is a leaf of its own; a path is a leaf or a folder")
+                raise ValueError(f"{path}: a part of it is a leaf; a path is a leaf or a folder")
         if name in node:
             raise ValueError(f"{path}: it is a leaf and a folder at once; a path is a leaf or a folder")
         node[name] = leaf

@@ -1,4 +1,4 @@
-"""Shared array aliases and small value types.
+"""Array aliases and small value types.
 
 Dimension letters, everywhere in annotations and einsums: batch b, source tokens s, latent slots m, latent width z,
 target tokens t, model width d, heads h, kv heads k, head width e, ffn f, vocabulary v, layers l.
@@ -25,7 +25,7 @@ class Example:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """What a batch asks of a reader; part of a batch's structure, so each task is a program of its own."""
+    """Task of a batch; part of its tree structure, so that each task compiles a program of its own."""
 
     name: str  # one of TASKS; of a language model "train" or "measure"
 
@@ -33,7 +33,7 @@ class Task:
 @jax.tree_util.register_static
 @dataclasses.dataclass(frozen=True)
 class Frozen:
-    """Parts of the encoder that a batch's stage does not train; of a batch's structure, so a program of its own."""
+    """Encoder parts that the stage of a batch does not train; part of its tree structure, as `Task` is."""
 
     parts: tuple[str, ...]
 
@@ -44,7 +44,7 @@ TASKS = ("answer", "reconstruct", "continuation")  # the order of the task vecto
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class LossTerms:
-    """What a recipe's loss returns: sums and counts, so that accumulation and resharding are exact.
+    """Loss and metrics as sums and weights, so that accumulation and resharding are exact.
 
     The objective is sum / weight over the whole global batch; `terms` maps a metric's name to its own (sum, weight).
     """
@@ -58,13 +58,13 @@ class LossTerms:
         return LossTerms(self.sum + other.sum, self.weight + other.weight, self.terms | other.terms)
 
 
-EXACT = 16  # bits a value of a channel that does not quantise
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # the config's words for what jax calls
+EXACT = 16  # bits per value of an unquantised channel
+DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # configuration -> numpy
 
 
 def reader_dtype(weights: str, arithmetic: str) -> str:
-    """Returns what a frozen reader computes in: as it is stored, or, where its matrices are packed, as the rest does.
+    """Returns the compute dtype of a frozen reader: its storage dtype, or `compute.dtype` for packed matrices.
 
-    Both are the config's words, `llms.*.weights` and `compute.dtype`.
+    The arguments are the configuration's `llms.*.weights` and `compute.dtype`.
     """
     return DTYPES.get(weights, DTYPES[arithmetic])

@@ -16,7 +16,7 @@ from lw_jax.evals import control_rows, geometry, joint, quality_curve
 from lw_jax.evals.curve import Curve
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import micro_batch_search
+from lw_jax.training import out_of_memory
 from sharding import place
 
 _T = TypeVar("_T")
@@ -61,7 +61,7 @@ def evaluate(wire: TrainedWire) -> Evaluation:
     )
 
 
-def measure(wire: TrainedWire, batch: micro_batch_search.Batch | None = None) -> control_rows.Measured:
+def measure(wire: TrainedWire, batch: out_of_memory.HalvingBatch | None = None) -> control_rows.Measured:
     """Returns one record per example, reader and row, with their examples and latents."""
     recipe, bench = wire.recipe, _bench(wire)
     batch = batch or _batch(recipe)
@@ -129,18 +129,18 @@ def _bench(wire: TrainedWire) -> control_rows.Bench:
     )
 
 
-def _batch(recipe: LatentWire) -> micro_batch_search.Batch:
+def _batch(recipe: LatentWire) -> out_of_memory.HalvingBatch:
     size, multiple = recipe.cfg.eval.batch, recipe.placement.data
-    return micro_batch_search.Batch(
-        place.round_up(size, multiple), multiple=multiple, tell=functools.partial(print, flush=True)
+    return out_of_memory.HalvingBatch(
+        place.round_up(size, multiple), multiple=multiple, say=functools.partial(print, flush=True)
     )
 
 
-def _fitting(batch: micro_batch_search.Batch, options: Eval, compute: Callable[[Eval], _T]) -> _T:
+def _fitting(batch: out_of_memory.HalvingBatch, options: Eval, compute: Callable[[Eval], _T]) -> _T:
     """Returns `compute(options)` with the largest batch that fits in memory."""
     try:
         return batch.run(lambda size: compute(dataclasses.replace(options, batch=size)))
-    except micro_batch_search.OutOfMemory as error:
+    except out_of_memory.OutOfMemory as error:
         remedy = "split the readers (--config.mesh.placement=tensor) or store them in fewer bits"
         raise UserError(f"{error}; {remedy}") from error
 

@@ -17,9 +17,9 @@ from lw_jax.models.pass_costs import Terms
 from lw_jax.planning.gpus import Target
 from lw_jax.planning.roofline import BANDWIDTH_FRACTION, COLLECTIVE_SECONDS, LINK_FRACTION, MATMUL_FRACTION, Times
 from lw_jax.training import optimizers
-from lw_jax.training.memory import Needs
-from lw_jax.training.program import Program
+from lw_jax.training.memory import StepMemory
 from lw_jax.training.recipe import Plannable
+from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
 # How far compiled plans' samples/s lay from the estimate's, least and most: docs/planning.md, and preference tuning and
@@ -32,13 +32,13 @@ ERROR = f"arithmetic; compiled plans were between {COMPILED[0]:+.0%} and {COMPIL
 class Estimate:
     """What one step takes, by arithmetic, on the device with most to do."""
 
-    needs: Needs
+    needs: StepMemory
     flops: float
     collective_bytes: float
     times: Times | None
 
 
-def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int, target: Target | None) -> Estimate:
+def estimate(program: StepSpec, recipe: Plannable, widths: Tree, micro_batch: int, target: Target | None) -> Estimate:
     """Returns the arithmetic of one placement, recomputation and micro-batch (0: the whole share)."""
     accumulation = program.accumulation(micro_batch)
     rows = program.share // accumulation
@@ -68,7 +68,7 @@ def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int
     fullest = max(range(len(peaks)), key=lambda i: sum(peaks[i][:2]))
     mesh = program.placement.meshes[fullest]
     weights = sum(place.device_bytes(frozen[name]) for name, at in program.placement.readers.items() if at.mesh == mesh)
-    needs = Needs(
+    needs = StepMemory(
         micro_batch=rows,
         accumulation=accumulation,
         weights=weights,
@@ -83,7 +83,9 @@ def estimate(program: Program, recipe: Plannable, widths: Tree, micro_batch: int
     return Estimate(needs, max(flops), max(wire), times)
 
 
-def _times(program: Program, recipe: Plannable, terms: Mapping[str, Terms], accumulation: int, target: Target) -> Times:
+def _times(
+    program: StepSpec, recipe: Plannable, terms: Mapping[str, Terms], accumulation: int, target: Target
+) -> Times:
     """Returns the seconds of a step: all in turn, but for readers apart, of which the slowest counts."""
     card, dtype, trainable = target.card, _dtype(program), program.state()["trainable"]
     peak = card.peak.get(dtype, card.peak["fp32"]) * MATMUL_FRACTION
@@ -113,7 +115,7 @@ def _times(program: Program, recipe: Plannable, terms: Mapping[str, Terms], accu
     return dataclasses.replace(found, collective=found.collective + (COLLECTIVE_SECONDS if sends else 0.0))
 
 
-def _summed(program: Program, trainable: Tree, accumulation: int) -> float:
+def _summed(program: StepSpec, trainable: Tree, accumulation: int) -> float:
     """Returns the bytes that a device sends for gradients, by the ring algorithm (see `steps`).
 
     Whole weights: their gradients are summed once a step. Weights over data: with every micro-batch they are gathered
@@ -130,7 +132,7 @@ def _summed(program: Program, trainable: Tree, accumulation: int) -> float:
     return accumulation * (n - 1) / n * (moved + 2 * whole)
 
 
-def _dtype(program: Program) -> str:
+def _dtype(program: StepSpec) -> str:
     cfg = program.cfg
     words = {reader_dtype(llm.weights, cfg.compute.dtype) for llm in cfg.llms.values()} or {DTYPES[cfg.compute.dtype]}
     return "bf16" if "bfloat16" in words else "tf32"

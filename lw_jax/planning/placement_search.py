@@ -13,11 +13,11 @@ from lw_jax.planning import hlo_counts, roofline
 from lw_jax.planning.estimate import Estimate
 from lw_jax.planning.gpus import Target
 from lw_jax.planning.roofline import Times
-from lw_jax.training import micro_batch_search
-from lw_jax.training.memory import Compile, Needs, bytes_of, compile_here, placed_bytes
-from lw_jax.training.micro_batch_search import Room
-from lw_jax.training.program import Program
+from lw_jax.training import micro_batch_search, out_of_memory
+from lw_jax.training.memory import Compile, StepMemory, bytes_of, compile_here, placed_bytes
+from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.recipe import Plannable
+from lw_jax.training.step_spec import StepSpec
 from sharding import placement as placements
 from sharding.errors import PlacementError
 from sharding.mesh import Device
@@ -33,7 +33,7 @@ class Hardware:
     """Devices to plan for, present or absent; without `room` nothing is known of their memory."""
 
     devices: Sequence[Device]
-    room: Room | None
+    room: MemoryLimit | None
     target: Target | None = None  # None: a kind whose speed is not known
     compile: Compile | None = compile_here  # None: arithmetic only
 
@@ -46,7 +46,7 @@ class Candidate:
     mesh: str
     remat: str
     placement: Placement | None = None
-    needs: Needs | None = None
+    needs: StepMemory | None = None
     times: Times | None = None
     obstacle: str = ""
     flops: float = 0.0  # per device and step
@@ -115,12 +115,14 @@ def _cost(candidate: Candidate) -> float:
     return candidate.times.total if candidate.times else candidate.flops
 
 
-def nothing_fits(rows: Sequence[Mapping[str, Any]], devices: int, room: Room, remedies: Sequence[str] = ()) -> str:
+def nothing_fits(
+    rows: Sequence[Mapping[str, Any]], devices: int, room: MemoryLimit, remedies: Sequence[str] = ()
+) -> str:
     """Returns one message with each planned candidate's obstacle and the remedies."""
     told = "; ".join(f"{row['strategy']} {row['mesh']}: {row['obstacle']}" for row in rows)
     more = "".join(f"; {line}" for line in remedies)
     return (
-        f"no placement on {devices} devices with {bytes_of(room.limit)} each holds this configuration: {told}. Use "
+        f"no placement on {devices} devices with {bytes_of(room.usable)} each holds this configuration: {told}. Use "
         f"more or larger devices, smaller readers, or a higher mesh.target_utilisation{more}"
     )
 
@@ -130,7 +132,7 @@ class _Draft:
     """One recomputation of one placement, with what arithmetic says of its largest micro-batch that fits."""
 
     blank: Candidate
-    program: Program
+    program: StepSpec
     recipe: Plannable
     widths: Tree
     guess: Estimate
@@ -148,11 +150,11 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware, widths: Tree | 
     for remat in REMATS[cfg.recipe] if cfg.compute.remat == "auto" else (cfg.compute.remat,):
         own = config.with_remat(cfg, remat)
         recipe = recipes.make(own, placed, outline=True)
-        program = Program(own, recipe)
+        program = StepSpec(own, recipe)
         program.accumulation(cfg.train.micro_batch)  # or PlacementError: the batch does not go with the devices
         blank = Candidate(placed.strategy, _mesh(placed), remat, placed)
-        if (whole := placed_bytes(program)) > room.limit:
-            why = f"weights and optimizer alone take {bytes_of(whole)} of {bytes_of(room.limit)}"
+        if (whole := placed_bytes(program)) > room.usable:
+            why = f"weights and optimizer alone take {bytes_of(whole)} of {bytes_of(room.usable)}"
             yield dataclasses.replace(blank, remat="-", obstacle=why)
             return
         drafts.append(_draft(blank, program, recipe, widths, hardware))
@@ -162,16 +164,16 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware, widths: Tree | 
             return
         try:
             needs = _needs(draft, hardware)
-        except micro_batch_search.OutOfMemory as error:
+        except out_of_memory.OutOfMemory as error:
             yield dataclasses.replace(draft.blank, obstacle=f"too large for the compiler: {error}")
             continue
         guess = estimates.estimate(draft.program, draft.recipe, draft.widths, needs.micro_batch, hardware.target)
         found = dataclasses.replace(draft.blank, needs=needs, estimate=guess)
-        if needs.peak <= room.limit:
+        if needs.peak <= room.usable:
             fitting = _time(found, hardware)
             yield fitting
             continue
-        why = f"a micro-batch of {needs.micro_batch} needs {bytes_of(needs.peak)} of {bytes_of(room.limit)}"
+        why = f"a micro-batch of {needs.micro_batch} needs {bytes_of(needs.peak)} of {bytes_of(room.usable)}"
         yield dataclasses.replace(found, obstacle=why)
 
 
@@ -179,35 +181,35 @@ def _is_slower(one: Estimate | None, other: Estimate) -> bool:
     return bool(one and one.times and other.times and one.times.total > other.times.total)
 
 
-def _draft(blank: Candidate, program: Program, recipe: Plannable, widths: Tree | None, hardware: Hardware) -> _Draft:
+def _draft(blank: Candidate, program: StepSpec, recipe: Plannable, widths: Tree | None, hardware: Hardware) -> _Draft:
     shapes, room = recipe.batch_widths() if widths is None else widths, hardware.room
     assert room is not None, "planning needs the devices' memory"
     micro = program.cfg.train.micro_batch
     if not micro:
 
-        def guess(micro: int) -> Needs:
+        def guess(micro: int) -> StepMemory:
             return estimates.estimate(program, recipe, shapes, micro, None).needs
 
-        micro = micro_batch_search.search(micro_batch_search.legal_sizes(program), guess, room.limit).micro_batch
+        micro = micro_batch_search.search(micro_batch_search.legal_sizes(program), guess, room.usable).micro_batch
     return _Draft(blank, program, recipe, shapes, estimates.estimate(program, recipe, shapes, micro, hardware.target))
 
 
-def _rank(draft: _Draft, room: Room) -> tuple[bool, bool, float]:
+def _rank(draft: _Draft, room: MemoryLimit) -> tuple[bool, bool, float]:
     """Orders what fits before what does not, then by time; where the card's speed is not known, by micro-batch."""
     needs, times = draft.guess.needs, draft.guess.times
     small = needs.accumulation > 1 and needs.micro_batch < ENOUGH
-    return needs.peak > room.limit, times is None and small, times.total if times else 0.0
+    return needs.peak > room.usable, times is None and small, times.total if times else 0.0
 
 
-def _needs(draft: _Draft, hardware: Hardware) -> Needs:
+def _needs(draft: _Draft, hardware: Hardware) -> StepMemory:
     """Returns the needs of the configured micro-batch, else of the largest that fits; raises `fit.OutOfMemory`."""
     program, room, compile = draft.program, hardware.room, hardware.compile
     assert room is not None, "planning needs the devices' memory"
     if compile is None:
         return draft.guess.needs
     if program.cfg.train.micro_batch:
-        with micro_batch_search.out_of_memory():
-            return micro_batch_search.needs_of(program, draft.widths, program.cfg.train.micro_batch, compile=compile)
+        with out_of_memory.detect():
+            return micro_batch_search.measure(program, draft.widths, program.cfg.train.micro_batch, compile=compile)
     guess = draft.guess.needs.micro_batch
     return micro_batch_search.largest_micro_batch(program, draft.widths, room, compile=compile, guess=guess)
 

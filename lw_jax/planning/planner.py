@@ -22,9 +22,9 @@ from lw_jax.hub import sources
 from lw_jax.planning import decode_layout, gpus, host_memory, placement_search, remedies
 from lw_jax.planning.gpus import Target
 from lw_jax.planning.placement_search import Candidate, Hardware
-from lw_jax.training import memory, micro_batch_search, preflight, validation_room
+from lw_jax.training import memory, memory_limit, preflight, validation_memory
 from lw_jax.training.memory import bytes_of
-from lw_jax.training.program import Program
+from lw_jax.training.step_spec import StepSpec
 from sharding import placement as placements
 from sharding.errors import PlacementError
 from sharding.placement import Placement
@@ -79,7 +79,7 @@ def here(cfg: Config) -> Hardware:
     """Returns this process's devices."""
     devices, hosts = jax.devices(), jax.process_count()
     card = gpus.of_device(devices[0])
-    return Hardware(devices, micro_batch_search.room(cfg), Target(card, len(devices) // hosts, hosts) if card else None)
+    return Hardware(devices, memory_limit.local(cfg), Target(card, len(devices) // hosts, hosts) if card else None)
 
 
 def precision(cfg: Config, hardware: Hardware | None = None) -> str:
@@ -154,8 +154,8 @@ def _place_uncompiled(cfg: Config, readers: Mapping[str, int], hardware: Hardwar
     for model in (n for n in range(1, count + 1) if count % n == 0):
         table = "tensor" if model > 1 else "replicate"
         placed = placements.place(table, readers, data=count // model, model=model)
-        program = Program(cfg, recipes.make(cfg, placed, outline=True))
-        if hardware.room is None or memory.placed_bytes(program) <= hardware.room.limit:
+        program = StepSpec(cfg, recipes.make(cfg, placed, outline=True))
+        if hardware.room is None or memory.placed_bytes(program) <= hardware.room.usable:
             return placed
     assert hardware.room is not None
     raise PlacementError(
@@ -169,14 +169,14 @@ def simulate(cfg: Config, card: gpus.Card, count: int, *, estimate: bool = False
     if count:
         return make(cfg, f"{card.name}x{count}", estimate=estimate)
     own, placed = config.with_remat(cfg, "none"), placements.place("single", recipes.reader_bytes(cfg))
-    program = Program(own, recipes.make(own, placed, outline=True))
+    program = StepSpec(own, recipes.make(own, placed, outline=True))
     chosen = {"strategy": "single", "mesh": "1x1", "remat": "none", "accumulation": program.accumulation(0)}
     return {"target": "cpu", "devices": 0, "compiled": False, "chosen": chosen | {"micro_batch": program.share}}
 
 
 def _absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
     """Returns stand-ins for a target's devices; without the compiler CPU devices stand in for counting only."""
-    room = micro_batch_search.room_of(cfg, target.card.memory_bytes)
+    room = memory_limit.of_devices(cfg, target.card.memory_bytes)
     if compiler:
         return Hardware(gpus.compile_devices(target), room, target, gpus.compile_lowered)
     devices = jax.devices("cpu")
@@ -204,7 +204,7 @@ def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
         "compiled": hardware.compile is not None,
         "precision": precision(cfg, hardware),
         "memory_bytes": room.memory,
-        "limit_bytes": room.limit,
+        "limit_bytes": room.usable,
         "steps": cfg.train.steps,
         "global_batch": cfg.train.global_batch,
         "unit": list(recipes.unit(cfg)),
@@ -219,13 +219,13 @@ def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
     }
 
 
-def _validation(cfg: Config, best: Candidate, room: micro_batch_search.Room) -> Plan:
+def _validation(cfg: Config, best: Candidate, room: memory_limit.MemoryLimit) -> Plan:
     """Returns what validation takes where the chosen candidate trains, by arithmetic."""
     assert best.placement is not None, "it was chosen"
     own = config.with_remat(cfg, best.remat)
     recipe = recipes.make(own, best.placement, outline=True)
-    found = validation_room.validation(Program(own, recipe), recipe, recipe.batch_widths(), room)
-    return dataclasses.asdict(found) | {"told": validation_room.describe(found, room)}
+    found = validation_memory.estimate(StepSpec(own, recipe), recipe, recipe.batch_widths(), room)
+    return dataclasses.asdict(found) | {"told": validation_memory.describe(found, room)}
 
 
 def _row(cfg: Config, candidate: Candidate) -> Plan:
@@ -273,7 +273,7 @@ def _host_bytes(cfg: Config, found: Sequence[Candidate]) -> int:
     placed = next((candidate.placement for candidate in found if candidate.placement), None)
     if placed is None:
         return int(HOST_BYTES)
-    program = Program(config.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
+    program = StepSpec(config.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state()))
     frozen = jax.tree.leaves(program.frozen())
     largest = max((leaf.size // max(1, leaf.shape[0]) * 4 for leaf in frozen), default=0)
@@ -309,7 +309,7 @@ def _file(cfg: Config, name: str) -> Path:
     asked = [
         name,
         kind,
-        str(micro_batch_search.room(cfg)) if name == "here" else "",
+        str(memory_limit.local(cfg)) if name == "here" else "",
         config.digest(cfg),
         jax.__version__,
         _code(),

@@ -40,7 +40,7 @@ def fewer_bits(cfg: Config, hardware: Hardware) -> list[Remedy]:
         placed = {(one["strategy"], one["mesh"]) for one in fits}
         others = [_shown(one) for one in tried if one.needs and (one.strategy, one.mesh) not in placed]
         assert hardware.room is not None, "planning needs the devices' memory"
-        close = [one for one in others if one["peak_bytes"] <= CLOSE * hardware.room.limit]
+        close = [one for one in others if one["peak_bytes"] <= CLOSE * hardware.room.usable]
         found.append(
             {
                 "weights": packing,

@@ -1,4 +1,4 @@
-"""The optimizer as tables over the paths of the trainable tree: which leaf learns, how fast, with which decay."""
+"""Optimizer from tables over parameter paths: trainable leaves, learning rate multipliers, weight decay, schedule."""
 
 import dataclasses
 import functools
@@ -16,70 +16,70 @@ from lw_jax.core import config
 from lw_jax.core.types import Tree
 from sharding import rules
 
-# (regex over paths, multiple of the learning rate; 0 freezes), or one multiple for each stage of the run
+# (regex over paths, learning rate multiplier; 0 freezes), or one multiplier per phase of the run
 Rates = Sequence[tuple[str, float | tuple[float, ...]]]
 
-# Vectors that set a scale or an offset, and embeddings, of which a batch sees only a few rows, do not decay.
-_LASTING = re.compile(r".*(norm|scale|bias|gain|mix|queries|tasks|embed)|(.*/)?layers/(b\d|token)")
+# No weight decay: scales, offsets, and embeddings, of which a batch reads only a few rows.
+_NO_DECAY = re.compile(r".*(norm|scale|bias|gain|mix|queries|tasks|embed)|(.*/)?layers/(b\d|token)")
 
-# Weights that are one matrix, and which axes are its rows; those behind them are its columns, one before counts layers.
-# What none of these names (vectors, embeddings, a head, an inner model's first weights) is Adam's.
+# Matrices and their row axes; the axes behind are columns, an axis before them counts layers. Other leaves (vectors,
+# embeddings, heads, initial weights of an inner model) are updated by Adam.
 _MATRICES = (
     (re.compile(r".*/kernel"), slice(0, 1)),
     (re.compile(r"(.*/)?layers/o(/[ab])?"), slice(1, 2)),
     (re.compile(r"(.*/)?layers/(q|k|v|gate|up|down)(/[ab])?"), slice(1, -1)),
 )
 B1, EPS = 0.9, 1e-8  # of Adam: decay of the first moment, and what is added to the root of the second
-_ITERATIONS = 5  # of Newton and Schulz a step, optax' own number
-_AS_ADAM = 0.2  # RMS of a matrix' step before its rate: near Adam's, so that one rate serves both (arXiv 2502.16982)
+_ITERATIONS = 5  # Newton-Schulz iterations a step, the default of optax
+_AS_ADAM = 0.2  # RMS of a matrix update, as Adam's: one learning rate serves both (arXiv 2502.16982)
 
 
 def decays(tree: Tree, which: str = "matrices") -> Tree:
-    """Returns for each leaf whether its weights decay; `which` is the config's word, optim.decays."""
+    """Returns the weight decay mask; `which` is optim.decays."""
     return jax.tree_util.tree_map_with_path(
-        lambda path, _: which == "all" or not _LASTING.fullmatch(rules.path_of(path)), tree
+        lambda path, _: which == "all" or not _NO_DECAY.fullmatch(rules.path_of(path)), tree
     )
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
-    """A stage of the run: so many steps, their peak a multiple of the learning rate."""
+class Phase:
+    """Steps of a stage and the multiplier of their peak learning rate."""
 
     steps: int
     rate: float = 1.0
 
 
-def schedule(cfg: config.Optim, stretches: Sequence[Stretch]) -> optax.Schedule:
-    """In each stretch a linear warm-up to its peak, then a cosine down to `end_fraction` of it at its last step.
+def schedule(cfg: config.Optim, phases: Sequence[Phase]) -> optax.Schedule:
+    """In each phase a linear warm-up to its peak, then a cosine to `end_fraction` of it at its last step.
 
-    `count` is of the steps made so far, as optax counts: the first step's rate is at 0, the last one's at steps - 1.
+    The argument counts completed steps, as in optax: 0 for the first step, steps - 1 for the last one.
     """
     curves = []
-    for stretch in stretches:
-        peak, warmup = cfg.learning_rate * stretch.rate, min(cfg.warmup_steps, stretch.steps)
+    for phase in phases:
+        peak, warmup = cfg.learning_rate * phase.rate, min(cfg.warmup_steps, phase.steps)
         curves.append(
             optax.warmup_cosine_decay_schedule(
-                0.0 if warmup else peak, peak, warmup, max(stretch.steps, warmup + 1), peak * cfg.end_fraction
+                0.0 if warmup else peak, peak, warmup, max(phase.steps, warmup + 1), peak * cfg.end_fraction
             )
         )
 
     def rate(count: jax.Array) -> jax.Array:
-        number, inside = _place(stretches, count)
-        # The place inside a stretch is counted from 1: a warm-up's first step already moves.
+        number, inside = _locate(phases, count)
+        # Counted from 1 inside a phase: the first step of a warm-up has a rate above 0.
         return jnp.stack([curve(inside.astype(jnp.float32) + 1.0) for curve in curves])[number]
 
     return lambda count: rate(jnp.asarray(count, jnp.int32))
 
 
 def matrix_axes(path: str, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """Returns which axes of a leaf are its matrix' rows and columns; None where it is no matrix that Muon steps."""
+    """Returns the row and column axes of a leaf; None where Muon does not update it."""
     axes = tuple(range(ndim))
     rows = next((axes[rows] for pattern, rows in _MATRICES if pattern.fullmatch(path)), None)
     return None if rows is None else (rows, axes[rows[-1] + 1 :])
 
 
 def _direction(cfg: config.Optim) -> optax.GradientTransformation:
-    """Returns Adam, or Muon for the matrices and Adam for all else."""
+    """Returns Adam, or Muon for matrices and Adam for other leaves."""
     adam = optax.scale_by_adam(B1, cfg.b2, EPS)
     if cfg.kind == "adamw":
         return adam
@@ -90,7 +90,7 @@ def _direction(cfg: config.Optim) -> optax.GradientTransformation:
         )
 
     def sized(update: jax.Array, sides: tuple | None) -> jax.Array:
-        # What is orthogonal has an RMS of one by the root of the longer side, whichever that is.
+        # The RMS of an orthogonal matrix is one by the square root of its longer side.
         longer = max(math.prod(update.shape[axis] for axis in side) for side in sides or ())
         return update * (_AS_ADAM * math.sqrt(longer))
 
@@ -104,34 +104,36 @@ def _direction(cfg: config.Optim) -> optax.GradientTransformation:
 
 
 def flops(cfg: config.Optim, rates: Rates, abstract: Tree) -> float:
-    """Returns the products of one step: of Muon, five Newton-Schulz iterations of every matrix that learns.
+    """Returns the matmul FLOPs of one step: Muon's five Newton-Schulz iterations of every trainable matrix.
 
-    Of a matrix of a x b, a not above b, each has two products of a x a x b and one of a x a x a.
+    For a matrix [a b], a <= b, an iteration has two products of a x a x b and one of a x a x a.
     """
     rows = rules.match(list(rates), abstract, name="learning rates")
     total = 0.0
     for (path, leaf), (_, multiple) in zip(_leaves(abstract), _leaves(rows), strict=True):
-        sides = matrix_axes(rules.path_of(path), leaf.ndim) if cfg.kind == "muon" and any(_each(multiple, 1)) else None
+        sides = (
+            matrix_axes(rules.path_of(path), leaf.ndim)
+            if cfg.kind == "muon" and any(_multipliers(multiple, 1))
+            else None
+        )
         if sides:
             short, long = sorted(math.prod(leaf.shape[axis] for axis in side) for side in sides)
             total += _ITERATIONS * leaf.size / (short * long) * (4 * short**2 * long + 2 * short**3)
     return total
 
 
-def make(
-    cfg: config.Optim, *, stretches: Sequence[Stretch], rates: Rates, abstract: Tree
-) -> optax.GradientTransformation:
+def make(cfg: config.Optim, *, phases: Sequence[Phase], rates: Rates, abstract: Tree) -> optax.GradientTransformation:
     """AdamW or Muon with clipping over the leaves of `abstract` whose rate is not 0; the others have no state.
 
-    Where a leaf's rate is 0 in some stretches alone, its gradient counts there in no norm and its moments and their
-    count wait.
+    In a phase where a leaf's rate is 0, its gradient is not part of the global norm and its moments and their count
+    do not change.
 
-    Muon (`optim.kind`) steps a weight matrix along its momentum made orthogonal by five Newton-Schulz iterations.
+    Muon (`optim.kind`) orthogonalises the momentum of a matrix by five Newton-Schulz iterations.
 
-    `rates` must cover every leaf and each of its rows must decide one, else `sharding.errors.PlacementError`.
+    Raises `sharding.errors.PlacementError` unless `rates` covers every leaf and each of its rows decides one.
     """
     rows = rules.match([(pattern, row) for row, (pattern, _) in enumerate(rates)], abstract, name="learning rates")
-    table = [_each(multiple, len(stretches)) for _, multiple in rates]
+    table = [_multipliers(multiple, len(phases)) for _, multiple in rates]
     row_of, decays_at = (
         {rules.path_of(path): value for path, value in _leaves(tree)} for tree in (rows, decays(abstract, cfg.decays))
     )
@@ -141,19 +143,19 @@ def make(
         return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: found[rules.path_of(path)], params)
 
     direction: list[optax.GradientTransformation] = [optax.clip_by_global_norm(cfg.clip_norm), _direction(cfg)]
-    trained = [tuple(map(bool, multiples)) for multiples in table]  # in which stretches, of each row
+    trained = [tuple(map(bool, multiples)) for multiples in table]  # in which phases, of each row
     if any(any(one) and not all(one) for one in trained):
         name = ["in_" + "".join("01"[one] for one in each) for each in trained]
         parts: dict[Hashable, Any] = {
-            name[row]: _in_stretches(direction[1], each, stretches) for row, each in enumerate(trained)
+            name[row]: _in_phases(direction[1], each, phases) for row, each in enumerate(trained)
         }
         direction[1] = optax.partition(parts, by_path({path: name[row] for path, row in row_of.items()}))
-        direction.insert(0, _scale_by(by_path(row_of), trained, stretches))
+        direction.insert(0, _scale_by(by_path(row_of), trained, phases))
     learning = optax.chain(
         *direction,
         optax.add_decayed_weights(cfg.weight_decay, mask=by_path(decays_at)),
-        _scale_by(by_path(row_of), table, stretches),
-        optax.scale_by_learning_rate(schedule(cfg, stretches)),
+        _scale_by(by_path(row_of), table, phases),
+        optax.scale_by_learning_rate(schedule(cfg, phases)),
     )
     labels = jax.tree.map(lambda row: "learns" if any(table[row]) else "frozen", rows)
     whole = optax.partition({"learns": learning, "frozen": optax.set_to_zero()}, labels)
@@ -166,29 +168,29 @@ def make(
     return optax.GradientTransformation(whole.init, update)
 
 
-def _in_stretches(
-    inner: optax.GradientTransformation, trains: Sequence[bool], stretches: Sequence[Stretch]
+def _in_phases(
+    inner: optax.GradientTransformation, trains: Sequence[bool], phases: Sequence[Phase]
 ) -> optax.GradientTransformation:
-    """Runs `inner` in the stretches that `trains` marks; in the others its updates are 0 and its state waits."""
+    """Applies `inner` in the phases that `trains` marks; in the others updates are 0 and its state is unchanged."""
     if all(trains):
         return inner
 
     def training(step: jax.typing.ArrayLike, **extra: Any) -> jax.Array:
         del extra
-        return jnp.asarray(trains)[_place(stretches, jnp.asarray(step))[0]]
+        return jnp.asarray(trains)[_locate(phases, jnp.asarray(step))[0]]
 
     return optax.conditionally_mask(inner, training)
 
 
-def _scale_by(rows, table: Sequence[Sequence[float]], stretches: Sequence[Stretch]) -> optax.GradientTransformation:
-    """Scales each leaf by its row's multiple in the stretch that the step is in."""
+def _scale_by(rows, table: Sequence[Sequence[float]], phases: Sequence[Phase]) -> optax.GradientTransformation:
+    """Scales each leaf by the multiplier of its row in the phase of the step."""
 
     def init(params: optax.Params) -> optax.OptState:
         del params
         return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None):
-        number, _ = _place(stretches, jnp.asarray(state.count))
+        number, _ = _locate(phases, jnp.asarray(state.count))
         scaled = jax.tree.map(
             lambda update, row: update * jnp.asarray(table[row], jnp.float32)[number], updates, rows(params)
         )
@@ -197,16 +199,16 @@ def _scale_by(rows, table: Sequence[Sequence[float]], stretches: Sequence[Stretc
     return optax.GradientTransformation(init, update)
 
 
-def _place(stretches: Sequence[Stretch], count: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns which stretch a step is in, and how many of its steps were made before; the last one has no end."""
-    ends = np.cumsum([stretch.steps for stretch in stretches])[:-1].astype(np.int32)
+def _locate(phases: Sequence[Phase], count: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Returns the phase of a step and the steps before it in that phase; the last phase has no end."""
+    ends = np.cumsum([phase.steps for phase in phases])[:-1].astype(np.int32)
     number = jnp.sum(count >= jnp.asarray(ends), dtype=jnp.int32)
     return number, count - jnp.asarray(np.concatenate([[0], ends]).astype(np.int32))[number]
 
 
-def _each(multiple: float | tuple[float, ...], count: int) -> tuple[float, ...]:
+def _multipliers(multiple: float | tuple[float, ...], count: int) -> tuple[float, ...]:
     if isinstance(multiple, tuple):
-        assert len(multiple) == count, "a multiple for each stretch"
+        assert len(multiple) == count, "a multiplier for each phase"
         return multiple
     return (multiple,) * count
 

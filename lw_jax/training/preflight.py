@@ -1,4 +1,4 @@
-"""What is wrong with a run before it starts: each finding one line, an error where its result would be void."""
+"""Preflight checks of a configuration: errors for void runs, warnings for likely mistakes."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -10,15 +10,15 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.data import documents
 
-FEWEST_JUDGED = 100  # steps of a run whose latents must be worth something at its end, whatever train.alarm_step says
-LONG_WARMUP = 0.5  # of a stage; beyond it most of the run is slower than it was meant to be
+FEWEST_JUDGED = 100  # steps from which on a run is checked for collapse at its end, whatever train.alarm_step is
+LONG_WARMUP = 0.5  # of a stage's steps
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """One thing to mend or to know."""
+    """One error or warning."""
 
-    void: bool  # the result would be worth nothing: the run is refused
+    void: bool  # the run is refused
     text: str
 
     def __str__(self) -> str:
@@ -28,24 +28,24 @@ class Finding:
 
 @runtime_checkable
 class Inspected(Protocol):
-    """A recipe that knows more of its own configurations than the trainer does."""
+    """A recipe with checks of its own configuration."""
 
     def findings(self) -> list[Finding]:
-        """Returns what is wrong and what mends it."""
+        """Returns errors and warnings with their remedies."""
         ...
 
 
 @runtime_checkable
 class Alarmed(Protocol):
-    """A recipe that can tell from a validation that a run is worth nothing (`recipes.base.Watched`)."""
+    """A recipe that detects a collapsed run (`recipe.Watched`)."""
 
     def collapse(self, step: int, values: Mapping[str, float]) -> str:
-        """Returns what is wrong and by how much, or nothing."""
+        """Returns the description of a collapse, with figures, or nothing."""
         ...
 
 
 def inspect(cfg: Config, recipe: object) -> list[Finding]:
-    """Returns all that is found, errors first."""
+    """Returns all findings, errors first."""
     found = [*_schedule(cfg), *_cadence(cfg), *_alarm(cfg, recipe)]
     if isinstance(recipe, Inspected):
         found += recipe.findings()
@@ -61,7 +61,7 @@ def refuse(found: Sequence[Finding]) -> None:
 def alarm_step(train: config.Train) -> int:
     """Returns the step from which on a collapse stops the run; 0: never.
 
-    Of a run that is shorter than `train.alarm_step` it is the last one; one of a few steps is a trial, and not judged.
+    A run shorter than `train.alarm_step` is checked at its last step, a trial of a few steps not at all.
     """
     if train.alarm_step <= train.steps:
         return train.alarm_step
@@ -69,16 +69,16 @@ def alarm_step(train: config.Train) -> int:
 
 
 def _alarm(cfg: Config, recipe: object) -> list[Finding]:
-    told = f"train.alarm_step={cfg.train.alarm_step}"
-    if recipe is None:  # asked before it is made
+    setting = f"train.alarm_step={cfg.train.alarm_step}"
+    if recipe is None:  # not made yet
         return []
     if not isinstance(recipe, Alarmed):
         lost = f"recipe {cfg.recipe!r} has no such alarm, it cannot fire; 0 says so"
-        return [Finding(False, f"{told}: {lost}")] if cfg.train.alarm_step else []
+        return [Finding(False, f"{setting}: {lost}")] if cfg.train.alarm_step else []
     if alarm_step(cfg.train):
         return []
     lost = f"it cannot fire: the run's {cfg.train.steps} steps are too few to judge" if cfg.train.alarm_step else "off"
-    return [Finding(False, f"{told}: {lost}; a run whose latents are worth nothing is not stopped")]
+    return [Finding(False, f"{setting}: {lost}; a collapsed run is not stopped")]
 
 
 def _schedule(cfg: Config) -> list[Finding]:
@@ -86,16 +86,16 @@ def _schedule(cfg: Config) -> list[Finding]:
     for name, stage, steps in config.stages(cfg):
         peak = cfg.optim.learning_rate * stage.rate
         where = "the run's" if steps == cfg.train.steps else f"stage {name}'s"
-        told = f"optim.warmup_steps={warmup}"
+        setting = f"optim.warmup_steps={warmup}"
         if warmup > steps:
             reached = f"the rate reaches its peak of {peak:g} at the last of them, where the cosine should have ended"
             found.append(
-                Finding(True, f"{told} is longer than {where} {steps} steps: {reached}; lower it, or train longer")
+                Finding(True, f"{setting} is longer than {where} {steps} steps: {reached}; lower it, or train longer")
             )
         elif warmup > LONG_WARMUP * steps:
             share = f"{warmup / steps:.0%} of {where} {steps} steps"
             found.append(
-                Finding(False, f"{told} is {share}: little is learned at the peak of {peak:g}; a tenth is usual")
+                Finding(False, f"{setting} is {share}: little is learned at the peak of {peak:g}; a tenth is usual")
             )
     return found
 
@@ -116,14 +116,16 @@ def _cadence(cfg: Config) -> list[Finding]:
 
 
 def missing_data(cfg: Config) -> list[Finding]:
-    """Returns a warning for each data file that is not on this machine: the run may be started on another one."""
+    """Returns a warning for each data file that this machine lacks: the run may start on another one."""
     made, found = (*validation.MADE, documents.DOCSTRINGS), []
     for key in ("train", "validation", "passages"):
         source = getattr(cfg.data, key)
         if not source or source in made or source.startswith("hub:") or Path(source).expanduser().exists():
             continue
-        told = f"data.{key}={source!r}: no such file or folder, seen from {Path.cwd()}"
+        setting = f"data.{key}={source!r}: no such file or folder, seen from {Path.cwd()}"
         found.append(
-            Finding(False, f"{told}; the run ends at its start where it is missing: --config.data.{key}=FILE names one")
+            Finding(
+                False, f"{setting}; the run ends at its start where it is missing: --config.data.{key}=FILE names one"
+            )
         )
     return found

@@ -1,7 +1,7 @@
-"""The contract between the trainer and a recipe: a loss and tables, never a trainer's subclass.
+"""Recipe protocol: the interface between the trainer and a recipe.
 
-The trainer owns accumulation, clipping, optimizer, donation, metrics, checkpoints, cadence and signals, and never asks
-which recipe it runs. Everything that differs between recipes stands behind this protocol.
+The trainer owns accumulation, clipping, optimizer, donation, metrics, checkpoints, cadence and signals. All differences
+between recipes are behind this protocol.
 """
 
 import dataclasses
@@ -19,39 +19,39 @@ from sharding.placement import Placement
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Two trees: gradients, optimizer state and checkpoints exist for the first only."""
+    """Trainable and frozen parameters; gradients, optimizer state and checkpoints exist for the first only."""
 
     trainable: Tree
     frozen: Tree
 
 
 class Recipe(Protocol):
-    """What differs between training runs; made for one configuration and one placement."""
+    """Model, data and loss of a training run, for one configuration and one placement."""
 
     @property
     def placement(self) -> Placement:
-        """Returns where every component lies."""
+        """Returns the meshes of all components."""
         ...
 
     @property
     def rates(self) -> Rates:
-        """Returns learning rate multiples over the trainable tree's paths."""
+        """Returns learning rate multipliers by path of the trainable tree."""
         ...
 
     def abstract(self) -> Weights:
-        """Returns both trees as ShapeDtypeStructs, before any array exists."""
+        """Returns both trees as ShapeDtypeStructs."""
         ...
 
     def shardings(self) -> Weights:
-        """Returns both trees as NamedShardings, each component on its own mesh."""
+        """Returns both trees as NamedShardings, each component on its mesh."""
         ...
 
     def build(self, frozen: Tree | None = None) -> Weights:
-        """Initialises the trainable tree and, unless it is given, loads the frozen one, both already placed."""
+        """Initialises the trainable tree and loads the frozen one unless given, both sharded."""
         ...
 
     def load_frozen(self) -> Tree:
-        """Loads the frozen tree, already placed: what a resumed run needs beside its checkpoint."""
+        """Loads the frozen tree, sharded: a resumed run needs it beside its checkpoint."""
         ...
 
     def course(self) -> Course:
@@ -59,39 +59,39 @@ class Recipe(Protocol):
         ...
 
     def validation(self) -> Sequence[tuple[str, Stream]]:
-        """Returns held-out examples, each data set with a prefix for its metrics; the first one's loss is the best's.
+        """Returns validation data sets with a prefix for their metrics; the loss of the first one ranks checkpoints.
 
-        Asked for once the frozen weights are loaded. Metrics below "detail/" go to the run's files alone.
+        Called after the frozen weights are loaded. Metrics below "detail/" go to the log files only.
         """
         ...
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
         """Returns sums and weights over the batch; the objective is the quotient over the whole global batch.
 
-        `rng` is the step's, the same for every micro-batch and device: what is random is keyed by `batch["index"]`, so
-        that neither of them changes a number.
+        `rng` is the key of the step, the same for every micro-batch and device. Random numbers are keyed by
+        `batch["index"]`, so that they depend on neither.
         """
         ...
 
     def identity(self) -> dict[str, str]:
-        """Returns what a checkpoint must agree with to be read: fingerprints of frozen weights and encoder."""
+        """Returns fingerprints of frozen weights and encoder, which a checkpoint must match to be read."""
         ...
 
     def content(self) -> dict[str, str]:
         """Returns hashes of the "train" and "validation" data: a resumed run must find them unchanged.
 
-        Reads both; a run's folder is read without them.
+        Reads both data sets.
         """
         ...
 
 
 @runtime_checkable
 class Counted(Recipe, Protocol):
-    """A recipe whose examples are worth so many of something that people count."""
+    """A recipe with a unit that the logs count: tokens."""
 
     @property
     def unit(self) -> tuple[str, int]:
-        """Returns its name and how many an example has."""
+        """Returns the name of the unit and its number per example."""
         ...
 
 
@@ -102,26 +102,26 @@ def unit_of(recipe: Recipe) -> tuple[str, int]:
 
 @runtime_checkable
 class Watched(Recipe, Protocol):
-    """A recipe that can tell from a validation that a run is worth nothing."""
+    """A recipe that detects a collapsed run by its validation metrics."""
 
     def collapse(self, step: int, values: Mapping[str, float]) -> str:
-        """Returns what is wrong and by how much, or nothing."""
+        """Returns the description of a collapse, with figures, or nothing."""
         ...
 
 
 @runtime_checkable
 class Branched(Recipe, Protocol):
-    """A recipe whose loss is one shared part and a branch per reader, so that readers may lie on other devices.
+    """A recipe whose loss is a shared part and a branch per reader, so that readers can be on other devices.
 
-    The loss is the sum of all branches over what `share` returns; a branch reads of the trainable tree only its part.
+    The loss is the sum of the branches of the shared activations; a branch reads only its part of the trainable tree.
     """
 
     def share(self, trainable: Tree, source: Tree, rng: jax.Array) -> Tree:
-        """Returns what every branch is given, its leading axis the batch; computed where the trainable tree lies."""
+        """Returns the shared activations [b ...], computed on the mesh of the trainable tree."""
         ...
 
     def part(self, name: str, trainable: Tree) -> Tree:
-        """Returns what the branch of a reader reads of the trainable tree."""
+        """Returns the part of the trainable tree that the branch of a reader reads."""
         ...
 
     def branch(self, name: str, part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: jax.Array) -> LossTerms:
@@ -131,12 +131,12 @@ class Branched(Recipe, Protocol):
 
 @runtime_checkable
 class Plannable(Recipe, Protocol):
-    """A recipe that can be described where neither its files nor its devices are; made with `outline=True`."""
+    """A recipe that can be planned without its files and devices; made with `outline=True`."""
 
     def batch_widths(self) -> Tree:
-        """Returns one training example as shapes without the batch axis, at the configuration's limits."""
+        """Returns the shapes of one training example without the batch axis, at the configuration's limits."""
         ...
 
     def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
-        """Returns the arithmetic of one micro-batch: of what all share under "", of each reader under its name."""
+        """Returns the cost terms of one micro-batch: of the shared part under "", of each reader under its name."""
         ...

@@ -1,4 +1,4 @@
-"""What a run leaves in its folder before anything else, and reads back: the words that made it."""
+"""Run folder: configuration, command and versions of a run, its lock, and readers of its JSON lines."""
 
 import dataclasses
 import fcntl
@@ -31,11 +31,11 @@ PACKAGES = (
 LOCK = "run.lock"
 _RESTORE = "the file must be as training wrote it: restore it"
 
-_locks: dict[Path, int] = {}  # of this process: the file descriptors that hold them
+_locks: dict[Path, int] = {}  # file descriptors of this process's locks
 _Name = Annotated[str, msgspec.Meta(max_length=1000)]
-# A log writes what JSON has no number for as words.
+# A log writes NaN and infinities as strings: JSON has no numbers for them.
 _Value = Annotated[int, msgspec.Meta(ge=-(2**62), le=2**62)] | float | Literal["nan", "inf", "-inf"] | None
-_TOLD = 3  # skipped lines of a file that are named
+_SHOWN = 3  # skipped lines of a file that are printed
 
 
 def read_config(workdir: Path) -> Config:
@@ -59,8 +59,8 @@ def read_config(workdir: Path) -> Config:
 def read_rows(path: Path, *, kind: Any = dict[str, Any], required: Any = None) -> list[dict[str, Any]]:
     """Returns the rows of a JSON lines file.
 
-    A line that is not of the `kind`, or lacks what `required` (a TypedDict) names, is told on standard error and
-    skipped; so is, without a word, a last line that a crash has cut.
+    A line that is not of the `kind`, or lacks a field of `required` (a TypedDict), is skipped with a warning on
+    standard error; a last line that a crash has cut is skipped silently.
     """
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
@@ -74,10 +74,10 @@ def read_rows(path: Path, *, kind: Any = dict[str, Any], required: Any = None) -
                 faults += [str(error)] if line.endswith(b"\n") else []
             else:
                 rows.append(row)
-    for fault in faults[:_TOLD]:
+    for fault in faults[:_SHOWN]:
         print(fault, file=sys.stderr)
-    if len(faults) > _TOLD:
-        print(f"{path}: {len(faults) - _TOLD} more lines are skipped", file=sys.stderr)
+    if len(faults) > _SHOWN:
+        print(f"{path}: {len(faults) - _SHOWN} more lines are skipped", file=sys.stderr)
     return rows
 
 
@@ -91,9 +91,9 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
 
 
 def lock(workdir: Path) -> None:
-    """Takes the run's folder for this process, until it ends in whatever way; taking it again changes nothing.
+    """Locks the run's folder for the lifetime of this process; a second call does nothing.
 
-    `run.lock` names the owner. The lock is flock's, so that the one of a killed process is free, on whatever host.
+    `run.lock` names the owner. The lock is flock's: that of a killed process is free, on whatever host.
 
     Raises:
       UserError: another process has it, or the file cannot be written.
@@ -138,7 +138,7 @@ def _describe_owner(path: Path) -> str:
 
 
 def check_writable(folder: Path, *, remedy: str) -> None:
-    """Refuses a folder, there or to be made, in which nothing can be written; asked before any work is done.
+    """Refuses an unwritable folder, existing or not, before any work is done.
 
     Raises:
       UserError: names the folder, the reason and the remedy.
@@ -152,7 +152,7 @@ def check_writable(folder: Path, *, remedy: str) -> None:
 
 
 def load(workdir: str | None, *, verb: str) -> ConfigDict:
-    """Returns the saved configuration for a verb that goes on from a run, open to overrides."""
+    """Returns the saved configuration of a run for a verb that reads it, open to overrides."""
     if verb == "train" or not workdir:
         where = "" if verb == "train" else " or --workdir DIR of a trained run"
         raise UserError(f"--config FILE{where} is needed; the quickest is --config configs/smoke.py.")
@@ -160,7 +160,7 @@ def load(workdir: str | None, *, verb: str) -> ConfigDict:
 
 
 def check_agreement(cfg: Config, workdir: Path) -> None:
-    """Refuses a configuration that means another run than the one already in the folder; an empty folder agrees.
+    """Refuses a configuration that differs in meaning from the run in the folder; an empty folder agrees.
 
     Raises:
       UserError: names the keys, both values and the remedy.

@@ -1,9 +1,9 @@
-"""The optimizer step: one program where everything lies on one mesh, several where readers lie apart.
+"""Train step: one program on one mesh, or several where readers have meshes of their own.
 
-Both forms compute the same sums, so a loss curve does not tell which one made it. Each device sums the gradients of its
-own rows over all micro-batches in fp32; devices exchange these sums once a step (`sharding.shards`). Only trainable
-weights that lie over data themselves (TTT under fsdp) are summed with every micro-batch: until then each device would
-hold the gradients of the whole model.
+Both forms compute the same sums and the same loss curve. Each device sums the gradients of its own rows over all
+micro-batches in fp32; one all-reduce a step sums over devices (`sharding.shards`). Only weights that are sharded over
+data themselves (TTT under fsdp) are reduced with every micro-batch: else each device would hold the gradients of the
+whole model.
 """
 
 import dataclasses
@@ -26,12 +26,12 @@ from sharding import place
 from sharding.placement import Placement
 from sharding.shards import Shards
 
-State = dict[str, Tree]  # {"trainable", "opt_state", "step"}: all that moves, besides the data position
+State = dict[str, Tree]  # {"trainable", "opt_state", "step"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One program of a step: the mesh it runs on and how often a step runs it."""
+    """One program of a step, its mesh and its number of runs in a step."""
 
     lowered: Any  # jax.stages.Lowered
     mesh: Mesh
@@ -39,18 +39,18 @@ class Part:
 
 
 class Step(Protocol):
-    """One optimizer step, its forward pass alone, and both as programs that a planner can compile."""
+    """Train step, forward pass for evaluation, and the lowered programs of the step for a planner."""
 
     def __call__(self, state: State, frozen: Tree, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-        """Takes one step over batch [a b ...], a the accumulated micro-batches; the state is donated."""
+        """Takes one step over batch [a b ...] of `a` accumulated micro-batches; donates the state."""
         ...
 
     def evaluate(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> LossTerms:
-        """Returns the loss terms of batch [b ...] without learning."""
+        """Returns the loss terms of batch [b ...]: forward pass only."""
         ...
 
     def lower(self, state: State, frozen: Tree, batch: Tree) -> dict[str, Part]:
-        """Returns the programs of one step by name, from shapes alone."""
+        """Returns the lowered programs of one step by name, from abstract arrays."""
         ...
 
 
@@ -58,15 +58,15 @@ def make(recipe: Recipe, placement: Placement, optimizer: optax.GradientTransfor
     """Returns the step that this placement needs."""
     if not placement.apart:
         return _Fused(recipe, placement.learner, optimizer, seed)
-    return _Staged(recipe, placement, optimizer, seed)  # type: ignore[arg-type]  # only a Branched recipe is placed apart
+    return _Staged(recipe, placement, optimizer, seed)  # type: ignore[arg-type]  # only a Branched recipe has such a placement
 
 
 class _Fused:
-    """Everything on one mesh, one program."""
+    """One program on one mesh."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, optimizer: optax.GradientTransformation, seed: int):
-        gradient = _in_turn(recipe) if isinstance(recipe, Branched) else _at_once(recipe)
-        shards = Shards(mesh, apart=_is_whole(recipe))
+        gradient = _sequential_gradient(recipe) if isinstance(recipe, Branched) else _whole_gradient(recipe)
+        shards = Shards(mesh, separate=_is_replicated(recipe))
         each = shards.map(gradient, in_axes=(None, None, 0, None))
 
         def step(state: State, frozen: Tree, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
@@ -89,18 +89,18 @@ class _Fused:
 
 
 class _Staged:
-    """Readers apart: the shared part crosses to every reader's mesh, its cotangents come back.
+    """Readers on meshes of their own: the shared activations go to each mesh, their cotangents come back.
 
-    Programs are dispatched without waiting, so that readers on different devices work at once. The optimizer and all
-    its state stay with what learns; a reader's mesh gets a copy of its part of the trainable tree each step.
+    Programs are dispatched without waiting: readers on different devices work at the same time. The optimizer and its
+    state stay with the trainable tree; a reader's mesh gets a copy of its part of that tree each step.
     """
 
     def __init__(
         self, recipe: Branched, placement: Placement, optimizer: optax.GradientTransformation, seed: int
     ) -> None:
         self.recipe, self.placement = recipe, placement
-        self._home = home = Shards(placement.learner, apart=_is_whole(recipe))
-        there = {name: Shards(at.mesh, apart=home.count > 1) for name, at in placement.readers.items()}
+        self._home = home = Shards(placement.learner, separate=_is_replicated(recipe))
+        there = {name: Shards(at.mesh, separate=home.count > 1) for name, at in placement.readers.items()}
 
         def share(trainable: Tree, source: Tree, step: jax.Array, index: jax.Array):
             rng = rngs.stream(seed, "loss", step)
@@ -163,9 +163,9 @@ class _Staged:
         return {key: self._sum(total[key], one[key]) for key in total} or one
 
     def _micro_batch(self, state: State, parts: Tree, frozen: Tree, batch: Tree, index: np.int32) -> dict[str, Tree]:
-        """Returns the shared part's gradients under "" and each reader's (own gradients, terms) where it lies.
+        """Returns the shared part's gradients under "" and each reader's (own gradients, terms) on its mesh.
 
-        Each is a shard's own sum, with a leading axis of shards where there are several.
+        Each is a sum per shard, with a leading axis of shards where there are several.
         """
         shared, backward = self._share(state["trainable"], batch["source"], state["step"], index)
         cotangents, found = [], {}
@@ -174,7 +174,7 @@ class _Staged:
             given = (place.rows(shared, at.mesh), step, index)
             cotangent, found[name] = self._branch(name, part, frozen[name], batch["readers"][name], given)
             cotangents.append(cotangent)
-        # Only here: a transfer that waited for the first reader would hold back the dispatch of the second.
+        # Only here: a transfer that waits for the first reader would delay the dispatch of the second.
         crossed = [place.rows(cotangent, self.placement.learner) for cotangent in cotangents]
         return {"": self._pull(backward, crossed), **found}
 
@@ -215,7 +215,7 @@ class _Staged:
 def _apply(
     optimizer: optax.GradientTransformation, state: State, gradients: Tree, terms: LossTerms
 ) -> tuple[State, dict[str, jax.Array]]:
-    """Divides the sums once and takes the step."""
+    """Divides the sums by the weight and applies the update."""
     gradients = jax.tree.map(lambda leaf: leaf / terms.weight, gradients)
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["trainable"])
     after = {
@@ -227,8 +227,8 @@ def _apply(
     return after, {"loss": terms.sum / terms.weight, **values, "grad_norm": optax.tree.norm(gradients)}
 
 
-def _at_once(recipe: Recipe) -> Callable[..., tuple[Tree, LossTerms]]:
-    """Returns (trainable, frozen, batch, rng) -> (gradients, terms) of the whole loss."""
+def _whole_gradient(recipe: Recipe) -> Callable[..., tuple[Tree, LossTerms]]:
+    """Returns the function (trainable, frozen, batch, rng) -> (gradients, terms) of the whole loss."""
 
     def objective(trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array):
         terms = recipe.loss(trainable, frozen, batch, rng)
@@ -237,10 +237,10 @@ def _at_once(recipe: Recipe) -> Callable[..., tuple[Tree, LossTerms]]:
     return jax.grad(objective, has_aux=True)
 
 
-def _in_turn(recipe: Branched) -> Callable[..., tuple[Tree, LossTerms]]:
-    """Returns the same function with one reader's forward and backward pass after the other's.
+def _sequential_gradient(recipe: Branched) -> Callable[..., tuple[Tree, LossTerms]]:
+    """Returns the same function with the readers' forward and backward passes one after the other.
 
-    So no more than one reader's activations are alive; left to itself, XLA keeps all of them until the latents'
+    Only one reader's activations are alive at a time; without the barrier XLA keeps all of them until the latents'
     gradient is summed (docs/numbers.md).
     """
 
@@ -261,7 +261,7 @@ def _in_turn(recipe: Branched) -> Callable[..., tuple[Tree, LossTerms]]:
 
 
 def _branch_gradient(recipe: Branched, name: str, frozen: Tree, fields: Tree, rng: jax.Array):
-    """Returns (part, shared) -> ((gradient of part, of shared), terms) of one reader's branch."""
+    """Returns the function (part, shared) -> ((gradient of part, of shared), terms) of one reader's branch."""
 
     def objective(part: Tree, shared: Tree):
         terms = recipe.branch(name, part, frozen, fields, shared, rng)
@@ -273,7 +273,7 @@ def _branch_gradient(recipe: Branched, name: str, frozen: Tree, fields: Tree, rn
 def _accumulate(
     gradient: Callable[..., tuple[Tree, LossTerms]], trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array
 ) -> tuple[Tree, LossTerms]:
-    """Sums gradients and loss terms over the micro-batches, each of which gets the step's own `rng`."""
+    """Sums gradients and loss terms over the micro-batches; each gets the `rng` of the step."""
 
     def one(micro: Tree) -> tuple[Tree, LossTerms]:
         return gradient(trainable, frozen, micro, rng)
@@ -291,8 +291,8 @@ def _accumulate(
     return total
 
 
-def _is_whole(recipe: Recipe) -> bool:
-    """Says whether every device holds all of the trainable weights."""
+def _is_replicated(recipe: Recipe) -> bool:
+    """Says whether the trainable weights are replicated."""
     return all(sharding.is_fully_replicated for sharding in jax.tree.leaves(recipe.shardings().trainable))
 
 

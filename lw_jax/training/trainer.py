@@ -1,9 +1,9 @@
-"""The trainer: one jitted step and one loop for every recipe. It never asks which recipe it runs."""
+"""Training loop: one jitted step and one loop for every recipe, which it never asks for by name."""
 
 import contextlib
+import dataclasses
 import functools
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -17,50 +17,63 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data.data_schedule import Course, widths_of
 from lw_jax.data.loader import Loader
-from lw_jax.training import metrics, micro_batch_search, optimizers, preflight, validation_room
+from lw_jax.training import (
+    divergence,
+    memory_limit,
+    micro_batch_search,
+    out_of_memory,
+    preflight,
+    validation_memory,
+)
 from lw_jax.training.checkpoint import Checkpointer
-from lw_jax.training.device_monitor import Devices, Sampler
-from lw_jax.training.held_out import HeldOut
-from lw_jax.training.program import Program
-from lw_jax.training.progress import Live
-from lw_jax.training.recipe import Plannable, Recipe, Watched, unit_of
+from lw_jax.training.memory_limit import MemoryLimit
+from lw_jax.training.out_of_memory import OutOfMemory
+from lw_jax.training.recipe import Plannable, Recipe
+from lw_jax.training.reporter import Reporter
+from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.train_step import State
+from lw_jax.training.validation_loop import ValidationLoop
 from sharding import place
 
-_REMEDY = (
-    "The checkpoint is kept. To go on all the same: --config.train.alarm=warn, or a later train.alarm_step; to mend "
-    "it: a lower optim.learning_rate, adapter.start='aligned', stages.pretrain.share, more examples"
-)
+StopRequested = Callable[[int], bool]
+
+
+@dataclasses.dataclass
+class _Session:
+    """Position of a prepared run: its data and the step that it begins after."""
+
+    loader: Loader
+    start: Tree  # the loader's state at step 0
+    frozen: Tree
+    first: int
+    revalidate: bool  # the restored checkpoint's validation was not finished
 
 
 class Run:
     """One training run; without a checkpointer and a workdir nothing is written."""
 
     def __init__(self, cfg: Config, recipe: Recipe, checkpointer: Checkpointer | None, workdir: Path | None):
-        self.cfg, self.recipe, self.checkpointer, self.workdir = cfg, recipe, checkpointer, workdir
-        self.placement = recipe.placement
-        self.program = Program(cfg, recipe)
-        self.accumulation = self.program.accumulation(cfg.train.micro_batch)
-        self.schedule = optimizers.schedule(cfg.optim, self.program.stretches)
+        self.cfg, self.recipe, self.checkpointer, self.placement = cfg, recipe, checkpointer, recipe.placement
+        self.step_spec = StepSpec(cfg, recipe)
+        self.accumulation = self.step_spec.accumulation(cfg.train.micro_batch)
         self.state: State = {}
-        self._pending: tuple[int, Tree] | None = None  # a step's values that are not read yet
-        self._prepared: tuple[Loader, int, Tree] | None = None
+        self.reporter = Reporter(cfg, recipe, self.step_spec, workdir)
+        self.validation_loop = ValidationLoop(self.step_spec, say=self.reporter.say)
+        self._session: _Session | None = None
+        self._pending: tuple[int, Tree] | None = None  # a step and its values, not read yet
         self._saved: int | None = None  # the newest checkpoint
-        self._owed = False  # the restored checkpoint's validation was not finished
-        self.held_out = HeldOut(self.program, tell=lambda line: self._tell([line]))
-        self.live = Live(cfg.train.steps, enabled=jax.process_index() == 0)
-        self.logs: list[metrics.MetricsLog | metrics.TensorBoard] = []
-        used = {device for mesh in self.placement.meshes for device in mesh.local_devices}
-        number = f"-{jax.process_index()}" if jax.process_index() else ""
-        self.sampler = Sampler(
-            Devices(sorted(used, key=lambda device: device.id), lambda line: self._tell([line])),
-            path=workdir / f"devices{number}.jsonl" if workdir else None,
-        )
+
+    @property
+    def micro_batch(self) -> int:
+        """Returns the examples that one device holds at once."""
+        return self.cfg.train.global_batch // self.placement.data // self.accumulation
+
+    # --- preparation
 
     def prepare(self) -> None:
-        """Opens the data, fits the micro-batch, and builds or restores the state."""
+        """Opens the data, chooses the micro-batch, and initialises or restores the state."""
         course = self.recipe.course()
-        self._tell(course.describe())
+        self.reporter.say(*course.describe())
         loader = Loader(
             course,
             global_batch=self.cfg.train.global_batch,
@@ -68,284 +81,213 @@ class Run:
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
-        self._fit(course)
-        self._start = loader.state()
-        first, frozen = self._restore_or_build(loader)
-        self._tell([self._describe_batch()])
-        self._prepared = loader, first, frozen
+        self._choose_micro_batch(course)
+        session = _Session(loader, start=loader.state(), frozen=None, first=0, revalidate=False)
+        self._restore_or_initialise(session)
+        self.reporter.say(self._describe_batch())
+        self._session = session
 
-    def train(self, stop_requested: Callable[[int], bool]) -> int:
-        """Runs the loop, after `prepare` where that was not called; returns 0 or `runtime.REQUEUE`."""
-        if self._prepared is None:
-            self.prepare()
-        assert self._prepared is not None
-        loader, first, frozen = self._prepared
-        self._prepared = None  # or a second copy of the frozen weights would be held after a restart
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(self.sampler)
-            view = Live(self.cfg.train.steps, first, enabled=jax.process_index() == 0, devices=self.sampler.describe)
-            self.live = stack.enter_context(view)
-            code = self._attempt(frozen, loader, first, stop_requested)
-        self._tell(self.sampler.summary())
-        return code
-
-    def _attempt(self, frozen: Tree, loader: Loader, first: int, stop_requested: Callable[[int], bool]) -> int:
-        """Runs the loop, again with half the micro-batch each time that memory runs out."""
-        while True:
-            try:
-                with self._open_logs(first):
-                    return self._loop(frozen, loader, first, stop_requested)
-            except micro_batch_search.OutOfMemory as error:
-                self._tell([self._halve(error)])
-                reached = self._step_held()
-                if reached is None:
-                    first, frozen = self._restore_or_build(loader, frozen)
-                else:
-                    first = reached
-                    loader.restore(self._before)
-
-    @contextlib.contextmanager
-    def _open_logs(self, first: int) -> Iterator[None]:
-        """Opens the run's logs without what they hold beyond the step taken up; the first process alone has some."""
-        self.logs = []
-        if self.workdir is None or jax.process_index() != 0:
-            yield
+    def _choose_micro_batch(self, course: Course) -> None:
+        """Takes the largest micro-batch that fits, unless it is configured or the memory limit is unknown."""
+        limit = memory_limit.local(self.cfg)
+        if limit is None:
             return
-        log = metrics.MetricsLog(self.workdir / "metrics.jsonl", resumed_step=first, revalidate=self._owed)
-        with metrics.TensorBoard(self.workdir / "tensorboard", resumed_step=first) as board:
-            self.logs = [log, board]
-            yield
-
-    def _log(self, step: int, values: dict[str, float]) -> None:
-        for log in self.logs:
-            log.write(step, values)
-
-    def _step_held(self) -> int | None:
-        """Returns the step of the state in memory; None where the failed program has taken the state with it."""
-        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
-            return None
-        try:
-            return int(self.state["step"])
-        except jax.errors.JaxRuntimeError:  # an output of the failed program, which raises its error when it is read
-            return None
-
-    def _fit(self, course: Course) -> None:
-        """Takes the largest micro-batch that fits, where the configuration leaves it open and the memory is known."""
-        room = micro_batch_search.room(self.cfg)
-        if room is None:
-            return
-        self._check_validation(room)
+        self._warn_of_validation(limit)
         if self.cfg.train.micro_batch:
             return
-        # One for the whole run: the least of what its batches' shapes allow.
-        found = [
-            micro_batch_search.largest_micro_batch(self.program, widths_of(batch), room) for batch in course.shapes()
-        ]
-        needs = max(found, key=lambda one: (one.accumulation, one.peak))
-        if needs.peak > room.limit:
-            raise UserError(micro_batch_search.refusal(self.program, needs, room))
-        self.accumulation = needs.accumulation
-        self._tell(micro_batch_search.describe(self.program, needs, room))
+        shapes = map(widths_of, course.shapes())
+        found = [micro_batch_search.largest_micro_batch(self.step_spec, widths, limit) for widths in shapes]
+        least = max(found, key=lambda one: (one.accumulation, one.peak))  # one micro-batch for all shapes
+        if least.peak > limit.usable:
+            raise UserError(micro_batch_search.refusal(self.step_spec, least, limit))
+        self.accumulation = least.accumulation
+        self.reporter.say(*micro_batch_search.describe(self.step_spec, least, limit))
 
-    def _check_validation(self, room: micro_batch_search.Room) -> None:
-        """Says before the first step when validation would not fit at eval.batch, by arithmetic."""
+    def _warn_of_validation(self, limit: MemoryLimit) -> None:
         if self.checkpointer is None or not isinstance(self.recipe, Plannable):  # such a run does not validate
             return
-        found = validation_room.validation(self.program, self.recipe, self.recipe.batch_widths(), room)
+        found = validation_memory.estimate(self.step_spec, self.recipe, self.recipe.batch_widths(), limit)
         if not found.fits:
-            self._tell([f"{validation_room.describe(found, room)}; the run halves it where memory runs out"])
+            line = validation_memory.describe(found, limit)
+            self.reporter.say(f"{line}; the run halves it where memory runs out")
 
-    def _halve(self, error: micro_batch_search.OutOfMemory) -> str:
-        micro = self.micro_batch
-        if micro % 2 or jax.process_count() > 1:
-            why = "it cannot be halved" if jax.process_count() == 1 else "processes cannot agree on another one by now"
-            raise UserError(
-                f"out of memory with a micro-batch of {micro} a device, and {why}: {error}. Set "
-                f"--config.train.micro_batch to less, --config.compute.remat=full, or split the readers "
-                "(--config.mesh.placement=tensor)"
-            ) from error
-        self.accumulation *= 2
+    def _restore_or_initialise(self, session: _Session) -> None:
+        """Restores the last checkpoint, or initialises the state and the data position."""
+        restored = self.checkpointer.restore(self.step_spec.state()) if self.checkpointer else None
+        if restored is None:
+            session.frozen = self._initialise(session.frozen)
+            session.loader.restore(session.start)
+            session.first, session.revalidate = 0, False
+            return
+        self.reporter.say(f"resuming from step {restored.step}")
+        self.state, self._saved = restored.state, restored.step
+        session.loader.restore(restored.data)
+        if session.frozen is None:
+            session.frozen = self.recipe.load_frozen()
+        session.first = restored.step
+        session.revalidate = self._is_validated(restored.step) and not restored.metrics
+
+    def _initialise(self, frozen: Tree | None) -> Tree:
+        """Initialises the state; returns the frozen weights, which are loaded unless given."""
+        weights = self.recipe.build(frozen)
+        shardings = jax.tree.map(lambda leaf: leaf.sharding, self.step_spec.state()["opt_state"])
+        opt_state = jax.jit(self.step_spec.optimizer.init, out_shardings=shardings)(weights.trainable)
+        step = jax.device_put(jnp.zeros((), jnp.int32), NamedSharding(self.placement.learner, P()))
+        self.state = {"trainable": weights.trainable, "opt_state": opt_state, "step": step}
+        return weights.frozen
+
+    def _describe_batch(self) -> str:
+        trainable = sum(leaf.size for leaf in jax.tree.leaves(self.state["trainable"]))
         return (
-            f"out of memory with a micro-batch of {micro} a device: goes on with {self.micro_batch} and "
-            f"{self.accumulation} accumulated; the mathematics stays the same"
+            f"global batch {self.cfg.train.global_batch} = {self.micro_batch} per device x {self.placement.data} data "
+            f"x {self.accumulation} accumulated; {trainable:,} trainable parameters"
         )
 
-    @property
-    def micro_batch(self) -> int:
-        """Returns how many examples one device holds at once."""
-        return self.cfg.train.global_batch // self.placement.data // self.accumulation
+    # --- the loop
 
-    def _restore_or_build(self, loader: Loader, frozen: Tree | None = None) -> tuple[int, Tree]:
-        """Takes up the last checkpoint or starts anew; returns the step and the frozen weights."""
-        restored = self.checkpointer.restore(self.program.state()) if self.checkpointer else None
-        if restored is not None:
-            self._tell([f"goes on from step {restored.step}"])
-            self.state, self._saved = restored.state, restored.step
-            self._owed = self._is_validated(restored.step) and not restored.metrics
-            loader.restore(restored.data)
-            return restored.step, self.recipe.load_frozen() if frozen is None else frozen
-        weights = self.recipe.build(frozen)
-        replicated = NamedSharding(self.placement.learner, P())
-        placed = jax.tree.map(lambda leaf: leaf.sharding, self.program.state()["opt_state"])
-        opt_state = jax.jit(self.program.optimizer.init, out_shardings=placed)(weights.trainable)
-        step = jax.device_put(jnp.zeros((), jnp.int32), replicated)
-        self.state = {"trainable": weights.trainable, "opt_state": opt_state, "step": step}
-        loader.restore(self._start)
-        self._owed = False
-        return 0, weights.frozen
+    def train(self, stop_requested: StopRequested) -> int:
+        """Trains to the last step, after `prepare` unless that was called; returns 0 or `runtime.REQUEUE`."""
+        if self._session is None:
+            self.prepare()
+        session, self._session = self._session, None
+        assert session is not None
+        with self.reporter.live(session.first):
+            return self._train_within_memory(session, stop_requested)
 
-    def _loop(
-        self,
-        frozen: Tree,
-        loader: Loader,
-        first: int,
-        stop_requested: Callable[[int], bool],
-    ) -> int:
-        train = self.cfg.train
-        clock = metrics.Clock(first, train.steps)
+    def _loop(self, session: _Session, stop_requested: StopRequested) -> int:
         self._pending = None
-        owed, self._owed = self._owed, False
-        if owed and not self._validate(first, frozen, clock, stop_requested):
+        revalidate, session.revalidate = session.revalidate, False
+        if revalidate and not self._validate(session.first, session.frozen, stop_requested):
             return runtime.REQUEUE
-        put = functools.partial(place.put_batch, accumulation=self.accumulation)
-        for step in range(first + 1, train.steps + 1):
-            self._before = loader.state()
-            try:
-                with micro_batch_search.out_of_memory():
-                    batch = place.put_parts(next(loader), self.placement, put)
-                    self.state, values = self.program.step(self.state, frozen, batch)
-                    if step == first + 1:
-                        jax.block_until_ready(values)
-                        self._tell([f"first step, compiled and run, in {metrics.duration(clock.compiled(step))}"])
-                        self.sampler.restart()
-                    self._report_pending(clock)
-            except micro_batch_search.OutOfMemory:
-                with micro_batch_search.out_of_memory():
-                    self._report_pending(clock)  # the step before this one was taken
-                raise
-            self._pending = (step, values)
-            self.live.advance(step)
-            stop = stop_requested(step)
-            validated = self._is_validated(step)
-            if self.checkpointer and (validated or step % train.checkpoint_every == 0 or stop):
-                with (
-                    micro_batch_search.out_of_memory()
-                ):  # logged before it is saved, so that a kill in between leaves no gap
-                    self._report_pending(clock, final=step == train.steps)
-                with clock.paused() if validated else contextlib.nullcontext():
-                    self.checkpointer.save(step, self.state, data=loader.state(), wait=stop or validated)
-                self._saved = step
-            if stop and (validated or step < train.steps):
+        for step in range(session.first + 1, self.cfg.train.steps + 1):
+            self._pending = step, self._step(step, session)
+            self.reporter.advance(step)
+            stop, validate = stop_requested(step), self._is_validated(step)
+            if self.checkpointer and (stop or validate or step % self.cfg.train.checkpoint_every == 0):
+                self._save(step, session.loader, wait=stop or validate)
+            if stop and (validate or step < self.cfg.train.steps):
                 # Without a validation, which could outlast the time left before the kill: the next start makes it up.
-                self._tell([f"stopped on request at step {step}; the same command goes on from there"])
+                self.reporter.say(f"stopped on request at step {step}; run the same command to resume")
                 return runtime.REQUEUE
-            if validated and not self._validate(step, frozen, clock, stop_requested):
+            if validate and not self._validate(step, session.frozen, stop_requested):
                 return runtime.REQUEUE
-        with micro_batch_search.out_of_memory():
-            self._report_pending(clock, final=True)
+        with out_of_memory.detect():
+            self._report_pending(final=True)
         return 0
 
+    def _step(self, step: int, session: _Session) -> Tree:
+        """Takes a step, reports the one before it, and returns the values of this one, not yet computed."""
+        put = functools.partial(place.put_batch, accumulation=self.accumulation)
+        self._data_before = session.loader.state()
+        try:
+            with out_of_memory.detect():
+                batch = place.put_parts(next(session.loader), self.placement, put)
+                self.state, values = self.step_spec.step(self.state, session.frozen, batch)
+                if step == session.first + 1:
+                    jax.block_until_ready(values)
+                    self.reporter.compiled(step)
+                self._report_pending()
+        except OutOfMemory:
+            with out_of_memory.detect():
+                self._report_pending()  # the step before this one was taken
+            raise
+        return values
+
+    def _report_pending(self, *, final: bool = False) -> None:
+        """Reports the last step's values, a step late, so that the devices never wait for the host."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            divergence.check_finite(*pending, self.cfg, saved=self._saved)
+            self.reporter.report(*pending, final=final)
+
+    def _save(self, step: int, loader: Loader, *, wait: bool) -> None:
+        """Saves a checkpoint; the step is logged first, so that a kill in between leaves no gap in the log."""
+        assert self.checkpointer is not None
+        with out_of_memory.detect():
+            self._report_pending(final=step == self.cfg.train.steps)
+        with self.reporter.clock.paused() if self._is_validated(step) else contextlib.nullcontext():
+            self.checkpointer.save(step, self.state, data=loader.state(), wait=wait)
+        self._saved = step
+
     def _is_validated(self, step: int) -> bool:
-        """Says whether a step is saved, then validated, whatever `train.checkpoint_every` says."""
+        """Says whether a step is saved and validated, whatever `train.checkpoint_every` is."""
         train = self.cfg.train
         due = step in (train.steps, preflight.alarm_step(train)) or (train.eval_every and step % train.eval_every == 0)
         return self.checkpointer is not None and bool(due)
 
-    def _validate(self, step: int, frozen: Tree, clock: metrics.Clock, stop_requested: Callable[[int], bool]) -> bool:
-        """Gives the checkpoint of a step its score; says False where it was stopped on request.
+    def _validate(self, step: int, frozen: Tree, stop_requested: StopRequested) -> bool:
+        """Validates a step and scores its checkpoint; returns False where it was stopped on request.
 
         The score comes last: a checkpoint without one is validated again when it is restored.
 
         Raises:
           UserError: the run has collapsed and `train.alarm` is "stop".
         """
-        assert self.checkpointer is not None, "only what is saved is validated"
+        assert self.checkpointer is not None, "only a saved step is validated"
+        say = self.reporter.say
         try:
-            with clock.paused():
-                values = self.held_out.measure(self.state["trainable"], frozen, lambda: stop_requested(step))
-        except micro_batch_search.OutOfMemory as error:
-            lost = "the checkpoint has no score, and no collapse can be seen"
-            self._tell([f"step {step}: not validated: {error}; {lost}. Shorten what is held out, or split the readers"])
+            with self.reporter.clock.paused():
+                values = self.validation_loop.measure(self.state["trainable"], frozen, lambda: stop_requested(step))
+        except OutOfMemory as error:
+            lost = "the checkpoint has no score and no collapse can be seen"
+            say(f"step {step}: not validated: {error}; {lost}. Shorten the validation data, or split the readers")
             return True
         if values is None:
-            self._tell([f"stopped on request in the validation of step {step}; the same command goes on from there"])
+            say(f"stopped on request in the validation of step {step}; run the same command to resume")
             return False
-        self._tell([f"step {step}  validation  {self.held_out.describe(values)}"])
-        self._log(step, {f"validation/{name}": value for name, value in values.items()})
-        collapse = self._collapse(step, values)
-        if collapse and self.cfg.train.alarm == "stop":
-            raise UserError(f"{collapse}. {_REMEDY}")
+        say(f"step {step}  validation  {self.validation_loop.describe(values)}")
+        self.reporter.log(step, {f"validation/{name}": value for name, value in values.items()})
+        if collapse := divergence.find_collapse(step, values, self.cfg, self.recipe):
+            say(collapse)
+            if self.cfg.train.alarm == "stop":
+                divergence.refuse_collapse(collapse)
         if values:
             self.checkpointer.add_score(step, values["loss"])
         return True
 
-    def _collapse(self, step: int, validated: dict[str, float]) -> str:
-        """Returns what is wrong with a run that is worth nothing, from the step on at which that can be said."""
-        alarm = preflight.alarm_step(self.cfg.train)
-        if not alarm or step < alarm or not isinstance(self.recipe, Watched):
-            return ""
-        found = self.recipe.collapse(step, validated)
-        if found:
-            self._tell([found])
-        return found
+    # --- out of memory
 
-    def _report_pending(self, clock: metrics.Clock, *, final: bool = False) -> None:
-        """Reports the last step's values, a step late, so that the devices never wait for the host."""
-        pending, self._pending = self._pending, None
-        if pending is not None:
-            self._check_finite(*pending)
-            self._report(*pending, clock, final=final)
+    def _train_within_memory(self, session: _Session, stop_requested: StopRequested) -> int:
+        """Runs the loop, again with half the micro-batch each time that memory runs out."""
+        while True:
+            try:
+                with self.reporter.open_logs(session.first, revalidate=session.revalidate):
+                    return self._loop(session, stop_requested)
+            except OutOfMemory as error:
+                self._halve(error)
+                self._rewind(session)
 
-    def _report(self, step: int, values: Tree, clock: metrics.Clock, *, final: bool = False) -> None:
-        train = self.cfg.train
-        if not (final or step % train.log_every == 0):
-            return
-        found = {name: float(value) for name, value in values.items()}
-        unit, each = unit_of(self.recipe)
-        pace, left = clock.lap(step)
-        fields = {name: f"{name} {value:.4g}" for name, value in found.items()}
-        row = {f"train/{name}": value for name, value in found.items()}
-        row |= {"train/learning_rate": float(jnp.asarray(self.schedule(step - 1)))}
-        if math.isnan(pace):  # no step has passed since the one that compiled
-            fields |= {"pace": "- s/step", "rate": f"- {unit}/s"}
-        else:
-            rate = train.global_batch / pace
-            fields |= {"pace": f"{pace:.2f} s/step", "rate": f"{rate * each:,.1f} {unit}/s"}
-            row |= {
-                "train/seconds_per_step": pace,
-                "train/samples_per_second": rate,
-                f"train/{unit}_per_second": rate * each,
-            }
-        self.live.update(step, fields, left)
-        self._log(step, row | {"examples": step * train.global_batch, **self.sampler.scalars()})
-
-    def _check_finite(self, step: int, values: Tree) -> None:
-        """Raises UserError where the step's loss, or its gradient and so the weights after it, is no number."""
-        wrong = {name: float(values[name]) for name in ("loss", "grad_norm") if not math.isfinite(float(values[name]))}
-        if not wrong:
-            return
-        told = ", ".join(f"train/{name} is {value}" for name, value in wrong.items())
-        others = [name for name in values if name not in wrong and not math.isfinite(float(values[name]))]
-        told = f"step {step}: {told}" + (f" (so is {', '.join(others)})" if others else "")
-        optim = self.cfg.optim
-        if step == 1 and "loss" in wrong:
+    def _halve(self, error: OutOfMemory) -> None:
+        """Halves the micro-batch; raises UserError where that is impossible."""
+        before = self.micro_batch
+        if before % 2 or jax.process_count() > 1:
+            odd = "it cannot be halved"
+            why = odd if jax.process_count() == 1 else "processes cannot agree on another one during a run"
             raise UserError(
-                f"{told}, before any weight has moved: a weight, an example or compute.dtype="
-                f"{self.cfg.compute.dtype} makes it so; load other weights, or set --config.compute.dtype=fp32"
-            )
-        kept = "no checkpoint was saved yet" if self._saved is None else f"checkpoint {self._saved} is kept"
-        raise UserError(
-            f"{told}; {kept}. Lower optim.learning_rate={optim.learning_rate} or optim.clip_norm={optim.clip_norm}, "
-            "or raise optim.warmup_steps"
+                f"out of memory with a micro-batch of {before} per device, and {why}: {error}. Lower "
+                f"--config.train.micro_batch, set --config.compute.remat=full, or split the readers "
+                "(--config.mesh.placement=tensor)"
+            ) from error
+        self.accumulation *= 2
+        self.reporter.say(
+            f"out of memory with a micro-batch of {before} per device: continuing with {self.micro_batch} and "
+            f"{self.accumulation} accumulated; the gradients stay the same"
         )
 
-    def _describe_batch(self) -> str:
-        trainable = sum(leaf.size for leaf in jax.tree.leaves(self.state["trainable"]))
-        return (
-            f"global batch {self.cfg.train.global_batch} = {self.micro_batch} a device x {self.placement.data} data x "
-            f"{self.accumulation} accumulated; {trainable:,} trainable parameters"
-        )
+    def _rewind(self, session: _Session) -> None:
+        """Returns to the last step whose state is still in memory, else to the last checkpoint."""
+        step = self._step_in_memory()
+        if step is None:
+            self._restore_or_initialise(session)
+        else:
+            session.first = step
+            session.loader.restore(self._data_before)
 
-    def _tell(self, lines: list[str]) -> None:
-        for line in lines:
-            self.live.tell(line)
+    def _step_in_memory(self) -> int | None:
+        """Returns the step of the state; None where the failed program has consumed its donated buffers."""
+        if any(leaf.is_deleted() for leaf in jax.tree.leaves(self.state)):
+            return None
+        try:
+            return int(self.state["step"])
+        except jax.errors.JaxRuntimeError:  # an output of the failed program raises its error when it is read
+            return None

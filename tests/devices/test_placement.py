@@ -143,21 +143,21 @@ def test_hybrid4_gives_pairs_and_the_batch_over_the_pairs(count, llama, qwen):
             "split",
             2,
             {},
-            "placement split: what learns on 0 (data=1 x model=1), llama on 0 (data=1 x model=1), "
+            "placement split: trainable parameters on 0 (data=1 x model=1), llama on 0 (data=1 x model=1), "
             "qwen on 1 (data=1 x model=1) on 2 cpu",
         ),
         (
             "hybrid3",
             4,
             {},
-            "placement hybrid3: what learns on 0-1 (data=1 x model=2), llama on 0-1 (data=1 x model=2), "
+            "placement hybrid3: trainable parameters on 0-1 (data=1 x model=2), llama on 0-1 (data=1 x model=2), "
             "qwen on 2 (data=1 x model=1) on 3 cpu; 1 of 4 devices stay unused",
         ),
         (
             "hybrid4",
             8,
             {},
-            "placement hybrid4: what learns on 0-3 (data=2 x model=2), llama on 0-3 (data=2 x model=2), "
+            "placement hybrid4: trainable parameters on 0-3 (data=2 x model=2), llama on 0-3 (data=2 x model=2), "
             "qwen on 4-7 (data=2 x model=2) on 8 cpu",
         ),
     ],

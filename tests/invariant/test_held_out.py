@@ -50,7 +50,7 @@ def run_in(folder, text, *, evaluate=lambda rows: None, stop=lambda step: False,
     folder.mkdir(exist_ok=True)
     with Checkpointer(folder / "checkpoints", keep=2, identity=recipe.identity()) as checkpointer:
         run = trainer.Run(recipe.cfg, recipe, checkpointer, folder)
-        run.program.step = Wrapped(run.program.step, evaluate)
+        run.step_spec.step = Wrapped(run.step_spec.step, evaluate)
         code = run.train(stop)
     return code, jax.device_get(run.state["trainable"])
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.training import memory, metrics, micro_batch_search, trainer
+from lw_jax.training import memory, metrics, out_of_memory, trainer
 from lw_jax.training.checkpoint import Checkpointer
 from tests import tiny
 
@@ -59,7 +59,7 @@ def train_with(recipe, folder, fail, *, checkpoints: bool = True) -> trainer.Run
     folder.mkdir(exist_ok=True)
     with Checkpointer(folder / "checkpoints", keep=2, identity=recipe.identity()) as checkpointer:
         run = trainer.Run(recipe.cfg, recipe, checkpointer if checkpoints else None, folder)
-        run.program.step = fail(run.program.step)
+        run.step_spec.step = fail(run.step_spec.step)
         assert run.train(lambda step: False) == 0
     return run
 
@@ -132,7 +132,7 @@ def test_several_processes_end_instead_of_disagreeing(text, monkeypatch):
     run = trainer.Run(recipe.cfg, recipe, None, None)
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(UserError, match="processes cannot agree"):
-        run._halve(micro_batch_search.OutOfMemory(EXHAUSTED))
+        run._halve(out_of_memory.OutOfMemory(EXHAUSTED))
 
 
 def test_other_errors_of_the_runtime_pass(text, tmp_path):
@@ -146,7 +146,7 @@ def test_other_errors_of_the_runtime_pass(text, tmp_path):
 
 def test_a_run_takes_the_largest_micro_batch_that_the_memory_allows(root, single, tmp_path, capsys):
     recipe = tiny.make_recipe(root)
-    program = trainer.Run(recipe.cfg, recipe, None, None).program
+    program = trainer.Run(recipe.cfg, recipe, None, None).step_spec
     one = recipe.data("train").collate([0])
     widths = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), one)
     peaks = {micro: memory.measure(program, widths, 8 // micro).peak for micro in (2, 4)}

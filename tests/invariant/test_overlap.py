@@ -22,10 +22,10 @@ def prepare(recipe):
     run = trainer.Run(recipe.cfg, recipe, None, None)
     built = recipe.build()
     zero = place.replicate(jnp.int32(0), recipe.placement.learner)
-    state = {"trainable": built.trainable, "opt_state": run.program.optimizer.init(built.trainable), "step": zero}
+    state = {"trainable": built.trainable, "opt_state": run.step_spec.optimizer.init(built.trainable), "step": zero}
     put = functools.partial(place.put_batch, accumulation=run.accumulation)
     batch = recipe.data("train").collate(range(recipe.cfg.train.global_batch))
-    return run.program.step, state, built.frozen, place.put_parts(batch, recipe.placement, put)
+    return run.step_spec.step, state, built.frozen, place.put_parts(batch, recipe.placement, put)
 
 
 def busy(folder) -> dict[int, list[tuple[float, float]]]:

@@ -116,7 +116,7 @@ def test_ffn_that_does_not_divide_is_refused_with_its_path_and_the_sizes_that_do
     recipe = tiny.make_recipe(root, devices=3, model=3, **thirds | {"llms__qwen__source": str(qwen)})
     words = r"llms/qwen: layers/(gate|up|down) \(.*88.*\).*\(88\) does not divide mesh axis model=3.*1, 2, 4, 8, 11"
     with pytest.raises(PlacementError, match=words):
-        trainer.Run(recipe.cfg, recipe, None, None).program.frozen()
+        trainer.Run(recipe.cfg, recipe, None, None).step_spec.frozen()
 
 
 def test_widths_that_do_not_divide_over_data_are_refused_under_fsdp(root):
@@ -174,7 +174,7 @@ def test_validation_of_readers_apart_is_that_of_one_device(root, trained):
         recipe = tiny.make_recipe(root, **where)
         run = trainer.Run(recipe.cfg, recipe, None, None)
         run.state = {"trainable": jax.device_put(jax.device_get(trained), recipe.shardings().trainable)}
-        found.append(run.held_out.measure(run.state["trainable"], recipe.load_frozen()))
+        found.append(run.validation_loop.measure(run.state["trainable"], recipe.load_frozen()))
     assert found[0].keys() == found[1].keys()
     for key, value in found[0].items():
         np.testing.assert_allclose(found[1][key], value, rtol=SCORES, err_msg=key)

@@ -208,5 +208,5 @@ def test_shards_keep_every_row_and_sum_each_once():
     np.testing.assert_array_equal(rows, x)
     np.testing.assert_allclose(total, x.sum(axis=0), rtol=SUMS)
     assert devices == 4 and total.sharding.is_fully_replicated
-    one = shards.Shards(mesh, apart=False)
+    one = shards.Shards(mesh, separate=False)
     assert one.map(run) is run and one.split(x) is x and one.sum(x) is x

@@ -117,10 +117,10 @@ def test_frozen_weights_do_not_move(root):
     run = trainer.Run(recipe.cfg, recipe, None, None)
     before = jax.device_get(recipe.load_frozen())
     built = recipe.build()
-    step = run.program.step
+    step = run.step_spec.step
     state = {
         "trainable": built.trainable,
-        "opt_state": run.program.optimizer.init(built.trainable),
+        "opt_state": run.step_spec.optimizer.init(built.trainable),
         "step": jax.numpy.int32(0),
     }
     batch = jax.tree.map(lambda leaf: leaf[None], recipe.data("train").collate(range(8)))

@@ -10,7 +10,7 @@ import pytest
 from lw_jax.core import runtime
 from lw_jax.core.errors import UserError
 from lw_jax.training import metrics, trainer
-from lw_jax.training.program import Program
+from lw_jax.training.step_spec import StepSpec
 from tests import tiny
 
 pytestmark = pytest.mark.slow
@@ -82,7 +82,7 @@ def test_other_models_and_segments_are_spread_alike(name, root, tmp_path):
 def test_fsdp_splits_weights_and_moments_over_the_devices(root):
     def held(**where) -> float:
         recipe = tiny.make_ttt(root, **where)
-        leaves = jax.tree.leaves(Program(recipe.cfg, recipe).state())
+        leaves = jax.tree.leaves(StepSpec(recipe.cfg, recipe).state())
         return sum(np.prod(leaf.sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize for leaf in leaves)
 
     one, whole, four, eight = (
@@ -158,7 +158,7 @@ def test_one_batch_is_learned_by_heart(root, inner):
         root, ttt__inner=inner, ttt__inner_rate=0.3, ttt__width=48, optim__learning_rate=1e-2, optim__weight_decay=0.0,
         train__steps=150,
     )  # fmt: skip
-    program = Program(recipe.cfg, recipe)
+    program = StepSpec(recipe.cfg, recipe)
     weights = recipe.build()
     state = {
         "trainable": weights.trainable,
@@ -178,7 +178,7 @@ def test_decay_reaches_every_leaf_where_it_is_asked_to(root):
     def shrunk(which):
         recipe = tiny.make_ttt(root, optim__decays=which, optim__learning_rate=1e-2, optim__weight_decay=0.5)
         trainable = jax.tree.map(jnp.ones_like, recipe.build().trainable)
-        optimizer = Program(recipe.cfg, recipe).optimizer
+        optimizer = StepSpec(recipe.cfg, recipe).optimizer
         updates, _ = optimizer.update(jax.tree.map(jnp.zeros_like, trainable), optimizer.init(trainable), trainable)
         return {jax.tree_util.keystr(path): float(leaf.max()) < 0 for path, leaf in
                 jax.tree_util.tree_leaves_with_path(updates)}  # fmt: skip

@@ -7,7 +7,7 @@ import torch
 
 from lw_jax.core import config
 from lw_jax.training import optimizers
-from lw_jax.training.optimizers import Stretch
+from lw_jax.training.optimizers import Phase
 
 BF16 = 0.04  # of the step's largest value: eight bits, multiplied fifteen times
 
@@ -21,7 +21,7 @@ def test_first_step_is_torch_s(shape):
     torch.optim.Muon([theirs], lr=1e-2, weight_decay=0.0, adjust_lr_fn="match_rms_adamw").step()
     cfg = config.Optim("muon", 1e-2, 0, 1.0, 0.0, "matrices", 1e9, 0.99)
     tree = {"project": {"kernel": jnp.asarray(weight)}}
-    made = optimizers.make(cfg, stretches=[Stretch(10)], rates=((".*", 1.0),), abstract=tree)
+    made = optimizers.make(cfg, phases=[Phase(10)], rates=((".*", 1.0),), abstract=tree)
     ours, _ = made.update({"project": {"kernel": jnp.asarray(gradient)}}, made.init(tree), tree)
     step = theirs.detach().numpy() - weight
     np.testing.assert_allclose(ours["project"]["kernel"], step, atol=BF16 * np.abs(step).max())

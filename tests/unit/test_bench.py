@@ -18,7 +18,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT
 from lw_jax.planning import workload
 from lw_jax.training import memory
-from lw_jax.training.program import Program
+from lw_jax.training.step_spec import StepSpec
 from sharding import placement
 from tests import tiny
 
@@ -62,7 +62,7 @@ def test_step_tells_speed_share_memory_and_both_starts(wire):
     )
     assert row.tokens_per_second == pytest.approx(4 * each / seconds)
     assert row.peak_from == "compiled"
-    assert row.peak_bytes == memory.measure(Program(spec, wire.recipe), widths, 2).peak
+    assert row.peak_bytes == memory.measure(StepSpec(spec, wire.recipe), widths, 2).peak
     assert row.compile_seconds > 0 and row.cached_seconds > 0 and "2 accumulated" in row.what
 
 
@@ -84,7 +84,7 @@ def test_programs_go_to_the_other_cache_and_back(tmp_path):
 
 
 def test_batch_is_sent_whole_in_all_slots(wire):
-    batch = wire._fill(Program(wire.cfg, wire.recipe).batch(wire.recipe.batch_widths(), 2))
+    batch = wire._fill(StepSpec(wire.cfg, wire.recipe).batch(wire.recipe.batch_widths(), 2))
     whole = [wire.cfg.encoder.slots, wire.cfg.encoder.width, EXACT]
     for fields in (batch["source"], *batch["readers"].values()):
         assert fields["channel"].shape == (2, 2, 3) and (np.asarray(fields["channel"]) == whole).all()

@@ -9,14 +9,14 @@ import pytest
 from lw_jax import recipes
 from lw_jax.models.wire import Prompt
 from lw_jax.planning import decode_layout, workload
-from lw_jax.training.micro_batch_search import Room
+from lw_jax.training.memory_limit import MemoryLimit
 from sharding import place as place_
 from sharding import placement as placements
 from tests import tiny
 
 pytestmark = pytest.mark.slow
 
-ROOM = Room(10**12, 1.0)
+ROOM = MemoryLimit(10**12, 1.0)
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_many_answers_on_a_gpu_are_worth_the_longer_compilation(examples, layers
 
 
 def test_memory_decides_and_where_it_is_not_known_the_layers_stay_stacked(root, monkeypatch):
-    room, asked = Room(1000, 0.5), {"eval__examples": 0}
+    room, asked = MemoryLimit(1000, 0.5), {"eval__examples": 0}
     assert settle(root, monkeypatch, room=room, need=500, **asked) == "unstacked"
     assert settle(root, monkeypatch, room=room, need=501, **asked) == "stacked"
     assert settle(root, monkeypatch, room=None, **asked) == "stacked"

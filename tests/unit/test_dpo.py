@@ -16,7 +16,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.data import frozen_cache, question_cards
 from lw_jax.models import decoder, lora
 from lw_jax.recipes import reference
-from lw_jax.training.program import Program
+from lw_jax.training.step_spec import StepSpec
 from sharding import mesh as meshes
 from sharding import place, placement
 from tests import tiny
@@ -175,7 +175,7 @@ def test_loss_is_of_the_named_kind_with_the_sft_term_beside_it(root):
 
 def test_accumulation_and_devices_give_the_same_step(root):
     def curve(recipe, micro):
-        program = Program(recipe.cfg, recipe)
+        program = StepSpec(recipe.cfg, recipe)
         built = recipe.build()
         state = {"trainable": built.trainable, "opt_state": program.optimizer.init(built.trainable)}
         state["step"] = jnp.zeros((), jnp.int32)

@@ -19,8 +19,8 @@ from lw_jax.core import config, config_file
 from lw_jax.models import memory_traffic
 from lw_jax.planning import estimate, gpus, hlo_counts, roofline
 from lw_jax.planning.estimate import Estimate
-from lw_jax.training.program import Program
 from lw_jax.training.recipe import Plannable
+from lw_jax.training.step_spec import StepSpec
 from sharding import placement as placements
 from tests import tiny
 
@@ -49,19 +49,19 @@ def root(tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "readers"
 
 
-def make_program(root, strategy: str = "single", devices: int = 1, **changes) -> Program:
+def make_program(root, strategy: str = "single", devices: int = 1, **changes) -> StepSpec:
     cfg = tiny.make_config(root, **SIZES | changes)
     model = devices if strategy == "tensor" else 1
     placed = placements.place(strategy, recipes.reader_bytes(cfg), model=model, devices=jax.devices()[:devices])
-    return Program(cfg, recipes.make(cfg, placed, outline=True))
+    return StepSpec(cfg, recipes.make(cfg, placed, outline=True))
 
 
-def estimate_of(program: Program, micro: int = 0, target: str = "") -> Estimate:
+def estimate_of(program: StepSpec, micro: int = 0, target: str = "") -> Estimate:
     recipe = recipes.make(program.cfg, program.placement, outline=True)
     return estimate.estimate(program, recipe, recipe.batch_widths(), micro, gpus.parse(target) if target else None)
 
 
-def compiled(program: Program) -> hlo_counts.Program:
+def compiled(program: StepSpec) -> hlo_counts.Program:
     widths = recipes.make(program.cfg, program.placement, outline=True).batch_widths()
     (part,) = program.lower(widths, 1).values()
     # only machine code is left unoptimised, which nothing here reads
@@ -157,7 +157,7 @@ def test_flops_and_bytes_sent_of_two_devices_are_those_compiled(strategy, root):
         assert layers + lookups + heads <= analysed.wire_bytes <= layers + lookups + heads + scalars
 
 
-def held(program: Program) -> dict[jax.Device, int]:
+def held(program: StepSpec) -> dict[jax.Device, int]:
     """Bytes of the readers' weights that really lie on each device."""
     loaded = recipes.make(program.cfg, program.placement).load_frozen()
     found = dict.fromkeys(jax.devices(), 0)
@@ -258,7 +258,7 @@ def seconds_of(file: str, target: str, strategy: str, mesh: str, micro: int, **c
     on = jax.devices()[: wanted.devices]
     placed = placements.place(strategy, recipes.reader_bytes(cfg), data=data, model=model, devices=on)
     recipe = recipes.make(cfg, placed, outline=True)
-    found = estimate.estimate(Program(cfg, recipe), recipe, recipe.batch_widths(), micro, wanted)
+    found = estimate.estimate(StepSpec(cfg, recipe), recipe, recipe.batch_widths(), micro, wanted)
     assert found.times is not None
     return found.times.total
 
@@ -337,7 +337,7 @@ def test_readers_apart_count_on_the_device_with_most_to_do(root):
 def test_trainable_weights_over_data_are_sent_with_every_micro_batch_and_whole_ones_once_a_step(root):
     for strategy, times in (("fsdp", 4), ("replicate", 1)):
         recipe = tiny.make_ttt(root / "ttt", devices=2, strategy=strategy)
-        program = Program(recipe.cfg, recipe)
+        program = StepSpec(recipe.cfg, recipe)
         once, often = (
             estimate.estimate(program, recipe, recipe.batch_widths(), micro, None).collective_bytes for micro in (4, 1)
         )

@@ -13,7 +13,7 @@ from lw_jax.core.types import EXACT
 from lw_jax.models import codec
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import optimizers
-from lw_jax.training.program import Program
+from lw_jax.training.step_spec import StepSpec
 from sharding import place, placement
 from sharding.rules import path_of
 from tests import tiny
@@ -77,7 +77,7 @@ def test_stage_of_adapters_alone_has_no_gradient_of_the_encoder_in_step_norm_or_
     cfg = tiny.make_config(root, **STAGES, train__steps=4, optim__clip_norm=1e9)
     cfg = dataclasses.replace(cfg, llms={"llama": cfg.llms["llama"]})
     recipe = LatentWire(cfg, placement.place("single", {"llama": 1}))
-    program, built, course = Program(recipe.cfg, recipe), recipe.build(), recipe.course()
+    program, built, course = StepSpec(recipe.cfg, recipe), recipe.build(), recipe.course()
     state = {"trainable": built.trainable, "step": jnp.zeros((), jnp.int32)}
     state["opt_state"] = program.optimizer.init(built.trainable)
     batch = course.batch(0, global_batch=8, seed=0, share=slice(0, 8))

@@ -12,10 +12,10 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.data.data_schedule import widths_of
-from lw_jax.training import memory, micro_batch_search, trainer
-from lw_jax.training.memory import Needs
-from lw_jax.training.micro_batch_search import Room
-from lw_jax.training.program import Program
+from lw_jax.training import memory, memory_limit, micro_batch_search, out_of_memory, trainer
+from lw_jax.training.memory import StepMemory
+from lw_jax.training.memory_limit import MemoryLimit
+from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.train_step import Part
 from sharding import place
 from tests import tiny
@@ -31,13 +31,13 @@ def root(tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "readers"
 
 
-def make_program(root, **changes) -> Program:
+def make_program(root, **changes) -> StepSpec:
     recipe = tiny.make_recipe(root, **changes)
-    return Program(recipe.cfg, recipe)
+    return StepSpec(recipe.cfg, recipe)
 
 
-def needs(peak: int, micro: int = 1) -> Needs:
-    return Needs(micro, 1, 0, 0, 0, 0, 0, 0, (peak,))
+def needs(peak: int, micro: int = 1) -> StepMemory:
+    return StepMemory(micro, 1, 0, 0, 0, 0, 0, 0, (peak,))
 
 
 SHAPES = {
@@ -66,11 +66,13 @@ def test_search_finds_what_trying_every_size_finds_in_few_tries(shape):
 
         fitting = [size for size in legal if peak(size) <= limit]
         if not fitting and peak(1) > broken:
-            with pytest.raises(micro_batch_search.OutOfMemory, match="not even a micro-batch of 1"):
+            with pytest.raises(out_of_memory.OutOfMemory, match="not even a micro-batch of 1"):
                 micro_batch_search.search(legal, try_one, limit)
             continue
         assert micro_batch_search.search(legal, try_one, limit).micro_batch == (fitting[-1] if fitting else 1)
-        assert len(tried) == len(set(tried)) <= micro_batch_search.LINED + 1 + math.ceil(math.log2(len(legal) + 1))
+        assert (
+            len(tried) == len(set(tried)) <= micro_batch_search.LINE_TRIALS + 1 + math.ceil(math.log2(len(legal) + 1))
+        )
         assert shape != "affine" or len(tried) <= 5
 
 
@@ -94,8 +96,8 @@ def test_needs_of_the_smallest_come_back_where_nothing_fits():
 )
 def test_errors_of_memory_become_out_of_memory(message):
     with (
-        pytest.raises(micro_batch_search.OutOfMemory, match=message.split(":")[0]) as caught,
-        micro_batch_search.out_of_memory(),
+        pytest.raises(out_of_memory.OutOfMemory, match=message.split(":")[0]) as caught,
+        out_of_memory.detect(),
     ):
         raise jax.errors.JaxRuntimeError(message + "\n" + "details " * 200)
     assert len(str(caught.value)) <= 300 and "\n" not in str(caught.value)
@@ -112,19 +114,19 @@ def test_errors_of_memory_become_out_of_memory(message):
     ],
 )
 def test_other_errors_pass_as_they_are(error):
-    with pytest.raises(type(error)) as caught, micro_batch_search.out_of_memory():
+    with pytest.raises(type(error)) as caught, out_of_memory.detect():
         raise error
     assert caught.value is error
 
 
 def test_room_is_the_share_of_what_is_configured_or_reported(root, monkeypatch):
     cfg = tiny.make_config(root, mesh__memory_gb=40.0, mesh__target_utilisation=0.75)
-    assert micro_batch_search.room(cfg) == Room(40_000_000_000, 0.75)
-    assert Room(40_000_000_000, 0.75).limit == 30_000_000_000
-    assert micro_batch_search.room(tiny.make_config(root)) is None, "CPUs tell no memory"
-    monkeypatch.setattr(micro_batch_search.runtime, "device_memory", lambda: 81_559_000_000)
-    assert micro_batch_search.room(tiny.make_config(root)) == Room(81_559_000_000, 0.8)
-    assert micro_batch_search.room(cfg) == Room(40_000_000_000, 0.75), "what is configured goes before"
+    assert memory_limit.local(cfg) == MemoryLimit(40_000_000_000, 0.75)
+    assert MemoryLimit(40_000_000_000, 0.75).limit == 30_000_000_000
+    assert memory_limit.local(tiny.make_config(root)) is None, "CPUs tell no memory"
+    monkeypatch.setattr(memory_limit.runtime, "device_memory", lambda: 81_559_000_000)
+    assert memory_limit.local(tiny.make_config(root)) == MemoryLimit(81_559_000_000, 0.8)
+    assert memory_limit.local(cfg) == MemoryLimit(40_000_000_000, 0.75), "what is configured goes before"
 
 
 # Bytes by hand, fp32: llama has 2 layers of width 48, 4 + 2 heads of 10, ffn 72, vocabulary 352 and a head of its own;
@@ -191,7 +193,7 @@ def test_split_counts_each_device_by_what_lies_there(root):
 
 @pytest.fixture(scope="module")
 def measured(root):
-    """Needs of every legal micro-batch of a global batch of 6, on one device."""
+    """StepMemory of every legal micro-batch of a global batch of 6, on one device."""
     program = make_program(root, train__global_batch=6)
     return [memory.measure(program, program.recipe.batch_widths(), 6 // micro) for micro in (1, 2, 3, 6)]
 
@@ -213,15 +215,15 @@ def test_largest_micro_batch_is_within_the_limit_and_the_next_is_not(index, root
     above = measured[index + 1].peak if index < 3 else 2 * measured[3].peak
     limit = (measured[index].peak + above) // 2
     program = make_program(root, train__global_batch=6, mesh__memory_gb=limit / 0.8 / 1e9)
-    room = micro_batch_search.room(program.cfg)
-    assert room is not None and abs(room.limit - limit) <= 2
+    room = memory_limit.local(program.cfg)
+    assert room is not None and abs(room.usable - limit) <= 2
     known = {found.accumulation: found for found in measured}
     found = micro_batch_search.largest_micro_batch(program, program.recipe.batch_widths(), room)
     assert found == known[6 // found.micro_batch]
     assert found.micro_batch == measured[index].micro_batch
-    assert found.peak <= room.limit < above
+    assert found.peak <= room.usable < above
     lines = micro_batch_search.describe(program, found, room)
-    assert f"  {'micro-batch':<15}{found.micro_batch} a device" in lines
+    assert f"  {'micro-batch':<15}{found.micro_batch} per device" in lines
     assert f"  {'global batch':<15}6 = {found.micro_batch} x 1 x {6 // found.micro_batch}" in lines
     assert any(
         f"{found.peak / room.memory:.0%} of {memory.bytes_of(room.memory)}, target 80%" in line for line in lines
@@ -239,22 +241,22 @@ def test_step_that_the_compiler_finds_too_large_does_not_fit(root, measured):
         return lowered.compile()
 
     found = micro_batch_search.largest_micro_batch(
-        program, program.recipe.batch_widths(), Room(10**12, 0.8), compile=compile
+        program, program.recipe.batch_widths(), MemoryLimit(10**12, 0.8), compile=compile
     )
     assert found == measured[2]
     assert len(asked) > 1
 
 
 def test_nothing_fits_is_refused_with_sizes_and_remedies(root, measured):
-    room = Room(measured[0].weights, 0.8)
+    room = MemoryLimit(measured[0].weights, 0.8)
     program = make_program(root, train__global_batch=6)
     told = micro_batch_search.refusal(program, measured[0], room)
-    assert f"one example a device needs {memory.bytes_of(measured[0].peak)}" in told
-    assert f"the target is {memory.bytes_of(room.limit)} = 80% of {memory.bytes_of(room.memory)}" in told
+    assert f"one example per device needs {memory.bytes_of(measured[0].peak)}" in told
+    assert f"the target is {memory.bytes_of(room.usable)} = 80% of {memory.bytes_of(room.memory)}" in told
     for remedy in ("compute.remat=full", "mesh.placement=tensor", "weights=bf16", "name fewer or smaller readers"):
         assert remedy in told
     thrifty = make_program(root, compute__remat="full", llms__llama__weights="bf16", llms__qwen__weights="bf16")
-    told = micro_batch_search.refusal(thrifty, dataclasses.replace(measured[0], weights=0), Room(10**6, 0.8))
+    told = micro_batch_search.refusal(thrifty, dataclasses.replace(measured[0], weights=0), MemoryLimit(10**6, 0.8))
     assert "remat" not in told and "bf16" not in told and "placement" not in told
 
 
@@ -320,15 +322,15 @@ def test_the_micro_batch_grows_where_the_datas_widths_leave_room(root, monkeypat
     """Short cards under long limits: the run measures its own batches' shapes, a plan can only know the limits."""
     monkeypatch.setattr(micro_batch_search.memory, "measure", Measure())
     recipe = tiny.make_recipe(root)
-    program, course = Program(recipe.cfg, recipe), recipe.course()
-    widest = max(micro_batch_search.needs_of(program, widths_of(batch), 8).peak for batch in course.shapes())
-    limits = micro_batch_search.needs_of(program, recipe.batch_widths(), 8).peak
+    program, course = StepSpec(recipe.cfg, recipe), recipe.course()
+    widest = max(micro_batch_search.measure(program, widths_of(batch), 8).peak for batch in course.shapes())
+    limits = micro_batch_search.measure(program, recipe.batch_widths(), 8).peak
     assert widest < limits
-    room = Room((widest + limits) // 2, 1.0)
+    room = MemoryLimit((widest + limits) // 2, 1.0)
     assert micro_batch_search.largest_micro_batch(program, recipe.batch_widths(), room).micro_batch < 8
     mesh = dataclasses.replace(recipe.cfg.mesh, memory_gb=room.memory / 1e9, target_utilisation=1.0)
     run = trainer.Run(dataclasses.replace(recipe.cfg, mesh=mesh), recipe, None, None)
-    run._fit(course)
+    run._choose_micro_batch(course)
     assert run.micro_batch == 8
 
 
@@ -341,10 +343,10 @@ def test_batch_is_halved_in_multiples_until_it_fits_and_stays_so():
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
         return size
 
-    batch = micro_batch_search.Batch(12, multiple=4, tell=told.append)
+    batch = out_of_memory.HalvingBatch(12, multiple=4, say=told.append)
     assert batch.run(compute) == 4 and batch.run(compute) == 4
     assert tried == [12, 8, 4, 4] and len(told) == 2
-    with pytest.raises(micro_batch_search.OutOfMemory):
+    with pytest.raises(out_of_memory.OutOfMemory):
         batch.run(functools.partial(compute, least=0))
 
 
@@ -355,4 +357,4 @@ def test_batch_of_several_processes_ends_them_instead_of_disagreeing(monkeypatch
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
 
     with pytest.raises(UserError, match="eval.batch=8"):
-        micro_batch_search.Batch(8, multiple=1, tell=print).run(fail)
+        out_of_memory.HalvingBatch(8, multiple=1, say=print).run(fail)

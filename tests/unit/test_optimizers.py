@@ -10,7 +10,7 @@ import pytest
 
 from lw_jax.core import config
 from lw_jax.training import optimizers
-from lw_jax.training.optimizers import Stretch
+from lw_jax.training.optimizers import Phase
 from sharding.errors import PlacementError
 
 CFG = config.Optim(
@@ -58,7 +58,7 @@ def gradients(params):
 
 
 def first_update(cfg, params, gradients, rates=RATES):
-    made = optimizers.make(cfg, stretches=[Stretch(100)], rates=rates, abstract=params)
+    made = optimizers.make(cfg, phases=[Phase(100)], rates=rates, abstract=params)
     updates, state = made.update(gradients, made.init(params), params)
     return updates, state
 
@@ -69,7 +69,7 @@ def paths(tree):
 
 
 def test_schedule_warms_up_to_the_peak_and_ends_at_the_fraction():
-    rate = optimizers.schedule(CFG, [Stretch(110)])
+    rate = optimizers.schedule(CFG, [Phase(110)])
     peak, end = CFG.learning_rate, CFG.learning_rate * CFG.end_fraction
     assert float(rate(0)) == pytest.approx(peak / 10)  # of step 1: no step is made at rate 0
     assert float(rate(4)) == pytest.approx(peak / 2)
@@ -82,10 +82,10 @@ def test_schedule_warms_up_to_the_peak_and_ends_at_the_fraction():
 
 
 def test_schedule_without_warm_up_or_with_nothing_else_stays_finite():
-    assert float(optimizers.schedule(replace(warmup_steps=0), [Stretch(1000)])(0)) == pytest.approx(
+    assert float(optimizers.schedule(replace(warmup_steps=0), [Phase(1000)])(0)) == pytest.approx(
         CFG.learning_rate, rel=1e-3
     )
-    assert float(optimizers.schedule(replace(warmup_steps=5), [Stretch(5)])(4)) == pytest.approx(CFG.learning_rate)
+    assert float(optimizers.schedule(replace(warmup_steps=5), [Phase(5)])(4)) == pytest.approx(CFG.learning_rate)
 
 
 def test_first_step_is_the_rate_times_each_subtree_s_multiple(params, gradients):
@@ -110,7 +110,7 @@ def test_decay_pulls_matrices_only(params):
 
 def test_rate_zero_freezes_to_the_bit_and_keeps_no_state(params, gradients):
     rates = ((r"encoder/body/.*", 0.0), *RATES[1:])
-    made = optimizers.make(replace(weight_decay=0.5), stretches=[Stretch(100)], rates=rates, abstract=params)
+    made = optimizers.make(replace(weight_decay=0.5), phases=[Phase(100)], rates=rates, abstract=params)
     state, moved = made.init(params), params
     for _ in range(3):
         updates, state = made.update(gradients, state, moved)
@@ -137,30 +137,30 @@ def test_gradients_are_clipped_to_the_norm_of_those_that_learn(params, gradients
 
 def test_uncovered_leaf_is_refused_with_its_path(params):
     with pytest.raises(PlacementError, match=r"learning rates: no row covers adapters/a/down/bias \(3,\)"):
-        optimizers.make(CFG, stretches=[Stretch(10)], rates=RATES[:2], abstract=params)
+        optimizers.make(CFG, phases=[Phase(10)], rates=RATES[:2], abstract=params)
 
 
 def test_row_that_decides_nothing_is_refused(params):
     with pytest.raises(PlacementError, match=r"learning rates: row 1 'encoder/boddy/"):
-        optimizers.make(CFG, stretches=[Stretch(10)], rates=((r"encoder/boddy/.*", 0.1), (r".*", 1.0)), abstract=params)
+        optimizers.make(CFG, phases=[Phase(10)], rates=((r"encoder/boddy/.*", 0.1), (r".*", 1.0)), abstract=params)
 
 
 def test_step_works_inside_jit_on_shapes_alone(params, gradients):
     shapes = jax.eval_shape(lambda: params)
-    made = optimizers.make(CFG, stretches=[Stretch(100)], rates=RATES, abstract=shapes)
+    made = optimizers.make(CFG, phases=[Phase(100)], rates=RATES, abstract=shapes)
     updates, _ = jax.jit(made.update)(gradients, made.init(params), params)
     jax.tree.map(
         lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates, first_update(CFG, params, gradients)[0]
     )
 
 
-STAGES = [Stretch(20, rate=10.0), Stretch(30), Stretch(50, rate=0.5)]
+STAGES = [Phase(20, rate=10.0), Phase(30), Phase(50, rate=0.5)]
 
 
 def test_schedule_starts_anew_in_each_stretch():
     rate = optimizers.schedule(CFG, STAGES)
     for begin, stretch in zip((0, 20, 50), STAGES, strict=True):
-        alone = optimizers.schedule(replace(learning_rate=CFG.learning_rate * stretch.rate), [Stretch(stretch.steps)])
+        alone = optimizers.schedule(replace(learning_rate=CFG.learning_rate * stretch.rate), [Phase(stretch.steps)])
         values = [float(rate(begin + step)) for step in range(stretch.steps)]
         np.testing.assert_allclose(values, [float(alone(step)) for step in range(stretch.steps)], rtol=EXACT)
         assert max(values) == pytest.approx(CFG.learning_rate * stretch.rate)
@@ -169,7 +169,7 @@ def test_schedule_starts_anew_in_each_stretch():
 
 
 def test_stretch_shorter_than_its_warm_up_ends_at_its_peak():
-    rate = optimizers.schedule(CFG, [Stretch(4), Stretch(40)])
+    rate = optimizers.schedule(CFG, [Phase(4), Phase(40)])
     assert [float(rate(step)) for step in (0, 3)] == pytest.approx([CFG.learning_rate / 4, CFG.learning_rate])
     assert float(rate(4)) == pytest.approx(CFG.learning_rate / 10)
 
@@ -179,7 +179,7 @@ def test_multiples_are_those_of_the_stretch_that_a_step_is_in(params, gradients)
     multiples = (0.0, 0.25, 0.0)
     rates = ((r"encoder/body/.*", multiples), *RATES[1:])
     made = optimizers.make(
-        replace(weight_decay=0.5), stretches=[Stretch(2), Stretch(3), Stretch(2)], rates=rates, abstract=params
+        replace(weight_decay=0.5), phases=[Phase(2), Phase(3), Phase(2)], rates=rates, abstract=params
     )
     update, state, tree = jax.jit(made.update), made.init(params), params
     moved = []
@@ -198,9 +198,9 @@ def test_multiples_are_those_of_the_stretch_that_a_step_is_in(params, gradients)
 def test_stretch_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(params, gradients, kind):
     """The body's gradient is enormous where it waits: first in the run, then behind a stretch that trained it."""
     rates, cfg = ((r"encoder/body/.*", (0.0, 0.25, 0.0)), *RATES[1:]), replace(kind=kind, clip_norm=0.5)
-    stretches = [Stretch(3), Stretch(2), Stretch(2)]
-    made = optimizers.make(cfg, stretches=stretches, rates=rates, abstract=params)
-    alone = optimizers.make(cfg, stretches=stretches, rates=((r"encoder/body/.*", 0.0), *RATES[1:]), abstract=params)
+    stretches = [Phase(3), Phase(2), Phase(2)]
+    made = optimizers.make(cfg, phases=stretches, rates=rates, abstract=params)
+    alone = optimizers.make(cfg, phases=stretches, rates=((r"encoder/body/.*", 0.0), *RATES[1:]), abstract=params)
     body = jax.tree.map(lambda leaf: 1e6 * leaf, gradients["encoder"]["body"])
     huge = gradients | {"encoder": gradients["encoder"] | {"body": body}}
     update, state, other = jax.jit(made.update), made.init(params), alone.init(params)
@@ -217,7 +217,7 @@ def test_stretch_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(para
         jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates, expected)
     assert not any(leaf.any() for leaf in moments(state).values()), "nothing of the waiting body in its moments"
     updates, state = update(gradients, state, params)
-    once = optimizers.make(cfg, stretches=[Stretch(2)], rates=((r".*", 0.25),), abstract=params)
+    once = optimizers.make(cfg, phases=[Phase(2)], rates=((r".*", 0.25),), abstract=params)
     fresh = once.update(gradients, once.init(params), params)[0]["encoder"]["body"]
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates["encoder"]["body"], fresh)
     _, state = update(gradients, state, params)
@@ -229,7 +229,7 @@ def test_stretch_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(para
 
 def test_multiple_of_a_stretch_scales_the_step_and_no_moment(params, gradients):
     fixed, changing = (
-        optimizers.make(CFG, stretches=[Stretch(1), Stretch(5)], rates=((r".*", rate),), abstract=params)
+        optimizers.make(CFG, phases=[Phase(1), Phase(5)], rates=((r".*", rate),), abstract=params)
         for rate in (1.0, (1.0, 3.0))
     )
     states, updates = [fixed.init(params), changing.init(params)], [None, None]
@@ -251,7 +251,7 @@ def test_one_stretch_is_the_same_whether_its_multiple_stands_once_or_in_a_list(p
 def test_vectors_of_tasks_do_not_decay():
     """A batch asks one task only: the others' vectors would shrink unused."""
     tree = {"adapters": {"a": {"tasks": jnp.ones((3, 5)), "gain": jnp.ones(()), "down": {"kernel": jnp.ones((2, 5))}}}}
-    made = optimizers.make(replace(weight_decay=0.5), stretches=[Stretch(9)], rates=((".*", 1.0),), abstract=tree)
+    made = optimizers.make(replace(weight_decay=0.5), phases=[Phase(9)], rates=((".*", 1.0),), abstract=tree)
     updates, _ = made.update(jax.tree.map(jnp.zeros_like, tree), made.init(tree), tree)
     assert not updates["adapters"]["a"]["tasks"].any() and updates["adapters"]["a"]["down"]["kernel"].all()
 

@@ -11,15 +11,15 @@ from lw_jax.planning import estimate, gpus, hlo_counts, placement_search, roofli
 from lw_jax.planning.placement_search import Candidate, Hardware
 from lw_jax.planning.roofline import Times
 from lw_jax.training import memory, micro_batch_search
-from lw_jax.training.memory import Needs
-from lw_jax.training.micro_batch_search import Room
-from lw_jax.training.program import Program
+from lw_jax.training.memory import StepMemory
+from lw_jax.training.memory_limit import MemoryLimit
+from lw_jax.training.step_spec import StepSpec
 from sharding import placement as placements
 from tests import tiny
 from tests.standin import Measure
 
 H100 = gpus.CARDS["h100"]
-ENOUGH = Room(10**12, 0.8)
+ENOUGH = MemoryLimit(10**12, 0.8)
 EXACT = 1e-12  # relative: a handful of fp64 sums
 
 
@@ -44,7 +44,7 @@ def auto(root, **changes):
     return tiny.make_config(root, **{"compute__remat": "auto"} | changes)
 
 
-def hardware(count: int, room: Room = ENOUGH, **changes) -> Hardware:
+def hardware(count: int, room: MemoryLimit = ENOUGH, **changes) -> Hardware:
     return Hardware(jax.devices()[:count], room, **{"target": gpus.Target(H100, count)} | changes)
 
 
@@ -91,7 +91,7 @@ def test_a_configured_placement_is_the_only_one(root, measure):
 
 def candidate(seconds: float | None, *, devices: int = 1, peak: int = 100, obstacle: str = "", **more) -> Candidate:
     placed = placements.place("replicate", {"a": 1}, data=devices, devices=jax.devices()[:devices])
-    needs = Needs(1, 1, 0, 0, 0, 0, 0, 0, (peak,))
+    needs = StepMemory(1, 1, 0, 0, 0, 0, 0, 0, (peak,))
     times = None if seconds is None else Times(seconds, 0.0, 0.0)
     return Candidate("replicate", f"{devices}x1", "none", placed, needs, times, obstacle, **more)
 
@@ -147,13 +147,13 @@ def test_another_recomputation_is_compiled_where_arithmetic_was_wrong(root, monk
     """Half of the room that arithmetic wants without recomputation, which the compiler then doubles a hundredfold."""
     single = {"mesh__placement": "single", "train__micro_batch": 8}
     whole = choose(auto(root, **single), hardware(1, compile=None))[0]
-    room = Room(2 * whole.needs.peak, 1.0)
+    room = MemoryLimit(2 * whole.needs.peak, 1.0)
     measure = replace_compiler(monkeypatch, none=100.0)
     found = choose(auto(root, **single), hardware(1, room))
     assert [remat for _, remat, _ in measure.asked] == ["none", "full"]
     assert [(one.remat, one.fits) for one in found] == [("none", False), ("full", True)]
     assert found[0].obstacle == (
-        f"a micro-batch of 8 needs {memory.bytes_of(found[0].needs.peak)} of {memory.bytes_of(room.limit)}"
+        f"a micro-batch of 8 needs {memory.bytes_of(found[0].needs.peak)} of {memory.bytes_of(room.usable)}"
     )
 
 
@@ -164,7 +164,7 @@ def test_a_smaller_micro_batch_than_arithmetic_said_has_the_faster_recomputation
     whole = choose(cfg, hardware(1, compile=None))[0]
     measure = replace_compiler(monkeypatch, none=5.0)
     slow = dataclasses.replace(H100, bandwidth=H100.bandwidth // 1000)
-    found = choose(cfg, hardware(1, Room(int(1.1 * whole.needs.peak), 1.0), target=gpus.Target(slow, 1)))
+    found = choose(cfg, hardware(1, MemoryLimit(int(1.1 * whole.needs.peak), 1.0), target=gpus.Target(slow, 1)))
     assert [one.remat for one in found] == ["none", "full"]
     assert found[0].needs.micro_batch < found[1].needs.micro_batch == 8
     assert {remat for _, remat, _ in measure.asked} == {"none", "full"}
@@ -179,7 +179,7 @@ def test_configured_recomputation_and_micro_batch_are_the_only_ones_compiled(roo
 
 
 def test_what_cannot_hold_its_weights_is_not_compiled(root, measure):
-    found = choose(auto(root), hardware(2, Room(10**6, 0.3)))
+    found = choose(auto(root), hardware(2, MemoryLimit(10**6, 0.3)))
     assert measure.asked == []
     alone = [one for one in found if one.strategy != "hybrid4"]
     assert len(alone) == 5
@@ -205,7 +205,7 @@ def test_where_speed_is_not_known_recomputation_is_taken_to_hold_more_at_once(ro
         own = config.with_remat(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch=8)), remat)
         peaks[remat] = choose(own, hardware(1, compile=None))[0].needs.peak
     assert peaks["full"] < peaks["none"]
-    room = Room(peaks["full"] + 1, 1.0)
+    room = MemoryLimit(peaks["full"] + 1, 1.0)
     assert [one.remat for one in choose(cfg, hardware(1, room, target=None))] == ["full"]
     assert [one.remat for one in choose(cfg, hardware(1, target=None))] == ["none"]
     assert choose(cfg, hardware(1, target=None))[0].times is None
@@ -217,11 +217,11 @@ def test_where_speed_is_not_known_recomputation_is_taken_to_hold_more_at_once(ro
 def test_every_candidate_above_the_limit_has_an_obstacle_and_no_other_has(root, measure):
     cfg, seen = auto(root), set()
     for megabytes in (1, 6, 34):
-        room = Room(megabytes * 10**6, 0.8)
+        room = MemoryLimit(megabytes * 10**6, 0.8)
         for one in choose(cfg, hardware(2, room)):
-            within = one.needs is not None and one.needs.peak <= room.limit
+            within = one.needs is not None and one.needs.peak <= room.usable
             assert one.fits == within == (not one.obstacle), (megabytes, one)
-            if one.needs is not None and one.needs.peak > room.limit:
+            if one.needs is not None and one.needs.peak > room.usable:
                 assert one.needs.micro_batch == 1, "the smallest is what is refused"
             seen.add((within, one.needs is None))
     assert seen == {(True, False), (False, False), (False, True)}
@@ -269,7 +269,7 @@ def test_a_step_that_the_compiler_finds_too_large_is_an_obstacle(micro, root, mo
 
 
 def test_nothing_fits_tells_every_obstacle_and_the_remedies(root, measure):
-    room = Room(10**6, 0.8)
+    room = MemoryLimit(10**6, 0.8)
     rows = [
         dataclasses.asdict(dataclasses.replace(one, placement=None)) for one in choose(auto(root), hardware(3, room))
     ]
@@ -300,9 +300,9 @@ def apart(root):
 def test_a_compiled_candidate_has_the_needs_that_are_measured(apart):
     cfg, found, compiled = apart
     placed = placements.place("split", recipes.reader_bytes(cfg), devices=jax.devices()[:2])
-    program = Program(cfg, recipes.make(cfg, placed, outline=True))
+    program = StepSpec(cfg, recipes.make(cfg, placed, outline=True))
     assert len(compiled) == len(found.needs.programs) > 3
-    assert found.fits and found.needs == micro_batch_search.needs_of(program, program.recipe.batch_widths(), 4)
+    assert found.fits and found.needs == micro_batch_search.measure(program, program.recipe.batch_widths(), 4)
     assert found.estimate == estimate.estimate(
         program, program.recipe, program.recipe.batch_widths(), 4, gpus.Target(H100, 2)
     )

@@ -20,8 +20,8 @@ from lw_jax.planning import estimate, gpus, placement_search, plan_tables, plann
 from lw_jax.planning.placement_search import Hardware
 from lw_jax.recipes import selfmade
 from lw_jax.training import memory, micro_batch_search
-from lw_jax.training.micro_batch_search import Room
-from lw_jax.training.program import Program
+from lw_jax.training.memory_limit import MemoryLimit
+from lw_jax.training.step_spec import StepSpec
 from sharding import placement as placements
 from sharding.errors import PlacementError
 from tests import tiny
@@ -173,7 +173,7 @@ def test_reading_takes_every_device_for_the_batch_where_the_readers_fit(root, me
 def placed_bytes(cfg, model: int) -> int:
     table = "tensor" if model > 1 else "replicate"
     placed = placements.place(table, recipes.reader_bytes(cfg), data=8 // model, model=model)
-    return memory.placed_bytes(Program(config.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True)))
+    return memory.placed_bytes(StepSpec(config.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True)))
 
 
 @pytest.mark.parametrize("model", [2, 4])
@@ -230,8 +230,8 @@ def test_training_accumulates_as_compiled_where_the_batch_does_not_fit(root, cur
     """Really compiled, by the plan and by training: room for half of a device's share."""
     cfg = auto(root, mesh__placement="replicate", compute__remat="none")
     placed = placements.place("replicate", recipes.reader_bytes(cfg))
-    program = Program(cfg, recipes.make(cfg, placed, outline=True))
-    peaks = [micro_batch_search.needs_of(program, program.recipe.batch_widths(), micro).peak for micro in (2, 4)]
+    program = StepSpec(cfg, recipes.make(cfg, placed, outline=True))
+    peaks = [micro_batch_search.measure(program, program.recipe.batch_widths(), micro).peak for micro in (2, 4)]
     room = sum(peaks) / 2 / 1e9
     assert peaks[0] < room * 1e9 < peaks[1]
     changes = {"mesh__memory_gb": room, "mesh__target_utilisation": 1.0, "mesh__placement": "replicate"}
@@ -521,7 +521,7 @@ def test_flags_of_every_candidate_run_that_candidate(count, batch, root):
             row["mesh"],
             row["devices_used"],
         )
-        program = Program(own, recipes.make(own, placed, outline=True))
+        program = StepSpec(own, recipes.make(own, placed, outline=True))
         assert program.accumulation(own.train.micro_batch) == row["accumulation"]
         again = placements.place(row["strategy"], readers, data=row["data"], model=row["model"], devices=devices)
         assert again == placed, "settle and the flags mean the same"
@@ -539,7 +539,7 @@ def test_flags_of_a_split_over_pairs_keep_the_pairs(root):
 
 def test_the_machine_at_hand_is_described_by_what_it_reports(root, monkeypatch):
     cfg = tiny.make_config(root, mesh__memory_gb=24.0)
-    assert planner.here(cfg) == Hardware(jax.devices(), Room(24_000_000_000, 0.8), None)
+    assert planner.here(cfg) == Hardware(jax.devices(), MemoryLimit(24_000_000_000, 0.8), None)
     card = gpus.CARDS["a100_40"]
     monkeypatch.setattr(gpus, "of_device", lambda device: card)
     assert planner.here(cfg).target == gpus.Target(card, 8, 1)

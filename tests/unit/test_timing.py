@@ -8,7 +8,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lw_jax.benchmarking import timing
-from lw_jax.training.program import Program
+from lw_jax.training.step_spec import StepSpec
 from sharding import mesh as meshes
 from tests import tiny
 
@@ -58,7 +58,7 @@ def test_drawn_arrays_lie_where_their_shapes_say_and_are_never_zero():
 @pytest.mark.slow
 def test_timed_steps_are_steps(tmp_path_factory):
     recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers", train__global_batch=2)
-    program = Program(recipe.cfg, recipe)
+    program = StepSpec(recipe.cfg, recipe)
     seen = []
 
     def call(state, frozen, batch):

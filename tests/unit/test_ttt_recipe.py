@@ -17,9 +17,9 @@ from lw_jax.evals import ngrams
 from lw_jax.hub import weights
 from lw_jax.models import ttt
 from lw_jax.recipes.ttt import TTT
-from lw_jax.training import held_out, trainer
 from lw_jax.training import recipe as recipe_protocols
-from lw_jax.training.program import Program
+from lw_jax.training import trainer, validation_loop
+from lw_jax.training.step_spec import StepSpec
 from sharding import placement
 from tests import tiny
 
@@ -155,7 +155,7 @@ def test_text_shorter_than_a_chunk_has_no_inner_loss(root, params):
 
 def test_examples_that_fill_the_last_batch_count_for_nothing(recipe, params):
     whole, filled = measured(recipe, [0, 3]), measured(recipe, [0, 3, 3, 3])
-    masked = held_out._masked({**filled, "valid": np.asarray([True, True, False, False])})
+    masked = validation_loop._mask_padding({**filled, "valid": np.asarray([True, True, False, False])})
     ours, theirs = terms_of(recipe, params, masked), terms_of(recipe, params, whole)
     assert ours.terms.keys() == theirs.terms.keys()
     np.testing.assert_allclose((ours.sum, ours.weight), (theirs.sum, theirs.weight), rtol=SAME)
@@ -169,7 +169,7 @@ def test_validation_of_a_run_is_the_mean_over_all_held_out_tokens(root, params):
     run.state = {"trainable": jax.device_put(jax.device_get(params), recipe.shardings().trainable)}
     windows = recipe.validation()[0][1]
     assert len(windows) % 8, "the last batch must be filled up"
-    found = run.held_out.measure(run.state["trainable"], {"lm": {}})
+    found = run.validation_loop.measure(run.state["trainable"], {"lm": {}})
     ids = jnp.asarray(windows.collate(range(len(windows)))["readers"]["lm"]["ids"])
     assert found["loss"] == pytest.approx(each_nll(recipe, params, ids).mean(), rel=SAME)
     assert {"nll/unigram", "nll/bigram", "inner/first", "inner/before", "inner/after"} < found.keys()
@@ -367,7 +367,7 @@ def test_folder_of_another_shape_is_refused(root, source):
 
 def test_moments_lie_where_their_weights_lie(root):
     recipe = tiny.make_ttt(root, devices=4, strategy="fsdp")
-    state = Program(recipe.cfg, recipe).state()
+    state = StepSpec(recipe.cfg, recipe).state()
     trainable = tree.flatten_paths(state["trainable"])
     moments = {path: leaf for path, leaf in tree.flatten_paths(state["opt_state"]).items() if "/mu/" in path}
     moments |= {path: leaf for path, leaf in tree.flatten_paths(state["opt_state"]).items() if "/nu/" in path}
@@ -385,7 +385,7 @@ def test_optimizer_state_of_a_run_lies_as_its_program_says(root):
     recipe = tiny.make_ttt(root, devices=4, strategy="fsdp", train__steps=1)
     run = trainer.Run(recipe.cfg, recipe, None, None)
     assert run.train(lambda step: False) == 0
-    wanted = tree.flatten_paths(run.program.state())
+    wanted = tree.flatten_paths(run.step_spec.state())
     for path, leaf in tree.flatten_paths(run.state).items():
         assert leaf.sharding.is_equivalent_to(wanted[path].sharding, leaf.ndim), path
 

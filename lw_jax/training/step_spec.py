@@ -1,4 +1,4 @@
-"""What a training run compiles, described by shapes alone: the trainer runs it, the planner compiles it elsewhere."""
+"""Optimizer, train step and abstract arrays (shapes with shardings) of a run; the planner compiles it elsewhere."""
 
 import jax
 import jax.numpy as jnp
@@ -15,24 +15,24 @@ from sharding import place
 from sharding.rules import path_of
 
 
-class Program:
-    """The optimizer, the step, and every array they take as shapes with shardings."""
+class StepSpec:
+    """Optimizer and train step of a recipe, and their arguments as ShapeDtypeStructs with shardings."""
 
     def __init__(self, cfg: Config, recipe: Recipe):
         self.cfg, self.recipe, self.placement = cfg, recipe, recipe.placement
-        self.stretches = [optimizers.Stretch(steps, stage.rate) for _, stage, steps in config.stages(cfg)]
+        self.phases = [optimizers.Phase(steps, stage.rate) for _, stage, steps in config.stages(cfg)]
         self.optimizer = optimizers.make(
-            cfg.optim, stretches=self.stretches, rates=recipe.rates, abstract=recipe.abstract().trainable
+            cfg.optim, phases=self.phases, rates=recipe.rates, abstract=recipe.abstract().trainable
         )
         self.step = train_step.make(recipe, self.placement, self.optimizer, seed=cfg.seed)
 
     @property
     def share(self) -> int:
-        """Returns how many examples of a global batch each data row of devices takes."""
+        """Returns the examples of a global batch per position on the data axis."""
         return self.cfg.train.global_batch // self.placement.data
 
     def accumulation(self, micro_batch: int) -> int:
-        """Returns how many micro-batches make a step; `micro_batch` counts examples on one device, 0: the whole share.
+        """Returns the micro-batches of a step; `micro_batch` counts examples on one device, 0: the whole share.
 
         Raises sharding.errors.PlacementError with the nearest legal values.
         """
@@ -41,20 +41,20 @@ class Program:
         )
 
     def state(self) -> State:
-        """Returns what moves during training."""
+        """Returns the abstract train state."""
         shapes = self.recipe.abstract().trainable
         trainable = place.place_shapes(shapes, self.recipe.shardings().trainable)
         replicated = NamedSharding(self.placement.learner, P())
-        opt_state = _follow(jax.eval_shape(self.optimizer.init, shapes), trainable, replicated)
+        opt_state = _place_optimizer_state(jax.eval_shape(self.optimizer.init, shapes), trainable, replicated)
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
         return {"trainable": trainable, "opt_state": opt_state, "step": step}
 
     def frozen(self) -> Tree:
-        """Returns the frozen weights."""
+        """Returns the abstract frozen weights."""
         return place.place_shapes(self.recipe.abstract().frozen, self.recipe.shardings().frozen)
 
     def batch(self, widths: Tree, accumulation: int) -> Tree:
-        """Returns one global batch [a b ...]; `widths` is one example's shapes, without the batch axis."""
+        """Returns an abstract global batch [a b ...]; `widths` is one example's shapes, without the batch axis."""
         rows = self.cfg.train.global_batch // accumulation
 
         def put(tree: Tree, mesh: Mesh) -> Tree:
@@ -67,12 +67,12 @@ class Program:
         return place.put_parts(widths, self.placement, put)
 
     def lower(self, widths: Tree, accumulation: int) -> dict[str, train_step.Part]:
-        """Returns the step's programs by name, ready to be compiled."""
+        """Returns the lowered programs of the step by name."""
         return self.step.lower(self.state(), self.frozen(), self.batch(widths, accumulation))
 
 
-def _follow(opt_state: Tree, trainable: Tree, otherwise: NamedSharding) -> Tree:
-    """Returns the optimizer's state as shapes; what belongs to a weight, by the end of its path, lies where that is."""
+def _place_optimizer_state(opt_state: Tree, trainable: Tree, otherwise: NamedSharding) -> Tree:
+    """Returns the abstract optimizer state; a leaf whose path ends in a weight's path takes that weight's sharding."""
     weights = {path_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(trainable)}
 
     def place(key_path: tuple, leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

@@ -1,4 +1,4 @@
-"""Validation during training: the loss and metrics of held-out examples, in batches that fit into memory."""
+"""Validation during training: loss and metrics of held-out examples, in batches that fit into memory."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -7,34 +7,34 @@ from lw_jax.core import rng as rngs
 from lw_jax.core.types import Tree
 from lw_jax.data.data_schedule import Stream
 from lw_jax.data.loader import eval_batches
-from lw_jax.training import micro_batch_search
-from lw_jax.training.program import Program
+from lw_jax.training import out_of_memory
+from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
 
-class HeldOut:
-    """The validation of one run."""
+class ValidationLoop:
+    """Validation of one run."""
 
-    def __init__(self, program: Program, *, tell: Callable[[str], None]):
-        self._program = program
-        placement = program.placement
-        batch = place.round_up(program.cfg.eval.batch, placement.data)
-        self._batch = micro_batch_search.Batch(batch, multiple=placement.data, tell=tell)
+    def __init__(self, step_spec: StepSpec, *, say: Callable[[str], None]):
+        self._step_spec = step_spec
+        placement = step_spec.placement
+        batch = place.round_up(step_spec.cfg.eval.batch, placement.data)
+        self._batch = out_of_memory.HalvingBatch(batch, multiple=placement.data, say=say)
 
     def measure(
         self, trainable: Tree, frozen: Tree, stop_requested: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:
-        """Returns the loss of the first data set and the mean metrics of each, weighted by their tokens.
+        """Returns the loss of the first data set and the token-weighted mean metrics of each.
 
-        None: stopped; `stop_requested` is asked before each batch.
+        None where it was stopped: `stop_requested` is called before each batch.
 
         Raises:
-          fit.OutOfMemory: not even the smallest batch fits.
+          OutOfMemory: not even the smallest batch fits.
         """
         return self._batch.run(lambda size: self._measure(trainable, frozen, size, stop_requested))
 
     def describe(self, values: dict[str, float]) -> str:
-        """Returns the metrics that people read: of further data sets the NLL alone, the files have the rest."""
+        """Returns the metrics for the progress line: of further data sets the NLL only, the log files have the rest."""
         prefixes = ("detail/", *(prefix for prefix, _ in self._data if prefix))
         shown = {name: value for name, value in values.items() if "nll/" in name or not name.startswith(prefixes)}
         return "  ".join(f"{name} {value:.4g}" for name, value in shown.items())
@@ -42,7 +42,7 @@ class HeldOut:
     def _measure(
         self, trainable: Tree, frozen: Tree, size: int, stop_requested: Callable[[], bool]
     ) -> dict[str, float] | None:
-        cfg, placement = self._program.cfg, self._program.placement
+        cfg, placement = self._step_spec.cfg, self._step_spec.placement
         key = rngs.stream(cfg.seed, "validation")
         found: dict[str, float] = {}
         for number, (prefix, encoded) in enumerate(self._data):
@@ -50,8 +50,8 @@ class HeldOut:
             for batch in eval_batches(encoded, batch=size, limit=cfg.eval.examples):
                 if stop_requested():
                     return None
-                placed = place.put_parts(_masked(batch), placement, place.put_eval)
-                terms = self._program.step.evaluate(trainable, frozen, placed, key)
+                placed = place.put_parts(_mask_padding(batch), placement, place.put_eval)
+                terms = self._step_spec.step.evaluate(trainable, frozen, placed, key)
                 loss = {} if number else {"loss": (terms.sum, terms.weight)}
                 for name, pair in (terms.terms | loss).items():
                     total = sums.setdefault(prefix + name, [0.0, 0.0])
@@ -62,11 +62,11 @@ class HeldOut:
 
     @functools.cached_property
     def _data(self) -> Sequence[tuple[str, Stream]]:
-        return self._program.recipe.validation()
+        return self._step_spec.recipe.validation()
 
 
-def _masked(batch: Tree) -> Tree:
-    """Drops the examples that only fill the last batch from every weight."""
+def _mask_padding(batch: Tree) -> Tree:
+    """Zeroes the weights of the padding examples of the last batch."""
     valid = batch["valid"]
     readers = {
         name: fields | {"weights": fields["weights"] * valid[:, None]} for name, fields in batch["readers"].items()

@@ -1,0 +1,30 @@
+"""Memory limit of a device: the bytes that a plan or a run may use."""
+
+import dataclasses
+
+from lw_jax.core import runtime
+from lw_jax.core.config import Config
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryLimit:
+    """Bytes of one device and the share of them that may be used."""
+
+    memory: int
+    utilisation: float
+
+    @property
+    def usable(self) -> int:
+        """Returns the bytes that may be used."""
+        return int(self.memory * self.utilisation)
+
+
+def local(cfg: Config) -> MemoryLimit | None:
+    """Returns the limit of this machine's devices: configured, else reported by the runtime, else None (CPU)."""
+    found = of_devices(cfg, runtime.device_memory() or 0)
+    return found if found.memory else None
+
+
+def of_devices(cfg: Config, memory: int) -> MemoryLimit:
+    """Returns the limit of devices with so many bytes; `mesh.memory_gb` overrides them."""
+    return MemoryLimit(int(cfg.mesh.memory_gb * 1e9) or memory, cfg.mesh.target_utilisation)

@@ -1,0 +1,97 @@
+"""Progress lines, metrics and device readings of one run."""
+
+import contextlib
+import math
+from collections.abc import Iterator
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from lw_jax.core.config import Config
+from lw_jax.core.types import Tree
+from lw_jax.training import metrics, optimizers
+from lw_jax.training.device_monitor import Devices, Sampler
+from lw_jax.training.progress import Live
+from lw_jax.training.recipe import Recipe, unit_of
+from lw_jax.training.step_spec import StepSpec
+
+
+class Reporter:
+    """Reports a run to people and to the files of its workdir; of several processes the first one alone."""
+
+    def __init__(self, cfg: Config, recipe: Recipe, step_spec: StepSpec, workdir: Path | None):
+        self._train, self._recipe, self._workdir = cfg.train, recipe, workdir
+        self._is_first_process = jax.process_index() == 0
+        self._schedule = optimizers.schedule(cfg.optim, step_spec.phases)
+        self._live = Live(cfg.train.steps, enabled=self._is_first_process)
+        self._logs: list[metrics.MetricsLog | metrics.TensorBoard] = []
+        self.clock = metrics.Clock(0, cfg.train.steps)
+        used = {device for mesh in recipe.placement.meshes for device in mesh.local_devices}
+        suffix = "" if self._is_first_process else f"-{jax.process_index()}"
+        self._sampler = Sampler(
+            Devices(sorted(used, key=lambda device: device.id), self.say),
+            path=workdir / f"devices{suffix}.jsonl" if workdir else None,
+        )
+
+    def say(self, *lines: str) -> None:
+        """Prints lines for people."""
+        for line in lines:
+            self._live.tell(line)
+
+    @contextlib.contextmanager
+    def live(self, first: int) -> Iterator[None]:
+        """Shows progress from step `first` on and samples the devices; prints their summary at the end."""
+        view = Live(self._train.steps, first, enabled=self._is_first_process, devices=self._sampler.describe)
+        with self._sampler, view as self._live:
+            yield
+        self.say(*self._sampler.summary())
+
+    @contextlib.contextmanager
+    def open_logs(self, first: int, *, revalidate: bool) -> Iterator[None]:
+        """Opens the metrics logs without rows beyond step `first` and restarts the clock."""
+        self._logs, self.clock = [], metrics.Clock(first, self._train.steps)
+        if self._workdir is None or not self._is_first_process:
+            yield
+            return
+        log = metrics.MetricsLog(self._workdir / "metrics.jsonl", resumed_step=first, revalidate=revalidate)
+        with metrics.TensorBoard(self._workdir / "tensorboard", resumed_step=first) as board:
+            self._logs = [log, board]
+            yield
+
+    def log(self, step: int, values: dict[str, float]) -> None:
+        """Writes a row to every log."""
+        for log in self._logs:
+            log.write(step, values)
+
+    def compiled(self, step: int) -> None:
+        """Reports the first step, which compiles, and excludes it from times and device readings."""
+        self.say(f"first step, compiled and run, in {metrics.duration(self.clock.compiled(step))}")
+        self._sampler.restart()
+
+    def advance(self, step: int) -> None:
+        """Moves the progress bar."""
+        self._live.advance(step)
+
+    def report(self, step: int, values: Tree, *, final: bool = False) -> None:
+        """Prints and logs the metrics of a step, every `train.log_every` steps and at the end."""
+        if not (final or step % self._train.log_every == 0):
+            return
+        found = {name: float(value) for name, value in values.items()}
+        unit, per_example = unit_of(self._recipe)
+        pace, left = self.clock.lap(step)
+        fields = {name: f"{name} {value:.4g}" for name, value in found.items()}
+        row = {f"train/{name}": value for name, value in found.items()}
+        row |= {"train/learning_rate": float(jnp.asarray(self._schedule(step - 1)))}
+        if math.isnan(pace):  # no step has passed since the one that compiled
+            fields |= {"pace": "- s/step", "rate": f"- {unit}/s"}
+        else:
+            rate = self._train.global_batch / pace
+            fields |= {"pace": f"{pace:.2f} s/step", "rate": f"{rate * per_example:,.1f} {unit}/s"}
+            row |= {
+                "train/seconds_per_step": pace,
+                "train/samples_per_second": rate,
+                f"train/{unit}_per_second": rate * per_example,
+            }
+        self._live.update(step, fields, left)
+        self.log(step, row | {"examples": step * self._train.global_batch, **self._sampler.scalars()})
