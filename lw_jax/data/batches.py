@@ -1,7 +1,6 @@
-"""Examples as token ids: tokenised once, then collated into static-shape batches of numpy arrays.
+"""Examples as token ids, tokenised once, and collation into static-shape batches of numpy arrays.
 
-The only place where labels shift, and the only one that knows how a prompt is laid out. What is cut or dropped is
-counted and told. Nothing of an answer reaches any field but `answer_inputs`, `targets` and `weights`.
+The only module that shifts labels. An answer is in `answer_inputs`, `targets` and `weights` and in no other field.
 """
 
 import dataclasses
@@ -12,105 +11,29 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Example, Task
 from lw_jax.data.example_counts import REASONS, Ledger
+from lw_jax.data.prompt_tokens import Layout, ReaderPass, read_source
 
 _log = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
 
-PROMPT_ROWS = ("text", "none", "truncated")  # the rows that read a whole prompt; other names need no field of their own
+PROMPT_ROWS = ("text", "none", "truncated")  # rows with a whole prompt; other rows have no field
 MULTIPLE = 8  # widths are rounded up to it, so that data sets of similar lengths share one compiled program
-WIDEST = 16  # characters of a token, at most, in a text whose beginning is read; tokens of text have 4
-MARGIN = 256  # ids read beyond a limit, so that those before it are the whole text's
-_CONTEXT, _QUESTION = "\ue000context\ue001", "\ue000question\ue001"  # private-use characters: stand-ins while rendering
 
 
 class Lookup(Protocol):
-    """What a frozen model said of each example, kept from before."""
+    """Cached outputs of a frozen model for each example."""
 
     def __call__(self, positions: Sequence[int], /) -> Batch:
-        """Returns arrays [b ...] of the examples at those positions. Raises UserError where one is not kept."""
+        """Returns arrays [b ...] of the examples at those positions. Raises UserError for one that is not cached."""
         ...
 
     def empty(self, count: int) -> Batch:
         """Returns arrays [count ...] of the same shapes and types, without values."""
         ...
-
-
-class SourceTokenizer(Protocol):
-    """What the encoder's side needs of a tokenizer."""
-
-    @property
-    def pad(self) -> int:
-        """Fills ids where the mask is False."""
-        ...
-
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Returns each text's ids, with nothing added."""
-        ...
-
-
-class ReaderTokenizer(SourceTokenizer, Protocol):
-    """What a reader's side needs of a tokenizer."""
-
-    @property
-    def begin(self) -> tuple[int, ...]:
-        """Stands before every prompt: (BOS,) or nothing."""
-        ...
-
-    @property
-    def eos(self) -> int:
-        """Ends an answer."""
-        ...
-
-    def render_chat(self, user: str, *, system: str = "") -> str:
-        """Returns the chat template's text up to the reply."""
-        ...
-
-
-@dataclasses.dataclass(frozen=True)
-class Reader:
-    """A reader's tokenizer and how its prompt is wrapped: "plain" or "chat"."""
-
-    tokenizer: ReaderTokenizer
-    template: str
-
-
-@dataclasses.dataclass(frozen=True)
-class Layout:
-    """Everything that decides which ids an example becomes, and where its lengths end."""
-
-    prompt: config.Prompt
-    readers: dict[str, Reader]
-    source: SourceTokenizer
-    window: int  # what the encoder's body reads at once, in its tokens or bytes
-    windows: int  # the longest source has so many
-    slots: int  # of a message; as many context tokens has the row "truncated"
-    width: int  # of a latent
-    data: config.Data
-
-    def source_text(self, example: Example) -> str:
-        """Returns what the encoder reads of an example; a question in the latents stands first, so it is never cut."""
-        if self.prompt.question == "latents" and example.question:
-            return f"{example.question}\n{example.context}"
-        return example.context
-
-
-@dataclasses.dataclass(frozen=True)
-class Frame:
-    """One reader's prompt text around the context and the question."""
-
-    before: str
-    middle: str
-    tail: str
-    gap: str  # what stands between the prompt and the answer
-
-    def after(self, question: str) -> str:
-        """Returns the text that follows the context."""
-        return self.middle + question + self.tail
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,14 +64,14 @@ class Encoded:
     examples: tuple[Example, ...]
     source: Field
     readers: dict[str, dict[str, Field]]  # before, after, answer (absent for prompts), and the asked prompt rows
-    counts: dict[str, int]  # given, kept, and what was dropped or cut for which reason
+    counts: dict[str, int]  # given, kept, and dropped or cut by reason
     slots: int  # of a message, and the width of a latent
     width: int
-    task: str = "answer"  # what is asked of the readers
+    task: str = "answer"  # the readers' task
     teachers: Mapping[str, Lookup] = dataclasses.field(default_factory=dict)  # by reader, where the KL needs one
 
     def __len__(self) -> int:
-        """Counts the examples kept."""
+        """Returns the number of usable examples."""
         return len(self.examples)
 
     def collate(
@@ -156,7 +79,7 @@ class Encoded:
     ) -> Batch:
         """Returns the Batch of docs/architecture.md with all encoded prompt rows, or only the named ones.
 
-        `channel` i32[b 3] says of each example in how many slots, of which width and with how many bits it is sent.
+        `channel` i32[b 3]: slots, width and bits of each example's message.
         """
         if channel is None:
             channel = np.tile(np.array([self.slots, self.width, EXACT], np.int32), (len(indices), 1))
@@ -178,7 +101,7 @@ class Encoded:
         return {"source": source, "readers": readers, "index": np.array(indices, np.int32)}
 
     def probe(self) -> Batch:
-        """Returns a batch of one example for its shapes and types alone: what a teacher says need not be kept yet."""
+        """Returns a batch of one example for its shapes and types; a teacher's values need not be cached yet."""
         bare = dataclasses.replace(self, teachers={}).collate([0])
         for name, teacher in self.teachers.items():
             bare["readers"][name]["teacher"] = teacher.empty(1)
@@ -186,25 +109,25 @@ class Encoded:
 
     def digest(self) -> str:
         """Identifies the tokens that every example becomes."""
-        said = hashlib.blake2b(self.task.encode(), digest_size=16)
+        digest = hashlib.blake2b(self.task.encode(), digest_size=16)
         fields = {"source": self.source}
         for name, one in self.readers.items():
             fields |= {f"{name}/{key}": field for key, field in one.items()}
         for name, field in sorted(fields.items()):
-            said.update(f"{name}:{field.width}:{len(field.ids)}".encode())
+            digest.update(f"{name}:{field.width}:{len(field.ids)}".encode())
             for ids in field.ids:
-                said.update(len(ids).to_bytes(8, "little") + ids.tobytes())
-        return said.hexdigest()
+                digest.update(len(ids).to_bytes(8, "little") + ids.tobytes())
+        return digest.hexdigest()
 
     def shuffled(self) -> "Encoded":
-        """Returns the same examples, each with the source of the next one that has another context."""
+        """Returns the same examples, each with the source of the next example of another context."""
         others = other_examples(self.examples)
         return dataclasses.replace(
             self, source=dataclasses.replace(self.source, ids=[self.source.ids[i] for i in others])
         )
 
     def describe(self) -> list[str]:
-        """Returns lines for people: examples kept, dropped and cut, and every field's longest row / static width."""
+        """Returns report lines: examples used, dropped and cut, and each field's longest row / static width."""
         lines = [f"{self.task}: {self.counts['kept']} of {self.counts['given']} examples kept"]
         for reason, meaning in REASONS.items():
             if self.counts[reason]:
@@ -216,9 +139,9 @@ class Encoded:
 
 
 def other_examples(examples: Sequence[Example]) -> list[int]:
-    """Returns, for each example, the next one (cyclically) with another context: whose latents a control sends.
+    """Returns, for each example, the next one (cyclically) with another context, whose latents a control sends.
 
-    Where all contexts are the same there is no such example and itself is returned.
+    Where all contexts are the same, the example itself is returned.
     """
     contexts, count = [example.context for example in examples], len(examples)
     others = []
@@ -237,10 +160,10 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
     ledger = Ledger([example.id for example in examples])
     answered = any(example.answers for example in examples)
     if not all(bool(example.answers) == answered for example in examples):
-        raise UserError("some examples have answers and some have none; encode them apart")
+        raise UserError("some examples have answers and some have none; encode them separately")
     source = read_source([layout.source_text(example) for example in examples], layout, ledger)
     tokens = {
-        name: _ReaderPass(name, reader, layout, ledger).read(examples, set(rows), answered)
+        name: ReaderPass(name, reader, layout, ledger).read(examples, set(rows), answered)
         for name, reader in layout.readers.items()
     }
     keep = ledger.settle(layout.data.overlong)
@@ -274,216 +197,16 @@ def encode_prompt(context: str, question: str, *, layout: Layout, rows: Iterable
     return encoded.collate([0])
 
 
-def read_source(texts: list[str], layout: Layout, ledger: Ledger) -> list[np.ndarray]:
-    """Returns what the encoder reads of each text; the ledger learns what is cut or refused."""
-    limit = layout.window * layout.windows
-    source = tokenize(layout.source, texts, limit=limit)
-    named = f"config.encoder.window={layout.window}" + f" x windows={layout.windows}" * (layout.windows > 1)
-    for i, ids in enumerate(source):
-        if len(ids) <= limit:
-            continue
-        if layout.data.overlong == "cut":
-            source[i] = ids[:limit]
-            ledger.cut["source_cut"].add(i)
-        else:
-            ledger.refuse(i, f"{_count(ids, texts[i], limit)} tokens or bytes of context, limit {named}")
-    return source
-
-
 def source_field(ids: list[np.ndarray], layout: Layout) -> Field:
-    """Returns the encoder's field; one longer than a window is as wide as a whole number of them."""
+    """Returns the encoder's field; beyond one window its width is a whole number of windows."""
     longest = max(map(len, ids))
     width = _width(longest, layout.window) if longest <= layout.window else -(-longest // layout.window) * layout.window
     return Field(ids, width, layout.source.pad, left=False)
 
 
-class _ReaderPass:
-    """One reader's tokenisation of all examples."""
-
-    def __init__(self, name: str, reader: Reader, layout: Layout, ledger: Ledger) -> None:
-        self.name, self.tokenizer, self.layout, self.ledger = name, reader.tokenizer, layout, ledger
-        self.frame = make_frame(name, reader, layout.prompt)
-
-    def read(self, examples: Sequence[Example], rows: set[str], answered: bool) -> dict[str, list[np.ndarray]]:
-        """Returns each field's ids, one array an example; the ledger learns what must be dropped."""
-        asked = [self.frame.after(example.question) for example in examples]
-        in_latents = self.layout.prompt.question == "latents"
-        after_texts = [self.frame.after("")] * len(examples) if in_latents else asked
-        data = self.layout.data
-        asked_limit = None if in_latents else data.question_tokens
-        before = self._tokenize([self.frame.before], begin=True)[0]
-        after = self._tokenize(after_texts, limit=data.question_tokens)
-        fields = {"before": [before] * len(examples), "after": after}
-        self._limit(after, "question", "question_tokens")
-        if answered:
-            fields["answer"] = self._read_answers(after_texts, after, examples, limit=data.question_tokens)
-            self._limit(fields["answer"], "answer", "answer_tokens")
-        if "text" in rows:
-            fields["text"] = self._read_text(examples, asked, fields.get("answer"))
-        if "none" in rows:
-            limit = None if asked_limit is None else len(before) + asked_limit
-            fields["none"] = self._tokenize([self.frame.before + text for text in asked], begin=True, limit=limit)
-        if "truncated" in rows:
-            slots = self.layout.slots
-            contexts = self._tokenize([example.context for example in examples], limit=slots)
-            question = self._tokenize(asked) if in_latents else after
-            fields["truncated"] = [
-                np.concatenate([before, c[:slots], a]) for c, a in zip(contexts, question, strict=True)
-            ]
-        return fields
-
-    def _tokenize(self, texts: list[str], *, begin: bool = False, limit: int | None = None) -> list[np.ndarray]:
-        """Returns ids, of what is far beyond a limit some beyond it; with `begin`, those of a whole prompt."""
-        ids = tokenize(self.tokenizer, texts, limit=limit)
-        return with_begin(self.tokenizer, ids) if begin else ids
-
-    def _limit(self, ids: list[np.ndarray], reason: str, key: str) -> None:
-        limit = getattr(self.layout.data, key)
-        for i, row in enumerate(ids):
-            if len(row) > limit:
-                self.ledger.drop(i, reason, f"{len(row)} tokens of reader {self.name!r}, config.data.{key}={limit}")
-
-    def _read_answers(
-        self,
-        texts: list[str],
-        prompts: list[np.ndarray],
-        examples: Sequence[Example],
-        *,
-        limit: int,
-        begin: bool = False,
-    ) -> list[np.ndarray]:
-        """Returns the ids that follow each prompt when it is tokenised together with its answer, and EOS.
-
-        Of an example that is dropped or refused by now, whose prompt of more than `limit` ids may be a beginning, EOS.
-        """
-        joined = [text + self.frame.gap + e.answers[0] for text, e in zip(texts, examples, strict=True)]
-        answers = []
-        found = self._tokenize(joined, begin=begin, limit=limit + self.layout.data.answer_tokens)
-        for i, (prompt, full) in enumerate(zip(prompts, found, strict=True)):
-            if _is_cut(texts[i], limit) and self.ledger.settled(i):
-                answers.append(np.array([self.tokenizer.eos], np.int32))
-                continue
-            if np.array_equal(full, prompt):
-                self.ledger.drop(i, "nothing", f"answer {examples[i].answers[0]!r}, reader {self.name!r}")
-            elif len(full) <= len(prompt) or not np.array_equal(full[: len(prompt)], prompt):
-                self._drop_boundary(i, examples[i])
-            answers.append(np.append(full[len(prompt) :], np.int32(self.tokenizer.eos)))
-        return answers
-
-    def _read_text(
-        self, examples: Sequence[Example], after_texts: list[str], answers: list[np.ndarray] | None
-    ) -> list[np.ndarray]:
-        """Returns the whole prompts, tokenised jointly; one that changes the answer's ids is dropped."""
-        texts = [self.frame.before + e.context + after for e, after in zip(examples, after_texts, strict=True)]
-        limit = self.layout.data.context_tokens
-        prompts = self._tokenize(texts, begin=True, limit=limit)
-        for i, ids in enumerate(prompts):
-            if len(ids) <= limit:
-                continue
-            if self.layout.data.overlong != "cut":
-                count = _count(ids, texts[i], limit)
-                detail = f"{count} tokens of text prompt of reader {self.name!r}, config.data.context_tokens={limit}"
-                self.ledger.refuse(i, detail)
-                continue
-            texts[i] = self._cut_text(examples[i].context, after_texts[i])
-            prompts[i] = self._tokenize([texts[i]], begin=True, limit=limit)[0]
-            if len(prompts[i]) > limit:
-                self.ledger.drop(i, "prompt", f"{len(prompts[i])} tokens of reader {self.name!r}, limit {limit}")
-            self.ledger.cut["text_cut"].add(i)
-        if answers is not None:
-            joint = self._read_answers(texts, prompts, examples, limit=limit, begin=True)
-            for i, (wire, text) in enumerate(zip(answers, joint, strict=True)):
-                known = _is_cut(texts[i], limit) and self.ledger.settled(i)
-                if not known and not np.array_equal(wire, text):
-                    self._drop_boundary(i, examples[i])
-        return prompts
-
-    def _cut_text(self, context: str, after: str) -> str:
-        """Returns the prompt with the longest start of its context that fits, found by bisection over characters."""
-        limit = self.layout.data.context_tokens
-        low, high = 0, len(context)  # `low` characters fit (or nothing does), `high` do not
-        while high - low > 1:
-            middle = (low + high) // 2
-            ids = self._tokenize([self.frame.before + context[:middle] + after], begin=True, limit=limit)[0]
-            low, high = (middle, high) if len(ids) <= limit else (low, middle)
-        return self.frame.before + context[:low] + after
-
-    def _drop_boundary(self, index: int, example: Example) -> None:
-        detail = f"reader {self.name!r}, prompt.anchor={self.layout.prompt.anchor!r}, answer {example.answers[0]!r}"
-        self.ledger.drop(index, "boundary", detail)
-
-
-def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
-    """Returns a reader's prompt text around context and question, as its template writes it."""
-    rule = f"config.prompt.user={prompt.user!r} must hold {{context}} once and, after it, {{question}} once"
-    try:
-        parts = config.split_prompt(prompt.user)
-    except ValueError as error:
-        raise UserError(f"{rule} ({error})") from error
-    if parts is None:
-        raise UserError(rule)
-    user = parts[0] + _CONTEXT + parts[1] + _QUESTION + parts[2]
-    if reader.template not in ("plain", "chat"):
-        raise UserError(f'config.llms.{name}.template={reader.template!r} must be "plain" or "chat"')
-    chat = reader.template == "chat"
-    text = (reader.tokenizer.render_chat(user, system=prompt.system) if chat else user) + prompt.anchor
-    if text.count(_CONTEXT) != 1 or text.count(_QUESTION) != 1 or text.index(_CONTEXT) > text.index(_QUESTION):
-        raise UserError(
-            f"config.llms.{name}: its chat template does not repeat the user's words once and unchanged; "
-            'set template="plain" for this reader'
-        )
-    before, rest = text.split(_CONTEXT)
-    middle, tail = rest.split(_QUESTION)
-    open_end = not tail or not tail[-1].isspace()
-    return Frame(before, middle, tail, " " if open_end and (prompt.anchor or not chat) else "")
-
-
-def tokenize(tokenizer: SourceTokenizer, texts: list[str], *, limit: int | None = None) -> list[np.ndarray]:
-    """Returns the ids of each text, i32, with nothing added.
-
-    With a limit, of a text far beyond it only a beginning is read: more than `limit` ids, the first `limit` of them
-    the whole text's. Whatever must not exceed the limit is found to, and a row of megabytes costs no minutes.
-    """
-    chunk = 1024  # Python lists of ids take ten times the memory of arrays: never hold them for a whole data set
-    starts = range(0, len(texts), chunk)
-    size = None if limit is None else WIDEST * (limit + MARGIN)
-    cut = [text[:size] for text in texts]
-    found = [np.array(ids, np.int32) for i in starts for ids in tokenizer.encode_batch(cut[i : i + chunk])]
-    if limit is None or size is None:
-        return found
-    for i, text in enumerate(texts):
-        read = size
-        # The last ids of a beginning are of a word that is cut; a tokenizer may make one id of very many characters.
-        while len(text) > read and len(found[i]) < limit + MARGIN:
-            read *= 4
-            found[i] = np.array(tokenizer.encode_batch([text[:read]])[0], np.int32)
-    return found
-
-
 def field(ids: list[np.ndarray], pad: int, *, left: bool, limit: int | None = None) -> Field:
     """Returns a field as wide as its longest row, rounded up but to no more than `limit`."""
     return Field(ids, _width(max(map(len, ids)), limit), pad, left)
-
-
-def opening(name: str, reader: Reader, prompt: config.Prompt) -> np.ndarray:
-    """Returns the ids of a reader's prompt up to the context, BOS included."""
-    return with_begin(reader.tokenizer, tokenize(reader.tokenizer, [make_frame(name, reader, prompt).before]))[0]
-
-
-def with_begin(tokenizer: ReaderTokenizer, rows: list[np.ndarray]) -> list[np.ndarray]:
-    """Returns the rows with what the tokenizer itself puts first, unless they already hold it."""
-    first = np.array(tokenizer.begin, np.int32)
-    return [row if np.array_equal(row[: len(first)], first) else np.concatenate([first, row]) for row in rows]
-
-
-def _count(ids: np.ndarray, text: str, limit: int) -> str:
-    """Says how many ids a text has, of which perhaps only a beginning was read."""
-    return f"more than {limit} (of {len(text):,} characters)" if _is_cut(text, limit) else f"{len(ids)}"
-
-
-def _is_cut(text: str, limit: int) -> bool:
-    """Says whether `tokenize` may read a beginning of a text only."""
-    return len(text) > WIDEST * (limit + MARGIN)
 
 
 def _width(longest: int, limit: int | None) -> int:
@@ -492,7 +215,7 @@ def _width(longest: int, limit: int | None) -> int:
 
 
 def _shift(answer: dict[str, np.ndarray], pad: int) -> Batch:
-    """Returns the answer's fields: the input at slot i is the target of slot i - 1; EOS is a target, never an input."""
+    """Returns the answer's fields: input i is target i - 1; EOS is a target, never an input."""
     ids, mask = answer["ids"], answer["mask"]
     inputs = np.where(mask[:, 1:], ids[:, :-1], np.int32(pad))
     return {"answer_inputs": inputs, "targets": ids, "weights": mask.astype(np.float32)}

@@ -39,7 +39,7 @@ META, LOCK = "meta.json", "lock"
 
 
 class TextTokenizer(Protocol):
-    """What a corpus needs of a tokenizer."""
+    """Tokenizer of a corpus."""
 
     @property
     def eos(self) -> int:
@@ -96,7 +96,7 @@ class Corpus:
         return rows
 
     def split(self, held_out: float, *, length: int) -> "tuple[Span, Span]":
-        """Returns what is learned from and the last share, held out, divided at a multiple of `length`.
+        """Returns the training span and the last share, held out, split at a multiple of `length`.
 
         They share one token: the last target of the first span is the first input of the second, and no target there.
         Raises UserError where either has less than one window of `length` inputs and as many targets.
@@ -104,10 +104,10 @@ class Corpus:
         border = math.floor((self.tokens - 1) * (1 - held_out) / length) * length
         if border < length or self.tokens - 1 - border < length:
             share = (length + 1) / self.tokens
-            told = f"between {share:.2g} and {1 - share:.2g}" if share < 0.5 else "of a larger corpus"
+            rule = f"between {share:.2g} and {1 - share:.2g}" if share < 0.5 else "of a larger corpus"
             raise UserError(
                 f"held_out={held_out} of {self.source} ({self.tokens} tokens) leaves one side less than a window of "
-                f"{length} + 1 tokens; hold out a share {told}, or take shorter windows"
+                f"{length} + 1 tokens; hold out a share {rule}, or take shorter windows"
             )
         return Span(self, 0, border + 1), Span(self, border, self.tokens)
 
@@ -153,7 +153,7 @@ class Span:
 def pack(source: str, tokenizer: TextTokenizer, *, root: Path) -> Corpus:
     """Returns the corpus of a source, packed below root/"corpus" unless it is there; of two jobs one packs.
 
-    A hub's data set that cannot be asked for is taken as it was packed last, which is told.
+    A hub's data set that cannot be reached is used as last packed, and this is reported.
 
     Raises:
         UserError: what `documents.read` refuses, a source without text, a folder that cannot be written, or a damaged
@@ -184,17 +184,17 @@ def pack(source: str, tokenizer: TextTokenizer, *, root: Path) -> Corpus:
 
 
 def _make(folder: Path, source: str, tokenizer: TextTokenizer) -> None:
-    """Writes the shards and then the meta.json that says they are whole."""
+    """Writes the shards, then meta.json, which marks them as complete."""
     for left in folder.iterdir():
         if left.name != LOCK:
             left.unlink()
     counts = {"documents": 0, "blank": 0, "bytes": 0}
-    told = time.monotonic()
+    reported = time.monotonic()
     with contextlib.closing(_Shards(folder, tokenizer.vocab)) as shards:
         for pieces in _batches(documents.read(source), counts):
             shards.write(_encode(pieces, tokenizer))
-            if time.monotonic() - told >= TOLD_EVERY:
-                told = time.monotonic()
+            if time.monotonic() - reported >= TOLD_EVERY:
+                reported = time.monotonic()
                 done = f"{sum(shards.counts):,} tokens of {counts['bytes'] / 1e6:,.0f} MB of text"
                 _tell(f"packing {source}: {done}")
     if not counts["documents"]:
@@ -282,7 +282,7 @@ _Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 
 
 class _Meta(msgspec.Struct, frozen=True):
-    """What meta.json says of a whole corpus."""
+    """Content of meta.json, of a complete corpus."""
 
     format: int
     source: str
@@ -302,7 +302,7 @@ def _load(folder: Path, *, made: bool) -> Corpus:
         file, size = _shard(folder, number), count * np.dtype(meta.dtype).itemsize
         found = file.stat().st_size if file.is_file() else 0
         if found != size:
-            raise UserError(f"{file}: {found} bytes, {META} says {size}; remove the folder, it is then packed anew")
+            raise UserError(f"{file}: {found} bytes, {META} has {size}; remove the folder, it is then packed anew")
     if sum(meta.shards) != meta.tokens:
         rule = f"its shards have {sum(meta.shards)}; remove the folder, it is then packed anew"
         raise UserError(f"{folder / META}: tokens={meta.tokens}, {rule}")

@@ -1,4 +1,4 @@
-"""What a run reads in which order: stretches of batches, each a mixture of encoded streams, sent in drawn shapes."""
+"""Data schedule of a run: phases of batches, each a mixture of encoded streams, with drawn message shapes."""
 
 import dataclasses
 import functools
@@ -16,16 +16,16 @@ from lw_jax.data.batches import Batch
 
 
 class Stream(Protocol):
-    """A tokenised data set, whatever its batches hold."""
+    """A tokenised data set."""
 
     @property
     def task(self) -> str:
-        """Names what its batches ask for."""
+        """Name of the task of its batches."""
         ...
 
     @property
     def slots(self) -> int:
-        """Returns how many latents a message has; 0 where nothing is sent."""
+        """Slots of a message; 0 without messages."""
         ...
 
     @property
@@ -34,11 +34,11 @@ class Stream(Protocol):
         ...
 
     def __len__(self) -> int:
-        """Counts the examples."""
+        """Returns the number of examples."""
         ...
 
     def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
-        """Returns a batch of the examples at those positions, each sent with `channel` i32[b 3] of its own."""
+        """Returns a batch of the examples at those positions; `channel` i32[b 3] holds each one's message shape."""
         ...
 
     def digest(self) -> str:
@@ -46,32 +46,32 @@ class Stream(Protocol):
         ...
 
     def probe(self) -> Batch:
-        """Returns a batch of one example for its shapes and types alone."""
+        """Returns a batch of one example for its shapes and types."""
         ...
 
     def describe(self) -> list[str]:
-        """Returns lines for people."""
+        """Returns report lines."""
         ...
 
 
 @dataclasses.dataclass(frozen=True)
 class Stretch:
-    """Consecutive batches with one mixture; each batch is of one stream, each example sent in a shape of its own."""
+    """Consecutive batches of one mixture; each batch is of one stream, each example has a drawn message shape."""
 
     steps: int
     streams: tuple[tuple[Stream, float], ...]  # with weights above 0
-    slots: tuple[int, ...] = ()  # drawn among, evenly; none: the stream's own
+    slots: tuple[int, ...] = ()  # drawn uniformly; empty: the stream's own
     widths: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
-    frozen: tuple[str, ...] = ()  # what these batches do not train, of what others do: "frozen" in their "source"
+    frozen: tuple[str, ...] = ()  # trainable parts that these batches do not train: "frozen" in their "source"
 
     def mark(self, batch: Batch) -> Batch:
-        """Returns the batch with what it does not train in its structure."""
+        """Returns the batch with the frozen parts in its structure."""
         return {**batch, "source": {**batch["source"], "frozen": Frozen(self.frozen)}} if self.frozen else batch
 
     @functools.cached_property
     def pattern(self) -> np.ndarray:
-        """Returns which stream each batch is of: always the one that is furthest behind its share."""
+        """Stream of each batch: always the one that is furthest behind its share."""
         weights = np.array([weight for _, weight in self.streams])
         used, chosen = np.zeros(len(weights)), np.zeros(self.steps, np.int32)
         for number in range(self.steps):
@@ -80,7 +80,7 @@ class Stretch:
         return chosen
 
     def counts(self, number: int) -> list[int]:
-        """Returns how many of the first `number` batches each stream has; the pattern repeats beyond its end."""
+        """Returns each stream's batches among the first `number`; the pattern repeats beyond its end."""
         cycles, rest = divmod(number, self.steps)
         kinds = len(self.streams)
         whole = cycles * np.bincount(self.pattern, minlength=kinds)
@@ -89,13 +89,13 @@ class Stretch:
 
 @dataclasses.dataclass(frozen=True)
 class Course:
-    """All batches of a run, by their number; beyond its steps the last stretch goes on."""
+    """All batches of a run by number; the last phase continues beyond its steps."""
 
     stretches: tuple[Stretch, ...]
 
     @staticmethod
     def of(encoded: Stream) -> "Course":
-        """Returns the course of one stream."""
+        """Returns the schedule of one stream."""
         return Course((Stretch(1, ((encoded, 1.0),)),))
 
     @functools.cached_property
@@ -105,7 +105,7 @@ class Course:
         return list(found.values())
 
     def describe(self) -> list[str]:
-        """Returns lines for people."""
+        """Returns report lines."""
         return [line for encoded in self.streams for line in encoded.describe()]
 
     def sizes(self) -> list[int]:
@@ -117,7 +117,7 @@ class Course:
         return digest_of(self.streams)
 
     def shapes(self) -> list[Batch]:
-        """Returns a batch of one example of each stream: all the shapes that a run meets, where it trains the most."""
+        """Returns a batch of one example of each stream, of the phase with the fewest frozen parts."""
         most: dict[int, tuple[Stretch, Stream]] = {}
         for stretch in sorted(self.stretches, key=lambda stretch: len(stretch.frozen)):
             for encoded, _ in stretch.streams:
@@ -134,13 +134,13 @@ class Course:
         return stretch.mark(encoded.collate(indices[share], channel=None if channel is None else channel[share]))
 
     def _order(self, stream: int, seed: int) -> grain.MapDataset:
-        """Returns a stream's examples without end, each epoch in another order."""
-        # grain shuffles epoch e with seed + e; drawn seeds keep one run's epochs from being another run's.
+        """Returns a stream's examples without end, shuffled anew each epoch."""
+        # grain shuffles epoch e with seed + e; a drawn seed keeps the epochs of two runs different.
         drawn = int(np.random.SeedSequence([seed, stream] if stream else seed).generate_state(1)[0])
         return grain.MapDataset.range(len(self.streams[stream])).shuffle(seed=drawn).repeat()
 
     def _place(self, number: int) -> tuple[Stretch, int, int]:
-        """Returns a batch's stretch, its stream, and how many earlier batches were of that stream."""
+        """Returns a batch's phase, its stream, and the number of that stream's earlier batches."""
         positions = {id(encoded): i for i, encoded in enumerate(self.streams)}
         used = [0] * len(self.streams)
         for stretch in self.stretches[:-1]:
@@ -178,7 +178,7 @@ def widths_of(batch: Batch) -> Tree:
 
 
 def _draw(stretch: Stretch, encoded: Stream, rng: np.random.Generator, rows: int) -> np.ndarray | None:
-    """Returns i32[b 3]: slots, width and bits of each example; nothing for a stream that sends nothing."""
+    """Returns i32[b 3]: slots, width and bits of each example; None for a stream without messages."""
     if not encoded.slots:
         return None
     choices = (stretch.slots or (encoded.slots,), stretch.widths or (encoded.width,), stretch.bits or (EXACT,))

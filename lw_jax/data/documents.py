@@ -39,7 +39,7 @@ class Piece(NamedTuple):
 
 
 class Unreachable(UserError):
-    """What a source is now cannot be asked; what was packed of it before may still serve."""
+    """The source cannot be read now; a corpus packed from it before may still be used."""
 
 
 def read(source: str) -> Iterator[Piece]:
@@ -106,7 +106,7 @@ def _files(path: Path) -> list[Path]:
 
 
 def _kind(path: Path) -> str:
-    """Returns the suffix that says how a file is read, or nothing."""
+    """Returns the suffix of a file's format, or an empty string."""
     plain = Path(path.name.removesuffix(".gz")).suffix
     return plain if plain in _PLAIN else path.suffix if path.suffix in _TABLES else ""
 
@@ -177,7 +177,7 @@ def _table_rows(path: Path, kind: str) -> Iterable[Any]:
 
 
 def _is_saved(path: Path) -> bool:
-    """Tells a folder of datasets.save_to_disk."""
+    """Returns True for a folder of datasets.save_to_disk."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 

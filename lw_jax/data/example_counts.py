@@ -1,14 +1,14 @@
-"""What becomes of each example on its way into a data set: kept, dropped or cut, and for which reason."""
+"""Counts of used, dropped and cut examples of a data set, by reason."""
 
 from collections.abc import Sequence
 
 from lw_jax.core.errors import UserError
 
 REASONS = {
-    "question": "dropped: the question with what follows it is longer than data.question_tokens",
+    "question": "dropped: the question with the text after it is longer than data.question_tokens",
     "answer": "dropped: the answer with its EOS is longer than data.answer_tokens",
     "nothing": "dropped: the answer has no token",
-    "outlier": "dropped: among the longest 1 %; all passages are padded to the longest that is kept",
+    "outlier": "dropped: among the longest 1 %; all passages are padded to the longest one used",
     "boundary": "dropped: the end of the prompt (prompt.anchor) and the answer are not split where they are joined",
     "prompt": "dropped: the prompt is longer than data.context_tokens even without its context",
     "context": "dropped: the context is longer than encoder.window or data.context_tokens",
@@ -18,7 +18,7 @@ REASONS = {
 
 
 class Ledger:
-    """What happens to which example; the first reason to drop one stands, whichever reader gave it."""
+    """Record of dropped and cut examples; the first reason to drop one counts, from any reader."""
 
     def __init__(self, ids: Sequence[str]) -> None:
         self.ids = ids
@@ -27,19 +27,19 @@ class Ledger:
         self.cut: dict[str, set[int]] = {"source_cut": set(), "text_cut": set()}
 
     def drop(self, index: int, reason: str, detail: str) -> None:
-        """Notes that an example is left out."""
+        """Records that an example is dropped."""
         self.dropped.setdefault(index, (reason, f"{self.ids[index]!r}: {detail}"))
 
     def refuse(self, index: int, detail: str) -> None:
-        """Notes that an example is beyond a limit; `settle` decides what becomes of it."""
+        """Records that an example is beyond a limit; `settle` applies the policy."""
         self.overlong.setdefault(index, f"{self.ids[index]!r}: {detail}")
 
     def settled(self, index: int) -> bool:
-        """Says whether a reason to leave an example out is known by now."""
+        """Returns True for an example that is already dropped or refused."""
         return index in self.dropped or index in self.overlong
 
     def settle(self, policy: str) -> list[int]:
-        """Returns the positions kept. Raises UserError under "refuse" with an overlong one, and when none is kept."""
+        """Returns the usable positions; raises UserError under "refuse" with an overlong one and with none left."""
         overlong = {i: detail for i, detail in self.overlong.items() if i not in self.dropped}
         if overlong and policy == "refuse":
             raise UserError(
@@ -50,12 +50,12 @@ class Ledger:
         keep = [i for i in range(len(self.ids)) if i not in self.dropped]
         if not keep:
             reasons = {reason: (REASONS[reason], detail) for reason, detail in reversed(self.dropped.values())}
-            told = "; ".join(f"{meaning}, as example {detail}" for meaning, detail in reasons.values())
-            raise UserError(f"none of {len(self.ids)} examples can be used: {told or 'the list is empty'}")
+            found = "; ".join(f"{meaning}, as example {detail}" for meaning, detail in reasons.values())
+            raise UserError(f"none of {len(self.ids)} examples can be used: {found or 'the list is empty'}")
         return keep
 
     def counts(self) -> dict[str, int]:
-        """Returns how many were given, kept, dropped and cut, by reason."""
+        """Returns the numbers of given, kept, dropped and cut examples, by reason."""
         counts = dict.fromkeys(("given", "kept", *REASONS), 0)
         for reason, _ in self.dropped.values():
             counts[reason] += 1

@@ -82,8 +82,8 @@ def load(data: config.Data, split: Split, *, seed: int) -> list[Example]:
 
     Raises UserError when the validation source is the training source, and for whatever `read` refuses.
     """
-    apart = data.validation in question_cards.STYLES  # made cards share none between splits
-    if not apart and _identity(data.train, "train") == _identity(data.validation, "validation"):
+    disjoint = data.validation in question_cards.STYLES  # made cards share none between splits
+    if not disjoint and _identity(data.train, "train") == _identity(data.validation, "validation"):
         raise UserError(
             f"config.data.validation={data.validation!r} is the training source: scores would measure memory; "
             'name another file or split, or "cards"'
@@ -147,14 +147,14 @@ def _squad_rows(squad: "_Squad", path: str) -> Iterator[tuple[str, _Row]]:
     for a, article in enumerate(squad.data):
         for p, paragraph in enumerate(article.paragraphs):
             for q, question in enumerate(paragraph.qas):
-                told = question.is_impossible
+                marked = question.is_impossible
                 yield (
                     f"{path}: data[{a}].paragraphs[{p}].qas[{q}]",
                     _Row(
                         context=paragraph.context,
                         question=question.question,
                         answers=question.answers,
-                        is_impossible=not question.answers if told is msgspec.UNSET else told,
+                        is_impossible=not question.answers if marked is msgspec.UNSET else marked,
                         id=question.id,
                     ),
                 )
@@ -200,7 +200,7 @@ def _example(row: _Row, where: str) -> Example | None:
 
 
 def _answers(row: _Row, where: str) -> tuple[str, ...]:
-    """Returns the distinct answers in order; none when the row itself says that it is unanswerable."""
+    """Returns the distinct answers in order; none when the row is marked as unanswerable."""
     if row.is_impossible:
         return ()
     if row.answers is msgspec.UNSET:

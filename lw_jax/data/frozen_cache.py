@@ -1,4 +1,4 @@
-"""What a frozen model says of an example, computed once and kept on disk.
+"""On-disk cache of frozen-model outputs, one row an example.
 
 A store belongs to one model, as it is asked (weights, tokenizer, words); its rows belong to examples, found again by a
 key of what the model is given, so that another data set or order takes up what is there.
@@ -64,7 +64,7 @@ class Store:
         missing = [key for key in keys if key not in self._rows]
         if missing:
             raise UserError(
-                f"{self.folder}: no row for {len(missing)} of {len(keys)} examples asked for, as {missing[0].hex()}: "
+                f"{self.folder}: no row for {len(missing)} of {len(keys)} requested examples, as {missing[0].hex()}: "
                 "they were never computed, or the folder has been changed; remove it, it is then computed anew"
             )
         at = [self._rows[key] for key in keys]
@@ -115,7 +115,7 @@ class Kept:
         return self._cut(self.store.read([self.keys[i] for i in positions]))
 
     def empty(self, count: int) -> Batch:
-        """Returns zeros of the rows' shapes and types, whatever is kept by now."""
+        """Returns zeros of the rows' shapes and types, with or without cached rows."""
         return self._cut({name: np.zeros((count, *shape), kind) for name, (shape, kind) in self.store.rows.items()})
 
     def _cut(self, rows: Batch) -> Batch:

@@ -19,7 +19,7 @@ _READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # batches; pad
 
 
 class Loader:
-    """An iterator over this process's share of every global batch of a course.
+    """An iterator over this process's share of every global batch of a data schedule.
 
     The shares of all processes, concatenated in process order, are the batch that one process alone would see.
     Raises UserError when a stream is smaller than a global batch, or the batch does not divide by the processes.
@@ -41,7 +41,7 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Returns itself."""
+        """Returns this iterator."""
         return self
 
     def __next__(self) -> Batch:
@@ -49,11 +49,11 @@ class Loader:
         return next(self._batches)
 
     def state(self) -> dict[str, Any]:
-        """Returns, as JSON values, the place of the next batch; the same in every process."""
+        """Returns the position of the next batch as JSON values; the same in every process."""
         return {**self._identity, "iterator": self._batches.get_state()}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continues at a place that `state` told. Raises UserError when it belongs to other data, batch or seed."""
+        """Continues at a position of `state`. Raises UserError when it belongs to other data, batch or seed."""
         for key, value in self._identity.items():
             if state.get(key) != value:
                 raise UserError(
@@ -66,7 +66,7 @@ class Loader:
 def eval_batches(encoded: Stream, batch: int, limit: int = 0) -> Iterator[Batch]:
     """Yields the examples in order, with "valid" bool[b]; the last batch is filled by repeating its last example.
 
-    With a limit, so many examples spread evenly over the data set (`index` tells which).
+    With a limit, that many examples spread evenly over the data set (`index` holds their positions).
     """
     chosen = spread(len(encoded), limit)
     for start in range(0, len(chosen), batch):

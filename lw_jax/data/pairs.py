@@ -1,6 +1,6 @@
 """Preference pairs as strings: a prompt, the reply chosen and the one rejected; read from files, split by prompt.
 
-Knows no tokenizer and no array; `lw_jax/data/preferences.py` goes on from here.
+Knows no tokenizer and no array; `lw_jax/data/preferences.py` encodes them.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _PLAIN, _TRANSCRIPT, _CONVERSATION = "plain", "a transcript without prompt", "co
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What one side says."""
+    """One message of a conversation."""
 
     role: Annotated[str, msgspec.Meta(min_length=1)]
     content: str
@@ -48,14 +48,14 @@ class _Row(msgspec.Struct):
 class Preference:
     """A prompt with the better and the worse reply to it: all three strings, or all three turns."""
 
-    id: str  # where it stands
+    id: str  # file and row
     prompt: Text
     chosen: Text
     rejected: Text
 
 
 def read(source: str) -> list[Preference]:
-    """Returns the pairs of a .json or .jsonl file, also .gz; a pair of two equal replies is left out and counted.
+    """Returns the pairs of a .json or .jsonl file, also .gz; a pair of two equal replies is dropped and counted.
 
     Raises UserError naming file, line or row, field and rule; also where one file mixes plain and conversational rows.
     """
@@ -123,8 +123,8 @@ def _parse(row: _Row, where: str) -> tuple[str, Preference | None]:
     texts = {name: text for name in _FIELDS if (text := getattr(row, name)) is not None}
     kinds = {name: "a string" if isinstance(text, str) else "a list of turns" for name, text in texts.items()}
     if len(set(kinds.values())) > 1:
-        told = ", ".join(f"{name!r} {kind}" for name, kind in kinds.items())
-        raise UserError(f"{where}: mixed forms, {told}: all are strings or all are lists of turns")
+        mixed = ", ".join(f"{name!r} {kind}" for name, kind in kinds.items())
+        raise UserError(f"{where}: mixed forms, {mixed}: all are strings or all are lists of turns")
     prompt, chosen, rejected = (texts.get(name) for name in _FIELDS)
     if isinstance(chosen, str) and isinstance(rejected, str):
         form = _TRANSCRIPT if prompt is None else _PLAIN

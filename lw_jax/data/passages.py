@@ -7,9 +7,10 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
-from lw_jax.data import batches, rows
-from lw_jax.data.batches import Encoded, Field, Layout
+from lw_jax.data import batches, prompt_tokens, rows
+from lw_jax.data.batches import Encoded, Field
 from lw_jax.data.example_counts import Ledger
+from lw_jax.data.prompt_tokens import Layout
 from lw_jax.data.tokens import Tokenizer
 
 _REMEDY = 'a passage is a row {"text": "..."}; mend or remove it'
@@ -71,17 +72,17 @@ def continuations(documents: Iterable[str], length: int, tokenizer: Tokenizer) -
 def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
     """Returns passages as token ids: source, the prompt up to the context, and the answer's tokens.
 
-    A repeated text ends with EOS; one that goes on does not. The longest 1 % in any
+    A repeated text ends with EOS; a continuation does not. The longest 1 % in any
     tokenizer are left out (`KEPT`). Raises UserError where none is left, and for an overlong
     source under data.overlong="refuse".
     """
     if not found:
         raise UserError(f"no passage for {task}: the texts are shorter than two words; name longer ones: data.passages")
     ledger = Ledger([example.id for example in found])
-    source = batches.read_source([example.context for example in found], layout, ledger)
+    source = prompt_tokens.read_source([example.context for example in found], layout, ledger)
     gap = "" if task == "reconstruct" else " "
     texts = [gap + example.answers[0] for example in found]
-    answers = {name: batches.tokenize(reader.tokenizer, texts) for name, reader in layout.readers.items()}
+    answers = {name: prompt_tokens.tokenize(reader.tokenizer, texts) for name, reader in layout.readers.items()}
     for name, each in answers.items():
         for i, ids in enumerate(each):
             if not len(ids):
@@ -95,12 +96,12 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
     readers = {}
     for name, reader in layout.readers.items():
         tokenizer = reader.tokenizer
-        opening = batches.opening(name, reader, layout.prompt)
+        shared = prompt_tokens.shared_prefix(name, reader, layout.prompt)
         ending = [tokenizer.eos] if task == "reconstruct" else []
         targets = [np.append(answers[name][i], np.array(ending, np.int32)) for i in keep]
         readers[name] = {
-            "before": batches.field([opening] * len(keep), tokenizer.pad, left=True),
-            # Nothing between the task vector and the text: no column at all, for padding may not stand there.
+            "before": batches.field([shared] * len(keep), tokenizer.pad, left=True),
+            # No column between the task vector and the text: padding is not allowed there.
             "after": Field([np.zeros(0, np.int32)] * len(keep), 0, tokenizer.pad, left=True),
             "answer": batches.field(targets, tokenizer.pad, left=False),
         }

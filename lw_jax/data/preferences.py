@@ -1,7 +1,7 @@
 """Preference pairs as token ids: tokenised once, then collated into static-shape batches of numpy arrays.
 
-Where a prompt ends, what a reply ends with and what is cut is decided here alone; what is cut or dropped is counted and
-told. A flag stands at the token it speaks of: the shift by one is the loss's affair.
+The only module that decides the end of a prompt, the end of a reply and cuts; cut and dropped pairs are counted and
+reported. A flag is at its own token: the loss shifts by one.
 """
 
 import dataclasses
@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from lw_jax.core.errors import UserError
-from lw_jax.data import batches
+from lw_jax.data import prompt_tokens
 from lw_jax.data.batches import MULTIPLE, Batch, Lookup
 from lw_jax.data.pairs import HUMAN, Preference, Text, Turn, shared
 from lw_jax.data.tokens import Tokenizer
@@ -34,7 +34,7 @@ _TOLD = {
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """How long a pair may be, in tokens, and by which rule a longer one is cut or dropped."""
+    """Length limits of a pair in tokens, and the rule by which a longer one is cut or dropped."""
 
     max_length: int  # of a prompt and one reply together
     max_prompt: int = 0  # of a prompt, cut before anything else; 0: no limit of its own
@@ -43,7 +43,7 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Pair:
-    """Token ids i32 of a prompt and of two replies with what ends them."""
+    """Token ids i32 of a prompt and of two replies with their end."""
 
     prompt: np.ndarray
     chosen: np.ndarray
@@ -66,14 +66,14 @@ class Preferences:
     name: str  # the reader that a batch is for
     length: int  # static, of every row
     bucket: tuple[int, int] = (1, 1)  # which of how many
-    training: bool = False  # told in every batch: dropout is for training alone
+    training: bool = False  # in every batch: dropout is for training only
     reference: Lookup | None = None  # what a frozen model said of each pair: "reference" f32[b 2]
     task: str = "preference"
     slots: int = 0
     width: int = 0
 
     def __len__(self) -> int:
-        """Counts the pairs kept."""
+        """Returns the number of usable pairs."""
         return len(self.pairs)
 
     @property
@@ -107,7 +107,7 @@ class Preferences:
         return {"source": {}, "readers": {self.name: fields}, "index": np.array(indices, np.int32)}
 
     def probe(self) -> Batch:
-        """Returns a batch of one pair for its shapes and types alone: its reference need not be kept yet."""
+        """Returns a batch of one pair for its shapes and types; its reference need not be cached yet."""
         batch = dataclasses.replace(self, reference=None).collate([0])
         if self.reference is not None:
             batch["readers"][self.name] |= self.reference.empty(1)
@@ -122,13 +122,13 @@ class Preferences:
         return said.hexdigest()
 
     def describe(self) -> list[str]:
-        """Returns lines for people: once what was kept, dropped and cut, then lengths and the share of padding."""
+        """Returns report lines: pairs used, dropped and cut, then lengths and the share of padding."""
         number, buckets = self.bucket
         lines = []
         if number == 1:
             lines.append(f"{self.task}: {self.counts['kept']} of {self.counts['given']} pairs kept")
-            told = (_DROPPED | _TOLD).items()
-            lines += [f"{self.counts[reason]} {meaning}" for reason, meaning in told if self.counts[reason]]
+            reasons = (_DROPPED | _TOLD).items()
+            lines += [f"{self.counts[reason]} {meaning}" for reason, meaning in reasons if self.counts[reason]]
         named = self.name + (f", bucket {number} of {buckets}" if buckets > 1 else "")
         prompt = max(len(pair.prompt) for pair in self.pairs)
         longest = max(pair.length for pair in self.pairs)
@@ -218,7 +218,7 @@ class _Written:
 
 
 class _Writer:
-    """Writes pairs as the texts that are tokenised, each reply apart from the one token that ends it."""
+    """Writes pairs as the texts that are tokenised, each reply without the one token that ends it."""
 
     def __init__(self, tokenizer: Tokenizer, chat: bool) -> None:
         self.tokenizer, self.chat = tokenizer, chat
@@ -240,7 +240,7 @@ class _Writer:
     def _write_chat(self, pair: Preference) -> _Written:
         if isinstance(pair.prompt, str) and pair.prompt.startswith(HUMAN):
             raise UserError(
-                f"{pair.id}: a transcript would stand in the chat template as one turn of the user; "
+                f"{pair.id}: a transcript would be one turn of the user in the chat template; "
                 'use template="plain", or write the rows as turns'
             )
         turns = _turns(pair.prompt, "user")
@@ -281,12 +281,12 @@ def _turns(text: Text, role: str) -> list[dict[str, str]]:
 def _tokenize(written: Sequence[_Written], tokenizer: Tokenizer, limit: int | None) -> list[tuple[Pair, bool]]:
     """Returns each pair's ids, and whether its prompt lost tokens to the replies; far beyond a limit, some beyond it.
 
-    A reply is always tokenised behind its prompt: apart, SentencePiece would put a word's beginning before it. Where
+    A reply is tokenised after its prompt: alone, SentencePiece would mark it as the start of a word. Where
     that changes the prompt's own last tokens, the prompt ends where all three still agree.
     """
 
     def read(texts: list[str]) -> list[np.ndarray]:
-        return batches.with_begin(tokenizer, batches.tokenize(tokenizer, texts, limit=limit))
+        return prompt_tokens.with_begin(tokenizer, prompt_tokens.tokenize(tokenizer, texts, limit=limit))
 
     prompts = read([one.prompt for one in written])
     chosen = read([one.prompt + one.chosen.text for one in written])
@@ -326,10 +326,10 @@ def _settle(
         counts["reply_cut"] += len(fitted.chosen) < len(pair.chosen) or len(fitted.rejected) < len(pair.rejected)
         counts["boundary"] += merged
     if not kept:
-        told = "; ".join(f"{counts[reason]} {_DROPPED[reason]}, as {row}" for reason, row in dropped.items())
+        found = "; ".join(f"{counts[reason]} {_DROPPED[reason]}, as {row}" for reason, row in dropped.items())
         raise UserError(
             f"0 of {len(preferences)} pairs can be used, at least 1 is needed with {limits}: "
-            f"{told or 'there are no more'}"
+            f"{found or 'there are no more'}"
         )
     return kept, counts
 
@@ -341,7 +341,7 @@ def _opening(prompt: np.ndarray, tokenizer: Tokenizer) -> int:
     return int(len(prompt) > 0 and int(prompt[0]) == tokenizer.backend.bos_token_id)
 
 
-def _fit(pair: Pair, limits: Limits, opening: int) -> Pair | str:
+def _fit(pair: Pair, limits: Limits, head: int) -> Pair | str:
     """Returns the pair within the limits, or the reason why it is dropped."""
     if not len(pair.prompt):
         return "nothing"
@@ -349,7 +349,7 @@ def _fit(pair: Pair, limits: Limits, opening: int) -> Pair | str:
         if limits.truncation == "drop":
             return "max_prompt"
         kept = limits.max_prompt
-        prompt = pair.prompt[:kept] if limits.truncation == "keep_start" else _keep_end(pair.prompt, kept, opening)
+        prompt = pair.prompt[:kept] if limits.truncation == "keep_start" else _keep_end(pair.prompt, kept, head)
         pair = dataclasses.replace(pair, prompt=prompt)
     room = limits.max_length - len(pair.prompt)
     if room <= 0:
@@ -361,11 +361,11 @@ def _fit(pair: Pair, limits: Limits, opening: int) -> Pair | str:
         if limits.truncation == "keep_start":
             pair = dataclasses.replace(pair, chosen=pair.chosen[:room], rejected=pair.rejected[:room])
         else:
-            pair = dataclasses.replace(pair, prompt=_keep_end(pair.prompt, left, opening))
+            pair = dataclasses.replace(pair, prompt=_keep_end(pair.prompt, left, head))
     return "same" if np.array_equal(pair.chosen, pair.rejected) else pair
 
 
-def _keep_end(prompt: np.ndarray, size: int, opening: int) -> np.ndarray:
-    """Returns so many ids: the opening ones and the last."""
-    opening = min(opening, size)
-    return np.concatenate([prompt[:opening], prompt[len(prompt) - (size - opening) :]])
+def _keep_end(prompt: np.ndarray, size: int, head: int) -> np.ndarray:
+    """Returns `size` ids: the first `head` ones and the last."""
+    head = min(head, size)
+    return np.concatenate([prompt[:head], prompt[len(prompt) - (size - head) :]])

@@ -182,7 +182,7 @@ def _object(data: bytes) -> _Object:
 
 
 def _parsed(data: bytes) -> _Object | None:
-    """Returns the object that the JSON is; None for anything else, of which `decode` says what is wrong."""
+    """Returns the object that the JSON is; None for anything else, whose fault `decode` reports."""
     try:
         return msgspec.json.decode(data, type=_Object)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -106,7 +106,7 @@ class Tokenizer:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class BertTokenizer:
-    """A BERT-class encoder's own tokenizer; every text stands between the marks that the body has learned with."""
+    """A BERT-class encoder's own tokenizer; every text has the first and last marks of the body's training."""
 
     backend: Backend
     pad: int
@@ -160,7 +160,7 @@ class ByteTokenizer:
 
 
 def byte_backend() -> PreTrainedTokenizerFast:
-    """Returns the tokenizer of `ByteTokenizer`'s ids as a file of its own can hold it."""
+    """Returns the tokenizer of `ByteTokenizer`'s ids as a tokenizer file."""
     table = {f"<0x{value:02X}>": value for value in range(256)}
     backend = Backend(models.BPE(vocab=table, merges=[], byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -179,7 +179,7 @@ def load_tokenizer(location: Path) -> Tokenizer:
 
 
 def load_source_tokenizer(location: Path) -> Tokenizer | BertTokenizer:
-    """Loads the tokenizer of an encoder's body: BERT-class where config.json says so, else as `load_tokenizer` does.
+    """Loads the tokenizer of an encoder's body: BERT-class by its config.json, else as `load_tokenizer` does.
 
     Raises:
         UserError: no `tokenizer.json`, no padding token, or what `load_tokenizer` refuses.

@@ -1,4 +1,4 @@
-"""Windows of a packed corpus as a stream of examples, and a course whose inner rate warms up."""
+"""Windows of a packed corpus as a stream of examples, and a data schedule with a warm-up of the inner rate."""
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
@@ -17,20 +17,20 @@ Extra = Callable[[np.ndarray], Mapping[str, np.ndarray]]  # ids i32[b L+1] -> fu
 class Windows:
     """All windows of `length` inputs and as many targets in a span; window i begins at token i * length of it.
 
-    Neighbours share one token, the last target of one and first input of the next. Nothing is padded or sent.
+    Neighbours share one token, the last target of one and first input of the next. Without padding and messages.
     """
 
     span: Span
     length: int
     name: str  # the model that a batch is for
     extra: Extra | None = None
-    measure: bool = False  # told in every batch as its Task: a program of its own that measures more
+    measure: bool = False  # the Task of every batch: a separate program with more measurements
     task: str = "text"
     slots: int = 0
     width: int = 0
 
     def __len__(self) -> int:
-        """Counts the windows."""
+        """Returns the number of windows."""
         return (len(self.span) - 1) // self.length
 
     def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
@@ -50,7 +50,7 @@ class Windows:
         return {"source": {}, "readers": {self.name: fields}, "index": np.array(indices, np.int32)}
 
     def digest(self) -> str:
-        """Identifies the text, its tokens and how they are divided."""
+        """Identifies the text, its tokens and their windows."""
         return f"{self.span.corpus.folder.name} {self.span.start} {self.span.stop} {self.length}"
 
     def probe(self) -> Batch:
@@ -58,9 +58,9 @@ class Windows:
         return self.collate([0])
 
     def describe(self) -> list[str]:
-        """Returns lines for people."""
+        """Returns report lines."""
         rest = len(self.span) - 1 - len(self) * self.length
-        tail = f", {rest} tokens at the end left out" if rest else ""
+        tail = f", {rest} tokens at the end not used" if rest else ""
         return [
             f"{self.task}: {len(self):,} windows of {self.length} tokens and their targets, tokens "
             f"{self.span.start:,} to {self.span.stop:,} of {self.span.corpus.tokens:,}{tail}"
@@ -69,14 +69,14 @@ class Windows:
 
 @dataclasses.dataclass(frozen=True)
 class Paced(Course):
-    """A course whose batches tell every row's "rate": from `start` evenly up to 1 at batch number `warmup`."""
+    """A schedule whose batches hold every row's "rate": linear from `start` to 1 at batch number `warmup`."""
 
     warmup: int = 0  # batches; 0: always 1
     start: float = 1.0
 
     @staticmethod
     def of(encoded: Stream, *, warmup: int = 0, start: float = 1.0) -> "Paced":
-        """Returns the course of one stream."""
+        """Returns the schedule of one stream."""
         return Paced((Stretch(1, ((encoded, 1.0),)),), warmup=warmup, start=start)
 
     def rate(self, number: int) -> float:

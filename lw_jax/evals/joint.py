@@ -8,7 +8,7 @@ import numpy as np
 
 from lw_jax.core import config
 from lw_jax.core.types import Example
-from lw_jax.data import batches
+from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.loader import eval_batches
 from lw_jax.evals import answers
 from lw_jax.evals.control_rows import Bench, Measured, Record, Row
@@ -18,7 +18,7 @@ ROW = "latents"
 
 
 def pick(
-    bench: Bench, measured: Measured, layout: batches.Layout, *, options: config.Eval, seed: int
+    bench: Bench, measured: Measured, layout: prompt_tokens.Layout, *, options: config.Eval, seed: int
 ) -> dict[str, Any] | None:
     """Returns the scores of the joint answers from latents; None for one reader or without that row.
 
@@ -82,7 +82,7 @@ class _Candidate:
 def _costs(
     bench: Bench,
     measured: Measured,
-    layout: batches.Layout,
+    layout: prompt_tokens.Layout,
     answered: Sequence[Sequence[Record]],
     *,
     options: config.Eval,

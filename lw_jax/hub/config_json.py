@@ -1,4 +1,4 @@
-"""What a model's config.json may state: types and bounds of every field that is read, checked before anything is built.
+"""Types and bounds of every field that is read of a model's config.json, checked before anything is built.
 
 The bounds lie far above every published model and far below what a loop over layers or a size in bytes cannot bear.
 Fields that must have one value, and those that are unknown, are `families.refuse_fields`' part.
@@ -26,7 +26,7 @@ _T = TypeVar("_T", bound=msgspec.Struct)
 
 
 class Kind(msgspec.Struct, frozen=True):
-    """Which model a config.json is of."""
+    """Model class of a config.json."""
 
     model_type: str | None = None
 
@@ -59,7 +59,7 @@ class Packing(msgspec.Struct, frozen=True):
 
 
 class Decoder(msgspec.Struct, frozen=True):
-    """A reader's config.json; which of the optional fields must be there depends on its family."""
+    """A reader's config.json; its family decides which optional fields are required."""
 
     model_type: str
     vocab_size: Vocab
@@ -137,3 +137,9 @@ class Gguf(msgspec.Struct, frozen=True):
 def check(fields: Mapping[str, Any], kind: type[_T], where: str) -> _T:
     """Returns the fields as `kind`; raises UserError that names file, field, value and rule."""
     return schema.convert(dict(fields), kind, where=where, remedy="mend the field, or fetch the file again")
+
+
+def shorten(value: Any) -> str:
+    """Returns a value for a message, at most 80 characters of it."""
+    shown = repr(value)
+    return shown if len(shown) <= 80 else f"{shown[:80]}..."

@@ -1,10 +1,9 @@
-"""What distinguishes the readers' families outside the decoder: field names, tensor names, row order. No files here.
+"""Decoder families: config field names, tensor names and row order in both file formats. Opens no file.
 
-A checkpoint is accepted only when every field that it states is known to leave the decoder's mathematics alone, so that
-a model of another kind is refused by name instead of being computed wrongly.
+A checkpoint is accepted only when every field that it states is known not to change the decoder's
+mathematics: a model of another kind is refused by name instead of being computed wrongly.
 """
 
-import math
 from collections.abc import Mapping, Set
 from typing import Any, NamedTuple
 
@@ -14,13 +13,15 @@ import numpy as np
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.hub import config_json as stated_fields
-from lw_jax.hub.config_json import Packing, Rope
+from lw_jax.hub import rope_fields
+from lw_jax.hub.config_json import Packing, Rope, shorten
+from lw_jax.hub.rope_fields import PARTIAL
 from lw_jax.models.decoder import DecoderConfig, abstract
-from lw_jax.models.rotary import Llama3Scaling, LongRope
+from lw_jax.models.rotary import LongRope
 
 Fields = Mapping[str, Any]
 
-# Without these a default of transformers' would silently stand in for the model's own size.
+# Without these a default of transformers would silently replace the model's own size.
 _REQUIRED = {
     "vocab_size",
     "hidden_size",
@@ -41,7 +42,7 @@ _HANDLED = _REQUIRED | {
 
 
 class Family(NamedTuple):
-    """What one model_type's config.json says beyond the fields that all of them have."""
+    """Fields of one model_type's config.json beyond the common ones."""
 
     architecture: str  # transformers' class
     must: dict[str, Any]  # field -> the only value that the decoder computes; absent or null means it
@@ -56,20 +57,25 @@ class Family(NamedTuple):
 
     @property
     def epsilon(self) -> str:
-        """Names the field of the norms' epsilon."""
+        """Name of the field of the norms' epsilon."""
         return {"rms": "rms_norm_eps", "layer": "layer_norm_eps"}[self.norm]
 
 
-_PARTIAL = "partial_rotary_factor"
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
-        {"attention_bias": False, "mlp_bias": False, "pretraining_tp": 1, "rope_interleaved": False, _PARTIAL: 1.0},
+        {
+            "attention_bias": False,
+            "mlp_bias": False,
+            "pretraining_tp": 1,
+            "rope_interleaved": False,
+            PARTIAL: 1.0,
+        },
         rope={"default", "llama3"},
     ),
     "qwen2": Family(
         "Qwen2ForCausalLM",
-        {"use_sliding_window": False, "use_mrope": False, _PARTIAL: 1.0},
+        {"use_sliding_window": False, "use_mrope": False, PARTIAL: 1.0},
         required={"num_key_value_heads"},
         silent={"sliding_window", "max_window_layers"},
         rope={"default", "llama3"},
@@ -79,7 +85,7 @@ FAMILIES = {
         "Phi3ForCausalLM",
         {"attention_bias": False, "mlp_bias": False},
         required={"num_key_value_heads"},
-        read={"sliding_window", _PARTIAL, "original_max_position_embeddings"},
+        read={"sliding_window", PARTIAL, "original_max_position_embeddings"},
         rope={"default", "longrope"},
         fused=True,
     ),
@@ -87,18 +93,18 @@ FAMILIES = {
         "StableLmForCausalLM",
         {"use_parallel_residual": False, "qk_layernorm": False},
         norm="layer",
-        read={"use_qkv_bias", _PARTIAL},
+        read={"use_qkv_bias", PARTIAL},
         biases=None,
         square=True,
     ),
 }
 _MUST_EQUAL_ALL: dict[str, Any] = {"hidden_act": "silu", "is_encoder_decoder": False}
-# Training, generation and bookkeeping: read by nobody who computes logits.
+# Training, generation and bookkeeping: not used in computing logits.
 HARMLESS = {
     "_name_or_path",
     "architectures",
     "attention_dropout",
-    "auto_map",  # code of the folder's own, which nobody runs
+    "auto_map",  # code in the folder, which is never run
     "bos_token_id",
     "chunk_size_feed_forward",
     "dtype",
@@ -122,15 +128,10 @@ HARMLESS = {
     "unsloth_version",
     "use_cache",
 }
-_ROPE_FIELDS = {  # of each kind, beside rope_theta; the optional ones last
-    "default": ((), ()),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
-    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor", "original_max_position_embeddings")),
-}
 
 
 class Row(NamedTuple):
-    """One leaf's names in both file formats ({} is the layer) and which axis of [out, in] splits into heads."""
+    """One leaf's names in both file formats ({} is the layer), and the axis of [out, in] that splits into heads."""
 
     hugging_face: str
     gguf: str
@@ -159,7 +160,7 @@ TENSORS: dict[str, Row] = {
 }
 
 
-# A stored matrix that stands for several, in the order of its rows.
+# Fused stored matrices, their parts in the order of the rows.
 FUSED = {
     "self_attn.qkv_proj": ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
     "mlp.gate_up_proj": ("mlp.gate_proj", "mlp.up_proj"),
@@ -170,7 +171,7 @@ Place = tuple[tuple[str, ...], int | None]  # path in the parameter tree, layer 
 
 
 class Slot(NamedTuple):
-    """Where a stored tensor belongs: path in the parameter tree, layer of a stacked leaf, shape in the file."""
+    """Destination of a stored tensor: path in the parameter tree, layer of a stacked leaf, shape in the file."""
 
     path: tuple[str, ...]
     layer: int | None
@@ -183,7 +184,7 @@ def tensor_map(cfg: DecoderConfig) -> dict[str, Slot]:
 
 
 def list_slots(tree: Tree, rows: Mapping[str, Row], container: str) -> dict[str, Slot]:
-    """Returns, by its name in a "hugging_face" or "gguf" file, where each tensor of a tree of shapes belongs."""
+    """Returns name in a "hugging_face" or "gguf" file -> destination, for each tensor of a tree of shapes."""
     leaves = {name: leaf for name, leaf in tree.items() if name != "layers"}
     leaves |= {f"layers/{name}": leaf for name, leaf in tree["layers"].items()}
     out = {}
@@ -202,7 +203,7 @@ def _join_heads(shape: tuple[int, ...], split: int | None) -> tuple[int, ...]:
 
 
 def parts(name: str) -> tuple[str, ...]:
-    """Returns the names of the tensors that a stored one stands for, in the order of its rows; itself if it is one."""
+    """Returns the names of a fused tensor's parts in the order of its rows; the name itself for any other."""
     for fused, own in FUSED.items():
         if f".{fused}." in name:
             return tuple(name.replace(fused, part) for part in own)
@@ -228,7 +229,7 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
 
     Args:
         fields: as `AutoConfig(...).to_dict()` of transformers 5 gives them, `rope_parameters` included.
-        raw_keys: the keys that the file itself states; one that nobody here knows is refused.
+        raw_keys: the keys that the file itself states; an unknown one is refused.
         where: the file, for messages.
 
     Raises:
@@ -251,7 +252,9 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
     width, heads = stated.hidden_size, stated.num_attention_heads
     kv_heads = stated.num_key_value_heads or heads
     head_dim = stated.head_dim or width // heads
-    rope = _rope(fields["rope_parameters"], stated.rope_parameters or Rope(), family, where)
+    partial = PARTIAL not in family.must
+    stated_rope = stated.rope_parameters or Rope()
+    rope = rope_fields.check(fields["rope_parameters"], stated_rope, family.rope, partial=partial, where=where)
     rotated = int(head_dim * (rope.partial_rotary_factor or stated.partial_rotary_factor or 1.0))
     cfg = DecoderConfig(
         vocab=stated.vocab_size,
@@ -266,7 +269,7 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
         max_positions=stated.max_position_embeddings,
         tied=bool(stated.tie_word_embeddings),
         qkv_bias=bool(stated.use_qkv_bias) if family.biases is None else family.biases,
-        rope_scaling=_scaling(rope, stated, rotated, where),
+        rope_scaling=rope_fields.read_scaling(rope, stated, rotated, where),
         norm=family.norm,
         rotated=0 if rotated == head_dim else rotated,
         window=(stated.sliding_window or 0) if "sliding_window" in family.read else 0,
@@ -277,7 +280,7 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
         raise UserError(
             f"{where}: impossible sizes: num_attention_heads={heads} must be a multiple of "
             f"num_key_value_heads={kv_heads}, head_dim={cfg.head_dim} even and positive, and so its part that "
-            f"{_PARTIAL} names; fetch the file again"
+            f"{PARTIAL} names; fetch the file again"
         )
     return cfg
 
@@ -285,13 +288,13 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
 def _family(fields: Fields, where: str) -> Family:
     model_type = fields.get("model_type")
     if not isinstance(model_type, str) or model_type not in FAMILIES:
-        told = f"readers of model_type {sorted(FAMILIES)} are supported"
-        raise UserError(f"{where}: model_type={_short(model_type)}; {told}")
+        known = f"readers of model_type {sorted(FAMILIES)} are supported"
+        raise UserError(f"{where}: model_type={shorten(model_type)}; {known}")
     return FAMILIES[model_type]
 
 
 def read_fields(raw: Fields, where: str) -> dict[str, Any]:
-    """Returns those fields of a config.json that say what the decoder computes, checked for types and bounds.
+    """Returns the fields of a config.json that define the decoder, checked for types and bounds.
 
     Raises:
         UserError: another family, a size missing, or a field of another type or out of bounds.
@@ -326,10 +329,10 @@ def _refuse_packing(stated: Packing | None, where: str) -> None:
 def refuse_fields(
     fields: Fields, raw_keys: set[str], *, required: Set[str], must: Fields, free: Set[str], where: str
 ) -> None:
-    """Refuses fields that lack a `required` one, have another value than `must` says, or are known to nobody."""
+    """Refuses fields without a `required` one, with another value than in `must`, or with an unknown name."""
     family = fields.get("model_type")
     if "quantization_config" in raw_keys:
-        had = _short(fields.get("quantization_config"))
+        had = shorten(fields.get("quantization_config"))
         raise UserError(
             f"{where}: quantization_config={had}: quantised storage is read from .gguf files only; use the model's "
             "unquantised folder"
@@ -339,64 +342,13 @@ def refuse_fields(
     for key, value in must.items():
         had = fields.get(key)
         if had is not None and (had != value or isinstance(had, bool) != isinstance(value, bool)):
-            raise UserError(f"{where}: {key}={_short(had)}, only {value!r} is supported for model_type {family!r}")
+            raise UserError(f"{where}: {key}={shorten(had)}, only {value!r} is supported for model_type {family!r}")
     if unknown := sorted(raw_keys - free - must.keys()):
         had = f"{unknown[0]!r:.80}"[1:-1]
         raise UserError(
-            f"{where}: field {had}={_short(fields.get(unknown[0]))} is not known for model_type {family!r} and may "
+            f"{where}: field {had}={shorten(fields.get(unknown[0]))} is not known for model_type {family!r} and may "
             "change what the model computes; if it does not, remove it from the file"
         )
-
-
-def _short(value: Any) -> str:
-    shown = repr(value)
-    return shown if len(shown) <= 80 else f"{shown[:80]}..."
-
-
-def _rope(raw: Fields, rope: Rope, family: Family, where: str) -> Rope:
-    kind = rope.rope_type or "default"
-    if kind not in family.rope:
-        raise UserError(f"{where}: rope_type={kind!r}, only {sorted(family.rope)} are supported")
-    needed, optional = _ROPE_FIELDS[kind]
-    if unknown := sorted(set(raw) - {"rope_type", "type", "rope_theta", _PARTIAL, *needed, *optional}):
-        had = f"{unknown[0]}={_short(raw[unknown[0]])}"
-        raise UserError(f"{where}: rope field {had} is not known for rope_type {kind!r}")
-    if _PARTIAL in family.must and rope.partial_rotary_factor not in (None, 1.0):
-        raise UserError(f"{where}: {_PARTIAL}={rope.partial_rotary_factor!r}, only 1.0 is supported")
-    if missing := [key for key in ("rope_theta", *needed) if getattr(rope, key) is None]:
-        raise UserError(f"{where}: rope field {missing[0]} is missing; rope_type {kind!r} needs it")
-    return rope
-
-
-def _scaling(rope: Rope, stated: stated_fields.Decoder, rotated: int, where: str) -> Llama3Scaling | LongRope | None:
-    if rope.rope_type == "longrope":
-        return _long_rope(rope, stated, rotated, where)
-    if rope.rope_type != "llama3":
-        return None
-    low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings
-    assert rope.factor and low and high and original  # `_rope` has seen them
-    if low >= high:
-        raise UserError(f"{where}: rope fields low_freq_factor={low}, high_freq_factor={high}: the second is larger")
-    return Llama3Scaling(
-        factor=float(rope.factor), low_freq_factor=low, high_freq_factor=high, original_max_positions=original
-    )
-
-
-def _long_rope(rope: Rope, stated: stated_fields.Decoder, rotated: int, where: str) -> LongRope:
-    """Returns the scaling as transformers computes it: its gain follows from how much the context was stretched."""
-    original = rope.original_max_position_embeddings or stated.original_max_position_embeddings
-    if not original:
-        raise UserError(f"{where}: original_max_position_embeddings is missing; rope_type 'longrope' needs it")
-    short, long = rope.short_factor or (), rope.long_factor or ()
-    for key, value in (("short_factor", short), ("long_factor", long)):
-        if len(value) != rotated // 2:
-            rule = f"one for each of {rotated // 2} rotary frequencies is needed"
-            raise UserError(f"{where}: rope field {key} has {len(value)} numbers; {rule}")
-    stretch = rope.factor or stated.max_position_embeddings / original
-    gain = rope.attention_factor
-    if gain is None:
-        gain = math.sqrt(1 + math.log(stretch) / math.log(original)) if stretch > 1 else 1.0
-    return LongRope(short, long, original, gain)
 
 
 def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
@@ -406,15 +358,16 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
     """
     family = FAMILIES.get(model_type)
     if family is None or not _holds(family, cfg):
-        told = {"norm": cfg.norm, "qkv_bias": cfg.qkv_bias, "window": cfg.window, "rotated": cfg.rotated}
+        kind = rope_fields.kind_of(cfg.rope_scaling)
+        wanted = {"norm": cfg.norm, "qkv_bias": cfg.qkv_bias, "window": cfg.window, "rotated": cfg.rotated}
         raise UserError(
-            f"model_type={model_type!r} cannot say {told} with {_rope_kind(cfg)!r} frequencies; known are "
+            f"model_type={model_type!r} cannot describe {wanted} with {kind!r} frequencies; known are "
             f"{sorted(FAMILIES)}: 'qwen2' has biases in q, k, v, 'llama' and 'phi3' have none"
         )
     own = {
         "sliding_window": cfg.window or None,
         "use_qkv_bias": cfg.qkv_bias,
-        _PARTIAL: (cfg.rotated or cfg.head_dim) / cfg.head_dim,
+        PARTIAL: (cfg.rotated or cfg.head_dim) / cfg.head_dim,
     }
     if isinstance(cfg.rope_scaling, LongRope):
         own["original_max_position_embeddings"] = cfg.rope_scaling.original_max_positions
@@ -434,34 +387,15 @@ def hf_fields(cfg: DecoderConfig, model_type: str) -> dict[str, Any]:
         "tie_word_embeddings": cfg.tied,
         "pad_token_id": None,  # or Phi-3's default, beyond a small vocabulary
         "rope_theta": cfg.rope_theta,
-        "rope_scaling": _rope_fields(cfg.rope_scaling),
+        "rope_scaling": rope_fields.write_scaling(cfg.rope_scaling),
     } | {key: value for key, value in own.items() if key in family.read}
 
 
 def _holds(family: Family, cfg: DecoderConfig) -> bool:
-    """Tells whether a config.json of the family can describe this decoder."""
-    same = cfg.norm == family.norm and family.biases in (None, cfg.qkv_bias) and _rope_kind(cfg) in family.rope
-    return same and not (cfg.window and "sliding_window" not in family.read or cfg.rotated and _PARTIAL in family.must)
-
-
-def _rope_kind(cfg: DecoderConfig) -> str:
-    return {type(None): "default", Llama3Scaling: "llama3", LongRope: "longrope"}[type(cfg.rope_scaling)]
-
-
-def _rope_fields(scaling: Llama3Scaling | LongRope | None) -> dict[str, Any] | None:
-    if scaling is None:
-        return None
-    if isinstance(scaling, LongRope):
-        return {
-            "rope_type": "longrope",
-            "short_factor": list(scaling.short),
-            "long_factor": list(scaling.long),
-            "attention_factor": scaling.gain,
-        }
-    return {
-        "rope_type": "llama3",
-        "factor": scaling.factor,
-        "low_freq_factor": scaling.low_freq_factor,
-        "high_freq_factor": scaling.high_freq_factor,
-        "original_max_position_embeddings": scaling.original_max_positions,
-    }
+    """Returns True where a config.json of the family can describe this decoder."""
+    same = (
+        cfg.norm == family.norm
+        and family.biases in (None, cfg.qkv_bias)
+        and rope_fields.kind_of(cfg.rope_scaling) in family.rope
+    )
+    return same and not (cfg.window and "sliding_window" not in family.read or cfg.rotated and PARTIAL in family.must)

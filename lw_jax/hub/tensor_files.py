@@ -1,6 +1,7 @@
-"""Where a model's tensors lie in safetensors or GGUF files, and their bytes as arrays; knows no model's shape.
+"""Tensors of safetensors and GGUF files: their positions, and their bytes as arrays, for any model.
 
 Bytes are read with plain file reads, not memory maps, so that the host holds the final arrays and about one tensor.
+safetensors' `get_slice` takes twice the time (docs/architecture.md), and the library does not give offsets.
 Nothing is ever unpickled. Weights are checked to be finite in the chunk that has just been read or converted.
 """
 
@@ -44,14 +45,14 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Index(msgspec.Struct, frozen=True):
-    """What is read of model.safetensors.index.json."""
+    """Fields of model.safetensors.index.json that are read."""
 
     weight_map: Annotated[dict[str, _FileName], msgspec.Meta(min_length=1)]
 
 
 @dataclasses.dataclass(frozen=True)
 class Stored:
-    """Where one tensor's bytes lie; `shape` is [out, in] for a matrix."""
+    """Position of one tensor's bytes in a file; `shape` is [out, in] for a matrix."""
 
     file: Path
     name: str
@@ -62,7 +63,7 @@ class Stored:
 
     @property
     def label(self) -> str:
-        """Names the tensor in messages."""
+        """Name of the tensor in messages."""
         return f"{self.file}: tensor {self.name}"
 
 
@@ -79,7 +80,7 @@ def list_tensors(location: Path) -> dict[str, Stored]:
     for file in files:
         for name, stored in read_safetensors(file).items():
             if name in catalogue:
-                raise UserError(f"{stored.label} stands in {catalogue[name].file.name} too; keep one of the two")
+                raise UserError(f"{stored.label} is in {catalogue[name].file.name} too; keep one of the two")
             catalogue[name] = stored
     for name, file_name in promised.items():
         if name not in catalogue or catalogue[name].file.name != file_name:
@@ -99,7 +100,7 @@ def require_gguf(location: Path) -> None:
 
 
 def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """Returns a model's files, and in which of them the index says that each tensor lies ({} without an index)."""
+    """Returns a model's files, and the index' tensor -> file ({} without an index)."""
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if index.is_file() and not single.is_file():
         promised = schema.read(index, _Index, remedy=_FETCH).weight_map
@@ -139,7 +140,7 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
     if not text.startswith(b"{"):
         raise UserError(f"{file}: header begins with {text[:8]!r}, not with an object; {_FETCH}")
     table = schema.decode(text, dict[str, msgspec.Raw], where=f"{file}: header", remedy=_FETCH)
-    table.pop("__metadata__", None)  # of no use here; the library checks it
+    table.pop("__metadata__", None)  # not used here; the library checks it
     out = {}
     for name, row in table.items():
         if not name.isprintable():
@@ -148,7 +149,7 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
         begin, end = entry.data_offsets
         out[name] = Stored(file, name, entry.dtype, entry.shape, 8 + length + begin, end - begin)
     try:
-        with safe_open(str(file), "np"):  # checks the format's rules: sizes, order, no gap, no overlap, nothing beyond
+        with safe_open(str(file), "np"):  # checks the format's rules: sizes, order, no gap, no overlap
             return out
     except SafetensorError as error:
         said = " ".join(str(error).split())
@@ -159,7 +160,7 @@ def make_buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> np.ndarr
     """Returns an array to read tensors into, one after the other.
 
     Fresh memory for each would be zeroed by the kernel page by page, which takes longer than reading from its cache.
-    Laid so that JAX's CPU arrays take it as it is: whoever fills it again must be done with the array made of it.
+    Aligned so that JAX's CPU arrays use it without a copy: refill it only after the last use of such an array.
     """
     nbytes = math.prod(shape) * np.dtype(dtype).itemsize
     raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
@@ -185,9 +186,9 @@ def read_tensor(
     at = 0
     for piece in read_pieces(stored):
         place = slice(at, at + len(piece)) if order is None else order[at : at + len(piece)]
-        with np.errstate(over="ignore"):  # told below
+        with np.errstate(over="ignore"):  # refused below
             cast = piece.astype(dtype, copy=False)
-        # A wider type can hold all that was read: the smaller one of the two is looked at.
+        # A wider type can hold every value read: the smaller one of the two is checked.
         _require_finite(stored, piece if piece.itemsize < cast.itemsize else cast)
         rows[place] = cast
         at += len(piece)
@@ -222,7 +223,7 @@ def read_pieces(stored: Stored) -> Iterator[np.ndarray]:
 
 
 def _decoded(stored: Stored, raw: np.ndarray) -> np.ndarray:
-    """Returns rows of bytes as numbers."""
+    """Decodes rows of bytes."""
     if stored.kind in _NUMBERS:
         return raw.view(_NUMBERS[stored.kind])
     try:
@@ -233,7 +234,7 @@ def _decoded(stored: Stored, raw: np.ndarray) -> np.ndarray:
 
 
 def _read(file: BinaryIO, stored: Stored, start: int, out: np.ndarray) -> np.ndarray:
-    """Fills an array of bytes from a tensor's on, counted from its own first."""
+    """Fills an array with a tensor's bytes from `start` on."""
     file.seek(stored.offset + start)
     rest = out.data
     while len(rest):

@@ -27,11 +27,11 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 
 
 class Loaded(NamedTuple):
-    """A tokenizer as its files say, before anything is asked of it."""
+    """A tokenizer as loaded from its files."""
 
     fast: PreTrainedTokenizerFast
     stops: tuple[int, ...]  # ids at which generation ends, beside EOS
-    rows: int | None  # of the model's table of embeddings; None where no model lies beside the tokenizer
+    rows: int | None  # of the model's embedding table; None without a model in the folder
 
 
 class _Token(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -123,7 +123,7 @@ class _Gguf(msgspec.Struct, frozen=True, rename=lambda name: f"tokenizer.ggml.{n
 
 
 def is_bert(folder: Path) -> bool:
-    """Says whether a folder's config.json, if there is one, names a BERT-class body."""
+    """Returns True where a folder's config.json, if there is one, names a BERT-class body."""
     return _read(folder / "config.json", _ModelConfig).model_type == "bert"
 
 
@@ -143,7 +143,7 @@ def load(location: Path) -> Loaded:
 
 @contextlib.contextmanager
 def library_refusals(where: str) -> Iterator[None]:
-    """Turns what the tokenizers library says of data that it cannot take into a UserError."""
+    """Context that turns the tokenizers library's errors of bad data into a UserError."""
     try:
         yield
     except Exception as error:
@@ -172,18 +172,18 @@ def _from_folder(folder: Path) -> Loaded:
             f"{folder}: no tokenizer.json; only fast tokenizers are read: save it there with transformers' "
             "AutoTokenizer.from_pretrained(...).save_pretrained(folder)"
         )
-    told: _TokenizerJson = schema.read(file, _TokenizerJson, remedy=_FETCH)
-    vocab = told.model.vocab
+    parsed: _TokenizerJson = schema.read(file, _TokenizerJson, remedy=_FETCH)
+    vocab = parsed.model.vocab
     if isinstance(vocab, dict) and len(set(vocab.values())) < len(vocab):
         raise UserError(f"{file}: model.vocab gives one id to several tokens; {_FETCH}")
-    _check_processor(told.post_processor, f"{file}: post_processor")
+    _check_processor(parsed.post_processor, f"{file}: post_processor")
     config, arguments = _arguments(folder)
-    # Not AutoTokenizer: by model type it may rebuild normaliser and pre-tokenizer and ignore what tokenizer.json says
+    # Not AutoTokenizer: by model type it may rebuild normaliser and pre-tokenizer and ignore those of tokenizer.json
     # (transformers 5.23 does for every qwen2 folder), so other ids than the model was trained with. Not from_pretrained
     # either: it hands all of tokenizer_config.json to the class.
     with library_refusals(str(file)):
         fast = PreTrainedTokenizerFast(tokenizer_file=str(file), **arguments)
-    stated = {token.content: token.id for token in told.added_tokens}
+    stated = {token.content: token.id for token in parsed.added_tokens}
     stated |= {token.content: number for number, token in (config.added_tokens_decoder or {}).items()}
     for content, number in stated.items():
         if (found := fast.backend_tokenizer.token_to_id(content)) != number:
@@ -213,7 +213,7 @@ def _check_template(processor: _Processor, where: str) -> None:
 
 
 def _arguments(folder: Path) -> tuple[_Config, dict[str, Any]]:
-    """Returns tokenizer_config.json, and with the files beside it as the class takes them."""
+    """Returns tokenizer_config.json, and its values with those of the other files, as transformers reads them."""
     config: _Config = _read(folder / "tokenizer_config.json", _Config)
     named: dict[str, Any] = {name: getattr(config, name) for name in _NAMED}
     extra: Any = config.extra_special_tokens or config.additional_special_tokens or ()
@@ -254,7 +254,7 @@ def _added(token: str | _Token) -> str | AddedToken:
 
 
 def _chat_template(folder: Path, config: _Config) -> str | dict[str, str] | None:
-    """Returns the template that transformers takes: that of a file of its own before that of tokenizer_config.json."""
+    """Returns the template that transformers uses: its own file before tokenizer_config.json."""
     more = {
         file.stem: _text(file)
         for file in sorted((folder / "additional_chat_templates").glob("*.jinja"))
@@ -316,44 +316,44 @@ def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> tuple[PreTrainedToken
             f'faithfully; known: "gpt2" with {sorted(known)}. Use the model\'s folder with its tokenizer.json instead'
         )
     remedy = "use the model's folder with its tokenizer.json"
-    told = schema.convert(dict(metadata), _Gguf, where=str(path), remedy=remedy)
-    vocab = {token: i for i, token in enumerate(told.tokens)}
-    if len(vocab) != len(told.tokens):
-        raise UserError(f"{path}: {len(told.tokens) - len(vocab)} tokens of tokenizer.ggml.tokens stand there twice")
+    parsed = schema.convert(dict(metadata), _Gguf, where=str(path), remedy=remedy)
+    vocab = {token: i for i, token in enumerate(parsed.tokens)}
+    if len(vocab) != len(parsed.tokens):
+        raise UserError(f"{path}: {len(parsed.tokens) - len(vocab)} tokens of tokenizer.ggml.tokens are repeated")
     for name in ("token_type", "scores"):
-        values = getattr(told, name)
-        if values is not None and len(values) != len(told.tokens):
+        values = getattr(parsed, name)
+        if values is not None and len(values) != len(parsed.tokens):
             raise UserError(
-                f"{path}: tokenizer.ggml.{name} has {len(values)} values, {len(told.tokens)} tokens need one each"
+                f"{path}: tokenizer.ggml.{name} has {len(values)} values, {len(parsed.tokens)} tokens need one each"
             )
-    names = _named_tokens(path, told)
+    names = _named_tokens(path, parsed)
     with library_refusals(str(path)):
-        merges = [(first, second) for first, second in (merge.split(" ") for merge in told.merges)]
+        merges = [(first, second) for first, second in (merge.split(" ") for merge in parsed.merges)]
         backend = Backend(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
     backend.pre_tokenizer = known[pre]
     backend.decoder = decoders.ByteLevel()
     for wanted, special in ((_CONTROL, True), (_USER_DEFINED, False)):
-        marked = [t for t, kind in zip(told.tokens, told.token_type, strict=True) if kind == wanted]
+        marked = [t for t, kind in zip(parsed.tokens, parsed.token_type, strict=True) if kind == wanted]
         added = [AddedToken(token, normalized=False, special=special) for token in marked]
         backend.add_special_tokens(added) if special else backend.add_tokens(added)
     # llama.cpp's rule: files that do not say get a BOS for Llama 3's vocabulary and none for the others
-    if pre == "llama-bpe" if told.add_bos_token is None else told.add_bos_token:
+    if pre == "llama-bpe" if parsed.add_bos_token is None else parsed.add_bos_token:
         if "bos_token" not in names:
             raise UserError(f"{path}: tokenizer.ggml.add_bos_token is true but tokenizer.ggml.bos_token_id is missing")
         bos = names["bos_token"]
         backend.post_processor = processors.TemplateProcessing(single=[bos, "$A"], special_tokens=[(bos, vocab[bos])])
-    fast = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=told.chat_template, **names)
-    return fast, () if told.eot_token_id is None else (told.eot_token_id,)
+    fast = PreTrainedTokenizerFast(tokenizer_object=backend, chat_template=parsed.chat_template, **names)
+    return fast, () if parsed.eot_token_id is None else (parsed.eot_token_id,)
 
 
-def _named_tokens(path: Path, told: _Gguf) -> dict[str, str]:
+def _named_tokens(path: Path, parsed: _Gguf) -> dict[str, str]:
     keys = {"bos_token": "bos", "eos_token": "eos", "pad_token": "padding"}
-    ids = {name: getattr(told, f"{key}_token_id") for name, key in keys.items()}
-    if beyond := [f"{keys[name]}_token_id={i}" for name, i in ids.items() if i is not None and i >= len(told.tokens)]:
-        raise UserError(f"{path}: tokenizer.ggml.{beyond[0]}, there are {len(told.tokens)} tokens; convert it again")
-    return {name: told.tokens[i] for name, i in ids.items() if i is not None}
+    ids = {name: getattr(parsed, f"{key}_token_id") for name, key in keys.items()}
+    if beyond := [f"{keys[name]}_token_id={i}" for name, i in ids.items() if i is not None and i >= len(parsed.tokens)]:
+        raise UserError(f"{path}: tokenizer.ggml.{beyond[0]}, there are {len(parsed.tokens)} tokens; convert it again")
+    return {name: parsed.tokens[i] for name, i in ids.items() if i is not None}
 
 
 def check_ids(ids: Iterable[int | None], *, vocab: int, rows: int | None, where: str) -> None:

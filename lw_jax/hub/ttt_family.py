@@ -1,4 +1,4 @@
-"""TTT checkpoints in the authors' PyTorch layout: which fields of config.json are read, what tensors are called."""
+"""TTT checkpoints in the authors' PyTorch layout: the fields of config.json that are read, and tensor names."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -107,7 +107,7 @@ def ttt_config(fields: Mapping[str, Any], *, where: str = "config.json") -> TTTC
 
 
 def hf_fields(cfg: TTTConfig) -> dict[str, Any]:
-    """Returns the fields of config.json that say all that `cfg` says, padding of the table aside."""
+    """Returns the fields of config.json that describe `cfg`, without the padding of the table."""
     return {
         "architectures": ["TTTForCausalLM"],
         "model_type": MODEL_TYPE,

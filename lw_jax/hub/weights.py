@@ -70,7 +70,7 @@ def describe(location: Path) -> DecoderConfig:
 
 
 def describe_config(file: Path) -> DecoderConfig:
-    """Returns the configuration that a config.json tells; see `describe`."""
+    """Returns the configuration of a config.json; see `describe`."""
     fields, raw_keys = _read_config(file)
     return families.decoder_config(fields, raw_keys=raw_keys, where=str(file))
 
@@ -96,7 +96,7 @@ def describe_bert(location: Path) -> BertConfig:
 
 
 def is_ttt(location: Path) -> bool:
-    """Says whether a folder's config.json names a Test-Time-Training model."""
+    """Returns True where a folder's config.json names a Test-Time-Training model."""
     file = location / "config.json"
     return file.is_file() and schema.read(file, Kind, remedy=_FETCH).model_type == ttt_family.MODEL_TYPE
 
@@ -119,7 +119,7 @@ def _read_json(file: Path) -> dict[str, Any]:
 
 
 def _read_config(file: Path) -> tuple[dict[str, Any], set[str]]:
-    """Returns a decoder's config.json as transformers understands it, and the keys that it states itself.
+    """Returns a decoder's config.json as transformers reads it, and the keys in the file itself.
 
     transformers brings the old and the new spelling of the rotary fields into one form. It is given no more than the
     fields that `families` reads and has checked, and no way to code or files of the folder's own.
@@ -192,7 +192,7 @@ def load_ttt(location: Path, *, dtype: jax.typing.DTypeLike = jnp.float32, shard
 
 
 def _keep(location: Path, cfg: Config, layers: int) -> Config:
-    """Returns the configuration with the first so many layers (0: all)."""
+    """Returns the configuration with only the first `layers` layers (0: all)."""
     if not 0 <= layers <= cfg.layers:
         raise UserError(f"{location}: layers={layers}, the model has {cfg.layers}; take 0 (all) to {cfg.layers}")
     return dataclasses.replace(cfg, layers=layers or cfg.layers)
@@ -235,7 +235,7 @@ def _one(leaf: Tree, stacked: bool) -> Tree:
 
 
 def _ahead(reads: Sequence[Callable[[], Tree]]) -> Iterator[Tree]:
-    """Yields what each of them returns, while the next is at work; what was yielded before is not looked at again."""
+    """Yields each function's result while the next one runs; an earlier result is not used again."""
     with ThreadPoolExecutor(1) as pool:
         found = pool.submit(reads[0])
         for following in reads[1:]:
@@ -300,10 +300,10 @@ def _sources(location: Path, cfg: DecoderConfig, *, is_awq: bool) -> dict[Place,
     slots = families.tensor_map(cfg) if location.is_dir() else gguf_family.tensor_map(cfg)
     catalogue = {part.name: part for stored in list_tensors(location).values() for part in _split(stored, slots)}
     if any(name.endswith(".qweight") for name in catalogue) != is_awq:
-        told = "no AWQ matrices: store it as nf4" if is_awq else "AWQ matrices: set this model's weights to 'awq'"
-        raise UserError(f"{location} has {told}")
+        fault = "no AWQ matrices: store it as nf4" if is_awq else "AWQ matrices: set this model's weights to 'awq'"
+        raise UserError(f"{location} has {fault}")
     if is_awq and "quantization_config" not in _read_json(location / "config.json"):
-        raise UserError(f"{location}/config.json: it has no quantization_config to say how matrices are packed")
+        raise UserError(f"{location}/config.json: no quantization_config, which AWQ matrices need")
     triples = awq.match(location, catalogue, slots) if is_awq else {}
     for name in sorted(catalogue.keys() - slots.keys()):
         _refuse_unknown(catalogue[name], catalogue, cfg)
@@ -311,7 +311,7 @@ def _sources(location: Path, cfg: DecoderConfig, *, is_awq: bool) -> dict[Place,
 
 
 def _split(stored: Stored, slots: Mapping[str, families.Slot]) -> Iterator[Stored]:
-    """Yields the tensors that a stored one stands for: a run of its rows each."""
+    """Yields the parts of a fused tensor: a run of its rows each."""
     names = families.parts(stored.name)
     if len(names) == 1:
         yield stored
@@ -358,7 +358,7 @@ def _refuse_unknown(stored: Stored, catalogue: Mapping[str, Stored], cfg: Decode
 
 
 def fingerprint(location: Path, *, describe: Callable[[Path], Config] = describe) -> str:
-    """Identifies a model's weights and configuration wherever they lie; `describe_bert` describes a BERT-class body.
+    """Identifies a model's weights and configuration, not their path; `describe_bert` describes a BERT-class body.
 
     A blake2b hash over the configuration and, for every tensor in the order of names: name, type, shape and 4 KiB at
     the start, the middle and the end of its bytes. Fast at any size; a change elsewhere in a tensor is not seen.

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from lw_jax.core.config import Eval
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
-from lw_jax.data import batches
+from lw_jax.data import prompt_tokens
 from lw_jax.evals import control_rows, geometry, joint, quality_curve
 from lw_jax.evals.curve import Curve
 from lw_jax.inference.trained_wire import TrainedWire
@@ -110,7 +110,7 @@ def describe(found: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def different_inputs(measured: control_rows.Measured, layout: batches.Layout) -> list[int]:
+def different_inputs(measured: control_rows.Measured, layout: prompt_tokens.Layout) -> list[int]:
     """Returns the first position of each encoded text: questions about one context may share its latents."""
     first: dict[str, int] = {}
     for position, index in enumerate(measured.indices):

@@ -1,9 +1,9 @@
-"""A start from which a reader can already guess: latents begin as compressed token embeddings, adapters undo it.
+"""Aligned initialisation: latents start as compressed token embeddings, adapters as their inverse.
 
-The encoder's projection begins as the principal directions of its body's embedding table, each adapter's linear path
+The encoder's projection starts as the principal directions of its body's embedding table, each adapter's linear path
 as the ridge regression from those latents to its reader's embeddings of the same token strings, whatever its
-tokenizer. (LatentPress starts its linear map from the identity for the same reason; this is that for two widths and
-two vocabularies.) What is trained afterwards is unchanged.
+tokenizer. (LatentPress starts its linear map from the identity; this is the same for two widths and two
+vocabularies.) The set of trainable parameters is unchanged.
 """
 
 import jax
@@ -39,7 +39,7 @@ def linear_map(
     """Returns the ridge regression from latents to a reader's embeddings, scaled to outputs of unit RMS.
 
     `pieces` holds, for each of the encoder's tokens, the reader's ids of the same string, -1 beyond its end; a token
-    without any is left out.
+    without any is ignored.
     """
     latents = decoder.unit_rms(decoder.unit_rms(table, 1e-6) @ directions, 1e-6)
     known = jnp.any(pieces >= 0, axis=1)

@@ -1,4 +1,4 @@
-"""BERT's body, for encoders: bidirectional, normalised after each sum, with learned absolute positions.
+"""BERT body for encoders: bidirectional, post-norm, with learned absolute positions.
 
 Parameters are a plain nested dict, layers stacked on a leading axis, file layout [out, in] kept, as in `decoder`.
 Semantics follow transformers' BertModel without its pooler; every token has type 0.
@@ -18,7 +18,7 @@ from lw_jax.models import decoder
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig:
-    """Everything that decides the body's mathematics; what a checkpoint says beyond it is refused at loading."""
+    """Architecture of a BERT body; any other setting of a checkpoint is refused at loading."""
 
     vocab: int
     width: int
@@ -63,10 +63,10 @@ def forward(
     """Returns the body's states, mixed over its layers; rows are right-padded.
 
     `mix` (layers + 1 weights, with a softmax by the caller) weighs, summed in fp32, the RMS-normalised output of the
-    embeddings and of each layer. None asks for the last layer's output as it is.
+    embeddings and of each layer. With None the last layer's output is returned.
 
     Raises:
-        UserError: rows are longer than the positions that the body has learned.
+        UserError: rows are longer than the body's learned positions.
     """
     length = ids.shape[1]
     if length > cfg.max_positions:
@@ -76,7 +76,7 @@ def forward(
         )
     x = jnp.take(params["embed"], ids, axis=0) + params["type_embed"][:1][None]
     x = x + params["position_embed"][:length][None]
-    x = layer_norm(x, params["embed_norm"], params["embed_norm_bias"], cfg.norm_eps)
+    x = decoder.layer_norm(x, params["embed_norm"], params["embed_norm_bias"], cfg.norm_eps)
     attend = jnp.broadcast_to(mask[:, None, None, :], (ids.shape[0], 1, length, length))
     layer = decoder.checkpoint_layer(functools.partial(_layer, cfg, attend), decoder.KEPT[remat])
 
@@ -92,23 +92,14 @@ def forward(
     return x if mix is None else (mixed + decoder.weigh(x, mix[-1], cfg.norm_eps)).astype(x.dtype)
 
 
-def layer_norm(x: jax.Array, weight: jax.Array, bias: jax.Array, eps: float) -> jax.Array:
-    """Normalises the last axis to mean 0 and variance 1, scales and shifts, in fp32, and casts back."""
-    wide = x.astype(jnp.float32)
-    wide = wide - jnp.mean(wide, axis=-1, keepdims=True)
-    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
-    last = (1,) * (x.ndim - 1) + weight.shape
-    return (wide * weight.astype(jnp.float32).reshape(last) + bias.astype(jnp.float32).reshape(last)).astype(x.dtype)
-
-
 def _layer(cfg: BertConfig, attend: jax.Array, x: Float[Array, "b s d"], weights: Tree) -> Float[Array, "b s d"]:
     q, k, v = (
         jnp.einsum("bsd,hed->bshe", x, weights[name]) + weights[f"{name}_bias"][None, None] for name in ("q", "k", "v")
     )
     attended = jnp.einsum("bshe,dhe->bsd", decoder.attention(q, k, v, mask=attend), weights["o"])
     x = x + attended + weights["o_bias"][None, None]
-    x = layer_norm(x, weights["attn_norm"], weights["attn_norm_bias"], cfg.norm_eps)
+    x = decoder.layer_norm(x, weights["attn_norm"], weights["attn_norm_bias"], cfg.norm_eps)
     up = jnp.einsum("bsd,fd->bsf", x, weights["up"]) + weights["up_bias"][None, None]
     down = jnp.einsum("bsf,df->bsd", jax.nn.gelu(up, approximate=False), weights["down"])
     x = x + down + weights["down_bias"][None, None]
-    return layer_norm(x, weights["mlp_norm"], weights["mlp_norm_bias"], cfg.norm_eps)
+    return decoder.layer_norm(x, weights["mlp_norm"], weights["mlp_norm_bias"], cfg.norm_eps)

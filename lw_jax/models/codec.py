@@ -1,9 +1,9 @@
-"""Latents as a framed byte message and back, and the same loss of precision inside a training step.
+"""Byte messages of latents, and the same quantisation inside a training step.
 
-A slot has unit RMS, so no scale travels. Below 16 bits a slot is turned by a fixed rotation, after which its values
-are near N(0, 1) whatever their directions were (the idea of QuIP#, arXiv 2402.04396), and each becomes the index of the
-nearest level of the unit Gaussian's minimum-error quantiser (Lloyd 1957, Max 1960). What is decoded gets unit RMS
-again. 16 bits are plain fp16.
+A slot has unit RMS, so a message has no scales. Below 16 bits a slot is multiplied by a fixed rotation, after which
+its values are near N(0, 1) whatever their directions were (the idea of QuIP#, arXiv 2402.04396), and each becomes the
+index of the nearest level of the unit Gaussian's minimum-error quantiser (Lloyd 1957, Max 1960). Decoded slots are
+scaled to unit RMS again. 16 bits are plain fp16.
 
 Frame (little-endian): magic 4s, version u8, bits u8, slots u16, width u16, the encoder's fingerprint 8s, CRC-32 u32 of
 all other bytes. Then the indices, `bits` each, most significant first, slot after slot, filled to a whole byte.
@@ -35,7 +35,7 @@ _FRAME = struct.Struct("<4sBBHH8sI")
 
 
 class Frame(NamedTuple):
-    """What a message says of itself."""
+    """Header of a message."""
 
     bits: int
     slots: int
@@ -44,16 +44,16 @@ class Frame(NamedTuple):
 
 
 def framed_bytes(slots: int, width: int, bits: int) -> int:
-    """Returns the length of a whole message, its frame included."""
+    """Returns the bytes of a message, its frame included."""
     return _FRAME.size + -(-slots * width * bits // 8)
 
 
 def pack(latents: np.ndarray, *, bits: int, encoder: str) -> bytes:
-    """Returns the message of latents [m w] of unit RMS; `encoder` is their writer's fingerprint, 16 hex digits."""
+    """Returns the message of latents [m w] of unit RMS; `encoder` is the encoder's fingerprint, 16 hex digits."""
     values = np.asarray(latents, np.float32)
     _check_values(values, bits)
     if len(bytes.fromhex(encoder)) != 8:
-        raise UserError(f"encoder={encoder!r}: a message names its writer by 16 hex digits")
+        raise UserError(f"encoder={encoder!r}: a message has 16 hex digits as the encoder's fingerprint")
     if bits == 16:
         payload = values.astype("<f2").tobytes()
     else:
@@ -64,7 +64,7 @@ def pack(latents: np.ndarray, *, bits: int, encoder: str) -> bytes:
 
 
 def unpack(message: bytes, *, encoder: str) -> np.ndarray:
-    """Returns fp32 latents [m w] of unit RMS; raises UserError as `read_frame` does, and where a slot is not so."""
+    """Returns fp32 latents [m w]; raises UserError as `read_frame` does, and where a slot's RMS is not 1."""
     frame = read_frame(message, encoder=encoder)
     shape = (frame.slots, frame.width)
     if frame.bits == 16:
@@ -79,11 +79,10 @@ def unpack(message: bytes, *, encoder: str) -> np.ndarray:
 
 
 def read_frame(message: bytes, *, encoder: str = "") -> Frame:
-    """Returns what a whole, undamaged message says of itself.
+    """Returns the header of a complete, undamaged message.
 
-    Raises UserError for what is no message, for one of another version or of bits that this program does not read, for
-    one that is cut, followed by more, damaged, or of more values than one may have, and where `encoder` is given for a
-    message of another one.
+    Raises UserError for other bytes, another version, bits that this program does not read, a message that is cut,
+    followed by more, damaged or too large, and, where `encoder` is given, for a message of another encoder.
     """
     if message[:4] != MAGIC or len(message) < 5:
         raise UserError(f"not a latent message: {len(message)} bytes that do not begin with {MAGIC!r} and a version")
@@ -122,7 +121,7 @@ def normalise(latents: Float[Array, "*n z"]) -> Float[Array, "*n z"]:
 
 
 def quantise(latents: Float[Array, "*n z"], bits: int) -> Float[Array, "*n z"]:
-    """Returns what would arrive of latents of unit RMS, as `unpack(pack(...))` does; an all-zero slot stays zero."""
+    """Returns latents of unit RMS after quantisation, as `unpack(pack(...))`; an all-zero slot stays zero."""
     if bits == 16:
         return latents.astype(jnp.float16).astype(latents.dtype)
     turn = jnp.asarray(rotation(latents.shape[-1]))
@@ -140,17 +139,17 @@ def send(
     *,
     choices: tuple[tuple[int, int], ...],
 ) -> Float[Array, "b m z"]:
-    """Sends each example with its own width and bits; the gradient passes through the quantiser unchanged.
+    """Truncates and quantises each example to its own width and bits, with a straight-through gradient.
 
     Of each slot the first `width` values are kept and scaled to unit RMS, the others are zero. 16 bits are exact here.
     Every example's (width, bits) must be one of `choices`; those of another one become NaN.
     """
     places = jnp.arange(latents.shape[2], dtype=widths.dtype)
-    kept = latents * (places[None, :] < widths[:, None])[:, None, :].astype(latents.dtype)
-    # The mean square is that of the kept values, not of the zeros beyond them.
-    square = jnp.sum(kept * kept, axis=2, keepdims=True) / widths[:, None, None].astype(latents.dtype)
-    kept = kept * jax.lax.rsqrt(square + EPSILON)
-    fixed = jax.lax.stop_gradient(kept)
+    cut = latents * (places[None, :] < widths[:, None])[:, None, :].astype(latents.dtype)
+    # The mean square is that of the first `width` values, not of the zeros beyond them.
+    square = jnp.sum(cut * cut, axis=2, keepdims=True) / widths[:, None, None].astype(latents.dtype)
+    cut = cut * jax.lax.rsqrt(square + EPSILON)
+    fixed = jax.lax.stop_gradient(cut)
     arrived = jnp.full_like(fixed, jnp.nan)
     for width, bit in dict.fromkeys(choices):
         chosen = ((widths == width) & (bits == bit))[:, None, None]
@@ -158,12 +157,12 @@ def send(
         if bit < 16:
             one = jnp.pad(quantise(fixed[..., :width], bit), ((0, 0), (0, 0), (0, latents.shape[2] - width)))
         arrived = jnp.where(chosen, one, arrived)
-    return kept + (arrived - fixed)
+    return cut + (arrived - fixed)
 
 
 @functools.cache
 def rotation(width: int) -> np.ndarray:
-    """Returns the fixed orthogonal fp32 [w w] by which a slot is turned (x @ rotation): the same for ever.
+    """Returns the fixed orthogonal fp32 [w w] of a slot (x @ rotation), a constant of the format.
 
     Two rounds of sign flips and a Walsh-Hadamard transform. A width that is no power of two has a transform for each
     of its binary digits, in the second round from the other end, so that every value meets the others.
@@ -195,7 +194,7 @@ def levels(bits: int) -> np.ndarray:
         mass = tail[:-1] - tail[1:]
         density = np.exp(-low * low / 2) / math.sqrt(2 * math.pi)
         mean = (density - np.append(density[1:], 0.0)) / mass
-        # How a mean moves with the middles on either side; the outermost, at 0 and at infinity, stay.
+        # Derivatives of a mean by the middles on either side; the outermost, at 0 and at infinity, are fixed.
         below = density[1:] * (mean[1:] - middles) / mass[1:] / 2
         above = density[1:] * (middles - mean[:-1]) / mass[:-1] / 2
         slope = np.diag(np.append(0.0, below) + np.append(above, 0.0)) + np.diag(below, -1) + np.diag(above, 1)
@@ -237,7 +236,7 @@ def _check_values(values: np.ndarray, bits: int) -> None:
         raise UserError(
             f"latents of shape {values.shape}: a message has {WIDEST} values a slot and {MOST_VALUES} at most"
         )
-    _check_rms(values, "latents", "no scale travels in a message, so each slot must have RMS 1; divide it by its RMS")
+    _check_rms(values, "latents", "a message has no scales, so each slot must have RMS 1; divide it by its RMS")
 
 
 def _check_rms(values: np.ndarray, what: str, rule: str) -> None:

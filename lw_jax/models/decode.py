@@ -15,12 +15,12 @@ from lw_jax.models import decoder, rotary, ttt
 
 @dataclasses.dataclass(frozen=True)
 class Sampling:
-    """Static facts of a generation. Temperature 0 is greedy."""
+    """Static settings of generation. Temperature 0 is greedy."""
 
     max_new_tokens: int
     stops: tuple[int, ...]  # ids that end a row; the stop itself is not part of the answer
     temperature: float = 0.0
-    apart: bool = False  # each layer's weights and cache as arrays of their own: see `decoder.apart`
+    unstacked: bool = False  # see `decoder.unstack_layers`
 
 
 class _Loop(NamedTuple):
@@ -31,7 +31,7 @@ class _Loop(NamedTuple):
     cache: Tree
 
 
-# (token [b], which rows go on [b], cache) -> (next logits [b v], cache)
+# (token [b], unfinished rows [b], cache) -> (next logits [b v], cache)
 Advance = Callable[[jax.Array, jax.Array, Tree], tuple[jax.Array, Tree]]
 
 
@@ -71,13 +71,13 @@ def generate(
     """Continues a decoder's prompt embeddings; see `sample`.
 
     The last column of x must be a real token of every row (left-padded prompts). Where a row outgrows the short
-    frequencies of a LongRope model, the whole text is read again with the long ones, as transformers does.
+    frequencies of a LongRope model, the whole text is processed again with the long ones, as transformers does.
     """
     cache = decoder.empty_cache(cfg, x.shape[0], x.shape[1] + sampling.max_new_tokens, x.dtype)
     out = decoder.forward(params, cfg, x, mask=mask, cache=cache)
     assert out.cache is not None, "a cache was given"
     first = decoder.logits(params, out.hidden[:, -1:])[:, 0]
-    weights, cache = decoder.apart(params, out.cache) if sampling.apart else (params, out.cache)
+    weights, cache = decoder.unstack_layers(params, out.cache) if sampling.unstacked else (params, out.cache)
 
     def advance(token: jax.Array, going: jax.Array, cache: decoder.Cache) -> tuple[jax.Array, Tree]:
         step = decoder.forward(weights, cfg, decoder.embed(weights, token[:, None]), mask=going[:, None], cache=cache)
@@ -97,14 +97,14 @@ def _advance_or_reread(
     switch: int,
     token: Int[Array, " b"],
     going: Bool[Array, " b"],
-    given: tuple[decoder.Cache, Float[Array, "b s d"]],
+    carry: tuple[decoder.Cache, Float[Array, "b s d"]],
 ) -> tuple[jax.Array, Tree]:
-    """Reads one token more; the whole text again where that is the first of a row's beyond `switch` tokens.
+    """Processes one more token, or the whole text again where a row passes `switch` tokens.
 
-    Frequencies are each row's own, so that of the other rows the same is computed again. `given` holds the cache and
-    the embeddings of all its slots.
+    Frequencies are chosen for each row, so the other rows get the same values again. `carry` holds the cache and the
+    embeddings of all its slots.
     """
-    cache, text = given
+    cache, text = carry
     x, at = decoder.embed(params, token[:, None]), cache.used
     text = jax.lax.dynamic_update_slice_in_dim(text, x, at, axis=1)
 
@@ -114,7 +114,7 @@ def _advance_or_reread(
         out = decoder.forward(params, cfg, text, mask=valid, cache=empty)
         assert out.cache is not None, "a cache was given"
         hidden = jax.lax.dynamic_slice_in_dim(out.hidden, at, 1, axis=1)
-        return hidden, out.cache._replace(used=at + 1)  # slots behind hold no real token: they are written later
+        return hidden, out.cache._replace(used=at + 1)  # later slots hold no real token and are overwritten
 
     def one() -> tuple[jax.Array, decoder.Cache | None]:
         out = decoder.forward(params, cfg, x, mask=going[:, None], cache=cache)
@@ -140,7 +140,7 @@ def generate_ttt(  # noqa: PLR0913  (as `generate`, and how to run)
     last = jnp.take_along_axis(out.hidden, lengths[:, None, None] - 1, axis=1)
 
     def advance(token: jax.Array, going: jax.Array, cache: ttt.Cache) -> tuple[jax.Array, Tree]:
-        del going  # what a row that has ended reads on is read by nobody
+        del going  # the states of finished rows are not used
         hidden, cache = ttt.decode(params, cfg, token, cache, mode=mode)
         return ttt.logits(params, cfg, hidden[:, None])[:, 0], cache
 

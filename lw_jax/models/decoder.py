@@ -25,7 +25,7 @@ from lw_jax.models.products import wide_product
 
 @dataclasses.dataclass(frozen=True)
 class DecoderConfig:
-    """Everything that decides a reader's mathematics; what a checkpoint says beyond it is refused at loading."""
+    """Architecture of a decoder; any other setting of a checkpoint is refused at loading."""
 
     vocab: int
     width: int
@@ -41,11 +41,11 @@ class DecoderConfig:
     qkv_bias: bool
     rope_scaling: rotary.Llama3Scaling | rotary.LongRope | None = None
     norm: str = "rms"  # "rms" | "layer": LayerNorm with a bias
-    rotated: int = 0  # values of a head that turn with the position, the first ones (0: all)
-    window: int = 0  # tokens that a query sees, itself the last of them (0: all)
+    rotated: int = 0  # leading values of a head with rotary positions (0: all)
+    window: int = 0  # sliding attention window, the query included (0: none)
 
 
-# What a layer keeps for backward, by config.compute.remat.
+# Values that a layer saves for backward, by config.compute.remat.
 KEPT = {"none": "products", "full": "inputs"}
 
 
@@ -55,32 +55,32 @@ def _unchanged(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How to run the body: what changes memory, speed or direction, but no weight."""
+    """Execution options of the body: they change memory, speed or direction, but no weight."""
 
     causal: bool = True
-    remat: str = "none"  # "none": no product of matrices is computed twice | "full": each layer is
+    remat: str = "none"  # "none": matmuls are saved | "full": each layer is recomputed
     unroll: int = 1  # layers per scan iteration
     constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
 
 
 class Cache(NamedTuple):
-    """Keys and values of all layers; slots fill from the left, `valid` tells which of them hold a real token."""
+    """Keys and values of all layers; slots fill from the left, `valid` marks real tokens."""
 
-    k: Float[Array, "l b s k e"] | tuple[Float[Array, "b s k e"], ...]  # stacked, or as `apart` gives them
+    k: Float[Array, "l b s k e"] | tuple[Float[Array, "b s k e"], ...]  # stacked, or by `unstack_layers`
     v: Float[Array, "l b s k e"] | tuple[Float[Array, "b s k e"], ...]
     valid: Bool[Array, "b s"]
     used: Int[Array, ""]  # slots written so far, the same for every row
 
 
-class Opening(NamedTuple):
-    """What every row of a batch begins with, once: it is read once, and learns nothing."""
+class SharedPrefix(NamedTuple):
+    """Prefix of every row of a batch: processed once, without gradients."""
 
     x: Float[Array, "1 o d"]
     mask: Bool[Array, "1 o"]
 
 
 class Output(NamedTuple):
-    """What `forward` returns."""
+    """Result of `forward`."""
 
     hidden: Float[Array, "b t d"]  # after the final norm
     mixed: Float[Array, "b t d"] | None  # weighted sum over layers, when `mix` was given
@@ -88,7 +88,7 @@ class Output(NamedTuple):
 
 
 def abstract(cfg: DecoderConfig, dtype: jax.typing.DTypeLike) -> Tree:
-    """Returns the parameter tree as shapes; loader, placement, planner and restore all read this description."""
+    """Returns the parameter tree as shapes, for loader, placement, planner and restore."""
     d, h, k, e, f, n = cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.ffn, cfg.layers
     layers = {
         "attn_norm": (n, d),
@@ -136,7 +136,7 @@ def embed(params: Tree, ids: Int[Array, "b t"]) -> Float[Array, "b t d"]:
 
 
 def head(params: Tree) -> Float[Array, "v d"]:
-    """Returns the table of the last product: the embedding's where they are tied."""
+    """Returns the output projection: the embedding table where they are tied."""
     return params["head"] if "head" in params else params["embed"]
 
 
@@ -146,25 +146,25 @@ def logits(params: Tree, hidden: Float[Array, "b t d"]) -> Float[Array, "b t v"]
 
 
 def empty_cache(cfg: DecoderConfig, batch: int, slots: int, dtype: jax.typing.DTypeLike) -> Cache:
-    """Returns a cache of `slots` positions with nothing in it."""
+    """Returns an empty cache of `slots` positions."""
     shape = (cfg.layers, batch, slots, cfg.kv_heads, cfg.head_dim)
     return Cache(
         jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch, slots), bool), jnp.zeros((), jnp.int32)
     )
 
 
-def apart(params: Tree, cache: Cache) -> tuple[Tree, Cache]:
-    """Returns a decoder and its cache with an array of its own for each layer, for a loop over tokens inside a program.
+def unstack_layers(params: Tree, cache: Cache) -> tuple[Tree, Cache]:
+    """Returns a decoder and its cache with separate arrays for each layer, for a token loop inside a program.
 
-    A scan copies each layer's slice of the stacks before it is used. Token by token that triples the bytes moved, and
-    weights are all that a token waits for. Costs the layers' memory a second time, and compiling grows with the depth.
+    A scan copies each layer's slice of the stacks before using it. For one token that triples the bytes moved, and the
+    weights' bytes are what a token takes its time for. Costs the layers' memory twice and longer compilation.
     """
 
-    def cut(stack: Tree) -> tuple[Tree, ...]:
+    def unstack(stack: Tree) -> tuple[Tree, ...]:
         return tuple(jax.tree.map(operator.itemgetter(i), stack) for i in range(len(cache.k)))
 
-    # Or each iteration of the loop would cut them anew.
-    layers, k, v = jax.lax.optimization_barrier((cut(params["layers"]), cut(cache.k), cut(cache.v)))
+    # Without the barrier each iteration of the loop would slice them again.
+    layers, k, v = jax.lax.optimization_barrier((unstack(params["layers"]), unstack(cache.k), unstack(cache.v)))
     return params | {"layers": layers}, cache._replace(k=k, v=v)
 
 
@@ -180,51 +180,51 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     *,
     mask: Bool[Array, "b t"],
     cache: Cache | None = None,
-    opening: Opening | None = None,
+    shared_prefix: SharedPrefix | None = None,
     mix: Float[Array, " n"] | None = None,
     mode: Mode = Mode(),  # noqa: B008  (frozen)
 ) -> Output:
     """Runs the body over embeddings.
 
-    `mask` tells real tokens from padding, which may stand anywhere: positions are the running count of real tokens, so
-    padding changes no number at a real position. With a cache, x continues what the cache holds and is written into
-    it; of a LongRope model it must not reach past the length where the frequencies change (`decode` reads the whole
-    text again there). With an opening, x continues that in every row; neither a cache nor a mix goes with it. `mix`
-    (layers + 1 weights) asks for the weighted sum, in fp32, of the RMS-normalised residual stream before the first and
-    after each layer (ComprExIT's layer mix, with a softmax by the caller).
+    `mask` marks real tokens; padding may be anywhere and changes no value at a real position, as positions count real
+    tokens. With a cache, x continues it and is written into it; of a LongRope model it must not pass the length where
+    the frequencies change (`decode` processes the whole text again there). With a shared prefix, x continues it in
+    every row, without cache and mix. `mix` (layers + 1 weights) requests the weighted sum, in fp32, of the
+    RMS-normalised residual stream before the first and after each layer (ComprExIT's layer mix, after a softmax).
     """
-    assert opening is None or (cache is None and mix is None), "an opening is for passes over a whole text"
-    if opening is not None and isinstance(cfg.rope_scaling, rotary.LongRope):
-        # The frequencies of an opening depend on the row's whole length, so that no two rows can share it.
+    assert shared_prefix is None or (cache is None and mix is None), "a shared prefix is for passes over a whole text"
+    if shared_prefix is not None and isinstance(cfg.rope_scaling, rotary.LongRope):
+        # The frequencies depend on the row's whole length, so rows cannot share a prefix.
         x, mask = (
-            jnp.concatenate([repeat(old, len(x)), new], axis=1) for old, new in zip(opening, (x, mask), strict=True)
+            jnp.concatenate([repeat(old, len(x)), new], axis=1)
+            for old, new in zip(shared_prefix, (x, mask), strict=True)
         )
         out = forward(params, cfg, x, mask=mask, mode=mode)
-        return out._replace(hidden=out.hidden[:, opening.x.shape[1] :])
-    past, cache = _look_back(mask, cache, opening)
+        return out._replace(hidden=out.hidden[:, shared_prefix.x.shape[1] :])
+    past, cache = _find_past(mask, cache, shared_prefix)
     shared = _share(cfg, mask, past, causal=mode.causal)
     layer = checkpoint_layer(functools.partial(_layer, cfg, shared), KEPT[mode.remat], scanned=mode.unroll < cfg.layers)
-    open_layer = None
-    if opening is not None:
-        alone = _share(cfg, opening.mask, _look_back(opening.mask, None, None)[0], causal=mode.causal)
-        open_layer = functools.partial(_layer, cfg, alone)
+    prefix_layer = None
+    if shared_prefix is not None:
+        own = _share(cfg, shared_prefix.mask, _find_past(shared_prefix.mask, None, None)[0], causal=mode.causal)
+        prefix_layer = functools.partial(_layer, cfg, own)
 
     def body(carry, inputs):
-        x, mixed, opened = carry
+        x, mixed, prefix = carry
         weights, kv, share = inputs
-        if open_layer is not None:
-            opened, kv = open_layer(opened, weights, None)
+        if prefix_layer is not None:
+            prefix, kv = prefix_layer(prefix, weights, None)
         x = mode.constrain(x)
         if share is not None:
             mixed = mixed + weigh(x, share, cfg.norm_eps)
         x, written = layer(x, weights, kv)
-        return (x, mixed, opened), None if cache is None else written
+        return (x, mixed, prefix), None if cache is None else written
 
     mixed, shares = (None, None) if mix is None else (jnp.zeros(x.shape, jnp.float32), mix[:-1])
     kv = None if cache is None else (cache.k, cache.v)
-    carry = (x, mixed, None if opening is None else opening.x)
+    carry = (x, mixed, None if shared_prefix is None else shared_prefix.x)
     if isinstance(params["layers"], tuple):
-        assert cache is not None and mix is None, "layers are cut apart for generation alone"
+        assert cache is not None and mix is None, "layers are unstacked for generation only"
         written = []
         for weights, *own in zip(params["layers"], cache.k, cache.v, strict=True):
             carry, pair = body(carry, (weights, tuple(own), None))
@@ -270,24 +270,24 @@ def unit_rms(x: jax.Array, eps: float) -> jax.Array:
 
 @functools.partial(jax.checkpoint, prevent_cse=False, static_argnums=2)
 def weigh(x: jax.Array, share: jax.Array, eps: float) -> jax.Array:
-    """Returns a layer's share of a mix in fp32, its states at unit RMS; x alone is kept, which the layer keeps too."""
+    """Returns a layer's term of a mix in fp32, its states at unit RMS; saves only x, which the layer saves too."""
     return share.astype(jnp.float32) * unit_rms(x.astype(jnp.float32), eps)
 
 
-def checkpoint_layer(layer: Callable, kept: str, *, scanned: bool = True) -> Callable:
-    """Returns the layer, keeping for backward what its products return ("products") or nothing but its inputs.
+def checkpoint_layer(layer: Callable, saved: str, *, scanned: bool = True) -> Callable:
+    """Returns the layer under remat: "products" saves the outputs of matmuls, "inputs" only the layer's inputs.
 
-    What stands between products is made again: to keep it would cost more memory and more time, of writing and reading
-    it. So are attention's scores, the largest thing there is. `scanned`: forward and backward are loops of their own.
+    Elementwise results are recomputed, as writing and reading them costs more, and so are attention's scores, the
+    largest values. `scanned`: forward and backward are separate loops.
     """
-    policy = {"products": _is_product, "inputs": None}[kept]
-    # Only within one piece of code could XLA merge the second computation with the first; a barrier against that keeps
-    # it from being fused with what uses it.
+    policy = {"products": _is_product, "inputs": None}[saved]
+    # Only inside one loop could XLA merge the recomputation with the first; the barrier against that prevents its
+    # fusion with its consumers.
     return jax.checkpoint(layer, policy=policy, prevent_cse=not scanned)
 
 
 def _is_product(primitive: Any, *inputs: Any, **settings: Any) -> bool:
-    """Says whether a layer keeps a result: a product with a matrix, or with one of integers once it is floats again."""
+    """Remat policy: saves matmuls with weights, and int8 matmuls after their conversion to floats."""
     if jax.checkpoint_policies.save_only_these_names(quant.PRODUCT)(primitive, *inputs, **settings):
         return True
     product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *inputs, **settings)
@@ -301,7 +301,7 @@ def _normalise(cfg: DecoderConfig, x: jax.Array, weights: Tree, name: str) -> ja
 
 
 class _Past(NamedTuple):
-    """What queries stand behind: real keys, their own among them [b s], the slot of the first query, real tokens."""
+    """Keys that queries attend to [b s], their own included; the slot of the first query; real tokens so far."""
 
     keys: jax.Array
     first: jax.Array
@@ -309,24 +309,26 @@ class _Past(NamedTuple):
     used: jax.Array | None  # of a cache
 
 
-def _look_back(mask: jax.Array, cache: Cache | None, opening: Opening | None) -> tuple[_Past, Cache | None]:
-    """Returns the past of queries with this mask, and the cache with them noted in it."""
+def _find_past(mask: jax.Array, cache: Cache | None, prefix: SharedPrefix | None) -> tuple[_Past, Cache | None]:
+    """Returns the past of queries with this mask, and the cache with their mask written."""
     if cache is not None:
         seen = cache.valid.sum(axis=1, keepdims=True, dtype=jnp.int32)
         cache = cache._replace(valid=jax.lax.dynamic_update_slice_in_dim(cache.valid, mask, cache.used, axis=1))
         return _Past(cache.valid, cache.used, seen, cache.used), cache
     nothing = jnp.zeros((mask.shape[0], 0), bool)
-    before = nothing if opening is None else repeat(opening.mask, len(mask))
+    before = nothing if prefix is None else repeat(prefix.mask, len(mask))
     first, seen = jnp.full((), before.shape[1], jnp.int32), before.sum(axis=1, keepdims=True, dtype=jnp.int32)
     return _Past(jnp.concatenate([before, mask], axis=1), first, seen, None), None
 
 
 def _share(cfg: DecoderConfig, mask: jax.Array, past: _Past, *, causal: bool) -> "_Shared":
-    """Returns what is the same in every layer."""
+    """Returns the inputs that all layers share."""
     positions = jnp.maximum(past.seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
     attend = _attention_mask(past.keys, positions, first=past.first, causal=causal, window=cfg.window)
-    turning = rotary.angles(positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling)
-    return _Shared(*turning, attend, past.used)
+    rotations = rotary.angles(
+        positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling
+    )
+    return _Shared(*rotations, attend, past.used)
 
 
 def _attention_mask(
@@ -355,7 +357,7 @@ _PRODUCTS |= {"k": _PRODUCTS["q"], "v": _PRODUCTS["q"], "up": _PRODUCTS["gate"]}
 
 
 def _linear(x: jax.Array, weights: Tree, name: str) -> jax.Array:
-    """Applies a matrix, packed or not, then what stands beside it: `{name}_bias`, `{name}_lora`."""
+    """Applies a matrix, packed or not, then its `{name}_bias` and `{name}_lora`."""
     product, matrix = _PRODUCTS[name], weights[name]
     if not isinstance(matrix, dict):
         y = jnp.einsum(product[0], x, matrix)
@@ -376,17 +378,17 @@ def _linear(x: jax.Array, weights: Tree, name: str) -> jax.Array:
 
 
 def _drop(x: jax.Array, lora: Tree) -> jax.Array:
-    """Drops a share of a LoRA pair's inputs where it comes with keys, one for each row of x: training's dropout."""
+    """Applies dropout to a LoRA pair's inputs where the pair has keys, one for each row of x."""
     if "keys" not in lora:
         return x
-    kept = 1.0 - lora["dropout"]
-    draw = jax.vmap(lambda key: jax.random.bernoulli(key, kept, x.shape[1:]))
+    keep = 1.0 - lora["dropout"]
+    draw = jax.vmap(lambda key: jax.random.bernoulli(key, keep, x.shape[1:]))
     mask = draw(jax.random.wrap_key_data(lora["keys"]))
-    return jnp.where(mask, x / kept.astype(x.dtype), jnp.zeros((), x.dtype))
+    return jnp.where(mask, x / keep.astype(x.dtype), jnp.zeros((), x.dtype))
 
 
 class _Shared(NamedTuple):
-    """What is the same in every layer."""
+    """Inputs that all layers share."""
 
     cos: jax.Array
     sin: jax.Array
@@ -403,11 +405,12 @@ def _layer(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One block, and its keys and values.
 
-    With a cache, `kv` is this layer's [b s k e] pair and comes back with the new tokens written; without, that of an
-    opening [1 o k e], which every row attends to.
+    With a cache, `kv` is this layer's [b s k e] pair and comes back with the new tokens written; without, that of a
+    shared prefix [1 o k e], which every row attends to.
     """
     h = _normalise(cfg, x, weights, "attn_norm")
-    # Products of one input XLA merges, for which it joins their weights: of a token that is as dear as the products.
+    # XLA merges matmuls of one input by concatenating their weights; at one token the concat costs as much as the
+    # matmuls.
     inputs = (h, h, h) if shared.used is None else jax.lax.optimization_barrier((h, h, h))
     q = rotary.rotate(_linear(inputs[0], weights, "q"), shared.cos, shared.sin)
     k = rotary.rotate(_linear(inputs[1], weights, "k"), shared.cos, shared.sin)

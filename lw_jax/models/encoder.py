@@ -44,7 +44,7 @@ class QueryPooling(nnx.Module):
     def __call__(
         self, x: Float[Array, "b s d"], mask: Bool[Array, "b s"], count: Int[Array, " b"]
     ) -> Float[Array, "b m d"]:
-        """Pools any padding; each query alone, so that fewer slots are the first ones."""
+        """Pools rows of any padding; queries are independent, so fewer slots are the first ones."""
         del count
         queries = jnp.broadcast_to(self.queries[...].astype(x.dtype)[None], (x.shape[0], *self.queries.shape))
         pooled = queries + self.attend(queries, x, mask)
@@ -64,7 +64,7 @@ class Attention(nnx.Module):
         self.o = nnx.Linear(width, width, rngs=rngs)
 
     def __call__(self, queries: jax.Array, x: jax.Array, mask: jax.Array) -> jax.Array:
-        """Returns what each query [b m d] reads from the real tokens of x [b s d]."""
+        """Returns each query's [b m d] attention over the real tokens of x [b s d]."""
 
         def split(y: jax.Array) -> jax.Array:
             return y.reshape(*y.shape[:2], self.heads, -1)
@@ -106,7 +106,7 @@ class ByteBody(nnx.Module):
     def __call__(
         self, ids: Int[Array, "b s"], mask: Bool[Array, "b s"], *, remat: str = "none"
     ) -> Float[Array, "b s z"]:
-        """Returns one normalised state per byte; what stands at padding means nothing."""
+        """Returns one normalised state per byte; states at padding are undefined."""
         x = jnp.take(self.embed[...], ids, axis=0)
         x = x + jnp.asarray(_sinusoids(*x.shape[1:]))[None].astype(x.dtype)
         for index in range(self.layers):
@@ -149,12 +149,12 @@ def make_bytes(width: int, layers: int) -> Pure[ByteBody]:
 
 
 def make_head(body_width: int, width: int, *, slots: int, pooling: str, states: int) -> Pure[Head]:
-    """Describes the head; `states` > 0 asks for a softmax mix over that many states of a pretrained body."""
+    """Describes the head; `states` > 0: a softmax mix over that many states of a pretrained body."""
     return Pure(lambda rngs: Head(body_width, width, slots=slots, pooling=pooling, states=states, rngs=rngs))
 
 
 def keep_body(params: Tree) -> Tree:
-    """Drops from a decoder's parameters what `read_lm` never reads: the head and the norm before it."""
+    """Drops the head and the final norm of a decoder, which `read_lm` does not use."""
     return {name: leaf for name, leaf in params.items() if name not in ("head", "norm")}
 
 
@@ -169,22 +169,22 @@ def read_lm(
 ) -> Float[Array, "b s d"]:
     """A decoder body's mixed states; `body` is as `keep_body` leaves it, `mode` has the causal mask off."""
     x = decoder.embed(body, ids)
-    body = body | {"norm": jnp.ones((cfg.width,), x.dtype)}  # of `hidden`, which nobody reads here
+    body = body | {"norm": jnp.ones((cfg.width,), x.dtype)}  # of `hidden`, which is not used here
     out = decoder.forward(body, cfg, x, mask=mask, mix=mix, mode=mode)
-    assert out.mixed is not None, "forward returns the mix it was asked for"
+    assert out.mixed is not None, "forward returns the requested mix"
     return out.mixed
 
 
 def keep(y: Float[Array, "b m z"], slots: Int[Array, " b"], width: Int[Array, " b"]) -> Float[Array, "b m z"]:
     """Keeps each row's first slots and the first `width` values of them, scaled to unit RMS; zeros elsewhere."""
-    kept = jnp.arange(y.shape[2], dtype=jnp.int32)[None, None, :] < width[:, None, None]
-    y = jnp.where(kept & slot_mask(slots, y.shape[1])[:, :, None], y, 0.0)
+    inside = jnp.arange(y.shape[2], dtype=jnp.int32)[None, None, :] < width[:, None, None]
+    y = jnp.where(inside & slot_mask(slots, y.shape[1])[:, :, None], y, 0.0)
     power = jnp.sum(y * y, axis=-1, keepdims=True) / width.astype(jnp.float32)[:, None, None]
     return y * jax.lax.rsqrt(power + 1e-6)
 
 
 def slot_mask(slots: Int[Array, " b"], count: int) -> Bool[Array, "b m"]:
-    """Returns which of `count` slots each row uses: its first ones."""
+    """Returns the mask of the slots that each row uses, its first ones, of `count`."""
     return jnp.arange(count, dtype=jnp.int32)[None, :] < slots[:, None]
 
 

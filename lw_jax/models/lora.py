@@ -33,7 +33,7 @@ MODULES = {
 
 @dataclasses.dataclass(frozen=True)
 class Lora:
-    """Which matrices get a pair, of which rank, and how much it counts."""
+    """Matrices with a LoRA pair, and its rank, alpha and dropout."""
 
     rank: int
     alpha: float
@@ -42,7 +42,7 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Returns what a pair's product is multiplied by."""
+        """Returns the factor of a pair's product."""
         return self.alpha / self.rank
 
 
@@ -71,7 +71,7 @@ def _last(pattern: re.Pattern[str], module: str) -> bool:
 
 
 def make(*, rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> Lora:
-    """Returns the adapters that a configuration asks for; raises as `match` does."""
+    """Returns the adapters of a configuration; raises as `match` does."""
     matched = {name for names in match(targets).values() for name in names}
     return Lora(rank, alpha, dropout, tuple(name for name in MODULES if name in matched))
 
@@ -91,7 +91,7 @@ def abstract(cfg: DecoderConfig, lora: Lora) -> Tree:
 
 
 def init(key: jax.Array, cfg: DecoderConfig, lora: Lora) -> Tree:
-    """Draws `a` uniformly within 1 / sqrt(inputs), as PEFT does; `b` is zero, so that nothing changes at first."""
+    """Draws `a` uniformly within 1 / sqrt(inputs), as PEFT does; `b` is zero, so the model starts unchanged."""
     pairs = abstract(cfg, lora)["layers"]
     drawn = {}
     for name, part in zip(pairs, jax.random.split(key, len(pairs)), strict=True):
@@ -107,8 +107,8 @@ def attach(
 ) -> Tree:
     """Returns a decoder's parameters with the pairs beside its matrices.
 
-    With `keys` [b], one for each row of the batch, a share of a pair's inputs is dropped at random: `dropout` x
-    `training`, a traced 0 or 1. What is dropped of a row depends on its own key alone, not on the rows beside it.
+    With `keys` [b], one for each row of the batch, a pair's inputs have dropout of rate `dropout` x `training` (a
+    traced 0 or 1). A row's dropout mask depends on its own key alone, not on the other rows.
     """
     layers = dict(params["layers"])
     for number, (name, pair) in enumerate(pairs["layers"].items()):

@@ -1,4 +1,4 @@
-"""Arithmetic of the memory traffic beside the matrix products of a decoder: bytes that one device moves.
+"""Memory traffic of a decoder's kernels other than matmuls: bytes that one device moves.
 
 XLA runs norms, activations, softmax, rotations, casts and copies as kernels of their own, each of which reads and
 writes whole activations; attention's small products wait for memory too. In a training step of 8 billion parameters
@@ -13,7 +13,7 @@ import dataclasses
 
 @dataclasses.dataclass(frozen=True)
 class Moves:
-    """How often a layer's values are read or written, in one micro-batch."""
+    """Reads and writes of a layer's values, in one micro-batch."""
 
     width: float  # values [t d]: residual stream, norms and their gradients
     heads: float  # values [t h e]: queries, attended values, their rotations, transposes and gradients
@@ -22,27 +22,27 @@ class Moves:
     weights: float  # matrices: a scan over layers copies each layer's slice for every pass
 
 
-# A pass that keeps nothing.
+# A pass that saves nothing for backward.
 FORWARD = Moves(width=16.0, heads=7.0, ffn=3.0, scores=18.0, weights=2.2)
-# Forward and backward, by recomputation. "none" writes what it keeps into stacks of layers, which are copied once more.
+# Forward and backward, by recomputation. "none" writes saved values into stacks of layers, which are copied once more.
 FROZEN = {
     "none": Moves(width=41.0, heads=23.0, ffn=15.4, scores=71.0, weights=4.3),
     "full": Moves(width=38.0, heads=23.0, ffn=8.5, scores=82.0, weights=4.9),
 }
-# The same of weights that learn, stored in fp32: they are cast once, and backward there are two products for one.
+# The same of trainable weights, stored in fp32: they are cast once, and backward has two matmuls for one.
 TRAINED = {
     "none": Moves(width=57.0, heads=27.0, ffn=16.8, scores=68.0, weights=10.0),
     "full": Moves(width=52.0, heads=26.0, ffn=9.8, scores=68.0, weights=10.0),
 }
 LOGITS = 5.0  # times each fp32 logit is moved: softmax, loss and their gradient
-# Of fp32 parameters, how often a step moves them: gradient, parameter and both moments for the update, and norms.
+# Reads and writes of fp32 parameters in a step: gradient, parameter and both moments for the update, and norms.
 OPTIMIZER = 9.3
 ACCUMULATED = 3.0  # with every micro-batch of several: the gradient is added to the sum
 
 
 @dataclasses.dataclass(frozen=True)
 class Layers:
-    """What decides a decoder's traffic."""
+    """Sizes of a decoder's layers."""
 
     width: int
     layers: int

@@ -14,7 +14,7 @@ M = TypeVar("M", bound=nnx.Module)
 
 
 class Pure(Generic[M]):
-    """A module seen from outside: `init(key)` gives a dict of arrays, `bind(params)` a module that computes with it.
+    """Functional view of a module: `init(key)` gives a dict of arrays, `bind(params)` a module that computes with it.
 
     Example: `Pure(lambda rngs: Adapter(256, 2048, 576, rngs=rngs))`.
     """
@@ -33,7 +33,7 @@ class Pure(Generic[M]):
 
 
 class RMSNorm(nnx.Module):
-    """The decoder's RMSNorm as a module; flax's own promotes bf16 implicitly, which our tests refuse."""
+    """The decoder's RMSNorm as a module; flax's own promotes bf16 implicitly, which the tests refuse."""
 
     def __init__(self, width: int):
         self.scale = nnx.Param(jnp.ones((width,)))

@@ -1,4 +1,4 @@
-"""Arithmetic of decoder passes on one device, of one micro-batch: bytes kept for backward, FLOPs, bytes sent."""
+"""Costs of decoder passes on one device, of one micro-batch: bytes saved for backward, FLOPs, bytes sent."""
 
 import dataclasses
 
@@ -13,11 +13,11 @@ BYTES = {"fp32": 4, "bf16": 2}
 
 @dataclasses.dataclass(frozen=True)
 class Terms:
-    """Of one micro-batch on one device: bytes alive at once (of it the logits), FLOPs, bytes sent, bytes moved.
+    """Costs of one micro-batch on one device: peak bytes (of it the logits), FLOPs, bytes sent, bytes moved.
 
-    `traffic` is what kernels beside the products read and write; `read` are weights that the products themselves read,
-    which takes longer than their arithmetic where a micro-batch is small. `forward` is what is alive at once in the
-    forward pass alone, validation's, logits included.
+    `traffic`: reads and writes of kernels other than matmuls. `read`: weights that matmuls read, which takes longer
+    than their arithmetic where a micro-batch is small. `forward`: peak bytes of a forward pass, as in validation,
+    logits included.
     """
 
     bytes: float = 0.0
@@ -29,8 +29,8 @@ class Terms:
     forward: float = 0.0
 
 
-# Of a TTT layer, how often what it keeps for a backward pass is read or written in a step, by recomputation: from the
-# compiled step of configs/ttt/ttt_125m.py for an H100 (docs/numbers.md). A scan over layers copies what it keeps.
+# Reads and writes of a TTT layer's saved values in a step, by recomputation: from the compiled step of
+# configs/ttt/ttt_125m.py for an H100 (docs/numbers.md). A scan over layers copies the saved values.
 _MOVED = {"none": 12.0, "dots": 7.6, "full": 7.6}
 _MOVED_UNROLLED = 5.5  # without recomputation and with all layers in one piece
 _LOGITS_MOVED = 10.0
@@ -38,7 +38,7 @@ _LOGITS_MOVED = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One teacher-forced pass: so many examples of so many positions, the head at so many of them."""
+    """Shape of one teacher-forced pass: examples, their positions, and the positions with logits."""
 
     rows: int
     positions: int
@@ -48,7 +48,7 @@ class Pass:
     model: int = 1  # devices that share the weights' products
     data: int = 1  # devices that share the weights' storage (fsdp)
     pieces: int = 1  # in which the rows' logits are made, one after the other
-    before: int = 0  # positions that all rows attend to and that are read once for all
+    before: int = 0  # positions of the shared prefix
 
     def heads(self, cfg: DecoderConfig) -> int:
         """Returns the devices that share the attention's products: heads that do not divide stay whole on each."""
@@ -70,7 +70,7 @@ def frozen(cfg: DecoderConfig, one: Pass) -> Terms:
         wire += 2 * (one.data - 1) / one.data * params(cfg) * one.size
     kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, one.model)
     moved = _moved(cfg, memory_traffic.FROZEN[one.remat], one) + memory_traffic.LOGITS * logits * one.pieces
-    # Logits and their gradient; backward, the gradient of the inputs, is as dear as the forward pass.
+    # Logits and their gradient; backward, the gradient of the inputs, costs as much as the forward pass.
     return Terms(
         bytes=kept + 2 * logits,
         flops=2 * forward + again * _recomputed(cfg, one) + 2 * head,
@@ -96,10 +96,10 @@ def forward_only(cfg: DecoderConfig, one: Pass) -> Terms:
     return Terms(flops=flops, traffic=_moved(cfg, memory_traffic.FORWARD, one), read=matrices * one.size, forward=alive)
 
 
-def opening(cfg: DecoderConfig, one: Pass) -> Terms:
-    """Returns the terms of what all rows begin with: one row, forward, without logits.
+def shared_prefix(cfg: DecoderConfig, one: Pass) -> Terms:
+    """Returns the terms of the shared prefix: one row, forward, without logits.
 
-    Its products do nothing but wait for the weights, which the rows' own pass has sliced.
+    Its matmuls are bound by the weights' bytes, which the rows' own pass has sliced.
     """
     sums = 2 * cfg.layers * 2 * (one.model - 1) / one.model  # two a layer over a model axis
     flops, weights = forward_only(cfg, one).flops, _matrices(cfg, one) * one.size
@@ -107,7 +107,7 @@ def opening(cfg: DecoderConfig, one: Pass) -> Terms:
 
 
 def trained(cfg: DecoderConfig, one: Pass) -> Terms:
-    """Returns the terms of a decoder body whose fp32 weights learn: backward is twice the forward pass."""
+    """Returns the terms of a trainable decoder body in fp32: backward is twice the forward pass."""
     forward = 2 * one.rows * one.positions * body_params(cfg)
     cast = params(cfg) * one.size if one.size < 4 else 0  # the copy in the dtype of arithmetic
     kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, 1)
@@ -141,7 +141,7 @@ def trained_bert(cfg: BertConfig, one: Pass) -> Terms:
 def trained_bytes(layers: int, width: int, one: Pass) -> Terms:
     """Returns the same of the byte encoder's layers, fp32: twelve z^2 parameters each for a width of z.
 
-    Nine z values are kept of each, its input and products; of the layer at work all.
+    Nine z values are saved of each, its input and products; of the current layer all.
     """
     tokens = one.rows * one.positions
     alive = tokens * (12 * width + 2 * BYTE_HEADS * one.positions) * 4
@@ -171,7 +171,7 @@ def _moved(cfg: DecoderConfig, often: memory_traffic.Moves, one: Pass) -> float:
 
 
 def learned_at_test_time(cfg: TTTConfig, tokens: int, remat: str, size: int, *, unrolled: bool) -> Terms:
-    """Returns the terms of a TTT model, all of which learns, over so many tokens; of its head the traffic alone."""
+    """Returns the terms of a TTT model, all of it trainable, over so many tokens; of its head only the traffic."""
     inner = cfg.head_dim * cfg.hidden * (2 if cfg.inner == "mlp" else 1)  # weights of one head's inner model
     matrices = (4 + cfg.gate) * cfg.width**2 + 3 * cfg.width * cfg.ffn
     forward = 2 * tokens * cfg.layers * matrices
@@ -180,8 +180,8 @@ def learned_at_test_time(cfg: TTTConfig, tokens: int, remat: str, size: int, *, 
     deep = 2 if cfg.inner == "mlp" else 1
     forward += 2 * tokens * cfg.layers * cfg.heads * (3 * inner + (deep - 1) * inner // 2)
     forward += 2 * tokens * cfg.layers * cfg.heads * 2 * deep * cfg.chunk * cfg.hidden
-    # What a layer keeps of a token: norms, q, k, v, outputs and the feed-forward's parts; of the inner model, in fp32,
-    # gradients, their norms' parts and outputs, and of a chunk the weights it began with.
+    # Saved values of a layer for a token: norms, q, k, v, outputs and the feed-forward's parts; of the inner model, in
+    # fp32, gradients, their norms' parts and outputs, and of a chunk the weights it began with.
     layer = size * (10 * cfg.width + 4 * cfg.ffn) + 4 * cfg.width * (12 if deep == 1 else 40)
     layer += 4 * cfg.heads * (inner / cfg.chunk + 3 * deep * cfg.chunk)
     products = size * (4 * cfg.width + 2 * cfg.ffn)
@@ -219,14 +219,14 @@ def forward_bytes(cfg: DecoderConfig, one: Pass) -> float:
 
 
 def kept_bytes(cfg: DecoderConfig, positions: int, remat: str, size: int, model: int) -> float:
-    """Returns the bytes one example keeps for the backward pass, and works on in one layer."""
+    """Returns the bytes of one example saved for the backward pass, and of the current layer."""
     heads = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim / model
-    # What the layer at work holds: outputs of both norms, of attention and of the mlp; q, k, v and the attended values;
-    # gate, its sigmoid, up and the product; in fp32 what both norms divide; attention's scores.
+    # Values of the current layer: outputs of both norms, of attention and of the mlp; q, k, v and the attended values;
+    # gate, its sigmoid, up and the product; in fp32 the inputs of both norms; attention's scores.
     layer = positions * size * (4 * cfg.width + heads + cfg.heads * cfg.head_dim / model + 4 * cfg.ffn / model)
     layer += positions * 2 * cfg.width * 4
     scores = cfg.heads / model * positions * positions * (4 + size)
-    # What every layer keeps: its input, and what its products return but for the last, which no gradient needs.
+    # Saved values of every layer: its input, and the outputs of its matmuls but the last, which no gradient needs.
     carried = positions * size * cfg.width
     products = positions * size * (cfg.width + heads + 2 * cfg.ffn / model)
     kept = {"none": products + carried, "full": carried}[remat] * cfg.layers

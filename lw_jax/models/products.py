@@ -1,4 +1,4 @@
-"""Products of narrow factors that are summed and given in fp32."""
+"""Matmuls of narrow factors that accumulate and return fp32."""
 
 import functools
 
@@ -7,9 +7,9 @@ import jax.numpy as jnp
 
 
 def wide_product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    """Returns a product summed and given in fp32, whose gradient is taken in the factors' own precision.
+    """Returns an einsum accumulated and returned in fp32, its gradient computed in the factors' precision.
 
-    Left to itself the fp32 gradient of a bf16 product makes both products of the backward pass fp32 ones.
+    Without this, the fp32 gradient of a bf16 product makes both matmuls of the backward pass fp32.
     """
     return jnp.asarray(_product(equation, left, right))
 

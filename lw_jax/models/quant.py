@@ -4,10 +4,10 @@ A packed matrix is a plain dict in the place of its array, [out, in] as before:
 
     nf4    codes u8[.. in/2], scale bf16[.. in/64]: 16 levels of the unit normal (QLoRA, Dettmers et al. 2023, appendix
            E), blocks of 64 along `in`, each divided by its largest absolute value
-    awq    codes u8[.. in/2], zero u8[.. in/128], scale f16[.. in/128]: (code - zero) x scale, kept as the file has them
+    awq    codes u8[.. in/2], zero u8[.. in/128], scale f16[.. in/128]: (code - zero) x scale, as in the file
     int8   codes i8[.. in], scale f32[.. 1]: a row of `in` divided by its largest absolute value
-    w8a8   codes i8[.. in], row f32[.. 1]: the same numbers, which `multiply` takes as they are: a token's inputs, and
-           backward the gradients of its outputs, are rounded to 8 bits likewise and products are of integers
+    w8a8   codes i8[.. in], row f32[.. 1]: the same numbers, for int8 matmuls (`multiply`): a token's inputs, and
+           backward the gradients of its outputs, are rounded to 8 bits likewise
            (SwitchBack, Wortsman et al. 2023, with frozen weights)
 
 The lower four bits of a byte are the even position. JAX's own int4 is not used: a scan unpacks the whole stack of it
@@ -24,11 +24,11 @@ from jaxtyping import Array, Float, Int8
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 
-RESTORED = ("nf4", "awq", "int8")  # to floats, before they are multiplied
+RESTORED = ("nf4", "awq", "int8")  # dequantised before the matmul
 PACKED = (*RESTORED, "w8a8")
 _ROWS = {"int8": "scale", "w8a8": "row"}  # kind -> the name of its scales, one a row of `in`
 BLOCK = {"nf4": 64, "awq": 128}
-PRODUCT = "product"  # the name by which what `multiply` returns is kept for a backward pass
+PRODUCT = "product"  # checkpoint name of the outputs of `multiply`
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of every layer; embedding, head, norms, biases stay as they are
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
@@ -57,7 +57,7 @@ def describe(shape: tuple[int, ...], kind: str) -> Tree:
 
 
 def abstract(tree: Tree, kind: str) -> Tree:
-    """Returns a decoder's tree of shapes with its layers' matrices packed; as it is for a kind that packs nothing.
+    """Returns a decoder's tree of shapes with its layers' matrices packed; unchanged for a kind that is not packed.
 
     Raises UserError where a matrix' rows are not whole blocks.
     """
@@ -67,8 +67,8 @@ def abstract(tree: Tree, kind: str) -> Tree:
     for name in MATRICES:
         shape = inputs_last(name, layers[name].shape)
         if shape[-1] % BLOCK.get(kind, 1):
-            told = f"weights={kind!r}: {name} has {shape[-1]} inputs, which are no whole blocks of {BLOCK[kind]}"
-            raise UserError(f"{told}; use 'int8', or do not pack this model")
+            found = f"weights={kind!r}: {name} has {shape[-1]} inputs, which are no whole blocks of {BLOCK[kind]}"
+            raise UserError(f"{found}; use 'int8', or do not pack this model")
         layers[name] = describe(shape, kind)
     return tree | {"layers": layers}
 
@@ -108,7 +108,7 @@ def _midpoints() -> np.ndarray:
 
 
 def restore(packed: Tree, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns the matrix [.. in] that a packed one stands for, in `dtype`; nf4 and int8 equal qwix's to the bit."""
+    """Dequantises a packed matrix to [.. in] in `dtype`; nf4 and int8 equal qwix's to the bit."""
     codes = packed["codes"]
     if codes.dtype == jnp.int8:
         return codes.astype(dtype) * packed["row" if multiplies(packed) else "scale"].astype(dtype)
@@ -124,30 +124,30 @@ def restore(packed: Tree, dtype: jax.typing.DTypeLike) -> jax.Array:
 
 
 def multiplies(packed: Tree) -> bool:
-    """Says whether a packed matrix is multiplied as it is ("w8a8"), not restored."""
+    """Returns True for a packed matrix of int8 matmuls ("w8a8"), which is not restored."""
     return "row" in packed
 
 
 @jax.custom_vjp
 def multiply(x: Float[Array, "b t i"], packed: Tree) -> Float[Array, "b t *o"]:
-    """Returns x times a "w8a8" matrix [.. in], sums in int32; only x has a gradient, for such a matrix is frozen."""
+    """Returns x times a "w8a8" matrix [.. in], accumulated in int32; only x has a gradient, as the matrix is frozen."""
     codes, row = _flat(packed)
     rounded, scale = _round_rows(x.astype(jnp.float32))
-    y = _whole("bti,oi->bto", rounded, codes) * scale * row
+    y = _integer_product("bti,oi->bto", rounded, codes) * scale * row
     return y.astype(x.dtype).reshape(*x.shape[:2], *packed["codes"].shape[:-1])
 
 
 def _multiply_forward(x: jax.Array, packed: Tree) -> tuple[jax.Array, Tree]:
-    # What is kept is the argument itself: a scan over layers stacks anything else anew.
+    # The argument itself is saved: a scan over layers would stack any other value again.
     return multiply(x, packed), packed
 
 
 def _multiply_backward(packed: Tree, gradient: Float[Array, "b t *o"]) -> tuple[jax.Array, None]:
     codes, row = _flat(packed)
-    # The scales are of the rows that are summed over here: they join the gradient before it is rounded.
+    # The scales belong to the rows that are summed over here: they multiply the gradient before it is rounded.
     wide = gradient.reshape(*gradient.shape[:2], -1).astype(jnp.float32) * row
     rounded, scale = _round_rows(wide)
-    return (_whole("bto,oi->bti", rounded, codes) * scale).astype(gradient.dtype), None
+    return (_integer_product("bto,oi->bti", rounded, codes) * scale).astype(gradient.dtype), None
 
 
 multiply.defvjp(_multiply_forward, _multiply_backward)
@@ -158,11 +158,11 @@ def _flat(packed: Tree) -> tuple[Int8[Array, "o i"], Float[Array, "1 1 o"]]:
     return codes.reshape(-1, codes.shape[-1]), packed["row"].reshape(1, 1, -1)
 
 
-def _whole(product: str, x: jax.Array, codes: jax.Array) -> jax.Array:
+def _integer_product(product: str, x: jax.Array, codes: jax.Array) -> jax.Array:
     return jnp.einsum(product, x, codes, preferred_element_type=jnp.int32).astype(jnp.float32)
 
 
-# Which nibble of an int32 holds the column j of eight, in AutoAWQ's "gemm" layout.
+# Nibble of an int32 that holds column j of eight, in AutoAWQ's "gemm" layout.
 _AWQ_NIBBLE = (0, 4, 1, 5, 2, 6, 3, 7)
 
 

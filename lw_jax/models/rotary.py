@@ -1,4 +1,4 @@
-"""Rotary positions: how a head's values turn with the position, and how long contexts scale the frequencies."""
+"""Rotary position embedding (RoPE) and its frequency scaling for long contexts."""
 
 import dataclasses
 
@@ -22,7 +22,7 @@ class Llama3Scaling:
 class LongRope:
     """Frequency scaling of Phi-3's long-context models ("longrope" rope type)."""
 
-    short: tuple[float, ...]  # what each frequency is divided by in a text of up to `original_max_positions`
+    short: tuple[float, ...]  # divisors of the frequencies in a text of up to `original_max_positions`
     long: tuple[float, ...]  # the same in a longer one
     original_max_positions: int
     gain: float  # of cos and sin
@@ -31,7 +31,7 @@ class LongRope:
 def angles(
     positions: Int[Array, "b t"], *, size: int, theta: float, scaling: Llama3Scaling | LongRope | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Returns cos and sin [b t 1 r/2] in fp32 of the `size` = r values of a head that turn."""
+    """Returns cos and sin [b t 1 r/2] in fp32 of the `size` = r rotated values of a head."""
     gain = 1.0
     exponent = jnp.arange(0, size, 2, dtype=jnp.float32) / size
     frequency = 1.0 / jnp.power(jnp.float32(theta), exponent)
@@ -39,8 +39,8 @@ def angles(
     if isinstance(scaling, Llama3Scaling):
         frequency = _llama3_frequencies(frequency, scaling)
     elif isinstance(scaling, LongRope):
-        # By a row's real tokens: what transformers chooses for the row alone. Past the switch a cache of the short
-        # frequencies is worthless: `decode.generate` reads the text again there, as transformers does.
+        # By a row's real tokens, as transformers chooses for a single row. Past the switch a cache of the short
+        # frequencies is invalid: `decode.generate` processes the text again there, as transformers does.
         long = jnp.max(positions, axis=1, keepdims=True) >= scaling.original_max_positions
         frequency = frequency / jnp.where(long, *(jnp.array(x)[None, :] for x in _divisors(scaling)))
         gain = scaling.gain
@@ -67,8 +67,8 @@ def _llama3_frequencies(frequency: jax.Array, scaling: Llama3Scaling) -> jax.Arr
 
 
 def rotate(x: Float[Array, "b t h e"], cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Turns the first values of each head by `angles`; the others stay."""
-    turned = 2 * cos.shape[-1]
-    first, second = jnp.split(x[..., :turned].astype(jnp.float32), 2, axis=-1)
+    """Rotates the first values of each head by `angles`; the others are unchanged."""
+    rotated = 2 * cos.shape[-1]
+    first, second = jnp.split(x[..., :rotated].astype(jnp.float32), 2, axis=-1)
     moved = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
-    return moved if turned == x.shape[-1] else jnp.concatenate([moved, x[..., turned:]], axis=-1)
+    return moved if rotated == x.shape[-1] else jnp.concatenate([moved, x[..., rotated:]], axis=-1)

@@ -1,7 +1,7 @@
-"""TTT-Linear and TTT-MLP language models (Sun et al. 2024): a layer's state is a small model that learns as it reads.
+"""TTT-Linear and TTT-MLP language models (Sun et al. 2024): a layer's state is an inner model, trained by the text.
 
 Parameters are a plain nested dict, layers stacked on a leading axis; matrices are [out, in], as the decoder's. Arrays
-in, arrays out: no mesh, no files. Semantics follow the authors' PyTorch code, which the parity tests hold it to. A
+in, arrays out: no mesh, no files. Semantics follow the authors' PyTorch code, which the parity tests compare with. A
 chunk is the K tokens whose gradients are all taken at the fast weights with which it began. Dimension letters here,
 beside those of `core/types.py`: chunks n, tokens of a chunk i and j, hidden width of the inner model m.
 """
@@ -25,14 +25,14 @@ GROWTH = 4  # hidden width of the inner MLP, in head widths
 
 @dataclasses.dataclass(frozen=True)
 class TTTConfig:
-    """Everything that decides a model's mathematics."""
+    """Architecture of a TTT model."""
 
     vocab: int
     width: int
     layers: int
     heads: int
     ffn: int
-    inner: str = "linear"  # what learns while reading: "linear" | "mlp"
+    inner: str = "linear"  # inner model: "linear" | "mlp"
     chunk: int = 16  # K
     base_rate: float = 1.0  # of the inner learning rate; 0.1 for "mlp"
     pre_conv: bool = False  # the three parts of the Mamba backbone: a convolution before each layer,
@@ -61,22 +61,22 @@ def _unchanged(x: jax.Array) -> jax.Array:
 
 @dataclasses.dataclass(frozen=True)
 class Mode:
-    """How to run the model: what changes memory and speed, but no number beyond rounding."""
+    """Execution options: they change memory and speed, and results only by rounding."""
 
     dtype: str = "float32"  # of products; fast weights, norms, inner rates and gradients stay fp32
     form: str = "scan"  # over chunks, or "full": all outputs at once after one substitution a chunk
     unroll: int = 8  # chunks per scan iteration
     unroll_layers: int = 1  # layers per scan iteration
-    remat: str = "none"  # "none": nothing is computed twice | "dots": all but products with matrices | "full": layers
+    remat: str = "none"  # "none": no recomputation | "dots": all but products with matrices | "full": layers
     constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
-    measured: bool = False  # asks for the inner losses; implies "scan"
+    measured: bool = False  # returns the inner losses; implies "scan"
 
 
 MODE = Mode()
 
 
 class Memory(NamedTuple):
-    """What a layer has learned from the text so far: fast weights at the chunk's beginning, and what came after it.
+    """State of a layer: fast weights at the chunk's beginning, and sums of gradients since.
 
     `grads` are sums over the chunk's tokens of inner rate times gradient; `window` the last kernel - 1 inputs of the
     layer's own convolutions, `before` of the one in front of it. In a `Cache` each leaf has a leading layer axis.
@@ -89,14 +89,14 @@ class Memory(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The memories of all layers after so many tokens of each row."""
+    """States of all layers and the number of tokens read of each row."""
 
     memory: Memory
     seen: Int[Array, " b"]
 
 
 class Output(NamedTuple):
-    """What `forward` returns."""
+    """Result of `forward`."""
 
     hidden: Float[Array, "b t d"]  # after the final norm
     losses: Float[Array, "l n b h c"] | None  # at each whole chunk's last token under W0, the weights before and after
@@ -181,15 +181,15 @@ def forward(  # noqa: PLR0913  (the one entry to the model)
 
     Args:
         params: the tree of `abstract`.
-        cfg: its mathematics.
-        ids: any length; what fills the last chunk is cut off again.
+        cfg: the architecture.
+        ids: any length; the padding of the last chunk is cut off again.
         rate: a multiple of each row's inner learning rate (None: 1).
-        memory: where to go on from, chunks being whole so far (None: the learned beginning).
-        lengths: the real tokens of each row, which stand first; asks for the cache after them.
-        mode: how to run.
+        memory: state to continue from, after whole chunks (None: the learned initial state).
+        lengths: the real tokens of each row, which come first; returns the cache after them.
+        mode: execution options.
     """
     count = ids.shape[1]
-    assert memory is None or not count % cfg.chunk, "a memory passes on from whole chunks"
+    assert memory is None or not count % cfg.chunk, "a memory continues after whole chunks"
     ids = jnp.pad(ids, ((0, 0), (0, -count % cfg.chunk)))
     x = mode.constrain(jnp.take(params["embed"], ids, axis=0).astype(mode.dtype))
     rate = jnp.ones(ids.shape[:1]) if rate is None else rate
@@ -203,13 +203,13 @@ def forward(  # noqa: PLR0913  (the one entry to the model)
         return x, found
 
     x, (losses, found) = jax.lax.scan(body, x, (params["layers"], memory), unroll=mode.unroll_layers)
-    losses = None if losses is None else losses[:, : count // cfg.chunk]  # what fills a chunk is no token
+    losses = None if losses is None else losses[:, : count // cfg.chunk]  # without the padding of the last chunk
     seen = jnp.full(ids.shape[:1], count, jnp.int32) if lengths is None else lengths
     return Output(_rms(x, params["norm"], cfg)[:, :count], losses, None if found is None else Cache(found, seen))
 
 
 def beginning(params: Tree, cfg: TTTConfig, batch: int, dtype: jax.typing.DTypeLike) -> Memory:
-    """Returns the memory before the first token: the learned fast weights, nothing convolved."""
+    """Returns the memory before the first token: the learned fast weights, zeros for the convolutions."""
     weights = jax.vmap(lambda p: _beginning(p, cfg, batch))(params["layers"])
     window = jnp.zeros((cfg.layers, batch, cfg.kernel - 1, cfg.width), dtype)
     return Memory(
@@ -237,7 +237,7 @@ def decode(
 
 
 class _Rows(NamedTuple):
-    """What `forward` is told of each row."""
+    """Per-row arguments of `forward`."""
 
     rate: Float[Array, " b"]
     lengths: Int[Array, " b"] | None
@@ -251,27 +251,27 @@ def _layer(
     p: Tree,
     memory: Memory | None,
 ) -> tuple[jax.Array, tuple[jax.Array | None, Memory | None]]:
-    """Returns the stream behind the block, the inner losses and the memory where they are asked for."""
+    """Returns the residual stream after the block, and the requested inner losses and memory."""
     position = jnp.arange(x.shape[1], dtype=jnp.int32)[None] % cfg.chunk
     x, h, text, window, before = _prepare(cfg, rows, position, x, p, memory)
     inner = Inner(p, dtype=mode.dtype)
     weights = _beginning(p, cfg, x.shape[0]) if memory is None else memory.weights
-    kept = rows.lengths is not None or memory is not None
-    if mode.form == "full" and not mode.measured and not kept:
+    stateful = rows.lengths is not None or memory is not None
+    if mode.form == "full" and not mode.measured and not stateful:
         out, losses, found = read_at_once(inner, text, weights), None, None
     else:
         out, losses, found = read_by_chunk(
             inner, text, weights, lengths=rows.lengths, unroll=mode.unroll, measured=mode.measured
         )
-    x = x + _behind(out.reshape(x.shape), h, p, cfg)
+    x = x + _project_output(out.reshape(x.shape), h, p, cfg)
     x = x + _feed_forward(x, p, cfg)
-    return x, (losses, Memory(*found, window, before) if kept and found else None)
+    return x, (losses, Memory(*found, window, before) if stateful and found else None)
 
 
 def _prepare(
     cfg: TTTConfig, rows: _Rows, position: Int[Array, "p t"], x: Float[Array, "b t d"], p: Tree, memory: Memory | None
 ) -> tuple[jax.Array, jax.Array, Text, jax.Array | None, jax.Array | None]:
-    """Returns the stream, its norm, what the inner model reads of it, and both convolutions' last inputs."""
+    """Returns the stream, its norm, the inner model's inputs, and both convolutions' last inputs."""
     before = window = None
     if cfg.pre_conv:
         h, past = _rms(x, p["before_norm"], cfg), memory and memory.before
@@ -305,14 +305,14 @@ def _decode_layer(
     x, h, text, window, before = _prepare(cfg, rows, place[:, None], x[:, None], p, memory)
     q, k, v, rate = (jnp.swapaxes(one, 1, 2) for one in text)  # [b h 1 e], rate [b h 1]
     inner, target = Inner(p, dtype=mode.dtype), v.astype(jnp.float32) - k.astype(jnp.float32)
-    # As a chunk of one token whose query is not asked: its mixing does not count.
+    # As a chunk of one token whose query is ignored: its mixing is zero.
     nothing = jnp.zeros((*rate.shape, 1))
     _, steps = inner.read(memory.weights, Chunk(q, k, target, nothing, nothing))
     sums = jax.tree.map(jnp.add, memory.grads, inner.add_up(steps, rate))
     token = inner.token[place]
     now = jax.tree.map(lambda weight, total: weight - _widen_after(token, total) * total, memory.weights, sums)
     out = q.astype(jnp.float32) + inner.normalise(inner.answer(now, q))
-    x = x + _behind(jnp.swapaxes(out, 1, 2).reshape(x.shape), h, p, cfg)
+    x = x + _project_output(jnp.swapaxes(out, 1, 2).reshape(x.shape), h, p, cfg)
     x = x + _feed_forward(x, p, cfg)
     ends = place == cfg.chunk - 1
 
@@ -350,7 +350,7 @@ def _inner_rate(h: Float[Array, "b t d"], p: Tree, cfg: TTTConfig, rate: Float[A
 
 
 def _rotate(x: Float[Array, "b t h e"], position: Int[Array, "p t"], cfg: TTTConfig) -> Float[Array, "b t h e"]:
-    """Turns neighbouring pairs of values by the place in the chunk."""
+    """Rotates neighbouring pairs of values by the position in the chunk."""
     exponent = jnp.arange(0, cfg.head_dim, 2, dtype=jnp.float32) / cfg.head_dim
     frequency = 1.0 / jnp.power(jnp.float32(cfg.rope_theta), exponent)
     angle = position[:, :, None, None].astype(jnp.float32) * frequency[None, None, None]
@@ -385,8 +385,8 @@ def _after(past: jax.Array | None, x: Float[Array, "b t d"], size: int) -> jax.A
     return jnp.concatenate([past, x], axis=1)
 
 
-def _behind(out: Float[Array, "b t d"], h: Float[Array, "b t d"], p: Tree, cfg: TTTConfig) -> jax.Array:
-    """Returns the layer's output from what its heads give: norm, gate, last product."""
+def _project_output(out: Float[Array, "b t d"], h: Float[Array, "b t d"], p: Tree, cfg: TTTConfig) -> jax.Array:
+    """Returns the layer's output from its heads' outputs: norm, gate, output projection."""
     out = layer_norm(out, p["post_norm"], p["post_norm_bias"], INNER_EPS).astype(h.dtype)
     if cfg.gate:
         out = gelu(_linear(h, p, "out_gate")) * out

@@ -1,6 +1,6 @@
-"""The inner model of a TTT layer, which learns while the layer reads, and both ways to take a text through it.
+"""Inner model of a TTT layer, trained by the text, as a scan over chunks and in one pass.
 
-Notation as in `ttt.py`, of which this is the part behind queries, keys and values. Arrays in, arrays out.
+Notation as in `ttt.py`; this is the part after queries, keys and values. Arrays in, arrays out.
 """
 
 from typing import NamedTuple
@@ -17,7 +17,7 @@ INNER_EPS = 1e-6  # of the inner LayerNorm and of the one behind the heads, what
 
 
 class Text(NamedTuple):
-    """What the inner model reads: queries, keys and values [b t h e], inner rates [b t h] fp32."""
+    """Inputs of the inner model: queries, keys and values [b t h e], inner rates [b t h] fp32."""
 
     q: jax.Array
     k: jax.Array
@@ -32,7 +32,7 @@ class Chunk(NamedTuple):
     k: jax.Array
     target: jax.Array  # v - k, so that key plus inner output is to be the value
     mixed: jax.Array  # (q k^T + 1) eta, the 1 for the bias
-    eta: jax.Array | None  # inner rate of token j as query i sees it; only an inner MLP asks for it again
+    eta: jax.Array | None  # inner rate of token j as query i sees it; only an inner MLP uses it again
 
 
 Steps = dict[str, tuple[jax.Array, jax.Array]]  # "1", "2": (inputs [b h i e], gradients [b h i m]) of an inner product
@@ -70,7 +70,7 @@ class Inner:
         return (centred - unit * jnp.mean(d * unit, axis=-1, keepdims=True)) / deviation
 
     def read(self, weights: Tree, chunk: Chunk) -> tuple[jax.Array, Steps]:
-        """Returns what each query [b h i e] gets after the tokens up to its own, and what those ask to be changed."""
+        """Returns each query's output [b h i e] after the tokens up to its own, and the tokens' gradient steps."""
         size = chunk.q.shape[2]
         first = self.apply(weights, jnp.concatenate([chunk.q, chunk.k], axis=2), "1")
         z_query, z_key = first[:, :, :size], first[:, :, size:]
@@ -117,14 +117,13 @@ def read_by_chunk(
 ) -> tuple[jax.Array, jax.Array | None, tuple[dict[str, jax.Array], dict[str, jax.Array]]]:
     """Returns outputs [b t h e], inner losses [n b h c] if measured, and (weights, gradients since) at the end.
 
-    Only what depends on the fast weights is inside the scan.
+    Only the computation that depends on the fast weights is inside the scan.
     """
     length, token = text.rate.shape[1], inner.token
     size = len(token)
     count = length // size
     q, k, v, rate = (_chunked(one, count) for one in text)  # [n b h i e], rate [n b h i]
-    # Which tokens move the weights that the next chunk begins with, and which wait in the sums: a row's last chunk
-    # that is not whole.
+    # Tokens of whole chunks update the next chunk's weights; those of a row's last, partial chunk go to the sums.
     applied, waiting = token[-1] * rate, jnp.zeros_like(rate)
     if lengths is not None:
         number = jnp.arange(count, dtype=jnp.int32)[:, None]
@@ -157,9 +156,9 @@ def read_by_chunk(
 
 
 def read_at_once(inner: Inner, text: Text, weights: dict[str, jax.Array]) -> jax.Array:
-    """Returns the outputs [b t h e] without fast weights beyond the first: they are linear in the gradients.
+    """Returns the outputs [b t h e] from the initial fast weights alone: they are linear in the gradients.
 
-    One substitution a chunk gives all gradients, then all outputs come at once.
+    One substitution a chunk gives all gradients, then one pass gives all outputs.
     """
     length, token = text.rate.shape[1], inner.token
     size = len(token)
@@ -239,6 +238,6 @@ def _joined(x: Float[Array, "n b h i e"]) -> Float[Array, "b t h e"]:
 
 
 def _token_factor(p: Tree) -> Float[Array, " i"]:
-    """Returns by how much the summed gradients count at each place of a chunk: near the mean of those so far."""
+    """Returns the factor of the summed gradients at each position of a chunk: near the mean of those so far."""
     learned = p["token"].astype(jnp.float32)
     return jnp.maximum(1.0 / jnp.arange(1, learned.shape[0] + 1, dtype=jnp.float32) + learned, 0.0)

@@ -1,6 +1,6 @@
-"""The wire itself: source ids -> latents -> one soft prefix per reader -> logits at the answer's positions.
+"""The wire model: source ids -> latents -> one soft prefix per reader -> logits at the answer's positions.
 
-It starts at ids and ends at logits or generated ids; text, tokenizers and losses live elsewhere.
+Inputs are ids, outputs logits or generated ids; text, tokenizers and losses are elsewhere.
 """
 
 import dataclasses
@@ -19,14 +19,14 @@ from lw_jax.models.modules import Pure
 
 @dataclasses.dataclass(frozen=True)
 class EncoderSpec:
-    """Static facts of the encoder; `body` is set for a pretrained one."""
+    """Static settings of the encoder; `body` is set for a pretrained one."""
 
     kind: str
     slots: int
     width: int
     pooling: str
     layers: int
-    window: int  # what the body reads at once
+    window: int  # tokens of one pass of the body
     body: decoder.DecoderConfig | bert.BertConfig | None
     dtype: str  # of arithmetic; parameters are fp32
 
@@ -38,13 +38,13 @@ class EncoderSpec:
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """Static facts of one frozen reader and of the adapter in front of it."""
+    """Static settings of one frozen reader and its adapter."""
 
     config: decoder.DecoderConfig
     adapter_hidden: int
     stops: tuple[int, ...]
     mode: decoder.Mode = decoder.Mode()
-    apart: bool = False  # in generation: see `decoder.apart`
+    unstacked: bool = False  # in generation: see `decoder.unstack_layers`
 
     def adapter(self, width: int) -> Pure[adapter.Adapter]:
         """Describes the adapter from latents of this width."""
@@ -53,7 +53,7 @@ class Reader:
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """One encoder, any number of readers by name; learns {"encoder": {"body", "head"}, "adapters": {name: ...}}."""
+    """One encoder, any number of readers by name; trainable: {"encoder": {"body", "head"}, "adapters": {name: ...}}."""
 
     encoder: EncoderSpec
     readers: Mapping[str, Reader]
@@ -77,10 +77,10 @@ class Wire:
         return {"encoder": {"body": body, "head": self.encoder.head().init(head_key)}, "adapters": adapters}
 
     def encode(self, trainable: Tree, source: Mapping[str, jax.Array]) -> Float[Array, "b m z"]:
-        """Writes {"ids" [b s], "mask" [b s], "channel" [b 3]} (right-padded) into fp32 latents.
+        """Encodes {"ids" [b s], "mask" [b s], "channel" [b 3]} (right-padded) into fp32 latents.
 
         They have unit RMS in each row's first slots and the first width of them, and are 0 elsewhere. A source longer
-        than the body's window is read window by window and pooled as a whole.
+        than the body's window is encoded window by window and pooled as a whole.
         """
         params = _cast(trainable["encoder"], self.encoder.dtype)
         ids, mask = source["ids"], source["mask"]
@@ -121,19 +121,19 @@ class Wire:
     def answer_states(
         self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any]
     ) -> Float[Array, "b t d"]:
-        """The states from which the head makes `answer_logits`."""
+        """Hidden states of `answer_logits`, before the head."""
         config, mode = self.readers[name].config, self.readers[name].mode
         x = jnp.concatenate([prompt.embeddings, decoder.embed(params, fields["answer_inputs"])], axis=1)
         # An input is a real token where it is a real target of the position before it. Padding must not count: LongRope
         # chooses its frequencies by a row's real tokens.
         mask = jnp.concatenate([prompt.mask, fields["weights"][:, 1:] > 0], axis=1)
-        out = decoder.forward(params, config, x, mask=mask, opening=prompt.opening, mode=mode)
+        out = decoder.forward(params, config, x, mask=mask, shared_prefix=prompt.shared_prefix, mode=mode)
         return out.hidden[:, prompt.mask.shape[1] - 1 :]
 
     def generate(self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int) -> Int[Array, "b n"]:
         """Greedy answer ids, -1 after the stop."""
         reader = self.readers[name]
-        sampling = decode.Sampling(max_new_tokens, reader.stops, apart=reader.apart)
+        sampling = decode.Sampling(max_new_tokens, reader.stops, unstacked=reader.unstacked)
         return decode.generate(
             params, reader.config, prompt.embeddings, mask=prompt.mask, sampling=sampling, key=jax.random.key(0)
         )
@@ -142,39 +142,39 @@ class Wire:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """What a reader is given before its answer; the last column is a real token of every row."""
+    """Input of a reader before its answer; the last column is a real token of every row."""
 
     embeddings: Float[Array, "b p d"]
     mask: Bool[Array, "b p"]
-    opening: decoder.Opening | None = None  # what stands before it in every row; `generate` takes none
+    shared_prefix: decoder.SharedPrefix | None = None  # before it in every row; not for `generate`
 
     def joined(self) -> "Prompt":
-        """Returns the prompt with its opening in each row."""
-        if self.opening is None:
+        """Returns the prompt with its shared prefix copied into each row."""
+        if self.shared_prefix is None:
             return self
-        x, mask = (decoder.repeat(one, len(self.mask)) for one in self.opening)
+        x, mask = (decoder.repeat(one, len(self.mask)) for one in self.shared_prefix)
         return Prompt(jnp.concatenate([x, self.embeddings], axis=1), jnp.concatenate([mask, self.mask], axis=1))
 
 
 def text_prompt(params: Tree, tokens: Mapping[str, jax.Array]) -> Prompt:
-    """A prompt of token ids alone: {"ids", "mask"} left-padded."""
+    """Returns a prompt of token ids: {"ids", "mask"} left-padded."""
     return Prompt(decoder.embed(params, tokens["ids"]), tokens["mask"])
 
 
 def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b n d"]) -> Prompt:
-    """BOS and opening words, the soft prefix where the context would stand, the question after it.
+    """Returns BOS and template text, the soft prefix in the place of the context, then the question.
 
-    `fields["before"]` is the same in every row, whatever the example: its first row is the prompt's opening.
+    `fields["before"]` is the same in every row: its first row is the shared prefix.
     """
     before, after = fields["before"], fields["after"]
-    opening = None
+    shared = None
     if before["ids"].shape[1]:
-        opening = decoder.Opening(decoder.embed(params, before["ids"][:1]), before["mask"][:1])
+        shared = decoder.SharedPrefix(decoder.embed(params, before["ids"][:1]), before["mask"][:1])
     asked = decoder.embed(params, after["ids"])
     embeddings = jnp.concatenate([prefix.astype(asked.dtype), asked], axis=1)
     slots = encoder.slot_mask(fields["channel"][:, 0], prefix.shape[1] - 1)
     task = jnp.ones((prefix.shape[0], 1), bool)
-    return Prompt(embeddings, jnp.concatenate([slots, task, after["mask"]], axis=1), opening)
+    return Prompt(embeddings, jnp.concatenate([slots, task, after["mask"]], axis=1), shared)
 
 
 def _cast(tree: Tree, dtype: str) -> Tree:

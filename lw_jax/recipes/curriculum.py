@@ -8,8 +8,9 @@ from lw_jax.core import config
 from lw_jax.core.config import Config, Stage
 from lw_jax.core.types import TASKS, Example
 from lw_jax.data import examples, passages
-from lw_jax.data.batches import Encoded, Layout
+from lw_jax.data.batches import Encoded
 from lw_jax.data.data_schedule import Course, Stretch
+from lw_jax.data.prompt_tokens import Layout
 from lw_jax.data.tokens import Tokenizer
 
 GAP = 0.05  # nats an answer token: a smaller NLL gap of another text's latents is a collapse

@@ -12,7 +12,7 @@ from lw_jax.core import config
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.types import DTYPES, EXACT, Example, LossTerms, Task, Tree
-from lw_jax.data import batches, examples
+from lw_jax.data import batches, examples, prompt_tokens
 from lw_jax.data.data_schedule import Course
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
 from lw_jax.hub import architectures, weights
@@ -173,12 +173,12 @@ class LatentWire:
     # --- data
 
     @functools.cached_property
-    def layout(self) -> batches.Layout:
+    def layout(self) -> prompt_tokens.Layout:
         """Returns the settings that determine an example's token ids."""
         cfg = self.cfg
-        return batches.Layout(
+        return prompt_tokens.Layout(
             prompt=cfg.prompt,
-            readers={name: batches.Reader(self.tokenizers[name], llm.template) for name, llm in cfg.llms.items()},
+            readers={name: prompt_tokens.Reader(self.tokenizers[name], llm.template) for name, llm in cfg.llms.items()},
             source=load_source_tokenizer(self.body_location) if self.body_location else ByteTokenizer(),
             window=cfg.encoder.window,
             windows=cfg.encoder.windows,
@@ -378,5 +378,7 @@ def _wire(
     for name, at in placement.readers.items():
         stops = tuple(tokenizers[name].stops) if name in tokenizers else ()
         mode = frozen_models.mode(cfg, at.mesh)
-        readers[name] = wire.Reader(found[name], cfg.adapter.hidden, stops, mode, apart=cfg.eval.layers == "unstacked")
+        readers[name] = wire.Reader(
+            found[name], cfg.adapter.hidden, stops, mode, unstacked=cfg.eval.layers == "unstacked"
+        )
     return wire.Wire(spec, readers, frozen_models.mode(cfg, placement.learner))

@@ -23,7 +23,7 @@ from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example, LossTerms, Tree
-from lw_jax.data import batches, examples, question_cards
+from lw_jax.data import batches, examples, prompt_tokens, question_cards
 from lw_jax.data.data_schedule import Course
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.hub import sources, weights
@@ -209,9 +209,9 @@ class SelfmadeReader:
         Predicting the question's words teaches copying from the text, without which the answer is learned late; a card
         that answers several questions is asked all of them, which teaches looking up several times as fast.
         """
-        layout = batches.Layout(
+        layout = prompt_tokens.Layout(
             prompt=self.cfg.prompt,
-            readers={"reader": batches.Reader(self.tokenizer, "plain")},
+            readers={"reader": prompt_tokens.Reader(self.tokenizer, "plain")},
             source=self.tokenizer,
             window=self.cfg.data.context_tokens,
             windows=1,
@@ -235,11 +235,11 @@ class SelfmadeReader:
         }
         return dataclasses.replace(encoded, readers={"reader": whole})
 
-    def _ask_all(self, found: Sequence[Example], layout: batches.Layout) -> list[tuple[np.ndarray, np.ndarray]]:
+    def _ask_all(self, found: Sequence[Example], layout: prompt_tokens.Layout) -> list[tuple[np.ndarray, np.ndarray]]:
         """Returns, for each card, the ids of its other questions with answers, and which of them are the answers'."""
         if style(self.cfg) != "pairs":
             return [(np.zeros(0, np.int32), np.zeros(0, np.int32))] * len(found)
-        frame = batches.make_frame("reader", layout.readers["reader"], layout.prompt)
+        frame = prompt_tokens.make_frame("reader", layout.readers["reader"], layout.prompt)
         known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
         for asked in {pair for example in found for pair in question_cards.questions(example)}:
             question = self.tokenizer.encode(frame.after(asked[0]))

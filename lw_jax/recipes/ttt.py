@@ -78,14 +78,20 @@ class TTT:
 
     # --- weights
 
-    @functools.cache  # noqa: B019  (a recipe lives as long as its run)
     def abstract(self) -> Weights:
         """Returns both trees as shapes."""
+        return self._abstract
+
+    @functools.cached_property
+    def _abstract(self) -> Weights:
         return Weights(ttt.abstract(self.model), {NAME: {}})
 
-    @functools.cache  # noqa: B019
     def shardings(self) -> Weights:
-        """Returns the shardings: replicated, or over the data axis where the placement is "fsdp"."""
+        """Returns both trees as NamedShardings: replicated, or over the data axis where the placement is "fsdp"."""
+        return self._shardings
+
+    @functools.cached_property
+    def _shardings(self) -> Weights:
         over = self.placement.readers[NAME].table == "fsdp"
         table = tables.LEARNER_FSDP if over else tables.TRAINABLE
         shapes = self.abstract().trainable

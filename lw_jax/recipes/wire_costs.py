@@ -37,7 +37,7 @@ def _reader(cfg: Config, wire: Wire, placement: Placement, name: str, fields: Tr
     pieces = chunked.pieces(cfg.compute.logits_chunk, rows=rows, length=answers, data=1)  # the rows are one device's
     found = arithmetic.frozen(model, dataclasses.replace(one, pieces=pieces, before=shared))
     unpacked = arithmetic.restored_bytes(model, llm.weights, one.size) / one.model
-    prefix = arithmetic.opening(model, dataclasses.replace(one, rows=1, positions=shared, answers=0))
+    prefix = arithmetic.shared_prefix(model, dataclasses.replace(one, rows=1, positions=shared, answers=0))
     sums = {key: getattr(found, key) + getattr(prefix, key) for key in ("flops", "wire", "traffic")}
     found = dataclasses.replace(found, bytes=found.bytes + unpacked, forward=found.forward + unpacked, **sums)
     if "text" in fields:

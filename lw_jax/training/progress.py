@@ -1,4 +1,4 @@
-"""What a person sees of a run: on a terminal a view that is refreshed in place, elsewhere one plain line a report."""
+"""Progress of a run: on a terminal a view that is refreshed in place, elsewhere one plain line a report."""
 
 import math
 import os
@@ -20,8 +20,8 @@ REFRESHES_PER_SECOND = 4
 class Live:
     """Shows steps and lines while it is entered; before and after, and off a terminal, it prints plain lines.
 
-    Where `enabled` is false, as in all processes but the first, nothing is shown. `devices` is asked for the texts of
-    the devices' state (`Sampler.describe`) at each refresh of the view.
+    Where `enabled` is false, as in all processes but the first, nothing is shown. `devices` returns the texts of the
+    devices' state (`Sampler.describe`), at each refresh of the view.
     """
 
     def __init__(

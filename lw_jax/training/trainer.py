@@ -53,7 +53,7 @@ class Run:
         used = {device for mesh in self.placement.meshes for device in mesh.local_devices}
         number = f"-{jax.process_index()}" if jax.process_index() else ""
         self.sampler = Sampler(
-            Devices(sorted(used, key=lambda device: device.id), tell=lambda line: self._tell([line])),
+            Devices(sorted(used, key=lambda device: device.id), lambda line: self._tell([line])),
             path=workdir / f"devices{number}.jsonl" if workdir else None,
         )
 

@@ -427,7 +427,7 @@ def _record_digest(record: dict[str, Any]) -> str:
 
 def _restore(folder: Path) -> Any:
     with Checkpointer(folder / "checkpoints", keep=3, identity=IDENTITY) as checkpointer:
-        checkpointer.latest_step()
+        checkpointer.steps()
         return checkpointer.restore(jax.device_put(_state(STEPS[-1])))
 
 

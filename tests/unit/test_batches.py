@@ -11,8 +11,8 @@ from configs import base
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Example, Task
-from lw_jax.data import batches, question_cards
-from lw_jax.data.batches import Layout, Reader
+from lw_jax.data import batches, prompt_tokens, question_cards
+from lw_jax.data.prompt_tokens import Layout, Reader
 
 ANSWER_FIELDS = {"answer_inputs", "targets", "weights"}
 SENT = {"channel", "task"}  # how the latents come, and what for
@@ -342,7 +342,7 @@ def test_cut_keeps_the_question_fills_the_limit_and_is_counted():
 
 def test_prompt_beyond_the_limit_without_any_context_is_dropped():
     spec = layout(context_tokens=9, overlong="cut")
-    with pytest.raises(UserError, match="even without its context, as example 'cards/train/0/0'"):
+    with pytest.raises(UserError, match="'cards/train/0/0'"):
         batches.encode(CARDS[:2], layout=spec, rows=("text",))
 
 
@@ -358,7 +358,7 @@ def test_single_prompt_equals_the_data_set_without_answers():
         batches.encode_prompt(LONG.context, e.question, layout=layout(window=300))
     with pytest.raises(UserError, match=r"config\.encoder\.window=300"):
         batches.encode_prompt(LONG.context, e.question, layout=layout(window=300, overlong="drop"))
-    with pytest.raises(UserError, match="needs a context and a question"):
+    with pytest.raises(UserError, match="context.*question"):
         batches.encode_prompt(e.context, " ", layout=layout())
 
 
@@ -375,7 +375,7 @@ def test_prompt_without_context_then_question_is_refused(user):
 
 
 def test_braces_of_a_prompt_are_written_twice_and_read_once():
-    frame = batches.make_frame(
+    frame = prompt_tokens.make_frame(
         "a", Reader(TOK, "plain"), layout(prompt={"user": "{{x}} {context} }}{question}"}).prompt
     )
     assert (frame.before, frame.middle) == ("{x} ", " }")
@@ -432,16 +432,16 @@ def test_beginning_alone_gives_what_the_whole_row_gives(monkeypatch, overlong):
     found = [CARDS[0], long, *CARDS[3:9], dataclasses.replace(CARDS[9], question=long.context)]
     spec = layout(overlong=overlong, context_tokens=90)
     whole = batches.encode(found, layout=spec, rows=batches.PROMPT_ROWS)
-    monkeypatch.setattr(batches, "WIDEST", 2)
-    monkeypatch.setattr(batches, "MARGIN", 20)
+    monkeypatch.setattr(prompt_tokens, "WIDEST", 2)
+    monkeypatch.setattr(prompt_tokens, "MARGIN", 20)
     cut = batches.encode(found, layout=spec, rows=batches.PROMPT_ROWS)
     assert cut.digest() == whole.digest() and cut.counts == whole.counts
 
 
 def test_mixed_and_missing_examples_are_refused():
-    with pytest.raises(UserError, match="some examples have answers"):
+    with pytest.raises(UserError, match="answers"):
         batches.encode([CARDS[0], Example("x", "c", "q", ())], layout=layout())
-    with pytest.raises(UserError, match="the list is empty"):
+    with pytest.raises(UserError, match="none of 0"):
         batches.encode([], layout=layout())
 
 

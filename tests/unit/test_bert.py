@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.models import bert
+from lw_jax.models import bert, decoder
 
 CFG = bert.BertConfig(vocab=47, width=42, layers=3, heads=6, ffn=53, norm_eps=1e-12, max_positions=23, token_types=2)
 SAME = 2e-5  # fp32, states of unit size: the same sums in another order
@@ -103,7 +103,7 @@ def test_remat_recomputes_and_changes_no_gradient(params):
 def test_norms_are_taken_in_fp32():
     x = (1000.0 + jax.random.normal(jax.random.key(0), (3, 5, 64))).astype(jnp.bfloat16)
     ones, zeros = jnp.ones((64,), jnp.bfloat16), jnp.zeros((64,), jnp.bfloat16)
-    found = bert.layer_norm(x, ones, zeros, 1e-12)
+    found = decoder.layer_norm(x, ones, zeros, 1e-12)
     wide = np.asarray(x, np.float32)
     want = (wide - wide.mean(-1, keepdims=True)) / np.maximum(wide.std(-1, keepdims=True), 1e-6)
     assert found.dtype == jnp.bfloat16

@@ -45,8 +45,8 @@ def generate(params, prompt):
         return decode.generate(params, CFG, x, mask=prompt[1], sampling=sampling, key=jax.random.key(seed))
 
     jitted = jax.jit(run, static_argnums=0)
-    return lambda stops=(), temperature=0.0, seed=0, apart=False: np.asarray(
-        jitted(decode.Sampling(NEW, tuple(int(stop) for stop in stops), temperature, apart), seed)
+    return lambda stops=(), temperature=0.0, seed=0, unstacked=False: np.asarray(
+        jitted(decode.Sampling(NEW, tuple(int(stop) for stop in stops), temperature, unstacked), seed)
     )
 
 
@@ -81,17 +81,17 @@ def test_stop_ends_its_row_and_the_rest_is_filled(generate, greedy):
 
 def test_layers_apart_give_the_same_answers_and_no_token_cuts_the_stacks(params, prompt, generate, greedy):
     stops = (greedy[1, 3], greedy[0, 5])
-    np.testing.assert_array_equal(generate(stops, apart=True), generate(stops))
+    np.testing.assert_array_equal(generate(stops, unstacked=True), generate(stops))
 
-    def loops(apart):
+    def loops(unstacked):
         """How many loops over layers stand inside the loop over tokens."""
-        x, sampling = decoder.embed(params, prompt[0]), decode.Sampling(NEW, (), apart=apart)
+        x, sampling = decoder.embed(params, prompt[0]), decode.Sampling(NEW, (), unstacked=unstacked)
         run = functools.partial(decode.generate, cfg=CFG, mask=prompt[1], sampling=sampling, key=jax.random.key(0))
         found = jax.make_jaxpr(lambda params, x: run(params, x=x))(params, x)
         (tokens,) = (one for one in found.jaxpr.eqns if one.primitive.name == "while")
         return [one.primitive.name for one in tokens.params["body_jaxpr"].jaxpr.eqns].count("scan")
 
-    assert (loops(apart=False), loops(apart=True)) == (1, 0)
+    assert (loops(unstacked=False), loops(unstacked=True)) == (1, 0)
 
 
 def test_stop_as_first_token_gives_an_empty_answer(generate, greedy):

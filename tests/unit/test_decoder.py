@@ -159,16 +159,16 @@ LONG = rotary.LongRope((1.0,) * (CFG.head_dim // 2), (3.0,) * (CFG.head_dim // 2
 
 @pytest.mark.parametrize("change", [{}, {"window": 4}, {"rope_scaling": LONG}], ids=["", "window", "longrope"])
 @pytest.mark.parametrize("remat", ["none", "full"])
-def test_opening_read_once_is_an_opening_in_every_row(params, ids, remat, change):
+def test_shared_prefix_computed_once_equals_one_in_every_row(params, ids, remat, change):
     cfg, mode = dataclasses.replace(CFG, **change), decoder.Mode(remat=remat)
     x, first = decoder.embed(params, ids), decoder.embed(params, ids[:1, 2:])
     mask = jnp.asarray([[False, True, True, False, True, True, True], [True] * 7])
     begins = jnp.asarray([[False, False, True, True, True]])
-    opening = decoder.Opening(first, begins)
+    prefix = decoder.SharedPrefix(first, begins)
     whole = jnp.concatenate([begins.repeat(2, 0), mask], axis=1)
 
     def apart(x):
-        return decoder.forward(params, cfg, x, mask=mask, opening=opening, mode=mode).hidden
+        return decoder.forward(params, cfg, x, mask=mask, shared_prefix=prefix, mode=mode).hidden
 
     def joined(x):
         rows = jnp.concatenate([first.repeat(2, 0), x], axis=1)
@@ -198,10 +198,10 @@ def test_mix_of_many_layers_is_rounded_once():
     assert error < 0.6 * 2**-8, "half a unit in the last place at most"
 
 
-def test_opening_is_computed_for_one_row(params, ids):
+def test_shared_prefix_is_computed_for_one_row(params, ids):
     x = jnp.concatenate([decoder.embed(params, ids)] * 4)
     mask, first = jnp.ones(x.shape[:2], bool), decoder.embed(params, jnp.tile(ids[:1], (1, 3)))
-    opening = decoder.Opening(first, jnp.ones(first.shape[:2], bool))
+    prefix = decoder.SharedPrefix(first, jnp.ones(first.shape[:2], bool))
 
     def flops(run):
         text = jax.jit(jax.grad(lambda x: run(x).sum())).lower(x).compile().as_text()
@@ -209,11 +209,11 @@ def test_opening_is_computed_for_one_row(params, ids):
 
     def joined(x):
         rows, marks = (
-            jnp.concatenate([one.repeat(8, 0), own], axis=1) for one, own in zip(opening, (x, mask), strict=True)
+            jnp.concatenate([one.repeat(8, 0), own], axis=1) for one, own in zip(prefix, (x, mask), strict=True)
         )
         return decoder.forward(params, CFG, rows, mask=marks).hidden[:, -7:]
 
-    apart = flops(lambda x: decoder.forward(params, CFG, x, mask=mask, opening=opening).hidden)
+    apart = flops(lambda x: decoder.forward(params, CFG, x, mask=mask, shared_prefix=prefix).hidden)
     # 8 rows of 7 forward and backward and 21 forward once, instead of 8 rows of 28: 133 passes of a token for 448; what
     # the 7 attend to is the same in both.
     assert apart / flops(joined) < 0.4

@@ -1,7 +1,8 @@
-"""The monitor tells each device by itself, finds its card by UUID and never stands in the way of the run."""
+"""Device monitor: one record a device, its card found by UUID, and no NVML fault stops the run."""
 
 import ctypes
 import json
+import sys
 import threading
 import time
 import types
@@ -70,11 +71,6 @@ def test_each_device_has_counters_of_its_own(now):
     )
 
 
-def test_threshold_of_the_time_below_can_be_chosen(now):
-    lines = play(Sampler(Script([busy("gpu0", 0.7)]), threshold=0.8), now, 2, 3).summary()
-    assert "5s below 80 %" in lines[0]
-
-
 def test_restart_forgets_the_compiling_step(now):
     sampler = play(Sampler(Script([busy("gpu0", 0.0)], [busy("gpu0", 0.9)])), now, 40)
     sampler.restart()
@@ -111,7 +107,7 @@ def test_lines_are_written_at_intervals_and_at_the_end(now, tmp_path):
     assert rows[0]["utilisation"] == pytest.approx(0.45)
 
 
-def test_devices_that_tell_nothing_leave_no_trace(now, tmp_path):
+def test_devices_without_measures_leave_no_trace(now, tmp_path):
     path = tmp_path / "devices.jsonl"
     with Sampler(Script([Reading("cpu0"), Reading("cpu1")]), path=path, period=600) as sampler:
         play(sampler, now, *[1.0] * 11)
@@ -152,7 +148,7 @@ def test_driver_that_hangs_does_not_hold_up_the_end(monkeypatch):
     release.set()
 
 
-def test_state_of_all_devices_is_told_as_a_span(now):
+def test_state_of_all_devices_is_described_as_a_span(now):
     sampler = play(Sampler(Script([busy("gpu0", 0.88, peak=61), busy("gpu1", 0.97, peak=63)])), now, 1)
     assert sampler.describe() == ["61.0 to 63.0 of 80.0 GB", "88 to 97 % utilisation", "55 °C", "300 W"]
 
@@ -177,27 +173,25 @@ def test_under_used_device_is_named_with_the_reason_its_memory_suggests(now, pea
 
 def test_unbalanced_utilisation_names_both_ends(now):
     lines = summarise(now, busy("gpu0", 0.75), busy("gpu1", 0.93), busy("gpu2", 0.7))
-    assert find(lines, "unbalanced") == [
-        "unbalanced: mean utilisation is gpu2 70 %, gpu1 93 %, more than 20 points apart"
-    ]
+    (found,) = find(lines, "unbalanced")
+    assert "mean utilisation is gpu2 70 %, gpu1 93 %" in found
 
 
 def test_unbalanced_memory_names_both_ends(now):
     lines = summarise(now, busy("gpu0", 0.9, peak=42), busy("gpu1", 0.9, peak=72), busy("gpu2", 0.9, peak=50))
-    assert find(lines, "unbalanced") == ["unbalanced: peak memory is gpu0 52 %, gpu1 90 %, more than 20 points apart"]
+    (found,) = find(lines, "unbalanced")
+    assert "peak memory is gpu0 52 %, gpu1 90 %" in found
 
 
 @pytest.mark.parametrize(("celsius", "utilisation", "hot"), [(84, 0.9, True), (84, 0.7, False), (79, 0.9, False)])
 def test_heat_under_load_is_named(now, celsius, utilisation, hot):
     lines = summarise(now, busy("gpu0", utilisation, celsius=celsius), busy("gpu1", utilisation))
-    assert (
-        find(lines, "hot") == ["hot: gpu0 spent 11s above 80 °C under load (at most 84 °C); look at its cooling"] * hot
-    )
+    assert [line.split(" above")[0] for line in find(lines, "hot")] == ["hot: gpu0 spent 11s"] * hot
 
 
 def test_short_run_is_not_judged(now):
     lines = play(Sampler(Script([busy("gpu0", 0.1)])), now, 1, 1).summary()
-    assert lines[1:] == ["fewer than 10 samples of the devices: too short a run to judge their use"]
+    assert "fewer than 10 samples" in lines[1] and len(lines) == 2
 
 
 # The cards
@@ -207,8 +201,8 @@ class NVMLError(Exception):
     pass
 
 
-class Told(NVMLError):
-    """Stands for the errors that mean: this question has no answer here."""
+class NotSupported(NVMLError):
+    """NotSupported, NoPermission and InvalidArgument: a measure that this card does not have."""
 
 
 class NotFound(NVMLError):
@@ -216,10 +210,10 @@ class NotFound(NVMLError):
 
 
 class Board:
-    """Stands for pynvml: cards by UUID, each with its percent of utilisation."""
+    """Fake of pynvml: cards by UUID, each with its percent of utilisation."""
 
     NVMLError, NVMLError_NotFound = NVMLError, NotFound
-    NVMLError_NotSupported = NVMLError_NoPermission = NVMLError_InvalidArgument = Told
+    NVMLError_NotSupported = NVMLError_NoPermission = NVMLError_InvalidArgument = NotSupported
     NVML_TEMPERATURE_GPU = 0
 
     def __init__(self, cards: dict[str, int], *, start: Exception | None = None):
@@ -238,7 +232,7 @@ class Board:
         if self.failure:
             raise self.failure
         if handle.startswith("MIG-"):
-            raise Told("Not Supported")
+            raise NotSupported("Not Supported")
         return types.SimpleNamespace(gpu=self.cards[handle])
 
     def nvmlDeviceGetMemoryInfo(self, handle: str) -> types.SimpleNamespace:
@@ -252,7 +246,7 @@ class Board:
 
 
 class Driver:
-    """Stands for libcuda: gives the last octet of the UUID of each device that the process may see."""
+    """Fake of libcuda: gives the last octet of the UUID of each device that the process may see."""
 
     def __init__(self, *visible: int):
         self.visible = visible
@@ -276,7 +270,7 @@ def uuid(last: int) -> str:
 
 
 class Card:
-    """Stands for a jax.Device."""
+    """Fake of a jax.Device."""
 
     def __init__(self, number: int, ordinal: int, *, platform: str = "gpu", memory: dict[str, int] | None = None):
         self.id, self.local_hardware_id, self.platform, self._memory = number, ordinal, platform, memory
@@ -288,31 +282,31 @@ class Card:
 @pytest.fixture
 def machine(monkeypatch):
     def build(board: Board | None, driver: Driver) -> list[str]:
-        monkeypatch.setitem(device_monitor.importlib.import_module("sys").modules, "pynvml", board)
+        monkeypatch.setitem(sys.modules, "pynvml", board)
         monkeypatch.setattr(ctypes, "CDLL", lambda name: driver)
         return []
 
     return build
 
 
-def test_card_is_found_by_what_the_driver_calls_it(machine):
+def test_card_is_found_by_the_drivers_uuid(machine):
     # CUDA_VISIBLE_DEVICES=2,1 of four cards: ordinal 0 is the third card for NVML, ordinal 1 its second.
-    told = machine(Board({f"GPU-{uuid(card)}": 10 * card for card in range(4)}), Driver(2, 1))
+    reported = machine(Board({f"GPU-{uuid(card)}": 10 * card for card in range(4)}), Driver(2, 1))
     memory = {"bytes_in_use": 3, "peak_bytes_in_use": 5, "bytes_limit": 7, "largest_alloc_size": 2}
     # The second process of a node: JAX's numbers go on, the driver's begin at 0.
-    read = device_monitor.Devices([Card(8, 0, memory=memory), Card(9, 1)], tell=told.append)
+    read = device_monitor.Devices([Card(8, 0, memory=memory), Card(9, 1)], reported.append)
     assert read() == [
         Reading("gpu8", 3, 5, 7, card_bytes=20 * GB, utilisation=0.2, celsius=40, watts=312.5),
         Reading("gpu9", card_bytes=10 * GB, utilisation=0.1, celsius=40, watts=312.5),
     ]
-    assert told == []
+    assert reported == []
 
 
-def test_part_of_a_card_tells_what_it_can(machine):
-    told = machine(Board({f"GPU-{uuid(1)}": 90, f"MIG-{uuid(3)}": 30}), Driver(3))
-    (reading,) = device_monitor.Devices([Card(0, 0)], tell=told.append)()
+def test_mig_instance_reports_the_measures_it_has(machine):
+    reported = machine(Board({f"GPU-{uuid(1)}": 90, f"MIG-{uuid(3)}": 30}), Driver(3))
+    (reading,) = device_monitor.Devices([Card(0, 0)], reported.append)()
     assert (reading.utilisation, reading.card_bytes) == (None, 30 * GB)
-    assert told == []
+    assert reported == []
 
 
 @pytest.mark.parametrize(
@@ -324,38 +318,39 @@ def test_part_of_a_card_tells_what_it_can(machine):
         (Board({f"GPU-{uuid(1)}": 20}), Driver(), "answers cuDeviceGet of device 0 with error 101"),
     ],
 )
-def test_absent_utilisation_is_told_once_and_memory_stays(machine, board, driver, line):
-    told = machine(board, driver)
-    read = device_monitor.Devices([Card(0, 0, memory={"bytes_in_use": 3})], tell=told.append)
+def test_absent_utilisation_is_reported_once_and_memory_stays(machine, board, driver, line):
+    reported = machine(board, driver)
+    read = device_monitor.Devices([Card(0, 0, memory={"bytes_in_use": 3})], reported.append)
     assert read() == read() == [Reading("gpu0", memory_bytes=3)]
-    assert len(told) == 1
-    assert line in told[0]
+    assert len(reported) == 1
+    assert line in reported[0]
 
 
-def test_error_on_the_way_is_told_once_and_reading_goes_on(machine):
+def test_nvml_error_during_the_run_is_reported_once_and_reading_continues(machine):
     board = Board({f"GPU-{uuid(1)}": 10, f"GPU-{uuid(2)}": 20})
-    told = machine(board, Driver(1, 2))
-    read = device_monitor.Devices([Card(0, 0, memory={"bytes_in_use": 3}), Card(1, 1)], tell=told.append)
+    reported = machine(board, Driver(1, 2))
+    read = device_monitor.Devices([Card(0, 0, memory={"bytes_in_use": 3}), Card(1, 1)], reported.append)
     assert [reading.utilisation for reading in read()] == [0.1, 0.2]
     board.failure = NVMLError("GPU is lost")
     for _ in range(2):
         assert read() == [Reading("gpu0", memory_bytes=3), Reading("gpu1")]
-    assert told == ["utilisation is no longer read: NVML answers GPU is lost"]
+    (line,) = reported
+    assert "GPU is lost" in line
 
 
-def test_devices_without_cards_ask_for_no_library(machine):
-    told = machine(None, Driver())
-    read = device_monitor.Devices([Card(0, 0, platform="cpu")], tell=told.append)
+def test_devices_without_cards_import_no_library(machine):
+    reported = machine(None, Driver())
+    read = device_monitor.Devices([Card(0, 0, platform="cpu")], reported.append)
     assert read() == [Reading("cpu0")]
-    assert told == []
+    assert reported == []
 
 
 @pytest.mark.gpu
-def test_real_card_tells_everything():
+def test_real_card_has_every_measure():
     import jax
 
-    told: list[str] = []
-    for reading in device_monitor.Devices(jax.local_devices(backend="cuda"), tell=told.append)():
+    reported: list[str] = []
+    for reading in device_monitor.Devices(jax.local_devices(backend="cuda"), reported.append)():
         assert None not in (reading.memory_bytes, reading.limit_bytes, reading.utilisation, reading.celsius)
         assert reading.card_bytes and reading.watts
-    assert told == []
+    assert reported == []

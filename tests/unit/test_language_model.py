@@ -108,9 +108,7 @@ def test_texts_without_tokens_are_refused(lm):
 
 @pytest.mark.parametrize("packed", ["nf4", "int8", "awq"])
 def test_packed_weights_of_a_ttt_model_are_refused(folder, packed):
-    with pytest.raises(
-        UserError, match=f"weights='{packed}': a TTT model's weights are not packed; known are fp32, bf16"
-    ):
+    with pytest.raises(UserError, match=f"weights='{packed}': .*fp32, bf16"):
         lw_jax.load_lm(folder, weights=packed)
 
 

@@ -10,12 +10,14 @@ from typing import Any
 
 import pytest
 
-from docs import make_planning
-from docs.planning import comparison, page, tables
+from benchmarks.planning_page import __main__ as command
+from benchmarks.planning_page import comparison, page, tables
 from lw_jax.core import config, config_file
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning import gpus, planner
+
+pytestmark = pytest.mark.slow
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 LIMITS = {"h100": 67_954_383_257, "a100_40": 33_864_810_496}
@@ -222,7 +224,7 @@ def test_the_notes_batches_are_those_of_its_formula_beside_the_plans(plans, larg
 
 
 def test_facts_are_one_line_a_target(plans):
-    found = make_planning.facts(plans)
+    found = command.facts(plans)
     assert len(found) == len(plans)
     assert found[1] == (
         "h100x2: replicate 2x1, remat none, micro-batch 16 x 4, peak 61.3 of 68.0 GB, 1.11 h for 2000 steps"
@@ -240,7 +242,7 @@ def write(folder: Path, plans: dict[str, Any]) -> Path:
 def test_a_folder_is_read_in_the_pages_order_and_empty_files_are_told(plans, large, tmp_path, capsys):
     folder = write(tmp_path / "plans", plans)
     (folder / "h100x8.json").touch()
-    assert list(make_planning.load(folder, large)) == ["h100x1", "h100x2", "h100x3", "a100_40x1", "a100_40x2"]
+    assert list(command.load(folder, large)) == ["h100x1", "h100x2", "h100x3", "a100_40x1", "a100_40x2"]
     assert "h100x8.json: empty, left out" in capsys.readouterr().err
 
 
@@ -256,24 +258,23 @@ def test_a_folder_is_read_in_the_pages_order_and_empty_files_are_told(plans, lar
 def test_a_file_that_is_no_plan_of_this_configuration_is_refused_with_its_path(content, word, large, tmp_path):
     (tmp_path / "h100x1.json").write_text(content, encoding="utf-8")
     with pytest.raises(UserError, match=r"h100x1\.json: .*make it again") as refusal:
-        make_planning.load(tmp_path, large)
+        command.load(tmp_path, large)
     assert word in str(refusal.value)
 
 
 def test_a_folder_without_plans_is_refused(large, tmp_path):
     with pytest.raises(UserError, match="holds no plan"):
-        make_planning.load(tmp_path / "nowhere", large)
+        command.load(tmp_path / "nowhere", large)
 
 
 def start(*argv: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(PROJECT / "docs" / "make_planning.py"), *argv]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    words = [sys.executable, "-m", "benchmarks.planning_page", *argv]
+    return subprocess.run(words, capture_output=True, text=True, check=False, cwd=PROJECT)
 
 
-def test_the_command_prints_facts(plans, tmp_path):
-    done = start("--plans", str(write(tmp_path, plans)), "--facts")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == make_planning.facts(plans)
+def test_the_command_prints_facts(plans, tmp_path, capsys):
+    assert command.main(["--plans", str(write(tmp_path, plans)), "--facts"]) == 0
+    assert capsys.readouterr().out.splitlines() == command.facts(plans)
 
 
 def test_the_command_ends_with_2_and_one_line_where_a_file_is_broken(tmp_path):
@@ -285,7 +286,7 @@ def test_the_command_ends_with_2_and_one_line_where_a_file_is_broken(tmp_path):
 
 
 def test_the_page_in_the_tree_stands_on_the_present_constants():
-    """Where this fails, docs/planning.md is older than the constants: make it again with docs/make_planning.py."""
+    """Where this fails, docs/planning.md is older than the constants: make it again with benchmarks/planning_page."""
     assert "\n".join(page.constants()) in (PROJECT / "docs" / "planning.md").read_text(encoding="utf-8")
 
 

@@ -18,9 +18,12 @@ from lw_jax.hub import weights
 from lw_jax.models import ttt
 from lw_jax.recipes.ttt import TTT
 from lw_jax.training import held_out, trainer
+from lw_jax.training import recipe as recipe_protocols
 from lw_jax.training.program import Program
 from sharding import placement
 from tests import tiny
+
+pytestmark = pytest.mark.slow
 
 SAME = 2e-5  # fp32 sums in another order
 GRADIENT = 2e-4  # relative to the largest value of a leaf's gradient
@@ -271,9 +274,9 @@ def test_validation_of_another_source_leaves_all_of_the_text_to_training(root, t
 def test_text_without_a_window_is_refused(root, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("too short")
-    with pytest.raises(UserError, match=r"short.txt: 10 tokens .*12 \+ 1"):
+    with pytest.raises(UserError, match=r"short.txt: 10 tokens.*12 \+ 1"):
         tiny.make_ttt(root, data__validation=str(short)).validation()
-    with pytest.raises(UserError, match=r"short.txt: 10 tokens .* 12 \+ 1"):
+    with pytest.raises(UserError, match=r"short.txt: 10 tokens.* 12 \+ 1"):
         tiny.make_ttt(root, data__train=str(short), data__validation=str(tiny.write_text(tmp_path))).course()
 
 
@@ -298,7 +301,7 @@ def test_vocabulary_is_the_tokenizers(root):
     found = tiny.make_ttt(root, ttt__tokenizer=folder)
     assert found.model.vocab == load_tokenizer(tiny.readers(root)["llama"]).vocab == 352
     assert tiny.make_ttt(root, ttt__tokenizer=folder, ttt__vocab=352).model == found.model
-    with pytest.raises(UserError, match=r"config.ttt.vocab = 351: the tokenizer .* has 352 tokens; leave it 0"):
+    with pytest.raises(UserError, match=r"config.ttt.vocab = 351.*352"):
         tiny.make_ttt(root, ttt__tokenizer=folder, ttt__vocab=351)
 
 
@@ -311,7 +314,7 @@ def test_plan_needs_neither_text_nor_tokenizer_where_the_vocabulary_is_named(roo
     assert outline.model.vocab == 999 and recipes.reader_bytes(cfg) == {"lm": 0}
     widths = outline.batch_widths()["readers"]["lm"]
     assert widths["ids"].shape == (37,) and outline.unit == ("tokens", 36)
-    assert isinstance(outline, recipes.base.Plannable) and isinstance(outline, recipes.base.Counted)
+    assert isinstance(outline, recipe_protocols.Plannable) and isinstance(outline, recipe_protocols.Counted)
     two, four = (outline.terms(outline.batch_widths(), rows)["lm"] for rows in (2, 4))
     assert four.flops == 2 * two.flops > 0 and four.logits == 2 * two.logits == 4 * 36 * 999 * 4
 

@@ -5,8 +5,8 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from docs.planning import original
-from docs.planning.tables import (
+from benchmarks.planning_page import original
+from benchmarks.planning_page.tables import (
     ABSENT,
     CARDS,
     Plan,

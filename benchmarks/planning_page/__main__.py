@@ -1,10 +1,10 @@
-"""Writes docs/planning.md from plans: every strategy on every card, and the original's tables beside ours.
+"""Writes docs/planning.md from plans: every strategy on every card, and the original project's tables beside them.
 
-    python docs/make_planning.py > docs/planning.md                   # makes the plans, minutes each; they are kept
-    python docs/make_planning.py --plans FOLDER > docs/planning.md    # of FOLDER/TARGET.json, from `plan --json`
-    python docs/make_planning.py --plans FOLDER --facts               # one line a target, for a config's docstring
+    python -m benchmarks.planning_page > docs/planning.md                   # makes the plans (cached), minutes each
+    python -m benchmarks.planning_page --plans FOLDER > docs/planning.md    # reads FOLDER/TARGET.json, of `plan --json`
+    python -m benchmarks.planning_page --plans FOLDER --facts               # one line a target
 
-Nothing is typed in but the original's own figures (docs/planning/original.py): the rest is computed from the plans.
+Figures come from the plans; constants are only those that the original published (original.py).
 """
 
 import argparse
@@ -13,14 +13,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-
-from docs.planning.tables import TARGETS, Plan, Plans, best_of, short
+from benchmarks.planning_page.tables import TARGETS, Plan, Plans, best_of, short
 from lw_jax.core import config, config_file, environment
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError, leave
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 KEYS = frozenset(  # of a plan
     "target devices compiled memory_bytes limit_bytes steps global_batch hours plan_seconds candidates chosen".split()
 )
@@ -40,7 +38,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.facts:
         print("\n".join(facts(plans)))
         return 0
-    from docs.planning import page
+    from benchmarks.planning_page import page
 
     print(page.write(cfg, plans, args.config))
     return 0

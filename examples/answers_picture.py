@@ -2,7 +2,7 @@
 
     python run.py --config configs/pairs.py
     python run.py eval --workdir runs/pairs-latentwire --config.eval.examples=256
-    python docs/make_picture.py --run runs/pairs-latentwire --reader qwen --out docs/answers.png
+    python examples/answers_picture.py --run runs/pairs-latentwire --reader qwen --out docs/answers.png
 
 The cards are the first of the evaluation; none is chosen.
 """

@@ -4,8 +4,8 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from docs.planning import comparison
-from docs.planning.tables import (
+from benchmarks.planning_page import comparison
+from benchmarks.planning_page.tables import (
     CARDS,
     COUNTS,
     TARGETS,
@@ -241,8 +241,9 @@ def assumptions(cfg: Config, plans: Plans) -> list[str]:
         f"- **A plan** took {min(took):.0f} to {max(took):.0f} s, {sum(took) / 60:.0f} min for all {len(took)}, on the "
         "CPU of the machine that made this page, other work beside it included; the second call of the same is read "
         "from the cache.",
-        "- **Made by** `python docs/make_planning.py --plans FOLDER > docs/planning.md`, where FOLDER/TARGET.json is "
-        "`python run.py plan --config FILE --target TARGET --json`; without `--plans` it makes them itself.",
+        "- **Made by** `python -m benchmarks.planning_page --plans FOLDER > docs/planning.md`, where "
+        "FOLDER/TARGET.json is `python run.py plan --config FILE --target TARGET --json`; without `--plans` it "
+        "makes them itself.",
     ]
 
 

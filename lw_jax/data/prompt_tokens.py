@@ -1,0 +1,292 @@
+"""Prompts as token ids: the layout of a reader's prompt, and tokenisation of its parts and of sources.
+
+The only module that knows how a prompt is laid out. Cut and dropped examples are counted (`example_counts`).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Protocol
+
+import numpy as np
+
+from lw_jax.core import config
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Example
+from lw_jax.data.example_counts import Ledger
+
+WIDEST = 16  # characters of a token, at most, in a text of which a prefix is tokenised; tokens of text have 4
+MARGIN = 256  # ids tokenised beyond a limit, so that those before it are the whole text's
+_CONTEXT, _QUESTION = "\ue000context\ue001", "\ue000question\ue001"  # private-use placeholders while rendering
+
+
+class SourceTokenizer(Protocol):
+    """Tokenizer of the encoder."""
+
+    @property
+    def pad(self) -> int:
+        """Id of padding."""
+        ...
+
+    def encode_batch(self, texts: list[str]) -> list[list[int]]:
+        """Returns each text's ids, with nothing added."""
+        ...
+
+
+class ReaderTokenizer(SourceTokenizer, Protocol):
+    """Tokenizer of a reader."""
+
+    @property
+    def begin(self) -> tuple[int, ...]:
+        """Ids before every prompt: (BOS,) or none."""
+        ...
+
+    @property
+    def eos(self) -> int:
+        """Id that ends an answer."""
+        ...
+
+    def render_chat(self, user: str, *, system: str = "") -> str:
+        """Returns the chat template's text up to the reply."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Reader:
+    """A reader's tokenizer and the template of its prompt: "plain" or "chat"."""
+
+    tokenizer: ReaderTokenizer
+    template: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """Settings of tokenisation: prompt, tokenizers and length limits."""
+
+    prompt: config.Prompt
+    readers: dict[str, Reader]
+    source: SourceTokenizer
+    window: int  # of the encoder's body, in its tokens or bytes
+    windows: int  # at most, of a source
+    slots: int  # of a message; also the context tokens of the row "truncated"
+    width: int  # of a latent
+    data: config.Data
+
+    def source_text(self, example: Example) -> str:
+        """Returns the encoder's text of an example; a question in the latents is first, so it is never cut."""
+        if self.prompt.question == "latents" and example.question:
+            return f"{example.question}\n{example.context}"
+        return example.context
+
+
+@dataclasses.dataclass(frozen=True)
+class Frame:
+    """One reader's prompt text around the context and the question."""
+
+    before: str
+    middle: str
+    tail: str
+    gap: str  # between the prompt and the answer
+
+    def after(self, question: str) -> str:
+        """Returns the text that follows the context."""
+        return self.middle + question + self.tail
+
+
+def read_source(texts: list[str], layout: Layout, ledger: Ledger) -> list[np.ndarray]:
+    """Returns the encoder's ids of each text; the ledger records cut and refused texts."""
+    limit = layout.window * layout.windows
+    source = tokenize(layout.source, texts, limit=limit)
+    named = f"config.encoder.window={layout.window}" + f" x windows={layout.windows}" * (layout.windows > 1)
+    for i, ids in enumerate(source):
+        if len(ids) <= limit:
+            continue
+        if layout.data.overlong == "cut":
+            source[i] = ids[:limit]
+            ledger.cut["source_cut"].add(i)
+        else:
+            ledger.refuse(i, f"{_count(ids, texts[i], limit)} tokens or bytes of context, limit {named}")
+    return source
+
+
+class ReaderPass:
+    """One reader's tokenisation of all examples."""
+
+    def __init__(self, name: str, reader: Reader, layout: Layout, ledger: Ledger) -> None:
+        self.name, self.tokenizer, self.layout, self.ledger = name, reader.tokenizer, layout, ledger
+        self.frame = make_frame(name, reader, layout.prompt)
+
+    def read(self, examples: Sequence[Example], rows: set[str], answered: bool) -> dict[str, list[np.ndarray]]:
+        """Returns each field's ids, one array an example; the ledger records dropped examples."""
+        asked = [self.frame.after(example.question) for example in examples]
+        in_latents = self.layout.prompt.question == "latents"
+        after_texts = [self.frame.after("")] * len(examples) if in_latents else asked
+        data = self.layout.data
+        asked_limit = None if in_latents else data.question_tokens
+        before = self._tokenize([self.frame.before], begin=True)[0]
+        after = self._tokenize(after_texts, limit=data.question_tokens)
+        fields = {"before": [before] * len(examples), "after": after}
+        self._limit(after, "question", "question_tokens")
+        if answered:
+            fields["answer"] = self._read_answers(after_texts, after, examples, limit=data.question_tokens)
+            self._limit(fields["answer"], "answer", "answer_tokens")
+        if "text" in rows:
+            fields["text"] = self._read_text(examples, asked, fields.get("answer"))
+        if "none" in rows:
+            limit = None if asked_limit is None else len(before) + asked_limit
+            fields["none"] = self._tokenize([self.frame.before + text for text in asked], begin=True, limit=limit)
+        if "truncated" in rows:
+            slots = self.layout.slots
+            contexts = self._tokenize([example.context for example in examples], limit=slots)
+            question = self._tokenize(asked) if in_latents else after
+            fields["truncated"] = [
+                np.concatenate([before, c[:slots], a]) for c, a in zip(contexts, question, strict=True)
+            ]
+        return fields
+
+    def _tokenize(self, texts: list[str], *, begin: bool = False, limit: int | None = None) -> list[np.ndarray]:
+        """Returns ids as `tokenize` does; with `begin`, those of a whole prompt."""
+        ids = tokenize(self.tokenizer, texts, limit=limit)
+        return with_begin(self.tokenizer, ids) if begin else ids
+
+    def _limit(self, ids: list[np.ndarray], reason: str, key: str) -> None:
+        limit = getattr(self.layout.data, key)
+        for i, row in enumerate(ids):
+            if len(row) > limit:
+                self.ledger.drop(i, reason, f"{len(row)} tokens of reader {self.name!r}, config.data.{key}={limit}")
+
+    def _read_answers(
+        self,
+        texts: list[str],
+        prompts: list[np.ndarray],
+        examples: Sequence[Example],
+        *,
+        limit: int,
+        begin: bool = False,
+    ) -> list[np.ndarray]:
+        """Returns the ids that follow each prompt when it is tokenised together with its answer, and EOS.
+
+        For an already dropped or refused example, whose prompt of more than `limit` ids may be a prefix, only EOS.
+        """
+        joined = [text + self.frame.gap + e.answers[0] for text, e in zip(texts, examples, strict=True)]
+        answers = []
+        found = self._tokenize(joined, begin=begin, limit=limit + self.layout.data.answer_tokens)
+        for i, (prompt, full) in enumerate(zip(prompts, found, strict=True)):
+            if _is_cut(texts[i], limit) and self.ledger.settled(i):
+                answers.append(np.array([self.tokenizer.eos], np.int32))
+                continue
+            if np.array_equal(full, prompt):
+                self.ledger.drop(i, "nothing", f"answer {examples[i].answers[0]!r}, reader {self.name!r}")
+            elif len(full) <= len(prompt) or not np.array_equal(full[: len(prompt)], prompt):
+                self._drop_boundary(i, examples[i])
+            answers.append(np.append(full[len(prompt) :], np.int32(self.tokenizer.eos)))
+        return answers
+
+    def _read_text(
+        self, examples: Sequence[Example], after_texts: list[str], answers: list[np.ndarray] | None
+    ) -> list[np.ndarray]:
+        """Returns the whole prompts, tokenised jointly; one that changes the answer's ids is dropped."""
+        texts = [self.frame.before + e.context + after for e, after in zip(examples, after_texts, strict=True)]
+        limit = self.layout.data.context_tokens
+        prompts = self._tokenize(texts, begin=True, limit=limit)
+        for i, ids in enumerate(prompts):
+            if len(ids) <= limit:
+                continue
+            if self.layout.data.overlong != "cut":
+                count = _count(ids, texts[i], limit)
+                detail = f"{count} tokens of text prompt of reader {self.name!r}, config.data.context_tokens={limit}"
+                self.ledger.refuse(i, detail)
+                continue
+            texts[i] = self._cut_text(examples[i].context, after_texts[i])
+            prompts[i] = self._tokenize([texts[i]], begin=True, limit=limit)[0]
+            if len(prompts[i]) > limit:
+                self.ledger.drop(i, "prompt", f"{len(prompts[i])} tokens of reader {self.name!r}, limit {limit}")
+            self.ledger.cut["text_cut"].add(i)
+        if answers is not None:
+            joint = self._read_answers(texts, prompts, examples, limit=limit, begin=True)
+            for i, (wire, text) in enumerate(zip(answers, joint, strict=True)):
+                known = _is_cut(texts[i], limit) and self.ledger.settled(i)
+                if not known and not np.array_equal(wire, text):
+                    self._drop_boundary(i, examples[i])
+        return prompts
+
+    def _cut_text(self, context: str, after: str) -> str:
+        """Returns the prompt with the longest start of its context that fits, found by bisection over characters."""
+        limit = self.layout.data.context_tokens
+        low, high = 0, len(context)  # `low` characters fit (or nothing does), `high` do not
+        while high - low > 1:
+            middle = (low + high) // 2
+            ids = self._tokenize([self.frame.before + context[:middle] + after], begin=True, limit=limit)[0]
+            low, high = (middle, high) if len(ids) <= limit else (low, middle)
+        return self.frame.before + context[:low] + after
+
+    def _drop_boundary(self, index: int, example: Example) -> None:
+        detail = f"reader {self.name!r}, prompt.anchor={self.layout.prompt.anchor!r}, answer {example.answers[0]!r}"
+        self.ledger.drop(index, "boundary", detail)
+
+
+def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
+    """Returns a reader's prompt text around context and question, by its template."""
+    rule = f"config.prompt.user={prompt.user!r} must hold {{context}} once and, after it, {{question}} once"
+    try:
+        parts = config.split_prompt(prompt.user)
+    except ValueError as error:
+        raise UserError(f"{rule} ({error})") from error
+    if parts is None:
+        raise UserError(rule)
+    user = parts[0] + _CONTEXT + parts[1] + _QUESTION + parts[2]
+    if reader.template not in ("plain", "chat"):
+        raise UserError(f'config.llms.{name}.template={reader.template!r} must be "plain" or "chat"')
+    chat = reader.template == "chat"
+    text = (reader.tokenizer.render_chat(user, system=prompt.system) if chat else user) + prompt.anchor
+    if text.count(_CONTEXT) != 1 or text.count(_QUESTION) != 1 or text.index(_CONTEXT) > text.index(_QUESTION):
+        raise UserError(
+            f"config.llms.{name}: its chat template does not contain the user's text once and unchanged; "
+            'set template="plain" for this reader'
+        )
+    before, rest = text.split(_CONTEXT)
+    middle, tail = rest.split(_QUESTION)
+    open_end = not tail or not tail[-1].isspace()
+    return Frame(before, middle, tail, " " if open_end and (prompt.anchor or not chat) else "")
+
+
+def tokenize(tokenizer: SourceTokenizer, texts: list[str], *, limit: int | None = None) -> list[np.ndarray]:
+    """Returns the ids of each text, i32, with nothing added.
+
+    With a limit, only a prefix of a far longer text is tokenised: more than `limit` ids, the first `limit` of them the
+    whole text's. So an overlong text is detected without tokenising megabytes.
+    """
+    chunk = 1024  # Python lists of ids take ten times the memory of arrays, so only a chunk is held
+    starts = range(0, len(texts), chunk)
+    size = None if limit is None else WIDEST * (limit + MARGIN)
+    cut = [text[:size] for text in texts]
+    found = [np.array(ids, np.int32) for i in starts for ids in tokenizer.encode_batch(cut[i : i + chunk])]
+    if limit is None or size is None:
+        return found
+    for i, text in enumerate(texts):
+        read = size
+        # The last ids of a prefix are of a cut word; a tokenizer may make one id of very many characters.
+        while len(text) > read and len(found[i]) < limit + MARGIN:
+            read *= 4
+            found[i] = np.array(tokenizer.encode_batch([text[:read]])[0], np.int32)
+    return found
+
+
+def shared_prefix(name: str, reader: Reader, prompt: config.Prompt) -> np.ndarray:
+    """Returns the ids of a reader's prompt up to the context, BOS included."""
+    return with_begin(reader.tokenizer, tokenize(reader.tokenizer, [make_frame(name, reader, prompt).before]))[0]
+
+
+def with_begin(tokenizer: ReaderTokenizer, rows: list[np.ndarray]) -> list[np.ndarray]:
+    """Returns the rows with the tokenizer's first ids, unless they begin with them."""
+    first = np.array(tokenizer.begin, np.int32)
+    return [row if np.array_equal(row[: len(first)], first) else np.concatenate([first, row]) for row in rows]
+
+
+def _count(ids: np.ndarray, text: str, limit: int) -> str:
+    """Describes the number of ids of a text, of which `tokenize` may have read a prefix only."""
+    return f"more than {limit} (of {len(text):,} characters)" if _is_cut(text, limit) else f"{len(ids)}"
+
+
+def _is_cut(text: str, limit: int) -> bool:
+    """Returns True where `tokenize` may read a prefix of a text only."""
+    return len(text) > WIDEST * (limit + MARGIN)

@@ -1,0 +1,89 @@
+"""Rotary fields of a config.json: checked, read as frequency scaling, and written."""
+
+import math
+from collections.abc import Mapping, Set
+from typing import Any
+
+from lw_jax.core.errors import UserError
+from lw_jax.hub.config_json import Decoder, Rope, shorten
+from lw_jax.models.rotary import Llama3Scaling, LongRope
+
+PARTIAL = "partial_rotary_factor"
+_ROPE_FIELDS = {  # kind -> (required, optional), besides rope_theta
+    "default": ((), ()),
+    "llama3": (("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"), ()),
+    "longrope": (("short_factor", "long_factor"), ("factor", "attention_factor", "original_max_position_embeddings")),
+}
+
+
+def check(raw: Mapping[str, Any], rope: Rope, kinds: Set[str], *, partial: bool, where: str) -> Rope:
+    """Returns the rotary fields of a family with these kinds; refuses missing and unknown ones."""
+    kind = rope.rope_type or "default"
+    if kind not in kinds:
+        raise UserError(f"{where}: rope_type={kind!r}, only {sorted(kinds)} are supported")
+    needed, optional = _ROPE_FIELDS[kind]
+    if unknown := sorted(set(raw) - {"rope_type", "type", "rope_theta", PARTIAL, *needed, *optional}):
+        had = f"{unknown[0]}={shorten(raw[unknown[0]])}"
+        raise UserError(f"{where}: rope field {had} is not known for rope_type {kind!r}")
+    if not partial and rope.partial_rotary_factor not in (None, 1.0):
+        raise UserError(f"{where}: {PARTIAL}={rope.partial_rotary_factor!r}, only 1.0 is supported")
+    if missing := [key for key in ("rope_theta", *needed) if getattr(rope, key) is None]:
+        raise UserError(f"{where}: rope field {missing[0]} is missing; rope_type {kind!r} needs it")
+    return rope
+
+
+def read_scaling(rope: Rope, stated: Decoder, rotated: int, where: str) -> Llama3Scaling | LongRope | None:
+    """Returns the frequency scaling of checked rotary fields."""
+    if rope.rope_type == "longrope":
+        return _long_rope(rope, stated, rotated, where)
+    if rope.rope_type != "llama3":
+        return None
+    low, high, original = rope.low_freq_factor, rope.high_freq_factor, rope.original_max_position_embeddings
+    assert rope.factor and low and high and original  # checked by `check`
+    if low >= high:
+        raise UserError(f"{where}: rope fields low_freq_factor={low}, high_freq_factor={high}: the second is larger")
+    return Llama3Scaling(
+        factor=float(rope.factor), low_freq_factor=low, high_freq_factor=high, original_max_positions=original
+    )
+
+
+def _long_rope(rope: Rope, stated: Decoder, rotated: int, where: str) -> LongRope:
+    """Returns the scaling as transformers computes it: its gain follows from the extension of the context."""
+    original = rope.original_max_position_embeddings or stated.original_max_position_embeddings
+    if not original:
+        raise UserError(f"{where}: original_max_position_embeddings is missing; rope_type 'longrope' needs it")
+    short, long = rope.short_factor or (), rope.long_factor or ()
+    for key, value in (("short_factor", short), ("long_factor", long)):
+        if len(value) != rotated // 2:
+            rule = f"one for each of {rotated // 2} rotary frequencies is needed"
+            raise UserError(f"{where}: rope field {key} has {len(value)} numbers; {rule}")
+    extension = rope.factor or stated.max_position_embeddings / original
+    gain = rope.attention_factor
+    if gain is None:
+        gain = math.sqrt(1 + math.log(extension) / math.log(original)) if extension > 1 else 1.0
+    return LongRope(short, long, original, gain)
+
+
+def kind_of(scaling: Llama3Scaling | LongRope | None) -> str:
+    """Returns the rope_type of a scaling."""
+    return {type(None): "default", Llama3Scaling: "llama3", LongRope: "longrope"}[type(scaling)]
+
+
+def write_scaling(scaling: Llama3Scaling | LongRope | None) -> dict[str, Any] | None:
+    """Returns a scaling as the field `rope_scaling`; None without one."""
+    if scaling is None:
+        return None
+    if isinstance(scaling, LongRope):
+        return {
+            "rope_type": "longrope",
+            "short_factor": list(scaling.short),
+            "long_factor": list(scaling.long),
+            "attention_factor": scaling.gain,
+        }
+    return {
+        "rope_type": "llama3",
+        "factor": scaling.factor,
+        "low_freq_factor": scaling.low_freq_factor,
+        "high_freq_factor": scaling.high_freq_factor,
+        "original_max_position_embeddings": scaling.original_max_positions,
+    }

@@ -1,0 +1,135 @@
+"""Record of one checkpoint: what the arrays belong to, and size and SHA-256 of every file, under its own hash."""
+
+import dataclasses
+import hashlib
+import json
+import math
+import os
+from pathlib import Path
+from typing import Annotated, Any, TypedDict
+
+import msgspec
+
+from lw_jax.core import schema, tree
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
+
+RECORD = "record.json"
+BEST = "nll"  # the metric that decides the best checkpoint; lower is better
+_CONTENT = ("train", "validation")  # hashes of data in an identity: a resumed run has them, a reader may not
+_TIMES = "_CHECKPOINT_METADATA"  # orbax adds the time of the commit to it afterwards; reading needs nothing of it
+
+_Size = Annotated[int, msgspec.Meta(ge=0)]
+_File = Annotated[str, msgspec.Meta(pattern=r"^[^\x00\ud800-\udfff]+$")]  # a path that a file system accepts
+
+
+class _Record(TypedDict):
+    """Content of record.json, beside its hash."""
+
+    step: _Size
+    identity: dict[str, str]
+    data: dict[str, Any]
+    metrics: dict[str, float | None]
+    leaves: dict[str, tuple[list[_Size], str]]  # shape and dtype
+    files: dict[_File, tuple[_Size, str]]  # bytes and SHA-256
+
+
+@dataclasses.dataclass(frozen=True)
+class Damage:
+    """The reason why a record is not usable."""
+
+    reason: str
+
+
+def scores(records: dict[int, dict[str, Any]]) -> dict[int, float]:
+    """Returns step -> finite score, of the checkpoints that have one."""
+    found = {step: record["metrics"].get(BEST) for step, record in records.items()}
+    return {step: value for step, value in found.items() if value is not None and math.isfinite(value)}
+
+
+def _digest(record: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def write_record(path: Path, record: dict[str, Any]) -> None:
+    """Writes a record with its hash and syncs it to the disk."""
+    with path.open("w") as file:
+        json.dump({"sha256": _digest(record), "record": record}, file, sort_keys=True)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def measure_files(folder: Path) -> dict[str, list[Any]]:
+    """Returns path -> [bytes, SHA-256] of a checkpoint's files."""
+    files = (path for path in sorted(folder.rglob("*")) if path.is_file() and path.name != _TIMES)
+    return {str(path.relative_to(folder)): _measure(path) for path in files}
+
+
+def _measure(path: Path) -> list[Any]:
+    with path.open("rb") as file:
+        return [path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()]
+
+
+def read_record(path: Path) -> dict[str, Any] | Damage:
+    """Returns the record of record.json, typed as `_Record`, or its damage."""
+    try:
+        content = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        return Damage(f"{path.name} is missing")
+    except OSError as error:
+        return Damage(f"{path.name} cannot be read: {error.strerror}")
+    except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, nested too deeply
+        return Damage(f"{path.name} is broken: {error}")
+    if not isinstance(content, dict) or content.get("sha256") != _digest(content.get("record", {})):
+        return Damage(f"{path.name} does not fit its own hash")
+    try:
+        schema.convert(content.get("record"), _Record, where=path.name, remedy="it is no record of a checkpoint")
+    except UserError as error:
+        return Damage(str(error))
+    return content["record"]
+
+
+def find_damage(folder: Path, files: dict[str, list[Any]]) -> str:
+    """Returns the first fault of the files that a record lists, or an empty string."""
+    for name, (size, sha256) in files.items():
+        try:
+            found = (folder / name).stat().st_size
+            if found != size:
+                return f"{name} has {found} of {size} bytes"
+            if _measure(folder / name)[1] != sha256:
+                return f"{name} is not what was written"
+        except FileNotFoundError:
+            return f"{name} is missing"
+        except OSError as error:
+            return f"{name} cannot be read: {error.strerror}"
+    return ""
+
+
+def check_identity(path: Path, saved: dict[str, str], own: dict[str, str]) -> list[str]:
+    """Refuses a checkpoint of another identity; returns the data whose content it does not record."""
+    content = own.keys() & saved.keys() & set(_CONTENT)
+    for key in sorted((saved.keys() | own.keys()) - set(_CONTENT) | content):
+        there, here = saved.get(key, "(absent)"), own.get(key, "(absent)")
+        if there != here:
+            raise UserError(
+                f"{path.parent}: checkpoint {path.name} was made with {key}={there}, this run has {key}={here}; give "
+                "another --workdir, or use the configuration that made it"
+            )
+    return sorted(own.keys() & set(_CONTENT) - content)
+
+
+def check_leaves(path: Path, saved: dict[str, list[Any]], state: dict[str, Tree]) -> None:
+    """Refuses a state whose paths, shapes or dtypes differ from the saved ones under the same top-level keys."""
+    wanted = {name: [list(x.shape), str(x.dtype)] for name, x in tree.flatten_paths(state).items()}
+    saved = {name: leaf for name, leaf in saved.items() if name.split("/")[0] in state}
+    for name in sorted(saved.keys() | wanted.keys()):
+        if saved.get(name) != wanted.get(name):
+            there, here = (_describe_leaf(leaves.get(name)) for leaves in (saved, wanted))
+            raise UserError(
+                f"{path.parent}: checkpoint {path.name} holds {name} {there}, this run wants {here}; give another "
+                "--workdir, or use the configuration that made it"
+            )
+
+
+def _describe_leaf(leaf: list[Any] | None) -> str:
+    return "(absent)" if leaf is None else f"{tuple(leaf[0])} {leaf[1]}"

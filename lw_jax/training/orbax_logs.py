@@ -1,0 +1,37 @@
+"""Filters of orbax's log lines and tracebacks that repeat the error it raises."""
+
+import functools
+import logging
+import sys
+import traceback
+
+
+@functools.cache
+def install() -> None:
+    """Installs the filters of log lines and of unraisable exceptions, once a process."""
+    logging.getLogger("absl").addFilter(_is_no_failed_write)
+    _ignore_late_arrays()
+
+
+def _is_no_failed_write(entry: logging.LogRecord) -> bool:
+    """Drops orbax's tracebacks of a failed write, whose error is raised to the caller."""
+    return not (entry.exc_info and "orbax" in entry.pathname)
+
+
+def _ignore_late_arrays() -> None:
+    """Drops tracebacks of arrays in flight when another array failed, whose error is raised.
+
+    In writing, as on a full disk, their futures report to an event loop that orbax has closed by then: dozens of
+    tracebacks without the cause. In reading, orbax turns the end of their coroutines into errors never awaited.
+    """
+    before = sys.unraisablehook
+
+    def report(error: "sys.UnraisableHookArgs") -> None:
+        frames = [frame for frame, _ in traceback.walk_tb(error.exc_traceback)]
+        within = frames[-1].f_globals.get("__name__", "") if frames else ""
+        closed = str(error.exc_value) == "Event loop is closed" and within.startswith("asyncio.")
+        ended = isinstance(getattr(error.exc_value, "__cause__", None), GeneratorExit) and within.startswith("orbax.")
+        if not closed and not ended:
+            before(error)
+
+    sys.unraisablehook = report
