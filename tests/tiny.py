@@ -165,9 +165,9 @@ def write_text(folder: Path) -> Path:
 def make_ttt_config(root: Path, **changes: object) -> Config:
     """Returns a small Test-Time-Training model of bytes; `changes` as in `make_config`."""
     c = base.get_config("ttt")
-    c.data.update(train=str(write_text(root)), validation="")
+    c.data.update(train=str(write_text(root)), validation="", held_out=0.1)
     # Widths and ffn divide by 8, so that a data axis of 8 splits them.
-    c.ttt.update(layers=2, width=24, heads=3, ffn=40, chunk=4, length=12, held_out=0.1, unroll=1)
+    c.ttt.update(layers=2, width=24, heads=3, ffn=40, chunk=4, length=12)
     c.optim.update(warmup_steps=2, learning_rate=3e-3, decays="all", weight_decay=0.1)
     c.train.update(steps=6, global_batch=8, log_every=1, checkpoint_every=3, alarm_step=0)
     c.compute.remat = "none"

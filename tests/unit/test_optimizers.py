@@ -24,7 +24,7 @@ CFG = config.Optim(
     b2=0.99,
 )
 RATES = ((r"encoder/body/.*", 0.25), (r"encoder/head/.*", 1.0), (r"adapters/.*", 3.0))
-EXACT = 1e-5  # relative, fp32: a few products and a root
+EXACT = 2e-5  # relative, fp32: a few products, a root and optimizers.EPS
 
 
 def replace(**changes):
@@ -125,7 +125,7 @@ def test_gradients_are_clipped_to_the_norm_of_those_that_learn(params, gradients
     for scale, expected in ((1000.0, 0.5), (1e-3, None)):
         scaled = jax.tree.map(lambda leaf, s=scale: s * leaf, frozen_huge)
         _, state = first_update(replace(clip_norm=0.5), params, scaled, rates)
-        mu = float(optax.tree.norm(optax.tree.get(state, "mu"))) / (1 - CFG.b1)
+        mu = float(optax.tree.norm(optax.tree.get(state, "mu"))) / (1 - optimizers.B1)
         learning = (scaled["adapters"], scaled["encoder"]["head"])
         assert mu == pytest.approx(expected or float(optax.tree.norm(learning)), rel=1e-4)
 
