@@ -12,7 +12,7 @@ TEXT ?= Mara Ellis lives in Lisbon.$(if $(filter %smoke.py,$(CONFIG)),, Tom Reed
 # A step on the CPU takes fresh memory each time; in pages of 2 MiB the kernel hands it out with fewer faults.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: run test suite chaos lint bench bench-gpu golden lock clean
+.PHONY: run test test-all quick slow chaos lint bench bench-gpu golden lock clean
 
 run: $(VENV)/.runtime  ## trains the default configuration, prints its evaluation table, asks it one question
 	$(BIN)/python run.py --config $(CONFIG) --workdir $(WORKDIR)
@@ -20,21 +20,28 @@ run: $(VENV)/.runtime  ## trains the default configuration, prints its evaluatio
 	echo "$(TEXT)" | $(BIN)/python run.py answer --workdir $(WORKDIR) \
 		--context - --question "Where does Mara Ellis live?"
 
-test: suite lint  ## the whole suite, then the linters
+test: lint quick  ## what a newcomer runs, in minutes: the linters and every test that is not marked `slow`
+
+test-all: test slow  ## everything
 
 # A file's tests share what they make, so a file stays with one process, which takes up to 5 GB. In the files' own order:
 # by number of tests the slow files, which have few, would come last and end alone.
-suite: $(VENV)/.dev
-	$(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
+PYTEST = $(BIN)/python -m pytest --numprocesses auto --maxprocesses 4 --dist loadfile --no-loadscope-reorder
 
-# Not in `test`. What failed lies in chaos-failures/ with a command that reads it again; the code is then not 0.
+quick: $(VENV)/.dev
+	$(PYTEST) -m "not slow"
+
+slow: $(VENV)/.dev
+	$(PYTEST) -m slow
+
+# Not in `test-all`. What failed lies in chaos-failures/ with a command that reads it again; the code is then not 0.
 chaos: $(VENV)/.dev  ## kills, damage, mutated input, full disks and a dying process, for MINUTES=10, from SEED=0
 	$(BIN)/python -m tests.chaos --minutes $(or $(MINUTES),10) --seed $(or $(SEED),0)
 
 lint: $(VENV)/.dev
-	$(BIN)/ruff format --check .
-	$(BIN)/ruff check .
-	$(BIN)/pyright --pythonpath $(BIN)/python  # otherwise it looks for packages of the python on PATH
+	@begun=$$(date +%s); $(BIN)/ruff format --check . && $(BIN)/ruff check . && \
+		$(BIN)/pyright --pythonpath $(BIN)/python && \
+		echo "lint: 3 checks passed in $$(( $$(date +%s) - begun )) s"  # pyright would take the python on PATH
 
 bench: $(VENV)/.dev  ## our training step against PyTorch's and TRL's, by turns on this machine
 	$(BIN)/python benchmarks/peer.py --config configs/default.py

@@ -123,11 +123,12 @@ def readers(root: Path) -> dict[str, Path]:
     return {"llama": write_reader(root / "llama", "llama"), "qwen": write_reader(root / "qwen", "qwen2")}
 
 
-def make_config(root: Path, **changes: object) -> Config:
-    """Returns a small configuration over both readers; `changes` by dotted key, dots written as "__"."""
+def make_config(root: Path, *, only: str = "", **changes: object) -> Config:
+    """Returns a small configuration over both readers, or `only` one; `changes` by dotted key, dots written as "__"."""
     c = base.get_config()
     for name, folder in readers(root).items():
-        c.llms[name] = base.llm(str(folder))
+        if only in ("", name):
+            c.llms[name] = base.llm(str(folder))
     c.encoder.update(kind="bytes", layers=1, width=24, slots=5, window=256)
     c.adapter.hidden = 40
     c.data.update(cards=64, validation_limit=16, facts=2, context_tokens=256)
@@ -144,9 +145,11 @@ def make_config(root: Path, **changes: object) -> Config:
     return config.build(c)
 
 
-def make_recipe(root: Path, *, devices: int = 1, model: int = 1, strategy: str = "", **changes: object) -> LatentWire:
+def make_recipe(
+    root: Path, *, devices: int = 1, model: int = 1, strategy: str = "", only: str = "", **changes: object
+) -> LatentWire:
     """Returns the recipe on the first so many virtual devices."""
-    cfg = make_config(root, **changes)
+    cfg = make_config(root, only=only, **changes)
     strategy = strategy or ("tensor" if model > 1 else "replicate")
     sizes = recipes.reader_bytes(cfg)
     return LatentWire(cfg, placement.place(strategy, sizes, model=model, devices=jax.devices()[:devices]))
@@ -196,6 +199,14 @@ def make_bench(recipe: LatentWire, built: Weights) -> control_rows.Bench:
     return control_rows.Bench(
         WireFunctions(recipe.wire, recipe.placement), built.trainable, built.frozen, decode, place
     )
+
+
+def unsaved_curve(recipe: LatentWire | TTT, workdir: Path):
+    """(exit code, logged losses, final trainable tree) of a whole run that writes no checkpoint."""
+    workdir.mkdir()
+    run = trainer.Run(recipe.cfg, recipe, None, workdir)
+    code = run.train(lambda step: False)
+    return code, logged_losses(workdir), jax.device_get(run.state["trainable"])
 
 
 def curve(recipe: LatentWire | TTT, workdir: Path, *, stop: Callable[[int], bool] = lambda step: False):

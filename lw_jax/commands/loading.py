@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from configs import base
 from lw_jax.commands.parser import COMMANDS
 from lw_jax.core import config, config_file, validation
 from lw_jax.core.config import Config
@@ -54,7 +53,7 @@ def list_workdir(args: argparse.Namespace) -> Path:
 
 def _load(args: argparse.Namespace, spec: str, workdir: str | None, *, search: bool) -> Loaded:
     values = config_file.load(spec, root=PROJECT) if spec else run_folder.load(workdir, verb=args.verb)
-    defaults = base.get_config(str(values.get("recipe", "latentwire")))
+    defaults = config.defaults(str(values.get("recipe", "latentwire")))
     origins = config_file.trace(defaults, values, args.assignments)
     own = config_file.set_aside(values, defaults, config.SEARCHED) if search else {}
     config_file.override(values, args.assignments)
@@ -63,4 +62,4 @@ def _load(args: argparse.Namespace, spec: str, workdir: str | None, *, search: b
     folder = Path(workdir or f"runs/{Path(config_file.split(spec)[0]).stem}-{cfg.recipe}")
     if COMMANDS[args.verb].reads_run:
         run_folder.check_agreement(cfg, folder)
-    return Loaded(spec, cfg, config.to_dict(cfg), folder, defaults.to_dict(), origins, own)
+    return Loaded(spec, cfg, config.to_dict(cfg), folder, defaults, origins, own)

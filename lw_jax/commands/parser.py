@@ -221,23 +221,23 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
 
     The command may stand anywhere among the flags; it is `train` where none is named.
     """
-    assignments, words = take_assignments(argv)
-    verb, words = _split(words)
+    assignments, arguments = take_assignments(argv)
+    verb, arguments = _split(arguments)
     parser = _build()
-    args = parser.parse_args([verb, *words] if verb else words)
+    args = parser.parse_args([verb, *arguments] if verb else arguments)
     if fault := _find_fault(args):
         raise UserError(f"{fault}; see {PROGRAM} {args.verb} --help.")
     args.assignments = assignments
     return args
 
 
-def _split(words: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the command and the other words; no command where help or version of the whole program is wanted."""
+def _split(arguments: Sequence[str]) -> tuple[str, list[str]]:
+    """Returns the command and the other arguments; no command for the general help and the version."""
     verb: str | None = None
     rest: list[str] = []
     used: list[str] = []
     before = ""
-    for word in words:
+    for word in arguments:
         if word.startswith("-") and word != "-" and not word[1].isdecimal():
             flag = word.partition("=")[0]
             if flag not in _OWNERS:
@@ -260,7 +260,7 @@ def _split(words: Sequence[str]) -> tuple[str, list[str]]:
 
 
 def _refuse(kind: str, name: str, known: Iterable[str], otherwise: str) -> UserError:
-    """Returns the error that names an unknown word and the nearest known one."""
+    """Returns the error that names an unknown name and the nearest known one."""
     close = difflib.get_close_matches(name.strip("'"), list(known), n=1)
     return UserError(f"unknown {kind} {name}; " + (f"did you mean {close[0]!r}?" if close else otherwise))
 
@@ -284,7 +284,7 @@ def _build() -> argparse.ArgumentParser:
         command = commands.add_parser(
             name,
             description="\n".join(filter(None, (summary, one.details))),
-            epilog="examples:\n" + "\n".join(_example(name, words) for words in one.examples),
+            epilog="examples:\n" + "\n".join(_example(name, arguments) for arguments in one.examples),
             formatter_class=layout,
             allow_abbrev=False,
         )
@@ -301,8 +301,8 @@ def _list_summaries(group: Mapping[str, Command]) -> str:
     return "\n".join(f"  {name:<10}{one.summary}" for name, one in group.items())
 
 
-def _example(name: str, words: str) -> str:
-    return f"  {PROGRAM} {words}" if name == DEFAULT else f"  {PROGRAM} {name} {words}"
+def _example(name: str, arguments: str) -> str:
+    return f"  {PROGRAM} {arguments}" if name == DEFAULT else f"  {PROGRAM} {name} {arguments}"
 
 
 def _find_fault(args: argparse.Namespace) -> str:

@@ -1,4 +1,4 @@
-"""The verb `slurm`: writes the sbatch file of a planned training run, or of a list of them."""
+"""The command `slurm`: writes the sbatch file of a planned training run, or of a list of them."""
 
 import argparse
 import dataclasses
@@ -52,7 +52,7 @@ def main(
 
     Args:
         planner: returns the plan of a target; None: `lw_jax.planning.planner.make`.
-        others: plans of other sizes to compare with; None: those of 1, 2 and 4 cards.
+        others: plans of other sizes to compare with; None: 1, 2 and 4 GPUs.
 
     Raises:
         UserError: the run's result would be void, nothing fits, or a number is unusable.

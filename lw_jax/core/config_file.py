@@ -1,4 +1,4 @@
-"""From `--config FILE[:recipe]` and `--config.section.key=value` to one ConfigDict; knows no verb and no JAX."""
+"""One ConfigDict from `--config FILE[:recipe]` and `--config.section.key=value`; free of JAX."""
 
 import importlib.util
 import inspect
@@ -74,7 +74,7 @@ def load(spec: str, *, root: Path) -> ConfigDict:
 
 
 def _run(file: Path, call: Callable[[], _T]) -> _T:
-    """Runs a user's own code; whatever it raises is told with the line of the file where it began."""
+    """Runs a user's own code; an exception is reported with the line of the file where it began."""
     try:
         return call()
     except UserError:
@@ -84,7 +84,7 @@ def _run(file: Path, call: Callable[[], _T]) -> _T:
     except (Exception, SystemExit) as error:  # no code of ours: it may raise anything, and may try to end the process
         lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(file)]
         where = f"{file}:{lines[0]}" if lines else str(file)
-        raise UserError(f"{where}: {type(error).__name__}: {error}; the configuration must run: mend it.") from error
+        raise UserError(f"{where}: {type(error).__name__}: {error}; the configuration must run: correct it.") from error
 
 
 def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
@@ -106,10 +106,10 @@ def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
             _set(config, path, text, listed=isinstance(flat[path], tuple))
         except (flags.Error, *_UNREADABLE) as error:
             kind = type(flat[path]).__name__
-            raise UserError(f"--config.{path}={text}: a value of type {kind} is needed, as {flat[path]!r}.") from error
+            raise UserError(f"--config.{path}={text}: must be of type {kind}, as {flat[path]!r}.") from error
 
 
-# What ast.literal_eval, which absl parses tuples with, and int() raise for texts that are no such value.
+# Raised by int() and by ast.literal_eval, with which absl parses tuples.
 _UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 
 
@@ -124,7 +124,7 @@ def _set(config: ConfigDict, path: str, text: str, *, listed: bool) -> None:
 
 
 def set_aside(config: ConfigDict, base: Values, paths: Sequence[str]) -> dict[str, Any]:
-    """Gives these values back to the base, in place; returns, by path, those that the file had changed."""
+    """Resets these keys to their defaults, in place; returns, by path, the values that the file had given them."""
     defaults, flat = flatten(base), flatten(config)
     changed = {path: flat[path] for path in paths if flat.get(path, defaults[path]) != defaults[path]}
     config.update_from_flattened_dict({path: defaults[path] for path in changed})

@@ -1,7 +1,7 @@
-"""Chat templates of models: foreign programs in Jinja, run in a sandbox with bounds on time, size and what they call.
+"""Chat templates of models: foreign Jinja programs in jinja2's sandbox, bounded in time, size and calls.
 
-A template sees turns and the names of special tokens, as transformers shows them, and nothing else. Every value that it
-makes grows through an operation that is measured first (`_Sandbox`), and every loop and call asks for the time left.
+A template gets turns and the names of special tokens, as in transformers, and nothing else. jinja2's sandbox bounds
+neither time nor memory: here each operation's result is measured before it is made, and loops and calls check the time.
 """
 
 import datetime
@@ -22,28 +22,13 @@ ITEM = 8  # characters that a number or a list counts as
 SECONDS = 5.0  # for one conversation; the longest published template takes a few milliseconds
 DATE = datetime.date(2024, 7, 26)  # today of every template: a prompt must not change overnight
 _FILTERS = (
-    *("abs", "capitalize", "count", "d", "default", "dictsort", "e", "escape", "first", "float", "groupby", "indent"),
-    *(
-        "int",
-        "items",
-        "join",
-        "last",
-        "length",
-        "list",
-        "lower",
-        "map",
-        "max",
-        "min",
-        "reject",
-        "rejectattr",
-        "replace",
-    ),
-    *("reverse", "round", "safe", "select", "selectattr", "sort", "string", "sum", "title", "trim", "unique", "upper"),
-    *("attr", "wordcount", "tojson"),
-)
+    "abs capitalize count d default dictsort e escape first float groupby indent int items join last length list "
+    "lower map max min reject rejectattr replace reverse round safe select selectattr sort string sum title trim "
+    "unique upper attr wordcount tojson"
+).split()
 _PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "translate")
 _WIDTH = re.compile(r"%[-+ #0]*(\d|\*|\.)")
-# What a program can raise by being wrong; it is not ours, so that each of these is its fault.
+# Errors that a faulty template can raise.
 _FAULTS = (
     *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError),
     *(SyntaxError, TypeError, ValueError),
@@ -51,10 +36,10 @@ _FAULTS = (
 
 
 def render(template: str, values: Mapping[str, Any], *, where: str, remedy: str) -> str:
-    """Returns what a template writes of the values.
+    """Returns the text of a template with these values.
 
     Raises:
-        UserError: names where the template is from, what went wrong, and the remedy.
+        UserError: names the source of the template, the fault and the remedy.
     """
     try:
         if len(template) > LARGEST:
@@ -72,7 +57,7 @@ class _Refused(jinja2.TemplateRuntimeError):
 
 
 class _Namespace(jinja2.utils.Namespace):
-    """A template's own variables; as in transformers, none can take the name of what Python itself looks up."""
+    """Variables of a template; as in transformers, none may have a private name of Python."""
 
     def __init__(*args: Any, **named: Any) -> None:
         self, given = args[0], dict(*args[1:], **named)
@@ -114,7 +99,7 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
 
     @staticmethod
     def concat(parts: Iterable[str]) -> str:
-        """Joins what a template or a block of it writes."""
+        """Joins the output of a template or of its block."""
         found, size = [], 0
         for part in parts:
             size += len(part)
@@ -130,7 +115,7 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
         return super()._generate(source, *rest, **options)
 
     def tick(self) -> None:
-        """Refuses to go on beyond the time."""
+        """Refuses to continue after the deadline."""
         if time.monotonic() > self.deadline:
             raise _Refused(f"it takes more than {SECONDS:g} s")
 
@@ -140,7 +125,7 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
             yield value
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Measures what an operation would make before it makes it."""
+        """Measures the result of an operation before computing it."""
         self.tick()
         if operator == "%" and isinstance(left, str) and _WIDTH.search(left):
             raise _Refused("a width in a format is not allowed")
@@ -157,7 +142,7 @@ class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
         return super().call_binop(context, operator, left, right)
 
     def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls what the sandbox allows, but for methods that pad or format."""
+        """Calls what the sandbox allows, without methods that pad or format."""
         self.tick()
         method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
         owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
@@ -213,7 +198,7 @@ def _join(parts: list[Any]) -> str:
 
 
 def _limit_made(name: str, value: Any, args: tuple[Any, ...]) -> None:
-    """Refuses what would multiply its arguments' sizes beyond the bound."""
+    """Refuses calls that would multiply their arguments' sizes beyond the bound."""
     size, given = _weigh(value), sum(map(_weigh, args))
     numbers = [one for one in args if isinstance(one, int)]
     if name == "replace" and args:

@@ -96,7 +96,7 @@ class Corpus:
         return rows
 
     def split(self, held_out: float, *, length: int) -> "tuple[Span, Span]":
-        """Returns what is learned from and the last share, held out, divided at a multiple of `length`.
+        """Returns the training span and the last share, held out, split at a multiple of `length`.
 
         They share one token: the last target of the first span is the first input of the second, and no target there.
         Raises UserError where either has less than one window of `length` inputs and as many targets.
@@ -302,7 +302,7 @@ def _load(folder: Path, *, made: bool) -> Corpus:
         file, size = _shard(folder, number), count * np.dtype(meta.dtype).itemsize
         found = file.stat().st_size if file.is_file() else 0
         if found != size:
-            raise UserError(f"{file}: {found} bytes, {META} says {size}; remove the folder, it is then packed anew")
+            raise UserError(f"{file}: {found} bytes, {META} has {size}; remove the folder, it is then packed anew")
     if sum(meta.shards) != meta.tokens:
         rule = f"its shards have {sum(meta.shards)}; remove the folder, it is then packed anew"
         raise UserError(f"{folder / META}: tokens={meta.tokens}, {rule}")

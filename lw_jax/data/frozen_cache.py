@@ -64,7 +64,7 @@ class Store:
         missing = [key for key in keys if key not in self._rows]
         if missing:
             raise UserError(
-                f"{self.folder}: no row for {len(missing)} of {len(keys)} examples asked for, as {missing[0].hex()}: "
+                f"{self.folder}: no row for {len(missing)} of {len(keys)} requested examples, as {missing[0].hex()}: "
                 "they were never computed, or the folder has been changed; remove it, it is then computed anew"
             )
         at = [self._rows[key] for key in keys]

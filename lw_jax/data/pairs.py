@@ -48,7 +48,7 @@ class _Row(msgspec.Struct):
 class Preference:
     """A prompt with the better and the worse reply to it: all three strings, or all three turns."""
 
-    id: str  # where it stands
+    id: str  # file and row
     prompt: Text
     chosen: Text
     rejected: Text

@@ -101,7 +101,7 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
         targets = [np.append(answers[name][i], np.array(ending, np.int32)) for i in keep]
         readers[name] = {
             "before": batches.field([shared] * len(keep), tokenizer.pad, left=True),
-            # Nothing between the task vector and the text: no column at all, for padding may not stand there.
+            # No column between the task vector and the text: padding is not allowed there.
             "after": Field([np.zeros(0, np.int32)] * len(keep), 0, tokenizer.pad, left=True),
             "answer": batches.field(targets, tokenizer.pad, left=False),
         }

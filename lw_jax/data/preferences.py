@@ -240,7 +240,7 @@ class _Writer:
     def _write_chat(self, pair: Preference) -> _Written:
         if isinstance(pair.prompt, str) and pair.prompt.startswith(HUMAN):
             raise UserError(
-                f"{pair.id}: a transcript would stand in the chat template as one turn of the user; "
+                f"{pair.id}: a transcript would be one turn of the user in the chat template; "
                 'use template="plain", or write the rows as turns'
             )
         turns = _turns(pair.prompt, "user")

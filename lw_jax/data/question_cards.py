@@ -122,7 +122,7 @@ def make(
     cannot be made.
     """
     if count < 1:
-        raise UserError(f"config.data: {count} {split} cards asked for; at least 1 is needed")
+        raise UserError(f"config.data: {count} {split} cards requested; at least 1 is needed")
     if not 1 <= facts <= MAX_FACTS[style]:
         raise UserError(f"config.data.facts={facts} must be between 1 and {MAX_FACTS[style]} for {style!r}")
     rng = random.Random(f"{split}/{seed}/{facts}")
@@ -157,7 +157,7 @@ def _draw(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:
 
 
 def _draw_pairs(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:
-    """Returns so many different keys in random order, each with a value of its own."""
+    """Returns that many different keys in random order, each with its own value."""
     return [("", key, rng.choice(ATTRIBUTES[key].values)) for key in rng.sample(sorted(ATTRIBUTES), facts)]
 
 

@@ -179,7 +179,7 @@ def load_tokenizer(location: Path) -> Tokenizer:
 
 
 def load_source_tokenizer(location: Path) -> Tokenizer | BertTokenizer:
-    """Loads the tokenizer of an encoder's body: BERT-class where config.json says so, else as `load_tokenizer` does.
+    """Loads the tokenizer of an encoder's body: BERT-class by its config.json, else as `load_tokenizer` does.
 
     Raises:
         UserError: no `tokenizer.json`, no padding token, or what `load_tokenizer` refuses.

@@ -205,7 +205,7 @@ def _fuse(modules: dict[str, Matrices]) -> dict[str, Matrices]:
         present = [part for part in own if part in modules]
         if present and len(present) < len(own):
             missing = sorted(set(own) - set(present))
-            raise UserError(f"PEFT's {fused} stands for {', '.join(own)}; lora.targets leaves out {', '.join(missing)}")
+            raise UserError(f"PEFT's {fused} is {', '.join(own)}; lora.targets lacks {', '.join(missing)}")
         if present:
             layers = zip(*(modules[part] for part in present), strict=True)
             out[fused] = [(np.concatenate([a for a, _ in pairs]), _diagonal([b for _, b in pairs])) for pairs in layers]

@@ -80,7 +80,7 @@ def list_tensors(location: Path) -> dict[str, Stored]:
     for file in files:
         for name, stored in read_safetensors(file).items():
             if name in catalogue:
-                raise UserError(f"{stored.label} stands in {catalogue[name].file.name} too; keep one of the two")
+                raise UserError(f"{stored.label} is in {catalogue[name].file.name} too; keep one of the two")
             catalogue[name] = stored
     for name, file_name in promised.items():
         if name not in catalogue or catalogue[name].file.name != file_name:

@@ -31,7 +31,7 @@ class Loaded(NamedTuple):
 
     fast: PreTrainedTokenizerFast
     stops: tuple[int, ...]  # ids at which generation ends, beside EOS
-    rows: int | None  # of the model's table of embeddings; None where no model lies beside the tokenizer
+    rows: int | None  # of the model's embedding table; None without a model in the folder
 
 
 class _Token(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -319,7 +319,7 @@ def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> tuple[PreTrainedToken
     parsed = schema.convert(dict(metadata), _Gguf, where=str(path), remedy=remedy)
     vocab = {token: i for i, token in enumerate(parsed.tokens)}
     if len(vocab) != len(parsed.tokens):
-        raise UserError(f"{path}: {len(parsed.tokens) - len(vocab)} tokens of tokenizer.ggml.tokens stand there twice")
+        raise UserError(f"{path}: {len(parsed.tokens) - len(vocab)} tokens of tokenizer.ggml.tokens are repeated")
     for name in ("token_type", "scores"):
         values = getattr(parsed, name)
         if values is not None and len(values) != len(parsed.tokens):

@@ -192,7 +192,7 @@ def load_ttt(location: Path, *, dtype: jax.typing.DTypeLike = jnp.float32, shard
 
 
 def _keep(location: Path, cfg: Config, layers: int) -> Config:
-    """Returns the configuration with the first so many layers (0: all)."""
+    """Returns the configuration with only the first `layers` layers (0: all)."""
     if not 0 <= layers <= cfg.layers:
         raise UserError(f"{location}: layers={layers}, the model has {cfg.layers}; take 0 (all) to {cfg.layers}")
     return dataclasses.replace(cfg, layers=layers or cfg.layers)
@@ -303,7 +303,7 @@ def _sources(location: Path, cfg: DecoderConfig, *, is_awq: bool) -> dict[Place,
         fault = "no AWQ matrices: store it as nf4" if is_awq else "AWQ matrices: set this model's weights to 'awq'"
         raise UserError(f"{location} has {fault}")
     if is_awq and "quantization_config" not in _read_json(location / "config.json"):
-        raise UserError(f"{location}/config.json: it has no quantization_config to say how matrices are packed")
+        raise UserError(f"{location}/config.json: no quantization_config, which AWQ matrices need")
     triples = awq.match(location, catalogue, slots) if is_awq else {}
     for name in sorted(catalogue.keys() - slots.keys()):
         _refuse_unknown(catalogue[name], catalogue, cfg)

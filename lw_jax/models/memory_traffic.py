@@ -1,4 +1,4 @@
-"""Arithmetic of the memory traffic beside the matrix products of a decoder: bytes that one device moves.
+"""Memory traffic of a decoder's kernels other than matmuls: bytes that one device moves.
 
 XLA runs norms, activations, softmax, rotations, casts and copies as kernels of their own, each of which reads and
 writes whole activations; attention's small products wait for memory too. In a training step of 8 billion parameters

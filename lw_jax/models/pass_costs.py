@@ -38,7 +38,7 @@ _LOGITS_MOVED = 10.0
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """One teacher-forced pass: so many examples of so many positions, the head at so many of them."""
+    """Shape of one teacher-forced pass: examples, their positions, and the positions with logits."""
 
     rows: int
     positions: int

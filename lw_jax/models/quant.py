@@ -108,7 +108,7 @@ def _midpoints() -> np.ndarray:
 
 
 def restore(packed: Tree, dtype: jax.typing.DTypeLike) -> jax.Array:
-    """Returns the matrix [.. in] that a packed one stands for, in `dtype`; nf4 and int8 equal qwix's to the bit."""
+    """Dequantises a packed matrix to [.. in] in `dtype`; nf4 and int8 equal qwix's to the bit."""
     codes = packed["codes"]
     if codes.dtype == jnp.int8:
         return codes.astype(dtype) * packed["row" if multiplies(packed) else "scale"].astype(dtype)

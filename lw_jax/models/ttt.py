@@ -89,7 +89,7 @@ class Memory(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """The memories of all layers after so many tokens of each row."""
+    """States of all layers and the number of tokens read of each row."""
 
     memory: Memory
     seen: Int[Array, " b"]

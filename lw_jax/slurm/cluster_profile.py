@@ -1,4 +1,4 @@
-"""The cluster: its profile, a small TOML file, and what its longest job means for a run."""
+"""Cluster profile, a small TOML file, and time limits under its longest job."""
 
 import dataclasses
 import math
@@ -14,12 +14,12 @@ from lw_jax.core.config import Train, suggest
 from lw_jax.core.errors import UserError
 from lw_jax.training.preflight import Finding
 
-# Chosen, not measured: what a prediction may be wrong by, and what it leaves out.
+# Chosen, not measured: error of a prediction, and time outside of it.
 TIME_MARGIN = 1.3
 STARTUP_HOURS = 0.25  # reading weights and compiling, in every start
 QUARTER = 15  # minutes
 SAVING_SECONDS = 120  # to write a checkpoint, beside the steps that are under way
-PORTABLE = "only what every SLURM knows is asked for; docs/slurm.md tells how to name partition and account."
+PORTABLE = "only portable options are used; docs/slurm.md shows how to set partition and account."
 
 _WORD = re.compile(r"[\w.,:@/&|*()\[\]+=!-]*", re.ASCII)
 _MODULE = re.compile(r"[\w./+:][\w./+:-]*", re.ASCII)
@@ -28,10 +28,10 @@ _GPUS = re.compile(r"--(gres=gpu:|gpus-per-node=)([\w.-]+:)?\{count\}", re.ASCII
 
 @dataclasses.dataclass(frozen=True)
 class Site:
-    """What one cluster wants; the field names are the keys of the TOML file, which may leave any out.
+    """Settings of one cluster; the fields are the keys of the TOML file, all optional.
 
     Raises:
-      UserError: a value could break out of its place in the script, or lies outside its range.
+      UserError: a value could inject lines into the script, or is out of range.
     """
 
     partition: str = ""
@@ -43,7 +43,7 @@ class Site:
     setup: tuple[str, ...] = ()  # shell lines run before training, as an environment's activation
     max_hours: float = math.inf
     cpus_per_gpu: int = 8
-    scratch: str = ""  # a folder that every job and node sees; compiled programs are kept there
+    scratch: str = ""  # a folder shared by all nodes, for compiled programs
     file: dataclasses.InitVar[str] = "site profile"  # for messages only
 
     def __post_init__(self, file: str) -> None:
@@ -63,11 +63,11 @@ class Site:
 
 
 class Limit(NamedTuple):
-    """How long SLURM is asked for, and how often a longer run goes back into the queue."""
+    """Time limit of a job, and the number of requeues of a longer run."""
 
     minutes: int
     requeues: int
-    told: str  # one line: how it was found, and what a limit that is shorter than the run means
+    description: str  # one line: derivation, and requeues where the limit is shorter than the run
 
 
 def find_site(named: str) -> tuple[Site, str]:
@@ -90,9 +90,9 @@ def read_site(file: Path) -> Site:
     defaults = {field.name: field.default for field in dataclasses.fields(Site)}
     for key, value in values.items():
         if key not in defaults:
-            raise UserError(f"{file}: {key} is no known key.{suggest(key, defaults)} docs/slurm.md lists them all.")
-        words, holds = _KINDS[type(defaults[key])]
-        _require(holds(value), str(file), key, value, f"{words} is needed")
+            raise UserError(f"{file}: {key}: unknown key.{suggest(key, defaults)} docs/slurm.md lists them all.")
+        kind, holds = _KINDS[type(defaults[key])]
+        _require(holds(value), str(file), key, value, f"{kind} is needed")
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in values.items()}
     if "scratch" in values:
         values["scratch"] = os.path.expandvars(os.path.expanduser(values["scratch"]))
@@ -104,15 +104,15 @@ def limit(hours: float, *, step_seconds: float, checkpoint_seconds: float, basis
 
     Args:
         checkpoint_seconds: between two checkpoints.
-        basis: one line: where the hours come from.
+        basis: one line: the source of the hours.
 
     Raises:
-      UserError: the site's longest job is over before it could train, or before a first checkpoint.
+      UserError: the site's longest job leaves no time to train, or none for a first checkpoint.
     """
     needed, longest = hours * TIME_MARGIN + STARTUP_HOURS, site.max_hours
-    told = f"{hours:.2f} h {basis}, x {TIME_MARGIN} + {STARTUP_HOURS} h to start"
+    text = f"{hours:.2f} h {basis}, x {TIME_MARGIN} + {STARTUP_HOURS} h to start"
     if needed <= longest:
-        return Limit(math.floor(min(QUARTER * math.ceil(needed * 60 / QUARTER), longest * 60)), 0, told)
+        return Limit(math.floor(min(QUARTER * math.ceil(needed * 60 / QUARTER), longest * 60)), 0, text)
     notice = notice_seconds(step_seconds)
     useful = longest * 3600 - STARTUP_HOURS * 3600 - notice
     where, remedy = f"site profile: max_hours = {longest:g}", "choose a partition with longer jobs"
@@ -127,18 +127,18 @@ def limit(hours: float, *, step_seconds: float, checkpoint_seconds: float, basis
         raise UserError(
             f"{where}: start-up ({STARTUP_HOURS} h), the notice before the limit ({notice} s) and one checkpoint "
             f"interval ({checkpoint_seconds / 60:.1f} min) are longer, and the run takes {needed:.2f} h: killed "
-            f"without notice it would begin again each time; {remedy}."
+            f"without notice it would start over each time; {remedy}."
         )
     requeues = math.ceil(hours * 3600 * TIME_MARGIN / useful) - 1
-    told += (
+    text += (
         f" = {needed:.2f} h, more than max_hours {longest:g}: it requeues itself {requeues} times or so, "
         f"with a checkpoint every {checkpoint_seconds / 60:.1f} min"
     )
-    return Limit(math.floor(longest * 60), requeues, told)
+    return Limit(math.floor(longest * 60), requeues, text)
 
 
 def inspect(plan: Mapping[str, Any], train: Train) -> list[Finding]:
-    """Returns what the longest job of this machine's cluster, where a profile tells it, means for a planned run."""
+    """Returns findings on a planned run under the longest job of this machine's cluster profile."""
     site, profile = find_site("")
     if plan["hours"] is None or not math.isfinite(site.max_hours):
         return []
@@ -148,16 +148,16 @@ def inspect(plan: Mapping[str, Any], train: Train) -> list[Finding]:
         found = limit(plan["hours"], step_seconds=seconds, checkpoint_seconds=between, basis="predicted", site=site)
     except UserError as error:
         return [Finding(True, f"{profile}: {error}")]
-    return [Finding(False, f"{profile}: {found.told}")] if found.requeues else []
+    return [Finding(False, f"{profile}: {found.description}")] if found.requeues else []
 
 
 def notice_seconds(step_seconds: float) -> int:
-    """Returns whole minutes for the step that runs, the one already sent after it, and saving."""
+    """Returns seconds, in whole minutes, for the running step, the next one already dispatched, and saving."""
     return 60 * math.ceil((SAVING_SECONDS + 2 * step_seconds) / 60)
 
 
 def clock(minutes: int) -> str:
-    """Returns a time limit as SLURM reads it."""
+    """Returns a time limit in SLURM's format."""
     days, rest = divmod(minutes, 24 * 60)
     return f"{days}-{rest // 60:02}:{rest % 60:02}:00"
 

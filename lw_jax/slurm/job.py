@@ -23,7 +23,7 @@ class Job:
     """One training run on so many GPUs of so many nodes."""
 
     name: str
-    command: tuple[str, ...]  # the words of the training command
+    command: tuple[str, ...]
     folder: Path  # where the command is run
     logs: Path
     nodes: int
@@ -33,23 +33,23 @@ class Job:
     step_seconds: float
     checkpoint_seconds: float  # between two checkpoints
     memory_fraction: float  # of each card, for XLA
-    origin: str  # one line: what plan the numbers come from
-    basis: str = "predicted"  # one line: where the hours come from
+    origin: str  # one line: the plan behind the numbers
+    basis: str = "predicted"  # one line: the source of the hours
 
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The words of the command line that ask for a job."""
+    """Arguments of a job."""
 
     config: str  # FILE[:recipe]
     assignments: Mapping[str, str]  # path -> value of --config.path=value
-    project: Path  # where run.py lies
+    project: Path  # folder of run.py
     target: str = ""  # h100x4 | single | dual | quad; empty: the name of the configuration file
     site: str = ""
     submit: bool = False
     output: str = ""
     hours: float | None = None  # instead of the predicted ones
-    measured: Path | None = None  # an earlier run's folder; of a list, what holds one for each task
+    measured: Path | None = None  # an earlier run's folder; of a list, their parent
 
 
 def make_job(
@@ -61,7 +61,7 @@ def make_job(
     site: Site,
     record: Record | None = None,
 ) -> Job:
-    """Returns the job that runs a plan: its placement, micro-batch and remat become overrides of the command.
+    """Returns the job of a plan; its placement, micro-batch and remat become flags of the command.
 
     Raises:
       UserError: nothing fits, or a number is unusable.
@@ -76,15 +76,15 @@ def make_job(
     if not (math.isfinite(memory) and memory > 0):
         raise UserError(f"--target {target}: host_memory_bytes = {memory}: a number above 0 is needed; plan it anew.")
     python = "python" if site.setup else sys.executable  # setup lines activate an environment that has its own
-    # All that is planned, for the file that the job reads again may set any of it.
+    # All planned keys: the configuration file, which the job reads again, may set any of them.
     assignments = {**request.assignments, **overrides(chosen)}
-    words = [f"--config.{path}={value}" for path, value in assignments.items()]
+    flags = [f"--config.{path}={value}" for path, value in assignments.items()]
     start = (python, str(request.project / "run.py"), "train", "--config", request.config)
     step_seconds = hours * 3600 / train["steps"]
     return Job(
         name=re.sub(r"[^\w.-]+", "-", workdir.name, flags=re.ASCII) or "latentwire",
-        command=(*start, *words, "--workdir", str(workdir)),
-        folder=Path.cwd(),  # so that relative paths mean what they meant to the user
+        command=(*start, *flags, "--workdir", str(workdir)),
+        folder=Path.cwd(),  # the user's relative paths stay valid
         logs=workdir / "logs",
         nodes=plan["hosts"],
         gpus=plan["per_host"],
@@ -99,9 +99,11 @@ def make_job(
 
 
 def _time(plan: Plan, *, steps: int, given: float | None, record: Record | None) -> tuple[float, str]:
-    """Returns the hours of all steps and where they come from: the user, else a measurement, else the plan."""
+    """Returns the hours of all steps and their source: --hours, else a measurement, else the plan."""
     if given is not None and record is not None:
-        raise UserError(f"--hours {given:g} and --measured {record.workdir}: each replaces the plan's time; leave one.")
+        raise UserError(
+            f"--hours {given:g} and --measured {record.workdir}: each replaces the plan's time; give one of them."
+        )
     hours, basis = plan["hours"], "predicted"
     if given is not None:
         hours, basis = given, "given by --hours"
@@ -116,11 +118,11 @@ def _time(plan: Plan, *, steps: int, given: float | None, record: Record | None)
 
 def _origin(plan: Plan, record: Record | None) -> str:
     chosen, made = plan["chosen"], "compiled" if plan["compiled"] else "estimated, not compiled"
-    told = (
+    text = (
         f"plan {plan['target']} ({made}): {chosen['strategy']} {chosen['mesh']}, micro-batch {chosen['micro_batch']} x "
         f"{chosen['accumulation']} accumulated, remat {chosen['remat']}"
     )
-    return f"{told}; {record.describe_memory(chosen['peak_bytes'])}" if record else told
+    return f"{text}; {record.describe_memory(chosen['peak_bytes'])}" if record else text
 
 
 def nothing_fits(plan: Plan, config: str) -> str:
@@ -128,12 +130,12 @@ def nothing_fits(plan: Plan, config: str) -> str:
     target, more = plan["target"], "".join(f"; {line}" for line in remedies.describe(plan["remedies"]))
     return (
         f"--target {target}: no placement of this configuration fits, so there is no job to write. Take more or "
-        f"larger cards, or shorter texts; python run.py plan --config {config} --target {target} tells why{more}."
+        f"larger GPUs, or shorter texts; python run.py plan --config {config} --target {target} shows why{more}."
     )
 
 
 def limit(job: Job, site: Site) -> Limit:
-    """Returns the job's time limit; see `cluster.limit`."""
+    """Returns the job's time limit; see `cluster_profile.limit`."""
     return cluster_profile.limit(
         job.hours,
         step_seconds=job.step_seconds,
@@ -144,6 +146,6 @@ def limit(job: Job, site: Site) -> Limit:
 
 
 def describe_limit(job: Job, site: Site) -> str:
-    """Returns the line for people that tells the time limit, how it was found and how often the job is requeued."""
+    """Returns one line: the time limit, its derivation and the number of requeues."""
     found = limit(job, site)
-    return f"time limit {clock(found.minutes)}: {found.told}"
+    return f"time limit {clock(found.minutes)}: {found.description}"

@@ -1,4 +1,4 @@
-"""Several configurations as one SLURM job: an array, each on cards of its own, or a sequence on the same cards."""
+"""Several configurations as one SLURM job: an array, each on its own GPUs, or a sequence on the same GPUs."""
 
 import dataclasses
 import shlex
@@ -18,7 +18,7 @@ KINDS = ("array", "sequence")
 
 
 class Task(NamedTuple):
-    """One configuration of the list, as its own job would have it."""
+    """One configuration of the list."""
 
     cfg: Config
     resolved: Mapping[str, Any]
@@ -27,13 +27,13 @@ class Task(NamedTuple):
 
 
 def join(jobs: Sequence[Job], kind: str, *, name: str, logs: Path) -> Job:
-    """Returns what SLURM is asked for: the most of any task, and of a sequence the time of all.
+    """Returns the request to SLURM: the maximum over the tasks, and for a sequence the sum of their times.
 
-    Raises UserError for tasks on different numbers of nodes or cards.
+    Raises UserError for tasks on different numbers of nodes or GPUs.
     """
     sizes = {(job.nodes, job.gpus) for job in jobs}
     if len(sizes) > 1:
-        raise UserError(f"--config {name}.list: its plans take different machines, {sorted(sizes)}; name one --target")
+        raise UserError(f"--config {name}.list: the plans need different machines, {sorted(sizes)}; name one --target")
     # Every task of a sequence starts anew; `limit` adds the first one's start.
     starts = cluster_profile.STARTUP_HOURS / cluster_profile.TIME_MARGIN * (len(jobs) - 1)
     hours = max(job.hours for job in jobs) if kind == "array" else sum(job.hours for job in jobs) + starts
@@ -47,12 +47,12 @@ def join(jobs: Sequence[Job], kind: str, *, name: str, logs: Path) -> Job:
         checkpoint_seconds=max(job.checkpoint_seconds for job in jobs),
         memory_fraction=max(job.memory_fraction for job in jobs),
         origin=f"{len(jobs)} configurations of {name}.list as {kind}",
-        basis=jobs[0].basis.split()[0],  # a word; each task's own words stand at its line
+        basis=jobs[0].basis.split()[0],  # a word; the task's own line has the details
     )
 
 
 def script(jobs: Sequence[Job], whole: Job, site: Site, kind: str) -> str:
-    """Returns the text of the sbatch file; `whole` is what `join` made of the jobs."""
+    """Returns the text of the sbatch file; `whole` is the result of `join`."""
     extra = [f"#SBATCH --array=0-{len(jobs) - 1}"] if kind == "array" else []
     log = "%x-%A_%a" if kind == "array" else "%x-%j"
     body = _array(jobs, site) if kind == "array" else _sequence(jobs, site)
@@ -63,27 +63,27 @@ def _start(job: Job, site: Site) -> str:
     return f"{shlex.join(job_script.step(job, site))} \\\n        {shlex.join(job.command)}"
 
 
-def _tell(job: Job) -> str:
+def _describe(job: Job) -> str:
     return one_line(f"{job.origin}; {job.hours:.2f} h {job.basis}")
 
 
 def _array(jobs: Sequence[Job], site: Site) -> list[str]:
     lines = ["code=0", 'case "$SLURM_ARRAY_TASK_ID" in']
     for number, job in enumerate(jobs):
-        lines += [f"{number})  # {_tell(job)}", f"    {_start(job, site)} || code=$? ;;"]
+        lines += [f"{number})  # {_describe(job)}", f"    {_start(job, site)} || code=$? ;;"]
     again = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'
     return [*lines, "esac", *job_script.tail(again)]
 
 
 def _sequence(jobs: Sequence[Job], site: Site) -> list[str]:
-    """One after the other: a task that fails lets the next ones run, one that was stopped ends the job.
+    """Returns the lines of a sequence: a failing task lets the next ones run, a stopped one ends the job.
 
-    A requeued job comes to its finished tasks again; they find their last step done and leave at once.
+    A requeued job starts its finished tasks again; they find their last step done and exit at once.
     """
     lines = ["code=0 failed="]
     for job in jobs:
         lines += [
-            f"# {_tell(job)}",
+            f"# {_describe(job)}",
             f'if [ "$code" -ne {REQUEUE} ]; then',
             f"    own=0; {_start(job, site)} || own=$?",
             f'    if [ "$own" -eq {REQUEUE} ]; then code=$own',

@@ -31,11 +31,11 @@ def script(job: Job, site: Site) -> str:
 
 
 def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j") -> list[str]:
-    """Returns all lines before training: what is asked for, modules and environment."""
+    """Returns the lines before training: directives, modules and environment."""
     cache = Path(site.scratch) / "lw_jax" / "compiled" if site.scratch else sources.cache_root() / "compiled"
     local = ",".join(map(str, range(job.gpus)))
     several = [
-        "# Of several tasks JAX gives each one GPU, the one of its number on the node, unless it is told otherwise.",
+        "# In a job of several tasks JAX gives each one GPU by default; here one task drives all GPUs of its node.",
         f"export JAX_LOCAL_DEVICE_IDS={local}",
     ]
     return [
@@ -48,12 +48,12 @@ def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j")
         f"cd {shlex.quote(str(job.folder))}",
         *([f"module load {shlex.join(site.modules)}"] if site.modules else []),
         *site.setup,
-        "set -u  # only now: a site's own lines may not bear it",
+        "set -u  # only now: the site's own lines may read unset variables",
         "",
-        "# Every start after the first finds its programs compiled.",
+        "# Later starts reuse the compiled programs.",
         f"export JAX_COMPILATION_CACHE_DIR={shlex.quote(str(cache))}",
         'mkdir -p "$JAX_COMPILATION_CACHE_DIR"',
-        "# XLA's own default is 0.75 of a card, less than the plan may use.",
+        "# XLA's default is 0.75 of a GPU, less than the plan may use.",
         f"export XLA_PYTHON_CLIENT_MEM_FRACTION={job.memory_fraction:g}",
         *(several if job.nodes > 1 else []),
         "",
@@ -61,27 +61,26 @@ def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j")
 
 
 def step(job: Job, site: Site) -> list[str]:
-    """Returns the words that start training on the job's nodes."""
-    # A task that leaves first, saved, must not have the others killed while they save; those of a dead one end alone.
+    """Returns the start of the command that runs training on the job's nodes."""
+    # The first task to save and exit must not kill the others while they save.
     several = ["--label", "--kill-on-bad-exit=0"] if job.nodes > 1 else []
     return ["srun", f"--cpus-per-task={job.gpus * site.cpus_per_gpu}", *several]
 
 
 def dead_task(job: Job) -> list[str]:
-    """Returns the lines that take a killed task of several for what the others say: to be requeued, within bounds."""
+    """Returns the lines that requeue a job of several tasks after one was killed, up to RESTARTS times."""
     if job.nodes < 2:
         return []
     return [
-        f"# srun gives the highest code of its tasks: more than 128 where one was killed, while the others ended with "
-        f"{REQUEUE}.",
+        f"# srun returns its tasks' highest code: above 128 if one was killed while the others ended with {REQUEUE}.",
         f'if [ "$code" -gt 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {RESTARTS} ]; then code={REQUEUE}; fi',
     ]
 
 
 def tail(job: str) -> list[str]:
-    """Returns all lines after training; `job` is what SLURM knows the running job by, in the shell's words."""
+    """Returns the lines after training; `job` is a shell expression of the job's id."""
     return [
-        f"# {REQUEUE}: stopped on request and saved; the same command goes on from there.",
+        f"# {REQUEUE}: stopped on request after saving; the same command resumes.",
         f'if [ "$code" -eq {REQUEUE} ]; then',
         f'    echo "saved; job "{job}" goes back into the queue"',
         f'    scontrol requeue {job} || echo "not requeued: submit the same file again" >&2',
@@ -110,7 +109,7 @@ def _directives(job: Job, site: Site, *, log: str) -> list[str]:
         f"#SBATCH --mem={math.ceil(gib * MEMORY_MARGIN + PROCESS_GIB)}G",
         f"# {one_line(parts)}.",
         f"#SBATCH --time={clock(minutes)}",
-        "# So long before the limit training (the step, not this shell) is asked to save and stop.",
+        "# Seconds before the limit at which training (the step, not this shell) gets the signal to save and stop.",
         f"#SBATCH --signal=TERM@{cluster_profile.notice_seconds(job.step_seconds)}",
         "#SBATCH --requeue",
         "#SBATCH --open-mode=append",
@@ -119,16 +118,16 @@ def _directives(job: Job, site: Site, *, log: str) -> list[str]:
 
 
 def one_line(text: str) -> str:
-    """Returns a text that cannot leave its line."""
+    """Returns the text without line breaks."""
     return " ".join(text.split())
 
 
 def write(file: Path, text: str, *, logs: Path) -> None:
-    """Writes the sbatch file and makes the folder of its logs."""
+    """Writes the sbatch file and creates the folder of its logs."""
     try:
         if file.exists() and WRITER not in file.read_text(encoding="utf-8", errors="replace"):
-            raise UserError(f"--output {file}: that file is not one of ours; choose another name.")
-        logs.mkdir(parents=True, exist_ok=True)  # SLURM makes no folder for a log: the job would vanish without one
+            raise UserError(f"--output {file}: this file was not written by `slurm`; choose another name.")
+        logs.mkdir(parents=True, exist_ok=True)  # SLURM creates none, and the job would fail without a log
         file.parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text, encoding="utf-8")
     except OSError as error:
@@ -136,11 +135,13 @@ def write(file: Path, text: str, *, logs: Path) -> None:
 
 
 def submit(file: Path) -> str:
-    """Hands the file to sbatch and returns what that says."""
+    """Submits the file and returns the output of sbatch."""
     try:
         done = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, check=False)
     except FileNotFoundError as error:
-        raise UserError(f"--submit: there is no sbatch here; on a login node: sbatch {file}") from error
+        raise UserError(f"--submit: no sbatch here; run on a login node: sbatch {file}") from error
     if done.returncode:
-        raise UserError(f"--submit: sbatch {file}: {one_line(done.stderr)}; mend the site profile, see docs/slurm.md.")
+        raise UserError(
+            f"--submit: sbatch {file}: {one_line(done.stderr)}; correct the site profile, see docs/slurm.md."
+        )
     return done.stdout.strip()

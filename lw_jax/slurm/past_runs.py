@@ -1,4 +1,4 @@
-"""What an earlier run of the same recipe took: seconds a step and memory of a card, from the records in its folder."""
+"""Measured seconds a step and memory of an earlier run, from the records in its folder."""
 
 import dataclasses
 import math
@@ -14,7 +14,7 @@ from lw_jax.training import hardware_record
 from lw_jax.training.hardware_record import HardwareRecord
 from lw_jax.training.run_folder import read_config, read_metrics, read_rows
 
-TOLD = 3  # differing values named in a line
+NAMED = 3  # differing values in a line
 Plan = dict[str, Any]  # of `lw_jax.planning.planner`
 
 
@@ -26,11 +26,11 @@ class Record:
     hardware: HardwareRecord
     step_seconds: float  # median of the logged laps
     laps: int
-    peak_bytes: float | None  # of the fullest device; None where the runtime told none
-    differences: tuple[str, ...]  # in which the job's configuration is not the measured one
+    peak_bytes: float | None  # of the fullest device; None where the runtime reported none
+    differences: tuple[str, ...]  # from the job's configuration
 
     def describe(self) -> str:
-        """Returns where the time comes from, in a line."""
+        """Returns the source of the time, in a line."""
         found = self.hardware
         return f"measured in {self.workdir} on {found.devices} x {found.kind}: {self.step_seconds:.4g} s/step"
 
@@ -40,18 +40,18 @@ class Record:
         return f"memory of a card: {peak}, {planned / 1e9:.1f} GB planned"
 
     def describe_differences(self) -> list[str]:
-        """Returns a line that tells what else the job sets than the measured run; none where nothing differs."""
+        """Returns a line of the values that differ from the job's; none where nothing differs."""
         if not self.differences:
             return []
-        more = f" (and {len(self.differences) - TOLD} more)" if len(self.differences) > TOLD else ""
-        return [f"measured with other values than the job's: {'; '.join(self.differences[:TOLD])}{more}"]
+        more = f" (and {len(self.differences) - NAMED} more)" if len(self.differences) > NAMED else ""
+        return [f"measured with other values than the job's: {'; '.join(self.differences[:NAMED])}{more}"]
 
 
 def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
-    """Returns what the run in a folder measured, for the job of a plan.
+    """Returns the measurements in a run's folder, for the job of a plan.
 
     Raises:
-      UserError: nothing usable was measured there, or it was another recipe, batch, model or machine.
+      UserError: no usable measurement, or another recipe, batch, model or machine.
     """
     workdir = workdir.expanduser().absolute()
     old = read_config(workdir)
@@ -87,7 +87,7 @@ def _read_hardware(workdir: Path) -> HardwareRecord:
 
 
 def _check_run(workdir: Path, old: Config, cfg: Config) -> None:
-    rule = "only a run that takes the same steps tells their time; train a few steps of this configuration first."
+    rule = "only a run of the same steps measures their time; train a few steps of this configuration first."
     mine, theirs = flatten(to_dict(cfg)), flatten(to_dict(old))
     models = (key for key in {**theirs, **mine} if re.fullmatch(r"llms\.\w+\.(source|weights)", key))
     for path in ("recipe", "train.global_batch", *sorted(models)):
@@ -100,7 +100,7 @@ def _check_run(workdir: Path, old: Config, cfg: Config) -> None:
 def _check_machine(workdir: Path, found: HardwareRecord, plan: Plan) -> None:
     chosen = plan["chosen"]
     if chosen is None:
-        return  # nothing fits: refused with the plan's own words
+        return  # nothing fits: `make_job` refuses it
     card = gpus.parse(plan["target"]).card
     if (found.card, found.devices, found.hosts) == (card.name, chosen["devices_used"], plan["hosts"]):
         return

@@ -9,10 +9,10 @@ from lw_jax.planning.planner import SIZES, Plan, kept, make
 
 
 def other_sizes(cfg: Config, plan: Plan) -> list[Plan]:
-    """Returns plans of the same card in other numbers, of one basis with the job's own where that is to be had.
+    """Returns plans of other numbers of the same GPU, on the same basis as the job's own where possible.
 
-    Compiled plans that are kept on disk are taken, none is compiled for this. Where one is not kept, all sizes are
-    estimated, the job's own too (see `compare`). Nothing where the command line names the placement.
+    Uses cached compiled plans and compiles none. If one is missing, all sizes are estimated, the job's own too (see
+    `compare`). Returns nothing where the command line sets the placement.
     """
     card = re.fullmatch(r"(?:\d+x)?([a-z]\w*?)x\d+", plan["target"])
     if card is None or cfg.mesh.placement != "auto":
@@ -26,14 +26,14 @@ def other_sizes(cfg: Config, plan: Plan) -> list[Plan]:
 
 
 def compare(plans: Sequence[Plan], *, hours: float | None) -> list[str]:
-    """Returns a table of sizes and what each costs, a title first; like stands beside like.
+    """Returns a table of sizes and prices, header first, without mixing compiled and estimated hours.
 
     Args:
         plans: the job's own first; several of one target where one is compiled and one is estimated.
-        hours: of the job, in place of its plan's (given or measured); the other sizes are scaled alike.
+        hours: of the job, given or measured, instead of its plan's; scales the other sizes too.
 
-    Compiled and estimated hours differ by up to a half, so that they never share a column: where some size is only
-    estimated, every size has its estimate in columns of their own.
+    Compiled and estimated hours differ by up to a half, so they never share a column: if a size is only estimated,
+    every size has its estimate in separate columns.
     """
     own, factor = plans[0], 1.0
     if hours and own["hours"] and math.isfinite(own["hours"]):
@@ -58,9 +58,7 @@ def compare(plans: Sequence[Plan], *, hours: float | None) -> list[str]:
     scaled = len(sizes) > 1 and abs(factor - 1) > 0.005
     notes = [f"every size x {factor:.2f}: the job's hours over the predicted ones"] if scaled else []
     if mixed:
-        notes.append(
-            "est.: arithmetic, of all sizes alike; once `plan --simulate 1,2,4` has compiled them, they stand here"
-        )
+        notes.append("est.: by arithmetic, for all sizes; `plan --simulate 1,2,4` compiles them")
     return [*table, *notes]
 
 

@@ -107,7 +107,7 @@ class Record:
     measures: dict[str, Statistic] = dataclasses.field(default_factory=dict)
 
     def add(self, reading: Reading, *, seconds: float) -> None:
-        """Adds a reading that stands for the `seconds` before it."""
+        """Adds a reading, weighted by the `seconds` before it."""
         self.samples += 1
         for name in MEASURES:
             if (value := getattr(reading, name)) is not None:

@@ -1,4 +1,4 @@
-"""Filters for what orbax prints beside the error that it raises."""
+"""Filters of orbax's log lines and tracebacks that repeat the error it raises."""
 
 import functools
 import logging

@@ -12,4 +12,6 @@ def root(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def single(root, tmp_path_factory):
-    return tiny.curve(tiny.make_recipe(root), tmp_path_factory.mktemp("single"))
+    """(exit code, losses, weights, folder) of the run that every other is held to."""
+    folder = tmp_path_factory.mktemp("single") / "run"
+    return *tiny.unsaved_curve(tiny.make_recipe(root), folder), folder

@@ -12,6 +12,7 @@ from tests import tiny
 
 # Nothing is learned, and the accidental gap of a random encoder stays below the one asked for.
 USELESS = {"optim__learning_rate": 1e-12, "train__alarm_step": 4, "train__checkpoint_every": 6}
+ONE = USELESS | {"only": "llama"}
 
 
 @pytest.fixture(autouse=True)
@@ -30,29 +31,28 @@ def test_useless_latents_stop_the_run_with_word_and_figures_and_the_checkpoint_s
     for name in ("llama", "qwen"):
         nll, other = row[f"validation/nll/{name}"], row[f"validation/shuffled/nll/{name}"]
         assert nll != other, "the shuffled texts must be others"
-        assert f"nll/{name} {nll:.3f} (another text's: {other - nll:+.3f})" in told
-    assert "train.alarm=warn" in told and "train.alarm_step" in told
+        assert f"nll/{name} {nll:.3f}" in told and f"{other - nll:+.3f}" in told
+    assert "train.alarm=" in told and "train.alarm_step" in told
     assert "collapse at step 4" in capsys.readouterr().out
     assert [path.name for path in sorted((tmp_path / "run" / "checkpoints").iterdir())] == ["4"]
 
 
-def test_run_that_is_only_told_goes_on_to_its_end(root, tmp_path, capsys):
-    code, losses, _ = tiny.curve(tiny.make_recipe(root, **USELESS, train__alarm="warn"), tmp_path / "run")
+@pytest.mark.slow
+def test_run_that_only_reports_continues_to_its_end_and_one_without_an_alarm_is_silent(root, tmp_path, capsys):
+    code, losses, _ = tiny.curve(tiny.make_recipe(root, **ONE, train__alarm="warn"), tmp_path / "run")
     assert code == 0 and len(losses) == 6
     told = [line for line in capsys.readouterr().out.splitlines() if "collapse at step" in line]
     assert [line.split("collapse at step ")[1][0] for line in told] == ["4", "6"], "and at the end again"
-
-
-def test_alarm_that_is_off_calls_nothing_a_collapse(root, tmp_path, capsys):
-    code, _, _ = tiny.curve(tiny.make_recipe(root, **USELESS | {"train__alarm_step": 0}), tmp_path / "run")
+    code, _, _ = tiny.curve(tiny.make_recipe(root, **ONE | {"train__alarm_step": 0}), tmp_path / "off")
     assert code == 0 and "collapse" not in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_run_shorter_than_the_alarm_s_step_is_judged_at_its_last_and_at_each_start_after_it(
     root, tmp_path, capsys, monkeypatch
 ):
     monkeypatch.setattr(preflight, "FEWEST_JUDGED", 6)
-    changes = USELESS | {"train__alarm_step": 500, "train__eval_every": 3}
+    changes = ONE | {"train__alarm_step": 500, "train__eval_every": 3}
     with pytest.raises(UserError, match="^collapse at step 6: "):
         tiny.curve(tiny.make_recipe(root, **changes), tmp_path / "run")
     assert "collapse at step 3" not in capsys.readouterr().out
@@ -73,11 +73,13 @@ def write_words(path):
     return str(path)
 
 
+@pytest.mark.slow
 def test_run_that_learns_is_not_stopped(root, tmp_path):
     """Learnt by heart, for validation is the training data: another text's latents then give another's answer."""
     data = {"data__train": write_words(tmp_path / "a.jsonl"), "data__validation": write_words(tmp_path / "b.jsonl")}
     recipe = tiny.make_recipe(
         root,
+        only="llama",
         **data,
         optim__learning_rate=1e-2,
         train__steps=60,
@@ -88,12 +90,13 @@ def test_run_that_learns_is_not_stopped(root, tmp_path):
     )
     code, losses, _ = tiny.curve(recipe, tmp_path / "run")
     (row,) = [row for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if "validation/loss" in row]
-    gaps = [row[f"validation/shuffled/nll/{name}"] - row[f"validation/nll/{name}"] for name in ("llama", "qwen")]
+    gap = row["validation/shuffled/nll/llama"] - row["validation/nll/llama"]
     assert code == 0 and losses[-1] < losses[0]
-    assert max(gaps) > 2 * curriculum.GAP, "by a margin, or the test says nothing"
+    assert gap > 2 * curriculum.GAP, "by a margin, or the test says nothing"
 
 
+@pytest.mark.slow
 def test_trial_of_a_few_steps_is_not_judged(root, tmp_path, capsys):
-    changes = USELESS | {"train__alarm_step": 500, "train__steps": 2, "train__checkpoint_every": 2}
+    changes = ONE | {"train__alarm_step": 500, "train__steps": 2}
     code, _, _ = tiny.curve(tiny.make_recipe(root, **changes), tmp_path / "run")
     assert code == 0 and "collapse" not in capsys.readouterr().out

@@ -7,6 +7,8 @@ import pytest
 from lw_jax.core import runtime
 from tests import tiny
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture(scope="module")
 def keys(tmp_path_factory):
@@ -18,13 +20,13 @@ def keys(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def whole(root, keys, tmp_path_factory):
-    return tiny.curve(tiny.make_recipe(root, **keys), tmp_path_factory.mktemp("whole"))
+    return tiny.curve(tiny.make_recipe(root, only="qwen", **keys), tmp_path_factory.mktemp("whole"))
 
 
 def test_run_with_a_bert_body_learns_in_its_body_too(root, keys, whole):
     code, losses, trainable = whole
     assert code == 0 and losses[-1] < losses[0]
-    start = jax.device_get(tiny.make_recipe(root, **keys).build().trainable)["encoder"]["body"]
+    start = jax.device_get(tiny.make_recipe(root, only="qwen", **keys).build().trainable)["encoder"]["body"]
     moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), start, trainable["encoder"]["body"])
     still = {jax.tree_util.keystr(path, simple=True, separator="/") for path, leaf in
              jax.tree_util.tree_leaves_with_path(moved) if not leaf}  # fmt: skip
@@ -32,8 +34,10 @@ def test_run_with_a_bert_body_learns_in_its_body_too(root, keys, whole):
 
 
 def test_stopped_run_with_a_bert_body_goes_on_bit_equal(root, keys, whole, tmp_path):
-    code, before, _ = tiny.curve(tiny.make_recipe(root, **keys), tmp_path / "run", stop=lambda step: step == 4)
+    code, before, _ = tiny.curve(
+        tiny.make_recipe(root, only="qwen", **keys), tmp_path / "run", stop=lambda step: step == 4
+    )
     assert code == runtime.REQUEUE and before == whole[1][:4]
-    code, losses, trainable = tiny.curve(tiny.make_recipe(root, **keys), tmp_path / "run")
+    code, losses, trainable = tiny.curve(tiny.make_recipe(root, only="qwen", **keys), tmp_path / "run")
     assert code == 0 and losses == whole[1]
     jax.tree.map(np.testing.assert_array_equal, trainable, whole[2])

@@ -6,10 +6,13 @@ import statistics
 
 import jax
 import jax.numpy as jnp
+import pytest
 
 from lw_jax.training import train_step, trainer
 from sharding import place
 from tests import tiny
+
+pytestmark = pytest.mark.slow
 
 STEPS = 3  # of which most must show it, on a machine busy with other work
 

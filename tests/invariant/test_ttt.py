@@ -13,6 +13,8 @@ from lw_jax.training import metrics, trainer
 from lw_jax.training.step_spec import StepSpec
 from tests import tiny
 
+pytestmark = pytest.mark.slow
+
 LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
 PARAMETERS = 2e-4  # absolute; Adam divides by the root of small squares, which magnifies rounding
 LEARNED = 0.05  # nats a byte after having read the same eight windows again and again
@@ -31,10 +33,7 @@ def alone(root, tmp_path_factory):
 
 
 PLACED = {
-    "replicate 2": {"devices": 2},
-    "replicate 4": {"devices": 4},
     "replicate 8": {"devices": 8},
-    "fsdp 4": {"devices": 4, "strategy": "fsdp"},
     "fsdp 8": {"devices": 8, "strategy": "fsdp"},
     "accumulate 4": {"train__micro_batch": 2},
     "fsdp 2 accumulate 2": {"devices": 2, "strategy": "fsdp", "train__micro_batch": 2},

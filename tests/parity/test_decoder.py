@@ -48,7 +48,17 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module", params=SHAPES, ids=lambda name: name.replace(" ", "-"))
+QUICK = ("phi-4 partial", "stablelm-2", "llama-3.1 scaled", "qwen2 tied mqa")  # one of each family
+
+
+def shapes(*, slow: bool = True) -> list:
+    """Every shape; those that are not of `make test` marked so."""
+    named = [name for name in SHAPES if slow or name in QUICK]
+    marks = {name: () if name in QUICK else (pytest.mark.slow,) for name in named}
+    return [pytest.param(name, marks=marks[name], id=name.replace(" ", "-")) for name in named]
+
+
+@pytest.fixture(scope="module", params=shapes())
 def pair(request, tmp_path_factory):
     return make_pair(request.param, tmp_path_factory.mktemp("reader"))
 
@@ -207,6 +217,7 @@ def test_cached_steps_equal_the_full_pass(pair):
     assert worst(jnp.concatenate(parts, axis=1), np.asarray(full), mask) < LOGITS
 
 
+@pytest.mark.parametrize("pair", shapes(slow=False), indirect=True)
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_remat_and_unrolling_change_neither_loss_nor_gradient(pair, remat):
     _, cfg, params = pair
@@ -223,6 +234,7 @@ def test_remat_and_unrolling_change_neither_loss_nor_gradient(pair, remat):
     np.testing.assert_allclose(gradient, other_gradient, atol=GRADIENTS * float(jnp.abs(gradient).max()))
 
 
+@pytest.mark.parametrize("pair", shapes(slow=False), indirect=True)
 def test_bfloat16_stays_close_to_fp32(pair):
     model, cfg, params = pair
     ids, mask = ragged("right")

@@ -17,7 +17,11 @@ from lw_jax.hub import ttt_family, weights
 from lw_jax.models import ttt
 
 FOLDER = Path(__file__).parents[1] / "reference" / "ttt"
-NAMES = sorted(path.stem for path in FOLDER.glob("*.safetensors"))
+QUICK = ("linear_odd", "mlp_transformer")  # in `make test`
+NAMES = [
+    pytest.param(name, marks=() if name in QUICK else (pytest.mark.slow,))
+    for name in sorted(path.stem for path in FOLDER.glob("*.safetensors"))
+]
 # fp32 on both sides, sums in another order; the issue allows 5e-5, 1e-5 and 1e-4.
 LOGITS, LOSS, GRADIENTS, STATES = 1e-5, 3e-6, 1e-5, 1e-6
 BF16_LOGITS, BF16_LOSS = 0.2, 0.01  # of logits up to 4; the authors' own bf16 moves theirs by 0.1 of 10

@@ -1,4 +1,4 @@
-"""The README's commands as a user runs them: real processes, XLA's usual optimizations, readers made on the way."""
+"""Commands as a user runs them: real processes, XLA's usual optimizations, readers made on the way."""
 
 import json
 import os
@@ -12,27 +12,60 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from lw_jax.commands import parser
-from lw_jax.core import config, config_file, runtime, validation
+from lw_jax.core import runtime
 from lw_jax.data import question_cards
 from lw_jax.training import metrics
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
-README = (PROJECT / "README.md").read_text(encoding="utf-8")
 GAP = 0.3  # nats per answer token between another text's latents and the right ones; a collapsed wire has 0
 
 
-def start(*argv: str, cwd: Path, devices: int = 1, **kwargs) -> subprocess.CompletedProcess[str]:
-    """Runs run.py as a user would, on so many virtual CPU devices."""
+def start(*argv: str, cwd: Path, **kwargs) -> subprocess.CompletedProcess[str]:
+    """Runs run.py as a user would."""
     command = [sys.executable, str(PROJECT / "run.py"), *argv]
-    environ = environment(devices)
+    environ = environment(1)
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, check=False, **kwargs)
 
 
+# Runs each of several command lines in turn and prints, as JSON, [exit code, standard output, standard error] of each.
+SEVERAL = """
+import contextlib, io, json, os, sys
+import run
+wanted = json.loads(sys.argv.pop())
+sys.argv[0] = "run.py"
+found = []
+for argv in wanted:
+    sys.argv[1:] = argv
+    out, err = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            code = run.main(argv)
+        except SystemExit as end:  # argparse
+            code = end.code
+    found.append((code, out.getvalue(), err.getvalue()))
+print(json.dumps(found))
+"""
+Done = tuple[int, str, str]
+
+
+def start_several(commands: dict[str, list[str]], *, cwd: Path, environ: dict[str, str]) -> dict[str, Done]:
+    """Runs command lines one after the other in one process, which imports JAX once; {name: (code, stdout, stderr)}."""
+    command = [sys.executable, "-c", SEVERAL, json.dumps(list(commands.values()))]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return dict(zip(commands, map(tuple, json.loads(done.stdout.splitlines()[-1])), strict=True))
+
+
 def environment(devices: int) -> dict[str, str]:
+    """XLA's usual optimizations, which the settings of conftest.py leave out."""
     quiet = ("JAX_DISABLE_MOST_OPTIMIZATIONS", "JAX_NUM_CPU_DEVICES")
     kept = {key: value for key, value in os.environ.items() if key not in quiet}
     return kept | {"XLA_FLAGS": f"--xla_force_host_platform_device_count={devices}"}
+
+
+def quick_environment(devices: int) -> dict[str, str]:
+    """The settings of conftest.py, for tiny models whose compilation takes the time."""
+    return os.environ | {"JAX_NUM_CPU_DEVICES": str(devices), "PYTHONPATH": str(PROJECT)}
 
 
 def logged_losses(workdir: Path) -> list[float]:
@@ -70,85 +103,69 @@ def test_a_run_leaves_what_the_readme_promises(trained: Path) -> None:
     assert np.mean(losses[-3:]) < np.mean(losses[:3])
 
 
+QUESTION = ["--question", "Where does Mara Ellis live?"]
+TEXT = "Mara Ellis lives in Lisbon."
+
+
+@pytest.fixture(scope="session")
+def verbs(trained: Path) -> dict[str, Done]:
+    """What the verbs that need a trained run say of it."""
+    notes = trained.parent / "notes.txt"
+    notes.write_text(TEXT, encoding="utf-8")
+    at = ["--workdir", str(trained)]
+    commands = {
+        "report": ["report", *at],
+        "answer": ["answer", *at, *QUESTION, "--context", str(notes), "--bits", "6"],
+        "no message": ["answer", *at, *QUESTION, "--message", str(notes)],
+        "train again": ["--config", str(PROJECT / "configs" / "smoke.py"), *at],
+    }
+    return start_several(commands, cwd=trained.parent, environ=environment(1) | {"PYTHONPATH": str(PROJECT)})
+
+
 @pytest.mark.slow
-def test_report_is_one_page_of_the_run(trained: Path) -> None:
-    done = start("report", "--workdir", str(trained), cwd=trained.parent)
-    assert (done.returncode, done.stderr) == (0, "")
+def test_report_is_one_page_of_the_run(trained: Path, verbs: dict[str, Done]) -> None:
+    code, out, err = verbs["report"]
+    assert (code, err) == (0, "")
     text = (trained / "report.html").read_text(encoding="utf-8")
-    assert str(trained / "report.html") in done.stdout
+    assert str(trained / "report.html") in out
     assert text.count("the latents carry the text") == 2
     assert 'class="missing"' not in text and "https:" not in text
 
 
 @pytest.mark.slow
-def test_answer_reads_a_file_and_standard_input(trained: Path, tmp_path: Path) -> None:
-    context = tmp_path / "notes.txt"
-    context.write_text("Mara Ellis lives in Lisbon.", encoding="utf-8")
-    asked = ["answer", "--workdir", str(trained), "--question", "Where does Mara Ellis live?"]
-    done = start(*asked, "--context", str(context), cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
+def test_answer_reads_a_file(verbs: dict[str, Done]) -> None:
+    code, out, err = verbs["answer"]
+    assert code == 0, err
     for name in ("llama", "qwen"):
-        assert re.search(rf"{name} from latents: \S+", done.stdout)
-        assert re.search(rf"{name} from text: +\S+", done.stdout)
-    piped = start(*asked, "--context", "-", cwd=tmp_path, input=context.read_text(encoding="utf-8"))
-    assert piped.stdout == done.stdout
+        assert re.search(rf"{name} from latents: \S+", out)
+        assert re.search(rf"{name} from text: +\S+", out)
 
 
 @pytest.mark.slow
-def test_message_crosses_a_pipe_and_is_answered_as_from_its_text(trained: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("Mara Ellis lives in Lisbon.", encoding="utf-8")
+def test_message_crosses_a_pipe_and_is_answered_as_from_its_text(trained: Path, verbs, tmp_path: Path) -> None:
+    """The text comes from standard input, the message goes to standard output and into the other process."""
     answer = f"{shlex.quote(sys.executable)} {shlex.quote(str(PROJECT / 'run.py'))} answer --workdir {trained}"
-    question = "--question 'Where does Mara Ellis live?'"
-    piped = f"{answer} --context notes.txt --bits 6 --write - | {answer} --message - {question}"
+    piped = f"{answer} --context - --bits 6 --write - | {answer} --message - {shlex.join(QUESTION)}"
     options = {"capture_output": True, "text": True, "cwd": tmp_path, "env": environment(1), "check": True}
-    found = subprocess.run(["bash", "-o", "pipefail", "-c", piped], **options).stdout.splitlines()
-    direct = start("answer", "--workdir", str(trained), "--context", "notes.txt", "--bits", "6",
-                   "--question", "Where does Mara Ellis live?", cwd=tmp_path)  # fmt: skip
-    expected = [line for line in direct.stdout.splitlines() if "from text" not in line]
+    done = subprocess.run(["bash", "-o", "pipefail", "-c", piped], input=TEXT, **options)
+    found = done.stdout.splitlines()
+    expected = [line for line in verbs["answer"][1].splitlines() if "from text" not in line]
     assert found[0] == "message: 406 bytes (8 x 64 values of 6 bits)" and expected[0].startswith(found[0])
     assert found[1:] == expected[1:] and len(found) == 4
 
 
 @pytest.mark.slow
-def test_file_that_is_no_message_is_one_error_with_code_2(trained: Path, tmp_path: Path) -> None:
-    (tmp_path / "notes.txt").write_text("Mara Ellis lives in Lisbon.", encoding="utf-8")
-    asked = ["answer", "--workdir", str(trained), "--message", "notes.txt", "--question", "Where?"]
-    done = start(*asked, cwd=tmp_path)
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.count("error: ") == 1 and "error: not a latent message: 27 bytes" in done.stderr
+def test_file_that_is_no_message_is_one_error_with_code_2(verbs: dict[str, Done]) -> None:
+    code, out, err = verbs["no message"]
+    assert (code, out) == (2, "")
+    assert err.count("error: ") == 1 and "error: not a latent message: 27 bytes" in err
 
 
 @pytest.mark.slow
-def test_readme_python_runs_on_a_trained_run(trained: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    (code,) = re.findall(r"```python\n(.*?)```", README, re.DOTALL)
-    reader = next((Path(os.environ["LW_JAX_CACHE"]) / "selfmade").glob("llama-*"))
-    code = code.replace("runs/smoke-latentwire", str(trained)).replace("path/to/a/model/folder", str(reader))
-    exec(compile(code, "README.md", "exec"), {})
-    size, _ = capsys.readouterr().out.splitlines()[0].split(maxsplit=1)
-    assert int(size) > 0
-
-
-@pytest.mark.slow
-def test_a_trained_folder_goes_on_instead_of_starting_anew(trained: Path) -> None:
-    done = start("--config", "configs/smoke.py", "--workdir", str(trained), cwd=trained.parent)
-    assert done.returncode == 0, done.stderr
-    assert "resuming from step" in done.stdout
-
-
-def readme_commands() -> list[str]:
-    lines = [line.split("#")[0].strip() for line in README.splitlines() if "python run.py" in line]
-    spans = [span for line in lines for span in re.findall(r"`([^`]*python run\.py[^`]*)`", line)]
-    return sorted({*spans, *(line for line in lines if line.startswith("python run.py"))})
-
-
-@pytest.mark.parametrize("command", readme_commands())
-def test_every_readme_command_is_accepted(command: str) -> None:
-    words = shlex.split(command)
-    args = parser.parse(words[words.index("run.py") + 1 :])
-    if args.config:
-        values = config_file.load(args.config, root=PROJECT)
-        config_file.override(values, args.assignments)
-        validation.validate(config.build(values))
+def test_a_trained_folder_is_taken_up_instead_of_starting_anew(verbs: dict[str, Done]) -> None:
+    code, out, err = verbs["train again"]
+    assert code == 0, err
+    assert re.search(r"from step \d+", out)
 
 
 @pytest.mark.slow
@@ -171,23 +188,6 @@ def test_thirty_two_examples_overfit_by_generation(trained: Path, tmp_path: Path
         assert found["shuffled"]["em"] < 0.5
 
 
-@pytest.mark.slow
-def test_sigterm_saves_and_the_same_command_goes_on(trained: Path, tmp_path: Path) -> None:
-    argv = ["--config", "configs/smoke.py", "--config.train.log_every=1", "--workdir", str(tmp_path / "w")]
-    command = [sys.executable, "-u", str(PROJECT / "run.py"), *argv]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment(1)) as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith("step 3/"):
-                process.send_signal(signal.SIGTERM)
-        assert process.wait() == runtime.REQUEUE
-    saved = max(int(path.name) for path in (tmp_path / "w" / "checkpoints").iterdir())
-    done = start(*argv, cwd=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert f"resuming from step {saved}" in done.stdout
-    np.testing.assert_allclose(logged_losses(tmp_path / "w")[-1], logged_losses(trained)[-1], rtol=1e-4)
-
-
 TINY = (
     "--config.llms.llama.source=selfmade:llama --config.llms.qwen.source=selfmade:qwen "
     "--config.llms.llama.weights=fp32 --config.llms.qwen.weights=fp32 "
@@ -202,13 +202,34 @@ SINGLE = ("--config.mesh.placement=single", "--config.compute.remat=none")
 
 
 @pytest.mark.slow
+def test_sigterm_saves_and_the_same_command_resumes(tmp_path: Path) -> None:
+    argv = ["--config", str(PROJECT / "configs" / "smoke.py"), *TINY, "--config.train.steps=60", "--workdir"]
+    command = [sys.executable, "-u", str(PROJECT / "run.py"), *argv, "w"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, text=True, cwd=tmp_path, env=quick_environment(1)
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if line.startswith("step 3/60"):
+                process.send_signal(signal.SIGTERM)
+        assert process.wait() == runtime.REQUEUE
+    saved = max(int(path.name) for path in (tmp_path / "w" / "checkpoints").iterdir())
+    both = {"resumed": [*argv, "w"], "unbroken": [*argv, "u"]}
+    done = start_several(both, cwd=tmp_path, environ=quick_environment(1))
+    assert [code for code, _, _ in done.values()] == [0, 0]
+    assert f"from step {saved}" in done["resumed"][1] and "from step" not in done["unbroken"][1]
+    np.testing.assert_allclose(logged_losses(tmp_path / "w"), logged_losses(tmp_path / "u"), rtol=1e-5)
+
+
+@pytest.mark.slow
 def test_h100x4_trains_on_four_virtual_devices_under_its_own_placement(tmp_path: Path) -> None:
-    done = start("--config", "configs/h100x4.py", *TINY, "--workdir", "w", cwd=tmp_path, devices=4)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "placement replicate: data=4 x model=1 on 4 cpu" in done.stdout
-    assert "step 4/4" in done.stdout
-    single = start(*("--config", "configs/large.py", *TINY, *SINGLE, "--workdir", "w1"), cwd=tmp_path)
-    assert single.returncode == 0, single.stdout + single.stderr
+    four = {"four": ["--config", "configs/h100x4.py", *TINY, "--workdir", "w"]}
+    one = {"one": ["--config", "configs/large.py", *TINY, *SINGLE, "--workdir", "w1"]}
+    done = start_several(four, cwd=tmp_path, environ=quick_environment(4))
+    done |= start_several(one, cwd=tmp_path, environ=quick_environment(1))
+    assert [code for code, _, _ in done.values()] == [0, 0], done
+    assert "placement replicate: data=4 x model=1 on 4 cpu" in done["four"][1]
+    assert "step 4/4" in done["four"][1]
     np.testing.assert_allclose(logged_losses(tmp_path / "w"), logged_losses(tmp_path / "w1"), rtol=1e-5)
 
 
@@ -226,15 +247,27 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_bad_input_is_one_error_with_code_2(name: str, tmp_path: Path) -> None:
-    overrides, word = REFUSED[name]
+@pytest.fixture(scope="module")
+def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """What each of `REFUSED` says, all of them on three devices where one of them needs three."""
+    folder = tmp_path_factory.mktemp("refused")
     good = '{"context": "Mara lives in Rome.", "question": "Where does Mara live?", "answer": "Rome"}\n'
-    (tmp_path / "broken.jsonl").write_text(good + "{oops\n", encoding="utf-8")
-    (tmp_path / "empty.jsonl").write_text(good.replace("Mara lives in Rome.", " "), encoding="utf-8")
-    devices = 3 if "three" in name else 1
-    done = start("--config", "configs/smoke.py", *TINY, "--workdir", "w", *overrides, cwd=tmp_path, devices=devices)
-    assert done.returncode == 2, done.stdout + done.stderr
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1 and word in errors[0]
-    assert "Traceback" not in done.stderr
+    (folder / "broken.jsonl").write_text(good + "{oops\n", encoding="utf-8")
+    (folder / "empty.jsonl").write_text(good.replace("Mara lives in Rome.", " "), encoding="utf-8")
+    found: dict[str, Done] = {}
+    for devices in (1, 3):
+        commands = {
+            name: ["--config", "configs/smoke.py", *TINY, "--workdir", name.replace(" ", "-"), *overrides]
+            for name, (overrides, _) in REFUSED.items()
+            if ("three" in name) == (devices == 3)
+        }
+        found |= start_several(commands, cwd=folder, environ=quick_environment(devices))
+    return found
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_bad_input_is_one_error_with_code_2(name: str, refused: dict[str, Done]) -> None:
+    code, out, err = refused[name]
+    assert code == 2, out + err
+    errors = [line for line in err.splitlines() if line.startswith("error: ")]
+    assert len(errors) == 1 and REFUSED[name][1] in errors[0]

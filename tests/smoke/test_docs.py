@@ -11,12 +11,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
-from lw_jax.core.command_line import take_assignments
 
 import run
 from configs import base
 from lw_jax.commands import parser
-from lw_jax.core import config, config_file, validation
+from lw_jax.core import config, config_file, retired, validation
+from lw_jax.core.command_line import take_assignments
 from lw_jax.core.errors import UserError
 from tests import tiny
 from tests.test_layers import FLOORS
@@ -26,7 +26,7 @@ DOCUMENTS = sorted([*PROJECT.glob("*.md"), *PROJECT.glob("docs/*.md")])
 HISTORY = ("CHANGELOG.md",)  # names what is gone
 GENERATED = ("planning.md",)  # its commands are explained in its text, not marked
 MARK = re.compile(r"\b(GPU|hub|PyPI|cluster|hours|\d+ (s|min|h))\b")
-STARTS = ("python ", "make ", "pytest ", "XLA_FLAGS=")
+STARTS = ("python ", "make ", "pytest ", "pip ", "XLA_FLAGS=")
 PLACEHOLDER = re.compile(r"\b[A-Z]{4,}\b")  # a file that the reader names
 FOLDERS = ("lw_jax/", "sharding/", "configs/", "tests/", "docs/", "examples/", "benchmarks/")
 README_LINES = 100
@@ -93,7 +93,7 @@ def resolve(spec: str, assignments: dict[str, str]) -> None:
 
 
 def check_run(words: list[str]) -> None:
-    if words == ["--help"]:
+    if "--help" in words:
         return
     args = parser.parse(words)
     if not args.config or PLACEHOLDER.search(args.config):
@@ -136,6 +136,8 @@ def check(command: str) -> None:
         for name, value in (word.split("=") for word in words[2:]):
             assert f"$({name})" in rules or f"$(or $({name})" in rules, f"make reads no {name}"
             assert name != "CONFIG" or (PROJECT / value).is_file(), value
+    elif words[0] == "pip":
+        assert (PROJECT / words[words.index("-r") + 1]).is_file(), command
     elif words[0] == "pytest":
         check_pytest(words[1:])
     elif words[1] == "run.py":
@@ -159,7 +161,10 @@ def test_every_command_is_accepted() -> None:
 
 
 def _is_cheap(found: Command) -> bool:
-    return found.text.startswith("python ") and found.document not in GENERATED and not MARK.search(found.beside)
+    skipped = (*GENERATED, *HISTORY)
+    return (
+        found.text.startswith(("python ", "make ")) and found.document not in skipped and not MARK.search(found.beside)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +190,7 @@ def test_unmarked_commands_run_as_they_stand(home: Path, monkeypatch: pytest.Mon
     for text in cheap:
         words = shlex.split(text)
         assert words[1] == "run.py", f"{text}: mark it with its time, or with what it needs"
-        if words[2] == "--help":
+        if "--help" in words:
             with pytest.raises(SystemExit, match="0"):
                 run.main(words[2:])
         else:
@@ -265,6 +270,12 @@ def test_drawing_of_the_packages_is_the_tested_order() -> None:
     drawn = [[word.strip() for word in row] for row in drawn if row != ["|"]]
     tested = [[name.removeprefix("lw_jax.") for name in names if name != "lw_jax"] for names in FLOORS]
     assert drawn == tested[::-1]
+
+
+def test_every_removed_key_stands_in_the_documents() -> None:
+    table = (PROJECT / "docs" / "configuration.md").read_text("utf-8").partition("## Removed keys")[2]
+    names = {key.rpartition(".")[2] for key in (*retired.MOVED, *retired.REMOVED)}
+    assert not (missing := sorted(name for name in names if name not in table)), missing
 
 
 def test_readme_is_one_page() -> None:

@@ -3,9 +3,6 @@
 import json
 import os
 import shutil
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -17,28 +14,17 @@ from lw_jax.data import question_cards
 from lw_jax.hub import peft, weights
 from lw_jax.models import decoder, lora
 from tests import tiny
+from tests.smoke.test_commands import PROJECT, Done, start_several
 
-ROOT = Path(__file__).resolve().parent.parent.parent
 STEPS = 24
 
 
-def run(*words, cwd, code=0):
-    environ = os.environ | {"LW_JAX_CACHE": str(cwd / "cache"), "JAX_PLATFORMS": "cpu"}
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "run.py"), *words],
-        cwd=cwd,
-        env=environ,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == code, done.stdout[-2000:] + done.stderr[-3000:]
-    return done.stdout + done.stderr
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
 def here(tmp_path_factory):
-    """A tiny model of packed matrices, tuned to prefer the polite answer, in a folder of its own."""
+    """A tiny model of packed matrices and pairs that prefer the polite answer, in a folder of its own."""
     here = tmp_path_factory.mktemp("dpo")
     tiny.write_reader(here / "model", "llama", head_dim=16, width=64, ffn=128)
     rows = []
@@ -46,26 +32,47 @@ def here(tmp_path_factory):
         asked = {"prompt": f"{number} {card.question}"}
         rows.append(asked | {"chosen": f"{card.answers[0]}, please", "rejected": f"{card.answers[0]} you fool"})
     (here / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
-    assert "lora.targets 'q_proj': self_attn.q_proj, in each of 2 layers" in train(here)
     return here
 
 
-def train(here):
+@pytest.fixture(scope="module")
+def done(here) -> dict[str, Done]:
+    """A run and its adapter; then, in another process, the run again without its newest checkpoint, and other verbs."""
     flags = {
         **{"llms.policy.source": "model", "llms.policy.sha256": "", "llms.policy.template": "plain"},
         **{"llms.policy.weights": "nf4", "data.train": "pairs.jsonl", "dpo.max_length": 64, "lora.rank": 4},
         **{"train.steps": STEPS, "train.checkpoint_every": STEPS // 2, "train.eval_every": STEPS // 2},
         **{"train.log_every": 1, "optim.learning_rate": 5e-3, "optim.warmup_steps": 2, "compute.remat": "none"},
     }
-    words = [f"--config.{key}={value}" for key, value in flags.items()]
-    return run("--config", str(ROOT / "configs/dpo/smollm2.py"), *words, "--workdir", "run", cwd=here)
+    at = ["--workdir", "run"]
+    train = ["--config", str(PROJECT / "configs/dpo/smollm2.py"), *at]
+    train += [f"--config.{key}={value}" for key, value in flags.items()]
+    environ = os.environ | {"LW_JAX_CACHE": str(here / "cache"), "PYTHONPATH": str(PROJECT)}
+    first = {"train": train, "export": ["export", *at, "--peft", "straight"]}
+    found = start_several(first, cwd=here, environ=environ)
+    shutil.rmtree(here / "run" / "checkpoints" / str(STEPS))
+    second = {
+        "train again": train,
+        "export again": ["export", *at, "--peft", "adapter", "--merged", "whole"],
+        "eval": ["eval", *at],
+        "export nothing": ["export", *at],
+        "report": ["report", *at],
+    }
+    return found | start_several(second, cwd=here, environ=environ)
+
+
+def test_every_command_ends_as_it_should(done):
+    codes = {name: code for name, (code, _, _) in done.items()}
+    assert {name for name, code in codes.items() if code} == {"eval", "export nothing"}, done
+    assert codes["eval"] == codes["export nothing"] == 2
+    assert "lora.targets 'q_proj': self_attn.q_proj, in each of 2 layers" in done["train"][1]
 
 
 def rows_of(here):
     return [json.loads(line) for line in (here / "run" / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_loss_starts_at_log_two_and_held_out_pairs_are_told_apart(here):
+def test_loss_starts_at_log_two_and_held_out_pairs_are_told_apart(here, done):
     rows = rows_of(here)
     losses = [row["train/loss"] for row in rows if "train/loss" in row]
     assert losses[0] == pytest.approx(np.log(2), rel=1e-5), "policy and reference are the same at first"
@@ -75,20 +82,14 @@ def test_loss_starts_at_log_two_and_held_out_pairs_are_told_apart(here):
     assert {"validation/logps/chosen", "validation/logits/rejected", "validation/rewards/chosen"} <= set(held_out[-1])
 
 
-def test_a_run_that_lost_its_end_goes_on_to_the_same_bits(here):
-    run("export", "--workdir", "run", "--peft", "straight", cwd=here)
-    last = here / "run" / "checkpoints"
-    newest = max(last.iterdir(), key=lambda folder: int(folder.name) if folder.name.isdigit() else -1)
-    shutil.rmtree(newest)
-    assert f"resuming from step {STEPS // 2}" in train(here)
-    run("export", "--workdir", "run", "--peft", "again", cwd=here)
-    one, other = (load_file(here / name / "adapter_model.safetensors") for name in ("straight", "again"))
+def test_a_run_that_lost_its_end_resumes_to_the_same_bits(here, done):
+    assert f"from step {STEPS // 2}" in done["train again"][1]
+    one, other = (load_file(here / name / "adapter_model.safetensors") for name in ("straight", "adapter"))
     assert one.keys() == other.keys() and all(np.array_equal(one[name], other[name]) for name in one)
 
 
-def test_exported_adapter_and_merged_model_say_the_same(here):
-    told = run("export", "--workdir", "run", "--peft", "adapter", "--merged", "whole", cwd=here)
-    assert f"step {STEPS}: adapter for model in adapter" in told
+def test_exported_adapter_and_merged_model_say_the_same(here, done):
+    assert f"step {STEPS}: adapter for model in adapter" in done["export again"][1]
     cfg = weights.describe(here / "whole")
     base = weights.load(here / "model", dtype=jnp.float32)
     pairs, spec = peft.load(here / "adapter", cfg)
@@ -104,11 +105,9 @@ def test_exported_adapter_and_merged_model_say_the_same(here):
     assert jax.tree.all(jax.tree.map(lambda leaf: bool(jnp.isfinite(leaf).all()), pairs))
 
 
-def test_other_verbs_name_what_such_a_run_is_for(here):
-    assert "has no wire" in run("eval", "--workdir", "run", cwd=here, code=2)
-    assert "export needs --peft DIR, --merged DIR or --model DIR" in run("export", "--workdir", "run", cwd=here, code=2)
-    assert "report.html" in run("report", "--workdir", "run", cwd=here)
+def test_other_verbs_name_what_such_a_run_is_for(here, done):
+    assert "has no wire" in done["eval"][2]
+    assert all(flag in done["export nothing"][2] for flag in ("--peft", "--merged", "--model"))
+    assert "report.html" in done["report"][1]
     page = (here / "run" / "report.html").read_text("utf-8")
-    assert (
-        "% of the held-out pairs told apart" in page and "pairs told apart" in page and "Bytes on the wire" not in page
-    )
+    assert "held-out pairs" in page and "Bytes on the wire" not in page

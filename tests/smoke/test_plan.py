@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from lw_jax.commands import plan
 from lw_jax.core import environment
 from lw_jax.planning import planner
+from tests.smoke.test_commands import Done, start_several
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 CONFIG = """
@@ -45,23 +45,11 @@ importlib.metadata.distributions = distributions
 """
 
 
-def start(*argv: str, cwd: Path, bare: bool = False, **changes: str) -> subprocess.CompletedProcess[str]:
+def start(*argv: str, cwd: Path, **changes: str) -> subprocess.CompletedProcess[str]:
     """Runs run.py as a user would, without the settings that conftest.py gives JAX."""
     environ = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))} | changes
-    if bare:
-        (cwd / "bare").mkdir(exist_ok=True)
-        (cwd / "bare" / "sitecustomize.py").write_text(BARE, encoding="utf-8")
-        environ["PYTHONPATH"] = str(cwd / "bare")
     command = [sys.executable, str(PROJECT / "run.py"), *argv]
     return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, check=False, timeout=580)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where one small reader's configuration is, and a cache in which nothing was made yet."""
-    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "small.py").write_text(CONFIG, encoding="utf-8")
-    return tmp_path
 
 
 @pytest.fixture(scope="module")
@@ -148,35 +136,65 @@ def test_slurm_writes_a_script_that_runs_the_kept_plan(compiled: tuple[Path, dic
     assert "--config small.py" in text and "estimated" not in text
 
 
-def test_an_absent_compiler_is_told_with_its_remedy_and_arithmetic_stands_in(folder: Path) -> None:
-    done = start(*COMPILED, cwd=folder, bare=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    assert "ARITHMETIC ESTIMATE, nothing was compiled" in done.stdout
-    told = next(line for line in done.stdout.splitlines() if line.startswith("not compiled: "))
-    assert "not installed: jax-cuda12-plugin, jax-cuda12-pjrt" in told and "pip install jax-cuda12-plugin==" in told
-    assert "chosen: " in done.stdout
+@pytest.fixture(scope="module")
+def bare(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """What an environment without the compiler says."""
+    folder = tmp_path_factory.mktemp("bare")
+    (folder / "sitecustomize.py").write_text(BARE, encoding="utf-8")
+    commands = {"plan": [*COMPILED], "estimate": [*COMPILED, "--estimate", "--json"]}
+    return start_here(commands, folder, PYTHONPATH=f"{PROJECT}:{folder}")
 
 
-def test_an_estimate_needs_no_compiler(folder: Path) -> None:
-    done = start(*COMPILED, "--estimate", "--json", cwd=folder, bare=True)
-    assert (done.returncode, done.stderr) == (0, "")
-    found = json.loads(done.stdout)
+@pytest.fixture(scope="module")
+def said(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
+    """What plans say that need no compiler or fail."""
+    small = ["plan", "--config", "small.py"]
+    commands = {
+        "nothing fits": [*COMPILED, "--config.mesh.memory_gb=0.001"],
+        "simulate": [*small, "--target", "h100x1", "--simulate", "0..2", "--estimate"],
+        "no target": small,
+        "unknown target": [*small, "--target", "h10x2"],
+        "range": [*small, "--target", "h100x1", "--simulate", "9..2"],
+    }
+    return start_here(commands, tmp_path_factory.mktemp("said"))
+
+
+def start_here(commands: dict[str, list[str]], folder: Path, **changes: str) -> dict[str, Done]:
+    """Runs the commands in one process where small.py lies, without the settings that conftest.py gives JAX."""
+    (folder / "small.py").write_text(CONFIG, encoding="utf-8")
+    environ = {key: value for key, value in os.environ.items() if not key.startswith(("JAX_", "XLA_"))}
+    environ |= {"LW_JAX_CACHE": str(folder / "cache"), "PYTHONPATH": str(PROJECT)} | changes
+    return start_several(commands, cwd=folder, environ=environ)
+
+
+def test_an_absent_compiler_is_reported_with_its_remedy_and_arithmetic_stands_in(bare: dict[str, Done]) -> None:
+    code, out, err = bare["plan"]
+    assert (code, err) == (0, "")
+    assert "ARITHMETIC ESTIMATE" in out
+    told = next(line for line in out.splitlines() if line.startswith("not compiled: "))
+    assert "jax-cuda12-plugin, jax-cuda12-pjrt" in told and "pip install jax-cuda12-plugin==" in told
+    assert "chosen: " in out
+
+
+def test_an_estimate_needs_no_compiler(bare: dict[str, Done]) -> None:
+    code, out, err = bare["estimate"]
+    assert (code, err) == (0, "")
+    found = json.loads(out)
     assert not found["compiled"] and "why_not_compiled" not in found
     assert [row["fits"] for row in found["candidates"]] == [True] * 4
 
 
-def test_gpus_that_hold_nothing_end_with_code_3_and_the_reason(folder: Path) -> None:
-    done = start(*COMPILED, "--config.mesh.memory_gb=0.001", cwd=folder)
-    assert (done.returncode, done.stderr) == (plan.NOTHING_FITS, "")
-    assert "nothing fits: single 1x1: weights and optimizer alone take " in done.stdout
-    assert "chosen:" not in done.stdout
+def test_gpus_that_hold_nothing_end_with_code_3_and_the_reason(said: dict[str, Done]) -> None:
+    code, out, err = said["nothing fits"]
+    assert (code, err) == (planner.NOTHING_FITS, "")
+    assert "nothing fits: single 1x1: " in out
+    assert "chosen:" not in out
 
 
-def test_simulation_shows_every_number_of_devices(folder: Path) -> None:
-    words = ("plan", "--config", "small.py", "--target", "h100x1", "--simulate", "0..2", "--estimate")
-    done = start(*words, cwd=folder)
-    assert (done.returncode, done.stderr) == (0, "")
-    sizes, told, job, cost, batch, change, _ = done.stdout.split("\n\n")
+def test_simulation_shows_every_number_of_devices(said: dict[str, Done]) -> None:
+    code, out, err = said["simulate"]
+    assert (code, err) == (0, "")
+    sizes, told, job, cost, batch, change, _ = out.split("\n\n")
     heading, *lines = sizes.splitlines()
     assert heading.startswith("devices")
     assert [line.split()[:2] for line in lines] == [["0", "cpu"], ["1", "h100x1"], ["2", "h100x2"]]
@@ -188,23 +206,21 @@ def test_simulation_shows_every_number_of_devices(folder: Path) -> None:
     )
 
 
+REFUSED = {"unknown target": "Did you mean 'h100'?", "range": "--simulate 9..2: write FIRST..LAST"}
+
+
 @pytest.mark.skipif(not WITHOUT_DRIVER, reason="with an NVIDIA driver the plan is this machine's own")
-def test_a_config_that_names_no_card_needs_a_target(folder: Path) -> None:
-    check_refused(start("plan", "--config", "small.py", cwd=folder), "--target is missing")
+def test_a_config_that_names_no_card_needs_a_target(said: dict[str, Done]) -> None:
+    check_refused(said["no target"], "--target is missing")
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("--target", "h10x2"), "Did you mean 'h100'?"),
-        (("--target", "h100x1", "--simulate", "9..2"), "--simulate 9..2: write FIRST..LAST"),
-    ],
-)
-def test_words_that_mean_nothing_are_one_error_with_code_2(words: tuple[str, ...], told: str, folder: Path) -> None:
-    check_refused(start("plan", "--config", "small.py", *words, cwd=folder), told)
+@pytest.mark.parametrize("name", REFUSED)
+def test_words_that_mean_nothing_are_one_error_with_code_2(name: str, said: dict[str, Done]) -> None:
+    check_refused(said[name], REFUSED[name])
 
 
-def check_refused(done: subprocess.CompletedProcess[str], told: str) -> None:
-    assert (done.returncode, done.stdout) == (2, "")
-    (line,) = done.stderr.splitlines()
+def check_refused(done: Done, told: str) -> None:
+    code, out, err = done
+    assert (code, out) == (2, "")
+    (line,) = err.splitlines()
     assert line.startswith("error: ") and told in line

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -25,13 +26,6 @@ PROJECT = Path(__file__).resolve().parent.parent.parent
 LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
 PATIENCE = 600  # seconds for both processes, on a machine busy with other work
 STEPS = 6
-PLACED = {
-    "fsdp, pretrained encoder with aligned start": (
-        "fsdp",
-        "--config.encoder.kind=lm --config.encoder.source={llama} --config.adapter.start=aligned",
-    ),
-    "tensor inside a process, accumulated": ("tensor", "--config.mesh.model=2 --config.train.micro_batch=1"),
-}
 CONFIG = """
 from configs import base
 
@@ -122,31 +116,23 @@ def finish(started: list[subprocess.Popen[str]], folder: Path) -> tuple[list[int
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", PLACED)
-def test_two_processes_give_the_curve_of_one_device(name, config_path, readers, tmp_path):
-    strategy, words = PLACED[name]
-    changes = words.format(**readers).split()
-    argv = ["--config", str(config_path), f"--config.mesh.placement={strategy}", *changes]
+def test_two_processes_give_the_curve_of_one_device(config_path, readers, tmp_path):
+    changes = ["--config.encoder.kind=lm", f"--config.encoder.source={readers['llama']}"]
+    changes.append("--config.adapter.start=aligned")
+    argv = ["--config", str(config_path), "--config.mesh.placement=fsdp", *changes]
     with two("train", *argv, "--workdir", str(tmp_path / "w"), folder=tmp_path) as started:
         codes, said = finish(started, tmp_path)
     assert codes == [0, 0]
-    assert f"placement {strategy}: data={4 if strategy == 'tensor' else 8}" in said
-    wanted = curve_of_one(
-        config_path, tmp_path / "one", *(change for change in changes if "mesh" not in change and "micro" not in change)
-    )
+    assert "placement fsdp: data=8" in said
+    wanted = curve_of_one(config_path, tmp_path / "one", *changes)
     np.testing.assert_allclose(tiny.logged_losses(tmp_path / "w"), wanted, rtol=LOSS)
 
 
 @pytest.mark.slow
-def test_sigterm_saves_in_both_and_the_same_command_goes_on(config_path, tmp_path):
-    argv = [
-        "train",
-        "--config",
-        str(config_path),
-        "--config.mesh.placement=replicate",
-        "--workdir",
-        str(tmp_path / "w"),
-    ]
+def test_sigterm_saves_in_both_and_the_same_command_gives_the_curve_of_one_device(config_path, tmp_path):
+    """Tensor parallel inside a process, accumulated over micro-batches, interrupted: none of it shows in the curve."""
+    argv = ["train", "--config", str(config_path), "--config.mesh.placement=tensor", "--config.mesh.model=2"]
+    argv += ["--config.train.micro_batch=1", "--workdir", str(tmp_path / "w")]
     with two(*argv, folder=tmp_path) as started:
         assert started[0].stdout is not None
         for line in started[0].stdout:
@@ -157,11 +143,11 @@ def test_sigterm_saves_in_both_and_the_same_command_goes_on(config_path, tmp_pat
         codes, said = finish(started, tmp_path)
     assert codes == [runtime.REQUEUE, runtime.REQUEUE]
     saved = max(int(path.name) for path in (tmp_path / "w" / "checkpoints").iterdir())
-    assert saved < STEPS and f"stopped on request at step {saved}" in said
+    assert saved < STEPS and re.search(rf"at step {saved}\b", said)
     with two(*argv, folder=tmp_path) as started:
         codes, said = finish(started, tmp_path)
     assert codes == [0, 0]
-    assert f"resuming from step {saved}" in said
+    assert re.search(rf"from step {saved}\b", said) and "placement tensor: data=4" in said
     np.testing.assert_allclose(
         tiny.logged_losses(tmp_path / "w"), curve_of_one(config_path, tmp_path / "one"), rtol=LOSS
     )

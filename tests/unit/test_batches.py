@@ -342,7 +342,7 @@ def test_cut_keeps_the_question_fills_the_limit_and_is_counted():
 
 def test_prompt_beyond_the_limit_without_any_context_is_dropped():
     spec = layout(context_tokens=9, overlong="cut")
-    with pytest.raises(UserError, match="even without its context, as example 'cards/train/0/0'"):
+    with pytest.raises(UserError, match="'cards/train/0/0'"):
         batches.encode(CARDS[:2], layout=spec, rows=("text",))
 
 
@@ -358,7 +358,7 @@ def test_single_prompt_equals_the_data_set_without_answers():
         batches.encode_prompt(LONG.context, e.question, layout=layout(window=300))
     with pytest.raises(UserError, match=r"config\.encoder\.window=300"):
         batches.encode_prompt(LONG.context, e.question, layout=layout(window=300, overlong="drop"))
-    with pytest.raises(UserError, match="needs a context and a question"):
+    with pytest.raises(UserError, match="context.*question"):
         batches.encode_prompt(e.context, " ", layout=layout())
 
 
@@ -432,16 +432,16 @@ def test_beginning_alone_gives_what_the_whole_row_gives(monkeypatch, overlong):
     found = [CARDS[0], long, *CARDS[3:9], dataclasses.replace(CARDS[9], question=long.context)]
     spec = layout(overlong=overlong, context_tokens=90)
     whole = batches.encode(found, layout=spec, rows=batches.PROMPT_ROWS)
-    monkeypatch.setattr(batches, "WIDEST", 2)
-    monkeypatch.setattr(batches, "MARGIN", 20)
+    monkeypatch.setattr(prompt_tokens, "WIDEST", 2)
+    monkeypatch.setattr(prompt_tokens, "MARGIN", 20)
     cut = batches.encode(found, layout=spec, rows=batches.PROMPT_ROWS)
     assert cut.digest() == whole.digest() and cut.counts == whole.counts
 
 
 def test_mixed_and_missing_examples_are_refused():
-    with pytest.raises(UserError, match="some examples have answers"):
+    with pytest.raises(UserError, match="answers"):
         batches.encode([CARDS[0], Example("x", "c", "q", ())], layout=layout())
-    with pytest.raises(UserError, match="the list is empty"):
+    with pytest.raises(UserError, match="none of 0"):
         batches.encode([], layout=layout())
 
 

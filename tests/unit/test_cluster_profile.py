@@ -82,8 +82,8 @@ scratch = "/scratch/$LW_TEST_USER"
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('partion = "gpu"', "partion is no known key. Did you mean 'partition'?"),
-        ('file = "x"', "file is no known key"),
+        ('partion = "gpu"', "partion: unknown key. Did you mean 'partition'?"),
+        ('file = "x"', "file: unknown key"),
         ("partition = 7", "partition = 7: a string is needed"),
         ('max_hours = "24"', "max_hours = '24': a number is needed"),
         ("max_hours = true", "max_hours = True: a number is needed"),

@@ -14,6 +14,8 @@ from sharding import place as place_
 from sharding import placement as placements
 from tests import tiny
 
+pytestmark = pytest.mark.slow
+
 ROOM = MemoryLimit(10**12, 1.0)
 
 

@@ -96,7 +96,10 @@ def plain_logp(params, cfg, ids, mask, scored):
 def test_log_probabilities_are_those_of_the_answers_tokens_one_sequence_at_a_time(root):
     recipe = make(root)
     params, pairs, fields = recipe.load_frozen()["policy"], moved(recipe), batch_of(recipe)["readers"]["policy"]
-    policy, merged = lora.attach(params, pairs, recipe.lora), lora.merge(params, pairs, recipe.lora)
+    policy, merged = (
+        lora.attach(params, pairs, recipe.lora),
+        lora.merge(jax.tree.map(jnp.copy, params), pairs, recipe.lora),
+    )
     rows = [[fields[key][:2, side] for key in ("ids", "mask", "completion")] for side in range(2)]
     wanted = np.stack([plain_logp(merged, recipe.model, *row) for row in rows], axis=1)
     for chunk in (0, 7, 64):
@@ -245,7 +248,7 @@ def test_outline_describes_shapes_and_arithmetic_without_a_file(root):
     terms = recipe.terms(recipe.batch_widths(), 4)["policy"]
     assert terms.logits == 512 * 32000 * 4
     assert terms.flops == pytest.approx(8 * linear * 4 * 2 * 1024, rel=0.1), "2 N forward, twice; again; backward"
-    recipe.cfg = dataclasses.replace(recipe.cfg, dpo=dataclasses.replace(recipe.cfg.dpo, chunk=0))
+    recipe.cfg = dataclasses.replace(recipe.cfg, compute=dataclasses.replace(recipe.cfg.compute, logits_chunk=0))
     whole = recipe.terms(recipe.batch_widths(), 4)["policy"]
     assert whole.logits == 4 * 2 * 1024 * 32000 * 4
     assert terms.flops == whole.flops, "chunks make nothing again"

@@ -9,6 +9,8 @@ from lw_jax.core.types import EXACT
 from lw_jax.models import bert, decoder, encoder
 from lw_jax.models.wire import EncoderSpec, Reader, Wire
 
+pytestmark = pytest.mark.slow
+
 SAME = 2e-5  # fp32, values of unit size: the same sums in another order
 APART = 1e-3
 DEAD = 1e-4  # a leaf's largest gradient beside the largest of all: rounding noise stays below 1e-6

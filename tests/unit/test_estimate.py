@@ -24,6 +24,8 @@ from lw_jax.training.step_spec import StepSpec
 from sharding import placement as placements
 from tests import tiny
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXACT = 1e-12  # relative: a handful of fp64 operations
 LLAMA, QWEN = tiny.SIZES["llama"], tiny.SIZES["qwen2"]
@@ -103,14 +105,12 @@ def byte_encoder() -> int:
     return 8 * 2 * BATCH * WINDOW**2 * LATENT + small_products(LATENT)
 
 
-@pytest.mark.slow
 @pytest.mark.optimized
 def test_flops_are_those_compiled_but_for_attention_and_adapters(root):
     program = make_program(root)
     assert compiled(program).flops == estimate_of(program).flops + attended("none") + byte_encoder()
 
 
-@pytest.mark.slow
 @pytest.mark.optimized
 def test_muons_own_products_are_those_compiled(root):
     plain, other = (make_program(root, optim__kind=kind) for kind in ("adamw", "muon"))
@@ -118,7 +118,6 @@ def test_muons_own_products_are_those_compiled(root):
     assert found > 0 and compiled(other).flops - compiled(plain).flops == found
 
 
-@pytest.mark.slow
 @pytest.mark.optimized
 def test_flops_with_a_pretrained_encoder_and_recomputation_are_those_compiled(root):
     body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"]), "encoder__layers": 0}
@@ -127,7 +126,6 @@ def test_flops_with_a_pretrained_encoder_and_recomputation_are_those_compiled(ro
     assert compiled(program).flops == estimate_of(program).flops + attended("full") + encoder
 
 
-@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("strategy", ["replicate", "fsdp", "tensor"])
 def test_flops_and_bytes_sent_of_two_devices_are_those_compiled(strategy, root):

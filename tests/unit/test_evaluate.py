@@ -10,6 +10,7 @@ import pytest
 from lw_jax.commands import evaluate as command
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
+from lw_jax.evals import quality_curve
 from lw_jax.inference import evaluation
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.report import page, records
@@ -56,7 +57,7 @@ def test_files_hold_what_was_found(wire, found, tmp_path):
     assert result["step"] == 6 and result["counts"]["kept"] == 16
     assert result["rows"]["qwen"]["latents"]["nll"] == found.summary["qwen"]["latents"]["nll"]
     assert result["rows"]["llama"].keys() == set(ROWS)
-    assert len(result["curve"]["points"]) == 2 * 2 and result["curve"]["examples"] == 2
+    assert len(result["curve"]["points"]) == 2 * len(quality_curve.BITS) and result["curve"]["examples"] == 2
     assert result["text_bytes"].keys() == {"UTF-8", "gzip", "zstd", "brotli"}
     assert result["joint"]["examples"] == 5 and result["latents"]["inputs"] == 5
     lines = (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines()

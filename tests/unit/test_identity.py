@@ -71,7 +71,7 @@ class Kinds:
             return test_dpo.make(self.folder, train__global_batch=4, **data)
         if kind == "ttt":
             return tiny.make_ttt(self.root, **data)
-        stages = {"stages__pretrain__share": 0.5} if kind == "passages" else {}
+        stages = {"stages__pretrain__share": 0.5, "stages__pretrain__lengths": (16,)} if kind == "passages" else {}
         if kind == "passages":
             stages["data__passages"] = self._passages()
         return tiny.make_recipe(self.root, **data, **stages)

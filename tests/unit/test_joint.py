@@ -22,7 +22,7 @@ def wire(tmp_path_factory):
     """(recipe, weights, bench, options, what was measured) of two readers."""
     recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers")
     built = recipe.build()
-    changes = {"examples": COUNT, "batch": BATCH, "rows": ("latents",), "max_new_tokens": 2, "resamples": 100}
+    changes = {"examples": COUNT, "batch": BATCH, "rows": ("latents",), "max_new_tokens": 2}
     options = dataclasses.replace(recipe.cfg.eval, **changes)
     bench = tiny.make_bench(recipe, built)
     measured = control_rows.measure(bench, recipe.data("validation"), options=options)

@@ -21,6 +21,8 @@ from sharding import place
 from tests import tiny
 from tests.standin import Measure
 
+pytestmark = pytest.mark.slow
+
 UNDER, OVER = 0.01, 0.03  # of the bytes alive while programs run: latents that cross are not counted
 
 
@@ -208,7 +210,6 @@ def test_activations_grow_with_the_micro_batch_and_what_stays_does_not(measured)
         assert found.activations > found.logits
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("index", [0, 1, 2, 3])
 def test_largest_micro_batch_is_within_the_limit_and_the_next_is_not(index, root, measured):
     above = measured[index + 1].peak if index < 3 else 2 * measured[3].peak
@@ -291,7 +292,6 @@ class Watch:
         return sum({data.unsafe_buffer_pointer(): data.nbytes for data in shards}.values())
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("accumulation", [1, 3])
 def test_peak_of_readers_apart_is_what_is_alive_while_they_run(accumulation, root):
     # Adapters of 12 MB, so that gradients kept between micro-batches would be missed.

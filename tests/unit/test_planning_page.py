@@ -17,6 +17,8 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning import gpus, planner
 
+pytestmark = pytest.mark.slow
+
 PROJECT = Path(__file__).resolve().parent.parent.parent
 LIMITS = {"h100": 67_954_383_257, "a100_40": 33_864_810_496}
 

@@ -37,23 +37,25 @@ class Recorder(WireFunctions):
 
 @pytest.fixture(scope="module")
 def wire(tmp_path_factory):
-    """(recorder, bench, options, what was measured) of two readers."""
+    """(recorder, bench, (options, stage), what was measured) of two readers."""
     recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers")
     bench = tiny.make_bench(recipe, recipe.build())
     recorder = Recorder(recipe.wire, recipe.placement)
     recorder.seen = []
     bench = dataclasses.replace(bench, functions=recorder)
-    changes = {"examples": COUNT, "batch": BATCH, "rows": ROWS, "max_new_tokens": 2, "resamples": 50}
-    options = dataclasses.replace(recipe.cfg.eval, **changes, curve="nll", curve_examples=PART, bits=(16, 8, 2))
+    changes = {"examples": COUNT, "batch": BATCH, "rows": ROWS, "max_new_tokens": 2}
+    options = dataclasses.replace(recipe.cfg.eval, **changes, curve="nll", curve_examples=PART)
     measured = control_rows.measure(bench, recipe.data("validation", rows=ROWS), options=options)
-    return recorder, bench, options, measured
+    return recorder, bench, (options, recipe.cfg.stages.answer), measured
 
 
-def sweep(wire, **changes):
-    recorder, bench, options, measured = wire
+def sweep(wire, *, bits=(16, 8, 2), curve="nll", **sizes):
+    recorder, bench, (options, stage), measured = wire
     recorder.seen.clear()
-    options = dataclasses.replace(options, **changes)
-    return quality_curve.sweep(bench, measured, options=options, encoder=ENCODER, seed=0)
+    options, sent = dataclasses.replace(options, curve=curve), dataclasses.replace(stage, **sizes)
+    with pytest.MonkeyPatch.context() as patch:  # fewer than all are enough
+        patch.setattr(quality_curve, "BITS", bits)
+        return quality_curve.sweep(bench, measured, options=options, sent=sent, encoder=ENCODER, seed=0)
 
 
 @pytest.fixture(scope="module")

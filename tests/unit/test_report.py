@@ -261,7 +261,7 @@ def test_verdicts_name_every_reader_the_worst_first(tmp_path: Path) -> None:
 
 
 def test_stages_begin_where_the_run_begins_them(whole: Path) -> None:
-    assert series.borders(records.read(whole)) == [("pretrain", 1), ("answer", 11)]
+    assert series.borders(records.read(whole)) == [("pretrain", 1), ("answer", 16)]
 
 
 def test_long_log_is_joined_into_few_points_that_keep_the_mean(tmp_path: Path) -> None:

@@ -146,7 +146,7 @@ def test_file_of_ours_is_written_anew_and_any_other_is_kept(call, tmp_path: Path
     call(output=str(file), assignments={"seed": "13"})
     assert "--config.seed=13" in file.read_text(encoding="utf-8")
     file.write_text("echo mine\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"own\.sh.*another name"):
+    with pytest.raises(UserError, match=r"--output .*own\.sh"):
         call(output=str(file))
     assert file.read_text(encoding="utf-8") == "echo mine\n"
 
@@ -159,5 +159,5 @@ def test_output_that_cannot_be_written_is_refused_with_its_path(call, tmp_path: 
 
 def test_submitting_where_there_is_no_sbatch_is_refused(call, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match="no sbatch"):
+    with pytest.raises(UserError, match="--submit: no sbatch"):
         call(submit=True)

@@ -12,6 +12,8 @@ from lw_jax.core import tree
 from lw_jax.models import ttt, ttt_inner
 from lw_jax.models.ttt import Mode, TTTConfig
 
+pytestmark = pytest.mark.slow
+
 SAME = 2e-5  # fp32 of unit size, sums in another order, over two layers
 STEPS = 1e-4  # the same against a loop over tokens, whose rounding adds up
 GRADIENT = 2e-4  # relative to the largest value of a leaf's gradient

@@ -23,6 +23,8 @@ from lw_jax.training.step_spec import StepSpec
 from sharding import placement
 from tests import tiny
 
+pytestmark = pytest.mark.slow
+
 SAME = 2e-5  # fp32 sums in another order
 GRADIENT = 2e-4  # relative to the largest value of a leaf's gradient
 

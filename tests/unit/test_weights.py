@@ -204,7 +204,7 @@ def test_tensor_stored_twice_is_refused_by_name(tmp_path, llama):
     parts = [load_file(folder / f"model-{i}.safetensors") for i in range(2)]
     name = sorted(parts[0])[0]
     save_file(parts[1] | {name: parts[0][name]}, folder / "model-1.safetensors")
-    with pytest.raises(UserError, match=f"{name} stands in model-0"):
+    with pytest.raises(UserError, match=f"{name} .*model-0"):
         weights.load(folder, dtype=jnp.float32)
 
 
@@ -477,7 +477,7 @@ def test_a_tensor_cut_off_while_others_are_read_is_refused_by_name(tmp_path):
         next(one for name, one in tensor_files.list_tensors(tmp_path).items() if "layers.2" in name),
         offset=file.stat().st_size - 8,
     )
-    with pytest.raises(UserError, match="layers.2.* is cut off; fetch the file again"):
+    with pytest.raises(UserError, match="layers.2.*cut off"):
         list(weights._ahead([lambda: 0, functools.partial(tensor_files.read_tensor, short, np.float32)]))
 
 

@@ -85,9 +85,9 @@ def test_last_window_needs_a_target_for_its_last_input(packed):
     assert [len(Windows(Span(packed, 4, 4 + tokens), LENGTH, "lm")) for tokens in (7, 8, 14, 15, 16)] == [0, 1, 1, 2, 2]
 
 
-def test_tail_that_fills_no_window_is_told(packed):
-    assert "2 tokens at the end left out" in Windows(Span(packed, 4, 4 + 5 * LENGTH + 3), LENGTH, "lm").describe()[0]
-    assert "left out" not in Windows(Span(packed, 4, 4 + 5 * LENGTH + 1), LENGTH, "lm").describe()[0]
+def test_tail_that_fills_no_window_is_reported(packed):
+    assert "2 tokens at the end" in Windows(Span(packed, 4, 4 + 5 * LENGTH + 3), LENGTH, "lm").describe()[0]
+    assert "at the end" not in Windows(Span(packed, 4, 4 + 5 * LENGTH + 1), LENGTH, "lm").describe()[0]
 
 
 @pytest.mark.parametrize("index", [-1, 5])

@@ -1,0 +1,62 @@
+"""One command of each verb on tiny models, all in one process: each ends well and leaves what it is for."""
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+
+from lw_jax.commands import parser
+from tests import tiny
+from tests.smoke.test_commands import PROJECT, QUESTION, TEXT, TINY, Done, start_several
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("verbs")
+
+
+@pytest.fixture(scope="module")
+def done(folder: Path) -> dict[str, Done]:
+    readers = tiny.readers(folder / "readers")
+    (folder / "notes.txt").write_text(TEXT, encoding="utf-8")
+    config = ["--config", "configs/smoke.py", *TINY, "--config.train.global_batch=8"]
+    config += [f"--config.llms.{name}.source={path}" for name, path in readers.items()]
+    config += ["--config.train.steps=2", "--config.eval.max_new_tokens=4", "--config.train.micro_batch=0"]
+    text = ["--config", "configs/ttt/ttt_smoke.py", f"--config.data.train={tiny.write_text(folder)}"]
+    sizes = {"layers": 1, "width": 24, "heads": 3, "ffn": 40, "chunk": 4, "length": 12}
+    text += [f"--config.ttt.{key}={value}" for key, value in sizes.items()]
+    text += ["--config.train.steps=2", "--config.train.global_batch=8", "--config.optim.warmup_steps=1"]
+    commands = {
+        "train": ["train", *config, "--workdir", "wire"],
+        "eval": ["eval", "--workdir", "wire"],
+        "answer": ["answer", "--workdir", "wire", "--context", "notes.txt", *QUESTION],
+        "report": ["report", "--workdir", "wire"],
+        "train ttt": [*text, "--workdir", "ttt"],
+        "generate": ["generate", "--workdir", "ttt", "--prompt", "Mara", "--tokens", "3"],
+        "export": ["export", "--workdir", "ttt", "--model", "model"],
+        "show": ["show", "--config", "configs/h100x4.py"],
+        "bench": ["bench", *config, "--parts", "step", "--repeats", "1", "--workdir", "bench"],
+        "plan": ["plan", *config, "--target", "h100x2", "--estimate", "--json"],
+        "slurm": ["slurm", *config, "--target", "h100x1", "--hours", "1", "--output", "job.sbatch"],
+    }
+    assert {name.split()[0] for name in commands} == set(parser.COMMANDS)
+    environ = os.environ | {"PYTHONPATH": str(PROJECT), "JAX_NUM_CPU_DEVICES": "1", "XDG_CONFIG_HOME": str(folder)}
+    return start_several(commands, cwd=folder, environ=environ)
+
+
+def test_every_verb_ends_well(done: dict[str, Done]) -> None:
+    assert {name: (code, err) for name, (code, _, err) in done.items() if code} == {}
+
+
+def test_every_verb_leaves_what_it_is_for(done: dict[str, Done], folder: Path) -> None:
+    assert (folder / "wire" / "checkpoints" / "2").is_dir()
+    assert json.loads((folder / "wire" / "eval.json").read_text("utf-8"))["rows"].keys() == {"llama", "qwen"}
+    assert "qwen from latents: " in done["answer"][1] and "qwen from text:" in done["answer"][1]
+    assert (folder / "wire" / "report.html").read_text("utf-8").startswith("<!")
+    assert "Mara" in done["generate"][1]
+    assert {"config.json", "model.safetensors"} <= {path.name for path in (folder / "model").iterdir()}
+    assert "train.steps" in done["show"][1] or "steps" in done["show"][1]
+    assert json.loads((folder / "bench" / "bench.json").read_text("utf-8"))["rows"][0]["part"] == "step"
+    assert json.loads(done["plan"][1])["chosen"]["micro_batch"] > 0
+    assert (folder / "job.sbatch").read_text("utf-8").startswith("#!")
