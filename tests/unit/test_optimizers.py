@@ -24,7 +24,7 @@ CFG = config.Optim(
     b2=0.99,
 )
 RATES = ((r"encoder/body/.*", 0.25), (r"encoder/head/.*", 1.0), (r"adapters/.*", 3.0))
-EXACT = 1e-5  # relative, fp32: a few products and a root
+EXACT = 2e-5  # relative, fp32: a few products, a root and optimizers.EPS
 
 
 @pytest.fixture(autouse=True)
