@@ -122,7 +122,7 @@ def test_other_errors_pass_as_they_are(error):
 def test_room_is_the_share_of_what_is_configured_or_reported(root, monkeypatch):
     cfg = tiny.make_config(root, mesh__memory_gb=40.0, mesh__target_utilisation=0.75)
     assert memory_limit.local(cfg) == MemoryLimit(40_000_000_000, 0.75)
-    assert MemoryLimit(40_000_000_000, 0.75).limit == 30_000_000_000
+    assert MemoryLimit(40_000_000_000, 0.75).usable == 30_000_000_000
     assert memory_limit.local(tiny.make_config(root)) is None, "CPUs tell no memory"
     monkeypatch.setattr(memory_limit.runtime, "device_memory", lambda: 81_559_000_000)
     assert memory_limit.local(tiny.make_config(root)) == MemoryLimit(81_559_000_000, 0.8)
