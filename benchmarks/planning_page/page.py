@@ -242,8 +242,8 @@ def assumptions(cfg: Config, plans: Plans) -> list[str]:
         "CPU of the machine that made this page, other work beside it included; the second call of the same is read "
         "from the cache.",
         "- **Made by** `python -m benchmarks.planning_page --plans FOLDER > docs/planning.md`, where "
-        "FOLDER/TARGET.json is `python run.py plan --config FILE --target TARGET --json`; without `--plans` it "
-        "makes them itself.",
+        "FOLDER/TARGET.json is `python run.py plan --config FILE --target TARGET --json`; without `--plans` it makes "
+        "them itself.",
     ]
 
 

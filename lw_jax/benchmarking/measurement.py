@@ -1,4 +1,4 @@
-"""Seconds of a configuration's parts on this machine, beside what its matrix products and memory reach.
+"""Measured seconds of a configuration's parts, as shares of this machine's measured matmul and memory ceilings.
 
 Weights and tokens are random and a step's batch is at the configuration's limits, so that nothing is fetched and no
 word is padded; `input` and `load` read the configuration's own data and weights.
@@ -60,7 +60,7 @@ class Measured:
 
     @property
     def device(self) -> str:
-        """Returns what is told of the devices."""
+        """Description of the devices."""
         return runtime.describe()
 
     @property

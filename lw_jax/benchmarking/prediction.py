@@ -1,4 +1,4 @@
-"""`bench --target`: the same parts for cards that are not here, from programs compiled for them. Nothing is measured.
+"""Predicted benchmark rows (`bench --target`), from programs compiled for GPUs elsewhere. Nothing is measured.
 
 Seconds are the roofline's over every kernel (`roofline.py`), memory is the compiler's own figure. Shares are of the
 data sheet's peaks, so a step of nothing but products would show `roofline.MATMUL_FRACTION`.
@@ -58,7 +58,7 @@ class Predicted:
 
     @property
     def device(self) -> str:
-        """Returns what is told of the devices."""
+        """Description of the devices."""
         return f"{self.target.devices} x {self.target.card.model}, absent: NOTHING IS MEASURED"
 
     @property
@@ -148,7 +148,7 @@ class Predicted:
         )
 
     def _compile(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
-        """Returns what a row tells of a compiled program; its memory is what a device needs, its inputs among it."""
+        """Returns the fields of a row that a compiled program gives; its memory includes its inputs."""
         compiled: Any = gpus.compile_lowered(lowered)
         found, needs = hlo_counts.analyse(compiled.as_text()), compiled.memory_analysis()
         peak = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes

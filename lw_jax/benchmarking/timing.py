@@ -1,4 +1,4 @@
-"""Times of programs, and what the device itself reaches: arrays drawn for shapes, blocked repeats, ceilings."""
+"""Timing of programs: random arrays for shapes, blocked repeats, measured ceilings of the device."""
 
 import dataclasses
 import statistics
@@ -34,7 +34,7 @@ class Spread:
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """What one device reaches, measured: the upper bounds that shares are told of."""
+    """Measured ceilings of one device, the denominators of reported shares."""
 
     dtype: str
     matmul: float  # FLOP/s of a large square product
@@ -108,5 +108,5 @@ def steps(program: StepSpec, call: Callable[..., Any], batch: Tree, *, repeats: 
 
 
 def peak_bytes() -> int | None:
-    """Returns the most that the first device has held since the process began; None where it tells none."""
+    """Returns the peak memory of the first device; None where the runtime does not report it."""
     return (jax.local_devices()[0].memory_stats() or {}).get("peak_bytes_in_use")

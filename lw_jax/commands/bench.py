@@ -29,12 +29,12 @@ FILE = "bench.json"
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The words of the command line that ask for a benchmark."""
+    """Command line of `bench`."""
 
-    parts: tuple[str, ...]  # some of PARTS; none: those that need nothing that is not here
+    parts: tuple[str, ...]  # some of PARTS; none: those that need no download
     repeats: int
     as_json: bool
-    target: str = ""  # cards that are not here: predicted, not measured
+    target: str = ""  # GPUs elsewhere: predicted, not measured
 
 
 def run(args: argparse.Namespace, loaded: Loaded) -> int:

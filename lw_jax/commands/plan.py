@@ -23,15 +23,15 @@ NOTHING_FITS, VOID = 3, 2  # exit codes
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """The words of the command line that ask for a plan."""
+    """Command line of `plan`."""
 
-    config: str  # FILE[:recipe]; its name tells the target where no other word does
+    config: str  # FILE[:recipe]; its name gives the default target
     target: str = ""
     simulate: str = ""  # "0..8": numbers of devices of the target's card
     estimate: bool = False  # arithmetic only
     as_json: bool = False
     legacy: bool = False  # beside the original project's batch formula
-    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # what the file itself sets of config.SEARCHED
+    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values of config.SEARCHED that the file sets
 
 
 def run(args: argparse.Namespace, loaded: Loaded) -> int:

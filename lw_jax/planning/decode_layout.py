@@ -1,4 +1,4 @@
-"""How readers answer: with an array for each layer where that pays and fits, else by a scan over the stacked layers."""
+"""Unrolled or scanned decode: one array per layer on GPUs where it pays and fits, else a scan over stacked layers."""
 
 import dataclasses
 
@@ -13,24 +13,24 @@ from lw_jax.training.step_spec import StepSpec
 from sharding import place
 from sharding.placement import Placement
 
-MANY = 1000  # answers of a reader from which on a program pays that compiles for ten seconds instead of two
+MANY = 1000  # answers per reader from which unrolled decode, ten seconds of compilation instead of two, pays off
 
 
 def settle_layers(cfg: Config, placed: Placement, room: MemoryLimit | None) -> Config:
-    """Returns the configuration without eval.layers "auto": apart on GPUs, of many answers, where memory allows."""
+    """Resolves eval.layers="auto": unstacked on GPUs, for many answers, where memory allows."""
     if cfg.recipe != "latentwire" or cfg.eval.layers != "auto":
         return cfg
     many = not 0 < cfg.eval.examples < MANY
-    on_gpu = placed.learner.devices.flat[0].platform == "gpu"  # a CPU answers as fast from the stacks
-    apart = many and on_gpu and room is not None and bytes_apart(cfg, placed) <= room.usable
-    return dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers="unstacked" if apart else "stacked"))
+    on_gpu = placed.learner.devices.flat[0].platform == "gpu"  # a CPU decodes as fast from stacked layers
+    unstacked = many and on_gpu and room is not None and unstacked_bytes(cfg, placed) <= room.usable
+    return dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers="unstacked" if unstacked else "stacked"))
 
 
-def bytes_apart(cfg: Config, placed: Placement) -> int:
-    """Returns what the fullest device holds at most while a reader answers the longest prompts, its layers apart.
+def unstacked_bytes(cfg: Config, placed: Placement) -> int:
+    """Returns the peak bytes of the fullest device while a reader decodes the longest prompts, layers unstacked.
 
-    That is all weights, the reader's layers once more and its cache twice; the moments of training, which reading does
-    not load, stand for what else there is.
+    The sum of all weights, the reader's layers once more and its KV cache twice. Optimizer moments, which evaluation
+    does not load, stand for everything else.
     """
     own = config.with_remat(cfg, "none")
     recipe = recipes.make(own, placed, outline=True)

@@ -1,4 +1,4 @@
-"""Arithmetic of a recipe's step: the cross-check of the compiled plan, and its stand-in where nothing can compile.
+"""Analytic estimate of a train step: cross-check of the compiled plan, and its substitute without a compiler.
 
 Weights, trainables and moments are exact (from shapes and shardings). Activations, FLOPs and bytes sent are sums of
 named terms over the step's matrix products; seconds count the memory traffic beside them too, as compiled programs had
@@ -30,7 +30,7 @@ ERROR = f"arithmetic; compiled plans were between {COMPILED[0]:+.0%} and {COMPIL
 
 @dataclasses.dataclass(frozen=True)
 class Estimate:
-    """What one step takes, by arithmetic, on the device with most to do."""
+    """Memory, FLOPs, bytes sent and time of one step on the busiest device, by arithmetic."""
 
     needs: StepMemory
     flops: float
@@ -39,7 +39,7 @@ class Estimate:
 
 
 def estimate(program: StepSpec, recipe: Plannable, widths: Tree, micro_batch: int, target: Target | None) -> Estimate:
-    """Returns the arithmetic of one placement, recomputation and micro-batch (0: the whole share)."""
+    """Estimates one program at a micro-batch (0: a device's whole share)."""
     accumulation = program.accumulation(micro_batch)
     rows = program.share // accumulation
     learner, terms = program.placement.learner, recipe.terms(widths, rows)
@@ -86,7 +86,7 @@ def estimate(program: StepSpec, recipe: Plannable, widths: Tree, micro_batch: in
 def _times(
     program: StepSpec, recipe: Plannable, terms: Mapping[str, Terms], accumulation: int, target: Target
 ) -> Times:
-    """Returns the seconds of a step: all in turn, but for readers apart, of which the slowest counts."""
+    """Returns the seconds of a step: a sum, except that of readers on separate meshes the slowest counts."""
     card, dtype, trainable = target.card, _dtype(program), program.state()["trainable"]
     peak = card.peak.get(dtype, card.peak["fp32"]) * MATMUL_FRACTION
     bandwidth = card.bandwidth * BANDWIDTH_FRACTION

@@ -1,4 +1,4 @@
-"""The GPUs that can be planned for, and how to compile for them on a machine that has none.
+"""GPU specifications, target names, and compilation for GPUs on a machine without any.
 
 Units: bytes, bytes/s and FLOP/s; GB is 1e9. Sources, where a constant names none of its own:
 
@@ -243,7 +243,7 @@ class Target:
 
     @property
     def devices(self) -> int:
-        """How many GPUs there are in all nodes."""
+        """Number of GPUs in all nodes."""
         return self.per_host * self.hosts
 
     @property
@@ -346,7 +346,7 @@ def _without_cache() -> Iterator[None]:
 
 
 def of_device(device: Any) -> Card | None:
-    """Returns which card a live device is, or None: by what the runtime reports, never by a part of its name.
+    """Returns the card of a live device by what the runtime reports, never by its name; None where unknown.
 
     Capability and number of multiprocessors decide, and memory between those that share both. A MIG slice, an H100
     NVL or a card that is not in the table is None.
@@ -364,7 +364,7 @@ def of_device(device: Any) -> Card | None:
 
 
 def _cuda() -> int:
-    """Which CUDA the installed plugin is for; 12 where there is none."""
+    """Major CUDA version of the installed plugin; 12 where there is none."""
     return next((v for v in (12, 13) if _is_installed(f"jax-cuda{v}-plugin")), 12)
 
 

@@ -1,7 +1,7 @@
-"""What a compiled program does on one device, counted in its own text: FLOPs, memory traffic, collectives.
+"""FLOPs, memory traffic and collectives of one device, counted in the optimised HLO of a compiled program.
 
 XLA's cost analysis counts the body of a scan once and does not exist for ahead-of-time GPU programs, so the optimised
-HLO is read instead: loops count as often as they run. Knows no hardware; `roofline.py` turns counts into time.
+HLO is parsed instead: a loop body counts once per iteration. `roofline.py` turns counts into time.
 """
 
 import dataclasses
@@ -52,7 +52,9 @@ class Program:
 
     kernels: tuple[Kernel, ...]
     collectives: tuple[Collective, ...]
-    uncounted: tuple[str, ...]  # what may hold FLOPs or repetitions that the text does not tell; empty: all is counted
+    uncounted: tuple[
+        str, ...
+    ]  # operations with FLOPs or trip counts that the text does not give; empty: all is counted
 
     @property
     def flops(self) -> int:

@@ -1,4 +1,4 @@
-"""The machine's own memory, where its CPU stands in for GPUs: what virtual devices would hold, before it is fetched."""
+"""Host memory check for virtual CPU devices, before any weights are fetched."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -19,7 +19,7 @@ _GROUPS = (
 
 
 def available() -> int | None:
-    """Returns the bytes that this process may still take, swap included; None where the system tells nothing."""
+    """Returns the bytes that this process may still take, swap included; None where the system does not report it."""
     if not _MEMORY.is_file():
         return None
     lines = (line.split() for line in _MEMORY.read_text(encoding="ascii").splitlines())

@@ -24,7 +24,7 @@ KEPT, POSITIONS, WIDTH, LAYERS = 1.5, 1024, 4096, 32
 
 @dataclasses.dataclass(frozen=True)
 class LegacyBatch:
-    """What the formula says, in GB of 1e9 bytes; a batch of 0 means that it finds no room at all."""
+    """Result of the formula, in GB of 1e9 bytes; a batch of 0 means that nothing fits."""
 
     memory_gb: float  # of one GPU
     fixed_gb: Mapping[str, float]  # on every GPU, however many there are

@@ -1,4 +1,4 @@
-"""Which placement, recomputation and micro-batch a run gets: every candidate compiled, the fastest that fits taken."""
+"""Search over placement, recomputation and micro-batch: candidates are compiled, the fastest that fits is taken."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -23,24 +23,46 @@ from sharding.errors import PlacementError
 from sharding.mesh import Device
 from sharding.placement import Placement
 
-# A micro-batch of so many examples fills a GPU's matmuls (its rows are examples x positions): where a card's speed is
-# not known, nothing is recomputed to hold more.
+# A micro-batch of this size saturates a GPU's matmuls (their rows are examples x positions): where the card's speed is
+# not known, recomputation only pays below it.
 ENOUGH = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """Devices to plan for, present or absent; without `room` nothing is known of their memory."""
+    """Devices to plan for, present or absent.
+
+    Attributes:
+        devices: the devices, or stand-ins of `gpus.compile_devices` that programs can be compiled for.
+        room: memory of one device and the share of it to use; None where the runtime reports no memory.
+        target: card and nodes, for the roofline; None where the card's peak rates are not known.
+        compile: turns a lowered program into a compiled one; None plans by arithmetic only.
+    """
 
     devices: Sequence[Device]
     room: MemoryLimit | None
-    target: Target | None = None  # None: a kind whose speed is not known
-    compile: Compile | None = compile_here  # None: arithmetic only
+    target: Target | None = None
+    compile: Compile | None = compile_here
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """One way to run the configured step; `obstacle` says why it cannot be."""
+    """One placement of the train step with one recomputation.
+
+    Attributes:
+        strategy: name of the sharding table, e.g. "fsdp".
+        mesh: axis sizes as text, data x model.
+        remat: recomputation, or "-" where no program was described.
+        placement: the meshes; None where the devices do not form them.
+        needs: memory and micro-batch, compiled or by arithmetic.
+        times: roofline seconds of a step; None where the card's peak rates are not known.
+        obstacle: reason why the step cannot run; empty where it can.
+        flops: matrix products of one step on the busiest device.
+        collective_bytes: bytes that one device sends in a step.
+        moved_bytes: bytes that all kernels of one device read and write in a step; 0 where nothing was compiled.
+        estimate: arithmetic of the same micro-batch.
+        program: the step and its arrays as shapes.
+    """
 
     strategy: str
     mesh: str
@@ -49,19 +71,23 @@ class Candidate:
     needs: StepMemory | None = None
     times: Times | None = None
     obstacle: str = ""
-    flops: float = 0.0  # per device and step
-    collective_bytes: float = 0.0  # per device and step, on the wire
-    moved_bytes: float = 0.0  # per device and step, read and written by all kernels; 0: nothing was compiled
-    estimate: Estimate | None = None  # of the same micro-batch, by arithmetic
+    flops: float = 0.0
+    collective_bytes: float = 0.0
+    moved_bytes: float = 0.0
+    estimate: Estimate | None = None
+    program: StepSpec | None = dataclasses.field(default=None, compare=False, repr=False)
 
     @property
     def fits(self) -> bool:
-        """Says whether it can run within the target."""
+        """True where the step runs within the memory limit."""
         return self.needs is not None and not self.obstacle
 
 
 def choose(cfg: Config, hardware: Hardware, *, widths: Tree | None) -> list[Candidate]:
-    """Returns every candidate, measured as far as it can fit; `widths` of one example, None: the recipe's limits."""
+    """Returns every candidate; those whose weights fit are compiled (or estimated).
+
+    `widths` are the shapes of one example; None takes the longest that the configuration allows.
+    """
     readers = recipes.reader_bytes(cfg)
     found = []
     for strategy, data, model in strategies(cfg, readers, len(hardware.devices)):
@@ -119,30 +145,30 @@ def nothing_fits(
     rows: Sequence[Mapping[str, Any]], devices: int, room: MemoryLimit, remedies: Sequence[str] = ()
 ) -> str:
     """Returns one message with each planned candidate's obstacle and the remedies."""
-    told = "; ".join(f"{row['strategy']} {row['mesh']}: {row['obstacle']}" for row in rows)
+    obstacles = "; ".join(f"{row['strategy']} {row['mesh']}: {row['obstacle']}" for row in rows)
     more = "".join(f"; {line}" for line in remedies)
     return (
-        f"no placement on {devices} devices with {bytes_of(room.usable)} each holds this configuration: {told}. Use "
-        f"more or larger devices, smaller readers, or a higher mesh.target_utilisation{more}"
+        f"no placement on {devices} devices with {bytes_of(room.usable)} each holds this configuration: {obstacles}. "
+        f"Use more or larger devices, smaller readers, or a higher mesh.target_utilisation{more}"
     )
 
 
 @dataclasses.dataclass(frozen=True)
 class _Draft:
-    """One recomputation of one placement, with what arithmetic says of its largest micro-batch that fits."""
+    """A candidate before compilation, with the estimate of its largest micro-batch that fits."""
 
-    blank: Candidate
+    candidate: Candidate
     program: StepSpec
     recipe: Plannable
     widths: Tree
-    guess: Estimate
+    estimate: Estimate
 
 
 def _measure(cfg: Config, placed: Placement, hardware: Hardware, widths: Tree | None) -> Iterator[Candidate]:
-    """Yields the best candidate of one placement, and those that were measured on the way to it.
+    """Yields the candidates of one placement that were compiled, the best one last.
 
-    Arithmetic orders the recomputations, so that as a rule one of them is compiled; another one, where less of the
-    first fits than arithmetic said, which may make it slower.
+    Recomputations are tried in the order of their estimates. As a rule one is compiled; a second one where a smaller
+    micro-batch of the first fits than estimated, which may make it slower.
     """
     room = hardware.room
     assert room is not None, "planning needs the devices' memory"
@@ -152,23 +178,23 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware, widths: Tree | 
         recipe = recipes.make(own, placed, outline=True)
         program = StepSpec(own, recipe)
         program.accumulation(cfg.train.micro_batch)  # or PlacementError: the batch does not go with the devices
-        blank = Candidate(placed.strategy, _mesh(placed), remat, placed)
+        candidate = Candidate(placed.strategy, _mesh(placed), remat, placed, program=program)
         if (whole := placed_bytes(program)) > room.usable:
             why = f"weights and optimizer alone take {bytes_of(whole)} of {bytes_of(room.usable)}"
-            yield dataclasses.replace(blank, remat="-", obstacle=why)
+            yield dataclasses.replace(candidate, remat="-", obstacle=why)
             return
-        drafts.append(_draft(blank, program, recipe, widths, hardware))
+        drafts.append(_draft(candidate, program, recipe, widths, hardware))
     fitting: Candidate | None = None
     for draft in sorted(drafts, key=lambda draft: _rank(draft, room)):
-        if fitting and not _is_slower(fitting.estimate, draft.guess):
+        if fitting and not _is_slower(fitting.estimate, draft.estimate):
             return
         try:
             needs = _needs(draft, hardware)
         except out_of_memory.OutOfMemory as error:
-            yield dataclasses.replace(draft.blank, obstacle=f"too large for the compiler: {error}")
+            yield dataclasses.replace(draft.candidate, obstacle=f"too large for the compiler: {error}")
             continue
         guess = estimates.estimate(draft.program, draft.recipe, draft.widths, needs.micro_batch, hardware.target)
-        found = dataclasses.replace(draft.blank, needs=needs, estimate=guess)
+        found = dataclasses.replace(draft.candidate, needs=needs, estimate=guess)
         if needs.peak <= room.usable:
             fitting = _time(found, hardware)
             yield fitting
@@ -181,41 +207,47 @@ def _is_slower(one: Estimate | None, other: Estimate) -> bool:
     return bool(one and one.times and other.times and one.times.total > other.times.total)
 
 
-def _draft(blank: Candidate, program: StepSpec, recipe: Plannable, widths: Tree | None, hardware: Hardware) -> _Draft:
+def _draft(
+    candidate: Candidate, program: StepSpec, recipe: Plannable, widths: Tree | None, hardware: Hardware
+) -> _Draft:
     shapes, room = recipe.batch_widths() if widths is None else widths, hardware.room
     assert room is not None, "planning needs the devices' memory"
     micro = program.cfg.train.micro_batch
     if not micro:
 
-        def guess(micro: int) -> StepMemory:
+        def estimate(micro: int) -> StepMemory:
             return estimates.estimate(program, recipe, shapes, micro, None).needs
 
-        micro = micro_batch_search.search(micro_batch_search.legal_sizes(program), guess, room.usable).micro_batch
-    return _Draft(blank, program, recipe, shapes, estimates.estimate(program, recipe, shapes, micro, hardware.target))
+        micro = micro_batch_search.search(micro_batch_search.legal_sizes(program), estimate, room.usable).micro_batch
+    found = estimates.estimate(program, recipe, shapes, micro, hardware.target)
+    return _Draft(candidate, program, recipe, shapes, found)
 
 
 def _rank(draft: _Draft, room: MemoryLimit) -> tuple[bool, bool, float]:
-    """Orders what fits before what does not, then by time; where the card's speed is not known, by micro-batch."""
-    needs, times = draft.guess.needs, draft.guess.times
+    """Sort key: candidates that fit first, then by time; where the card's speed is not known, by micro-batch."""
+    needs, times = draft.estimate.needs, draft.estimate.times
     small = needs.accumulation > 1 and needs.micro_batch < ENOUGH
     return needs.peak > room.usable, times is None and small, times.total if times else 0.0
 
 
 def _needs(draft: _Draft, hardware: Hardware) -> StepMemory:
-    """Returns the needs of the configured micro-batch, else of the largest that fits; raises `fit.OutOfMemory`."""
+    """Returns the needs of the configured micro-batch, else of the largest that fits; raises OutOfMemory."""
     program, room, compile = draft.program, hardware.room, hardware.compile
     assert room is not None, "planning needs the devices' memory"
     if compile is None:
-        return draft.guess.needs
+        return draft.estimate.needs
     if program.cfg.train.micro_batch:
         with out_of_memory.detect():
             return micro_batch_search.measure(program, draft.widths, program.cfg.train.micro_batch, compile=compile)
-    guess = draft.guess.needs.micro_batch
+    guess = draft.estimate.needs.micro_batch
     return micro_batch_search.largest_micro_batch(program, draft.widths, room, compile=compile, guess=guess)
 
 
 def _time(candidate: Candidate, hardware: Hardware) -> Candidate:
-    """Returns the candidate with the predicted step: readers apart work at once, all else follows one another."""
+    """Returns the candidate with its predicted step time.
+
+    Readers on separate meshes run concurrently, so the slowest counts; all other programs run one after the other.
+    """
     needs = candidate.needs
     assert needs is not None and candidate.placement is not None and candidate.estimate is not None
     if not needs.programs:
@@ -236,9 +268,9 @@ def _time(candidate: Candidate, hardware: Hardware) -> Candidate:
         if hardware.target:
             one = roofline.predict(analysed, hardware.target)
             times[name] = Times(part.runs * one.gemm, part.runs * one.memory, part.runs * one.collective)
-    at_once = [times.pop(name) for name in candidate.placement.readers if name in times]
-    in_turn = [*times.values(), *sorted(at_once, key=lambda one: one.total)[-1:]]
-    total = Times(*(sum(getattr(one, part) for one in in_turn) for part in ("gemm", "memory", "collective")))
+    concurrent = [times.pop(name) for name in candidate.placement.readers if name in times]
+    sequential = [*times.values(), *sorted(concurrent, key=lambda one: one.total)[-1:]]
+    total = Times(*(sum(getattr(one, part) for one in sequential) for part in ("gemm", "memory", "collective")))
     return dataclasses.replace(
         candidate,
         times=total if hardware.target else None,

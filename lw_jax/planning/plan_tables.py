@@ -11,13 +11,13 @@ from lw_jax.training.memory import bytes_of
 
 
 def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
-    """Returns a plan for people; `own` is what the configuration's file itself sets of `config.SEARCHED`."""
+    """Returns a plan as text; `own` are the values of `config.SEARCHED` that the configuration's file sets."""
     gib = found["memory_bytes"]
     how = "compiled for the target" if found["compiled"] else "ARITHMETIC ESTIMATE, nothing was compiled"
     lines = [
         f"target {found['target']}: {found['devices']} devices of {bytes_of(gib)}, target "
         f"{found['limit_bytes'] / gib:.0%} = {bytes_of(found['limit_bytes'])}; global batch {found['global_batch']}, "
-        f"{found['steps']} steps; {how} in {found['plan_seconds']} s{' (kept)' if found.get('cached') else ''}"
+        f"{found['steps']} steps; {how} in {found['plan_seconds']} s{' (cached)' if found.get('cached') else ''}"
     ]
     lines.append(f"precision: {found['precision']}")
     if "why_not_compiled" in found:
@@ -26,7 +26,7 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
         lines.append(f"seconds: {estimates.ERROR}")
     lines += ["", *_table(found["candidates"]), ""]
     lines.append(
-        "GB (1e9 bytes) a device; est.: the arithmetic estimate of the same and how far off it is; times are predicted"
+        "GB (1e9 bytes) a device; est.: arithmetic estimate and its distance from the compiled figure; times predicted"
     )
     chosen = found["chosen"]
     if chosen is None:

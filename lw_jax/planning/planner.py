@@ -37,12 +37,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def inspect(cfg: Config) -> list[preflight.Finding]:
-    """Returns what is wrong with the run itself, wherever it runs."""
+    """Returns problems of the configuration that do not depend on the hardware."""
     return preflight.inspect(cfg, recipes.outline(config.with_remat(cfg, "none")))
 
 
 def resolve_target(word: str, *, config: str) -> str:
-    """Returns the planner's target: `word` itself, or for single, dual and quad that many of the config's card."""
+    """Returns the target to plan for: `word`, or for single, dual and quad that many of the configuration's card."""
     if word and word not in SIZES:
         return word
     stem = Path(config.partition(":")[0]).stem
@@ -54,10 +54,10 @@ def resolve_target(word: str, *, config: str) -> str:
 
 
 def make(cfg: Config, target: str = "", *, estimate: bool = False) -> Plan:
-    """Returns the plan of a target ("h100x4"), or of this machine's own devices; kept on disk for the same question.
+    """Returns the plan of a target ("h100x4"), or of this machine's devices; compiled plans are cached on disk.
 
     Raises:
-        UserError: the target is not known, or nothing can be compiled for it and `estimate` is off by mistake.
+        UserError: the target is not known, or an estimate needs more virtual CPU devices than there are.
     """
     if not target:
         return _cached(cfg, "here", lambda: _plan(cfg, here(cfg), "here", hosts=jax.process_count()))
@@ -76,14 +76,14 @@ def make(cfg: Config, target: str = "", *, estimate: bool = False) -> Plan:
 
 
 def here(cfg: Config) -> Hardware:
-    """Returns this process's devices."""
+    """Returns this machine's devices as hardware to plan for."""
     devices, hosts = jax.devices(), jax.process_count()
     card = gpus.of_device(devices[0])
     return Hardware(devices, memory_limit.local(cfg), Target(card, len(devices) // hosts, hosts) if card else None)
 
 
 def precision(cfg: Config, hardware: Hardware | None = None) -> str:
-    """Returns in which precision the card at hand, or the target's, computes what the configuration asks for."""
+    """Returns the precision in which this machine's card, or the target's, runs the configured dtypes."""
     hardware = here(cfg) if hardware is None else hardware
     card = hardware.target.card if hardware.target else hardware.devices[0]
     asked = {cfg.compute.dtype, *(llm.weights for llm in cfg.llms.values() if llm.weights in DTYPES)}
@@ -91,9 +91,9 @@ def precision(cfg: Config, hardware: Hardware | None = None) -> str:
 
 
 def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
-    """Returns the configuration without "auto", and where everything lies on this machine's devices.
+    """Returns the configuration with every "auto" resolved, and the placement on this machine's devices.
 
-    `reading` settles for evaluation, which needs no gradient and no fixed batch.
+    `reading` resolves for evaluation, which has no gradients and no fixed batch.
 
     Raises:
         sharding.errors.PlacementError: nothing fits, or the configured placement does not go with the devices.
@@ -105,7 +105,7 @@ def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
 
 
 def _settle_step(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Config, Placement]:
-    """Returns the configuration without "auto" in what decides the step, and the placement."""
+    """Resolves compute.remat and the placement."""
     readers, mesh = recipes.reader_bytes(cfg), cfg.mesh
     if mesh.placement != "auto" and cfg.compute.remat != "auto":
         return cfg, _place_configured(cfg, readers)
@@ -124,7 +124,7 @@ def _settle_step(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Con
 
 
 def _place_configured(cfg: Config, readers: Mapping[str, int]) -> Placement:
-    """Returns the configured placement; where the devices do not suffice for it, the message names what else to do."""
+    """Returns the configured placement; where there are too few devices the error lists the alternatives."""
     mesh, count = cfg.mesh, jax.device_count()
     try:
         return placements.place(mesh.placement, readers, data=mesh.data, model=mesh.model)
@@ -143,7 +143,7 @@ def _place_configured(cfg: Config, readers: Mapping[str, int]) -> Placement:
 
 
 def _place_uncompiled(cfg: Config, readers: Mapping[str, int], hardware: Hardware, *, reading: bool) -> Placement:
-    """Returns the configured placement, or data parallel, or for reading the fewest devices that hold the weights."""
+    """Returns the configured placement, data parallel, or for evaluation the smallest model axis that fits."""
     mesh, count = cfg.mesh, len(hardware.devices)
     if mesh.placement != "auto":
         return _place_configured(cfg, readers)
@@ -165,7 +165,7 @@ def _place_uncompiled(cfg: Config, readers: Mapping[str, int], hardware: Hardwar
 
 
 def simulate(cfg: Config, card: gpus.Card, count: int, *, estimate: bool = False) -> Plan:
-    """Returns the plan of so many cards; of none, what training does on a machine's CPU."""
+    """Returns the plan of `count` cards; of 0, the run on a CPU."""
     if count:
         return make(cfg, f"{card.name}x{count}", estimate=estimate)
     own, placed = config.with_remat(cfg, "none"), placements.place("single", recipes.reader_bytes(cfg))
@@ -175,7 +175,7 @@ def simulate(cfg: Config, card: gpus.Card, count: int, *, estimate: bool = False
 
 
 def _absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
-    """Returns stand-ins for a target's devices; without the compiler CPU devices stand in for counting only."""
+    """Returns stand-ins for a target's devices; without the compiler, CPU devices that only give shapes shardings."""
     room = memory_limit.of_devices(cfg, target.card.memory_bytes)
     if compiler:
         return Hardware(gpus.compile_devices(target), room, target, gpus.compile_lowered)
@@ -209,22 +209,21 @@ def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
         "global_batch": cfg.train.global_batch,
         "unit": list(recipes.unit(cfg)),
         "hours": chosen["hours"] if chosen else None,
-        "host_memory_bytes": _host_bytes(cfg, found),
+        "host_memory_bytes": _host_bytes(found),
         "plan_seconds": round(time.monotonic() - started, 1),
         "candidates": rows,
         "chosen": chosen,
         "why": _why(chosen, rows),
-        "validation": _validation(cfg, best, room) if best else None,
+        "validation": _validation(best, room) if best else None,
         "remedies": [] if best else remedies.fewer_bits(cfg, hardware),
     }
 
 
-def _validation(cfg: Config, best: Candidate, room: memory_limit.MemoryLimit) -> Plan:
-    """Returns what validation takes where the chosen candidate trains, by arithmetic."""
-    assert best.placement is not None, "it was chosen"
-    own = config.with_remat(cfg, best.remat)
-    recipe = recipes.make(own, best.placement, outline=True)
-    found = validation_memory.estimate(StepSpec(own, recipe), recipe, recipe.batch_widths(), room)
+def _validation(best: Candidate, room: memory_limit.MemoryLimit) -> Plan:
+    """Returns the estimated memory of validation beside the chosen candidate's training state."""
+    assert best.program is not None, "it was chosen"
+    recipe: Any = best.program.recipe
+    found = validation_memory.estimate(best.program, recipe, recipe.batch_widths(), room)
     return dataclasses.asdict(found) | {"told": validation_memory.describe(found, room)}
 
 
@@ -268,12 +267,11 @@ def _row(cfg: Config, candidate: Candidate) -> Plan:
     return row
 
 
-def _host_bytes(cfg: Config, found: Sequence[Candidate]) -> int:
+def _host_bytes(found: Sequence[Candidate]) -> int:
     """Returns the host memory of one process: weights stream through it, a checkpoint passes as a whole."""
-    placed = next((candidate.placement for candidate in found if candidate.placement), None)
-    if placed is None:
+    program = next((candidate.program for candidate in found if candidate.program), None)
+    if program is None:
         return int(HOST_BYTES)
-    program = StepSpec(config.with_remat(cfg, "none"), recipes.make(cfg, placed, outline=True))
     state = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(program.state()))
     frozen = jax.tree.leaves(program.frozen())
     largest = max((leaf.size // max(1, leaf.shape[0]) * 4 for leaf in frozen), default=0)
@@ -299,12 +297,12 @@ def _why(chosen: Plan | None, rows: Sequence[Plan]) -> str:
 
 
 def kept(cfg: Config, target: str) -> Plan | None:
-    """Returns the compiled plan of an absent target if an earlier call has kept it; compiles nothing."""
-    return _read_kept(_file(cfg, gpus.parse(target).name))
+    """Returns the cached plan of a target; None where there is none. Compiles nothing."""
+    return _read_cached(_file(cfg, gpus.parse(target).name))
 
 
 def _file(cfg: Config, name: str) -> Path:
-    """Returns where the plan of the same configuration, target, versions and code is kept."""
+    """Returns the cache file for a configuration, target, versions and code."""
     kind = [device.device_kind for device in jax.devices()] if name == "here" else []
     asked = [
         name,
@@ -318,8 +316,8 @@ def _file(cfg: Config, name: str) -> Path:
     return sources.cache_root() / "plans" / f"{name}-{digest}.json"
 
 
-def _read_kept(file: Path) -> Plan | None:
-    """Returns a kept plan; nothing where there is none, or a damaged one, which is computed again."""
+def _read_cached(file: Path) -> Plan | None:
+    """Returns a cached plan; None where there is none or the file is damaged."""
     with contextlib.suppress(FileNotFoundError, UserError):
         found = schema.read(file, dict[str, Any], remedy="")
         if found.keys() >= {"target", "chosen"}:
@@ -328,19 +326,19 @@ def _read_kept(file: Path) -> Plan | None:
 
 
 def _cached(cfg: Config, name: str, compute: Any) -> Plan:
-    """Returns the plan kept for the same question, else computes and keeps it."""
+    """Returns the cached plan, else computes and caches it."""
     file = _file(cfg, name)
-    if found := _read_kept(file):
+    if found := _read_cached(file):
         return found
     found = compute()
-    if "why_not_compiled" not in found:  # it may be installed by the next call
+    if "why_not_compiled" not in found:  # the compiler may be installed by the next call
         file.parent.mkdir(parents=True, exist_ok=True)
         write_whole(file, json.dumps(found))
     return found
 
 
 def _code() -> str:
-    """Returns a digest of the project's own code: another step is another plan."""
+    """Returns a digest of the project's code: a changed train step invalidates cached plans."""
     digest = hashlib.sha256()
     for folder in ("lw_jax", "sharding"):
         for file in sorted((ROOT / folder).rglob("*.py")):

@@ -1,4 +1,4 @@
-"""What would fit where nothing does: the readers' weights in fewer bits, tried by arithmetic."""
+"""Quantised weights that would fit where no placement does, estimated by arithmetic."""
 
 import dataclasses
 from collections.abc import Mapping, Sequence
@@ -14,7 +14,7 @@ from lw_jax.training.memory import bytes_of
 Remedy = dict[str, Any]  # an entry of a plan's "remedies"
 
 CLOSE = 1.1  # of the limit; arithmetic is up to 12 % above what is compiled (two RTX 4090, nf4: 21.0 for 19.3 GB)
-# Packing -> what it is called, and the ways of storing that take more bits.
+# Packing -> its name in messages, and the storage types that take more bits.
 PACKINGS = {"int8": ("8 bits", (*DTYPES,)), "nf4": ("4 bits", (*DTYPES, "int8", "w8a8"))}
 
 

@@ -1,4 +1,4 @@
-"""What a job takes on 1, 2, 4, ... cards, and what changing it would take: the tables of a simulation.
+"""Tables of `plan --simulate`: cost of a job on 1, 2, 4, ... cards, and of changes to it.
 
 The questions are those of the original project's GPU configuration analysis, elastic guide and batch size note; every
 figure is a plan's or the arithmetic estimate's.
@@ -20,7 +20,7 @@ Estimate = Callable[[Config, str], Plan]  # (configuration, target) -> its plan 
 
 @dataclasses.dataclass(frozen=True)
 class Change:
-    """One thing changed, everything else as planned, both by arithmetic."""
+    """One changed value, everything else as planned; before and after by arithmetic."""
 
     what: str
     before: Plan | None  # the chosen candidate; None: does not fit
@@ -69,7 +69,7 @@ def text(cfg: Config, plans: Sequence[Plan], *, own: Mapping[str, Any], estimate
 
 
 def changes(cfg: Config, plan: Plan, *, own: Mapping[str, Any], estimate: Estimate) -> list[Change]:
-    """Returns what another micro-batch, twice the latents and twice the steps would take on a plan's cards."""
+    """Returns the cost of another micro-batch, twice the latents and twice the steps on a plan's cards."""
     chosen, target = plan["chosen"], plan["target"]
     micro, data = chosen["micro_batch"], max(chosen["data"], 1)
 

@@ -55,10 +55,7 @@ def step_flops(cfg: Config) -> float:
 
 
 def encode_flops(recipe: LatentWire, rows: int) -> float:
-    """Returns the arithmetic of writing so many texts.
-
-    A body that learns passes three times over a step's products, backward twice as dear as forward.
-    """
+    """Returns the FLOPs of encoding so many texts: a third of a training step's, whose backward pass costs twice."""
     return recipe.terms(recipe.batch_widths(), rows)[""].flops / 3
 
 

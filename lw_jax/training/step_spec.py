@@ -1,5 +1,7 @@
 """Optimizer, train step and abstract arrays (shapes with shardings) of a run; the planner compiles it elsewhere."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
@@ -42,6 +44,14 @@ class StepSpec:
 
     def state(self) -> State:
         """Returns the abstract train state."""
+        return self._state
+
+    def frozen(self) -> Tree:
+        """Returns the abstract frozen weights."""
+        return self._frozen
+
+    @functools.cached_property
+    def _state(self) -> State:
         shapes = self.recipe.abstract().trainable
         trainable = place.place_shapes(shapes, self.recipe.shardings().trainable)
         replicated = NamedSharding(self.placement.learner, P())
@@ -49,8 +59,8 @@ class StepSpec:
         step = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
         return {"trainable": trainable, "opt_state": opt_state, "step": step}
 
-    def frozen(self) -> Tree:
-        """Returns the abstract frozen weights."""
+    @functools.cached_property
+    def _frozen(self) -> Tree:
         return place.place_shapes(self.recipe.abstract().frozen, self.recipe.shardings().frozen)
 
     def batch(self, widths: Tree, accumulation: int) -> Tree:

@@ -90,13 +90,13 @@ def test_two_absent_gpus_are_compiled_for_before_any_reader_is_made(compiled: tu
 
 
 @pytest.mark.slow
-def test_a_second_call_reads_the_kept_plan(compiled: tuple[Path, dict, float]) -> None:
+def test_a_second_call_reads_the_cached_plan(compiled: tuple[Path, dict, float]) -> None:
     folder, found, seconds = compiled
     begun = time.monotonic()
     done = start(*COMPILED, cwd=folder, LW_JAX_CACHE=str(folder / "cache"))
     assert time.monotonic() - begun < seconds / 2
     assert (done.returncode, done.stderr) == (0, "")
-    assert "compiled for the target" in done.stdout and "(kept)" in done.stdout
+    assert "compiled for the target" in done.stdout and "(cached)" in done.stdout
     assert f"chosen: {found['chosen']['strategy']} {found['chosen']['mesh']}" in done.stdout
 
 
@@ -123,7 +123,7 @@ def test_bench_predicts_for_absent_gpus_what_it_would_measure(compiled: tuple[Pa
 
 
 @pytest.mark.slow
-def test_slurm_writes_a_script_that_runs_the_kept_plan(compiled: tuple[Path, dict, float]) -> None:
+def test_slurm_writes_a_script_that_runs_the_cached_plan(compiled: tuple[Path, dict, float]) -> None:
     folder, found, _ = compiled
     script = folder / "job.sbatch"
     words = ("slurm", *COMPILED[1:], "--output", str(script))

@@ -1,4 +1,4 @@
-"""Layers apart or stacked: decided by the device, by how many answers are asked for, and by what memory holds."""
+"""lw_jax/planning/decode_layout.py: unstacked layers on GPUs, for many answers, where memory allows."""
 
 import dataclasses
 import types
@@ -37,7 +37,7 @@ def on(platform, placed):
 
 def settle(root, monkeypatch, *, room=ROOM, platform="gpu", need=10**9, **changes):
     cfg = tiny.make_config(root, eval__layers="auto", **changes)
-    monkeypatch.setattr(decode_layout, "bytes_apart", lambda *_: need)
+    monkeypatch.setattr(decode_layout, "unstacked_bytes", lambda *_: need)
     return decode_layout.settle_layers(cfg, on(platform, place(cfg)), room).eval.layers
 
 
@@ -90,4 +90,4 @@ def test_bytes_are_those_of_the_compiled_program(model, root, tmp_path):
     weights = place_.device_bytes(params)
     assert found["unstacked"] - found["stacked"] == pytest.approx(place_.device_bytes(params["layers"]), rel=0.2)
     assert weights + added == pytest.approx(found["unstacked"], rel=0.2)
-    assert decode_layout.bytes_apart(cfg, placed) > weights + added, "what is trained lies there as well"
+    assert decode_layout.unstacked_bytes(cfg, placed) > weights + added, "what is trained lies there as well"

@@ -30,7 +30,7 @@ def root(tmp_path_factory):
 
 @pytest.fixture
 def measure(monkeypatch):
-    """Needs by arithmetic, nothing compiled."""
+    """StepMemory by arithmetic, nothing compiled."""
     return replace_compiler(monkeypatch)
 
 
@@ -270,9 +270,8 @@ def test_a_step_that_the_compiler_finds_too_large_is_an_obstacle(micro, root, mo
 
 def test_nothing_fits_tells_every_obstacle_and_the_remedies(root, measure):
     room = MemoryLimit(10**6, 0.8)
-    rows = [
-        dataclasses.asdict(dataclasses.replace(one, placement=None)) for one in choose(auto(root), hardware(3, room))
-    ]
+    found = choose(auto(root), hardware(3, room))
+    rows = [{key: getattr(one, key) for key in ("strategy", "mesh", "obstacle")} for one in found]
     told = placement_search.nothing_fits(rows, 3, room)
     assert told.startswith("no placement on 3 devices with 0.8 MB each holds this configuration: single 1x1: weights")
     assert all(f"{row['strategy']} {row['mesh']}: {row['obstacle']}" in told for row in rows)
