@@ -5,12 +5,13 @@
 
 from typing import TYPE_CHECKING, Any
 
+from lw_jax.core.version import __version__
+
 if TYPE_CHECKING:
     from lw_jax.inference.language_model import load_lm
     from lw_jax.inference.trained_wire import load_wire
 
 __all__ = ["__version__", "load_lm", "load_wire"]
-__version__ = "0.1.0.dev0"
 
 
 def __getattr__(name: str) -> Any:

@@ -26,13 +26,14 @@ FLOORS = (
     ("lw_jax.recipes",),
     ("lw_jax.planning",),
     ("lw_jax.inference", "lw_jax.benchmarking", "lw_jax.slurm", "lw_jax.report"),
-    ("lw_jax.commands", "lw_jax"),
+    ("lw_jax",),
+    ("lw_jax.commands",),
     ("run",),
 )
 # Configuration files, the users' code: loaded by path, imported by nobody; they import the declaration of the keys.
 ISLAND = ("configs.*", "configs")
 VISITORS: tuple[str, ...] = ()
-ISLAND_MAY_IMPORT = ("ml_collections", "configs", "lw_jax.core.config")
+ISLAND_MAY_IMPORT = ("dataclasses", "ml_collections", "configs", "lw_jax.core.config")
 OURS = ("run", "lw_jax", "sharding", "configs")
 
 

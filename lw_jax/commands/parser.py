@@ -7,9 +7,9 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
-import lw_jax
 from lw_jax.core.command_line import take_assignments
 from lw_jax.core.errors import UserError
+from lw_jax.core.version import __version__
 
 DEFAULT = "train"
 PROGRAM = "python run.py"
@@ -277,7 +277,7 @@ def _build() -> argparse.ArgumentParser:
         epilog=f"{PROGRAM} COMMAND --help lists the flags of a command.\n\nexamples:\n{examples}",
         formatter_class=layout,
     )
-    parser.add_argument("--version", action="version", version=f"LatentWire JAX {lw_jax.__version__}")
+    parser.add_argument("--version", action="version", version=f"LatentWire JAX {__version__}")
     commands = parser.add_subparsers(prog=PROGRAM, dest="verb", required=True, help=argparse.SUPPRESS)
     for name, one in COMMANDS.items():
         summary = f"{one.summary[0].upper()}{one.summary[1:]}."

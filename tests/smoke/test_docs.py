@@ -248,7 +248,7 @@ def _find_names(text: str) -> list[tuple[str, str]]:
 
 
 def _defines(file: Path, name: str) -> bool:
-    return re.search(rf"^(class|def) {name}\b", file.read_text("utf-8"), re.MULTILINE) is not None
+    return file.is_file() and bool(re.search(rf"^(class|def) {name}\b", file.read_text("utf-8"), re.MULTILINE))
 
 
 def _find_keys(text: str) -> list[str]:

@@ -110,4 +110,4 @@ def test_other_verbs_name_what_such_a_run_is_for(here, done):
     assert all(flag in done["export nothing"][2] for flag in ("--peft", "--merged", "--model"))
     assert "report.html" in done["report"][1]
     page = (here / "run" / "report.html").read_text("utf-8")
-    assert "held-out pairs" in page and "Bytes on the wire" not in page
+    assert "accuracy of pairs" in page and "Bytes on the wire" not in page

@@ -1,4 +1,4 @@
-"""One command of each verb on tiny models, all in one process: each ends well and leaves what it is for."""
+"""One command of each verb on tiny models, in one process; `plan` and `slurm` stand in test_plan and test_slurm."""
 
 import json
 import os
@@ -37,10 +37,8 @@ def done(folder: Path) -> dict[str, Done]:
         "export": ["export", "--workdir", "ttt", "--model", "model"],
         "show": ["show", "--config", "configs/h100x4.py"],
         "bench": ["bench", *config, "--parts", "step", "--repeats", "1", "--workdir", "bench"],
-        "plan": ["plan", *config, "--target", "h100x2", "--estimate", "--json"],
-        "slurm": ["slurm", *config, "--target", "h100x1", "--hours", "1", "--output", "job.sbatch"],
     }
-    assert {name.split()[0] for name in commands} == set(parser.COMMANDS)
+    assert {name.split()[0] for name in commands} | {"plan", "slurm"} == set(parser.COMMANDS)
     environ = os.environ | {"PYTHONPATH": str(PROJECT), "JAX_NUM_CPU_DEVICES": "1", "XDG_CONFIG_HOME": str(folder)}
     return start_several(commands, cwd=folder, environ=environ)
 
@@ -58,5 +56,3 @@ def test_every_verb_leaves_what_it_is_for(done: dict[str, Done], folder: Path) -
     assert {"config.json", "model.safetensors"} <= {path.name for path in (folder / "model").iterdir()}
     assert "train.steps" in done["show"][1] or "steps" in done["show"][1]
     assert json.loads((folder / "bench" / "bench.json").read_text("utf-8"))["rows"][0]["part"] == "step"
-    assert json.loads(done["plan"][1])["chosen"]["micro_batch"] > 0
-    assert (folder / "job.sbatch").read_text("utf-8").startswith("#!")

@@ -132,7 +132,7 @@ def test_padding_counts_masks_and_answers_but_no_other_weights():
 def test_arithmetic_of_a_step_counts_nothing_twice(tmp_path):
     cfg = tiny.make_ttt_config(tmp_path)
     again = dataclasses.replace(cfg, compute=dataclasses.replace(cfg.compute, remat="full"))
-    again = dataclasses.replace(again, ttt=dataclasses.replace(cfg.ttt, loss_chunk=8))
+    again = dataclasses.replace(again, compute=dataclasses.replace(again.compute, logits_chunk=8))
     assert workload.step_flops(again) == workload.step_flops(cfg)
     larger = dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, global_batch=3 * cfg.train.global_batch))
     assert workload.step_flops(larger) == 3 * workload.step_flops(cfg)

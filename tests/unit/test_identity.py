@@ -74,7 +74,7 @@ class Kinds:
         stages = {"stages__pretrain__share": 0.5, "stages__pretrain__lengths": (16,)} if kind == "passages" else {}
         if kind == "passages":
             stages["data__passages"] = self._passages()
-        return tiny.make_recipe(self.root, **data, **stages)
+        return tiny.make_recipe(self.root, data__validation_limit=0, **data, **stages)
 
     def _passages(self) -> str:
         file = self.folder / "passages.txt"
@@ -126,7 +126,9 @@ def test_same_rows_elsewhere_and_made_cards_have_the_same_content(kinds, root, t
     for name in ("train", "validation"):
         (tmp_path / f"moved_{name}.jsonl").write_bytes((tmp_path / f"{name}.jsonl").read_bytes())
     moved = tiny.make_recipe(
-        root, **{f"data__{name}": str(tmp_path / f"moved_{name}.jsonl") for name in ("train", "validation")}
+        root,
+        data__validation_limit=0,
+        **{f"data__{name}": str(tmp_path / f"moved_{name}.jsonl") for name in ("train", "validation")},
     )
     assert first.content() == moved.content()
     made, again, other = (tiny.make_recipe(root, seed=seed).content() for seed in (1, 1, 2))
