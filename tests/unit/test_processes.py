@@ -65,7 +65,7 @@ def three(monkeypatch) -> list[tuple[processes.Watch, Ended]]:
 
 def die(watch: processes.Watch) -> None:
     """Closes its connections as the kernel does; a dead process says nothing."""
-    watch._tell = lambda line, besides=None: None
+    watch._send = lambda line, besides=None: None
     for link in watch._links.values():
         with contextlib.suppress(OSError):  # closed from the other side
             link.shutdown(socket.SHUT_RDWR)
