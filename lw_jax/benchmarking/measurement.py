@@ -251,7 +251,7 @@ class Measured:
     def input(self) -> list[Row]:
         """Makes batches as training does and puts them on the devices, with no step between them."""
         cfg, recipe = self.cfg, recipes.make(self.cfg, self.placement)
-        loader = Loader(recipe.course(), global_batch=cfg.train.global_batch, seed=cfg.seed)
+        loader = Loader(recipe.data_schedule(), global_batch=cfg.train.global_batch, seed=cfg.seed)
         padding, samples = [], []
         for _ in range(BATCHES):
             started = time.perf_counter()

@@ -55,7 +55,7 @@ class Stream(Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Stretch:
+class Phase:
     """Consecutive batches of one mixture; each batch is of one stream, each example has a drawn message shape."""
 
     steps: int
@@ -88,20 +88,20 @@ class Stretch:
 
 
 @dataclasses.dataclass(frozen=True)
-class Course:
+class DataSchedule:
     """All batches of a run by number; the last phase continues beyond its steps."""
 
-    stretches: tuple[Stretch, ...]
+    phases: tuple[Phase, ...]
 
     @staticmethod
-    def of(encoded: Stream) -> "Course":
+    def of(encoded: Stream) -> "DataSchedule":
         """Returns the schedule of one stream."""
-        return Course((Stretch(1, ((encoded, 1.0),)),))
+        return DataSchedule((Phase(1, ((encoded, 1.0),)),))
 
     @functools.cached_property
     def streams(self) -> list[Stream]:
         """Returns each stream once."""
-        found = {id(encoded): encoded for stretch in self.stretches for encoded, _ in stretch.streams}
+        found = {id(encoded): encoded for phase in self.phases for encoded, _ in phase.streams}
         return list(found.values())
 
     def describe(self) -> list[str]:
@@ -118,20 +118,20 @@ class Course:
 
     def shapes(self) -> list[Batch]:
         """Returns a batch of one example of each stream, of the phase with the fewest frozen parts."""
-        most: dict[int, tuple[Stretch, Stream]] = {}
-        for stretch in sorted(self.stretches, key=lambda stretch: len(stretch.frozen)):
-            for encoded, _ in stretch.streams:
-                most.setdefault(id(encoded), (stretch, encoded))
+        most: dict[int, tuple[Phase, Stream]] = {}
+        for phase in sorted(self.phases, key=lambda phase: len(phase.frozen)):
+            for encoded, _ in phase.streams:
+                most.setdefault(id(encoded), (phase, encoded))
         found = (most[id(encoded)] for encoded in self.streams)
-        return [stretch.mark(encoded.probe()) for stretch, encoded in found]
+        return [phase.mark(encoded.probe()) for phase, encoded in found]
 
     def batch(self, number: int, *, global_batch: int, seed: int, share: slice) -> Batch:
         """Returns rows `share` of a global batch; a function of its arguments alone."""
-        stretch, stream, before = self._place(number)
+        phase, stream, before = self._place(number)
         encoded, order = self.streams[stream], self._order(stream, seed)
         indices = [int(order[before * global_batch + row] or 0) for row in range(global_batch)]
-        channel = _draw(stretch, encoded, np.random.default_rng([seed, number]), global_batch)
-        return stretch.mark(encoded.collate(indices[share], channel=None if channel is None else channel[share]))
+        channel = _draw(phase, encoded, np.random.default_rng([seed, number]), global_batch)
+        return phase.mark(encoded.collate(indices[share], channel=None if channel is None else channel[share]))
 
     def _order(self, stream: int, seed: int) -> grain.MapDataset:
         """Returns a stream's examples without end, shuffled anew each epoch."""
@@ -139,22 +139,22 @@ class Course:
         drawn = int(np.random.SeedSequence([seed, stream] if stream else seed).generate_state(1)[0])
         return grain.MapDataset.range(len(self.streams[stream])).shuffle(seed=drawn).repeat()
 
-    def _place(self, number: int) -> tuple[Stretch, int, int]:
+    def _place(self, number: int) -> tuple[Phase, int, int]:
         """Returns a batch's phase, its stream, and the number of that stream's earlier batches."""
         positions = {id(encoded): i for i, encoded in enumerate(self.streams)}
         used = [0] * len(self.streams)
-        for stretch in self.stretches[:-1]:
-            if number < stretch.steps:
+        for phase in self.phases[:-1]:
+            if number < phase.steps:
                 break
-            for (encoded, _), count in zip(stretch.streams, stretch.counts(stretch.steps), strict=True):
+            for (encoded, _), count in zip(phase.streams, phase.counts(phase.steps), strict=True):
                 used[positions[id(encoded)]] += count
-            number -= stretch.steps
+            number -= phase.steps
         else:
-            stretch = self.stretches[-1]
-        for (encoded, _), count in zip(stretch.streams, stretch.counts(number), strict=True):
+            phase = self.phases[-1]
+        for (encoded, _), count in zip(phase.streams, phase.counts(number), strict=True):
             used[positions[id(encoded)]] += count
-        stream = positions[id(stretch.streams[stretch.pattern[number % stretch.steps]][0])]
-        return stretch, stream, used[stream]
+        stream = positions[id(phase.streams[phase.pattern[number % phase.steps]][0])]
+        return phase, stream, used[stream]
 
 
 def digest_of(streams: Sequence[Stream]) -> str:
@@ -162,9 +162,9 @@ def digest_of(streams: Sequence[Stream]) -> str:
     return hashlib.blake2b("\n".join(one.digest() for one in streams).encode(), digest_size=16).hexdigest()
 
 
-def refuse_small(course: Course, global_batch: int) -> None:
+def refuse_small(data_schedule: DataSchedule, global_batch: int) -> None:
     """Raises UserError where a stream has fewer examples than one global batch."""
-    for encoded in course.streams:
+    for encoded in data_schedule.streams:
         if len(encoded) < global_batch:
             raise UserError(
                 f"config.data.train gives {len(encoded)} usable examples ({encoded.task}), fewer than one global batch "
@@ -172,14 +172,14 @@ def refuse_small(course: Course, global_batch: int) -> None:
             )
 
 
-def widths_of(batch: Batch) -> Tree:
+def example_shapes(batch: Batch) -> Tree:
     """Returns one example's shapes, without the batch axis."""
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 
-def _draw(stretch: Stretch, encoded: Stream, rng: np.random.Generator, rows: int) -> np.ndarray | None:
+def _draw(phase: Phase, encoded: Stream, rng: np.random.Generator, rows: int) -> np.ndarray | None:
     """Returns i32[b 3]: slots, width and bits of each example; None for a stream without messages."""
     if not encoded.slots:
         return None
-    choices = (stretch.slots or (encoded.slots,), stretch.widths or (encoded.width,), stretch.bits or (EXACT,))
+    choices = (phase.slots or (encoded.slots,), phase.widths or (encoded.width,), phase.bits or (EXACT,))
     return np.stack([rng.choice(np.array(values, np.int32), rows) for values in choices], axis=1)

@@ -11,7 +11,7 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.data.batches import Batch
-from lw_jax.data.data_schedule import Course, Stream, refuse_small
+from lw_jax.data.data_schedule import DataSchedule, Stream, refuse_small
 from lw_jax.data.examples import spread
 
 FOREVER = 1 << 40  # batches, more than any run takes
@@ -26,17 +26,23 @@ class Loader:
     """
 
     def __init__(
-        self, course: Course, *, global_batch: int, seed: int, process_index: int = 0, process_count: int = 1
+        self,
+        data_schedule: DataSchedule,
+        *,
+        global_batch: int,
+        seed: int,
+        process_index: int = 0,
+        process_count: int = 1,
     ) -> None:
-        refuse_small(course, global_batch)
+        refuse_small(data_schedule, global_batch)
         if global_batch % process_count:
             raise UserError(f"config.train.global_batch={global_batch} does not divide by {process_count} processes")
         rows = global_batch // process_count
         share = slice(process_index * rows, (process_index + 1) * rows)
-        self._identity = {"examples": course.sizes(), "global_batch": global_batch, "seed": seed}
+        self._identity = {"examples": data_schedule.sizes(), "global_batch": global_batch, "seed": seed}
         self._batches = iter(
             grain.MapDataset.range(FOREVER)
-            .map(lambda number: course.batch(number, global_batch=global_batch, seed=seed, share=share))
+            .map(lambda number: data_schedule.batch(number, global_batch=global_batch, seed=seed, share=share))
             .to_iter_dataset(_READ)
         )
 

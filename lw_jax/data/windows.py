@@ -8,7 +8,7 @@ import numpy as np
 from lw_jax.core.types import Task
 from lw_jax.data.batches import Batch
 from lw_jax.data.corpus import Span
-from lw_jax.data.data_schedule import Course, Stream, Stretch
+from lw_jax.data.data_schedule import DataSchedule, Phase, Stream
 
 Extra = Callable[[np.ndarray], Mapping[str, np.ndarray]]  # ids i32[b L+1] -> further fields [b ...]
 
@@ -68,16 +68,16 @@ class Windows:
 
 
 @dataclasses.dataclass(frozen=True)
-class Paced(Course):
+class WarmupSchedule(DataSchedule):
     """A schedule whose batches hold every row's "rate": linear from `start` to 1 at batch number `warmup`."""
 
     warmup: int = 0  # batches; 0: always 1
     start: float = 1.0
 
     @staticmethod
-    def of(encoded: Stream, *, warmup: int = 0, start: float = 1.0) -> "Paced":
+    def of(encoded: Stream, *, warmup: int = 0, start: float = 1.0) -> "WarmupSchedule":
         """Returns the schedule of one stream."""
-        return Paced((Stretch(1, ((encoded, 1.0),)),), warmup=warmup, start=start)
+        return WarmupSchedule((Phase(1, ((encoded, 1.0),)),), warmup=warmup, start=start)
 
     def rate(self, number: int) -> float:
         """Returns the rate of a batch."""

@@ -9,7 +9,7 @@ from lw_jax.core.config import Config, Stage
 from lw_jax.core.types import TASKS, Example
 from lw_jax.data import examples, passages
 from lw_jax.data.batches import Encoded
-from lw_jax.data.data_schedule import Course, Stretch
+from lw_jax.data.data_schedule import DataSchedule, Phase
 from lw_jax.data.prompt_tokens import Layout
 from lw_jax.data.tokens import Tokenizer
 
@@ -50,9 +50,9 @@ class Curriculum:
         self.stream = functools.cache(self._stream)
         self.examples = functools.cache(self._examples)
 
-    def course(self) -> Course:
+    def data_schedule(self) -> DataSchedule:
         """Returns the batches of all stages in order; a stage's passage lengths get equal parts of it."""
-        stretches, rates = [], {part: each for part, each in encoder_rates(self.cfg).items() if any(each)}
+        phases, rates = [], {part: each for part, each in encoder_rates(self.cfg).items() if any(each)}
         for number, (_, stage, steps) in enumerate(self.stages):
             frozen = tuple(part for part, each in rates.items() if not each[number])
             lengths = stage.lengths if stage.reconstruct + stage.continuation else (0,)
@@ -61,8 +61,8 @@ class Curriculum:
                 weights = [(task, weight_of(stage, task)) for task in TASKS]
                 streams = tuple((self.stream("train", task, length), weight) for task, weight in weights if weight)
                 if end > begin:
-                    stretches.append(Stretch(end - begin, streams, stage.slots, stage.widths, stage.bits, frozen))
-        return Course(tuple(stretches))
+                    phases.append(Phase(end - begin, streams, stage.slots, stage.widths, stage.bits, frozen))
+        return DataSchedule(tuple(phases))
 
     def validation(self) -> list[tuple[str, Encoded]]:
         """Returns (metric prefix, examples): each task's held-out ones, then the same with other examples' sources.

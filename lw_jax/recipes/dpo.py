@@ -12,7 +12,7 @@ from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data import pairs, preferences
-from lw_jax.data.data_schedule import Course, Stretch, digest_of
+from lw_jax.data.data_schedule import DataSchedule, Phase, digest_of
 from lw_jax.data.pairs import Preference
 from lw_jax.data.preferences import Limits, Preferences
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
@@ -102,11 +102,11 @@ class DPO:
 
     # --- data
 
-    def course(self) -> Course:
+    def data_schedule(self) -> DataSchedule:
         """Returns the training pairs in batches of similar length, each length bucket as often as it has pairs."""
         streams = tuple((self._lookup(data, training=True), float(len(data))) for data in self._train)
         steps = max(1, sum(len(data) for data in self._train) // self.cfg.train.global_batch)
-        return Course((Stretch(steps, streams),))
+        return DataSchedule((Phase(steps, streams),))
 
     def validation(self) -> list[tuple[str, Preferences]]:
         """Returns the held-out pairs, which share no prompt with training."""

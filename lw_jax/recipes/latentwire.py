@@ -13,7 +13,7 @@ from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.types import DTYPES, EXACT, Example, LossTerms, Task, Tree
 from lw_jax.data import batches, examples, prompt_tokens
-from lw_jax.data.data_schedule import Course
+from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
 from lw_jax.hub import architectures, weights
 from lw_jax.losses import chunked, objectives
@@ -197,9 +197,9 @@ class LatentWire:
         """Returns the batches of the run's stages."""
         return Curriculum(self.cfg, self.layout, self.tokenizers, self._answers)
 
-    def course(self) -> Course:
+    def data_schedule(self) -> DataSchedule:
         """Returns the batches of all stages in order."""
-        return self.curriculum.course()
+        return self.curriculum.data_schedule()
 
     def validation(self) -> list[tuple[str, batches.Encoded]]:
         """Returns each task's held-out examples, the last stage's first, then the same with other texts' latents."""
@@ -315,7 +315,7 @@ class LatentWire:
     def content(self) -> dict[str, str]:
         """Returns hashes of all stages' training tokens and of the held-out text."""
         held_out = examples.digest(self.curriculum.examples("validation"))
-        return {"train": self.course().digest(), "validation": held_out}
+        return {"train": self.data_schedule().digest(), "validation": held_out}
 
     # --- planning
 

@@ -24,7 +24,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example, LossTerms, Tree
 from lw_jax.data import batches, examples, prompt_tokens, question_cards
-from lw_jax.data.data_schedule import Course
+from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.hub import sources, weights
 from lw_jax.losses import token_losses
@@ -195,9 +195,9 @@ class SelfmadeReader:
         """Returns nothing: all of it learns."""
         return {}
 
-    def course(self) -> Course:
+    def data_schedule(self) -> DataSchedule:
         """Returns the cards of the training split."""
-        return Course.of(self.data("train"))
+        return DataSchedule.of(self.data("train"))
 
     def validation(self) -> list[tuple[str, batches.Encoded]]:
         """Returns cards that share no card with training."""

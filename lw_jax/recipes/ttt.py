@@ -15,7 +15,7 @@ from lw_jax.core.types import DTYPES, LossTerms, Task, Tree
 from lw_jax.data import corpus
 from lw_jax.data.corpus import Span, TextTokenizer
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, byte_backend, load_tokenizer, wrap
-from lw_jax.data.windows import Paced, Windows
+from lw_jax.data.windows import WarmupSchedule, Windows
 from lw_jax.evals import ngrams
 from lw_jax.hub import sources, weights
 from lw_jax.losses import chunked
@@ -118,11 +118,11 @@ class TTT:
 
     # --- data
 
-    def course(self) -> Paced:
+    def data_schedule(self) -> WarmupSchedule:
         """Returns the windows of the training text, in another order each epoch."""
         spec = self.cfg.ttt
         train = _refuse_empty(Windows(self._spans[0], self.unit[1], NAME))
-        return Paced.of(train, warmup=self.cfg.optim.warmup_steps, start=INNER_START[spec.inner])
+        return WarmupSchedule.of(train, warmup=self.cfg.optim.warmup_steps, start=INNER_START[spec.inner])
 
     def validation(self) -> list[tuple[str, Windows]]:
         """Returns the held-out windows with the unigram and bigram baselines of the training text."""

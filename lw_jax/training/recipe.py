@@ -11,7 +11,7 @@ from typing import Protocol, runtime_checkable
 import jax
 
 from lw_jax.core.types import LossTerms, Tree
-from lw_jax.data.data_schedule import Course, Stream
+from lw_jax.data.data_schedule import DataSchedule, Stream
 from lw_jax.models.pass_costs import Terms
 from lw_jax.training.optimizers import Rates
 from sharding.placement import Placement
@@ -54,7 +54,7 @@ class Recipe(Protocol):
         """Loads the frozen tree, sharded: a resumed run needs it beside its checkpoint."""
         ...
 
-    def course(self) -> Course:
+    def data_schedule(self) -> DataSchedule:
         """Returns the tokenised training examples and their order."""
         ...
 

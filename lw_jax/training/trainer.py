@@ -15,7 +15,7 @@ from lw_jax.core import runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
-from lw_jax.data.data_schedule import Course, widths_of
+from lw_jax.data.data_schedule import DataSchedule, example_shapes
 from lw_jax.data.loader import Loader
 from lw_jax.training import (
     divergence,
@@ -72,22 +72,22 @@ class Run:
 
     def prepare(self) -> None:
         """Opens the data, chooses the micro-batch, and initialises or restores the state."""
-        course = self.recipe.course()
-        self.reporter.say(*course.describe())
+        data_schedule = self.recipe.data_schedule()
+        self.reporter.say(*data_schedule.describe())
         loader = Loader(
-            course,
+            data_schedule,
             global_batch=self.cfg.train.global_batch,
             seed=self.cfg.seed,
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
-        self._choose_micro_batch(course)
+        self._choose_micro_batch(data_schedule)
         session = _Session(loader, start=loader.state(), frozen=None, first=0, revalidate=False)
         self._restore_or_initialise(session)
         self.reporter.say(self._describe_batch())
         self._session = session
 
-    def _choose_micro_batch(self, course: Course) -> None:
+    def _choose_micro_batch(self, data_schedule: DataSchedule) -> None:
         """Takes the largest micro-batch that fits, unless it is configured or the memory limit is unknown."""
         limit = memory_limit.local(self.cfg)
         if limit is None:
@@ -95,7 +95,7 @@ class Run:
         self._warn_of_validation(limit)
         if self.cfg.train.micro_batch:
             return
-        shapes = map(widths_of, course.shapes())
+        shapes = map(example_shapes, data_schedule.shapes())
         found = [micro_batch_search.largest_micro_batch(self.step_spec, widths, limit) for widths in shapes]
         least = max(found, key=lambda one: (one.accumulation, one.peak))  # one micro-batch for all shapes
         if least.peak > limit.usable:

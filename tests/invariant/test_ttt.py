@@ -165,7 +165,7 @@ def test_one_batch_is_learned_by_heart(root, inner):
         "opt_state": program.optimizer.init(weights.trainable),
         "step": jnp.int32(0),
     }
-    batch = recipe.course().batch(0, global_batch=8, seed=0, share=slice(0, 8))
+    batch = recipe.data_schedule().batch(0, global_batch=8, seed=0, share=slice(0, 8))
     batch = jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], batch)
     first = None
     for _ in range(150):

@@ -32,24 +32,24 @@ def staged(root):
 
 
 def test_stages_follow_each_other_and_their_passages_grow_in_equal_parts(staged):
-    stretches = staged.course().stretches
-    told = [(one.steps, [(encoded.task, weight) for encoded, weight in one.streams]) for one in stretches]
+    phases = staged.data_schedule().phases
+    told = [(one.steps, [(encoded.task, weight) for encoded, weight in one.streams]) for one in phases]
     mixture = [("reconstruct", 0.25), ("continuation", 0.75)]
     parts = [(7, mixture), (6, mixture), (7, mixture)]
     assert told == [(10, [("reconstruct", 1.0)]), *parts, (30, [("answer", 1.0)])]
-    assert [(one.slots, one.bits) for one in stretches] == [*[((), ())] * 4, ((2, 5), (8, 4))]
-    lengths = [max(len(ids) - 1 for ids in one.streams[0][0].readers["llama"]["answer"].ids) for one in stretches[:4]]
+    assert [(one.slots, one.bits) for one in phases] == [*[((), ())] * 4, ((2, 5), (8, 4))]
+    lengths = [max(len(ids) - 1 for ids in one.streams[0][0].readers["llama"]["answer"].ids) for one in phases[:4]]
     assert lengths[1] < lengths[2] < lengths[3] < lengths[0] <= 32, "32, then 7, 13 and 19 tokens, words kept whole"
 
 
 def test_a_text_is_tokenised_once_however_often_it_is_asked_for(staged):
-    assert staged.course().streams[0] is staged.course().streams[0]
+    assert staged.data_schedule().streams[0] is staged.data_schedule().streams[0]
     assert staged.validation()[0][1] is staged.validation()[0][1]
 
 
 def test_without_passages_there_is_one_stretch_of_questions(root):
     plain = make(root)
-    (only,) = plain.course().stretches
+    (only,) = plain.data_schedule().phases
     assert only.steps == plain.cfg.train.steps and [encoded.task for encoded, _ in only.streams] == ["answer"]
     assert longest_passage(plain.cfg) == 0
     assert longest_passage(make(root, **STAGES).cfg) == 32

@@ -11,7 +11,7 @@ import pytest
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Example
 from lw_jax.data.batches import Encoded, Field
-from lw_jax.data.data_schedule import Course, Stretch, refuse_small, widths_of
+from lw_jax.data.data_schedule import DataSchedule, Phase, example_shapes, refuse_small
 from lw_jax.data.loader import Loader
 
 BATCH = 6
@@ -28,19 +28,19 @@ def encoded(count, task):
 
 
 ASKED, REPEATED, CONTINUED = encoded(23, "answer"), encoded(17, "reconstruct"), encoded(7, "continuation")
-MIXED = Stretch(29, ((ASKED, 0.5), (REPEATED, 0.3), (CONTINUED, 0.2)))
-COURSE = Course(
+MIXED = Phase(29, ((ASKED, 0.5), (REPEATED, 0.3), (CONTINUED, 0.2)))
+COURSE = DataSchedule(
     (
-        Stretch(5, ((REPEATED, 1.0),)),
+        Phase(5, ((REPEATED, 1.0),)),
         dataclasses.replace(MIXED, slots=(2, 8), widths=(3, 7, 11), bits=(16, 4)),
-        Stretch(13, ((ASKED, 3.0), (CONTINUED, 1.0)), bits=(8,)),
+        Phase(13, ((ASKED, 3.0), (CONTINUED, 1.0)), bits=(8,)),
     )
 )
 ENDS = (5, 34)
 
 
-def batch(number, *, course=COURSE, seed=3, share=slice(None)):
-    return course.batch(number, global_batch=BATCH, seed=seed, share=share)
+def batch(number, *, data_schedule=COURSE, seed=3, share=slice(None)):
+    return data_schedule.batch(number, global_batch=BATCH, seed=seed, share=share)
 
 
 def task_of(one):
@@ -61,10 +61,10 @@ def test_iterating_gives_the_batch_of_each_number():
 @pytest.mark.parametrize("weights", [(0.5, 0.3, 0.2), (1.0, 1.0, 1.0), (0.97, 0.02, 0.01), (5.0, 0.25, 2.0)])
 def test_every_beginning_of_a_stretch_has_its_shares_within_one_batch(weights):
     streams = (ASKED, REPEATED, CONTINUED)
-    course = Course((Stretch(201, tuple(zip(streams, weights, strict=True))),))
+    data_schedule = DataSchedule((Phase(201, tuple(zip(streams, weights, strict=True))),))
     used, shares = collections.Counter(), np.array(weights) / sum(weights)
     for number in range(201):
-        used[task_of(batch(number, course=course))] += 1
+        used[task_of(batch(number, data_schedule=data_schedule))] += 1
         counts = np.array([used[one.task] for one in streams])
         assert np.abs(counts - shares * (number + 1)).max() < 1, number
 
@@ -128,8 +128,11 @@ def test_other_seed_draws_other_shapes_and_examples():
 
 def test_streams_of_one_size_are_not_read_in_one_order():
     same = encoded(23, "reconstruct")
-    course = Course((Stretch(2, ((ASKED, 1.0), (same, 1.0))),))
-    assert batch(0, course=course)["index"].tolist() != batch(1, course=course)["index"].tolist()
+    data_schedule = DataSchedule((Phase(2, ((ASKED, 1.0), (same, 1.0))),))
+    assert (
+        batch(0, data_schedule=data_schedule)["index"].tolist()
+        != batch(1, data_schedule=data_schedule)["index"].tolist()
+    )
 
 
 @pytest.mark.parametrize("at", [3, 17, 34, 41])
@@ -151,7 +154,7 @@ def test_streams_are_listed_once_with_a_batch_of_each_shape():
     assert [one.task for one in COURSE.streams] == ["reconstruct", "answer", "continuation"]
     assert COURSE.sizes() == [17, 23, 7]
     assert [task_of(one) for one in COURSE.shapes()] == ["reconstruct", "answer", "continuation"]
-    assert widths_of(COURSE.shapes()[0])["source"]["channel"].shape == (3,)
+    assert example_shapes(COURSE.shapes()[0])["source"]["channel"].shape == (3,)
 
 
 def test_stream_smaller_than_a_batch_is_refused_with_its_task_and_numbers():

@@ -63,9 +63,9 @@ def make(root, mesh=None, **changes):
 
 
 def batch_of(recipe, number=0):
-    course = recipe.course()
+    data_schedule = recipe.data_schedule()
     size = recipe.cfg.train.global_batch
-    return course.batch(number, global_batch=size, seed=0, share=slice(0, size))
+    return data_schedule.batch(number, global_batch=size, seed=0, share=slice(0, size))
 
 
 def terms(recipe, pairs, frozen, batch, key=None):
@@ -140,11 +140,11 @@ def test_kept_reference_is_found_by_the_tokens_that_the_model_is_given_and_their
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
     recipe, seen = make(root, dpo__reference="cached"), []
     monkeypatch.setattr(reference, "key_of", lambda *parts: seen.append(parts) or frozen_cache.key_of(*parts))
-    course = recipe.course()
-    assert len(seen) == sum(len(data) for data in course.streams)
-    recipe.course()
-    assert len(seen) == sum(len(data) for data in course.streams), "made anew for the same data"
-    bare = [dataclasses.replace(data, reference=None) for data in course.streams]  # nothing is kept yet
+    data_schedule = recipe.data_schedule()
+    assert len(seen) == sum(len(data) for data in data_schedule.streams)
+    recipe.data_schedule()
+    assert len(seen) == sum(len(data) for data in data_schedule.streams), "made anew for the same data"
+    bare = [dataclasses.replace(data, reference=None) for data in data_schedule.streams]  # nothing is kept yet
     fields = (data.collate([i])["readers"]["policy"] for data in bare for i in range(len(data)))
     for (ids, flags), one in zip(seen, fields, strict=True):
         assert ids.dtype == np.int32 and flags.dtype == bool
@@ -206,10 +206,10 @@ def test_dropout_is_drawn_in_training_and_off_in_validation(root):
 
 def test_no_prompt_is_on_both_sides_and_every_bucket_holds_a_batch(root):
     recipe = make(root)
-    train = {example.prompt for data in recipe.course().streams for example in data.examples}
+    train = {example.prompt for data in recipe.data_schedule().streams for example in data.examples}
     (_, held_out), *_ = recipe.validation()
     assert not train & {example.prompt for example in held_out.examples}
-    assert len(recipe.course().streams) == 4 and min(recipe.course().sizes()) >= 8
+    assert len(recipe.data_schedule().streams) == 4 and min(recipe.data_schedule().sizes()) >= 8
 
 
 @pytest.mark.parametrize(

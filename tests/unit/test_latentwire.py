@@ -77,12 +77,12 @@ def test_stage_of_adapters_alone_has_no_gradient_of_the_encoder_in_step_norm_or_
     cfg = tiny.make_config(root, **STAGES, train__steps=4, optim__clip_norm=1e9)
     cfg = dataclasses.replace(cfg, llms={"llama": cfg.llms["llama"]})
     recipe = LatentWire(cfg, placement.place("single", {"llama": 1}))
-    program, built, course = StepSpec(recipe.cfg, recipe), recipe.build(), recipe.course()
+    program, built, data_schedule = StepSpec(recipe.cfg, recipe), recipe.build(), recipe.data_schedule()
     state = {"trainable": built.trainable, "step": jnp.zeros((), jnp.int32)}
     state["opt_state"] = program.optimizer.init(built.trainable)
-    batch = course.batch(0, global_batch=8, seed=0, share=slice(0, 8))
+    batch = data_schedule.batch(0, global_batch=8, seed=0, share=slice(0, 8))
     assert batch["source"]["frozen"].parts == ("body", "head")
-    (later,) = (one for one in course.shapes() if one["readers"]["llama"]["task"].name == "answer")
+    (later,) = (one for one in data_schedule.shapes() if one["readers"]["llama"]["task"].name == "answer")
     assert "frozen" not in later["source"], "what is planned is the stage that trains all"
 
     def lower(batch):
@@ -160,7 +160,7 @@ def test_planned_batch_has_the_fields_of_a_real_one(root, monkeypatch, tmp_path)
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
     for changes in ({}, {"loss__kl": 1.0}, {"loss__kl": 1.0, "loss__teacher_k": 0}):
         recipe = tiny.make_recipe(root, data__cards=9, **changes)
-        real = recipe.course().shapes()[0]
+        real = recipe.data_schedule().shapes()[0]
         planned = recipe.batch_widths()
         assert jax.tree.structure(planned) == jax.tree.structure(real), changes
         jax.tree.map(

@@ -9,7 +9,7 @@ import pytest
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
 from lw_jax.data.batches import Encoded, Field
-from lw_jax.data.data_schedule import Course
+from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.loader import Loader, eval_batches
 
 N, BATCH = 23, 6
@@ -24,8 +24,8 @@ def encoded(n=N):
     return Encoded(examples, field(7, False), readers, {}, slots=5, width=3)
 
 
-def course(n=N):
-    return Course.of(encoded(n))
+def data_schedule(n=N):
+    return DataSchedule.of(encoded(n))
 
 
 def indices(loader, count):
@@ -33,7 +33,7 @@ def indices(loader, count):
 
 
 def test_each_epoch_visits_each_example_once_in_another_order():
-    seen = list(itertools.chain(*indices(Loader(course(), global_batch=BATCH, seed=1), 3 * N // BATCH + 1)))
+    seen = list(itertools.chain(*indices(Loader(data_schedule(), global_batch=BATCH, seed=1), 3 * N // BATCH + 1)))
     epochs = [seen[i * N : (i + 1) * N] for i in range(3)]
     assert all(sorted(epoch) == list(range(N)) for epoch in epochs)
     assert epochs[0] != epochs[1] != epochs[2] != epochs[0]
@@ -41,7 +41,7 @@ def test_each_epoch_visits_each_example_once_in_another_order():
 
 
 def test_order_is_a_function_of_the_seed():
-    runs = [indices(Loader(course(), global_batch=BATCH, seed=seed), 9) for seed in (4, 4, 5)]
+    runs = [indices(Loader(data_schedule(), global_batch=BATCH, seed=seed), 9) for seed in (4, 4, 5)]
     assert runs[0] == runs[1] != runs[2]
     # Neither is another seed's order a later epoch of this one.
     flat = [list(itertools.chain(*run)) for run in runs]
@@ -51,7 +51,7 @@ def test_order_is_a_function_of_the_seed():
 @pytest.mark.parametrize("count", [2, 3])
 def test_shares_of_all_processes_are_the_batch_of_one(count):
     data = encoded()
-    one = Course.of(data)
+    one = DataSchedule.of(data)
     whole = Loader(one, global_batch=BATCH, seed=2)
     parts = [Loader(one, global_batch=BATCH, seed=2, process_index=p, process_count=count) for p in range(count)]
     for _ in range(7):
@@ -66,15 +66,15 @@ def test_shares_of_all_processes_are_the_batch_of_one(count):
 
 
 def test_restored_state_continues_exactly_within_an_epoch_on_other_processes():
-    loader = Loader(course(), global_batch=BATCH, seed=3)
+    loader = Loader(data_schedule(), global_batch=BATCH, seed=3)
     indices(loader, 6)
     state = json.loads(json.dumps(loader.state()))
     expected = indices(loader, 9)
-    fresh = Loader(course(), global_batch=BATCH, seed=3)
+    fresh = Loader(data_schedule(), global_batch=BATCH, seed=3)
     fresh.restore(state)
     assert fresh.state() == state
     assert indices(fresh, 9) == expected
-    halves = [Loader(course(), global_batch=BATCH, seed=3, process_index=p, process_count=2) for p in range(2)]
+    halves = [Loader(data_schedule(), global_batch=BATCH, seed=3, process_index=p, process_count=2) for p in range(2)]
     for half in halves:
         half.restore(state)
     assert [a + b for a, b in zip(*(indices(half, 9) for half in halves), strict=True)] == expected
@@ -84,22 +84,22 @@ def test_restored_state_continues_exactly_within_an_epoch_on_other_processes():
 
 @pytest.mark.parametrize("change", [{"n": N + 1}, {"global_batch": 3}, {"seed": 9}])
 def test_state_of_another_order_is_refused_by_name(change):
-    state = Loader(course(), global_batch=BATCH, seed=3).state()
+    state = Loader(data_schedule(), global_batch=BATCH, seed=3).state()
     options = {"n": N, "global_batch": BATCH, "seed": 3} | change
-    other = Loader(course(options.pop("n")), **options)
+    other = Loader(data_schedule(options.pop("n")), **options)
     with pytest.raises(UserError, match="examples=.23.|global_batch=6|seed=3"):
         other.restore(state)
 
 
 def test_data_smaller_than_a_batch_is_refused_with_both_numbers():
     with pytest.raises(UserError, match=r"23 usable examples.*global_batch=29"):
-        Loader(course(), global_batch=29, seed=0)
-    Loader(course(), global_batch=N, seed=0)
+        Loader(data_schedule(), global_batch=29, seed=0)
+    Loader(data_schedule(), global_batch=N, seed=0)
 
 
 def test_batch_that_processes_cannot_share_is_refused():
     with pytest.raises(UserError, match="global_batch=6 does not divide by 4 processes"):
-        Loader(course(), global_batch=BATCH, seed=0, process_count=4)
+        Loader(data_schedule(), global_batch=BATCH, seed=0, process_count=4)
 
 
 def test_evaluation_keeps_the_order_and_marks_the_filling():

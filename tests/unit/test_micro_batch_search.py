@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.data.data_schedule import widths_of
+from lw_jax.data.data_schedule import example_shapes
 from lw_jax.training import memory, memory_limit, micro_batch_search, out_of_memory, trainer
 from lw_jax.training.memory import StepMemory
 from lw_jax.training.memory_limit import MemoryLimit
@@ -322,15 +322,15 @@ def test_the_micro_batch_grows_where_the_datas_widths_leave_room(root, monkeypat
     """Short cards under long limits: the run measures its own batches' shapes, a plan can only know the limits."""
     monkeypatch.setattr(micro_batch_search.memory, "measure", Measure())
     recipe = tiny.make_recipe(root)
-    program, course = StepSpec(recipe.cfg, recipe), recipe.course()
-    widest = max(micro_batch_search.measure(program, widths_of(batch), 8).peak for batch in course.shapes())
+    program, data_schedule = StepSpec(recipe.cfg, recipe), recipe.data_schedule()
+    widest = max(micro_batch_search.measure(program, example_shapes(batch), 8).peak for batch in data_schedule.shapes())
     limits = micro_batch_search.measure(program, recipe.batch_widths(), 8).peak
     assert widest < limits
     room = MemoryLimit((widest + limits) // 2, 1.0)
     assert micro_batch_search.largest_micro_batch(program, recipe.batch_widths(), room).micro_batch < 8
     mesh = dataclasses.replace(recipe.cfg.mesh, memory_gb=room.memory / 1e9, target_utilisation=1.0)
     run = trainer.Run(dataclasses.replace(recipe.cfg, mesh=mesh), recipe, None, None)
-    run._choose_micro_batch(course)
+    run._choose_micro_batch(data_schedule)
     assert run.micro_batch == 8
 
 

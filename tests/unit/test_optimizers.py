@@ -159,12 +159,12 @@ STAGES = [Phase(20, rate=10.0), Phase(30), Phase(50, rate=0.5)]
 
 def test_schedule_starts_anew_in_each_stretch():
     rate = optimizers.schedule(CFG, STAGES)
-    for begin, stretch in zip((0, 20, 50), STAGES, strict=True):
-        alone = optimizers.schedule(replace(learning_rate=CFG.learning_rate * stretch.rate), [Phase(stretch.steps)])
-        values = [float(rate(begin + step)) for step in range(stretch.steps)]
-        np.testing.assert_allclose(values, [float(alone(step)) for step in range(stretch.steps)], rtol=EXACT)
-        assert max(values) == pytest.approx(CFG.learning_rate * stretch.rate)
-        assert values[-1] == pytest.approx(CFG.learning_rate * stretch.rate * CFG.end_fraction)
+    for begin, phase in zip((0, 20, 50), STAGES, strict=True):
+        alone = optimizers.schedule(replace(learning_rate=CFG.learning_rate * phase.rate), [Phase(phase.steps)])
+        values = [float(rate(begin + step)) for step in range(phase.steps)]
+        np.testing.assert_allclose(values, [float(alone(step)) for step in range(phase.steps)], rtol=EXACT)
+        assert max(values) == pytest.approx(CFG.learning_rate * phase.rate)
+        assert values[-1] == pytest.approx(CFG.learning_rate * phase.rate * CFG.end_fraction)
     assert float(rate(100)) <= CFG.learning_rate * 0.5 * CFG.end_fraction * (1 + EXACT), "the last one has no end"
 
 
@@ -175,7 +175,7 @@ def test_stretch_shorter_than_its_warm_up_ends_at_its_peak():
 
 
 def test_multiples_are_those_of_the_stretch_that_a_step_is_in(params, gradients):
-    """A body that waits in the first stretch, moves in the second and waits again; nothing else differs."""
+    """A body that waits in the first phase, moves in the second and waits again; nothing else differs."""
     multiples = (0.0, 0.25, 0.0)
     rates = ((r"encoder/body/.*", multiples), *RATES[1:])
     made = optimizers.make(
@@ -183,7 +183,7 @@ def test_multiples_are_those_of_the_stretch_that_a_step_is_in(params, gradients)
     )
     update, state, tree = jax.jit(made.update), made.init(params), params
     moved = []
-    for _ in range(8):  # one beyond the end, where the last stretch goes on
+    for _ in range(8):  # one beyond the end, where the last phase goes on
         updates, state = update(gradients, state, tree)
         tree = optax.apply_updates(tree, updates)
         moved.append([bool(np.asarray(leaf).any()) for leaf in jax.tree.leaves(updates["encoder"]["body"])])
@@ -196,11 +196,11 @@ def test_multiples_are_those_of_the_stretch_that_a_step_is_in(params, gradients)
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_stretch_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(params, gradients, kind):
-    """The body's gradient is enormous where it waits: first in the run, then behind a stretch that trained it."""
+    """The body's gradient is enormous where it waits: first in the run, then behind a phase that trained it."""
     rates, cfg = ((r"encoder/body/.*", (0.0, 0.25, 0.0)), *RATES[1:]), replace(kind=kind, clip_norm=0.5)
-    stretches = [Phase(3), Phase(2), Phase(2)]
-    made = optimizers.make(cfg, phases=stretches, rates=rates, abstract=params)
-    alone = optimizers.make(cfg, phases=stretches, rates=((r"encoder/body/.*", 0.0), *RATES[1:]), abstract=params)
+    phases = [Phase(3), Phase(2), Phase(2)]
+    made = optimizers.make(cfg, phases=phases, rates=rates, abstract=params)
+    alone = optimizers.make(cfg, phases=phases, rates=((r"encoder/body/.*", 0.0), *RATES[1:]), abstract=params)
     body = jax.tree.map(lambda leaf: 1e6 * leaf, gradients["encoder"]["body"])
     huge = gradients | {"encoder": gradients["encoder"] | {"body": body}}
     update, state, other = jax.jit(made.update), made.init(params), alone.init(params)

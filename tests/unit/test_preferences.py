@@ -12,7 +12,7 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
-from lw_jax.data.data_schedule import Course, widths_of
+from lw_jax.data.data_schedule import DataSchedule, example_shapes
 from lw_jax.data.loader import Loader, eval_batches
 from lw_jax.data.pairs import Preference, Turn
 from lw_jax.data.preferences import Limits, encode, part
@@ -543,12 +543,14 @@ def test_description_tells_counts_once_and_padding_for_each_bucket(qwen):
 def test_course_loader_and_evaluation_take_it_as_a_stream(qwen):
     rows = [row(2 + i % 7, 3 + i % 5, 1, f"r{i}") for i in range(23)]
     parts = part(encode(rows, tokenizer=qwen, template="plain", limits=WIDE), 2)
-    course = Course.of(parts[0])
-    assert course.sizes() == [12] and widths_of(course.shapes()[0])["readers"]["policy"]["ids"].shape == (2, 16)
-    loader = Loader(course, global_batch=4, seed=1)
+    data_schedule = DataSchedule.of(parts[0])
+    assert data_schedule.sizes() == [12] and example_shapes(data_schedule.shapes()[0])["readers"]["policy"][
+        "ids"
+    ].shape == (2, 16)
+    loader = Loader(data_schedule, global_batch=4, seed=1)
     seen = [next(loader)["index"].tolist() for _ in range(3)]
     assert sorted(itertools.chain(*seen)) == list(range(12))
-    np.testing.assert_equal(course.batch(1, global_batch=4, seed=1, share=slice(1, 3))["index"], seen[1][1:3])
+    np.testing.assert_equal(data_schedule.batch(1, global_batch=4, seed=1, share=slice(1, 3))["index"], seen[1][1:3])
     batches = list(eval_batches(parts[1], 4))
     assert [batch["valid"].sum() for batch in batches] == [4, 4, 3]
     assert jax.tree.map(np.shape, batches[2]["readers"]) == jax.tree.map(np.shape, batches[0]["readers"])

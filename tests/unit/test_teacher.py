@@ -9,7 +9,7 @@ import pytest
 
 from lw_jax.core.config import LLM
 from lw_jax.core.errors import UserError
-from lw_jax.data.data_schedule import widths_of
+from lw_jax.data.data_schedule import example_shapes
 from lw_jax.models import wire
 from lw_jax.recipes.teacher import Store, likeliest
 from tests import tiny
@@ -162,9 +162,9 @@ def test_shapes_are_asked_for_by_name_before_a_row_is_there(root):
     encoded = recipe.curriculum.stream("train", "answer", 0)
     with pytest.raises(UserError, match=str(recipe._teacher.stores["llama"].folder)):
         encoded.collate([0])
-    before = widths_of(encoded.probe())
+    before = example_shapes(encoded.probe())
     recipe.load_frozen()
-    assert before == widths_of(encoded.probe()) == widths_of(encoded.collate([3]))
+    assert before == example_shapes(encoded.probe()) == example_shapes(encoded.collate([3]))
 
 
 def test_likeliest_are_the_top_log_probabilities():

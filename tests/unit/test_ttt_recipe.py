@@ -50,7 +50,7 @@ def params(recipe):
 
 @pytest.fixture(scope="module")
 def batch(recipe):
-    return recipe.course().batch(5, global_batch=4, seed=3, share=slice(0, 4))
+    return recipe.data_schedule().batch(5, global_batch=4, seed=3, share=slice(0, 4))
 
 
 def on_devices(batch):
@@ -95,9 +95,9 @@ def test_loss_is_the_cross_entropy_of_every_token_after_the_first(recipe, params
 
 def test_inner_rate_of_the_course_reaches_the_model(root):
     paced = tiny.make_ttt(root, optim__warmup_steps=4, ttt__inner="mlp")
-    params, course = paced.build().trainable, paced.course()
+    params, data_schedule = paced.build().trainable, paced.data_schedule()
     for number, rate in ((0, 0.1), (2, 0.55), (4, 1.0), (9, 1.0)):
-        batch = course.batch(number, global_batch=4, seed=3, share=slice(0, 4))
+        batch = data_schedule.batch(number, global_batch=4, seed=3, share=slice(0, 4))
         np.testing.assert_allclose(batch["readers"]["lm"]["rate"], rate, rtol=1e-6)
         if rate == 0.55:
             wanted = each_nll(paced, params, jnp.asarray(batch["readers"]["lm"]["ids"]), jnp.full(4, rate)).mean()
@@ -227,7 +227,7 @@ def test_segments_are_one_text_in_values_and_stop_the_gradient_between(root, rec
     pieces = tiny.make_ttt(root, ttt__segments=2)
     whole = tiny.make_ttt(root, ttt__length=24)
     assert pieces.unit == whole.unit == ("tokens", 24)
-    batch = pieces.course().batch(2, global_batch=4, seed=3, share=slice(0, 4))
+    batch = pieces.data_schedule().batch(2, global_batch=4, seed=3, share=slice(0, 4))
     ids = jnp.asarray(batch["readers"]["lm"]["ids"])
     assert ids.shape == (4, 25)
     loss, gradients = jax.jit(jax.value_and_grad(lambda p: mean_of(pieces, p, batch)))(params)
@@ -278,7 +278,7 @@ def test_text_without_a_window_is_refused(root, tmp_path):
     with pytest.raises(UserError, match=r"short.txt: 10 tokens.*12 \+ 1"):
         tiny.make_ttt(root, data__validation=str(short)).validation()
     with pytest.raises(UserError, match=r"short.txt: 10 tokens.* 12 \+ 1"):
-        tiny.make_ttt(root, data__train=str(short), data__validation=str(tiny.write_text(tmp_path))).course()
+        tiny.make_ttt(root, data__train=str(short), data__validation=str(tiny.write_text(tmp_path))).data_schedule()
 
 
 def test_identity_follows_the_texts_and_the_tokenizer(root, tmp_path, recipe):

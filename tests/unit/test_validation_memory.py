@@ -76,8 +76,8 @@ def test_a_plan_and_a_run_say_so(tmp_path_factory):
     real = recipes.make(cfg, program.placement)
     run = trainer.Run(cfg, real, None, None)
     run.reporter.say = lambda *lines: told.extend(lines)
-    run._choose_micro_batch(real.course())
+    run._choose_micro_batch(real.data_schedule())
     assert told == [], "a run without checkpoints does not validate"
     run.checkpointer = cast(Checkpointer, object())
-    run._choose_micro_batch(real.course())
+    run._choose_micro_batch(real.data_schedule())
     assert any("--config.eval.batch=1024 would" in line for line in told)

@@ -10,10 +10,10 @@ import pytest
 from lw_jax.core.types import Task
 from lw_jax.data import corpus
 from lw_jax.data.corpus import Span, pack
-from lw_jax.data.data_schedule import Course, Stretch, widths_of
+from lw_jax.data.data_schedule import DataSchedule, Phase, example_shapes
 from lw_jax.data.loader import Loader, eval_batches
 from lw_jax.data.tokens import ByteTokenizer
-from lw_jax.data.windows import Paced, Windows
+from lw_jax.data.windows import WarmupSchedule, Windows
 from sharding import place
 
 LENGTH, BATCH = 7, 6
@@ -32,7 +32,7 @@ def windows(packed):
 
 
 def loader(windows, **processes):
-    return Loader(Paced.of(windows, warmup=10, start=0.2), global_batch=BATCH, seed=3, **processes)
+    return Loader(WarmupSchedule.of(windows, warmup=10, start=0.2), global_batch=BATCH, seed=3, **processes)
 
 
 def test_windows_are_the_tokens_of_their_span_each_target_once(packed):
@@ -107,8 +107,14 @@ def test_evaluation_reads_every_window_once_in_order(windows):
 def test_every_window_comes_once_an_epoch_in_the_order_of_the_seed(windows):
     count = len(windows) // BATCH * BATCH
     runs = [
-        np.concatenate([b["index"] for b in itertools.islice(Loader(course, global_batch=BATCH, seed=seed), 200)])
-        for course, seed in ((Paced.of(windows), 3), (Paced.of(windows), 3), (Paced.of(windows), 4))
+        np.concatenate(
+            [b["index"] for b in itertools.islice(Loader(data_schedule, global_batch=BATCH, seed=seed), 200)]
+        )
+        for data_schedule, seed in (
+            (WarmupSchedule.of(windows), 3),
+            (WarmupSchedule.of(windows), 3),
+            (WarmupSchedule.of(windows), 4),
+        )
     ]
     np.testing.assert_array_equal(runs[0], runs[1])
     assert not np.array_equal(runs[0], runs[2])
@@ -140,8 +146,11 @@ def test_shares_of_all_processes_are_the_batch_of_one(windows, count):
 
 
 def test_rate_rises_evenly_to_one_and_stays(windows):
-    course = Paced.of(windows, warmup=10, start=0.2)
-    rates = [course.batch(n, global_batch=BATCH, seed=0, share=slice(0, 4))["readers"]["lm"]["rate"] for n in range(13)]
+    data_schedule = WarmupSchedule.of(windows, warmup=10, start=0.2)
+    rates = [
+        data_schedule.batch(n, global_batch=BATCH, seed=0, share=slice(0, 4))["readers"]["lm"]["rate"]
+        for n in range(13)
+    ]
     assert all(rate.dtype == np.float32 and rate.shape == (4,) for rate in rates)
     np.testing.assert_array_equal(
         rates, np.repeat(np.minimum(0.2 + 0.08 * np.arange(13), 1).astype(np.float32)[:, None], 4, axis=1)
@@ -149,7 +158,7 @@ def test_rate_rises_evenly_to_one_and_stays(windows):
 
 
 def test_without_warm_up_the_course_is_the_plain_one(windows):
-    plain, paced = Course.of(windows), Paced((Stretch(1, ((windows, 1.0),)),), warmup=0, start=0.3)
+    plain, paced = DataSchedule.of(windows), WarmupSchedule((Phase(1, ((windows, 1.0),)),), warmup=0, start=0.3)
     for number in (0, 1, 40):
         asked = {"global_batch": BATCH, "seed": 3, "share": slice(None)}
         np.testing.assert_equal(paced.batch(number, **asked), plain.batch(number, **asked))
@@ -157,7 +166,7 @@ def test_without_warm_up_the_course_is_the_plain_one(windows):
 
 
 def test_shapes_are_those_of_every_batch(windows):
-    course = Paced.of(windows, warmup=5, start=0.1)
-    assert isinstance(course, Paced)
-    batch = course.batch(2, global_batch=BATCH, seed=0, share=slice(None))
-    assert widths_of(course.shapes()[0]) == widths_of(batch)
+    data_schedule = WarmupSchedule.of(windows, warmup=5, start=0.1)
+    assert isinstance(data_schedule, WarmupSchedule)
+    batch = data_schedule.batch(2, global_batch=BATCH, seed=0, share=slice(None))
+    assert example_shapes(data_schedule.shapes()[0]) == example_shapes(batch)
