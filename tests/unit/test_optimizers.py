@@ -197,6 +197,7 @@ def test_multiples_are_those_of_the_stretch_that_a_step_is_in(params, gradients)
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_stretch_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(params, gradients, kind):
     """The body's gradient is enormous where it waits: first in the run, then behind a stretch that trained it."""
+    rounding = 1e-8 if kind == "muon" else 0.0  # of updates of 1e-4: Newton-Schulz amplifies it
     rates, cfg = ((r"encoder/body/.*", (0.0, 0.25, 0.0)), *RATES[1:]), replace(kind=kind, clip_norm=0.5)
     stretches = [Phase(3), Phase(2), Phase(2)]
     made = optimizers.make(cfg, phases=stretches, rates=rates, abstract=params)
@@ -214,12 +215,14 @@ def test_stretch_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(para
     for _ in range(3):
         updates, state = update(huge, state, params)
         expected, other = alone.update(huge, other, params)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates, expected)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT, atol=rounding), updates, expected)
     assert not any(leaf.any() for leaf in moments(state).values()), "nothing of the waiting body in its moments"
     updates, state = update(gradients, state, params)
     once = optimizers.make(cfg, phases=[Phase(2)], rates=((r".*", 0.25),), abstract=params)
     fresh = once.update(gradients, once.init(params), params)[0]["encoder"]["body"]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates["encoder"]["body"], fresh)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT, atol=rounding), updates["encoder"]["body"], fresh
+    )
     _, state = update(gradients, state, params)
     before = moments(state)
     assert all(leaf.any() for leaf in before.values())
