@@ -157,7 +157,7 @@ def test_step_works_inside_jit_on_shapes_alone(params, gradients):
 STAGES = [Phase(20, rate=10.0), Phase(30), Phase(50, rate=0.5)]
 
 
-def test_schedule_starts_anew_in_each_stretch():
+def test_schedule_starts_anew_in_each_phase():
     rate = optimizers.schedule(CFG, STAGES)
     for begin, phase in zip((0, 20, 50), STAGES, strict=True):
         alone = optimizers.schedule(replace(learning_rate=CFG.learning_rate * phase.rate), [Phase(phase.steps)])
@@ -168,13 +168,13 @@ def test_schedule_starts_anew_in_each_stretch():
     assert float(rate(100)) <= CFG.learning_rate * 0.5 * CFG.end_fraction * (1 + EXACT), "the last one has no end"
 
 
-def test_stretch_shorter_than_its_warm_up_ends_at_its_peak():
+def test_phase_shorter_than_its_warm_up_ends_at_its_peak():
     rate = optimizers.schedule(CFG, [Phase(4), Phase(40)])
     assert [float(rate(step)) for step in (0, 3)] == pytest.approx([CFG.learning_rate / 4, CFG.learning_rate])
     assert float(rate(4)) == pytest.approx(CFG.learning_rate / 10)
 
 
-def test_multiples_are_those_of_the_stretch_that_a_step_is_in(params, gradients):
+def test_multiples_are_those_of_the_phase_that_a_step_is_in(params, gradients):
     """A body that waits in the first phase, moves in the second and waits again; nothing else differs."""
     multiples = (0.0, 0.25, 0.0)
     rates = ((r"encoder/body/.*", multiples), *RATES[1:])
@@ -195,8 +195,9 @@ def test_multiples_are_those_of_the_stretch_that_a_step_is_in(params, gradients)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_stretch_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(params, gradients, kind):
+def test_phase_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(params, gradients, kind):
     """The body's gradient is enormous where it waits: first in the run, then behind a phase that trained it."""
+    rounding = 1e-8 if kind == "muon" else 0.0  # of updates of 1e-4: Newton-Schulz amplifies it
     rates, cfg = ((r"encoder/body/.*", (0.0, 0.25, 0.0)), *RATES[1:]), replace(kind=kind, clip_norm=0.5)
     phases = [Phase(3), Phase(2), Phase(2)]
     made = optimizers.make(cfg, phases=phases, rates=rates, abstract=params)
@@ -214,12 +215,14 @@ def test_stretch_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(para
     for _ in range(3):
         updates, state = update(huge, state, params)
         expected, other = alone.update(huge, other, params)
-        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates, expected)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT, atol=rounding), updates, expected)
     assert not any(leaf.any() for leaf in moments(state).values()), "nothing of the waiting body in its moments"
     updates, state = update(gradients, state, params)
     once = optimizers.make(cfg, phases=[Phase(2)], rates=((r".*", 0.25),), abstract=params)
     fresh = once.update(gradients, once.init(params), params)[0]["encoder"]["body"]
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT), updates["encoder"]["body"], fresh)
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=EXACT, atol=rounding), updates["encoder"]["body"], fresh
+    )
     _, state = update(gradients, state, params)
     before = moments(state)
     assert all(leaf.any() for leaf in before.values())
@@ -227,7 +230,7 @@ def test_stretch_of_rate_zero_leaves_moments_their_count_and_the_clip_alone(para
     jax.tree.map(np.testing.assert_array_equal, moments(state), before)
 
 
-def test_multiple_of_a_stretch_scales_the_step_and_no_moment(params, gradients):
+def test_multiple_of_a_phase_scales_the_step_and_no_moment(params, gradients):
     fixed, changing = (
         optimizers.make(CFG, phases=[Phase(1), Phase(5)], rates=((r".*", rate),), abstract=params)
         for rate in (1.0, (1.0, 3.0))
@@ -242,7 +245,7 @@ def test_multiple_of_a_stretch_scales_the_step_and_no_moment(params, gradients):
         assert ours and all(np.array_equal(a, b) for a, b in zip(ours, theirs, strict=True))
 
 
-def test_one_stretch_is_the_same_whether_its_multiple_stands_once_or_in_a_list(params, gradients):
+def test_one_phase_is_the_same_whether_its_multiple_stands_once_or_in_a_list(params, gradients):
     plain, _ = first_update(CFG, params, gradients)
     listed, _ = first_update(CFG, params, gradients, tuple((pattern, (rate,)) for pattern, rate in RATES))
     jax.tree.map(np.testing.assert_array_equal, plain, listed)
