@@ -50,12 +50,12 @@ def table(device: str, ceilings: Ceilings, rows: Sequence[Row]) -> str:
         lines.append("  ".join([*left, *right, row[-1]]).rstrip())
     for row in rows:
         if row.compile_seconds is not None and row.cached_seconds is not None:
-            told = f"{row.compile_seconds:.1f} s with an empty cache, {row.cached_seconds:.1f} s with a filled one"
-            lines.append(f"{row.part}, traced and compiled: {told}")
+            figures = f"{row.compile_seconds:.1f} s with an empty cache, {row.cached_seconds:.1f} s with a filled one"
+            lines.append(f"{row.part}, traced and compiled: {figures}")
         if row.compiled_flops is not None and row.compiled_bytes:
             work = f"{row.compiled_flops / 1e12:,.1f} TFLOP of products"
-            told = f"{work}, {row.compiled_bytes / 1e9:,.1f} GB read and written"
-            lines.append(f"{row.part} of {row.subject}, its program on a device: {told}")
+            figures = f"{work}, {row.compiled_bytes / 1e9:,.1f} GB read and written"
+            lines.append(f"{row.part} of {row.subject}, its program on a device: {figures}")
         if row.padding is not None:
             lines.append(f"{row.part}, positions that hold no token: {row.padding:.1%}")
     return "\n".join(lines) + "\n"

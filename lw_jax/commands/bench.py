@@ -65,7 +65,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: Reque
         doing = f"is compiled for {request.target}" if request.target else PARTS[part]
         print(f"{part}: {doing} ...", file=sys.stderr, flush=True)
         rows += found.measure(part, asked=bool(request.parts))
-    told = {
+    result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "device": found.device,
@@ -77,10 +77,10 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: Reque
         "ceilings": dataclasses.asdict(found.ceilings),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-    text = json.dumps(told, indent=2) + "\n"
+    text = json.dumps(result, indent=2) + "\n"
     workdir.mkdir(parents=True, exist_ok=True)
     (workdir / FILE).write_text(text, "utf-8")
-    print(text if request.as_json else table(told["device"], found.ceilings, rows), end="")
+    print(text if request.as_json else table(result["device"], found.ceilings, rows), end="")
     return 0
 
 

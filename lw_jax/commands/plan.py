@@ -71,13 +71,13 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
         print("\n\n".join(filter(None, tables)))
         return 0
     found = planner.make(cfg, _word(request), estimate=request.estimate)
-    told = [*planner.inspect(cfg), *cluster_profile.inspect(found, cfg.train)]
+    findings = [*planner.inspect(cfg), *cluster_profile.inspect(found, cfg.train)]
     if request.as_json:
-        print(json.dumps(found | {"findings": [dataclasses.asdict(one) for one in told]}, indent=2))
+        print(json.dumps(found | {"findings": [dataclasses.asdict(one) for one in findings]}, indent=2))
     else:
         print(legacy.text(found) if request.legacy else plan_tables.report(found, own=request.own))
-        print("".join(f"{one}\n" for one in told), end="")
-    if any(one.void for one in told):
+        print("".join(f"{one}\n" for one in findings), end="")
+    if any(one.void for one in findings):
         return VOID
     return 0 if found["chosen"] else NOTHING_FITS
 

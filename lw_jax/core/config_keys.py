@@ -17,7 +17,7 @@ _KEY = "key"
 
 @dataclasses.dataclass(frozen=True)
 class Key:
-    """What a field of a section declares beside its default."""
+    """Metadata of a configuration key: documentation, unit and permitted values."""
 
     doc: str
     unit: str = ""

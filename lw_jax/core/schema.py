@@ -90,8 +90,8 @@ def _checked(make: Callable[[], _T], parse: Callable[[], Any], where: str, remed
             field = f"{named}={_value_at(parse, path)}: " * bool(named)
         raise UserError(f"{where}: {field}{rule[:1].lower()}{rule[1:]}; {remedy}") from error
     except msgspec.DecodeError as error:
-        told = _BYTE.sub(lambda match: _line_of(data, int(match[1])), str(error))
-        raise UserError(f"{where}: broken JSON or a lone surrogate ({told}); {remedy}") from error
+        reason = _BYTE.sub(lambda match: _line_of(data, int(match[1])), str(error))
+        raise UserError(f"{where}: broken JSON or a lone surrogate ({reason}); {remedy}") from error
     except UnicodeError as error:
         raise UserError(f"{where}: not UTF-8 ({_encoding(error)}); {remedy}") from error
     except RecursionError as error:

@@ -109,13 +109,13 @@ def describe_precision(asked: Sequence[str], capability: str) -> str:
     they are multiplied. Without bf16 units XLA converts bf16 operands to fp32, which is exact, and multiplies there.
     """
     modern = bool(capability) and multiplies_bf16(capability)
-    told = []
+    notes = []
     for word in asked:
         units = {"fp32": "tf32" if modern else "fp32", "bf16": "bf16" if modern or not capability else "fp32"}[word]
-        told.append(word if units == word else f"{word} values, multiplied in {units}")
+        notes.append(word if units == word else f"{word} values, multiplied in {units}")
     if capability and not modern and "bf16" in asked:
-        told.append(f"compute capability {capability} has no bf16 units: no faster than fp32, only smaller")
-    return "; ".join(told)
+        notes.append(f"compute capability {capability} has no bf16 units: no faster than fp32, only smaller")
+    return "; ".join(notes)
 
 
 def _threads(capability: str) -> int:

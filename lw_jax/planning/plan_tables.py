@@ -43,7 +43,7 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
         f"{chosen['micro_batch']} x {chosen['accumulation']} accumulated{hours}"
         + (f"; {idle} of {found['devices']} devices stay idle" if idle else ""),
         f"why: {found['why']}",
-        found["validation"]["told"],
+        found["validation"]["description"],
         f"as flags: {_flags(overrides(chosen))}",
     ]
     if own and not own.items() <= overrides(chosen).items():
@@ -97,8 +97,8 @@ def simulation_table(plans: Sequence[Plan]) -> str:
     for plan in plans:
         best = plan["chosen"]
         if best is None:
-            told = "; ".join([plan["why"], *remedies.describe(plan["remedies"])])
-            lines.append(f"{plan['devices']:<9}{plan['target']:<12}{told}")
+            reasons = "; ".join([plan["why"], *remedies.describe(plan["remedies"])])
+            lines.append(f"{plan['devices']:<9}{plan['target']:<12}{reasons}")
             continue
         batch = f"{best['micro_batch']} x {best['accumulation']}"
         lines.append(

@@ -115,9 +115,9 @@ def _settle_step(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Con
     found = make(cfg)
     best = found["chosen"]
     if best is None:
-        told = remedies.describe(found["remedies"])
+        advice = remedies.describe(found["remedies"])
         raise PlacementError(
-            placement_search.nothing_fits(found["candidates"], len(hardware.devices), hardware.room, told)
+            placement_search.nothing_fits(found["candidates"], len(hardware.devices), hardware.room, advice)
         )
     placed = placements.place(best["strategy"], readers, data=best["data"], model=best["model"])
     return config.with_remat(cfg, best["remat"]), placed
@@ -224,7 +224,7 @@ def _validation(best: Candidate, room: memory_limit.MemoryLimit) -> Plan:
     assert best.program is not None, "it was chosen"
     recipe: Any = best.program.recipe
     found = validation_memory.estimate(best.program, recipe, recipe.batch_widths(), room)
-    return dataclasses.asdict(found) | {"told": validation_memory.describe(found, room)}
+    return dataclasses.asdict(found) | {"description": validation_memory.describe(found, room)}
 
 
 def _row(cfg: Config, candidate: Candidate) -> Plan:

@@ -102,12 +102,12 @@ def _with(cfg: Config, values: Mapping[str, Any]) -> Config:
 
 def _job(cfg: Config, size: int | None) -> str:
     samples = cfg.train.steps * cfg.train.global_batch
-    told = f"{cfg.train.steps} steps x {cfg.train.global_batch} = {samples:,} samples"
-    told += (
+    line = f"{cfg.train.steps} steps x {cfg.train.global_batch} = {samples:,} samples"
+    line += (
         f" = {samples / size:.1f} epochs of {size:,}" if size else ", epochs not known: the data is not on this machine"
     )
     latents = f"; {cfg.encoder.slots} latents x {cfg.encoder.width} a text" if cfg.recipe == "latentwire" else ""
-    return told + latents
+    return line + latents
 
 
 def _cost(plan: Plan, first: Plan, size: int | None) -> tuple[str, ...]:

@@ -54,7 +54,7 @@ OPTIM = config.Optim(
 
 @dataclasses.dataclass(frozen=True)
 class Family:
-    """What sets one self-made reader apart from the other."""
+    """Tokenizer and model family of one self-made reader."""
 
     vocab: int  # of its byte-level BPE
     begin: str  # BOS text; empty: none

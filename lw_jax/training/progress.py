@@ -48,7 +48,7 @@ class Live:
             self._view.stop()
             self._view = None
 
-    def tell(self, line: str) -> None:
+    def show_line(self, line: str) -> None:
         """Prints a line, above the view where there is one."""
         if self._view is not None:
             self._view.console.print(Text(line), soft_wrap=True)

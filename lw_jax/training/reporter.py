@@ -37,7 +37,7 @@ class Reporter:
     def say(self, *lines: str) -> None:
         """Prints lines for people."""
         for line in lines:
-            self._live.tell(line)
+            self._live.show_line(line)
 
     @contextlib.contextmanager
     def live(self, first: int) -> Iterator[None]:

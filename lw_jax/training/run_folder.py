@@ -113,8 +113,8 @@ def lock(workdir: Path) -> None:
         rule = "two would overwrite each other: wait for it, stop it, or name another --workdir."
         raise UserError(f"{workdir}: another run is writing here: {_describe_owner(path)}; {rule}") from error
     except OSError as error:  # Lustre without its mount option "flock", NFS without a lock service
-        told = "this file system has no locks: a second run in the folder would not be noticed"
-        print(f"{path}: {error.strerror}; {told}", file=sys.stderr)
+        consequence = "this file system has no locks: a second run in the folder would not be noticed"
+        print(f"{path}: {error.strerror}; {consequence}", file=sys.stderr)
     user = os.environ.get("USER") or f"uid {os.getuid()}"
     owner = _Owner(user, socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z"))
     os.ftruncate(file, 0)

@@ -73,7 +73,7 @@ def draw(sent: str) -> list[str]:
 
 def test_plain_lines_are_the_trainers(capsys):
     with Live(60, 20) as live:
-        live.tell("first step in 3s")
+        live.show_line("first step in 3s")
         live.advance(21)
         live.update(21, FIELDS, math.nan)
         live.update(30, FIELDS, 200.0)
@@ -86,7 +86,7 @@ def test_plain_lines_are_the_trainers(capsys):
 
 def test_process_that_is_not_the_first_shows_nothing(terminal):
     with terminal, Live(60, enabled=False, devices=lambda: ["61 GB"]) as live:
-        live.tell("first step in 3s")
+        live.show_line("first step in 3s")
         live.update(30, FIELDS, 200.0)
     assert terminal.sent == ""
 
@@ -113,7 +113,7 @@ def test_terminal_is_refreshed_in_place_and_lines_stand_above(terminal):
     long = "[bold]checkpoint[/] :smile: " + "x" * 120
     with terminal, Live(60) as live:
         live.update(1, FIELDS, math.nan)
-        live.tell(long)
+        live.show_line(long)
         print("printed by another module")
         live.advance(2)
         live.update(3, {"loss": "loss 1.5"}, 9.0)
