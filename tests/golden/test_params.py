@@ -78,7 +78,7 @@ PLACEMENTS = {"replicate": {"data": 8}, "fsdp": {"data": 8}, "tensor": {"data": 
 ENCODERS = {
     "trainable_lm_windows": {"encoder__kind": "lm", "encoder__pooling": "windows", "encoder__layers": 2},
     "trainable_lm_queries": {"encoder__kind": "lm", "encoder__pooling": "queries", "encoder__rate": 0.0},
-    "trainable_bytes_windows": {"encoder__kind": "bytes", "encoder__pooling": "windows", "adapter__rate": 2.0},
+    "trainable_bytes_windows": {"encoder__kind": "bytes", "encoder__pooling": "windows"},
     "trainable_bytes_queries": {"encoder__kind": "bytes", "encoder__pooling": "queries"},
 }
 

@@ -269,7 +269,7 @@ def test_drawing_of_the_packages_is_the_tested_order() -> None:
     drawn = [re.split(r" {2,}", line.strip())[0].split(" | ") for line in blocks]
     drawn = [[word.strip() for word in row] for row in drawn if row != ["|"]]
     tested = [[name.removeprefix("lw_jax.") for name in names if name != "lw_jax"] for names in FLOORS]
-    assert drawn == tested[::-1]
+    assert drawn == [names for names in tested[::-1] if names]
 
 
 def test_every_removed_key_stands_in_the_documents() -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from lw_jax.commands import plan
 from lw_jax.core import environment
 from lw_jax.planning import planner
 from tests.smoke.test_commands import Done, start_several
@@ -186,7 +187,7 @@ def test_an_estimate_needs_no_compiler(bare: dict[str, Done]) -> None:
 
 def test_gpus_that_hold_nothing_end_with_code_3_and_the_reason(said: dict[str, Done]) -> None:
     code, out, err = said["nothing fits"]
-    assert (code, err) == (planner.NOTHING_FITS, "")
+    assert (code, err) == (plan.NOTHING_FITS, "")
     assert "nothing fits: single 1x1: " in out
     assert "chosen:" not in out
 

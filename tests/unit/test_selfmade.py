@@ -13,6 +13,7 @@ from lw_jax.recipes import selfmade
 from sharding import mesh as meshes
 from tests import tiny
 
+FP32 = 1e-5  # relative; a sum of some hundred weights
 TEXT = "Zoë's lantern costs 1,024 crowns — or so.\nQuestion: why?"
 
 
@@ -139,7 +140,7 @@ def test_answers_count_fully_and_the_other_tokens_little(made):
     terms = recipe.loss(recipe.build().trainable, {}, {"readers": {"reader": rows}}, jax.random.key(0))
     scored = float((rows["scored"]["ids"] * rows["weights"].astype(jnp.int32)).sum())
     total = float(rows["weights"].sum())
-    assert float(terms.weight) == pytest.approx(scored + selfmade.TEXT_WEIGHT * (total - scored))
+    assert float(terms.weight) == pytest.approx(scored + selfmade.TEXT_WEIGHT * (total - scored), rel=FP32)
     assert float(terms.terms["nll/answer"][1]) == scored
     nll, answers = (float(pair) for pair in (terms.sum, terms.terms["nll/answer"][0]))
     assert 0 < answers < nll
