@@ -34,7 +34,10 @@ def find(path: str, *, root: Path) -> Path:
             return candidate.resolve()
     kind = Path(path).suffix or ".py"
     known = sorted(str(file.relative_to(root)) for file in (root / "configs").rglob(f"[a-z]*{kind}"))
-    raise UserError(f"--config {path}: no such file, from here or from {root}.{suggest(path, known)}")
+    remedy = suggest(path, known)
+    if re.fullmatch(r"[ah]\d+\w*x\d+", Path(path).stem):  # h100x8.py, as earlier versions had
+        remedy = " Files of machines are gone: configs/large.py places itself on the GPUs at hand."
+    raise UserError(f"--config {path}: no such file, from here or from {root}.{remedy}")
 
 
 def read_list(path: str, *, root: Path) -> list[str]:

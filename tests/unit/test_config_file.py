@@ -32,6 +32,11 @@ def test_missing_file_is_refused_with_the_nearest_one() -> None:
         config_file.load("configs/smok.py", root=PROJECT)
 
 
+def test_removed_file_of_a_machine_names_what_takes_its_place() -> None:
+    with pytest.raises(UserError, match=r"configs/h100x8.py.*configs/large.py"):
+        config_file.find("configs/h100x8.py", root=PROJECT)
+
+
 def test_word_after_the_colon_reaches_get_config(tmp_path: Path) -> None:
     text = "from configs import base\n\ndef get_config(recipe='latentwire'):\n    return base.get_config(recipe)\n"
     path = _write(tmp_path, text)
