@@ -185,7 +185,7 @@ def test_table_tells_every_figure_once():
 @pytest.mark.slow
 def test_the_verb_writes_json_and_prints_a_table(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    sizes = ("layers=1", "width=16", "heads=2", "ffn=24", "length=8", "chunk=4", "unroll=1")
+    sizes = ("layers=1", "width=16", "heads=2", "ffn=24", "length=8", "chunk=4")
     words = [*(f"--config.ttt.{size}" for size in sizes), "--config.train.global_batch=8", "--workdir", "out"]
     words += ["--repeats", "1", "--parts", "step"]
     assert run.main(["bench", "--config", "configs/ttt/ttt_smoke.py", *words]) == 0

@@ -299,7 +299,7 @@ TUNED |= {"Vicuna 7B": "vicuna", "Llama-3 8B": "llama3"}
 
 
 def test_seconds_of_preference_tuning_are_near_the_kept_plans():
-    rows = cells("numbers.md", "| TinyLlama 1.1B", "The compiler's FLOPs are")
+    rows = cells("numbers.md", "| TinyLlama 1.1B", "## Test-Time Training, planned")
     found = {row[0]: float(row[7]) for row in rows}
     for words, name in TUNED.items():
         guess = seconds_of(f"configs/dpo/{name}.py", "a100_40x1", "single", "1x1", 4, compute__remat="full")
@@ -307,14 +307,14 @@ def test_seconds_of_preference_tuning_are_near_the_kept_plans():
 
 
 def test_seconds_of_test_time_training_are_near_the_kept_plans():
-    rows = list(cells("numbers.md", "| 125m | h100x1", "Made again on 2026-11-23, when the head's"))
+    rows = list(cells("numbers.md", "| 125m | h100x1", "On two CPU cores (`bench"))
     assert len(rows) == 16
     for size, target, remat, batch, *rest in rows:
         strategy = "single" if target == "h100x1" else "replicate"
         mesh, micro = f"{target.removeprefix('h100x')}x1", int(batch.split(" x ")[0])
         changes = {"compute__remat": remat, "train__global_batch": 4096}
         guess = seconds_of(f"configs/ttt/ttt_{size}.py", target, strategy, mesh, micro, **changes)
-        assert is_near(guess, float(rest[3])), (size, target, guess)
+        assert is_near(guess, float(rest[2])), (size, target, guess)
 
 
 def test_without_a_known_card_there_are_no_seconds_and_one_device_sends_nothing(root):

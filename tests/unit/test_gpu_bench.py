@@ -12,7 +12,7 @@ from tests.conftest import ROOT
 SELFMADE = "--config.data.question_tokens=6 --config.encoder.window=32".split()
 
 
-RUN = ("answers, apart", "load")  # a wire's step, its peer and the rest run in the tests of bench.py and peer.py
+RUN = ("answers, unstacked", "load")  # a wire's step, its peer and the rest run in the tests of bench.py and peer.py
 
 
 @pytest.mark.slow
@@ -21,7 +21,7 @@ def test_small_run_measures_its_cases(tmp_path):
     assert gpu.main(["--out", str(file), "--small", "--cases", ";".join(RUN)]) == 0
     told = json.loads(file.read_text())
     assert list(told) == list(RUN)
-    assert [row["subject"] for row in told["answers, apart"]["rows"]] == ["llama", "qwen"]
+    assert [row["subject"] for row in told["answers, unstacked"]["rows"]] == ["llama", "qwen"]
     assert told["load"]["rows"][0]["bytes"] > 2 * 100e6, "135M values of two bytes"
     assert all(row["seconds"]["median"] > 0 for one in told.values() for row in one["rows"])
 
