@@ -14,6 +14,8 @@ from lw_jax.training import run_folder
 from sharding import placement
 from tests import tiny
 
+pytestmark = pytest.mark.slow
+
 TEXT = "Mira keeps a copper lantern in the old mill."
 
 

@@ -265,6 +265,7 @@ def refused(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Done]:
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REFUSED)
 def test_bad_input_is_one_error_with_code_2(name: str, refused: dict[str, Done]) -> None:
     code, out, err = refused[name]

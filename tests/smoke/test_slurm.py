@@ -174,6 +174,7 @@ def test_finished_job_ends_with_0_and_is_not_requeued(cluster, write, monkeypatc
     assert requeues(cluster) == []
 
 
+@pytest.mark.slow
 def test_training_is_called_with_the_exact_words_in_the_users_folder(cluster, write, monkeypatch) -> None:
     monkeypatch.setenv("MODE", "0")
     submit(write())
@@ -191,6 +192,7 @@ def test_training_is_called_with_the_exact_words_in_the_users_folder(cluster, wr
     assert call["environ"]["SLURM_NTASKS"] == "1"
 
 
+@pytest.mark.slow
 def test_log_lies_in_the_workdir_and_grows_over_requeues(cluster, write, monkeypatch) -> None:
     monkeypatch.setenv("MODE", "0")
     file = write()
@@ -201,6 +203,7 @@ def test_log_lies_in_the_workdir_and_grows_over_requeues(cluster, write, monkeyp
     assert log.read_text(encoding="utf-8").splitlines() == ["training 0"] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("hosts", [1, 2])
 def test_time_limit_saves_and_requeues_once(cluster, write, monkeypatch, hosts: int) -> None:
     monkeypatch.setenv("MODE", "wait")
@@ -212,6 +215,7 @@ def test_time_limit_saves_and_requeues_once(cluster, write, monkeypatch, hosts: 
     assert "goes back into the queue" in Path(read(cluster)["log"]).read_text(encoding="utf-8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [1, 2, 74, 76, 130])
 def test_failure_is_passed_on_and_not_requeued(cluster, write, monkeypatch, code: int) -> None:
     monkeypatch.setenv("MODE", str(code))
@@ -220,6 +224,7 @@ def test_failure_is_passed_on_and_not_requeued(cluster, write, monkeypatch, code
     assert requeues(cluster) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("hosts", "codes", "code"), [(2, "137,75", runtime.REQUEUE), (1, "137", 137)])
 def test_killed_task_of_several_is_requeued(cluster, write, monkeypatch, hosts: int, codes: str, code: int) -> None:
     monkeypatch.setenv("MODE", codes)
@@ -228,6 +233,7 @@ def test_killed_task_of_several_is_requeued(cluster, write, monkeypatch, hosts: 
     assert requeues(cluster) == ([f"requeue {JOB_ID}"] if code == runtime.REQUEUE else [])
 
 
+@pytest.mark.slow
 def test_refused_requeue_is_told_and_the_code_kept(cluster, write, monkeypatch) -> None:
     monkeypatch.setenv("MODE", "75")
     monkeypatch.setenv("SCONTROL_CODE", "1")
@@ -255,6 +261,7 @@ def wait_for(file: Path) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_setup_runs_before_training_and_its_failure_ends_the_job(cluster, write, monkeypatch) -> None:
     monkeypatch.setenv("MODE", "0")
     programs = cluster / "bin"
@@ -269,6 +276,7 @@ def test_setup_runs_before_training_and_its_failure_ends_the_job(cluster, write,
     assert not call.exists()
 
 
+@pytest.mark.slow
 def test_several_nodes_start_one_task_each_with_all_gpus_of_the_node(cluster, write, monkeypatch) -> None:
     monkeypatch.setenv("MODE", "0")
     submit(write(plan=PLAN | {"hosts": 3, "devices": 6}))
@@ -279,6 +287,7 @@ def test_several_nodes_start_one_task_each_with_all_gpus_of_the_node(cluster, wr
     assert read(cluster)["options"]["nodes"] == "3"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("given", "visible"), [("", "0"), ("0,1,2", "0,1,2")])
 def test_jax_sees_one_gpu_of_a_task_unless_it_is_told_all(given: str, visible: str) -> None:
     """The reason for JAX_LOCAL_DEVICE_IDS: what `jax.distributed.initialize()` makes of a SLURM step."""
@@ -290,6 +299,7 @@ def test_jax_sees_one_gpu_of_a_task_unless_it_is_told_all(given: str, visible: s
     assert done.stdout.strip() == visible, done.stderr
 
 
+@pytest.mark.slow
 def test_verb_submits_and_tells_the_jobs_number(cluster, write, monkeypatch, capsys) -> None:
     monkeypatch.setenv("MODE", "0")
     write(submit=True)
@@ -297,6 +307,7 @@ def test_verb_submits_and_tells_the_jobs_number(cluster, write, monkeypatch, cap
     assert read(cluster)["code"] == 0
 
 
+@pytest.mark.slow
 def test_what_sbatch_says_reaches_the_user(cluster, write) -> None:
     (cluster / "bin" / "sbatch").write_text("#!/bin/bash\necho 'invalid partition' >&2\nexit 1\n", encoding="utf-8")
     with pytest.raises(UserError, match="invalid partition.*site profile"):

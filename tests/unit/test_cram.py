@@ -6,6 +6,8 @@ from examples import cram
 from lw_jax.core.errors import UserError
 from tests import tiny
 
+pytestmark = pytest.mark.slow
+
 WORDS = "Mara Ellis lives in Lisbon and keeps a cat while Tom Reed plays the violin near a red door every day of May."
 
 

@@ -173,6 +173,7 @@ def test_loss_is_of_the_named_kind_with_the_sft_term_beside_it(root):
     assert float(both.sum) == pytest.approx(float(plain.sum) + 0.5 * float(alone.sum), rel=SAME)
 
 
+@pytest.mark.slow
 def test_accumulation_and_devices_give_the_same_step(root):
     def curve(recipe, micro):
         program = StepSpec(recipe.cfg, recipe)

@@ -58,6 +58,7 @@ def work(recipe, batch):
     return compiled.cost_analysis()["flops"], compiled(drawn)
 
 
+@pytest.mark.slow
 @pytest.mark.optimized
 @pytest.mark.parametrize("kind", ["lm", "bert"])
 def test_frozen_body_costs_no_gradient(root, bodies, kind):

@@ -123,6 +123,7 @@ def test_targets_are_the_text_s_tokens_and_only_a_repeated_text_ends(recipe, doc
         assert bytes(ids.astype(np.uint8)).decode() == example.context
 
 
+@pytest.mark.slow
 def test_task_vector_is_the_last_slot_before_the_answer_and_padding_changes_no_logit(recipe, documents):
     short = passages.reconstructions(documents[:1], 5, recipe.tokenizers["llama"])[0]
     longer = (passages.reconstructions(documents[1:2], length, recipe.tokenizers["llama"])[0] for length in (17, 29))

@@ -148,6 +148,7 @@ def test_multiply_is_the_product_of_rounded_rows_and_so_is_its_gradient():
     np.testing.assert_allclose(back(jnp.asarray(gradient))[0], (g_codes @ codes) * g_step, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_decoder_multiplies_in_integers_near_what_its_restored_matrices_say(tmp_path):
     weights.save(tmp_path, our_params(0.05), CFG, model_type="qwen2")
     packed = weights.load(tmp_path, dtype=jnp.float32, packed="w8a8")

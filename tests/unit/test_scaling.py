@@ -75,6 +75,7 @@ def test_plan_that_fits_nowhere_is_a_row_that_says_so(cfg):
     assert "weights and optimizer alone take" in scaling.table([row | {"micro_batch": 0}])
 
 
+@pytest.mark.slow
 def test_step_on_two_devices_is_timed_and_counted(cfg):
     row = scaling.measure(cfg, Point("strong", 2, LENGTH, BATCH), steps=3)
     assert (row["kind"], row["target"], row["peak_from"], row["steps"]) == ("measured", "cpu", "compiled", 3)

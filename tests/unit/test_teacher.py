@@ -198,6 +198,7 @@ def test_kept_rows_are_the_live_teacher_s_in_a_ragged_batch(root):
         np.testing.assert_allclose(values[real], -np.sort(-logp, axis=2)[:, :, :K][real], atol=HALF)
 
 
+@pytest.mark.slow
 def test_loss_and_gradient_from_all_cached_tokens_are_those_of_the_whole_teacher(root):
     losses, gradients = {}, {}
     for k in (0, 10_000, 2):

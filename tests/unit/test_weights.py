@@ -504,6 +504,7 @@ print(json.dumps({"peak": status("VmHWM") - before, "held": held}))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
 @pytest.mark.parametrize(("packed", "held"), [("", 290e6), ("nf4", 57e6)])
 def test_loading_needs_the_arrays_and_little_more(tmp_path, llama, packed, held):
