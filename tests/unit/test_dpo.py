@@ -205,6 +205,19 @@ def test_dropout_is_drawn_in_training_and_off_in_validation(root):
     assert runs[0] != runs[1]
 
 
+def test_dropout_is_drawn_anew_at_every_step_and_again_at_the_same(root):
+    recipe = make(root, lora__dropout=0.5)
+    spec, frozen = StepSpec(recipe.cfg, recipe), recipe.load_frozen()
+
+    def loss_at(step):
+        trainable = jax.tree.map(jnp.copy, moved(recipe))  # the step consumes its state
+        state = {"trainable": trainable, "opt_state": spec.optimizer.init(trainable), "step": jnp.int32(step)}
+        batch = place.put_batch(batch_of(recipe), recipe.placement.learner, accumulation=1)
+        return float(spec.step(state, frozen, batch)[1]["loss"])
+
+    assert loss_at(0) == loss_at(0) != loss_at(1)
+
+
 def test_no_prompt_is_on_both_sides_and_every_bucket_holds_a_batch(root):
     recipe = make(root)
     train = {example.prompt for data in recipe.data_schedule().streams for example in data.examples}
