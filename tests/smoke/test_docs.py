@@ -183,6 +183,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_unmarked_commands_run_as_they_stand(home: Path, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
     monkeypatch.chdir(home)
     cheap = list(dict.fromkeys(found.text for found in COMMANDS if _is_cheap(found)))

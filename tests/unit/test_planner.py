@@ -279,6 +279,7 @@ def test_an_unknown_target_is_refused(root):
         planner.make(auto(root), "h10x2")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("count", "batch"), [(3, 6), (4, 8), (8, 8), (8, 12)])
 def test_flags_of_every_candidate_run_that_candidate(count, batch, root):
     cfg = auto(root, train__global_batch=batch)

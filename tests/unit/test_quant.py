@@ -171,6 +171,7 @@ def test_decoder_multiplies_in_integers_near_what_its_restored_matrices_say(tmp_
 # --- in the decoder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["nf4", "int8"])
 def test_packed_decoder_computes_what_its_restored_matrices_say(kind, tmp_path):
     weights.save(tmp_path, our_params(), CFG, model_type="qwen2")
