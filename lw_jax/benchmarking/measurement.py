@@ -17,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from lw_jax import recipes
 from lw_jax.benchmarking import timing
-from lw_jax.benchmarking.rows import Row
+from lw_jax.benchmarking.rows import Row, answer_row, encode_row
 from lw_jax.benchmarking.timing import Ceilings, Spread
 from lw_jax.core import runtime
 from lw_jax.core.config import Config
@@ -166,58 +166,28 @@ class Measured:
 
     def encode(self) -> list[Row]:
         """Writes texts that fill the encoder's window."""
-        source, spec = workload.texts(self.cfg, self.placement), self.cfg.encoder
         shapes, placed = self.recipe.abstract().trainable, self.recipe.shardings().trainable
-        trainable, filled = timing.fill(place.place_shapes(shapes, placed)), self._fill(source)
+        trainable = timing.fill(place.place_shapes(shapes, placed))
+        filled = self._fill(workload.texts(self.cfg, self.placement))
         encode = WireFunctions(self.recipe.wire, self.placement).encode
         seconds = Spread.of(timing.repeat(lambda: encode(trainable, filled), repeats=self.repeats))
-        batch, tokens = source["ids"].shape
-        work = workload.encode_flops(self.recipe, batch)
-        return [
-            Row(
-                "encode",
-                f"{spec.kind} encoder",
-                f"{batch} texts of {tokens} tokens -> {spec.slots} x {spec.width}",
-                seconds,
-                samples_per_second=batch / seconds.median,
-                tokens_per_second=batch * tokens / seconds.median,
-                flops=work,
-                of_matmul=work / (seconds.median * self.ceilings.matmul * self.placement.data),
-            )
-        ]
+        return [encode_row(self.cfg, self.recipe, self.ceilings, seconds.median, seconds=seconds)]
 
     def answer(self) -> list[Row]:
         """Generates with each reader; the time of a step is the difference between a long and a short answer."""
         return [self._generate(name) for name in self.placement.readers]
 
     def _generate(self, name: str) -> Row:
-        shapes, prompts = workload.reader(self.recipe, name), workload.prompts(self.cfg, self.recipe, name)
-        params, filled = timing.fill(shapes), Prompt(*timing.fill(prompts))
-        tokens, model = self.cfg.eval.max_new_tokens, self.recipe.wire.readers[name].config
-
+        params = timing.fill(workload.reader(self.recipe, name))
+        filled = Prompt(*timing.fill(workload.prompts(self.cfg, self.recipe, name)))
         generate = WireFunctions(self.recipe.wire, self.placement).generate
 
-        def run(count: int) -> list[float]:
-            return timing.repeat(lambda: generate(params, filled, name, count), repeats=self.repeats)
+        def run(count: int) -> Spread:
+            return Spread.of(timing.repeat(lambda: generate(params, filled, name, count), repeats=self.repeats))
 
-        whole, short = Spread.of(run(tokens)), Spread.of(run(1))
-        step = (whole.median - short.median) / max(1, tokens - 1)
-        need, alone = (
-            workload.token_bytes(shapes, model, prompts[0], tokens),
-            self.placement.readers[name].mesh.size == 1,
-        )
-        share = need / step / self.ceilings.bandwidth if alone and tokens > 1 and step > 0 else None
-        batch, length = prompts[1].shape
-        return Row(
-            "answer",
-            name,
-            f"{batch} prompts of {length} positions, {tokens} tokens each; a token of all {step * 1e3:.1f} ms",
-            whole,
-            samples_per_second=batch / whole.median,
-            tokens_per_second=batch * tokens / whole.median,
-            bytes=need,
-            of_bandwidth=share,
-        )
+        whole, short = run(self.cfg.eval.max_new_tokens), run(1)
+        both = whole.median, short.median
+        return answer_row(self.cfg, self.recipe, name, self.ceilings, both, seconds=whole)
 
     # --- files
 

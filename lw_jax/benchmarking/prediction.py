@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from lw_jax import recipes
-from lw_jax.benchmarking.rows import Row
+from lw_jax.benchmarking.rows import Row, answer_row, encode_row
 from lw_jax.benchmarking.timing import Ceilings
 from lw_jax.core import config
 from lw_jax.core.config import Config
@@ -99,24 +99,10 @@ class Predicted:
 
     def encode(self) -> list[Row]:
         """Compiles the writing of texts that fill the encoder's window."""
-        source, spec = workload.texts(self.cfg, self.placement), self.cfg.encoder
+        source = workload.texts(self.cfg, self.placement)
         shapes, placed = self.recipe.abstract().trainable, self.recipe.shardings().trainable
         found = self._compile(jax.jit(self.recipe.wire.encode).lower(place.place_shapes(shapes, placed), source))
-        seconds = found["predicted_seconds"]
-        batch, tokens = source["ids"].shape
-        work = workload.encode_flops(self.recipe, batch)
-        return [
-            Row(
-                "encode",
-                f"{spec.kind} encoder",
-                f"{batch} texts of {tokens} tokens -> {spec.slots} x {spec.width}",
-                samples_per_second=batch / seconds,
-                tokens_per_second=batch * tokens / seconds,
-                flops=work,
-                of_matmul=work / (seconds * self.ceilings.matmul * self.placement.data),
-                **found,
-            )
-        ]
+        return [encode_row(self.cfg, self.recipe, self.ceilings, found["predicted_seconds"], **found)]
 
     def answer(self) -> list[Row]:
         """Compiles each reader's answers; the time of a token is the difference between a long and a short answer."""
@@ -129,23 +115,10 @@ class Predicted:
             return self.recipe.wire.generate(params, name, Prompt(*prompts), max_new_tokens=count)
 
         lower = jax.jit(generate, static_argnums=2).lower
-        tokens, model = self.cfg.eval.max_new_tokens, self.recipe.wire.readers[name].config
-        found, other = (self._compile(lower(params, prompts, count)) for count in (tokens, 1))
-        whole, short = found["predicted_seconds"], other["predicted_seconds"]
-        token = (whole - short) / max(1, tokens - 1)
-        need = workload.token_bytes(params, model, prompts[0], tokens)
-        alone = self.placement.readers[name].mesh.size == 1
-        batch, length = prompts[1].shape
-        return Row(
-            "answer",
-            name,
-            f"{batch} prompts of {length} positions, {tokens} tokens each; a token of all {token * 1e3:.1f} ms",
-            samples_per_second=batch / whole,
-            tokens_per_second=batch * tokens / whole,
-            bytes=need,
-            of_bandwidth=need / token / self.ceilings.bandwidth if alone and token > 0 else None,
-            **found,
-        )
+        counts = self.cfg.eval.max_new_tokens, 1
+        found, other = (self._compile(lower(params, prompts, count)) for count in counts)
+        both = found["predicted_seconds"], other["predicted_seconds"]
+        return answer_row(self.cfg, self.recipe, name, self.ceilings, both, **found)
 
     def _compile(self, lowered: jax.stages.Lowered) -> dict[str, Any]:
         """Returns the fields of a row that a compiled program gives; its memory includes its inputs."""

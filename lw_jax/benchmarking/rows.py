@@ -2,8 +2,12 @@
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 from lw_jax.benchmarking.timing import Ceilings, Spread
+from lw_jax.core.config import Config
+from lw_jax.planning import workload
+from lw_jax.recipes.latentwire import LatentWire
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,6 +35,46 @@ class Row:
     compiled_flops: float | None = None  # of a device, in all products that its program runs
     compiled_bytes: float | None = None  # of a device, read and written by all its kernels
     why_not: str = ""  # what stood in the way
+
+
+def encode_row(cfg: Config, recipe: LatentWire, ceilings: Ceilings, median: float, **fields: Any) -> Row:
+    """Returns the row of writing a batch of texts that fill the encoder's window; `median` is in seconds."""
+    spec = cfg.encoder
+    batch, tokens = workload.texts(cfg, recipe.placement)["ids"].shape
+    work = workload.encode_flops(recipe, batch)
+    return Row(
+        "encode",
+        f"{spec.kind} encoder",
+        f"{batch} texts of {tokens} tokens -> {spec.slots} x {spec.width}",
+        samples_per_second=batch / median,
+        tokens_per_second=batch * tokens / median,
+        flops=work,
+        of_matmul=work / (median * ceilings.matmul * recipe.placement.data),
+        **fields,
+    )
+
+
+def answer_row(
+    cfg: Config, recipe: LatentWire, name: str, ceilings: Ceilings, medians: tuple[float, float], **fields: Any
+) -> Row:
+    """Returns the row of a reader's answers; `medians` are the seconds of answers of all tokens and of one token."""
+    prompts, params = workload.prompts(cfg, recipe, name), workload.reader(recipe, name)
+    tokens, model = cfg.eval.max_new_tokens, recipe.wire.readers[name].config
+    whole, short = medians
+    token = (whole - short) / max(1, tokens - 1)
+    need = workload.token_bytes(params, model, prompts[0], tokens)
+    alone = recipe.placement.readers[name].mesh.size == 1
+    batch, length = prompts[1].shape
+    return Row(
+        "answer",
+        name,
+        f"{batch} prompts of {length} positions, {tokens} tokens each; a token of all {token * 1e3:.1f} ms",
+        samples_per_second=batch / whole,
+        tokens_per_second=batch * tokens / whole,
+        bytes=need,
+        of_bandwidth=need / token / ceilings.bandwidth if alone and tokens > 1 and token > 0 else None,
+        **fields,
+    )
 
 
 def table(device: str, ceilings: Ceilings, rows: Sequence[Row]) -> str:

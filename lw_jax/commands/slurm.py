@@ -12,10 +12,13 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning.planner import Plan, inspect, make, resolve_target
 from lw_jax.slurm import job_list, job_script, past_runs, size_comparison
-from lw_jax.slurm.cluster_profile import PORTABLE, find_site
-from lw_jax.slurm.job import Request, describe_limit, make_job
+from lw_jax.slurm.cluster_profile import PORTABLE, Site, find_site
+from lw_jax.slurm.job import Job, Request, describe_limit, make_job
 from lw_jax.slurm.job_list import Task
+from lw_jax.slurm.past_runs import Record
 from lw_jax.training import preflight
+
+Planner = Callable[[Config, str], Plan]
 
 
 def run(args: argparse.Namespace, *loaded: Loaded) -> None:
@@ -45,7 +48,7 @@ def main(
     resolved: Mapping[str, Any],
     workdir: Path,
     request: Request,
-    planner: Callable[[Config, str], Plan] | None = None,
+    planner: Planner | None = None,
     others: Sequence[Plan] | None = None,
 ) -> None:
     """Writes the sbatch file of a planned training run, prints its price, and submits it when asked to.
@@ -59,9 +62,8 @@ def main(
     """
     site, profile = find_site(request.site)
     warnings = _check({"": cfg}, submit=request.submit)
-    plan = (planner or make)(cfg, resolve_target(request.target, config=request.config))
-    record = past_runs.read(request.measured, cfg, plan) if request.measured else None
-    job = make_job(plan, resolved=resolved, workdir=workdir.absolute(), request=request, site=site, record=record)
+    task = Task(cfg, resolved, workdir, request.config)
+    plan, record, job = _plan_job(task, request.measured, request=request, site=site, planner=planner)
     file = Path(request.output).absolute() if request.output else workdir.absolute() / "job.sbatch"
     job_script.write(file, job_script.script(job, site), logs=job.logs)
     print(f"{_describe_file(file, profile)}\n{job.origin}\n{describe_limit(job, site)}")
@@ -83,7 +85,7 @@ def main_list(
     kind: str,
     workdir: Path,
     request: Request,
-    planner: Callable[[Config, str], Plan] | None = None,
+    planner: Planner | None = None,
 ) -> None:
     """Writes one sbatch file for several configurations, prints the predicted time of each, and may submit it.
 
@@ -94,13 +96,11 @@ def main_list(
     site, profile = find_site(request.site)
     jobs, notes = [], _check({task.workdir.name: task.cfg for task in tasks}, submit=request.submit)
     for task in tasks:
-        own = dataclasses.replace(request, config=task.config)
-        plan = (planner or make)(task.cfg, resolve_target(request.target, config=task.config))
-        earlier = request.measured / task.workdir.name if request.measured else None
-        record = past_runs.read(earlier, task.cfg, plan) if earlier else None
-        folder = task.workdir.absolute()
-        jobs.append(make_job(plan, resolved=task.resolved, workdir=folder, request=own, site=site, record=record))
-        notes += [f"{folder.name}: {line}" for line in (record.describe_differences() if record else ())]
+        name = task.workdir.name
+        measured = request.measured / name if request.measured else None
+        _, record, job = _plan_job(task, measured, request=request, site=site, planner=planner)
+        jobs.append(job)
+        notes += [f"{name}: {line}" for line in (record.describe_differences() if record else ())]
     whole = job_list.join(jobs, kind, name=Path(request.config).stem, logs=workdir.absolute() / "logs")
     file = Path(request.output).absolute() if request.output else workdir.absolute() / f"{kind}.sbatch"
     job_script.write(file, job_list.script(jobs, whole, site, kind), logs=whole.logs)
@@ -112,6 +112,16 @@ def main_list(
     print("".join(f"{line}\n" for line in notes) + f"of {each}: {describe_limit(whole, site)}")
     if request.submit:
         print(job_script.submit(file))
+
+
+def _plan_job(
+    task: Task, measured: Path | None, *, request: Request, site: Site, planner: Planner | None
+) -> tuple[Plan, Record | None, Job]:
+    """Returns a task's plan, the record of its earlier run in `measured`, if that is given, and its job."""
+    plan = (planner or make)(task.cfg, resolve_target(request.target, config=task.config))
+    record = past_runs.read(measured, task.cfg, plan) if measured else None
+    own, folder = dataclasses.replace(request, config=task.config), task.workdir.absolute()
+    return plan, record, make_job(plan, resolved=task.resolved, workdir=folder, request=own, site=site, record=record)
 
 
 def _check(runs: Mapping[str, Config], *, submit: bool) -> list[str]:
