@@ -3,8 +3,11 @@
 import dataclasses
 from typing import Any
 
+import pytest
+
 from lw_jax.core.types import Tree
 from lw_jax.planning import estimate
+from lw_jax.training import micro_batch_search
 from lw_jax.training.memory import StepMemory
 from lw_jax.training.step_spec import StepSpec
 
@@ -23,3 +26,10 @@ class Measure:
         activations = int(guess.activations * self.factors.get(remat, 1.0))
         held = guess.peak - guess.activations
         return dataclasses.replace(guess, activations=activations, by_mesh=(held + activations,))
+
+
+def replace_compiler(monkeypatch: pytest.MonkeyPatch, **factors: float) -> Measure:
+    """Puts a `Measure` in the compiler's place and returns it."""
+    standin = Measure(**factors)
+    monkeypatch.setattr(micro_batch_search.memory, "measure", standin)
+    return standin

@@ -145,6 +145,11 @@ def make_config(root: Path, *, only: str = "", **changes: object) -> Config:
     return config.build(c)
 
 
+def make_searched_config(root: Path, **changes: object) -> Config:
+    """Returns a configuration that leaves recomputation to the planner."""
+    return make_config(root, **{"compute__remat": "auto"} | changes)
+
+
 def make_recipe(
     root: Path, *, devices: int = 1, model: int = 1, strategy: str = "", only: str = "", **changes: object
 ) -> LatentWire:

@@ -16,7 +16,8 @@ from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.step_spec import StepSpec
 from sharding import placement as placements
 from tests import tiny
-from tests.standin import Measure
+from tests.standin import replace_compiler
+from tests.tiny import make_searched_config
 
 H100 = gpus.CARDS["h100"]
 ENOUGH = MemoryLimit(10**12, 0.8)
@@ -26,22 +27,6 @@ EXACT = 1e-12  # relative: a handful of fp64 sums
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "readers"
-
-
-@pytest.fixture
-def measure(monkeypatch):
-    """StepMemory by arithmetic, nothing compiled."""
-    return replace_compiler(monkeypatch)
-
-
-def replace_compiler(monkeypatch, **factors: float) -> Measure:
-    standin = Measure(**factors)
-    monkeypatch.setattr(micro_batch_search.memory, "measure", standin)
-    return standin
-
-
-def auto(root, **changes):
-    return tiny.make_config(root, **{"compute__remat": "auto"} | changes)
 
 
 def hardware(count: int, room: MemoryLimit = ENOUGH, **changes) -> Hardware:
@@ -62,7 +47,7 @@ ROWS = {1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 4, 8: 8}  # the largest data axis
 @pytest.mark.parametrize("count", range(1, 9))
 def test_strategies_are_every_way_to_use_the_devices(count, readers, root):
     sizes = {f"reader{i}": 7 + i for i in range(readers)}
-    found = list(placement_search.strategies(auto(root), sizes, count))
+    found = list(placement_search.strategies(make_searched_config(root), sizes, count))
     wanted = {("single", -1, 1)}
     if count > 1:
         wanted |= {("replicate", ROWS[count], 1), ("fsdp", ROWS[count], 1)}
@@ -75,12 +60,17 @@ def test_strategies_are_every_way_to_use_the_devices(count, readers, root):
 
 
 def test_a_batch_that_no_number_of_rows_divides_is_not_spread(root):
-    found = {name for name, _, _ in placement_search.strategies(auto(root, train__global_batch=7), {"a": 3, "b": 5}, 6)}
+    found = {
+        name
+        for name, _, _ in placement_search.strategies(
+            make_searched_config(root, train__global_batch=7), {"a": 3, "b": 5}, 6
+        )
+    }
     assert found == {"single", "tensor", "split", "hybrid4"}
 
 
 def test_a_configured_placement_is_the_only_one(root, measure):
-    cfg = auto(root, mesh__placement="tensor", mesh__data=2, mesh__model=2)
+    cfg = make_searched_config(root, mesh__placement="tensor", mesh__data=2, mesh__model=2)
     assert list(placement_search.strategies(cfg, {"a": 3, "b": 5}, 8)) == [("tensor", 2, 2)]
     found = choose(cfg, hardware(4))
     assert {(one.strategy, one.mesh) for one in found} == {("tensor", "2x2")}
@@ -135,7 +125,7 @@ def test_what_has_an_obstacle_is_never_taken():
 
 
 def test_where_all_fits_one_program_is_compiled_for_each_placement(root, measure):
-    found = choose(auto(root), hardware(4))
+    found = choose(make_searched_config(root), hardware(4))
     assert sorted(measure.asked) == sorted(
         [("single", "none", 8), ("replicate", "none", 2), ("fsdp", "none", 2)]
         + [("tensor", "none", 4), ("tensor", "none", 8), ("split", "none", 4), ("hybrid4", "none", 8)]
@@ -146,10 +136,10 @@ def test_where_all_fits_one_program_is_compiled_for_each_placement(root, measure
 def test_another_recomputation_is_compiled_where_arithmetic_was_wrong(root, monkeypatch):
     """Half of the room that arithmetic wants without recomputation, which the compiler then doubles a hundredfold."""
     single = {"mesh__placement": "single", "train__micro_batch": 8}
-    whole = choose(auto(root, **single), hardware(1, compile=None))[0]
+    whole = choose(make_searched_config(root, **single), hardware(1, compile=None))[0]
     room = MemoryLimit(2 * whole.needs.peak, 1.0)
     measure = replace_compiler(monkeypatch, none=100.0)
-    found = choose(auto(root, **single), hardware(1, room))
+    found = choose(make_searched_config(root, **single), hardware(1, room))
     assert [remat for _, remat, _ in measure.asked] == ["none", "full"]
     assert [(one.remat, one.fits) for one in found] == [("none", False), ("full", True)]
     assert found[0].obstacle == (
@@ -160,7 +150,7 @@ def test_another_recomputation_is_compiled_where_arithmetic_was_wrong(root, monk
 def test_a_smaller_micro_batch_than_arithmetic_said_has_the_faster_recomputation_compiled_too(root, monkeypatch):
     """Weights are read with each micro-batch: several small ones of short texts take longer than one recomputing."""
     short = {"data__question_tokens": 4, "data__answer_tokens": 2, "encoder__slots": 1, "encoder__window": 16}
-    cfg = auto(root, mesh__placement="single", **short)
+    cfg = make_searched_config(root, mesh__placement="single", **short)
     whole = choose(cfg, hardware(1, compile=None))[0]
     measure = replace_compiler(monkeypatch, none=5.0)
     slow = dataclasses.replace(H100, bandwidth=H100.bandwidth // 1000)
@@ -179,7 +169,7 @@ def test_configured_recomputation_and_micro_batch_are_the_only_ones_compiled(roo
 
 
 def test_what_cannot_hold_its_weights_is_not_compiled(root, measure):
-    found = choose(auto(root), hardware(2, MemoryLimit(10**6, 0.3)))
+    found = choose(make_searched_config(root), hardware(2, MemoryLimit(10**6, 0.3)))
     assert measure.asked == []
     alone = [one for one in found if one.strategy != "hybrid4"]
     assert len(alone) == 5
@@ -189,7 +179,7 @@ def test_what_cannot_hold_its_weights_is_not_compiled(root, measure):
 
 
 def test_an_estimate_compiles_nothing_and_takes_arithmetic(root, measure):
-    found = choose(auto(root), hardware(2, compile=None))
+    found = choose(make_searched_config(root), hardware(2, compile=None))
     assert measure.asked == []
     fitting = [one for one in found if one.fits]
     assert [one.strategy for one in fitting] == ["single", "replicate", "fsdp", "tensor", "split"]
@@ -199,7 +189,7 @@ def test_an_estimate_compiles_nothing_and_takes_arithmetic(root, measure):
 
 
 def test_where_speed_is_not_known_recomputation_is_taken_to_hold_more_at_once(root, measure):
-    cfg = auto(root, mesh__placement="single")
+    cfg = make_searched_config(root, mesh__placement="single")
     peaks = {}
     for remat in config.REMATS["latentwire"]:
         own = config.with_remat(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, micro_batch=8)), remat)
@@ -215,7 +205,7 @@ def test_where_speed_is_not_known_recomputation_is_taken_to_hold_more_at_once(ro
 
 
 def test_every_candidate_above_the_limit_has_an_obstacle_and_no_other_has(root, measure):
-    cfg, seen = auto(root), set()
+    cfg, seen = make_searched_config(root), set()
     for megabytes in (1, 6, 34):
         room = MemoryLimit(megabytes * 10**6, 0.8)
         for one in choose(cfg, hardware(2, room)):
@@ -228,7 +218,7 @@ def test_every_candidate_above_the_limit_has_an_obstacle_and_no_other_has(root, 
 
 
 def test_placements_that_do_not_go_together_are_candidates_with_their_reason(root, measure):
-    found = {one.strategy: one for one in choose(auto(root, train__global_batch=6), hardware(3))}
+    found = {one.strategy: one for one in choose(make_searched_config(root, train__global_batch=6), hardware(3))}
     assert "llms/qwen" in found["fsdp"].obstacle and "data=3" in found["fsdp"].obstacle
     assert "llms/qwen" in found["tensor"].obstacle and "model=3" in found["tensor"].obstacle
     assert "multiple of 2 devices" in found["split"].obstacle
@@ -237,7 +227,7 @@ def test_placements_that_do_not_go_together_are_candidates_with_their_reason(roo
 
 @pytest.mark.parametrize("batch", [1, 2, 6, 7])
 def test_no_candidate_holds_less_than_one_example_a_device(batch, root, measure):
-    found = choose(auto(root, train__global_batch=batch), hardware(8))
+    found = choose(make_searched_config(root, train__global_batch=batch), hardware(8))
     for one in found:
         if one.needs is None:
             wanted = "does not divide mesh axis" if one.strategy == "fsdp" else "does not divide the global batch"
@@ -251,7 +241,7 @@ def test_no_candidate_holds_less_than_one_example_a_device(batch, root, measure)
 
 
 def test_micro_batch_beyond_a_devices_share_is_refused_with_the_legal_ones(root, measure):
-    found = choose(auto(root, train__micro_batch=8), hardware(2))
+    found = choose(make_searched_config(root, train__micro_batch=8), hardware(2))
     refused = {one.strategy: one.obstacle for one in found if not one.fits}
     assert refused.keys() == {"replicate", "fsdp", "hybrid4"}
     assert "share is 4 examples; use micro_batch 1, 2 or 4" in refused["replicate"]
@@ -263,14 +253,14 @@ def test_a_step_that_the_compiler_finds_too_large_is_an_obstacle(micro, root, mo
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying to allocate 7 bytes")
 
     monkeypatch.setattr(micro_batch_search.memory, "measure", fail)
-    found = choose(auto(root, train__micro_batch=micro), hardware(1))
+    found = choose(make_searched_config(root, train__micro_batch=micro), hardware(1))
     assert [one.remat for one in found] == ["none", "full"]
     assert all(one.obstacle.startswith("too large for the compiler: ") and not one.fits for one in found)
 
 
 def test_nothing_fits_tells_every_obstacle_and_the_remedies(root, measure):
     room = MemoryLimit(10**6, 0.8)
-    found = choose(auto(root), hardware(3, room))
+    found = choose(make_searched_config(root), hardware(3, room))
     rows = [{key: getattr(one, key) for key in ("strategy", "mesh", "obstacle")} for one in found]
     told = placement_search.nothing_fits(rows, 3, room)
     assert told.startswith("no placement on 3 devices with 0.8 MB each holds this configuration: single 1x1: weights")

@@ -13,9 +13,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.hub import sources
 from lw_jax.planning import estimate, gpus, plan_tables, planner
 from lw_jax.slurm import cluster_profile, job
-from lw_jax.training import micro_batch_search
-from tests import tiny
-from tests.standin import Measure
+from tests.tiny import make_searched_config
 
 SLURM = job.Request(config="configs/large.py", assignments={}, project=planner.ROOT)
 NAMED = {  # by the issue that asks for --json
@@ -24,34 +22,18 @@ NAMED = {  # by the issue that asks for --json
 }
 
 
+pytestmark = pytest.mark.usefixtures("cache")
+
+
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "readers"
 
 
-@pytest.fixture
-def measure(monkeypatch):
-    """StepMemory by arithmetic, nothing compiled."""
-    standin = Measure()
-    monkeypatch.setattr(micro_batch_search.memory, "measure", standin)
-    return standin
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """Plans of this test alone."""
-    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "plans"
-
-
-def auto(root, **changes):
-    return tiny.make_config(root, **{"compute__remat": "auto"} | changes)
-
-
 @pytest.fixture(scope="module")
 def estimated(root):
     """An estimate for three cards."""
-    return planner.make(auto(root, train__global_batch=6), "h100x3", estimate=True)
+    return planner.make(make_searched_config(root, train__global_batch=6), "h100x3", estimate=True)
 
 
 @pytest.mark.parametrize(
@@ -145,7 +127,7 @@ def test_report_shows_every_candidate_and_the_choice(estimated):
 
 
 def test_plan_tells_the_precision_of_its_card(root):
-    cfg = auto(root, mesh__placement="single", compute__dtype="bf16")
+    cfg = make_searched_config(root, mesh__placement="single", compute__dtype="bf16")
     for card, words in (
         ("h100", "bf16; fp32 values, multiplied in tf32"),
         ("v100_32", "bf16 values, multiplied in fp32"),
@@ -163,7 +145,7 @@ def test_report_says_where_the_file_sets_something_else(estimated):
 
 
 def test_nothing_fits_is_a_plan_that_says_why(root, measure, capsys):
-    cfg = auto(root, mesh__memory_gb=1e-4)
+    cfg = make_searched_config(root, mesh__memory_gb=1e-4)
     found = planner.make(cfg, "h100x2", estimate=True)
     assert found["chosen"] is None and found["hours"] is None
     assert found["why"].startswith("nothing fits: single 1x1: weights and optimizer alone take ")
@@ -211,7 +193,7 @@ def test_simulated_cards_get_what_the_compiled_plans_chose_and_the_error_is_told
 
 
 def test_plan_prints_json_or_a_table(root, capsys):
-    cfg = auto(root, mesh__placement="single")
+    cfg = make_searched_config(root, mesh__placement="single")
     request = Request("configs/machines/h100x2.py", estimate=True, as_json=True)
     assert plan.main(cfg, resolved={}, workdir=sources.cache_root(), request=request) == 0
     assert json.loads(capsys.readouterr().out)["target"] == "h100x2"
@@ -223,7 +205,7 @@ def test_plan_prints_json_or_a_table(root, capsys):
 
 
 def test_simulation_is_the_plan_of_each_number_of_devices(root, capsys):
-    cfg = auto(root, train__global_batch=6)
+    cfg = make_searched_config(root, train__global_batch=6)
     request = Request("", target="h100x8", simulate="0,1,3", estimate=True, as_json=True)
     assert plan.main(cfg, resolved={}, workdir=sources.cache_root(), request=request) == 0
     none, one, three = json.loads(capsys.readouterr().out)

@@ -23,33 +23,18 @@ from lw_jax.training.step_spec import StepSpec
 from sharding import placement as placements
 from sharding.errors import PlacementError
 from tests import tiny
-from tests.standin import Measure
+from tests.standin import replace_compiler
+from tests.tiny import make_searched_config
 
 LOSS = 1e-5  # relative, fp32 after a few optimizer steps: sums in another order
+
+
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     return tmp_path_factory.getbasetemp() / "readers"
-
-
-@pytest.fixture
-def measure(monkeypatch):
-    """StepMemory by arithmetic, nothing compiled."""
-    standin = Measure()
-    monkeypatch.setattr(micro_batch_search.memory, "measure", standin)
-    return standin
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    """Plans of this test alone."""
-    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "cache"))
-    return tmp_path / "cache" / "plans"
-
-
-def auto(root, **changes):
-    return tiny.make_config(root, **{"compute__remat": "auto"} | changes)
 
 
 @pytest.fixture
@@ -62,7 +47,7 @@ def pair(monkeypatch):
 
 @pytest.mark.parametrize(("batch", "rows"), [(8, 8), (6, 6), (14, 7), (22, 2), (11, 1)])
 def test_where_memory_is_not_told_as_many_devices_share_the_batch_as_divide_it(batch, rows, root):
-    cfg = auto(root, train__global_batch=batch)
+    cfg = make_searched_config(root, train__global_batch=batch)
     settled, placed = planner.settle(cfg)
     assert (placed.strategy, placed.data, placed.devices) == ("replicate", rows, rows)
     assert dataclasses.replace(settled, eval=cfg.eval) == config.with_remat(cfg, "none")
@@ -77,12 +62,12 @@ def test_what_is_configured_stays(root):
     assert (placed.strategy, dict(placed.learner.shape)) == ("tensor", {"data": 2, "model": 2})
     settled, placed = planner.settle(tiny.make_config(root, compute__remat="full"))
     assert (settled.compute.remat, placed.strategy, placed.data) == ("full", "replicate", 8)
-    settled, placed = planner.settle(auto(root, mesh__placement="split", mesh__model=2))
+    settled, placed = planner.settle(make_searched_config(root, mesh__placement="split", mesh__model=2))
     assert (settled.compute.remat, placed.strategy, placed.data) == ("none", "split", 2)
 
 
 def test_where_memory_is_told_the_plan_is_what_is_settled(root, measure):
-    cfg = auto(root, mesh__memory_gb=0.012)
+    cfg = make_searched_config(root, mesh__memory_gb=0.012)
     settled, placed = planner.settle(cfg)
     best = planner.make(cfg)["chosen"]
     assert measure.asked, "the plan was made"
@@ -92,7 +77,7 @@ def test_where_memory_is_told_the_plan_is_what_is_settled(root, measure):
 
 
 def test_a_configured_placement_has_only_its_recomputation_planned(root, measure):
-    cfg = auto(root, mesh__placement="fsdp", mesh__data=2, mesh__memory_gb=1.0)
+    cfg = make_searched_config(root, mesh__placement="fsdp", mesh__data=2, mesh__memory_gb=1.0)
     settled, placed = planner.settle(cfg)
     assert (placed.strategy, placed.data, settled.compute.remat) == ("fsdp", 2, "none")
     assert {name for name, *_ in measure.asked} == {"fsdp"}
@@ -100,7 +85,7 @@ def test_a_configured_placement_has_only_its_recomputation_planned(root, measure
 
 def test_what_fits_nowhere_is_refused_with_every_reason(root, measure):
     with pytest.raises(PlacementError, match="no placement on 8 devices with 0.1 MB each") as caught:
-        planner.settle(auto(root, mesh__memory_gb=1e-4))
+        planner.settle(make_searched_config(root, mesh__memory_gb=1e-4))
     for strategy in ("single", "replicate", "fsdp", "tensor", "split", "hybrid4"):
         assert f"{strategy} " in str(caught.value)
     assert measure.asked == []
@@ -108,7 +93,9 @@ def test_what_fits_nowhere_is_refused_with_every_reason(root, measure):
 
 def test_reading_takes_every_device_for_the_batch_where_the_readers_fit(root, measure):
     for memory_gb in (0.0, 1.0):
-        settled, placed = planner.settle(auto(root, mesh__memory_gb=memory_gb, train__global_batch=7), reading=True)
+        settled, placed = planner.settle(
+            make_searched_config(root, mesh__memory_gb=memory_gb, train__global_batch=7), reading=True
+        )
         assert (placed.strategy, placed.data, settled.compute.remat) == ("replicate", 8, "none")
     assert measure.asked == [], "reading needs no plan"
 
@@ -121,7 +108,7 @@ def placed_bytes(cfg, model: int) -> int:
 
 @pytest.mark.parametrize("model", [2, 4])
 def test_reading_splits_the_readers_over_as_few_devices_as_hold_them(model, root):
-    cfg = auto(root, mesh__target_utilisation=1.0)
+    cfg = make_searched_config(root, mesh__target_utilisation=1.0)
     whole, fits = placed_bytes(cfg, model // 2), placed_bytes(cfg, model)
     between = dataclasses.replace(cfg.mesh, memory_gb=(whole + fits) / 2e9)
     settled, placed = planner.settle(dataclasses.replace(cfg, mesh=between), reading=True)
@@ -137,7 +124,7 @@ def test_reading_makes_nothing_again_whatever_a_run_of_earlier_code_names(root):
 
 def test_readers_that_no_split_holds_are_refused_for_reading(root):
     with pytest.raises(PlacementError, match="do not fit on 8 devices of 0.1 MB"):
-        planner.settle(auto(root, mesh__memory_gb=1e-4), reading=True)
+        planner.settle(make_searched_config(root, mesh__memory_gb=1e-4), reading=True)
 
 
 @pytest.fixture(scope="module")
@@ -147,7 +134,7 @@ def curve_of_one(root, tmp_path_factory):
 
 def train_planned(root, folder, **changes) -> list[float]:
     folder.mkdir()
-    cfg = auto(root, train__steps=3, eval__examples=2, **changes)
+    cfg = make_searched_config(root, train__steps=3, eval__examples=2, **changes)
     assert train.main(cfg, resolved={}, workdir=folder) == 0
     return tiny.logged_losses(folder)
 
@@ -157,9 +144,8 @@ def test_training_runs_the_planned_split_of_readers_too_large_for_one_device(
     root, curve_of_one, tmp_path, monkeypatch, capsys
 ):
     """Activations count next to nothing here, so that the weights alone decide."""
-    standin = Measure(none=1e-6, full=1e-6)
-    monkeypatch.setattr(micro_batch_search.memory, "measure", standin)
-    cfg = auto(root, mesh__target_utilisation=1.0)
+    replace_compiler(monkeypatch, none=1e-6, full=1e-6)
+    cfg = make_searched_config(root, mesh__target_utilisation=1.0)
     room = (placed_bytes(cfg, 1) + placed_bytes(cfg, 2)) / 2e9
     losses = train_planned(root, tmp_path / "run", mesh__memory_gb=room, mesh__target_utilisation=1.0)
     np.testing.assert_allclose(losses, curve_of_one, rtol=LOSS)
@@ -171,7 +157,7 @@ def test_training_runs_the_planned_split_of_readers_too_large_for_one_device(
 @pytest.mark.slow
 def test_training_accumulates_as_compiled_where_the_batch_does_not_fit(root, curve_of_one, pair, tmp_path, capsys):
     """Really compiled, by the plan and by training: room for half of a device's share."""
-    cfg = auto(root, mesh__placement="replicate", compute__remat="none")
+    cfg = make_searched_config(root, mesh__placement="replicate", compute__remat="none")
     placed = placements.place("replicate", recipes.reader_bytes(cfg))
     program = StepSpec(cfg, recipes.make(cfg, placed, outline=True))
     peaks = [micro_batch_search.measure(program, program.recipe.batch_widths(), micro).peak for micro in (2, 4)]
@@ -180,7 +166,7 @@ def test_training_accumulates_as_compiled_where_the_batch_does_not_fit(root, cur
     changes = {"mesh__memory_gb": room, "mesh__target_utilisation": 1.0, "mesh__placement": "replicate"}
     losses = train_planned(root, tmp_path / "run", **changes)
     np.testing.assert_allclose(losses, curve_of_one, rtol=LOSS)
-    found = planner.make(auto(root, train__steps=3, eval__examples=2, **changes))
+    found = planner.make(make_searched_config(root, train__steps=3, eval__examples=2, **changes))
     assert found["cached"] and found["compiled"] and found["devices"] == 2
     assert found["chosen"]["peak_bytes"] <= found["limit_bytes"] < peaks[1]
     told = capsys.readouterr().out
@@ -223,7 +209,7 @@ def fail(*_, **__):
 
 
 def test_the_same_question_is_answered_from_disk(root, measure, cache, monkeypatch):
-    cfg = auto(root, mesh__memory_gb=0.02)
+    cfg = make_searched_config(root, mesh__memory_gb=0.02)
     first = planner.make(cfg)
     assert "cached" not in first and len(list(cache.iterdir())) == 1
     monkeypatch.setattr(placement_search, "choose", fail)
@@ -235,7 +221,7 @@ def test_the_same_question_is_answered_from_disk(root, measure, cache, monkeypat
 
 
 def test_another_configuration_memory_or_code_is_another_plan(root, measure, cache, monkeypatch):
-    cfg = auto(root, mesh__placement="single", mesh__memory_gb=0.02)
+    cfg = make_searched_config(root, mesh__placement="single", mesh__memory_gb=0.02)
     planner.make(cfg)
     planner.make(dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, memory_gb=0.03)))
     assert len(list(cache.iterdir())) == 2
@@ -260,7 +246,7 @@ def test_code_is_known_by_its_content(tmp_path, monkeypatch):
 
 def test_an_absent_compiler_is_told_and_arithmetic_stands_in_without_being_kept(root, cache):
     """conftest.py hides the CUDA plugin from this process."""
-    cfg = auto(root, mesh__placement="single")
+    cfg = make_searched_config(root, mesh__placement="single")
     found = planner.make(cfg, "h100x2")
     assert not found["compiled"] and "target h100x2: " in found["why_not_compiled"]
     assert found["chosen"]["strategy"] == "single"
@@ -271,18 +257,18 @@ def test_an_absent_compiler_is_told_and_arithmetic_stands_in_without_being_kept(
 
 def test_an_estimate_for_more_devices_than_stand_in_says_how_to_get_them(root):
     with pytest.raises(UserError, match="this process has 8; set JAX_NUM_CPU_DEVICES=16"):
-        planner.make(auto(root), "2xh100x8", estimate=True)
+        planner.make(make_searched_config(root), "2xh100x8", estimate=True)
 
 
 def test_an_unknown_target_is_refused(root):
     with pytest.raises(UserError, match="Did you mean 'h100'"):
-        planner.make(auto(root), "h10x2")
+        planner.make(make_searched_config(root), "h10x2")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("count", "batch"), [(3, 6), (4, 8), (8, 8), (8, 12)])
 def test_flags_of_every_candidate_run_that_candidate(count, batch, root):
-    cfg = auto(root, train__global_batch=batch)
+    cfg = make_searched_config(root, train__global_batch=batch)
     found = planner.make(cfg, f"h100x{count}", estimate=True)
     fitting = [row for row in found["candidates"] if row["fits"]]
     assert {row["strategy"] for row in fitting} >= {"single", "split" if count > 3 else "hybrid3"}
@@ -307,7 +293,7 @@ def test_flags_of_every_candidate_run_that_candidate(count, batch, root):
 
 
 def test_flags_of_a_split_over_pairs_keep_the_pairs(root):
-    cfg = auto(root, mesh__placement="split", mesh__model=2)
+    cfg = make_searched_config(root, mesh__placement="split", mesh__model=2)
     (row,) = planner.make(cfg, "h100x8", estimate=True)["candidates"]
     assert (row["mesh"], row["model"]) == ("llama 2x2, qwen 2x2", 2)
     assert planner.overrides(row) == {
@@ -318,7 +304,7 @@ def test_flags_of_a_split_over_pairs_keep_the_pairs(root):
 
 def test_a_machine_at_hand_that_holds_nothing_says_the_same(root, measure):
     """Rows of these tiny readers are no whole blocks of 64, so that 8 bits alone are named."""
-    cfg = auto(root, mesh__memory_gb=2.5e-4, mesh__target_utilisation=1.0)
+    cfg = make_searched_config(root, mesh__memory_gb=2.5e-4, mesh__target_utilisation=1.0)
     with pytest.raises(PlacementError, match="weights in 8 bits "):
         planner.settle(cfg)
 
