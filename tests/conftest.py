@@ -21,8 +21,10 @@ assert "jax" not in sys.modules, "JAX was imported before its settings"
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax-tests"))
-# XLA's older emitters compile a training step in a third of the time and compute the same sums.
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_use_fusion_emitters=false".strip()
+# XLA's older emitters compile a training step in a third of the time and compute the same sums. The limit of the
+# instructions makes compute.dtype=auto fp32 on every processor.
+_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX512"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 os.environ |= {
     "JAX_NUMPY_DTYPE_PROMOTION": "strict",
     "JAX_NUMPY_RANK_PROMOTION": "raise",

@@ -56,14 +56,15 @@ def ceilings(dtype: str, *, repeats: int = 20) -> Ceilings:
     """Measures the first device; `dtype` is JAX's name of the arithmetic's type."""
     kind = "gpu" if jax.default_backend() == "gpu" else "cpu"
     size = MATMUL[kind]
-    square, long = jnp.ones((size, size), dtype), jnp.ones((COPIED[kind] // jnp.dtype(dtype).itemsize,), dtype)
+    copied = jnp.dtype(dtype if kind == "gpu" else jnp.float32)  # a CPU has no fast elementwise bf16
+    square, long = jnp.ones((size, size), dtype), jnp.ones((COPIED[kind] // copied.itemsize,), copied)
     # A CPU's fast products of bf16 factors are those with fp32 results.
     result = None if kind == "gpu" else jnp.float32
     product = jax.jit(lambda a: jnp.matmul(a, a, preferred_element_type=result))
     scaled = jax.jit(lambda a: a * 2)
     matmul = Spread.of(repeat(lambda: product(square), repeats=repeats))
-    copied = Spread.of(repeat(lambda: scaled(long), repeats=repeats))
-    return Ceilings(dtype, 2 * size**3 / matmul.median, 2 * long.nbytes / copied.median)
+    moved = Spread.of(repeat(lambda: scaled(long), repeats=repeats))
+    return Ceilings(dtype, 2 * size**3 / matmul.median, 2 * long.nbytes / moved.median)
 
 
 def fill(shapes: Tree, *, ids: int = 0) -> Tree:

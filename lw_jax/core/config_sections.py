@@ -312,9 +312,9 @@ class Compute:
 
     dtype: str = key(
         "auto",
-        "arithmetic of encoder, adapters and trained models, whose parameters stay fp32; on a CPU of the frozen "
-        "readers too: there bf16 is of the factors of products alone, and auto is bf16 where the processor has AMX or AVX-512 "
-        "BF16; on a GPU auto is fp32",
+        "arithmetic of encoder, adapters and trained models, whose parameters stay fp32, and on a CPU of the frozen "
+        "readers. bf16 on a CPU: the factors of products, all else fp32. auto: bf16 on a CPU with AMX or AVX-512 BF16, "
+        "else fp32",
         choices=("auto", "fp32", "bf16"),
     )
     remat: str = key(

@@ -1,7 +1,8 @@
 """Dtypes of a model's arithmetic, by configuration, platform and processor."""
 
 import functools
-import platform as machine
+import os
+import re
 from pathlib import Path
 from typing import NamedTuple
 
@@ -9,6 +10,8 @@ DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # configuration -> numpy
 
 # Flags of /proc/cpuinfo with which products of bf16 factors are faster than fp32's, and the name shown to people.
 BF16_INSTRUCTIONS = {"amx_bf16": "AMX", "avx512_bf16": "AVX-512 BF16"}
+# The same instructions within XLA's limits; a lower limit has none of them.
+_ISA = {"AVX512_BF16": ("avx512_bf16",), "AMX": tuple(BF16_INSTRUCTIONS), "AMX_FP16": tuple(BF16_INSTRUCTIONS)}
 
 
 class Precision(NamedTuple):
@@ -49,12 +52,19 @@ def of_reader(weights: str, dtype: str, platform: str) -> Precision:
     return of(weights if weights in DTYPES else dtype, platform)
 
 
-@functools.cache
 def bf16_instructions() -> str:
-    """Returns the name of this processor's fastest bf16 products; empty where it has none or does not say."""
+    """Returns the name of this processor's fastest bf16 products; empty where it has none or does not say.
+
+    XLA's own limit, `--xla_cpu_max_isa` in XLA_FLAGS, hides what is beyond it.
+    """
+    found = re.findall(r"--xla_cpu_max_isa=(\w+)", os.environ.get("XLA_FLAGS", ""))
+    allowed = _ISA.get(found[-1].upper(), ()) if found else BF16_INSTRUCTIONS
+    return next((name for flag, name in BF16_INSTRUCTIONS.items() if flag in allowed and flag in _flags()), "")
+
+
+@functools.cache
+def _flags() -> tuple[str, ...]:
+    """Returns the processor's flags as Linux lists them."""
     info = Path("/proc/cpuinfo")
-    if machine.machine() != "x86_64" or not info.exists():
-        return ""
-    lines = (line for line in info.read_text("utf-8").splitlines() if line.startswith("flags"))
-    flags = next(lines, "").split()
-    return next((name for flag, name in BF16_INSTRUCTIONS.items() if flag in flags), "")
+    lines = info.read_text("utf-8").splitlines() if info.exists() else []
+    return tuple(next((line for line in lines if line.startswith("flags")), "").split())

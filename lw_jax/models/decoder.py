@@ -222,29 +222,33 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
         prefix_layer = functools.partial(_layer, cfg, own)
 
     def body(carry, inputs):
-        x, mixed, prefix = carry
-        weights, kv, share = inputs
+        x, mixed, prefix, kv = carry
+        weights, number, share = inputs
+        if kv is not None:
+            kv = (*kv, number)
         if prefix_layer is not None:
             prefix, kv = prefix_layer(prefix, weights, None)
         x = mode.constrain(x)
         if share is not None:
             mixed = mixed + weigh(x, share, cfg.norm_eps)
         x, written = layer(x, weights, kv)
-        return (x, mixed, prefix), None if cache is None else written
+        return (x, mixed, prefix, None if cache is None else written), None
 
     mixed, shares = (None, None) if mix is None else (jnp.zeros(x.shape, jnp.float32), mix[:-1])
     kv = None if cache is None else (cache.k, cache.v)
-    carry = (x, mixed, None if shared_prefix is None else shared_prefix.x)
+    prefix = None if shared_prefix is None else shared_prefix.x
     if isinstance(params["layers"], tuple):
         assert cache is not None and mix is None, "layers are unstacked for generation only"
         written = []
         for weights, *own in zip(params["layers"], cache.k, cache.v, strict=True):
-            carry, pair = body(carry, (weights, tuple(own), None))
+            x, pair = layer(mode.constrain(x), weights, (*own, None))
             written.append(pair)
         kv = tuple(zip(*written, strict=True))
     else:
-        carry, kv = jax.lax.scan(body, carry, (params["layers"], kv, shares), unroll=mode.unroll)
-    x, mixed, _ = carry
+        # The cache is carried, so that a layer writes its new tokens in place.
+        numbers = jnp.arange(cfg.layers, dtype=jnp.int32)
+        inputs = (params["layers"], numbers, shares)
+        (x, mixed, _, kv), _ = jax.lax.scan(body, (x, mixed, prefix, kv), inputs, unroll=mode.unroll)
     if mix is not None:
         mixed = (mixed + weigh(x, mix[-1], cfg.norm_eps)).astype(x.dtype)
     if cache is not None and kv is not None:
@@ -389,6 +393,13 @@ def _drop(x: jax.Array, lora: Tree) -> jax.Array:
     return jnp.where(mask, x / keep.astype(x.dtype), jnp.zeros((), x.dtype))
 
 
+def _write(cache: jax.Array, new: jax.Array, number: jax.Array | None, used: jax.Array) -> jax.Array:
+    """Returns a layer's cache, or by its number that of all layers, with the new tokens written behind those used."""
+    if number is None:
+        return jax.lax.dynamic_update_slice_in_dim(cache, new, used, axis=1)
+    return jax.lax.dynamic_update_slice(cache, new[None], (number, 0, used, 0, 0))
+
+
 class _Shared(NamedTuple):
     """Inputs that all layers share."""
 
@@ -404,12 +415,13 @@ def _layer(
     shared: _Shared,
     x: Float[Array, "b t d"],
     weights: Tree,
-    kv: tuple[jax.Array, jax.Array] | None,
+    kv: tuple[jax.Array, ...] | None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One block, and its keys and values.
 
-    With a cache, `kv` is this layer's [b s k e] pair and comes back with the new tokens written; without, that of a
-    shared prefix [1 o k e], which every row attends to.
+    With a cache, `kv` holds keys, values and the layer's number: all layers' [l b s k e], or of number None this
+    layer's [b s k e]; both come back with the new tokens written. Without, it is the pair of a shared prefix
+    [1 o k e], which every row attends to.
     """
     weights = from_bits(weights)  # in here, or a scan would stack its result for the backward pass
     linear = functools.partial(_linear, weights=weights, factors=shared.factors)
@@ -420,10 +432,11 @@ def _layer(
     q = rotary.rotate(linear(inputs[0], name="q"), shared.cos, shared.sin)
     k = rotary.rotate(linear(inputs[1], name="k"), shared.cos, shared.sin)
     v = linear(inputs[2], name="v")
-    if kv is not None and shared.used is not None:
-        k = jax.lax.dynamic_update_slice_in_dim(kv[0], k, shared.used, axis=1)
-        v = jax.lax.dynamic_update_slice_in_dim(kv[1], v, shared.used, axis=1)
     own = (k, v)
+    if kv is not None and shared.used is not None:
+        keys, values, number = kv
+        own = (_write(keys, k, number, shared.used), _write(values, v, number, shared.used))
+        k, v = own if number is None else (jax.lax.dynamic_index_in_dim(x, number, 0, False) for x in own)
     if kv is not None and shared.used is None:
         k, v = (jnp.concatenate([repeat(old, len(x)), new], axis=1) for old, new in zip(kv, own, strict=True))
     x = x + linear(attention(q, k, v, mask=shared.attend, factors=shared.factors), name="o")

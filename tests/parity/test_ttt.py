@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.numpy import load_file, save_file
 
 import lw_jax
+from lw_jax.core.precision import Precision
 from lw_jax.hub import ttt_family, weights
 from lw_jax.models import ttt
 
@@ -147,7 +148,7 @@ def test_five_steps_of_adamw_give_the_authors_losses(name: str, folder: Path):
 @pytest.mark.parametrize("name", NAMES)
 def test_bf16_products_move_a_model_little(name: str, folder: Path):
     cfg, found, params = model(name, folder)
-    ids, mode = jnp.asarray(found["ids"]), ttt.Mode(dtype="bfloat16")
+    ids, mode = jnp.asarray(found["ids"]), ttt.Mode(Precision("bfloat16", "bfloat16"))
     gap = np.abs(np.asarray(logits_of(params, cfg, ids, mode)) - found["logits"]).max()
     assert 0 < gap < BF16_LOGITS
     np.testing.assert_allclose(loss_of(params, cfg, ids, mode), found["loss"][0], atol=BF16_LOSS)

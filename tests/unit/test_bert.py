@@ -37,7 +37,7 @@ def text(width, *, pad=0, lengths=(13, 5)):
 
 @functools.partial(jax.jit, static_argnames=("cfg", "remat"))
 def run(params, ids, mask, mix=None, cfg=CFG, remat="none"):
-    return bert.forward(params, cfg, ids, mask=mask, mix=mix, remat=remat)
+    return bert.forward(params, cfg, ids, mask=mask, mix=mix, mode=decoder.Mode(remat=remat))
 
 
 def test_padding_changes_no_state(params):

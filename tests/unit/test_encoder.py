@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lw_jax.core.precision import Precision
 from lw_jax.core.types import EXACT
 from lw_jax.models import bert, decoder, encoder
 from lw_jax.models.wire import EncoderSpec, Reader, Wire
@@ -36,7 +37,9 @@ KINDS = [(kind, pooling) for kind in ("lm", "bert", "bytes") for pooling in ("wi
 
 def make(kind, pooling, dtype="float32", *, slots=SLOTS, width=WIDTH, window=64):
     body = {"lm": BODY, "bert": BERT, "bytes": None}[kind]
-    spec = EncoderSpec(kind, slots, width, pooling, layers=2, window=window, body=body, dtype=dtype)
+    spec = EncoderSpec(
+        kind, slots, width, pooling, layers=2, window=window, body=body, precision=Precision(dtype, dtype)
+    )
     return Wire(spec, {"reader": Reader(BODY, 19, ())})
 
 

@@ -10,6 +10,7 @@ import pytest
 
 import lw_jax
 from lw_jax.core.errors import UserError
+from lw_jax.core.precision import FP32
 from lw_jax.data import question_cards
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.hub import weights
@@ -54,9 +55,9 @@ def lm(folder):
 
 def test_folder_of_a_ttt_model_is_known_by_its_config(lm, folder):
     assert type(lm) is language_model.TTTLM and lm.location == folder
-    assert lm.mode.dtype == "float32"
+    assert lm.mode.precision == FP32
     narrow = lw_jax.load_lm(folder, weights="bf16")
-    assert narrow.mode.dtype == "bfloat16"
+    assert narrow.mode.precision == ("bfloat16", "float32")
     assert {leaf.dtype for leaf in jax.tree.leaves(narrow.params)} == {np.dtype(np.float32)}, "fast weights stay fp32"
     ids = np.asarray([[5, 9, 2, 7, 1, 33]])
     gap = float(jnp.abs(lm.logits(ids) - narrow.logits(ids)).max() / jnp.abs(lm.logits(ids)).max())
