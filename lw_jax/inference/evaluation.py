@@ -1,12 +1,13 @@
 """Evaluation of a trained wire: control table, joint answers, geometry of the latents, byte curve, and their files."""
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
+
+import jax
 
 from lw_jax.core.config import Eval
 from lw_jax.core.errors import UserError
@@ -66,10 +67,9 @@ def measure(wire: TrainedWire, batch: out_of_memory.HalvingBatch | None = None) 
     recipe, bench = wire.recipe, _bench(wire)
     batch = batch or _batch(recipe)
     encoded = recipe.data("validation", rows=recipe.cfg.eval.rows)
-    for line in encoded.describe():
-        print(line, flush=True)
+    _say(*encoded.describe())
     if recipe.cfg.eval.layers == "unstacked":
-        print("answers: layers unstacked (eval.layers)", flush=True)
+        _say("answers: layers unstacked (eval.layers)")
     return _fitting(batch, recipe.cfg.eval, lambda options: control_rows.measure(bench, encoded, options=options))
 
 
@@ -126,14 +126,19 @@ def _bench(wire: TrainedWire) -> control_rows.Bench:
         wire.frozen,
         decode={name: tokenizer.decode for name, tokenizer in wire.recipe.tokenizers.items()},
         place=lambda batch, name: place.put_eval(batch, functions.mesh_of(name)),
+        fetch=lambda rows, name: place.local_rows(rows, functions.mesh_of(name)),
     )
 
 
 def _batch(recipe: LatentWire) -> out_of_memory.HalvingBatch:
     size, multiple = recipe.cfg.eval.batch, recipe.placement.data
-    return out_of_memory.HalvingBatch(
-        place.round_up(size, multiple), multiple=multiple, say=functools.partial(print, flush=True)
-    )
+    return out_of_memory.HalvingBatch(place.round_up(size, multiple), multiple=multiple, say=_say)
+
+
+def _say(*lines: str) -> None:
+    """Prints lines, of several processes in the first one."""
+    if jax.process_index() == 0:
+        print(*lines, sep="\n", flush=True)
 
 
 def _fitting(batch: out_of_memory.HalvingBatch, options: Eval, compute: Callable[[Eval], _T]) -> _T:

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 
+from lw_jax.core import processes
 from lw_jax.core import rng as rngs
 from lw_jax.core.types import Tree
 from lw_jax.data.data_schedule import Stream
@@ -47,7 +48,7 @@ class ValidationLoop:
         found: dict[str, float] = {}
         for number, (prefix, encoded) in enumerate(self._data):
             sums: dict[str, list[float]] = {}
-            for batch in eval_batches(encoded, batch=size, limit=cfg.eval.examples):
+            for batch in eval_batches(encoded, size, cfg.eval.examples, share=processes.share()):
                 if stop_requested():
                     return None
                 placed = place.put_parts(_mask_padding(batch), placement, place.put_eval)

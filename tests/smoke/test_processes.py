@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,8 +18,10 @@ import jax
 import numpy as np
 import pytest
 
+from lw_jax.commands import evaluate, loading, parser
 from lw_jax.core import command_line, config, config_file, runtime
 from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.training import metrics
 from sharding import placement
 from tests import tiny
 
@@ -126,6 +129,27 @@ def test_two_processes_give_the_curve_of_one_device(config_path, readers, tmp_pa
     assert "placement fsdp: data=8" in said
     wanted = curve_of_one(config_path, tmp_path / "one", *changes)
     np.testing.assert_allclose(tiny.logged_losses(tmp_path / "w"), wanted, rtol=LOSS)
+    own, one = (
+        [row for row in metrics.read(tmp_path / name / "metrics.jsonl") if "validation/loss" in row]
+        for name in ("w", "one")
+    )
+    assert [row["step"] for row in own] == [row["step"] for row in one] == [STEPS]
+    assert own[0] == pytest.approx(one[0], rel=LOSS)
+    check_evaluation_of_two(tmp_path)
+
+
+def check_evaluation_of_two(folder: Path) -> None:
+    """Of 11 examples in batches of 8 the second process has none in the last batch; each takes its rows alone."""
+    shutil.copytree(folder / "w", folder / "w-one")
+    asked = ["--config.eval.examples=11", "--config.eval.curve=f1", "--config.eval.curve_examples=10"]
+    with two("eval", "--workdir", str(folder / "w"), *asked, folder=folder) as started:
+        outputs = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], (folder / "stderr-1").read_text()
+    assert ["joint pick" in said or "examples kept" in said for said in outputs] == [True, False]
+    (loaded,) = loading.load(parser.parse(["eval", "--workdir", str(folder / "w-one"), *asked]))
+    assert evaluate.main(loaded.cfg, resolved={}, workdir=folder / "w-one") == 0
+    for name in ("predictions.jsonl", "eval.json", "slots.json", "bytes.csv"):
+        assert (folder / "w" / name).read_text() == (folder / "w-one" / name).read_text(), name
 
 
 @pytest.mark.slow
