@@ -360,7 +360,6 @@ class Eval:
         ("text", "latents", "shuffled", "zero", "none", "truncated"),
         "message and controls to compare",
         choices=("text", "latents", "shuffled", "zero", "none", "truncated"),
-        shapes="no",
     )
     curve: str = key(
         "nll",

@@ -14,7 +14,7 @@ from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import DTYPES
-from lw_jax.planning import decode_layout, gpus, host_memory, placement_search, plan_cache, remedies
+from lw_jax.planning import decode_layout, generation_memory, gpus, host_memory, placement_search, plan_cache, remedies
 from lw_jax.planning.gpus import Target
 from lw_jax.planning.placement_search import Candidate, Hardware
 from lw_jax.training import memory, memory_limit, preflight, validation_memory
@@ -197,7 +197,7 @@ def _absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
 def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
     started = time.monotonic()
     found = placement_search.choose(cfg, hardware, widths=None)
-    best = placement_search.pick(found)
+    best, measured = _pick(found, hardware)
     rows = [_row(cfg, candidate) for candidate in found]
     chosen = rows[found.index(best)] if best else None
     room = hardware.room
@@ -218,17 +218,46 @@ def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
         "candidates": rows,
         "chosen": chosen,
         "why": _why(chosen, rows),
-        "validation": _validation(best, room) if best else None,
+        **measured,
         "remedies": [] if best else remedies.fewer_bits(cfg, hardware),
     }
 
 
-def _validation(best: Candidate, room: memory_limit.MemoryLimit) -> Plan:
-    """Returns the estimated memory of validation beside the chosen candidate's training state."""
-    assert best.program is not None, "it was chosen"
-    recipe: Any = best.program.recipe
-    found = validation_memory.estimate(best.program, recipe, recipe.batch_widths(), room)
-    return dataclasses.asdict(found) | {"description": validation_memory.describe(found, room)}
+def _pick(found: list[Candidate], hardware: Hardware) -> tuple[Candidate | None, Plan]:
+    """Returns the best candidate that can also be validated and evaluated, and the memory of both.
+
+    One that cannot, not even with one example per device, gets an obstacle in `found`. Of the others only the chosen
+    one is asked: each answer is compiled where the hardware can.
+    """
+    room = hardware.room
+    assert room is not None, "planning needs the devices' memory"
+    while best := placement_search.pick(found):
+        assert best.program is not None, "it fits"
+        told, obstacle = {}, ""
+        for part, one in evaluation_memory(best.program, room, hardware.compile).items():
+            told[part] = one and dataclasses.asdict(one) | {
+                "description": validation_memory.describe(one, room, part=part)
+            }
+            if one and not one.largest:
+                needs = f"{bytes_of(one.smallest_bytes)} of {bytes_of(room.usable)}"
+                obstacle = obstacle or f"{part} of one example per device needs {needs}"
+        if not obstacle:
+            return best, told
+        found[found.index(best)] = dataclasses.replace(best, obstacle=obstacle)
+    return None, {"validation": None, "generation": None}
+
+
+def evaluation_memory(
+    program: StepSpec, room: memory_limit.MemoryLimit, compile: memory.Compile | None
+) -> dict[str, validation_memory.ValidationMemory | None]:
+    """Returns the memory of validation, and of generation where the recipe's evaluation generates."""
+    recipe: Any = program.recipe
+    widths = recipe.validation_widths()
+    if compile is None:
+        validation = validation_memory.estimate(program, recipe, widths, room)
+        return {"validation": validation, "generation": generation_memory.estimate(program, room)}
+    validation = validation_memory.measure(program, widths, room, compile=compile)
+    return {"validation": validation, "generation": generation_memory.measure(program, room, compile=compile)}
 
 
 def _row(cfg: Config, candidate: Candidate) -> Plan:

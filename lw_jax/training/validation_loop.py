@@ -22,6 +22,10 @@ class ValidationLoop:
         batch = place.round_up(step_spec.cfg.eval.batch, placement.data)
         self._batch = out_of_memory.HalvingBatch(batch, multiple=placement.data, say=say)
 
+    def take(self, batch: int) -> None:
+        """Takes batches of at most so many examples, a multiple of the data axis, instead of eval.batch."""
+        self._batch.size = min(self._batch.size, batch)
+
     def measure(
         self, trainable: Tree, frozen: Tree, stop_requested: Callable[[], bool] = lambda: False
     ) -> dict[str, float] | None:

@@ -42,7 +42,7 @@ SWEEP = {
     **{"seed": 7, "optim.learning_rate": 7e-3, "optim.warmup_steps": 1, "optim.b2": 0.9, "optim.clip_norm": 3.0},
     **{"optim.end_fraction": 0.5, "optim.weight_decay": 0.3, "train.log_every": 3, "train.eval_every": 2},
     **{"train.checkpoint_every": 2, "train.alarm": "warn", "train.alarm_step": 0, "eval.examples": 5},
-    **{"eval.rows": ("latents",), "eval.curve": "none", "eval.curve_examples": 2, "data.cards": 70},
+    **{"eval.curve": "none", "eval.curve_examples": 2, "data.cards": 70},
     **{"data.facts": 3, "data.validation_limit": 3, "data.overlong": "cut", "prompt.anchor": "\nSo:"},
     **{"stages.answer.rate": 2.0, "loss.ce": 0.5, "encoder.rate": 0.2, "llms.llama.template": "chat"},
 }
@@ -81,7 +81,13 @@ SHAPE = {
     **{"mesh.placement": "single", "compute.dtype": "bf16", "compute.remat": "full", "compute.logits_chunk": 8},
     **{"data.context_tokens": 240, "data.question_tokens": 32, "data.answer_tokens": 16, "encoder.slots": 6},
     **{"encoder.window": 128, "loss.kl": 1.0, "optim.kind": "muon", "optim.decays": "all", "optim.weight_decay": 0.0},
-    **{"eval.batch": 4, "eval.max_new_tokens": 5, "eval.layers": "unstacked", "adapter.hidden": 41},
+    **{
+        "eval.batch": 4,
+        "eval.max_new_tokens": 5,
+        "eval.layers": "unstacked",
+        "eval.rows": ("latents",),
+        "adapter.hidden": 41,
+    },
     **{"llms.qwen.weights": "bf16", "stages.pretrain.share": 0.5, "encoder.rate": 0.0},
 }
 
