@@ -1,12 +1,11 @@
 """Memory of `eval` on a training placement: answers and scores of a batch, without the optimizer's moments."""
 
-from collections.abc import Mapping
-
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lw_jax.core.types import Tree
 from lw_jax.data.batches import PROMPT_ROWS
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models import pass_costs
@@ -79,16 +78,21 @@ def _lower(recipe: LatentWire, name: str, size: int) -> list[tuple[Part, int]]:
     def rows(*shape: int, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size, *shape), jnp.dtype(dtype), sharding=NamedSharding(mesh, P("data")))
 
-    prompt = Prompt(rows(length, model.width, dtype=dtype), rows(length, dtype="bool"))  # type: ignore[arg-type]
-    fields: Mapping = {
+    def generate(params: Tree, prompts: Tree) -> jax.Array:
+        return functions.generate(params, Prompt(*prompts), name, cfg.eval.max_new_tokens)
+
+    def score(params: Tree, prompts: Tree, fields: Tree) -> Tree:
+        return functions.score(params, Prompt(*prompts), fields, name)
+
+    prompts = rows(length, model.width, dtype=dtype), rows(length, dtype="bool")
+    fields = {
         "answer_inputs": rows(answers - 1, dtype="int32"),
         "targets": rows(answers, dtype="int32"),
         "weights": rows(answers, dtype="float32"),
     }
-    generate = functions.generate.lower(params, prompt, name, cfg.eval.max_new_tokens)
-    score = functions.score.lower(params, prompt, fields, name)
-    given = place.device_bytes(prompt)
-    return [(Part(generate, mesh), given), (Part(score, mesh), given + place.device_bytes(fields))]
+    generating, scoring = jax.jit(generate).lower(params, prompts), jax.jit(score).lower(params, prompts, fields)
+    given = place.device_bytes(prompts)
+    return [(Part(generating, mesh), given), (Part(scoring, mesh), given + place.device_bytes(fields))]
 
 
 def _working(recipe: LatentWire, name: str, rows: int) -> int:
