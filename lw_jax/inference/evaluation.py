@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 import jax
 
+from lw_jax.core import processes
 from lw_jax.core.config import Eval
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
@@ -16,8 +17,10 @@ from lw_jax.data import prompt_tokens
 from lw_jax.evals import control_rows, geometry, joint, quality_curve
 from lw_jax.evals.curve import Curve
 from lw_jax.inference.trained_wire import TrainedWire
+from lw_jax.planning import generation_memory
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import out_of_memory
+from lw_jax.training import memory_limit, out_of_memory, validation_memory
+from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
 _T = TypeVar("_T")
@@ -131,8 +134,15 @@ def _bench(wire: TrainedWire) -> control_rows.Bench:
 
 
 def _batch(recipe: LatentWire) -> out_of_memory.HalvingBatch:
-    size, multiple = recipe.cfg.eval.batch, recipe.placement.data
-    return out_of_memory.HalvingBatch(place.round_up(size, multiple), multiple=multiple, say=_say)
+    cfg, multiple = recipe.cfg, recipe.placement.data
+    size, limit = place.round_up(cfg.eval.batch, multiple), memory_limit.local(cfg)
+    if jax.process_count() > 1 and limit:  # where memory runs out they cannot agree on another one
+        found = generation_memory.estimate(StepSpec(cfg, recipe), limit)
+        assert found is not None, "a wire generates"
+        size = processes.from_first(lambda: found.largest or multiple)
+        if size < found.batch:
+            _say(f"{validation_memory.describe(found, limit, part='generation')}; it is taken")
+    return out_of_memory.HalvingBatch(size, multiple=multiple, say=_say)
 
 
 def _say(*lines: str) -> None:

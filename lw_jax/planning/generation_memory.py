@@ -35,7 +35,7 @@ def estimate(step_spec: StepSpec, limit: MemoryLimit) -> ValidationMemory | None
             peaks[at.mesh] = max(peaks[at.mesh], resident[at.mesh] + _working(recipe, name, rows))
         return max(peaks.values())
 
-    return validation_memory.search(step_spec, limit, held, compiled=False)
+    return validation_memory.search(step_spec, limit, held, resident=resident, compiled=False)
 
 
 def measure(step_spec: StepSpec, limit: MemoryLimit, *, compile: Compile) -> ValidationMemory | None:
@@ -48,9 +48,9 @@ def measure(step_spec: StepSpec, limit: MemoryLimit, *, compile: Compile) -> Val
         size = rows * recipe.placement.data
         return [part for name in recipe.placement.readers for part in _lower(recipe, name, size)]
 
-    return validation_memory.search(
-        step_spec, limit, Compiled(_resident(step_spec), lower, compile, limit), compiled=True
-    )
+    resident = _resident(step_spec)
+    held = Compiled(resident, lower, compile, limit)
+    return validation_memory.search(step_spec, limit, held, resident=resident, compiled=True)
 
 
 def _resident(step_spec: StepSpec) -> dict[Mesh, int]:

@@ -31,19 +31,27 @@ class ValidationMemory:
     largest: int  # the batch that fits, halved from `batch` as a run does; 0: not even one example per device
     compiled: bool = False  # from the compiler's memory analysis; else by arithmetic
     smallest_bytes: int = 0  # where not even one example per device fits: its peak
+    resident_bytes: int = 0  # of `peak_bytes`: weights and state
+
+    def fits_doubled(self, limit: MemoryLimit) -> bool:
+        """Says whether twice the memory beside weights and state would fit: then it need not be compiled."""
+        return 2 * self.peak_bytes - self.resident_bytes <= limit.usable
 
 
 def estimate(step_spec: StepSpec, recipe: Plannable, widths: Tree, limit: MemoryLimit) -> ValidationMemory:
     """Returns the memory of validation by arithmetic; `widths` is one example's shapes."""
-    return search(step_spec, limit, lambda rows: evaluation_bytes(step_spec, recipe, widths, rows), compiled=False)
+
+    def held(rows: int) -> int:
+        return evaluation_bytes(step_spec, recipe, widths, rows)
+
+    return search(step_spec, limit, held, resident=resident_by_mesh(step_spec), compiled=False)
 
 
 def measure(step_spec: StepSpec, widths: Tree, limit: MemoryLimit, *, compile: Compile) -> ValidationMemory:
     """Returns the memory of validation, compiled for the step's own devices."""
     state, frozen, data = step_spec.state(), step_spec.frozen(), step_spec.placement.data
     key = jax.eval_shape(lambda: jax.random.key(0))
-    resident = weights_by_mesh(step_spec)
-    resident[step_spec.placement.learner] += place.device_bytes(state)
+    resident = resident_by_mesh(step_spec)
 
     def lower(rows: int) -> list[tuple[Part, int]]:
         batch = _batch(step_spec, widths, rows * data)
@@ -51,11 +59,21 @@ def measure(step_spec: StepSpec, widths: Tree, limit: MemoryLimit, *, compile: C
         size = place.device_bytes(batch)
         return [(part, size) for part in parts.values()]
 
-    return search(step_spec, limit, Compiled(resident, lower, compile, limit), compiled=True)
+    return search(step_spec, limit, Compiled(resident, lower, compile, limit), resident=resident, compiled=True)
 
 
-def search(step_spec: StepSpec, limit: MemoryLimit, held: Callable[[int], int], *, compiled: bool) -> ValidationMemory:
-    """Returns the memory at eval.batch and the batch that fits; `held` gives the peak for so many rows per device."""
+def search(
+    step_spec: StepSpec, limit: MemoryLimit, held: Callable[[int], int], *, resident: Mapping[Mesh, int], compiled: bool
+) -> ValidationMemory:
+    """Returns the memory at eval.batch and the batch that fits.
+
+    Args:
+        step_spec: the step beside which it is taken.
+        limit: of a device.
+        held: rows per device -> peak of the fullest device.
+        resident: bytes of weights and state on each mesh.
+        compiled: `held` is the compiler's.
+    """
     data = step_spec.placement.data
     batch = size = place.round_up(step_spec.cfg.eval.batch, data)
     peak = last = held(batch // data)
@@ -63,7 +81,8 @@ def search(step_spec: StepSpec, limit: MemoryLimit, held: Callable[[int], int], 
         size = halved(size, data)
         last = held(size // data)
     fits = last <= limit.usable
-    return ValidationMemory(batch, peak, peak <= limit.usable, size if fits else 0, compiled, 0 if fits else last)
+    largest, smallest = (size, 0) if fits else (0, last)
+    return ValidationMemory(batch, peak, peak <= limit.usable, largest, compiled, smallest, min(resident.values()))
 
 
 class Compiled:
@@ -115,14 +134,21 @@ def weights_by_mesh(step_spec: StepSpec) -> dict[Mesh, int]:
     return sizes
 
 
+def resident_by_mesh(step_spec: StepSpec) -> dict[Mesh, int]:
+    """Returns the bytes of weights and training state on one device of each mesh."""
+    sizes = weights_by_mesh(step_spec)
+    sizes[step_spec.placement.learner] += place.device_bytes(step_spec.state())
+    return sizes
+
+
 def evaluation_bytes(step_spec: StepSpec, recipe: Plannable, widths: Tree, rows: int) -> int:
     """Returns the bytes of the fullest device during a forward pass over so many rows per device."""
     terms, placement = recipe.terms(widths, rows), step_spec.placement
-    state, sizes = place.device_bytes(step_spec.state()), []
-    for mesh, held in weights_by_mesh(step_spec).items():
+    sizes = []
+    for mesh, held in resident_by_mesh(step_spec).items():
         working = [terms[name].forward for name, at in placement.readers.items() if at.mesh == mesh]
         if mesh == placement.learner:
-            held, working = held + state, [*working, terms[""].forward]
+            working.append(terms[""].forward)
         sizes.append(held + int(max(working)))
     return max(sizes)
 

@@ -111,3 +111,20 @@ def test_the_next_candidate_is_taken_where_the_best_cannot_be_evaluated(root, me
     rows = {row["strategy"]: row for row in found["candidates"]}
     assert rows[refused[0]]["obstacle"].startswith("validation of one example per device needs 1000.0 GB of ")
     assert found["chosen"]["strategy"] != refused[0] and found["validation"]["fits"]
+
+
+@pytest.mark.slow
+def test_what_is_clear_by_arithmetic_is_not_compiled(root):
+    program, asked = make_program(tiny.make_config(root)), []
+
+    def compile(lowered):
+        asked.append(lowered)
+        return memory.compile_here(lowered)
+
+    found = planner.evaluation_memory(program, ROOM, compile)
+    assert not asked and not any(one.compiled for one in found.values())
+    doubled = 2 * max(one.peak_bytes for one in found.values()) - min(one.resident_bytes for one in found.values())
+    for room, compiled in ((doubled, False), (doubled // 3, True)):
+        found = planner.evaluation_memory(program, MemoryLimit(room, 1.0), compile)
+        assert {one.compiled for one in found.values()} == {compiled}
+    assert len(asked) >= 1 + 2 * 2, "validation, and each reader's answers and scores"

@@ -19,6 +19,7 @@ from lw_jax.recipes import selfmade
 from lw_jax.training import memory, micro_batch_search
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.step_spec import StepSpec
+from lw_jax.training.validation_memory import ValidationMemory
 from sharding import placement as placements
 from sharding.errors import PlacementError
 from tests import tiny
@@ -144,6 +145,8 @@ def test_training_runs_the_planned_split_of_readers_too_large_for_one_device(
 ):
     """Activations count next to nothing here, so that the weights alone decide."""
     replace_compiler(monkeypatch, none=1e-6, full=1e-6)
+    fits = {"validation": ValidationMemory(8, 0, True, 8), "generation": None}
+    monkeypatch.setattr(planner, "evaluation_memory", lambda *_: fits)
     cfg = make_searched_config(root, mesh__target_utilisation=1.0)
     room = (placed_bytes(cfg, 1) + placed_bytes(cfg, 2)) / 2e9
     losses = train_planned(root, tmp_path / "run", mesh__memory_gb=room, mesh__target_utilisation=1.0)
