@@ -72,7 +72,8 @@ def longest_prompt(recipe: LatentWire, name: str) -> int:
 def _lower(recipe: LatentWire, name: str, size: int) -> list[tuple[Part, int]]:
     """Returns a reader's programs of generation and scoring for a batch, with the bytes of their inputs."""
     cfg, mesh, params = recipe.cfg, recipe.placement.readers[name].mesh, workload.reader(recipe, name)
-    model, dtype, answers = recipe.wire.readers[name].config, params["embed"].dtype, cfg.data.answer_tokens
+    model, answers = recipe.wire.readers[name].config, cfg.data.answer_tokens
+    dtype = frozen_models.precision_of(cfg, cfg.llms[name], recipe.placement.platform).values
     length, functions = longest_prompt(recipe, name), WireFunctions(recipe.wire, recipe.placement)
 
     def rows(*shape: int, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct:
@@ -99,12 +100,13 @@ def _working(recipe: LatentWire, name: str, rows: int) -> int:
     """Returns the bytes beside the weights of so many answers of a reader on a device, generated or scored."""
     cfg, llm, at = recipe.cfg, recipe.cfg.llms[name], recipe.placement.readers[name]
     model, params = recipe.wire.readers[name].config, workload.reader(recipe, name)
-    dtype, length, answers = params["embed"].dtype, longest_prompt(recipe, name), cfg.data.answer_tokens
+    own = frozen_models.precision_of(cfg, llm, recipe.placement.platform)
+    dtype, length, answers = jnp.dtype(own.values), longest_prompt(recipe, name), cfg.data.answer_tokens
     prompt = rows * length * model.width * dtype.itemsize
     unpacked = pass_costs.restored_bytes(model, llm.weights, dtype.itemsize)
 
     def forward(positions: int) -> float:
-        one = frozen_models.teacher_forced(cfg, llm=llm, at=at, rows=rows, positions=positions, answers=0)
+        one = frozen_models.teacher_forced(cfg, at=at, own=own, rows=rows, positions=positions, answers=0)
         return pass_costs.forward_bytes(model, one) + unpacked / one.model
 
     split = at.mesh.shape["model"] if at.table == "tensor" else 1

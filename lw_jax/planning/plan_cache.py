@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from lw_jax import recipes
-from lw_jax.core import config, schema
+from lw_jax.core import config, precision, schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
@@ -27,6 +27,7 @@ SHAPING = (
     "lw_jax/evals/wire_functions.py",
     "lw_jax/hub/architectures.py",
     "lw_jax/hub/families.py",
+    "lw_jax/core/precision.py",
     "lw_jax/core/types.py",
     *(f"lw_jax/training/{name}.py" for name in (*_TRAINING, "validation_memory")),
 )
@@ -38,6 +39,7 @@ def path(cfg: Config, name: str) -> Path:
     `name` is the target's, or "here" for this machine's devices.
     """
     here = [*(device.device_kind for device in jax.devices()), jax.process_count(), str(memory_limit.local(cfg))]
+    here.append(precision.resolve(cfg.compute.dtype, jax.devices()[0].platform))  # of a CPU by its processor
     asked = [
         name,
         here if name == "here" else [],
