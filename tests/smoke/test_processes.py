@@ -41,7 +41,7 @@ def get_config():
     c.data.update(cards=64, validation_limit=16, facts=2, context_tokens=256)
     c.optim.update(warmup_steps=2, learning_rate=3e-3)
     c.train.update(steps={steps}, global_batch=8, log_every=1, checkpoint_every=3)
-    c.compute.remat = "none"
+    c.compute.update(remat="none", dtype="fp32")
     c.eval.update(examples=8, batch=8, max_new_tokens=4)
     return c
 """

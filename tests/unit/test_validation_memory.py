@@ -28,10 +28,13 @@ COMPILED = {("single", 1, 64): 2.393e9, ("single", 1, 256): 7.634e9, ("tensor", 
 NEAR = 0.15
 
 
-def make_program(cfg, strategy: str = "single", devices: int = 1) -> tuple[StepSpec, Plannable]:
+def make_program(
+    cfg, strategy: str = "single", devices: int = 1, *, stands_for: str = ""
+) -> tuple[StepSpec, Plannable]:
     model = devices if strategy == "tensor" else 1
     on = jax.devices()[:devices]
     placed = placements.place(strategy, recipes.reader_bytes(cfg), model=model, devices=on)
+    placed = dataclasses.replace(placed, stands_for=stands_for)
     recipe = recipes.make(cfg, placed, outline=True)
     return StepSpec(cfg, recipe), recipe
 
@@ -45,7 +48,7 @@ def test_working_memory_is_near_what_is_compiled(asked):
     strategy, devices, batch = asked
     whole = config.to_dict(config.build(large.get_config()))
     whole["compute"]["remat"] = "none"
-    program, recipe = make_program(config.build(whole), strategy, devices)
+    program, recipe = make_program(config.build(whole), strategy, devices, stands_for="gpu")
     terms = recipe.terms(recipe.batch_widths(), batch)
     assert max(one.forward for one in terms.values()) == pytest.approx(COMPILED[asked], rel=NEAR)
     held = place.device_bytes(program.state()) + sum(map(place.device_bytes, program.frozen().values()))
@@ -69,7 +72,9 @@ def test_a_batch_that_does_not_fit_is_told_with_the_one_that_does(tmp_path_facto
 
 def test_a_plan_and_a_run_say_so(tmp_path_factory):
     root = tmp_path_factory.getbasetemp() / "readers"
-    cfg = with_batch(tiny.make_config(root, train__micro_batch=1, mesh__placement="single"), 4096)
+    cfg = with_batch(
+        tiny.make_config(root, train__micro_batch=1, mesh__placement="single", compute__dtype="fp32"), 4096
+    )
     program, recipe = make_program(cfg)
     limit = validation_memory.evaluation_bytes(program, recipe, recipe.batch_widths(), 1024)
     mesh = dataclasses.replace(cfg.mesh, memory_gb=limit / 1e9 + 1e-6, target_utilisation=1.0)
