@@ -20,13 +20,15 @@ def make(*, data: int = -1, model: int = 1, devices: Sequence[Device] | None = N
     with the legal sizes for everything that does not fit.
     """
     found = list(jax.devices() if devices is None else devices)
-    data, model = _fill(data, model, len(found))
+    data, model = fill(data, model, len(found))
     used = found[: data * model]
-    _check_processes(found, used, model)
+    processes = len({device.process_index for device in found})
+    check_processes(len(found), used=len(used), model=model, processes=processes)
     return jax.make_mesh((data, model), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=used)
 
 
-def _fill(data: int, model: int, count: int) -> tuple[int, int]:
+def fill(data: int, model: int, count: int) -> tuple[int, int]:
+    """Returns both axes with -1 filled in; raises PlacementError for sizes that `count` devices do not form."""
     divisors = [n for n in range(1, count + 1) if count % n == 0]
     legal = ", ".join(f"data={count // n} model={n}" for n in divisors)
     asked = f"mesh data={data} model={model} on {count} devices"
@@ -41,16 +43,16 @@ def _fill(data: int, model: int, count: int) -> tuple[int, int]:
     return data, model
 
 
-def _check_processes(found: list[Device], used: list[Device], model: int) -> None:
-    processes = {device.process_index for device in found}
-    if len(processes) == 1:
+def check_processes(count: int, *, used: int, model: int, processes: int) -> None:
+    """Raises PlacementError where a mesh of `used` of `count` devices does not go with so many processes."""
+    if processes == 1:
         return
-    if len(used) != len(found):
+    if used != count:
         raise PlacementError(
-            f"mesh of {len(used)} of {len(found)} devices over {len(processes)} processes: some process would own "
-            "none of it; use all devices or start fewer processes"
+            f"mesh of {used} of {count} devices over {processes} processes: some process would own none of it; use "
+            "all devices or start fewer processes"
         )
-    local = len(found) // len(processes)
+    local = count // processes
     if local % model:
         raise PlacementError(
             f"mesh model={model} over processes of {local} devices: the model axis stays inside one process, because "

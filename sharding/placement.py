@@ -25,6 +25,9 @@ STRATEGIES = {
 }
 
 
+APART = ("split", "hybrid3", "hybrid4")  # readers on devices of their own: one process drives them all
+
+
 @dataclasses.dataclass(frozen=True)
 class Component:
     """Mesh of one frozen reader and its table of `sharding.tables`."""
@@ -112,14 +115,23 @@ def place(
         return _together(strategy, readers, found, data, model)
     if strategy not in STRATEGIES:
         raise PlacementError(f"mesh.placement={strategy!r} is not one of {', '.join(STRATEGIES)}")
-    if len({device.process_index for device in found}) > 1:
-        raise PlacementError(
-            f"mesh.placement={strategy!r} over several processes: latents cross between devices of one process only; "
-            "use replicate, fsdp or tensor, or one process"
-        )
+    check_processes(strategy, data, model, devices=len(found), processes=len({one.process_index for one in found}))
     if strategy == "hybrid3":
         return _hybrid3(readers, found)
     return _split(strategy, readers, found, data=data, model=2 if strategy == "hybrid4" else model)
+
+
+def check_processes(strategy: str, data: int, model: int, *, devices: int, processes: int) -> None:
+    """Raises PlacementError where a strategy cannot run on so many devices in so many processes of equal size."""
+    if processes == 1:
+        return
+    if strategy in APART:
+        raise PlacementError(
+            f"mesh.placement={strategy!r} over several processes ({processes}, one a node): latents cross between "
+            "devices of one process only; use replicate, fsdp or tensor, or auto, which takes one of them; or one node"
+        )
+    data, model = (1, 1) if strategy == "single" else meshes.fill(data, model, devices)
+    meshes.check_processes(devices, used=data * model, model=model, processes=processes)
 
 
 def _together(table: str, readers: Mapping[str, int], devices: list[Device], data: int, model: int) -> Placement:

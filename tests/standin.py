@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from lw_jax.core.types import Tree
-from lw_jax.planning import estimate
+from lw_jax.planning import estimate, planner
 from lw_jax.training import micro_batch_search
 from lw_jax.training.memory import StepMemory
 from lw_jax.training.step_spec import StepSpec
@@ -32,4 +32,6 @@ def replace_compiler(monkeypatch: pytest.MonkeyPatch, **factors: float) -> Measu
     """Puts a `Measure` in the compiler's place and returns it."""
     standin = Measure(**factors)
     monkeypatch.setattr(micro_batch_search.memory, "measure", standin)
+    arithmetic = planner.evaluation_memory
+    monkeypatch.setattr(planner, "evaluation_memory", lambda program, room, compile: arithmetic(program, room, None))
     return standin

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from lw_jax.commands.loading import Loaded
+from lw_jax.core import processes, runtime
 from lw_jax.core.config import Config
 from lw_jax.inference import evaluation
 from lw_jax.inference.trained_wire import open_wire
@@ -20,9 +21,14 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir)
 
 
+@processes.Together()
 def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
-    """Evaluates the best checkpoint (the latest where none was validated); writes the results to the run's folder."""
+    """Evaluates the best checkpoint (the latest where none was validated); writes the results to the run's folder.
+
+    Several processes of a SLURM step take a slice of each batch; the first one writes and prints.
+    """
     del resolved
+    runtime.start()
     if jax.process_index() == 0:
         check_writable(workdir, remedy="`eval` leaves its results in the run's folder: copy it to where you can write")
     wire = open_wire(cfg, workdir)

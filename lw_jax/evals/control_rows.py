@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lw_jax.core import config
+from lw_jax.core import config, processes
 from lw_jax.core.types import Example, Tree
 from lw_jax.data.batches import PROMPT_ROWS, Encoded
 from lw_jax.data.loader import eval_batches
@@ -36,7 +36,9 @@ class Bench:
     trainable: Tree
     frozen: Tree
     decode: Mapping[str, Callable[[Sequence[int]], str]]  # reader's name -> ids to text
-    place: Callable[[Tree, str | None], Tree]  # (host batch, reader's name or None for the encoder) -> device batch
+    # (this process's rows on the host, reader's name or None for the encoder) -> device batch, and back
+    place: Callable[[Tree, str | None], Tree]
+    fetch: Callable[[Tree, str | None], Tree] = lambda tree, name: jax.device_get(tree)
 
     def prompt(self, fields: Mapping[str, Any], name: str, *, row: str, latents: jax.Array | None) -> Any:
         """Returns a reader's prompt for one row from its placed fields; `latents` are None for text rows."""
@@ -48,13 +50,13 @@ class Bench:
         return self.functions.prompt_from_latents(self.trainable, params, wire, latents, name)
 
     def score(self, fields: Mapping[str, Any], name: str, prompt: Any) -> dict[str, np.ndarray]:
-        """Returns nll, hits, first, first5 and tokens [b] of the reference answers."""
+        """Returns nll, hits, first, first5 and tokens [b] of the reference answers of this process's rows."""
         answer = {key: fields[key] for key in ANSWER}
-        return jax.device_get(self.functions.score(self.frozen[name], prompt, answer, name))
+        return self.fetch(self.functions.score(self.frozen[name], prompt, answer, name), name)
 
     def answer(self, name: str, prompt: Any, *, max_new_tokens: int) -> list[str]:
-        """Returns a reader's greedy answers."""
-        ids = jax.device_get(self.functions.generate(self.frozen[name], prompt, name, max_new_tokens))
+        """Returns a reader's greedy answers to this process's rows."""
+        ids = self.fetch(self.functions.generate(self.frozen[name], prompt, name, max_new_tokens), name)
         return [answers.first_line(self.decode[name]([int(token) for token in row if token >= 0])) for row in ids]
 
 
@@ -81,10 +83,10 @@ def measure(bench: Bench, encoded: Encoded, *, options: config.Eval) -> Measured
         options: rows, number of examples, batch, answer length.
     """
     others = encoded.shuffled()
-    indices: list[int] = []
+    indices: list[list[int]] = []
     collected: list[np.ndarray] = []
-    records: list[Record] = []
-    for host in eval_batches(encoded, batch=options.batch, limit=options.examples):
+    records: list[list[Record]] = []  # of each batch, reader and row
+    for host in eval_batches(encoded, options.batch, options.examples, share=processes.share()):
         batch, valid = host.pop("index").tolist(), host.pop("valid")
         latents = {"latents": bench.functions.encode(bench.trainable, bench.place(host["source"], None))}
         latents["shuffled"] = latents["latents"]
@@ -93,19 +95,37 @@ def measure(bench: Bench, encoded: Encoded, *, options: config.Eval) -> Measured
             latents["shuffled"] = bench.functions.encode(bench.trainable, bench.place(shuffled, None))
         latents["zero"] = jnp.zeros_like(latents["latents"])
         examples = [index for index, real in zip(batch, valid, strict=True) if real]
-        indices += examples
-        collected.append(np.asarray(jax.device_get(latents["latents"]), np.float32)[valid])
+        indices.append(examples)
+        collected.append(np.asarray(bench.fetch(latents["latents"], None), np.float32)[valid])
         for name, host_fields in host["readers"].items():
             fields = bench.place(host_fields, name)
             for row in options.rows:
                 prompt = bench.prompt(fields, name, row=row, latents=latents.get(row))
                 predictions = bench.answer(name, prompt, max_new_tokens=options.max_new_tokens)
                 scores = bench.score(fields, name, prompt)
+                found: list[Record] = []
                 for position, index in enumerate(examples):
                     numbers = {key: float(value[position]) for key, value in scores.items()}
                     identity = {"reader": name, "row": row, "index": index}
-                    records.append(identity | judge(encoded.examples[index], predictions[position]) | numbers)
-    return Measured(encoded, indices, np.concatenate(collected), records)
+                    found.append(identity | judge(encoded.examples[index], predictions[position]) | numbers)
+                records.append(found)
+    return _gather(encoded, indices, collected, records)
+
+
+def _gather(
+    encoded: Encoded, indices: list[list[int]], latents: list[np.ndarray], records: list[list[Record]]
+) -> Measured:
+    """Returns what all processes measured, in the order of one process: each has given its rows of every batch."""
+    counts = processes.gather([len(batch) for batch in indices])
+    own = zip(processes.gather_rows(np.concatenate(latents)), counts, strict=True)
+    parts = [np.split(rows, np.cumsum(sizes)[:-1]) for rows, sizes in own]
+    whole = np.concatenate([part for batch in zip(*parts, strict=True) for part in batch])
+    return Measured(encoded, merge(indices), whole, merge(records))
+
+
+def merge(groups: list[list[Any]]) -> list[Any]:
+    """Returns the entries of all processes' groups: group by group, in each that of process 0 first."""
+    return [entry for group in zip(*processes.gather(groups), strict=True) for part in group for entry in part]
 
 
 def judge(example: Example, prediction: str) -> Record:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from lw_jax.core import config
+from lw_jax.core import config, processes
 from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.loader import eval_batches
@@ -90,9 +90,9 @@ def _costs(
     """Returns f64[readers n], inf where a candidate has no cost; equal candidates are scored once."""
     candidates = [[_Candidate(i, record["prediction"]) for i, record in enumerate(records)] for records in answered]
     distinct = sorted({one for own in candidates for one in own if one.answer})
-    costs: dict[_Candidate, float] = {}
+    scored: list[tuple[int, float]] = []  # this process's: number of the candidate, cost
     encoded = batches.encode(_examples(measured, distinct), layout=layout)
-    for host in eval_batches(encoded, batch=options.batch):
+    for host in eval_batches(encoded, options.batch, share=processes.share()):
         indices, valid = host.pop("index").tolist(), host.pop("valid")
         # An example's id leads back to its candidate, as some may have been dropped; the last one is no candidate.
         numbers = [int(encoded.examples[index].id) for index in indices]
@@ -103,7 +103,8 @@ def _costs(
             scores = bench.score(fields, name, bench.prompt(fields, name, row=ROW, latents=latents))
             nll.append(scores["nll"] / scores["tokens"])
         mean = np.mean(np.asarray(nll, np.float64), axis=0)
-        costs |= {distinct[n]: c for n, c, real in zip(numbers, mean, valid, strict=True) if real and n < len(distinct)}
+        scored += [(n, float(c)) for n, c, real in zip(numbers, mean, valid, strict=True) if real and n < len(distinct)]
+    costs = {distinct[number]: cost for part in processes.gather(scored) for number, cost in part}
     return np.array([[costs.get(one, np.inf) for one in own] for own in candidates])
 
 

@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import brotli
-import jax
 import numpy as np
 import zstandard
 
-from lw_jax.core import config
+from lw_jax.core import config, processes
 from lw_jax.core.config_sections import BITS
 from lw_jax.core.types import EXACT
 from lw_jax.data.batches import Encoded
@@ -39,7 +38,8 @@ def sweep(
     points = []
     for channel in itertools.product(sent.slots or (slots,), sent.widths or (width,)):
         found: dict[int, list[Record]] = {}
-        for bits, framed, record in _send(bench, measured.encoded, indices, channel, options=options, encoder=encoder):
+        groups = list(_send(bench, measured.encoded, indices, channel, options=options, encoder=encoder))
+        for bits, framed, record in control_rows.merge(groups):
             found.setdefault(bits, []).append(record | {"framed_bytes": framed})
         for bits, records in found.items():
             points += _points((*channel, bits), records, bootstrap)
@@ -103,15 +103,21 @@ def _send(
     *,
     options: config.Eval,
     encoder: str,
-) -> Iterator[tuple[int, int, Record]]:
-    """Yields (bits, framed bytes, record) for each example and reader, from packed and unpacked messages."""
+) -> Iterator[list[tuple[int, int, Record]]]:
+    """Yields, for each batch, bits and reader, (bits, framed bytes, record) of this process's examples.
+
+    The messages are packed and unpacked.
+    """
+    number, count = processes.share()
+    own = slice(number * options.batch // count, (number + 1) * options.batch // count)
     for start in range(0, len(indices), options.batch):
         real = list(indices[start : start + options.batch])
+        rows, real = (real + real[-1:] * (options.batch - len(real)))[own], real[own]
         # The encoder must not quantise here: the codec does.
-        sizes_sent = np.tile(np.array([*channel, EXACT], np.int32), (options.batch, 1))
-        host = encoded.collate(real + real[-1:] * (options.batch - len(real)), rows=(), channel=sizes_sent)
+        sizes_sent = np.tile(np.array([*channel, EXACT], np.int32), (len(rows), 1))
+        host = encoded.collate(rows, rows=(), channel=sizes_sent)
         source = bench.place(host["source"], None)
-        latents = np.asarray(jax.device_get(bench.functions.encode(bench.trainable, source)), np.float32)
+        latents = np.asarray(bench.fetch(bench.functions.encode(bench.trainable, source), None), np.float32)
         placed = {name: bench.place(fields, name) for name, fields in host["readers"].items()}
         for bits in BITS:
             received, sizes = _round_trip(latents, channel, bits=bits, encoder=encoder)
@@ -121,11 +127,13 @@ def _send(
                 predictions = (
                     bench.answer(name, prompt, max_new_tokens=options.max_new_tokens) if options.curve == "f1" else None
                 )
+                found: list[tuple[int, int, Record]] = []
                 for position, index in enumerate(real):
                     record = {key: float(value[position]) for key, value in scores.items()}
                     if predictions is not None:
                         record |= control_rows.judge(encoded.examples[index], predictions[position])
-                    yield bits, sizes[position], {"reader": name, "row": "latents", "index": index} | record
+                    found.append((bits, sizes[position], {"reader": name, "row": "latents", "index": index} | record))
+                yield found
 
 
 def _round_trip(

@@ -1,13 +1,15 @@
 """Evaluation of a trained wire: control table, joint answers, geometry of the latents, byte curve, and their files."""
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
+
+from lw_jax.core import processes
 from lw_jax.core.config import Eval
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
@@ -15,8 +17,10 @@ from lw_jax.data import prompt_tokens
 from lw_jax.evals import control_rows, geometry, joint, quality_curve
 from lw_jax.evals.curve import Curve
 from lw_jax.inference.trained_wire import TrainedWire
+from lw_jax.planning import generation_memory
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import out_of_memory
+from lw_jax.training import memory_limit, out_of_memory, validation_memory
+from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
 _T = TypeVar("_T")
@@ -66,10 +70,9 @@ def measure(wire: TrainedWire, batch: out_of_memory.HalvingBatch | None = None) 
     recipe, bench = wire.recipe, _bench(wire)
     batch = batch or _batch(recipe)
     encoded = recipe.data("validation", rows=recipe.cfg.eval.rows)
-    for line in encoded.describe():
-        print(line, flush=True)
+    _say(*encoded.describe())
     if recipe.cfg.eval.layers == "unstacked":
-        print("answers: layers unstacked (eval.layers)", flush=True)
+        _say("answers: layers unstacked (eval.layers)")
     return _fitting(batch, recipe.cfg.eval, lambda options: control_rows.measure(bench, encoded, options=options))
 
 
@@ -126,14 +129,26 @@ def _bench(wire: TrainedWire) -> control_rows.Bench:
         wire.frozen,
         decode={name: tokenizer.decode for name, tokenizer in wire.recipe.tokenizers.items()},
         place=lambda batch, name: place.put_eval(batch, functions.mesh_of(name)),
+        fetch=lambda rows, name: place.local_rows(rows, functions.mesh_of(name)),
     )
 
 
 def _batch(recipe: LatentWire) -> out_of_memory.HalvingBatch:
-    size, multiple = recipe.cfg.eval.batch, recipe.placement.data
-    return out_of_memory.HalvingBatch(
-        place.round_up(size, multiple), multiple=multiple, say=functools.partial(print, flush=True)
-    )
+    cfg, multiple = recipe.cfg, recipe.placement.data
+    size, limit = place.round_up(cfg.eval.batch, multiple), memory_limit.local(cfg)
+    if jax.process_count() > 1 and limit:  # where memory runs out they cannot agree on another one
+        found = generation_memory.estimate(StepSpec(cfg, recipe), limit)
+        assert found is not None, "a wire generates"
+        size = processes.from_first(lambda: found.largest or multiple)
+        if size < found.batch:
+            _say(f"{validation_memory.describe(found, limit, part='generation')}; it is taken")
+    return out_of_memory.HalvingBatch(size, multiple=multiple, say=_say)
+
+
+def _say(*lines: str) -> None:
+    """Prints lines, of several processes in the first one."""
+    if jax.process_index() == 0:
+        print(*lines, sep="\n", flush=True)
 
 
 def _fitting(batch: out_of_memory.HalvingBatch, options: Eval, compute: Callable[[Eval], _T]) -> _T:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lw_jax import recipes
-from lw_jax.core import precision
+from lw_jax.core import precision, processes
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.precision import DTYPES, Precision
@@ -22,7 +22,7 @@ from lw_jax.hub import weights as files
 from lw_jax.models import decode, decoder, quant, ttt
 from lw_jax.recipes.ttt import TTT
 from sharding import mesh as meshes
-from sharding import placement, rules, tables
+from sharding import place, placement, rules, tables
 
 
 def load_lm(
@@ -67,11 +67,15 @@ def _load_ttt(location: Path, dtype: str, mesh: Mesh) -> "LM":
     return TTTLM(location, config, files.load_ttt(location, shardings=placed), mode=mode)
 
 
-def load_trained(cfg: Config, workdir: Path) -> "TTTLM":
-    """Opens the best checkpoint of a run of recipe "ttt" (the latest where none was validated)."""
+def load_trained(cfg: Config, workdir: Path, *, texts: int = 1) -> "TTTLM":
+    """Opens the best checkpoint of a run of recipe "ttt" (the latest where none was validated).
+
+    The weights lie on as many devices as there are `texts` to continue at once; of several processes, on all.
+    """
     if cfg.recipe != "ttt":
         raise UserError(f"{workdir}: a run of recipe {cfg.recipe!r} trains no language model")
-    recipe = TTT(cfg, placement.place("single", recipes.reader_bytes(cfg)))
+    data = jax.device_count() if jax.process_count() > 1 else min(texts, jax.device_count())
+    recipe = TTT(cfg, placement.place("replicate", recipes.reader_bytes(cfg), data=data))
     found = recipes.read_best(recipe, cfg, workdir)
     return TTTLM(
         workdir,
@@ -114,8 +118,26 @@ class LM:
             found[width - len(tokens) :] = tokens
             mask[row, width - len(tokens) :] = True
         sampling = decode.Sampling(max_new_tokens, tuple(self.tokenizer.stops), temperature)
-        out = self._jitted_continue(self.params, ids, mask, jax.random.key(seed), sampling)
-        return [self.tokenizer.decode([int(token) for token in row if token >= 0]) for row in np.asarray(out)]
+        out = self._continue_all(ids, mask, seed, sampling)
+        return [self.tokenizer.decode([int(token) for token in row if token >= 0]) for row in out]
+
+    def _continue_all(self, ids: np.ndarray, mask: np.ndarray, seed: int, sampling: decode.Sampling) -> np.ndarray:
+        """Returns the new ids of all rows, split over the data axis of the weights' mesh.
+
+        Each of several processes gives and reads its own rows. Rows that fill the axis come last: the draws of those
+        before them stay the same.
+        """
+        key, count = jax.random.key(seed), len(ids)
+        mesh = getattr(jax.tree.leaves(self.params)[0].sharding, "mesh", None)
+        if mesh is None or mesh.shape["data"] == 1:
+            return np.asarray(self._jitted_continue(self.params, ids, mask, key, sampling))
+        whole = place.round_up(count, mesh.shape["data"])
+        number, several = processes.share()
+        own = np.arange(number * whole // several, (number + 1) * whole // several)
+        chosen = np.minimum(own, count - 1)
+        given = place.put_eval((ids[chosen], mask[chosen]), mesh)
+        out = place.local_rows(self._jitted_continue(self.params, *given, key, sampling), mesh)
+        return np.concatenate(processes.gather_rows(out))[:count]
 
     @functools.cached_property
     def _jitted_logits(self) -> Callable[..., jax.Array]:

@@ -88,10 +88,12 @@ def choose(cfg: Config, hardware: Hardware, *, widths: Tree | None) -> list[Cand
 
     `widths` are the shapes of one example; None takes the longest that the configuration allows.
     """
-    readers = recipes.reader_bytes(cfg)
+    readers, count = recipes.reader_bytes(cfg), len(hardware.devices)
+    processes = hardware.target.hosts if hardware.target else 1  # stand-ins on a CPU are all of one process
     found = []
-    for strategy, data, model in strategies(cfg, readers, len(hardware.devices)):
+    for strategy, data, model in strategies(cfg, readers, count):
         try:
+            placements.check_processes(strategy, data, model, devices=count, processes=processes)
             placed = placements.place(strategy, readers, data=data, model=model, devices=hardware.devices)
             placed = dataclasses.replace(placed, stands_for="gpu" if hardware.target else "")
             found += list(_measure(cfg, placed, hardware, widths))

@@ -43,7 +43,7 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
         f"{chosen['micro_batch']} x {chosen['accumulation']} accumulated{hours}"
         + (f"; {idle} of {found['devices']} devices stay idle" if idle else ""),
         f"why: {found['why']}",
-        found["validation"]["description"],
+        *(found[part]["description"] for part in ("validation", "generation") if found[part]),
         f"as flags: {_flags(overrides(chosen))}",
     ]
     if own and not own.items() <= overrides(chosen).items():

@@ -1,26 +1,21 @@
 """Plans: the placement, recomputation and micro-batch with which a configuration runs on given devices."""
 
-import contextlib
 import dataclasses
-import hashlib
-import json
 import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from lw_jax import recipes
-from lw_jax.core import config, schema
+from lw_jax.core import config
 from lw_jax.core import precision as precision_of
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import write_whole
 from lw_jax.core.precision import DTYPES
-from lw_jax.hub import sources
-from lw_jax.planning import decode_layout, gpus, host_memory, placement_search, remedies
+from lw_jax.planning import decode_layout, generation_memory, gpus, host_memory, placement_search, plan_cache, remedies
 from lw_jax.planning.gpus import Target
 from lw_jax.planning.placement_search import Candidate, Hardware
 from lw_jax.training import memory, memory_limit, preflight, validation_memory
@@ -34,7 +29,6 @@ Plan = dict[str, Any]  # what `plan --json` prints
 
 SIZES = {"single": 1, "dual": 2, "quad": 4}  # words for a number of cards on one node
 HOST_BYTES = 6e9  # Python, JAX, CUDA and tokenised data, of one process: assumed, not measured
-ROOT = Path(__file__).resolve().parents[2]
 
 
 def inspect(cfg: Config) -> list[preflight.Finding]:
@@ -59,12 +53,15 @@ def make(cfg: Config, target: str = "", *, estimate: bool = False) -> Plan:
 
     Raises:
         UserError: the target is not known, or an estimate needs more virtual CPU devices than there are.
+        PlacementError: the configured placement does not go with the target's nodes.
     """
     if not target:
+        check_processes(cfg, jax.device_count(), jax.process_count())
         return _cached(cfg, "here", lambda: _plan(cfg, here(cfg), "here", hosts=jax.process_count()))
     wanted = gpus.parse(target)
+    check_processes(cfg, wanted.devices, wanted.hosts)
     if estimate:
-        return _plan(cfg, _absent(cfg, wanted, compiler=False), wanted.name, hosts=wanted.hosts)
+        return _timed(_plan(cfg, _absent(cfg, wanted, compiler=False), wanted.name, hosts=wanted.hosts), cfg)
 
     def compute() -> Plan:
         try:
@@ -74,6 +71,13 @@ def make(cfg: Config, target: str = "", *, estimate: bool = False) -> Plan:
             return found | {"why_not_compiled": str(error)}
 
     return _cached(cfg, wanted.name, compute)
+
+
+def check_processes(cfg: Config, devices: int, processes: int) -> None:
+    """Raises PlacementError where the configured placement cannot run over so many processes, one a node."""
+    if cfg.mesh.placement != "auto":
+        mesh = cfg.mesh
+        placements.check_processes(mesh.placement, mesh.data, mesh.model, devices=devices, processes=processes)
 
 
 def here(cfg: Config) -> Hardware:
@@ -153,16 +157,18 @@ def _place_uncompiled(cfg: Config, readers: Mapping[str, int], hardware: Hardwar
         # Of several processes each must own a part of the mesh, so there an undividable batch is refused later.
         fitting = [n for n in range(1, count + 1) if cfg.train.global_batch % n == 0 or jax.process_count() > 1]
         return placements.place("replicate", readers, data=fitting[-1])
-    for model in (n for n in range(1, count + 1) if count % n == 0):
+    local = count // jax.process_count()  # the model axis stays inside a process
+    for model in (n for n in range(1, local + 1) if local % n == 0):
         table = "tensor" if model > 1 else "replicate"
         placed = placements.place(table, readers, data=count // model, model=model)
         program = StepSpec(cfg, recipes.make(cfg, placed, outline=True))
         if hardware.room is None or memory.placed_bytes(program) <= hardware.room.usable:
             return placed
     assert hardware.room is not None
+    most = "all of them" if local == count else f"the {local} of each process"
     raise PlacementError(
-        f"the readers do not fit on {count} devices of {bytes_of(hardware.room.memory)}, split over all of them; use "
-        "more devices, or raise mesh.target_utilisation"
+        f"the readers do not fit on {count} devices of {bytes_of(hardware.room.memory)}, split over {most}; use more "
+        "devices, or raise mesh.target_utilisation"
     )
 
 
@@ -193,7 +199,7 @@ def _absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
 def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
     started = time.monotonic()
     found = placement_search.choose(cfg, hardware, widths=None)
-    best = placement_search.pick(found)
+    best, measured = _pick(found, hardware)
     rows = [_row(cfg, candidate) for candidate in found]
     chosen = rows[found.index(best)] if best else None
     room = hardware.room
@@ -207,26 +213,58 @@ def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
         "precision": precision(cfg, hardware),
         "memory_bytes": room.memory,
         "limit_bytes": room.usable,
-        "steps": cfg.train.steps,
         "global_batch": cfg.train.global_batch,
         "unit": list(recipes.unit(cfg)),
-        "hours": chosen["hours"] if chosen else None,
         "host_memory_bytes": _host_bytes(found),
         "plan_seconds": round(time.monotonic() - started, 1),
         "candidates": rows,
         "chosen": chosen,
         "why": _why(chosen, rows),
-        "validation": _validation(best, room) if best else None,
+        **measured,
         "remedies": [] if best else remedies.fewer_bits(cfg, hardware),
     }
 
 
-def _validation(best: Candidate, room: memory_limit.MemoryLimit) -> Plan:
-    """Returns the estimated memory of validation beside the chosen candidate's training state."""
-    assert best.program is not None, "it was chosen"
-    recipe: Any = best.program.recipe
-    found = validation_memory.estimate(best.program, recipe, recipe.batch_widths(), room)
-    return dataclasses.asdict(found) | {"description": validation_memory.describe(found, room)}
+def _pick(found: list[Candidate], hardware: Hardware) -> tuple[Candidate | None, Plan]:
+    """Returns the best candidate that can also be validated and evaluated, and the memory of both.
+
+    One that cannot, not even with one example per device, gets an obstacle in `found`. Of the others only the chosen
+    one is asked: each answer is compiled where the hardware can.
+    """
+    room = hardware.room
+    assert room is not None, "planning needs the devices' memory"
+    while best := placement_search.pick(found):
+        assert best.program is not None, "it fits"
+        told, obstacle = {}, ""
+        for part, one in evaluation_memory(best.program, room, hardware.compile).items():
+            told[part] = one and dataclasses.asdict(one) | {
+                "description": validation_memory.describe(one, room, part=part)
+            }
+            if one and not one.largest:
+                needs = f"{bytes_of(one.smallest_bytes)} of {bytes_of(room.usable)}"
+                obstacle = obstacle or f"{part} of one example per device needs {needs}"
+        if not obstacle:
+            return best, told
+        found[found.index(best)] = dataclasses.replace(best, obstacle=obstacle)
+    return None, {"validation": None, "generation": None}
+
+
+def evaluation_memory(
+    program: StepSpec, room: memory_limit.MemoryLimit, compile: memory.Compile | None
+) -> dict[str, validation_memory.ValidationMemory | None]:
+    """Returns the memory of validation, and of generation where the recipe's evaluation generates.
+
+    By arithmetic where twice what it says would fit: compiling both takes half a minute.
+    """
+    recipe: Any = program.recipe
+    widths = recipe.validation_widths()
+    validation = validation_memory.estimate(program, recipe, widths, room)
+    generation = generation_memory.estimate(program, room)
+    if compile and not validation.fits_doubled(room):
+        validation = validation_memory.measure(program, widths, room, compile=compile)
+    if compile and generation and not generation.fits_doubled(room):
+        generation = generation_memory.measure(program, room, compile=compile)
+    return {"validation": validation, "generation": generation}
 
 
 def _row(cfg: Config, candidate: Candidate) -> Plan:
@@ -256,7 +294,6 @@ def _row(cfg: Config, candidate: Candidate) -> Plan:
         "seconds": dataclasses.asdict(candidate.times) if candidate.times else None,
         "step_seconds": seconds,
         "samples_per_second": cfg.train.global_batch / seconds if seconds else None,
-        "hours": cfg.train.steps * seconds / 3600 if seconds else None,
         "estimate": None,
     }
     if guess:
@@ -300,52 +337,32 @@ def _why(chosen: Plan | None, rows: Sequence[Plan]) -> str:
 
 def kept(cfg: Config, target: str) -> Plan | None:
     """Returns the cached plan of a target; None where there is none. Compiles nothing."""
-    return _read_cached(_file(cfg, gpus.parse(target).name))
+    found = plan_cache.read(plan_cache.path(cfg, gpus.parse(target).name))
+    return _timed(found, cfg) if found else None
 
 
-def _file(cfg: Config, name: str) -> Path:
-    """Returns the cache file for a configuration, target, versions and code."""
-    kind = [device.device_kind for device in jax.devices()] if name == "here" else []
-    asked = [
-        name,
-        kind,
-        str(memory_limit.local(cfg)) if name == "here" else "",
-        config.digest(cfg),
-        jax.__version__,
-        _code(),
-    ]
-    digest = hashlib.sha256(json.dumps(asked).encode()).hexdigest()[:16]
-    return sources.cache_root() / "plans" / f"{name}-{digest}.json"
+def _timed(found: Plan, cfg: Config) -> Plan:
+    """Returns a plan with the steps of a run and their hours, which it is not cached with."""
+    steps = cfg.train.steps
+
+    def timed(row: Plan) -> Plan:
+        seconds = row["step_seconds"]
+        return row | {"hours": steps * seconds / 3600 if seconds else None}
+
+    rows, chosen = list(map(timed, found["candidates"])), found["chosen"] and timed(found["chosen"])
+    hours = chosen["hours"] if chosen else None
+    return found | {"steps": steps, "hours": hours, "candidates": rows, "chosen": chosen}
 
 
-def _read_cached(file: Path) -> Plan | None:
-    """Returns a cached plan; None where there is none or the file is damaged."""
-    with contextlib.suppress(FileNotFoundError, UserError):
-        found = schema.read(file, dict[str, Any], remedy="")
-        if found.keys() >= {"target", "chosen"}:
-            return found | {"cached": True}
-    return None
-
-
-def _cached(cfg: Config, name: str, compute: Any) -> Plan:
+def _cached(cfg: Config, name: str, compute: Callable[[], Plan]) -> Plan:
     """Returns the cached plan, else computes and caches it."""
-    file = _file(cfg, name)
-    if found := _read_cached(file):
-        return found
+    file = plan_cache.path(cfg, name)
+    if found := plan_cache.read(file):
+        return _timed(found, cfg)
     found = compute()
     if "why_not_compiled" not in found:  # the compiler may be installed by the next call
-        file.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(file, json.dumps(found))
-    return found
-
-
-def _code() -> str:
-    """Returns a digest of the project's code: a changed train step invalidates cached plans."""
-    digest = hashlib.sha256()
-    for folder in ("lw_jax", "sharding"):
-        for file in sorted((ROOT / folder).rglob("*.py")):
-            digest.update(file.read_bytes())
-    return digest.hexdigest()
+        plan_cache.write(file, found)
+    return _timed(found, cfg)
 
 
 def overrides(chosen: Mapping[str, Any]) -> dict[str, Any]:

@@ -234,6 +234,10 @@ class DPO:
             fields["reference"] = jax.ShapeDtypeStruct((2,), jnp.float32)
         return {"source": {}, "readers": {self.name: fields}, "index": jax.ShapeDtypeStruct((), jnp.int32)}
 
+    def validation_widths(self) -> Tree:
+        """Returns one held-out example as shapes: as one of training."""
+        return self.batch_widths()
+
     def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
         """Returns the costs of one micro-batch: of the model both passes, of the pairs none."""
         fields, at = widths["readers"][self.name], self.placement.readers[self.name]

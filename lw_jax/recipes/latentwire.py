@@ -352,6 +352,10 @@ class LatentWire:
             "index": jax.ShapeDtypeStruct((), jnp.int32),
         }
 
+    def validation_widths(self) -> Tree:
+        """Returns one held-out example as shapes: as one of training."""
+        return self.batch_widths()
+
     def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
         """Returns the costs of one micro-batch: the encoder's under "", each reader's under its name."""
         return wire_costs.terms(self.cfg, self.wire, self.placement, widths, rows=rows)

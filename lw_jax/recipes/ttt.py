@@ -240,6 +240,12 @@ class TTT:
         }
         return {"source": {}, "readers": {NAME: fields}, "index": jax.ShapeDtypeStruct((), np.int32)}
 
+    def validation_widths(self) -> Tree:
+        """Returns one held-out window as shapes: it is measured beside its baselines."""
+        widths, one = self.batch_widths(), jax.ShapeDtypeStruct((), np.float32)
+        fields = widths["readers"][NAME] | {"task": Task("measure"), "unigram": one, "bigram": one}
+        return widths | {"readers": {NAME: fields}}
+
     def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
         """Returns the costs of one micro-batch."""
         tokens = rows * (widths["readers"][NAME]["ids"].shape[0] - 1)

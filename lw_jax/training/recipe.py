@@ -137,6 +137,10 @@ class Plannable(Recipe, Protocol):
         """Returns the shapes of one training example without the batch axis, at the configuration's limits."""
         ...
 
+    def validation_widths(self) -> Tree:
+        """Returns the shapes of one held-out example, likewise."""
+        ...
+
     def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
         """Returns the cost terms of one micro-batch: of the shared part under "", of each reader under its name."""
         ...

@@ -53,6 +53,10 @@ class Step(Protocol):
         """Returns the lowered programs of one step by name, from abstract arrays."""
         ...
 
+    def lower_evaluation(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> dict[str, Part]:
+        """Returns the lowered programs of `evaluate` by name, from abstract arrays."""
+        ...
+
 
 def make(recipe: Recipe, placement: Placement, optimizer: optax.GradientTransformation, *, seed: int) -> Step:
     """Returns the step that this placement needs."""
@@ -86,6 +90,9 @@ class _Fused:
 
     def lower(self, state: State, frozen: Tree, batch: Tree) -> dict[str, Part]:
         return {"step": Part(self._step.lower(state, frozen, batch), self._mesh)}
+
+    def lower_evaluation(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> dict[str, Part]:
+        return {"validation": Part(self._loss.lower(trainable, frozen, batch, key), self._mesh)}
 
 
 class _Staged:
@@ -209,6 +216,16 @@ class _Staged:
         programs["pull"] = Part(pull.lower(), learner, count)
         gradients = _shapes(pull.out_info, learner, spec)
         programs["update"] = Part(self._update.lower(state, gradients, found), learner)
+        return programs
+
+    def lower_evaluation(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> dict[str, Part]:
+        share = self._forward_share.trace(trainable, batch["source"], key)
+        programs = {"share": Part(share.lower(), self.placement.learner)}
+        for name, at in self.placement.readers.items():
+            part = _shapes(self.recipe.part(name, trainable), at.mesh, P())
+            shared, fields = _shapes(share.out_info, at.mesh, P("data")), batch["readers"][name]
+            lowered = self._forward.lower(name, part, frozen[name], fields, shared, key)
+            programs[name] = Part(lowered, at.mesh)
         return programs
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lw_jax.core import runtime
+from lw_jax.core import processes, runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
@@ -92,7 +92,7 @@ class Run:
         limit = memory_limit.local(self.cfg)
         if limit is None:
             return
-        self._warn_of_validation(limit)
+        self._fit_validation(limit)
         if self.cfg.train.micro_batch:
             return
         shapes = map(example_shapes, data_schedule.shapes())
@@ -103,13 +103,17 @@ class Run:
         self.accumulation = least.accumulation
         self.reporter.say(*micro_batch_search.describe(self.step_spec, least, limit))
 
-    def _warn_of_validation(self, limit: MemoryLimit) -> None:
+    def _fit_validation(self, limit: MemoryLimit) -> None:
         if self.checkpointer is None or not isinstance(self.recipe, Plannable):  # such a run does not validate
             return
-        found = validation_memory.estimate(self.step_spec, self.recipe, self.recipe.batch_widths(), limit)
-        if not found.fits:
-            line = validation_memory.describe(found, limit)
-            self.reporter.say(f"{line}; the run halves it where memory runs out")
+        found = validation_memory.estimate(self.step_spec, self.recipe, self.recipe.validation_widths(), limit)
+        # From its start: several processes cannot agree on another one where memory runs out.
+        size = processes.from_first(lambda: found.largest)
+        if size < found.batch:
+            self.validation_loop.take(size or self.placement.data)
+            self.reporter.say(
+                f"{validation_memory.describe(found, limit)}; the run takes it; the metrics stay the same"
+            )
 
     def _restore_or_initialise(self, session: _Session) -> None:
         """Restores the last checkpoint, or initialises the state and the data position."""

@@ -3,6 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 
+from lw_jax.core import processes
 from lw_jax.core import rng as rngs
 from lw_jax.core.types import Tree
 from lw_jax.data.data_schedule import Stream
@@ -20,6 +21,10 @@ class ValidationLoop:
         placement = step_spec.placement
         batch = place.round_up(step_spec.cfg.eval.batch, placement.data)
         self._batch = out_of_memory.HalvingBatch(batch, multiple=placement.data, say=say)
+
+    def take(self, batch: int) -> None:
+        """Takes batches of at most so many examples, a multiple of the data axis, instead of eval.batch."""
+        self._batch.size = min(self._batch.size, batch)
 
     def measure(
         self, trainable: Tree, frozen: Tree, stop_requested: Callable[[], bool] = lambda: False
@@ -47,7 +52,7 @@ class ValidationLoop:
         found: dict[str, float] = {}
         for number, (prefix, encoded) in enumerate(self._data):
             sums: dict[str, list[float]] = {}
-            for batch in eval_batches(encoded, batch=size, limit=cfg.eval.examples):
+            for batch in eval_batches(encoded, size, cfg.eval.examples, share=processes.share()):
                 if stop_requested():
                     return None
                 placed = place.put_parts(_mask_padding(batch), placement, place.put_eval)

@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -17,8 +18,10 @@ import jax
 import numpy as np
 import pytest
 
+from lw_jax.commands import evaluate, loading, parser
 from lw_jax.core import command_line, config, config_file, runtime
 from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.training import metrics
 from sharding import placement
 from tests import tiny
 
@@ -38,7 +41,7 @@ def get_config():
     c.data.update(cards=64, validation_limit=16, facts=2, context_tokens=256)
     c.optim.update(warmup_steps=2, learning_rate=3e-3)
     c.train.update(steps={steps}, global_batch=8, log_every=1, checkpoint_every=3)
-    c.compute.remat = "none"
+    c.compute.update(remat="none", dtype="fp32")
     c.eval.update(examples=8, batch=8, max_new_tokens=4)
     return c
 """
@@ -126,6 +129,28 @@ def test_two_processes_give_the_curve_of_one_device(config_path, readers, tmp_pa
     assert "placement fsdp: data=8" in said
     wanted = curve_of_one(config_path, tmp_path / "one", *changes)
     np.testing.assert_allclose(tiny.logged_losses(tmp_path / "w"), wanted, rtol=LOSS)
+    own, one = (
+        [row for row in metrics.read(tmp_path / name / "metrics.jsonl") if "validation/loss" in row]
+        for name in ("w", "one")
+    )
+    assert [row["step"] for row in own] == [row["step"] for row in one] == [STEPS]
+    assert own[0] == pytest.approx(one[0], rel=LOSS)
+    check_evaluation_of_two(tmp_path)
+
+
+def check_evaluation_of_two(folder: Path) -> None:
+    """Of 11 examples in batches of 8 the second process has none in the last batch; each takes its rows alone."""
+    shutil.copytree(folder / "w", folder / "w-one")
+    asked = ["--config.eval.examples=11", "--config.eval.curve=f1", "--config.eval.curve_examples=10"]
+    asked.append("--config.mesh.memory_gb=4")  # known, so that both agree on a batch before they begin
+    with two("eval", "--workdir", str(folder / "w"), *asked, folder=folder) as started:
+        outputs = [process.communicate()[0] for process in started]
+    assert [process.returncode for process in started] == [0, 0], (folder / "stderr-1").read_text()
+    assert ["joint pick" in said or "examples kept" in said for said in outputs] == [True, False]
+    (loaded,) = loading.load(parser.parse(["eval", "--workdir", str(folder / "w-one"), *asked]))
+    assert evaluate.main(loaded.cfg, resolved={}, workdir=folder / "w-one") == 0
+    for name in ("predictions.jsonl", "eval.json", "slots.json", "bytes.csv"):
+        assert (folder / "w" / name).read_text() == (folder / "w-one" / name).read_text(), name
 
 
 @pytest.mark.slow

@@ -18,6 +18,7 @@ from lw_jax.inference import language_model
 from lw_jax.models import ttt
 from lw_jax.models.ttt import TTTConfig
 from lw_jax.recipes import selfmade
+from sharding import mesh as meshes
 
 SAME = 2e-5  # fp32 logits of unit size, sums in another order
 NEW = 11  # tokens: over the end of a chunk
@@ -100,6 +101,15 @@ def test_generation_from_the_memory_is_the_argmax_of_reading_all_anew(lm):
 def test_sampling_follows_the_seed(lm):
     drawn = [lm.generate(TEXTS, max_new_tokens=NEW, temperature=3.0, seed=seed) for seed in (1, 1, 2)]
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+def test_rows_split_over_devices_give_the_same_texts(lm, folder):
+    """Two devices share the rows, the last filled up; what is drawn for a row depends on neither."""
+    split = lw_jax.load_lm(folder, mesh=meshes.make(data=2, model=1, devices=jax.devices()[:2]))
+    assert len(TEXTS) % 2, "the last device has a row of filling"
+    for sampling in ({}, {"temperature": 3.0, "seed": 1}):
+        given = split.generate(TEXTS, max_new_tokens=NEW, **sampling)
+        assert given == lm.generate(TEXTS, max_new_tokens=NEW, **sampling)
 
 
 def test_texts_without_tokens_are_refused(lm):

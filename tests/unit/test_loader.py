@@ -112,6 +112,18 @@ def test_evaluation_keeps_the_order_and_marks_the_filling():
     assert np.concatenate([b["index"][b["valid"]] for b in out]).tolist() == list(range(N))
 
 
+def test_evaluation_of_several_processes_gives_each_its_rows_of_every_batch():
+    whole = list(eval_batches(encoded(), 9))
+    parts = [list(eval_batches(encoded(), 9, share=(number, 3))) for number in range(3)]
+    assert all(len(part) == len(whole) for part in parts), "they compute together"
+    for key in ("index", "valid"):
+        joined = [np.concatenate([one[key] for one in batch]).tolist() for batch in zip(*parts, strict=True)]
+        assert joined == [one[key].tolist() for one in whole]
+    assert not parts[2][-1]["valid"].any() and parts[2][-1]["source"]["ids"].shape == parts[0][0]["source"]["ids"].shape
+    with pytest.raises(UserError, match=r"eval\.batch=5 does not divide by 3"):
+        next(eval_batches(encoded(), 5, share=(0, 3)))
+
+
 def test_evaluation_limit_spreads_over_the_data_set():
     out = list(eval_batches(encoded(), 5, limit=7))
     assert np.concatenate([b["index"][b["valid"]] for b in out]).tolist() == [0, 3, 6, 9, 13, 16, 19]

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import shutil
 
 import jax
 import numpy as np
@@ -20,6 +19,7 @@ from lw_jax.recipes import selfmade
 from lw_jax.training import memory, micro_batch_search
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.step_spec import StepSpec
+from lw_jax.training.validation_memory import ValidationMemory
 from sharding import placement as placements
 from sharding.errors import PlacementError
 from tests import tiny
@@ -145,6 +145,8 @@ def test_training_runs_the_planned_split_of_readers_too_large_for_one_device(
 ):
     """Activations count next to nothing here, so that the weights alone decide."""
     replace_compiler(monkeypatch, none=1e-6, full=1e-6)
+    fits = {"validation": ValidationMemory(8, 0, True, 8), "generation": None}
+    monkeypatch.setattr(planner, "evaluation_memory", lambda *_: fits)
     cfg = make_searched_config(root, mesh__target_utilisation=1.0)
     room = (placed_bytes(cfg, 1) + placed_bytes(cfg, 2)) / 2e9
     losses = train_planned(root, tmp_path / "run", mesh__memory_gb=room, mesh__target_utilisation=1.0)
@@ -204,46 +206,6 @@ def test_a_schedule_that_cannot_be_is_refused_before_readers_are_made(root, tmp_
         train.main(cfg, resolved={}, workdir=tmp_path)
 
 
-def fail(*_, **__):
-    raise AssertionError("planned again")
-
-
-def test_the_same_question_is_answered_from_disk(root, measure, cache, monkeypatch):
-    cfg = make_searched_config(root, mesh__memory_gb=0.02)
-    first = planner.make(cfg)
-    assert "cached" not in first and len(list(cache.iterdir())) == 1
-    monkeypatch.setattr(placement_search, "choose", fail)
-    second = planner.make(cfg)
-    assert second == first | {"cached": True}
-    assert "(cached)" in plan_tables.report(second) and "(cached)" not in plan_tables.report(first)
-    with pytest.raises(AssertionError, match="planned again"):
-        planner.make(dataclasses.replace(cfg, seed=cfg.seed + 1))
-
-
-def test_another_configuration_memory_or_code_is_another_plan(root, measure, cache, monkeypatch):
-    cfg = make_searched_config(root, mesh__placement="single", mesh__memory_gb=0.02)
-    planner.make(cfg)
-    planner.make(dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, memory_gb=0.03)))
-    assert len(list(cache.iterdir())) == 2
-    planner.make(dataclasses.replace(cfg, train=dataclasses.replace(cfg.train, global_batch=16)))
-    assert len(list(cache.iterdir())) == 3
-    monkeypatch.setattr(planner, "_code", lambda: "another step")
-    assert "cached" not in planner.make(cfg)
-    assert len(list(cache.iterdir())) == 4
-    assert {path.suffix for path in cache.iterdir()} == {".json"}, "nothing half-written stays"
-
-
-def test_code_is_known_by_its_content(tmp_path, monkeypatch):
-    for folder in ("lw_jax", "sharding"):
-        shutil.copytree(planner.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
-    own = planner._code()
-    monkeypatch.setattr(planner, "ROOT", tmp_path)
-    assert planner._code() == own
-    with (tmp_path / "lw_jax" / "models" / "decoder.py").open("a") as file:
-        file.write("\n")
-    assert planner._code() != own
-
-
 def test_an_absent_compiler_is_told_and_arithmetic_stands_in_without_being_kept(root, cache):
     """conftest.py hides the CUDA plugin from this process."""
     cfg = make_searched_config(root, mesh__placement="single")
@@ -258,6 +220,39 @@ def test_an_absent_compiler_is_told_and_arithmetic_stands_in_without_being_kept(
 def test_an_estimate_for_more_devices_than_stand_in_says_how_to_get_them(root):
     with pytest.raises(UserError, match="this process has 8; set JAX_NUM_CPU_DEVICES=16"):
         planner.make(make_searched_config(root), "2xh100x8", estimate=True)
+
+
+@pytest.mark.parametrize("estimate", [True, False])
+def test_over_two_nodes_what_one_process_must_drive_is_an_obstacle(estimate, root, measure, monkeypatch):
+    """With stand-ins of one process too, on which an estimate plans."""
+    monkeypatch.setattr(gpus, "compile_devices", lambda target: jax.devices()[: target.devices])
+    found = planner.make(make_searched_config(root), "2xh100x4", estimate=estimate)
+    told = {row["strategy"]: row["obstacle"] for row in found["candidates"] if row["obstacle"]}
+    assert set(told) >= {"single", "split", "hybrid4"}
+    assert "over several processes" in told["split"] and "use replicate, fsdp or tensor" in told["hybrid4"]
+    assert "some process would own none" in told["single"]
+    assert {row["mesh"] for row in found["candidates"] if row["strategy"] == "tensor" and row["fits"]} == {"4x2", "2x4"}
+    assert "model axis stays inside one process" in found["candidates"][-3]["obstacle"]
+    assert found["chosen"]["strategy"] in ("replicate", "fsdp", "tensor")
+
+
+@pytest.mark.parametrize("placement", ["split", "hybrid4"])
+@pytest.mark.parametrize("estimate", [True, False])
+def test_readers_apart_over_two_nodes_are_refused_before_anything_is_planned(placement, estimate, root, monkeypatch):
+    monkeypatch.setattr(placement_search, "choose", lambda *_, **__: pytest.fail("planned"))
+    cfg = make_searched_config(root, mesh__placement=placement)
+    with pytest.raises(
+        PlacementError, match=rf"mesh\.placement='{placement}' over several processes.*or auto"
+    ) as caught:
+        planner.make(cfg, "2xh100x4", estimate=estimate)
+    assert "\n" not in str(caught.value)
+
+
+def test_training_over_two_processes_refuses_readers_apart_before_it_makes_readers(root, tmp_path, monkeypatch):
+    monkeypatch.setattr(selfmade, "make_readers", lambda cfg: pytest.fail("readers were made"))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    with pytest.raises(PlacementError, match="over several processes"):
+        train.main(tiny.make_config(root, mesh__placement="split"), resolved={}, workdir=tmp_path)
 
 
 def test_an_unknown_target_is_refused(root):

@@ -1,10 +1,9 @@
 """lw_jax/slurm/size_comparison.py: prices of other numbers of the same GPU."""
 
-import json
 from pathlib import Path
 from typing import Any
 
-from lw_jax.planning import planner as plans
+from lw_jax.planning import plan_cache
 from lw_jax.slurm import size_comparison
 from tests.unit.test_job import PLAN, resolve
 
@@ -40,14 +39,13 @@ def test_other_sizes_are_the_plans_that_are_kept_else_all_are_estimated(tmp_path
     cfg, _ = resolve()
     found = size_comparison.other_sizes(cfg, PLAN)
     assert [(one["target"], one["compiled"]) for one in found] == [(f"h100x{n}", False) for n in (1, 2, 4)]
+    hours = cfg.train.steps * PLAN["chosen"]["step_seconds"] / 3600
     for count in (1, 2):
-        file = plans._file(cfg, f"h100x{count}")
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(json.dumps(sized(count, 7.0)), "utf-8")
+        plan_cache.write(plan_cache.path(cfg, f"h100x{count}"), sized(count, 0.0) | {"candidates": []})
     found = size_comparison.other_sizes(cfg, PLAN)
     assert [(one["target"], one["compiled"], one["hours"]) for one in found] == [
-        ("h100x1", True, 7.0),
-        ("h100x2", True, 7.0),
+        ("h100x1", True, hours),
+        ("h100x2", True, hours),
     ]
     found = size_comparison.other_sizes(cfg, PLAN | {"compiled": False})
     assert [one["compiled"] for one in found] == [False, False], "an estimated job is compared with estimates alone"

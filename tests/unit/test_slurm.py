@@ -11,6 +11,8 @@ from lw_jax.commands import slurm
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.planning.planner import resolve_target
+from lw_jax.slurm.job_list import Task
+from sharding.errors import PlacementError
 from tests.unit.test_job import PLAN, request, resolve
 from tests.unit.test_job_script import check_syntax
 
@@ -161,3 +163,16 @@ def test_submitting_where_there_is_no_sbatch_is_refused(call, tmp_path: Path, mo
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UserError, match="--submit: no sbatch"):
         call(submit=True)
+
+
+def test_a_list_names_the_run_whose_readers_cannot_lie_on_several_nodes(tmp_path: Path) -> None:
+    """One line before anything is planned or written, with the way on."""
+    cfg, resolved = resolve(**{"mesh.placement": "split"})
+    tasks = [Task(cfg, resolved, tmp_path / "apart", "configs/h100x4.py")]
+    with pytest.raises(
+        UserError, match=r"apart: mesh\.placement='split' over several processes.*or one node"
+    ) as caught:
+        slurm.main_list(tasks, kind="array", workdir=tmp_path, request=request(target="2xh100x4"))
+    assert "\n" not in str(caught.value) and not list(tmp_path.glob("*.sbatch"))
+    with pytest.raises(PlacementError, match="over several processes"):
+        slurm.main(cfg, resolved=resolved, workdir=tmp_path, request=request(target="2xh100x4"))

@@ -1,0 +1,82 @@
+"""Plans on disk, by what shapes them: runs that differ in seed, rates, steps or reports share one."""
+
+import contextlib
+import hashlib
+import importlib.metadata
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from lw_jax import recipes
+from lw_jax.core import config, precision, schema
+from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
+from lw_jax.core.files import write_whole
+from lw_jax.hub import sources
+from lw_jax.training import memory_limit
+
+ROOT = Path(__file__).resolve().parents[2]
+
+# Files that decide what is compiled, its memory and its time: a change of any other leaves cached plans valid.
+_TRAINING = ("memory*", "micro_batch_search", "optimizers", "out_of_memory", "recipe", "step_spec", "train_step")
+SHAPING = (
+    *(f"{folder}/**/*.py" for folder in ("sharding", "lw_jax/models", "lw_jax/losses", "lw_jax/planning")),
+    "lw_jax/recipes/*.py",
+    "lw_jax/evals/wire_functions.py",
+    "lw_jax/hub/architectures.py",
+    "lw_jax/hub/families.py",
+    "lw_jax/core/precision.py",
+    "lw_jax/core/types.py",
+    *(f"lw_jax/training/{name}.py" for name in (*_TRAINING, "validation_memory")),
+)
+
+
+def path(cfg: Config, name: str) -> Path:
+    """Returns the file of a plan: by target, the keys that shape it (`config.shape`), versions and code.
+
+    `name` is the target's, or "here" for this machine's devices.
+    """
+    here = [*(device.device_kind for device in jax.devices()), jax.process_count(), str(memory_limit.local(cfg))]
+    here.append(precision.resolve(cfg.compute.dtype, jax.devices()[0].platform))  # of a CPU by its processor
+    asked = [
+        name,
+        here if name == "here" else [],
+        config.shape(cfg),
+        recipes.reader_bytes(cfg),  # a local folder may hold another model under the same name
+        _versions(),
+        code(),
+    ]
+    digest = hashlib.sha256(json.dumps(asked, sort_keys=True).encode()).hexdigest()[:16]
+    return sources.cache_root() / "plans" / f"{name}-{digest}.json"
+
+
+def read(file: Path) -> dict[str, Any] | None:
+    """Returns a cached plan; None where there is none or the file is damaged."""
+    with contextlib.suppress(FileNotFoundError, UserError):
+        found = schema.read(file, dict[str, Any], remedy="")
+        if found.keys() >= {"target", "chosen", "candidates"}:
+            return found | {"cached": True}
+    return None
+
+
+def write(file: Path, found: dict[str, Any]) -> None:
+    """Caches a plan."""
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_whole(file, json.dumps(found))
+
+
+def code() -> str:
+    """Returns a digest of the files of `SHAPING`."""
+    digest = hashlib.sha256()
+    for pattern in SHAPING:
+        for file in sorted(ROOT.glob(pattern)):
+            digest.update(file.read_bytes())
+    return digest.hexdigest()
+
+
+def _versions() -> list[str]:
+    """Returns what compiles: JAX, jaxlib and the CUDA plugins that are installed."""
+    names = ("jax", "jaxlib", *(f"jax-cuda{version}-plugin" for version in (12, 13)))
+    return [f"{one.name} {one.version}" for name in names for one in importlib.metadata.distributions(name=name)]

@@ -1,0 +1,183 @@
+"""lw_jax/planning/plan_cache.py and `config.shape`: which plans are one plan."""
+
+import re
+import shutil
+from typing import Any
+
+import jax
+import pytest
+
+from lw_jax import recipes
+from lw_jax.core import config
+from lw_jax.core.config import Config
+from lw_jax.planning import placement_search, plan_cache, plan_tables, planner
+from lw_jax.training.step_spec import StepSpec
+from sharding import placement as placements
+from tests import tiny
+from tests.tiny import make_searched_config
+
+pytestmark = pytest.mark.usefixtures("cache")
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+def fail(*_, **__):
+    raise AssertionError("planned again")
+
+
+def change(cfg: Config, path: str, value: Any) -> Config:
+    whole = config.to_dict(cfg)
+    node = whole
+    *sections, name = path.split(".")
+    for section in sections:
+        node = node[section]
+    node[name] = value
+    return config.build(whole)
+
+
+SWEEP = {
+    **{"seed": 7, "optim.learning_rate": 7e-3, "optim.warmup_steps": 1, "optim.b2": 0.9, "optim.clip_norm": 3.0},
+    **{"optim.end_fraction": 0.5, "optim.weight_decay": 0.3, "train.log_every": 3, "train.eval_every": 2},
+    **{"train.checkpoint_every": 2, "train.alarm": "warn", "train.alarm_step": 0, "eval.examples": 5},
+    **{"eval.curve": "none", "eval.curve_examples": 2, "data.cards": 70},
+    **{"data.facts": 3, "data.validation_limit": 3, "data.overlong": "cut", "prompt.anchor": "\nSo:"},
+    **{"stages.answer.rate": 2.0, "loss.ce": 0.5, "encoder.rate": 0.2, "llms.llama.template": "chat"},
+}
+
+
+def test_a_sweep_plans_once_and_has_its_own_hours(root, measure, cache, monkeypatch):
+    cfg = make_searched_config(root, mesh__memory_gb=0.02)
+    first = planner.make(cfg, "h100x2", estimate=True)
+    monkeypatch.setattr(
+        planner,
+        "_absent",
+        lambda cfg, target: placement_search.Hardware(
+            jax.devices()[:2], planner.memory_limit.of_devices(cfg, 10**10), target
+        ),
+    )
+    planned = planner.make(cfg, "h100x2")
+    assert "cached" not in planned and len(list(cache.iterdir())) == 1
+    monkeypatch.setattr(placement_search, "choose", fail)
+    again = planner.make(cfg, "h100x2")
+    assert again == planned | {"cached": True}
+    assert "(cached)" in plan_tables.report(again) and "(cached)" not in plan_tables.report(planned)
+    for path, value in SWEEP.items():
+        assert planner.make(change(cfg, path, value), "h100x2") == again, path
+    longer = planner.make(change(cfg, "train.steps", 600), "h100x2")
+    assert longer["steps"] == 600 and first["steps"] == cfg.train.steps == 6
+    assert longer["hours"] == longer["chosen"]["hours"] == pytest.approx(100 * again["hours"], rel=1e-12)
+    assert longer["hours"] == pytest.approx(600 * longer["chosen"]["step_seconds"] / 3600, rel=1e-12)
+    for one, other in zip(longer["candidates"], again["candidates"], strict=True):
+        assert one["hours"] is other["hours"] is None or one["hours"] == pytest.approx(100 * other["hours"])
+    assert planner.kept(change(cfg, "train.steps", 600), "h100x2") == longer
+    assert len(list(cache.iterdir())) == 1
+
+
+SHAPE = {
+    **{"train.global_batch": 16, "train.micro_batch": 2, "mesh.memory_gb": 0.03, "mesh.target_utilisation": 0.7},
+    **{"mesh.placement": "single", "compute.dtype": "bf16", "compute.remat": "full", "compute.logits_chunk": 8},
+    **{"data.context_tokens": 240, "data.question_tokens": 32, "data.answer_tokens": 16, "encoder.slots": 6},
+    **{"encoder.window": 128, "loss.kl": 1.0, "optim.kind": "muon", "optim.decays": "all", "optim.weight_decay": 0.0},
+    **{
+        "eval.batch": 4,
+        "eval.max_new_tokens": 5,
+        "eval.layers": "unstacked",
+        "eval.rows": ("latents",),
+        "adapter.hidden": 41,
+    },
+    **{"llms.qwen.weights": "bf16", "stages.pretrain.share": 0.5, "encoder.rate": 0.0},
+}
+
+
+@pytest.mark.parametrize("path", SHAPE)
+def test_what_shapes_a_step_or_its_limits_is_another_plan(path, root):
+    cfg = make_searched_config(root)
+    assert plan_cache.path(change(cfg, path, SHAPE[path]), "h100x2") != plan_cache.path(cfg, "h100x2")
+
+
+def test_another_target_version_or_memory_is_another_plan(root, monkeypatch):
+    cfg = make_searched_config(root)
+    files = [plan_cache.path(cfg, name) for name in ("h100x2", "h100x4", "here")]
+    monkeypatch.setattr(plan_cache, "_versions", lambda: ["jax 0"])
+    files.append(plan_cache.path(cfg, "h100x2"))
+    monkeypatch.setattr(recipes, "reader_bytes", lambda cfg: {"llama": 7, "qwen": 9})
+    files.append(plan_cache.path(cfg, "h100x2"))
+    assert len(set(files)) == len(files)
+
+
+def test_code_that_shapes_a_step_is_known_by_its_content_and_no_other(tmp_path, monkeypatch):
+    for folder in ("lw_jax", "sharding"):
+        shutil.copytree(plan_cache.ROOT / folder, tmp_path / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    own = plan_cache.code()
+    assert all(list(plan_cache.ROOT.glob(pattern)) for pattern in plan_cache.SHAPING)
+    monkeypatch.setattr(plan_cache, "ROOT", tmp_path)
+
+    def after(name: str) -> str:
+        with (tmp_path / name).open("a") as file:
+            file.write("\n")
+        return plan_cache.code()
+
+    for name in ("commands/plan", "slurm/job", "report/page", "training/checkpoint", "training/reporter", "data/rows"):
+        assert after(f"lw_jax/{name}.py") == own, name
+    seen = {own}
+    for name in ("models/decoder", "losses/chunked", "recipes/dpo", "training/train_step", "planning/roofline"):
+        seen.add(after(f"lw_jax/{name}.py"))
+    seen.add(after("sharding/tables.py"))
+    assert len(seen) == 7
+
+
+# ---- that the keys left out do not shape a step
+
+BARE = re.compile(r"dense<[^>]*>|constant [^:]*:|loc\(.*")
+
+
+def programs(cfg: Config, devices: int) -> dict[str, str]:
+    """The lowered text of a step without its numbers."""
+    strategy = "replicate" if devices > 1 else "single"
+    placed = placements.place(strategy, recipes.reader_bytes(cfg), devices=jax.devices()[:devices])
+    recipe = recipes.make(cfg, placed, outline=True)
+    spec = StepSpec(cfg, recipe)
+    return {name: BARE.sub("", part.lowered.as_text()) for name, part in spec.lower(recipe.batch_widths(), 2).items()}
+
+
+def other_value(path: str, value: Any, rule: Any) -> Any:
+    """Another legal value of a key; of one that counts whether it is 0, one on the same side."""
+    if path in SWEEP:
+        return SWEEP[path]
+    if rule.choices and isinstance(value, str):
+        return next(one for one in rule.choices if one != value)
+    if isinstance(value, str):
+        return value and f"{value} "
+    if isinstance(value, tuple):
+        return value
+    if rule.shapes == "zero" and not value:
+        return value
+    return value + 1 if isinstance(value, int) else value * 0.75
+
+
+@pytest.mark.slow
+def test_a_step_is_the_same_program_whatever_the_other_keys_are(root):
+    """All of them at once: `shapes="no"` and, on the same side of 0, `shapes="zero"`."""
+    cfg = tiny.make_config(root)
+    other = cfg
+    kept = {"train.steps": 6}  # fewer would have other stages
+    changed = []
+    for path, value, rule in config.values_of(cfg):
+        if rule.shapes != "value" and path not in kept:
+            wanted = other_value(path, value, rule)
+            changed += [path] if wanted != value else []
+            other = change(other, path, wanted)
+    assert len(changed) > 30 and config.shape(other) == config.shape(cfg)
+    assert programs(other, 2) == programs(cfg, 2)
+    estimates = [planner.make(one, "h100x2", estimate=True) for one in (cfg, other)]
+    assert estimates[0] | {"plan_seconds": 0} == estimates[1] | {"plan_seconds": 0}
+
+
+def test_every_key_says_whether_it_shapes_a_plan():
+    """A new key counts until it says that it does not; those that say so are no sizes."""
+    free = {entry.path for entry in config.entries() if entry.key.shapes == "no"}
+    assert {"seed", "optim.learning_rate", "train.steps", "train.log_every"} <= free
+    assert not {path for path in free if path.startswith(("mesh.", "compute."))}
