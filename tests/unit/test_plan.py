@@ -125,6 +125,23 @@ def test_report_shows_every_candidate_and_the_choice(estimated):
         assert f"--config.{path}={value}" in flags
 
 
+def test_filling_and_devices_without_work_are_told_with_the_batches_that_have_none(root):
+    cfg = make_searched_config(root, train__global_batch=8)
+    found = planner.make(cfg, "h100x3", estimate=True)
+    replicate = next(row for row in found["candidates"] if row["strategy"] == "replicate")
+    assert (replicate["mesh"], replicate["rows"], replicate["micro_batch"]) == ("3x1", 9, 3)
+    assert replicate["samples_per_second"] == pytest.approx(8 / replicate["step_seconds"]), "of examples, not of rows"
+    (line,) = [
+        line for line in plan_tables.report(found | {"chosen": replicate}).splitlines() if line.startswith("filling: ")
+    ]
+    assert "1 of 9 rows" in line and "train.global_batch=6 or 9" in line
+    found = planner.make(cfg, "h100x7", estimate=True)
+    replicate = next(row for row in found["candidates"] if row["strategy"] == "replicate")
+    told = plan_tables.report(found | {"chosen": replicate})
+    assert replicate["mesh"] == "4x1" and "filling: " not in told
+    assert "3 of 7 devices stay idle" in told and "train.global_batch=7 or 14" in told
+
+
 def test_plan_tells_the_precision_of_its_card(root):
     cfg = make_searched_config(root, mesh__placement="single", compute__dtype="bf16")
     for card, words in (
