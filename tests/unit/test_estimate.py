@@ -292,7 +292,7 @@ def test_seconds_and_their_order_are_those_of_the_kept_plans_of_two_large_reader
         for (_, one, first), (_, other, second) in itertools.permutations(rows, 2):
             assert one < other or first > 0.98 * second, "what is faster by 2 % is so by arithmetic too"
     fastest = {count: min(rows, key=lambda row: row[1])[0] for count, rows in plans.items()}
-    assert fastest == {"1": "single", "2": "replicate", "3": "replicate", "4": "replicate", "8": "replicate"}
+    assert fastest == {"1": "single"} | dict.fromkeys("2345678", "replicate")
 
 
 TUNED = {"TinyLlama 1.1B": "tinyllama", "StableLM-2 1.6B": "stablelm", "Phi-3 mini 3.8B": "phi3"}
