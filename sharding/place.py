@@ -1,5 +1,6 @@
 """Global arrays from host batches; bytes of a placed tree per device."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from typing import Any
@@ -12,32 +13,105 @@ from sharding.errors import PlacementError
 from sharding.placement import Placement
 from sharding.rules import path_of
 
-# Legal values named in a refusal.
-CHOICES = 3
+ROW_COST = 5  # of a row, where a micro-batch beside its rows costs 1 (kernels' starts, weights read again): assumed
 
 
-def accumulation(*, global_batch: int, micro_batch: int, data_axis: int) -> int:
-    """Returns the micro-batches of one optimizer step: global = result x micro_batch x data_axis.
+@dataclasses.dataclass(frozen=True)
+class Cut:
+    """How the examples of an optimizer step lie on a data axis: the last rows are filling, of weight zero.
 
-    `micro_batch` counts examples on one device; 0 takes the device's whole share. Raises PlacementError with the
-    nearest legal values.
+    A cut is tight: a smaller micro-batch would need more accumulation.
+    """
+
+    global_batch: int
+    data_axis: int
+    accumulation: int
+
+    @property
+    def micro_batch(self) -> int:
+        """Returns the rows of one device in one micro-batch."""
+        return -(-self.global_batch // (self.data_axis * self.accumulation))
+
+    @property
+    def rows(self) -> int:
+        """Returns the rows of all devices and micro-batches."""
+        return self.micro_batch * self.data_axis * self.accumulation
+
+    @property
+    def filling(self) -> int:
+        """Returns the rows of weight zero."""
+        return self.rows - self.global_batch
+
+    @property
+    def full_batches(self) -> list[int]:
+        """Returns the nearest global batches without filling on as many devices: one below, one above."""
+        unit = self.data_axis * self.accumulation
+        below = self.global_batch // unit * unit
+        return [size for size in (below, below + unit) if size]
+
+    def __str__(self) -> str:
+        """Returns "64 = 22 x 3 x 1 - 2": micro-batch, data axis, accumulation, and the filling."""
+        filling = f" - {self.filling}" if self.filling else ""
+        return f"{self.global_batch} = {self.micro_batch} x {self.data_axis} x {self.accumulation}{filling}"
+
+    @property
+    def full_micro_batches(self) -> list[int]:
+        """Returns the nearest micro-batches without filling for this global batch; none where a share is uneven."""
+        share, rest = divmod(self.global_batch, self.data_axis)
+        sizes = [] if rest else [size for size in range(1, share + 1) if share % size == 0]
+        below = [size for size in sizes if size < self.micro_batch]
+        return below[-1:] + [size for size in sizes if size > self.micro_batch][:1]
+
+    def describe(self, *, micro_batch: bool = False) -> str:
+        """Returns the rows of weight zero and what has none, or nothing; `micro_batch`: the user has named one."""
+        if not self.filling:
+            return ""
+        other = [f"train.global_batch={' or '.join(map(str, self.full_batches))}"]
+        if micro_batch and self.full_micro_batches:
+            other.append(f"train.micro_batch={' or '.join(map(str, self.full_micro_batches))}")
+        share = f"{self.filling} of {self.rows} rows of a step ({self.filling / self.rows:.1%})"
+        return f"{share} are filling of weight zero; none with {', or '.join(other)}"
+
+
+def cut(*, global_batch: int, micro_batch: int, data_axis: int) -> Cut:
+    """Returns the cut with the least accumulation and micro-batches of at most `micro_batch` rows of one device.
+
+    0 takes the device's whole share. Raises PlacementError where some device would have no example, or a number is
+    below its least.
     """
     if global_batch < 1 or micro_batch < 0 or data_axis < 1:
         raise PlacementError(
             f"global_batch={global_batch} micro_batch={micro_batch} data={data_axis}: the global batch and the data "
             "axis are at least 1, the micro-batch at least 0 (0: the whole share)"
         )
-    asked = f"train.global_batch={global_batch} train.micro_batch={micro_batch} on mesh data={data_axis}"
-    share, rest = divmod(global_batch, data_axis)
-    if rest:
-        unit = data_axis * max(micro_batch, 1)
-        nearest = _nearest(global_batch, (unit * n for n in range(1, global_batch // unit + CHOICES + 1)))
-        raise PlacementError(f"{asked}: the data axis does not divide the global batch; use global_batch {nearest}")
-    micro = micro_batch or share
-    if share % micro:
-        nearest = _nearest(micro, (n for n in range(1, share + 1) if share % n == 0))
-        raise PlacementError(f"{asked}: a device's share is {share} examples; use micro_batch {nearest}")
-    return share // micro
+    if global_batch < data_axis:
+        raise PlacementError(
+            f"train.global_batch={global_batch} on mesh data={data_axis}: some devices would have no example; use "
+            f"mesh.data={global_batch}, or global_batch {data_axis} or more"
+        )
+    share = -(-global_batch // data_axis)
+    return Cut(global_batch, data_axis, -(-share // (micro_batch or share)))
+
+
+def micro_batches(*, global_batch: int, data_axis: int) -> list[int]:
+    """Returns the micro-batches worth trying, ascending: each makes the step cheaper than every smaller one.
+
+    Filling costs as much as examples do, and each micro-batch something of its own (`ROW_COST`).
+    """
+    share, found, least = -(-global_batch // data_axis), [], None
+    for size in sorted({-(-share // count) for count in range(1, share + 1)}):
+        count = -(-share // size)
+        cost = count * (size * ROW_COST + 1)
+        if least is None or cost < least:
+            found.append(size)
+            least = cost
+    return found
+
+
+def spread(global_batch: int, count: int) -> int:
+    """Returns the fewest of `count` devices on which no device's share of the batch is larger than on all of them."""
+    share = -(-global_batch // count)
+    return -(-global_batch // share)
 
 
 def put_batch(batch: Any, mesh: Mesh, *, accumulation: int) -> Any:
@@ -52,7 +126,7 @@ def put_batch(batch: Any, mesh: Mesh, *, accumulation: int) -> Any:
         if leaf.shape[0] % accumulation:
             raise PlacementError(
                 f"batch/{path_of(key_path)} {leaf.shape}: {leaf.shape[0]} examples do not divide into "
-                f"{accumulation} micro-batches; derive both with sharding.place.accumulation"
+                f"{accumulation} micro-batches; derive both with sharding.place.cut"
             )
         return leaf.reshape(accumulation, leaf.shape[0] // accumulation, *leaf.shape[1:])
 
@@ -105,6 +179,11 @@ def round_up(batch: int, data: int) -> int:
     return -(-batch // data) * data
 
 
+def processes(mesh: Mesh) -> int:
+    """Returns the number of processes that own devices of the mesh."""
+    return len({device.process_index for device in mesh.devices.flat})
+
+
 def device_bytes(tree: Any) -> int:
     """Returns the bytes of a tree of arrays or ShapeDtypeStructs on one device (without sharding: all)."""
 
@@ -118,10 +197,10 @@ def device_bytes(tree: Any) -> int:
 
 def _put(batch: Any, mesh: Mesh, *, dim: int) -> Any:
     sharding = NamedSharding(mesh, PartitionSpec(*([None] * dim), "data"))
-    processes = len({device.process_index for device in mesh.devices.flat})
+    count = processes(mesh)
 
     def put(key_path: Any, leaf: np.ndarray) -> jax.Array:
-        shape = (*leaf.shape[:dim], leaf.shape[dim] * processes, *leaf.shape[dim + 1 :])
+        shape = (*leaf.shape[:dim], leaf.shape[dim] * count, *leaf.shape[dim + 1 :])
         if shape[dim] % mesh.shape["data"]:
             raise PlacementError(
                 f"batch/{path_of(key_path)} {leaf.shape}: {shape[dim]} examples do not divide over mesh axis "
@@ -130,8 +209,3 @@ def _put(batch: Any, mesh: Mesh, *, dim: int) -> Any:
         return jax.make_array_from_process_local_data(sharding, leaf, shape)
 
     return jax.tree_util.tree_map_with_path(put, batch)
-
-
-def _nearest(wanted: int, legal: Any) -> str:
-    chosen = sorted(sorted(legal, key=lambda n: (abs(n - wanted), n))[:CHOICES])
-    return ", ".join(map(str, chosen[:-1])) + (" or " if len(chosen) > 1 else "") + str(chosen[-1])

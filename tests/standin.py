@@ -20,7 +20,7 @@ class Measure:
         self.asked: list[tuple[str, str, int]] = []  # strategy, recomputation, micro-batch
 
     def __call__(self, program: StepSpec, widths: Tree, accumulation: int, **_: Any) -> StepMemory:
-        remat, micro = program.cfg.compute.remat, program.share // accumulation
+        remat, micro = program.cfg.compute.remat, program.cut(accumulation).micro_batch
         self.asked.append((program.placement.strategy, remat, micro))
         guess = estimate.estimate(program, program.recipe, widths, micro, None).needs  # type: ignore[arg-type]
         activations = int(guess.activations * self.factors.get(remat, 1.0))

@@ -78,7 +78,7 @@ def chosen(plans: Plans) -> list[str]:
         speed = number(best["step_seconds"], 2), number(best["samples_per_second"], 1), number(best["hours"], 2)
         held = best["strategy"], best["mesh"], best["remat"], batch(best), gb(best, "peak_bytes"), limit
         rows.append((target, *held, *speed, took))
-        notes += _slower_than_fewer(plans, target)
+        notes += [*_slower_than_fewer(plans, target), *_filled(plans, target)]
     steps = next(iter(plans.values()))["steps"]
     return [
         "## What is chosen",
@@ -86,7 +86,8 @@ def chosen(plans: Plans) -> list[str]:
         *table((*head, "plan took s"), rows),
         "",
         f"Hours are for {steps} steps. Of what fits the fastest is taken. A micro-batch divides a GPU's share of the "
-        "global batch, so the next larger one needs up to twice the activations: room below the limit is no slack.",
+        "global batch, or nearly, so the next larger one needs up to twice the activations: room below the limit is no "
+        "slack. A batch that the GPUs do not divide is filled up with rows of weight zero; samples/s counts examples.",
         *(["", *notes] if notes else []),
     ]
 
@@ -126,6 +127,19 @@ def _slower_than_fewer(plans: Plans, target: str) -> list[str]:
     ]
 
 
+def _filled(plans: Plans, target: str) -> list[str]:
+    """Says what filling up the batch costs, and what the last GPU gains."""
+    own, best = plans[target], plans[target]["chosen"]
+    if not best.get("filling"):
+        return []
+    fewer = f"{gpus.parse(target).card.name}x{own['devices'] - 1}"
+    before = best_of(plans, fewer)
+    gain = ""
+    if before and before["samples_per_second"] and best["samples_per_second"]:
+        gain = f" {best['samples_per_second'] / before['samples_per_second']:.2f} times the samples/s of {fewer}."
+    return [f"- **{target}**: {best['filling']}.{gain}"]
+
+
 def candidates(plans: Plans) -> list[str]:
     """Returns every candidate of every card, compiled beside arithmetic."""
     lines = [
@@ -144,7 +158,7 @@ def candidates(plans: Plans) -> list[str]:
 
 def _card_of(target: str) -> str:
     """Returns the card whose table shows a target; "" is the table of all others."""
-    return next((card for card in CARDS if target in {f"{card}x{count}" for count in COUNTS}), "")
+    return next((card for card, counts in COUNTS.items() if target in {f"{card}x{count}" for count in counts}), "")
 
 
 def _measured(plans: Plans, card: str) -> list[str]:

@@ -8,8 +8,8 @@ Plan = Mapping[str, Any]  # what `plan --json` prints
 Plans = Mapping[str, Plan]  # by target
 
 CARDS = {"h100": "H100 80 GB", "a100_40": "A100 40 GB", "a100_80": "A100 80 GB"}
-COUNTS = (1, 2, 3, 4, 8)
-TARGETS = (*(f"{card}x{count}" for card in CARDS for count in COUNTS), "h200x1", "2xh100x8")
+COUNTS = {"h100": (1, 2, 3, 4, 5, 6, 7, 8), "a100_40": (1, 2, 3, 4, 8), "a100_80": (1, 2, 3, 4, 8)}
+TARGETS = (*(f"{card}x{count}" for card, counts in COUNTS.items() for count in counts), "h200x1", "2xh100x8")
 ABSENT = "not planned"
 
 

@@ -297,7 +297,7 @@ class Train:
     steps: int = key(1000, "optimizer steps", unit="steps", above=0, shapes="no")
     global_batch: int = key(32, "examples of an optimizer step, on any number of devices", unit="examples", above=0)
     micro_batch: int = key(
-        0, "examples of a device at once, 0: as many as fit; accumulation follows", unit="examples", at_least=0
+        0, "most examples of a device at once, 0: as many as fit; accumulation follows", unit="examples", at_least=0
     )
     log_every: int = key(10, "interval of the log", unit="steps", above=0, shapes="no")
     eval_every: int = key(0, "interval of validation; 0: at the end only", unit="steps", at_least=0, shapes="no")

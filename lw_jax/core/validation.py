@@ -211,8 +211,8 @@ def _check_text(cfg: Config) -> None:
 
 def _check_training(cfg: Config) -> None:
     train = cfg.train
-    if train.micro_batch and train.global_batch % train.micro_batch:
-        rule = f"must divide train.global_batch = {train.global_batch}; 0 takes a device's whole share."
+    if train.micro_batch > train.global_batch:
+        rule = f"must be at most train.global_batch = {train.global_batch}; 0 takes a device's whole share."
         refuse("train.micro_batch", train.micro_batch, rule)
 
 
@@ -229,7 +229,6 @@ def _check_mesh(cfg: Config) -> None:
         refuse("mesh.data", mesh.data, f"must be -1 for placement {mesh.placement!r}, which decides it itself.")
     if mesh.placement == "fsdp" and mesh.data == 1:
         refuse("mesh.placement", "fsdp", "needs mesh.data of 2 or more to split readers over; 'replicate' takes 1.")
-    share = max(mesh.data, 1) * max(cfg.train.micro_batch, 1)
-    if cfg.train.global_batch % share:
-        rule = f"must be a multiple of mesh.data x train.micro_batch = {share}."
+    if cfg.train.global_batch < mesh.data:
+        rule = f"must be at least mesh.data = {mesh.data}: each device of the data axis takes an example."
         refuse("train.global_batch", cfg.train.global_batch, rule)

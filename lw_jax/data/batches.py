@@ -9,6 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
+import jax
 import numpy as np
 
 from lw_jax.core.errors import UserError
@@ -212,6 +213,23 @@ def field(ids: list[np.ndarray], pad: int, *, left: bool, limit: int | None = No
 def _width(longest: int, limit: int | None) -> int:
     width = -(-longest // MULTIPLE) * MULTIPLE
     return width if limit is None else min(width, limit)
+
+
+def fill(batch: Batch, rows: int) -> Batch:
+    """Returns the batch with its last example repeated up to so many rows; the repetitions weigh nothing."""
+    count = len(batch["index"])
+    if count == rows:
+        return batch
+    chosen = np.minimum(np.arange(rows), count - 1)
+    return weigh(jax.tree.map(lambda leaf: leaf[chosen], batch), np.arange(rows) < count)
+
+
+def weigh(batch: Batch, valid: np.ndarray) -> Batch:
+    """Returns the batch with the weights zeroed of rows that are not valid bool[b]: they add nothing to any sum."""
+    readers = {
+        name: fields | {"weights": fields["weights"] * valid[:, None]} for name, fields in batch["readers"].items()
+    }
+    return batch | {"readers": readers}
 
 
 def _shift(answer: dict[str, np.ndarray], pad: int) -> Batch:

@@ -21,8 +21,9 @@ _READ = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)  # batches; pad
 class Loader:
     """An iterator over this process's share of every global batch of a data schedule.
 
-    The shares of all processes, concatenated in process order, are the batch that one process alone would see.
-    Raises UserError when a stream is smaller than a global batch, or the batch does not divide by the processes.
+    The shares of all processes, concatenated in process order, are the batch that one process alone would see; their
+    lengths differ by one at most. Raises UserError when a stream is smaller than a global batch, or the batch smaller
+    than the number of processes.
     """
 
     def __init__(
@@ -35,10 +36,11 @@ class Loader:
         process_count: int = 1,
     ) -> None:
         refuse_small(data_schedule, global_batch)
-        if global_batch % process_count:
-            raise UserError(f"config.train.global_batch={global_batch} does not divide by {process_count} processes")
-        rows = global_batch // process_count
-        share = slice(process_index * rows, (process_index + 1) * rows)
+        if global_batch < process_count:
+            rule = f"must be at least the number of processes, {process_count}; start fewer, or raise it"
+            raise UserError(f"config.train.global_batch={global_batch}: {rule}")
+        ends = [global_batch * process // process_count for process in (process_index, process_index + 1)]
+        share = slice(*ends)
         self._identity = {"examples": data_schedule.sizes(), "global_batch": global_batch, "seed": seed}
         self._batches = iter(
             grain.MapDataset.range(FOREVER)

@@ -43,7 +43,7 @@ class Estimate:
 def estimate(program: StepSpec, recipe: Plannable, widths: Tree, micro_batch: int, target: Target | None) -> Estimate:
     """Estimates one program at a micro-batch (0: a device's whole share)."""
     accumulation = program.accumulation(micro_batch)
-    rows = program.share // accumulation
+    rows = program.cut(accumulation).micro_batch
     learner, terms = program.placement.learner, recipe.terms(widths, rows)
     state, frozen = program.state(), program.frozen()
     peaks, flops, wire = [], [], []

@@ -18,6 +18,7 @@ from lw_jax.training.memory import Compile, StepMemory, bytes_of, compile_here, 
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.recipe import Plannable
 from lw_jax.training.step_spec import StepSpec
+from sharding import place
 from sharding import placement as placements
 from sharding.errors import PlacementError
 from sharding.mesh import Device
@@ -91,7 +92,9 @@ def choose(cfg: Config, hardware: Hardware, *, widths: Tree | None) -> list[Cand
     readers, count = recipes.reader_bytes(cfg), len(hardware.devices)
     processes = hardware.target.hosts if hardware.target else 1  # stand-ins on a CPU are all of one process
     found = []
-    for strategy, data, model in strategies(cfg, readers, count):
+    for strategy, data, model in strategies(cfg, readers, count, processes):
+        if strategy == "fsdp" and any(one.strategy == "fsdp" and one.placement for one in found):
+            continue  # on more devices
         try:
             placements.check_processes(strategy, data, model, devices=count, processes=processes)
             placed = placements.place(strategy, readers, data=data, model=model, devices=hardware.devices)
@@ -102,19 +105,34 @@ def choose(cfg: Config, hardware: Hardware, *, widths: Tree | None) -> list[Cand
     return found
 
 
-def strategies(cfg: Config, readers: Mapping[str, int], count: int) -> Iterator[tuple[str, int, int]]:
-    """Yields (strategy, data, model) to try on so many devices; a configured placement is the only one."""
+def data_axis(cfg: Config, count: int, processes: int) -> int:
+    """Returns the devices that data parallelism takes: all that make a device's share of the batch smaller.
+
+    Of several processes each must own a part of the mesh, so there all devices.
+    """
+    return count if processes > 1 else place.spread(cfg.train.global_batch, count)
+
+
+def strategies(
+    cfg: Config, readers: Mapping[str, int], count: int, processes: int = 1
+) -> Iterator[tuple[str, int, int]]:
+    """Yields (strategy, data, model) to try on so many devices; a configured placement is the only one.
+
+    Of several "fsdp" a later one is for widths that the earlier one's data axis does not divide.
+    """
     if cfg.mesh.placement != "auto":
         yield cfg.mesh.placement, cfg.mesh.data, cfg.mesh.model
         return
     yield "single", -1, 1
     if count == 1:
         return
-    # Where their number does not divide the batch, the largest number below it that does leaves some devices idle.
-    rows = max(n for n in range(1, count + 1) if cfg.train.global_batch % n == 0)
+    rows = data_axis(cfg, count, processes)
     if rows > 1:
         yield "replicate", rows, 1
         yield "fsdp", rows, 1
+        even = 1 << rows.bit_length() - 1  # the largest power of two: widths have many factors of two
+        if 1 < even < rows and processes == 1:
+            yield "fsdp", even, 1
     if any(readers.values()):  # tensor splits what is frozen
         yield from (("tensor", count // model, model) for model in range(2, count + 1) if count % model == 0)
     if len(readers) > 1:

@@ -8,6 +8,8 @@ from lw_jax.planning import estimate as estimates
 from lw_jax.planning import remedies
 from lw_jax.planning.planner import Plan, overrides
 from lw_jax.training.memory import bytes_of
+from sharding import place
+from sharding.place import Cut
 
 
 def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
@@ -36,12 +38,11 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
     if unit != "samples" and chosen["samples_per_second"] is not None:
         rate = chosen["samples_per_second"] * each
         hours += f", {rate:,.0f} {unit}/s ({rate / chosen['devices_used']:,.0f} a device)"
-    idle = found["devices"] - chosen["devices_used"]
     lines += [
         "",
         f"chosen: {chosen['strategy']} {chosen['mesh']}, recomputation {chosen['remat']}, micro-batch "
-        f"{chosen['micro_batch']} x {chosen['accumulation']} accumulated{hours}"
-        + (f"; {idle} of {found['devices']} devices stay idle" if idle else ""),
+        f"{chosen['micro_batch']} x {chosen['accumulation']} accumulated{hours}{_idle(found)}",
+        *([f"filling: {chosen['filling']}"] if chosen.get("filling") else []),
         f"why: {found['why']}",
         *(found[part]["description"] for part in ("validation", "generation") if found[part]),
         f"as flags: {_flags(overrides(chosen))}",
@@ -49,6 +50,18 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
     if own and not own.items() <= overrides(chosen).items():
         lines.append(f"the configuration's file sets: {_flags(own)}; with these flags that alone is planned")
     return "\n".join(lines)
+
+
+def _idle(found: Plan) -> str:
+    """Returns how many devices the chosen candidate leaves out, and the batches on which all would share the work."""
+    count, used, batch = found["devices"], found["chosen"]["devices_used"], found["global_batch"]
+    if count == used:
+        return ""
+    told = f"; {count - used} of {count} devices stay idle"
+    if found["chosen"]["data"] != place.spread(batch, count) or used != found["chosen"]["data"]:
+        return told
+    nearest = " or ".join(map(str, Cut(batch, count, 1).full_batches))
+    return f"{told}: they would make no share smaller, train.global_batch={nearest} would use all"
 
 
 def _flags(values: Mapping[str, Any]) -> str:

@@ -154,9 +154,8 @@ def _place_uncompiled(cfg: Config, readers: Mapping[str, int], hardware: Hardwar
     if mesh.placement != "auto":
         return _place_configured(cfg, readers)
     if not reading:
-        # Of several processes each must own a part of the mesh, so there an undividable batch is refused later.
-        fitting = [n for n in range(1, count + 1) if cfg.train.global_batch % n == 0 or jax.process_count() > 1]
-        return placements.place("replicate", readers, data=fitting[-1])
+        rows = placement_search.data_axis(cfg, count, jax.process_count())
+        return placements.place("replicate", readers, data=rows)
     local = count // jax.process_count()  # the model axis stays inside a process
     for model in (n for n in range(1, local + 1) if local % n == 0):
         table = "tensor" if model > 1 else "replicate"
@@ -179,7 +178,8 @@ def simulate(cfg: Config, card: gpus.Card, count: int, *, estimate: bool = False
     own, placed = config.with_remat(cfg, "none"), placements.place("single", recipes.reader_bytes(cfg))
     program = StepSpec(own, recipes.make(own, placed, outline=True))
     chosen = {"strategy": "single", "mesh": "1x1", "remat": "none", "accumulation": program.accumulation(0)}
-    return {"target": "cpu", "devices": 0, "compiled": False, "chosen": chosen | {"micro_batch": program.share}}
+    chosen["micro_batch"] = cfg.train.global_batch
+    return {"target": "cpu", "devices": 0, "compiled": False, "chosen": chosen}
 
 
 def _absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
@@ -270,6 +270,7 @@ def evaluation_memory(
 def _row(cfg: Config, candidate: Candidate) -> Plan:
     needs, guess, placed = candidate.needs, candidate.estimate, candidate.placement
     seconds = candidate.times.total if candidate.times else None
+    cut = candidate.program.cut(needs.accumulation) if candidate.program and needs else None
     row = {
         "strategy": candidate.strategy,
         "mesh": candidate.mesh,
@@ -281,6 +282,8 @@ def _row(cfg: Config, candidate: Candidate) -> Plan:
         "obstacle": candidate.obstacle,
         "micro_batch": needs.micro_batch if needs else 0,
         "accumulation": needs.accumulation if needs else 0,
+        "rows": cut.rows if cut else 0,
+        "filling": cut.describe() if cut else "",
         "peak_bytes": needs.peak if needs else 0,
         "weights_bytes": needs.weights if needs else 0,
         "trainable_bytes": needs.trainable if needs else 0,

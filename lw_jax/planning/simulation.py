@@ -52,7 +52,18 @@ def text(cfg: Config, plans: Sequence[Plan], *, own: Mapping[str, Any], estimate
         return ""
     size = epoch(cfg)
     cost = ("GPUs", "memory a GPU", "samples/s", "epoch, min", "hours", "GPU-hours", "beside the first")
-    batch = ("GPUs", "batch a GPU", "x data", "x accumulated", "= global", "GB: frozen", "trained", "optimizer", "rest")
+    batch = (
+        "GPUs",
+        "batch a GPU",
+        "x data",
+        "x accumulated",
+        "- filling",
+        "= global",
+        "GB: frozen",
+        "trained",
+        "optimizer",
+        "rest",
+    )
     change = ("GPUs", "change", "hours", "->", "", "peak GB", "->")
     changed = [(one, each) for one in sizes for each in changes(cfg, one, own=own, estimate=estimate)]
     blocks = [
@@ -71,7 +82,7 @@ def text(cfg: Config, plans: Sequence[Plan], *, own: Mapping[str, Any], estimate
 def changes(cfg: Config, plan: Plan, *, own: Mapping[str, Any], estimate: Estimate) -> list[Change]:
     """Returns the cost of another micro-batch, twice the latents and twice the steps on a plan's cards."""
     chosen, target = plan["chosen"], plan["target"]
-    micro, data = chosen["micro_batch"], max(chosen["data"], 1)
+    micro = chosen["micro_batch"]
 
     def asked(**values: Any) -> Plan | None:
         placed = {"mesh.placement": chosen["strategy"], "mesh.data": chosen["data"], "mesh.model": chosen["model"]}
@@ -82,7 +93,7 @@ def changes(cfg: Config, plan: Plan, *, own: Mapping[str, Any], estimate: Estima
 
     planned, first = asked(), own.get("train.micro_batch") or 1
     found = []
-    if first != micro and cfg.train.global_batch % (first * data) == 0:
+    if first != micro:
         found.append(Change(f"batch a GPU {first} -> {micro}", asked(**{"train.micro_batch": first}), planned))
     if cfg.recipe == "latentwire":
         slots = cfg.encoder.slots
@@ -124,10 +135,10 @@ def _cost(plan: Plan, first: Plan, size: int | None) -> tuple[str, ...]:
 
 def _batch(plan: Plan) -> tuple[str, ...]:
     best = plan["chosen"]
-    rows = plan["global_batch"] // (best["micro_batch"] * best["accumulation"])
+    data, filling = best["rows"] // (best["micro_batch"] * best["accumulation"]), best["rows"] - plan["global_batch"]
     sizes = (best[f"{part}_bytes"] / 1e9 for part in ("weights", "trainable", "optimizer"))
     rest = (best["activation_bytes"] + best["batch_bytes"]) / 1e9
-    words = (plan["devices"], best["micro_batch"], rows, best["accumulation"], plan["global_batch"])
+    words = (plan["devices"], best["micro_batch"], data, best["accumulation"], filling, plan["global_batch"])
     return (*map(str, words), *(f"{size:.2f}" for size in sizes), f"{rest:.2f}")
 
 

@@ -65,7 +65,7 @@ def measure(step_spec: StepSpec, widths: Tree, accumulation: int, *, compile: Co
     fullest = max(range(len(peaks)), key=peaks.__getitem__)
     worst = resident[step_spec.placement.meshes[fullest]]
     return StepMemory(
-        micro_batch=step_spec.share // accumulation,
+        micro_batch=step_spec.cut(accumulation).micro_batch,
         accumulation=accumulation,
         weights=worst.weights,
         trainable=worst.trainable,
@@ -125,7 +125,7 @@ def _logits(step_spec: StepSpec, widths: Tree, accumulation: int) -> int:
     """Returns the bytes of fp32 logits alive at once on one device, by the recipe's own arithmetic."""
     if not isinstance(step_spec.recipe, Plannable):
         return 0
-    terms = step_spec.recipe.terms(widths, step_spec.share // accumulation)
+    terms = step_spec.recipe.terms(widths, step_spec.cut(accumulation).micro_batch)
     return int(max(one.logits for one in terms.values()))
 
 

@@ -9,6 +9,7 @@ from lw_jax.training.memory import StepMemory, bytes_of
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.out_of_memory import OutOfMemory
 from lw_jax.training.step_spec import StepSpec
+from sharding import place
 
 ACTIVATION_GROWTH = 0.7  # least share of activations that grows with the micro-batch (measured: 0.8 and more)
 LINE_TRIALS = 4  # sizes measured before bisection: the ends, the interpolated size and its neighbour settle a line
@@ -45,8 +46,8 @@ def largest_micro_batch(
 
 
 def legal_sizes(step_spec: StepSpec) -> list[int]:
-    """Returns the micro-batches that divide a device's share, ascending."""
-    return [n for n in range(1, step_spec.share + 1) if step_spec.share % n == 0]
+    """Returns the micro-batches of which the largest that fits is the best, ascending."""
+    return place.micro_batches(global_batch=step_spec.cfg.train.global_batch, data_axis=step_spec.placement.data)
 
 
 def search(legal: list[int], try_one: Callable[[int], StepMemory | None], limit: int, *, guess: int = 0) -> StepMemory:
@@ -110,7 +111,7 @@ def describe(step_spec: StepSpec, needs: StepMemory, limit: MemoryLimit) -> list
         "placement": placement.describe().removeprefix("placement "),
         "micro-batch": f"{needs.micro_batch} per device",
         "accumulation": f"{needs.accumulation}",
-        "global batch": f"{cfg.train.global_batch} = {needs.micro_batch} x {placement.data} x {needs.accumulation}",
+        "global batch": str(step_spec.cut(needs.accumulation)),
         "recomputation": cfg.compute.remat,
         "weights": f"{bytes_of(needs.weights)} frozen, {bytes_of(needs.trainable)} trained, "
         f"{bytes_of(needs.optimizer)} optimizer",

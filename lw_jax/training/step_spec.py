@@ -10,10 +10,12 @@ from jax.sharding import PartitionSpec as P
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
+from lw_jax.data.batches import Batch, fill
 from lw_jax.training import optimizers, train_step
 from lw_jax.training.recipe import Recipe
 from lw_jax.training.train_step import State
 from sharding import place
+from sharding.place import Cut
 from sharding.rules import path_of
 
 
@@ -28,19 +30,23 @@ class StepSpec:
         )
         self.step = train_step.make(recipe, self.placement, self.optimizer, seed=cfg.seed)
 
-    @property
-    def share(self) -> int:
-        """Returns the examples of a global batch per position on the data axis."""
-        return self.cfg.train.global_batch // self.placement.data
-
     def accumulation(self, micro_batch: int) -> int:
-        """Returns the micro-batches of a step; `micro_batch` counts examples on one device, 0: the whole share.
+        """Returns the micro-batches of a step; `micro_batch` is the most rows on one device at once, 0: all at once.
 
-        Raises sharding.errors.PlacementError with the nearest legal values.
+        Raises sharding.errors.PlacementError where some device would have no example.
         """
-        return place.accumulation(
-            global_batch=self.cfg.train.global_batch, micro_batch=micro_batch, data_axis=self.placement.data
-        )
+        batch, data = self.cfg.train.global_batch, self.placement.data
+        return place.cut(global_batch=batch, micro_batch=micro_batch, data_axis=data).accumulation
+
+    def cut(self, accumulation: int) -> Cut:
+        """Returns how the global batch lies on the devices with so many micro-batches."""
+        return Cut(self.cfg.train.global_batch, self.placement.data, accumulation)
+
+    def put(self, batch: Batch, accumulation: int) -> Tree:
+        """Returns this process's share of a global batch [b ...] on the devices, as [a B/a ...], filled up."""
+        rows = self.cut(accumulation).rows // place.processes(self.placement.learner)
+        put = functools.partial(place.put_batch, accumulation=accumulation)
+        return place.put_parts(fill(batch, rows), self.placement, put)
 
     def state(self) -> State:
         """Returns the abstract train state."""
@@ -65,7 +71,7 @@ class StepSpec:
 
     def batch(self, widths: Tree, accumulation: int) -> Tree:
         """Returns an abstract global batch [a b ...]; `widths` is one example's shapes, without the batch axis."""
-        rows = self.cfg.train.global_batch // accumulation
+        rows = self.cut(accumulation).rows // accumulation
 
         def put(tree: Tree, mesh: Mesh) -> Tree:
             sharding = NamedSharding(mesh, P(None, "data"))

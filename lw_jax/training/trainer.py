@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable
 from pathlib import Path
 
@@ -33,7 +32,6 @@ from lw_jax.training.reporter import Reporter
 from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.train_step import State
 from lw_jax.training.validation_loop import ValidationLoop
-from sharding import place
 
 StopRequested = Callable[[int], bool]
 
@@ -66,7 +64,7 @@ class Run:
     @property
     def micro_batch(self) -> int:
         """Returns the examples that one device holds at once."""
-        return self.cfg.train.global_batch // self.placement.data // self.accumulation
+        return self.step_spec.cut(self.accumulation).micro_batch
 
     # --- preparation
 
@@ -142,9 +140,12 @@ class Run:
 
     def _describe_batch(self) -> str:
         trainable = sum(leaf.size for leaf in jax.tree.leaves(self.state["trainable"]))
+        cut = self.step_spec.cut(self.accumulation)
+        filling = cut.describe(micro_batch=bool(self.cfg.train.micro_batch))
         return (
-            f"global batch {self.cfg.train.global_batch} = {self.micro_batch} per device x {self.placement.data} data "
-            f"x {self.accumulation} accumulated; {trainable:,} trainable parameters"
+            f"global batch {cut.global_batch} = {cut.micro_batch} per device x {cut.data_axis} data x "
+            f"{cut.accumulation} accumulated{f' - {cut.filling} filling' if filling else ''}; {trainable:,} trainable "
+            f"parameters{f'; {filling}' if filling else ''}"
         )
 
     # --- the loop
@@ -181,11 +182,10 @@ class Run:
 
     def _step(self, step: int, session: _Session) -> Tree:
         """Takes a step, reports the one before it, and returns the values of this one, not yet computed."""
-        put = functools.partial(place.put_batch, accumulation=self.accumulation)
         self._data_before = session.loader.state()
         try:
             with out_of_memory.detect():
-                batch = place.put_parts(next(session.loader), self.placement, put)
+                batch = self.step_spec.put(next(session.loader), self.accumulation)
                 self.state, values = self.step_spec.step(self.state, session.frozen, batch)
                 if step == session.first + 1:
                     jax.block_until_ready(values)
@@ -264,15 +264,15 @@ class Run:
     def _halve(self, error: OutOfMemory) -> None:
         """Halves the micro-batch; raises UserError where that is impossible."""
         before = self.micro_batch
-        if before % 2 or jax.process_count() > 1:
-            odd = "it cannot be halved"
-            why = odd if jax.process_count() == 1 else "processes cannot agree on another one during a run"
+        if before == 1 or jax.process_count() > 1:
+            single = "it cannot be halved"
+            why = single if jax.process_count() == 1 else "processes cannot agree on another one during a run"
             raise UserError(
                 f"out of memory with a micro-batch of {before} per device, and {why}: {error}. Lower "
                 f"--config.train.micro_batch, set --config.compute.remat=full, or split the readers "
                 "(--config.mesh.placement=tensor)"
             ) from error
-        self.accumulation *= 2
+        self.accumulation = self.step_spec.accumulation(-(-before // 2))
         self.reporter.say(
             f"out of memory with a micro-batch of {before} per device: continuing with {self.micro_batch} and "
             f"{self.accumulation} accumulated; the gradients stay the same"

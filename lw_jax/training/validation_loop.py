@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from lw_jax.core import processes
 from lw_jax.core import rng as rngs
 from lw_jax.core.types import Tree
+from lw_jax.data.batches import weigh
 from lw_jax.data.data_schedule import Stream
 from lw_jax.data.loader import eval_batches
 from lw_jax.training import out_of_memory
@@ -55,7 +56,8 @@ class ValidationLoop:
             for batch in eval_batches(encoded, size, cfg.eval.examples, share=processes.share()):
                 if stop_requested():
                     return None
-                placed = place.put_parts(_mask_padding(batch), placement, place.put_eval)
+                valid = batch.pop("valid")
+                placed = place.put_parts(weigh(batch, valid), placement, place.put_eval)
                 terms = self._step_spec.step.evaluate(trainable, frozen, placed, key)
                 loss = {} if number else {"loss": (terms.sum, terms.weight)}
                 for name, pair in (terms.terms | loss).items():
@@ -68,12 +70,3 @@ class ValidationLoop:
     @functools.cached_property
     def _data(self) -> Sequence[tuple[str, Stream]]:
         return self._step_spec.recipe.validation()
-
-
-def _mask_padding(batch: Tree) -> Tree:
-    """Zeroes the weights of the padding examples of the last batch."""
-    valid = batch["valid"]
-    readers = {
-        name: fields | {"weights": fields["weights"] * valid[:, None]} for name, fields in batch["readers"].items()
-    }
-    return {"source": batch["source"], "readers": readers, "index": batch["index"]}

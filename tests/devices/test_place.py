@@ -24,33 +24,83 @@ def make_batch(size: int) -> dict:
 
 
 @pytest.mark.parametrize(
-    ("global_batch", "micro_batch", "data_axis", "steps"),
-    [(32, 0, 1, 1), (32, 0, 8, 1), (32, 4, 1, 8), (32, 4, 8, 1), (32, 4, 2, 4), (24, 2, 3, 4), (7, 1, 7, 1)],
+    ("global_batch", "micro_batch", "data_axis", "shape"),
+    [
+        *((32, 0, 1, (32, 1, 0)), (32, 0, 8, (4, 1, 0)), (32, 4, 1, (4, 8, 0)), (24, 2, 3, (2, 4, 0))),
+        *((64, 0, 3, (22, 1, 2)), (64, 0, 5, (13, 1, 1)), (64, 0, 6, (11, 1, 2)), (64, 0, 7, (10, 1, 6))),
+        *((64, 8, 3, (8, 3, 8)), (64, 21, 3, (11, 2, 2)), (32, 5, 2, (4, 4, 0)), (32, 64, 2, (16, 1, 0))),
+        (8, 7, 7, (2, 1, 6)),
+    ],
 )
-def test_micro_batch_accumulation_and_data_axis_multiply_to_the_global_batch(
-    global_batch, micro_batch, data_axis, steps
+def test_cut_holds_the_batch_and_as_little_filling_as_its_accumulation_allows(
+    global_batch, micro_batch, data_axis, shape
 ):
-    found = place.accumulation(global_batch=global_batch, micro_batch=micro_batch, data_axis=data_axis)
-    assert found == steps
-    assert found * (micro_batch or global_batch // data_axis) * data_axis == global_batch
+    found = place.cut(global_batch=global_batch, micro_batch=micro_batch, data_axis=data_axis)
+    assert (found.micro_batch, found.accumulation, found.filling) == shape
+    assert found.rows == found.micro_batch * found.accumulation * data_axis == global_batch + found.filling
+    assert found.micro_batch <= (micro_batch or global_batch)
+    assert found == place.cut(global_batch=global_batch, micro_batch=found.micro_batch, data_axis=data_axis)
+    assert bool(found.describe()) == bool(found.filling)
+    assert not any(place.Cut(other, data_axis, found.accumulation).filling for other in found.full_batches)
+
+
+def test_filling_is_told_with_the_batches_that_have_none():
+    assert place.cut(global_batch=64, micro_batch=0, data_axis=3).full_batches == [63, 66]
+    found = place.cut(global_batch=32, micro_batch=7, data_axis=2)
+    assert (found.full_batches, found.full_micro_batches, found.filling) == ([30, 36], [4, 8], 4)
+    told = found.describe(micro_batch=True)
+    assert all(words in told for words in ("4 of 36 rows", "train.global_batch=30 or 36", "train.micro_batch=4 or 8"))
+    assert "micro_batch" not in found.describe()
 
 
 @pytest.mark.parametrize(
     ("global_batch", "micro_batch", "data_axis", "words"),
     [
-        (32, 5, 2, "a device's share is 16 examples; use micro_batch 2, 4 or 8"),
-        (32, 64, 2, "use micro_batch 4, 8 or 16"),
-        (6, 4, 6, "share is 1 examples; use micro_batch 1"),
-        (32, 0, 3, "use global_batch 30, 33 or 36"),
-        (32, 2, 3, "use global_batch 24, 30 or 36"),
-        (2, 0, 8, "use global_batch 8, 16 or 24"),
+        (2, 0, 8, "mesh.data=2, or global_batch 8 or more"),
         (0, 0, 1, "at least 1"),
         (8, -1, 1, "at least 0"),
     ],
 )
-def test_product_that_does_not_fit_is_refused_with_the_nearest_choices(global_batch, micro_batch, data_axis, words):
+def test_cut_that_leaves_a_device_without_examples_is_refused(global_batch, micro_batch, data_axis, words):
     with pytest.raises(PlacementError, match=words):
-        place.accumulation(global_batch=global_batch, micro_batch=micro_batch, data_axis=data_axis)
+        place.cut(global_batch=global_batch, micro_batch=micro_batch, data_axis=data_axis)
+
+
+@pytest.mark.parametrize(
+    ("global_batch", "data_axis", "sizes"),
+    [
+        (64, 1, [1, 2, 4, 8, 16, 32, 64]),
+        (24, 2, [1, 2, 3, 4, 6, 12]),
+        (64, 3, [1, 2, 11, 22]),
+        (128, 3, [1, 2, 3, 4, 9, 11, 22, 43]),  # a share of 43, a prime: 22 x 2 holds it with one row of filling
+    ],
+)
+def test_micro_batches_to_try_are_those_that_divide_and_of_uneven_shares_those_with_little_filling(
+    global_batch, data_axis, sizes
+):
+    found = place.micro_batches(global_batch=global_batch, data_axis=data_axis)
+    assert found == sizes
+    cuts = [place.cut(global_batch=global_batch, micro_batch=size, data_axis=data_axis) for size in found]
+    assert [cut.micro_batch for cut in cuts] == found
+
+
+@pytest.mark.parametrize(
+    ("batch", "count", "used"),
+    [
+        (64, 3, 3),
+        (64, 5, 5),
+        (64, 6, 6),
+        (64, 7, 7),
+        (8, 7, 4),
+        (8, 3, 3),
+        (3, 8, 3),
+        (1, 2, 1),
+        (12, 8, 6),
+        (16, 8, 8),
+    ],
+)
+def test_devices_are_used_as_long_as_they_make_the_largest_share_smaller(batch, count, used):
+    assert place.spread(batch, count) == used
 
 
 @pytest.mark.parametrize(("data", "steps"), [(data, steps) for data in COUNTS for steps in (1, 3)])

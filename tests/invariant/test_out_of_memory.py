@@ -79,6 +79,7 @@ CASES = {
     # how, which calls, lines printed: (micro-batch, the next one, accumulated), resumed from step
     "before anything ran": ("before donation", {1}, [(8, 4, 2)], None),
     "in the third step": ("before donation", {3}, [(8, 4, 2)], None),
+    "micro-batches of three, the last one filled up": ("before donation", {3}, [(3, 2, 4)], None),
     "twice in a row": ("before donation", {3, 4}, [(8, 4, 2), (4, 2, 4)], None),
     "in the last step": ("before donation", {6}, [(8, 4, 2)], None),
     "state lost, no checkpoint yet": ("after donation", {3}, [(8, 4, 2)], None),
@@ -92,7 +93,8 @@ CASES = {
 @pytest.mark.parametrize("name", CASES)
 def test_half_the_micro_batch_continues_with_the_same_curve(name, text, alone, tmp_path, capsys):
     how, calls, halvings, taken_up = CASES[name]
-    run = train_with(tiny.make_ttt(text), tmp_path / "run", lambda step: Failing(step, calls, how))
+    recipe = tiny.make_ttt(text, train__micro_batch=3 if halvings[0][0] == 3 else 0)
+    run = train_with(recipe, tmp_path / "run", lambda step: Failing(step, calls, how))
     rows = [row for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
     assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
     assert [row["examples"] for row in rows] == [8, 16, 24, 32, 40, 48]
@@ -119,7 +121,7 @@ def test_a_run_without_checkpoints_starts_over(text, alone, tmp_path):
     np.testing.assert_allclose(tiny.logged_losses(tmp_path / "run"), alone[1], rtol=LOSS)
 
 
-@pytest.mark.parametrize(("batch", "smallest"), [(4, 1), (6, 3)])
+@pytest.mark.parametrize(("batch", "smallest"), [(4, 1), (6, 1)])
 def test_micro_batch_that_cannot_be_halved_ends_the_run_with_advice(batch, smallest, text, tmp_path):
     recipe = tiny.make_ttt(text, train__global_batch=batch)
     words = rf"micro-batch of {smallest}\b.*RESOURCE_EXHAUSTED.*train\.micro_batch.*compute\.remat=full"

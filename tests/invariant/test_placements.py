@@ -22,7 +22,15 @@ ROWS = ("text", "latents", "shuffled", "zero")
 # Those on one mesh over 2, 4 and 8 devices stand in test_training.py.
 PLACED = {
     "single of 8": {"devices": 8, "strategy": "single"},
-    "replicate 3": {"devices": 3, "train__global_batch": 6},
+    "replicate 3 of a batch of 6": {"devices": 3, "train__global_batch": 6},
+    # A batch of 8 filled up with rows of weight zero.
+    "replicate 3 accumulate 2": {"devices": 3, "train__micro_batch": 2},
+    "replicate 5": {"devices": 5},
+    "replicate 6 accumulate 2": {"devices": 6, "train__micro_batch": 1},
+    "replicate 7": {"devices": 7},
+    "data 3 x tensor 2": {"devices": 6, "model": 2, "strategy": "tensor"},
+    "split 6": {"devices": 6, "strategy": "split"},
+    "hybrid3 accumulate 3": {"devices": 3, "strategy": "hybrid3", "train__micro_batch": 3},
     "split 4": {"devices": 4, "strategy": "split"},
     "split 8 over pairs": {"devices": 8, "strategy": "split", "model": 2},
     "split 2 accumulate 4": {"devices": 2, "strategy": "split", "train__micro_batch": 2},

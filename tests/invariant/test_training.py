@@ -21,6 +21,7 @@ PARAMETERS = 2e-4  # absolute; Adam divides by the root of small squares, which 
 
 MESHES = {
     "replicate 8": {"devices": 8},
+    "replicate 3, a row of nine without weight": {"devices": 3},
     "fsdp 4": {"devices": 4, "strategy": "fsdp"},
     "data 2 x tensor 4": {"devices": 8, "model": 4, "strategy": "tensor"},
     "accumulate 4, remat full": {"devices": 1, "train__micro_batch": 2, "compute__remat": "full"},
@@ -35,8 +36,17 @@ def test_two_devices_give_the_curve_of_one(root, single, tmp_path):
     check_curve("data 2 accumulate 2", root, single, tmp_path)
 
 
+def test_three_devices_that_do_not_divide_the_batch_give_the_curve_of_one(root, single, tmp_path, capsys):
+    check_curve("replicate 3, a row of nine without weight", root, single, tmp_path)
+    told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("global batch 8 = 3 "))
+    assert "1 of 9 rows" in told and "train.global_batch=6 or 9" in told
+
+
+FAST = ("data 2 accumulate 2", "replicate 3, a row of nine without weight")
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", [name for name in MESHES if name != "data 2 accumulate 2"])
+@pytest.mark.parametrize("name", [name for name in MESHES if name not in FAST])
 def test_the_curve_is_the_same_however_it_is_computed(name, root, single, tmp_path):
     check_curve(name, root, single, tmp_path)
 

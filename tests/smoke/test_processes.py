@@ -81,21 +81,21 @@ def free_job() -> str:
 
 
 @contextlib.contextmanager
-def two(*argv: str, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
-    """Starts run.py twice as one step of two tasks; standard error lies in `folder`; none outlives the block."""
+def joined(*argv: str, folder: Path, count: int = 2, devices: int = 4) -> Iterator[list[subprocess.Popen[str]]]:
+    """Starts run.py as one step of `count` tasks; standard error lies in `folder`; none outlives the block."""
     job = free_job()
     started: list[subprocess.Popen[str]] = []
     try:
-        for rank in (0, 1):
+        for rank in range(count):
             step = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1"}
-            step |= {"SLURM_NTASKS": "2", "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
+            step |= {"SLURM_NTASKS": str(count), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
             with (folder / f"stderr-{rank}").open("a") as stderr:
                 process = subprocess.Popen(
                     [sys.executable, "-u", str(PROJECT / "run.py"), *argv],
                     stdout=subprocess.PIPE,
                     stderr=stderr,
                     text=True,
-                    env=os.environ | step | {"JAX_NUM_CPU_DEVICES": "4"},
+                    env=os.environ | step | {"JAX_NUM_CPU_DEVICES": str(devices)},
                 )
             started.append(process)
         clock = threading.Timer(PATIENCE, lambda: [process.kill() for process in started])
@@ -111,10 +111,12 @@ def two(*argv: str, folder: Path) -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def finish(started: list[subprocess.Popen[str]], folder: Path) -> tuple[list[int], str]:
-    """(exit codes, what the first one has printed since), both processes at their end."""
+    """(exit codes, what the first one has printed since), all processes at their end."""
     said = [process.communicate()[0] for process in started]
     codes = [process.returncode for process in started]
-    print(*said, *((folder / f"stderr-{rank}").read_text() for rank in (0, 1)), sep="\n")  # shown when a test fails
+    print(
+        *said, *((folder / f"stderr-{rank}").read_text() for rank in range(len(said))), sep="\n"
+    )  # shown when a test fails
     return codes, said[0]
 
 
@@ -123,7 +125,7 @@ def test_two_processes_give_the_curve_of_one_device(config_path, readers, tmp_pa
     changes = ["--config.encoder.kind=lm", f"--config.encoder.source={readers['llama']}"]
     changes.append("--config.adapter.start=aligned")
     argv = ["--config", str(config_path), "--config.mesh.placement=fsdp", *changes]
-    with two("train", *argv, "--workdir", str(tmp_path / "w"), folder=tmp_path) as started:
+    with joined("train", *argv, "--workdir", str(tmp_path / "w"), folder=tmp_path) as started:
         codes, said = finish(started, tmp_path)
     assert codes == [0, 0]
     assert "placement fsdp: data=8" in said
@@ -154,11 +156,24 @@ def check_evaluation_of_two(folder: Path) -> None:
 
 
 @pytest.mark.slow
+def test_three_processes_share_a_batch_that_they_do_not_divide(config_path, tmp_path):
+    """Shares of 2, 3 and 3 examples, the first one filled up, in two micro-batches."""
+    argv = ["--config", str(config_path), "--config.mesh.placement=replicate", "--config.train.micro_batch=2"]
+    with joined("train", *argv, "--workdir", str(tmp_path / "w"), folder=tmp_path, count=3, devices=1) as started:
+        codes, said = finish(started, tmp_path)
+    assert codes == [0, 0, 0]
+    assert "placement replicate: data=3" in said and "4 of 12 rows" in said
+    np.testing.assert_allclose(
+        tiny.logged_losses(tmp_path / "w"), curve_of_one(config_path, tmp_path / "one"), rtol=LOSS
+    )
+
+
+@pytest.mark.slow
 def test_sigterm_saves_in_both_and_the_same_command_gives_the_curve_of_one_device(config_path, tmp_path):
     """Tensor parallel inside a process, accumulated over micro-batches, interrupted: none of it shows in the curve."""
     argv = ["train", "--config", str(config_path), "--config.mesh.placement=tensor", "--config.mesh.model=2"]
     argv += ["--config.train.micro_batch=1", "--workdir", str(tmp_path / "w")]
-    with two(*argv, folder=tmp_path) as started:
+    with joined(*argv, folder=tmp_path) as started:
         assert started[0].stdout is not None
         for line in started[0].stdout:
             if line.startswith("global batch"):  # before the first step: JAX looks once a second for the signal
@@ -169,7 +184,7 @@ def test_sigterm_saves_in_both_and_the_same_command_gives_the_curve_of_one_devic
     assert codes == [runtime.REQUEUE, runtime.REQUEUE]
     saved = max(int(path.name) for path in (tmp_path / "w" / "checkpoints").iterdir())
     assert saved < STEPS and re.search(rf"at step {saved}\b", said)
-    with two(*argv, folder=tmp_path) as started:
+    with joined(*argv, folder=tmp_path) as started:
         codes, said = finish(started, tmp_path)
     assert codes == [0, 0]
     assert re.search(rf"from step {saved}\b", said) and "placement tensor: data=4" in said
@@ -211,7 +226,7 @@ def test_death_of_one_ends_the_other_with_one_line_and_the_code_for_requeueing(t
         for dead in (0, 1):  # the coordinator, and another one
             folder = tmp_path / str(dead)
             folder.mkdir()
-            pairs.append(stack.enter_context(two(str(folder), folder=folder)))
+            pairs.append(stack.enter_context(joined(str(folder), folder=folder)))
         for dead, pair in enumerate(pairs):
             folder = tmp_path / str(dead)
             until = time.monotonic() + PATIENCE
@@ -227,7 +242,7 @@ def test_death_of_one_ends_the_other_with_one_line_and_the_code_for_requeueing(t
 @pytest.mark.slow
 def test_readers_apart_are_refused_by_both_with_code_2(config_path, tmp_path):
     argv = ["train", "--config", str(config_path), "--config.mesh.placement=split", "--workdir", str(tmp_path / "w")]
-    with two(*argv, folder=tmp_path) as started:
+    with joined(*argv, folder=tmp_path) as started:
         codes, _ = finish(started, tmp_path)
     assert codes == [2, 2]
     for rank in (0, 1):

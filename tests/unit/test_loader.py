@@ -3,12 +3,13 @@
 import itertools
 import json
 
+import jax
 import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
-from lw_jax.data.batches import Encoded, Field
+from lw_jax.data.batches import Encoded, Field, fill, weigh
 from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.loader import Loader, eval_batches
 
@@ -48,7 +49,7 @@ def test_order_is_a_function_of_the_seed():
     assert flat[0][N : 2 * N] != flat[2][:N]
 
 
-@pytest.mark.parametrize("count", [2, 3])
+@pytest.mark.parametrize("count", [2, 3, 4, 5])
 def test_shares_of_all_processes_are_the_batch_of_one(count):
     data = encoded()
     one = DataSchedule.of(data)
@@ -57,7 +58,7 @@ def test_shares_of_all_processes_are_the_batch_of_one(count):
     for _ in range(7):
         expected = next(whole)
         shares = [next(part) for part in parts]
-        assert all(share["index"].shape == (BATCH // count,) for share in shares)
+        assert {len(share["index"]) for share in shares} <= {BATCH // count, -(-BATCH // count)}
         assert np.concatenate([s["index"] for s in shares]).tolist() == expected["index"].tolist()
         targets = np.concatenate([s["readers"]["a"]["targets"] for s in shares])
         np.testing.assert_array_equal(targets, expected["readers"]["a"]["targets"])
@@ -97,9 +98,20 @@ def test_data_smaller_than_a_batch_is_refused_with_both_numbers():
     Loader(data_schedule(), global_batch=N, seed=0)
 
 
-def test_batch_that_processes_cannot_share_is_refused():
-    with pytest.raises(UserError, match="global_batch=6 does not divide by 4 processes"):
-        Loader(data_schedule(), global_batch=BATCH, seed=0, process_count=4)
+def test_batch_smaller_than_the_number_of_processes_is_refused():
+    with pytest.raises(UserError, match=r"global_batch=6\b.*\b7"):
+        Loader(data_schedule(), global_batch=BATCH, seed=0, process_count=BATCH + 1)
+
+
+def test_filled_batch_repeats_its_last_example_without_weight():
+    batch = encoded().collate([3, 20, 7])
+    filled = fill(batch, 5)
+    assert filled["index"].tolist() == [3, 20, 7, 7, 7]
+    repeated = weigh(encoded().collate([3, 20, 7, 7, 7]), np.arange(5) < 3)
+    jax.tree.map(np.testing.assert_array_equal, filled, repeated)
+    assert filled["readers"]["a"]["weights"].any(axis=1).tolist() == [True, True, True, False, False]
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda leaf: leaf[:3], filled), batch)
+    assert fill(batch, 3) is batch
 
 
 def test_evaluation_keeps_the_order_and_marks_the_filling():

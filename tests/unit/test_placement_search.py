@@ -40,17 +40,18 @@ def choose(cfg, on: Hardware) -> list[Candidate]:
 # ---- which candidates there are
 
 MODELS = {1: [], 2: [2], 3: [3], 4: [2, 4], 5: [5], 6: [2, 3, 6], 7: [7], 8: [2, 4, 8]}
-ROWS = {1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 4, 8: 8}  # the largest data axis that divides a batch of 8
+EVEN = {3: 2, 5: 4, 6: 4, 7: 4}  # the data axis of a second fsdp, for widths that the first one's does not divide
 
 
 @pytest.mark.parametrize("readers", [1, 2, 3])
 @pytest.mark.parametrize("count", range(1, 9))
 def test_strategies_are_every_way_to_use_the_devices(count, readers, root):
     sizes = {f"reader{i}": 7 + i for i in range(readers)}
-    found = list(placement_search.strategies(make_searched_config(root), sizes, count))
+    found = list(placement_search.strategies(make_searched_config(root, train__global_batch=64), sizes, count))
     wanted = {("single", -1, 1)}
     if count > 1:
-        wanted |= {("replicate", ROWS[count], 1), ("fsdp", ROWS[count], 1)}
+        wanted |= {("replicate", count, 1), ("fsdp", count, 1)}
+        wanted |= {("fsdp", EVEN[count], 1)} if count in EVEN else set()
         wanted |= {("tensor", count // model, model) for model in MODELS[count]}
     if count > 1 and readers > 1:
         wanted.add(("split", -1, 1))
@@ -59,14 +60,22 @@ def test_strategies_are_every_way_to_use_the_devices(count, readers, root):
     assert len(found) == len(wanted) and set(found) == wanted
 
 
-def test_a_batch_that_no_number_of_rows_divides_is_not_spread(root):
-    found = {
-        name
-        for name, _, _ in placement_search.strategies(
-            make_searched_config(root, train__global_batch=7), {"a": 3, "b": 5}, 6
-        )
-    }
-    assert found == {"single", "tensor", "split", "hybrid4"}
+def test_devices_that_make_no_share_smaller_are_left_out_unless_each_process_needs_its_own(root):
+    cfg, sizes = make_searched_config(root, train__global_batch=8), {"a": 3}
+    spread = [one for one in placement_search.strategies(cfg, sizes, 6) if one[0] in ("replicate", "fsdp")]
+    assert spread == [("replicate", 4, 1), ("fsdp", 4, 1)], "shares of two either way"
+    spread = [one for one in placement_search.strategies(cfg, sizes, 6, 2) if one[0] in ("replicate", "fsdp")]
+    assert spread == [("replicate", 6, 1), ("fsdp", 6, 1)]
+
+
+@pytest.mark.parametrize(("count", "micro"), [(3, 22), (5, 13), (6, 11), (7, 10)])
+def test_every_number_of_cards_takes_its_share_of_a_batch_that_it_does_not_divide(count, micro, root, measure):
+    found = choose(make_searched_config(root, train__global_batch=64), hardware(count))
+    (one,) = [one for one in found if one.strategy == "replicate"]
+    assert one.fits and one.placement.devices == count and one.needs.micro_batch == micro
+    alone = found[0].estimate.times.total
+    assert one.estimate.flops == pytest.approx(found[0].estimate.flops * micro / 64, rel=0.02)  # the optimizer is whole
+    assert one.estimate.times.total < alone
 
 
 def test_a_configured_placement_is_the_only_one(root, measure):
@@ -218,7 +227,8 @@ def test_every_candidate_above_the_limit_has_an_obstacle_and_no_other_has(root, 
 
 
 def test_placements_that_do_not_go_together_are_candidates_with_their_reason(root, measure):
-    found = {one.strategy: one for one in choose(make_searched_config(root, train__global_batch=6), hardware(3))}
+    listed = choose(make_searched_config(root, train__global_batch=6), hardware(3))
+    found = {one.strategy: one for one in listed[::-1]}  # of each the first
     assert "llms/qwen" in found["fsdp"].obstacle and "data=3" in found["fsdp"].obstacle
     assert "llms/qwen" in found["tensor"].obstacle and "model=3" in found["tensor"].obstacle
     assert "multiple of 2 devices" in found["split"].obstacle
@@ -230,21 +240,31 @@ def test_no_candidate_holds_less_than_one_example_a_device(batch, root, measure)
     found = choose(make_searched_config(root, train__global_batch=batch), hardware(8))
     for one in found:
         if one.needs is None:
-            wanted = "does not divide mesh axis" if one.strategy == "fsdp" else "does not divide the global batch"
+            wanted = "does not divide mesh axis" if one.strategy == "fsdp" else "would have no example"
             assert wanted in one.obstacle
             continue
-        assert one.fits and one.needs.micro_batch >= 1
-        assert one.needs.micro_batch * one.needs.accumulation * one.placement.data == batch
+        rows = one.needs.micro_batch * one.needs.accumulation * one.placement.data
+        assert one.fits and one.needs.micro_batch >= 1 and batch <= rows < batch + one.placement.data
     assert found[0].strategy == "single" and found[0].needs.micro_batch == batch, "one device takes any batch"
     refused = {one.mesh for one in found if one.strategy == "tensor" and not one.fits}
-    assert refused == {mesh for mesh, data in (("4x2", 4), ("2x4", 2)) if batch % data}
+    assert refused == {mesh for mesh, data in (("4x2", 4), ("2x4", 2)) if batch < data}
 
 
-def test_micro_batch_beyond_a_devices_share_is_refused_with_the_legal_ones(root, measure):
+def test_a_second_fsdp_is_tried_only_where_widths_do_not_divide(root, measure):
+    """Widths of 48 and 56 divide by 2, 4 and 8, not both by 3, 5, 6 or 7."""
+    cfg = make_searched_config(root, train__global_batch=64)
+    tried = {
+        count: [(one.mesh, one.fits) for one in choose(cfg, hardware(count)) if one.strategy == "fsdp"]
+        for count in (4, 6, 7)
+    }
+    assert tried == {4: [("4x1", True)], 6: [("6x1", False), ("4x1", True)], 7: [("7x1", False), ("4x1", True)]}
+
+
+def test_micro_batch_beyond_a_devices_share_becomes_the_share(root, measure):
     found = choose(make_searched_config(root, train__micro_batch=8), hardware(2))
-    refused = {one.strategy: one.obstacle for one in found if not one.fits}
-    assert refused.keys() == {"replicate", "fsdp", "hybrid4"}
-    assert "share is 4 examples; use micro_batch 1, 2 or 4" in refused["replicate"]
+    assert {one.strategy: one.needs.micro_batch for one in found if one.fits} == {
+        **{"single": 8, "replicate": 4, "fsdp": 4, "tensor": 8, "split": 8},
+    }
 
 
 @pytest.mark.parametrize("micro", [0, 4])

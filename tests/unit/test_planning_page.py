@@ -116,6 +116,14 @@ def test_page_of_a_real_plan_holds_every_candidate_and_marks_one():
     assert "0 of the 1 plans were compiled" in text
 
 
+def test_filled_batch_is_told_with_what_the_last_card_gains(plans):
+    own = plans["h100x3"]["candidates"][0]
+    own |= {"samples_per_second": 96.0, "filling": "1 of 129 rows are filling"}
+    plans["h100x3"]["chosen"] = own
+    (line,) = lines_of(page.chosen(plans), "1 of 129 rows")
+    assert line == "- **h100x3**: 1 of 129 rows are filling. 1.50 times the samples/s of h100x2."
+
+
 def test_candidates_stand_with_compiled_figures_and_their_distance_from_the_estimates(plans):
     (row,) = lines_of(page.candidates(plans), "| replicate", "**chosen**")
     cells = [cell.strip() for cell in row.strip("|").split("|")]

@@ -20,7 +20,7 @@ def cfg(tmp_path_factory) -> Config:
 
 @pytest.fixture(scope="module")
 def plans(cfg):
-    return [ESTIMATE(cfg, f"h100x{count}") for count in (1, 2, 4)]
+    return [ESTIMATE(cfg, f"h100x{count}") for count in (1, 2, 3, 4)]
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +35,7 @@ def test_job_is_told_in_samples_epochs_and_latents(blocks):
 
 def test_costs_are_those_of_the_plans(blocks, plans):
     _, *rows = blocks[1]
-    assert len(rows) == 3
+    assert len(rows) == 4
     for row, found in zip(rows, plans, strict=True):
         best, count = found["chosen"], found["devices"]
         words = row.split()
@@ -52,8 +52,9 @@ def test_costs_are_those_of_the_plans(blocks, plans):
 def test_batches_make_the_global_batch(blocks, plans):
     _, *rows = blocks[2]
     for row, found in zip(rows, plans, strict=True):
-        count, micro, data, accumulated, whole = (int(word) for word in row.split()[:5])
-        assert count == found["devices"] and micro * data * accumulated == whole == 8
+        count, micro, data, accumulated, filling, whole = (int(word) for word in row.split()[:6])
+        assert count == found["devices"] and micro * data * accumulated - filling == whole == 8
+        assert filling == (1 if count == 3 else 0)
 
 
 def test_changes_stand_before_and_after_on_the_same_cards(cfg, plans, blocks):

@@ -12,13 +12,14 @@ from lw_jax import recipes
 from lw_jax.core import config, tree
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Task
+from lw_jax.data import batches
 from lw_jax.data.tokens import load_tokenizer
 from lw_jax.evals import ngrams
 from lw_jax.hub import weights
 from lw_jax.models import ttt
 from lw_jax.recipes.ttt import TTT
 from lw_jax.training import recipe as recipe_protocols
-from lw_jax.training import trainer, validation_loop
+from lw_jax.training import trainer
 from lw_jax.training.step_spec import StepSpec
 from sharding import placement
 from tests import tiny
@@ -156,7 +157,7 @@ def test_text_shorter_than_a_chunk_has_no_inner_loss(root, params):
 
 def test_examples_that_fill_the_last_batch_count_for_nothing(recipe, params):
     whole, filled = measured(recipe, [0, 3]), measured(recipe, [0, 3, 3, 3])
-    masked = validation_loop._mask_padding({**filled, "valid": np.asarray([True, True, False, False])})
+    masked = batches.weigh(filled, np.asarray([True, True, False, False]))
     ours, theirs = terms_of(recipe, params, masked), terms_of(recipe, params, whole)
     assert ours.terms.keys() == theirs.terms.keys()
     np.testing.assert_allclose((ours.sum, ours.weight), (theirs.sum, theirs.weight), rtol=SAME)
