@@ -32,6 +32,7 @@ def main(
         given = f"--tokens {tokens} --temperature {temperature:g}"
         raise UserError(f"{given}: at least one token is needed, and a temperature of 0 or above")
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
+    runtime.tell_device()
     lm = language_model.load_trained(cfg, workdir)
     continuations = lm.generate(prompts, tokens, temperature=temperature, seed=cfg.seed)
     print(f"step {lm.step}")
