@@ -4,8 +4,9 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 REQUIREMENTS := $(if $(shell command -v nvidia-smi),requirements.txt,requirements-cpu.txt)
-# Python compiles a module when it is first imported: pip would compile 13,000, of which a run imports a tenth.
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet --no-compile
+# Python compiles a module when it is first imported: pip would compile 9,000, of which a run imports 2,000.
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
+	$(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 CONFIG ?= configs/default.py
 TARGET ?= h100x4
 WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))-latentwire

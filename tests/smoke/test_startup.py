@@ -57,6 +57,18 @@ def test_no_verb_imports_what_only_some_of_its_runs_need() -> None:
     assert {"jax", "orbax"} <= set(imported)
 
 
+def test_an_estimate_of_models_that_are_not_here_needs_no_transformers(tmp_path: Path) -> None:
+    """In a process of its own: what another module has imported would hide an import that is missing."""
+    code = """
+import os, sys, run
+os.environ |= {"JAX_NUM_CPU_DEVICES": "2", "HF_HOME": "hub"}
+run.environment.leave_out_torch()
+code = run.main(["plan", "--estimate", "--config", "configs/large.py", "--target", "h100x2", "--json"])
+print(code, "transformers" in sys.modules)
+"""
+    assert python(code, cwd=tmp_path) == "0 False"
+
+
 @pytest.mark.parametrize("content", [None, b"\xff\xfe", b" \n"])
 def test_a_text_that_answer_cannot_read_is_told_before_jax_is_imported(tmp_path: Path, content: bytes | None) -> None:
     if content is not None:
