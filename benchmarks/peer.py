@@ -260,7 +260,9 @@ def take(cfg: Config, case: Path, *, steps: int) -> Told:
         frozen = timing.fill(program.frozen())
     else:
         at = recipe.shardings().frozen
-        frozen = {name: frozen_models.load(case / name, cfg, llm, at[name]) for name, llm in cfg.llms.items()}
+        frozen = {
+            name: frozen_models.load(case / name, cfg, llm, at[name], placed.platform) for name, llm in cfg.llms.items()
+        }
         now["state"]["trainable"] = jax.device_put(trainable(cfg, recipe), recipe.shardings().trainable)
     batch = ragged(cfg, recipe.batch_widths())
     batch = place.put_parts(batch, placed, functools.partial(place.put_batch, accumulation=1))
