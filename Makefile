@@ -4,21 +4,27 @@ BIN := $(VENV)/bin
 PYTHON ?= $(shell for p in python3.12 python3.13 python3.11 python3; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 REQUIREMENTS := $(if $(shell command -v nvidia-smi),requirements.txt,requirements-cpu.txt)
-PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet
+# Python compiles a module when it is first imported: pip would compile 9,000, of which a run imports 2,000.
+PIP := PIP_DISABLE_PIP_VERSION_CHECK=1 $(BIN)/python -m pip install --quiet \
+	$(if $(PYTHONDONTWRITEBYTECODE),,--no-compile)
 CONFIG ?= configs/default.py
+TARGET ?= h100x4
 WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))-latentwire
 # As many facts as the cards of the training data have.
 TEXT ?= Mara Ellis lives in Lisbon.$(if $(filter %smoke.py,$(CONFIG)),, Tom Reed works as a baker.)
 # A step on the CPU takes fresh memory each time; in pages of 2 MiB the kernel hands it out with fewer faults.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: run test test-all quick slow chaos lint bench bench-gpu golden lock clean
+.PHONY: run plan test test-all quick slow chaos lint bench bench-gpu golden lock clean
 
 run: $(VENV)/.runtime  ## trains the default configuration, prints its evaluation table, asks it one question
 	$(BIN)/python run.py --config $(CONFIG) --workdir $(WORKDIR)
 	$(BIN)/python run.py eval --workdir $(WORKDIR)
 	echo "$(TEXT)" | $(BIN)/python run.py answer --workdir $(WORKDIR) \
 		--context - --question "Where does Mara Ellis live?"
+
+plan: $(VENV)/.plan  ## plans CONFIG for TARGET, GPUs elsewhere; installs XLA's compiler for them first (223 MB)
+	$(BIN)/python run.py plan --config $(CONFIG) --target $(TARGET)
 
 test: lint quick  ## what a newcomer runs, in minutes: the linters and every test that is not marked `slow`
 
@@ -71,6 +77,10 @@ $(VENV)/.runtime: $(REQUIREMENTS) requirements-cpu.txt requirements.lock | $(BIN
 	$(PIP) -r $(REQUIREMENTS)
 	@touch $@
 
-$(VENV)/.dev: requirements-dev.txt requirements-cpu.txt requirements.lock | $(BIN)/python
+$(VENV)/.plan: requirements-plan.txt $(VENV)/.runtime
+	$(PIP) -r requirements-plan.txt
+	@touch $@
+
+$(VENV)/.dev: requirements-dev.txt requirements-plan.txt requirements-cpu.txt requirements.lock | $(BIN)/python
 	$(PIP) -r requirements-dev.txt
 	@touch $@

@@ -8,7 +8,7 @@ import os
 import sys
 
 from lw_jax.commands import parser
-from lw_jax.core import early_signals
+from lw_jax.core import early_signals, environment
 from lw_jax.core.errors import UserError
 from sharding.errors import PlacementError
 
@@ -18,7 +18,6 @@ UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT
 def start(args: argparse.Namespace) -> int:
     """Loads the configuration, prepares the environment for JAX and runs the command."""
     from lw_jax.commands import loading
-    from lw_jax.core import environment
 
     target = bool(getattr(args, "target", None) or getattr(args, "simulate", None))
     plans = args.verb in ("plan", "slurm") or target
@@ -27,9 +26,8 @@ def start(args: argparse.Namespace) -> int:
     # Before anything imports JAX.
     if plans:
         environment.prepare_compiler(everywhere=target)
-    elif args.verb not in ("show", "report") and (line := environment.hide_idle_cuda()):
-        print(line, file=sys.stderr)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it warns that PyTorch is absent, as it should be
+    elif args.verb not in ("show", "report"):
+        environment.hide_idle_cuda()
     return importlib.import_module(parser.COMMANDS[args.verb].module).run(args, *loaded) or 0
 
 
@@ -56,4 +54,5 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
+    environment.leave_out_torch()
     sys.exit(main(sys.argv[1:]))

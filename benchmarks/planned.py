@@ -154,4 +154,5 @@ def table(shares: Mapping[str, Any], rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 if __name__ == "__main__":
+    environment.leave_out_torch()
     leave(main)

@@ -314,4 +314,5 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 if __name__ == "__main__":
+    environment.leave_out_torch()
     leave(main)

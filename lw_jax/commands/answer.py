@@ -4,18 +4,20 @@ import argparse
 import contextlib
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from lw_jax.commands.loading import Loaded
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.inference import message_io, trained_wire
-from lw_jax.models import codec
+from lw_jax.inference import message_io
 from lw_jax.training.run_folder import check_writable
+
+if TYPE_CHECKING:
+    from lw_jax.inference.trained_wire import TrainedWire
 
 
 def run(args: argparse.Namespace, loaded: Loaded) -> int:
-    """Runs the command with its flags; reads texts and messages before any weight is loaded."""
+    """Runs the command with its flags; reads texts and messages before JAX is imported."""
     request = message_io.Request(
         context=message_io.read_text(args.context) if args.context else "",
         message=message_io.read_message(args.message) if args.message else b"",
@@ -34,6 +36,10 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: messa
     With `request.write` the message is written; standard output then holds it alone, and the rest goes to stderr.
     """
     del resolved
+    from lw_jax.core import runtime
+    from lw_jax.inference import trained_wire
+    from lw_jax.models import codec
+
     # Bad channels and messages are refused before any weight is loaded.
     if request.message:
         codec.read_frame(request.message)
@@ -41,6 +47,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: messa
         trained_wire.resolve_channel(cfg.encoder, bits=request.bits, slots=request.slots, width=request.width)
     if request.write not in ("", "-"):
         check_writable(Path(request.write).absolute().parent, remedy="choose another file for --write")
+    runtime.tell_device()
     with contextlib.redirect_stdout(sys.stderr if request.write == "-" else sys.stdout):
         wire = trained_wire.open_wire(cfg, workdir)
         message = request.message or _encode(wire, request)
@@ -50,7 +57,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: messa
     return 0
 
 
-def _encode(wire: trained_wire.TrainedWire, request: message_io.Request) -> bytes:
+def _encode(wire: "TrainedWire", request: message_io.Request) -> bytes:
     question = ""
     if wire.recipe.cfg.prompt.question == "latents":
         if len(request.questions) != 1:
@@ -62,7 +69,9 @@ def _encode(wire: trained_wire.TrainedWire, request: message_io.Request) -> byte
     return wire.write(request.context, bits=request.bits, slots=request.slots, width=request.width, question=question)
 
 
-def _print_answers(wire: trained_wire.TrainedWire, message: bytes, request: message_io.Request) -> None:
+def _print_answers(wire: "TrainedWire", message: bytes, request: message_io.Request) -> None:
+    from lw_jax.models import codec
+
     frame = codec.read_frame(message)
     text = f" for {len(request.context.encode())} bytes of text" if request.context else ""
     print(f"message: {len(message)} bytes ({frame.slots} x {frame.width} values of {frame.bits} bits){text}")

@@ -87,5 +87,6 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: Reque
 def _start(cfg: Config, repeats: int) -> Measured:
     if runtime.start():
         raise UserError(f"{jax.process_count()} processes: measure in one, on the devices of one machine")
+    runtime.tell_device()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     return Measured(*planner.settle(cfg), repeats)

@@ -11,7 +11,6 @@ from lw_jax.core import processes, runtime
 from lw_jax.core.config import Config
 from lw_jax.inference import evaluation
 from lw_jax.inference.trained_wire import open_wire
-from lw_jax.report import figures
 from lw_jax.training.run_folder import check_writable
 
 
@@ -31,11 +30,14 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     runtime.start()
     if jax.process_index() == 0:
         check_writable(workdir, remedy="`eval` leaves its results in the run's folder: copy it to where you can write")
+    runtime.tell_device()
     wire = open_wire(cfg, workdir)
     found = evaluation.evaluate(wire)
     if jax.process_index() == 0:
         paths = evaluation.write(found, workdir, step=wire.step)
         if found.curve:
+            from lw_jax.report import figures  # matplotlib
+
             figures.draw_curve(found.curve).savefig(workdir / "bytes.png", dpi=130)
             paths.append(workdir / "bytes.png")
         print(evaluation.describe(found))

@@ -38,6 +38,7 @@ def main(
         raise UserError(f"{given}: at least one token is needed, and a temperature of 0 or above")
     runtime.start()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
+    runtime.tell_device()
     lm = language_model.load_trained(cfg, workdir, texts=len(prompts))
     continuations = lm.generate(prompts, tokens, temperature=temperature, seed=cfg.seed)
     if jax.process_index():  # of several processes the first one prints

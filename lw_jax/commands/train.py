@@ -43,7 +43,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     cfg, placement = planner.settle(cfg)
     first = jax.process_index() == 0
     if first:
-        print(f"{runtime.describe()}\nprecision {planner.precision(cfg)}\n{placement.describe()}", flush=True)
+        print(f"{runtime.device_line()}\nprecision {planner.precision(cfg)}\n{placement.describe()}", flush=True)
         card = gpus.of_device(jax.local_devices()[0])
         hardware_record.write(workdir, cfg, placement, card=card.name if card else "")
     recipe = recipes.make(cfg, placement)

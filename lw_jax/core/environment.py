@@ -8,7 +8,6 @@ import importlib
 import importlib.util
 import os
 import sys
-import tempfile
 import types
 from pathlib import Path
 from typing import Any
@@ -37,6 +36,16 @@ def memory_fraction() -> float:
     return float(next(filter(None, (os.environ.get(name) for name in _FRACTIONS)), JAX_FRACTION))
 
 
+def leave_out_torch() -> None:
+    """Hides PyTorch from transformers, which would import it (1.6 s) and otherwise warns that it is absent.
+
+    For a process that is this program's alone: nothing in it can import PyTorch afterwards.
+    """
+    modules: dict[str, Any] = sys.modules
+    modules["torch"] = None  # Python's own mark of a missing module
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+
 def prepare_compiler(*, everywhere: bool) -> None:
     """Prepares ahead-of-time compilation for GPUs of another machine; `everywhere` also on a machine with GPUs.
 
@@ -56,6 +65,8 @@ def _start_quietly() -> None:
 
     They come from C++, so the file descriptor is redirected; every other line is passed on.
     """
+    import tempfile
+
     sys.stderr.flush()
     with tempfile.TemporaryFile() as held:
         stderr = os.dup(2)
@@ -75,21 +86,23 @@ def _has_driver() -> bool:
     return any(Path(file).exists() for file in DRIVER_FILES)
 
 
-def hide_idle_cuda() -> str:
-    """Hides an installed CUDA plugin when there is no driver; returns the line to print, or nothing.
+def hide_idle_cuda() -> None:
+    """Hides an installed CUDA plugin when there is no driver.
 
     With CUDA in JAX_PLATFORMS JAX raises its own error.
     """
     wanted = os.environ.get("JAX_PLATFORMS", "")
     if "cuda" in wanted or "gpu" in wanted or _has_driver():
-        return ""
+        return
     modules: dict[str, Any] = sys.modules
-    hidden = False
     for version in (12, 13):
         extensions, plugin = f"jax_cuda{version}_plugin", f"jax_plugins.xla_cuda{version}"
         if importlib.util.find_spec(extensions):
-            hidden = True
             modules[extensions] = None  # Python's own mark of a missing module
             modules[plugin] = types.ModuleType(plugin, "Stands in for a CUDA plugin that has no driver.")
             modules[plugin].initialize = lambda: None  # what JAX calls
-    return "no NVIDIA driver on this machine: JAX's CUDA plugin stays unused" if hidden else ""
+
+
+def idle_libraries() -> bool:
+    """Says whether this environment is one for NVIDIA GPUs (requirements.txt) on a machine without their driver."""
+    return not _has_driver() and all(importlib.util.find_spec(name) for name in ("nvidia", "nvidia.cudnn"))

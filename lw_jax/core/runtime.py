@@ -3,6 +3,7 @@
 import math
 import os
 import signal
+import sys
 import types
 from collections.abc import Callable
 from pathlib import Path
@@ -10,11 +11,12 @@ from typing import Any, Self
 
 import jax
 
-from lw_jax.core import early_signals, processes
-from lw_jax.core.environment import memory_fraction
+from lw_jax.core import early_signals, processes, processor
+from lw_jax.core.environment import idle_libraries, memory_fraction
 from lw_jax.core.errors import UserError
 
 REQUEUE = early_signals.REQUEUE
+_LEAST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
 
 def start() -> bool:
@@ -46,7 +48,11 @@ def describe() -> str:
     The kind is for people; nothing depends on a name.
     """
     device, memory = jax.local_devices()[0], device_memory()
-    parts = [f"{jax.device_count()} x {device.device_kind}"]
+    if device.platform == "cpu":
+        count = jax.device_count()
+        parts = [f"{count} virtual devices on a {processor.describe()}" if count > 1 else processor.describe()]
+    else:
+        parts = [f"{jax.device_count()} x {device.device_kind}"]
     parts += [f"{memory / 1e9:.1f} GB each"] if memory else []
     capability = getattr(device, "compute_capability", None)
     parts += [f"compute capability {capability}"] if capability else []
@@ -55,14 +61,29 @@ def describe() -> str:
     return ", ".join(parts)
 
 
-def enable_compile_cache(folder: Path) -> None:
-    """Enables JAX's persistent compilation cache in `folder`.
+def device_line() -> str:
+    """Returns the one line about devices that a command begins with."""
+    idle = "; NVIDIA's libraries are installed, but no driver is here" if idle_libraries() else ""
+    return f"device: {describe()}{idle}"
 
-    JAX_COMPILATION_CACHE_DIR takes precedence. A read-only folder is read.
+
+def tell_device() -> None:
+    """Prints `device_line` on standard error, from the first process; starts the devices."""
+    if jax.process_index() == 0:
+        print(device_line(), file=sys.stderr, flush=True)
+
+
+def enable_compile_cache(folder: Path) -> None:
+    """Enables JAX's persistent compilation cache in `folder`, for programs of any size.
+
+    A run has a hundred small programs, of 50 ms each. JAX_COMPILATION_CACHE_DIR and
+    JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS take precedence. A read-only folder is read.
 
     Raises:
       UserError: the folder does not exist and cannot be made.
     """
+    if _LEAST not in os.environ:
+        jax.config.update(_LEAST.lower(), 0.0)
     if os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         return
     try:
@@ -72,7 +93,7 @@ def enable_compile_cache(folder: Path) -> None:
         raise UserError(f"{folder}: {error.strerror}; {rule}.") from error
     jax.config.update("jax_compilation_cache_dir", str(folder))
     if not os.access(folder, os.W_OK):  # or JAX would warn of each program that it cannot write
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", math.inf)
+        jax.config.update(_LEAST.lower(), math.inf)
 
 
 class Preemption:

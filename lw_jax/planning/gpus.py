@@ -317,8 +317,7 @@ def compile_devices(target: Target) -> list[Any]:
             raise
         cause = str(error).partition("\n")[0].partition(". ")[0]
         raise CompilerAbsent(
-            f"target {target.name}: XLA's CUDA plugin is here, NVIDIA's assembler is not ({cause}); "
-            f"pip install {_assembler()}"
+            f"target {target.name}: XLA's CUDA plugin is here, NVIDIA's assembler is not ({cause}); {_remedy(())}"
         ) from error
     return devices
 
@@ -368,22 +367,23 @@ def _cuda() -> int:
     return next((v for v in (12, 13) if _is_installed(f"jax-cuda{v}-plugin")), 12)
 
 
-def _assembler() -> str:
-    return {12: "nvidia-cuda-nvcc-cu12", 13: "nvidia-cuda-nvcc nvidia-nvvm"}[_cuda()]
-
-
 def _is_installed(name: str) -> bool:
     return any(importlib.metadata.distributions(name=name))
 
 
+def _remedy(names: Sequence[str]) -> str:
+    """Returns the command that installs the compiler: the project's list, or packages beside another CUDA's plugin."""
+    if _cuda() == 12:
+        return "pip install -r requirements-plan.txt (223 MB; without a network: --no-index --find-links FOLDER)"
+    return f"pip install {' '.join(f'{name}=={jax.__version__}' for name in names)} nvidia-cuda-nvcc nvidia-nvvm"
+
+
 def _describe_absence(target: Target) -> str:
-    version = jax.__version__
     names = [f"jax-cuda{_cuda()}-plugin", f"jax-cuda{_cuda()}-pjrt"]
     if missing := [name for name in names if not _is_installed(name)]:
-        wanted = " ".join(f"{name}=={version}" for name in names)
         return (
-            f"target {target.name}: not installed: {', '.join(missing)}, so nothing here compiles for NVIDIA "
-            f"GPUs; pip install {wanted} {_assembler()}"
+            f"target {target.name}: XLA's compiler for NVIDIA GPUs is not installed ({', '.join(missing)}); "
+            f"{_remedy(names)}"
         )
     return (
         f"target {target.name}: {names[0]} is installed but unused in this process; set JAX_PLATFORMS=cpu and "

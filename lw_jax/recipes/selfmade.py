@@ -16,7 +16,6 @@ import numpy as np
 from jax.sharding import Mesh
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
-from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core import config
 from lw_jax.core import rng as rngs
@@ -282,6 +281,8 @@ class SelfmadeReader:
 
 def write_tokenizer(path: Path, kind: Family, texts: Sequence[str]) -> None:
     """Trains a byte-level BPE on the texts and writes it as a fast tokenizer."""
+    from transformers import PreTrainedTokenizerFast
+
     specials = [text for text in (kind.pad, kind.begin, kind.end) if text]
     backend = Backend(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

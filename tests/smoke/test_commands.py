@@ -31,6 +31,7 @@ def start(*argv: str, cwd: Path, **kwargs) -> subprocess.CompletedProcess[str]:
 SEVERAL = """
 import contextlib, io, json, os, sys
 import run
+run.environment.leave_out_torch()
 wanted = json.loads(sys.argv.pop())
 sys.argv[0] = "run.py"
 found = []
@@ -49,10 +50,13 @@ Done = tuple[int, str, str]
 
 
 def start_several(commands: dict[str, list[str]], *, cwd: Path, environ: dict[str, str]) -> dict[str, Done]:
-    """Runs command lines one after the other in one process, which imports JAX once; {name: (code, stdout, stderr)}."""
+    """Runs command lines one after the other in one process, which imports JAX once; {name: (code, stdout, stderr)}.
+
+    What C++ libraries write comes around Python's stderr and must be nothing.
+    """
     command = [sys.executable, "-c", SEVERAL, json.dumps(list(commands.values()))]
     done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + done.stderr
     return dict(zip(commands, map(tuple, json.loads(done.stdout.splitlines()[-1])), strict=True))
 
 

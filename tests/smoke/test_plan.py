@@ -173,7 +173,7 @@ def test_an_absent_compiler_is_reported_with_its_remedy_and_arithmetic_stands_in
     assert (code, err) == (0, "")
     assert "ARITHMETIC ESTIMATE" in out
     told = next(line for line in out.splitlines() if line.startswith("not compiled: "))
-    assert "jax-cuda12-plugin, jax-cuda12-pjrt" in told and "pip install jax-cuda12-plugin==" in told
+    assert "jax-cuda12-plugin, jax-cuda12-pjrt" in told and "pip install -r requirements-plan.txt" in told
     assert "chosen: " in out
 
 

@@ -128,7 +128,8 @@ def test_two_processes_give_the_curve_of_one_device(config_path, readers, tmp_pa
     with joined("train", *argv, "--workdir", str(tmp_path / "w"), folder=tmp_path) as started:
         codes, said = finish(started, tmp_path)
     assert codes == [0, 0]
-    assert "placement fsdp: data=8" in said
+    assert "placement fsdp: data=8" in said and said.count("device: 8 virtual devices") == 1
+    assert [(tmp_path / f"stderr-{rank}").read_text() for rank in (0, 1)] == ["", ""]
     wanted = curve_of_one(config_path, tmp_path / "one", *changes)
     np.testing.assert_allclose(tiny.logged_losses(tmp_path / "w"), wanted, rtol=LOSS)
     own, one = (

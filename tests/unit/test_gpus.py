@@ -151,7 +151,7 @@ def test_device_that_is_no_known_card_is_none(monkeypatch):
 
 def test_absent_plugin_is_named_with_the_command(monkeypatch):
     """conftest hides an installed plugin from this process; a CPU-only environment has none."""
-    with pytest.raises(gpus.CompilerAbsent, match="target h100x2.*(not installed.*pip install jax-cuda12|unused)"):
+    with pytest.raises(gpus.CompilerAbsent, match="target h100x2.*(not installed.*-r requirements-plan.txt|unused)"):
         gpus.compile_devices(gpus.parse("h100x2"))
     monkeypatch.setattr(gpus, "_is_installed", lambda name: name == "jax-cuda13-plugin")
     with pytest.raises(gpus.CompilerAbsent, match=f"pip install .*jax-cuda13-pjrt=={jax.__version__} nvidia-cuda-nvcc"):
@@ -176,7 +176,7 @@ def test_absent_assembler_is_named_and_nothing_else_is_taken_for_it(message, rai
     with pytest.raises(raised) as caught:
         gpus.compile_devices(gpus.parse("h100x2"))
     assert message.partition(". ")[0] in str(caught.value)
-    assert raised is not gpus.CompilerAbsent or "pip install nvidia-cuda-nvcc" in str(caught.value)
+    assert raised is not gpus.CompilerAbsent or "-r requirements-plan.txt" in str(caught.value)
 
 
 def test_compiling_leaves_the_persistent_cache_as_it_was(tmp_path):

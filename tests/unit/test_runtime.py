@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax.experimental import multihost_utils
 
-from lw_jax.core import early_signals, processes, runtime
+from lw_jax.core import early_signals, processes, processor, runtime
 from lw_jax.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -48,7 +48,7 @@ def test_processes_are_joined_only_inside_a_slurm_step_of_several_tasks(calls, m
 class Device:
     """What a GPU's runtime reports."""
 
-    device_kind, compute_capability = "NVIDIA Something", "9.0"
+    platform, device_kind, compute_capability = "gpu", "NVIDIA Something", "9.0"
 
     def __init__(self, limit):
         self.limit = limit
@@ -59,7 +59,8 @@ class Device:
 
 def test_cpu_devices_are_described_without_a_memory_that_nobody_told():
     assert runtime.device_memory() is None
-    assert runtime.describe() == f"{jax.device_count()} x cpu"
+    assert runtime.describe() == f"{jax.device_count()} virtual devices on a {processor.describe()}"
+    assert runtime.device_line().startswith(f"device: {runtime.describe()}")
 
 
 def test_memory_is_the_smallest_card_whole_not_the_share_that_the_allocator_reports(monkeypatch):
@@ -112,7 +113,6 @@ CACHED = """
     import sys, jax
     from pathlib import Path
     from lw_jax.core import processes, runtime
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     runtime.enable_compile_cache(Path(sys.argv[1]))
     jax.jit(lambda x: x * 3)(1.0)
 """
@@ -121,6 +121,7 @@ CACHED = """
 def test_compile_cache_is_written_where_asked(tmp_path):
     folder = tmp_path / "made" / "cache"
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_COMPILATION_CACHE_DIR": ""}
+    del environment["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"]  # conftest.py sets it; JAX's own default is 1 s
     command = [sys.executable, "-c", textwrap.dedent(CACHED), str(folder)]
     subprocess.run(command, check=True, cwd=ROOT, env=environment, timeout=60)
     assert any(folder.iterdir())
