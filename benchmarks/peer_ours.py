@@ -138,10 +138,10 @@ def models(cfg: Config) -> dict[str, Any]:
 
 def facts(cfg: Config) -> Told:
     """Returns what the other side must know beside shapes."""
-    from lw_jax.core.types import TASKS, reader_dtype
+    from lw_jax.core.types import TASKS
+    from lw_jax.planning import workload
 
-    (dtype,) = {reader_dtype(llm.weights, cfg.compute.dtype) for llm in cfg.llms.values()}
-    told = {"dtype": dtype, "readers": list(cfg.llms), "remat": cfg.compute.remat}
+    told = {"dtype": workload.arithmetic(cfg), "readers": list(cfg.llms), "remat": cfg.compute.remat}
     told |= {"lora": dataclasses.asdict(cfg.lora), "dpo": dataclasses.asdict(cfg.dpo)}
     told |= {"slots": cfg.encoder.slots, "width": cfg.encoder.width, "hidden": cfg.adapter.hidden}
     told |= {"answer_tokens": cfg.eval.max_new_tokens}
@@ -258,20 +258,15 @@ def check(cfg: Config, args: argparse.Namespace) -> Told:
     """Writes latents and each reader's first logits and answers, and returns a step's loss and gradient's norm."""
     import jax
 
-    from lw_jax.models import decoder
-
-    def first_logits(params: Any, prompt: Any, shapes: Any) -> Any:
-        hidden = decoder.forward(params, shapes, prompt.embeddings, mask=prompt.mask).hidden
-        return decoder.logits(params, hidden[:, -1:])[:, 0]
-
     found: Told = {}
     with jax.default_matmul_precision("highest" if args.precision == "fp32" else None):
         side = Side(cfg, args.case / "check")
         if cfg.recipe == "latentwire":
             latents = found["latents"] = side.encoder()()
+            logits = jax.jit(side.recipe.wire.answer_logits, static_argnums=1)
             for name in cfg.llms:
-                prompt, shapes = side.prompt(name, latents), side.recipe.wire.readers[name].config
-                found[f"{name}/logits"] = jax.jit(first_logits, static_argnums=2)(side.frozen[name], prompt, shapes)
+                prompt, fields = side.prompt(name, latents), side.rows["readers"][name]
+                found[f"{name}/logits"] = logits(side.frozen[name], name, prompt, fields)[:, 0]
                 found[f"{name}/ids"] = side.answerer(name, prompt)()
         values, _ = side.stepper()()
     np.savez(args.out, allow_pickle=False, **{key: np.asarray(value, np.float32) for key, value in found.items()})
