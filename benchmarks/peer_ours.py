@@ -114,7 +114,7 @@ def write(cfg: Config, case: Path, *, origin: Config | None = None, layers: int 
         weights.save(case / name, draw(jax.random.key(number)), own, model_type=kind)
     recipe: Any = recipes.outline(cfg)
     np.savez(case / "batch.npz", allow_pickle=False, **flatten(ragged(cfg, recipe.batch_widths())))
-    (case / "spec.json").write_text(json.dumps(facts(cfg)), "utf-8")
+    (case / "spec.json").write_text(json.dumps(facts(cfg, recipe)), "utf-8")
     if origin is None:
         return
     learns = trainable(cfg, recipe)
@@ -136,12 +136,16 @@ def models(cfg: Config) -> dict[str, Any]:
     return found
 
 
-def facts(cfg: Config) -> Told:
+def facts(cfg: Config, recipe: Any) -> Told:
     """Returns what the other side must know beside shapes."""
     from lw_jax.core.types import TASKS
     from lw_jax.planning import workload
 
-    told = {"dtype": workload.arithmetic(cfg), "readers": list(cfg.llms), "remat": cfg.compute.remat}
+    told = {
+        "dtype": workload.arithmetic(cfg, recipe.placement.platform),
+        "readers": list(cfg.llms),
+        "remat": cfg.compute.remat,
+    }
     told |= {"lora": dataclasses.asdict(cfg.lora), "dpo": dataclasses.asdict(cfg.dpo)}
     told |= {"slots": cfg.encoder.slots, "width": cfg.encoder.width, "hidden": cfg.adapter.hidden}
     told |= {"answer_tokens": cfg.eval.max_new_tokens}
@@ -194,7 +198,10 @@ class Side:
             self.frozen: Any = timing.fill(self.program.frozen())
         else:
             at = self.recipe.shardings().frozen
-            self.frozen = {name: frozen_models.load(case / name, cfg, llm, at[name]) for name, llm in cfg.llms.items()}
+            self.frozen = {
+                name: frozen_models.load(case / name, cfg, llm, at[name], self.placement.platform)
+                for name, llm in cfg.llms.items()
+            }
             placed = self.recipe.shardings().trainable
             self.state["trainable"] = jax.device_put(trainable(cfg, self.recipe), placed)
         self.batch = ragged(cfg, self.recipe.batch_widths())

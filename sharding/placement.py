@@ -40,6 +40,12 @@ class Placement:
     strategy: str
     learner: Mesh
     readers: Mapping[str, Component]
+    stands_for: str = ""  # platform of the absent devices for which CPU devices stand in an estimate
+
+    @property
+    def platform(self) -> str:
+        """Returns the platform on which the programs run, as JAX names it: "cpu" for a CPU."""
+        return self.stands_for or self.learner.devices.flat[0].platform
 
     @property
     def apart(self) -> bool:

@@ -56,7 +56,7 @@ class Measured:
     def __init__(self, cfg: Config, placement: Placement, repeats: int):
         self.cfg, self.placement, self.repeats = cfg, placement, repeats
         self.recipe: Any = recipes.make(cfg, placement, outline=True)
-        self.ceilings: Ceilings = timing.ceilings(workload.arithmetic(cfg))
+        self.ceilings: Ceilings = timing.ceilings(workload.arithmetic(cfg, placement.platform))
 
     @property
     def device(self) -> str:
@@ -198,13 +198,16 @@ class Measured:
     def _load(self, name: str) -> Row:
         llm, at = self.cfg.llms[name], self.placement.readers[name]
         location = frozen_models.locate(self.cfg, llm.source, llm.sha256)
-        shapes = frozen_models.describe(weights.describe(location), self.cfg, llm)
+        platform = self.placement.platform
+        shapes = frozen_models.describe(weights.describe(location), self.cfg, llm, platform)
         shardings = frozen_models.shardings(shapes, llm, at, name)
         files = [location] if location.is_file() else sorted(location.glob("*.safetensors"))
         size = sum(file.stat().st_size for file in files)
         read = min(_seconds(lambda: _read(files))[0] for _ in range(2))  # the first may wait for the disk
         before = _host_bytes(peak=False)
-        taken, tree = _seconds(lambda: jax.block_until_ready(frozen_models.load(location, self.cfg, llm, shardings)))
+        taken, tree = _seconds(
+            lambda: jax.block_until_ready(frozen_models.load(location, self.cfg, llm, shardings, platform))
+        )
         held = sum(leaf.nbytes for leaf in jax.tree.leaves(tree)) if jax.default_backend() == "cpu" else 0
         after = _host_bytes(peak=True)
         return Row(

@@ -23,7 +23,7 @@ class LLM:
     weights: str = key(
         "fp32",
         "how the weights are stored; nf4 (4.25 bits a value), int8 and awq (an AutoAWQ folder) pack the layers' "
-        "matrices, w8a8 also multiplies in int8",
+        "matrices, w8a8 also multiplies in int8; on a CPU fp32 and bf16 are as compute.dtype multiplies",
         choices=("fp32", "bf16", "int8", "nf4", "awq", "w8a8"),
     )
     template: str = key("plain", "the prompt as it is, or in the tokenizer's chat template", choices=("plain", "chat"))
@@ -310,7 +310,13 @@ class Mesh:
 class Compute:
     """Arithmetic and memory of a step."""
 
-    dtype: str = key("fp32", "arithmetic of encoder and adapters; their parameters stay fp32", choices=("fp32", "bf16"))
+    dtype: str = key(
+        "auto",
+        "arithmetic of encoder, adapters and trained models, whose parameters stay fp32; on a CPU of the frozen "
+        "readers too: there bf16 is of the factors of products alone, and auto is bf16 where the processor has AMX or AVX-512 "
+        "BF16; on a GPU auto is fp32",
+        choices=("auto", "fp32", "bf16"),
+    )
     remat: str = key(
         "auto",
         "recomputation in the backward pass: none of a layer, all but matmuls (dots, ttt only), all of it (full)",

@@ -59,12 +59,3 @@ class LossTerms:
 
 
 EXACT = 16  # bits per value of an unquantised channel
-DTYPES = {"fp32": "float32", "bf16": "bfloat16"}  # configuration -> numpy
-
-
-def reader_dtype(weights: str, arithmetic: str) -> str:
-    """Returns the compute dtype of a frozen reader: its storage dtype, or `compute.dtype` for packed matrices.
-
-    The arguments are the configuration's `llms.*.weights` and `compute.dtype`.
-    """
-    return DTYPES.get(weights, DTYPES[arithmetic])

@@ -37,6 +37,7 @@ from lw_jax.hub.tensor_files import (
 from lw_jax.models import bert, quant, ttt
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig, abstract
+from lw_jax.models.products import BITS
 from lw_jax.models.ttt import TTTConfig
 
 _SAMPLE_BYTES = 4096
@@ -139,6 +140,7 @@ def load(
     *,
     dtype: jax.typing.DTypeLike,
     shardings: Tree | None = None,
+    factors: jax.typing.DTypeLike | None = None,
     layers: int = 0,
     packed: str = "",
 ) -> Tree:
@@ -148,6 +150,7 @@ def load(
         location: a folder with config.json and *.safetensors, or a .gguf file.
         dtype: of all weights that are not packed; the cast is per tensor on the host.
         shardings: the same tree of shardings; None: the default device.
+        factors: dtype of what is only multiplied; see `decoder.abstract`.
         layers: keeps the first so many (0: all).
         packed: one of `quant.PACKED` keeps the layers' matrices so, packed one by one while they stream; another word
             leaves them as they are.
@@ -157,8 +160,10 @@ def load(
             an AWQ folder that is not asked for as "awq", or another one that is.
     """
     cfg = describe(location)
-    shapes = quant.abstract(abstract(_keep(location, cfg, layers), np.dtype(dtype)), packed)
+    shapes = quant.abstract(abstract(_keep(location, cfg, layers), np.dtype(dtype), factors=factors), packed)
     sources = _sources(location, cfg, is_awq=packed == "awq")
+    if "head" in shapes and cfg.tied:
+        sources[("head",), None] = sources[("embed",), None]
     return _fill(
         shapes, sources, shardings=shardings, row_order=functools.partial(_row_order, location, cfg), packed=packed
     )
@@ -283,7 +288,9 @@ def _read_leaf(
     if isinstance(stored, awq.Matrix):
         return awq.read(stored, shapes)
     if not _is_packed(shapes):
-        return read_tensor(stored, shapes.dtype, order, into).reshape(shapes.shape)
+        dtype = np.dtype(jnp.bfloat16 if shapes.dtype == BITS else shapes.dtype)
+        read = read_tensor(stored, dtype, order, None if into is None else into.view(dtype))
+        return read.view(shapes.dtype).reshape(shapes.shape)
     *out, _ = shapes["codes"].shape
     matrix = read_tensor(stored, np.float32, order).reshape(*out, stored.shape[1])
     return jax.device_get(quant.pack(matrix, packed))

@@ -11,9 +11,11 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lw_jax import recipes
+from lw_jax.core import precision
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import DTYPES, Tree, reader_dtype
+from lw_jax.core.precision import DTYPES, Precision
+from lw_jax.core.types import Tree
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.hub import sources
 from lw_jax.hub import weights as files
@@ -42,16 +44,18 @@ def load_lm(
     location, mesh = sources.locate(str(folder_or_id)), mesh or meshes.make(data=1, model=1)
     if files.is_ttt(location):
         return _load_ttt(location, weights, mesh)
-    return _load_decoder(location, reader_dtype(weights, arithmetic), weights, mesh)
+    platform = mesh.devices.flat[0].platform
+    return _load_decoder(location, precision.of(weights if weights in DTYPES else arithmetic, platform), weights, mesh)
 
 
-def _load_decoder(location: Path, dtype: str, packed: str, mesh: Mesh) -> "LM":
+def _load_decoder(location: Path, own: Precision, packed: str, mesh: Mesh) -> "LM":
     config = files.describe(location)
-    shapes = quant.abstract(decoder.abstract(config, dtype), packed)
+    shapes = quant.abstract(decoder.abstract(config, own.values, factors=own.factors), packed)
     strategy = "tensor" if mesh.shape["model"] > 1 else "replicate"
     table = tables.reader_table(strategy, packed=packed in quant.PACKED)
     placed = rules.shardings(table, shapes, mesh, name=str(location))
-    return DecoderLM(location, config, files.load(location, dtype=dtype, shardings=placed, packed=packed))
+    params = files.load(location, dtype=own.values, factors=own.factors, shardings=placed, packed=packed)
+    return DecoderLM(location, config, params, mode=decoder.Mode(factors=own.factors))
 
 
 def _load_ttt(location: Path, dtype: str, mesh: Mesh) -> "LM":
@@ -59,7 +63,8 @@ def _load_ttt(location: Path, dtype: str, mesh: Mesh) -> "LM":
         raise UserError(f"weights={dtype!r}: a TTT model's weights are not packed; known are {', '.join(DTYPES)}")
     config = files.describe_ttt(location)
     placed = rules.shardings(tables.TRAINABLE, ttt.abstract(config), mesh, name=str(location))
-    return TTTLM(location, config, files.load_ttt(location, shardings=placed), mode=ttt.Mode(dtype=DTYPES[dtype]))
+    mode = ttt.Mode(precision.of(dtype, mesh.devices.flat[0].platform))
+    return TTTLM(location, config, files.load_ttt(location, shardings=placed), mode=mode)
 
 
 def load_trained(cfg: Config, workdir: Path) -> "TTTLM":
@@ -72,7 +77,7 @@ def load_trained(cfg: Config, workdir: Path) -> "TTTLM":
         workdir,
         recipe.model,
         found.state["trainable"],
-        mode=ttt.Mode(dtype=DTYPES[cfg.compute.dtype]),
+        mode=ttt.Mode(precision.of(cfg.compute.dtype, recipe.placement.platform)),
         tokenizer=recipe.reader_tokenizer(),
         step=found.step,
     )
@@ -132,15 +137,19 @@ class LM:
 class DecoderLM(LM):
     """A causal decoder of any family."""
 
+    def __init__(self, location: Path, config: decoder.DecoderConfig, params: Tree, *, mode: decoder.Mode):
+        super().__init__(location, config, params)
+        self.mode = mode
+
     def _logits(self, params: Tree, ids: jax.Array, mask: jax.Array) -> jax.Array:
-        out = decoder.forward(params, self.config, decoder.embed(params, ids), mask=mask)
+        out = decoder.forward(params, self.config, decoder.embed(params, ids), mask=mask, mode=self.mode)
         return decoder.logits(params, out.hidden)
 
     def _continue(
         self, params: Tree, ids: jax.Array, mask: jax.Array, key: jax.Array, sampling: decode.Sampling
     ) -> jax.Array:
-        x = decoder.embed(params, ids)
-        return decode.generate(params, self.config, x, mask=mask, sampling=sampling, key=key)
+        x, mode = decoder.embed(params, ids), self.mode
+        return decode.generate(params, self.config, x, mask=mask, sampling=sampling, key=key, mode=mode)
 
 
 class TTTLM(LM):

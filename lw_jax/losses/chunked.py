@@ -135,32 +135,34 @@ def summed_nll(  # noqa: PLR0913  (as `token_logp`, for a trainable table)
     *,
     chunk: int,
     vocab: int = 0,
+    factors: str | None = None,
 ) -> tuple[Float[Array, ""], Float[Array, "b t"]]:
     """Weighted sum of all targets' negative log-likelihoods, and each of them, by chunks of positions (0: one).
 
     Only the sum has gradients, with respect to `hidden` and `table`. Rows of the table from `vocab` on are padding
-    (0: none).
+    (0: none). `factors` is the dtype to which the table is cast for its products (None: its own).
     """
-    return _summed_nll(chunk, vocab, hidden, table, targets, weights)
+    read = functools.partial(_read_head, vocab=vocab, factors=factors)
+    return _summed_nll(chunk, read, hidden, table, targets, weights)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _summed_nll(
-    chunk: int, vocab: int, hidden: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array
+    chunk: int, read: Callable, hidden: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> Two:
     def one(_: None, *part: jax.Array) -> tuple[None, jax.Array]:
-        return None, -_read_head(table, *part, vocab=vocab)[0]
+        return None, -read(table, *part)[0]
 
     _, each = _scan_chunks(one, chunk, None, (hidden, targets))
     return jnp.sum(each * weights), each
 
 
 def _summed_nll_forward(
-    chunk: int, vocab: int, hidden: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array
+    chunk: int, read: Callable, hidden: jax.Array, table: jax.Array, targets: jax.Array, weights: jax.Array
 ) -> tuple[Two, Two]:
     def one(of_table: jax.Array, hidden: jax.Array, targets: jax.Array, weights: jax.Array):
         def objective(hidden: jax.Array, table: jax.Array) -> Two:
-            each = -_read_head(table, hidden, targets, vocab=vocab)[0]
+            each = -read(table, hidden, targets)[0]
             return jnp.sum(each * weights), each
 
         (of_hidden, more), each = jax.grad(objective, (0, 1), has_aux=True)(hidden, table)
@@ -170,18 +172,22 @@ def _summed_nll_forward(
     return (jnp.sum(each * weights), each), (of_hidden, of_table)
 
 
-def _summed_nll_backward(chunk: int, vocab: int, gradients: Two, of: Two) -> tuple[jax.Array, jax.Array, None, None]:
-    del chunk, vocab
+def _summed_nll_backward(
+    chunk: int, read: Callable, gradients: Two, of: Two
+) -> tuple[jax.Array, jax.Array, None, None]:
+    del chunk, read
     return *_times(gradients, of[0]), None, None
 
 
 _summed_nll.defvjp(_summed_nll_forward, _summed_nll_backward)
 
 
-def _read_head(table: jax.Array, hidden: jax.Array, targets: jax.Array, *, vocab: int = 0) -> Two:
+def _read_head(
+    table: jax.Array, hidden: jax.Array, targets: jax.Array, *, vocab: int = 0, factors: str | None = None
+) -> Two:
     """Returns the targets' log-probabilities and the mean logits."""
     # Cast here: the gradients of the chunks are summed in the table's own precision.
-    logits = wide_product("btd,vd->btv", hidden, table.astype(hidden.dtype))
+    logits = wide_product("btd,vd->btv", hidden, table if factors is None else table.astype(factors))
     if vocab:
         real = jnp.arange(table.shape[0]) < vocab
         logits = jnp.where(real[None, None], logits, -jnp.inf)

@@ -7,6 +7,7 @@ from jaxtyping import Array, Float
 
 from lw_jax.core.types import TASKS, Tree
 from lw_jax.models.modules import Pure, RMSNorm
+from lw_jax.models.products import Linear
 
 
 class Adapter(nnx.Module):
@@ -18,9 +19,9 @@ class Adapter(nnx.Module):
 
     def __init__(self, width: int, hidden: int, out: int, *, rngs: nnx.Rngs):
         self.norm = RMSNorm(width)
-        self.up = nnx.Linear(width, hidden, rngs=rngs)
-        self.down = nnx.Linear(hidden, out, rngs=rngs)
-        self.skip = nnx.Linear(width, out, use_bias=False, rngs=rngs)
+        self.up = Linear(width, hidden, rngs=rngs)
+        self.down = Linear(hidden, out, rngs=rngs)
+        self.skip = Linear(width, out, use_bias=False, rngs=rngs)
         self.gain = nnx.Param(jnp.ones(()))
         self.tasks = nnx.Param(jax.random.normal(rngs.params(), (len(TASKS), out)))
 

@@ -14,6 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder
+from lw_jax.models.attention import attention
+from lw_jax.models.products import narrow, product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +60,7 @@ def forward(
     *,
     mask: Bool[Array, "b s"],
     mix: Float[Array, " n"] | None,
-    remat: str = "none",
+    mode: decoder.Mode = decoder.Mode(),  # noqa: B008  (frozen)
 ) -> Float[Array, "b s d"]:
     """Returns the body's states, mixed over its layers; rows are right-padded.
 
@@ -78,7 +80,7 @@ def forward(
     x = x + params["position_embed"][:length][None]
     x = decoder.layer_norm(x, params["embed_norm"], params["embed_norm_bias"], cfg.norm_eps)
     attend = jnp.broadcast_to(mask[:, None, None, :], (ids.shape[0], 1, length, length))
-    layer = decoder.checkpoint_layer(functools.partial(_layer, cfg, attend), decoder.KEPT[remat])
+    layer = decoder.checkpoint_layer(functools.partial(_layer, cfg, attend, mode.factors), decoder.KEPT[mode.remat])
 
     def body(carry, inputs):
         x, mixed = carry
@@ -92,14 +94,17 @@ def forward(
     return x if mix is None else (mixed + decoder.weigh(x, mix[-1], cfg.norm_eps)).astype(x.dtype)
 
 
-def _layer(cfg: BertConfig, attend: jax.Array, x: Float[Array, "b s d"], weights: Tree) -> Float[Array, "b s d"]:
+def _layer(
+    cfg: BertConfig, attend: jax.Array, factors: str | None, x: Float[Array, "b s d"], weights: Tree
+) -> Float[Array, "b s d"]:
+    weights = weights if factors is None else narrow(weights, factors)
     q, k, v = (
-        jnp.einsum("bsd,hed->bshe", x, weights[name]) + weights[f"{name}_bias"][None, None] for name in ("q", "k", "v")
+        product("bsd,hed->bshe", x, weights[name]) + weights[f"{name}_bias"][None, None] for name in ("q", "k", "v")
     )
-    attended = jnp.einsum("bshe,dhe->bsd", decoder.attention(q, k, v, mask=attend), weights["o"])
+    attended = product("bshe,dhe->bsd", attention(q, k, v, mask=attend, factors=factors), weights["o"])
     x = x + attended + weights["o_bias"][None, None]
     x = decoder.layer_norm(x, weights["attn_norm"], weights["attn_norm_bias"], cfg.norm_eps)
-    up = jnp.einsum("bsd,fd->bsf", x, weights["up"]) + weights["up_bias"][None, None]
-    down = jnp.einsum("bsf,df->bsd", jax.nn.gelu(up, approximate=False), weights["down"])
+    up = product("bsd,fd->bsf", x, weights["up"]) + weights["up_bias"][None, None]
+    down = product("bsf,df->bsd", jax.nn.gelu(up, approximate=False), weights["down"])
     x = x + down + weights["down_bias"][None, None]
     return decoder.layer_norm(x, weights["mlp_norm"], weights["mlp_norm_bias"], cfg.norm_eps)

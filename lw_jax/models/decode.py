@@ -59,7 +59,7 @@ def sample(
     return jax.lax.while_loop(unfinished, draw, state).ids
 
 
-def generate(
+def generate(  # noqa: PLR0913  (as `decoder.forward`)
     params: Tree,
     cfg: decoder.DecoderConfig,
     x: Float[Array, "b t d"],
@@ -67,6 +67,7 @@ def generate(
     mask: Bool[Array, "b t"],
     sampling: Sampling,
     key: jax.Array,
+    mode: decoder.Mode = decoder.Mode(),  # noqa: B008  (frozen)
 ) -> Int[Array, "b n"]:
     """Continues a decoder's prompt embeddings; see `sample`.
 
@@ -74,36 +75,39 @@ def generate(
     frequencies of a LongRope model, the whole text is processed again with the long ones, as transformers does.
     """
     cache = decoder.empty_cache(cfg, x.shape[0], x.shape[1] + sampling.max_new_tokens, x.dtype)
-    out = decoder.forward(params, cfg, x, mask=mask, cache=cache)
+    out = decoder.forward(params, cfg, x, mask=mask, cache=cache, mode=mode)
     assert out.cache is not None, "a cache was given"
     first = decoder.logits(params, out.hidden[:, -1:])[:, 0]
     weights, cache = decoder.unstack_layers(params, out.cache) if sampling.unstacked else (params, out.cache)
 
     def advance(token: jax.Array, going: jax.Array, cache: decoder.Cache) -> tuple[jax.Array, Tree]:
-        step = decoder.forward(weights, cfg, decoder.embed(weights, token[:, None]), mask=going[:, None], cache=cache)
+        step = decoder.forward(
+            weights, cfg, decoder.embed(weights, token[:, None]), mask=going[:, None], cache=cache, mode=mode
+        )
         return decoder.logits(weights, step.hidden)[:, 0], step.cache
 
     scaling = cfg.rope_scaling
     if not isinstance(scaling, rotary.LongRope) or cache.valid.shape[1] <= scaling.original_max_positions:
         return sample(first, cache, advance, sampling=sampling, key=key)
     text = jnp.pad(x, ((0, 0), (0, sampling.max_new_tokens), (0, 0)))
-    crossing = functools.partial(_advance_or_reread, weights, cfg, scaling.original_max_positions)
+    crossing = functools.partial(_advance_or_reread, weights, cfg, mode)
     return sample(first, (cache, text), crossing, sampling=sampling, key=key)
 
 
 def _advance_or_reread(
     params: Tree,
     cfg: decoder.DecoderConfig,
-    switch: int,
+    mode: decoder.Mode,
     token: Int[Array, " b"],
     going: Bool[Array, " b"],
     carry: tuple[decoder.Cache, Float[Array, "b s d"]],
 ) -> tuple[jax.Array, Tree]:
-    """Processes one more token, or the whole text again where a row passes `switch` tokens.
+    """Processes one more token, or the whole text again where a row outgrows the short frequencies.
 
     Frequencies are chosen for each row, so the other rows get the same values again. `carry` holds the cache and the
     embeddings of all its slots.
     """
+    assert isinstance(cfg.rope_scaling, rotary.LongRope)
     cache, text = carry
     x, at = decoder.embed(params, token[:, None]), cache.used
     text = jax.lax.dynamic_update_slice_in_dim(text, x, at, axis=1)
@@ -111,16 +115,16 @@ def _advance_or_reread(
     def reread() -> tuple[jax.Array, decoder.Cache | None]:
         valid = jax.lax.dynamic_update_slice_in_dim(cache.valid, going[:, None], at, axis=1)
         empty = cache._replace(valid=jnp.zeros_like(valid), used=jnp.zeros_like(at))
-        out = decoder.forward(params, cfg, text, mask=valid, cache=empty)
+        out = decoder.forward(params, cfg, text, mask=valid, cache=empty, mode=mode)
         assert out.cache is not None, "a cache was given"
         hidden = jax.lax.dynamic_slice_in_dim(out.hidden, at, 1, axis=1)
         return hidden, out.cache._replace(used=at + 1)  # later slots hold no real token and are overwritten
 
     def one() -> tuple[jax.Array, decoder.Cache | None]:
-        out = decoder.forward(params, cfg, x, mask=going[:, None], cache=cache)
+        out = decoder.forward(params, cfg, x, mask=going[:, None], cache=cache, mode=mode)
         return out.hidden, out.cache
 
-    outgrown = going & (cache.valid.sum(axis=1, dtype=jnp.int32) == switch)
+    outgrown = going & (cache.valid.sum(axis=1, dtype=jnp.int32) == cfg.rope_scaling.original_max_positions)
     hidden, cache = jax.lax.cond(jnp.any(outgrown), reread, one)
     return decoder.logits(params, hidden)[:, 0], (cache, text)
 

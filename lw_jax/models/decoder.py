@@ -20,7 +20,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.types import Tree
 from lw_jax.models import quant, rotary
-from lw_jax.models.products import wide_product
+from lw_jax.models.attention import attention
+from lw_jax.models.products import PRODUCT, from_bits, product, stack_dtype, wide_product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,6 +61,7 @@ class Mode:
     causal: bool = True
     remat: str = "none"  # "none": matmuls are saved | "full": each layer is recomputed
     unroll: int = 1  # layers per scan iteration
+    factors: str | None = None  # dtype of the factors of products; None: that of the values
     constrain: Callable[[jax.Array], jax.Array] = _unchanged  # applied to the residual stream [b t d]
 
 
@@ -87,8 +89,12 @@ class Output(NamedTuple):
     cache: Cache | None
 
 
-def abstract(cfg: DecoderConfig, dtype: jax.typing.DTypeLike) -> Tree:
-    """Returns the parameter tree as shapes, for loader, placement, planner and restore."""
+def abstract(cfg: DecoderConfig, dtype: jax.typing.DTypeLike, *, factors: jax.typing.DTypeLike | None = None) -> Tree:
+    """Returns the parameter tree as shapes, for loader, placement, planner and restore.
+
+    With `factors` of another dtype, what is only multiplied has it: the layers' matrices (in `products.stack_dtype`),
+    and a head of its own even where the embedding is tied.
+    """
     d, h, k, e, f, n = cfg.width, cfg.heads, cfg.kv_heads, cfg.head_dim, cfg.ffn, cfg.layers
     layers = {
         "attn_norm": (n, d),
@@ -107,11 +113,17 @@ def abstract(cfg: DecoderConfig, dtype: jax.typing.DTypeLike) -> Tree:
     if cfg.norm == "layer":
         layers |= {"attn_norm_bias": (n, d), "mlp_norm_bias": (n, d)}
         shapes["norm_bias"] = (d,)
-    if not cfg.tied:
+    dtype = jnp.dtype(dtype)
+    factors = dtype if factors is None else jnp.dtype(factors)
+    if not cfg.tied or factors != dtype:
         shapes["head"] = (cfg.vocab, d)
-    return jax.tree.map(
-        lambda shape: jax.ShapeDtypeStruct(shape, dtype), shapes, is_leaf=lambda node: isinstance(node, tuple)
-    )
+
+    def describe(path: tuple, shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+        if path[0].key == "layers" and path[-1].key in quant.MATRICES:
+            return jax.ShapeDtypeStruct(shape, stack_dtype(factors, dtype))
+        return jax.ShapeDtypeStruct(shape, factors if path[-1].key == "head" else dtype)
+
+    return jax.tree_util.tree_map_with_path(describe, shapes, is_leaf=lambda node: isinstance(node, tuple))
 
 
 def init(key: jax.Array, cfg: DecoderConfig, dtype: jax.typing.DTypeLike, *, scale: float = 0.02) -> Tree:
@@ -136,7 +148,7 @@ def embed(params: Tree, ids: Int[Array, "b t"]) -> Float[Array, "b t d"]:
 
 
 def head(params: Tree) -> Float[Array, "v d"]:
-    """Returns the output projection: the embedding table where they are tied."""
+    """Returns the output projection: the embedding table where they are tied and of one dtype."""
     return params["head"] if "head" in params else params["embed"]
 
 
@@ -202,11 +214,11 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
         out = forward(params, cfg, x, mask=mask, mode=mode)
         return out._replace(hidden=out.hidden[:, shared_prefix.x.shape[1] :])
     past, cache = _find_past(mask, cache, shared_prefix)
-    shared = _share(cfg, mask, past, causal=mode.causal)
+    shared = _share(cfg, mask, past, mode)
     layer = checkpoint_layer(functools.partial(_layer, cfg, shared), KEPT[mode.remat], scanned=mode.unroll < cfg.layers)
     prefix_layer = None
     if shared_prefix is not None:
-        own = _share(cfg, shared_prefix.mask, _find_past(shared_prefix.mask, None, None)[0], causal=mode.causal)
+        own = _share(cfg, shared_prefix.mask, _find_past(shared_prefix.mask, None, None)[0], mode)
         prefix_layer = functools.partial(_layer, cfg, own)
 
     def body(carry, inputs):
@@ -238,15 +250,6 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     if cache is not None and kv is not None:
         cache = Cache(kv[0], kv[1], cache.valid, cache.used + x.shape[1])
     return Output(_normalise(cfg, x, params, "norm"), mixed, cache)
-
-
-def attention(
-    q: Float[Array, "b t h e"], k: Float[Array, "b s k e"], v: Float[Array, "b s k e"], *, mask: Bool[Array, "b 1 t s"]
-) -> Float[Array, "b t h e"]:
-    """Grouped-query attention with fp32 softmax, scaled by the root of the head width."""
-    # jax's own code promotes bf16 with fp32 in here, which the strict promotion of our tests would refuse.
-    with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(q, k, v, mask=mask)
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -288,7 +291,7 @@ def checkpoint_layer(layer: Callable, saved: str, *, scanned: bool = True) -> Ca
 
 def _is_product(primitive: Any, *inputs: Any, **settings: Any) -> bool:
     """Remat policy: saves matmuls with weights, and int8 matmuls after their conversion to floats."""
-    if jax.checkpoint_policies.save_only_these_names(quant.PRODUCT)(primitive, *inputs, **settings):
+    if jax.checkpoint_policies.save_only_these_names(PRODUCT)(primitive, *inputs, **settings):
         return True
     product = jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *inputs, **settings)
     return bool(product) and jnp.issubdtype(inputs[0].dtype, jnp.floating)
@@ -321,14 +324,14 @@ def _find_past(mask: jax.Array, cache: Cache | None, prefix: SharedPrefix | None
     return _Past(jnp.concatenate([before, mask], axis=1), first, seen, None), None
 
 
-def _share(cfg: DecoderConfig, mask: jax.Array, past: _Past, *, causal: bool) -> "_Shared":
+def _share(cfg: DecoderConfig, mask: jax.Array, past: _Past, mode: Mode) -> "_Shared":
     """Returns the inputs that all layers share."""
     positions = jnp.maximum(past.seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
-    attend = _attention_mask(past.keys, positions, first=past.first, causal=causal, window=cfg.window)
+    attend = _attention_mask(past.keys, positions, first=past.first, causal=mode.causal, window=cfg.window)
     rotations = rotary.angles(
         positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling
     )
-    return _Shared(*rotations, attend, past.used)
+    return _Shared(*rotations, attend, past.used, mode.factors)
 
 
 def _attention_mask(
@@ -356,24 +359,23 @@ _PRODUCTS = {
 _PRODUCTS |= {"k": _PRODUCTS["q"], "v": _PRODUCTS["q"], "up": _PRODUCTS["gate"]}
 
 
-def _linear(x: jax.Array, weights: Tree, name: str) -> jax.Array:
+def _linear(x: jax.Array, weights: Tree, name: str, factors: str | None) -> jax.Array:
     """Applies a matrix, packed or not, then its `{name}_bias` and `{name}_lora`."""
-    product, matrix = _PRODUCTS[name], weights[name]
+    equations, matrix = _PRODUCTS[name], weights[name]
+    narrow = factors or x.dtype
     if not isinstance(matrix, dict):
-        y = jnp.einsum(product[0], x, matrix)
+        y = product(equations[0], x, matrix.astype(narrow))
     elif quant.multiplies(matrix):
-        y = checkpoint_name(quant.multiply(x.reshape(*x.shape[:2], -1), matrix), quant.PRODUCT)
+        y = checkpoint_name(quant.multiply(x.reshape(*x.shape[:2], -1), matrix), PRODUCT)
     else:
-        restored = quant.restore(matrix, x.dtype)
-        y = jnp.einsum(
-            product[0], x, restored.reshape(*restored.shape[:-1], *x.shape[-2:]) if name == "o" else restored
-        )
+        restored = quant.restore(matrix, narrow)
+        y = product(equations[0], x, restored.reshape(*restored.shape[:-1], *x.shape[-2:]) if name == "o" else restored)
     bias, lora = weights.get(f"{name}_bias"), weights.get(f"{name}_lora")
     if bias is not None:
         y = y + bias[None, None, :, :]
     if lora is not None:
-        inner = jnp.einsum(product[1], _drop(x, lora), lora["a"].astype(x.dtype))
-        y = y + jnp.einsum(product[2], inner, lora["b"].astype(x.dtype))
+        inner = product(equations[1], _drop(x, lora), lora["a"].astype(narrow))
+        y = y + product(equations[2], inner, lora["b"].astype(narrow))
     return y
 
 
@@ -394,6 +396,7 @@ class _Shared(NamedTuple):
     sin: jax.Array
     attend: jax.Array
     used: jax.Array | None
+    factors: str | None  # see `Mode`
 
 
 def _layer(
@@ -408,21 +411,22 @@ def _layer(
     With a cache, `kv` is this layer's [b s k e] pair and comes back with the new tokens written; without, that of a
     shared prefix [1 o k e], which every row attends to.
     """
+    weights = from_bits(weights)  # in here, or a scan would stack its result for the backward pass
+    linear = functools.partial(_linear, weights=weights, factors=shared.factors)
     h = _normalise(cfg, x, weights, "attn_norm")
     # XLA merges matmuls of one input by concatenating their weights; at one token the concat costs as much as the
     # matmuls.
     inputs = (h, h, h) if shared.used is None else jax.lax.optimization_barrier((h, h, h))
-    q = rotary.rotate(_linear(inputs[0], weights, "q"), shared.cos, shared.sin)
-    k = rotary.rotate(_linear(inputs[1], weights, "k"), shared.cos, shared.sin)
-    v = _linear(inputs[2], weights, "v")
+    q = rotary.rotate(linear(inputs[0], name="q"), shared.cos, shared.sin)
+    k = rotary.rotate(linear(inputs[1], name="k"), shared.cos, shared.sin)
+    v = linear(inputs[2], name="v")
     if kv is not None and shared.used is not None:
         k = jax.lax.dynamic_update_slice_in_dim(kv[0], k, shared.used, axis=1)
         v = jax.lax.dynamic_update_slice_in_dim(kv[1], v, shared.used, axis=1)
     own = (k, v)
     if kv is not None and shared.used is None:
         k, v = (jnp.concatenate([repeat(old, len(x)), new], axis=1) for old, new in zip(kv, own, strict=True))
-    attended = attention(q, k, v, mask=shared.attend)
-    x = x + _linear(attended, weights, "o")
+    x = x + linear(attention(q, k, v, mask=shared.attend, factors=shared.factors), name="o")
     h = _normalise(cfg, x, weights, "mlp_norm")
-    gated = jax.nn.silu(_linear(h, weights, "gate")) * _linear(h, weights, "up")
-    return x + _linear(gated, weights, "down"), own
+    gated = jax.nn.silu(linear(h, name="gate")) * linear(h, name="up")
+    return x + linear(gated, name="down"), own

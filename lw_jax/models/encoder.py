@@ -10,7 +10,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder
+from lw_jax.models.attention import attention
 from lw_jax.models.modules import Pure, RMSNorm
+from lw_jax.models.products import Linear, product
 
 BYTE_VOCABULARY = 257  # 256 bytes and the pad id
 BYTE_HEADS = 8
@@ -30,7 +32,7 @@ class WindowPooling(nnx.Module):
 
         A text shorter than that has windows of one token, some of them repeated.
         """
-        return jnp.einsum("bms,bsd->bmd", window_weights(mask, self.slots, count).astype(x.dtype), x)
+        return product("bms,bsd->bmd", window_weights(mask, self.slots, count).astype(x.dtype), x)
 
 
 class QueryPooling(nnx.Module):
@@ -58,10 +60,10 @@ class Attention(nnx.Module):
         self.heads = next(heads for heads in range(BYTE_HEADS, 0, -1) if width % heads == 0)
         self.norm_q = RMSNorm(width)
         self.norm_kv = RMSNorm(width)
-        self.q = nnx.Linear(width, width, rngs=rngs)
-        self.k = nnx.Linear(width, width, use_bias=False, rngs=rngs)  # a bias would add the same to every key's score
-        self.v = nnx.Linear(width, width, rngs=rngs)
-        self.o = nnx.Linear(width, width, rngs=rngs)
+        self.q = Linear(width, width, rngs=rngs)
+        self.k = Linear(width, width, use_bias=False, rngs=rngs)  # a bias would add the same to every key's score
+        self.v = Linear(width, width, rngs=rngs)
+        self.o = Linear(width, width, rngs=rngs)
 
     def __call__(self, queries: jax.Array, x: jax.Array, mask: jax.Array) -> jax.Array:
         """Returns each query's [b m d] attention over the real tokens of x [b s d]."""
@@ -71,7 +73,8 @@ class Attention(nnx.Module):
 
         queries, x = self.norm_q(queries), self.norm_kv(x)
         mask = jnp.broadcast_to(mask[:, None, None, :], (x.shape[0], 1, queries.shape[1], x.shape[1]))
-        out = decoder.attention(split(self.q(queries)), split(self.k(x)), split(self.v(x)), mask=mask)
+        q, k, v, factors = self.q(queries), self.k(x), self.v(x), self.q.kernel[...].dtype.name
+        out = attention(split(q), split(k), split(v), mask=mask, factors=factors)
         return self.o(out.reshape(queries.shape))
 
 
@@ -80,8 +83,8 @@ class FeedForward(nnx.Module):
 
     def __init__(self, width: int, hidden: int, *, rngs: nnx.Rngs):
         self.norm = RMSNorm(width)
-        self.up = nnx.Linear(width, hidden, rngs=rngs)
-        self.down = nnx.Linear(hidden, width, rngs=rngs)
+        self.up = Linear(width, hidden, rngs=rngs)
+        self.down = Linear(hidden, width, rngs=rngs)
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """Returns the update, without the residual."""
@@ -129,7 +132,7 @@ class Head(nnx.Module):
             self.pool = WindowPooling(slots)
         else:
             self.pool = QueryPooling(slots, body_width, rngs=rngs)
-        self.project = nnx.Linear(body_width, width, rngs=rngs)
+        self.project = Linear(body_width, width, rngs=rngs)
 
     def __call__(
         self, x: Float[Array, "b s d"], mask: Bool[Array, "b s"], channel: Int[Array, "b 3"]

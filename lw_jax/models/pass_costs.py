@@ -8,8 +8,6 @@ from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.encoder import BYTE_HEADS
 from lw_jax.models.ttt import TTTConfig
 
-BYTES = {"fp32": 4, "bf16": 2}
-
 
 @dataclasses.dataclass(frozen=True)
 class Terms:

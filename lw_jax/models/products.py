@@ -1,31 +1,124 @@
-"""Matmuls of narrow factors that accumulate and return fp32."""
+"""Products of a model's matrices: the one place that decides in which precision they are computed.
+
+The factors' dtypes say it (`core.precision`). Two factors of one dtype are multiplied as they are. Where the values are
+fp32 and the weights bf16, which is how a CPU computes in bf16, the values are rounded to bf16 for the product, which
+sums and returns fp32; so do both products of the backward pass. XLA's CPU products of bf16 factors are fast only with
+fp32 results (docs/numbers.md).
+"""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
+from jax.ad_checkpoint import checkpoint_name
+
+from lw_jax.core.precision import Precision
+from lw_jax.core.types import Tree
+
+BITS = "uint16"  # see `stack_dtype`
+PRODUCT = "product"  # checkpoint name of products that a policy of `jax.checkpoint` does not see as such
+# Leaves of a layer that are only ever factors of products: the matrices of a decoder, of BERT and of a TTT model.
+MATRICES = frozenset(("q", "k", "v", "o", "gate", "up", "down", "out_gate"))
 
 
-def wide_product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    """Returns an einsum accumulated and returned in fp32, its gradient computed in the factors' precision.
+def product(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns an einsum of values and weights in the dtype of the values."""
+    if x.dtype == weights.dtype:
+        return jnp.einsum(equation, x, weights)
+    return checkpoint_name(jnp.asarray(_product(equation, x.dtype, x, weights)), PRODUCT)
+
+
+def wide_product(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns an einsum in fp32, its gradients computed in the factors' precision.
 
     Without this, the fp32 gradient of a bf16 product makes both matmuls of the backward pass fp32.
     """
-    return jnp.asarray(_product(equation, left, right))
+    return jnp.asarray(_product(equation, jnp.dtype(jnp.float32), x, weights))
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _product(equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
-    return jnp.einsum(equation, left, right, preferred_element_type=jnp.float32)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _product(equation: str, dtype: jnp.dtype, x: jax.Array, weights: jax.Array) -> jax.Array:
+    return multiply(equation, x, weights, factors=_narrowest(x, weights), dtype=dtype)
 
 
-def _forward(equation: str, left: jax.Array, right: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return wide_product(equation, left, right), (left, right)
+def _forward(
+    equation: str, dtype: jnp.dtype, x: jax.Array, weights: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    return jnp.asarray(_product(equation, dtype, x, weights)), (x, weights)
 
 
-def _backward(equation: str, factors: tuple[jax.Array, jax.Array], gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
-    product = functools.partial(jnp.einsum, equation)
-    return jax.vjp(product, *factors)[1](gradient.astype(factors[0].dtype))
+def _backward(
+    equation: str, dtype: jnp.dtype, saved: tuple[jax.Array, jax.Array], gradient: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    del dtype
+    x, weights = saved
+    # Sums in the dtype of the values: fp32 on a CPU. The weights' gradient is rounded once, to the weights' dtype.
+    run = functools.partial(multiply, factors=_narrowest(x, weights), dtype=x.dtype)
+    inputs, out = equation.split("->")
+    left, right = inputs.split(",")
+    of_weights = run(f"{out},{left}->{right}", gradient, x)
+    return run(f"{out},{right}->{left}", gradient, weights), of_weights.astype(weights.dtype)
 
 
 _product.defvjp(_forward, _backward)
+
+
+def multiply(equation: str, left: jax.Array, right: jax.Array, *, factors: Any, dtype: Any = jnp.float32) -> jax.Array:
+    """Returns an einsum of two arrays cast to the dtype `factors`, summed and returned in `dtype`."""
+    return jnp.einsum(equation, left.astype(factors), right.astype(factors), preferred_element_type=dtype)
+
+
+def _narrowest(x: jax.Array, weights: jax.Array) -> jnp.dtype:
+    return min(x.dtype, weights.dtype, key=lambda dtype: dtype.itemsize)
+
+
+def cast(tree: Tree, precision: Precision) -> Tree:
+    """Returns trainable parameters for a pass: nnx kernels in the precision of the factors, all else in the values'.
+
+    On a CPU the stacked matrices of a body stay fp32: their layers narrow their own, since XLA's CPU backend cuts and
+    stacks bf16 by way of fp32.
+    """
+
+    def one(path: tuple, leaf: jax.Array) -> jax.Array:
+        return leaf.astype(precision.factors if path[-1].key == "kernel" else precision.values)
+
+    return jax.tree_util.tree_map_with_path(one, tree)
+
+
+def narrow(layer: Tree, factors: str) -> Tree:
+    """Returns a layer's trainable parameters with its matrices in the dtype of the factors."""
+    return {name: leaf.astype(factors) if name in MATRICES else leaf for name, leaf in layer.items()}
+
+
+def stack_dtype(factors: jnp.dtype, values: jnp.dtype) -> jnp.dtype:
+    """Returns the dtype in which frozen matrices are stacked: for bf16 on a CPU uint16, the same bits.
+
+    XLA's CPU backend cuts a stack of bf16 by way of fp32: it would convert the whole stack before a scan and each layer
+    back in it.
+    """
+    return jnp.dtype(BITS) if factors.itemsize < values.itemsize else factors
+
+
+def as_bits(x: jax.Array) -> jax.Array:
+    """Returns bf16 as the bits in which a stack holds it."""
+    return jax.lax.bitcast_convert_type(x, BITS)
+
+
+def from_bits(layer: Tree) -> Tree:
+    """Returns a layer with floats in place of the bits of a stack; unchanged where it has none."""
+
+    def one(leaf: jax.Array) -> jax.Array:
+        return jax.lax.bitcast_convert_type(leaf, jnp.bfloat16) if leaf.dtype == BITS else leaf
+
+    return jax.tree.map(one, layer)
+
+
+class Linear(nnx.Linear):
+    """Linear layer of nnx, its product by `product`: kernel [in, out], optional bias [out]."""
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """Applies the layer to the last axis of x [b m in]."""
+        y = product("bmi,io->bmo", x, self.kernel[...])
+        return y if self.bias is None else y + self.bias[...].reshape(1, 1, -1)

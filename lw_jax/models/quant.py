@@ -28,7 +28,6 @@ RESTORED = ("nf4", "awq", "int8")  # dequantised before the matmul
 PACKED = (*RESTORED, "w8a8")
 _ROWS = {"int8": "scale", "w8a8": "row"}  # kind -> the name of its scales, one a row of `in`
 BLOCK = {"nf4": 64, "awq": 128}
-PRODUCT = "product"  # checkpoint name of the outputs of `multiply`
 MATRICES = ("q", "k", "v", "o", "gate", "up", "down")  # of every layer; embedding, head, norms, biases stay as they are
 LEVELS = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),

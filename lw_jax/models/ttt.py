@@ -15,9 +15,10 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Shaped
 
+from lw_jax.core.precision import FP32, Precision
 from lw_jax.core.types import Tree
 from lw_jax.models.decoder import checkpoint_layer, head, layer_norm, rms_norm
-from lw_jax.models.products import wide_product
+from lw_jax.models.products import narrow, product, wide_product
 from lw_jax.models.ttt_inner import INNER_EPS, Chunk, Inner, Text, gelu, read_at_once, read_by_chunk
 
 GROWTH = 4  # hidden width of the inner MLP, in head widths
@@ -63,7 +64,7 @@ def _unchanged(x: jax.Array) -> jax.Array:
 class Mode:
     """Execution options: they change memory and speed, and results only by rounding."""
 
-    dtype: str = "float32"  # of products; fast weights, norms, inner rates and gradients stay fp32
+    precision: Precision = FP32  # fast weights, norms, inner rates and gradients stay fp32
     form: str = "scan"  # over chunks, or "full": all outputs at once after one substitution a chunk
     unroll: int = 8  # chunks per scan iteration
     unroll_layers: int = 1  # layers per scan iteration
@@ -191,7 +192,7 @@ def forward(  # noqa: PLR0913  (the one entry to the model)
     count = ids.shape[1]
     assert memory is None or not count % cfg.chunk, "a memory continues after whole chunks"
     ids = jnp.pad(ids, ((0, 0), (0, -count % cfg.chunk)))
-    x = mode.constrain(jnp.take(params["embed"], ids, axis=0).astype(mode.dtype))
+    x = mode.constrain(jnp.take(params["embed"], ids, axis=0).astype(mode.precision.values))
     rate = jnp.ones(ids.shape[:1]) if rate is None else rate
     layer = functools.partial(_layer, cfg, mode, _Rows(rate, lengths))
     if mode.remat != "none":
@@ -224,7 +225,7 @@ def decode(
     params: Tree, cfg: TTTConfig, ids: Int[Array, " b"], cache: Cache, *, mode: Mode = MODE
 ) -> tuple[jax.Array, Cache]:
     """Reads one more token of each row, in the primal form; returns (hidden [b d], cache)."""
-    x = jnp.take(params["embed"], ids, axis=0).astype(mode.dtype)
+    x = jnp.take(params["embed"], ids, axis=0).astype(mode.precision.values)
 
     def body(x: jax.Array, inputs: tuple[Tree, Memory]):
         return _decode_layer(cfg, mode, cache.seen, x, *inputs)
@@ -252,9 +253,10 @@ def _layer(
     memory: Memory | None,
 ) -> tuple[jax.Array, tuple[jax.Array | None, Memory | None]]:
     """Returns the residual stream after the block, and the requested inner losses and memory."""
+    p = narrow(p, mode.precision.factors)
     position = jnp.arange(x.shape[1], dtype=jnp.int32)[None] % cfg.chunk
     x, h, text, window, before = _prepare(cfg, rows, position, x, p, memory)
-    inner = Inner(p, dtype=mode.dtype)
+    inner = Inner(p, mode.precision)
     weights = _beginning(p, cfg, x.shape[0]) if memory is None else memory.weights
     stateful = rows.lengths is not None or memory is not None
     if mode.form == "full" and not mode.measured and not stateful:
@@ -300,11 +302,11 @@ def _beginning(p: Tree, cfg: TTTConfig, batch: int) -> dict[str, jax.Array]:
 def _decode_layer(
     cfg: TTTConfig, mode: Mode, seen: Int[Array, " b"], x: Float[Array, "b d"], p: Tree, memory: Memory
 ) -> tuple[jax.Array, Memory]:
-    place = seen % cfg.chunk
+    p, place = narrow(p, mode.precision.factors), seen % cfg.chunk
     rows = _Rows(jnp.ones(seen.shape), None)
     x, h, text, window, before = _prepare(cfg, rows, place[:, None], x[:, None], p, memory)
     q, k, v, rate = (jnp.swapaxes(one, 1, 2) for one in text)  # [b h 1 e], rate [b h 1]
-    inner, target = Inner(p, dtype=mode.dtype), v.astype(jnp.float32) - k.astype(jnp.float32)
+    inner, target = Inner(p, mode.precision), v.astype(jnp.float32) - k.astype(jnp.float32)
     # As a chunk of one token whose query is ignored: its mixing is zero.
     nothing = jnp.zeros((*rate.shape, 1))
     _, steps = inner.read(memory.weights, Chunk(q, k, target, nothing, nothing))
@@ -336,7 +338,7 @@ def _rms(x: jax.Array, weight: jax.Array, cfg: TTTConfig) -> jax.Array:
 
 
 def _linear(x: Float[Array, "b t i"], p: Tree, name: str) -> Float[Array, "b t o"]:
-    return jnp.einsum("bti,oi->bto", x, p[name].astype(x.dtype))
+    return product("bti,oi->bto", x, p[name])
 
 
 def _heads(x: Float[Array, "b t d"], cfg: TTTConfig) -> Float[Array, "b t h e"]:

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from lw_jax.core.precision import Precision
 from lw_jax.core.types import Tree
 from lw_jax.models.products import wide_product
 
@@ -41,9 +42,9 @@ Steps = dict[str, tuple[jax.Array, jax.Array]]  # "1", "2": (inputs [b h i e], g
 class Inner:
     """The inner model of one layer and its gradients."""
 
-    def __init__(self, p: Tree, *, dtype: str):
-        """Reads a layer's parameters; an MLP where they have a second matrix. `dtype` is of products."""
-        self.dtype, self.deep = jnp.dtype(dtype), "w2" in p
+    def __init__(self, p: Tree, precision: Precision):
+        """Reads a layer's parameters; an MLP where they have a second matrix. `precision` is of products."""
+        self.precision, self.deep = precision, "w2" in p
         self.token = _token_factor(p)
         self.scale, self.offset = (
             p[name].astype(jnp.float32)[None, :, None] for name in ("inner_norm", "inner_norm_bias")
@@ -51,7 +52,7 @@ class Inner:
 
     def product(self, equation: str, left: jax.Array, right: jax.Array) -> jax.Array:
         """Returns an fp32 product of factors in the model's dtype."""
-        return wide_product(equation, left.astype(self.dtype), right.astype(self.dtype))
+        return wide_product(equation, left.astype(self.precision.values), right.astype(self.precision.factors))
 
     def apply(self, weights: Tree, x: jax.Array, name: str) -> jax.Array:
         """Returns x w + b of one inner product, x [b h i e]."""

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int
 
+from lw_jax.core.precision import FP32, Precision
 from lw_jax.core.types import Tree
-from lw_jax.models import adapter, bert, decode, decoder, encoder
+from lw_jax.models import adapter, bert, decode, decoder, encoder, products
 from lw_jax.models.modules import Pure
 
 
@@ -28,7 +29,7 @@ class EncoderSpec:
     layers: int
     window: int  # tokens of one pass of the body
     body: decoder.DecoderConfig | bert.BertConfig | None
-    dtype: str  # of arithmetic; parameters are fp32
+    precision: Precision = FP32  # of arithmetic; parameters are fp32
 
     def head(self) -> Pure[encoder.Head]:
         """Describes the part after the body."""
@@ -82,7 +83,7 @@ class Wire:
         They have unit RMS in each row's first slots and the first width of them, and are 0 elsewhere. A source longer
         than the body's window is encoded window by window and pooled as a whole.
         """
-        params = _cast(trainable["encoder"], self.encoder.dtype)
+        params = products.cast(trainable["encoder"], self.encoder.precision)
         ids, mask = source["ids"], source["mask"]
         window = min(self.encoder.window, ids.shape[1])
         mix = trainable["encoder"]["head"].get("mix")  # fp32, as what it sums
@@ -100,14 +101,15 @@ class Wire:
         assert mix is not None, "a pretrained body has a layer mix"
         mix = jax.nn.softmax(mix)
         if isinstance(body, bert.BertConfig):
-            return bert.forward(params["body"], body, ids, mask=mask, mix=mix, remat=self.mode.remat)
+            return bert.forward(params["body"], body, ids, mask=mask, mix=mix, mode=self.mode)
         mode = dataclasses.replace(self.mode, causal=False)
         return encoder.read_lm(params["body"], body, mix, ids=ids, mask=mask, mode=mode)
 
     def prefix(self, params: Tree, name: str, latents: Float[Array, "b m z"], task: str) -> Float[Array, "b n d"]:
         """Turns latents into one reader's soft prefix, the task's vector behind them (n = m + 1)."""
-        params = _cast(params, self.encoder.dtype)
-        return self.readers[name].adapter(self.encoder.width).bind(params)(latents.astype(self.encoder.dtype), task)
+        precision = self.encoder.precision
+        params = products.cast(params, precision)
+        return self.readers[name].adapter(self.encoder.width).bind(params)(latents.astype(precision.values), task)
 
     def answer_logits(
         self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any]
@@ -134,9 +136,8 @@ class Wire:
         """Greedy answer ids, -1 after the stop."""
         reader = self.readers[name]
         sampling = decode.Sampling(max_new_tokens, reader.stops, unstacked=reader.unstacked)
-        return decode.generate(
-            params, reader.config, prompt.embeddings, mask=prompt.mask, sampling=sampling, key=jax.random.key(0)
-        )
+        x, mask, key = prompt.embeddings, prompt.mask, jax.random.key(0)
+        return decode.generate(params, reader.config, x, mask=mask, sampling=sampling, key=key, mode=reader.mode)
 
 
 @jax.tree_util.register_dataclass
@@ -175,7 +176,3 @@ def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b
     slots = encoder.slot_mask(fields["channel"][:, 0], prefix.shape[1] - 1)
     task = jnp.ones((prefix.shape[0], 1), bool)
     return Prompt(embeddings, jnp.concatenate([slots, task, after["mask"]], axis=1), shared)
-
-
-def _cast(tree: Tree, dtype: str) -> Tree:
-    return jax.tree.map(lambda leaf: leaf.astype(dtype), tree)

@@ -11,9 +11,11 @@ from collections.abc import Mapping
 import jax
 import jax.numpy as jnp
 
-from lw_jax.core.types import DTYPES, Tree, reader_dtype
+from lw_jax.core import precision
+from lw_jax.core.types import Tree
 from lw_jax.models.memory_traffic import ACCUMULATED, OPTIMIZER
 from lw_jax.models.pass_costs import Terms
+from lw_jax.planning import workload
 from lw_jax.planning.gpus import Target
 from lw_jax.planning.roofline import BANDWIDTH_FRACTION, COLLECTIVE_SECONDS, LINK_FRACTION, MATMUL_FRACTION, Times
 from lw_jax.training import optimizers
@@ -127,12 +129,10 @@ def _summed(program: StepSpec, trainable: Tree, accumulation: int) -> float:
     parts = [leaf for leaf in leaves if not leaf.sharding.is_fully_replicated]
     if not parts:
         return 2 * (n - 1) / n * whole
-    size = jnp.dtype(DTYPES[program.cfg.compute.dtype]).itemsize
+    size = jnp.dtype(precision.of(program.cfg.compute.dtype, program.placement.platform).factors).itemsize
     moved = 3 * size * sum(leaf.size for leaf in parts)
     return accumulation * (n - 1) / n * (moved + 2 * whole)
 
 
 def _dtype(program: StepSpec) -> str:
-    cfg = program.cfg
-    words = {reader_dtype(llm.weights, cfg.compute.dtype) for llm in cfg.llms.values()} or {DTYPES[cfg.compute.dtype]}
-    return "bf16" if "bfloat16" in words else "tf32"
+    return "bf16" if workload.arithmetic(program.cfg, program.placement.platform) == "bfloat16" else "tf32"

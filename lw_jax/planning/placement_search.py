@@ -93,6 +93,7 @@ def choose(cfg: Config, hardware: Hardware, *, widths: Tree | None) -> list[Cand
     for strategy, data, model in strategies(cfg, readers, len(hardware.devices)):
         try:
             placed = placements.place(strategy, readers, data=data, model=model, devices=hardware.devices)
+            placed = dataclasses.replace(placed, stands_for="gpu" if hardware.target else "")
             found += list(_measure(cfg, placed, hardware, widths))
         except PlacementError as error:
             found.append(Candidate(strategy, _axes(data, model), "-", obstacle=str(error)))

@@ -14,10 +14,11 @@ import jax
 
 from lw_jax import recipes
 from lw_jax.core import config, schema
+from lw_jax.core import precision as precision_of
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
-from lw_jax.core.types import DTYPES
+from lw_jax.core.precision import DTYPES
 from lw_jax.hub import sources
 from lw_jax.planning import decode_layout, gpus, host_memory, placement_search, remedies
 from lw_jax.planning.gpus import Target
@@ -86,7 +87,8 @@ def precision(cfg: Config, hardware: Hardware | None = None) -> str:
     """Returns the precision in which this machine's card, or the target's, runs the configured dtypes."""
     hardware = here(cfg) if hardware is None else hardware
     card = hardware.target.card if hardware.target else hardware.devices[0]
-    asked = {cfg.compute.dtype, *(llm.weights for llm in cfg.llms.values() if llm.weights in DTYPES)}
+    own = precision_of.resolve(cfg.compute.dtype, getattr(card, "platform", "gpu"))
+    asked = {own, *(llm.weights for llm in cfg.llms.values() if llm.weights in DTYPES)}
     return gpus.describe_precision(sorted(asked), getattr(card, "capability", getattr(card, "compute_capability", "")))
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import DTYPES
+from lw_jax.core.precision import DTYPES
 from lw_jax.planning import placement_search
 from lw_jax.planning.placement_search import Hardware
 from lw_jax.training.memory import bytes_of

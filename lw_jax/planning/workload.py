@@ -10,7 +10,8 @@ from jax.sharding import PartitionSpec as P
 from lw_jax import recipes
 from lw_jax.core import config
 from lw_jax.core.config import Config
-from lw_jax.core.types import Tree, reader_dtype
+from lw_jax.core.precision import of, of_reader
+from lw_jax.core.types import Tree
 from lw_jax.models import decoder
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import place
@@ -76,7 +77,8 @@ def _size(leaf: Any) -> int:
     return leaf.size * leaf.dtype.itemsize
 
 
-def arithmetic(cfg: Config) -> str:
-    """Returns JAX's name of the type in which most products are: the narrowest that a reader computes in."""
-    words = [llm.weights for llm in cfg.llms.values()] or [cfg.compute.dtype]
-    return min((reader_dtype(word, cfg.compute.dtype) for word in words), key=lambda name: jnp.dtype(name).itemsize)
+def arithmetic(cfg: Config, platform: str) -> str:
+    """Returns JAX's name of the type of most products' factors: the narrowest that a reader computes in."""
+    own = [of_reader(llm.weights, cfg.compute.dtype, platform) for llm in cfg.llms.values()]
+    found = own or [of(cfg.compute.dtype, platform)]
+    return min((one.factors for one in found), key=lambda name: jnp.dtype(name).itemsize)

@@ -8,8 +8,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
+from lw_jax.core import precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
+from lw_jax.core.precision import Precision
 from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data import pairs, preferences
 from lw_jax.data.data_schedule import DataSchedule, Phase, digest_of
@@ -69,7 +71,7 @@ class DPO:
 
     @functools.cached_property
     def _abstract(self) -> Weights:  # traced once: the planner asks some hundred times
-        frozen = {self.name: frozen_models.describe(self.model, self.cfg, self.llm)}
+        frozen = {self.name: frozen_models.describe(self.model, self.cfg, self.llm, self.placement.platform)}
         return Weights(lora.abstract(self.model, self.lora), frozen)
 
     def shardings(self) -> Weights:
@@ -94,7 +96,8 @@ class DPO:
 
     def load_frozen(self) -> Tree:
         """Streams the model's weights into their shards; fills a cached reference."""
-        params = frozen_models.load(self.location, self.cfg, self.llm, self.shardings().frozen[self.name])
+        placed = self.shardings().frozen[self.name]
+        params = frozen_models.load(self.location, self.cfg, self.llm, placed, self.placement.platform)
         if self._reference is not None:
             for data in (*self._train, *self._held_out):
                 self._reference.fill(data, params)
@@ -145,7 +148,7 @@ class DPO:
         identity = {
             "weights": weights.fingerprint(self.location),
             "stored": self.llm.weights,
-            "arithmetic": self.cfg.compute.dtype,
+            "arithmetic": precision.resolve(self.cfg.compute.dtype, self.placement.platform),
             "tokenizer": self.tokenizer.fingerprint,
         }
 
@@ -199,7 +202,11 @@ class DPO:
 
     @functools.cached_property
     def _mode(self) -> decoder.Mode:
-        return frozen_models.mode(self.cfg, self.placement.readers[self.name].mesh)
+        return frozen_models.mode(self.cfg, self.placement.readers[self.name].mesh, self._precision)
+
+    @functools.cached_property
+    def _precision(self) -> Precision:
+        return frozen_models.precision_of(self.cfg, self.llm, self.placement.platform)
 
     # --- identity
 
@@ -231,7 +238,9 @@ class DPO:
         """Returns the costs of one micro-batch: of the model both passes, of the pairs none."""
         fields, at = widths["readers"][self.name], self.placement.readers[self.name]
         length = fields["ids"].shape[1]
-        one = frozen_models.teacher_forced(self.cfg, llm=self.llm, at=at, rows=2 * rows, positions=length, answers=0)
+        one = frozen_models.teacher_forced(
+            self.cfg, at=at, own=self._precision, rows=2 * rows, positions=length, answers=0
+        )
         found = arithmetic.frozen(self.model, one)
         tokens = 2 * rows * length
         head = 2 * tokens * self.model.vocab * self.model.width / one.model

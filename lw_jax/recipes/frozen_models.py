@@ -5,9 +5,10 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from lw_jax.core import config, tree
+from lw_jax.core import config, precision, tree
 from lw_jax.core.config import Config
-from lw_jax.core.types import Tree, reader_dtype
+from lw_jax.core.precision import Precision
+from lw_jax.core.types import Tree
 from lw_jax.hub import architectures, sources, weights
 from lw_jax.models import decoder, quant
 from lw_jax.models.decoder import DecoderConfig
@@ -38,14 +39,20 @@ def outline(cfg: Config, source: str) -> DecoderConfig:
     return architectures.find(source)
 
 
-def describe(shapes: DecoderConfig, cfg: Config, llm: config.LLM) -> Tree:
+def precision_of(cfg: Config, llm: config.LLM, platform: str) -> Precision:
+    """Returns the precision of a frozen reader's arithmetic."""
+    return precision.of_reader(llm.weights, cfg.compute.dtype, platform)
+
+
+def describe(shapes: DecoderConfig, cfg: Config, llm: config.LLM, platform: str) -> Tree:
     """Returns a frozen reader's tree as shapes, quantised as the configuration says."""
-    return quant.abstract(decoder.abstract(shapes, reader_dtype(llm.weights, cfg.compute.dtype)), llm.weights)
+    own = precision_of(cfg, llm, platform)
+    return quant.abstract(decoder.abstract(shapes, own.values, factors=own.factors), llm.weights)
 
 
 def reader_bytes(cfg: Config) -> dict[str, int]:
-    """Returns the bytes of every frozen reader's weights, from shapes alone."""
-    return {name: tree.nbytes(describe(outline(cfg, llm.source), cfg, llm)) for name, llm in cfg.llms.items()}
+    """Returns the bytes of every frozen reader's weights on a GPU, from shapes alone."""
+    return {name: tree.nbytes(describe(outline(cfg, llm.source), cfg, llm, "gpu")) for name, llm in cfg.llms.items()}
 
 
 def shardings(shapes: Tree, llm: config.LLM, at: placement.Component, name: str) -> Tree:
@@ -54,19 +61,19 @@ def shardings(shapes: Tree, llm: config.LLM, at: placement.Component, name: str)
     return rules.shardings(table, shapes, at.mesh, name=f"llms/{name}")
 
 
-def load(location: Path, cfg: Config, llm: config.LLM, shardings: Tree) -> Tree:
+def load(location: Path, cfg: Config, llm: config.LLM, shardings: Tree, platform: str) -> Tree:
     """Streams a frozen reader's weights into their shards."""
-    dtype = reader_dtype(llm.weights, cfg.compute.dtype)
-    return weights.load(location, dtype=dtype, shardings=shardings, packed=llm.weights)
+    own = precision_of(cfg, llm, platform)
+    return weights.load(location, dtype=own.values, factors=own.factors, shardings=shardings, packed=llm.weights)
 
 
-def mode(cfg: Config, mesh: Mesh) -> decoder.Mode:
-    """Returns a decoder's mode on a mesh: rematerialisation, and rows constrained to the data axis."""
-    return decoder.Mode(remat=cfg.compute.remat, constrain=shards.keep_rows(mesh))
+def mode(cfg: Config, mesh: Mesh, own: Precision) -> decoder.Mode:
+    """Returns a decoder's mode on a mesh: rematerialisation, rows constrained to the data axis, precision."""
+    return decoder.Mode(remat=cfg.compute.remat, constrain=shards.keep_rows(mesh), factors=own.factors)
 
 
 def teacher_forced(
-    cfg: Config, *, llm: config.LLM, at: placement.Component, rows: int, positions: int, answers: int
+    cfg: Config, *, at: placement.Component, own: Precision, rows: int, positions: int, answers: int
 ) -> Pass:
     """Returns one pass of a frozen reader on its mesh, for a recipe's `terms`."""
     return Pass(
@@ -74,7 +81,7 @@ def teacher_forced(
         positions=positions,
         answers=answers,
         remat=cfg.compute.remat,
-        size=jnp.dtype(reader_dtype(llm.weights, cfg.compute.dtype)).itemsize,
+        size=jnp.dtype(own.values).itemsize,
         model=at.mesh.shape["model"] if at.table == "tensor" else 1,
         data=at.mesh.shape["data"] if at.table == "fsdp" else 1,
     )

@@ -8,10 +8,10 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 
-from lw_jax.core import config
+from lw_jax.core import config, precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
-from lw_jax.core.types import DTYPES, EXACT, Example, LossTerms, Task, Tree
+from lw_jax.core.types import EXACT, Example, LossTerms, Task, Tree
 from lw_jax.data import batches, examples, prompt_tokens
 from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
@@ -99,7 +99,7 @@ class LatentWire:
             lambda key, body, sizes: self.wire.init(key, body=body, embedding_rms=sizes), key, body, sizes
         )
         frozen = {
-            name: frozen_models.describe(reader.config, self.cfg, self.cfg.llms[name])
+            name: frozen_models.describe(reader.config, self.cfg, self.cfg.llms[name], self.placement.platform)
             for name, reader in self.wire.readers.items()
         }
         return Weights(trainable, frozen)
@@ -163,7 +163,7 @@ class LatentWire:
         """Streams the readers' weights into their shards."""
         placed = self.shardings().frozen
         readers = {
-            name: frozen_models.load(at, self.cfg, self.cfg.llms[name], placed[name])
+            name: frozen_models.load(at, self.cfg, self.cfg.llms[name], placed[name], self.placement.platform)
             for name, at in self.locations.items()
         }
         if self.cfg.loss.kl and self.cfg.loss.teacher_k:
@@ -364,6 +364,7 @@ def _wire(
     tokenizers: Mapping[str, Tokenizer],
     body: DecoderConfig | BertConfig | None,
 ) -> wire.Wire:
+    own = precision.of(cfg.compute.dtype, placement.platform)
     spec = wire.EncoderSpec(
         kind=cfg.encoder.kind,
         slots=cfg.encoder.slots,
@@ -372,13 +373,13 @@ def _wire(
         layers=cfg.encoder.layers,
         window=cfg.encoder.window,
         body=body,
-        dtype=DTYPES[cfg.compute.dtype],
+        precision=own,
     )
     readers = {}
     for name, at in placement.readers.items():
         stops = tuple(tokenizers[name].stops) if name in tokenizers else ()
-        mode = frozen_models.mode(cfg, at.mesh)
+        mode = frozen_models.mode(cfg, at.mesh, frozen_models.precision_of(cfg, cfg.llms[name], placement.platform))
         readers[name] = wire.Reader(
             found[name], cfg.adapter.hidden, stops, mode, unstacked=cfg.eval.layers == "unstacked"
         )
-    return wire.Wire(spec, readers, frozen_models.mode(cfg, placement.learner))
+    return wire.Wire(spec, readers, frozen_models.mode(cfg, placement.learner, own))

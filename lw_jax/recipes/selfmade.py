@@ -169,7 +169,7 @@ class SelfmadeReader:
         write_tokenizer(self.folder, kind, [f"{e.context} {e.question} {e.answers[0]}" for e in self.examples])
         self.tokenizer = load_tokenizer(self.folder)
         self.wire = wire.Wire(
-            wire.EncoderSpec("none", 1, 1, "windows", 0, 1, None, "float32"),
+            wire.EncoderSpec("none", 1, 1, "windows", 0, 1, None),
             {"reader": wire.Reader(self.config, 1, tuple(self.tokenizer.stops))},
         )
 

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lw_jax.core import precision
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
@@ -30,7 +31,10 @@ class Teacher:
                 "set it to 0 to run the teacher in every step"
             )
         self.cfg, self.wire, self.placement = cfg, wired, placement
-        common = {"prompt": dataclasses.asdict(cfg.prompt), "arithmetic": cfg.compute.dtype}
+        common = {
+            "prompt": dataclasses.asdict(cfg.prompt),
+            "arithmetic": precision.resolve(cfg.compute.dtype, placement.platform),
+        }
         shapes = {
             name: (cfg.data.answer_tokens, min(cfg.loss.teacher_k, reader.config.vocab))
             for name, reader in wired.readers.items()

@@ -8,10 +8,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lw_jax.core import precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import DTYPES, LossTerms, Task, Tree
+from lw_jax.core.types import LossTerms, Task, Tree
 from lw_jax.data import corpus
 from lw_jax.data.corpus import Span, TextTokenizer
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, byte_backend, load_tokenizer, wrap
@@ -159,7 +160,10 @@ class TTT:
         table = decoder.head(trainable)
         targets = ids[:, 1:]
         counted = jnp.broadcast_to(fields["weights"], targets.shape)
-        total, nll = chunked.summed_nll(out.hidden, table, targets, counted, chunk=chunk, vocab=self._masked)
+        factors = self._mode(measured).precision.factors
+        total, nll = chunked.summed_nll(
+            out.hidden, table, targets, counted, chunk=chunk, vocab=self._masked, factors=factors
+        )
         terms = self._details(out, nll, counted, fields) if measured else {}
         return LossTerms(total, jnp.sum(counted), terms)
 
@@ -176,7 +180,7 @@ class TTT:
             assert out.cache is not None, "a memory was given"
             return jax.lax.stop_gradient(out.cache.memory), out.hidden
 
-        begin = ttt.beginning(params, self.model, rows, mode.dtype)
+        begin = ttt.beginning(params, self.model, rows, mode.precision.values)
         _, hidden = jax.lax.scan(body, begin, pieces)
         return ttt.Output(jnp.moveaxis(hidden, 0, 1).reshape(rows, ids.shape[1], -1), None, None)
 
@@ -200,7 +204,7 @@ class TTT:
     def _mode(self, measured: bool) -> ttt.Mode:
         spec = self.cfg.ttt
         return ttt.Mode(
-            dtype=DTYPES[self.cfg.compute.dtype],
+            precision.of(self.cfg.compute.dtype, self.placement.platform),
             form=spec.form,
             unroll_layers=spec.unroll_layers,
             remat=self.cfg.compute.remat,
@@ -239,7 +243,7 @@ class TTT:
     def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
         """Returns the costs of one micro-batch."""
         tokens = rows * (widths["readers"][NAME]["ids"].shape[0] - 1)
-        size = jnp.dtype(DTYPES[self.cfg.compute.dtype]).itemsize
+        size = jnp.dtype(precision.of(self.cfg.compute.dtype, self.placement.platform).values).itemsize
         unrolled = self.cfg.ttt.unroll_layers >= self.model.layers
         found = arithmetic.learned_at_test_time(self.model, tokens, self.cfg.compute.remat, size, unrolled=unrolled)
         head = 2 * tokens * self.model.width * (self.model.rows or self.model.vocab)

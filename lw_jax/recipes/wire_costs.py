@@ -2,6 +2,8 @@
 
 import dataclasses
 
+import jax.numpy as jnp
+
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
 from lw_jax.losses import chunked
@@ -17,7 +19,7 @@ from sharding.placement import Placement
 def terms(cfg: Config, wire: Wire, placement: Placement, widths: Tree, *, rows: int) -> dict[str, Terms]:
     """Returns the encoder's costs under "", each reader's under its name; `widths` as `batch_widths` gives them."""
     spec, positions = wire.encoder, widths["source"]["ids"].shape[0]
-    one = arithmetic.Pass(rows, positions, 0, cfg.compute.remat, arithmetic.BYTES[cfg.compute.dtype])
+    one = arithmetic.Pass(rows, positions, 0, cfg.compute.remat, jnp.dtype(spec.precision.values).itemsize)
     if isinstance(spec.body, BertConfig):
         found = arithmetic.trained_bert(spec.body, one)
     elif spec.body is not None:
@@ -33,7 +35,8 @@ def _reader(cfg: Config, wire: Wire, placement: Placement, name: str, fields: Tr
     answers = fields["targets"].shape[0]
     shared = fields["before"]["ids"].shape[0]  # read once for all rows
     positions = fields["after"]["ids"].shape[0] + wire.encoder.slots + 1 + answers - 1
-    one = frozen_models.teacher_forced(cfg, llm=llm, at=at, rows=rows, positions=positions, answers=answers)
+    own = frozen_models.precision_of(cfg, llm, placement.platform)
+    one = frozen_models.teacher_forced(cfg, at=at, own=own, rows=rows, positions=positions, answers=answers)
     pieces = chunked.pieces(cfg.compute.logits_chunk, rows=rows, length=answers, data=1)  # the rows are one device's
     found = arithmetic.frozen(model, dataclasses.replace(one, pieces=pieces, before=shared))
     unpacked = arithmetic.restored_bytes(model, llm.weights, one.size) / one.model

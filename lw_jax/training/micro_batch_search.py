@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 
-from lw_jax.core.types import DTYPES, Tree
+from lw_jax.core.precision import DTYPES
+from lw_jax.core.types import Tree
 from lw_jax.training import memory, out_of_memory
 from lw_jax.training.memory import StepMemory, bytes_of
 from lw_jax.training.memory_limit import MemoryLimit
