@@ -49,10 +49,10 @@ lint: $(VENV)/.dev
 		$(BIN)/pyright --pythonpath $(BIN)/python && \
 		echo "lint: 3 checks passed in $$(( $$(date +%s) - begun )) s"  # pyright would take the python on PATH
 
-bench: $(VENV)/.dev  ## our training step against PyTorch's and TRL's, by turns on this machine
-	$(BIN)/python benchmarks/peer.py --config configs/default.py
-	$(BIN)/python benchmarks/peer.py --config configs/dpo/smollm2.py --config.llms.policy.weights=fp32 \
-		--config.train.global_batch=4 --config.dpo.max_length=128
+bench: $(VENV)/.dev  ## our work against PyTorch's and TRL's, each side at its best, by turns on this machine
+	$(BIN)/python benchmarks/peer.py --config configs/default.py --precision best --rounds 2 --steps 3
+	$(BIN)/python benchmarks/peer.py --config configs/dpo/smollm2.py --config.train.global_batch=4 \
+		--config.dpo.max_length=128 --precision best --rounds 2 --steps 3
 
 bench-gpu: $(VENV)/.dev  ## all that is to be measured on one card, in one JSON; under nine minutes
 	$(BIN)/python benchmarks/gpu.py --out $(or $(OUT),bench-gpu.json)

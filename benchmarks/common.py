@@ -1,6 +1,9 @@
 """What the scripts of this folder share: their configuration, their lists of numbers, their children."""
 
 import json
+import os
+import re
+import signal
 import subprocess
 import sys
 from collections.abc import Mapping, Sequence
@@ -34,9 +37,38 @@ def numbers(text: str) -> tuple[int, ...]:
     return found
 
 
-def child(words: Sequence[str]) -> dict[str, Any]:
-    """Returns what a script says in its last line, JSON; raises UserError where it fails."""
-    done = subprocess.run([sys.executable, *words], stdout=subprocess.PIPE, text=True, check=False)
-    if done.returncode:
-        raise UserError(f"{' '.join(words)}: ended with code {done.returncode}; its error is above")
-    return json.loads(done.stdout.splitlines()[-1])
+def child(
+    words: Sequence[str], *, seconds: float | None = None, environment: Mapping[str, str] | None = None
+) -> dict[str, Any]:
+    """Returns what a script says in its last line, JSON; raises UserError where it fails.
+
+    With `seconds` it is stopped after so many, and what it writes to stderr is kept back but for the error's own line.
+    """
+    begun = subprocess.Popen(
+        [sys.executable, *words],
+        stdout=subprocess.PIPE,
+        stderr=None if seconds is None else subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,  # torch.compile starts processes of its own, which must end with it
+    )
+    try:
+        told, errors = begun.communicate(timeout=seconds)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"took longer than {seconds:g} s") from None
+    finally:
+        if begun.poll() is None:
+            os.killpg(begun.pid, signal.SIGKILL)
+            begun.communicate()
+    if not begun.returncode:
+        return json.loads(told.splitlines()[-1])
+    if errors is None:
+        raise UserError(f"{' '.join(words)}: ended with code {begun.returncode}; its error is above")
+    raise UserError(f"failed with code {begun.returncode}: {_reason(errors)}")
+
+
+def _reason(errors: str) -> str:
+    """Returns the line of a stderr that names the error, the last of them, at most 200 characters."""
+    lines = [line.strip() for line in errors.splitlines() if line.strip()]
+    named = [line for line in lines if re.match(r"error:|[\w.]*(Error|Exception|Failed)\b", line)]
+    return (named or lines or ["no word"])[-1][:200]

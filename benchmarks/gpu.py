@@ -121,8 +121,8 @@ def line(name: str, found: dict[str, Any]) -> str:
     """Returns a case's figures for people."""
     if "left_out" in found or "code" in found:
         return f"{name}: " + (found.get("left_out") or f"failed with code {found['code']}")
-    if "ratio" in found:
-        return f"{name}: theirs / ours {found['ratio']['median']:.2f}"
+    if "theirs_over_ours_best" in found:
+        return f"{name}: theirs / ours {found['theirs_over_ours_best']['step']:.2f}"
     rows = [row for row in found["rows"] if row["seconds"]]
     told = [f"{row['subject']} {row['seconds']['median']:.4f} s" + _share(row) for row in rows]
     return f"{name}: " + ", ".join(told)

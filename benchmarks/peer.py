@@ -1,20 +1,24 @@
-"""Our training step against PyTorch's, by turns on this machine: same models, same batch, same loss, checked first.
+"""Our work against PyTorch's, by turns on this machine: same models, same batch, same results, checked first.
 
-    python benchmarks/peer.py --config configs/default.py
-    python benchmarks/peer.py --config configs/large.py --config.train.global_batch=64 --json peer.json
+    python benchmarks/peer.py --config configs/default.py --precision best --json peer.json
+    python benchmarks/peer.py --config configs/large.py --config.train.global_batch=64
 
 The other side is benchmarks/torch_wire.py (transformers, SDPA, soft prefix by inputs_embeds) for a wire and
-benchmarks/torch_dpo.py (TRL's own trainer) for preference tuning. First both compute the loss and the gradient's norm
-of one ragged batch in fp32, with equal weights and every model cut to --check-layers; they must agree to 1e-3, else
-code 1. Then each side, in a process of its own and with random weights at full depth, takes steps, in --rounds turns;
-on the GPU where there is one. Needs requirements-dev.txt; fetches nothing.
+benchmarks/torch_dpo.py (TRL's own trainer) for preference tuning. Parts: a training step; `encode`, a batch's texts to
+latents; `answer`, a batch of answers by transformers' own generate. First both sides compute every part of one ragged
+batch in fp32, with equal weights and every model cut to --check-layers; they must agree to 1e-3, else code 1.
+
+With --precision own (the default) each side then takes the configuration's own precision, in --rounds turns. With
+--precision best each side is timed in every way it has (fp32, bf16, frozen models stored in bf16, through
+torch.compile), one short turn each; the fastest of each side whose results are within the tolerance of its precision
+goes on to the rounds. Each turn is a process of its own with random weights at full depth, nothing beside it; on the
+GPU where there is one. Needs requirements-dev.txt; fetches nothing.
 """
 
 import argparse
 import dataclasses
-import functools
 import json
-import statistics
+import os
 import sys
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -23,16 +27,14 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-import numpy as np
-
-from benchmarks import common
-from lw_jax.core import command_line, environment
-from lw_jax.core.config import Config
+from benchmarks import common, variants
+from benchmarks.peer_ours import OTHERS, settle
+from benchmarks.variants import Variant
+from lw_jax.core import command_line
 from lw_jax.core.errors import UserError, leave
 
-AGREE = 1e-3  # relative difference of losses and of gradients' norms, both fp32
-OTHERS = {"latentwire": "torch_wire.py", "dpo": "torch_dpo.py"}
-SEED = 0
+PARTS = {"latentwire": ("step", "encode", "answer"), "dpo": ("step",)}
+MORE = {"step": 1, "encode": 4, "answer": 1}  # timed calls for each of --steps: a batch of texts is encoded in no time
 
 Told = dict[str, Any]
 
@@ -42,278 +44,155 @@ def main(argv: Sequence[str] | None = None) -> int:
     assignments, rest = command_line.take_assignments(list(sys.argv[1:] if argv is None else argv))
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--config", required=True, metavar="FILE", help="--config.key=value goes with it")
+    parser.add_argument("--precision", choices=("own", "best"), default="own", help="each side's (default: own)")
+    parser.add_argument("--parts", metavar="A,B", help="step, encode, answer (default: step; with best all there are)")
     parser.add_argument("--rounds", type=int, default=3, help="turns of each side (default: 3)")
     parser.add_argument("--steps", type=int, default=5, help="timed steps of a turn (default: 5)")
     parser.add_argument("--check-layers", type=int, default=2, help="of each model in the check (default: 2)")
-    parser.add_argument("--compile", action="store_true", help="the other side through torch.compile")
+    parser.add_argument("--limit", type=float, default=300, help="seconds of a turn, compiling included (default: 300)")
+    parser.add_argument("--compile", action="store_true", help="with own: the other side through torch.compile")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also written here")
-    parser.add_argument("--only", choices=("write", "check", "time"), help=argparse.SUPPRESS)  # a child of ours
-    parser.add_argument("--case", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(rest)
-    if args.only:
-        environment.reserve_memory()
-        environment.hide_idle_cuda()
-        print(json.dumps(child(args, settle(args.config, assignments))))
-        return 0
     cfg = settle(args.config, assignments)
-    other = str(common.ROOT / "benchmarks" / OTHERS[cfg.recipe])
-    words = [__file__, "--config", args.config, *common.flags(assignments)]
-    words += ["--check-layers", str(args.check_layers)]
+    parts = args.parts.split(",") if args.parts else PARTS[cfg.recipe][: None if args.precision == "best" else 1]
+    if unknown := [part for part in parts if part not in PARTS[cfg.recipe]]:
+        raise UserError(f"--parts {unknown[0]}: recipe {cfg.recipe!r} has {', '.join(PARTS[cfg.recipe])}; name some")
     with tempfile.TemporaryDirectory() as folder:
-        case = Path(folder)
-        device = common.child([*words, "--only", "write", "--case", folder])["device"]
-        ours = common.child([*words, "--only", "check", "--case", folder])
-        theirs = common.child([other, str(case / "check"), "--device", device, "--steps", "1", "--check"])
-        found: Told = {"config": args.config, "assignments": dict(assignments), "device": device}
+        sides = Sides(args, assignments, cfg.recipe, Path(folder))
+        found: Told = {"config": args.config, "assignments": dict(assignments), "precision": args.precision}
+        found |= {"recipe": cfg.recipe, "batch": cfg.train.global_batch, "remat": cfg.compute.remat} | sides.machine
+        ours, theirs = (sides.check(one, parts[0]) for one in (variants.OURS[0], variants.FP32))
         found["check"] = {"ours": ours, "theirs": theirs, "layers": args.check_layers}
-        if not agree(ours, theirs):
+        off = {part: variants.differences(part, ours, theirs) for part in {"step": 0} | dict.fromkeys(parts)}
+        found["check"]["difference"] = off
+        if any(variants.refusal(one, variants.TOLERANCE["fp32"]) for one in off.values()):
             print(json.dumps(found, indent=2))
             print("error: the two sides do not compute the same; nothing is timed", file=sys.stderr)
             return 1
-        timed: dict[str, list[Told]] = {"ours": [], "theirs": []}
-        more = ["--compile"] if args.compile else []
-        for number in range(args.rounds):
-            print(f"round {number + 1} of {args.rounds} ...", file=sys.stderr, flush=True)
-            timed["ours"].append(common.child([*words, "--only", "time", "--case", folder, "--steps", str(args.steps)]))
-            own = [other, str(case / "full"), "--device", device, "--steps", str(args.steps)]
-            timed["theirs"].append(common.child([*own, *more]))
-    found |= timed | {"ratio": ratio(timed)}
+        found["parts"] = {part: compare(sides, part, choices(part, cfg.recipe, args)) for part in parts}
+    best = {part: one["ratio"]["median"] for part, one in found["parts"].items() if "ratio" in one}
+    found["theirs_over_ours_best"] = best
     if args.json:
         args.json.write_text(json.dumps(found, indent=2) + "\n", "utf-8")
-    print(table(cfg, found))
+    print(variants.table(found))
     return 0
 
 
-def settle(spec: str, assignments: Mapping[str, str]) -> Config:
-    """Returns the configuration as the other side can follow it: one device, nothing automatic, steps by AdamW."""
-    cfg = common.load(spec, assignments)
-    if cfg.recipe not in OTHERS:
-        raise UserError(f"--config {spec}: recipe {cfg.recipe!r} has no peer here; {', '.join(OTHERS)} have")
-    if cfg.recipe == "latentwire" and (cfg.encoder.kind, cfg.encoder.pooling) != ("lm", "windows"):
-        raise UserError("config.encoder: the peer has a pretrained decoder body and window pooling; take those")
-    remat = "none" if cfg.compute.remat == "auto" else cfg.compute.remat
-    train = dataclasses.replace(cfg.train, micro_batch=0)
-    compute, optim = dataclasses.replace(cfg.compute, remat=remat), dataclasses.replace(cfg.optim, kind="adamw")
-    return dataclasses.replace(cfg, train=train, compute=compute, optim=optim)
+def choices(part: str, recipe: str, args: argparse.Namespace) -> list[Variant]:
+    """Returns what is to be timed."""
+    if args.precision == "best":
+        return variants.of_part(part, recipe)
+    return [Variant("ours", "own", "as configured"), Variant("theirs", "own", "as configured", compiled=args.compile)]
 
 
-def agree(ours: Mapping[str, float], theirs: Mapping[str, float]) -> bool:
-    """Says whether loss and gradient's norm are the same on both sides."""
-    return all(abs(ours[key] / theirs[key] - 1) < AGREE for key in ("loss", "grad_norm"))
+class Sides:
+    """The children of both sides over one case."""
 
-
-def ratio(timed: Mapping[str, Sequence[Told]]) -> Told:
-    """Returns how much longer the other side's median step takes, over all turns and in each pair of them."""
-    medians = {side: [one["median"] for one in turns] for side, turns in timed.items()}
-    pairs = [theirs / ours for ours, theirs in zip(medians["ours"], medians["theirs"], strict=True)]
-    whole = statistics.median(medians["theirs"]) / statistics.median(medians["ours"])
-    return {"median": whole, "least": min(pairs), "most": max(pairs)}
-
-
-def table(cfg: Config, found: Told) -> str:
-    """Returns the comparison for people."""
-    check = found["check"]
-    lines = [
-        f"{cfg.recipe}, batch {cfg.train.global_batch}, remat {cfg.compute.remat}, on {found['ours'][0]['device']}",
-        f"check, {check['layers']} layers, fp32: loss {check['ours']['loss']:.6f} and {check['theirs']['loss']:.6f}, "
-        f"gradient {check['ours']['grad_norm']:.6f} and {check['theirs']['grad_norm']:.6f}",
-        "",
-        f"{'':<8}{'s/step':>10}{'least..most':>20}{'first step s':>14}{'peak GB':>9}",
-    ]
-    for side in ("ours", "theirs"):
-        turns = found[side]
-        every = [second for one in turns for second in one["seconds"]]
-        peaks = [one["peak_bytes"] for one in turns if one["peak_bytes"]]
-        peak = f"{max(peaks) / 1e9:.2f}" if peaks else "-"
-        lines.append(
-            f"{side:<8}{statistics.median(one['median'] for one in turns):>10.4f}"
-            f"{f'{min(every):.4f}..{max(every):.4f}':>20}{turns[0]['first_seconds']:>14.1f}{peak:>9}"
-        )
-    told = found["ratio"]
-    lines.append(f"theirs / ours: {told['median']:.2f} (turn by turn {told['least']:.2f}..{told['most']:.2f})")
-    return "\n".join(lines)
-
-
-# --- our side
-
-
-def child(args: argparse.Namespace, cfg: Config) -> Told:
-    """Does one of our own parts in this process."""
-    import jax
-
-    if args.only == "write":
-        write(cfg, args.case / "full")
-        own = cut(cfg, args.case / "check", args.check_layers)
-        write(own, args.case / "check", origin=cfg, layers=args.check_layers)
-        return {"device": "cuda" if jax.default_backend() == "gpu" else "cpu"}
-    if args.only == "time":
-        return take(cfg, args.case / "full", steps=args.steps)
-    with jax.default_matmul_precision("highest"):
-        return take(cut(cfg, args.case / "check", args.check_layers), args.case / "check", steps=0)
-
-
-def cut(cfg: Config, case: Path, layers: int) -> Config:
-    """Returns the same run in fp32 over the cut models that `write` puts into a folder."""
-    llms = {
-        name: dataclasses.replace(llm, source=str(case / name), sha256="", weights="fp32")
-        for name, llm in cfg.llms.items()
-    }
-    encoder = dataclasses.replace(cfg.encoder, source=str(case / "body"), sha256="", layers=layers)
-    compute = dataclasses.replace(cfg.compute, dtype="fp32")
-    return dataclasses.replace(
-        cfg, llms=llms, encoder=encoder if cfg.recipe == "latentwire" else cfg.encoder, compute=compute
-    )
-
-
-def write(cfg: Config, case: Path, *, origin: Config | None = None, layers: int = 0) -> None:
-    """Writes what the other side needs; for a configuration cut from `origin` to so many layers, weights as well."""
-    import jax
-
-    from lw_jax import recipes
-    from lw_jax.hub import families, peft, weights
-    from lw_jax.models import decoder
-
-    for number, (name, shapes) in enumerate(models(origin or cfg).items()):
-        kind = "qwen2" if shapes.qkv_bias else "llama"
-        (case / name).mkdir(parents=True)
-        if origin is None:
-            (case / name / "config.json").write_text(json.dumps(families.hf_fields(shapes, kind)), "utf-8")
-            continue
-        own = dataclasses.replace(shapes, layers=min(layers, shapes.layers))
-        draw = jax.jit(functools.partial(decoder.init, cfg=own, dtype="float32"))
-        weights.save(case / name, draw(jax.random.key(number)), own, model_type=kind)
-    recipe: Any = recipes.outline(cfg)
-    np.savez(case / "batch.npz", allow_pickle=False, **flatten(ragged(cfg, recipe.batch_widths())))
-    (case / "spec.json").write_text(json.dumps(facts(cfg)), "utf-8")
-    if origin is None:
-        return
-    learns = trainable(cfg, recipe)
-    if cfg.recipe == "dpo":
-        peft.save(case / "adapter", learns, recipe.lora, model_type="llama", base="")
-        return
-    stored = {path: x for path, x in flatten(learns).items() if "encoder/body/" not in path}
-    np.savez(case / "trainable.npz", allow_pickle=False, **stored)
-
-
-def models(cfg: Config) -> dict[str, Any]:
-    """Returns the shapes of the readers and, of a wire, of the encoder's body."""
-    from lw_jax.recipes import frozen_models
-
-    found = {name: frozen_models.outline(cfg, llm.source) for name, llm in cfg.llms.items()}
-    if cfg.recipe == "latentwire":
-        body = frozen_models.outline(cfg, cfg.encoder.source)
-        found["body"] = dataclasses.replace(body, layers=cfg.encoder.layers or body.layers, tied=True)
-    return found
-
-
-def facts(cfg: Config) -> Told:
-    """Returns what the other side must know beside shapes."""
-    from lw_jax.core.types import TASKS, reader_dtype
-
-    (dtype,) = {reader_dtype(llm.weights, cfg.compute.dtype) for llm in cfg.llms.values()}
-    told = {"dtype": dtype, "readers": list(cfg.llms), "remat": cfg.compute.remat}
-    told |= {"lora": dataclasses.asdict(cfg.lora), "dpo": dataclasses.asdict(cfg.dpo)}
-    told |= {"slots": cfg.encoder.slots, "width": cfg.encoder.width, "hidden": cfg.adapter.hidden}
-    return told | {"tasks": len(TASKS), "task": TASKS.index("answer"), "body_learns": cfg.encoder.rate > 0}
-
-
-def flatten(tree: Any) -> dict[str, np.ndarray]:
-    """Returns a tree's arrays by path, those of a reader under its name."""
-    import jax
-
-    from sharding.rules import path_of
-
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {path_of(path).removeprefix("readers/"): np.asarray(leaf) for path, leaf in leaves}
-
-
-def trainable(cfg: Config, recipe: Any) -> Any:
-    """Returns what learns, equal in every process; the second matrices of LoRA pairs are not 0, so that they count."""
-    import jax
-
-    from lw_jax.recipes import encoder_bodies
-
-    if cfg.recipe == "dpo":
-        shapes = recipe.abstract().trainable
-        rng = np.random.default_rng(SEED)
-        return jax.tree.map(lambda x: rng.normal(0, 0.02, x.shape).astype(x.dtype), shapes)
-    body = encoder_bodies.BODIES["lm"].load(Path(cfg.encoder.source), cfg.encoder.layers)
-    sizes = dict.fromkeys(cfg.llms, np.float32(0.02))
-    return jax.jit(recipe.wire.init)(jax.random.key(SEED), body=body, embedding_rms=sizes)
-
-
-def take(cfg: Config, case: Path, *, steps: int) -> Told:
-    """Takes one step on the stored weights (`steps` 0), or so many timed ones on random weights."""
-    import jax
-
-    from lw_jax import recipes
-    from lw_jax.benchmarking import timing
-    from lw_jax.core import runtime
-    from lw_jax.recipes import frozen_models
-    from lw_jax.training.step_spec import StepSpec
-    from sharding import place
-
-    recipe = recipes.outline(cfg)
-    program, placed = StepSpec(cfg, recipe), recipe.placement
-    now: Told = {"state": timing.fill(program.state())}
-    if steps:
-        frozen = timing.fill(program.frozen())
-    else:
-        at = recipe.shardings().frozen
-        frozen = {
-            name: frozen_models.load(case / name, cfg, llm, at[name], placed.platform) for name, llm in cfg.llms.items()
+    def __init__(self, args: argparse.Namespace, assignments: Mapping[str, str], recipe: str, folder: Path):
+        self.args, self.folder = args, folder
+        self.environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(folder / "inductor")}  # first compiled here
+        spec = ["--config", args.config, *common.flags(assignments), "--case", str(folder)]
+        self.words = {
+            "ours": [str(common.ROOT / "benchmarks" / "peer_ours.py"), *spec],
+            "theirs": [str(common.ROOT / "benchmarks" / OTHERS[recipe])],
         }
-        now["state"]["trainable"] = jax.device_put(trainable(cfg, recipe), recipe.shardings().trainable)
-    batch = ragged(cfg, recipe.batch_widths())
-    batch = place.put_parts(batch, placed, functools.partial(place.put_batch, accumulation=1))
+        write = ["--do", "write", "--layers", str(args.check_layers)]
+        self.machine: Told = common.child([*self.words["ours"], *write])
+        self._checked: dict[tuple[Variant, str], Told] = {}
 
-    def step() -> Told:
-        now["state"], now["values"] = program.step(now["state"], frozen, batch)
-        return now
+    def check(self, variant: Variant, part: str) -> Told:
+        """Returns what a variant computes with stored weights; raises UserError where it cannot.
 
-    seconds = timing.repeat(step, repeats=steps + 2 if steps else 1, warmup=0)
-    told: Told = {"device": runtime.describe(), "jax": jax.__version__, "first_seconds": seconds[0]}
-    if not steps:
-        return told | {key: float(now["values"][key]) for key in ("loss", "grad_norm")}
-    timed = seconds[2:]
-    return told | {"seconds": timed, "median": statistics.median(timed), "peak_bytes": timing.peak_bytes()}
+        What takes no torch.compile computes all parts at once.
+        """
+        which = part if variant.compiled else "all"
+        if (variant, which) not in self._checked:
+            file = self.folder / f"checked-{len(self._checked)}.npz"
+            own = ["--part", which, "--precision", variant.precision]
+            if variant.side == "ours":
+                own += ["--do", "check", "--out", str(file), "--layers", str(self.args.check_layers)]
+            else:
+                own = [str(self.folder / "check"), *own, "--check", str(file)]
+            self._checked[variant, which] = self._run(variant, own) | {"file": str(file)}
+        return self._checked[variant, which]
+
+    def turn(self, variant: Variant, part: str, *, warmup: int, steps: int) -> Told:
+        """Returns the seconds of one turn; raises UserError where there are none."""
+        own = ["--part", part, "--precision", variant.precision, "--warmup", str(warmup), "--steps", str(steps)]
+        own = ["--do", "time", *own] if variant.side == "ours" else [str(self.folder / "full"), *own]
+        return self._run(variant, own)
+
+    def _run(self, variant: Variant, own: Sequence[str]) -> Told:
+        words = [*self.words[variant.side], *own]
+        if variant.side == "theirs":
+            words += ["--device", self.machine["device"], *(["--compile"] if variant.compiled else [])]
+        return common.child(words, seconds=self.args.limit, environment=self.environment)
 
 
-def ragged(cfg: Config, widths: Any) -> Any:
-    """Returns a batch of random tokens in rows of random lengths, padded as ours are; equal in every process."""
-    from lw_jax.core.types import EXACT
+def compare(sides: Sides, part: str, every: Sequence[Variant]) -> Told:
+    """Times all variants of a part once and the best of each side in all rounds; returns rows and ratio."""
+    entries = [Entry(one) for one in every]
+    by_side = {side: [one for one in entries if one.variant.side == side] for side in ("ours", "theirs")}
+    if len(entries) > len(by_side):
+        for entry in entries:
+            print(f"{part}: {entry.variant.side}, {entry.variant.name} ...", file=sys.stderr, flush=True)
+            screen(sides, part, entry)
+    best = {side: one for side, own in by_side.items() if (one := fastest(sides, part, own))}
+    told: Told = {"best": {side: one.variant.name for side, one in best.items()}}
+    if len(best) == len(by_side):
+        rounds: dict[str, list[Told]] = {side: [] for side in best}
+        for number in range(sides.args.rounds):
+            print(f"{part}: round {number + 1} of {sides.args.rounds} ...", file=sys.stderr, flush=True)
+            for side, one in best.items():
+                steps = MORE[part] * sides.args.steps
+                rounds[side].append(sides.turn(one.variant, part, warmup=2, steps=steps))
+        for side, one in best.items():
+            one.turns = rounds[side]
+        told["ratio"] = variants.ratio(rounds)
+    return told | {"rows": [variants.row(one.variant, one.turns, why=one.why, off=one.off) for one in entries]}
 
-    rng, rows = np.random.default_rng(SEED), cfg.train.global_batch
-    whole = np.tile(np.array([cfg.encoder.slots, cfg.encoder.width, EXACT], np.int32), (rows, 1))
 
-    def tokens(shape: tuple[int, ...], *, left: bool) -> tuple[np.ndarray, np.ndarray]:
-        width, at = shape[-1], np.arange(shape[-1])
-        real = rng.integers((width + 1) // 2, width + 1, (rows, *shape[:-1]))[..., None]
-        mask = at >= width - real if left else at < real
-        return rng.integers(1, 256, (rows, *shape), np.int32) * mask, mask
+@dataclasses.dataclass
+class Entry:
+    """What is known of a variant: its turns, how far it is from PyTorch in fp32, why it has no turn or cannot count."""
 
-    def fill(node: Any, name: str) -> Any:
-        if not isinstance(node, dict):
-            return (
-                whole
-                if name == "channel"
-                else np.ones((rows, *node.shape), node.dtype)
-                if hasattr(node, "shape")
-                else node
-            )
-        made = {key: fill(value, key) for key, value in node.items()}
-        if "mask" in node:
-            made["ids"], made["mask"] = tokens(node["ids"].shape, left=name in ("before", "after"))
-        if name == "before":  # the same words in every row, as a prompt's opening is
-            made |= {key: np.repeat(made[key][:1], rows, axis=0) for key in ("ids", "mask")}
-        if "completion" in node:  # of a pair: what follows the prompt, a quarter of the longest row
-            made["completion"] = made["mask"] & (np.arange(node["ids"].shape[-1]) >= node["ids"].shape[-1] // 4)
-        if "targets" in node:
-            made["targets"], real = tokens(node["targets"].shape, left=False)
-            made["answer_inputs"], made["weights"] = made["targets"][:, :-1], real.astype(np.float32)
-        return made
+    variant: Variant
+    turns: list[Told] = dataclasses.field(default_factory=list)
+    off: dict[str, float] = dataclasses.field(default_factory=dict)
+    why: str = ""
 
-    return fill(widths, "")
+
+def screen(sides: Sides, part: str, entry: Entry) -> None:
+    """Takes one short turn, and checks what need not be compiled for it."""
+    try:
+        entry.turns = [sides.turn(entry.variant, part, warmup=1, steps=2 * MORE[part])]
+        if not entry.variant.compiled:
+            measure(sides, part, entry)
+    except UserError as error:
+        entry.why = str(error)
+
+
+def measure(sides: Sides, part: str, entry: Entry) -> None:
+    """Compares a variant with PyTorch in fp32, both on stored weights."""
+    found, reference = sides.check(entry.variant, part), sides.check(variants.FP32, part)
+    entry.off = variants.differences(part, found, reference)
+    entry.why = variants.refusal(entry.off, entry.variant.tolerance) if entry.variant.counted else ""
+
+
+def fastest(sides: Sides, part: str, entries: Sequence[Entry]) -> Entry | None:
+    """Returns the fastest variant whose results are right; None where no variant's are."""
+    if len(entries) == 1:
+        return entries[0]
+    timed = [one for one in entries if one.turns and one.variant.counted]
+    for entry in sorted(timed, key=lambda one: one.turns[0]["median"]):
+        if entry.variant.compiled:
+            try:
+                measure(sides, part, entry)
+            except UserError as error:
+                entry.why = str(error)
+        if not entry.why:
+            return entry
+    return None
 
 
 if __name__ == "__main__":

@@ -1,19 +1,21 @@
-"""The wire's training step in PyTorch, as a good user of transformers writes it; a child of peer.py, knows no JAX.
+"""The wire in PyTorch, as a good user of transformers writes it; a child of peer.py, knows no JAX.
 
-    python benchmarks/torch_wire.py CASE --device cuda --steps 5 [--check] [--compile]
+    python benchmarks/torch_wire.py CASE --device cuda --part step --precision frozen --compile
 
-CASE is a folder that peer.py wrote: spec.json, batch.npz, a folder with config.json for each model and, where the loss
-is checked, their weights and trainable.npz. Prints one JSON line.
+CASE is a folder that peer.py wrote: spec.json, batch.npz, a folder with config.json for each model and, where what it
+computes is checked, their weights and trainable.npz. Prints one JSON line.
 """
 
-import json
+import argparse
+import functools
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch_run import build, parse, report
+from torch_run import build, narrow, parse, say, stored, timed
 
 Arrays = dict[str, Any]
 
@@ -58,6 +60,7 @@ class Adapter(torch.nn.Module):
 
     def forward(self, latents: torch.Tensor, task: int) -> torch.Tensor:
         """Takes [b m z], returns [b m+1 d]."""
+        latents = latents.to(self.skip.weight.dtype)
         y = self.skip(latents) + self.down(F.gelu(self.up(self.norm(latents)), approximate="tanh"))
         vector = self.tasks[task].to(y.dtype).expand(y.shape[0], 1, -1)
         return torch.cat([y, vector], 1) * self.gain.to(y.dtype)
@@ -66,11 +69,10 @@ class Adapter(torch.nn.Module):
 class Wire(torch.nn.Module):
     """An encoder that learns in front of frozen readers."""
 
-    def __init__(self, case: Path, spec: dict[str, Any], device: str, *, check: bool):
+    def __init__(self, case: Path, spec: dict[str, Any], device: str, *, precision: str, load: bool):
         super().__init__()
         self.spec = spec
-        dtype = "float32" if check else spec["dtype"]
-        self.body: Any = build(case / "body", "float32", device, load=check).model
+        self.body: Any = build(case / "body", "float32", device, load=load).model
         self.eps = self.body.config.rms_norm_eps
         self.body.norm = torch.nn.Identity()  # the last state is mixed like the others, before any norm
         self.body.requires_grad_(spec["body_learns"])
@@ -79,51 +81,66 @@ class Wire(torch.nn.Module):
             self.head = Head(states, width, spec["width"], spec["slots"])
             self.readers, self.adapters = torch.nn.ModuleDict(), torch.nn.ModuleDict()
             for name in spec["readers"]:
-                reader = build(case / name, dtype, device, load=check).requires_grad_(False)
+                reader = build(case / name, stored(precision), device, load=load).requires_grad_(False)
                 out = reader.config.hidden_size
                 self.readers[name] = reader
                 self.adapters[name] = Adapter(spec["width"], spec["hidden"], out, spec["tasks"])
-        if spec["remat"] != "none":
-            one: Any
-            for one in (self.body, *self.readers.values()):
-                one.gradient_checkpointing_enable({"use_reentrant": False})
-                one.train()  # or transformers does not recompute; there is no dropout
+
+    def keep_little(self) -> None:
+        """Recomputes the layers in the backward pass."""
+        one: Any
+        for one in (self.body, *self.readers.values()):
+            one.gradient_checkpointing_enable({"use_reentrant": False})
+            one.train()  # or transformers does not recompute; there is no dropout
+
+    def latents(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        """Returns the latents [b m z] of texts [b s]."""
+        seen = torch.where(mask[:, None, None], 0.0, float("-inf")).to(self.body.dtype)
+        states = self.body(
+            ids,
+            attention_mask=seen.expand(-1, 1, mask.shape[1], -1),
+            position_ids=(mask.long().cumsum(1) - 1).clamp(min=0),
+            output_hidden_states=True,
+            use_cache=False,
+        ).hidden_states
+        return self.head(states, mask, self.eps)
+
+    def prompt(self, name: str, latents: torch.Tensor, fields: Arrays) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns embeddings [b p d] and mask [b p] of a reader's prompt."""
+        reader: Any = self.readers[name]
+        embed = reader.get_input_embeddings()
+        prefix = self.adapters[name](latents, self.spec["task"])
+        before, after = embed(fields["before/ids"]), embed(fields["after/ids"])
+        marks = (fields["before/mask"], prefix.new_ones(prefix.shape[:2], dtype=torch.bool), fields["after/mask"])
+        return torch.cat([before, prefix.to(before.dtype), after], 1), torch.cat(marks, 1)
 
     def forward(self, batch: Arrays) -> torch.Tensor:
         """Returns the mean cross-entropy over the answer tokens of all readers."""
-        ids, mask = batch["source/ids"], batch["source/mask"]
-        seen = torch.where(mask[:, None, None], 0.0, float("-inf")).expand(-1, 1, mask.shape[1], -1)
-        positions = (mask.long().cumsum(1) - 1).clamp(min=0)
-        states = self.body(
-            ids, attention_mask=seen, position_ids=positions, output_hidden_states=True, use_cache=False
-        ).hidden_states
-        latents = self.head(states, mask, self.eps)
-        total, weight = torch.zeros((), device=ids.device), torch.zeros((), device=ids.device)
+        latents = self.latents(batch["source/ids"], batch["source/mask"])
+        total, weight = torch.zeros((), device=latents.device), torch.zeros((), device=latents.device)
         for name, module in self.readers.items():
             reader: Any = module
-            fields = {key.removeprefix(f"{name}/"): value for key, value in batch.items() if key.startswith(f"{name}/")}
-            embed = reader.get_input_embeddings()
-            prefix = self.adapters[name](latents, self.spec["task"])
-            parts = (embed(fields["before/ids"]), prefix, embed(fields["after/ids"]), embed(fields["answer_inputs"]))
-            rows, ones = len(prefix), torch.ones_like
-            marks = (
-                fields["before/mask"],
-                torch.ones(rows, prefix.shape[1], dtype=torch.bool, device=prefix.device),
-                fields["after/mask"],
-                ones(fields["answer_inputs"], dtype=torch.bool),
-            )
-            attended = torch.cat(marks, 1)
-            targets, counted = fields["targets"], fields["weights"]
-            logits = reader(
-                inputs_embeds=torch.cat([part.to(parts[0].dtype) for part in parts], 1),
-                attention_mask=attended.long(),
-                position_ids=(attended.long().cumsum(1) - 1).clamp(min=0),
-                logits_to_keep=targets.shape[1],
+            fields = of_reader(batch, name)
+            embeddings, mask = self.prompt(name, latents, fields)
+            answer, targets, counted = fields["answer_inputs"], fields["targets"], fields["weights"]
+            attended = torch.cat([mask, torch.ones_like(answer, dtype=torch.bool)], 1).long()
+            hidden = reader.model(
+                inputs_embeds=torch.cat([embeddings, reader.get_input_embeddings()(answer)], 1),
+                attention_mask=attended,
+                position_ids=(attended.cumsum(1) - 1).clamp(min=0),
                 use_cache=False,
-            ).logits.float()
-            each = F.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+            ).last_hidden_state[:, -targets.shape[1] :]
+            # A frozen head over rows that do not lie together would be copied for each row of the batch, as it is
+            # with `logits_to_keep`.
+            logits = reader.lm_head(hidden.contiguous()).float()
+            each = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view(targets.shape)
             total, weight = total + (each * counted).sum(), weight + counted.sum()
         return total / weight
+
+
+def of_reader(batch: Arrays, name: str) -> Arrays:
+    """Returns one reader's fields of a batch."""
+    return {key.removeprefix(f"{name}/"): value for key, value in batch.items() if key.startswith(f"{name}/")}
 
 
 def unit_rms(x: torch.Tensor, eps: float) -> torch.Tensor:
@@ -143,32 +160,96 @@ def load_trainable(wire: Wire, stored: Arrays) -> None:
             own[name].copy_(flat)
 
 
-def main() -> None:
-    """Runs the steps and prints what they took."""
-    args = parse(__doc__)
-    torch.manual_seed(0)
-    spec = json.loads((args.case / "spec.json").read_text("utf-8"))
-    wire = Wire(args.case, spec, args.device, check=args.check)
-    loaded = np.load(args.case / "batch.npz")
-    batch = {key: torch.from_numpy(loaded[key]).to(args.device) for key in loaded.files}
-    batch = {key: value.long() if value.dtype == torch.int32 else value for key, value in batch.items()}
-    if args.check:
-        load_trainable(wire, dict(np.load(args.case / "trainable.npz")))
+def stepper(wire: Wire, batch: Arrays, args: argparse.Namespace) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+    """Returns the training step: -> (loss, gradient's norm)."""
     learns = [one for one in wire.parameters() if one.requires_grad]
-    optimizer = torch.optim.AdamW(learns, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.01)
+    optimizer = torch.optim.AdamW(learns, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.01, fused=True)
+    if args.spec["remat"] != "none":
+        wire.keep_little()
     call = torch.compile(wire) if args.compile else wire
-    narrow = torch.autocast(args.device, torch.bfloat16, enabled=spec["dtype"] == "bfloat16" and not args.check)
 
     def step() -> tuple[torch.Tensor, torch.Tensor]:
         optimizer.zero_grad(set_to_none=True)
-        with narrow:
+        with narrow(args):
             loss = call(batch)
         loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(learns, 1.0)
         optimizer.step()
         return loss, norm
 
-    report(step, args, versions={})
+    return step
+
+
+def encoder(wire: Wire, batch: Arrays, args: argparse.Namespace) -> Callable[[], torch.Tensor]:
+    """Returns the writing of a batch's texts as latents."""
+    wire.eval()
+    call = torch.compile(wire.latents) if args.compile else wire.latents
+
+    def encode() -> torch.Tensor:
+        with torch.inference_mode(), narrow(args):
+            return call(batch["source/ids"], batch["source/mask"])
+
+    return encode
+
+
+def answerer(wire: Wire, name: str, args: argparse.Namespace) -> Callable[..., Any]:
+    """Returns transformers' own generation by one reader: (embeddings, mask, more settings) -> what it gives."""
+    reader: Any = wire.readers[name].eval()
+    reader.generation_config.eos_token_id = None  # every answer has all its tokens
+    reader.generation_config.pad_token_id = 0
+    words: dict[str, Any] = {"max_new_tokens": args.spec["answer_tokens"], "do_sample": False, "use_cache": True}
+    if args.compile:
+        reader.forward = torch.compile(reader.forward)
+        words["cache_implementation"] = "static"
+
+    def answer(embeddings: torch.Tensor, mask: torch.Tensor, **more: Any) -> Any:
+        with torch.inference_mode(), narrow(args):
+            return reader.generate(inputs_embeds=embeddings, attention_mask=mask.long(), **words, **more)
+
+    return answer
+
+
+def check(wire: Wire, batch: Arrays, args: argparse.Namespace) -> dict[str, float]:
+    """Writes latents and each reader's first logits and answers, and returns a step's loss and gradient's norm."""
+    found: Arrays = {}
+    if args.part != "step":
+        latents = found["latents"] = encoder(wire, batch, args)()
+    for name in wire.readers if args.part in ("answer", "all") else ():
+        with torch.inference_mode(), narrow(args):
+            prompt = wire.prompt(name, latents, of_reader(batch, name))
+        told = answerer(wire, name, args)(*prompt, output_logits=True, return_dict_in_generate=True)
+        found |= {f"{name}/logits": told.logits[0], f"{name}/ids": told.sequences}
+    np.savez(args.check, allow_pickle=False, **{key: value.float().cpu().numpy() for key, value in found.items()})
+    if args.part not in ("step", "all") or args.precision == "whole":
+        return {}
+    loss, norm = stepper(wire, batch, args)()
+    return {"loss": float(loss.detach()), "grad_norm": float(norm)}
+
+
+def main() -> None:
+    """Times a part, or computes all of them once, and prints what was found."""
+    args = parse(__doc__, ("step", "encode", "answer"))
+    torch.manual_seed(0)
+    wire = Wire(args.case, args.spec, args.device, precision=args.precision, load=args.check is not None)
+    loaded = np.load(args.case / "batch.npz")
+    batch = {key: torch.from_numpy(loaded[key]).to(args.device) for key in loaded.files}
+    batch = {key: value.long() if value.dtype == torch.int32 else value for key, value in batch.items()}
+    if args.check:
+        load_trainable(wire, dict(np.load(args.case / "trainable.npz")))
+    if args.precision == "whole":
+        wire.to(torch.bfloat16)
+    if args.check:
+        say(check(wire, batch, args), args)
+    elif args.part == "answer":
+        with torch.inference_mode():
+            latents = torch.randn(len(batch["source/ids"]), args.spec["slots"], args.spec["width"], device=args.device)
+            calls = [
+                functools.partial(answerer(wire, name, args), *wire.prompt(name, latents, of_reader(batch, name)))
+                for name in wire.readers
+            ]
+        say(timed(lambda: [call() for call in calls], args), args)
+    else:
+        say(timed({"step": stepper, "encode": encoder}[args.part](wire, batch, args), args), args)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,134 @@
+"""The ways in which peer.py times both sides, what may count as the best of them, and the table."""
+
+import dataclasses
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+# Largest difference from PyTorch in fp32, relative: of a step's loss and the norm of its gradient; of latents and of an
+# answer's first logits, by root mean square. bf16 has 8 bits, so that one rounding is up to 0.4 %.
+TOLERANCE = {"fp32": 1e-3, "bf16": 2e-2}
+
+Told = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Variant:
+    """One way of computing on one side."""
+
+    side: str  # "ours" | "theirs"
+    precision: str  # as the children know it
+    label: str
+    compiled: bool = False  # by torch.compile; ours always is, by XLA
+    counted: bool = True  # may be the best
+
+    @property
+    def name(self) -> str:
+        """Label, with what torch.compile adds."""
+        return f"{self.label}, compiled" if self.compiled else self.label
+
+    @property
+    def tolerance(self) -> float:
+        """Largest relative difference from PyTorch in fp32."""
+        return TOLERANCE["fp32" if self.precision == "fp32" else "bf16"]
+
+
+FP32 = Variant("theirs", "fp32", "fp32")
+AUTOCAST = Variant("theirs", "autocast", "bf16 autocast")
+FROZEN = Variant("theirs", "frozen", "bf16 autocast, frozen in bf16")
+WHOLE = Variant("theirs", "whole", "all in bf16")
+OURS = (
+    Variant("ours", "fp32", "fp32"),
+    Variant("ours", "bf16", "bf16"),
+    Variant("ours", "w8a8", "readers w8a8, other mathematics", counted=False),
+)
+
+
+def of_part(part: str, recipe: str) -> list[Variant]:
+    """Returns all variants of a part, ours first, each side's eager ones before what torch.compile made.
+
+    Where nothing learns, autocast is left eager: it casts every weight for each token, so that one would compile the
+    model in bf16 instead. The encoder has no frozen reader.
+    """
+    ours = [one for one in OURS if one.precision != "w8a8" or (part != "encode" and recipe == "latentwire")]
+    eager = [FP32, AUTOCAST, FROZEN] if part == "step" else [FP32, AUTOCAST, WHOLE]
+    compiled = [one for one in eager if part == "step" or one is not AUTOCAST]
+    return [*ours, *eager, *(dataclasses.replace(one, compiled=True) for one in compiled)]
+
+
+def differences(part: str, found: Told, reference: Told) -> dict[str, float]:
+    """Returns how far a check's result is from the reference, relative, of each thing that the part gives.
+
+    Both hold `loss` and `grad_norm` of a step, and under `file` the path of the arrays.
+    """
+    if part == "step":
+        return {key: abs(found[key] / reference[key] - 1) for key in ("loss", "grad_norm")}
+    with np.load(Path(found["file"])) as mine, np.load(Path(reference["file"])) as theirs:
+        keys = [key for key in theirs.files if (key == "latents" if part == "encode" else key.endswith("/logits"))]
+        return {key: _distance(mine[key], theirs[key]) for key in keys}
+
+
+def _distance(mine: np.ndarray, theirs: np.ndarray) -> float:
+    return float(np.sqrt(np.mean((mine - theirs) ** 2) / np.mean(theirs**2)))
+
+
+def refusal(found: Mapping[str, float], tolerance: float) -> str:
+    """Returns what is too far from the reference; empty: nothing. A value that is no number is too far."""
+    wrong = [f"{key} differs by {value:.1e}" for key, value in found.items() if not value <= tolerance]
+    return f"{', '.join(wrong)}; at most {tolerance:g}" if wrong else ""
+
+
+def ratio(turns: Mapping[str, Sequence[Told]]) -> Told:
+    """Returns how much longer the other side's median takes, over all turns and in each pair of them."""
+    medians = {side: [one["median"] for one in turns[side]] for side in ("ours", "theirs")}
+    pairs = [theirs / ours for ours, theirs in zip(medians["ours"], medians["theirs"], strict=True)]
+    whole = statistics.median(medians["theirs"]) / statistics.median(medians["ours"])
+    return {"median": whole, "least": min(pairs), "most": max(pairs)}
+
+
+def row(variant: Variant, turns: Sequence[Told], *, why: str = "", off: Mapping[str, float] | None = None) -> Told:
+    """Returns a variant's row: seconds over all its turns, or why it has none or does not count."""
+    told: Told = {"side": variant.side, "variant": variant.name, "counted": variant.counted and not why, "why": why}
+    told |= {"difference": dict(off or {}), "turns": list(turns)}
+    if turns:
+        every = [second for one in turns for second in one["seconds"]]
+        told |= {"median": statistics.median(one["median"] for one in turns), "least": min(every), "most": max(every)}
+        told["first_seconds"] = turns[0]["first_seconds"]
+        told["peak_bytes"] = max(one["peak_bytes"] or one["host_bytes"] for one in turns)
+    return told
+
+
+def table(found: Told) -> str:
+    """Returns the comparison for people."""
+    check = found["check"]
+    lines = [f"{found['recipe']}, batch {found['batch']}, remat {found['remat']}, on {found['name']}"]
+    ours, theirs = (check[side] for side in ("ours", "theirs"))
+    lines.append(
+        f"check, {check['layers']} layers, fp32: loss {ours['loss']:.6f} and {theirs['loss']:.6f}, "
+        f"gradient {ours['grad_norm']:.6f} and {theirs['grad_norm']:.6f}"
+    )
+    width = max(len(one["variant"]) for part in found["parts"].values() for one in part["rows"]) + 1
+    for name, part in found["parts"].items():
+        head = f"{name:<7} {'':<{width}}{'s':>9}{'least..most':>19}{'first s':>9}{'peak GB':>9}"
+        lines += ["", f"{head}  off fp32"]
+        lines += [_line(one, width, best=one["variant"] == part["best"].get(one["side"])) for one in part["rows"]]
+        if "ratio" in part:
+            told = part["ratio"]
+            spread = f"turn by turn {told['least']:.2f}..{told['most']:.2f}"
+            lines.append(f"{name}, theirs / ours, each side at its best (*): {told['median']:.2f} ({spread})")
+        else:
+            lines.append(f"{name}: no ratio, as one side has nothing that counts")
+    return "\n".join(lines)
+
+
+def _line(one: Told, width: int, *, best: bool) -> str:
+    start = f"{one['side']:<7}{'*' if best else ' '}{one['variant']:<{width}}"
+    if not one["turns"]:
+        return f"{start}{'-':>9}  {one['why']}"
+    spread = f"{one['least']:.4f}..{one['most']:.4f}"
+    off = f"{max(one['difference'].values()):.1e}" if one["difference"] else "-"
+    figures = f"{one['median']:>9.4f}{spread:>19}{one['first_seconds']:>9.1f}{one['peak_bytes'] / 1e9:>9.2f}"
+    return f"{start}{figures}  {off}{'  ' + one['why'] if one['why'] else ''}"
