@@ -3,6 +3,7 @@
 import functools
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +51,13 @@ def of_reader(weights: str, dtype: str, platform: str) -> Precision:
     if platform == "cpu":
         return of("bf16" if weights == "bf16" else dtype, platform)
     return of(weights if weights in DTYPES else dtype, platform)
+
+
+def describe_cpu(factors: Sequence[str]) -> str:
+    """Returns how a CPU computes products whose factors have these dtypes."""
+    if "bfloat16" not in factors:
+        return "fp32"
+    return f"bf16 factors, fp32 sums and all else ({bf16_instructions() or 'no instructions for it: slow'})"
 
 
 def bf16_instructions() -> str:

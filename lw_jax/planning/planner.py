@@ -15,7 +15,16 @@ from lw_jax.core import precision as precision_of
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.precision import DTYPES
-from lw_jax.planning import decode_layout, generation_memory, gpus, host_memory, placement_search, plan_cache, remedies
+from lw_jax.planning import (
+    decode_layout,
+    generation_memory,
+    gpus,
+    host_memory,
+    placement_search,
+    plan_cache,
+    remedies,
+    workload,
+)
 from lw_jax.planning.gpus import Target
 from lw_jax.planning.placement_search import Candidate, Hardware
 from lw_jax.training import memory, memory_limit, preflight, validation_memory
@@ -91,7 +100,10 @@ def precision(cfg: Config, hardware: Hardware | None = None) -> str:
     """Returns the precision in which this machine's card, or the target's, runs the configured dtypes."""
     hardware = here(cfg) if hardware is None else hardware
     card = hardware.target.card if hardware.target else hardware.devices[0]
-    own = precision_of.resolve(cfg.compute.dtype, getattr(card, "platform", "gpu"))
+    if getattr(card, "platform", "gpu") == "cpu":
+        factors = [workload.arithmetic(cfg, "cpu"), precision_of.of(cfg.compute.dtype, "cpu").factors]
+        return precision_of.describe_cpu(factors)
+    own = precision_of.resolve(cfg.compute.dtype, "gpu")
     asked = {own, *(llm.weights for llm in cfg.llms.values() if llm.weights in DTYPES)}
     return gpus.describe_precision(sorted(asked), getattr(card, "capability", getattr(card, "compute_capability", "")))
 

@@ -146,7 +146,7 @@ def check_evaluation_of_two(folder: Path) -> None:
     shutil.copytree(folder / "w", folder / "w-one")
     asked = ["--config.eval.examples=11", "--config.eval.curve=f1", "--config.eval.curve_examples=10"]
     asked.append("--config.mesh.memory_gb=4")  # known, so that both agree on a batch before they begin
-    with two("eval", "--workdir", str(folder / "w"), *asked, folder=folder) as started:
+    with joined("eval", "--workdir", str(folder / "w"), *asked, folder=folder) as started:
         outputs = [process.communicate()[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], (folder / "stderr-1").read_text()
     assert ["joint pick" in said or "examples kept" in said for said in outputs] == [True, False]
