@@ -20,7 +20,7 @@ from lw_jax.core.types import Tree
 BITS = "uint16"  # see `stack_dtype`
 PRODUCT = "product"  # checkpoint name of products that a policy of `jax.checkpoint` does not see as such
 # Leaves of a layer that are only ever factors of products: the matrices of a decoder, of BERT and of a TTT model.
-MATRICES = frozenset(("q", "k", "v", "o", "gate", "up", "down", "out_gate"))
+MATRICES = frozenset(("q", "k", "v", "o", "gate", "up", "down", "out_gate", "rate"))
 
 
 def product(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:

@@ -346,7 +346,7 @@ def _heads(x: Float[Array, "b t d"], cfg: TTTConfig) -> Float[Array, "b t h e"]:
 
 
 def _inner_rate(h: Float[Array, "b t d"], p: Tree, cfg: TTTConfig, rate: Float[Array, " b"]) -> Float[Array, "b t h"]:
-    gate = wide_product("btd,hd->bth", h, p["rate"].astype(h.dtype))
+    gate = wide_product("btd,hd->bth", h, p["rate"])
     gate = jax.nn.sigmoid(gate + p["rate_bias"].astype(jnp.float32)[None, None])
     return cfg.base_rate / cfg.head_dim * gate * rate[:, None, None]
 

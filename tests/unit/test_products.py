@@ -1,0 +1,148 @@
+"""Products of bf16 factors with fp32 sums, as a CPU computes them: their numbers, and that no model has others."""
+
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax import recipes
+from lw_jax.core import precision
+from lw_jax.models import attention, products
+from lw_jax.training.step_spec import StepSpec
+from sharding import placement
+from tests import tiny
+
+BF16 = precision.Precision("bfloat16", "float32")
+EXACT = {"rtol": 1e-5, "atol": 1e-5}  # fp32 sums of the same rounded factors in another order
+LOSS = 5e-3  # of a step in bf16 beside fp32, relative; a gradient's difference beside its norm: GRADIENT
+GRADIENT = 5e-2
+
+
+def draw(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def rounded(x):
+    return x.astype(jnp.bfloat16).astype(jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("equation", "shape"), [("btd,fd->btf", (7, 5)), ("btd,hed->bthe", (2, 3, 5)), ("bmi,io->bmo", (5, 6))]
+)
+def test_factors_are_rounded_and_sums_are_not(equation, shape):
+    x, weights = draw(2, 3, 5), draw(*shape, seed=1).astype(jnp.bfloat16)
+    y, pull = jax.vjp(lambda x, w: products.product(equation, x, w), x, weights)
+    wanted, wanted_pull = jax.vjp(lambda x, w: jnp.einsum(equation, x, w), rounded(x), rounded(weights))
+    gradient = draw(*y.shape, seed=2)
+    of_x, of_weights = pull(gradient)
+    wanted_x, wanted_weights = wanted_pull(rounded(gradient))
+    assert (y.dtype, of_x.dtype, of_weights.dtype) == (jnp.float32, jnp.float32, jnp.bfloat16)
+    np.testing.assert_allclose(y, wanted, **EXACT)
+    np.testing.assert_allclose(of_x, wanted_x, **EXACT)
+    np.testing.assert_allclose(rounded(of_weights), wanted_weights, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize("heads", [2, 6])
+def test_attention_of_narrow_products_equals_jax_own(heads):
+    q, k, v, mask = draw(2, 7, heads, 8), draw(2, 9, 2, 8, seed=1), draw(2, 9, 2, 8, seed=2), draw(2, 1, 7, 9) > -0.5
+    mask = mask.at[:, :, :, 0].set(True)
+
+    def both(factors):
+        found, pull = jax.vjp(lambda *x: attention.attention(*x, mask=mask, factors=factors), q, k, v)
+        return [found, *pull(draw(*found.shape, seed=3))]
+
+    for narrow, wide in zip(both("bfloat16"), both(None), strict=True):
+        size = np.linalg.norm(wide)
+        assert 1e-5 * size < np.linalg.norm(narrow - wide) < 2e-2 * size
+
+
+def test_attention_to_no_key_is_finite():
+    q, mask = draw(1, 3, 2, 4), jnp.zeros((1, 1, 3, 3), bool)
+    found = jax.grad(lambda q: jnp.sum(attention.attention(q, q, q, mask=mask, factors="bfloat16")))(q)
+    assert np.isfinite(found).all()
+
+
+def outline(root, kind, dtype):
+    if kind == "ttt":
+        return tiny.make_ttt(root, compute__dtype=dtype)
+    changes = {"bytes": {}, "lm": {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"])}}[kind]
+    return tiny.make_recipe(root, compute__dtype=dtype, **changes)
+
+
+def measure(recipe):
+    """(loss, gradient) of one batch of the recipe."""
+    built = recipe.build()
+    batch = jax.tree.map(jnp.asarray, recipe.data_schedule().batch(0, global_batch=8, seed=0, share=slice(0, 8)))
+
+    def loss(trainable):
+        terms = recipe.loss(trainable, built.frozen, batch, jax.random.key(0))
+        return terms.sum / terms.weight
+
+    return jax.jit(jax.value_and_grad(loss))(built.trainable)
+
+
+@pytest.mark.parametrize("kind", ["lm", "ttt"])
+def test_a_step_in_bf16_is_near_the_step_in_fp32(tmp_path, kind):
+    (loss, gradient), (wanted, exact) = (measure(outline(tmp_path, kind, dtype)) for dtype in ("bf16", "fp32"))
+    assert 0 < abs(float(loss / wanted) - 1) < LOSS
+    pairs = list(zip(jax.tree.leaves(gradient), jax.tree.leaves(exact), strict=True))
+    assert {one.dtype.name for one, _ in pairs} == {"float32"}
+    apart = np.sqrt(sum(float(jnp.sum((a - b) ** 2)) for a, b in pairs))
+    assert apart < GRADIENT * np.sqrt(sum(float(jnp.sum(b**2)) for _, b in pairs))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "lm", "ttt"])
+def test_every_product_of_a_step_has_narrow_factors_and_wide_sums(tmp_path, kind):
+    recipe = outline(tmp_path, kind, "bf16")
+    program = StepSpec(recipe.cfg, recipe)
+    text = "".join(part.lowered.as_text() for part in program.lower(recipe.batch_widths(), 1).values())
+    dots = re.findall(r"dot_general .*: \(tensor<([^>]*)>, tensor<([^>]*)>\) -> tensor<([^>]*)>", text)
+    assert dots
+    pooling = f"x{recipe.cfg.encoder.slots}x{recipe.cfg.encoder.window}xf32"  # means over windows, in the values' fp32
+    wide = [dot for dot in dots if "f32" in dot[0] + dot[1] and pooling not in dot[0] + dot[1]]
+    narrow = [dot for dot in dots if dot[0].endswith("bf16") and dot[1].endswith("bf16")]
+    assert len(narrow) > 10 and all(result.endswith("xf32") for *_, result in narrow)
+    assert not wide, wide
+
+
+def test_frozen_stacks_are_bits_and_a_tied_head_is_stored_for_its_products(tmp_path):
+    recipe = tiny.make_recipe(tmp_path, only="llama", compute__dtype="bf16")
+    frozen = recipe.load_frozen()["llama"]
+    exact = tiny.make_recipe(tmp_path, only="llama", compute__dtype="fp32").load_frozen()["llama"]
+    assert (frozen["layers"]["q"].dtype, frozen["embed"].dtype) == (jnp.uint16, jnp.float32)
+    np.testing.assert_array_equal(
+        products.from_bits(frozen["layers"]["up"]), exact["layers"]["up"].astype(jnp.bfloat16)
+    )
+    head = exact.get("head", exact["embed"])
+    np.testing.assert_array_equal(frozen["head"], head.astype(jnp.bfloat16))
+    shapes = recipe.abstract().frozen["llama"]
+    assert jax.tree.map(lambda x: x.dtype, shapes) == jax.tree.map(lambda x: x.dtype, frozen)
+
+
+@pytest.mark.parametrize(
+    ("flags", "limit", "wanted"),
+    [
+        (("amx_bf16", "avx512_bf16"), "", "AMX"),
+        (("avx512_bf16",), "", "AVX-512 BF16"),
+        (("avx2",), "", ""),
+        (("amx_bf16", "avx512_bf16"), "--xla_cpu_max_isa=AVX512_BF16", "AVX-512 BF16"),
+        (("amx_bf16", "avx512_bf16"), "--xla_cpu_max_isa=AVX512", ""),
+    ],
+)
+def test_auto_is_bf16_where_the_processor_has_products_for_it(monkeypatch, flags, limit, wanted):
+    monkeypatch.setattr(precision, "_flags", lambda: flags)
+    monkeypatch.setenv("XLA_FLAGS", limit)
+    assert precision.bf16_instructions() == wanted
+    assert precision.of("auto", "cpu") == (BF16 if wanted else precision.FP32)
+    assert precision.of("auto", "gpu") == precision.FP32
+    assert precision.of("bf16", "gpu") == ("bfloat16", "bfloat16")
+    assert precision.of_reader("bf16", "fp32", "cpu") == BF16
+
+
+def test_a_gpu_multiplies_readers_as_they_are_stored(tmp_path):
+    recipe = tiny.make_recipe(tmp_path, only="llama", compute__dtype="bf16")
+    absent = placement.Placement("single", recipe.placement.learner, recipe.placement.readers, stands_for="gpu")
+    shapes = recipes.make(recipe.cfg, absent, outline=False).abstract().frozen["llama"]
+    assert {leaf.dtype.name for leaf in jax.tree.leaves(shapes)} == {"float32"}
