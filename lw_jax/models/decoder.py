@@ -225,7 +225,7 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
         x, mixed, prefix, kv = carry
         weights, number, share = inputs
         if kv is not None:
-            kv = (*kv, number)
+            kv = _LayerCache(kv[0], kv[1], number)
         if prefix_layer is not None:
             prefix, kv = prefix_layer(prefix, weights, None)
         x = mode.constrain(x)
@@ -241,7 +241,7 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
         assert cache is not None and mix is None, "layers are unstacked for generation only"
         written = []
         for weights, *own in zip(params["layers"], cache.k, cache.v, strict=True):
-            x, pair = layer(mode.constrain(x), weights, (*own, None))
+            x, pair = layer(mode.constrain(x), weights, _LayerCache(*own))
             written.append(pair)
         kv = tuple(zip(*written, strict=True))
     else:
@@ -400,6 +400,14 @@ def _write(cache: jax.Array, new: jax.Array, number: jax.Array | None, used: jax
     return jax.lax.dynamic_update_slice(cache, new[None], (number, 0, used, 0, 0))
 
 
+class _LayerCache(NamedTuple):
+    """The cache as one layer has it: of all layers [l b s k e] and its own number, or its own [b s k e] alone."""
+
+    k: jax.Array
+    v: jax.Array
+    number: jax.Array | None = None
+
+
 class _Shared(NamedTuple):
     """Inputs that all layers share."""
 
@@ -415,13 +423,12 @@ def _layer(
     shared: _Shared,
     x: Float[Array, "b t d"],
     weights: Tree,
-    kv: tuple[jax.Array, ...] | None,
+    kv: "_LayerCache | tuple[jax.Array, jax.Array] | None",
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One block, and its keys and values.
 
-    With a cache, `kv` holds keys, values and the layer's number: all layers' [l b s k e], or of number None this
-    layer's [b s k e]; both come back with the new tokens written. Without, it is the pair of a shared prefix
-    [1 o k e], which every row attends to.
+    A cache in `kv` comes back with the new tokens written. Without a cache it is the pair of a shared prefix [1 o k e],
+    which every row attends to.
     """
     weights = from_bits(weights)  # in here, or a scan would stack its result for the backward pass
     linear = functools.partial(_linear, weights=weights, factors=shared.factors)
@@ -433,11 +440,12 @@ def _layer(
     k = rotary.rotate(linear(inputs[1], name="k"), shared.cos, shared.sin)
     v = linear(inputs[2], name="v")
     own = (k, v)
-    if kv is not None and shared.used is not None:
-        keys, values, number = kv
-        own = (_write(keys, k, number, shared.used), _write(values, v, number, shared.used))
-        k, v = own if number is None else (jax.lax.dynamic_index_in_dim(x, number, 0, False) for x in own)
-    if kv is not None and shared.used is None:
+    if isinstance(kv, _LayerCache):
+        assert shared.used is not None, "a cache knows its used slots"
+        number = kv.number
+        own = (_write(kv.k, k, number, shared.used), _write(kv.v, v, number, shared.used))
+        k, v = own if number is None else (jax.lax.dynamic_index_in_dim(one, number, 0, False) for one in own)
+    elif kv is not None:
         k, v = (jnp.concatenate([repeat(old, len(x)), new], axis=1) for old, new in zip(kv, own, strict=True))
     x = x + linear(attention(q, k, v, mask=shared.attend, factors=shared.factors), name="o")
     h = _normalise(cfg, x, weights, "mlp_norm")
