@@ -106,7 +106,7 @@ class Measured:
             program = StepSpec(cfg, self.recipe)
             cached, needs = _seconds(lambda: memory.measure(program, widths, accumulation))
             call: Any = needs.programs["step"][0] if "step" in needs.programs else program.step
-            batch = self._fill(program.batch(widths, accumulation))
+            batch = self.fill(program.batch(widths, accumulation))
             samples = timing.steps(program, call, batch, repeats=self.repeats)
         seconds = Spread.of(samples)
         work = workload.step_flops(cfg)
@@ -139,7 +139,7 @@ class Measured:
             raise UserError(micro_batch_search.refusal(program, needs, room))
         return needs.accumulation
 
-    def _fill(self, shapes: Tree) -> Tree:
+    def fill(self, shapes: Tree) -> Tree:
         """Returns random tokens for shapes; every example is sent whole, in all slots."""
         spec = self.cfg.encoder
 
@@ -168,7 +168,7 @@ class Measured:
         """Writes texts that fill the encoder's window."""
         shapes, placed = self.recipe.abstract().trainable, self.recipe.shardings().trainable
         trainable = timing.fill(place.place_shapes(shapes, placed))
-        filled = self._fill(workload.texts(self.cfg, self.placement))
+        filled = self.fill(workload.texts(self.cfg, self.placement))
         encode = WireFunctions(self.recipe.wire, self.placement).encode
         seconds = Spread.of(timing.repeat(lambda: encode(trainable, filled), repeats=self.repeats))
         return [encode_row(self.cfg, self.recipe, self.ceilings, seconds.median, seconds=seconds)]

@@ -84,7 +84,7 @@ def test_programs_go_to_the_other_cache_and_back(tmp_path):
 
 
 def test_batch_is_sent_whole_in_all_slots(wire):
-    batch = wire._fill(StepSpec(wire.cfg, wire.recipe).batch(wire.recipe.batch_widths(), 2))
+    batch = wire.fill(StepSpec(wire.cfg, wire.recipe).batch(wire.recipe.batch_widths(), 2))
     whole = [wire.cfg.encoder.slots, wire.cfg.encoder.width, EXACT]
     for fields in (batch["source"], *batch["readers"].values()):
         assert fields["channel"].shape == (2, 2, 3) and (np.asarray(fields["channel"]) == whole).all()

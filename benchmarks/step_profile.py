@@ -1,0 +1,161 @@
+"""Shares of a training step's time by kind of work, from XLA's own events; on a CPU.
+
+    python benchmarks/step_profile.py --config configs/default.py --config.optim.kind=adamw
+    python benchmarks/step_profile.py --config configs/default.py --config.compute.dtype=fp32 --top 20
+
+Weights and tokens are random, as in `run.py bench`. Kernels run at once on several cores, so that their seconds may add
+up to more than the step's. A kernel that fuses several things counts as its largest: a product, else attention, else
+the rest by its form.
+"""
+
+import argparse
+import collections
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import common
+from lw_jax.core import command_line, environment
+from lw_jax.core.errors import UserError, leave
+
+# Kind of work -> pattern of a kernel's text and place in the program; the first that matches counts.
+KINDS = {
+    "products of attention": r"\bdot\(.*(bkts|bkst|bkse|BTNH|BNTS|BSNH)",
+    "products with matrices": r"\bdot\(",
+    "attention, not products": r"(bkts|bkst|BNTS|reduce_max|softmax|jit\(_where\))",
+    "activations saved": r"dynamic-update-slice|^broadcast",
+    "optimizer": r"jit\(step\)/(add|sub|mul|div|sqrt|integer_pow|pow)\b",
+}
+REST = "elementwise, norms, copies"
+LOOPS = ("while", "call", "conditional")
+
+
+class Kernel(NamedTuple):
+    """One instruction of the compiled step that runs by itself."""
+
+    opcode: str
+    text: str  # its own line and that of the computation it calls
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Takes steps, traces one and prints the shares."""
+    assignments, rest = command_line.take_assignments(list(sys.argv[1:] if argv is None else argv))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--config", required=True, metavar="FILE", help="--config.key=value goes with it")
+    parser.add_argument("--top", type=int, default=0, help="also so many of the longest kernels")
+    args = parser.parse_args(rest)
+    environment.hide_idle_cuda()
+    import jax
+
+    if jax.default_backend() != "cpu":
+        raise UserError("the events of a GPU have other names; use jax.profiler and XProf there")
+    text, step = prepare(common.load(args.config, assignments))
+    for _ in range(2):
+        step()
+    started = time.perf_counter()
+    step()
+    seconds = time.perf_counter() - started
+    print(table(shares(parse(text), trace(step)), seconds, top=args.top))
+    return 0
+
+
+def prepare(cfg: Any) -> tuple[str, Callable[[], Any]]:
+    """Returns the compiled text of the step and a function that takes it."""
+    import jax
+
+    from lw_jax import recipes
+    from lw_jax.benchmarking import timing
+    from lw_jax.benchmarking.measurement import Measured
+    from lw_jax.core import config
+    from lw_jax.training import memory
+    from lw_jax.training.step_spec import StepSpec
+    from sharding import placement
+
+    cfg = config.with_remat(cfg, "none") if cfg.compute.remat == "auto" else cfg
+    measured = Measured(cfg, placement.place("single", recipes.reader_bytes(cfg)), repeats=1)
+    spec, widths = StepSpec(cfg, measured.recipe), measured.recipe.batch_widths()
+    accumulation = spec.accumulation(cfg.train.micro_batch)
+    compiled = memory.measure(spec, widths, accumulation).programs["step"][0]
+    batch, frozen = measured.fill(spec.batch(widths, accumulation)), timing.fill(spec.frozen())
+    now = {"state": timing.fill(spec.state())}
+
+    def step() -> Any:
+        now["state"], values = compiled(now["state"], frozen, batch)
+        return jax.block_until_ready((now["state"], values))
+
+    return compiled.as_text(), step
+
+
+def trace(step: Callable[[], Any]) -> dict[str, float]:
+    """Returns the seconds of each instruction in one step."""
+    import jax
+
+    found: dict[str, float] = collections.defaultdict(float)
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            step()
+        (file,) = Path(folder).rglob("*.xplane.pb")
+        for plane in jax.profiler.ProfileData.from_file(str(file)).planes:
+            for line in plane.lines:
+                for event in line.events:
+                    name = dict(event.stats).get("hlo_op")
+                    if name:
+                        found[str(name)] += event.duration_ns / 1e9
+    return found
+
+
+def parse(text: str) -> dict[str, Kernel]:
+    """Returns the instructions of a compiled program by name."""
+    bodies = {name: body for name, body in re.findall(r"\n%?([\w.\-]+) \([^\n]*\{\n(.*?)\n\}", text, re.DOTALL)}
+    found = {}
+    for name, opcode, rest in re.findall(r"^\s*(?:ROOT )?%?([\w.\-]+) = \S.*? ([\w\-]+)\((.*)$", text, re.MULTILINE):
+        called = re.search(r"calls=%([\w.\-]+)", rest)
+        found[name] = Kernel(opcode, f"{opcode}({rest} {bodies.get(called[1], '') if called else ''}")
+    return found
+
+
+def kind_of(name: str, kernel: Kernel) -> str:
+    """Returns the kind of work of one kernel."""
+    text = f"{name.removeprefix('wrapped_')} {kernel.text}"
+    for kind, pattern in KINDS.items():
+        parts = re.findall(r"[^\n]*", text) if kind.startswith("products") else [text]
+        if any(re.search(pattern, part) for part in parts):
+            return kind
+    return REST
+
+
+def shares(kernels: Mapping[str, Kernel], seconds: Mapping[str, float]) -> list[tuple[str, str, float]]:
+    """Returns (kind, name, seconds) of each kernel that ran, the longest first; loops hold others and do not count."""
+    known = {name: kernels.get(name, Kernel("", "")) for name in seconds}
+    rows = [
+        (kind_of(name, kernel), name, seconds[name]) for name, kernel in known.items() if kernel.opcode not in LOOPS
+    ]
+    return sorted(rows, key=lambda row: -row[2])
+
+
+def table(rows: Sequence[tuple[str, str, float]], seconds: float, *, top: int) -> str:
+    """Returns the shares for people."""
+    sums: dict[str, float] = collections.defaultdict(float)
+    for kind, _, taken in rows:
+        sums[kind] += taken
+    whole = sum(sums.values())
+    lines = [
+        f"a step takes {seconds:.2f} s; its kernels add up to {whole:.2f} s",
+        "",
+        f"{'kind':<28}{'s':>8}{'share':>8}",
+    ]
+    lines += [
+        f"{kind:<28}{sums[kind]:>8.2f}{sums[kind] / whole:>8.0%}" for kind in sorted(sums, key=lambda k: -sums[k])
+    ]
+    lines += [f"{taken:>8.3f} s  {kind:<28}{name}" for kind, name, taken in rows[:top]]
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    leave(main)
