@@ -17,7 +17,7 @@ import tokenizers
 import torch
 import transformers
 import trl
-from torch_run import build, parse, say, stored, timed
+from torch_run import build, narrow, parse, say, stored, timed
 from trl.trainer.dpo_config import DPOConfig
 from trl.trainer.dpo_trainer import DPOTrainer
 
@@ -82,7 +82,8 @@ def main() -> None:
 
         def step() -> tuple[torch.Tensor, torch.Tensor]:
             optimizer.zero_grad(set_to_none=True)
-            loss = trainer.training_step(model, inputs)
+            with narrow(args):  # the trainer would do so itself in `train`, which prepares the model
+                loss = trainer.training_step(model, inputs)
             norm = torch.nn.utils.clip_grad_norm_(learns, 1.0)
             optimizer.step()
             return loss, norm
