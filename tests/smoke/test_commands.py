@@ -246,7 +246,6 @@ REFUSED = {
     "context longer than the window": (["--config.encoder.window=16"], "encoder.window=16"),
     "unknown placement": (["--config.mesh.placement=everywhere"], "everywhere"),
     "three devices, model axis of two": (["--config.mesh.placement=tensor", "--config.mesh.model=2"], "3 devices"),
-    "batch that three devices do not divide": (["--config.mesh.placement=replicate"], "global_batch"),
     "unknown key": (["--config.train.step=3"], "train.steps"),
 }
 

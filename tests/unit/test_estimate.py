@@ -257,6 +257,7 @@ def seconds_of(file: str, target: str, strategy: str, mesh: str, micro: int, **c
     data, model = map(int, axes.groups()) if axes else (-1, 1)
     on = jax.devices()[: wanted.devices]
     placed = placements.place(strategy, recipes.reader_bytes(cfg), data=data, model=model, devices=on)
+    placed = dataclasses.replace(placed, stands_for="gpu")
     recipe = recipes.make(cfg, placed, outline=True)
     found = estimate.estimate(StepSpec(cfg, recipe), recipe, recipe.batch_widths(), micro, wanted)
     assert found.times is not None

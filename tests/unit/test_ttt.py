@@ -223,7 +223,7 @@ def test_a_step_on_a_token_lowers_the_inner_loss_of_a_model_that_has_learned_not
 def test_gradient_of_the_inner_norm_is_that_of_its_loss(factor):
     cfg, rng = VARIANTS["linear transformer"], np.random.default_rng(2)
     p = {key: leaf[0] for key, leaf in make(cfg).items() if key == "layers" for key, leaf in leaf.items()}
-    inner = ttt_inner.Inner(p, dtype=Mode().dtype)
+    inner = ttt_inner.Inner(p, Mode().precision)
     z, target = (jnp.asarray(factor * rng.normal(size=(2, 3, 4, 10)), jnp.float32) for _ in range(2))
     wanted = jax.grad(lambda z: 0.5 * jnp.sum((inner.normalise(z) - target) ** 2))(z)
     np.testing.assert_allclose(inner.gradient(z, target), wanted, atol=SAME * float(jnp.abs(wanted).max()))
