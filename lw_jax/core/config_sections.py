@@ -7,6 +7,7 @@ Made from these dataclasses are the ConfigDict that users edit (`configs/base.py
 import dataclasses
 from typing import Any
 
+from lw_jax.core import eval_rows
 from lw_jax.core.config_keys import key, section
 
 PLACEMENTS = ("auto", "single", "replicate", "fsdp", "tensor", "split", "hybrid3", "hybrid4")
@@ -363,9 +364,9 @@ class Eval:
         choices=("auto", "stacked", "unstacked"),
     )
     rows: tuple[str, ...] = key(
-        ("text", "latents", "shuffled", "zero", "none", "truncated"),
+        eval_rows.DEFAULT,
         "message and controls to compare",
-        choices=("text", "latents", "shuffled", "zero", "none", "truncated"),
+        choices=tuple(eval_rows.ROWS),
     )
     curve: str = key(
         "nll",

@@ -114,6 +114,7 @@ class ReaderPass:
     def __init__(self, name: str, reader: Reader, layout: Layout, ledger: Ledger) -> None:
         self.name, self.tokenizer, self.layout, self.ledger = name, reader.tokenizer, layout, ledger
         self.frame = make_frame(name, reader, layout.prompt)
+        self.context_tokens: dict[str, list[int]] = {}  # prompt field -> tokens of each prompt that hold the context
 
     def read(self, examples: Sequence[Example], rows: set[str], answered: bool) -> dict[str, list[np.ndarray]]:
         """Returns each field's ids, one array an example; the ledger records dropped examples."""
@@ -129,18 +130,23 @@ class ReaderPass:
         if answered:
             fields["answer"] = self._read_answers(after_texts, after, examples, limit=data.question_tokens)
             self._limit(fields["answer"], "answer", "answer_tokens")
+        question = self._tokenize(asked) if in_latents and rows & {"text", "truncated"} else after
         if "text" in rows:
             fields["text"] = self._read_text(examples, asked, fields.get("answer"))
+            self.context_tokens["text"] = [
+                max(0, len(whole) - len(before) - len(q)) for whole, q in zip(fields["text"], question, strict=True)
+            ]
         if "none" in rows:
             limit = None if asked_limit is None else len(before) + asked_limit
             fields["none"] = self._tokenize([self.frame.before + text for text in asked], begin=True, limit=limit)
+            self.context_tokens["none"] = [0] * len(examples)
         if "truncated" in rows:
             slots = self.layout.slots
             contexts = self._tokenize([example.context for example in examples], limit=slots)
-            question = self._tokenize(asked) if in_latents else after
             fields["truncated"] = [
                 np.concatenate([before, c[:slots], a]) for c, a in zip(contexts, question, strict=True)
             ]
+            self.context_tokens["truncated"] = [min(slots, len(c)) for c in contexts]
         return fields
 
     def _tokenize(self, texts: list[str], *, begin: bool = False, limit: int | None = None) -> list[np.ndarray]:

@@ -9,12 +9,14 @@ from typing import Any, TypeVar
 
 import jax
 
-from lw_jax.core import processes
+from lw_jax.core import eval_rows, processes
 from lw_jax.core.config import Eval
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
 from lw_jax.data import prompt_tokens
-from lw_jax.evals import control_rows, geometry, joint, quality_curve
+from lw_jax.data.batches import Encoded
+from lw_jax.data.examples import spread
+from lw_jax.evals import comparison, control_rows, geometry, joint, quality_curve, swaps
 from lw_jax.evals.curve import Curve
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.planning import generation_memory
@@ -31,8 +33,8 @@ class Evaluation:
     """Results of one evaluation."""
 
     measured: control_rows.Measured
-    summary: dict[str, dict[str, control_rows.Row]]  # reader -> row -> figures
-    readers: dict[str, control_rows.Row]  # reader -> comparison of its rows
+    summary: dict[str, dict[str, comparison.Row]]  # reader -> row -> figures
+    readers: dict[str, comparison.Row]  # reader -> comparison of its rows
     joint: dict[str, Any] | None  # None: one reader, or no row "latents"
     latents: dict[str, float | None]
     slots: list[list[float]]  # mean cosine between slots of one message
@@ -54,8 +56,8 @@ def evaluate(wire: TrainedWire) -> Evaluation:
         )
     return Evaluation(
         measured=measured,
-        summary=control_rows.summarise(measured.records, **bootstrap),
-        readers=control_rows.compare(measured.records, **bootstrap),
+        summary=comparison.summarise(measured.records, **bootstrap),
+        readers=comparison.compare(measured.records, **bootstrap),
         joint=_fitting(
             batch, cfg.eval, lambda options: joint.pick(bench, measured, layout, options=options, seed=cfg.seed)
         ),
@@ -69,11 +71,29 @@ def measure(wire: TrainedWire, batch: out_of_memory.HalvingBatch | None = None) 
     """Returns one record per example, reader and row, with their examples and latents."""
     recipe, bench = wire.recipe, _bench(wire)
     batch = batch or _batch(recipe)
-    encoded = recipe.data("validation", rows=recipe.cfg.eval.rows)
+    options = recipe.cfg.eval
+    encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows))
     _say(*encoded.describe())
-    if recipe.cfg.eval.layers == "unstacked":
+    changed = _make_swaps(recipe, encoded)
+    if options.layers == "unstacked":
         _say("answers: layers unstacked (eval.layers)")
-    return _fitting(batch, recipe.cfg.eval, lambda options: control_rows.measure(bench, encoded, options=options))
+    return _fitting(
+        batch,
+        recipe.cfg.eval,
+        lambda options: control_rows.measure(bench, encoded, options=options, seed=recipe.cfg.seed, swaps=changed),
+    )
+
+
+def _make_swaps(recipe: LatentWire, encoded: Encoded) -> swaps.Swaps | None:
+    """Returns the examples with another answer in their texts; None where no row needs them."""
+    options = recipe.cfg.eval
+    rows = [row for row in options.rows if eval_rows.ROWS[row].swapped]
+    if not rows:
+        return None
+    indices = spread(len(encoded), options.examples)
+    found = swaps.make(encoded, indices, layout=recipe.layout, fields=eval_rows.fields_of(rows))
+    _say(f"{', '.join(rows)}: {len(found.origins)} of {len(indices)} texts have an answer that can be replaced")
+    return found
 
 
 def write(found: Evaluation, workdir: Path, *, step: int) -> list[Path]:
@@ -103,8 +123,8 @@ def write(found: Evaluation, workdir: Path, *, step: int) -> list[Path]:
 
 def describe(found: Evaluation) -> str:
     """Returns tables and figures for a terminal."""
-    lines = [control_rows.table(found.summary), ""]
-    lines += [control_rows.format_comparison(reader, figures) for reader, figures in found.readers.items()]
+    lines = [comparison.table(found.summary), ""]
+    lines += [comparison.format_comparison(reader, figures) for reader, figures in found.readers.items()]
     if found.joint:
         lines.append(joint.format_figures(found.joint))
     lines.append(geometry.format_figures(found.latents))
