@@ -168,7 +168,11 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
     passes = {name: ReaderPass(name, reader, layout, ledger) for name, reader in layout.readers.items()}
     tokens = {name: one.read(examples, set(rows), answered) for name, one in passes.items()}
     keep = ledger.settle(layout.data.overlong)
-    limits = {"after": layout.data.question_tokens, "text": layout.data.context_tokens}
+    limits = {
+        "after": layout.data.question_tokens,
+        "text": layout.data.context_tokens,
+        "context": layout.data.context_tokens,
+    }
     limits["answer"] = layout.data.answer_tokens
 
     def kept(key: str, ids: list[np.ndarray], pad: int) -> Field:

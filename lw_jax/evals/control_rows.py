@@ -35,11 +35,15 @@ class Bench:
     decode: Mapping[str, Callable[[Sequence[int]], str]]  # reader's name -> ids to text
     # (this process's rows on the host, reader's name or None for the encoder) -> device batch, and back
     place: Callable[[Tree, str | None], Tree]
+    taught: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)  # reader's name -> vectors f32[k d]
     fetch: Callable[[Tree, str | None], Tree] = lambda tree, name: jax.device_get(tree)
 
     def prompt(self, fields: Mapping[str, Any], name: str, *, row: str, latents: jax.Array | None) -> Any:
         """Returns a reader's prompt for one row from its placed fields; `latents` are None for text rows."""
         params = self.frozen[name]
+        if ROWS[row].taught:
+            given = {key: fields[key] for key in ROWS[row].fields}
+            return self.functions.prompt_from_taught_text(params, given, self.taught[name])
         if not ROWS[row].latents:
             return self.functions.prompt_from_text(params, fields[ROWS[row].fields[0]])
         assert latents is not None, row
@@ -151,7 +155,7 @@ def positions(encoded: Encoded, reader: str, row: str, index: int) -> int:
     made = ROWS[row]
     if made.latents:
         return encoded.slots + 1
-    return sum(encoded.context_tokens[reader][field][index] for field in made.fields)
+    return sum(encoded.context_tokens[reader][field][index] for field in made.fields) + made.taught
 
 
 def merge(groups: list[list[Any]]) -> list[Any]:

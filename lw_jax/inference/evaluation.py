@@ -18,6 +18,7 @@ from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
 from lw_jax.evals import comparison, control_rows, geometry, joint, quality_curve, swaps
 from lw_jax.evals.curve import Curve
+from lw_jax.inference import taught_text
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.planning import generation_memory
 from lw_jax.recipes.latentwire import LatentWire
@@ -45,8 +46,9 @@ def evaluate(wire: TrainedWire) -> Evaluation:
     """Returns the results that `cfg.eval` of the wire's configuration asks for."""
     cfg, layout = wire.recipe.cfg, wire.recipe.layout
     bootstrap = {"seed": cfg.seed}
-    batch, bench = _batch(wire.recipe), _bench(wire)
-    measured = measure(wire, batch)
+    batch = _batch(wire.recipe)
+    bench = _bench(wire, batch)
+    measured = measure(wire, batch, bench)
     latents = measured.latents[different_inputs(measured, layout)]
     curve = None
     if cfg.eval.curve != "none":
@@ -67,10 +69,13 @@ def evaluate(wire: TrainedWire) -> Evaluation:
     )
 
 
-def measure(wire: TrainedWire, batch: out_of_memory.HalvingBatch | None = None) -> control_rows.Measured:
+def measure(
+    wire: TrainedWire, batch: out_of_memory.HalvingBatch | None = None, bench: control_rows.Bench | None = None
+) -> control_rows.Measured:
     """Returns one record per example, reader and row, with their examples and latents."""
-    recipe, bench = wire.recipe, _bench(wire)
+    recipe = wire.recipe
     batch = batch or _batch(recipe)
+    bench = bench or _bench(wire, batch)
     options = recipe.cfg.eval
     encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows))
     _say(*encoded.describe())
@@ -141,14 +146,18 @@ def different_inputs(measured: control_rows.Measured, layout: prompt_tokens.Layo
     return list(first.values())
 
 
-def _bench(wire: TrainedWire) -> control_rows.Bench:
-    functions = wire.functions
+def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch) -> control_rows.Bench:
+    functions, options = wire.functions, wire.recipe.cfg.eval
+    taught = {}
+    if any(eval_rows.ROWS[row].taught for row in options.rows):
+        taught = _fitting(batch, options, lambda own: taught_text.teach(wire.recipe, wire.frozen, batch=own.batch))
     return control_rows.Bench(
         functions,
         wire.trainable,
         wire.frozen,
         decode={name: tokenizer.decode for name, tokenizer in wire.recipe.tokenizers.items()},
         place=lambda batch, name: place.put_eval(batch, functions.mesh_of(name)),
+        taught=taught,
         fetch=lambda rows, name: place.local_rows(rows, functions.mesh_of(name)),
     )
 
