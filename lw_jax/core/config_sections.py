@@ -73,6 +73,29 @@ class Adapter:
 
 
 @dataclasses.dataclass(frozen=True)
+class Message:
+    """What a message carries beside its latents."""
+
+    literals: int = key(
+        0,
+        "words of the text that the message carries as text, those that the encoder's body (kind lm) finds least "
+        "predictable; each reader tokenises them itself",
+        unit="words",
+        at_least=0,
+        at_most=1024,
+    )
+    dropout: float = key(
+        0.1,
+        "training examples without the literals, and as many without the latents: so either is learned alone too; no "
+        "effect without literals",
+        unit="share",
+        at_least=0,
+        at_most=0.5,
+        shapes="no",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
 class Prompt:
     """Text around the context and the question."""
 
@@ -407,6 +430,7 @@ class Config:
     llms: dict[str, LLM] = dataclasses.field(default_factory=dict)  # reader's name -> LLM
     encoder: Encoder = section(Encoder)
     adapter: Adapter = section(Adapter)
+    message: Message = section(Message)
     prompt: Prompt = section(Prompt)
     data: Data = section(Data)
     loss: Loss = section(Loss)
