@@ -7,6 +7,7 @@ Made from these dataclasses are the ConfigDict that users edit (`configs/base.py
 import dataclasses
 from typing import Any
 
+from lw_jax.core import eval_rows
 from lw_jax.core.config_keys import key, section
 
 PLACEMENTS = ("auto", "single", "replicate", "fsdp", "tensor", "split", "hybrid3", "hybrid4")
@@ -386,10 +387,18 @@ class Eval:
         choices=("auto", "stacked", "unstacked"),
     )
     rows: tuple[str, ...] = key(
-        ("text", "latents", "shuffled", "zero", "none", "truncated"),
+        eval_rows.DEFAULT,
         "message and controls to compare",
-        choices=("text", "latents", "shuffled", "zero", "none", "truncated"),
+        choices=tuple(eval_rows.ROWS),
     )
+    taught_examples: int = key(
+        256,
+        "examples of data.train that the vector of the row text_taught is trained on",
+        unit="examples",
+        above=0,
+        shapes="no",
+    )
+    taught_steps: int = key(48, "optimizer steps of that training", unit="steps", above=0, shapes="no")
     curve: str = key(
         "nll",
         "quality against bytes of a message; f1 generates and is slower",

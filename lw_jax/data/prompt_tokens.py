@@ -123,6 +123,7 @@ class ReaderPass:
     def __init__(self, name: str, reader: Reader, layout: Layout, ledger: Ledger) -> None:
         self.name, self.tokenizer, self.layout, self.ledger = name, reader.tokenizer, layout, ledger
         self.frame = make_frame(name, reader, layout.prompt)
+        self.context_tokens: dict[str, list[int]] = {}  # prompt field -> tokens of each prompt that hold the context
 
     def read(self, examples: Sequence[Example], rows: set[str], answered: bool) -> dict[str, list[np.ndarray]]:
         """Returns each field's ids, one array an example; the ledger records dropped examples."""
@@ -142,18 +143,28 @@ class ReaderPass:
         if answered:
             fields["answer"] = self._read_answers(after_texts, after, examples, limit=data.question_tokens)
             self._limit(fields["answer"], "answer", "answer_tokens")
+        question = self._tokenize(asked) if in_latents and rows & {"text", "truncated", "asked"} else after
         if "text" in rows:
             fields["text"] = self._read_text(examples, asked, fields.get("answer"))
+            self.context_tokens["text"] = [
+                max(0, len(whole) - len(before) - len(q)) for whole, q in zip(fields["text"], question, strict=True)
+            ]
+        if "context" in rows:
+            fields["context"] = self._read_context(examples, before, question)
+        if "asked" in rows:
+            fields["asked"] = question
+            self.context_tokens["asked"] = [0] * len(examples)
         if "none" in rows:
             limit = None if asked_limit is None else len(before) + asked_limit
             fields["none"] = self._tokenize([self.frame.before + text for text in asked], begin=True, limit=limit)
+            self.context_tokens["none"] = [0] * len(examples)
         if "truncated" in rows:
             slots = self.layout.slots
             contexts = self._tokenize([example.context for example in examples], limit=slots)
-            question = self._tokenize(asked) if in_latents else after
             fields["truncated"] = [
                 np.concatenate([before, c[:slots], a]) for c, a in zip(contexts, question, strict=True)
             ]
+            self.context_tokens["truncated"] = [min(slots, len(c)) for c in contexts]
         return fields
 
     def _tokenize(self, texts: list[str], *, begin: bool = False, limit: int | None = None) -> list[np.ndarray]:
@@ -221,6 +232,26 @@ class ReaderPass:
                 if not known and not np.array_equal(wire, text):
                     self._drop_boundary(i, examples[i])
         return prompts
+
+    def _read_context(
+        self, examples: Sequence[Example], before: np.ndarray, question: Sequence[np.ndarray]
+    ) -> list[np.ndarray]:
+        """Returns the ids up to the question, tokenised by themselves; the limit counts the question too."""
+        limit = self.layout.data.context_tokens
+        contexts = self._tokenize([example.context for example in examples], limit=limit)
+        for i, (ids, asked) in enumerate(zip(contexts, question, strict=True)):
+            room = limit - len(before) - len(asked)
+            if len(ids) <= room:
+                continue
+            if self.layout.data.overlong != "cut":
+                count = _count(ids, examples[i].context, limit)
+                detail = f"{count} tokens of context of reader {self.name!r}, config.data.context_tokens={limit}"
+                self.ledger.refuse(i, detail)
+            else:
+                contexts[i] = ids[: max(room, 0)]
+                self.ledger.cut["text_cut"].add(i)
+        self.context_tokens["context"] = [len(ids) for ids in contexts]
+        return [np.concatenate([before, ids]) for ids in contexts]
 
     def _cut_text(self, context: str, after: str) -> str:
         """Returns the prompt with the longest start of its context that fits, found by bisection over characters."""

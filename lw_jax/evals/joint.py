@@ -11,7 +11,8 @@ from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.loader import eval_batches
 from lw_jax.evals import answers
-from lw_jax.evals.control_rows import Bench, Measured, Record, Row
+from lw_jax.evals.comparison import Record, Row
+from lw_jax.evals.control_rows import Bench, Measured
 from lw_jax.evals.statistics import Bootstrap
 
 ROW = "latents"

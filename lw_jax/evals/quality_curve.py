@@ -20,8 +20,9 @@ from lw_jax.core.config_sections import BITS
 from lw_jax.core.types import EXACT
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
-from lw_jax.evals import control_rows
-from lw_jax.evals.control_rows import Bench, Measured, Record
+from lw_jax.evals import comparison, control_rows
+from lw_jax.evals.comparison import Record
+from lw_jax.evals.control_rows import Bench, Measured
 from lw_jax.evals.curve import COLUMNS, REFERENCE_ROWS, Curve
 from lw_jax.evals.statistics import Bootstrap
 from lw_jax.models import codec
@@ -49,7 +50,7 @@ def sweep(
         quality=options.curve,
         examples=len(indices),
         points=points,
-        references=control_rows.summarise(reference, seed=seed),
+        references=comparison.summarise(reference, seed=seed),
         text_bytes=measure_texts(measured.encoded.examples[index].context for index in indices),
     )
 
@@ -155,7 +156,7 @@ def _points(size: tuple[int, int, int], records: Sequence[Record], bootstrap: Bo
     points = []
     for reader in dict.fromkeys(record["reader"] for record in records):
         own = [record for record in records if record["reader"] == reader]
-        estimates = control_rows.estimate(own, bootstrap)
+        estimates = comparison.estimate(own, bootstrap)
         point: dict[str, Any] = {"slots": slots, "width": width, "bits": bits, "reader": reader, "examples": len(own)}
         point["payload_bytes"] = -(-slots * width * bits // 8)  # the values alone
         point["framed_bytes"] = float(np.mean([record["framed_bytes"] for record in own]))

@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from lw_jax.core.types import Tree
 from lw_jax.losses import token_losses
-from lw_jax.models.wire import Prompt, Wire, text_prompt, wire_prompt
+from lw_jax.models.wire import Prompt, Wire, taught_prompt, text_prompt, wire_prompt
 from sharding import place
 from sharding.placement import Placement
 
@@ -48,6 +48,11 @@ class WireFunctions:
     def prompt_from_text(self):
         """Returns jitted (reader's parameters, {"ids", "mask"}) -> Prompt."""
         return jax.jit(text_prompt)
+
+    @functools.cached_property
+    def prompt_from_taught_text(self):
+        """Returns jitted (reader's parameters, {"context", "asked"}, vectors [k d]) -> Prompt."""
+        return jax.jit(taught_prompt)
 
     @functools.cached_property
     def score(self):

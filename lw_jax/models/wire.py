@@ -172,6 +172,17 @@ def after_prefix(fields: Mapping[str, Any]) -> Mapping[str, jax.Array]:
     return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), fields["literals"], fields["after"])
 
 
+def taught_prompt(params: Tree, fields: Mapping[str, Any], vectors: Float[Array, "k d"]) -> Prompt:
+    """Returns a text's prompt with learned vectors behind the context, where a message has its task's vector.
+
+    `fields` has "context" (everything before the question) and "asked" (from the question on), left-padded.
+    """
+    parts = [decoder.embed(params, fields[key]["ids"]) for key in ("context", "asked")]
+    taught = jnp.broadcast_to(vectors.astype(parts[0].dtype)[None], (len(parts[0]), *vectors.shape))
+    mask = [fields["context"]["mask"], jnp.ones(taught.shape[:2], bool), fields["asked"]["mask"]]
+    return Prompt(jnp.concatenate([parts[0], taught, parts[1]], axis=1), jnp.concatenate(mask, axis=1))
+
+
 def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b n d"]) -> Prompt:
     """Returns BOS and template text, the soft prefix in the place of the context, literals, then the question.
 

@@ -5,8 +5,8 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lw_jax.core import eval_rows
 from lw_jax.core.types import Tree
-from lw_jax.data.batches import PROMPT_ROWS
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models import pass_costs
 from lw_jax.models.wire import Prompt
@@ -65,7 +65,7 @@ def longest_prompt(recipe: LatentWire, name: str) -> int:
     cfg, fields = recipe.cfg, recipe.batch_widths()["readers"][name]
     before = sum(fields[key]["ids"].shape[0] for key in ("before", "literals") if key in fields)
     wire = before + cfg.encoder.slots + 1 + cfg.data.question_tokens
-    texts = cfg.data.context_tokens if set(PROMPT_ROWS) & set(cfg.eval.rows) else 0
+    texts = cfg.data.context_tokens if eval_rows.fields_of(cfg.eval.rows) else 0
     return max(wire, texts)
 
 

@@ -20,6 +20,7 @@ Interval = tuple[Known, Known] | None
 class Row(TypedDict):
     """One reader's figures for one of its rows."""
 
+    positions: NotRequired[Known]  # absent in files of earlier versions
     em: Known
     f1: Known
     nll: Known
@@ -32,6 +33,8 @@ class Row(TypedDict):
     nll_interval: Interval
     first_token_interval: Interval
     examples: Count
+    follows: NotRequired[Known]
+    follows_interval: NotRequired[Interval]
 
 
 class Between(TypedDict, total=False):
@@ -47,6 +50,11 @@ class Between(TypedDict, total=False):
     gap_f1_interval: Interval
     gap_nll: Known
     gap_nll_interval: Interval
+    upper: Word
+    fewer_positions: Known
+    follows: Known
+    follows_interval: Interval
+    follows_reason: Word
 
 
 class Score(TypedDict):

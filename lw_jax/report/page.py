@@ -105,7 +105,7 @@ def _evaluation(run: Run) -> dict[str, Any]:
         "between": tables.between(found.get("readers", {})),
         "joint": tables.joint(found["joint"]) if found.get("joint") else None,
         "agreement": tables.agreement(found["joint"]) if found.get("joint") else "",
-        "rows": tables.ROWS,
+        "rows": tables.meanings(found.get("rows", {})),
         "counts": ", ".join(f"{name} {number}" for name, number in found.get("counts", {}).items() if number),
         "geometry": tables.geometry(found["latents"]) if found else None,
         "slots": _picture(figures.draw_slots(run.slots), "cosine between slots") if run.slots else "",

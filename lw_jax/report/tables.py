@@ -5,19 +5,12 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from lw_jax.core.eval_rows import ROWS
 from lw_jax.evals import verdict
 from lw_jax.evals.curve import COLUMNS, Curve
 from lw_jax.report.records import Run, to_number
 
-ROWS = {  # control row -> the reader's input beside the question
-    "text": "the text itself",
-    "latents": "the text's latents",
-    "shuffled": "another text's latents",
-    "zero": "zero latents",
-    "none": "nothing",
-    "truncated": "the text's first tokens, as many as the message has slots",
-}
-SHOWN = ("text", "latents", "shuffled")  # of ROWS, in the examples
+SHOWN = ("text", "latents", "shuffled")  # of `core.eval_rows.ROWS`, in the examples
 EXAMPLES = 20
 LONGEST = 600  # characters of a question or an answer in the examples
 BETWEEN = {  # of `control_rows.compare`: name -> (label, unit, factor)
@@ -25,6 +18,7 @@ BETWEEN = {  # of `control_rows.compare`: name -> (label, unit, factor)
     "recovered_nll": ("recovered NLL", "%", 100),
     "gap_f1": ("gap of F1", "points", 100),
     "gap_nll": ("gap of NLL", "nats a token", 1),
+    "follows": ("follows a changed message, of changed texts followed", "%", 100),
 }
 GEOMETRY = {
     "inputs": "texts",
@@ -88,7 +82,10 @@ def verdicts(run: Run) -> list[Verdict]:
     found = []
     for reader, figures in run.evaluation["readers"].items():
         key = verdict.judge(figures)
-        shown = [
+        shown = []
+        if figures.get("fewer_positions") is not None:
+            shown.append(f"{_number(figures['fewer_positions'])} x fewer reader positions than the text")
+        shown += [
             f"{what} {_number(figures[name], scale)} {unit} ({_interval(figures.get(f'{name}_interval'), scale)})"
             for name, (what, unit, scale) in BETWEEN.items()
             if figures.get(name) is not None
@@ -109,9 +106,15 @@ def _preference(run: Run) -> Verdict:
     return Verdict("none", f"step {row['step']}: held-out accuracy {share} %, mean margin {margin}")
 
 
+def meanings(readers: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Returns what a reader has in the place of the context, for each row that was measured."""
+    measured = dict.fromkeys(row for rows in readers.values() for row in rows)
+    return {row: ROWS[row].meaning for row in measured if row in ROWS}
+
+
 def control(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """Returns one reader's rows."""
-    head = ["row", "EM, %", "95 %", "F1, %", "95 %", "NLL, nats a token", "95 %"]
+    head = ["row", "reader positions", "EM, %", "95 %", "F1, %", "95 %", "NLL, nats a token", "95 %"]
     head += [
         "token accuracy, %",
         "first token, %",
@@ -122,7 +125,7 @@ def control(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     ]
     cells = []
     for row, found in rows.items():
-        line = [row]
+        line = [row, f"{found['positions']:,.1f}" if found.get("positions") is not None else "unknown"]
         for name, scale in (("em", 100), ("f1", 100), ("nll", 1)):
             line += [_number(found[name], scale), _interval(found[f"{name}_interval"], scale)]
         line += [_number(found["accuracy"], 100), _number(found["first_token"], 100)]
@@ -133,10 +136,14 @@ def control(rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def between(readers: Mapping[str, Mapping[str, Any]]) -> Table:
     """Returns each reader's comparison of its rows."""
-    head = ["reader", *(cell for what, unit, _ in BETWEEN.values() for cell in (f"{what}, {unit}", "95 %"))]
+    head = [
+        "reader",
+        "fewer reader positions, x",
+        *(cell for what, unit, _ in BETWEEN.values() for cell in (f"{what}, {unit}", "95 %")),
+    ]
     cells = []
     for reader, figures in readers.items():
-        line = [reader]
+        line = [reader, _number(figures.get("fewer_positions"))]
         for name, (_, _, scale) in BETWEEN.items():
             line += [_number(figures.get(name), scale), _interval(figures.get(f"{name}_interval"), scale)]
         cells.append(line)

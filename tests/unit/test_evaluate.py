@@ -99,7 +99,7 @@ def test_an_input_that_was_written_twice_counts_once_among_the_latents(wire, fou
 
 
 def exhaust(least):
-    def measure(*_, options):
+    def measure(*_, options, **__):
         if options.batch >= least:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
         return options.batch

@@ -122,8 +122,9 @@ def test_figures_are_drawn_as_text_with_axes_named(page: Reader) -> None:
 def test_control_table_shows_what_was_measured(page: Reader) -> None:
     cells = [text for tag, text in page.texts if tag == "td"]
     start = cells.index("truncated")
-    assert cells[start : start + 7] == [
+    assert cells[start : start + 8] == [
         "truncated",
+        "12.5",
         "10.0",
         "5.0 .. 10.0",
         "10.0",

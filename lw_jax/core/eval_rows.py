@@ -1,0 +1,48 @@
+"""Rows of an evaluation, in one table: what a reader has in the place of the context.
+
+A new row is an entry here, and where its parts are new, the code that makes them: token fields in
+`data.prompt_tokens`, latents in `evals.message_latents`, the prompt in `evals.control_rows.Bench.prompt`.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalRow:
+    """What the prompt of one row is made of, beside the question."""
+
+    meaning: str  # for a page: the reader's input beside the question
+    latents: str = ""  # of a message: "own", "other" (of another text), "zero" or "random"; empty: no message
+    fields: tuple[str, ...] = ()  # of a batch, with the token ids of a prompt without a message
+    swapped: bool = False  # the text has another answer in the place of its own
+    taught: bool = False  # one learned vector stands behind the text's tokens
+
+
+ROWS = {
+    "text": EvalRow("the text itself", fields=("text",)),
+    "text_taught": EvalRow(
+        "the text, the form of the answer taught by one learned vector", fields=("context", "asked"), taught=True
+    ),
+    "latents": EvalRow("the text's latents", latents="own"),
+    "shuffled": EvalRow("another text's latents", latents="other"),
+    "random": EvalRow("random latents with the moments of real ones", latents="random"),
+    "zero": EvalRow("zero latents", latents="zero"),
+    "none": EvalRow("nothing", fields=("none",)),
+    "truncated": EvalRow("the text's first tokens, as many as the message has slots", fields=("truncated",)),
+    "swapped": EvalRow("latents of the text with another answer in it", latents="own", swapped=True),
+    "swapped_text": EvalRow("the text with another answer in it", fields=("text",), swapped=True),
+    "swapped_taught": EvalRow(
+        "the text with another answer in it, and the learned vector",
+        fields=("context", "asked"),
+        swapped=True,
+        taught=True,
+    ),
+}
+DEFAULT = ("text", "latents", "shuffled", "zero", "none", "truncated")
+PROMPT_FIELDS = tuple(dict.fromkeys(field for row in ROWS.values() for field in row.fields))
+
+
+def fields_of(rows: Iterable[str]) -> tuple[str, ...]:
+    """Returns the token fields that these rows need, each once."""
+    return tuple(dict.fromkeys(field for row in rows for field in ROWS[row].fields))
