@@ -18,6 +18,8 @@ BETWEEN = {  # of `control_rows.compare`: name -> (label, unit, factor)
     "recovered_nll": ("recovered NLL", "%", 100),
     "gap_f1": ("gap of F1", "points", 100),
     "gap_nll": ("gap of NLL", "nats a token", 1),
+    "adds_f1": ("F1 that latents add to literals", "points", 100),
+    "adds_nll": ("NLL that they take off", "nats a token", 1),
     "follows": ("follows a changed message, of changed texts followed", "%", 100),
 }
 GEOMETRY = {
@@ -136,15 +138,17 @@ def control(rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def between(readers: Mapping[str, Mapping[str, Any]]) -> Table:
     """Returns each reader's comparison of its rows."""
+    literals = any("adds_f1" in figures for figures in readers.values())
+    columns = {name: value for name, value in BETWEEN.items() if literals or not name.startswith("adds_")}
     head = [
         "reader",
         "fewer reader positions, x",
-        *(cell for what, unit, _ in BETWEEN.values() for cell in (f"{what}, {unit}", "95 %")),
+        *(cell for what, unit, _ in columns.values() for cell in (f"{what}, {unit}", "95 %")),
     ]
     cells = []
     for reader, figures in readers.items():
         line = [reader, _number(figures.get("fewer_positions"))]
-        for name, (_, _, scale) in BETWEEN.items():
+        for name, (_, _, scale) in columns.items():
             line += [_number(figures.get(name), scale), _interval(figures.get(f"{name}_interval"), scale)]
         cells.append(line)
     return Table(head, cells)
