@@ -14,7 +14,7 @@ class EvalRow:
 
     meaning: str  # for a page: the reader's input beside the question
     latents: str = ""  # of a message: "own", "other" (of another text), "zero" or "random"; empty: no message
-    fields: tuple[str, ...] = ()  # of a batch, with the token ids of a prompt without a message
+    fields: tuple[str, ...] = ()  # of a batch, with token ids, which the prompt is made of or (the first) is
     swapped: bool = False  # the text has another answer in the place of its own
     taught: bool = False  # one learned vector stands behind the text's tokens
 
@@ -30,6 +30,9 @@ ROWS = {
     "zero": EvalRow("zero latents", latents="zero"),
     "none": EvalRow("nothing", fields=("none",)),
     "truncated": EvalRow("the text's first tokens, as many as the message has slots", fields=("truncated",)),
+    "selected": EvalRow(
+        "the text's least predictable words, in as many positions as the message takes", fields=("selected", "asked")
+    ),
     "swapped": EvalRow("latents of the text with another answer in it", latents="own", swapped=True),
     "swapped_text": EvalRow("the text with another answer in it", fields=("text",), swapped=True),
     "swapped_taught": EvalRow(

@@ -125,16 +125,17 @@ def estimate(records: Sequence[Record], bootstrap: Bootstrap) -> dict[str, Estim
 
 
 def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
-    """Returns the control table for a terminal."""
+    """Returns the control table for a terminal; ms: time to the first token of an answer."""
     width = max(map(len, ("reader", *rows))) + 2
     second = max(9, *(len(row) for found in rows.values() for row in found)) + 2
-    columns = {"positions": 9, "em": 7, "f1": 7, "f1 95 %": 15, "nll": 8, "accuracy": 10, "first_token": 13}
+    columns = {"positions": 9, "ms": 8, "em": 7, "f1": 7, "f1 95 %": 15, "nll": 8, "accuracy": 10, "first_token": 13}
     columns |= {"first_5": 9, "distinct": 10}
     lines = [f"{'reader':<{width}}{'row':<{second}}" + "".join(f"{name:>{size}}" for name, size in columns.items())]
     for reader, found in rows.items():
         for row, values in found.items():
             cells = {key: f"{values[key]:.3f}" for key in columns if key in values}
             cells["positions"] = f"{values['positions']:.1f}" if "positions" in values else "unknown"
+            cells["ms"] = f"{1000 * values['first_token_seconds']:,.1f}" if "first_token_seconds" in values else ""
             cells["f1 95 %"] = format_interval(values["f1_interval"])
             lines.append(
                 f"{reader:<{width}}{row:<{second}}"
@@ -148,6 +149,10 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
     parts = []
     if "fewer_positions" in figures:
         parts.append(f"fewer_positions {figures['fewer_positions']:.2f}x")
+    if "faster" in figures:
+        parts.append(
+            f"first token {figures['faster']:.2f}x faster than from a text of {figures['timed_tokens']} tokens"
+        )
     for key in ("normalised_f1", "recovered_nll", "gap_f1", "gap_nll", "follows"):
         against = f" of {figures['upper']}" if key in ("normalised_f1", "recovered_nll") and "upper" in figures else ""
         if figures.get(key) is not None:

@@ -52,13 +52,13 @@ def teach(recipe: LatentWire, frozen: Tree, *, batch: int) -> dict[str, jax.Arra
     """Returns each reader's vector f32[1 d] on its mesh, trained on examples of data.train or taken from the cache.
 
     Args:
-        recipe: of the wire; `eval.taught_examples` and `eval.taught_steps` of its configuration are the effort.
+        recipe: of the wire; `eval.taught_steps` of its configuration is the effort.
         frozen: the readers.
         batch: most examples at once, a multiple of the data axis.
     """
     options = recipe.cfg.eval
     found = examples.load(recipe.cfg.data, "train", seed=recipe.cfg.seed)
-    chosen = [found[i] for i in examples.spread(len(found), options.taught_examples)]
+    chosen = [found[i] for i in examples.spread(len(found), options.taught_steps * BATCH)]
     encoded = _encode(chosen, recipe)
     vectors = {}
     for name in recipe.wire.readers:
