@@ -85,8 +85,11 @@ def test_selected_words_fill_the_message_s_positions_in_the_text_s_order(wire, f
             whole, before = fields["selected"].ids[index], len(fields["before"].ids[index])
             words = tokenizer.decode(whole[before : before + int(record["positions"])].tolist()).split()
             context = found.measured.encoded.examples[index].context
-            places = [context.find(word) for word in words[:-1]]
-            assert places and -1 not in places and places == sorted(places)
+            at = 0
+            for word in words[:-1]:  # the last one may be cut
+                at = context.find(word, at)
+                assert at >= 0, (words, context)
+            assert words
 
 
 def test_taught_vector_is_kept_and_lowers_the_loss_of_the_text(wire, found, monkeypatch, capsys):
