@@ -117,8 +117,8 @@ class Data:
 
     train: str = key(
         "cards",
-        "cards or pairs (made by the project), a .json or .jsonl[.gz] file, or hub:NAME[:CONFIG]; recipe ttt: "
-        "docstrings (Python's own), or a file or folder of .txt, .jsonl, .arrow or .parquet",
+        "cards or pairs (made by the project), .json or .jsonl[.gz] files or hub:NAME[:CONFIG], with commas between; "
+        "recipe ttt: docstrings (Python's own), or a file or folder of .txt, .jsonl, .arrow or .parquet",
         shapes="no",
     )
     validation: str = key(

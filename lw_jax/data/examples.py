@@ -83,11 +83,13 @@ def load(data: config.Data, split: Split, *, seed: int) -> list[Example]:
     Raises UserError when the validation source is the training source, and for whatever `read` refuses.
     """
     disjoint = data.validation in question_cards.STYLES  # made cards share none between splits
-    if not disjoint and _identity(data.train, "train") == _identity(data.validation, "validation"):
-        raise UserError(
-            f"config.data.validation={data.validation!r} is the training source: scores would measure memory; "
-            'name another file or split, or "cards"'
-        )
+    trained = [] if disjoint else [_identity(name, "train") for name in split_sources(data.train)]
+    for name in split_sources(data.validation):
+        if _identity(name, "validation") in trained:
+            raise UserError(
+                f"config.data.validation={name!r} is the training source: scores would measure memory; "
+                'name another file or split, or "cards"'
+            )
     train = split == "train"
     source, limit = (data.train, 0) if train else (data.validation, data.validation_limit)
     if source not in question_cards.STYLES:
@@ -98,13 +100,12 @@ def load(data: config.Data, split: Split, *, seed: int) -> list[Example]:
 
 
 def read(source: str, *, limit: int = 0, split: str = "train") -> list[Example]:
-    """Returns the answerable questions of a .json/.jsonl[.gz] file or of "hub:NAME[:CONFIG][:SPLIT]".
+    """Returns the answerable questions of .json/.jsonl[.gz] files or "hub:NAME[:CONFIG][:SPLIT]", commas between them.
 
-    With a limit, so many examples spread evenly over the source: neighbours in SQuAD share their paragraph.
+    With a limit, so many examples spread evenly over all of them: neighbours in SQuAD share their paragraph.
     `split` is taken where a hub source names none. Raises UserError naming file, line or row, and field.
     """
-    found = _hub_rows(source, split) if source.startswith("hub:") else _file_rows(Path(source).expanduser())
-    parsed = [_example(row, where) for where, row in found]
+    parsed = [_example(row, where) for name in split_sources(source) for where, row in _rows(name, split)]
     examples = [example for example in parsed if example is not None]
     skipped = len(parsed) - len(examples)
     if skipped:
@@ -112,6 +113,11 @@ def read(source: str, *, limit: int = 0, split: str = "train") -> list[Example]:
     if not examples:
         raise UserError(f"{source}: no examples ({skipped} unanswerable questions skipped); expected {_FORMATS}")
     return [examples[i] for i in spread(len(examples), limit)]
+
+
+def split_sources(source: str) -> list[str]:
+    """Returns the names in a list of sources; a file whose own name has commas is one source."""
+    return [source] if Path(source).expanduser().is_file() else [name.strip() for name in source.split(",")]
 
 
 def digest(examples: Sequence[Example]) -> str:
@@ -133,6 +139,10 @@ def _identity(source: str, split: Split) -> str | tuple[str, str, str]:
     if source.startswith("hub:"):
         return _parse_hub(source, split)
     return source if source in question_cards.STYLES else os.path.realpath(os.path.expanduser(source))
+
+
+def _rows(source: str, split: str) -> Iterator[tuple[str, _Row]]:
+    return _hub_rows(source, split) if source.startswith("hub:") else _file_rows(Path(source).expanduser())
 
 
 def _file_rows(path: Path) -> Iterator[tuple[str, _Row]]:

@@ -2,11 +2,12 @@
 
 The factors' dtypes say it (`core.precision`). Two factors of one dtype are multiplied as they are. Where the values are
 fp32 and the weights bf16, which is how a CPU computes in bf16, the values are rounded to bf16 for the product, which
-sums and returns fp32; so do both products of the backward pass. XLA's CPU products of bf16 factors are fast only with
-fp32 results (docs/numbers.md).
+sums in fp32; so do both products of the backward pass. XLA's CPU products of bf16 factors are fast only with fp32
+results (docs/numbers.md). The result is rounded once, so that the backward pass finds it as bf16.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -18,16 +19,16 @@ from lw_jax.core.precision import Precision
 from lw_jax.core.types import Tree
 
 BITS = "uint16"  # see `stack_dtype`
-PRODUCT = "product"  # checkpoint name of products that a policy of `jax.checkpoint` does not see as such
+PRODUCT = "product"  # checkpoint name of what a policy of `jax.checkpoint` saves and does not see as a product
 # Leaves of a layer that are only ever factors of products: the matrices of a decoder, of BERT and of a TTT model.
 MATRICES = frozenset(("q", "k", "v", "o", "gate", "up", "down", "out_gate", "rate"))
 
 
 def product(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:
-    """Returns an einsum of values and weights in the dtype of the values."""
+    """Returns an einsum of values and weights in the dtype of the values; of two dtypes it is rounded to bf16."""
     if x.dtype == weights.dtype:
         return jnp.einsum(equation, x, weights)
-    return checkpoint_name(jnp.asarray(_product(equation, x.dtype, x, weights)), PRODUCT)
+    return _saved(_by_matrix(equation, x, weights))
 
 
 def wide_product(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -36,6 +37,37 @@ def wide_product(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:
     Without this, the fp32 gradient of a bf16 product makes both matmuls of the backward pass fp32.
     """
     return jnp.asarray(_product(equation, jnp.dtype(jnp.float32), x, weights))
+
+
+@jax.custom_jvp
+def _saved(x: jax.Array) -> jax.Array:
+    """Returns fp32 rounded to bf16, of which a policy of `jax.checkpoint` saves the bits: half the memory traffic."""
+    return from_bits(saved_bits(x)).astype(x.dtype)
+
+
+@_saved.defjvp
+def _saved_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _saved.fun(*primals), tangents[0]
+
+
+def saved_bits(x: jax.Array) -> jax.Array:
+    """Returns the bits of an array in bf16, which a policy of `jax.checkpoint` saves; why bits: `stack_dtype`."""
+    return checkpoint_name(as_bits(x.astype(jnp.bfloat16)), PRODUCT)
+
+
+def _by_matrix(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:
+    """Returns the product with weights of heads [h e d] or [d h e] taken as a matrix.
+
+    XLA orders the axes of a product with two axes on a side its own way, and transposes weights and values for it.
+    """
+    left, right = equation.split("->")[0].split(",")
+    shared = [axis for axis in right if axis in left]  # summed over
+    if weights.ndim == 2 or left[-len(shared) :] != right[-len(shared) :]:
+        return jnp.asarray(_product(equation, x.dtype, x, weights))
+    kept = weights.shape[: -len(shared)]
+    rows = x.reshape(*x.shape[:2], -1)
+    y = _product("btk,nk->btn", x.dtype, rows, weights.reshape(math.prod(kept), rows.shape[2]))
+    return jnp.asarray(y).reshape(*x.shape[:2], *kept)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
@@ -107,7 +139,7 @@ def as_bits(x: jax.Array) -> jax.Array:
 
 
 def from_bits(layer: Tree) -> Tree:
-    """Returns a layer with floats in place of the bits of a stack; unchanged where it has none."""
+    """Returns a tree with floats in place of the bits of a stack; unchanged where it has none."""
 
     def one(leaf: jax.Array) -> jax.Array:
         return jax.lax.bitcast_convert_type(leaf, jnp.bfloat16) if leaf.dtype == BITS else leaf

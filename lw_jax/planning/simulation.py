@@ -34,7 +34,7 @@ def epoch(cfg: Config) -> int | None:
         return None
     if data.train in MADE:
         return data.cards
-    if not Path(data.train).expanduser().is_file():
+    if not all(Path(name).expanduser().is_file() for name in examples.split_sources(data.train)):
         return None
     if cfg.recipe == "dpo":
         return len(pairs.read(data.train))

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, pre_tokenizers, processors, trainers
 
-from lw_jax.core import config
+from lw_jax.core import config, precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -167,9 +167,10 @@ class SelfmadeReader:
         self.examples = examples.load(self.cfg.data, "train", seed=self.cfg.seed)
         write_tokenizer(self.folder, kind, [f"{e.context} {e.question} {e.answers[0]}" for e in self.examples])
         self.tokenizer = load_tokenizer(self.folder)
+        own = precision.of(cfg.compute.dtype, self.placement.platform)
         self.wire = wire.Wire(
             wire.EncoderSpec("none", 1, 1, "windows", 0, 1, None),
-            {"reader": wire.Reader(self.config, 1, tuple(self.tokenizer.stops))},
+            {"reader": wire.Reader(self.config, 1, tuple(self.tokenizer.stops), decoder.Mode(factors=own.factors))},
         )
 
     def abstract(self) -> Weights:

@@ -242,6 +242,15 @@ def test_load_takes_source_and_limit_of_the_split(tmp_path, monkeypatch):
     assert [request[2] for request in asked] == ["train", "validation"]
 
 
+def test_several_sources_follow_each_other(tmp_path):
+    one, two = (write(tmp_path / name, json.dumps(row)) for name, row in (("1.jsonl", ROWS[0]), ("2.jsonl", ROWS[1])))
+    odd = write(tmp_path / "a,b.jsonl", json.dumps(ROWS[0]))
+    assert examples.read(f"{one},{two}") == examples.read(one) + examples.read(two)
+    assert len(examples.read(odd)) == 1
+    with pytest.raises(UserError, match="is the training source"):
+        examples.load(data_config(train=f"{one},{two}", validation=two), "train", seed=0)
+
+
 def test_validation_on_the_training_source_is_refused(tmp_path):
     path = write(tmp_path / "x.jsonl", json.dumps(ROWS[0]))
     (tmp_path / "link.jsonl").symlink_to(path)

@@ -9,7 +9,7 @@ import pytest
 
 from lw_jax import recipes
 from lw_jax.core import precision
-from lw_jax.models import attention, products
+from lw_jax.models import attention, decoder, products
 from lw_jax.training.step_spec import StepSpec
 from sharding import placement
 from tests import tiny
@@ -29,19 +29,30 @@ def rounded(x):
 
 
 @pytest.mark.parametrize(
-    ("equation", "shape"), [("btd,fd->btf", (7, 5)), ("btd,hed->bthe", (2, 3, 5)), ("bmi,io->bmo", (5, 6))]
+    ("equation", "shape"),
+    [("btd,fd->btf", (7, 5)), ("btd,hed->bthe", (2, 3, 5)), ("bmi,io->bmo", (5, 6)), ("bthe,dhe->btd", (4, 5, 2))],
 )
-def test_factors_are_rounded_and_sums_are_not(equation, shape):
-    x, weights = draw(2, 3, 5), draw(*shape, seed=1).astype(jnp.bfloat16)
+def test_factors_and_result_are_rounded_and_sums_are_not(equation, shape):
+    x = draw(2, 3, 5, 2) if equation.startswith("bthe") else draw(2, 3, 5)
+    weights = draw(*shape, seed=1).astype(jnp.bfloat16)
     y, pull = jax.vjp(lambda x, w: products.product(equation, x, w), x, weights)
     wanted, wanted_pull = jax.vjp(lambda x, w: jnp.einsum(equation, x, w), rounded(x), rounded(weights))
     gradient = draw(*y.shape, seed=2)
     of_x, of_weights = pull(gradient)
     wanted_x, wanted_weights = wanted_pull(rounded(gradient))
     assert (y.dtype, of_x.dtype, of_weights.dtype) == (jnp.float32, jnp.float32, jnp.bfloat16)
-    np.testing.assert_allclose(y, wanted, **EXACT)
+    np.testing.assert_allclose(y, wanted, rtol=2**-8, atol=1e-5)
+    np.testing.assert_array_equal(y, rounded(y))  # the backward pass finds the same number as bf16
     np.testing.assert_allclose(of_x, wanted_x, **EXACT)
     np.testing.assert_allclose(rounded(of_weights), wanted_weights, rtol=1e-2, atol=1e-2)
+
+
+def test_the_backward_pass_finds_products_as_the_bits_of_bf16():
+    weights = draw(7, 5).astype(jnp.bfloat16)
+    layer = decoder.checkpoint_layer(lambda x: jnp.sin(products.product("btd,fd->btf", x, weights)), "products")
+    _, pull = jax.vjp(layer, draw(2, 3, 5))
+    saved = {leaf.dtype.name for leaf in jax.tree.leaves(pull) if leaf.shape == (2, 3, 7)}
+    assert saved == {"uint16"}
 
 
 @pytest.mark.parametrize("heads", [2, 6])
