@@ -64,7 +64,8 @@ class Encoded:
 
     examples: tuple[Example, ...]
     source: Field
-    readers: dict[str, dict[str, Field]]  # before, after, answer (absent for prompts), and the asked prompt rows
+    # before, literals (where messages have them), after, answer (absent for prompts), and the asked prompt rows
+    readers: dict[str, dict[str, Field]]
     counts: dict[str, int]  # given, kept, and dropped or cut by reason
     slots: int  # of a message, and the width of a latent
     width: int
@@ -172,8 +173,9 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
         "after": layout.data.question_tokens,
         "text": layout.data.context_tokens,
         "context": layout.data.context_tokens,
+        "answer": layout.data.answer_tokens,
+        "literals": layout.literal_tokens,
     }
-    limits["answer"] = layout.data.answer_tokens
 
     def kept(key: str, ids: list[np.ndarray], pad: int) -> Field:
         return field([ids[i] for i in keep], pad, left=key != "answer", limit=limits.get(key))
@@ -195,12 +197,18 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
     )
 
 
-def encode_prompt(context: str, question: str, *, layout: Layout, rows: Iterable[str] = ()) -> Batch:
-    """Returns a batch of one prompt without answer fields. Raises UserError where a data set would drop it."""
+def encode_prompt(
+    context: str, question: str, *, layout: Layout, rows: Iterable[str] = (), literals: tuple[str, ...] = ()
+) -> Batch:
+    """Returns a batch of one prompt without answer fields, with a message's literals.
+
+    Raises UserError where a data set would drop it.
+    """
     if not context.strip() or not question.strip():
         raise UserError(f"a prompt needs a context and a question; found {context!r} and {question!r}")
-    encoded = encode([Example("prompt", context.strip(), question.strip(), ())], layout=layout, rows=rows)
-    for reason in ("source_cut", "text_cut"):
+    asked = Example("prompt", context.strip(), question.strip(), (), literals)
+    encoded = encode([asked], layout=layout, rows=rows)
+    for reason in ("source_cut", "literals_cut", "text_cut"):
         if encoded.counts[reason]:
             _log.warning("1 of 1 %s", REASONS[reason])
     return encoded.collate([0])

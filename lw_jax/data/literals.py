@@ -10,7 +10,6 @@ from typing import NamedTuple
 import numpy as np
 
 LONGEST = 16  # tokens of a word: an address or a hash costs a reader more positions than it tells
-JOINED = ", "  # between phrases in a reader's prompt
 _WORD = re.compile(r"\S+")
 _KEPT = frozenset("%#&@")  # at a word's end: they are part of what it says
 

@@ -162,6 +162,16 @@ def text_prompt(params: Tree, tokens: Mapping[str, jax.Array]) -> Prompt:
     return Prompt(decoder.embed(params, tokens["ids"]), tokens["mask"])
 
 
+def after_prefix(fields: Mapping[str, Any]) -> Mapping[str, jax.Array]:
+    """Returns {"ids", "mask"} of all tokens behind the soft prefix: literals, where a message has them, and question.
+
+    The last column is a real token of every row, as it is of the question's.
+    """
+    if "literals" not in fields:
+        return fields["after"]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), fields["literals"], fields["after"])
+
+
 def taught_prompt(params: Tree, fields: Mapping[str, Any], vectors: Float[Array, "k d"]) -> Prompt:
     """Returns a text's prompt with learned vectors behind the context, where a message has its task's vector.
 
@@ -174,11 +184,11 @@ def taught_prompt(params: Tree, fields: Mapping[str, Any], vectors: Float[Array,
 
 
 def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b n d"]) -> Prompt:
-    """Returns BOS and template text, the soft prefix in the place of the context, then the question.
+    """Returns BOS and template text, the soft prefix in the place of the context, literals, then the question.
 
     `fields["before"]` is the same in every row: its first row is the shared prefix.
     """
-    before, after = fields["before"], fields["after"]
+    before, after = fields["before"], after_prefix(fields)
     shared = None
     if before["ids"].shape[1]:
         shared = decoder.SharedPrefix(decoder.embed(params, before["ids"][:1]), before["mask"][:1])

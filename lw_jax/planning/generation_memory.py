@@ -63,7 +63,7 @@ def _resident(step_spec: StepSpec) -> dict[Mesh, int]:
 def longest_prompt(recipe: LatentWire, name: str) -> int:
     """Returns the positions of the longest prompt among eval.rows: of the text, or of the latents."""
     cfg, fields = recipe.cfg, recipe.batch_widths()["readers"][name]
-    before = fields["before"]["ids"].shape[0]
+    before = sum(fields[key]["ids"].shape[0] for key in ("before", "literals") if key in fields)
     wire = before + cfg.encoder.slots + 1 + cfg.data.question_tokens
     texts = cfg.data.context_tokens if eval_rows.fields_of(cfg.eval.rows) else 0
     return max(wire, texts)

@@ -29,7 +29,8 @@ def prompts(cfg: Config, recipe: LatentWire, name: str) -> tuple[jax.ShapeDtypeS
     """Returns a batch of prompts at the limits, embeddings and mask, as shapes where the reader lies."""
     model, mesh = recipe.wire.readers[name].config, recipe.placement.readers[name].mesh
     fields = recipe.batch_widths()["readers"][name]
-    length = sum(fields[key]["ids"].shape[0] for key in ("before", "after")) + cfg.encoder.slots + 1
+    length = sum(fields[key]["ids"].shape[0] for key in ("before", "literals", "after") if key in fields)
+    length += cfg.encoder.slots + 1
     rows = (_batch(cfg, recipe.placement), length)
     dtype = recipe.abstract().frozen[name]["embed"].dtype
     return _rows((*rows, model.width), dtype, mesh), _rows(rows, "bool", mesh)

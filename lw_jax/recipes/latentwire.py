@@ -23,6 +23,7 @@ from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.pass_costs import Terms
 from lw_jax.recipes import aligned_start, encoder_bodies, frozen_models, join, wire_costs
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates, longest_passage
+from lw_jax.recipes.surprisal import Surprisal
 from lw_jax.recipes.teacher import Teacher
 from lw_jax.training.optimizers import Rates
 from lw_jax.training.recipe import Weights
@@ -185,17 +186,28 @@ class LatentWire:
             slots=cfg.encoder.slots,
             width=cfg.encoder.width,
             data=cfg.data,
+            literals=cfg.message.literals,
         )
 
     def data(self, split: examples.Split, *, rows: Sequence[str] = ()) -> batches.Encoded:
         """Returns the questions of "train" or "validation" as token ids."""
         found = examples.load(self.cfg.data, split, seed=self.cfg.seed)
-        return batches.encode(found, layout=self.layout, rows=rows)
+        return batches.encode(self.add_literals(found), layout=self.layout, rows=rows)
+
+    def add_literals(self, found: Sequence[Example]) -> Sequence[Example]:
+        """Returns the examples with the literals that their messages carry; as they are where messages carry none."""
+        return self.surprisal.attach(found, self.cfg.message.literals) if self.cfg.message.literals else found
+
+    @functools.cached_property
+    def surprisal(self) -> Surprisal:
+        """Returns the encoder's pretrained body as a reader of texts; needs encoder.kind "lm"."""
+        assert self.body_location is not None, "validation allows literals for a pretrained decoder only"
+        return Surprisal(self.cfg, self.body_location, self.placement)
 
     @functools.cached_property
     def curriculum(self) -> Curriculum:
         """Returns the batches of the run's stages."""
-        return Curriculum(self.cfg, self.layout, self.tokenizers, self._answers)
+        return Curriculum(self.cfg, self.layout, self.tokenizers, self._answers, self.add_literals)
 
     def data_schedule(self) -> DataSchedule:
         """Returns the batches of all stages in order."""
@@ -212,6 +224,7 @@ class LatentWire:
     def _answers(self, found: Sequence[Example]) -> batches.Encoded:
         """Returns questions with the KL's text prompts, or with the teacher's cached tokens in their place."""
         loss = self.cfg.loss
+        found = self.add_literals(found)
         encoded = batches.encode(found, layout=self.layout, rows=("text",) if loss.kl else ())
         return self._teacher.attach(encoded) if loss.kl and loss.teacher_k else encoded
 
@@ -327,23 +340,27 @@ class LatentWire:
         data, loss = self.cfg.data, self.cfg.loss
         teacher = ("text",) if loss.kl and not loss.teacher_k else ()
         widths = {"before": SHARED_PREFIX, "after": data.question_tokens, "text": data.context_tokens}
+        literals = self.cfg.message.literals
+        words = {"literals": prompt_tokens.LITERAL_TOKENS * literals} if literals else {}
         answers, longest = data.answer_tokens, longest_passage(self.cfg)
-        if longest + 1 > answers or not any(stage.answer for _, stage, _ in config.stages(self.cfg)):
-            answers, teacher, widths = longest + 1, (), widths | {"after": 0}
+        repeated = longest + 1 > answers or not any(stage.answer for _, stage, _ in config.stages(self.cfg))
+        if repeated:
+            answers, teacher, widths = longest + 1, (), widths | {"after": len(words)}  # a token behind literals
 
         def field(width: int) -> Tree:
             return {"ids": jax.ShapeDtypeStruct((width,), jnp.int32), "mask": jax.ShapeDtypeStruct((width,), bool)}
 
         channel = jax.ShapeDtypeStruct((3,), jnp.int32)
         reader = {key: field(widths[key]) for key in ("before", "after", *teacher)}
+        reader |= {key: field(width) for key, width in words.items()}
         reader |= {
             "answer_inputs": jax.ShapeDtypeStruct((answers - 1,), jnp.int32),
             "targets": jax.ShapeDtypeStruct((answers,), jnp.int32),
             "weights": jax.ShapeDtypeStruct((answers,), jnp.float32),
             "channel": channel,
-            "task": Task("reconstruct" if not widths["after"] else "answer"),
+            "task": Task("reconstruct" if repeated else "answer"),
         }
-        if loss.kl and loss.teacher_k and widths["after"]:
+        if loss.kl and loss.teacher_k and not repeated:
             top = (answers, loss.teacher_k)
             reader["teacher"] = {"ids": jax.ShapeDtypeStruct(top, jnp.int32), "logp": jax.ShapeDtypeStruct(top, "f2")}
         return {

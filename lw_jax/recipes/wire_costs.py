@@ -34,7 +34,8 @@ def _reader(cfg: Config, wire: Wire, placement: Placement, name: str, fields: Tr
     model, llm, at = wire.readers[name].config, cfg.llms[name], placement.readers[name]
     answers = fields["targets"].shape[0]
     shared = fields["before"]["ids"].shape[0]  # read once for all rows
-    positions = fields["after"]["ids"].shape[0] + wire.encoder.slots + 1 + answers - 1
+    texts = sum(fields[key]["ids"].shape[0] for key in ("literals", "after") if key in fields)
+    positions = texts + wire.encoder.slots + 1 + answers - 1
     own = frozen_models.precision_of(cfg, llm, placement.platform)
     one = frozen_models.teacher_forced(cfg, at=at, own=own, rows=rows, positions=positions, answers=answers)
     pieces = chunked.pieces(cfg.compute.logits_chunk, rows=rows, length=answers, data=1)  # the rows are one device's
