@@ -391,14 +391,13 @@ class Eval:
         "message and controls to compare",
         choices=tuple(eval_rows.ROWS),
     )
-    taught_examples: int = key(
-        256,
-        "examples of data.train that the vector of the row text_taught is trained on",
-        unit="examples",
+    taught_steps: int = key(
+        48,
+        "optimizer steps of the vector of the row text_taught, of 16 examples of data.train each",
+        unit="steps",
         above=0,
         shapes="no",
     )
-    taught_steps: int = key(48, "optimizer steps of that training", unit="steps", above=0, shapes="no")
     curve: str = key(
         "nll",
         "quality against bytes of a message; f1 generates and is slower",

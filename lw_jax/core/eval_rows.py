@@ -14,7 +14,7 @@ class EvalRow:
 
     meaning: str  # for a page: the reader's input beside the question
     latents: str = ""  # of a message: "own", "other" (of another text), "zero" or "random"; empty: no message
-    fields: tuple[str, ...] = ()  # of a batch, with the token ids of a prompt without a message
+    fields: tuple[str, ...] = ()  # of a batch, with token ids, which the prompt is made of or (the first) is
     literals: bool = False  # of the message, where it has them
     slots: bool = True  # False: those of the message are masked
     swapped: bool = False  # the text has another answer in the place of its own
@@ -35,6 +35,9 @@ ROWS = {
     "zero": EvalRow("zero latents", latents="zero"),
     "none": EvalRow("nothing", fields=("none",)),
     "truncated": EvalRow("the text's first tokens, as many as the message has slots", fields=("truncated",)),
+    "selected": EvalRow(
+        "the text's least predictable words, in as many positions as the message takes", fields=("selected", "asked")
+    ),
     "swapped": EvalRow("the message of the text with another answer in it", latents="own", literals=True, swapped=True),
     "swapped_text": EvalRow("the text with another answer in it", fields=("text",), swapped=True),
     "swapped_taught": EvalRow(
@@ -45,6 +48,7 @@ ROWS = {
     ),
 }
 DEFAULT = ("text", "latents", "shuffled", "zero", "none", "truncated")
+MESSAGES = ("message", "latents")  # rows of the whole message: the first that was measured
 OF_LITERALS = ("message", "message_shuffled", "literals")  # measured of a wire whose messages carry literals
 PROMPT_FIELDS = tuple(dict.fromkeys(field for row in ROWS.values() for field in row.fields))
 

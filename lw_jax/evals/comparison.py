@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lw_jax.core.eval_rows import ROWS
+from lw_jax.core.eval_rows import MESSAGES, ROWS
 from lw_jax.evals.statistics import RESAMPLES, Bootstrap, Estimate
 from lw_jax.evals.verdict import WORDS, adds_nothing, format_interval, is_collapsed
 
@@ -16,7 +16,6 @@ INTERVALS = ("em", "f1", "nll", "first_token")  # reported with a bootstrap inte
 
 
 UPPER = ("text_taught", "text")  # rows that a message is measured against: the first that was measured
-MESSAGES = ("message", "latents")  # rows of the whole message: the first that was measured
 FOLLOWED = ("swapped_taught", "swapped_text")  # the same of a text with another answer in it
 
 
@@ -129,16 +128,17 @@ def estimate(records: Sequence[Record], bootstrap: Bootstrap) -> dict[str, Estim
 
 
 def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
-    """Returns the control table for a terminal."""
+    """Returns the control table for a terminal; ms: time to the first token of an answer."""
     width = max(map(len, ("reader", *rows))) + 2
     second = max(9, *(len(row) for found in rows.values() for row in found)) + 2
-    columns = {"positions": 9, "em": 7, "f1": 7, "f1 95 %": 15, "nll": 8, "accuracy": 10, "first_token": 13}
+    columns = {"positions": 9, "ms": 8, "em": 7, "f1": 7, "f1 95 %": 15, "nll": 8, "accuracy": 10, "first_token": 13}
     columns |= {"first_5": 9, "distinct": 10}
     lines = [f"{'reader':<{width}}{'row':<{second}}" + "".join(f"{name:>{size}}" for name, size in columns.items())]
     for reader, found in rows.items():
         for row, values in found.items():
             cells = {key: f"{values[key]:.3f}" for key in columns if key in values}
             cells["positions"] = f"{values['positions']:.1f}" if "positions" in values else "unknown"
+            cells["ms"] = f"{1000 * values['first_token_seconds']:,.1f}" if "first_token_seconds" in values else ""
             cells["f1 95 %"] = format_interval(values["f1_interval"])
             lines.append(
                 f"{reader:<{width}}{row:<{second}}"
@@ -152,6 +152,10 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
     parts = []
     if "fewer_positions" in figures:
         parts.append(f"fewer_positions {figures['fewer_positions']:.2f}x")
+    if "faster" in figures:
+        parts.append(
+            f"first token {figures['faster']:.2f}x faster than from a text of {figures['timed_tokens']} tokens"
+        )
     for key in ("normalised_f1", "recovered_nll", "gap_f1", "gap_nll", "adds_f1", "adds_nll", "follows"):
         against = f" of {figures['upper']}" if key in ("normalised_f1", "recovered_nll") and "upper" in figures else ""
         if figures.get(key) is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from lw_jax.core import config, processes
+from lw_jax.core.eval_rows import MESSAGES
 from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.loader import eval_batches
@@ -14,8 +15,6 @@ from lw_jax.evals import answers
 from lw_jax.evals.comparison import Record, Row
 from lw_jax.evals.control_rows import Bench, Measured
 from lw_jax.evals.statistics import Bootstrap
-
-ROWS = ("message", "latents")  # the first that was measured
 
 
 def pick(
@@ -30,7 +29,7 @@ def pick(
     number of examples where no candidate has a cost. Adds "joint_nll" (None: no cost) and "picked" to every
     record of the row.
     """
-    row = next((one for one in ROWS if any(measured.of(name, one) for name in bench.frozen)), "")
+    row = next((one for one in MESSAGES if any(measured.of(name, one) for name in bench.frozen)), "")
     readers = [name for name in bench.frozen if measured.of(name, row)]
     if len(readers) < 2:
         return None

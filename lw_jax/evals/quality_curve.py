@@ -7,6 +7,7 @@ value, and readers read the unpacked message.
 import csv
 import gzip
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from lw_jax.core.config_sections import BITS
 from lw_jax.core.types import EXACT
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
+from lw_jax.data.literals import Scored
 from lw_jax.evals import comparison, control_rows
 from lw_jax.evals.comparison import Record
 from lw_jax.evals.control_rows import Bench, Measured
@@ -34,8 +36,7 @@ def sweep(
     bench: Bench, measured: Measured, *, options: config.Eval, sent: config.AnswerStage, encoder: str, seed: int
 ) -> Curve:
     """Returns the curve over `sent.slots` x `sent.widths` x BITS; `encoder` is the fingerprint that messages carry."""
-    positions = spread(len(measured.indices), options.curve_examples)
-    indices = [measured.indices[position] for position in positions]
+    indices = _indices(measured, options)
     _, slots, width = measured.latents.shape
     bootstrap = Bootstrap(len(indices), seed=seed)
     points = []
@@ -53,8 +54,28 @@ def sweep(
         examples=len(indices),
         points=points,
         references=comparison.summarise(reference, seed=seed),
-        text_bytes=measure_texts(measured.encoded.examples[index].context for index in indices),
+        text_bytes=measure_texts(texts_of(measured, options)),
     )
+
+
+def texts_of(measured: Measured, options: config.Eval) -> list[str]:
+    """Returns the contexts of the curve's examples."""
+    return [measured.encoded.examples[index].context for index in _indices(measured, options)]
+
+
+def _indices(measured: Measured, options: config.Eval) -> list[int]:
+    return [measured.indices[position] for position in spread(len(measured.indices), options.curve_examples)]
+
+
+def model_bytes(texts: Sequence[str], scored: Sequence[Scored]) -> float | None:
+    """Returns the mean bytes of the texts in an arithmetic code with a language model's probabilities.
+
+    That is NLL / ln 2 / 8, without the text's length, which the other codings hold too. None where a text was scored
+    in part only.
+    """
+    if not all(len(one.spans) and one.spans[-1, 1] >= len(text) for text, one in zip(texts, scored, strict=True)):
+        return None
+    return float(np.mean([one.nll.sum(dtype=np.float64) / math.log(2) / 8 for one in scored]))
 
 
 def measure_texts(texts: Iterable[str]) -> dict[str, float]:

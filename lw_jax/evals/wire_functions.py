@@ -79,6 +79,17 @@ class WireFunctions:
         return jax.jit(measure, static_argnames="name")
 
     @functools.cached_property
+    def first_token(self):
+        """Returns jitted (reader's parameters, Prompt, name) -> the likeliest first id of each answer [b]."""
+
+        def run(params: Tree, prompt: Prompt, name: str) -> jax.Array:
+            rows = prompt.mask.shape[0]
+            fields = {"answer_inputs": jnp.zeros((rows, 0), jnp.int32), "weights": jnp.ones((rows, 1), jnp.float32)}
+            return jnp.argmax(self.wire.answer_logits(params, name, prompt, fields)[:, 0], axis=1)
+
+        return jax.jit(run, static_argnames="name")
+
+    @functools.cached_property
     def generate(self):
         """Returns jitted (reader's parameters, Prompt, name, max_new_tokens) -> ids [b n], -1 after the stop."""
 

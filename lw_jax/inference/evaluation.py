@@ -16,8 +16,9 @@ from lw_jax.core.files import write_whole
 from lw_jax.data import prompt_tokens
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
-from lw_jax.evals import comparison, control_rows, geometry, joint, quality_curve, swaps
-from lw_jax.evals.curve import Curve
+from lw_jax.data.literals import Scored
+from lw_jax.evals import comparison, control_rows, first_token, geometry, joint, quality_curve, selection, swaps
+from lw_jax.evals.curve import MODEL, Curve
 from lw_jax.inference import taught_text
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.planning import generation_memory
@@ -56,10 +57,18 @@ def evaluate(wire: TrainedWire) -> Evaluation:
         curve = _fitting(
             batch, cfg.eval, lambda options: quality_curve.sweep(bench, measured, options=options, **named)
         )
+        if cfg.encoder.kind == "lm":
+            texts = quality_curve.texts_of(measured, cfg.eval)
+            coded = quality_curve.model_bytes(texts, _score(wire.recipe, texts))
+            if coded is not None:
+                curve = dataclasses.replace(curve, text_bytes=curve.text_bytes | {MODEL: coded})
+    summary = comparison.summarise(measured.records, **bootstrap)
+    readers = comparison.compare(measured.records, **bootstrap)
+    _add_times(wire, bench, measured, summary, readers)
     return Evaluation(
         measured=measured,
-        summary=comparison.summarise(measured.records, **bootstrap),
-        readers=comparison.compare(measured.records, **bootstrap),
+        summary=summary,
+        readers=readers,
         joint=_fitting(
             batch, cfg.eval, lambda options: joint.pick(bench, measured, layout, options=options, seed=cfg.seed)
         ),
@@ -67,6 +76,24 @@ def evaluate(wire: TrainedWire) -> Evaluation:
         slots=geometry.slot_similarity(latents).tolist(),
         curve=curve,
     )
+
+
+def _add_times(
+    wire: TrainedWire,
+    bench: control_rows.Bench,
+    measured: control_rows.Measured,
+    summary: dict[str, dict[str, comparison.Row]],
+    readers: dict[str, comparison.Row],
+) -> None:
+    """Adds the time to the first answer token to the rows that have one; one process alone can tell."""
+    if jax.process_count() > 1:
+        return
+    rows, copies = _options(wire.recipe).rows, wire.recipe.placement.data
+    for name, times in first_token.measure(bench, measured, rows=rows, copies=copies).items():
+        for row, seconds in times.seconds.items():
+            summary[name][row]["first_token_seconds"] = seconds
+        text, message = times.seconds.values()
+        readers[name] |= {"faster": text / message, "timed_tokens": times.tokens}
 
 
 def measure(
@@ -80,6 +107,10 @@ def measure(
     encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows))
     _say(*encoded.describe())
     changed = _make_swaps(recipe, encoded)
+    if selection.ROW in options.rows:
+        indices = spread(len(encoded), options.examples)
+        scored = _score(recipe, [encoded.examples[index].context for index in indices])
+        encoded = selection.attach(encoded, indices, scored, layout=recipe.layout)
     if options.layers == "unstacked":
         _say("answers: layers unstacked (eval.layers)")
     return _fitting(
@@ -94,6 +125,11 @@ def _options(recipe: LatentWire) -> Eval:
     options = recipe.cfg.eval
     rows = eval_rows.measured(options.rows, literals=bool(recipe.cfg.message.literals))
     return dataclasses.replace(options, rows=rows)
+
+
+def _score(recipe: LatentWire, texts: list[str]) -> list[Scored]:
+    """Returns the texts' tokens with their NLL under the encoder's body as it was pretrained."""
+    return recipe.surprisal.score(texts)
 
 
 def _make_swaps(recipe: LatentWire, encoded: Encoded) -> swaps.Swaps | None:

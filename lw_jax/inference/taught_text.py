@@ -35,10 +35,10 @@ from sharding import place
 FORMAT = 1  # raised when what is trained changes, so that kept vectors are not taken up
 FIELDS = ("context", "asked")
 BATCH = 16  # examples of a step
-MICRO = 4  # of them at once, at most: texts are long, and their backward pass keeps every product
+TOKENS = 2048  # of them at once, at most, or one example a device: their backward pass keeps every product
 OPTIM = config.Optim(
     kind="adamw",
-    learning_rate=0.1,  # x the size of the reader's embeddings
+    learning_rate=0.3,  # x the size of the reader's embeddings
     warmup_steps=4,
     end_fraction=0.1,
     weight_decay=0.0,
@@ -52,13 +52,13 @@ def teach(recipe: LatentWire, frozen: Tree, *, batch: int) -> dict[str, jax.Arra
     """Returns each reader's vector f32[1 d] on its mesh, trained on examples of data.train or taken from the cache.
 
     Args:
-        recipe: of the wire; `eval.taught_examples` and `eval.taught_steps` of its configuration are the effort.
+        recipe: of the wire; `eval.taught_steps` of its configuration is the effort.
         frozen: the readers.
         batch: most examples at once, a multiple of the data axis.
     """
     options = recipe.cfg.eval
     found = examples.load(recipe.cfg.data, "train", seed=recipe.cfg.seed)
-    chosen = [found[i] for i in examples.spread(len(found), options.taught_examples)]
+    chosen = [found[i] for i in examples.spread(len(found), options.taught_steps * BATCH)]
     encoded = _encode(chosen, recipe)
     vectors = {}
     for name in recipe.wire.readers:
@@ -66,7 +66,7 @@ def teach(recipe: LatentWire, frozen: Tree, *, batch: int) -> dict[str, jax.Arra
         # One process decides, so that all train or none does.
         kept: list | None = processes.from_first(lambda path=path: _read(path))
         if kept is None:
-            vector = _train(recipe, frozen[name], encoded, name, batch=min(batch, place.round_up(MICRO, _data(recipe))))
+            vector = _train(recipe, frozen[name], encoded, name, batch=min(batch, _rows(recipe, encoded, name)))
             if jax.process_index() == 0:
                 _write(path, vector)
             kept = vector.tolist()
@@ -159,8 +159,11 @@ def _fingerprints(recipe: LatentWire) -> dict[str, str]:
     return recipe.identity()
 
 
-def _data(recipe: LatentWire) -> int:
-    return recipe.placement.data
+def _rows(recipe: LatentWire, encoded: Encoded, name: str) -> int:
+    """Returns how many examples are read at once: a multiple of the data axis."""
+    fields, data = encoded.readers[name], recipe.placement.data
+    length = sum(fields[key].width for key in (*FIELDS, "answer"))
+    return place.round_up(min(BATCH, max(1, TOKENS // length // data * data)), data)
 
 
 def _read(path: Path) -> list | None:

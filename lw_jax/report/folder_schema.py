@@ -33,6 +33,7 @@ class Row(TypedDict):
     nll_interval: Interval
     first_token_interval: Interval
     examples: Count
+    first_token_seconds: NotRequired[Known]
     follows: NotRequired[Known]
     follows_interval: NotRequired[Interval]
 
@@ -56,6 +57,8 @@ class Between(TypedDict, total=False):
     adds_nll_interval: Interval
     upper: Word
     fewer_positions: Known
+    faster: Known
+    timed_tokens: Count
     follows: Known
     follows_interval: Interval
     follows_reason: Word
@@ -138,7 +141,13 @@ class Curve(TypedDict):
 # by coding; "UTF-8" is the base of the shares
 TextBytes = TypedDict(
     "TextBytes",
-    {"UTF-8": Positive, "gzip": NotRequired[Positive], "zstd": NotRequired[Positive], "brotli": NotRequired[Positive]},
+    {
+        "UTF-8": Positive,
+        "gzip": NotRequired[Positive],
+        "zstd": NotRequired[Positive],
+        "brotli": NotRequired[Positive],
+        "language model": NotRequired[Positive],
+    },
 )
 
 

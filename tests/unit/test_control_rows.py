@@ -320,14 +320,30 @@ def test_collapse_is_told_where_the_right_latents_may_be_worth_nothing(gap, coll
 
 def test_table_has_a_line_for_each_reader_and_row(measured):
     found = comparison.summarise(measured[-1], **TOLD)
+    for row in found["qwen"].values():
+        row["first_token_seconds"] = 0.0125
     lines = comparison.table(found).splitlines()
     heads = lines[0].replace("f1 95 %", "interval").split()
     assert heads == [
-        *("reader", "row", "positions", "em", "f1", "interval", "nll", "accuracy", "first_token", "first_5", "distinct")
+        *(
+            "reader",
+            "row",
+            "positions",
+            "ms",
+            "em",
+            "f1",
+            "interval",
+            "nll",
+            "accuracy",
+            "first_token",
+            "first_5",
+            "distinct",
+        )
     ]
     assert [line.split()[:2] for line in lines[1:]] == [["qwen", row] for row in ROWS]
     assert float(lines[2].split()[2]) == found["qwen"]["latents"]["positions"]
-    assert float(lines[1].split()[6]) == pytest.approx(found["qwen"]["text"]["nll"], abs=5e-4)
-    low, high = map(float, lines[1].split()[5].split(".."))
+    assert lines[2].split()[3] == "12.5"
+    assert float(lines[1].split()[7]) == pytest.approx(found["qwen"]["text"]["nll"], abs=5e-4)
+    low, high = map(float, lines[1].split()[6].split(".."))
     assert [low, high] == pytest.approx(found["qwen"]["text"]["f1_interval"], abs=5e-4)
     assert len({len(line) for line in lines}) == 1 and len(lines[0]) <= 120
