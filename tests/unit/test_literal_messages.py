@@ -10,6 +10,7 @@ import lw_jax
 from lw_jax.commands import train
 from lw_jax.core import config, eval_rows, validation
 from lw_jax.core.errors import UserError
+from lw_jax.data import prompt_tokens
 from lw_jax.evals import comparison, control_rows, joint, quality_curve, verdict
 from lw_jax.inference import evaluation
 from lw_jax.models import codec
@@ -83,7 +84,7 @@ def test_reader_has_the_message_s_literals_between_task_and_question(wire, name,
     latents = codec.unpack(message, encoder=wire.encoder_fingerprint)
     prefix = wire.recipe.wire.prefix(wire.trainable["adapters"][name], name, jnp.asarray(latents)[None], "answer")
     table, one = np.asarray(wire.frozen[name]["embed"]), wire.recipe.tokenizers[name]
-    said = one.encode(", ".join(codec.read_frame(message).literals))
+    said = one.encode(prompt_tokens.JOINED.join(codec.read_frame(message).literals))
     parts = [table[[*one.begin, *one.encode("Context:\n")]], prefix[0], table[said]]
     expected = np.concatenate([*parts, table[one.encode("\nQuestion: Who keeps it?\nAnswer:")]])
     np.testing.assert_allclose(found, expected, atol=EMBEDDINGS)
