@@ -26,6 +26,7 @@ from lw_jax.core.types import EXACT, Tree
 from lw_jax.data.loader import Loader
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import weights
+from lw_jax.models.wire import Prompt
 from lw_jax.planning import workload
 from lw_jax.recipes import frozen_models
 from lw_jax.recipes.latentwire import LatentWire
@@ -178,7 +179,7 @@ class Measured:
 
     def _generate(self, name: str) -> Row:
         params = timing.fill(workload.reader(self.recipe, name))
-        filled = timing.fill(workload.prompts(self.cfg, self.recipe, name))
+        filled = Prompt(*timing.fill(workload.prompts(self.cfg, self.recipe, name)))
         generate = WireFunctions(self.recipe.wire, self.placement).generate
 
         def run(count: int) -> Spread:

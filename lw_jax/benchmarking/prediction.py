@@ -111,8 +111,8 @@ class Predicted:
     def _generate(self, name: str) -> Row:
         prompts, params = workload.prompts(self.cfg, self.recipe, name), workload.reader(self.recipe, name)
 
-        def generate(params: Tree, prompts: Prompt, count: int) -> jax.Array:
-            return self.recipe.wire.generate(params, name, prompts, max_new_tokens=count)
+        def generate(params: Tree, prompts: Tree, count: int) -> jax.Array:
+            return self.recipe.wire.generate(params, name, Prompt(*prompts), max_new_tokens=count)
 
         lower = jax.jit(generate, static_argnums=2).lower
         counts = self.cfg.eval.max_new_tokens, 1

@@ -13,6 +13,7 @@ from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models import pass_costs
 from lw_jax.models.wire import Prompt
 from lw_jax.planning import workload
+from lw_jax.planning.workload import PromptShapes
 from lw_jax.recipes import frozen_models
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import validation_memory
@@ -62,7 +63,7 @@ def _resident(step_spec: StepSpec) -> dict[Mesh, int]:
     return found
 
 
-def longest_prompts(recipe: LatentWire, name: str, size: int) -> list[Prompt]:
+def longest_prompts(recipe: LatentWire, name: str, size: int) -> list[PromptShapes]:
     """Returns the longest prompts of eval.rows as shapes: of a text or from latents, both where they differ in kind."""
     cfg, fields = recipe.cfg, recipe.batch_widths()["readers"][name]
     before, after = fields["before"]["ids"].shape[0], cfg.data.question_tokens
@@ -83,11 +84,11 @@ def _lower(recipe: LatentWire, name: str, size: int) -> list[tuple[Part, int]]:
     def rows(*shape: int, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size, *shape), jnp.dtype(dtype), sharding=NamedSharding(mesh, P("data")))
 
-    def generate(params: Tree, prompts: Prompt) -> jax.Array:
-        return functions.generate(params, prompts, name, cfg.eval.max_new_tokens)
+    def generate(params: Tree, prompts: Tree) -> jax.Array:
+        return functions.generate(params, Prompt(*prompts), name, cfg.eval.max_new_tokens)
 
-    def score(params: Tree, prompts: Prompt, fields: Tree) -> Tree:
-        return functions.score(params, prompts, fields, name)
+    def score(params: Tree, prompts: Tree, fields: Tree) -> Tree:
+        return functions.score(params, Prompt(*prompts), fields, name)
 
     fields = {
         "answer_inputs": rows(answers - 1, dtype="int32"),
@@ -116,7 +117,7 @@ def _working(recipe: LatentWire, name: str, rows: int) -> int:
     layers = place.device_bytes(params["layers"]) if recipe.wire.readers[name].unstacked else 0
     logits = 2 * rows * model.vocab // split * 4
 
-    def needs(prompts: Prompt) -> float:
+    def needs(prompts: PromptShapes) -> float:
         length = prompts.mask.shape[1]  # computed; what stands before it is given, or computed for one row
 
         def forward(positions: int) -> float:

@@ -1,6 +1,6 @@
 """Shapes of the inputs of encoding and decoding at the configuration's limits, their FLOPs and least memory traffic."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,10 +14,24 @@ from lw_jax.core.precision import of, of_reader
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder
 from lw_jax.models.decoder import KVPrefix, SharedPrefix
-from lw_jax.models.wire import Prompt
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import place
 from sharding.placement import Placement
+
+
+class PromptShapes(NamedTuple):
+    """The fields of a `models.wire.Prompt` as shapes with shardings, to be made one inside a traced function."""
+
+    embeddings: Any
+    mask: Any
+    shared_prefix: SharedPrefix | None = None
+    kv_prefix: KVPrefix | None = None
+
+    @property
+    def positions(self) -> int:
+        """Returns the positions of a row."""
+        before = [one.mask.shape[1] for one in (self.shared_prefix, self.kv_prefix) if one is not None]
+        return self.mask.shape[1] + sum(before)
 
 
 def texts(cfg: Config, placement: Placement) -> Tree:
@@ -27,14 +41,14 @@ def texts(cfg: Config, placement: Placement) -> Tree:
     return {name: _rows(shape, dtype, placement.learner) for name, (shape, dtype) in sizes.items()}
 
 
-def prompts(cfg: Config, recipe: LatentWire, name: str) -> Prompt:
+def prompts(cfg: Config, recipe: LatentWire, name: str) -> PromptShapes:
     """Returns a batch of prompts from latents at the limits, as shapes where the reader lies."""
     fields = recipe.batch_widths()["readers"][name]
     before, after = (fields[key]["ids"].shape[0] for key in ("before", "after"))
     return prompts_of(recipe, name, _batch(cfg, recipe.placement), before=before, slots=cfg.encoder.slots, after=after)
 
 
-def prompts_of(recipe: LatentWire, name: str, rows: int, *, before: int, slots: int, after: int) -> Prompt:
+def prompts_of(recipe: LatentWire, name: str, rows: int, *, before: int, slots: int, after: int) -> PromptShapes:
     """Returns prompts with so many positions before the slots and behind the task's vector, as shapes."""
     own, mesh = recipe.wire.readers[name], recipe.placement.readers[name].mesh
     dtype = recipe.abstract().frozen[name]["embed"].dtype
@@ -48,7 +62,7 @@ def prompts_of(recipe: LatentWire, name: str, rows: int, *, before: int, slots: 
     split = recipe.placement.readers[name].table == "tensor" and model.kv_heads % mesh.shape["model"] == 0
     spec = P(None, "data", None, "model" if split else None)
     kv = whole((model.layers, rows, slots, model.kv_heads, model.head_dim), dtype, spec)
-    return Prompt(
+    return PromptShapes(
         _rows((rows, 1 + after, model.width), dtype, mesh),
         _rows((rows, 1 + after), "bool", mesh),
         SharedPrefix(whole((1, before, model.width), dtype), whole((1, before), "bool")) if before else None,
@@ -56,11 +70,11 @@ def prompts_of(recipe: LatentWire, name: str, rows: int, *, before: int, slots: 
     )
 
 
-def text_prompts(recipe: LatentWire, name: str, rows: int, length: int) -> Prompt:
+def text_prompts(recipe: LatentWire, name: str, rows: int, length: int) -> PromptShapes:
     """Returns prompts of so many positions, all of them embeddings, as shapes."""
     mesh, table = recipe.placement.readers[name].mesh, recipe.abstract().frozen[name]["embed"]
     shape = rows, length, recipe.wire.readers[name].config.width
-    return Prompt(_rows(shape, table.dtype, mesh), _rows(shape[:2], "bool", mesh))
+    return PromptShapes(_rows(shape, table.dtype, mesh), _rows(shape[:2], "bool", mesh))
 
 
 def reader(recipe: LatentWire, name: str) -> Tree:
@@ -88,7 +102,7 @@ def encode_flops(recipe: LatentWire, rows: int) -> float:
     return recipe.terms(recipe.batch_widths(), rows)[""].flops / 3
 
 
-def token_bytes(params: Tree, model: decoder.DecoderConfig, prompt: Prompt, tokens: int) -> float:
+def token_bytes(params: Tree, model: decoder.DecoderConfig, prompt: PromptShapes, tokens: int) -> float:
     """Returns the bytes that the next token of every row needs: all weights but a lookup's table, and the cache."""
     looked_up = 0 if model.tied else _size(params["embed"])
     cache = cache_bytes(model, len(prompt.mask), prompt.positions + tokens, prompt.embeddings.dtype)

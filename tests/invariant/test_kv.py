@@ -108,7 +108,7 @@ def test_messages_are_answered_and_scored_as_on_one_device(name, root, alone, on
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("stored", ["int8", "nf4", "w8a8"])
+@pytest.mark.parametrize("stored", ["int8", "w8a8"])
 def test_packed_readers_are_started_and_taught(stored, root, alone, tmp_path):
     packed = {"llms__llama__weights": stored, "llms__qwen__weights": stored}
     code, losses, _ = tiny.unsaved_curve(tiny.make_recipe(root, **changes(root, **packed)), tmp_path / "run")

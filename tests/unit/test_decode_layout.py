@@ -7,6 +7,7 @@ import jax
 import pytest
 
 from lw_jax import recipes
+from lw_jax.models.wire import Prompt
 from lw_jax.planning import decode_layout, workload
 from lw_jax.training.memory_limit import MemoryLimit
 from sharding import place as place_
@@ -81,7 +82,7 @@ def test_bytes_are_those_of_the_compiled_program(model, root, tmp_path):
         recipe = recipes.make(own, placed, outline=True)
         prompts, params = workload.prompts(own, recipe, "llama"), workload.reader(recipe, "llama")
         generate = jax.jit(
-            lambda params, prompts, own=recipe: own.wire.generate(params, "llama", prompts, max_new_tokens=4)
+            lambda params, prompts, own=recipe: own.wire.generate(params, "llama", Prompt(*prompts), max_new_tokens=4)
         )
         needs = jax.jit(generate).lower(params, prompts).compile().memory_analysis()
         found[layers] = needs.argument_size_in_bytes + needs.temp_size_in_bytes
