@@ -63,10 +63,16 @@ class Encoder:
 class Adapter:
     """The layers between the latents and one reader's soft prefix."""
 
-    hidden: int = key(2048, "width between the latent and the reader's embeddings", unit="values", above=0)
+    kind: str = key(
+        "embeddings",
+        "a latent becomes an input embedding, or keys and values of every layer, which cost the reader no pass",
+        choices=("embeddings", "kv"),
+    )
+    hidden: int = key(2048, "width of the layer between the latents and the prefix", unit="values", above=0)
     start: str = key(
         "random",
-        "aligned begins as a regression between the embedding tables of body and reader; learns far faster",
+        "aligned begins as a regression between the embedding tables of body and reader, or for kv from latents to the "
+        "reader's own keys and values of the same words; learns far faster",
         choices=("random", "aligned"),
         shapes="no",
     )

@@ -21,7 +21,7 @@ from lw_jax.models import adapter, codec, decoder, wire
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.pass_costs import Terms
-from lw_jax.recipes import aligned_start, encoder_bodies, frozen_models, join, wire_costs
+from lw_jax.recipes import aligned_start, encoder_bodies, frozen_models, join, kv_start, wire_costs
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates, longest_passage
 from lw_jax.recipes.surprisal import Surprisal
 from lw_jax.recipes.teacher import Teacher
@@ -137,7 +137,9 @@ class LatentWire:
         trainable = init(key, body, place.replicate(sizes, self.placement.learner))
         if self.cfg.encoder.run:
             trainable |= {"encoder": self._read_encoder(placed.trainable)}
-        if self.cfg.adapter.start == "aligned":
+        if self.cfg.adapter.kind == "kv":
+            trainable = jax.device_put(self._start_kv(trainable, readers), placed.trainable)
+        elif self.cfg.adapter.start == "aligned":
             trainable = jax.device_put(self._align(trainable, readers, sizes), placed.trainable)
         return Weights(trainable, readers)
 
@@ -148,11 +150,28 @@ class LatentWire:
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract().trainable)
         return join.read_trainable(self.cfg, shapes)["encoder"]
 
+    def _align_encoder(self, trainable: Tree) -> Tree:
+        """Returns the tree with an aligned projection, unless a run gave the encoder."""
+        if self.cfg.encoder.run:
+            return trainable
+        return trainable | {"encoder": aligned_start.align_encoder(trainable["encoder"], self.wire.encoder.width)}
+
+    def _start_kv(self, trainable: Tree, readers: Tree) -> Tree:
+        """Returns the tree with adapters that begin at their readers' own keys and values of training texts."""
+        aligned = self.cfg.adapter.start == "aligned"
+        if aligned:
+            trainable = jax.device_put(self._align_encoder(trainable), self.shardings().trainable)
+        found = self.curriculum.examples("train")
+        texts = [self.layout.source_text(found[index]) for index in examples.spread(len(found), kv_start.TEXTS)]
+        weights = trainable, readers
+        return trainable | {
+            "adapters": kv_start.start(self.wire, self.placement, self.layout, texts, weights, aligned=aligned)
+        }
+
     def _align(self, trainable: Tree, readers: Tree, sizes: Mapping[str, jax.Array]) -> Tree:
         """Returns the tree with aligned adapters and, unless a run gave the encoder, an aligned projection."""
         assert self.body_location is not None  # validation allows the aligned start for a pretrained body only
-        if not self.cfg.encoder.run:
-            trainable |= {"encoder": aligned_start.align_encoder(trainable["encoder"], self.wire.encoder.width)}
+        trainable = self._align_encoder(trainable)
         body_tokenizer, count = load_tokenizer(self.body_location), trainable["encoder"]["body"]["embed"].shape[0]
         pieces = {
             name: aligned_start.match_pieces(body_tokenizer, reader, count) for name, reader in self.tokenizers.items()
@@ -401,6 +420,12 @@ def _wire(
         stops = tuple(tokenizers[name].stops) if name in tokenizers else ()
         mode = frozen_models.mode(cfg, at.mesh, frozen_models.precision_of(cfg, cfg.llms[name], placement.platform))
         readers[name] = wire.Reader(
-            found[name], cfg.adapter.hidden, stops, mode, unstacked=cfg.eval.layers == "unstacked"
+            found[name],
+            cfg.adapter.hidden,
+            stops,
+            mode,
+            unstacked=cfg.eval.layers == "unstacked",
+            kind=cfg.adapter.kind,
+            constrain=shards.keep_heads(at.mesh, heads=found[name].kv_heads, split=at.table == "tensor"),
         )
     return wire.Wire(spec, readers, frozen_models.mode(cfg, placement.learner, own))
