@@ -23,7 +23,6 @@ from lw_jax.inference import taught_text
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.planning import generation_memory
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.recipes.surprisal import Surprisal
 from lw_jax.training import memory_limit, out_of_memory, validation_memory
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
@@ -123,8 +122,7 @@ def measure(
 
 def _score(recipe: LatentWire, texts: list[str]) -> list[Scored]:
     """Returns the texts' tokens with their NLL under the encoder's body as it was pretrained."""
-    assert recipe.body_location is not None, "validation allows this for a pretrained decoder only"
-    return Surprisal(recipe.cfg, recipe.body_location, recipe.placement).score(texts)
+    return recipe.surprisal.score(texts)
 
 
 def _make_swaps(recipe: LatentWire, encoded: Encoded) -> swaps.Swaps | None:

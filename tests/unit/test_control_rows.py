@@ -325,7 +325,20 @@ def test_table_has_a_line_for_each_reader_and_row(measured):
     lines = comparison.table(found).splitlines()
     heads = lines[0].replace("f1 95 %", "interval").split()
     assert heads == [
-        *("reader", "row", "positions", "ms", "em", "f1", "interval", "nll", "accuracy", "first_token", "first_5", "distinct")
+        *(
+            "reader",
+            "row",
+            "positions",
+            "ms",
+            "em",
+            "f1",
+            "interval",
+            "nll",
+            "accuracy",
+            "first_token",
+            "first_5",
+            "distinct",
+        )
     ]
     assert [line.split()[:2] for line in lines[1:]] == [["qwen", row] for row in ROWS]
     assert float(lines[2].split()[2]) == found["qwen"]["latents"]["positions"]
