@@ -82,7 +82,7 @@ def choose(text: str, scored: Scored, count: int) -> tuple[str, ...]:
     return tuple(phrases)
 
 
-def size(phrases: tuple[str, ...]) -> int:
+def count_words(phrases: tuple[str, ...]) -> int:
     """Returns the number of words of phrases."""
     return sum(len(phrase.split()) for phrase in phrases)
 

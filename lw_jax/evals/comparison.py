@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 
-from lw_jax.core.eval_rows import ROWS
+from lw_jax.core.eval_rows import MESSAGES, ROWS
 from lw_jax.evals.statistics import RESAMPLES, Bootstrap, Estimate
-from lw_jax.evals.verdict import WORDS, format_interval, is_collapsed
+from lw_jax.evals.verdict import WORDS, adds_nothing, format_interval, is_collapsed
 
 Record = dict[str, Any]
 Row = dict[str, Any]  # figures by name, those of INTERVALS also with "_interval": [low, high]
@@ -46,12 +46,13 @@ def summarise(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLE
 def compare(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES) -> dict[str, Row]:
     """Returns {reader: comparisons of its rows}, each with an interval from resamples that all rows share.
 
-    The text is the row "upper", the first of UPPER that was measured. normalised_f1 = (latents - none) / (text - none),
-    recovered_nll = (none - latents) / (none - text): None, with the reason under "..._reason", where the interval of
-    the denominator reaches 0. fewer_positions: the text's reader positions / the message's. gap_nll = shuffled -
-    latents, gap_f1 = latents - shuffled: the gain of the right latents. follows: of the questions where the reader
-    follows a text with another answer in it, the share where it follows that text's message. A figure is absent where
-    one of its rows was not measured.
+    The text is the row "upper", the first of UPPER that was measured; the message the first of MESSAGES.
+    normalised_f1 = (message - none) / (text - none), recovered_nll = (none - message) / (none - text): None, with the
+    reason under "..._reason", where the interval of the denominator reaches 0. fewer_positions: the text's reader
+    positions / the message's. gap_nll = shuffled - latents, gap_f1 = latents - shuffled: the gain of the right latents.
+    adds_nll = message_shuffled - message, adds_f1 = message - message_shuffled: their gain beside literals. follows: of
+    the questions where the reader follows a text with another answer in it, the share where it follows that text's
+    message. A figure is absent where one of its rows was not measured.
     """
     grouped = _group(records)
     found: dict[str, Row] = {}
@@ -72,21 +73,23 @@ def compare(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES)
 def _compare_plain(groups: Mapping[str, Sequence[Record]], rows: Mapping[str, Mapping[str, Estimate]]) -> Row:
     figures: Row = {}
     upper = next((row for row in UPPER if row in rows), None)
-    if upper and {"latents", "none"} <= rows.keys():
-        text, latents, none = rows[upper], rows["latents"], rows["none"]
+    sent = next((row for row in MESSAGES if row in rows), None)
+    if upper and sent and "none" in rows:
+        text, message, none = rows[upper], rows[sent], rows["none"]
         shares = {
-            "normalised_f1": (latents["f1"] - none["f1"], text["f1"] - none["f1"]),
-            "recovered_nll": (none["nll"] - latents["nll"], none["nll"] - text["nll"]),
+            "normalised_f1": (message["f1"] - none["f1"], text["f1"] - none["f1"]),
+            "recovered_nll": (none["nll"] - message["nll"], none["nll"] - text["nll"]),
         }
         figures["upper"] = upper
         for key, (part, whole) in shares.items():
             figures |= _share(key, part, whole, upper)
-    if upper and "latents" in rows and "positions" in groups[upper][0]:
-        figures["fewer_positions"] = _mean(groups[upper], "positions") / _mean(groups["latents"], "positions")
-    if {"latents", "shuffled"} <= rows.keys():
-        latents, shuffled = rows["latents"], rows["shuffled"]
-        for key, gap in (("nll", shuffled["nll"] - latents["nll"]), ("f1", latents["f1"] - shuffled["f1"])):
-            figures |= {f"gap_{key}": gap.value, f"gap_{key}_interval": gap.interval()}
+    if upper and sent and "positions" in groups[upper][0]:
+        figures["fewer_positions"] = _mean(groups[upper], "positions") / _mean(groups[sent], "positions")
+    for name, (right, other) in {"gap": ("latents", "shuffled"), "adds": ("message", "message_shuffled")}.items():
+        if {right, other} <= rows.keys():
+            gaps = {"nll": rows[other]["nll"] - rows[right]["nll"], "f1": rows[right]["f1"] - rows[other]["f1"]}
+            for key, gap in gaps.items():
+                figures |= {f"{name}_{key}": gap.value, f"{name}_{key}_interval": gap.interval()}
     return figures
 
 
@@ -153,7 +156,7 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
         parts.append(
             f"first token {figures['faster']:.2f}x faster than from a text of {figures['timed_tokens']} tokens"
         )
-    for key in ("normalised_f1", "recovered_nll", "gap_f1", "gap_nll", "follows"):
+    for key in ("normalised_f1", "recovered_nll", "gap_f1", "gap_nll", "adds_f1", "adds_nll", "follows"):
         against = f" of {figures['upper']}" if key in ("normalised_f1", "recovered_nll") and "upper" in figures else ""
         if figures.get(key) is not None:
             parts.append(f"{key}{against} {figures[key]:.3f} ({format_interval(figures[f'{key}_interval'])})")
@@ -161,6 +164,8 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
             parts.append(f"{key} unknown: {figures[f'{key}_reason']}")
     if is_collapsed(figures):
         parts.append(WORDS["collapsed"])
+    if adds_nothing(figures):
+        parts.append(WORDS["literals"])
     return f"{reader}: " + "\n    ".join(parts or ["no rows to compare"])
 
 

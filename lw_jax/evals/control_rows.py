@@ -21,7 +21,7 @@ from lw_jax.evals.comparison import Record
 from lw_jax.evals.swaps import Swaps
 from lw_jax.evals.wire_functions import WireFunctions
 
-WIRE = ("before", "after", "channel", "task")  # a reader's fields around its latents
+WIRE = ("before", "literals", "after", "channel", "task")  # a reader's fields around its latents
 ANSWER = ("answer_inputs", "targets", "weights")  # its scored fields
 
 
@@ -47,8 +47,9 @@ class Bench:
         if not ROWS[row].latents:
             return self.functions.prompt_from_text(params, fields[ROWS[row].fields[0]])
         assert latents is not None, row
-        wire = {key: fields[key] for key in WIRE}
-        return self.functions.prompt_from_latents(self.trainable, params, wire, latents, name)
+        wanted = [key for key in WIRE if key in fields and (key != "literals" or ROWS[row].literals)]
+        wire = {key: fields[key] for key in wanted}
+        return self.functions.prompt_from_latents(self.trainable, params, wire, latents, name, slots=ROWS[row].slots)
 
     def score(self, fields: Mapping[str, Any], name: str, prompt: Any) -> dict[str, np.ndarray]:
         """Returns nll, hits, first, first5 and tokens [b] of the reference answers of this process's rows."""
@@ -151,10 +152,14 @@ def _read(
 
 
 def positions(encoded: Encoded, reader: str, row: str, index: int) -> int:
-    """Returns the reader positions that hold an example's context in a row: slots and task vector, or tokens."""
-    made = ROWS[row]
+    """Returns the reader positions that hold an example's context in a row: of a message, or of a text's tokens.
+
+    A message has its slots, the task's vector, and the literals' tokens.
+    """
+    made, fields = ROWS[row], encoded.readers[reader]
     if made.latents:
-        return encoded.slots + 1
+        words = len(fields["literals"].ids[index]) if made.literals and "literals" in fields else 0
+        return encoded.slots * made.slots + 1 + words
     return sum(encoded.context_tokens[reader][field][index] for field in made.fields) + made.taught
 
 

@@ -6,14 +6,13 @@ import time
 import jax
 import numpy as np
 
-from lw_jax.core.eval_rows import ROWS
+from lw_jax.core.eval_rows import MESSAGES, ROWS
 from lw_jax.data import batches
 from lw_jax.data.batches import Encoded
 from lw_jax.evals.comparison import UPPER
 from lw_jax.evals.control_rows import Bench, Measured
 
 REPEATS = 5
-ROW = "latents"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +30,8 @@ def measure(bench: Bench, measured: Measured, *, rows: tuple[str, ...], copies: 
     that compiles. The message's time has the adapter, not the encoder, which another machine runs.
     """
     text = next((row for row in reversed(UPPER) if row in rows), None)
-    if text is None or ROW not in rows:
+    message = next((row for row in MESSAGES if row in rows), None)
+    if text is None or message is None:
         return {}
     found = {}
     for name in measured.encoded.readers:
@@ -41,7 +41,7 @@ def measure(bench: Bench, measured: Measured, *, rows: tuple[str, ...], copies: 
         fields = bench.place(one.collate([0] * copies)["readers"][name], name)
         latents = bench.place(np.repeat(measured.latents[position : position + 1], copies, axis=0), None)
         seconds = {}
-        for row in (text, ROW):
+        for row in (text, message):
             sent = latents if ROWS[row].latents else None
 
             def read(name: str = name, fields: dict = fields, row: str = row, sent: jax.Array | None = sent) -> None:

@@ -29,6 +29,8 @@ from lw_jax.evals.curve import COLUMNS, REFERENCE_ROWS, Curve
 from lw_jax.evals.statistics import Bootstrap
 from lw_jax.models import codec
 
+ROW = "message"  # latents, and literals where messages have them
+
 
 def sweep(
     bench: Bench, measured: Measured, *, options: config.Eval, sent: config.AnswerStage, encoder: str, seed: int
@@ -141,10 +143,11 @@ def _send(
         source = bench.place(host["source"], None)
         latents = np.asarray(bench.fetch(bench.functions.encode(bench.trainable, source), None), np.float32)
         placed = {name: bench.place(fields, name) for name, fields in host["readers"].items()}
+        words = [encoded.examples[index].literals for index in rows]
         for bits in BITS:
-            received, sizes = _round_trip(latents, channel, bits=bits, encoder=encoder)
+            received, sizes = _round_trip(latents, channel, words, bits=bits, encoder=encoder)
             for name, fields in placed.items():
-                prompt = bench.prompt(fields, name, row="latents", latents=bench.place(received, None))
+                prompt = bench.prompt(fields, name, row=ROW, latents=bench.place(received, None))
                 scores = bench.score(fields, name, prompt)
                 predictions = (
                     bench.answer(name, prompt, max_new_tokens=options.max_new_tokens) if options.curve == "f1" else None
@@ -154,18 +157,18 @@ def _send(
                     record = {key: float(value[position]) for key, value in scores.items()}
                     if predictions is not None:
                         record |= control_rows.judge(encoded.examples[index], predictions[position])
-                    found.append((bits, sizes[position], {"reader": name, "row": "latents", "index": index} | record))
+                    found.append((bits, sizes[position], {"reader": name, "row": ROW, "index": index} | record))
                 yield found
 
 
 def _round_trip(
-    latents: np.ndarray, channel: tuple[int, int], *, bits: int, encoder: str
+    latents: np.ndarray, channel: tuple[int, int], literals: Sequence[tuple[str, ...]], *, bits: int, encoder: str
 ) -> tuple[np.ndarray, list[int]]:
     """Returns the received latents [b m z], zeros beyond the channel, and each message's bytes."""
     slots, width = channel
     received, sizes = np.zeros_like(latents), []
-    for one, sent in zip(received, latents, strict=True):
-        message = codec.pack(sent[:slots, :width], bits=bits, encoder=encoder)
+    for one, sent, words in zip(received, latents, literals, strict=True):
+        message = codec.pack(sent[:slots, :width], bits=bits, encoder=encoder, literals=words)
         one[:slots, :width] = codec.unpack(message, encoder=encoder)
         sizes.append(len(message))
     return received, sizes

@@ -33,7 +33,7 @@ def attach(
         ids = [np.zeros(0, np.int32)] * len(encoded)
         held = [0] * len(encoded)
         for index, one in zip(indices, scored, strict=True):
-            room = positions(encoded, name, "latents", index)
+            room = positions(encoded, name, "message", index)
             text = encoded.examples[index].context
             chosen = prompt_tokens.tokenize(tokenizer, [choose(text, one, tokenizer, room=room)])[0][:room]
             ids[index] = np.concatenate([fields["before"].ids[index], chosen, fields["asked"].ids[index]])

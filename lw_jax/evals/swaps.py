@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens
@@ -39,8 +39,17 @@ def swap(example: Example, others: Sequence[Example]) -> Example | None:
     return dataclasses.replace(example, context=pattern.sub(lambda _: new, example.context), answers=(new,))
 
 
-def make(encoded: Encoded, indices: Sequence[int], *, layout: prompt_tokens.Layout, fields: Sequence[str]) -> Swaps:
+def make(
+    encoded: Encoded,
+    indices: Sequence[int],
+    *,
+    layout: prompt_tokens.Layout,
+    fields: Sequence[str],
+    add_literals: Callable[[Sequence[Example]], Sequence[Example]] = lambda found: found,
+) -> Swaps:
     """Returns those of the examples that can be changed; empty lists where none can.
+
+    `add_literals` gives the changed texts theirs.
 
     Each takes its answer from the next of `indices`, cyclically. Static widths are at least those of `encoded`, so
     that most compiled programs serve both.
@@ -54,6 +63,7 @@ def make(encoded: Encoded, indices: Sequence[int], *, layout: prompt_tokens.Layo
     # `encode` refuses data without a usable example, so an unchanged one follows, which is not measured.
     changed.append(dataclasses.replace(own[0], id=str(len(own))))
     data = layout.data if layout.data.overlong == "cut" else dataclasses.replace(layout.data, overlong="drop")
+    changed = list(add_literals(changed))
     found = _widen(batches.encode(changed, layout=dataclasses.replace(layout, data=data), rows=fields), encoded)
     kept = [int(example.id) for example in found.examples]
     kept = kept[:-1] if kept[-1] == len(own) else kept

@@ -30,19 +30,24 @@ class WireFunctions:
         return jax.jit(self.wire.encode)
 
     def prompt_from_latents(
-        self, trainable: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str
+        self, trainable: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str, *, slots: bool = True
     ) -> Prompt:
-        """Returns a reader's prompt on its mesh; its adapter and the latents are moved there first."""
+        """Returns a reader's prompt on its mesh; its adapter and the latents are moved there first.
+
+        Without `slots` those of the latents are masked.
+        """
         mesh = self.mesh_of(name)
         adapter, latents = place.replicate(trainable["adapters"][name], mesh), place.rows(latents, mesh)
-        return self._wire_prompt(adapter, params, fields, latents, name)
+        return self._wire_prompt(adapter, params, fields, latents, name, slots)
 
     @functools.cached_property
     def _wire_prompt(self):
-        def build(adapter: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str) -> Prompt:
+        def build(adapter: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str, slots: bool) -> Prompt:
+            if not slots:
+                fields = {**fields, "channel": jnp.zeros_like(fields["channel"])}
             return wire_prompt(params, fields, self.wire.prefix(adapter, name, latents, "answer")).joined()
 
-        return jax.jit(build, static_argnames="name")
+        return jax.jit(build, static_argnames=("name", "slots"))
 
     @functools.cached_property
     def prompt_from_text(self):

@@ -88,7 +88,7 @@ def _add_times(
     """Adds the time to the first answer token to the rows that have one; one process alone can tell."""
     if jax.process_count() > 1:
         return
-    rows, copies = wire.recipe.cfg.eval.rows, wire.recipe.placement.data
+    rows, copies = _options(wire.recipe).rows, wire.recipe.placement.data
     for name, times in first_token.measure(bench, measured, rows=rows, copies=copies).items():
         for row, seconds in times.seconds.items():
             summary[name][row]["first_token_seconds"] = seconds
@@ -103,7 +103,7 @@ def measure(
     recipe = wire.recipe
     batch = batch or _batch(recipe)
     bench = bench or _bench(wire, batch)
-    options = recipe.cfg.eval
+    options = _options(recipe)
     encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows))
     _say(*encoded.describe())
     changed = _make_swaps(recipe, encoded)
@@ -115,9 +115,16 @@ def measure(
         _say("answers: layers unstacked (eval.layers)")
     return _fitting(
         batch,
-        recipe.cfg.eval,
+        options,
         lambda options: control_rows.measure(bench, encoded, options=options, seed=recipe.cfg.seed, swaps=changed),
     )
+
+
+def _options(recipe: LatentWire) -> Eval:
+    """Returns eval.* with the rows of literals, where messages carry them and the configuration names none."""
+    options = recipe.cfg.eval
+    rows = eval_rows.measured(options.rows, literals=bool(recipe.cfg.message.literals))
+    return dataclasses.replace(options, rows=rows)
 
 
 def _score(recipe: LatentWire, texts: list[str]) -> list[Scored]:
@@ -132,7 +139,9 @@ def _make_swaps(recipe: LatentWire, encoded: Encoded) -> swaps.Swaps | None:
     if not rows:
         return None
     indices = spread(len(encoded), options.examples)
-    found = swaps.make(encoded, indices, layout=recipe.layout, fields=eval_rows.fields_of(rows))
+    found = swaps.make(
+        encoded, indices, layout=recipe.layout, fields=eval_rows.fields_of(rows), add_literals=recipe.add_literals
+    )
     _say(f"{', '.join(rows)}: {len(found.origins)} of {len(indices)} texts have an answer that can be replaced")
     return found
 

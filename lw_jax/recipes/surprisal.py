@@ -69,9 +69,10 @@ class Surprisal:
         starts = _cut(len(pieces.ids), self.window)
         ids = [pieces.ids[start : start + self.window] for start in starts]
         found: list[np.ndarray] = []
-        for first in range(0, len(ids), self._batch):
-            part = ids[first : first + self._batch]
-            found += list(self._read(part + part[-1:] * (self._batch - len(part)))["nll"][: len(part)])
+        size = self.mesh.shape["data"]  # a text has a window or few
+        for first in range(0, len(ids), size):
+            part = ids[first : first + size]
+            found += list(self._read(part + part[-1:] * (size - len(part)))["nll"][: len(part)])
         return literals.choose(text, pieces.join(found, starts), count)
 
     def score(self, texts: Sequence[str]) -> list[Scored]:

@@ -9,7 +9,7 @@ import pytest
 
 from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
-from lw_jax.data import batches, data_schedule
+from lw_jax.data import batches, data_schedule, prompt_tokens
 from lw_jax.models import wire
 from tests import tiny
 
@@ -52,7 +52,7 @@ def test_every_reader_has_the_same_words_in_its_own_tokens(recipe, encoded):
         field = batch["readers"][name]["literals"]
         for i, example in enumerate(encoded.examples):
             ids = field["ids"][i][field["mask"][i]]
-            assert ids.tolist() == tokenizer.encode(", ".join(example.literals))[: 6 * WORDS]
+            assert ids.tolist() == tokenizer.encode(prompt_tokens.JOINED.join(example.literals))[: 6 * WORDS]
             assert 1 <= sum(len(phrase.split()) for phrase in example.literals) <= WORDS
             assert all(phrase in example.context for phrase in example.literals)
         assert field["mask"][:, -1].all(), "left-padded"

@@ -37,9 +37,9 @@ def test_neighbours_are_a_phrase_and_the_order_is_the_text_s():
     assert literals.choose(TEXT, scored, 1) == ("Lisbon",)
     assert literals.choose(TEXT, scored, 3) == ("Mara Ellis", "Lisbon")
     assert literals.choose(TEXT, scored, 5) == ("1987", "Mara Ellis", "Lisbon", "15%")
-    assert literals.size(literals.choose(TEXT, scored, 5)) == 5
+    assert literals.count_words(literals.choose(TEXT, scored, 5)) == 5
     everything = literals.choose(TEXT, scored, 99)
-    assert literals.size(everything) == 11, "the and foundation count once"
+    assert literals.count_words(everything) == 11, "the and foundation count once"
 
 
 def test_repeated_word_counts_once_where_it_is_least_predictable():

@@ -30,7 +30,7 @@ class Recorder(WireFunctions):
 
     seen: list
 
-    def prompt_from_latents(self, trainable, params, fields, latents, name):
+    def prompt_from_latents(self, trainable, params, fields, latents, name, *, slots=True):
         self.seen.append((name, np.asarray(fields["channel"]), np.asarray(latents)))
         return super().prompt_from_latents(trainable, params, fields, latents, name)
 

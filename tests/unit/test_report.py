@@ -248,6 +248,18 @@ def test_figures_that_are_no_numbers_are_counted_and_left_out(tmp_path: Path) ->
         ({"gap_nll_interval": [-0.01, 0.4]}, "collapsed"),
         ({"gap_nll_interval": [0.0, 0.4]}, "collapsed"),
         ({"gap_nll_interval": None}, "collapsed"),
+        (
+            {"adds_f1": 0.1, "adds_f1_interval": [0.01, 0.2], "adds_nll": 1.0, "adds_nll_interval": [0.5, 1.5]},
+            "carries",
+        ),
+        (
+            {"adds_f1": 0.1, "adds_f1_interval": [-0.01, 0.2], "adds_nll": 1.0, "adds_nll_interval": [0.5, 1.5]},
+            "literals",
+        ),
+        (
+            {"adds_f1": 0.1, "adds_f1_interval": [0.01, 0.2], "adds_nll": 0.0, "adds_nll_interval": [-0.1, 0.1]},
+            "literals",
+        ),
         ({"normalised_f1": None, "recovered_nll": None}, "unknown"),
     ],
 )
