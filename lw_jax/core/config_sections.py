@@ -398,8 +398,8 @@ class Eval:
         choices=tuple(eval_rows.ROWS),
     )
     taught_steps: int = key(
-        48,
-        "optimizer steps of the vector of the row text_taught, of 16 examples of data.train each",
+        96,
+        "optimizer steps of the vector of the row text_taught, of 4 examples of data.train each",
         unit="steps",
         above=0,
         shapes="no",

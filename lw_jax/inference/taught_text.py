@@ -34,11 +34,11 @@ from sharding import place
 
 FORMAT = 1  # raised when what is trained changes, so that kept vectors are not taken up
 FIELDS = ("context", "asked")
-BATCH = 16  # examples of a step
+BATCH = 4  # examples of a step: many small steps teach one vector faster than few large ones
 TOKENS = 2048  # of them at once, at most, or one example a device: their backward pass keeps every product
 OPTIM = config.Optim(
     kind="adamw",
-    learning_rate=0.3,  # x the size of the reader's embeddings
+    learning_rate=1.0,  # x the size of the reader's embeddings
     warmup_steps=4,
     end_fraction=0.1,
     weight_decay=0.0,
