@@ -138,9 +138,14 @@ def put_eval(batch: Any, mesh: Mesh) -> Any:
     return _put(batch, mesh, dim=0)
 
 
+def whole(mesh: Mesh) -> NamedSharding:
+    """Returns the sharding of what every device of the mesh holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
 def replicate(tree: Any, mesh: Mesh) -> Any:
     """Returns the tree replicated over the mesh."""
-    return jax.device_put(tree, NamedSharding(mesh, PartitionSpec()))
+    return jax.device_put(tree, whole(mesh))
 
 
 def rows(tree: Any, mesh: Mesh) -> Any:

@@ -92,3 +92,17 @@ def keep_rows(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
         return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
 
     return keep
+
+
+def keep_heads(mesh: Mesh, *, heads: int, split: bool) -> Callable[[jax.Array], jax.Array]:
+    """Returns a sharding constraint for keys or values [l b m k e]: rows over data, heads over model where they divide.
+
+    `split`: the model's own heads lie over the model axis, as in the placement "tensor".
+    """
+    axis = "model" if split and heads % mesh.shape["model"] == 0 else None
+
+    def keep(x: jax.Array) -> jax.Array:
+        spec = PartitionSpec(None, None if _in_shard.get() else "data", None, axis)
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, spec))
+
+    return keep

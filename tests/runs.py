@@ -5,15 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from configs import base
-from lw_jax.core import config
-from lw_jax.report import tables
+from lw_jax.core import config, eval_rows
 from lw_jax.report.figures import REFERENCES
 from lw_jax.training import run_folder
 
 
 def figures(value: float, *, interval: bool = True) -> dict[str, Any]:
     told: dict[str, Any] = {"em": value, "f1": value, "nll": 3 * (1 - value), "accuracy": value, "first_token": value}
-    told |= {"first_5": value, "distinct": 0.8, "examples": 23, "tokens": 71.0}
+    told |= {"first_5": value, "distinct": 0.8, "examples": 23, "tokens": 71.0, "positions": 12.5}
     return told | {
         f"{key}_interval": [value / 2, value] if interval else None for key in ("em", "f1", "nll", "first_token")
     }
@@ -22,11 +21,11 @@ def figures(value: float, *, interval: bool = True) -> dict[str, Any]:
 def between(**changes: Any) -> dict[str, Any]:
     told: dict[str, Any] = {"normalised_f1": 0.913, "recovered_nll": 0.872, "gap_f1": 0.31, "gap_nll": 1.234}
     told |= {f"{key}_interval": [value - 0.1, value + 0.1] for key, value in told.items()}
-    return told | changes
+    return told | {"upper": "text", "fewer_positions": 3.125} | changes
 
 
 def evaluation() -> dict[str, Any]:
-    rows = {name: figures(0.1 * place) for place, name in enumerate(reversed(tables.ROWS), 1)}
+    rows = {name: figures(0.1 * place) for place, name in enumerate(reversed(eval_rows.DEFAULT), 1)}
     references = {name: rows[name] for name in REFERENCES}
     point = {"slots": 5, "width": 7, "examples": 11, "payload_bytes": 35, "nll_low": 0.1, "nll_high": None}
     points = [
@@ -58,7 +57,7 @@ def evaluation() -> dict[str, Any]:
 def predictions(count: int = 43) -> list[dict[str, Any]]:
     found = []
     for reader in ("llama", "qwen"):
-        for row in tables.ROWS:
+        for row in eval_rows.DEFAULT:
             for index in range(0, 3 * count, 3):
                 right = row in ("text", "latents")
                 record = {

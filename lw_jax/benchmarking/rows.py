@@ -62,9 +62,9 @@ def answer_row(
     tokens, model = cfg.eval.max_new_tokens, recipe.wire.readers[name].config
     whole, short = medians
     token = (whole - short) / max(1, tokens - 1)
-    need = workload.token_bytes(params, model, prompts[0], tokens)
+    need = workload.token_bytes(params, model, prompts, tokens)
     alone = recipe.placement.readers[name].mesh.size == 1
-    batch, length = prompts[1].shape
+    batch, length = len(prompts.mask), prompts.positions
     return Row(
         "answer",
         name,

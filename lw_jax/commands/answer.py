@@ -26,6 +26,7 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         bits=8 if args.bits is None else args.bits,
         slots=args.slots,
         width=args.width,
+        literals=args.literals,
     )
     return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, request=request)
 
@@ -45,6 +46,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: messa
         codec.read_frame(request.message)
     else:
         trained_wire.resolve_channel(cfg.encoder, bits=request.bits, slots=request.slots, width=request.width)
+        trained_wire.resolve_literals(cfg, request.literals)
     if request.write not in ("", "-"):
         check_writable(Path(request.write).absolute().parent, remedy="choose another file for --write")
     runtime.tell_device()
@@ -66,7 +68,8 @@ def _encode(wire: "TrainedWire", request: message_io.Request) -> bytes:
                 "(config.prompt.question = 'latents'); give exactly one --question"
             )
         question = request.questions[0]
-    return wire.write(request.context, bits=request.bits, slots=request.slots, width=request.width, question=question)
+    sizes = {"bits": request.bits, "slots": request.slots, "width": request.width, "literals": request.literals}
+    return wire.write(request.context, question=question, **sizes)
 
 
 def _print_answers(wire: "TrainedWire", message: bytes, request: message_io.Request) -> None:
@@ -74,7 +77,10 @@ def _print_answers(wire: "TrainedWire", message: bytes, request: message_io.Requ
 
     frame = codec.read_frame(message)
     text = f" for {len(request.context.encode())} bytes of text" if request.context else ""
-    print(f"message: {len(message)} bytes ({frame.slots} x {frame.width} values of {frame.bits} bits){text}")
+    held = f"{frame.slots} x {frame.width} values of {frame.bits} bits"
+    if frame.literals:
+        held += f", literals: {', '.join(frame.literals)}"
+    print(f"message: {len(message)} bytes ({held}){text}")
     for question in request.questions:
         print(f"question: {question}")
         for name in wire.recipe.cfg.llms:

@@ -35,9 +35,13 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     found = evaluation.evaluate(wire)
     if jax.process_index() == 0:
         paths = evaluation.write(found, workdir, step=wire.step)
-        if found.curve:
-            from lw_jax.report import figures  # matplotlib
+        from lw_jax.report import figures, tables  # matplotlib
 
+        drawn = tables.drawable_rows(found.summary)
+        if drawn:
+            figures.draw_rows(drawn, found.curve).savefig(workdir / "positions.png", dpi=130)
+            paths.append(workdir / "positions.png")
+        if found.curve:
             figures.draw_curve(found.curve).savefig(workdir / "bytes.png", dpi=130)
             paths.append(workdir / "bytes.png")
         print(evaluation.describe(found))

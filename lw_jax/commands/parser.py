@@ -115,6 +115,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
                 "--bits": _value("N", "bits a value: 16, 8, 6, 4 or 2 (default: 8)", kind=_whole),
                 "--slots": _value("N", "send the first N latents (default: all)", kind=_whole),
                 "--width": _value("N", "send the first N values of each latent (default: all)", kind=_whole),
+                "--literals": _value("N", "send N words of the text (default: message.literals)", kind=_whole),
             },
             examples=(
                 '--workdir runs/mine --context notes.txt --question "Who wrote it?"',
@@ -322,7 +323,7 @@ def _find_fault(args: argparse.Namespace) -> str:
 def _find_answer_fault(args: argparse.Namespace) -> str:
     if bool(args.context) == bool(args.message):
         return "answer needs either --context FILE (a text) or --message FILE (written by --write)"
-    for flag in ("write", "bits", "slots", "width"):
+    for flag in ("write", "bits", "slots", "width", "literals"):
         if args.message and getattr(args, flag) is not None:
             return f"--{flag} sets how a text is written: it needs --context, not --message"
     if not args.question and not args.write:

@@ -32,6 +32,7 @@ from lw_jax.core.config_sections import (
     Lora,
     Loss,
     Mesh,
+    Message,
     Optim,
     Prompt,
     Selfmade,
@@ -43,7 +44,7 @@ from lw_jax.core.errors import UserError
 # fmt: off
 __all__ = [  # the sections are read as config.Data and so on
     "DPO", "LLM", "TTT", "Adapter", "AnswerStage", "Compute", "Config", "Data", "Encoder", "Eval",
-    "Lora", "Loss", "Mesh", "Optim", "Prompt", "Selfmade", "Stages", "Train", "suggest",
+    "Lora", "Loss", "Mesh", "Message", "Optim", "Prompt", "Selfmade", "Stages", "Train", "suggest",
 ]
 # fmt: on
 

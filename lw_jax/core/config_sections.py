@@ -7,6 +7,7 @@ Made from these dataclasses are the ConfigDict that users edit (`configs/base.py
 import dataclasses
 from typing import Any
 
+from lw_jax.core import eval_rows
 from lw_jax.core.config_keys import key, section
 
 PLACEMENTS = ("auto", "single", "replicate", "fsdp", "tensor", "split", "hybrid3", "hybrid4")
@@ -62,11 +63,40 @@ class Encoder:
 class Adapter:
     """The layers between the latents and one reader's soft prefix."""
 
-    hidden: int = key(2048, "width between the latent and the reader's embeddings", unit="values", above=0)
+    kind: str = key(
+        "embeddings",
+        "a latent becomes an input embedding, or keys and values of every layer, which cost the reader no pass",
+        choices=("embeddings", "kv"),
+    )
+    hidden: int = key(2048, "width of the layer between the latents and the prefix", unit="values", above=0)
     start: str = key(
         "random",
-        "aligned begins as a regression between the embedding tables of body and reader; learns far faster",
+        "aligned begins as a regression between the embedding tables of body and reader, or for kv from latents to the "
+        "reader's own keys and values of the same words; learns far faster",
         choices=("random", "aligned"),
+        shapes="no",
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class Message:
+    """What a message carries beside its latents."""
+
+    literals: int = key(
+        0,
+        "words of the text that the message carries as text, those that the encoder's body (kind lm) finds least "
+        "predictable; each reader tokenises them itself",
+        unit="words",
+        at_least=0,
+        at_most=1024,
+    )
+    dropout: float = key(
+        0.1,
+        "training examples without the literals, and as many without the latents: so either is learned alone too; no "
+        "effect without literals",
+        unit="share",
+        at_least=0,
+        at_most=0.5,
         shapes="no",
     )
 
@@ -363,9 +393,16 @@ class Eval:
         choices=("auto", "stacked", "unstacked"),
     )
     rows: tuple[str, ...] = key(
-        ("text", "latents", "shuffled", "zero", "none", "truncated"),
+        eval_rows.DEFAULT,
         "message and controls to compare",
-        choices=("text", "latents", "shuffled", "zero", "none", "truncated"),
+        choices=tuple(eval_rows.ROWS),
+    )
+    taught_steps: int = key(
+        96,
+        "optimizer steps of the vector of the row text_taught, of 4 examples of data.train each",
+        unit="steps",
+        above=0,
+        shapes="no",
     )
     curve: str = key(
         "nll",
@@ -398,6 +435,7 @@ class Config:
     llms: dict[str, LLM] = dataclasses.field(default_factory=dict)  # reader's name -> LLM
     encoder: Encoder = section(Encoder)
     adapter: Adapter = section(Adapter)
+    message: Message = section(Message)
     prompt: Prompt = section(Prompt)
     data: Data = section(Data)
     loss: Loss = section(Loss)

@@ -1,7 +1,8 @@
-"""Removed keys and renamed values of the configuration.
+"""Removed, renamed and later added keys of the configuration.
 
-Files and flags that name one are refused with its successor. A kept run folder is translated; where a removed key that
-decided the result had another value than the program has now, the folder is refused.
+Files and flags that name a removed one are refused with its successor. A kept run folder is translated; where a removed
+key that decided the result had another value than the program has now, the folder is refused. A key that was added
+later has, in older folders, the value under which nothing changes.
 """
 
 import copy
@@ -76,6 +77,9 @@ VALUES: dict[str, dict[str, str]] = {
     "dpo.reference": {"live": "recomputed", "kept": "cached"},
 }
 
+# keys that decide what a run learns and that older run folders lack -> what those runs did
+ADDED: dict[str, Any] = {"adapter.kind": "embeddings", "message.literals": 0, "message.dropout": 0.1}
+
 
 def explain(path: str) -> str:
     """Returns why a key is gone and what to set instead; empty where it never was one."""
@@ -85,7 +89,7 @@ def explain(path: str) -> str:
 
 
 def translate(saved: Mapping[str, Any], flat: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a run folder's saved values under the keys of today.
+    """Returns a run folder's saved values under the keys of today, with those that it lacks.
 
     Args:
       saved: the values, nested.
@@ -112,12 +116,15 @@ def translate(saved: Mapping[str, Any], flat: Mapping[str, Any], defaults: Mappi
     for path, renamed in VALUES.items():
         if flat.get(path) in renamed:
             _section(found, path)[path.rpartition(".")[2]] = renamed[flat[path]]
+    for path, value in ADDED.items():
+        if path not in flat:
+            _section(found, path)[path.rpartition(".")[2]] = value
     return found
 
 
 def spell(meaning: Mapping[str, Any]) -> dict[str, Any]:
     """Returns what decides a run, by path, as checkpoints have recorded it since the first: under the old keys."""
-    spelled = dict(meaning)
+    spelled = {path: value for path, value in meaning.items() if path not in ADDED or value != ADDED[path]}
     for path, renamed in VALUES.items():
         if path in spelled:
             spelled[path] = {new: old for old, new in renamed.items()}.get(spelled[path], spelled[path])

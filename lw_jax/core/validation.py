@@ -53,6 +53,10 @@ def validate(cfg: Config) -> None:
 def _check_wire(cfg: Config) -> None:
     _check_stages(cfg)
     _check_encoder(cfg)
+    _check_message(cfg)
+    if "selected" in cfg.eval.rows and cfg.encoder.kind != "lm":
+        rule = f"'selected' needs encoder.kind 'lm', which finds the words (it is {cfg.encoder.kind!r}); leave it out."
+        refuse("eval.rows", cfg.eval.rows, rule)
     _check_prompt(cfg)
     if cfg.data.held_out:
         refuse("data.held_out", cfg.data.held_out, "must be 0: recipe 'latentwire' validates on data.validation.")
@@ -122,6 +126,14 @@ def _check_encoder(cfg: Config) -> None:
         refuse("encoder.slots", encoder.slots, rule)
     if encoder.slots > encoder.window:
         refuse("encoder.slots", encoder.slots, f"must be at most encoder.window = {encoder.window}.")
+
+
+def _check_message(cfg: Config) -> None:
+    if cfg.message.literals and cfg.encoder.kind != "lm":
+        rule = f"needs encoder.kind 'lm', which finds the least predictable words (it is {cfg.encoder.kind!r}); set 0."
+        refuse("message.literals", cfg.message.literals, rule)
+    if "literals" in cfg.eval.rows and not cfg.message.literals:
+        refuse("eval.rows", cfg.eval.rows, "must not name 'literals' where message.literals is 0: there are none.")
 
 
 def _check_prompt(cfg: Config) -> None:

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.eval_rows import PROMPT_FIELDS
 from lw_jax.core.types import EXACT, Example, Task
 from lw_jax.data.example_counts import REASONS, Ledger
 from lw_jax.data.prompt_tokens import Layout, ReaderPass, read_source
@@ -21,7 +22,6 @@ _log = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
 
-PROMPT_ROWS = ("text", "none", "truncated")  # rows with a whole prompt; other rows have no field
 MULTIPLE = 8  # widths are rounded up to it, so that data sets of similar lengths share one compiled program
 
 
@@ -64,12 +64,15 @@ class Encoded:
 
     examples: tuple[Example, ...]
     source: Field
-    readers: dict[str, dict[str, Field]]  # before, after, answer (absent for prompts), and the asked prompt rows
+    # before, literals (where messages have them), after, answer (absent for prompts), and the asked prompt rows
+    readers: dict[str, dict[str, Field]]
     counts: dict[str, int]  # given, kept, and dropped or cut by reason
     slots: int  # of a message, and the width of a latent
     width: int
     task: str = "answer"  # the readers' task
     teachers: Mapping[str, Lookup] = dataclasses.field(default_factory=dict)  # by reader, where the KL needs one
+    # reader's name -> prompt field -> tokens of each example's prompt that hold the context
+    context_tokens: Mapping[str, Mapping[str, Sequence[int]]] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
         """Returns the number of usable examples."""
@@ -84,14 +87,14 @@ class Encoded:
         """
         if channel is None:
             channel = np.tile(np.array([self.slots, self.width, EXACT], np.int32), (len(indices), 1))
-        wanted = set(PROMPT_ROWS if rows is None else rows)
+        wanted = set(PROMPT_FIELDS if rows is None else rows)
         readers = {}
         for name, fields in self.readers.items():
-            if rows is not None and (missing := wanted.intersection(PROMPT_ROWS) - fields.keys()):
+            if rows is not None and (missing := wanted.intersection(PROMPT_FIELDS) - fields.keys()):
                 raise UserError(
                     f"batch rows {sorted(missing)} of {name!r} were not encoded; name them in encode(rows=)"
                 )
-            kept = (key for key in fields if key in wanted or key not in (*PROMPT_ROWS, "answer"))
+            kept = (key for key in fields if key in wanted or key not in (*PROMPT_FIELDS, "answer"))
             readers[name] = {key: fields[key].collate(indices) for key in kept}
             readers[name] |= {"channel": channel, "task": Task(self.task)}
             if name in self.teachers:
@@ -153,7 +156,7 @@ def other_examples(examples: Sequence[Example]) -> list[int]:
 
 
 def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] = ()) -> Encoded:
-    """Returns the examples as token ids, with those prompt rows ("text", "none", "truncated") that `rows` names.
+    """Returns the examples as token ids, with those of `core.eval_rows.PROMPT_FIELDS` that `rows` names.
 
     Examples without answers become prompts: batches without answer fields. An example is dropped for all readers or
     for none. Raises UserError for an overlong context under data.overlong="refuse", and when no example is left.
@@ -163,13 +166,16 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
     if not all(bool(example.answers) == answered for example in examples):
         raise UserError("some examples have answers and some have none; encode them separately")
     source = read_source([layout.source_text(example) for example in examples], layout, ledger)
-    tokens = {
-        name: ReaderPass(name, reader, layout, ledger).read(examples, set(rows), answered)
-        for name, reader in layout.readers.items()
-    }
+    passes = {name: ReaderPass(name, reader, layout, ledger) for name, reader in layout.readers.items()}
+    tokens = {name: one.read(examples, set(rows), answered) for name, one in passes.items()}
     keep = ledger.settle(layout.data.overlong)
-    limits = {"after": layout.data.question_tokens, "text": layout.data.context_tokens}
-    limits["answer"] = layout.data.answer_tokens
+    limits = {
+        "after": layout.data.question_tokens,
+        "text": layout.data.context_tokens,
+        "context": layout.data.context_tokens,
+        "answer": layout.data.answer_tokens,
+        "literals": layout.literal_tokens,
+    }
 
     def kept(key: str, ids: list[np.ndarray], pad: int) -> Field:
         return field([ids[i] for i in keep], pad, left=key != "answer", limit=limits.get(key))
@@ -184,15 +190,25 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
         counts=ledger.counts(),
         slots=layout.slots,
         width=layout.width,
+        context_tokens={
+            name: {key: [counts[i] for i in keep] for key, counts in one.context_tokens.items()}
+            for name, one in passes.items()
+        },
     )
 
 
-def encode_prompt(context: str, question: str, *, layout: Layout, rows: Iterable[str] = ()) -> Batch:
-    """Returns a batch of one prompt without answer fields. Raises UserError where a data set would drop it."""
+def encode_prompt(
+    context: str, question: str, *, layout: Layout, rows: Iterable[str] = (), literals: tuple[str, ...] = ()
+) -> Batch:
+    """Returns a batch of one prompt without answer fields, with a message's literals.
+
+    Raises UserError where a data set would drop it.
+    """
     if not context.strip() or not question.strip():
         raise UserError(f"a prompt needs a context and a question; found {context!r} and {question!r}")
-    encoded = encode([Example("prompt", context.strip(), question.strip(), ())], layout=layout, rows=rows)
-    for reason in ("source_cut", "text_cut"):
+    asked = Example("prompt", context.strip(), question.strip(), (), literals)
+    encoded = encode([asked], layout=layout, rows=rows)
+    for reason in ("source_cut", "literals_cut", "text_cut"):
         if encoded.counts[reason]:
             _log.warning("1 of 1 %s", REASONS[reason])
     return encoded.collate([0])

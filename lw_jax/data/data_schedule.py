@@ -64,6 +64,7 @@ class Phase:
     widths: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
     frozen: tuple[str, ...] = ()  # trainable parts that these batches do not train: "frozen" in their "source"
+    dropout: float = 0.0  # share of the examples without their literals, and as large a one without their latents
 
     def mark(self, batch: Batch) -> Batch:
         """Returns the batch with the frozen parts in its structure."""
@@ -131,7 +132,10 @@ class DataSchedule:
         encoded, order = self.streams[stream], self._order(stream, seed)
         indices = [int(order[before * global_batch + row] or 0) for row in range(global_batch)]
         channel = _draw(phase, encoded, np.random.default_rng([seed, number]), global_batch)
-        return phase.mark(encoded.collate(indices[share], channel=None if channel is None else channel[share]))
+        batch = encoded.collate(indices[share], channel=None if channel is None else channel[share])
+        if phase.dropout:
+            batch = drop(batch, np.random.default_rng([seed, number, 1]).random(global_batch)[share], phase.dropout)
+        return phase.mark(batch)
 
     def _order(self, stream: int, seed: int) -> grain.MapDataset:
         """Returns a stream's examples without end, shuffled anew each epoch."""
@@ -160,6 +164,22 @@ class DataSchedule:
 def digest_of(streams: Sequence[Stream]) -> str:
     """Identifies the content of several streams."""
     return hashlib.blake2b("\n".join(one.digest() for one in streams).encode(), digest_size=16).hexdigest()
+
+
+def drop(batch: Batch, draws: np.ndarray, dropout: float) -> Batch:
+    """Returns a batch in which readers miss the literals of some examples and the latents of others.
+
+    `draws` f64[b] from 0 to 1: below `dropout` an example has no literals, from 1 - dropout on no latents.
+    """
+    readers = {}
+    for name, fields in batch["readers"].items():
+        if "literals" in fields:
+            words, channel = fields["literals"], fields["channel"].copy()
+            channel[draws >= 1 - dropout, 0] = 0
+            words = words | {"mask": words["mask"] & (draws >= dropout)[:, None]}
+            fields = fields | {"literals": words, "channel": channel}
+        readers[name] = fields
+    return batch | {"readers": readers}
 
 
 def refuse_small(data_schedule: DataSchedule, global_batch: int) -> None:

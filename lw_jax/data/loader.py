@@ -3,7 +3,7 @@
 The order is a function of the seed alone: not of the number of processes, threads or earlier runs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import grain
@@ -72,18 +72,24 @@ class Loader:
 
 
 def eval_batches(encoded: Stream, batch: int, limit: int = 0, *, share: tuple[int, int] = (0, 1)) -> Iterator[Batch]:
-    """Yields the examples in order, with "valid" bool[b]; the last batch is filled by repeating its last example.
+    """Yields the examples in order, as `batches_of`; with a limit, that many spread evenly over the data set."""
+    for found in batches_of(encoded, spread(len(encoded), limit), batch, share=share):
+        yield {key: value for key, value in found.items() if key != "position"}
 
-    With a limit, that many examples spread evenly over the data set (`index` holds their positions). Of several
-    processes, `share` is this one's number and how many there are: it gets its rows of each batch, which they divide.
+
+def batches_of(
+    encoded: Stream, indices: Sequence[int], batch: int, *, share: tuple[int, int] = (0, 1)
+) -> Iterator[Batch]:
+    """Yields the examples at `indices`, with "valid" bool[b] and "position" i32[b], their places in `indices`.
+
+    The last batch is filled by repeating its last example. Of several processes, `share` is this one's number and how
+    many there are: it gets its rows of each batch, which they divide.
     """
     number, count = share
     if batch % count:
         raise UserError(f"config.eval.batch={batch} does not divide by {count} processes")
     own = slice(number * batch // count, (number + 1) * batch // count)
-    chosen = spread(len(encoded), limit)
-    for start in range(0, len(chosen), batch):
-        indices = chosen[start : start + batch]
-        missing = batch - len(indices)
-        valid = np.arange(batch) < len(indices)
-        yield {**encoded.collate((indices + indices[-1:] * missing)[own]), "valid": valid[own]}
+    for start in range(0, len(indices), batch):
+        at = np.minimum(np.arange(start, start + batch), len(indices) - 1)[own]
+        valid = np.arange(start, start + batch)[own] < len(indices)
+        yield {**encoded.collate([indices[i] for i in at]), "valid": valid, "position": at.astype(np.int32)}

@@ -80,9 +80,14 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
         raise UserError(f"no passage for {task}: the texts are shorter than two words; name longer ones: data.passages")
     ledger = Ledger([example.id for example in found])
     source = prompt_tokens.read_source([example.context for example in found], layout, ledger)
-    gap = "" if task == "reconstruct" else " "
-    texts = [gap + example.answers[0] for example in found]
+    texts = [("" if task == "reconstruct" else " ") + example.answers[0] for example in found]
     answers = {name: prompt_tokens.tokenize(reader.tokenizer, texts) for name, reader in layout.readers.items()}
+    words = {}
+    if layout.literals:
+        words = {
+            name: prompt_tokens.read_literals(reader.tokenizer, found, layout, ledger)
+            for name, reader in layout.readers.items()
+        }
     for name, each in answers.items():
         for i, ids in enumerate(each):
             if not len(ids):
@@ -98,13 +103,17 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
         tokenizer = reader.tokenizer
         shared = prompt_tokens.shared_prefix(name, reader, layout.prompt)
         ending = [tokenizer.eos] if task == "reconstruct" else []
+        gap = prompt_tokens.tokenize(tokenizer, [prompt_tokens.GAP if layout.literals else ""])[0]
         targets = [np.append(answers[name][i], np.array(ending, np.int32)) for i in keep]
         readers[name] = {
             "before": batches.field([shared] * len(keep), tokenizer.pad, left=True),
-            # No column between the task vector and the text: padding is not allowed there.
-            "after": Field([np.zeros(0, np.int32)] * len(keep), 0, tokenizer.pad, left=True),
+            # As wide as it is long: between the task vector, or the literals, and the text is no padding.
+            "after": Field([gap] * len(keep), len(gap), tokenizer.pad, left=True),
             "answer": batches.field(targets, tokenizer.pad, left=False),
         }
+        if name in words:
+            kept, limit = [words[name][i] for i in keep], layout.literal_tokens
+            readers[name]["literals"] = batches.field(kept, tokenizer.pad, left=True, limit=limit)
     return Encoded(
         examples=tuple(found[i] for i in keep),
         source=batches.source_field([source[i] for i in keep], layout),

@@ -69,6 +69,11 @@ class Tokenizer:
         offsets = self.backend.backend_tokenizer.encode(text, add_special_tokens=False).offsets
         return [start for start, _ in offsets]
 
+    def encode_spans(self, texts: list[str]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """Returns each text's ids i32[n] and their characters i32[n 2]: the first, and the one after the last."""
+        encoded = self.backend.backend_tokenizer.encode_batch(texts, add_special_tokens=False)
+        return [(np.array(e.ids, np.int32), np.array(e.offsets, np.int32).reshape(-1, 2)) for e in encoded]
+
     def render_chat(self, user: str, *, system: str = "") -> str:
         """Returns the prompt in the tokenizer's own chat template, up to where the answer begins.
 

@@ -34,6 +34,11 @@ def _f1(prediction: list[str], reference: list[str]) -> float:
     return 2 * precision * recall / (precision + recall)
 
 
+def contains(text: str, answer: str) -> bool:
+    """Returns whether the answer's words stand one after the other in the text, both normalised."""
+    return f" {normalise(answer)} " in f" {normalise(text)} " and bool(normalise(answer))
+
+
 def first_line(text: str) -> str:
     """Returns the first line of a generation: the answer of a reader that was never trained to stop."""
     return text.strip().split("\n", 1)[0].strip()

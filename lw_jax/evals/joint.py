@@ -7,20 +7,20 @@ from typing import Any
 import numpy as np
 
 from lw_jax.core import config, processes
+from lw_jax.core.eval_rows import MESSAGES
 from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.loader import eval_batches
 from lw_jax.evals import answers
-from lw_jax.evals.control_rows import Bench, Measured, Record, Row
+from lw_jax.evals.comparison import Record, Row
+from lw_jax.evals.control_rows import Bench, Measured
 from lw_jax.evals.statistics import Bootstrap
-
-ROW = "latents"
 
 
 def pick(
     bench: Bench, measured: Measured, layout: prompt_tokens.Layout, *, options: config.Eval, seed: int
 ) -> dict[str, Any] | None:
-    """Returns the scores of the joint answers from latents; None for one reader or without that row.
+    """Returns the scores of the joint answers from messages; None for one reader or without their row.
 
     A candidate is a reader's answer; its cost is the mean over all readers, each with its own latents, of the
     candidate's NLL a token, EOS included. The cheapest is picked, of equal ones the earlier reader's. One that is empty
@@ -29,11 +29,12 @@ def pick(
     number of examples where no candidate has a cost. Adds "joint_nll" (None: no cost) and "picked" to every
     record of the row.
     """
-    readers = [name for name in bench.frozen if measured.of(name, ROW)]
+    row = next((one for one in MESSAGES if any(measured.of(name, one) for name in bench.frozen)), "")
+    readers = [name for name in bench.frozen if measured.of(name, row)]
     if len(readers) < 2:
         return None
-    answered = [measured.of(name, ROW) for name in readers]  # [reader][example]
-    costs = _costs(bench, measured, layout, answered, options=options)
+    answered = [measured.of(name, row) for name in readers]  # [reader][example]
+    costs = _costs(bench, measured, layout, answered, row=row, options=options)
     chosen = np.argmin(costs, axis=0)
     for reader, records in enumerate(answered):
         for position, record in enumerate(records):
@@ -85,6 +86,7 @@ def _costs(
     layout: prompt_tokens.Layout,
     answered: Sequence[Sequence[Record]],
     *,
+    row: str,
     options: config.Eval,
 ) -> np.ndarray:
     """Returns f64[readers n], inf where a candidate has no cost; equal candidates are scored once."""
@@ -100,7 +102,7 @@ def _costs(
         nll = []
         for name, host_fields in host["readers"].items():
             fields, latents = bench.place(host_fields, name), bench.place(measured.latents[positions], None)
-            scores = bench.score(fields, name, bench.prompt(fields, name, row=ROW, latents=latents))
+            scores = bench.score(fields, name, bench.prompt(fields, name, row=row, latents=latents))
             nll.append(scores["nll"] / scores["tokens"])
         mean = np.mean(np.asarray(nll, np.float64), axis=0)
         scored += [(n, float(c)) for n, c, real in zip(numbers, mean, valid, strict=True) if real and n < len(distinct)]

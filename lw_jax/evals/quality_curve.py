@@ -7,6 +7,7 @@ value, and readers read the unpacked message.
 import csv
 import gzip
 import itertools
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,19 +21,22 @@ from lw_jax.core.config_sections import BITS
 from lw_jax.core.types import EXACT
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
-from lw_jax.evals import control_rows
-from lw_jax.evals.control_rows import Bench, Measured, Record
+from lw_jax.data.literals import Scored
+from lw_jax.evals import comparison, control_rows
+from lw_jax.evals.comparison import Record
+from lw_jax.evals.control_rows import Bench, Measured
 from lw_jax.evals.curve import COLUMNS, REFERENCE_ROWS, Curve
 from lw_jax.evals.statistics import Bootstrap
 from lw_jax.models import codec
+
+ROW = "message"  # latents, and literals where messages have them
 
 
 def sweep(
     bench: Bench, measured: Measured, *, options: config.Eval, sent: config.AnswerStage, encoder: str, seed: int
 ) -> Curve:
     """Returns the curve over `sent.slots` x `sent.widths` x BITS; `encoder` is the fingerprint that messages carry."""
-    positions = spread(len(measured.indices), options.curve_examples)
-    indices = [measured.indices[position] for position in positions]
+    indices = _indices(measured, options)
     _, slots, width = measured.latents.shape
     bootstrap = Bootstrap(len(indices), seed=seed)
     points = []
@@ -49,9 +53,29 @@ def sweep(
         quality=options.curve,
         examples=len(indices),
         points=points,
-        references=control_rows.summarise(reference, seed=seed),
-        text_bytes=measure_texts(measured.encoded.examples[index].context for index in indices),
+        references=comparison.summarise(reference, seed=seed),
+        text_bytes=measure_texts(texts_of(measured, options)),
     )
+
+
+def texts_of(measured: Measured, options: config.Eval) -> list[str]:
+    """Returns the contexts of the curve's examples."""
+    return [measured.encoded.examples[index].context for index in _indices(measured, options)]
+
+
+def _indices(measured: Measured, options: config.Eval) -> list[int]:
+    return [measured.indices[position] for position in spread(len(measured.indices), options.curve_examples)]
+
+
+def model_bytes(texts: Sequence[str], scored: Sequence[Scored]) -> float | None:
+    """Returns the mean bytes of the texts in an arithmetic code with a language model's probabilities.
+
+    That is NLL / ln 2 / 8, without the text's length, which the other codings hold too. None where a text was scored
+    in part only.
+    """
+    if not all(len(one.spans) and one.spans[-1, 1] >= len(text) for text, one in zip(texts, scored, strict=True)):
+        return None
+    return float(np.mean([one.nll.sum(dtype=np.float64) / math.log(2) / 8 for one in scored]))
 
 
 def measure_texts(texts: Iterable[str]) -> dict[str, float]:
@@ -119,10 +143,11 @@ def _send(
         source = bench.place(host["source"], None)
         latents = np.asarray(bench.fetch(bench.functions.encode(bench.trainable, source), None), np.float32)
         placed = {name: bench.place(fields, name) for name, fields in host["readers"].items()}
+        words = [encoded.examples[index].literals for index in rows]
         for bits in BITS:
-            received, sizes = _round_trip(latents, channel, bits=bits, encoder=encoder)
+            received, sizes = _round_trip(latents, channel, words, bits=bits, encoder=encoder)
             for name, fields in placed.items():
-                prompt = bench.prompt(fields, name, row="latents", latents=bench.place(received, None))
+                prompt = bench.prompt(fields, name, row=ROW, latents=bench.place(received, None))
                 scores = bench.score(fields, name, prompt)
                 predictions = (
                     bench.answer(name, prompt, max_new_tokens=options.max_new_tokens) if options.curve == "f1" else None
@@ -132,18 +157,18 @@ def _send(
                     record = {key: float(value[position]) for key, value in scores.items()}
                     if predictions is not None:
                         record |= control_rows.judge(encoded.examples[index], predictions[position])
-                    found.append((bits, sizes[position], {"reader": name, "row": "latents", "index": index} | record))
+                    found.append((bits, sizes[position], {"reader": name, "row": ROW, "index": index} | record))
                 yield found
 
 
 def _round_trip(
-    latents: np.ndarray, channel: tuple[int, int], *, bits: int, encoder: str
+    latents: np.ndarray, channel: tuple[int, int], literals: Sequence[tuple[str, ...]], *, bits: int, encoder: str
 ) -> tuple[np.ndarray, list[int]]:
     """Returns the received latents [b m z], zeros beyond the channel, and each message's bytes."""
     slots, width = channel
     received, sizes = np.zeros_like(latents), []
-    for one, sent in zip(received, latents, strict=True):
-        message = codec.pack(sent[:slots, :width], bits=bits, encoder=encoder)
+    for one, sent, words in zip(received, latents, literals, strict=True):
+        message = codec.pack(sent[:slots, :width], bits=bits, encoder=encoder, literals=words)
         one[:slots, :width] = codec.unpack(message, encoder=encoder)
         sizes.append(len(message))
     return received, sizes
@@ -155,7 +180,7 @@ def _points(size: tuple[int, int, int], records: Sequence[Record], bootstrap: Bo
     points = []
     for reader in dict.fromkeys(record["reader"] for record in records):
         own = [record for record in records if record["reader"] == reader]
-        estimates = control_rows.estimate(own, bootstrap)
+        estimates = comparison.estimate(own, bootstrap)
         point: dict[str, Any] = {"slots": slots, "width": width, "bits": bits, "reader": reader, "examples": len(own)}
         point["payload_bytes"] = -(-slots * width * bits // 8)  # the values alone
         point["framed_bytes"] = float(np.mean([record["framed_bytes"] for record in own]))

@@ -1,4 +1,4 @@
-"""One-word verdict of an evaluation: do the latents carry the text?
+"""One-word verdict of an evaluation: does the message carry the text, and by its latents?
 
 Reads the figures of `control_rows.compare` and no array, so that a report needs no JAX.
 """
@@ -8,9 +8,10 @@ from typing import Any
 
 CARRIED = 0.6  # share of the text's own gain, by answers (normalised F1) or by likelihood (recovered NLL)
 WORDS = {
-    "carries": "the latents carry the text",
-    "partly": "the latents carry part of the text",
+    "carries": "the message carries the text",
+    "partly": "the message carries part of the text",
     "unknown": "no verdict: needs the rows text, latents, none and shuffled, and a text that helps the reader",
+    "literals": "LITERALS ALONE: beside the literals the right latents may add nothing to another text's",
     "collapsed": "COLLAPSED: the right latents may help no more than another text's",
 }  # best first
 
@@ -19,17 +20,31 @@ def judge(figures: Mapping[str, Any]) -> str:
     """Returns the key of WORDS for one reader's comparison of its rows."""
     if is_collapsed(figures):
         return "collapsed"
+    if adds_nothing(figures):
+        return "literals"
     shares = [figures[key] for key in ("normalised_f1", "recovered_nll") if figures.get(key) is not None]
-    if "gap_nll" not in figures or not shares:
+    if not {"gap_nll", "adds_nll"} & figures.keys() or not shares:
         return "unknown"
     return "carries" if max(shares) >= CARRIED else "partly"
 
 
 def is_collapsed(figures: Mapping[str, Any]) -> bool:
     """Returns whether the interval of gap_nll allows that the right latents help no more than another text's."""
-    if "gap_nll" not in figures:
+    return _may_be_zero(figures, "gap_nll")
+
+
+def adds_nothing(figures: Mapping[str, Any]) -> bool:
+    """Returns whether latents and literals may serve no better than the literals with another text's latents.
+
+    The falsifier of a message with literals: the interval of F1's or of NLL's gain holds zero.
+    """
+    return any(_may_be_zero(figures, key) for key in ("adds_f1", "adds_nll"))
+
+
+def _may_be_zero(figures: Mapping[str, Any], key: str) -> bool:
+    if key not in figures:
         return False
-    interval = figures.get("gap_nll_interval")
+    interval = figures.get(f"{key}_interval")
     return interval is None or interval[0] is None or not interval[0] > 0
 
 

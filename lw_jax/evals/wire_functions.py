@@ -9,7 +9,7 @@ from jax.sharding import Mesh
 
 from lw_jax.core.types import Tree
 from lw_jax.losses import token_losses
-from lw_jax.models.wire import Prompt, Wire, text_prompt, wire_prompt
+from lw_jax.models.wire import Prompt, Wire, taught_prompt, text_prompt, wire_prompt
 from sharding import place
 from sharding.placement import Placement
 
@@ -30,24 +30,34 @@ class WireFunctions:
         return jax.jit(self.wire.encode)
 
     def prompt_from_latents(
-        self, trainable: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str
+        self, trainable: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str, *, slots: bool = True
     ) -> Prompt:
-        """Returns a reader's prompt on its mesh; its adapter and the latents are moved there first."""
+        """Returns a reader's prompt on its mesh; its adapter and the latents are moved there first.
+
+        Without `slots` those of the latents are masked.
+        """
         mesh = self.mesh_of(name)
         adapter, latents = place.replicate(trainable["adapters"][name], mesh), place.rows(latents, mesh)
-        return self._wire_prompt(adapter, params, fields, latents, name)
+        return self._wire_prompt(adapter, params, fields, latents, name, slots)
 
     @functools.cached_property
     def _wire_prompt(self):
-        def build(adapter: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str) -> Prompt:
+        def build(adapter: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str, slots: bool) -> Prompt:
+            if not slots:
+                fields = {**fields, "channel": jnp.zeros_like(fields["channel"])}
             return wire_prompt(params, fields, self.wire.prefix(adapter, name, latents, "answer")).joined()
 
-        return jax.jit(build, static_argnames="name")
+        return jax.jit(build, static_argnames=("name", "slots"))
 
     @functools.cached_property
     def prompt_from_text(self):
         """Returns jitted (reader's parameters, {"ids", "mask"}) -> Prompt."""
         return jax.jit(text_prompt)
+
+    @functools.cached_property
+    def prompt_from_taught_text(self):
+        """Returns jitted (reader's parameters, {"context", "asked"}, vectors [k d]) -> Prompt."""
+        return jax.jit(taught_prompt)
 
     @functools.cached_property
     def score(self):
@@ -67,6 +77,17 @@ class WireFunctions:
             }
 
         return jax.jit(measure, static_argnames="name")
+
+    @functools.cached_property
+    def first_token(self):
+        """Returns jitted (reader's parameters, Prompt, name) -> the likeliest first id of each answer [b]."""
+
+        def run(params: Tree, prompt: Prompt, name: str) -> jax.Array:
+            rows = prompt.mask.shape[0]
+            fields = {"answer_inputs": jnp.zeros((rows, 0), jnp.int32), "weights": jnp.ones((rows, 1), jnp.float32)}
+            return jnp.argmax(self.wire.answer_logits(params, name, prompt, fields)[:, 0], axis=1)
+
+        return jax.jit(run, static_argnames="name")
 
     @functools.cached_property
     def generate(self):

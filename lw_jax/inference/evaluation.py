@@ -9,13 +9,17 @@ from typing import Any, TypeVar
 
 import jax
 
-from lw_jax.core import processes
+from lw_jax.core import eval_rows, processes
 from lw_jax.core.config import Eval
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
 from lw_jax.data import prompt_tokens
-from lw_jax.evals import control_rows, geometry, joint, quality_curve
-from lw_jax.evals.curve import Curve
+from lw_jax.data.batches import Encoded
+from lw_jax.data.examples import spread
+from lw_jax.data.literals import Scored
+from lw_jax.evals import comparison, control_rows, first_token, geometry, joint, quality_curve, selection, swaps
+from lw_jax.evals.curve import MODEL, Curve
+from lw_jax.inference import taught_text
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.planning import generation_memory
 from lw_jax.recipes.latentwire import LatentWire
@@ -31,8 +35,8 @@ class Evaluation:
     """Results of one evaluation."""
 
     measured: control_rows.Measured
-    summary: dict[str, dict[str, control_rows.Row]]  # reader -> row -> figures
-    readers: dict[str, control_rows.Row]  # reader -> comparison of its rows
+    summary: dict[str, dict[str, comparison.Row]]  # reader -> row -> figures
+    readers: dict[str, comparison.Row]  # reader -> comparison of its rows
     joint: dict[str, Any] | None  # None: one reader, or no row "latents"
     latents: dict[str, float | None]
     slots: list[list[float]]  # mean cosine between slots of one message
@@ -43,8 +47,9 @@ def evaluate(wire: TrainedWire) -> Evaluation:
     """Returns the results that `cfg.eval` of the wire's configuration asks for."""
     cfg, layout = wire.recipe.cfg, wire.recipe.layout
     bootstrap = {"seed": cfg.seed}
-    batch, bench = _batch(wire.recipe), _bench(wire)
-    measured = measure(wire, batch)
+    batch = _batch(wire.recipe)
+    bench = _bench(wire, batch)
+    measured = measure(wire, batch, bench)
     latents = measured.latents[different_inputs(measured, layout)]
     curve = None
     if cfg.eval.curve != "none":
@@ -52,10 +57,18 @@ def evaluate(wire: TrainedWire) -> Evaluation:
         curve = _fitting(
             batch, cfg.eval, lambda options: quality_curve.sweep(bench, measured, options=options, **named)
         )
+        if cfg.encoder.kind == "lm":
+            texts = quality_curve.texts_of(measured, cfg.eval)
+            coded = quality_curve.model_bytes(texts, _score(wire.recipe, texts))
+            if coded is not None:
+                curve = dataclasses.replace(curve, text_bytes=curve.text_bytes | {MODEL: coded})
+    summary = comparison.summarise(measured.records, **bootstrap)
+    readers = comparison.compare(measured.records, **bootstrap)
+    _add_times(wire, bench, measured, summary, readers)
     return Evaluation(
         measured=measured,
-        summary=control_rows.summarise(measured.records, **bootstrap),
-        readers=control_rows.compare(measured.records, **bootstrap),
+        summary=summary,
+        readers=readers,
         joint=_fitting(
             batch, cfg.eval, lambda options: joint.pick(bench, measured, layout, options=options, seed=cfg.seed)
         ),
@@ -65,15 +78,72 @@ def evaluate(wire: TrainedWire) -> Evaluation:
     )
 
 
-def measure(wire: TrainedWire, batch: out_of_memory.HalvingBatch | None = None) -> control_rows.Measured:
+def _add_times(
+    wire: TrainedWire,
+    bench: control_rows.Bench,
+    measured: control_rows.Measured,
+    summary: dict[str, dict[str, comparison.Row]],
+    readers: dict[str, comparison.Row],
+) -> None:
+    """Adds the time to the first answer token to the rows that have one; one process alone can tell."""
+    if jax.process_count() > 1:
+        return
+    rows, copies = _options(wire.recipe).rows, wire.recipe.placement.data
+    for name, times in first_token.measure(bench, measured, rows=rows, copies=copies).items():
+        for row, seconds in times.seconds.items():
+            summary[name][row]["first_token_seconds"] = seconds
+        text, message = times.seconds.values()
+        readers[name] |= {"faster": text / message, "timed_tokens": times.tokens}
+
+
+def measure(
+    wire: TrainedWire, batch: out_of_memory.HalvingBatch | None = None, bench: control_rows.Bench | None = None
+) -> control_rows.Measured:
     """Returns one record per example, reader and row, with their examples and latents."""
-    recipe, bench = wire.recipe, _bench(wire)
+    recipe = wire.recipe
     batch = batch or _batch(recipe)
-    encoded = recipe.data("validation", rows=recipe.cfg.eval.rows)
+    bench = bench or _bench(wire, batch)
+    options = _options(recipe)
+    encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows))
     _say(*encoded.describe())
-    if recipe.cfg.eval.layers == "unstacked":
+    changed = _make_swaps(recipe, encoded)
+    if selection.ROW in options.rows:
+        indices = spread(len(encoded), options.examples)
+        scored = _score(recipe, [encoded.examples[index].context for index in indices])
+        encoded = selection.attach(encoded, indices, scored, layout=recipe.layout)
+    if options.layers == "unstacked":
         _say("answers: layers unstacked (eval.layers)")
-    return _fitting(batch, recipe.cfg.eval, lambda options: control_rows.measure(bench, encoded, options=options))
+    return _fitting(
+        batch,
+        options,
+        lambda options: control_rows.measure(bench, encoded, options=options, seed=recipe.cfg.seed, swaps=changed),
+    )
+
+
+def _options(recipe: LatentWire) -> Eval:
+    """Returns eval.* with the rows of literals, where messages carry them and the configuration names none."""
+    options = recipe.cfg.eval
+    rows = eval_rows.measured(options.rows, literals=bool(recipe.cfg.message.literals))
+    return dataclasses.replace(options, rows=rows)
+
+
+def _score(recipe: LatentWire, texts: list[str]) -> list[Scored]:
+    """Returns the texts' tokens with their NLL under the encoder's body as it was pretrained."""
+    return recipe.surprisal.score(texts)
+
+
+def _make_swaps(recipe: LatentWire, encoded: Encoded) -> swaps.Swaps | None:
+    """Returns the examples with another answer in their texts; None where no row needs them."""
+    options = recipe.cfg.eval
+    rows = [row for row in options.rows if eval_rows.ROWS[row].swapped]
+    if not rows:
+        return None
+    indices = spread(len(encoded), options.examples)
+    found = swaps.make(
+        encoded, indices, layout=recipe.layout, fields=eval_rows.fields_of(rows), add_literals=recipe.add_literals
+    )
+    _say(f"{', '.join(rows)}: {len(found.origins)} of {len(indices)} texts have an answer that can be replaced")
+    return found
 
 
 def write(found: Evaluation, workdir: Path, *, step: int) -> list[Path]:
@@ -103,8 +173,8 @@ def write(found: Evaluation, workdir: Path, *, step: int) -> list[Path]:
 
 def describe(found: Evaluation) -> str:
     """Returns tables and figures for a terminal."""
-    lines = [control_rows.table(found.summary), ""]
-    lines += [control_rows.format_comparison(reader, figures) for reader, figures in found.readers.items()]
+    lines = [comparison.table(found.summary), ""]
+    lines += [comparison.format_comparison(reader, figures) for reader, figures in found.readers.items()]
     if found.joint:
         lines.append(joint.format_figures(found.joint))
     lines.append(geometry.format_figures(found.latents))
@@ -121,14 +191,18 @@ def different_inputs(measured: control_rows.Measured, layout: prompt_tokens.Layo
     return list(first.values())
 
 
-def _bench(wire: TrainedWire) -> control_rows.Bench:
-    functions = wire.functions
+def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch) -> control_rows.Bench:
+    functions, options = wire.functions, wire.recipe.cfg.eval
+    taught = {}
+    if any(eval_rows.ROWS[row].taught for row in options.rows):
+        taught = _fitting(batch, options, lambda own: taught_text.teach(wire.recipe, wire.frozen, batch=own.batch))
     return control_rows.Bench(
         functions,
         wire.trainable,
         wire.frozen,
         decode={name: tokenizer.decode for name, tokenizer in wire.recipe.tokenizers.items()},
         place=lambda batch, name: place.put_eval(batch, functions.mesh_of(name)),
+        taught=taught,
         fetch=lambda rows, name: place.local_rows(rows, functions.mesh_of(name)),
     )
 

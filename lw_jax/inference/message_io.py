@@ -8,7 +8,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.validation import MOST_VALUES
 
 _TEXT_BYTES = 256 << 20  # of a context: thousands of encoder windows
-_MESSAGE_BYTES = 2 * MOST_VALUES + 64  # the longest message: 16 bits a value, and more than its frame
+_MESSAGE_BYTES = 2 * MOST_VALUES + 2**16 + 64  # the longest message: 16 bits a value, literals, more than its frame
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,6 +22,7 @@ class Request:
     bits: int = 8
     slots: int | None = None  # None: all of the encoder's
     width: int | None = None
+    literals: int | None = None  # None: as many words as the wire's readers know
 
 
 def read_text(path: str) -> str:

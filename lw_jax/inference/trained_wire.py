@@ -1,8 +1,8 @@
 """Python API of trained wires: `load_wire`. Language models: `language_model.py`."""
 
 import functools
-from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -14,6 +14,7 @@ from lw_jax.core.config import Config, Encoder
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data import batches
+from lw_jax.data.literals import count_words
 from lw_jax.evals import answers
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import sources
@@ -58,6 +59,16 @@ def resolve_channel(
     return slots or encoder.slots, width or encoder.width, bits
 
 
+def resolve_literals(cfg: Config, words: int | None) -> int:
+    """Returns the words of a text that its message carries; None takes the wire's own. Raises UserError for more."""
+    most = cfg.message.literals
+    if words is not None and not 0 <= words <= most:
+        raise UserError(
+            f"literals={words}: this wire's readers know config.message.literals={most}; ask for 0 to {most}"
+        )
+    return most if words is None else words
+
+
 class TrainedWire:
     """A trained encoder and its readers: writes a text into a message, answers questions from a message."""
 
@@ -71,10 +82,19 @@ class TrainedWire:
         return tree.digest(self.trainable["encoder"])[:16]
 
     def write(
-        self, text: str, bits: int = 8, slots: int | None = None, width: int | None = None, *, question: str = ""
+        self,
+        text: str,
+        bits: int = 8,
+        slots: int | None = None,
+        width: int | None = None,
+        *,
+        question: str = "",
+        literals: int | None = None,
     ) -> bytes:
         """Returns the framed message of a text: its first `slots` latents, the first `width` values of each.
 
+        `literals`: the number of the text's words that go with them, those that the encoder finds least predictable;
+        None: config.message.literals.
         A wire trained with prompt.question="latents" encodes the question with the text and needs it here.
         """
         in_latents = self.recipe.cfg.prompt.question == "latents"
@@ -82,19 +102,22 @@ class TrainedWire:
             rule = "needs the question" if in_latents else "takes no question: give it to `read`"
             raise UserError(f"write: question={question!r}: this wire's message {rule} (config.prompt.question)")
         channel = resolve_channel(self.recipe.cfg.encoder, bits=bits, slots=slots, width=width)
+        words = resolve_literals(self.recipe.cfg, literals)
         source = self._batch(text, question or "?")["source"] | {"channel": np.asarray([channel], np.int32)}
         latents = self.functions.encode(self.trainable, self._put(source, self.functions.mesh_of(None)))
         sent = np.asarray(latents[0, : channel[0], : channel[1]])
-        return codec.pack(sent, bits=bits, encoder=self.encoder_fingerprint)
+        chosen = self.recipe.surprisal.choose(text.strip(), words) if words else ()
+        return codec.pack(sent, bits=bits, encoder=self.encoder_fingerprint, literals=chosen)
 
     def read(self, message: bytes, reader: str, question: str) -> str:
-        """Returns a reader's answer from a message alone."""
+        """Returns a reader's answer from a message alone, with the literals that it carries."""
         encoder = self.recipe.cfg.encoder
         frame = codec.read_frame(message, encoder=self.encoder_fingerprint)
         channel = resolve_channel(encoder, bits=frame.bits, slots=frame.slots, width=frame.width)
+        resolve_literals(self.recipe.cfg, count_words(frame.literals))
         latents = np.zeros((1, encoder.slots, encoder.width), np.float32)
         latents[0, : frame.slots, : frame.width] = codec.unpack(message, encoder=self.encoder_fingerprint)
-        fields, params = self._fields(reader, "?", question)
+        fields, params = self._fields(reader, "?", question, literals=frame.literals)
         mesh = self.functions.mesh_of(reader)
         fields |= self._put({"channel": np.asarray([channel], np.int32)}, mesh)
         prompt = self.functions.prompt_from_latents(self.trainable, params, fields, self._put(latents, mesh), reader)
@@ -105,14 +128,14 @@ class TrainedWire:
         fields, params = self._fields(reader, text, question, rows=("text",))
         return self._answer(reader, self.functions.prompt_from_text(params, fields["text"]))
 
-    def _fields(self, reader: str, text: str, question: str, rows: Sequence[str] = ()) -> tuple[Tree, Tree]:
+    def _fields(self, reader: str, text: str, question: str, **given: Any) -> tuple[Tree, Tree]:
         if reader not in self.frozen:
             raise UserError(f"reader {reader!r}: this wire has {', '.join(self.frozen)}")
         mesh = self.functions.mesh_of(reader)
-        return self._put(self._batch(text, question, rows)["readers"][reader], mesh), self.frozen[reader]
+        return self._put(self._batch(text, question, **given)["readers"][reader], mesh), self.frozen[reader]
 
-    def _batch(self, text: str, question: str, rows: Sequence[str] = ()) -> batches.Batch:
-        return batches.encode_prompt(text, question, layout=self.recipe.layout, rows=rows)
+    def _batch(self, text: str, question: str, **given: Any) -> batches.Batch:
+        return batches.encode_prompt(text, question, layout=self.recipe.layout, **given)
 
     def _put(self, host: Tree, mesh: Mesh) -> Tree:
         """Places one example, repeated until the data axis divides it."""

@@ -1,4 +1,6 @@
-"""Latents to the soft prefix of one reader."""
+"""Latents to the soft prefix of one reader: embeddings, or keys and values of all its layers."""
+
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +35,59 @@ class Adapter(nnx.Module):
         return jnp.concatenate([y, vectors], axis=1) * self.gain[...].astype(y.dtype)
 
 
+class KeysValues(NamedTuple):
+    """A prefix as keys, not rotated, and values of all layers, and the task's vector, which stands behind it."""
+
+    k: Float[Array, "l b m k e"]
+    v: Float[Array, "l b m k e"]
+    task: Float[Array, "b 1 d"]
+
+
+class KVShape(NamedTuple):
+    """What a reader's keys and values look like."""
+
+    layers: int
+    heads: int  # of keys and values
+    head_dim: int
+    width: int  # of the task's vector
+
+
+class KVAdapter(nnx.Module):
+    """Two linear layers with GELU, added to the latents; then one linear layer to all keys and values.
+
+    `gain` [l 2] carries each layer's size of keys and of values, in which the kernel and the bias are measured: so one
+    learning rate serves keys of size 10 and values of size 0.1.
+    """
+
+    def __init__(self, width: int, hidden: int, shape: KVShape, *, rngs: nnx.Rngs):
+        self.norm = RMSNorm(width)
+        self.up = Linear(width, hidden, rngs=rngs)
+        self.down = Linear(hidden, width, rngs=rngs)
+        self.read = Linear(width, 2 * shape.layers * shape.heads * shape.head_dim, rngs=rngs)
+        self.gain = nnx.Param(jnp.ones((shape.layers, 2)))
+        self.tasks = nnx.Param(jax.random.normal(rngs.params(), (len(TASKS), shape.width)))
+        self.task_gain = nnx.Param(jnp.ones(()))
+        self.shape = shape
+
+    def __call__(self, latents: Float[Array, "b m z"], task: str) -> KeysValues:
+        """Returns the keys and values of as many positions as latents, and the task's vector."""
+        y = self.read(latents + self.down(jax.nn.gelu(self.up(self.norm(latents)))))
+        rows, slots, _ = y.shape
+        y = y.reshape(rows, slots, self.shape.layers, 2, self.shape.heads, self.shape.head_dim)
+        y = y * self.gain[...].astype(y.dtype)[None, None, :, :, None, None]
+        k, v = y.transpose(3, 2, 0, 1, 4, 5)
+        vector = (self.tasks[...][TASKS.index(task)] * self.task_gain[...]).astype(y.dtype)
+        return KeysValues(k, v, jnp.broadcast_to(vector[None, None, :], (rows, 1, self.shape.width)))
+
+
 def make(width: int, hidden: int, out: int) -> Pure[Adapter]:
     """Describes an adapter z -> d."""
     return Pure(lambda rngs: Adapter(width, hidden, out, rngs=rngs))
+
+
+def make_kv(width: int, hidden: int, shape: KVShape) -> Pure[KVAdapter]:
+    """Describes an adapter z -> keys and values."""
+    return Pure(lambda rngs: KVAdapter(width, hidden, shape, rngs=rngs))
 
 
 def calibrate(adapter: Pure[Adapter], params: Tree, *, key: jax.Array, slots: int, target: jax.Array) -> Tree:

@@ -67,14 +67,18 @@ def generate(  # noqa: PLR0913  (as `decoder.forward`)
     mask: Bool[Array, "b t"],
     sampling: Sampling,
     key: jax.Array,
+    cache: decoder.Cache | None = None,
     mode: decoder.Mode = decoder.Mode(),  # noqa: B008  (frozen)
 ) -> Int[Array, "b n"]:
     """Continues a decoder's prompt embeddings; see `sample`.
 
+    A `cache` holds what stands before x, with room for x and the new tokens (`kv_prefix.open_cache`).
+
     The last column of x must be a real token of every row (left-padded prompts). Where a row outgrows the short
     frequencies of a LongRope model, the whole text is processed again with the long ones, as transformers does.
     """
-    cache = decoder.empty_cache(cfg, x.shape[0], x.shape[1] + sampling.max_new_tokens, x.dtype)
+    if cache is None:
+        cache = decoder.empty_cache(cfg, x.shape[0], x.shape[1] + sampling.max_new_tokens, x.dtype)
     out = decoder.forward(params, cfg, x, mask=mask, cache=cache, mode=mode)
     assert out.cache is not None, "a cache was given"
     first = decoder.logits(params, out.hidden[:, -1:])[:, 0]

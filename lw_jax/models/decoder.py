@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
+from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models import quant, rotary
 from lw_jax.models.attention import attention
@@ -79,6 +80,14 @@ class SharedPrefix(NamedTuple):
 
     x: Float[Array, "1 o d"]
     mask: Bool[Array, "1 o"]
+
+
+class KVPrefix(NamedTuple):
+    """Keys, not rotated, and values of every layer: positions that the body attends to without computing them."""
+
+    k: Float[Array, "l b m k e"]
+    v: Float[Array, "l b m k e"]
+    mask: Bool[Array, "b m"]
 
 
 class Output(NamedTuple):
@@ -193,6 +202,7 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     mask: Bool[Array, "b t"],
     cache: Cache | None = None,
     shared_prefix: SharedPrefix | None = None,
+    kv_prefix: KVPrefix | None = None,
     mix: Float[Array, " n"] | None = None,
     mode: Mode = Mode(),  # noqa: B008  (frozen)
 ) -> Output:
@@ -201,11 +211,16 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     `mask` marks real tokens; padding may be anywhere and changes no value at a real position, as positions count real
     tokens. With a cache, x continues it and is written into it; of a LongRope model it must not pass the length where
     the frequencies change (`decode` processes the whole text again there). With a shared prefix, x continues it in
-    every row, without cache and mix. `mix` (layers + 1 weights) requests the weighted sum, in fp32, of the
-    RMS-normalised residual stream before the first and after each layer (ComprExIT's layer mix, after a softmax).
+    every row, without cache and mix; a `kv_prefix` stands between the two (`kv_prefix.open_cache` writes it into a
+    cache). `mix` (layers + 1 weights) requests the weighted sum, in fp32, of the RMS-normalised residual stream before
+    the first and after each layer (ComprExIT's layer mix, after a softmax).
     """
-    assert shared_prefix is None or (cache is None and mix is None), "a shared prefix is for passes over a whole text"
-    if shared_prefix is not None and isinstance(cfg.rope_scaling, rotary.LongRope):
+    whole = shared_prefix is None and kv_prefix is None
+    assert whole or (cache is None and mix is None), "a prefix is for passes over a whole text"
+    if kv_prefix is not None:
+        lengths = x.shape[1] + kv_prefix.mask.shape[1] + (0 if shared_prefix is None else shared_prefix.x.shape[1])
+        check_length(cfg, lengths)
+    elif shared_prefix is not None and isinstance(cfg.rope_scaling, rotary.LongRope):
         # The frequencies depend on the row's whole length, so rows cannot share a prefix.
         x, mask = (
             jnp.concatenate([repeat(old, len(x)), new], axis=1)
@@ -213,25 +228,29 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
         )
         out = forward(params, cfg, x, mask=mask, mode=mode)
         return out._replace(hidden=out.hidden[:, shared_prefix.x.shape[1] :])
-    past, cache = _find_past(mask, cache, shared_prefix)
+    turned = None
+    if kv_prefix is not None:
+        seen = 0 if shared_prefix is None else shared_prefix.mask.sum(axis=1, keepdims=True, dtype=jnp.int32)
+        turned = rotate_keys(cfg, kv_prefix, seen=seen), kv_prefix.v
+    past, cache = _find_past(mask, cache, shared_prefix, kv_prefix)
     shared = _share(cfg, mask, past, mode)
     layer = checkpoint_layer(functools.partial(_layer, cfg, shared), KEPT[mode.remat], scanned=mode.unroll < cfg.layers)
     prefix_layer = None
     if shared_prefix is not None:
-        own = _share(cfg, shared_prefix.mask, _find_past(shared_prefix.mask, None, None)[0], mode)
+        own = _share(cfg, shared_prefix.mask, _find_past(shared_prefix.mask)[0], mode)
         prefix_layer = functools.partial(_layer, cfg, own)
 
     def body(carry, inputs):
         x, mixed, prefix, kv = carry
-        weights, number, share = inputs
-        if kv is not None:
-            kv = _LayerCache(kv[0], kv[1], number)
+        weights, number, share, slots = inputs
+        before = () if slots is None else (slots,)
         if prefix_layer is not None:
-            prefix, kv = prefix_layer(prefix, weights, None)
+            prefix, own = prefix_layer(prefix, weights, ())
+            before = (own, *before)
         x = mode.constrain(x)
         if share is not None:
             mixed = mixed + weigh(x, share, cfg.norm_eps)
-        x, written = layer(x, weights, kv)
+        x, written = layer(x, weights, before if kv is None else _LayerCache(kv[0], kv[1], number))
         return (x, mixed, prefix, None if cache is None else written), None
 
     mixed, shares = (None, None) if mix is None else (jnp.zeros(x.shape, jnp.float32), mix[:-1])
@@ -247,7 +266,7 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     else:
         # The cache is carried, so that a layer writes its new tokens in place.
         numbers = jnp.arange(cfg.layers, dtype=jnp.int32)
-        inputs = (params["layers"], numbers, shares)
+        inputs = (params["layers"], numbers, shares, turned)
         (x, mixed, _, kv), _ = jax.lax.scan(body, (x, mixed, prefix, kv), inputs, unroll=mode.unroll)
     if mix is not None:
         mixed = (mixed + weigh(x, mix[-1], cfg.norm_eps)).astype(x.dtype)
@@ -316,14 +335,20 @@ class _Past(NamedTuple):
     used: jax.Array | None  # of a cache
 
 
-def _find_past(mask: jax.Array, cache: Cache | None, prefix: SharedPrefix | None) -> tuple[_Past, Cache | None]:
+def _find_past(
+    mask: jax.Array,
+    cache: Cache | None = None,
+    shared_prefix: SharedPrefix | None = None,
+    kv_prefix: KVPrefix | None = None,
+) -> tuple[_Past, Cache | None]:
     """Returns the past of queries with this mask, and the cache with their mask written."""
     if cache is not None:
         seen = cache.valid.sum(axis=1, keepdims=True, dtype=jnp.int32)
         cache = cache._replace(valid=jax.lax.dynamic_update_slice_in_dim(cache.valid, mask, cache.used, axis=1))
         return _Past(cache.valid, cache.used, seen, cache.used), cache
-    nothing = jnp.zeros((mask.shape[0], 0), bool)
-    before = nothing if prefix is None else repeat(prefix.mask, len(mask))
+    before = jnp.zeros((mask.shape[0], 0), bool) if shared_prefix is None else repeat(shared_prefix.mask, len(mask))
+    if kv_prefix is not None:
+        before = jnp.concatenate([before, kv_prefix.mask], axis=1)
     first, seen = jnp.full((), before.shape[1], jnp.int32), before.sum(axis=1, keepdims=True, dtype=jnp.int32)
     return _Past(jnp.concatenate([before, mask], axis=1), first, seen, None), None
 
@@ -336,6 +361,25 @@ def _share(cfg: DecoderConfig, mask: jax.Array, past: _Past, mode: Mode) -> "_Sh
         positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling
     )
     return _Shared(*rotations, attend, past.used, mode.factors)
+
+
+def rotate_keys(cfg: DecoderConfig, prefix: KVPrefix, *, seen: jax.Array | int) -> Float[Array, "l b m k e"]:
+    """Returns a prefix' keys turned at its positions, `seen` real tokens before them."""
+    positions = jnp.maximum(seen + jnp.cumsum(prefix.mask, axis=1, dtype=jnp.int32) - 1, 0)
+    cos, sin = rotary.angles(
+        positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling
+    )
+    return jax.vmap(lambda k: rotary.rotate(k, cos, sin))(prefix.k)
+
+
+def check_length(cfg: DecoderConfig, positions: int) -> None:
+    """Refuses what a LongRope model may turn by its long frequencies: keys in parts cannot know the whole length."""
+    scaling = cfg.rope_scaling
+    if isinstance(scaling, rotary.LongRope) and positions > scaling.original_max_positions:
+        raise UserError(
+            f"config.adapter.kind='kv': {positions} positions, a LongRope reader with keys and values of a message "
+            f"has at most {scaling.original_max_positions}; shorten the prompt or set 'embeddings'"
+        )
 
 
 def _attention_mask(
@@ -423,12 +467,12 @@ def _layer(
     shared: _Shared,
     x: Float[Array, "b t d"],
     weights: Tree,
-    kv: "_LayerCache | tuple[jax.Array, jax.Array] | None",
+    kv: "_LayerCache | tuple[tuple[jax.Array, jax.Array], ...]",
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One block, and its keys and values.
 
-    A cache in `kv` comes back with the new tokens written. Without a cache it is the pair of a shared prefix [1 o k e],
-    which every row attends to.
+    A cache in `kv` comes back with the new tokens written. Without a cache it holds the pairs of what stands before x:
+    of a shared prefix [1 o k e], which every row attends to, and of each row's own [b m k e].
     """
     weights = from_bits(weights)  # in here, or a scan would stack its result for the backward pass
     linear = functools.partial(_linear, weights=weights, factors=shared.factors)
@@ -445,8 +489,11 @@ def _layer(
         number = kv.number
         own = (_write(kv.k, k, number, shared.used), _write(kv.v, v, number, shared.used))
         k, v = own if number is None else (jax.lax.dynamic_index_in_dim(one, number, 0, False) for one in own)
-    elif kv is not None:
-        k, v = (jnp.concatenate([repeat(old, len(x)), new], axis=1) for old, new in zip(kv, own, strict=True))
+    elif kv:
+        k, v = (
+            jnp.concatenate([*(repeat(one, len(x)) for one in before), new], axis=1)
+            for *before, new in zip(*kv, own, strict=True)
+        )
     x = x + linear(attention(q, k, v, mask=shared.attend, factors=shared.factors), name="o")
     h = _normalise(cfg, x, weights, "mlp_norm")
     gated = jax.nn.silu(linear(h, name="gate")) * linear(h, name="up")

@@ -33,6 +33,8 @@ _MOVED = {"none": 12.0, "dots": 7.6, "full": 7.6}
 _MOVED_UNROLLED = 5.5  # without recomputation and with all layers in one piece
 _LOGITS_MOVED = 10.0
 
+KV_COPIES = 4  # of a prefix' keys and values in a step's memory: tests/unit/test_pass_costs.py
+
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
@@ -46,7 +48,8 @@ class Pass:
     model: int = 1  # devices that share the weights' products
     data: int = 1  # devices that share the weights' storage (fsdp)
     pieces: int = 1  # in which the rows' logits are made, one after the other
-    before: int = 0  # positions of the shared prefix
+    before: int = 0  # positions in front that are attended to and not computed: of a shared prefix, and `slots`
+    slots: int = 0  # positions of which keys and values are given
 
     def heads(self, cfg: DecoderConfig) -> int:
         """Returns the devices that share the attention's products: heads that do not divide stay whole on each."""
@@ -66,7 +69,7 @@ def frozen(cfg: DecoderConfig, one: Pass) -> Terms:
         wire += sums * 2 * (one.model - 1) / one.model * tokens * cfg.width * one.size
     if one.data > 1:  # each layer's weights are gathered forward and backward; what is recomputed shares the latter
         wire += 2 * (one.data - 1) / one.data * params(cfg) * one.size
-    kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, one.model)
+    kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, one.model, slots=one.slots)
     moved = _moved(cfg, memory_traffic.FROZEN[one.remat], one) + memory_traffic.LOGITS * logits * one.pieces
     # Logits and their gradient; backward, the gradient of the inputs, costs as much as the forward pass.
     return Terms(
@@ -102,6 +105,23 @@ def shared_prefix(cfg: DecoderConfig, one: Pass) -> Terms:
     sums = 2 * cfg.layers * 2 * (one.model - 1) / one.model  # two a layer over a model axis
     flops, weights = forward_only(cfg, one).flops, _matrices(cfg, one) * one.size
     return Terms(flops=flops, wire=sums * one.rows * one.positions * cfg.width * one.size, traffic=weights)
+
+
+def kv_adapter(cfg: DecoderConfig, one: Pass, width: int) -> Terms:
+    """Returns the terms of keys and values made from `one.slots` latents of this width, by one linear layer.
+
+    Alive at once are its output, keys and values as the layers take them, and the same turned; then their gradients.
+    """
+    values = one.rows * one.slots * 2 * cfg.layers * cfg.kv_heads * cfg.head_dim
+    split = one.model if cfg.kv_heads % one.model == 0 else 1
+    alive = KV_COPIES * values * one.size / split
+    return Terms(
+        bytes=alive,
+        flops=3 * 2 * values * width,
+        traffic=3 * alive,
+        read=3 * values // max(1, one.rows * one.slots) * width * one.size,
+        forward=2 * values * one.size,
+    )
 
 
 def trained(cfg: DecoderConfig, one: Pass) -> Terms:
@@ -216,14 +236,19 @@ def forward_bytes(cfg: DecoderConfig, one: Pass) -> float:
     return one.rows * (one.positions * one.size * (2 * cfg.width + heads) + max(scores, mlp))
 
 
-def kept_bytes(cfg: DecoderConfig, positions: int, remat: str, size: int, model: int) -> float:
-    """Returns the bytes of one example saved for the backward pass, and of the current layer."""
+def kept_bytes(  # noqa: PLR0913
+    cfg: DecoderConfig, positions: int, remat: str, size: int, model: int, *, slots: int = 0
+) -> float:
+    """Returns the bytes of one example saved for the backward pass, and of the current layer.
+
+    `slots`: positions before them whose keys and values are given.
+    """
     heads = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim / model
     # Values of the current layer: outputs of both norms, of attention and of the mlp; q, k, v and the attended values;
     # gate, its sigmoid, up and the product; in fp32 the inputs of both norms; attention's scores.
     layer = positions * size * (4 * cfg.width + heads + cfg.heads * cfg.head_dim / model + 4 * cfg.ffn / model)
     layer += positions * 2 * cfg.width * 4
-    scores = cfg.heads / model * positions * positions * (4 + size)
+    scores = cfg.heads / model * positions * (slots + positions) * (4 + size)
     # Saved values of every layer: its input, and the outputs of its matmuls but the last, which no gradient needs.
     carried = positions * size * cfg.width
     products = positions * size * (cfg.width + heads + 2 * cfg.ffn / model)

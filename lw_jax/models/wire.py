@@ -5,7 +5,7 @@ Inputs are ids, outputs logits or generated ids; text, tokenizers and losses are
 
 import dataclasses
 import zlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -14,7 +14,8 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.precision import FP32, Precision
 from lw_jax.core.types import Tree
-from lw_jax.models import adapter, bert, decode, decoder, encoder, products
+from lw_jax.models import adapter, bert, decode, decoder, encoder, kv_prefix, products
+from lw_jax.models.adapter import KeysValues, KVAdapter, KVShape
 from lw_jax.models.modules import Pure
 
 
@@ -46,10 +47,31 @@ class Reader:
     stops: tuple[int, ...]
     mode: decoder.Mode = decoder.Mode()
     unstacked: bool = False  # in generation: see `decoder.unstack_layers`
+    kind: str = "embeddings"  # of the prefix: config.adapter.kind
+    constrain: Callable[[jax.Array], jax.Array] = lambda x: x  # applied to a prefix' keys and values [l b m k e]
 
-    def adapter(self, width: int) -> Pure[adapter.Adapter]:
+    def adapter(self, width: int) -> Pure[adapter.Adapter] | Pure[KVAdapter]:
         """Describes the adapter from latents of this width."""
-        return adapter.make(width, self.adapter_hidden, self.config.width)
+        return (
+            adapter.make(width, self.adapter_hidden, self.config.width)
+            if self.kind == "embeddings"
+            else self.kv_adapter(width)
+        )
+
+    def kv_adapter(self, width: int) -> Pure[KVAdapter]:
+        """Describes the adapter of kind "kv"."""
+        shape = KVShape(self.config.layers, self.config.kv_heads, self.config.head_dim, self.config.width)
+        return adapter.make_kv(width, self.adapter_hidden, shape)
+
+    def start(self, key: jax.Array, size_key: jax.Array, *, width: int, slots: int, size: jax.Array) -> Tree:
+        """Draws the adapter's parameters; `size` is the RMS of the reader's embeddings.
+
+        Keys and values have unit size: `kv_start` gives them the reader's own.
+        """
+        if self.kind == "kv":
+            return self.kv_adapter(width).init(key) | {"task_gain": size.astype(jnp.float32)}
+        one = adapter.make(width, self.adapter_hidden, self.config.width)
+        return adapter.calibrate(one, one.init(key), key=size_key, slots=slots, target=size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,10 +92,9 @@ class Wire:
             body = encoder.make_bytes(self.encoder.width, self.encoder.layers).init(body_key)
         adapters = {}
         for name, reader in self.readers.items():
-            one = reader.adapter(self.encoder.width)
             init_key, size_key = jax.random.split(jax.random.fold_in(adapter_key, zlib.crc32(name.encode())))
-            adapters[name] = adapter.calibrate(
-                one, one.init(init_key), key=size_key, slots=self.encoder.slots, target=embedding_rms[name]
+            adapters[name] = reader.start(
+                init_key, size_key, width=self.encoder.width, slots=self.encoder.slots, size=embedding_rms[name]
             )
         return {"encoder": {"body": body, "head": self.encoder.head().init(head_key)}, "adapters": adapters}
 
@@ -105,11 +126,16 @@ class Wire:
         mode = dataclasses.replace(self.mode, causal=False)
         return encoder.read_lm(params["body"], body, mix, ids=ids, mask=mask, mode=mode)
 
-    def prefix(self, params: Tree, name: str, latents: Float[Array, "b m z"], task: str) -> Float[Array, "b n d"]:
+    def prefix(
+        self, params: Tree, name: str, latents: Float[Array, "b m z"], task: str
+    ) -> Float[Array, "b n d"] | KeysValues:
         """Turns latents into one reader's soft prefix, the task's vector behind them (n = m + 1)."""
-        precision = self.encoder.precision
+        precision, reader = self.encoder.precision, self.readers[name]
         params = products.cast(params, precision)
-        return self.readers[name].adapter(self.encoder.width).bind(params)(latents.astype(precision.values), task)
+        found = reader.adapter(self.encoder.width).bind(params)(latents.astype(precision.values), task)
+        if isinstance(found, KeysValues):
+            return found._replace(k=reader.constrain(found.k), v=reader.constrain(found.v))
+        return found
 
     def answer_logits(
         self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any]
@@ -129,15 +155,23 @@ class Wire:
         # An input is a real token where it is a real target of the position before it. Padding must not count: LongRope
         # chooses its frequencies by a row's real tokens.
         mask = jnp.concatenate([prompt.mask, fields["weights"][:, 1:] > 0], axis=1)
-        out = decoder.forward(params, config, x, mask=mask, shared_prefix=prompt.shared_prefix, mode=mode)
+        before = {"shared_prefix": prompt.shared_prefix, "kv_prefix": prompt.kv_prefix}
+        out = decoder.forward(params, config, x, mask=mask, mode=mode, **before)
         return out.hidden[:, prompt.mask.shape[1] - 1 :]
 
     def generate(self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int) -> Int[Array, "b n"]:
         """Greedy answer ids, -1 after the stop."""
         reader = self.readers[name]
         sampling = decode.Sampling(max_new_tokens, reader.stops, unstacked=reader.unstacked)
-        x, mask, key = prompt.embeddings, prompt.mask, jax.random.key(0)
-        return decode.generate(params, reader.config, x, mask=mask, sampling=sampling, key=key, mode=reader.mode)
+        x, mask, key, cache = prompt.embeddings, prompt.mask, jax.random.key(0), None
+        if prompt.kv_prefix is not None:
+            size, before = prompt.positions + max_new_tokens, prompt.shared_prefix
+            cache = kv_prefix.open_cache(
+                params, reader.config, size, prefix=prompt.kv_prefix, shared_prefix=before, mode=reader.mode
+            )
+        return decode.generate(
+            params, reader.config, x, mask=mask, sampling=sampling, key=key, cache=cache, mode=reader.mode
+        )
 
 
 @jax.tree_util.register_dataclass
@@ -147,11 +181,18 @@ class Prompt:
 
     embeddings: Float[Array, "b p d"]
     mask: Bool[Array, "b p"]
-    shared_prefix: decoder.SharedPrefix | None = None  # before it in every row; not for `generate`
+    shared_prefix: decoder.SharedPrefix | None = None  # before it in every row; for `generate` only with the next
+    kv_prefix: decoder.KVPrefix | None = None  # between the two
+
+    @property
+    def positions(self) -> int:
+        """Returns the positions of a row, padding included."""
+        before = [one.mask.shape[1] for one in (self.shared_prefix, self.kv_prefix) if one is not None]
+        return self.mask.shape[1] + sum(before)
 
     def joined(self) -> "Prompt":
-        """Returns the prompt with its shared prefix copied into each row."""
-        if self.shared_prefix is None:
+        """Returns the prompt with its shared prefix copied into each row; as it is where keys and values follow it."""
+        if self.shared_prefix is None or self.kv_prefix is not None:
             return self
         x, mask = (decoder.repeat(one, len(self.mask)) for one in self.shared_prefix)
         return Prompt(jnp.concatenate([x, self.embeddings], axis=1), jnp.concatenate([mask, self.mask], axis=1))
@@ -162,17 +203,44 @@ def text_prompt(params: Tree, tokens: Mapping[str, jax.Array]) -> Prompt:
     return Prompt(decoder.embed(params, tokens["ids"]), tokens["mask"])
 
 
-def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b n d"]) -> Prompt:
-    """Returns BOS and template text, the soft prefix in the place of the context, then the question.
+def after_prefix(fields: Mapping[str, Any]) -> Mapping[str, jax.Array]:
+    """Returns {"ids", "mask"} of all tokens behind the soft prefix: literals, where a message has them, and question.
+
+    The last column is a real token of every row, as it is of the question's.
+    """
+    if "literals" not in fields:
+        return fields["after"]
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), fields["literals"], fields["after"])
+
+
+def taught_prompt(params: Tree, fields: Mapping[str, Any], vectors: Float[Array, "k d"]) -> Prompt:
+    """Returns a text's prompt with learned vectors behind the context, where a message has its task's vector.
+
+    `fields` has "context" (everything before the question) and "asked" (from the question on), left-padded.
+    """
+    parts = [decoder.embed(params, fields[key]["ids"]) for key in ("context", "asked")]
+    taught = jnp.broadcast_to(vectors.astype(parts[0].dtype)[None], (len(parts[0]), *vectors.shape))
+    mask = [fields["context"]["mask"], jnp.ones(taught.shape[:2], bool), fields["asked"]["mask"]]
+    return Prompt(jnp.concatenate([parts[0], taught, parts[1]], axis=1), jnp.concatenate(mask, axis=1))
+
+
+def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b n d"] | KeysValues) -> Prompt:
+    """Returns BOS and template text, the soft prefix in the place of the context, literals, then the question.
 
     `fields["before"]` is the same in every row: its first row is the shared prefix.
     """
-    before, after = fields["before"], fields["after"]
-    shared = None
+    before, after = fields["before"], after_prefix(fields)
+    shared, own = None, None
     if before["ids"].shape[1]:
         shared = decoder.SharedPrefix(decoder.embed(params, before["ids"][:1]), before["mask"][:1])
     asked = decoder.embed(params, after["ids"])
-    embeddings = jnp.concatenate([prefix.astype(asked.dtype), asked], axis=1)
-    slots = encoder.slot_mask(fields["channel"][:, 0], prefix.shape[1] - 1)
-    task = jnp.ones((prefix.shape[0], 1), bool)
-    return Prompt(embeddings, jnp.concatenate([slots, task, after["mask"]], axis=1), shared)
+    task = jnp.ones((len(asked), 1), bool)
+    if isinstance(prefix, KeysValues):
+        slots = encoder.slot_mask(fields["channel"][:, 0], prefix.k.shape[2])
+        own = decoder.KVPrefix(prefix.k.astype(asked.dtype), prefix.v.astype(asked.dtype), slots)
+        front, marks = prefix.task, task
+    else:
+        slots = encoder.slot_mask(fields["channel"][:, 0], prefix.shape[1] - 1)
+        front, marks = prefix, jnp.concatenate([slots, task], axis=1)
+    embeddings = jnp.concatenate([front.astype(asked.dtype), asked], axis=1)
+    return Prompt(embeddings, jnp.concatenate([marks, after["mask"]], axis=1), shared, own)

@@ -39,8 +39,8 @@ def unstacked_bytes(cfg: Config, placed: Placement) -> int:
 
 
 def _copies(cfg: Config, recipe: LatentWire, name: str) -> int:
-    prompts, _ = workload.prompts(cfg, recipe, name)
-    slots = max(prompts.shape[1], cfg.data.context_tokens) + cfg.eval.max_new_tokens
-    rows, model = prompts.shape[0] // recipe.placement.data, recipe.wire.readers[name].config
-    cache = workload.cache_bytes(model, rows, slots, prompts.dtype)
+    prompts = workload.prompts(cfg, recipe, name)
+    slots = max(prompts.positions, cfg.data.context_tokens) + cfg.eval.max_new_tokens
+    rows, model = len(prompts.mask) // recipe.placement.data, recipe.wire.readers[name].config
+    cache = workload.cache_bytes(model, rows, slots, prompts.embeddings.dtype)
     return place.device_bytes(workload.reader(recipe, name)["layers"]) + 2 * cache

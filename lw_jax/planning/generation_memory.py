@@ -1,16 +1,19 @@
 """Memory of `eval` on a training placement: answers and scores of a batch, without the optimizer's moments."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lw_jax.core import eval_rows
 from lw_jax.core.types import Tree
-from lw_jax.data.batches import PROMPT_ROWS
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models import pass_costs
 from lw_jax.models.wire import Prompt
 from lw_jax.planning import workload
+from lw_jax.planning.workload import PromptShapes
 from lw_jax.recipes import frozen_models
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import validation_memory
@@ -60,21 +63,24 @@ def _resident(step_spec: StepSpec) -> dict[Mesh, int]:
     return found
 
 
-def longest_prompt(recipe: LatentWire, name: str) -> int:
-    """Returns the positions of the longest prompt among eval.rows: of the text, or of the latents."""
+def longest_prompts(recipe: LatentWire, name: str, size: int) -> list[PromptShapes]:
+    """Returns the longest prompts of eval.rows as shapes: of a text or from latents, both where they differ in kind."""
     cfg, fields = recipe.cfg, recipe.batch_widths()["readers"][name]
-    before = fields["before"]["ids"].shape[0]
-    wire = before + cfg.encoder.slots + 1 + cfg.data.question_tokens
-    texts = cfg.data.context_tokens if set(PROMPT_ROWS) & set(cfg.eval.rows) else 0
-    return max(wire, texts)
+    before, after = fields["before"]["ids"].shape[0], cfg.data.question_tokens
+    after += fields["literals"]["ids"].shape[0] if "literals" in fields else 0
+    wire = workload.prompts_of(recipe, name, size, before=before, slots=cfg.encoder.slots, after=after)
+    if not eval_rows.fields_of(cfg.eval.rows):
+        return [wire]
+    text = workload.text_prompts(recipe, name, size, cfg.data.context_tokens)
+    if wire.kv_prefix is None:
+        return [max(wire, text, key=lambda prompt: prompt.positions)]
+    return [wire, text]
 
 
 def _lower(recipe: LatentWire, name: str, size: int) -> list[tuple[Part, int]]:
     """Returns a reader's programs of generation and scoring for a batch, with the bytes of their inputs."""
     cfg, mesh, params = recipe.cfg, recipe.placement.readers[name].mesh, workload.reader(recipe, name)
-    model, answers = recipe.wire.readers[name].config, cfg.data.answer_tokens
-    dtype = frozen_models.precision_of(cfg, cfg.llms[name], recipe.placement.platform).values
-    length, functions = longest_prompt(recipe, name), WireFunctions(recipe.wire, recipe.placement)
+    answers, functions = cfg.data.answer_tokens, WireFunctions(recipe.wire, recipe.placement)
 
     def rows(*shape: int, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size, *shape), jnp.dtype(dtype), sharding=NamedSharding(mesh, P("data")))
@@ -85,15 +91,18 @@ def _lower(recipe: LatentWire, name: str, size: int) -> list[tuple[Part, int]]:
     def score(params: Tree, prompts: Tree, fields: Tree) -> Tree:
         return functions.score(params, Prompt(*prompts), fields, name)
 
-    prompts = rows(length, model.width, dtype=dtype), rows(length, dtype="bool")
     fields = {
         "answer_inputs": rows(answers - 1, dtype="int32"),
         "targets": rows(answers, dtype="int32"),
         "weights": rows(answers, dtype="float32"),
     }
-    generating, scoring = jax.jit(generate).lower(params, prompts), jax.jit(score).lower(params, prompts, fields)
-    given = place.device_bytes(prompts)
-    return [(Part(generating, mesh), given), (Part(scoring, mesh), given + place.device_bytes(fields))]
+    found = []
+    for prompts in longest_prompts(recipe, name, size):
+        given = place.device_bytes(prompts)
+        found.append((Part(jax.jit(generate).lower(params, prompts), mesh), given))
+        scoring = jax.jit(score).lower(params, prompts, fields)
+        found.append((Part(scoring, mesh), given + place.device_bytes(fields)))
+    return found
 
 
 def _working(recipe: LatentWire, name: str, rows: int) -> int:
@@ -101,19 +110,28 @@ def _working(recipe: LatentWire, name: str, rows: int) -> int:
     cfg, llm, at = recipe.cfg, recipe.cfg.llms[name], recipe.placement.readers[name]
     model, params = recipe.wire.readers[name].config, workload.reader(recipe, name)
     own = frozen_models.precision_of(cfg, llm, recipe.placement.platform)
-    dtype, length, answers = jnp.dtype(own.values), longest_prompt(recipe, name), cfg.data.answer_tokens
-    prompt = rows * length * model.width * dtype.itemsize
+    dtype, answers = jnp.dtype(own.values), cfg.data.answer_tokens
     unpacked = pass_costs.restored_bytes(model, llm.weights, dtype.itemsize)
-
-    def forward(positions: int) -> float:
-        one = frozen_models.teacher_forced(cfg, at=at, own=own, rows=rows, positions=positions, answers=0)
-        return pass_costs.forward_bytes(model, one) + unpacked / one.model
 
     split = at.mesh.shape["model"] if at.table == "tensor" else 1
     kept = split if model.kv_heads % split == 0 else 1
-    cache = 2 * workload.cache_bytes(model, rows, length + cfg.eval.max_new_tokens, dtype) // kept
     layers = place.device_bytes(params["layers"]) if recipe.wire.readers[name].unstacked else 0
     logits = 2 * rows * model.vocab // split * 4
-    generated = cache + layers + max(forward(length), logits)
-    scored = forward(length + answers - 1) + answers * logits
-    return int(prompt + max(generated, scored))
+
+    def needs(prompts: PromptShapes) -> float:
+        length = prompts.mask.shape[1]  # computed; what stands before it is given, or computed for one row
+
+        def forward(positions: int) -> float:
+            one = frozen_models.teacher_forced(cfg, at=at, own=own, rows=rows, positions=positions, answers=0)
+            one = dataclasses.replace(one, before=prompts.positions - length)
+            return pass_costs.forward_bytes(model, one) + unpacked / one.model
+
+        cache = 2 * workload.cache_bytes(model, rows, prompts.positions + cfg.eval.max_new_tokens, dtype) // kept
+        generated = cache + layers + max(forward(length), logits)
+        scored = forward(length + answers - 1) + answers * logits
+        given = rows * length * model.width * dtype.itemsize
+        if prompts.kv_prefix is not None:  # given, and once more where its keys are turned
+            given += 2 * workload.cache_bytes(model, rows, prompts.kv_prefix.mask.shape[1], dtype) // kept
+        return given + max(generated, scored)
+
+    return int(max(map(needs, longest_prompts(recipe, name, rows * recipe.placement.data))))

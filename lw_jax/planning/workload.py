@@ -1,6 +1,6 @@
 """Shapes of the inputs of encoding and decoding at the configuration's limits, their FLOPs and least memory traffic."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,9 +13,25 @@ from lw_jax.core.config import Config
 from lw_jax.core.precision import of, of_reader
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder
+from lw_jax.models.decoder import KVPrefix, SharedPrefix
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import place
 from sharding.placement import Placement
+
+
+class PromptShapes(NamedTuple):
+    """The fields of a `models.wire.Prompt` as shapes with shardings, to be made one inside a traced function."""
+
+    embeddings: Any
+    mask: Any
+    shared_prefix: SharedPrefix | None = None
+    kv_prefix: KVPrefix | None = None
+
+    @property
+    def positions(self) -> int:
+        """Returns the positions of a row."""
+        before = [one.mask.shape[1] for one in (self.shared_prefix, self.kv_prefix) if one is not None]
+        return self.mask.shape[1] + sum(before)
 
 
 def texts(cfg: Config, placement: Placement) -> Tree:
@@ -25,14 +41,41 @@ def texts(cfg: Config, placement: Placement) -> Tree:
     return {name: _rows(shape, dtype, placement.learner) for name, (shape, dtype) in sizes.items()}
 
 
-def prompts(cfg: Config, recipe: LatentWire, name: str) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
-    """Returns a batch of prompts at the limits, embeddings and mask, as shapes where the reader lies."""
-    model, mesh = recipe.wire.readers[name].config, recipe.placement.readers[name].mesh
+def prompts(cfg: Config, recipe: LatentWire, name: str) -> PromptShapes:
+    """Returns a batch of prompts from latents at the limits, as shapes where the reader lies."""
     fields = recipe.batch_widths()["readers"][name]
-    length = sum(fields[key]["ids"].shape[0] for key in ("before", "after")) + cfg.encoder.slots + 1
-    rows = (_batch(cfg, recipe.placement), length)
+    before = fields["before"]["ids"].shape[0]
+    after = sum(fields[key]["ids"].shape[0] for key in ("literals", "after") if key in fields)
+    return prompts_of(recipe, name, _batch(cfg, recipe.placement), before=before, slots=cfg.encoder.slots, after=after)
+
+
+def prompts_of(recipe: LatentWire, name: str, rows: int, *, before: int, slots: int, after: int) -> PromptShapes:
+    """Returns prompts with so many positions before the slots and behind the task's vector, as shapes."""
+    own, mesh = recipe.wire.readers[name], recipe.placement.readers[name].mesh
     dtype = recipe.abstract().frozen[name]["embed"].dtype
-    return _rows((*rows, model.width), dtype, mesh), _rows(rows, "bool", mesh)
+    model = own.config
+    if own.kind == "embeddings":
+        return text_prompts(recipe, name, rows, before + slots + 1 + after)
+
+    def whole(shape: tuple[int, ...], dtype: Any, spec: P | None = None) -> Any:
+        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec or P()))
+
+    split = recipe.placement.readers[name].table == "tensor" and model.kv_heads % mesh.shape["model"] == 0
+    spec = P(None, "data", None, "model" if split else None)
+    kv = whole((model.layers, rows, slots, model.kv_heads, model.head_dim), dtype, spec)
+    return PromptShapes(
+        _rows((rows, 1 + after, model.width), dtype, mesh),
+        _rows((rows, 1 + after), "bool", mesh),
+        SharedPrefix(whole((1, before, model.width), dtype), whole((1, before), "bool")) if before else None,
+        KVPrefix(kv, kv, _rows((rows, slots), "bool", mesh)),
+    )
+
+
+def text_prompts(recipe: LatentWire, name: str, rows: int, length: int) -> PromptShapes:
+    """Returns prompts of so many positions, all of them embeddings, as shapes."""
+    mesh, table = recipe.placement.readers[name].mesh, recipe.abstract().frozen[name]["embed"]
+    shape = rows, length, recipe.wire.readers[name].config.width
+    return PromptShapes(_rows(shape, table.dtype, mesh), _rows(shape[:2], "bool", mesh))
 
 
 def reader(recipe: LatentWire, name: str) -> Tree:
@@ -44,7 +87,7 @@ def _batch(cfg: Config, placement: Placement) -> int:
     return place.round_up(cfg.eval.batch, placement.data)
 
 
-def _rows(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> jax.ShapeDtypeStruct:
+def _rows(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Any:
     return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, P("data")))
 
 
@@ -60,11 +103,10 @@ def encode_flops(recipe: LatentWire, rows: int) -> float:
     return recipe.terms(recipe.batch_widths(), rows)[""].flops / 3
 
 
-def token_bytes(params: Tree, model: decoder.DecoderConfig, prompt: jax.ShapeDtypeStruct, tokens: int) -> float:
+def token_bytes(params: Tree, model: decoder.DecoderConfig, prompt: PromptShapes, tokens: int) -> float:
     """Returns the bytes that the next token of every row needs: all weights but a lookup's table, and the cache."""
-    batch, length, _ = prompt.shape
     looked_up = 0 if model.tied else _size(params["embed"])
-    cache = cache_bytes(model, batch, length + tokens, prompt.dtype)
+    cache = cache_bytes(model, len(prompt.mask), prompt.positions + tokens, prompt.embeddings.dtype)
     return sum(map(_size, jax.tree.leaves(params))) - looked_up + cache
 
 

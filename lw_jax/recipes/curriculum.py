@@ -43,15 +43,18 @@ class Curriculum:
         layout: Layout,
         tokenizers: Mapping[str, Tokenizer],
         answers: Callable[[Sequence[Example]], Encoded],
+        literals: Callable[[Sequence[Example]], Sequence[Example]],
     ):
+        """Prepares the stages; `literals` gives passages those of their texts, `answers` tokenises questions."""
         self.cfg, self.layout, self.stages = cfg, layout, config.stages(cfg)
         self._tokenizer = next(iter(tokenizers.values()))  # passage lengths count its tokens
-        self._encode_answers = answers
+        self._encode_answers, self._add_literals = answers, literals
         self.stream = functools.cache(self._stream)
         self.examples = functools.cache(self._examples)
 
     def data_schedule(self) -> DataSchedule:
         """Returns the batches of all stages in order; a stage's passage lengths get equal parts of it."""
+        dropout = self.cfg.message.dropout if self.cfg.message.literals else 0.0
         phases, rates = [], {part: each for part, each in encoder_rates(self.cfg).items() if any(each)}
         for number, (_, stage, steps) in enumerate(self.stages):
             frozen = tuple(part for part, each in rates.items() if not each[number])
@@ -61,7 +64,8 @@ class Curriculum:
                 weights = [(task, weight_of(stage, task)) for task in TASKS]
                 streams = tuple((self.stream("train", task, length), weight) for task, weight in weights if weight)
                 if end > begin:
-                    phases.append(Phase(end - begin, streams, stage.slots, stage.widths, stage.bits, frozen))
+                    sizes = (stage.slots, stage.widths, stage.bits)
+                    phases.append(Phase(end - begin, streams, *sizes, frozen, dropout=dropout))
         return DataSchedule(tuple(phases))
 
     def validation(self) -> list[tuple[str, Encoded]]:
@@ -97,7 +101,8 @@ class Curriculum:
         named = self.cfg.data.passages if split == "train" else ""
         documents = passages.read(named) if named else [example.context for example in self.examples(split)]
         make = passages.reconstructions if task == "reconstruct" else passages.continuations
-        return passages.encode(make(documents, length, self._tokenizer), layout=self.layout, task=task)
+        found = self._add_literals(make(documents, length, self._tokenizer))
+        return passages.encode(found, layout=self.layout, task=task)
 
     def _examples(self, split: examples.Split) -> list[Example]:
         return examples.load(self.cfg.data, split, seed=self.cfg.seed)

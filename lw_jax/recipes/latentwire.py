@@ -21,8 +21,9 @@ from lw_jax.models import adapter, codec, decoder, wire
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.pass_costs import Terms
-from lw_jax.recipes import aligned_start, encoder_bodies, frozen_models, join, wire_costs
+from lw_jax.recipes import aligned_start, encoder_bodies, frozen_models, join, kv_start, wire_costs
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates, longest_passage
+from lw_jax.recipes.surprisal import Surprisal
 from lw_jax.recipes.teacher import Teacher
 from lw_jax.training.optimizers import Rates
 from lw_jax.training.recipe import Weights
@@ -136,7 +137,9 @@ class LatentWire:
         trainable = init(key, body, place.replicate(sizes, self.placement.learner))
         if self.cfg.encoder.run:
             trainable |= {"encoder": self._read_encoder(placed.trainable)}
-        if self.cfg.adapter.start == "aligned":
+        if self.cfg.adapter.kind == "kv":
+            trainable = jax.device_put(self._start_kv(trainable, readers), placed.trainable)
+        elif self.cfg.adapter.start == "aligned":
             trainable = jax.device_put(self._align(trainable, readers, sizes), placed.trainable)
         return Weights(trainable, readers)
 
@@ -147,11 +150,28 @@ class LatentWire:
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract().trainable)
         return join.read_trainable(self.cfg, shapes)["encoder"]
 
+    def _align_encoder(self, trainable: Tree) -> Tree:
+        """Returns the tree with an aligned projection, unless a run gave the encoder."""
+        if self.cfg.encoder.run:
+            return trainable
+        return trainable | {"encoder": aligned_start.align_encoder(trainable["encoder"], self.wire.encoder.width)}
+
+    def _start_kv(self, trainable: Tree, readers: Tree) -> Tree:
+        """Returns the tree with adapters that begin at their readers' own keys and values of training texts."""
+        aligned = self.cfg.adapter.start == "aligned"
+        if aligned:
+            trainable = jax.device_put(self._align_encoder(trainable), self.shardings().trainable)
+        found = self.curriculum.examples("train")
+        texts = [self.layout.source_text(found[index]) for index in examples.spread(len(found), kv_start.TEXTS)]
+        weights = trainable, readers
+        return trainable | {
+            "adapters": kv_start.start(self.wire, self.placement, self.layout, texts, weights, aligned=aligned)
+        }
+
     def _align(self, trainable: Tree, readers: Tree, sizes: Mapping[str, jax.Array]) -> Tree:
         """Returns the tree with aligned adapters and, unless a run gave the encoder, an aligned projection."""
         assert self.body_location is not None  # validation allows the aligned start for a pretrained body only
-        if not self.cfg.encoder.run:
-            trainable |= {"encoder": aligned_start.align_encoder(trainable["encoder"], self.wire.encoder.width)}
+        trainable = self._align_encoder(trainable)
         body_tokenizer, count = load_tokenizer(self.body_location), trainable["encoder"]["body"]["embed"].shape[0]
         pieces = {
             name: aligned_start.match_pieces(body_tokenizer, reader, count) for name, reader in self.tokenizers.items()
@@ -185,17 +205,28 @@ class LatentWire:
             slots=cfg.encoder.slots,
             width=cfg.encoder.width,
             data=cfg.data,
+            literals=cfg.message.literals,
         )
 
     def data(self, split: examples.Split, *, rows: Sequence[str] = ()) -> batches.Encoded:
         """Returns the questions of "train" or "validation" as token ids."""
         found = examples.load(self.cfg.data, split, seed=self.cfg.seed)
-        return batches.encode(found, layout=self.layout, rows=rows)
+        return batches.encode(self.add_literals(found), layout=self.layout, rows=rows)
+
+    def add_literals(self, found: Sequence[Example]) -> Sequence[Example]:
+        """Returns the examples with the literals that their messages carry; as they are where messages carry none."""
+        return self.surprisal.attach(found, self.cfg.message.literals) if self.cfg.message.literals else found
+
+    @functools.cached_property
+    def surprisal(self) -> Surprisal:
+        """Returns the encoder's pretrained body as a reader of texts; needs encoder.kind "lm"."""
+        assert self.body_location is not None, "validation allows literals for a pretrained decoder only"
+        return Surprisal(self.cfg, self.body_location, self.placement)
 
     @functools.cached_property
     def curriculum(self) -> Curriculum:
         """Returns the batches of the run's stages."""
-        return Curriculum(self.cfg, self.layout, self.tokenizers, self._answers)
+        return Curriculum(self.cfg, self.layout, self.tokenizers, self._answers, self.add_literals)
 
     def data_schedule(self) -> DataSchedule:
         """Returns the batches of all stages in order."""
@@ -212,6 +243,7 @@ class LatentWire:
     def _answers(self, found: Sequence[Example]) -> batches.Encoded:
         """Returns questions with the KL's text prompts, or with the teacher's cached tokens in their place."""
         loss = self.cfg.loss
+        found = self.add_literals(found)
         encoded = batches.encode(found, layout=self.layout, rows=("text",) if loss.kl else ())
         return self._teacher.attach(encoded) if loss.kl and loss.teacher_k else encoded
 
@@ -327,23 +359,27 @@ class LatentWire:
         data, loss = self.cfg.data, self.cfg.loss
         teacher = ("text",) if loss.kl and not loss.teacher_k else ()
         widths = {"before": SHARED_PREFIX, "after": data.question_tokens, "text": data.context_tokens}
+        literals = self.cfg.message.literals
+        words = {"literals": prompt_tokens.LITERAL_TOKENS * literals} if literals else {}
         answers, longest = data.answer_tokens, longest_passage(self.cfg)
-        if longest + 1 > answers or not any(stage.answer for _, stage, _ in config.stages(self.cfg)):
-            answers, teacher, widths = longest + 1, (), widths | {"after": 0}
+        repeated = longest + 1 > answers or not any(stage.answer for _, stage, _ in config.stages(self.cfg))
+        if repeated:
+            answers, teacher, widths = longest + 1, (), widths | {"after": len(words)}  # a token behind literals
 
         def field(width: int) -> Tree:
             return {"ids": jax.ShapeDtypeStruct((width,), jnp.int32), "mask": jax.ShapeDtypeStruct((width,), bool)}
 
         channel = jax.ShapeDtypeStruct((3,), jnp.int32)
         reader = {key: field(widths[key]) for key in ("before", "after", *teacher)}
+        reader |= {key: field(width) for key, width in words.items()}
         reader |= {
             "answer_inputs": jax.ShapeDtypeStruct((answers - 1,), jnp.int32),
             "targets": jax.ShapeDtypeStruct((answers,), jnp.int32),
             "weights": jax.ShapeDtypeStruct((answers,), jnp.float32),
             "channel": channel,
-            "task": Task("reconstruct" if not widths["after"] else "answer"),
+            "task": Task("reconstruct" if repeated else "answer"),
         }
-        if loss.kl and loss.teacher_k and widths["after"]:
+        if loss.kl and loss.teacher_k and not repeated:
             top = (answers, loss.teacher_k)
             reader["teacher"] = {"ids": jax.ShapeDtypeStruct(top, jnp.int32), "logp": jax.ShapeDtypeStruct(top, "f2")}
         return {
@@ -384,6 +420,12 @@ def _wire(
         stops = tuple(tokenizers[name].stops) if name in tokenizers else ()
         mode = frozen_models.mode(cfg, at.mesh, frozen_models.precision_of(cfg, cfg.llms[name], placement.platform))
         readers[name] = wire.Reader(
-            found[name], cfg.adapter.hidden, stops, mode, unstacked=cfg.eval.layers == "unstacked"
+            found[name],
+            cfg.adapter.hidden,
+            stops,
+            mode,
+            unstacked=cfg.eval.layers == "unstacked",
+            kind=cfg.adapter.kind,
+            constrain=shards.keep_heads(at.mesh, heads=found[name].kv_heads, split=at.table == "tensor"),
         )
     return wire.Wire(spec, readers, frozen_models.mode(cfg, placement.learner, own))

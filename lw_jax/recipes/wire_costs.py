@@ -34,17 +34,24 @@ def _reader(cfg: Config, wire: Wire, placement: Placement, name: str, fields: Tr
     model, llm, at = wire.readers[name].config, cfg.llms[name], placement.readers[name]
     answers = fields["targets"].shape[0]
     shared = fields["before"]["ids"].shape[0]  # read once for all rows
-    positions = fields["after"]["ids"].shape[0] + wire.encoder.slots + 1 + answers - 1
+    texts = sum(fields[key]["ids"].shape[0] for key in ("literals", "after") if key in fields)
+    given = wire.encoder.slots if wire.readers[name].kind == "kv" else 0  # as keys and values, which no pass makes
+    positions = texts + wire.encoder.slots - given + 1 + answers - 1
     own = frozen_models.precision_of(cfg, llm, placement.platform)
     one = frozen_models.teacher_forced(cfg, at=at, own=own, rows=rows, positions=positions, answers=answers)
     pieces = chunked.pieces(cfg.compute.logits_chunk, rows=rows, length=answers, data=1)  # the rows are one device's
-    found = arithmetic.frozen(model, dataclasses.replace(one, pieces=pieces, before=shared))
+    one = dataclasses.replace(one, before=shared + given, slots=given)
+    found = arithmetic.frozen(model, dataclasses.replace(one, pieces=pieces))
     unpacked = arithmetic.restored_bytes(model, llm.weights, one.size) / one.model
-    prefix = arithmetic.shared_prefix(model, dataclasses.replace(one, rows=1, positions=shared, answers=0))
-    sums = {key: getattr(found, key) + getattr(prefix, key) for key in ("flops", "wire", "traffic")}
-    found = dataclasses.replace(found, bytes=found.bytes + unpacked, forward=found.forward + unpacked, **sums)
+    opening = dataclasses.replace(one, rows=1, positions=shared, answers=0, before=0, slots=0)
+    parts = [found, arithmetic.shared_prefix(model, opening)]
+    if given:
+        parts.append(arithmetic.kv_adapter(model, one, wire.encoder.width))
+    sums = {field.name: sum(getattr(part, field.name) for part in parts) for field in dataclasses.fields(Terms)}
+    sums |= {key: sums[key] + unpacked for key in ("bytes", "forward")}
+    found = dataclasses.replace(found, **sums)
     if "text" in fields:
-        one = dataclasses.replace(one, positions=fields["text"]["ids"].shape[0] + answers - 1)
+        one = dataclasses.replace(one, before=0, slots=0, positions=fields["text"]["ids"].shape[0] + answers - 1)
         teacher = arithmetic.forward_only(model, one)
         sums = {key: getattr(found, key) + getattr(teacher, key) for key in ("flops", "traffic", "read")}
         found = dataclasses.replace(found, forward=max(found.forward, teacher.forward + unpacked), **sums)

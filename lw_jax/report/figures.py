@@ -6,7 +6,7 @@ Imports matplotlib and no JAX, so that a report starts no device.
 import dataclasses
 import math
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from io import StringIO
 from typing import Any
 
@@ -20,6 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from lw_jax.evals.curve import Curve
 
 REFERENCES = {"text": ("the text itself", "-"), "none": ("no context", ":")}  # row -> (name, line) in the picture
+WORDS = ("none", "truncated", "selected")  # rows without a message, besides those of the whole text
 QUALITIES = {"nll": "NLL, nats a token", "f1": "F1"}
 MARKERS = {16: "o", 8: "s", 6: "D", 4: "^", 2: "v"}  # by bits a value
 COLOURS = matplotlib.color_sequences["petroff10"]  # distinct for colour-blind readers too [Petroff, 2021]
@@ -130,6 +131,53 @@ def draw_positions(names: Sequence[str], losses: Sequence[float]) -> Figure:
     panel.set_ylabel("perplexity")
     panel.margins(y=0.15)
     return figure
+
+
+def draw_rows(readers: Mapping[str, Mapping[str, Any]], curve: Curve | None) -> Figure:
+    """Returns quality over reader positions: F1 and NLL of each reader's rows, and messages of other sizes as a line.
+
+    Rows: figures with "positions", "f1", "nll" and their intervals. The curve's points of the most bits are drawn.
+    """
+    figure = Figure(figsize=(10, 0.8 + 3.2 * len(readers)), layout="constrained")
+    panels = figure.subplots(len(readers), 2, squeeze=False, sharex="row")
+    names = list(dict.fromkeys(row for rows in readers.values() for row in rows))
+    colours = {row: COLOURS[number % len(COLOURS)] for number, row in enumerate(names)}
+    for pair, (reader, rows) in zip(panels, readers.items(), strict=True):
+        for panel, quality in zip(pair, ("f1", "nll"), strict=True):
+            for row, found in rows.items():
+                middle, (low, high) = found[quality], found[f"{quality}_interval"] or (math.nan, math.nan)
+                panel.errorbar(
+                    found["positions"],
+                    middle,
+                    yerr=[[max(middle - low, 0)], [max(high - middle, 0)]],
+                    fmt="s" if "text" in row or row in WORDS else "o",
+                    color=colours[row],
+                    markersize=6,
+                    capsize=3,
+                    elinewidth=1,
+                    zorder=4,
+                    label=row,
+                )
+            x, y = _by_slots(curve, reader, quality)
+            if len(x) > 1:
+                panel.plot(x, y, "o-", color="gray", markersize=4, linewidth=1, zorder=2, label="messages by slots")
+            panel.set_ylabel(f"{reader}: {QUALITIES[quality]}")
+            panel.margins(0.08)
+            panel.grid(alpha=0.3)
+    for panel in panels[-1]:
+        panel.set_xlabel("positions of the reader that hold the context")
+    handles, labels = panels[0, 0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside right upper", fontsize=8, frameon=False)
+    figure.suptitle("Quality of answers against reader positions, with 95 % intervals")
+    return figure
+
+
+def _by_slots(curve: Curve | None, reader: str, quality: str) -> tuple[list[float], list[float]]:
+    """Returns positions (slots and the task's vector) and figures of a reader's messages of the most bits and width."""
+    own = [p for p in curve.points if p["reader"] == reader and quality in p] if curve else []
+    most = max(((p["width"], p["bits"]) for p in own), default=None)
+    line = sorted((p["slots"] + 1, p[quality]) for p in own if (p["width"], p["bits"]) == most)
+    return [at for at, _ in line], [value for _, value in line]
 
 
 def draw_sweep(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:

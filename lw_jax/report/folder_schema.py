@@ -20,6 +20,7 @@ Interval = tuple[Known, Known] | None
 class Row(TypedDict):
     """One reader's figures for one of its rows."""
 
+    positions: NotRequired[Known]  # absent in files of earlier versions
     em: Known
     f1: Known
     nll: Known
@@ -32,6 +33,9 @@ class Row(TypedDict):
     nll_interval: Interval
     first_token_interval: Interval
     examples: Count
+    first_token_seconds: NotRequired[Known]
+    follows: NotRequired[Known]
+    follows_interval: NotRequired[Interval]
 
 
 class Between(TypedDict, total=False):
@@ -47,6 +51,17 @@ class Between(TypedDict, total=False):
     gap_f1_interval: Interval
     gap_nll: Known
     gap_nll_interval: Interval
+    adds_f1: Known
+    adds_f1_interval: Interval
+    adds_nll: Known
+    adds_nll_interval: Interval
+    upper: Word
+    fewer_positions: Known
+    faster: Known
+    timed_tokens: Count
+    follows: Known
+    follows_interval: Interval
+    follows_reason: Word
 
 
 class Score(TypedDict):
@@ -126,7 +141,13 @@ class Curve(TypedDict):
 # by coding; "UTF-8" is the base of the shares
 TextBytes = TypedDict(
     "TextBytes",
-    {"UTF-8": Positive, "gzip": NotRequired[Positive], "zstd": NotRequired[Positive], "brotli": NotRequired[Positive]},
+    {
+        "UTF-8": Positive,
+        "gzip": NotRequired[Positive],
+        "zstd": NotRequired[Positive],
+        "brotli": NotRequired[Positive],
+        "language model": NotRequired[Positive],
+    },
 )
 
 

@@ -12,8 +12,9 @@ from lw_jax.report.records import Run
 
 PAGE = "report.html"
 SECTIONS = {
-    "curves": "Curves",
+    "positions": "Reader positions",
     "controls": "Controls",
+    "curves": "Curves",
     "latents": "Latents",
     "bytes": "Bytes on the wire",
     "examples": "Examples",
@@ -105,13 +106,22 @@ def _evaluation(run: Run) -> dict[str, Any]:
         "between": tables.between(found.get("readers", {})),
         "joint": tables.joint(found["joint"]) if found.get("joint") else None,
         "agreement": tables.agreement(found["joint"]) if found.get("joint") else "",
-        "rows": tables.ROWS,
+        "by_position": _by_position(run),
+        "rows": tables.meanings(found.get("rows", {})),
         "counts": ", ".join(f"{name} {number}" for name, number in found.get("counts", {}).items() if number),
         "geometry": tables.geometry(found["latents"]) if found else None,
         "slots": _picture(figures.draw_slots(run.slots), "cosine between slots") if run.slots else "",
         "examples": examples,
         "example_count": count,
     }
+
+
+def _by_position(run: Run) -> Markup | str:
+    """Returns the picture of quality over reader positions; empty where no row states its positions."""
+    drawn = tables.drawable_rows(run.evaluation.get("rows", {}))
+    if not drawn:
+        return ""
+    return _picture(figures.draw_rows(drawn, run.curve), "quality of answers against reader positions")
 
 
 def _bytes(run: Run) -> dict[str, Any]:

@@ -2,22 +2,24 @@
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
+from lw_jax.core.eval_rows import MESSAGES, ROWS
 from lw_jax.evals import verdict
 from lw_jax.evals.curve import COLUMNS, Curve
 from lw_jax.report.records import Run, to_number
 
-ROWS = {  # control row -> the reader's input beside the question
-    "text": "the text itself",
-    "latents": "the text's latents",
-    "shuffled": "another text's latents",
-    "zero": "zero latents",
-    "none": "nothing",
-    "truncated": "the text's first tokens, as many as the message has slots",
-}
-SHOWN = ("text", "latents", "shuffled")  # of ROWS, in the examples
+SHOWN = ("text", "latents", "shuffled")  # of `core.eval_rows.ROWS`, in the examples
+HEADLINE = (
+    "message",
+    "message_shuffled",
+    "literals",
+    "latents",
+    "shuffled",
+    "random",
+    "none",
+)  # rows whose F1 a page says first
 EXAMPLES = 20
 LONGEST = 600  # characters of a question or an answer in the examples
 BETWEEN = {  # of `control_rows.compare`: name -> (label, unit, factor)
@@ -25,6 +27,9 @@ BETWEEN = {  # of `control_rows.compare`: name -> (label, unit, factor)
     "recovered_nll": ("recovered NLL", "%", 100),
     "gap_f1": ("gap of F1", "points", 100),
     "gap_nll": ("gap of NLL", "nats a token", 1),
+    "adds_f1": ("F1 that latents add to literals", "points", 100),
+    "adds_nll": ("NLL that they take off", "nats a token", 1),
+    "follows": ("follows a changed message, of changed texts followed", "%", 100),
 }
 GEOMETRY = {
     "inputs": "texts",
@@ -88,7 +93,8 @@ def verdicts(run: Run) -> list[Verdict]:
     found = []
     for reader, figures in run.evaluation["readers"].items():
         key = verdict.judge(figures)
-        shown = [
+        shown = [*_headline(run.evaluation["rows"].get(reader, {}), figures)]
+        shown += [
             f"{what} {_number(figures[name], scale)} {unit} ({_interval(figures.get(f'{name}_interval'), scale)})"
             for name, (what, unit, scale) in BETWEEN.items()
             if figures.get(name) is not None
@@ -96,6 +102,23 @@ def verdicts(run: Run) -> list[Verdict]:
         reasons = [f"{name}: {figures[f'{name}_reason']}" for name in BETWEEN if figures.get(f"{name}_reason")]
         found.append(Verdict(key, f"{reader}: {verdict.WORDS[key]}" + "; ".join(["", *shown, *reasons])))
     return sorted(found, key=lambda one: -order.index(one.key))
+
+
+def _headline(rows: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the message's reader positions beside the text's, its speed, and F1 of text, message and controls."""
+    upper = figures.get("upper", "text")
+    sent = next((row for row in MESSAGES if row in rows), "")
+    held = {name: rows[name]["positions"] for name in (sent, upper) if rows.get(name, {}).get("positions")}
+    if len(held) == 2 and figures.get("fewer_positions"):
+        yield (
+            f"{held[sent]:,.1f} reader positions in place of {held[upper]:,.1f}, "
+            f"{figures['fewer_positions']:.2f} times fewer"
+        )
+    if figures.get("faster"):
+        yield f"first answer token {figures['faster']:.2f} times sooner than from {figures['timed_tokens']} tokens"
+    scores = [f"{name} {_number(rows[name]['f1'], 100)} %" for name in (upper, *HEADLINE) if name in rows]
+    if scores:
+        yield f"F1 of {', '.join(scores)}"
 
 
 def _preference(run: Run) -> Verdict:
@@ -109,9 +132,40 @@ def _preference(run: Run) -> Verdict:
     return Verdict("none", f"step {row['step']}: held-out accuracy {share} %, mean margin {margin}")
 
 
+def drawable_rows(readers: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Returns the rows with known positions and qualities that answer the same questions, by reader."""
+    found = {
+        reader: {
+            row: figures
+            for row, figures in rows.items()
+            if not (row in ROWS and ROWS[row].swapped)
+            and all(math.isfinite(to_number(figures.get(key))) for key in ("positions", "f1", "nll"))
+        }
+        for reader, rows in readers.items()
+    }
+    return {reader: rows for reader, rows in found.items() if rows}
+
+
+def meanings(readers: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
+    """Returns what a reader has in the place of the context, for each row that was measured."""
+    measured = dict.fromkeys(row for rows in readers.values() for row in rows)
+    return {row: ROWS[row].meaning for row in measured if row in ROWS}
+
+
 def control(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     """Returns one reader's rows."""
-    head = ["row", "EM, %", "95 %", "F1, %", "95 %", "NLL, nats a token", "95 %"]
+    timed = any("first_token_seconds" in found for found in rows.values())
+    head = [
+        "row",
+        "reader positions",
+        *(["first answer token, ms"] if timed else []),
+        "EM, %",
+        "95 %",
+        "F1, %",
+        "95 %",
+        "NLL, nats a token",
+        "95 %",
+    ]
     head += [
         "token accuracy, %",
         "first token, %",
@@ -122,7 +176,10 @@ def control(rows: Mapping[str, Mapping[str, Any]]) -> Table:
     ]
     cells = []
     for row, found in rows.items():
-        line = [row]
+        line = [row, f"{found['positions']:,.1f}" if found.get("positions") is not None else "unknown"]
+        if timed:
+            seconds = found.get("first_token_seconds")
+            line.append("" if seconds is None else f"{1000 * seconds:,.1f}")
         for name, scale in (("em", 100), ("f1", 100), ("nll", 1)):
             line += [_number(found[name], scale), _interval(found[f"{name}_interval"], scale)]
         line += [_number(found["accuracy"], 100), _number(found["first_token"], 100)]
@@ -133,11 +190,17 @@ def control(rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def between(readers: Mapping[str, Mapping[str, Any]]) -> Table:
     """Returns each reader's comparison of its rows."""
-    head = ["reader", *(cell for what, unit, _ in BETWEEN.values() for cell in (f"{what}, {unit}", "95 %"))]
+    literals = any("adds_f1" in figures for figures in readers.values())
+    columns = {name: value for name, value in BETWEEN.items() if literals or not name.startswith("adds_")}
+    head = [
+        "reader",
+        "fewer reader positions, x",
+        *(cell for what, unit, _ in columns.values() for cell in (f"{what}, {unit}", "95 %")),
+    ]
     cells = []
     for reader, figures in readers.items():
-        line = [reader]
-        for name, (_, _, scale) in BETWEEN.items():
+        line = [reader, _number(figures.get("fewer_positions"))]
+        for name, (_, _, scale) in columns.items():
             line += [_number(figures.get(name), scale), _interval(figures.get(f"{name}_interval"), scale)]
         cells.append(line)
     return Table(head, cells)

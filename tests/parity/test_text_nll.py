@@ -3,6 +3,7 @@
 import numpy as np
 import pytest
 
+from lw_jax.recipes.surprisal import Surprisal
 from tests import gates, tiny
 
 torch = pytest.importorskip("torch", reason="parity needs torch: pip install -r requirements-dev.txt")
@@ -34,3 +35,17 @@ def test_gold_answers_cost_what_transformers_says(tmp_path_factory):
         theirs = reference_nll(recipe, name, len(ours))
         assert theirs.std() > 0.1
         np.testing.assert_allclose(ours, theirs, atol=NLL)
+
+
+def test_surprisal_of_a_text_is_transformers_loss(tmp_path_factory, tmp_path, monkeypatch):
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
+    recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers", only="qwen", compute__dtype="fp32")
+    text = recipe.data("validation").examples[0].context
+    found = Surprisal(recipe.cfg, recipe.locations["qwen"], recipe.placement)
+    (scored,) = found.score([text])
+    ids = torch.tensor([[*found.begin, *recipe.tokenizers["qwen"].encode(text)]])
+    model = transformers.AutoModelForCausalLM.from_pretrained(recipe.locations["qwen"]).eval()
+    with torch.no_grad():
+        loss = float(model(input_ids=ids, labels=ids).loss)
+    assert scored.nll.mean() == pytest.approx(loss, rel=1e-3)  # kept in fp16
+    assert scored.nll.std() > 0.1

@@ -132,7 +132,7 @@ def test_report_is_one_page_of_the_run(trained: Path, verbs: dict[str, Done]) ->
     assert (code, err) == (0, "")
     text = (trained / "report.html").read_text(encoding="utf-8")
     assert str(trained / "report.html") in out
-    assert text.count("the latents carry the text") == 2
+    assert text.count("the message carries the text") == 2
     assert 'class="missing"' not in text and "https:" not in text
 
 

@@ -90,3 +90,44 @@ def test_only_the_asked_task_s_vector_learns(latents):
     gradient = jax.grad(lambda params: jnp.sum(one.bind(params)(latents, "reconstruct")[:, -1]))(params)["tasks"]
     moved = np.abs(np.asarray(gradient)).max(axis=1) > 0
     assert moved.tolist() == [task == "reconstruct" for task in TASKS]
+
+
+KV = adapter.KVShape(layers=3, heads=2, head_dim=7, width=OUT)
+
+
+@pytest.fixture(scope="module")
+def keys_values():
+    one = adapter.make_kv(WIDTH, HIDDEN, KV)
+    return one, jax.jit(one.init)(jax.random.key(0))
+
+
+def test_latents_become_keys_and_values_of_every_layer(keys_values, latents):
+    one, params = keys_values
+    found = one.bind(params)(latents, "answer")
+    assert found.k.shape == found.v.shape == (3, 11, SLOTS, 2, 7) and found.task.shape == (11, 1, OUT)
+    hidden = one.bind(params)
+    mixed = latents + hidden.down(jax.nn.gelu(hidden.up(hidden.norm(latents))))
+    flat = np.asarray(mixed) @ np.asarray(params["read"]["kernel"])
+    expected = flat.reshape(11, SLOTS, 3, 2, 2, 7)
+    np.testing.assert_allclose(found.k, expected[:, :, :, 0].transpose(2, 0, 1, 3, 4), atol=1e-5)
+    np.testing.assert_allclose(found.v, expected[:, :, :, 1].transpose(2, 0, 1, 3, 4), atol=1e-5)
+
+
+def test_each_layers_keys_and_values_have_a_gain_of_their_own(keys_values, latents):
+    one, params = keys_values
+    plain = one.bind(params)(latents, "answer")
+    gain = jnp.asarray([[1.0, 2.0], [3.0, 5.0], [7.0, 11.0]])
+    found = one.bind(params | {"gain": gain})(latents, "answer")
+    for layer in range(3):
+        np.testing.assert_allclose(found.k[layer], gain[layer, 0] * plain.k[layer], rtol=1e-5)
+        np.testing.assert_allclose(found.v[layer], gain[layer, 1] * plain.v[layer], rtol=1e-5)
+    np.testing.assert_array_equal(found.task, plain.task)
+
+
+def test_the_tasks_vector_has_its_own_size_behind_keys_and_values(keys_values, latents):
+    one, params = keys_values
+    whole = {task: one.bind(params | {"task_gain": jnp.asarray(TARGET)})(latents, task) for task in TASKS}
+    for number, task in enumerate(TASKS):
+        expected = np.tile(TARGET * np.asarray(params["tasks"][number]), (11, 1))
+        np.testing.assert_allclose(whole[task].task[:, 0], expected, rtol=1e-6)
+        np.testing.assert_array_equal(whole[task].k, whole["answer"].k)

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from configs import base
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
+from lw_jax.core.eval_rows import PROMPT_FIELDS
 from lw_jax.core.types import EXACT, Example, Task
 from lw_jax.data import batches, prompt_tokens, question_cards
 from lw_jax.data.prompt_tokens import Layout, Reader
@@ -417,9 +418,9 @@ def test_row_of_megabytes_is_decided_by_its_beginning(overlong, field):
     spec, started = layout(source=source, overlong=overlong), time.monotonic()
     if overlong == "refuse" and field == "context":
         with pytest.raises(UserError, match=r"more than 512 \(of 10,000,000 characters\).*encoder\.window=512"):
-            batches.encode(found, layout=spec, rows=batches.PROMPT_ROWS)
+            batches.encode(found, layout=spec, rows=PROMPT_FIELDS)
     else:
-        encoded = batches.encode(found, layout=spec, rows=batches.PROMPT_ROWS)
+        encoded = batches.encode(found, layout=spec, rows=PROMPT_FIELDS)
         kept = field == "context" and overlong == "cut"
         assert len(encoded) == 2 + kept and encoded.counts["boundary"] == 0
         assert kept or encoded.counts[field.removesuffix("s")] == 1
@@ -431,10 +432,10 @@ def test_beginning_alone_gives_what_the_whole_row_gives(monkeypatch, overlong):
     long = dataclasses.replace(LONG, id="long", context=" ".join(card.context for card in CARDS[:40]))
     found = [CARDS[0], long, *CARDS[3:9], dataclasses.replace(CARDS[9], question=long.context)]
     spec = layout(overlong=overlong, context_tokens=90)
-    whole = batches.encode(found, layout=spec, rows=batches.PROMPT_ROWS)
+    whole = batches.encode(found, layout=spec, rows=PROMPT_FIELDS)
     monkeypatch.setattr(prompt_tokens, "WIDEST", 2)
     monkeypatch.setattr(prompt_tokens, "MARGIN", 20)
-    cut = batches.encode(found, layout=spec, rows=batches.PROMPT_ROWS)
+    cut = batches.encode(found, layout=spec, rows=PROMPT_FIELDS)
     assert cut.digest() == whole.digest() and cut.counts == whole.counts
 
 

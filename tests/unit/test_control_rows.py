@@ -7,14 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lw_jax.core import eval_rows
 from lw_jax.core.types import Example
 from lw_jax.data.batches import other_examples
-from lw_jax.evals import control_rows, verdict
+from lw_jax.data.examples import spread
+from lw_jax.evals import comparison, control_rows, message_latents, swaps, verdict
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import placement
 from tests import tiny
 
-ROWS = ("text", "latents", "shuffled", "zero", "none", "truncated")
+ROWS = ("text", "latents", "shuffled", "random", "zero", "none", "truncated")
+SWAPPED = ("swapped", "swapped_text")
 COUNT, BATCH = 7, 4  # the last batch is filled up
 SAME = 1e-5  # nats; the same program on the same numbers
 DIFFERENT = 1e-3  # nats; the losses of one example may come that near by chance
@@ -28,11 +31,13 @@ def measured(tmp_path_factory):
     cfg = dataclasses.replace(cfg, llms={"qwen": cfg.llms["qwen"]})
     recipe = LatentWire(cfg, placement.place("single", {"qwen": 1}))
     built = recipe.build()
-    encoded = recipe.data("validation", rows=ROWS)
-    options = dataclasses.replace(cfg.eval, examples=COUNT, batch=BATCH, rows=ROWS, max_new_tokens=3)
+    encoded = recipe.data("validation", rows=eval_rows.fields_of(ROWS))
+    options = dataclasses.replace(cfg.eval, examples=COUNT, batch=BATCH, rows=(*ROWS, *SWAPPED), max_new_tokens=3)
     bench = tiny.make_bench(recipe, built)
-    found = control_rows.measure(bench, encoded, options=options)
-    return recipe, bench.functions, built, found, found.records
+    changed = swaps.make(encoded, spread(len(encoded), COUNT), layout=recipe.layout, fields=("text",))
+    found = control_rows.measure(bench, encoded, options=options, seed=5, swaps=changed)
+    plain = [record for record in found.records if record["row"] in ROWS]
+    return recipe, bench.functions, built, found, plain
 
 
 def of_row(records, row, key="nll"):
@@ -112,6 +117,83 @@ def test_zero_row_knows_nothing_of_the_text(measured):
     np.testing.assert_array_equal(prefix[0], prefix[1])
 
 
+def test_random_latents_have_the_moments_and_sizes_of_the_real_ones(measured):
+    real = np.random.default_rng(1).normal(0.5, 2.0, (400, 3, 8)).astype(np.float32)
+    real /= np.sqrt((real**2).mean(axis=2, keepdims=True))
+    drawn = message_latents.draw(real, seed=0)
+    np.testing.assert_allclose((drawn**2).mean(axis=2), 1.0, rtol=1e-5)
+    np.testing.assert_allclose(drawn.mean(axis=0), real.mean(axis=0), atol=0.15)
+    np.testing.assert_allclose(drawn.std(axis=0), real.std(axis=0), rtol=0.15)
+    assert np.abs(np.corrcoef(drawn[:, 0, 0], real[:, 0, 0])[0, 1]) < 0.2
+    assert not np.array_equal(drawn, message_latents.draw(real, seed=1))
+
+
+def test_a_text_of_several_questions_is_encoded_once(measured):
+    *_, found, _ = measured
+    double = dataclasses.replace(
+        found.encoded,
+        source=dataclasses.replace(found.encoded.source, ids=[found.encoded.source.ids[i // 3] for i in range(9)]),
+        examples=tuple(found.encoded.examples[i // 3] for i in range(9)),
+    )
+    seen = []
+
+    def encode(source):
+        seen.append(source["ids"])
+        return source["ids"][:, :4, None].astype(np.float32)
+
+    made = message_latents.make(encode, double, range(9), kinds={"own", "other"}, batch=2, seed=0)
+    assert sum(len(ids) for ids in seen) == 4, "three texts in batches of two"
+    expected = np.stack([double.source.ids[i][:4] for i in range(9)])
+    np.testing.assert_array_equal(made["own"][..., 0], expected)
+    np.testing.assert_array_equal(made["other"][..., 0], expected[[3, 3, 3, 6, 6, 6, 0, 0, 0]])
+
+
+def test_positions_are_those_that_hold_the_context(measured):
+    recipe, *_, found, records = measured
+    tokenizer, frame = recipe.tokenizers["qwen"], found.encoded.readers["qwen"]
+    slots = recipe.cfg.encoder.slots
+    of = {row: of_row(records, row, "positions") for row in ROWS}
+    for row in ("latents", "shuffled", "random", "zero"):
+        assert set(of[row]) == {slots + 1}, row
+    assert set(of["none"]) == {0} and set(of["truncated"]) == {slots}
+    for position, index in enumerate(found.indices):
+        alone = len(tokenizer.encode_batch([found.encoded.examples[index].context])[0])
+        assert abs(of["text"][position] - alone) <= 2 and of["text"][position] < len(frame["text"].ids[index])
+
+
+def test_swapped_rows_read_the_changed_text(measured):
+    recipe, functions, built, found, _ = measured
+    told, read = found.of("qwen", "swapped"), found.of("qwen", "swapped_text")
+    assert len(told) == len(read) == COUNT
+    own = {record["index"]: record for record in found.of("qwen", "text")}
+    latents = {record["index"]: record for record in found.of("qwen", "latents")}
+    for record in (*told, *read):
+        original = own[record["index"]]
+        assert record["id"] == original["id"] and record["question"] == original["question"]
+        assert record["answers"] != original["answers"] and len(record["answers"]) == 1
+        assert record["follows"] in (0.0, 1.0)
+    assert np.mean([abs(one["nll"] - latents[one["index"]]["nll"]) for one in told]) > DIFFERENT
+    assert np.mean([abs(one["nll"] - own[one["index"]]["nll"]) for one in read]) > DIFFERENT
+
+
+def swapped(context, answer, *others):
+    one, *rest = (Example(str(i), context, "?", (word,)) for i, word in enumerate((answer, *others)))
+    found = swaps.swap(one, rest)
+    return found and (found.context, found.answers)
+
+
+def test_swap_replaces_every_occurrence_by_an_answer_of_the_same_kind():
+    assert swapped("In 1999 he came; 1999, not 19990.", "1999", "Paul", "7 May") == (
+        "In 7 May he came; 7 May, not 19990.",
+        ("7 May",),
+    )
+    assert swapped("Anna met Anna Lee.", "Anna", "a dog", "Rome", "Mary Ann") == ("Rome met Rome Lee.", ("Rome",))
+    assert swapped("Anna met Ben.", "Anna", "Ben", "a cat") == ("a cat met Ben.", ("a cat",)), "another kind is left"
+    assert swapped("Anna met Ben.", "Carl", "Dora") is None, "the answer is not in the text"
+    assert swapped("Anna met Ben.", "Anna", "Ben", "anna") is None
+    assert swapped(r"a \1 b", r"\1", r"\2") == (r"a \2 b", (r"\2",))
+
+
 def contexts(*names):
     return tuple(Example(str(i), name, "?", ("a",)) for i, name in enumerate(names))
 
@@ -134,7 +216,7 @@ def record(row, index=0, **values):
 
 
 def test_summary_weighs_likelihood_by_tokens_and_scores_by_examples():
-    found = control_rows.summarise(
+    found = comparison.summarise(
         [
             record("text", nll=9.0, tokens=3.0, hits=3.0, em=1.0, f1=1.0, first=1.0, first5=1.0, prediction="y"),
             record("text", 1, nll=1.0, tokens=7.0, hits=1.0, f1=0.5, first5=1.0),
@@ -168,7 +250,7 @@ def make_rows(count=11, *, noise=0.5, gap=2.0, text_f1=0.8):
 
 def test_figures_between_rows_are_the_shares_and_gaps_of_their_means():
     made = make_rows()
-    means, found = control_rows.summarise(made, **TOLD)["r"], control_rows.compare(made, **TOLD)["r"]
+    means, found = comparison.summarise(made, **TOLD)["r"], comparison.compare(made, **TOLD)["r"]
     nll = {row: values["nll"] for row, values in means.items()}
     assert found["normalised_f1"] == pytest.approx((0.5 - 0.2) / (0.8 - 0.2))
     assert found["recovered_nll"] == pytest.approx((nll["none"] - nll["latents"]) / (nll["none"] - nll["text"]))
@@ -180,43 +262,88 @@ def test_figures_between_rows_are_the_shares_and_gaps_of_their_means():
 
 def test_rows_pair_by_example_whatever_their_order():
     made = make_rows()
-    low, high = control_rows.compare(made, **TOLD)["r"]["gap_nll_interval"]
-    alone = control_rows.summarise(made, **TOLD)["r"]["latents"]["nll_interval"]
+    low, high = comparison.compare(made, **TOLD)["r"]["gap_nll_interval"]
+    alone = comparison.summarise(made, **TOLD)["r"]["latents"]["nll_interval"]
     assert high - low < 0.5 * (alone[1] - alone[0])
     turned = sorted(made, key=lambda record: -record["index"] if record["row"] == "latents" else record["index"])
-    assert control_rows.compare(turned, **TOLD)["r"]["gap_nll_interval"] == pytest.approx([low, high])
+    assert comparison.compare(turned, **TOLD)["r"]["gap_nll_interval"] == pytest.approx([low, high])
 
 
 def test_share_is_unknown_with_its_reason_where_text_is_no_better_than_none():
-    found = control_rows.compare(make_rows(text_f1=0.2), **TOLD)["r"]
+    found = comparison.compare(make_rows(text_f1=0.2), **TOLD)["r"]
     assert found["normalised_f1"] is None and found["normalised_f1_interval"] is None
     assert "no better than none" in found["normalised_f1_reason"]
     assert found["recovered_nll"] is not None
-    assert "normalised_f1 unknown: text is no better than none" in control_rows.format_comparison("r", found)
+    assert "normalised_f1 unknown: text may be no better than none" in comparison.format_comparison("r", found)
+
+
+def test_share_is_unknown_where_the_denominators_interval_reaches_zero():
+    rng = np.random.default_rng(0)
+    made = [one for one in make_rows(12) if one["row"] not in ("text", "none")]
+    made += [record(row, i, f1=float(rng.random() < 0.5), nll=2.0) for row in ("text", "none") for i in range(12)]
+    made += [record("none", 12, f1=0.0), record("text", 12, f1=1.0), *(record(r, 12) for r in ("latents", "shuffled"))]
+    found = comparison.compare(made, **TOLD)["r"]
+    assert found["normalised_f1"] is None and found["recovered_nll"] is None
+
+
+def test_a_taught_text_is_the_upper_row():
+    made = make_rows()
+    taught = [one | {"row": "text_taught", "f1": 1.0, "positions": 30.0} for one in made if one["row"] == "text"]
+    made = [one | {"positions": 6.0} for one in made] + taught
+    found = comparison.compare(made, **TOLD)["r"]
+    assert found["upper"] == "text_taught" and found["fewer_positions"] == 5.0
+    assert found["normalised_f1"] == pytest.approx((0.5 - 0.2) / (1.0 - 0.2))
+
+
+def test_followed_messages_are_counted_among_followed_texts():
+    text = [record("swapped_text", i, follows=float(i < 4)) for i in range(8)]
+    message = [record("swapped", i, follows=float(i in (0, 1, 2, 7))) for i in range(8)]
+    found = comparison.compare([*text, *message, record("latents", 0)], **TOLD)["r"]
+    assert found["follows"] == 0.75 and found["follows_interval"][0] < 0.75 < found["follows_interval"][1]
+    assert comparison.summarise([*text, *message], **TOLD)["r"]["swapped"]["follows"] == 0.5
+    none = comparison.compare([*(one | {"follows": 0.0} for one in text), *message], **TOLD)["r"]
+    assert none["follows"] is None and "follows unknown" in comparison.format_comparison("r", none)
 
 
 def test_figures_need_the_rows_they_are_made_of():
     made = [record for record in make_rows() if record["row"] in ("latents", "shuffled")]
-    assert set(control_rows.compare(made, **TOLD)["r"]) == {"gap_nll", "gap_nll_interval", "gap_f1", "gap_f1_interval"}
-    assert control_rows.compare(made[:11], **TOLD) == {"r": {}}
+    assert set(comparison.compare(made, **TOLD)["r"]) == {"gap_nll", "gap_nll_interval", "gap_f1", "gap_f1_interval"}
+    assert comparison.compare(made[:11], **TOLD) == {"r": {}}
 
 
 @pytest.mark.parametrize(("gap", "collapsed"), [(2.0, False), (0.0, True), (-2.0, True)])
 def test_collapse_is_told_where_the_right_latents_may_be_worth_nothing(gap, collapsed):
-    found = control_rows.compare(make_rows(gap=gap), **TOLD)["r"]
+    found = comparison.compare(make_rows(gap=gap), **TOLD)["r"]
     assert verdict.is_collapsed(found) is collapsed
-    assert ("COLLAPSED" in control_rows.format_comparison("r", found)) is collapsed
+    assert ("COLLAPSED" in comparison.format_comparison("r", found)) is collapsed
 
 
 def test_table_has_a_line_for_each_reader_and_row(measured):
-    found = control_rows.summarise(measured[-1], **TOLD)
-    lines = control_rows.table(found).splitlines()
+    found = comparison.summarise(measured[-1], **TOLD)
+    for row in found["qwen"].values():
+        row["first_token_seconds"] = 0.0125
+    lines = comparison.table(found).splitlines()
     heads = lines[0].replace("f1 95 %", "interval").split()
     assert heads == [
-        *("reader", "row", "em", "f1", "interval", "nll", "accuracy", "first_token", "first_5", "distinct")
+        *(
+            "reader",
+            "row",
+            "positions",
+            "ms",
+            "em",
+            "f1",
+            "interval",
+            "nll",
+            "accuracy",
+            "first_token",
+            "first_5",
+            "distinct",
+        )
     ]
     assert [line.split()[:2] for line in lines[1:]] == [["qwen", row] for row in ROWS]
-    assert float(lines[1].split()[5]) == pytest.approx(found["qwen"]["text"]["nll"], abs=5e-4)
-    low, high = map(float, lines[1].split()[4].split(".."))
+    assert float(lines[2].split()[2]) == found["qwen"]["latents"]["positions"]
+    assert lines[2].split()[3] == "12.5"
+    assert float(lines[1].split()[7]) == pytest.approx(found["qwen"]["text"]["nll"], abs=5e-4)
+    low, high = map(float, lines[1].split()[6].split(".."))
     assert [low, high] == pytest.approx(found["qwen"]["text"]["f1_interval"], abs=5e-4)
     assert len({len(line) for line in lines}) == 1 and len(lines[0]) <= 120

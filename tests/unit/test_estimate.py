@@ -28,7 +28,7 @@ pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 EXACT = 1e-12  # relative: a handful of fp64 operations
-LLAMA, QWEN = tiny.SIZES["llama"], tiny.SIZES["qwen2"]
+SIZED = LLAMA, QWEN = tiny.SIZES["llama"], tiny.SIZES["qwen2"]
 BATCH, WINDOW, SLOTS, LATENT, HIDDEN = 4, 37, 5, 24, 40
 OPENING, QUESTION, ANSWERS = 40, 11, 7
 POSITIONS = OPENING + QUESTION + SLOTS + 1 + ANSWERS - 1  # the task's vector behind the slots
@@ -109,6 +109,20 @@ def byte_encoder() -> int:
 def test_flops_are_those_compiled_but_for_attention_and_adapters(root):
     program = make_program(root)
     assert compiled(program).flops == estimate_of(program).flops + attended("none") + byte_encoder()
+
+
+@pytest.mark.optimized
+def test_slots_of_keys_and_values_are_multiplied_by_no_matrix_of_a_reader(root):
+    program = make_program(root, adapter__kind="kv")
+    queries = POSITIONS - OPENING - SLOTS
+    attended = PRODUCTS["none"] * sum(one["layers"] * attention(one, queries, POSITIONS) for one in (LLAMA, QWEN))
+    hidden = 2 * 2 * LATENT * HIDDEN  # of both readers, to the hidden layer and back to the latents' width
+    small = 2 * BATCH * SLOTS * (3 * (hidden + LATENT * LATENT) + 2 * WINDOW * LATENT)
+    encoder = 8 * 2 * BATCH * WINDOW**2 * LATENT + small
+    assert compiled(program).flops == estimate_of(program).flops + attended + opening_attention() + encoder
+    made = sum(3 * 2 * BATCH * SLOTS * LATENT * 2 * one["layers"] * one["kv_heads"] * one["head_dim"] for one in SIZED)
+    body = 4 * BATCH * SLOTS * sum(map(body_params, SIZED))  # forward and backward
+    assert estimate_of(make_program(root)).flops - estimate_of(program).flops == body - made
 
 
 @pytest.mark.optimized

@@ -5,26 +5,31 @@ import json
 import math
 
 import jax
+import numpy as np
 import pytest
 
 from lw_jax.commands import evaluate as command
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
-from lw_jax.evals import quality_curve
-from lw_jax.inference import evaluation
+from lw_jax.evals import control_rows, quality_curve
+from lw_jax.inference import evaluation, taught_text
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.report import page, records
+from lw_jax.training.recipe import Weights
 from tests import tiny
 
-ROWS = ("text", "latents", "shuffled", "none")
+ROWS = ("text", "text_taught", "latents", "shuffled", "none", "selected")
 FILES = ["eval.json", "predictions.jsonl", "slots.json", "bytes.csv"]
 
 
 @pytest.fixture(scope="module")
 def wire(tmp_path_factory):
     changes = {"eval__examples": 5, "eval__batch": 3, "eval__rows": ROWS}
+    changes |= {"eval__taught_steps": 3, "encoder__kind": "lm"}
     changes |= {"eval__curve_examples": 2, "eval__max_new_tokens": 2}
-    recipe = tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers", **changes)
+    root = tmp_path_factory.getbasetemp() / "readers"
+    changes |= {"encoder__source": str(tiny.readers(root)["llama"])}
+    recipe = tiny.make_recipe(root, **changes)
     built = recipe.build()
     return TrainedWire(recipe, built.trainable, built.frozen, 6)
 
@@ -58,7 +63,7 @@ def test_files_hold_what_was_found(wire, found, tmp_path):
     assert result["rows"]["qwen"]["latents"]["nll"] == found.summary["qwen"]["latents"]["nll"]
     assert result["rows"]["llama"].keys() == set(ROWS)
     assert len(result["curve"]["points"]) == 2 * len(quality_curve.BITS) and result["curve"]["examples"] == 2
-    assert result["text_bytes"].keys() == {"UTF-8", "gzip", "zstd", "brotli"}
+    assert result["text_bytes"].keys() == {"UTF-8", "gzip", "zstd", "brotli", "language model"}
     assert result["joint"]["examples"] == 5 and result["latents"]["inputs"] == 5
     lines = (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
     told = [read_strictly(line) for line in lines]
@@ -68,6 +73,44 @@ def test_files_hold_what_was_found(wire, found, tmp_path):
     assert len(slots) == 5 and slots[0][0] == pytest.approx(1.0)
     run = reported(wire, tmp_path)
     assert run.curve is not None and len(run.predictions) == len(told) and run.slots == slots
+
+
+def test_selected_words_fill_the_message_s_positions_in_the_text_s_order(wire, found):
+    for name, tokenizer in wire.recipe.tokenizers.items():
+        records, fields = found.measured.of(name, "selected"), found.measured.encoded.readers[name]
+        room = wire.recipe.cfg.encoder.slots + 1
+        for record in records:
+            index = record["index"]
+            assert room - 3 <= record["positions"] <= room
+            whole, before = fields["selected"].ids[index], len(fields["before"].ids[index])
+            words = tokenizer.decode(whole[before : before + int(record["positions"])].tolist()).split()
+            context = found.measured.encoded.examples[index].context
+            at = 0
+            for word in words[:-1]:  # the last one may be cut
+                at = context.find(word, at)
+                assert at >= 0, (words, context)
+            assert words
+
+
+def test_taught_vector_is_kept_and_lowers_the_loss_of_the_text(wire, found, monkeypatch, capsys):
+    recipe = wire.recipe
+    first = taught_text.teach(recipe, wire.frozen, batch=4)
+    assert "text_taught" not in capsys.readouterr().out, "the evaluation has kept it"
+    longer = dataclasses.replace(recipe.cfg.eval, taught_steps=24)
+    monkeypatch.setattr(recipe, "cfg", dataclasses.replace(recipe.cfg, eval=longer))
+    second = taught_text.teach(recipe, wire.frozen, batch=4)
+    told = capsys.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in told] == ["text_taught llama", "text_taught qwen"]
+    for name, vector in second.items():
+        assert vector.shape == (1, recipe.wire.readers[name].config.width)
+        assert not np.array_equal(vector, first[name])
+        nll = []
+        for one in (first, second):
+            bench = dataclasses.replace(tiny.make_bench(recipe, Weights(wire.trainable, wire.frozen)), taught=one)
+            rows = dataclasses.replace(recipe.cfg.eval, rows=("text_taught",), examples=0)
+            records = control_rows.measure(bench, found.measured.encoded, options=rows).of(name, "text_taught")
+            nll.append(sum(record["nll"] for record in records))
+        assert nll[1] < nll[0]
 
 
 def test_numbers_that_json_has_no_word_for_become_null(found, tmp_path):
@@ -99,7 +142,7 @@ def test_an_input_that_was_written_twice_counts_once_among_the_latents(wire, fou
 
 
 def exhaust(least):
-    def measure(*_, options):
+    def measure(*_, options, **__):
         if options.batch >= least:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory")
         return options.batch

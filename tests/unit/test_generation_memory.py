@@ -33,8 +33,9 @@ def make_program(cfg, strategy="single", devices=1, **axes) -> StepSpec:
     ("strategy", "devices", "axes"),
     [("single", 1, {}), ("replicate", 4, {}), ("tensor", 2, {"model": 2}), ("split", 2, {})],
 )
-def test_arithmetic_is_near_what_is_compiled(strategy, devices, axes, root):
-    program = make_program(tiny.make_config(root, eval__batch=64), strategy, devices, **axes)
+@pytest.mark.parametrize("kind", ["embeddings", "kv"])
+def test_arithmetic_is_near_what_is_compiled(strategy, devices, axes, kind, root):
+    program = make_program(tiny.make_config(root, eval__batch=64, adapter__kind=kind), strategy, devices, **axes)
     found = generation_memory.measure(program, ROOM, compile=memory.compile_here)
     guess = generation_memory.estimate(program, ROOM)
     assert found.compiled and not guess.compiled and (found.batch, found.largest) == (guess.batch, guess.largest)
@@ -57,6 +58,18 @@ def test_what_an_answer_takes_grows_with_its_rows_prompt_and_unstacked_layers(ro
     assert sorted(set(peaks)) == peaks
     latents = dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, rows=("latents", "shuffled")))
     assert generation_memory.estimate(make_program(latents), ROOM).peak_bytes < base, "no text prompt is read"
+
+
+def test_prompts_of_keys_and_values_hold_as_many_positions_and_are_planned_beside_texts(root):
+    found = {}
+    for kind in ("embeddings", "kv"):
+        recipe = make_program(tiny.make_config(root, adapter__kind=kind, data__context_tokens=8)).recipe
+        found[kind] = generation_memory.longest_prompts(recipe, "qwen", 4)
+    (embedded,), (wire, text) = found["embeddings"], found["kv"]
+    assert wire.positions == embedded.positions > text.positions == 8
+    apart = wire.kv_prefix.mask.shape[1] + wire.shared_prefix.mask.shape[1]
+    assert wire.mask.shape[1] == embedded.mask.shape[1] - apart
+    assert wire.kv_prefix.k.shape == (3, 4, 5, 4, 6), "layers, rows, slots, heads of keys, their width"
 
 
 def test_a_recipe_without_answers_has_none(root):

@@ -87,6 +87,7 @@ SHAPE = {
         "eval.layers": "unstacked",
         "eval.rows": ("latents",),
         "adapter.hidden": 41,
+        "adapter.kind": "kv",
     },
     **{"llms.qwen.weights": "bf16", "stages.pretrain.share": 0.5, "encoder.rate": 0.0},
 }

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from lw_jax.evals import control_rows, quality_curve
+from lw_jax.evals import comparison, control_rows, quality_curve
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models import codec
 from lw_jax.report import figures
@@ -30,7 +30,7 @@ class Recorder(WireFunctions):
 
     seen: list
 
-    def prompt_from_latents(self, trainable, params, fields, latents, name):
+    def prompt_from_latents(self, trainable, params, fields, latents, name, *, slots=True):
         self.seen.append((name, np.asarray(fields["channel"]), np.asarray(latents)))
         return super().prompt_from_latents(trainable, params, fields, latents, name)
 
@@ -78,9 +78,7 @@ def test_sixteen_bits_cost_nothing_and_two_bits_something(wire, found):
     measured = wire[-1]
     part = {measured.indices[i] for i in (0, 2, 4)}
     records = [record for record in measured.records if record["index"] in part]
-    latents = {
-        name: row["latents"]["nll"] for name, row in control_rows.summarise(records, resamples=9, seed=0).items()
-    }
+    latents = {name: row["latents"]["nll"] for name, row in comparison.summarise(records, resamples=9, seed=0).items()}
     for point in found.points:
         error = abs(point["nll"] - latents[point["reader"]])
         assert error < HALF if point["bits"] == 16 else True

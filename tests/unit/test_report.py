@@ -122,8 +122,9 @@ def test_figures_are_drawn_as_text_with_axes_named(page: Reader) -> None:
 def test_control_table_shows_what_was_measured(page: Reader) -> None:
     cells = [text for tag, text in page.texts if tag == "td"]
     start = cells.index("truncated")
-    assert cells[start : start + 7] == [
+    assert cells[start : start + 8] == [
         "truncated",
+        "12.5",
         "10.0",
         "5.0 .. 10.0",
         "10.0",
@@ -134,6 +135,19 @@ def test_control_table_shows_what_was_measured(page: Reader) -> None:
     assert {"91.3", "87.2", "31.0", "1.234", "1.134 .. 1.334", "4.250"} <= set(cells)
     assert {"the text, brotli", "89", "76", "message of 5 x 7 x 2", "32", "27"} <= set(cells)
     assert "given 29, kept 23." in page.text("p") and "25.0 % (20.0 .. 30.0) of 23" in page.text("p")
+
+
+def test_page_says_positions_and_the_f1_of_message_and_controls_first(tmp_path: Path) -> None:
+    folder, told = write_run(tmp_path / "run"), evaluation()
+    told["readers"]["llama"] |= {"faster": 2.5, "timed_tokens": 211}
+    told["rows"]["llama"]["latents"] |= {"first_token_seconds": 0.0417, "positions": 6.0}
+    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    page = page_of(folder)
+    for words in ("6.0 reader positions in place of 12.5", "2.50 times sooner", "211 tokens", "F1 of text 60.0 %"):
+        assert words in page.text("li"), words
+    order = [value for tag, key, value in page.attributes if tag == "h2" and key == "id"]
+    assert order[:3] == ["positions", "controls", "curves"]
+    assert "41.7" in page.text("td") and "positions of the reader" in page.text("text")
 
 
 def test_twenty_examples_are_spread_over_the_file_with_right_answers_marked(page: Reader) -> None:
@@ -164,7 +178,7 @@ def test_hostile_text_is_shown_and_never_becomes_an_element(tmp_path: Path) -> N
     page = page_of(folder)
     assert not page.faults and not page.open and "script" not in page.tags and "b" not in page.tags
     assert page.text("td").count("alert") == 3 * (1 + 1 + 2 * 3) + 1 + 1 + 4  # examples, and three tables
-    assert page.text("text").count("alert") == 1 and HOSTILE in page.text("li")
+    assert page.text("text").count("alert") == 4 and HOSTILE in page.text("li")
 
 
 def test_each_missing_file_is_one_line_with_its_command(tmp_path: Path) -> None:
@@ -172,7 +186,7 @@ def test_each_missing_file_is_one_line_with_its_command(tmp_path: Path) -> None:
     trains, evaluates = "python run.py --config 'my own.py'", f"python run.py eval --workdir {folder}"
     expected = {
         "metrics.jsonl": (2, trains),
-        "eval.json": (3, evaluates),
+        "eval.json": (4, evaluates),
         "predictions.jsonl": (1, evaluates),
         "slots.json": (1, evaluates),
         "config.diff versions.json": (2, trains),
@@ -202,7 +216,7 @@ def test_run_that_is_being_written_shows_what_is_there(tmp_path: Path) -> None:
     text = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines(keepends=True)
     (folder / "metrics.jsonl").write_text("".join(text[:7]) + text[7][:20], encoding="utf-8")
     page = page_of(folder)
-    assert "step 7 of 30" in page.text("p") and page.tags.count("svg") == 3
+    assert "step 7 of 30" in page.text("p") and page.tags.count("svg") == 4
 
 
 def test_figures_that_are_no_numbers_are_counted_and_left_out(tmp_path: Path) -> None:
@@ -234,6 +248,18 @@ def test_figures_that_are_no_numbers_are_counted_and_left_out(tmp_path: Path) ->
         ({"gap_nll_interval": [-0.01, 0.4]}, "collapsed"),
         ({"gap_nll_interval": [0.0, 0.4]}, "collapsed"),
         ({"gap_nll_interval": None}, "collapsed"),
+        (
+            {"adds_f1": 0.1, "adds_f1_interval": [0.01, 0.2], "adds_nll": 1.0, "adds_nll_interval": [0.5, 1.5]},
+            "carries",
+        ),
+        (
+            {"adds_f1": 0.1, "adds_f1_interval": [-0.01, 0.2], "adds_nll": 1.0, "adds_nll_interval": [0.5, 1.5]},
+            "literals",
+        ),
+        (
+            {"adds_f1": 0.1, "adds_f1_interval": [0.01, 0.2], "adds_nll": 0.0, "adds_nll_interval": [-0.1, 0.1]},
+            "literals",
+        ),
         ({"normalised_f1": None, "recovered_nll": None}, "unknown"),
     ],
 )

@@ -9,7 +9,8 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.hub import weights
-from lw_jax.models import decoder, rotary, wire
+from lw_jax.models import decoder, encoder, kv_prefix, rotary, wire
+from lw_jax.models.adapter import KeysValues
 from tests import tiny
 
 SAME = 2e-5  # fp32 logits of unit size: the same sums in another order
@@ -179,3 +180,32 @@ def test_generation_ends_at_the_reader_s_own_stops(recipe, parts):
 def _generate(whole, readers, params, prompt):
     one = dataclasses.replace(whole, readers=readers)
     return jax.jit(lambda prompt: one.generate(params, "llama", prompt, max_new_tokens=3))(prompt)
+
+
+@pytest.fixture(scope="module")
+def own_words(recipe, parts):
+    """(the frozen readers, a batch, KeysValues of tokens that stand for slots, and the same tokens as embeddings)."""
+    built, batch, _ = parts
+    params, fields = built.frozen["qwen"], batch["readers"]["qwen"]
+    cfg = recipe.wire.readers["qwen"].config
+    ids = jax.random.randint(jax.random.key(4), (3, 5), 0, cfg.vocab)
+    mask = encoder.slot_mask(jnp.asarray([5, 3, 1]), 5)
+    x, task = decoder.embed(params, ids), 0.1 * jax.random.normal(jax.random.key(5), (3, 1, cfg.width))
+    first = fields["before"]
+    shared = decoder.SharedPrefix(decoder.embed(params, first["ids"][:1]), first["mask"][:1])
+    own = kv_prefix.take(params, cfg, x, mask=mask, shared_prefix=shared)
+    fields = fields | {"channel": fields["channel"].at[:, 0].set(jnp.asarray([5, 3, 1]))}
+    return params, fields, KeysValues(own.k, own.v, task), jnp.concatenate([x, task], axis=1)
+
+
+def test_a_prompt_of_keys_and_values_is_read_as_the_same_of_embeddings(recipe, own_words):
+    params, fields, keys_values, embeddings = own_words
+    found, wanted = (wire.wire_prompt(params, fields, one) for one in (keys_values, embeddings))
+    assert found.kv_prefix is not None and found.positions == wanted.positions
+    assert found.mask.shape[1] == wanted.mask.shape[1] - 5, "the slots are no positions that are computed"
+    assert found.joined() is found
+    logits = [recipe.wire.answer_logits(params, "qwen", one, fields) for one in (found, wanted)]
+    real = np.asarray(fields["weights"]) > 0
+    np.testing.assert_allclose(np.asarray(logits[0])[real], np.asarray(logits[1])[real], atol=SAME)
+    said = [recipe.wire.generate(params, "qwen", one.joined(), max_new_tokens=5) for one in (found, wanted)]
+    np.testing.assert_array_equal(*said)

@@ -1,0 +1,64 @@
+"""Rows of an evaluation, in one table: what a reader has in the place of the context.
+
+A new row is an entry here, and where its parts are new, the code that makes them: token fields in
+`data.prompt_tokens`, latents in `evals.message_latents`, the prompt in `evals.control_rows.Bench.prompt`.
+"""
+
+import dataclasses
+from collections.abc import Iterable
+
+
+@dataclasses.dataclass(frozen=True)
+class EvalRow:
+    """What the prompt of one row is made of, beside the question."""
+
+    meaning: str  # for a page: the reader's input beside the question
+    latents: str = ""  # of a message: "own", "other" (of another text), "zero" or "random"; empty: no message
+    fields: tuple[str, ...] = ()  # of a batch, with token ids, which the prompt is made of or (the first) is
+    literals: bool = False  # of the message, where it has them
+    slots: bool = True  # False: those of the message are masked
+    swapped: bool = False  # the text has another answer in the place of its own
+    taught: bool = False  # one learned vector stands behind the text's tokens
+
+
+ROWS = {
+    "text": EvalRow("the text itself", fields=("text",)),
+    "text_taught": EvalRow(
+        "the text, the form of the answer taught by one learned vector", fields=("context", "asked"), taught=True
+    ),
+    "latents": EvalRow("the text's latents", latents="own"),
+    "shuffled": EvalRow("another text's latents", latents="other"),
+    "message": EvalRow("the text's latents and literals", latents="own", literals=True),
+    "message_shuffled": EvalRow("another text's latents and the text's literals", latents="other", literals=True),
+    "literals": EvalRow("the text's literals alone", latents="own", literals=True, slots=False),
+    "random": EvalRow("random latents with the moments of real ones", latents="random"),
+    "zero": EvalRow("zero latents", latents="zero"),
+    "none": EvalRow("nothing", fields=("none",)),
+    "truncated": EvalRow("the text's first tokens, as many as the message has slots", fields=("truncated",)),
+    "selected": EvalRow(
+        "the text's least predictable words, in as many positions as the message takes", fields=("selected", "asked")
+    ),
+    "swapped": EvalRow("the message of the text with another answer in it", latents="own", literals=True, swapped=True),
+    "swapped_text": EvalRow("the text with another answer in it", fields=("text",), swapped=True),
+    "swapped_taught": EvalRow(
+        "the text with another answer in it, and the learned vector",
+        fields=("context", "asked"),
+        swapped=True,
+        taught=True,
+    ),
+}
+DEFAULT = ("text", "latents", "shuffled", "zero", "none", "truncated")
+MESSAGES = ("message", "latents")  # rows of the whole message: the first that was measured
+OF_LITERALS = ("message", "message_shuffled", "literals")  # measured of a wire whose messages carry literals
+PROMPT_FIELDS = tuple(dict.fromkeys(field for row in ROWS.values() for field in row.fields))
+
+
+def measured(rows: Iterable[str], *, literals: bool) -> tuple[str, ...]:
+    """Returns the rows with those of a message with literals, where a wire has them and none of them is named."""
+    named = tuple(rows)
+    return named if not literals or set(OF_LITERALS) & set(named) else (*named, *OF_LITERALS)
+
+
+def fields_of(rows: Iterable[str]) -> tuple[str, ...]:
+    """Returns the token fields that these rows need, each once."""
+    return tuple(dict.fromkeys(field for row in rows for field in ROWS[row].fields))

@@ -1,0 +1,186 @@
+"""Figures of the control table: means with intervals, and comparisons of its rows."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from lw_jax.core.eval_rows import MESSAGES, ROWS
+from lw_jax.evals.statistics import RESAMPLES, Bootstrap, Estimate
+from lw_jax.evals.verdict import WORDS, adds_nothing, format_interval, is_collapsed
+
+Record = dict[str, Any]
+Row = dict[str, Any]  # figures by name, those of INTERVALS also with "_interval": [low, high]
+
+INTERVALS = ("em", "f1", "nll", "first_token")  # reported with a bootstrap interval over examples
+
+
+UPPER = ("text_taught", "text")  # rows that a message is measured against: the first that was measured
+FOLLOWED = ("swapped_taught", "swapped_text")  # the same of a text with another answer in it
+
+
+def summarise(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES) -> dict[str, dict[str, Row]]:
+    """Returns {reader: {row: figures}}: positions, em, f1, nll, accuracy, first_token, first_5, distinct, and counts.
+
+    positions: mean positions of the reader that hold the context. Rates lie in 0..1; nll is in nats per answer token
+    (EOS included), accuracy is teacher-forced; first_5: the first gold token is among the five likeliest; distinct is
+    the share of different predictions, near 0 for a collapsed wire; follows, of texts with another answer in them: the
+    share of answers that are the new one. INTERVALS have a 95 % bootstrap interval each.
+    """
+    found: dict[str, dict[str, Row]] = {}
+    for (reader, row), group in _group(records).items():
+        bootstrap = Bootstrap(len(group), resamples=resamples, seed=seed)
+        estimates = estimate(group, bootstrap)
+        figures: Row = {key: _mean(group, key) for key in ("positions",) if key in group[0]}
+        figures |= {key: one.value for key, one in estimates.items()}
+        figures |= {f"{key}_interval": estimates[key].interval() for key in INTERVALS}
+        if "follows" in group[0]:
+            follows = bootstrap.mean(_column(group, "follows"))
+            figures |= {"follows": follows.value, "follows_interval": follows.interval()}
+        figures["distinct"] = len({record["prediction"] for record in group}) / len(group)
+        figures |= {"examples": len(group), "tokens": sum(record["tokens"] for record in group)}
+        found.setdefault(reader, {})[row] = figures
+    return found
+
+
+def compare(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES) -> dict[str, Row]:
+    """Returns {reader: comparisons of its rows}, each with an interval from resamples that all rows share.
+
+    The text is the row "upper", the first of UPPER that was measured; the message the first of MESSAGES.
+    normalised_f1 = (message - none) / (text - none), recovered_nll = (none - message) / (none - text): None, with the
+    reason under "..._reason", where the interval of the denominator reaches 0. fewer_positions: the text's reader
+    positions / the message's. gap_nll = shuffled - latents, gap_f1 = latents - shuffled: the gain of the right latents.
+    adds_nll = message_shuffled - message, adds_f1 = message - message_shuffled: their gain beside literals. follows: of
+    the questions where the reader follows a text with another answer in it, the share where it follows that text's
+    message. A figure is absent where one of its rows was not measured.
+    """
+    grouped = _group(records)
+    found: dict[str, Row] = {}
+    for reader in dict.fromkeys(reader for reader, _ in grouped):
+        own = {row: group for (name, row), group in grouped.items() if name == reader}
+        plain = {row: group for row, group in own.items() if not ROWS[row].swapped}
+        figures: Row = {}
+        if plain:
+            bootstrap = Bootstrap(len(next(iter(plain.values()))), resamples=resamples, seed=seed)
+            figures = _compare_plain(plain, {row: estimate(group, bootstrap) for row, group in plain.items()})
+        text = next((own[row] for row in FOLLOWED if row in own), None)
+        if text and "swapped" in own:
+            figures |= _follow(own["swapped"], text, Bootstrap(len(text), resamples=resamples, seed=seed))
+        found[reader] = figures
+    return found
+
+
+def _compare_plain(groups: Mapping[str, Sequence[Record]], rows: Mapping[str, Mapping[str, Estimate]]) -> Row:
+    figures: Row = {}
+    upper = next((row for row in UPPER if row in rows), None)
+    sent = next((row for row in MESSAGES if row in rows), None)
+    if upper and sent and "none" in rows:
+        text, message, none = rows[upper], rows[sent], rows["none"]
+        shares = {
+            "normalised_f1": (message["f1"] - none["f1"], text["f1"] - none["f1"]),
+            "recovered_nll": (none["nll"] - message["nll"], none["nll"] - text["nll"]),
+        }
+        figures["upper"] = upper
+        for key, (part, whole) in shares.items():
+            figures |= _share(key, part, whole, upper)
+    if upper and sent and "positions" in groups[upper][0]:
+        figures["fewer_positions"] = _mean(groups[upper], "positions") / _mean(groups[sent], "positions")
+    for name, (right, other) in {"gap": ("latents", "shuffled"), "adds": ("message", "message_shuffled")}.items():
+        if {right, other} <= rows.keys():
+            gaps = {"nll": rows[other]["nll"] - rows[right]["nll"], "f1": rows[right]["f1"] - rows[other]["f1"]}
+            for key, gap in gaps.items():
+                figures |= {f"{name}_{key}": gap.value, f"{name}_{key}_interval": gap.interval()}
+    return figures
+
+
+def _follow(message: Sequence[Record], text: Sequence[Record], bootstrap: Bootstrap) -> Row:
+    """Returns the share of followed messages among followed texts; both have the same examples."""
+    followed = _column(text, "follows")
+    if not followed.any():
+        return {"follows": None, "follows_interval": None, "follows_reason": "the reader follows no changed text"}
+    both = bootstrap.mean(followed * _column(message, "follows"))
+    share = both.over(bootstrap.mean(followed))
+    return {"follows": share.value, "follows_interval": share.interval()}
+
+
+def _column(records: Sequence[Record], key: str) -> np.ndarray:
+    return np.array([record[key] for record in records], np.float64)
+
+
+def _mean(records: Sequence[Record], key: str) -> float:
+    return float(_column(records, key).mean())
+
+
+def estimate(records: Sequence[Record], bootstrap: Bootstrap) -> dict[str, Estimate]:
+    """Returns the means over examples or tokens; em and f1 only for records with a prediction."""
+
+    def column(key: str) -> np.ndarray:
+        return np.array([record[key] for record in records])
+
+    tokens = column("tokens")
+    answered = ("em", "f1") if "prediction" in records[0] else ()
+    return {key: bootstrap.mean(column(key)) for key in answered} | {
+        "nll": bootstrap.ratio(column("nll"), tokens),
+        "accuracy": bootstrap.ratio(column("hits"), tokens),
+        "first_token": bootstrap.mean(column("first")),
+        "first_5": bootstrap.mean(column("first5")),
+    }
+
+
+def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
+    """Returns the control table for a terminal; ms: time to the first token of an answer."""
+    width = max(map(len, ("reader", *rows))) + 2
+    second = max(9, *(len(row) for found in rows.values() for row in found)) + 2
+    columns = {"positions": 9, "ms": 8, "em": 7, "f1": 7, "f1 95 %": 15, "nll": 8, "accuracy": 10, "first_token": 13}
+    columns |= {"first_5": 9, "distinct": 10}
+    lines = [f"{'reader':<{width}}{'row':<{second}}" + "".join(f"{name:>{size}}" for name, size in columns.items())]
+    for reader, found in rows.items():
+        for row, values in found.items():
+            cells = {key: f"{values[key]:.3f}" for key in columns if key in values}
+            cells["positions"] = f"{values['positions']:.1f}" if "positions" in values else "unknown"
+            cells["ms"] = f"{1000 * values['first_token_seconds']:,.1f}" if "first_token_seconds" in values else ""
+            cells["f1 95 %"] = format_interval(values["f1_interval"])
+            lines.append(
+                f"{reader:<{width}}{row:<{second}}"
+                + "".join(f"{cells[name]:>{size}}" for name, size in columns.items())
+            )
+    return "\n".join(lines)
+
+
+def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
+    """Returns a reader's comparison of its rows for a terminal, with COLLAPSED where it applies."""
+    parts = []
+    if "fewer_positions" in figures:
+        parts.append(f"fewer_positions {figures['fewer_positions']:.2f}x")
+    if "faster" in figures:
+        parts.append(
+            f"first token {figures['faster']:.2f}x faster than from a text of {figures['timed_tokens']} tokens"
+        )
+    for key in ("normalised_f1", "recovered_nll", "gap_f1", "gap_nll", "adds_f1", "adds_nll", "follows"):
+        against = f" of {figures['upper']}" if key in ("normalised_f1", "recovered_nll") and "upper" in figures else ""
+        if figures.get(key) is not None:
+            parts.append(f"{key}{against} {figures[key]:.3f} ({format_interval(figures[f'{key}_interval'])})")
+        elif f"{key}_reason" in figures:
+            parts.append(f"{key} unknown: {figures[f'{key}_reason']}")
+    if is_collapsed(figures):
+        parts.append(WORDS["collapsed"])
+    if adds_nothing(figures):
+        parts.append(WORDS["literals"])
+    return f"{reader}: " + "\n    ".join(parts or ["no rows to compare"])
+
+
+def _group(records: Sequence[Record]) -> dict[tuple[str, str], list[Record]]:
+    """Returns the records of each (reader, row), sorted by example so that rows pair."""
+    grouped: dict[tuple[str, str], list[Record]] = {}
+    for record in records:
+        grouped.setdefault((record["reader"], record["row"]), []).append(record)
+    return {key: sorted(group, key=lambda record: record["index"]) for key, group in grouped.items()}
+
+
+def _share(key: str, part: Estimate, whole: Estimate, upper: str) -> Row:
+    low = (whole.interval() or [-np.inf])[0]
+    if not (whole.value > 0 and low > 0):
+        reason = f"{upper} may be no better than none ({whole.value:.3f}, {format_interval(whole.interval())})"
+        return {key: None, f"{key}_interval": None, f"{key}_reason": reason}
+    share = part.over(whole)
+    return {key: share.value, f"{key}_interval": share.interval()}

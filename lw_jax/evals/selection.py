@@ -1,0 +1,60 @@
+"""Row `selected`: the text's own words that a language model finds least predictable, in a message's positions.
+
+The idea of LLMLingua (arXiv 2310.05736): no message at all, the reader gets some of the text's tokens.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+
+import numpy as np
+
+from lw_jax.data import batches, literals, prompt_tokens
+from lw_jax.data.batches import Encoded
+from lw_jax.data.literals import Scored
+from lw_jax.evals.control_rows import positions
+
+ROW = "selected"
+
+
+def attach(
+    encoded: Encoded, indices: Sequence[int], scored: Sequence[Scored], *, layout: prompt_tokens.Layout
+) -> Encoded:
+    """Returns the data set with prompts of selected words for the examples at `indices`; the others' are empty.
+
+    Args:
+        encoded: the data set, with the field "asked".
+        indices: its measured examples.
+        scored: the tokens of each one's context with their negative log-likelihood.
+        layout: how prompts are tokenised.
+    """
+    readers, counts = {}, {}
+    for name, fields in encoded.readers.items():
+        tokenizer = layout.readers[name].tokenizer
+        ids = [np.zeros(0, np.int32)] * len(encoded)
+        held = [0] * len(encoded)
+        for index, one in zip(indices, scored, strict=True):
+            room = positions(encoded, name, "message", index)
+            text = encoded.examples[index].context
+            chosen = prompt_tokens.tokenize(tokenizer, [choose(text, one, tokenizer, room=room)])[0][:room]
+            ids[index] = np.concatenate([fields["before"].ids[index], chosen, fields["asked"].ids[index]])
+            held[index] = len(chosen)
+        prompts = batches.field(ids, layout.readers[name].tokenizer.pad, left=True)
+        readers[name] = fields | {ROW: prompts}
+        counts[name] = {**encoded.context_tokens[name], ROW: held}
+    return dataclasses.replace(encoded, readers=readers, context_tokens=counts)
+
+
+def choose(text: str, scored: Scored, tokenizer: prompt_tokens.ReaderTokenizer, *, room: int) -> str:
+    """Returns the words with the most nats for each of the reader's tokens, in the text's order, in `room` tokens."""
+    found = literals.words(text)
+    spoken = [text[slice(*word)] for word in found]
+    scores = literals.score(found, scored)
+    sizes = np.array([len(ids) for ids in tokenizer.encode_batch([f" {word}" for word in spoken])], int)
+    kept: list[int] = []
+    for number in np.argsort(-scores / np.maximum(sizes, 1), kind="stable"):
+        if scores[number] == -np.inf:
+            break
+        if sizes[number] <= room:
+            room -= int(sizes[number])
+            kept.append(int(number))
+    return " ".join(spoken[number] for number in sorted(kept))

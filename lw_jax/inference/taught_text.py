@@ -1,0 +1,176 @@
+"""Upper row of an evaluation: a reader of the text itself, its form of answer taught by one learned vector.
+
+A wire teaches its readers the form of the answer too, by the task's vector behind the latents. Here the same vector
+stands behind the text's own tokens and is all that is trained: what remains between both rows is what the message
+lost.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from lw_jax.core import config, precision, processes
+from lw_jax.core import rng as rngs
+from lw_jax.core.files import whole
+from lw_jax.core.types import Example, Tree
+from lw_jax.data import batches, examples
+from lw_jax.data.batches import Encoded
+from lw_jax.data.loader import batches_of
+from lw_jax.hub import sources
+from lw_jax.losses import token_losses
+from lw_jax.models import adapter, wire
+from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.training import optimizers
+from sharding import place
+
+FORMAT = 1  # raised when what is trained changes, so that kept vectors are not taken up
+FIELDS = ("context", "asked")
+BATCH = 4  # examples of a step: many small steps teach one vector faster than few large ones
+TOKENS = 2048  # of them at once, at most, or one example a device: their backward pass keeps every product
+OPTIM = config.Optim(
+    kind="adamw",
+    learning_rate=1.0,  # x the size of the reader's embeddings
+    warmup_steps=4,
+    end_fraction=0.1,
+    weight_decay=0.0,
+    decays="matrices",
+    clip_norm=1.0,
+    b2=0.99,
+)
+
+
+def teach(recipe: LatentWire, frozen: Tree, *, batch: int) -> dict[str, jax.Array]:
+    """Returns each reader's vector f32[1 d] on its mesh, trained on examples of data.train or taken from the cache.
+
+    Args:
+        recipe: of the wire; `eval.taught_steps` of its configuration is the effort.
+        frozen: the readers.
+        batch: most examples at once, a multiple of the data axis.
+    """
+    options = recipe.cfg.eval
+    found = examples.load(recipe.cfg.data, "train", seed=recipe.cfg.seed)
+    chosen = [found[i] for i in examples.spread(len(found), options.taught_steps * BATCH)]
+    encoded = _encode(chosen, recipe)
+    vectors = {}
+    for name in recipe.wire.readers:
+        path = sources.cache_root() / "taught" / f"{_identify(recipe, encoded, name)}.npy"
+        # One process decides, so that all train or none does.
+        kept: list | None = processes.from_first(lambda path=path: _read(path))
+        if kept is None:
+            vector = _train(recipe, frozen[name], encoded, name, batch=min(batch, _rows(recipe, encoded, name)))
+            if jax.process_index() == 0:
+                _write(path, vector)
+            kept = vector.tolist()
+        vectors[name] = place.replicate(np.asarray(kept, np.float32), recipe.placement.readers[name].mesh)
+    return vectors
+
+
+def _encode(chosen: Sequence[Example], recipe: LatentWire) -> Encoded:
+    """Returns the examples' texts, questions and answers; one beyond a limit is left out."""
+    layout = recipe.layout
+    data = layout.data if layout.data.overlong == "cut" else dataclasses.replace(layout.data, overlong="drop")
+    return batches.encode(chosen, layout=dataclasses.replace(layout, data=data), rows=FIELDS)
+
+
+def _train(recipe: LatentWire, params: Tree, encoded: Encoded, name: str, *, batch: int) -> np.ndarray:
+    steps, mesh = recipe.cfg.eval.taught_steps, recipe.placement.readers[name].mesh
+    measure, apply, state = _programs(recipe.wire, name, steps)
+    size = float(adapter.rms(jnp.asarray(params["embed"], jnp.float32), axis=None).reshape(()))
+    first = jax.random.normal(
+        rngs.stream(recipe.cfg.seed, f"taught/{name}"), (1, recipe.wire.readers[name].config.width)
+    )
+    trainable = place.replicate({"tasks": first}, mesh)
+    moments, losses = state(trainable), []
+    order = _order(len(encoded), steps, seed=recipe.cfg.seed)
+    scale = place.replicate(np.float32(size), mesh)
+    for step in range(steps):
+        gradient: Any = None
+        for host in batches_of(encoded, order[step].tolist(), batch, share=processes.share()):
+            fields = batches.weigh({"readers": {name: host["readers"][name]}}, host["valid"])["readers"][name]
+            one = measure(params, trainable, scale, place.put_eval(fields, mesh))
+            gradient = one if gradient is None else jax.tree.map(jnp.add, gradient, one)
+        trainable, moments, loss = apply(trainable, moments, gradient)
+        losses.append(float(loss))
+    if jax.process_index() == 0:
+        print(
+            f"text_taught {name}: {steps} steps of {BATCH} examples, loss {losses[0]:.3f} at first, "
+            f"{np.mean(losses[-4:]):.3f} at last",
+            flush=True,
+        )
+    return np.asarray(jax.device_get(trainable["tasks"])) * size
+
+
+def _programs(wired: wire.Wire, name: str, steps: int):
+    """Returns jitted (reader, trainable, size, fields) -> sums, (trainable, moments, sums) -> next, and the start."""
+    shape = {"tasks": jax.ShapeDtypeStruct((1, wired.readers[name].config.width), jnp.float32)}
+    optimizer = optimizers.make(OPTIM, phases=[optimizers.Phase(steps)], rates=((".*", 1.0),), abstract=shape)
+
+    def loss(trainable: Tree, params: Tree, size: jax.Array, fields: Tree) -> tuple[jax.Array, jax.Array]:
+        prompt = wire.taught_prompt(params, fields, trainable["tasks"] * size)
+        logits = wired.answer_logits(params, name, prompt, fields)
+        return token_losses.nll(logits, fields["targets"], fields["weights"])
+
+    def measure(params: Tree, trainable: Tree, size: jax.Array, fields: Tree):
+        return jax.value_and_grad(loss, has_aux=True)(trainable, params, size, fields)
+
+    def apply(trainable: Tree, moments: Tree, sums: Any):
+        (total, weight), gradient = sums
+        gradient = jax.tree.map(lambda leaf: leaf / weight, gradient)
+        updates, moments = optimizer.update(gradient, moments, trainable)
+        return optax.apply_updates(trainable, updates), moments, total / weight
+
+    return jax.jit(measure), jax.jit(apply), jax.jit(optimizer.init)
+
+
+def _order(count: int, steps: int, *, seed: int) -> np.ndarray:
+    """Returns the examples of each step i32[steps BATCH]: all of them once before any is seen again."""
+    rng, size = np.random.default_rng(seed), steps * BATCH
+    rounds = [rng.permutation(count) for _ in range(-(-size // count))]
+    return np.concatenate(rounds)[:size].reshape(steps, BATCH)
+
+
+def _identify(recipe: LatentWire, encoded: Encoded, name: str) -> str:
+    """Returns the digest of all that decides a reader's vector."""
+    cfg, reader = recipe.cfg, encoded.readers[name]
+    told = {
+        "format": FORMAT,
+        "reader": _fingerprints(recipe)[f"llms/{name}"],
+        "stored": cfg.llms[name].weights,
+        "arithmetic": precision.resolve(cfg.compute.dtype, recipe.placement.platform),
+        "optim": dataclasses.asdict(OPTIM),
+        "steps": [cfg.eval.taught_steps, BATCH],
+        "seed": cfg.seed,
+        "examples": dataclasses.replace(encoded, readers={name: reader}).digest(),
+    }
+    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=12).hexdigest()
+
+
+@functools.lru_cache(maxsize=1)
+def _fingerprints(recipe: LatentWire) -> dict[str, str]:
+    return recipe.identity()
+
+
+def _rows(recipe: LatentWire, encoded: Encoded, name: str) -> int:
+    """Returns how many examples are read at once: a multiple of the data axis."""
+    fields, data = encoded.readers[name], recipe.placement.data
+    length = sum(fields[key].width for key in (*FIELDS, "answer"))
+    return place.round_up(min(BATCH, max(1, TOKENS // length // data * data)), data)
+
+
+def _read(path: Path) -> list | None:
+    return np.load(path).tolist() if path.exists() else None
+
+
+def _write(path: Path, vector: np.ndarray) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as partial, partial.open("wb") as file:
+        np.save(file, vector)

@@ -1,0 +1,255 @@
+"""Start of adapters of kind "kv": at the reader's own keys and values of training texts.
+
+A random start takes their mean and their size. The aligned one is the ridge regression, over windows of a few hundred
+texts, from the latents that the encoder writes at the start to the reader's own keys (rotation removed) and values of
+the same words, whatever its tokenizer; its strength is the best of `RIDGES` on held-out texts. What is computed depends
+on no placement: sums run over all texts, and one of `HELD_OUT` is held out by its number.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from lw_jax.core.types import EXACT, Tree
+from lw_jax.data import batches, prompt_tokens, same_words
+from lw_jax.data.tokens import Tokenizer
+from lw_jax.models import decoder, kv_prefix
+from lw_jax.models.adapter import KVAdapter, rms
+from lw_jax.models.modules import Pure
+from lw_jax.models.wire import Reader, Wire
+from sharding import place
+from sharding.placement import Placement
+
+TEXTS, TOKENS = 512, 32768  # at most, of all texts together in the encoder's tokens
+ROWS = 8  # texts read at once
+HELD_OUT = 4
+RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # relative to the latents' unit variance
+
+
+@dataclasses.dataclass(frozen=True)
+class Sums:
+    """Sums over windows, float64, of fitted and held-out texts: [2 ...]; z + 1 counts a constant behind the latents."""
+
+    gram: np.ndarray  # [2 z+1 z+1]
+    crossed: np.ndarray  # [2 z+1 l 2 k e], keys and values less their `shift`
+    power: np.ndarray  # [2 l 2], squares of the same
+    shift: np.ndarray  # [l 2 k e]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fit:
+    """A linear map from latents to keys and values, and what it explains of held-out texts."""
+
+    kernel: np.ndarray  # [z l 2 k e]
+    mean: np.ndarray  # [l 2 k e]: with a kernel, of latents of zero
+    size: np.ndarray  # [l 2], RMS around the mean
+    explained: np.ndarray  # [l 2], share of the variance
+
+
+def start(
+    wire: Wire,
+    placement: Placement,
+    layout: prompt_tokens.Layout,
+    texts: Sequence[str],
+    weights: tuple[Tree, Tree],
+    *,
+    aligned: bool,
+) -> dict[str, Tree]:
+    """Returns every reader's adapter, started; `weights` are the trainable and the frozen ones."""
+    trainable, frozen = weights
+    chosen = _choose(texts, layout, aligned=aligned)
+    latents = np.zeros((len(chosen), layout.slots, 0), np.float32)
+    if aligned:
+        latents = _encode(wire, placement, layout, [text.ids for text in chosen], trainable)
+    found = {}
+    for name, reader in wire.readers.items():
+        params, mesh = trainable["adapters"][name], placement.readers[name].mesh
+        sums = _Gatherer(reader, mesh, frozen[name], layout, name)(chosen, latents)
+        adapter = reader.kv_adapter(wire.encoder.width)
+        found[name] = align(params, fit(sums)) if aligned else calibrate(adapter, params, sums)
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class _Text:
+    """A text, the encoder's ids of it, and the places where they begin (for the aligned start)."""
+
+    text: str
+    ids: np.ndarray
+    starts: list[int] | None
+
+
+def _choose(texts: Sequence[str], layout: prompt_tokens.Layout, *, aligned: bool) -> list[_Text]:
+    """Returns the first texts within the limits, cut as the encoder reads them."""
+    limit = layout.window * layout.windows
+    found, tokens = [], 0
+    for text, whole in zip(texts, prompt_tokens.tokenize(layout.source, list(texts), limit=limit), strict=True):
+        ids, starts = whole[:limit], None
+        tokens += len(ids)
+        if tokens > TOKENS and len(found) >= HELD_OUT:
+            break
+        if aligned:
+            assert isinstance(layout.source, Tokenizer), "validation allows the aligned start for a decoder's body"
+            starts = layout.source.starts(text)
+            text = text[: starts[limit]] if len(starts) > limit else text
+        found.append(_Text(text, ids, None if starts is None else starts[:limit]))
+    return found
+
+
+def _encode(
+    wire: Wire, placement: Placement, layout: prompt_tokens.Layout, ids: list[np.ndarray], trainable: Tree
+) -> np.ndarray:
+    """Returns the texts' latents f32 [n m z]."""
+    field = batches.source_field(ids, layout)
+    rows = place.round_up(ROWS, placement.data)
+    encode = jax.jit(wire.encode, out_shardings=place.whole(placement.learner))
+    found = []
+    for chosen in _batches(len(ids), rows):
+        channel = np.tile(np.array([layout.slots, layout.width, EXACT], np.int32), (rows, 1))
+        source = place.rows(field.collate(chosen.tolist()) | {"channel": channel}, placement.learner)
+        found.append(np.asarray(encode(trainable, source)))
+    return np.concatenate(found)[: len(ids)]
+
+
+def _batches(count: int, rows: int) -> list[np.ndarray]:
+    """Returns the numbers of `count` texts by batches, the last one filled with its last text."""
+    return [np.minimum(np.arange(first, first + rows), count - 1) for first in range(0, count, rows)]
+
+
+class _Gatherer:
+    """The sums of one reader."""
+
+    def __init__(self, reader: Reader, mesh: Mesh, params: Tree, layout: prompt_tokens.Layout, name: str):
+        self.reader, self.mesh, self.params, self.slots = reader, mesh, params, layout.slots
+        own = layout.readers[name].tokenizer
+        assert isinstance(own, Tokenizer), "a reader's"
+        self.tokenizer = own
+        self.before = prompt_tokens.shared_prefix(name, layout.readers[name], layout.prompt)[None]
+
+    def __call__(self, texts: Sequence[_Text], latents: np.ndarray) -> Sums:
+        """Returns the sums over the windows of texts with these latents f32 [n m z]."""
+        limit = self.reader.config.max_positions - self.before.size
+        ids = [one[:limit] for one in prompt_tokens.tokenize(self.tokenizer, [one.text for one in texts])]
+        field = batches.field(ids, self.tokenizer.pad, left=False)
+        weights = np.stack([self._weigh(one, len(own), field.width) for one, own in zip(texts, ids, strict=True)])
+        held = np.arange(len(texts)) % HELD_OUT == HELD_OUT - 1
+        used = np.any(weights, axis=2)[:, :, None] * np.stack([~held, held], axis=1)[:, None, :].astype(np.float32)
+        inputs = np.concatenate([latents, np.ones((*latents.shape[:2], 1), np.float32)], axis=2)
+
+        mesh = self.mesh
+        run = jax.jit(functools.partial(_sum, self.reader), out_shardings=place.whole(mesh))
+        shared = place.replicate((self.before, np.ones_like(self.before, bool)), mesh) if self.before.size else None
+        shift, total = place.replicate(np.zeros(_shape(self.reader), np.float32), mesh), None
+        for chosen in _batches(len(texts), place.round_up(ROWS, mesh.shape["data"])):
+            real = np.append(True, np.diff(chosen) > 0)[:, None, None]
+            batch = field.collate(chosen.tolist()) | {"weights": weights[chosen], "used": used[chosen] * real}
+            batch = place.rows(batch | {"inputs": inputs[chosen]}, mesh)
+            if total is None:  # sums of squares around a mean are exact where those around 0 are not
+                crossed, _ = run(self.params, shared, batch, shift)
+                shift = crossed[:, -1].sum(axis=0) / np.float32((used[chosen] * real).sum())
+            one = run(self.params, shared, batch, shift)
+            total = one if total is None else jax.tree.map(jnp.add, total, one)
+        assert total is not None, "a run has texts"
+        crossed, power = (np.asarray(x, np.float64) for x in total)
+        wide = inputs.astype(np.float64)
+        gram = np.stack([np.einsum("nmz,nmy->zy", wide * used[:, :, g, None], wide) for g in range(2)])
+        return Sums(gram, crossed, power, np.asarray(shift, np.float64))
+
+    def _weigh(self, one: _Text, count: int, width: int) -> np.ndarray:
+        """Returns rows [m width] that average the reader's first `count` tokens over each slot's window.
+
+        Without the encoder's tokens the windows are of as many of the reader's own.
+        """
+        starts = self.tokenizer.starts(one.text)[:count]
+        windows = same_words.window_starts(starts if one.starts is None else one.starts, self.slots)
+        weights = np.zeros((self.slots, width), np.float32)
+        weights[:, :count] = same_words.window_weights(starts, windows)
+        if not self.before.size:
+            weights[:, 0] = 0.0  # a text's first token, to which a reader attends for want of anything else
+        return weights / np.maximum(weights.sum(axis=1, keepdims=True), 1.0)
+
+
+def _shape(reader: Reader) -> tuple[int, ...]:
+    return reader.config.layers, 2, reader.config.kv_heads, reader.config.head_dim
+
+
+def _sum(
+    reader: Reader, params: Tree, shared: tuple[jax.Array, jax.Array] | None, batch: Mapping[str, jax.Array], shift: Any
+) -> tuple[jax.Array, jax.Array]:
+    """Returns `Sums.crossed` and `Sums.power` of a batch."""
+    before = None
+    if shared is not None:
+        before = decoder.SharedPrefix(decoder.embed(params, shared[0]), shared[1])
+    x = decoder.embed(params, batch["ids"])
+    found = kv_prefix.take(params, reader.config, x, mask=batch["mask"], shared_prefix=before, mode=reader.mode)
+    both = jnp.stack([found.k, found.v], axis=1).astype(jnp.float32)
+    centred = jnp.einsum("bmt,lsbtke->bmlske", batch["weights"], both) - shift[None, None]
+    crossed = jnp.einsum("bmg,bmz,bmlske->gzlske", batch["used"], batch["inputs"], centred)
+    return crossed, jnp.einsum("bmg,bmlske->gls", batch["used"], centred * centred)
+
+
+def fit(sums: Sums) -> Fit:
+    """Returns the ridge regression of all texts, as strong as serves held-out texts best."""
+    _, inputs, *shape = sums.crossed.shape
+    crossed = sums.crossed.reshape(2, inputs, -1)
+    mean, size = moments(sums)
+    each = 1.0 / np.broadcast_to(size[:, :, None, None] ** 2, shape).reshape(
+        -1
+    )  # a layer's keys and values count alike
+
+    def solve(which: slice, ridge: float) -> np.ndarray:
+        gram = sums.gram[which].sum(axis=0)
+        penalty = ridge * gram[-1, -1] * np.diag(np.append(np.ones(inputs - 1), 0.0))
+        return np.linalg.solve(gram + penalty, crossed[which].sum(axis=0))
+
+    def unexplained(found: np.ndarray) -> np.ndarray:
+        """Returns the squared error of held-out texts, of each value, less its own power."""
+        return np.sum(found * (sums.gram[1] @ found - 2 * crossed[1]), axis=0)
+
+    held = [(unexplained(solve(slice(0, 1), ridge)) * each).sum() for ridge in RIDGES]
+    best = RIDGES[int(np.argmin(held))]
+    error = unexplained(solve(slice(0, 1), best)).reshape(shape).sum(axis=(2, 3)) + sums.power[1]
+    count = sums.gram[1, -1, -1]
+    centre = sums.crossed[1, -1] / max(count, 1.0)
+    variance = sums.power[1] - count * np.sum(centre * centre, axis=(2, 3))
+    found = solve(slice(0, 2), best).reshape(inputs, *shape)
+    explained = 1.0 - error / np.maximum(variance, 1e-30)
+    return Fit(found[:-1], found[-1] + sums.shift, size, explained)
+
+
+def moments(sums: Sums) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the mean [l 2 k e] and the RMS around it [l 2] of the windows' keys and values."""
+    count, (_, _, heads, width) = sums.gram[:, -1, -1].sum(), sums.crossed.shape[2:]
+    centre = sums.crossed[:, -1].sum(axis=0) / count
+    variance = sums.power.sum(axis=0) / (count * heads * width) - np.mean(centre * centre, axis=(2, 3))
+    return centre + sums.shift, np.sqrt(np.maximum(variance, 1e-12))
+
+
+def align(params: Tree, found: Fit) -> Tree:
+    """Returns an adapter whose linear layer is the regression, its hidden path silent."""
+    size = found.size[:, :, None, None]
+    kernel, bias = params["read"]["kernel"], params["read"]["bias"]
+    read = {
+        "kernel": jnp.asarray(found.kernel / size, jnp.float32).reshape(kernel.shape),
+        "bias": jnp.asarray(found.mean / size, jnp.float32).reshape(bias.shape),
+    }
+    silent = jax.tree.map(jnp.zeros_like, params["down"])
+    return params | {"read": read, "down": silent, "gain": jnp.asarray(found.size, jnp.float32)}
+
+
+def calibrate(adapter: Pure[KVAdapter], params: Tree, sums: Sums) -> Tree:
+    """Returns a random adapter whose outputs have the mean and the size of the reader's keys and values."""
+    mean, size = moments(sums)
+    read = params["read"] | {"bias": jnp.zeros_like(params["read"]["bias"])}
+    width = params["norm"]["scale"].shape[0]
+    latents = jax.random.normal(jax.random.key(0), (8, 8, width))
+    drawn = adapter.bind(params | {"read": read})(latents, "answer")
+    size = size / np.asarray(jnp.stack([rms(one, axis=(1, 2, 3, 4)).reshape(-1) for one in (drawn.k, drawn.v)], axis=1))
+    read = read | {"bias": jnp.asarray(mean / size[:, :, None, None], jnp.float32).reshape(read["bias"].shape)}
+    return params | {"read": read, "gain": jnp.asarray(size, jnp.float32)}

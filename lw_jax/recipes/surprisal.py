@@ -1,0 +1,181 @@
+"""Negative log-likelihood of texts under an encoder's body as it was pretrained: whole, causal, with its own head.
+
+Kept on disk by content, so that each different text is read once, whatever the run trains.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from lw_jax.core import precision
+from lw_jax.core.config import Config
+from lw_jax.core.types import Example, Tree
+from lw_jax.data import literals
+from lw_jax.data.batches import Batch
+from lw_jax.data.frozen_cache import Store, key_of
+from lw_jax.data.literals import Scored
+from lw_jax.data.prompt_tokens import MARGIN, WIDEST
+from lw_jax.data.tokens import load_tokenizer
+from lw_jax.hub import sources, weights
+from lw_jax.losses import chunked
+from lw_jax.models import decoder
+from sharding import mesh as meshes
+from sharding import place, rules, tables
+from sharding.placement import Placement
+
+ROWS = 8  # windows of a device at once: the same program on any number of devices
+MULTIPLE = 64  # a batch is padded to a multiple of so many tokens
+TEXTS = 1024  # tokenised at once
+
+
+class Surprisal:
+    """Reads texts with a pretrained decoder; loads it only where a text is new, and lets it go afterwards."""
+
+    def __init__(self, cfg: Config, location: Path, placement: Placement):
+        """Opens the cache; the model runs on this process's devices of the trainable parameters' mesh."""
+        self.location, self.tokenizer = location, load_tokenizer(location)
+        self.window, self.limit = cfg.encoder.window, cfg.encoder.window * cfg.encoder.windows
+        own = [one for one in placement.learner.devices.flat if one.process_index == jax.process_index()]
+        self.mesh = meshes.make(devices=own)
+        self.precision = precision.of(cfg.compute.dtype, placement.platform)
+        self.chunk = chunked.positions(cfg.compute.logits_chunk, rows=ROWS, data=1)
+        # What the first token follows: the tokenizer's own beginning, else the end of another document.
+        self.begin = self.tokenizer.begin or (self.tokenizer.eos,)
+        meaning = {
+            "weights": weights.fingerprint(location),
+            "tokenizer": self.tokenizer.fingerprint,
+            "arithmetic": list(self.precision),
+        }
+        row = {"nll": ((self.window,), np.float16)}
+        self.store = Store(sources.cache_root() / "surprisal", meaning, rows=row)
+        self._params: Tree | None = None
+
+    def attach(self, examples: Sequence[Example], count: int) -> list[Example]:
+        """Returns the examples, each with the `count` least predictable words of its context as literals."""
+        contexts = list(dict.fromkeys(example.context for example in examples))
+        chosen = {
+            text: literals.choose(text, scored, count)
+            for text, scored in zip(contexts, self.score(contexts), strict=True)
+        }
+        return [dataclasses.replace(example, literals=chosen[example.context]) for example in examples]
+
+    def choose(self, text: str, count: int) -> tuple[str, ...]:
+        """Returns the literals of one text; nothing is kept on disk, and the model stays in memory."""
+        (pieces,) = self._tokenize([text])
+        starts = _cut(len(pieces.ids), self.window)
+        ids = [pieces.ids[start : start + self.window] for start in starts]
+        found: list[np.ndarray] = []
+        size = self.mesh.shape["data"]  # a text has a window or few
+        for first in range(0, len(ids), size):
+            part = ids[first : first + size]
+            found += list(self._read(part + part[-1:] * (size - len(part)))["nll"][: len(part)])
+        return literals.choose(text, pieces.join(found, starts), count)
+
+    def score(self, texts: Sequence[str]) -> list[Scored]:
+        """Returns every token's characters and NLL, of a text's first window x windows tokens.
+
+        A longer text than a window is read in windows that overlap by half: of all but the first, the second half
+        counts, so that no token in the middle is read without what stands before it.
+        """
+        found = []
+        for first in range(0, len(texts), TEXTS):
+            found += self._score(texts[first : first + TEXTS])
+        self._params = None
+        return found
+
+    def _score(self, texts: Sequence[str]) -> Iterator[Scored]:
+        tokenized = self._tokenize(texts)
+        cuts = [_cut(len(one.ids), self.window) for one in tokenized]
+        windows = [
+            one.ids[start : start + self.window] for one, cut in zip(tokenized, cuts, strict=True) for start in cut
+        ]
+        keys = [key_of(ids) for ids in windows]
+        # Windows of similar lengths share a batch, and so its padding.
+        order = sorted(range(len(windows)), key=lambda i: len(windows[i]))
+        count = self.store.fill(
+            [keys[i] for i in order],
+            lambda positions: self._read([windows[order[i]] for i in positions]),
+            batch=self._batch,
+        )
+        if count:
+            print(f"surprisal: {count} windows of text read; cached in {self.store.folder}", flush=True)
+        rows = iter(self.store.read(keys)["nll"])
+        for one, cut in zip(tokenized, cuts, strict=True):
+            yield one.join([next(rows) for _ in cut], cut)
+
+    def _tokenize(self, texts: Sequence[str]) -> list["_Tokens"]:
+        most = WIDEST * (self.limit + MARGIN)
+        found = self.tokenizer.encode_spans([text[:most] for text in texts])
+        return [_Tokens(ids[: self.limit], spans[: self.limit]) for ids, spans in found]
+
+    @property
+    def _batch(self) -> int:
+        return ROWS * self.mesh.shape["data"]
+
+    def _read(self, windows: Sequence[np.ndarray]) -> Batch:
+        """Returns the NLL of a batch of windows, each padded to the longest that there may be."""
+        longest = max(max(map(len, windows)), 1)
+        width = min(-(-longest // MULTIPLE) * MULTIPLE, self.window)
+        lead = len(self.begin) - 1
+        ids = np.full((len(windows), lead + width), self.tokenizer.pad, np.int32)
+        targets, mask = np.zeros((len(windows), width), np.int32), np.zeros(ids.shape, bool)
+        for row, window in enumerate(windows):
+            inputs = [*self.begin, *window[:-1]]
+            ids[row, : len(inputs)], mask[row, : lead + max(1, len(window))] = inputs, True
+            targets[row, : len(window)] = window
+        placed = place.put_eval({"ids": ids, "mask": mask, "targets": targets}, self.mesh)
+        nll = np.asarray(jax.device_get(self._nll(self._load(), placed)))
+        return {"nll": np.pad(nll, ((0, 0), (0, self.window - width)))}
+
+    def _load(self) -> Tree:
+        if self._params is None:
+            own, shapes = self.precision, self._shapes
+            placed = rules.shardings(tables.reader_table("replicate"), shapes, self.mesh, name=str(self.location))
+            self._params = weights.load(self.location, dtype=own.values, factors=own.factors, shardings=placed)
+        return self._params
+
+    @property
+    def _shapes(self) -> Tree:
+        return decoder.abstract(self._config, self.precision.values, factors=self.precision.factors)
+
+    @functools.cached_property
+    def _config(self) -> decoder.DecoderConfig:
+        return weights.describe(self.location)
+
+    @functools.cached_property
+    def _nll(self):
+        """Returns jitted (parameters, {"ids", "mask", "targets"}) -> f32[b t]."""
+        mode = decoder.Mode(factors=self.precision.factors)
+
+        def run(params: Tree, batch: Tree) -> jax.Array:
+            x = decoder.embed(params, batch["ids"])
+            hidden = decoder.forward(params, self._config, x, mask=batch["mask"], mode=mode).hidden
+            hidden = hidden[:, len(self.begin) - 1 :]
+            return -chunked.token_logp(hidden, decoder.head(params), batch["targets"], chunk=self.chunk)[0]
+
+        return jax.jit(run)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Tokens:
+    ids: np.ndarray  # i32[n]
+    spans: np.ndarray  # i32[n 2]
+
+    def join(self, rows: Sequence[np.ndarray], starts: Sequence[int]) -> Scored:
+        """Returns the tokens with the NLL of their windows: of each, what the one before it does not have."""
+        nll, count = np.zeros(len(self.ids), np.float32), 0
+        for row, start in zip(rows, starts, strict=True):
+            end = min(start + len(row), len(self.ids))
+            nll[count:end] = row[count - start : end - start]
+            count = end
+        return Scored(self.spans, nll.astype(np.float16).astype(np.float32))
+
+
+def _cut(tokens: int, window: int) -> list[int]:
+    """Returns where the windows of a text begin: half a window apart, as few as reach its end."""
+    half = max(1, window // 2)
+    return [half * number for number in range(1 + max(0, -(-(tokens - window) // half)))]

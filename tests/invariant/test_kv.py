@@ -1,0 +1,130 @@
+"""A wire of keys and values: one curve on any devices, resumed bit by bit, read by packed readers and by a late one."""
+
+import jax
+import numpy as np
+import pytest
+
+from lw_jax.inference import evaluation
+from lw_jax.inference.trained_wire import TrainedWire
+from lw_jax.training import run_folder
+from tests import tiny
+
+LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
+PARAMETERS = 2e-4  # absolute; Adam divides by the root of small squares, which magnifies rounding
+TEXT, QUESTION = "Mara Ellis lives in Lisbon.", "Where does Mara Ellis live?"
+ROWS = ("text", "latents", "shuffled", "zero")
+
+
+def changes(root, **more):
+    body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"]), "encoder__layers": 1}
+    return {"adapter__kind": "kv", "adapter__start": "aligned"} | body | more
+
+
+@pytest.fixture(scope="module")
+def alone(root, tmp_path_factory):
+    """(exit code, losses, weights) of one device."""
+    return tiny.unsaved_curve(tiny.make_recipe(root, **changes(root)), tmp_path_factory.mktemp("alone") / "run")
+
+
+PLACED = {
+    "data 2 x tensor 2": {"devices": 4, "model": 2, "strategy": "tensor"},
+    "hybrid3 accumulate 2": {"devices": 3, "strategy": "hybrid3", "train__micro_batch": 4},
+    "replicate 3 accumulate 2": {"devices": 3, "train__micro_batch": 2},
+    "replicate 8": {"devices": 8},
+    "fsdp 8": {"devices": 8, "strategy": "fsdp"},
+    "tensor 4: heads of keys that do not divide": {"devices": 4, "model": 4, "strategy": "tensor"},
+    "split 4": {"devices": 4, "strategy": "split"},
+    "hybrid4 of 8": {"devices": 8, "strategy": "hybrid4"},
+    "recomputed": {"compute__remat": "full"},
+}
+SLOW = list(PLACED)[2:]
+
+
+@pytest.mark.parametrize("name", [pytest.param(one, marks=[pytest.mark.slow] * (one in SLOW)) for one in PLACED])
+def test_every_placement_starts_and_learns_as_one_device(name, root, alone, tmp_path):
+    recipe = tiny.make_recipe(root, **changes(root, **PLACED[name]))
+    code, losses, trainable = tiny.unsaved_curve(recipe, tmp_path / "run")
+    assert code == 0
+    np.testing.assert_allclose(losses, alone[1], rtol=LOSS)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=PARAMETERS), trainable, alone[2])
+
+
+@pytest.mark.slow
+def test_random_start_is_the_same_on_any_devices(root, tmp_path):
+    random = {"adapter__kind": "kv"}
+    _, losses, _ = tiny.unsaved_curve(tiny.make_recipe(root, **random), tmp_path / "one")
+    _, others, _ = tiny.unsaved_curve(tiny.make_recipe(root, devices=4, model=2, **random), tmp_path / "four")
+    np.testing.assert_allclose(others, losses, rtol=LOSS)
+
+
+def test_a_stopped_run_goes_on_bit_by_bit(root, alone, tmp_path):
+    assert tiny.curve(tiny.make_recipe(root, **changes(root)), tmp_path / "run", stop=lambda step: step == 3)[0] != 0
+    code, losses, trainable = tiny.curve(tiny.make_recipe(root, **changes(root)), tmp_path / "run")
+    assert code == 0
+    np.testing.assert_array_equal(losses, alone[1])
+    jax.tree.map(np.testing.assert_array_equal, trainable, alone[2])
+
+
+def wire_of(recipe, trainable) -> TrainedWire:
+    placed = jax.device_put(trainable, recipe.shardings().trainable)
+    return TrainedWire(recipe, placed, recipe.load_frozen(), 6)
+
+
+def said(wire: TrainedWire, message: bytes) -> dict[str, str]:
+    return {reader: wire.read(message, reader, QUESTION) for reader in ("llama", "qwen")}
+
+
+@pytest.fixture(scope="module")
+def one_device(root, alone):
+    wire = wire_of(tiny.make_recipe(root, eval__rows=ROWS, **changes(root)), alone[2])
+    message = wire.write(TEXT, bits=16, slots=3)
+    return message, said(wire, message), evaluation.measure(wire).records
+
+
+def test_other_latents_score_otherwise(one_device):
+    of = {row: [one["nll"] for one in one_device[2] if (one["row"], one["reader"]) == (row, "qwen")] for row in ROWS}
+    for control in ("shuffled", "zero"):
+        assert not np.allclose(of["latents"], of[control], rtol=1e-4)
+
+
+ELSEWHERE = {
+    "tensor": {"devices": 4, "model": 2},
+    "hybrid3": {"devices": 3, "strategy": "hybrid3"},
+    "unstacked": {"eval__layers": "unstacked"},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ELSEWHERE)
+def test_messages_are_answered_and_scored_as_on_one_device(name, root, alone, one_device):
+    message, answers, scored = one_device
+    wire = wire_of(tiny.make_recipe(root, eval__rows=ROWS, **changes(root, **ELSEWHERE[name])), alone[2])
+    assert said(wire, message) == answers
+    found = evaluation.measure(wire).records
+    assert len(found) == len(scored) == 2 * 8 * len(ROWS)  # readers, examples, rows
+    for row, wanted in zip(found, scored, strict=True):
+        assert row["prediction"] == wanted["prediction"]
+        np.testing.assert_allclose(row["nll"], wanted["nll"], rtol=LOSS)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("stored", ["int8", "w8a8"])
+def test_packed_readers_are_started_and_taught(stored, root, alone, tmp_path):
+    packed = {"llms__llama__weights": stored, "llms__qwen__weights": stored}
+    code, losses, _ = tiny.unsaved_curve(tiny.make_recipe(root, **changes(root, **packed)), tmp_path / "run")
+    assert code == 0 and np.isfinite(losses).all()
+    assert losses[0] == pytest.approx(alone[1][0], rel=0.05) and losses[0] != alone[1][0]
+
+
+@pytest.mark.slow
+def test_a_reader_joins_with_keys_and_values_a_wire_of_either_kind(root, tmp_path):
+    for kind in ("embeddings", "kv"):
+        folder = tmp_path / kind
+        first = tiny.make_recipe(root, only="llama", **changes(root, adapter__kind=kind))
+        run_folder.write_workdir(folder, cfg=first.cfg, base={}, command=["test"])
+        _, _, trained = tiny.curve(first, folder)
+        joined = tiny.make_recipe(root, only="qwen", **changes(root, encoder__run=str(folder)))
+        code, losses, found = tiny.unsaved_curve(joined, tmp_path / f"{kind}-joined")
+        assert code == 0 and np.isfinite(losses).all()
+        jax.tree.map(np.testing.assert_array_equal, found["encoder"], trained["encoder"])
+        assert "read" in found["adapters"]["qwen"]

@@ -1,0 +1,138 @@
+"""A reader that is given its own keys and values of a text computes what it computes from the text."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.core.errors import UserError
+from lw_jax.models import decode, decoder, kv_prefix, rotary
+from lw_jax.planning import hlo_counts
+
+SAME = 3e-5  # fp32, values of unit size: the same sums in another order
+APART = 1e-2  # a real difference of values of unit size
+NEW = 5
+
+CFG = decoder.DecoderConfig(
+    vocab=53,
+    width=26,
+    layers=3,
+    heads=6,
+    kv_heads=2,
+    head_dim=10,
+    ffn=34,
+    rope_theta=1e4,
+    norm_eps=1e-5,
+    max_positions=64,
+    tied=False,
+    qkv_bias=True,
+)
+LONG = rotary.LongRope((1.3,) * 5, (3.0,) * 5, 40, 1.1)  # 40 positions: none of the rows reaches them
+KINDS = {
+    "": {},
+    "llama3": {"rope_scaling": rotary.Llama3Scaling(8.0, 1.0, 4.0, 16)},
+    "longrope": {"rope_scaling": LONG},
+    "window": {"window": 4},
+    "part of a head": {"rotated": 4},
+    "layer norm": {"norm": "layer"},
+}
+BEFORE = jnp.asarray([[False, True, True]])
+SLOTS = jnp.asarray([[True, False, True, True, False], [True] * 5])
+AFTER = jnp.asarray([[False, True, True, True], [True] * 4])
+
+
+def drawn(cfg):
+    params = decoder.init(jax.random.key(1), cfg, jnp.float32, scale=0.2)
+    noise = iter(jax.random.split(jax.random.key(2), 32))
+    return jax.tree.map(
+        lambda leaf: leaf + 0.3 * jax.random.normal(next(noise), leaf.shape) if leaf.ndim < 4 else leaf, params
+    )
+
+
+@pytest.fixture(scope="module")
+def texts():
+    """Embeddings of the shared prefix, of the slots' tokens, and of what follows."""
+    keys = jax.random.split(jax.random.key(3), 3)
+    rows = ((1, BEFORE.shape[1]), SLOTS.shape, AFTER.shape)
+    return [jax.random.normal(key, (*shape, CFG.width)) for key, shape in zip(keys, rows, strict=True)]
+
+
+def joined(texts):
+    first, slots, after = texts
+    marks = jnp.concatenate([BEFORE.repeat(2, 0), SLOTS, AFTER], axis=1)
+    return jnp.concatenate([first.repeat(2, 0), slots, after], axis=1), marks
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("remat", ["none", "full"])
+def test_own_keys_and_values_stand_for_the_tokens_forward_and_backward(texts, kind, remat):
+    cfg, mode = dataclasses.replace(CFG, **KINDS[kind]), decoder.Mode(remat=remat)
+    params, shared = drawn(cfg), decoder.SharedPrefix(texts[0], BEFORE)
+
+    def apart(slots, after):
+        prefix = kv_prefix.take(params, cfg, slots, mask=SLOTS, shared_prefix=shared, mode=mode)
+        return decoder.forward(params, cfg, after, mask=AFTER, shared_prefix=shared, kv_prefix=prefix, mode=mode).hidden
+
+    def whole(slots, after):
+        x, mask = joined((texts[0], slots, after))
+        return decoder.forward(params, cfg, x, mask=mask, mode=mode).hidden[:, -AFTER.shape[1] :]
+
+    real = np.asarray(AFTER)
+    found, wanted = (np.asarray(jax.jit(run)(*texts[1:]))[real] for run in (apart, whole))
+    np.testing.assert_allclose(found, wanted, atol=SAME)
+    without = decoder.forward(params, cfg, texts[2], mask=AFTER, shared_prefix=shared, mode=mode).hidden
+    assert np.abs(found - np.asarray(without)[real]).max() > APART
+    weight = jax.random.normal(jax.random.key(5), texts[2].shape) * AFTER[:, :, None].astype(jnp.float32)
+    found, wanted = (
+        jax.grad(lambda *x, run=run: jnp.sum(run(*x) * weight), argnums=(0, 1))(*texts[1:]) for run in (apart, whole)
+    )
+    for one, other in zip(found, wanted, strict=True):
+        assert np.abs(other).max() > APART
+        np.testing.assert_allclose(one, other, atol=10 * SAME)
+
+
+@pytest.mark.parametrize("kind", ["", "longrope"])
+@pytest.mark.parametrize("unstacked", [False, True])
+def test_generation_from_keys_and_values_gives_the_tokens_of_the_text(texts, kind, unstacked):
+    cfg = dataclasses.replace(CFG, **KINDS[kind])
+    params, shared = drawn(cfg), decoder.SharedPrefix(texts[0], BEFORE)
+    sampling, key = decode.Sampling(NEW, (), unstacked=unstacked), jax.random.key(0)
+
+    def apart(params):
+        prefix = kv_prefix.take(params, cfg, texts[1], mask=SLOTS, shared_prefix=shared)
+        size = BEFORE.shape[1] + SLOTS.shape[1] + AFTER.shape[1] + NEW
+        cache = kv_prefix.open_cache(params, cfg, size, prefix=prefix, shared_prefix=shared)
+        return decode.generate(params, cfg, texts[2], mask=AFTER, sampling=sampling, key=key, cache=cache)
+
+    x, mask = joined(texts)
+    wanted = decode.generate(params, cfg, x, mask=mask, sampling=sampling, key=key)
+    np.testing.assert_array_equal(jax.jit(apart)(params), wanted)
+    assert len(set(map(tuple, np.asarray(wanted)))) == 2, "rows must differ to prove anything"
+
+
+def test_longrope_reader_past_its_short_frequencies_is_refused(texts):
+    cfg = dataclasses.replace(CFG, rope_scaling=dataclasses.replace(LONG, original_max_positions=8))
+    prefix = decoder.KVPrefix(jnp.zeros((3, 2, 5, 2, 10)), jnp.zeros((3, 2, 5, 2, 10)), SLOTS)
+    with pytest.raises(UserError, match=r"adapter\.kind='kv': 9 positions.* 8"):
+        decoder.forward(drawn(cfg), cfg, texts[2], mask=AFTER, kv_prefix=prefix)
+
+
+def test_positions_of_the_prefix_cost_no_product_of_a_matrix(texts):
+    """Eight slots a row or 64: the same products but for attention's own."""
+    params = drawn(CFG)
+
+    def flops(count):
+        shape = (CFG.layers, 2, count, CFG.kv_heads, CFG.head_dim)
+        mask = jnp.ones((2, count), bool)
+
+        def run(x, k, v):
+            return decoder.forward(params, CFG, x, mask=AFTER, kv_prefix=decoder.KVPrefix(k, v, mask)).hidden.sum()
+
+        given = texts[2], jnp.zeros(shape), jnp.zeros(shape)
+        return hlo_counts.analyse(jax.jit(jax.grad(run, argnums=(0, 1, 2))).lower(*given).compile().as_text()).flops
+
+    # Scores and sums over values, forward and thrice (with the scores computed again) backward.
+    own = 2 * 2 * CFG.layers * AFTER.size * CFG.heads * CFG.head_dim * 56
+    assert flops(64) - flops(8) == pytest.approx(3.5 * own, rel=0.3)

@@ -1,0 +1,133 @@
+"""Adapters of keys and values begin at the reader's own, and know the words where they are aligned."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.models import decoder, kv_prefix
+from lw_jax.recipes import kv_start
+from tests import tiny
+
+
+def made_sums(inputs, targets, *, shift=0.0):
+    """Sums of windows [n z] and their keys and values [n l 2 k e], every fourth of them held out."""
+    held = np.arange(len(inputs)) % 4 == 3
+    wide, parts = np.append(inputs, np.ones((len(inputs), 1)), axis=1), (~held, held)
+    moved = targets - shift
+    return kv_start.Sums(
+        np.stack([wide[one].T @ wide[one] for one in parts]),
+        np.stack([np.einsum("nz,nlske->zlske", wide[one], moved[one]) for one in parts]),
+        np.stack([np.einsum("nlske->ls", moved[one] ** 2) for one in parts]),
+        np.full(targets.shape[1:], shift),
+    )
+
+
+@pytest.fixture(scope="module")
+def linear():
+    """(latents, keys and values that follow from them, the map, their mean)."""
+    rng = np.random.default_rng(0)
+    inputs, kernel = rng.standard_normal((400, 6)), rng.standard_normal((6, 3, 2, 2, 4))
+    kernel *= np.array([[10.0, 0.1], [1.0, 0.3], [4.0, 2.0]])[None, :, :, None, None]  # sizes of keys and of values
+    mean = 30.0 * rng.standard_normal((3, 2, 2, 4))
+    return inputs, np.einsum("nz,zlske->nlske", inputs, kernel) + mean, kernel, mean
+
+
+@pytest.mark.parametrize("shift", [0.0, 25.0])
+def test_a_linear_relation_is_found_layer_by_layer(linear, shift):
+    inputs, targets, kernel, mean = linear
+    found = kv_start.fit(made_sums(inputs, targets, shift=shift))
+    assert (found.explained > 0.999).all()
+    np.testing.assert_allclose(found.kernel, kernel, atol=0.01 * np.abs(kernel).max(axis=(0, 3, 4), keepdims=True))
+    np.testing.assert_allclose(found.mean, mean, atol=0.1)
+    np.testing.assert_allclose(found.size, targets.std(axis=0).mean(axis=(2, 3)), rtol=0.5)
+
+
+def test_what_follows_from_nothing_is_shrunk_to_the_mean(linear):
+    inputs, targets, _, _ = linear
+    noise = np.random.default_rng(1).permutation(targets)
+    found = kv_start.fit(made_sums(inputs, noise))
+    assert (np.abs(found.explained) < 0.1).all()
+    moved = np.einsum("nz,zlske->nlske", inputs, found.kernel)
+    assert moved.std() < 0.1 * targets.std()
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+def make(root, start, **changes):
+    body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"]), "encoder__layers": 1}
+    return tiny.make_recipe(root, adapter__kind="kv", adapter__start=start, encoder__width=48, **body, **changes)
+
+
+@pytest.fixture(scope="module")
+def started(root):
+    recipes = {start: make(root, start) for start in ("random", "aligned")}
+    return {start: (recipe, recipe.build()) for start, recipe in recipes.items()}
+
+
+def own_windows(recipe, built, name, texts):
+    """A reader's keys and values [n l 2 k e] of held-out texts, averaged over the windows of the encoder's slots."""
+    reader, tokenizer = recipe.wire.readers[name], recipe.tokenizers[name]
+    wanted = []
+    for example in texts:
+        source = recipe.layout.source.starts(example.context)
+        ids = np.asarray([tokenizer.encode(example.context)], np.int32)
+        x = decoder.embed(built.frozen[name], jnp.asarray(ids))
+        own = kv_prefix.take(built.frozen[name], reader.config, x, mask=jnp.ones(ids.shape, bool))
+        bounds = kv_start.same_words.window_starts(source, recipe.cfg.encoder.slots)
+        weights = kv_start.same_words.window_weights(tokenizer.starts(example.context), bounds)
+        weights /= weights.sum(axis=1, keepdims=True)
+        both = np.stack([own.k[:, 0], own.v[:, 0]], axis=1)
+        wanted.append(np.einsum("mt,lstke->mlske", weights, both)[1:])  # the first token of all is none of the words
+    return np.concatenate(wanted)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen"])
+@pytest.mark.parametrize("start", ["random", "aligned"])
+def test_keys_and_values_have_the_readers_own_mean_and_size(started, name, start):
+    recipe, built = started[start]
+    texts = recipe.data("validation")
+    latents = recipe.wire.encode(built.trainable, jax.tree.map(jnp.asarray, texts.collate(range(12))["source"]))
+    made = recipe.wire.prefix(built.trainable["adapters"][name], name, latents, "answer")
+    own = own_windows(recipe, built, name, texts.examples[:12])
+    found = np.stack([made.k, made.v], axis=3).transpose(1, 2, 0, 3, 4, 5)[:, 1:]
+    found = found.reshape(-1, *own.shape[1:])
+    spread = own.std(axis=0).mean(axis=(2, 3))
+    off = np.abs(found.mean(axis=0) - own.mean(axis=0)).mean(axis=(2, 3))
+    assert (off < 0.7 * spread).all()
+    ratio = found.std(axis=0).mean(axis=(2, 3)) / spread
+    assert (ratio < 1.8).all() and (start == "aligned" or (ratio > 0.5).all()), "a regression shrinks, no draw does"
+    errors = np.square(found - own).sum() / np.square(own - own.mean(axis=0)).sum()
+    assert errors < 0.95 if start == "aligned" else errors > 1.1
+
+
+def test_latents_of_wrong_words_start_nowhere(started, root, monkeypatch):
+    """The falsifier: windows of another text's words explain nothing of the reader's keys and values."""
+    right = make(root, "aligned")
+    shares = []
+    fit = kv_start.fit
+
+    def told(sums):
+        found = fit(sums)
+        shares.append(found.explained.mean())
+        return found
+
+    monkeypatch.setattr(kv_start, "fit", told)
+    right.build()
+    encode = kv_start._encode
+    monkeypatch.setattr(kv_start, "_encode", lambda *given: np.roll(encode(*given), 1, axis=0))
+    make(root, "aligned").build()
+    assert min(shares[:2]) > 0.1 > 0.05 > max(shares[2:])
+
+
+def test_only_the_adapters_and_the_projection_differ_between_starts(started):
+    random, aligned = (started[start][1].trainable for start in ("random", "aligned"))
+    jax.tree.map(np.testing.assert_array_equal, random["encoder"]["body"], aligned["encoder"]["body"])
+    for name in ("llama", "qwen"):
+        one, other = random["adapters"][name], aligned["adapters"][name]
+        assert not np.asarray(other["down"]["kernel"]).any() and np.asarray(one["down"]["kernel"]).any()
+        np.testing.assert_array_equal(one["tasks"], other["tasks"])
+        assert jax.tree.map(jnp.shape, one) == jax.tree.map(jnp.shape, other)

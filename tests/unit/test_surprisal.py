@@ -1,0 +1,104 @@
+"""lw_jax/recipes/surprisal.py: NLL under the whole pretrained body, read once, the same on any number of devices."""
+
+import jax
+import numpy as np
+import pytest
+
+import lw_jax
+from lw_jax.core.types import Example
+from lw_jax.data import question_cards
+from lw_jax.recipes import surprisal
+from lw_jax.recipes.surprisal import Surprisal
+from sharding import mesh, placement
+from tests import tiny
+
+HALF = 2.0**-11  # relative: NLL is kept in fp16
+SAME = 1e-5  # nats
+WINDOW = 24
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
+
+
+def make(root, devices=1, **changes):
+    source = tiny.readers(root)["llama"]
+    changes = {"encoder__kind": "lm", "encoder__source": str(source), "encoder__window": WINDOW} | changes
+    cfg = tiny.make_config(root, encoder__windows=4, compute__dtype="fp32", **changes)
+    learner = mesh.make(data=devices, devices=jax.devices()[:devices])
+    return Surprisal(cfg, source, placement.together(learner, ["llama"]))
+
+
+def count_reads(found, monkeypatch):
+    calls, read = [], found._read
+    monkeypatch.setattr(found, "_read", lambda windows: calls.append(len(windows)) or read(windows))
+    return calls
+
+
+TEXTS = [example.context for example in question_cards.make(5, facts=1, seed=3, split="train")]
+LONG = " ".join(TEXTS)
+
+
+def expected(root, ids, first=0):
+    """NLL of ids behind BOS, from whole logits; those from `first` on."""
+    lm = lw_jax.load_lm(tiny.readers(root)["llama"], arithmetic="fp32")
+    inputs = np.array([[*lm.tokenizer.begin, *ids]])
+    logp = np.asarray(jax.nn.log_softmax(lm.logits(inputs)[0], axis=1))
+    lead = len(lm.tokenizer.begin) - 1
+    return -logp[np.arange(lead, lead + len(ids)), ids][first:]
+
+
+def test_nll_is_that_of_the_whole_model_in_windows_that_overlap_by_half(root):
+    found = make(root, encoder__layers=1)  # of the encoder; surprisal takes both
+    ids = found.tokenizer.encode(LONG)
+    assert 3 * WINDOW < len(ids)
+    short, long = found.score([TEXTS[0][:20], LONG])
+    first = found.tokenizer.encode(TEXTS[0][:20])
+    assert len(first) < WINDOW
+    np.testing.assert_allclose(short.nll, expected(root, first), rtol=HALF, atol=SAME)
+    assert short.nll.std() > 0.3
+    half = WINDOW // 2
+    np.testing.assert_allclose(long.nll[:WINDOW], expected(root, ids[:WINDOW]), rtol=HALF, atol=SAME)
+    second = expected(root, ids[half : half + WINDOW], half)
+    np.testing.assert_allclose(long.nll[WINDOW : WINDOW + half], second, rtol=HALF, atol=SAME)
+    assert len(long.nll) == min(len(ids), 4 * WINDOW)
+    assert "".join(LONG[a:b] for a, b in long.spans) == LONG[: long.spans[-1, 1]]
+
+
+def test_each_text_is_read_once_in_any_order_and_on_any_devices(root, monkeypatch):
+    one = make(root)
+    calls = count_reads(one, monkeypatch)
+    first = one.score([*TEXTS, TEXTS[0]])
+    assert sum(calls) > 0
+    assert one._params is None, "the model is let go"
+    again = make(root, devices=2)
+    none = count_reads(again, monkeypatch)
+    back = again.score(TEXTS[::-1])
+    assert none == []
+    for a, b in zip(back[::-1], first, strict=False):
+        np.testing.assert_array_equal(a.nll, b.nll)
+
+
+def test_devices_change_no_number_and_a_text_alone_is_as_among_others(root, monkeypatch, tmp_path):
+    first = make(root).score(TEXTS)
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "other"))
+    four = make(root, devices=4)
+    for a, b in zip(first, four.score(TEXTS), strict=True):
+        np.testing.assert_array_equal(a.nll, b.nll)
+    chosen = four.attach([Example("x", text, "q?", ("a",)) for text in [*TEXTS, LONG]], 3)
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "third"))
+    alone = make(root)
+    assert [alone.choose(text, 3) for text in [*TEXTS, LONG]] == [example.literals for example in chosen]
+    assert not list((tmp_path / "third").rglob("keys")) or all(
+        not file.stat().st_size for file in (tmp_path / "third").rglob("keys")
+    )
+
+
+def test_windows_cover_a_text_with_the_fewest_halves():
+    assert [surprisal._cut(n, 8) for n in (0, 8, 9, 12, 13)] == [[0], [0], [0, 4], [0, 4], [0, 4, 8]]
