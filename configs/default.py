@@ -33,5 +33,5 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.train.checkpoint_every = 50
     c.train.eval_every = 50
     # Asked for an answer in its own words, this reader says sentences: text_taught is the fair upper row.
-    c.eval.rows = ("text", "text_taught", "latents", "shuffled", "random", "none", "truncated", "selected")
+    c.eval.rows = ("text", "text_taught", "latents", "shuffled", "random", "none", "truncated", "selected_taught")
     return c

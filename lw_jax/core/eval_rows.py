@@ -18,7 +18,7 @@ class EvalRow:
     literals: bool = False  # of the message, where it has them
     slots: bool = True  # False: those of the message are masked
     swapped: bool = False  # the text has another answer in the place of its own
-    taught: bool = False  # one learned vector stands behind the text's tokens
+    taught: bool = False  # one learned vector stands between the two fields
 
 
 ROWS = {
@@ -37,6 +37,11 @@ ROWS = {
     "truncated": EvalRow("the text's first tokens, as many as the message has slots", fields=("truncated",)),
     "selected": EvalRow(
         "the text's least predictable words, in as many positions as the message takes", fields=("selected", "asked")
+    ),
+    "selected_taught": EvalRow(
+        "the same words, the form of the answer taught by the learned vector",
+        fields=("selected_context", "asked"),
+        taught=True,
     ),
     "swapped": EvalRow("the message of the text with another answer in it", latents="own", literals=True, swapped=True),
     "swapped_text": EvalRow("the text with another answer in it", fields=("text",), swapped=True),

@@ -54,8 +54,10 @@ def _check_wire(cfg: Config) -> None:
     _check_stages(cfg)
     _check_encoder(cfg)
     _check_message(cfg)
-    if "selected" in cfg.eval.rows and cfg.encoder.kind != "lm":
-        rule = f"'selected' needs encoder.kind 'lm', which finds the words (it is {cfg.encoder.kind!r}); leave it out."
+    if {"selected", "selected_taught"} & set(cfg.eval.rows) and cfg.encoder.kind != "lm":
+        rule = (
+            f"selected words need encoder.kind 'lm', which finds the words (it is {cfg.encoder.kind!r}); leave it out."
+        )
         refuse("eval.rows", cfg.eval.rows, rule)
     _check_prompt(cfg)
     if cfg.data.held_out:

@@ -131,8 +131,8 @@ def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
     """Returns the control table for a terminal; ms: time to the first token of an answer."""
     width = max(map(len, ("reader", *rows))) + 2
     second = max(9, *(len(row) for found in rows.values() for row in found)) + 2
-    columns = {"positions": 9, "ms": 8, "em": 7, "f1": 7, "f1 95 %": 15, "nll": 8, "accuracy": 10, "first_token": 13}
-    columns |= {"first_5": 9, "distinct": 10}
+    columns = {"positions": 9, "ms": 8, "em": 7, "f1": 7, "f1 95 %": 15, "nll": 8, "accuracy": 9, "first_token": 12}
+    columns |= {"first_5": 8, "distinct": 9}
     lines = [f"{'reader':<{width}}{'row':<{second}}" + "".join(f"{name:>{size}}" for name, size in columns.items())]
     for reader, found in rows.items():
         for row, values in found.items():

@@ -42,7 +42,7 @@ class Bench:
         """Returns a reader's prompt for one row from its placed fields; `latents` are None for text rows."""
         params = self.frozen[name]
         if ROWS[row].taught:
-            given = {key: fields[key] for key in ROWS[row].fields}
+            given = {part: fields[key] for part, key in zip(("context", "asked"), ROWS[row].fields, strict=True)}
             return self.functions.prompt_from_taught_text(params, given, self.taught[name])
         if not ROWS[row].latents:
             return self.functions.prompt_from_text(params, fields[ROWS[row].fields[0]])

@@ -14,6 +14,8 @@ from lw_jax.data.literals import Scored
 from lw_jax.evals.control_rows import positions
 
 ROW = "selected"
+CONTEXT = "selected_context"  # field of the same prompt up to the question
+ROWS = (ROW, "selected_taught")
 
 
 def attach(
@@ -30,17 +32,18 @@ def attach(
     readers, counts = {}, {}
     for name, fields in encoded.readers.items():
         tokenizer = layout.readers[name].tokenizer
-        ids = [np.zeros(0, np.int32)] * len(encoded)
+        ids, parts = ([np.zeros(0, np.int32)] * len(encoded) for _ in range(2))
         held = [0] * len(encoded)
         for index, one in zip(indices, scored, strict=True):
             room = positions(encoded, name, "message", index)
             text = encoded.examples[index].context
             chosen = prompt_tokens.tokenize(tokenizer, [choose(text, one, tokenizer, room=room)])[0][:room]
-            ids[index] = np.concatenate([fields["before"].ids[index], chosen, fields["asked"].ids[index]])
+            parts[index] = np.concatenate([fields["before"].ids[index], chosen])
+            ids[index] = np.concatenate([parts[index], fields["asked"].ids[index]])
             held[index] = len(chosen)
-        prompts = batches.field(ids, layout.readers[name].tokenizer.pad, left=True)
-        readers[name] = fields | {ROW: prompts}
-        counts[name] = {**encoded.context_tokens[name], ROW: held}
+        made = {ROW: ids, CONTEXT: parts}
+        readers[name] = fields | {key: batches.field(one, tokenizer.pad, left=True) for key, one in made.items()}
+        counts[name] = {**encoded.context_tokens[name], ROW: held, CONTEXT: held}
     return dataclasses.replace(encoded, readers=readers, context_tokens=counts)
 
 

@@ -107,7 +107,7 @@ def measure(
     encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows))
     _say(*encoded.describe())
     changed = _make_swaps(recipe, encoded)
-    if selection.ROW in options.rows:
+    if set(selection.ROWS) & set(options.rows):
         indices = spread(len(encoded), options.examples)
         scored = _score(recipe, [encoded.examples[index].context for index in indices])
         encoded = selection.attach(encoded, indices, scored, layout=recipe.layout)

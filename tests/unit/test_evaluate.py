@@ -18,7 +18,7 @@ from lw_jax.report import page, records
 from lw_jax.training.recipe import Weights
 from tests import tiny
 
-ROWS = ("text", "text_taught", "latents", "shuffled", "none", "selected")
+ROWS = ("text", "text_taught", "latents", "shuffled", "none", "selected", "selected_taught")
 FILES = ["eval.json", "predictions.jsonl", "slots.json", "bytes.csv"]
 
 
@@ -79,7 +79,8 @@ def test_selected_words_fill_the_message_s_positions_in_the_text_s_order(wire, f
     for name, tokenizer in wire.recipe.tokenizers.items():
         records, fields = found.measured.of(name, "selected"), found.measured.encoded.readers[name]
         room = wire.recipe.cfg.encoder.slots + 1
-        for record in records:
+        for record, taught in zip(records, found.measured.of(name, "selected_taught"), strict=True):
+            assert taught["positions"] == record["positions"] + 1 and taught["nll"] != record["nll"]
             index = record["index"]
             assert room - 3 <= record["positions"] <= room
             whole, before = fields["selected"].ids[index], len(fields["before"].ids[index])
