@@ -8,7 +8,8 @@ from typing import Any, NamedTuple
 from lw_jax.commands.parser import COMMANDS
 from lw_jax.core import config, config_file, validation
 from lw_jax.core.config import Config
-from lw_jax.training import run_folder
+from lw_jax.core.errors import UserError
+from lw_jax.training import run_folder, wire_folder
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -60,6 +61,10 @@ def _load(args: argparse.Namespace, spec: str, workdir: str | None, *, search: b
     cfg = config.build(values)
     validation.validate(cfg)
     folder = Path(workdir or f"runs/{Path(config_file.split(spec)[0]).stem}-{cfg.recipe}")
+    if wire_folder.is_wire(folder) and not COMMANDS[args.verb].reads_wire:
+        known = ", ".join(name for name, one in COMMANDS.items() if one.reads_wire)
+        rule = f"an exported wire, which is read-only: {known} take it, {args.verb!r} does not"
+        raise UserError(f"{folder}: {rule}; name another --workdir. What the wire is stands in its {wire_folder.CARD}.")
     if COMMANDS[args.verb].reads_run:
         run_folder.check_agreement(cfg, folder)
     return Loaded(spec, cfg, config.to_dict(cfg), folder, defaults, origins, own)

@@ -86,6 +86,13 @@ def cached(source: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
+def is_local(source: str) -> bool:
+    """Returns whether a source is a folder or file of this machine, which nobody else can fetch."""
+    return not source.startswith(("pypi:", "selfmade:")) and (
+        _looks_like_path(source) or Path(source).expanduser().exists()
+    )
+
+
 def locate_tokenizer(source: str) -> Path:
     """Returns the folder of a tokenizer; of a hub repository no weights are fetched.
 
@@ -128,14 +135,14 @@ def _weight_file(path: Path) -> Path:
 
 
 def _check_hash(path: Path, expected: str) -> None:
-    found = _file_hash(path)
+    found = file_hash(path)
     if found != expected.lower():
         raise UserError(
             f"{path}: sha256 is {found}, the configuration asks for {expected}; fetch the file again or mend sha256"
         )
 
 
-def _file_hash(path: Path) -> str:
+def file_hash(path: Path) -> str:
     """Returns the sha256 of a file; a note in the cache spares the next start the hashing."""
     path = path.resolve()
     stat = path.stat()
