@@ -28,7 +28,8 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
 def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, out: Path | None = None) -> int:
     """Evaluates the best checkpoint (the latest where none was validated); writes the results to `out`.
 
-    Without `out` they go to the run's folder. Several processes of a SLURM step take a slice of each batch; the first one writes and prints.
+    Without `out` they go to the run's folder. Several processes of a SLURM step take a slice of each batch; the first
+    one writes and prints.
     """
     del resolved
     runtime.start()

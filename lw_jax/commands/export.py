@@ -9,6 +9,7 @@ from lw_jax.commands.loading import Loaded
 from lw_jax.core.config import Config
 from lw_jax.inference import export
 from lw_jax.report import card, records
+from lw_jax.training.wire_folder import DType
 
 
 def run(args: argparse.Namespace, loaded: Loaded) -> int:
@@ -20,7 +21,7 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
 
 
 def main(
-    cfg: Config, *, resolved: dict[str, Any], workdir: Path, folders: Mapping[str, Path], dtype: str = "bf16"
+    cfg: Config, *, resolved: dict[str, Any], workdir: Path, folders: Mapping[str, Path], dtype: DType = "bf16"
 ) -> int:
     """Writes the best checkpoint (the latest where none was validated) to the folders, named by flag."""
     del resolved

@@ -22,7 +22,7 @@ from lw_jax.recipes.dpo import DPO
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import wire_folder, wire_tensors
 from lw_jax.training.run_folder import check_writable
-from lw_jax.training.wire_folder import Wire
+from lw_jax.training.wire_folder import DType, Wire
 from sharding import placement
 
 FLAGS = {"dpo": ("peft", "merged"), "ttt": ("model",), "latentwire": ("wire",)}  # by recipe
@@ -31,7 +31,7 @@ Card = Callable[[Wire, Mapping[str, int]], str]  # of the wire and the bytes of 
 
 
 def export(
-    cfg: Config, workdir: Path, folders: Mapping[str, Path], *, dtype: str = "bf16", card: Card | None = None
+    cfg: Config, workdir: Path, folders: Mapping[str, Path], *, dtype: DType = "bf16", card: Card | None = None
 ) -> Iterator[str]:
     """Writes a run's best checkpoint (the latest where none was validated) to folders by flag.
 
@@ -66,7 +66,7 @@ def export(
         yield f"step {restored.step}: whole model, bf16, in {folders['merged']}"
 
 
-def export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: str, card: Card) -> Iterator[str]:
+def export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card: Card) -> Iterator[str]:
     """Writes a wire folder (`training.wire_folder`); yields its size and what someone else must bring.
 
     Raises:

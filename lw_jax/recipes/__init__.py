@@ -4,9 +4,9 @@ from pathlib import Path
 
 from lw_jax.core import config
 from lw_jax.core.config import Config
+from lw_jax.recipes import wire_models
 from lw_jax.recipes.dpo import DPO
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.recipes import wire_models
 from lw_jax.recipes.ttt import TTT
 from lw_jax.training import checkpoint, run_folder, wire_folder, wire_tensors
 from lw_jax.training.checkpoint import Restored

@@ -1,7 +1,8 @@
 """Pretrained models that a wire belongs to, by the hashes of their weights."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import Any
 
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -12,6 +13,7 @@ from lw_jax.training.wire_folder import BODY, READERS, Model, flag, label, sourc
 
 def describe(cfg: Config, *, names: Collection[str] | None = None) -> dict[str, Model]:
     """Returns the readers and the encoder's pretrained body, as `wire_folder.Wire.models`; of these names alone."""
+    wanted: dict[str, tuple[str, Callable[[Path], Any]]]
     wanted = {f"{READERS}{name}": (llm.sha256, weights.describe) for name, llm in cfg.llms.items()}
     if cfg.encoder.kind in encoder_bodies.BODIES:
         wanted[BODY] = cfg.encoder.sha256, encoder_bodies.BODIES[cfg.encoder.kind].describe

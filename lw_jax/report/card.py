@@ -1,12 +1,12 @@
 """Model card of an exported wire: README.md in the hub's form, from the run's folder. Needs no JAX."""
 
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lw_jax.core.eval_rows import MESSAGES
 from lw_jax.report import tables
-from lw_jax.report.records import Run, to_number
+from lw_jax.report.records import Run
 from lw_jax.training.wire_folder import Wire, flag, label
 
 LIBRARY = "latentwire-jax"
@@ -185,7 +185,7 @@ def _limits(run: Run) -> str:
     lines = [
         f"- A text may have {most:,} {unit}; it was trained on the data above, in their language and kind.",
         "- It serves these readers only, and messages of this encoder only: a message carries its fingerprint.",
-        "- What a few latents cannot hold is lost, names and numbers first; an answer may be wrong without a sign of it.",
+        "- What a few latents cannot hold is lost, names and numbers first; a wrong answer gives no sign of it.",
     ]
     if not run.cfg.message.literals:
         lines.append("- Messages carry no literals: no word of the text arrives as it is written.")

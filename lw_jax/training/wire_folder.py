@@ -14,11 +14,11 @@ from lw_jax.core.errors import UserError
 
 CONFIG, TENSORS, CARD = "config.json", "wire.safetensors", "README.md"
 FORMAT, VERSION = "latentwire", 1
-DTYPES = ("bf16", "int8", "fp32")
 READERS = "llms/"  # before a reader's name in `Wire.models`
 BODY = "encoder"  # the encoder's body in `Wire.models`
 REMEDY = "copy the folder anew, or export the wire again"
 
+DType = Literal["bf16", "int8", "fp32"]
 _Hash = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{64}$")]
 _Short = Annotated[str, msgspec.Meta(pattern="^[0-9a-f]{32}$")]
 _Word = Annotated[str, msgspec.Meta(max_length=10_000)]
@@ -47,7 +47,7 @@ class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     version: Literal[1]
     made_by: _Word  # version of the program
     step: schema.Index  # of the checkpoint
-    dtype: Literal["bf16", "int8", "fp32"]  # of matrices; small arrays are fp32
+    dtype: DType  # of matrices; small arrays are fp32
     tensors: Tensors
     models: dict[_Word, Model]
     configuration: dict[str, Any]  # the run's own, whole

@@ -21,7 +21,7 @@ from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
 from lw_jax.hub.tensor_files import Stored, read_safetensors, read_tensor
 from lw_jax.training import wire_folder
-from lw_jax.training.wire_folder import REMEDY, TENSORS
+from lw_jax.training.wire_folder import REMEDY, TENSORS, DType
 
 SMALL = 4096  # values
 SCALE = ".scale"
@@ -30,7 +30,7 @@ _BYTES = {"BF16": 2, "I8": 1, "F32": 4}
 _LEVELS = 127
 
 
-def write(folder: Path, params: Tree, dtype: str) -> wire_folder.Tensors:
+def write(folder: Path, params: Tree, dtype: DType) -> wire_folder.Tensors:
     """Writes wire.safetensors; returns its size and hash.
 
     Raises:
@@ -48,7 +48,7 @@ def write(folder: Path, params: Tree, dtype: str) -> wire_folder.Tensors:
     return _measure(file)
 
 
-def part_bytes(params: Tree, dtype: str) -> dict[str, int]:
+def part_bytes(params: Tree, dtype: DType) -> dict[str, int]:
     """Returns the bytes in the file of each part of the tree, as "encoder/body", the largest first."""
     found: dict[str, int] = {}
     for name, (kind, shape) in _expect(tree.flatten_paths(params), dtype).items():
@@ -77,7 +77,7 @@ def read(folder: Path, shapes: Tree) -> Tree:
     return jax.tree.unflatten(jax.tree.structure(shapes), placed)
 
 
-def _expect(flat: Mapping[str, Any], dtype: str) -> dict[str, tuple[str, tuple[int, ...]]]:
+def _expect(flat: Mapping[str, Any], dtype: DType) -> dict[str, tuple[str, tuple[int, ...]]]:
     """Returns tensor name -> (type, shape) of the file that holds these leaves."""
     wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, leaf in flat.items():
@@ -103,9 +103,9 @@ def _is_packed(shape: tuple[int, ...]) -> bool:
     return len(shape) > 1 and math.prod(shape) >= SMALL
 
 
-def _pack(name: str, values: np.ndarray, dtype: str) -> dict[str, np.ndarray]:
+def _pack(name: str, values: np.ndarray, dtype: DType) -> dict[str, np.ndarray]:
     if dtype == "fp32" or not _is_packed(values.shape):
-        return {name: np.ascontiguousarray(values)}
+        return {name: np.asarray(values, order="C")}
     if dtype == "bf16":
         return {name: np.ascontiguousarray(values.astype(ml_dtypes.bfloat16))}
     largest = np.abs(values).max(axis=-1, keepdims=True)
