@@ -12,11 +12,12 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Frozen, Tree
-from lw_jax.data.batches import Batch, Encoded
+from lw_jax.data.batches import Batch, Encoded, beside
+from lw_jax.data.texts import Texts
 
 
 class Stream(Protocol):
-    """A tokenised data set; one with messages is `batches.Encoded`."""
+    """A tokenised data set; one with messages is `batches.Encoded` or `texts.Texts`."""
 
     @property
     def task(self) -> str:
@@ -166,8 +167,8 @@ def drop(batch: Batch, draws: np.ndarray, dropout: float) -> Batch:
     for name, fields in batch["readers"].items():
         if "literals" in fields:
             words, channel = fields["literals"], fields["channel"].copy()
-            channel[draws >= 1 - dropout, 0] = 0
-            words = words | {"mask": words["mask"] & (draws >= dropout)[:, None]}
+            channel[draws >= 1 - dropout, ..., 0] = 0
+            words = words | {"mask": words["mask"] & beside(draws >= dropout, words["mask"])}
             fields = fields | {"literals": words, "channel": channel}
         readers[name] = fields
     return batch | {"readers": readers}
@@ -190,7 +191,7 @@ def example_shapes(batch: Batch) -> Tree:
 
 def _draw(phase: Phase, encoded: Stream, rng: np.random.Generator, indices: Sequence[int]) -> np.ndarray | None:
     """Returns i32[b 3]: slots, width and bits of the example at each of `indices`; None without messages."""
-    if not isinstance(encoded, Encoded):
+    if not isinstance(encoded, Encoded | Texts):
         return None
     sizes = phase.ratios or phase.slots or (encoded.ratio or encoded.slots,)
     choices = (sizes, phase.widths or (encoded.width,), phase.bits or (EXACT,))
