@@ -78,7 +78,15 @@ VALUES: dict[str, dict[str, str]] = {
 }
 
 # keys that decide what a run learns and that older run folders lack -> what those runs did
-ADDED: dict[str, Any] = {"adapter.kind": "embeddings", "message.literals": 0, "message.dropout": 0.1}
+ADDED: dict[str, Any] = {
+    "adapter.kind": "embeddings",
+    "message.literals": 0,
+    "message.dropout": 0.1,
+    "encoder.ratio": 0,
+    "stages.pretrain.ratios": (),
+    "stages.answer.ratios": (),
+    "data.questions": 1,
+}
 
 
 def explain(path: str) -> str:

@@ -65,6 +65,9 @@ def _check_wire(cfg: Config) -> None:
     if cfg.data.question_tokens >= cfg.data.context_tokens:
         rule = f"must be below data.context_tokens = {cfg.data.context_tokens}: the question is part of the prompt."
         refuse("data.question_tokens", cfg.data.question_tokens, rule)
+    if cfg.data.questions > 1 and cfg.prompt.question == "latents":
+        rule = "must be 1 where prompt.question is 'latents': each question is then encoded with the text."
+        refuse("data.questions", cfg.data.questions, rule)
     if not cfg.loss.ce + cfg.loss.kl:
         refuse("loss.ce", 0.0, "must be above 0 where loss.kl is 0: nothing would be learned.")
 
@@ -83,7 +86,11 @@ def _check_stages(cfg: Config) -> None:
             refuse(f"stages.answer.{name}", values, f"must be from 1 to {most} = {bound}.")
     if not set(answer.bits) <= set(BITS):
         refuse("stages.answer.bits", answer.bits, f"must be some of {', '.join(map(str, BITS))}.")
-    for name, values in (("slots", answer.slots), ("widths", answer.widths), ("bits", answer.bits)):
+    if answer.slots and answer.ratios:
+        rule = f"must be empty where stages.answer.slots is given ({answer.slots}): either decides a message's slots."
+        refuse("stages.answer.ratios", answer.ratios, rule)
+    for name in ("slots", "ratios", "widths", "bits"):
+        values = getattr(answer, name)
         if len(set(values)) < len(values):
             refuse(f"stages.answer.{name}", values, "must name each size once.")
 

@@ -121,6 +121,7 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
         counts=ledger.counts(),
         slots=layout.slots,
         width=layout.width,
+        ratio=layout.ratio,
         task=task,
     )
 

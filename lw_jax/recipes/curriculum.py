@@ -9,8 +9,9 @@ from lw_jax.core.config import Config, Stage
 from lw_jax.core.types import TASKS, Example
 from lw_jax.data import examples, passages
 from lw_jax.data.batches import Encoded
-from lw_jax.data.data_schedule import DataSchedule, Phase
+from lw_jax.data.data_schedule import DataSchedule, Phase, Stream
 from lw_jax.data.prompt_tokens import Layout
+from lw_jax.data.texts import Texts
 from lw_jax.data.tokens import Tokenizer
 
 GAP = 0.05  # nats an answer token: a smaller NLL gap of another text's latents is a collapse
@@ -50,22 +51,21 @@ class Curriculum:
         self._tokenizer = next(iter(tokenizers.values()))  # passage lengths count its tokens
         self._encode_answers, self._add_literals = answers, literals
         self.stream = functools.cache(self._stream)
+        self._trained = functools.cache(self._group)
         self.examples = functools.cache(self._examples)
 
     def data_schedule(self) -> DataSchedule:
-        """Returns the batches of all stages in order; a stage's passage lengths get equal parts of it."""
+        """Returns the batches of all stages in order; a stage's passage lengths and ratios get equal parts of it."""
         dropout = self.cfg.message.dropout if self.cfg.message.literals else 0.0
         phases, rates = [], {part: each for part, each in encoder_rates(self.cfg).items() if any(each)}
         for number, (_, stage, steps) in enumerate(self.stages):
             frozen = tuple(part for part, each in rates.items() if not each[number])
             lengths = stage.lengths if stage.reconstruct + stage.continuation else (0,)
-            ends = [round(steps * (i + 1) / len(lengths)) for i in range(len(lengths))]
-            for length, begin, end in zip(lengths, [0, *ends], ends, strict=False):
+            for part, (length, ratio) in _parts(steps, lengths, stage.curriculum or (0,)):
                 weights = [(task, weight_of(stage, task)) for task in TASKS]
-                streams = tuple((self.stream("train", task, length), weight) for task, weight in weights if weight)
-                if end > begin:
-                    sizes = (stage.slots, stage.widths, stage.bits)
-                    phases.append(Phase(end - begin, streams, *sizes, frozen, dropout=dropout))
+                streams = tuple((self._trained(task, length), weight) for task, weight in weights if weight)
+                sizes = (stage.slots, (ratio,) if ratio else stage.ratios, stage.widths, stage.bits)
+                phases.append(Phase(part, streams, *sizes, frozen, dropout=dropout))
         return DataSchedule(tuple(phases))
 
     def validation(self) -> list[tuple[str, Encoded]]:
@@ -95,6 +95,11 @@ class Curriculum:
         readers = ", ".join(f"{name} {values[name]:.3f} (another text's: {gap:+.3f})" for name, gap in gaps.items())
         return f"collapse at step {step}: another text's latents serve the readers as well: {readers}"
 
+    def _group(self, task: str, length: int) -> Stream:
+        """Returns what is trained on: of questions, all that one text has together where the configuration says so."""
+        encoded, questions = self.stream("train", task, length), self.cfg.data.questions
+        return Texts(encoded, questions) if task == "answer" and questions > 1 else encoded
+
     def _stream(self, split: examples.Split, task: str, length: int) -> Encoded:
         if task == "answer":
             return self._encode_answers(self.examples(split))
@@ -106,3 +111,13 @@ class Curriculum:
 
     def _examples(self, split: examples.Split) -> list[Example]:
         return examples.load(self.cfg.data, split, seed=self.cfg.seed)
+
+
+def _parts(steps: int, *schedules: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """Returns (steps, a value of each schedule) one after the other; each schedule's values get equal parts."""
+    ends = [[round(steps * (i + 1) / len(values)) for i in range(len(values))] for values in schedules]
+    found = []
+    for begin, end in itertools.pairwise([0, *sorted(set().union(*ends) - {0})]):
+        chosen = (values[sum(e <= begin for e in own)] for values, own in zip(schedules, ends, strict=True))
+        found.append((end - begin, tuple(chosen)))
+    return found

@@ -9,7 +9,7 @@ from lw_jax.core.types import Tree
 from lw_jax.recipes import wire_models
 from lw_jax.training import checkpoint, run_folder, wire_folder, wire_tensors
 
-OWN = ("run", "rate")  # encoder keys that may differ: neither its weights nor its input depends on them
+OWN = ("run", "rate", "ratio")  # encoder keys that may differ: neither its weights nor its input depends on them
 NAMED = ("source", "sha256")  # a wire folder knows its body by hashes
 
 

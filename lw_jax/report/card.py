@@ -67,12 +67,15 @@ def _front(run: Run, wire: Wire) -> str:
 
 def _what(run: Run) -> str:
     encoder, literals = run.cfg.encoder, run.cfg.message.literals
+    size = f"{encoder.slots} latents of {encoder.width} values"
+    if encoder.ratio:
+        size = f"a latent of {encoder.width} values for every {encoder.ratio} tokens, {encoder.slots} at most"
     words = f", and carries {literals} of the text's own words beside them" if literals else ""
     prefix = "keys and values of every layer" if run.cfg.adapter.kind == "kv" else "soft input embeddings"
     readers = ", ".join(f"`{name}`" for name in run.cfg.llms)
     return _paragraph(
-        f"A wire of LatentWire JAX: an encoder writes a text once as {encoder.slots} latents of {encoder.width} "
-        f"values{words}. An adapter for each frozen reader ({readers}) turns them into {prefix}. The reader sees "
+        f"A wire of LatentWire JAX: an encoder writes a text once as {size}{words}. An adapter for each frozen reader "
+        f"({readers}) turns them into {prefix}. The reader sees "
         "the message and the question, never the text. This folder holds the encoder's and the adapters' trained "
         "arrays; the readers are fetched from where they are."
     )
