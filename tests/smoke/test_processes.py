@@ -1,6 +1,7 @@
 """Two real processes of four virtual devices each, joined as `srun` joins them, train as one device does."""
 
 import contextlib
+import json
 import os
 import random
 import re
@@ -152,8 +153,12 @@ def check_evaluation_of_two(folder: Path) -> None:
     assert ["joint pick" in said or "examples kept" in said for said in outputs] == [True, False]
     (loaded,) = loading.load(parser.parse(["eval", "--workdir", str(folder / "w-one"), *asked]))
     assert evaluate.main(loaded.cfg, resolved={}, workdir=folder / "w-one") == 0
-    for name in ("predictions.jsonl", "eval.json", "slots.json", "bytes.csv"):
+    for name in ("predictions.jsonl", "slots.json", "bytes.csv"):
         assert (folder / "w" / name).read_text() == (folder / "w-one" / name).read_text(), name
+    of_two, of_one = (json.loads((folder / name / "eval.json").read_text()) for name in ("w", "w-one"))
+    timed = [row.pop("first_token_seconds", None) for rows in of_one["rows"].values() for row in rows.values()]
+    timed += [figures.pop(key) for figures in of_one["readers"].values() for key in ("faster", "timed_tokens")]
+    assert any(timed) and of_two == of_one  # one process alone times a reader's first token
 
 
 @pytest.mark.slow
