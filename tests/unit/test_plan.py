@@ -26,11 +26,6 @@ pytestmark = pytest.mark.usefixtures("cache")
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
-@pytest.fixture(scope="module")
 def estimated(root):
     """An estimate for three cards."""
     return planner.make(make_searched_config(root, train__global_batch=6), "h100x3", estimate=True)

@@ -32,11 +32,6 @@ LOSS = 1e-5  # relative, fp32 after a few optimizer steps: sums in another order
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 @pytest.fixture
 def pair(monkeypatch):
     """A machine of two devices."""

@@ -17,11 +17,6 @@ SAME = 1e-5  # nats
 WINDOW = 24
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))

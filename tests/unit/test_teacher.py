@@ -20,11 +20,6 @@ GRADIENT = 2e-2  # of the largest in a leaf, likewise
 K = 7
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
