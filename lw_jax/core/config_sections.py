@@ -157,6 +157,14 @@ class Data:
     context_tokens: int = key(512, "longest text prompt of a reader, question included", unit="tokens", above=0)
     question_tokens: int = key(64, "longest question, with the prompt's text after it", unit="tokens", above=0)
     answer_tokens: int = key(24, "longest answer, with its end token", unit="tokens", at_least=2)
+    questions: int = key(
+        1,
+        "questions of one text in a training example, against one encode and one prefix; a text with more becomes "
+        "several examples",
+        unit="questions",
+        above=0,
+        at_most=1000,
+    )
     overlong: str = key(
         "refuse",
         "a context beyond encoder.window x encoder.windows or data.context_tokens is an error, dropped or cut",
@@ -347,7 +355,12 @@ class Train:
     """Length, batch, reports and checkpoints of a run."""
 
     steps: int = key(1000, "optimizer steps", unit="steps", above=0, shapes="no")
-    global_batch: int = key(32, "examples of an optimizer step, on any number of devices", unit="examples", above=0)
+    global_batch: int = key(
+        32,
+        "examples of an optimizer step, on any number of devices; texts where data.questions is above 1",
+        unit="examples",
+        above=0,
+    )
     micro_batch: int = key(
         0, "most examples of a device at once, 0: as many as fit; accumulation follows", unit="examples", at_least=0
     )

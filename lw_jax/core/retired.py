@@ -85,6 +85,7 @@ ADDED: dict[str, Any] = {
     "encoder.ratio": 0,
     "stages.pretrain.ratios": (),
     "stages.answer.ratios": (),
+    "data.questions": 1,
 }
 
 

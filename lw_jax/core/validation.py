@@ -65,6 +65,9 @@ def _check_wire(cfg: Config) -> None:
     if cfg.data.question_tokens >= cfg.data.context_tokens:
         rule = f"must be below data.context_tokens = {cfg.data.context_tokens}: the question is part of the prompt."
         refuse("data.question_tokens", cfg.data.question_tokens, rule)
+    if cfg.data.questions > 1 and cfg.prompt.question == "latents":
+        rule = "must be 1 where prompt.question is 'latents': each question is then encoded with the text."
+        refuse("data.questions", cfg.data.questions, rule)
     if not cfg.loss.ce + cfg.loss.kl:
         refuse("loss.ce", 0.0, "must be above 0 where loss.kl is 0: nothing would be learned.")
 

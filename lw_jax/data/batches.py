@@ -252,9 +252,15 @@ def fill(batch: Batch, rows: int) -> Batch:
 def weigh(batch: Batch, valid: np.ndarray) -> Batch:
     """Returns the batch with the weights zeroed of rows that are not valid bool[b]: they add nothing to any sum."""
     readers = {
-        name: fields | {"weights": fields["weights"] * valid[:, None]} for name, fields in batch["readers"].items()
+        name: fields | {"weights": fields["weights"] * beside(valid, fields["weights"])}
+        for name, fields in batch["readers"].items()
     }
     return batch | {"readers": readers}
+
+
+def beside(rows: np.ndarray, leaf: np.ndarray) -> np.ndarray:
+    """Returns values [b] with as many axes as a leaf [b ...], to be broadcast over it."""
+    return rows.reshape(-1, *[1] * (leaf.ndim - 1))
 
 
 def _shift(answer: dict[str, np.ndarray], pad: int) -> Batch:

@@ -12,7 +12,7 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Frozen, Tree
-from lw_jax.data.batches import Batch
+from lw_jax.data.batches import Batch, beside
 
 
 class Stream(Protocol):
@@ -191,8 +191,8 @@ def drop(batch: Batch, draws: np.ndarray, dropout: float) -> Batch:
     for name, fields in batch["readers"].items():
         if "literals" in fields:
             words, channel = fields["literals"], fields["channel"].copy()
-            channel[draws >= 1 - dropout, 0] = 0
-            words = words | {"mask": words["mask"] & (draws >= dropout)[:, None]}
+            channel[draws >= 1 - dropout, ..., 0] = 0
+            words = words | {"mask": words["mask"] & beside(draws >= dropout, words["mask"])}
             fields = fields | {"literals": words, "channel": channel}
         readers[name] = fields
     return batch | {"readers": readers}

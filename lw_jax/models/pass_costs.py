@@ -107,8 +107,10 @@ def shared_prefix(cfg: DecoderConfig, one: Pass) -> Terms:
     return Terms(flops=flops, wire=sums * one.rows * one.positions * cfg.width * one.size, traffic=weights)
 
 
-def kv_adapter(cfg: DecoderConfig, one: Pass, width: int) -> Terms:
+def kv_adapter(cfg: DecoderConfig, one: Pass, width: int, *, texts: int) -> Terms:
     """Returns the terms of keys and values made from `one.slots` latents of this width, by one linear layer.
+
+    They are made once for each of the `texts` that the rows have and repeated.
 
     Alive at once are its output, keys and values as the layers take them, and the same turned; then their gradients.
     """
@@ -117,7 +119,7 @@ def kv_adapter(cfg: DecoderConfig, one: Pass, width: int) -> Terms:
     alive = KV_COPIES * values * one.size / split
     return Terms(
         bytes=alive,
-        flops=3 * 2 * values * width,
+        flops=3 * 2 * values // one.rows * texts * width,
         traffic=3 * alive,
         read=3 * values // max(1, one.rows * one.slots) * width * one.size,
         forward=2 * values * one.size,

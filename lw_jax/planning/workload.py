@@ -43,7 +43,7 @@ def texts(cfg: Config, placement: Placement) -> Tree:
 
 def prompts(cfg: Config, recipe: LatentWire, name: str) -> PromptShapes:
     """Returns a batch of prompts from latents at the limits, as shapes where the reader lies."""
-    fields = recipe.batch_widths()["readers"][name]
+    fields = recipe.validation_widths()["readers"][name]
     before = fields["before"]["ids"].shape[0]
     after = sum(fields[key]["ids"].shape[0] for key in ("literals", "after") if key in fields)
     return prompts_of(recipe, name, _batch(cfg, recipe.placement), before=before, slots=cfg.encoder.slots, after=after)

@@ -9,8 +9,9 @@ from lw_jax.core.config import Config, Stage
 from lw_jax.core.types import TASKS, Example
 from lw_jax.data import examples, passages
 from lw_jax.data.batches import Encoded
-from lw_jax.data.data_schedule import DataSchedule, Phase
+from lw_jax.data.data_schedule import DataSchedule, Phase, Stream
 from lw_jax.data.prompt_tokens import Layout
+from lw_jax.data.texts import Texts
 from lw_jax.data.tokens import Tokenizer
 
 GAP = 0.05  # nats an answer token: a smaller NLL gap of another text's latents is a collapse
@@ -50,6 +51,7 @@ class Curriculum:
         self._tokenizer = next(iter(tokenizers.values()))  # passage lengths count its tokens
         self._encode_answers, self._add_literals = answers, literals
         self.stream = functools.cache(self._stream)
+        self._trained = functools.cache(self._group)
         self.examples = functools.cache(self._examples)
 
     def data_schedule(self) -> DataSchedule:
@@ -61,7 +63,7 @@ class Curriculum:
             lengths = stage.lengths if stage.reconstruct + stage.continuation else (0,)
             for part, (length, ratio) in _parts(steps, lengths, stage.curriculum or (0,)):
                 weights = [(task, weight_of(stage, task)) for task in TASKS]
-                streams = tuple((self.stream("train", task, length), weight) for task, weight in weights if weight)
+                streams = tuple((self._trained(task, length), weight) for task, weight in weights if weight)
                 sizes = (stage.slots, (ratio,) if ratio else stage.ratios, stage.widths, stage.bits)
                 phases.append(Phase(part, streams, *sizes, frozen, dropout=dropout))
         return DataSchedule(tuple(phases))
@@ -92,6 +94,11 @@ class Curriculum:
             return ""
         readers = ", ".join(f"{name} {values[name]:.3f} (another text's: {gap:+.3f})" for name, gap in gaps.items())
         return f"collapse at step {step}: another text's latents serve the readers as well: {readers}"
+
+    def _group(self, task: str, length: int) -> Stream:
+        """Returns what is trained on: of questions, all that one text has together where the configuration says so."""
+        encoded, questions = self.stream("train", task, length), self.cfg.data.questions
+        return Texts(encoded, questions) if task == "answer" and questions > 1 else encoded
 
     def _stream(self, split: examples.Split, task: str, length: int) -> Encoded:
         if task == "answer":

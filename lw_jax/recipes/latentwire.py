@@ -308,10 +308,13 @@ class LatentWire:
         return trainable["adapters"][name]
 
     def branch(self, name: str, part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: jax.Array) -> LossTerms:
-        """Returns one reader's loss terms from the latents."""
+        """Returns one reader's loss terms from the latents [b ...]; fields are [b ...], or [b n ...] of n questions."""
         del rng
         task = fields["task"].name
         prefix = self.wire.prefix(part, name, shared, task)
+        if fields["targets"].ndim == 3:  # several questions of each text
+            prefix = adapter.repeat(prefix, fields["targets"].shape[1])
+            fields = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), fields)
         prompt = wire.wire_prompt(frozen, fields, prefix)
         states = self.wire.answer_states(frozen, name, prompt, fields)
         teacher_states = None
@@ -357,13 +360,20 @@ class LatentWire:
 
         It is the stages' task with the most target tokens: the logits dominate memory.
         """
+        return self._widths(self.cfg.data.questions)
+
+    def validation_widths(self) -> Tree:
+        """Returns one held-out example as shapes: as one of training, with one question."""
+        return self._widths(1)
+
+    def _widths(self, questions: int) -> Tree:
         data, loss = self.cfg.data, self.cfg.loss
         teacher = ("text",) if loss.kl and not loss.teacher_k else ()
         widths = {"before": SHARED_PREFIX, "after": data.question_tokens, "text": data.context_tokens}
         literals = self.cfg.message.literals
         words = {"literals": prompt_tokens.LITERAL_TOKENS * literals} if literals else {}
         answers, longest = data.answer_tokens, longest_passage(self.cfg)
-        repeated = longest + 1 > answers or not any(stage.answer for _, stage, _ in config.stages(self.cfg))
+        repeated = longest + 1 > answers * questions or not any(stage.answer for _, stage, _ in config.stages(self.cfg))
         if repeated:
             answers, teacher, widths = longest + 1, (), widths | {"after": len(words)}  # a token behind literals
 
@@ -383,15 +393,13 @@ class LatentWire:
         if loss.kl and loss.teacher_k and not repeated:
             top = (answers, loss.teacher_k)
             reader["teacher"] = {"ids": jax.ShapeDtypeStruct(top, jnp.int32), "logp": jax.ShapeDtypeStruct(top, "f2")}
+        if questions > 1 and not repeated:
+            reader = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((questions, *leaf.shape), leaf.dtype), reader)
         return {
             "source": field(self.cfg.encoder.window * self.cfg.encoder.windows) | {"channel": channel},
             "readers": dict.fromkeys(self.wire.readers, reader),
             "index": jax.ShapeDtypeStruct((), jnp.int32),
         }
-
-    def validation_widths(self) -> Tree:
-        """Returns one held-out example as shapes: as one of training."""
-        return self.batch_widths()
 
     def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
         """Returns the costs of one micro-batch: the encoder's under "", each reader's under its name."""

@@ -1,6 +1,7 @@
 """Memory, FLOPs and traffic of one micro-batch of recipe `latentwire`, for the planner."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
 
@@ -17,7 +18,10 @@ from sharding.placement import Placement
 
 
 def terms(cfg: Config, wire: Wire, placement: Placement, widths: Tree, *, rows: int) -> dict[str, Terms]:
-    """Returns the encoder's costs under "", each reader's under its name; `widths` as `batch_widths` gives them."""
+    """Returns the encoder's costs under "", each reader's under its name; `widths` as `batch_widths` gives them.
+
+    A reader has `rows` rows, or as many for each question where the widths are of several questions a text.
+    """
     spec, positions = wire.encoder, widths["source"]["ids"].shape[0]
     one = arithmetic.Pass(rows, positions, 0, cfg.compute.remat, jnp.dtype(spec.precision.values).itemsize)
     if isinstance(spec.body, BertConfig):
@@ -30,13 +34,14 @@ def terms(cfg: Config, wire: Wire, placement: Placement, widths: Tree, *, rows: 
     return {"": found} | readers
 
 
-def _reader(cfg: Config, wire: Wire, placement: Placement, name: str, fields: Tree, rows: int) -> Terms:
+def _reader(cfg: Config, wire: Wire, placement: Placement, name: str, fields: Tree, texts: int) -> Terms:
+    rows = texts * math.prod(fields["targets"].shape[:-1])
     model, llm, at = wire.readers[name].config, cfg.llms[name], placement.readers[name]
-    answers = fields["targets"].shape[0]
-    shared = fields["before"]["ids"].shape[0]  # read once for all rows
-    texts = sum(fields[key]["ids"].shape[0] for key in ("literals", "after") if key in fields)
+    answers = fields["targets"].shape[-1]
+    shared = fields["before"]["ids"].shape[-1]  # read once for all rows
+    asked = sum(fields[key]["ids"].shape[-1] for key in ("literals", "after") if key in fields)
     given = wire.encoder.slots if wire.readers[name].kind == "kv" else 0  # as keys and values, which no pass makes
-    positions = texts + wire.encoder.slots - given + 1 + answers - 1
+    positions = asked + wire.encoder.slots - given + 1 + answers - 1
     own = frozen_models.precision_of(cfg, llm, placement.platform)
     one = frozen_models.teacher_forced(cfg, at=at, own=own, rows=rows, positions=positions, answers=answers)
     pieces = chunked.pieces(cfg.compute.logits_chunk, rows=rows, length=answers, data=1)  # the rows are one device's
@@ -46,12 +51,12 @@ def _reader(cfg: Config, wire: Wire, placement: Placement, name: str, fields: Tr
     opening = dataclasses.replace(one, rows=1, positions=shared, answers=0, before=0, slots=0)
     parts = [found, arithmetic.shared_prefix(model, opening)]
     if given:
-        parts.append(arithmetic.kv_adapter(model, one, wire.encoder.width))
+        parts.append(arithmetic.kv_adapter(model, one, wire.encoder.width, texts=texts))
     sums = {field.name: sum(getattr(part, field.name) for part in parts) for field in dataclasses.fields(Terms)}
     sums |= {key: sums[key] + unpacked for key in ("bytes", "forward")}
     found = dataclasses.replace(found, **sums)
     if "text" in fields:
-        one = dataclasses.replace(one, before=0, slots=0, positions=fields["text"]["ids"].shape[0] + answers - 1)
+        one = dataclasses.replace(one, before=0, slots=0, positions=fields["text"]["ids"].shape[-1] + answers - 1)
         teacher = arithmetic.forward_only(model, one)
         sums = {key: getattr(found, key) + getattr(teacher, key) for key in ("flops", "traffic", "read")}
         found = dataclasses.replace(found, forward=max(found.forward, teacher.forward + unpacked), **sums)
