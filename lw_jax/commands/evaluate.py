@@ -18,9 +18,10 @@ from lw_jax.training.run_folder import check_writable
 
 def run(args: argparse.Namespace, loaded: Loaded) -> int:
     """Runs the command with its flag."""
-    if not args.out and wire_folder.is_wire(loaded.workdir):
-        raise UserError(f"{loaded.workdir}: an exported wire is read-only: name a folder for the results, --out DIR")
     out = Path(args.out) if args.out else None
+    if wire_folder.is_wire(out or loaded.workdir):
+        rule = "an exported wire is read-only: name another folder for the results, --out DIR"
+        raise UserError(f"{out or loaded.workdir}: {rule}")
     return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, out=out)
 
 

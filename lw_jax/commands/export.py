@@ -7,6 +7,7 @@ from typing import Any
 
 from lw_jax.commands.loading import Loaded
 from lw_jax.core.config import Config
+from lw_jax.hub import sources
 from lw_jax.inference import export
 from lw_jax.report import card, records
 from lw_jax.training.wire_folder import DType
@@ -16,8 +17,13 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     """Runs the command with its flags."""
     named = {"peft": args.peft, "merged": args.merged, "model": args.model, "wire": args.wire}
     folders = {flag: Path(folder) for flag, folder in named.items() if folder}
+    if args.push:
+        sources.check_hub_id(args.push)
     kept = {"resolved": loaded.resolved, "workdir": loaded.workdir, "folders": folders}
-    return main(loaded.cfg, **kept, dtype=args.dtype or "bf16")
+    code = main(loaded.cfg, **kept, dtype=args.dtype or "bf16")
+    if args.push:
+        print(f"uploaded to {sources.push_wire(folders['wire'], args.push)}")
+    return code
 
 
 def main(

@@ -9,6 +9,7 @@ from lw_jax.commands.parser import COMMANDS
 from lw_jax.core import config, config_file, validation
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.hub import sources
 from lw_jax.training import run_folder, wire_folder
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -36,7 +37,10 @@ def load(args: argparse.Namespace, *, search: bool = False) -> list[Loaded]:
         UserError: no configuration is named, it cannot be read, or a value is wrong.
     """
     if not is_list(args):
-        return [_load(args, args.config or "", args.workdir, search=search)]
+        workdir = args.workdir
+        if workdir and COMMANDS[args.verb].reads_wire:
+            workdir = str(sources.locate_wire(workdir))
+        return [_load(args, args.config or "", workdir, search=search)]
     parent = list_workdir(args)
     found = [_load(args, spec, None, search=search) for spec in config_file.read_list(args.config, root=PROJECT)]
     return [one._replace(workdir=parent / one.workdir.name) for one in found]

@@ -151,10 +151,12 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
                 "--merged": _value("DIR", "preference tuning: the whole model, adapter merged, bf16"),
                 "--model": _value("DIR", "TTT: the model with its tokenizer"),
                 "--wire": _value("DIR", "a wire alone, with a model card: --workdir of eval and answer takes it"),
+                "--push": _value("OWNER/NAME", "upload the wire to the hub, a new repository is private", kind=_text),
                 "--dtype": {"choices": ("bf16", "int8", "fp32"), "help": "of the wire's matrices (default: bf16)"},
             },
             examples=(
                 "--workdir runs/mine --wire wires/mine",
+                "--workdir runs/mine --wire wires/mine --dtype int8 --push me/my-wire",
                 "--workdir runs/tinyllama-dpo --peft adapter",
                 "--workdir runs/ttt --model ttt-model",
             ),
@@ -330,8 +332,9 @@ def _find_fault(args: argparse.Namespace) -> str:
         return "--jobs needs --config FILE.list"
     if args.verb == "export" and not (args.peft or args.merged or args.model or args.wire):
         return "export needs --wire DIR, --peft DIR, --merged DIR or --model DIR"
-    if args.verb == "export" and args.dtype and not args.wire:
-        return f"--dtype {args.dtype} is of a wire: it needs --wire DIR"
+    for flag in ("dtype", "push"):
+        if args.verb == "export" and getattr(args, flag) and not args.wire:
+            return f"--{flag} {getattr(args, flag)} is of a wire: it needs --wire DIR"
     if args.verb == "generate" and not args.prompt:
         return "generate needs --prompt TEXT"
     return _find_answer_fault(args) if args.verb == "answer" else ""

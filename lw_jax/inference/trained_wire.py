@@ -27,12 +27,12 @@ from sharding import place
 
 
 def load_wire(folder: str | Path, config: Mapping[str, str] | None = None) -> "TrainedWire":
-    """Opens the trained wire in a run's folder or an exported wire folder.
+    """Opens the trained wire in a run's folder, an exported wire folder or a repository "owner/name" of the hub.
 
     `config` replaces values of its configuration, as flags do: {"llms.llama.source": "models/llama"}.
     """
-    path = Path(folder)
-    values = run_folder.load(folder, verb="load_wire")
+    path = sources.locate_wire(folder)
+    values = run_folder.load(path, verb="load_wire")
     config_file.override(values, config or {})
     cfg = build(values)
     validation.validate(cfg)

@@ -7,11 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import huggingface_hub
 import jax
 import msgspec
 import numpy as np
 import pytest
 from huggingface_hub import ModelCard
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors.numpy import save_file
 
 import lw_jax
@@ -216,7 +218,7 @@ def test_what_the_wire_learned_with_cannot_be_replaced(exported, given):
 def test_verbs_read_it_and_write_nothing_into_it(exported, tmp_path, capsys, monkeypatch):
     folder, before = exported["fp32"], contents(exported["fp32"])
     refused = [["report"], ["eval"], ["train", "--config", str(ROOT / "configs/smoke.py")], ["export", "--wire", "x"]]
-    refused += [["plan"], ["bench"], ["generate", "--prompt", "x"]]
+    refused += [["eval", "--out", str(exported["int8"])], ["plan"], ["bench"], ["generate", "--prompt", "x"]]
     for verb in refused:
         assert run.main([*verb, "--workdir", str(folder)]) == 2, verb
         assert "read-only" in capsys.readouterr().err, verb
@@ -253,3 +255,67 @@ def test_export_says_where_a_large_wire_has_its_bytes_and_replaces_wires_only(tr
         with pytest.raises(UserError, match="no wire folder and not empty"):
             export.main(wire.recipe.cfg, **given, folders={"wire": taken})
         assert not (taken / "wire.safetensors").exists()
+
+
+# --- the hub
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub of folders under tmp_path: repositories are pushed there and fetched from there."""
+    asked = []
+
+    class Api:
+        def __init__(self, **_):
+            pass
+
+        def create_repo(self, name, *, private, exist_ok):
+            assert private and exist_ok
+            if name.startswith("other/"):
+                raise HFValidationError(f"{name}: 403\nmore")
+            (tmp_path / name).mkdir(parents=True)
+            return f"https://hub/{name}"
+
+        def upload_folder(self, *, repo_id, folder_path, allow_patterns):
+            for pattern in allow_patterns:
+                shutil.copy(folder_path / pattern, tmp_path / repo_id)
+
+    def fetch(name, *, allow_patterns, ignore_patterns):
+        asked.append((name, allow_patterns))
+        if not (tmp_path / name).is_dir():
+            raise LocalEntryNotFoundError("offline\nmore")
+        return str(tmp_path / name)
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    return asked
+
+
+def test_wire_goes_to_the_hub_and_is_read_from_there(root, trained, exported, hub, tmp_path, capsys):
+    given = ["export", "--workdir", str(trained[0]), "--dtype", "fp32"]
+    assert run.main([*given, "--wire", str(tmp_path / "own"), "--push", "owner/wire"]) == 0
+    assert "https://hub/owner/wire" in capsys.readouterr().out
+    assert contents(tmp_path / "owner" / "wire") == contents(tmp_path / "own")
+    wire = lw_jax.load_wire("owner/wire")
+    assert wire.write(TEXT) == trained[1].write(TEXT)
+    assert hub == [("owner/wire", ["config.json", "wire.safetensors", "README.md"])]
+    assert run.main(["show", "--workdir", "owner/wire"]) in (0, None)
+    cfg = make(root, encoder__run="owner/wire")
+    assert join.read_config(cfg).encoder == trained[1].recipe.cfg.encoder
+
+
+def test_what_the_hub_refuses_or_has_not_is_one_line(trained, hub, tmp_path, capsys):
+    (tmp_path / "owner" / "model").mkdir(parents=True)
+    given = ["export", "--workdir", str(trained[0]), "--wire", str(tmp_path / "own"), "--push"]
+    for argv, words in (
+        ([*given, "other/wire"], "--push other/wire: the hub refuses"),
+        ([*given, "a/b/c"], "--push 'a/b/c'"),
+        (["show", "--workdir", "owner/model"], "owner/model: the hub's repository has no wire.safetensors"),
+        (["show", "--workdir", "owner/nothing"], "the hub does not give it (offline)"),
+        (["show", "--workdir", "runs/nothing"], "no run was started there"),
+        (["show", "--workdir", "tests/nothing"], "no run was started there"),
+    ):
+        assert run.main(argv) == 2
+        told = capsys.readouterr().err.splitlines()
+        assert words in told[-1], told
