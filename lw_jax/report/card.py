@@ -27,7 +27,15 @@ LICENCES = {"rajpurkar/squad": "CC BY-SA 4.0", "rajpurkar/squad_v2": "CC BY-SA 4
 
 def render(run: Run, wire: Wire, sizes: Mapping[str, int]) -> str:
     """Returns the card of a wire that was exported from a run; `sizes`: bytes of its parts."""
-    parts = [_what(run), _use(wire), _models(wire), _results(run, wire), _data(run), _made(run, wire), _limits(run)]
+    parts = [
+        _what(run),
+        _use(wire),
+        _models(wire),
+        _results(run, wire),
+        _data(run),
+        _made(run, wire),
+        _limits(run, wire),
+    ]
     parts.append(_files(wire, sizes))
     return "\n".join([_front(run, wire), f"# {run.workdir.resolve().name}\n", *parts])
 
@@ -181,7 +189,7 @@ def _made(run: Run, wire: Wire) -> str:
     return f"## Training\n\n{text}\n````sh\n{run.training}\n````\n"
 
 
-def _limits(run: Run) -> str:
+def _limits(run: Run, wire: Wire) -> str:
     encoder = run.cfg.encoder
     most = encoder.window * encoder.windows
     unit = "bytes" if encoder.kind == "bytes" else "tokens of its body"
@@ -192,6 +200,10 @@ def _limits(run: Run) -> str:
     ]
     if not run.cfg.message.literals:
         lines.append("- Messages carry no literals: no word of the text arrives as it is written.")
+    if wire.dtype != "fp32":
+        lines.append(
+            f"- In {wire.dtype} this encoder has a fingerprint of its own: it refuses messages of the run itself."
+        )
     return "\n".join(["## Limits\n", *lines, ""])
 
 
