@@ -9,41 +9,49 @@ import jax
 from lw_jax.commands.loading import Loaded
 from lw_jax.core import processes, runtime
 from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
 from lw_jax.inference import evaluation
 from lw_jax.inference.trained_wire import open_wire
+from lw_jax.training import wire_folder
 from lw_jax.training.run_folder import check_writable
 
 
 def run(args: argparse.Namespace, loaded: Loaded) -> int:
-    """Runs the command, which has no flags of its own."""
-    del args
-    return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir)
+    """Runs the command with its flag."""
+    out = Path(args.out) if args.out else None
+    if wire_folder.is_wire(out or loaded.workdir):
+        rule = "an exported wire is read-only: name another folder for the results, --out DIR"
+        raise UserError(f"{out or loaded.workdir}: {rule}")
+    return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, out=out)
 
 
 @processes.Together()
-def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
-    """Evaluates the best checkpoint (the latest where none was validated); writes the results to the run's folder.
+def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, out: Path | None = None) -> int:
+    """Evaluates the best checkpoint (the latest where none was validated); writes the results to `out`.
 
-    Several processes of a SLURM step take a slice of each batch; the first one writes and prints.
+    Without `out` they go to the run's folder. Several processes of a SLURM step take a slice of each batch; the first
+    one writes and prints.
     """
     del resolved
     runtime.start()
+    folder = out or workdir
     if jax.process_index() == 0:
-        check_writable(workdir, remedy="`eval` leaves its results in the run's folder: copy it to where you can write")
+        check_writable(folder, remedy="`eval` leaves its results there: name another folder with --out DIR")
     runtime.tell_device()
     wire = open_wire(cfg, workdir)
     found = evaluation.evaluate(wire)
     if jax.process_index() == 0:
-        paths = evaluation.write(found, workdir, step=wire.step)
+        folder.mkdir(parents=True, exist_ok=True)
+        paths = evaluation.write(found, folder, step=wire.step)
         from lw_jax.report import figures, tables  # matplotlib
 
         drawn = tables.drawable_rows(found.summary)
         if drawn:
-            figures.draw_rows(drawn, found.curve).savefig(workdir / "positions.png", dpi=130)
-            paths.append(workdir / "positions.png")
+            figures.draw_rows(drawn, found.curve).savefig(folder / "positions.png", dpi=130)
+            paths.append(folder / "positions.png")
         if found.curve:
-            figures.draw_curve(found.curve).savefig(workdir / "bytes.png", dpi=130)
-            paths.append(workdir / "bytes.png")
+            figures.draw_curve(found.curve).savefig(folder / "bytes.png", dpi=130)
+            paths.append(folder / "bytes.png")
         print(evaluation.describe(found))
         print(f"checkpoint {wire.step}; " + ", ".join(map(str, paths)))
     return 0

@@ -8,7 +8,9 @@ from typing import Any, NamedTuple
 from lw_jax.commands.parser import COMMANDS
 from lw_jax.core import config, config_file, validation
 from lw_jax.core.config import Config
-from lw_jax.training import run_folder
+from lw_jax.core.errors import UserError
+from lw_jax.hub import sources
+from lw_jax.training import run_folder, wire_folder
 
 PROJECT = Path(__file__).resolve().parents[2]
 
@@ -35,7 +37,10 @@ def load(args: argparse.Namespace, *, search: bool = False) -> list[Loaded]:
         UserError: no configuration is named, it cannot be read, or a value is wrong.
     """
     if not is_list(args):
-        return [_load(args, args.config or "", args.workdir, search=search)]
+        workdir = args.workdir
+        if workdir and COMMANDS[args.verb].reads_wire:
+            workdir = str(sources.locate_wire(workdir))
+        return [_load(args, args.config or "", workdir, search=search)]
     parent = list_workdir(args)
     found = [_load(args, spec, None, search=search) for spec in config_file.read_list(args.config, root=PROJECT)]
     return [one._replace(workdir=parent / one.workdir.name) for one in found]
@@ -60,6 +65,10 @@ def _load(args: argparse.Namespace, spec: str, workdir: str | None, *, search: b
     cfg = config.build(values)
     validation.validate(cfg)
     folder = Path(workdir or f"runs/{Path(config_file.split(spec)[0]).stem}-{cfg.recipe}")
+    if wire_folder.is_wire(folder) and not COMMANDS[args.verb].reads_wire:
+        known = ", ".join(name for name, one in COMMANDS.items() if one.reads_wire)
+        rule = f"an exported wire, which is read-only: {known} take it, {args.verb!r} does not"
+        raise UserError(f"{folder}: {rule}; name another --workdir. What the wire is stands in its {wire_folder.CARD}.")
     if COMMANDS[args.verb].reads_run:
         run_folder.check_agreement(cfg, folder)
     return Loaded(spec, cfg, config.to_dict(cfg), folder, defaults, origins, own)

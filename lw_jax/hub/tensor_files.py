@@ -24,7 +24,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.hub.gguf_header import read_header
 
 FLOATS = {"F64": np.float64, "F32": np.float32, "F16": np.float16, "BF16": ml_dtypes.bfloat16}
-_NUMBERS = FLOATS | {"I32": np.int32}  # read as they are; AWQ's words of eight nibbles
+_NUMBERS = FLOATS | {"I32": np.int32, "I8": np.int8}  # read as they are; AWQ's words of eight nibbles, a wire's codes
 INTEGERS = {"I8", "I16", "I32", "I64"}  # GGUF types that hold no weights
 _ALIGNMENT = 64  # bytes; what XLA asks of the memory of a CPU array
 _CHUNK_BYTES = 1 << 20  # read, checked and converted at once: stays in a core's own cache

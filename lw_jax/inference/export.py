@@ -1,28 +1,41 @@
-"""Export of trained weights: PEFT adapter, merged model, TTT model folder."""
+"""Export of trained weights: wire folder, PEFT adapter, merged model, TTT model folder."""
 
-from collections.abc import Iterator, Mapping
+import json
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import jax.numpy as jnp
+import msgspec
 
 from lw_jax import recipes
+from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import write_whole
 from lw_jax.core.types import Tree
+from lw_jax.core.version import __version__
 from lw_jax.hub import peft, weights
 from lw_jax.inference import language_model
 from lw_jax.models import lora
+from lw_jax.recipes import wire_models
 from lw_jax.recipes.dpo import DPO
+from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.training import wire_folder, wire_tensors
 from lw_jax.training.run_folder import check_writable
+from lw_jax.training.wire_folder import DType, Wire
 from sharding import placement
 
-FLAGS = {"dpo": ("peft", "merged"), "ttt": ("model",)}  # by recipe
+FLAGS = {"dpo": ("peft", "merged"), "ttt": ("model",), "latentwire": ("wire",)}  # by recipe
+MOST_BYTES = 8_000_000  # of a wire that is easily handed on
+Card = Callable[[Wire, Mapping[str, int]], str]  # of the wire and the bytes of its parts
 
 
-def export(cfg: Config, workdir: Path, folders: Mapping[str, Path]) -> Iterator[str]:
+def export(
+    cfg: Config, workdir: Path, folders: Mapping[str, Path], *, dtype: DType = "bf16", card: Card | None = None
+) -> Iterator[str]:
     """Writes a run's best checkpoint (the latest where none was validated) to folders by flag.
 
-    Yields a line for each folder.
+    `dtype` and `card` are of a wire. Yields a line for each folder.
 
     Raises:
         UserError: a flag that the recipe does not have, a folder that is not writable, or no checkpoint yet.
@@ -33,6 +46,10 @@ def export(cfg: Config, workdir: Path, folders: Mapping[str, Path]) -> Iterator[
         raise UserError(f"{workdir}: --{unknown[0]}: a run of recipe {cfg.recipe!r} {rule}")
     for flag, folder in folders.items():
         check_writable(folder, remedy=f"choose another folder for --{flag}")
+    if cfg.recipe == "latentwire":
+        assert card is not None
+        yield from export_wire(cfg, workdir, folders["wire"], dtype=dtype, card=card)
+        return
     if cfg.recipe == "ttt":
         lm = language_model.load_trained(cfg, workdir)
         lm.save(folders["model"])
@@ -47,6 +64,44 @@ def export(cfg: Config, workdir: Path, folders: Mapping[str, Path]) -> Iterator[
     if "merged" in folders:
         save_merged(folders["merged"], recipe, pairs, model_type)
         yield f"step {restored.step}: whole model, bf16, in {folders['merged']}"
+
+
+def export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card: Card) -> Iterator[str]:
+    """Writes a wire folder (`training.wire_folder`); yields its size and what someone else must bring.
+
+    Raises:
+        UserError: the folder holds something else.
+    """
+    if folder.exists() and not wire_folder.is_wire(folder) and (folder.is_file() or any(folder.iterdir())):
+        raise UserError(f"{folder}: it is no wire folder and not empty; name a new folder for --wire")
+    recipe = LatentWire(cfg, placement.place("single", recipes.reader_bytes(cfg)))
+    restored = recipes.read_best(recipe, cfg, workdir)
+    trainable, models = restored.state["trainable"], wire_models.describe(cfg)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / wire_folder.CONFIG).unlink(missing_ok=True)  # written last: what is half written is no wire
+    wire = Wire(
+        format=wire_folder.FORMAT,
+        version=wire_folder.VERSION,
+        made_by=__version__,
+        step=restored.step,
+        dtype=dtype,
+        tensors=wire_tensors.write(folder, trainable, dtype),
+        models=models,
+        configuration=config.to_dict(cfg),
+    )
+    sizes = wire_tensors.part_bytes(trainable, dtype)
+    write_whole(folder / wire_folder.CARD, card(wire, sizes))
+    write_whole(folder / wire_folder.CONFIG, json.dumps(msgspec.to_builtins(wire), indent=2) + "\n")
+    parts = ", ".join(f"{name} {size / 1e6:,.2f}" for name, size in sizes.items())
+    yield f"step {wire.step}: wire of {wire.tensors.bytes / 1e6:,.2f} MB ({parts}), {dtype}, in {folder}"
+    largest = next(iter(sizes))
+    if wire.tensors.bytes > MOST_BYTES:
+        body = ": the encoder's whole body was trained and is in it" if largest == "encoder/body" else ""
+        yield f"over {MOST_BYTES / 1e6:,.0f} MB: {largest} has {sizes[largest] / 1e6:,.2f} of them{body}"
+    for name, model in models.items():
+        if model.local:
+            where = f"is a folder of this machine, {model.source!r}, and not in the wire"
+            yield f"{wire_folder.label(name)} {where}: elsewhere it is named by {wire_folder.flag(name)}FOLDER"
 
 
 def save_merged(folder: Path, recipe: DPO, pairs: Tree, model_type: str) -> None:

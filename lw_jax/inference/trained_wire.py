@@ -1,6 +1,7 @@
 """Python API of trained wires: `load_wire`. Language models: `language_model.py`."""
 
 import functools
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lw_jax import recipes
-from lw_jax.core import runtime, tree
-from lw_jax.core.config import Config, Encoder
+from lw_jax.core import config_file, runtime, tree, validation
+from lw_jax.core.config import Config, Encoder, build
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data import batches
@@ -21,14 +22,22 @@ from lw_jax.hub import sources
 from lw_jax.models import codec, wire
 from lw_jax.planning import planner
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import run_folder
+from lw_jax.training import run_folder, wire_folder
 from sharding import place
 
 
-def load_wire(folder: str | Path) -> "TrainedWire":
-    """Opens the trained wire in a run's folder."""
-    path = Path(folder)
-    return open_wire(run_folder.read_config(path), path)
+def load_wire(folder: str | Path, config: Mapping[str, str] | None = None) -> "TrainedWire":
+    """Opens the trained wire in a run's folder, an exported wire folder or a repository "owner/name" of the hub.
+
+    `config` replaces values of its configuration, as flags do: {"llms.llama.source": "models/llama"}.
+    """
+    path = sources.locate_wire(folder)
+    values = run_folder.load(path, verb="load_wire")
+    config_file.override(values, config or {})
+    cfg = build(values)
+    validation.validate(cfg)
+    run_folder.check_agreement(cfg, path)
+    return open_wire(cfg, path)
 
 
 def open_wire(cfg: Config, path: Path) -> "TrainedWire":
@@ -38,6 +47,8 @@ def open_wire(cfg: Config, path: Path) -> "TrainedWire":
             f"{path}: a run of recipe {cfg.recipe!r} has no wire; its held-out figures are in metrics.jsonl, and "
             "`python run.py export` writes its weights"
         )
+    if wire_folder.is_wire(path):
+        wire_folder.check_sources(path, cfg)
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     cfg, placement = planner.settle(cfg, reading=True)
     recipe = LatentWire(cfg, placement)

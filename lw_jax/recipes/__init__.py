@@ -4,10 +4,11 @@ from pathlib import Path
 
 from lw_jax.core import config
 from lw_jax.core.config import Config
+from lw_jax.recipes import wire_models
 from lw_jax.recipes.dpo import DPO
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.ttt import TTT
-from lw_jax.training import checkpoint
+from lw_jax.training import checkpoint, run_folder, wire_folder, wire_tensors
 from lw_jax.training.checkpoint import Restored
 from lw_jax.training.recipe import Plannable, Recipe, unit_of
 from sharding import place
@@ -48,6 +49,14 @@ def readable(recipe: Recipe, cfg: Config) -> dict[str, str]:
 
 
 def read_best(recipe: Recipe, cfg: Config, workdir: Path) -> Restored:
-    """Returns a run's best checkpoint on the recipe's placement; see `checkpoint.read_best`."""
+    """Returns a run's best checkpoint on the recipe's placement; see `checkpoint.read_best`.
+
+    Of a wire folder it returns the wire, once the models are those that it belongs to.
+    """
     wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
+    if wire_folder.is_wire(workdir):
+        run_folder.check_agreement(cfg, workdir)
+        wire = wire_folder.read(workdir)
+        wire_models.check(workdir, wire.models, cfg, wire_models.describe(cfg))
+        return Restored(wire.step, {"trainable": wire_tensors.read(workdir, wanted)}, data={}, note="")
     return checkpoint.read_best(workdir, wanted, identity=readable(recipe, cfg))

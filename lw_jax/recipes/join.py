@@ -1,14 +1,15 @@
 """Reuse of a trained run's encoder for new readers: frozen, so that its messages stay readable."""
 
-from pathlib import Path
-
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
-from lw_jax.training import checkpoint, run_folder
+from lw_jax.hub import sources
+from lw_jax.recipes import wire_models
+from lw_jax.training import checkpoint, run_folder, wire_folder, wire_tensors
 
 OWN = ("run", "rate", "ratio")  # encoder keys that may differ: neither its weights nor its input depends on them
+NAMED = ("source", "sha256")  # a wire folder knows its body by hashes
 
 
 def read_config(cfg: Config) -> Config:
@@ -17,10 +18,12 @@ def read_config(cfg: Config) -> Config:
     Raises:
         UserError: no such run, or its encoder differs from the configured one.
     """
-    other = run_folder.read_config(Path(cfg.encoder.run))
+    folder = sources.locate_wire(cfg.encoder.run)
+    other = run_folder.read_config(folder)
+    free = (*OWN, *NAMED) if wire_folder.is_wire(folder) else OWN
     for key, value in config.to_dict(other)["encoder"].items():
         own = getattr(cfg.encoder, key)
-        if key not in OWN and value != own:
+        if key not in free and value != own:
             raise UserError(
                 f"config.encoder.{key} = {own!r}, but the encoder of encoder.run = {cfg.encoder.run!r} has {value!r}: "
                 "new readers need the encoder unchanged; use the same value"
@@ -30,7 +33,12 @@ def read_config(cfg: Config) -> Config:
 
 def read_trainable(cfg: Config, shapes: Tree) -> Tree:
     """Returns that run's trainable tree from its best checkpoint (the latest where none was validated)."""
+    folder = sources.locate_wire(cfg.encoder.run)
     try:
-        return checkpoint.read_best(Path(cfg.encoder.run), shapes, identity=None).state["trainable"]
+        if wire_folder.is_wire(folder):
+            body = {name: one for name, one in wire_folder.read(folder).models.items() if name == wire_folder.BODY}
+            wire_models.check(folder, body, cfg, wire_models.describe(cfg, names=body))
+            return wire_tensors.read(folder, shapes)
+        return checkpoint.read_best(folder, shapes, identity=None).state["trainable"]
     except UserError as error:
         raise UserError(f"config.encoder.run = {cfg.encoder.run!r}: {error}") from error

@@ -6,6 +6,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import re
 import shlex
 import socket
 import sys
@@ -22,6 +23,7 @@ from lw_jax.core import schema
 from lw_jax.core.config import Config, diff, meaning, read_saved, to_dict
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
+from lw_jax.training import wire_folder
 
 PACKAGES = (
     *("jax", "jaxlib", "jax-cuda12-plugin", "flax", "optax", "orbax-checkpoint", "grain", "transformers"),
@@ -41,9 +43,13 @@ _SHOWN = 3  # skipped lines of a file that are printed
 def read_config(workdir: Path) -> Config:
     """Returns the configuration that `write_workdir` saved, of earlier code too (`config.read_saved`).
 
+    Of a wire folder it is the configuration of the run that made it.
+
     Raises:
       UserError: the folder holds none, or it cannot be read.
     """
+    if wire_folder.is_wire(workdir):
+        return wire_folder.read_config(workdir)
     file = workdir / "config.json"
     try:
         saved = schema.read(file, dict[str, Any], remedy=_RESTORE)
@@ -151,7 +157,7 @@ def check_writable(folder: Path, *, remedy: str) -> None:
         raise UserError(f"{there}: {error.strerror}; nothing can be written there: {remedy}.") from error
 
 
-def load(workdir: str | None, *, verb: str) -> ConfigDict:
+def load(workdir: str | Path | None, *, verb: str) -> ConfigDict:
     """Returns the saved configuration of a run for a verb that reads it, open to overrides."""
     if verb == "train" or not workdir:
         where = "" if verb == "train" else " or --workdir DIR of a trained run"
@@ -159,15 +165,26 @@ def load(workdir: str | None, *, verb: str) -> ConfigDict:
     return ConfigDict(dataclasses.asdict(read_config(Path(workdir))))
 
 
+# Keys that may have other values where a wire folder is read: its models are known by their hashes, and it may be
+# evaluated on other texts.
+_OPEN = re.compile(r"(llms\.\w+|encoder)\.(source|sha256)|data\.(train|validation|validation_limit|overlong)")
+
+
 def check_agreement(cfg: Config, workdir: Path) -> None:
     """Refuses a configuration that differs in meaning from the run in the folder; an empty folder agrees.
+
+    A wire folder's models may come from other places.
 
     Raises:
       UserError: names the keys, both values and the remedy.
     """
-    if not (workdir / "config.json").exists():
+    exported = wire_folder.is_wire(workdir)
+    if not exported and not (workdir / "config.json").exists():
         return
-    changes = diff(meaning(read_config(workdir)), meaning(cfg))
+    there, here = meaning(read_config(workdir)), meaning(cfg)
+    if exported:
+        there, here = ({k: v for k, v in one.items() if not _OPEN.fullmatch(k)} for one in (there, here))
+    changes = diff(there, here)
     if changes:
         more = f" (and {len(changes) - 3} more)" if len(changes) > 3 else ""
         rule = "it would be another run; keep these values or name another --workdir."

@@ -1,0 +1,126 @@
+"""Arrays of a wire folder: a tree of fp32 parameters as bf16, int8 or fp32 in one safetensors file, names = tree paths.
+
+An array with one axis or fewer than `SMALL` values stays fp32. int8: codes under the path, and under `PATH.scale`
+an fp32 scale for each row of the last axis: value = code x scale.
+"""
+
+import hashlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import ml_dtypes
+import numpy as np
+from safetensors.numpy import save_file
+
+from lw_jax.core import tree
+from lw_jax.core.errors import UserError
+from lw_jax.core.files import whole
+from lw_jax.core.types import Tree
+from lw_jax.hub.tensor_files import Stored, read_safetensors, read_tensor
+from lw_jax.training import wire_folder
+from lw_jax.training.wire_folder import REMEDY, TENSORS, DType
+
+SMALL = 4096  # values
+SCALE = ".scale"
+_KINDS = {"bf16": "BF16", "int8": "I8", "fp32": "F32"}  # in a safetensors header
+_BYTES = {"BF16": 2, "I8": 1, "F32": 4}
+_LEVELS = 127
+
+
+def write(folder: Path, params: Tree, dtype: DType) -> wire_folder.Tensors:
+    """Writes wire.safetensors; returns its size and hash.
+
+    Raises:
+      UserError: a value is not finite.
+    """
+    tensors: dict[str, np.ndarray] = {}
+    for name, leaf in tree.flatten_paths(jax.device_get(params)).items():
+        values = np.asarray(leaf, np.float32)
+        if not np.isfinite(values).all():
+            raise UserError(f"{name}: a value is not finite, the run has diverged; train it again with a smaller rate")
+        tensors |= _pack(name, values, dtype)
+    file = folder / TENSORS
+    with whole(file) as partial:
+        save_file(tensors, str(partial), metadata={"format": "np"})
+    return _measure(file)
+
+
+def part_bytes(params: Tree, dtype: DType) -> dict[str, int]:
+    """Returns the bytes in the file of each part of the tree, as "encoder/body", the largest first."""
+    found: dict[str, int] = {}
+    for name, (kind, shape) in _expect(tree.flatten_paths(params), dtype).items():
+        part = "/".join(name.split("/")[:2])
+        found[part] = found.get(part, 0) + _BYTES[kind] * math.prod(shape)
+    return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def read(folder: Path, shapes: Tree) -> Tree:
+    """Returns the arrays of a wire folder on the shardings of `shapes`.
+
+    Raises:
+      UserError: the file is missing, not what config.json says, or its tensors are not those of `shapes`.
+    """
+    wire, file = wire_folder.read(folder), folder / TENSORS
+    if not file.is_file():
+        raise UserError(f"{file}: missing: a wire folder has {wire_folder.CONFIG} and {TENSORS}; {REMEDY}")
+    found = _measure(file)
+    for key in ("bytes", "sha256"):
+        there, stated = getattr(found, key), getattr(wire.tensors, key)
+        if there != stated:
+            raise UserError(f"{file}: {key}={there}, {wire_folder.CONFIG} states {stated}: it is damaged; {REMEDY}")
+    flat, stored = tree.flatten_paths(shapes), read_safetensors(file)
+    _check(file, stored, _expect(flat, wire.dtype))
+    placed = [jax.device_put(_unpack(stored, name, leaf), leaf.sharding) for name, leaf in flat.items()]
+    return jax.tree.unflatten(jax.tree.structure(shapes), placed)
+
+
+def _expect(flat: Mapping[str, Any], dtype: DType) -> dict[str, tuple[str, tuple[int, ...]]]:
+    """Returns tensor name -> (type, shape) of the file that holds these leaves."""
+    wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
+    for name, leaf in flat.items():
+        if not _is_packed(leaf.shape):
+            wanted[name] = "F32", tuple(leaf.shape)
+            continue
+        wanted[name] = _KINDS[dtype], tuple(leaf.shape)
+        if dtype == "int8":
+            wanted[name + SCALE] = "F32", (*leaf.shape[:-1], 1)
+    return wanted
+
+
+def _check(file: Path, stored: Mapping[str, Stored], wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
+    """Refuses missing and further tensors, and other types or shapes."""
+    for name in sorted(stored.keys() | wanted.keys()):
+        here = (stored[name].kind, stored[name].shape) if name in stored else None
+        if here != wanted.get(name):
+            there, asked = (f"{one[0]} {one[1]}" if one else "(absent)" for one in (here, wanted.get(name)))
+            raise UserError(f"{file}: tensor {name:.200} is {there}, its configuration wants {asked}; {REMEDY}")
+
+
+def _is_packed(shape: tuple[int, ...]) -> bool:
+    return len(shape) > 1 and math.prod(shape) >= SMALL
+
+
+def _pack(name: str, values: np.ndarray, dtype: DType) -> dict[str, np.ndarray]:
+    if dtype == "fp32" or not _is_packed(values.shape):
+        return {name: np.asarray(values, order="C")}
+    if dtype == "bf16":
+        return {name: np.ascontiguousarray(values.astype(ml_dtypes.bfloat16))}
+    largest = np.abs(values).max(axis=-1, keepdims=True)
+    scale = np.where(largest > 0, largest / _LEVELS, 1).astype(np.float32)
+    codes = np.rint(values / scale).clip(-_LEVELS, _LEVELS).astype(np.int8)
+    return {name: np.ascontiguousarray(codes), name + SCALE: scale}
+
+
+def _unpack(stored: Mapping[str, Stored], name: str, leaf: Any) -> np.ndarray:
+    if stored[name].kind != "I8":
+        return read_tensor(stored[name], leaf.dtype)
+    codes, scale = read_tensor(stored[name], np.int8), read_tensor(stored[name + SCALE], np.float32)
+    return (codes.astype(np.float32) * scale).astype(leaf.dtype)
+
+
+def _measure(file: Path) -> wire_folder.Tensors:
+    with file.open("rb") as stream:
+        return wire_folder.Tensors(file.stat().st_size, hashlib.file_digest(stream, "sha256").hexdigest())

@@ -1,0 +1,82 @@
+"""Exported wires: config.json, and arrays whose hash it states."""
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import msgspec
+import numpy as np
+
+from lw_jax.core import config
+from lw_jax.core.tree import flatten_paths
+from lw_jax.training import run_folder, wire_folder, wire_tensors
+from lw_jax.training.wire_folder import CONFIG, TENSORS
+from tests import runs
+from tests.chaos import mutations
+from tests.chaos.cases import Kind, Sample
+from tests.chaos.kinds_model import changed_safetensors, is_finite
+from tests.chaos.mutations import Files
+
+SHAPES = {
+    "adapters": {"llama": {"gain": jax.ShapeDtypeStruct((), jnp.float32)}},
+    "encoder": {"head": jax.ShapeDtypeStruct((64, 65), jnp.float32)},  # large enough to have codes
+}
+
+
+def _write(folder: Path) -> None:
+    draw = np.random.default_rng(0)
+    params = jax.tree.map(lambda leaf: np.asarray(draw.normal(size=leaf.shape), np.float32), SHAPES)
+    cfg = run_folder.read_config(runs.write_run(folder / "run"))
+    for path in sorted((folder / "run").iterdir()):
+        path.unlink()
+    (folder / "run").rmdir()
+    model = wire_folder.Model("folder/llama", True, "0" * 32, {"model.safetensors": "0" * 64})
+    wire = wire_folder.Wire(
+        format=wire_folder.FORMAT,
+        version=wire_folder.VERSION,
+        made_by="test",
+        step=3,
+        dtype="int8",
+        tensors=wire_tensors.write(folder, params, "int8"),
+        models={"llms/llama": model, "llms/qwen": model, "encoder": model},
+        configuration=config.to_dict(cfg),
+    )
+    (folder / CONFIG).write_text(json.dumps(msgspec.to_builtins(wire)), "utf-8")
+
+
+def _sign(sample: Sample, tensors: bytes) -> Files:
+    """Returns changed arrays with a config.json that states their hash: someone may mean them."""
+    told = json.loads(sample[CONFIG])
+    told["tensors"] = {"bytes": len(tensors), "sha256": hashlib.sha256(tensors).hexdigest()}
+    return {TENSORS: tensors, CONFIG: json.dumps(told).encode()}
+
+
+def _load(folder: Path) -> Any:
+    cfg = wire_folder.read_config(folder)
+    return cfg, wire_folder.read(folder), wire_tensors.read(folder, SHAPES)
+
+
+def _judge(value: Any, folder: Path, changed: bool) -> str:
+    del changed
+    cfg, wire, params = value
+    found, wanted = flatten_paths(params), flatten_paths(SHAPES)
+    if not is_finite(params) or any(found[name].shape != leaf.shape for name, leaf in wanted.items()):
+        return "arrays of another shape, NaN or infinite"
+    if hashlib.sha256((folder / TENSORS).read_bytes()).hexdigest() != wire.tensors.sha256:
+        return "arrays that are not those of config.json"
+    return "" if cfg.recipe == "latentwire" and wire.version == 1 else f"{wire.version} {cfg.recipe}"
+
+
+def _mutate(sample: Sample) -> Any:
+    signed = changed_safetensors(sample[TENSORS]).map(lambda data: _sign(sample, data))
+    makers = {
+        CONFIG: [mutations.json_file(sample[CONFIG])] * 4 + [mutations.changed_bytes(sample[CONFIG])],
+        TENSORS: [mutations.changed_bytes(sample[TENSORS], near=300)],
+    }
+    return mutations.files(sample, makers) | signed
+
+
+KINDS = [Kind(row="exported wires", name="wire", write=_write, mutate=_mutate, load=_load, judge=_judge, weight=0.6)]

@@ -1,0 +1,321 @@
+"""Exported wires: what is in the folder, who may read it, and what is said of damaged ones."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import huggingface_hub
+import jax
+import msgspec
+import numpy as np
+import pytest
+from huggingface_hub import ModelCard
+from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
+from safetensors.numpy import save_file
+
+import lw_jax
+import run
+from lw_jax.commands import export, train
+from lw_jax.core import tree
+from lw_jax.core.errors import UserError
+from lw_jax.hub.tensor_files import read_safetensors, read_tensor
+from lw_jax.inference import evaluation
+from lw_jax.recipes import join
+from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.training import run_folder, wire_folder, wire_tensors
+from sharding import placement
+from tests import runs, tiny
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+TEXT, QUESTION = "Mira keeps a copper lantern in the old mill.", "What does Mira keep?"
+TOLERANCE = 0.01  # nats of an answer token, between a run's fp32 wire and its bf16 or int8 export
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+def make(root, **changes):
+    body = {"kind": "lm", "layers": 1, "source": str(tiny.readers(root)["llama"]), "rate": 0.5}
+    changes = {f"encoder__{key}": value for key, value in body.items()} | changes
+    return tiny.make_config(
+        root, **{"mesh__placement": "single", "train__steps": 2, "train__checkpoint_every": 2} | changes
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(root, tmp_path_factory):
+    """(folder, wire) of a run whose encoder has a trained body."""
+    folder, cfg = tmp_path_factory.mktemp("own run"), make(root)
+    run_folder.write_workdir(folder, cfg=cfg, base={}, command=["run.py", "--config", "my own.py"])
+    assert train.main(cfg, resolved={}, workdir=folder) == 0
+    (folder / "eval.json").write_text(json.dumps(runs.evaluation()), "utf-8")
+    return folder, lw_jax.load_wire(folder)
+
+
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory):
+    """Wire folders by the type of their matrices."""
+    folder, wire = trained
+    found = {dtype: tmp_path_factory.mktemp("wires") / dtype for dtype in ("fp32", "bf16", "int8")}
+    for dtype, at in found.items():
+        assert export.main(wire.recipe.cfg, resolved={}, workdir=folder, folders={"wire": at}, dtype=dtype) == 0
+    return found
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def test_fresh_process_on_other_devices_with_everything_moved_says_the_same(root, trained, exported, tmp_path):
+    wire = trained[1]
+    shutil.copytree(exported["fp32"], tmp_path / "wire")
+    moved = {}
+    for name, at in tiny.readers(root).items():
+        moved[f"llms.{name}.source"] = str(shutil.copytree(at, tmp_path / "models" / name))
+    moved |= {"encoder.source": moved["llms.llama.source"], "mesh.placement": "replicate"}
+    code = f"""
+import jax, json, lw_jax
+wire = lw_jax.load_wire("wire", config={moved!r})
+message = wire.write({TEXT!r})
+told = [wire.read(message, reader, {QUESTION!r}) for reader in ("llama", "qwen")]
+print(json.dumps([wire.recipe.placement.data, wire.step, message.hex(), told]))
+"""
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "4"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    )
+    message = wire.write(TEXT)
+    told = [wire.read(message, reader, QUESTION) for reader in ("llama", "qwen")]
+    assert json.loads(done.stdout.splitlines()[-1]) == [4, 2, message.hex(), told]
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_smaller_types_keep_the_likelihood_and_are_what_the_format_says(trained, exported, dtype):
+    own, other = trained[1], lw_jax.load_wire(exported[dtype])
+    nll = [
+        np.mean([one["nll"] for one in evaluation.measure(wire).records if one["row"] == "latents"])
+        for wire in (own, other)
+    ]
+    assert 0 < abs(nll[0] - nll[1]) < TOLERANCE
+    stored = read_safetensors(exported[dtype] / wire_folder.TENSORS)
+    values, found = tree.flatten_paths(own.trainable), tree.flatten_paths(other.trainable)
+    assert {key.removesuffix(wire_tensors.SCALE) for key in stored} == values.keys()
+    kinds = {"F32"}
+    for name, wanted in values.items():
+        kinds.add(stored[name].kind)
+        step = np.zeros(())  # between neighbouring values
+        if stored[name].kind == "BF16":
+            step = abs(np.asarray(wanted)) * 2.0**-7
+        elif stored[name].kind == "I8":
+            step = read_tensor(stored[name + wire_tensors.SCALE], np.float32)
+            assert abs(read_tensor(stored[name], np.int8)).max() == 127, name
+        assert (abs(np.asarray(found[name]) - np.asarray(wanted)) <= 0.5001 * step).all(), name
+    assert kinds == {"F32", {"bf16": "BF16", "int8": "I8"}[dtype]}
+
+
+def test_card_and_configuration_say_what_it_is(root, trained, exported):
+    folder = exported["bf16"]
+    assert {path.name for path in folder.iterdir()} == {"config.json", "wire.safetensors", "README.md"}
+    card = ModelCard.load(folder / "README.md")
+    assert (card.data.library_name, card.data.pipeline_tag) == ("latentwire-jax", "question-answering")
+    assert [one.metric_value for one in card.data.eval_results] == [0.5, 0.5]
+    wire = wire_folder.read(folder)
+    reader = tiny.readers(root)["qwen"]
+    (sha256,) = wire.models["llms/qwen"].sha256.values()
+    for told in (sha256, "text | ", "shuffled | ", "run.py --config 'my own.py'", "16 samples", "--config.llms.qwen"):
+        assert told in card.text, told
+    assert str(reader) not in card.text and wire.models["llms/qwen"].source == str(reader)
+    assert wire_folder.read_config(folder) == trained[1].recipe.cfg
+
+
+def sign(folder, **changes):
+    """Writes config.json anew: with the hash of the tensors, and `changes`."""
+    at = folder / "config.json"
+    told = json.loads(at.read_text("utf-8"))
+    told["tensors"] = msgspec.to_builtins(wire_tensors._measure(folder / "wire.safetensors"))
+    at.write_text(json.dumps(told | changes), "utf-8")
+
+
+def change_tensors(folder, change):
+    at = folder / "wire.safetensors"
+    tensors = {name: read_tensor(one, np.float32) for name, one in read_safetensors(at).items()}
+    change(tensors)
+    save_file(tensors, at)
+    sign(folder)
+
+
+def flip(folder):
+    data = bytearray((folder / "wire.safetensors").read_bytes())
+    data[-9] ^= 4
+    (folder / "wire.safetensors").write_bytes(data)
+
+
+GAIN = "adapters/llama/gain"
+DAMAGE = {
+    "flipped bit": (flip, r"wire\.safetensors: sha256="),
+    "cut": (lambda at: os.truncate(at / "wire.safetensors", 999), r"wire\.safetensors: bytes=999"),
+    "no tensors": (lambda at: (at / "wire.safetensors").unlink(), r"wire\.safetensors: missing"),
+    "no config": (lambda at: (at / "config.json").unlink(), r"config\.json: missing"),
+    "not JSON": (lambda at: (at / "config.json").write_text("{"), r"config\.json: broken JSON"),
+    "version": (lambda at: sign(at, version=2), r"config\.json: version=2"),
+    "format": (lambda at: sign(at, format="x"), r"config\.json: format='x'"),
+    "field": (lambda at: sign(at, code="import os"), r"config\.json: .*code"),
+    "step": (lambda at: sign(at, step=-1), r"config\.json: step=-1"),
+    "models": (lambda at: sign(at, models={}), r"models\.encoder"),
+    "configuration": (lambda at: sign(at, configuration={"seed": 1}), r"config\.json: configuration: "),
+    "pickle": (
+        lambda at: [(at / "wire.safetensors").write_bytes(b"\x80\x04."), sign(at)],
+        r"wire\.safetensors: .*head",
+    ),
+    "missing": (lambda at: change_tensors(at, lambda t: t.pop(GAIN)), f"tensor {GAIN} is .absent"),
+    "extra": (lambda at: change_tensors(at, lambda t: t.update(x=np.ones(2, np.float32))), "tensor x is F32"),
+    "shape": (lambda at: change_tensors(at, lambda t: t.update({GAIN: np.ones(3, np.float32)})), f"{GAIN} is .*3"),
+    "type": (lambda at: change_tensors(at, lambda t: t.update({GAIN: np.ones((), np.int8)})), f"{GAIN} is I8"),
+    "nan": (
+        lambda at: change_tensors(at, lambda t: t.update({GAIN: np.full((), np.nan, np.float32)})),
+        f"{GAIN} .*not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_refused_by_file_and_reason(exported, damage, tmp_path):
+    shutil.copytree(exported["fp32"], tmp_path / "wire")
+    change, words = DAMAGE[damage]
+    change(tmp_path / "wire")
+    with pytest.raises(UserError, match=words) as caught:
+        lw_jax.load_wire(tmp_path / "wire")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["llms.llama", "llms.qwen", "encoder"])
+def test_another_model_of_the_same_shape_is_refused_by_name_with_the_flag(exported, name, tmp_path):
+    family = "qwen2" if name == "llms.qwen" else "llama"
+    other = {f"{name}.source": str(tiny.write_reader(tmp_path, family, seed=1))}
+    with pytest.raises(UserError, match=rf"sha256 .*--config\.{name}\.source="):
+        lw_jax.load_wire(exported["fp32"], config=other)
+
+
+def test_models_that_stayed_behind_are_asked_for_by_flag(exported, tmp_path):
+    shutil.copytree(exported["fp32"], tmp_path / "wire")
+    text = (tmp_path / "wire" / "config.json").read_text("utf-8")
+    (tmp_path / "wire" / "config.json").write_text(text.replace("/readers/", "/gone/"), "utf-8")
+    with pytest.raises(UserError, match=r"which is not here; .*--config\.llms\.llama\.source="):
+        lw_jax.load_wire(tmp_path / "wire")
+
+
+@pytest.mark.parametrize("given", [{"encoder.slots": "3"}, {"prompt.anchor": "Go:"}, {"seed": "4"}])
+def test_what_the_wire_learned_with_cannot_be_replaced(exported, given):
+    with pytest.raises(UserError, match=rf"differs in {next(iter(given))}"):
+        lw_jax.load_wire(exported["fp32"], config=given)
+
+
+def test_verbs_read_it_and_write_nothing_into_it(exported, tmp_path, capsys, monkeypatch):
+    folder, before = exported["fp32"], contents(exported["fp32"])
+    refused = [["report"], ["eval"], ["train", "--config", str(ROOT / "configs/smoke.py")], ["export", "--wire", "x"]]
+    refused += [["eval", "--out", str(exported["int8"])], ["plan"], ["bench"], ["generate", "--prompt", "x"]]
+    for verb in refused:
+        assert run.main([*verb, "--workdir", str(folder)]) == 2, verb
+        assert "read-only" in capsys.readouterr().err, verb
+    assert run.main(["show", "--workdir", str(folder)]) in (0, None)
+    out = tmp_path / "results"
+    flags = ["--config.eval.examples=2", "--config.eval.curve=none", "--config.data.validation_limit=4"]
+    assert run.main(["eval", "--workdir", str(folder), "--out", str(out), *flags]) == 0
+    assert json.loads((out / "eval.json").read_text("utf-8"))["step"] == 2
+    assert contents(folder) == before
+
+
+def test_encoder_of_a_wire_folder_is_taken_with_its_own_body_alone(root, trained, exported, tmp_path):
+    cfg = make(root, only="qwen", encoder__run=str(exported["fp32"]), adapter__hidden=16)
+    assert join.read_config(cfg).encoder.slots == cfg.encoder.slots
+    recipe = LatentWire(cfg, placement.place("single", {"qwen": 1}, model=1, devices=jax.devices()[:1]))
+    own = trained[1].trainable["encoder"]
+    jax.tree.map(np.testing.assert_array_equal, recipe.build().trainable["encoder"], own)
+    other = make(
+        root, encoder__run=str(exported["fp32"]), encoder__source=str(tiny.write_reader(tmp_path, "llama", seed=1))
+    )
+    with pytest.raises(UserError, match=r"encoder\.run = .*the encoder's body .*sha256"):
+        join.read_trainable(other, {})
+
+
+def test_export_says_where_a_large_wire_has_its_bytes_and_replaces_wires_only(trained, tmp_path, capsys, monkeypatch):
+    folder, wire = trained
+    given = {"resolved": {}, "workdir": folder}
+    monkeypatch.setattr("lw_jax.inference.export.MOST_BYTES", 1000)
+    for _ in range(2):
+        assert export.main(wire.recipe.cfg, **given, folders={"wire": tmp_path / "new"}) == 0
+        told = capsys.readouterr().out
+        assert "over 0 MB: encoder/body has" in told and "--config.encoder.source=" in told
+    for taken in (tmp_path, folder):
+        with pytest.raises(UserError, match="no wire folder and not empty"):
+            export.main(wire.recipe.cfg, **given, folders={"wire": taken})
+        assert not (taken / "wire.safetensors").exists()
+
+
+# --- the hub
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """A hub of folders under tmp_path: repositories are pushed there and fetched from there."""
+    asked = []
+
+    class Api:
+        def __init__(self, **_):
+            pass
+
+        def create_repo(self, name, *, private, exist_ok):
+            assert private and exist_ok
+            if name.startswith("other/"):
+                raise HFValidationError(f"{name}: 403\nmore")
+            (tmp_path / name).mkdir(parents=True)
+            return f"https://hub/{name}"
+
+        def upload_folder(self, *, repo_id, folder_path, allow_patterns):
+            for pattern in allow_patterns:
+                shutil.copy(folder_path / pattern, tmp_path / repo_id)
+
+    def fetch(name, *, allow_patterns, ignore_patterns):
+        asked.append((name, allow_patterns))
+        if not (tmp_path / name).is_dir():
+            raise LocalEntryNotFoundError("offline\nmore")
+        return str(tmp_path / name)
+
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    return asked
+
+
+def test_wire_goes_to_the_hub_and_is_read_from_there(root, trained, exported, hub, tmp_path, capsys):
+    given = ["export", "--workdir", str(trained[0]), "--dtype", "fp32"]
+    assert run.main([*given, "--wire", str(tmp_path / "own"), "--push", "owner/wire"]) == 0
+    assert "https://hub/owner/wire" in capsys.readouterr().out
+    assert contents(tmp_path / "owner" / "wire") == contents(tmp_path / "own")
+    wire = lw_jax.load_wire("owner/wire")
+    assert wire.write(TEXT) == trained[1].write(TEXT)
+    assert hub == [("owner/wire", ["config.json", "wire.safetensors", "README.md"])]
+    assert run.main(["show", "--workdir", "owner/wire"]) in (0, None)
+    cfg = make(root, encoder__run="owner/wire")
+    assert join.read_config(cfg).encoder == trained[1].recipe.cfg.encoder
+
+
+def test_what_the_hub_refuses_or_has_not_is_one_line(trained, hub, tmp_path, capsys):
+    (tmp_path / "owner" / "model").mkdir(parents=True)
+    given = ["export", "--workdir", str(trained[0]), "--wire", str(tmp_path / "own"), "--push"]
+    for argv, words in (
+        ([*given, "other/wire"], "--push other/wire: the hub refuses"),
+        ([*given, "a/b/c"], "--push 'a/b/c'"),
+        (["show", "--workdir", "owner/model"], "owner/model: the hub's repository has no wire.safetensors"),
+        (["show", "--workdir", "owner/nothing"], "the hub does not give it (offline)"),
+        (["show", "--workdir", "runs/nothing"], "no run was started there"),
+        (["show", "--workdir", "tests/nothing"], "no run was started there"),
+    ):
+        assert run.main(argv) == 2
+        told = capsys.readouterr().err.splitlines()
+        assert words in told[-1], told
