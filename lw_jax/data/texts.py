@@ -36,7 +36,7 @@ class Texts:
         """Returns the width of a latent."""
         return self.encoded.width
 
-    def count_slots(self, indices: Sequence[int], ratio: np.ndarray | None = None) -> np.ndarray:
+    def count_slots(self, indices: Sequence[int], ratio: int | np.ndarray | None = None) -> np.ndarray:
         """Returns i32[b]: the slots of each text's message, as `Encoded.count_slots`."""
         return self.encoded.count_slots([self.groups[i][0] for i in indices], ratio)
 

@@ -17,9 +17,7 @@ SAME = 1e-5  # nats
 WINDOW = 24
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def make(root, devices=1, **changes):

@@ -20,10 +20,7 @@ GRADIENT = 2e-2  # of the largest in a leaf, likewise
 K = 7
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
-    return tmp_path / "teacher"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def make(root, **changes):
