@@ -38,8 +38,8 @@ def test_packed_readers_teach_too(tmp_path_factory):
     assert np.isfinite(found).all() and found.std() > 0
 
 
-def test_text_read_without_gradient_gives_the_gradient_of_the_whole_prompt(fixture_readers):
-    recipe = tiny.make_recipe(ROOT, only="qwen", compute__dtype="fp32")
+def test_text_read_without_gradient_gives_the_gradient_of_the_whole_prompt(root):
+    recipe = tiny.make_recipe(root, only="qwen", compute__dtype="fp32")
     encoded = recipe.data("validation", rows=taught_text.FIELDS)
     fields = jax.tree.map(jnp.asarray, encoded.collate([0, 1, 2], rows=taught_text.FIELDS)["readers"]["qwen"])
     params, size = recipe.load_frozen()["qwen"], jnp.float32(0.3)
