@@ -39,9 +39,13 @@ def test_every_method_runs_and_gives_its_line(tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("JAX_PLATFORMS", "cpu")
     reader = tiny.write_reader(tmp_path / "reader", "llama")
     tiny.write_bert(tmp_path / "bert")
+    body = (f"encoder.source={reader}", "encoder.window=128")
+    bodies = {
+        "original": (),
+        "xRAG-like": (f"encoder.source={tmp_path / 'bert'}", "encoder.window=48", "encoder.windows=8"),
+    }
     for name, changes in methods.ROWS.items():
-        source = {"xRAG-like": tmp_path / "bert", "original": ""}.get(name, reader)
-        monkeypatch.setitem(methods.ROWS, name, (*changes, f"encoder.source={source}"))
+        monkeypatch.setitem(methods.ROWS, name, (*changes, *bodies.get(name, body)))
     flags = [f"--config.{one}" for one in (*QUICK, f"llms.llama.source={reader}")]
     asked = ["--config", "configs/pairs_one.py", "--out", str(tmp_path), *flags]
     assert methods.main(asked) == 0
