@@ -9,14 +9,14 @@ once it has an eval.json. A row that collapses is told so and still gets its who
 --config. are passed to every row.
 """
 
-import argparse
-import csv
-import json
-import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from examples import row_runs
+
 BYTES = ("encoder.kind=bytes", "encoder.source=", "encoder.sha256=", "encoder.window=2048", "adapter.start=random")
 BERT = (
     "encoder.kind=bert",
@@ -45,70 +45,17 @@ FIGURES = ("nll", "gap_nll", "recovered_nll", "f1", "gap_f1")
 
 def main(argv: list[str]) -> int:
     """Runs what is missing, writes table.csv and prints the table; returns 1 where a row could not be run."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--config", required=True)
-    parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"some of: {', '.join(ROWS)}")
-    parser.add_argument("--seeds", default="0")
-    asked, flags = parser.parse_known_args(argv)
-    rows = asked.rows.split(",")
-    if unknown := [word for word in [*rows, *flags] if word not in ROWS and not word.startswith("--config.")]:
-        print(f"error: {unknown[0]!r} is no row and no --config. flag; rows: {', '.join(ROWS)}", file=sys.stderr)
-        return 2
-    found, failed = [], []
-    for seed in asked.seeds.split(","):
-        for row in rows:
-            folder = asked.out / f"{row.replace(' ', '-')}-{seed}"
-            own = [
-                "--config.train.alarm=warn",
-                *(f"--config.{change}" for change in ROWS[row]),
-                f"--config.seed={seed}",
-            ]
-            own += flags
-            if not (folder / "eval.json").exists() and not _run(asked.config, folder, own):
-                failed.append(f"{row}, seed {seed}")
-                continue
-            found += _read(folder, row, int(seed))
-    _write(asked.out / "table.csv", found)
-    print("\n".join(_markdown(found)))
-    for row in failed:
-        print(f"not run: {row}; its last words stand above", file=sys.stderr)
-    return 1 if failed else 0
+    return row_runs.main(row_runs.Bench(__doc__ or "", ROWS, FIGURES, _read), argv)
 
 
-def _run(config: str, folder: Path, flags: list[str]) -> bool:
-    for verb in (["train", "--config", config], ["eval"]):
-        command = [sys.executable, str(ROOT / "run.py"), *verb, "--workdir", str(folder)]
-        command += flags if verb[0] == "train" else [flag for flag in flags if flag.startswith("--config.eval.")]
-        if subprocess.run(command, check=False).returncode:
-            return False
-    return True
-
-
-def _read(folder: Path, row: str, seed: int) -> list[dict]:
+def _read(folder: Path, row: str, result: dict[str, Any]) -> list[dict[str, Any]]:
     """Returns a line for each reader: figures between rows, and those of the latents."""
-    result = json.loads((folder / "eval.json").read_text(encoding="utf-8"))
+    del folder
     lines = []
     for reader, rows in result["rows"].items():
         between = result["readers"][reader]
-        line = {"row": row, "seed": seed, "reader": reader, "step": result["step"]}
+        line = {"row": row, "reader": reader}
         lines.append(line | {key: between.get(key, rows["latents"].get(key)) for key in FIGURES})
-    return lines
-
-
-def _write(path: Path, found: list[dict]) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with path.open("w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, ["row", "seed", "reader", "step", *FIGURES])
-        writer.writeheader()
-        writer.writerows(found)
-
-
-def _markdown(found: list[dict]) -> list[str]:
-    lines = [f"| row | seed | reader | {' | '.join(FIGURES)} |", "|---" * (3 + len(FIGURES)) + "|"]
-    for line in found:
-        figures = ["-" if line[key] is None else f"{line[key]:.3f}" for key in FIGURES]
-        lines.append(f"| {line['row']} | {line['seed']} | {line['reader']} | {' | '.join(figures)} |")
     return lines
 
 

@@ -19,6 +19,7 @@ class EvalRow:
     slots: bool = True  # False: those of the message are masked
     swapped: bool = False  # the text has another answer in the place of its own
     taught: bool = False  # one learned vector stands between the two fields
+    compacted: bool = False  # the first field's keys and values are reduced to a message's positions
 
 
 ROWS = {
@@ -42,6 +43,17 @@ ROWS = {
         "the same words, the form of the answer taught by the learned vector",
         fields=("selected_context", "asked"),
         taught=True,
+    ),
+    "ceiling": EvalRow(
+        "its own keys and values of the text, reduced to the message's positions by attention matching",
+        fields=("context", "asked"),
+        compacted=True,
+    ),
+    "ceiling_taught": EvalRow(
+        "the same, the form of the answer taught by the learned vector",
+        fields=("context", "asked"),
+        taught=True,
+        compacted=True,
     ),
     "swapped": EvalRow("the message of the text with another answer in it", latents="own", literals=True, swapped=True),
     "swapped_text": EvalRow("the text with another answer in it", fields=("text",), swapped=True),

@@ -23,6 +23,7 @@ from lw_jax.evals.swaps import Swaps
 from lw_jax.evals.wire_functions import WireFunctions
 
 WIRE = ("before", "literals", "after", "channel", "task")  # a reader's fields around its latents
+PROBE, KEPT = "probe", "kept"  # of rows with a compacted text: see `ceiling.attach`
 ANSWER = ("answer_inputs", "targets", "weights")  # its scored fields
 
 
@@ -42,6 +43,10 @@ class Bench:
     def prompt(self, fields: Mapping[str, Any], name: str, *, row: str, latents: jax.Array | None) -> Any:
         """Returns a reader's prompt for one row from its placed fields; `latents` are None for text rows."""
         params = self.frozen[name]
+        if ROWS[row].compacted:
+            given = {key: fields[key] for key in ("before", *ROWS[row].fields, PROBE, KEPT)}
+            vectors = self.taught[name] if ROWS[row].taught else None
+            return self.functions.prompt_from_compacted_text(params, given, vectors, name)
         if ROWS[row].taught:
             given = {part: fields[key] for part, key in zip(("context", "asked"), ROWS[row].fields, strict=True)}
             return self.functions.prompt_from_taught_text(params, given, self.taught[name])
@@ -166,7 +171,8 @@ def positions(encoded: Encoded, reader: str, row: str, index: int, *, slots: int
     if made.latents:
         words = len(fields["literals"].ids[index]) if made.literals and "literals" in fields else 0
         return slots * made.slots + 1 + words
-    return sum(encoded.context_tokens[reader][field][index] for field in made.fields) + made.taught
+    held = (KEPT,) if made.compacted else made.fields
+    return sum(encoded.context_tokens[reader][field][index] for field in held) + made.taught
 
 
 def merge(groups: list[list[Any]]) -> list[Any]:

@@ -9,7 +9,8 @@ from jax.sharding import Mesh
 
 from lw_jax.core.types import Tree
 from lw_jax.losses import token_losses
-from lw_jax.models.wire import Prompt, Wire, taught_prompt, text_prompt, wire_prompt
+from lw_jax.models import attention_matching
+from lw_jax.models.wire import Prompt, Wire, compacted_prompt, taught_prompt, text_prompt, wire_prompt
 from sharding import place
 from sharding.placement import Placement
 
@@ -58,6 +59,19 @@ class WireFunctions:
     def prompt_from_taught_text(self):
         """Returns jitted (reader's parameters, {"context", "asked"}, vectors [k d]) -> Prompt."""
         return jax.jit(taught_prompt)
+
+    @functools.cached_property
+    def prompt_from_compacted_text(self):
+        """Returns jitted (reader's parameters, fields, vectors [k d] or None, name) -> Prompt; fields: `ceiling`."""
+
+        def build(params: Tree, fields: Mapping, vectors: jax.Array | None, name: str) -> Prompt:
+            reader, before = self.wire.readers[name], fields["before"]["mask"].sum(axis=1, keepdims=True)
+            text = attention_matching.join(params, fields["context"], fields["probe"], before=before)
+            kept = attention_matching.compact(params, reader.config, text, fields["kept"]["mask"], mode=reader.mode)
+            kept = kept._replace(k=reader.constrain(kept.k), v=reader.constrain(kept.v))
+            return compacted_prompt(params, fields, kept, vectors)
+
+        return jax.jit(build, static_argnames="name")
 
     @functools.cached_property
     def score(self):

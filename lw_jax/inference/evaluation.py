@@ -17,7 +17,17 @@ from lw_jax.data import prompt_tokens
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
 from lw_jax.data.literals import Scored
-from lw_jax.evals import comparison, control_rows, first_token, geometry, joint, quality_curve, selection, swaps
+from lw_jax.evals import (
+    ceiling,
+    comparison,
+    control_rows,
+    first_token,
+    geometry,
+    joint,
+    quality_curve,
+    selection,
+    swaps,
+)
 from lw_jax.evals.curve import MODEL, Curve
 from lw_jax.inference import taught_text
 from lw_jax.inference.trained_wire import TrainedWire
@@ -111,6 +121,8 @@ def measure(
         indices = spread(len(encoded), options.examples)
         scored = _score(recipe, [encoded.examples[index].context for index in indices])
         encoded = selection.attach(encoded, indices, scored, layout=recipe.layout)
+    if any(eval_rows.ROWS[row].compacted for row in options.rows):
+        encoded = ceiling.attach(encoded, spread(len(encoded), options.examples))
     if options.layers == "unstacked":
         _say("answers: layers unstacked (eval.layers)")
     return _fitting(

@@ -27,7 +27,7 @@ from lw_jax.data.batches import Encoded
 from lw_jax.data.loader import batches_of
 from lw_jax.hub import sources
 from lw_jax.losses import token_losses
-from lw_jax.models import adapter, wire
+from lw_jax.models import adapter, decoder, kv_prefix, rotary, wire
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import optimizers
 from sharding import place
@@ -115,7 +115,7 @@ def _programs(wired: wire.Wire, name: str, steps: int):
     optimizer = optimizers.make(OPTIM, phases=[optimizers.Phase(steps)], rates=((".*", 1.0),), abstract=shape)
 
     def loss(trainable: Tree, params: Tree, size: jax.Array, fields: Tree) -> tuple[jax.Array, jax.Array]:
-        prompt = wire.taught_prompt(params, fields, trainable["tasks"] * size)
+        prompt = _read_before(wired.readers[name], params, fields, trainable["tasks"] * size)
         logits = wired.answer_logits(params, name, prompt, fields)
         return token_losses.nll(logits, fields["targets"], fields["weights"])
 
@@ -129,6 +129,17 @@ def _programs(wired: wire.Wire, name: str, steps: int):
         return optax.apply_updates(trainable, updates), moments, total / weight
 
     return jax.jit(measure), jax.jit(apply), jax.jit(optimizer.init)
+
+
+def _read_before(reader: wire.Reader, params: Tree, fields: Tree, vectors: jax.Array) -> wire.Prompt:
+    """Returns `wire.taught_prompt` with the text's keys and values: what stands before the vector has no gradient."""
+    whole, context = wire.taught_prompt(params, fields, vectors), fields["context"]
+    if isinstance(reader.config.rope_scaling, rotary.LongRope):
+        return whole  # its frequencies depend on the whole length
+    x, width = decoder.embed(params, context["ids"]), context["mask"].shape[1]
+    read = kv_prefix.take(params, reader.config, x, mask=context["mask"], mode=reader.mode)
+    read = jax.lax.stop_gradient(read._replace(k=reader.constrain(read.k), v=reader.constrain(read.v)))
+    return wire.Prompt(whole.embeddings[:, width:], whole.mask[:, width:], kv_prefix=read)
 
 
 def _order(count: int, steps: int, *, seed: int) -> np.ndarray:

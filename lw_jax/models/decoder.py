@@ -275,6 +275,30 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     return Output(_normalise(cfg, x, params, "norm"), mixed, cache)
 
 
+def visit_attention(  # noqa: PLR0913  (as `forward`)
+    params: Tree,
+    cfg: DecoderConfig,
+    x: Float[Array, "b t d"],
+    *,
+    mask: Bool[Array, "b t"],
+    visit: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Tree],
+    mode: Mode = Mode(),  # noqa: B008  (frozen)
+) -> Tree:
+    """Returns `visit(q [b t h e], k [b t k e], v [b t k e], attend [b 1 t t])` of every layer, stacked.
+
+    q and k are turned at their positions; `attend` marks the keys that a query sees.
+    """
+    shared = _share(cfg, mask, _find_past(mask)[0], mode)
+
+    def body(x: jax.Array, weights: Tree) -> tuple[jax.Array, Tree]:
+        h = _normalise(cfg, x, weights, "attn_norm")
+        q = rotary.rotate(_linear(h, from_bits(weights), "q", shared.factors), shared.cos, shared.sin)
+        x, (k, v) = _layer(cfg, shared, mode.constrain(x), weights, ())
+        return x, visit(q, k, v, shared.attend)
+
+    return jax.lax.scan(body, x, params["layers"])[1]
+
+
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     """Normalises in fp32, casts back, then multiplies: the order of transformers' LlamaRMSNorm."""
     return weight.reshape((1,) * (x.ndim - 1) + weight.shape) * unit_rms(x, eps)

@@ -224,15 +224,28 @@ def taught_prompt(params: Tree, fields: Mapping[str, Any], vectors: Float[Array,
     return Prompt(jnp.concatenate([parts[0], taught, parts[1]], axis=1), jnp.concatenate(mask, axis=1))
 
 
+def compacted_prompt(
+    params: Tree, fields: Mapping[str, Any], kept: decoder.KVPrefix, vectors: Float[Array, "k d"] | None = None
+) -> Prompt:
+    """Returns the shared prefix, a text's kept keys and values in the place of the context, then the question.
+
+    `vectors`: as of `taught_prompt`, behind the kept keys.
+    """
+    asked, mask = decoder.embed(params, fields["asked"]["ids"]), fields["asked"]["mask"]
+    if vectors is not None:
+        taught = jnp.broadcast_to(vectors.astype(asked.dtype)[None], (len(asked), *vectors.shape))
+        asked = jnp.concatenate([taught, asked], axis=1)
+        mask = jnp.concatenate([jnp.ones(taught.shape[:2], bool), mask], axis=1)
+    return Prompt(asked, mask, _share(params, fields["before"]), kept)
+
+
 def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b n d"] | KeysValues) -> Prompt:
     """Returns BOS and template text, the soft prefix in the place of the context, literals, then the question.
 
     `fields["before"]` is the same in every row: its first row is the shared prefix.
     """
-    before, after = fields["before"], after_prefix(fields)
-    shared, own = None, None
-    if before["ids"].shape[1]:
-        shared = decoder.SharedPrefix(decoder.embed(params, before["ids"][:1]), before["mask"][:1])
+    after, own = after_prefix(fields), None
+    shared = _share(params, fields["before"])
     asked = decoder.embed(params, after["ids"])
     task = jnp.ones((len(asked), 1), bool)
     if isinstance(prefix, KeysValues):
@@ -244,3 +257,9 @@ def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b
         front, marks = prefix, jnp.concatenate([slots, task], axis=1)
     embeddings = jnp.concatenate([front.astype(asked.dtype), asked], axis=1)
     return Prompt(embeddings, jnp.concatenate([marks, after["mask"]], axis=1), shared, own)
+
+
+def _share(params: Tree, before: Mapping[str, jax.Array]) -> decoder.SharedPrefix | None:
+    if not before["ids"].shape[1]:
+        return None
+    return decoder.SharedPrefix(decoder.embed(params, before["ids"][:1]), before["mask"][:1])

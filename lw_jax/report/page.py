@@ -100,7 +100,8 @@ def _language(run: Run) -> dict[str, Any]:
 
 def _evaluation(run: Run) -> dict[str, Any]:
     found = run.evaluation
-    examples, count = tables.examples(run.predictions)
+    shown = tables.shown_rows(run.predictions)
+    examples, count = tables.examples(run.predictions, shown)
     return {
         "controls": [(reader, tables.control(rows)) for reader, rows in found.get("rows", {}).items()],
         "between": tables.between(found.get("readers", {})),
@@ -112,6 +113,7 @@ def _evaluation(run: Run) -> dict[str, Any]:
         "geometry": tables.geometry(found["latents"]) if found else None,
         "slots": _picture(figures.draw_slots(run.slots), "cosine between slots") if run.slots else "",
         "examples": examples,
+        "example_rows": [tables.TITLES[row] for row in shown],
         "example_count": count,
     }
 

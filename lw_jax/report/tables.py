@@ -10,7 +10,14 @@ from lw_jax.evals import verdict
 from lw_jax.evals.curve import COLUMNS, Curve
 from lw_jax.report.records import Run, to_number
 
-SHOWN = ("text", "latents", "shuffled")  # of `core.eval_rows.ROWS`, in the examples
+TITLES = {  # of rows in the examples
+    "text": "from the text",
+    "text_taught": "from the text, the form of the answer taught",
+    "message": "from its message",
+    "message_shuffled": "from another text's latents, its own literals",
+    "latents": "from its latents",
+    "shuffled": "from another text's latents",
+}
 HEADLINE = (
     "message",
     "message_shuffled",
@@ -76,7 +83,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Shown:
-    """One example with every reader's answers in the order of SHOWN; None for a row that was not measured."""
+    """One example with every reader's answers in the order of `shown_rows`; None for a row that was not measured."""
 
     question: str
     references: str
@@ -289,23 +296,32 @@ def _device(device: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str]
     return [*line, "unknown" if peak is None else f"{peak / 1e9:,.1f}", share]
 
 
-def examples(predictions: Sequence[Mapping[str, Any]]) -> tuple[list[Shown], int]:
+def shown_rows(predictions: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
+    """Returns the rows whose answers stand side by side: the text, the message and its control, as measured."""
+    measured = {record["row"] for record in predictions}
+    text = "text_taught" if "text_taught" in measured else "text"
+    if "message" in measured:
+        return text, "message", "message_shuffled", "latents"
+    return text, "latents", "shuffled"
+
+
+def examples(predictions: Sequence[Mapping[str, Any]], rows: Sequence[str]) -> tuple[list[Shown], int]:
     """Returns up to EXAMPLES examples spread evenly over the file, and the file's number of examples."""
     grouped: dict[int, dict[tuple[str, str], Mapping[str, Any]]] = {}
     for record in predictions:
         grouped.setdefault(record["index"], {})[record["reader"], record["row"]] = record
     found = list(grouped.values())
     count = min(EXAMPLES, len(found))
-    return [_show(found[i * len(found) // count]) for i in range(count)], len(found)
+    return [_show(found[i * len(found) // count], rows) for i in range(count)], len(found)
 
 
-def _show(records: Mapping[tuple[str, str], Mapping[str, Any]]) -> Shown:
+def _show(records: Mapping[tuple[str, str], Mapping[str, Any]], rows: Sequence[str]) -> Shown:
     first = next(iter(records.values()))
     readers = dict.fromkeys(reader for reader, _ in records)
     return Shown(
         question=_cut(first["question"]),
         references=_cut(" | ".join(first["answers"])),
-        readers={name: [_answer(records.get((name, row))) for row in SHOWN] for name in readers},
+        readers={name: [_answer(records.get((name, row))) for row in rows] for name in readers},
     )
 
 

@@ -105,6 +105,8 @@ def check_run(words: list[str]) -> None:
 
 def check_script(file: Path, words: list[str]) -> None:
     source = file.read_text("utf-8")
+    for driver in re.findall(r"^from examples import (\w+)$", source, re.MULTILINE):  # it has the flags
+        source += (file.parent / f"{driver}.py").read_text("utf-8")
     assignments, rest = take_assignments(words)
     flags = [word.partition("=")[0] for word in rest if word.startswith("--")]
     assert not (unknown := [flag for flag in flags if f'"{flag}"' not in source]), f"{file.name} has no {unknown}"

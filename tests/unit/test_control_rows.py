@@ -11,12 +11,12 @@ from lw_jax.core import eval_rows
 from lw_jax.core.types import Example
 from lw_jax.data.batches import other_examples
 from lw_jax.data.examples import spread
-from lw_jax.evals import comparison, control_rows, message_latents, swaps, verdict
+from lw_jax.evals import ceiling, comparison, control_rows, message_latents, swaps, verdict
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import placement
 from tests import tiny
 
-ROWS = ("text", "latents", "shuffled", "random", "zero", "none", "truncated")
+ROWS = ("text", "latents", "shuffled", "random", "zero", "none", "truncated", "ceiling")
 SWAPPED = ("swapped", "swapped_text")
 COUNT, BATCH = 7, 4  # the last batch is filled up
 SAME = 1e-5  # nats; the same program on the same numbers
@@ -32,6 +32,7 @@ def measured(tmp_path_factory):
     recipe = LatentWire(cfg, placement.place("single", {"qwen": 1}))
     built = recipe.build()
     encoded = recipe.data("validation", rows=eval_rows.fields_of(ROWS))
+    encoded = ceiling.attach(encoded, spread(len(encoded), COUNT))
     options = dataclasses.replace(cfg.eval, examples=COUNT, batch=BATCH, rows=(*ROWS, *SWAPPED), max_new_tokens=3)
     bench = tiny.make_bench(recipe, built)
     changed = swaps.make(encoded, spread(len(encoded), COUNT), layout=recipe.layout, fields=("text",))
@@ -162,6 +163,7 @@ def test_positions_are_those_that_hold_the_context(measured):
     of = {row: of_row(records, row, "positions") for row in ROWS}
     for row in ("latents", "shuffled", "random", "zero"):
         assert set(of[row]) == {slots + 1}, row
+    assert set(of["ceiling"]) == {slots + 1}
     assert set(of["none"]) == {0} and set(of["truncated"]) == {slots}
     for position, index in enumerate(found.indices):
         alone = len(tokenizer.encode_batch([found.encoded.examples[index].context])[0])

@@ -161,6 +161,20 @@ def test_twenty_examples_are_spread_over_the_file_with_right_answers_marked(page
     assert page.text("span").count("F1 50 %") == 20 * 2
 
 
+def test_examples_show_the_fair_text_row_and_the_whole_message_where_they_are_measured(tmp_path: Path) -> None:
+    folder = write_run(tmp_path / "run")
+    lines = predictions(2)
+    for row in ("text_taught", "message", "message_shuffled"):
+        lines += [line | {"row": row, "prediction": f"{row} of it"} for line in lines if line["row"] == "text"]
+    write_lines(folder / "predictions.jsonl", lines)
+    found = [text.split()[0] for tag, text in page_of(folder).texts if tag == "td" and " of it" in text]
+    assert found == ["text_taught", "message", "message_shuffled"] * 2 * 2
+    for row in ("message", "message_shuffled"):
+        lines = [line for line in lines if line["row"] != row]
+    assert tables.shown_rows(lines) == ("text_taught", "latents", "shuffled")
+    assert tables.shown_rows(predictions(2)) == ("text", "latents", "shuffled")
+
+
 def test_hostile_text_is_shown_and_never_becomes_an_element(tmp_path: Path) -> None:
     folder = write_run(tmp_path / f"run{HOSTILE.replace('/', '')}", data__passages=HOSTILE)
     lines = predictions(3)

@@ -1,9 +1,13 @@
 """lw_jax/inference/taught_text.py: the same vector under every placement, with packed readers too."""
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lw_jax.inference import taught_text
+from lw_jax.losses import token_losses
+from lw_jax.models import wire
 from tests import tiny
 
 SAME = 2e-3  # of values near 1, after a few steps of Adam
@@ -32,3 +36,23 @@ def test_packed_readers_teach_too(tmp_path_factory):
     root = tmp_path_factory.getbasetemp() / "readers"
     found = teach(root, llms__llama__weights="int8")
     assert np.isfinite(found).all() and found.std() > 0
+
+
+def test_text_read_without_gradient_gives_the_gradient_of_the_whole_prompt(root):
+    recipe = tiny.make_recipe(root, only="qwen", compute__dtype="fp32")
+    encoded = recipe.data("validation", rows=taught_text.FIELDS)
+    fields = jax.tree.map(jnp.asarray, encoded.collate([0, 1, 2], rows=taught_text.FIELDS)["readers"]["qwen"])
+    params, size = recipe.load_frozen()["qwen"], jnp.float32(0.3)
+    trainable = {"tasks": jax.random.normal(jax.random.key(0), (1, recipe.wire.readers["qwen"].config.width))}
+
+    def whole(trainable):
+        prompt = wire.taught_prompt(params, fields, trainable["tasks"] * size)
+        logits = recipe.wire.answer_logits(params, "qwen", prompt, fields)
+        return token_losses.nll(logits, fields["targets"], fields["weights"])
+
+    measure, *_ = taught_text._programs(recipe.wire, "qwen", 4)
+    (loss, _), found = measure(params, trainable, size, fields)
+    (expected, _), wanted = jax.value_and_grad(whole, has_aux=True)(trainable)
+    np.testing.assert_allclose(loss, expected, rtol=1e-5)
+    assert np.abs(wanted["tasks"]).max() > 1e-2
+    np.testing.assert_allclose(found["tasks"], wanted["tasks"], atol=1e-4 * float(np.abs(wanted["tasks"]).max()))

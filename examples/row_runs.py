@@ -1,0 +1,88 @@
+"""Driver of examples/ablate.py and methods.py: named changes of one configuration, each trained and evaluated.
+
+Each row has a folder of its own, goes on where it was stopped, and is not run again once it has an eval.json.
+"""
+
+import argparse
+import csv
+import dataclasses
+import json
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@dataclasses.dataclass(frozen=True)
+class Bench:
+    """A table of runs: what each changes, and which figures are read from it."""
+
+    description: str
+    rows: Mapping[str, Sequence[str]]  # name -> KEY=VALUE words
+    figures: tuple[str, ...]
+    read: Callable[[Path, str, dict[str, Any]], Iterable[dict[str, Any]]]  # (folder, row, eval.json) -> lines
+    first: str = "row"  # name of the first column
+    flags: tuple[str, ...] = ()  # of every row, before its own: KEY=VALUE words
+
+
+def main(bench: Bench, argv: Sequence[str]) -> int:
+    """Runs what is missing, writes table.csv and prints the table; returns 1 where a row could not be run."""
+    parser = argparse.ArgumentParser(
+        description=bench.description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--config", required=True)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--rows", default=",".join(bench.rows), help=f"some of: {', '.join(bench.rows)}")
+    parser.add_argument("--seeds", default="0")
+    asked, flags = parser.parse_known_args(argv)
+    rows = asked.rows.split(",")
+    if unknown := [word for word in [*rows, *flags] if word not in bench.rows and not word.startswith("--config.")]:
+        print(f"error: {unknown[0]!r} is no row and no --config. flag; rows: {', '.join(bench.rows)}", file=sys.stderr)
+        return 2
+    found, failed = [], []
+    for seed in asked.seeds.split(","):
+        for row in rows:
+            folder = asked.out / f"{row.replace(' ', '-')}-{seed}"
+            changes = ("train.alarm=warn", *bench.flags, *bench.rows[row], f"seed={seed}")
+            own = [*(f"--config.{change}" for change in changes), *flags]
+            if not (folder / "eval.json").exists() and not _run(asked.config, folder, own):
+                failed.append(f"{row}, seed {seed}")
+                continue
+            result = json.loads((folder / "eval.json").read_text(encoding="utf-8"))
+            found += [line | {"seed": int(seed), "step": result["step"]} for line in bench.read(folder, row, result)]
+    _write(asked.out / "table.csv", bench, found)
+    print("\n".join(_markdown(bench, found)))
+    for row in failed:
+        print(f"not run: {row}; its last words stand above", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def _run(config: str, folder: Path, flags: list[str]) -> bool:
+    for verb in (["train", "--config", config], ["eval"]):
+        command = [sys.executable, str(ROOT / "run.py"), *verb, "--workdir", str(folder)]
+        command += flags if verb[0] == "train" else [flag for flag in flags if flag.startswith("--config.eval.")]
+        if subprocess.run(command, check=False).returncode:
+            return False
+    return True
+
+
+def _write(path: Path, bench: Bench, found: list[dict[str, Any]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("w", newline="", encoding="utf-8") as file:
+        writer = csv.DictWriter(file, [bench.first, "seed", "reader", "step", *bench.figures])
+        writer.writeheader()
+        writer.writerows(found)
+
+
+def _markdown(bench: Bench, found: list[dict[str, Any]]) -> list[str]:
+    lines = [
+        f"| {bench.first} | seed | reader | {' | '.join(bench.figures)} |",
+        "|---" * (3 + len(bench.figures)) + "|",
+    ]
+    for line in found:
+        figures = ["-" if line[key] is None else f"{line[key]:.3f}" for key in bench.figures]
+        lines.append(f"| {line[bench.first]} | {line['seed']} | {line['reader']} | {' | '.join(figures)} |")
+    return lines

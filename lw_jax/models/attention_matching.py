@@ -1,0 +1,167 @@
+"""A text's keys and values reduced to fewer: attention matching (arXiv 2602.16284), without the bias of a key.
+
+What is kept could be a message: keys and values of every layer at consecutive positions behind the shared prefix.
+"""
+
+import functools
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
+from lw_jax.models import decoder, rotary
+from lw_jax.models.decoder import DecoderConfig, KVPrefix, Mode
+
+RIDGE = 1e-2  # x the mean square of the kept keys' shares of attention: pulls towards the values as they were
+_LEAST = -1e30  # score of a masked key
+_TINY = 1e-30
+
+
+class Text(NamedTuple):
+    """Embeddings to read: a shared prefix and a text, and behind them what asks for the text's keys."""
+
+    x: Float[Array, "b t d"]
+    mask: Bool[Array, "b t"]
+    before: Bool[Array, "b t"]  # the shared prefix
+    context: Bool[Array, "b t"]  # the text
+    asks: Bool[Array, "b q"]  # the last positions, where the queries count
+
+
+def join(
+    params: Tree, context: Mapping[str, jax.Array], probe: Mapping[str, jax.Array], *, before: Int[Array, "b 1"]
+) -> Text:
+    """Returns the text, a question about another one, and the text again: for its own questions, which come later.
+
+    Args:
+        params: the reader's.
+        context: {"ids", "mask"} of the shared prefix and the text.
+        probe: the same of the question.
+        before: tokens of the shared prefix.
+    """
+    own = context["mask"] & (jnp.cumsum(context["mask"], axis=1, dtype=jnp.int32) > before)
+    ids = jnp.concatenate([context["ids"], probe["ids"], context["ids"]], axis=1)
+    asks = jnp.concatenate([probe["mask"], own], axis=1)
+    none = jnp.zeros_like(asks)
+    return Text(
+        decoder.embed(params, ids),
+        jnp.concatenate([context["mask"], asks], axis=1),
+        jnp.concatenate([context["mask"] & ~own, none], axis=1),
+        jnp.concatenate([own, none], axis=1),
+        asks,
+    )
+
+
+def compact(  # noqa: PLR0913  (as `decoder.forward`)
+    params: Tree,
+    cfg: DecoderConfig,
+    text: Text,
+    slots: Bool[Array, "b m"],
+    *,
+    mode: Mode = Mode(),  # noqa: B008  (frozen)
+) -> KVPrefix:
+    """Returns keys and values of the text for `slots`, the first of them where the text has fewer tokens.
+
+    In each layer and head those keys are kept that have the largest root mean square of attention. They keep their
+    distance to what follows. Their values are fitted: the attention outputs of the asking queries are nearest to
+    those over the whole text.
+
+    Raises:
+        UserError: for a LongRope reader, where the joined text passes the length of its short frequencies.
+    """
+    scaling, length = cfg.rope_scaling, text.x.shape[1]
+    if isinstance(scaling, rotary.LongRope) and length > scaling.original_max_positions:
+        raise UserError(
+            f"config.eval.rows: 'ceiling' reads a text twice, {length} positions, a LongRope reader at most "
+            f"{scaling.original_max_positions}; leave the row out or shorten config.data.context_tokens"
+        )
+    slots = slots[:, : length - text.asks.shape[1]]
+    tokens = text.context.sum(axis=1, keepdims=True, dtype=jnp.int32)
+    kept = slots & (jnp.cumsum(slots, axis=1, dtype=jnp.int32) <= tokens)
+    visit = functools.partial(_match, cfg, text, kept)
+    keys, values = decoder.visit_attention(params, cfg, text.x, mask=text.mask, visit=visit, mode=mode)
+    return KVPrefix(keys, values, kept)
+
+
+def _match(  # noqa: PLR0913
+    cfg: DecoderConfig,
+    text: Text,
+    kept: Bool[Array, "b m"],
+    q: Float[Array, "b t h e"],
+    k: Float[Array, "b t k e"],
+    v: Float[Array, "b t k e"],
+    attend: Bool[Array, "b 1 t t"],
+) -> tuple[jax.Array, jax.Array]:
+    """Returns one layer's kept keys, not turned, and their values [b m k e]."""
+    keys, values = (one.astype(jnp.float32).swapaxes(1, 2) for one in (k, v))  # [b k t e]
+    asking = text.asks.shape[1]
+    queries = _by_head(q[:, -asking:].astype(jnp.float32), k.shape[2]) * cfg.head_dim**-0.5  # [b k g q e]
+    seen = attend[:, :, None, -asking:]
+    scores = jnp.where(seen, _scores(queries, keys), _LEAST)
+    # As the reader will see it: the text's other tokens are gone, so the shared prefix is so much nearer.
+    gone = (text.context.sum(axis=1, dtype=jnp.int32) - kept.sum(axis=1, dtype=jnp.int32))[:, None]
+    near = jnp.where(text.before[:, None, None, None], _scores(queries, _turn(cfg, keys, gone)), scores)
+    top = jnp.maximum(scores, near).max(axis=-1, keepdims=True)
+    whole = jnp.where(seen, jnp.exp(scores - top), 0.0)
+    counts = text.asks[:, None, None, :, None].astype(jnp.float32)
+    share = counts * whole / jnp.maximum(whole.sum(axis=-1, keepdims=True), _TINY)
+    wanted = jnp.einsum("bkgqt,bkte->bkgqe", share, values)
+
+    importance = jnp.where(text.context[:, None], jnp.square(share).sum(axis=(2, 3)), -jnp.inf)
+    chosen = jax.lax.top_k(importance, kept.shape[1])[1]  # [b k m]
+    keys_kept, values_kept = (jnp.take_along_axis(one, chosen[..., None], axis=2) for one in (keys, values))
+    own = jnp.take_along_axis(whole, chosen[:, :, None, None], axis=-1)
+    own = jnp.where(kept[:, None, None, None], own, 0.0)
+
+    rest = jnp.where(seen & ~text.context[:, None, None, None], jnp.exp(near - top), 0.0)
+    scale = counts / jnp.maximum(rest.sum(axis=-1, keepdims=True) + own.sum(axis=-1, keepdims=True), _TINY)
+    own, rest = own * scale, rest * scale
+    missing = wanted - jnp.einsum("bkgqt,bkte->bkgqe", rest, values) - jnp.einsum("bkgqm,bkme->bkgqe", own, values_kept)
+    values_kept = values_kept + _ridge(own, missing, kept.sum(axis=1))
+
+    # A slot's position turns a key: turned back by as much, it stands where it stood, seen from what follows.
+    slot = text.before.sum(axis=1, keepdims=True, dtype=jnp.int32) + jnp.cumsum(kept, axis=1, dtype=jnp.int32) - 1
+    keys_kept = _turn(cfg, keys_kept, -(slot + gone), stored=True)
+    shown = kept[:, :, None, None]
+    keys_kept, values_kept = (
+        jnp.where(shown, one.swapaxes(1, 2), 0.0).astype(k.dtype) for one in (keys_kept, values_kept)
+    )
+    return keys_kept, values_kept
+
+
+def _ridge(
+    shares: Float[Array, "b k g q m"], missing: Float[Array, "b k g q e"], count: Int[Array, " b"]
+) -> Float[Array, "b k m e"]:
+    """Returns the change of `count` kept values that explains best what is missing."""
+    gram = jnp.einsum("bkgqm,bkgqn->bkmn", shares, shares)
+    size = jnp.trace(gram, axis1=2, axis2=3) / jnp.maximum(count, 1).astype(jnp.float32)[:, None]
+    gram = gram + (RIDGE * size + _TINY)[..., None, None] * jnp.eye(gram.shape[-1])[None, None]
+    return jnp.linalg.solve(gram, jnp.einsum("bkgqm,bkgqe->bkme", shares, missing))
+
+
+def _scores(queries: Float[Array, "b k g q e"], keys: Float[Array, "b k t e"]) -> Float[Array, "b k g q t"]:
+    return jnp.einsum("bkgqe,bkte->bkgqt", queries, keys)
+
+
+def _by_head(q: Float[Array, "b q h e"], heads: int) -> Float[Array, "b k g q e"]:
+    rows, count, _, width = q.shape
+    return q.reshape(rows, count, heads, -1, width).transpose(0, 2, 3, 1, 4)
+
+
+def _turn(
+    cfg: DecoderConfig,
+    keys: Float[Array, "b k t e"],
+    by: Int[Array, "b t"] | Int[Array, "b 1"],
+    *,
+    stored: bool = False,
+) -> Float[Array, "b k t e"]:
+    """Returns turned keys, turned on by so many positions; `stored`: as they are before they are turned."""
+    size = cfg.rotated or cfg.head_dim
+    cos, sin = rotary.angles(jnp.abs(by), size=size, theta=cfg.rope_theta, scaling=cfg.rope_scaling)
+    gain = cfg.rope_scaling.gain if isinstance(cfg.rope_scaling, rotary.LongRope) else 1.0
+    gain = gain * gain if stored else gain  # that of the new turn, and that of the old one
+    sign = jnp.sign(by)[:, :, None, None].astype(jnp.float32)
+    return rotary.rotate(keys.swapaxes(1, 2), cos / gain, sign * sin / gain).swapaxes(1, 2)

@@ -1,0 +1,124 @@
+"""Keys and values of a text reduced by attention matching: all of them are the text, few are nearer than a choice."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.core.errors import UserError
+from lw_jax.models import attention_matching, decoder, kv_prefix, rotary
+
+SAME = 3e-5  # fp32, values of unit size: the same sums in another order
+NEARER = (
+    0.85  # a random reader attends to all alike; x the error of the same number of keys and values chosen at random
+)
+LENGTH, FEW = 24, 6
+
+CFG = decoder.DecoderConfig(
+    vocab=53,
+    width=26,
+    layers=3,
+    heads=6,
+    kv_heads=2,
+    head_dim=10,
+    ffn=34,
+    rope_theta=1e4,
+    norm_eps=1e-5,
+    max_positions=128,
+    tied=False,
+    qkv_bias=True,
+)
+LONG = rotary.LongRope((1.3,) * 5, (3.0,) * 5, 80, 1.1)
+KINDS = {
+    "": {},
+    "llama3": {"rope_scaling": rotary.Llama3Scaling(8.0, 1.0, 4.0, 16)},
+    "longrope": {"rope_scaling": LONG},
+    "part of a head": {"rotated": 4},
+    "layer norm": {"norm": "layer"},
+}
+BEFORE = 2  # tokens of the shared prefix
+PADDING = (3, 0)  # of the two texts
+
+
+def drawn(cfg):
+    return decoder.init(jax.random.key(1), cfg, jnp.float32, scale=0.4)
+
+
+def tokens(seed, lengths, width):
+    ids = np.random.default_rng(seed).integers(0, CFG.vocab, (len(lengths), width)).astype(np.int32)
+    mask = np.arange(width) >= width - np.array(lengths)[:, None]
+    return {"ids": jnp.asarray(ids), "mask": jnp.asarray(mask)}
+
+
+@pytest.fixture(scope="module")
+def fields():
+    before = tokens(0, (BEFORE,), BEFORE)
+    context = tokens(1, [LENGTH + BEFORE - one for one in PADDING], LENGTH + BEFORE)
+    for row, padding in enumerate(PADDING):
+        context["ids"] = context["ids"].at[row, padding : padding + BEFORE].set(before["ids"][0])
+    return {"before": before, "context": context, "asked": tokens(2, (4, 5), 5), "probe": tokens(3, (5, 3), 5)}
+
+
+def read(params, cfg, fields, prefix):
+    shared = decoder.SharedPrefix(decoder.embed(params, fields["before"]["ids"]), fields["before"]["mask"])
+    x, mask = decoder.embed(params, fields["asked"]["ids"]), fields["asked"]["mask"]
+    out = decoder.forward(params, cfg, x, mask=mask, shared_prefix=shared, kv_prefix=prefix)
+    return np.asarray(out.hidden)[np.asarray(mask)]
+
+
+def read_text(params, cfg, fields):
+    x = jnp.concatenate([decoder.embed(params, fields[key]["ids"]) for key in ("context", "asked")], axis=1)
+    mask = jnp.concatenate([fields[key]["mask"] for key in ("context", "asked")], axis=1)
+    hidden = decoder.forward(params, cfg, x, mask=mask).hidden[:, -fields["asked"]["mask"].shape[1] :]
+    return np.asarray(hidden)[np.asarray(fields["asked"]["mask"])]
+
+
+def compact(params, cfg, fields, room):
+    text = attention_matching.join(params, fields["context"], fields["probe"], before=jnp.full((2, 1), BEFORE))
+    slots = jnp.asarray(np.arange(max(room)) < np.array(room)[:, None])
+    return jax.jit(lambda: attention_matching.compact(params, cfg, text, slots))()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_as_many_slots_as_tokens_are_the_text(fields, kind):
+    cfg = dataclasses.replace(CFG, **KINDS[kind])
+    params = drawn(cfg)
+    found = compact(params, cfg, fields, (LENGTH, LENGTH))
+    np.testing.assert_array_equal(found.mask.sum(axis=1), [LENGTH - one for one in PADDING])
+    np.testing.assert_allclose(read(params, cfg, fields, found), read_text(params, cfg, fields), atol=10 * SAME)
+
+
+@pytest.mark.parametrize("kind", ["", "longrope"])
+def test_few_slots_are_nearer_to_the_text_than_tokens_chosen_at_random(fields, kind):
+    cfg = dataclasses.replace(CFG, **KINDS[kind])
+    params, rng = drawn(cfg), np.random.default_rng(0)
+    wanted = read_text(params, cfg, fields)
+    found = compact(params, cfg, fields, (FEW, FEW))
+    assert found.k.shape == (cfg.layers, 2, FEW, cfg.kv_heads, cfg.head_dim)
+    error = np.square(read(params, cfg, fields, found) - wanted).mean()
+    x, mask = decoder.embed(params, fields["context"]["ids"]), fields["context"]["mask"]
+    own = kv_prefix.take(params, cfg, x, mask=mask)
+    others = []
+    for _ in range(8):
+        chosen = np.stack([rng.permutation(np.arange(one + BEFORE, LENGTH + BEFORE))[:FEW] for one in PADDING])
+        k, v = (jnp.take_along_axis(one, chosen[None, :, :, None, None], axis=2) for one in (own.k, own.v))
+        prefix = decoder.KVPrefix(k, v, jnp.ones((2, FEW), bool))
+        others.append(np.square(read(params, cfg, fields, prefix) - wanted).mean())
+    assert error < NEARER * np.mean(others) and error < min(others)
+
+
+def test_an_example_has_its_own_number_of_slots(fields):
+    params = drawn(CFG)
+    both, one = (compact(params, CFG, fields, room) for room in ((FEW, 3), (FEW, FEW)))
+    np.testing.assert_array_equal(both.mask.sum(axis=1), (FEW, 3))
+    np.testing.assert_allclose(both.k[:, 0], one.k[:, 0], atol=SAME)
+    np.testing.assert_allclose(both.v[:, 0], one.v[:, 0], atol=10 * SAME)
+    assert not both.v[:, 1, 3:].any()
+
+
+def test_text_beyond_the_short_frequencies_is_refused(fields):
+    cfg = dataclasses.replace(CFG, rope_scaling=dataclasses.replace(LONG, original_max_positions=40))
+    with pytest.raises(UserError, match=r"eval\.rows.*ceiling.* 40"):
+        compact(drawn(cfg), cfg, fields, (FEW, FEW))

@@ -1,0 +1,65 @@
+"""examples/methods.py: every named configuration makes sense, trains, and its line is read from what it wrote."""
+
+import csv
+
+import pytest
+
+from examples import methods
+from lw_jax.core import config, config_file, validation
+from tests import tiny
+from tests.conftest import ROOT
+
+QUICK = (
+    "train.steps=2",
+    "train.eval_every=2",
+    "train.alarm_step=0",
+    "train.global_batch=8",
+    "optim.warmup_steps=1",
+    "data.cards=64",
+    "data.validation_limit=8",
+    "eval.examples=8",
+    "eval.taught_steps=1",
+    "eval.max_new_tokens=2",
+)
+
+
+@pytest.mark.parametrize("row", methods.ROWS)
+@pytest.mark.parametrize("file", ["configs/pairs.py", "configs/squad.py"])
+def test_every_method_is_a_valid_configuration_of_its_own(row, file):
+    values = config_file.load(file, root=ROOT)
+    before = config.digest(values)
+    config_file.override(values, dict(change.split("=", 1) for change in methods.ROWS[row]))
+    validation.validate(config.build(values))
+    assert config.digest(values) != before
+
+
+@pytest.mark.slow
+def test_every_method_runs_and_gives_its_line(tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    reader = tiny.write_reader(tmp_path / "reader", "llama")
+    tiny.write_bert(tmp_path / "bert")
+    body = (f"encoder.source={reader}", "encoder.window=128")
+    bodies = {
+        "original": (),
+        "xRAG-like": (f"encoder.source={tmp_path / 'bert'}", "encoder.window=48", "encoder.windows=8"),
+    }
+    for name, changes in methods.ROWS.items():
+        monkeypatch.setitem(methods.ROWS, name, (*changes, *bodies.get(name, body)))
+    flags = [f"--config.{one}" for one in (*QUICK, f"llms.llama.source={reader}")]
+    asked = ["--config", "configs/pairs_one.py", "--out", str(tmp_path), *flags]
+    assert methods.main(asked) == 0
+    with (tmp_path / "table.csv").open(newline="") as file:
+        lines = list(csv.DictReader(file))
+    wired = [line for line in lines if line["method"] in methods.ROWS]
+    assert [line["method"] for line in wired] == list(methods.ROWS)
+    assert {line["method"] for line in lines} == {*methods.ROWS, *methods.ALONE.values()}
+    held = {line["method"]: float(line["positions"]) for line in lines}
+    assert (held["original"], held["xRAG-like"], held["ARC-like"]) == (33, 2, 17) and held["ours"] > 17
+    assert held["selection"] <= held["ours"] + 1 and held["attention matching"] <= held["ours"] + 1
+    trained = {line["method"]: float(line["trainable_mb"]) for line in wired}
+    assert trained["ARC-like"] < trained["ICAE-like"], "a frozen body is not trained"
+    assert all(float(line["seconds_per_step"]) > 0 and float(line["nll"]) > 0 for line in wired)
+    capsys.readouterr()
+    monkeypatch.setattr(methods.row_runs.subprocess, "run", None)  # nothing is run again
+    assert methods.main(asked) == 0 and len(capsys.readouterr().out.splitlines()) == 2 + len(lines)
