@@ -62,8 +62,19 @@ class Encoder:
     pooling: str = key(
         "windows", "mean over contiguous windows, or cross-attention of learned queries", choices=("windows", "queries")
     )
+    rank: int = key(
+        0,
+        "rank of LoRA pairs (alpha = 2 x rank) beside all matrices of the body, which stays frozen (kind lm); 0: the "
+        "body itself is trained",
+        at_least=0,
+        at_most=FRAME,
+    )
     rate: float = key(
-        0.3, "learning rate of a pretrained body; 0 freezes it", unit="x optim.learning_rate", at_least=0, shapes="zero"
+        0.3,
+        "learning rate of a pretrained body, or of its pairs, which take several times a body's; 0 freezes it",
+        unit="x optim.learning_rate",
+        at_least=0,
+        shapes="zero",
     )
 
 

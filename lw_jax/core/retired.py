@@ -83,6 +83,7 @@ ADDED: dict[str, Any] = {
     "message.literals": 0,
     "message.dropout": 0.1,
     "encoder.ratio": 0,
+    "encoder.rank": 0,
     "stages.pretrain.ratios": (),
     "stages.answer.ratios": (),
     "data.questions": 1,
