@@ -56,6 +56,7 @@ BAD = [
     ({"encoder.kind": "bytes"}, "encoder.source = 'folder/encoder'"),
     ({"encoder.kind": "bytes", "encoder.source": "", "encoder.sha256": "0" * 64}, "encoder.source = '0"),
     ({"encoder.pooling": "max"}, "encoder.pooling = 'max'"),
+    ({"encoder.kind": "bert", "encoder.rank": 4}, "encoder.rank = 4.*'lm'.*'bert'"),
     ({"encoder.slots": 0}, "encoder.slots = 0.*above 0"),
     ({"encoder.width": -1}, "encoder.width = -1"),
     ({"encoder.window": 0}, "encoder.window = 0"),
