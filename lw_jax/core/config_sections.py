@@ -62,6 +62,14 @@ class Encoder:
     pooling: str = key(
         "windows", "mean over contiguous windows, or cross-attention of learned queries", choices=("windows", "queries")
     )
+    local: int = key(
+        0,
+        "tokens on each side that a token of the body attends to (kind lm); 0: all",
+        unit="tokens",
+        at_least=0,
+        at_most=FRAME,
+        shapes="zero",
+    )
     rank: int = key(
         0,
         "rank of LoRA pairs (alpha = 2 x rank) beside all matrices of the body, which stays frozen (kind lm); 0: the "

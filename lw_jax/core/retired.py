@@ -84,6 +84,7 @@ ADDED: dict[str, Any] = {
     "message.dropout": 0.1,
     "encoder.ratio": 0,
     "encoder.rank": 0,
+    "encoder.local": 0,
     "stages.pretrain.ratios": (),
     "stages.answer.ratios": (),
     "data.questions": 1,

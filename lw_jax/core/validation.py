@@ -130,6 +130,8 @@ def _check_encoder(cfg: Config) -> None:
         refuse("adapter.start", "aligned", rule)
     if encoder.rank and encoder.kind != "lm":
         refuse("encoder.rank", encoder.rank, f"needs encoder.kind 'lm', a decoder (it is {encoder.kind!r}); set 0.")
+    if encoder.local and encoder.kind != "lm":
+        refuse("encoder.local", encoder.local, f"needs encoder.kind 'lm', a decoder (it is {encoder.kind!r}); set 0.")
     if encoder.width > WIDEST:
         refuse("encoder.width", encoder.width, f"must be at most {WIDEST:,}.")
     if encoder.slots * encoder.width > MOST_VALUES:

@@ -59,7 +59,7 @@ def load_frozen(location: Path, layers: int, own: Precision, sharding: Sharding)
 
 
 def cut(body: Body, spec: config.Encoder) -> Body:
-    """Returns a body's shapes cut to the configured number of first layers (0: all), without its head.
+    """Returns a body's shapes cut to the configured number of first layers (0: all) and local attention, without head.
 
     Raises:
         UserError: it has too few layers, or fewer positions than the window.
@@ -74,4 +74,7 @@ def cut(body: Body, spec: config.Encoder) -> Body:
             "encoder.windows for longer texts"
         )
     found = dataclasses.replace(body, layers=spec.layers or body.layers)
-    return dataclasses.replace(found, tied=True) if isinstance(found, DecoderConfig) else found
+    if not isinstance(found, DecoderConfig):
+        return found
+    reach = min(filter(None, (found.window, spec.local + 1 if spec.local else 0)), default=0)
+    return dataclasses.replace(found, tied=True, window=reach)

@@ -357,7 +357,7 @@ class LatentWire:
         if spec.run:
             origin = f"of the run {spec.run}" + (f", {origin}" if spec.rank else "")
         shape = f"{spec.kind} {spec.pooling} {spec.slots}x{spec.width} layers {spec.layers}"
-        shape += f" rank {spec.rank}" if spec.rank else ""
+        shape += "".join(f" {key} {value}" for key in ("local", "rank") if (value := getattr(spec, key)))
         readers = {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()}
         return {"encoder": f"{shape}, {origin}"} | readers
 
