@@ -103,6 +103,14 @@ class Adapter:
         choices=("random", "aligned"),
         shapes="no",
     )
+    gain: float = key(
+        1.0,
+        "learning rate of the gains, which carry a prefix' size; above 1 lets learned vectors outgrow the reader's "
+        "embeddings",
+        unit="x optim.learning_rate",
+        above=0,
+        shapes="no",
+    )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,6 +80,7 @@ VALUES: dict[str, dict[str, str]] = {
 # keys that decide what a run learns and that older run folders lack -> what those runs did
 ADDED: dict[str, Any] = {
     "adapter.kind": "embeddings",
+    "adapter.gain": 1.0,
     "message.literals": 0,
     "message.dropout": 0.1,
     "encoder.ratio": 0,

@@ -50,7 +50,8 @@ class LatentWire:
     def rates(self) -> Rates:
         """Returns the learning rate multiples; a pretrained body, or its pairs, have their own."""
         encoder = ((f"encoder/{part}/.*", each) for part, each in encoder_rates(self.cfg).items())
-        return (*encoder, ("adapters/.*", 1.0))
+        gain = self.cfg.adapter.gain
+        return (*encoder, *((("adapters/.*gain", gain),) if gain != 1.0 else ()), ("adapters/.*", 1.0))
 
     @functools.cached_property
     def locations(self) -> dict[str, Path]:
