@@ -79,7 +79,7 @@ class Encoder:
     )
     rate: float = key(
         0.3,
-        "learning rate of a pretrained body, or of its pairs, which take several times a body's; 0 freezes it",
+        "learning rate of a pretrained body, or of its pairs, which want more (about 1); 0 freezes it",
         unit="x optim.learning_rate",
         at_least=0,
         shapes="zero",
