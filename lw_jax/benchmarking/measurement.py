@@ -166,11 +166,10 @@ class Measured:
 
     def encode(self) -> list[Row]:
         """Writes texts that fill the encoder's window."""
-        shapes, placed = self.recipe.abstract().trainable, self.recipe.shardings().trainable
-        trainable = timing.fill(place.place_shapes(shapes, placed))
+        trainable, body = timing.fill(workload.encoder(self.recipe))
         filled = self.fill(workload.texts(self.cfg, self.placement))
         encode = WireFunctions(self.recipe.wire, self.placement).encode
-        seconds = Spread.of(timing.repeat(lambda: encode(trainable, filled), repeats=self.repeats))
+        seconds = Spread.of(timing.repeat(lambda: encode(trainable, filled, body), repeats=self.repeats))
         return [encode_row(self.cfg, self.recipe, self.ceilings, seconds.median, seconds=seconds)]
 
     def answer(self) -> list[Row]:

@@ -20,7 +20,6 @@ from lw_jax.planning import decode_layout, gpus, hlo_counts, planner, roofline, 
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory_limit
 from lw_jax.training.recipe import unit_of
-from sharding import place
 from sharding import placement as placements
 
 PARTS = ("step", "encode", "answer")
@@ -100,8 +99,8 @@ class Predicted:
     def encode(self) -> list[Row]:
         """Compiles the writing of texts that fill the encoder's window."""
         source = workload.texts(self.cfg, self.placement)
-        shapes, placed = self.recipe.abstract().trainable, self.recipe.shardings().trainable
-        found = self._compile(jax.jit(self.recipe.wire.encode).lower(place.place_shapes(shapes, placed), source))
+        trainable, body = workload.encoder(self.recipe)
+        found = self._compile(jax.jit(self.recipe.wire.encode).lower(trainable, source, body))
         return [encode_row(self.cfg, self.recipe, self.ceilings, found["predicted_seconds"], **found)]
 
     def answer(self) -> list[Row]:

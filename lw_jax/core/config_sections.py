@@ -62,8 +62,27 @@ class Encoder:
     pooling: str = key(
         "windows", "mean over contiguous windows, or cross-attention of learned queries", choices=("windows", "queries")
     )
+    local: int = key(
+        0,
+        "tokens on each side that a token of the body attends to (kind lm); 0: all",
+        unit="tokens",
+        at_least=0,
+        at_most=FRAME,
+        shapes="zero",
+    )
+    rank: int = key(
+        0,
+        "rank of LoRA pairs (alpha = 2 x rank) beside all matrices of the body, which stays frozen (kind lm); 0: the "
+        "body itself is trained",
+        at_least=0,
+        at_most=FRAME,
+    )
     rate: float = key(
-        0.3, "learning rate of a pretrained body; 0 freezes it", unit="x optim.learning_rate", at_least=0, shapes="zero"
+        0.3,
+        "learning rate of a pretrained body, or of its pairs, which want more (about 1); 0 freezes it",
+        unit="x optim.learning_rate",
+        at_least=0,
+        shapes="zero",
     )
 
 
@@ -82,6 +101,14 @@ class Adapter:
         "aligned begins as a regression between the embedding tables of body and reader, or for kv from latents to the "
         "reader's own keys and values of the same words; learns far faster",
         choices=("random", "aligned"),
+        shapes="no",
+    )
+    gain: float = key(
+        1.0,
+        "learning rate of the gains, which carry a prefix' size; above 1 lets learned vectors outgrow the reader's "
+        "embeddings",
+        unit="x optim.learning_rate",
+        above=0,
         shapes="no",
     )
 

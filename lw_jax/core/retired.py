@@ -80,9 +80,12 @@ VALUES: dict[str, dict[str, str]] = {
 # keys that decide what a run learns and that older run folders lack -> what those runs did
 ADDED: dict[str, Any] = {
     "adapter.kind": "embeddings",
+    "adapter.gain": 1.0,
     "message.literals": 0,
     "message.dropout": 0.1,
     "encoder.ratio": 0,
+    "encoder.rank": 0,
+    "encoder.local": 0,
     "stages.pretrain.ratios": (),
     "stages.answer.ratios": (),
     "data.questions": 1,

@@ -59,4 +59,7 @@ class LossTerms:
         return LossTerms(self.sum + other.sum, self.weight + other.weight, self.terms | other.terms)
 
 
+# Stands among readers' names for what serves all of them (the encoder); no reader can have it.
+SHARED = ""
+
 EXACT = 16  # bits per value of an unquantised channel

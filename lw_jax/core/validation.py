@@ -128,6 +128,10 @@ def _check_encoder(cfg: Config) -> None:
     if cfg.adapter.start == "aligned" and (encoder.kind, encoder.pooling) != ("lm", "windows"):
         rule = "needs encoder.kind 'lm' and encoder.pooling 'windows' (an embedding table); set 'random'."
         refuse("adapter.start", "aligned", rule)
+    if encoder.rank and encoder.kind != "lm":
+        refuse("encoder.rank", encoder.rank, f"needs encoder.kind 'lm', a decoder (it is {encoder.kind!r}); set 0.")
+    if encoder.local and encoder.kind != "lm":
+        refuse("encoder.local", encoder.local, f"needs encoder.kind 'lm', a decoder (it is {encoder.kind!r}); set 0.")
     if encoder.width > WIDEST:
         refuse("encoder.width", encoder.width, f"must be at most {WIDEST:,}.")
     if encoder.slots * encoder.width > MOST_VALUES:

@@ -12,7 +12,7 @@ import numpy as np
 
 from lw_jax.core import config, processes
 from lw_jax.core.eval_rows import ROWS
-from lw_jax.core.types import Example, Tree
+from lw_jax.core.types import SHARED, Example, Tree
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
 from lw_jax.data.loader import batches_of
@@ -39,6 +39,10 @@ class Bench:
     place: Callable[[Tree, str | None], Tree]
     taught: Mapping[str, jax.Array] = dataclasses.field(default_factory=dict)  # reader's name -> vectors f32[k d]
     fetch: Callable[[Tree, str | None], Tree] = lambda tree, name: jax.device_get(tree)
+
+    def encode(self, source: Tree) -> jax.Array:
+        """Returns the latents of placed texts."""
+        return self.functions.encode(self.trainable, source, self.frozen.get(SHARED))
 
     def prompt(self, fields: Mapping[str, Any], name: str, *, row: str, latents: jax.Array | None) -> Any:
         """Returns a reader's prompt for one row from its placed fields; `latents` are None for text rows."""
@@ -117,8 +121,7 @@ def _encode(
     bench: Bench, encoded: Encoded, indices: Sequence[int], *, kinds: set[str], batch: int, seed: int
 ) -> dict[str, Sent]:
     def encode(source: Tree) -> np.ndarray:
-        latents = bench.functions.encode(bench.trainable, bench.place(source, None))
-        return np.asarray(bench.fetch(latents, None), np.float32)
+        return np.asarray(bench.fetch(bench.encode(bench.place(source, None)), None), np.float32)
 
     return message_latents.make(encode, encoded, indices, kinds=kinds, batch=batch, seed=seed)
 

@@ -8,7 +8,7 @@ import numpy as np
 
 from lw_jax.core import config, processes
 from lw_jax.core.eval_rows import MESSAGES
-from lw_jax.core.types import Example
+from lw_jax.core.types import SHARED, Example
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.loader import eval_batches
 from lw_jax.evals import answers
@@ -29,8 +29,9 @@ def pick(
     number of examples where no candidate has a cost. Adds "joint_nll" (None: no cost) and "picked" to every
     record of the row.
     """
-    row = next((one for one in MESSAGES if any(measured.of(name, one) for name in bench.frozen)), "")
-    readers = [name for name in bench.frozen if measured.of(name, row)]
+    known = [name for name in bench.frozen if name != SHARED]
+    row = next((one for one in MESSAGES if any(measured.of(name, one) for name in known)), "")
+    readers = [name for name in known if measured.of(name, row)]
     if len(readers) < 2:
         return None
     answered = [measured.of(name, row) for name in readers]  # [reader][example]

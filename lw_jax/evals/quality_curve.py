@@ -166,7 +166,7 @@ def _send(
         channel[:, 0] = size.count(encoded, rows)
         host = encoded.collate(rows, rows=(), channel=channel)
         source = bench.place(host["source"], None)
-        latents = np.asarray(bench.fetch(bench.functions.encode(bench.trainable, source), None), np.float32)
+        latents = np.asarray(bench.fetch(bench.encode(source), None), np.float32)
         placed = {name: bench.place(fields, name) for name, fields in host["readers"].items()}
         words = [encoded.examples[index].literals for index in rows]
         for bits in BITS:

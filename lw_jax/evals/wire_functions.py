@@ -27,7 +27,7 @@ class WireFunctions:
 
     @functools.cached_property
     def encode(self):
-        """Returns jitted (trainable, source) -> latents."""
+        """Returns jitted (trainable, source, frozen body or None) -> latents."""
         return jax.jit(self.wire.encode)
 
     def prompt_from_latents(

@@ -13,7 +13,7 @@ from lw_jax import recipes
 from lw_jax.core import config_file, runtime, tree, validation
 from lw_jax.core.config import Config, Encoder, build
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import Tree
+from lw_jax.core.types import SHARED, Tree
 from lw_jax.data import batches
 from lw_jax.data.literals import count_words
 from lw_jax.evals import answers
@@ -89,7 +89,7 @@ class TrainedWire:
 
     @functools.cached_property
     def encoder_fingerprint(self) -> str:
-        """16 hex digits of the encoder's weights; a message carries them."""
+        """16 hex digits of the encoder's trained weights; a message carries them."""
         return tree.digest(self.trainable["encoder"])[:16]
 
     def write(
@@ -119,7 +119,8 @@ class TrainedWire:
         if slots is None:
             channel = (int(source["channel"][0, 0]), *channel[1:])
         source |= {"channel": np.asarray([channel], np.int32)}
-        latents = self.functions.encode(self.trainable, self._put(source, self.functions.mesh_of(None)))
+        placed = self._put(source, self.functions.mesh_of(None))
+        latents = self.functions.encode(self.trainable, placed, self.frozen.get(SHARED))
         sent = np.asarray(latents[0, : channel[0], : channel[1]])
         chosen = self.recipe.surprisal.choose(text.strip(), words) if words else ()
         return codec.pack(sent, bits=bits, encoder=self.encoder_fingerprint, literals=chosen)
@@ -144,8 +145,9 @@ class TrainedWire:
         return self._answer(reader, self.functions.prompt_from_text(params, fields["text"]))
 
     def _fields(self, reader: str, text: str, question: str, **given: Any) -> tuple[Tree, Tree]:
-        if reader not in self.frozen:
-            raise UserError(f"reader {reader!r}: this wire has {', '.join(self.frozen)}")
+        known = self.recipe.wire.readers
+        if reader not in known:
+            raise UserError(f"reader {reader!r}: this wire has {', '.join(known)}")
         mesh = self.functions.mesh_of(reader)
         return self._put(self._batch(text, question, **given)["readers"][reader], mesh), self.frozen[reader]
 

@@ -44,7 +44,7 @@ class DecoderConfig:
     rope_scaling: rotary.Llama3Scaling | rotary.LongRope | None = None
     norm: str = "rms"  # "rms" | "layer": LayerNorm with a bias
     rotated: int = 0  # leading values of a head with rotary positions (0: all)
-    window: int = 0  # sliding attention window, the query included (0: none)
+    window: int = 0  # sliding attention window, the query included, without a causal mask to both sides (0: none)
 
 
 # Values that a layer saves for backward, by config.compute.remat.
@@ -409,7 +409,10 @@ def check_length(cfg: DecoderConfig, positions: int) -> None:
 def _attention_mask(
     keys: Bool[Array, "b s"], positions: Int[Array, "b t"], *, first: jax.Array, causal: bool, window: int
 ) -> jax.Array:
-    """bool [b 1 t s]: real keys, none later than the query or beyond its window; the first query has slot `first`."""
+    """bool [b 1 t s]: real keys, none beyond the query's window or, if causal, later; the first query has slot `first`.
+
+    Without the causal mask the window reaches as far ahead as behind.
+    """
     length = positions.shape[1]
     query_slot = first + jnp.arange(length, dtype=jnp.int32)
     key_slot = jnp.arange(keys.shape[1], dtype=jnp.int32)
@@ -417,7 +420,7 @@ def _attention_mask(
     allowed = keys[:, None, :] & allowed[None, :, :]
     if window:
         behind = positions[:, :, None] - (jnp.cumsum(keys, axis=1, dtype=jnp.int32) - 1)[:, None, :]
-        allowed = allowed & (behind < window)
+        allowed = allowed & ((behind if causal else jnp.abs(behind)) < window)
     return allowed[:, None, :, :]
 
 

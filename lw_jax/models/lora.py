@@ -70,6 +70,11 @@ def _last(pattern: re.Pattern[str], module: str) -> bool:
     return pattern.fullmatch(module.split(".")[1]) is not None
 
 
+def everywhere(rank: int) -> Lora:
+    """Returns pairs beside every matrix, alpha twice the rank, without dropout."""
+    return Lora(rank, 2.0 * rank, 0.0, tuple(MODULES))
+
+
 def make(*, rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> Lora:
     """Returns the adapters of a configuration; raises as `match` does."""
     matched = {name for names in match(targets).values() for name in names}

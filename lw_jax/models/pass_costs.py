@@ -2,10 +2,12 @@
 
 import dataclasses
 
-from lw_jax.models import memory_traffic, quant
+from lw_jax.core import tree
+from lw_jax.models import lora, memory_traffic, quant
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.encoder import BYTE_HEADS
+from lw_jax.models.lora import Lora
 from lw_jax.models.ttt import TTTConfig
 
 
@@ -136,6 +138,16 @@ def trained(cfg: DecoderConfig, one: Pass) -> Terms:
     read = (3 + again) * body_params(cfg) * one.size
     alive = forward_bytes(cfg, one) + cast
     return Terms(kept + cast, 3 * forward + again * _recomputed(cfg, one), traffic=moved, read=read, forward=alive)
+
+
+def adapted(cfg: DecoderConfig, pairs: Lora, one: Pass) -> Terms:
+    """Returns the terms of a frozen decoder body with trained pairs beside its matrices."""
+    return dataclasses.replace(found := frozen(cfg, one), flops=found.flops + 3 * pair_flops(cfg, pairs, one))
+
+
+def pair_flops(cfg: DecoderConfig, pairs: Lora, one: Pass) -> float:
+    """Returns the FLOPs of the pairs in a forward pass."""
+    return 2 * one.rows * one.positions * tree.count(lora.abstract(cfg, pairs))
 
 
 def trained_bert(cfg: BertConfig, one: Pass) -> Terms:

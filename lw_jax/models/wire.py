@@ -14,8 +14,9 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.precision import FP32, Precision
 from lw_jax.core.types import Tree
-from lw_jax.models import adapter, bert, decode, decoder, encoder, kv_prefix, products
+from lw_jax.models import adapter, bert, decode, decoder, encoder, kv_prefix, lora, products
 from lw_jax.models.adapter import KeysValues, KVAdapter, KVShape
+from lw_jax.models.lora import Lora
 from lw_jax.models.modules import Pure
 
 
@@ -31,6 +32,7 @@ class EncoderSpec:
     window: int  # tokens of one pass of the body
     body: decoder.DecoderConfig | bert.BertConfig | None
     precision: Precision = FP32  # of arithmetic; parameters are fp32
+    pairs: Lora | None = None  # beside the body's matrices, which are then frozen
 
     def head(self) -> Pure[encoder.Head]:
         """Describes the part after the body."""
@@ -76,35 +78,49 @@ class Reader:
 
 @dataclasses.dataclass(frozen=True)
 class Wire:
-    """One encoder, any number of readers by name; trainable: {"encoder": {"body", "head"}, "adapters": {name: ...}}."""
+    """One encoder, any number of readers by name; trainable: {"encoder": {"body", "head"}, "adapters": {name: ...}}.
+
+    An encoder with `pairs` has {"lora", "head"}: its body is frozen and given beside.
+    """
 
     encoder: EncoderSpec
     readers: Mapping[str, Reader]
     mode: decoder.Mode = decoder.Mode()  # of the encoder's body
 
     def init(self, key: jax.Array, *, body: Tree | None, embedding_rms: Mapping[str, jax.Array]) -> Tree:
-        """Draws the trainable parameters in fp32; `body` holds the pretrained weights of an lm encoder.
+        """Draws the trainable parameters in fp32; `body` holds the pretrained weights of an encoder that trains them.
 
         `embedding_rms[name]` is the size that reader's adapter starts with.
         """
         body_key, head_key, adapter_key = jax.random.split(key, 3)
-        if body is None:
-            body = encoder.make_bytes(self.encoder.width, self.encoder.layers).init(body_key)
+        if self.encoder.pairs is not None:
+            assert isinstance(self.encoder.body, decoder.DecoderConfig), "validation allows pairs for a decoder only"
+            learned = {"lora": lora.init(body_key, self.encoder.body, self.encoder.pairs)}
+        elif body is None:
+            learned = {"body": encoder.make_bytes(self.encoder.width, self.encoder.layers).init(body_key)}
+        else:
+            learned = {"body": body}
         adapters = {}
         for name, reader in self.readers.items():
             init_key, size_key = jax.random.split(jax.random.fold_in(adapter_key, zlib.crc32(name.encode())))
             adapters[name] = reader.start(
                 init_key, size_key, width=self.encoder.width, slots=self.encoder.slots, size=embedding_rms[name]
             )
-        return {"encoder": {"body": body, "head": self.encoder.head().init(head_key)}, "adapters": adapters}
+        return {"encoder": learned | {"head": self.encoder.head().init(head_key)}, "adapters": adapters}
 
-    def encode(self, trainable: Tree, source: Mapping[str, jax.Array]) -> Float[Array, "b m z"]:
+    def encode(
+        self, trainable: Tree, source: Mapping[str, jax.Array], body: Tree | None = None
+    ) -> Float[Array, "b m z"]:
         """Encodes {"ids" [b s], "mask" [b s], "channel" [b 3]} (right-padded) into fp32 latents.
 
         They have unit RMS in each row's first slots and the first width of them, and are 0 elsewhere. A source longer
-        than the body's window is encoded window by window and pooled as a whole.
+        than the body's window is encoded window by window and pooled as a whole. `body` is the frozen one of an encoder
+        with pairs.
         """
         params = products.cast(trainable["encoder"], self.encoder.precision)
+        if self.encoder.pairs is not None:
+            assert body is not None, "an encoder with pairs needs its frozen body"
+            params |= {"body": lora.attach(body, params["lora"], self.encoder.pairs)}
         ids, mask = source["ids"], source["mask"]
         window = min(self.encoder.window, ids.shape[1])
         mix = trainable["encoder"]["head"].get("mix")  # fp32, as what it sums

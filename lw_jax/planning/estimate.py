@@ -45,16 +45,15 @@ def estimate(program: StepSpec, recipe: Plannable, widths: Tree, micro_batch: in
     accumulation = program.accumulation(micro_batch)
     rows = program.cut(accumulation).micro_batch
     learner, terms = program.placement.learner, recipe.terms(widths, rows)
-    state, frozen = program.state(), program.frozen()
+    state, weights = program.state(), program.frozen_bytes()
     peaks, flops, wire = [], [], []
     for mesh in program.placement.meshes:
-        held = place.device_bytes((state["trainable"], state["opt_state"])) if mesh == learner else 0
+        held = weights[mesh] + (place.device_bytes((state["trainable"], state["opt_state"])) if mesh == learner else 0)
         shared = terms[""] if mesh == learner else Terms()
         working, work, sent, logits = shared.bytes, shared.flops, 0.0, 0.0
         for name, at in program.placement.readers.items():
             if at.mesh != mesh:
                 continue
-            held += place.device_bytes(frozen[name])
             one = terms[name]
             # What is shared lives on while the readers run, these one after the other.
             working, work, sent = max(working, shared.bytes + one.bytes), work + one.flops, sent + one.wire
@@ -69,11 +68,10 @@ def estimate(program: StepSpec, recipe: Plannable, widths: Tree, micro_batch: in
         wire.append(sent)
     fullest = max(range(len(peaks)), key=lambda i: sum(peaks[i][:2]))
     mesh = program.placement.meshes[fullest]
-    weights = sum(place.device_bytes(frozen[name]) for name, at in program.placement.readers.items() if at.mesh == mesh)
     needs = StepMemory(
         micro_batch=rows,
         accumulation=accumulation,
-        weights=weights,
+        weights=weights[mesh],
         trainable=place.device_bytes(state["trainable"]) if mesh == learner else 0,
         optimizer=place.device_bytes(state["opt_state"]) if mesh == learner else 0,
         batch=0,

@@ -58,7 +58,7 @@ def measure(step_spec: StepSpec, limit: MemoryLimit, *, compile: Compile) -> Val
 
 def _resident(step_spec: StepSpec) -> dict[Mesh, int]:
     """Returns the bytes of weights on one device of each mesh, the trainable ones included."""
-    found = validation_memory.weights_by_mesh(step_spec)
+    found = step_spec.frozen_bytes()
     found[step_spec.placement.learner] += place.device_bytes(step_spec.state()["trainable"])
     return found
 

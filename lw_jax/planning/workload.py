@@ -11,9 +11,10 @@ from lw_jax import recipes
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.precision import of, of_reader
-from lw_jax.core.types import Tree
-from lw_jax.models import decoder
+from lw_jax.core.types import SHARED, Tree
+from lw_jax.models import decoder, pass_costs
 from lw_jax.models.decoder import KVPrefix, SharedPrefix
+from lw_jax.models.pass_costs import Pass
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import place
 from sharding.placement import Placement
@@ -83,6 +84,13 @@ def reader(recipe: LatentWire, name: str) -> Tree:
     return place.place_shapes(recipe.abstract().frozen[name], recipe.shardings().frozen[name])
 
 
+def encoder(recipe: LatentWire) -> tuple[Tree, Tree]:
+    """Returns the trainable tree and a frozen body (None without one) as shapes where they lie."""
+    shapes, placed = recipe.abstract(), recipe.shardings()
+    body = place.place_shapes(shapes.frozen[SHARED], placed.frozen[SHARED]) if SHARED in shapes.frozen else None
+    return place.place_shapes(shapes.trainable, placed.trainable), body
+
+
 def _batch(cfg: Config, placement: Placement) -> int:
     return place.round_up(cfg.eval.batch, placement.data)
 
@@ -99,8 +107,16 @@ def step_flops(cfg: Config) -> float:
 
 
 def encode_flops(recipe: LatentWire, rows: int) -> float:
-    """Returns the FLOPs of encoding so many texts: a third of a training step's, whose backward pass costs twice."""
-    return recipe.terms(recipe.batch_widths(), rows)[""].flops / 3
+    """Returns the FLOPs of encoding so many texts: a third of a training step's, whose backward pass costs twice.
+
+    A frozen body's backward pass costs as much as the forward one, that of its pairs twice.
+    """
+    widths, spec = recipe.batch_widths(), recipe.wire.encoder
+    flops = recipe.terms(widths, rows)[SHARED].flops
+    if spec.pairs is None or not isinstance(spec.body, decoder.DecoderConfig):
+        return flops / 3
+    one = Pass(rows, widths["source"]["ids"].shape[0], 0, recipe.cfg.compute.remat, 4)
+    return (flops - pass_costs.pair_flops(spec.body, spec.pairs, one)) / 2
 
 
 def token_bytes(params: Tree, model: decoder.DecoderConfig, prompt: PromptShapes, tokens: int) -> float:

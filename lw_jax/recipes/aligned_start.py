@@ -13,22 +13,24 @@ from lw_jax.models import alignment
 PIECES = 4  # ids of a token string in another vocabulary, whose embeddings are averaged
 
 
-def align_encoder(params: Tree, width: int) -> Tree:
-    """Returns an lm encoder whose projection is its table's principal directions and whose mix is the embeddings."""
-    table, head = params["body"]["embed"], params["head"]
+def align_encoder(params: Tree, table: jax.Array, width: int) -> Tree:
+    """Returns an lm encoder whose projection is the principal directions of its table and whose mix the embeddings."""
+    head, table = params["head"], table.astype(jnp.float32)
     directions = jax.jit(alignment.principal_directions, static_argnames="width")(table, width)
     project = jax.tree.map(jnp.zeros_like, head["project"])
     project["kernel"] = project["kernel"].at[:, : directions.shape[1]].set(directions)
     return params | {"head": head | {"project": project, "mix": alignment.mix_logits(head["mix"].shape[0])}}
 
 
-def align_adapter(params: Tree, encoder: Tree, target: jax.Array, size: jax.Array, pieces: jax.Array) -> Tree:
+def align_adapter(
+    params: Tree, encoder: tuple[jax.Array, jax.Array], target: jax.Array, size: jax.Array, pieces: jax.Array
+) -> Tree:
     """Returns an adapter whose linear path is the regression from single tokens' latents to a reader's table.
 
-    `target` is the reader's table, `size` its RMS, `pieces` as `match_pieces` gives them.
+    `encoder` is the encoder's table and its projection's kernel, `target` the reader's table, `size` its RMS, `pieces`
+    as `match_pieces` gives them.
     """
-    table, directions = encoder["body"]["embed"], encoder["head"]["project"]["kernel"]
-    kernel = jax.jit(alignment.linear_map)(table, directions, target, pieces)
+    kernel = jax.jit(alignment.linear_map)(*encoder, target, pieces)
     zeros = jax.tree.map(jnp.zeros_like, params["down"])
     return params | {"skip": {"kernel": kernel}, "down": zeros, "gain": size.reshape(())}
 
@@ -43,11 +45,16 @@ def match_pieces(own: Tokenizer, reader: Tokenizer, count: int) -> jax.Array:
 
 
 def align(
-    trainable: Tree, tables: Mapping[str, jax.Array], sizes: Mapping[str, jax.Array], pieces: Mapping[str, jax.Array]
+    trainable: Tree,
+    table: jax.Array,
+    targets: Mapping[str, jax.Array],
+    sizes: Mapping[str, jax.Array],
+    pieces: Mapping[str, jax.Array],
 ) -> Tree:
-    """Returns the tree with every adapter aligned to its encoder."""
+    """Returns the tree with every adapter aligned to its encoder, whose body has this table."""
+    encoder = table.astype(jnp.float32), trainable["encoder"]["head"]["project"]["kernel"]
     adapters = {
-        name: align_adapter(params, trainable["encoder"], tables[name], sizes[name], pieces[name])
+        name: align_adapter(params, encoder, targets[name], sizes[name], pieces[name])
         for name, params in trainable["adapters"].items()
     }
     return trainable | {"adapters": adapters}

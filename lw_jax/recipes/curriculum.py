@@ -32,7 +32,8 @@ def encoder_rates(cfg: Config) -> dict[str, tuple[float, ...]]:
     """Returns each encoder part's learning rate multiple in each stage; 0 where it is frozen."""
     stages = [0.0 if cfg.encoder.run else stage.encoder for _, stage, _ in config.stages(cfg)]
     body = cfg.encoder.rate if cfg.encoder.kind != "bytes" else 1.0
-    return {"body": tuple(body * rate for rate in stages), "head": tuple(stages)}
+    learned = "lora" if cfg.encoder.rank else "body"
+    return {learned: tuple(body * rate for rate in stages), "head": tuple(stages)}
 
 
 class Curriculum:

@@ -5,10 +5,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
+from lw_jax.core.precision import Precision
 from lw_jax.core.types import Tree
 from lw_jax.hub import weights
 from lw_jax.models import bert, decoder, encoder
@@ -41,8 +44,22 @@ BODIES = {
 }
 
 
+def abstract_frozen(body: DecoderConfig, own: Precision) -> Tree:
+    """Returns a frozen decoder body as shapes, stored as its products take it."""
+    return encoder.keep_body(decoder.abstract(body, own.values, factors=own.factors))
+
+
+def load_frozen(location: Path, layers: int, own: Precision, sharding: Sharding) -> Tree:
+    """Loads the same, whole on each device of a sharding."""
+    whole = dataclasses.replace(weights.describe(location), layers=layers)
+    shardings = jax.tree.map(lambda leaf: sharding, decoder.abstract(whole, own.values, factors=own.factors))
+    return encoder.keep_body(
+        weights.load(location, dtype=own.values, factors=own.factors, layers=layers, shardings=shardings)
+    )
+
+
 def cut(body: Body, spec: config.Encoder) -> Body:
-    """Returns a body's shapes cut to the configured number of first layers (0: all), without its head.
+    """Returns a body's shapes cut to the configured number of first layers (0: all) and local attention, without head.
 
     Raises:
         UserError: it has too few layers, or fewer positions than the window.
@@ -57,4 +74,7 @@ def cut(body: Body, spec: config.Encoder) -> Body:
             "encoder.windows for longer texts"
         )
     found = dataclasses.replace(body, layers=spec.layers or body.layers)
-    return dataclasses.replace(found, tied=True) if isinstance(found, DecoderConfig) else found
+    if not isinstance(found, DecoderConfig):
+        return found
+    reach = min(filter(None, (found.window, spec.local + 1 if spec.local else 0)), default=0)
+    return dataclasses.replace(found, tied=True, window=reach)

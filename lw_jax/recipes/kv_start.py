@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from lw_jax.core.types import EXACT, Tree
+from lw_jax.core.types import EXACT, SHARED, Tree
 from lw_jax.data import batches, prompt_tokens, same_words
 from lw_jax.data.tokens import Tokenizer
 from lw_jax.models import decoder, kv_prefix
@@ -66,7 +66,7 @@ def start(
     chosen = _choose(texts, layout, aligned=aligned)
     latents = np.zeros((len(chosen), layout.slots, 0), np.float32)
     if aligned:
-        latents = _encode(wire, placement, layout, [text.ids for text in chosen], trainable)
+        latents = _encode(wire, placement, layout, [text.ids for text in chosen], weights)
     found = {}
     for name, reader in wire.readers.items():
         params, mesh = trainable["adapters"][name], placement.readers[name].mesh
@@ -103,9 +103,10 @@ def _choose(texts: Sequence[str], layout: prompt_tokens.Layout, *, aligned: bool
 
 
 def _encode(
-    wire: Wire, placement: Placement, layout: prompt_tokens.Layout, ids: list[np.ndarray], trainable: Tree
+    wire: Wire, placement: Placement, layout: prompt_tokens.Layout, ids: list[np.ndarray], weights: tuple[Tree, Tree]
 ) -> np.ndarray:
     """Returns the texts' latents f32 [n m z]."""
+    trainable, frozen = weights
     field = batches.source_field(ids, layout)
     rows = place.round_up(ROWS, placement.data)
     encode = jax.jit(wire.encode, out_shardings=place.whole(placement.learner))
@@ -114,7 +115,7 @@ def _encode(
         channel = np.tile(np.array([0, layout.width, EXACT], np.int32), (rows, 1))
         channel[:, 0] = layout.count_slots([ids[number] for number in chosen])
         source = place.rows(field.collate(chosen.tolist()) | {"channel": channel}, placement.learner)
-        found.append(np.asarray(encode(trainable, source)))
+        found.append(np.asarray(encode(trainable, source, frozen.get(SHARED))))
     return np.concatenate(found)[: len(ids)]
 
 

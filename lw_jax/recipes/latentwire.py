@@ -11,13 +11,13 @@ import jax.numpy as jnp
 from lw_jax.core import config, precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
-from lw_jax.core.types import EXACT, Example, LossTerms, Task, Tree
+from lw_jax.core.types import EXACT, SHARED, Example, LossTerms, Task, Tree
 from lw_jax.data import batches, examples, prompt_tokens
 from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
 from lw_jax.hub import architectures, weights
 from lw_jax.losses import chunked, objectives
-from lw_jax.models import adapter, codec, decoder, wire
+from lw_jax.models import adapter, codec, decoder, lora, wire
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.pass_costs import Terms
@@ -34,7 +34,10 @@ SHARED_PREFIX = 40  # tokens of a prompt before the context, assumed where no to
 
 
 class LatentWire:
-    """See `training.recipe.Recipe`. Trainable: {"encoder", "adapters"}; frozen: {reader's name: decoder}."""
+    """See `training.recipe.Recipe`. Trainable: {"encoder", "adapters"}; frozen: {reader's name: decoder}.
+
+    Of an encoder with LoRA pairs (encoder.rank) its body is frozen too, under `SHARED`.
+    """
 
     reader_bytes = staticmethod(frozen_models.reader_bytes)
 
@@ -45,9 +48,10 @@ class LatentWire:
 
     @property
     def rates(self) -> Rates:
-        """Returns the learning rate multiples; a pretrained body has a smaller one than random parameters."""
+        """Returns the learning rate multiples; a pretrained body, or its pairs, have their own."""
         encoder = ((f"encoder/{part}/.*", each) for part, each in encoder_rates(self.cfg).items())
-        return (*encoder, ("adapters/.*", 1.0))
+        gain = self.cfg.adapter.gain
+        return (*encoder, *((("adapters/.*gain", gain),) if gain != 1.0 else ()), ("adapters/.*", 1.0))
 
     @functools.cached_property
     def locations(self) -> dict[str, Path]:
@@ -91,9 +95,9 @@ class LatentWire:
 
     @functools.cached_property
     def _abstract(self) -> Weights:
-        body = None  # traced once: the planner asks some hundred times
-        if self.wire.encoder.body:
-            body = encoder_bodies.BODIES[self.cfg.encoder.kind].abstract(self.wire.encoder.body)
+        body, spec = None, self.wire.encoder  # traced once: the planner asks some hundred times
+        if spec.body and spec.pairs is None:
+            body = encoder_bodies.BODIES[self.cfg.encoder.kind].abstract(spec.body)
         sizes = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.wire.readers}
         key = jax.eval_shape(lambda: jax.random.key(0))
         trainable = jax.eval_shape(
@@ -103,10 +107,12 @@ class LatentWire:
             name: frozen_models.describe(reader.config, self.cfg, self.cfg.llms[name], self.placement.platform)
             for name, reader in self.wire.readers.items()
         }
+        if spec.pairs is not None and isinstance(spec.body, DecoderConfig):
+            frozen[SHARED] = encoder_bodies.abstract_frozen(spec.body, spec.precision)
         return Weights(trainable, frozen)
 
     def shardings(self) -> Weights:
-        """Returns both trees as NamedShardings: each reader by its placement, the trainable tree replicated."""
+        """Returns both trees as NamedShardings: each reader by its placement, the trainable tree and a body whole."""
         return self._shardings
 
     @functools.cached_property
@@ -116,6 +122,9 @@ class LatentWire:
             name: frozen_models.shardings(shapes.frozen[name], self.cfg.llms[name], at, name)
             for name, at in self.placement.readers.items()
         }
+        if SHARED in shapes.frozen:
+            whole = place.whole(self.placement.learner)
+            frozen[SHARED] = jax.tree.map(lambda leaf: whole, shapes.frozen[SHARED])
         trainable = rules.shardings(tables.TRAINABLE, shapes.trainable, self.placement.learner, name="trainable")
         return Weights(trainable, frozen)
 
@@ -124,9 +133,9 @@ class LatentWire:
         placed = self.shardings()
         readers: Tree = self.load_frozen() if frozen is None else frozen
         body = None
-        if self.body_location and self.wire.encoder.body:
+        if self.body_location and self.wire.encoder.body and self.wire.encoder.pairs is None:
             body = encoder_bodies.BODIES[self.cfg.encoder.kind].load(self.body_location, self.wire.encoder.body.layers)
-        sizes = {name: adapter.rms(one["embed"].astype(jnp.float32), axis=None) for name, one in readers.items()}
+        sizes = {name: adapter.rms(readers[name]["embed"].astype(jnp.float32), axis=None) for name in self.wire.readers}
         key = rngs.stream(self.cfg.seed, "trainable")
         init = jax.jit(
             lambda key, body, sizes: self.wire.init(
@@ -150,17 +159,18 @@ class LatentWire:
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract().trainable)
         return join.read_trainable(self.cfg, shapes)["encoder"]
 
-    def _align_encoder(self, trainable: Tree) -> Tree:
+    def _align_encoder(self, trainable: Tree, frozen: Tree) -> Tree:
         """Returns the tree with an aligned projection, unless a run gave the encoder."""
         if self.cfg.encoder.run:
             return trainable
-        return trainable | {"encoder": aligned_start.align_encoder(trainable["encoder"], self.wire.encoder.width)}
+        params, table = trainable["encoder"], _embedding(trainable, frozen)
+        return trainable | {"encoder": aligned_start.align_encoder(params, table, self.wire.encoder.width)}
 
     def _start_kv(self, trainable: Tree, readers: Tree) -> Tree:
         """Returns the tree with adapters that begin at their readers' own keys and values of training texts."""
         aligned = self.cfg.adapter.start == "aligned"
         if aligned:
-            trainable = jax.device_put(self._align_encoder(trainable), self.shardings().trainable)
+            trainable = jax.device_put(self._align_encoder(trainable, readers), self.shardings().trainable)
         found = self.curriculum.examples("train")
         texts = [self.layout.source_text(found[index]) for index in examples.spread(len(found), kv_start.TEXTS)]
         weights = trainable, readers
@@ -171,23 +181,26 @@ class LatentWire:
     def _align(self, trainable: Tree, readers: Tree, sizes: Mapping[str, jax.Array]) -> Tree:
         """Returns the tree with aligned adapters and, unless a run gave the encoder, an aligned projection."""
         assert self.body_location is not None  # validation allows the aligned start for a pretrained body only
-        trainable = self._align_encoder(trainable)
-        body_tokenizer, count = load_tokenizer(self.body_location), trainable["encoder"]["body"]["embed"].shape[0]
+        trainable, table = self._align_encoder(trainable, readers), _embedding(trainable, readers)
+        body_tokenizer, count = load_tokenizer(self.body_location), table.shape[0]
         pieces = {
             name: aligned_start.match_pieces(body_tokenizer, reader, count) for name, reader in self.tokenizers.items()
         }
-        embeddings = {name: place.replicate(one["embed"], self.placement.learner) for name, one in readers.items()}
-        return aligned_start.align(trainable, embeddings, sizes, pieces)
+        embeddings = {name: place.replicate(readers[name]["embed"], self.placement.learner) for name in pieces}
+        return aligned_start.align(trainable, table, embeddings, sizes, pieces)
 
     def load_frozen(self) -> Tree:
-        """Streams the readers' weights into their shards."""
-        placed = self.shardings().frozen
-        readers = {
+        """Streams the readers' weights, and those of a frozen body, into their shards."""
+        placed, spec = self.shardings().frozen, self.wire.encoder
+        readers: Tree = {
             name: frozen_models.load(at, self.cfg, self.cfg.llms[name], placed[name], self.placement.platform)
             for name, at in self.locations.items()
         }
         if self.cfg.loss.kl and self.cfg.loss.teacher_k:
             self._teacher.begin(readers)
+        if SHARED in placed and self.body_location and spec.body:
+            whole = place.whole(self.placement.learner)
+            readers[SHARED] = encoder_bodies.load_frozen(self.body_location, spec.body.layers, spec.precision, whole)
         return readers
 
     # --- data
@@ -266,20 +279,20 @@ class LatentWire:
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
         """Returns the terms of one pass per reader; the objective is the mean over all readers' answer tokens."""
-        shared = self.share(trainable, batch["source"], rng)
+        shared = self.share(trainable, batch["source"], rng, frozen.get(SHARED))
         branches = (
             self.branch(name, self.part(name, trainable), frozen[name], batch["readers"][name], shared, rng)
             for name in self.wire.readers
         )
         return functools.reduce(operator.add, branches)
 
-    def share(self, trainable: Tree, source: Tree, rng: jax.Array) -> Tree:
+    def share(self, trainable: Tree, source: Tree, rng: jax.Array, frozen: Tree = None) -> Tree:
         """Returns the latents after the channel; parts that the batch's stage freezes have no backward pass."""
         del rng  # nothing here is random
         encoder_params = trainable["encoder"]
         parts = {*self._always_frozen, *(source["frozen"].parts if "frozen" in source else ())}
-        frozen = {part: jax.lax.stop_gradient(encoder_params[part]) for part in parts}
-        latents = self.wire.encode({"encoder": encoder_params | frozen}, source)
+        still = {part: jax.lax.stop_gradient(encoder_params[part]) for part in parts}
+        latents = self.wire.encode({"encoder": encoder_params | still}, source, frozen)
         if self._channels:
             channel = source["channel"]
             latents = codec.send(latents, channel[:, 1], channel[:, 2], choices=self._channels)
@@ -343,8 +356,9 @@ class LatentWire:
         if self.body_location:
             origin = weights.fingerprint(self.body_location, describe=encoder_bodies.BODIES[spec.kind].describe)
         if spec.run:
-            origin = f"of the run {spec.run}"
+            origin = f"of the run {spec.run}" + (f", {origin}" if spec.rank else "")
         shape = f"{spec.kind} {spec.pooling} {spec.slots}x{spec.width} layers {spec.layers}"
+        shape += "".join(f" {key} {value}" for key in ("local", "rank") if (value := getattr(spec, key)))
         readers = {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()}
         return {"encoder": f"{shape}, {origin}"} | readers
 
@@ -406,6 +420,11 @@ class LatentWire:
         return wire_costs.terms(self.cfg, self.wire, self.placement, widths, rows=rows)
 
 
+def _embedding(trainable: Tree, frozen: Tree) -> jax.Array:
+    """Returns the embedding table of an encoder's pretrained body, trained or frozen."""
+    return (frozen[SHARED] if SHARED in frozen else trainable["encoder"]["body"])["embed"]
+
+
 def _wire(
     cfg: Config,
     placement: Placement,
@@ -423,6 +442,7 @@ def _wire(
         window=cfg.encoder.window,
         body=body,
         precision=own,
+        pairs=lora.everywhere(cfg.encoder.rank) if cfg.encoder.rank else None,
     )
     readers = {}
     for name, at in placement.readers.items():

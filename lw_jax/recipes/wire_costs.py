@@ -26,6 +26,8 @@ def terms(cfg: Config, wire: Wire, placement: Placement, widths: Tree, *, rows: 
     one = arithmetic.Pass(rows, positions, 0, cfg.compute.remat, jnp.dtype(spec.precision.values).itemsize)
     if isinstance(spec.body, BertConfig):
         found = arithmetic.trained_bert(spec.body, one)
+    elif spec.body is not None and spec.pairs is not None:
+        found = arithmetic.adapted(spec.body, spec.pairs, one)
     elif spec.body is not None:
         found = arithmetic.trained(spec.body, one)
     else:

@@ -48,15 +48,14 @@ def measure(step_spec: StepSpec, widths: Tree, accumulation: int, *, compile: Co
     """Compiles the step for its own devices and returns its memory."""
     parts = step_spec.lower(widths, accumulation)
     compiled = {name: (compile(part.lowered), part) for name, part in parts.items()}
-    state, frozen, batch = step_spec.state(), step_spec.frozen(), step_spec.batch(widths, accumulation)
-    resident = {mesh: _Resident() for mesh in step_spec.placement.meshes}
+    state, batch = step_spec.state(), step_spec.batch(widths, accumulation)
+    resident = {mesh: _Resident(weights=size) for mesh, size in step_spec.frozen_bytes().items()}
     learner = step_spec.placement.learner
     resident[learner].trainable = place.device_bytes(state["trainable"])
     resident[learner].optimizer = place.device_bytes(state["opt_state"])
     resident[learner].batch = place.device_bytes({key: value for key, value in batch.items() if key != "readers"})
     for name, at in step_spec.placement.readers.items():
         here = resident[at.mesh]
-        here.weights += place.device_bytes(frozen[name])
         here.batch += place.device_bytes(batch["readers"][name])
         if step_spec.placement.apart and at.mesh != learner:
             here.trainable += place.device_bytes(cast(Branched, step_spec.recipe).part(name, state["trainable"]))
@@ -136,10 +135,6 @@ def bytes_of(size: float) -> str:
 
 def placed_bytes(step_spec: StepSpec) -> int:
     """Returns the bytes of weights, trainable parameters and moments on the fullest device, without compiling."""
-    state, frozen = step_spec.state(), step_spec.frozen()
-    learner = step_spec.placement.learner
-    sizes = dict.fromkeys(step_spec.placement.meshes, 0)
-    sizes[learner] += place.device_bytes(state)
-    for name, at in step_spec.placement.readers.items():
-        sizes[at.mesh] += place.device_bytes(frozen[name])
+    sizes = step_spec.frozen_bytes()
+    sizes[step_spec.placement.learner] += place.device_bytes(step_spec.state())
     return max(sizes.values())

@@ -19,7 +19,10 @@ from sharding.placement import Placement
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Trainable and frozen parameters; gradients, optimizer state and checkpoints exist for the first only."""
+    """Trainable and frozen parameters; gradients, optimizer state and checkpoints exist for the first only.
+
+    The frozen ones are by reader; under `SHARED`, where there are any, those beside the trainable ones, on their mesh.
+    """
 
     trainable: Tree
     frozen: Tree
@@ -116,8 +119,11 @@ class Branched(Recipe, Protocol):
     The loss is the sum of the branches of the shared activations; a branch reads only its part of the trainable tree.
     """
 
-    def share(self, trainable: Tree, source: Tree, rng: jax.Array) -> Tree:
-        """Returns the shared activations [b ...], computed on the mesh of the trainable tree."""
+    def share(self, trainable: Tree, source: Tree, rng: jax.Array, frozen: Tree = None) -> Tree:
+        """Returns the shared activations [b ...], computed on the mesh of the trainable tree.
+
+        `frozen` is what the frozen tree has under `SHARED`, on the same mesh; None where it has nothing.
+        """
         ...
 
     def part(self, name: str, trainable: Tree) -> Tree:

@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from lw_jax.core import config
 from lw_jax.core.config import Config
-from lw_jax.core.types import Tree
+from lw_jax.core.types import SHARED, Tree
 from lw_jax.data.batches import Batch, fill
 from lw_jax.training import optimizers, train_step
 from lw_jax.training.recipe import Recipe
@@ -55,6 +55,15 @@ class StepSpec:
     def frozen(self) -> Tree:
         """Returns the abstract frozen weights."""
         return self._frozen
+
+    def frozen_bytes(self) -> dict[Mesh, int]:
+        """Returns the bytes of frozen weights on one device of each mesh."""
+        sizes = dict.fromkeys(self.placement.meshes, 0)
+        for name, part in self._frozen.items():
+            sizes[self.placement.learner if name == SHARED else self.placement.readers[name].mesh] += (
+                place.device_bytes(part)
+            )
+        return sizes
 
     @functools.cached_property
     def _state(self) -> State:

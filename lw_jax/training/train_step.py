@@ -20,7 +20,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from lw_jax.core import rng as rngs
-from lw_jax.core.types import LossTerms, Tree
+from lw_jax.core.types import SHARED, LossTerms, Tree
 from lw_jax.training.recipe import Branched, Recipe
 from sharding import place
 from sharding.placement import Placement
@@ -109,11 +109,11 @@ class _Staged:
         self._home = home = Shards(placement.learner, separate=_is_replicated(recipe))
         there = {name: Shards(at.mesh, separate=home.count > 1) for name, at in placement.readers.items()}
 
-        def share(trainable: Tree, source: Tree, step: jax.Array, index: jax.Array):
+        def share(trainable: Tree, source: Tree, step: jax.Array, index: jax.Array, frozen: Tree):
             rng = rngs.stream(seed, "loss", step)
 
             def one(source: Tree):
-                return jax.vjp(lambda learned: recipe.share(learned, source, rng), trainable)
+                return jax.vjp(lambda learned: recipe.share(learned, source, rng, frozen), trainable)
 
             shared, backward = home.map(one)(home.split(_at(source, index)))
             return home.join(shared), backward
@@ -174,7 +174,8 @@ class _Staged:
 
         Each is a sum per shard, with a leading axis of shards where there are several.
         """
-        shared, backward = self._share(state["trainable"], batch["source"], state["step"], index)
+        beside = frozen.get(SHARED)
+        shared, backward = self._share(state["trainable"], batch["source"], state["step"], index, beside)
         cotangents, found = [], {}
         for name, at in self.placement.readers.items():
             part, step = parts[name]
@@ -186,7 +187,7 @@ class _Staged:
         return {"": self._pull(backward, crossed), **found}
 
     def evaluate(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> LossTerms:
-        shared = self._forward_share(trainable, batch["source"], key)
+        shared = self._forward_share(trainable, batch["source"], key, frozen.get(SHARED))
         found = []
         for name, at in self.placement.readers.items():
             part, rng = place.replicate((self.recipe.part(name, trainable), key), at.mesh)
@@ -198,7 +199,7 @@ class _Staged:
         learner, count = self.placement.learner, jax.tree.leaves(batch)[0].shape[0]
         index = jax.ShapeDtypeStruct((), np.int32)
         trainable = state["trainable"]
-        share = self._share.trace(trainable, batch["source"], state["step"], index)
+        share = self._share.trace(trainable, batch["source"], state["step"], index, frozen.get(SHARED))
         shared, backward = share.out_info
         spec = self._home.spec
         if self._home.count > 1:
@@ -219,7 +220,7 @@ class _Staged:
         return programs
 
     def lower_evaluation(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> dict[str, Part]:
-        share = self._forward_share.trace(trainable, batch["source"], key)
+        share = self._forward_share.trace(trainable, batch["source"], key, frozen.get(SHARED))
         programs = {"share": Part(share.lower(), self.placement.learner)}
         for name, at in self.placement.readers.items():
             part = _shapes(self.recipe.part(name, trainable), at.mesh, P())
@@ -262,7 +263,8 @@ def _sequential_gradient(recipe: Branched) -> Callable[..., tuple[Tree, LossTerm
     """
 
     def gradient(trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> tuple[Tree, LossTerms]:
-        shared, backward = jax.vjp(lambda learned: recipe.share(learned, batch["source"], rng), trainable)
+        beside = frozen.get(SHARED)
+        shared, backward = jax.vjp(lambda learned: recipe.share(learned, batch["source"], rng, beside), trainable)
         gradients, cotangents, found = None, None, None
         for name, fields in batch["readers"].items():
             part, transpose = jax.vjp(functools.partial(recipe.part, name), trainable)

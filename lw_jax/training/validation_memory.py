@@ -126,17 +126,9 @@ class Compiled:
         return max(peaks.values())
 
 
-def weights_by_mesh(step_spec: StepSpec) -> dict[Mesh, int]:
-    """Returns the bytes of frozen weights on one device of each mesh."""
-    frozen, sizes = step_spec.frozen(), dict.fromkeys(step_spec.placement.meshes, 0)
-    for name, at in step_spec.placement.readers.items():
-        sizes[at.mesh] += place.device_bytes(frozen[name])
-    return sizes
-
-
 def resident_by_mesh(step_spec: StepSpec) -> dict[Mesh, int]:
     """Returns the bytes of weights and training state on one device of each mesh."""
-    sizes = weights_by_mesh(step_spec)
+    sizes = step_spec.frozen_bytes()
     sizes[step_spec.placement.learner] += place.device_bytes(step_spec.state())
     return sizes
 

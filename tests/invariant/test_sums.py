@@ -75,7 +75,7 @@ class Toy(Branched):
         }
         return {"source": rng.normal(size=(ROWS, TEXT)).astype(np.float32), "readers": readers}
 
-    def share(self, trainable, source, rng):
+    def share(self, trainable, source, rng, frozen=None):
         return shards.keep_rows(self.at.learner)(jnp.tanh(_bf16(source) @ _bf16(trainable["encoder"])))
 
     def part(self, name, trainable):

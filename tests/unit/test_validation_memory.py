@@ -108,7 +108,7 @@ def test_what_is_compiled_is_what_a_validation_takes(strategy, devices, tmp_path
     )
     assert (found.batch, found.largest, found.fits, found.compiled) == (16, 16, True, True)
     guess = validation_memory.estimate(program, recipe, recipe.validation_widths(), MemoryLimit(10**12, 1.0))
-    held = max(validation_memory.weights_by_mesh(program).values())
+    held = max(program.frozen_bytes().values())
     assert held < found.peak_bytes < 3 * guess.peak_bytes
     if strategy != "split":
         batch = validation_memory._batch(program, recipe.validation_widths(), 16)

@@ -1,0 +1,83 @@
+"""A run of LoRA pairs beside a frozen body: any placement, stopped and resumed, opened, joined."""
+
+import jax
+import numpy as np
+import pytest
+
+import lw_jax
+from lw_jax.commands import train
+from lw_jax.core import runtime
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import SHARED
+from lw_jax.training import run_folder
+from tests import tiny
+
+pytestmark = pytest.mark.slow
+
+LOSS = 1e-5  # relative, fp32 after six optimizer steps: sums in another order
+TEXT, QUESTION = "Mara Ellis lives in Lisbon.", "Where does Mara Ellis live?"
+
+
+@pytest.fixture(scope="module")
+def keys(root):
+    source = str(tiny.readers(root)["llama"])
+    return {"encoder__kind": "lm", "encoder__source": source, "encoder__rank": 3, "encoder__rate": 1.0}
+
+
+@pytest.fixture(scope="module")
+def whole(root, keys, tmp_path_factory):
+    return tiny.curve(tiny.make_recipe(root, **keys), tmp_path_factory.mktemp("whole"))
+
+
+def test_every_pair_moves_and_no_body_is_kept(root, keys, whole):
+    code, _, trainable = whole
+    assert code == 0 and set(trainable["encoder"]) == {"lora", "head"}
+    start = jax.device_get(tiny.make_recipe(root, **keys).build().trainable["encoder"]["lora"])
+    moved = jax.tree.map(lambda a, b: not np.array_equal(a, b), start, trainable["encoder"]["lora"])
+    assert all(jax.tree.leaves(moved))
+
+
+def test_stopped_run_goes_on_bit_equal(root, keys, whole, tmp_path):
+    code, before, _ = tiny.curve(tiny.make_recipe(root, **keys), tmp_path / "run", stop=lambda step: step == 4)
+    assert code == runtime.REQUEUE and before == whole[1][:4]
+    code, losses, trainable = tiny.curve(tiny.make_recipe(root, **keys), tmp_path / "run")
+    assert code == 0 and losses == whole[1]
+    jax.tree.map(np.testing.assert_array_equal, trainable, whole[2])
+
+
+@pytest.mark.parametrize(
+    "placed",
+    [
+        {"devices": 3, "train__micro_batch": 2},
+        {"devices": 2, "strategy": "fsdp"},
+        {"devices": 4, "model": 2, "strategy": "tensor"},
+        {"devices": 4, "strategy": "split"},
+        {"devices": 3, "strategy": "hybrid3", "train__micro_batch": 4},
+    ],
+    ids=lambda placed: placed.get("strategy", "replicate"),
+)
+def test_every_placement_gives_the_curve_of_one_device(root, keys, whole, placed, tmp_path):
+    _, losses, _ = tiny.unsaved_curve(tiny.make_recipe(root, **keys | placed), tmp_path / "run")
+    np.testing.assert_allclose(losses, whole[1], rtol=LOSS)
+
+
+def test_wire_opens_and_another_reader_joins_it(root, keys, tmp_path):
+    def run(reader, **changes):
+        cfg = tiny.make_config(
+            root,
+            only=reader,
+            **keys | {"mesh__placement": "single", "train__steps": 3, "train__checkpoint_every": 3} | changes,
+        )
+        folder = tmp_path / reader
+        run_folder.write_workdir(folder, cfg=cfg, base={}, command=["test"])
+        assert train.main(cfg, resolved={}, workdir=folder) == 0
+        return lw_jax.load_wire(folder)
+
+    first = run("llama")
+    joined = run("qwen", encoder__run=str(tmp_path / "llama"), seed=5)
+    jax.tree.map(np.testing.assert_array_equal, joined.trainable["encoder"], first.trainable["encoder"])
+    message = first.write(TEXT)
+    assert message == joined.write(TEXT)
+    assert isinstance(joined.read(message, "qwen", QUESTION), str)
+    with pytest.raises(UserError, match="llama"):
+        first.read(message, SHARED, QUESTION)

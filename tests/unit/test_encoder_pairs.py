@@ -1,0 +1,114 @@
+"""An encoder of LoRA pairs beside a frozen body: where it begins, what is trained and what it costs."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.core import tree
+from lw_jax.core.types import SHARED
+from lw_jax.planning import estimate, hlo_counts, workload
+from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.training.step_spec import StepSpec
+from tests import tiny
+
+RANK = 3
+
+
+def make(root, rank: int = RANK, **changes: object) -> LatentWire:
+    source = str(tiny.readers(root)["qwen"])
+    body = {"encoder__kind": "lm", "encoder__source": source, "encoder__layers": 2}
+    return tiny.make_recipe(root, **body | {"encoder__rank": rank} | changes)
+
+
+def texts(recipe: LatentWire):
+    return jax.tree.map(jnp.asarray, recipe.data("validation").collate(range(3))["source"])
+
+
+@pytest.mark.parametrize("changes", [{}, {"adapter__start": "aligned", "compute__dtype": "bf16"}], ids=["fp32", "bf16"])
+def test_fresh_pairs_give_the_latents_and_the_adapters_of_the_untouched_body(root, changes):
+    plain, paired = make(root, 0, **changes), make(root, **changes)
+    before, built = plain.build(), paired.build()
+    assert set(built.trainable["encoder"]) == {"lora", "head"} and SHARED not in before.frozen
+    jax.tree.map(np.testing.assert_array_equal, built.trainable["adapters"], before.trainable["adapters"])
+    encode, source = jax.jit(paired.wire.encode), texts(plain)
+    found = encode(built.trainable, source, built.frozen[SHARED])
+    np.testing.assert_array_equal(found, jax.jit(plain.wire.encode)(before.trainable, source))
+    for name in built.trainable["encoder"]["lora"]["layers"]:  # each pair is heard
+        pairs = jax.tree.map(lambda leaf: leaf, built.trainable["encoder"]["lora"])
+        pairs["layers"][name]["b"] += 0.1
+        moved = built.trainable | {"encoder": built.trainable["encoder"] | {"lora": pairs}}
+        assert np.abs(np.asarray(encode(moved, source, built.frozen[SHARED]) - found)).max() > 1e-3, name
+
+
+def test_frozen_body_has_the_shapes_that_are_planned_and_no_share_of_what_is_saved(root):
+    recipe = make(root, compute__dtype="bf16", devices=2)
+    shapes, built, program = recipe.abstract(), recipe.build(), StepSpec(recipe.cfg, recipe)
+    placed = jax.tree.map(lambda leaf, at: (leaf.shape, leaf.dtype, at), shapes.frozen, recipe.shardings().frozen)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype, leaf.sharding), built.frozen) == placed
+    (weights,) = program.frozen_bytes().values()
+    assert (
+        weights
+        == sum(map(tree.nbytes, built.frozen.values()))
+        > sum(tree.nbytes(built.frozen[n]) for n in ("llama", "qwen"))
+    )
+    needs = estimate.estimate(program, recipe, recipe.batch_widths(), 0, None).needs
+    assert needs.weights == weights and needs.trainable == tree.nbytes(shapes.trainable)
+    width, slots = shapes.frozen[SHARED]["embed"].shape[1], recipe.cfg.encoder.width
+    head = shapes.trainable["encoder"]["head"]
+    assert tree.count(head) == width * slots + slots + 3
+    assert tree.count(shapes.trainable["encoder"]) - tree.count(head) < tree.count(shapes.frozen[SHARED]["layers"])
+
+
+@pytest.mark.slow
+def test_gradient_of_fresh_pairs_is_that_of_the_body_s_matrices_through_them(root):
+    gradients = {}
+    for rank in (0, RANK):
+        recipe = make(root, rank)
+        built, source = recipe.build(), texts(recipe)
+
+        def loss(trainable, frozen, recipe=recipe, source=source):
+            return jnp.sum(jnp.sin(recipe.share(trainable, source, jax.random.key(0), frozen)))
+
+        gradients[rank] = jax.jit(jax.grad(loss))(built.trainable, built.frozen.get(SHARED))["encoder"]
+    body, pairs = gradients[0]["body"]["layers"], gradients[RANK]["lora"]["layers"]
+    drawn = built.trainable["encoder"]["lora"]["layers"]
+    for name, of_b in (("q", "lhed,lrd->lher"), ("o", "ldhe,lrhe->ldr"), ("down", "ldf,lrf->ldr")):
+        wanted = 2 * np.einsum(of_b, body[name], drawn[name]["a"])  # alpha / rank is 2
+        np.testing.assert_allclose(pairs[name]["b"], wanted, atol=1e-4 * np.abs(wanted).max())
+        assert not np.asarray(pairs[name]["a"]).any(), "b is zero"
+
+
+def test_stages_freeze_the_pairs_as_they_freeze_a_body(root):
+    recipe = make(root, stages__align__share=0.5, encoder__rate=0.7)
+    assert dict(recipe.rates)["encoder/lora/.*"] == pytest.approx((0.0, 0.7))
+    batch = recipe.data_schedule().batch(0, global_batch=8, seed=0, share=slice(0, 8))
+    assert batch["source"]["frozen"].parts == ("lora", "head")
+
+
+def test_run_that_gave_the_encoder_does_not_hide_the_body_s_fingerprint(root):
+    paired = make(root, encoder__run="runs/one").identity()["encoder"]
+    assert make(root).identity()["encoder"].split(", ")[1] in paired and f"rank {RANK}" in paired
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_a_step_has_no_gradient_of_the_body_s_matrices_as_the_costs_say(root):
+    compiled, told, written = {}, {}, {}
+    for rank in (0, RANK):
+        recipe = make(root, rank)
+        source = texts(recipe)
+
+        def loss(trainable, frozen, recipe=recipe, source=source):
+            return jnp.sum(jnp.sin(recipe.share(trainable, source, jax.random.key(0), frozen)))
+
+        trainable, body = workload.encoder(recipe)
+        compiled[rank] = hlo_counts.analyse(jax.jit(jax.grad(loss)).lower(trainable, body).compile().as_text()).flops
+        rows, length = source["ids"].shape
+        widths = recipe.batch_widths() | {"source": {"ids": jax.ShapeDtypeStruct((length,), jnp.int32)}}
+        told[rank] = recipe.terms(widths, rows)[SHARED].flops
+        written[rank] = workload.encode_flops(recipe, rows)
+    assert compiled[0] - compiled[RANK] == told[0] - told[RANK] > 0.2 * told[0]
+    pairs = tree.count(recipe.abstract().trainable["encoder"]["lora"])
+    tokens = rows * recipe.cfg.encoder.window
+    assert written[RANK] == written[0] + 2 * tokens * pairs
