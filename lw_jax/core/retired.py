@@ -83,6 +83,7 @@ ADDED: dict[str, Any] = {
     "message.literals": 0,
     "message.dropout": 0.1,
     "data.questions": 1,
+    "loss.kl_tasks": ("answer",),
 }
 
 
