@@ -113,7 +113,9 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
                 "--question": _value("TEXT", "may be repeated", kind=_text, action="append"),
                 "--write": _value("FILE", "write the text's message; '-' is standard output"),
                 "--bits": _value("N", "bits a value: 16, 8, 6, 4 or 2 (default: 8)", kind=_whole),
-                "--slots": _value("N", "send the first N latents (default: all)", kind=_whole),
+                "--slots": _value(
+                    "N", "send N latents (default: as encoder.ratio says, or encoder.slots)", kind=_whole
+                ),
                 "--width": _value("N", "send the first N values of each latent (default: all)", kind=_whole),
                 "--literals": _value("N", "send N words of the text (default: message.literals)", kind=_whole),
             },

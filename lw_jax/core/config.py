@@ -232,7 +232,9 @@ class Stage:
     lengths: tuple[int, ...] = (64,)  # tokens of a passage, one after the other in equal parts of the stage
     rate: float = 1.0  # multiple of optim.learning_rate
     encoder: float = 1.0  # the same, of the encoder alone
+    curriculum: tuple[int, ...] = ()  # source tokens a slot, one after the other as `lengths`
     slots: tuple[int, ...] = ()  # message sizes drawn; empty: the encoder's
+    ratios: tuple[int, ...] = ()  # the same by the text's length, in source tokens a slot
     widths: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
 
@@ -247,8 +249,21 @@ def stages(cfg: Config) -> list[tuple[str, Stage, int]]:
     named = [
         # Adapters first learn the reader's embeddings; a moving encoder would be a moving target.
         ("align", Stage(reconstruct=1.0, lengths=(32,), rate=align.rate, encoder=0.0)),
-        ("pretrain", Stage(repeated, round(1.0 - repeated, 12), lengths=pretrain.lengths)),
-        ("answer", Stage(answer=1.0, rate=answer.rate, slots=answer.slots, widths=answer.widths, bits=answer.bits)),
+        (
+            "pretrain",
+            Stage(repeated, round(1.0 - repeated, 12), lengths=pretrain.lengths, curriculum=pretrain.ratios),
+        ),
+        (
+            "answer",
+            Stage(
+                answer=1.0,
+                rate=answer.rate,
+                slots=answer.slots,
+                ratios=answer.ratios,
+                widths=answer.widths,
+                bits=answer.bits,
+            ),
+        ),
     ]
     ends = [0.0, align.share, align.share + pretrain.share, 1.0]
     steps = [round(end * cfg.train.steps) - round(start * cfg.train.steps) for start, end in itertools.pairwise(ends)]

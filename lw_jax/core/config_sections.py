@@ -48,7 +48,15 @@ class Encoder:
     layers: int = key(
         0, "first layers of the body to keep, 0: all; bytes: its depth, 0: 6", unit="layers", at_least=0, at_most=1000
     )
-    slots: int = key(32, "latents of a text", unit="latents", above=0, at_most=FRAME)
+    slots: int = key(32, "latents of a text, at most", unit="latents", above=0, at_most=FRAME)
+    ratio: int = key(
+        0,
+        "a message has as many slots as its text needs at so many of the encoder's tokens a slot; 0: encoder.slots "
+        "whatever the text",
+        unit="tokens a slot",
+        at_least=0,
+        shapes="no",
+    )
     width: int = key(256, "size of one latent", unit="values", above=0, at_most=FRAME)
     window: int = key(512, "input of one pass of the body", unit="tokens, or bytes of kind bytes", above=0)
     windows: int = key(1, "windows read one by one and pooled into the same slots", unit="windows", above=0)
@@ -207,6 +215,13 @@ class PretrainStage:
         unit="tokens",
         at_least=2,
     )
+    ratios: tuple[int, ...] = key(
+        (),
+        "as encoder.ratio, one after the other in equal parts of the stage, whatever the lengths; empty: encoder.ratio",
+        unit="tokens a slot",
+        above=0,
+        shapes="no",
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -218,6 +233,13 @@ class AnswerStage:
         (),
         "message sizes, drawn anew for each example and measured by eval.curve; empty: encoder.slots",
         unit="latents",
+    )
+    ratios: tuple[int, ...] = key(
+        (),
+        "the same as encoder.ratio, instead of stages.answer.slots; empty: encoder.ratio",
+        unit="tokens a slot",
+        above=0,
+        shapes="no",
     )
     widths: tuple[int, ...] = key((), "the same for the first values of a latent; empty: encoder.width", unit="values")
     bits: tuple[int, ...] = key((), "the same for quantisation; 16 is exact; empty: 16", unit="bits a value")

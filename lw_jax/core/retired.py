@@ -82,6 +82,9 @@ ADDED: dict[str, Any] = {
     "adapter.kind": "embeddings",
     "message.literals": 0,
     "message.dropout": 0.1,
+    "encoder.ratio": 0,
+    "stages.pretrain.ratios": (),
+    "stages.answer.ratios": (),
     "data.questions": 1,
     "loss.kl_tasks": ("answer",),
 }

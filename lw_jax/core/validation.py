@@ -87,7 +87,11 @@ def _check_stages(cfg: Config) -> None:
             refuse(f"stages.answer.{name}", values, f"must be from 1 to {most} = {bound}.")
     if not set(answer.bits) <= set(BITS):
         refuse("stages.answer.bits", answer.bits, f"must be some of {', '.join(map(str, BITS))}.")
-    for name, values in (("slots", answer.slots), ("widths", answer.widths), ("bits", answer.bits)):
+    if answer.slots and answer.ratios:
+        rule = f"must be empty where stages.answer.slots is given ({answer.slots}): either decides a message's slots."
+        refuse("stages.answer.ratios", answer.ratios, rule)
+    for name in ("slots", "ratios", "widths", "bits"):
+        values = getattr(answer, name)
         if len(set(values)) < len(values):
             refuse(f"stages.answer.{name}", values, "must name each size once.")
 

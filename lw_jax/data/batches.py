@@ -16,7 +16,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import PROMPT_FIELDS
 from lw_jax.core.types import EXACT, Example, Task
 from lw_jax.data.example_counts import REASONS, Ledger
-from lw_jax.data.prompt_tokens import Layout, ReaderPass, read_source
+from lw_jax.data.prompt_tokens import Layout, ReaderPass, count_slots, read_source
 
 _log = logging.getLogger(__name__)
 
@@ -67,8 +67,9 @@ class Encoded:
     # before, literals (where messages have them), after, answer (absent for prompts), and the asked prompt rows
     readers: dict[str, dict[str, Field]]
     counts: dict[str, int]  # given, kept, and dropped or cut by reason
-    slots: int  # of a message, and the width of a latent
+    slots: int  # of a message, at most, and the width of a latent
     width: int
+    ratio: int = 0  # tokens of a source a slot; 0: every message has all slots
     task: str = "answer"  # the readers' task
     teachers: Mapping[str, Lookup] = dataclasses.field(default_factory=dict)  # by reader, where the KL needs one
     # reader's name -> prompt field -> tokens of each example's prompt that hold the context
@@ -83,10 +84,11 @@ class Encoded:
     ) -> Batch:
         """Returns the Batch of docs/architecture.md with all encoded prompt rows, or only the named ones.
 
-        `channel` i32[b 3]: slots, width and bits of each example's message.
+        `channel` i32[b 3]: slots, width and bits of each example's message; None: by `ratio`, whole and exact.
         """
         if channel is None:
             channel = np.tile(np.array([self.slots, self.width, EXACT], np.int32), (len(indices), 1))
+            channel[:, 0] = self.count_slots(indices)
         wanted = set(PROMPT_FIELDS if rows is None else rows)
         readers = {}
         for name, fields in self.readers.items():
@@ -103,6 +105,11 @@ class Encoded:
                 readers[name] |= _shift(fields["answer"].collate(indices), fields["answer"].pad)
         source = self.source.collate(indices) | {"channel": channel}
         return {"source": source, "readers": readers, "index": np.array(indices, np.int32)}
+
+    def count_slots(self, indices: Sequence[int], ratio: int | np.ndarray | None = None) -> np.ndarray:
+        """Returns i32[b]: the slots of each message at so many tokens a slot, one for all or of each; None: its own."""
+        tokens = [len(self.source.ids[index]) for index in indices]
+        return count_slots(tokens, ratio=self.ratio if ratio is None else ratio, most=self.slots)
 
     def probe(self) -> Batch:
         """Returns a batch of one example for its shapes and types; a teacher's values need not be cached yet."""
@@ -167,7 +174,8 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
         raise UserError("some examples have answers and some have none; encode them separately")
     source = read_source([layout.source_text(example) for example in examples], layout, ledger)
     passes = {name: ReaderPass(name, reader, layout, ledger) for name, reader in layout.readers.items()}
-    tokens = {name: one.read(examples, set(rows), answered) for name, one in passes.items()}
+    slots = layout.count_slots(source).tolist()
+    tokens = {name: one.read(examples, set(rows), answered, slots=slots) for name, one in passes.items()}
     keep = ledger.settle(layout.data.overlong)
     limits = {
         "after": layout.data.question_tokens,
@@ -190,6 +198,7 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
         counts=ledger.counts(),
         slots=layout.slots,
         width=layout.width,
+        ratio=layout.ratio,
         context_tokens={
             name: {key: [counts[i] for i in keep] for key, counts in one.context_tokens.items()}
             for name, one in passes.items()

@@ -12,25 +12,16 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Frozen, Tree
-from lw_jax.data.batches import Batch, beside
+from lw_jax.data.batches import Batch, Encoded, beside
+from lw_jax.data.texts import Texts
 
 
 class Stream(Protocol):
-    """A tokenised data set."""
+    """A tokenised data set; one with messages is `batches.Encoded` or `texts.Texts`."""
 
     @property
     def task(self) -> str:
         """Name of the task of its batches."""
-        ...
-
-    @property
-    def slots(self) -> int:
-        """Slots of a message; 0 without messages."""
-        ...
-
-    @property
-    def width(self) -> int:
-        """Returns the width of a latent."""
         ...
 
     def __len__(self) -> int:
@@ -61,6 +52,7 @@ class Phase:
     steps: int
     streams: tuple[tuple[Stream, float], ...]  # with weights above 0
     slots: tuple[int, ...] = ()  # drawn uniformly; empty: the stream's own
+    ratios: tuple[int, ...] = ()  # instead of slots: source tokens a slot
     widths: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
     frozen: tuple[str, ...] = ()  # trainable parts that these batches do not train: "frozen" in their "source"
@@ -131,7 +123,7 @@ class DataSchedule:
         phase, stream, before = self._place(number)
         encoded, order = self.streams[stream], self._order(stream, seed)
         indices = [int(order[before * global_batch + row] or 0) for row in range(global_batch)]
-        channel = _draw(phase, encoded, np.random.default_rng([seed, number]), global_batch)
+        channel = _draw(phase, encoded, np.random.default_rng([seed, number]), indices)
         batch = encoded.collate(indices[share], channel=None if channel is None else channel[share])
         if phase.dropout:
             batch = drop(batch, np.random.default_rng([seed, number, 1]).random(global_batch)[share], phase.dropout)
@@ -197,9 +189,13 @@ def example_shapes(batch: Batch) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 
-def _draw(phase: Phase, encoded: Stream, rng: np.random.Generator, rows: int) -> np.ndarray | None:
-    """Returns i32[b 3]: slots, width and bits of each example; None for a stream without messages."""
-    if not encoded.slots:
+def _draw(phase: Phase, encoded: Stream, rng: np.random.Generator, indices: Sequence[int]) -> np.ndarray | None:
+    """Returns i32[b 3]: slots, width and bits of the example at each of `indices`; None without messages."""
+    if not isinstance(encoded, Encoded | Texts):
         return None
-    choices = (phase.slots or (encoded.slots,), phase.widths or (encoded.width,), phase.bits or (EXACT,))
-    return np.stack([rng.choice(np.array(values, np.int32), rows) for values in choices], axis=1)
+    sizes = phase.ratios or phase.slots or (encoded.ratio or encoded.slots,)
+    choices = (sizes, phase.widths or (encoded.width,), phase.bits or (EXACT,))
+    drawn = np.stack([rng.choice(np.array(values, np.int32), len(indices)) for values in choices], axis=1)
+    if phase.ratios or (encoded.ratio and not phase.slots):
+        drawn[:, 0] = encoded.count_slots(indices, drawn[:, 0])
+    return drawn

@@ -126,6 +126,7 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str, rows: Iterabl
         counts=ledger.counts(),
         slots=layout.slots,
         width=layout.width,
+        ratio=layout.ratio,
         task=task,
     )
 

@@ -57,7 +57,7 @@ class Pair:
 
 @dataclasses.dataclass(frozen=True)
 class Preferences:
-    """A tokenised data set of pairs; `index` in a batch is a position in `examples`. Nothing is sent: no slots."""
+    """A tokenised data set of pairs; `index` in a batch is a position in `examples`. Nothing is sent."""
 
     examples: tuple[Preference, ...]
     pairs: tuple[Pair, ...]
@@ -69,8 +69,6 @@ class Preferences:
     training: bool = False  # in every batch: dropout is for training only
     reference: Lookup | None = None  # what a frozen model said of each pair: "reference" f32[b 2]
     task: str = "preference"
-    slots: int = 0
-    width: int = 0
 
     def __len__(self) -> int:
         """Returns the number of usable pairs."""

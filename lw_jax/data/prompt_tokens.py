@@ -70,15 +70,20 @@ class Layout:
     source: SourceTokenizer
     window: int  # of the encoder's body, in its tokens or bytes
     windows: int  # at most, of a source
-    slots: int  # of a message; also the context tokens of the row "truncated"
+    slots: int  # of a message, at most
     width: int  # of a latent
     data: config.Data
     literals: int = 0  # words of a text that its message carries; 0: prompts have no place for them
+    ratio: int = 0  # tokens of a source a slot; 0: every message has all slots
 
     @property
     def literal_tokens(self) -> int:
         """Returns the most tokens of an example's literals in a reader's prompt."""
         return LITERAL_TOKENS * self.literals
+
+    def count_slots(self, sources: Sequence[np.ndarray]) -> np.ndarray:
+        """Returns i32[n]: the slots of the messages of sources with these ids."""
+        return count_slots([len(ids) for ids in sources], ratio=self.ratio, most=self.slots)
 
     def source_text(self, example: Example) -> str:
         """Returns the encoder's text of an example; a question in the latents is first, so it is never cut."""
@@ -99,6 +104,15 @@ class Frame:
     def after(self, question: str) -> str:
         """Returns the text that follows the context."""
         return self.middle + question + self.tail
+
+
+def count_slots(tokens: Sequence[int], *, ratio: int | np.ndarray, most: int) -> np.ndarray:
+    """Returns i32[n]: the slots of messages of texts of so many source tokens, from 1 to `most`.
+
+    `ratio`: tokens a slot, one for all or of each text; 0: `most` slots whatever the text.
+    """
+    needed = -(-np.asarray(tokens, np.int64) // np.maximum(ratio, 1))
+    return np.where(np.asarray(ratio) > 0, np.clip(needed, 1, most), most).astype(np.int32)
 
 
 def read_source(texts: list[str], layout: Layout, ledger: Ledger) -> list[np.ndarray]:
@@ -125,8 +139,13 @@ class ReaderPass:
         self.frame = make_frame(name, reader, layout.prompt)
         self.context_tokens: dict[str, list[int]] = {}  # prompt field -> tokens of each prompt that hold the context
 
-    def read(self, examples: Sequence[Example], rows: set[str], answered: bool) -> dict[str, list[np.ndarray]]:
-        """Returns each field's ids, one array an example; the ledger records dropped examples."""
+    def read(
+        self, examples: Sequence[Example], rows: set[str], answered: bool, *, slots: Sequence[int]
+    ) -> dict[str, list[np.ndarray]]:
+        """Returns each field's ids, one array an example; the ledger records dropped examples.
+
+        `slots` of each example's message: also the context tokens of the row "truncated".
+        """
         asked = [self.frame.after(example.question) for example in examples]
         in_latents = self.layout.prompt.question == "latents"
         # Literals must not run into the question; a message's readers have the blank also without them.
@@ -159,12 +178,10 @@ class ReaderPass:
             fields["none"] = self._tokenize([self.frame.before + text for text in asked], begin=True, limit=limit)
             self.context_tokens["none"] = [0] * len(examples)
         if "truncated" in rows:
-            slots = self.layout.slots
-            contexts = self._tokenize([example.context for example in examples], limit=slots)
-            fields["truncated"] = [
-                np.concatenate([before, c[:slots], a]) for c, a in zip(contexts, question, strict=True)
-            ]
-            self.context_tokens["truncated"] = [min(slots, len(c)) for c in contexts]
+            contexts = self._tokenize([example.context for example in examples], limit=self.layout.slots)
+            contexts = [ids[:most] for ids, most in zip(contexts, slots, strict=True)]
+            fields["truncated"] = [np.concatenate([before, c, a]) for c, a in zip(contexts, question, strict=True)]
+            self.context_tokens["truncated"] = [len(ids) for ids in contexts]
         return fields
 
     def _tokenize(self, texts: list[str], *, begin: bool = False, limit: int | None = None) -> list[np.ndarray]:

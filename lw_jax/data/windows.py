@@ -26,8 +26,6 @@ class Windows:
     extra: Extra | None = None
     measure: bool = False  # the Task of every batch: a separate program with more measurements
     task: str = "text"
-    slots: int = 0
-    width: int = 0
 
     def __len__(self) -> int:
         """Returns the number of windows."""

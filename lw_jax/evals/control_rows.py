@@ -18,6 +18,7 @@ from lw_jax.data.examples import spread
 from lw_jax.data.loader import batches_of
 from lw_jax.evals import answers, message_latents
 from lw_jax.evals.comparison import Record
+from lw_jax.evals.message_latents import Sent
 from lw_jax.evals.swaps import Swaps
 from lw_jax.evals.wire_functions import WireFunctions
 
@@ -104,12 +105,12 @@ def measure(
             told = record["prediction"]
             follows = float(answers.contains(told, new) and not answers.contains(told, old))
             records.append(record | {"index": index, "id": encoded.examples[index].id, "follows": follows})
-    return Measured(encoded, indices, latents["own"], records)
+    return Measured(encoded, indices, latents["own"].values, records)
 
 
 def _encode(
     bench: Bench, encoded: Encoded, indices: Sequence[int], *, kinds: set[str], batch: int, seed: int
-) -> dict[str, np.ndarray]:
+) -> dict[str, Sent]:
     def encode(source: Tree) -> np.ndarray:
         latents = bench.functions.encode(bench.trainable, bench.place(source, None))
         return np.asarray(bench.fetch(latents, None), np.float32)
@@ -123,7 +124,7 @@ def _read(
     indices: Sequence[int],
     *,
     rows: Sequence[str],
-    latents: Mapping[str, np.ndarray],
+    latents: Mapping[str, Sent],
     options: config.Eval,
 ) -> list[Record]:
     """Returns the records of all processes, in the order of one process: batch by batch, reader by reader."""
@@ -133,9 +134,14 @@ def _read(
         for name, host_fields in host["readers"].items():
             fields = bench.place(host_fields, name)
             for row in rows:
-                kind = ROWS[row].latents
-                sent = bench.place(latents[kind][at], None) if kind else None
-                prompt = bench.prompt(fields, name, row=row, latents=sent)
+                given, sent, slots = fields, None, np.zeros(len(at), np.int32)
+                if ROWS[row].latents:
+                    values, counts = latents[ROWS[row].latents]
+                    slots = counts[at]
+                    channel = np.concatenate([slots[:, None], host_fields["channel"][:, 1:]], axis=1)
+                    given = fields | {"channel": bench.place(channel, name)}
+                    sent = bench.place(values[at], None)
+                prompt = bench.prompt(given, name, row=row, latents=sent)
                 predictions = bench.answer(name, prompt, max_new_tokens=options.max_new_tokens)
                 scores = bench.score(fields, name, prompt)
                 groups.append(
@@ -143,7 +149,7 @@ def _read(
                         {"reader": name, "row": row, "index": index}
                         | judge(encoded.examples[index], predictions[position])
                         | {key: float(value[position]) for key, value in scores.items()}
-                        | {"positions": float(positions(encoded, name, row, index))}
+                        | {"positions": float(positions(encoded, name, row, index, slots=int(slots[position])))}
                         for position, (index, real) in enumerate(zip(batch, valid, strict=True))
                         if real
                     ]
@@ -151,15 +157,15 @@ def _read(
     return merge(groups)
 
 
-def positions(encoded: Encoded, reader: str, row: str, index: int) -> int:
+def positions(encoded: Encoded, reader: str, row: str, index: int, *, slots: int) -> int:
     """Returns the reader positions that hold an example's context in a row: of a message, or of a text's tokens.
 
-    A message has its slots, the task's vector, and the literals' tokens.
+    A message has its `slots`, the task's vector, and the literals' tokens.
     """
     made, fields = ROWS[row], encoded.readers[reader]
     if made.latents:
         words = len(fields["literals"].ids[index]) if made.literals and "literals" in fields else 0
-        return encoded.slots * made.slots + 1 + words
+        return slots * made.slots + 1 + words
     return sum(encoded.context_tokens[reader][field][index] for field in made.fields) + made.taught
 
 

@@ -6,7 +6,7 @@ from typing import Any
 REFERENCE_ROWS = ("text", "none")  # control rows that a curve is compared with
 MODEL = "language model"  # the coding of a text by a language model's own probabilities, among the texts' bytes
 COLUMNS = (
-    *("slots", "width", "bits", "payload_bytes", "framed_bytes", "reader", "examples"),
+    *("slots", "ratio", "width", "bits", "payload_bytes", "framed_bytes", "reader", "examples"),
     *("nll", "nll_low", "nll_high", "accuracy", "em", "f1", "f1_low", "f1_high"),
 )
 
@@ -17,6 +17,8 @@ class Curve:
 
     quality: str  # "nll" | "f1": the configured one
     examples: int
-    points: list[dict[str, Any]]  # COLUMNS by name; em and f1 are absent where nothing was generated
+    # COLUMNS by name; em and f1 are absent where nothing was generated, ratio (source tokens a slot) where all messages
+    # have as many slots, which are else a mean
+    points: list[dict[str, Any]]
     references: dict[str, dict[str, Any]]  # reader -> row of REFERENCE_ROWS -> figures
     text_bytes: dict[str, float]  # coding -> mean bytes of a context

@@ -39,7 +39,8 @@ def measure(bench: Bench, measured: Measured, *, rows: tuple[str, ...], copies: 
         position = int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
         one = _narrow(measured.encoded, measured.indices[position])
         fields = bench.place(one.collate([0] * copies)["readers"][name], name)
-        latents = bench.place(np.repeat(measured.latents[position : position + 1], copies, axis=0), None)
+        slots = int(one.count_slots([0])[0])  # a reader is given no position beyond them
+        latents = bench.place(np.repeat(measured.latents[position : position + 1, :slots], copies, axis=0), None)
         seconds = {}
         for row in (text, message):
             sent = latents if ROWS[row].latents else None

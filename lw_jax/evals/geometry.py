@@ -6,25 +6,31 @@ import numpy as np
 
 
 def describe(latents: np.ndarray) -> dict[str, float | None]:
-    """Returns effective rank and mean cosines of the latents [n m z] of n different inputs.
+    """Returns effective rank and mean cosines of the latents [n m z] of n different inputs, zeros where one has none.
 
     "effective_rank" is that of all inputs' latents as rows [n m*z], centred: at most n - 1, and 0 for n equal rows.
     "effective_rank_uncentred" is at least 1, and near 1 for nearly equal rows, which centring alone would magnify.
+    In both a slot that an input does not have counts as the mean of those that have it.
     "input_cosine" is the mean over slots and pairs of inputs, "slot_cosine" that over inputs and pairs of slots: None
     where there is no pair.
     """
-    count, slots, _ = latents.shape
-    rows = latents.reshape(count, -1).astype(np.float64)
+    count, used = len(latents), np.any(latents, axis=2)
+    inputs = used.sum(axis=0)  # that have each slot
+    values = latents.astype(np.float64)
+    mean = values.sum(axis=0) / np.maximum(inputs, 1)[:, None]
+    rows = np.where(used[:, :, None], values, mean).reshape(count, -1)
     units = _to_units(latents)
     # |sum of units|^2 is the sum of all cosines: without each one's with itself, that over ordered pairs.
     by_slot = np.sum(units.sum(axis=0) ** 2, axis=1) - np.sum(units**2, axis=(0, 2))
-    similarity = slot_similarity(latents)
+    pairs = int(np.sum(inputs * (inputs - 1)))
+    similarity, messages = _sum_pairs(units), _count_pairs(used)
+    others = int(messages.sum() - np.trace(messages))
     return {
         "inputs": count,
         "effective_rank": effective_rank(rows - rows.mean(axis=0)),
         "effective_rank_uncentred": effective_rank(rows),
-        "input_cosine": float(by_slot.mean() / (count * (count - 1))) if count > 1 else None,
-        "slot_cosine": float((similarity.sum() - np.trace(similarity)) / (slots * (slots - 1))) if slots > 1 else None,
+        "input_cosine": float(by_slot.sum() / pairs) if pairs else None,
+        "slot_cosine": float((similarity.sum() - np.trace(similarity)) / others) if others else None,
     }
 
 
@@ -48,9 +54,18 @@ def effective_rank(rows: np.ndarray) -> float:
 
 
 def slot_similarity(latents: np.ndarray) -> np.ndarray:
-    """Returns the mean over messages of the cosine between slots i and j of one message, [m m]."""
-    units = _to_units(latents)
-    return np.einsum("nik,njk->ij", units, units, optimize=True) / len(latents)
+    """Returns the mean cosine between slots i and j of one message, [m m], over those that have both; NaN: none has."""
+    messages = _count_pairs(np.any(latents, axis=2))
+    return np.where(messages > 0, _sum_pairs(_to_units(latents)) / np.maximum(messages, 1), np.nan)
+
+
+def _sum_pairs(units: np.ndarray) -> np.ndarray:
+    return np.einsum("nik,njk->ij", units, units, optimize=True)
+
+
+def _count_pairs(used: np.ndarray) -> np.ndarray:
+    """Returns how many messages have both slots i and j, [m m]."""
+    return used.T.astype(np.int64) @ used.astype(np.int64)
 
 
 def _to_units(latents: np.ndarray) -> np.ndarray:

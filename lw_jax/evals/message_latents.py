@@ -1,11 +1,19 @@
 """Latents that an evaluation gives to readers: of each text once, and those of its controls."""
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
 from lw_jax.core import processes
 from lw_jax.data.batches import Batch, Encoded, other_examples
+
+
+class Sent(NamedTuple):
+    """Latents of messages, zeros beyond each one's slots."""
+
+    values: np.ndarray  # f32[n m z]
+    slots: np.ndarray  # i32[n]
 
 
 def make(
@@ -16,8 +24,10 @@ def make(
     kinds: set[str],
     batch: int,
     seed: int,
-) -> dict[str, np.ndarray]:
-    """Returns {kind: f32[n m z]} of the examples at `indices`; "own" is always there.
+) -> dict[str, Sent]:
+    """Returns {kind: latents} of the examples at `indices`; "own" is always there.
+
+    Another text's have the slots of their own message; random ones and zeros those of the example's.
 
     Args:
         encode: (this process's rows of a batch's source) -> their latents f32[b m z].
@@ -32,20 +42,27 @@ def make(
         others = other_examples(encoded.examples)
         wanted["other"] = [others[index] for index in indices]
     latents, at = _encode_once(encode, encoded, [i for each in wanted.values() for i in each], batch=batch)
-    found = {kind: latents[[at[index] for index in each]] for kind, each in wanted.items()}
+    found = {
+        kind: Sent(latents[[at[index] for index in each]], encoded.count_slots(each)) for kind, each in wanted.items()
+    }
+    values, slots = found["own"]
     if "zero" in kinds:
-        found["zero"] = np.zeros_like(found["own"])
+        found["zero"] = Sent(np.zeros_like(values), slots)
     if "random" in kinds:
-        found["random"] = draw(found["own"], seed=seed)
+        found["random"] = Sent(draw(values, slots, seed=seed), slots)
     return found
 
 
-def draw(latents: np.ndarray, *, seed: int) -> np.ndarray:
+def draw(latents: np.ndarray, slots: np.ndarray, *, seed: int) -> np.ndarray:
     """Returns normal random latents [n m z] with the mean and deviation of each slot's values over the examples.
 
-    Each random latent is then scaled to the size (RMS) of the real one in its place.
+    Only messages that have the slot count. Each random latent is then scaled to the size (RMS) of the real one in its
+    place, so that it is zero beyond a message's `slots` i32[n].
     """
-    mean, deviation = latents.mean(axis=0), latents.std(axis=0)
+    own = (np.arange(latents.shape[1]) < slots[:, None])[:, :, None]
+    count = np.maximum(own.sum(axis=0), 1)
+    mean = latents.sum(axis=0, where=own) / count
+    deviation = np.sqrt(np.sum((latents - mean) ** 2, axis=0, where=own) / count)
     drawn = np.random.default_rng(seed).standard_normal(latents.shape, np.float32) * deviation + mean
     sizes = [np.sqrt(np.mean(one.astype(np.float64) ** 2, axis=2, keepdims=True)) for one in (latents, drawn)]
     return (drawn * (sizes[0] / np.maximum(sizes[1], np.finfo(np.float32).tiny))).astype(np.float32)

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import brotli
 import numpy as np
@@ -35,18 +35,20 @@ ROW = "message"  # latents, and literals where messages have them
 def sweep(
     bench: Bench, measured: Measured, *, options: config.Eval, sent: config.AnswerStage, encoder: str, seed: int
 ) -> Curve:
-    """Returns the curve over `sent.slots` x `sent.widths` x BITS; `encoder` is the fingerprint that messages carry."""
+    """Returns the curve over `sent.slots` or `sent.ratios` x `sent.widths` x BITS.
+
+    `encoder` is the fingerprint that messages carry.
+    """
     indices = _indices(measured, options)
-    _, slots, width = measured.latents.shape
     bootstrap = Bootstrap(len(indices), seed=seed)
     points = []
-    for channel in itertools.product(sent.slots or (slots,), sent.widths or (width,)):
+    for size in _sizes(measured, sent):
         found: dict[int, list[Record]] = {}
-        groups = list(_send(bench, measured.encoded, indices, channel, options=options, encoder=encoder))
-        for bits, framed, record in control_rows.merge(groups):
-            found.setdefault(bits, []).append(record | {"framed_bytes": framed})
+        groups = list(_send(bench, measured.encoded, indices, size, options=options, encoder=encoder))
+        for bits, record in control_rows.merge(groups):
+            found.setdefault(bits, []).append(record)
         for bits, records in found.items():
-            points += _points((*channel, bits), records, bootstrap)
+            points += _points(size, bits, records, bootstrap)
     chosen = set(indices)
     reference = [r for r in measured.records if r["row"] in REFERENCE_ROWS and r["index"] in chosen]
     return Curve(
@@ -56,6 +58,27 @@ def sweep(
         references=comparison.summarise(reference, seed=seed),
         text_bytes=measure_texts(texts_of(measured, options)),
     )
+
+
+class _Size(NamedTuple):
+    """A size of messages: their slots, or where `ratio` is above 0 as many as their texts need at it, at most these."""
+
+    slots: int
+    width: int
+    ratio: int = 0  # source tokens a slot
+
+    def count(self, encoded: Encoded, indices: Sequence[int]) -> np.ndarray:
+        """Returns i32[n]: the slots of each example's message."""
+        if self.ratio:
+            return encoded.count_slots(indices, self.ratio)
+        return np.full(len(indices), self.slots, np.int32)
+
+
+def _sizes(measured: Measured, sent: config.AnswerStage) -> list[_Size]:
+    _, most, width = measured.latents.shape
+    ratios = sent.ratios or (() if sent.slots else (measured.encoded.ratio,))
+    slots = [(one, 0) for one in sent.slots] + [(most, ratio) for ratio in ratios]
+    return [_Size(one, width, ratio) for (one, ratio), width in itertools.product(slots, sent.widths or (width,))]
 
 
 def texts_of(measured: Measured, options: config.Eval) -> list[str]:
@@ -103,7 +126,7 @@ def table(curve: Curve) -> str:
     sizes = {"slots": 7, "width": 7, "bits": 6, "payload": 9, "framed": 8}
     heads = [f"{name} {curve.quality}" for name in readers]
     lines = ["".join(f"{name:>{size}}" for name, size in sizes.items()) + "".join(f"{head:>18}" for head in heads)]
-    for (slots, width, bits), points in _by_size(curve.points).items():
+    for (slots, width, bits, _), points in _by_size(curve.points).items():
         first = points[0]
         numbers = (slots, width, bits, first["payload_bytes"], round(first["framed_bytes"]))
         line = "".join(f"{number:>{size}}" for number, size in zip(numbers, sizes.values(), strict=True))
@@ -112,10 +135,11 @@ def table(curve: Curve) -> str:
     return "\n".join([*lines, f"the same {curve.examples} contexts as text, mean bytes: {text}"])
 
 
-def _by_size(points: Sequence[dict[str, Any]]) -> dict[tuple[int, int, int], list[dict[str, Any]]]:
-    found: dict[tuple[int, int, int], list[dict[str, Any]]] = {}
+def _by_size(points: Sequence[dict[str, Any]]) -> dict[tuple, list[dict[str, Any]]]:
+    found: dict[tuple, list[dict[str, Any]]] = {}
     for point in points:
-        found.setdefault((point["slots"], point["width"], point["bits"]), []).append(point)
+        size = (point["slots"], point["width"], point["bits"], point.get("ratio", 0))
+        found.setdefault(size, []).append(point)
     return found
 
 
@@ -123,12 +147,12 @@ def _send(
     bench: Bench,
     encoded: Encoded,
     indices: Sequence[int],
-    channel: tuple[int, int],
+    size: _Size,
     *,
     options: config.Eval,
     encoder: str,
-) -> Iterator[list[tuple[int, int, Record]]]:
-    """Yields, for each batch, bits and reader, (bits, framed bytes, record) of this process's examples.
+) -> Iterator[list[tuple[int, Record]]]:
+    """Yields, for each batch, bits and reader, (bits, record) of this process's examples.
 
     The messages are packed and unpacked.
     """
@@ -138,51 +162,55 @@ def _send(
         real = list(indices[start : start + options.batch])
         rows, real = (real + real[-1:] * (options.batch - len(real)))[own], real[own]
         # The encoder must not quantise here: the codec does.
-        sizes_sent = np.tile(np.array([*channel, EXACT], np.int32), (len(rows), 1))
-        host = encoded.collate(rows, rows=(), channel=sizes_sent)
+        channel = np.tile(np.array([0, size.width, EXACT], np.int32), (len(rows), 1))
+        channel[:, 0] = size.count(encoded, rows)
+        host = encoded.collate(rows, rows=(), channel=channel)
         source = bench.place(host["source"], None)
         latents = np.asarray(bench.fetch(bench.functions.encode(bench.trainable, source), None), np.float32)
         placed = {name: bench.place(fields, name) for name, fields in host["readers"].items()}
         words = [encoded.examples[index].literals for index in rows]
         for bits in BITS:
-            received, sizes = _round_trip(latents, channel, words, bits=bits, encoder=encoder)
+            received, framed = _round_trip(latents, channel, words, bits=bits, encoder=encoder)
             for name, fields in placed.items():
                 prompt = bench.prompt(fields, name, row=ROW, latents=bench.place(received, None))
                 scores = bench.score(fields, name, prompt)
                 predictions = (
                     bench.answer(name, prompt, max_new_tokens=options.max_new_tokens) if options.curve == "f1" else None
                 )
-                found: list[tuple[int, int, Record]] = []
+                found: list[tuple[int, Record]] = []
                 for position, index in enumerate(real):
                     record = {key: float(value[position]) for key, value in scores.items()}
+                    record |= {"slots": int(channel[position, 0]), "framed_bytes": framed[position]}
                     if predictions is not None:
                         record |= control_rows.judge(encoded.examples[index], predictions[position])
-                    found.append((bits, sizes[position], {"reader": name, "row": ROW, "index": index} | record))
+                    found.append((bits, {"reader": name, "row": ROW, "index": index} | record))
                 yield found
 
 
 def _round_trip(
-    latents: np.ndarray, channel: tuple[int, int], literals: Sequence[tuple[str, ...]], *, bits: int, encoder: str
+    latents: np.ndarray, channel: np.ndarray, literals: Sequence[tuple[str, ...]], *, bits: int, encoder: str
 ) -> tuple[np.ndarray, list[int]]:
-    """Returns the received latents [b m z], zeros beyond the channel, and each message's bytes."""
-    slots, width = channel
+    """Returns the received latents [b m z], zeros beyond each one's `channel` i32[b 3], and each message's bytes."""
     received, sizes = np.zeros_like(latents), []
-    for one, sent, words in zip(received, latents, literals, strict=True):
+    for one, sent, words, (slots, width, _) in zip(received, latents, literals, channel, strict=True):
         message = codec.pack(sent[:slots, :width], bits=bits, encoder=encoder, literals=words)
         one[:slots, :width] = codec.unpack(message, encoder=encoder)
         sizes.append(len(message))
     return received, sizes
 
 
-def _points(size: tuple[int, int, int], records: Sequence[Record], bootstrap: Bootstrap) -> list[dict[str, Any]]:
-    """Returns each reader's figures at one message size."""
-    slots, width, bits = size
+def _points(size: _Size, bits: int, records: Sequence[Record], bootstrap: Bootstrap) -> list[dict[str, Any]]:
+    """Returns each reader's figures at one message size; by `ratio` its slots and bytes are means."""
     points = []
     for reader in dict.fromkeys(record["reader"] for record in records):
         own = [record for record in records if record["reader"] == reader]
         estimates = comparison.estimate(own, bootstrap)
-        point: dict[str, Any] = {"slots": slots, "width": width, "bits": bits, "reader": reader, "examples": len(own)}
-        point["payload_bytes"] = -(-slots * width * bits // 8)  # the values alone
+        slots = [record["slots"] for record in own]
+        payload = [-(-one * size.width * bits // 8) for one in slots]  # the values alone
+        point: dict[str, Any] = {"slots": size.slots, "width": size.width, "bits": bits, "reader": reader}
+        point |= {"examples": len(own), "payload_bytes": round(float(np.mean(payload)))}
+        if size.ratio:
+            point |= {"slots": round(float(np.mean(slots)), 2), "ratio": size.ratio}
         point["framed_bytes"] = float(np.mean([record["framed_bytes"] for record in own]))
         point |= {key: estimates[key].value for key in ("nll", "accuracy", "em", "f1") if key in estimates}
         for key in ("nll", "f1"):

@@ -34,8 +34,8 @@ def attach(
         tokenizer = layout.readers[name].tokenizer
         ids, parts = ([np.zeros(0, np.int32)] * len(encoded) for _ in range(2))
         held = [0] * len(encoded)
-        for index, one in zip(indices, scored, strict=True):
-            room = positions(encoded, name, "message", index)
+        for index, slots, one in zip(indices, encoded.count_slots(indices), scored, strict=True):
+            room = positions(encoded, name, "message", index, slots=int(slots))
             text = encoded.examples[index].context
             chosen = prompt_tokens.tokenize(tokenizer, [choose(text, one, tokenizer, room=room)])[0][:room]
             parts[index] = np.concatenate([fields["before"].ids[index], chosen])

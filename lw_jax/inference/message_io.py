@@ -20,7 +20,7 @@ class Request:
     questions: tuple[str, ...] = ()
     write: str = ""  # output for the message of a text: a file, "-" for standard output, "" for none
     bits: int = 8
-    slots: int | None = None  # None: all of the encoder's
+    slots: int | None = None  # None: as many as config.encoder.ratio gives the text, or all of the encoder's
     width: int | None = None
     literals: int | None = None  # None: as many words as the wire's readers know
 

@@ -91,8 +91,9 @@ class TrainedWire:
         question: str = "",
         literals: int | None = None,
     ) -> bytes:
-        """Returns the framed message of a text: its first `slots` latents, the first `width` values of each.
+        """Returns the framed message of a text in `slots` latents, the first `width` values of each.
 
+        `slots`: None: as many as the text needs at config.encoder.ratio, or all.
         `literals`: the number of the text's words that go with them, those that the encoder finds least predictable;
         None: config.message.literals.
         A wire trained with prompt.question="latents" encodes the question with the text and needs it here.
@@ -103,7 +104,10 @@ class TrainedWire:
             raise UserError(f"write: question={question!r}: this wire's message {rule} (config.prompt.question)")
         channel = resolve_channel(self.recipe.cfg.encoder, bits=bits, slots=slots, width=width)
         words = resolve_literals(self.recipe.cfg, literals)
-        source = self._batch(text, question or "?")["source"] | {"channel": np.asarray([channel], np.int32)}
+        source = self._batch(text, question or "?")["source"]
+        if slots is None:
+            channel = (int(source["channel"][0, 0]), *channel[1:])
+        source |= {"channel": np.asarray([channel], np.int32)}
         latents = self.functions.encode(self.trainable, self._put(source, self.functions.mesh_of(None)))
         sent = np.asarray(latents[0, : channel[0], : channel[1]])
         chosen = self.recipe.surprisal.choose(text.strip(), words) if words else ()

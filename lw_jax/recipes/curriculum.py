@@ -59,19 +59,17 @@ class Curriculum:
         self.examples = functools.cache(self._examples)
 
     def data_schedule(self) -> DataSchedule:
-        """Returns the batches of all stages in order; a stage's passage lengths get equal parts of it."""
+        """Returns the batches of all stages in order; a stage's passage lengths and ratios get equal parts of it."""
         dropout = self.cfg.message.dropout if self.cfg.message.literals else 0.0
         phases, rates = [], {part: each for part, each in encoder_rates(self.cfg).items() if any(each)}
         for number, (_, stage, steps) in enumerate(self.stages):
             frozen = tuple(part for part, each in rates.items() if not each[number])
             lengths = stage.lengths if stage.reconstruct + stage.continuation else (0,)
-            ends = [round(steps * (i + 1) / len(lengths)) for i in range(len(lengths))]
-            for length, begin, end in zip(lengths, [0, *ends], ends, strict=False):
+            for part, (length, ratio) in _parts(steps, lengths, stage.curriculum or (0,)):
                 weights = [(task, weight_of(stage, task)) for task in TASKS]
                 streams = tuple((self._trained(task, length), weight) for task, weight in weights if weight)
-                if end > begin:
-                    sizes = (stage.slots, stage.widths, stage.bits)
-                    phases.append(Phase(end - begin, streams, *sizes, frozen, dropout=dropout))
+                sizes = (stage.slots, (ratio,) if ratio else stage.ratios, stage.widths, stage.bits)
+                phases.append(Phase(part, streams, *sizes, frozen, dropout=dropout))
         return DataSchedule(tuple(phases))
 
     def validation(self) -> list[tuple[str, Encoded]]:
@@ -125,3 +123,13 @@ class Curriculum:
 
     def _examples(self, split: examples.Split) -> list[Example]:
         return examples.load(self.cfg.data, split, seed=self.cfg.seed)
+
+
+def _parts(steps: int, *schedules: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
+    """Returns (steps, a value of each schedule) one after the other; each schedule's values get equal parts."""
+    ends = [[round(steps * (i + 1) / len(values)) for i in range(len(values))] for values in schedules]
+    found = []
+    for begin, end in itertools.pairwise([0, *sorted(set().union(*ends) - {0})]):
+        chosen = (values[sum(e <= begin for e in own)] for values, own in zip(schedules, ends, strict=True))
+        found.append((end - begin, tuple(chosen)))
+    return found

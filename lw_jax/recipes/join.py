@@ -8,7 +8,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.training import checkpoint, run_folder
 
-OWN = ("run", "rate")  # encoder keys that may differ: neither its weights nor its input depends on them
+OWN = ("run", "rate", "ratio")  # encoder keys that may differ: neither its weights nor its input depends on them
 
 
 def read_config(cfg: Config) -> Config:

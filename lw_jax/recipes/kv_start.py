@@ -111,7 +111,8 @@ def _encode(
     encode = jax.jit(wire.encode, out_shardings=place.whole(placement.learner))
     found = []
     for chosen in _batches(len(ids), rows):
-        channel = np.tile(np.array([layout.slots, layout.width, EXACT], np.int32), (rows, 1))
+        channel = np.tile(np.array([0, layout.width, EXACT], np.int32), (rows, 1))
+        channel[:, 0] = layout.count_slots([ids[number] for number in chosen])
         source = place.rows(field.collate(chosen.tolist()) | {"channel": channel}, placement.learner)
         found.append(np.asarray(encode(trainable, source)))
     return np.concatenate(found)[: len(ids)]
@@ -126,7 +127,7 @@ class _Gatherer:
     """The sums of one reader."""
 
     def __init__(self, reader: Reader, mesh: Mesh, params: Tree, layout: prompt_tokens.Layout, name: str):
-        self.reader, self.mesh, self.params, self.slots = reader, mesh, params, layout.slots
+        self.reader, self.mesh, self.params, self.layout = reader, mesh, params, layout
         own = layout.readers[name].tokenizer
         assert isinstance(own, Tokenizer), "a reader's"
         self.tokenizer = own
@@ -137,7 +138,8 @@ class _Gatherer:
         limit = self.reader.config.max_positions - self.before.size
         ids = [one[:limit] for one in prompt_tokens.tokenize(self.tokenizer, [one.text for one in texts])]
         field = batches.field(ids, self.tokenizer.pad, left=False)
-        weights = np.stack([self._weigh(one, len(own), field.width) for one, own in zip(texts, ids, strict=True)])
+        slots = self.layout.count_slots([one.ids for one in texts]).tolist()
+        weights = np.stack([self._weigh(*one, field.width) for one in zip(texts, map(len, ids), slots, strict=True)])
         held = np.arange(len(texts)) % HELD_OUT == HELD_OUT - 1
         used = np.any(weights, axis=2)[:, :, None] * np.stack([~held, held], axis=1)[:, None, :].astype(np.float32)
         inputs = np.concatenate([latents, np.ones((*latents.shape[:2], 1), np.float32)], axis=2)
@@ -161,15 +163,16 @@ class _Gatherer:
         gram = np.stack([np.einsum("nmz,nmy->zy", wide * used[:, :, g, None], wide) for g in range(2)])
         return Sums(gram, crossed, power, np.asarray(shift, np.float64))
 
-    def _weigh(self, one: _Text, count: int, width: int) -> np.ndarray:
-        """Returns rows [m width] that average the reader's first `count` tokens over each slot's window.
+    def _weigh(self, one: _Text, count: int, slots: int, width: int) -> np.ndarray:
+        """Returns rows [m width] that average the reader's first `count` tokens over the windows of `slots` slots.
 
+        The rows beyond are zero.
         Without the encoder's tokens the windows are of as many of the reader's own.
         """
         starts = self.tokenizer.starts(one.text)[:count]
-        windows = same_words.window_starts(starts if one.starts is None else one.starts, self.slots)
-        weights = np.zeros((self.slots, width), np.float32)
-        weights[:, :count] = same_words.window_weights(starts, windows)
+        windows = same_words.window_starts(starts if one.starts is None else one.starts, slots)
+        weights = np.zeros((self.layout.slots, width), np.float32)
+        weights[:slots, :count] = same_words.window_weights(starts, windows)
         if not self.before.size:
             weights[:, 0] = 0.0  # a text's first token, to which a reader attends for want of anything else
         return weights / np.maximum(weights.sum(axis=1, keepdims=True), 1.0)

@@ -204,6 +204,7 @@ class LatentWire:
             width=cfg.encoder.width,
             data=cfg.data,
             literals=cfg.message.literals,
+            ratio=cfg.encoder.ratio,
         )
 
     def data(self, split: examples.Split, *, rows: Sequence[str] = ()) -> batches.Encoded:

@@ -226,7 +226,7 @@ def to_svg(figure: Figure, *, label: str) -> str:
 
 
 def draw_curve(curve: Curve) -> Figure:
-    """Returns the byte curve: a panel for each reader, a line for each (slots, width), markers by bits."""
+    """Returns the byte curve: a panel for each reader, a line for each number of slots and width, markers by bits."""
     readers = list(dict.fromkeys(point["reader"] for point in curve.points))
     figure = Figure(figsize=(10, 1.6 + 3.2 * len(readers)), layout="constrained")
     panels = figure.subplots(len(readers), 1, sharex=True, squeeze=False)[:, 0]
@@ -242,9 +242,9 @@ def draw_curve(curve: Curve) -> Figure:
 def _draw_reader(panel: Axes, curve: Curve, reader: str) -> None:
     points = [point for point in curve.points if point["reader"] == reader]
     for channel, colour in _colours(curve).items():
-        line = sorted((p for p in points if (p["slots"], p["width"]) == channel), key=lambda p: p["framed_bytes"])
+        line = sorted((p for p in points if _channel(p) == channel), key=lambda p: p["framed_bytes"])
         x, y = [p["framed_bytes"] for p in line], [p[curve.quality] for p in line]
-        panel.plot(x, y, color=colour, linewidth=1.5, zorder=3, label=f"{channel[0]} slots x {channel[1]}")
+        panel.plot(x, y, color=colour, linewidth=1.5, zorder=3, label=channel)
         for point, at, value in zip(line, x, y, strict=True):
             panel.plot(at, value, MARKERS[point["bits"]], color=colour, markersize=7, zorder=4)
     found = {name: row[curve.quality] for name, row in curve.references.get(reader, {}).items()}
@@ -283,10 +283,7 @@ def _name_codings(panel: Axes, text_bytes: dict[str, float]) -> None:
 
 
 def _draw_legend(figure: Figure, curve: Curve) -> None:
-    lines = [
-        Line2D([], [], color=colour, label=f"{slots} slots x {width}")
-        for (slots, width), colour in _colours(curve).items()
-    ]
+    lines = [Line2D([], [], color=colour, label=channel) for channel, colour in _colours(curve).items()]
     shown = sorted({point["bits"] for point in curve.points}, reverse=True)
     marks = [
         Line2D([], [], color="black", marker=MARKERS[bits], linestyle="", label=f"{bits} bits a value")
@@ -295,8 +292,14 @@ def _draw_legend(figure: Figure, curve: Curve) -> None:
     figure.legend(handles=[*lines, *marks], loc="outside right upper", fontsize=8, frameon=False)
 
 
-def _colours(curve: Curve) -> dict[tuple[int, int], Any]:
-    channels = list(dict.fromkeys((point["slots"], point["width"]) for point in curve.points))
+def _channel(point: Mapping[str, Any]) -> str:
+    """Returns the name of a size of messages."""
+    slots = f"{point['ratio']} tokens a slot" if "ratio" in point else f"{point['slots']} slots"
+    return f"{slots} x {point['width']}"
+
+
+def _colours(curve: Curve) -> dict[str, Any]:
+    channels = list(dict.fromkeys(_channel(point) for point in curve.points))
     if len(channels) <= len(COLOURS):
         return dict(zip(channels, COLOURS, strict=False))
     return dict(zip(channels, matplotlib.colormaps["viridis"](np.linspace(0, 0.9, len(channels))), strict=True))

@@ -98,7 +98,8 @@ class Geometry(TypedDict, total=False):
 class Point(TypedDict):
     """One reader's figures at one size of message."""
 
-    slots: Size
+    slots: Size | Positive
+    ratio: NotRequired[Size]
     width: Size
     bits: Literal[16, 8, 6, 4, 2]
     reader: Word

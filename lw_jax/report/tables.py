@@ -243,7 +243,7 @@ def sizes(curve: Curve) -> Table:
     found = [(size, f"the text, {name}") for name, size in curve.text_bytes.items()]
     messages: dict[float, dict[str, None]] = {}
     for point in curve.points:
-        text = f"{point['slots']} x {point['width']} x {point['bits']}"
+        text = f"{point['slots']:g} x {point['width']} x {point['bits']}"
         messages.setdefault(point["framed_bytes"], {})[text] = None
     found += [(size, "message of " + ", ".join(shapes)) for size, shapes in messages.items()]
     whole = curve.text_bytes["UTF-8"]

@@ -120,12 +120,19 @@ def test_zero_row_knows_nothing_of_the_text(measured):
 def test_random_latents_have_the_moments_and_sizes_of_the_real_ones(measured):
     real = np.random.default_rng(1).normal(0.5, 2.0, (400, 3, 8)).astype(np.float32)
     real /= np.sqrt((real**2).mean(axis=2, keepdims=True))
-    drawn = message_latents.draw(real, seed=0)
+    whole = np.full(400, 3)
+    drawn = message_latents.draw(real, whole, seed=0)
     np.testing.assert_allclose((drawn**2).mean(axis=2), 1.0, rtol=1e-5)
     np.testing.assert_allclose(drawn.mean(axis=0), real.mean(axis=0), atol=0.15)
     np.testing.assert_allclose(drawn.std(axis=0), real.std(axis=0), rtol=0.15)
     assert np.abs(np.corrcoef(drawn[:, 0, 0], real[:, 0, 0])[0, 1]) < 0.2
-    assert not np.array_equal(drawn, message_latents.draw(real, seed=1))
+    assert not np.array_equal(drawn, message_latents.draw(real, whole, seed=1))
+    short = np.where(np.arange(400) < 200, 3, 1)
+    real[:200, 1:] += 3.0 * np.sqrt((real[:200, 1:] ** 2).mean(axis=2, keepdims=True))
+    real[200:, 1:] = 0.0
+    drawn = message_latents.draw(real, short, seed=0)
+    assert not drawn[200:, 1:].any() and drawn[200:, 0].any()
+    np.testing.assert_allclose(drawn[:200].mean(axis=0), real[:200].mean(axis=0), atol=0.3)
 
 
 def test_a_text_of_several_questions_is_encoded_once(measured):
@@ -144,8 +151,8 @@ def test_a_text_of_several_questions_is_encoded_once(measured):
     made = message_latents.make(encode, double, range(9), kinds={"own", "other"}, batch=2, seed=0)
     assert sum(len(ids) for ids in seen) == 4, "three texts in batches of two"
     expected = np.stack([double.source.ids[i][:4] for i in range(9)])
-    np.testing.assert_array_equal(made["own"][..., 0], expected)
-    np.testing.assert_array_equal(made["other"][..., 0], expected[[3, 3, 3, 6, 6, 6, 0, 0, 0]])
+    np.testing.assert_array_equal(made["own"].values[..., 0], expected)
+    np.testing.assert_array_equal(made["other"].values[..., 0], expected[[3, 3, 3, 6, 6, 6, 0, 0, 0]])
 
 
 def test_positions_are_those_that_hold_the_context(measured):

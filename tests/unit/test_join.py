@@ -34,7 +34,7 @@ def test_encoder_of_other_settings_is_refused_by_key_with_both_values(root, fold
 
 
 def test_settings_that_say_nothing_of_the_encoder_may_differ(root, folder):
-    cfg = tiny.make_config(root, encoder__run=folder, encoder__rate=0.7, seed=3, data__facts=1)
+    cfg = tiny.make_config(root, encoder__run=folder, encoder__rate=0.7, encoder__ratio=9, seed=3, data__facts=1)
     assert join.read_config(cfg).encoder.slots == cfg.encoder.slots
 
 

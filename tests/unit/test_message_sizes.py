@@ -1,0 +1,161 @@
+"""Messages by their texts' length: as many slots as a text needs at so many tokens a slot, wherever one is made."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.data.batches import other_examples
+from lw_jax.data.prompt_tokens import count_slots
+from lw_jax.evals import control_rows, quality_curve
+from lw_jax.evals.wire_functions import WireFunctions
+from lw_jax.inference.trained_wire import TrainedWire
+from lw_jax.models import codec
+from tests import tiny
+
+MOST, RATIO, STEPS = 9, 13, 14
+SIZES = {
+    "encoder__slots": MOST,
+    "encoder__ratio": RATIO,
+    "stages__pretrain__share": 6 / STEPS,
+    "stages__pretrain__lengths": (7, 13),
+    "stages__pretrain__ratios": (4, 8, 16),
+    "stages__answer__ratios": (11, 17),
+    "train__steps": STEPS,
+}
+ROWS = ("message", "shuffled", "zero", "random", "truncated", "text")
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory):
+    return tiny.make_recipe(tmp_path_factory.getbasetemp() / "readers", only="qwen", **SIZES)
+
+
+@pytest.fixture(scope="module")
+def built(recipe):
+    return recipe.build()
+
+
+def lengths(batch):
+    return batch["source"]["mask"].sum(axis=1)
+
+
+def needed(tokens, ratio):
+    return np.minimum(MOST, np.ceil(tokens / ratio))
+
+
+def test_a_message_has_a_slot_for_each_started_part_of_its_text_at_least_one_and_no_more_than_fit():
+    tokens = [0, 1, 4, 5, 27, 28, 29, 1000]
+    assert count_slots(tokens, ratio=4, most=7).tolist() == [1, 1, 1, 2, 7, 7, 7, 7]
+    assert count_slots(tokens, ratio=0, most=7).tolist() == [7] * 8
+    assert count_slots([27, 27, 27], ratio=np.array([4, 9, 27]), most=99).tolist() == [7, 3, 1]
+
+
+def test_ratios_follow_each_other_in_pretraining_and_are_drawn_for_each_question(recipe):
+    schedule = recipe.data_schedule()
+    batches = [schedule.batch(number, global_batch=8, seed=0, share=slice(None)) for number in range(STEPS)]
+    for number, ratio in enumerate((4, 4, 8, 8, 16, 16)):
+        one = batches[number]
+        np.testing.assert_array_equal(one["source"]["channel"][:, 0], needed(lengths(one), ratio))
+        np.testing.assert_array_equal(one["readers"]["qwen"]["channel"], one["source"]["channel"])
+    widest = [max(lengths(one)) for one in batches[:6]]
+    assert max(widest[:3]) < min(widest[3:]), "lengths have parts of their own"
+    tokens = np.concatenate([lengths(one) for one in batches[6:]])
+    slots = np.concatenate([one["source"]["channel"][:, 0] for one in batches[6:]])
+    fine, coarse = needed(tokens, 11), needed(tokens, 17)
+    assert ((slots == fine) | (slots == coarse)).all()
+    assert 0.25 < np.mean(slots[fine != coarse] == coarse[fine != coarse]) < 0.75
+    half = schedule.batch(9, global_batch=8, seed=0, share=slice(4, 8))
+    np.testing.assert_array_equal(half["source"]["channel"], batches[9]["source"]["channel"][4:])
+
+
+def test_validation_takes_the_encoder_s_ratio_and_another_text_its_own_slots(recipe):
+    found = recipe.validation()
+    assert [prefix for prefix, _ in found] == [""] * 3 + ["shuffled/"] * 3
+    for _, encoded in found:
+        batch = encoded.collate(range(8))
+        np.testing.assert_array_equal(batch["source"]["channel"][:, 0], needed(lengths(batch), RATIO))
+    own, others = (encoded.collate(range(8))["source"]["channel"][:, 0] for _, encoded in (found[0], found[3]))
+    assert not np.array_equal(own, others)
+
+
+class Recorder(WireFunctions):
+    """Records every prompt's latents and channel."""
+
+    def prompt_from_latents(self, trainable, params, fields, latents, name, *, slots=True):
+        self.seen.append((np.asarray(fields["channel"]), np.asarray(latents)))
+        return super().prompt_from_latents(trainable, params, fields, latents, name, slots=slots)
+
+
+@pytest.fixture(scope="module")
+def measured(recipe, built):
+    """(bench, options, what was measured, the prompts of messages)."""
+    recorder = Recorder(recipe.wire, recipe.placement)
+    recorder.seen = []
+    bench = dataclasses.replace(tiny.make_bench(recipe, built), functions=recorder)
+    options = dataclasses.replace(
+        recipe.cfg.eval, examples=4, batch=4, rows=ROWS, max_new_tokens=2, curve="nll", curve_examples=4
+    )
+    found = control_rows.measure(bench, recipe.data("validation", rows=("text", "truncated")), options=options)
+    return bench, options, found, list(recorder.seen)
+
+
+def test_readers_see_the_slots_of_the_message_that_they_are_given(measured):
+    _, _, found, seen = measured
+    encoded, others = found.encoded, other_examples(found.encoded.examples)
+    own = needed(np.array([len(encoded.source.ids[i]) for i in found.indices]), RATIO)
+    other = needed(np.array([len(encoded.source.ids[others[i]]) for i in found.indices]), RATIO)
+    assert len(set(own)) > 1 and not np.array_equal(own, other)
+    for row, wanted, (channel, latents) in zip(ROWS, (own, other, own, own), seen, strict=False):
+        np.testing.assert_array_equal(channel[:, 0], wanted)
+        if row != "zero":
+            np.testing.assert_array_equal(latents.any(axis=2).sum(axis=1), wanted, err_msg=row)
+        positions = [record["positions"] for record in found.of("qwen", row)]
+        np.testing.assert_array_equal(positions, wanted + 1, err_msg=row)
+    np.testing.assert_array_equal([record["positions"] for record in found.of("qwen", "truncated")], own)
+
+
+def test_the_curve_measures_the_ratios_in_real_messages(recipe, measured):
+    bench, options, found, _ = measured
+    sent = recipe.cfg.stages.answer
+    curve = quality_curve.sweep(bench, found, options=options, sent=sent, encoder="0123456789abcdef", seed=0)
+    tokens = np.array([len(found.encoded.source.ids[i]) for i in found.indices])
+    width = recipe.cfg.encoder.width
+    for point in curve.points:
+        slots = needed(tokens, point["ratio"])
+        assert point["slots"] == pytest.approx(slots.mean(), abs=0.01)
+        assert point["framed_bytes"] == np.mean([codec.framed_bytes(int(one), width, point["bits"]) for one in slots])
+    assert {point["ratio"] for point in curve.points} == {11, 17}
+    plain = dataclasses.replace(sent, ratios=())
+    curve = quality_curve.sweep(bench, found, options=options, sent=plain, encoder="0123456789abcdef", seed=0)
+    assert {point["ratio"] for point in curve.points} == {RATIO}
+
+
+def test_a_message_is_what_a_batch_would_send(recipe, built):
+    wire = TrainedWire(recipe, built.trainable, built.frozen, 0)
+    encoded = recipe.data("validation")
+    batch = encoded.collate([0, 1])
+    latents = wire.functions.encode(built.trainable, jax.tree.map(jnp.asarray, batch["source"]))
+    for row in range(2):
+        slots = int(batch["source"]["channel"][row, 0])
+        message = wire.write(encoded.examples[row].context, bits=16)
+        assert codec.read_frame(message).slots == slots < MOST
+        found = codec.unpack(message, encoder=wire.encoder_fingerprint)
+        np.testing.assert_allclose(found, latents[row, :slots], atol=5e-3)
+    assert codec.read_frame(wire.write(encoded.examples[0].context, slots=8)).slots == 8
+
+
+def test_keys_and_values_start_from_the_windows_of_the_slots_in_use(tmp_path_factory):
+    """One slot a text by its ratio is the start of an encoder of one slot."""
+    root = tmp_path_factory.getbasetemp() / "readers"
+    body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"]), "encoder__layers": 1}
+    kv = {"adapter__kind": "kv", "adapter__start": "aligned", "encoder__width": 48, "data__cards": 16}
+    sizes = ({"encoder__slots": 5, "encoder__ratio": 999}, {"encoder__slots": 1}, {"encoder__slots": 5})
+    by_ratio, one, five = (
+        tiny.make_recipe(root, only="qwen", **body, **kv, **size).build().trainable["adapters"] for size in sizes
+    )
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-5), by_ratio, one)
+    kernel = lambda tree: np.asarray(tree["qwen"]["read"]["kernel"])  # noqa: E731
+    assert np.abs(kernel(five) - kernel(one)).max() > 1e-2
