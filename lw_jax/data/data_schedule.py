@@ -12,16 +12,29 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Frozen, Tree
-from lw_jax.data.batches import Batch, Encoded, beside
-from lw_jax.data.texts import Texts
+from lw_jax.data.batches import Batch, beside
 
 
 class Stream(Protocol):
-    """A tokenised data set; one with messages is `batches.Encoded` or `texts.Texts`."""
+    """A tokenised data set."""
 
     @property
     def task(self) -> str:
         """Name of the task of its batches."""
+        ...
+
+    @property
+    def slots(self) -> int:
+        """Most slots of a message; 0 without messages."""
+        ...
+
+    @property
+    def width(self) -> int:
+        """Returns the width of a latent."""
+        ...
+
+    def count_slots(self, indices: Sequence[int], ratio: np.ndarray | None = None) -> np.ndarray:
+        """Returns i32[b]: the slots of each example's message at each's source tokens a slot; None: as validated."""
         ...
 
     def __len__(self) -> int:
@@ -43,6 +56,17 @@ class Stream(Protocol):
     def describe(self) -> list[str]:
         """Returns report lines."""
         ...
+
+
+class Unsent:
+    """Part of a `Stream` without messages."""
+
+    slots = width = 0
+
+    def count_slots(self, indices: Sequence[int], ratio: np.ndarray | None = None) -> np.ndarray:
+        """Returns zeros."""
+        del ratio
+        return np.zeros(len(indices), np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -191,11 +215,10 @@ def example_shapes(batch: Batch) -> Tree:
 
 def _draw(phase: Phase, encoded: Stream, rng: np.random.Generator, indices: Sequence[int]) -> np.ndarray | None:
     """Returns i32[b 3]: slots, width and bits of the example at each of `indices`; None without messages."""
-    if not isinstance(encoded, Encoded | Texts):
+    if not encoded.slots:
         return None
-    sizes = phase.ratios or phase.slots or (encoded.ratio or encoded.slots,)
-    choices = (sizes, phase.widths or (encoded.width,), phase.bits or (EXACT,))
+    choices = (phase.ratios or phase.slots or (0,), phase.widths or (encoded.width,), phase.bits or (EXACT,))
     drawn = np.stack([rng.choice(np.array(values, np.int32), len(indices)) for values in choices], axis=1)
-    if phase.ratios or (encoded.ratio and not phase.slots):
-        drawn[:, 0] = encoded.count_slots(indices, drawn[:, 0])
+    if not phase.slots:
+        drawn[:, 0] = encoded.count_slots(indices, drawn[:, 0] if phase.ratios else None)
     return drawn

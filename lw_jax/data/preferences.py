@@ -14,6 +14,7 @@ import numpy as np
 from lw_jax.core.errors import UserError
 from lw_jax.data import prompt_tokens
 from lw_jax.data.batches import MULTIPLE, Batch, Lookup
+from lw_jax.data.data_schedule import Unsent
 from lw_jax.data.pairs import HUMAN, Preference, Text, Turn, shared
 from lw_jax.data.tokens import Tokenizer
 
@@ -56,7 +57,7 @@ class Pair:
 
 
 @dataclasses.dataclass(frozen=True)
-class Preferences:
+class Preferences(Unsent):
     """A tokenised data set of pairs; `index` in a batch is a position in `examples`. Nothing is sent."""
 
     examples: tuple[Preference, ...]

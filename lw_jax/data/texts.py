@@ -36,11 +36,6 @@ class Texts:
         """Returns the width of a latent."""
         return self.encoded.width
 
-    @property
-    def ratio(self) -> int:
-        """Returns the tokens of a text a slot; 0: as many slots for every text."""
-        return self.encoded.ratio
-
     def count_slots(self, indices: Sequence[int], ratio: int | np.ndarray | None = None) -> np.ndarray:
         """Returns i32[b]: the slots of each text's message, as `Encoded.count_slots`."""
         return self.encoded.count_slots([self.groups[i][0] for i in indices], ratio)

@@ -30,11 +30,6 @@ def known_ceilings(monkeypatch):
     monkeypatch.setattr(timing, "ceilings", lambda dtype: dataclasses.replace(CEILINGS, dtype=dtype))
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 def make(cfg, *, devices=1):
     placed = placement.place("replicate", recipes.reader_bytes(cfg), devices=jax.devices()[:devices])
     return Measured(cfg, placed, repeats=2)

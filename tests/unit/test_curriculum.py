@@ -17,11 +17,6 @@ STAGES = {
 }
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 def make(root, **changes):
     return tiny.make_recipe(root, **changes).curriculum
 

@@ -19,11 +19,6 @@ pytestmark = pytest.mark.slow
 ROOM = MemoryLimit(10**12, 1.0)
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 def place(cfg, table="single", **axes):
     return placements.place(table, recipes.reader_bytes(cfg), **axes)
 

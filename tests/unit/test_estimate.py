@@ -44,11 +44,6 @@ SIZES = {
 }
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 def make_program(root, strategy: str = "single", devices: int = 1, **changes) -> StepSpec:
     cfg = tiny.make_config(root, **SIZES | changes)
     model = devices if strategy == "tensor" else 1

@@ -18,11 +18,6 @@ ROOM = MemoryLimit(10**12, 1.0)
 NEAR = (0.5, 2.0)  # of the compiled bytes beside the weights, of tiny models on a CPU
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 def make_program(cfg, strategy="single", devices=1, **axes) -> StepSpec:
     placed = placements.place(strategy, recipes.reader_bytes(cfg), devices=jax.devices()[:devices], **axes)
     return StepSpec(cfg, recipes.make(cfg, placed, outline=True))

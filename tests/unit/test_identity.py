@@ -19,14 +19,7 @@ from tests.unit import test_dpo
 ROWS = question_cards.make(24, facts=2, seed=7, split="train")
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "cache"))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def write_examples(file: Path, *, edit: bool = False) -> str:

@@ -9,11 +9,6 @@ from tests import tiny
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
-@pytest.fixture(scope="module")
 def folder(root, tmp_path_factory):
     """The folder of a run that has not saved anything yet."""
     at = tmp_path_factory.mktemp("run")

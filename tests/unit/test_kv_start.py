@@ -54,11 +54,6 @@ def test_what_follows_from_nothing_is_shrunk_to_the_mean(linear):
     assert moved.std() < 0.1 * targets.std()
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 def make(root, start, **changes):
     body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"]), "encoder__layers": 1}
     return tiny.make_recipe(root, adapter__kind="kv", adapter__start=start, encoder__width=48, **body, **changes)

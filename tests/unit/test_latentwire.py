@@ -23,11 +23,6 @@ STAGES = {"stages__align__share": 0.5}
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
-@pytest.fixture(scope="module")
 def bodies(root, tmp_path_factory):
     """encoder.kind -> the keys that name its body."""
     folder = tmp_path_factory.mktemp("bert")

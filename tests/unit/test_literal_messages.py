@@ -24,11 +24,6 @@ EMBEDDINGS = 2e-5  # fp32 of unit size
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
-@pytest.fixture(scope="module")
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("LW_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))

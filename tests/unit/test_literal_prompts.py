@@ -18,11 +18,6 @@ LOGITS = 3e-5  # fp32 logits of unit size: the same sums in another order
 WORDS = 3
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:

@@ -26,11 +26,6 @@ pytestmark = pytest.mark.slow
 UNDER, OVER = 0.01, 0.03  # of the bytes alive while programs run: latents that cross are not counted
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 def make_program(root, **changes) -> StepSpec:
     recipe = tiny.make_recipe(root, **changes)
     return StepSpec(recipe.cfg, recipe)

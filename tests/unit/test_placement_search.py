@@ -24,11 +24,6 @@ ENOUGH = MemoryLimit(10**12, 0.8)
 EXACT = 1e-12  # relative: a handful of fp64 sums
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 def hardware(count: int, room: MemoryLimit = ENOUGH, **changes) -> Hardware:
     return Hardware(jax.devices()[:count], room, **{"target": gpus.Target(H100, count)} | changes)
 

@@ -19,11 +19,6 @@ from tests.tiny import make_searched_config
 pytestmark = pytest.mark.usefixtures("cache")
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 def fail(*_, **__):
     raise AssertionError("planned again")
 

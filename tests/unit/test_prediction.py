@@ -17,11 +17,6 @@ CHOSEN = {
 H100 = gpus.CARDS["h100"]
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 @pytest.fixture
 def stand_in(monkeypatch):
     """Compiles for the CPU, and plans what it is given; returns the programs that were compiled."""

@@ -17,14 +17,7 @@ SAME = 1e-5  # nats
 WINDOW = 24
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def make(root, devices=1, **changes):

@@ -9,9 +9,7 @@ from tests import tiny
 SAME = 2e-3  # of values near 1, after a few steps of Adam
 
 
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def teach(root, **places):

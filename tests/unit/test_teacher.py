@@ -22,15 +22,7 @@ GRADIENT = 2e-2  # of the largest in a leaf, likewise
 K = 7
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
-@pytest.fixture(autouse=True)
-def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
-    return tmp_path / "teacher"
+pytestmark = pytest.mark.usefixtures("cache")
 
 
 def make(root, **changes):

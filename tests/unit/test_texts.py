@@ -25,11 +25,6 @@ COUNTS = (3, 1, 2, 7, 3, 4, 1, 5, 2, 3, 6, 1)  # questions of each text
 N = 3
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
 @pytest.fixture(autouse=True, scope="module")
 def cache(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:

@@ -24,11 +24,6 @@ TEXT = "Mira keeps a copper lantern in the old mill."
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
-@pytest.fixture(scope="module")
 def lm(root):
     return lw_jax.load_lm(tiny.readers(root)["qwen"])
 

@@ -56,7 +56,7 @@ def test_batch_has_what_a_course_and_a_loss_ask_for(windows):
     for name, shape in (("weights", (3, 1)), ("rate", (3,))):
         assert fields[name].dtype == np.float32
         np.testing.assert_array_equal(fields[name], np.ones(shape))
-    assert windows.task == "text"
+    assert (windows.task, windows.slots, windows.width) == ("text", 0, 0)
 
 
 def test_further_fields_are_computed_from_the_ids(packed):

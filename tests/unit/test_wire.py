@@ -17,11 +17,6 @@ SAME = 2e-5  # fp32 logits of unit size: the same sums in another order
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    return tmp_path_factory.getbasetemp() / "readers"
-
-
-@pytest.fixture(scope="module")
 def recipe(root):
     return tiny.make_recipe(root)
 
