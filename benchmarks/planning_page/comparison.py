@@ -25,7 +25,7 @@ from benchmarks.planning_page.tables import (
 from lw_jax import recipes
 from lw_jax.core.config import Config
 from lw_jax.planning import gpus, legacy, planner, roofline
-from lw_jax.recipes import latentwire
+from lw_jax.recipes import wire_shapes
 
 
 def analysis(cfg: Config, plans: Plans) -> list[str]:
@@ -273,7 +273,7 @@ def _positions(cfg: Config) -> dict[str, int]:
     """Returns what one reader sees of one example, at its limits."""
     data = cfg.data
     return {
-        "prompt": latentwire.SHARED_PREFIX,
+        "prompt": wire_shapes.SHARED_PREFIX,
         "latents": cfg.encoder.slots,
         "question": data.question_tokens,
         "answer": data.answer_tokens,

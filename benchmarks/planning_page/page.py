@@ -22,7 +22,7 @@ from benchmarks.planning_page.tables import (
 )
 from lw_jax.core.config import Config
 from lw_jax.planning import gpus, roofline
-from lw_jax.recipes import latentwire
+from lw_jax.recipes import wire_shapes
 from sharding.placement import STRATEGIES
 
 
@@ -270,7 +270,7 @@ def constants() -> list[str]:
         "shortest kernel, us": f"{roofline.KERNEL_SECONDS * 1e6:.0f}",
         "start of a collective inside a node, us": f"{roofline.COLLECTIVE_SECONDS * 1e6:.0f}",
         "start of a collective between nodes, us": f"{roofline.NETWORK_SECONDS * 1e6:.0f}",
-        "prompt before the context, tokens": str(latentwire.SHARED_PREFIX),
+        "prompt before the context, tokens": str(wire_shapes.SHARED_PREFIX),
     }
     return table(("assumed, not measured by this project", "value"), assumed.items())
 

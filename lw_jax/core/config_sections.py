@@ -12,6 +12,7 @@ from lw_jax.core.config_keys import key, section
 
 PLACEMENTS = ("auto", "single", "replicate", "fsdp", "tensor", "split", "hybrid3", "hybrid4")
 BITS = (16, 8, 6, 4, 2)  # of a value in a message
+KL_TASKS = ("answer", "continuation")
 FRAME = 2**16 - 1  # largest size that a message's frame can state
 
 
@@ -207,6 +208,9 @@ class Loss:
     ce: float = key(1.0, "cross-entropy over the answer's tokens and its end", unit="weight", at_least=0, shapes="zero")
     kl: float = key(
         0.0, "KL(reader with the text || reader with the latents); xRAG: 2.0", unit="weight", at_least=0, shapes="zero"
+    )
+    kl_tasks: tuple[str, ...] = key(
+        ("answer",), "tasks with the KL: the reader with the text reads the passage too", choices=KL_TASKS
     )
     teacher_k: int = key(
         64,

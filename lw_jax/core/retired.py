@@ -89,6 +89,7 @@ ADDED: dict[str, Any] = {
     "stages.pretrain.ratios": (),
     "stages.answer.ratios": (),
     "data.questions": 1,
+    "loss.kl_tasks": ("answer",),
 }
 
 

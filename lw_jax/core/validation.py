@@ -68,8 +68,9 @@ def _check_wire(cfg: Config) -> None:
     if cfg.data.questions > 1 and cfg.prompt.question == "latents":
         rule = "must be 1 where prompt.question is 'latents': each question is then encoded with the text."
         refuse("data.questions", cfg.data.questions, rule)
-    if not cfg.loss.ce + cfg.loss.kl:
-        refuse("loss.ce", 0.0, "must be above 0 where loss.kl is 0: nothing would be learned.")
+    if not cfg.loss.ce and not (cfg.loss.kl and "answer" in cfg.loss.kl_tasks):
+        rule = "must be above 0 where loss.kl is 0, or loss.kl_tasks is without 'answer': nothing would be learned."
+        refuse("loss.ce", 0.0, rule)
 
 
 def _check_stages(cfg: Config) -> None:

@@ -69,11 +69,11 @@ def continuations(documents: Iterable[str], length: int, tokenizer: Tokenizer) -
     return [Example(f"passage {i}", left, "", (right,)) for i, (left, right) in enumerate(found)]
 
 
-def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
+def encode(found: Sequence[Example], *, layout: Layout, task: str, rows: Iterable[str] = ()) -> Encoded:
     """Returns passages as token ids: source, the prompt up to the context, and the answer's tokens.
 
-    A repeated text ends with EOS; a continuation does not. The longest 1 % in any
-    tokenizer are left out (`KEPT`). Raises UserError where none is left, and for an overlong
+    A repeated text ends with EOS; a continuation does not. With "text" in `rows` also the prompt that has the context.
+    The longest 1 % in any tokenizer are left out (`KEPT`). Raises UserError where none is left, and for an overlong
     source under data.overlong="refuse".
     """
     if not found:
@@ -111,6 +111,11 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
             "after": Field([gap] * len(keep), len(gap), tokenizer.pad, left=True),
             "answer": batches.field(targets, tokenizer.pad, left=False),
         }
+        if "text" in rows:
+            before = prompt_tokens.make_frame(name, reader, layout.prompt).before
+            texts = prompt_tokens.tokenize(tokenizer, [before + found[i].context for i in keep])
+            prompts = prompt_tokens.with_begin(tokenizer, texts)
+            readers[name]["text"] = batches.field(prompts, tokenizer.pad, left=True)
         if name in words:
             kept, limit = [words[name][i] for i in keep], layout.literal_tokens
             readers[name]["literals"] = batches.field(kept, tokenizer.pad, left=True, limit=limit)

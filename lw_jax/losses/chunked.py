@@ -83,7 +83,7 @@ def _scan_pieces(one: Callable, pieces: int, inputs: Tree, constants: Tree) -> t
 
     def cut(x: jax.Array) -> jax.Array:
         # A device's rows are consecutive, so a chunk is every n-th row: equally many of each device.
-        return x.reshape(-1, pieces, *x.shape[1:]).swapaxes(0, 1)
+        return x.reshape(len(x) // pieces, pieces, *x.shape[1:]).swapaxes(0, 1)  # -1 is undefined for an empty field
 
     def body(_: None, piece: tuple[Tree, Tree]) -> tuple[None, tuple[LossTerms, Tree]]:
         return None, one(*piece)

@@ -26,11 +26,11 @@ class Pass:
 
 def needs_teacher(loss: config.Loss, task: str) -> bool:
     """Returns whether a term compares with the text-prompted reader."""
-    return bool(loss.kl) and task == "answer"
+    return bool(loss.kl) and task in loss.kl_tasks
 
 
 def total(loss: config.Loss, name: str, one: Pass) -> LossTerms:
-    """Returns the weighted sum of the terms with a weight; passages have the NLL alone, with weight 1."""
+    """Returns the weighted sum of the terms with a weight; the NLL of passages has weight 1."""
     task = one.fields["task"].name
     label = "" if task == "answer" else f"{task}/"
     targets, counted = one.fields["targets"], one.fields["weights"]

@@ -7,12 +7,13 @@ from collections.abc import Callable, Mapping, Sequence
 from lw_jax.core import config
 from lw_jax.core.config import Config, Stage
 from lw_jax.core.types import TASKS, Example
-from lw_jax.data import examples, passages
+from lw_jax.data import batches, examples, passages
 from lw_jax.data.batches import Encoded
 from lw_jax.data.data_schedule import DataSchedule, Phase, Stream
 from lw_jax.data.prompt_tokens import Layout
 from lw_jax.data.texts import Texts
 from lw_jax.data.tokens import Tokenizer
+from lw_jax.losses import objectives
 
 GAP = 0.05  # nats an answer token: a smaller NLL gap of another text's latents is a collapse
 
@@ -44,13 +45,16 @@ class Curriculum:
         cfg: Config,
         layout: Layout,
         tokenizers: Mapping[str, Tokenizer],
-        answers: Callable[[Sequence[Example]], Encoded],
         literals: Callable[[Sequence[Example]], Sequence[Example]],
+        teach: Callable[[Encoded], Encoded],
     ):
-        """Prepares the stages; `literals` gives passages those of their texts, `answers` tokenises questions."""
+        """Prepares the stages.
+
+        `literals` gives examples those of their texts; `teach` takes data sets with the KL's text prompts.
+        """
         self.cfg, self.layout, self.stages = cfg, layout, config.stages(cfg)
         self._tokenizer = next(iter(tokenizers.values()))  # passage lengths count its tokens
-        self._encode_answers, self._add_literals = answers, literals
+        self._add_literals, self._teach = literals, teach
         self.stream = functools.cache(self._stream)
         self._trained = functools.cache(self._group)
         self.examples = functools.cache(self._examples)
@@ -102,13 +106,21 @@ class Curriculum:
         return Texts(encoded, questions) if task == "answer" and questions > 1 else encoded
 
     def _stream(self, split: examples.Split, task: str, length: int) -> Encoded:
+        teacher = objectives.needs_teacher(self.cfg.loss, task)
+        rows = ("text",) if teacher else ()
         if task == "answer":
-            return self._encode_answers(self.examples(split))
+            found = self._add_literals(self.examples(split))
+            encoded = batches.encode(found, layout=self.layout, rows=rows)
+        else:
+            found = self._add_literals(self._passages(split, task, length))
+            encoded = passages.encode(found, layout=self.layout, task=task, rows=rows)
+        return self._teach(encoded) if teacher else encoded
+
+    def _passages(self, split: examples.Split, task: str, length: int) -> list[Example]:
         named = self.cfg.data.passages if split == "train" else ""
         documents = passages.read(named) if named else [example.context for example in self.examples(split)]
         make = passages.reconstructions if task == "reconstruct" else passages.continuations
-        found = self._add_literals(make(documents, length, self._tokenizer))
-        return passages.encode(found, layout=self.layout, task=task)
+        return make(documents, length, self._tokenizer)
 
     def _examples(self, split: examples.Split) -> list[Example]:
         return examples.load(self.cfg.data, split, seed=self.cfg.seed)

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from lw_jax.core import config, precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
-from lw_jax.core.types import EXACT, SHARED, Example, LossTerms, Task, Tree
+from lw_jax.core.types import EXACT, SHARED, Example, LossTerms, Tree
 from lw_jax.data import batches, examples, prompt_tokens
 from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
@@ -21,16 +21,14 @@ from lw_jax.models import adapter, codec, decoder, lora, wire
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.pass_costs import Terms
-from lw_jax.recipes import aligned_start, encoder_bodies, frozen_models, join, kv_start, wire_costs
-from lw_jax.recipes.curriculum import Curriculum, encoder_rates, longest_passage
+from lw_jax.recipes import aligned_start, encoder_bodies, frozen_models, join, kv_start, wire_costs, wire_shapes
+from lw_jax.recipes.curriculum import Curriculum, encoder_rates
 from lw_jax.recipes.surprisal import Surprisal
 from lw_jax.recipes.teacher import Teacher
 from lw_jax.training.optimizers import Rates
 from lw_jax.training.recipe import Weights
 from sharding import place, placement, rules, shards, tables
 from sharding.placement import Placement
-
-SHARED_PREFIX = 40  # tokens of a prompt before the context, assumed where no tokenizer is at hand (Llama 3.1 chat: 36)
 
 
 class LatentWire:
@@ -240,7 +238,7 @@ class LatentWire:
     @functools.cached_property
     def curriculum(self) -> Curriculum:
         """Returns the batches of the run's stages."""
-        return Curriculum(self.cfg, self.layout, self.tokenizers, self._answers, self.add_literals)
+        return Curriculum(self.cfg, self.layout, self.tokenizers, self.add_literals, self._teach)
 
     def data_schedule(self) -> DataSchedule:
         """Returns the batches of all stages in order."""
@@ -254,12 +252,9 @@ class LatentWire:
         """Returns a message where another text's latents serve every reader as well; else an empty string."""
         return self.curriculum.collapse(step, values)
 
-    def _answers(self, found: Sequence[Example]) -> batches.Encoded:
-        """Returns questions with the KL's text prompts, or with the teacher's cached tokens in their place."""
-        loss = self.cfg.loss
-        found = self.add_literals(found)
-        encoded = batches.encode(found, layout=self.layout, rows=("text",) if loss.kl else ())
-        return self._teacher.attach(encoded) if loss.kl and loss.teacher_k else encoded
+    def _teach(self, encoded: batches.Encoded) -> batches.Encoded:
+        """Returns a data set with the KL's text prompts, or with the teacher's cached tokens in their place."""
+        return self._teacher.attach(encoded) if self.cfg.loss.teacher_k else encoded
 
     @functools.cached_property
     def _teacher(self) -> Teacher:
@@ -370,50 +365,12 @@ class LatentWire:
     # --- planning
 
     def batch_widths(self) -> Tree:
-        """Returns one training example as shapes at the configuration's limits, with an assumed shared prefix.
-
-        It is the stages' task with the most target tokens: the logits dominate memory.
-        """
-        return self._widths(self.cfg.data.questions)
+        """Returns one training example as shapes at the configuration's limits, with an assumed shared prefix."""
+        return wire_shapes.example(self.cfg, self.wire.readers, questions=self.cfg.data.questions)
 
     def validation_widths(self) -> Tree:
         """Returns one held-out example as shapes: as one of training, with one question."""
-        return self._widths(1)
-
-    def _widths(self, questions: int) -> Tree:
-        data, loss = self.cfg.data, self.cfg.loss
-        teacher = ("text",) if loss.kl and not loss.teacher_k else ()
-        widths = {"before": SHARED_PREFIX, "after": data.question_tokens, "text": data.context_tokens}
-        literals = self.cfg.message.literals
-        words = {"literals": prompt_tokens.LITERAL_TOKENS * literals} if literals else {}
-        answers, longest = data.answer_tokens, longest_passage(self.cfg)
-        repeated = longest + 1 > answers * questions or not any(stage.answer for _, stage, _ in config.stages(self.cfg))
-        if repeated:
-            answers, teacher, widths = longest + 1, (), widths | {"after": len(words)}  # a token behind literals
-
-        def field(width: int) -> Tree:
-            return {"ids": jax.ShapeDtypeStruct((width,), jnp.int32), "mask": jax.ShapeDtypeStruct((width,), bool)}
-
-        channel = jax.ShapeDtypeStruct((3,), jnp.int32)
-        reader = {key: field(widths[key]) for key in ("before", "after", *teacher)}
-        reader |= {key: field(width) for key, width in words.items()}
-        reader |= {
-            "answer_inputs": jax.ShapeDtypeStruct((answers - 1,), jnp.int32),
-            "targets": jax.ShapeDtypeStruct((answers,), jnp.int32),
-            "weights": jax.ShapeDtypeStruct((answers,), jnp.float32),
-            "channel": channel,
-            "task": Task("reconstruct" if repeated else "answer"),
-        }
-        if loss.kl and loss.teacher_k and not repeated:
-            top = (answers, loss.teacher_k)
-            reader["teacher"] = {"ids": jax.ShapeDtypeStruct(top, jnp.int32), "logp": jax.ShapeDtypeStruct(top, "f2")}
-        if questions > 1 and not repeated:
-            reader = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((questions, *leaf.shape), leaf.dtype), reader)
-        return {
-            "source": field(self.cfg.encoder.window * self.cfg.encoder.windows) | {"channel": channel},
-            "readers": dict.fromkeys(self.wire.readers, reader),
-            "index": jax.ShapeDtypeStruct((), jnp.int32),
-        }
+        return wire_shapes.example(self.cfg, self.wire.readers, questions=1)
 
     def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
         """Returns the costs of one micro-batch: the encoder's under "", each reader's under its name."""

@@ -1,4 +1,4 @@
-"""On-disk cache of the teacher's (text-prompted reader's) likeliest answer tokens, one entry an example."""
+"""On-disk cache of the teacher's (text-prompted reader's) likeliest tokens, one entry an example."""
 
 import dataclasses
 import functools
@@ -31,24 +31,32 @@ class Teacher:
                 "set it to 0 to run the teacher in every step"
             )
         self.cfg, self.wire, self.placement = cfg, wired, placement
-        common = {
+        self._meaning = {
             "prompt": dataclasses.asdict(cfg.prompt),
             "arithmetic": precision.resolve(cfg.compute.dtype, placement.platform),
         }
-        shapes = {
-            name: (cfg.data.answer_tokens, min(cfg.loss.teacher_k, reader.config.vocab))
-            for name, reader in wired.readers.items()
-        }
-        self.stores = {
-            name: Store(
-                sources.cache_root() / "teacher",
-                common | identities[name],
-                rows={"ids": (shape, np.int32), "logp": (shape, np.float16)},
-            )
-            for name, shape in shapes.items()
-        }
+        self._identities = identities
+        self._open = functools.cache(self._open_store)
+        self.stores = {name: self._open(name, cfg.data.answer_tokens) for name in wired.readers}  # of questions
         self._waiting: list[Encoded] = []
         self._readers: Tree | None = None
+
+    def _open_store(self, name: str, length: int) -> Store:
+        shape = length, self._count(name)
+        return Store(
+            sources.cache_root() / "teacher",
+            self._meaning | self._identities[name],
+            rows={"ids": (shape, np.int32), "logp": (shape, np.float16)},
+        )
+
+    def _count(self, name: str) -> int:
+        return min(self.cfg.loss.teacher_k, self.wire.readers[name].config.vocab)
+
+    def _store(self, name: str, encoded: Encoded) -> Store:
+        """Returns where a data set's tokens are: passages of each length have a store of their own."""
+        if encoded.task == "answer":
+            return self.stores[name]
+        return self._open(name, encoded.readers[name]["answer"].width)
 
     def attach(self, encoded: Encoded) -> Encoded:
         """Returns the data set with teacher tokens in place of its text prompts, available once readers are loaded."""
@@ -59,7 +67,7 @@ class Teacher:
             for name, fields in encoded.readers.items()
         }
         return dataclasses.replace(
-            encoded, readers=readers, teachers={name: self._lookup(name, encoded) for name in self.stores}
+            encoded, readers=readers, teachers={name: self._lookup(name, encoded) for name in self.wire.readers}
         )
 
     def begin(self, readers: Tree) -> None:
@@ -71,22 +79,27 @@ class Teacher:
         if self._readers is None:
             return
         waiting, self._waiting = self._waiting, []
-        size = place.round_up(self.cfg.eval.batch, self.placement.data)
         for encoded in waiting:
-            for name, store in self.stores.items():
+            for name in self.wire.readers:
+                store = self._store(name, encoded)
+                # As many logits at once as of questions.
+                length, _ = store.rows["ids"][0]
+                size = max(1, self.cfg.eval.batch * self.cfg.data.answer_tokens // length)
+                size = place.round_up(size, self.placement.data)
                 count = store.fill(keys_of(encoded, name), functools.partial(self._read, name, encoded), batch=size)
                 if count:
                     print(f"teacher {name}: {count} examples computed; cached in {store.folder}", flush=True)
 
     def _lookup(self, name: str, encoded: Encoded) -> Lookup:
-        return self.stores[name].lookup(keys_of(encoded, name), length=encoded.readers[name]["answer"].width)
+        return self._store(name, encoded).lookup(keys_of(encoded, name), length=encoded.readers[name]["answer"].width)
 
     def _read(self, name: str, encoded: Encoded, positions: list[int]) -> Batch:
         """Returns the rows of some examples, padded to the store's length."""
         fields = place.put_eval(encoded.collate(positions)["readers"][name], self.placement.readers[name].mesh)
         assert self._readers is not None
         ids, logp = jax.device_get(self._likeliest(self._readers[name], fields, name))
-        missing = ((0, 0), (0, self.cfg.data.answer_tokens - ids.shape[1]), (0, 0))
+        length, _ = self._store(name, encoded).rows["ids"][0]
+        missing = ((0, 0), (0, length - ids.shape[1]), (0, 0))
         return {"ids": np.pad(ids, missing), "logp": np.pad(logp, missing)}
 
     @functools.cached_property
@@ -94,8 +107,7 @@ class Teacher:
         def run(params: Tree, fields: Mapping, name: str) -> tuple[jax.Array, jax.Array]:
             text = wire.text_prompt(params, fields["text"])
             logits = self.wire.answer_logits(params, name, text, fields)
-            count = self.stores[name].rows["ids"][0][1]
-            return likeliest(logits, count=count)
+            return likeliest(logits, count=self._count(name))
 
         return jax.jit(run, static_argnames="name")
 

@@ -142,3 +142,13 @@ def test_gradients_taken_piece_by_piece_compute_no_product_twice():
         for n in (1, 4)
     ]
     assert largest[0] == 4 * T * V > largest[1], "logits of all rows exist in one case only"
+
+
+@pytest.mark.parametrize("pieces", [1, 2])
+def test_a_field_without_positions_is_cut_as_the_others(pieces):
+    def measure(head, states, fields):
+        return LossTerms(head * jnp.sum(states * fields["weights"]), jnp.sum(fields["weights"]), {})
+
+    fields = {"weights": jnp.arange(4.0)[:, None], "after": jnp.zeros((4, 0), jnp.int32)}  # passages ask no question
+    terms = chunked.sum_of_pieces(measure, jnp.float32(2.0), jnp.ones((4, 1)), fields, pieces=pieces)
+    assert (float(terms.sum), float(terms.weight)) == (12.0, 6.0)

@@ -121,6 +121,20 @@ def test_slots_of_keys_and_values_are_multiplied_by_no_matrix_of_a_reader(root):
 
 
 @pytest.mark.optimized
+@pytest.mark.parametrize("kind", ["embeddings", "kv"])
+def test_questions_of_a_text_cost_the_readers_alone(kind, root):
+    plain, three = (make_program(root, adapter__kind=kind, data__questions=n) for n in (1, 3))
+    queries = POSITIONS - OPENING - (SLOTS if kind == "kv" else 0)
+    attended = PRODUCTS["none"] * sum(one["layers"] * attention(one, queries, POSITIONS) for one in (LLAMA, QWEN))
+    more = estimate_of(three).flops - estimate_of(plain).flops
+    assert compiled(three).flops - compiled(plain).flops == more + 2 * attended
+    heads = 4 * BATCH * ANSWERS * sum(352 * LLAMA["width"] if one is LLAMA else 320 * QWEN["width"] for one in SIZED)
+    assert more == 2 * (4 * BATCH * queries * sum(map(body_params, SIZED)) + heads)
+    held = [estimate_of(one).needs.activations for one in (plain, three)]
+    assert held[0] < held[1] < 3 * held[0] and estimate_of(three).needs.logits == 3 * estimate_of(plain).needs.logits
+
+
+@pytest.mark.optimized
 def test_muons_own_products_are_those_compiled(root):
     plain, other = (make_program(root, optim__kind=kind) for kind in ("adamw", "muon"))
     found = estimate_of(other).flops - estimate_of(plain).flops

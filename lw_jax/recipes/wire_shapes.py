@@ -1,0 +1,58 @@
+"""Shapes of one training example of recipe `latentwire` at the configuration's limits, for the planner."""
+
+from collections.abc import Iterable
+
+import jax
+import jax.numpy as jnp
+
+from lw_jax.core import config
+from lw_jax.core.config import Config
+from lw_jax.core.types import Task, Tree
+from lw_jax.data import prompt_tokens
+from lw_jax.losses import objectives
+from lw_jax.recipes.curriculum import longest_passage
+
+SHARED_PREFIX = 40  # tokens of a prompt before the context, assumed where no tokenizer is at hand (Llama 3.1 chat: 36)
+
+
+def example(cfg: Config, readers: Iterable[str], *, questions: int) -> Tree:
+    """Returns one example as shapes, of so many questions where it has questions.
+
+    It is of the stages' task with the most target tokens: the logits dominate memory.
+    """
+    data, stages = cfg.data, [stage for _, stage, _ in config.stages(cfg)]
+    task, answers, longest = "answer", data.answer_tokens, longest_passage(cfg)
+    widths = {"before": SHARED_PREFIX, "after": data.question_tokens}
+    words, text = prompt_tokens.LITERAL_TOKENS * cfg.message.literals, data.context_tokens
+    if longest + 1 > answers * questions or not any(stage.answer for stage in stages):
+        taught = objectives.needs_teacher(cfg.loss, "continuation") and any(stage.continuation for stage in stages)
+        task, answers, text = "continuation" if taught else "reconstruct", longest + 1, SHARED_PREFIX + longest
+        widths |= {"after": min(words, 1)}  # a token behind literals
+    if words:
+        widths |= {"literals": words}
+    teacher = objectives.needs_teacher(cfg.loss, task)
+    if teacher and not cfg.loss.teacher_k:
+        widths |= {"text": text}
+    channel = jax.ShapeDtypeStruct((3,), jnp.int32)
+    reader: Tree = {key: _field(width) for key, width in widths.items()}
+    reader |= {
+        "answer_inputs": jax.ShapeDtypeStruct((answers - 1,), jnp.int32),
+        "targets": jax.ShapeDtypeStruct((answers,), jnp.int32),
+        "weights": jax.ShapeDtypeStruct((answers,), jnp.float32),
+        "channel": channel,
+        "task": Task(task),
+    }
+    if teacher and cfg.loss.teacher_k:
+        top = (answers, cfg.loss.teacher_k)
+        reader["teacher"] = {"ids": jax.ShapeDtypeStruct(top, jnp.int32), "logp": jax.ShapeDtypeStruct(top, "f2")}
+    if questions > 1 and task == "answer":
+        reader = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((questions, *leaf.shape), leaf.dtype), reader)
+    return {
+        "source": _field(cfg.encoder.window * cfg.encoder.windows) | {"channel": channel},
+        "readers": dict.fromkeys(readers, reader),
+        "index": jax.ShapeDtypeStruct((), jnp.int32),
+    }
+
+
+def _field(width: int) -> Tree:
+    return {"ids": jax.ShapeDtypeStruct((width,), jnp.int32), "mask": jax.ShapeDtypeStruct((width,), bool)}
