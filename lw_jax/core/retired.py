@@ -85,6 +85,7 @@ ADDED: dict[str, Any] = {
     "encoder.ratio": 0,
     "stages.pretrain.ratios": (),
     "stages.answer.ratios": (),
+    "stages.answer.sizes": "drawn",
     "data.questions": 1,
 }
 
