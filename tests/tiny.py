@@ -39,6 +39,30 @@ SIZES = {
     "qwen2": {"width": 56, "layers": 3, "heads": 8, "kv_heads": 4, "head_dim": 6, "ffn": 88},
 }
 
+DECODER = decoder.DecoderConfig(
+    vocab=53,
+    width=26,
+    layers=3,
+    heads=6,
+    kv_heads=2,
+    head_dim=10,
+    ffn=34,
+    rope_theta=1e4,
+    norm_eps=1e-5,
+    max_positions=64,
+    tied=False,
+    qkv_bias=True,
+)
+
+
+def draw_decoder(cfg: decoder.DecoderConfig) -> Tree:
+    """Draws a decoder's weights; unit norms and zero biases, which would hide an error in them, are moved too."""
+    params = decoder.init(jax.random.key(1), cfg, jnp.float32, scale=0.2)
+    noise = iter(jax.random.split(jax.random.key(2), 32))
+    return jax.tree.map(
+        lambda leaf: leaf + 0.3 * jax.random.normal(next(noise), leaf.shape) if leaf.ndim < 4 else leaf, params
+    )
+
 
 def write_reader(folder: Path, family: str, *, seed: int = 0, **sizes: int) -> Path:
     """Writes a random reader with weights large enough that its logits differ; `sizes` change those of `SIZES`."""

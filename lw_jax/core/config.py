@@ -237,6 +237,12 @@ class Stage:
     ratios: tuple[int, ...] = ()  # the same by the text's length, in source tokens a slot
     widths: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
+    all_sizes: bool = False  # of slots or ratios, for each example, instead of one that is drawn
+
+    @property
+    def messages(self) -> int:
+        """Returns how many messages are made of a text at once."""
+        return len(self.slots or self.ratios) if self.all_sizes else 1
 
 
 def stages(cfg: Config) -> list[tuple[str, Stage, int]]:
@@ -262,6 +268,7 @@ def stages(cfg: Config) -> list[tuple[str, Stage, int]]:
                 ratios=answer.ratios,
                 widths=answer.widths,
                 bits=answer.bits,
+                all_sizes=answer.sizes == "all",
             ),
         ),
     ]

@@ -266,7 +266,12 @@ class AnswerStage:
         "the same as encoder.ratio, instead of stages.answer.slots; empty: encoder.ratio",
         unit="tokens a slot",
         above=0,
-        shapes="no",
+    )
+    sizes: str = key(
+        "drawn",
+        "one of stages.answer.slots or ratios for each example, or all of them: a text is read once and pooled into "
+        "each, and the loss is the mean",
+        choices=("drawn", "all"),
     )
     widths: tuple[int, ...] = key((), "the same for the first values of a latent; empty: encoder.width", unit="values")
     bits: tuple[int, ...] = key((), "the same for quantisation; 16 is exact; empty: 16", unit="bits a value")

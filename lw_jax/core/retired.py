@@ -88,6 +88,7 @@ ADDED: dict[str, Any] = {
     "encoder.local": 0,
     "stages.pretrain.ratios": (),
     "stages.answer.ratios": (),
+    "stages.answer.sizes": "drawn",
     "data.questions": 1,
     "loss.kl_tasks": ("answer",),
 }

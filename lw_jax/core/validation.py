@@ -90,6 +90,9 @@ def _check_stages(cfg: Config) -> None:
     if answer.slots and answer.ratios:
         rule = f"must be empty where stages.answer.slots is given ({answer.slots}): either decides a message's slots."
         refuse("stages.answer.ratios", answer.ratios, rule)
+    if answer.sizes == "all" and len(answer.slots or answer.ratios) < 2:
+        rule = "must be 'drawn', or stages.answer.slots or stages.answer.ratios name two sizes or more."
+        refuse("stages.answer.sizes", "all", rule)
     for name in ("slots", "ratios", "widths", "bits"):
         values = getattr(answer, name)
         if len(set(values)) < len(values):

@@ -82,6 +82,8 @@ class Phase:
     frozen: tuple[str, ...] = ()  # trainable parts that these batches do not train: "frozen" in their "source"
     dropout: float = 0.0  # share of the examples without their literals, and as large a one without their latents
 
+    all_sizes: bool = False  # each example in all of `slots` or `ratios` instead of one that is drawn
+
     def mark(self, batch: Batch) -> Batch:
         """Returns the batch with the frozen parts in its structure."""
         return {**batch, "source": {**batch["source"], "frozen": Frozen(self.frozen)}} if self.frozen else batch
@@ -140,15 +142,18 @@ class DataSchedule:
             for encoded, _ in phase.streams:
                 most.setdefault(id(encoded), (phase, encoded))
         found = (most[id(encoded)] for encoded in self.streams)
-        return [phase.mark(encoded.probe()) for phase, encoded in found]
+        rng = np.random.default_rng(0)  # of no account: the shapes are the same
+        return [phase.mark(_send(phase, encoded.probe(), _draw(phase, encoded, [0], rng))) for phase, encoded in found]
 
     def batch(self, number: int, *, global_batch: int, seed: int, share: slice) -> Batch:
         """Returns rows `share` of a global batch; a function of its arguments alone."""
         phase, stream, before = self._place(number)
         encoded, order = self.streams[stream], self._order(stream, seed)
         indices = [int(order[before * global_batch + row] or 0) for row in range(global_batch)]
-        channel = _draw(phase, encoded, np.random.default_rng([seed, number]), indices)
-        batch = encoded.collate(indices[share], channel=None if channel is None else channel[share])
+        channel = _draw(phase, encoded, indices, np.random.default_rng([seed, number]))
+        own = None if channel is None else channel[share]
+        batch = encoded.collate(indices[share], channel=None if own is None else own[:, 0])
+        batch = _send(phase, batch, own)
         if phase.dropout:
             batch = drop(batch, np.random.default_rng([seed, number, 1]).random(global_batch)[share], phase.dropout)
         return phase.mark(batch)
@@ -213,12 +218,40 @@ def example_shapes(batch: Batch) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), batch)
 
 
-def _draw(phase: Phase, encoded: Stream, rng: np.random.Generator, indices: Sequence[int]) -> np.ndarray | None:
-    """Returns i32[b 3]: slots, width and bits of the example at each of `indices`; None without messages."""
+def _draw(phase: Phase, encoded: Stream, indices: Sequence[int], rng: np.random.Generator) -> np.ndarray | None:
+    """Returns i32[b n 3]: slots, width and bits of the n messages of the example at each of `indices`.
+
+    None without messages.
+    """
     if not encoded.slots:
         return None
-    choices = (phase.ratios or phase.slots or (0,), phase.widths or (encoded.width,), phase.bits or (EXACT,))
-    drawn = np.stack([rng.choice(np.array(values, np.int32), len(indices)) for values in choices], axis=1)
+    sizes = phase.ratios or phase.slots or (0,)
+    shape = (len(indices), len(sizes) if phase.all_sizes else 1)
+    choices = (sizes, phase.widths or (encoded.width,), phase.bits or (EXACT,))
+    drawn = np.stack([rng.choice(np.array(values, np.int32), shape) for values in choices], axis=2)
+    if phase.all_sizes:
+        drawn[:, :, 0] = sizes
     if not phase.slots:
-        drawn[:, 0] = encoded.count_slots(indices, drawn[:, 0] if phase.ratios else None)
+        for number in range(shape[1]):
+            drawn[:, number, 0] = encoded.count_slots(indices, drawn[:, number, 0] if phase.ratios else None)
     return drawn
+
+
+def _send(phase: Phase, batch: Batch, channel: np.ndarray | None) -> Batch:
+    """Returns the batch with every example sent in all its sizes, where the phase wants that: `channel` i32[b n 3].
+
+    The source's "channel" is [b n 3]; the readers' leaves are [b n ...], or [b n*q ...] where an example has q
+    questions, the questions of a message beside each other.
+    """
+    if channel is None or not phase.all_sizes:
+        return batch
+
+    def repeat(fields: Batch) -> Batch:
+        several = fields["targets"].ndim == 3
+        leaves = jax.tree.map(
+            lambda leaf: np.concatenate([leaf if several else leaf[:, None]] * channel.shape[1], axis=1), fields
+        )
+        return leaves | {"channel": np.repeat(channel, fields["targets"].shape[1] if several else 1, axis=1)}
+
+    readers = {name: repeat(fields) for name, fields in batch["readers"].items()}
+    return batch | {"source": batch["source"] | {"channel": channel}, "readers": readers}

@@ -111,7 +111,9 @@ class Wire:
     def encode(
         self, trainable: Tree, source: Mapping[str, jax.Array], body: Tree | None = None
     ) -> Float[Array, "b m z"]:
-        """Encodes {"ids" [b s], "mask" [b s], "channel" [b 3]} (right-padded) into fp32 latents.
+        """Encodes {"ids" [b s], "mask" [b s], "channel" [b 3] or [b n 3]} (right-padded) into fp32 latents.
+
+        A channel [b n 3] makes n messages of each text, one after the other, from one pass of the body.
 
         They have unit RMS in each row's first slots and the first width of them, and are 0 elsewhere. A source longer
         than the body's window is encoded window by window and pooled as a whole. `body` is the frozen one of an encoder
@@ -126,7 +128,11 @@ class Wire:
         mix = trainable["encoder"]["head"].get("mix")  # fp32, as what it sums
         states = self._read(params, mix, ids.reshape(-1, window), mask.reshape(-1, window))
         states = states.reshape(*ids.shape, states.shape[2])
-        return self.encoder.head().bind(params["head"])(states, mask, source["channel"])
+        head, channel = self.encoder.head().bind(params["head"]), source["channel"]
+        if channel.ndim == 2:
+            return head(states, mask, channel)
+        each = jax.vmap(lambda one: head(states, mask, one), in_axes=1, out_axes=1)(channel)
+        return each.reshape(-1, *each.shape[2:])
 
     def _read(
         self, params: Tree, mix: Float[Array, " n"] | None, ids: Int[Array, "b s"], mask: Bool[Array, "b s"]

@@ -70,7 +70,7 @@ class Curriculum:
                 weights = [(task, weight_of(stage, task)) for task in TASKS]
                 streams = tuple((self._trained(task, length), weight) for task, weight in weights if weight)
                 sizes = (stage.slots, (ratio,) if ratio else stage.ratios, stage.widths, stage.bits)
-                phases.append(Phase(part, streams, *sizes, frozen, dropout=dropout))
+                phases.append(Phase(part, streams, *sizes, frozen, dropout=dropout, all_sizes=stage.all_sizes))
         return DataSchedule(tuple(phases))
 
     def validation(self) -> list[tuple[str, Encoded]]:

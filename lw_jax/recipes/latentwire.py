@@ -289,7 +289,7 @@ class LatentWire:
         still = {part: jax.lax.stop_gradient(encoder_params[part]) for part in parts}
         latents = self.wire.encode({"encoder": encoder_params | still}, source, frozen)
         if self._channels:
-            channel = source["channel"]
+            channel = source["channel"].reshape(-1, 3)
             latents = codec.send(latents, channel[:, 1], channel[:, 2], choices=self._channels)
         return latents
 
@@ -316,12 +316,16 @@ class LatentWire:
         return trainable["adapters"][name]
 
     def branch(self, name: str, part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: jax.Array) -> LossTerms:
-        """Returns one reader's loss terms from the latents [b ...]; fields are [b ...], or [b n ...] of n questions."""
+        """Returns one reader's loss terms from the latents [b ...]; fields are [b ...], or [b n ...] of n questions.
+
+        Where a text is sent in several sizes, the latents have a row for each and the fields' n counts them too.
+        """
         del rng
         task = fields["task"].name
         prefix = self.wire.prefix(part, name, shared, task)
-        if fields["targets"].ndim == 3:  # several questions of each text
-            prefix = adapter.repeat(prefix, fields["targets"].shape[1])
+        if fields["targets"].ndim == 3:  # several questions, or messages, of each text
+            texts, rows, _ = fields["targets"].shape
+            prefix = adapter.repeat(prefix, texts * rows // len(shared))
             fields = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), fields)
         prompt = wire.wire_prompt(frozen, fields, prefix)
         states = self.wire.answer_states(frozen, name, prompt, fields)
@@ -366,7 +370,12 @@ class LatentWire:
 
     def batch_widths(self) -> Tree:
         """Returns one training example as shapes at the configuration's limits, with an assumed shared prefix."""
-        return wire_shapes.example(self.cfg, self.wire.readers, questions=self.cfg.data.questions)
+        messages = max(stage.messages for _, stage, _ in config.stages(self.cfg))
+        found = wire_shapes.example(self.cfg, self.wire.readers, questions=self.cfg.data.questions * messages)
+        answered = all(fields["task"].name == "answer" for fields in found["readers"].values())
+        if messages > 1 and answered:
+            found["source"]["channel"] = jax.ShapeDtypeStruct((messages, 3), jnp.int32)
+        return found
 
     def validation_widths(self) -> Tree:
         """Returns one held-out example as shapes: as one of training, with one question."""

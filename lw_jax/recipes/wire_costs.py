@@ -20,7 +20,7 @@ from sharding.placement import Placement
 def terms(cfg: Config, wire: Wire, placement: Placement, widths: Tree, *, rows: int) -> dict[str, Terms]:
     """Returns the encoder's costs under "", each reader's under its name; `widths` as `batch_widths` gives them.
 
-    A reader has `rows` rows, or as many for each question where the widths are of several questions a text.
+    A reader has `rows` rows, or as many for each question and message where the widths are of several a text.
     """
     spec, positions = wire.encoder, widths["source"]["ids"].shape[0]
     one = arithmetic.Pass(rows, positions, 0, cfg.compute.remat, jnp.dtype(spec.precision.values).itemsize)
@@ -32,11 +32,16 @@ def terms(cfg: Config, wire: Wire, placement: Placement, widths: Tree, *, rows: 
         found = arithmetic.trained(spec.body, one)
     else:
         found = arithmetic.trained_bytes(spec.layers or encoder.BYTE_LAYERS, spec.width, one)
-    readers = {name: _reader(cfg, wire, placement, name, widths["readers"][name], rows) for name in wire.readers}
+    messages = math.prod(widths["source"]["channel"].shape[:-1])
+    readers = {
+        name: _reader(cfg, wire, placement, name, widths["readers"][name], (rows, rows * messages))
+        for name in wire.readers
+    }
     return {"": found} | readers
 
 
-def _reader(cfg: Config, wire: Wire, placement: Placement, name: str, fields: Tree, texts: int) -> Terms:
+def _reader(cfg: Config, wire: Wire, placement: Placement, name: str, fields: Tree, counts: tuple[int, int]) -> Terms:
+    texts, messages = counts
     rows = texts * math.prod(fields["targets"].shape[:-1])
     model, llm, at = wire.readers[name].config, cfg.llms[name], placement.readers[name]
     answers = fields["targets"].shape[-1]
@@ -53,7 +58,7 @@ def _reader(cfg: Config, wire: Wire, placement: Placement, name: str, fields: Tr
     opening = dataclasses.replace(one, rows=1, positions=shared, answers=0, before=0, slots=0)
     parts = [found, arithmetic.shared_prefix(model, opening)]
     if given:
-        parts.append(arithmetic.kv_adapter(model, one, wire.encoder.width, texts=texts))
+        parts.append(arithmetic.kv_adapter(model, one, wire.encoder.width, texts=messages))
     sums = {field.name: sum(getattr(part, field.name) for part in parts) for field in dataclasses.fields(Terms)}
     sums |= {key: sums[key] + unpacked for key in ("bytes", "forward")}
     found = dataclasses.replace(found, **sums)

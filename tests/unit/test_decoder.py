@@ -9,35 +9,17 @@ import pytest
 
 from lw_jax.models import decoder, rotary
 from lw_jax.planning import hlo_counts
+from tests import tiny
 
 SAME = 2e-5  # fp32, values of unit size: the same sums in another order
 APART = 1e-2  # a real difference of values of unit size
 
-CFG = decoder.DecoderConfig(
-    vocab=53,
-    width=26,
-    layers=3,
-    heads=6,
-    kv_heads=2,
-    head_dim=10,
-    ffn=34,
-    rope_theta=1e4,
-    norm_eps=1e-5,
-    max_positions=64,
-    tied=False,
-    qkv_bias=True,
-)
+CFG = tiny.DECODER
 
 
 @pytest.fixture(scope="module")
 def params():
-    drawn = decoder.init(jax.random.key(1), CFG, jnp.float32, scale=0.2)
-    noise = iter(jax.random.split(jax.random.key(2), 32))
-
-    def perturb(path, leaf):  # unit norms and zero biases would hide an error in them
-        return leaf + 0.3 * jax.random.normal(next(noise), leaf.shape) if leaf.ndim < 4 else leaf
-
-    return jax.tree_util.tree_map_with_path(perturb, drawn)
+    return tiny.draw_decoder(CFG)
 
 
 @pytest.fixture(scope="module")

@@ -10,25 +10,13 @@ import pytest
 from lw_jax.core.errors import UserError
 from lw_jax.models import decode, decoder, kv_prefix, rotary
 from lw_jax.planning import hlo_counts
+from tests import tiny
 
 SAME = 3e-5  # fp32, values of unit size: the same sums in another order
 APART = 1e-2  # a real difference of values of unit size
 NEW = 5
 
-CFG = decoder.DecoderConfig(
-    vocab=53,
-    width=26,
-    layers=3,
-    heads=6,
-    kv_heads=2,
-    head_dim=10,
-    ffn=34,
-    rope_theta=1e4,
-    norm_eps=1e-5,
-    max_positions=64,
-    tied=False,
-    qkv_bias=True,
-)
+CFG = tiny.DECODER
 LONG = rotary.LongRope((1.3,) * 5, (3.0,) * 5, 40, 1.1)  # 40 positions: none of the rows reaches them
 KINDS = {
     "": {},
@@ -41,14 +29,6 @@ KINDS = {
 BEFORE = jnp.asarray([[False, True, True]])
 SLOTS = jnp.asarray([[True, False, True, True, False], [True] * 5])
 AFTER = jnp.asarray([[False, True, True, True], [True] * 4])
-
-
-def drawn(cfg):
-    params = decoder.init(jax.random.key(1), cfg, jnp.float32, scale=0.2)
-    noise = iter(jax.random.split(jax.random.key(2), 32))
-    return jax.tree.map(
-        lambda leaf: leaf + 0.3 * jax.random.normal(next(noise), leaf.shape) if leaf.ndim < 4 else leaf, params
-    )
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +49,7 @@ def joined(texts):
 @pytest.mark.parametrize("remat", ["none", "full"])
 def test_own_keys_and_values_stand_for_the_tokens_forward_and_backward(texts, kind, remat):
     cfg, mode = dataclasses.replace(CFG, **KINDS[kind]), decoder.Mode(remat=remat)
-    params, shared = drawn(cfg), decoder.SharedPrefix(texts[0], BEFORE)
+    params, shared = tiny.draw_decoder(cfg), decoder.SharedPrefix(texts[0], BEFORE)
 
     def apart(slots, after):
         prefix = kv_prefix.take(params, cfg, slots, mask=SLOTS, shared_prefix=shared, mode=mode)
@@ -97,7 +77,7 @@ def test_own_keys_and_values_stand_for_the_tokens_forward_and_backward(texts, ki
 @pytest.mark.parametrize("unstacked", [False, True])
 def test_generation_from_keys_and_values_gives_the_tokens_of_the_text(texts, kind, unstacked):
     cfg = dataclasses.replace(CFG, **KINDS[kind])
-    params, shared = drawn(cfg), decoder.SharedPrefix(texts[0], BEFORE)
+    params, shared = tiny.draw_decoder(cfg), decoder.SharedPrefix(texts[0], BEFORE)
     sampling, key = decode.Sampling(NEW, (), unstacked=unstacked), jax.random.key(0)
 
     def apart(params):
@@ -116,12 +96,12 @@ def test_longrope_reader_past_its_short_frequencies_is_refused(texts):
     cfg = dataclasses.replace(CFG, rope_scaling=dataclasses.replace(LONG, original_max_positions=8))
     prefix = decoder.KVPrefix(jnp.zeros((3, 2, 5, 2, 10)), jnp.zeros((3, 2, 5, 2, 10)), SLOTS)
     with pytest.raises(UserError, match=r"adapter\.kind='kv': 9 positions.* 8"):
-        decoder.forward(drawn(cfg), cfg, texts[2], mask=AFTER, kv_prefix=prefix)
+        decoder.forward(tiny.draw_decoder(cfg), cfg, texts[2], mask=AFTER, kv_prefix=prefix)
 
 
 def test_positions_of_the_prefix_cost_no_product_of_a_matrix(texts):
     """Eight slots a row or 64: the same products but for attention's own."""
-    params = drawn(CFG)
+    params = tiny.draw_decoder(CFG)
 
     def flops(count):
         shape = (CFG.layers, 2, count, CFG.kv_heads, CFG.head_dim)
