@@ -30,8 +30,8 @@ LEARNED = ("encoder.pooling=queries", "adapter.start=random")  # slots begin as 
 ROWS = {
     "original": (*BYTES, "encoder.pooling=queries", "encoder.slots=32", "encoder.width=256"),
     "xRAG-like": (*BERT, "encoder.rate=0.0", "encoder.slots=1", "stages.answer.slots="),
-    "ICAE-like": (*LEARNED, "encoder.rate=0.1"),
-    "500x-like": (*LEARNED, "encoder.rate=0.1", "adapter.kind=kv"),
+    "ICAE-like": (*LEARNED, "encoder.rank=8", "encoder.rate=1.0"),
+    "500x-like": (*LEARNED, "encoder.rank=8", "encoder.rate=1.0", "adapter.kind=kv"),
     "ARC-like": ("encoder.pooling=windows", "adapter.start=random", "encoder.rate=0.0"),
     "ours": (
         "adapter.kind=kv",

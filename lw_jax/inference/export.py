@@ -96,7 +96,11 @@ def export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card:
     yield f"step {wire.step}: wire of {wire.tensors.bytes / 1e6:,.2f} MB ({parts}), {dtype}, in {folder}"
     largest = next(iter(sizes))
     if wire.tensors.bytes > MOST_BYTES:
-        body = ": the encoder's whole body was trained and is in it" if largest == "encoder/body" else ""
+        body = (
+            ": the encoder's whole body was trained and is in it; encoder.rank trains small pairs instead"
+            if largest == "encoder/body"
+            else ""
+        )
         yield f"over {MOST_BYTES / 1e6:,.0f} MB: {largest} has {sizes[largest] / 1e6:,.2f} of them{body}"
     for name, model in models.items():
         if model.local:
