@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.scipy.linalg import cho_solve
 from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.errors import UserError
@@ -139,7 +140,9 @@ def _ridge(
     gram = jnp.einsum("bkgqm,bkgqn->bkmn", shares, shares)
     size = jnp.trace(gram, axis1=2, axis2=3) / jnp.maximum(count, 1).astype(jnp.float32)[:, None]
     gram = gram + (RIDGE * size + _TINY)[..., None, None] * jnp.eye(gram.shape[-1])[None, None]
-    return jnp.linalg.solve(gram, jnp.einsum("bkgqm,bkgqe->bkme", shares, missing))
+    # Not `solve`: on several virtual devices of a CPU each one's batched LU waits for threads that the others hold.
+    factor = jax.lax.linalg.cholesky(gram), True
+    return cho_solve(factor, jnp.einsum("bkgqm,bkgqe->bkme", shares, missing))
 
 
 def _scores(queries: Float[Array, "b k g q e"], keys: Float[Array, "b k t e"]) -> Float[Array, "b k g q t"]:

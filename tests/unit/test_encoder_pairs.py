@@ -105,7 +105,8 @@ def test_a_step_has_no_gradient_of_the_body_s_matrices_as_the_costs_say(root):
         trainable, body = workload.encoder(recipe)
         compiled[rank] = hlo_counts.analyse(jax.jit(jax.grad(loss)).lower(trainable, body).compile().as_text()).flops
         rows, length = source["ids"].shape
-        widths = recipe.batch_widths() | {"source": {"ids": jax.ShapeDtypeStruct((length,), jnp.int32)}}
+        widths = recipe.batch_widths()
+        widths |= {"source": widths["source"] | {"ids": jax.ShapeDtypeStruct((length,), jnp.int32)}}
         told[rank] = recipe.terms(widths, rows)[SHARED].flops
         written[rank] = workload.encode_flops(recipe, rows)
     assert compiled[0] - compiled[RANK] == told[0] - told[RANK] > 0.2 * told[0]
