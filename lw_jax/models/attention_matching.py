@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.linalg import cho_solve
+from jax.scipy.linalg import cho_factor, cho_solve
 from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.errors import UserError
@@ -141,8 +141,7 @@ def _ridge(
     size = jnp.trace(gram, axis1=2, axis2=3) / jnp.maximum(count, 1).astype(jnp.float32)[:, None]
     gram = gram + (RIDGE * size + _TINY)[..., None, None] * jnp.eye(gram.shape[-1])[None, None]
     # Not `solve`: on several virtual devices of a CPU each one's batched LU waits for threads that the others hold.
-    factor = jax.lax.linalg.cholesky(gram), True
-    return cho_solve(factor, jnp.einsum("bkgqm,bkgqe->bkme", shares, missing))
+    return cho_solve(cho_factor(gram, lower=True), jnp.einsum("bkgqm,bkgqe->bkme", shares, missing))
 
 
 def _scores(queries: Float[Array, "b k g q e"], keys: Float[Array, "b k t e"]) -> Float[Array, "b k g q t"]:
