@@ -61,7 +61,23 @@ class Encoder:
     window: int = key(512, "input of one pass of the body", unit="tokens, or bytes of kind bytes", above=0)
     windows: int = key(1, "windows read one by one and pooled into the same slots", unit="windows", above=0)
     pooling: str = key(
-        "windows", "mean over contiguous windows, or cross-attention of learned queries", choices=("windows", "queries")
+        "windows",
+        "a slot is the mean over a contiguous window, one of the tokens that are rarest in the training texts, or a "
+        "learned query's cross-attention",
+        choices=("windows", "rare", "queries"),
+    )
+    states: int = key(
+        0,
+        "states before so many of the body's layers, evenly spaced, side by side (kind lm); 0: a learned mix over all",
+        unit="layers",
+        at_least=0,
+        at_most=1000,
+    )
+    mask: str = key(
+        "none",
+        "causal leaves the body's states what they were in pretraining (kind lm)",
+        choices=("none", "causal"),
+        shapes="no",
     )
     local: int = key(
         0,

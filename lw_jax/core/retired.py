@@ -86,6 +86,8 @@ ADDED: dict[str, Any] = {
     "encoder.ratio": 0,
     "encoder.rank": 0,
     "encoder.local": 0,
+    "encoder.states": 0,
+    "encoder.mask": "none",
     "stages.pretrain.ratios": (),
     "stages.answer.ratios": (),
     "stages.answer.sizes": "drawn",

@@ -129,13 +129,17 @@ def _check_encoder(cfg: Config) -> None:
     if encoder.kind == "bytes" and (encoder.source or encoder.sha256):
         refuse("encoder.source", encoder.source or encoder.sha256, "must be empty for encoder.kind 'bytes'.")
     _check_hash("encoder.sha256", encoder.sha256)
-    if cfg.adapter.start == "aligned" and (encoder.kind, encoder.pooling) != ("lm", "windows"):
-        rule = "needs encoder.kind 'lm' and encoder.pooling 'windows' (an embedding table); set 'random'."
+    if cfg.adapter.start == "aligned" and (encoder.kind != "lm" or encoder.pooling == "queries"):
+        rule = "needs encoder.kind 'lm' (an embedding table) and encoder.pooling 'windows' or 'rare'; set 'random'."
         refuse("adapter.start", "aligned", rule)
-    if encoder.rank and encoder.kind != "lm":
-        refuse("encoder.rank", encoder.rank, f"needs encoder.kind 'lm', a decoder (it is {encoder.kind!r}); set 0.")
-    if encoder.local and encoder.kind != "lm":
-        refuse("encoder.local", encoder.local, f"needs encoder.kind 'lm', a decoder (it is {encoder.kind!r}); set 0.")
+    for name in ("rank", "local", "states"):
+        if (value := getattr(encoder, name)) and encoder.kind != "lm":
+            refuse(f"encoder.{name}", value, f"needs encoder.kind 'lm', a decoder (it is {encoder.kind!r}); set 0.")
+    if encoder.mask != "none" and encoder.kind != "lm":
+        refuse("encoder.mask", encoder.mask, f"needs encoder.kind 'lm', a decoder (it is {encoder.kind!r}).")
+    if encoder.states and (encoder.pooling != "rare" or cfg.adapter.kind != "kv"):
+        rule = "needs encoder.pooling 'rare' and adapter.kind 'kv'; set 0."
+        refuse("encoder.states", encoder.states, rule)
     if encoder.width > WIDEST:
         refuse("encoder.width", encoder.width, f"must be at most {WIDEST:,}.")
     if encoder.slots * encoder.width > MOST_VALUES:

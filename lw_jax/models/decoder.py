@@ -96,6 +96,7 @@ class Output(NamedTuple):
     hidden: Float[Array, "b t d"]  # after the final norm
     mixed: Float[Array, "b t d"] | None  # weighted sum over layers, when `mix` was given
     cache: Cache | None
+    states: Float[Array, "n b t d"] | None = None  # inputs of the layers `taps`, when they were named
 
 
 def abstract(cfg: DecoderConfig, dtype: jax.typing.DTypeLike, *, factors: jax.typing.DTypeLike | None = None) -> Tree:
@@ -204,6 +205,7 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     shared_prefix: SharedPrefix | None = None,
     kv_prefix: KVPrefix | None = None,
     mix: Float[Array, " n"] | None = None,
+    taps: tuple[int, ...] = (),
     mode: Mode = Mode(),  # noqa: B008  (frozen)
 ) -> Output:
     """Runs the body over embeddings.
@@ -213,7 +215,8 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     the frequencies change (`decode` processes the whole text again there). With a shared prefix, x continues it in
     every row, without cache and mix; a `kv_prefix` stands between the two (`kv_prefix.open_cache` writes it into a
     cache). `mix` (layers + 1 weights) requests the weighted sum, in fp32, of the RMS-normalised residual stream before
-    the first and after each layer (ComprExIT's layer mix, after a softmax).
+    the first and after each layer (ComprExIT's layer mix, after a softmax); `taps` requests the residual stream before
+    the layers of these numbers.
     """
     whole = shared_prefix is None and kv_prefix is None
     assert whole or (cache is None and mix is None), "a prefix is for passes over a whole text"
@@ -250,14 +253,15 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
         x = mode.constrain(x)
         if share is not None:
             mixed = mixed + weigh(x, share, cfg.norm_eps)
+        tapped = x if taps else None
         x, written = layer(x, weights, before if kv is None else _LayerCache(kv[0], kv[1], number))
-        return (x, mixed, prefix, None if cache is None else written), None
+        return (x, mixed, prefix, None if cache is None else written), tapped
 
     mixed, shares = (None, None) if mix is None else (jnp.zeros(x.shape, jnp.float32), mix[:-1])
     kv = None if cache is None else (cache.k, cache.v)
-    prefix = None if shared_prefix is None else shared_prefix.x
+    prefix, tapped = None if shared_prefix is None else shared_prefix.x, None
     if isinstance(params["layers"], tuple):
-        assert cache is not None and mix is None, "layers are unstacked for generation only"
+        assert cache is not None and mix is None and not taps, "layers are unstacked for generation only"
         written = []
         for weights, *own in zip(params["layers"], cache.k, cache.v, strict=True):
             x, pair = layer(mode.constrain(x), weights, _LayerCache(*own))
@@ -267,12 +271,13 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
         # The cache is carried, so that a layer writes its new tokens in place.
         numbers = jnp.arange(cfg.layers, dtype=jnp.int32)
         inputs = (params["layers"], numbers, shares, turned)
-        (x, mixed, _, kv), _ = jax.lax.scan(body, (x, mixed, prefix, kv), inputs, unroll=mode.unroll)
+        (x, mixed, _, kv), tapped = jax.lax.scan(body, (x, mixed, prefix, kv), inputs, unroll=mode.unroll)
     if mix is not None:
         mixed = (mixed + weigh(x, mix[-1], cfg.norm_eps)).astype(x.dtype)
     if cache is not None and kv is not None:
         cache = Cache(kv[0], kv[1], cache.valid, cache.used + x.shape[1])
-    return Output(_normalise(cfg, x, params, "norm"), mixed, cache)
+    states = None if tapped is None else tapped[jnp.asarray(taps)]
+    return Output(_normalise(cfg, x, params, "norm"), mixed, cache, states)
 
 
 def visit_attention(  # noqa: PLR0913  (as `forward`)

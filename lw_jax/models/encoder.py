@@ -35,6 +35,25 @@ class WindowPooling(nnx.Module):
         return product("bms,bsd->bmd", window_weights(mask, self.slots, count).astype(x.dtype), x)
 
 
+class RarePooling(nnx.Module):
+    """States of the rarest tokens, a slot each, in the text's order.
+
+    A reader's own keys and values of a fourth of a text's tokens serve it far better where they are those of the rarest
+    tokens than where they are means over windows (docs/experiments.md).
+    """
+
+    def __init__(self, slots: int, vocab: int):
+        self.slots = slots
+        self.rarity = nnx.Param(jnp.zeros((vocab,)))  # of each token, in the training texts; counted, not learned
+
+    def __call__(
+        self, x: Float[Array, "b s d"], mask: Bool[Array, "b s"], count: Int[Array, " b"], ids: Int[Array, "b s"]
+    ) -> Float[Array, "b m d"]:
+        """Gathers each row's `count` rarest tokens; undefined beyond. Rows are right-padded."""
+        places = rarest(self.rarity[...], ids, mask=mask, count=count, slots=self.slots)
+        return jnp.take_along_axis(x, places[:, :, None], axis=1)
+
+
 class QueryPooling(nnx.Module):
     """M learned queries cross-attend to the tokens, then a residual feed-forward: the original's pooler."""
 
@@ -123,26 +142,50 @@ class ByteBody(nnx.Module):
 
 
 class Head(nnx.Module):
-    """From a body's states to latents: layer mix (pretrained bodies), pooling, linear, RMSNorm without weight."""
+    """From a body's states to latents: layer mix (pretrained bodies), pooling, linear, RMSNorm without weight.
 
-    def __init__(self, body_width: int, width: int, *, slots: int, pooling: str, states: int, rngs: nnx.Rngs):
-        if states:
+    States of `taps` layers side by side take the mix' place; each of their values has a shift and a scale.
+    """
+
+    def __init__(  # noqa: PLR0913
+        self,
+        body_width: int,
+        width: int,
+        *,
+        slots: int,
+        pooling: str,
+        states: int,
+        vocab: int,
+        taps: int,
+        rngs: nnx.Rngs,
+    ):
+        if taps:
+            body_width = taps * body_width
+            self.shift = nnx.Param(jnp.zeros((body_width,)))
+            self.scale = nnx.Param(jnp.ones((body_width,)))
+        elif states:
             self.mix = nnx.Param(jnp.zeros((states,)))
         if pooling == "windows":
             self.pool = WindowPooling(slots)
+        elif pooling == "rare":
+            self.pool = RarePooling(slots, vocab)
         else:
             self.pool = QueryPooling(slots, body_width, rngs=rngs)
         self.project = Linear(body_width, width, rngs=rngs)
 
     def __call__(
-        self, x: Float[Array, "b s d"], mask: Bool[Array, "b s"], channel: Int[Array, "b 3"]
+        self, x: Float[Array, "b s d"], mask: Bool[Array, "b s"], channel: Int[Array, "b 3"], ids: Int[Array, "b s"]
     ) -> Float[Array, "b m z"]:
         """Returns fp32 latents: each row's first slots and first width of them with unit RMS, zeros beyond.
 
         The layer mix is applied in the body's own pass.
         """
         slots, width = channel[:, 0], channel[:, 1]
-        y = self.project(self.pool(x, mask, slots)).astype(jnp.float32)
+        pooled = self.pool(x, mask, slots, ids) if isinstance(self.pool, RarePooling) else self.pool(x, mask, slots)
+        if hasattr(self, "shift"):  # fp32: a few values of a body's states are far larger than the rest
+            wide = pooled.astype(jnp.float32)
+            pooled = ((wide - self.shift[...][None, None, :]) * self.scale[...][None, None, :]).astype(pooled.dtype)
+        y = self.project(pooled).astype(jnp.float32)
         return keep(y, slots, width)
 
 
@@ -151,9 +194,17 @@ def make_bytes(width: int, layers: int) -> Pure[ByteBody]:
     return Pure(lambda rngs: ByteBody(width, layers or BYTE_LAYERS, rngs=rngs))
 
 
-def make_head(body_width: int, width: int, *, slots: int, pooling: str, states: int) -> Pure[Head]:
-    """Describes the head; `states` > 0: a softmax mix over that many states of a pretrained body."""
-    return Pure(lambda rngs: Head(body_width, width, slots=slots, pooling=pooling, states=states, rngs=rngs))
+def make_head(  # noqa: PLR0913
+    body_width: int, width: int, *, slots: int, pooling: str, states: int, vocab: int = 0, taps: int = 0
+) -> Pure[Head]:
+    """Describes the head; `states` > 0: a softmax mix over that many states of a pretrained body, `taps` > 0: none."""
+    sizes = {"slots": slots, "states": states, "vocab": vocab, "taps": taps}
+    return Pure(lambda rngs: Head(body_width, width, pooling=pooling, **sizes, rngs=rngs))
+
+
+def tapped_layers(count: int, layers: int) -> tuple[int, ...]:
+    """Returns the numbers of `count` layers, evenly spaced, whose inputs an encoder takes."""
+    return tuple((2 * i + 1) * layers // (2 * count) for i in range(count))
 
 
 def keep_body(params: Tree) -> Tree:
@@ -161,18 +212,26 @@ def keep_body(params: Tree) -> Tree:
     return {name: leaf for name, leaf in params.items() if name not in ("head", "norm")}
 
 
-def read_lm(
+def read_lm(  # noqa: PLR0913
     body: Tree,
     cfg: decoder.DecoderConfig,
-    mix: Float[Array, " n"],
+    mix: Float[Array, " n"] | None,
     *,
     ids: Int[Array, "b s"],
     mask: Bool[Array, "b s"],
     mode: decoder.Mode,
+    taps: int = 0,
 ) -> Float[Array, "b s d"]:
-    """A decoder body's mixed states; `body` is as `keep_body` leaves it, `mode` has the causal mask off."""
+    """A decoder body's mixed states, or those before `taps` layers side by side, each of unit RMS.
+
+    `body` is as `keep_body` leaves it, `mode` says whether the causal mask is on.
+    """
     x = decoder.embed(body, ids)
     body = body | {"norm": jnp.ones((cfg.width,), x.dtype)}  # of `hidden`, which is not used here
+    if taps:
+        out = decoder.forward(body, cfg, x, mask=mask, taps=tapped_layers(taps, cfg.layers), mode=mode)
+        assert out.states is not None, "forward returns the requested states"
+        return jnp.concatenate(list(decoder.unit_rms(out.states, cfg.norm_eps)), axis=-1)
     out = decoder.forward(body, cfg, x, mask=mask, mix=mix, mode=mode)
     assert out.mixed is not None, "forward returns the requested mix"
     return out.mixed
@@ -189,6 +248,27 @@ def keep(y: Float[Array, "b m z"], slots: Int[Array, " b"], width: Int[Array, " 
 def slot_mask(slots: Int[Array, " b"], count: int) -> Bool[Array, "b m"]:
     """Returns the mask of the slots that each row uses, its first ones, of `count`."""
     return jnp.arange(count, dtype=jnp.int32)[None, :] < slots[:, None]
+
+
+def rarest(
+    rarity: Float[Array, " v"],
+    ids: Int[Array, "b s"],
+    *,
+    mask: Bool[Array, "b s"],
+    count: Int[Array, " b"],
+    slots: int,
+) -> Int[Array, "b m"]:
+    """Returns the places of each row's `count` rarest real tokens in their order, then of its last one.
+
+    Of two that are as rare the first is taken; a text with fewer tokens ends with its last one repeated.
+    """
+    length = mask.shape[1]
+    score = jnp.where(mask, jnp.take(rarity, ids, axis=0), -jnp.inf)
+    _, places = jax.lax.top_k(score, min(slots, length))
+    places = jnp.pad(places, ((0, 0), (0, max(0, slots - length))), constant_values=length)
+    tokens = mask.sum(axis=1, dtype=jnp.int32)[:, None]
+    places = jnp.where(slot_mask(jnp.minimum(count, tokens[:, 0]), slots), places, length)
+    return jnp.minimum(jnp.sort(places, axis=1), jnp.maximum(tokens - 1, 0))
 
 
 def window_weights(mask: Bool[Array, "b s"], slots: int, count: Int[Array, " b"]) -> Float[Array, "b m s"]:

@@ -33,11 +33,16 @@ class EncoderSpec:
     body: decoder.DecoderConfig | bert.BertConfig | None
     precision: Precision = FP32  # of arithmetic; parameters are fp32
     pairs: Lora | None = None  # beside the body's matrices, which are then frozen
+    taps: int = 0  # layers of the body whose states stand side by side; 0: a mix over all
+    causal: bool = False  # the body keeps its causal mask
 
     def head(self) -> Pure[encoder.Head]:
         """Describes the part after the body."""
         body_width, states = (self.body.width, self.body.layers + 1) if self.body else (self.width, 0)
-        return encoder.make_head(body_width, self.width, slots=self.slots, pooling=self.pooling, states=states)
+        vocab = self.body.vocab if self.body else encoder.BYTE_VOCABULARY
+        return encoder.make_head(
+            body_width, self.width, slots=self.slots, pooling=self.pooling, states=states, vocab=vocab, taps=self.taps
+        )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,10 +133,17 @@ class Wire:
         mix = trainable["encoder"]["head"].get("mix")  # fp32, as what it sums
         states = self._read(params, mix, ids.reshape(-1, window), mask.reshape(-1, window))
         states = states.reshape(*ids.shape, states.shape[2])
-        head, channel = self.encoder.head().bind(params["head"]), source["channel"]
+        head = params["head"]
+        whole = trainable["encoder"][
+            "head"
+        ]  # fp32, where bf16 would make tokens as rare or lose a state's small values
+        if "rarity" in whole.get("pool", {}):
+            head = head | {"pool": whole["pool"]}
+        head = head | {name: whole[name] for name in ("shift", "scale") if name in whole}
+        bound, channel = self.encoder.head().bind(head), source["channel"]
         if channel.ndim == 2:
-            return head(states, mask, channel)
-        each = jax.vmap(lambda one: head(states, mask, one), in_axes=1, out_axes=1)(channel)
+            return bound(states, mask, channel, ids)
+        each = jax.vmap(lambda one: bound(states, mask, one, ids), in_axes=1, out_axes=1)(channel)
         return each.reshape(-1, *each.shape[2:])
 
     def _read(
@@ -141,12 +153,12 @@ class Wire:
         if body is None:
             made = encoder.make_bytes(self.encoder.width, self.encoder.layers)
             return made.bind(params["body"])(ids, mask, remat=self.mode.remat)
-        assert mix is not None, "a pretrained body has a layer mix"
-        mix = jax.nn.softmax(mix)
+        mix = None if mix is None else jax.nn.softmax(mix)
         if isinstance(body, bert.BertConfig):
+            assert mix is not None, "validation allows taps for a decoder only"
             return bert.forward(params["body"], body, ids, mask=mask, mix=mix, mode=self.mode)
-        mode = dataclasses.replace(self.mode, causal=False)
-        return encoder.read_lm(params["body"], body, mix, ids=ids, mask=mask, mode=mode)
+        mode = dataclasses.replace(self.mode, causal=self.encoder.causal)
+        return encoder.read_lm(params["body"], body, mix, ids=ids, mask=mask, mode=mode, taps=self.encoder.taps)
 
     def prefix(
         self, params: Tree, name: str, latents: Float[Array, "b m z"], task: str

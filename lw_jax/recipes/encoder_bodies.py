@@ -74,6 +74,8 @@ def cut(body: Body, spec: config.Encoder) -> Body:
             "encoder.windows for longer texts"
         )
     found = dataclasses.replace(body, layers=spec.layers or body.layers)
+    if spec.states > found.layers:
+        raise UserError(f"config.encoder.states={spec.states} but the encoder has {found.layers} layers; lower it")
     if not isinstance(found, DecoderConfig):
         return found
     reach = min(filter(None, (found.window, spec.local + 1 if spec.local else 0)), default=0)

@@ -1,6 +1,6 @@
 """Start of adapters of kind "kv": at the reader's own keys and values of training texts.
 
-A random start takes their mean and their size. The aligned one is the ridge regression, over windows of a few hundred
+A random start takes their mean and their size. The aligned one is the ridge regression, over the slots of a few hundred
 texts, from the latents that the encoder writes at the start to the reader's own keys (rotation removed) and values of
 the same words, whatever its tokenizer; its strength is the best of `RIDGES` on held-out texts. What is computed depends
 on no placement: sums run over all texts, and one of `HELD_OUT` is held out by its number.
@@ -66,6 +66,10 @@ def start(
     chosen = _choose(texts, layout, aligned=aligned)
     latents = np.zeros((len(chosen), layout.slots, 0), np.float32)
     if aligned:
+        if wire.encoder.pooling == "rare":  # every token is a sample of what a slot may hold
+            tokens = max(len(text.ids) for text in chosen)
+            wire = dataclasses.replace(wire, encoder=dataclasses.replace(wire.encoder, slots=tokens))
+            layout = dataclasses.replace(layout, slots=tokens, ratio=1)
         latents = _encode(wire, placement, layout, [text.ids for text in chosen], weights)
     found = {}
     for name, reader in wire.readers.items():

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from lw_jax.core import config, precision
 from lw_jax.core import rng as rngs
@@ -21,7 +22,16 @@ from lw_jax.models import adapter, codec, decoder, lora, wire
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.pass_costs import Terms
-from lw_jax.recipes import aligned_start, encoder_bodies, frozen_models, join, kv_start, wire_costs, wire_shapes
+from lw_jax.recipes import (
+    aligned_start,
+    encoder_bodies,
+    frozen_models,
+    join,
+    kv_start,
+    states_start,
+    wire_costs,
+    wire_shapes,
+)
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates
 from lw_jax.recipes.surprisal import Surprisal
 from lw_jax.recipes.teacher import Teacher
@@ -144,6 +154,8 @@ class LatentWire:
         trainable = init(key, body, place.replicate(sizes, self.placement.learner))
         if self.cfg.encoder.run:
             trainable |= {"encoder": self._read_encoder(placed.trainable)}
+        elif self.cfg.encoder.pooling == "rare":
+            trainable = jax.device_put(self._count_tokens(trainable), placed.trainable)
         if self.cfg.adapter.kind == "kv":
             trainable = jax.device_put(self._start_kv(trainable, readers), placed.trainable)
         elif self.cfg.adapter.start == "aligned":
@@ -157,10 +169,23 @@ class LatentWire:
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract().trainable)
         return join.read_trainable(self.cfg, shapes)["encoder"]
 
+    def _count_tokens(self, trainable: Tree) -> Tree:
+        """Returns the tree with each token's rarity: -log of its share in the training texts, one more of each."""
+        encoder = trainable["encoder"]
+        pool = encoder["head"]["pool"]
+        texts = dict.fromkeys(map(self.layout.source_text, self.curriculum.examples("train")))
+        ids = np.concatenate(prompt_tokens.tokenize(self.layout.source, list(texts)))
+        counts = np.bincount(ids, minlength=len(pool["rarity"])) + 1
+        rarity = jnp.asarray(np.log(counts.sum() / counts), jnp.float32)
+        return trainable | {"encoder": encoder | {"head": encoder["head"] | {"pool": {"rarity": rarity}}}}
+
     def _align_encoder(self, trainable: Tree, frozen: Tree) -> Tree:
         """Returns the tree with an aligned projection, unless a run gave the encoder."""
         if self.cfg.encoder.run:
             return trainable
+        if self.cfg.encoder.states:
+            found = states_start.start(self.wire, self.placement, self.layout, self._start_texts, (trainable, frozen))
+            return trainable | {"encoder": found}
         params, table = trainable["encoder"], _embedding(trainable, frozen)
         return trainable | {"encoder": aligned_start.align_encoder(params, table, self.wire.encoder.width)}
 
@@ -169,12 +194,16 @@ class LatentWire:
         aligned = self.cfg.adapter.start == "aligned"
         if aligned:
             trainable = jax.device_put(self._align_encoder(trainable, readers), self.shardings().trainable)
+        found = kv_start.start(
+            self.wire, self.placement, self.layout, self._start_texts, (trainable, readers), aligned=aligned
+        )
+        return trainable | {"adapters": found}
+
+    @property
+    def _start_texts(self) -> list[str]:
+        """Returns the training texts from which an aligned start is computed."""
         found = self.curriculum.examples("train")
-        texts = [self.layout.source_text(found[index]) for index in examples.spread(len(found), kv_start.TEXTS)]
-        weights = trainable, readers
-        return trainable | {
-            "adapters": kv_start.start(self.wire, self.placement, self.layout, texts, weights, aligned=aligned)
-        }
+        return [self.layout.source_text(found[index]) for index in examples.spread(len(found), kv_start.TEXTS)]
 
     def _align(self, trainable: Tree, readers: Tree, sizes: Mapping[str, jax.Array]) -> Tree:
         """Returns the tree with aligned adapters and, unless a run gave the encoder, an aligned projection."""
@@ -357,7 +386,8 @@ class LatentWire:
         if spec.run:
             origin = f"of the run {spec.run}" + (f", {origin}" if spec.rank else "")
         shape = f"{spec.kind} {spec.pooling} {spec.slots}x{spec.width} layers {spec.layers}"
-        shape += "".join(f" {key} {value}" for key in ("local", "rank") if (value := getattr(spec, key)))
+        shape += "".join(f" {key} {value}" for key in ("local", "rank", "states") if (value := getattr(spec, key)))
+        shape += f" mask {spec.mask}" if spec.mask != "none" else ""
         readers = {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()}
         return {"encoder": f"{shape}, {origin}"} | readers
 
@@ -409,6 +439,8 @@ def _wire(
         body=body,
         precision=own,
         pairs=lora.everywhere(cfg.encoder.rank) if cfg.encoder.rank else None,
+        taps=cfg.encoder.states,
+        causal=cfg.encoder.mask == "causal",
     )
     readers = {}
     for name, at in placement.readers.items():

@@ -32,7 +32,7 @@ BODY = decoder.DecoderConfig(
     qkv_bias=True,
 )
 BERT = bert.BertConfig(vocab=61, width=26, layers=2, heads=2, ffn=34, norm_eps=1e-12, max_positions=64, token_types=2)
-KINDS = [(kind, pooling) for kind in ("lm", "bert", "bytes") for pooling in ("windows", "queries")]
+KINDS = [(kind, pooling) for kind in ("lm", "bert", "bytes") for pooling in ("windows", "rare", "queries")]
 
 
 def make(kind, pooling, dtype="float32", *, slots=SLOTS, width=WIDTH, window=64):
@@ -169,7 +169,8 @@ def test_gradient_reaches_every_trainable_leaf(built, key):
     top = max(value for _, value in largest)
     dead = [jax.tree_util.keystr(path) for path, value in largest if not value > DEAD * top]
     # A bias adds the same to every key's score: softmax does not see it, and a published BERT has it all the same.
-    assert dead == (["['encoder']['body']['layers']['k_bias']"] if key[0] == "bert" else [])
+    counted = ["['encoder']['head']['pool']['rarity']"] if key[1] == "rare" else []
+    assert dead == (["['encoder']['body']['layers']['k_bias']"] if key[0] == "bert" else []) + counted
 
 
 def test_bf16_arithmetic_still_gives_fp32_latents(built):
@@ -209,7 +210,7 @@ def test_bert_body_writes_latents_by_its_mix(built, pooling):
     text, run = source([11, 3], 11), jax.jit(wire.encode)
     found = run(trainable | {"encoder": {"body": body, "head": head}}, text)
     state = bert.forward(body, BERT, text["ids"], mask=text["mask"], mix=jnp.eye(3)[1])
-    expected = wire.encoder.head().bind(head)(state, text["mask"], text["channel"])
+    expected = wire.encoder.head().bind(head)(state, text["mask"], text["channel"], text["ids"])
     np.testing.assert_allclose(found, expected, atol=SAME)
     assert jnp.abs(found - run(trainable, text)).max() > APART
 

@@ -1,0 +1,105 @@
+"""Start of an encoder that takes states of several layers side by side: what its body's own keys and values need.
+
+Reduced-rank regression (Izenman 1975) from the standardised states of every token to the keys (not rotated) and values
+that the body as it was pretrained makes of it: latents are the directions that explain most of them, each of unit
+variance.
+"""
+
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lw_jax.core.types import SHARED, Tree
+from lw_jax.data import batches, prompt_tokens
+from lw_jax.models import decoder, encoder, kv_prefix
+from lw_jax.models.decoder import DecoderConfig
+from lw_jax.models.wire import Wire
+from sharding import place
+from sharding.placement import Placement
+
+ROWS = 8  # texts read at once
+TOKENS = 49152  # read at most; beyond, more change little
+RIDGE = 1e-3  # relative to the states' unit variance
+LEAST = 1e-6  # variance of a state's value that is taken for a constant
+
+
+def start(
+    wire: Wire, placement: Placement, layout: prompt_tokens.Layout, texts: Sequence[str], weights: tuple[Tree, Tree]
+) -> Tree:
+    """Returns the encoder with the projection, shift and scale of the regression over the texts' first windows."""
+    trainable, frozen = weights
+    params, body, taps = trainable["encoder"], wire.encoder.body, wire.encoder.taps
+    assert isinstance(body, DecoderConfig), "validation allows states for a decoder only"
+    found = prompt_tokens.tokenize(layout.source, list(texts), limit=layout.window)
+    ids = [one[: layout.window] for one in found]
+    ids = ids[: max(1, int(np.searchsorted(np.cumsum([len(one) for one in ids]), TOKENS)))]
+    field = batches.source_field(ids, layout)
+
+    def read(own: Tree, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
+        mode = decoder.Mode(causal=wire.encoder.causal, factors=wire.mode.factors)
+        states = encoder.read_lm(own, body, None, ids=ids, mask=mask, mode=mode, taps=taps)
+        whole = own | {"norm": jnp.ones((body.width,), states.dtype)}
+        kept = kv_prefix.take(whole, body, decoder.embed(own, ids), mask=mask, mode=decoder.Mode(factors=mode.factors))
+        both = jnp.stack([kept.k, kept.v], axis=1).astype(jnp.float32)
+        return states.astype(jnp.float32), both.transpose(2, 3, 0, 1, 4, 5).reshape(*mask.shape, -1)
+
+    @jax.jit
+    def add(own: Tree, total: Tree, ids: jax.Array, mask: jax.Array, used: jax.Array) -> Tree:
+        states, targets = read(own, ids, mask)
+        counts = (mask & used[:, None]).at[:, :1].set(False)[:, :, None]  # a first token is unlike all others
+        inputs = jnp.where(counts, jnp.concatenate([states, jnp.ones((*mask.shape, 1))], axis=2), 0.0)
+        flat, wanted = inputs.reshape(-1, inputs.shape[2]), targets.reshape(-1, targets.shape[2])
+        one = {"gram": flat.T @ flat, "crossed": flat.T @ wanted}
+        one["power"] = jnp.sum(jnp.where(counts.reshape(-1, 1), wanted, 0.0) ** 2, axis=0)
+        return jax.tree.map(jnp.add, total, one)
+
+    whole = place.whole(placement.learner)
+    own = frozen[SHARED] if SHARED in frozen else params["body"]
+    count, sides = body.layers * 2 * body.kv_heads * body.head_dim, taps * body.width + 1
+    total = {"gram": (sides, sides), "crossed": (sides, count), "power": (count,)}
+    total = {name: jax.device_put(np.zeros(shape, np.float32), whole) for name, shape in total.items()}
+    rows = place.round_up(ROWS, placement.data)
+    for first in range(0, len(ids), rows):
+        chosen = np.minimum(np.arange(first, first + rows), len(ids) - 1)
+        batch = field.collate(chosen.tolist()) | {"used": np.arange(first, first + rows) < len(ids)}
+        batch = place.rows(batch, placement.learner)
+        total = add(own, total, batch["ids"], batch["mask"], batch["used"])
+    sums = {name: np.asarray(leaf, np.float64) for name, leaf in total.items()}
+    shift, scale, kernel = fit(**sums, groups=body.layers * 2, width=wire.encoder.width)
+    head = params["head"]
+    project = {"kernel": _cast(kernel), "bias": jnp.zeros_like(head["project"]["bias"])}
+    return params | {"head": head | {"shift": _cast(shift), "scale": _cast(scale), "project": project}}
+
+
+def _cast(values: np.ndarray) -> jax.Array:
+    return jnp.asarray(values, jnp.float32)
+
+
+def fit(
+    gram: np.ndarray, crossed: np.ndarray, power: np.ndarray, *, groups: int, width: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns shift [s], scale [s] and kernel [s z] of the reduced-rank regression.
+
+    `gram` [s+1 s+1] and `crossed` [s+1 t] are sums over tokens of the states, a constant 1 behind them, with themselves
+    and with the targets; `power` [t] of the targets' squares. Each of the `groups` equal parts of the targets, a
+    layer's keys or values, counts alike.
+    """
+    count = gram[-1, -1]
+    shift, mean = gram[-1, :-1] / count, crossed[-1] / count
+    covariance = gram[:-1, :-1] / count - np.outer(shift, shift)
+    deviation = np.sqrt(np.maximum(np.diag(covariance), 0.0))
+    scale = np.where(deviation**2 > LEAST, 1.0 / np.maximum(deviation, np.sqrt(LEAST)), 0.0)
+    sizes = np.sqrt(np.maximum((power / count - mean**2).reshape(groups, -1).mean(axis=1), LEAST))
+    targets = (crossed[:-1] / count - np.outer(shift, mean)) / np.repeat(sizes, len(mean) // groups)
+    values, vectors = np.linalg.eigh(covariance * np.outer(scale, scale))
+    whiten = (vectors / np.sqrt(np.maximum(values, 0.0) + RIDGE)) @ vectors.T
+    explained = whiten @ (targets * scale[:, None])
+    _, directions = np.linalg.eigh(explained @ explained.T)
+    kernel = np.zeros((len(shift), width))
+    directions = directions[:, ::-1][:, :width]
+    directions = directions * np.sign(directions[np.abs(directions).argmax(axis=0), np.arange(directions.shape[1])])
+    found = whiten @ directions  # signs are settled, so that rounding on other devices turns none
+    kernel[:, : found.shape[1]] = found
+    return shift, scale, kernel
