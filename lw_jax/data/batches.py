@@ -213,14 +213,25 @@ def encode_prompt(
 
     Raises UserError where a data set would drop it.
     """
-    if not context.strip() or not question.strip():
-        raise UserError(f"a prompt needs a context and a question; found {context!r} and {question!r}")
-    asked = Example("prompt", context.strip(), question.strip(), (), literals)
-    encoded = encode([asked], layout=layout, rows=rows)
+    return encode_prompts([Example("prompt", context, question, (), literals)], layout=layout, rows=rows)
+
+
+def encode_prompts(asked: Sequence[Example], *, layout: Layout, rows: Iterable[str] = ()) -> Batch:
+    """Returns a batch of prompts without answer fields. Raises UserError where a data set would drop one of them."""
+    bare = []
+    for one in asked:
+        if not one.context.strip() or not one.question.strip():
+            raise UserError(f"a prompt needs a context and a question; found {one.context!r} and {one.question!r}")
+        bare.append(dataclasses.replace(one, context=one.context.strip(), question=one.question.strip()))
+    encoded = encode(bare, layout=layout, rows=rows)
+    if len(encoded) < len(bare):
+        for one in bare:
+            encode([one], layout=layout, rows=rows)  # says which one and why
+        raise AssertionError("a prompt is dropped for what it is alone")
     for reason in ("source_cut", "literals_cut", "text_cut"):
         if encoded.counts[reason]:
-            _log.warning("1 of 1 %s", REASONS[reason])
-    return encoded.collate([0])
+            _log.warning("%d of %d %s", encoded.counts[reason], len(bare), REASONS[reason])
+    return encoded.collate(range(len(bare)))
 
 
 def source_field(ids: list[np.ndarray], layout: Layout) -> Field:

@@ -10,6 +10,7 @@ from jax.sharding import Mesh
 from lw_jax.core.types import Tree
 from lw_jax.losses import token_losses
 from lw_jax.models import attention_matching
+from lw_jax.models.adapter import KeysValues
 from lw_jax.models.wire import Prompt, Wire, compacted_prompt, taught_prompt, text_prompt, wire_prompt
 from sharding import place
 from sharding.placement import Placement
@@ -49,6 +50,16 @@ class WireFunctions:
             return wire_prompt(params, fields, self.wire.prefix(adapter, name, latents, "answer")).joined()
 
         return jax.jit(build, static_argnames=("name", "slots"))
+
+    def prefix(self, trainable: Tree, latents: jax.Array, name: str) -> jax.Array | KeysValues:
+        """Returns a reader's prefix and, behind it, the task's vector; the adapter is moved to its mesh first."""
+        return self._prefix(place.replicate(trainable["adapters"][name], self.mesh_of(name)), latents, name)
+
+    @functools.cached_property
+    def _prefix(self):
+        return jax.jit(
+            lambda adapter, latents, name: self.wire.prefix(adapter, name, latents, "answer"), static_argnames="name"
+        )
 
     @functools.cached_property
     def prompt_from_text(self):
@@ -111,3 +122,28 @@ class WireFunctions:
             return self.wire.generate(params, name, prompt, max_new_tokens=max_new_tokens)
 
         return jax.jit(run, static_argnames=("name", "max_new_tokens"))
+
+    @functools.cached_property
+    def open_cache(self):
+        """Returns jitted (reader's parameters, Prompt, name) -> the cache of what stands before the embeddings."""
+        return jax.jit(lambda params, prompt, name: self.wire.open_cache(params, name, prompt), static_argnames="name")
+
+    @functools.cached_property
+    def begin(self):
+        """Returns jitted (reader's parameters, Prompt, name, max_new_tokens) -> likeliest first ids [b], memory."""
+
+        def run(params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> tuple[jax.Array, Tree]:
+            logits, memory = self.wire.begin(params, name, prompt, max_new_tokens=max_new_tokens)
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32), memory
+
+        return jax.jit(run, static_argnames=("name", "max_new_tokens"))
+
+    @functools.cached_property
+    def follow(self):
+        """Returns jitted (reader's parameters, ids [b], memory, name) -> likeliest next ids [b], memory."""
+
+        def run(params: Tree, token: jax.Array, memory: Tree, name: str) -> tuple[jax.Array, Tree]:
+            logits, memory = self.wire.follow(params, name, token, memory)
+            return jnp.argmax(logits, axis=-1).astype(jnp.int32), memory
+
+        return jax.jit(run, static_argnames="name", donate_argnums=2)

@@ -1,9 +1,9 @@
 """Python API of trained wires: `load_wire`. Language models: `language_model.py`."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Literal, NamedTuple, overload
 
 import jax
 import numpy as np
@@ -13,7 +13,7 @@ from lw_jax import recipes
 from lw_jax.core import config_file, runtime, tree, validation
 from lw_jax.core.config import Config, Encoder, build
 from lw_jax.core.errors import UserError
-from lw_jax.core.types import SHARED, Tree
+from lw_jax.core.types import SHARED, Example, Tree
 from lw_jax.data import batches
 from lw_jax.data.literals import count_words
 from lw_jax.evals import answers
@@ -24,6 +24,22 @@ from lw_jax.planning import planner
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import run_folder, wire_folder
 from sharding import place
+
+Several = list[bytes] | tuple[bytes, ...]
+Questions = list[str] | tuple[str, ...]
+
+
+class KVPrompt(NamedTuple):
+    """Prompt of a wire with adapter.kind="kv": keys and values of its first t positions, embeddings of the others.
+
+    `keys_values`: f32 [layers, 2, 1, kv_heads, t, head_dim], the layout of transformers' caches: of each layer, in
+    order, keys and values of one row. The first positions are the opening's, then the message's slots follow. Keys are
+    rotated at positions 0 to t - 1.
+    `embeddings`: f32 [n, d], of positions t to t + n - 1: task vector, literals and question.
+    """
+
+    keys_values: np.ndarray
+    embeddings: np.ndarray
 
 
 def load_wire(folder: str | Path, config: Mapping[str, str] | None = None) -> "TrainedWire":
@@ -115,7 +131,7 @@ class TrainedWire:
             raise UserError(f"write: question={question!r}: this wire's message {rule} (config.prompt.question)")
         channel = resolve_channel(self.recipe.cfg.encoder, bits=bits, slots=slots, width=width)
         words = resolve_literals(self.recipe.cfg, literals)
-        source = self._batch(text, question or "?")["source"]
+        source = batches.encode_prompt(text, question or "?", layout=self.recipe.layout)["source"]
         if slots is None:
             channel = (int(source["channel"][0, 0]), *channel[1:])
         source |= {"channel": np.asarray([channel], np.int32)}
@@ -125,41 +141,190 @@ class TrainedWire:
         chosen = self.recipe.surprisal.choose(text.strip(), words) if words else ()
         return codec.pack(sent, bits=bits, encoder=self.encoder_fingerprint, literals=chosen)
 
-    def read(self, message: bytes, reader: str, question: str) -> str:
-        """Returns a reader's answer from a message alone, with the literals that it carries."""
-        encoder = self.recipe.cfg.encoder
-        frame = codec.read_frame(message, encoder=self.encoder_fingerprint)
-        channel = resolve_channel(encoder, bits=frame.bits, slots=frame.slots, width=frame.width)
-        resolve_literals(self.recipe.cfg, count_words(frame.literals))
-        latents = np.zeros((1, encoder.slots, encoder.width), np.float32)
-        latents[0, : frame.slots, : frame.width] = codec.unpack(message, encoder=self.encoder_fingerprint)
-        fields, params = self._fields(reader, "?", question, literals=frame.literals)
-        mesh = self.functions.mesh_of(reader)
-        fields |= self._put({"channel": np.asarray([channel], np.int32)}, mesh)
-        prompt = self.functions.prompt_from_latents(self.trainable, params, fields, self._put(latents, mesh), reader)
-        return self._answer(reader, prompt)
+    @overload
+    def read(self, message: bytes, reader: str, question: str, *, stream: Literal[False] = False) -> str: ...
+    @overload
+    def read(self, message: bytes, reader: str, question: str, *, stream: Literal[True]) -> Iterator[str]: ...
+    @overload
+    def read(self, message: bytes | Several, reader: str, question: Questions) -> list[str]: ...
+    def read(
+        self, message: bytes | Several, reader: str, question: str | Questions, *, stream: bool = False
+    ) -> str | list[str] | Iterator[str]:
+        """Returns a reader's answer from a message alone, with the literals that it carries.
+
+        `question`: several for one message, or one for each of several messages: a list of answers, computed
+        config.eval.batch at a time. A message is the text encoded: nothing is encoded again.
+        `stream`: yields the answer of one question in pieces of text as they are decoded.
+        """
+        if not stream:
+            pairs = _pair(message, question)
+            prompts = self._prompts(pairs, reader)
+            found = [text for prompt, count in prompts for text in self._answer(reader, prompt, count)]
+            return found[0] if isinstance(question, str) else found
+        if not isinstance(question, str):
+            raise UserError(f"read: stream=True with {len(question)} questions: an answer is streamed alone; ask one")
+        return self._stream(reader, next(self._prompts(_pair(message, question), reader))[0])
 
     def read_text(self, text: str, reader: str, question: str) -> str:
         """Returns a reader's answer from the text itself."""
-        fields, params = self._fields(reader, text, question, rows=("text",))
-        return self._answer(reader, self.functions.prompt_from_text(params, fields["text"]))
+        self._check_reader(reader)
+        batch = batches.encode_prompt(text, question, layout=self.recipe.layout, rows=("text",))
+        fields = self._put(batch["readers"][reader], self.functions.mesh_of(reader))
+        return self._answer(reader, self.functions.prompt_from_text(self.frozen[reader], fields["text"]), 1)[0]
 
-    def _fields(self, reader: str, text: str, question: str, **given: Any) -> tuple[Tree, Tree]:
+    @overload
+    def prefix(self, message: bytes, reader: str) -> np.ndarray: ...
+    @overload
+    def prefix(self, message: Several, reader: str) -> list[np.ndarray]: ...
+    def prefix(self, message: bytes | Several, reader: str) -> np.ndarray | list[np.ndarray]:
+        """Returns a message's soft prefix alone, f32 [slots + 1, d]: an embedding of each slot, then the task vector.
+
+        d is the width of the reader's embeddings. Several messages: a list. Literals are not part of it. Raises
+        UserError for a wire with adapter.kind="kv", an unknown reader and a message of another encoder.
+        """
+        self._check_kind("embeddings", "prefix")
+        self._check_reader(reader)
+        found = []
+        for one in (message,) if isinstance(message, bytes) else message:
+            frame, latents = self._open(one)
+            placed = self._put(latents[None], self.functions.mesh_of(reader))
+            made = self.functions.prefix(self.trainable, placed, reader)
+            assert isinstance(made, jax.Array), "a wire of embeddings"
+            made = _to_host(made)[0]
+            found.append(np.concatenate([made[: frame.slots], made[-1:]]))
+        return found[0] if isinstance(message, bytes) else found
+
+    @overload
+    def prompt_embeds(self, message: bytes, reader: str, question: str) -> np.ndarray: ...
+    @overload
+    def prompt_embeds(self, message: bytes | Several, reader: str, question: Questions) -> list[np.ndarray]: ...
+    def prompt_embeds(
+        self, message: bytes | Several, reader: str, question: str | Questions
+    ) -> np.ndarray | list[np.ndarray]:
+        """Returns the whole prompt that `read` gives its reader as input embeddings, f32 [t, d], without padding.
+
+        In order: BOS and opening, the prefix, the task vector, literals, question. t is the prompt's number of
+        positions, d the width of the reader's embeddings. Several questions (as in `read`): a list of arrays, each of
+        its own length. Raises UserError for a wire with adapter.kind="kv", an unknown reader and a message of another
+        encoder.
+        """
+        self._check_kind("embeddings", "prompt_embeds")
+        found = []
+        for prompt, count in self._prompts(_pair(message, question), reader):
+            x, mask = _to_host(prompt.embeddings), np.asarray(prompt.mask)
+            found += [x[row, mask[row]] for row in range(count)]
+        return found[0] if isinstance(question, str) else found
+
+    @overload
+    def prefix_kv(self, message: bytes, reader: str, question: str) -> KVPrompt: ...
+    @overload
+    def prefix_kv(self, message: bytes | Several, reader: str, question: Questions) -> list[KVPrompt]: ...
+    def prefix_kv(self, message: bytes | Several, reader: str, question: str | Questions) -> KVPrompt | list[KVPrompt]:
+        """Returns the keys and values that `read` puts before a reader's prompt, and the embeddings behind them.
+
+        Shapes: `KVPrompt`. Several questions (as in `read`): a list. Raises UserError for a wire with
+        adapter.kind="embeddings", an unknown reader and a message of another encoder.
+        """
+        self._check_kind("kv", "prefix_kv")
+        found = []
+        for prompt, count in self._prompts(_pair(message, question), reader):
+            cache = self.functions.open_cache(self.frozen[reader], prompt, reader)
+            both, valid = np.stack([_to_host(cache.k), _to_host(cache.v)], axis=1), np.asarray(cache.valid)
+            x, mask = _to_host(prompt.embeddings), np.asarray(prompt.mask)
+            for row in range(count):
+                own = both[:, :, row, valid[row]].swapaxes(2, 3)[:, :, None]
+                found.append(KVPrompt(np.ascontiguousarray(own), x[row, mask[row]]))
+        return found[0] if isinstance(question, str) else found
+
+    def _check_kind(self, kind: str, name: str) -> None:
+        found, other = self.recipe.cfg.adapter.kind, {"kv": "prompt_embeds", "embeddings": "prefix_kv"}[kind]
+        if found != kind:
+            raise UserError(f"{name}: this wire has config.adapter.kind={found!r}, it needs {kind!r}; call `{other}`")
+
+    def _check_reader(self, reader: str) -> None:
         known = self.recipe.wire.readers
         if reader not in known:
             raise UserError(f"reader {reader!r}: this wire has {', '.join(known)}")
-        mesh = self.functions.mesh_of(reader)
-        return self._put(self._batch(text, question, **given)["readers"][reader], mesh), self.frozen[reader]
 
-    def _batch(self, text: str, question: str, **given: Any) -> batches.Batch:
-        return batches.encode_prompt(text, question, layout=self.recipe.layout, **given)
+    def _open(self, message: bytes) -> tuple[codec.Frame, np.ndarray]:
+        """Returns a message's frame and its latents, zeros beyond them."""
+        encoder = self.recipe.cfg.encoder
+        frame = codec.read_frame(message, encoder=self.encoder_fingerprint)
+        resolve_channel(encoder, bits=frame.bits, slots=frame.slots, width=frame.width)
+        resolve_literals(self.recipe.cfg, count_words(frame.literals))
+        latents = np.zeros((encoder.slots, encoder.width), np.float32)
+        latents[: frame.slots, : frame.width] = codec.unpack(message, encoder=self.encoder_fingerprint)
+        return frame, latents
 
-    def _put(self, host: Tree, mesh: Mesh) -> Tree:
-        """Places one example, repeated until the data axis divides it."""
-        count = self.recipe.placement.data
-        return place.put_eval(jax.tree.map(lambda leaf: np.repeat(leaf, count, axis=0), host), mesh)
+    def _prompts(self, pairs: list[tuple[bytes, str]], reader: str) -> Iterator[tuple[wire.Prompt, int]]:
+        """Yields a reader's prompts on its mesh and how many of their rows are real, config.eval.batch at a time."""
+        self._check_reader(reader)
+        opened = {message: self._open(message) for message in dict.fromkeys(message for message, _ in pairs)}
+        asked = [Example(question, "?", question, (), opened[message][0].literals) for message, question in pairs]
+        data, mesh = self.recipe.placement.data, self.functions.mesh_of(reader)
+        most = max(1, self.recipe.cfg.eval.batch // data) * data
+        for start in range(0, len(pairs), most):
+            part = pairs[start : start + most]
+            # Powers of two, so that numbers of questions share programs.
+            rows = min(most, place.round_up(1 << (len(part) - 1).bit_length(), data))
+            batch = batches.encode_prompts(asked[start : start + most], layout=self.recipe.layout)
+            frames, latents = zip(*(opened[message] for message, _ in part), strict=True)
+            channel = np.asarray([(frame.slots, frame.width, frame.bits) for frame in frames], np.int32)
+            fields = self._put(batch["readers"][reader] | {"channel": channel}, mesh, rows)
+            placed = self._put(np.stack(latents), mesh, rows)
+            params = self.frozen[reader]
+            yield self.functions.prompt_from_latents(self.trainable, params, fields, placed, reader), len(part)
 
-    def _answer(self, reader: str, prompt: wire.Prompt) -> str:
+    def _put(self, host: Tree, mesh: Mesh, rows: int = 1) -> Tree:
+        """Places examples, the last one repeated up to `rows` and until the data axis divides them."""
+        rows = place.round_up(rows, self.recipe.placement.data)
+        return place.put_eval(jax.tree.map(lambda leaf: leaf[np.minimum(np.arange(rows), len(leaf) - 1)], host), mesh)
+
+    def _answer(self, reader: str, prompt: wire.Prompt, count: int) -> list[str]:
+        """Returns the answers to the first `count` rows of a prompt."""
         ids = self.functions.generate(self.frozen[reader], prompt, reader, self.recipe.cfg.eval.max_new_tokens)
-        tokens = [int(token) for token in np.asarray(ids)[0] if token >= 0]
-        return answers.first_line(self.recipe.tokenizers[reader].decode(tokens))
+        rows = ([int(token) for token in row if token >= 0] for row in np.asarray(ids)[:count])
+        return [answers.first_line(self.recipe.tokenizers[reader].decode(tokens)) for tokens in rows]
+
+    def _stream(self, reader: str, prompt: wire.Prompt) -> Iterator[str]:
+        """Yields the pieces of the answer to a prompt's first row; joined they are what `_answer` returns."""
+        params, tokenizer = self.frozen[reader], self.recipe.tokenizers[reader]
+        most, stops = self.recipe.cfg.eval.max_new_tokens, self.recipe.wire.readers[reader].stops
+        token, memory = self.functions.begin(params, prompt, reader, most)
+        tokens, said = [], ""
+        for number in range(most):
+            one = int(np.asarray(token)[0])
+            if one in stops:
+                break
+            tokens.append(one)
+            text = tokenizer.decode(tokens)
+            line = answers.first_line(text)
+            if "\n" in text.strip():
+                break
+            # A piece of a character may wait for its other bytes.
+            piece = line.rstrip("\ufffd")[len(said) :]
+            if piece:
+                yield piece
+                said += piece
+            if number + 1 < most:
+                token, memory = self.functions.follow(params, token, memory, reader)
+        rest = answers.first_line(tokenizer.decode(tokens))[len(said) :]
+        if rest:
+            yield rest
+
+
+def _pair(message: bytes | Several, question: str | Questions) -> list[tuple[bytes, str]]:
+    """Returns each question with its message."""
+    if isinstance(question, str):
+        if not isinstance(message, bytes):
+            raise UserError(f"{len(message)} messages and one question: give a list with a question for each message")
+        return [(message, question)]
+    messages = [message] * len(question) if isinstance(message, bytes) else message
+    if len(messages) != len(question) or not question:
+        raise UserError(f"{len(messages)} messages and {len(question)} questions: give one for each, at least one")
+    return list(zip(messages, question, strict=True))
+
+
+def _to_host(array: jax.Array) -> np.ndarray:
+    """Returns a device's array in fp32."""
+    return np.asarray(array).astype(np.float32)

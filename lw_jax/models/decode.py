@@ -77,25 +77,55 @@ def generate(  # noqa: PLR0913  (as `decoder.forward`)
     The last column of x must be a real token of every row (left-padded prompts). Where a row outgrows the short
     frequencies of a LongRope model, the whole text is processed again with the long ones, as transformers does.
     """
+    first, memory = begin(params, cfg, x, mask=mask, max_new_tokens=sampling.max_new_tokens, cache=cache, mode=mode)
+    if sampling.unstacked:
+        whole, *text = (memory,) if isinstance(memory, decoder.Cache) else memory
+        params, whole = decoder.unstack_layers(params, whole)
+        memory = (whole, *text) if text else whole
+    following = functools.partial(follow, params, cfg, mode)
+    return sample(first, memory, following, sampling=sampling, key=key)
+
+
+def begin(  # noqa: PLR0913  (as `decoder.forward`)
+    params: Tree,
+    cfg: decoder.DecoderConfig,
+    x: Float[Array, "b t d"],
+    *,
+    mask: Bool[Array, "b t"],
+    max_new_tokens: int,
+    cache: decoder.Cache | None = None,
+    mode: decoder.Mode = decoder.Mode(),  # noqa: B008  (frozen)
+) -> tuple[Float[Array, "b v"], Tree]:
+    """Reads a prompt: the logits of its first new token, and the memory with which `follow` goes on from it.
+
+    The memory has room for `max_new_tokens`. It is the cache, and of a LongRope model that may outgrow its short
+    frequencies the embeddings of all its slots too.
+    """
     if cache is None:
-        cache = decoder.empty_cache(cfg, x.shape[0], x.shape[1] + sampling.max_new_tokens, x.dtype)
+        cache = decoder.empty_cache(cfg, x.shape[0], x.shape[1] + max_new_tokens, x.dtype)
     out = decoder.forward(params, cfg, x, mask=mask, cache=cache, mode=mode)
     assert out.cache is not None, "a cache was given"
     first = decoder.logits(params, out.hidden[:, -1:])[:, 0]
-    weights, cache = decoder.unstack_layers(params, out.cache) if sampling.unstacked else (params, out.cache)
-
-    def advance(token: jax.Array, going: jax.Array, cache: decoder.Cache) -> tuple[jax.Array, Tree]:
-        step = decoder.forward(
-            weights, cfg, decoder.embed(weights, token[:, None]), mask=going[:, None], cache=cache, mode=mode
-        )
-        return decoder.logits(weights, step.hidden)[:, 0], step.cache
-
     scaling = cfg.rope_scaling
     if not isinstance(scaling, rotary.LongRope) or cache.valid.shape[1] <= scaling.original_max_positions:
-        return sample(first, cache, advance, sampling=sampling, key=key)
-    text = jnp.pad(x, ((0, 0), (0, sampling.max_new_tokens), (0, 0)))
-    crossing = functools.partial(_advance_or_reread, weights, cfg, mode)
-    return sample(first, (cache, text), crossing, sampling=sampling, key=key)
+        return first, out.cache
+    return first, (out.cache, jnp.pad(x, ((0, 0), (0, max_new_tokens), (0, 0))))
+
+
+def follow(  # noqa: PLR0913
+    params: Tree,
+    cfg: decoder.DecoderConfig,
+    mode: decoder.Mode,
+    token: Int[Array, " b"],
+    going: Bool[Array, " b"],
+    memory: Tree,
+) -> tuple[Float[Array, "b v"], Tree]:
+    """Reads one more token of the rows that are `going`: the next logits and the memory behind it."""
+    if not isinstance(memory, decoder.Cache):
+        return _advance_or_reread(params, cfg, mode, token, going, memory)
+    x = decoder.embed(params, token[:, None])
+    step = decoder.forward(params, cfg, x, mask=going[:, None], cache=memory, mode=mode)
+    return decoder.logits(params, step.hidden)[:, 0], step.cache
 
 
 def _advance_or_reread(

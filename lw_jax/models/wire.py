@@ -199,13 +199,38 @@ class Wire:
         sampling = decode.Sampling(max_new_tokens, reader.stops, unstacked=reader.unstacked)
         x, mask, key, cache = prompt.embeddings, prompt.mask, jax.random.key(0), None
         if prompt.kv_prefix is not None:
-            size, before = prompt.positions + max_new_tokens, prompt.shared_prefix
-            cache = kv_prefix.open_cache(
-                params, reader.config, size, prefix=prompt.kv_prefix, shared_prefix=before, mode=reader.mode
-            )
+            cache = self.open_cache(params, name, prompt, room=prompt.mask.shape[1] + max_new_tokens)
         return decode.generate(
             params, reader.config, x, mask=mask, sampling=sampling, key=key, cache=cache, mode=reader.mode
         )
+
+    def open_cache(self, params: Tree, name: str, prompt: "Prompt", *, room: int = 0) -> decoder.Cache:
+        """Returns a cache of what stands before a prompt's embeddings, keys turned, with `room` positions behind it."""
+        reader, before = self.readers[name], prompt.shared_prefix
+        assert prompt.kv_prefix is not None, "of embeddings alone nothing stands before"
+        size = prompt.positions - prompt.mask.shape[1] + room
+        return kv_prefix.open_cache(
+            params, reader.config, size, prefix=prompt.kv_prefix, shared_prefix=before, mode=reader.mode
+        )
+
+    def begin(
+        self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int
+    ) -> tuple[Float[Array, "b v"], Tree]:
+        """Reads a prompt: the logits of the first answer token, and the memory that `follow` takes."""
+        reader, cache = self.readers[name], None
+        if prompt.kv_prefix is not None:
+            cache = self.open_cache(params, name, prompt, room=prompt.mask.shape[1] + max_new_tokens)
+        x, mask = prompt.embeddings, prompt.mask
+        return decode.begin(
+            params, reader.config, x, mask=mask, max_new_tokens=max_new_tokens, cache=cache, mode=reader.mode
+        )
+
+    def follow(
+        self, params: Tree, name: str, token: Int[Array, " b"], memory: Tree
+    ) -> tuple[Float[Array, "b v"], Tree]:
+        """Reads one more token of every row: the next logits and the memory behind it."""
+        reader = self.readers[name]
+        return decode.follow(params, reader.config, reader.mode, token, jnp.ones(token.shape, bool), memory)
 
 
 @jax.tree_util.register_dataclass

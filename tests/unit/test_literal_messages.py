@@ -44,7 +44,7 @@ def wire(root, cache, tmp_path_factory):
 def prompt_of(wire, monkeypatch, ask):
     """Embeddings of the prompt's real positions that a call hands to its reader."""
     caught = []
-    monkeypatch.setattr(wire, "_answer", lambda reader, prompt: caught.append(prompt) or "")
+    monkeypatch.setattr(wire, "_answer", lambda reader, prompt, count: caught.append(prompt) or [""])
     ask()
     monkeypatch.undo()
     return np.asarray(caught[0].embeddings)[np.asarray(caught[0].mask)]

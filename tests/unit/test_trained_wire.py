@@ -196,7 +196,7 @@ def test_empty_text_and_one_beyond_the_window_are_refused(wire, text, words):
 def prompt_of(wire, monkeypatch, ask):
     """The prompt that a call hands to its reader."""
     caught = []
-    monkeypatch.setattr(wire, "_answer", lambda reader, prompt: caught.append(prompt) or "")
+    monkeypatch.setattr(wire, "_answer", lambda reader, prompt, count: caught.append(prompt) or [""])
     ask()
     monkeypatch.undo()
     return caught[0].embeddings, caught[0].mask
@@ -233,7 +233,7 @@ def test_reader_of_a_smaller_message_is_given_zeros_beyond_it(wire, name, monkey
         return None
 
     monkeypatch.setattr(wire.functions, "prompt_from_latents", keep)
-    monkeypatch.setattr(wire, "_answer", lambda reader, prompt: "")
+    monkeypatch.setattr(wire, "_answer", lambda reader, prompt, count: [""])
     message = wire.write(TEXT, bits=4, slots=3, width=11)
     wire.read(message, name, "Who keeps it?")
     assert caught["channel"].tolist() == [[3, 11, 4]] and caught["latents"].shape == (1, 5, 24)
