@@ -5,7 +5,7 @@
 
 A slot for every four tokens: the encoder, SmolLM2 with its causal mask, takes six layers' states of the rarest tokens;
 each reader gets keys and values of every layer. Both begin at the readers' own (docs/experiments.md, "Latents that
-begin as keys and values", which was measured with SmolLM2 alone). Memory on a CPU: 16 GB with both. The pair: not measured.
+begin as keys and values", measured with SmolLM2 alone). The pair: not measured, its memory neither.
 """
 
 from ml_collections import ConfigDict
