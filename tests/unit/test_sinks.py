@@ -1,0 +1,322 @@
+"""Sinks beside metrics.jsonl: each gets every row once, over restarts, and none that fails ends a training."""
+
+import importlib.util
+import json
+import math
+import struct
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
+
+import run
+from configs import base
+from lw_jax.commands import train
+from lw_jax.core import config, validation
+from lw_jax.core.early_signals import REQUEUE
+from lw_jax.core.errors import UserError
+from lw_jax.training import metrics, run_folder, sinks
+from tests import tiny
+
+BOTH = ("wandb", "mlflow")
+
+
+def make_config(*names: str) -> config.Config:
+    c = base.get_config()
+    c.train.log_to = names
+    return config.build(c)
+
+
+# --- the door
+
+
+def test_any_of_the_three_or_none_may_be_named():
+    assert make_config("tensorboard").train == config.Train(), "TensorBoard alone is the default"
+    c = base.get_config()
+    c.llms.llama = base.llm("folder")
+    c.encoder.kind = "bytes"
+    for names in ((), ("wandb",), ("mlflow", "tensorboard", "wandb")):
+        c.train.log_to = names
+        validation.validate(config.build(c))
+    for names, rule in ((("neptune",), "one of tensorboard, wandb, mlflow"), (("wandb", "wandb"), "each once")):
+        c.train.log_to = names
+        with pytest.raises(UserError, match=rf"config\.train\.log_to = .*{rule}"):
+            validation.validate(config.build(c))
+
+
+@pytest.mark.parametrize("name", sinks.PACKAGES)
+def test_missing_library_is_refused_before_anything_is_written(name, monkeypatch, tmp_path, capsys):
+    module, find = sinks.PACKAGES[name], importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == module else find(wanted))
+    words = ["--config", "configs/smoke.py", "--workdir", str(tmp_path / "run"), f"--config.train.log_to={name},"]
+    assert run.main(words) == 2
+    line = f"config.train.log_to = ('{name}',): {module} is not installed; pip install {module}"
+    assert line in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_folder_of_a_library_s_name_is_no_library(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace(origin=None))
+    with pytest.raises(UserError, match=r"train\.log_to.*pip install wandb"):
+        sinks.check_installed(make_config("wandb"))
+
+
+def test_library_that_is_not_named_is_not_imported(monkeypatch, tmp_path):
+    for module in ("tensorboardX", *BOTH):
+        monkeypatch.setitem(sys.modules, module, None)  # its import fails
+    services = sinks.Services(make_config("tensorboard"), tmp_path)
+    assert services.write(1, {"train/loss": 0.5}) == services.close(0) == [] and not list(tmp_path.iterdir())
+
+
+# --- TensorBoard
+
+
+def read_board(folder: Path) -> list[tuple[int, str, float]]:
+    """Returns (step, tag, value) of all scalars of a start; a TFRecord is u64 length, u32 CRC, the event, u32 CRC."""
+    (file,) = folder.glob("events.out.tfevents.*")
+    data, start, rows = file.read_bytes(), 0, []
+    while start < len(data):
+        (length,) = struct.unpack_from("<Q", data, start)
+        event = Event.FromString(data[start + 12 : start + 12 + length])
+        assert bool(event.file_version) == (start == 0), "each file begins with its version"
+        rows += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
+        start += 16 + length
+    return rows
+
+
+def test_event_files_hold_what_was_written(tmp_path):
+    with sinks.TensorBoard(tmp_path / "board") as log:
+        log.write(3, {"train/loss": 0.5, "examples": 24})
+        rows = [(3, "train/loss", 0.5), (3, "examples", 24.0)]
+        assert read_board(tmp_path / "board" / "step-000000") == rows, "written at once"
+        log.write(300, {"validation/nll/llama": 0.25})
+    assert read_board(tmp_path / "board" / "step-000000") == [*rows, (300, "validation/nll/llama", 0.25)]
+
+
+def test_event_files_take_what_is_no_number(tmp_path):
+    with sinks.TensorBoard(tmp_path) as log:
+        log.write(1, {"train/loss": math.nan})
+    assert [math.isnan(value) for _, _, value in read_board(tmp_path / "step-000000")] == [True]
+
+
+def test_each_start_has_event_files_of_its_own(tmp_path):
+    for resumed_step, steps in ((0, (1, 2, 3)), (2, (3, 4)), (2, (3,)), (0, (1,))):
+        with sinks.TensorBoard(tmp_path, resumed_step=resumed_step) as log:
+            for step in steps:
+                log.write(step, {"train/loss": step / 8})
+    found = {path.name: [step for step, _, _ in read_board(path)] for path in tmp_path.iterdir()}
+    assert found == {"step-000000": [1, 2, 3], "step-000002": [3, 4], "step-000002-2": [3], "step-000000-2": [1]}
+
+
+# --- stand-ins that hold what they are sent
+
+
+class Standin:
+    """Both libraries: rows by run, parameters by run, starts and ends; it fails where it is told."""
+
+    def __init__(self):
+        self.rows: dict[str, dict[str, list[tuple[int, dict[str, float]]]]] = {name: {} for name in BOTH}
+        self.params: dict[str, list[dict[str, Any]]] = {name: [] for name in BOTH}
+        self.ends: list[Any] = []
+        self.names: set[str] = set()
+        self.down: set[str] = set()  # "wandb init", "mlflow log_batch", ...
+
+    def meet(self, name: str, call: str) -> None:
+        if f"{name} {call}" in self.down:
+            raise {"wandb": self.Error, "mlflow": self.MlflowException}[name](f"{call}\n  is down")
+
+    class Error(Exception):
+        pass
+
+    class MlflowException(Exception):
+        pass
+
+    # wandb
+
+    def init(self, **options):
+        self.meet("wandb", "init")
+        assert options["resume"] == "allow" and options["allow_val_change"]
+        self.params["wandb"].append(options["config"])
+        self.names.add(options["name"])
+        rows = self.rows["wandb"].setdefault(options["id"], [])
+
+        def log(row):
+            self.meet("wandb", "log")
+            rows.append((row["step"], {name: value for name, value in row.items() if name != "step"}))
+
+        def finish(exit_code):
+            self.meet("wandb", "finish")
+            self.ends.append(exit_code)
+
+        return types.SimpleNamespace(
+            log=log,
+            finish=finish,
+            mark_preempting=lambda: self.ends.append("preempting"),
+            define_metric=lambda name, step_metric=None: None,
+        )
+
+    # mlflow
+
+    entities = types.SimpleNamespace(Metric=lambda *fields: fields)
+
+    def start_run(self, run_id, run_name):
+        self.meet("mlflow", "start_run")
+        self.names.add(run_name)
+        run_id = run_id or f"m{len(self.rows['mlflow'])}"
+        self.rows["mlflow"].setdefault(run_id, [])
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id))
+
+    def log_params(self, params):
+        self.params["mlflow"].append(params)
+
+    def MlflowClient(self):
+        return self
+
+    def log_batch(self, run_id, metrics):
+        self.meet("mlflow", "log_batch")
+        (step,) = {step for *_, step in metrics}
+        assert all(type(value) is float for _, value, _, _ in metrics), "of others mlflow imports torch"
+        self.rows["mlflow"][run_id].append((step, {name: value for name, value, _, _ in metrics}))
+
+    def end_run(self, status):
+        self.ends.append(status)
+
+
+@pytest.fixture
+def libraries(monkeypatch) -> Iterator[Standin]:
+    held = Standin()
+    for name in BOTH:
+        monkeypatch.setitem(sys.modules, name, held)
+    for variable in ("WANDB_FINISH_TIMEOUT", "WANDB_CONSOLE", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "9")
+    yield held
+    assert sinks.os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "9", "the user's own value stays"
+
+
+def loss(step: int) -> dict[str, float]:
+    return {"train/loss": step / 8, "examples": 8 * step}
+
+
+def test_row_is_logged_once_whatever_is_taken_again(libraries, tmp_path):
+    cfg = make_config(*BOTH)
+    first = sinks.Services(cfg, tmp_path)
+    for step in (1, 2, 3, 2, 3, 4):  # memory ran out after step 3, and step 2 was taken again
+        assert first.write(step, loss(step)) == []
+    assert first.close(REQUEUE) == []
+    second = sinks.Services(cfg, tmp_path)  # from the checkpoint of step 3, whose validation is missing
+    second.write(3, {"validation/loss": 0.25})
+    for step in (4, 5):
+        second.write(step, loss(step))
+    second.close(0)
+    rows = [*((step, loss(step)) for step in (1, 2, 3, 4)), (3, {"validation/loss": 0.25}), (5, loss(5))]
+    for name in BOTH:
+        ((run_id, found),) = libraries.rows[name].items()
+        assert found == rows, f"one run in {name}, every row once"
+        record = json.loads((tmp_path / f"{name}.json").read_text("utf-8"))
+        assert record == {"run": run_id, "logged": {"train": 5, "validation": 3}}
+    assert libraries.names == {tmp_path.name}
+    assert libraries.params == {
+        "wandb": [config.to_dict(cfg)] * 2,
+        "mlflow": [config.flatten(config.to_dict(cfg))],
+    }, "mlflow refuses other values of a parameter"
+
+
+@pytest.mark.parametrize(
+    ("code", "ends"),
+    [(0, [0, "FINISHED"]), (REQUEUE, ["preempting", REQUEUE, "KILLED"]), (1, [1, "FAILED"])],
+)
+def test_run_ends_there_as_it_ended_here(libraries, tmp_path, code, ends):
+    sinks.Services(make_config(*BOTH), tmp_path).close(code)
+    assert libraries.ends == ends
+
+
+@pytest.mark.parametrize(("name", "call"), [("wandb", "log"), ("mlflow", "log_batch")])
+def test_library_that_fails_is_named_once_and_the_other_goes_on(libraries, tmp_path, name, call):
+    services = sinks.Services(make_config(*BOTH), tmp_path)
+    services.write(1, loss(1))
+    libraries.down = {f"{name} {call}"}
+    (line,) = services.write(2, loss(2))
+    assert line.startswith(f"{name}: {call} is down: ") and "metrics.jsonl" in line and "\n" not in line
+    libraries.down = set()
+    assert services.write(3, loss(3)) == services.close(0) == []
+    steps = {one: [step for step, _ in rows] for one in BOTH for rows in libraries.rows[one].values()}
+    assert steps == dict.fromkeys(BOTH, [1, 2, 3]) | {name: [1]}
+    again = sinks.Services(make_config(*BOTH), tmp_path)
+    again.write(4, loss(4))
+    assert [step for rows in libraries.rows[name].values() for step, _ in rows] == [1, 4], "a new start tries again"
+
+
+def test_failure_at_the_end_is_one_line(libraries, tmp_path):
+    services = sinks.Services(make_config(*BOTH), tmp_path)
+    libraries.down = {"wandb finish"}
+    (line,) = services.close(0)
+    assert line.startswith("wandb: finish is down") and libraries.ends == ["FINISHED"]
+
+
+@pytest.mark.parametrize(("name", "call"), [("wandb", "init"), ("mlflow", "start_run")])
+def test_library_that_cannot_open_is_refused_first_and_left_out_of_a_resumed_run(libraries, tmp_path, name, call):
+    cfg = make_config(*BOTH)
+    libraries.down = {f"{name} {call}"}
+    with pytest.raises(UserError, match=rf"config\.train\.log_to = .*: {name}: {call} is down; .*leave '{name}' out"):
+        sinks.Services(cfg, tmp_path)
+    assert not (tmp_path / f"{name}.json").exists()
+    libraries.down = set()
+    sinks.Services(cfg, tmp_path).close(REQUEUE)
+    libraries.down = {f"{name} {call}"}
+    resumed = sinks.Services(cfg, tmp_path)
+    (line,) = resumed.notices
+    assert line.startswith(f"{name}: {call} is down: ")
+    resumed.write(1, loss(1))
+    assert [step for one in BOTH if one != name for rows in libraries.rows[one].values() for step, _ in rows] == [1]
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"run": "../x", "logged": {}}', '{"run": "x", "logged": {"other": 3}}'])
+def test_damaged_record_is_refused_by_name(libraries, tmp_path, text):
+    (tmp_path / "wandb.json").write_text(text, "utf-8")
+    with pytest.raises(UserError, match=r"wandb\.json: .*; delete it: another run begins there"):
+        sinks.Services(make_config("wandb"), tmp_path)
+
+
+# --- a run
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return tmp_path_factory.mktemp("text")
+
+
+def test_run_sends_every_row_of_its_log_over_a_restart(libraries, text, tmp_path, capsys):
+    changes = {"mesh__placement": "single", "train__log_to": BOTH, "train__eval_every": 2}
+    cfg = tiny.make_ttt_config(text, **changes)
+    workdir = tmp_path / "run"
+    run_folder.write_workdir(workdir, cfg=cfg, base={}, command=["test"])
+    stop = iter([False, False, False, True])
+
+    class Stopped:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def requested(self, step):
+            return next(stop, False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.runtime, "Preemption", Stopped)
+        assert train.main(cfg, resolved={}, workdir=workdir) == REQUEUE
+        libraries.down = {"mlflow log_batch"}
+        assert train.main(cfg, resolved={}, workdir=workdir) == 0
+    rows = [(row.pop("step"), row) for row in metrics.read(workdir / "metrics.jsonl")]
+    assert {step for step, _ in rows} == {1, 2, 3, 4, 5, 6} and any("validation/loss" in row for _, row in rows)
+    (sent,) = libraries.rows["wandb"].values()
+    assert sent == rows
+    (sent,) = libraries.rows["mlflow"].values()
+    assert sent and sent == rows[: len(sent)] and len(sent) < len(rows)
+    assert libraries.ends == ["preempting", REQUEUE, "KILLED", 0]
+    assert capsys.readouterr().out.count("mlflow: log_batch is down") == 1
+    assert not (workdir / "tensorboard").exists()
