@@ -163,7 +163,7 @@ class MLflow:
         _set_defaults(MLFLOW_HTTP_REQUEST_MAX_RETRIES="2", MLFLOW_HTTP_REQUEST_TIMEOUT="10")
         import mlflow  # pyright: ignore[reportMissingImports]
 
-        self._mlflow = mlflow
+        self._mlflow: Any = mlflow
         self._kinds = mlflow.MlflowException, OSError  # the second of its local stores
         with _convert(*self._kinds):
             self.run = mlflow.start_run(run_id=run or None, run_name=folder.name).info.run_id
@@ -188,11 +188,19 @@ class MLflow:
 SERVICES: dict[str, type[WandB] | type[MLflow]] = {"wandb": WandB, "mlflow": MLflow}
 
 
-class _Record(msgspec.Struct):
+class Record(msgspec.Struct):
     """What a run's folder keeps of a service, NAME.json: its run there and the last step of each kind of row."""
 
     run: Annotated[str, msgspec.Meta(pattern=r"^[\w-]{1,100}\Z")]
     logged: dict[Literal["train", "validation"], schema.Index]
+
+
+def read_record(path: Path) -> Record | None:
+    """Returns what a run's folder keeps of a service, None where no start has opened it; UserError where damaged."""
+    try:
+        return schema.read(path, Record, remedy="delete it: another run begins there")
+    except FileNotFoundError:
+        return None
 
 
 class Services:
@@ -208,10 +216,11 @@ class Services:
             yet, and somebody is near who can mend it.
         """
         self._workdir = workdir.absolute()
-        self._open: dict[str, tuple[Service, _Record]] = {}
+        self._open: dict[str, tuple[Service, Record]] = {}
         self.notices: list[str] = []
-        for name in (name for name in cfg.train.log_to if name in SERVICES):
-            record = self._read(name)
+        named = [name for name in cfg.train.log_to if name in SERVICES]
+        records = {name: read_record(self._workdir / f"{name}.json") for name in named}
+        for name, record in records.items():
             try:
                 service = SERVICES[name](record.run if record else "", self._workdir, cfg)
             except Failed as error:
@@ -220,7 +229,7 @@ class Services:
                     refuse("train.log_to", cfg.train.log_to, f"{name}: {error}; mend it, or leave {name!r} out.")
                 self.notices.append(_describe(name, error))
                 continue
-            self._open[name] = service, record or _Record(service.run, {})
+            self._open[name] = service, record or Record(service.run, {})
             self._save(name)
 
     def write(self, step: int, values: Mapping[str, float]) -> list[str]:
@@ -250,17 +259,8 @@ class Services:
         self._open = {}
         return notices
 
-    def _path(self, name: str) -> Path:
-        return self._workdir / f"{name}.json"
-
-    def _read(self, name: str) -> _Record | None:
-        try:
-            return schema.read(self._path(name), _Record, remedy="delete it: another run begins there")
-        except FileNotFoundError:
-            return None
-
     def _save(self, name: str) -> None:
-        write_whole(self._path(name), msgspec.json.encode(self._open[name][1]).decode())
+        write_whole(self._workdir / f"{name}.json", msgspec.json.encode(self._open[name][1]).decode())
 
 
 def _describe(name: str, error: Failed) -> str:
