@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from lw_jax.core.config import Config
 from lw_jax.hub import sources
 from lw_jax.planning import gpus, planner
 from lw_jax.recipes import selfmade
-from lw_jax.training import hardware_record, preflight, run_folder
+from lw_jax.training import hardware_record, preflight, run_folder, sinks
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.trainer import Run
 
@@ -25,6 +26,7 @@ KEEP = 2  # newest checkpoints, beside the best by validation
 def run(args: argparse.Namespace, loaded: Loaded) -> int:
     """Writes the run's folder and trains."""
     del args
+    sinks.check_installed(loaded.cfg)
     if os.environ.get("SLURM_PROCID", "0") == "0":  # of several processes one writes
         run_folder.lock(loaded.workdir)
         run_folder.write_workdir(loaded.workdir, cfg=loaded.cfg, base=loaded.defaults, command=sys.argv)
@@ -39,6 +41,23 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     preflight.refuse(preflight.inspect(cfg, None))  # an impossible schedule is refused before minutes of making readers
     planner.check_processes(cfg, jax.device_count(), jax.process_count())
+    if jax.process_index():
+        return _train(cfg, workdir, None)
+    services = sinks.Services(cfg, workdir)  # before minutes of making readers and reading weights
+    code = 1  # of an exception
+    try:
+        _tell(services.notices)
+        code = _train(cfg, workdir, services)
+    finally:
+        _tell(services.close(code))
+    return code
+
+
+def _tell(lines: Iterable[object]) -> None:
+    print("".join(f"{line}\n" for line in lines), end="", flush=True)
+
+
+def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
     selfmade.make_readers(cfg)
     cfg, placement = planner.settle(cfg)
     first = jax.process_index() == 0
@@ -50,10 +69,10 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     findings = preflight.inspect(cfg, recipe)
     preflight.refuse(findings)
     if first:
-        print("".join(f"{finding}\n" for finding in findings), end="", flush=True)
+        _tell(findings)
     identity = recipes.identity(recipe, cfg)
     with Checkpointer(workdir / "checkpoints", keep=KEEP, identity=identity) as checkpointer:
-        training = Run(cfg, recipe, checkpointer, workdir)
+        training = Run(cfg, recipe, checkpointer, workdir, services)
         training.prepare()  # until here a signal ends the process at once (`early_signals`): there is nothing to save
         with runtime.Preemption() as preemption:
             return training.train(preemption.requested)

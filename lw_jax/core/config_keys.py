@@ -26,6 +26,7 @@ class Key:
     at_least: float | None = None
     below: float | None = None
     at_most: float | None = None
+    optional: bool = False  # of a tuple with choices: it may be empty
     # What a plan depends on: the value, whether it is 0 or empty (a term, a mask or a frozen part), or neither.
     shapes: Literal["value", "zero", "no"] = "value"
 
@@ -69,8 +70,9 @@ def check(path: str, value: Any, rule: Key) -> None:
         _check_bounds(path, one, rule)
         if rule.choices and one not in rule.choices:
             refuse(path, one, f"must be one of {', '.join(rule.choices)}.{suggest(str(one), rule.choices)}")
-    if many and rule.choices and (not value or len(set(value)) < len(value)):
-        refuse(path, value, f"must name one or more of {', '.join(rule.choices)}, each once.")
+    if many and rule.choices and (not value and not rule.optional or len(set(value)) < len(value)):
+        fewest = "none" if rule.optional else "one"
+        refuse(path, value, f"must name {fewest} or more of {', '.join(rule.choices)}, each once.")
 
 
 def _check_bounds(path: str, value: Any, rule: Key) -> None:

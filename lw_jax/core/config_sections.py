@@ -417,6 +417,14 @@ class Train:
         0, "most examples of a device at once, 0: as many as fit; accumulation follows", unit="examples", at_least=0
     )
     log_every: int = key(10, "interval of the log", unit="steps", above=0, shapes="no")
+    log_to: tuple[str, ...] = key(
+        ("tensorboard",),
+        "where the rows of metrics.jsonl go too; wandb and mlflow choose project and server by their own environment "
+        "variables",
+        choices=("tensorboard", "wandb", "mlflow"),
+        optional=True,
+        shapes="no",
+    )
     eval_every: int = key(0, "interval of validation; 0: at the end only", unit="steps", at_least=0, shapes="no")
     checkpoint_every: int = key(
         200, "interval of checkpoints; the 2 newest and the best stay", unit="steps", above=0, shapes="no"

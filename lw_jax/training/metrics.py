@@ -1,16 +1,12 @@
-"""Metrics as JSON lines and as TensorBoard event files, one row a logged step, and the clock of the training loop."""
+"""Metrics as JSON lines, one row a logged step, and the clock of the training loop; other sinks: `sinks`."""
 
 import contextlib
 import json
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, Self
-
-from tensorboardX.event_file_writer import EventsWriter
-from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
-from tensorboardX.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
+from typing import Any
 
 from lw_jax.core.files import write_whole
 from lw_jax.training.run_folder import read_metrics
@@ -42,40 +38,13 @@ def read(path: Path) -> list[dict[str, Any]]:
     return read_metrics(path)
 
 
+def validates(names: Iterable[str]) -> bool:
+    """Says whether a row of these names is a validation's."""
+    return any(name.startswith("validation/") for name in names)
+
+
 def _precedes(row: dict[str, Any], resumed_step: int, revalidate: bool) -> bool:
-    validates = any(name.startswith("validation/") for name in row)
-    return row["step"] < resumed_step or (row["step"] == resumed_step and not (revalidate and validates))
-
-
-class TensorBoard:
-    """Event files of the same rows, in a subfolder of its own for each start of the run: step-000040, step-000040-2.
-
-    TensorBoard shows each subfolder as a curve, so that an event file is never edited. Each row is written at once,
-    without the thread and the queue of tensorboardX's SummaryWriter: a killed run keeps what it logged.
-    """
-
-    def __init__(self, folder: Path, *, resumed_step: int = 0):
-        folder.mkdir(parents=True, exist_ok=True)
-        name, number = f"step-{resumed_step:06d}", 1
-        own = folder / name
-        while own.exists():
-            number += 1
-            own = folder / f"{name}-{number}"
-        own.mkdir()
-        self._writer = EventsWriter(str(own / "events"))
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        """Closes the file."""
-        self._writer.close()
-
-    def write(self, step: int, values: dict[str, Any]) -> None:
-        """Appends one event with all values at once."""
-        scalars = [Summary.Value(tag=name, simple_value=value) for name, value in values.items()]
-        self._writer.write_event(Event(wall_time=time.time(), step=step, summary=Summary(value=scalars)))
-        self._writer.flush()
+    return row["step"] < resumed_step or (row["step"] == resumed_step and not (revalidate and validates(row)))
 
 
 class Clock:

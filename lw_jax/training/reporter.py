@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
-from lw_jax.training import metrics, optimizers
+from lw_jax.training import metrics, optimizers, sinks
 from lw_jax.training.device_monitor import Devices, Sampler
 from lw_jax.training.progress import Live
 from lw_jax.training.recipe import Recipe, unit_of
@@ -20,12 +20,19 @@ from lw_jax.training.step_spec import StepSpec
 class Reporter:
     """Reports a run to people and to the files of its workdir; of several processes the first one alone."""
 
-    def __init__(self, cfg: Config, recipe: Recipe, step_spec: StepSpec, workdir: Path | None):
-        self._train, self._recipe, self._workdir = cfg.train, recipe, workdir
+    def __init__(
+        self,
+        cfg: Config,
+        recipe: Recipe,
+        step_spec: StepSpec,
+        workdir: Path | None,
+        services: sinks.Services | None = None,
+    ):
+        self._train, self._recipe, self._workdir, self._services = cfg.train, recipe, workdir, services
         self._is_first_process = jax.process_index() == 0
         self._schedule = optimizers.schedule(cfg.optim, step_spec.phases)
         self._live = Live(cfg.train.steps, enabled=self._is_first_process)
-        self._logs: list[metrics.MetricsLog | metrics.TensorBoard] = []
+        self._logs: list[metrics.MetricsLog | sinks.TensorBoard] = []
         self.clock = metrics.Clock(0, cfg.train.steps)
         used = {device for mesh in recipe.placement.meshes for device in mesh.local_devices}
         suffix = "" if self._is_first_process else f"-{jax.process_index()}"
@@ -54,15 +61,20 @@ class Reporter:
         if self._workdir is None or not self._is_first_process:
             yield
             return
-        log = metrics.MetricsLog(self._workdir / "metrics.jsonl", resumed_step=first, revalidate=revalidate)
-        with metrics.TensorBoard(self._workdir / "tensorboard", resumed_step=first) as board:
-            self._logs = [log, board]
+        self._logs = [metrics.MetricsLog(self._workdir / "metrics.jsonl", resumed_step=first, revalidate=revalidate)]
+        if "tensorboard" not in self._train.log_to:
+            yield
+            return
+        with sinks.TensorBoard(self._workdir / "tensorboard", resumed_step=first) as board:
+            self._logs.append(board)
             yield
 
     def log(self, step: int, values: dict[str, float]) -> None:
-        """Writes a row to every log."""
+        """Writes a row to every log, the run's own ones first."""
         for log in self._logs:
             log.write(step, values)
+        if self._services is not None:
+            self.say(*self._services.write(step, values))
 
     def compiled(self, step: int) -> None:
         """Reports the first step, which compiles, and excludes it from times and device readings."""

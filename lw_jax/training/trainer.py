@@ -29,6 +29,7 @@ from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.out_of_memory import OutOfMemory
 from lw_jax.training.recipe import Plannable, Recipe
 from lw_jax.training.reporter import Reporter
+from lw_jax.training.sinks import Services
 from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.train_step import State
 from lw_jax.training.validation_loop import ValidationLoop
@@ -50,12 +51,19 @@ class _Session:
 class Run:
     """One training run; without a checkpointer and a workdir nothing is written."""
 
-    def __init__(self, cfg: Config, recipe: Recipe, checkpointer: Checkpointer | None, workdir: Path | None):
+    def __init__(
+        self,
+        cfg: Config,
+        recipe: Recipe,
+        checkpointer: Checkpointer | None,
+        workdir: Path | None,
+        services: Services | None = None,
+    ):
         self.cfg, self.recipe, self.checkpointer, self.placement = cfg, recipe, checkpointer, recipe.placement
         self.step_spec = StepSpec(cfg, recipe)
         self.accumulation = self.step_spec.accumulation(cfg.train.micro_batch)
         self.state: State = {}
-        self.reporter = Reporter(cfg, recipe, self.step_spec, workdir)
+        self.reporter = Reporter(cfg, recipe, self.step_spec, workdir, services)
         self.validation_loop = ValidationLoop(self.step_spec, say=self.reporter.say)
         self._session: _Session | None = None
         self._pending: tuple[int, Tree] | None = None  # a step and its values, not read yet

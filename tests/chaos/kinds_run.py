@@ -7,6 +7,7 @@ import hashlib
 import io
 import json
 import math
+import re
 import struct
 import zlib
 from collections.abc import Mapping
@@ -25,6 +26,7 @@ from lw_jax.core.config import flatten
 from lw_jax.core.errors import UserError
 from lw_jax.inference import message_io
 from lw_jax.models import codec
+from lw_jax.training import sinks
 from lw_jax.training.checkpoint import Checkpointer
 from tests import language_runs, runs
 from tests.chaos import mutations
@@ -178,6 +180,19 @@ def _judge_message(value: Any, folder: Path, changed: bool) -> str:
     if zlib.crc32(message[: _FRAME.size - 4] + bytes(4) + message[_FRAME.size :]) != frame[6]:
         return "a message whose checksum does not fit"
     return ""
+
+
+# --- the run of a service
+
+SERVICE, _RECORD = "wandb.json", b'{"run":"0a1b2c3d","logged":{"train":120,"validation":100}}'
+
+
+def _judge_record(value: Any, folder: Path, changed: bool) -> str:
+    del folder, changed
+    if value is None:
+        return ""
+    steps = all(name in ("train", "validation") and 0 <= step < 2**31 for name, step in value.logged.items())
+    return "" if steps and re.fullmatch(r"[\w-]+", value.run) else "a run or step that no start has written"
 
 
 # --- configuration files and flags
@@ -497,6 +512,17 @@ KINDS = [
         load=_read_config,
         judge=_judge_config,
         explicit=_explicit_configs,
+    ),
+    Kind(
+        row="runs of W&B and MLflow that a folder names",
+        name="service",
+        write=lambda folder: (folder / SERVICE).write_bytes(_RECORD),
+        mutate=lambda sample: mutations.files(
+            sample, {SERVICE: [mutations.json_file(sample[SERVICE]), mutations.changed_bytes(sample[SERVICE])]}
+        ),
+        load=lambda folder: sinks.read_record(folder / SERVICE),
+        judge=_judge_record,
+        weight=0.3,
     ),
     Kind(
         row="checkpoints and their record.json",

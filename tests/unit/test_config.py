@@ -107,6 +107,7 @@ def test_configuration_cannot_be_changed() -> None:
 
 MECHANICAL = {
     "train.log_every": 7,
+    "train.log_to": ("wandb",),
     "train.eval_every": 7,
     "train.checkpoint_every": 7,
     "compute.logits_chunk": 7,

@@ -3,11 +3,8 @@
 import json
 import math
 import os
-import struct
-from pathlib import Path
 
 import pytest
-from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from lw_jax.training import metrics
 
@@ -110,43 +107,6 @@ def test_what_json_cannot_say_is_written_as_a_word(tmp_path, value, text):
         raise AssertionError(f"{word} is no JSON")
 
     assert json.loads(path.read_text(), parse_constant=refuse) == {"step": 1, "train/loss": text}
-
-
-def read_board(folder: Path) -> list[tuple[int, str, float]]:
-    """Returns (step, tag, value) of all scalars of a start; a TFRecord is u64 length, u32 CRC, the event, u32 CRC."""
-    (file,) = folder.glob("events.out.tfevents.*")
-    data, start, rows = file.read_bytes(), 0, []
-    while start < len(data):
-        (length,) = struct.unpack_from("<Q", data, start)
-        event = Event.FromString(data[start + 12 : start + 12 + length])
-        assert bool(event.file_version) == (start == 0), "each file begins with its version"
-        rows += [(event.step, value.tag, value.simple_value) for value in event.summary.value]
-        start += 16 + length
-    return rows
-
-
-def test_event_files_hold_what_was_written(tmp_path):
-    with metrics.TensorBoard(tmp_path / "board") as log:
-        log.write(3, {"train/loss": 0.5, "examples": 24})
-        rows = [(3, "train/loss", 0.5), (3, "examples", 24.0)]
-        assert read_board(tmp_path / "board" / "step-000000") == rows, "written at once"
-        log.write(300, {"validation/nll/llama": 0.25})
-    assert read_board(tmp_path / "board" / "step-000000") == [*rows, (300, "validation/nll/llama", 0.25)]
-
-
-def test_event_files_take_what_is_no_number(tmp_path):
-    with metrics.TensorBoard(tmp_path) as log:
-        log.write(1, {"train/loss": math.nan})
-    assert [math.isnan(value) for _, _, value in read_board(tmp_path / "step-000000")] == [True]
-
-
-def test_each_start_has_event_files_of_its_own(tmp_path):
-    for resumed_step, steps in ((0, (1, 2, 3)), (2, (3, 4)), (2, (3,)), (0, (1,))):
-        with metrics.TensorBoard(tmp_path, resumed_step=resumed_step) as log:
-            for step in steps:
-                log.write(step, {"train/loss": step / 8})
-    found = {path.name: [step for step, _, _ in read_board(path)] for path in tmp_path.iterdir()}
-    assert found == {"step-000000": [1, 2, 3], "step-000002": [3, 4], "step-000002-2": [3], "step-000000-2": [1]}
 
 
 def test_clock_leaves_the_compiling_step_out(monkeypatch):

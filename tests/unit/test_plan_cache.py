@@ -36,8 +36,8 @@ def change(cfg: Config, path: str, value: Any) -> Config:
 SWEEP = {
     **{"seed": 7, "optim.learning_rate": 7e-3, "optim.warmup_steps": 1, "optim.b2": 0.9, "optim.clip_norm": 3.0},
     **{"optim.end_fraction": 0.5, "optim.weight_decay": 0.3, "train.log_every": 3, "train.eval_every": 2},
-    **{"train.checkpoint_every": 2, "train.alarm": "warn", "train.alarm_step": 0, "eval.examples": 5},
-    **{"eval.curve": "none", "eval.curve_examples": 2, "data.cards": 70},
+    **{"train.checkpoint_every": 2, "train.alarm": "warn", "train.alarm_step": 0, "train.log_to": ()},
+    **{"eval.examples": 5, "eval.curve": "none", "eval.curve_examples": 2, "data.cards": 70},
     **{"data.facts": 3, "data.validation_limit": 3, "data.overlong": "cut", "prompt.anchor": "\nSo:"},
     **{"stages.answer.rate": 2.0, "loss.ce": 0.5, "encoder.rate": 0.2, "llms.llama.template": "chat"},
 }

@@ -1,0 +1,399 @@
+"""Sinks beside metrics.jsonl: each gets every row once, over restarts, and none that fails ends a training."""
+
+import importlib.util
+import json
+import math
+import struct
+import sys
+import time
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import run
+from configs import base
+from lw_jax.commands import train
+from lw_jax.core import config, validation
+from lw_jax.core.early_signals import REQUEUE
+from lw_jax.core.errors import UserError
+from lw_jax.training import metrics, run_folder, sinks
+from tests import tiny
+
+BOTH = ("wandb", "mlflow")
+
+
+def make_config(*names: str) -> config.Config:
+    c = base.get_config()
+    c.train.log_to = names
+    return config.build(c)
+
+
+# --- the door
+
+
+def test_any_of_the_three_or_none_may_be_named():
+    assert make_config("tensorboard").train == config.Train(), "TensorBoard alone is the default"
+    c = base.get_config()
+    c.llms.llama = base.llm("folder")
+    c.encoder.kind = "bytes"
+    for names in ((), ("wandb",), ("mlflow", "tensorboard", "wandb")):
+        c.train.log_to = names
+        validation.validate(config.build(c))
+    for names, rule in ((("neptune",), "one of tensorboard, wandb, mlflow"), (("wandb", "wandb"), "each once")):
+        c.train.log_to = names
+        with pytest.raises(UserError, match=rf"config\.train\.log_to = .*{rule}"):
+            validation.validate(config.build(c))
+
+
+@pytest.mark.parametrize("name", sinks.PACKAGES)
+def test_missing_library_is_refused_before_anything_is_written(name, monkeypatch, tmp_path, capsys):
+    module, find = sinks.PACKAGES[name], importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda wanted: None if wanted == module else find(wanted))
+    words = ["--config", "configs/smoke.py", "--workdir", str(tmp_path / "run"), f"--config.train.log_to={name},"]
+    assert run.main(words) == 2
+    line = f"config.train.log_to = ('{name}',): {module} is not installed; pip install {module}"
+    assert line in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_folder_of_a_library_s_name_is_no_library(monkeypatch, tmp_path):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: types.SimpleNamespace(origin=None))
+    with pytest.raises(UserError, match=r"train\.log_to.*pip install wandb"):
+        sinks.check_installed(make_config("wandb"))
+
+
+def test_library_that_is_not_named_is_not_imported(monkeypatch, tmp_path):
+    for module in ("tensorboardX", *BOTH):
+        monkeypatch.setitem(sys.modules, module, None)  # its import fails
+    services = sinks.Services(make_config("tensorboard"), tmp_path)
+    assert services.write(1, {"train/loss": 0.5}) == services.close(0) == [] and not list(tmp_path.iterdir())
+
+
+# --- stand-ins that hold what they are sent
+
+
+class Standin:
+    """Both libraries: rows by run, parameters by run, starts and ends; it fails where it is told."""
+
+    def __init__(self):
+        self.rows: dict[str, dict[str, list[tuple[int, dict[str, float]]]]] = {name: {} for name in BOTH}
+        self.params: dict[str, list[dict[str, Any]]] = {name: [] for name in BOTH}
+        self.ends: list[Any] = []
+        self.names: set[str] = set()
+        self.down: dict[str, type[Exception]] = {}  # "init", "log_batch", ... -> what it raises
+
+    def meet(self, call: str) -> None:
+        if call in self.down:
+            raise self.down[call](f"{call}\n  is down")
+
+    class Error(Exception):
+        pass
+
+    class MlflowException(Exception):
+        pass
+
+    # wandb
+
+    def init(self, **options):
+        self.meet("init")
+        assert options["resume"] == "allow" and options["allow_val_change"]
+        self.params["wandb"].append(options["config"])
+        self.names.add(options["name"])
+        rows = self.rows["wandb"].setdefault(options["id"], [])
+
+        def log(row):
+            self.meet("log")
+            rows.append((row["step"], {name: value for name, value in row.items() if name != "step"}))
+
+        def finish(exit_code):
+            self.meet("finish")
+            self.ends.append(exit_code)
+
+        return types.SimpleNamespace(
+            log=log,
+            finish=finish,
+            mark_preempting=lambda: self.ends.append("preempting"),
+            define_metric=lambda name, step_metric=None: None,
+        )
+
+    # mlflow
+
+    entities = types.SimpleNamespace(Metric=lambda *fields: fields)
+
+    def start_run(self, run_id, run_name):
+        self.meet("start_run")
+        self.names.add(run_name)
+        run_id = run_id or f"m{len(self.rows['mlflow'])}"
+        self.rows["mlflow"].setdefault(run_id, [])
+        return types.SimpleNamespace(info=types.SimpleNamespace(run_id=run_id))
+
+    def log_params(self, params):
+        self.params["mlflow"].append(params)
+
+    def MlflowClient(self):
+        return self
+
+    def log_batch(self, run_id, metrics):
+        self.meet("log_batch")
+        (step,) = {step for *_, step in metrics}
+        assert all(type(value) is float for _, value, _, _ in metrics), "of others mlflow imports torch"
+        self.rows["mlflow"][run_id].append((step, {name: value for name, value, _, _ in metrics}))
+
+    def end_run(self, status):
+        self.ends.append(status)
+
+
+@pytest.fixture
+def libraries(monkeypatch) -> Iterator[Standin]:
+    held = Standin()
+    for name in BOTH:
+        monkeypatch.setitem(sys.modules, name, held)
+    for variable in ("WANDB_FINISH_TIMEOUT", "WANDB_CONSOLE", "MLFLOW_HTTP_REQUEST_TIMEOUT"):
+        monkeypatch.delenv(variable, raising=False)
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "9")
+    yield held
+    assert sinks.os.environ["MLFLOW_HTTP_REQUEST_MAX_RETRIES"] == "9", "the user's own value stays"
+
+
+def loss(step: int) -> dict[str, float]:
+    return {"train/loss": step / 8, "examples": 8 * step}
+
+
+def test_row_is_logged_once_whatever_is_taken_again(libraries, tmp_path):
+    cfg = make_config(*BOTH)
+    first = sinks.Services(cfg, tmp_path)
+    for step in (1, 2, 3, 2, 3, 4):  # memory ran out after step 3, and step 2 was taken again
+        assert first.write(step, loss(step)) == []
+    assert first.close(REQUEUE) == []
+    second = sinks.Services(cfg, tmp_path)  # from the checkpoint of step 3, whose validation is missing
+    second.write(3, {"validation/loss": 0.25})
+    for step in (4, 5):
+        second.write(step, loss(step))
+    second.close(0)
+    rows = [*((step, loss(step)) for step in (1, 2, 3, 4)), (3, {"validation/loss": 0.25}), (5, loss(5))]
+    for name in BOTH:
+        ((run_id, found),) = libraries.rows[name].items()
+        assert found == rows, f"one run in {name}, every row once"
+        record = json.loads((tmp_path / f"{name}.json").read_text("utf-8"))
+        assert record == {"run": run_id, "logged": {"train": 5, "validation": 3}}
+    assert libraries.names == {tmp_path.name}
+    assert libraries.params == {
+        "wandb": [config.to_dict(cfg)] * 2,
+        "mlflow": [config.flatten(config.to_dict(cfg))],
+    }, "mlflow refuses other values of a parameter"
+
+
+@pytest.mark.parametrize(
+    ("code", "ends"),
+    [(0, [0, "FINISHED"]), (REQUEUE, ["preempting", REQUEUE, "KILLED"]), (1, [1, "FAILED"])],
+)
+def test_run_ends_there_as_it_ended_here(libraries, tmp_path, code, ends):
+    sinks.Services(make_config(*BOTH), tmp_path).close(code)
+    assert libraries.ends == ends
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "kind"),
+    [
+        ("wandb", "log", Standin.Error),
+        ("wandb", "log", ConnectionResetError),
+        ("mlflow", "log_batch", Standin.MlflowException),
+        ("mlflow", "log_batch", OSError),
+    ],
+)
+def test_library_that_fails_is_named_once_and_the_other_goes_on(libraries, tmp_path, name, call, kind):
+    services = sinks.Services(make_config(*BOTH), tmp_path)
+    services.write(1, loss(1))
+    libraries.down = {call: kind}
+    (line,) = services.write(2, loss(2))
+    assert line.startswith(f"{name}: {call} is down: ") and "metrics.jsonl" in line and "\n" not in line
+    libraries.down = {}
+    assert services.write(3, loss(3)) == services.close(0) == []
+    steps = {one: [step for step, _ in rows] for one in BOTH for rows in libraries.rows[one].values()}
+    assert steps == dict.fromkeys(BOTH, [1, 2, 3]) | {name: [1]}
+    again = sinks.Services(make_config(*BOTH), tmp_path)
+    again.write(4, loss(4))
+    assert [step for rows in libraries.rows[name].values() for step, _ in rows] == [1, 4], "a new start tries again"
+
+
+def test_failure_at_the_end_is_one_line(libraries, tmp_path):
+    services = sinks.Services(make_config(*BOTH), tmp_path)
+    libraries.down = {"finish": ConnectionResetError}
+    (line,) = services.close(0)
+    assert line.startswith("wandb: finish is down") and libraries.ends == ["FINISHED"]
+
+
+@pytest.mark.parametrize(
+    ("name", "call", "kind"),
+    [("wandb", "init", Standin.Error), ("mlflow", "start_run", Standin.MlflowException)],
+)
+def test_library_that_cannot_open_is_refused_first_and_left_out_of_a_resumed_run(libraries, tmp_path, name, call, kind):
+    cfg = make_config(*BOTH)
+    libraries.down = {call: kind}
+    with pytest.raises(UserError, match=rf"config\.train\.log_to = .*: {name}: {call} is down; .*leave '{name}' out"):
+        sinks.Services(cfg, tmp_path)
+    assert not (tmp_path / f"{name}.json").exists()
+    libraries.down = {}
+    sinks.Services(cfg, tmp_path).close(REQUEUE)
+    libraries.down = {call: kind}
+    resumed = sinks.Services(cfg, tmp_path)
+    (line,) = resumed.notices
+    assert line.startswith(f"{name}: {call} is down: ")
+    resumed.write(1, loss(1))
+    assert [step for one in BOTH if one != name for rows in libraries.rows[one].values() for step, _ in rows] == [1]
+
+
+@pytest.mark.parametrize("text", ["", "{", '{"run": "../x", "logged": {}}', '{"run": "x", "logged": {"other": 3}}'])
+def test_damaged_record_is_refused_by_name(libraries, tmp_path, text):
+    (tmp_path / "wandb.json").write_text(text, "utf-8")
+    with pytest.raises(UserError, match=r"wandb\.json: .*; delete it: another run begins there"):
+        sinks.Services(make_config("wandb"), tmp_path)
+
+
+# --- the libraries themselves
+
+
+def read_transactions(file: Path) -> list[Any]:
+    """Returns a .wandb file's records: 7 bytes, then LevelDB's log of CRC, u16 length, u8 kind and part of a record."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, start, record, found = file.read_bytes(), 7, b"", []
+    while start + 7 < len(data):
+        if (left := 2**15 - start % 2**15) < 7:  # the end of a block
+            start += left
+            continue
+        length, kind = struct.unpack_from("<HB", data, start + 4)
+        record += data[start + 7 : start + 7 + length]
+        start += 7 + length
+        if kind in (1, 4):  # whole, or its last part
+            found.append(wandb_internal_pb2.Record.FromString(record))
+            record = b""
+    return found
+
+
+def read_finished(file: Path) -> list[Any]:
+    """Returns the records once the last one is there: wandb's process writes them after the run has ended here."""
+    deadline = time.monotonic() + 20
+    while not (found := read_transactions(file)) or not found[-1].HasField("exit"):
+        assert time.monotonic() < deadline, [record.WhichOneof("record_type") for record in found]
+        time.sleep(0.05)
+    return found
+
+
+def restart(cfg: config.Config, workdir: Path) -> None:
+    """Logs steps 1 to 3, then from step 2 on again, with a validation that was missing."""
+    workdir.mkdir()
+    first = sinks.Services(cfg, workdir)
+    for step in (1, 2, 3):
+        assert first.write(step, loss(step)) == []
+    assert first.close(REQUEUE) == []
+    second = sinks.Services(cfg, workdir)
+    assert second.write(2, {"validation/loss": 0.25}) == []
+    for step in (3, 4):
+        assert second.write(step, loss(step) | {"train/nll/llama": math.nan}) == []
+    assert second.close(0) == []
+
+
+def test_wandb_offline_holds_every_row_once(tmp_path, monkeypatch):
+    pytest.importorskip("wandb", reason="wandb is not installed")
+    for variable in [name for name in sinks.os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    monkeypatch.setenv("WANDB_ERROR_REPORTING", "false")
+    cfg = make_config("wandb")
+    restart(cfg, tmp_path / "run")
+    files = sorted((tmp_path / "run" / "wandb").glob("offline-run-*/run-*.wandb"))
+    (run_id,) = {file.stem.removeprefix("run-") for file in files}
+    assert len(files) == 2 and run_id == json.loads((tmp_path / "run" / "wandb.json").read_text("utf-8"))["run"]
+    rows, told, keys = [], {}, config.to_dict(cfg)
+    for file in files:
+        for record in read_finished(file):
+            if record.HasField("run"):
+                told |= {one.key: json.loads(one.value_json) for one in record.run.config.update}
+                assert (record.run.run_id, record.run.display_name) == (run_id, "run")
+            if record.HasField("history"):
+                named = ((one.key or "/".join(one.nested_key), one.value_json) for one in record.history.item)
+                rows.append({name: json.loads(value) for name, value in named if not name.startswith("_")})
+    assert {name: told[name] for name in keys} == keys
+    assert rows[:4] == [{"step": 1} | loss(1), {"step": 2} | loss(2), {"step": 3} | loss(3)] + [
+        {"step": 2, "validation/loss": 0.25}
+    ]
+    assert [row["step"] for row in rows[4:]] == [4] and math.isnan(float(rows[4]["train/nll/llama"]))
+
+
+def test_mlflow_store_holds_every_row_once(tmp_path, monkeypatch):
+    mlflow = pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")  # its database needs more packages
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", (tmp_path / "store").as_uri())
+    monkeypatch.setenv("MLFLOW_EXPERIMENT_NAME", "own")
+    cfg = make_config("mlflow")
+    restart(cfg, tmp_path / "run")
+    client = mlflow.MlflowClient()
+    (found,) = client.search_runs([client.get_experiment_by_name("own").experiment_id])
+    assert found.info.run_id == json.loads((tmp_path / "run" / "mlflow.json").read_text("utf-8"))["run"]
+    assert (found.info.run_name, found.info.status) == ("run", "FINISHED")
+    told = {name: str(value) for name, value in config.flatten(config.to_dict(cfg)).items()}
+    assert found.data.params == told
+    rows = {
+        name: [(metric.step, metric.value) for metric in client.get_metric_history(found.info.run_id, name)]
+        for name in found.data.metrics
+    }
+    assert rows.pop("train/nll/llama")[0][0] == 4
+    assert rows == {
+        "train/loss": [(step, step / 8) for step in (1, 2, 3, 4)],
+        "examples": [(step, 8.0 * step) for step in (1, 2, 3, 4)],
+        "validation/loss": [(2, 0.25)],
+    }
+
+
+def test_server_of_mlflow_that_is_down_is_refused_in_a_line(tmp_path, monkeypatch):
+    pytest.importorskip("mlflow", reason="mlflow is not installed")
+    monkeypatch.setenv("MLFLOW_DISABLE_TELEMETRY", "true")
+    monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://127.0.0.1:9")
+    monkeypatch.setenv("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "0")
+    with pytest.raises(UserError, match=r"config\.train\.log_to = .*: mlflow: .*127\.0\.0\.1.*leave 'mlflow' out"):
+        sinks.Services(make_config("mlflow"), tmp_path)
+
+
+# --- a run
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    return tmp_path_factory.mktemp("text")
+
+
+def test_run_sends_every_row_of_its_log_over_a_restart(libraries, text, tmp_path, capsys):
+    changes = {"mesh__placement": "single", "train__log_to": BOTH, "train__eval_every": 2}
+    cfg = tiny.make_ttt_config(text, **changes)
+    workdir = tmp_path / "run"
+    run_folder.write_workdir(workdir, cfg=cfg, base={}, command=["test"])
+    stop = iter([False, False, False, True])
+
+    class Stopped:
+        def __enter__(self):
+            return self
+
+        def __exit__(self, *_):
+            pass
+
+        def requested(self, step):
+            return next(stop, False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.runtime, "Preemption", Stopped)
+        assert train.main(cfg, resolved={}, workdir=workdir) == REQUEUE
+        libraries.down = {"log_batch": OSError}
+        assert train.main(cfg, resolved={}, workdir=workdir) == 0
+    rows = [(row.pop("step"), row) for row in metrics.read(workdir / "metrics.jsonl")]
+    assert {step for step, _ in rows} == {1, 2, 3, 4, 5, 6} and any("validation/loss" in row for _, row in rows)
+    (sent,) = libraries.rows["wandb"].values()
+    assert sent == rows
+    (sent,) = libraries.rows["mlflow"].values()
+    assert sent and sent == rows[: len(sent)] and len(sent) < len(rows)
+    assert libraries.ends == ["preempting", REQUEUE, "KILLED", 0]
+    assert capsys.readouterr().out.count("mlflow: log_batch is down") == 1
+    assert not (workdir / "tensorboard").exists()
