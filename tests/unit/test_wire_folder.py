@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -305,6 +306,11 @@ def test_wire_goes_to_the_hub_and_every_door_takes_it_from_there(root, trained, 
         == 0
     )
     assert f"qwen from latents: {wire.read(wire.write(TEXT), 'qwen', 'Who?')}" in capsys.readouterr().out
+    code = re.search(r"```python\n(.*?)```", card.text, re.DOTALL)[1]
+    for name, at in (("llms.llama", "llama"), ("llms.qwen", "qwen"), ("encoder", "llama")):
+        code = code.replace(f'"{name}.source": "FOLDER"', f'"{name}.source": "{tiny.readers(root)[at]}"')
+    exec(code, scope := {})  # as the card gives it, with the reader's own folders
+    assert scope["prompt"].dtype == np.float32 and len(scope["message"]) == len(wire.write(TEXT))
     cfg = make(root, encoder__run="owner/wire")
     assert join.read_config(cfg).encoder == trained[1].recipe.cfg.encoder
     shapes = trained[1].recipe.build().trainable
