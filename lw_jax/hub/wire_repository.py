@@ -12,21 +12,33 @@ _REVISION = re.compile(r"\w[\w./-]*", re.ASCII)
 _RUNS = "runs"  # folder of runs by default, no owner on the hub
 
 
-def locate(name: str | Path) -> Path:
-    """Returns the folder of a run or an exported wire; "owner/name" or "owner/name@REVISION" of neither is fetched.
+def parse(name: str | Path) -> tuple[str, str]:
+    """Returns (repository, revision) of "owner/name" or "owner/name@REVISION", revision "" without one.
 
-    REVISION is a branch, a tag or a commit of the repository. A name whose parent folder is here is a path: a mistyped
-    one is not looked for on the hub.
+    ("", "") for a path: something is there, or its parent folder is, so that a mistyped path is not looked for on the
+    hub.
 
     Raises:
-        UserError: the hub does not give the repository, or it holds no wire.
+        UserError: no revision behind the "@".
     """
     path = Path(name)
     repository, pinned, revision = str(name).partition("@")
     if path.exists() or path.parent.exists() or path.parts[0] == _RUNS or not _ID.fullmatch(repository):
-        return path
+        return "", ""
     if pinned and not _REVISION.fullmatch(revision):
         raise UserError(f"{name}: revision {revision!r}: name a branch, a tag or a commit: {repository}@REVISION")
+    return repository, revision
+
+
+def locate(name: str | Path) -> Path:
+    """Returns the folder of a run or an exported wire, fetched where the name is a repository of the hub (`parse`).
+
+    Raises:
+        UserError: the hub does not give the repository, or it holds no wire.
+    """
+    repository, revision = parse(name)
+    if not repository:
+        return Path(name)
     found = sources.from_hub(repository, FILES, revision=revision or None)
     if not (found / "wire.safetensors").is_file():
         raise UserError(f"{name}: the hub's repository has no wire.safetensors; name one that `export --push` made")

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lw_jax.core.eval_rows import MESSAGES
-from lw_jax.hub import licences
+from lw_jax.hub import licences, wire_repository
 from lw_jax.report import tables
 from lw_jax.report.records import Run
 from lw_jax.training.wire_folder import BODY, Model, Wire, flag, label
@@ -57,7 +57,7 @@ def _front(run: Run, wire: Wire, name: str, licence: str) -> str:
     """Returns the YAML that the hub reads."""
     from huggingface_hub import ModelCardData
 
-    bases = dict.fromkeys(filter(None, map(_repository, wire.models.values())))
+    bases = dict.fromkeys(filter(None, [_joined(run), *map(_repository, wire.models.values())]))
     data = [_hub_data(source) for _, source in _named(run)]
     spoken = {licences.DATA[one].language for one in data if one in licences.DATA}
     spoken |= {"en" for _, source in _named(run) if source in MADE}
@@ -83,16 +83,17 @@ def _scores(run: Run) -> list["EvalResult"]:
     from huggingface_hub import EvalResult
 
     dataset, found = run.cfg.data.validation, []
+    kind = "" if "," in dataset else _hub_data(dataset)
     for reader, rows in run.evaluation.get("rows", {}).items():
         sent = next((row for row in MESSAGES if row in rows), "")
-        for key, kind, called in (("em", "exact_match", "EM"), ("f1", "f1", "F1")):
+        for key, metric, called in (("em", "exact_match", "EM"), ("f1", "f1", "F1")):
             if sent and rows[sent][key] is not None:
                 found.append(
                     EvalResult(
                         task_type="question-answering",
-                        dataset_type=_hub_data(dataset) or "other",
+                        dataset_type=kind or "other",
                         dataset_name=_name_of(dataset),
-                        metric_type=kind,
+                        metric_type=metric,
                         metric_name=f"{called} of reader {reader}, {rows[sent].get('positions') or 0:,.1f} positions",
                         metric_value=round(rows[sent][key], 4),
                     )
@@ -184,7 +185,10 @@ def _results(run: Run, wire: Wire) -> str:
     exact = "" if wire.dtype == "fp32" else f", with the run's fp32 values, not this folder's {wire.dtype}"
     found.append(_paragraph(f"The reader sees, beside the question: {'; '.join(meanings)}."))
     found.append(
-        _paragraph(f"Measured at step {run.evaluation['step']} on {_name_of(run.cfg.data.validation)}{exact}.")
+        _paragraph(
+            f"Measured at step {run.evaluation['step']} on {_name_of(run.cfg.data.validation)}{exact}. Times are of "
+            "the machine that measured."
+        )
     )
     return "\n".join(found)
 
@@ -207,6 +211,10 @@ def _licences(run: Run, wire: Wire, licence: str) -> str:
         inside = name == BODY and not run.cfg.encoder.rank
         what = label(name) + (", whose trained copy is part of the wire" if inside else "")
         rows.append((what, _place(model), _model_licence(model)))
+    if joined := run.cfg.encoder.run:
+        there = _joined(run)
+        place = f"`{joined}`" if there else f"local folder `{Path(joined).name}`"
+        rows.append(("the encoder's arrays, of another wire", place, _linked(None, licences.page(there), there)))
     for what, source in _named(run):
         rows.append((what, _name_of(source), _data_licence(source)))
     text = _paragraph(
@@ -255,6 +263,11 @@ def _linked(licence: licences.Licence | None, page: str, name: str) -> str:
     return f"not known to the program: see [{name}]({page})" if name else UNKNOWN
 
 
+def _joined(run: Run) -> str:
+    """Returns the hub's repository of the wire whose encoder this one took; empty for a path or an own encoder."""
+    return wire_repository.parse(run.cfg.encoder.run)[0] if run.cfg.encoder.run else ""
+
+
 def _repository(model: Model) -> str:
     """Returns the hub's repository of a model; empty where none is known."""
     return "" if model.local else licences.repository(model.source)
@@ -267,10 +280,12 @@ def _place(model: Model) -> str:
 def _made(run: Run, wire: Wire) -> str:
     cfg = run.cfg
     versions = f"LatentWire JAX {wire.made_by}, seed {cfg.seed}"
+    device = run.hardware.get("card") or run.hardware.get("kind")
+    where = f", on {run.hardware.get('devices', 0)} x {device}" if device else ""
     samples = wire.step * cfg.train.global_batch
     text = _paragraph(
         f"Checkpoint {wire.step} of {cfg.train.steps} steps, {samples:,} samples ({cfg.train.global_batch} a step), "
-        f"{versions}. The whole configuration stands in config.json."
+        f"{versions}{where}. The whole configuration stands in config.json."
     )
     return f"## Training\n\n{text}\n````sh\n{run.training}\n````\n"
 

@@ -1,5 +1,6 @@
 """The model card of an exported wire, as the hub reads it, and the licences that it names."""
 
+import json
 import re
 from pathlib import Path
 
@@ -27,7 +28,9 @@ def describe(source, local=False):
 def render(folder, *, sources=SOURCES, local=(), step=STEP, published=UNSTATED, **changes):
     """The card of a run that reads these sources."""
     changes = {"data__train": f"hub:{SQUAD}", "data__validation": f"hub:{SQUAD}"} | changes
-    run = records.read(runs.write_run(folder, **changes))
+    at = runs.write_run(folder, **changes)
+    (at / "hardware.json").write_text(json.dumps({"kind": "gpu", "card": "NVIDIA Sort", "devices": 3}), "utf-8")
+    run = records.read(at)
     wire = wire_folder.Wire(
         format="latentwire",
         version=1,
@@ -94,6 +97,10 @@ def test_every_part_has_its_own_licence(tmp_path):
     assert row_of(found, "data of validation")[1:] == ["q.jsonl", card.UNKNOWN]
     assert found.data.base_model is None and found.data.datasets is None and "/home/me" not in found.text
     assert "No hub has the encoder's body or reader 'llama'" in found.text
+    assert found.data.language == ["en"]  # of the cards alone
+    joined = render(tmp_path / "joined", encoder__run="someone/wire@v2")
+    assert "[someone/wire]" in row_of(joined, "the encoder's arrays")[2] and joined.data.base_model[0] == "someone/wire"
+    assert row_of(render(tmp_path / "near", encoder__run="runs/first"), "the encoder's arrays")[2] == card.UNKNOWN
 
 
 def test_results_of_another_checkpoint_are_said_to_be_and_stay_out_of_the_metadata(tmp_path):
@@ -101,6 +108,12 @@ def test_results_of_another_checkpoint_are_said_to_be_and_stay_out_of_the_metada
     other, own = render(tmp_path, step=7), render(tmp_path)
     assert warning in other.text and other.data.eval_results is None
     assert warning not in own.text and own.data.eval_results
+
+
+def test_how_it_was_made_is_told(tmp_path):
+    told = " ".join(render(tmp_path).text.partition("## Training")[2].split())
+    for part in (f"Checkpoint {STEP} of 30 steps", "seed 0", "on 3 x NVIDIA Sort", "run.py --config 'my own.py'"):
+        assert part in told, part
 
 
 def test_tables_have_one_width_and_every_row_of_the_evaluation(tmp_path):
