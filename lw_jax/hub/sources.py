@@ -321,13 +321,14 @@ def from_hub(repository: str, files: list[str] = _HUB_FILES, *, revision: str | 
     Raises:
         UserError: the hub does not give it.
     """
+    import httpx2
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     print(f"lw_jax: looking for {repository} on the hub", file=sys.stderr, flush=True)
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=files, ignore_patterns=_HUB_COPIES))
-    except (HTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+    except (httpx2.HTTPError, HFValidationError, LocalEntryNotFoundError) as error:
         name, pinned = (f"{repository}@{revision}", f" --revision {revision}") if revision else (repository, "")
         raise UserError(
             f"source {name!r}: no such folder here, and the hub does not give it ({explain(error)}). Check the "

@@ -54,8 +54,8 @@ def push(folder: Path, repository: str) -> str:
         UserError: no id "owner/name", the hub cannot be reached, or it refuses.
     """
     check_id(repository)
+    import httpx2
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HTTPError  # of a connection, or of what the hub answers
 
     hub = HfApi(library_name="lw_jax")
     try:
@@ -66,7 +66,7 @@ def push(folder: Path, repository: str) -> str:
             allow_patterns=FILES,
             commit_message="Upload a wire of LatentWire JAX",
         )
-    except (HTTPError, OSError) as error:
+    except (httpx2.HTTPError, OSError) as error:  # of the connection, or the hub's answer
         raise UserError(
             f"--push {repository}: the hub refuses or is not reached ({sources.explain(error)}); {folder} is whole. "
             "Log in with `hf auth login` or set HF_TOKEN to a token that may write there, then export again"

@@ -332,6 +332,7 @@ def test_what_the_hub_refuses_or_has_not_is_one_line(trained, hub, tmp_path, cap
     refuses([*given, "other/wire"], "--push other/wire: ", "403", "don't have the rights", str(tmp_path / "own"))
     refuses([*given, "owner/wire", "--license", "free"], "Invalid metadata in README.md", "license")
     refuses([*given, "owner/wire", "--license", "Apache 2"], "--license 'Apache 2'")
+    refuses(["export", "--workdir", str(trained[0]), "--peft", "x", "--license", "mit"], "it needs --wire DIR")
     refuses([*given, "a/b/c"], "--push 'a/b/c'")
     refuses(["show", "--workdir", "owner/model"], "owner/model: the hub's repository has no wire.safetensors")
     refuses(["show", "--workdir", "owner/model@v9"], "'owner/model@v9'", "404", "Invalid rev id")
