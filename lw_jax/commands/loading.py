@@ -9,7 +9,7 @@ from lw_jax.commands.parser import COMMANDS
 from lw_jax.core import config, config_file, validation
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.hub import sources
+from lw_jax.hub import wire_repository
 from lw_jax.training import run_folder, wire_folder
 
 PROJECT = Path(__file__).resolve().parents[2]
@@ -39,7 +39,7 @@ def load(args: argparse.Namespace, *, search: bool = False) -> list[Loaded]:
     if not is_list(args):
         workdir = args.workdir
         if workdir and COMMANDS[args.verb].reads_wire:
-            workdir = str(sources.locate_wire(workdir))
+            workdir = str(wire_repository.locate(workdir))
         return [_load(args, args.config or "", workdir, search=search)]
     parent = list_workdir(args)
     found = [_load(args, spec, None, search=search) for spec in config_file.read_list(args.config, root=PROJECT)]

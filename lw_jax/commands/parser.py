@@ -152,6 +152,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
                 "--model": _value("DIR", "TTT: the model with its tokenizer"),
                 "--wire": _value("DIR", "a wire alone, with a model card: --workdir of eval and answer takes it"),
                 "--push": _value("OWNER/NAME", "upload the wire to the hub, a new repository is private", kind=_text),
+                "--license": _value("ID", "the wire's, for its card, as the hub names it: apache-2.0", kind=_text),
                 "--dtype": {"choices": ("bf16", "int8", "fp32"), "help": "of the wire's matrices (default: bf16)"},
             },
             examples=(
@@ -332,7 +333,7 @@ def _find_fault(args: argparse.Namespace) -> str:
         return "--jobs needs --config FILE.list"
     if args.verb == "export" and not (args.peft or args.merged or args.model or args.wire):
         return "export needs --wire DIR, --peft DIR, --merged DIR or --model DIR"
-    for flag in ("dtype", "push"):
+    for flag in ("dtype", "push", "license"):
         if args.verb == "export" and getattr(args, flag) and not args.wire:
             return f"--{flag} {getattr(args, flag)} is of a wire: it needs --wire DIR"
     if args.verb == "generate" and not args.prompt:

@@ -30,9 +30,6 @@ _PACKAGE = re.compile(
 _FILE_SUFFIXES = (".gguf", ".safetensors", ".bin", ".pt", ".pth", ".json")
 # of a hub repository; pickles are never fetched
 _HUB_FILES = ["*.json", "*.safetensors", "*.jinja", "tokenizer*", "merges.txt", "vocab.txt"]
-WIRE_FILES = ["config.json", "wire.safetensors", "README.md"]  # of an exported wire
-_HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
-_RUNS = "runs"  # folder of runs by default, no owner on the hub
 _TOKENIZER_FILES = ["tokenizer*", "special_tokens_map.json", "config.json", "generation_config.json"]
 _HUB_COPIES = ["original/*", "consolidated*", "onnx/*"]  # the same weights again
 _CHUNK_BYTES = 8 << 20
@@ -67,7 +64,7 @@ def locate(source: str, *, sha256: str = "") -> Path:
     if not source or not path.exists():
         if not source or _looks_like_path(source):
             raise UserError(_missing(source, path))
-        path = _from_hub(source)
+        path = from_hub(source)
     if sha256:
         _check_hash(_weight_file(path), sha256)
     return path
@@ -89,52 +86,6 @@ def cached(source: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def locate_wire(name: str | Path) -> Path:
-    """Returns the folder of a run or an exported wire; a hub id "owner/name" of neither is fetched.
-
-    A name whose parent folder is here is a path: a mistyped one is not looked for on the hub.
-
-    Raises:
-        UserError: the hub does not give the repository, or it holds no wire.
-    """
-    path = Path(name)
-    if path.exists() or path.parent.exists() or path.parts[0] == _RUNS or not _HUB_ID.fullmatch(str(name)):
-        return path
-    found = _from_hub(str(name), WIRE_FILES)
-    if not (found / "wire.safetensors").is_file():
-        raise UserError(f"{name}: the hub's repository has no wire.safetensors; name one that `export --push` made")
-    return found
-
-
-def push_wire(folder: Path, repository: str) -> str:
-    """Uploads an exported wire to the hub, to a new private repository or one that is there; returns its address.
-
-    Raises:
-        UserError: no id "owner/name", or the hub refuses.
-    """
-    check_hub_id(repository)
-    from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalTokenNotFoundError
-
-    hub = HfApi(library_name="lw_jax")
-    try:
-        address = hub.create_repo(repository, private=True, exist_ok=True)
-        hub.upload_folder(repo_id=repository, folder_path=folder, allow_patterns=WIRE_FILES)
-    except (HfHubHTTPError, HFValidationError, LocalTokenNotFoundError, OSError) as error:
-        reason = str(error).strip().partition("\n")[0]
-        raise UserError(
-            f"--push {repository}: the hub refuses ({reason}); {folder} is whole. Log in with `hf auth login` or set "
-            "HF_TOKEN to a token that may write there, then export again"
-        ) from error
-    return str(address)
-
-
-def check_hub_id(repository: str) -> None:
-    """Refuses a name that is no id of a repository."""
-    if not _HUB_ID.fullmatch(repository):
-        raise UserError(f"--push {repository!r:.200}: an id of the hub is needed, owner/name")
-
-
 def is_local(source: str) -> bool:
     """Returns whether a source is a folder or file of this machine, which nobody else can fetch."""
     return not source.startswith(("pypi:", "selfmade:")) and (
@@ -153,7 +104,7 @@ def locate_tokenizer(source: str) -> Path:
         return path
     if _looks_like_path(source):
         raise UserError(_missing(source, path))
-    return _from_hub(source, _TOKENIZER_FILES)
+    return from_hub(source, _TOKENIZER_FILES)
 
 
 def _looks_like_path(source: str) -> bool:
@@ -360,18 +311,39 @@ def _compare_download(path: Path, source: str, sha256: str) -> None:
 # --- model hub
 
 
-def _from_hub(repository: str, files: list[str] = _HUB_FILES) -> Path:
+def from_hub(repository: str, files: list[str] = _HUB_FILES, *, revision: str | None = None) -> Path:
+    """Returns the folder of a repository's files in the hub's cache, fetched where they are not there yet.
+
+    Args:
+        files: patterns of their names.
+        revision: branch, tag or commit; None: the default branch.
+
+    Raises:
+        UserError: the hub does not give it.
+    """
+    import httpx2
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     print(f"lw_jax: looking for {repository} on the hub", file=sys.stderr, flush=True)
     try:
-        return Path(snapshot_download(repository, allow_patterns=files, ignore_patterns=_HUB_COPIES))
-    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError) as error:
-        reason = str(error).strip().splitlines()[0]
+        return Path(snapshot_download(repository, revision=revision, allow_patterns=files, ignore_patterns=_HUB_COPIES))
+    except (httpx2.HTTPError, HFValidationError, LocalEntryNotFoundError) as error:
+        name, pinned = (f"{repository}@{revision}", f" --revision {revision}") if revision else (repository, "")
         raise UserError(
-            f"source {repository!r}: no such folder here, and the hub does not give it ({reason}). Check the id; a "
-            "gated model needs its licence accepted and HF_TOKEN; without a network run "
-            f"`hf download {repository}` where there is one and name the folder, or set HF_HUB_OFFLINE=1 when it is in "
-            "the hub's cache already"
+            f"source {name!r}: no such folder here, and the hub does not give it ({explain(error)}). Check the "
+            "id; a private or gated repository needs HF_TOKEN, a gated one its licence accepted; without a network run "
+            f"`hf download {repository}{pinned}` where there is one and name the folder, or set HF_HUB_OFFLINE=1 when "
+            "it is in the hub's cache already"
         ) from error
+
+
+def explain(error: Exception) -> str:
+    """Returns one line of what the hub, or the connection to it, says."""
+    from huggingface_hub.errors import HfHubHTTPError
+
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or [type(error).__name__]
+    if not isinstance(error, HfHubHTTPError):
+        return lines[0]
+    told = (error.server_message or "").partition("\n")[0] or "".join(lines[1:2])
+    return f"{lines[0].rstrip('.')}: {told.rstrip('.')}"

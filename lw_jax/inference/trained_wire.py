@@ -18,7 +18,7 @@ from lw_jax.data import batches
 from lw_jax.data.literals import count_words
 from lw_jax.evals import answers
 from lw_jax.evals.wire_functions import WireFunctions
-from lw_jax.hub import sources
+from lw_jax.hub import sources, wire_repository
 from lw_jax.models import codec, wire
 from lw_jax.planning import planner
 from lw_jax.recipes.latentwire import LatentWire
@@ -47,7 +47,7 @@ def load_wire(folder: str | Path, config: Mapping[str, str] | None = None) -> "T
 
     `config` replaces values of its configuration, as flags do: {"llms.llama.source": "models/llama"}.
     """
-    path = sources.locate_wire(folder)
+    path = wire_repository.locate(folder)
     values = run_folder.load(path, verb="load_wire")
     config_file.override(values, config or {})
     cfg = build(values)

@@ -4,7 +4,7 @@ from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
-from lw_jax.hub import sources
+from lw_jax.hub import wire_repository
 from lw_jax.recipes import wire_models
 from lw_jax.training import checkpoint, run_folder, wire_folder, wire_tensors
 
@@ -18,7 +18,7 @@ def read_config(cfg: Config) -> Config:
     Raises:
         UserError: no such run, or its encoder differs from the configured one.
     """
-    folder = sources.locate_wire(cfg.encoder.run)
+    folder = wire_repository.locate(cfg.encoder.run)
     other = run_folder.read_config(folder)
     free = (*OWN, *NAMED) if wire_folder.is_wire(folder) else OWN
     for key, value in config.to_dict(other)["encoder"].items():
@@ -33,7 +33,7 @@ def read_config(cfg: Config) -> Config:
 
 def read_trainable(cfg: Config, shapes: Tree) -> Tree:
     """Returns that run's trainable tree from its best checkpoint (the latest where none was validated)."""
-    folder = sources.locate_wire(cfg.encoder.run)
+    folder = wire_repository.locate(cfg.encoder.run)
     try:
         if wire_folder.is_wire(folder):
             body = {name: one for name, one in wire_folder.read(folder).models.items() if name == wire_folder.BODY}

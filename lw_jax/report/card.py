@@ -3,11 +3,16 @@
 import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
 
 from lw_jax.core.eval_rows import MESSAGES
+from lw_jax.hub import licences, wire_repository
 from lw_jax.report import tables
 from lw_jax.report.records import Run
-from lw_jax.training.wire_folder import Wire, flag, label
+from lw_jax.training.wire_folder import BODY, Model, Wire, flag, label
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult
 
 LIBRARY = "latentwire-jax"
 COLUMNS = (
@@ -20,57 +25,80 @@ COLUMNS = (
     "NLL, nats a token",
     "examples",
 )
-MADE = ("cards", "pairs")  # data that the program makes
-# Data sets of the hub whose licence their authors state.
-LICENCES = {"rajpurkar/squad": "CC BY-SA 4.0", "rajpurkar/squad_v2": "CC BY-SA 4.0"}
+MADE = ("cards", "pairs")  # data that the program makes, in English
+SELFMADE = "selfmade:"  # a model that the program makes
+UNKNOWN = "not known to the program: state it here before you publish"
 
 
-def render(run: Run, wire: Wire, sizes: Mapping[str, int]) -> str:
+class Publication(NamedTuple):
+    """What its owner states of a wire."""
+
+    repository: str = ""  # of the hub, where it goes there
+    licence: str = ""  # the wire's own, by the hub's identifier; empty: not stated
+
+
+def render(run: Run, wire: Wire, sizes: Mapping[str, int], published: Publication) -> str:
     """Returns the card of a wire that was exported from a run; `sizes`: bytes of its parts."""
+    name = published.repository.rpartition("/")[2] or run.workdir.resolve().name
     parts = [
         _what(run),
-        _use(wire),
-        _models(wire),
+        _use(run, wire, published.repository),
         _results(run, wire),
-        _data(run),
+        _licences(run, wire, published.licence),
+        _models(wire),
         _made(run, wire),
         _limits(run, wire),
+        _files(wire, sizes),
     ]
-    parts.append(_files(wire, sizes))
-    return "\n".join([_front(run, wire), f"# {run.workdir.resolve().name}\n", *parts])
+    return "\n".join([_front(run, wire, name, published.licence), f"# {name}\n", *parts])
 
 
-def _front(run: Run, wire: Wire) -> str:
-    """Returns the YAML that the hub reads; a licence is the owner's to add."""
-    from huggingface_hub import EvalResult, ModelCardData
+def _front(run: Run, wire: Wire, name: str, licence: str) -> str:
+    """Returns the YAML that the hub reads."""
+    from huggingface_hub import ModelCardData
 
-    bases = dict.fromkeys(model.source for model in wire.models.values() if _on_hub(model.source, model.local))
-    scores = []
-    for reader, rows in run.evaluation.get("rows", {}).items():
-        sent = next((row for row in MESSAGES if row in rows), "")
-        if sent and rows[sent]["f1"] is not None:
-            dataset = run.cfg.data.validation
-            scores.append(
-                EvalResult(
-                    task_type="question-answering",
-                    dataset_type=dataset.removeprefix("hub:") if dataset.startswith("hub:") else "other",
-                    dataset_name=_name_of(dataset),
-                    metric_type="f1",
-                    metric_name=f"F1 of reader {reader}, {rows[sent].get('positions') or 0:,.1f} positions",
-                    metric_value=round(rows[sent]["f1"], 4),
-                )
-            )
+    bases = dict.fromkeys(filter(None, [_joined(run), *map(_repository, wire.models.values())]))
+    data = [_hub_data(source) for _, source in _named(run)]
+    spoken = {licences.DATA[one].language for one in data if one in licences.DATA}
+    spoken |= {"en" for _, source in _named(run) if source in MADE}
+    scores = _scores(run) if _is_of(run, wire) else []
     found = ModelCardData(
+        language=sorted(spoken) or None,
+        license=licence or "other",
+        license_name=None if licence else "not-stated",
         library_name=LIBRARY,
         pipeline_tag="question-answering",
         tags=["latentwire", "context-compression", "soft-prompts", "jax"],
         base_model=list(bases) or None,
-        datasets=sorted({name.removeprefix("hub:").split(":")[0] for name in _named(run) if name.startswith("hub:")})
-        or None,
-        model_name=run.workdir.resolve().name if scores else None,
+        base_model_relation="adapter" if bases else None,
+        datasets=sorted(set(filter(None, data))) or None,
+        model_name=name if scores else None,
         eval_results=scores or None,
     )
     return f"---\n{found.to_yaml()}\n---\n"
+
+
+def _scores(run: Run) -> list["EvalResult"]:
+    """Returns exact match and F1 of each reader's message, in the hub's form; shares of 1."""
+    from huggingface_hub import EvalResult
+
+    dataset, found = run.cfg.data.validation, []
+    kind = "" if "," in dataset else _hub_data(dataset)
+    for reader, rows in run.evaluation.get("rows", {}).items():
+        sent = next((row for row in MESSAGES if row in rows), "")
+        for key, metric, called in (("em", "exact_match", "EM"), ("f1", "f1", "F1")):
+            if sent and rows[sent][key] is not None:
+                found.append(
+                    EvalResult(
+                        task_type="question-answering",
+                        dataset_type=kind or "other",
+                        dataset_name=_name_of(dataset),
+                        metric_type=metric,
+                        metric_name=f"{called} of reader {reader}, {rows[sent].get('positions') or 0:,.1f} positions",
+                        metric_value=round(rows[sent][key], 4),
+                    )
+                )
+    return found
 
 
 def _what(run: Run) -> str:
@@ -89,19 +117,28 @@ def _what(run: Run) -> str:
     )
 
 
-def _use(wire: Wire) -> str:
-    local = [name for name, model in wire.models.items() if model.local]
+def _use(run: Run, wire: Wire, repository: str) -> str:
+    local, place = [name for name, model in wire.models.items() if model.local], repository or "THIS_FOLDER"
     moved = "".join(f" {flag(name)}FOLDER" for name in local)
+    reader = next(iter(run.cfg.llms))
+    call, what = ("prompt_embeds", "f32 [t, d]")
+    if run.cfg.adapter.kind == "kv":
+        call, what = "prefix_kv", "keys and values, and the embeddings behind them"
+    given = ", question=question" if run.cfg.prompt.question == "latents" else ""
     lines = [
         "## Use\n",
         "```sh",
-        f'python run.py answer --workdir THIS_FOLDER --context notes.txt --question "Who wrote it?"{moved}',
-        f"python run.py eval --workdir THIS_FOLDER --out results{moved}",
+        f'python run.py answer --workdir {place} --context notes.txt --question "Who wrote it?"{moved}',
+        f"python run.py eval --workdir {place} --out results{moved}",
         "```\n",
         "```python",
         "import lw_jax",
         "",
-        f'wire = lw_jax.load_wire("THIS_FOLDER"{_python_sources(local)})',
+        f'wire = lw_jax.load_wire("{place}"{_python_sources(local)})',
+        'text, question = "Mara Ellis lives in Lisbon.", "Where does Mara Ellis live?"',
+        f"message = wire.write(text{given})  # bytes",
+        f'print(wire.read(message, reader="{reader}", question=question))',
+        f'prompt = wire.{call}(message, reader="{reader}", question=question)  # {what}, for other programs',
         "```\n",
     ]
     if local:
@@ -118,10 +155,9 @@ def _python_sources(local: Sequence[str]) -> str:
 def _models(wire: Wire) -> str:
     rows = []
     for name, model in wire.models.items():
-        place = f"local folder `{Path(model.source).name}`" if model.local else f"`{model.source}`"
-        rows += [(label(name), place, f"`{file}`", f"`{sha256}`") for file, sha256 in model.sha256.items()]
+        rows += [(label(name), _place(model), f"`{file}`", f"`{sha256}`") for file, sha256 in model.sha256.items()]
     text = _paragraph(
-        "The wire belongs to these models. Others are refused by their hashes. Their licences are their authors'."
+        "The wire belongs to these models and holds none of their files. Others are refused by their hashes."
     )
     return f"## Models\n\n{text}\n{_table(('model', 'source', 'weight file', 'sha256'), rows)}"
 
@@ -130,17 +166,29 @@ def _results(run: Run, wire: Wire) -> str:
     if not run.evaluation:
         return f"## Results\n\nNot evaluated. `{run.command('eval')}` before the export fills this part.\n"
     found = ["## Results\n"]
-    found += [f"- {one.text}" for one in tables.verdicts(run)]
+    if not _is_of(run, wire):
+        found.append(
+            _paragraph(
+                f"**Measured at step {run.evaluation['step']}, and this folder holds step {wire.step}.** "
+                f"`{run.command('eval')}` measures that one; then export again."
+            )
+        )
+    for one in tables.verdicts(run):
+        head, *figures = one.text.split("; ")
+        found += [f"- {head}", *(f"  - {figure}" for figure in figures)]
     for reader, rows in run.evaluation["rows"].items():
         table = tables.control(rows)
-        first = [table.head.index(name) for name in COLUMNS if name in table.head]
-        kept = [[row[at] for at in _with_interval(table.head, first)] for row in table.rows]
-        found += [f"\nReader `{reader}`:\n", _table([table.head[at] for at in _with_interval(table.head, first)], kept)]
+        shown = _with_interval(table.head, [table.head.index(name) for name in COLUMNS if name in table.head])
+        head = ["95 % of F1" if table.head[at] == "95 %" else table.head[at] for at in shown]
+        found += [f"\nReader `{reader}`:\n", _table(head, [[row[at] for at in shown] for row in table.rows])]
     meanings = (f"`{row}` {meaning}" for row, meaning in tables.meanings(run.evaluation["rows"]).items())
     exact = "" if wire.dtype == "fp32" else f", with the run's fp32 values, not this folder's {wire.dtype}"
     found.append(_paragraph(f"The reader sees, beside the question: {'; '.join(meanings)}."))
     found.append(
-        _paragraph(f"Measured at step {run.evaluation['step']} on {_name_of(run.cfg.data.validation)}{exact}.")
+        _paragraph(
+            f"Measured at step {run.evaluation['step']} on {_name_of(run.cfg.data.validation)}{exact}. Times are of "
+            "the machine that measured."
+        )
     )
     return "\n".join(found)
 
@@ -151,16 +199,37 @@ def _with_interval(head: Sequence[str], first: Sequence[int]) -> list[int]:
     return sorted({at for at in first if at != interval} | {list(head).index("F1, %") + 1})
 
 
-def _data(run: Run) -> str:
-    rows = [(name, _licence(name)) for name in _named(run)]
-    return f"## Data\n\n{_table(('data', 'licence'), [(_name_of(name), licence) for name, licence in rows])}"
+def _is_of(run: Run, wire: Wire) -> bool:
+    """Returns whether the run's evaluation is of the exported checkpoint."""
+    return run.evaluation.get("step") == wire.step
 
 
-def _named(run: Run) -> list[str]:
-    data = run.cfg.data
-    return list(
-        dict.fromkeys(name for key in (data.train, data.validation, data.passages) for name in key.split(",") if name)
+def _licences(run: Run, wire: Wire, licence: str) -> str:
+    own = f"`{licence}`" if licence else "not stated by its owner: `export --license ID` states it"
+    rows = [("this wire", "the encoder's and the adapters' arrays", own)]
+    for name, model in wire.models.items():
+        inside = name == BODY and not run.cfg.encoder.rank
+        what = label(name) + (", whose trained copy is part of the wire" if inside else "")
+        rows.append((what, _place(model), _model_licence(model)))
+    if joined := run.cfg.encoder.run:
+        there = _joined(run)
+        place = f"`{joined}`" if there else f"local folder `{Path(joined).name}`"
+        rows.append(("the encoder's arrays, of another wire", place, _linked(None, licences.page(there), there)))
+    for what, source in _named(run):
+        rows.append((what, _name_of(source), _data_licence(source)))
+    text = _paragraph(
+        "The wire was trained through its readers and on its data: what you may do with it depends on all of these."
     )
+    return f"## Licences\n\n{text}\n{_table(('part', 'source', 'licence'), rows)}"
+
+
+def _named(run: Run) -> list[tuple[str, str]]:
+    """Returns what each source of data is for, and the source."""
+    data, uses = run.cfg.data, {}
+    for use, key in (("training", data.train), ("validation", data.validation), ("passages", data.passages)):
+        for name in filter(None, key.split(",")):
+            uses.setdefault(name, []).append(use)
+    return [(f"data of {' and '.join(found)}", name) for name, found in uses.items()]
 
 
 def _name_of(source: str) -> str:
@@ -168,23 +237,55 @@ def _name_of(source: str) -> str:
     return ", ".join(one if one.startswith("hub:") or one in MADE else Path(one).name for one in source.split(","))
 
 
-def _licence(name: str) -> str:
-    if name in MADE:
+def _hub_data(source: str) -> str:
+    """Returns the hub's repository of a source of data; empty for others."""
+    return source.removeprefix("hub:").split(":")[0] if source.startswith("hub:") else ""
+
+
+def _data_licence(source: str) -> str:
+    if source in MADE:
         return "made by the program, nobody's text"
-    if name.startswith("hub:"):
-        repository = name.removeprefix("hub:").split(":")[0]
-        page = f"https://huggingface.co/datasets/{repository}"
-        return f"{LICENCES[repository]} ({page})" if repository in LICENCES else f"see {page}"
-    return "not known to the program: state it here before you publish"
+    name = _hub_data(source)
+    return _linked(licences.DATA[name].licence if name in licences.DATA else None, licences.page(name, data=True), name)
+
+
+def _model_licence(model: Model) -> str:
+    if model.source.startswith(SELFMADE):
+        return "made by the program, nobody's weights"
+    name = _repository(model)
+    return _linked(licences.MODELS.get(name), licences.page(name), name)
+
+
+def _linked(licence: licences.Licence | None, page: str, name: str) -> str:
+    """Returns a licence with the page that states it, or where to look for one that the program does not know."""
+    if licence:
+        return f"[{licence.name}]({page})"
+    return f"not known to the program: see [{name}]({page})" if name else UNKNOWN
+
+
+def _joined(run: Run) -> str:
+    """Returns the hub's repository of the wire whose encoder this one took; empty for a path or an own encoder."""
+    return wire_repository.parse(run.cfg.encoder.run)[0] if run.cfg.encoder.run else ""
+
+
+def _repository(model: Model) -> str:
+    """Returns the hub's repository of a model; empty where none is known."""
+    return "" if model.local else licences.repository(model.source)
+
+
+def _place(model: Model) -> str:
+    return f"local folder `{Path(model.source).name}`" if model.local else f"`{model.source}`"
 
 
 def _made(run: Run, wire: Wire) -> str:
     cfg = run.cfg
     versions = f"LatentWire JAX {wire.made_by}, seed {cfg.seed}"
+    device = run.hardware.get("card") or run.hardware.get("kind")
+    where = f", on {run.hardware.get('devices', 0)} x {device}" if device else ""
     samples = wire.step * cfg.train.global_batch
     text = _paragraph(
         f"Checkpoint {wire.step} of {cfg.train.steps} steps, {samples:,} samples ({cfg.train.global_batch} a step), "
-        f"{versions}. The whole configuration stands in config.json."
+        f"{versions}{where}. The whole configuration stands in config.json."
     )
     return f"## Training\n\n{text}\n````sh\n{run.training}\n````\n"
 
@@ -200,6 +301,11 @@ def _limits(run: Run, wire: Wire) -> str:
     ]
     if not run.cfg.message.literals:
         lines.append("- Messages carry no literals: no word of the text arrives as it is written.")
+    if made := [label(name) for name, model in wire.models.items() if model.source.startswith(SELFMADE)]:
+        lines.append(
+            f"- No hub has {' or '.join(made)}: the command above makes them, with these hashes only where the "
+            "arithmetic is that of the machine that trained."
+        )
     if wire.dtype != "fp32":
         lines.append(
             f"- In {wire.dtype} this encoder has a fingerprint of its own: it refuses messages of the run itself."
@@ -214,10 +320,6 @@ def _files(wire: Wire, sizes: Mapping[str, int]) -> str:
         "names = paths of the parameter tree. Nothing in this folder is a pickle, and nothing in it is run."
     )
     return f"## Files\n\n{text}\n{_table(('part', 'MB'), rows)}"
-
-
-def _on_hub(source: str, local: bool) -> bool:
-    return not local and ":" not in source and source.count("/") == 1
 
 
 def _paragraph(text: str) -> str:

@@ -197,6 +197,8 @@ class Hardware(TypedDict, total=False):
     """hardware.json: the run's last devices."""
 
     devices: Index
+    kind: Word  # platform
+    card: Word  # empty for a CPU
 
 
 class Scaling(TypedDict):

