@@ -46,14 +46,14 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     services = sinks.Services(cfg, workdir)  # before minutes of making readers and reading weights
     code = 1  # of an exception
     try:
-        _tell(services.notices)
+        _print_lines(services.notices)
         code = _train(cfg, workdir, services)
     finally:
-        _tell(services.close(code))
+        _print_lines(services.close(code))
     return code
 
 
-def _tell(lines: Iterable[object]) -> None:
+def _print_lines(lines: Iterable[object]) -> None:
     print("".join(f"{line}\n" for line in lines), end="", flush=True)
 
 
@@ -69,7 +69,7 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
     findings = preflight.inspect(cfg, recipe)
     preflight.refuse(findings)
     if first:
-        _tell(findings)
+        _print_lines(findings)
     identity = recipes.identity(recipe, cfg)
     with Checkpointer(workdir / "checkpoints", keep=KEEP, identity=identity) as checkpointer:
         training = Run(cfg, recipe, checkpointer, workdir, services)
