@@ -15,6 +15,7 @@ import lw_jax
 from examples import with_vllm
 from lw_jax.commands import train
 from lw_jax.core.errors import UserError
+from lw_jax.inference import trained_wire
 from lw_jax.models import codec
 from lw_jax.training import run_folder
 from tests import tiny
@@ -154,20 +155,13 @@ def serve(folder=None, template=STRING, reply=None):
             thread.join()
 
 
-def make_run(folder, **changes):
-    """A run of two steps, opened, and its readers' folders; both have a chat template."""
-    readers = tiny.readers(folder / "readers")
+def make_readers(folder):
+    """Both readers' folders, each with a chat template."""
+    readers = tiny.readers(folder)
     for one in readers.values():
         file = one / "tokenizer_config.json"
         file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": STRING}))
-    cfg = tiny.make_config(
-        folder / "readers",
-        **{"mesh__placement": "single", "train__steps": 2, "train__checkpoint_every": 2, "eval__max_new_tokens": 6},
-        **changes,
-    )
-    run_folder.write_workdir(folder / "run", cfg=cfg, base={}, command=["test"])
-    assert train.main(cfg, resolved={}, workdir=folder / "run") == 0
-    return readers, folder / "run", lw_jax.load_wire(folder / "run")
+    return readers
 
 
 @pytest.fixture(scope="module")
@@ -179,17 +173,27 @@ def notes(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory):
-    """A run whose readers were trained without their chat template."""
-    return make_run(tmp_path_factory.mktemp("plain"))
+    """Readers, folder and wire of a run without training, whose prompts are not in the readers' chat template."""
+    folder = tmp_path_factory.mktemp("plain")
+    readers = make_readers(folder / "readers")
+    recipe = tiny.make_recipe(folder / "readers", eval__max_new_tokens=6)
+    run_folder.write_workdir(folder / "run", cfg=recipe.cfg, base={}, command=["test"])
+    wire = trained_wire.TrainedWire(recipe, recipe.build().trainable, recipe.load_frozen(), 0)
+    return readers, folder / "run", wire
 
 
 @pytest.fixture(scope="module")
 def chat(tmp_path_factory):
-    """A run with literals, of one reader that was trained in its chat template."""
+    """Readers, folder and wire of a run with literals, whose one reader was trained in its chat template."""
     folder = tmp_path_factory.mktemp("chat")
-    source = str(tiny.readers(folder / "readers")["llama"])
-    changes = {"encoder__kind": "lm", "encoder__source": source, "message__literals": 3, "only": "llama"}
-    return make_run(folder, llms__llama__template="chat", data__question_tokens=128, **changes)
+    readers = make_readers(folder / "readers")
+    changes = {"encoder__kind": "lm", "encoder__source": str(readers["llama"]), "message__literals": 3}
+    changes |= {"train__steps": 2, "train__checkpoint_every": 2, "mesh__placement": "single"}
+    changes |= {"llms__llama__template": "chat", "data__question_tokens": 128, "eval__max_new_tokens": 6}
+    cfg = tiny.make_config(folder / "readers", only="llama", **changes)
+    run_folder.write_workdir(folder / "run", cfg=cfg, base={}, command=["test"])
+    assert train.main(cfg, resolved={}, workdir=folder / "run") == 0
+    return readers, folder / "run", lw_jax.load_wire(folder / "run")
 
 
 @pytest.fixture
@@ -223,6 +227,7 @@ def test_completion_is_the_wire_s_answer(plain, notes, reader, opened, capsys, t
     assert answered == wire.read(message, reader, [QUESTION, "Who is a baker?"]) and any(answered)
     path, body, x = server.seen[0]
     assert path == "/v1/completions" and configs[0] == {"eval.batch": "4"}
+    assert body["stop_token_ids"] == list(wire.recipe.tokenizers[reader].stops) and body["max_tokens"] == 6
     np.testing.assert_array_equal(x, wire.prompt_embeds(message, reader, QUESTION))
     assert ask(run, notes, "--out", str(tmp_path / "body.json"), *words, reader=reader) == 0
     assert json.loads((tmp_path / "body.json").read_text()) == body
@@ -231,8 +236,9 @@ def test_completion_is_the_wire_s_answer(plain, notes, reader, opened, capsys, t
 @pytest.mark.parametrize("template", [STRING, PARTS], ids=["string", "parts"])
 def test_chat_prompt_is_that_of_a_reader_trained_in_its_template(chat, notes, template, opened, capsys, monkeypatch):
     readers, run, wire = chat
-    opened(wire)
-    monkeypatch.setattr(wire.recipe.tokenizers["llama"].backend, "chat_template", template)
+    if template != STRING:  # the folder's own
+        opened(wire)
+        monkeypatch.setattr(wire.recipe.tokenizers["llama"].backend, "chat_template", template)
     message = wire.write(TEXT)
     with serve(readers["llama"], template=template) as (url, server):
         assert ask(run, notes, "--url", url, "--api", "chat") == 0
