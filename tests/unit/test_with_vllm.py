@@ -46,7 +46,7 @@ KNOWN = {  # of those that vLLM's two protocols have
 
 
 class Server:
-    """A model folder behind vLLM's two routes; `seen` holds each request's path, body and input embeddings."""
+    """A model folder behind vLLM's two routes; `seen` holds a request's path, body, embeddings and headers."""
 
     def __init__(self, folder, template):
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -56,16 +56,16 @@ class Server:
         self.tokenizer.chat_template, self.loops = template, template == PARTS
         self.table, self.enabled, self.seen = self.model.get_input_embeddings(), True, []
 
-    def answer(self, path, body):
+    def answer(self, path, body, headers):
         """(status, reply) of a request; what vLLM refuses is a ValueError."""
         if unknown := set(body) - KNOWN[path]:
             raise ValueError(f"no fields of the protocol: {unknown}")
         if body.get("model", "tiny") != "tiny":
-            message = f"The model `{body['model']}` does not exist."
+            message = f"here is no {body['model']}"
             return 404, {"error": {"message": message, "type": "NotFoundError", "param": "model", "code": 404}}
         chat = path == "/v1/chat/completions"
         x = self.read_messages(body) if chat else self.load(body["prompt_embeds"])
-        self.seen.append((path, body, x.numpy()))
+        self.seen.append((path, body, x.numpy(), headers))
         limit, stops = body["max_completion_tokens" if chat else "max_tokens"], body["stop_token_ids"]
         assert body["temperature"] == 0.0 and all(type(stop) is int for stop in stops) and type(limit) is int
         text = self.generate(x, limit, stops)
@@ -74,14 +74,13 @@ class Server:
     def load(self, data):
         """renderers/embed_utils.py:safe_load_prompt_embeds: float [t, d] from base64 of torch.save."""
         if not self.enabled:
-            raise ValueError("You must set `--enable-prompt-embeds` to input `prompt_embeds`.")
+            raise ValueError("started without --enable-prompt-embeds")
         loaded = torch.load(io.BytesIO(base64.b64decode(data, validate=True)), weights_only=True, map_location="cpu")
         assert isinstance(loaded, torch.Tensor)
         loaded = loaded.to_dense()
         loaded = loaded.squeeze(0) if loaded.dim() > 2 else loaded
         if loaded.dim() != 2 or loaded.shape[1] != self.table.embedding_dim:
-            expected = self.table.embedding_dim
-            raise ValueError(f"`prompt_embeds` hidden_size {loaded.shape[1]} does not match the model's {expected}.")
+            raise ValueError(f"{tuple(loaded.shape)} are no positions of {self.table.embedding_dim} values")
         assert loaded.is_floating_point()
         return loaded.to(self.model.dtype)
 
@@ -132,9 +131,8 @@ def serve(folder=None, template=STRING, reply=None):
     class Handler(http.server.BaseHTTPRequestHandler):
         def do_POST(self):
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            assert self.headers["Content-Type"] == "application/json"
             try:
-                status, said = (200, reply) if server is None else server.answer(self.path, body)
+                status, said = (200, reply) if server is None else server.answer(self.path, body, self.headers)
             except (ValueError, LookupError, AssertionError) as error:
                 error = {"message": f"{error}", "type": "BadRequestError", "param": None, "code": 400}
                 status, said = 400, {"error": error}
@@ -215,8 +213,9 @@ def ask(run, notes, *words, reader="llama", question=QUESTION):
 
 
 @pytest.mark.parametrize("reader", ["llama", "qwen"])
-def test_completion_is_the_wire_s_answer(plain, notes, reader, opened, capsys, tmp_path):
+def test_completion_is_the_wire_s_answer(plain, notes, reader, opened, capsys, monkeypatch, tmp_path):
     readers, run, wire = plain
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
     message, configs = wire.write(TEXT), opened(wire)
     words = ("--model", "tiny", "--config.eval.batch=4")
     with serve(readers[reader]) as (url, server):
@@ -225,7 +224,8 @@ def test_completion_is_the_wire_s_answer(plain, notes, reader, opened, capsys, t
             assert ask(run, notes, "--url", f"{url}/v1/", *words, reader=reader, question=question) == 0
             answered.append(capsys.readouterr().out.split("answer: ")[1].strip())
     assert answered == wire.read(message, reader, [QUESTION, "Who is a baker?"]) and any(answered)
-    path, body, x = server.seen[0]
+    path, body, x, headers = server.seen[0]
+    assert (headers["Content-Type"], headers["Authorization"]) == ("application/json", "Bearer sesame")
     assert path == "/v1/completions" and configs[0] == {"eval.batch": "4"}
     assert body["stop_token_ids"] == list(wire.recipe.tokenizers[reader].stops) and body["max_tokens"] == 6
     np.testing.assert_array_equal(x, wire.prompt_embeds(message, reader, QUESTION))
@@ -236,16 +236,18 @@ def test_completion_is_the_wire_s_answer(plain, notes, reader, opened, capsys, t
 @pytest.mark.parametrize("template", [STRING, PARTS], ids=["string", "parts"])
 def test_chat_prompt_is_that_of_a_reader_trained_in_its_template(chat, notes, template, opened, capsys, monkeypatch):
     readers, run, wire = chat
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
     if template != STRING:  # the folder's own
         opened(wire)
         monkeypatch.setattr(wire.recipe.tokenizers["llama"].backend, "chat_template", template)
     message = wire.write(TEXT)
     with serve(readers["llama"], template=template) as (url, server):
         assert ask(run, notes, "--url", url, "--api", "chat") == 0
-    said, (_, body, x) = capsys.readouterr(), server.seen[0]
+    said, (_, body, x, headers) = capsys.readouterr(), server.seen[0]
     np.testing.assert_allclose(x, wire.prompt_embeds(message, "llama", QUESTION), atol=SAME)
     assert said.out.split("answer: ")[1].strip() == wire.read(message, "llama", QUESTION) and "note" not in said.err
     content = body["messages"][0]["content"]
+    assert "Authorization" not in headers
     words = wire.recipe.tokenizers["llama"].encode(" ".join(codec.read_frame(message).literals))
     prefix = np.concatenate([wire.prefix(message, "llama"), np.asarray(wire.frozen["llama"]["embed"])[words]])
     assert len(words) > 1 and QUESTION in content[2]["text"]
@@ -279,12 +281,12 @@ def test_server_s_refusals_are_told_in_its_words(plain, notes, opened):
     readers, run, wire = plain
     opened(wire)
     with serve(readers["llama"]) as (url, server):
-        with pytest.raises(UserError, match=r"/v1/completions: HTTP 400: `prompt_embeds` hidden_size 56 .*48"):
+        with pytest.raises(UserError, match=r"/v1/completions: HTTP 400: \(\d+, 56\) are no positions of 48 values"):
             ask(run, notes, "--url", url, reader="qwen")
-        with pytest.raises(UserError, match=r"HTTP 404: The model `other` does not exist"):
+        with pytest.raises(UserError, match=r"HTTP 404: here is no other"):
             ask(run, notes, "--url", url, "--model", "other")
         server.enabled = False
-        with pytest.raises(UserError, match=r"/v1/chat/completions: HTTP 400: .*--enable-prompt-embeds"):
+        with pytest.raises(UserError, match=r"/v1/chat/completions: HTTP 400: started without --enable-prompt-embeds"):
             ask(run, notes, "--url", url, "--api", "chat")
     with pytest.raises(UserError, match=rf"{url}/v1/completions: .*refused.*vllm serve"):
         ask(run, notes, "--url", url)
