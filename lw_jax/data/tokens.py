@@ -11,7 +11,7 @@ import hashlib
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from tokenizers import AddedToken, decoders, models
@@ -82,7 +82,7 @@ class Tokenizer:
         turns = [{"role": "system", "content": system}] if system else []
         return self.render([*turns, {"role": "user", "content": user}], reply=True)
 
-    def render(self, turns: list[dict[str, str]], *, reply: bool) -> str:
+    def render(self, turns: list[dict[str, Any]], *, reply: bool) -> str:
         """Returns a conversation {"role", "content"} in the chat template; with `reply`, up to where one begins."""
         if not self.backend.chat_template:
             raise UserError(f'{self.backend.name_or_path}: the tokenizer has no chat template; use template="plain"')

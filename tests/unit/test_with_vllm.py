@@ -1,0 +1,312 @@
+"""examples/with_vllm.py against a server that checks a body as vLLM 0.33.0 does and answers with the torch model."""
+
+import base64
+import contextlib
+import http.server
+import io
+import json
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import lw_jax
+from examples import with_vllm
+from lw_jax.commands import train
+from lw_jax.core.errors import UserError
+from lw_jax.inference import trained_wire
+from lw_jax.models import codec
+from lw_jax.training import run_folder
+from tests import tiny
+
+torch = pytest.importorskip("torch", reason="torch is not installed")
+transformers = pytest.importorskip("transformers")
+
+SAME = 2e-5  # fp32 embeddings of unit size: a row alone and in a batch
+TEXT, QUESTION = "Mara Ellis lives in Lisbon. Tom Reed works as a baker.", "Where does Mara Ellis live?"
+HOLE = "<prompt_embeds>"  # the server's own token for a content part
+STRING = (
+    "{{ bos_token }}{% for m in messages %}<|im_start|>{{ m['role'] }} {{ date_string }}\n"
+    "{{ m['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant {{ date_string }}\n{% endif %}"
+)
+LOOP = (
+    "{% if m['content'] is string %}{{ m['content'] }}"
+    "{% else %}{% for p in m['content'] %}{{ p['text'] }}{% endfor %}{% endif %}"
+)
+PARTS = STRING.replace("{{ m['content'] }}", LOOP)
+TRIMMED = STRING.replace("m['content'] }}", "m['content'] | trim }}")
+COMMON = {"model", "temperature", "stop_token_ids"}
+KNOWN = {  # of those that vLLM's two protocols have
+    "/v1/completions": COMMON | {"prompt_embeds", "max_tokens"},
+    "/v1/chat/completions": COMMON
+    | {"messages", "max_completion_tokens", "add_generation_prompt", "continue_final_message", "chat_template_kwargs"},
+}
+
+
+class Server:
+    """A model folder behind vLLM's two routes; `seen` holds a request's path, body, embeddings and headers."""
+
+    def __init__(self, folder, template):
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+        self.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+        self.tokenizer.add_special_tokens({"additional_special_tokens": [HOLE]})
+        self.hole = self.tokenizer.convert_tokens_to_ids(HOLE)
+        self.tokenizer.chat_template, self.loops = template, template == PARTS
+        self.table, self.enabled, self.seen = self.model.get_input_embeddings(), True, []
+
+    def answer(self, path, body, headers):
+        """(status, reply) of a request; what vLLM refuses is a ValueError."""
+        if unknown := set(body) - KNOWN[path]:
+            raise ValueError(f"no fields of the protocol: {unknown}")
+        if body.get("model", "tiny") != "tiny":
+            message = f"here is no {body['model']}"
+            return 404, {"error": {"message": message, "type": "NotFoundError", "param": "model", "code": 404}}
+        chat = path == "/v1/chat/completions"
+        x = self.read_messages(body) if chat else self.load(body["prompt_embeds"])
+        self.seen.append((path, body, x.numpy(), headers))
+        limit, stops = body["max_completion_tokens" if chat else "max_tokens"], body["stop_token_ids"]
+        assert body["temperature"] == 0.0 and all(type(stop) is int for stop in stops) and type(limit) is int
+        text = self.generate(x, limit, stops)
+        return 200, {"choices": [{"message": {"role": "assistant", "content": text}} if chat else {"text": text}]}
+
+    def load(self, data):
+        """renderers/embed_utils.py:safe_load_prompt_embeds: float [t, d] from base64 of torch.save."""
+        if not self.enabled:
+            raise ValueError("started without --enable-prompt-embeds")
+        loaded = torch.load(io.BytesIO(base64.b64decode(data, validate=True)), weights_only=True, map_location="cpu")
+        assert isinstance(loaded, torch.Tensor)
+        loaded = loaded.to_dense()
+        loaded = loaded.squeeze(0) if loaded.dim() > 2 else loaded
+        if loaded.dim() != 2 or loaded.shape[1] != self.table.embedding_dim:
+            raise ValueError(f"{tuple(loaded.shape)} are no positions of {self.table.embedding_dim} values")
+        assert loaded.is_floating_point()
+        return loaded.to(self.model.dtype)
+
+    def read_messages(self, body):
+        """Parts become text with a hole for each tensor, then a prompt in the chat template, then embeddings."""
+        turns, tensors = [], []
+        for message in body["messages"]:
+            content = message["content"]
+            parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
+            texts = []
+            for part in parts:
+                if part["type"] == "prompt_embeds":
+                    assert set(part) == {"type", "data"} and part["data"]
+                    tensors.append(self.load(part["data"]))
+                    texts.append(HOLE)
+                else:
+                    assert set(part) == {"type", "text"} and part["type"] == "text" and HOLE not in part["text"]
+                    texts += [part["text"]] if part["text"] else []
+            spread = [{"type": "text", "text": text} for text in texts]
+            turns.append({"role": message["role"], "content": spread if self.loops else "\n".join(texts)})
+        flags = {"add_generation_prompt": True, "continue_final_message": False} | {
+            key: body[key] for key in ("add_generation_prompt", "continue_final_message") if key in body
+        }
+        assert not all(flags.values()), "vLLM refuses both"
+        ids = self.tokenizer.apply_chat_template(turns, return_dict=False, **flags, **body["chat_template_kwargs"])
+        assert ids.count(self.hole) == len(tensors)
+        rest = iter(tensors)
+        with torch.no_grad():
+            return torch.cat([next(rest) if i == self.hole else self.table(torch.tensor([i])) for i in ids])
+
+    @torch.no_grad()
+    def generate(self, x, limit, stops):
+        ids = []
+        while len(ids) < limit:
+            best = int(self.model(inputs_embeds=x[None]).logits[0, -1].argmax())
+            if best in stops or best == self.model.config.eos_token_id:
+                break
+            ids.append(best)
+            x = torch.cat([x, self.table(torch.tensor([best]))])
+        return self.tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@contextlib.contextmanager
+def serve(folder=None, template=STRING, reply=None):
+    """Yields (url, server) of a model's folder; without one `reply` is sent in place of an answer."""
+    server = Server(folder, template) if folder else None
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            try:
+                status, said = (200, reply) if server is None else server.answer(self.path, body, self.headers)
+            except (ValueError, LookupError, AssertionError) as error:
+                error = {"message": f"{error}", "type": "BadRequestError", "param": None, "code": 400}
+                status, said = 400, {"error": error}
+            self.send_response(status)
+            self.end_headers()
+            self.wfile.write(said if isinstance(said, bytes) else json.dumps(said).encode())
+
+        def log_message(self, *args):
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as listener:
+        thread = threading.Thread(target=listener.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.server_port}", server
+        finally:
+            listener.shutdown()
+            thread.join()
+
+
+def make_readers(folder):
+    """Both readers' folders, each with a chat template."""
+    readers = tiny.readers(folder)
+    for one in readers.values():
+        file = one / "tokenizer_config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | {"chat_template": STRING}))
+    return readers
+
+
+@pytest.fixture(scope="module")
+def notes(tmp_path_factory):
+    file = tmp_path_factory.mktemp("notes") / "notes.txt"
+    file.write_text(TEXT)
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    """Readers, folder and wire of a run without training, whose prompts are not in the readers' chat template."""
+    folder = tmp_path_factory.mktemp("plain")
+    readers = make_readers(folder / "readers")
+    recipe = tiny.make_recipe(folder / "readers", eval__max_new_tokens=6)
+    run_folder.write_workdir(folder / "run", cfg=recipe.cfg, base={}, command=["test"])
+    wire = trained_wire.TrainedWire(recipe, recipe.build().trainable, recipe.load_frozen(), 0)
+    return readers, folder / "run", wire
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    """Readers, folder and wire of a run with literals, whose one reader was trained in its chat template."""
+    folder = tmp_path_factory.mktemp("chat")
+    readers = make_readers(folder / "readers")
+    changes = {"encoder__kind": "lm", "encoder__source": str(readers["llama"]), "message__literals": 3}
+    changes |= {"train__steps": 2, "train__checkpoint_every": 2, "mesh__placement": "single"}
+    changes |= {"llms__llama__template": "chat", "data__question_tokens": 128, "eval__max_new_tokens": 6}
+    cfg = tiny.make_config(folder / "readers", only="llama", **changes)
+    run_folder.write_workdir(folder / "run", cfg=cfg, base={}, command=["test"])
+    assert train.main(cfg, resolved={}, workdir=folder / "run") == 0
+    return readers, folder / "run", lw_jax.load_wire(folder / "run")
+
+
+@pytest.fixture
+def opened(monkeypatch):
+    """Puts an opened wire in the place of opening it again, which takes seconds; the configuration it is asked for."""
+    asked = []
+
+    def put(wire):
+        monkeypatch.setattr(lw_jax, "load_wire", lambda path, config: asked.append(config) or wire, raising=False)
+        return asked
+
+    return put
+
+
+def ask(run, notes, *words, reader="llama", question=QUESTION):
+    return with_vllm.main(
+        ["--workdir", str(run), "--reader", reader, "--context", notes, "--question", question, *words]
+    )
+
+
+@pytest.mark.parametrize("reader", ["llama", "qwen"])
+def test_completion_is_the_wire_s_answer(plain, notes, reader, opened, capsys, monkeypatch, tmp_path):
+    readers, run, wire = plain
+    monkeypatch.setenv("VLLM_API_KEY", "sesame")
+    message, configs = wire.write(TEXT), opened(wire)
+    words = ("--model", "tiny", "--config.eval.batch=4")
+    with serve(readers[reader]) as (url, server):
+        answered = []
+        for question in (QUESTION, "Who is a baker?"):
+            assert ask(run, notes, "--url", f"{url}/v1/", *words, reader=reader, question=question) == 0
+            answered.append(capsys.readouterr().out.split("answer: ")[1].strip())
+    assert answered == wire.read(message, reader, [QUESTION, "Who is a baker?"]) and any(answered)
+    path, body, x, headers = server.seen[0]
+    assert (headers["Content-Type"], headers["Authorization"]) == ("application/json", "Bearer sesame")
+    assert path == "/v1/completions" and configs[0] == {"eval.batch": "4"}
+    assert body["stop_token_ids"] == list(wire.recipe.tokenizers[reader].stops) and body["max_tokens"] == 6
+    np.testing.assert_array_equal(x, wire.prompt_embeds(message, reader, QUESTION))
+    assert ask(run, notes, "--out", str(tmp_path / "body.json"), *words, reader=reader) == 0
+    assert json.loads((tmp_path / "body.json").read_text()) == body
+
+
+@pytest.mark.parametrize("template", [STRING, PARTS], ids=["string", "parts"])
+def test_chat_prompt_is_that_of_a_reader_trained_in_its_template(chat, notes, template, opened, capsys, monkeypatch):
+    readers, run, wire = chat
+    monkeypatch.delenv("VLLM_API_KEY", raising=False)
+    if template != STRING:  # the folder's own
+        opened(wire)
+        monkeypatch.setattr(wire.recipe.tokenizers["llama"].backend, "chat_template", template)
+    message = wire.write(TEXT)
+    with serve(readers["llama"], template=template) as (url, server):
+        assert ask(run, notes, "--url", url, "--api", "chat") == 0
+    said, (_, body, x, headers) = capsys.readouterr(), server.seen[0]
+    np.testing.assert_allclose(x, wire.prompt_embeds(message, "llama", QUESTION), atol=SAME)
+    assert said.out.split("answer: ")[1].strip() == wire.read(message, "llama", QUESTION) and "note" not in said.err
+    content = body["messages"][0]["content"]
+    assert "Authorization" not in headers
+    words = wire.recipe.tokenizers["llama"].encode(" ".join(codec.read_frame(message).literals))
+    prefix = np.concatenate([wire.prefix(message, "llama"), np.asarray(wire.frozen["llama"]["embed"])[words]])
+    assert len(words) > 1 and QUESTION in content[2]["text"]
+    np.testing.assert_allclose(server.load(content[1]["data"]), prefix, atol=SAME)
+
+
+def test_chat_tells_where_its_prompt_is_not_that_of_training(plain, chat, notes, opened, capsys, monkeypatch):
+    readers, run, wire = plain
+    opened(wire)
+    with serve(readers["llama"]) as (url, server):
+        assert ask(run, notes, "--url", url, "--api", "chat") == 0
+    assert "note: " in (said := capsys.readouterr().err) and "llms.llama.template=plain" in said
+    part = server.load(server.seen[0][1]["messages"][0]["content"][1]["data"])
+    np.testing.assert_array_equal(part, wire.prefix(wire.write(TEXT), "llama"))
+    _, run, wire = chat
+    opened(wire)
+    monkeypatch.setattr(wire.recipe.tokenizers["llama"].backend, "chat_template", TRIMMED)  # also the reply's beginning
+    assert ask(run, notes, "--out", str(run / "body.json"), "--api", "chat") == 0
+    assert "llms.llama.template=chat" in capsys.readouterr().err
+
+
+def test_chat_without_a_chat_template_is_refused(plain, notes, opened, monkeypatch, tmp_path):
+    _, run, wire = plain
+    opened(wire)
+    monkeypatch.setattr(wire.recipe.tokenizers["llama"].backend, "chat_template", None)
+    with pytest.raises(UserError, match=r"'llama'.*no chat template.*--api completions"):
+        ask(run, notes, "--out", str(tmp_path / "body.json"), "--api", "chat")
+
+
+def test_server_s_refusals_are_told_in_its_words(plain, notes, opened):
+    readers, run, wire = plain
+    opened(wire)
+    with serve(readers["llama"]) as (url, server):
+        with pytest.raises(UserError, match=r"/v1/completions: HTTP 400: \(\d+, 56\) are no positions of 48 values"):
+            ask(run, notes, "--url", url, reader="qwen")
+        with pytest.raises(UserError, match=r"HTTP 404: here is no other"):
+            ask(run, notes, "--url", url, "--model", "other")
+        server.enabled = False
+        with pytest.raises(UserError, match=r"/v1/chat/completions: HTTP 400: started without --enable-prompt-embeds"):
+            ask(run, notes, "--url", url, "--api", "chat")
+    with pytest.raises(UserError, match=rf"{url}/v1/completions: .*refused.*vllm serve"):
+        ask(run, notes, "--url", url)
+    for reply in (b"<html>", {"choices": []}, {"choices": [{"message": {}}]}):
+        with serve(reply=reply) as (url, _), pytest.raises(UserError, match=rf"{url}.*base URL of a vLLM server"):
+            ask(run, notes, "--url", url)
+
+
+def test_what_no_server_could_take_is_refused_before_a_weight_is_read(root, notes, monkeypatch, tmp_path):
+    monkeypatch.setattr(lw_jax, "load_wire", lambda *given: pytest.fail("weights are read"), raising=False)
+    kv = tiny.make_config(root, adapter__kind="kv")
+    run_folder.write_workdir(tmp_path / "kv", cfg=kv, base={}, command=["test"])
+    out = ("--out", str(tmp_path / "body.json"))
+    with pytest.raises(UserError, match=r"adapter\.kind='kv'.*--config\.adapter\.kind=embeddings"):
+        ask(tmp_path / "kv", notes, *out)
+    with pytest.raises(UserError, match="--out and --url"):
+        ask(tmp_path / "kv", notes)
+    with pytest.raises(UserError, match="--url localhost:8000"):
+        ask(tmp_path / "kv", notes, "--url", "localhost:8000")
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UserError, match="pip install torch"):
+        ask(tmp_path / "kv", notes, *out)
+    assert not (tmp_path / "body.json").exists()
