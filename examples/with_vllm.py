@@ -45,7 +45,7 @@ from lw_jax.core.errors import UserError, leave
 from lw_jax.data import batches, chat_templates
 from lw_jax.data.tokens import Tokenizer
 from lw_jax.evals import answers
-from lw_jax.hub import sources
+from lw_jax.hub import wire_repository
 from lw_jax.inference import message_io
 from lw_jax.models import codec
 from lw_jax.training import run_folder
@@ -86,7 +86,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workdir", required=True, help="a trained run, an exported wire, or owner/name of the hub")
     parser.add_argument("--reader", required=True, help="the wire's reader that the server serves")
-    parser.add_argument("--context", required=True, help="the text, a UTF-8 file; -: standard input")
+    given = parser.add_mutually_exclusive_group(required=True)
+    given.add_argument("--context", help="the text, a UTF-8 file; -: standard input")
+    given.add_argument("--message", help="a message that `answer --write` wrote; -: standard input")
     parser.add_argument("--question", required=True)
     parser.add_argument("--api", choices=PATHS, default="completions")
     parser.add_argument("--out", type=Path, help="the body's file")
@@ -99,9 +101,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         raise UserError(f"--url {args.url}: must begin with http:// or https://, as http://localhost:8000")
     if args.out:
         run_folder.check_writable(args.out.absolute().parent, remedy="choose another file for --out")
-    text, wire = message_io.read_text(args.context), open_wire(args.workdir, assignments)
-    in_latents = wire.recipe.cfg.prompt.question == "latents"
-    message = wire.write(text, question=args.question if in_latents else "")
+    text = message_io.read_text(args.context) if args.context else ""
+    message = message_io.read_message(args.message) if args.message else b""
+    wire = open_wire(args.workdir, assignments)
+    if not message:
+        in_latents = wire.recipe.cfg.prompt.question == "latents"
+        message = wire.write(text, question=args.question if in_latents else "")
     make = {"completions": make_completion, "chat": make_chat}[args.api]
     fields = make(wire, message, args.reader, args.question)
     body = json.dumps(fields | ({"model": args.model} if args.model else {})).encode()
@@ -119,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def open_wire(workdir: str, assignments: dict[str, str]) -> "TrainedWire":
     """Opens a trained wire. Raises UserError, before weights are loaded, where vLLM cannot take its messages."""
     _import_torch()
-    path = sources.locate_wire(workdir)
+    path = wire_repository.locate(workdir)
     if (kind := run_folder.read_config(path).adapter.kind) != "embeddings":
         raise UserError(
             f"{path}: config.adapter.kind={kind!r}: vLLM's API takes input embeddings, no keys and values; train the "

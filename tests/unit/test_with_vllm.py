@@ -206,10 +206,8 @@ def opened(monkeypatch):
     return put
 
 
-def ask(run, notes, *words, reader="llama", question=QUESTION):
-    return with_vllm.main(
-        ["--workdir", str(run), "--reader", reader, "--context", notes, "--question", question, *words]
-    )
+def ask(run, notes, *words, reader="llama", question=QUESTION, given="--context"):
+    return with_vllm.main(["--workdir", str(run), "--reader", reader, given, notes, "--question", question, *words])
 
 
 @pytest.mark.parametrize("reader", ["llama", "qwen"])
@@ -229,8 +227,10 @@ def test_completion_is_the_wire_s_answer(plain, notes, reader, opened, capsys, m
     assert path == "/v1/completions" and configs[0] == {"eval.batch": "4"}
     assert body["stop_token_ids"] == list(wire.recipe.tokenizers[reader].stops) and body["max_tokens"] == 6
     np.testing.assert_array_equal(x, wire.prompt_embeds(message, reader, QUESTION))
-    assert ask(run, notes, "--out", str(tmp_path / "body.json"), *words, reader=reader) == 0
-    assert json.loads((tmp_path / "body.json").read_text()) == body
+    out, written = tmp_path / "body.json", tmp_path / "message.lwjx"
+    written.write_bytes(message)
+    assert ask(run, str(written), "--out", str(out), *words, reader=reader, given="--message") == 0
+    assert json.loads(out.read_text()) == body
 
 
 @pytest.mark.parametrize("template", [STRING, PARTS], ids=["string", "parts"])
