@@ -24,7 +24,13 @@ def execute(notebook: nbformat.NotebookNode, *, env: Mapping[str, str] | None = 
     """
     place = {"metadata": {"path": str(FILE.parent)}}
     client = nbclient.NotebookClient(
-        notebook, timeout=LONGEST, kernel_name="python3", record_timing=False, resources=place
+        notebook,
+        timeout=LONGEST,
+        kernel_name="python3",
+        record_timing=False,
+        coalesce_streams=True,  # or a cell's lines are cut into outputs by chance
+        resources=place,
+        extra_arguments=["--log-level=ERROR"],  # it warns that its local sockets are not encrypted
     )
     client.execute(**({"env": dict(env)} if env else {}))
     notebook.metadata.language_info = {"name": "python"}  # without the interpreter's version
