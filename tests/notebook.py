@@ -1,5 +1,6 @@
 """Runs examples/quickstart.ipynb from top to bottom and writes its outputs anew: `python -m tests.notebook`."""
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -16,7 +17,7 @@ def read() -> nbformat.NotebookNode:
     return nbformat.read(FILE, VERSION)
 
 
-def execute(notebook: nbformat.NotebookNode, *, env: Mapping[str, str] | None = None) -> nbformat.NotebookNode:
+def execute(notebook: nbformat.NotebookNode, *, env: Mapping[str, str] = os.environ) -> nbformat.NotebookNode:
     """Runs all cells in a fresh kernel of this interpreter, in the notebook's folder; returns it with their outputs.
 
     Raises:
@@ -32,7 +33,7 @@ def execute(notebook: nbformat.NotebookNode, *, env: Mapping[str, str] | None = 
         resources=place,
         extra_arguments=["--log-level=ERROR"],  # it warns that its local sockets are not encrypted
     )
-    client.execute(**({"env": dict(env)} if env else {}))
+    client.execute(env=dict(env))
     notebook.metadata.language_info = {"name": "python"}  # without the interpreter's version
     return notebook
 

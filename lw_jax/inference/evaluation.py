@@ -55,7 +55,7 @@ class Evaluation:
 
 
 def evaluate(wire: TrainedWire, *, quiet: bool = False) -> Evaluation:
-    """Returns the results that `cfg.eval` of the wire's configuration asks for; prints what it works on, or nothing."""
+    """Returns the results that `cfg.eval` of the wire's configuration asks for; prints what it measures, or nothing."""
     cfg, layout = wire.recipe.cfg, wire.recipe.layout
     bootstrap = {"seed": cfg.seed}
     say = _hush if quiet else _say

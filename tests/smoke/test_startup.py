@@ -22,6 +22,7 @@ import run
 from lw_jax.commands import loading, parser
 run.environment.leave_out_torch()
 run.environment.hide_idle_cuda()
+sys.modules["IPython"] = None  # of the notebook's test; flax imports it wherever it is installed
 found = {}
 for verb in sys.argv[1:]:
     importlib.import_module(parser.COMMANDS[verb].module)
