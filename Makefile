@@ -15,7 +15,7 @@ TEXT ?= Mara Ellis lives in Lisbon.$(if $(filter %smoke.py,$(CONFIG)),, Tom Reed
 # A step on the CPU takes fresh memory each time; in pages of 2 MiB the kernel hands it out with fewer faults.
 export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
 
-.PHONY: run plan test test-all quick slow chaos lint bench bench-gpu golden lock clean
+.PHONY: run plan test test-all quick slow chaos lint bench bench-gpu golden notebook lock clean
 
 run: $(VENV)/.runtime  ## trains the default configuration, prints its evaluation table, asks it one question
 	$(BIN)/python run.py --config $(CONFIG) --workdir $(WORKDIR)
@@ -59,6 +59,9 @@ bench-gpu: $(VENV)/.dev  ## all that is to be measured on one card, in one JSON;
 
 golden: $(VENV)/.dev  ## writes the golden files anew; say why in the commit
 	UPDATE_GOLDEN=1 $(BIN)/python -m pytest tests/golden
+
+notebook: $(VENV)/.dev  ## runs examples/quickstart.ipynb and writes its outputs anew; trains only where runs/notebook is not
+	$(BIN)/python -m tests.notebook
 
 lock: $(VENV)/.dev  ## resolves requirements.lock anew, for Python 3.11 and newer
 	$(PIP) uv

@@ -81,6 +81,11 @@ class Measured:
     latents: np.ndarray  # f32[n m z], of the same examples
     records: list[Record]  # one per example, reader and row: identity, prediction, scores
 
+    @property
+    def examples(self) -> list[Example]:
+        """The measured examples, in the order of `indices`."""
+        return [self.encoded.examples[index] for index in self.indices]
+
     def of(self, reader: str, row: str) -> list[Record]:
         """Returns one reader's records of one row, in the order of `indices`."""
         return [record for record in self.records if (record["reader"], record["row"]) == (reader, row)]

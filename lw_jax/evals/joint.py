@@ -116,7 +116,7 @@ def _examples(measured: Measured, candidates: Sequence[_Candidate]) -> list[Exam
 
     `encode` refuses data without a usable example, as the candidates of an untrained wire may be.
     """
-    own = [measured.encoded.examples[index] for index in measured.indices]
+    own = measured.examples
     found = [
         dataclasses.replace(own[one.position], id=str(number), answers=(one.answer,))
         for number, one in enumerate(candidates)

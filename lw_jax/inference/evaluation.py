@@ -38,6 +38,7 @@ from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
 _T = TypeVar("_T")
+_Say = Callable[[str], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,13 +54,14 @@ class Evaluation:
     curve: Curve | None  # quality by message size
 
 
-def evaluate(wire: TrainedWire) -> Evaluation:
-    """Returns the results that `cfg.eval` of the wire's configuration asks for."""
+def evaluate(wire: TrainedWire, *, quiet: bool = False) -> Evaluation:
+    """Returns the results that `cfg.eval` of the wire's configuration asks for; prints what it measures, or nothing."""
     cfg, layout = wire.recipe.cfg, wire.recipe.layout
     bootstrap = {"seed": cfg.seed}
-    batch = _batch(wire.recipe)
-    bench = _bench(wire, batch)
-    measured = measure(wire, batch, bench)
+    say = _hush if quiet else _say
+    batch = _batch(wire.recipe, say)
+    bench = _bench(wire, batch, say)
+    measured = measure(wire, batch, bench, say=say)
     latents = measured.latents[different_inputs(measured, layout)]
     curve = None
     if cfg.eval.curve != "none":
@@ -107,16 +109,20 @@ def _add_times(
 
 
 def measure(
-    wire: TrainedWire, batch: out_of_memory.HalvingBatch | None = None, bench: control_rows.Bench | None = None
+    wire: TrainedWire,
+    batch: out_of_memory.HalvingBatch | None = None,
+    bench: control_rows.Bench | None = None,
+    *,
+    say: _Say | None = None,
 ) -> control_rows.Measured:
     """Returns one record per example, reader and row, with their examples and latents."""
-    recipe = wire.recipe
-    batch = batch or _batch(recipe)
-    bench = bench or _bench(wire, batch)
+    recipe, say = wire.recipe, say or _say
+    batch = batch or _batch(recipe, say)
+    bench = bench or _bench(wire, batch, say)
     options = _options(recipe)
     encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows))
-    _say(*encoded.describe())
-    changed = _make_swaps(recipe, encoded)
+    say("\n".join(encoded.describe()))
+    changed = _make_swaps(recipe, encoded, say)
     if set(selection.ROWS) & set(options.rows):
         indices = spread(len(encoded), options.examples)
         scored = _score(recipe, [encoded.examples[index].context for index in indices])
@@ -124,7 +130,7 @@ def measure(
     if any(eval_rows.ROWS[row].compacted for row in options.rows):
         encoded = ceiling.attach(encoded, spread(len(encoded), options.examples))
     if options.layers == "unstacked":
-        _say("answers: layers unstacked (eval.layers)")
+        say("answers: layers unstacked (eval.layers)")
     return _fitting(
         batch,
         options,
@@ -144,7 +150,7 @@ def _score(recipe: LatentWire, texts: list[str]) -> list[Scored]:
     return recipe.surprisal.score(texts)
 
 
-def _make_swaps(recipe: LatentWire, encoded: Encoded) -> swaps.Swaps | None:
+def _make_swaps(recipe: LatentWire, encoded: Encoded, say: _Say) -> swaps.Swaps | None:
     """Returns the examples with another answer in their texts; None where no row needs them."""
     options = recipe.cfg.eval
     rows = [row for row in options.rows if eval_rows.ROWS[row].swapped]
@@ -154,7 +160,7 @@ def _make_swaps(recipe: LatentWire, encoded: Encoded) -> swaps.Swaps | None:
     found = swaps.make(
         encoded, indices, layout=recipe.layout, fields=eval_rows.fields_of(rows), add_literals=recipe.add_literals
     )
-    _say(f"{', '.join(rows)}: {len(found.origins)} of {len(indices)} texts have an answer that can be replaced")
+    say(f"{', '.join(rows)}: {len(found.origins)} of {len(indices)} texts have an answer that can be replaced")
     return found
 
 
@@ -203,11 +209,13 @@ def different_inputs(measured: control_rows.Measured, layout: prompt_tokens.Layo
     return list(first.values())
 
 
-def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch) -> control_rows.Bench:
+def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch, say: _Say) -> control_rows.Bench:
     functions, options = wire.functions, wire.recipe.cfg.eval
     taught = {}
     if any(eval_rows.ROWS[row].taught for row in options.rows):
-        taught = _fitting(batch, options, lambda own: taught_text.teach(wire.recipe, wire.frozen, batch=own.batch))
+        taught = _fitting(
+            batch, options, lambda own: taught_text.teach(wire.recipe, wire.frozen, batch=own.batch, say=say)
+        )
     return control_rows.Bench(
         functions,
         wire.trainable,
@@ -219,7 +227,7 @@ def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch) -> control_rows
     )
 
 
-def _batch(recipe: LatentWire) -> out_of_memory.HalvingBatch:
+def _batch(recipe: LatentWire, say: _Say) -> out_of_memory.HalvingBatch:
     cfg, multiple = recipe.cfg, recipe.placement.data
     size, limit = place.round_up(cfg.eval.batch, multiple), memory_limit.local(cfg)
     if jax.process_count() > 1 and limit:  # where memory runs out they cannot agree on another one
@@ -227,14 +235,18 @@ def _batch(recipe: LatentWire) -> out_of_memory.HalvingBatch:
         assert found is not None, "a wire generates"
         size = processes.from_first(lambda: found.largest or multiple)
         if size < found.batch:
-            _say(f"{validation_memory.describe(found, limit, part='generation')}; it is taken")
-    return out_of_memory.HalvingBatch(size, multiple=multiple, say=_say)
+            say(f"{validation_memory.describe(found, limit, part='generation')}; it is taken")
+    return out_of_memory.HalvingBatch(size, multiple=multiple, say=say)
 
 
-def _say(*lines: str) -> None:
+def _say(text: str) -> None:
     """Prints lines, of several processes in the first one."""
     if jax.process_index() == 0:
-        print(*lines, sep="\n", flush=True)
+        print(text, flush=True)
+
+
+def _hush(text: str) -> None:
+    """Prints nothing."""
 
 
 def _fitting(batch: out_of_memory.HalvingBatch, options: Eval, compute: Callable[[Eval], _T]) -> _T:

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -48,13 +48,14 @@ OPTIM = config.Optim(
 )
 
 
-def teach(recipe: LatentWire, frozen: Tree, *, batch: int) -> dict[str, jax.Array]:
+def teach(recipe: LatentWire, frozen: Tree, *, batch: int, say: Callable[[str], None] = print) -> dict[str, jax.Array]:
     """Returns each reader's vector f32[1 d] on its mesh, trained on examples of data.train or taken from the cache.
 
     Args:
         recipe: of the wire; `eval.taught_steps` of its configuration is the effort.
         frozen: the readers.
         batch: most examples at once, a multiple of the data axis.
+        say: takes a line about each vector that is trained.
     """
     options = recipe.cfg.eval
     found = examples.load(recipe.cfg.data, "train", seed=recipe.cfg.seed)
@@ -66,7 +67,12 @@ def teach(recipe: LatentWire, frozen: Tree, *, batch: int) -> dict[str, jax.Arra
         # One process decides, so that all train or none does.
         kept: list | None = processes.from_first(lambda path=path: _read(path))
         if kept is None:
-            vector = _train(recipe, frozen[name], encoded, name, batch=min(batch, _rows(recipe, encoded, name)))
+            rows = min(batch, _rows(recipe, encoded, name))
+            vector, losses = _train(recipe, frozen[name], encoded, name, batch=rows)
+            say(
+                f"text_taught {name}: {len(losses)} steps of {BATCH} examples, loss {losses[0]:.3f} at first, "
+                f"{np.mean(losses[-4:]):.3f} at last"
+            )
             if jax.process_index() == 0:
                 _write(path, vector)
             kept = vector.tolist()
@@ -81,7 +87,10 @@ def _encode(chosen: Sequence[Example], recipe: LatentWire) -> Encoded:
     return batches.encode(chosen, layout=dataclasses.replace(layout, data=data), rows=FIELDS)
 
 
-def _train(recipe: LatentWire, params: Tree, encoded: Encoded, name: str, *, batch: int) -> np.ndarray:
+def _train(
+    recipe: LatentWire, params: Tree, encoded: Encoded, name: str, *, batch: int
+) -> tuple[np.ndarray, list[float]]:
+    """Returns a reader's vector f32[1 d] and the loss of each step."""
     steps, mesh = recipe.cfg.eval.taught_steps, recipe.placement.readers[name].mesh
     measure, apply, state = _programs(recipe.wire, name, steps)
     size = float(adapter.rms(jnp.asarray(params["embed"], jnp.float32), axis=None).reshape(()))
@@ -100,13 +109,7 @@ def _train(recipe: LatentWire, params: Tree, encoded: Encoded, name: str, *, bat
             gradient = one if gradient is None else jax.tree.map(jnp.add, gradient, one)
         trainable, moments, loss = apply(trainable, moments, gradient)
         losses.append(float(loss))
-    if jax.process_index() == 0:
-        print(
-            f"text_taught {name}: {steps} steps of {BATCH} examples, loss {losses[0]:.3f} at first, "
-            f"{np.mean(losses[-4:]):.3f} at last",
-            flush=True,
-        )
-    return np.asarray(jax.device_get(trainable["tasks"])) * size
+    return np.asarray(jax.device_get(trainable["tasks"])) * size, losses
 
 
 def _programs(wired: wire.Wire, name: str, steps: int):

@@ -22,6 +22,7 @@ import run
 from lw_jax.commands import loading, parser
 run.environment.leave_out_torch()
 run.environment.hide_idle_cuda()
+sys.modules["IPython"] = None  # of the notebook's test; flax imports it wherever it is installed
 found = {}
 for verb in sys.argv[1:]:
     importlib.import_module(parser.COMMANDS[verb].module)
@@ -30,11 +31,14 @@ print(json.dumps(found))
 """
 
 
-def python(code: str, *argv: str, cwd: Path = PROJECT) -> str:
+def start(code: str, *argv: str, cwd: Path = PROJECT) -> subprocess.CompletedProcess[str]:
     environ = os.environ | {"PYTHONPATH": str(PROJECT)}
     command = [sys.executable, "-c", code, *argv]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, check=True, timeout=120)
-    return done.stdout.splitlines()[-1]
+    return subprocess.run(command, capture_output=True, text=True, cwd=cwd, env=environ, check=True, timeout=120)
+
+
+def python(code: str, *argv: str, cwd: Path = PROJECT) -> str:
+    return start(code, *argv, cwd=cwd).stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize("verb", ["", *parser.COMMANDS])
@@ -85,3 +89,8 @@ code = run.main(["answer", "--workdir", "run", "--context", "notes.txt", "--ques
 print(code, "jax" in sys.modules)
 """
     assert python(code, cwd=tmp_path) == "2 False"
+
+
+def test_python_users_hear_nothing_of_a_gpu_that_is_not_here() -> None:
+    done = start("import lw_jax; print(*(getattr(lw_jax, one) for one in lw_jax.__all__)); import jax; jax.devices()")
+    assert done.stdout.count("<function") == 3 and done.stderr == ""
