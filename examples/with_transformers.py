@@ -73,7 +73,7 @@ def open_wire(workdir: str, reader: str, assignments: dict[str, str]) -> "Traine
         raise UserError(f"--reader {reader}: this wire has {', '.join(llms)}")
     if llms[reader].weights not in DTYPES:
         raise UserError(
-            f"--reader {reader}: its weights are packed here ({llms[reader].weights}) and would not be in transformers; "
+            f"--reader {reader}: its weights are packed ({llms[reader].weights}), and transformers would read others; "
             "name a reader with weights fp32 or bf16"
         )
     return lw_jax.load_wire(path, config=assignments)

@@ -5,12 +5,12 @@ import json
 import numpy as np
 import pytest
 
-torch = pytest.importorskip("torch", reason="the example needs torch: pip install -r requirements-dev.txt")
-
 from examples import tiny_models, with_transformers
 from lw_jax.core.errors import UserError
 from lw_jax.data import question_cards
 from tests import tiny
+
+torch = pytest.importorskip("torch", reason="the example needs torch: pip install -r requirements-dev.txt")
 
 TEXTS = ["Mara Ellis lives in Lisbon.", "The mill is old and keeps a copper lantern in its upper room.", "A lamp.", "7"]
 SIZES = ({"bits": 8}, {"bits": 16, "slots": 3}, {"bits": 4, "width": 11}, {"slots": 1})  # one for each text
