@@ -29,9 +29,11 @@ from lw_jax.inference import message_io
 from lw_jax.training import run_folder
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedTokenizerBase
 
     from lw_jax.inference.trained_wire import KVPrompt, TrainedWire
+
+Model = Any  # a causal language model of transformers
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -85,7 +87,7 @@ def _keep_fp32() -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX512".strip()
 
 
-def load_model(wire: "TrainedWire", reader: str) -> "tuple[PreTrainedModel, PreTrainedTokenizerBase]":
+def load_model(wire: "TrainedWire", reader: str) -> "tuple[Model, PreTrainedTokenizerBase]":
     """Opens a wire's reader in transformers, on the CPU, from the files and in the dtype that the wire reads."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -101,7 +103,7 @@ def load_model(wire: "TrainedWire", reader: str) -> "tuple[PreTrainedModel, PreT
 
 
 def answer_with_transformers(
-    model: "PreTrainedModel",
+    model: Model,
     tokenizer: "PreTrainedTokenizerBase",
     wire: "TrainedWire",
     message: bytes | list[bytes],
@@ -112,13 +114,13 @@ def answer_with_transformers(
     from lw_jax.evals.answers import first_line
 
     found = generate(model, wire, message, reader, questions)
-    # What the wire's own tokenizer says of the ids, nothing tidied.
+    # Nothing tidied, as our own tokenizers decode.
     texts = (tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) for ids in found)
-    return [first_line(text) for text in texts]
+    return [first_line(str(text)) for text in texts]
 
 
 def generate(
-    model: "PreTrainedModel", wire: "TrainedWire", message: bytes | list[bytes], reader: str, questions: list[str]
+    model: Model, wire: "TrainedWire", message: bytes | list[bytes], reader: str, questions: list[str]
 ) -> list[list[int]]:
     """Returns the likeliest ids of each answer, without the stop.
 
@@ -143,7 +145,7 @@ def generate(
     return found
 
 
-def to_inputs(model: "PreTrainedModel", prompt: "np.ndarray | KVPrompt") -> dict[str, Any]:
+def to_inputs(model: Model, prompt: "np.ndarray | KVPrompt") -> dict[str, Any]:
     """Returns a prompt of `prompt_embeds` or `prefix_kv` as arguments of a model's `generate`."""
     import torch
     from transformers import DynamicCache
