@@ -4,8 +4,9 @@ import dataclasses
 import functools
 import json
 import string
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ from lw_jax.data.tokens import load_tokenizer
 from lw_jax.evals import control_rows
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import bert_family, weights
+from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.models import bert, decoder
 from lw_jax.recipes import selfmade
 from lw_jax.recipes.latentwire import LatentWire
@@ -147,10 +149,13 @@ def readers(root: Path) -> dict[str, Path]:
     return {"llama": write_reader(root / "llama", "llama"), "qwen": write_reader(root / "qwen", "qwen2")}
 
 
-def make_config(root: Path, *, only: str = "", **changes: object) -> Config:
-    """Returns a small configuration over both readers, or `only` one; `changes` by dotted key, dots written as "__"."""
+def make_config(root: Path, *, only: str = "", models: Mapping[str, Path] | None = None, **changes: object) -> Config:
+    """Returns a small configuration over both readers, or `only` one, or other `models` by name.
+
+    `changes` by dotted key, dots written as "__".
+    """
     c = base.get_config()
-    for name, folder in readers(root).items():
+    for name, folder in (readers(root) if models is None else models).items():
         if only in ("", name):
             c.llms[name] = base.llm(str(folder))
     c.encoder.update(kind="bytes", layers=1, width=24, slots=5, window=256)
@@ -175,13 +180,20 @@ def make_searched_config(root: Path, **changes: object) -> Config:
 
 
 def make_recipe(
-    root: Path, *, devices: int = 1, model: int = 1, strategy: str = "", only: str = "", **changes: object
+    root: Path, *, devices: int = 1, model: int = 1, strategy: str = "", only: str = "", **changes: Any
 ) -> LatentWire:
-    """Returns the recipe on the first so many virtual devices."""
+    """Returns the recipe on the first so many virtual devices; `changes` as in `make_config`, `models` too."""
     cfg = make_config(root, only=only, **changes)
     strategy = strategy or ("tensor" if model > 1 else "replicate")
     sizes = recipes.reader_bytes(cfg)
     return LatentWire(cfg, placement.place(strategy, sizes, model=model, devices=jax.devices()[:devices]))
+
+
+def make_wire(root: Path, **changes: Any) -> TrainedWire:
+    """Returns an untrained wire; `changes` as in `make_recipe`."""
+    recipe = make_recipe(root, **changes)
+    built = recipe.build()
+    return TrainedWire(recipe, built.trainable, built.frozen, 0)
 
 
 def write_text(folder: Path) -> Path:

@@ -52,13 +52,19 @@ OPTIM = config.Optim(
 
 
 @dataclasses.dataclass(frozen=True)
-class Family:
-    """Tokenizer and model family of one self-made reader."""
+class Vocabulary:
+    """Size and special tokens of a tokenizer that is trained here."""
 
     vocab: int  # of its byte-level BPE
     begin: str  # BOS text; empty: none
     end: str
     pad: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Family(Vocabulary):
+    """Tokenizer and model family of one self-made reader."""
+
     qkv_bias: bool
     rope_theta: float
 
@@ -280,7 +286,7 @@ class SelfmadeReader:
         weights.save(self.folder, trainable, self.config, model_type=self.family, tokenizer=self.tokenizer.backend)
 
 
-def write_tokenizer(path: Path, kind: Family, texts: Sequence[str]) -> None:
+def write_tokenizer(path: Path, kind: Vocabulary, texts: Sequence[str]) -> None:
     """Trains a byte-level BPE on the texts and writes it as a fast tokenizer."""
     from transformers import PreTrainedTokenizerFast
 

@@ -13,6 +13,17 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.getbasetemp() / "readers"
 
 
+@pytest.fixture(scope="session")
+def own_models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of the models that examples/tiny_models.py makes, by family."""
+    pytest.importorskip("torch", reason="the example needs torch: pip install -r requirements-dev.txt")
+    from examples import tiny_models
+
+    folder = tmp_path_factory.mktemp("models")
+    assert tiny_models.main(["--out", str(folder)]) == 0
+    return {family: folder / family for family in tiny_models.MODELS}
+
+
 @pytest.fixture
 def measure(monkeypatch: pytest.MonkeyPatch) -> standin.Measure:
     """StepMemory by arithmetic, nothing compiled."""

@@ -5,7 +5,6 @@ import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.inference import trained_wire
 from lw_jax.models import codec, decoder
 from tests import tiny
 
@@ -14,19 +13,14 @@ SAME = 2e-5  # fp32 values of unit size: the same sums in another order
 READER = "qwen"
 
 
-def make_wire(root, **changes):
-    recipe = tiny.make_recipe(root, eval__max_new_tokens=6, **changes)
-    return trained_wire.TrainedWire(recipe, recipe.build().trainable, recipe.load_frozen(), 0)
-
-
 @pytest.fixture(scope="module")
 def wire(root):
-    return make_wire(root, eval__batch=2)
+    return tiny.make_wire(root, eval__max_new_tokens=6, eval__batch=2)
 
 
 @pytest.fixture(scope="module")
 def kv(root):
-    return make_wire(root, adapter__kind="kv")
+    return tiny.make_wire(root, eval__max_new_tokens=6, adapter__kind="kv")
 
 
 def greedy(wire, x, count, cache=None):

@@ -1,0 +1,81 @@
+"""examples/tiny_models.py: every family's folder is read as by transformers, and a wire is trained by one command."""
+
+import sys
+
+import numpy as np
+import pytest
+
+import lw_jax
+import run
+from examples import tiny_models, with_transformers
+from lw_jax.core.errors import UserError
+from lw_jax.hub.families import FAMILIES
+from lw_jax.training import metrics
+
+LOGITS = 2e-5  # of the logits' size, fp32: the same sums in another order
+TEXTS = ["Mara", "Mara Ellis lives in Lisbon. Where does Mara Ellis live?", "Tom Reed works as a baker."]
+
+
+def test_every_family_that_is_read_has_a_model():
+    assert set(tiny_models.MODELS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("family", tiny_models.MODELS)
+def test_logits_of_a_folder_equal_those_of_transformers(family, own_models):
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    lm = lw_jax.load_lm(own_models[family])
+    model = AutoModelForCausalLM.from_pretrained(own_models[family], dtype=torch.float32).eval()
+    assert model.config.model_type == family
+    tokens = lm.tokenizer
+    for text in TEXTS:
+        ids = np.array([[*tokens.begin, *tokens.encode(text)]])
+        assert tokens.decode(ids[0]) == text and ids.max() < lm.config.vocab
+        with torch.no_grad():
+            theirs = model(torch.tensor(ids)).logits.numpy()
+        assert theirs.std() > 0.5, "logits too flat for the comparison to mean anything"
+        np.testing.assert_allclose(lm.logits(ids), theirs, atol=LOGITS * theirs.std())
+
+
+def test_vocabularies_differ_and_a_seed_gives_the_same_weights(own_models, tmp_path):
+    tokens = {family: lw_jax.load_lm(folder).tokenizer for family, folder in own_models.items()}
+    assert (
+        len({one.vocab for one in tokens.values()})
+        == len({tuple(one.encode(TEXTS[1])) for one in tokens.values()})
+        == 4
+    )
+    for seed, same in ((0, True), (1, False)):
+        tiny_models.make(tmp_path / str(seed), "phi3", seed=seed)
+        made = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / str(seed), own_models["phi3"])]
+        assert (made[0] == made[1]) == same
+
+
+def test_without_torch_one_line_says_how_to_get_it(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with pytest.raises(UserError, match="torch is not installed.*pip install torch"):
+        tiny_models.main(["--out", str(tmp_path)])
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("pair", "kind"), [(("llama", "qwen2"), "embeddings"), (("phi3", "stablelm"), "kv")])
+def test_one_command_trains_every_family_and_transformers_answers_from_it(pair, kind, own_models, tmp_path, capsys):
+    folders = [own_models[family] for family in pair]
+    words = ["--config", "configs/smoke.py", "--workdir", str(tmp_path / "run"), "--config.train.steps=20"]
+    words += [f"--config.encoder.source={folders[0]}", f"--config.adapter.kind={kind}"]
+    if kind == "kv":  # on busy cores its start on eight virtual devices may miss XLA's limit of 40 s for an all-reduce
+        words += ["--config.mesh.placement=single"]
+    words += [f"--config.llms.{name}.source={folder}" for name, folder in zip(("llama", "qwen"), folders, strict=True)]
+    assert run.main(words) == 0
+    losses = [row["train/loss"] for row in metrics.read(tmp_path / "run" / "metrics.jsonl") if "train/loss" in row]
+    assert losses[-1] < losses[0]
+    (tmp_path / "notes.txt").write_text(TEXTS[1], "utf-8")
+    asked = ["--workdir", str(tmp_path / "run"), "--context", str(tmp_path / "notes.txt"), "--question", "Who?"]
+    for name, folder in zip(("llama", "qwen"), folders, strict=True):
+        capsys.readouterr()
+        assert with_transformers.main([*asked, "--reader", name, "--question", "Where does she live?"]) == 0
+        said = capsys.readouterr().out
+        assert str(folder) in said and "2 of 2 answers are equal" in said
+    with pytest.raises(UserError, match="--reader gemma.*llama, qwen"):
+        with_transformers.main([*asked, "--reader", "gemma"])
