@@ -24,7 +24,7 @@ from lw_jax.core import environment
 from lw_jax.core.command_line import take_assignments
 from lw_jax.core.errors import UserError, leave
 from lw_jax.core.precision import DTYPES, bf16_instructions
-from lw_jax.hub import sources
+from lw_jax.hub import wire_repository
 from lw_jax.inference import message_io
 from lw_jax.training import run_folder
 
@@ -69,7 +69,7 @@ def open_wire(workdir: str, reader: str, assignments: dict[str, str]) -> "Traine
     """Opens a wire that has this reader; `assignments` by dotted key, as `load_wire` takes them."""
     import lw_jax
 
-    path = sources.locate_wire(workdir)
+    path = wire_repository.locate(workdir)
     llms = run_folder.read_config(path).llms
     if reader not in llms:
         raise UserError(f"--reader {reader}: this wire has {', '.join(llms)}")

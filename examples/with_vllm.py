@@ -21,7 +21,6 @@ values of the wire's configuration. VLLM_API_KEY is sent as the bearer token whe
 import argparse
 import base64
 import http.client
-import importlib
 import io
 import json
 import os
@@ -38,6 +37,7 @@ import msgspec
 import numpy as np
 
 import lw_jax
+from examples import torch_needed
 from lw_jax.core import schema
 from lw_jax.core.command_line import take_assignments
 from lw_jax.core.config import split_prompt
@@ -123,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def open_wire(workdir: str, assignments: dict[str, str]) -> "TrainedWire":
     """Opens a trained wire. Raises UserError, before weights are loaded, where vLLM cannot take its messages."""
-    _import_torch()
+    torch_needed.check()
     path = wire_repository.locate(workdir)
     if (kind := run_folder.read_config(path).adapter.kind) != "embeddings":
         raise UserError(
@@ -206,7 +206,9 @@ def find_joint(tokenizer: Tokenizer) -> str:
 
 def pack(embeddings: np.ndarray) -> str:
     """Returns embeddings f32 [t d] as vLLM takes a tensor: base64 of what torch.save writes."""
-    torch, file = _import_torch(), io.BytesIO()
+    import torch
+
+    file = io.BytesIO()
     torch.save(torch.from_numpy(np.ascontiguousarray(embeddings)), file)
     return base64.b64encode(file.getvalue()).decode()
 
@@ -244,13 +246,6 @@ def _find_reason(data: bytes) -> str:
         return schema.decode(data, _Refusal, where="", remedy="").error.message
     except UserError:
         return data.decode("utf-8", "replace")
-
-
-def _import_torch() -> Any:
-    try:
-        return importlib.import_module("torch")
-    except ImportError as error:
-        raise UserError("torch is missing; vLLM takes a tensor as torch.save writes it: pip install torch") from error
 
 
 if __name__ == "__main__":

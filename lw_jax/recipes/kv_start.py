@@ -161,7 +161,8 @@ class _Gatherer:
                 crossed, _ = run(self.params, shared, batch, shift)
                 shift = crossed[:, -1].sum(axis=0) / np.float32((used[chosen] * real).sum())
             one = run(self.params, shared, batch, shift)
-            total = one if total is None else jax.tree.map(jnp.add, total, one)
+            # Waits: of many queued programs the virtual devices of a CPU may not all reach the same sum.
+            total = jax.block_until_ready(one if total is None else jax.tree.map(jnp.add, total, one))
         assert total is not None, "a run has texts"
         crossed, power = (np.asarray(x, np.float64) for x in total)
         wide = inputs.astype(np.float64)

@@ -65,7 +65,7 @@ def start(
         chosen = np.minimum(np.arange(first, first + rows), len(ids) - 1)
         batch = field.collate(chosen.tolist()) | {"used": np.arange(first, first + rows) < len(ids)}
         batch = place.rows(batch, placement.learner)
-        total = add(own, total, batch["ids"], batch["mask"], batch["used"])
+        total = jax.block_until_ready(add(own, total, batch["ids"], batch["mask"], batch["used"]))  # as in kv_start
     sums = {name: np.asarray(leaf, np.float64) for name, leaf in total.items()}
     shift, scale, kernel = fit(**sums, groups=body.layers * 2, width=wire.encoder.width)
     head = params["head"]
