@@ -178,15 +178,15 @@ def _read_file(path: Path, fields: Fields[_T]) -> Iterator[tuple[str, _T]]:
 
 @contextlib.contextmanager
 def _opened(path: Path, fields: Fields[Any]) -> Iterator[Iterable[Any]]:
-    """Opens a file as record batches of the needed columns."""
+    """Opens a file as record batches of the needed columns, without holding more of it than a group of rows."""
     if path.suffix == ".parquet":
         parquet = importlib.import_module("pyarrow.parquet")
-        with parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path, pre_buffer=False) as file:
             chosen = fields.choose(file.schema_arrow.names, str(path))
             yield file.iter_batches(BATCH, columns=chosen or None, use_threads=False)
         return
     arrow, ipc = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.ipc")
-    with arrow.memory_map(str(path)) as file:
+    with arrow.OSFile(str(path)) as file:
         is_file = file.read(6) == b"ARROW1"  # the other of Arrow's two formats, the stream, is what datasets writes
         file.seek(0)
         with ipc.open_file(file) if is_file else ipc.open_stream(file) as reader:
@@ -196,6 +196,7 @@ def _opened(path: Path, fields: Fields[Any]) -> Iterator[Iterable[Any]]:
 
 
 def _parts(batch: Any) -> Iterator[Any]:
+    batch.validate(full=True)  # Arrow trusts a file's offsets: a damaged one would end the process
     return (batch.slice(start, BATCH) for start in range(0, batch.num_rows, BATCH))
 
 
