@@ -253,6 +253,16 @@ def test_load_takes_source_and_limit_of_the_split(tmp_path, monkeypatch):
     assert [request[2] for request in asked] == ["train", "validation"]
 
 
+def test_load_takes_the_named_columns_and_the_split_of_a_folder(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    made = [row | {"body": row["context"], "context": None, "answer": "x", "answers": None, "id": "1"} for row in ROWS]
+    parts = {name: datasets.Dataset.from_list([row]) for name, row in zip(("train", "validation"), made, strict=True)}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path))
+    data = data_config(train=str(tmp_path), validation=str(tmp_path), columns=("context:body", "answers:"))
+    found = {split: [one.context for one in examples.load(data, split, seed=0)] for split in parts}
+    assert found == {"train": ["Ann has a dog."], "validation": ["Bo has a cat."]}
+
+
 def test_several_sources_follow_each_other(tmp_path):
     one, two = (write(tmp_path / name, json.dumps(row)) for name, row in (("1.jsonl", ROWS[0]), ("2.jsonl", ROWS[1])))
     odd = write(tmp_path / "a,b.jsonl", json.dumps(ROWS[0]))
