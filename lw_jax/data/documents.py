@@ -72,16 +72,16 @@ def identify(source: str, split: str = "train", columns: Sequence[str] = ()) -> 
         for file in _modules():
             said.update(file.read_bytes())
         return [source, sys.version, said.hexdigest()]
-    asked: list[Any] = [*columns]
-    if _is_set(source) and split != "train":
-        asked.append(split)
+    path, named = row_sources.locate(source)
+    asked = [*columns, *([named or split] if _is_set(source) and (named or split) != "train" else [])]
     if source.startswith(row_sources.HUB):
         return [source, row_sources.hub_hash(source), *asked]
-    path = row_sources.locate(source)[0]
-    saved = row_sources.is_saved(path)
-    found = [file for file in path.rglob("*") if file.suffix in (".arrow", ".json")] if saved else _files(source, split)
+    if row_sources.is_saved(path):
+        found = sorted(file for file in path.rglob("*") if file.suffix in (".arrow", ".json"))
+    else:
+        found = _files(source, split)
     whole = sum(file.stat().st_size for file in found) < HASHED_WHOLE
-    return [*([_name_in(path, file), *_identify_file(file, whole)] for file in sorted(found)), *asked]
+    return [*([_name_in(path, file), *_identify_file(file, whole)] for file in found), *asked]
 
 
 def name(source: str, split: str, columns: Sequence[str]) -> str:
@@ -98,7 +98,7 @@ def _is_set(source: str) -> bool:
 
 def _files(source: str, split: str) -> list[Path]:
     """Returns the files of a path in the order of their names; hidden ones are left out; of tables one split's."""
-    path = row_sources.locate(source)[0]
+    path, named = row_sources.locate(source)
     if path.is_file():
         if not _kind(path):
             raise UserError(f"{path}: unknown kind of file; name {_KNOWN}")
@@ -109,7 +109,7 @@ def _files(source: str, split: str) -> list[Path]:
     found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not found:
         raise UserError(f"{path}: no file of text in this folder; name {_KNOWN}")
-    if all(file.suffix in row_sources.SUFFIXES for file in found):
+    if named or all(file.suffix in row_sources.SUFFIXES for file in found):
         return row_sources.files(source, split)
     return sorted(found, key=lambda file: file.relative_to(path).as_posix())
 

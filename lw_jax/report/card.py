@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from lw_jax.core.eval_rows import MESSAGES
-from lw_jax.data.row_sources import parse_hub
 from lw_jax.report import tables
 from lw_jax.report.records import Run
 from lw_jax.training.wire_folder import Wire, flag, label
@@ -66,7 +65,8 @@ def _front(run: Run, wire: Wire) -> str:
         pipeline_tag="question-answering",
         tags=["latentwire", "context-compression", "soft-prompts", "jax"],
         base_model=list(bases) or None,
-        datasets=sorted({parse_hub(name, "")[0] for name in _named(run) if name.startswith("hub:")}) or None,
+        datasets=sorted({name.removeprefix("hub:").split(":")[0] for name in _named(run) if name.startswith("hub:")})
+        or None,
         model_name=run.workdir.resolve().name if scores else None,
         eval_results=scores or None,
     )
@@ -172,7 +172,7 @@ def _licence(name: str) -> str:
     if name in MADE:
         return "made by the program, nobody's text"
     if name.startswith("hub:"):
-        repository = parse_hub(name, "")[0]
+        repository = name.removeprefix("hub:").split(":")[0]
         page = f"https://huggingface.co/datasets/{repository}"
         return f"{LICENCES[repository]} ({page})" if repository in LICENCES else f"see {page}"
     return "not known to the program: state it here before you publish"

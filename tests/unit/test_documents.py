@@ -286,4 +286,10 @@ def test_saved_data_set_is_known_by_its_split(tmp_path):
     }
     datasets.DatasetDict(made).save_to_disk(str(tmp_path))
     assert (texts(tmp_path), texts(tmp_path, "validation")) == (["one"], ["two"])
-    assert identify(str(tmp_path)) != identify(str(tmp_path), "validation")
+    assert identify(str(tmp_path)) != identify(str(tmp_path), "validation") == identify(f"{tmp_path}:validation")
+
+
+def test_folder_of_text_has_no_split_to_name(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(UserError, match="without parquet or Arrow files"):
+        texts(f"{tmp_path}:test")
