@@ -13,6 +13,12 @@ from lw_jax.core.config_keys import key, section
 PLACEMENTS = ("auto", "single", "replicate", "fsdp", "tensor", "split", "hybrid3", "hybrid4")
 BITS = (16, 8, 6, 4, 2)  # of a value in a message
 KL_TASKS = ("answer", "continuation")
+# recipe -> the fields of its rows, which data.columns may take from other columns; "text" is of passages
+FIELDS = {
+    "latentwire": ("context", "question", "answers", "answer", "is_impossible", "id", "text"),
+    "dpo": ("prompt", "chosen", "rejected"),
+    "ttt": ("text",),
+}
 FRAME = 2**16 - 1  # largest size that a message's frame can state
 
 
@@ -175,12 +181,23 @@ class Data:
 
     train: str = key(
         "cards",
-        "cards or pairs (made by the project), .json or .jsonl[.gz] files or hub:NAME[:CONFIG], with commas between; "
-        "recipe ttt: docstrings (Python's own), or a file or folder of .txt, .jsonl, .arrow or .parquet",
+        "cards or pairs (made by the project), .json, .jsonl[.gz], .parquet or .arrow files, a folder of the last two "
+        "or of datasets.save_to_disk, or hub:NAME[:CONFIG][:SPLIT][@REVISION], with commas between; recipe ttt: one of "
+        "these, a .txt file or folder of text, or docstrings (Python's own)",
         shapes="no",
     )
     validation: str = key(
-        "cards", "as data.train, another source; dpo and ttt: empty holds out a part of data.train", shapes="no"
+        "cards",
+        "as data.train, another source or split (validation, where none is named); dpo and ttt: empty holds out a part "
+        "of data.train",
+        shapes="no",
+    )
+    columns: tuple[str, ...] = key(
+        (),
+        "FIELD:COLUMN, fields of rows that stand in columns of other names, with dots into nested ones; no COLUMN: the "
+        "field is left out. Fields: context, question, answers or answer, is_impossible, id, text of data.passages; "
+        "dpo: prompt, chosen, rejected; ttt: text",
+        shapes="no",
     )
     held_out: float = key(
         0.0,
@@ -191,7 +208,7 @@ class Data:
         shapes="no",
     )
     passages: str = key(
-        "", "texts to reconstruct and continue, a .txt, .json or .jsonl[.gz] file; empty: the contexts", shapes="no"
+        "", "texts to reconstruct and continue, a .txt file or rows as data.train; empty: the contexts", shapes="no"
     )
     validation_limit: int = key(
         0, "validation examples used, spread evenly; 0: all", unit="examples", at_least=0, shapes="no"

@@ -92,6 +92,7 @@ ADDED: dict[str, Any] = {
     "stages.answer.ratios": (),
     "stages.answer.sizes": "drawn",
     "data.questions": 1,
+    "data.columns": (),
     "loss.kl_tasks": ("answer",),
 }
 

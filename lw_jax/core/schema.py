@@ -20,7 +20,7 @@ JSON_BYTES = 256 << 20  # what is read at once; the largest of a model's files, 
 _T = TypeVar("_T")
 _ERROR = re.compile(r"(?P<rule>.*?)(?: - at `(?P<path>\$.*)`)?", re.DOTALL)
 _STEP = re.compile(r"\.(?P<name>[^.\[]+)|\[(?P<index>\d+)\]|(?P<other>.)")
-_SHOWN = 60  # characters of a value in a message
+_SHOWN, _NAMES = 60, 300  # characters of a value, and of the names of fields, in a message
 _SEARCHED = 16 << 20  # bytes of a document that is decoded again, untyped, to show a refused value
 _BYTE = re.compile(r"\(byte (\d+)\)")
 
@@ -118,10 +118,10 @@ def _value_at(parse: Callable[[], Any], path: str) -> str:
 
 def _fields_at(parse: Callable[[], Any], path: str) -> str:
     """Returns the names of the fields of the object at a path."""
-    return _shown(parse, path, lambda value: ", ".join(map(repr, value)) or "none")
+    return _shown(parse, path, lambda value: ", ".join(map(repr, value)) or "none", _NAMES)
 
 
-def _shown(parse: Callable[[], Any], path: str, show: Callable[[Any], str]) -> str:
+def _shown(parse: Callable[[], Any], path: str, show: Callable[[Any], str], most: int = _SHOWN) -> str:
     try:
         value = parse()
         for step in _STEP.finditer(path.removeprefix("$")):
@@ -130,4 +130,4 @@ def _shown(parse: Callable[[], Any], path: str, show: Callable[[Any], str]) -> s
     # "[...]" is some key or value of a mapping; an integer of thousands of digits has no repr.
     except (msgspec.MsgspecError, RecursionError, LookupError, TypeError, ValueError):
         return "..."
-    return shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}..."
+    return shown if len(shown) <= most else f"{shown[:most]}..."

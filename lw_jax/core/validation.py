@@ -8,8 +8,8 @@ import re
 from collections.abc import Mapping
 
 from lw_jax.core.config import REMATS, Config, split_prompt, values_of
-from lw_jax.core.config_keys import check, refuse
-from lw_jax.core.config_sections import BITS, PLACEMENTS
+from lw_jax.core.config_keys import check, refuse, suggest
+from lw_jax.core.config_sections import BITS, FIELDS, PLACEMENTS
 from lw_jax.core.errors import UserError
 from lw_jax.core.retired import VALUES
 
@@ -17,6 +17,8 @@ SMOOTHED = ("sigmoid", "robust")  # terms of dpo.loss that know label smoothing
 WIDEST = 4096  # values of a message's slot: their rotation takes 64 MiB
 MOST_VALUES = 2**24  # of a message: 64 MiB as fp32
 MADE = ("cards", "pairs")  # data that the project makes; its splits share nothing
+DOCSTRINGS = "docstrings"  # text that is on every machine
+FILES = (".json", ".jsonl", ".txt", ".gz", ".parquet", ".arrow")
 SELFMADE = ("llama", "qwen")
 BYTES = 257  # UTF-8 and the end of a document
 TTT_PLACEMENTS = tuple(name for name in PLACEMENTS if name in ("auto", "single", "replicate", "fsdp"))
@@ -33,6 +35,7 @@ def validate(cfg: Config) -> None:
             refuse(path, value, f"is now {renamed[value]!r}.")
         check(path, value, rule)
     _check_sources(cfg)
+    _check_columns(cfg)
     if cfg.recipe == "ttt":
         _check_ttt(cfg)
     elif cfg.recipe == "dpo":
@@ -176,9 +179,26 @@ def _check_sources(cfg: Config) -> None:
     data = cfg.data
     for path, source in _sources(cfg).items():
         if not source and (path == "data.train" or cfg.recipe == "latentwire"):
-            refuse(path, "", "must name 'cards', a .json or .jsonl file, or hub:NAME.")
-    if data.train == data.validation and data.train not in MADE and not data.train.startswith("hub:"):
+            refuse(path, "", "must name 'cards', a file or folder of rows, or hub:NAME.")
+    # Folders and data sets of the hub have splits.
+    if data.train == data.validation and (data.train == DOCSTRINGS or data.train.endswith(FILES)):
         refuse("data.validation", data.validation, "must not be the training file; name another one.")
+
+
+def _check_columns(cfg: Config) -> None:
+    """Refuses mappings of columns that no source has, or that do not name a field of the recipe's rows once each."""
+    columns, known = cfg.data.columns, FIELDS[cfg.recipe]
+    for one in columns:
+        field, colon, _ = one.partition(":")
+        if not colon or field not in known:
+            rule = f"must be FIELD:COLUMN, FIELD one of {', '.join(known)}.{suggest(field, known)}"
+            refuse("data.columns", one, rule)
+    fields = [one.partition(":")[0] for one in columns]
+    if len(set(fields)) < len(fields):
+        refuse("data.columns", columns, "must name each field once.")
+    sources = [*_sources(cfg).values(), cfg.data.passages]
+    if columns and all(source in ("", *MADE, DOCSTRINGS) for source in sources):
+        refuse("data.columns", columns, "must be empty: no source has columns (data.train, validation, passages).")
 
 
 def _check_held_out(cfg: Config) -> None:
@@ -201,8 +221,8 @@ def _check_dpo(cfg: Config) -> None:
         refuse("prompt.system", cfg.prompt.system, "must be empty: the rows hold the whole prompt.")
     _check_held_out(cfg)
     for path, source in _sources(cfg).items():
-        if source in MADE or source.startswith("hub:"):
-            refuse(path, source, 'must be a .json or .jsonl file of rows {"prompt", "chosen", "rejected"}.')
+        if source in MADE:
+            refuse(path, source, 'must be a file, a folder or hub:NAME of rows {"prompt", "chosen", "rejected"}.')
     for name, llm in cfg.llms.items():
         if llm.source.startswith("selfmade:"):
             refuse(f"llms.{name}.source", llm.source, "must be a pretrained model: self-made readers read cards.")
@@ -230,8 +250,6 @@ def _check_text(cfg: Config) -> None:
     """Refuses sources that are no text to train a language model on."""
     spec, data = cfg.ttt, cfg.data
     _check_held_out(cfg)
-    if data.train == data.validation:  # of a hub's data set too: both would be its split "train"
-        refuse("data.validation", data.validation, "must not be the training text; leave it empty or name another.")
     if spec.tokenizer == "bytes" and spec.vocab not in (0, BYTES):
         refuse("ttt.vocab", spec.vocab, f"must be 0: the tokenizer 'bytes' has {BYTES} tokens.")
     if data.validation_limit:
@@ -239,7 +257,7 @@ def _check_text(cfg: Config) -> None:
         refuse("data.validation_limit", data.validation_limit, rule)
     for path, source in _sources(cfg).items():
         if source in MADE:
-            refuse(path, source, "must be 'docstrings', a file or folder of text, or hub:NAME[:CONFIG].")
+            refuse(path, source, "must be 'docstrings', a file or folder of text, or hub:NAME.")
 
 
 def _check_training(cfg: Config) -> None:

@@ -15,7 +15,7 @@ import math
 import os
 import sys
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, Protocol
 
@@ -27,6 +27,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.files import locked, whole
 from lw_jax.data import documents
 from lw_jax.data.documents import Piece, read
+from lw_jax.data.row_sources import Unreachable
 
 __all__ = ["Corpus", "Span", "TextTokenizer", "pack", "read"]
 
@@ -150,8 +151,12 @@ class Span:
         return self.corpus.read(self.start, len(self))
 
 
-def pack(source: str, tokenizer: TextTokenizer, *, root: Path) -> Corpus:
+def pack(
+    source: str, tokenizer: TextTokenizer, *, root: Path, split: str = "train", columns: Sequence[str] = ()
+) -> Corpus:
     """Returns the corpus of a source, packed below root/"corpus" unless it is there; of two jobs one packs.
+
+    `split` and `columns` are as in `documents.read`.
 
     A hub's data set that cannot be reached is used as last packed, and this is reported.
 
@@ -159,10 +164,11 @@ def pack(source: str, tokenizer: TextTokenizer, *, root: Path) -> Corpus:
         UserError: what `documents.read` refuses, a source without text, a folder that cannot be written, or a damaged
             corpus.
     """
+    name = documents.name(source, split, columns)
     try:
-        identity = documents.identify(source)
-    except documents.Unreachable as error:
-        folder = _last_packed(root / "corpus", source, tokenizer)
+        identity = documents.identify(source, split, columns)
+    except Unreachable as error:
+        folder = _last_packed(root / "corpus", name, tokenizer)
         if folder is None:
             raise
         _tell(f"{error}. Taken as it was packed in {folder}")
@@ -173,17 +179,17 @@ def pack(source: str, tokenizer: TextTokenizer, *, root: Path) -> Corpus:
     if not (folder / META).is_file():
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            with locked(folder / LOCK, waiting=lambda: _tell(f"waiting for another job that packs {source}")):
+            with locked(folder / LOCK, waiting=lambda: _tell(f"waiting for another job that packs {name}")):
                 if made := not (folder / META).is_file():
-                    _make(folder, source, tokenizer)
+                    _make(folder, name, documents.read(source, split, columns), tokenizer)
         except OSError as error:
             raise UserError(
-                f"{folder}: {source} cannot be packed there ({error.strerror}); free space or name another cache folder"
+                f"{folder}: {name} cannot be packed there ({error.strerror}); free space or name another cache folder"
             ) from error
     return _load(folder, made=made)
 
 
-def _make(folder: Path, source: str, tokenizer: TextTokenizer) -> None:
+def _make(folder: Path, name: str, found: Iterable[Piece], tokenizer: TextTokenizer) -> None:
     """Writes the shards, then meta.json, which marks them as complete."""
     for left in folder.iterdir():
         if left.name != LOCK:
@@ -191,15 +197,15 @@ def _make(folder: Path, source: str, tokenizer: TextTokenizer) -> None:
     counts = {"documents": 0, "blank": 0, "bytes": 0}
     reported = time.monotonic()
     with contextlib.closing(_Shards(folder, tokenizer.vocab)) as shards:
-        for pieces in _batches(documents.read(source), counts):
+        for pieces in _batches(found, counts):
             shards.write(_encode(pieces, tokenizer))
             if time.monotonic() - reported >= TOLD_EVERY:
                 reported = time.monotonic()
                 done = f"{sum(shards.counts):,} tokens of {counts['bytes'] / 1e6:,.0f} MB of text"
-                _tell(f"packing {source}: {done}")
+                _tell(f"packing {name}: {done}")
     if not counts["documents"]:
-        raise UserError(f"{source}: no text in its {counts['blank']} documents; name another source")
-    meta = {"format": FORMAT, "source": source, "tokenizer": tokenizer.fingerprint, "eos": tokenizer.eos, **counts}
+        raise UserError(f"{name}: no text in its {counts['blank']} documents; name another source")
+    meta = {"format": FORMAT, "source": name, "tokenizer": tokenizer.fingerprint, "eos": tokenizer.eos, **counts}
     meta |= {"tokens": sum(shards.counts), "dtype": shards.dtype.name, "shards": shards.counts}
     with whole(folder / META) as partial, partial.open("w", encoding="utf-8") as out:
         json.dump(meta, out, indent=1)

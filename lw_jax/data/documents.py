@@ -5,29 +5,28 @@ It knows no tokenizer. No more than a row or a few pieces of a text lie in memor
 
 import ast
 import hashlib
-import importlib
 import inspect
 import sys
 import sysconfig
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
-from lw_jax.core import schema
 from lw_jax.core.errors import UserError
-from lw_jax.data import rows
+from lw_jax.core.validation import DOCSTRINGS
+from lw_jax.data import row_sources, rows
+from lw_jax.data.row_fields import Fields
 
 PIECE = 1 << 18  # characters of a long text read at once: several of them keep all cores busy
 HASHED_WHOLE = 64 << 20  # bytes; of a larger source each file is hashed at three places
 SAMPLE = 64 << 10  # bytes at each of them
-DOCSTRINGS = "docstrings"
-_PLAIN, _TABLES = (".txt", ".jsonl"), (".arrow", ".parquet")
+_PLAIN = (".txt", ".jsonl")
 _NO_DOCUMENTS = ("test", "tests", "site-packages", "dist-packages", "idlelib", "idle_test", "__pycache__")
-_ROW = 'a document is a row {"text": "..."}; mend the row or rename the field of its text'
+_ROW = 'a document is a row {"text": "..."}; mend the row'
 _KNOWN = (
     "a .txt or .jsonl file (also .gz), an .arrow or .parquet file, a folder of them, a folder of "
-    f'datasets.save_to_disk, "hub:NAME", "hub:NAME:CONFIG" or "{DOCSTRINGS}"'
+    f'datasets.save_to_disk, "hub:NAME[:CONFIG][:SPLIT][@REVISION]" or "{DOCSTRINGS}"'
 )
 
 
@@ -38,35 +37,30 @@ class Piece(NamedTuple):
     ends: bool  # it is the document's last
 
 
-class Unreachable(UserError):
-    """The source cannot be read now; a corpus packed from it before may still be used."""
-
-
-def read(source: str) -> Iterator[Piece]:
+def read(source: str, split: str = "train", columns: Sequence[str] = ()) -> Iterator[Piece]:
     """Yields the documents of a source in order, a function of its content alone.
 
-    A .txt file is one document, a row {"text": ...} of .jsonl, .arrow, .parquet or a data set is one. Of a data set
-    the split "train" is read. "docstrings" are the documentation strings of the Python that is running, a document a
-    module: real text that is on every machine, but it differs between Python versions.
+    A .txt file is one document, a row {"text": ...} of .jsonl, .arrow, .parquet or a data set is one. `split` is as in
+    `row_sources.read`, `columns` is data.columns. "docstrings" are the documentation strings of the Python that is
+    running, a document a module: real text that is on every machine, but it differs between Python versions.
 
     Raises:
         UserError: naming file and line of a broken row, what is missing, or the kinds of source that are known.
     """
+    fields = Fields.of(rows.Text, columns, _ROW)
     if source == DOCSTRINGS:
         for file in _modules():
             if text := "\n\n".join(_docstrings(file)):
                 yield Piece(text, True)
-    elif source.startswith("hub:"):
-        builder = _builder(source)
-        yield from _table(source, lambda: builder.as_streaming_dataset(split="train"))
-    elif _is_saved(path := Path(source).expanduser()):
-        yield from _table(source, lambda: _saved_rows(path))
+    elif _is_set(source):
+        for _, row in row_sources.read(source, fields, split=split, stream=True):
+            yield Piece(row.text, True)
     else:
-        for file in _files(path):
-            yield from _read_file(file)
+        for file in _files(source, split):
+            yield from _read_file(file, fields)
 
 
-def identify(source: str) -> list[Any]:
+def identify(source: str, split: str = "train", columns: Sequence[str] = ()) -> list[Any]:
     """Returns, as JSON values, what a source is: as long as they are equal, `read` gives the same.
 
     Raises:
@@ -78,20 +72,33 @@ def identify(source: str) -> list[Any]:
         for file in _modules():
             said.update(file.read_bytes())
         return [source, sys.version, said.hexdigest()]
-    if source.startswith("hub:"):
-        return [source, str(_builder(source).hash)]
-    path = Path(source).expanduser()
-    saved = _is_saved(path)
-    files = sorted(file for file in path.rglob("*") if file.suffix in (".arrow", ".json")) if saved else _files(path)
-    whole = sum(file.stat().st_size for file in files) < HASHED_WHOLE
-    return [[_name_in(path, file), *_identify_file(file, whole)] for file in files]
+    path, named = row_sources.locate(source)
+    asked = [*columns, *([named or split] if _is_set(source) and (named or split) != "train" else [])]
+    if source.startswith(row_sources.HUB):
+        return [source, row_sources.hub_hash(source), *asked]
+    if row_sources.is_saved(path):
+        found = sorted(file for file in path.rglob("*") if file.suffix in (".arrow", ".json"))
+    else:
+        found = _files(source, split)
+    whole = sum(file.stat().st_size for file in found) < HASHED_WHOLE
+    return [*([_name_in(path, file), *_identify_file(file, whole)] for file in found), *asked]
+
+
+def name(source: str, split: str, columns: Sequence[str]) -> str:
+    """Returns a source with the split and the columns that are read, where it is not a source's train and its text."""
+    return " ".join([source if split == "train" else row_sources.label(source, split), *columns])
 
 
 # --- files
 
 
-def _files(path: Path) -> list[Path]:
-    """Returns the files of a path in the order of their names; hidden ones are left out."""
+def _is_set(source: str) -> bool:
+    return source.startswith(row_sources.HUB) or row_sources.is_saved(row_sources.locate(source)[0])
+
+
+def _files(source: str, split: str) -> list[Path]:
+    """Returns the files of a path in the order of their names; hidden ones are left out; of tables one split's."""
+    path, named = row_sources.locate(source)
     if path.is_file():
         if not _kind(path):
             raise UserError(f"{path}: unknown kind of file; name {_KNOWN}")
@@ -102,13 +109,15 @@ def _files(path: Path) -> list[Path]:
     found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     if not found:
         raise UserError(f"{path}: no file of text in this folder; name {_KNOWN}")
+    if named or all(file.suffix in row_sources.SUFFIXES for file in found):
+        return row_sources.files(source, split)
     return sorted(found, key=lambda file: file.relative_to(path).as_posix())
 
 
 def _kind(path: Path) -> str:
     """Returns the suffix of a file's format, or an empty string."""
     plain = Path(path.name.removesuffix(".gz")).suffix
-    return plain if plain in _PLAIN else path.suffix if path.suffix in _TABLES else ""
+    return plain if plain in _PLAIN else path.suffix if path.suffix in row_sources.SUFFIXES else ""
 
 
 def _name_in(path: Path, file: Path) -> str:
@@ -128,10 +137,11 @@ def _identify_file(file: Path, whole: bool) -> list[Any]:
     return [stat.st_size, said.hexdigest(), stat.st_mtime_ns]
 
 
-def _read_file(path: Path) -> Iterator[Piece]:
-    kind, name = _kind(path), str(path)
-    if kind in _TABLES:
-        yield from _table(name, lambda: _table_rows(path, kind[1:]))
+def _read_file(path: Path, fields: Fields[rows.Text]) -> Iterator[Piece]:
+    kind = _kind(path)
+    if kind in row_sources.SUFFIXES:
+        for _, row in row_sources.read(str(path), fields, split="train"):
+            yield Piece(row.text, True)
         return
     with rows.opened(path) as content:
         if kind == ".txt":
@@ -139,7 +149,7 @@ def _read_file(path: Path) -> Iterator[Piece]:
                 yield from _cut(text)
             return
         for number, line in rows.lines(content, path):
-            yield Piece(rows.decode(line, rows.Text, where=f"{name}:{number}", remedy=_ROW).text, True)
+            yield Piece(fields.decode(line, f"{path}:{number}").text, True)
 
 
 def _cut(text: IO[str]) -> Iterator[Piece]:
@@ -150,67 +160,6 @@ def _cut(text: IO[str]) -> Iterator[Piece]:
         yield Piece(held[:at], False)
         held = held[at:] + more
     yield Piece(held, True)
-
-
-# --- tables
-
-
-def _table(where: str, opened: Callable[[], Iterable[Any]]) -> Iterator[Piece]:
-    """Yields a document a row of what `opened()` gives; it is read lazily, so errors come with any row."""
-    datasets = _import(where)
-    try:
-        for number, row in enumerate(opened()):
-            named = f"{where}[{number}]"
-            text = schema.convert(row, rows.Text, where=named, remedy=_ROW).text
-            yield Piece(schema.encodable(text, where=f"{named}: text", remedy=_ROW), True)
-    except UserError:
-        raise
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(
-            f'{where}: the column "text" of its rows cannot be read ({error}); fetch or write the data again'
-        ) from error
-
-
-def _table_rows(path: Path, kind: str) -> Iterable[Any]:
-    found = _import(str(path)).load_dataset(kind, data_files=str(path), split="train", streaming=True)
-    return found.select_columns(["text"])
-
-
-def _is_saved(path: Path) -> bool:
-    """Returns True for a folder of datasets.save_to_disk."""
-    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
-
-
-def _saved_rows(path: Path) -> Iterable[Any]:
-    found = _import(str(path)).load_from_disk(str(path))
-    if (path / "dataset_dict.json").is_file():
-        if "train" not in found:
-            raise UserError(f'{path}: no split "train", here are {sorted(found)}; name the folder of one of them')
-        found = found["train"]
-    return found.select_columns(["text"])
-
-
-def _builder(source: str) -> Any:
-    name, *rest = source.removeprefix("hub:").split(":")
-    if not name or len(rest) > 1:
-        raise UserError(f"{source!r}: expected hub:NAME or hub:NAME:CONFIG; the split train is read")
-    datasets = _import(source)
-    try:
-        return datasets.load_dataset_builder(name, *rest)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise Unreachable(
-            f"{source!r}: could not be loaded: {error}; check the names and the network, or download files of it and "
-            "name their folder"
-        ) from error
-
-
-def _import(source: str) -> Any:
-    try:
-        return importlib.import_module("datasets")
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{source!r} needs the package 'datasets' ({error}): pip install datasets, or name .txt or .jsonl files"
-        ) from error
 
 
 # --- Python's own documentation

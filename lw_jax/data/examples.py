@@ -1,15 +1,12 @@
 """Questions with a context and their answers, as strings, from files, the hub or the project's own cards.
 
-First stage of the data flow: it knows no tokenizer and no array. The format of a file is recognised from its content.
+First stage of the data flow: it knows no tokenizer and no array. The format of JSON is recognised from its content.
 """
 
+import dataclasses
 import hashlib
-import importlib
 import logging
-import os
-import re
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any, Literal
 
 import msgspec
@@ -17,14 +14,16 @@ import msgspec
 from lw_jax.core import config, schema
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
-from lw_jax.data import question_cards, rows
+from lw_jax.data import question_cards, row_sources, rows
+from lw_jax.data.row_fields import Fields
 
 Split = Literal["train", "validation"]
 
 _log = logging.getLogger(__name__)
 VALIDATION_CARDS = 256  # made; data.validation_limit takes fewer
 _FORMATS = (
-    'SQuAD JSON, HotpotQA JSON, or rows {"context": ..., "question": ..., "answers": [...]} (JSONL or a JSON array)'
+    'SQuAD JSON, HotpotQA JSON, or rows {"context": ..., "question": ..., "answers": [...]} (JSON, parquet, the hub), '
+    'in place of answers also "answer": "..."'
 )
 _REMEDY = f"known formats: {_FORMATS}"
 
@@ -38,12 +37,19 @@ class _Columns(msgspec.Struct):  # the hub's HotpotQA: parallel lists
     sentences: list[list[str]]
 
 
-_Context = str | list[str | tuple[str, list[str]]] | _Columns
+class _Titled(msgspec.Struct):
+    text: str
+    title: str | None = None
+
+
+_Context = str | list[str | tuple[str, list[str]] | _Titled] | _Columns
 _Answers = list[str | rows.Text] | _Texts | None
 _Id = str | int | float | bool | None
 
 
-class _Row(msgspec.Struct):
+class Row(msgspec.Struct):
+    """A question with its context and answers."""
+
     context: _Context
     question: str
     answers: _Answers | msgspec.UnsetType = msgspec.UNSET
@@ -82,30 +88,27 @@ def load(data: config.Data, split: Split, *, seed: int) -> list[Example]:
 
     Raises UserError when the validation source is the training source, and for whatever `read` refuses.
     """
-    disjoint = data.validation in question_cards.STYLES  # made cards share none between splits
-    trained = [] if disjoint else [_identity(name, "train") for name in split_sources(data.train)]
-    for name in split_sources(data.validation):
-        if _identity(name, "validation") in trained:
-            raise UserError(
-                f"config.data.validation={name!r} is the training source: scores would measure memory; "
-                'name another file or split, or "cards"'
-            )
+    if data.validation not in question_cards.STYLES:  # made cards share none between splits
+        row_sources.check_apart(data.train, data.validation)
     train = split == "train"
     source, limit = (data.train, 0) if train else (data.validation, data.validation_limit)
     if source not in question_cards.STYLES:
-        return read(source, limit=limit, split=split)
+        return read(source, limit=limit, split=split, columns=data.columns)
     count = data.cards if train else VALIDATION_CARDS
     examples = question_cards.make(count, facts=data.facts, seed=seed, split=split, style=source)
     return [examples[i] for i in spread(len(examples), limit)]
 
 
-def read(source: str, *, limit: int = 0, split: str = "train") -> list[Example]:
-    """Returns the answerable questions of .json/.jsonl[.gz] files or "hub:NAME[:CONFIG][:SPLIT]", commas between them.
+def read(source: str, *, limit: int = 0, split: str = "train", columns: Sequence[str] = ()) -> list[Example]:
+    """Returns the answerable questions of sources with commas between, as `row_sources.read`; also SQuAD's own JSON.
 
     With a limit, so many examples spread evenly over all of them: neighbours in SQuAD share their paragraph.
-    `split` is taken where a hub source names none. Raises UserError naming file, line or row, and field.
+    `split` is taken where a source has several and names none, `columns` is `data.columns`. Raises UserError naming
+    file, line or row, and field.
     """
-    parsed = [_example(row, where) for name in split_sources(source) for where, row in _rows(name, split)]
+    fields = _fields(columns)
+    names = row_sources.split_sources(source)
+    parsed = [_example(row, where) for name in names for where, row in _rows(name, split, fields)]
     examples = [example for example in parsed if example is not None]
     skipped = len(parsed) - len(examples)
     if skipped:
@@ -113,11 +116,6 @@ def read(source: str, *, limit: int = 0, split: str = "train") -> list[Example]:
     if not examples:
         raise UserError(f"{source}: no examples ({skipped} unanswerable questions skipped); expected {_FORMATS}")
     return [examples[i] for i in spread(len(examples), limit)]
-
-
-def split_sources(source: str) -> list[str]:
-    """Returns the names in a list of sources; a file whose own name has commas is one source."""
-    return [source] if Path(source).expanduser().is_file() else [name.strip() for name in source.split(",")]
 
 
 def digest(examples: Sequence[Example]) -> str:
@@ -135,32 +133,29 @@ def spread(count: int, limit: int) -> list[int]:
     return [i * count // kept for i in range(kept)]
 
 
-def _identity(source: str, split: Split) -> str | tuple[str, str, str]:
-    if source.startswith("hub:"):
-        return _parse_hub(source, split)
-    return source if source in question_cards.STYLES else os.path.realpath(os.path.expanduser(source))
+def _fields(columns: Sequence[str]) -> Fields[Row]:
+    fields = Fields.of(Row, columns, _REMEDY)
+    if "answer" in fields.columns and "answers" not in fields.columns:  # it is read where there are no answers
+        fields = dataclasses.replace(fields, columns={**fields.columns, "answers": ""})
+    return fields
 
 
-def _rows(source: str, split: str) -> Iterator[tuple[str, _Row]]:
-    return _hub_rows(source, split) if source.startswith("hub:") else _file_rows(Path(source).expanduser())
-
-
-def _file_rows(path: Path) -> Iterator[tuple[str, _Row]]:
-    for where, found in rows.read(path, _Row, remedy=_REMEDY, document=_Squad):
+def _rows(source: str, split: str, fields: Fields[Row]) -> Iterator[tuple[str, Row]]:
+    for where, found in row_sources.read(source, fields, split=split, document=_Squad):
         if isinstance(found, _Squad):
             yield from _squad_rows(found, where)
         else:
             yield where, found
 
 
-def _squad_rows(squad: "_Squad", path: str) -> Iterator[tuple[str, _Row]]:
+def _squad_rows(squad: "_Squad", path: str) -> Iterator[tuple[str, Row]]:
     for a, article in enumerate(squad.data):
         for p, paragraph in enumerate(article.paragraphs):
             for q, question in enumerate(paragraph.qas):
                 marked = question.is_impossible
                 yield (
                     f"{path}: data[{a}].paragraphs[{p}].qas[{q}]",
-                    _Row(
+                    Row(
                         context=paragraph.context,
                         question=question.question,
                         answers=question.answers,
@@ -170,37 +165,7 @@ def _squad_rows(squad: "_Squad", path: str) -> Iterator[tuple[str, _Row]]:
                 )
 
 
-def _parse_hub(source: str, split: str) -> tuple[str, str, str]:
-    name, *rest = re.split(r":(?![^\[]*\])", source.removeprefix("hub:"))  # a slice "train[:90%]" stays whole
-    if not name or len(rest) > 2:
-        raise UserError(f"{source!r}: expected hub:NAME, hub:NAME:CONFIG, hub:NAME:SPLIT or hub:NAME:CONFIG:SPLIT")
-    if len(rest) == 1:  # one word: a split when it begins like one, else a configuration
-        rest = ["", rest[0]] if rest[0].startswith(("train", "validation", "test", "dev")) else [rest[0], split]
-    subset, chosen = rest or ("", split)
-    return name, subset, chosen or split
-
-
-def _hub_rows(source: str, split: str) -> Iterator[tuple[str, _Row]]:
-    name, subset, chosen = _parse_hub(source, split)
-    try:
-        datasets = importlib.import_module("datasets")
-    except ModuleNotFoundError as error:
-        raise UserError(
-            f"{source!r} needs the package 'datasets' ({error}): pip install datasets, or name a local file"
-        ) from error
-    try:
-        found = datasets.load_dataset(name, subset or None, split=chosen)
-    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
-        raise UserError(
-            f"{source!r}: config {subset or 'default'!r}, split {chosen!r} could not be loaded: {error}; "
-            "check the names and the network, or download a file and name its path"
-        ) from error
-    for i, row in enumerate(found):
-        where = f"{source}[{i}]"
-        yield where, schema.convert(row, _Row, where=where, remedy=_REMEDY)
-
-
-def _example(row: _Row, where: str) -> Example | None:
+def _example(row: Row, where: str) -> Example | None:
     context = _join_context(row.context, where)
     question = _clean(row.question, "question", where)
     answers = _answers(row, where)
@@ -209,7 +174,7 @@ def _example(row: _Row, where: str) -> Example | None:
     return Example(str(row.id or row.own_id or where), context, question, answers)
 
 
-def _answers(row: _Row, where: str) -> tuple[str, ...]:
+def _answers(row: Row, where: str) -> tuple[str, ...]:
     """Returns the distinct answers in order; none when the row is marked as unanswerable."""
     if row.is_impossible:
         return ()
@@ -229,7 +194,7 @@ def _answers(row: _Row, where: str) -> tuple[str, ...]:
 
 
 def _join_context(value: _Context, where: str) -> str:
-    """Returns a context as one text; HotpotQA's paragraphs become lines "title: sentences"."""
+    """Returns a context as one text: paragraphs with an empty line between, each as "title: text" where it has one."""
     if isinstance(value, _Columns):
         if len(value.title) != len(value.sentences):
             raise UserError(
@@ -239,11 +204,17 @@ def _join_context(value: _Context, where: str) -> str:
         value = list(zip(value.title, value.sentences, strict=True))
     if isinstance(value, str):
         return _clean(value, "context", where)
-    parts = (
-        part.strip() if isinstance(part, str) else f"{part[0]}: {' '.join(sentence.strip() for sentence in part[1])}"
-        for part in value
-    )
-    return _clean("\n".join(parts), "context", where)
+    return _clean("\n\n".join(filter(None, map(_paragraph_text, value))), "context", where)
+
+
+def _paragraph_text(paragraph: str | tuple[str, list[str]] | _Titled) -> str:
+    if isinstance(paragraph, str):
+        return paragraph.strip()
+    if isinstance(paragraph, _Titled):
+        title, text = paragraph.title, paragraph.text.strip()
+    else:
+        title, text = paragraph[0], " ".join(sentence.strip() for sentence in paragraph[1])
+    return f"{title}: {text}" if title else text
 
 
 def _clean(text: str, name: str, where: str) -> str:

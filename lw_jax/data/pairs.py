@@ -5,16 +5,17 @@ Knows no tokenizer and no array; `lw_jax/data/preferences.py` encodes them.
 
 import dataclasses
 import hashlib
+import itertools
 import json
 import logging
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Annotated, Any
 
 import msgspec
 
 from lw_jax.core.errors import UserError
-from lw_jax.data import rows
+from lw_jax.data import row_sources
+from lw_jax.data.row_fields import Fields
 
 _log = logging.getLogger(__name__)
 _FIELDS = ("prompt", "chosen", "rejected")
@@ -38,7 +39,9 @@ class Turn:
 Text = str | tuple[Turn, ...]
 
 
-class _Row(msgspec.Struct):
+class Row(msgspec.Struct):
+    """A row of preferences."""
+
     chosen: Text
     rejected: Text
     prompt: Text | None = None
@@ -54,28 +57,30 @@ class Preference:
     rejected: Text
 
 
-def read(source: str) -> list[Preference]:
-    """Returns the pairs of a .json or .jsonl file, also .gz; a pair of two equal replies is dropped and counted.
+def read(source: str, *, split: str = "train", columns: Sequence[str] = ()) -> list[Preference]:
+    """Returns the pairs of sources with commas between; a pair of two equal replies is dropped and counted.
 
-    Raises UserError naming file, line or row, field and rule; also where one file mixes plain and conversational rows.
+    `split` is as in `row_sources.read`, `columns` is data.columns. Raises UserError naming file, line or row, field and
+    rule; also where plain and conversational rows are mixed.
     """
-    path = Path(source).expanduser()
+    fields = Fields.of(Row, columns, f"known form: {_FORMATS}")
+    parts = (row_sources.read(name, fields, split=split) for name in row_sources.split_sources(source))
     found, first, count = [], None, 0
-    for where, row in rows.read(path, _Row, remedy=f"known form: {_FORMATS}"):
+    for where, row in itertools.chain.from_iterable(parts):
         form, pair = _parse(row, where)
         first = first or (form, where)
         if form != first[0]:
             raise UserError(
-                f"{where}: the row is {form}, but {first[1]} is {first[0]}: a file has one form; split it in two"
+                f"{where}: the row is {form}, but {first[1]} is {first[0]}: a source has one form; split it in two"
             )
         count += 1
         found += [pair] if pair else []
     if len(found) < count:
         _log.warning(
-            "%s: dropped %d of %d pairs: 'chosen' and 'rejected' are the same", path, count - len(found), count
+            "%s: dropped %d of %d pairs: 'chosen' and 'rejected' are the same", source, count - len(found), count
         )
     if not found:
-        raise UserError(f"{path}: no pair left of {count}: 'chosen' and 'rejected' are the same in all of them")
+        raise UserError(f"{source}: no pair left of {count}: 'chosen' and 'rejected' are the same in all of them")
     return found
 
 
@@ -118,7 +123,7 @@ def _draw(prompt: Text, seed: int) -> float:
     return int.from_bytes(digest, "big") / 2**64
 
 
-def _parse(row: _Row, where: str) -> tuple[str, Preference | None]:
+def _parse(row: Row, where: str) -> tuple[str, Preference | None]:
     """Returns a row's form and its pair; none where both replies are the same."""
     texts = {name: text for name in _FIELDS if (text := getattr(row, name)) is not None}
     kinds = {name: "a string" if isinstance(text, str) else "a list of turns" for name, text in texts.items()}

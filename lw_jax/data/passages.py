@@ -7,10 +7,11 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
-from lw_jax.data import batches, prompt_tokens, rows
+from lw_jax.data import batches, prompt_tokens, row_sources, rows
 from lw_jax.data.batches import Encoded, Field
 from lw_jax.data.example_counts import Ledger
 from lw_jax.data.prompt_tokens import Layout
+from lw_jax.data.row_fields import Fields
 from lw_jax.data.tokens import Tokenizer
 
 _REMEDY = 'a passage is a row {"text": "..."}; mend or remove it'
@@ -20,14 +21,15 @@ SHORTEST = 0.5  # of the length asked for, that a document's last piece must hav
 KEPT = 0.99
 
 
-def read(source: str) -> list[str]:
-    """Returns the texts of a .txt file (split at blank lines), or of .json/.jsonl rows {"text": ...}; also .gz.
+def read(source: str, columns: Sequence[str] = ()) -> list[str]:
+    """Returns the texts of a .txt file (split at blank lines, also .gz), or of rows {"text": ...}.
 
-    Raises UserError naming file, line and rule.
+    Rows are as `row_sources.read` finds them, `columns` is data.columns. Raises UserError naming file, line and rule.
     """
     path = Path(source).expanduser()
-    if any(suffix in path.suffixes for suffix in (".json", ".jsonl")):
-        found = [_text_of(row, where) for where, row in rows.read(path, rows.Text, remedy=_REMEDY)]
+    if row_sources.is_table(source) or any(suffix in path.suffixes for suffix in (".json", ".jsonl")):
+        fields = Fields.of(rows.Text, columns, _REMEDY)
+        found = [_text_of(row, where) for where, row in row_sources.read(source, fields, split="train")]
     else:
         found = list(rows.paragraphs(path))
     if not found:

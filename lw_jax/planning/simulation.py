@@ -6,13 +6,12 @@ figure is a plan's or the arithmetic estimate's.
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.validation import MADE
-from lw_jax.data import examples, pairs
+from lw_jax.data import examples, pairs, row_sources
 
 Plan = Mapping[str, Any]
 Estimate = Callable[[Config, str], Plan]  # (configuration, target) -> its plan by arithmetic
@@ -30,15 +29,15 @@ class Change:
 def epoch(cfg: Config) -> int | None:
     """Returns how many training examples there are, before any is dropped; None where they are not on this machine."""
     data = cfg.data
-    if cfg.recipe == "ttt" or data.train.startswith("hub:"):
+    if cfg.recipe == "ttt":
         return None
     if data.train in MADE:
         return data.cards
-    if not all(Path(name).expanduser().is_file() for name in examples.split_sources(data.train)):
+    if not all(map(row_sources.is_here, row_sources.split_sources(data.train))):
         return None
     if cfg.recipe == "dpo":
-        return len(pairs.read(data.train))
-    return len(examples.read(data.train))
+        return len(pairs.read(data.train, columns=data.columns))
+    return len(examples.read(data.train, columns=data.columns))
 
 
 def text(cfg: Config, plans: Sequence[Plan], *, own: Mapping[str, Any], estimate: Estimate) -> str:

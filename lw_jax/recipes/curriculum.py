@@ -117,8 +117,11 @@ class Curriculum:
         return self._teach(encoded) if teacher else encoded
 
     def _passages(self, split: examples.Split, task: str, length: int) -> list[Example]:
-        named = self.cfg.data.passages if split == "train" else ""
-        documents = passages.read(named) if named else [example.context for example in self.examples(split)]
+        data = self.cfg.data
+        named = data.passages if split == "train" else ""
+        documents = (
+            passages.read(named, data.columns) if named else [example.context for example in self.examples(split)]
+        )
         make = passages.reconstructions if task == "reconstruct" else passages.continuations
         return make(documents, length, self._tokenizer)
 

@@ -13,7 +13,7 @@ from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.precision import Precision
 from lw_jax.core.types import LossTerms, Tree
-from lw_jax.data import pairs, preferences
+from lw_jax.data import pairs, preferences, row_sources
 from lw_jax.data.data_schedule import DataSchedule, Phase, digest_of
 from lw_jax.data.pairs import Preference
 from lw_jax.data.preferences import Limits, Preferences
@@ -119,9 +119,10 @@ class DPO:
     def _pairs(self) -> tuple[list[Preference], list[Preference]]:
         """Returns the training pairs and the held-out ones."""
         data = self.cfg.data
-        train = pairs.read(data.train)
+        train = pairs.read(data.train, columns=data.columns)
         if data.validation:
-            return train, pairs.read(data.validation)
+            row_sources.check_apart(data.train, data.validation)
+            return train, pairs.read(data.validation, split="validation", columns=data.columns)
         return pairs.split(train, self.cfg.data.held_out, self.cfg.seed)
 
     @functools.cached_property
@@ -280,7 +281,7 @@ class DPO:
             found.append(Finding(True, f"{problem}: pairs with a long prompt are all dropped"))
         if self.outline:
             location = frozen_models.cached(self.cfg, self.llm.source)
-            if location is None or not Path(self.cfg.data.train).expanduser().exists():
+            if location is None or not all(map(row_sources.is_here, row_sources.split_sources(self.cfg.data.train))):
                 missing = f"{self.cfg.data.train} or the tokenizer is not on this machine"
                 return [*found, Finding(False, f"rows not checked: {missing}")]
             self.location = location

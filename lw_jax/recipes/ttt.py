@@ -13,7 +13,7 @@ from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import LossTerms, Task, Tree
-from lw_jax.data import corpus
+from lw_jax.data import corpus, row_sources
 from lw_jax.data.corpus import Span, TextTokenizer
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, byte_backend, load_tokenizer, wrap
 from lw_jax.data.windows import WarmupSchedule, Windows
@@ -139,10 +139,13 @@ class TTT:
         """Returns the training text and the held-out text."""
         data = self.cfg.data
         tokenizer = cast(TextTokenizer, self.tokenizer)  # a cached property is no property to a type checker
-        whole = corpus.pack(data.train, tokenizer, root=sources.cache_root())
+        root, columns = sources.cache_root(), data.columns
+        if data.validation:
+            row_sources.check_apart(data.train, data.validation)
+        whole = corpus.pack(data.train, tokenizer, root=root, columns=columns)
         if not data.validation:
             return whole.split(data.held_out, length=self.unit[1])
-        other = corpus.pack(data.validation, tokenizer, root=sources.cache_root())
+        other = corpus.pack(data.validation, tokenizer, root=root, split="validation", columns=columns)
         return Span(whole, 0, whole.tokens), Span(other, 0, other.tokens)
 
     # --- loss

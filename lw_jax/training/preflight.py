@@ -8,7 +8,7 @@ from typing import Protocol, runtime_checkable
 from lw_jax.core import config, validation
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.data import documents
+from lw_jax.data import row_sources
 
 FEWEST_JUDGED = 100  # steps from which on a run is checked for collapse at its end, whatever train.alarm_step is
 LONG_WARMUP = 0.5  # of a stage's steps
@@ -117,10 +117,14 @@ def _cadence(cfg: Config) -> list[Finding]:
 
 def missing_data(cfg: Config) -> list[Finding]:
     """Returns a warning for each data file that this machine lacks: the run may start on another one."""
-    made, found = (*validation.MADE, documents.DOCSTRINGS), []
-    for key in ("train", "validation", "passages"):
-        source = getattr(cfg.data, key)
-        if not source or source in made or source.startswith("hub:") or Path(source).expanduser().exists():
+    made, found = ("", *validation.MADE, validation.DOCSTRINGS), []
+    named = [
+        (key, name)
+        for key in ("train", "validation", "passages")
+        for name in row_sources.split_sources(getattr(cfg.data, key))
+    ]
+    for key, source in named:
+        if source in made or source.startswith(row_sources.HUB) or row_sources.is_here(source):
             continue
         setting = f"data.{key}={source!r}: no such file or folder, seen from {Path.cwd()}"
         found.append(

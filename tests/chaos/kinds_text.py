@@ -1,6 +1,9 @@
-"""Training data: examples, preference pairs, passages and documents."""
+"""Training data: examples, preference pairs, passages and documents; JSON, text and tables."""
 
+import functools
 import gzip
+import importlib
+import io
 import json
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -27,6 +30,8 @@ HOTPOT = {
     "context": [["Mara", ["She writes.", "A lot."]], ["Tom", ["x"]]],
 }
 COLUMNS = HOTPOT | {"context": {"title": ["Mara", "Tom"], "sentences": [["She writes."], ["x"]]}}
+NAMED = {"passage": {"body": ["Mara lives in Lisbon.", "Tom bakes."]}, "ask": "Where?", "gold": [ANSWER]}
+MAPPING = ("context:passage.body", "question:ask", "answers:gold.text")
 PAIR = {"prompt": "Say hello.", "chosen": "Hello!", "rejected": "No."}
 TURNS = {
     "prompt": [{"role": "user", "content": "Say hello."}],
@@ -38,6 +43,22 @@ TEXT = {"text": "A document of some words.\n\nAnd more."}
 
 def _lines(*rows: Any) -> bytes:
     return "".join(mutations.text_of(row) + "\n" for row in rows).encode("utf-8", "surrogatepass")
+
+
+def _table(file: str, *rows: Any) -> Callable[[Path], object]:
+    """Returns what writes rows as a parquet file or as a stream of Arrow."""
+
+    def write(folder: Path) -> object:
+        arrow, parquet = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.parquet")
+        table, sink = arrow.Table.from_pylist(list(rows)), io.BytesIO()
+        if file.endswith(".parquet"):
+            parquet.write_table(table, sink)
+        else:
+            with arrow.ipc.new_stream(sink, table.schema) as stream:
+                stream.write_table(table)
+        return (folder / file).write_bytes(sink.getvalue())
+
+    return write
 
 
 def texts_of(value: Any) -> Iterable[str]:
@@ -61,7 +82,13 @@ def _judge(value: Any, folder: Path, changed: bool) -> str:
     return ""
 
 
-def _kind(name: str, file: str, content: bytes, read: Callable[[str], Any], explicit: Mapping[str, Any]) -> Kind:
+def _kind(
+    name: str,
+    file: str,
+    content: bytes | Callable[[Path], object],
+    read: Callable[[str], Any],
+    explicit: Mapping[str, Any],
+) -> Kind:
     lines = ".jsonl" in file
 
     def mutate(sample: Sample) -> Any:
@@ -79,7 +106,7 @@ def _kind(name: str, file: str, content: bytes, read: Callable[[str], Any], expl
     return Kind(
         row=ROW,
         name=name,
-        write=lambda folder: (folder / file).write_bytes(content),
+        write=content if callable(content) else lambda folder: (folder / file).write_bytes(content),
         mutate=mutate,
         load=lambda folder: list(read(str(folder / file))),
         judge=_judge,
@@ -120,6 +147,14 @@ _HOTPOT = {
     "columns of numbers": COLUMNS | {"context": {"title": 5, "sentences": None}},
     "titles of numbers": COLUMNS | {"context": {"title": [1, 2], "sentences": [["x"], ["y"]]}},
 }
+_NAMED = {
+    "surrogate": NAMED | {"ask": "@surrogate"},
+    "deep": NAMED | {"passage": "@deep"},
+    "digits": NAMED | {"gold": "@digits"},
+    "no nested column": NAMED | {"passage": {"text": "x"}},
+    "a number on the way": NAMED | {"passage": 5},
+    "row of numbers": b"[1, 2]",
+}
 _PAIRS = {
     "surrogate": PAIR | {"chosen": "@surrogate"},
     "deep": PAIR | {"prompt": "@deep"},
@@ -134,6 +169,11 @@ KINDS = [
     _kind("examples-gz", "examples.jsonl.gz", gzip.compress(_lines(EXAMPLE, OTHER), mtime=0), examples.read, {}),
     _kind("squad", "squad.json", json.dumps(SQUAD).encode(), examples.read, _SQUAD),
     _kind("hotpot", "hotpot.jsonl", _lines(HOTPOT, COLUMNS), examples.read, _HOTPOT),
+    _kind("columns", "columns.jsonl", _lines(NAMED, NAMED), functools.partial(examples.read, columns=MAPPING), _NAMED),
+    _kind(
+        "parquet", "a.parquet", _table("a.parquet", *[NAMED] * 5), functools.partial(examples.read, columns=MAPPING), {}
+    ),
+    _kind("arrow", "a.arrow", _table("a.arrow", *[TEXT] * 5), documents.read, {}),
     _kind("pairs", "pairs.jsonl", _lines(PAIR, PAIR | {"prompt": "Again."}), pairs.read, _PAIRS),
     _kind("pairs-turns", "pairs.jsonl", _lines(TURNS, TURNS), pairs.read, _PAIRS),
     _kind("passages", "passages.jsonl", _lines(TEXT, TEXT), passages.read, _TEXTS),

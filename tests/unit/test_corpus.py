@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast
 from lw_jax.core.errors import UserError
 from lw_jax.data import corpus, documents
 from lw_jax.data.corpus import Span, pack
+from lw_jax.data.row_sources import Unreachable
 from lw_jax.data.tokens import ByteTokenizer, load_tokenizer
 
 DOCUMENTS = ["naïve 中文\n", "", "two words", " \n ", *(f"document {i} of many" for i in range(31))]
@@ -250,12 +251,12 @@ def test_folder_that_cannot_be_made_is_told(tmp_path, source):
 
 
 def test_hub_that_does_not_answer_gives_what_was_packed_and_says_so(tmp_path, monkeypatch, capsys):
-    def silent(source):
-        raise documents.Unreachable(f"{source}: no route")
+    def silent(source, split, columns):
+        raise Unreachable(f"{source}: no route")
 
     revision = ["old"]
-    monkeypatch.setattr(documents, "identify", lambda source: [source, revision[0]])
-    monkeypatch.setattr(documents, "read", lambda source: iter([documents.Piece(f"{source} {revision[0]}", True)]))
+    monkeypatch.setattr(documents, "identify", lambda source, *_: [source, revision[0]])
+    monkeypatch.setattr(documents, "read", lambda source, *_: iter([documents.Piece(f"{source} {revision[0]}", True)]))
     pack("hub:org/t", ByteTokenizer(), root=tmp_path)
     revision[0] = "new"
     made = pack("hub:org/t", ByteTokenizer(), root=tmp_path)
@@ -266,7 +267,7 @@ def test_hub_that_does_not_answer_gives_what_was_packed_and_says_so(tmp_path, mo
     assert found.folder == made.folder and not found.made
     assert f"no route. Taken as it was packed in {made.folder}" in capsys.readouterr().err
     for source, tokenizer in (("hub:org/u", ByteTokenizer()), ("hub:org/t", Wide())):
-        with pytest.raises(documents.Unreachable, match="no route"):
+        with pytest.raises(Unreachable, match="no route"):
             pack(source, tokenizer, root=tmp_path)
 
 

@@ -87,6 +87,13 @@ def test_passages_come_from_their_own_file_where_it_is_named(root, tmp_path):
     assert not any("Paper number" in text for text in held_out)
 
 
+def test_passages_are_taken_from_the_named_column(root, tmp_path):
+    file = tmp_path / "p.jsonl"
+    file.write_text("".join(f'{{"body": "Paper number {n} speaks of nothing but rain."}}\n' for n in range(11)))
+    named = make(root, **STAGES | {"data__passages": str(file), "data__columns": ("text:body",)})
+    assert all("Paper number" in one.context for one in named.stream("train", "reconstruct", 19).examples)
+
+
 def values(gaps, *, base=2.0):
     """A validation's metrics by the gap of each."""
     plain = {name: base for name in gaps}

@@ -12,15 +12,16 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.data import documents
-from lw_jax.data.documents import Piece, Unreachable, identify, read
+from lw_jax.data.documents import Piece, identify, read
+from lw_jax.data.row_sources import Unreachable
 
 TEXT = "naïve 中文\r\n\r\n" + "".join(f"line {i} of it\n" for i in range(97)) + "no end"
 
 
-def texts(source):
+def texts(source, split="train", columns=()):
     """Joins the pieces of each document."""
     found, held = [], ""
-    for piece in read(str(source)):
+    for piece in read(str(source), split, columns):
         held += piece.text
         if piece.ends:
             found.append(held)
@@ -197,12 +198,13 @@ def test_real_library_has_a_megabyte_of_text():
 
 
 class Rows(list):
+    column_names = None
+
     def select_columns(self, names):
-        assert names == ["text"]
-        return self
+        raise AssertionError("its columns are not known")
 
 
-def put_datasets(monkeypatch, rows, *, splits=None):
+def put_datasets(monkeypatch, rows):
     """Puts a package "datasets" in place that answers `rows` (raises it, if an error), and remembers what was asked."""
     asked = []
 
@@ -210,95 +212,84 @@ def put_datasets(monkeypatch, rows, *, splits=None):
         pass
 
     def answer(*what, **options):
-        asked.append((*what, options))
+        asked.append((what, options))
         if isinstance(rows, Exception):
             raise rows
-        return splits if splits is not None and len(what) == 1 else Rows(rows)
+        return Rows(rows)
 
-    def load_dataset_builder(*what):
-        answer(*what)
-        return types.SimpleNamespace(hash="5eed", as_streaming_dataset=lambda *, split: answer("streamed", split))
+    def load_dataset_builder(*what, **options):
+        answer(*what, **options)
+        return types.SimpleNamespace(hash="5eed")
 
     module = types.ModuleType("datasets")
-    module.load_dataset = module.load_from_disk = answer
+    module.load_dataset = answer
     module.load_dataset_builder = load_dataset_builder
     module.exceptions = types.SimpleNamespace(DatasetsError=DatasetsError)
     monkeypatch.setitem(sys.modules, "datasets", module)
     return asked
 
 
-ROWS = [{"text": "one"}, {"text": ""}, {"text": "two", "id": 3}]
+@pytest.mark.parametrize(
+    ("source", "split", "named", "options"),
+    [
+        ("hub:org/t", "train", ("org/t", None), {"split": "train", "revision": None}),
+        ("hub:org/t:raw-v1", "validation", ("org/t", "raw-v1"), {"split": "validation", "revision": None}),
+        ("hub:org/t:raw-v1:test@1a2b", "train", ("org/t", "raw-v1"), {"split": "test", "revision": "1a2b"}),
+    ],
+)
+def test_hub_source_is_streamed_and_known_by_its_hash(monkeypatch, source, split, named, options):
+    asked = put_datasets(monkeypatch, [{"text": "one"}, {"text": ""}, {"text": "two", "id": 3}])
+    assert texts(source, split) == ["one", "", "two"]
+    assert asked == [(named, options | {"streaming": True})]
+    assert identify(source, split) == [source, "5eed", *([split] if split != "train" else [])]
+    assert asked[1] == (named, {"revision": options["revision"]})
 
 
-@pytest.mark.parametrize(("source", "named"), [("hub:org/t", ("org/t",)), ("hub:org/t:raw-v1", ("org/t", "raw-v1"))])
-def test_hub_source_is_streamed_from_its_split_train(monkeypatch, source, named):
-    asked = put_datasets(monkeypatch, ROWS)
-    assert texts(source) == ["one", "", "two"]
-    assert asked == [(*named, {}), ("streamed", "train", {})]
-    assert identify(source) == [source, "5eed"]
-
-
-@pytest.mark.parametrize("source", ["hub:", "hub:a:b:c"])
+@pytest.mark.parametrize("source", ["hub:", "hub:a:b:c:d", "hub:a@b:c"])
 def test_hub_source_of_another_form_is_refused(source):
     with pytest.raises(UserError, match="expected hub:NAME"):
         texts(source)
 
 
-def test_hub_that_does_not_answer_or_a_missing_package_is_told_with_a_remedy(monkeypatch):
+def test_hub_that_does_not_answer_is_told_with_a_remedy(monkeypatch):
     put_datasets(monkeypatch, ConnectionError("no route"))
     for ask in (texts, identify):
         with pytest.raises(Unreachable, match="hub:org/t.*no route.*network"):
             ask("hub:org/t")
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(UserError, match="pip install datasets"):
-        texts("hub:org/t")
 
 
-@pytest.mark.parametrize("kind", ["arrow", "parquet"])
-def test_table_file_is_streamed(tmp_path, monkeypatch, kind):
-    asked = put_datasets(monkeypatch, ROWS)
-    path = tmp_path / f"a.{kind}"
-    path.write_bytes(b"table")
-    assert texts(path) == ["one", "", "two"]
-    assert asked == [(kind, {"data_files": str(path), "split": "train", "streaming": True})]
+def test_text_in_a_column_of_another_name_is_read_and_tells_sources_apart(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": 5, "body": {"en": "one"}}\n{"body": {"en": "two"}}\n')
+    assert texts(path, columns=("text:body.en",)) == ["one", "two"]
+    assert identify(str(path), columns=("text:body.en",)) != identify(str(path))
+    with pytest.raises(UserError, match=r"a\.jsonl:1: field 'text': no column 'body.fr', here are 'en'"):
+        texts(path, columns=("text:body.fr",))
 
 
-def test_row_of_a_table_is_refused_with_its_number(tmp_path, monkeypatch):
-    (tmp_path / "a.parquet").write_bytes(b"table")
-    put_datasets(monkeypatch, [{"text": "one"}, {"text": None}])
-    with pytest.raises(UserError, match=r"a\.parquet\[1\]"):
-        texts(tmp_path / "a.parquet")
-    put_datasets(monkeypatch, ValueError("magic bytes not found"))
-    with pytest.raises(UserError, match=r"a\.parquet: .*magic bytes"):
-        texts(tmp_path / "a.parquet")
+def test_folder_of_tables_is_read_by_split_and_another_with_text_whole(tmp_path):
+    parquet, table = pytest.importorskip("pyarrow.parquet"), pytest.importorskip("pyarrow").table
+    for name in ("train-00000-of-00002", "train-00001-of-00002", "test-00000-of-00001"):
+        parquet.write_table(table({"text": [name]}), tmp_path / f"{name}.parquet")
+    assert texts(tmp_path) == ["train-00000-of-00002", "train-00001-of-00002"]
+    assert texts(f"{tmp_path}:test") == ["test-00000-of-00001"]
+    assert identify(str(tmp_path)) != identify(f"{tmp_path}:test")
+    (tmp_path / "a.txt").write_text("a")
+    assert texts(tmp_path) == ["a", "test-00000-of-00001", "train-00000-of-00002", "train-00001-of-00002"]
 
 
-def test_saved_data_set_is_read_by_its_split_train(tmp_path, monkeypatch):
-    (tmp_path / "state.json").write_text("{}")
-    put_datasets(monkeypatch, ROWS)
-    assert texts(tmp_path) == ["one", "", "two"]
-    (tmp_path / "state.json").rename(tmp_path / "dataset_dict.json")
-    put_datasets(monkeypatch, ROWS, splits={"train": Rows(ROWS[:1]), "test": Rows(ROWS)})
-    assert texts(tmp_path) == ["one"]
-    put_datasets(monkeypatch, ROWS, splits={"test": Rows(ROWS)})
-    with pytest.raises(UserError, match=r'no split "train", here are \[\'test\'\]'):
-        texts(tmp_path)
-
-
-def test_real_tables_and_saved_data_sets_give_the_same_documents(tmp_path, monkeypatch):
+def test_saved_data_set_is_known_by_its_split(tmp_path):
     datasets = pytest.importorskip("datasets")
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
-    made = datasets.Dataset.from_dict({"id": [1, 2, 3], "text": ["one", "", "two\n三"]})
-    made.save_to_disk(str(tmp_path / "saved"))
-    datasets.DatasetDict({"train": made}).save_to_disk(str(tmp_path / "splits"))
-    made.to_parquet(str(tmp_path / "a.parquet"))
-    arrow = next((tmp_path / "saved").glob("*.arrow"))
-    for source in (tmp_path / "saved", tmp_path / "splits", tmp_path / "a.parquet", arrow):
-        assert texts(source) == ["one", "", "two\n三"]
-    assert identify(str(tmp_path / "saved")) != identify(str(tmp_path / "splits"))
-    (tmp_path / "bad.parquet").write_bytes(b"nonsense")
-    with pytest.raises(UserError, match=r"bad\.parquet"):
-        texts(tmp_path / "bad.parquet")
-    datasets.Dataset.from_dict({"content": ["a"]}).to_parquet(str(tmp_path / "other.parquet"))
-    with pytest.raises(UserError, match=r"other\.parquet.*text"):
-        texts(tmp_path / "other.parquet")
+    made = {
+        "train": datasets.Dataset.from_dict({"text": ["one"]}),
+        "validation": datasets.Dataset.from_dict({"text": ["two"]}),
+    }
+    datasets.DatasetDict(made).save_to_disk(str(tmp_path))
+    assert (texts(tmp_path), texts(tmp_path, "validation")) == (["one"], ["two"])
+    assert identify(str(tmp_path)) != identify(str(tmp_path), "validation") == identify(f"{tmp_path}:validation")
+
+
+def test_folder_of_text_has_no_split_to_name(tmp_path):
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(UserError, match="without parquet or Arrow files"):
+        texts(f"{tmp_path}:test")

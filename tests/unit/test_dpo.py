@@ -227,6 +227,18 @@ def test_no_prompt_is_on_both_sides_and_every_bucket_holds_a_batch(root):
     assert len(recipe.data_schedule().streams) == 4 and min(recipe.data_schedule().sizes()) >= 8
 
 
+def test_rows_of_both_sources_are_read_by_the_named_columns_and_must_differ(root, tmp_path):
+    lines = (root / "pairs.jsonl").read_text("utf-8").replace('"chosen"', '"better"').splitlines(keepends=True)
+    for name, part in {"a.jsonl": lines[:64], "b.jsonl": lines[64:]}.items():
+        (tmp_path / name).write_text("".join(part), "utf-8")
+    (tmp_path / "same.jsonl").symlink_to(tmp_path / "a.jsonl")
+    named = {"data__train": str(tmp_path / "a.jsonl"), "data__columns": ("chosen:better",), "data__held_out": 0.0}
+    train, held_out = make(root, **named | {"data__validation": str(tmp_path / "b.jsonl")})._pairs
+    assert (len(train), len(held_out)) == (64, 32)
+    with pytest.raises(UserError, match="same.jsonl' is the training source"):
+        make(root, **named | {"data__validation": str(tmp_path / "same.jsonl")}).validation()
+
+
 @pytest.mark.parametrize(
     ("changes", "named"),
     [

@@ -77,7 +77,7 @@ def test_hotpot_paragraphs_become_titled_text(tmp_path, shape):
     context = paragraphs if shape == "file" else {"title": ["Ed", "Al"], "sentences": [p[1] for p in paragraphs]}
     rows = [{"_id": "h", "answer": "yes", "question": "Did Ed run?", "context": context, "supporting_facts": []}]
     read = examples.read(write(tmp_path / "hotpot.json", json.dumps(rows)))
-    assert read == [Example("h", "Ed: Ed ran. He won.\nAl: Al sat.", "Did Ed run?", ("yes",))]
+    assert read == [Example("h", "Ed: Ed ran. He won.\n\nAl: Al sat.", "Did Ed run?", ("yes",))]
 
 
 @pytest.mark.parametrize(
@@ -174,6 +174,13 @@ def test_all_unanswerable_is_refused_with_their_number(tmp_path):
         examples.read(path)
 
 
+class Rows(list):
+    column_names = ("id", "context", "question", "answers")
+
+    def select_columns(self, names):
+        return Rows({name: row[name] for name in names if name in row} for row in self)
+
+
 def hub_double(monkeypatch, rows):
     """Puts a package "datasets" in place that answers `rows` and remembers what it was asked for."""
     asked = []
@@ -181,11 +188,12 @@ def hub_double(monkeypatch, rows):
     class DatasetsError(Exception):
         pass
 
-    def load_dataset(name, subset, *, split):
-        asked.append((name, subset, split))
+    def load_dataset(name, subset, *, split, revision, streaming):
+        assert not streaming
+        asked.append((name, subset, split, revision))
         if rows is None:
             raise ConnectionError("no route to the hub")
-        return rows
+        return Rows(rows)
 
     module = types.ModuleType("datasets")
     module.load_dataset = load_dataset
@@ -197,13 +205,16 @@ def hub_double(monkeypatch, rows):
 @pytest.mark.parametrize(
     ("source", "request_"),
     [
-        ("hub:org/qa", ("org/qa", None, "train")),
-        ("hub:org/qa:distractor", ("org/qa", "distractor", "train")),
-        ("hub:org/qa:validation[:10%]", ("org/qa", None, "validation[:10%]")),
-        ("hub:org/qa:hard:train[5:]", ("org/qa", "hard", "train[5:]")),
+        ("hub:org/qa", ("org/qa", None, "train", None)),
+        ("hub:org/qa:distractor", ("org/qa", "distractor", "train", None)),
+        ("hub:org/qa:validation[:10%]", ("org/qa", None, "validation[:10%]", None)),
+        ("hub:org/qa:hard:train[5:]", ("org/qa", "hard", "train[5:]", None)),
         ("hub:org/qa:a:b:c", None),
-        ("hub:org/qa:test", ("org/qa", None, "test")),
-        ("hub:org/qa:hard:dev", ("org/qa", "hard", "dev")),
+        ("hub:org/qa:test", ("org/qa", None, "test", None)),
+        ("hub:org/qa:hard:dev", ("org/qa", "hard", "dev", None)),
+        ("hub:org/qa@refs/convert/parquet", ("org/qa", None, "train", "refs/convert/parquet")),
+        ("hub:org/qa:hard:test@1a2b", ("org/qa", "hard", "test", "1a2b")),
+        ("hub:org/qa@1a2b:test", None),
         ("hub::test", None),
     ],
 )
@@ -226,7 +237,7 @@ def test_missing_hub_package_or_network_is_refused_with_remedy(monkeypatch):
     with pytest.raises(UserError, match="pip install datasets"):
         examples.read("hub:org/qa")
     hub_double(monkeypatch, None)
-    with pytest.raises(UserError, match="no route to the hub; check the names and the network"):
+    with pytest.raises(UserError, match="hub:org/qa:train: .*no route to the hub; check name.*network"):
         examples.read("hub:org/qa")
 
 
@@ -240,6 +251,16 @@ def test_load_takes_source_and_limit_of_the_split(tmp_path, monkeypatch):
     for split in ("train", "validation"):
         examples.load(hub, split, seed=0)
     assert [request[2] for request in asked] == ["train", "validation"]
+
+
+def test_load_takes_the_named_columns_and_the_split_of_a_folder(tmp_path):
+    datasets = pytest.importorskip("datasets")
+    made = [row | {"body": row["context"], "context": None, "answer": "x", "answers": None, "id": "1"} for row in ROWS]
+    parts = {name: datasets.Dataset.from_list([row]) for name, row in zip(("train", "validation"), made, strict=True)}
+    datasets.DatasetDict(parts).save_to_disk(str(tmp_path))
+    data = data_config(train=str(tmp_path), validation=str(tmp_path), columns=("context:body", "answers:"))
+    found = {split: [one.context for one in examples.load(data, split, seed=0)] for split in parts}
+    assert found == {"train": ["Ann has a dog."], "validation": ["Bo has a cat."]}
 
 
 def test_several_sources_follow_each_other(tmp_path):

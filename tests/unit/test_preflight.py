@@ -97,6 +97,15 @@ def test_alarm_is_armed_in_runs_shorter_than_its_step_too(name, step):
     assert not any("alarm" in line for line in texts(cfg))
 
 
+def test_each_source_that_is_not_here_is_told(tmp_path):
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "saved").mkdir()
+    named = f"{tmp_path}/a.jsonl,{tmp_path}/gone.jsonl,hub:a/b"
+    cfg = load("configs/smoke.py", data__train=named, data__validation=f"{tmp_path}/saved:test")
+    (told,) = preflight.missing_data(cfg)
+    assert told.text.startswith(f"data.train='{tmp_path}/gone.jsonl': no such file or folder")
+
+
 def test_alarm_that_cannot_fire_is_told():
     (off,) = [line for line in texts(load("configs/smoke.py", train__alarm_step=0)) if "alarm" in line]
     assert off.startswith("warning: train.alarm_step=0")

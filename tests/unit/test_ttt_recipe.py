@@ -273,6 +273,14 @@ def test_validation_of_another_source_leaves_all_of_the_text_to_training(root, t
     assert held_out.corpus.source == str(other) and len(held_out) == 3 * 39 + 1
 
 
+def test_text_of_both_sources_is_read_from_the_named_column(root, tmp_path):
+    for name, count in {"a.jsonl": 40, "b.jsonl": 30}.items():
+        (tmp_path / name).write_text('{"text": 5, "body": "Words of a column."}\n' * count)
+    sides = {"data__train": str(tmp_path / "a.jsonl"), "data__validation": str(tmp_path / "b.jsonl")}
+    train_span, held_out = tiny.make_ttt(root, data__columns=("text:body",), **sides)._spans
+    assert (len(train_span), len(held_out)) == (40 * 19, 30 * 19)
+
+
 def test_text_without_a_window_is_refused(root, tmp_path):
     short = tmp_path / "short.txt"
     short.write_text("too short")

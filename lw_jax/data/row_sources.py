@@ -1,0 +1,305 @@
+"""Rows of tables, each as a typed value: JSON, parquet and Arrow files, folders of them, saved data sets, the hub.
+
+The one reader of rows for every recipe. A field may stand in a column of another name (`data.columns`). Files are read
+in batches of rows, and of parquet and Arrow only the columns that are needed.
+"""
+
+import contextlib
+import importlib
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from lw_jax.core.errors import UserError
+from lw_jax.data import rows
+from lw_jax.data.row_fields import Fields
+
+HUB = "hub:"
+SUFFIXES = (".parquet", ".arrow")
+BATCH = 128  # rows of a file in memory at once
+# What a split's name begins with; so it is told from a configuration of the hub and found in the names of files.
+_SPLIT = re.compile(r"(?:train|valid|val|validation|dev|test)(?![a-z])", re.ASCII)
+_SHARD = re.compile(r"(?:[-_.]\d+(?:-of-\d+)?(?:-[0-9a-f]{8,})?)?$")  # ends the name of one of several files
+_HUB_FORM = "hub:NAME[:CONFIG][:SPLIT][@REVISION]"
+_LOCAL = "name a .jsonl, .json, .parquet or .arrow file, a folder of parquet or Arrow files or of datasets.save_to_disk"
+
+_T = TypeVar("_T")
+
+
+class Unreachable(UserError):
+    """The source cannot be read now."""
+
+
+def read(
+    source: str, fields: Fields[_T], *, split: str, stream: bool = False, document: type[Any] | None = None
+) -> Iterator[tuple[str, Any]]:
+    """Yields (place, row) of one source in its order.
+
+    Args:
+        source: a file of JSON lines or a JSON array (also .gz), a .parquet or .arrow file, a folder of them or of
+            datasets.save_to_disk, each folder also as FOLDER:SPLIT, or "hub:NAME[:CONFIG][:SPLIT][@REVISION]".
+        split: taken where the source has several and names none.
+        stream: read a data set of the hub over the network, instead of a copy on the disk.
+        document: as `rows.read`; it has no columns and is yielded whole.
+
+    Raises:
+        UserError: names file or split, row, field, value, rule and remedy.
+        Unreachable: the hub does not answer, or has no such data set.
+    """
+    where = label(source, split)
+    if source.startswith(HUB):
+        found = _ask_hub("load_dataset", source, split=parse_hub(source, split)[2], streaming=stream)
+        yield from _read_set(found, fields, where)
+    elif is_saved(locate(source)[0]):
+        yield from _read_set(_load_saved(source, split), fields, where)
+    elif is_table(source):
+        for file in files(source, split):
+            yield from _read_file(file, fields)
+    else:
+        yield from _json_rows(Path(source).expanduser(), fields, document)
+
+
+def is_table(source: str) -> bool:
+    """Returns True for what is read by a library, not as text: parquet, Arrow, folders and the hub."""
+    return source.startswith(HUB) or Path(source).suffix in SUFFIXES or locate(source)[0].is_dir()
+
+
+def is_here(source: str) -> bool:
+    """Returns True for a file or folder that this machine has."""
+    return not source.startswith(HUB) and locate(source)[0].exists()
+
+
+def locate(source: str) -> tuple[Path, str]:
+    """Returns the path of a local source, and the split that FOLDER:SPLIT names."""
+    path = Path(source).expanduser()
+    folder, colon, named = source.rpartition(":")
+    if colon and not path.exists() and Path(folder).expanduser().is_dir():
+        return Path(folder).expanduser(), named
+    return path, ""
+
+
+def split_sources(source: str) -> list[str]:
+    """Returns the names in a list of sources; a file or folder whose own name has commas is one source."""
+    return [source] if is_here(source) else [name.strip() for name in source.split(",")]
+
+
+def label(source: str, split: str) -> str:
+    """Returns a source with the split that is read of it, where it has several."""
+    if source.startswith(HUB):
+        name, subset, chosen, revision = parse_hub(source, split)
+        return ":".join(filter(None, (f"{HUB}{name}", subset, chosen))) + f"@{revision}" * bool(revision)
+    path, named = locate(source)
+    return f"{path}:{named or split}" if path.is_dir() and _splits(path) else str(path)
+
+
+def check_apart(train: str, validation: str) -> None:
+    """Raises UserError where a validation source is a training source."""
+    trained = [_identify(name, "train") for name in split_sources(train)]
+    for name in split_sources(validation):
+        if _identify(name, "validation") in trained:
+            raise UserError(
+                f"config.data.validation={name!r} is the training source: scores would measure memory; "
+                "name another file or split"
+            )
+
+
+def parse_hub(source: str, split: str) -> tuple[str, str, str, str]:
+    """Returns (name, configuration, split, revision) of a data set of the hub; `split` where it names none."""
+    whole, at, revision = source.removeprefix(HUB).partition("@")
+    name, *rest = re.split(r":(?![^\[]*\])", whole)  # a slice "train[:90%]" stays whole
+    if not name or len(rest) > 2 or (at and not re.fullmatch(r"[\w./-]+", revision)):
+        raise UserError(f"{source!r}: expected {_HUB_FORM}")
+    if len(rest) == 1:  # one word: a split when it begins like one, else a configuration
+        rest = ["", rest[0]] if _SPLIT.match(rest[0]) else [rest[0], split]
+    subset, chosen = rest or ("", split)
+    return name, subset, chosen or split, revision
+
+
+def hub_hash(source: str) -> str:
+    """Identifies the content of a data set of the hub. Raises Unreachable where the hub does not answer."""
+    return str(_ask_hub("load_dataset_builder", source).hash)
+
+
+def is_saved(path: Path) -> bool:
+    """Returns True for a folder of datasets.save_to_disk."""
+    return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
+
+
+def files(source: str, split: str) -> list[Path]:
+    """Returns the parquet and Arrow files of a source in the order of their names; of a folder those of one split.
+
+    A split is what the name of a file or of a folder in it begins with, as the hub names them:
+    data/validation-00000-of-00002.parquet. Without such names the folder is one table.
+    """
+    path, named = locate(source)
+    if path.is_file():
+        return [path]
+    if not path.is_dir():
+        raise UserError(f"{path}: no such file or folder (seen from {Path.cwd()}); {_LOCAL}")
+    found = _shards(path)
+    if not found:
+        raise UserError(f"{path}: is a directory without parquet or Arrow files; {_LOCAL}")
+    parted = {file: _split_of(file.relative_to(path)) for file in found}
+    if not any(parted.values()) and not named:
+        return found
+    if odd := next((file for file, one in parted.items() if not one and any(parted.values())), None):
+        raise UserError(f"{odd}: its name has no split, others in {path} have one; name the files with commas between")
+    chosen = [file for file, one in parted.items() if one == (named or split)]
+    if not chosen:
+        raise _no_split(path, named or split, parted.values())
+    return chosen
+
+
+# --- files
+
+
+def _json_rows(path: Path, fields: Fields[_T], document: type[Any] | None) -> Iterator[tuple[str, Any]]:
+    if path.suffix in (".csv", ".tsv"):
+        raise UserError(
+            f"{path}: a CSV file has neither types nor lists; write its rows as .jsonl or .parquet; {_LOCAL}"
+        )
+    if not fields.columns:
+        yield from rows.read(path, fields.kind, remedy=fields.remedy, document=document)
+        return
+    for where, row in rows.read(path, dict[str, Any], remedy=fields.remedy, document=document):
+        yield where, fields.convert(row, where) if isinstance(row, dict) else row
+
+
+def _read_file(path: Path, fields: Fields[_T]) -> Iterator[tuple[str, _T]]:
+    def loaded() -> Iterator[Mapping[str, Any]]:
+        with _opened(path, fields) as batches:
+            for batch in batches:
+                yield from batch.to_pylist()
+
+    yield from _typed(loaded(), fields, str(path), _import("pyarrow", str(path)).ArrowException)
+
+
+@contextlib.contextmanager
+def _opened(path: Path, fields: Fields[Any]) -> Iterator[Iterable[Any]]:
+    """Opens a file as record batches of the needed columns, without holding more of it than a group of rows."""
+    if path.suffix == ".parquet":
+        parquet = importlib.import_module("pyarrow.parquet")
+        with parquet.ParquetFile(path, pre_buffer=False) as file:
+            chosen = fields.choose(file.schema_arrow.names, str(path))
+            yield file.iter_batches(BATCH, columns=chosen or None, use_threads=False)
+        return
+    arrow, ipc = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.ipc")
+    with arrow.OSFile(str(path)) as file:
+        is_file = file.read(6) == b"ARROW1"  # the other of Arrow's two formats, the stream, is what datasets writes
+        file.seek(0)
+        with ipc.open_file(file) if is_file else ipc.open_stream(file) as reader:
+            chosen = fields.choose(reader.schema.names, str(path)) or reader.schema.names
+            batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
+            yield (part for batch in batches for part in _parts(batch.select(chosen)))
+
+
+def _parts(batch: Any) -> Iterator[Any]:
+    batch.validate(full=True)  # Arrow trusts a file's offsets: a damaged one would end the process
+    return (batch.slice(start, BATCH) for start in range(0, batch.num_rows, BATCH))
+
+
+def _shards(folder: Path) -> list[Path]:
+    found = [file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
+    found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
+    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
+
+
+def _split_of(file: Path) -> str:
+    """Returns the split that the name of a file, or of the nearest folder, begins with; else an empty string."""
+    for name in (file.stem, *file.parts[-2::-1]):
+        if _SPLIT.match(name):
+            return _SHARD.sub("", name)
+    return ""
+
+
+# --- data sets
+
+
+def _ask_hub(what: str, source: str, **options: Any) -> Any:
+    """Returns what a function of the library gives for a data set of the hub."""
+    name, subset, _, revision = parse_hub(source, "")
+    datasets = _import("datasets", source)
+    try:
+        return getattr(datasets, what)(name, subset or None, revision=revision or None, **options)
+    except (OSError, ValueError, datasets.exceptions.DatasetsError) as error:
+        raise Unreachable(
+            f"{label(source, options.get('split', ''))}: could not be loaded: {error}; check name, configuration, "
+            "split, revision and the network, or download files of it and name their folder"
+        ) from error
+
+
+def _load_saved(source: str, split: str) -> Any:
+    path, named = locate(source)
+    datasets = _import("datasets", source)
+    try:
+        found = datasets.load_from_disk(str(path))
+    except (OSError, ValueError, LookupError, datasets.exceptions.DatasetsError) as error:
+        raise UserError(f"{path}: cannot be loaded ({error}); save the data set again") from error
+    if not (path / "dataset_dict.json").is_file():
+        if named:
+            raise _no_split(path, named, ())
+        return found
+    if (named or split) not in found:
+        raise _no_split(path, named or split, found)
+    return found[named or split]
+
+
+def _read_set(found: Any, fields: Fields[_T], where: str) -> Iterator[tuple[str, _T]]:
+    known = found.column_names  # none where the library does not know them before the first row
+    if known and (chosen := fields.choose(known, where)):
+        found = found.select_columns(chosen)
+    datasets, arrow = _import("datasets", where), _import("pyarrow", where)
+    yield from _typed(found, fields, where, datasets.exceptions.DatasetsError, arrow.ArrowException)
+
+
+def _typed(
+    found: Iterable[Mapping[str, Any]], fields: Fields[_T], where: str, *errors: type[Exception]
+) -> Iterator[tuple[str, _T]]:
+    """Yields (place, row) of what a library reads lazily, so that its errors come with any row."""
+    number = 0
+    try:
+        for row in found:
+            named = f"{where}[{number}]"
+            yield named, fields.convert(row, named)
+            number += 1
+    except UserError:
+        raise
+    except (OSError, ValueError, *errors) as error:
+        raise UserError(
+            f"{where}: cannot be read beyond {number} rows ({error}); fetch or write the data again"
+        ) from error
+
+
+# --- names
+
+
+def _identify(source: str, split: str) -> tuple[str, ...]:
+    """Returns what is equal for two names of the same rows."""
+    if source.startswith(HUB):
+        return parse_hub(source, split)
+    path, named = locate(source)
+    if not path.is_dir() or not _splits(path):
+        return (os.path.realpath(path),)
+    return (os.path.realpath(path / (named or split)),)  # so lies a split of a saved data set
+
+
+def _splits(folder: Path) -> bool:
+    if is_saved(folder):
+        return (folder / "dataset_dict.json").is_file()
+    return any(_split_of(file.relative_to(folder)) for file in _shards(folder))
+
+
+def _no_split(path: Path, split: str, known: Iterable[str]) -> UserError:
+    here = ", ".join(sorted({repr(one) for one in known if one})) or "none"
+    return UserError(f"{path}: no split {split!r}, here are {here}; name one of them: {path}:SPLIT")
+
+
+def _import(package: str, source: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"{source!r} needs the package {package!r} ({error}): pip install datasets, or name a file of JSON lines"
+        ) from error

@@ -1,0 +1,257 @@
+"""lw_jax/data/row_sources.py, row_fields.py: the same rows from every form of table, or a refusal by place."""
+
+import gzip
+import json
+import sys
+
+import pytest
+
+from lw_jax.core.config_sections import FIELDS
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Example
+from lw_jax.data import examples, pairs, passages, row_fields, row_sources, rows
+
+COUNT = 301  # more than two batches
+COLUMNS = ("context:passage.text", "question:query", "answers:gold.text", "id:")
+ROWS = [
+    {
+        "passage": {"text": [f"One {i}.", f"Two {i}."], "rank": i},
+        "query": f"What is {i}?",
+        "gold": [{"text": f"{i}", "start": 0}, {"text": f"number {i}", "start": 1}],
+        "id": {"no": "word"},
+        "more": [0.5, None],
+    }
+    for i in range(COUNT)
+]
+EXPECTED = [(f"One {i}.\n\nTwo {i}.", f"What is {i}?", (f"{i}", f"number {i}")) for i in range(COUNT)]
+
+
+def said(found):
+    return [(example.context, example.question, example.answers) for example in found]
+
+
+def write(folder, form, made):
+    """Writes rows as a form of table; returns the source's name."""
+    path = folder / form.replace(" ", "")
+    if form in ("rows.jsonl", "rows.jsonl.gz", "rows.json"):
+        text = json.dumps(made) if form == "rows.json" else "\n".join(map(json.dumps, made))
+        path.write_bytes(gzip.compress(text.encode()) if form.endswith("gz") else text.encode())
+        return str(path)
+    if form.startswith("saved"):
+        datasets = pytest.importorskip("datasets")
+        whole = datasets.Dataset.from_list(made)
+        whole = whole if form == "saved" else datasets.DatasetDict({"train": whole, "test": whole.select([0])})
+        whole.save_to_disk(str(path))
+        return str(path)
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    table = pyarrow.Table.from_pylist(made)
+    if form == "shards":
+        path.mkdir()
+        for number, start in enumerate(range(0, len(made), 97)):
+            parquet.write_table(table.slice(start, 97), path / f"train-{number:05d}-of-00004.parquet")
+        parquet.write_table(table.slice(0, 1), path / "test-00000-of-00001.parquet")
+    elif form.endswith(".parquet"):
+        parquet.write_table(table, path, row_group_size=143)
+    else:
+        new = pyarrow.ipc.new_stream if form == "stream.arrow" else pyarrow.ipc.new_file
+        with pyarrow.OSFile(str(path), "wb") as sink, new(sink, table.schema) as writer:
+            writer.write_table(table, 211)
+    return str(path)
+
+
+FORMS = (
+    "rows.jsonl",
+    "rows.jsonl.gz",
+    "rows.json",
+    "a.parquet",
+    "stream.arrow",
+    "file.arrow",
+    "shards",
+    "saved",
+    "saved s",
+)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_table_gives_the_same_examples_from_columns_of_other_names(tmp_path, form):
+    assert said(examples.read(write(tmp_path, form, ROWS), columns=COLUMNS)) == EXPECTED
+
+
+@pytest.mark.parametrize(
+    ("form", "place"),
+    [
+        ("rows.jsonl", "rows.jsonl:201"),
+        ("rows.json", "rows.json[200]"),
+        ("a.parquet", "a.parquet[200]"),
+        ("stream.arrow", "stream.arrow[200]"),
+        ("shards", "train-00002-of-00004.parquet[6]"),
+        ("saved", "saved[200]"),
+        ("saved s", "saveds:train[200]"),
+    ],
+)
+def test_null_and_another_type_are_refused_with_place_field_and_column(tmp_path, form, place):
+    source = write(tmp_path, form, [row | {"query": None} if i == 200 else row for i, row in enumerate(ROWS)])
+    with pytest.raises(UserError) as caught:
+        examples.read(source, columns=COLUMNS)
+    message = str(caught.value)
+    assert f"{place}: question=None: expected str, got null; known formats" in message
+    assert "question from 'query'" in message and "\n" not in message
+    with pytest.raises(UserError, match="more=|context=.*expected str"):
+        examples.read(source, columns=("context:passage.rank", *COLUMNS[1:]))
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_column_that_is_not_there_is_refused_with_those_that_are(tmp_path, form):
+    source = write(tmp_path, form, ROWS[:5])
+    names = "'passage', 'query', 'gold', 'id', 'more'"
+    with pytest.raises(UserError, match=f"field 'question': no column 'ask', here are {names}; data.columns=question:"):
+        examples.read(source, columns=("context:passage.text", "question:ask", "answers:gold.text"))
+    with pytest.raises(UserError, match="field 'context': no column 'passage.body', here are 'text', 'rank'"):
+        examples.read(source, columns=("context:passage.body", *COLUMNS[1:]))
+    with pytest.raises(UserError, match=rf"context.*{names}"):
+        examples.read(source, columns=("id:",))
+
+
+@pytest.mark.parametrize(
+    ("row", "columns", "context"),
+    [
+        ({"a.b": "whole", "a": {"b": "nested"}}, ("context:a.b",), "whole"),
+        ({"a:b": "c"}, ("context:a:b",), "c"),
+        ({"context": "q", "question": "c"}, ("context:question", "question:context"), "c"),
+        ({"context": ["One.", " ", "Two."]}, (), "One.\n\nTwo."),
+        ({"context": [{"title": "T", "text": "One."}, {"text": "Two."}, ["U", ["a.", " b."]]]}, (),
+         "T: One.\n\nTwo.\n\nU: a. b."),
+        ({"context": {"title": ["T", ""], "sentences": [["a.", "b."], ["c."]]}}, (), "T: a. b.\n\nc."),
+    ],
+)  # fmt: skip
+def test_contexts_of_paragraphs_and_odd_columns_become_one_text(tmp_path, row, columns, context):
+    row = {"question": "q", "answers": ["x"], "id": 5} | row
+    assert examples.read(write(tmp_path, "rows.jsonl", [row]), columns=columns) == [Example("5", context, "q", ("x",))]
+
+
+def test_answer_that_is_named_takes_the_place_of_the_table_s_answers(tmp_path):
+    source = write(tmp_path, "rows.jsonl", [{"context": "c", "question": "q", "answers": [], "right": "x"}])
+    assert said(examples.read(source, columns=("answer:right",))) == [("c", "q", ("x",))]
+
+
+def test_null_on_the_way_to_a_nested_column_is_a_null(tmp_path):
+    source = write(tmp_path, "rows.jsonl", [{"a": None, "question": "q", "answer": "x"}])
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: context=None: expected str"):
+        examples.read(source, columns=("context:a.b",))
+
+
+def test_columns_that_are_not_needed_are_not_read(tmp_path):
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    broken = pyarrow.Array.from_buffers(pyarrow.string(), 1, pyarrow.array([b"\xff"], pyarrow.binary()).buffers())
+    table = pyarrow.table({"context": ["c"], "question": ["q"], "answer": ["x"], "other": broken})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    assert said(examples.read(str(tmp_path / "a.parquet"))) == [("c", "q", ("x",))]
+    with pytest.raises(UserError, match=r"a\.parquet: cannot be read beyond 0 rows \(.*utf-8"):
+        examples.read(str(tmp_path / "a.parquet"), columns=("context:other",))
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.parquet", b"PAR1"), ("a.parquet", b""), ("a.arrow", b"ARROW1" * 9), ("a.arrow", b"")]
+)
+def test_broken_file_is_refused_by_name(tmp_path, name, content):
+    pytest.importorskip("pyarrow")
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError, match=rf"{name}: cannot be read beyond 0 rows"):
+        examples.read(str(tmp_path / name))
+
+
+def test_other_recipes_read_the_same_tables(tmp_path):
+    turns = [[{"role": "user", "content": "hi"}, {"role": "assistant", "content": reply}] for reply in ("hello", "no")]
+    row = {"prompt": "hi", "better": turns[0], "worse": turns[1], "body": "A text."}
+    source = write(tmp_path, "a.parquet", [row, row | {"body": " B text."}])
+    columns = ("prompt:", "chosen:better", "rejected:worse")
+    assert [pair.chosen for pair in pairs.read(f"{source},{source}", columns=columns)] == [
+        (pairs.Turn("assistant", "hello"),)
+    ] * 4
+    assert passages.read(source, ("text:body",)) == ["A text.", "B text."]
+
+
+# --- splits
+
+
+def touch(folder, *names):
+    for name in names:
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).touch()
+
+
+@pytest.mark.parametrize(
+    ("names", "split", "chosen"),
+    [
+        (("train-00000-of-00002.parquet", "train-00001-of-00002.parquet", "test.parquet"), "train", [0, 1]),
+        (("data/train-00000-of-00001-8a1b2c3d4e.parquet", "data/validation-00000-of-00001.parquet"), "validation", [1]),
+        (("text/train/0000.parquet", "text/test/0000.parquet", ".cache/train.parquet"), "train", [0]),
+        (("train_prefs-00000-of-00001.parquet", "train_sft-00000-of-00001.parquet"), ":train_sft", [1]),
+        (("b.parquet", "a/trains.arrow"), "validation", [1, 0]),
+    ],
+)
+def test_split_of_a_folder_is_told_from_the_names_in_it(tmp_path, names, split, chosen):
+    touch(tmp_path, *names, "README.md")
+    source, split = (f"{tmp_path}{split}", "train") if split.startswith(":") else (str(tmp_path), split)
+    assert row_sources.files(source, split) == [tmp_path / names[i] for i in chosen]
+
+
+@pytest.mark.parametrize(
+    ("names", "source", "rule"),
+    [
+        (("train_sft-00000-of-00001.parquet",), "", r"no split 'train', here are 'train_sft'; name .*:SPLIT"),
+        (("train.parquet", "b.parquet"), "", r"b\.parquet: its name has no split"),
+        (("a.parquet",), ":test", "no split 'test', here are none"),
+        (("a.csv",), "", "is a directory without parquet or Arrow files; name a .jsonl"),
+        ((), "/gone.parquet", r"gone\.parquet: no such file or folder"),
+        ((), "/gone.csv", r"gone\.csv: a CSV file has neither types nor lists; write its rows as .jsonl"),
+    ],
+)
+def test_folder_without_the_split_or_without_tables_is_refused(tmp_path, names, source, rule):
+    touch(tmp_path, *names)
+    with pytest.raises(UserError, match=rule):
+        examples.read(f"{tmp_path}{source}")
+
+
+def test_split_of_a_saved_data_set_is_named_or_taken_or_refused(tmp_path):
+    source = write(tmp_path, "saved s", ROWS[:3])
+    assert said(examples.read(f"{source}:test", columns=COLUMNS)) == EXPECTED[:1]
+    with pytest.raises(UserError, match="no split 'validation', here are 'test', 'train'; name .*:SPLIT"):
+        examples.read(source, split="validation", columns=COLUMNS)
+    with pytest.raises(UserError, match="no split 'x', here are none"):
+        examples.read(f"{write(tmp_path, 'saved', ROWS[:3])}:x", columns=COLUMNS)
+
+
+def test_validation_is_apart_from_training_by_what_is_read_not_by_its_name(tmp_path):
+    touch(tmp_path, "s/dataset_dict.json", "one/a.parquet", "p/train.parquet", "p/test.parquet")
+    for train, validation in (("s", "s"), ("p", "p:test"), ("hub:a/b", "hub:a/b:test"), ("hub:a/b", "hub:a/b:train@x")):
+        row_sources.check_apart(
+            *(one if one.startswith("hub:") else f"{tmp_path}/{one}" for one in (train, validation))
+        )
+    for train, validation in (("s", "s:train"), ("s/train", "s:train"), ("one", "one"), ("hub:a/b", "hub:a/b:train")):
+        with pytest.raises(UserError, match="is the training source"):
+            row_sources.check_apart(
+                *(one if one.startswith("hub:") else f"{tmp_path}/{one}" for one in (train, validation))
+            )
+
+
+# --- packages and keys
+
+
+@pytest.mark.parametrize(
+    ("package", "name"),
+    [("pyarrow", "a.parquet"), ("pyarrow", "a.arrow"), ("datasets", "state.json"), ("datasets", "")],
+)
+def test_missing_package_is_refused_with_what_installs_it(tmp_path, monkeypatch, package, name):
+    touch(tmp_path, name) if name else None
+    source = "hub:a/b" if not name else str(tmp_path if name == "state.json" else tmp_path / name)
+    monkeypatch.setitem(sys.modules, package, None)
+    with pytest.raises(UserError, match=f"needs the package '{package}' .*: pip install datasets"):
+        examples.read(source)
+
+
+def test_fields_that_columns_may_name_are_those_of_the_rows():
+    wire = [*row_fields.names_of(examples.Row), *row_fields.names_of(rows.Text)]
+    assert sorted(FIELDS["latentwire"]) == sorted(name for name in wire if name != "_id")
+    assert sorted(FIELDS["dpo"]) == sorted(row_fields.names_of(pairs.Row))
+    assert sorted(FIELDS["ttt"]) == row_fields.names_of(rows.Text)
