@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lw_jax.core.eval_rows import MESSAGES
+from lw_jax.data import row_sources
 from lw_jax.hub import licences, wire_repository
 from lw_jax.report import tables
 from lw_jax.report.records import Run
@@ -227,19 +228,19 @@ def _named(run: Run) -> list[tuple[str, str]]:
     """Returns what each source of data is for, and the source."""
     data, uses = run.cfg.data, {}
     for use, key in (("training", data.train), ("validation", data.validation), ("passages", data.passages)):
-        for name in filter(None, key.split(",")):
+        for name in filter(None, row_sources.split_sources(key)):
             uses.setdefault(name, []).append(use)
     return [(f"data of {' and '.join(found)}", name) for name, found in uses.items()]
 
 
 def _name_of(source: str) -> str:
     """Returns data by name: no path of the machine that trained."""
-    return ", ".join(one if one.startswith("hub:") or one in MADE else Path(one).name for one in source.split(","))
+    return ", ".join(one if one.startswith(row_sources.HUB) or one in MADE else Path(one).name for one in row_sources.split_sources(source))
 
 
 def _hub_data(source: str) -> str:
     """Returns the hub's repository of a source of data; empty for others."""
-    return source.removeprefix("hub:").split(":")[0] if source.startswith("hub:") else ""
+    return row_sources.parse_hub(source, "")[0] if source.startswith(row_sources.HUB) else ""
 
 
 def _data_licence(source: str) -> str:

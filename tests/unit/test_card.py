@@ -27,7 +27,7 @@ def describe(source, local=False):
 
 def render(folder, *, sources=SOURCES, local=(), step=STEP, published=UNSTATED, **changes):
     """The card of a run that reads these sources."""
-    changes = {"data__train": f"hub:{SQUAD}", "data__validation": f"hub:{SQUAD}"} | changes
+    changes = {"data__train": f"hub:{SQUAD}@main", "data__validation": f"hub:{SQUAD}@main"} | changes
     at = runs.write_run(folder, **changes)
     (at / "hardware.json").write_text(json.dumps({"kind": "gpu", "card": "NVIDIA Sort", "devices": 3}), "utf-8")
     run = records.read(at)
