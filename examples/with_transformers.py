@@ -158,7 +158,7 @@ def to_inputs(model: Model, prompt: "np.ndarray | KVPrompt") -> dict[str, Any]:
             cache.update(keys.to(model.dtype), values.to(model.dtype), layer)
         # `generate` counts the cache's positions among those of the embeddings and leaves out as many.
         x = np.pad(prompt.embeddings, ((cache.get_seq_length(), 0), (0, 0)))
-        held = {"past_key_values": cache}
+        held = {"cache": cache}
     embeddings = torch.tensor(x[None], device=model.device, dtype=model.dtype)
     return {"inputs_embeds": embeddings, "attention_mask": torch.ones(embeddings.shape[:2], dtype=torch.long), **held}
 

@@ -126,7 +126,7 @@ def test_importing_the_package_imports_no_jax():
         [sys.executable, "-c", code], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)}, capture_output=True,
         text=True, check=True,
     )  # fmt: skip
-    assert done.stdout.strip() == "[] ['__version__', 'load_lm', 'load_wire']"
+    assert done.stdout.strip() == "[] ['__version__', 'evaluate', 'load_lm', 'load_wire']"
     assert lw_jax.load_lm is language_model.load_lm and lw_jax.load_wire is trained_wire.load_wire
     with pytest.raises(AttributeError, match="no attribute 'load_llm'"):
         lw_jax.load_llm  # noqa: B018
