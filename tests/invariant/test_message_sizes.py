@@ -2,6 +2,7 @@
 
 import jax
 import numpy as np
+import pytest
 
 from lw_jax.core import runtime
 from tests import tiny
@@ -18,6 +19,7 @@ SIZES = {
 }
 
 
+@pytest.mark.slow
 def test_curve_of_drawn_ratios_is_that_of_four_devices_and_of_a_resumed_run(root, tmp_path):
     _, losses, wanted = tiny.unsaved_curve(tiny.make_recipe(root, **SIZES), tmp_path / "one")
     _, four, trainable = tiny.unsaved_curve(tiny.make_recipe(root, devices=4, **SIZES), tmp_path / "four")

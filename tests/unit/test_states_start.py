@@ -121,6 +121,7 @@ def test_start_is_the_same_on_four_devices_and_for_a_frozen_body(root, started):
             np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_training_moves_all_but_the_rarity_on_any_devices(root, tmp_path):
     curves = []
     for devices in (1, 4):
