@@ -42,12 +42,11 @@ from lw_jax.core import schema
 from lw_jax.core.command_line import take_assignments
 from lw_jax.core.config import split_prompt
 from lw_jax.core.errors import UserError, leave
-from lw_jax.data import batches, chat_templates
+from lw_jax.data import chat_templates
 from lw_jax.data.tokens import Tokenizer
 from lw_jax.evals import answers
 from lw_jax.hub import wire_repository
 from lw_jax.inference import message_io
-from lw_jax.models import codec
 from lw_jax.training import run_folder
 
 if TYPE_CHECKING:
@@ -180,6 +179,9 @@ def cut_prompt(
     wire: "TrainedWire", message: bytes, reader: str, question: str
 ) -> tuple[list[int], np.ndarray, list[int]]:
     """Returns a prompt's token ids before the message, the message's positions f32 [n d], and the ids behind it."""
+    from lw_jax.data import batches  # JAX, which `lw_jax.load_wire` prepares for
+    from lw_jax.models import codec
+
     whole = wire.prompt_embeds(message, reader, question)
     literals = codec.read_frame(message).literals
     fields = batches.encode_prompt("?", question, layout=wire.recipe.layout, literals=literals)["readers"][reader]

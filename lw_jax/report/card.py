@@ -235,7 +235,10 @@ def _named(run: Run) -> list[tuple[str, str]]:
 
 def _name_of(source: str) -> str:
     """Returns data by name: no path of the machine that trained."""
-    return ", ".join(one if one.startswith(row_sources.HUB) or one in MADE else Path(one).name for one in row_sources.split_sources(source))
+    return ", ".join(
+        one if one.startswith(row_sources.HUB) or one in MADE else Path(one).name
+        for one in row_sources.split_sources(source)
+    )
 
 
 def _hub_data(source: str) -> str:
