@@ -119,13 +119,18 @@ def _headline(rows: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any])
     if len(held) == 2 and figures.get("fewer_positions"):
         yield (
             f"{held[sent]:,.1f} reader positions in place of {held[upper]:,.1f}, "
-            f"{figures['fewer_positions']:.2f} times fewer"
+            f"{_times(figures['fewer_positions'], 'fewer', 'more')}"
         )
     if figures.get("faster"):
-        yield f"first answer token {figures['faster']:.2f} times sooner than from {figures['timed_tokens']} tokens"
+        speed = _times(figures["faster"], "sooner", "later")
+        yield f"first answer token {speed} than from {figures['timed_tokens']} tokens"
     scores = [f"{name} {_number(rows[name]['f1'], 100)} %" for name in (upper, *HEADLINE) if name in rows]
     if scores:
         yield f"F1 of {', '.join(scores)}"
+
+
+def _times(ratio: float, above: str, below: str) -> str:
+    return f"{ratio:.2f} times {above}" if ratio >= 1 else f"{1 / ratio:.2f} times {below}"
 
 
 def _preference(run: Run) -> Verdict:

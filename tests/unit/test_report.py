@@ -148,6 +148,11 @@ def test_page_says_positions_and_the_f1_of_message_and_controls_first(tmp_path: 
     order = [value for tag, key, value in page.attributes if tag == "h2" and key == "id"]
     assert order[:3] == ["positions", "controls", "curves"]
     assert "41.7" in page.text("td") and "positions of the reader" in page.text("text")
+    told["readers"]["llama"] |= {"faster": 0.5, "fewer_positions": 0.8}
+    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    slower = page_of(folder)
+    for words in ("1.25 times more", "2.00 times later than from 211 tokens"):
+        assert words in slower.text("li"), words
 
 
 def test_twenty_examples_are_spread_over_the_file_with_right_answers_marked(page: Reader) -> None:
