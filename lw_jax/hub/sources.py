@@ -23,6 +23,7 @@ from lw_jax.core import schema
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
 
+SELFMADE = "selfmade:"  # a reader that `recipes.selfmade` trains
 _PACKAGE = re.compile(
     r"pypi:(?P<head>[A-Za-z0-9][A-Za-z0-9._-]*?)(\{(?P<first>\d+)\.\.(?P<last>\d+)\}(?P<tail>[A-Za-z0-9._-]*))?"
     r"==(?P<version>[A-Za-z0-9][A-Za-z0-9.!+_-]*):(?P<member>.+)"
@@ -54,7 +55,7 @@ def locate(source: str, *, sha256: str = "") -> Path:
     Raises:
         UserError: nothing there, not reachable, ambiguous, or another hash.
     """
-    if source.startswith("selfmade:"):
+    if source.startswith(SELFMADE):
         raise UserError(
             f"source {source!r}: not made yet; make it first with `python run.py train` and the same configuration"
         )
@@ -88,7 +89,7 @@ def cached(source: str) -> Path | None:
 
 def is_local(source: str) -> bool:
     """Returns whether a source is a folder or file of this machine, which nobody else can fetch."""
-    return not source.startswith(("pypi:", "selfmade:")) and (
+    return not source.startswith(("pypi:", SELFMADE)) and (
         _looks_like_path(source) or Path(source).expanduser().exists()
     )
 

@@ -19,14 +19,14 @@ from sharding import placement, rules, shards, tables
 
 def locate(cfg: Config, source: str, sha256: str) -> Path:
     """Returns the path of a model's files; a self-made reader must have been trained before."""
-    if source.startswith(selfmade.PREFIX):
+    if source.startswith(sources.SELFMADE):
         return selfmade.finished_folder(cfg, source)
     return sources.locate(source, sha256=sha256)
 
 
 def cached(cfg: Config, source: str) -> Path | None:
     """Returns the path of a model's files, None where they are not on this machine; fetches nothing."""
-    if source.startswith(selfmade.PREFIX):
+    if source.startswith(sources.SELFMADE):
         path = selfmade.folder(cfg, source)
         return path if (path / "config.json").exists() else None
     return sources.cached(source)
@@ -34,7 +34,7 @@ def cached(cfg: Config, source: str) -> Path | None:
 
 def outline(cfg: Config, source: str) -> DecoderConfig:
     """Returns a model's shapes; needs no weights on this machine."""
-    if source.startswith(selfmade.PREFIX):
+    if source.startswith(sources.SELFMADE):
         return selfmade.decoder_config(cfg, source)
     return architectures.find(source)
 

@@ -33,7 +33,6 @@ from lw_jax.training.trainer import Run
 from sharding import mesh as meshes
 from sharding import placement, rules, tables
 
-PREFIX = "selfmade:"
 FORMAT = 3  # raised when what is trained changes, so that old folders are not taken up
 CARDS = 16384
 HEADS, KV_HEADS = 4, 2
@@ -77,9 +76,9 @@ FAMILIES = {
 
 def family(source: str) -> str:
     """Returns "llama" or "qwen2" for "selfmade:llama" or "selfmade:qwen"."""
-    name = {"llama": "llama", "qwen": "qwen2"}.get(source.removeprefix(PREFIX))
+    name = {"llama": "llama", "qwen": "qwen2"}.get(source.removeprefix(sources.SELFMADE))
     if name is None:
-        raise UserError(f"source {source!r}: self-made readers are {PREFIX}llama and {PREFIX}qwen")
+        raise UserError(f"source {source!r}: self-made readers are {sources.SELFMADE}llama and {sources.SELFMADE}qwen")
     return name
 
 
@@ -128,7 +127,7 @@ def decoder_config(cfg: Config, source: str) -> decoder.DecoderConfig:
 def make_readers(cfg: Config) -> None:
     """Trains and saves the self-made readers that the configuration names and the cache lacks."""
     named = {llm.source for llm in cfg.llms.values()} | {cfg.encoder.source}
-    made = (source for source in named if source.startswith(PREFIX))
+    made = (source for source in named if source.startswith(sources.SELFMADE))
     missing = sorted(source for source in made if not (folder(cfg, source) / "config.json").exists())
     if missing:
         for split in ("train", "validation"):  # a broken row is reported now, not after minutes of making readers

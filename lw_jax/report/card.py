@@ -6,8 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from lw_jax.core.eval_rows import MESSAGES
+from lw_jax.core.validation import MADE
 from lw_jax.data import row_sources
 from lw_jax.hub import licences, wire_repository
+from lw_jax.hub.sources import SELFMADE
 from lw_jax.report import tables
 from lw_jax.report.records import Run
 from lw_jax.training.wire_folder import BODY, Model, Wire, flag, label
@@ -26,8 +28,6 @@ COLUMNS = (
     "NLL, nats a token",
     "examples",
 )
-MADE = ("cards", "pairs")  # data that the program makes, in English
-SELFMADE = "selfmade:"  # a model that the program makes
 UNKNOWN = "not known to the program: state it here before you publish"
 
 
@@ -61,7 +61,7 @@ def _front(run: Run, wire: Wire, name: str, licence: str) -> str:
     bases = dict.fromkeys(filter(None, [_joined(run), *map(_repository, wire.models.values())]))
     data = [_hub_data(source) for _, source in _named(run)]
     spoken = {licences.DATA[one].language for one in data if one in licences.DATA}
-    spoken |= {"en" for _, source in _named(run) if source in MADE}
+    spoken |= {"en" for _, source in _named(run) if source in MADE}  # the program's own texts are English
     scores = _scores(run) if _is_of(run, wire) else []
     found = ModelCardData(
         language=sorted(spoken) or None,
