@@ -66,9 +66,9 @@ def settle(spec: str, assignments: Mapping[str, str], precision: str = "own") ->
         raise UserError(f"--config {spec}: recipe {cfg.recipe!r} has no peer here; {', '.join(OTHERS)} have")
     if cfg.recipe == "latentwire" and (cfg.encoder.kind, cfg.encoder.pooling) != ("lm", "windows"):
         raise UserError("config.encoder: the peer has a pretrained decoder body and window pooling; take those")
-    if cfg.data.questions > 1:
+    if cfg.data.packed_tokens:
         raise UserError(
-            f"config.data.questions = {cfg.data.questions}: the peer reads one question a text; set it to 1"
+            f"config.data.packed_tokens = {cfg.data.packed_tokens}: the peer reads one question a row; set it to 0"
         )
     remat = "none" if cfg.compute.remat == "auto" else cfg.compute.remat
     train = dataclasses.replace(cfg.train, micro_batch=0)

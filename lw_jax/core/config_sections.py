@@ -218,13 +218,12 @@ class Data:
     context_tokens: int = key(512, "longest text prompt of a reader, question included", unit="tokens", above=0)
     question_tokens: int = key(64, "longest question, with the prompt's text after it", unit="tokens", above=0)
     answer_tokens: int = key(24, "longest answer, with its end token", unit="tokens", at_least=2)
-    questions: int = key(
-        1,
-        "questions of one text in a training example, against one encode and one prefix; a text with more becomes "
-        "several examples",
-        unit="questions",
-        above=0,
-        at_most=1000,
+    packed_tokens: int = key(
+        0,
+        "tokens of questions and answers of one text that are packed into a row, against one encode and one prefix; "
+        "answers take at most half of them; 0: an example is one question",
+        unit="tokens",
+        at_least=0,
     )
     overlong: str = key(
         "refuse",
@@ -426,7 +425,7 @@ class Train:
     steps: int = key(1000, "optimizer steps", unit="steps", above=0, shapes="no")
     global_batch: int = key(
         32,
-        "examples of an optimizer step, on any number of devices; texts where data.questions is above 1",
+        "examples of an optimizer step, on any number of devices; texts where data.packed_tokens is above 0",
         unit="examples",
         above=0,
     )

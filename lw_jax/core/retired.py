@@ -30,6 +30,7 @@ REMOVED: dict[str, tuple[_Default, str]] = {
     "adapter.calibration": ("init", _FIXED),
     "adapter.rate": (1.0, "set optim.learning_rate and encoder.rate"),
     "data.train_limit": (0, "name a smaller file or split in data.train"),
+    "data.questions": (_ANY, "set data.packed_tokens"),
     "data.validation_cards": (256, "set data.validation_limit"),
     **dict.fromkeys(("loss.first", "loss.k", "loss.align", "loss.entropy", "loss.diversity"), (0.0, _ABLATED)),
     "loss.k_tokens": (4, _ABLATED),
@@ -91,7 +92,7 @@ ADDED: dict[str, Any] = {
     "stages.pretrain.ratios": (),
     "stages.answer.ratios": (),
     "stages.answer.sizes": "drawn",
-    "data.questions": 1,
+    "data.packed_tokens": 0,
     "data.columns": (),
     "loss.kl_tasks": ("answer",),
 }

@@ -68,12 +68,21 @@ def _check_wire(cfg: Config) -> None:
     if cfg.data.question_tokens >= cfg.data.context_tokens:
         rule = f"must be below data.context_tokens = {cfg.data.context_tokens}: the question is part of the prompt."
         refuse("data.question_tokens", cfg.data.question_tokens, rule)
-    if cfg.data.questions > 1 and cfg.prompt.question == "latents":
-        rule = "must be 1 where prompt.question is 'latents': each question is then encoded with the text."
-        refuse("data.questions", cfg.data.questions, rule)
+    _check_packing(cfg)
     if not cfg.loss.ce and not (cfg.loss.kl and "answer" in cfg.loss.kl_tasks):
         rule = "must be above 0 where loss.kl is 0, or loss.kl_tasks is without 'answer': nothing would be learned."
         refuse("loss.ce", 0.0, rule)
+
+
+def _check_packing(cfg: Config) -> None:
+    packed, data = cfg.data.packed_tokens, cfg.data
+    if packed and cfg.prompt.question == "latents":
+        rule = "must be 0 where prompt.question is 'latents': each question is then encoded with the text."
+        refuse("data.packed_tokens", packed, rule)
+    longest = max(data.question_tokens + data.answer_tokens - 1, 2 * data.answer_tokens)
+    if 0 < packed < longest:
+        rule = f"must be 0 or at least {longest}, for the longest question with its answer."
+        refuse("data.packed_tokens", packed, rule)
 
 
 def _check_stages(cfg: Config) -> None:

@@ -98,14 +98,6 @@ def calibrate(adapter: Pure[Adapter], params: Tree, *, key: jax.Array, slots: in
     return params | {"gain": target.astype(jnp.float32) / size.reshape(())}
 
 
-def repeat(prefix: jax.Array | KeysValues, count: int) -> jax.Array | KeysValues:
-    """Returns a prefix with each row `count` times, one after the other."""
-    if isinstance(prefix, KeysValues):
-        k, v = (jnp.repeat(one, count, axis=1) for one in (prefix.k, prefix.v))
-        return KeysValues(k, v, jnp.repeat(prefix.task, count, axis=0))
-    return jnp.repeat(prefix, count, axis=0)
-
-
 def rms(x: jax.Array, *, axis: int | tuple[int, ...] | None) -> jax.Array:
     """Root mean square in fp32, dimensions kept, in the input's dtype."""
     wide = x.astype(jnp.float32)

@@ -206,6 +206,7 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     kv_prefix: KVPrefix | None = None,
     mix: Float[Array, " n"] | None = None,
     taps: tuple[int, ...] = (),
+    segments: Int[Array, "b t"] | None = None,
     mode: Mode = Mode(),  # noqa: B008  (frozen)
 ) -> Output:
     """Runs the body over embeddings.
@@ -216,7 +217,9 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
     every row, without cache and mix; a `kv_prefix` stands between the two (`kv_prefix.open_cache` writes it into a
     cache). `mix` (layers + 1 weights) requests the weighted sum, in fp32, of the RMS-normalised residual stream before
     the first and after each layer (ComprExIT's layer mix, after a softmax); `taps` requests the residual stream before
-    the layers of these numbers.
+    the layers of these numbers. `segments` packs several texts into a row: a position attends to those of its own
+    number and to those of number 0, which stand first and are common to all; each text's positions continue the common
+    ones. Without a cache.
     """
     whole = shared_prefix is None and kv_prefix is None
     assert whole or (cache is None and mix is None), "a prefix is for passes over a whole text"
@@ -229,14 +232,16 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
             jnp.concatenate([repeat(old, len(x)), new], axis=1)
             for old, new in zip(shared_prefix, (x, mask), strict=True)
         )
-        out = forward(params, cfg, x, mask=mask, mode=mode)
-        return out._replace(hidden=out.hidden[:, shared_prefix.x.shape[1] :])
+        opening = shared_prefix.x.shape[1]
+        segments = None if segments is None else jnp.pad(segments, ((0, 0), (opening, 0)))
+        out = forward(params, cfg, x, mask=mask, segments=segments, mode=mode)
+        return out._replace(hidden=out.hidden[:, opening:])
     turned = None
     if kv_prefix is not None:
         seen = 0 if shared_prefix is None else shared_prefix.mask.sum(axis=1, keepdims=True, dtype=jnp.int32)
         turned = rotate_keys(cfg, kv_prefix, seen=seen), kv_prefix.v
     past, cache = _find_past(mask, cache, shared_prefix, kv_prefix)
-    shared = _share(cfg, mask, past, mode)
+    shared = _share(cfg, mask, past, mode, segments)
     layer = checkpoint_layer(functools.partial(_layer, cfg, shared), KEPT[mode.remat], scanned=mode.unroll < cfg.layers)
     prefix_layer = None
     if shared_prefix is not None:
@@ -382,14 +387,28 @@ def _find_past(
     return _Past(jnp.concatenate([before, mask], axis=1), first, seen, None), None
 
 
-def _share(cfg: DecoderConfig, mask: jax.Array, past: _Past, mode: Mode) -> "_Shared":
+def _share(
+    cfg: DecoderConfig, mask: jax.Array, past: _Past, mode: Mode, segments: jax.Array | None = None
+) -> "_Shared":
     """Returns the inputs that all layers share."""
-    positions = jnp.maximum(past.seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
-    attend = _attention_mask(past.keys, positions, first=past.first, causal=mode.causal, window=cfg.window)
+    attend = _attention_mask(past.keys, mask.shape[1], first=past.first, causal=mode.causal)
+    if segments is None:
+        positions = jnp.maximum(past.seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
+        keys = jnp.cumsum(past.keys, axis=1, dtype=jnp.int32) - 1
+    else:
+        assert mode.causal and past.used is None, "packed texts are read in one causal pass"
+        before = past.keys.shape[1] - segments.shape[1]
+        parts = jnp.pad(segments, ((0, 0), (before, 0)))[:, None, :]
+        attend &= (parts == 0) | (parts == segments[:, :, None])
+        positions = jnp.maximum(attend.sum(axis=2, dtype=jnp.int32) - 1, 0)
+        keys = jnp.concatenate([jnp.cumsum(past.keys[:, :before], axis=1, dtype=jnp.int32) - 1, positions], axis=1)
+    if cfg.window:
+        behind = positions[:, :, None] - keys[:, None, :]
+        attend &= (behind if mode.causal else jnp.abs(behind)) < cfg.window
     rotations = rotary.angles(
         positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling
     )
-    return _Shared(*rotations, attend, past.used, mode.factors)
+    return _Shared(*rotations, attend[:, None], past.used, mode.factors)
 
 
 def rotate_keys(cfg: DecoderConfig, prefix: KVPrefix, *, seen: jax.Array | int) -> Float[Array, "l b m k e"]:
@@ -411,22 +430,12 @@ def check_length(cfg: DecoderConfig, positions: int) -> None:
         )
 
 
-def _attention_mask(
-    keys: Bool[Array, "b s"], positions: Int[Array, "b t"], *, first: jax.Array, causal: bool, window: int
-) -> jax.Array:
-    """bool [b 1 t s]: real keys, none beyond the query's window or, if causal, later; the first query has slot `first`.
-
-    Without the causal mask the window reaches as far ahead as behind.
-    """
-    length = positions.shape[1]
+def _attention_mask(keys: Bool[Array, "b s"], length: int, *, first: jax.Array, causal: bool) -> Bool[Array, "b t s"]:
+    """Returns the real keys of `length` queries; if causal, none later than the query: the first has slot `first`."""
     query_slot = first + jnp.arange(length, dtype=jnp.int32)
     key_slot = jnp.arange(keys.shape[1], dtype=jnp.int32)
     allowed = key_slot[None, :] <= query_slot[:, None] if causal else jnp.ones((length, keys.shape[1]), bool)
-    allowed = keys[:, None, :] & allowed[None, :, :]
-    if window:
-        behind = positions[:, :, None] - (jnp.cumsum(keys, axis=1, dtype=jnp.int32) - 1)[:, None, :]
-        allowed = allowed & ((behind if causal else jnp.abs(behind)) < window)
-    return allowed[:, None, :, :]
+    return keys[:, None, :] & allowed[None, :, :]
 
 
 # name -> a matrix' product, and the same product through a LoRA pair a [r in], b [out r]

@@ -176,7 +176,8 @@ class Wire:
     ) -> Float[Array, "b t v"]:
         """fp32 logits that predict each answer token and the EOS; the head sees no other position.
 
-        `fields` are the reader's part of a batch: "answer_inputs" [b t-1] and "weights" [b t], above 0 at real targets.
+        `fields` are the reader's part of a batch: "answer_inputs" [b t-1] and "weights" [b t], above 0 at real targets;
+        or, of several questions a row, "packed" {"ids", "segments"} [b p] and "places" [b t].
         """
         return decoder.logits(params, self.answer_states(params, name, prompt, fields))
 
@@ -184,12 +185,19 @@ class Wire:
         self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any]
     ) -> Float[Array, "b t d"]:
         """Hidden states of `answer_logits`, before the head."""
-        config, mode = self.readers[name].config, self.readers[name].mode
+        config, mode, before = self.readers[name].config, self.readers[name].mode, prompt.before()
+        if "packed" in fields:
+            ids, segments = fields["packed"]["ids"], fields["packed"]["segments"]
+            x = jnp.concatenate([prompt.embeddings, decoder.embed(params, ids)], axis=1)
+            mask = jnp.concatenate([prompt.mask, segments > 0], axis=1)
+            segments = jnp.pad(segments, ((0, 0), (prompt.mask.shape[1], 0)))
+            out = decoder.forward(params, config, x, mask=mask, segments=segments, mode=mode, **before)
+            places = prompt.mask.shape[1] + fields["places"]
+            return jnp.take_along_axis(out.hidden, places[:, :, None], axis=1)
         x = jnp.concatenate([prompt.embeddings, decoder.embed(params, fields["answer_inputs"])], axis=1)
         # An input is a real token where it is a real target of the position before it. Padding must not count: LongRope
         # chooses its frequencies by a row's real tokens.
         mask = jnp.concatenate([prompt.mask, fields["weights"][:, 1:] > 0], axis=1)
-        before = {"shared_prefix": prompt.shared_prefix, "kv_prefix": prompt.kv_prefix}
         out = decoder.forward(params, config, x, mask=mask, mode=mode, **before)
         return out.hidden[:, prompt.mask.shape[1] - 1 :]
 
@@ -249,6 +257,10 @@ class Prompt:
         before = [one.mask.shape[1] for one in (self.shared_prefix, self.kv_prefix) if one is not None]
         return self.mask.shape[1] + sum(before)
 
+    def before(self) -> dict[str, Any]:
+        """Returns what stands before the embeddings, as `decoder.forward` takes it."""
+        return {"shared_prefix": self.shared_prefix, "kv_prefix": self.kv_prefix}
+
     def joined(self) -> "Prompt":
         """Returns the prompt with its shared prefix copied into each row; as it is where keys and values follow it."""
         if self.shared_prefix is None or self.kv_prefix is not None:
@@ -263,13 +275,16 @@ def text_prompt(params: Tree, tokens: Mapping[str, jax.Array]) -> Prompt:
 
 
 def after_prefix(fields: Mapping[str, Any]) -> Mapping[str, jax.Array]:
-    """Returns {"ids", "mask"} of all tokens behind the soft prefix: literals, where a message has them, and question.
+    """Returns {"ids", "mask"} of all tokens between the soft prefix and the answer, or the packed questions.
 
-    The last column is a real token of every row, as it is of the question's.
+    Literals, where a message has them, and the question. The last column is a real token of every row, as it is of the
+    question's; before packed questions it need not be.
     """
-    if "literals" not in fields:
-        return fields["after"]
-    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), fields["literals"], fields["after"])
+    parts = [fields[key] for key in ("literals", "after") if key in fields]
+    if not parts:
+        rows = len(fields["packed"]["ids"])
+        return {"ids": jnp.zeros((rows, 0), jnp.int32), "mask": jnp.zeros((rows, 0), bool)}
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
 
 
 def taught_prompt(params: Tree, fields: Mapping[str, Any], vectors: Float[Array, "k d"]) -> Prompt:

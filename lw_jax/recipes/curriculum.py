@@ -10,8 +10,8 @@ from lw_jax.core.types import TASKS, Example
 from lw_jax.data import batches, examples, passages
 from lw_jax.data.batches import Encoded
 from lw_jax.data.data_schedule import DataSchedule, Phase, Stream
+from lw_jax.data.packing import Packed
 from lw_jax.data.prompt_tokens import Layout
-from lw_jax.data.texts import Texts
 from lw_jax.data.tokens import Tokenizer
 from lw_jax.losses import objectives
 
@@ -101,13 +101,15 @@ class Curriculum:
         return f"collapse at step {step}: another text's latents serve the readers as well: {readers}"
 
     def _group(self, task: str, length: int) -> Stream:
-        """Returns what is trained on: of questions, all that one text has together where the configuration says so."""
-        encoded, questions = self.stream("train", task, length), self.cfg.data.questions
-        return Texts(encoded, questions) if task == "answer" and questions > 1 else encoded
+        """Returns what is trained on: the questions of one text packed where the configuration says so."""
+        encoded, tokens = self.stream("train", task, length), self.cfg.data.packed_tokens
+        return Packed(encoded, tokens) if task == "answer" and tokens else encoded
 
     def _stream(self, split: examples.Split, task: str, length: int) -> Encoded:
-        teacher = objectives.needs_teacher(self.cfg.loss, task)
+        teacher, packed = objectives.needs_teacher(self.cfg.loss, task), split == "train" and self.cfg.data.packed_tokens
         rows = ("text",) if teacher else ()
+        if rows and packed and task == "answer" and not self.cfg.loss.teacher_k:
+            rows = ("context",)  # the questions follow it in one row
         if task == "answer":
             found = self._add_literals(self.examples(split))
             encoded = batches.encode(found, layout=self.layout, rows=rows)

@@ -345,22 +345,20 @@ class LatentWire:
         return trainable["adapters"][name]
 
     def branch(self, name: str, part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: jax.Array) -> LossTerms:
-        """Returns one reader's loss terms from the latents [b ...]; fields are [b ...], or [b n ...] of n questions.
+        """Returns one reader's loss terms from the latents [b ...]; fields are [b ...].
 
-        Where a text is sent in several sizes, the latents have a row for each and the fields' n counts them too.
+        Where a text is sent in n sizes, the latents have a row for each and the fields are [b n ...].
         """
         del rng
         task = fields["task"].name
         prefix = self.wire.prefix(part, name, shared, task)
-        if fields["targets"].ndim == 3:  # several questions, or messages, of each text
-            texts, rows, _ = fields["targets"].shape
-            prefix = adapter.repeat(prefix, texts * rows // len(shared))
+        if fields["targets"].ndim == 3:
             fields = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), fields)
         prompt = wire.wire_prompt(frozen, fields, prefix)
         states = self.wire.answer_states(frozen, name, prompt, fields)
         teacher_states = None
         if objectives.needs_teacher(self.cfg.loss, task) and "teacher" not in fields:
-            text = wire.text_prompt(frozen, fields["text"])
+            text = wire.text_prompt(frozen, fields["context" if "packed" in fields else "text"])
             teacher_states = jax.lax.stop_gradient(self.wire.answer_states(frozen, name, text, fields))
 
         def measure(head: Tree, states: jax.Array, given: Tree) -> LossTerms:
@@ -401,15 +399,11 @@ class LatentWire:
     def batch_widths(self) -> Tree:
         """Returns one training example as shapes at the configuration's limits, with an assumed shared prefix."""
         messages = max(stage.messages for _, stage, _ in config.stages(self.cfg))
-        found = wire_shapes.example(self.cfg, self.wire.readers, questions=self.cfg.data.questions * messages)
-        answered = all(fields["task"].name == "answer" for fields in found["readers"].values())
-        if messages > 1 and answered:
-            found["source"]["channel"] = jax.ShapeDtypeStruct((messages, 3), jnp.int32)
-        return found
+        return wire_shapes.example(self.cfg, self.wire.readers, packed=self.cfg.data.packed_tokens, messages=messages)
 
     def validation_widths(self) -> Tree:
         """Returns one held-out example as shapes: as one of training, with one question."""
-        return wire_shapes.example(self.cfg, self.wire.readers, questions=1)
+        return wire_shapes.example(self.cfg, self.wire.readers, packed=0, messages=1)
 
     def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
         """Returns the costs of one micro-batch: the encoder's under "", each reader's under its name."""

@@ -20,7 +20,7 @@ from sharding.placement import Placement
 def terms(cfg: Config, wire: Wire, placement: Placement, widths: Tree, *, rows: int) -> dict[str, Terms]:
     """Returns the encoder's costs under "", each reader's under its name; `widths` as `batch_widths` gives them.
 
-    A reader has `rows` rows, or as many for each question and message where the widths are of several a text.
+    A reader has `rows` rows, or as many for each message where the widths are of several a text.
     """
     spec, positions = wire.encoder, widths["source"]["ids"].shape[0]
     one = arithmetic.Pass(rows, positions, 0, cfg.compute.remat, jnp.dtype(spec.precision.values).itemsize)
@@ -46,9 +46,10 @@ def _reader(cfg: Config, wire: Wire, placement: Placement, name: str, fields: Tr
     model, llm, at = wire.readers[name].config, cfg.llms[name], placement.readers[name]
     answers = fields["targets"].shape[-1]
     shared = fields["before"]["ids"].shape[-1]  # read once for all rows
-    asked = sum(fields[key]["ids"].shape[-1] for key in ("literals", "after") if key in fields)
+    asked = sum(fields[key]["ids"].shape[-1] for key in ("literals", "after", "packed") if key in fields)
     given = wire.encoder.slots if wire.readers[name].kind == "kv" else 0  # as keys and values, which no pass makes
-    positions = asked + wire.encoder.slots - given + 1 + answers - 1
+    answer = 0 if "packed" in fields else answers - 1  # inputs beside those asked
+    positions = asked + wire.encoder.slots - given + 1 + answer
     own = frozen_models.precision_of(cfg, llm, placement.platform)
     one = frozen_models.teacher_forced(cfg, at=at, own=own, rows=rows, positions=positions, answers=answers)
     pieces = chunked.pieces(cfg.compute.logits_chunk, rows=rows, length=answers, data=1)  # the rows are one device's
@@ -62,8 +63,10 @@ def _reader(cfg: Config, wire: Wire, placement: Placement, name: str, fields: Tr
     sums = {field.name: sum(getattr(part, field.name) for part in parts) for field in dataclasses.fields(Terms)}
     sums |= {key: sums[key] + unpacked for key in ("bytes", "forward")}
     found = dataclasses.replace(found, **sums)
-    if "text" in fields:
-        one = dataclasses.replace(one, before=0, slots=0, positions=fields["text"]["ids"].shape[-1] + answers - 1)
+    text = next((fields[key] for key in ("text", "context") if key in fields), None)
+    if text is not None:
+        length = text["ids"].shape[-1] + (fields["packed"]["ids"].shape[-1] if "packed" in fields else answers - 1)
+        one = dataclasses.replace(one, before=0, slots=0, positions=length)
         teacher = arithmetic.forward_only(model, one)
         sums = {key: getattr(found, key) + getattr(teacher, key) for key in ("flops", "traffic", "read")}
         found = dataclasses.replace(found, forward=max(found.forward, teacher.forward + unpacked), **sums)

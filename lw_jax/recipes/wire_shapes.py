@@ -15,16 +15,16 @@ from lw_jax.recipes.curriculum import longest_passage
 SHARED_PREFIX = 40  # tokens of a prompt before the context, assumed where no tokenizer is at hand (Llama 3.1 chat: 36)
 
 
-def example(cfg: Config, readers: Iterable[str], *, questions: int) -> Tree:
-    """Returns one example as shapes, of so many questions where it has questions.
+def example(cfg: Config, readers: Iterable[str], *, packed: int, messages: int) -> Tree:
+    """Returns one example as shapes, of so many messages where it has questions, and those packed in so many tokens.
 
     It is of the stages' task with the most target tokens: the logits dominate memory.
     """
     data, stages = cfg.data, [stage for _, stage, _ in config.stages(cfg)]
-    task, answers, longest = "answer", data.answer_tokens, longest_passage(cfg)
+    task, answers, longest = "answer", packed // 2 or data.answer_tokens, longest_passage(cfg)
     widths = {"before": SHARED_PREFIX, "after": data.question_tokens}
     words, text = prompt_tokens.LITERAL_TOKENS * cfg.message.literals, data.context_tokens
-    if longest + 1 > answers * questions or not any(stage.answer for stage in stages):
+    if longest + 1 > answers * messages or not any(stage.answer for stage in stages):
         taught = objectives.needs_teacher(cfg.loss, "continuation") and any(stage.continuation for stage in stages)
         task, answers, text = "continuation" if taught else "reconstruct", longest + 1, SHARED_PREFIX + longest
         widths |= {"after": min(words, 1)}  # a token behind literals
@@ -32,11 +32,10 @@ def example(cfg: Config, readers: Iterable[str], *, questions: int) -> Tree:
         widths |= {"literals": words}
     teacher = objectives.needs_teacher(cfg.loss, task)
     if teacher and not cfg.loss.teacher_k:
-        widths |= {"text": text}
+        widths |= {"context" if packed and task == "answer" else "text": text}
     channel = jax.ShapeDtypeStruct((3,), jnp.int32)
     reader: Tree = {key: _field(width) for key, width in widths.items()}
     reader |= {
-        "answer_inputs": jax.ShapeDtypeStruct((answers - 1,), jnp.int32),
         "targets": jax.ShapeDtypeStruct((answers,), jnp.int32),
         "weights": jax.ShapeDtypeStruct((answers,), jnp.float32),
         "channel": channel,
@@ -45,8 +44,15 @@ def example(cfg: Config, readers: Iterable[str], *, questions: int) -> Tree:
     if teacher and cfg.loss.teacher_k:
         top = (answers, cfg.loss.teacher_k)
         reader["teacher"] = {"ids": jax.ShapeDtypeStruct(top, jnp.int32), "logp": jax.ShapeDtypeStruct(top, "f2")}
-    if questions > 1 and task == "answer":
-        reader = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((questions, *leaf.shape), leaf.dtype), reader)
+    if packed and task == "answer":
+        del reader["after"]
+        ids = jax.ShapeDtypeStruct((packed,), jnp.int32)
+        reader |= {"packed": {"ids": ids, "segments": ids}, "places": jax.ShapeDtypeStruct((answers,), jnp.int32)}
+    else:
+        reader["answer_inputs"] = jax.ShapeDtypeStruct((answers - 1,), jnp.int32)
+    if messages > 1 and task == "answer":
+        reader = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((messages, *leaf.shape), leaf.dtype), reader)
+        channel = jax.ShapeDtypeStruct((messages, 3), jnp.int32)
     return {
         "source": _field(cfg.encoder.window * cfg.encoder.windows) | {"channel": channel},
         "readers": dict.fromkeys(readers, reader),

@@ -90,7 +90,7 @@ def _check_run(workdir: Path, old: Config, cfg: Config) -> None:
     rule = "only a run of the same steps measures their time; train a few steps of this configuration first."
     mine, theirs = flatten(to_dict(cfg)), flatten(to_dict(old))
     models = (key for key in {**theirs, **mine} if re.fullmatch(r"llms\.\w+\.(source|weights)", key))
-    for path in ("recipe", "train.global_batch", "data.questions", *sorted(models)):
+    for path in ("recipe", "train.global_batch", "data.packed_tokens", *sorted(models)):
         if mine.get(path) != theirs.get(path):
             raise UserError(
                 f"--measured {workdir}: {path} is {theirs.get(path)!r} there, {mine.get(path)!r} here; {rule}"

@@ -185,9 +185,9 @@ def several(tmp_path_factory):
 
 
 @pytest.mark.parametrize("kind", ["embeddings", "kv"])
-@pytest.mark.parametrize("questions", [1, 2])
-def test_all_sizes_from_one_pass_of_the_body_are_the_sum_of_a_pass_for_each(root, several, kind, questions):
-    recipe = tiny.make_recipe(root, adapter__kind=kind, data__train=several, data__questions=questions, **ALL)
+@pytest.mark.parametrize("packed", [0, 120])
+def test_all_sizes_from_one_pass_of_the_body_are_the_sum_of_a_pass_for_each(root, several, kind, packed):
+    recipe = tiny.make_recipe(root, adapter__kind=kind, data__train=several, data__packed_tokens=packed, **ALL)
     schedule, built = recipe.data_schedule(), recipe.build()
     batch = schedule.batch(3, global_batch=4, seed=0, share=slice(1, 4))
     channel = batch["source"]["channel"]

@@ -1,0 +1,315 @@
+"""Questions of a text packed into one row of a reader: what a batch holds, its loss, its curve, its plan."""
+
+import dataclasses
+import itertools
+import json
+from collections import Counter
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.core import config, validation
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import LossTerms
+from lw_jax.data import question_cards
+from lw_jax.data.batches import fill
+from lw_jax.data.data_schedule import DataSchedule, Phase, example_shapes
+from lw_jax.data.packing import Packed
+from lw_jax.models import decoder, rotary
+from tests import tiny
+
+LOSS = 1e-5  # relative, fp32: sums in another order
+GRADIENT = 2e-4  # of the largest in a leaf, likewise; a gain's, one number, is a sum that cancels
+PARAMETERS = 2e-4  # absolute; Adam divides by the root of small squares, which magnifies rounding
+COUNTS = (3, 1, 2, 7, 3, 4, 1, 5, 2, 3, 6, 1)  # questions of each text
+TOKENS = 136  # of a row: three questions of these tokenizers with their answers, or two
+
+
+@pytest.fixture(autouse=True, scope="module")
+def cache(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LW_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory):
+    """A file whose texts have so many questions each, those of one text not beside each other."""
+    cards = question_cards.make(sum(COUNTS), facts=2, seed=0, split="train")
+    texts = [i for turn in range(max(COUNTS)) for i, count in enumerate(COUNTS) if turn < count]
+    rows = [
+        {"context": cards[i].context, "question": card.question, "answers": list(card.answers)}
+        for i, card in zip(texts, cards, strict=True)
+    ]
+    file = tmp_path_factory.mktemp("texts") / "rows.json"
+    file.write_text(json.dumps(rows), "utf-8")
+    return str(file)
+
+
+@pytest.fixture(scope="module")
+def make(root, source, cache):
+    def recipe(**changes):
+        return tiny.make_recipe(root, **{"data__train": source, "data__packed_tokens": TOKENS} | changes)
+
+    return recipe
+
+
+LM = {"encoder__kind": "lm", "encoder__layers": 1}
+
+
+def training(recipe):
+    (phase,) = recipe.data_schedule().phases
+    ((stream, _),) = phase.streams
+    return stream
+
+
+@pytest.fixture(scope="module")
+def packed(make):
+    return training(make())
+
+
+def lengths(fields, row):
+    return fields["after"]["mask"][row].sum() + (fields["weights"][row] > 0).sum() - 1
+
+
+def test_each_question_is_in_one_row_with_others_of_its_text_as_many_as_fit(packed):
+    assert isinstance(packed, Packed) and sorted(sum(packed.groups, ())) == list(range(sum(COUNTS)))
+    asked = packed.encoded.examples
+    assert all(len({asked[position].context for position in group}) == 1 for group in packed.groups)
+    assert {len(group) for group in packed.groups} == {1, 2, 3}
+    each = packed.encoded.collate(range(sum(COUNTS)))["readers"].values()
+    for group, behind in itertools.pairwise(packed.groups):
+        assert all(sum(lengths(fields, position) for position in group) <= TOKENS for fields in each)
+        if asked[group[0]].context == asked[behind[0]].context:
+            tried = max(sum(lengths(fields, position) for position in (*group, behind[0])) for fields in each)
+            assert tried > TOKENS, group
+    lines = packed.describe()
+    assert any(f"{len(COUNTS)} texts: {len(packed)} examples" in line for line in lines)
+    filling = 1 - np.mean(packed.collate(range(len(packed)))["readers"]["qwen"]["packed"]["segments"] > 0)
+    assert any(line.startswith("qwen: questions") and f"{filling:.1%} of them filling" in line for line in lines)
+
+
+def test_answers_take_at_most_half_of_a_row(packed):
+    short = {
+        name: fields | {"after": dataclasses.replace(fields["after"], ids=[ids[-2:] for ids in fields["after"].ids])}
+        for name, fields in packed.encoded.readers.items()
+    }
+    few = dataclasses.replace(packed, encoded=dataclasses.replace(packed.encoded, readers=short), tokens=24)
+    targets = [fields["weights"].sum(axis=1) for fields in few.collate(range(len(few)))["readers"].values()]
+    assert max(map(max, targets)) <= 12
+    asked = few.encoded.examples
+    joined = [(a, b) for a, b in itertools.pairwise(few.groups) if asked[a[0]].context == asked[b[0]].context]
+    used = [sum(few._lengths("qwen", one)[0] for one in (*a, b[0])) for a, b in joined]
+    assert min(used) <= 24, "for their tokens alone the two would be one row"
+
+
+def test_a_row_holds_its_questions_one_behind_the_other_and_where_their_answers_are_predicted(packed):
+    chosen = [4, 0, 1]
+    batch = packed.collate(chosen)
+    assert batch["index"].tolist() == chosen and batch["source"]["ids"].shape[0] == 3
+    for row, number in enumerate(chosen):
+        group = packed.groups[number]
+        each = packed.encoded.collate(group)
+        np.testing.assert_array_equal(batch["source"]["ids"][row], each["source"]["ids"][0])
+        for name, fields in batch["readers"].items():
+            own, alone = jax.tree.map(lambda leaf, row=row: leaf[row], fields), each["readers"][name]
+            end = 0
+            for place in range(len(group)):
+                real = alone["weights"][place] > 0
+                question = alone["after"]["ids"][place][alone["after"]["mask"][place]]
+                ids = [*question, *alone["targets"][place][real][:-1]]
+                at = own["packed"]["segments"] == place + 1
+                np.testing.assert_array_equal(own["packed"]["ids"][at], ids)
+                targets = slice(end, end + real.sum())
+                np.testing.assert_array_equal(own["targets"][targets], alone["targets"][place][real])
+                # The state of the question's last token predicts the first token of the answer.
+                first = np.flatnonzero(at)[0] + len(question) - 1
+                np.testing.assert_array_equal(own["places"][targets], first + np.arange(real.sum()))
+                end += real.sum()
+            assert (own["weights"][:end] == 1).all() and not own["weights"][end:].any()
+    filled = fill(batch, 5)["readers"]["llama"]["weights"]
+    assert len(filled) == 5 and not filled[3:].any() and filled[0].any()
+
+
+def test_what_is_drawn_is_drawn_once_a_text(make, root):
+    recipe = make(message__literals=2, encoder__source=str(tiny.readers(root)["llama"]), **LM)
+    schedule = DataSchedule((Phase(1, ((training(recipe), 1.0),), slots=(2, 5), dropout=0.4),))
+    whole = schedule.batch(3, global_batch=16, seed=0, share=slice(0, 16))
+    for fields in whole["readers"].values():
+        channel, words = fields["channel"], fields["literals"]["mask"]
+        assert channel.shape == (16, 3) and len(words) == 16
+        silent, wordless = channel[:, 0] == 0, ~words.any(axis=1)
+        assert silent.any() and wordless.any() and not (silent & wordless).any()
+        np.testing.assert_array_equal(channel[~silent], whole["source"]["channel"][~silent])
+    halves = [schedule.batch(3, global_batch=16, seed=0, share=share) for share in (slice(0, 5), slice(5, 16))]
+    jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda *parts: np.concatenate(parts), *halves), whole)
+
+
+KINDS = {
+    "embeddings": {"loss__kl": 1.0, "loss__teacher_k": 7},
+    "kv": {"adapter__kind": "kv", "loss__kl": 1.0, "loss__teacher_k": 0, "compute__logits_chunk": 32},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_loss_and_gradient_are_the_sum_over_single_questions(make, kind):
+    recipe = make(**KINDS[kind])
+    packed, built = training(recipe), recipe.build()
+    chosen = [next(i for i, group in enumerate(packed.groups) if len(group) == size) for size in (3, 2, 1)]
+    plain = make(**KINDS[kind], data__packed_tokens=0)
+    questions = training(plain)
+    if recipe.cfg.loss.teacher_k:
+        plain.load_frozen()
+
+    @jax.jit
+    def run(trainable, batch):
+        def objective(trainable):
+            terms = recipe.loss(trainable, built.frozen, batch, jax.random.key(0))
+            return terms.sum, terms
+
+        return jax.grad(objective, has_aux=True)(trainable)
+
+    found = run(built.trainable, jax.tree.map(jnp.asarray, packed.collate(chosen)))
+    assert questions.examples == packed.encoded.examples
+    single = [
+        run(built.trainable, jax.tree.map(jnp.asarray, questions.collate([position])))
+        for number in chosen
+        for position in packed.groups[number]
+    ]
+    assert len(single) == 6
+    gradient, terms = jax.tree.map(lambda *parts: np.sum(parts, axis=0), *single)
+    assert isinstance(terms, LossTerms) and set(found[1].terms) >= {"nll/llama", "kl/qwen"}
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, rtol=LOSS), found[1], terms)
+    for one, other in zip(*map(jax.tree.leaves, (found[0], gradient)), strict=True):
+        np.testing.assert_allclose(one, other, atol=GRADIENT * np.abs(other).max())
+
+
+@pytest.fixture(scope="module")
+def alone(make, tmp_path_factory):
+    """(exit code, losses, weights) of one device."""
+    return tiny.unsaved_curve(make(**CURVE), tmp_path_factory.mktemp("alone") / "run")
+
+
+CURVE = {"adapter__kind": "kv", "loss__kl": 0.5, "stages__pretrain__share": 0.4, "stages__pretrain__lengths": (16,)}
+PLACED = {
+    "replicate 4": {"devices": 4},
+    "split": {"devices": 2, "strategy": "split", "train__micro_batch": 2},
+    "replicate 3 accumulate 2, with rows of filling": {"devices": 3, "train__micro_batch": 2},
+    "data 2 x tensor 2": {"devices": 4, "model": 2, "strategy": "tensor"},
+}
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(one, marks=[pytest.mark.slow] * (at > 1)) for at, one in enumerate(PLACED)]
+)
+def test_loss_curve_is_that_of_one_device(make, alone, name, tmp_path):
+    code, losses, trainable = tiny.unsaved_curve(make(**CURVE, **PLACED[name]), tmp_path / "run")
+    assert code == alone[0] == 0
+    np.testing.assert_allclose(losses, alone[1], rtol=LOSS)
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=PARAMETERS), trainable, alone[2])
+
+
+def test_a_stopped_run_goes_on_bit_by_bit(make, alone, tmp_path):
+    assert tiny.curve(make(**CURVE), tmp_path / "run", stop=lambda step: step == 4)[0] != 0
+    code, losses, trainable = tiny.curve(make(**CURVE), tmp_path / "run")
+    assert code == 0
+    np.testing.assert_array_equal(losses, alone[1])
+    jax.tree.map(np.testing.assert_array_equal, trainable, alone[2])
+
+
+def test_planned_batch_has_the_fields_of_a_real_one_and_validation_one_question(make):
+    for changes in ({}, {"loss__kl": 1.0}, {"loss__kl": 1.0, "loss__teacher_k": 0}):
+        recipe = make(**changes)
+        planned, real = recipe.batch_widths(), training(recipe).probe()
+        assert jax.tree.structure(planned) == jax.tree.structure(real)
+        jax.tree.map(
+            lambda one, other: (one.dtype, one.ndim) == (other.dtype, other.ndim - 1) or pytest.fail(), planned, real
+        )
+        fields = planned["readers"]["llama"]
+        assert fields["packed"]["ids"].shape == (TOKENS,) and fields["targets"].shape == (TOKENS // 2,)
+        plain = make(data__packed_tokens=0, **changes)
+        assert recipe.validation_widths() == plain.batch_widths() == plain.validation_widths()
+    long = {"stages__pretrain__share": 0.5, "stages__pretrain__lengths": (48,)}
+    assert make(**long).batch_widths()["readers"]["llama"]["task"].name == "answer", "half of a row has more targets"
+    assert make(**long, data__packed_tokens=92).batch_widths()["readers"]["llama"]["task"].name == "reconstruct"
+
+
+def test_cached_teacher_has_its_shapes_before_a_row_is_there(make):
+    recipe = make(loss__kl=1.0, loss__teacher_k=5)
+    before = example_shapes(training(recipe).probe())
+    recipe.load_frozen()
+    assert before == example_shapes(training(recipe).probe()) == example_shapes(training(recipe).collate([2]))
+
+
+def test_one_question_a_row_is_what_it_was_and_the_row_decides_a_run(make):
+    plain = make(data__packed_tokens=0)
+    assert training(plain) is plain.curriculum.stream("train", "answer", 0)
+    assert training(plain).digest() != training(make()).digest() != training(make(data__packed_tokens=100)).digest()
+    cfg = plain.cfg
+    saved = config.to_dict(cfg)
+    del saved["data"]["packed_tokens"]
+    assert config.read_saved(saved) == cfg
+    saved["data"]["questions"] = 4  # of a folder before packing
+    assert config.read_saved(saved) == cfg
+    assert config.identity(cfg) != config.identity(make().cfg)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"prompt__question": "latents"}, "must be 0 where prompt.question is 'latents'"),
+        ({"data__packed_tokens": 70}, "must be 0 or at least 87, for the longest question with its answer"),
+    ],
+)
+def test_a_row_has_room_for_a_question_that_is_not_in_the_latents(make, changes, message):
+    cfg = make().cfg
+    for path, value in changes.items():
+        section, key = path.split("__")
+        cfg = dataclasses.replace(cfg, **{section: dataclasses.replace(getattr(cfg, section), **{key: value})})
+    with pytest.raises(UserError, match=rf"config\.data\.packed_tokens = \d+: {message}"):
+        validation.validate(cfg)
+
+
+WINDOWED = dataclasses.replace(tiny.DECODER, window=5)
+LONG = rotary.LongRope(short=(1.0,) * 5, long=(2.0,) * 5, gain=1.1, original_max_positions=20)
+
+
+@pytest.mark.parametrize(
+    ("cfg", "before"),
+    [
+        (tiny.DECODER, "nothing"),
+        (tiny.DECODER, "keys and values"),
+        (WINDOWED, "keys and values"),
+        (WINDOWED, "a shared prefix"),
+        (dataclasses.replace(tiny.DECODER, rope_scaling=LONG), "a shared prefix"),
+    ],
+    ids=["plain", "kv", "window kv", "window shared", "longrope shared"],
+)
+def test_a_packed_text_has_the_states_that_it_has_alone(cfg, before):
+    params, rng = tiny.draw_decoder(cfg), np.random.default_rng(0)
+    draw = lambda *shape: jnp.asarray(rng.normal(size=shape), jnp.float32)  # noqa: E731
+    common, texts = draw(1, 4, cfg.width), [draw(1, length, cfg.width) for length in (6, 1, 5)]
+    given = {}
+    if before == "keys and values":
+        given["kv_prefix"] = decoder.KVPrefix(
+            draw(cfg.layers, 1, 3, cfg.kv_heads, cfg.head_dim),
+            draw(cfg.layers, 1, 3, cfg.kv_heads, cfg.head_dim),
+            jnp.array([[True, False, True]]),
+        )
+    if before == "a shared prefix":
+        given["shared_prefix"] = decoder.SharedPrefix(draw(1, 3, cfg.width), jnp.ones((1, 3), bool))
+    real = jnp.array([[True, True, False, True]])  # padding among the common positions
+
+    def read(parts, segments=None):
+        mask = jnp.concatenate([real, jnp.ones((1, sum(part.shape[1] for part in parts)), bool)], axis=1)
+        x = jnp.concatenate([common, *parts], axis=1)
+        if segments is not None:
+            segments = jnp.asarray([segments], jnp.int32)
+        return decoder.forward(params, cfg, x, mask=mask, segments=segments, **given).hidden[0, 4:]
+
+    packed = read(texts, [0] * 4 + [1] * 6 + [2] + [3] * 5)
+    alone = jnp.concatenate([read([text]) for text in texts])
+    np.testing.assert_allclose(packed, alone, atol=2e-5)
+    assert np.abs(read(texts) - alone).max() > 1e-2, "unpacked they see each other"
