@@ -22,7 +22,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models import quant, rotary
 from lw_jax.models.attention import attention
-from lw_jax.models.products import PRODUCT, from_bits, product, stack_dtype, wide_product
+from lw_jax.models.products import PRODUCT, from_bits, product, save, stack_dtype, wide_product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -535,7 +535,9 @@ def _layer(
             jnp.concatenate([*(repeat(one, len(x)) for one in before), new], axis=1)
             for *before, new in zip(*kv, own, strict=True)
         )
-    x = x + linear(attention(q, k, v, mask=shared.attend, factors=shared.factors), name="o")
+    attended = attention(q, k, v, mask=shared.attend, factors=shared.factors)
+    # Only where its projection, or a pair beside it, is trained does the backward pass need it.
+    x = x + linear(save(attended, shared.factors), name="o")
     h = _normalise(cfg, x, weights, "mlp_norm")
     gated = jax.nn.silu(linear(h, name="gate")) * linear(h, name="up")
     return x + linear(gated, name="down"), own

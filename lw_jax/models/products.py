@@ -28,7 +28,7 @@ def product(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:
     """Returns an einsum of values and weights in the dtype of the values; of two dtypes it is rounded to bf16."""
     if x.dtype == weights.dtype:
         return jnp.einsum(equation, x, weights)
-    return _saved(_by_matrix(equation, x, weights))
+    return _save_bits(_by_matrix(equation, x, weights))
 
 
 def wide_product(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -39,15 +39,22 @@ def wide_product(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.asarray(_product(equation, jnp.dtype(jnp.float32), x, weights))
 
 
+def save(x: jax.Array, factors: str | None) -> jax.Array:
+    """Returns a factor of later products in this dtype, which a policy of `jax.checkpoint` saves as it does theirs."""
+    if factors is None or x.dtype == jnp.dtype(factors):
+        return checkpoint_name(x, PRODUCT)
+    return _save_bits(x)
+
+
 @jax.custom_jvp
-def _saved(x: jax.Array) -> jax.Array:
+def _save_bits(x: jax.Array) -> jax.Array:
     """Returns fp32 rounded to bf16, of which a policy of `jax.checkpoint` saves the bits: half the memory traffic."""
     return from_bits(saved_bits(x)).astype(x.dtype)
 
 
-@_saved.defjvp
-def _saved_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
-    return _saved.fun(*primals), tangents[0]
+@_save_bits.defjvp
+def _save_bits_jvp(primals: tuple[jax.Array], tangents: tuple[jax.Array]) -> tuple[jax.Array, jax.Array]:
+    return _save_bits.fun(*primals), tangents[0]
 
 
 def saved_bits(x: jax.Array) -> jax.Array:
