@@ -97,12 +97,10 @@ class Packed:
         groups = [self.groups[i] for i in indices]
         firsts = [group[0] for group in groups]
         batch = self.encoded.collate(firsts, channel=channel)
-        starts = np.cumsum([0, *map(len, groups)])
         each = self.encoded.collate([position for group in groups for position in group], rows=())
         readers = {}
         for name, fields in batch["readers"].items():
-            rows = [slice(begin, end) for begin, end in zip(starts[:-1], starts[1:], strict=True)]
-            packed = pack(each["readers"][name], rows, *self._widths[name])
+            packed = pack(each["readers"][name], [len(group) for group in groups], *self._widths[name])
             readers[name] = {key: leaf for key, leaf in fields.items() if key not in _QUESTION_FIELDS} | packed
         return {"source": batch["source"], "readers": readers, "index": np.array(indices, np.int32)}
 
@@ -135,32 +133,34 @@ class Packed:
         return lines
 
 
-def pack(fields: Batch, rows: Sequence[slice], width: int, targets: int) -> Batch:
-    """Returns the questions `fields` [n ...] of a reader packed in rows: "packed", "places" and the targets' fields."""
-    shape = (len(rows), width)
-    packed = {"ids": np.zeros(shape, np.int32), "segments": np.zeros(shape, np.int32)}
-    found = {"targets": np.zeros((len(rows), targets), np.int32), "places": np.zeros((len(rows), targets), np.int32)}
-    found["weights"] = np.zeros((len(rows), targets), np.float32)
-    teacher = {
-        key: np.zeros((len(rows), targets, *leaf.shape[2:]), leaf.dtype)
-        for key, leaf in fields.get("teacher", {}).items()
-    }
-    for row, questions in enumerate(rows):
-        at = end = 0
-        for number, one in enumerate(range(questions.start, questions.stop), start=1):
-            question = fields["after"]["ids"][one][fields["after"]["mask"][one]]
-            count = int((fields["weights"][one] > 0).sum())
-            ids = np.concatenate([question, fields["answer_inputs"][one][: count - 1]])
-            packed["ids"][row, at : at + len(ids)] = ids
-            packed["segments"][row, at : at + len(ids)] = number
-            own = (row, slice(end, end + count))
-            found["places"][own] = np.arange(at + len(question) - 1, at + len(ids))
-            for key in ("targets", "weights"):
-                found[key][own] = fields[key][one][:count]
-            for key, leaf in teacher.items():
-                leaf[own] = fields["teacher"][key][one][:count]
-            at, end = at + len(ids), end + count
-    return found | {"packed": packed} | ({"teacher": teacher} if teacher else {})
+def pack(fields: Batch, counts: Sequence[int], width: int, targets: int) -> Batch:
+    """Returns a reader's questions [n ...] in rows of so many each: "packed", "places" and the targets' fields."""
+    asked, answered = fields["after"], fields["weights"] > 0
+    real = np.concatenate([asked["mask"], answered[:, 1:]], axis=1)  # an input is real where it is a target too
+    ids = np.concatenate([asked["ids"], fields["answer_inputs"]], axis=1)
+    numbers = np.concatenate([np.arange(1, count + 1, dtype=np.int32) for count in counts])
+    predicts = real.copy()
+    predicts[:, : asked["mask"].shape[1] - 1] = False  # of the question the last token alone
+    at = (np.cumsum(real.ravel()) - 1).reshape(real.shape)
+    ends = np.cumsum(counts)
+    rows = [slice(end - count, end) for end, count in zip(ends, counts, strict=True)]
+    starts = np.repeat([at[row][real[row]][0] for row in rows], counts)
+
+    def join(values: np.ndarray, mask: np.ndarray, length: int) -> np.ndarray:
+        """Returns the values [n t ...] under a mask, those of a row side by side, zeros behind them."""
+        found = np.zeros((len(rows), length, *values.shape[2:]), values.dtype)
+        for number, row in enumerate(rows):
+            own = values[row][mask[row]]
+            found[number, : len(own)] = own
+        return found
+
+    segments = np.broadcast_to(numbers[:, None], real.shape)
+    packed = {"ids": join(ids, real, width), "segments": join(segments, real, width)}
+    places = join((at - starts[:, None]).astype(np.int32), predicts, targets)
+    found = {key: join(fields[key], answered, targets) for key in ("targets", "weights")}
+    if "teacher" in fields:
+        found["teacher"] = {key: join(leaf, answered, targets) for key, leaf in fields["teacher"].items()}
+    return found | {"packed": packed, "places": places}
 
 
 def _round_up(longest: int, limit: int) -> int:

@@ -227,15 +227,7 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
         lengths = x.shape[1] + kv_prefix.mask.shape[1] + (0 if shared_prefix is None else shared_prefix.x.shape[1])
         check_length(cfg, lengths)
     elif shared_prefix is not None and isinstance(cfg.rope_scaling, rotary.LongRope):
-        # The frequencies depend on the row's whole length, so rows cannot share a prefix.
-        x, mask = (
-            jnp.concatenate([repeat(old, len(x)), new], axis=1)
-            for old, new in zip(shared_prefix, (x, mask), strict=True)
-        )
-        opening = shared_prefix.x.shape[1]
-        segments = None if segments is None else jnp.pad(segments, ((0, 0), (opening, 0)))
-        out = forward(params, cfg, x, mask=mask, segments=segments, mode=mode)
-        return out._replace(hidden=out.hidden[:, opening:])
+        return _forward_joined(params, cfg, (x, mask, segments), shared_prefix, mode)
     turned = None
     if kv_prefix is not None:
         seen = 0 if shared_prefix is None else shared_prefix.mask.sum(axis=1, keepdims=True, dtype=jnp.int32)
@@ -283,6 +275,23 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
         cache = Cache(kv[0], kv[1], cache.valid, cache.used + x.shape[1])
     states = None if tapped is None else tapped[jnp.asarray(taps)]
     return Output(_normalise(cfg, x, params, "norm"), mixed, cache, states)
+
+
+def _forward_joined(
+    params: Tree,
+    cfg: DecoderConfig,
+    texts: tuple[jax.Array, jax.Array, jax.Array | None],
+    shared_prefix: SharedPrefix,
+    mode: Mode,
+) -> Output:
+    """Runs the body over x, mask and segments behind the prefix in each row: LongRope goes by the whole length."""
+    x, mask, segments = texts
+    rows, opening = len(x), shared_prefix.x.shape[1]
+    x = jnp.concatenate([repeat(shared_prefix.x, rows), x], axis=1)
+    mask = jnp.concatenate([repeat(shared_prefix.mask, rows), mask], axis=1)
+    segments = None if segments is None else jnp.pad(segments, ((0, 0), (opening, 0)))
+    out = forward(params, cfg, x, mask=mask, segments=segments, mode=mode)
+    return out._replace(hidden=out.hidden[:, opening:])
 
 
 def visit_attention(  # noqa: PLR0913  (as `forward`)

@@ -132,7 +132,7 @@ def trained(cfg: DecoderConfig, one: Pass) -> Terms:
     """Returns the terms of a trainable decoder body in fp32: backward is twice the forward pass."""
     forward = 2 * one.rows * one.positions * body_params(cfg)
     cast = params(cfg) * one.size if one.size < 4 else 0  # the copy in the dtype of arithmetic
-    kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, 1)
+    kept = one.rows * kept_bytes(cfg, one.positions, one.remat, one.size, 1) + _attended_bytes(cfg, one)
     again = one.remat == "full"
     moved = _moved(cfg, memory_traffic.TRAINED[one.remat], one)
     read = (3 + again) * body_params(cfg) * one.size
@@ -142,7 +142,14 @@ def trained(cfg: DecoderConfig, one: Pass) -> Terms:
 
 def adapted(cfg: DecoderConfig, pairs: Lora, one: Pass) -> Terms:
     """Returns the terms of a frozen decoder body with trained pairs beside its matrices."""
-    return dataclasses.replace(found := frozen(cfg, one), flops=found.flops + 3 * pair_flops(cfg, pairs, one))
+    found, more = frozen(cfg, one), 3 * pair_flops(cfg, pairs, one)
+    kept = found.bytes + ("o" in pairs.names) * _attended_bytes(cfg, one)
+    return dataclasses.replace(found, bytes=kept, flops=found.flops + more)
+
+
+def tapped_bytes(cfg: DecoderConfig, one: Pass) -> float:
+    """Returns the bytes of the states that a pass returns of its layers, and of their gradients: all layers'."""
+    return 2 * cfg.layers * one.rows * one.positions * cfg.width * one.size
 
 
 def pair_flops(cfg: DecoderConfig, pairs: Lora, one: Pass) -> float:
@@ -268,6 +275,11 @@ def kept_bytes(  # noqa: PLR0913
     products = positions * size * (cfg.width + heads + 2 * cfg.ffn / model)
     kept = {"none": products + carried, "full": carried}[remat] * cfg.layers
     return kept + scores + layer
+
+
+def _attended_bytes(cfg: DecoderConfig, one: Pass) -> float:
+    """Returns the bytes of attention's results, saved where the matrix behind it is trained or has a pair."""
+    return 0.0 if one.remat == "full" else cfg.layers * one.rows * one.positions * cfg.heads * cfg.head_dim * one.size
 
 
 def body_params(cfg: DecoderConfig) -> int:

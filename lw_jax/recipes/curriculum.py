@@ -106,10 +106,10 @@ class Curriculum:
         return Packed(encoded, tokens) if task == "answer" and tokens else encoded
 
     def _stream(self, split: examples.Split, task: str, length: int) -> Encoded:
-        teacher, packed = objectives.needs_teacher(self.cfg.loss, task), split == "train" and self.cfg.data.packed_tokens
-        rows = ("text",) if teacher else ()
-        if rows and packed and task == "answer" and not self.cfg.loss.teacher_k:
-            rows = ("context",)  # the questions follow it in one row
+        teacher = objectives.needs_teacher(self.cfg.loss, task)
+        packed = task == "answer" and split == "train" and self.cfg.data.packed_tokens
+        live = packed and not self.cfg.loss.teacher_k  # one pass reads the context and all questions behind it
+        rows = (("context" if live else "text"),) if teacher else ()
         if task == "answer":
             found = self._add_literals(self.examples(split))
             encoded = batches.encode(found, layout=self.layout, rows=rows)

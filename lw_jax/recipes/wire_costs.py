@@ -11,6 +11,7 @@ from lw_jax.losses import chunked
 from lw_jax.models import encoder
 from lw_jax.models import pass_costs as arithmetic
 from lw_jax.models.bert import BertConfig
+from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.pass_costs import Terms
 from lw_jax.models.wire import Wire
 from lw_jax.recipes import frozen_models
@@ -32,6 +33,8 @@ def terms(cfg: Config, wire: Wire, placement: Placement, widths: Tree, *, rows: 
         found = arithmetic.trained(spec.body, one)
     else:
         found = arithmetic.trained_bytes(spec.layers or encoder.BYTE_LAYERS, spec.width, one)
+    if spec.taps and isinstance(spec.body, DecoderConfig):
+        found = dataclasses.replace(found, bytes=found.bytes + arithmetic.tapped_bytes(spec.body, one))
     messages = math.prod(widths["source"]["channel"].shape[:-1])
     readers = {
         name: _reader(cfg, wire, placement, name, widths["readers"][name], (rows, rows * messages))

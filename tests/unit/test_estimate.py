@@ -122,16 +122,28 @@ def test_slots_of_keys_and_values_are_multiplied_by_no_matrix_of_a_reader(root):
 
 @pytest.mark.optimized
 @pytest.mark.parametrize("kind", ["embeddings", "kv"])
-def test_questions_of_a_text_cost_the_readers_alone(kind, root):
-    plain, three = (make_program(root, adapter__kind=kind, data__questions=n) for n in (1, 3))
-    queries = POSITIONS - OPENING - (SLOTS if kind == "kv" else 0)
-    attended = PRODUCTS["none"] * sum(one["layers"] * attention(one, queries, POSITIONS) for one in (LLAMA, QWEN))
-    more = estimate_of(three).flops - estimate_of(plain).flops
-    assert compiled(three).flops - compiled(plain).flops == more + 2 * attended
-    heads = 4 * BATCH * ANSWERS * sum(352 * LLAMA["width"] if one is LLAMA else 320 * QWEN["width"] for one in SIZED)
-    assert more == 2 * (4 * BATCH * queries * sum(map(body_params, SIZED)) + heads)
-    held = [estimate_of(one).needs.activations for one in (plain, three)]
-    assert held[0] < held[1] < 3 * held[0] and estimate_of(three).needs.logits == 3 * estimate_of(plain).needs.logits
+def test_packed_questions_cost_the_readers_alone(kind, root):
+    plain, packed = (make_program(root, adapter__kind=kind, data__packed_tokens=tokens) for tokens in (0, 40))
+    given = SLOTS if kind == "kv" else 0
+    queries = POSITIONS - OPENING - given, 40 + SLOTS - given + 1
+    attended = [
+        PRODUCTS["none"] * sum(one["layers"] * attention(one, each, OPENING + given + each) for one in SIZED)
+        for each in queries
+    ]
+    more = estimate_of(packed).flops - estimate_of(plain).flops
+    assert compiled(packed).flops - compiled(plain).flops == more + attended[1] - attended[0]
+    head = 4 * BATCH * (352 * LLAMA["width"] + 320 * QWEN["width"])  # a target
+    assert more == 4 * BATCH * (queries[1] - queries[0]) * sum(map(body_params, SIZED)) + head * (20 - ANSWERS)
+    held = [estimate_of(one).needs for one in (plain, packed)]
+    assert held[0].activations < held[1].activations and held[1].logits * ANSWERS == held[0].logits * 20
+
+
+@pytest.mark.optimized
+def test_a_trained_body_computes_attention_once_forward_and_its_scores_once_more(root):
+    body = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"]), "encoder__layers": 0}
+    program = make_program(root, **body)
+    encoder = PRODUCTS["none"] * LLAMA["layers"] * attention(LLAMA, WINDOW, WINDOW) + small_products(LLAMA["width"])
+    assert compiled(program).flops == estimate_of(program).flops + attended("none") + encoder
 
 
 @pytest.mark.optimized

@@ -3,7 +3,6 @@
 import dataclasses
 import itertools
 import json
-from collections import Counter
 
 import jax
 import jax.numpy as jnp
