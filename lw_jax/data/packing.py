@@ -157,7 +157,7 @@ def pack(fields: Batch, counts: Sequence[int], width: int, targets: int) -> Batc
     segments = np.broadcast_to(numbers[:, None], real.shape)
     packed = {"ids": join(ids, real, width), "segments": join(segments, real, width)}
     places = join((at - starts[:, None]).astype(np.int32), predicts, targets)
-    found = {key: join(fields[key], answered, targets) for key in ("targets", "weights")}
+    found: Batch = {key: join(fields[key], answered, targets) for key in ("targets", "weights")}
     if "teacher" in fields:
         found["teacher"] = {key: join(leaf, answered, targets) for key, leaf in fields["teacher"].items()}
     return found | {"packed": packed, "places": places}
