@@ -221,7 +221,7 @@ class Data:
     packed_tokens: int = key(
         0,
         "tokens of questions and answers of one text that are packed into a row, against one encode and one prefix; "
-        "answers take at most half of them; 0: an example is one question",
+        "answers take at most half of them, cards are asked for each fact; 0: an example is one question",
         unit="tokens",
         at_least=0,
     )

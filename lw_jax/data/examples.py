@@ -95,7 +95,8 @@ def load(data: config.Data, split: Split, *, seed: int) -> list[Example]:
     if source not in question_cards.STYLES:
         return read(source, limit=limit, split=split, columns=data.columns)
     count = data.cards if train else VALIDATION_CARDS
-    examples = question_cards.make(count, facts=data.facts, seed=seed, split=split, style=source)
+    every = train and data.packed_tokens > 0
+    examples = question_cards.make(count, facts=data.facts, seed=seed, split=split, style=source, every=every)
     return [examples[i] for i in spread(len(examples), limit)]
 
 

@@ -113,13 +113,19 @@ MAX_FACTS = {"cards": len(ATTRIBUTES) ** 2, "pairs": len(ATTRIBUTES)}
 VALIDATION_SHARE = 8  # one card in so many belongs to the validation split
 
 
-def make(
-    count: int, *, facts: int, seed: int, split: Literal["train", "validation"], style: str = "cards"
+def make(  # noqa: PLR0913
+    count: int,
+    *,
+    facts: int,
+    seed: int,
+    split: Literal["train", "validation"],
+    style: str = "cards",
+    every: bool = False,
 ) -> list[Example]:
     """Returns `count` cards of `facts` sentences ("cards") or keys with values ("pairs"), the same for the same words.
 
-    No card is in both splits, whatever the seeds and counts. Raises UserError for a count or a number of facts that
-    cannot be made.
+    Each is asked for one of its facts; with `every`, for each of them, in as many examples. No card is in both splits,
+    whatever the seeds and counts. Raises UserError for a count or a number of facts that cannot be made.
     """
     if count < 1:
         raise UserError(f"config.data: {count} {split} cards requested; at least 1 is needed")
@@ -128,10 +134,12 @@ def make(
     rng = random.Random(f"{split}/{seed}/{facts}")
     draw, write = (_draw, _write) if style == "cards" else (_draw_pairs, _write_pairs)
     examples: list[Example] = []
-    while len(examples) < count:
+    made = 0
+    while made < count:
         card = draw(rng, facts)
         if _split_of(card) == split:
-            examples.append(write(rng, card, f"{style}/{split}/{seed}/{len(examples)}"))
+            examples += write(rng, card, f"{style}/{split}/{seed}/{made}", every=every)
+            made += 1
     return examples
 
 
@@ -167,11 +175,12 @@ def _split_of(card: list[tuple[str, str, str]]) -> str:
     return "validation" if zlib.crc32(key.encode()) % VALIDATION_SHARE == 0 else "train"
 
 
-def _write(rng: random.Random, card: list[tuple[str, str, str]], id: str) -> Example:
+def _write(rng: random.Random, card: list[tuple[str, str, str]], id: str, *, every: bool) -> list[Example]:
     sentences = [rng.choice(ATTRIBUTES[kind].sentences).format(name=name, value=value) for name, kind, value in card]
-    name, kind, value = rng.choice(card)
-    question = rng.choice(ATTRIBUTES[kind].questions).format(name=name)
-    return Example(id, " ".join(sentences), question, (value,))
+    asked = [
+        (rng.choice(ATTRIBUTES[kind].questions).format(name=name), value) for name, kind, value in _ask(rng, card, every)
+    ]
+    return _examples(id, " ".join(sentences), asked)
 
 
 def questions(example: Example) -> list[tuple[str, str]]:
@@ -179,6 +188,15 @@ def questions(example: Example) -> list[tuple[str, str]]:
     return [(f"{key}?", value) for key, value in (pair.split(" ", 1) for pair in example.context.split(", "))]
 
 
-def _write_pairs(rng: random.Random, card: list[tuple[str, str, str]], id: str) -> Example:
-    _, key, value = rng.choice(card)
-    return Example(id, ", ".join(f"{key} {value}" for _, key, value in card), f"{key}?", (value,))
+def _write_pairs(rng: random.Random, card: list[tuple[str, str, str]], id: str, *, every: bool) -> list[Example]:
+    asked = [(f"{key}?", value) for _, key, value in _ask(rng, card, every)]
+    return _examples(id, ", ".join(f"{key} {value}" for _, key, value in card), asked)
+
+
+def _ask(rng: random.Random, card: list[tuple[str, str, str]], every: bool) -> list[tuple[str, str, str]]:
+    return card if every else [rng.choice(card)]
+
+
+def _examples(id: str, context: str, asked: list[tuple[str, str]]) -> list[Example]:
+    ids = [id] if len(asked) == 1 else [f"{id}/{number}" for number in range(len(asked))]
+    return [Example(one, context, question, (value,)) for one, (question, value) in zip(ids, asked, strict=True)]

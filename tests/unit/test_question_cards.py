@@ -161,3 +161,13 @@ def test_pairs_are_no_cards_and_the_same_for_the_same_words():
 def test_impossible_numbers_of_pairs_are_refused(count, facts):
     with pytest.raises(UserError, match="config.data"):
         question_cards.make(count, facts=facts, seed=0, split="train", style="pairs")
+
+
+@pytest.mark.parametrize("style", question_cards.STYLES)
+def test_every_fact_of_a_card_is_asked_for_once(style):
+    found = question_cards.make(20, facts=6, seed=0, split="train", style=style, every=True)
+    for card in zip(*[iter(found)] * 6, strict=True):
+        assert len({example.context for example in card}) == 1
+        assert len({example.question for example in card}) == len({example.id for example in card}) == 6
+        assert all(example.answers[0] in card[0].context for example in card)
+    assert len({example.context for example in found}) == 20 and len(found) == 120
