@@ -142,11 +142,18 @@ class Message:
 
     literals: int = key(
         0,
-        "words of the text that the message carries as text, those that the encoder's body (kind lm) finds least "
-        "predictable; each reader tokenises them itself",
+        "words of the text that the message carries as text, chosen by the encoder's body (kind lm); each reader "
+        "tokenises them itself",
         unit="words",
         at_least=0,
         at_most=1024,
+    )
+    choice: str = key(
+        "surprisal",
+        "which words: those that the body finds least predictable, or those that are asked for: most like the answers "
+        "of data.train, by a regression from the body's states",
+        choices=("surprisal", "asked"),
+        shapes="no",
     )
     dropout: float = key(
         0.1,

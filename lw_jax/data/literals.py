@@ -1,4 +1,4 @@
-"""Literals: the words of a text that a language model finds least predictable, chosen from its tokens' NLL.
+"""Literals: the words of a text with the highest scores, chosen from its tokens' (`recipes.token_scores`).
 
 A word stands between blanks; punctuation at its ends is removed. So a text without blanks has hardly a word.
 """
@@ -15,10 +15,11 @@ _KEPT = frozenset("%#&@")  # at a word's end: they are part of what it says
 
 
 class Scored(NamedTuple):
-    """A text's tokens, each with the characters it stands for and its negative log-likelihood in nats."""
+    """A text's tokens, each with the characters it stands for and a value, for Surprisal its NLL in nats."""
 
     spans: np.ndarray  # i32[n 2]: first character, and the one after the last
-    nll: np.ndarray  # f32[n]
+    values: np.ndarray  # f32[n]
+    mean: bool = False  # a word has the mean of its tokens' values, not their sum
 
 
 class Word(NamedTuple):
@@ -43,7 +44,7 @@ def words(text: str) -> list[Word]:
 
 
 def score(found: list[Word], scored: Scored) -> np.ndarray:
-    """Returns each word's score f64[w]: the sum of its tokens' NLL; -inf for one with no token or too many.
+    """Returns each word's score f64[w]: the sum or mean of its tokens' values; -inf with no token or too many.
 
     A token belongs to the first word of which it has a character. Words beyond the last token have none.
     """
@@ -52,8 +53,10 @@ def score(found: list[Word], scored: Scored) -> np.ndarray:
     starts, ends = np.array(found).T
     first = np.minimum(np.searchsorted(ends, scored.spans[:, 0], side="right"), len(found) - 1)
     within = (scored.spans[:, 0] < ends[first]) & (scored.spans[:, 1] > starts[first])
-    total = np.bincount(first[within], scored.nll[within].astype(np.float64), len(found))
+    total = np.bincount(first[within], scored.values[within].astype(np.float64), len(found))
     tokens = np.bincount(first[within], minlength=len(found))
+    if scored.mean:
+        total = total / np.maximum(tokens, 1)
     return np.where((tokens > 0) & (tokens <= LONGEST), total, -np.inf)
 
 
@@ -61,7 +64,7 @@ def choose(text: str, scored: Scored, count: int) -> tuple[str, ...]:
     """Returns the `count` words of highest score as phrases, in the text's order.
 
     Words that follow each other after one blank are one phrase. A word that occurs again, in any case of its letters,
-    counts once: where it is least predictable, of equal ones the first.
+    counts once: where its score is highest, of equal ones the first.
     """
     found = words(text)
     scores = score(found, scored)

@@ -178,7 +178,8 @@ def _split_of(card: list[tuple[str, str, str]]) -> str:
 def _write(rng: random.Random, card: list[tuple[str, str, str]], id: str, *, every: bool) -> list[Example]:
     sentences = [rng.choice(ATTRIBUTES[kind].sentences).format(name=name, value=value) for name, kind, value in card]
     asked = [
-        (rng.choice(ATTRIBUTES[kind].questions).format(name=name), value) for name, kind, value in _ask(rng, card, every)
+        (rng.choice(ATTRIBUTES[kind].questions).format(name=name), value)
+        for name, kind, value in _ask(rng, card, every)
     ]
     return _examples(id, " ".join(sentences), asked)
 

@@ -98,7 +98,7 @@ def model_bytes(texts: Sequence[str], scored: Sequence[Scored]) -> float | None:
     """
     if not all(len(one.spans) and one.spans[-1, 1] >= len(text) for text, one in zip(texts, scored, strict=True)):
         return None
-    return float(np.mean([one.nll.sum(dtype=np.float64) / math.log(2) / 8 for one in scored]))
+    return float(np.mean([one.values.sum(dtype=np.float64) / math.log(2) / 8 for one in scored]))
 
 
 def measure_texts(texts: Iterable[str]) -> dict[str, float]:

@@ -102,6 +102,7 @@ class TrainedWire:
     def __init__(self, recipe: LatentWire, trainable: Tree, frozen: Tree, step: int):
         self.recipe, self.trainable, self.frozen, self.step = recipe, trainable, frozen, step
         self.functions = WireFunctions(recipe.wire, recipe.placement)
+        recipe.restore_chooser(trainable)
 
     @functools.cached_property
     def encoder_fingerprint(self) -> str:
@@ -121,8 +122,8 @@ class TrainedWire:
         """Returns the framed message of a text in `slots` latents, the first `width` values of each.
 
         `slots`: None: as many as the text needs at config.encoder.ratio, or all.
-        `literals`: the number of the text's words that go with them, those that the encoder finds least predictable;
-        None: config.message.literals.
+        `literals`: the number of the text's words that go with them (config.message.choice says which); None:
+        config.message.literals.
         A wire trained with prompt.question="latents" encodes the question with the text and needs it here.
         """
         in_latents = self.recipe.cfg.prompt.question == "latents"
@@ -138,7 +139,8 @@ class TrainedWire:
         placed = self._put(source, self.functions.mesh_of(None))
         latents = self.functions.encode(self.trainable, placed, self.frozen.get(SHARED))
         sent = np.asarray(latents[0, : channel[0], : channel[1]])
-        chosen = self.recipe.surprisal.choose(text.strip(), words) if words else ()
+        chooser = self.recipe.chooser
+        chosen = chooser.choose(text.strip(), words) if words and chooser else ()
         return codec.pack(sent, bits=bits, encoder=self.encoder_fingerprint, literals=chosen)
 
     @overload

@@ -35,14 +35,15 @@ class EncoderSpec:
     pairs: Lora | None = None  # beside the body's matrices, which are then frozen
     taps: int = 0  # layers of the body whose states stand side by side; 0: a mix over all
     causal: bool = False  # the body keeps its causal mask
+    asked: bool = False  # literals are the words that are asked for
 
     def head(self) -> Pure[encoder.Head]:
         """Describes the part after the body."""
         body_width, states = (self.body.width, self.body.layers + 1) if self.body else (self.width, 0)
         vocab = self.body.vocab if self.body else encoder.BYTE_VOCABULARY
-        return encoder.make_head(
-            body_width, self.width, slots=self.slots, pooling=self.pooling, states=states, vocab=vocab, taps=self.taps
-        )
+        sizes = {"slots": self.slots, "states": states, "vocab": vocab, "taps": self.taps}
+        asked = body_width if self.asked else 0
+        return encoder.make_head(body_width, self.width, pooling=self.pooling, asked=asked, **sizes)
 
 
 @dataclasses.dataclass(frozen=True)

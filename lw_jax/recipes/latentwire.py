@@ -4,6 +4,7 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -32,9 +33,10 @@ from lw_jax.recipes import (
     wire_costs,
     wire_shapes,
 )
+from lw_jax.recipes.asked_words import AskedWords
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates
-from lw_jax.recipes.surprisal import Surprisal
 from lw_jax.recipes.teacher import Teacher
+from lw_jax.recipes.token_scores import Surprisal, TokenScores
 from lw_jax.training.optimizers import Rates
 from lw_jax.training.recipe import Weights
 from sharding import place, placement, rules, shards, tables
@@ -153,31 +155,32 @@ class LatentWire:
         )
         trainable = init(key, body, place.replicate(sizes, self.placement.learner))
         if self.cfg.encoder.run:
-            trainable |= {"encoder": self._read_encoder(placed.trainable)}
+            trainable |= {"encoder": self._read_encoder()}
         elif self.cfg.encoder.pooling == "rare":
             trainable = jax.device_put(self._count_tokens(trainable), placed.trainable)
+        if isinstance(self.chooser, AskedWords) and not self.cfg.encoder.run:
+            trainable = jax.device_put(_with_head(trainable, asked=self.chooser.kernel), placed.trainable)
         if self.cfg.adapter.kind == "kv":
             trainable = jax.device_put(self._start_kv(trainable, readers), placed.trainable)
         elif self.cfg.adapter.start == "aligned":
             trainable = jax.device_put(self._align(trainable, readers, sizes), placed.trainable)
         return Weights(trainable, readers)
 
-    def _read_encoder(self, shardings: Tree) -> Tree:
+    def _read_encoder(self) -> Tree:
+        """Returns the encoder of the run that encoder.run names."""
         other = join.read_config(self.cfg)
         sizes = LatentWire(other, placement.together(self.placement.learner, list(other.llms)), outline=True)
-        replicated = jax.tree.leaves(shardings)[0]  # of the trainable tree
+        replicated = jax.tree.leaves(self.shardings().trainable)[0]
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract().trainable)
         return join.read_trainable(self.cfg, shapes)["encoder"]
 
     def _count_tokens(self, trainable: Tree) -> Tree:
         """Returns the tree with each token's rarity: -log of its share in the training texts, one more of each."""
-        encoder = trainable["encoder"]
-        pool = encoder["head"]["pool"]
         texts = dict.fromkeys(map(self.layout.source_text, self.curriculum.examples("train")))
         ids = np.concatenate(prompt_tokens.tokenize(self.layout.source, list(texts)))
-        counts = np.bincount(ids, minlength=len(pool["rarity"])) + 1
+        counts = np.bincount(ids, minlength=len(trainable["encoder"]["head"]["pool"]["rarity"])) + 1
         rarity = jnp.asarray(np.log(counts.sum() / counts), jnp.float32)
-        return trainable | {"encoder": encoder | {"head": encoder["head"] | {"pool": {"rarity": rarity}}}}
+        return _with_head(trainable, pool={"rarity": rarity})
 
     def _align_encoder(self, trainable: Tree, frozen: Tree) -> Tree:
         """Returns the tree with an aligned projection, unless a run gave the encoder."""
@@ -256,7 +259,27 @@ class LatentWire:
 
     def add_literals(self, found: Sequence[Example]) -> Sequence[Example]:
         """Returns the examples with the literals that their messages carry; as they are where messages carry none."""
-        return self.surprisal.attach(found, self.cfg.message.literals) if self.cfg.message.literals else found
+        return self.chooser.attach(found, self.cfg.message.literals) if self.cfg.message.literals else found
+
+    @functools.cached_property
+    def chooser(self) -> TokenScores | None:
+        """Returns what chooses the literals of messages; None where they carry none."""
+        if not asks(self.cfg):
+            return self.surprisal if self.cfg.message.literals else None
+        assert self.body_location is not None, "validation allows literals for a pretrained decoder only"
+        if self.cfg.encoder.run:
+            kernel = np.asarray(self._read_encoder()["head"]["asked"])
+            return AskedWords(self.cfg, self.body_location, self.placement, kernel)
+        found = AskedWords(self.cfg, self.body_location, self.placement)
+        found.fit(self.curriculum.examples("train"))
+        return found
+
+    def restore_chooser(self, trainable: Tree) -> None:
+        """Takes what chooses the literals from a trained wire, whose training data need not be here."""
+        if asks(self.cfg):
+            assert self.body_location is not None, "validation allows literals for a pretrained decoder only"
+            kernel = np.asarray(trainable["encoder"]["head"]["asked"])
+            self.chooser = AskedWords(self.cfg, self.body_location, self.placement, kernel)
 
     @functools.cached_property
     def surprisal(self) -> Surprisal:
@@ -410,6 +433,17 @@ class LatentWire:
         return wire_costs.terms(self.cfg, self.wire, self.placement, widths, rows=rows)
 
 
+def asks(cfg: Config) -> bool:
+    """Returns whether messages carry words that are asked for."""
+    return bool(cfg.message.literals) and cfg.message.choice == "asked"
+
+
+def _with_head(trainable: Tree, **parts: Any) -> Tree:
+    """Returns the tree with parts of the encoder's head replaced."""
+    encoder = trainable["encoder"]
+    return trainable | {"encoder": encoder | {"head": encoder["head"] | parts}}
+
+
 def _embedding(trainable: Tree, frozen: Tree) -> jax.Array:
     """Returns the embedding table of an encoder's pretrained body, trained or frozen."""
     return (frozen[SHARED] if SHARED in frozen else trainable["encoder"]["body"])["embed"]
@@ -435,6 +469,7 @@ def _wire(
         pairs=lora.everywhere(cfg.encoder.rank) if cfg.encoder.rank else None,
         taps=cfg.encoder.states,
         causal=cfg.encoder.mask == "causal",
+        asked=asks(cfg),
     )
     readers = {}
     for name, at in placement.readers.items():

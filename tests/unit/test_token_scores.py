@@ -1,4 +1,4 @@
-"""lw_jax/recipes/surprisal.py: NLL under the whole pretrained body, read once, the same on any number of devices."""
+"""lw_jax/recipes/token_scores.py: NLL under the whole pretrained body, read once, the same on any number of devices."""
 
 import jax
 import numpy as np
@@ -7,8 +7,8 @@ import pytest
 import lw_jax
 from lw_jax.core.types import Example
 from lw_jax.data import question_cards
-from lw_jax.recipes import surprisal
-from lw_jax.recipes.surprisal import Surprisal
+from lw_jax.recipes import token_scores
+from lw_jax.recipes.token_scores import Surprisal
 from sharding import mesh, placement
 from tests import tiny
 
@@ -54,13 +54,13 @@ def test_nll_is_that_of_the_whole_model_in_windows_that_overlap_by_half(root):
     short, long = found.score([TEXTS[0][:20], LONG])
     first = found.tokenizer.encode(TEXTS[0][:20])
     assert len(first) < WINDOW
-    np.testing.assert_allclose(short.nll, expected(root, first), rtol=HALF, atol=SAME)
-    assert short.nll.std() > 0.3
+    np.testing.assert_allclose(short.values, expected(root, first), rtol=HALF, atol=SAME)
+    assert short.values.std() > 0.3
     half = WINDOW // 2
-    np.testing.assert_allclose(long.nll[:WINDOW], expected(root, ids[:WINDOW]), rtol=HALF, atol=SAME)
+    np.testing.assert_allclose(long.values[:WINDOW], expected(root, ids[:WINDOW]), rtol=HALF, atol=SAME)
     second = expected(root, ids[half : half + WINDOW], half)
-    np.testing.assert_allclose(long.nll[WINDOW : WINDOW + half], second, rtol=HALF, atol=SAME)
-    assert len(long.nll) == min(len(ids), 4 * WINDOW)
+    np.testing.assert_allclose(long.values[WINDOW : WINDOW + half], second, rtol=HALF, atol=SAME)
+    assert len(long.values) == min(len(ids), 4 * WINDOW)
     assert "".join(LONG[a:b] for a, b in long.spans) == LONG[: long.spans[-1, 1]]
 
 
@@ -75,7 +75,7 @@ def test_each_text_is_read_once_in_any_order_and_on_any_devices(root, monkeypatc
     back = again.score(TEXTS[::-1])
     assert none == []
     for a, b in zip(back[::-1], first, strict=False):
-        np.testing.assert_array_equal(a.nll, b.nll)
+        np.testing.assert_array_equal(a.values, b.values)
 
 
 def test_devices_change_no_number_and_a_text_alone_is_as_among_others(root, monkeypatch, tmp_path):
@@ -83,7 +83,7 @@ def test_devices_change_no_number_and_a_text_alone_is_as_among_others(root, monk
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "other"))
     four = make(root, devices=4)
     for a, b in zip(first, four.score(TEXTS), strict=True):
-        np.testing.assert_array_equal(a.nll, b.nll)
+        np.testing.assert_array_equal(a.values, b.values)
     chosen = four.attach([Example("x", text, "q?", ("a",)) for text in [*TEXTS, LONG]], 3)
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "third"))
     alone = make(root)
@@ -94,4 +94,4 @@ def test_devices_change_no_number_and_a_text_alone_is_as_among_others(root, monk
 
 
 def test_windows_cover_a_text_with_the_fewest_halves():
-    assert [surprisal._cut(n, 8) for n in (0, 8, 9, 12, 13)] == [[0], [0], [0, 4], [0, 4], [0, 4, 8]]
+    assert [token_scores._cut(n, 8) for n in (0, 8, 9, 12, 13)] == [[0], [0], [0, 4], [0, 4], [0, 4, 8]]

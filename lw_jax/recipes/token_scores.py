@@ -1,4 +1,4 @@
-"""Negative log-likelihood of texts under an encoder's body as it was pretrained: whole, causal, with its own head.
+"""Values of a text's tokens under an encoder's body as it was pretrained, whole and causal; words are chosen by them.
 
 Kept on disk by content, so that each different text is read once, whatever the run trains.
 """
@@ -32,8 +32,11 @@ MULTIPLE = 64  # a batch is padded to a multiple of so many tokens
 TEXTS = 1024  # tokenised at once
 
 
-class Surprisal:
+class TokenScores:
     """Reads texts with a pretrained decoder; loads it only where a text is new, and lets it go afterwards."""
+
+    kind = ""  # name of the folder with what is kept
+    mean = False  # see `Scored`
 
     def __init__(self, cfg: Config, location: Path, placement: Placement):
         """Opens the cache; the model runs on this process's devices of the trainable parameters' mesh."""
@@ -45,17 +48,25 @@ class Surprisal:
         self.chunk = chunked.positions(cfg.compute.logits_chunk, rows=ROWS, data=1)
         # What the first token follows: the tokenizer's own beginning, else the end of another document.
         self.begin = self.tokenizer.begin or (self.tokenizer.eos,)
-        meaning = {
+        self.identity = {
             "weights": weights.fingerprint(location),
             "tokenizer": self.tokenizer.fingerprint,
             "arithmetic": list(self.precision),
         }
-        row = {"nll": ((self.window,), np.float16)}
-        self.store = Store(sources.cache_root() / "surprisal", meaning, rows=row)
         self._params: Tree | None = None
 
+    @functools.cached_property
+    def store(self) -> Store:
+        """Returns where the values of windows are kept."""
+        row = {"values": ((self.window,), np.float16)}
+        return Store(sources.cache_root() / self.kind, self.identity, rows=row)
+
+    def _values(self, params: Tree, batch: Tree) -> jax.Array:
+        """Returns f32[b t] of a batch {"ids", "mask", "targets"}: of each target its value."""
+        raise NotImplementedError
+
     def attach(self, examples: Sequence[Example], count: int) -> list[Example]:
-        """Returns the examples, each with the `count` least predictable words of its context as literals."""
+        """Returns the examples, each with the `count` words of its context of the highest scores as literals."""
         contexts = list(dict.fromkeys(example.context for example in examples))
         chosen = {
             text: literals.choose(text, scored, count)
@@ -72,11 +83,11 @@ class Surprisal:
         size = self.mesh.shape["data"]  # a text has a window or few
         for first in range(0, len(ids), size):
             part = ids[first : first + size]
-            found += list(self._read(part + part[-1:] * (size - len(part)))["nll"][: len(part)])
-        return literals.choose(text, pieces.join(found, starts), count)
+            found += list(self._read(part + part[-1:] * (size - len(part)))["values"][: len(part)])
+        return literals.choose(text, pieces.join(found, starts, self.mean), count)
 
     def score(self, texts: Sequence[str]) -> list[Scored]:
-        """Returns every token's characters and NLL, of a text's first window x windows tokens.
+        """Returns every token's characters and value, of a text's first window x windows tokens.
 
         A longer text than a window is read in windows that overlap by half: of all but the first, the second half
         counts, so that no token in the middle is read without what stands before it.
@@ -102,10 +113,10 @@ class Surprisal:
             batch=self._batch,
         )
         if count:
-            print(f"surprisal: {count} windows of text read; cached in {self.store.folder}", flush=True)
-        rows = iter(self.store.read(keys)["nll"])
+            print(f"{self.kind}: {count} windows of text read; cached in {self.store.folder}", flush=True)
+        rows = iter(self.store.read(keys)["values"])
         for one, cut in zip(tokenized, cuts, strict=True):
-            yield one.join([next(rows) for _ in cut], cut)
+            yield one.join([next(rows) for _ in cut], cut, self.mean)
 
     def _tokenize(self, texts: Sequence[str]) -> list["_Tokens"]:
         most = WIDEST * (self.limit + MARGIN)
@@ -117,19 +128,25 @@ class Surprisal:
         return ROWS * self.mesh.shape["data"]
 
     def _read(self, windows: Sequence[np.ndarray]) -> Batch:
-        """Returns the NLL of a batch of windows, each padded to the longest that there may be."""
+        """Returns the values of a batch of windows, each padded to the longest that there may be."""
+        values = np.asarray(jax.device_get(self._program(self._load(), self._collate(windows))))
+        return {"values": np.pad(values, ((0, 0), (0, self.window - values.shape[1])))}
+
+    def _collate(self, windows: Sequence[np.ndarray]) -> Tree:
+        """Returns {"ids", "mask", "targets"} on the devices; "ids" has the beginning before the targets."""
         longest = max(max(map(len, windows)), 1)
         width = min(-(-longest // MULTIPLE) * MULTIPLE, self.window)
-        lead = len(self.begin) - 1
-        ids = np.full((len(windows), lead + width), self.tokenizer.pad, np.int32)
+        ids = np.full((len(windows), len(self.begin) + width), self.tokenizer.pad, np.int32)
         targets, mask = np.zeros((len(windows), width), np.int32), np.zeros(ids.shape, bool)
         for row, window in enumerate(windows):
-            inputs = [*self.begin, *window[:-1]]
-            ids[row, : len(inputs)], mask[row, : lead + max(1, len(window))] = inputs, True
+            inputs = [*self.begin, *window]
+            ids[row, : len(inputs)], mask[row, : len(inputs)] = inputs, True
             targets[row, : len(window)] = window
-        placed = place.put_eval({"ids": ids, "mask": mask, "targets": targets}, self.mesh)
-        nll = np.asarray(jax.device_get(self._nll(self._load(), placed)))
-        return {"nll": np.pad(nll, ((0, 0), (0, self.window - width)))}
+        return place.put_eval({"ids": ids, "mask": mask, "targets": targets}, self.mesh)
+
+    @functools.cached_property
+    def _program(self):
+        return jax.jit(self._values)
 
     def _load(self) -> Tree:
         if self._params is None:
@@ -140,24 +157,29 @@ class Surprisal:
 
     @property
     def _shapes(self) -> Tree:
-        return decoder.abstract(self._config, self.precision.values, factors=self.precision.factors)
+        return decoder.abstract(self.config, self.precision.values, factors=self.precision.factors)
 
     @functools.cached_property
-    def _config(self) -> decoder.DecoderConfig:
+    def config(self) -> decoder.DecoderConfig:
+        """Returns the body's shapes, all of its layers."""
         return weights.describe(self.location)
 
-    @functools.cached_property
-    def _nll(self):
-        """Returns jitted (parameters, {"ids", "mask", "targets"}) -> f32[b t]."""
-        mode = decoder.Mode(factors=self.precision.factors)
+    @property
+    def mode(self) -> decoder.Mode:
+        """Returns how the body is run."""
+        return decoder.Mode(factors=self.precision.factors)
 
-        def run(params: Tree, batch: Tree) -> jax.Array:
-            x = decoder.embed(params, batch["ids"])
-            hidden = decoder.forward(params, self._config, x, mask=batch["mask"], mode=mode).hidden
-            hidden = hidden[:, len(self.begin) - 1 :]
-            return -chunked.token_logp(hidden, decoder.head(params), batch["targets"], chunk=self.chunk)[0]
 
-        return jax.jit(run)
+class Surprisal(TokenScores):
+    """Each token's negative log-likelihood in nats, with the body's own head."""
+
+    kind = "surprisal"
+
+    def _values(self, params: Tree, batch: Tree) -> jax.Array:
+        x = decoder.embed(params, batch["ids"])
+        hidden = decoder.forward(params, self.config, x, mask=batch["mask"], mode=self.mode).hidden
+        hidden = hidden[:, len(self.begin) - 1 : -1]
+        return -chunked.token_logp(hidden, decoder.head(params), batch["targets"], chunk=self.chunk)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,14 +187,14 @@ class _Tokens:
     ids: np.ndarray  # i32[n]
     spans: np.ndarray  # i32[n 2]
 
-    def join(self, rows: Sequence[np.ndarray], starts: Sequence[int]) -> Scored:
-        """Returns the tokens with the NLL of their windows: of each, what the one before it does not have."""
-        nll, count = np.zeros(len(self.ids), np.float32), 0
+    def join(self, rows: Sequence[np.ndarray], starts: Sequence[int], mean: bool) -> Scored:
+        """Returns the tokens with the values of their windows: of each, what the one before it does not have."""
+        values, count = np.zeros(len(self.ids), np.float32), 0
         for row, start in zip(rows, starts, strict=True):
             end = min(start + len(row), len(self.ids))
-            nll[count:end] = row[count - start : end - start]
+            values[count:end] = row[count - start : end - start]
             count = end
-        return Scored(self.spans, nll.astype(np.float16).astype(np.float32))
+        return Scored(self.spans, values.astype(np.float16).astype(np.float32), mean)
 
 
 def _cut(tokens: int, window: int) -> list[int]:
