@@ -30,7 +30,7 @@ REMOVED: dict[str, tuple[_Default, str]] = {
     "adapter.calibration": ("init", _FIXED),
     "adapter.rate": (1.0, "set optim.learning_rate and encoder.rate"),
     "data.train_limit": (0, "name a smaller file or split in data.train"),
-    "data.questions": (_ANY, "set data.packed_tokens"),
+    "data.questions": (1, "set data.packed_tokens"),
     "data.validation_cards": (256, "set data.validation_limit"),
     **dict.fromkeys(("loss.first", "loss.k", "loss.align", "loss.entropy", "loss.diversity"), (0.0, _ABLATED)),
     "loss.k_tokens": (4, _ABLATED),
