@@ -12,8 +12,9 @@ TARGET ?= h100x4
 WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))-latentwire
 # As many facts as the cards of the training data have.
 TEXT ?= Mara Ellis lives in Lisbon.$(if $(filter %smoke.py,$(CONFIG)),, Tom Reed works as a baker.)
-# A step on the CPU takes fresh memory each time; in pages of 2 MiB the kernel hands it out with fewer faults.
-export GLIBC_TUNABLES ?= glibc.malloc.hugetlb=1
+# A step on the CPU takes fresh memory each time: glibc keeps what it has, and new memory comes in pages of 2 MiB.
+export GLIBC_TUNABLES ?= \
+	glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=68719476736:glibc.malloc.top_pad=1073741824
 
 .PHONY: run plan test test-all quick slow chaos lint bench bench-gpu golden notebook lock clean
 

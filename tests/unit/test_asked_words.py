@@ -1,4 +1,4 @@
-"""lw_jax/recipes/asked_words.py: literals that are like the answers of the training data, chosen by a wire's own kernel."""
+"""lw_jax/recipes/asked_words.py: literals that are like the training answers, chosen by a wire's own kernel."""
 
 import dataclasses
 
@@ -43,7 +43,7 @@ def cards(count, split):
 
 
 def herds(count, seed):
-    """Texts that are asked for their number alone, which is no less predictable to a random body than any other word."""
+    """Texts that are asked for their number, which a random body can predict no better than another word."""
     rng = np.random.default_rng(seed)
     for number in range(count):
         name, other = rng.choice(question_cards.FIRST_NAMES, 2, replace=False)

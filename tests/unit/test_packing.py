@@ -253,7 +253,7 @@ def test_one_question_a_row_is_what_it_was_and_the_row_decides_a_run(make):
     saved["data"]["questions"] = 1  # of a folder before packing
     assert config.read_saved(saved) == cfg
     saved["data"]["questions"] = 4
-    with pytest.raises(UserError, match=r"data\.questions was removed: set data\.packed_tokens, and is 1"):
+    with pytest.raises(UserError, match=r"data\.questions = 4: was removed: set data\.packed_tokens, and is 1"):
         config.read_saved(saved)
     assert config.identity(cfg) != config.identity(make().cfg)
 
