@@ -15,14 +15,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
-from lw_jax.models import quant, rotary
+from lw_jax.models import projections, quant, rotary
 from lw_jax.models.attention import attention
-from lw_jax.models.products import PRODUCT, from_bits, product, save, stack_dtype, wide_product
+from lw_jax.models.products import PRODUCT, from_bits, save, stack_dtype, wide_product
 
 
 @dataclasses.dataclass(frozen=True)
@@ -311,7 +310,7 @@ def visit_attention(  # noqa: PLR0913  (as `forward`)
 
     def body(x: jax.Array, weights: Tree) -> tuple[jax.Array, Tree]:
         h = _normalise(cfg, x, weights, "attn_norm")
-        q = rotary.rotate(_linear(h, from_bits(weights), "q", shared.factors), shared.cos, shared.sin)
+        q = rotary.rotate(projections.apply(h, from_bits(weights), "q", shared.factors), shared.cos, shared.sin)
         x, (k, v) = _layer(cfg, shared, mode.constrain(x), weights, ())
         return x, visit(q, k, v, shared.attend)
 
@@ -447,46 +446,6 @@ def _attention_mask(keys: Bool[Array, "b s"], length: int, *, first: jax.Array, 
     return keys[:, None, :] & allowed[None, :, :]
 
 
-# name -> a matrix' product, and the same product through a LoRA pair a [r in], b [out r]
-_PRODUCTS = {
-    "q": ("btd,hed->bthe", "btd,rd->btr", "btr,her->bthe"),
-    "o": ("bthe,dhe->btd", "bthe,rhe->btr", "btr,dr->btd"),
-    "gate": ("btd,fd->btf", "btd,rd->btr", "btr,fr->btf"),
-    "down": ("btf,df->btd", "btf,rf->btr", "btr,dr->btd"),
-}
-_PRODUCTS |= {"k": _PRODUCTS["q"], "v": _PRODUCTS["q"], "up": _PRODUCTS["gate"]}
-
-
-def _linear(x: jax.Array, weights: Tree, name: str, factors: str | None) -> jax.Array:
-    """Applies a matrix, packed or not, then its `{name}_bias` and `{name}_lora`."""
-    equations, matrix = _PRODUCTS[name], weights[name]
-    narrow = factors or x.dtype
-    if not isinstance(matrix, dict):
-        y = product(equations[0], x, matrix.astype(narrow))
-    elif quant.multiplies(matrix):
-        y = checkpoint_name(quant.multiply(x.reshape(*x.shape[:2], -1), matrix), PRODUCT)
-    else:
-        restored = quant.restore(matrix, narrow)
-        y = product(equations[0], x, restored.reshape(*restored.shape[:-1], *x.shape[-2:]) if name == "o" else restored)
-    bias, lora = weights.get(f"{name}_bias"), weights.get(f"{name}_lora")
-    if bias is not None:
-        y = y + bias[None, None, :, :]
-    if lora is not None:
-        inner = product(equations[1], _drop(x, lora), lora["a"].astype(narrow))
-        y = y + product(equations[2], inner, lora["b"].astype(narrow))
-    return y
-
-
-def _drop(x: jax.Array, lora: Tree) -> jax.Array:
-    """Applies dropout to a LoRA pair's inputs where the pair has keys, one for each row of x."""
-    if "keys" not in lora:
-        return x
-    keep = 1.0 - lora["dropout"]
-    draw = jax.vmap(lambda key: jax.random.bernoulli(key, keep, x.shape[1:]))
-    mask = draw(jax.random.wrap_key_data(lora["keys"]))
-    return jnp.where(mask, x / keep.astype(x.dtype), jnp.zeros((), x.dtype))
-
-
 def _write(cache: jax.Array, new: jax.Array, number: jax.Array | None, used: jax.Array) -> jax.Array:
     """Returns a layer's cache, or by its number that of all layers, with the new tokens written behind those used."""
     if number is None:
@@ -525,7 +484,7 @@ def _layer(
     of a shared prefix [1 o k e], which every row attends to, and of each row's own [b m k e].
     """
     weights = from_bits(weights)  # in here, or a scan would stack its result for the backward pass
-    linear = functools.partial(_linear, weights=weights, factors=shared.factors)
+    linear = functools.partial(projections.apply, weights=weights, factors=shared.factors)
     h = _normalise(cfg, x, weights, "attn_norm")
     # XLA merges matmuls of one input by concatenating their weights; at one token the concat costs as much as the
     # matmuls.

@@ -259,7 +259,8 @@ class LatentWire:
 
     def add_literals(self, found: Sequence[Example]) -> Sequence[Example]:
         """Returns the examples with the literals that their messages carry; as they are where messages carry none."""
-        return self.chooser.attach(found, self.cfg.message.literals) if self.cfg.message.literals else found
+        chooser = self.chooser
+        return found if chooser is None else chooser.attach(found, self.cfg.message.literals)
 
     @functools.cached_property
     def chooser(self) -> TokenScores | None:

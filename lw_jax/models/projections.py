@@ -1,0 +1,48 @@
+"""Projections of a decoder layer by name: plain or packed matrices, with a bias or a LoRA pair where there is one."""
+
+import jax
+import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
+
+from lw_jax.core.types import Tree
+from lw_jax.models import quant
+from lw_jax.models.products import PRODUCT, product
+
+# name -> a matrix' product, and the same product through a LoRA pair a [r in], b [out r]
+_PRODUCTS = {
+    "q": ("btd,hed->bthe", "btd,rd->btr", "btr,her->bthe"),
+    "o": ("bthe,dhe->btd", "bthe,rhe->btr", "btr,dr->btd"),
+    "gate": ("btd,fd->btf", "btd,rd->btr", "btr,fr->btf"),
+    "down": ("btf,df->btd", "btf,rf->btr", "btr,dr->btd"),
+}
+_PRODUCTS |= {"k": _PRODUCTS["q"], "v": _PRODUCTS["q"], "up": _PRODUCTS["gate"]}
+
+
+def apply(x: jax.Array, weights: Tree, name: str, factors: str | None) -> jax.Array:
+    """Applies a matrix, packed or not, then its `{name}_bias` and `{name}_lora`."""
+    equations, matrix = _PRODUCTS[name], weights[name]
+    narrow = factors or x.dtype
+    if not isinstance(matrix, dict):
+        y = product(equations[0], x, matrix.astype(narrow))
+    elif quant.multiplies(matrix):
+        y = checkpoint_name(quant.multiply(x.reshape(*x.shape[:2], -1), matrix), PRODUCT)
+    else:
+        restored = quant.restore(matrix, narrow)
+        y = product(equations[0], x, restored.reshape(*restored.shape[:-1], *x.shape[-2:]) if name == "o" else restored)
+    bias, lora = weights.get(f"{name}_bias"), weights.get(f"{name}_lora")
+    if bias is not None:
+        y = y + bias[None, None, :, :]
+    if lora is not None:
+        inner = product(equations[1], _drop(x, lora), lora["a"].astype(narrow))
+        y = y + product(equations[2], inner, lora["b"].astype(narrow))
+    return y
+
+
+def _drop(x: jax.Array, lora: Tree) -> jax.Array:
+    """Applies dropout to a LoRA pair's inputs where the pair has keys, one for each row of x."""
+    if "keys" not in lora:
+        return x
+    keep = 1.0 - lora["dropout"]
+    draw = jax.vmap(lambda key: jax.random.bernoulli(key, keep, x.shape[1:]))
+    mask = draw(jax.random.wrap_key_data(lora["keys"]))
+    return jnp.where(mask, x / keep.astype(x.dtype), jnp.zeros((), x.dtype))
