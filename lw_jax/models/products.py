@@ -40,7 +40,7 @@ def wide_product(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:
 
 
 def save(x: jax.Array, factors: str | None) -> jax.Array:
-    """Returns a factor of later products in this dtype, which a policy of `jax.checkpoint` saves as it does theirs."""
+    """Returns x, which a policy of `jax.checkpoint` saves; of bf16 factors in fp32 values its bits, rounded."""
     if factors is None or x.dtype == jnp.dtype(factors):
         return checkpoint_name(x, PRODUCT)
     return _save_bits(x)
