@@ -163,7 +163,7 @@ def _check_encoder(cfg: Config) -> None:
 
 def _check_message(cfg: Config) -> None:
     if cfg.message.literals and cfg.encoder.kind != "lm":
-        rule = f"needs encoder.kind 'lm', which finds the least predictable words (it is {cfg.encoder.kind!r}); set 0."
+        rule = f"needs encoder.kind 'lm', which chooses the words (it is {cfg.encoder.kind!r}); set 0."
         refuse("message.literals", cfg.message.literals, rule)
     if "literals" in cfg.eval.rows and not cfg.message.literals:
         refuse("eval.rows", cfg.eval.rows, "must not name 'literals' where message.literals is 0: there are none.")

@@ -1,6 +1,7 @@
-"""Row `selected`: the text's own words that a language model finds least predictable, in a message's positions.
+"""Row `selected`: the text's own words, chosen as the wire's literals are, in a message's positions.
 
-The idea of LLMLingua (arXiv 2310.05736): no message at all, the reader gets some of the text's tokens.
+The idea of LLMLingua (arXiv 2310.05736): no message at all, the reader gets some of the text's tokens; by default those
+that a language model finds least predictable.
 """
 
 import dataclasses
@@ -26,7 +27,7 @@ def attach(
     Args:
         encoded: the data set, with the field "asked".
         indices: its measured examples.
-        scored: the tokens of each one's context with their negative log-likelihood.
+        scored: the tokens of each one's context with what chooses words.
         layout: how prompts are tokenised.
     """
     readers, counts = {}, {}
@@ -48,13 +49,17 @@ def attach(
 
 
 def choose(text: str, scored: Scored, tokenizer: prompt_tokens.ReaderTokenizer, *, room: int) -> str:
-    """Returns the words with the most nats for each of the reader's tokens, in the text's order, in `room` tokens."""
+    """Returns the words that fit into `room` of the reader's tokens, in the text's order.
+
+    Those with the most nats for each token; where a word's score is a mean over its tokens, those of the highest score.
+    """
     found = literals.words(text)
     spoken = [text[slice(*word)] for word in found]
     scores = literals.score(found, scored)
     sizes = np.array([len(ids) for ids in tokenizer.encode_batch([f" {word}" for word in spoken])], int)
     kept: list[int] = []
-    for number in np.argsort(-scores / np.maximum(sizes, 1), kind="stable"):
+    order = scores if scored.mean else scores / np.maximum(sizes, 1)
+    for number in np.argsort(-order, kind="stable"):
         if scores[number] == -np.inf:
             break
         if sizes[number] <= room:

@@ -125,7 +125,8 @@ def measure(
     changed = _make_swaps(recipe, encoded, say)
     if set(selection.ROWS) & set(options.rows):
         indices = spread(len(encoded), options.examples)
-        scored = _score(recipe, [encoded.examples[index].context for index in indices])
+        chooser = recipe.chooser or recipe.surprisal
+        scored = chooser.score([encoded.examples[index].context for index in indices])
         encoded = selection.attach(encoded, indices, scored, layout=recipe.layout)
     if any(eval_rows.ROWS[row].compacted for row in options.rows):
         encoded = ceiling.attach(encoded, spread(len(encoded), options.examples))

@@ -5,6 +5,7 @@ import pytest
 
 from lw_jax.data import literals
 from lw_jax.data.literals import Scored
+from lw_jax.evals import selection
 
 TEXT = 'In 1987, the "Mara Ellis" foundation (of Lisbon) gave 15% to the foundation.'
 
@@ -70,3 +71,17 @@ def test_token_of_marks_scores_for_no_word_and_text_beyond_the_tokens_has_none()
 def test_text_without_a_word_has_no_literal(text):
     nothing = Scored(np.zeros((0, 2), np.int32), np.zeros(0, np.float32))
     assert literals.choose(text, nothing, 4) == ()
+
+
+def test_words_of_summed_scores_are_selected_by_the_token_and_those_of_means_by_themselves():
+    class Letters:
+        def encode_batch(self, texts):
+            return [list(text.strip()) for text in texts]
+
+    text = "aa bbbb c"
+    halves = np.array([(0, 2), (3, 5), (5, 7), (8, 9)], np.int32), np.array([3.0, 2.0, 3.0, 1.0], np.float32)
+    assert literals.choose(text, Scored(*halves), 1) == ("bbbb",)
+    assert literals.choose(text, Scored(*halves, mean=True), 1) == ("aa",)
+    whole = np.array([(0, 2), (3, 7), (8, 9)], np.int32), np.array([2.0, 3.0, 1.0], np.float32)
+    assert selection.choose(text, Scored(*whole), Letters(), room=4) == "aa c", "a nat a token of the reader"
+    assert selection.choose(text, Scored(*whole, mean=True), Letters(), room=4) == "bbbb"
