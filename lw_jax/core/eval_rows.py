@@ -37,7 +37,8 @@ ROWS = {
     "none": EvalRow("nothing", fields=("none",)),
     "truncated": EvalRow("the text's first tokens, as many as the message has slots", fields=("truncated",)),
     "selected": EvalRow(
-        "the text's words, chosen as literals are, in as many positions as the message takes", fields=("selected", "asked")
+        "the text's words, chosen as literals are, in as many positions as the message takes",
+        fields=("selected", "asked"),
     ),
     "selected_taught": EvalRow(
         "the same words, the form of the answer taught by the learned vector",

@@ -30,7 +30,6 @@ REMOVED: dict[str, tuple[_Default, str]] = {
     "adapter.calibration": ("init", _FIXED),
     "adapter.rate": (1.0, "set optim.learning_rate and encoder.rate"),
     "data.train_limit": (0, "name a smaller file or split in data.train"),
-    "data.questions": (1, "set data.packed_tokens"),
     "data.validation_cards": (256, "set data.validation_limit"),
     **dict.fromkeys(("loss.first", "loss.k", "loss.align", "loss.entropy", "loss.diversity"), (0.0, _ABLATED)),
     "loss.k_tokens": (4, _ABLATED),
@@ -71,6 +70,9 @@ REMOVED: dict[str, tuple[_Default, str]] = {
     },
 }
 
+# The same of keys that were added after the first run folders, whose digests lack them, and are gone again.
+WITHDRAWN: dict[str, tuple[_Default, str]] = {"data.questions": (1, "set data.packed_tokens")}
+
 # key -> old value -> new value
 VALUES: dict[str, dict[str, str]] = {
     "train.alarm": {"tell": "warn"},
@@ -103,7 +105,8 @@ def explain(path: str) -> str:
     """Returns why a key is gone and what to set instead; empty where it never was one."""
     if path in MOVED:
         return f"was renamed: set {MOVED[path][0]}."
-    return f"was removed: {REMOVED[path][1]}." if path in REMOVED else ""
+    removed = REMOVED | WITHDRAWN
+    return f"was removed: {removed[path][1]}." if path in removed else ""
 
 
 def translate(saved: Mapping[str, Any], flat: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
@@ -124,7 +127,7 @@ def translate(saved: Mapping[str, Any], flat: Mapping[str, Any], defaults: Mappi
             _section(found, new)[new.rpartition(".")[2]] = flat[old]
     for new, _, _ in MOVED.values():
         _section(found, new).setdefault(new.rpartition(".")[2], defaults[new])
-    for old, (default, _) in REMOVED.items():
+    for old, (default, _) in (REMOVED | WITHDRAWN).items():
         if old in flat:
             _pop(found, old)
             now = _value(default, flat)

@@ -283,7 +283,7 @@ def test_drawing_of_the_packages_is_the_tested_order() -> None:
 
 def test_every_removed_key_stands_in_the_documents() -> None:
     table = (PROJECT / "docs" / "configuration.md").read_text("utf-8").partition("## Removed keys")[2]
-    names = {key.rpartition(".")[2] for key in (*retired.MOVED, *retired.REMOVED)}
+    names = {key.rpartition(".")[2] for key in (*retired.MOVED, *retired.REMOVED, *retired.WITHDRAWN)}
     assert not (missing := sorted(name for name in names if name not in table)), missing
 
 
