@@ -242,6 +242,20 @@ def make_bench(recipe: LatentWire, built: Weights) -> control_rows.Bench:
     )
 
 
+def gradient_of(recipe: LatentWire, frozen: Tree) -> Callable[[Tree, Tree], tuple[Tree, Any]]:
+    """Returns jitted (trainable, batch) -> the gradient of the summed loss, and the loss' terms."""
+
+    @jax.jit
+    def run(trainable: Tree, batch: Tree) -> tuple[Tree, Any]:
+        def objective(trainable: Tree) -> tuple[jax.Array, Any]:
+            terms = recipe.loss(trainable, frozen, batch, jax.random.key(0))
+            return terms.sum, terms
+
+        return jax.grad(objective, has_aux=True)(trainable)
+
+    return run
+
+
 def unsaved_curve(recipe: LatentWire | TTT, workdir: Path):
     """(exit code, logged losses, final trainable tree) of a whole run that writes no checkpoint."""
     workdir.mkdir()

@@ -237,16 +237,19 @@ def encode_prompts(asked: Sequence[Example], *, layout: Layout, rows: Iterable[s
 def source_field(ids: list[np.ndarray], layout: Layout) -> Field:
     """Returns the encoder's field; beyond one window its width is a whole number of windows."""
     longest = max(map(len, ids))
-    width = _width(longest, layout.window) if longest <= layout.window else -(-longest // layout.window) * layout.window
+    width = (
+        width_of(longest, layout.window) if longest <= layout.window else -(-longest // layout.window) * layout.window
+    )
     return Field(ids, width, layout.source.pad, left=False)
 
 
 def field(ids: list[np.ndarray], pad: int, *, left: bool, limit: int | None = None) -> Field:
     """Returns a field as wide as its longest row, rounded up but to no more than `limit`."""
-    return Field(ids, _width(max(map(len, ids)), limit), pad, left)
+    return Field(ids, width_of(max(map(len, ids)), limit), pad, left)
 
 
-def _width(longest: int, limit: int | None) -> int:
+def width_of(longest: int, limit: int | None) -> int:
+    """Returns the width of rows of which the longest is this: rounded up, but to no more than `limit`."""
     width = -(-longest // MULTIPLE) * MULTIPLE
     return width if limit is None else min(width, limit)
 

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import locked
+from lw_jax.core.files import locked, whole
 from lw_jax.data.batches import Batch
 
 FORMAT = 3  # 3: keys know the lengths of their parts, and rows of the teacher how it computes
@@ -128,3 +128,10 @@ def key_of(*parts: np.ndarray) -> bytes:
     for part in parts:
         said.update(f"{part.dtype}{part.shape}".encode() + part.tobytes())
     return said.digest()
+
+
+def save_array(path: Path, array: np.ndarray) -> None:
+    """Writes an array as .npy, whole or not at all, and makes its folder."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with whole(path) as partial, partial.open("wb") as file:
+        np.save(file, array)

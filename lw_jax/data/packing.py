@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from lw_jax.data.batches import MULTIPLE, Batch, Encoded
+from lw_jax.data.batches import Batch, Encoded, width_of
 
 _QUESTION_FIELDS = ("after", "answer_inputs", "targets", "weights", "teacher")  # in a batch of one question a row
 
@@ -51,14 +51,15 @@ class Packed:
         asked: dict[str, list[int]] = {}
         for position, example in enumerate(self.encoded.examples):
             asked.setdefault(example.context, []).append(position)
-        return tuple(group for positions in asked.values() for group in self._fill_rows(positions))
+        lengths = np.stack(list(self._lengths.values()))
+        return tuple(group for positions in asked.values() for group in self._fill_rows(positions, lengths))
 
-    def _fill_rows(self, positions: Sequence[int]) -> Iterator[tuple[int, ...]]:
+    def _fill_rows(self, positions: Sequence[int], lengths: np.ndarray) -> Iterator[tuple[int, ...]]:
         """Yields a text's questions in rows, a new one where the next question fits in no more."""
         row: list[int] = []
-        used = np.zeros((len(self.encoded.readers), 2), np.int64)
+        used = np.zeros((len(lengths), 2), np.int64)
         for position in positions:
-            needed = np.array([self._lengths(name, position) for name in self.encoded.readers])
+            needed = lengths[:, position]
             if row and ((used + needed) > [self.tokens, self.tokens // 2]).any():
                 yield tuple(row)
                 row, used = [], np.zeros_like(used)
@@ -66,23 +67,23 @@ class Packed:
             used = used + needed
         yield tuple(row)
 
-    def _lengths(self, name: str, position: int) -> tuple[int, int]:
-        """Returns the positions of a question with its answer, whose end token is no input, and its targets."""
-        fields = self.encoded.readers[name]
-        answer = len(fields["answer"].ids[position])
-        return len(fields["after"].ids[position]) + answer - 1, answer
+    @functools.cached_property
+    def _lengths(self) -> dict[str, np.ndarray]:
+        """Returns i64[n 2] a reader: each question's positions with its answer, whose end is no input, and targets."""
+        found = {}
+        for name, fields in self.encoded.readers.items():
+            asked, answers = (np.array([len(ids) for ids in fields[key].ids]) for key in ("after", "answer"))
+            found[name] = np.stack([asked + answers - 1, answers], axis=1)
+        return found
 
     @functools.cached_property
     def _widths(self) -> dict[str, tuple[int, int]]:
         """Returns each reader's width of a row and of its targets: the longest, rounded up within the limits."""
-        longest = {
-            name: np.max([np.sum([self._lengths(name, one) for one in group], axis=0) for group in self.groups], axis=0)
-            for name in self.encoded.readers
-        }
-        return {
-            name: (_round_up(width, self.tokens), _round_up(targets, self.tokens // 2))
-            for name, (width, targets) in longest.items()
-        }
+        found = {}
+        for name, lengths in self._lengths.items():
+            width, targets = np.max([lengths[list(group)].sum(axis=0) for group in self.groups], axis=0).tolist()
+            found[name] = width_of(width, self.tokens), width_of(targets, self.tokens // 2)
+        return found
 
     def __len__(self) -> int:
         """Returns the number of examples."""
@@ -127,8 +128,7 @@ class Packed:
         texts = len({example.context for example in self.encoded.examples})
         lines = [*self.encoded.describe(), f"{texts} texts: {len(self)} examples with all of their questions"]
         for name, (width, _) in self._widths.items():
-            used = sum(self._lengths(name, position)[0] for group in self.groups for position in group)
-            filling = 1 - used / (len(self) * width)
+            filling = 1 - self._lengths[name][:, 0].sum() / (len(self) * width)
             lines.append(f"{name}: questions and answers packed in rows of {width}, {filling:.1%} of them filling")
         return lines
 
@@ -161,7 +161,3 @@ def pack(fields: Batch, counts: Sequence[int], width: int, targets: int) -> Batc
     if "teacher" in fields:
         found["teacher"] = {key: join(leaf, answered, targets) for key, leaf in fields["teacher"].items()}
     return found | {"packed": packed, "places": places}
-
-
-def _round_up(longest: int, limit: int) -> int:
-    return min(-(-int(longest) // MULTIPLE) * MULTIPLE, limit)

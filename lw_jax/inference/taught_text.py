@@ -20,10 +20,10 @@ import optax
 
 from lw_jax.core import config, precision, processes
 from lw_jax.core import rng as rngs
-from lw_jax.core.files import whole
 from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, examples
 from lw_jax.data.batches import Encoded
+from lw_jax.data.frozen_cache import save_array
 from lw_jax.data.loader import batches_of
 from lw_jax.hub import sources
 from lw_jax.losses import token_losses
@@ -74,7 +74,7 @@ def teach(recipe: LatentWire, frozen: Tree, *, batch: int, say: Callable[[str], 
                 f"{np.mean(losses[-4:]):.3f} at last"
             )
             if jax.process_index() == 0:
-                _write(path, vector)
+                save_array(path, vector)
             kept = vector.tolist()
         vectors[name] = place.replicate(np.asarray(kept, np.float32), recipe.placement.readers[name].mesh)
     return vectors
@@ -182,9 +182,3 @@ def _rows(recipe: LatentWire, encoded: Encoded, name: str) -> int:
 
 def _read(path: Path) -> list | None:
     return np.load(path).tolist() if path.exists() else None
-
-
-def _write(path: Path, vector: np.ndarray) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with whole(path) as partial, partial.open("wb") as file:
-        np.save(file, vector)

@@ -186,21 +186,21 @@ class Wire:
         self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any]
     ) -> Float[Array, "b t d"]:
         """Hidden states of `answer_logits`, before the head."""
-        config, mode, before = self.readers[name].config, self.readers[name].mode, prompt.before()
+        config, mode, length = self.readers[name].config, self.readers[name].mode, prompt.mask.shape[1]
         if "packed" in fields:
-            ids, segments = fields["packed"]["ids"], fields["packed"]["segments"]
-            x = jnp.concatenate([prompt.embeddings, decoder.embed(params, ids)], axis=1)
-            mask = jnp.concatenate([prompt.mask, segments > 0], axis=1)
-            segments = jnp.pad(segments, ((0, 0), (prompt.mask.shape[1], 0)))
-            out = decoder.forward(params, config, x, mask=mask, segments=segments, mode=mode, **before)
-            places = prompt.mask.shape[1] + fields["places"]
-            return jnp.take_along_axis(out.hidden, places[:, :, None], axis=1)
-        x = jnp.concatenate([prompt.embeddings, decoder.embed(params, fields["answer_inputs"])], axis=1)
-        # An input is a real token where it is a real target of the position before it. Padding must not count: LongRope
-        # chooses its frequencies by a row's real tokens.
-        mask = jnp.concatenate([prompt.mask, fields["weights"][:, 1:] > 0], axis=1)
-        out = decoder.forward(params, config, x, mask=mask, mode=mode, **before)
-        return out.hidden[:, prompt.mask.shape[1] - 1 :]
+            ids, numbers = fields["packed"]["ids"], fields["packed"]["segments"]
+            real, segments = numbers > 0, jnp.pad(numbers, ((0, 0), (length, 0)))
+        else:
+            # An input is a real token where it is a real target of the position before it. Padding must not count:
+            # LongRope chooses its frequencies by a row's real tokens.
+            ids, real, segments = fields["answer_inputs"], fields["weights"][:, 1:] > 0, None
+        x = jnp.concatenate([prompt.embeddings, decoder.embed(params, ids)], axis=1)
+        mask = jnp.concatenate([prompt.mask, real], axis=1)
+        before = {"shared_prefix": prompt.shared_prefix, "kv_prefix": prompt.kv_prefix}
+        hidden = decoder.forward(params, config, x, mask=mask, segments=segments, mode=mode, **before).hidden
+        if "packed" in fields:
+            return jnp.take_along_axis(hidden, length + fields["places"][:, :, None], axis=1)
+        return hidden[:, length - 1 :]
 
     def generate(self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int) -> Int[Array, "b n"]:
         """Greedy answer ids, -1 after the stop."""
@@ -257,10 +257,6 @@ class Prompt:
         """Returns the positions of a row, padding included."""
         before = [one.mask.shape[1] for one in (self.shared_prefix, self.kv_prefix) if one is not None]
         return self.mask.shape[1] + sum(before)
-
-    def before(self) -> dict[str, Any]:
-        """Returns what stands before the embeddings, as `decoder.forward` takes it."""
-        return {"shared_prefix": self.shared_prefix, "kv_prefix": self.kv_prefix}
 
     def joined(self) -> "Prompt":
         """Returns the prompt with its shared prefix copied into each row; as it is where keys and values follow it."""

@@ -17,9 +17,9 @@ import numpy as np
 
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import whole
 from lw_jax.core.types import Example, Tree
 from lw_jax.data.examples import spread
+from lw_jax.data.frozen_cache import save_array
 from lw_jax.hub import sources
 from lw_jax.models import decoder
 from lw_jax.recipes.token_scores import TokenScores
@@ -57,10 +57,7 @@ class AskedWords(TokenScores):
         said = json.dumps([self.identity, [DEPTH, RIDGE, self.window], list(chosen.items())], sort_keys=True)
         path = sources.cache_root() / self.kind / f"{hashlib.blake2b(said.encode(), digest_size=12).hexdigest()}.npy"
         if not path.exists():
-            found = self._solve(chosen)
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with whole(path) as partial, partial.open("wb") as file:
-                np.save(file, found)
+            save_array(path, self._solve(chosen))
             print(f"asked: {len(chosen)} texts read to find what questions ask for; kept in {path}", flush=True)
         self._take(np.load(path))
         return self.kernel

@@ -199,14 +199,7 @@ def test_all_sizes_from_one_pass_of_the_body_are_the_sum_of_a_pass_for_each(root
         lambda leaf: (leaf.shape[1:], leaf.dtype), batch
     )
 
-    @jax.jit
-    def run(trainable, batch):
-        def objective(trainable):
-            terms = recipe.loss(trainable, built.frozen, batch, jax.random.key(0))
-            return terms.sum, terms
-
-        return jax.grad(objective, has_aux=True)(trainable)
-
+    run = tiny.gradient_of(recipe, built.frozen)
     (stream,) = schedule.streams
     chosen = batch["index"].tolist()
     single = [run(built.trainable, stream.collate(chosen, channel=channel[:, number])) for number in range(3)]

@@ -100,7 +100,7 @@ def test_answers_take_at_most_half_of_a_row(packed):
     assert max(map(max, targets)) <= 12
     asked = few.encoded.examples
     joined = [(a, b) for a, b in itertools.pairwise(few.groups) if asked[a[0]].context == asked[b[0]].context]
-    used = [sum(few._lengths("qwen", one)[0] for one in (*a, b[0])) for a, b in joined]
+    used = [sum(few._lengths["qwen"][one, 0] for one in (*a, b[0])) for a, b in joined]
     assert min(used) <= 24, "for their tokens alone the two would be one row"
 
 
@@ -162,14 +162,7 @@ def test_loss_and_gradient_are_the_sum_over_single_questions(make, kind):
     if recipe.cfg.loss.teacher_k:
         plain.load_frozen()
 
-    @jax.jit
-    def run(trainable, batch):
-        def objective(trainable):
-            terms = recipe.loss(trainable, built.frozen, batch, jax.random.key(0))
-            return terms.sum, terms
-
-        return jax.grad(objective, has_aux=True)(trainable)
-
+    run = tiny.gradient_of(recipe, built.frozen)
     found = run(built.trainable, jax.tree.map(jnp.asarray, packed.collate(chosen)))
     assert questions.examples == packed.encoded.examples
     single = [
