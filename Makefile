@@ -11,7 +11,9 @@ CONFIG ?= configs/default.py
 TARGET ?= h100x4
 WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))-latentwire
 # As many facts as the cards of the training data have.
-TEXT ?= Mara Ellis lives in Lisbon.$(if $(filter %smoke.py,$(CONFIG)),, Tom Reed works as a baker.)
+TEXT ?= Mara Ellis lives in Lisbon.$(if $(filter %default.py,$(CONFIG)), By trade Mara Ellis is a baker. \
+	Mara Ellis keeps a dog. Mara Ellis painted the door blue. Mara Ellis plays the piano. Mara Ellis likes plums best. \
+	Mara Ellis is learning Greek. Mara Ellis trains for rowing.)
 # A step on the CPU takes fresh memory each time: glibc keeps what it has, and new memory comes in pages of 2 MiB.
 export GLIBC_TUNABLES ?= \
 	glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=68719476736:glibc.malloc.top_pad=1073741824
@@ -51,7 +53,7 @@ lint: $(VENV)/.dev
 		echo "lint: 3 checks passed in $$(( $$(date +%s) - begun )) s"  # pyright would take the python on PATH
 
 bench: $(VENV)/.dev  ## our work against PyTorch's and TRL's, each side at its best, by turns on this machine
-	$(BIN)/python benchmarks/peer.py --config configs/default.py --precision best --rounds 2 --steps 3
+	$(BIN)/python benchmarks/peer.py --config configs/embeddings.py --precision best --rounds 2 --steps 3
 	$(BIN)/python benchmarks/peer.py --config configs/dpo/smollm2.py --config.train.global_batch=4 \
 		--config.dpo.max_length=128 --precision best --rounds 2 --steps 3
 

@@ -1,6 +1,6 @@
 """Our work against PyTorch's, by turns on this machine: same models, same batch, same results, checked first.
 
-    python benchmarks/peer.py --config configs/default.py --precision best --json peer.json
+    python benchmarks/peer.py --config configs/embeddings.py --precision best --json peer.json
     python benchmarks/peer.py --config configs/large.py --config.train.global_batch=64
 
 The other side is benchmarks/torch_wire.py (transformers, SDPA, soft prefix by inputs_embeds) for a wire and

@@ -1,6 +1,6 @@
 """Our side of peer.py: writes the case that both sides read, checks and times; a child of it.
 
-    python benchmarks/peer_ours.py --config configs/default.py --case CASE --do time --part step --precision bf16
+    python benchmarks/peer_ours.py --config configs/embeddings.py --case CASE --do time --part step --precision bf16
 
 Prints one JSON line.
 """

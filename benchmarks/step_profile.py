@@ -1,7 +1,7 @@
 """Shares of a training step's time by kind of work, from XLA's own events; on a CPU.
 
-    python benchmarks/step_profile.py --config configs/default.py --config.optim.kind=adamw
-    python benchmarks/step_profile.py --config configs/default.py --config.compute.dtype=fp32 --top 20
+    python benchmarks/step_profile.py --config configs/embeddings.py --config.optim.kind=adamw
+    python benchmarks/step_profile.py --config configs/embeddings.py --config.compute.dtype=fp32 --top 20
 
 Weights and tokens are random, as in `run.py bench`. Kernels run at once on several cores, so that their seconds may add
 up to more than the step's. A kernel that fuses several things counts as its largest: a product, else attention, else

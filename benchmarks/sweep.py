@@ -1,6 +1,6 @@
 """Samples a second and memory of a wire's step over batch and slots, measured here or planned for an absent card.
 
-    python benchmarks/sweep.py --config configs/default.py --batches 4,8,16 --slots 8,16,32 --out runs/sweep
+    python benchmarks/sweep.py --config configs/embeddings.py --batches 4,8,16 --slots 8,16,32 --out runs/sweep
     python benchmarks/sweep.py --config configs/large.py --batches 16,32,64 --slots 8,32 --target h200x1 --out runs/h200
 
 One device, the batch in one piece, nothing recomputed unless --config.compute.remat says so. Each measured point is a

@@ -188,9 +188,9 @@ class Data:
 
     train: str = key(
         "cards",
-        "cards or pairs (made by the project), .json, .jsonl[.gz], .parquet or .arrow files, a folder of the last two "
-        "or of datasets.save_to_disk, or hub:NAME[:CONFIG][:SPLIT][@REVISION], with commas between; recipe ttt: one of "
-        "these, a .txt file or folder of text, or docstrings (Python's own)",
+        "cards, profiles or pairs (made by the project), .json, .jsonl[.gz], .parquet or .arrow files, a folder of the "
+        "last two or of datasets.save_to_disk, or hub:NAME[:CONFIG][:SPLIT][@REVISION], with commas between; recipe "
+        "ttt: one of these, a .txt file or folder of text, or docstrings (Python's own)",
         shapes="no",
     )
     validation: str = key(
@@ -218,7 +218,7 @@ class Data:
         "", "texts to reconstruct and continue, a .txt file or rows as data.train; empty: the contexts", shapes="no"
     )
     validation_limit: int = key(
-        0, "validation examples used, spread evenly; 0: all", unit="examples", at_least=0, shapes="no"
+        0, "validation examples used in training, spread evenly; 0: all", unit="examples", at_least=0, shapes="no"
     )
     cards: int = key(4096, "training cards made", unit="cards", above=0, at_most=10**7, shapes="no")
     facts: int = key(4, "facts or keys on one card", above=0, at_most=1000, shapes="no")
@@ -501,7 +501,13 @@ class Compute:
 class Eval:
     """Measurements after training."""
 
-    examples: int = key(64, "validation examples; 0: all", unit="examples", at_least=0, shapes="no")
+    examples: int = key(
+        64,
+        "validation examples, also more than data.validation_limit; 0: all within it",
+        unit="examples",
+        at_least=0,
+        shapes="no",
+    )
     batch: int = key(16, "examples at once", unit="examples", above=0)
     max_new_tokens: int = key(16, "longest generated answer", unit="tokens", above=0)
     layers: str = key(

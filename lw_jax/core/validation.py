@@ -16,7 +16,7 @@ from lw_jax.core.retired import VALUES
 SMOOTHED = ("sigmoid", "robust")  # terms of dpo.loss that know label smoothing
 WIDEST = 4096  # values of a message's slot: their rotation takes 64 MiB
 MOST_VALUES = 2**24  # of a message: 64 MiB as fp32
-MADE = ("cards", "pairs")  # data that the project makes; its splits share nothing
+MADE = ("cards", "profiles", "pairs")  # data that the project makes; its splits share nothing
 DOCSTRINGS = "docstrings"  # text that is on every machine
 FILES = (".json", ".jsonl", ".txt", ".gz", ".parquet", ".arrow")
 SELFMADE = ("llama", "qwen")

@@ -1,8 +1,8 @@
 """Generated question cards: facts about invented people, or keys and values, with a question for one of them.
 
-A value is drawn independently of the name and at least one other person on the card has a value of the same kind
-(from two facts on), so that neither the question nor the card's other facts give the answer away: without the card the
-best guess is one of an attribute's values.
+"cards" tell of several people, "profiles" of one; "pairs" are keys with values. A value is drawn independently of the
+name, so that without the card the best guess is one of an attribute's values. On "cards" at least one other person has
+a value of the same kind (from two facts on): the card's other facts do not give the answer away either.
 """
 
 import dataclasses
@@ -108,8 +108,8 @@ ATTRIBUTES = {
         ),
     ),
 }
-STYLES = ("cards", "pairs")
-MAX_FACTS = {"cards": len(ATTRIBUTES) ** 2, "pairs": len(ATTRIBUTES)}
+STYLES = ("cards", "profiles", "pairs")
+MAX_FACTS = {"cards": len(ATTRIBUTES) ** 2, "profiles": len(ATTRIBUTES), "pairs": len(ATTRIBUTES)}
 VALIDATION_SHARE = 8  # one card in so many belongs to the validation split
 
 
@@ -122,7 +122,7 @@ def make(  # noqa: PLR0913
     style: str = "cards",
     every: bool = False,
 ) -> list[Example]:
-    """Returns `count` cards of `facts` sentences ("cards") or keys with values ("pairs"), the same for the same words.
+    """Returns `count` cards of `facts` sentences, or of as many keys with values ("pairs"), the same for the same words.
 
     Each is asked for one of its facts; with `every`, for each of them, in as many examples. No card is in both splits,
     whatever the seeds and counts. Raises UserError for a count or a number of facts that cannot be made.
@@ -132,7 +132,8 @@ def make(  # noqa: PLR0913
     if not 1 <= facts <= MAX_FACTS[style]:
         raise UserError(f"config.data.facts={facts} must be between 1 and {MAX_FACTS[style]} for {style!r}")
     rng = random.Random(f"{split}/{seed}/{facts}")
-    draw, write = (_draw, _write) if style == "cards" else (_draw_pairs, _write_pairs)
+    draw = {"cards": _draw, "profiles": _draw_profile, "pairs": _draw_pairs}[style]
+    write = _write_pairs if style == "pairs" else _write
     examples: list[Example] = []
     made = 0
     while made < count:
@@ -162,6 +163,12 @@ def _draw(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:
     ][:facts]
     rng.shuffle(grid)
     return grid
+
+
+def _draw_profile(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:
+    """Returns (name, attribute, value) facts of one person, each of another attribute, in random order."""
+    name = f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
+    return [(name, kind, rng.choice(ATTRIBUTES[kind].values)) for kind in rng.sample(sorted(ATTRIBUTES), facts)]
 
 
 def _draw_pairs(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:

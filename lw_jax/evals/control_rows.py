@@ -92,7 +92,13 @@ class Measured:
 
 
 def measure(
-    bench: Bench, encoded: Encoded, *, options: config.Eval, seed: int = 0, swaps: Swaps | None = None
+    bench: Bench,
+    encoded: Encoded,
+    *,
+    options: config.Eval,
+    seed: int = 0,
+    swaps: Swaps | None = None,
+    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Measured:
     """Returns every reader's answers and scores in the configured rows.
 
@@ -103,17 +109,18 @@ def measure(
         seed: of random latents.
         swaps: changed examples, for the rows that need them; their records have the original's "index" and
             "follows": whether the answer is the new one and not the old one.
+        report: called with the number of batches that a reader has answered in all rows, and of all of them.
     """
     indices = spread(len(encoded), options.examples)
     plain = [row for row in options.rows if not ROWS[row].swapped]
     kinds = {ROWS[row].latents for row in plain}
     latents = _encode(bench, encoded, indices, kinds=kinds, batch=options.batch, seed=seed)
-    records = _read(bench, encoded, indices, rows=plain, latents=latents, options=options)
+    records = _read(bench, encoded, indices, rows=plain, latents=latents, options=options, report=report)
     changed = [row for row in options.rows if ROWS[row].swapped]
     if changed and swaps is not None and swaps.origins:
         own = list(range(len(swaps.origins)))
         sent = _encode(bench, swaps.encoded, own, kinds=set(), batch=options.batch, seed=seed)
-        for record in _read(bench, swaps.encoded, own, rows=changed, latents=sent, options=options):
+        for record in _read(bench, swaps.encoded, own, rows=changed, latents=sent, options=options, report=report):
             position = record["index"]
             index, new, old = swaps.origins[position], record["answers"][0], swaps.replaced[position]
             told = record["prediction"]
@@ -131,7 +138,7 @@ def _encode(
     return message_latents.make(encode, encoded, indices, kinds=kinds, batch=batch, seed=seed)
 
 
-def _read(
+def _read(  # noqa: PLR0913
     bench: Bench,
     encoded: Encoded,
     indices: Sequence[int],
@@ -139,9 +146,11 @@ def _read(
     rows: Sequence[str],
     latents: Mapping[str, Sent],
     options: config.Eval,
+    report: Callable[[int, int], None],
 ) -> list[Record]:
     """Returns the records of all processes, in the order of one process: batch by batch, reader by reader."""
     groups: list[list[Record]] = []  # of each batch, reader and row
+    total = -(-len(indices) // options.batch) * len(encoded.readers)
     for host in batches_of(encoded, indices, options.batch, share=processes.share()):
         batch, valid, at = host["index"].tolist(), host["valid"], host["position"]
         for name, host_fields in host["readers"].items():
@@ -167,6 +176,7 @@ def _read(
                         if real
                     ]
                 )
+            report(len(groups) // len(rows), total)
     return merge(groups)
 
 

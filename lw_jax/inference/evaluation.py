@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -34,8 +35,11 @@ from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.planning import generation_memory
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory_limit, out_of_memory, validation_memory
+from lw_jax.training.metrics import duration
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
+
+SECONDS_BETWEEN_LINES = 30  # of the progress of an evaluation
 
 _T = TypeVar("_T")
 _Say = Callable[[str], None]
@@ -120,7 +124,7 @@ def measure(
     batch = batch or _batch(recipe, say)
     bench = bench or _bench(wire, batch, say)
     options = _options(recipe)
-    encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows))
+    encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows), least=options.examples)
     say("\n".join(encoded.describe()))
     changed = _make_swaps(recipe, encoded, say)
     if set(selection.ROWS) & set(options.rows):
@@ -135,7 +139,9 @@ def measure(
     return _fitting(
         batch,
         options,
-        lambda options: control_rows.measure(bench, encoded, options=options, seed=recipe.cfg.seed, swaps=changed),
+        lambda options: control_rows.measure(
+            bench, encoded, options=options, seed=recipe.cfg.seed, swaps=changed, report=_Progress(say)
+        ),
     )
 
 
@@ -238,6 +244,24 @@ def _batch(recipe: LatentWire, say: _Say) -> out_of_memory.HalvingBatch:
         if size < found.batch:
             say(f"{validation_memory.describe(found, limit, part='generation')}; it is taken")
     return out_of_memory.HalvingBatch(size, multiple=multiple, say=say)
+
+
+class _Progress:
+    """Says how far the answers are and how long they still take, twice a minute at most."""
+
+    def __init__(self, say: _Say):
+        self._say, self._begun = say, time.monotonic()
+        self._reported = self._begun
+
+    def __call__(self, done: int, total: int) -> None:
+        """Takes the number of batches that are answered, and of all; of two data sets, those of either."""
+        now = time.monotonic()
+        if done == 1:
+            self._begun = now  # the first one compiled
+        elif done < total and now - self._reported >= SECONDS_BETWEEN_LINES:
+            self._reported = now
+            left = (now - self._begun) / (done - 1) * (total - done)
+            self._say(f"answers: {done} of {total} batches, left {duration(left)}")
 
 
 def _say(text: str) -> None:

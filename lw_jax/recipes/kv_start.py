@@ -26,7 +26,8 @@ from lw_jax.models.wire import Reader, Wire
 from sharding import place
 from sharding.placement import Placement
 
-TEXTS, TOKENS = 512, 32768  # at most, of all texts together in the encoder's tokens
+TEXTS = 512  # read at most
+SAMPLES = 64  # of the encoder's tokens for each value of a latent, at most
 ROWS = 8  # texts read at once
 HELD_OUT = 4
 RIDGES = (1e-3, 1e-2, 1e-1, 1.0, 10.0)  # relative to the latents' unit variance
@@ -96,7 +97,7 @@ def _choose(texts: Sequence[str], layout: prompt_tokens.Layout, *, aligned: bool
     for text, whole in zip(texts, prompt_tokens.tokenize(layout.source, list(texts), limit=limit), strict=True):
         ids, starts = whole[:limit], None
         tokens += len(ids)
-        if tokens > TOKENS and len(found) >= HELD_OUT:
+        if tokens > SAMPLES * layout.width and len(found) >= HELD_OUT:
             break
         if aligned:
             assert isinstance(layout.source, Tokenizer), "validation allows the aligned start for a decoder's body"

@@ -1,5 +1,6 @@
 """Recipe `latentwire`: trains one encoder and an adapter per reader; the readers are frozen."""
 
+import dataclasses
 import functools
 import operator
 from collections.abc import Mapping, Sequence
@@ -252,9 +253,12 @@ class LatentWire:
             ratio=cfg.encoder.ratio,
         )
 
-    def data(self, split: examples.Split, *, rows: Sequence[str] = ()) -> batches.Encoded:
-        """Returns the questions of "train" or "validation" as token ids."""
-        found = examples.load(self.cfg.data, split, seed=self.cfg.seed)
+    def data(self, split: examples.Split, *, rows: Sequence[str] = (), least: int = 0) -> batches.Encoded:
+        """Returns the questions of "train" or "validation" as token ids; of a limited validation at least so many."""
+        data = self.cfg.data
+        if least > data.validation_limit > 0:
+            data = dataclasses.replace(data, validation_limit=least)
+        found = examples.load(data, split, seed=self.cfg.seed)
         return batches.encode(self.add_literals(found), layout=self.layout, rows=rows)
 
     def add_literals(self, found: Sequence[Example]) -> Sequence[Example]:

@@ -20,7 +20,7 @@ from sharding import place
 from sharding.placement import Placement
 
 ROWS = 8  # texts read at once
-TOKENS = 49152  # read at most; beyond, more change little
+SAMPLES = 14  # tokens read for each value of the states, at most; beyond, more change little
 RIDGE = 1e-3  # relative to the states' unit variance
 LEAST = 1e-6  # variance of a state's value that is taken for a constant
 
@@ -34,7 +34,8 @@ def start(
     assert isinstance(body, DecoderConfig), "validation allows states for a decoder only"
     found = prompt_tokens.tokenize(layout.source, list(texts), limit=layout.window)
     ids = [one[: layout.window] for one in found]
-    ids = ids[: max(1, int(np.searchsorted(np.cumsum([len(one) for one in ids]), TOKENS)))]
+    limit = SAMPLES * taps * body.width
+    ids = ids[: max(1, int(np.searchsorted(np.cumsum([len(one) for one in ids]), limit)))]
     field = batches.source_field(ids, layout)
 
     def read(own: Tree, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:

@@ -1,5 +1,6 @@
 """The verb's files and words, of a random wire from end to end."""
 
+import copy
 import dataclasses
 import json
 import math
@@ -73,6 +74,20 @@ def test_files_hold_what_was_found(wire, found, tmp_path):
     assert len(slots) == 5 and slots[0][0] == pytest.approx(1.0)
     run = reported(wire, tmp_path)
     assert run.curve is not None and len(run.predictions) == len(told) and run.slots == slots
+
+
+def test_more_examples_than_a_run_validates_on_are_measured_and_the_time_left_is_reported(wire, monkeypatch):
+    recipe = wire.recipe
+    options = dataclasses.replace(recipe.cfg.eval, examples=20, batch=5, rows=("none",))
+    more = copy.copy(recipe)  # its limit is 16
+    more.cfg = dataclasses.replace(recipe.cfg, eval=options)
+    lines = []
+    monkeypatch.setattr(evaluation, "SECONDS_BETWEEN_LINES", 0)
+    found = evaluation.measure(TrainedWire(more, wire.trainable, wire.frozen, wire.step), say=lines.append)
+    assert len(found.examples) == len({example.id for example in found.examples}) == 20
+    assert len(found.records) == 2 * 20
+    left = [line for line in lines if line.startswith("answers: ")]
+    assert [line.split(" batches, left ")[0] for line in left] == [f"answers: {done} of 8" for done in range(2, 8)]
 
 
 def test_selected_words_fill_the_message_s_positions_in_the_text_s_order(wire, found):

@@ -112,6 +112,19 @@ def test_impossible_numbers_are_refused(count, facts):
         question_cards.make(count, facts=facts, seed=0, split="train")
 
 
+@pytest.mark.parametrize("facts", [1, 3, len(question_cards.ATTRIBUTES)])
+def test_profile_tells_of_one_person_each_fact_of_another_kind(facts):
+    made = question_cards.make(200, facts=facts, seed=1, split="train", style="profiles")
+    for example in made:
+        found = facts_of(example)
+        assert len(found) == len({kind for _, kind, _ in found}) == facts and len({name for name, _, _ in found}) == 1
+        assert sum(value == example.answers[0] for _, _, value in found) == 1
+        assert next(iter(found))[0] in example.question
+    assert len({facts_of(example) for example in made}) > 190
+    other = question_cards.make(300, facts=facts, seed=3, split="validation", style="profiles")
+    assert not {facts_of(e) for e in made} & {facts_of(e) for e in other}
+
+
 PAIRS = {"facts": 4, "style": "pairs"}
 
 
@@ -157,10 +170,11 @@ def test_pairs_are_no_cards_and_the_same_for_the_same_words():
     assert not {e.id for e in pairs} & {e.id for e in question_cards.make(23, facts=4, seed=5, split="train")}
 
 
+@pytest.mark.parametrize("style", ["profiles", "pairs"])
 @pytest.mark.parametrize(("count", "facts"), [(0, 4), (3, 0), (3, len(question_cards.ATTRIBUTES) + 1)])
-def test_impossible_numbers_of_pairs_are_refused(count, facts):
+def test_impossible_numbers_of_profiles_and_pairs_are_refused(count, facts, style):
     with pytest.raises(UserError, match="config.data"):
-        question_cards.make(count, facts=facts, seed=0, split="train", style="pairs")
+        question_cards.make(count, facts=facts, seed=0, split="train", style=style)
 
 
 @pytest.mark.parametrize("style", question_cards.STYLES)
