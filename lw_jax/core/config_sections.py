@@ -512,8 +512,9 @@ class Eval:
     max_new_tokens: int = key(16, "longest generated answer", unit="tokens", above=0)
     layers: str = key(
         "auto",
-        "generation scans stacked weights, or has an array a layer: a third of the bytes a token on a GPU, twice the "
-        "weights in memory; auto: unstacked on GPUs with room and 1,000 examples or more",
+        "generation scans stacked weights, or has an array a layer: a third of the bytes a token, twice the weights "
+        "in memory; auto: unstacked where there is room, on GPUs for 1,000 examples or more, on a CPU where the answers "
+        "of a row read 100 GB of weights",
         choices=("auto", "stacked", "unstacked"),
     )
     rows: tuple[str, ...] = key(

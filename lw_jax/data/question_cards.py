@@ -122,7 +122,7 @@ def make(  # noqa: PLR0913
     style: str = "cards",
     every: bool = False,
 ) -> list[Example]:
-    """Returns `count` cards of `facts` sentences, or of as many keys with values ("pairs"), the same for the same words.
+    """Returns `count` cards of `facts` sentences, or of as many keys with values ("pairs"); the same for equal words.
 
     Each is asked for one of its facts; with `every`, for each of them, in as many examples. No card is in both splits,
     whatever the seeds and counts. Raises UserError for a count or a number of facts that cannot be made.

@@ -178,14 +178,17 @@ def unstack_layers(params: Tree, cache: Cache) -> tuple[Tree, Cache]:
     """Returns a decoder and its cache with separate arrays for each layer, for a token loop inside a program.
 
     A scan copies each layer's slice of the stacks before using it. For one token that triples the bytes moved, and the
-    weights' bytes are what a token takes its time for. Costs the layers' memory twice and longer compilation.
+    weights' bytes are what a token takes its time for. Costs the layers' memory twice and longer compilation. Bits
+    become floats here (`products.stack_dtype`): a product that has to convert them copies them too.
     """
 
     def unstack(stack: Tree) -> tuple[Tree, ...]:
         return tuple(jax.tree.map(operator.itemgetter(i), stack) for i in range(len(cache.k)))
 
     # Without the barrier each iteration of the loop would slice them again.
-    layers, k, v = jax.lax.optimization_barrier((unstack(params["layers"]), unstack(cache.k), unstack(cache.v)))
+    layers, k, v = jax.lax.optimization_barrier(
+        (from_bits(unstack(params["layers"])), unstack(cache.k), unstack(cache.v))
+    )
     return params | {"layers": layers}, cache._replace(k=k, v=v)
 
 

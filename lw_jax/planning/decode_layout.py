@@ -1,11 +1,11 @@
-"""Unrolled or scanned decode: one array per layer on GPUs where it pays and fits, else a scan over stacked layers."""
+"""Unrolled or scanned decode: one array per layer where it pays and fits, else a scan over stacked layers."""
 
 import dataclasses
 
 from lw_jax import recipes
 from lw_jax.core import config
 from lw_jax.core.config import Config
-from lw_jax.planning import workload
+from lw_jax.planning import host_memory, workload
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory
 from lw_jax.training.memory_limit import MemoryLimit
@@ -13,17 +13,31 @@ from lw_jax.training.step_spec import StepSpec
 from sharding import place
 from sharding.placement import Placement
 
-MANY = 1000  # answers per reader from which unrolled decode, ten seconds of compilation instead of two, pays off
+# From here on unrolled decode, ten seconds of compilation instead of two, pays off: on a GPU answers per reader, on a CPU
+# bytes of a reader's weights read for a row of an evaluation, of which a scan copies each.
+MANY = 1000
+MANY_BYTES = 10**11
 
 
 def settle_layers(cfg: Config, placed: Placement, room: MemoryLimit | None) -> Config:
-    """Resolves eval.layers="auto": unstacked on GPUs, for many answers, where memory allows."""
+    """Resolves eval.layers="auto": unstacked for many answers, on a CPU for much weight, where memory allows."""
     if cfg.recipe != "latentwire" or cfg.eval.layers != "auto":
         return cfg
-    many = not 0 < cfg.eval.examples < MANY
-    on_gpu = placed.learner.devices.flat[0].platform == "gpu"  # a CPU decodes as fast from stacked layers
-    unstacked = many and on_gpu and room is not None and unstacked_bytes(cfg, placed) <= room.usable
+    if placed.learner.devices.flat[0].platform == "gpu":
+        many = not 0 < cfg.eval.examples < MANY
+        unstacked = many and room is not None and unstacked_bytes(cfg, placed) <= room.usable
+    else:
+        unstacked = _pays_on_cpu(cfg, placed)
     return dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers="unstacked" if unstacked else "stacked"))
+
+
+def _pays_on_cpu(cfg: Config, placed: Placement) -> bool:
+    """Returns whether the copies that a scan makes outweigh longer compilation, and the weights fit once more."""
+    readers, free = recipes.reader_bytes(cfg), host_memory.available()
+    examples, largest = cfg.eval.examples or cfg.data.validation_limit or MANY, max(readers.values())
+    tokens = -(-examples // cfg.eval.batch) * cfg.eval.max_new_tokens
+    room = free is not None and host_memory.held(readers, placed) + largest <= free
+    return room and tokens * largest >= MANY_BYTES
 
 
 def unstacked_bytes(cfg: Config, placed: Placement) -> int:

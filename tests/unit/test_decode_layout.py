@@ -1,4 +1,4 @@
-"""lw_jax/planning/decode_layout.py: unstacked layers on GPUs, for many answers, where memory allows."""
+"""lw_jax/planning/decode_layout.py: unstacked layers for many answers, on a CPU for large readers, where memory allows."""
 
 import dataclasses
 import types
@@ -43,6 +43,17 @@ def settle(root, monkeypatch, *, room=ROOM, platform="gpu", need=10**9, **change
 def test_many_answers_on_a_gpu_are_worth_the_longer_compilation(examples, layers, root, monkeypatch):
     assert settle(root, monkeypatch, eval__examples=examples) == layers
     assert settle(root, monkeypatch, eval__examples=examples, platform="cpu") == "stacked"
+
+
+def test_a_large_reader_on_a_cpu_is_worth_the_longer_compilation_where_it_fits_once_more(root, monkeypatch):
+    batches, cfg = 5, tiny.make_config(root)
+    size = decode_layout.MANY_BYTES // (batches * cfg.eval.max_new_tokens)
+    changes = {"eval__examples": batches * cfg.eval.batch, "platform": "cpu"}
+    for held, free, layers in ((size, 3 * size, "unstacked"), (size - 1, 3 * size, "stacked"), (size, size, "stacked")):
+        monkeypatch.setattr(recipes, "reader_bytes", lambda cfg, held=held: {"llama": held, "qwen": 1})
+        monkeypatch.setattr(decode_layout.host_memory, "held", lambda readers, placed: sum(readers.values()))
+        monkeypatch.setattr(decode_layout.host_memory, "available", lambda free=free: free)
+        assert settle(root, monkeypatch, **changes) == layers
 
 
 def test_memory_decides_and_where_it_is_not_known_the_layers_stay_stacked(root, monkeypatch):

@@ -28,12 +28,13 @@ def rounded(x):
     return x.astype(jnp.bfloat16).astype(jnp.float32)
 
 
+@pytest.mark.parametrize("rows", [(2, 3), (1, 1)])
 @pytest.mark.parametrize(
     ("equation", "shape"),
     [("btd,fd->btf", (7, 5)), ("btd,hed->bthe", (2, 3, 5)), ("bmi,io->bmo", (5, 6)), ("bthe,dhe->btd", (4, 5, 2))],
 )
-def test_factors_and_result_are_rounded_and_sums_are_not(equation, shape):
-    x = draw(2, 3, 5, 2) if equation.startswith("bthe") else draw(2, 3, 5)
+def test_factors_and_result_are_rounded_and_sums_are_not(equation, shape, rows):
+    x = draw(*rows, 5, 2) if equation.startswith("bthe") else draw(*rows, 5)
     weights = draw(*shape, seed=1).astype(jnp.bfloat16)
     y, pull = jax.vjp(lambda x, w: products.product(equation, x, w), x, weights)
     wanted, wanted_pull = jax.vjp(lambda x, w: jnp.einsum(equation, x, w), rounded(x), rounded(weights))
@@ -45,6 +46,15 @@ def test_factors_and_result_are_rounded_and_sums_are_not(equation, shape):
     np.testing.assert_array_equal(y, rounded(y))  # the backward pass finds the same number as bf16
     np.testing.assert_allclose(of_x, wanted_x, **EXACT)
     np.testing.assert_allclose(rounded(of_weights), wanted_weights, rtol=1e-2, atol=1e-2)
+
+
+@pytest.mark.parametrize(("rows", "multiplied"), [(1, 2), (2, 2), (3, 3)])
+def test_one_row_is_multiplied_as_two_once_compiled(rows, multiplied):
+    weights = draw(7, 5).astype(jnp.bfloat16)
+    run = jax.jit(lambda x, weights: products.product("btd,fd->btf", x, weights))
+    text = run.lower(draw(rows, 1, 5), weights).compile().as_text()
+    assert re.findall(r"= f32\[([\d,]+)\]\S* dot\(", text) == [f"{multiplied},7"]
+    assert run(draw(rows, 1, 5), weights).shape == (rows, 1, 7)
 
 
 def test_the_backward_pass_finds_products_as_the_bits_of_bf16():
