@@ -513,8 +513,8 @@ class Eval:
     layers: str = key(
         "auto",
         "generation scans stacked weights, or has an array a layer: a third of the bytes a token, twice the weights "
-        "in memory; auto: unstacked where there is room, on GPUs for 1,000 examples or more, on a CPU where the answers "
-        "of a row read 100 GB of weights",
+        "in memory; auto: unstacked where there is room, on GPUs for 1,000 examples or more, on a CPU where a row's "
+        "answers read 100 GB of weights",
         choices=("auto", "stacked", "unstacked"),
     )
     rows: tuple[str, ...] = key(

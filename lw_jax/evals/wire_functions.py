@@ -5,11 +5,12 @@ from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from lw_jax.core.types import Tree
 from lw_jax.losses import token_losses
-from lw_jax.models import attention_matching
+from lw_jax.models import attention_matching, decoder
 from lw_jax.models.adapter import KeysValues
 from lw_jax.models.wire import Prompt, Wire, compacted_prompt, taught_prompt, text_prompt, wire_prompt
 from sharding import place
@@ -21,6 +22,7 @@ class WireFunctions:
 
     def __init__(self, wire: Wire, placement: Placement):
         self.wire, self.placement = wire, placement
+        self._separate: dict[str, tuple[Tree, tuple[Tree, ...]]] = {}  # see `_unstacked`
 
     def mesh_of(self, name: str | None) -> Mesh:
         """Returns a reader's mesh; None: the encoder's."""
@@ -114,14 +116,53 @@ class WireFunctions:
 
         return jax.jit(run, static_argnames="name")
 
-    @functools.cached_property
-    def generate(self):
-        """Returns jitted (reader's parameters, Prompt, name, max_new_tokens) -> ids [b n], -1 after the stop."""
+    def generate(self, params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> jax.Array:
+        """Returns a reader's greedy ids [b n] for its parameters, -1 after the stop."""
+        # XLA's CPU backend transposes unstacked weights for a loop inside a program, to a slower form.
+        if self.wire.readers[name].unstacked and self.placement.platform == "cpu" and jax.process_count() == 1:
+            return self._generate_by_token(params, prompt, name, max_new_tokens)
+        return self._generate(params, prompt, name, max_new_tokens)
 
+    @functools.cached_property
+    def _generate(self):
         def run(params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> jax.Array:
             return self.wire.generate(params, name, prompt, max_new_tokens=max_new_tokens)
 
         return jax.jit(run, static_argnames=("name", "max_new_tokens"))
+
+    def _generate_by_token(self, params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> jax.Array:
+        """`generate` with a program for each token."""
+        stops = self.wire.readers[name].stops
+        ids = np.full((len(prompt.mask), max_new_tokens), -1, np.int32)
+        done = np.zeros(len(ids), bool)
+        token, memory = self.begin(params, prompt, name, max_new_tokens)
+        memory = self._unstack_memory(memory)
+        params = params | {"layers": self._unstacked(params["layers"], name)}
+        for number in range(max_new_tokens):
+            chosen = np.asarray(token)
+            done |= np.isin(chosen, stops)
+            ids[:, number] = np.where(done, -1, chosen)
+            if done.all() or number + 1 == max_new_tokens:
+                break
+            token, memory = self.follow(params, token, memory, name)
+        return place.rows(ids, self.mesh_of(name))
+
+    def _unstacked(self, layers: Tree, name: str) -> tuple[Tree, ...]:
+        """Returns a reader's layers as separate arrays, kept for its next batch."""
+        stack, found = self._separate.get(name, (None, ()))
+        if stack is not layers:
+            found = jax.jit(decoder.unstack_weights)(layers)
+            self._separate[name] = layers, found
+        return found
+
+    @functools.cached_property
+    def _unstack_memory(self):
+        def unstack(memory: Tree) -> Tree:
+            if isinstance(memory, decoder.Cache):
+                return decoder.unstack_cache(memory)
+            return decoder.unstack_cache(memory[0]), *memory[1:]  # a LongRope model's has its text too
+
+        return jax.jit(unstack)
 
     @functools.cached_property
     def open_cache(self):

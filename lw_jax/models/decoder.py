@@ -175,21 +175,31 @@ def empty_cache(cfg: DecoderConfig, batch: int, slots: int, dtype: jax.typing.DT
 
 
 def unstack_layers(params: Tree, cache: Cache) -> tuple[Tree, Cache]:
-    """Returns a decoder and its cache with separate arrays for each layer, for a token loop inside a program.
+    """Returns a decoder and its cache with separate arrays for each layer, for a loop over tokens.
 
     A scan copies each layer's slice of the stacks before using it. For one token that triples the bytes moved, and the
     weights' bytes are what a token takes its time for. Costs the layers' memory twice and longer compilation. Bits
     become floats here (`products.stack_dtype`): a product that has to convert them copies them too.
     """
 
-    def unstack(stack: Tree) -> tuple[Tree, ...]:
-        return tuple(jax.tree.map(operator.itemgetter(i), stack) for i in range(len(cache.k)))
+    # Without the barrier each iteration of a loop inside a program would slice them again.
+    layers, cache = jax.lax.optimization_barrier((unstack_weights(params["layers"]), unstack_cache(cache)))
+    return params | {"layers": layers}, cache
 
-    # Without the barrier each iteration of the loop would slice them again.
-    layers, k, v = jax.lax.optimization_barrier(
-        (from_bits(unstack(params["layers"])), unstack(cache.k), unstack(cache.v))
-    )
-    return params | {"layers": layers}, cache._replace(k=k, v=v)
+
+def unstack_weights(layers: Tree) -> tuple[Tree, ...]:
+    """Returns a stack of layers as one tree for each, the weights of `unstack_layers`."""
+    return from_bits(_unstack(layers))
+
+
+def unstack_cache(cache: Cache) -> Cache:
+    """Returns the cache of `unstack_layers`."""
+    return cache._replace(k=_unstack(cache.k), v=_unstack(cache.v))
+
+
+def _unstack(stack: Tree) -> tuple[Tree, ...]:
+    count = len(jax.tree.leaves(stack)[0])
+    return tuple(jax.tree.map(operator.itemgetter(i), stack) for i in range(count))
 
 
 def repeat(one: jax.Array, rows: int) -> jax.Array:

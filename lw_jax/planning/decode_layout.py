@@ -13,8 +13,8 @@ from lw_jax.training.step_spec import StepSpec
 from sharding import place
 from sharding.placement import Placement
 
-# From here on unrolled decode, ten seconds of compilation instead of two, pays off: on a GPU answers per reader, on a CPU
-# bytes of a reader's weights read for a row of an evaluation, of which a scan copies each.
+# From here on unrolled decode, ten seconds of compilation instead of two, pays off: on a GPU answers per reader, on a
+# CPU bytes of a reader's weights read for a row of an evaluation, of which a scan copies each.
 MANY = 1000
 MANY_BYTES = 10**11
 

@@ -86,7 +86,7 @@ def _lower(recipe: LatentWire, name: str, size: int) -> list[tuple[Part, int]]:
         return jax.ShapeDtypeStruct((size, *shape), jnp.dtype(dtype), sharding=NamedSharding(mesh, P("data")))
 
     def generate(params: Tree, prompts: Tree) -> jax.Array:
-        return functions.generate(params, Prompt(*prompts), name, cfg.eval.max_new_tokens)
+        return recipe.wire.generate(params, name, Prompt(*prompts), max_new_tokens=cfg.eval.max_new_tokens)
 
     def score(params: Tree, prompts: Tree, fields: Tree) -> Tree:
         return functions.score(params, Prompt(*prompts), fields, name)

@@ -1,12 +1,14 @@
-"""lw_jax/planning/decode_layout.py: unstacked layers for many answers, on a CPU for large readers, where memory allows."""
+"""lw_jax/planning/decode_layout.py: unstacked layers for many answers or large readers, where memory allows."""
 
 import dataclasses
 import types
 
 import jax
+import numpy as np
 import pytest
 
 from lw_jax import recipes
+from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models.wire import Prompt
 from lw_jax.planning import decode_layout, workload
 from lw_jax.training.memory_limit import MemoryLimit
@@ -73,6 +75,25 @@ def test_readers_are_told(root):
     for layers, apart in (("unstacked", True), ("stacked", False)):
         recipe = tiny.make_recipe(root, eval__layers=layers)
         assert {reader.unstacked for reader in recipe.wire.readers.values()} == {apart}
+
+
+@pytest.mark.parametrize("kind", ["embeddings", "kv"])
+def test_a_program_for_each_token_gives_the_ids_of_one_program(kind, root):
+    recipe = tiny.make_recipe(root, adapter__kind=kind, compute__dtype="bf16", llms__qwen__weights="bf16")
+    built, fields = recipe.build(), recipe.data("validation").collate(range(4))
+    latents = WireFunctions(recipe.wire, recipe.placement).encode(built.trainable, fields["source"])
+    for name, own in fields["readers"].items():
+        found, ends = {}, ()
+        for unstacked in (False, False, True):
+            # The last row ends at its third token, as the first pass found it; others go on.
+            reader = dataclasses.replace(recipe.wire.readers[name], unstacked=unstacked, stops=ends)
+            functions = WireFunctions(dataclasses.replace(recipe.wire, readers={name: reader}), recipe.placement)
+            prompt = functions.prompt_from_latents(built.trainable, built.frozen[name], own, latents, name)
+            for _ in range(2):  # separate layers are kept for the second batch
+                found[unstacked] = np.asarray(functions.generate(built.frozen[name], prompt, name, 6))
+            ends = ends or (int(found[False][-1, 2]),)
+        assert (found[False][-1] == -1).any() and (found[False][:, -1] >= 0).any()
+        np.testing.assert_array_equal(found[True], found[False])
 
 
 @pytest.mark.optimized
