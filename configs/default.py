@@ -1,4 +1,4 @@
-"""One real reader, SmolLM2-135M: profiles of eight sentences in a sixth of their positions, one download of 93 MB.
+"""One real reader, SmolLM2-135M: profiles of eight sentences in a fifth of their positions, one download of 93 MB.
 
     python run.py --config configs/default.py
 
