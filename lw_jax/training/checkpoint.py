@@ -178,8 +178,9 @@ class Checkpointer:
 
     def _choose(self, which: str) -> dict[str, Any] | None:
         """Returns step, data, leaves and metrics of the checkpoint to restore, and a note of damage; None: none is."""
-        for _ in range(TRIES):
-            self._damaged = {}
+        removed = False
+        for _ in range(TRIES):  # a listing while one checkpoint takes another's place may show neither
+            self._damaged, removed = {}, False
             try:
                 records = self._list_records()
                 for step in self._rank(records, which):
@@ -193,14 +194,16 @@ class Checkpointer:
                         raise _RemovedError
                     self._damaged[step] = damage
             except _RemovedError:
+                removed = True
                 continue
             if self._damaged:
                 raise UserError(
                     f"{self._folder}: no usable checkpoint, {self._report_damage('none is left')}; bring one back from "
                     "a copy, or start anew with another --workdir"
                 )
-            return None
-        raise self._replaced_error()
+        if removed:
+            raise self._replaced_error()
+        return None
 
     def _replaced_error(self) -> UserError:
         return UserError(

@@ -332,6 +332,24 @@ def test_reader_of_a_run_that_saves_without_end_is_always_served(tmp_path):
     assert len({one.step for one in found}) > 1
 
 
+def test_listing_that_shows_neither_the_old_nor_the_new_checkpoint_is_made_again(tmp_path, monkeypatch):
+    folder = tmp_path / "checkpoints"
+    fill(folder, [1])
+    with reopen(folder) as checkpointer:
+        listings, real = [0], checkpointer._list_records
+
+        def list_records():
+            listings[0] += 1
+            return {} if listings[0] < 3 else real()
+
+        monkeypatch.setattr(checkpointer, "_list_records", list_records)
+        found = checkpointer.restore(abstract(make_state()))
+    assert found is not None and found.step == 1 and listings[0] == 3
+    (tmp_path / "none").mkdir()
+    with reopen(tmp_path / "none") as checkpointer:
+        assert checkpointer.restore(abstract(make_state())) is None
+
+
 def test_reader_gives_up_in_one_line_where_every_checkpoint_is_replaced(tmp_path, monkeypatch):
     fill(tmp_path, [1], keep=1)
     monkeypatch.setattr(checkpoint, "TRIES", 3)

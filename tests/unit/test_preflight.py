@@ -90,8 +90,8 @@ def test_prompts_that_fill_the_length_are_counted_where_the_rows_are_here(tmp_pa
     assert any("train.steps=" in line for line in found), "200 steps of 16 read 54 pairs often"
 
 
-@pytest.mark.parametrize(("name", "step"), [("default", 150), ("smoke", 150), ("squad", 2000)])
-def test_alarm_is_armed_in_runs_shorter_than_its_step_too(name, step):
+@pytest.mark.parametrize(("name", "step"), [("embeddings", 150), ("default", 30), ("smoke", 150), ("squad", 2000)])
+def test_alarm_is_armed_in_runs_shorter_than_its_default_step_too(name, step):
     cfg = load(f"configs/{name}.py")
     assert preflight.alarm_step(cfg.train) == step
     assert not any("alarm" in line for line in texts(cfg))
