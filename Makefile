@@ -13,7 +13,7 @@ WORKDIR ?= runs/$(basename $(notdir $(CONFIG)))-latentwire
 # As many facts as the cards of the training data have.
 TEXT ?= Mara Ellis lives in Lisbon.$(if $(filter %default.py,$(CONFIG)), By trade Mara Ellis is a baker. \
 	Mara Ellis keeps a dog. Mara Ellis painted the door blue. Mara Ellis plays the piano. Mara Ellis likes plums best. \
-	Mara Ellis is learning Greek. Mara Ellis trains for rowing.)
+	Mara Ellis is learning Greek. Mara Ellis trains for rowing.,$(if $(filter %smoke.py,$(CONFIG)),, Tom Reed works as a baker.))
 # A step on the CPU takes fresh memory each time: glibc keeps what it has, and new memory comes in pages of 2 MiB.
 export GLIBC_TUNABLES ?= \
 	glibc.malloc.hugetlb=1:glibc.malloc.mmap_max=0:glibc.malloc.trim_threshold=68719476736:glibc.malloc.top_pad=1073741824

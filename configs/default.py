@@ -23,14 +23,8 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.encoder.window = 128
     c.encoder.slots = 16
     c.encoder.ratio = 6
-    c.encoder.pooling = "rare"
     c.encoder.states = 3
-    c.encoder.mask = "causal"
-    c.encoder.rank = 8
-    c.encoder.rate = 1.0
-    c.adapter.kind = "kv"
-    c.adapter.start = "aligned"
-    c.adapter.hidden = 256
+    base.keys_and_values(c)
     c.prompt.user = "{context}\nQuestion: {question}"
     c.data.train = "profiles"
     c.data.validation = "profiles"

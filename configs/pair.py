@@ -5,12 +5,12 @@
 
 A slot for every nine tokens, and ten words that are asked for: the encoder, SmolLM2 with its causal mask, takes six
 layers' states of the rarest tokens; each reader gets keys and values of every layer. Both begin at the readers' own.
-Two cores, 24 GiB: 33 s a step, 17.4 GB. What 50 steps gave: docs/experiments.md, "The pair". On a GPU not measured.
+Two cores, 24 GiB: 33 s a step, 17.4 GB. What 100 steps gave: docs/experiments.md, "The pair". On a GPU not measured.
 """
 
 from ml_collections import ConfigDict
 
-from configs import models, squad
+from configs import base, models, squad
 
 
 def get_config(recipe: str = "latentwire") -> ConfigDict:
@@ -23,13 +23,8 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.encoder.ratio = 9
     c.encoder.width = 512
     c.encoder.window = 256
-    c.encoder.pooling = "rare"
     c.encoder.states = 6
-    c.encoder.mask = "causal"
-    c.encoder.rank = 8
-    c.encoder.rate = 1.0
-    c.adapter.kind = "kv"
-    c.adapter.hidden = 256
+    base.keys_and_values(c)
     c.message.literals = 10
     c.message.choice = "asked"
     c.data.context_tokens = 256

@@ -13,6 +13,7 @@ from typing import Literal
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
+from lw_jax.core.validation import MADE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,7 +109,7 @@ ATTRIBUTES = {
         ),
     ),
 }
-STYLES = ("cards", "profiles", "pairs")
+STYLES = MADE
 MAX_FACTS = {"cards": len(ATTRIBUTES) ** 2, "profiles": len(ATTRIBUTES), "pairs": len(ATTRIBUTES)}
 VALIDATION_SHARE = 8  # one card in so many belongs to the validation split
 
@@ -168,7 +169,7 @@ def _draw(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:
 def _draw_profile(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:
     """Returns (name, attribute, value) facts of one person, each of another attribute, in random order."""
     name = f"{rng.choice(FIRST_NAMES)} {rng.choice(LAST_NAMES)}"
-    return [(name, kind, rng.choice(ATTRIBUTES[kind].values)) for kind in rng.sample(sorted(ATTRIBUTES), facts)]
+    return [(name, kind, value) for _, kind, value in _draw_pairs(rng, facts)]
 
 
 def _draw_pairs(rng: random.Random, facts: int) -> list[tuple[str, str, str]]:

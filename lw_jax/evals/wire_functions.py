@@ -1,7 +1,7 @@
 """Jitted functions of a trained wire for evaluation and inference: encode, prompt, score, generate."""
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 
 from lw_jax.core.types import Tree
 from lw_jax.losses import token_losses
-from lw_jax.models import attention_matching, decoder
+from lw_jax.models import attention_matching, decode
 from lw_jax.models.adapter import KeysValues
 from lw_jax.models.wire import Prompt, Wire, compacted_prompt, taught_prompt, text_prompt, wire_prompt
 from sharding import place
@@ -118,10 +118,16 @@ class WireFunctions:
 
     def generate(self, params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> jax.Array:
         """Returns a reader's greedy ids [b n] for its parameters, -1 after the stop."""
-        # XLA's CPU backend transposes unstacked weights for a loop inside a program, to a slower form.
-        if self.wire.readers[name].unstacked and self.placement.platform == "cpu" and jax.process_count() == 1:
-            return self._generate_by_token(params, prompt, name, max_new_tokens)
-        return self._generate(params, prompt, name, max_new_tokens)
+        if not self._by_token(name):
+            return self._generate(params, prompt, name, max_new_tokens)
+        ids = np.full((len(prompt.mask), max_new_tokens), -1, np.int32)
+        done = np.zeros(len(ids), bool)
+        for number, token in enumerate(self.tokens(params, prompt, name, max_new_tokens)):
+            done |= np.isin(token, self.wire.readers[name].stops)
+            ids[:, number] = np.where(done, -1, token)
+            if done.all():
+                break
+        return place.rows(ids, self.mesh_of(name))
 
     @functools.cached_property
     def _generate(self):
@@ -130,39 +136,35 @@ class WireFunctions:
 
         return jax.jit(run, static_argnames=("name", "max_new_tokens"))
 
-    def _generate_by_token(self, params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> jax.Array:
-        """`generate` with a program for each token."""
-        stops = self.wire.readers[name].stops
-        ids = np.full((len(prompt.mask), max_new_tokens), -1, np.int32)
-        done = np.zeros(len(ids), bool)
+    def tokens(self, params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> Iterator[np.ndarray]:
+        """Yields the likeliest next ids [b] of all rows, whatever has stopped, by a program for each token."""
         token, memory = self.begin(params, prompt, name, max_new_tokens)
-        memory = self._unstack_memory(memory)
-        params = params | {"layers": self._unstacked(params["layers"], name)}
+        if self._by_token(name):
+            memory = self._unstack_memory(memory)
+            params = params | {"layers": self._unstacked(params["layers"], name)}
         for number in range(max_new_tokens):
-            chosen = np.asarray(token)
-            done |= np.isin(chosen, stops)
-            ids[:, number] = np.where(done, -1, chosen)
-            if done.all() or number + 1 == max_new_tokens:
-                break
-            token, memory = self.follow(params, token, memory, name)
-        return place.rows(ids, self.mesh_of(name))
+            yield np.asarray(token)
+            if number + 1 < max_new_tokens:
+                token, memory = self.follow(params, token, memory, name)
+
+    def _by_token(self, name: str) -> bool:
+        """Returns whether unstacked layers go with a program for each token.
+
+        XLA's CPU backend transposes them for a loop inside a program, to a slower form.
+        """
+        return self.wire.readers[name].unstacked and self.placement.platform == "cpu" and jax.process_count() == 1
 
     def _unstacked(self, layers: Tree, name: str) -> tuple[Tree, ...]:
         """Returns a reader's layers as separate arrays, kept for its next batch."""
         stack, found = self._separate.get(name, (None, ()))
         if stack is not layers:
-            found = jax.jit(decoder.unstack_weights)(layers)
+            found = jax.jit(decode.unstack_layers)(layers)
             self._separate[name] = layers, found
         return found
 
     @functools.cached_property
     def _unstack_memory(self):
-        def unstack(memory: Tree) -> Tree:
-            if isinstance(memory, decoder.Cache):
-                return decoder.unstack_cache(memory)
-            return decoder.unstack_cache(memory[0]), *memory[1:]  # a LongRope model's has its text too
-
-        return jax.jit(unstack)
+        return jax.jit(decode.unstack_memory)
 
     @functools.cached_property
     def open_cache(self):

@@ -35,7 +35,7 @@ from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.planning import generation_memory
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory_limit, out_of_memory, validation_memory
-from lw_jax.training.metrics import duration
+from lw_jax.training.metrics import Clock, duration
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
@@ -250,17 +250,14 @@ class _Progress:
     """Says how far the answers are and how long they still take, twice a minute at most."""
 
     def __init__(self, say: _Say):
-        self._say, self._begun = say, time.monotonic()
-        self._reported = self._begun
+        self._say, self._clock = say, Clock(0, 0)
 
     def __call__(self, done: int, total: int) -> None:
         """Takes the number of batches that are answered, and of all; of two data sets, those of either."""
-        now = time.monotonic()
         if done == 1:
-            self._begun = now  # the first one compiled
-        elif done < total and now - self._reported >= SECONDS_BETWEEN_LINES:
-            self._reported = now
-            left = (now - self._begun) / (done - 1) * (total - done)
+            self._clock = Clock(1, total)  # the first one compiled
+        elif done < total and time.monotonic() - self._clock.marked >= SECONDS_BETWEEN_LINES:
+            _, left = self._clock.lap(done)
             self._say(f"answers: {done} of {total} batches, left {duration(left)}")
 
 

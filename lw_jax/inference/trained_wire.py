@@ -292,10 +292,9 @@ class TrainedWire:
         """Yields the pieces of the answer to a prompt's first row; joined they are what `_answer` returns."""
         params, tokenizer = self.frozen[reader], self.recipe.tokenizers[reader]
         most, stops = self.recipe.cfg.eval.max_new_tokens, self.recipe.wire.readers[reader].stops
-        token, memory = self.functions.begin(params, prompt, reader, most)
         tokens, said = [], ""
-        for number in range(most):
-            one = int(np.asarray(token)[0])
+        for token in self.functions.tokens(params, prompt, reader, most):
+            one = int(token[0])
             if one in stops:
                 break
             tokens.append(one)
@@ -308,8 +307,6 @@ class TrainedWire:
             if piece:
                 yield piece
                 said += piece
-            if number + 1 < most:
-                token, memory = self.functions.follow(params, token, memory, reader)
         rest = answers.first_line(tokenizer.decode(tokens))[len(said) :]
         if rest:
             yield rest

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder, rotary, ttt
+from lw_jax.models.products import from_bits
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,7 +22,7 @@ class Sampling:
     max_new_tokens: int
     stops: tuple[int, ...]  # ids that end a row; the stop itself is not part of the answer
     temperature: float = 0.0
-    unstacked: bool = False  # see `decoder.unstack_layers`
+    unstacked: bool = False  # see `unstack_layers`
 
 
 class _Loop(NamedTuple):
@@ -79,11 +81,33 @@ def generate(  # noqa: PLR0913  (as `decoder.forward`)
     """
     first, memory = begin(params, cfg, x, mask=mask, max_new_tokens=sampling.max_new_tokens, cache=cache, mode=mode)
     if sampling.unstacked:
-        whole, *text = (memory,) if isinstance(memory, decoder.Cache) else memory
-        params, whole = decoder.unstack_layers(params, whole)
-        memory = (whole, *text) if text else whole
+        # Without the barrier each iteration of the loop would slice them again.
+        layers, memory = jax.lax.optimization_barrier((unstack_layers(params["layers"]), unstack_memory(memory)))
+        params = params | {"layers": layers}
     following = functools.partial(follow, params, cfg, mode)
     return sample(first, memory, following, sampling=sampling, key=key)
+
+
+def unstack_layers(layers: Tree) -> tuple[Tree, ...]:
+    """Returns a stack of layers as separate arrays for each, for a loop over tokens; their memory goes with it.
+
+    A scan copies each layer's slice of the stacks before using it. For one token that triples the bytes moved, and the
+    weights' bytes are what a token takes its time for. Costs the layers' memory twice and longer compilation. Bits
+    become floats here (`products.stack_dtype`): a product that has to convert them copies them too.
+    """
+    return from_bits(_unstack(layers))
+
+
+def unstack_memory(memory: Tree) -> Tree:
+    """Returns what `begin` remembers with a cache for each layer, which layers of `unstack_layers` take."""
+    if not isinstance(memory, decoder.Cache):
+        return unstack_memory(memory[0]), *memory[1:]  # with the text of a LongRope model
+    return memory._replace(k=_unstack(memory.k), v=_unstack(memory.v))
+
+
+def _unstack(stack: Tree) -> tuple[Tree, ...]:
+    count = len(jax.tree.leaves(stack)[0])
+    return tuple(jax.tree.map(operator.itemgetter(i), stack) for i in range(count))
 
 
 def begin(  # noqa: PLR0913  (as `decoder.forward`)

@@ -9,7 +9,6 @@ against.
 
 import dataclasses
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -68,7 +67,7 @@ class Mode:
 class Cache(NamedTuple):
     """Keys and values of all layers; slots fill from the left, `valid` marks real tokens."""
 
-    k: Float[Array, "l b s k e"] | tuple[Float[Array, "b s k e"], ...]  # stacked, or by `unstack_layers`
+    k: Float[Array, "l b s k e"] | tuple[Float[Array, "b s k e"], ...]  # stacked, or by `decode.unstack_memory`
     v: Float[Array, "l b s k e"] | tuple[Float[Array, "b s k e"], ...]
     valid: Bool[Array, "b s"]
     used: Int[Array, ""]  # slots written so far, the same for every row
@@ -172,34 +171,6 @@ def empty_cache(cfg: DecoderConfig, batch: int, slots: int, dtype: jax.typing.DT
     return Cache(
         jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros((batch, slots), bool), jnp.zeros((), jnp.int32)
     )
-
-
-def unstack_layers(params: Tree, cache: Cache) -> tuple[Tree, Cache]:
-    """Returns a decoder and its cache with separate arrays for each layer, for a loop over tokens.
-
-    A scan copies each layer's slice of the stacks before using it. For one token that triples the bytes moved, and the
-    weights' bytes are what a token takes its time for. Costs the layers' memory twice and longer compilation. Bits
-    become floats here (`products.stack_dtype`): a product that has to convert them copies them too.
-    """
-
-    # Without the barrier each iteration of a loop inside a program would slice them again.
-    layers, cache = jax.lax.optimization_barrier((unstack_weights(params["layers"]), unstack_cache(cache)))
-    return params | {"layers": layers}, cache
-
-
-def unstack_weights(layers: Tree) -> tuple[Tree, ...]:
-    """Returns a stack of layers as one tree for each, the weights of `unstack_layers`."""
-    return from_bits(_unstack(layers))
-
-
-def unstack_cache(cache: Cache) -> Cache:
-    """Returns the cache of `unstack_layers`."""
-    return cache._replace(k=_unstack(cache.k), v=_unstack(cache.v))
-
-
-def _unstack(stack: Tree) -> tuple[Tree, ...]:
-    count = len(jax.tree.leaves(stack)[0])
-    return tuple(jax.tree.map(operator.itemgetter(i), stack) for i in range(count))
 
 
 def repeat(one: jax.Array, rows: int) -> jax.Array:

@@ -54,7 +54,7 @@ class Reader:
     adapter_hidden: int
     stops: tuple[int, ...]
     mode: decoder.Mode = decoder.Mode()
-    unstacked: bool = False  # in generation: see `decoder.unstack_layers`
+    unstacked: bool = False  # in generation: see `decode.unstack_layers`
     kind: str = "embeddings"  # of the prefix: config.adapter.kind
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x  # applied to a prefix' keys and values [l b m k e]
 

@@ -178,9 +178,8 @@ class Checkpointer:
 
     def _choose(self, which: str) -> dict[str, Any] | None:
         """Returns step, data, leaves and metrics of the checkpoint to restore, and a note of damage; None: none is."""
-        removed = False
-        for _ in range(TRIES):  # a listing while one checkpoint takes another's place may show neither
-            self._damaged, removed = {}, False
+        for _ in range(TRIES):
+            self._damaged = {}
             try:
                 records = self._list_records()
                 for step in self._rank(records, which):
@@ -194,16 +193,14 @@ class Checkpointer:
                         raise _RemovedError
                     self._damaged[step] = damage
             except _RemovedError:
-                removed = True
                 continue
             if self._damaged:
                 raise UserError(
                     f"{self._folder}: no usable checkpoint, {self._report_damage('none is left')}; bring one back from "
                     "a copy, or start anew with another --workdir"
                 )
-        if removed:
-            raise self._replaced_error()
-        return None
+            return None
+        raise self._replaced_error()
 
     def _replaced_error(self) -> UserError:
         return UserError(
@@ -273,9 +270,7 @@ class Checkpointer:
     def _list_records(self) -> dict[int, dict[str, Any]]:
         """Returns the same; raises _RemovedError where one was removed meanwhile."""
         records = {}
-        for path in self._list():
-            if not _is_step(path):
-                continue
+        for path in self._list_steps():
             record = checkpoint_record.read_record(path / RECORD)
             if isinstance(record, checkpoint_record.Damage):
                 if not path.is_dir():
@@ -360,6 +355,13 @@ class Checkpointer:
                 shutil.rmtree(path)
             except OSError as error:
                 raise UserError(f"{path}: an old checkpoint cannot be removed: {error}; remove it by hand") from error
+
+    def _list_steps(self) -> list[Path]:
+        """Returns the committed checkpoints; a listing while one takes another's place may show neither."""
+        for _ in range(TRIES):
+            if found := [path for path in self._list() if _is_step(path)]:
+                return found
+        return []
 
     def _list(self) -> list[Path]:
         return sorted(path for path in self._folder.iterdir() if path.is_dir()) if self._folder.is_dir() else []

@@ -336,13 +336,13 @@ def test_listing_that_shows_neither_the_old_nor_the_new_checkpoint_is_made_again
     folder = tmp_path / "checkpoints"
     fill(folder, [1])
     with reopen(folder) as checkpointer:
-        listings, real = [0], checkpointer._list_records
+        listings, real = [0], checkpointer._list
 
-        def list_records():
+        def list_folder():
             listings[0] += 1
-            return {} if listings[0] < 3 else real()
+            return [] if listings[0] < 3 else real()
 
-        monkeypatch.setattr(checkpointer, "_list_records", list_records)
+        monkeypatch.setattr(checkpointer, "_list", list_folder)
         found = checkpointer.restore(abstract(make_state()))
     assert found is not None and found.step == 1 and listings[0] == 3
     (tmp_path / "none").mkdir()

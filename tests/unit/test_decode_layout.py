@@ -91,6 +91,7 @@ def test_a_program_for_each_token_gives_the_ids_of_one_program(kind, root):
             prompt = functions.prompt_from_latents(built.trainable, built.frozen[name], own, latents, name)
             for _ in range(2):  # separate layers are kept for the second batch
                 found[unstacked] = np.asarray(functions.generate(built.frozen[name], prompt, name, 6))
+            assert bool(functions._separate) == unstacked, "a program for each token takes separate layers"
             ends = ends or (int(found[False][-1, 2]),)
         assert (found[False][-1] == -1).any() and (found[False][:, -1] >= 0).any()
         np.testing.assert_array_equal(found[True], found[False])

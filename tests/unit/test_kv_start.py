@@ -1,5 +1,7 @@
 """Adapters of keys and values begin at the reader's own, and know the words where they are aligned."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -82,6 +84,17 @@ def own_windows(recipe, built, name, texts):
         both = np.stack([own.k[:, 0], own.v[:, 0]], axis=1)
         wanted.append(np.einsum("mt,lstke->mlske", weights, both))
     return np.concatenate(wanted)
+
+
+def test_tokens_read_grow_with_the_values_of_a_latent(started):
+    recipe, _ = started["random"]
+    texts = [example.context for example in recipe.curriculum.examples("train")]
+    read = []
+    for width in (4, 8):
+        layout = dataclasses.replace(recipe.layout, width=width)
+        read.append(sum(len(text.ids) for text in kv_start._choose(texts, layout, aligned=False)))
+        assert 0.7 * kv_start.SAMPLES * width < read[-1] <= kv_start.SAMPLES * width
+    assert read[0] < read[1]
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen"])
