@@ -16,6 +16,20 @@ def llm(source: str, *, sha256: str = "", weights: str = "fp32", template: str =
     return ConfigDict(dataclasses.asdict(config.LLM(source, sha256, weights, template)))
 
 
+def keys_and_values(c: ConfigDict) -> None:
+    """Sets a frozen body with LoRA pairs as encoder, and latents that begin as the rarest tokens' keys and values.
+
+    The run sets how many: encoder.states, encoder.width and encoder.slots.
+    """
+    c.encoder.pooling = "rare"
+    c.encoder.mask = "causal"
+    c.encoder.rank = 8
+    c.encoder.rate = 1.0
+    c.adapter.kind = "kv"
+    c.adapter.start = "aligned"
+    c.adapter.hidden = 256
+
+
 def get_config(recipe: str = "latentwire") -> ConfigDict:
     """Returns the defaults; `recipe` is the word after the colon in `--config file.py:recipe`."""
     return ConfigDict(config.defaults(recipe))
