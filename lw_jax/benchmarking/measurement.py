@@ -17,7 +17,7 @@ from jax.experimental.compilation_cache import compilation_cache
 
 from lw_jax import recipes
 from lw_jax.benchmarking import timing
-from lw_jax.benchmarking.rows import Row, answer_row, encode_row
+from lw_jax.benchmarking.rows import Row, answer_row, encode_row, prefill_rows
 from lw_jax.benchmarking.timing import Ceilings, Spread
 from lw_jax.core import runtime
 from lw_jax.core.config import Config
@@ -41,10 +41,11 @@ PARTS = {
     "load": "reads the frozen weights of the configuration into their shards",
     "step": "compiles and takes the training step",
     "encode": "writes texts as latents",
+    "prefill": "reads one text, and one message in its place, up to the first token of the answer",
     "answer": "lets each reader answer, token by token with its cache",
     "input": "makes training batches while nothing computes",
 }
-FREE = ("step", "encode", "answer")  # parts that read no file
+FREE = ("step", "encode", "prefill", "answer")  # parts that read no file
 TOKENS = 256  # different ids of a random batch: every vocabulary has them, and equal ones would meet in one row
 BATCHES = 32  # of `input`
 BLOCK = 1 << 24  # bytes read at once where nothing but the disk is timed
@@ -171,6 +172,23 @@ class Measured:
         encode = WireFunctions(self.recipe.wire, self.placement).encode
         seconds = Spread.of(timing.repeat(lambda: encode(trainable, filled, body), repeats=self.repeats))
         return [encode_row(self.cfg, self.recipe, self.ceilings, seconds.median, seconds=seconds)]
+
+    def prefill(self) -> list[Row]:
+        """Reads one prompt with each reader, of a text and of a message; the message's adapter is not among it."""
+        return [row for name in self.placement.readers for row in self._prefill(name)]
+
+    def _prefill(self, name: str) -> list[Row]:
+        params = timing.fill(workload.reader(self.recipe, name))
+        first = WireFunctions(self.recipe.wire, self.placement).first_token
+        shapes, fields = workload.single_prompts(self.cfg, self.recipe, name), {}
+        for kind, prompt in shapes.items():
+            filled = Prompt(*timing.fill(prompt))
+
+            def read(filled: Prompt = filled) -> jax.Array:
+                return first(params, filled, name)
+
+            fields[kind] = {"seconds": Spread.of(timing.repeat(read, repeats=self.repeats))}
+        return prefill_rows(name, shapes, fields)
 
     def answer(self) -> list[Row]:
         """Generates with each reader; the time of a step is the difference between a long and a short answer."""

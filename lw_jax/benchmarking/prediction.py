@@ -9,12 +9,13 @@ from typing import Any
 import jax
 
 from lw_jax import recipes
-from lw_jax.benchmarking.rows import Row, answer_row, encode_row
+from lw_jax.benchmarking.rows import Row, answer_row, encode_row, prefill_rows
 from lw_jax.benchmarking.timing import Ceilings
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
+from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models.wire import Prompt
 from lw_jax.planning import decode_layout, gpus, hlo_counts, planner, roofline, workload
 from lw_jax.recipes.latentwire import LatentWire
@@ -22,7 +23,7 @@ from lw_jax.training import memory_limit
 from lw_jax.training.recipe import unit_of
 from sharding import placement as placements
 
-PARTS = ("step", "encode", "answer")
+PARTS = ("step", "encode", "prefill", "answer")
 _WORDS = {"bfloat16": "bf16", "float32": "tf32"}  # JAX's name -> the arithmetic of `Card.peak` by default
 
 
@@ -102,6 +103,17 @@ class Predicted:
         trainable, body = workload.encoder(self.recipe)
         found = self._compile(jax.jit(self.recipe.wire.encode).lower(trainable, source, body))
         return [encode_row(self.cfg, self.recipe, self.ceilings, found["predicted_seconds"], **found)]
+
+    def prefill(self) -> list[Row]:
+        """Compiles each reader's pass over one prompt, of a text and of a message."""
+        return [row for name in self.placement.readers for row in self._prefill(name)]
+
+    def _prefill(self, name: str) -> list[Row]:
+        shapes, params = workload.single_prompts(self.cfg, self.recipe, name), workload.reader(self.recipe, name)
+        first = WireFunctions(self.recipe.wire, self.placement).first_token
+        lower = jax.jit(lambda params, prompt: first(params, Prompt(*prompt), name)).lower
+        fields = {kind: self._compile(lower(params, prompt)) for kind, prompt in shapes.items()}
+        return prefill_rows(name, shapes, fields)
 
     def answer(self) -> list[Row]:
         """Compiles each reader's answers; the time of a token is the difference between a long and a short answer."""

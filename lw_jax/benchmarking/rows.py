@@ -54,6 +54,20 @@ def encode_row(cfg: Config, recipe: LatentWire, ceilings: Ceilings, median: floa
     )
 
 
+def prefill_rows(name: str, prompts: dict[str, workload.PromptShapes], fields: dict[str, dict[str, Any]]) -> list[Row]:
+    """Returns a reader's passes over a text and over a message to the first token, each with its `fields`."""
+    rows, took = [], []
+    for kind, prompt in prompts.items():
+        computed = prompt.embeddings.shape[1]
+        shared = prompt.shared_prefix.x.shape[1] if prompt.shared_prefix else 0
+        what = f"1 {kind} in a prompt of {prompt.positions} positions, {computed + shared} of them computed"
+        row = Row("prefill", name, what, **fields[kind])
+        rows.append(row)
+        took.append(row.seconds.median if row.seconds else row.predicted_seconds)
+    ratio = took[0] / took[1]
+    return [rows[0], dataclasses.replace(rows[1], what=f"{rows[1].what}; the text takes {ratio:.2f} x as long")]
+
+
 def answer_row(
     cfg: Config, recipe: LatentWire, name: str, ceilings: Ceilings, medians: tuple[float, float], **fields: Any
 ) -> Row:

@@ -200,7 +200,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
             "measure the parts of a run here, or predict them for --target",
             flags={
                 **_TARGET,
-                "--parts": _value("P,P", "some of load, step, encode, answer, input", kind=_text),
+                "--parts": _value("P,P", "some of load, step, encode, prefill, answer, input", kind=_text),
                 "--repeats": _value("N", "timings of each part (default: 5)", kind=_whole),
                 **_JSON,
             },

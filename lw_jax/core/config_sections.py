@@ -524,7 +524,8 @@ class Eval:
     )
     taught_steps: int = key(
         96,
-        "optimizer steps of the vector of the row text_taught, of 4 examples of data.train each",
+        "optimizer steps of the vector of the row text_taught, of 4 examples of data.train each, or where "
+        "data.packed_tokens is above 0 of the texts with about as many questions, at least one",
         unit="steps",
         above=0,
         shapes="no",

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +25,7 @@ from lw_jax.data import batches, examples
 from lw_jax.data.batches import Encoded
 from lw_jax.data.frozen_cache import save_array
 from lw_jax.data.loader import batches_of
+from lw_jax.data.packing import Packed
 from lw_jax.hub import sources
 from lw_jax.losses import token_losses
 from lw_jax.models import adapter, decoder, kv_prefix, rotary, wire
@@ -34,7 +35,7 @@ from sharding import place
 
 FORMAT = 1  # raised when what is trained changes, so that kept vectors are not taken up
 FIELDS = ("context", "asked")
-BATCH = 4  # examples of a step: many small steps teach one vector faster than few large ones
+QUESTIONS = 4  # of a step, or all of one text: many small steps teach one vector faster than few large ones
 TOKENS = 2048  # of them at once, at most, or one example a device: their backward pass keeps every product
 OPTIM = config.Optim(
     kind="adamw",
@@ -57,20 +58,17 @@ def teach(recipe: LatentWire, frozen: Tree, *, batch: int, say: Callable[[str], 
         batch: most examples at once, a multiple of the data axis.
         say: takes a line about each vector that is trained.
     """
-    options = recipe.cfg.eval
-    found = examples.load(recipe.cfg.data, "train", seed=recipe.cfg.seed)
-    chosen = [found[i] for i in examples.spread(len(found), options.taught_steps * BATCH)]
-    encoded = _encode(chosen, recipe)
+    encoded = _encode(recipe)
     vectors = {}
     for name in recipe.wire.readers:
-        path = sources.cache_root() / "taught" / f"{_identify(recipe, encoded, name)}.npy"
+        lessons = _Lessons.of(dataclasses.replace(encoded, readers={name: encoded.readers[name]}), recipe)
+        path = sources.cache_root() / "taught" / f"{_identify(recipe, lessons, name)}.npy"
         # One process decides, so that all train or none does.
         kept: list | None = processes.from_first(lambda path=path: _read(path))
         if kept is None:
-            rows = min(batch, _rows(recipe, encoded, name))
-            vector, losses = _train(recipe, frozen[name], encoded, name, batch=rows)
+            vector, losses = _train(recipe, frozen[name], lessons, name, batch=batch)
             say(
-                f"text_taught {name}: {len(losses)} steps of {BATCH} examples, loss {losses[0]:.3f} at first, "
+                f"text_taught {name}: {len(losses)} steps of {lessons.describe()}, loss {losses[0]:.3f} at first, "
                 f"{np.mean(losses[-4:]):.3f} at last"
             )
             if jax.process_index() == 0:
@@ -80,18 +78,55 @@ def teach(recipe: LatentWire, frozen: Tree, *, batch: int, say: Callable[[str], 
     return vectors
 
 
-def _encode(chosen: Sequence[Example], recipe: LatentWire) -> Encoded:
-    """Returns the examples' texts, questions and answers; one beyond a limit is left out."""
-    layout = recipe.layout
+@dataclasses.dataclass(frozen=True)
+class _Lessons:
+    """What one reader is taught with: questions, or texts with all of their questions packed."""
+
+    data: Encoded | Packed
+    size: int  # examples of a step
+
+    @classmethod
+    def of(cls, encoded: Encoded, recipe: LatentWire) -> "_Lessons":
+        """Returns the examples as training takes them: a packed text is read once for all of its questions."""
+        tokens = recipe.cfg.data.packed_tokens
+        if not tokens:
+            return cls(encoded, QUESTIONS)
+        packed = Packed(encoded, tokens)
+        return cls(packed, max(1, round(QUESTIONS * len(packed) / len(encoded))))
+
+    def rows(self, name: str, data: int) -> int:
+        """Returns how many examples are read at once: a multiple of the data axis."""
+        fields = self.data.probe()["readers"][name]
+        length = sum(fields[key]["ids"].shape[1] for key in (*FIELDS, "packed") if key in fields)
+        return place.round_up(min(self.size, max(1, TOKENS // length // data * data)), data)
+
+    def describe(self) -> str:
+        """Returns the examples of a step for people."""
+        if not isinstance(self.data, Packed):
+            return f"{self.size} examples"
+        return f"all questions of {self.size} text{'s' if self.size > 1 else ''}"
+
+
+def _encode(recipe: LatentWire) -> Encoded:
+    """Returns texts, questions and answers of data.train, as many as the steps take; one beyond a limit is left out."""
+    layout, steps = recipe.layout, recipe.cfg.eval.taught_steps
+    found = examples.load(recipe.cfg.data, "train", seed=recipe.cfg.seed)
+    packed, groups = recipe.cfg.data.packed_tokens > 0, {}
+    for number, example in enumerate(found):
+        groups.setdefault(example.context if packed else number, []).append(example)
+    count = steps * max(1, round(QUESTIONS * len(groups) / len(found)))
+    lists: list[list[Example]] = list(groups.values())
+    chosen = [example for number in examples.spread(len(lists), count) for example in lists[number]]
     data = layout.data if layout.data.overlong == "cut" else dataclasses.replace(layout.data, overlong="drop")
-    return batches.encode(chosen, layout=dataclasses.replace(layout, data=data), rows=FIELDS)
+    return batches.encode(chosen, layout=dataclasses.replace(layout, data=data), rows=FIELDS[:1] if packed else FIELDS)
 
 
 def _train(
-    recipe: LatentWire, params: Tree, encoded: Encoded, name: str, *, batch: int
+    recipe: LatentWire, params: Tree, lessons: _Lessons, name: str, *, batch: int
 ) -> tuple[np.ndarray, list[float]]:
     """Returns a reader's vector f32[1 d] and the loss of each step."""
     steps, mesh = recipe.cfg.eval.taught_steps, recipe.placement.readers[name].mesh
+    batch = min(batch, lessons.rows(name, recipe.placement.data))
     measure, apply, state = _programs(recipe.wire, name, steps)
     size = float(adapter.rms(jnp.asarray(params["embed"], jnp.float32), axis=None).reshape(()))
     first = jax.random.normal(
@@ -99,11 +134,11 @@ def _train(
     )
     trainable = place.replicate({"tasks": first}, mesh)
     moments, losses = state(trainable), []
-    order = _order(len(encoded), steps, seed=recipe.cfg.seed)
+    order = _order(len(lessons.data), steps, lessons.size, seed=recipe.cfg.seed)
     scale = place.replicate(np.float32(size), mesh)
     for step in range(steps):
         gradient: Any = None
-        for host in batches_of(encoded, order[step].tolist(), batch, share=processes.share()):
+        for host in batches_of(lessons.data, order[step].tolist(), batch, share=processes.share()):
             fields = batches.weigh({"readers": {name: host["readers"][name]}}, host["valid"])["readers"][name]
             one = measure(params, trainable, scale, place.put_eval(fields, mesh))
             gradient = one if gradient is None else jax.tree.map(jnp.add, gradient, one)
@@ -145,25 +180,25 @@ def _read_before(reader: wire.Reader, params: Tree, fields: Tree, vectors: jax.A
     return wire.Prompt(whole.embeddings[:, width:], whole.mask[:, width:], kv_prefix=read)
 
 
-def _order(count: int, steps: int, *, seed: int) -> np.ndarray:
-    """Returns the examples of each step i32[steps BATCH]: all of them once before any is seen again."""
-    rng, size = np.random.default_rng(seed), steps * BATCH
-    rounds = [rng.permutation(count) for _ in range(-(-size // count))]
-    return np.concatenate(rounds)[:size].reshape(steps, BATCH)
+def _order(count: int, steps: int, size: int, *, seed: int) -> np.ndarray:
+    """Returns the examples of each step i32[steps size]: all of them once before any is seen again."""
+    rng, total = np.random.default_rng(seed), steps * size
+    rounds = [rng.permutation(count) for _ in range(-(-total // count))]
+    return np.concatenate(rounds)[:total].reshape(steps, size)
 
 
-def _identify(recipe: LatentWire, encoded: Encoded, name: str) -> str:
+def _identify(recipe: LatentWire, lessons: _Lessons, name: str) -> str:
     """Returns the digest of all that decides a reader's vector."""
-    cfg, reader = recipe.cfg, encoded.readers[name]
+    cfg = recipe.cfg
     told = {
         "format": FORMAT,
         "reader": _fingerprints(recipe)[f"llms/{name}"],
         "stored": cfg.llms[name].weights,
         "arithmetic": precision.resolve(cfg.compute.dtype, recipe.placement.platform),
         "optim": dataclasses.asdict(OPTIM),
-        "steps": [cfg.eval.taught_steps, BATCH],
+        "steps": [cfg.eval.taught_steps, lessons.size],
         "seed": cfg.seed,
-        "examples": dataclasses.replace(encoded, readers={name: reader}).digest(),
+        "examples": lessons.data.digest(),
     }
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=12).hexdigest()
 
@@ -171,13 +206,6 @@ def _identify(recipe: LatentWire, encoded: Encoded, name: str) -> str:
 @functools.lru_cache(maxsize=1)
 def _fingerprints(recipe: LatentWire) -> dict[str, str]:
     return recipe.identity()
-
-
-def _rows(recipe: LatentWire, encoded: Encoded, name: str) -> int:
-    """Returns how many examples are read at once: a multiple of the data axis."""
-    fields, data = encoded.readers[name], recipe.placement.data
-    length = sum(fields[key].width for key in (*FIELDS, "answer"))
-    return place.round_up(min(BATCH, max(1, TOKENS // length // data * data)), data)
 
 
 def _read(path: Path) -> list | None:

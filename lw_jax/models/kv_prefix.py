@@ -47,18 +47,24 @@ def take(  # noqa: PLR0913  (as `decoder.forward`)
     """Returns the decoder's own keys, their rotation removed, and values of x behind a shared prefix."""
     rows, length, _ = x.shape
     start = 0 if shared_prefix is None else shared_prefix.x.shape[1]
-    decoder.check_length(cfg, start + length)
     cache = _read_once(params, cfg, (rows, start + length), shared_prefix, x.dtype, mode)
-    seen = cache.valid.sum(axis=1, keepdims=True, dtype=jnp.int32)
     found = decoder.forward(params, cfg, x, mask=mask, cache=cache, mode=mode).cache
-    assert found is not None and isinstance(found.k, jax.Array) and isinstance(found.v, jax.Array), "given stacked"
+    assert found is not None, "a cache was given"
+    return of_cache(cfg, found, mask=mask, start=start)
+
+
+def of_cache(cfg: DecoderConfig, cache: Cache, *, mask: Bool[Array, "b t"], start: int = 0) -> KVPrefix:
+    """Returns the keys, their rotation removed, and values of the tokens that were read from position `start` on."""
+    assert isinstance(cache.k, jax.Array) and isinstance(cache.v, jax.Array), "given stacked"
+    decoder.check_length(cfg, cache.valid.shape[1])
+    seen = cache.valid[:, :start].sum(axis=1, keepdims=True, dtype=jnp.int32)
     positions = jnp.maximum(seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)
     cos, sin = rotary.angles(
         positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling
     )
     power = cos * cos + sin * sin  # 1 but for LongRope's gain
-    keys = jax.vmap(lambda k: rotary.rotate(k, cos / power, -sin / power))(found.k[:, :, start:])
-    return KVPrefix(keys, found.v[:, :, start:], mask)
+    keys = jax.vmap(lambda k: rotary.rotate(k, cos / power, -sin / power))(cache.k[:, :, start:])
+    return KVPrefix(keys, cache.v[:, :, start:], mask)
 
 
 def _read_once(  # noqa: PLR0913

@@ -37,6 +37,13 @@ class EncoderSpec:
     causal: bool = False  # the body keeps its causal mask
     asked: bool = False  # literals are the words that are asked for
 
+    @property
+    def computed(self) -> decoder.DecoderConfig | bert.BertConfig | None:
+        """The body as far as it is computed: to the last layer whose states are taken."""
+        if not self.taps or not isinstance(self.body, decoder.DecoderConfig):
+            return self.body
+        return encoder.up_to(self.body, encoder.tapped_layers(self.taps, self.body.layers))
+
     def head(self) -> Pure[encoder.Head]:
         """Describes the part after the body."""
         body_width, states = (self.body.width, self.body.layers + 1) if self.body else (self.width, 0)
@@ -287,12 +294,15 @@ def after_prefix(fields: Mapping[str, Any]) -> Mapping[str, jax.Array]:
 def taught_prompt(params: Tree, fields: Mapping[str, Any], vectors: Float[Array, "k d"]) -> Prompt:
     """Returns a text's prompt with learned vectors behind the context, where a message has its task's vector.
 
-    `fields` has "context" (everything before the question) and "asked" (from the question on), left-padded.
+    `fields` has "context" (everything before the question) and, where no packed questions follow, "asked" (from the
+    question on), left-padded.
     """
-    parts = [decoder.embed(params, fields[key]["ids"]) for key in ("context", "asked")]
-    taught = jnp.broadcast_to(vectors.astype(parts[0].dtype)[None], (len(parts[0]), *vectors.shape))
-    mask = [fields["context"]["mask"], jnp.ones(taught.shape[:2], bool), fields["asked"]["mask"]]
-    return Prompt(jnp.concatenate([parts[0], taught, parts[1]], axis=1), jnp.concatenate(mask, axis=1))
+    context, after = fields["context"], [fields["asked"]] if "asked" in fields else []
+    embeddings = decoder.embed(params, context["ids"])
+    taught = jnp.broadcast_to(vectors.astype(embeddings.dtype)[None], (len(embeddings), *vectors.shape))
+    parts = [embeddings, taught, *(decoder.embed(params, one["ids"]) for one in after)]
+    mask = [context["mask"], jnp.ones(taught.shape[:2], bool), *(one["mask"] for one in after)]
+    return Prompt(jnp.concatenate(parts, axis=1), jnp.concatenate(mask, axis=1))
 
 
 def compacted_prompt(

@@ -42,12 +42,22 @@ def texts(cfg: Config, placement: Placement) -> Tree:
     return {name: _rows(shape, dtype, placement.learner) for name, (shape, dtype) in sizes.items()}
 
 
-def prompts(cfg: Config, recipe: LatentWire, name: str) -> PromptShapes:
-    """Returns a batch of prompts from latents at the limits, as shapes where the reader lies."""
+def prompts(cfg: Config, recipe: LatentWire, name: str, rows: int = 0) -> PromptShapes:
+    """Returns `rows` prompts from latents at the limits, as shapes where the reader lies; 0: a batch of answers."""
     fields = recipe.validation_widths()["readers"][name]
     before = fields["before"]["ids"].shape[0]
     after = sum(fields[key]["ids"].shape[0] for key in ("literals", "after") if key in fields)
-    return prompts_of(recipe, name, _batch(cfg, recipe.placement), before=before, slots=cfg.encoder.slots, after=after)
+    rows = rows or _batch(cfg, recipe.placement)
+    return prompts_of(recipe, name, rows, before=before, slots=cfg.encoder.slots, after=after)
+
+
+def single_prompts(cfg: Config, recipe: LatentWire, name: str) -> dict[str, PromptShapes]:
+    """Returns one question's prompt of the longest text and one of a message, one for each part of the data axis."""
+    rows = recipe.placement.data
+    return {
+        "text": text_prompts(recipe, name, rows, cfg.data.context_tokens),
+        "message": prompts(cfg, recipe, name, rows),
+    }
 
 
 def prompts_of(recipe: LatentWire, name: str, rows: int, *, before: int, slots: int, after: int) -> PromptShapes:
@@ -111,12 +121,12 @@ def encode_flops(recipe: LatentWire, rows: int) -> float:
 
     A frozen body's backward pass costs as much as the forward one, that of its pairs twice.
     """
-    widths, spec = recipe.batch_widths(), recipe.wire.encoder
+    widths, pairs, body = recipe.batch_widths(), recipe.wire.encoder.pairs, recipe.wire.encoder.computed
     flops = recipe.terms(widths, rows)[SHARED].flops
-    if spec.pairs is None or not isinstance(spec.body, decoder.DecoderConfig):
+    if pairs is None or not isinstance(body, decoder.DecoderConfig):
         return flops / 3
     one = Pass(rows, widths["source"]["ids"].shape[0], 0, recipe.cfg.compute.remat, 4)
-    return (flops - pass_costs.pair_flops(spec.body, spec.pairs, one)) / 2
+    return (flops - pass_costs.pair_flops(body, pairs, one)) / 2
 
 
 def token_bytes(params: Tree, model: decoder.DecoderConfig, prompt: PromptShapes, tokens: int) -> float:

@@ -4,7 +4,6 @@ Of held-out questions twice as many have all words of their answer among so chos
 predictable words (docs/experiments.md).
 """
 
-import dataclasses
 import functools
 import hashlib
 import json
@@ -21,7 +20,7 @@ from lw_jax.core.types import Example, Tree
 from lw_jax.data.examples import spread
 from lw_jax.data.frozen_cache import save_array
 from lw_jax.hub import sources
-from lw_jax.models import decoder
+from lw_jax.models import decoder, encoder
 from lw_jax.recipes.token_scores import TokenScores
 from sharding.placement import Placement
 
@@ -71,13 +70,9 @@ class AskedWords(TokenScores):
 
     def _states(self, params: Tree, batch: Tree) -> jax.Array:
         """Returns each target's own state, f32[b t d]."""
-        at = int(DEPTH * self.config.layers)
-        cut = dataclasses.replace(self.config, layers=at + 1)
-        body = params | {"layers": jax.tree.map(lambda leaf: leaf[: at + 1], params["layers"])}
-        x = decoder.embed(params, batch["ids"])
-        out = decoder.forward(body, cut, x, mask=batch["mask"], taps=(at,), mode=self.mode)
-        assert out.states is not None, "forward returns the requested states"
-        return decoder.unit_rms(out.states[0].astype(jnp.float32), cut.norm_eps)[:, len(self.begin) :]
+        x, taps = decoder.embed(params, batch["ids"]), (int(DEPTH * self.config.layers),)
+        states = encoder.tapped_states(params, self.config, x, mask=batch["mask"], taps=taps, mode=self.mode)
+        return decoder.unit_rms(states[0].astype(jnp.float32), self.config.norm_eps)[:, len(self.begin) :]
 
     def _solve(self, answers: Mapping[str, Spans]) -> np.ndarray:
         """Returns the kernel f32[d] of a ridge regression to 1 at the answers' tokens, over standardised states."""

@@ -5,6 +5,7 @@ that the body as it was pretrained makes of it: latents are the directions that 
 variance.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import jax
@@ -39,10 +40,19 @@ def start(
     field = batches.source_field(ids, layout)
 
     def read(own: Tree, ids: jax.Array, mask: jax.Array) -> tuple[jax.Array, jax.Array]:
-        mode = decoder.Mode(causal=wire.encoder.causal, factors=wire.mode.factors)
-        states = encoder.read_lm(own, body, None, ids=ids, mask=mask, mode=mode, taps=taps)
-        whole = own | {"norm": jnp.ones((body.width,), states.dtype)}
-        kept = kv_prefix.take(whole, body, decoder.embed(own, ids), mask=mask, mode=decoder.Mode(factors=mode.factors))
+        mode = decoder.Mode(factors=wire.mode.factors)
+        x = decoder.embed(own, ids)
+        empty = decoder.empty_cache(body, mask.shape[0], mask.shape[1], x.dtype)
+        whole = own | {"norm": jnp.ones((body.width,), x.dtype)}  # of `hidden`, which is not used here
+        layers = encoder.tapped_layers(taps, body.layers)
+        out = decoder.forward(whole, body, x, mask=mask, cache=empty, taps=layers, mode=mode)
+        assert out.cache is not None and out.states is not None, "forward returns what was requested"
+        kept = kv_prefix.of_cache(body, out.cache, mask=mask)
+        if wire.encoder.causal:
+            states = encoder.side_by_side(out.states, body)
+        else:
+            both_ways = dataclasses.replace(mode, causal=False)
+            states = encoder.read_lm(own, body, None, ids=ids, mask=mask, mode=both_ways, taps=taps)
         both = jnp.stack([kept.k, kept.v], axis=1).astype(jnp.float32)
         return states.astype(jnp.float32), both.transpose(2, 3, 0, 1, 4, 5).reshape(*mask.shape, -1)
 

@@ -23,18 +23,18 @@ def terms(cfg: Config, wire: Wire, placement: Placement, widths: Tree, *, rows: 
 
     A reader has `rows` rows, or as many for each message where the widths are of several a text.
     """
-    spec, positions = wire.encoder, widths["source"]["ids"].shape[0]
+    spec, body, positions = wire.encoder, wire.encoder.computed, widths["source"]["ids"].shape[0]
     one = arithmetic.Pass(rows, positions, 0, cfg.compute.remat, jnp.dtype(spec.precision.values).itemsize)
-    if isinstance(spec.body, BertConfig):
-        found = arithmetic.trained_bert(spec.body, one)
-    elif spec.body is not None and spec.pairs is not None:
-        found = arithmetic.adapted(spec.body, spec.pairs, one)
-    elif spec.body is not None:
-        found = arithmetic.trained(spec.body, one)
+    if isinstance(body, BertConfig):
+        found = arithmetic.trained_bert(body, one)
+    elif body is not None and spec.pairs is not None:
+        found = arithmetic.adapted(body, spec.pairs, one)
+    elif body is not None:
+        found = arithmetic.trained(body, one)
     else:
         found = arithmetic.trained_bytes(spec.layers or encoder.BYTE_LAYERS, spec.width, one)
-    if spec.taps and isinstance(spec.body, DecoderConfig):
-        found = dataclasses.replace(found, bytes=found.bytes + arithmetic.tapped_bytes(spec.body, one))
+    if spec.taps and isinstance(body, DecoderConfig):
+        found = dataclasses.replace(found, bytes=found.bytes + arithmetic.tapped_bytes(body, one))
     messages = math.prod(widths["source"]["channel"].shape[:-1])
     readers = {
         name: _reader(cfg, wire, placement, name, widths["readers"][name], (rows, rows * messages))

@@ -1,6 +1,7 @@
 """lw_jax/benchmarking/prediction.py: what compiled programs say of absent cards; CPU devices stand in."""
 
 import dataclasses
+import re
 
 import jax
 import pytest
@@ -84,6 +85,18 @@ def test_a_token_costs_the_difference_between_a_long_and_a_short_answer(root, st
         assert row.tokens_per_second == pytest.approx(3 * 5 / one)
 
 
+@pytest.mark.slow
+def test_a_message_as_keys_and_values_is_not_computed(root, stand_in, monkeypatch):
+    monkeypatch.setattr(
+        planner, "make", lambda cfg, target: {"chosen": CHOSEN | {"strategy": "single", "mesh": "1x1"}, "why": ""}
+    )
+    cfg = tiny.make_config(root, only="llama", adapter__kind="kv", encoder__slots=64)
+    text, message = Predicted(cfg, "h100x1").measure("prefill")
+    assert text.predicted_seconds and message.predicted_seconds and text.compiled_flops > message.compiled_flops
+    _, positions, computed = map(int, re.findall(r"\d+", message.what)[:3])
+    assert positions - computed == 64
+
+
 def test_a_language_model_has_a_step_alone(tmp_path, stand_in):
     language = Predicted(tiny.make_ttt_config(tmp_path), "h100x2")
     assert language.parts == ["step"]
@@ -94,7 +107,7 @@ def test_a_language_model_has_a_step_alone(tmp_path, stand_in):
 
 
 def test_files_cannot_be_timed_on_an_absent_card(wire):
-    with pytest.raises(UserError, match=r"--parts load: .* has step, encode, answer; .*leave out --target"):
+    with pytest.raises(UserError, match=r"--parts load: .* has step, encode, prefill, answer; .*leave out --target"):
         wire.measure("load")
 
 

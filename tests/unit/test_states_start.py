@@ -112,6 +112,48 @@ def test_states_are_those_before_the_layers(started):
     assert encoder.tapped_layers(6, 30) == (2, 7, 12, 17, 22, 27) and encoder.tapped_layers(1, 2) == (1,)
 
 
+def test_layers_behind_the_last_states_are_not_computed(started, monkeypatch):
+    recipe, built = started
+    spec, body = recipe.wire.encoder, built.trainable["encoder"]["body"]
+    x, mask = decoder.embed(body, jnp.arange(7)[None] + 3), jnp.ones((1, 7), bool)
+    whole = decoder.forward(body | {"norm": jnp.ones(x.shape[2])}, spec.body, x, mask=mask, taps=(0, 1)).states
+    given, forward = [], decoder.forward
+
+    def record(params, cfg, *args, **settings):
+        given.append((cfg.layers, *{len(leaf) for leaf in jax.tree.leaves(params["layers"])}))
+        return forward(params, cfg, *args, **settings)
+
+    monkeypatch.setattr(decoder, "forward", record)
+    for taps in ((0,), (0, 1)):
+        found = encoder.tapped_states(body, spec.body, x, mask=mask, taps=taps, mode=decoder.Mode())
+        np.testing.assert_array_equal(found, whole[: len(taps)])
+    assert given == [(1, 1), (2, 2)] and spec.body.layers >= 2
+    three = dataclasses.replace(spec, body=dataclasses.replace(spec.body, layers=3), taps=1)
+    assert three.computed.layers == 2 and dataclasses.replace(three, taps=0).computed.layers == 3
+
+
+def test_no_more_tokens_are_read_than_the_states_need(root, started, monkeypatch):
+    recipe, built = started
+    read, fit = [], states_start.fit
+
+    def record(gram, *args, **settings):
+        read.append(int(gram[-1, -1]))
+        return fit(gram, *args, **settings)
+
+    monkeypatch.setattr(states_start, "fit", record)
+    texts = [example.context for example in recipe.curriculum.examples("train")]
+    lengths = [len(recipe.layout.source.encode(text)) for text in texts]
+    values = recipe.wire.encoder.taps * recipe.wire.encoder.body.width
+    for samples in (1, 2):
+        monkeypatch.setattr(states_start, "SAMPLES", samples)
+        weights = built.trainable, built.frozen
+        states_start.start(recipe.wire, recipe.placement, recipe.layout, texts, weights)
+        limit = samples * values
+        uncounted = limit // min(lengths)  # first tokens
+        assert limit - max(lengths) - uncounted <= read[-1] <= limit
+    assert sum(lengths) > limit and read[1] > 1.5 * read[0]
+
+
 def test_start_is_the_same_on_four_devices_and_for_a_frozen_body(root, started):
     _, one = started
     for changes in ({"devices": 4}, {"encoder__rank": 2}):

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from lw_jax.data import batches
 from lw_jax.inference import taught_text
 from lw_jax.losses import token_losses
 from lw_jax.models import wire
@@ -38,21 +39,46 @@ def test_packed_readers_teach_too(tmp_path_factory):
     assert np.isfinite(found).all() and found.std() > 0
 
 
-def test_text_read_without_gradient_gives_the_gradient_of_the_whole_prompt(root):
-    recipe = tiny.make_recipe(root, only="qwen", compute__dtype="fp32")
-    encoded = recipe.data("validation", rows=taught_text.FIELDS)
-    fields = jax.tree.map(jnp.asarray, encoded.collate([0, 1, 2], rows=taught_text.FIELDS)["readers"]["qwen"])
+def sums(recipe, fields, *, whole=False):
+    """Returns the sums of loss and weights, and the vector's gradient, of one batch of a reader's fields."""
     params, size = recipe.load_frozen()["qwen"], jnp.float32(0.3)
+    fields = jax.tree.map(jnp.asarray, fields)
     trainable = {"tasks": jax.random.normal(jax.random.key(0), (1, recipe.wire.readers["qwen"].config.width))}
+    if not whole:
+        measure, *_ = taught_text._programs(recipe.wire, "qwen", 4)
+        return measure(params, trainable, size, fields)
 
-    def whole(trainable):
+    def loss(trainable):
         prompt = wire.taught_prompt(params, fields, trainable["tasks"] * size)
         logits = recipe.wire.answer_logits(params, "qwen", prompt, fields)
         return token_losses.nll(logits, fields["targets"], fields["weights"])
 
-    measure, *_ = taught_text._programs(recipe.wire, "qwen", 4)
-    (loss, _), found = measure(params, trainable, size, fields)
-    (expected, _), wanted = jax.value_and_grad(whole, has_aux=True)(trainable)
-    np.testing.assert_allclose(loss, expected, rtol=1e-5)
-    assert np.abs(wanted["tasks"]).max() > 1e-2
-    np.testing.assert_allclose(found["tasks"], wanted["tasks"], atol=1e-4 * float(np.abs(wanted["tasks"]).max()))
+    return jax.value_and_grad(loss, has_aux=True)(trainable)
+
+
+def check_same(found, wanted):
+    np.testing.assert_allclose(found[0], wanted[0], rtol=1e-5)
+    assert np.abs(wanted[1]["tasks"]).max() > 1e-2
+    np.testing.assert_allclose(
+        found[1]["tasks"], wanted[1]["tasks"], atol=1e-4 * float(np.abs(wanted[1]["tasks"]).max())
+    )
+
+
+def test_text_read_without_gradient_gives_the_gradient_of_the_whole_prompt(root):
+    recipe = tiny.make_recipe(root, only="qwen", compute__dtype="fp32")
+    encoded = recipe.data("validation", rows=taught_text.FIELDS)
+    fields = encoded.collate([0, 1, 2], rows=taught_text.FIELDS)["readers"]["qwen"]
+    check_same(sums(recipe, fields), sums(recipe, fields, whole=True))
+
+
+def test_a_text_read_once_for_all_of_its_questions_teaches_as_they_do_one_by_one(root):
+    recipe = tiny.make_recipe(root, only="qwen", compute__dtype="fp32", data__packed_tokens=200, eval__taught_steps=2)
+    lessons = taught_text._Lessons.of(taught_text._encode(recipe), recipe)
+    groups, asked = lessons.data.groups, lessons.data.encoded
+    assert lessons.size == 2 and len(groups) == 4 and {len(group) for group in groups} == {2}, "two facts a card"
+    packed = lessons.data.collate([0, 1])["readers"]["qwen"]
+    alone = tiny.make_recipe(root, only="qwen", compute__dtype="fp32")
+    examples = [asked.examples[position] for group in groups[:2] for position in group]
+    encoded = batches.encode(examples, layout=alone.layout, rows=taught_text.FIELDS)
+    fields = encoded.collate(range(4), rows=taught_text.FIELDS)["readers"]["qwen"]
+    check_same(sums(recipe, packed), sums(alone, fields, whole=True))
