@@ -61,14 +61,14 @@ def teach(recipe: LatentWire, frozen: Tree, *, batch: int, say: Callable[[str], 
     encoded = _encode(recipe)
     vectors = {}
     for name in recipe.wire.readers:
-        lessons = _Lessons.of(dataclasses.replace(encoded, readers={name: encoded.readers[name]}), recipe)
-        path = sources.cache_root() / "taught" / f"{_identify(recipe, lessons, name)}.npy"
+        training = _TrainingSet.of(dataclasses.replace(encoded, readers={name: encoded.readers[name]}), recipe)
+        path = sources.cache_root() / "taught" / f"{_identify(recipe, training, name)}.npy"
         # One process decides, so that all train or none does.
         kept: list | None = processes.from_first(lambda path=path: _read(path))
         if kept is None:
-            vector, losses = _train(recipe, frozen[name], lessons, name, batch=batch)
+            vector, losses = _train(recipe, frozen[name], training, name, batch=batch)
             say(
-                f"text_taught {name}: {len(losses)} steps of {lessons.describe()}, loss {losses[0]:.3f} at first, "
+                f"text_taught {name}: {len(losses)} steps of {training.describe()}, loss {losses[0]:.3f} at first, "
                 f"{np.mean(losses[-4:]):.3f} at last"
             )
             if jax.process_index() == 0:
@@ -79,14 +79,14 @@ def teach(recipe: LatentWire, frozen: Tree, *, batch: int, say: Callable[[str], 
 
 
 @dataclasses.dataclass(frozen=True)
-class _Lessons:
-    """What one reader is taught with: questions, or texts with all of their questions packed."""
+class _TrainingSet:
+    """Examples of one reader's training: questions, or texts with all of their questions packed."""
 
-    data: Encoded | Packed
-    size: int  # examples of a step
+    stream: Encoded | Packed
+    step_size: int  # examples of a step
 
     @classmethod
-    def of(cls, encoded: Encoded, recipe: LatentWire) -> "_Lessons":
+    def of(cls, encoded: Encoded, recipe: LatentWire) -> "_TrainingSet":
         """Returns the examples as training takes them: a packed text is read once for all of its questions."""
         tokens = recipe.cfg.data.packed_tokens
         if not tokens:
@@ -96,15 +96,15 @@ class _Lessons:
 
     def rows(self, name: str, data: int) -> int:
         """Returns how many examples are read at once: a multiple of the data axis."""
-        fields = self.data.probe()["readers"][name]
+        fields = self.stream.probe()["readers"][name]
         length = sum(fields[key]["ids"].shape[1] for key in (*FIELDS, "packed") if key in fields)
-        return place.round_up(min(self.size, max(1, TOKENS // length // data * data)), data)
+        return place.round_up(min(self.step_size, max(1, TOKENS // length // data * data)), data)
 
     def describe(self) -> str:
         """Returns the examples of a step for people."""
-        if not isinstance(self.data, Packed):
-            return f"{self.size} examples"
-        return f"all questions of {self.size} text{'s' if self.size > 1 else ''}"
+        if not isinstance(self.stream, Packed):
+            return f"{self.step_size} examples"
+        return f"all questions of {self.step_size} text{'s' if self.step_size > 1 else ''}"
 
 
 def _encode(recipe: LatentWire) -> Encoded:
@@ -122,11 +122,11 @@ def _encode(recipe: LatentWire) -> Encoded:
 
 
 def _train(
-    recipe: LatentWire, params: Tree, lessons: _Lessons, name: str, *, batch: int
+    recipe: LatentWire, params: Tree, training: _TrainingSet, name: str, *, batch: int
 ) -> tuple[np.ndarray, list[float]]:
     """Returns a reader's vector f32[1 d] and the loss of each step."""
     steps, mesh = recipe.cfg.eval.taught_steps, recipe.placement.readers[name].mesh
-    batch = min(batch, lessons.rows(name, recipe.placement.data))
+    batch = min(batch, training.rows(name, recipe.placement.data))
     measure, apply, state = _programs(recipe.wire, name, steps)
     size = float(adapter.rms(jnp.asarray(params["embed"], jnp.float32), axis=None).reshape(()))
     first = jax.random.normal(
@@ -134,11 +134,11 @@ def _train(
     )
     trainable = place.replicate({"tasks": first}, mesh)
     moments, losses = state(trainable), []
-    order = _order(len(lessons.data), steps, lessons.size, seed=recipe.cfg.seed)
+    order = _order(len(training.stream), steps, training.step_size, seed=recipe.cfg.seed)
     scale = place.replicate(np.float32(size), mesh)
     for step in range(steps):
         gradient: Any = None
-        for host in batches_of(lessons.data, order[step].tolist(), batch, share=processes.share()):
+        for host in batches_of(training.stream, order[step].tolist(), batch, share=processes.share()):
             fields = batches.weigh({"readers": {name: host["readers"][name]}}, host["valid"])["readers"][name]
             one = measure(params, trainable, scale, place.put_eval(fields, mesh))
             gradient = one if gradient is None else jax.tree.map(jnp.add, gradient, one)
@@ -187,7 +187,7 @@ def _order(count: int, steps: int, size: int, *, seed: int) -> np.ndarray:
     return np.concatenate(rounds)[:total].reshape(steps, size)
 
 
-def _identify(recipe: LatentWire, lessons: _Lessons, name: str) -> str:
+def _identify(recipe: LatentWire, training: _TrainingSet, name: str) -> str:
     """Returns the digest of all that decides a reader's vector."""
     cfg = recipe.cfg
     told = {
@@ -196,9 +196,9 @@ def _identify(recipe: LatentWire, lessons: _Lessons, name: str) -> str:
         "stored": cfg.llms[name].weights,
         "arithmetic": precision.resolve(cfg.compute.dtype, recipe.placement.platform),
         "optim": dataclasses.asdict(OPTIM),
-        "steps": [cfg.eval.taught_steps, lessons.size],
+        "steps": [cfg.eval.taught_steps, training.step_size],
         "seed": cfg.seed,
-        "examples": lessons.data.digest(),
+        "examples": training.stream.digest(),
     }
     return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=12).hexdigest()
 

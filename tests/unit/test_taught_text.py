@@ -73,10 +73,10 @@ def test_text_read_without_gradient_gives_the_gradient_of_the_whole_prompt(root)
 
 def test_a_text_read_once_for_all_of_its_questions_teaches_as_they_do_one_by_one(root):
     recipe = tiny.make_recipe(root, only="qwen", compute__dtype="fp32", data__packed_tokens=200, eval__taught_steps=2)
-    lessons = taught_text._Lessons.of(taught_text._encode(recipe), recipe)
-    groups, asked = lessons.data.groups, lessons.data.encoded
-    assert lessons.size == 2 and len(groups) == 4 and {len(group) for group in groups} == {2}, "two facts a card"
-    packed = lessons.data.collate([0, 1])["readers"]["qwen"]
+    training = taught_text._TrainingSet.of(taught_text._encode(recipe), recipe)
+    groups, asked = training.stream.groups, training.stream.encoded
+    assert training.step_size == 2 and len(groups) == 4 and {len(group) for group in groups} == {2}, "two facts a card"
+    packed = training.stream.collate([0, 1])["readers"]["qwen"]
     alone = tiny.make_recipe(root, only="qwen", compute__dtype="fp32")
     examples = [asked.examples[position] for group in groups[:2] for position in group]
     encoded = batches.encode(examples, layout=alone.layout, rows=taught_text.FIELDS)
