@@ -4,7 +4,8 @@
     python run.py --config configs/squad.py --config.data.train=FILE --config.data.validation=OTHER
 
 Stages: adapters alone, then reconstruction and continuation of growing passages, then questions with everything
-trained, in messages of 8, 16 or 32 slots and of several precisions. What it gave: docs/experiments.md (E2, E3).
+trained, in messages of 8, 16 or 32 slots and of several precisions. As it is not measured; what a much smaller run of
+it gave: docs/experiments.md (E2, E3).
 """
 
 from ml_collections import ConfigDict
