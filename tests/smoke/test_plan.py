@@ -118,7 +118,7 @@ def test_bench_predicts_for_absent_gpus_what_it_would_measure(compiled: tuple[Pa
     assert done.returncode == 0, done.stderr
     assert done.stdout.startswith("2 x NVIDIA H100 80GB HBM3, absent: NOTHING IS MEASURED; peaks of the data sheet")
     rows = {row["part"]: row for row in json.loads((folder / "out" / "bench.json").read_text())["rows"]}
-    assert list(rows) == ["step", "encode", "answer"]
+    assert list(rows) == ["step", "encode", "prefill", "answer"]
     assert all(row["seconds"] is None and row["predicted_seconds"] > 0 for row in rows.values())
     assert rows["step"]["predicted_seconds"] == pytest.approx(found["chosen"]["step_seconds"], rel=0.05)
 
