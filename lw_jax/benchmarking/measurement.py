@@ -179,13 +179,13 @@ class Measured:
 
     def _prefill(self, name: str) -> list[Row]:
         params = timing.fill(workload.reader(self.recipe, name))
-        first = WireFunctions(self.recipe.wire, self.placement).first_token
+        begin = WireFunctions(self.recipe.wire, self.placement).begin
         shapes, fields = workload.single_prompts(self.cfg, self.recipe, name), {}
         for kind, prompt in shapes.items():
             filled = Prompt(*timing.fill(prompt))
 
-            def read(filled: Prompt = filled) -> jax.Array:
-                return first(params, filled, name)
+            def read(filled: Prompt = filled) -> Tree:
+                return begin(params, filled, name, 1)
 
             fields[kind] = {"seconds": Spread.of(timing.repeat(read, repeats=self.repeats))}
         return prefill_rows(name, shapes, fields)

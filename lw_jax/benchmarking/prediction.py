@@ -110,8 +110,8 @@ class Predicted:
 
     def _prefill(self, name: str) -> list[Row]:
         shapes, params = workload.single_prompts(self.cfg, self.recipe, name), workload.reader(self.recipe, name)
-        first = WireFunctions(self.recipe.wire, self.placement).first_token
-        lower = jax.jit(lambda params, prompt: first(params, Prompt(*prompt), name)).lower
+        begin = WireFunctions(self.recipe.wire, self.placement).begin
+        lower = jax.jit(lambda params, prompt: begin(params, Prompt(*prompt), name, 1)).lower
         fields = {kind: self._compile(lower(params, prompt)) for kind, prompt in shapes.items()}
         return prefill_rows(name, shapes, fields)
 

@@ -66,10 +66,15 @@ class Bench:
         answer = {key: fields[key] for key in ANSWER}
         return self.fetch(self.functions.score(self.frozen[name], prompt, answer, name), name)
 
-    def answer(self, name: str, prompt: Any, *, max_new_tokens: int) -> list[str]:
-        """Returns a reader's greedy answers to this process's rows."""
-        ids = self.fetch(self.functions.generate(self.frozen[name], prompt, name, max_new_tokens), name)
-        return [answers.first_line(self.decode[name]([int(token) for token in row if token >= 0])) for row in ids]
+    def answer(
+        self, fields: Mapping[str, Any], name: str, prompt: Any, *, max_new_tokens: int
+    ) -> tuple[list[str], dict[str, np.ndarray]]:
+        """Returns a reader's greedy answers to this process's rows, and `score` of the reference answers."""
+        answer = {key: fields[key] for key in ANSWER}
+        found = self.functions.answer(self.frozen[name], prompt, answer, name, max_new_tokens)
+        ids, scores = self.fetch(found, name)
+        told = [answers.first_line(self.decode[name]([int(token) for token in row if token >= 0])) for row in ids]
+        return told, scores
 
 
 @dataclasses.dataclass(frozen=True)
@@ -164,8 +169,7 @@ def _read(  # noqa: PLR0913
                     given = fields | {"channel": bench.place(channel, name)}
                     sent = bench.place(values[at], None)
                 prompt = bench.prompt(given, name, row=row, latents=sent)
-                predictions = bench.answer(name, prompt, max_new_tokens=options.max_new_tokens)
-                scores = bench.score(fields, name, prompt)
+                predictions, scores = bench.answer(fields, name, prompt, max_new_tokens=options.max_new_tokens)
                 groups.append(
                     [
                         {"reader": name, "row": row, "index": index}

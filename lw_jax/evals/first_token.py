@@ -47,7 +47,7 @@ def measure(bench: Bench, measured: Measured, *, rows: tuple[str, ...], copies: 
 
             def read(name: str = name, fields: dict = fields, row: str = row, sent: jax.Array | None = sent) -> None:
                 prompt = bench.prompt(fields, name, row=row, latents=sent)
-                jax.block_until_ready(bench.functions.first_token(bench.frozen[name], prompt, name))
+                jax.block_until_ready(bench.functions.begin(bench.frozen[name], prompt, name, 1))
 
             seconds[row] = _fastest(read)
         found[name] = Times(seconds, lengths[position])

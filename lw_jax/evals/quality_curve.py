@@ -173,10 +173,11 @@ def _send(
             received, framed = _round_trip(latents, channel, words, bits=bits, encoder=encoder)
             for name, fields in placed.items():
                 prompt = bench.prompt(fields, name, row=ROW, latents=bench.place(received, None))
-                scores = bench.score(fields, name, prompt)
-                predictions = (
-                    bench.answer(name, prompt, max_new_tokens=options.max_new_tokens) if options.curve == "f1" else None
-                )
+                predictions = None
+                if options.curve == "f1":
+                    predictions, scores = bench.answer(fields, name, prompt, max_new_tokens=options.max_new_tokens)
+                else:
+                    scores = bench.score(fields, name, prompt)
                 found: list[tuple[int, Record]] = []
                 for position, index in enumerate(real):
                     record = {key: float(value[position]) for key, value in scores.items()}

@@ -90,29 +90,8 @@ class WireFunctions:
     def score(self):
         """Returns jitted (reader's parameters, Prompt, fields, name) -> nll, hits, first, first5, tokens, each [b]."""
 
-        def measure(params: Tree, prompt: Prompt, fields: Mapping, name: str) -> dict[str, jax.Array]:
-            logits = self.wire.answer_logits(params, name, prompt, fields)
-            targets, weights = fields["targets"], fields["weights"]
-            hits = (jnp.argmax(logits, axis=2).astype(targets.dtype) == targets).astype(jnp.float32)
-            gold = jnp.take_along_axis(logits[:, 0], targets[:, :1], axis=1)
-            return {
-                "nll": jnp.sum(token_losses.token_nll(logits, targets) * weights, axis=1),
-                "hits": jnp.sum(hits * weights, axis=1),
-                "first": hits[:, 0],
-                "first5": (jnp.sum(logits[:, 0] > gold, axis=1) < 5).astype(jnp.float32),
-                "tokens": jnp.sum(weights, axis=1),
-            }
-
-        return jax.jit(measure, static_argnames="name")
-
-    @functools.cached_property
-    def first_token(self):
-        """Returns jitted (reader's parameters, Prompt, name) -> the likeliest first id of each answer [b]."""
-
-        def run(params: Tree, prompt: Prompt, name: str) -> jax.Array:
-            rows = prompt.mask.shape[0]
-            fields = {"answer_inputs": jnp.zeros((rows, 0), jnp.int32), "weights": jnp.ones((rows, 1), jnp.float32)}
-            return jnp.argmax(self.wire.answer_logits(params, name, prompt, fields)[:, 0], axis=1)
+        def run(params: Tree, prompt: Prompt, fields: Mapping, name: str) -> dict[str, jax.Array]:
+            return scores_of(self.wire.answer_logits(params, name, prompt, fields), fields)
 
         return jax.jit(run, static_argnames="name")
 
@@ -120,14 +99,29 @@ class WireFunctions:
         """Returns a reader's greedy ids [b n] for its parameters, -1 after the stop."""
         if not self._by_token(name):
             return self._generate(params, prompt, name, max_new_tokens)
-        ids = np.full((len(prompt.mask), max_new_tokens), -1, np.int32)
-        done = np.zeros(len(ids), bool)
-        for number, token in enumerate(self.tokens(params, prompt, name, max_new_tokens)):
-            done |= np.isin(token, self.wire.readers[name].stops)
-            ids[:, number] = np.where(done, -1, token)
+        return self._collect(self.tokens(params, prompt, name, max_new_tokens), name, max_new_tokens)
+
+    def answer(
+        self, params: Tree, prompt: Prompt, fields: Mapping, name: str, max_new_tokens: int
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Returns a reader's ids as `generate` and its scores as `score`, from one pass over the prompt."""
+        if not self._by_token(name):
+            return self._answer(params, prompt, fields, name, max_new_tokens)
+        token, scores, memory = self._begin_with_answer(params, prompt, fields, name, max_new_tokens)
+        tokens = self._follow_all(params, token, memory, name, max_new_tokens)
+        return self._collect(tokens, name, max_new_tokens), scores
+
+    def _collect(self, tokens: Iterator[np.ndarray], name: str, max_new_tokens: int) -> jax.Array:
+        """Returns the ids [b n] of all rows until each has stopped, -1 after the stop."""
+        ids, done = [], np.zeros((), bool)
+        for token in tokens:
+            done = done | np.isin(token, self.wire.readers[name].stops)
+            ids.append(np.where(done, -1, token))
             if done.all():
                 break
-        return place.rows(ids, self.mesh_of(name))
+        found = np.stack(ids, axis=1).astype(np.int32)
+        missing = ((0, 0), (0, max_new_tokens - found.shape[1]))
+        return place.rows(np.pad(found, missing, constant_values=-1), self.mesh_of(name))
 
     @functools.cached_property
     def _generate(self):
@@ -136,9 +130,23 @@ class WireFunctions:
 
         return jax.jit(run, static_argnames=("name", "max_new_tokens"))
 
+    @functools.cached_property
+    def _answer(self):
+        def run(params: Tree, prompt: Prompt, fields: Mapping, name: str, max_new_tokens: int) -> tuple:
+            ids, logits = self.wire.answer(params, name, prompt, fields, max_new_tokens=max_new_tokens)
+            return ids, scores_of(logits, fields)
+
+        return jax.jit(run, static_argnames=("name", "max_new_tokens"))
+
     def tokens(self, params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> Iterator[np.ndarray]:
         """Yields the likeliest next ids [b] of all rows, whatever has stopped, by a program for each token."""
         token, memory = self.begin(params, prompt, name, max_new_tokens)
+        yield from self._follow_all(params, token, memory, name, max_new_tokens)
+
+    def _follow_all(
+        self, params: Tree, token: jax.Array, memory: Tree, name: str, max_new_tokens: int
+    ) -> Iterator[np.ndarray]:
+        """Yields the ids [b] that `begin` found and those that follow; the memory is used up."""
         if self._by_token(name):
             memory = self._unstack_memory(memory)
             params = params | {"layers": self._unstacked(params["layers"], name)}
@@ -177,7 +185,16 @@ class WireFunctions:
 
         def run(params: Tree, prompt: Prompt, name: str, max_new_tokens: int) -> tuple[jax.Array, Tree]:
             logits, memory = self.wire.begin(params, name, prompt, max_new_tokens=max_new_tokens)
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32), memory
+            return _likeliest(logits), memory
+
+        return jax.jit(run, static_argnames=("name", "max_new_tokens"))
+
+    @functools.cached_property
+    def _begin_with_answer(self):
+        def run(params: Tree, prompt: Prompt, fields: Mapping, name: str, max_new_tokens: int) -> tuple:
+            most = max_new_tokens
+            first, memory, logits = self.wire.begin_with_answer(params, name, prompt, fields, max_new_tokens=most)
+            return _likeliest(first), scores_of(logits, fields), memory
 
         return jax.jit(run, static_argnames=("name", "max_new_tokens"))
 
@@ -187,6 +204,24 @@ class WireFunctions:
 
         def run(params: Tree, token: jax.Array, memory: Tree, name: str) -> tuple[jax.Array, Tree]:
             logits, memory = self.wire.follow(params, name, token, memory)
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32), memory
+            return _likeliest(logits), memory
 
         return jax.jit(run, static_argnames="name", donate_argnums=2)
+
+
+def _likeliest(logits: jax.Array) -> jax.Array:
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
+def scores_of(logits: jax.Array, fields: Mapping) -> dict[str, jax.Array]:
+    """Returns what `WireFunctions.score` measures of answers' logits [b t v]."""
+    targets, weights = fields["targets"], fields["weights"]
+    hits = (_likeliest(logits).astype(targets.dtype) == targets).astype(jnp.float32)
+    gold = jnp.take_along_axis(logits[:, 0], targets[:, :1], axis=1)
+    return {
+        "nll": jnp.sum(token_losses.token_nll(logits, targets) * weights, axis=1),
+        "hits": jnp.sum(hits * weights, axis=1),
+        "first": hits[:, 0],
+        "first5": (jnp.sum(logits[:, 0] > gold, axis=1) < 5).astype(jnp.float32),
+        "tokens": jnp.sum(weights, axis=1),
+    }

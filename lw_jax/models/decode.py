@@ -80,6 +80,20 @@ def generate(  # noqa: PLR0913  (as `decoder.forward`)
     frequencies of a LongRope model, the whole text is processed again with the long ones, as transformers does.
     """
     first, memory = begin(params, cfg, x, mask=mask, max_new_tokens=sampling.max_new_tokens, cache=cache, mode=mode)
+    return go_on(params, cfg, first, memory, sampling=sampling, key=key, mode=mode)
+
+
+def go_on(  # noqa: PLR0913
+    params: Tree,
+    cfg: decoder.DecoderConfig,
+    first: Float[Array, "b v"],
+    memory: Tree,
+    *,
+    sampling: Sampling,
+    key: jax.Array,
+    mode: decoder.Mode,
+) -> Int[Array, "b n"]:
+    """Continues from what `begin` returned; see `sample`."""
     if sampling.unstacked:
         # Without the barrier each iteration of the loop would slice them again.
         layers, memory = jax.lax.optimization_barrier((unstack_layers(params["layers"]), unstack_memory(memory)))
@@ -130,10 +144,49 @@ def begin(  # noqa: PLR0913  (as `decoder.forward`)
     out = decoder.forward(params, cfg, x, mask=mask, cache=cache, mode=mode)
     assert out.cache is not None, "a cache was given"
     first = decoder.logits(params, out.hidden[:, -1:])[:, 0]
-    scaling = cfg.rope_scaling
-    if not isinstance(scaling, rotary.LongRope) or cache.valid.shape[1] <= scaling.original_max_positions:
+    if not _outgrows(cfg, cache.valid.shape[1]):
         return first, out.cache
     return first, (out.cache, jnp.pad(x, ((0, 0), (0, max_new_tokens), (0, 0))))
+
+
+def begin_with_answer(  # noqa: PLR0913  (as `begin`)
+    params: Tree,
+    cfg: decoder.DecoderConfig,
+    x: Float[Array, "b t d"],
+    *,
+    mask: Bool[Array, "b t"],
+    answer: tuple[Float[Array, "b a d"], Bool[Array, "b a"]],
+    max_new_tokens: int,
+    cache: decoder.Cache | None = None,
+    mode: decoder.Mode = decoder.Mode(),  # noqa: B008  (frozen)
+) -> tuple[Float[Array, "b v"], Tree, Float[Array, "b c v"]]:
+    """Reads a prompt and, in the same pass, an answer (embeddings and mask) that it then forgets.
+
+    Returns what `begin` returns for the prompt alone, and the logits that predict each of the answer's tokens and the
+    one behind them (c = a + 1). A `cache` has room for the answer and for `max_new_tokens`, which share it. A LongRope
+    model that may outgrow its short frequencies reads the prompt twice: the answer's length may change its keys.
+    """
+    length, behind = x.shape[1], answer[0].shape[1]
+    joined, real = jnp.concatenate([x, answer[0]], axis=1), jnp.concatenate([mask, answer[1]], axis=1)
+    size = length + max(max_new_tokens, behind) if cache is None else cache.valid.shape[1]
+    if _outgrows(cfg, size):
+        hidden = decoder.forward(params, cfg, joined, mask=real, mode=mode).hidden
+        begun = begin(params, cfg, x, mask=mask, max_new_tokens=max_new_tokens, cache=cache, mode=mode)
+        return *begun, decoder.logits(params, hidden[:, length - 1 :])
+    if cache is None:
+        cache = decoder.empty_cache(cfg, x.shape[0], size, x.dtype)
+    out = decoder.forward(params, cfg, joined, mask=real, cache=cache, mode=mode)
+    assert out.cache is not None, "a cache was given"
+    used = out.cache.used - behind
+    valid = out.cache.valid & (jnp.arange(size) < used)[None]
+    logits = decoder.logits(params, out.hidden[:, length - 1 :])
+    return logits[:, 0], out.cache._replace(valid=valid, used=used), logits
+
+
+def _outgrows(cfg: decoder.DecoderConfig, slots: int) -> bool:
+    """Returns whether texts of so many slots may need the long frequencies of a LongRope model."""
+    scaling = cfg.rope_scaling
+    return isinstance(scaling, rotary.LongRope) and slots > scaling.original_max_positions
 
 
 def follow(  # noqa: PLR0913

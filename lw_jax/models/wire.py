@@ -198,9 +198,7 @@ class Wire:
             ids, numbers = fields["packed"]["ids"], fields["packed"]["segments"]
             real, segments = numbers > 0, jnp.pad(numbers, ((0, 0), (length, 0)))
         else:
-            # An input is a real token where it is a real target of the position before it. Padding must not count:
-            # LongRope chooses its frequencies by a row's real tokens.
-            ids, real, segments = fields["answer_inputs"], fields["weights"][:, 1:] > 0, None
+            (ids, real), segments = _answer_inputs(fields), None
         x = jnp.concatenate([prompt.embeddings, decoder.embed(params, ids)], axis=1)
         mask = jnp.concatenate([prompt.mask, real], axis=1)
         before = {"shared_prefix": prompt.shared_prefix, "kv_prefix": prompt.kv_prefix}
@@ -211,13 +209,21 @@ class Wire:
 
     def generate(self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int) -> Int[Array, "b n"]:
         """Greedy answer ids, -1 after the stop."""
+        first, memory = self.begin(params, name, prompt, max_new_tokens=max_new_tokens)
+        return self._go_on(params, name, first, memory, max_new_tokens)
+
+    def answer(
+        self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any], *, max_new_tokens: int
+    ) -> tuple[Int[Array, "b n"], Float[Array, "b t v"]]:
+        """Returns `generate`'s ids and `answer_logits` of the reference answers, from one pass over the prompt."""
+        first, memory, logits = self.begin_with_answer(params, name, prompt, fields, max_new_tokens=max_new_tokens)
+        return self._go_on(params, name, first, memory, max_new_tokens), logits
+
+    def _go_on(self, params: Tree, name: str, first: jax.Array, memory: Tree, max_new_tokens: int) -> jax.Array:
         reader = self.readers[name]
         sampling = decode.Sampling(max_new_tokens, reader.stops, unstacked=reader.unstacked)
-        x, mask, key, cache = prompt.embeddings, prompt.mask, jax.random.key(0), None
-        if prompt.kv_prefix is not None:
-            cache = self.open_cache(params, name, prompt, room=prompt.mask.shape[1] + max_new_tokens)
-        return decode.generate(
-            params, reader.config, x, mask=mask, sampling=sampling, key=key, cache=cache, mode=reader.mode
+        return decode.go_on(
+            params, reader.config, first, memory, sampling=sampling, key=jax.random.key(0), mode=reader.mode
         )
 
     def open_cache(self, params: Tree, name: str, prompt: "Prompt", *, room: int = 0) -> decoder.Cache:
@@ -233,13 +239,33 @@ class Wire:
         self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int
     ) -> tuple[Float[Array, "b v"], Tree]:
         """Reads a prompt: the logits of the first answer token, and the memory that `follow` takes."""
-        reader, cache = self.readers[name], None
-        if prompt.kv_prefix is not None:
-            cache = self.open_cache(params, name, prompt, room=prompt.mask.shape[1] + max_new_tokens)
+        reader, cache = self.readers[name], self._cache(params, name, prompt, room=max_new_tokens)
         x, mask = prompt.embeddings, prompt.mask
         return decode.begin(
             params, reader.config, x, mask=mask, max_new_tokens=max_new_tokens, cache=cache, mode=reader.mode
         )
+
+    def begin_with_answer(
+        self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any], *, max_new_tokens: int
+    ) -> tuple[Float[Array, "b v"], Tree, Float[Array, "b t v"]]:
+        """Reads a prompt with the reference answer behind it: what `begin` returns, and `answer_logits`."""
+        reader, (ids, real) = self.readers[name], _answer_inputs(fields)
+        return decode.begin_with_answer(
+            params,
+            reader.config,
+            prompt.embeddings,
+            mask=prompt.mask,
+            answer=(decoder.embed(params, ids), real),
+            max_new_tokens=max_new_tokens,
+            cache=self._cache(params, name, prompt, room=max(max_new_tokens, ids.shape[1])),
+            mode=reader.mode,
+        )
+
+    def _cache(self, params: Tree, name: str, prompt: "Prompt", *, room: int) -> decoder.Cache | None:
+        """Returns `open_cache` with room for the prompt's embeddings and more; None where all are embeddings."""
+        if prompt.kv_prefix is None:
+            return None
+        return self.open_cache(params, name, prompt, room=prompt.mask.shape[1] + room)
 
     def follow(
         self, params: Tree, name: str, token: Int[Array, " b"], memory: Tree
@@ -276,6 +302,14 @@ class Prompt:
 def text_prompt(params: Tree, tokens: Mapping[str, jax.Array]) -> Prompt:
     """Returns a prompt of token ids: {"ids", "mask"} left-padded."""
     return Prompt(decoder.embed(params, tokens["ids"]), tokens["mask"])
+
+
+def _answer_inputs(fields: Mapping[str, Any]) -> tuple[Int[Array, "b a"], Bool[Array, "b a"]]:
+    """Returns the ids of a reference answer but its last, and which are real: targets of the position before.
+
+    Padding must not count: LongRope chooses its frequencies by a row's real tokens.
+    """
+    return fields["answer_inputs"], fields["weights"][:, 1:] > 0
 
 
 def after_prefix(fields: Mapping[str, Any]) -> Mapping[str, jax.Array]:

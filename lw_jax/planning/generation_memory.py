@@ -9,7 +9,7 @@ from jax.sharding import PartitionSpec as P
 
 from lw_jax.core import eval_rows
 from lw_jax.core.types import Tree
-from lw_jax.evals.wire_functions import WireFunctions
+from lw_jax.evals.wire_functions import scores_of
 from lw_jax.models import pass_costs
 from lw_jax.models.wire import Prompt
 from lw_jax.planning import workload
@@ -78,18 +78,17 @@ def longest_prompts(recipe: LatentWire, name: str, size: int) -> list[PromptShap
 
 
 def _lower(recipe: LatentWire, name: str, size: int) -> list[tuple[Part, int]]:
-    """Returns a reader's programs of generation and scoring for a batch, with the bytes of their inputs."""
+    """Returns a reader's programs that answer and score a batch, with the bytes of their inputs."""
     cfg, mesh, params = recipe.cfg, recipe.placement.readers[name].mesh, workload.reader(recipe, name)
-    answers, functions = cfg.data.answer_tokens, WireFunctions(recipe.wire, recipe.placement)
+    answers = cfg.data.answer_tokens
 
     def rows(*shape: int, dtype: jnp.dtype | str) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct((size, *shape), jnp.dtype(dtype), sharding=NamedSharding(mesh, P("data")))
 
-    def generate(params: Tree, prompts: Tree) -> jax.Array:
-        return recipe.wire.generate(params, name, Prompt(*prompts), max_new_tokens=cfg.eval.max_new_tokens)
-
-    def score(params: Tree, prompts: Tree, fields: Tree) -> Tree:
-        return functions.score(params, Prompt(*prompts), fields, name)
+    def answer(params: Tree, prompts: Tree, fields: Tree) -> Tree:
+        prompt, most = Prompt(*prompts), cfg.eval.max_new_tokens
+        ids, logits = recipe.wire.answer(params, name, prompt, fields, max_new_tokens=most)
+        return ids, scores_of(logits, fields)
 
     fields = {
         "answer_inputs": rows(answers - 1, dtype="int32"),
@@ -98,15 +97,13 @@ def _lower(recipe: LatentWire, name: str, size: int) -> list[tuple[Part, int]]:
     }
     found = []
     for prompts in longest_prompts(recipe, name, size):
-        given = place.device_bytes(prompts)
-        found.append((Part(jax.jit(generate).lower(params, prompts), mesh), given))
-        scoring = jax.jit(score).lower(params, prompts, fields)
-        found.append((Part(scoring, mesh), given + place.device_bytes(fields)))
+        given = place.device_bytes(prompts) + place.device_bytes(fields)
+        found.append((Part(jax.jit(answer).lower(params, prompts, fields), mesh), given))
     return found
 
 
 def _working(recipe: LatentWire, name: str, rows: int) -> int:
-    """Returns the bytes beside the weights of so many answers of a reader on a device, generated or scored."""
+    """Returns the bytes beside the weights of so many answers of a reader on a device, generated and scored."""
     cfg, llm, at = recipe.cfg, recipe.cfg.llms[name], recipe.placement.readers[name]
     model, params = recipe.wire.readers[name].config, workload.reader(recipe, name)
     own = frozen_models.precision_of(cfg, llm, recipe.placement.platform)
@@ -126,12 +123,11 @@ def _working(recipe: LatentWire, name: str, rows: int) -> int:
             one = dataclasses.replace(one, before=prompts.positions - length)
             return pass_costs.forward_bytes(model, one) + unpacked / one.model
 
-        cache = 2 * workload.cache_bytes(model, rows, prompts.positions + cfg.eval.max_new_tokens, dtype) // kept
-        generated = cache + layers + max(forward(length), logits)
-        scored = forward(length + answers - 1) + answers * logits
+        room = max(cfg.eval.max_new_tokens, answers - 1)
+        cache = 2 * workload.cache_bytes(model, rows, prompts.positions + room, dtype) // kept
         given = rows * length * model.width * dtype.itemsize
         if prompts.kv_prefix is not None:  # given, and once more where its keys are turned
             given += 2 * workload.cache_bytes(model, rows, prompts.kv_prefix.mask.shape[1], dtype) // kept
-        return given + max(generated, scored)
+        return given + cache + layers + max(forward(length + answers - 1), answers * logits)
 
     return int(max(map(needs, longest_prompts(recipe, name, rows * recipe.placement.data))))

@@ -1,5 +1,6 @@
 """Generation: where rows end, when the loop ends, and what the key decides."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax.models import decode, decoder
+from lw_jax.models import decode, decoder, rotary
 
 CFG = decoder.DecoderConfig(
     vocab=31,
@@ -92,6 +93,31 @@ def test_layers_apart_give_the_same_answers_and_no_token_cuts_the_stacks(params,
         return [one.primitive.name for one in tokens.params["body_jaxpr"].jaxpr.eqns].count("scan")
 
     assert (loops(unstacked=False), loops(unstacked=True)) == (1, 0)
+
+
+LONG = rotary.LongRope((1.0,) * (CFG.head_dim // 2), (3.0,) * (CFG.head_dim // 2), 7, 1.1)
+
+
+@pytest.mark.parametrize("kind", [{}, {"window": 3}, {"rope_scaling": LONG}], ids=["", "window", "longrope"])
+@pytest.mark.parametrize("new", [2, NEW])
+def test_an_answer_is_scored_in_the_prompt_s_pass_and_forgotten(params, prompt, kind, new):
+    cfg = dataclasses.replace(CFG, **kind)
+    x, mask, sampling = decoder.embed(params, prompt[0]), prompt[1], decode.Sampling(new, ())
+    ids = jnp.asarray(np.random.default_rng(1).integers(0, CFG.vocab, (3, 4)), jnp.int32)
+    real = jnp.asarray([[True] + [False] * 3, [True] * 4, [True, True, False, False]])  # the second row passes LONG
+
+    def both(params):
+        answer, mode = (decoder.embed(params, ids), real), decoder.Mode()
+        *begun, logits = decode.begin_with_answer(params, cfg, x, mask=mask, answer=answer, max_new_tokens=new)
+        return logits, decode.go_on(params, cfg, *begun, sampling=sampling, key=jax.random.key(0), mode=mode)
+
+    logits, found = jax.jit(both)(params)
+    whole = jnp.concatenate([x, decoder.embed(params, ids)], axis=1)
+    hidden = decoder.forward(params, cfg, whole, mask=jnp.concatenate([mask, real], axis=1)).hidden
+    wanted, told = decoder.logits(params, hidden[:, x.shape[1] - 1 :]), np.pad(real, ((0, 0), (1, 0)), constant_values=1)
+    np.testing.assert_allclose(np.asarray(logits)[told], np.asarray(wanted)[told], atol=1e-4)
+    greedy = decode.generate(params, cfg, x, mask=mask, sampling=sampling, key=jax.random.key(0))
+    np.testing.assert_array_equal(found, greedy)
 
 
 def test_stop_as_first_token_gives_an_empty_answer(generate, greedy):

@@ -78,7 +78,7 @@ def test_readers_are_told(root):
 
 
 @pytest.mark.parametrize("kind", ["embeddings", "kv"])
-def test_a_program_for_each_token_gives_the_ids_of_one_program(kind, root):
+def test_a_program_for_each_token_gives_the_ids_and_scores_of_one_program(kind, root):
     recipe = tiny.make_recipe(root, adapter__kind=kind, compute__dtype="bf16", llms__qwen__weights="bf16")
     built, fields = recipe.build(), recipe.data("validation").collate(range(4))
     latents = WireFunctions(recipe.wire, recipe.placement).encode(built.trainable, fields["source"])
@@ -91,6 +91,10 @@ def test_a_program_for_each_token_gives_the_ids_of_one_program(kind, root):
             prompt = functions.prompt_from_latents(built.trainable, built.frozen[name], own, latents, name)
             for _ in range(2):  # separate layers are kept for the second batch
                 found[unstacked] = np.asarray(functions.generate(built.frozen[name], prompt, name, 6))
+                ids, scores = functions.answer(built.frozen[name], prompt, own, name, 6)
+                np.testing.assert_array_equal(ids, found[unstacked])
+                for key, wanted in functions.score(built.frozen[name], prompt, own, name).items():
+                    np.testing.assert_allclose(scores[key], wanted, rtol=2e-3, err_msg=key)
             assert bool(functions._separate) == unstacked, "a program for each token takes separate layers"
             ends = ends or (int(found[False][-1, 2]),)
         assert (found[False][-1] == -1).any() and (found[False][:, -1] >= 0).any()
