@@ -47,27 +47,33 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: messa
     else:
         trained_wire.resolve_channel(cfg.encoder, bits=request.bits, slots=request.slots, width=request.width)
         trained_wire.resolve_literals(cfg, request.literals)
+    _check_questions(cfg, request)
     if request.write not in ("", "-"):
         check_writable(Path(request.write).absolute().parent, remedy="choose another file for --write")
     runtime.tell_device()
     with contextlib.redirect_stdout(sys.stderr if request.write == "-" else sys.stdout):
         wire = trained_wire.open_wire(cfg, workdir)
         message = request.message or _encode(wire, request)
+        if request.write not in ("", "-"):
+            message_io.write_message(message, request.write)
         _print_answers(wire, message, request)
-    if request.write:
+    if request.write == "-":
         message_io.write_message(message, request.write)
     return 0
 
 
+def _check_questions(cfg: Config, request: message_io.Request) -> None:
+    """Refuses more than one question for a message that holds its question, and none for a text."""
+    few = bool(request.message) and not request.questions
+    if cfg.prompt.question == "latents" and len(request.questions) != 1 and not few:
+        raise UserError(
+            f"{len(request.questions)} questions: this wire encodes the question with the text "
+            "(config.prompt.question = 'latents'); give exactly one --question"
+        )
+
+
 def _encode(wire: "TrainedWire", request: message_io.Request) -> bytes:
-    question = ""
-    if wire.recipe.cfg.prompt.question == "latents":
-        if len(request.questions) != 1:
-            raise UserError(
-                f"{len(request.questions)} questions: this wire encodes the question with the text "
-                "(config.prompt.question = 'latents'); give exactly one --question"
-            )
-        question = request.questions[0]
+    question = request.questions[0] if wire.recipe.cfg.prompt.question == "latents" else ""
     sizes = {"bits": request.bits, "slots": request.slots, "width": request.width, "literals": request.literals}
     return wire.write(request.context, question=question, **sizes)
 
@@ -86,4 +92,12 @@ def _print_answers(wire: "TrainedWire", message: bytes, request: message_io.Requ
         for name in wire.recipe.cfg.llms:
             print(f"  {name} from latents: {wire.read(message, reader=name, question=question)}")
             if request.context:
-                print(f"  {name} from text:    {wire.read_text(request.context, reader=name, question=question)}")
+                print(f"  {name} from text:    {_read_text(wire, name, request.context, question)}")
+
+
+def _read_text(wire: "TrainedWire", reader: str, text: str, question: str) -> str:
+    """Returns the answer from the text, or why a reader cannot take a text that the encoder could."""
+    try:
+        return wire.read_text(text, reader=reader, question=question)
+    except UserError as error:
+        return f"not read: {error}"

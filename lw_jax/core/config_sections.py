@@ -20,6 +20,7 @@ FIELDS = {
     "ttt": ("text",),
 }
 FRAME = 2**16 - 1  # largest size that a message's frame can state
+WIDEST = 4096  # values of a message's slot: their rotation takes 64 MiB
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,7 +64,7 @@ class Encoder:
         at_least=0,
         shapes="no",
     )
-    width: int = key(256, "size of one latent", unit="values", above=0, at_most=FRAME)
+    width: int = key(256, "size of one latent", unit="values", above=0, at_most=WIDEST)
     window: int = key(512, "input of one pass of the body", unit="tokens, or bytes of kind bytes", above=0)
     windows: int = key(1, "windows read one by one and pooled into the same slots", unit="windows", above=0)
     pooling: str = key(

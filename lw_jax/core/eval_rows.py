@@ -41,7 +41,7 @@ ROWS = {
         fields=("selected", "asked"),
     ),
     "selected_taught": EvalRow(
-        "the same words, the form of the answer taught by the learned vector",
+        "the same words and the learned vector, one position more",
         fields=("selected_context", "asked"),
         taught=True,
     ),
@@ -51,7 +51,7 @@ ROWS = {
         compacted=True,
     ),
     "ceiling_taught": EvalRow(
-        "the same, the form of the answer taught by the learned vector",
+        "the same and the learned vector, one position more",
         fields=("context", "asked"),
         taught=True,
         compacted=True,

@@ -14,7 +14,6 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.retired import VALUES
 
 SMOOTHED = ("sigmoid", "robust")  # terms of dpo.loss that know label smoothing
-WIDEST = 4096  # values of a message's slot: their rotation takes 64 MiB
 MOST_VALUES = 2**24  # of a message: 64 MiB as fp32
 MADE = ("cards", "profiles", "pairs")  # data that the project makes; its splits share nothing
 DOCSTRINGS = "docstrings"  # text that is on every machine
@@ -152,8 +151,6 @@ def _check_encoder(cfg: Config) -> None:
     if encoder.states and (encoder.pooling != "rare" or cfg.adapter.kind != "kv"):
         rule = "needs encoder.pooling 'rare' and adapter.kind 'kv'; set 0."
         refuse("encoder.states", encoder.states, rule)
-    if encoder.width > WIDEST:
-        refuse("encoder.width", encoder.width, f"must be at most {WIDEST:,}.")
     if encoder.slots * encoder.width > MOST_VALUES:
         rule = f"must be at most {MOST_VALUES:,} / encoder.width = {MOST_VALUES // encoder.width}."
         refuse("encoder.slots", encoder.slots, rule)

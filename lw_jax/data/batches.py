@@ -149,6 +149,11 @@ class Encoded:
         return lines
 
 
+def one_context(examples: Sequence[Example]) -> bool:
+    """Returns whether all examples are about one text, so that no other one can be sent in its place."""
+    return len({example.context for example in examples}) < 2
+
+
 def other_examples(examples: Sequence[Example]) -> list[int]:
     """Returns, for each example, the next one (cyclically) with another context, whose latents a control sends.
 

@@ -52,7 +52,7 @@ def compare(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES)
     positions / the message's. gap_nll = shuffled - latents, gap_f1 = latents - shuffled: the gain of the right latents.
     adds_nll = message_shuffled - message, adds_f1 = message - message_shuffled: their gain beside literals. follows: of
     the questions where the reader follows a text with another answer in it, the share where it follows that text's
-    message. A figure is absent where one of its rows was not measured.
+    message. A figure is absent where one of its rows was not measured. examples: compared in each row, without follows.
     """
     grouped = _group(records)
     found: dict[str, Row] = {}
@@ -61,8 +61,10 @@ def compare(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES)
         plain = {row: group for row, group in own.items() if not ROWS[row].swapped}
         figures: Row = {}
         if plain:
-            bootstrap = Bootstrap(len(next(iter(plain.values()))), resamples=resamples, seed=seed)
+            count = len(next(iter(plain.values())))
+            bootstrap = Bootstrap(count, resamples=resamples, seed=seed)
             figures = _compare_plain(plain, {row: estimate(group, bootstrap) for row, group in plain.items()})
+            figures |= {"examples": count} if figures else {}
         text = next((own[row] for row in FOLLOWED if row in own), None)
         if text and "swapped" in own:
             figures |= _follow(own["swapped"], text, Bootstrap(len(text), resamples=resamples, seed=seed))

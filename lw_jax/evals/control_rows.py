@@ -120,7 +120,9 @@ def measure(
     plain = [row for row in options.rows if not ROWS[row].swapped]
     kinds = {ROWS[row].latents for row in plain}
     latents = _encode(bench, encoded, indices, kinds=kinds, batch=options.batch, seed=seed)
-    records = _read(bench, encoded, indices, rows=plain, latents=latents, options=options, report=report)
+    records: list[Record] = []
+    if plain:
+        records = _read(bench, encoded, indices, rows=plain, latents=latents, options=options, report=report)
     changed = [row for row in options.rows if ROWS[row].swapped]
     if changed and swaps is not None and swaps.origins:
         own = list(range(len(swaps.origins)))

@@ -6,7 +6,7 @@ from typing import Any
 REFERENCE_ROWS = ("text", "none")  # control rows that a curve is compared with
 MODEL = "language model"  # the coding of a text by a language model's own probabilities, among the texts' bytes
 COLUMNS = (
-    *("slots", "ratio", "width", "bits", "payload_bytes", "framed_bytes", "reader", "examples"),
+    *("slots", "ratio", "width", "bits", "payload_bytes", "framed_bytes", "reader", "examples", "positions"),
     *("nll", "nll_low", "nll_high", "accuracy", "em", "f1", "f1_low", "f1_high"),
 )
 

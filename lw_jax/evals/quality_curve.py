@@ -181,7 +181,9 @@ def _send(
                 found: list[tuple[int, Record]] = []
                 for position, index in enumerate(real):
                     record = {key: float(value[position]) for key, value in scores.items()}
-                    record |= {"slots": int(channel[position, 0]), "framed_bytes": framed[position]}
+                    slots = int(channel[position, 0])
+                    taken = control_rows.positions(encoded, name, ROW, index, slots=slots)
+                    record |= {"slots": slots, "framed_bytes": framed[position], "positions": taken}
                     if predictions is not None:
                         record |= control_rows.judge(encoded.examples[index], predictions[position])
                     found.append((bits, {"reader": name, "row": ROW, "index": index} | record))
@@ -212,7 +214,7 @@ def _points(size: _Size, bits: int, records: Sequence[Record], bootstrap: Bootst
         point |= {"examples": len(own), "payload_bytes": round(float(np.mean(payload)))}
         if size.ratio:
             point |= {"slots": round(float(np.mean(slots)), 2), "ratio": size.ratio}
-        point["framed_bytes"] = float(np.mean([record["framed_bytes"] for record in own]))
+        point |= {key: float(np.mean([record[key] for record in own])) for key in ("framed_bytes", "positions")}
         point |= {key: estimates[key].value for key in ("nll", "accuracy", "em", "f1") if key in estimates}
         for key in ("nll", "f1"):
             if key in estimates:

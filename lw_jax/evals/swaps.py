@@ -23,8 +23,8 @@ def swap(example: Example, others: Sequence[Example]) -> Example | None:
     """Returns the example with its first answer replaced wherever it occurs in the context, as a whole word.
 
     The new answer is the first of the others' that is of the same kind (a number, a capitalised name, or neither), of
-    as many words where one is, and not in the context. None where the answer does not occur in the context, or no
-    other one is left.
+    as many words where one is, not in the context, and does not contain an own answer. None where the answer does not
+    occur in the context, or no other one is left.
     """
     old = example.answers[0]
     pattern = re.compile(rf"(?<!\w){re.escape(old)}(?!\w)")
@@ -33,6 +33,8 @@ def swap(example: Example, others: Sequence[Example]) -> Example | None:
     known = {normalise(answer) for answer in example.answers}
     found = [other.answers[0] for other in others if normalise(other.answers[0]) not in known]
     found = [new for new in found if normalise(new) and not contains(example.context, new)]
+    # An answer that holds the old one would not show which of the two the reader means.
+    found = [new for new in found if not any(contains(new, one) for one in example.answers)]
     if not found:
         return None
     new = min(found, key=lambda new: (_kind(new) != _kind(old), abs(len(new.split()) - len(old.split()))))

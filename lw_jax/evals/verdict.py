@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 CARRIED = 0.6  # share of the text's own gain, by answers (normalised F1) or by likelihood (recovered NLL)
+FEWEST = 8  # examples of a verdict: of fewer a bootstrap's interval may have no width at all
 WORDS = {
     "carries": "the message carries the text",
     "partly": "the message carries part of the text",
-    "unknown": "no verdict: needs the rows text, latents, none and shuffled, and a text that helps the reader",
+    "unknown": f"no verdict: needs the rows text, latents, none and shuffled, {FEWEST} examples and a text that helps",
     "literals": "LITERALS ALONE: beside the literals the right latents may add nothing to another text's",
     "collapsed": "COLLAPSED: the right latents may help no more than another text's",
 }  # best first
@@ -18,6 +19,8 @@ WORDS = {
 
 def judge(figures: Mapping[str, Any]) -> str:
     """Returns the key of WORDS for one reader's comparison of its rows."""
+    if figures.get("examples", FEWEST) < FEWEST:
+        return "unknown"
     if is_collapsed(figures):
         return "collapsed"
     if adds_nothing(figures):

@@ -15,7 +15,7 @@ from lw_jax.core.config import Eval
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
 from lw_jax.data import prompt_tokens
-from lw_jax.data.batches import Encoded
+from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.examples import spread
 from lw_jax.data.literals import Scored
 from lw_jax.evals import (
@@ -126,6 +126,8 @@ def measure(
     options = _options(recipe)
     encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows), least=options.examples)
     say("\n".join(encoded.describe()))
+    options = _without_other_texts(options, encoded, say)
+    _check_positions(recipe, encoded, options)
     changed = _make_swaps(recipe, encoded, say)
     if set(selection.ROWS) & set(options.rows):
         indices = spread(len(encoded), options.examples)
@@ -150,6 +152,37 @@ def _options(recipe: LatentWire) -> Eval:
     options = recipe.cfg.eval
     rows = eval_rows.measured(options.rows, literals=bool(recipe.cfg.message.literals))
     return dataclasses.replace(options, rows=rows)
+
+
+def _without_other_texts(options: Eval, encoded: Encoded, say: _Say) -> Eval:
+    """Returns the options without the rows that need a second text, where the held-out examples have one alone."""
+    other = [row for row in options.rows if eval_rows.ROWS[row].latents == "other" or eval_rows.ROWS[row].compacted]
+    if not other or not one_context(encoded.examples):
+        return options
+    rows = tuple(row for row in options.rows if row not in other)
+    rule = "need a second text, and all held-out questions are about one"
+    if not rows:
+        raise UserError(f"config.eval.rows: {', '.join(other)} {rule}; name other rows, or another data.validation")
+    say(f"left out: {', '.join(other)} {rule}")
+    return dataclasses.replace(options, rows=rows)
+
+
+def _check_positions(recipe: LatentWire, encoded: Encoded, options: Eval) -> None:
+    """Refuses prompts that, with their answer, have more positions than a reader was trained on."""
+    fields = eval_rows.fields_of(options.rows)
+    for name, reader in recipe.wire.readers.items():
+        lengths = {key: max(map(len, field.ids), default=0) for key, field in encoded.readers[name].items()}
+        message = sum(lengths.get(key, 0) for key in ("before", "literals", "after")) + recipe.cfg.encoder.slots + 1
+        asked = lengths.get("asked", 0)
+        text = max((lengths.get(key, 0) + asked * (key == "context") for key in fields), default=0)
+        needed = max(message, text) + max(lengths.get("answer_inputs", 0), options.max_new_tokens)
+        most = reader.config.max_positions
+        if needed > most:
+            raise UserError(
+                f"reader {name!r}: the longest prompt and its answer take {needed:,} positions, the model was trained "
+                f"on {most:,}; lower config.data.context_tokens={recipe.cfg.data.context_tokens:,} (or encoder.slots, "
+                "data.question_tokens, eval.max_new_tokens), or choose another reader"
+            )
 
 
 def _score(recipe: LatentWire, texts: list[str]) -> list[Scored]:

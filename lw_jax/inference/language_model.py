@@ -107,7 +107,16 @@ class LM:
     def generate(
         self, texts: Sequence[str], max_new_tokens: int = 32, *, temperature: float = 0.0, seed: int = 0
     ) -> list[str]:
-        """Continues each text and returns the new text only; temperature 0 is greedy."""
+        """Continues each text and returns the new text only; temperature 0 is greedy.
+
+        Raises UserError for a single text, a text without tokens, no new token and a temperature below 0.
+        """
+        if isinstance(texts, str):
+            raise UserError(f"generate: texts={texts!r}: give a list of texts")
+        if max_new_tokens < 1:
+            raise UserError(f"generate: max_new_tokens={max_new_tokens}: give at least 1")
+        if not temperature >= 0:
+            raise UserError(f"generate: temperature={temperature}: give 0 (greedy) or more")
         rows = [[*self.tokenizer.begin, *self.tokenizer.encode(text)] for text in texts]
         if not rows or not all(rows):
             raise UserError(f"generate: texts={list(texts)!r}: give at least one, each of at least one token")

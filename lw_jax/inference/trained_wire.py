@@ -26,6 +26,7 @@ from lw_jax.training import run_folder, wire_folder
 from sharding import place
 
 Several = list[bytes] | tuple[bytes, ...]
+SINGLE = bytes | bytearray | memoryview  # one message, not several
 Questions = list[str] | tuple[str, ...]
 
 
@@ -155,7 +156,8 @@ class TrainedWire:
         """Returns a reader's answer from a message alone, with the literals that it carries.
 
         `question`: several for one message, or one for each of several messages: a list of answers, computed
-        config.eval.batch at a time. A message is the text encoded: nothing is encoded again.
+        config.eval.batch at a time. A message is the text encoded: nothing is encoded again. The message of a wire
+        trained with prompt.question="latents" holds its question: the one given here is not read.
         `stream`: yields the answer of one question in pieces of text as they are decoded.
         """
         if not stream:
@@ -187,14 +189,14 @@ class TrainedWire:
         self._check_kind("embeddings", "prefix")
         self._check_reader(reader)
         found = []
-        for one in (message,) if isinstance(message, bytes) else message:
+        for one in (bytes(message),) if isinstance(message, SINGLE) else message:
             frame, latents = self._open(one)
             placed = self._put(latents[None], self.functions.mesh_of(reader))
             made = self.functions.prefix(self.trainable, placed, reader)
             assert isinstance(made, jax.Array), "a wire of embeddings"
             made = _to_host(made)[0]
             found.append(np.concatenate([made[: frame.slots], made[-1:]]))
-        return found[0] if isinstance(message, bytes) else found
+        return found[0] if isinstance(message, SINGLE) else found
 
     @overload
     def prompt_embeds(self, message: bytes, reader: str, question: str) -> np.ndarray: ...
@@ -262,6 +264,11 @@ class TrainedWire:
         """Yields a reader's prompts on its mesh and how many of their rows are real, config.eval.batch at a time."""
         self._check_reader(reader)
         opened = {message: self._open(message) for message in dict.fromkeys(message for message, _ in pairs)}
+        if self.recipe.cfg.prompt.question == "latents" and len(set(pairs)) > len(opened):
+            raise UserError(
+                "several questions for one message: this wire encodes the question with the text "
+                "(config.prompt.question='latents'); write a message for each question"
+            )
         asked = [Example(question, "?", question, (), opened[message][0].literals) for message, question in pairs]
         data, mesh = self.recipe.placement.data, self.functions.mesh_of(reader)
         most = max(1, self.recipe.cfg.eval.batch // data) * data
@@ -315,10 +322,10 @@ class TrainedWire:
 def _pair(message: bytes | Several, question: str | Questions) -> list[tuple[bytes, str]]:
     """Returns each question with its message."""
     if isinstance(question, str):
-        if not isinstance(message, bytes):
+        if not isinstance(message, SINGLE):
             raise UserError(f"{len(message)} messages and one question: give a list with a question for each message")
-        return [(message, question)]
-    messages = [message] * len(question) if isinstance(message, bytes) else message
+        return [(bytes(message), question)]
+    messages = [bytes(message)] * len(question) if isinstance(message, SINGLE) else message
     if len(messages) != len(question) or not question:
         raise UserError(f"{len(messages)} messages and {len(question)} questions: give one for each, at least one")
     return list(zip(messages, question, strict=True))

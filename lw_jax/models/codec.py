@@ -26,8 +26,9 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int
 
+from lw_jax.core.config_sections import BITS, WIDEST
 from lw_jax.core.errors import UserError
-from lw_jax.core.validation import BITS, MOST_VALUES, WIDEST
+from lw_jax.core.validation import MOST_VALUES
 
 MAGIC = b"LWJX"
 VERSION = 3  # of messages with literals

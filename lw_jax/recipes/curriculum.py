@@ -8,7 +8,7 @@ from lw_jax.core import config
 from lw_jax.core.config import Config, Stage
 from lw_jax.core.types import TASKS, Example
 from lw_jax.data import batches, examples, passages
-from lw_jax.data.batches import Encoded
+from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.data_schedule import DataSchedule, Phase, Stream
 from lw_jax.data.packing import Packed
 from lw_jax.data.prompt_tokens import Layout
@@ -76,14 +76,15 @@ class Curriculum:
     def validation(self) -> list[tuple[str, Encoded]]:
         """Returns (metric prefix, examples): each task's held-out ones, then the same with other examples' sources.
 
-        The first is the heaviest task of the last stage.
+        The first is the heaviest task of the last stage. Where all are about one text there is no other source.
         """
         last = self.stages[-1][1]
         tasks = [task for task in TASKS if any(weight_of(stage, task) for _, stage, _ in self.stages)]
         tasks.sort(key=lambda task: -weight_of(last, task))
         length = longest_passage(self.cfg)
         found = [self.stream("validation", task, length) for task in tasks]
-        return [("", encoded) for encoded in found] + [("shuffled/", encoded.shuffled()) for encoded in found]
+        several = [encoded for encoded in found if not one_context(encoded.examples)]
+        return [("", encoded) for encoded in found] + [("shuffled/", encoded.shuffled()) for encoded in several]
 
     def collapse(self, step: int, values: Mapping[str, float]) -> str:
         """Returns a message where another text's latents serve every reader as well; else an empty string.
@@ -94,8 +95,8 @@ class Curriculum:
         stage = next(stage for (_, stage, _), end in zip(self.stages, ends, strict=True) if step <= end)
         labels = ["" if task == "answer" else f"{task}/" for task in TASKS if weight_of(stage, task)]
         names = [f"{label}nll/{name}" for label in labels for name in self.cfg.llms]
-        gaps = {name: values[f"shuffled/{name}"] - values[name] for name in names}
-        if max(gaps.values()) >= GAP:
+        gaps = {name: values[f"shuffled/{name}"] - values[name] for name in names if f"shuffled/{name}" in values}
+        if not gaps or max(gaps.values()) >= GAP:
             return ""
         readers = ", ".join(f"{name} {values[name]:.3f} (another text's: {gap:+.3f})" for name, gap in gaps.items())
         return f"collapse at step {step}: another text's latents serve the readers as well: {readers}"

@@ -173,10 +173,10 @@ def draw_rows(readers: Mapping[str, Mapping[str, Any]], curve: Curve | None) -> 
 
 
 def _by_slots(curve: Curve | None, reader: str, quality: str) -> tuple[list[float], list[float]]:
-    """Returns positions (slots and the task's vector) and figures of a reader's messages of the most bits and width."""
-    own = [p for p in curve.points if p["reader"] == reader and quality in p] if curve else []
+    """Returns positions and figures of a reader's messages of the most bits and width; none of an older evaluation."""
+    own = [p for p in curve.points if p["reader"] == reader and {quality, "positions"} <= p.keys()] if curve else []
     most = max(((p["width"], p["bits"]) for p in own), default=None)
-    line = sorted((p["slots"] + 1, p[quality]) for p in own if (p["width"], p["bits"]) == most)
+    line = sorted((p["positions"], p[quality]) for p in own if (p["width"], p["bits"]) == most)
     return [at for at, _ in line], [value for _, value in line]
 
 

@@ -41,6 +41,7 @@ class Row(TypedDict):
 class Between(TypedDict, total=False):
     """One reader's comparison of its rows; absent where a row was not measured."""
 
+    examples: Count
     normalised_f1: Known
     normalised_f1_interval: Interval
     normalised_f1_reason: Word
@@ -104,6 +105,7 @@ class Point(TypedDict):
     bits: Literal[16, 8, 6, 4, 2]
     reader: Word
     examples: Count
+    positions: NotRequired[Positive]
     payload_bytes: Count
     framed_bytes: Positive
     nll: NotRequired[Known]

@@ -1,5 +1,7 @@
 """lw_jax/recipes/curriculum.py: what a run's stages read, what is held out, and when it counts as collapsed."""
 
+import json
+
 import pytest
 
 from lw_jax.core import config
@@ -92,6 +94,15 @@ def test_passages_are_taken_from_the_named_column(root, tmp_path):
     file.write_text("".join(f'{{"body": "Paper number {n} speaks of nothing but rain."}}\n' for n in range(11)))
     named = make(root, **STAGES | {"data__passages": str(file), "data__columns": ("text:body",)})
     assert all("Paper number" in one.context for one in named.stream("train", "reconstruct", 19).examples)
+
+
+def test_one_text_has_no_other_to_be_sent_and_no_collapse_is_seen(root, tmp_path):
+    file = tmp_path / "one.jsonl"
+    rows = [{"context": "Mara has 3 lamps.", "question": f"How many {n}?", "answers": ["3"]} for n in range(4)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    one = make(root, data__validation=str(file))
+    assert [prefix for prefix, _ in one.validation()] == [""]
+    assert one.collapse(6, {"nll/llama": 0.01, "nll/qwen": 0.02}) == ""
 
 
 def values(gaps, *, base=2.0):

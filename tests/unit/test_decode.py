@@ -114,8 +114,9 @@ def test_an_answer_is_scored_in_the_prompt_s_pass_and_forgotten(params, prompt, 
     logits, found = jax.jit(both)(params)
     whole = jnp.concatenate([x, decoder.embed(params, ids)], axis=1)
     hidden = decoder.forward(params, cfg, whole, mask=jnp.concatenate([mask, real], axis=1)).hidden
-    wanted, told = decoder.logits(params, hidden[:, x.shape[1] - 1 :]), np.pad(real, ((0, 0), (1, 0)), constant_values=1)
-    np.testing.assert_allclose(np.asarray(logits)[told], np.asarray(wanted)[told], atol=1e-4)
+    wanted = np.asarray(decoder.logits(params, hidden[:, x.shape[1] - 1 :]))
+    scored = np.pad(real, ((0, 0), (1, 0)), constant_values=True)
+    np.testing.assert_allclose(np.asarray(logits)[scored], wanted[scored], atol=1e-4)
     greedy = decode.generate(params, cfg, x, mask=mask, sampling=sampling, key=jax.random.key(0))
     np.testing.assert_array_equal(found, greedy)
 

@@ -141,6 +141,9 @@ def test_curve_and_joint_answers_are_of_whole_messages(wire, measured):
     sizes = [len(codec.pack(latents, bits=4, encoder=encoder, literals=one.literals)) for one in chosen]
     four = next(point for point in curve.points if point["bits"] == 4)
     assert four["framed_bytes"] == pytest.approx(np.mean(sizes)) and four["framed_bytes"] > codec.framed_bytes(5, 24, 4)
+    taken = [found.of("llama", "message")[i * len(examples) // 5]["positions"] for i in range(5)]
+    (llama,) = {point["positions"] for point in curve.points if point["reader"] == "llama"}
+    assert llama == pytest.approx(np.mean(taken)) and llama > 5 + 1, "slots, the task's vector, and literals"
     told = joint.pick(bench, found, wire.recipe.layout, options=options, seed=0)
     assert told is not None and "joint_nll" in found.of("llama", "message")[0]
     assert "joint_nll" not in found.of("llama", "latents")[0]

@@ -280,6 +280,9 @@ def test_figures_that_are_no_numbers_are_counted_and_left_out(tmp_path: Path) ->
             "literals",
         ),
         ({"normalised_f1": None, "recovered_nll": None}, "unknown"),
+        ({"examples": verdict.FEWEST}, "carries"),
+        ({"examples": verdict.FEWEST - 1}, "unknown"),
+        ({"examples": 1, "gap_nll_interval": [0.0, 0.0]}, "unknown"),
     ],
 )
 def test_verdict_follows_the_thresholds(changes: dict[str, Any], key: str) -> None:

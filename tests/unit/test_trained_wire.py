@@ -100,6 +100,20 @@ def test_texts_without_tokens_are_refused(lm, texts):
         lm.generate(texts)
 
 
+@pytest.mark.parametrize(
+    ("texts", "words", "named"),
+    [
+        ("Mira", {}, "a list of texts"),
+        (["Mira"], {"max_new_tokens": 0}, "max_new_tokens=0"),
+        (["Mira"], {"temperature": -1.0}, "temperature=-1.0"),
+        (["Mira"], {"temperature": float("nan")}, "temperature=nan"),
+    ],
+)
+def test_continuations_that_nobody_can_mean_are_refused(lm, texts, words, named):
+    with pytest.raises(UserError, match=named):
+        lm.generate(texts, **words)
+
+
 def test_weights_of_other_kinds_are_refused_by_name(root):
     folder = tiny.readers(root)["qwen"]
     with pytest.raises(UserError, match="weights='fp16': known are fp32, bf16, nf4, awq, int8"):
@@ -142,6 +156,12 @@ def test_message_is_eight_bits_a_value_by_default_and_the_same_for_the_same_text
     assert len(message) == 22 + slots * width
     assert codec.read_frame(message) == (8, slots, width, wire.encoder_fingerprint, ())
     assert len(wire.encoder_fingerprint) == 16
+
+
+@pytest.mark.parametrize("kind", [bytearray, memoryview])
+def test_a_message_in_another_buffer_is_one_message(wire, message, kind):
+    assert wire.read(kind(message), "llama", "Who keeps it?") == wire.read(message, "llama", "Who keeps it?")
+    np.testing.assert_array_equal(wire.prefix(kind(message), "llama"), wire.prefix(message, "llama"))
 
 
 @pytest.mark.parametrize("bits", codec.BITS)
@@ -323,6 +343,30 @@ def test_text_is_written_and_answered_at_once_with_its_own_row(wire, ask, capfdb
     out, _ = ask(capfdbinary, context=TEXT, questions=("Who?",), write=str(tmp_path / "m.lwjx"))
     assert (tmp_path / "m.lwjx").read_bytes() == wire.write(TEXT)
     assert f"  qwen from text:    {wire.read_text(TEXT, 'qwen', 'Who?')}" in out.decode().splitlines()
+
+
+def test_a_text_too_long_for_a_reader_loses_neither_message_nor_answers(wire, ask, capfdbinary, tmp_path, monkeypatch):
+    def refuse(text, reader, question):
+        raise UserError("361 tokens, config.data.context_tokens=256")
+
+    monkeypatch.setattr(wire, "read_text", refuse)
+    out, _ = ask(capfdbinary, context=TEXT, questions=("Who?",), write=str(tmp_path / "m.lwjx"))
+    assert (tmp_path / "m.lwjx").read_bytes() == wire.write(TEXT)
+    lines = out.decode().splitlines()
+    for name in ("llama", "qwen"):
+        assert f"  {name} from text:    not read: 361 tokens, config.data.context_tokens=256" in lines
+        assert f"  {name} from latents: {wire.read(wire.write(TEXT), name, 'Who?')}" in lines
+
+
+def test_a_wire_that_encodes_the_question_takes_one_for_a_message(root, tmp_path):
+    own = tiny.make_wire(root, only="llama", prompt__question="latents")
+    message = own.write(TEXT, question="Who?")
+    assert own.read(message, "llama", ["Who?", "Who?"]) == [own.read(message, "llama", "Who?")] * 2
+    with pytest.raises(UserError, match="several questions for one message: .*write a message for each"):
+        own.read(message, "llama", ["Who?", "Where?"])
+    for asked in ({"message": message, "questions": ("Who?", "Where?")}, {"context": TEXT, "questions": ()}):
+        with pytest.raises(UserError, match="give exactly one --question"):
+            answer.main(own.recipe.cfg, resolved={}, workdir=tmp_path, request=message_io.Request(**asked))
 
 
 @pytest.mark.parametrize(

@@ -67,6 +67,7 @@ BAD = [
     ({"encoder.slots": 0}, "encoder.slots = 0.*above 0"),
     ({"adapter.gain": 0.0}, "adapter.gain = 0.*above 0"),
     ({"encoder.width": -1}, "encoder.width = -1"),
+    ({"encoder.width": 4097}, "encoder.width = 4097"),
     ({"encoder.window": 0}, "encoder.window = 0"),
     ({"encoder.slots": 17, "encoder.window": 16}, "encoder.slots = 17.*encoder.window = 16"),
     ({"encoder.rate": -0.1}, "encoder.rate = -0.1"),
