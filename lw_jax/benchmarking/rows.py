@@ -59,8 +59,7 @@ def prefill_rows(name: str, prompts: dict[str, workload.PromptShapes], fields: d
     rows, took = [], []
     for kind, prompt in prompts.items():
         computed = prompt.embeddings.shape[1]
-        shared = prompt.shared_prefix.x.shape[1] if prompt.shared_prefix else 0
-        what = f"1 {kind} in a prompt of {prompt.positions} positions, {computed + shared} of them computed"
+        what = f"1 {kind} in a prompt of {prompt.positions} positions, {computed} of them computed"
         row = Row("prefill", name, what, **fields[kind])
         rows.append(row)
         took.append(row.seconds.median if row.seconds else row.predicted_seconds)

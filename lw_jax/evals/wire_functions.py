@@ -1,5 +1,6 @@
 """Jitted functions of a trained wire for evaluation and inference: encode, prompt, score, generate."""
 
+import dataclasses
 import functools
 from collections.abc import Iterator, Mapping
 
@@ -10,9 +11,10 @@ from jax.sharding import Mesh
 
 from lw_jax.core.types import Tree
 from lw_jax.losses import token_losses
-from lw_jax.models import attention_matching, decode
+from lw_jax.models import attention_matching, decode, kv_prefix
 from lw_jax.models.adapter import KeysValues
-from lw_jax.models.wire import Prompt, Wire, compacted_prompt, taught_prompt, text_prompt, wire_prompt
+from lw_jax.models.decoder import KVPrefix
+from lw_jax.models.wire import Prompt, Wire, compacted_prompt, share, taught_prompt, text_prompt, wire_prompt
 from sharding import place
 from sharding.placement import Placement
 
@@ -23,6 +25,7 @@ class WireFunctions:
     def __init__(self, wire: Wire, placement: Placement):
         self.wire, self.placement = wire, placement
         self._separate: dict[str, tuple[Tree, tuple[Tree, ...]]] = {}  # see `_unstacked`
+        self._openings: dict[str, tuple[Tree, KVPrefix]] = {}  # see `_opening`
 
     def mesh_of(self, name: str | None) -> Mesh:
         """Returns a reader's mesh; None: the encoder's."""
@@ -38,20 +41,56 @@ class WireFunctions:
     ) -> Prompt:
         """Returns a reader's prompt on its mesh; its adapter and the latents are moved there first.
 
-        Without `slots` those of the latents are masked.
+        Without `slots` those of the latents are masked. Keys and values of a wire come with those of the opening.
         """
-        mesh = self.mesh_of(name)
+        mesh, opening = self.mesh_of(name), self._opening(params, fields["before"], name)
         adapter, latents = place.replicate(trainable["adapters"][name], mesh), place.rows(latents, mesh)
-        return self._wire_prompt(adapter, params, fields, latents, name, slots)
+        return self._wire_prompt(adapter, params, fields, latents, name, slots, opening)
 
     @functools.cached_property
     def _wire_prompt(self):
-        def build(adapter: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str, slots: bool) -> Prompt:
+        def build(  # noqa: PLR0913
+            adapter: Tree,
+            params: Tree,
+            fields: Mapping,
+            latents: jax.Array,
+            name: str,
+            slots: bool,
+            opening: KVPrefix | None,
+        ) -> Prompt:
             if not slots:
                 fields = {**fields, "channel": jnp.zeros_like(fields["channel"])}
-            return wire_prompt(params, fields, self.wire.prefix(adapter, name, latents, "answer")).joined()
+            prompt = wire_prompt(params, fields, self.wire.prefix(adapter, name, latents, "answer"))
+            if opening is None or prompt.kv_prefix is None:
+                return prompt.joined()
+            reader, own = self.wire.readers[name], kv_prefix.behind(opening, prompt.kv_prefix)
+            own = own._replace(k=reader.constrain(own.k), v=reader.constrain(own.v))
+            return dataclasses.replace(prompt, shared_prefix=None, kv_prefix=own)
 
         return jax.jit(build, static_argnames=("name", "slots"))
+
+    def _opening(self, params: Tree, before: Mapping, name: str) -> KVPrefix | None:
+        """Returns the keys and values of what stands before every message of a wire of keys and values.
+
+        It is the same in all prompts of a reader, and read once: for one question a pass over a few tokens costs a
+        large reader as much as the question, since both read all weights.
+        """
+        if self.wire.readers[name].kind != "kv" or not before["ids"].shape[1]:
+            return None
+        stack, found = self._openings.get(name, (None, None))
+        if stack is not params["layers"] or found is None:
+            found = self._read_opening(params, before, name)
+            self._openings[name] = params["layers"], found
+        return found
+
+    @functools.cached_property
+    def _read_opening(self):
+        def run(params: Tree, before: Mapping, name: str) -> KVPrefix:
+            reader, shared = self.wire.readers[name], share(params, before)
+            assert shared is not None, "an opening has tokens"
+            return kv_prefix.read(params, reader.config, shared, mode=reader.mode)
+
+        return jax.jit(run, static_argnames="name")
 
     def prefix(self, trainable: Tree, latents: jax.Array, name: str) -> jax.Array | KeysValues:
         """Returns a reader's prefix and, behind it, the task's vector; the adapter is moved to its mesh first."""

@@ -35,6 +35,23 @@ def open_cache(  # noqa: PLR0913  (as `decoder.forward`)
     )
 
 
+def read(params: Tree, cfg: DecoderConfig, shared_prefix: SharedPrefix, *, mode: Mode) -> KVPrefix:
+    """Returns a shared prefix as keys and values of one row, for `behind`."""
+    size = 1, shared_prefix.x.shape[1]
+    cache = _read_once(params, cfg, size, shared_prefix, shared_prefix.x.dtype, mode)
+    return of_cache(cfg, cache, mask=shared_prefix.mask)
+
+
+def behind(first: KVPrefix, prefix: KVPrefix) -> KVPrefix:
+    """Returns each row's prefix behind `first`, which is the same in every row."""
+    rows = len(prefix.mask)
+    k, v = (
+        jnp.concatenate([jnp.broadcast_to(one, (one.shape[0], rows, *one.shape[2:])), own], axis=2)
+        for one, own in ((first.k, prefix.k), (first.v, prefix.v))
+    )
+    return KVPrefix(k, v, jnp.concatenate([decoder.repeat(first.mask, rows), prefix.mask], axis=1))
+
+
 def take(  # noqa: PLR0913  (as `decoder.forward`)
     params: Tree,
     cfg: DecoderConfig,

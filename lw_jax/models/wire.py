@@ -351,7 +351,7 @@ def compacted_prompt(
         taught = jnp.broadcast_to(vectors.astype(asked.dtype)[None], (len(asked), *vectors.shape))
         asked = jnp.concatenate([taught, asked], axis=1)
         mask = jnp.concatenate([jnp.ones(taught.shape[:2], bool), mask], axis=1)
-    return Prompt(asked, mask, _share(params, fields["before"]), kept)
+    return Prompt(asked, mask, share(params, fields["before"]), kept)
 
 
 def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b n d"] | KeysValues) -> Prompt:
@@ -360,7 +360,7 @@ def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b
     `fields["before"]` is the same in every row: its first row is the shared prefix.
     """
     after, own = after_prefix(fields), None
-    shared = _share(params, fields["before"])
+    shared = share(params, fields["before"])
     asked = decoder.embed(params, after["ids"])
     task = jnp.ones((len(asked), 1), bool)
     if isinstance(prefix, KeysValues):
@@ -374,7 +374,8 @@ def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b
     return Prompt(embeddings, jnp.concatenate([marks, after["mask"]], axis=1), shared, own)
 
 
-def _share(params: Tree, before: Mapping[str, jax.Array]) -> decoder.SharedPrefix | None:
+def share(params: Tree, before: Mapping[str, jax.Array]) -> decoder.SharedPrefix | None:
+    """Returns what stands before a prefix as a shared prefix, from the first row; None where nothing does."""
     if not before["ids"].shape[1]:
         return None
     return decoder.SharedPrefix(decoder.embed(params, before["ids"][:1]), before["mask"][:1])

@@ -116,7 +116,7 @@ def _working(recipe: LatentWire, name: str, rows: int) -> int:
     logits = 2 * rows * model.vocab // split * 4
 
     def needs(prompts: PromptShapes) -> float:
-        length = prompts.mask.shape[1]  # computed; what stands before it is given, or computed for one row
+        length = prompts.mask.shape[1]  # computed; what stands before it is given
 
         def forward(positions: int) -> float:
             one = frozen_models.teacher_forced(cfg, at=at, own=own, rows=rows, positions=positions, answers=0)

@@ -13,7 +13,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.precision import of, of_reader
 from lw_jax.core.types import SHARED, Tree
 from lw_jax.models import decoder, pass_costs
-from lw_jax.models.decoder import KVPrefix, SharedPrefix
+from lw_jax.models.decoder import KVPrefix
 from lw_jax.models.pass_costs import Pass
 from lw_jax.recipes.latentwire import LatentWire
 from sharding import place
@@ -25,14 +25,13 @@ class PromptShapes(NamedTuple):
 
     embeddings: Any
     mask: Any
-    shared_prefix: SharedPrefix | None = None
+    shared_prefix: None = None  # `WireFunctions` puts what stands before every message among its keys and values
     kv_prefix: KVPrefix | None = None
 
     @property
     def positions(self) -> int:
         """Returns the positions of a row."""
-        before = [one.mask.shape[1] for one in (self.shared_prefix, self.kv_prefix) if one is not None]
-        return self.mask.shape[1] + sum(before)
+        return self.mask.shape[1] + (0 if self.kv_prefix is None else self.kv_prefix.mask.shape[1])
 
 
 def texts(cfg: Config, placement: Placement) -> Tree:
@@ -73,12 +72,12 @@ def prompts_of(recipe: LatentWire, name: str, rows: int, *, before: int, slots: 
 
     split = recipe.placement.readers[name].table == "tensor" and model.kv_heads % mesh.shape["model"] == 0
     spec = P(None, "data", None, "model" if split else None)
-    kv = whole((model.layers, rows, slots, model.kv_heads, model.head_dim), dtype, spec)
+    kv = whole((model.layers, rows, before + slots, model.kv_heads, model.head_dim), dtype, spec)
     return PromptShapes(
         _rows((rows, 1 + after, model.width), dtype, mesh),
         _rows((rows, 1 + after), "bool", mesh),
-        SharedPrefix(whole((1, before, model.width), dtype), whole((1, before), "bool")) if before else None,
-        KVPrefix(kv, kv, _rows((rows, slots), "bool", mesh)),
+        None,
+        KVPrefix(kv, kv, _rows((rows, before + slots), "bool", mesh)),
     )
 
 

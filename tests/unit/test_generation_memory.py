@@ -62,9 +62,12 @@ def test_prompts_of_keys_and_values_hold_as_many_positions_and_are_planned_besid
         found[kind] = generation_memory.longest_prompts(recipe, "qwen", 4)
     (embedded,), (wire, text) = found["embeddings"], found["kv"]
     assert wire.positions == embedded.positions > text.positions == 8
-    apart = wire.kv_prefix.mask.shape[1] + wire.shared_prefix.mask.shape[1]
+    apart = wire.kv_prefix.mask.shape[1]
     assert wire.mask.shape[1] == embedded.mask.shape[1] - apart
-    assert wire.kv_prefix.k.shape == (3, 4, 5, 4, 6), "layers, rows, slots, heads of keys, their width"
+    before = apart - 5
+    assert before > 0 and wire.kv_prefix.k.shape == (3, 4, before + 5, 4, 6), (
+        "layers, rows, the opening and slots, heads of keys, their width"
+    )
 
 
 def test_a_recipe_without_answers_has_none(root):

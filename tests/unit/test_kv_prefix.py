@@ -8,7 +8,9 @@ import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
+from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models import decode, decoder, kv_prefix, rotary
+from lw_jax.models.wire import wire_prompt
 from lw_jax.planning import hlo_counts
 from tests import tiny
 
@@ -90,6 +92,38 @@ def test_generation_from_keys_and_values_gives_the_tokens_of_the_text(texts, kin
     wanted = decode.generate(params, cfg, x, mask=mask, sampling=sampling, key=key)
     np.testing.assert_array_equal(jax.jit(apart)(params), wanted)
     assert len(set(map(tuple, np.asarray(wanted)))) == 2, "rows must differ to prove anything"
+
+
+@pytest.mark.parametrize("kind", ["", "longrope"])
+def test_a_shared_prefix_may_stand_among_the_keys_and_values(texts, kind):
+    cfg = dataclasses.replace(CFG, **KINDS[kind])
+    params, shared = tiny.draw_decoder(cfg), decoder.SharedPrefix(texts[0], BEFORE)
+    own = kv_prefix.take(params, cfg, texts[1], mask=SLOTS, shared_prefix=shared)
+    joined = kv_prefix.behind(kv_prefix.read(params, cfg, shared, mode=decoder.Mode()), own)
+    assert joined.mask.shape[1] == BEFORE.shape[1] + SLOTS.shape[1]
+    wanted = decoder.forward(params, cfg, texts[2], mask=AFTER, shared_prefix=shared, kv_prefix=own).hidden
+    found = decoder.forward(params, cfg, texts[2], mask=AFTER, kv_prefix=joined).hidden
+    real = np.asarray(AFTER)
+    np.testing.assert_allclose(np.asarray(found)[real], np.asarray(wanted)[real], atol=SAME)
+    bare = decoder.forward(params, cfg, texts[2], mask=AFTER, kv_prefix=own).hidden
+    assert np.abs(np.asarray(bare) - np.asarray(wanted))[real].max() > APART
+
+
+def test_what_stands_before_messages_is_read_once_for_all_questions(root, monkeypatch):
+    recipe = tiny.make_recipe(root, adapter__kind="kv", only="qwen")
+    built, fields = recipe.build(), jax.tree.map(jnp.asarray, recipe.data("validation").collate(range(4)))
+    functions = WireFunctions(recipe.wire, recipe.placement)
+    latents, own = functions.encode(built.trainable, fields["source"]), fields["readers"]["qwen"]
+    params, adapter = built.frozen["qwen"], built.trainable["adapters"]["qwen"]
+    prompt = functions.prompt_from_latents(built.trainable, params, own, latents, "qwen")
+    wanted = wire_prompt(params, own, recipe.wire.prefix(adapter, "qwen", latents, "answer"))
+    assert prompt.shared_prefix is None and wanted.shared_prefix is not None
+    assert prompt.positions == wanted.positions
+    found = [functions.score(params, one, own, "qwen")["nll"] for one in (prompt, wanted)]
+    np.testing.assert_allclose(*found, rtol=1e-4)
+    assert np.ptp(found[0]) > APART
+    monkeypatch.setattr(WireFunctions, "_read_opening", lambda *_: pytest.fail("read again"))
+    functions.prompt_from_latents(built.trainable, params, own, latents, "qwen")
 
 
 def test_longrope_reader_past_its_short_frequencies_is_refused(texts):

@@ -91,10 +91,12 @@ def test_a_message_as_keys_and_values_is_not_computed(root, stand_in, monkeypatc
         planner, "make", lambda cfg, target: {"chosen": CHOSEN | {"strategy": "single", "mesh": "1x1"}, "why": ""}
     )
     cfg = tiny.make_config(root, only="llama", adapter__kind="kv", encoder__slots=64)
-    text, message = Predicted(cfg, "h100x1").measure("prefill")
+    predicted = Predicted(cfg, "h100x1")
+    text, message = predicted.measure("prefill")
     assert text.predicted_seconds and message.predicted_seconds and text.compiled_flops > message.compiled_flops
     _, positions, computed = map(int, re.findall(r"\d+", message.what)[:3])
-    assert positions - computed == 64
+    before = predicted.recipe.validation_widths()["readers"]["llama"]["before"]["ids"].shape[0]
+    assert positions - computed == 64 + before
 
 
 def test_a_language_model_has_a_step_alone(tmp_path, stand_in):
