@@ -7,14 +7,17 @@ import os
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import lw_jax
 import run
 from lw_jax.commands import parser
+from lw_jax.core import processes
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.inference import message_io
@@ -69,7 +72,9 @@ def test_folder_of_a_run_is_named_by_file_and_recipe(calls: list[dict[str, Any]]
 
 
 def test_one_process_of_several_writes_the_folder(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_PROCID", "1")
+    client = types.SimpleNamespace(blocking_key_value_get=lambda *_: json.dumps({"value": None}))
+    monkeypatch.setattr(processes, "_client", lambda: client)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert run.main([*SMOKE, "--workdir", "w"]) == 0
     assert calls and not Path("w").exists()
 
