@@ -4,11 +4,10 @@ import argparse
 import contextlib
 import errno
 import importlib
-import os
 import sys
 
 from lw_jax.commands import parser
-from lw_jax.core import early_signals, environment
+from lw_jax.core import early_signals, environment, standard_streams
 from lw_jax.core.errors import UserError
 from sharding.errors import PlacementError
 
@@ -41,9 +40,6 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if isinstance(error, BrokenPipeError):  # the reader of a pipe has left, as `head` does
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-            return 0
         if error.errno not in UNWRITABLE:
             raise
         where = "--workdir names a run's folder, LW_JAX_CACHE that of what is fetched, made and compiled"
@@ -55,4 +51,5 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     environment.leave_out_torch()
+    standard_streams.outlast_readers()
     sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,6 @@
 """`run.py train`: train a configuration, or resume its run."""
 
 import argparse
-import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -23,21 +22,24 @@ from lw_jax.training.trainer import Run
 KEEP = 2  # newest checkpoints, beside the best by validation
 
 
+@processes.Together()
 def run(args: argparse.Namespace, loaded: Loaded) -> int:
     """Writes the run's folder and trains."""
     del args
+    runtime.start()  # before anything that may refuse: a process that ends alone leaves the others waiting to join
     sinks.check_installed(loaded.cfg)
-    if os.environ.get("SLURM_PROCID", "0") == "0":  # of several processes one writes
-        run_folder.lock(loaded.workdir)
-        run_folder.write_workdir(loaded.workdir, cfg=loaded.cfg, base=loaded.defaults, command=sys.argv)
+    processes.from_first(lambda: _take_folder(loaded))
     return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir)
 
 
-@processes.Together()
+def _take_folder(loaded: Loaded) -> None:
+    run_folder.lock(loaded.workdir)
+    run_folder.write_workdir(loaded.workdir, cfg=loaded.cfg, base=loaded.defaults, command=sys.argv)
+
+
 def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     """Trains until `train.steps`, or saves and returns `runtime.REQUEUE` when asked to stop."""
     del resolved
-    runtime.start()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     preflight.refuse(preflight.inspect(cfg, None))  # an impossible schedule is refused before minutes of making readers
     planner.check_processes(cfg, jax.device_count(), jax.process_count())

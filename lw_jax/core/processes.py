@@ -139,8 +139,11 @@ def _gather_bytes(data: bytes) -> list[bytes]:
 
 
 def _client() -> Any:
-    """Returns JAX's client of the coordinator, which has no public name; None: this process is alone."""
-    return distributed.global_state.client if jax.process_count() > 1 else None
+    """Returns JAX's client of the coordinator, which has no public name; None: this process is alone.
+
+    `jax.process_count` would start the devices, and a run whose folder is taken must not touch those of its owner.
+    """
+    return distributed.global_state.client if distributed.global_state.num_processes > 1 else None
 
 
 class Relay:

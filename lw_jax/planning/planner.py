@@ -111,11 +111,13 @@ def precision(cfg: Config, hardware: Hardware | None = None) -> str:
 def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
     """Returns the configuration with every "auto" resolved, and the placement on this machine's devices.
 
+    All processes call it, and find the same: what they choose later is from the memory limit that it resolves.
     `reading` resolves for evaluation, which has no gradients and no fixed batch.
 
     Raises:
         sharding.errors.PlacementError: nothing fits, or the configured placement does not go with the devices.
     """
+    cfg = memory_limit.agree(cfg)
     hardware = here(cfg)
     cfg, placed = _settle_step(config.with_remat(cfg, "none") if reading else cfg, hardware, reading=reading)
     host_memory.check(recipes.reader_bytes(cfg), placed)

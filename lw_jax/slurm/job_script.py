@@ -17,6 +17,7 @@ from lw_jax.slurm.job import Job, limit
 MEMORY_MARGIN = 1.25
 PROCESS_GIB = 8  # Python, JAX, CUDA and its pinned buffers
 WRITER = "# Written by LatentWire JAX"
+KILLED = (137, 143, 253)  # codes of srun for a task that was ended from outside, see `dead_task`
 RESTARTS = 10  # of a job; from this one on a killed task is a failure, not an accident
 
 
@@ -68,12 +69,18 @@ def step(job: Job, site: Site) -> list[str]:
 
 
 def dead_task(job: Job) -> list[str]:
-    """Returns the lines that requeue a job of several tasks after one was killed, up to RESTARTS times."""
+    """Returns the lines that requeue a job of several tasks after one was killed, up to RESTARTS times.
+
+    A lost node gives srun no code: the others end with REQUEUE. Above 128 are also a task's own faults, as 134 where
+    JAX aborts because another task never joined: they would come back at every start.
+    """
     if job.nodes < 2:
         return []
+    killed = " || ".join(f'[ "$code" -eq {code} ]' for code in KILLED)
     return [
-        f"# srun returns its tasks' highest code: above 128 if one was killed while the others ended with {REQUEUE}.",
-        f'if [ "$code" -gt 128 ] && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {RESTARTS} ]; then code={REQUEUE}; fi',
+        f"# srun returns its tasks' highest code, that of a killed one while the others ended with {REQUEUE}:",
+        "# SIGKILL, SIGTERM, and what srun makes of a task that SLURM killed for its memory.",
+        f'if [ "${{SLURM_RESTART_COUNT:-0}}" -lt {RESTARTS} ] && {{ {killed}; }}; then code={REQUEUE}; fi',
     ]
 
 

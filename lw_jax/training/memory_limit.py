@@ -2,7 +2,9 @@
 
 import dataclasses
 
-from lw_jax.core import runtime
+import jax
+
+from lw_jax.core import processes, runtime
 from lw_jax.core.config import Config
 
 
@@ -23,6 +25,19 @@ def local(cfg: Config) -> MemoryLimit | None:
     """Returns the limit of this machine's devices: configured, else reported by the runtime, else None (CPU)."""
     found = of_devices(cfg, runtime.device_memory() or 0)
     return found if found.memory else None
+
+
+def agree(cfg: Config) -> Config:
+    """Returns the configuration with the smallest limit of several processes' devices; all of them call it.
+
+    From another limit a process would choose another placement or micro-batch, and its program would wait for the
+    others' without end.
+    """
+    if jax.process_count() == 1 or cfg.mesh.memory_gb:
+        return cfg
+    known = [memory for memory in processes.gather(runtime.device_memory()) if memory]
+    mesh = dataclasses.replace(cfg.mesh, memory_gb=min(known, default=0) / 1e9)
+    return dataclasses.replace(cfg, mesh=mesh)
 
 
 def of_devices(cfg: Config, memory: int) -> MemoryLimit:

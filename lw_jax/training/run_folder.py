@@ -194,10 +194,15 @@ def check_agreement(cfg: Config, workdir: Path) -> None:
 def write_workdir(workdir: Path, *, cfg: Config, base: Mapping[str, Any], command: Sequence[str]) -> None:
     """Writes config.json, config.diff (against `base`), command.txt and versions.json.
 
+    A run that was refused before its first row and checkpoint is no obstacle: the mended configuration replaces it.
+
     Raises:
-      UserError: the folder holds another run, or cannot be written.
+      UserError: the folder holds another run, a config.json that is not a run's, or cannot be written.
     """
-    check_agreement(cfg, workdir)
+    if _has_trained(workdir):
+        check_agreement(cfg, workdir)
+    elif (workdir / "config.json").exists():
+        read_config(workdir)  # refuses a file that is not a run's, as a model's folder has, before it is replaced
     versions = {"python": platform.python_version()} | {name: _find_version(name) for name in PACKAGES}
     texts = {
         "config.json": json.dumps(to_dict(cfg), indent=2),
@@ -211,6 +216,11 @@ def write_workdir(workdir: Path, *, cfg: Config, base: Mapping[str, Any], comman
             write_whole(workdir / name, text + "\n")
     except OSError as error:
         raise UserError(f"{workdir}: {error.strerror}; the run's folder must be writable: choose --workdir.") from error
+
+
+def _has_trained(workdir: Path) -> bool:
+    metrics = workdir / "metrics.jsonl"
+    return any((workdir / "checkpoints").glob("[0-9]*")) or (metrics.exists() and metrics.stat().st_size > 0)
 
 
 def _find_version(name: str) -> str:

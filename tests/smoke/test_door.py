@@ -7,14 +7,17 @@ import os
 import shlex
 import subprocess
 import sys
+import types
 from pathlib import Path
 from typing import Any
 
+import jax
 import pytest
 
 import lw_jax
 import run
 from lw_jax.commands import parser
+from lw_jax.core import processes
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.inference import message_io
@@ -69,7 +72,9 @@ def test_folder_of_a_run_is_named_by_file_and_recipe(calls: list[dict[str, Any]]
 
 
 def test_one_process_of_several_writes_the_folder(calls: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_PROCID", "1")
+    client = types.SimpleNamespace(blocking_key_value_get=lambda *_: json.dumps({"value": None}))
+    monkeypatch.setattr(processes, "_client", lambda: client)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
     assert run.main([*SMOKE, "--workdir", "w"]) == 0
     assert calls and not Path("w").exists()
 
@@ -259,6 +264,33 @@ def test_show_into_a_pipe_that_closes_early_is_quiet(tmp_path: Path) -> None:
     command = f"{sys.executable} -u {PROJECT / 'run.py'} show {' '.join(SMOKE)} | true"
     done = subprocess.run(command, shell=True, capture_output=True, text=True, cwd=tmp_path, check=False)
     assert done.stderr == ""
+
+
+# Stands in for training: prints more than a pipe holds, in lines of both streams, then leaves a file.
+PRINTING = """
+import runpy, sys
+from pathlib import Path
+from lw_jax.commands import train
+
+def main(cfg, *, workdir, **_):
+    for step in range(5000):
+        print("step", step, "x" * 20, file=(sys.stdout, sys.stderr)[step % 2], flush=True)
+    (workdir / "trained").touch()
+    return 75
+
+train.main = main
+sys.argv = ["run.py", "--config", "configs/smoke.py", "--workdir", sys.argv[1]]
+runpy.run_path("run.py", run_name="__main__")
+"""
+
+
+@pytest.mark.parametrize("both", ["", "2>&1"])
+def test_training_goes_on_where_the_reader_of_its_lines_has_left(tmp_path: Path, both: str) -> None:
+    command = f"set -o pipefail; {shlex.join([sys.executable, '-c', PRINTING, str(tmp_path / 'w')])} {both} | head -1"
+    done = subprocess.run(["bash", "-c", command], capture_output=True, text=True, cwd=PROJECT, check=False)
+    assert (tmp_path / "w" / "trained").exists()
+    assert (done.returncode, done.stdout.count("\n")) == (75, 1)
+    assert "Traceback" not in done.stderr and done.stderr.count("step") == (0 if both else 2500)
 
 
 def test_process_ends_with_the_exit_code_of_main(tmp_path: Path) -> None:

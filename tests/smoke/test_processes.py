@@ -255,3 +255,19 @@ def test_readers_apart_are_refused_by_both_with_code_2(config_path, tmp_path):
         told = (tmp_path / f"stderr-{rank}").read_text()
         assert "error: mesh.placement='split' over several processes" in told
         assert "Traceback" not in told
+
+
+@pytest.mark.slow
+def test_folder_of_another_run_is_refused_by_both_with_code_2(config_path, tmp_path):
+    """Read in the first process alone, after it has joined: the other one would wait for it and abort."""
+    workdir = tmp_path / "w"
+    workdir.mkdir()
+    saved = loading.load(parser.parse(["train", "--config", str(config_path), "--config.seed=7"]))[0].resolved
+    (workdir / "config.json").write_text(json.dumps(saved), encoding="utf-8")
+    (workdir / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
+    with joined("train", "--config", str(config_path), "--workdir", str(workdir), folder=tmp_path) as started:
+        codes, _ = finish(started, tmp_path)
+    assert codes == [2, 2]
+    for rank in (0, 1):
+        told = (tmp_path / f"stderr-{rank}").read_text()
+        assert "the run there differs in seed: 7 -> 0" in told and "Traceback" not in told

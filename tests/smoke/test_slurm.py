@@ -225,8 +225,17 @@ def test_failure_is_passed_on_and_not_requeued(cluster, write, monkeypatch, code
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("hosts", "codes", "code"), [(2, "137,75", runtime.REQUEUE), (1, "137", 137)])
-def test_killed_task_of_several_is_requeued(cluster, write, monkeypatch, hosts: int, codes: str, code: int) -> None:
+@pytest.mark.parametrize(
+    ("hosts", "codes", "code"),
+    [
+        *((2, f"{killed},75", runtime.REQUEUE) for killed in (137, 143, 253)),
+        (2, "2,134", 134),  # JAX's abort where the first one was refused before it joined
+        (1, "137", 137),
+    ],
+)
+def test_killed_task_of_several_is_requeued_and_one_that_fails_is_not(
+    cluster, write, monkeypatch, hosts: int, codes: str, code: int
+) -> None:
     monkeypatch.setenv("MODE", codes)
     submit(write(plan=PLAN | {"hosts": hosts, "devices": 2 * hosts}))
     assert read(cluster)["code"] == code

@@ -11,12 +11,12 @@ from ml_collections import ConfigDict
 from configs import base
 from lw_jax import recipes
 from lw_jax.commands import train
-from lw_jax.core import config, validation
+from lw_jax.core import config, processes, validation
 from lw_jax.core.errors import UserError
 from lw_jax.planning import gpus, placement_search, plan_tables, planner
 from lw_jax.planning.placement_search import Hardware
 from lw_jax.recipes import selfmade
-from lw_jax.training import memory, micro_batch_search
+from lw_jax.training import memory, memory_limit, micro_batch_search
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.validation_memory import ValidationMemory
@@ -59,6 +59,20 @@ def test_what_is_configured_stays(root):
     assert (settled.compute.remat, placed.strategy, placed.data) == ("full", "replicate", 8)
     settled, placed = planner.settle(make_searched_config(root, mesh__placement="split", mesh__model=2))
     assert (settled.compute.remat, placed.strategy, placed.data) == ("none", "split", 2)
+
+
+@pytest.mark.parametrize(("reported", "expected"), [([80e9, 40e9], 40_000_000_000), ([None, None], None)])
+def test_several_processes_settle_on_the_smallest_memory_of_all(reported, expected, root, monkeypatch):
+    cfg = tiny.make_config(root, mesh__placement="replicate", compute__remat="none")
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(memory_limit.runtime, "device_memory", lambda: reported[0])
+    monkeypatch.setattr(processes, "gather", lambda own: [own, reported[1]] if own == reported[0] else [])
+    settled, _ = planner.settle(cfg)
+    room = memory_limit.local(settled)
+    assert (room and room.memory) == expected
+    monkeypatch.setattr(processes, "gather", lambda _: pytest.fail("asked although it is configured"))
+    alike = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, memory_gb=24.0))
+    assert planner.settle(alike)[0].mesh == alike.mesh
 
 
 def test_where_memory_is_told_the_plan_is_what_is_settled(root, measure):

@@ -150,3 +150,8 @@ def test_what_the_first_process_finds_holds_for_all(monkeypatch):
     with pytest.raises(UserError, match="all are damaged"):
         processes.from_first(lambda: None)
     assert json.loads(client.values["latentwire/decision/0"]) == {"value": {"step": 50}}
+
+
+def test_process_that_is_alone_decides_without_its_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: pytest.fail("starts the devices"))
+    assert processes.from_first(lambda: 7) == 7

@@ -42,11 +42,30 @@ def test_folder_tells_configuration_difference_command_and_versions(tmp_path: Pa
     assert len(list(folder.iterdir())) == 4
 
 
-def test_other_run_in_the_same_folder_is_refused_and_nothing_is_overwritten(tmp_path: Path) -> None:
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/5/record"])
+def test_other_run_in_the_same_folder_is_refused_and_nothing_is_overwritten(tmp_path: Path, left: str) -> None:
     _write(tmp_path, _build(seed=7))
+    (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / left).write_text('{"step": 5}\n', encoding="utf-8")
     with pytest.raises(UserError, match=r"seed: 7 -> 8.*name another --workdir"):
         _write(tmp_path, _build(seed=8))
     assert run_folder.read_config(tmp_path).seed == 7
+
+
+def test_mended_configuration_of_a_run_that_was_refused_before_it_trained_is_accepted(tmp_path: Path) -> None:
+    _write(tmp_path, _build(seed=7))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    _write(tmp_path, _build(seed=8))
+    assert run_folder.read_config(tmp_path).seed == 8
+    assert "seed: 0 -> 8" in (tmp_path / "config.diff").read_text(encoding="utf-8").splitlines()
+
+
+def test_config_of_a_model_s_folder_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.json: "):
+        _write(tmp_path, _build())
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_same_run_on_another_machine_is_accepted(tmp_path: Path) -> None:
