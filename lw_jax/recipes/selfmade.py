@@ -164,15 +164,23 @@ class SelfmadeReader:
         kind = FAMILIES[family(source)]
         self.family = family(source)
         self.placement = placement.together(mesh, ["reader"])
-        made = {"train": style(cfg), "validation": style(cfg), "validation_limit": 0, "cards": CARDS}
-        # One reader whatever the run's seed: the folder's name knows nothing of it.
-        self.cfg = dataclasses.replace(cfg, seed=0, data=dataclasses.replace(cfg.data, **made))
+        made = {
+            "train": style(cfg),
+            "validation": style(cfg),
+            "validation_limit": 0,
+            "cards": CARDS,
+            "packed_tokens": 0,
+        }
+        # One reader whatever the run's seed, packing and arithmetic: the folder's name knows nothing of them.
+        self.cfg = dataclasses.replace(
+            cfg, seed=0, compute=config.Compute(), data=dataclasses.replace(cfg.data, **made)
+        )
         self.config = decoder_config(cfg, source)
         self.folder = folder(cfg, source)
         self.examples = examples.load(self.cfg.data, "train", seed=self.cfg.seed)
         write_tokenizer(self.folder, kind, [f"{e.context} {e.question} {e.answers[0]}" for e in self.examples])
         self.tokenizer = load_tokenizer(self.folder)
-        own = precision.of(cfg.compute.dtype, self.placement.platform)
+        own = precision.of(self.cfg.compute.dtype, self.placement.platform)
         self.wire = wire.Wire(
             wire.EncoderSpec("none", 1, 1, "windows", 0, 1, None),
             {"reader": wire.Reader(self.config, 1, tuple(self.tokenizer.stops), decoder.Mode(factors=own.factors))},

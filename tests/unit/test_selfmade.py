@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
@@ -99,6 +100,22 @@ def made(tmp_path_factory):
             data = recipe.data("validation")
             found[style] = (recipe, data, data.collate(range(len(data)))["readers"]["reader"])
     return found
+
+
+@pytest.mark.parametrize(
+    "changes", [{"data__packed_tokens": 128}, {"compute__dtype": "bf16"}, {"compute__dtype": "fp32"}, {"seed": 7}]
+)
+def test_what_the_folder_does_not_name_makes_no_other_reader(made, tmp_path_factory, monkeypatch, changes):
+    one, data, _ = made["pairs"]
+    monkeypatch.setenv("LW_JAX_CACHE", str(one.folder.parent.parent))
+    monkeypatch.setattr(selfmade, "CARDS", 101)
+    given = {"data__train": "pairs", "data__validation": "pairs", "data__facts": 3} | changes
+    cfg = tiny.make_config(tmp_path_factory.getbasetemp() / "readers", **given)
+    other = selfmade.SelfmadeReader(cfg, meshes.make(data=1, model=1), source="selfmade:llama")
+    assert other.folder == one.folder
+    assert other.examples == one.examples and other.data("validation").digest() == data.digest()
+    assert other.wire.readers == one.wire.readers
+    jax.tree.map(np.testing.assert_array_equal, other.build().trainable, one.build().trainable)
 
 
 def spans(recipe, fields, row):
