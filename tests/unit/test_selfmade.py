@@ -1,6 +1,9 @@
 """Self-made readers: two tokenizers, folders that their sizes name, and a refusal before they are made."""
 
+import concurrent.futures
 import dataclasses
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
@@ -80,6 +83,43 @@ def test_finished_reader_is_found_by_the_file_written_last(cfg, tmp_path, monkey
     (path / "config.json").touch()
     assert selfmade.finished_folder(cfg, "selfmade:qwen") == path
     assert path.is_relative_to(tmp_path)
+
+
+class Slow:
+    """Stands for a reader in training, and for its run."""
+
+    def __init__(self, cfg, *_, source="selfmade:qwen"):
+        self.folder, self.state = selfmade.folder(cfg, source), {"trainable": {}}
+
+    def train(self, _):
+        time.sleep(0.2)  # the other job comes meanwhile
+
+    def save(self, _):
+        self.folder.mkdir()
+        (self.folder / "config.json").touch()
+
+
+def test_of_two_jobs_one_makes_a_reader_and_the_other_waits(cfg, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
+    both = threading.Barrier(2)  # behind the first look at the cache
+    monkeypatch.setattr(selfmade.examples, "load", lambda *_, **__: both.wait(timeout=60))
+    monkeypatch.setattr(selfmade, "SelfmadeReader", Slow)
+    monkeypatch.setattr(selfmade, "Run", Slow)
+    cfg = dataclasses.replace(cfg, encoder=dataclasses.replace(cfg.encoder, source="selfmade:qwen"))
+    with concurrent.futures.ThreadPoolExecutor(2) as jobs:
+        for job in [jobs.submit(selfmade.make_readers, cfg) for _ in range(2)]:
+            job.result()
+    told = capsys.readouterr().out
+    assert told.count("trained here once") == told.count("waiting for another job") == 1
+    assert selfmade.finished_folder(cfg, "selfmade:qwen")
+
+
+def test_several_processes_are_told_to_make_the_readers_in_one(cfg, tmp_path, monkeypatch):
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    cfg = dataclasses.replace(cfg, encoder=dataclasses.replace(cfg.encoder, source="selfmade:qwen"))
+    with pytest.raises(UserError, match=rf"'selfmade:qwen': .*{tmp_path}.* 2 processes .*once in one process"):
+        selfmade.make_readers(cfg)
 
 
 def test_unknown_family_is_refused():
