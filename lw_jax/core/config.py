@@ -110,6 +110,17 @@ def entries(kind: type = Config, prefix: str = "") -> Iterator[Entry]:
             yield Entry(f"{prefix}{field.name}", name, field.default, declared(field))
 
 
+def tuple_elements(kind: type = Config, prefix: str = "") -> dict[str, type]:
+    """Returns, by path, the declared type of a tuple's elements: int, float or str. A reader has no tuple."""
+    found: dict[str, type] = {}
+    for name, hint in typing.get_type_hints(kind).items():
+        if dataclasses.is_dataclass(hint):
+            found |= tuple_elements(typing.cast(type, hint), f"{prefix}{name}.")
+        elif typing.get_origin(hint) is tuple:
+            found[prefix + name] = typing.get_args(hint)[0]
+    return found
+
+
 def values_of(cfg: Any, prefix: str = "") -> Iterator[tuple[str, Any, Key]]:
     """Yields (path, value, what is declared of it) of every key of a configuration."""
     for field in dataclasses.fields(cfg):

@@ -12,7 +12,7 @@ from absl import flags
 from ml_collections import ConfigDict, config_flags
 
 from lw_jax.core import retired
-from lw_jax.core.config import Values, flatten, suggest
+from lw_jax.core.config import Values, flatten, suggest, tuple_elements
 from lw_jax.core.errors import UserError
 
 LONGEST = 10_000  # characters of a value on the command line
@@ -96,7 +96,7 @@ def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
     Raises:
       UserError: a path is unknown or a section, or a value has another type.
     """
-    flat = flatten(config)
+    flat, elements = flatten(config), tuple_elements()
     for path, text in assignments.items():
         if path not in flat:
             section = [key for key in flat if key.startswith(f"{path}.")]
@@ -105,21 +105,22 @@ def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
         if len(text) > LONGEST:
             rule = f"at most {LONGEST:,} are taken here; write it into a configuration file."
             raise UserError(f"--config.{path}={text:.40}...: a value of {len(text):,} characters, {rule}")
+        element = elements.get(path, str) if isinstance(flat[path], tuple) else None
         try:
-            _set(config, path, text, listed=isinstance(flat[path], tuple))
+            _set(config, path, text, element=element)
         except (flags.Error, *_UNREADABLE) as error:
-            kind = type(flat[path]).__name__
+            kind = f"tuple of {element.__name__}" if element else type(flat[path]).__name__
             raise UserError(f"--config.{path}={text}: must be of type {kind}, as {flat[path]!r}.") from error
 
 
-# Raised by int() and by ast.literal_eval, with which absl parses tuples.
+# Raised by int(), by float() and by ast.literal_eval, with which absl parses tuples.
 _UNREADABLE = (ValueError, TypeError, SyntaxError, MemoryError, RecursionError)
 
 
-def _set(config: ConfigDict, path: str, text: str, *, listed: bool) -> None:
-    """Sets one value in place, parsed as the type that it replaces."""
-    if listed and not text.startswith("("):
-        text = repr(tuple(int(word) if word.isdecimal() else word for word in text.split(",") if word))
+def _set(config: ConfigDict, path: str, text: str, *, element: type | None) -> None:
+    """Sets one value in place, parsed as the type that it replaces; `element` makes one of a tuple's from a word."""
+    if element is not None and not text.startswith("("):
+        text = repr(tuple(element(word) for word in text.split(",") if word))
     argv = ["run.py", f"--config.{path}={text}"]
     values = flags.FlagValues()
     config_flags.DEFINE_config_dict("config", config, flag_values=values, sys_argv=argv, lock_config=False)

@@ -9,14 +9,13 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-from safetensors.numpy import save_file
 
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
 from lw_jax.hub import families
-from lw_jax.hub.tensor_files import FLOATS, read_safetensors, read_tensor
+from lw_jax.hub.tensor_files import FLOATS, read_safetensors, read_tensor, write_safetensors
 from lw_jax.models import lora
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.lora import MODULES, Lora
@@ -83,9 +82,10 @@ def save(folder: Path, pairs: Tree, spec: Lora, *, model_type: str, base: str) -
         "inference_mode": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    with whole(folder / _TENSORS) as partial:
-        save_file(tensors, str(partial), metadata={"format": "pt"})
-    (folder / _CONFIG).write_text(json.dumps(saved, indent=2) + "\n", "utf-8")
+    # Both are written before one that is there is replaced.
+    with whole(folder / _CONFIG) as config, whole(folder / _TENSORS) as stored:
+        write_safetensors(stored, tensors, layout="pt")
+        config.write_text(json.dumps(saved, indent=2) + "\n", "utf-8")
 
 
 def load(folder: Path, cfg: DecoderConfig) -> tuple[Tree, Lora]:

@@ -9,7 +9,7 @@ import dataclasses
 import math
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, BinaryIO, Literal
 
 import jax
 import ml_dtypes
@@ -18,6 +18,7 @@ import numpy as np
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
 from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
 
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
@@ -154,6 +155,21 @@ def read_safetensors(file: Path) -> dict[str, Stored]:
     except SafetensorError as error:
         said = " ".join(str(error).split())
         raise UserError(f"{file}: {said}: it is cut off or damaged; {_FETCH}") from error
+
+
+def write_safetensors(file: Path, tensors: dict[str, np.ndarray], *, layout: Literal["np", "pt"]) -> None:
+    """Writes a safetensors file, in place; `layout` names the library whose tensors they are.
+
+    Raises:
+        UserError: it cannot be written, as on a full disk, which the library reports as no OSError.
+    """
+    try:
+        save_file(tensors, str(file), metadata={"format": layout})
+    except SafetensorError as error:
+        size = sum(values.nbytes for values in tensors.values())
+        raise UserError(
+            f"{file.parent}: {size:,} bytes of tensors cannot be written ({error}); free space, or name another folder"
+        ) from error
 
 
 def make_buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> np.ndarray:

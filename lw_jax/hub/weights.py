@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -12,7 +13,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save_file
 
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
@@ -31,6 +31,7 @@ from lw_jax.hub.tensor_files import (
     read_pieces,
     read_tensor,
     require_gguf,
+    write_safetensors,
 )
 from lw_jax.models import bert, quant, ttt
 from lw_jax.models.bert import BertConfig
@@ -431,9 +432,18 @@ def _write(
     fields: dict[str, Any],
     tokenizer: "PreTrainedTokenizerBase | None",
 ) -> None:
+    """Writes a model's folder: all files are written before one that is there is replaced, config.json last."""
     folder.mkdir(parents=True, exist_ok=True)
-    if tokenizer is not None:
-        tokenizer.save_pretrained(str(folder))
-    with whole(folder / "model.safetensors") as partial:
-        save_file(tensors, str(partial), metadata={"format": "pt"})
-    (folder / "config.json").write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
+    with (
+        whole(folder / "config.json") as config,
+        whole(folder / "model.safetensors") as stored,
+        tempfile.TemporaryDirectory(prefix=".tokenizer.", dir=folder) as words,
+    ):
+        write_safetensors(stored, tensors, layout="pt")
+        config.write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(words)
+        for file in sorted(path for path in Path(words).rglob("*") if path.is_file()):
+            target = folder / file.relative_to(words)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            file.replace(target)

@@ -11,7 +11,7 @@ from lw_jax import recipes
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import write_whole
+from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
 from lw_jax.core.version import __version__
 from lw_jax.hub import peft, weights
@@ -69,29 +69,33 @@ def export(
 def export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card: Card) -> Iterator[str]:
     """Writes a wire folder (`training.wire_folder`); yields its size and what someone else must bring.
 
+    A wire that the folder holds is replaced once the new one is written whole.
+
     Raises:
-        UserError: the folder holds something else.
+        UserError: the folder holds something else, or a value is not finite.
     """
     if folder.exists() and not wire_folder.is_wire(folder) and (folder.is_file() or any(folder.iterdir())):
         raise UserError(f"{folder}: it is no wire folder and not empty; name a new folder for --wire")
     recipe = LatentWire(cfg, placement.place("single", recipes.reader_bytes(cfg)))
     restored = recipes.read_best(recipe, cfg, workdir)
     trainable, models = restored.state["trainable"], wire_models.describe(cfg)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / wire_folder.CONFIG).unlink(missing_ok=True)  # written last: what is half written is no wire
-    wire = Wire(
-        format=wire_folder.FORMAT,
-        version=wire_folder.VERSION,
-        made_by=__version__,
-        step=restored.step,
-        dtype=dtype,
-        tensors=wire_tensors.write(folder, trainable, dtype),
-        models=models,
-        configuration=config.to_dict(cfg),
-    )
     sizes = wire_tensors.part_bytes(trainable, dtype)
-    write_whole(folder / wire_folder.CARD, card(wire, sizes))
-    write_whole(folder / wire_folder.CONFIG, json.dumps(msgspec.to_builtins(wire), indent=2) + "\n")
+    folder.mkdir(parents=True, exist_ok=True)
+    told, described, tensors = (folder / name for name in (wire_folder.CONFIG, wire_folder.CARD, wire_folder.TENSORS))
+    # All three take their places at the end, config.json last: its hash refuses the arrays of another wire.
+    with whole(told) as new_told, whole(described) as new_described, whole(tensors) as new_tensors:
+        wire = Wire(
+            format=wire_folder.FORMAT,
+            version=wire_folder.VERSION,
+            made_by=__version__,
+            step=restored.step,
+            dtype=dtype,
+            tensors=wire_tensors.write(new_tensors, trainable, dtype),
+            models=models,
+            configuration=config.to_dict(cfg),
+        )
+        new_described.write_text(card(wire, sizes), encoding="utf-8")
+        new_told.write_text(json.dumps(msgspec.to_builtins(wire), indent=2) + "\n", encoding="utf-8")
     parts = ", ".join(f"{name} {size / 1e6:,.2f}" for name, size in sizes.items())
     yield f"step {wire.step}: wire of {wire.tensors.bytes / 1e6:,.2f} MB ({parts}), {dtype}, in {folder}"
     largest = next(iter(sizes))

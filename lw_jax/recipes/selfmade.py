@@ -21,6 +21,7 @@ from lw_jax.core import config, precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import locked
 from lw_jax.core.types import Example, LossTerms, Tree
 from lw_jax.data import batches, examples, prompt_tokens, question_cards
 from lw_jax.data.data_schedule import DataSchedule
@@ -99,7 +100,7 @@ def folder(cfg: Config, source: str) -> Path:
 def finished_folder(cfg: Config, source: str) -> Path:
     """Returns the folder of a reader that has been made."""
     path = folder(cfg, source)
-    if not (path / "config.json").exists():
+    if not _is_made(path):
         raise UserError(f"source {source!r}: no finished reader in {path}; `python run.py` with this config makes it")
     return path
 
@@ -125,20 +126,42 @@ def decoder_config(cfg: Config, source: str) -> decoder.DecoderConfig:
 
 
 def make_readers(cfg: Config) -> None:
-    """Trains and saves the self-made readers that the configuration names and the cache lacks."""
+    """Trains and saves the self-made readers that the configuration names and the cache lacks; of two jobs one does.
+
+    Raises UserError where several processes would have to.
+    """
     named = {llm.source for llm in cfg.llms.values()} | {cfg.encoder.source}
     made = (source for source in named if source.startswith(sources.SELFMADE))
-    missing = sorted(source for source in made if not (folder(cfg, source) / "config.json").exists())
+    missing = sorted(source for source in made if not _is_made(folder(cfg, source)))
+    if missing and jax.process_count() > 1:
+        where = f"source {missing[0]!r}: no finished reader in {folder(cfg, missing[0])}"
+        raise UserError(
+            f"{where}, and {jax.process_count()} processes cannot make one together; run the command once in one "
+            "process, which makes the readers before it trains, with LW_JAX_CACHE naming a folder that all of them see"
+        )
     if missing:
         for split in ("train", "validation"):  # a broken row is reported now, not after minutes of making readers
             examples.load(cfg.data, split, seed=cfg.seed)
-    own = _training_config(cfg)
     for source in missing:
+        _make(_training_config(cfg), source)
+
+
+def _make(cfg: Config, source: str) -> None:
+    path = folder(cfg, source)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = path.with_name(f"{path.name}.lock")
+    with locked(lock, waiting=lambda: print(f"reader {source}: waiting for another job that trains it", flush=True)):
+        if _is_made(path):
+            return
         print(f"reader {source}: trained here once, then frozen", flush=True)
-        recipe = SelfmadeReader(own, meshes.make(data=1, model=1), source=source)
-        run = Run(own, recipe, None, None)
+        recipe = SelfmadeReader(cfg, meshes.make(data=1, model=1), source=source)
+        run = Run(cfg, recipe, None, None)
         run.train(lambda step: False)
         recipe.save(run.state["trainable"])
+
+
+def _is_made(path: Path) -> bool:
+    return (path / "config.json").exists()  # written last
 
 
 def _training_config(cfg: Config) -> Config:
@@ -164,15 +187,23 @@ class SelfmadeReader:
         kind = FAMILIES[family(source)]
         self.family = family(source)
         self.placement = placement.together(mesh, ["reader"])
-        made = {"train": style(cfg), "validation": style(cfg), "validation_limit": 0, "cards": CARDS}
-        # One reader whatever the run's seed: the folder's name knows nothing of it.
-        self.cfg = dataclasses.replace(cfg, seed=0, data=dataclasses.replace(cfg.data, **made))
+        made = {
+            "train": style(cfg),
+            "validation": style(cfg),
+            "validation_limit": 0,
+            "cards": CARDS,
+            "packed_tokens": 0,
+        }
+        # One reader whatever the run's seed, packing and arithmetic: the folder's name knows nothing of them.
+        self.cfg = dataclasses.replace(
+            cfg, seed=0, compute=config.Compute(), data=dataclasses.replace(cfg.data, **made)
+        )
         self.config = decoder_config(cfg, source)
         self.folder = folder(cfg, source)
         self.examples = examples.load(self.cfg.data, "train", seed=self.cfg.seed)
         write_tokenizer(self.folder, kind, [f"{e.context} {e.question} {e.answers[0]}" for e in self.examples])
         self.tokenizer = load_tokenizer(self.folder)
-        own = precision.of(cfg.compute.dtype, self.placement.platform)
+        own = precision.of(self.cfg.compute.dtype, self.placement.platform)
         self.wire = wire.Wire(
             wire.EncoderSpec("none", 1, 1, "windows", 0, 1, None),
             {"reader": wire.Reader(self.config, 1, tuple(self.tokenizer.stops), decoder.Mode(factors=own.factors))},

@@ -72,22 +72,23 @@ def _array(jobs: Sequence[Job], site: Site) -> list[str]:
     for number, job in enumerate(jobs):
         lines += [f"{number})  # {_describe(job)}", f"    {_start(job, site)} || code=$? ;;"]
     again = '"${SLURM_ARRAY_JOB_ID}_${SLURM_ARRAY_TASK_ID}"'
-    return [*lines, "esac", *job_script.tail(again)]
+    return [*lines, "esac", *job_script.dead_task(jobs[0]), *job_script.tail(again)]
 
 
 def _sequence(jobs: Sequence[Job], site: Site) -> list[str]:
-    """Returns the lines of a sequence: a failing task lets the next ones run, a stopped one ends the job.
+    """Returns the lines of a sequence: a failing task lets the next ones run, a stopped or killed one ends the job.
 
     A requeued job starts its finished tasks again; they find their last step done and exit at once.
     """
-    lines = ["code=0 failed="]
+    lines = ["code=0 last=0 failed="]
     for job in jobs:
         lines += [
             f"# {_describe(job)}",
             f'if [ "$code" -ne {REQUEUE} ]; then',
-            f"    own=0; {_start(job, site)} || own=$?",
-            f'    if [ "$own" -eq {REQUEUE} ]; then code=$own',
-            f'    elif [ "$own" -ne 0 ]; then code=$own; failed="$failed {job.name}($own)"; fi',
+            f"    code=0; {_start(job, site)} || code=$?",
+            *(f"    {line}" for line in job_script.dead_task(job)),
+            '    if [ "$code" -eq 0 ]; then code=$last',
+            f'    elif [ "$code" -ne {REQUEUE} ]; then last=$code failed="$failed {job.name}($code)"; fi',
             "fi",
         ]
     return [*lines, '[ -z "$failed" ] || echo "failed:$failed" >&2', *job_script.tail('"$SLURM_JOB_ID"')]

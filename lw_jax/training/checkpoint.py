@@ -80,6 +80,7 @@ class Checkpointer:
         )
         self._identity = identity
         self._damaged: dict[int, str] = {}
+        self._unread: dict[int, UserError] = {}  # checkpoints whose record could not be read when last listed
         self._pending: tuple[int, int, dict[str, Any]] | None = None  # step, bytes, record without files
         self._saved: int | None = None
         self._unknown: list[str] = []  # data whose content the newest checkpoint does not record
@@ -142,14 +143,15 @@ class Checkpointer:
         if jax.process_index() != 0:
             return
         path = self._folder / str(step) / RECORD
-        record = checkpoint_record.read_record(path)
-        if isinstance(record, checkpoint_record.Damage):
-            raise UserError(f"{path.parent}: its score cannot be added: {record.reason}; start the command again")
         try:
+            record = checkpoint_record.read_record(path)
+            if isinstance(record, checkpoint_record.Damage):
+                raise UserError(f"{path.parent}: its score cannot be added: {record.reason}; start the command again")
             with whole(path) as partial:
                 checkpoint_record.write_record(partial, record | {"metrics": record["metrics"] | {BEST: nll}})
         except OSError as error:
-            raise UserError(f"{path}: its score cannot be added: {error.strerror}; the checkpoint is whole") from error
+            kept = "the checkpoint is as it was, start the command again"
+            raise UserError(f"{path}: its score cannot be added: {error.strerror}; {kept}") from error
         self._remove_old()
 
     def restore(
@@ -159,8 +161,8 @@ class Checkpointer:
 
         Process 0 chooses for all. Where a training run removes the chosen one meanwhile, another is chosen.
         Leaves are ShapeDtypeStructs or arrays; one without a sharding goes to the first device. Some of the saved
-        top-level keys may be restored alone. Raises UserError when all checkpoints are damaged, when none has the
-        metric of "best", and when paths, shapes or dtypes differ from the saved ones.
+        top-level keys may be restored alone. Raises UserError when all checkpoints are damaged, when one cannot be
+        read, when none has the metric of "best", and when paths, shapes or dtypes differ from the saved ones.
         """
         self._finish()
         for _ in range(TRIES):
@@ -182,14 +184,16 @@ class Checkpointer:
             self._damaged = {}
             try:
                 records = self._list_records()
+                if self._unread:
+                    raise next(iter(self._unread.values()))
                 for step in self._rank(records, which):
                     folder = self._folder / str(step)
-                    damage = checkpoint_record.find_damage(folder, records[step]["files"])
+                    damage = _find_damage(folder, records[step]["files"])
                     if not damage:
                         note = self._report_damage(f"took {step}")
                         chosen = {key: records[step][key] for key in ("leaves", "data", "metrics")}
                         return chosen | {"step": step, "note": note}
-                    if not folder.is_dir():
+                    if checkpoint_record.is_gone(folder):
                         raise _RemovedError
                     self._damaged[step] = damage
             except _RemovedError:
@@ -261,7 +265,7 @@ class Checkpointer:
         checkpoint_record.write_record(folder / RECORD, record | {"files": checkpoint_record.measure_files(folder)})
 
     def _read_records(self) -> dict[int, dict[str, Any]]:
-        """Returns step -> record of every whole record; the others are noted as damaged."""
+        """Returns step -> record of every whole record; the others are noted as damaged or not read."""
         for _ in range(TRIES):
             with contextlib.suppress(_RemovedError):
                 return self._list_records()
@@ -269,15 +273,21 @@ class Checkpointer:
 
     def _list_records(self) -> dict[int, dict[str, Any]]:
         """Returns the same; raises _RemovedError where one was removed meanwhile."""
-        records = {}
+        records, self._unread = {}, {}
         for path in self._list_steps():
-            record = checkpoint_record.read_record(path / RECORD)
-            if isinstance(record, checkpoint_record.Damage):
-                if not path.is_dir():
-                    raise _RemovedError
-                self._damaged[int(path.name)] = record.reason
+            step = int(path.name)
+            try:
+                record = checkpoint_record.read_record(path / RECORD)
+            except OSError as error:
+                record = checkpoint_record.unread_error(path, error)
+            if isinstance(record, dict):
+                records[step] = record
+            elif checkpoint_record.is_gone(path):
+                raise _RemovedError
+            elif isinstance(record, UserError):
+                self._unread[step] = record
             else:
-                records[int(path.name)] = record
+                self._damaged[step] = record.reason
         return records
 
     def _rank(self, records: dict[int, dict[str, Any]], which: str) -> list[int]:
@@ -315,7 +325,7 @@ class Checkpointer:
 
     def _check_order(self, step: int) -> None:
         """Refuses a step before the newest; runs in process 0, which alone knows the damaged checkpoints."""
-        newest = max(self._read_records().keys() - self._damaged.keys(), default=-1)
+        newest = max((self._read_records().keys() | self._unread.keys()) - self._damaged.keys(), default=-1)
         if newest >= step:
             raise UserError(
                 f"{self._folder}: it holds checkpoint {newest}, step {step} would come before or over it; continue "
@@ -331,13 +341,14 @@ class Checkpointer:
         return note
 
     def _remove_old(self) -> None:
-        """Removes damaged checkpoints and those that orbax's policies do not preserve."""
+        """Removes damaged checkpoints and those that orbax's policies do not preserve; none that could not be read."""
         records = {step: record for step, record in self._read_records().items() if step not in self._damaged}
         scored = checkpoint_record.scores(records)
         candidates = [_Candidate(step, {BEST: scored[step]} if step in scored else None) for step in sorted(records)]
         preserved = self._policy.should_preserve(candidates, context=policies.PreservationContext())
         steps = {one.step for one, preserve in zip(candidates, preserved, strict=True) if preserve}
-        self._remove(path for path in self._list() if _is_step(path) and int(path.name) not in steps)
+        old = (records.keys() | self._damaged.keys()) - steps
+        self._remove(path for path in self._list() if _is_step(path) and int(path.name) in old)
         self._damaged = {}
 
     def _remove_unfinished(self) -> None:
@@ -387,6 +398,16 @@ class _FolderGuard:
 
 def _get_score(metrics: dict[str, float]) -> float:
     return metrics[BEST]
+
+
+def _find_damage(folder: Path, files: dict[str, list[Any]]) -> str:
+    """As `checkpoint_record.find_damage`; raises _RemovedError, or UserError where a file cannot be read."""
+    try:
+        return checkpoint_record.find_damage(folder, files)
+    except OSError as error:
+        if checkpoint_record.is_gone(folder):
+            raise _RemovedError from error
+        raise checkpoint_record.unread_error(folder, error) from error
 
 
 def _is_step(path: Path) -> bool:

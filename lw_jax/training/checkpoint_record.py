@@ -19,6 +19,9 @@ BEST = "nll"  # the metric that decides the best checkpoint; lower is better
 _CONTENT = ("train", "validation")  # hashes of data in an identity: a resumed run has them, a reader may not
 _TIMES = "_CHECKPOINT_METADATA"  # orbax adds the time of the commit to it afterwards; reading needs nothing of it
 
+# What is not there, or is a folder where a file belongs, is damage; every other OSError may pass (NFS, too many files).
+_ABSENT = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
+
 _Size = Annotated[int, msgspec.Meta(ge=0)]
 _File = Annotated[str, msgspec.Meta(pattern=r"^[^\x00\ud800-\udfff]+$")]  # a path that a file system accepts
 
@@ -36,7 +39,7 @@ class _Record(TypedDict):
 
 @dataclasses.dataclass(frozen=True)
 class Damage:
-    """The reason why a record is not usable."""
+    """The reason why a record that was read is not usable."""
 
     reason: str
 
@@ -71,13 +74,11 @@ def _measure(path: Path) -> list[Any]:
 
 
 def read_record(path: Path) -> dict[str, Any] | Damage:
-    """Returns the record of record.json, typed as `_Record`, or its damage."""
+    """Returns the record of record.json, typed as `_Record`, or its damage; raises OSError where it cannot be read."""
     try:
         content = json.loads(path.read_bytes())
-    except FileNotFoundError:
-        return Damage(f"{path.name} is missing")
-    except OSError as error:
-        return Damage(f"{path.name} cannot be read: {error.strerror}")
+    except _ABSENT as error:
+        return Damage(_absence(path.name, error))
     except (ValueError, RecursionError) as error:  # not JSON, not UTF-8, nested too deeply
         return Damage(f"{path.name} is broken: {error}")
     if not isinstance(content, dict) or content.get("sha256") != _digest(content.get("record", {})):
@@ -90,7 +91,7 @@ def read_record(path: Path) -> dict[str, Any] | Damage:
 
 
 def find_damage(folder: Path, files: dict[str, list[Any]]) -> str:
-    """Returns the first fault of the files that a record lists, or an empty string."""
+    """Returns the first fault of the files that a record lists, or an empty string; raises OSError as `read_record`."""
     for name, (size, sha256) in files.items():
         try:
             found = (folder / name).stat().st_size
@@ -98,11 +99,30 @@ def find_damage(folder: Path, files: dict[str, list[Any]]) -> str:
                 return f"{name} has {found} of {size} bytes"
             if _measure(folder / name)[1] != sha256:
                 return f"{name} is not what was written"
-        except FileNotFoundError:
-            return f"{name} is missing"
-        except OSError as error:
-            return f"{name} cannot be read: {error.strerror}"
+        except _ABSENT as error:
+            return _absence(name, error)
     return ""
+
+
+def _absence(name: str, error: OSError) -> str:
+    return f"{name} is missing" if isinstance(error, FileNotFoundError) else f"{name} is no file: {error.strerror}"
+
+
+def is_gone(folder: Path) -> bool:
+    """Returns whether a folder has been removed; False where that is not known."""
+    try:
+        folder.stat()
+    except OSError as error:
+        return isinstance(error, FileNotFoundError)
+    return False
+
+
+def unread_error(folder: Path, error: OSError) -> UserError:
+    """Returns the refusal of a checkpoint of which a file cannot be read: an older one is not taken in its place."""
+    return UserError(
+        f"{error.filename or folder}: cannot be read ({error.strerror}), and checkpoint {folder.name} may be whole; "
+        f"start the same command again when it can be read, or move {folder} away to go on without it"
+    )
 
 
 def check_identity(path: Path, saved: dict[str, str], own: dict[str, str]) -> list[str]:

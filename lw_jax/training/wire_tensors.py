@@ -13,13 +13,11 @@ from typing import Any
 import jax
 import ml_dtypes
 import numpy as np
-from safetensors.numpy import save_file
 
 from lw_jax.core import tree
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
-from lw_jax.hub.tensor_files import Stored, read_safetensors, read_tensor
+from lw_jax.hub.tensor_files import Stored, read_safetensors, read_tensor, write_safetensors
 from lw_jax.training import wire_folder
 from lw_jax.training.wire_folder import REMEDY, TENSORS, DType
 
@@ -30,11 +28,11 @@ _BYTES = {"BF16": 2, "I8": 1, "F32": 4}
 _LEVELS = 127
 
 
-def write(folder: Path, params: Tree, dtype: DType) -> wire_folder.Tensors:
-    """Writes wire.safetensors; returns its size and hash.
+def write(file: Path, params: Tree, dtype: DType) -> wire_folder.Tensors:
+    """Writes the arrays as a safetensors file, in place; returns its size and hash.
 
     Raises:
-      UserError: a value is not finite.
+      UserError: a value is not finite, or the disk is full.
     """
     tensors: dict[str, np.ndarray] = {}
     for name, leaf in tree.flatten_paths(jax.device_get(params)).items():
@@ -42,9 +40,7 @@ def write(folder: Path, params: Tree, dtype: DType) -> wire_folder.Tensors:
         if not np.isfinite(values).all():
             raise UserError(f"{name}: a value is not finite, the run has diverged; train it again with a smaller rate")
         tensors |= _pack(name, values, dtype)
-    file = folder / TENSORS
-    with whole(file) as partial:
-        save_file(tensors, str(partial), metadata={"format": "np"})
+    write_safetensors(file, tensors, layout="np")
     return _measure(file)
 
 

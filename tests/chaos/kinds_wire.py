@@ -40,7 +40,7 @@ def _write(folder: Path) -> None:
         made_by="test",
         step=3,
         dtype="int8",
-        tensors=wire_tensors.write(folder, params, "int8"),
+        tensors=wire_tensors.write(folder / TENSORS, params, "int8"),
         models={"llms/llama": model, "llms/qwen": model, "encoder": model},
         configuration=config.to_dict(cfg),
     )

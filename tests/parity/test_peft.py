@@ -1,7 +1,10 @@
 """Adapter folders of Hugging Face PEFT: what PEFT makes of ours, and what we make of PEFT's."""
 
 import dataclasses
+import errno
 import json
+import os
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -98,6 +101,21 @@ def test_peft_s_own_folder_means_the_same_here(tmp_path):
         their_logits(tmp_path / "base", tmp_path / "adapter"),
     )
     assert np.abs(ours - theirs).max() < LOGITS * max(1.0, np.abs(theirs).max())
+
+
+def test_adapter_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, monkeypatch):
+    spec = lora.Lora(rank=3, alpha=5.0, dropout=0.1, names=ALL)
+    pairs = random(lora.abstract(LLAMA, spec), 0.3)
+    folders.save(tmp_path, pairs, spec, model_type="llama", base="one")
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
+
+    def refuse(*_, **__):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(Path, "write_text", refuse)
+    with pytest.raises(OSError, match="No space left"):
+        folders.save(tmp_path, jax.tree.map(lambda x: 2 * x, pairs), spec, model_type="llama", base="other")
+    assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
 def test_phi3_s_fused_modules_need_all_their_parts(tmp_path):

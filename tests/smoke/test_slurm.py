@@ -17,6 +17,7 @@ from lw_jax.commands import slurm
 from lw_jax.core import config, runtime
 from lw_jax.core.errors import UserError
 from lw_jax.slurm.job import Request
+from lw_jax.slurm.job_list import Task
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 JOB_ID = "4711"
@@ -133,9 +134,9 @@ def cluster(tmp_path: Path, monkeypatch) -> Path:
 
 @pytest.fixture
 def write(cluster: Path) -> Callable[..., Path]:
-    """Writes the job of a plan by the verb itself; returns the file."""
+    """Writes the job of a plan by the verb itself, or of a list of two such plans; returns the file."""
 
-    def call(*, site: str = "", submit: bool = False, plan: dict = PLAN) -> Path:
+    def call(*, site: str = "", submit: bool = False, plan: dict = PLAN, kind: str = "") -> Path:
         profile = cluster / "site.toml"
         profile.write_text(f'scratch = "{cluster}/scratch folder"\n{site}', encoding="utf-8")
         workdir = cluster / "runs" / "my run"
@@ -148,6 +149,10 @@ def write(cluster: Path) -> Callable[..., Path]:
         )
         values = smoke.get_config()
         cfg, resolved = config.build(values), values.to_dict()
+        if kind:
+            tasks = [Task(cfg, resolved, workdir / name, request.config) for name in ("one", "two")]
+            slurm.main_list(tasks, kind=kind, workdir=workdir, request=request, planner=lambda *_: plan)
+            return workdir / f"{kind}.sbatch"
         slurm.main(cfg, resolved=resolved, workdir=workdir, request=request, planner=lambda *_: plan)
         return workdir / "job.sbatch"
 
@@ -240,6 +245,18 @@ def test_killed_task_of_several_is_requeued_and_one_that_fails_is_not(
     submit(write(plan=PLAN | {"hosts": hosts, "devices": 2 * hosts}))
     assert read(cluster)["code"] == code
     assert requeues(cluster) == ([f"requeue {JOB_ID}"] if code == runtime.REQUEUE else [])
+
+
+@pytest.mark.parametrize(("kind", "id"), [("array", "9_1"), ("sequence", JOB_ID)])
+def test_killed_task_of_several_is_requeued_in_a_list_too(cluster, write, monkeypatch, kind: str, id: str) -> None:
+    monkeypatch.setenv("MODE", "137,75")
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "9")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "1")
+    submit(write(plan=PLAN | {"hosts": 2, "devices": 4}, kind=kind))
+    assert read(cluster)["code"] == runtime.REQUEUE
+    assert requeues(cluster) == [f"requeue {id}"]
+    told = Path(read(cluster)["log"]).read_text(encoding="utf-8").splitlines()
+    assert sorted(line for line in told if line.startswith("training")) == ["training 0", "training 1"]
 
 
 @pytest.mark.slow

@@ -192,7 +192,7 @@ DAMAGE = {
     "record emptied": (lambda folder: folder / RECORD, lambda path: path.write_text("[]"), "own hash"),
     "record edited": (lambda folder: folder / RECORD, edit_record, "own hash"),
     "record nested deep": (lambda folder: folder / RECORD, lambda path: path.write_text("[" * 100_000), "is broken"),
-    "record a folder": (lambda folder: folder / RECORD, lambda path: path.unlink() or path.mkdir(), "cannot be read"),
+    "record a folder": (lambda folder: folder / RECORD, lambda path: path.unlink() or path.mkdir(), "is no file"),
     "files a number": (lambda folder: folder / RECORD, sign_files(5), "files=5"),
     "files of numbers": (lambda folder: folder / RECORD, sign_files({"_METADATA": 5}), "files"),
     "a name that no file has": (lambda folder: folder / RECORD, sign_files({"ocdbt.process_0/x\0": [1, "x"]}), "files"),
@@ -227,6 +227,54 @@ def test_all_damaged_is_refused_naming_each(tmp_path):
         checkpointer.restore(abstract(make_state()))
     assert all(f"checkpoint {step} is damaged" in str(caught.value) for step in (2, 3, 5))
     assert str(tmp_path) in str(caught.value)
+
+
+def fail_at(patch: pytest.MonkeyPatch, file: Path, code: int) -> None:
+    """Lets every opening of a file fail, as a network's file system does for a while."""
+
+    def refused(real):
+        def call(path, *args, **kwargs):
+            if path == file:
+                raise OSError(code, os.strerror(code), str(path))
+            return real(path, *args, **kwargs)
+
+        return call
+
+    patch.setattr(Path, "open", refused(Path.open))
+    patch.setattr(Path, "read_bytes", refused(Path.read_bytes))
+
+
+@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE])
+def test_best_checkpoint_that_cannot_be_read_for_a_while_outlives_later_saves(tmp_path, monkeypatch, code):
+    with Checkpointer(tmp_path, keep=1, identity=IDENTITY) as checkpointer:
+        for step, nll in ((2, 1.0), (3, 4.0)):
+            checkpointer.save(step, make_state(value=step), data={}, metrics={"nll": nll}, wait=True)
+        with monkeypatch.context() as patch:
+            fail_at(patch, tmp_path / "2" / RECORD, code)
+            checkpointer.save(4, make_state(value=4), data={}, wait=True)
+            checkpointer.add_score(4, 3.0)
+        checkpointer.save(5, make_state(value=5), data={}, wait=True)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "5"]
+    with reopen(tmp_path) as checkpointer:
+        best = checkpointer.restore(abstract(make_state()), which="best")
+    assert (best.step, best.note) == (2, "")
+
+
+@pytest.mark.parametrize("find", [lambda folder: folder / RECORD, chunk])
+def test_checkpoint_that_cannot_be_read_is_refused_and_no_older_one_taken(tmp_path, monkeypatch, find):
+    fill(tmp_path)
+    file = find(tmp_path / "5")
+    with reopen(tmp_path) as checkpointer:
+        with monkeypatch.context() as patch:
+            fail_at(patch, file, errno.ESTALE)
+            words = rf"{re.escape(str(file))}: .*{os.strerror(errno.ESTALE)}.*checkpoint 5"
+            with pytest.raises(UserError, match=words):
+                checkpointer.restore(abstract(make_state()))
+            with pytest.raises(UserError, match="it holds checkpoint 5"):
+                checkpointer.save(5, make_state(), data={})
+        restored = checkpointer.restore(abstract(make_state()))
+    assert (restored.step, restored.note) == (5, "")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "5"]
 
 
 def test_partial_write_is_never_a_checkpoint_and_goes_with_the_next_save(tmp_path):

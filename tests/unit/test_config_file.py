@@ -117,6 +117,25 @@ def test_override_parses_as_the_type_it_replaces() -> None:
 
 
 @pytest.mark.parametrize(
+    ("path", "text", "value"),
+    [
+        ("dpo.weights", "1.0,0.5", (1.0, 0.5)),
+        ("dpo.weights", "2,-1e-3", (2.0, -1e-3)),
+        ("dpo.weights", "(1.0, 0.5)", (1.0, 0.5)),
+        ("stages.answer.slots", "-4,8", (-4, 8)),
+        ("stages.answer.slots", "4", (4,)),
+        ("eval.rows", "7,none", ("7", "none")),
+        ("train.log_to", "", ()),
+    ],
+)
+def test_words_of_a_tuple_are_what_its_elements_are_declared_as(path: str, text: str, value: tuple) -> None:
+    values = base.get_config()
+    config_file.override(values, {path: text})
+    found = config_file.flatten(values)[path]
+    assert found == value and [type(one) for one in found] == [type(one) for one in value]
+
+
+@pytest.mark.parametrize(
     ("path", "text", "message"),
     [
         ("train.step", "7", r"--config\.train\.step .*'train\.steps'"),
@@ -126,6 +145,8 @@ def test_override_parses_as_the_type_it_replaces() -> None:
         ("train.keep", "7", r"--config\.train\.keep was removed"),
         ("train.steps", "7.5", r"--config\.train\.steps=7\.5: .*int"),
         ("optim.learning_rate", "fast", "optim.learning_rate=fast: .*float"),
+        ("dpo.weights", "1.0,high", r"--config\.dpo\.weights=1\.0,high: .*tuple of float"),
+        ("stages.answer.slots", "1.5", r"--config\.stages\.answer\.slots=1\.5: .*tuple of int"),
     ],
 )
 def test_impossible_override_is_refused_in_one_line(path: str, text: str, message: str) -> None:

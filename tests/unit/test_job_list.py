@@ -12,7 +12,7 @@ from lw_jax.commands import slurm
 from lw_jax.core import config_file
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
-from lw_jax.slurm import job_list
+from lw_jax.slurm import job_list, job_script
 from lw_jax.slurm.cluster_profile import Site
 from lw_jax.slurm.job import Job
 
@@ -28,7 +28,6 @@ def make_jobs(tmp_path, **changes):
             command=("train", name, "--config.x='quoted $HOME'"),
             folder=tmp_path,
             logs=tmp_path / "logs",
-            nodes=1,
             gpus=1,
             host_memory_bytes=(8 + number) * 2**30,
             hours=0.5 * (number + 1),
@@ -36,14 +35,14 @@ def make_jobs(tmp_path, **changes):
             checkpoint_seconds=300.0,
             memory_fraction=0.92,
             origin=f"plan a100_80x1 of {name}",
-            **changes,
+            **{"nodes": 1} | changes,
         )
         for number, name in enumerate(NAMES)
     ]
 
 
-def write(tmp_path, kind, site=SITE):
-    found = make_jobs(tmp_path)
+def write(tmp_path, kind, site=SITE, **changes):
+    found = make_jobs(tmp_path, **changes)
     whole = job_list.join(found, kind, name="all", logs=tmp_path / "logs")
     return job_list.script(found, whole, site, kind)
 
@@ -110,6 +109,22 @@ def test_sequence_goes_on_after_a_failure_and_tells_it_at_the_end(tmp_path):
 def test_sequence_that_is_stopped_goes_back_into_the_queue_without_starting_the_next(tmp_path):
     code, started, requeued, _ = play(tmp_path, write(tmp_path, "sequence"), {"middle": REQUEUE})
     assert code == REQUEUE and len(started) == 2 and requeued == ["requeue 7"]
+
+
+@pytest.mark.parametrize("kind", job_list.KINDS)
+@pytest.mark.parametrize(
+    ("nodes", "restarts", "requeued"), [(2, 0, True), (2, job_script.RESTARTS, False), (1, 0, False)]
+)
+def test_task_that_was_killed_on_one_of_several_nodes_goes_back_into_the_queue(
+    tmp_path, kind, nodes, restarts, requeued
+):
+    own = {"SLURM_ARRAY_JOB_ID": "9", "SLURM_ARRAY_TASK_ID": "1", "SLURM_RESTART_COUNT": str(restarts)}
+    code, started, again, told = play(tmp_path, write(tmp_path, kind, nodes=nodes), {"middle": 137}, **own)
+    assert code == (REQUEUE if requeued else 137)
+    assert again == ([f"requeue {'9_1' if kind == 'array' else '7'}"] if requeued else [])
+    if kind == "sequence":
+        assert len(started) == (2 if requeued else 3)
+        assert ("failed: middle(137)" in told) == (not requeued)
 
 
 def test_tasks_on_different_machines_are_no_one_job(tmp_path):

@@ -1,9 +1,13 @@
 """Self-made readers: two tokenizers, folders that their sizes name, and a refusal before they are made."""
 
+import concurrent.futures
 import dataclasses
+import threading
+import time
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
@@ -81,6 +85,43 @@ def test_finished_reader_is_found_by_the_file_written_last(cfg, tmp_path, monkey
     assert path.is_relative_to(tmp_path)
 
 
+class Slow:
+    """Stands for a reader in training, and for its run."""
+
+    def __init__(self, cfg, *_, source="selfmade:qwen"):
+        self.folder, self.state = selfmade.folder(cfg, source), {"trainable": {}}
+
+    def train(self, _):
+        time.sleep(0.2)  # the other job comes meanwhile
+
+    def save(self, _):
+        self.folder.mkdir()
+        (self.folder / "config.json").touch()
+
+
+def test_of_two_jobs_one_makes_a_reader_and_the_other_waits(cfg, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
+    both = threading.Barrier(2)  # behind the first look at the cache
+    monkeypatch.setattr(selfmade.examples, "load", lambda *_, **__: both.wait(timeout=60))
+    monkeypatch.setattr(selfmade, "SelfmadeReader", Slow)
+    monkeypatch.setattr(selfmade, "Run", Slow)
+    cfg = dataclasses.replace(cfg, encoder=dataclasses.replace(cfg.encoder, source="selfmade:qwen"))
+    with concurrent.futures.ThreadPoolExecutor(2) as jobs:
+        for job in [jobs.submit(selfmade.make_readers, cfg) for _ in range(2)]:
+            job.result()
+    told = capsys.readouterr().out
+    assert told.count("trained here once") == told.count("waiting for another job") == 1
+    assert selfmade.finished_folder(cfg, "selfmade:qwen")
+
+
+def test_several_processes_are_told_to_make_the_readers_in_one(cfg, tmp_path, monkeypatch):
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    cfg = dataclasses.replace(cfg, encoder=dataclasses.replace(cfg.encoder, source="selfmade:qwen"))
+    with pytest.raises(UserError, match=rf"'selfmade:qwen': .*{tmp_path}.* 2 processes .*once in one process"):
+        selfmade.make_readers(cfg)
+
+
 def test_unknown_family_is_refused():
     with pytest.raises(UserError, match="source 'selfmade:gemma': self-made readers are"):
         selfmade.family("selfmade:gemma")
@@ -99,6 +140,22 @@ def made(tmp_path_factory):
             data = recipe.data("validation")
             found[style] = (recipe, data, data.collate(range(len(data)))["readers"]["reader"])
     return found
+
+
+@pytest.mark.parametrize(
+    "changes", [{"data__packed_tokens": 128}, {"compute__dtype": "bf16"}, {"compute__dtype": "fp32"}, {"seed": 7}]
+)
+def test_what_the_folder_does_not_name_makes_no_other_reader(made, tmp_path_factory, monkeypatch, changes):
+    one, data, _ = made["pairs"]
+    monkeypatch.setenv("LW_JAX_CACHE", str(one.folder.parent.parent))
+    monkeypatch.setattr(selfmade, "CARDS", 101)
+    given = {"data__train": "pairs", "data__validation": "pairs", "data__facts": 3} | changes
+    cfg = tiny.make_config(tmp_path_factory.getbasetemp() / "readers", **given)
+    other = selfmade.SelfmadeReader(cfg, meshes.make(data=1, model=1), source="selfmade:llama")
+    assert other.folder == one.folder
+    assert other.examples == one.examples and other.data("validation").digest() == data.digest()
+    assert other.wire.readers == one.wire.readers
+    jax.tree.map(np.testing.assert_array_equal, other.build().trainable, one.build().trainable)
 
 
 def spans(recipe, fields, row):

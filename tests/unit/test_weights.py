@@ -1,6 +1,8 @@
 import dataclasses
+import errno
 import functools
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -90,6 +92,50 @@ def test_saved_reader_loads_back_unchanged(tmp_path, family):
     weights.save(tmp_path / "m", params, cfg, model_type=family)
     assert weights.describe(tmp_path / "m") == cfg
     assert_equal_trees(weights.load(tmp_path / "m", dtype=jnp.float32), params)
+
+
+class Words:
+    """Stands for a tokenizer, whose files may not fit on the disk."""
+
+    bos_token_id, eos_token_id, pad_token_id = 1, 2, 3
+
+    def __init__(self, text, *, fails=False):
+        self.text, self.fails = text, fails
+
+    def save_pretrained(self, folder):
+        (Path(folder) / "templates").mkdir()
+        (Path(folder) / "templates" / "tool.jinja").write_bytes(self.text)
+        (Path(folder) / "tokenizer.json").write_bytes(self.text)
+        if self.fails:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def no_space(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_model_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, monkeypatch, file):
+    params = random_params(LLAMA)
+    weights.save(tmp_path, params, LLAMA, model_type="llama", tokenizer=Words(b"one"))
+
+    def contents():
+        return {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    before = contents()
+    assert before.keys() == {"config.json", "model.safetensors", "tokenizer.json", "templates/tool.jinja"}
+    other, cfg = jax.tree.map(lambda x: 2 * x, params), dataclasses.replace(LLAMA, rope_theta=7.0)
+    with monkeypatch.context() as patch:
+        if file == "model.safetensors":
+            patch.setattr(tensor_files, "save_file", no_space)
+        elif file == "config.json":
+            patch.setattr(Path, "write_text", no_space)
+        words = Words(b"other", fails=file == "tokenizer.json")
+        with pytest.raises(OSError, match="No space left"):
+            weights.save(tmp_path, other, cfg, model_type="llama", tokenizer=words)
+    assert contents() == before
+    weights.save(tmp_path, other, cfg, model_type="llama", tokenizer=Words(b"other"))
+    assert contents().keys() == before.keys() and not set(contents().values()) & set(before.values())
 
 
 def test_llama3_scaling_survives_transformers_reading_of_the_config(tmp_path):

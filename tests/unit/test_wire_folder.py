@@ -1,5 +1,6 @@
 """Exported wires: what is in the folder, who may read it, and what is said of damaged ones."""
 
+import errno
 import json
 import os
 import re
@@ -13,6 +14,7 @@ import msgspec
 import numpy as np
 import pytest
 from huggingface_hub import ModelCard
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 import lw_jax
@@ -20,7 +22,7 @@ import run
 from lw_jax.commands import export, train
 from lw_jax.core import tree
 from lw_jax.core.errors import UserError
-from lw_jax.hub import wire_repository
+from lw_jax.hub import tensor_files, wire_repository
 from lw_jax.hub.tensor_files import read_safetensors, read_tensor
 from lw_jax.inference import evaluation
 from lw_jax.models import codec
@@ -271,6 +273,33 @@ def test_export_says_where_a_large_wire_has_its_bytes_and_replaces_wires_only(tr
         with pytest.raises(UserError, match="no wire folder and not empty"):
             export.main(wire.recipe.cfg, **given, folders={"wire": taken})
         assert not (taken / "wire.safetensors").exists()
+
+
+def fail_with(patch, kind):
+    if kind == "card":
+        patch.setattr("lw_jax.report.card.render", lambda *_: no_space())
+    elif kind == "disk":
+        patch.setattr(tensor_files, "save_file", lambda *_, **__: no_space(SafetensorError("No space left")))
+    else:
+        patch.setattr(jax, "device_get", lambda tree: jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan), tree))
+
+
+def no_space(error=None):
+    raise error or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("card", "No space"), ("disk", "cannot be written .No space"), ("nan", "not finite")]
+)
+def test_export_that_fails_leaves_the_wire_that_is_there(trained, exported, tmp_path, monkeypatch, kind, words):
+    folder, before = shutil.copytree(exported["fp32"], tmp_path / "wire"), contents(exported["fp32"])
+    given = {"resolved": {}, "workdir": trained[0], "folders": {"wire": folder}, "dtype": "int8"}
+    with monkeypatch.context() as patch, pytest.raises((OSError, UserError), match=words):
+        fail_with(patch, kind)
+        export.main(trained[1].recipe.cfg, **given)
+    assert contents(folder) == before
+    assert export.main(trained[1].recipe.cfg, **given) == 0
+    assert wire_folder.read(folder).dtype == "int8" and contents(folder).keys() == before.keys()
 
 
 # --- the hub
