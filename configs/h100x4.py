@@ -2,7 +2,7 @@
 
     python run.py --config configs/h100x4.py
 
-Planned, not measured: 24 minutes for 2000 steps, 57.4 of 84.9 GB at the peak (about 180 samples/s). Made by
+Planned, not measured: 24 minutes for 2000 steps, 57.4 of 84.9 GB at the peak (179.7 samples/s). Made by
 `python run.py plan --config configs/large.py --target h100x4`, whose line "as flags" has these values; with them a run
 starts without planning. On every other machine: `python run.py --config configs/large.py`, which plans at its start.
 """

@@ -309,7 +309,7 @@ def _answer_inputs(fields: Mapping[str, Any]) -> tuple[Int[Array, "b a"], Bool[A
 
     Padding must not count: LongRope chooses its frequencies by a row's real tokens.
     """
-    return fields["answer_inputs"], fields["weights"][:, 1:] > 0
+    return fields["answer_inputs"], jnp.asarray(fields["weights"])[:, 1:] > 0
 
 
 def after_prefix(fields: Mapping[str, Any]) -> Mapping[str, jax.Array]:
