@@ -51,5 +51,5 @@ def main(argv: list[str]) -> int:
 
 if __name__ == "__main__":
     environment.leave_out_torch()
-    standard_streams.outlast_readers()
+    standard_streams.survive_closed_pipes()
     sys.exit(main(sys.argv[1:]))

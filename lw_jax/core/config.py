@@ -94,6 +94,7 @@ class Entry(NamedTuple):
     type: str
     default: Any
     key: Key
+    hint: Any  # the type itself
 
 
 def entries(kind: type = Config, prefix: str = "") -> Iterator[Entry]:
@@ -107,18 +108,12 @@ def entries(kind: type = Config, prefix: str = "") -> Iterator[Entry]:
             yield from entries(typing.get_args(hint)[1], f"{prefix}{field.name}.NAME.")
         else:
             name = hint.__name__ if isinstance(hint, type) and not typing.get_args(hint) else str(hint)
-            yield Entry(f"{prefix}{field.name}", name, field.default, declared(field))
+            yield Entry(f"{prefix}{field.name}", name, field.default, declared(field), hint)
 
 
-def tuple_elements(kind: type = Config, prefix: str = "") -> dict[str, type]:
+def tuple_elements() -> dict[str, type]:
     """Returns, by path, the declared type of a tuple's elements: int, float or str. A reader has no tuple."""
-    found: dict[str, type] = {}
-    for name, hint in typing.get_type_hints(kind).items():
-        if dataclasses.is_dataclass(hint):
-            found |= tuple_elements(typing.cast(type, hint), f"{prefix}{name}.")
-        elif typing.get_origin(hint) is tuple:
-            found[prefix + name] = typing.get_args(hint)[0]
-    return found
+    return {one.path: typing.get_args(one.hint)[0] for one in entries() if typing.get_origin(one.hint) is tuple}
 
 
 def values_of(cfg: Any, prefix: str = "") -> Iterator[tuple[str, Any, Key]]:

@@ -1,4 +1,4 @@
-"""Standard output and error that outlast their readers. Light at import."""
+"""Standard output and error that survive a closed pipe. Light at import."""
 
 import io
 import os
@@ -6,8 +6,8 @@ import sys
 from typing import Any
 
 
-class _Outlasting(io.FileIO):
-    """A standard stream that goes to /dev/null once the reader of its pipe has left."""
+class _SurvivingStream(io.FileIO):
+    """A standard stream that goes to /dev/null once its pipe is closed at the other end."""
 
     def write(self, data: Any, /) -> int:
         try:
@@ -17,7 +17,7 @@ class _Outlasting(io.FileIO):
             return super().write(data)
 
 
-def outlast_readers() -> None:
+def survive_closed_pipes() -> None:
     """Lets the program go on where nobody reads what it prints any more, as behind `head` or a `tee` that died.
 
     Training, evaluation and what other commands write would end in the middle otherwise. For a process that is this
@@ -27,7 +27,7 @@ def outlast_readers() -> None:
         before = getattr(sys, name)
         if before is None:  # closed by whoever started the program
             continue
-        raw = _Outlasting(before.fileno(), "w", closefd=False)
+        raw = _SurvivingStream(before.fileno(), "w", closefd=False)
         buffered = io.BufferedWriter(raw)
         text = io.TextIOWrapper(buffered, encoding=before.encoding, errors=before.errors, line_buffering=True)
         setattr(sys, name, text)

@@ -73,8 +73,8 @@ class Bench:
         answer = {key: fields[key] for key in ANSWER}
         found = self.functions.answer(self.frozen[name], prompt, answer, name, max_new_tokens)
         ids, scores = self.fetch(found, name)
-        told = [answers.first_line(self.decode[name]([int(token) for token in row if token >= 0])) for row in ids]
-        return told, scores
+        texts = [self.decode[name]([int(token) for token in row if token >= 0]) for row in ids]
+        return [answers.first_line(text) for text in texts], scores
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,9 +15,19 @@ from lw_jax.losses import token_losses
 from lw_jax.models import attention_matching, decode, kv_prefix
 from lw_jax.models.adapter import KeysValues
 from lw_jax.models.decoder import KVPrefix
-from lw_jax.models.wire import Prompt, Wire, compacted_prompt, share, taught_prompt, text_prompt, wire_prompt
+from lw_jax.models.wire import (
+    Prompt,
+    Wire,
+    compacted_prompt,
+    embed_shared_prefix,
+    taught_prompt,
+    text_prompt,
+    wire_prompt,
+)
 from sharding import place
 from sharding.placement import Placement
+
+_T = TypeVar("_T")
 
 
 class WireFunctions:
@@ -63,7 +74,7 @@ class WireFunctions:
             prompt = wire_prompt(params, fields, self.wire.prefix(adapter, name, latents, "answer"))
             if opening is None or prompt.kv_prefix is None:
                 return prompt.joined()
-            reader, own = self.wire.readers[name], kv_prefix.behind(opening, prompt.kv_prefix)
+            reader, own = self.wire.readers[name], kv_prefix.prepend(opening, prompt.kv_prefix)
             own = own._replace(k=reader.constrain(own.k), v=reader.constrain(own.v))
             return dataclasses.replace(prompt, shared_prefix=None, kv_prefix=own)
 
@@ -77,18 +88,15 @@ class WireFunctions:
         """
         if self.wire.readers[name].kind != "kv" or not before["ids"].shape[1]:
             return None
-        stack, found = self._openings.get(name, (None, None))
-        if stack is not params["layers"] or found is None:
-            found = self._read_opening(params, before, name)
-            self._openings[name] = params["layers"], found
-        return found
+        return _keep(self._openings, name, params["layers"], lambda: self._read_opening(params, before, name))
 
     @functools.cached_property
     def _read_opening(self):
         def run(params: Tree, before: Mapping, name: str) -> KVPrefix:
-            reader, shared = self.wire.readers[name], share(params, before)
+            reader, shared = self.wire.readers[name], embed_shared_prefix(params, before)
             assert shared is not None, "an opening has tokens"
-            return kv_prefix.read(params, reader.config, shared, mode=reader.mode)
+            mode = dataclasses.replace(reader.mode, constrain=lambda x: x)  # one row does not divide over devices
+            return kv_prefix.take(params, reader.config, shared.x, mask=shared.mask, mode=mode)
 
         return jax.jit(run, static_argnames="name")
 
@@ -203,11 +211,7 @@ class WireFunctions:
 
     def _unstacked(self, layers: Tree, name: str) -> tuple[Tree, ...]:
         """Returns a reader's layers as separate arrays, kept for its next batch."""
-        stack, found = self._separate.get(name, (None, ()))
-        if stack is not layers:
-            found = jax.jit(decode.unstack_layers)(layers)
-            self._separate[name] = layers, found
-        return found
+        return _keep(self._separate, name, layers, lambda: jax.jit(decode.unstack_layers)(layers))
 
     @functools.cached_property
     def _unstack_memory(self):
@@ -246,6 +250,13 @@ class WireFunctions:
             return _likeliest(logits), memory
 
         return jax.jit(run, static_argnames="name", donate_argnums=2)
+
+
+def _keep(kept: dict[str, tuple[Tree, _T]], name: str, layers: Tree, make: Callable[[], _T]) -> _T:
+    """Returns what was made of a reader's layers, made anew for other ones."""
+    if name not in kept or kept[name][0] is not layers:
+        kept[name] = layers, make()
+    return kept[name][1]
 
 
 def _likeliest(logits: jax.Array) -> jax.Array:

@@ -80,10 +80,10 @@ def generate(  # noqa: PLR0913  (as `decoder.forward`)
     frequencies of a LongRope model, the whole text is processed again with the long ones, as transformers does.
     """
     first, memory = begin(params, cfg, x, mask=mask, max_new_tokens=sampling.max_new_tokens, cache=cache, mode=mode)
-    return go_on(params, cfg, first, memory, sampling=sampling, key=key, mode=mode)
+    return continue_generation(params, cfg, first, memory, sampling=sampling, key=key, mode=mode)
 
 
-def go_on(  # noqa: PLR0913
+def continue_generation(  # noqa: PLR0913
     params: Tree,
     cfg: decoder.DecoderConfig,
     first: Float[Array, "b v"],

@@ -35,14 +35,7 @@ def open_cache(  # noqa: PLR0913  (as `decoder.forward`)
     )
 
 
-def read(params: Tree, cfg: DecoderConfig, shared_prefix: SharedPrefix, *, mode: Mode) -> KVPrefix:
-    """Returns a shared prefix as keys and values of one row, for `behind`."""
-    size = 1, shared_prefix.x.shape[1]
-    cache = _read_once(params, cfg, size, shared_prefix, shared_prefix.x.dtype, mode)
-    return of_cache(cfg, cache, mask=shared_prefix.mask)
-
-
-def behind(first: KVPrefix, prefix: KVPrefix) -> KVPrefix:
+def prepend(first: KVPrefix, prefix: KVPrefix) -> KVPrefix:
     """Returns each row's prefix behind `first`, which is the same in every row."""
     rows = len(prefix.mask)
     k, v = (

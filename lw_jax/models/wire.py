@@ -210,19 +210,21 @@ class Wire:
     def generate(self, params: Tree, name: str, prompt: "Prompt", *, max_new_tokens: int) -> Int[Array, "b n"]:
         """Greedy answer ids, -1 after the stop."""
         first, memory = self.begin(params, name, prompt, max_new_tokens=max_new_tokens)
-        return self._go_on(params, name, first, memory, max_new_tokens)
+        return self._continue_generation(params, name, first, memory, max_new_tokens)
 
     def answer(
         self, params: Tree, name: str, prompt: "Prompt", fields: Mapping[str, Any], *, max_new_tokens: int
     ) -> tuple[Int[Array, "b n"], Float[Array, "b t v"]]:
         """Returns `generate`'s ids and `answer_logits` of the reference answers, from one pass over the prompt."""
         first, memory, logits = self.begin_with_answer(params, name, prompt, fields, max_new_tokens=max_new_tokens)
-        return self._go_on(params, name, first, memory, max_new_tokens), logits
+        return self._continue_generation(params, name, first, memory, max_new_tokens), logits
 
-    def _go_on(self, params: Tree, name: str, first: jax.Array, memory: Tree, max_new_tokens: int) -> jax.Array:
+    def _continue_generation(
+        self, params: Tree, name: str, first: jax.Array, memory: Tree, max_new_tokens: int
+    ) -> jax.Array:
         reader = self.readers[name]
         sampling = decode.Sampling(max_new_tokens, reader.stops, unstacked=reader.unstacked)
-        return decode.go_on(
+        return decode.continue_generation(
             params, reader.config, first, memory, sampling=sampling, key=jax.random.key(0), mode=reader.mode
         )
 
@@ -351,7 +353,7 @@ def compacted_prompt(
         taught = jnp.broadcast_to(vectors.astype(asked.dtype)[None], (len(asked), *vectors.shape))
         asked = jnp.concatenate([taught, asked], axis=1)
         mask = jnp.concatenate([jnp.ones(taught.shape[:2], bool), mask], axis=1)
-    return Prompt(asked, mask, share(params, fields["before"]), kept)
+    return Prompt(asked, mask, embed_shared_prefix(params, fields["before"]), kept)
 
 
 def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b n d"] | KeysValues) -> Prompt:
@@ -360,7 +362,7 @@ def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b
     `fields["before"]` is the same in every row: its first row is the shared prefix.
     """
     after, own = after_prefix(fields), None
-    shared = share(params, fields["before"])
+    shared = embed_shared_prefix(params, fields["before"])
     asked = decoder.embed(params, after["ids"])
     task = jnp.ones((len(asked), 1), bool)
     if isinstance(prefix, KeysValues):
@@ -374,7 +376,7 @@ def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b
     return Prompt(embeddings, jnp.concatenate([marks, after["mask"]], axis=1), shared, own)
 
 
-def share(params: Tree, before: Mapping[str, jax.Array]) -> decoder.SharedPrefix | None:
+def embed_shared_prefix(params: Tree, before: Mapping[str, jax.Array]) -> decoder.SharedPrefix | None:
     """Returns what stands before a prefix as a shared prefix, from the first row; None where nothing does."""
     if not before["ids"].shape[1]:
         return None

@@ -99,7 +99,7 @@ def test_a_shared_prefix_may_stand_among_the_keys_and_values(texts, kind):
     cfg = dataclasses.replace(CFG, **KINDS[kind])
     params, shared = tiny.draw_decoder(cfg), decoder.SharedPrefix(texts[0], BEFORE)
     own = kv_prefix.take(params, cfg, texts[1], mask=SLOTS, shared_prefix=shared)
-    joined = kv_prefix.behind(kv_prefix.read(params, cfg, shared, mode=decoder.Mode()), own)
+    joined = kv_prefix.prepend(kv_prefix.take(params, cfg, shared.x, mask=shared.mask), own)
     assert joined.mask.shape[1] == BEFORE.shape[1] + SLOTS.shape[1]
     wanted = decoder.forward(params, cfg, texts[2], mask=AFTER, shared_prefix=shared, kv_prefix=own).hidden
     found = decoder.forward(params, cfg, texts[2], mask=AFTER, kv_prefix=joined).hidden
