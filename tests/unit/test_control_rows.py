@@ -200,6 +200,7 @@ def test_swap_replaces_every_occurrence_by_an_answer_of_the_same_kind():
     assert swapped("Anna met Ben.", "Anna", "Ben", "a cat") == ("a cat met Ben.", ("a cat",)), "another kind is left"
     assert swapped("Anna met Ben.", "Carl", "Dora") is None, "the answer is not in the text"
     assert swapped("Anna met Ben.", "Anna", "Ben", "anna") is None
+    assert swapped("He came in 1999.", "1999", "4 July 1999") is None
     held = swapped("He came in 1999.", "1999", "4 July 1999", "2001")
     assert held == ("He came in 2001.", ("2001",)), "a new answer that holds the old one could not be told from it"
     assert swapped(r"a \1 b", r"\1", r"\2") == (r"a \2 b", (r"\2",))

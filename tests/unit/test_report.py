@@ -15,6 +15,8 @@ import pytest
 import run
 from lw_jax.core.errors import UserError
 from lw_jax.evals import verdict
+from lw_jax.evals.curve import Curve
+from lw_jax.report import figures as drawings
 from lw_jax.report import page as pages
 from lw_jax.report import records, series, tables
 from tests.runs import between, evaluation, figures, metrics, predictions, write_lines, write_run
@@ -287,6 +289,15 @@ def test_figures_that_are_no_numbers_are_counted_and_left_out(tmp_path: Path) ->
 )
 def test_verdict_follows_the_thresholds(changes: dict[str, Any], key: str) -> None:
     assert verdict.judge(between(**changes)) == key
+
+
+def test_line_by_slots_stands_at_the_positions_that_messages_take() -> None:
+    sizes = [{"reader": "r", "width": 8, "bits": 8, "slots": slots, "f1": slots / 10} for slots in (2, 5)]
+    points = [point | {"positions": 20.5 + point["slots"]} for point in sizes]
+    curve = Curve(quality="f1", examples=8, points=points, references={}, text_bytes={})
+    assert drawings._by_slots(curve, "r", "f1") == ([22.5, 25.5], [0.2, 0.5])
+    older = Curve(quality="f1", examples=8, points=sizes, references={}, text_bytes={})
+    assert drawings._by_slots(older, "r", "f1") == ([], [])
 
 
 def test_verdict_without_the_shuffled_row_is_unknown() -> None:
