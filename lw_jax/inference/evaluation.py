@@ -32,6 +32,7 @@ from lw_jax.evals import (
 from lw_jax.evals.curve import MODEL, Curve
 from lw_jax.inference import taught_text
 from lw_jax.inference.trained_wire import TrainedWire
+from lw_jax.models import decoder
 from lw_jax.planning import generation_memory
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory_limit, out_of_memory, validation_memory
@@ -176,13 +177,13 @@ def _check_positions(recipe: LatentWire, encoded: Encoded, options: Eval) -> Non
         asked = lengths.get("asked", 0)
         text = max((lengths.get(key, 0) + asked * (key == "context") for key in fields), default=0)
         needed = max(message, text) + max(lengths.get("answer_inputs", 0), options.max_new_tokens)
-        most = reader.config.max_positions
-        if needed > most:
-            raise UserError(
-                f"reader {name!r}: the longest prompt and its answer take {needed:,} positions, the model was trained "
-                f"on {most:,}; lower config.data.context_tokens={recipe.cfg.data.context_tokens:,} (or encoder.slots, "
-                "data.question_tokens, eval.max_new_tokens), or choose another reader"
-            )
+        decoder.check_positions(
+            reader.config,
+            needed,
+            what=f"reader {name!r}: the longest prompt and its answer take",
+            remedy=f"lower config.data.context_tokens={recipe.cfg.data.context_tokens:,} (or encoder.slots, "
+            "data.question_tokens, eval.max_new_tokens), or choose another reader",
+        )
 
 
 def _score(recipe: LatentWire, texts: list[str]) -> list[Scored]:

@@ -109,7 +109,8 @@ class LM:
     ) -> list[str]:
         """Continues each text and returns the new text only; temperature 0 is greedy.
 
-        Raises UserError for a single text, a text without tokens, no new token and a temperature below 0.
+        Raises UserError for a single text, a text without tokens, no new token, a temperature below 0, and more
+        positions than a decoder was trained on.
         """
         if isinstance(texts, str):
             raise UserError(f"generate: texts={texts!r}: give a list of texts")
@@ -121,6 +122,7 @@ class LM:
         if not rows or not all(rows):
             raise UserError(f"generate: texts={list(texts)!r}: give at least one, each of at least one token")
         width = max(map(len, rows))
+        self._check_positions(width + max_new_tokens)
         ids = np.full((len(rows), width), self.tokenizer.pad, np.int32)
         mask = np.zeros(ids.shape, bool)
         for row, (found, tokens) in enumerate(zip(ids, rows, strict=True)):
@@ -156,6 +158,9 @@ class LM:
     def _jitted_continue(self) -> Callable[..., jax.Array]:
         return jax.jit(self._continue, static_argnums=4)
 
+    def _check_positions(self, needed: int) -> None:
+        """Raises UserError where a text and what is to follow it are too long for the model."""
+
     def _logits(self, params: Tree, ids: jax.Array, mask: jax.Array) -> jax.Array:
         raise NotImplementedError
 
@@ -171,6 +176,10 @@ class DecoderLM(LM):
     def __init__(self, location: Path, config: decoder.DecoderConfig, params: Tree, *, mode: decoder.Mode):
         super().__init__(location, config, params)
         self.mode = mode
+
+    def _check_positions(self, needed: int) -> None:
+        remedy = "shorten the text, or lower max_new_tokens"
+        decoder.check_positions(self.config, needed, what="generate: the longest text and its answer take", remedy=remedy)
 
     def _logits(self, params: Tree, ids: jax.Array, mask: jax.Array) -> jax.Array:
         out = decoder.forward(params, self.config, decoder.embed(params, ids), mask=mask, mode=self.mode)

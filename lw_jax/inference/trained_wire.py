@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Literal, NamedTuple, overload
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
@@ -19,7 +20,7 @@ from lw_jax.data.literals import count_words
 from lw_jax.evals import answers
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import sources, wire_repository
-from lw_jax.models import codec, wire
+from lw_jax.models import codec, decoder, wire
 from lw_jax.planning import planner
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import run_folder, wire_folder
@@ -289,14 +290,26 @@ class TrainedWire:
         rows = place.round_up(rows, self.recipe.placement.data)
         return place.put_eval(jax.tree.map(lambda leaf: leaf[np.minimum(np.arange(rows), len(leaf) - 1)], host), mesh)
 
+    def _check_positions(self, reader: str, prompt: wire.Prompt) -> None:
+        masks = [one.mask for one in (prompt.shared_prefix, prompt.kv_prefix, prompt) if one is not None]
+        longest = int(jnp.max(sum(jnp.sum(mask, axis=1) for mask in masks)))
+        decoder.check_positions(
+            self.recipe.wire.readers[reader].config,
+            longest + self.recipe.cfg.eval.max_new_tokens,
+            what=f"reader {reader!r}: the prompt and eval.max_new_tokens={self.recipe.cfg.eval.max_new_tokens} take",
+            remedy="shorten the text or the question, or choose another reader",
+        )
+
     def _answer(self, reader: str, prompt: wire.Prompt, count: int) -> list[str]:
         """Returns the answers to the first `count` rows of a prompt."""
+        self._check_positions(reader, prompt)
         ids = self.functions.generate(self.frozen[reader], prompt, reader, self.recipe.cfg.eval.max_new_tokens)
         rows = ([int(token) for token in row if token >= 0] for row in np.asarray(ids)[:count])
         return [answers.first_line(self.recipe.tokenizers[reader].decode(tokens)) for tokens in rows]
 
     def _stream(self, reader: str, prompt: wire.Prompt) -> Iterator[str]:
         """Yields the pieces of the answer to a prompt's first row; joined they are what `_answer` returns."""
+        self._check_positions(reader, prompt)
         params, tokenizer = self.frozen[reader], self.recipe.tokenizers[reader]
         most, stops = self.recipe.cfg.eval.max_new_tokens, self.recipe.wire.readers[reader].stops
         tokens, said = [], ""

@@ -412,6 +412,12 @@ def rotate_keys(cfg: DecoderConfig, prefix: KVPrefix, *, seen: jax.Array | int) 
     return jax.vmap(lambda k: rotary.rotate(k, cos, sin))(prefix.k)
 
 
+def check_positions(cfg: DecoderConfig, needed: int, *, what: str, remedy: str) -> None:
+    """Refuses more positions than a model was trained on: beyond them it answers badly, and nothing else says so."""
+    if needed > cfg.max_positions:
+        raise UserError(f"{what} {needed:,} positions, the model was trained on {cfg.max_positions:,}; {remedy}")
+
+
 def check_length(cfg: DecoderConfig, positions: int) -> None:
     """Refuses what a LongRope model may turn by its long frequencies: keys in parts cannot know the whole length."""
     scaling = cfg.rope_scaling

@@ -279,6 +279,9 @@ class DPO:
                 f"dpo.max_prompt={spec.max_prompt} leaves no room for an answer in dpo.max_length={spec.max_length}"
             )
             found.append(Finding(True, f"{problem}: pairs with a long prompt are all dropped"))
+        if spec.max_length > self.model.max_positions:
+            trained = f"the model was trained on {self.model.max_positions:,} positions"
+            found.append(Finding(True, f"dpo.max_length={spec.max_length}: {trained}; lower it"))
         if self.outline:
             location = frozen_models.cached(self.cfg, self.llm.source)
             if location is None or not all(map(row_sources.is_here, row_sources.split_sources(self.cfg.data.train))):

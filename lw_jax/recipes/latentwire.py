@@ -39,6 +39,7 @@ from lw_jax.recipes.curriculum import Curriculum, encoder_rates
 from lw_jax.recipes.teacher import Teacher
 from lw_jax.recipes.token_scores import Surprisal, TokenScores
 from lw_jax.training.optimizers import Rates
+from lw_jax.training.preflight import Finding
 from lw_jax.training.recipe import Weights
 from sharding import place, placement, rules, shards, tables
 from sharding.placement import Placement
@@ -308,6 +309,22 @@ class LatentWire:
     def collapse(self, step: int, values: Mapping[str, float]) -> str:
         """Returns a message where another text's latents serve every reader as well; else an empty string."""
         return self.curriculum.collapse(step, values)
+
+    def findings(self) -> list[Finding]:
+        """Returns a warning for each reader whose longest prompts are longer than what it was trained on."""
+        data, found = self.cfg.data, []
+        message = self.cfg.encoder.slots + prompt_tokens.LITERAL_TOKENS * self.cfg.message.literals
+        limits = {"encoder.slots, message.literals and data.question_tokens": message + data.question_tokens}
+        if self.cfg.loss.kl:
+            limits["data.context_tokens"] = data.context_tokens
+        for name, reader in self.wire.readers.items():
+            most = reader.config.max_positions
+            for keys, limit in limits.items():
+                needed = limit + data.answer_tokens
+                if needed > most:
+                    allowed = f"{keys} and data.answer_tokens allow {needed:,} positions"
+                    found.append(Finding(False, f"reader {name!r}: {allowed}, it was trained on {most:,}; lower them"))
+        return found
 
     def _teach(self, encoded: batches.Encoded) -> batches.Encoded:
         """Returns a data set with the KL's text prompts, or with the teacher's cached tokens in their place."""

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+import safetensors.numpy
 
 from lw_jax.core.errors import UserError
 from lw_jax.hub import peft as folders
@@ -148,11 +149,20 @@ def test_adapters_of_another_kind_are_refused_by_name(tmp_path, change, told):
         folders.load(tmp_path, LLAMA)
 
 
-def test_adapter_whose_weights_are_not_finite_is_refused(tmp_path):
+def test_weights_that_are_not_finite_are_neither_written_nor_read(tmp_path):
     spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q",))
     pairs = random(lora.abstract(LLAMA, spec), 0.1)
-    pairs["layers"]["q"]["a"] = pairs["layers"]["q"]["a"].at[0, 0].set(np.nan)
     folders.save(tmp_path, pairs, spec, model_type="llama", base="here")
+    file = tmp_path / "adapter_model.safetensors"
+    before = file.read_bytes()
+    for value in (np.nan, -np.inf):
+        wrong = {"layers": {"q": pairs["layers"]["q"] | {"a": pairs["layers"]["q"]["a"].at[0, 0].set(value)}}}
+        with pytest.raises(UserError, match=r"q_proj\.lora_A\.weight: a value is not finite, the run has diverged"):
+            folders.save(tmp_path, wrong, spec, model_type="llama", base="here")
+    assert file.read_bytes() == before
+    stored = safetensors.numpy.load_file(file)
+    next(iter(stored.values()))[0] = np.nan
+    safetensors.numpy.save_file(stored, file)
     with pytest.raises(UserError, match=r"adapter_model\.safetensors: tensor .*not finite"):
         folders.load(tmp_path, LLAMA)
 

@@ -72,6 +72,19 @@ def test_warmup_is_measured_by_stage():
     assert only.startswith("ERROR: optim.warmup_steps=700 is longer than stage align's 600 steps")
 
 
+def test_lengths_beyond_a_model_s_positions_are_told():
+    (error,) = [line for line in texts(load("configs/dpo/tinyllama.py", dpo__max_length=2049)) if "positions" in line]
+    assert error.startswith("ERROR: dpo.max_length=2049: the model was trained on 2,048 positions")
+    asked = {"data__context_tokens": 9000, "data__answer_tokens": 500}
+    found = [line for line in texts(load("configs/squad.py", **asked)) if "positions" in line]
+    assert [line.startswith("warning: reader 'llama': ") for line in found] == [True], found
+    assert "data.context_tokens and data.answer_tokens allow 9,500 positions, it was trained on 8,192" in found[0]
+    untaught = texts(load("configs/squad.py", **asked, loss__kl=0.0))
+    assert not any("positions" in line for line in untaught), "no step reads the text"
+    wide = texts(load("configs/squad.py", **asked, loss__kl=0.0, data__question_tokens=8000))
+    assert sum("data.question_tokens and data.answer_tokens allow 8,5" in line for line in wide) == 1, wide
+
+
 @pytest.mark.parametrize(("words", "void"), [(400, True), (3, False)])
 def test_prompts_that_fill_the_length_are_counted_where_the_rows_are_here(tmp_path, words, void):
     tiny.write_reader(tmp_path / "model", "llama")

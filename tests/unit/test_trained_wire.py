@@ -1,5 +1,6 @@
 """The Python API on a random reader's folder and on a tiny trained run."""
 
+import dataclasses
 import os
 import subprocess
 import sys
@@ -112,6 +113,12 @@ def test_texts_without_tokens_are_refused(lm, texts):
 def test_continuations_that_nobody_can_mean_are_refused(lm, texts, words, named):
     with pytest.raises(UserError, match=named):
         lm.generate(texts, **words)
+
+
+def test_generation_beyond_the_model_s_positions_is_refused(lm):
+    most = lm.config.max_positions
+    with pytest.raises(UserError, match=rf"the longest text and its answer take {most + 1:,} positions.*on {most:,}; "):
+        lm.generate(["Mara"], most + 1 - len([*lm.tokenizer.begin, *lm.tokenizer.encode("Mara")]))
 
 
 def test_weights_of_other_kinds_are_refused_by_name(root):
@@ -285,6 +292,20 @@ def test_unknown_reader_is_refused_with_those_there_are(wire, message):
         wire.read(message, reader="gemma", question="Who?")
     with pytest.raises(UserError, match="reader 'gemma'.*llama, qwen"):
         wire.read_text(TEXT, reader="gemma", question="Who?")
+
+
+def test_answers_beyond_a_reader_s_positions_are_refused(wire, message, monkeypatch):
+    """A prompt that fits is answered; one whose answer may end beyond the positions is not."""
+    most = wire.recipe.wire.readers["llama"].config.max_positions
+    options = dataclasses.replace(wire.recipe.cfg.eval, max_new_tokens=most)
+    monkeypatch.setattr(wire.recipe, "cfg", dataclasses.replace(wire.recipe.cfg, eval=options))
+    for ask in (
+        lambda: wire.read(message, "llama", "Where?"),
+        lambda: list(wire.read(message, "llama", "Where?", stream=True)),
+        lambda: wire.read_text(TEXT, "llama", "Where?"),
+    ):
+        with pytest.raises(UserError, match=rf"reader 'llama': the prompt and eval.max_new_tokens={most} take .*;"):
+            ask()
 
 
 def test_message_of_another_wire_is_refused(wire, message, root, tmp_path):
