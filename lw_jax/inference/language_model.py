@@ -178,8 +178,8 @@ class DecoderLM(LM):
         self.mode = mode
 
     def _check_positions(self, needed: int) -> None:
-        remedy = "shorten the text, or lower max_new_tokens"
-        decoder.check_positions(self.config, needed, what="generate: the longest text and its answer take", remedy=remedy)
+        what, remedy = "generate: the longest text and its answer take", "shorten the text, or lower max_new_tokens"
+        decoder.check_positions(self.config, needed, what=what, remedy=remedy)
 
     def _logits(self, params: Tree, ids: jax.Array, mask: jax.Array) -> jax.Array:
         out = decoder.forward(params, self.config, decoder.embed(params, ids), mask=mask, mode=self.mode)
