@@ -165,8 +165,7 @@ def write_safetensors(file: Path, tensors: dict[str, np.ndarray], *, layout: Lit
             OSError.
     """
     for name, values in tensors.items():
-        if not _is_finite(values):
-            raise UserError(f"{name}: a value is not finite, the run has diverged; train it again with a smaller rate")
+        refuse_diverged(name, values)
     try:
         save_file(tensors, str(file), metadata={"format": layout})
     except SafetensorError as error:
@@ -174,6 +173,12 @@ def write_safetensors(file: Path, tensors: dict[str, np.ndarray], *, layout: Lit
         raise UserError(
             f"{file.parent}: {size:,} bytes of tensors cannot be written ({error}); free space, or name another folder"
         ) from error
+
+
+def refuse_diverged(name: str, values: np.ndarray) -> None:
+    """Raises UserError for a trained array that has a value which is not finite."""
+    if not _is_finite(values):
+        raise UserError(f"{name}: a value is not finite, the run has diverged; train it again with a smaller rate")
 
 
 def make_buffer(shape: tuple[int, ...], dtype: jax.typing.DTypeLike) -> np.ndarray:

@@ -291,12 +291,13 @@ class TrainedWire:
         return place.put_eval(jax.tree.map(lambda leaf: leaf[np.minimum(np.arange(rows), len(leaf) - 1)], host), mesh)
 
     def _check_positions(self, reader: str, prompt: wire.Prompt) -> None:
+        """Counts real positions: padding takes none."""
         masks = [one.mask for one in (prompt.shared_prefix, prompt.kv_prefix, prompt) if one is not None]
-        longest = int(jnp.max(sum(jnp.sum(mask, axis=1) for mask in masks)))
+        longest, new = int(jnp.max(sum(jnp.sum(mask, axis=1) for mask in masks))), self.recipe.cfg.eval.max_new_tokens
         decoder.check_positions(
             self.recipe.wire.readers[reader].config,
-            longest + self.recipe.cfg.eval.max_new_tokens,
-            what=f"reader {reader!r}: the prompt and eval.max_new_tokens={self.recipe.cfg.eval.max_new_tokens} take",
+            longest + new,
+            what=f"reader {reader!r}: the prompt and eval.max_new_tokens={new} take",
             remedy="shorten the text or the question, or choose another reader",
         )
 

@@ -81,9 +81,10 @@ def start(
             found[name] = calibrate(reader.kv_adapter(wire.encoder.width), params, sums)
             continue
         fitted = fit(sums)
-        keys, values = fitted.explained.mean(axis=0)
-        explained = f"{keys:.0%} of the keys' variance and {values:.0%} of the values'"
-        print(f"{name}: the start explains {explained} on held-out texts", flush=True)
+        if len(chosen) >= HELD_OUT:
+            keys, values = fitted.explained.mean(axis=0)
+            explained = f"{keys:.0%} of the keys' variance and {values:.0%} of the values'"
+            print(f"{name}: the start explains {explained} on held-out texts", flush=True)
         found[name] = align(params, fitted)
     return found
 

@@ -312,19 +312,13 @@ class LatentWire:
 
     def findings(self) -> list[Finding]:
         """Returns a warning for each reader whose longest prompts are longer than what it was trained on."""
-        data, found = self.cfg.data, []
-        message = self.cfg.encoder.slots + prompt_tokens.LITERAL_TOKENS * self.cfg.message.literals
-        limits = {"encoder.slots, message.literals and data.question_tokens": message + data.question_tokens}
-        if self.cfg.loss.kl:
-            limits["data.context_tokens"] = data.context_tokens
-        for name, reader in self.wire.readers.items():
-            most = reader.config.max_positions
-            for keys, limit in limits.items():
-                needed = limit + data.answer_tokens
-                if needed > most:
-                    allowed = f"{keys} and data.answer_tokens allow {needed:,} positions"
-                    found.append(Finding(False, f"reader {name!r}: {allowed}, it was trained on {most:,}; lower them"))
-        return found
+        most = {name: reader.config.max_positions for name, reader in self.wire.readers.items()}
+        return [
+            Finding(False, f"reader {name!r}: {keys} allow {needed:,} positions, it was trained on {own:,}; lower them")
+            for name, own in most.items()
+            for keys, needed in wire_shapes.longest_prompts(self.cfg).items()
+            if needed > own
+        ]
 
     def _teach(self, encoded: batches.Encoded) -> batches.Encoded:
         """Returns a data set with the KL's text prompts, or with the teacher's cached tokens in their place."""

@@ -60,5 +60,15 @@ def example(cfg: Config, readers: Iterable[str], *, packed: int, messages: int) 
     }
 
 
+def longest_prompts(cfg: Config) -> dict[str, int]:
+    """Returns the most positions of a question's prompt and answer, by the keys that limit them; without an opening."""
+    data = cfg.data
+    message = cfg.encoder.slots + prompt_tokens.LITERAL_TOKENS * cfg.message.literals + data.question_tokens
+    found = {"encoder.slots, message.literals and data.question_tokens": message}
+    if objectives.needs_teacher(cfg.loss, "answer"):
+        found["data.context_tokens"] = data.context_tokens
+    return {f"{keys} and data.answer_tokens": limit + data.answer_tokens for keys, limit in found.items()}
+
+
 def _field(width: int) -> Tree:
     return {"ids": jax.ShapeDtypeStruct((width,), jnp.int32), "mask": jax.ShapeDtypeStruct((width,), bool)}

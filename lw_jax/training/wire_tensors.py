@@ -17,7 +17,7 @@ import numpy as np
 from lw_jax.core import tree
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
-from lw_jax.hub.tensor_files import Stored, read_safetensors, read_tensor, write_safetensors
+from lw_jax.hub.tensor_files import Stored, read_safetensors, read_tensor, refuse_diverged, write_safetensors
 from lw_jax.training import wire_folder
 from lw_jax.training.wire_folder import REMEDY, TENSORS, DType
 
@@ -37,8 +37,7 @@ def write(file: Path, params: Tree, dtype: DType) -> wire_folder.Tensors:
     tensors: dict[str, np.ndarray] = {}
     for name, leaf in tree.flatten_paths(jax.device_get(params)).items():
         values = np.asarray(leaf, np.float32)
-        if not np.isfinite(values).all():
-            raise UserError(f"{name}: a value is not finite, the run has diverged; train it again with a smaller rate")
+        refuse_diverged(name, values)  # here too: as int8 a NaN would be a number
         tensors |= _pack(name, values, dtype)
     write_safetensors(file, tensors, layout="np")
     return _measure(file)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -304,8 +305,19 @@ def test_answers_beyond_a_reader_s_positions_are_refused(wire, message, monkeypa
         lambda: list(wire.read(message, "llama", "Where?", stream=True)),
         lambda: wire.read_text(TEXT, "llama", "Where?"),
     ):
-        with pytest.raises(UserError, match=rf"reader 'llama': the prompt and eval.max_new_tokens={most} take .*;"):
+        with pytest.raises(
+            UserError, match=rf"reader 'llama': the prompt and eval.max_new_tokens={most} take .*;"
+        ) as e:
             ask()
+        prompt = int(re.search(r"take ([\d,]+) positions", str(e.value))[1].replace(",", "")) - most
+        with monkeypatch.context() as patch:  # the longest answer that fits
+            options = dataclasses.replace(wire.recipe.cfg.eval, max_new_tokens=most - prompt)
+            patch.setattr(wire.recipe, "cfg", dataclasses.replace(wire.recipe.cfg, eval=options))
+            assert 0 < prompt < most and isinstance(ask(), (str, list))
+            options = dataclasses.replace(options, max_new_tokens=most - prompt + 1)
+            patch.setattr(wire.recipe, "cfg", dataclasses.replace(wire.recipe.cfg, eval=options))
+            with pytest.raises(UserError, match=rf"take {most + 1:,} positions"):
+                ask()
 
 
 def test_message_of_another_wire_is_refused(wire, message, root, tmp_path):
