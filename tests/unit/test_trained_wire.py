@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -296,27 +295,23 @@ def test_unknown_reader_is_refused_with_those_there_are(wire, message):
 
 
 def test_answers_beyond_a_reader_s_positions_are_refused(wire, message, monkeypatch):
-    """A prompt that fits is answered; one whose answer may end beyond the positions is not."""
+    """The longest answer that fits is given; one more token is refused."""
     most = wire.recipe.wire.readers["llama"].config.max_positions
-    options = dataclasses.replace(wire.recipe.cfg.eval, max_new_tokens=most)
-    monkeypatch.setattr(wire.recipe, "cfg", dataclasses.replace(wire.recipe.cfg, eval=options))
-    for ask in (
-        lambda: wire.read(message, "llama", "Where?"),
-        lambda: list(wire.read(message, "llama", "Where?", stream=True)),
-        lambda: wire.read_text(TEXT, "llama", "Where?"),
+    sent = len(wire.prompt_embeds(message, "llama", "Where?"))
+    text = batches.encode_prompt(TEXT, "Where?", layout=wire.recipe.layout, rows=("text",))["readers"]["llama"]["text"]
+    for ask, prompt in (
+        (lambda: wire.read(message, "llama", "Where?"), sent),
+        (lambda: "".join(wire.read(message, "llama", "Where?", stream=True)), sent),
+        (lambda: wire.read_text(TEXT, "llama", "Where?"), int(text["mask"].sum())),
     ):
-        with pytest.raises(
-            UserError, match=rf"reader 'llama': the prompt and eval.max_new_tokens={most} take .*;"
-        ) as e:
-            ask()
-        prompt = int(re.search(r"take ([\d,]+) positions", str(e.value))[1].replace(",", "")) - most
-        with monkeypatch.context() as patch:  # the longest answer that fits
-            options = dataclasses.replace(wire.recipe.cfg.eval, max_new_tokens=most - prompt)
-            patch.setattr(wire.recipe, "cfg", dataclasses.replace(wire.recipe.cfg, eval=options))
-            assert 0 < prompt < most and isinstance(ask(), (str, list))
-            options = dataclasses.replace(options, max_new_tokens=most - prompt + 1)
-            patch.setattr(wire.recipe, "cfg", dataclasses.replace(wire.recipe.cfg, eval=options))
-            with pytest.raises(UserError, match=rf"take {most + 1:,} positions"):
+        for new in (most - prompt, most - prompt + 1):
+            options = dataclasses.replace(wire.recipe.cfg.eval, max_new_tokens=new)
+            monkeypatch.setattr(wire.recipe, "cfg", dataclasses.replace(wire.recipe.cfg, eval=options))
+            if prompt + new == most:
+                assert isinstance(ask(), str)
+                continue
+            rule = rf"reader 'llama': the prompt and eval.max_new_tokens={new} take {most + 1:,} positions, .*;"
+            with pytest.raises(UserError, match=rule):
                 ask()
 
 
