@@ -80,16 +80,15 @@ def _by_matrix(equation: str, x: jax.Array, weights: jax.Array) -> jax.Array:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _product(equation: str, dtype: jnp.dtype, x: jax.Array, weights: jax.Array) -> jax.Array:
     run = functools.partial(multiply, factors=_narrowest(x, weights), dtype=dtype)
-    if x.dtype == weights.dtype or _rows(equation, x) > 1:
+    inputs, out = equation.split("->")
+    left, right = inputs.split(",")
+    rows = [axis for axis in left if axis not in right]
+    count = math.prod(x.shape[left.index(axis)] for axis in rows)
+    if x.dtype == weights.dtype or not rows or count > 1:
         return run(equation, x, weights)
     # A CPU multiplies one row of bf16 without its matrix instructions, ten times slower than two rows.
-    return run(equation, jnp.concatenate([x, x]), weights)[:1]
-
-
-def _rows(equation: str, x: jax.Array) -> int:
-    """Returns how many rows of values are multiplied with the weights."""
-    left, right = equation.split("->")[0].split(",")
-    return math.prod(size for axis, size in zip(left, x.shape, strict=True) if axis not in right)
+    two = jnp.concatenate([x, x], axis=left.index(rows[0]))
+    return jax.lax.slice_in_dim(run(equation, two, weights), 0, 1, axis=out.index(rows[0]))
 
 
 def _forward(

@@ -57,6 +57,16 @@ def test_one_row_is_multiplied_as_two_once_compiled(rows, multiplied):
     assert run(draw(rows, 1, 5), weights).shape == (rows, 1, 7)
 
 
+@pytest.mark.parametrize(("equation", "shape"), [("bhie,bhem->bhim", (5, 3)), ("bhij,bhje->bhie", (5, 4))])
+def test_one_row_for_each_matrix_of_a_batch_is_multiplied_with_its_own(equation, shape):
+    x, weights = draw(2, 3, 1, 5), draw(2, 3, *shape, seed=1).astype(jnp.bfloat16)
+    found, pull = jax.vjp(lambda x, w: products.wide_product(equation, x, w), x, weights)
+    wanted, wanted_pull = jax.vjp(lambda x, w: jnp.einsum(equation, x, w), rounded(x), rounded(weights))
+    np.testing.assert_allclose(found, wanted, **EXACT)
+    gradient = rounded(draw(*wanted.shape, seed=2))
+    np.testing.assert_allclose(pull(gradient)[0], wanted_pull(gradient)[0], **EXACT)
+
+
 def test_the_backward_pass_finds_products_as_the_bits_of_bf16():
     weights = draw(7, 5).astype(jnp.bfloat16)
     layer = decoder.checkpoint_layer(lambda x: jnp.sin(products.product("btd,fd->btf", x, weights)), "products")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from lw_jax.core import tree
+from lw_jax.core.precision import Precision
 from lw_jax.models import ttt, ttt_inner
 from lw_jax.models.ttt import Mode, TTTConfig
 
@@ -16,6 +17,7 @@ pytestmark = pytest.mark.slow
 
 SAME = 2e-5  # fp32 of unit size, sums in another order, over two layers
 STEPS = 1e-4  # the same against a loop over tokens, whose rounding adds up
+NARROW = 0.1  # bf16 factors beside fp32, of logits of size 2
 GRADIENT = 2e-4  # relative to the largest value of a leaf's gradient
 BASE = {"vocab": 37, "width": 30, "layers": 2, "heads": 3, "ffn": 41, "chunk": 5, "kernel": 3, "base_rate": 3.0}
 MAMBA = {"pre_conv": True, "share_qk": True, "gate": True}
@@ -322,6 +324,16 @@ def test_prompts_of_any_length_then_token_after_token_are_the_whole_text(name):
         np.testing.assert_allclose(found, np.asarray(whole)[rows, lengths + i], atol=SAME)
     assert cache.seen.tolist() == (lengths + 7).tolist()
     check_cache(cache, forward(params, cfg, ids, lengths=jnp.asarray(lengths + 7, jnp.int32)).cache)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_several_texts_continue_token_after_token_in_bf16(name):
+    cfg, mode = VARIANTS[name], Mode(precision=Precision("bfloat16", "float32"))
+    params, ids = make(cfg), text(LENGTH + 1, rows=2)
+    cache = forward(params, cfg, ids[:, :LENGTH], mode, lengths=jnp.full(2, LENGTH, jnp.int32)).cache
+    hidden, _ = jax.jit(lambda token, cache: ttt.decode(params, cfg, token, cache, mode=mode))(ids[:, LENGTH], cache)
+    found = ttt.logits(params, cfg, hidden[:, None])[:, 0]
+    np.testing.assert_allclose(found, logits(params, cfg, ids)[:, LENGTH], atol=NARROW)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -206,6 +206,11 @@ def test_bf16_products_move_the_loss_little(root, recipe, params, batch):
     narrow = tiny.make_ttt(root, compute__dtype="bf16")
     gap = abs(float(mean_of(narrow, params, batch)) / float(mean_of(recipe, params, batch)) - 1)
     assert 0 < gap < 0.02
+    ours, theirs = (terms_of(one, params, measured(recipe, [0, 3, 7])).terms for one in (narrow, recipe))
+    assert ours.keys() == theirs.keys()
+    for name, (total, weight) in theirs.items():  # the inner losses are of one token a text
+        assert float(ours[name][0]) == pytest.approx(float(total), rel=0.02), name
+        assert float(ours[name][1]) == float(weight)
 
 
 def test_how_it_is_computed_is_no_part_of_what_a_run_means(root):
