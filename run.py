@@ -24,7 +24,7 @@ def start(args: argparse.Namespace) -> int:
     loaded = [] if getattr(args, "keys", False) else loading.load(args, search=plans)
     # Before anything imports JAX.
     if plans:
-        environment.prepare_compiler(everywhere=target)
+        environment.prepare_compiler(everywhere=target or args.verb == "slurm")
     elif args.verb not in ("show", "report"):
         environment.hide_idle_cuda()
     return importlib.import_module(parser.COMMANDS[args.verb].module).run(args, *loaded) or 0

@@ -19,6 +19,7 @@ DRIVER_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 # Both names are read by JAX, the newer one first; without them it takes JAX_FRACTION.
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 JAX_FRACTION = 0.75
+_before: dict[str, str | None] = {}  # variables that this module has changed -> the user's own values
 _NO_DRIVER = (b"Could not find cuda drivers", b"before absl::InitializeLog()")
 
 
@@ -28,7 +29,18 @@ def reserve_memory(fraction: float = 0.92) -> None:
     The user's own setting takes precedence.
     """
     if not any(os.environ.get(name) for name in _FRACTIONS):
-        os.environ[_FRACTIONS[0]] = str(fraction)
+        _change(_FRACTIONS[0], str(fraction))
+
+
+def of_user() -> dict[str, str]:
+    """Returns the environment as the user gave it, for programs on other machines: SLURM hands it to the job."""
+    found = {name: value for name, value in os.environ.items() if name not in _before}
+    return found | {name: value for name, value in _before.items() if value is not None}
+
+
+def _change(name: str, value: str) -> None:
+    _before.setdefault(name, os.environ.get(name))
+    os.environ[name] = value
 
 
 def memory_fraction() -> float:
@@ -43,7 +55,7 @@ def leave_out_torch() -> None:
     """
     modules: dict[str, Any] = sys.modules
     modules["torch"] = None  # Python's own mark of a missing module
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    _change("TRANSFORMERS_VERBOSITY", os.environ.get("TRANSFORMERS_VERBOSITY", "error"))
 
 
 def prepare_compiler(*, everywhere: bool) -> None:
@@ -53,10 +65,11 @@ def prepare_compiler(*, everywhere: bool) -> None:
     """
     if not everywhere and _has_driver():
         return
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    os.environ["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"  # which would ask the driver
-    os.environ.setdefault("JAX_NUM_CPU_DEVICES", "64")
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of a step that is too large; the plan reports it
+    _change("JAX_PLATFORMS", "cpu")
+    _change("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # which would ask the driver
+    _change("JAX_NUM_CPU_DEVICES", os.environ.get("JAX_NUM_CPU_DEVICES", "64"))
+    # XLA warns of a step that is too large; the plan reports it.
+    _change("TF_CPP_MIN_LOG_LEVEL", os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2"))
     _start_quietly()
 
 

@@ -23,6 +23,21 @@ BYTES = 257  # UTF-8 and the end of a document
 TTT_PLACEMENTS = tuple(name for name in PLACEMENTS if name in ("auto", "single", "replicate", "fsdp"))
 
 
+def check_processes(cfg: Config, processes: int) -> None:
+    """Refuses what one process alone can do, where there are several: one a node.
+
+    Raises:
+      UserError: names the key, its value, the rule and the remedy.
+    """
+    if processes == 1:
+        return
+    rule = "is read from a cache that one process fills, and this run has one process for each of its"
+    if cfg.recipe == "latentwire" and cfg.loss.kl and cfg.loss.teacher_k:
+        refuse("loss.teacher_k", cfg.loss.teacher_k, f"{rule} {processes} nodes; 0 runs the teacher in every step.")
+    if cfg.recipe == "dpo" and cfg.dpo.reference == "cached":
+        refuse("dpo.reference", cfg.dpo.reference, f"{rule} {processes} nodes; 'recomputed' computes it in every step.")
+
+
 def validate(cfg: Config) -> None:
     """Refuses values that are out of range and combinations that cannot work.
 

@@ -44,7 +44,7 @@ def path(cfg: Config, name: str) -> Path:
         name,
         here if name == "here" else [],
         config.shape(cfg),
-        recipes.reader_bytes(cfg),  # a local folder may hold another model under the same name
+        _shapes(cfg),  # a local folder may hold another model under the same name
         _versions(),
         code(),
     ]
@@ -74,6 +74,13 @@ def code() -> str:
         for file in sorted(ROOT.glob(pattern)):
             digest.update(file.read_bytes())
     return digest.hexdigest()
+
+
+def _shapes(cfg: Config) -> list[str]:
+    """Returns the frozen and the trainable arrays of the configuration."""
+    found = recipes.outline(config.with_remat(cfg, "none")).abstract()
+    leaves = jax.tree_util.tree_leaves_with_path((found.trainable, found.frozen))
+    return [f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}" for path, leaf in leaves]
 
 
 def _versions() -> list[str]:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from lw_jax import recipes
-from lw_jax.core import config
+from lw_jax.core import config, validation
 from lw_jax.core import precision as precision_of
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -83,7 +83,13 @@ def make(cfg: Config, target: str = "", *, estimate: bool = False) -> Plan:
 
 
 def check_processes(cfg: Config, devices: int, processes: int) -> None:
-    """Raises PlacementError where the configured placement cannot run over so many processes, one a node."""
+    """Refuses what cannot run over so many processes, one a node.
+
+    Raises:
+        PlacementError: the configured placement.
+        UserError: another key.
+    """
+    validation.check_processes(cfg, processes)
     if cfg.mesh.placement != "auto":
         mesh = cfg.mesh
         placements.check_processes(mesh.placement, mesh.data, mesh.model, devices=devices, processes=processes)
@@ -272,13 +278,13 @@ def evaluation_memory(
     """
     recipe: Any = program.recipe
     widths = recipe.validation_widths()
-    validation = validation_memory.estimate(program, recipe, widths, room)
+    validated = validation_memory.estimate(program, recipe, widths, room)
     generation = generation_memory.estimate(program, room)
-    if compile and not validation.fits_doubled(room):
-        validation = validation_memory.measure(program, widths, room, compile=compile)
+    if compile and not validated.fits_doubled(room):
+        validated = validation_memory.measure(program, widths, room, compile=compile)
     if compile and generation and not generation.fits_doubled(room):
         generation = generation_memory.measure(program, room, compile=compile)
-    return {"validation": validation, "generation": generation}
+    return {"validation": validated, "generation": generation}
 
 
 def _row(cfg: Config, candidate: Candidate) -> Plan:

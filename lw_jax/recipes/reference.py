@@ -5,8 +5,8 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from lw_jax.core import validation
 from lw_jax.core.config import Config
-from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data import preferences
 from lw_jax.data.batches import Batch
@@ -37,8 +37,7 @@ class Reference:
             score: (parameters, fields) -> f32[b 2], of the chosen and the rejected answer.
             identity: fingerprints of the model's weights and tokenizer, its storage and arithmetic.
         """
-        if jax.process_count() > 1:
-            raise UserError("config.dpo.reference = 'cached': must be 'recomputed' with several processes")
+        validation.check_processes(cfg, jax.process_count())
         self.cfg, self.placement, self.name = cfg, placement, name
         self.store = Store(sources.cache_root() / "reference", identity, rows={"reference": ((2,), np.float32)})
         self._score = jax.jit(score)

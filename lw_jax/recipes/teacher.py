@@ -8,9 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from lw_jax.core import precision
+from lw_jax.core import precision, validation
 from lw_jax.core.config import Config
-from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data.batches import Batch, Encoded, Lookup
 from lw_jax.data.frozen_cache import Store, key_of
@@ -25,11 +24,7 @@ class Teacher:
 
     def __init__(self, cfg: Config, wired: wire.Wire, placement: Placement, identities: Mapping[str, dict]):
         """Opens the caches; `identities` has each reader's fingerprints of weights, tokenizer and template."""
-        if jax.process_count() > 1:
-            raise UserError(
-                f"config.loss.teacher_k={cfg.loss.teacher_k}: the teacher's tokens are cached by one process only; "
-                "set it to 0 to run the teacher in every step"
-            )
+        validation.check_processes(cfg, jax.process_count())
         self.cfg, self.wire, self.placement = cfg, wired, placement
         self._meaning = {
             "prompt": dataclasses.asdict(cfg.prompt),

@@ -18,15 +18,15 @@ SHARED_PREFIX = 40  # tokens of a prompt before the context, assumed where no to
 def example(cfg: Config, readers: Iterable[str], *, packed: int, messages: int) -> Tree:
     """Returns one example as shapes, of so many messages where it has questions, and those packed in so many tokens.
 
-    It is of the stages' task with the most target tokens: the logits dominate memory.
+    It is of the stages' task that costs most (`_passages_cost_more`).
     """
     data, stages = cfg.data, [stage for _, stage, _ in config.stages(cfg)]
-    task, answers, longest = "answer", packed // 2 or data.answer_tokens, longest_passage(cfg)
+    task, answers = "answer", packed // 2 or data.answer_tokens
     widths = {"before": SHARED_PREFIX, "after": data.question_tokens}
     words, text = prompt_tokens.LITERAL_TOKENS * cfg.message.literals, data.context_tokens
-    if longest + 1 > answers * messages or not any(stage.answer for stage in stages):
-        taught = objectives.needs_teacher(cfg.loss, "continuation") and any(stage.continuation for stage in stages)
-        task, answers, text = "continuation" if taught else "reconstruct", longest + 1, SHARED_PREFIX + longest
+    if not any(stage.answer for stage in stages) or _passages_cost_more(cfg, packed=packed, messages=messages):
+        task, longest = _passage_task(cfg), longest_passage(cfg)
+        answers, text = longest + 1, SHARED_PREFIX + longest
         widths |= {"after": min(words, 1)}  # a token behind literals
     if words:
         widths |= {"literals": words}
@@ -58,6 +58,34 @@ def example(cfg: Config, readers: Iterable[str], *, packed: int, messages: int) 
         "readers": dict.fromkeys(readers, reader),
         "index": jax.ShapeDtypeStruct((), jnp.int32),
     }
+
+
+def _passage_task(cfg: Config) -> str:
+    """Returns the passages' task with the most passes."""
+    taught = objectives.needs_teacher(cfg.loss, "continuation")
+    return "continuation" if taught and any(stage.continuation for _, stage, _ in config.stages(cfg)) else "reconstruct"
+
+
+def _passages_cost_more(cfg: Config, *, packed: int, messages: int) -> bool:
+    """Returns whether a passage takes more of a reader than a text's questions.
+
+    Whole logits dominate memory: then their targets decide; else the positions that a step's passes compute.
+    """
+    data, longest = cfg.data, longest_passage(cfg)
+    if not longest:
+        return False
+    answers, words = packed // 2 or data.answer_tokens, prompt_tokens.LITERAL_TOKENS * cfg.message.literals
+    if not cfg.compute.logits_chunk:
+        return longest + 1 > answers * messages
+    asked = packed or data.question_tokens + data.answer_tokens
+    live = not cfg.loss.teacher_k
+    of_questions = messages * (words + asked)
+    if live and objectives.needs_teacher(cfg.loss, "answer"):
+        of_questions += data.context_tokens + messages * asked
+    of_passage = words + 1 + longest
+    if live and objectives.needs_teacher(cfg.loss, _passage_task(cfg)):
+        of_passage += SHARED_PREFIX + 2 * longest
+    return of_passage > of_questions
 
 
 def longest_prompts(cfg: Config) -> dict[str, int]:

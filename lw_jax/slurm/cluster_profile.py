@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from lw_jax.core.config import Train, suggest
 from lw_jax.core.errors import UserError
+from lw_jax.training import preflight
 from lw_jax.training.preflight import Finding
 
 # Chosen, not measured: error of a prediction, and time outside of it.
@@ -143,7 +144,7 @@ def inspect(plan: Mapping[str, Any], train: Train) -> list[Finding]:
     if plan["hours"] is None or not math.isfinite(site.max_hours):
         return []
     seconds = plan["chosen"]["step_seconds"]
-    between = seconds * min(train.checkpoint_every, train.steps)
+    between = seconds * preflight.save_interval(train)
     try:
         found = limit(plan["hours"], step_seconds=seconds, checkpoint_seconds=between, basis="predicted", site=site)
     except UserError as error:

@@ -8,12 +8,14 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lw_jax.core.config import Train
 from lw_jax.core.errors import UserError
 from lw_jax.planning import remedies
 from lw_jax.planning.planner import Plan, overrides
 from lw_jax.slurm import cluster_profile
 from lw_jax.slurm.cluster_profile import Limit, Site, clock
 from lw_jax.slurm.past_runs import Record
+from lw_jax.training import preflight
 
 MEMORY_FRACTION = 0.92  # of a GPU, for XLA; the rest is for CUDA, NCCL and cuBLAS: chosen, not measured
 
@@ -82,7 +84,7 @@ def make_job(
     start = (python, str(request.project / "run.py"), "train", "--config", request.config)
     step_seconds = hours * 3600 / train["steps"]
     return Job(
-        name=re.sub(r"[^\w.-]+", "-", workdir.name, flags=re.ASCII) or "latentwire",
+        name=clean_name(workdir.name),
         command=(*start, *flags, "--workdir", str(workdir)),
         folder=Path.cwd(),  # the user's relative paths stay valid
         logs=workdir / "logs",
@@ -91,11 +93,16 @@ def make_job(
         host_memory_bytes=memory,
         hours=hours,
         step_seconds=step_seconds,
-        checkpoint_seconds=step_seconds * min(train["checkpoint_every"], train["steps"]),
+        checkpoint_seconds=step_seconds * preflight.save_interval(Train(**train)),
         memory_fraction=max(MEMORY_FRACTION, resolved["mesh"]["target_utilisation"]),
         origin=_origin(plan, record),
         basis=basis,
     )
+
+
+def clean_name(text: str) -> str:
+    """Returns a job's name: sbatch ends a directive at a blank."""
+    return re.sub(r"[^\w.-]+", "-", text, flags=re.ASCII) or "latentwire"
 
 
 def _time(plan: Plan, *, steps: int, given: float | None, record: Record | None) -> tuple[float, str]:

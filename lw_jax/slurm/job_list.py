@@ -11,7 +11,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
 from lw_jax.slurm import cluster_profile, job_script
 from lw_jax.slurm.cluster_profile import Site
-from lw_jax.slurm.job import Job
+from lw_jax.slurm.job import Job, clean_name
 from lw_jax.slurm.job_script import one_line
 
 KINDS = ("array", "sequence")
@@ -39,7 +39,7 @@ def join(jobs: Sequence[Job], kind: str, *, name: str, logs: Path) -> Job:
     hours = max(job.hours for job in jobs) if kind == "array" else sum(job.hours for job in jobs) + starts
     return dataclasses.replace(
         jobs[0],
-        name=name,
+        name=clean_name(name),
         logs=logs,
         hours=hours,
         host_memory_bytes=max(job.host_memory_bytes for job in jobs),

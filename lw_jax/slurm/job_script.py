@@ -6,6 +6,7 @@ import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
+from lw_jax.core import environment
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
 from lw_jax.hub import sources
@@ -144,7 +145,8 @@ def write(file: Path, text: str, *, logs: Path) -> None:
 def submit(file: Path) -> str:
     """Submits the file and returns the output of sbatch."""
     try:
-        done = subprocess.run(["sbatch", str(file)], capture_output=True, text=True, check=False)
+        command, own = ["sbatch", str(file)], environment.of_user()
+        done = subprocess.run(command, capture_output=True, text=True, check=False, env=own)
     except FileNotFoundError as error:
         raise UserError(f"--submit: no sbatch here; run on a login node: sbatch {file}") from error
     if done.returncode:

@@ -109,15 +109,11 @@ def flops(cfg: config.Optim, rates: Rates, abstract: Tree) -> float:
 
     For a matrix [a b], a <= b, an iteration has two products of a x a x b and one of a x a x a.
     """
-    rows = rules.match(list(rates), abstract, name="learning rates")
+    rows = rules.match([(pattern, row) for row, (pattern, _) in enumerate(rates)], abstract, name="learning rates")
+    trained = [any(multiple) if isinstance(multiple, tuple) else bool(multiple) for _, multiple in rates]
     total = 0.0
-    for (path, leaf), (_, multiple) in zip(_leaves(abstract), _leaves(rows), strict=True):
-        sides = (
-            matrix_axes(rules.path_of(path), leaf.ndim)
-            if cfg.kind == "muon" and any(_multipliers(multiple, 1))
-            else None
-        )
-        if sides:
+    for (path, leaf), (_, row) in zip(_leaves(abstract), _leaves(rows), strict=True):
+        if cfg.kind == "muon" and trained[row] and (sides := matrix_axes(rules.path_of(path), leaf.ndim)):
             short, long = sorted(math.prod(leaf.shape[axis] for axis in side) for side in sides)
             total += _ITERATIONS * leaf.size / (short * long) * (4 * short**2 * long + 2 * short**3)
     return total

@@ -68,6 +68,11 @@ def alarm_step(train: config.Train) -> int:
     return train.steps if train.steps >= FEWEST_JUDGED else 0
 
 
+def save_interval(train: config.Train) -> int:
+    """Returns the most steps between two checkpoints: a validated step is saved whatever `checkpoint_every` is."""
+    return min(train.checkpoint_every, train.eval_every or train.steps, train.steps)
+
+
 def _alarm(cfg: Config, recipe: object) -> list[Finding]:
     setting = f"train.alarm_step={cfg.train.alarm_step}"
     if recipe is None:  # not made yet
@@ -101,18 +106,16 @@ def _schedule(cfg: Config) -> list[Finding]:
 
 
 def _cadence(cfg: Config) -> list[Finding]:
-    train, found = cfg.train, []
-    for key, value, lost in (
-        (
-            "eval_every",
-            train.eval_every,
-            "what is held out is measured at the end only, so that no best step is known",
-        ),
-        ("checkpoint_every", train.checkpoint_every, "a run that is killed without notice starts anew"),
-    ):
-        if value > train.steps:
-            found.append(Finding(False, f"train.{key}={value} is beyond the run's {train.steps} steps: {lost}"))
-    return found
+    train, found = cfg.train, {}
+    if not 0 < alarm_step(train) < train.steps:
+        found["eval_every"] = "what is held out is measured at the end only, so that no best step is known"
+    if save_interval(train) == train.steps:
+        found["checkpoint_every"] = "a run that is killed without notice starts anew"
+    return [
+        Finding(False, f"train.{key}={value} is beyond the run's {train.steps} steps: {lost}")
+        for key, lost in found.items()
+        if (value := getattr(train, key)) > train.steps
+    ]
 
 
 def missing_data(cfg: Config) -> list[Finding]:

@@ -49,11 +49,11 @@ class ValidationLoop:
         self, trainable: Tree, frozen: Tree, size: int, stop_requested: Callable[[], bool]
     ) -> dict[str, float] | None:
         cfg, placement = self._step_spec.cfg, self._step_spec.placement
-        key = rngs.stream(cfg.seed, "validation")
+        key, limit = rngs.stream(cfg.seed, "validation"), cfg.data.validation_limit or cfg.eval.examples
         found: dict[str, float] = {}
         for number, (prefix, encoded) in enumerate(self._data):
             sums: dict[str, list[float]] = {}
-            for batch in eval_batches(encoded, size, cfg.eval.examples, share=processes.share()):
+            for batch in eval_batches(encoded, size, limit, share=processes.share()):
                 if stop_requested():
                     return None
                 valid = batch.pop("valid")

@@ -39,6 +39,21 @@ def test_plugin_with_a_driver_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert sys.modules == before
 
 
+def test_programs_elsewhere_get_the_user_s_own_environment(monkeypatch):
+    monkeypatch.setattr(environment, "_before", {})
+    monkeypatch.setattr(environment, "_start_quietly", lambda: None)
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "TF_CPP_MIN_LOG_LEVEL", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in {"XLA_CLIENT_MEM_FRACTION": "", "JAX_PLATFORMS": "cuda", "JAX_NUM_CPU_DEVICES": "3"}.items():
+        monkeypatch.setenv(name, value)
+    before = dict(os.environ)
+    environment.reserve_memory()
+    environment.prepare_compiler(everywhere=True)
+    assert (os.environ["JAX_PLATFORMS"], os.environ["JAX_NUM_CPU_DEVICES"]) == ("cpu", "3")
+    assert environment.of_user() == before
+
+
 def test_memory_is_reserved_unless_the_user_said_how_much(monkeypatch):
     for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
         monkeypatch.delenv(name, raising=False)

@@ -43,6 +43,7 @@ def make_jobs(tmp_path, **changes):
 
 def write(tmp_path, kind, site=SITE, **changes):
     found = make_jobs(tmp_path, **changes)
+    assert job_list.join(found, kind, name="my runs", logs=tmp_path).name == "my-runs", "a blank ends a directive"
     whole = job_list.join(found, kind, name="all", logs=tmp_path / "logs")
     return job_list.script(found, whole, site, kind)
 

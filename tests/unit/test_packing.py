@@ -224,8 +224,17 @@ def test_planned_batch_has_the_fields_of_a_real_one_and_validation_one_question(
         plain = make(data__packed_tokens=0, **changes)
         assert recipe.validation_widths() == plain.batch_widths() == plain.validation_widths()
     long = {"stages__pretrain__share": 0.5, "stages__pretrain__lengths": (48,)}
-    assert make(**long).batch_widths()["readers"]["llama"]["task"].name == "answer", "half of a row has more targets"
-    assert make(**long, data__packed_tokens=92).batch_widths()["readers"]["llama"]["task"].name == "reconstruct"
+
+    def planned(**changes):
+        return make(**long, **changes).batch_widths()["readers"]["llama"]["task"].name
+
+    assert planned(data__packed_tokens=92) == "answer", "a row of questions has more positions"
+    assert planned(data__packed_tokens=44) == "reconstruct"
+    whole = {"compute__logits_chunk": 0}
+    assert planned(**whole, data__packed_tokens=92) == "reconstruct", "its targets are more than half of a row"
+    assert planned(**whole, data__packed_tokens=104) == "answer"
+    read = {"loss__kl": 1.0, "loss__teacher_k": 0}
+    assert planned(**read, data__packed_tokens=44) == "answer", "the reader with the text reads all of it"
 
 
 def test_cached_teacher_has_its_shapes_before_a_row_is_there(make):

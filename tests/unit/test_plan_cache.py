@@ -1,5 +1,6 @@
 """lw_jax/planning/plan_cache.py and `config.shape`: which plans are one plan."""
 
+import json
 import re
 import shutil
 from typing import Any
@@ -99,9 +100,19 @@ def test_another_target_version_or_memory_is_another_plan(root, monkeypatch):
     files = [plan_cache.path(cfg, name) for name in ("h100x2", "h100x4", "here")]
     monkeypatch.setattr(plan_cache, "_versions", lambda: ["jax 0"])
     files.append(plan_cache.path(cfg, "h100x2"))
-    monkeypatch.setattr(recipes, "reader_bytes", lambda cfg: {"llama": 7, "qwen": 9})
-    files.append(plan_cache.path(cfg, "h100x2"))
     assert len(set(files)) == len(files)
+
+
+@pytest.mark.parametrize("where", ["encoder", "llms.llama"])
+def test_another_model_under_the_same_path_is_another_plan(root, tmp_path, where):
+    folder = shutil.copytree(root / "llama", tmp_path / "body")
+    cfg = change(change(make_searched_config(root), "encoder.kind", "lm"), "encoder.source", str(root / "llama"))
+    cfg = change(cfg, f"{where}.source", str(folder))
+    first = plan_cache.path(cfg, "h100x2")
+    assert plan_cache.path(cfg, "h100x2") == first
+    values = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(values | {"intermediate_size": 2 * values["intermediate_size"]}))
+    assert plan_cache.path(cfg, "h100x2") != first
 
 
 def test_code_that_shapes_a_step_is_known_by_its_content_and_no_other(tmp_path, monkeypatch):

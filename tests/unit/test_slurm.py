@@ -3,13 +3,16 @@
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+import run
 from lw_jax.commands import slurm
-from lw_jax.core import config
+from lw_jax.core import config, config_file, environment
 from lw_jax.core.errors import UserError
+from lw_jax.planning import planner
 from lw_jax.planning.planner import resolve_target
 from lw_jax.slurm.job_list import Task
 from sharding.errors import PlacementError
@@ -157,6 +160,44 @@ def test_output_that_cannot_be_written_is_refused_with_its_path(call, tmp_path: 
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="file"):
         call(output=str(tmp_path / "file" / "job.sbatch"))
+
+
+def test_a_submitted_job_gets_no_setting_of_the_planner(call, tmp_path: Path, monkeypatch, capsys) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho platforms=$JAX_PLATFORMS mine=$MINE\n", encoding="utf-8")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("MINE", "kept")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(environment, "_before", {"JAX_PLATFORMS": None})  # as `environment.prepare_compiler` leaves it
+    call(submit=True)
+    assert capsys.readouterr().out.splitlines()[-1] == "platforms= mine=kept"
+
+
+def test_jobs_are_planned_for_other_machines_wherever_they_are_written(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(run.environment, "prepare_compiler", lambda *, everywhere: asked.append(everywhere))
+    monkeypatch.setattr(run.environment, "reserve_memory", lambda: None)
+    monkeypatch.setattr(run.importlib, "import_module", lambda name: SimpleNamespace(run=lambda *_: 0))
+    for words in (["slurm"], ["plan"], ["plan", "--target", "h100x2"]):
+        assert run.main([*words, "--config", "configs/h100x4.py"]) == 0
+    assert asked == [True, False, True]
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "rule"),
+    [
+        ("squad", {}, "loss.teacher_k = 64.*2 nodes"),
+        ("dpo/smollm2", {"dpo.reference": "cached"}, "dpo.reference = 'cached'.*2 nodes"),
+    ],
+)
+def test_what_one_process_fills_is_refused_for_several_nodes(file, changes, rule) -> None:
+    values = config_file.load(f"configs/{file}.py", root=Path(run.__file__).parent)
+    config_file.override(values, changes)
+    cfg = config.build(values)
+    with pytest.raises(UserError, match=rule):
+        planner.make(cfg, "2xh100x4", estimate=True)
+    planner.check_processes(cfg, 8, 1)
 
 
 def test_submitting_where_there_is_no_sbatch_is_refused(call, tmp_path: Path, monkeypatch) -> None:
