@@ -11,7 +11,8 @@ from lw_jax.core import early_signals, environment, standard_streams
 from lw_jax.core.errors import UserError
 from sharding.errors import PlacementError
 
-UNWRITABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT)  # the user can mend these
+# Of a path that the user can mend.
+UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
 
 
 def start(args: argparse.Namespace) -> int:
@@ -40,7 +41,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.errno not in UNWRITABLE:
+        if error.errno not in UNUSABLE:
             raise
         where = "--workdir names a run's folder, LW_JAX_CACHE that of what is fetched, made and compiled"
         print(f"error: {error.filename or 'a file'}: {error.strerror}; {where}", file=sys.stderr)

@@ -12,8 +12,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.inference import evaluation
 from lw_jax.inference.trained_wire import open_wire
-from lw_jax.training import wire_folder
-from lw_jax.training.run_folder import check_writable
+from lw_jax.training import run_folder, wire_folder
 
 
 def run(args: argparse.Namespace, loaded: Loaded) -> int:
@@ -22,6 +21,9 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     if wire_folder.is_wire(out or loaded.workdir):
         rule = "an exported wire is read-only: name another folder for the results, --out DIR"
         raise UserError(f"{out or loaded.workdir}: {rule}")
+    if out and (out / "config.json").exists() and not out.samefile(loaded.workdir):
+        rule = "another run's folder: its own evaluation would be replaced; name another folder for the results"
+        raise UserError(f"--out {out}: {rule}")
     return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, out=out)
 
 
@@ -36,13 +38,13 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, out: Path | No
     runtime.start()
     folder = out or workdir
     if jax.process_index() == 0:
-        check_writable(folder, remedy="`eval` leaves its results there: name another folder with --out DIR")
+        run_folder.check_writable(folder, remedy="`eval` leaves its results there: name another folder with --out DIR")
     runtime.tell_device()
     wire = open_wire(cfg, workdir)
     found = evaluation.evaluate(wire)
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)
-        paths = evaluation.write(found, folder, step=wire.step)
+        paths = evaluation.write(found, folder, step=wire.step, data=cfg.data.validation)
         from lw_jax.report import figures, tables  # matplotlib
 
         drawn = tables.drawable_rows(found.summary)
@@ -52,6 +54,8 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, out: Path | No
         if found.curve:
             figures.draw_curve(found.curve).savefig(folder / "bytes.png", dpi=130)
             paths.append(folder / "bytes.png")
+        else:
+            (folder / "bytes.png").unlink(missing_ok=True)
         print(evaluation.describe(found))
         print(f"checkpoint {wire.step}; " + ", ".join(map(str, paths)))
     return 0

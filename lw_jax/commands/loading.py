@@ -43,6 +43,10 @@ def load(args: argparse.Namespace, *, search: bool = False) -> list[Loaded]:
         return [_load(args, args.config or "", workdir, search=search)]
     parent = list_workdir(args)
     found = [_load(args, spec, None, search=search) for spec in config_file.read_list(args.config, root=PROJECT)]
+    names = [one.workdir.name for one in found]
+    if twins := sorted({name for name in names if names.count(name) > 1}):
+        specs = ", ".join(one.spec for one in found if one.workdir.name == twins[0])
+        raise UserError(f"--config {args.config}: {specs} would share the folder {twins[0]}; rename one of the files")
     return [one._replace(workdir=parent / one.workdir.name) for one in found]
 
 

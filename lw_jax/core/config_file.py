@@ -45,8 +45,11 @@ def read_list(path: str, *, root: Path) -> list[str]:
 
     Raises UserError where there is no such file, or it names none or one twice.
     """
-    lines = (line.partition("#")[0].strip() for line in find(path, root=root).read_text("utf-8").splitlines())
-    found = [line for line in lines if line]
+    try:
+        text = find(path, root=root).read_text("utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"--config {path}: {error}; a readable UTF-8 text file is needed") from error
+    found = [name for line in text.splitlines() if (name := line.partition("#")[0].strip())]
     if not found or len(set(found)) < len(found):
         raise UserError(f"--config {path}: it must name one configuration a line, each once; it has {found}.")
     return found

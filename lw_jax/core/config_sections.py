@@ -219,7 +219,11 @@ class Data:
         "", "texts to reconstruct and continue, a .txt file or rows as data.train; empty: the contexts", shapes="no"
     )
     validation_limit: int = key(
-        0, "examples of each validation in training, spread evenly; 0: eval.examples", unit="examples", at_least=0, shapes="no"
+        0,
+        "examples of each validation in training, spread evenly; 0: eval.examples",
+        unit="examples",
+        at_least=0,
+        shapes="no",
     )
     cards: int = key(4096, "training cards made", unit="cards", above=0, at_most=10**7, shapes="no")
     facts: int = key(4, "facts or keys on one card", above=0, at_most=1000, shapes="no")
@@ -449,7 +453,9 @@ class Train:
         optional=True,
         shapes="no",
     )
-    eval_every: int = key(0, "interval of validation; 0: at train.alarm_step and at the end", unit="steps", at_least=0, shapes="no")
+    eval_every: int = key(
+        0, "interval of validation; 0: at train.alarm_step and at the end", unit="steps", at_least=0, shapes="no"
+    )
     checkpoint_every: int = key(
         200, "interval of checkpoints; the 2 newest and the best stay", unit="steps", above=0, shapes="no"
     )

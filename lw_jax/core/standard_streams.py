@@ -26,6 +26,7 @@ def survive_closed_pipes() -> None:
     for name in ("stdout", "stderr"):
         before = getattr(sys, name)
         if before is None:  # closed by whoever started the program
+            setattr(sys, name, open(os.devnull, "w", encoding="utf-8"))
             continue
         raw = _SurvivingStream(before.fileno(), "w", closefd=False)
         buffered = io.BufferedWriter(raw)

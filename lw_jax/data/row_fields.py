@@ -51,6 +51,8 @@ class Fields(Generic[_T]):
             column = self.columns.get(name, name)
             found = next((one for one in (column, column.partition(".")[0]) if one in known), None)
             if found is not None:
+                if (count := list(known).count(found)) > 1:
+                    raise UserError(f"{where}: column {found!r} is there {count} times; write the table with one")
                 chosen.append(found)
             elif column and (field.required or name in self.columns):
                 raise self._lacks(name, column, known, where)

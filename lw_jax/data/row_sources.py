@@ -63,26 +63,32 @@ def read(
 
 def is_table(source: str) -> bool:
     """Returns True for what is read by a library, not as text: parquet, Arrow, folders and the hub."""
-    return source.startswith(HUB) or Path(source).suffix in SUFFIXES or locate(source)[0].is_dir()
+    return source.startswith(HUB) or Path(source).suffix in SUFFIXES or os.path.isdir(locate(source)[0])
 
 
 def is_here(source: str) -> bool:
     """Returns True for a file or folder that this machine has."""
-    return not source.startswith(HUB) and locate(source)[0].exists()
+    return not source.startswith(HUB) and os.path.exists(locate(source)[0])  # False where a name is too long
 
 
 def locate(source: str) -> tuple[Path, str]:
     """Returns the path of a local source, and the split that FOLDER:SPLIT names."""
     path = Path(source).expanduser()
     folder, colon, named = source.rpartition(":")
-    if colon and not path.exists() and Path(folder).expanduser().is_dir():
+    if colon and not os.path.exists(path) and os.path.isdir(Path(folder).expanduser()):
         return Path(folder).expanduser(), named
     return path, ""
 
 
 def split_sources(source: str) -> list[str]:
-    """Returns the names in a list of sources; a file or folder whose own name has commas is one source."""
-    return [source] if is_here(source) else [name.strip() for name in source.split(",")]
+    """Returns the names in a list of sources; a file or folder whose own name has commas is one source.
+
+    Raises UserError for a list with an empty name.
+    """
+    names = [source] if is_here(source) else [name.strip() for name in source.split(",")]
+    if len(names) > 1 and not all(names):
+        raise UserError(f"{source!r}: an empty name between commas; name each file or folder once")
+    return names
 
 
 def label(source: str, split: str) -> str:
@@ -95,13 +101,13 @@ def label(source: str, split: str) -> str:
 
 
 def check_apart(train: str, validation: str) -> None:
-    """Raises UserError where a validation source is a training source."""
-    trained = [_identify(name, "train") for name in split_sources(train)]
+    """Raises UserError where a validation source has files, or a split of the hub, of a training source."""
+    trained = split_sources(train)
     for name in split_sources(validation):
-        if _identify(name, "validation") in trained:
+        if any(_overlap(one, name) for one in trained):
             raise UserError(
-                f"config.data.validation={name!r} is the training source: scores would measure memory; "
-                "name another file or split"
+                f"config.data.validation={name!r} is the training source, or a part of it: scores would measure "
+                "memory; name another file or split"
             )
 
 
@@ -275,14 +281,28 @@ def _typed(
 # --- names
 
 
-def _identify(source: str, split: str) -> tuple[str, ...]:
-    """Returns what is equal for two names of the same rows."""
-    if source.startswith(HUB):
-        return parse_hub(source, split)
+def _overlap(train: str, validation: str) -> bool:
+    """Returns whether two sources have rows in common, as far as their names tell."""
+    if train.startswith(HUB) != validation.startswith(HUB):
+        return False
+    if not train.startswith(HUB):
+        return not _rows_of(train, "train").isdisjoint(_rows_of(validation, "validation"))
+    (*ours, split, revision), (*theirs, other, at) = parse_hub(train, "train"), parse_hub(validation, "validation")
+    if ours != theirs or (revision and at and revision != at):
+        return False
+    # Of two slices of one split, train[:90%] and train[90%:], only the same one is known to overlap.
+    whole = any(part == part.partition("[")[0] for part in (split, other))
+    return split.partition("[")[0] == other.partition("[")[0] if whole else split == other
+
+
+def _rows_of(source: str, split: str) -> set[str]:
+    """Returns the files of a local source; of a saved data set the folder of its split."""
     path, named = locate(source)
-    if not path.is_dir() or not _splits(path):
-        return (os.path.realpath(path),)
-    return (os.path.realpath(path / (named or split)),)  # so lies a split of a saved data set
+    if is_saved(path):
+        return {os.path.realpath(path / (named or split) if _splits(path) else path)}
+    if not os.path.isdir(path):
+        return {os.path.realpath(path)}
+    return {os.path.realpath(file) for file in files(source, split)}
 
 
 def _splits(folder: Path) -> bool:

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 # Tokens by which the supported families end a turn or a document, where the vocabulary marks them special.
 _ENDINGS = ("<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<|end_of_text|>", "<|endoftext|>", "</s>")
 
+# Letters of several scripts, numbers, blanks, code: tokenizers that differ give it different ids.
+_PROBE = (
+    "Mara Ellis' 3rd caf\u00e9 costs 1,234.50\u20ac?  \u6771\u4eac \u041f\u0440\u0438\n\tdef f(x_1): return x**2\n\n"
+)
 BYTES_END = "<|endoftext|>"  # id 256 of the byte tokenizer
 Marks = tuple[tuple[int, ...], tuple[int, ...]]  # ids before and after every text
 
@@ -138,6 +142,20 @@ class BertTokenizer:
         """Identifies everything that decides ids."""
         said = json.dumps([self.backend.to_str(), self.special, self.pad])
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+
+
+def identify(tokenizer: Tokenizer | BertTokenizer, *, chat: bool = False) -> str:
+    """Identifies what a text's ids and, with `chat`, a chat prompt are, whatever version of a library read the files.
+
+    A hash of the vocabulary, of the ids of one text and of the special ids; `fingerprint` covers every rule, in the
+    words of the library's version.
+    """
+    vocab = sorted(tokenizer.backend.get_vocab().items())
+    said: list[Any] = [vocab, tokenizer.encode_batch([_PROBE]), tokenizer.special, tokenizer.pad]
+    if isinstance(tokenizer, Tokenizer):
+        said += [tokenizer.begin, tokenizer.eos, tokenizer.stops]
+        said += [tokenizer.render_chat(_PROBE)] if chat else []
+    return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)

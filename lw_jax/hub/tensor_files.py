@@ -242,6 +242,8 @@ def _is_finite(values: np.ndarray) -> bool:
 def read_pieces(stored: Stored) -> Iterator[np.ndarray]:
     """Yields a tensor's rows as floats, a few at a time; a vector is one row."""
     rows = stored.shape[0] if len(stored.shape) > 1 else 1
+    if not stored.nbytes:
+        raise UserError(f"{stored.label} is empty, shape {stored.shape}; fetch the file again")
     row_bytes = stored.nbytes // rows
     step = max(1, _CHUNK_BYTES // row_bytes)
     with stored.file.open("rb", buffering=0) as file:
@@ -255,6 +257,8 @@ def _decoded(stored: Stored, raw: np.ndarray) -> np.ndarray:
     """Decodes rows of bytes."""
     if stored.kind in _NUMBERS:
         return raw.view(_NUMBERS[stored.kind])
+    if stored.kind not in GGMLQuantizationType.__members__:
+        raise UserError(f"{stored.label} is stored as {stored.kind}, which is not supported; use another file")
     try:
         with np.errstate(all="ignore"):  # of scales that are not finite; `read_tensor` refuses what comes of them
             return dequantize(raw, GGMLQuantizationType[stored.kind])

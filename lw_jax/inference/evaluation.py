@@ -205,10 +205,11 @@ def _make_swaps(recipe: LatentWire, encoded: Encoded, say: _Say) -> swaps.Swaps 
     return found
 
 
-def write(found: Evaluation, workdir: Path, *, step: int) -> list[Path]:
-    """Writes eval.json, predictions.jsonl, slots.json and, with a curve, bytes.csv."""
+def write(found: Evaluation, workdir: Path, *, step: int, data: str) -> list[Path]:
+    """Writes eval.json, predictions.jsonl, slots.json and, with a curve, bytes.csv, of a checkpoint on these data."""
     result = {
         "step": step,
+        "validation": data,
         "rows": found.summary,
         "readers": found.readers,
         "joint": found.joint,
@@ -223,6 +224,8 @@ def write(found: Evaluation, workdir: Path, *, step: int) -> list[Path]:
         result |= {"text_bytes": curve.pop("text_bytes"), "curve": curve}
         names.append("bytes.csv")
         quality_curve.write_csv(found.curve, workdir / "bytes.csv")
+    else:
+        (workdir / "bytes.csv").unlink(missing_ok=True)  # of an earlier evaluation
     lines = (_to_json(record) + "\n" for record in found.measured.records)
     write_whole(workdir / "eval.json", _to_json(result, indent=2) + "\n")
     write_whole(workdir / "predictions.jsonl", "".join(lines))

@@ -28,7 +28,8 @@ class Request:
 def read_text(path: str) -> str:
     """Returns the UTF-8 text of a file, or of standard input for '-'; raises UserError for an empty one."""
     try:
-        text = _read_bytes(path, flag="context", what="a readable UTF-8 text file", limit=_TEXT_BYTES).decode()
+        raw = _read_bytes(path, flag="context", what="a readable UTF-8 text file", limit=_TEXT_BYTES)
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"--context {path}: {error}; a readable UTF-8 text file is needed.") from error
     if not text.strip():

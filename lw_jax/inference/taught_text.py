@@ -64,7 +64,8 @@ def teach(recipe: LatentWire, frozen: Tree, *, batch: int, say: Callable[[str], 
         training = _TrainingSet.of(dataclasses.replace(encoded, readers={name: encoded.readers[name]}), recipe)
         path = sources.cache_root() / "taught" / f"{_identify(recipe, training, name)}.npy"
         # One process decides, so that all train or none does.
-        kept: list | None = processes.from_first(lambda path=path: _read(path))
+        width = recipe.wire.readers[name].config.width
+        kept: list | None = processes.from_first(lambda path=path, width=width: _read(path, width))
         if kept is None:
             vector, losses = _train(recipe, frozen[name], training, name, batch=batch)
             say(
@@ -208,5 +209,11 @@ def _fingerprints(recipe: LatentWire) -> dict[str, str]:
     return recipe.identity()
 
 
-def _read(path: Path) -> list | None:
-    return np.load(path).tolist() if path.exists() else None
+def _read(path: Path, width: int) -> list | None:
+    """Returns a cached vector [1 d]; None where there is none or the file is damaged: it is trained anew."""
+    try:
+        found = np.load(path)
+    except (FileNotFoundError, ValueError, EOFError):
+        return None
+    whole = found.shape == (1, width) and found.dtype == np.float32 and np.isfinite(found).all()
+    return found.tolist() if whole else None

@@ -15,7 +15,7 @@ from lw_jax.core import config, precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.types import EXACT, SHARED, Example, LossTerms, Tree
-from lw_jax.data import batches, examples, prompt_tokens
+from lw_jax.data import batches, examples, prompt_tokens, tokens
 from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
 from lw_jax.hub import architectures, weights
@@ -38,6 +38,7 @@ from lw_jax.recipes.asked_words import AskedWords
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates
 from lw_jax.recipes.teacher import Teacher
 from lw_jax.recipes.token_scores import Surprisal, TokenScores
+from lw_jax.training import checkpoint_record
 from lw_jax.training.optimizers import Rates
 from lw_jax.training.preflight import Finding
 from lw_jax.training.recipe import Weights
@@ -415,7 +416,7 @@ class LatentWire:
     # --- identity
 
     def identity(self) -> dict[str, str]:
-        """Returns the fingerprints of the frozen readers and of the encoder's source."""
+        """Returns the fingerprints of the frozen readers, of the encoder's source and of all tokenizers."""
         spec = self.cfg.encoder
         origin = "from scratch"
         if self.body_location:
@@ -426,7 +427,12 @@ class LatentWire:
         shape += "".join(f" {key} {value}" for key in ("local", "rank", "states") if (value := getattr(spec, key)))
         shape += f" mask {spec.mask}" if spec.mask != "none" else ""
         readers = {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()}
-        return {"encoder": f"{shape}, {origin}"} | readers
+        chat = {name: llm.template == "chat" for name, llm in self.cfg.llms.items()}
+        own = {f"llms/{name}": tokens.identify(one, chat=chat[name]) for name, one in self.tokenizers.items()}
+        if not isinstance(source := self.layout.source, ByteTokenizer):
+            own["encoder"] = tokens.identify(source)
+        own = {f"{checkpoint_record.TOKENIZERS}{name}": one for name, one in own.items()}
+        return {"encoder": f"{shape}, {origin}"} | readers | own
 
     def content(self) -> dict[str, str]:
         """Returns hashes of all stages' training tokens and of the held-out text."""

@@ -1,4 +1,4 @@
-"""Pretrained models that a wire belongs to, by the hashes of their weights."""
+"""Pretrained models that a wire belongs to, by the hashes of their weights and what their tokenizers do."""
 
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -6,6 +6,7 @@ from typing import Any
 
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.data import tokens
 from lw_jax.hub import sources, tensor_files, weights
 from lw_jax.recipes import encoder_bodies, frozen_models
 from lw_jax.training.wire_folder import BODY, READERS, Model, flag, label, source_of
@@ -28,8 +29,16 @@ def describe(cfg: Config, *, names: Collection[str] | None = None) -> dict[str, 
                 local=sources.is_local(source),
                 fingerprint=weights.fingerprint(at, describe=read),
                 sha256={file.name: sources.file_hash(file) for file in files},
+                tokenizer=_identify_tokenizer(cfg, name, at),
             )
     return found
+
+
+def _identify_tokenizer(cfg: Config, name: str, at: Path) -> str:
+    if name == BODY:
+        return tokens.identify(tokens.load_source_tokenizer(at))
+    chat = cfg.llms[name.removeprefix(READERS)].template == "chat"
+    return tokens.identify(tokens.load_tokenizer(at), chat=chat)
 
 
 def check(folder: Path, stated: Mapping[str, Model], cfg: Config, found: Mapping[str, Model]) -> None:
@@ -47,6 +56,8 @@ def check(folder: Path, stated: Mapping[str, Model], cfg: Config, found: Mapping
             what, pair = "weights of sha256", (_short(theirs), _short(ours))
         elif theirs.fingerprint != ours.fingerprint:
             what, pair = "a configuration and weights of fingerprint", (theirs.fingerprint, ours.fingerprint)
+        elif theirs.tokenizer not in (None, ours.tokenizer):
+            what, pair = "a tokenizer of fingerprint", (theirs.tokenizer, ours.tokenizer)
         else:
             continue
         raise UserError(

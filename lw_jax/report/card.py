@@ -83,7 +83,7 @@ def _scores(run: Run) -> list["EvalResult"]:
     """Returns exact match and F1 of each reader's message, in the hub's form; shares of 1."""
     from huggingface_hub import EvalResult
 
-    dataset, found = run.cfg.data.validation, []
+    dataset, found = _measured_on(run), []
     kind = "" if "," in dataset else _hub_data(dataset)
     for reader, rows in run.evaluation.get("rows", {}).items():
         sent = next((row for row in MESSAGES if row in rows), "")
@@ -187,7 +187,7 @@ def _results(run: Run, wire: Wire) -> str:
     found.append(_paragraph(f"The reader sees, beside the question: {'; '.join(meanings)}."))
     found.append(
         _paragraph(
-            f"Measured at step {run.evaluation['step']} on {_name_of(run.cfg.data.validation)}{exact}. Times are of "
+            f"Measured at step {run.evaluation['step']} on {_name_of(_measured_on(run))}{exact}. Times are of "
             "the machine that measured."
         )
     )
@@ -198,6 +198,11 @@ def _with_interval(head: Sequence[str], first: Sequence[int]) -> list[int]:
     """Returns the columns, the interval that is kept being that of F1."""
     interval = head.index("95 %")
     return sorted({at for at in first if at != interval} | {list(head).index("F1, %") + 1})
+
+
+def _measured_on(run: Run) -> str:
+    """Returns the source of the questions of the run's evaluation, which a flag of `eval` may have changed."""
+    return run.evaluation.get("validation", run.cfg.data.validation)
 
 
 def _is_of(run: Run, wire: Wire) -> bool:

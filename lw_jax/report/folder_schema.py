@@ -158,6 +158,7 @@ class Evaluation(TypedDict):
     """eval.json."""
 
     step: Index
+    validation: NotRequired[Word]  # absent in files of earlier versions
     rows: Annotated[dict[Word, dict[Word, Row]], Meta(max_length=64)]
     readers: Annotated[dict[Word, Between], Meta(max_length=64)]
     joint: Joint | None

@@ -243,7 +243,8 @@ class Checkpointer:
         (step, size, _), self._pending = self._pending, None
         self._remove_unfinished()
         if any(os.strerror(code) in str(error) for code in FULL):
-            free = shutil.disk_usage(self._folder).free
+            there = next(at for at in (self._folder, *self._folder.absolute().parents) if at.exists())
+            free = shutil.disk_usage(there).free
             raise UserError(
                 f"{self._folder}: checkpoint {step} does not fit: it needs up to {size} bytes, {free} are free (or a "
                 "quota is reached); free space, then start the same command again: earlier "

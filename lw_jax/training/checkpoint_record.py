@@ -16,6 +16,7 @@ from lw_jax.core.types import Tree
 
 RECORD = "record.json"
 BEST = "nll"  # the metric that decides the best checkpoint; lower is better
+TOKENIZERS = "tokenizers/"  # before a model's name in an identity; of checkpoints of earlier versions it has none
 _CONTENT = ("train", "validation")  # hashes of data in an identity: a resumed run has them, a reader may not
 _TIMES = "_CHECKPOINT_METADATA"  # orbax adds the time of the commit to it afterwards; reading needs nothing of it
 
@@ -127,8 +128,9 @@ def unread_error(folder: Path, error: OSError) -> UserError:
 
 def check_identity(path: Path, saved: dict[str, str], own: dict[str, str]) -> list[str]:
     """Refuses a checkpoint of another identity; returns the data whose content it does not record."""
-    content = own.keys() & saved.keys() & set(_CONTENT)
-    for key in sorted((saved.keys() | own.keys()) - set(_CONTENT) | content):
+    both, content = own.keys() & saved.keys(), own.keys() & saved.keys() & set(_CONTENT)
+    optional = {key for key in saved.keys() | own.keys() if key in _CONTENT or key.startswith(TOKENIZERS)}
+    for key in sorted((saved.keys() | own.keys()) - optional | both):
         there, here = saved.get(key, "(absent)"), own.get(key, "(absent)")
         if there != here:
             raise UserError(

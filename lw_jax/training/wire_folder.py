@@ -31,6 +31,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     local: bool  # a folder or file of the machine that exported
     fingerprint: _Short  # of configuration and weights, `hub.weights.fingerprint`
     sha256: dict[_Word, _Hash]  # by name of weight file
+    tokenizer: _Short | None = None  # `data.tokens.identify`; None: of a folder that an earlier version wrote
 
 
 class Tensors(msgspec.Struct, frozen=True, forbid_unknown_fields=True):

@@ -28,13 +28,14 @@ def done(folder: Path) -> dict[str, Done]:
     sizes = {"layers": 1, "width": 24, "heads": 3, "ffn": 40, "chunk": 4, "length": 12}
     text += [f"--config.ttt.{key}={value}" for key, value in sizes.items()]
     text += ["--config.train.steps=2", "--config.train.global_batch=8", "--config.optim.warmup_steps=1"]
+    text += ["--config.compute.dtype=bf16"]  # what auto is on the processors of today
     commands = {
         "train": ["train", *config, "--workdir", "wire"],
         "eval": ["eval", "--workdir", "wire"],
         "answer": ["answer", "--workdir", "wire", "--context", "notes.txt", *QUESTION],
         "report": ["report", "--workdir", "wire"],
         "train ttt": [*text, "--workdir", "ttt"],
-        "generate": ["generate", "--workdir", "ttt", "--prompt", "Mara", "--tokens", "3"],
+        "generate": ["generate", "--workdir", "ttt", "--prompt", "Mara", "--prompt", "Two", "--tokens", "3"],
         "export": ["export", "--workdir", "ttt", "--model", "model"],
         "show": ["show", "--config", "configs/h100x4.py"],
         "bench": ["bench", *config, "--parts", "step", "--repeats", "1", "--workdir", "bench"],

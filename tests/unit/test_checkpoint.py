@@ -496,6 +496,16 @@ def test_disk_full_at_the_record_leaves_no_checkpoint(tmp_path, monkeypatch):
     assert checkpointer.steps() == [2, 3]
 
 
+def test_quota_that_refuses_the_folder_itself_is_named(tmp_path, monkeypatch):
+    def refuse(*_, **__):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    with reopen(tmp_path / "run" / "checkpoints") as checkpointer:
+        monkeypatch.setattr(Path, "mkdir", refuse)
+        with pytest.raises(UserError, match="checkpoint 1 does not fit: .*a quota is reached"):
+            checkpointer.save(1, make_state(), data={})
+
+
 def test_folder_that_cannot_be_made_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
     with reopen(tmp_path / "file" / "checkpoints") as checkpointer, pytest.raises(UserError, match="cannot be written"):

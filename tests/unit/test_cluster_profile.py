@@ -134,10 +134,19 @@ def test_plan_tells_what_the_longest_job_means_for_the_run(tmp_path, monkeypatch
     (tmp_path / "site.toml").write_text(f"max_hours = {max_hours}", encoding="utf-8")
     monkeypatch.setenv("LW_JAX_SITE", str(tmp_path / "site.toml"))
     values = base.get_config()
-    values.train.checkpoint_every = every
+    values.train.checkpoint_every, values.train.steps = every, 1600
     found = cluster_profile.inspect({"hours": 3.2, "chosen": {"step_seconds": 7.0}}, config.build(values).train)
     assert [one.void for one in found] == ([] if void is None else [void])
     assert not found or (told in found[0].text and str(tmp_path / "site.toml") in found[0].text)
+
+
+def test_a_run_that_saves_what_it_validates_fits_a_short_job(tmp_path, monkeypatch) -> None:
+    (tmp_path / "site.toml").write_text("max_hours = 2", encoding="utf-8")
+    monkeypatch.setenv("LW_JAX_SITE", str(tmp_path / "site.toml"))
+    values = base.get_config()
+    values.train.update(steps=1600, checkpoint_every=1000, eval_every=20)
+    (found,) = cluster_profile.inspect({"hours": 3.2, "chosen": {"step_seconds": 7.0}}, config.build(values).train)
+    assert not found.void and "with a checkpoint every 2.3 min" in found.text
 
 
 def test_plan_in_which_nothing_fits_has_no_time_to_judge() -> None:

@@ -1,6 +1,14 @@
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
 
+import run
 from lw_jax.core.errors import LONGEST, UserError
+
+ROOT = Path(run.__file__).parent
 
 
 @pytest.mark.parametrize(
@@ -20,3 +28,17 @@ def test_message_is_one_line_that_a_terminal_and_a_file_can_take(message: str, t
 def test_long_value_loses_its_middle_and_neither_its_name_nor_the_remedy() -> None:
     told = str(UserError(f"a.json: field=[{'x' * 10**6}]: mend it"))
     assert len(told) <= LONGEST and told.startswith("a.json: field=[xx") and told.endswith("xx]: mend it")
+
+
+def test_names_that_are_too_long_are_one_line(capsys: pytest.CaptureFixture[str]) -> None:
+    for flag, name in (("--config", "a" * 300 + ".py"), ("--workdir", "a" * 300)):
+        assert run.main(["show", flag, name]) == 2
+        assert "File name too long" in capsys.readouterr().err
+
+
+def test_standard_streams_that_are_closed_take_what_is_printed() -> None:
+    command = [sys.executable, "run.py", "show", "--config", "configs/smoke.py"]
+    done = subprocess.run(
+        ["sh", "-c", f"{shlex.join(command)} >&-"], stderr=subprocess.PIPE, text=True, cwd=ROOT, check=False
+    )
+    assert (done.returncode, done.stderr) == (0, "")

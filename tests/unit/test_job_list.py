@@ -2,13 +2,14 @@
 
 import dataclasses
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
 import pytest
 
 import run
-from lw_jax.commands import slurm
+from lw_jax.commands import loading, parser, slurm
 from lw_jax.core import config_file
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
@@ -143,13 +144,28 @@ def test_lists_of_the_project_name_configurations_that_exist(name, count):
 
 @pytest.mark.parametrize(
     ("text", "told"),
-    [("# nothing\n", "one configuration a line"), ("a.py\na.py\n", "each once"), (None, "no such file")],
+    [
+        ("# nothing\n", "one configuration a line"),
+        ("a.py\na.py\n", "each once"),
+        ("# \xe9", "UTF-8"),
+        (None, "no such file"),
+    ],
 )
 def test_unusable_lists_are_refused(tmp_path, text, told):
     if text is not None:
-        (tmp_path / "x.list").write_text(text)
+        (tmp_path / "x.list").write_bytes(text.encode("latin-1"))
     with pytest.raises(UserError, match=told):
         config_file.read_list(str(tmp_path / "x.list"), root=ROOT)
+
+
+def test_configurations_that_would_share_a_folder_are_refused(tmp_path):
+    for folder in ("a", "b"):
+        shutil.copytree(ROOT / "configs", tmp_path / folder / "configs", ignore=shutil.ignore_patterns("dpo", "ttt"))
+    names = [str(tmp_path / folder / "configs" / "smoke.py") for folder in ("a", "b")]
+    (tmp_path / "x.list").write_text("\n".join(names))
+    args = parser.parse(["slurm", "--config", str(tmp_path / "x.list")])
+    with pytest.raises(UserError, match=rf"{names[0]}, {names[1]} would share the folder smoke-latentwire"):
+        loading.load(args)
 
 
 @pytest.mark.parametrize("kind", job_list.KINDS)

@@ -12,7 +12,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT
 from lw_jax.models import codec
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import optimizers
+from lw_jax.training import optimizers, trainer, validation_loop
 from lw_jax.training.step_spec import StepSpec
 from sharding import place, placement, rules
 from sharding.rules import path_of
@@ -150,13 +150,13 @@ def test_identity_names_the_body_that_the_encoder_began_with(root, bodies):
     assert len(set(told.values())) == 3 and "from scratch" in told["bytes"]
 
 
-def test_planned_batch_is_that_of_the_task_with_the_most_target_tokens(root):
+def test_planned_batch_is_that_of_the_task_with_the_most_positions(root):
     plain = tiny.make_recipe(root).batch_widths()["readers"]["llama"]
     assert (plain["task"].name, plain["targets"].shape) == ("answer", (24,))
-    long = tiny.make_recipe(root, stages__pretrain__share=0.5, stages__pretrain__lengths=(16, 48))
+    long = tiny.make_recipe(root, stages__pretrain__share=0.5, stages__pretrain__lengths=(16, 96))
     fields = long.batch_widths()["readers"]["llama"]
-    assert (fields["task"].name, fields["targets"].shape, fields["after"]["ids"].shape) == ("reconstruct", (49,), (0,))
-    short = tiny.make_recipe(root, stages__pretrain__share=0.5, stages__pretrain__lengths=(16,)).batch_widths()
+    assert (fields["task"].name, fields["targets"].shape, fields["after"]["ids"].shape) == ("reconstruct", (97,), (0,))
+    short = tiny.make_recipe(root, stages__pretrain__share=0.5, stages__pretrain__lengths=(16, 48)).batch_widths()
     assert short["readers"]["llama"]["task"].name == "answer"
 
 
@@ -170,3 +170,13 @@ def test_planned_batch_has_the_fields_of_a_real_one(root, monkeypatch, tmp_path)
         jax.tree.map(
             lambda a, b: (a.dtype == b.dtype and a.ndim == b.ndim - 1) or pytest.fail(f"{a} {b}"), planned, real
         )
+
+
+def test_training_validates_as_many_examples_as_it_is_told_or_as_eval_does(root, monkeypatch):
+    seen = []
+    monkeypatch.setattr(validation_loop, "eval_batches", lambda encoded, size, limit, share: seen.append(limit) or [])
+    for limit, examples in ((16, 8), (0, 8), (3, 8)):
+        recipe = tiny.make_recipe(root, data__validation_limit=limit, eval__examples=examples)
+        trainer.Run(recipe.cfg, recipe, None, None).validation_loop.measure({}, {})
+        assert set(seen) == {limit or examples}
+        seen.clear()

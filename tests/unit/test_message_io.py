@@ -22,6 +22,8 @@ def test_text_and_message_come_from_a_file_or_standard_input(tmp_path: Path, mon
     file.write_bytes("Ä text.\n".encode())
     assert message_io.read_text(str(file)) == "Ä text.\n"
     assert message_io.read_message(str(file)) == "Ä text.\n".encode()
+    file.write_bytes("Ä text.\n".encode("utf-8-sig"))
+    assert message_io.read_text(str(file)) == "Ä text.\n", "the mark of the encoding is no text"
     monkeypatch.setattr(sys, "stdin", Pipe(b"LWJX\xff\r\n\x00"))
     assert message_io.read_message("-") == b"LWJX\xff\r\n\x00"
     monkeypatch.setattr(sys, "stdin", Pipe("Ä text.\n".encode()))
@@ -51,6 +53,9 @@ def test_text_of_blanks_or_of_another_encoding_is_refused(tmp_path: Path) -> Non
     (tmp_path / "blank").write_bytes(b" \n\t")
     with pytest.raises(UserError, match="empty"):
         message_io.read_text(str(tmp_path / "blank"))
+    (tmp_path / "mark").write_bytes("".encode("utf-8-sig"))
+    with pytest.raises(UserError, match="empty"):
+        message_io.read_text(str(tmp_path / "mark"))
     (tmp_path / "latin").write_bytes(b"\xe9\xff")
     with pytest.raises(UserError, match="UTF-8"):
         message_io.read_text(str(tmp_path / "latin"))

@@ -59,6 +59,23 @@ def test_each_of_the_seed_s_configurations_is_caught(model, warmup, steps, every
     assert slow == any("optim.learning_rate=" in line for line in found)
 
 
+def test_a_step_that_is_validated_is_saved_too():
+    train = load("configs/smoke.py").train
+    assert (train.steps, train.eval_every, train.checkpoint_every) == (150, 50, 200)
+    for changes, interval in (({}, 50), ({"eval_every": 0}, 150), ({"checkpoint_every": 20}, 20)):
+        assert preflight.save_interval(dataclasses.replace(train, **changes)) == interval
+    assert not [line for line in texts(load("configs/smoke.py")) if "checkpoint_every" in line]
+    (line,) = [one for one in texts(load("configs/smoke.py", train__eval_every=0)) if "checkpoint_every" in one]
+    assert line.startswith("warning: train.checkpoint_every=200 is beyond the run's 150 steps: a run that is killed")
+
+
+def test_a_validation_at_the_alarm_s_step_is_one_before_the_end():
+    late = {"train__steps": 700, "train__eval_every": 900}
+    assert not [line for line in texts(load("configs/smoke.py", **late)) if "eval_every" in line]
+    (line,) = [one for one in texts(load("configs/smoke.py", train__alarm_step=0, **late)) if "eval_every" in one]
+    assert "at the end only" in line
+
+
 def test_errors_stop_a_run_and_warnings_do_not():
     warning, error = preflight.Finding(False, "slow"), preflight.Finding(True, "void")
     preflight.refuse([warning])

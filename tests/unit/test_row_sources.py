@@ -4,6 +4,9 @@ import gzip
 import json
 import sys
 
+import pyarrow
+import pyarrow.ipc
+import pyarrow.parquet
 import pytest
 
 from lw_jax.core.config_sections import FIELDS
@@ -223,16 +226,51 @@ def test_split_of_a_saved_data_set_is_named_or_taken_or_refused(tmp_path):
 
 
 def test_validation_is_apart_from_training_by_what_is_read_not_by_its_name(tmp_path):
-    touch(tmp_path, "s/dataset_dict.json", "one/a.parquet", "p/train.parquet", "p/test.parquet")
-    for train, validation in (("s", "s"), ("p", "p:test"), ("hub:a/b", "hub:a/b:test"), ("hub:a/b", "hub:a/b:train@x")):
+    touch(tmp_path, "s/dataset_dict.json", "one/a.parquet", "one/b.parquet", "p/train.parquet", "p/test.parquet")
+
+    def check(train, validation):
         row_sources.check_apart(
             *(one if one.startswith("hub:") else f"{tmp_path}/{one}" for one in (train, validation))
         )
-    for train, validation in (("s", "s:train"), ("s/train", "s:train"), ("one", "one"), ("hub:a/b", "hub:a/b:train")):
-        with pytest.raises(UserError, match="is the training source"):
-            row_sources.check_apart(
-                *(one if one.startswith("hub:") else f"{tmp_path}/{one}" for one in (train, validation))
-            )
+
+    for train, validation in (
+        *(("s", "s"), ("p", "p:test"), ("one/a.parquet", "one/b.parquet"), ("hub:a/b", "hub:a/b:test")),
+        *(("hub:a/b:train@x", "hub:a/b:train@y"), ("hub:a/b:train[:90%]", "hub:a/b:train[90%:]")),
+        *(("hub:a/b:one:train", "hub:a/b:two:train"), ("hub:one/a.parquet", "one/a.parquet")),
+    ):
+        check(train, validation)
+    for train, validation in (
+        *(("s", "s:train"), ("s/train", "s:train"), ("one", "one"), ("one", "one/b.parquet"), ("p", "p/train.parquet")),
+        *(("hub:a/b", "hub:a/b:train"), ("hub:a/b", "hub:a/b:train[:10%]"), ("hub:a/b", "hub:a/b:train@x")),
+        ("hub:a/b:train[:9]", "hub:a/b:train[:9]"),
+    ):
+        with pytest.raises(UserError, match="is the training source, or a part of it"):
+            check(train, validation)
+
+
+def test_lists_of_sources_may_be_long_and_have_no_empty_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    names = [f"questions_part_{number:03}.jsonl" for number in range(20)]
+    assert row_sources.split_sources(",".join(names)) == names
+    assert row_sources.split_sources("") == [""]
+    for source in ("a.jsonl,", ",a.jsonl", "a.jsonl, ,b.jsonl"):
+        with pytest.raises(UserError, match="an empty name between commas"):
+            row_sources.split_sources(source)
+
+
+@pytest.mark.parametrize("form", ["a.parquet", "file.arrow", "stream.arrow"])
+def test_column_that_is_there_twice_is_refused(tmp_path, form):
+    table = pyarrow.table(
+        [["c"], ["q"], ["a"], ["b"], ["x"], ["y"]], ["context", "question", "answer", "answer", "spare", "spare"]
+    )
+    if form == "a.parquet":
+        pyarrow.parquet.write_table(table, tmp_path / form)
+    else:
+        opened = pyarrow.ipc.new_file if form == "file.arrow" else pyarrow.ipc.new_stream
+        with opened(str(tmp_path / form), table.schema) as file:
+            file.write_table(table)
+    with pytest.raises(UserError, match="column 'answer' is there 2 times"):
+        examples.read(str(tmp_path / form))
 
 
 # --- packages and keys

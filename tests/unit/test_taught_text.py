@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from lw_jax.data import batches
+from lw_jax.hub import sources
 from lw_jax.inference import taught_text
 from lw_jax.losses import token_losses
 from lw_jax.models import wire
@@ -31,6 +32,18 @@ def test_vector_is_the_same_on_any_devices(tmp_path_factory, monkeypatch, tmp_pa
         found.append(teach(root, **places))
     for one in found[1:]:
         np.testing.assert_allclose(one / found[0].std(), found[0] / found[0].std(), atol=SAME)
+
+
+def test_a_damaged_vector_in_the_cache_is_trained_anew(tmp_path_factory, tmp_path):
+    root = tmp_path_factory.getbasetemp() / "readers"
+    found = teach(root)
+    (file,) = (sources.cache_root() / "taught").glob("*.npy")
+    whole = file.read_bytes()
+    np.save(tmp_path / "nan.npy", np.full_like(found, np.nan))
+    for damaged in (b"", whole[:-5], (tmp_path / "nan.npy").read_bytes(), whole.replace(b"<f4", b"<i4")):
+        file.write_bytes(damaged)
+        np.testing.assert_array_equal(teach(root), found)
+        assert file.read_bytes() == whole
 
 
 def test_packed_readers_teach_too(tmp_path_factory):

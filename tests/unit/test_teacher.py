@@ -272,7 +272,8 @@ def test_cached_tokens_of_continuations_are_the_live_teacher_s_and_computed_once
 
 def test_planned_passage_has_the_fields_of_a_real_continuation(root):
     for k in (0, K):
-        recipe = make(root, loss__teacher_k=k, **TAUGHT | {"stages__pretrain__lengths": (32,)})
+        lengths = {"stages__pretrain__lengths": (32,), "data__question_tokens": 20, "data__answer_tokens": 8}
+        recipe = make(root, loss__teacher_k=k, data__context_tokens=40, **TAUGHT | lengths)
         real, planned = recipe.curriculum.stream("train", "continuation", 32).probe(), recipe.batch_widths()
         assert jax.tree.structure(planned) == jax.tree.structure(real)
         assert planned["readers"]["llama"]["task"].name == "continuation"

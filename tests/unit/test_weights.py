@@ -567,3 +567,18 @@ def test_loading_needs_the_arrays_and_little_more(tmp_path, llama, packed, held)
     largest = 4 * BIG.vocab * BIG.width
     assert told["held"] == pytest.approx(held, rel=0.03)
     assert told["peak"] - told["held"] <= 2 * largest + CONSTANT_BYTES, told
+
+
+@pytest.mark.parametrize(
+    ("change", "rule"),
+    [(lambda one: one.astype(np.uint8), "is stored as U8"), (lambda one: one[:0], r"is empty, shape \(0, 32\)")],
+)
+def test_a_head_beside_its_embedding_in_a_form_that_is_not_read_is_refused(llama, change, rule):
+    def both(tensors):
+        name = "model.embed_tokens.weight"
+        tensors[name] = change(tensors[name])
+        tensors["lm_head.weight"] = tensors[name].copy()
+
+    edit(llama, both)
+    with pytest.raises(UserError, match=rule):
+        weights.load(llama, dtype=jnp.float32)

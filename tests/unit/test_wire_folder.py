@@ -219,6 +219,31 @@ def test_another_model_of_the_same_shape_is_refused_by_name_with_the_flag(export
         lw_jax.load_wire(exported["fp32"], config=other)
 
 
+@pytest.mark.parametrize("name", ["llms.qwen", "encoder"])
+def test_another_tokenizer_beside_the_same_weights_is_refused(root, exported, name, tmp_path):
+    folder = shutil.copytree(root / ("qwen" if name == "llms.qwen" else "llama"), tmp_path / "reader")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    last, first = sorted(vocab, key=vocab.get)[-2:]
+    vocab[last], vocab[first] = vocab[first], vocab[last]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    with pytest.raises(UserError, match=rf"a tokenizer of fingerprint .*--config\.{name}\.source="):
+        lw_jax.load_wire(exported["fp32"], config={f"{name}.source": str(folder)})
+    shutil.copytree(exported["fp32"], tmp_path / "older")
+    saved = json.loads((tmp_path / "older" / "config.json").read_text("utf-8"))
+    for model in saved["models"].values():
+        del model["tokenizer"]
+    (tmp_path / "older" / "config.json").write_text(json.dumps(saved), "utf-8")
+    lw_jax.load_wire(tmp_path / "older", config={f"{name}.source": str(folder)})
+
+
+def test_results_of_a_wire_replace_no_run_s_own(exported, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    assert run.main(["eval", "--workdir", str(exported["fp32"]), "--out", str(tmp_path)]) == 2
+    assert "another run's folder" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
 def test_models_that_stayed_behind_are_asked_for_by_flag(exported, tmp_path):
     shutil.copytree(exported["fp32"], tmp_path / "wire")
     text = (tmp_path / "wire" / "config.json").read_text("utf-8")
@@ -243,8 +268,13 @@ def test_verbs_read_it_and_write_nothing_into_it(exported, tmp_path, capsys, mon
     assert run.main(["show", "--workdir", str(folder)]) in (0, None)
     out = tmp_path / "results"
     flags = ["--config.eval.examples=2", "--config.eval.curve=none", "--config.data.validation_limit=4"]
+    out.mkdir()
+    (out / "bytes.csv").touch()
+    (out / "bytes.png").touch()
     assert run.main(["eval", "--workdir", str(folder), "--out", str(out), *flags]) == 0
-    assert json.loads((out / "eval.json").read_text("utf-8"))["step"] == 2
+    found = json.loads((out / "eval.json").read_text("utf-8"))
+    assert (found["step"], found["validation"]) == (2, "cards")
+    assert not list(out.glob("bytes.*")), "of an earlier evaluation with a curve"
     assert contents(folder) == before
 
 
