@@ -17,7 +17,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.types import EXACT, SHARED, Example, LossTerms, Tree
 from lw_jax.data import batches, examples, prompt_tokens, tokens
 from lw_jax.data.data_schedule import DataSchedule
-from lw_jax.data.tokens import ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
+from lw_jax.data.tokens import BertTokenizer, ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
 from lw_jax.hub import architectures, weights
 from lw_jax.losses import chunked, objectives
 from lw_jax.models import adapter, codec, decoder, lora, wire
@@ -429,7 +429,7 @@ class LatentWire:
         readers = {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()}
         chat = {name: llm.template == "chat" for name, llm in self.cfg.llms.items()}
         own = {f"llms/{name}": tokens.identify(one, chat=chat[name]) for name, one in self.tokenizers.items()}
-        if not isinstance(source := self.layout.source, ByteTokenizer):
+        if isinstance(source := self.layout.source, Tokenizer | BertTokenizer):
             own["encoder"] = tokens.identify(source)
         own = {f"{checkpoint_record.TOKENIZERS}{name}": one for name, one in own.items()}
         return {"encoder": f"{shape}, {origin}"} | readers | own
