@@ -19,13 +19,14 @@ def start(args: argparse.Namespace) -> int:
     """Loads the configuration, prepares the environment for JAX and runs the command."""
     from lw_jax.commands import loading
 
-    target = bool(getattr(args, "target", None) or getattr(args, "simulate", None))
-    plans = args.verb in ("plan", "slurm") or target
+    # Plans for other machines: `slurm` takes the cards of the configuration's name where no target is given.
+    target = args.verb == "slurm" or any(getattr(args, name, None) for name in ("target", "simulate", "estimate"))
+    plans = args.verb == "plan" or target
     environment.reserve_memory()
     loaded = [] if getattr(args, "keys", False) else loading.load(args, search=plans)
     # Before anything imports JAX.
     if plans:
-        environment.prepare_compiler(everywhere=target or args.verb == "slurm")
+        environment.prepare_compiler(everywhere=target)
     elif args.verb not in ("show", "report"):
         environment.hide_idle_cuda()
     return importlib.import_module(parser.COMMANDS[args.verb].module).run(args, *loaded) or 0

@@ -1,6 +1,7 @@
 """Vicuna-7B-v1.5 (Llama 2 Community License) on preference pairs; its matrices in 4 bits. See common.py.
 
-Its tokenizer has no chat template: rows must hold the prompt as the model is to read it ("USER: ... ASSISTANT:").
+Its repository has pickles, which are never opened: docs/dpo.md says how it is converted.
+It has no chat template: rows must hold the prompt as the model is to read it ("USER: ... ASSISTANT:").
 """
 
 from ml_collections import ConfigDict

@@ -84,8 +84,8 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
 
 def _word(request: Request) -> str:
     """Returns the target's word; empty where the machine's own GPUs are meant."""
-    if not request.target and jax.default_backend() == "gpu":
-        return ""
+    if not request.target and not request.estimate and jax.default_backend() == "gpu":
+        return ""  # planned by compiling, which an estimate is not
     return planner.resolve_target(request.target, config=request.config)
 
 

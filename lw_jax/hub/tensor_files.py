@@ -120,7 +120,8 @@ def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
         raise UserError(
             f"{folder}: {pickled[0]} is a pickle and is never opened; convert it with transformers' save_pretrained"
         )
-    raise UserError(f"{folder}: no *.safetensors in it; fetch the model's weights")
+    pickled = "if they are pickled (*.bin), convert them once with transformers: load, then save_pretrained(FOLDER)"
+    raise UserError(f"{folder}: no *.safetensors in it; fetch the model's weights, or {pickled}")
 
 
 def read_safetensors(file: Path) -> dict[str, Stored]:

@@ -179,9 +179,9 @@ def test_jobs_are_planned_for_other_machines_wherever_they_are_written(monkeypat
     monkeypatch.setattr(run.environment, "prepare_compiler", lambda *, everywhere: asked.append(everywhere))
     monkeypatch.setattr(run.environment, "reserve_memory", lambda: None)
     monkeypatch.setattr(run.importlib, "import_module", lambda name: SimpleNamespace(run=lambda *_: 0))
-    for words in (["slurm"], ["plan"], ["plan", "--target", "h100x2"]):
+    for words in (["slurm"], ["plan"], ["plan", "--target", "h100x2"], ["plan", "--estimate"]):
         assert run.main([*words, "--config", "configs/h100x4.py"]) == 0
-    assert asked == [True, False, True]
+    assert asked == [True, False, True, True]
 
 
 @pytest.mark.parametrize(
