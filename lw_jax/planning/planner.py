@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from lw_jax import recipes
-from lw_jax.core import config, validation
+from lw_jax.core import config, processes, validation
 from lw_jax.core import precision as precision_of
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -98,7 +98,7 @@ def check_processes(cfg: Config, devices: int, processes: int) -> None:
 def here(cfg: Config) -> Hardware:
     """Returns this machine's devices as hardware to plan for."""
     devices, hosts = jax.devices(), jax.process_count()
-    card = gpus.of_device(devices[0])
+    card = gpus.of_device(jax.local_devices()[0])  # of another process's JAX refuses to say the memory
     return Hardware(devices, memory_limit.local(cfg), Target(card, len(devices) // hosts, hosts) if card else None)
 
 
@@ -380,7 +380,11 @@ def _timed(found: Plan, cfg: Config) -> Plan:
 def _cached(cfg: Config, name: str, compute: Callable[[], Plan]) -> Plan:
     """Returns the cached plan, else computes and caches it."""
     file = plan_cache.path(cfg, name)
-    if found := plan_cache.read(file):
+    found = plan_cache.read(file)
+    # Several processes compile all or none: XLA shares the work of autotuning among them.
+    if name == "here" and not all(processes.gather(found is not None)):
+        found = None
+    if found:
         return _timed(found, cfg)
     found = compute()
     if "why_not_compiled" not in found:  # the compiler may be installed by the next call

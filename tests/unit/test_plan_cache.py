@@ -103,6 +103,16 @@ def test_another_target_version_or_memory_is_another_plan(root, monkeypatch):
     assert len(set(files)) == len(files)
 
 
+def test_several_processes_take_their_plans_from_the_cache_together(root, monkeypatch):
+    cfg, made = make_searched_config(root), []
+    row = {"step_seconds": 1.0, "hours": 1.0}
+    plan = {"target": "here", "chosen": row, "candidates": [row], "steps": 6, "hours": 1.0}
+    for theirs, count in ((True, 1), (True, 1), (False, 2), (True, 2)):
+        monkeypatch.setattr(planner.processes, "gather", lambda own, theirs=theirs: [own, theirs])
+        planner._cached(cfg, "here", lambda: made.append(1) or dict(plan))
+        assert len(made) == count
+
+
 @pytest.mark.parametrize("where", ["encoder", "llms.llama"])
 def test_another_model_under_the_same_path_is_another_plan(root, tmp_path, where):
     folder = shutil.copytree(root / "llama", tmp_path / "body")

@@ -317,5 +317,8 @@ def test_the_machine_at_hand_is_described_by_what_it_reports(root, monkeypatch):
     cfg = tiny.make_config(root, mesh__memory_gb=24.0)
     assert planner.here(cfg) == Hardware(jax.devices(), MemoryLimit(24_000_000_000, 0.8), None)
     card = gpus.CARDS["a100_40"]
-    monkeypatch.setattr(gpus, "of_device", lambda device: card)
+    asked = []
+    monkeypatch.setattr(gpus, "of_device", lambda device: asked.append(device) or card)
+    monkeypatch.setattr(jax, "local_devices", lambda: jax.devices()[4:])  # as in the second of two processes
     assert planner.here(cfg).target == gpus.Target(card, 8, 1)
+    assert asked == [jax.devices()[4]]
