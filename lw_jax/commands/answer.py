@@ -63,7 +63,9 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: messa
 
 
 def _check_questions(cfg: Config, request: message_io.Request) -> None:
-    """Refuses more than one question for a message that holds its question, and none for a text."""
+    """Refuses an empty question, more than one for a message that holds its question, and none for a text."""
+    if not all(question.strip() for question in request.questions):
+        raise UserError("--question: empty; a question of at least one word is needed")
     few = bool(request.message) and not request.questions
     if cfg.prompt.question == "latents" and len(request.questions) != 1 and not few:
         raise UserError(

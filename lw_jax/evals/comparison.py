@@ -7,7 +7,7 @@ import numpy as np
 
 from lw_jax.core.eval_rows import MESSAGES, ROWS
 from lw_jax.evals.statistics import RESAMPLES, Bootstrap, Estimate
-from lw_jax.evals.verdict import WORDS, adds_nothing, format_interval, is_collapsed
+from lw_jax.evals.verdict import FEWEST, WORDS, adds_nothing, format_interval, has_few, is_collapsed
 
 Record = dict[str, Any]
 Row = dict[str, Any]  # figures by name, those of INTERVALS also with "_interval": [low, high]
@@ -164,10 +164,11 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
             parts.append(f"{key}{against} {figures[key]:.3f} ({format_interval(figures[f'{key}_interval'])})")
         elif f"{key}_reason" in figures:
             parts.append(f"{key} unknown: {figures[f'{key}_reason']}")
-    if is_collapsed(figures):
-        parts.append(WORDS["collapsed"])
-    if adds_nothing(figures):
-        parts.append(WORDS["literals"])
+    if has_few(figures):
+        parts.append(f"no verdict: fewer than {FEWEST} examples")
+    else:
+        found = {"collapsed": is_collapsed(figures), "literals": adds_nothing(figures)}
+        parts += [WORDS[key] for key, holds in found.items() if holds]
     return f"{reader}: " + "\n    ".join(parts or ["no rows to compare"])
 
 

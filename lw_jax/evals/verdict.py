@@ -19,7 +19,7 @@ WORDS = {
 
 def judge(figures: Mapping[str, Any]) -> str:
     """Returns the key of WORDS for one reader's comparison of its rows."""
-    if figures.get("examples", FEWEST) < FEWEST:
+    if has_few(figures):
         return "unknown"
     if is_collapsed(figures):
         return "collapsed"
@@ -29,6 +29,11 @@ def judge(figures: Mapping[str, Any]) -> str:
     if not {"gap_nll", "adds_nll"} & figures.keys() or not shares:
         return "unknown"
     return "carries" if max(shares) >= CARRIED else "partly"
+
+
+def has_few(figures: Mapping[str, Any]) -> bool:
+    """Returns whether the examples are too few for a verdict."""
+    return figures.get("examples", FEWEST) < FEWEST
 
 
 def is_collapsed(figures: Mapping[str, Any]) -> bool:

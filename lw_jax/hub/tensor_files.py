@@ -167,8 +167,11 @@ def write_safetensors(file: Path, tensors: dict[str, np.ndarray], *, layout: Lit
     """
     for name, values in tensors.items():
         refuse_diverged(name, values)
+    file.touch()
+    mode = file.stat().st_mode  # by the user's umask; the library's own file is its owner's alone
     try:
         save_file(tensors, str(file), metadata={"format": layout})
+        file.chmod(mode)
     except SafetensorError as error:
         size = sum(values.nbytes for values in tensors.values())
         raise UserError(

@@ -163,7 +163,10 @@ def _without_other_texts(options: Eval, encoded: Encoded, say: _Say) -> Eval:
     rows = tuple(row for row in options.rows if row not in other)
     rule = "need a second text, and all held-out questions are about one"
     if not rows:
-        raise UserError(f"config.eval.rows: {', '.join(other)} {rule}; name other rows, or another data.validation")
+        raise UserError(
+            f"config.eval.rows: {', '.join(other)} {rule}; name other rows, raise eval.examples, or export the "
+            "wire and measure it on other data: eval --workdir WIRE --out DIR --config.data.validation=FILE"
+        )
     say(f"left out: {', '.join(other)} {rule}")
     return dataclasses.replace(options, rows=rows)
 

@@ -264,6 +264,8 @@ class TrainedWire:
     def _prompts(self, pairs: list[tuple[bytes, str]], reader: str) -> Iterator[tuple[wire.Prompt, int]]:
         """Yields a reader's prompts on its mesh and how many of their rows are real, config.eval.batch at a time."""
         self._check_reader(reader)
+        if not all(question.strip() for _, question in pairs):
+            raise UserError("question: empty; a question of at least one word is needed")
         opened = {message: self._open(message) for message in dict.fromkeys(message for message, _ in pairs)}
         if self.recipe.cfg.prompt.question == "latents" and len(set(pairs)) > len(opened):
             raise UserError(

@@ -331,6 +331,15 @@ def test_collapse_is_told_where_the_right_latents_may_be_worth_nothing(gap, coll
     assert ("COLLAPSED" in comparison.format_comparison("r", found)) is collapsed
 
 
+def test_a_few_examples_have_no_verdict():
+    found = comparison.compare(make_rows(gap=0.0), **TOLD)["r"]
+    few = {"examples": verdict.FEWEST - 1, "adds_nll": 0.0, "adds_nll_interval": (-1.0, 1.0)}
+    said = comparison.format_comparison("r", found | few)
+    assert "COLLAPSED" not in said and "LITERALS" not in said and "no verdict: fewer than 8 examples" in said
+    said = comparison.format_comparison("r", found | few | {"examples": verdict.FEWEST})
+    assert "COLLAPSED" in said and "LITERALS" in said and "no verdict" not in said
+
+
 def test_table_has_a_line_for_each_reader_and_row(measured):
     found = comparison.summarise(measured[-1], **TOLD)
     for row in found["qwen"].values():

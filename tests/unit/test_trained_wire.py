@@ -270,6 +270,15 @@ def test_reader_of_a_smaller_message_is_given_zeros_beyond_it(wire, name, monkey
     assert not caught["latents"][0, 3:].any() and not caught["latents"][0, :, 11:].any()
 
 
+def test_empty_question_is_refused_by_name(wire, message):
+    for questions in ("", " ", ["Who?", ""]):
+        with pytest.raises(UserError, match="^question: empty"):
+            wire.read(message, "llama", questions)
+    asked = message_io.Request(context="Mira.", questions=("Who?", " "))
+    with pytest.raises(UserError, match="^--question: empty"):
+        answer._check_questions(wire.recipe.cfg, asked)
+
+
 def test_message_larger_than_the_wire_is_refused(wire):
     message = codec.pack(np.ones((6, 24), np.float32), bits=8, encoder=wire.encoder_fingerprint)
     with pytest.raises(UserError, match="slots=6.*encoder.slots=5"):

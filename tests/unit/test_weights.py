@@ -114,6 +114,18 @@ def no_space(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
+def test_saved_files_are_for_those_whom_the_user_s_umask_names(tmp_path):
+    before = os.umask(0o027)
+    try:
+        weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
+    finally:
+        os.umask(before)
+    assert {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {
+        "config.json": 0o640,
+        "model.safetensors": 0o640,
+    }
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_model_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, monkeypatch, file):
     params = random_params(LLAMA)
