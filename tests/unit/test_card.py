@@ -25,11 +25,14 @@ def describe(source, local=False):
     return wire_folder.Model(source=source, local=local, fingerprint="0" * 32, sha256={"m.gguf": "1" * 64})
 
 
-def render(folder, *, sources=SOURCES, local=(), step=STEP, published=UNSTATED, **changes):
+def render(folder, *, sources=SOURCES, local=(), step=STEP, published=UNSTATED, measured="", **changes):
     """The card of a run that reads these sources."""
     changes = {"data__train": f"hub:{SQUAD}@main", "data__validation": f"hub:{SQUAD}@main"} | changes
     at = runs.write_run(folder, **changes)
     (at / "hardware.json").write_text(json.dumps({"kind": "gpu", "card": "NVIDIA Sort", "devices": 3}), "utf-8")
+    if measured:
+        found = json.loads((at / "eval.json").read_text("utf-8"))
+        (at / "eval.json").write_text(json.dumps(found | {"validation": measured}), "utf-8")
     run = records.read(at)
     wire = wire_folder.Wire(
         format="latentwire",
@@ -108,6 +111,12 @@ def test_results_of_another_checkpoint_are_said_to_be_and_stay_out_of_the_metada
     other, own = render(tmp_path, step=7), render(tmp_path)
     assert warning in other.text and other.data.eval_results is None
     assert warning not in own.text and own.data.eval_results
+
+
+def test_results_are_of_the_data_on_which_they_were_measured(tmp_path):
+    found = render(tmp_path, measured="/home/me/other.jsonl")
+    assert f"Measured at step {STEP} on other.jsonl" in found.text.replace("\n", " ")
+    assert {one.dataset_name for one in found.data.eval_results} == {"other.jsonl"} and "/home/me" not in found.text
 
 
 def test_how_it_was_made_is_told(tmp_path):

@@ -56,10 +56,20 @@ def reported(wire, folder):
 
 
 def test_files_hold_what_was_found(wire, found, tmp_path):
-    assert [path.name for path in evaluation.write(found, tmp_path, step=6)] == FILES
+    assert [path.name for path in evaluation.write(found, tmp_path, step=6, data="cards")] == FILES
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
     result = read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))
-    assert list(result) == ["step", "rows", "readers", "joint", "latents", "curve", "text_bytes", "counts"]
+    assert list(result) == [
+        "step",
+        "validation",
+        "rows",
+        "readers",
+        "joint",
+        "latents",
+        "curve",
+        "text_bytes",
+        "counts",
+    ]
     assert result["step"] == 6 and result["counts"]["kept"] == 16
     assert result["rows"]["qwen"]["latents"]["nll"] == found.summary["qwen"]["latents"]["nll"]
     assert result["rows"]["llama"].keys() == set(ROWS)
@@ -131,7 +141,7 @@ def test_taught_vector_is_kept_and_lowers_the_loss_of_the_text(wire, found, monk
 
 def test_numbers_that_json_has_no_word_for_become_null(found, tmp_path):
     broken = dataclasses.replace(found, latents={"effective_rank": math.nan}, slots=[[math.inf, 1.0]])
-    evaluation.write(broken, tmp_path, step=6)
+    evaluation.write(broken, tmp_path, step=6, data="cards")
     assert read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))["latents"] == {"effective_rank": None}
     assert read_strictly((tmp_path / "slots.json").read_text(encoding="utf-8")) == [[None, 1.0]]
 
@@ -144,7 +154,7 @@ def test_terminal_shows_the_table_the_figures_and_the_bytes_in_120_columns(found
 
 
 def test_without_a_curve_there_is_no_picture(wire, found, tmp_path):
-    paths = evaluation.write(dataclasses.replace(found, curve=None, joint=None), tmp_path, step=6)
+    paths = evaluation.write(dataclasses.replace(found, curve=None, joint=None), tmp_path, step=6, data="cards")
     assert [path.name for path in paths] == FILES[:3]
     result = read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))
     assert result["curve"] is None and result["text_bytes"] is None and result["joint"] is None
