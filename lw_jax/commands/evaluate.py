@@ -21,7 +21,7 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     if wire_folder.is_wire(out or loaded.workdir):
         rule = "an exported wire is read-only: name another folder for the results, --out DIR"
         raise UserError(f"{out or loaded.workdir}: {rule}")
-    if out and (out / "config.json").exists() and not out.samefile(loaded.workdir):
+    if out and (out / "config.json").exists() and out.resolve() != loaded.workdir.resolve():
         rule = "another run's folder: its own evaluation would be replaced; name another folder for the results"
         raise UserError(f"--out {out}: {rule}")
     return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, out=out)

@@ -43,6 +43,11 @@ def _change(name: str, value: str) -> None:
     os.environ[name] = value
 
 
+def _set_default(name: str, value: str) -> None:
+    if name not in os.environ:
+        _change(name, value)
+
+
 def memory_fraction() -> float:
     """Returns the share of a GPU's memory that JAX's allocator may take, and reports as the device's limit."""
     return float(next(filter(None, (os.environ.get(name) for name in _FRACTIONS)), JAX_FRACTION))
@@ -55,7 +60,7 @@ def leave_out_torch() -> None:
     """
     modules: dict[str, Any] = sys.modules
     modules["torch"] = None  # Python's own mark of a missing module
-    _change("TRANSFORMERS_VERBOSITY", os.environ.get("TRANSFORMERS_VERBOSITY", "error"))
+    _set_default("TRANSFORMERS_VERBOSITY", "error")
 
 
 def prepare_compiler(*, everywhere: bool) -> None:
@@ -67,9 +72,8 @@ def prepare_compiler(*, everywhere: bool) -> None:
         return
     _change("JAX_PLATFORMS", "cpu")
     _change("JAX_SKIP_CUDA_CONSTRAINTS_CHECK", "1")  # which would ask the driver
-    _change("JAX_NUM_CPU_DEVICES", os.environ.get("JAX_NUM_CPU_DEVICES", "64"))
-    # XLA warns of a step that is too large; the plan reports it.
-    _change("TF_CPP_MIN_LOG_LEVEL", os.environ.get("TF_CPP_MIN_LOG_LEVEL", "2"))
+    _set_default("JAX_NUM_CPU_DEVICES", "64")
+    _set_default("TF_CPP_MIN_LOG_LEVEL", "2")  # XLA warns of a step that is too large; the plan reports it
     _start_quietly()
 
 

@@ -24,6 +24,11 @@ def whole(path: Path) -> Iterator[Path]:
         partial.unlink(missing_ok=True)
 
 
+def nearest(folder: Path) -> Path:
+    """Returns the folder where it is there, else the nearest of those above it that is."""
+    return next(one for one in (folder, *folder.absolute().parents) if one.exists())
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a text atomically, as UTF-8."""
     with whole(path) as partial:

@@ -144,8 +144,9 @@ class BertTokenizer:
         return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
 
 
-def identify(tokenizer: Tokenizer | BertTokenizer, *, chat: bool = False) -> str:
-    """Identifies what a text's ids and, with `chat`, a chat prompt are, whatever version of a library read the files.
+@functools.lru_cache(maxsize=8)  # a start asks more than once, and a vocabulary is long
+def identify(tokenizer: Tokenizer | BertTokenizer, *, template: str = "plain") -> str:
+    """Identifies what a text's ids and, of template "chat", a prompt are, whatever library's version read the files.
 
     A hash of the vocabulary, of the ids of one text and of the special ids; `fingerprint` covers every rule, in the
     words of the library's version.
@@ -154,7 +155,7 @@ def identify(tokenizer: Tokenizer | BertTokenizer, *, chat: bool = False) -> str
     said: list[Any] = [vocab, tokenizer.encode_batch([_PROBE]), tokenizer.special, tokenizer.pad]
     if isinstance(tokenizer, Tokenizer):
         said += [tokenizer.begin, tokenizer.eos, tokenizer.stops]
-        said += [tokenizer.render_chat(_PROBE)] if chat else []
+        said += [tokenizer.render_chat(_PROBE)] if template == "chat" else []
     return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).hexdigest()
 
 

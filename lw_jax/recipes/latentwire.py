@@ -427,8 +427,8 @@ class LatentWire:
         shape += "".join(f" {key} {value}" for key in ("local", "rank", "states") if (value := getattr(spec, key)))
         shape += f" mask {spec.mask}" if spec.mask != "none" else ""
         readers = {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()}
-        chat = {name: llm.template == "chat" for name, llm in self.cfg.llms.items()}
-        own = {f"llms/{name}": tokens.identify(one, chat=chat[name]) for name, one in self.tokenizers.items()}
+        templates = {name: llm.template for name, llm in self.cfg.llms.items()}
+        own = {f"llms/{name}": tokens.identify(one, template=templates[name]) for name, one in self.tokenizers.items()}
         if isinstance(source := self.layout.source, Tokenizer | BertTokenizer):
             own["encoder"] = tokens.identify(source)
         own = {f"{checkpoint_record.TOKENIZERS}{name}": one for name, one in own.items()}

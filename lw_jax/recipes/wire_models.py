@@ -37,8 +37,7 @@ def describe(cfg: Config, *, names: Collection[str] | None = None) -> dict[str, 
 def _identify_tokenizer(cfg: Config, name: str, at: Path) -> str:
     if name == BODY:
         return tokens.identify(tokens.load_source_tokenizer(at))
-    chat = cfg.llms[name.removeprefix(READERS)].template == "chat"
-    return tokens.identify(tokens.load_tokenizer(at), chat=chat)
+    return tokens.identify(tokens.load_tokenizer(at), template=cfg.llms[name.removeprefix(READERS)].template)
 
 
 def check(folder: Path, stated: Mapping[str, Model], cfg: Config, found: Mapping[str, Model]) -> None:

@@ -25,7 +25,7 @@ from orbax.checkpoint import checkpoint_managers as policies
 
 from lw_jax.core import processes, tree
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import whole
+from lw_jax.core.files import nearest, whole
 from lw_jax.core.types import Tree
 from lw_jax.training import checkpoint_record, orbax_logs
 from lw_jax.training.checkpoint_record import BEST, RECORD
@@ -243,8 +243,7 @@ class Checkpointer:
         (step, size, _), self._pending = self._pending, None
         self._remove_unfinished()
         if any(os.strerror(code) in str(error) for code in FULL):
-            there = next(at for at in (self._folder, *self._folder.absolute().parents) if at.exists())
-            free = shutil.disk_usage(there).free
+            free = shutil.disk_usage(nearest(self._folder)).free
             raise UserError(
                 f"{self._folder}: checkpoint {step} does not fit: it needs up to {size} bytes, {free} are free (or a "
                 "quota is reached); free space, then start the same command again: earlier "

@@ -128,7 +128,7 @@ def unread_error(folder: Path, error: OSError) -> UserError:
 
 def check_identity(path: Path, saved: dict[str, str], own: dict[str, str]) -> list[str]:
     """Refuses a checkpoint of another identity; returns the data whose content it does not record."""
-    both, content = own.keys() & saved.keys(), own.keys() & saved.keys() & set(_CONTENT)
+    both = own.keys() & saved.keys()
     optional = {key for key in saved.keys() | own.keys() if key in _CONTENT or key.startswith(TOKENIZERS)}
     for key in sorted((saved.keys() | own.keys()) - optional | both):
         there, here = saved.get(key, "(absent)"), own.get(key, "(absent)")
@@ -137,7 +137,7 @@ def check_identity(path: Path, saved: dict[str, str], own: dict[str, str]) -> li
                 f"{path.parent}: checkpoint {path.name} was made with {key}={there}, this run has {key}={here}; give "
                 "another --workdir, or use the configuration that made it"
             )
-    return sorted(own.keys() & set(_CONTENT) - content)
+    return sorted((own.keys() - both) & set(_CONTENT))
 
 
 def check_leaves(path: Path, saved: dict[str, list[Any]], state: dict[str, Tree]) -> None:

@@ -22,7 +22,7 @@ from ml_collections import ConfigDict
 from lw_jax.core import schema
 from lw_jax.core.config import Config, diff, meaning, read_saved, to_dict
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import write_whole
+from lw_jax.core.files import nearest, write_whole
 from lw_jax.training import wire_folder
 
 PACKAGES = (
@@ -149,7 +149,7 @@ def check_writable(folder: Path, *, remedy: str) -> None:
     Raises:
       UserError: names the folder, the reason and the remedy.
     """
-    there = next(parent for parent in (folder, *folder.absolute().parents) if parent.exists())
+    there = nearest(folder)
     try:
         with tempfile.TemporaryFile(dir=there):
             pass
