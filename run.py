@@ -13,6 +13,7 @@ from sharding.errors import PlacementError
 
 # Of a path that the user can mend.
 UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
+UNUSABLE += (errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
 
 
 def start(args: argparse.Namespace) -> int:

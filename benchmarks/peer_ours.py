@@ -123,7 +123,7 @@ def write(cfg: Config, case: Path, *, origin: Config | None = None, layers: int 
         return
     learns = trainable(cfg, recipe)
     if cfg.recipe == "dpo":
-        peft.save(case / "adapter", learns, recipe.lora, model_type="llama", base="")
+        peft.save(case / "adapter", learns, recipe.lora, cfg=recipe.model, model_type="llama", base="")
         return
     stored = {path: x for path, x in flatten(learns).items() if "encoder/body/" not in path}
     np.savez(case / "trainable.npz", allow_pickle=False, **stored)

@@ -51,6 +51,8 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, out: Path | No
         if drawn:
             figures.draw_rows(drawn, found.curve).savefig(folder / "positions.png", dpi=130)
             paths.append(folder / "positions.png")
+        else:
+            (folder / "positions.png").unlink(missing_ok=True)  # of an earlier evaluation
         if found.curve:
             figures.draw_curve(found.curve).savefig(folder / "bytes.png", dpi=130)
             paths.append(folder / "bytes.png")

@@ -57,9 +57,13 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
         counts = parse_counts(request.simulate)
         card = gpus.parse(planner.resolve_target(request.target, config=request.config)).card
         plans = [planner.simulate(cfg, card, count, estimate=request.estimate) for count in counts]
+        findings = planner.inspect(cfg)
+        sizes = [one for one in plans if one["devices"]]
+        fits = not sizes or any(one["chosen"] for one in sizes)
+        code = VOID if any(one.void for one in findings) else 0 if fits else NOTHING_FITS
         if request.as_json:
             print(json.dumps(plans, indent=2))
-            return 0
+            return code
         arithmetic = functools.partial(planner.make, estimate=True)
         guessed = any(one["devices"] and one["chosen"] and not one["compiled"] for one in plans)
         note = f"seconds: {estimates.ERROR}" if guessed else ""
@@ -69,7 +73,8 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
             simulation.text(cfg, plans, own=request.own, estimate=arithmetic),
         ]
         print("\n\n".join(filter(None, tables)))
-        return 0
+        print("".join(f"{one}\n" for one in findings), end="")
+        return code
     found = planner.make(cfg, _word(request), estimate=request.estimate)
     findings = [*planner.inspect(cfg), *cluster_profile.inspect(found, cfg.train)]
     if request.as_json:

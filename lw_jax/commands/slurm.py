@@ -70,7 +70,11 @@ def main(
     print(f"{_describe_file(file, profile)}\n{job.origin}\n{describe_limit(job, site)}")
     notes = [*(record.describe_differences() if record else ()), *warnings]
     print("".join(f"{line}\n" for line in notes), end="")
-    others = size_comparison.other_sizes(cfg, plan) if others is None else others
+    try:
+        others = size_comparison.other_sizes(cfg, plan) if others is None else others
+    except UserError as error:  # the job is written: a table alone may be missing
+        print(f"other sizes are not compared: {error}")
+        others = []
     print("\n".join(size_comparison.compare([plan, *others], hours=job.hours)))
     used = plan["chosen"]["devices_used"]
     if used < plan["devices"]:

@@ -14,6 +14,7 @@ from ml_collections import ConfigDict, config_flags
 from lw_jax.core import retired
 from lw_jax.core.config import Values, flatten, suggest, tuple_elements
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import expand
 
 LONGEST = 10_000  # characters of a value on the command line
 _T = TypeVar("_T")
@@ -29,7 +30,7 @@ def split(spec: str) -> tuple[str, str]:
 
 def find(path: str, *, root: Path) -> Path:
     """Returns the file, looked for from the current folder and then from `root`."""
-    for candidate in (Path(path).expanduser(), root / path):
+    for candidate in (expand(path), root / path):
         if candidate.is_file():
             return candidate.resolve()
     kind = Path(path).suffix or ".py"
@@ -46,7 +47,7 @@ def read_list(path: str, *, root: Path) -> list[str]:
     Raises UserError where there is no such file, or it names none or one twice.
     """
     try:
-        text = find(path, root=root).read_text("utf-8")
+        text = find(path, root=root).read_text("utf-8-sig")
     except UnicodeDecodeError as error:
         raise UserError(f"--config {path}: {error}; a readable UTF-8 text file is needed") from error
     found = [name for line in text.splitlines() if (name := line.partition("#")[0].strip())]

@@ -29,6 +29,11 @@ def nearest(folder: Path) -> Path:
     return next(one for one in (folder, *folder.absolute().parents) if one.exists())
 
 
+def expand(path: str | Path) -> Path:
+    """Returns a path with a `~` of a known user filled in; Path.expanduser raises RuntimeError for an unknown one."""
+    return Path(os.path.expanduser(path))  # noqa: PTH111
+
+
 def write_whole(path: Path, text: str) -> None:
     """Writes a text atomically, as UTF-8."""
     with whole(path) as partial:

@@ -231,6 +231,8 @@ def _check_dpo(cfg: Config) -> None:
     dpo = cfg.dpo
     if len(cfg.llms) != 1:
         refuse("llms", list(cfg.llms), "must be exactly one: preferences tune one model.")
+    if not cfg.lora.targets:
+        refuse("lora.targets", cfg.lora.targets, "must name one or more modules, such as q_proj.")
     if len(dpo.weights) != len(dpo.loss):
         refuse("dpo.weights", dpo.weights, f"must have a weight for each of dpo.loss = {dpo.loss}.")
     if not any(dpo.weights):

@@ -16,7 +16,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import PROMPT_FIELDS
 from lw_jax.core.types import EXACT, Example, Task
 from lw_jax.data.example_counts import REASONS, Ledger
-from lw_jax.data.prompt_tokens import Layout, ReaderPass, count_slots, read_source
+from lw_jax.data.prompt_tokens import Layout, ReaderPass, count_slots, read_source, tokenize
 
 _log = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ class Encoded:
     teachers: Mapping[str, Lookup] = dataclasses.field(default_factory=dict)  # by reader, where the KL needs one
     # reader's name -> prompt field -> tokens of each example's prompt that hold the context
     context_tokens: Mapping[str, Mapping[str, Sequence[int]]] = dataclasses.field(default_factory=dict)
+    # Where the latents hold the question: each one's question with another text, i32; None: other examples' sources
+    exchanged: list[np.ndarray] | None = None
 
     def __len__(self) -> int:
         """Returns the number of usable examples."""
@@ -131,11 +133,9 @@ class Encoded:
         return digest.hexdigest()
 
     def shuffled(self) -> "Encoded":
-        """Returns the same examples, each with the source of the next example of another context."""
-        others = other_examples(self.examples)
-        return dataclasses.replace(
-            self, source=dataclasses.replace(self.source, ids=[self.source.ids[i] for i in others])
-        )
+        """Returns the same examples, each with the text of the next example of another context."""
+        ids = self.exchanged or [self.source.ids[i] for i in other_examples(self.examples)]
+        return dataclasses.replace(self, source=dataclasses.replace(self.source, ids=ids))
 
     def describe(self) -> list[str]:
         """Returns report lines: examples used, dropped and cut, and each field's longest row / static width."""
@@ -193,9 +193,11 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
     def kept(key: str, ids: list[np.ndarray], pad: int) -> Field:
         return field([ids[i] for i in keep], pad, left=key != "answer", limit=limits.get(key))
 
+    found = tuple(examples[i] for i in keep)
+    own, exchanged = [source[i] for i in keep], _exchange_texts(found, layout)
     return Encoded(
-        examples=tuple(examples[i] for i in keep),
-        source=source_field([source[i] for i in keep], layout),
+        examples=found,
+        source=dataclasses.replace(source_field([*own, *(exchanged or ())], layout), ids=own),
         readers={
             name: {key: kept(key, ids, layout.readers[name].tokenizer.pad) for key, ids in fields.items()}
             for name, fields in tokens.items()
@@ -208,7 +210,18 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
             name: {key: [counts[i] for i in keep] for key, counts in one.context_tokens.items()}
             for name, one in passes.items()
         },
+        exchanged=exchanged,
     )
+
+
+def _exchange_texts(found: Sequence[Example], layout: Layout) -> list[np.ndarray] | None:
+    """Returns the encoder's ids of each question with another text; None where it reads no question."""
+    if layout.prompt.question != "latents" or one_context(found):
+        return None
+    pairs = zip(found, other_examples(found), strict=True)
+    texts = [layout.source_text(dataclasses.replace(one, context=found[other].context)) for one, other in pairs]
+    limit = layout.window * layout.windows
+    return [ids[:limit] for ids in tokenize(layout.source, texts, limit=limit)]
 
 
 def encode_prompt(

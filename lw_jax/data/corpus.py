@@ -43,6 +43,11 @@ class TextTokenizer(Protocol):
     """Tokenizer of a corpus."""
 
     @property
+    def begin(self) -> tuple[int, ...]:
+        """Precedes every document, as it precedes every text that the model will continue."""
+        ...
+
+    @property
     def eos(self) -> int:
         """Follows every document."""
         ...
@@ -64,7 +69,7 @@ class TextTokenizer(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Corpus:
-    """A packed corpus: `tokens` ids one after the other, each document followed by EOS."""
+    """A packed corpus: `tokens` ids one after the other, each document between BOS, if any, and EOS."""
 
     folder: Path
     source: str
@@ -173,7 +178,8 @@ def pack(
             raise
         _tell(f"{error}. Taken as it was packed in {folder}")
         return _load(folder, made=False)
-    said = json.dumps([FORMAT, identity, tokenizer.fingerprint, tokenizer.eos])
+    begin = [list(tokenizer.begin)] if tokenizer.begin else []
+    said = json.dumps([FORMAT, identity, tokenizer.fingerprint, tokenizer.eos, *begin])
     folder = root / "corpus" / hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
     made = False
     if not (folder / META).is_file():
@@ -195,10 +201,11 @@ def _make(folder: Path, name: str, found: Iterable[Piece], tokenizer: TextTokeni
         if left.name != LOCK:
             left.unlink()
     counts = {"documents": 0, "blank": 0, "bytes": 0}
-    reported = time.monotonic()
+    reported, inside = time.monotonic(), False
     with contextlib.closing(_Shards(folder, tokenizer.vocab)) as shards:
         for pieces in _batches(found, counts):
-            shards.write(_encode(pieces, tokenizer))
+            shards.write(_encode(pieces, tokenizer, inside=inside))
+            inside = not pieces[-1].ends
             if time.monotonic() - reported >= TOLD_EVERY:
                 reported = time.monotonic()
                 done = f"{sum(shards.counts):,} tokens of {counts['bytes'] / 1e6:,.0f} MB of text"
@@ -206,6 +213,7 @@ def _make(folder: Path, name: str, found: Iterable[Piece], tokenizer: TextTokeni
     if not counts["documents"]:
         raise UserError(f"{name}: no text in its {counts['blank']} documents; name another source")
     meta = {"format": FORMAT, "source": name, "tokenizer": tokenizer.fingerprint, "eos": tokenizer.eos, **counts}
+    meta |= {"begin": list(tokenizer.begin)}
     meta |= {"tokens": sum(shards.counts), "dtype": shards.dtype.name, "shards": shards.counts}
     with whole(folder / META) as partial, partial.open("w", encoding="utf-8") as out:
         json.dump(meta, out, indent=1)
@@ -232,12 +240,13 @@ def _batches(pieces: Iterable[Piece], counts: dict[str, int]) -> Iterator[list[P
         yield batch
 
 
-def _encode(pieces: list[Piece], tokenizer: TextTokenizer) -> np.ndarray:
-    """Returns the ids of all pieces, each document followed by EOS."""
-    eos = np.array([tokenizer.eos], np.uint32)
+def _encode(pieces: list[Piece], tokenizer: TextTokenizer, *, inside: bool) -> np.ndarray:
+    """Returns the ids of all pieces, each document between BOS and EOS; the first piece may be `inside` a document."""
+    begin, eos = np.array(tokenizer.begin, np.uint32), np.array([tokenizer.eos], np.uint32)
     parts: list[np.ndarray] = []
     for piece, ids in zip(pieces, tokenizer.encode_arrays([piece.text for piece in pieces]), strict=True):
-        parts.append(ids)
+        parts += [ids] if inside else [begin, ids]
+        inside = not piece.ends
         if piece.ends:
             parts.append(eos)
     return np.concatenate(parts, dtype=np.uint32)
@@ -300,6 +309,7 @@ class _Meta(msgspec.Struct, frozen=True):
     tokens: _Count
     dtype: Literal["uint16", "uint32"]
     shards: tuple[_Count, ...]
+    begin: tuple[_Count, ...] = ()  # absent in files of earlier versions, which have no BOS
 
 
 def _load(folder: Path, *, made: bool) -> Corpus:
@@ -323,13 +333,13 @@ def _read_meta(folder: Path) -> _Meta:
 def _last_packed(root: Path, source: str, tokenizer: TextTokenizer) -> Path | None:
     """Returns the newest corpus of a source's name and a tokenizer, whatever the source was then."""
     found = sorted(root.glob(f"*/{META}"), key=lambda file: file.stat().st_mtime, reverse=True)
-    wanted = (FORMAT, source, tokenizer.fingerprint, tokenizer.eos)
+    wanted = (FORMAT, source, tokenizer.fingerprint, tokenizer.eos, tuple(tokenizer.begin))
     for file in found:
         try:
             meta = _read_meta(file.parent)
         except UserError:  # damaged, and perhaps of another source
             continue
-        if (meta.format, meta.source, meta.tokenizer, meta.eos) == wanted:
+        if (meta.format, meta.source, meta.tokenizer, meta.eos, meta.begin) == wanted:
             return file.parent
     return None
 

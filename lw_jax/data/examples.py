@@ -53,7 +53,7 @@ class Row(msgspec.Struct):
     context: _Context
     question: str
     answers: _Answers | msgspec.UnsetType = msgspec.UNSET
-    answer: Any = msgspec.UNSET  # asked for where there are no answers only
+    answer: Any = msgspec.UNSET  # asked for where there are no answers only; a table has null in the unused column
     is_impossible: bool | int | None = None
     id: _Id = None
     own_id: _Id = msgspec.field(default=None, name="_id")
@@ -172,14 +172,15 @@ def _example(row: Row, where: str) -> Example | None:
     answers = _answers(row, where)
     if not answers:
         return None
-    return Example(str(row.id or row.own_id or where), context, question, answers)
+    named = next((one for one in (row.id, row.own_id) if one not in (None, "")), where)
+    return Example(str(named), context, question, answers)
 
 
 def _answers(row: Row, where: str) -> tuple[str, ...]:
     """Returns the distinct answers in order; none when the row is marked as unanswerable."""
     if row.is_impossible:
         return ()
-    if row.answers is msgspec.UNSET:
+    if row.answers is msgspec.UNSET or (row.answers is None and row.answer not in (None, msgspec.UNSET)):
         if row.answer is msgspec.UNSET:
             raise UserError(f"{where}: the fields 'answers' and 'answer' are missing; {_REMEDY}")
         answer = schema.convert({"answer": row.answer}, _Answered, where=where, remedy=_REMEDY).answer

@@ -1,11 +1,11 @@
 """Passages for reconstruction and continuation: texts cut to a length, the text itself (or what follows) the answer."""
 
 from collections.abc import Iterable, Sequence
-from pathlib import Path
 
 import numpy as np
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import expand
 from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens, row_sources, rows
 from lw_jax.data.batches import Encoded, Field
@@ -26,7 +26,7 @@ def read(source: str, columns: Sequence[str] = ()) -> list[str]:
 
     Rows are as `row_sources.read` finds them, `columns` is data.columns. Raises UserError naming file, line and rule.
     """
-    path = Path(source).expanduser()
+    path = expand(source)
     if row_sources.is_table(source) or any(suffix in path.suffixes for suffix in (".json", ".jsonl")):
         fields = Fields.of(rows.Text, columns, _REMEDY)
         found = [_text_of(row, where) for where, row in row_sources.read(source, fields, split="train")]

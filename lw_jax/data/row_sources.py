@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import expand
 from lw_jax.data import rows
 from lw_jax.data.row_fields import Fields
 
@@ -58,7 +59,7 @@ def read(
         for file in files(source, split):
             yield from _read_file(file, fields)
     else:
-        yield from _json_rows(Path(source).expanduser(), fields, document)
+        yield from _json_rows(expand(source), fields, document)
 
 
 def is_table(source: str) -> bool:
@@ -73,10 +74,10 @@ def is_here(source: str) -> bool:
 
 def locate(source: str) -> tuple[Path, str]:
     """Returns the path of a local source, and the split that FOLDER:SPLIT names."""
-    path = Path(source).expanduser()
+    path = expand(source)
     folder, colon, named = source.rpartition(":")
-    if colon and not os.path.exists(path) and os.path.isdir(Path(folder).expanduser()):
-        return Path(folder).expanduser(), named
+    if colon and not os.path.exists(path) and os.path.isdir(expand(folder)):
+        return expand(folder), named
     return path, ""
 
 

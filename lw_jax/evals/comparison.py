@@ -12,7 +12,7 @@ from lw_jax.evals.verdict import FEWEST, WORDS, adds_nothing, format_interval, h
 Record = dict[str, Any]
 Row = dict[str, Any]  # figures by name, those of INTERVALS also with "_interval": [low, high]
 
-INTERVALS = ("em", "f1", "nll", "first_token")  # reported with a bootstrap interval over examples
+INTERVALS = ("em", "f1", "nll", "first_token")  # reported with a bootstrap interval over texts
 
 
 UPPER = ("text_taught", "text")  # rows that a message is measured against: the first that was measured
@@ -29,7 +29,7 @@ def summarise(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLE
     """
     found: dict[str, dict[str, Row]] = {}
     for (reader, row), group in _group(records).items():
-        bootstrap = Bootstrap(len(group), resamples=resamples, seed=seed)
+        bootstrap = _resample(group, resamples=resamples, seed=seed)
         estimates = estimate(group, bootstrap)
         figures: Row = {key: _mean(group, key) for key in ("positions",) if key in group[0]}
         figures |= {key: one.value for key, one in estimates.items()}
@@ -38,7 +38,11 @@ def summarise(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLE
             follows = bootstrap.mean(_column(group, "follows"))
             figures |= {"follows": follows.value, "follows_interval": follows.interval()}
         figures["distinct"] = len({record["prediction"] for record in group}) / len(group)
-        figures |= {"examples": len(group), "tokens": sum(record["tokens"] for record in group)}
+        figures |= {
+            "examples": len(group),
+            "texts": _count_texts(group),
+            "tokens": sum(record["tokens"] for record in group),
+        }
         found.setdefault(reader, {})[row] = figures
     return found
 
@@ -52,7 +56,8 @@ def compare(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES)
     positions / the message's. gap_nll = shuffled - latents, gap_f1 = latents - shuffled: the gain of the right latents.
     adds_nll = message_shuffled - message, adds_f1 = message - message_shuffled: their gain beside literals. follows: of
     the questions where the reader follows a text with another answer in it, the share where it follows that text's
-    message. A figure is absent where one of its rows was not measured. examples: compared in each row, without follows.
+    message. A figure is absent where one of its rows was not measured. examples: compared in each row, without follows;
+    texts: those that they are about.
     """
     grouped = _group(records)
     found: dict[str, Row] = {}
@@ -61,13 +66,13 @@ def compare(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES)
         plain = {row: group for row, group in own.items() if not ROWS[row].swapped}
         figures: Row = {}
         if plain:
-            count = len(next(iter(plain.values())))
-            bootstrap = Bootstrap(count, resamples=resamples, seed=seed)
+            first = next(iter(plain.values()))
+            bootstrap = _resample(first, resamples=resamples, seed=seed)
             figures = _compare_plain(plain, {row: estimate(group, bootstrap) for row, group in plain.items()})
-            figures |= {"examples": count} if figures else {}
+            figures |= {"examples": len(first), "texts": _count_texts(first)} if figures else {}
         text = next((own[row] for row in FOLLOWED if row in own), None)
         if text and "swapped" in own:
-            figures |= _follow(own["swapped"], text, Bootstrap(len(text), resamples=resamples, seed=seed))
+            figures |= _follow(own["swapped"], text, _resample(text, resamples=resamples, seed=seed))
         found[reader] = figures
     return found
 
@@ -103,6 +108,14 @@ def _follow(message: Sequence[Record], text: Sequence[Record], bootstrap: Bootst
     both = bootstrap.mean(followed * _column(message, "follows"))
     share = both.over(bootstrap.mean(followed))
     return {"follows": share.value, "follows_interval": share.interval()}
+
+
+def _resample(records: Sequence[Record], *, resamples: int, seed: int) -> Bootstrap:
+    return Bootstrap([record["text"] for record in records], resamples=resamples, seed=seed)
+
+
+def _count_texts(records: Sequence[Record]) -> int:
+    return len({record["text"] for record in records})
 
 
 def _column(records: Sequence[Record], key: str) -> np.ndarray:
@@ -165,7 +178,7 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
         elif f"{key}_reason" in figures:
             parts.append(f"{key} unknown: {figures[f'{key}_reason']}")
     if has_few(figures):
-        parts.append(f"no verdict: fewer than {FEWEST} examples")
+        parts.append(f"no verdict: fewer than {FEWEST} texts")
     else:
         found = {"collapsed": is_collapsed(figures), "literals": adds_nothing(figures)}
         parts += [WORDS[key] for key, holds in found.items() if holds]

@@ -127,12 +127,14 @@ def measure(
     if changed and swaps is not None and swaps.origins:
         own = list(range(len(swaps.origins)))
         sent = _encode(bench, swaps.encoded, own, kinds=set(), batch=options.batch, seed=seed)
+        texts = _number_texts(encoded)
         for record in _read(bench, swaps.encoded, own, rows=changed, latents=sent, options=options, report=report):
             position = record["index"]
             index, new, old = swaps.origins[position], record["answers"][0], swaps.replaced[position]
             told = record["prediction"]
             follows = float(answers.contains(told, new) and not answers.contains(told, old))
-            records.append(record | {"index": index, "id": encoded.examples[index].id, "follows": follows})
+            of_original = {"index": index, "text": texts[index], "id": encoded.examples[index].id}
+            records.append(record | of_original | {"follows": follows})
     return Measured(encoded, indices, latents["own"].values, records)
 
 
@@ -157,6 +159,7 @@ def _read(  # noqa: PLR0913
 ) -> list[Record]:
     """Returns the records of all processes, in the order of one process: batch by batch, reader by reader."""
     groups: list[list[Record]] = []  # of each batch, reader and row
+    texts = _number_texts(encoded)
     total = -(-len(indices) // options.batch) * len(encoded.readers)
     for host in batches_of(encoded, indices, options.batch, share=processes.share()):
         batch, valid, at = host["index"].tolist(), host["valid"], host["position"]
@@ -174,7 +177,7 @@ def _read(  # noqa: PLR0913
                 predictions, scores = bench.answer(fields, name, prompt, max_new_tokens=options.max_new_tokens)
                 groups.append(
                     [
-                        {"reader": name, "row": row, "index": index}
+                        {"reader": name, "row": row, "index": index, "text": texts[index]}
                         | judge(encoded.examples[index], predictions[position])
                         | {key: float(value[position]) for key, value in scores.items()}
                         | {"positions": float(positions(encoded, name, row, index, slots=int(slots[position])))}
@@ -184,6 +187,12 @@ def _read(  # noqa: PLR0913
                 )
             report(len(groups) // len(rows), total)
     return merge(groups)
+
+
+def _number_texts(encoded: Encoded) -> list[int]:
+    """Returns each example's text: the index of the first example about it."""
+    first: dict[str, int] = {}
+    return [first.setdefault(example.context, index) for index, example in enumerate(encoded.examples)]
 
 
 def positions(encoded: Encoded, reader: str, row: str, index: int, *, slots: int) -> int:

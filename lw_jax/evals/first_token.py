@@ -1,14 +1,18 @@
 """Time to the first token of an answer: a reader's pass over its prompt, made of the text or of a message."""
 
 import dataclasses
+import functools
+import itertools
 import time
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
 
 import jax
 import numpy as np
 
 from lw_jax.core.eval_rows import MESSAGES, ROWS
 from lw_jax.data import batches
-from lw_jax.data.batches import Encoded
+from lw_jax.data.batches import Encoded, Field
 from lw_jax.evals.comparison import UPPER
 from lw_jax.evals.control_rows import Bench, Measured
 
@@ -27,7 +31,8 @@ def measure(bench: Bench, measured: Measured, *, rows: tuple[str, ...], copies: 
     """Returns each reader's times for the question with the text of median length; empty without both rows.
 
     One question alone, repeated `copies` times where the data axis needs it; the fastest of REPEATS passes after one
-    that compiles. The message's time has the adapter, not the encoder, which another machine runs.
+    that compiles. The message's time has the adapter, not the encoder, which another machine runs. Of a wire of keys
+    and values the opening, the same before every text and message, is read beforehand for both.
     """
     text = next((row for row in reversed(UPPER) if row in rows), None)
     message = next((row for row in MESSAGES if row in rows), None)
@@ -37,24 +42,45 @@ def measure(bench: Bench, measured: Measured, *, rows: tuple[str, ...], copies: 
     for name in measured.encoded.readers:
         lengths = [measured.encoded.context_tokens[name][ROWS[text].fields[0]][index] for index in measured.indices]
         position = int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
-        one = _narrow(measured.encoded, measured.indices[position])
+        one = narrow(measured.encoded, measured.indices[position])
         fields = bench.place(one.collate([0] * copies)["readers"][name], name)
+        opening = match(one.readers[name]["before"], one.readers[name][ROWS[text].fields[0]])
         slots = int(one.count_slots([0])[0])  # a reader is given no position beyond them
         latents = bench.place(np.repeat(measured.latents[position : position + 1, :slots], copies, axis=0), None)
         seconds = {}
         for row in (text, message):
             sent = latents if ROWS[row].latents else None
 
-            def read(name: str = name, fields: dict = fields, row: str = row, sent: jax.Array | None = sent) -> None:
-                prompt = bench.prompt(fields, name, row=row, latents=sent)
-                jax.block_until_ready(bench.functions.begin(bench.frozen[name], prompt, name, 1))
-
+            read = functools.partial(_read, bench, fields, name, row, sent, None if ROWS[row].latents else opening)
             seconds[row] = _fastest(read)
         found[name] = Times(seconds, lengths[position])
     return found
 
 
-def _fastest(run) -> float:
+class Opening(NamedTuple):
+    """How far a text's prompt is the opening."""
+
+    columns: int  # of the opening's field
+    skipped: int  # of the text's field
+
+
+def match(before: Field, text: Field) -> Opening:
+    """Returns the common start of both fields' only rows, which are left-padded."""
+    pairs = zip(before.ids[0].tolist(), text.ids[0].tolist(), strict=False)
+    same = len(list(itertools.takewhile(lambda pair: pair[0] == pair[1], pairs)))
+    return Opening(*(field.width - len(field.ids[0]) + same for field in (before, text)))
+
+
+def _read(
+    bench: Bench, fields: Mapping, name: str, row: str, latents: jax.Array | None, opening: Opening | None
+) -> None:
+    prompt, params = bench.prompt(fields, name, row=row, latents=latents), bench.frozen[name]
+    if opening is not None:
+        prompt = bench.functions.reuse_opening(params, fields["before"], prompt, name, **opening._asdict())
+    jax.block_until_ready(bench.functions.begin(params, prompt, name, 1))
+
+
+def _fastest(run: Callable[[], None]) -> float:
     run()  # compiles
     times = []
     for _ in range(REPEATS):
@@ -64,7 +90,7 @@ def _fastest(run) -> float:
     return min(times)
 
 
-def _narrow(encoded: Encoded, index: int) -> Encoded:
+def narrow(encoded: Encoded, index: int) -> Encoded:
     """Returns one example as a data set, its fields no wider than it needs."""
     readers = {
         name: {key: batches.field([field.ids[index]], field.pad, left=field.left) for key, field in fields.items()}

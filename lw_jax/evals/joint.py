@@ -42,7 +42,7 @@ def pick(
             cost = float(costs[reader, position])
             record |= {"joint_nll": cost if np.isfinite(cost) else None, "picked": bool(chosen[position] == reader)}
 
-    bootstrap = Bootstrap(len(chosen), seed=seed)
+    bootstrap = Bootstrap([example.context for example in measured.examples], seed=seed)
 
     def score(values: np.ndarray, key: str) -> Row:
         estimate = bootstrap.mean(values)

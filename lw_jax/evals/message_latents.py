@@ -1,12 +1,13 @@
 """Latents that an evaluation gives to readers: of each text once, and those of its controls."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
 from lw_jax.core import processes
-from lw_jax.data.batches import Batch, Encoded, other_examples
+from lw_jax.data.batches import Batch, Encoded
 
 
 class Sent(NamedTuple):
@@ -37,14 +38,11 @@ def make(
         batch: texts encoded at once, by all processes together.
         seed: of the random latents.
     """
-    wanted = {"own": list(indices)}
-    if "other" in kinds:
-        others = other_examples(encoded.examples)
-        wanted["other"] = [others[index] for index in indices]
-    latents, at = _encode_once(encode, encoded, [i for each in wanted.values() for i in each], batch=batch)
-    found = {
-        kind: Sent(latents[[at[index] for index in each]], encoded.count_slots(each)) for kind, each in wanted.items()
-    }
+    sources = {"own": encoded} | ({"other": encoded.shuffled()} if "other" in kinds else {})
+    ids = [one.source.ids[index] for one in sources.values() for index in indices]
+    latents, at = _encode_once(encode, encoded, ids, batch=batch)
+    rows = dict(zip(sources, np.split(at, len(sources)), strict=True))
+    found = {kind: Sent(latents[rows[kind]], one.count_slots(indices)) for kind, one in sources.items()}
     values, slots = found["own"]
     if "zero" in kinds:
         found["zero"] = Sent(np.zeros_like(values), slots)
@@ -69,22 +67,24 @@ def draw(latents: np.ndarray, slots: np.ndarray, *, seed: int) -> np.ndarray:
 
 
 def _encode_once(
-    encode: Callable[[Batch], np.ndarray], encoded: Encoded, indices: Sequence[int], *, batch: int
-) -> tuple[np.ndarray, dict[int, int]]:
-    """Returns the latents of the different sources among the examples, and each example's position among them."""
-    first: dict[bytes, int] = {}  # of each different source, its position
-    at = {index: first.setdefault(encoded.source.ids[index].tobytes(), len(first)) for index in dict.fromkeys(indices)}
-    sources: dict[int, int] = {}
-    for index, position in at.items():
-        sources.setdefault(position, index)
-    chosen = list(sources.values())
+    encode: Callable[[Batch], np.ndarray], encoded: Encoded, ids: Sequence[np.ndarray], *, batch: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the latents of the different ones of these sources, and each source's position among them, i32[n]."""
+    chosen: dict[bytes, np.ndarray] = {}
+    for one in ids:
+        chosen.setdefault(one.tobytes(), one)
+    position = {key: number for number, key in enumerate(chosen)}
+    at = np.array([position[one.tobytes()] for one in ids], np.int32)
+    sources = dataclasses.replace(
+        encoded, source=dataclasses.replace(encoded.source, ids=[*chosen.values()]), readers={}
+    )
     number, count = processes.share()
     own = slice(number * batch // count, (number + 1) * batch // count)
     parts = []
     for start in range(0, len(chosen), batch):
-        rows = chosen[start : start + batch]
+        rows = list(range(start, min(start + batch, len(chosen))))
         rows = (rows + rows[-1:] * (batch - len(rows)))[own]
-        parts.append(encode(encoded.collate(rows, rows=())["source"]))
+        parts.append(encode(sources.collate(rows)["source"]))
     gathered = np.stack(processes.gather_rows(np.concatenate(parts)))  # [processes, batches x rows, m, z]
     shape = gathered.shape[2:]
     by_batch = gathered.reshape(count, len(parts), -1, *shape).swapaxes(0, 1)

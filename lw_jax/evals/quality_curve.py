@@ -40,7 +40,7 @@ def sweep(
     `encoder` is the fingerprint that messages carry.
     """
     indices = _indices(measured, options)
-    bootstrap = Bootstrap(len(indices), seed=seed)
+    bootstrap = Bootstrap([measured.encoded.examples[index].context for index in indices], seed=seed)
     points = []
     for size in _sizes(measured, sent):
         found: dict[int, list[Record]] = {}

@@ -1,7 +1,8 @@
-"""Percentile bootstrap intervals over examples; the estimates of one `Bootstrap` share their resamples."""
+"""Percentile bootstrap intervals over texts; the estimates of one `Bootstrap` share their resamples."""
 
 import dataclasses
 import math
+from collections.abc import Hashable, Sequence
 
 import numpy as np
 
@@ -37,12 +38,20 @@ class Estimate:
 
 
 class Bootstrap:
-    """Resamples of a number of examples; the same seed draws the same ones."""
+    """Resamples of examples by their texts; the same seed draws the same ones.
 
-    def __init__(self, examples: int, *, seed: int, resamples: int = RESAMPLES):
-        rng = np.random.default_rng(seed)
-        # How often each resample drew each example: drawing n indices with replacement is this multinomial.
-        self.counts = rng.multinomial(examples, np.full(examples, 1 / examples), size=resamples).astype(np.float64)
+    A text is drawn with all of its questions, since their answers stand or fall together. Questions of a single text
+    are drawn one by one: an interval is then that of further questions of this text.
+    """
+
+    def __init__(self, texts: Sequence[Hashable], *, seed: int, resamples: int = RESAMPLES):
+        """Draws the resamples; `texts` names each example's text."""
+        number = {text: position for position, text in enumerate(dict.fromkeys(texts))}
+        own = [number[text] for text in texts] if len(number) > 1 else list(range(len(texts)))
+        drawn = max(own) + 1
+        # How often each resample drew each text: drawing n indices with replacement is this multinomial.
+        counts = np.random.default_rng(seed).multinomial(drawn, np.full(drawn, 1 / drawn), size=resamples)
+        self.counts = counts[:, own].astype(np.float64)  # [resamples, examples]
 
     def mean(self, values: np.ndarray) -> Estimate:
         """Returns the mean of one value per example [n]."""

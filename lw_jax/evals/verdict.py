@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 CARRIED = 0.6  # share of the text's own gain, by answers (normalised F1) or by likelihood (recovered NLL)
-FEWEST = 8  # examples of a verdict: of fewer a bootstrap's interval may have no width at all
+FEWEST = 8  # texts of a verdict: of fewer a bootstrap's interval may have no width at all
 WORDS = {
     "carries": "the message carries the text",
     "partly": "the message carries part of the text",
-    "unknown": f"no verdict: needs the rows text, latents, none and shuffled, {FEWEST} examples and a text that helps",
+    "unknown": f"no verdict: needs the rows text, latents, none and shuffled, {FEWEST} texts and a text that helps",
     "literals": "LITERALS ALONE: beside the literals the right latents may add nothing to another text's",
     "collapsed": "COLLAPSED: the right latents may help no more than another text's",
 }  # best first
@@ -32,8 +32,11 @@ def judge(figures: Mapping[str, Any]) -> str:
 
 
 def has_few(figures: Mapping[str, Any]) -> bool:
-    """Returns whether the examples are too few for a verdict."""
-    return figures.get("examples", FEWEST) < FEWEST
+    """Returns whether the texts are too few for a verdict.
+
+    Of figures of earlier versions, which count none, the examples.
+    """
+    return figures.get("texts", figures.get("examples", FEWEST)) < FEWEST
 
 
 def is_collapsed(figures: Mapping[str, Any]) -> bool:

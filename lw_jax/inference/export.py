@@ -11,7 +11,7 @@ from lw_jax import recipes
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import whole
+from lw_jax.core.files import expand, whole
 from lw_jax.core.types import Tree
 from lw_jax.core.version import __version__
 from lw_jax.hub import peft, weights
@@ -26,6 +26,8 @@ from lw_jax.training.wire_folder import DType, Wire
 from sharding import placement
 
 FLAGS = {"dpo": ("peft", "merged"), "ttt": ("model",), "latentwire": ("wire",)}  # by recipe
+_MODEL = ("config.json", "model.safetensors")
+EXPORTED = {"peft": ("adapter_config.json",), "merged": _MODEL, "model": _MODEL}  # files of an earlier one
 MOST_BYTES = 8_000_000  # of a wire that is easily handed on
 Card = Callable[[Wire, Mapping[str, int]], str]  # of the wire and the bytes of its parts
 
@@ -38,7 +40,8 @@ def export(
     `dtype` and `card` are of a wire. Yields a line for each folder.
 
     Raises:
-        UserError: a flag that the recipe does not have, a folder that is not writable, or no checkpoint yet.
+        UserError: a flag that the recipe does not have, a folder that is not writable or holds something else, or no
+            checkpoint yet.
     """
     known = FLAGS.get(cfg.recipe, ())
     if unknown := sorted(folders.keys() - set(known)):
@@ -46,6 +49,8 @@ def export(
         raise UserError(f"{workdir}: --{unknown[0]}: a run of recipe {cfg.recipe!r} {rule}")
     for flag, folder in folders.items():
         check_writable(folder, remedy=f"choose another folder for --{flag}")
+        if flag in EXPORTED:
+            _check_target(flag, folder, used=[workdir, *(expand(llm.source) for llm in cfg.llms.values())])
     if cfg.recipe == "latentwire":
         assert card is not None
         yield from export_wire(cfg, workdir, folders["wire"], dtype=dtype, card=card)
@@ -59,11 +64,21 @@ def export(
     restored = recipes.read_best(recipe, cfg, workdir)
     pairs, model_type = restored.state["trainable"], weights.model_type(recipe.location)
     if "peft" in folders:
-        peft.save(folders["peft"], pairs, recipe.lora, model_type=model_type, base=recipe.llm.source)
+        peft.save(folders["peft"], pairs, recipe.lora, cfg=recipe.model, model_type=model_type, base=recipe.llm.source)
         yield f"step {restored.step}: adapter for {recipe.llm.source} in {folders['peft']}"
     if "merged" in folders:
         save_merged(folders["merged"], recipe, pairs, model_type)
         yield f"step {restored.step}: whole model, bf16, in {folders['merged']}"
+
+
+def _check_target(flag: str, folder: Path, *, used: list[Path]) -> None:
+    """Refuses a folder that the run needs, or that holds something else than an earlier export."""
+    if not folder.is_dir():
+        return
+    if any(one.exists() and one.samefile(folder) for one in used):
+        raise UserError(f"{folder}: the run needs this folder and its files; name a new one for --{flag}")
+    if any(folder.iterdir()) and not all((folder / name).is_file() for name in EXPORTED[flag]):
+        raise UserError(f"{folder}: it holds no earlier export and is not empty; name a new folder for --{flag}")
 
 
 def export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card: Card) -> Iterator[str]:
@@ -117,4 +132,5 @@ def save_merged(folder: Path, recipe: DPO, pairs: Tree, model_type: str) -> None
     packed = "awq" if recipe.llm.weights == "awq" else ""
     params = weights.load(recipe.location, dtype=jnp.bfloat16, packed=packed)
     params = lora.merge(lora.unpack(params, recipe.model, jnp.bfloat16), pairs, recipe.lora)
-    weights.save(folder, params, recipe.model, model_type=model_type, tokenizer=recipe.tokenizer.backend)
+    words = recipe.tokenizer
+    weights.save(folder, params, recipe.model, model_type=model_type, tokenizer=words.backend, stops=words.stops)

@@ -37,12 +37,15 @@ def open_cache(  # noqa: PLR0913  (as `decoder.forward`)
 
 def prepend(first: KVPrefix, prefix: KVPrefix) -> KVPrefix:
     """Returns each row's prefix behind `first`, which is the same in every row."""
-    rows = len(prefix.mask)
-    k, v = (
-        jnp.concatenate([jnp.broadcast_to(one, (one.shape[0], rows, *one.shape[2:])), own], axis=2)
-        for one, own in ((first.k, prefix.k), (first.v, prefix.v))
-    )
-    return KVPrefix(k, v, jnp.concatenate([decoder.repeat(first.mask, rows), prefix.mask], axis=1))
+    same = repeat(first, len(prefix.mask))
+    k, v = (jnp.concatenate(pair, axis=2) for pair in ((same.k, prefix.k), (same.v, prefix.v)))
+    return KVPrefix(k, v, jnp.concatenate([same.mask, prefix.mask], axis=1))
+
+
+def repeat(one: KVPrefix, rows: int) -> KVPrefix:
+    """Returns a prefix of one row in so many rows."""
+    k, v = (jnp.broadcast_to(leaf, (leaf.shape[0], rows, *leaf.shape[2:])) for leaf in (one.k, one.v))
+    return KVPrefix(k, v, decoder.repeat(one.mask, rows))
 
 
 def take(  # noqa: PLR0913  (as `decoder.forward`)

@@ -34,6 +34,10 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
     if chosen is None:
         return "\n".join([*lines, "", found["why"], *remedies.describe(found["remedies"])])
     hours = f", {_hours(found['hours'])} for {found['steps']} steps" if found["hours"] is not None else ""
+    if found.get("validation_hours") is not None:
+        hours += f" and at most {_hours(found['validation_hours'])} of validation"
+    elif hours:
+        hours += ", without validations: data.validation_limit and eval.examples are 0, all held-out examples"
     unit, each = found["unit"]
     if unit != "samples" and chosen["samples_per_second"] is not None:
         rate = chosen["samples_per_second"] * each

@@ -15,6 +15,7 @@ from lw_jax.core import precision as precision_of
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.precision import DTYPES
+from lw_jax.core.types import TASKS
 from lw_jax.planning import (
     decode_layout,
     generation_memory,
@@ -365,8 +366,8 @@ def kept(cfg: Config, target: str) -> Plan | None:
 
 
 def _timed(found: Plan, cfg: Config) -> Plan:
-    """Returns a plan with the steps of a run and their hours, which it is not cached with."""
-    steps = cfg.train.steps
+    """Returns a plan with the steps of a run, their hours and those of its validations, which it is not cached with."""
+    steps, share = cfg.train.steps, validation_share(cfg)
 
     def timed(row: Plan) -> Plan:
         seconds = row["step_seconds"]
@@ -374,7 +375,25 @@ def _timed(found: Plan, cfg: Config) -> Plan:
 
     rows, chosen = list(map(timed, found["candidates"])), found["chosen"] and timed(found["chosen"])
     hours = chosen["hours"] if chosen else None
-    return found | {"steps": steps, "hours": hours, "candidates": rows, "chosen": chosen}
+    validating = None if hours is None or share is None else hours * share
+    timing = {"steps": steps, "hours": hours, "validation_hours": validating}
+    return found | timing | {"candidates": rows, "chosen": chosen}
+
+
+def validation_share(cfg: Config) -> float | None:
+    """Returns the time of a run's validations over that of its steps, at most; None for held-out data of unknown size.
+
+    A held-out example, measured once forward, is taken for half of a training example, which has a backward pass too.
+    """
+    train, examples = cfg.train, cfg.data.validation_limit or cfg.eval.examples
+    if not examples:
+        return None
+    due = {train.steps, preflight.alarm_step(train)} | set(range(0, train.steps + 1, train.eval_every or train.steps))
+    passes = 1
+    if cfg.recipe == "latentwire":  # each task of a stage, with the right text and with another one
+        stages = [stage for _, stage, _ in config.stages(cfg)]
+        passes = 2 * sum(any(getattr(stage, task) for stage in stages) for task in TASKS)
+    return len(due - {0}) * passes * examples / 2 / (train.steps * train.global_batch)
 
 
 def _cached(cfg: Config, name: str, compute: Callable[[], Plan]) -> Plan:

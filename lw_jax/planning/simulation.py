@@ -27,7 +27,10 @@ class Change:
 
 
 def epoch(cfg: Config) -> int | None:
-    """Returns how many training examples there are, before any is dropped; None where they are not on this machine."""
+    """Returns how many training examples there are, before any is dropped: texts, where their questions are packed.
+
+    None for recipe ttt, which counts tokens, and where they are not on this machine.
+    """
     data = cfg.data
     if cfg.recipe == "ttt":
         return None
@@ -37,7 +40,8 @@ def epoch(cfg: Config) -> int | None:
         return None
     if cfg.recipe == "dpo":
         return len(pairs.read(data.train, columns=data.columns))
-    return len(examples.read(data.train, columns=data.columns))
+    found = examples.read(data.train, columns=data.columns)
+    return len({one.context for one in found}) if data.packed_tokens else len(found)
 
 
 def text(cfg: Config, plans: Sequence[Plan], *, own: Mapping[str, Any], estimate: Estimate) -> str:
@@ -113,9 +117,8 @@ def _with(cfg: Config, values: Mapping[str, Any]) -> Config:
 def _job(cfg: Config, size: int | None) -> str:
     samples = cfg.train.steps * cfg.train.global_batch
     line = f"{cfg.train.steps} steps x {cfg.train.global_batch} = {samples:,} samples"
-    line += (
-        f" = {samples / size:.1f} epochs of {size:,}" if size else ", epochs not known: the data is not on this machine"
-    )
+    unknown = "not counted in tokens" if cfg.recipe == "ttt" else "not known: the data is not on this machine"
+    line += f" = {samples / size:.1f} epochs of {size:,}" if size else f", epochs {unknown}"
     latents = f"; {cfg.encoder.slots} latents x {cfg.encoder.width} a text" if cfg.recipe == "latentwire" else ""
     return line + latents
 

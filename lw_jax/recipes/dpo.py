@@ -295,10 +295,13 @@ class DPO:
         given, usable, found = counts["given"], counts["kept"], []
         lost = counts["prompt"] + counts["max_prompt"] + counts["length"]
         if lost:
-            prompts = (
-                f"{lost} of {given} training pairs are dropped as too long ({counts['prompt']} by the prompt alone)"
-            )
-            found.append(Finding(lost > given / 2, f"{prompts}: raise dpo.max_length={spec.max_length}"))
+            reasons = {
+                f"raise dpo.max_length={spec.max_length}": counts["prompt"] + counts["length"],
+                f"raise dpo.max_prompt={spec.max_prompt} or set dpo.truncation=keep_end": counts["max_prompt"],
+            }
+            remedies = ", ".join(f"{remedy} ({count})" for remedy, count in reasons.items() if count)
+            dropped = f"{lost} of {given} training pairs are dropped as too long"
+            found.append(Finding(lost > given / 2, f"{dropped}: {remedies}"))
         if counts["prompt_cut"]:
             cut = f"{counts['prompt_cut']} of {usable} pairs have a truncated prompt"
             limits = f"dpo.max_prompt={spec.max_prompt}, dpo.max_length={spec.max_length}"

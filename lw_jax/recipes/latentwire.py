@@ -312,14 +312,27 @@ class LatentWire:
         return self.curriculum.collapse(step, values)
 
     def findings(self) -> list[Finding]:
-        """Returns a warning for each reader whose longest prompts are longer than what it was trained on."""
+        """Returns findings on held-out texts that are trained on and on prompts beyond a reader's trained positions."""
         most = {name: reader.config.max_positions for name, reader in self.wire.readers.items()}
-        return [
+        return self._shared_texts() + [
             Finding(False, f"reader {name!r}: {keys} allow {needed:,} positions, it was trained on {own:,}; lower them")
             for name, own in most.items()
             for keys, needed in wire_shapes.longest_prompts(self.cfg).items()
             if needed > own
         ]
+
+    def _shared_texts(self) -> list[Finding]:
+        """Returns a finding where held-out texts are among those of training; an outline reads no data."""
+        if self.outline or not any(stage.answer for _, stage, _ in config.stages(self.cfg)):
+            return []
+        train, held_out = (
+            {one.context for one in self.curriculum.examples(split)} for split in ("train", "validation")
+        )
+        if not (shared := len(train & held_out)):
+            return []
+        what = f"{shared:,} of {len(held_out):,} texts of config.data.validation are also in config.data.train"
+        remedy = "scores of them measure memory; divide the data by text, not by question"
+        return [Finding(shared == len(held_out), f"{what}: {remedy}")]
 
     def _teach(self, encoded: batches.Encoded) -> batches.Encoded:
         """Returns a data set with the KL's text prompts, or with the teacher's cached tokens in their place."""

@@ -18,74 +18,25 @@ SHARED_PREFIX = 40  # tokens of a prompt before the context, assumed where no to
 def example(cfg: Config, readers: Iterable[str], *, packed: int, messages: int) -> Tree:
     """Returns one example as shapes, of so many messages where it has questions, and those packed in so many tokens.
 
-    It is of the stages' task that costs most (`_passages_cost_more`).
+    It is of the stages' task that costs a reader most (`_cost`).
     """
-    data, stages = cfg.data, [stage for _, stage, _ in config.stages(cfg)]
-    task, answers = "answer", packed // 2 or data.answer_tokens
-    widths = {"before": SHARED_PREFIX, "after": data.question_tokens}
-    words, text = prompt_tokens.LITERAL_TOKENS * cfg.message.literals, data.context_tokens
-    if not any(stage.answer for stage in stages) or _passages_cost_more(cfg, packed=packed, messages=messages):
-        task, longest = _passage_task(cfg), longest_passage(cfg)
-        answers, text = longest + 1, SHARED_PREFIX + longest
-        widths |= {"after": min(words, 1)}  # a token behind literals
-    if words:
-        widths |= {"literals": words}
-    teacher = objectives.needs_teacher(cfg.loss, task)
-    if teacher and not cfg.loss.teacher_k:
-        widths |= {"context" if packed and task == "answer" else "text": text}
     channel = jax.ShapeDtypeStruct((3,), jnp.int32)
-    reader: Tree = {key: _field(width) for key, width in widths.items()}
-    reader |= {
-        "targets": jax.ShapeDtypeStruct((answers,), jnp.int32),
-        "weights": jax.ShapeDtypeStruct((answers,), jnp.float32),
-        "channel": channel,
-        "task": Task(task),
-    }
-    if teacher and cfg.loss.teacher_k:
-        top = (answers, cfg.loss.teacher_k)
-        reader["teacher"] = {"ids": jax.ShapeDtypeStruct(top, jnp.int32), "logp": jax.ShapeDtypeStruct(top, "f2")}
-    if packed and task == "answer":
-        del reader["after"]
-        ids = jax.ShapeDtypeStruct((packed,), jnp.int32)
-        reader |= {"packed": {"ids": ids, "segments": ids}, "places": jax.ShapeDtypeStruct((answers,), jnp.int32)}
-    else:
-        reader["answer_inputs"] = jax.ShapeDtypeStruct((answers - 1,), jnp.int32)
-    if messages > 1 and task == "answer":
-        reader = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((messages, *leaf.shape), leaf.dtype), reader)
-        channel = jax.ShapeDtypeStruct((messages, 3), jnp.int32)
+    found = []
+    if any(stage.answer for _, stage, _ in config.stages(cfg)):
+        found.append((_questions(cfg, packed), messages))
+    if longest_passage(cfg):
+        found.append((_passage(cfg), 1))
+    reader, times = max(found, key=lambda each: each[1] * _cost(cfg, each[0]))
+    reader |= {"channel": channel}
+    if times > 1:
+        reader, channel = jax.tree.map(
+            lambda leaf: jax.ShapeDtypeStruct((times, *leaf.shape), leaf.dtype), (reader, channel)
+        )
     return {
         "source": _field(cfg.encoder.window * cfg.encoder.windows) | {"channel": channel},
         "readers": dict.fromkeys(readers, reader),
         "index": jax.ShapeDtypeStruct((), jnp.int32),
     }
-
-
-def _passage_task(cfg: Config) -> str:
-    """Returns the passages' task with the most passes."""
-    taught = objectives.needs_teacher(cfg.loss, "continuation")
-    return "continuation" if taught and any(stage.continuation for _, stage, _ in config.stages(cfg)) else "reconstruct"
-
-
-def _passages_cost_more(cfg: Config, *, packed: int, messages: int) -> bool:
-    """Returns whether a passage takes more of a reader than a text's questions.
-
-    Whole logits dominate memory: then their targets decide; else the positions that a step's passes compute.
-    """
-    data, longest = cfg.data, longest_passage(cfg)
-    if not longest:
-        return False
-    answers, words = packed // 2 or data.answer_tokens, prompt_tokens.LITERAL_TOKENS * cfg.message.literals
-    if not cfg.compute.logits_chunk:
-        return longest + 1 > answers * messages
-    asked = packed or data.question_tokens + data.answer_tokens
-    live = not cfg.loss.teacher_k
-    of_questions = messages * (words + asked)
-    if live and objectives.needs_teacher(cfg.loss, "answer"):
-        of_questions += data.context_tokens + messages * asked
-    of_passage = words + 1 + longest
-    if live and objectives.needs_teacher(cfg.loss, _passage_task(cfg)):
-        of_passage += SHARED_PREFIX + 2 * longest
-    return of_passage > of_questions
 
 
 def longest_prompts(cfg: Config) -> dict[str, int]:
@@ -96,6 +47,69 @@ def longest_prompts(cfg: Config) -> dict[str, int]:
     if objectives.needs_teacher(cfg.loss, "answer"):
         found["data.context_tokens"] = data.context_tokens
     return {f"{keys} and data.answer_tokens": limit + data.answer_tokens for keys, limit in found.items()}
+
+
+def _questions(cfg: Config, packed: int) -> Tree:
+    """Returns a reader's fields of one message's questions: one, or those packed in so many tokens."""
+    answers = packed // 2 or cfg.data.answer_tokens
+    reader = _reader(cfg, "answer", answers, cfg.data.context_tokens, context="context" if packed else "text")
+    if packed:
+        ids = jax.ShapeDtypeStruct((packed,), jnp.int32)
+        return reader | {
+            "packed": {"ids": ids, "segments": ids},
+            "places": jax.ShapeDtypeStruct((answers,), jnp.int32),
+        }
+    return reader | {
+        "after": _field(cfg.data.question_tokens),
+        "answer_inputs": jax.ShapeDtypeStruct((answers - 1,), jnp.int32),
+    }
+
+
+def _passage(cfg: Config) -> Tree:
+    """Returns a reader's fields of the longest passage, of the passages' task with the most passes."""
+    taught = objectives.needs_teacher(cfg.loss, "continuation")
+    task = "continuation" if taught and any(s.continuation for _, s, _ in config.stages(cfg)) else "reconstruct"
+    longest = longest_passage(cfg)
+    return _reader(cfg, task, longest + 1, SHARED_PREFIX + longest, context="text") | {
+        "after": _field(min(cfg.message.literals, 1)),  # a token behind literals
+        "answer_inputs": jax.ShapeDtypeStruct((longest,), jnp.int32),
+    }
+
+
+def _reader(cfg: Config, task: str, answers: int, text: int, *, context: str) -> Tree:
+    """Returns the fields that every task has; `text` tokens in field `context` where a teacher reads the text."""
+    widths = {"before": SHARED_PREFIX}
+    if cfg.message.literals:
+        widths |= {"literals": prompt_tokens.LITERAL_TOKENS * cfg.message.literals}
+    teacher = objectives.needs_teacher(cfg.loss, task)
+    if teacher and not cfg.loss.teacher_k:
+        widths |= {context: text}
+    reader: Tree = {key: _field(width) for key, width in widths.items()}
+    reader |= {
+        "targets": jax.ShapeDtypeStruct((answers,), jnp.int32),
+        "weights": jax.ShapeDtypeStruct((answers,), jnp.float32),
+        "task": Task(task),
+    }
+    if teacher and cfg.loss.teacher_k:
+        top = (answers, cfg.loss.teacher_k)
+        reader["teacher"] = {"ids": jax.ShapeDtypeStruct(top, jnp.int32), "logp": jax.ShapeDtypeStruct(top, "f2")}
+    return reader
+
+
+def _cost(cfg: Config, reader: Tree) -> int:
+    """Returns the positions that the passes of one message compute; where whole logits dominate memory, their targets.
+
+    What comes before the message is the same in every row and is read once.
+    """
+    if not cfg.compute.logits_chunk:
+        return reader["targets"].size
+    width = {
+        key: reader[key]["ids"].size for key in ("after", "context", "literals", "packed", "text") if key in reader
+    }
+    width["answer"] = reader["answer_inputs"].size if "answer_inputs" in reader else 0
+    asked = width.get("after", 0) + width.get("packed", 0) + width["answer"]
+    text = width.get("context", 0) or width.get("text", 0)
+    return width.get("literals", 0) + asked + (text + asked if text else 0)
 
 
 def _field(width: int) -> Tree:

@@ -33,6 +33,7 @@ class Row(TypedDict):
     nll_interval: Interval
     first_token_interval: Interval
     examples: Count
+    texts: NotRequired[Count]  # absent in files of earlier versions
     first_token_seconds: NotRequired[Known]
     follows: NotRequired[Known]
     follows_interval: NotRequired[Interval]
@@ -42,6 +43,7 @@ class Between(TypedDict, total=False):
     """One reader's comparison of its rows; absent where a row was not measured."""
 
     examples: Count
+    texts: Count
     normalised_f1: Known
     normalised_f1_interval: Interval
     normalised_f1_reason: Word

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from lw_jax.core.config import Train, suggest
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import expand
 from lw_jax.training import preflight
 from lw_jax.training.preflight import Finding
 
@@ -73,9 +74,9 @@ class Limit(NamedTuple):
 
 def find_site(named: str) -> tuple[Site, str]:
     """Returns the profile and its file: `named`, else $LW_JAX_SITE, else site.toml of ~/.config/lw_jax, else none."""
-    home = Path(os.environ.get("XDG_CONFIG_HOME") or "~/.config").expanduser() / "lw_jax" / "site.toml"
+    home = expand(os.environ.get("XDG_CONFIG_HOME") or "~/.config") / "lw_jax" / "site.toml"
     file = named or os.environ.get("LW_JAX_SITE") or (str(home) if home.is_file() else "")
-    return (read_site(Path(file).expanduser()), file) if file else (Site(), "")
+    return (read_site(expand(file)), file) if file else (Site(), "")
 
 
 def read_site(file: Path) -> Site:
@@ -85,7 +86,7 @@ def read_site(file: Path) -> Site:
       UserError: the file is missing or no TOML, a key is unknown, or a value is wrong.
     """
     try:
-        values = tomllib.loads(file.read_text(encoding="utf-8"))
+        values = tomllib.loads(file.read_text("utf-8-sig"))
     except (OSError, ValueError) as error:  # TOMLDecodeError and UnicodeDecodeError are ValueErrors
         raise UserError(f"{file}: {error}; a readable TOML file is needed, see docs/slurm.md.") from error
     defaults = {field.name: field.default for field in dataclasses.fields(Site)}

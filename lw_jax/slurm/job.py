@@ -74,6 +74,10 @@ def make_job(
     if chosen is None:
         raise UserError(nothing_fits(plan, request.config))
     hours, basis = _time(plan, steps=train["steps"], given=request.hours, record=record)
+    step_seconds = hours * 3600 / train["steps"]
+    if request.hours is None and plan["hours"] and plan.get("validation_hours") is not None:
+        hours += hours * plan["validation_hours"] / plan["hours"]
+        basis += ", validations included"
     memory = plan["host_memory_bytes"]
     if not (math.isfinite(memory) and memory > 0):
         raise UserError(f"--target {target}: host_memory_bytes = {memory}: a number above 0 is needed; plan it anew.")
@@ -82,7 +86,6 @@ def make_job(
     assignments = {**request.assignments, **overrides(chosen)}
     flags = [f"--config.{path}={value}" for path, value in assignments.items()]
     start = (python, str(request.project / "run.py"), "train", "--config", request.config)
-    step_seconds = hours * 3600 / train["steps"]
     return Job(
         name=clean_name(workdir.name),
         command=(*start, *flags, "--workdir", str(workdir)),

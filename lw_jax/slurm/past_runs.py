@@ -9,6 +9,7 @@ from typing import Any
 
 from lw_jax.core.config import Config, diff, flatten, meaning, to_dict
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import expand
 from lw_jax.planning import gpus
 from lw_jax.training import hardware_record
 from lw_jax.training.hardware_record import HardwareRecord
@@ -53,7 +54,7 @@ def read(workdir: Path, cfg: Config, plan: Plan) -> Record:
     Raises:
       UserError: no usable measurement, or another recipe, batch, model or machine.
     """
-    workdir = workdir.expanduser().absolute()
+    workdir = expand(workdir).absolute()
     old = read_config(workdir)
     _check_run(workdir, old, cfg)
     hardware = _read_hardware(workdir)

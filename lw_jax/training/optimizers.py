@@ -28,7 +28,7 @@ _NO_DECAY = re.compile(r".*(norm|scale|shift|rarity|asked|bias|gain|mix|queries|
 _MATRICES = (
     (re.compile(r".*/kernel"), slice(0, 1)),
     (re.compile(r"(.*/)?layers/o(/[ab])?"), slice(1, 2)),
-    (re.compile(r"(.*/)?layers/(q|k|v|gate|up|down)(/[ab])?"), slice(1, -1)),
+    (re.compile(r"(.*/)?layers/(q|k|v|gate|up|down|out_gate)(/[ab])?"), slice(1, -1)),
 )
 B1, EPS = 0.9, 1e-8  # of Adam: decay of the first moment, and what is added to the root of the second
 _ITERATIONS = 5  # Newton-Schulz iterations a step, the default of optax

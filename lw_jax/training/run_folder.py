@@ -66,10 +66,12 @@ def read_rows(path: Path, *, kind: Any = dict[str, Any], required: Any = None) -
     """Returns the rows of a JSON lines file.
 
     A line that is not of the `kind`, or lacks a field of `required` (a TypedDict), is skipped with a warning on
-    standard error; a last line that a crash has cut is skipped silently.
+    standard error; a last line that a crash has cut is skipped silently. Raises UserError for a folder.
     """
     rows: list[dict[str, Any]] = []
     faults: list[str] = []
+    if path.is_dir():
+        raise UserError(f"{path}: a folder; {_RESTORE}")
     with path.open("rb") as file:  # text would be cut at U+2028, and one broken byte would end it
         for number, line in enumerate(file, 1):
             try:

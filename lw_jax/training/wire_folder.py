@@ -11,6 +11,7 @@ import msgspec
 from lw_jax.core import config, schema, validation
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import expand
 
 CONFIG, TENSORS, CARD = "config.json", "wire.safetensors", "README.md"
 FORMAT, VERSION = "latentwire", 1
@@ -111,7 +112,7 @@ def check_sources(folder: Path, cfg: Config) -> None:
     """
     for name, model in read(folder).models.items():
         source = source_of(cfg, name)
-        if model.local and source == model.source and not Path(source).expanduser().exists():
+        if model.local and source == model.source and not expand(source).exists():
             rule = f"{label(name)} is a folder of the machine that exported it, {source!r}, which is not here"
             raise UserError(f"{folder}: {rule}; name where you have it: {flag(name)}FOLDER")
 

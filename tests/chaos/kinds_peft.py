@@ -31,7 +31,7 @@ def _write(folder: Path) -> None:
     leaves, treedef = jax.tree.flatten(lora.abstract(MODEL, SPEC))
     draw = np.random.default_rng(0)
     pairs = treedef.unflatten([jnp.asarray(draw.normal(size=leaf.shape), jnp.float32) for leaf in leaves])
-    peft.save(folder, pairs, SPEC, model_type="llama", base="base")
+    peft.save(folder, pairs, SPEC, cfg=MODEL, model_type="llama", base="base")
 
 
 def _judge(value: Any, folder: Path, changed: bool) -> str:

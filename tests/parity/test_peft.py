@@ -77,7 +77,7 @@ def their_logits(base, adapter):
 def test_peft_gives_the_same_logits_from_our_folder_and_we_read_it_back(tmp_path, family):
     cfg, spec = FAMILIES[family], lora.Lora(rank=3, alpha=5.0, dropout=0.1, names=ALL)
     params, pairs = base_model(tmp_path / "base", family), random(lora.abstract(cfg, spec), 0.3)
-    folders.save(tmp_path / "adapter", pairs, spec, model_type=family, base=str(tmp_path / "base"))
+    folders.save(tmp_path / "adapter", pairs, spec, cfg=cfg, model_type=family, base=str(tmp_path / "base"))
     ours, theirs = (
         our_logits(lora.attach(params, pairs, spec), cfg),
         their_logits(tmp_path / "base", tmp_path / "adapter"),
@@ -107,7 +107,7 @@ def test_peft_s_own_folder_means_the_same_here(tmp_path):
 def test_adapter_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, monkeypatch):
     spec = lora.Lora(rank=3, alpha=5.0, dropout=0.1, names=ALL)
     pairs = random(lora.abstract(LLAMA, spec), 0.3)
-    folders.save(tmp_path, pairs, spec, model_type="llama", base="one")
+    folders.save(tmp_path, pairs, spec, cfg=LLAMA, model_type="llama", base="one")
     before = {path.name: path.read_bytes() for path in tmp_path.iterdir()}
 
     def refuse(*_, **__):
@@ -115,15 +115,20 @@ def test_adapter_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, m
 
     monkeypatch.setattr(Path, "write_text", refuse)
     with pytest.raises(OSError, match="No space left"):
-        folders.save(tmp_path, jax.tree.map(lambda x: 2 * x, pairs), spec, model_type="llama", base="other")
+        folders.save(tmp_path, jax.tree.map(lambda x: 2 * x, pairs), spec, cfg=LLAMA, model_type="llama", base="other")
     assert {path.name: path.read_bytes() for path in tmp_path.iterdir()} == before
 
 
-def test_phi3_s_fused_modules_need_all_their_parts(tmp_path):
-    spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q", "v"))
-    pairs = random(lora.abstract(FAMILIES["phi3"], spec), 0.1)
-    with pytest.raises(UserError, match=r"qkv_proj.*self_attn\.q_proj.*lacks self_attn\.k_proj"):
-        folders.save(tmp_path, pairs, spec, model_type="phi3", base="here")
+def test_phi3_s_fused_modules_have_zeros_where_a_part_has_no_pair(tmp_path):
+    cfg, spec = FAMILIES["phi3"], lora.Lora(rank=2, alpha=3.0, dropout=0.0, names=("q", "v", "up"))
+    params, pairs = base_model(tmp_path / "base", "phi3"), random(lora.abstract(cfg, spec), 0.3)
+    folders.save(tmp_path / "adapter", pairs, spec, cfg=cfg, model_type="phi3", base=str(tmp_path / "base"))
+    ours = our_logits(lora.attach(params, pairs, spec), cfg)
+    theirs = their_logits(tmp_path / "base", tmp_path / "adapter")
+    assert np.abs(ours - our_logits(params, cfg)).max() > 0.1 * np.abs(ours).max(), "the adapter does something"
+    assert np.abs(ours - theirs).max() < LOGITS * max(1.0, np.abs(theirs).max())
+    back, found = folders.load(tmp_path / "adapter", cfg)
+    assert np.abs(our_logits(lora.attach(params, back, found), cfg) - ours).max() < LOGITS * np.abs(ours).max()
 
 
 @pytest.mark.parametrize(
@@ -142,7 +147,7 @@ def test_phi3_s_fused_modules_need_all_their_parts(tmp_path):
 )
 def test_adapters_of_another_kind_are_refused_by_name(tmp_path, change, told):
     spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q",))
-    folders.save(tmp_path, random(lora.abstract(LLAMA, spec), 0.1), spec, model_type="llama", base="here")
+    folders.save(tmp_path, random(lora.abstract(LLAMA, spec), 0.1), spec, cfg=LLAMA, model_type="llama", base="here")
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | change))
     with pytest.raises(UserError, match=told):
@@ -152,13 +157,13 @@ def test_adapters_of_another_kind_are_refused_by_name(tmp_path, change, told):
 def test_weights_that_are_not_finite_are_neither_written_nor_read(tmp_path):
     spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q",))
     pairs = random(lora.abstract(LLAMA, spec), 0.1)
-    folders.save(tmp_path, pairs, spec, model_type="llama", base="here")
+    folders.save(tmp_path, pairs, spec, cfg=LLAMA, model_type="llama", base="here")
     file = tmp_path / "adapter_model.safetensors"
     before = file.read_bytes()
     for value in (np.nan, -np.inf):
         wrong = {"layers": {"q": pairs["layers"]["q"] | {"a": pairs["layers"]["q"]["a"].at[0, 0].set(value)}}}
         with pytest.raises(UserError, match=r"q_proj\.lora_A\.weight: a value is not finite, the run has diverged"):
-            folders.save(tmp_path, wrong, spec, model_type="llama", base="here")
+            folders.save(tmp_path, wrong, spec, cfg=LLAMA, model_type="llama", base="here")
     assert file.read_bytes() == before
     stored = safetensors.numpy.load_file(file)
     next(iter(stored.values()))[0] = np.nan
@@ -171,7 +176,7 @@ def test_adapter_that_its_alpha_makes_infinite_is_refused(tmp_path):
     spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q",))
     pairs = random(lora.abstract(LLAMA, spec), 0.1)
     pairs["layers"]["q"]["b"] = pairs["layers"]["q"]["b"].at[0].set(3e38)
-    folders.save(tmp_path, pairs, spec, model_type="llama", base="here")
+    folders.save(tmp_path, pairs, spec, cfg=LLAMA, model_type="llama", base="here")
     file = tmp_path / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"alpha_pattern": {"q_proj": 1e3}}))
     with pytest.raises(UserError, match=r"q_proj times its alpha is too large"):
@@ -180,7 +185,7 @@ def test_adapter_that_its_alpha_makes_infinite_is_refused(tmp_path):
 
 def test_adapter_of_another_model_is_refused_by_name(tmp_path):
     spec = lora.Lora(rank=2, alpha=2.0, dropout=0.0, names=("q",))
-    folders.save(tmp_path, random(lora.abstract(LLAMA, spec), 0.1), spec, model_type="llama", base="here")
+    folders.save(tmp_path, random(lora.abstract(LLAMA, spec), 0.1), spec, cfg=LLAMA, model_type="llama", base="here")
     with pytest.raises(UserError, match=r"layers\.3\..* is missing; this adapter is of another model"):
         folders.load(tmp_path, dataclasses.replace(LLAMA, layers=4))
     with pytest.raises(UserError, match="the model asks for"):

@@ -514,5 +514,12 @@ def test_shuffled_sends_another_example_s_context_and_changes_nothing_else():
         sent = bytes(valid(other["source"], 0)).decode()
         assert sent != e.context and sent in {e.context for e in twice}
         np.testing.assert_equal(one["readers"], other["readers"])
+    spec = layout(prompt={"question": "latents"})
+    encoded = batches.encode(twice, layout=spec)
+    shuffled = encoded.shuffled()
+    assert shuffled.source.width == encoded.source.width
+    for i, e in enumerate(twice):
+        question, _, context = bytes(valid(shuffled.collate([i])["source"], 0)).decode().partition("\n")
+        assert question == e.question and context != e.context and context in {e.context for e in twice}
     alone = batches.encode(twice[:2], layout=layout())  # no other context: nothing else can be sent
     np.testing.assert_equal(alone.shuffled().collate([0, 1]), alone.collate([0, 1]))

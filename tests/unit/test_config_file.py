@@ -32,6 +32,17 @@ def test_missing_file_is_refused_with_the_nearest_one() -> None:
         config_file.load("configs/smok.py", root=PROJECT)
 
 
+def test_home_of_an_unknown_user_is_a_file_that_is_not_there() -> None:
+    with pytest.raises(UserError, match="--config ~nobody_here/x.py: no such file"):
+        config_file.find("~nobody_here/x.py", root=PROJECT)
+
+
+def test_list_may_begin_with_a_mark_of_utf_8(tmp_path: Path) -> None:
+    (tmp_path / "two.list").write_text("\ufeffconfigs/smoke.py\nconfigs/pairs.py\n", encoding="utf-8")
+    names = config_file.read_list(str(tmp_path / "two.list"), root=PROJECT)
+    assert names == ["configs/smoke.py", "configs/pairs.py"]
+
+
 def test_removed_file_of_a_machine_names_what_takes_its_place() -> None:
     with pytest.raises(UserError, match=r"configs/h100x8.py.*configs/large.py"):
         config_file.find("configs/h100x8.py", root=PROJECT)

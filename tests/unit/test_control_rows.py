@@ -223,7 +223,7 @@ TOLD = {"resamples": 200, "seed": 0}
 
 
 def record(row, index=0, **values):
-    base = {"reader": "r", "row": row, "index": index, "prediction": "x", "em": 0.0, "f1": 0.0}
+    base = {"reader": "r", "row": row, "index": index, "text": index, "prediction": "x", "em": 0.0, "f1": 0.0}
     return base | {"nll": 1.0, "hits": 1.0, "first": 0.0, "first5": 0.0, "tokens": 2.0} | values
 
 
@@ -281,6 +281,16 @@ def test_rows_pair_by_example_whatever_their_order():
     assert comparison.compare(turned, **TOLD)["r"]["gap_nll_interval"] == pytest.approx([low, high])
 
 
+def test_intervals_and_verdict_count_texts_not_questions():
+    apart = make_rows(32)
+    together = [one | {"text": one["index"] // 8} for one in apart]
+    wide, narrow = (comparison.compare(made, **TOLD)["r"] for made in (together, apart))
+    assert (wide["examples"], wide["texts"], narrow["texts"]) == (32, 4, 32)
+    assert wide["gap_nll"] == narrow["gap_nll"] and wide["gap_nll_interval"] != narrow["gap_nll_interval"]
+    assert verdict.judge(wide) == "unknown" != verdict.judge(narrow)
+    assert comparison.summarise(together, **TOLD)["r"]["latents"]["texts"] == 4
+
+
 def test_share_is_unknown_with_its_reason_where_text_is_no_better_than_none():
     found = comparison.compare(make_rows(text_f1=0.2), **TOLD)["r"]
     assert found["normalised_f1"] is None and found["normalised_f1_interval"] is None
@@ -320,7 +330,7 @@ def test_followed_messages_are_counted_among_followed_texts():
 def test_figures_need_the_rows_they_are_made_of():
     made = [record for record in make_rows() if record["row"] in ("latents", "shuffled")]
     gaps = {"gap_nll", "gap_nll_interval", "gap_f1", "gap_f1_interval"}
-    assert set(comparison.compare(made, **TOLD)["r"]) == {*gaps, "examples"}
+    assert set(comparison.compare(made, **TOLD)["r"]) == {*gaps, "examples", "texts"}
     assert comparison.compare(made[:11], **TOLD) == {"r": {}}
 
 
@@ -331,12 +341,12 @@ def test_collapse_is_told_where_the_right_latents_may_be_worth_nothing(gap, coll
     assert ("COLLAPSED" in comparison.format_comparison("r", found)) is collapsed
 
 
-def test_a_few_examples_have_no_verdict():
+def test_a_few_texts_have_no_verdict():
     found = comparison.compare(make_rows(gap=0.0), **TOLD)["r"]
-    few = {"examples": verdict.FEWEST - 1, "adds_nll": 0.0, "adds_nll_interval": (-1.0, 1.0)}
+    few = {"texts": verdict.FEWEST - 1, "adds_nll": 0.0, "adds_nll_interval": (-1.0, 1.0)}
     said = comparison.format_comparison("r", found | few)
-    assert "COLLAPSED" not in said and "LITERALS" not in said and "no verdict: fewer than 8 examples" in said
-    said = comparison.format_comparison("r", found | few | {"examples": verdict.FEWEST})
+    assert "COLLAPSED" not in said and "LITERALS" not in said and "no verdict: fewer than 8 texts" in said
+    said = comparison.format_comparison("r", found | few | {"texts": verdict.FEWEST})
     assert "COLLAPSED" in said and "LITERALS" in said and "no verdict" not in said
 
 

@@ -23,7 +23,7 @@ EOS = ByteTokenizer().eos
 class Wide:
     """Code points one for one: a vocabulary that needs 32 bits."""
 
-    vocab, eos, fingerprint = 0x110001, 0x110000, "code points"
+    vocab, eos, begin, fingerprint = 0x110001, 0x110000, (), "code points"
 
     def encode_arrays(self, texts):
         return [np.array([ord(char) for char in text], np.uint32) for text in texts]
@@ -170,6 +170,15 @@ def test_subword_tokenizer_packs_what_it_encodes(tmp_path, source, tiny):
     ids = [i for text in KEPT for i in (*tokenizer.encode(text), tokenizer.eos)]
     np.testing.assert_array_equal(everything(packed), ids)
     assert packed.tokens < packed.bytes
+
+
+def test_documents_begin_as_the_texts_that_a_model_will_continue(tmp_path, source, tiny):
+    begun = ByteTokenizer(begin=(256, 7))
+    packed = pack(source, begun, root=tmp_path)
+    ids = [i for text in KEPT for i in (256, 7, *text.encode(), EOS)]
+    np.testing.assert_array_equal(everything(packed), ids)
+    assert packed.folder != pack(source, ByteTokenizer(), root=tmp_path).folder
+    assert pack(source, begun, root=tmp_path).folder == packed.folder
 
 
 # --- interruption

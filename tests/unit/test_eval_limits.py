@@ -53,3 +53,16 @@ def test_prompts_beyond_a_reader_s_positions_are_refused(root, tmp_path):
         evaluation.measure(wire)
     short = make(root, tmp_path, [f"Mara has 3 {words}.", "Tom has 3."], eval__rows=("latents", "none"), **long)
     assert evaluation.measure(short).records, "no row reads the text"
+
+
+def test_the_reference_answer_counts_among_a_prompt_s_positions(root, tmp_path):
+    rows = [
+        {"context": f"{name} has 3.", "question": "How many?", "answers": [answer]}
+        for name, answer in (("Mara", " ".join(["lamp"] * 200)), ("Tom", "3"))
+    ]
+    file = tmp_path / "long_answer.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    asked = {"eval__rows": ("none",), "eval__curve": "none", "data__answer_tokens": 2000}
+    wire = tiny.make_wire(root, only="llama", data__validation=str(file), **asked)
+    with pytest.raises(UserError, match=r"the longest prompt and its answer take .* trained on 512; "):
+        evaluation.measure(wire)

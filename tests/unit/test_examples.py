@@ -94,6 +94,14 @@ def test_plain_rows_are_read_from_lines_and_arrays(tmp_path, name, text):
     assert (first.answers, second.answers, second.id) == (("dog", "a dog"), ("cat",), "7")
 
 
+def test_null_answers_beside_an_answer_and_an_id_of_zero_are_read(tmp_path):
+    row = {"context": "a b", "question": "q", "answers": None, "answer": "x", "id": 0}
+    (found,) = examples.read(write(tmp_path / "x.jsonl", json.dumps(row)))
+    assert (found.answers, found.id) == (("x",), "0")
+    with pytest.raises(UserError, match="field 'answers' is empty"):
+        examples.read(write(tmp_path / "y.jsonl", json.dumps(row | {"answer": None})))
+
+
 def test_line_separator_inside_a_string_does_not_break_a_row(tmp_path):
     row = json.dumps(ROWS[0] | {"context": "one\u2028two"}, ensure_ascii=False)
     assert examples.read(write(tmp_path / "x.jsonl", f"{row}\n{row}\n"))[1].context == "one\u2028two"

@@ -185,6 +185,14 @@ def test_hours_of_the_user_replace_the_predicted_and_give_the_pace() -> None:
     assert make(PLAN | {"hours": math.nan}, hours=11.0).hours == 11.0
 
 
+def test_validations_are_in_the_hours_and_not_in_the_pace_of_steps() -> None:
+    job = make(PLAN | {"validation_hours": 0.8})
+    assert job.hours == pytest.approx(4.0) and job.basis == "predicted, validations included"
+    assert job.step_seconds == make().step_seconds
+    assert make(PLAN | {"validation_hours": 0.8}, hours=11.0).hours == 11.0
+    assert make(PLAN | {"validation_hours": None}).basis == "predicted"
+
+
 @pytest.mark.parametrize("hours", [math.nan, math.inf, 0.0, -1.0])
 def test_unusable_hours_are_refused(hours: float) -> None:
     with pytest.raises(UserError, match="hours = .*--hours"):

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from lw_jax.core.errors import UserError
+from lw_jax.evals import first_token
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models import decode, decoder, kv_prefix, rotary
 from lw_jax.models.wire import wire_prompt
@@ -124,6 +125,22 @@ def test_what_stands_before_messages_is_read_once_for_all_questions(root, monkey
     assert np.ptp(found[0]) > APART
     monkeypatch.setattr(WireFunctions, "_read_opening", lambda *_: pytest.fail("read again"))
     functions.prompt_from_latents(built.trainable, params, own, latents, "qwen")
+
+
+def test_a_text_behind_an_opening_read_already_is_scored_as_the_whole_text(root):
+    recipe = tiny.make_recipe(root, adapter__kind="kv", only="qwen")
+    one = first_token.narrow(recipe.data("validation", rows=("text",)), 3)
+    built, functions, prompt = recipe.build(), WireFunctions(recipe.wire, recipe.placement), one.readers["qwen"]
+    fields, params = jax.tree.map(jnp.asarray, one.collate([0, 0]))["readers"]["qwen"], built.frozen["qwen"]
+    opening = first_token.match(prompt["before"], prompt["text"])
+    whole = functions.prompt_from_text(params, fields["text"])
+    reused = functions.reuse_opening(params, fields["before"], whole, "qwen", **opening._asdict())
+    computed = len(prompt["text"].ids[0]) - len(prompt["before"].ids[0])
+    assert 0 < reused.mask.shape[1] <= computed + 1 < whole.mask.shape[1], "a boundary may join one token"
+    found = [functions.score(params, each, fields, "qwen")["nll"] for each in (whole, reused)]
+    np.testing.assert_allclose(*found, rtol=1e-4)
+    bare = dataclasses.replace(reused, kv_prefix=None)
+    assert np.abs(functions.score(params, bare, fields, "qwen")["nll"] - found[0]).max() > APART
 
 
 def test_longrope_reader_past_its_short_frequencies_is_refused(texts):

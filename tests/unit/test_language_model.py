@@ -55,6 +55,7 @@ def lm(folder):
 
 
 def test_folder_of_a_ttt_model_is_known_by_its_config(lm, folder):
+    assert json.loads((folder / "config.json").read_text())["eos_token_id"] == lm.tokenizer.eos
     assert type(lm) is language_model.TTTLM and lm.location == folder
     assert lm.mode.precision == FP32
     narrow = lw_jax.load_lm(folder, weights="bf16")

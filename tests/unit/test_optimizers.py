@@ -296,6 +296,7 @@ def test_muon_takes_the_matrices_and_adam_the_rest():
     }
     assert {path: optimizers.matrix_axes(path, 4) for path in matrices} == matrices
     assert optimizers.matrix_axes("layers/down", 3) == ((1,), (2,))
+    assert optimizers.matrix_axes("layers/out_gate", 3) == ((1,), (2,))
     assert optimizers.matrix_axes("adapters/llama/skip/kernel", 2) == ((0,), (1,))
     others = ("embed", "head", "layers/attn_norm", "layers/q_bias", "layers/w1", "layers/rate", "encoder/head/mix")
     assert [optimizers.matrix_axes(path, 4) for path in others] == [None] * len(others)

@@ -216,6 +216,21 @@ def test_plan_prints_json_or_a_table(root, capsys):
     assert capsys.readouterr().out.startswith("target h100x2: 2 devices of 84.9 GB, target 80% = 68.0 GB")
 
 
+@pytest.mark.parametrize(
+    ("changes", "code", "said"),
+    [
+        ({"train__steps": 10, "optim__warmup_steps": 1000}, 2, "ERROR: optim.warmup_steps=1000"),
+        ({"mesh__memory_gb": 1e-6}, 3, "nothing fits"),
+    ],
+)
+def test_simulation_of_a_void_run_or_of_cards_on_which_nothing_fits_says_so(root, capsys, changes, code, said):
+    cfg, request = make_searched_config(root, **changes), Request("", target="h100x8", simulate="0,1", estimate=True)
+    for as_json in (True, False):
+        asked = dataclasses.replace(request, as_json=as_json)
+        assert plan.main(cfg, resolved={}, workdir=sources.cache_root(), request=asked) == code
+    assert said in capsys.readouterr().out
+
+
 def test_simulation_is_the_plan_of_each_number_of_devices(root, capsys):
     cfg = make_searched_config(root, train__global_batch=6)
     request = Request("", target="h100x8", simulate="0,1,3", estimate=True, as_json=True)

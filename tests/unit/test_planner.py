@@ -49,6 +49,21 @@ def test_where_memory_is_not_told_all_devices_share_the_batch_that_make_a_share_
     assert settled.eval.layers == "stacked", "this is no GPU"
 
 
+@pytest.mark.parametrize(
+    ("changes", "share"),
+    [
+        # Steps of 8 examples; a held-out one counts half, with its own text and with another's.
+        ({"train__steps": 100, "train__eval_every": 30, "data__validation_limit": 16}, 4 * 2 * 16 / 2 / 800),
+        ({"train__steps": 100, "train__eval_every": 25, "data__validation_limit": 16}, 4 * 2 * 16 / 2 / 800),
+        ({"train__steps": 90, "train__eval_every": 0, "eval__examples": 16}, 1 * 2 * 16 / 2 / 720),
+        ({"train__steps": 90, "eval__examples": 0, "data__validation_limit": 0}, None),
+    ],
+)
+def test_validations_take_their_share_of_a_run(root, changes, share):
+    made = {"train__global_batch": 8, "train__alarm_step": 0, "data__validation_limit": 0} | changes
+    assert planner.validation_share(tiny.make_config(root, **made)) == (share and pytest.approx(share))
+
+
 def test_what_is_configured_stays(root):
     words = {"mesh__placement": "tensor", "compute__remat": "full", "eval__layers": "unstacked"}
     cfg = tiny.make_config(root, mesh__data=2, mesh__model=2, **words)

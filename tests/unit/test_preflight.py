@@ -102,6 +102,18 @@ def test_lengths_beyond_a_model_s_positions_are_told():
     assert sum("data.question_tokens and data.answer_tokens allow 8,5" in line for line in wide) == 1, wide
 
 
+@pytest.mark.parametrize(("apart", "void"), [(0, True), (3, False)])
+def test_held_out_texts_that_are_trained_on_are_reported(tmp_path, root, apart, void):
+    rows = [{"context": f"Mara has {n} lamps.", "question": "How many?", "answers": [str(n)]} for n in range(9)]
+    train, held_out = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
+    train.write_text("".join(json.dumps(row) + "\n" for row in rows[apart:]), "utf-8")
+    held_out.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    recipe = tiny.make_recipe(root, only="llama", data__train=str(train), data__validation=str(held_out))
+    (found,) = recipe.findings()
+    assert found.void is void
+    assert found.text.startswith(f"{9 - apart} of 9 texts of config.data.validation are also in config.data.train")
+
+
 @pytest.mark.parametrize(("words", "void"), [(400, True), (3, False)])
 def test_prompts_that_fill_the_length_are_counted_where_the_rows_are_here(tmp_path, words, void):
     tiny.write_reader(tmp_path / "model", "llama")
@@ -118,6 +130,10 @@ def test_prompts_that_fill_the_length_are_counted_where_the_rows_are_here(tmp_pa
     if void:
         assert dropped[0].startswith("ERROR: 4") and "dpo.max_length=128" in dropped[0] and found[0] == dropped[0]
     assert any("train.steps=" in line for line in found), "200 steps of 16 read 54 pairs often"
+    asked = dataclasses.replace(cfg, llms={"policy": llm}, dpo=dataclasses.replace(cfg.dpo, max_prompt=9))
+    if not void:
+        (dropped,) = [line for line in texts(asked) if "training pairs are dropped" in line]
+        assert "raise dpo.max_prompt=9" in dropped and "dpo.max_length" not in dropped
 
 
 @pytest.mark.parametrize(("name", "step"), [("embeddings", 150), ("default", 30), ("smoke", 150), ("squad", 2000)])

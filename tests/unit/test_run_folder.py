@@ -86,6 +86,12 @@ def test_damaged_configuration_is_refused_with_its_file(tmp_path: Path, text: st
         run_folder.read_config(tmp_path)
 
 
+def test_folder_in_the_place_of_a_log_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"metrics\.jsonl: a folder; the file must be as training wrote it"):
+        run_folder.read_metrics(tmp_path / "metrics.jsonl")
+
+
 def test_run_of_earlier_code_is_read_where_only_what_decides_no_meaning_differs(tmp_path: Path) -> None:
     cfg, file = _build(**{"eval.batch": 8, "eval.curve": "f1"}), tmp_path / "config.json"
     _write(tmp_path, cfg)

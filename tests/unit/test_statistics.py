@@ -14,24 +14,24 @@ COVERAGE = (0.89, 0.985)
 
 
 def test_value_is_that_of_the_examples_themselves():
-    bootstrap = Bootstrap(3, resamples=RESAMPLES, seed=0)
+    bootstrap = Bootstrap(range(3), resamples=RESAMPLES, seed=0)
     assert bootstrap.mean(np.array([1.0, 2.0, 6.0])).value == pytest.approx(3.0)
     assert bootstrap.ratio(np.array([9.0, 1.0, 0.0]), np.array([3.0, 7.0, 2.0])).value == pytest.approx(10 / 12)
 
 
 def test_constant_examples_have_an_interval_of_no_width():
-    low, high = Bootstrap(17, resamples=RESAMPLES, seed=0).mean(np.full(17, 0.3)).interval()
+    low, high = Bootstrap(range(17), resamples=RESAMPLES, seed=0).mean(np.full(17, 0.3)).interval()
     assert low == pytest.approx(0.3, abs=ROUNDING) and high == pytest.approx(0.3, abs=ROUNDING)
 
 
 def test_a_ratio_resamples_values_and_weights_together():
     tokens = np.array([1.0, 5.0, 2.0, 11.0, 3.0])
-    low, high = Bootstrap(5, resamples=RESAMPLES, seed=0).ratio(2 * tokens, tokens).interval()
+    low, high = Bootstrap(range(5), resamples=RESAMPLES, seed=0).ratio(2 * tokens, tokens).interval()
     assert low == pytest.approx(2, abs=ROUNDING) and high == pytest.approx(2, abs=ROUNDING)
 
 
 def test_each_resample_draws_as_many_examples_as_there_are():
-    counts = Bootstrap(13, resamples=RESAMPLES, seed=0).counts
+    counts = Bootstrap(range(13), resamples=RESAMPLES, seed=0).counts
     assert counts.shape == (RESAMPLES, 13)
     assert (counts.sum(axis=1) == 13).all() and counts.min() == 0 and counts.max() > 1
 
@@ -40,20 +40,45 @@ def test_intervals_cover_the_true_mean_about_as_often_as_they_say():
     rng = np.random.default_rng(0)
     covered = []
     for trial in range(300):
-        low, high = Bootstrap(61, resamples=RESAMPLES, seed=trial).mean(rng.normal(3.0, 2.0, 61)).interval()
+        low, high = Bootstrap(range(61), resamples=RESAMPLES, seed=trial).mean(rng.normal(3.0, 2.0, 61)).interval()
         covered.append(low <= 3.0 <= high)
     assert COVERAGE[0] < np.mean(covered) < COVERAGE[1]
 
 
+def test_questions_of_a_text_are_drawn_together():
+    counts = Bootstrap(["a", "b", "a", "c", "b", "a"], resamples=RESAMPLES, seed=0).counts
+    assert (counts[:, 0] == counts[:, 2]).all() and (counts[:, 0] == counts[:, 5]).all()
+    assert (counts[:, 1] == counts[:, 4]).all() and (counts[:, 0] != counts[:, 1]).any()
+    assert (counts[:, [0, 1, 3]].sum(axis=1) == 3).all()
+
+
+def test_intervals_cover_the_true_mean_where_questions_share_their_texts():
+    rng = np.random.default_rng(0)
+    texts = np.repeat(np.arange(61), 8)
+    covered = []
+    for trial in range(300):
+        values = 3.0 + rng.normal(size=61)[texts] + rng.normal(size=len(texts))
+        low, high = Bootstrap(texts.tolist(), resamples=RESAMPLES, seed=trial).mean(values).interval()
+        covered.append(low <= 3.0 <= high)
+    assert COVERAGE[0] < np.mean(covered) < COVERAGE[1], "drawn one by one, questions cover it 0.64 of the time"
+
+
+def test_questions_of_a_single_text_are_drawn_one_by_one():
+    own, apart = (Bootstrap(texts, resamples=RESAMPLES, seed=0).counts for texts in (["a"] * 7, range(7)))
+    np.testing.assert_array_equal(own, apart)
+
+
 def test_the_interval_is_as_wide_as_the_standard_error_says():
     values = np.random.default_rng(1).normal(size=997)
-    low, high = Bootstrap(997, resamples=4001, seed=0).mean(values).interval()
+    low, high = Bootstrap(range(997), resamples=4001, seed=0).mean(values).interval()
     assert high - low == pytest.approx(2 * 1.96 * values.std() / math.sqrt(997), rel=0.06)
 
 
 def test_the_same_seed_gives_the_same_interval_and_another_seed_another():
     values = np.random.default_rng(2).normal(size=29)
-    first, again, other = (Bootstrap(29, resamples=RESAMPLES, seed=seed).mean(values).interval() for seed in (7, 7, 8))
+    first, again, other = (
+        Bootstrap(range(29), resamples=RESAMPLES, seed=seed).mean(values).interval() for seed in (7, 7, 8)
+    )
     assert first == again != other
 
 
@@ -61,7 +86,7 @@ def test_paired_difference_is_narrower_than_that_of_unrelated_resamples():
     rng = np.random.default_rng(3)
     shared = rng.normal(size=53)  # what makes an example hard for both rows
     one, two = shared + 0.1 * rng.normal(size=53), shared + 0.1 * rng.normal(size=53)
-    own, foreign = (Bootstrap(53, resamples=RESAMPLES, seed=seed) for seed in (0, 1))
+    own, foreign = (Bootstrap(range(53), resamples=RESAMPLES, seed=seed) for seed in (0, 1))
     paired = (own.mean(one) - own.mean(two)).interval()
     unpaired = (own.mean(one) - foreign.mean(two)).interval()
     assert paired[1] - paired[0] < 0.3 * (unpaired[1] - unpaired[0])

@@ -126,6 +126,13 @@ def test_saved_files_are_for_those_whom_the_user_s_umask_names(tmp_path):
     }
 
 
+def test_saved_model_keeps_the_ids_at_which_generation_ends(tmp_path):
+    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama", tokenizer=Words(b"one"), stops=(2, 5))
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    assert saved == {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 3}
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 2
+
+
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
 def test_model_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, monkeypatch, file):
     params = random_params(LLAMA)

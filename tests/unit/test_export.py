@@ -1,0 +1,35 @@
+"""lw_jax/inference/export.py: which folders an export may take."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+from lw_jax.core.errors import UserError
+from lw_jax.inference import export
+from tests import tiny
+
+
+def asked(root: Path, workdir: Path, folder: Path) -> None:
+    """Exports a Test-Time-Training run without a checkpoint to a folder."""
+    list(export.export(tiny.make_ttt_config(root), workdir, {"model": folder}))
+
+
+@pytest.mark.parametrize("name", ["run", "notes"])
+def test_a_folder_that_holds_something_else_is_left_alone(root, tmp_path, name):
+    for folder in ("run", "notes"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text("{}")
+    with pytest.raises(UserError, match=re.escape(f"{tmp_path / name}: it") + "|the run needs this folder"):
+        asked(root, tmp_path / "run", tmp_path / name)
+    assert [file.name for file in (tmp_path / name).iterdir()] == ["config.json"]
+
+
+@pytest.mark.parametrize("files", [(), ("config.json", "model.safetensors", "tokenizer.json")])
+def test_an_empty_folder_and_an_earlier_export_are_taken(root, tmp_path, files):
+    for folder in ("run", "model"):
+        (tmp_path / folder).mkdir()
+    for name in files:
+        (tmp_path / "model" / name).write_text("of an earlier export")
+    with pytest.raises(UserError, match="checkpoint"):
+        asked(root, tmp_path / "run", tmp_path / "model")
