@@ -5,7 +5,8 @@
 
 A slot for every nine tokens, and ten words that are asked for: the encoder, SmolLM2 with its causal mask, takes six
 layers' states of the rarest tokens; each reader gets keys and values of every layer. Both begin at the readers' own.
-Two cores, 24 GiB: 33 s a step, 17.4 GB. What 100 steps gave: docs/experiments.md, "The pair". On a GPU not measured.
+Half of the steps write the text out again, half answer questions: latents then say more of their text.
+Two cores, 24 GiB: 33 s a step, 17.4 GB. What 40 and 100 steps gave: docs/experiments.md, "The pair". On a GPU not measured.
 """
 
 from ml_collections import ConfigDict
@@ -14,7 +15,7 @@ from configs import base, models, squad
 
 
 def get_config(recipe: str = "latentwire") -> ConfigDict:
-    """Returns squad.py with two readers, keys and values, and one stage of questions."""
+    """Returns squad.py with two readers, keys and values, and two stages: the text itself, then its questions."""
     c = squad.get_config(recipe)
     c.llms.llama.weights = "bf16"
     c.llms.qwen = models.qwen25_coder_1_5b()
@@ -34,7 +35,9 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.data.validation_limit = 256
     c.loss.kl = 0.0
     c.stages.align.share = 0.0
-    c.stages.pretrain.share = 0.0
+    c.stages.pretrain.share = 0.5
+    c.stages.pretrain.reconstruct = 1.0
+    c.stages.pretrain.lengths = (128,)
     c.stages.answer.rate = 1.0
     c.stages.answer.slots = ()
     c.stages.answer.bits = ()

@@ -50,7 +50,7 @@ def evaluation() -> dict[str, Any]:
             "references": dict.fromkeys(("llama", "qwen"), references),
         },
         "text_bytes": {"UTF-8": 117.0, "gzip": 101.0, "zstd": 97.0, "brotli": 89.0},
-        "counts": {"given": 29, "kept": 23, "answer": 0},
+        "counts": {"given": 29, "kept": 23, "question": 4, "answer": 0},
     }
 
 

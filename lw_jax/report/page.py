@@ -109,7 +109,7 @@ def _evaluation(run: Run) -> dict[str, Any]:
         "agreement": tables.agreement(found["joint"]) if found.get("joint") else "",
         "by_position": _by_position(run),
         "rows": tables.meanings(found.get("rows", {})),
-        "counts": ", ".join(f"{name} {number}" for name, number in found.get("counts", {}).items() if number),
+        "counts": tables.counts(found["counts"]) if found.get("counts") else "",
         "geometry": tables.geometry(found["latents"]) if found else None,
         "slots": _picture(figures.draw_slots(run.slots), "cosine between slots") if run.slots else "",
         "examples": examples,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from lw_jax.core.eval_rows import MESSAGES, ROWS
+from lw_jax.data.example_counts import REASONS
 from lw_jax.evals import verdict
 from lw_jax.evals.curve import COLUMNS, Curve
 from lw_jax.report.records import Run, to_number
@@ -229,6 +230,12 @@ def joint(found: Mapping[str, Any]) -> Table:
             line += [_number(figures[key], 100), _interval(figures[f"{key}_interval"], 100)]
         cells.append([*line, _number(figures["picked"], 100) if "picked" in figures else ""])
     return Table(["answer of", "EM, %", "95 %", "F1, %", "95 %", "picked, %"], cells)
+
+
+def counts(found: Mapping[str, int]) -> str:
+    """Returns how many held-out examples were used, and why others were dropped or cut."""
+    reasons = [f"{number} {REASONS[name]}" for name, number in found.items() if number and name in REASONS]
+    return "; ".join([f"{found.get('kept', 0)} of {found.get('given', 0)} used", *reasons])
 
 
 def agreement(found: Mapping[str, Any]) -> str:

@@ -136,7 +136,9 @@ def test_control_table_shows_what_was_measured(page: Reader) -> None:
     ]
     assert {"91.3", "87.2", "31.0", "1.234", "1.134 .. 1.334", "4.250"} <= set(cells)
     assert {"the text, brotli", "89", "76", "message of 5 x 7 x 2", "32", "27"} <= set(cells)
-    assert "given 29, kept 23." in page.text("p") and "25.0 % (20.0 .. 30.0) of 23" in page.text("p")
+    assert "23 of 29 used; 4 dropped: the question" in page.text("p") and "25.0 % (20.0 .. 30.0) of 23" in page.text(
+        "p"
+    )
 
 
 def test_page_says_positions_and_the_f1_of_message_and_controls_first(tmp_path: Path) -> None:
