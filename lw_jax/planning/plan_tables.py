@@ -35,7 +35,7 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
         return "\n".join([*lines, "", found["why"], *remedies.describe(found["remedies"])])
     hours = f", {_hours(found['hours'])} for {found['steps']} steps" if found["hours"] is not None else ""
     if found.get("validation_hours") is not None:
-        hours += f" and at most {_hours(found['validation_hours'])} of validation"
+        hours += f" and about {_hours(found['validation_hours'])} of validation"
     elif hours:
         hours += ", without validations: data.validation_limit and eval.examples are 0, all held-out examples"
     unit, each = found["unit"]

@@ -381,7 +381,7 @@ def _timed(found: Plan, cfg: Config) -> Plan:
 
 
 def validation_share(cfg: Config) -> float | None:
-    """Returns the time of a run's validations over that of its steps, at most; None for held-out data of unknown size.
+    """Returns about the time of a run's validations over that of its steps; None for held-out data of unknown size.
 
     A held-out example, measured once forward, is taken for half of a training example, which has a backward pass too.
     """
