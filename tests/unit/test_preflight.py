@@ -102,16 +102,17 @@ def test_lengths_beyond_a_model_s_positions_are_told():
     assert sum("data.question_tokens and data.answer_tokens allow 8,5" in line for line in wide) == 1, wide
 
 
-@pytest.mark.parametrize(("apart", "void"), [(0, True), (3, False)])
-def test_held_out_texts_that_are_trained_on_are_reported(tmp_path, root, apart, void):
+@pytest.mark.parametrize("apart", [0, 3, 9])
+def test_held_out_texts_that_are_trained_on_are_reported(tmp_path, root, apart):
     rows = [{"context": f"Mara has {n} lamps.", "question": "How many?", "answers": [str(n)]} for n in range(9)]
     train, held_out = tmp_path / "train.jsonl", tmp_path / "held_out.jsonl"
-    train.write_text("".join(json.dumps(row) + "\n" for row in rows[apart:]), "utf-8")
+    other = {"context": "Tom owns a kite.", "question": "What?", "answers": ["a kite"]}
+    train.write_text("".join(json.dumps(row) + "\n" for row in [*rows[apart:], other]), "utf-8")
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     recipe = tiny.make_recipe(root, only="llama", data__train=str(train), data__validation=str(held_out))
-    (found,) = recipe.findings()
-    assert found.void is void
-    assert found.text.startswith(f"{9 - apart} of 9 texts of config.data.validation are also in config.data.train")
+    found = [str(one) for one in recipe.findings()]
+    said = f"warning: {9 - apart} of 9 texts of config.data.validation are also in config.data.train"
+    assert [one.startswith(said) for one in found] == [True] * (apart < 9), found
 
 
 @pytest.mark.parametrize(("words", "void"), [(400, True), (3, False)])
