@@ -6,7 +6,7 @@
 A slot for every nine tokens, and ten words that are asked for: the encoder, SmolLM2 with its causal mask, takes six
 layers' states of the rarest tokens; each reader gets keys and values of every layer. Both begin at the readers' own.
 Half of the steps write the text out again, half answer questions: latents then say more of their text. Two cores,
-24 GiB: 33 s a step with AMX, 74 s without, 17.4 GB. What it gave: docs/experiments.md, "The pair". On a GPU not measured.
+24 GiB: 33 s a step with AMX, 74 s without, 17.4 GB. What it gave: docs/experiments.md, "The pair". No GPU tried.
 """
 
 from ml_collections import ConfigDict
