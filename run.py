@@ -12,8 +12,10 @@ from lw_jax.core.errors import UserError
 from sharding.errors import PlacementError
 
 # Of a path that the user can mend.
-UNUSABLE = (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG)
-UNUSABLE += (errno.EISDIR, errno.ENOTDIR, errno.EEXIST)
+UNUSABLE = (
+    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG),
+    *(errno.EISDIR, errno.ENOTDIR, errno.EEXIST),
+)
 
 
 def start(args: argparse.Namespace) -> int:

@@ -5,7 +5,7 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.planning import estimate as estimates
 from lw_jax.planning import gpus, legacy, plan_tables, planner, simulation
 from lw_jax.slurm import cluster_profile
+from lw_jax.training import preflight
 
 NOTHING_FITS, VOID = 3, 2  # exit codes
 
@@ -60,7 +61,7 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
         findings = planner.inspect(cfg)
         sizes = [one for one in plans if one["devices"]]
         fits = not sizes or any(one["chosen"] for one in sizes)
-        code = VOID if any(one.void for one in findings) else 0 if fits else NOTHING_FITS
+        code = _code(findings, fits=fits)
         if request.as_json:
             print(json.dumps(plans, indent=2))
             return code
@@ -82,9 +83,13 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
     else:
         print(legacy.text(found) if request.legacy else plan_tables.report(found, own=request.own))
         print("".join(f"{one}\n" for one in findings), end="")
+    return _code(findings, fits=bool(found["chosen"]))
+
+
+def _code(findings: Sequence[preflight.Finding], *, fits: bool) -> int:
     if any(one.void for one in findings):
         return VOID
-    return 0 if found["chosen"] else NOTHING_FITS
+    return 0 if fits else NOTHING_FITS
 
 
 def _word(request: Request) -> str:

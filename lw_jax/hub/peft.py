@@ -215,11 +215,9 @@ def _fuse(modules: dict[str, Matrices], cfg: DecoderConfig) -> dict[str, Matrice
     for fused, own in families.FUSED.items():
         if not any(part in modules for part in own):
             continue
-        nothing = [(np.zeros((0, cfg.width), np.float32), None)] * cfg.layers
-        out[fused] = []
-        for pairs in zip(*(modules.get(part, nothing) for part in own), strict=True):
-            blocks = [np.zeros((sizes[part], 0)) if b is None else b for part, (_, b) in zip(own, pairs, strict=True)]
-            out[fused].append((np.concatenate([a for a, _ in pairs]), _diagonal(blocks)))
+        nothing = {part: (np.zeros((0, cfg.width), np.float32), np.zeros((sizes[part], 0), np.float32)) for part in own}
+        layers = zip(*(modules.get(part, [nothing[part]] * cfg.layers) for part in own), strict=True)
+        out[fused] = [(np.concatenate([a for a, _ in pairs]), _diagonal([b for _, b in pairs])) for pairs in layers]
     return out
 
 

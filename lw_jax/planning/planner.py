@@ -388,12 +388,12 @@ def validation_share(cfg: Config) -> float | None:
     train, examples = cfg.train, cfg.data.validation_limit or cfg.eval.examples
     if not examples:
         return None
-    due = {train.steps, preflight.alarm_step(train)} | set(range(0, train.steps + 1, train.eval_every or train.steps))
+    due = sum(preflight.is_validated(train, step) for step in range(1, train.steps + 1))
     passes = 1
     if cfg.recipe == "latentwire":  # each task of a stage, with the right text and with another one
         stages = [stage for _, stage, _ in config.stages(cfg)]
         passes = 2 * sum(any(getattr(stage, task) for stage in stages) for task in TASKS)
-    return len(due - {0}) * passes * examples / 2 / (train.steps * train.global_batch)
+    return due * passes * examples / 2 / (train.steps * train.global_batch)
 
 
 def _cached(cfg: Config, name: str, compute: Callable[[], Plan]) -> Plan:

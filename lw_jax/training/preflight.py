@@ -68,6 +68,11 @@ def alarm_step(train: config.Train) -> int:
     return train.steps if train.steps >= FEWEST_JUDGED else 0
 
 
+def is_validated(train: config.Train, step: int) -> bool:
+    """Returns whether a step is validated, and saved whatever `train.checkpoint_every` is."""
+    return step in (train.steps, alarm_step(train)) or bool(train.eval_every and step % train.eval_every == 0)
+
+
 def save_interval(train: config.Train) -> int:
     """Returns the most steps between two checkpoints: a validated step is saved whatever `checkpoint_every` is."""
     return min(train.checkpoint_every, train.eval_every or train.steps, train.steps)

@@ -222,10 +222,7 @@ class Run:
         self._saved = step
 
     def _is_validated(self, step: int) -> bool:
-        """Says whether a step is saved and validated, whatever `train.checkpoint_every` is."""
-        train = self.cfg.train
-        due = step in (train.steps, preflight.alarm_step(train)) or (train.eval_every and step % train.eval_every == 0)
-        return self.checkpointer is not None and bool(due)
+        return self.checkpointer is not None and preflight.is_validated(self.cfg.train, step)
 
     def _validate(self, step: int, frozen: Tree, stop_requested: StopRequested) -> bool:
         """Validates a step and scores its checkpoint; returns False where it was stopped on request.
