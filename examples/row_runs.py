@@ -1,6 +1,7 @@
 """Driver of examples/ablate.py and methods.py: named changes of one configuration, each trained and evaluated.
 
-Each row has a folder of its own, goes on where it was stopped, and is not run again once it has an eval.json.
+Each row has a folder of its own, goes on where it was stopped, and is not run again once it has an eval.json. What it
+was asked for stands beside the folder: rows of one table have one configuration and one budget.
 """
 
 import argparse
@@ -42,22 +43,40 @@ def main(bench: Bench, argv: Sequence[str]) -> int:
     if unknown := [word for word in [*rows, *flags] if word not in bench.rows and not word.startswith("--config.")]:
         print(f"error: {unknown[0]!r} is no row and no --config. flag; rows: {', '.join(bench.rows)}", file=sys.stderr)
         return 2
-    found, failed = [], []
+    wanted = {}
     for seed in asked.seeds.split(","):
         for row in rows:
-            folder = asked.out / f"{row.replace(' ', '-')}-{seed}"
             changes = ("train.alarm=warn", *bench.flags, *bench.rows[row], f"seed={seed}")
             own = [*(f"--config.{change}" for change in changes), *flags]
-            if not (folder / "eval.json").exists() and not _run(asked.config, folder, own):
-                failed.append(f"{row}, seed {seed}")
-                continue
-            result = json.loads((folder / "eval.json").read_text(encoding="utf-8"))
-            found += [line | {"seed": int(seed), "step": result["step"]} for line in bench.read(folder, row, result)]
+            wanted[seed, row] = asked.out / f"{row.replace(' ', '-')}-{seed}", own
+    for folder, own in wanted.values():
+        if note := _differs(folder, [asked.config, *own]):
+            why = f"not of this --config and these flags, as {note} has them"
+            print(f"error: {folder}: {why}; name another --out, or remove the folder", file=sys.stderr)
+            return 2
+    found, failed = [], []
+    for (seed, row), (folder, own) in wanted.items():
+        if not (folder / "eval.json").exists() and not _run(asked.config, folder, own):
+            failed.append(f"{row}, seed {seed}")
+            continue
+        result = json.loads((folder / "eval.json").read_text(encoding="utf-8"))
+        found += [line | {"seed": int(seed), "step": result["step"]} for line in bench.read(folder, row, result)]
     _write(asked.out / "table.csv", bench, found)
     print("\n".join(_markdown(bench, found)))
     for row in failed:
         print(f"not run: {row}; its last words stand above", file=sys.stderr)
     return 1 if failed else 0
+
+
+def _differs(folder: Path, words: list[str]) -> Path | None:
+    """Notes what a row is asked for; returns the note where an earlier call, whose row is there, asked for another."""
+    note = folder.with_name(f"{folder.name}.json")
+    earlier = json.loads(note.read_text(encoding="utf-8")) if note.exists() else None
+    if folder.exists() and earlier != words:
+        return note
+    note.parent.mkdir(parents=True, exist_ok=True)
+    note.write_text(json.dumps(words, indent=1) + "\n", encoding="utf-8")
+    return None
 
 
 def _run(config: str, folder: Path, flags: list[str]) -> bool:

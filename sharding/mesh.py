@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import AxisType, Mesh
 
 from sharding.errors import PlacementError
@@ -24,7 +25,9 @@ def make(*, data: int = -1, model: int = 1, devices: Sequence[Device] | None = N
     used = found[: data * model]
     processes = len({device.process_index for device in found})
     check_processes(len(found), used=len(used), model=model, processes=processes)
-    return jax.make_mesh((data, model), AXES, axis_types=(AxisType.Auto,) * len(AXES), devices=used)
+    # In the order of processes, as the planner counts on. jax.make_mesh refuses GPUs of several nodes: XLA takes each
+    # node for a slice.
+    return Mesh(np.asarray(used).reshape(data, model), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def fill(data: int, model: int, count: int) -> tuple[int, int]:

@@ -47,7 +47,8 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: messa
     else:
         trained_wire.resolve_channel(cfg.encoder, bits=request.bits, slots=request.slots, width=request.width)
         trained_wire.resolve_literals(cfg, request.literals)
-    _check_questions(cfg, request)
+    trained_wire.check_questions(request.questions, name="--question")
+    _check_count(cfg, request)
     if request.write not in ("", "-"):
         check_writable(Path(request.write).absolute().parent, remedy="choose another file for --write")
     runtime.tell_device()
@@ -62,16 +63,16 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: messa
     return 0
 
 
-def _check_questions(cfg: Config, request: message_io.Request) -> None:
-    """Refuses an empty question, more than one for a message that holds its question, and none for a text."""
-    if not all(question.strip() for question in request.questions):
-        raise UserError("--question: empty; a question of at least one word is needed")
-    few = bool(request.message) and not request.questions
-    if cfg.prompt.question == "latents" and len(request.questions) != 1 and not few:
-        raise UserError(
-            f"{len(request.questions)} questions: this wire encodes the question with the text "
-            "(config.prompt.question = 'latents'); give exactly one --question"
-        )
+def _check_count(cfg: Config, request: message_io.Request) -> None:
+    """Refuses a question beside a message that holds one, more or fewer for such a text, and none for a message."""
+    count, encoded = len(request.questions), "this wire encodes the question with the text (config.prompt.question)"
+    if cfg.prompt.question != "latents":
+        if request.message and not count:
+            raise UserError("answer needs --question TEXT")
+    elif request.message and count:
+        raise UserError(f"--question: {encoded}, the message holds its own; leave it out")
+    elif not request.message and count != 1:
+        raise UserError(f"{count} questions: {encoded}; give exactly one --question")
 
 
 def _encode(wire: "TrainedWire", request: message_io.Request) -> bytes:
@@ -89,8 +90,8 @@ def _print_answers(wire: "TrainedWire", message: bytes, request: message_io.Requ
     if frame.literals:
         held += f", literals: {', '.join(frame.literals)}"
     print(f"message: {len(message)} bytes ({held}){text}")
-    for question in request.questions:
-        print(f"question: {question}")
+    for question in request.questions or (("",) if request.message else ()):
+        print(f"question: {question or 'in the message'}")
         for name in wire.recipe.cfg.llms:
             print(f"  {name} from latents: {wire.read(message, reader=name, question=question)}")
             if request.context:

@@ -48,16 +48,16 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, out: Path | No
         from lw_jax.report import figures, tables  # matplotlib
 
         drawn = tables.drawable_rows(found.summary)
-        if drawn:
-            figures.draw_rows(drawn, found.curve).savefig(folder / "positions.png", dpi=130)
-            paths.append(folder / "positions.png")
-        else:
-            (folder / "positions.png").unlink(missing_ok=True)  # of an earlier evaluation
-        if found.curve:
-            figures.draw_curve(found.curve).savefig(folder / "bytes.png", dpi=130)
-            paths.append(folder / "bytes.png")
-        else:
-            (folder / "bytes.png").unlink(missing_ok=True)
+        pictures = {
+            "positions.png": figures.draw_rows(drawn, found.curve) if drawn else None,
+            "bytes.png": figures.draw_curve(found.curve) if found.curve else None,
+        }
+        for name, picture in pictures.items():
+            if picture:
+                picture.savefig(folder / name, dpi=130)
+                paths.append(folder / name)
+            else:
+                (folder / name).unlink(missing_ok=True)  # of an earlier evaluation
         print(evaluation.describe(found))
         print(f"checkpoint {wire.step}; " + ", ".join(map(str, paths)))
     return 0

@@ -171,7 +171,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
                 **_TARGET,
                 "--estimate": _switch("arithmetic only, no compilation"),
                 "--simulate": _value("N..M", "plan each of these numbers of the target's GPUs", kind=_text),
-                "--legacy": _switch("add the original project's batch formula"),
+                "--legacy": _switch("the chosen batch beside the original project's formula, in place of the table"),
                 **_JSON,
             },
             examples=("--config configs/h100x4.py --target a100_80x4", "--config configs/h100x4.py --simulate 1..4"),
@@ -244,9 +244,9 @@ def parse(argv: Sequence[str]) -> argparse.Namespace:
     verb, arguments = _split(arguments)
     parser = _build()
     args = parser.parse_args([verb, *arguments] if verb else arguments)
+    args.assignments = assignments
     if fault := _find_fault(args):
         raise UserError(f"{fault}; see {PROGRAM} {args.verb} --help.")
-    args.assignments = assignments
     return args
 
 
@@ -329,6 +329,10 @@ def _find_fault(args: argparse.Namespace) -> str:
     listed = (args.config or "").endswith(".list")
     if listed and args.verb != "slurm":
         return f"--config {args.config}: only 'slurm' takes a list, {args.verb!r} takes one configuration"
+    if args.verb == "report" and args.assignments:
+        return f"--config.{next(iter(args.assignments))}: a report shows the run's own configuration; leave it out"
+    if args.verb == "slurm" and not args.config:
+        return "slurm needs --config FILE: the job starts training with it"
     if args.verb == "slurm" and args.jobs and not listed:
         return "--jobs needs --config FILE.list"
     if args.verb == "export" and not (args.peft or args.merged or args.model or args.wire):
@@ -347,8 +351,8 @@ def _find_answer_fault(args: argparse.Namespace) -> str:
     for flag in ("write", "bits", "slots", "width", "literals"):
         if args.message and getattr(args, flag) is not None:
             return f"--{flag} sets how a text is written: it needs --context, not --message"
-    if not args.question and not args.write:
-        return "answer needs --question TEXT" + ("" if args.message else " or --write FILE")
+    if not args.question and not args.write and not args.message:  # a message may hold its question
+        return "answer needs --question TEXT or --write FILE"
     if args.question and args.write == "-":
         return "--write - fills standard output with the message: leave out --question, or write to a file"
     return ""

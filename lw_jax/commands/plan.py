@@ -63,7 +63,7 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
         fits = not sizes or any(one["chosen"] for one in sizes)
         code = _code(findings, fits=fits)
         if request.as_json:
-            print(json.dumps(plans, indent=2))
+            print(json.dumps([_with_findings(one, findings) for one in plans], indent=2))
             return code
         arithmetic = functools.partial(planner.make, estimate=True)
         guessed = any(one["devices"] and one["chosen"] and not one["compiled"] for one in plans)
@@ -79,11 +79,15 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
     found = planner.make(cfg, _word(request), estimate=request.estimate)
     findings = [*planner.inspect(cfg), *cluster_profile.inspect(found, cfg.train)]
     if request.as_json:
-        print(json.dumps(found | {"findings": [dataclasses.asdict(one) for one in findings]}, indent=2))
+        print(json.dumps(_with_findings(found, findings), indent=2))
     else:
         print(legacy.text(found) if request.legacy else plan_tables.report(found, own=request.own))
         print("".join(f"{one}\n" for one in findings), end="")
     return _code(findings, fits=bool(found["chosen"]))
+
+
+def _with_findings(found: planner.Plan, findings: Sequence[preflight.Finding]) -> planner.Plan:
+    return found | {"findings": [dataclasses.asdict(one) for one in findings]}
 
 
 def _code(findings: Sequence[preflight.Finding], *, fits: bool) -> int:

@@ -246,6 +246,12 @@ class Stage:
     all_sizes: bool = False  # of slots or ratios, for each example, instead of one that is drawn
 
     @property
+    def tasks(self) -> dict[str, float]:
+        """Returns the weight of each task that it has, in the order of core.types.TASKS."""
+        weights = {"answer": self.answer, "reconstruct": self.reconstruct, "continuation": self.continuation}
+        return {task: weight for task, weight in weights.items() if weight}
+
+    @property
     def messages(self) -> int:
         """Returns how many messages are made of a text at once."""
         return len(self.slots or self.ratios) if self.all_sizes else 1
@@ -281,6 +287,12 @@ def stages(cfg: Config) -> list[tuple[str, Stage, int]]:
     ends = [0.0, align.share, align.share + pretrain.share, 1.0]
     steps = [round(end * cfg.train.steps) - round(start * cfg.train.steps) for start, end in itertools.pairwise(ends)]
     return [(name, stage, count) for (name, stage), count in zip(named, steps, strict=True) if count]
+
+
+def tasks(cfg: Config) -> list[str]:
+    """Returns the tasks of a wire's stages, those first that weigh most in the last one."""
+    found, last = stages(cfg), stages(cfg)[-1][1].tasks
+    return sorted({task: None for _, stage, _ in found for task in stage.tasks}, key=lambda task: -last.get(task, 0.0))
 
 
 def _shown(flat: Mapping[str, Any], path: str) -> str:

@@ -31,11 +31,20 @@ def check_processes(cfg: Config, processes: int) -> None:
     """
     if processes == 1:
         return
-    rule = "is read from a cache that one process fills, and this run has one process for each of its"
+    nodes = f"this run has one process for each of its {processes} nodes"
+    rule = f"is read from a cache that one process fills, and {nodes}"
+    match caching_key(cfg):
+        case "loss.teacher_k" as path:
+            refuse(path, cfg.loss.teacher_k, f"{rule}; 0 runs the teacher in every step.")
+        case "dpo.reference" as path:
+            refuse(path, cfg.dpo.reference, f"{rule}; 'recomputed' computes it in every step.")
+
+
+def caching_key(cfg: Config) -> str:
+    """Returns the key that asks for a frozen model's outputs of all examples before the first step; else nothing."""
     if cfg.recipe == "latentwire" and cfg.loss.kl and cfg.loss.teacher_k:
-        refuse("loss.teacher_k", cfg.loss.teacher_k, f"{rule} {processes} nodes; 0 runs the teacher in every step.")
-    if cfg.recipe == "dpo" and cfg.dpo.reference == "cached":
-        refuse("dpo.reference", cfg.dpo.reference, f"{rule} {processes} nodes; 'recomputed' computes it in every step.")
+        return "loss.teacher_k"
+    return "dpo.reference" if cfg.recipe == "dpo" and cfg.dpo.reference == "cached" else ""
 
 
 def validate(cfg: Config) -> None:

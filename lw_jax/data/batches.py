@@ -4,9 +4,10 @@ The only module that shifts labels. An answer is in `answer_inputs`, `targets` a
 """
 
 import dataclasses
+import functools
 import hashlib
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -74,8 +75,8 @@ class Encoded:
     teachers: Mapping[str, Lookup] = dataclasses.field(default_factory=dict)  # by reader, where the KL needs one
     # reader's name -> prompt field -> tokens of each example's prompt that hold the context
     context_tokens: Mapping[str, Mapping[str, Sequence[int]]] = dataclasses.field(default_factory=dict)
-    # Where the latents hold the question: each one's question with another text, i32; None: other examples' sources
-    exchanged: list[np.ndarray] | None = None
+    # Where the latents hold the question: makes each one's question with another text; None: other examples' sources
+    exchange: Callable[[], Field] | None = None
 
     def __len__(self) -> int:
         """Returns the number of usable examples."""
@@ -134,7 +135,9 @@ class Encoded:
 
     def shuffled(self) -> "Encoded":
         """Returns the same examples, each with the text of the next example of another context."""
-        ids = self.exchanged or [self.source.ids[i] for i in other_examples(self.examples)]
+        if self.exchange:
+            return dataclasses.replace(self, source=self.exchange())
+        ids = [self.source.ids[i] for i in other_examples(self.examples)]
         return dataclasses.replace(self, source=dataclasses.replace(self.source, ids=ids))
 
     def describe(self) -> list[str]:
@@ -194,10 +197,10 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
         return field([ids[i] for i in keep], pad, left=key != "answer", limit=limits.get(key))
 
     found = tuple(examples[i] for i in keep)
-    own, exchanged = [source[i] for i in keep], _exchange_texts(found, layout)
+    exchanges = layout.prompt.question == "latents" and not one_context(found)
     return Encoded(
         examples=found,
-        source=dataclasses.replace(source_field([*own, *(exchanged or ())], layout), ids=own),
+        source=source_field([source[i] for i in keep], layout),
         readers={
             name: {key: kept(key, ids, layout.readers[name].tokenizer.pad) for key, ids in fields.items()}
             for name, fields in tokens.items()
@@ -210,18 +213,16 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
             name: {key: [counts[i] for i in keep] for key, counts in one.context_tokens.items()}
             for name, one in passes.items()
         },
-        exchanged=exchanged,
+        exchange=functools.partial(_exchange_texts, found, layout) if exchanges else None,
     )
 
 
-def _exchange_texts(found: Sequence[Example], layout: Layout) -> list[np.ndarray] | None:
-    """Returns the encoder's ids of each question with another text; None where it reads no question."""
-    if layout.prompt.question != "latents" or one_context(found):
-        return None
+def _exchange_texts(found: Sequence[Example], layout: Layout) -> Field:
+    """Returns the encoder's ids of each question with another text."""
     pairs = zip(found, other_examples(found), strict=True)
     texts = [layout.source_text(dataclasses.replace(one, context=found[other].context)) for one, other in pairs]
     limit = layout.window * layout.windows
-    return [ids[:limit] for ids in tokenize(layout.source, texts, limit=limit)]
+    return source_field([ids[:limit] for ids in tokenize(layout.source, texts, limit=limit)], layout)
 
 
 def encode_prompt(

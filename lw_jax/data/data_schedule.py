@@ -240,18 +240,14 @@ def _draw(phase: Phase, encoded: Stream, indices: Sequence[int], rng: np.random.
 def _send(phase: Phase, batch: Batch, channel: np.ndarray | None) -> Batch:
     """Returns the batch with every example sent in all its sizes, where the phase wants that: `channel` i32[b n 3].
 
-    The source's "channel" is [b n 3]; the readers' leaves are [b n ...], or [b n*q ...] where an example has q
-    questions, the questions of a message beside each other.
+    The source's "channel" is [b n 3]; the readers' leaves are [b n ...].
     """
     if channel is None or not phase.all_sizes:
         return batch
 
     def repeat(fields: Batch) -> Batch:
-        several = fields["targets"].ndim == 3
-        leaves = jax.tree.map(
-            lambda leaf: np.concatenate([leaf if several else leaf[:, None]] * channel.shape[1], axis=1), fields
-        )
-        return leaves | {"channel": np.repeat(channel, fields["targets"].shape[1] if several else 1, axis=1)}
+        leaves = jax.tree.map(lambda leaf: np.stack([leaf] * channel.shape[1], axis=1), fields)
+        return leaves | {"channel": channel}
 
     readers = {name: repeat(fields) for name, fields in batch["readers"].items()}
     return batch | {"source": batch["source"] | {"channel": channel}, "readers": readers}

@@ -96,7 +96,8 @@ def split(preferences: Sequence[Preference], share: float, seed: int) -> tuple[l
     for pair in preferences:
         sides[_draw(pair.prompt, seed) < share].append(pair)
     if not all(sides):
-        count, side = len({_key(pair.prompt) for pair in preferences}), "held out" if sides[0] else "left to train on"
+        count = len({prompt_key(pair.prompt) for pair in preferences})
+        side = "held out" if sides[0] else "left to train on"
         raise UserError(
             f"of {count} different prompts none is {side} with a held-out share of {share} and seed {seed}: "
             "take another share or seed, more prompts, or a file of held-out pairs"
@@ -112,14 +113,15 @@ def shared(first: Sequence[Any], second: Sequence[Any]) -> int:
     return min(len(first), len(second))
 
 
-def _key(prompt: Text) -> str:
+def prompt_key(prompt: Text) -> str:
+    """Returns what tells a prompt from others, however its words are spaced."""
     turns = [("", prompt)] if isinstance(prompt, str) else [(turn.role, turn.content) for turn in prompt]
     return json.dumps([(role, " ".join(words.split())) for role, words in turns])
 
 
 def _draw(prompt: Text, seed: int) -> float:
     """Returns a prompt's place in 0..1."""
-    digest = hashlib.blake2b(f"{seed}:{_key(prompt)}".encode(), digest_size=8).digest()
+    digest = hashlib.blake2b(f"{seed}:{prompt_key(prompt)}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") / 2**64
 
 

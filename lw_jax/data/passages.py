@@ -22,18 +22,21 @@ KEPT = 0.99
 
 
 def read(source: str, columns: Sequence[str] = ()) -> list[str]:
-    """Returns the texts of a .txt file (split at blank lines, also .gz), or of rows {"text": ...}.
+    """Returns the texts of .txt files (split at blank lines, also .gz), or of rows {"text": ...}, commas between.
 
     Rows are as `row_sources.read` finds them, `columns` is data.columns. Raises UserError naming file, line and rule.
     """
-    path = expand(source)
-    if row_sources.is_table(source) or any(suffix in path.suffixes for suffix in (".json", ".jsonl")):
-        fields = Fields.of(rows.Text, columns, _REMEDY)
-        found = [_text_of(row, where) for where, row in row_sources.read(source, fields, split="train")]
-    else:
-        found = list(rows.paragraphs(path))
-    if not found:
-        raise UserError(f'{path}: no text; a .txt file with paragraphs or rows {{"text": ...}} is needed')
+    found = []
+    for one in row_sources.split_sources(source):
+        path = expand(one)
+        if row_sources.is_table(one) or any(suffix in path.suffixes for suffix in (".json", ".jsonl")):
+            fields = Fields.of(rows.Text, columns, _REMEDY)
+            texts = [_text_of(row, where) for where, row in row_sources.read(one, fields, split="train")]
+        else:
+            texts = list(rows.paragraphs(path))
+        if not texts:
+            raise UserError(f'{path}: no text; a .txt file with paragraphs or rows {{"text": ...}} is needed')
+        found += texts
     return found
 
 
@@ -75,8 +78,9 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str, rows: Iterabl
     """Returns passages as token ids: source, the prompt up to the context, and the answer's tokens.
 
     A repeated text ends with EOS; a continuation does not. With "text" in `rows` also the prompt that has the context.
-    The longest 1 % in any tokenizer are left out (`KEPT`). Raises UserError where none is left, and for an overlong
-    source under data.overlong="refuse".
+    The longest 1 % in any tokenizer are left out (`KEPT`), and under data.overlong="cut" those beyond the encoder's
+    window too: the rest of a text cannot be repeated, nor does anything follow it. Raises UserError where none is left,
+    and for an overlong source under data.overlong="refuse".
     """
     if not found:
         raise UserError(f"no passage for {task}: the texts are shorter than two words; name longer ones: data.passages")
@@ -90,15 +94,7 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str, rows: Iterabl
             name: prompt_tokens.read_literals(reader.tokenizer, found, layout, ledger)
             for name, reader in layout.readers.items()
         }
-    for name, each in answers.items():
-        for i, ids in enumerate(each):
-            if not len(ids):
-                ledger.drop(i, "nothing", f"text {found[i].answers[0]!r}, reader {name!r}")
-    for each in (source, *answers.values()):
-        limit = np.quantile([len(ids) for ids in each], KEPT, method="higher")
-        for i, ids in enumerate(each):
-            if len(ids) > limit:
-                ledger.drop(i, "outlier", f"{len(ids)} tokens, most passages have at most {int(limit)}")
+    _drop(found, source, answers, ledger)
     keep = ledger.settle(layout.data.overlong)
     readers = {}
     for name, reader in layout.readers.items():
@@ -131,6 +127,23 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str, rows: Iterabl
         ratio=layout.ratio,
         task=task,
     )
+
+
+def _drop(
+    found: Sequence[Example], source: list[np.ndarray], answers: dict[str, list[np.ndarray]], ledger: Ledger
+) -> None:
+    """Records passages without a token, those cut at the encoder's window and the longest ones as dropped."""
+    for name, each in answers.items():
+        for i, ids in enumerate(each):
+            if not len(ids):
+                ledger.drop(i, "nothing", f"text {found[i].answers[0]!r}, reader {name!r}")
+    for i in ledger.cut["source_cut"]:
+        ledger.drop(i, "context", "beyond encoder.window; a passage is read whole, whatever data.overlong is")
+    for each in (source, *answers.values()):
+        limit = np.quantile([len(ids) for ids in each], KEPT, method="higher")
+        for i, ids in enumerate(each):
+            if len(ids) > limit:
+                ledger.drop(i, "outlier", f"{len(ids)} tokens, most passages have at most {int(limit)}")
 
 
 def _space_before(text: str, begin: int, end: int) -> int:

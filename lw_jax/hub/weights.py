@@ -45,6 +45,11 @@ if TYPE_CHECKING:
 _SAMPLE_BYTES = 4096
 _CONFIG_BYTES = 16 << 20
 _FETCH = "fetch the file again"
+# What may stand beside a model's config.json and tensors: patterns of an earlier model's files.
+_BESIDE = (
+    *("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt"),
+    *("generation_config.json", "chat_template.jinja", "additional_chat_templates/*.jinja"),
+)
 _STRANGE = "belongs to no known part of the model; it is of another kind than it says"
 
 Config = TypeVar("Config", DecoderConfig, BertConfig, TTTConfig)
@@ -329,6 +334,11 @@ def _split(stored: Stored, slots: Mapping[str, families.Slot]) -> Iterator[Store
         yield stored
         return
     rows = [slots[name].shape[0] for name in names if name in slots]
+    if stored.name.endswith((".qweight", ".qzeros", ".scales")):
+        raise UserError(
+            f"{stored.label}: AWQ matrices of a family that stores several as one are not read; use the unquantised "
+            "folder, packed while loading: weights='nf4'"
+        )
     if len(rows) < len(names) or len(stored.shape) == 0 or sum(rows) != stored.shape[0]:
         raise UserError(f"{stored.label} has shape {stored.shape}, the configuration asks for {sum(rows)} rows")
     row_bytes, begin = stored.nbytes // stored.shape[0], 0
@@ -441,7 +451,10 @@ def _write(
     tokenizer: "PreTrainedTokenizerBase | None",
     stops: Sequence[int] = (),
 ) -> None:
-    """Writes a model's folder: all files are written before one that is there is replaced, config.json last."""
+    """Writes a model's folder: all files are written before one that is there is replaced, config.json last.
+
+    With a tokenizer, files of an earlier model's that the new one has not are removed.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     with (
         whole(folder / "config.json") as config,
@@ -456,7 +469,13 @@ def _write(
             ends = {name: fields[name] for name in ("bos_token_id", "pad_token_id") if fields.get(name) is not None}
             ends |= {"eos_token_id": list(stops)}
             Path(words, "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", "utf-8")
-        for file in sorted(path for path in Path(words).rglob("*") if path.is_file()):
-            target = folder / file.relative_to(words)
+        files = {path.relative_to(words): path for path in sorted(Path(words).rglob("*")) if path.is_file()}
+        patterns = _BESIDE if tokenizer is not None else ()
+        earlier = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
+        for name, file in files.items():
+            target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             file.replace(target)
+        for path in earlier:
+            if path.relative_to(folder) not in files:
+                path.unlink()

@@ -27,7 +27,7 @@ from sharding import placement
 
 FLAGS = {"dpo": ("peft", "merged"), "ttt": ("model",), "latentwire": ("wire",)}  # by recipe
 _MODEL = ("config.json", "model.safetensors")
-EXPORTED = {"peft": ("adapter_config.json",), "merged": _MODEL, "model": _MODEL}  # files of an earlier one
+_MODELS = {"peft": ("adapter_config.json",), "merged": _MODEL, "model": _MODEL}  # files of an earlier one, by flag
 MOST_BYTES = 8_000_000  # of a wire that is easily handed on
 Card = Callable[[Wire, Mapping[str, int]], str]  # of the wire and the bytes of its parts
 
@@ -47,13 +47,17 @@ def export(
     if unknown := sorted(folders.keys() - set(known)):
         rule = f"takes {' and '.join(f'--{flag}' for flag in known)}" if known else "has nothing to export"
         raise UserError(f"{workdir}: --{unknown[0]}: a run of recipe {cfg.recipe!r} {rule}")
+    sources = (*(llm.source for llm in cfg.llms.values()), cfg.encoder.source, cfg.encoder.run, cfg.ttt.source)
+    used = [workdir, *(expand(source) for source in sources if source)]
     for flag, folder in folders.items():
         check_writable(folder, remedy=f"choose another folder for --{flag}")
-        if flag in EXPORTED:
-            _check_target(flag, folder, used=[workdir, *(expand(llm.source) for llm in cfg.llms.values())])
+        _check_target(flag, folder, used=used)
+    if len({folder.resolve() for folder in folders.values()}) < len(folders):
+        flags = " and ".join(f"--{flag}" for flag in folders)
+        raise UserError(f"{next(iter(folders.values()))}: named by {flags}; name a folder for each")
     if cfg.recipe == "latentwire":
         assert card is not None
-        yield from export_wire(cfg, workdir, folders["wire"], dtype=dtype, card=card)
+        yield from _export_wire(cfg, workdir, folders["wire"], dtype=dtype, card=card)
         return
     if cfg.recipe == "ttt":
         lm = language_model.load_trained(cfg, workdir)
@@ -73,24 +77,22 @@ def export(
 
 def _check_target(flag: str, folder: Path, *, used: list[Path]) -> None:
     """Refuses a folder that the run needs, or that holds something else than an earlier export."""
-    if not folder.is_dir():
+    if not folder.exists():
         return
     if any(one.exists() and one.samefile(folder) for one in used):
         raise UserError(f"{folder}: the run needs this folder and its files; name a new one for --{flag}")
-    if any(folder.iterdir()) and not all((folder / name).is_file() for name in EXPORTED[flag]):
+    files = _MODELS.get(flag, ())
+    earlier = all((folder / name).is_file() for name in files) if files else wire_folder.is_wire(folder)
+    if not earlier and (folder.is_file() or any(folder.iterdir())):
         raise UserError(f"{folder}: it holds no earlier export and is not empty; name a new folder for --{flag}")
 
 
-def export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card: Card) -> Iterator[str]:
+def _export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card: Card) -> Iterator[str]:
     """Writes a wire folder (`training.wire_folder`); yields its size and what someone else must bring.
 
-    A wire that the folder holds is replaced once the new one is written whole.
-
-    Raises:
-        UserError: the folder holds something else, or a value is not finite.
+    A wire that the folder holds is replaced once the new one is written whole. Raises UserError for a value that is not
+    finite.
     """
-    if folder.exists() and not wire_folder.is_wire(folder) and (folder.is_file() or any(folder.iterdir())):
-        raise UserError(f"{folder}: it is no wire folder and not empty; name a new folder for --wire")
     recipe = LatentWire(cfg, placement.place("single", recipes.reader_bytes(cfg)))
     restored = recipes.read_best(recipe, cfg, workdir)
     trainable, models = restored.state["trainable"], wire_models.describe(cfg)

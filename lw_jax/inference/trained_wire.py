@@ -1,7 +1,7 @@
 """Python API of trained wires: `load_wire`. Language models: `language_model.py`."""
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal, NamedTuple, overload
 
@@ -98,6 +98,12 @@ def resolve_literals(cfg: Config, words: int | None) -> int:
     return most if words is None else words
 
 
+def check_questions(questions: Iterable[str], *, name: str = "question") -> None:
+    """Raises UserError for an empty one; `name` is the argument's or the flag's."""
+    if not all(question.strip() for question in questions):
+        raise UserError(f"{name}: empty; a question of at least one word is needed")
+
+
 class TrainedWire:
     """A trained encoder and its readers: writes a text into a message, answers questions from a message."""
 
@@ -158,7 +164,7 @@ class TrainedWire:
 
         `question`: several for one message, or one for each of several messages: a list of answers, computed
         config.eval.batch at a time. A message is the text encoded: nothing is encoded again. The message of a wire
-        trained with prompt.question="latents" holds its question: the one given here is not read.
+        trained with prompt.question="latents" holds its question: the one given here, maybe "", is not read.
         `stream`: yields the answer of one question in pieces of text as they are decoded.
         """
         if not stream:
@@ -264,15 +270,17 @@ class TrainedWire:
     def _prompts(self, pairs: list[tuple[bytes, str]], reader: str) -> Iterator[tuple[wire.Prompt, int]]:
         """Yields a reader's prompts on its mesh and how many of their rows are real, config.eval.batch at a time."""
         self._check_reader(reader)
-        if not all(question.strip() for _, question in pairs):
-            raise UserError("question: empty; a question of at least one word is needed")
+        in_latents = self.recipe.cfg.prompt.question == "latents"
+        if not in_latents:
+            check_questions(question for _, question in pairs)
         opened = {message: self._open(message) for message in dict.fromkeys(message for message, _ in pairs)}
-        if self.recipe.cfg.prompt.question == "latents" and len(set(pairs)) > len(opened):
+        if in_latents and len(set(pairs)) > len(opened):
             raise UserError(
                 "several questions for one message: this wire encodes the question with the text "
                 "(config.prompt.question='latents'); write a message for each question"
             )
-        asked = [Example(question, "?", question, (), opened[message][0].literals) for message, question in pairs]
+        literals = {message: frame.literals for message, (frame, _) in opened.items()}
+        asked = [Example(question, "?", question or "?", (), literals[message]) for message, question in pairs]
         data, mesh = self.recipe.placement.data, self.functions.mesh_of(reader)
         most = max(1, self.recipe.cfg.eval.batch // data) * data
         for start in range(0, len(pairs), most):

@@ -55,7 +55,11 @@ class Pass:
 
     def heads(self, cfg: DecoderConfig) -> int:
         """Returns the devices that share the attention's products: heads that do not divide stay whole on each."""
-        return 1 if cfg.heads % self.model else self.model
+        return _share(cfg.heads, self.model)
+
+
+def _share(heads: int, model: int) -> int:
+    return 1 if heads % model else model
 
 
 def frozen(cfg: DecoderConfig, one: Pass) -> Terms:
@@ -251,8 +255,8 @@ def _matrices(cfg: DecoderConfig, one: Pass) -> float:
 
 def forward_bytes(cfg: DecoderConfig, one: Pass) -> float:
     """Returns the bytes alive at once in one layer of a forward pass: in its attention or in its mlp."""
-    heads = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim / one.model
-    scores = cfg.heads / one.model * one.positions * (one.before + one.positions) * (4 + one.size)
+    heads = _head_values(cfg, one.model)
+    scores = cfg.heads / one.heads(cfg) * one.positions * (one.before + one.positions) * (4 + one.size)
     mlp = one.positions * one.size * 3 * cfg.ffn / one.model
     return one.rows * (one.positions * one.size * (2 * cfg.width + heads) + max(scores, mlp))
 
@@ -264,17 +268,22 @@ def kept_bytes(  # noqa: PLR0913
 
     `slots`: positions before them whose keys and values are given.
     """
-    heads = (cfg.heads + 2 * cfg.kv_heads) * cfg.head_dim / model
+    heads, own = _head_values(cfg, model), cfg.heads / _share(cfg.heads, model)
     # Values of the current layer: outputs of both norms, of attention and of the mlp; q, k, v and the attended values;
     # gate, its sigmoid, up and the product; in fp32 the inputs of both norms; attention's scores.
-    layer = positions * size * (4 * cfg.width + heads + cfg.heads * cfg.head_dim / model + 4 * cfg.ffn / model)
+    layer = positions * size * (4 * cfg.width + heads + own * cfg.head_dim + 4 * cfg.ffn / model)
     layer += positions * 2 * cfg.width * 4
-    scores = cfg.heads / model * positions * (slots + positions) * (4 + size)
+    scores = own * positions * (slots + positions) * (4 + size)
     # Saved values of every layer: its input, and the outputs of its matmuls but the last, which no gradient needs.
     carried = positions * size * cfg.width
     products = positions * size * (cfg.width + heads + 2 * cfg.ffn / model)
     kept = {"none": products + carried, "full": carried}[remat] * cfg.layers
     return kept + scores + layer
+
+
+def _head_values(cfg: DecoderConfig, model: int) -> float:
+    """Returns the values of a position's queries, keys and values on one device."""
+    return (cfg.heads / _share(cfg.heads, model) + 2 * cfg.kv_heads / _share(cfg.kv_heads, model)) * cfg.head_dim
 
 
 def _attended_bytes(cfg: DecoderConfig, one: Pass) -> float:

@@ -65,10 +65,7 @@ def _resident(step_spec: StepSpec) -> dict[Mesh, int]:
 
 def longest_prompts(recipe: LatentWire, name: str, size: int) -> list[PromptShapes]:
     """Returns the longest prompts of eval.rows as shapes: of a text or from latents, both where they differ in kind."""
-    cfg, fields = recipe.cfg, recipe.validation_widths()["readers"][name]
-    before, after = fields["before"]["ids"].shape[0], cfg.data.question_tokens
-    after += fields["literals"]["ids"].shape[0] if "literals" in fields else 0
-    wire = workload.prompts_of(recipe, name, size, before=before, slots=cfg.encoder.slots, after=after)
+    cfg, wire = recipe.cfg, workload.prompts(recipe.cfg, recipe, name, size)
     if not eval_rows.fields_of(cfg.eval.rows):
         return [wire]
     text = workload.text_prompts(recipe, name, size, cfg.data.context_tokens)

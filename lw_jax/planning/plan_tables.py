@@ -38,6 +38,8 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
         hours += f" and about {_hours(found['validation_hours'])} of validation"
     elif hours:
         hours += ", without validations: data.validation_limit and eval.examples are 0, all held-out examples"
+    if hours and found.get("caching_key"):
+        hours += f", without filling the cache of {found['caching_key']}: one forward pass over all examples, once"
     unit, each = found["unit"]
     if unit != "samples" and chosen["samples_per_second"] is not None:
         rate = chosen["samples_per_second"] * each

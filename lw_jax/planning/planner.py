@@ -15,7 +15,6 @@ from lw_jax.core import precision as precision_of
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.precision import DTYPES
-from lw_jax.core.types import TASKS
 from lw_jax.planning import (
     decode_layout,
     generation_memory,
@@ -366,7 +365,11 @@ def kept(cfg: Config, target: str) -> Plan | None:
 
 
 def _timed(found: Plan, cfg: Config) -> Plan:
-    """Returns a plan with the steps of a run, their hours and those of its validations, which it is not cached with."""
+    """Returns a plan with what it is not cached with: a run's steps, their hours, those of its validations.
+
+    What a frozen model computes before the first step (`validation.caching_key`) is in no hours: the number of examples
+    is not known.
+    """
     steps, share = cfg.train.steps, validation_share(cfg)
 
     def timed(row: Plan) -> Plan:
@@ -377,6 +380,7 @@ def _timed(found: Plan, cfg: Config) -> Plan:
     hours = chosen["hours"] if chosen else None
     validating = None if hours is None or share is None else hours * share
     timing = {"steps": steps, "hours": hours, "validation_hours": validating}
+    timing["caching_key"] = validation.caching_key(cfg)
     return found | timing | {"candidates": rows, "chosen": chosen}
 
 
@@ -385,14 +389,11 @@ def validation_share(cfg: Config) -> float | None:
 
     A held-out example, measured once forward, is taken for half of a training example, which has a backward pass too.
     """
-    train, examples = cfg.train, cfg.data.validation_limit or cfg.eval.examples
+    train, examples = cfg.train, preflight.validation_examples(cfg)
     if not examples:
         return None
     due = sum(preflight.is_validated(train, step) for step in range(1, train.steps + 1))
-    passes = 1
-    if cfg.recipe == "latentwire":  # each task of a stage, with the right text and with another one
-        stages = [stage for _, stage, _ in config.stages(cfg)]
-        passes = 2 * sum(any(getattr(stage, task) for stage in stages) for task in TASKS)
+    passes = 2 * len(config.tasks(cfg)) if cfg.recipe == "latentwire" else 1  # with the right text and another's
     return due * passes * examples / 2 / (train.steps * train.global_batch)
 
 

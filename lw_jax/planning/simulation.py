@@ -77,7 +77,8 @@ def text(cfg: Config, plans: Sequence[Plan], *, own: Mapping[str, Any], estimate
     ]
     how = "compiled" if all(one["compiled"] for one in sizes) else "by arithmetic"
     notes = [
-        f"GB are 1e9 bytes on the fullest GPU; memory, batches and hours {how}, changes by arithmetic on both sides"
+        f"GB are 1e9 bytes on the fullest GPU; memory, batches and hours {how}, changes by arithmetic on both sides; "
+        "hours are of the steps, without validations"
     ]
     return "\n\n".join("\n".join(block) for block in [*blocks, notes])
 

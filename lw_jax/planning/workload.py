@@ -42,12 +42,26 @@ def texts(cfg: Config, placement: Placement) -> Tree:
 
 
 def prompts(cfg: Config, recipe: LatentWire, name: str, rows: int = 0) -> PromptShapes:
-    """Returns `rows` prompts from latents at the limits, as shapes where the reader lies; 0: a batch of answers."""
-    fields = recipe.validation_widths()["readers"][name]
-    before = fields["before"]["ids"].shape[0]
-    after = sum(fields[key]["ids"].shape[0] for key in ("literals", "after") if key in fields)
-    rows = rows or _batch(cfg, recipe.placement)
-    return prompts_of(recipe, name, rows, before=before, slots=cfg.encoder.slots, after=after)
+    """Returns `rows` questions from latents at the limits, as shapes where the reader lies; 0: a batch of answers."""
+    fields = recipe.validation_widths()["readers"][name]  # maybe a passage's, which has no question
+    before, after = fields["before"]["ids"].shape[0], cfg.data.question_tokens
+    after += fields["literals"]["ids"].shape[0] if "literals" in fields else 0
+    rows, slots = rows or _batch(cfg, recipe.placement), cfg.encoder.slots
+    own, mesh = recipe.wire.readers[name], recipe.placement.readers[name].mesh
+    dtype = recipe.abstract().frozen[name]["embed"].dtype
+    model = own.config
+    if own.kind == "embeddings":
+        return text_prompts(recipe, name, rows, before + slots + 1 + after)
+    split = recipe.placement.readers[name].table == "tensor" and model.kv_heads % mesh.shape["model"] == 0
+    at = NamedSharding(mesh, P(None, "data", None, "model" if split else None))
+    shape = (model.layers, rows, before + slots, model.kv_heads, model.head_dim)
+    kv = jax.ShapeDtypeStruct(shape, dtype, sharding=at)
+    return PromptShapes(
+        _rows((rows, 1 + after, model.width), dtype, mesh),
+        _rows((rows, 1 + after), "bool", mesh),
+        None,
+        KVPrefix(kv, kv, _rows((rows, before + slots), "bool", mesh)),
+    )
 
 
 def single_prompts(cfg: Config, recipe: LatentWire, name: str) -> dict[str, PromptShapes]:
@@ -57,28 +71,6 @@ def single_prompts(cfg: Config, recipe: LatentWire, name: str) -> dict[str, Prom
         "text": text_prompts(recipe, name, rows, cfg.data.context_tokens),
         "message": prompts(cfg, recipe, name, rows),
     }
-
-
-def prompts_of(recipe: LatentWire, name: str, rows: int, *, before: int, slots: int, after: int) -> PromptShapes:
-    """Returns prompts with so many positions before the slots and behind the task's vector, as shapes."""
-    own, mesh = recipe.wire.readers[name], recipe.placement.readers[name].mesh
-    dtype = recipe.abstract().frozen[name]["embed"].dtype
-    model = own.config
-    if own.kind == "embeddings":
-        return text_prompts(recipe, name, rows, before + slots + 1 + after)
-
-    def whole(shape: tuple[int, ...], dtype: Any, spec: P | None = None) -> Any:
-        return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype), sharding=NamedSharding(mesh, spec or P()))
-
-    split = recipe.placement.readers[name].table == "tensor" and model.kv_heads % mesh.shape["model"] == 0
-    spec = P(None, "data", None, "model" if split else None)
-    kv = whole((model.layers, rows, before + slots, model.kv_heads, model.head_dim), dtype, spec)
-    return PromptShapes(
-        _rows((rows, 1 + after, model.width), dtype, mesh),
-        _rows((rows, 1 + after), "bool", mesh),
-        None,
-        KVPrefix(kv, kv, _rows((rows, before + slots), "bool", mesh)),
-    )
 
 
 def text_prompts(recipe: LatentWire, name: str, rows: int, length: int) -> PromptShapes:

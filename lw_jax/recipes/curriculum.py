@@ -5,8 +5,8 @@ import itertools
 from collections.abc import Callable, Mapping, Sequence
 
 from lw_jax.core import config
-from lw_jax.core.config import Config, Stage
-from lw_jax.core.types import TASKS, Example
+from lw_jax.core.config import Config
+from lw_jax.core.types import Example
 from lw_jax.data import batches, examples, passages
 from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.data_schedule import DataSchedule, Phase, Stream
@@ -16,11 +16,6 @@ from lw_jax.data.tokens import Tokenizer
 from lw_jax.losses import objectives
 
 GAP = 0.05  # nats an answer token: a smaller NLL gap of another text's latents is a collapse
-
-
-def weight_of(stage: Stage, task: str) -> float:
-    """Returns a task's weight among a stage's batches."""
-    return float(getattr(stage, task))
 
 
 def longest_passage(cfg: Config) -> int:
@@ -58,6 +53,7 @@ class Curriculum:
         self.stream = functools.cache(self._stream)
         self._trained = functools.cache(self._group)
         self.examples = functools.cache(self._examples)
+        self.passages = functools.cache(self._read_passages)
 
     def data_schedule(self) -> DataSchedule:
         """Returns the batches of all stages in order; a stage's passage lengths and ratios get equal parts of it."""
@@ -67,8 +63,7 @@ class Curriculum:
             frozen = tuple(part for part, each in rates.items() if not each[number])
             lengths = stage.lengths if stage.reconstruct + stage.continuation else (0,)
             for part, (length, ratio) in _parts(steps, lengths, stage.curriculum or (0,)):
-                weights = [(task, weight_of(stage, task)) for task in TASKS]
-                streams = tuple((self._trained(task, length), weight) for task, weight in weights if weight)
+                streams = tuple((self._trained(task, length), weight) for task, weight in stage.tasks.items())
                 sizes = (stage.slots, (ratio,) if ratio else stage.ratios, stage.widths, stage.bits)
                 phases.append(Phase(part, streams, *sizes, frozen, dropout=dropout, all_sizes=stage.all_sizes))
         return DataSchedule(tuple(phases))
@@ -78,11 +73,8 @@ class Curriculum:
 
         The first is the heaviest task of the last stage. Where all are about one text there is no other source.
         """
-        last = self.stages[-1][1]
-        tasks = [task for task in TASKS if any(weight_of(stage, task) for _, stage, _ in self.stages)]
-        tasks.sort(key=lambda task: -weight_of(last, task))
         length = longest_passage(self.cfg)
-        found = [self.stream("validation", task, length) for task in tasks]
+        found = [self.stream("validation", task, length) for task in config.tasks(self.cfg)]
         several = [encoded for encoded in found if not one_context(encoded.examples)]
         return [("", encoded) for encoded in found] + [("shuffled/", encoded.shuffled()) for encoded in several]
 
@@ -93,7 +85,7 @@ class Curriculum:
         """
         ends = list(itertools.accumulate(steps for _, _, steps in self.stages))
         stage = next(stage for (_, stage, _), end in zip(self.stages, ends, strict=True) if step <= end)
-        labels = ["" if task == "answer" else f"{task}/" for task in TASKS if weight_of(stage, task)]
+        labels = ["" if task == "answer" else f"{task}/" for task in stage.tasks]
         names = [f"{label}nll/{name}" for label in labels for name in self.cfg.llms]
         gaps = {name: values[f"shuffled/{name}"] - values[name] for name in names if f"shuffled/{name}" in values}
         if not gaps or max(gaps.values()) >= GAP:
@@ -120,13 +112,15 @@ class Curriculum:
         return self._teach(encoded) if teacher else encoded
 
     def _passages(self, split: examples.Split, task: str, length: int) -> list[Example]:
-        data = self.cfg.data
-        named = data.passages if split == "train" else ""
-        documents = (
-            passages.read(named, data.columns) if named else [example.context for example in self.examples(split)]
-        )
+        named = self.passages() if split == "train" else []
+        documents = named or [example.context for example in self.examples(split)]
         make = passages.reconstructions if task == "reconstruct" else passages.continuations
         return make(documents, length, self._tokenizer)
+
+    def _read_passages(self) -> list[str]:
+        """Returns the texts of data.passages where a stage has passages; else none."""
+        data = self.cfg.data
+        return passages.read(data.passages, data.columns) if data.passages and longest_passage(self.cfg) else []
 
     def _examples(self, split: examples.Split) -> list[Example]:
         return examples.load(self.cfg.data, split, seed=self.cfg.seed)

@@ -112,7 +112,7 @@ class DPO:
         return DataSchedule((Phase(steps, streams),))
 
     def validation(self) -> list[tuple[str, Preferences]]:
-        """Returns the held-out pairs, which share no prompt with training."""
+        """Returns the held-out pairs; those of data.held_out share no prompt with training."""
         return [("", self._lookup(data, training=False)) for data in self._held_out]
 
     @functools.cached_property
@@ -284,8 +284,10 @@ class DPO:
             found.append(Finding(True, f"dpo.max_length={spec.max_length}: {trained}; lower it"))
         if self.outline:
             location = frozen_models.cached(self.cfg, self.llm.source)
-            if location is None or not all(map(row_sources.is_here, row_sources.split_sources(self.cfg.data.train))):
-                missing = f"{self.cfg.data.train} or the tokenizer is not on this machine"
+            data = [name for name in (self.cfg.data.train, self.cfg.data.validation) if name]
+            named = (source for name in data for source in row_sources.split_sources(name))
+            if location is None or not all(map(row_sources.is_here, named)):
+                missing = f"{' or '.join(data)} or the tokenizer is not on this machine"
                 return [*found, Finding(False, f"rows not checked: {missing}")]
             self.location = location
         return found + self._row_findings()
@@ -310,6 +312,12 @@ class DPO:
         if epochs > MANY_EPOCHS:
             repeats = f"train.steps={self.cfg.train.steps} repeats each of {usable} pairs {epochs:.0f} times"
             found.append(Finding(False, repeats))
+        train, held_out = self._pairs
+        prompts = {pairs.prompt_key(one.prompt) for one in train}
+        shared = sum(pairs.prompt_key(one.prompt) in prompts for one in held_out)
+        if shared:
+            told = f"{shared:,} of {len(held_out):,} held-out pairs have a prompt that is also trained on"
+            found.append(Finding(False, f"{told}: their scores measure memory; divide the data by prompt"))
         return found
 
 

@@ -1,12 +1,15 @@
 """Reuse of a trained run's encoder for new readers: frozen, so that its messages stay readable."""
 
+from collections.abc import Mapping
+
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.hub import wire_repository
 from lw_jax.recipes import wire_models
-from lw_jax.training import checkpoint, run_folder, wire_folder, wire_tensors
+from lw_jax.training import checkpoint, checkpoint_record, run_folder, wire_folder, wire_tensors
+from lw_jax.training.wire_folder import BODY
 
 OWN = ("run", "rate", "ratio")  # encoder keys that may differ: neither its weights nor its input depends on them
 NAMED = ("source", "sha256")  # a wire folder knows its body by hashes
@@ -35,6 +38,11 @@ def read_config(cfg: Config) -> Config:
                 f"config.message.{key} = {own!r}, but encoder.run = {cfg.encoder.run!r} has {theirs!r}: words that are "
                 "asked for are chosen by that encoder; use the same value"
             )
+    if cfg.prompt.question != other.prompt.question:
+        raise UserError(
+            f"config.prompt.question = {cfg.prompt.question!r}, but encoder.run = {cfg.encoder.run!r} has "
+            f"{other.prompt.question!r}: whether its encoder reads the question too; use the same value"
+        )
     return other
 
 
@@ -43,9 +51,32 @@ def read_trainable(cfg: Config, shapes: Tree) -> Tree:
     folder = wire_repository.locate(cfg.encoder.run)
     try:
         if wire_folder.is_wire(folder):
-            body = {name: one for name, one in wire_folder.read(folder).models.items() if name == wire_folder.BODY}
+            body = {name: one for name, one in wire_folder.read(folder).models.items() if name == BODY}
             wire_models.check(folder, body, cfg, wire_models.describe(cfg, names=body))
             return wire_tensors.read(folder, shapes)
-        return checkpoint.read_best(folder, shapes, identity=None).state["trainable"]
+        restored = checkpoint.read_best(folder, shapes, identity=None)
+        _check_body(cfg, restored.identity)
+        return restored.state["trainable"]
     except UserError as error:
         raise UserError(f"config.encoder.run = {cfg.encoder.run!r}: {error}") from error
+
+
+def _check_body(cfg: Config, saved: Mapping[str, str]) -> None:
+    """Refuses a pretrained body or its tokenizer other than those of a run's checkpoint, by its identity.
+
+    What earlier versions did not save, and a trained body that is itself of another run, is not compared.
+    """
+    here = wire_models.describe(cfg, names={BODY}).get(BODY)
+    if here is None:
+        return
+    body, tokenizer = saved["encoder"], saved.get(f"{checkpoint_record.TOKENIZERS}encoder")
+    if tokenizer not in (None, here.tokenizer):
+        what, pair = "tokenizer", (tokenizer, here.tokenizer)
+    elif not body.endswith(here.fingerprint) and (cfg.encoder.rank or "of the run" not in body):
+        what, pair = "pretrained body", (body.rpartition(" ")[2], here.fingerprint)
+    else:
+        return
+    raise UserError(
+        f"its encoder has a {what} of fingerprint {pair[0]}, and config.encoder.source = {cfg.encoder.source!r} has "
+        f"{pair[1]}: the same text would become another message; name that one"
+    )

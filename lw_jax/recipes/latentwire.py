@@ -207,8 +207,8 @@ class LatentWire:
 
     @property
     def _start_texts(self) -> list[str]:
-        """Returns the training texts from which an aligned start is computed."""
-        found = self.curriculum.examples("train")
+        """Returns the training texts from which an aligned start is computed, each once: some of them are held out."""
+        found = list({one.context: one for one in self.curriculum.examples("train")}.values())
         return [self.layout.source_text(found[index]) for index in examples.spread(len(found), kv_start.TEXTS)]
 
     def _align(self, trainable: Tree, readers: Tree, sizes: Mapping[str, jax.Array]) -> Tree:
@@ -323,14 +323,18 @@ class LatentWire:
 
     def _shared_texts(self) -> list[Finding]:
         """Returns a warning where held-out texts are among those of training; an outline reads no data."""
-        if self.outline or not any(stage.answer for _, stage, _ in config.stages(self.cfg)):
+        if self.outline:
             return []
-        train, held_out = (
-            {one.context for one in self.curriculum.examples(split)} for split in ("train", "validation")
-        )
-        if not (shared := len(train & held_out)):
+        held_out = {one.context for one in self.curriculum.examples("validation")}
+        trained = {
+            "train": {one.context for one in self.curriculum.examples("train")},
+            "passages": set(self.curriculum.passages()),
+        }
+        shared = {key: len(texts & held_out) for key, texts in trained.items()}
+        if not any(shared.values()):
             return []
-        what = f"{shared:,} of {len(held_out):,} texts of config.data.validation are also in config.data.train"
+        where = " and ".join(f"{count:,} in config.data.{key}" for key, count in shared.items() if count)
+        what = f"of {len(held_out):,} texts of config.data.validation are also {where}"
         remedy = "scores of them measure memory; divide the data by text, not by question"
         return [Finding(False, f"{what}: {remedy}")]  # a copy is how one tries whether a wire can overfit
 

@@ -34,9 +34,10 @@ from lw_jax.training.trainer import Run
 from sharding import mesh as meshes
 from sharding import placement, rules, tables
 
-FORMAT = 3  # raised when what is trained changes, so that old folders are not taken up
+FORMAT = 4  # raised when what is trained changes, so that old folders are not taken up
 CARDS = 16384
 HEADS, KV_HEADS = 4, 2
+POSITIONS = 1024  # that a reader learns; longer cards are left out
 TEXT_WEIGHT = 0.2  # of a token that is not the answer's, in the loss
 # Muon learns to look a value up in a third of Adam's steps; rate and warm-up are the configuration's.
 OPTIM = config.Optim(
@@ -119,7 +120,7 @@ def decoder_config(cfg: Config, source: str) -> decoder.DecoderConfig:
         ffn=2 * sizes.width,
         rope_theta=kind.rope_theta,
         norm_eps=1e-6,
-        max_positions=1024,
+        max_positions=POSITIONS,
         tied=False,
         qkv_bias=kind.qkv_bias,
     )
@@ -187,17 +188,12 @@ class SelfmadeReader:
         kind = FAMILIES[family(source)]
         self.family = family(source)
         self.placement = placement.together(mesh, ["reader"])
-        made = {
-            "train": style(cfg),
-            "validation": style(cfg),
-            "validation_limit": 0,
-            "cards": CARDS,
-            "packed_tokens": 0,
-        }
-        # One reader whatever the run's seed, packing and arithmetic: the folder's name knows nothing of them.
-        self.cfg = dataclasses.replace(
-            cfg, seed=0, compute=config.Compute(), data=dataclasses.replace(cfg.data, **made)
+        limits = dict.fromkeys(("context_tokens", "question_tokens", "answer_tokens"), POSITIONS)
+        data = config.Data(
+            train=style(cfg), validation=style(cfg), cards=CARDS, facts=cfg.data.facts, overlong="drop", **limits
         )
+        # One reader whatever the run's seed, limits, packing and arithmetic: the folder's name knows nothing of them.
+        self.cfg = dataclasses.replace(cfg, seed=0, compute=config.Compute(), data=data)
         self.config = decoder_config(cfg, source)
         self.folder = folder(cfg, source)
         self.examples = examples.load(self.cfg.data, "train", seed=self.cfg.seed)

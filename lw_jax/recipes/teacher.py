@@ -23,8 +23,10 @@ class Teacher:
     """Computes every reader's teacher tokens once the readers are loaded, and serves them to data sets."""
 
     def __init__(self, cfg: Config, wired: wire.Wire, placement: Placement, identities: Mapping[str, dict]):
-        """Opens the caches; `identities` has each reader's fingerprints of weights, tokenizer and template."""
-        validation.check_processes(cfg, jax.process_count())
+        """Prepares the caches; `identities` has each reader's fingerprints of weights, tokenizer and template.
+
+        They are opened when a data set asks: who reads a trained wire needs no teacher.
+        """
         self.cfg, self.wire, self.placement = cfg, wired, placement
         self._meaning = {
             "prompt": dataclasses.asdict(cfg.prompt),
@@ -32,9 +34,13 @@ class Teacher:
         }
         self._identities = identities
         self._open = functools.cache(self._open_store)
-        self.stores = {name: self._open(name, cfg.data.answer_tokens) for name in wired.readers}  # of questions
         self._waiting: list[Encoded] = []
         self._readers: Tree | None = None
+
+    @functools.cached_property
+    def stores(self) -> dict[str, Store]:
+        """Returns each reader's cache of questions."""
+        return {name: self._open(name, self.cfg.data.answer_tokens) for name in self.wire.readers}
 
     def _open_store(self, name: str, length: int) -> Store:
         shape = length, self._count(name)
@@ -54,7 +60,12 @@ class Teacher:
         return self._open(name, encoded.readers[name]["answer"].width)
 
     def attach(self, encoded: Encoded) -> Encoded:
-        """Returns the data set with teacher tokens in place of its text prompts, available once readers are loaded."""
+        """Returns the data set with teacher tokens in place of its text prompts, available once readers are loaded.
+
+        Raises:
+          UserError: there are several processes, of which one alone can fill a cache, or it cannot be made.
+        """
+        validation.check_processes(self.cfg, jax.process_count())
         self._waiting.append(encoded)
         self._fill()
         readers = {

@@ -144,10 +144,11 @@ def inspect(plan: Mapping[str, Any], train: Train) -> list[Finding]:
     site, profile = find_site("")
     if plan["hours"] is None or not math.isfinite(site.max_hours):
         return []
+    hours = plan["hours"] + (plan.get("validation_hours") or 0.0)
     seconds = plan["chosen"]["step_seconds"]
     between = seconds * preflight.save_interval(train)
     try:
-        found = limit(plan["hours"], step_seconds=seconds, checkpoint_seconds=between, basis="predicted", site=site)
+        found = limit(hours, step_seconds=seconds, checkpoint_seconds=between, basis="predicted", site=site)
     except UserError as error:
         return [Finding(True, f"{profile}: {error}")]
     return [Finding(False, f"{profile}: {found.description}")] if found.requeues else []

@@ -69,8 +69,6 @@ def make_job(
       UserError: nothing fits, or a number is unusable.
     """
     target, chosen, train = plan["target"], plan["chosen"], resolved["train"]
-    if not request.config:
-        raise UserError("slurm needs --config FILE: the job starts training with it.")
     if chosen is None:
         raise UserError(nothing_fits(plan, request.config))
     hours, basis = _time(plan, steps=train["steps"], given=request.hours, record=record)
@@ -78,6 +76,8 @@ def make_job(
     if request.hours is None and plan["hours"] and plan.get("validation_hours") is not None:
         hours += hours * plan["validation_hours"] / plan["hours"]
         basis += ", validations included"
+    if request.hours is None and plan.get("caching_key"):
+        basis += f", without filling the cache of {plan['caching_key']}"
     memory = plan["host_memory_bytes"]
     if not (math.isfinite(memory) and memory > 0):
         raise UserError(f"--target {target}: host_memory_bytes = {memory}: a number above 0 is needed; plan it anew.")

@@ -47,7 +47,7 @@ def join(jobs: Sequence[Job], kind: str, *, name: str, logs: Path) -> Job:
         checkpoint_seconds=max(job.checkpoint_seconds for job in jobs),
         memory_fraction=max(job.memory_fraction for job in jobs),
         origin=f"{len(jobs)} configurations of {name}.list as {kind}",
-        basis=jobs[0].basis.split()[0],  # a word; the task's own line has the details
+        basis=jobs[0].basis.replace(",", " ").split()[0],  # a word; the task's own line has the details
     )
 
 

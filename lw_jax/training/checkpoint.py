@@ -45,6 +45,7 @@ class Restored:
     data: dict[str, Any]
     note: str
     metrics: dict[str, float] = dataclasses.field(default_factory=dict)  # empty: it was not validated
+    identity: dict[str, str] = dataclasses.field(default_factory=dict)  # as it was saved
 
 
 class _RemovedError(Exception):
@@ -175,7 +176,7 @@ class Checkpointer:
                 state = self._read(step, abstract_state)
             if not guard.lost:
                 self._saved = step
-                return Restored(step, state, chosen["data"], chosen["note"], chosen["metrics"])
+                return Restored(step, state, **{key: chosen[key] for key in ("data", "note", "metrics", "identity")})
         raise self._replaced_error()
 
     def _choose(self, which: str) -> dict[str, Any] | None:
@@ -191,7 +192,7 @@ class Checkpointer:
                     damage = _find_damage(folder, records[step]["files"])
                     if not damage:
                         note = self._report_damage(f"took {step}")
-                        chosen = {key: records[step][key] for key in ("leaves", "data", "metrics")}
+                        chosen = {key: records[step][key] for key in ("leaves", "data", "metrics", "identity")}
                         return chosen | {"step": step, "note": note}
                     if checkpoint_record.is_gone(folder):
                         raise _RemovedError

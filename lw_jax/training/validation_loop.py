@@ -9,7 +9,7 @@ from lw_jax.core.types import Tree
 from lw_jax.data.batches import weigh
 from lw_jax.data.data_schedule import Stream
 from lw_jax.data.loader import eval_batches
-from lw_jax.training import out_of_memory
+from lw_jax.training import out_of_memory, preflight
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
@@ -49,7 +49,7 @@ class ValidationLoop:
         self, trainable: Tree, frozen: Tree, size: int, stop_requested: Callable[[], bool]
     ) -> dict[str, float] | None:
         cfg, placement = self._step_spec.cfg, self._step_spec.placement
-        key, limit = rngs.stream(cfg.seed, "validation"), cfg.data.validation_limit or cfg.eval.examples
+        key, limit = rngs.stream(cfg.seed, "validation"), preflight.validation_examples(cfg)
         found: dict[str, float] = {}
         for number, (prefix, encoded) in enumerate(self._data):
             sums: dict[str, list[float]] = {}

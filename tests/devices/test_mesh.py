@@ -75,3 +75,18 @@ def test_model_axis_across_processes_is_refused():
 def test_mesh_that_leaves_devices_of_several_processes_unused_is_refused():
     with pytest.raises(PlacementError, match="2 of 4 devices over 2 processes"):
         meshes.make(data=2, devices=foreign([0, 0, 1, 1]))
+
+
+class Gpu:
+    """A stand-in for a GPU of one of several nodes: XLA takes each node for a slice, and numbers GPUs as it likes."""
+
+    def __init__(self, number):
+        self.process_index = self.slice_index = number // 2
+        self.id, self.platform, self.device_kind = 3 - number, "gpu", "a card"
+
+
+def test_gpus_of_several_nodes_form_a_mesh_in_the_order_of_processes():
+    devices = [Gpu(number) for number in range(4)]
+    mesh = meshes.make(model=2, devices=devices)
+    assert mesh.devices.tolist() == [devices[:2], devices[2:]], "the model axis stays inside a node"
+    assert mesh.axis_types == (AxisType.Auto, AxisType.Auto)

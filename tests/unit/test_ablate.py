@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from examples import ablate
+from examples import ablate, row_runs
 from lw_jax.core import config, config_file, validation
 from tests.conftest import ROOT
 
@@ -20,15 +20,30 @@ def test_every_row_changes_the_configuration_and_passes_validation(row, file):
     assert (config.digest(values) == before) == same
 
 
-def test_table_holds_the_figures_of_every_row_and_reader(tmp_path, capsys):
-    for number, row in enumerate(("base", "KL")):
-        folder = tmp_path / f"{row}-0"
-        folder.mkdir()
-        rows = {"latents": {"nll": 0.5 + number, "f1": 0.25}}
+def test_table_holds_the_figures_of_every_row_and_reader_of_one_budget(tmp_path, capsys, monkeypatch):
+    ran = []
+
+    def run(config, folder, flags):
+        rows = {"latents": {"nll": 0.5 + len(ran), "f1": 0.25}}
         between = {"gap_nll": 1.5, "recovered_nll": None, "gap_f1": 0.125}
         found = {"step": 7, "rows": {"a": rows, "b": rows}, "readers": {"a": between, "b": between}}
+        folder.mkdir()
         (folder / "eval.json").write_text(json.dumps(found))
-    assert ablate.main(["--config", "configs/pairs.py", "--out", str(tmp_path), "--rows", "base,KL"]) == 0
+        ran.append(folder.name)
+        return True
+
+    monkeypatch.setattr(row_runs, "_run", run)
+    asked = ["--config", "configs/pairs.py", "--out", str(tmp_path), "--rows", "base,KL"]
+    assert ablate.main(asked[:-1] + ["base"]) == 0
+    for _ in range(2):
+        capsys.readouterr()
+        assert ablate.main(asked) == 0 and ran == ["base-0", "KL-0"], "each row is run once"
+    table = (tmp_path / "table.csv").read_bytes()
+    for other in ([*asked, "--config.train.steps=9"], ["--config", "configs/squad.py", *asked[2:]]):
+        assert ablate.main(other) == 2
+        assert "base-0: not of this --config and these flags" in capsys.readouterr().err
+    assert len(ran) == 2 and (tmp_path / "table.csv").read_bytes() == table
+    assert ablate.main(asked) == 0
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 2 + 4 and lines[4] == "| KL | 0 | a | 1.500 | 1.500 | - | 0.250 | 0.125 |"
     assert (tmp_path / "table.csv").read_text().splitlines()[1] == "base,0,a,7,0.5,1.5,,0.25,0.125"

@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 from pathlib import Path
 
 import huggingface_hub
@@ -81,6 +82,16 @@ def test_a_config_in_the_hubs_cache_goes_before_the_table(tmp_path, monkeypatch)
     (kept / "snapshots" / commit / "config.json").write_text(text, encoding="utf-8")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     assert architectures.find("Qwen/Qwen2.5-0.5B").width == json.loads(text)["hidden_size"]
+    name = "sentence-transformers/all-MiniLM-L12-v2"
+    with pytest.raises(UserError, match="its config.json cannot be had from the hub"):
+        architectures.find_bert(name)
+    tiny.write_bert(tmp_path / "bert")
+    kept = tmp_path / "hub" / f"models--{name.replace('/', '--')}"
+    (kept / "refs").mkdir(parents=True)
+    (kept / "refs" / "main").write_text(commit, encoding="utf-8")
+    shutil.copytree(tmp_path / "bert", kept / "snapshots" / commit)
+    assert architectures.find_bert(name) == weights.describe_bert(tmp_path / "bert")
+    assert architectures.find_bert("google-bert/bert-base-uncased").width == 768, "the table"
 
 
 def test_a_package_that_is_not_known_tells_its_shapes_itself(tmp_path, monkeypatch):

@@ -14,6 +14,7 @@ from lw_jax.core.eval_rows import PROMPT_FIELDS
 from lw_jax.core.types import EXACT, Example, Task
 from lw_jax.data import batches, prompt_tokens, question_cards
 from lw_jax.data.prompt_tokens import Layout, Reader
+from lw_jax.evals import message_latents
 
 ANSWER_FIELDS = {"answer_inputs", "targets", "weights"}
 SENT = {"channel", "task"}  # how the latents come, and what for
@@ -517,9 +518,25 @@ def test_shuffled_sends_another_example_s_context_and_changes_nothing_else():
     spec = layout(prompt={"question": "latents"})
     encoded = batches.encode(twice, layout=spec)
     shuffled = encoded.shuffled()
-    assert shuffled.source.width == encoded.source.width
     for i, e in enumerate(twice):
         question, _, context = bytes(valid(shuffled.collate([i])["source"], 0)).decode().partition("\n")
         assert question == e.question and context != e.context and context in {e.context for e in twice}
     alone = batches.encode(twice[:2], layout=layout())  # no other context: nothing else can be sent
     np.testing.assert_equal(alone.shuffled().collate([0, 1]), alone.collate([0, 1]))
+
+
+def test_the_control_of_questions_in_latents_is_made_when_it_is_asked_for_and_may_be_longer():
+    asked = [Example("a", "c " * 40, "q?", ("c",)), Example("b", "d", "which of them is it? " * 3, ("d",))]
+    counting = Counting()
+    encoded = batches.encode(asked, layout=layout(source=counting, prompt={"question": "latents"}))
+    seen = counting.seen
+    shuffled = encoded.shuffled()
+    assert counting.seen > seen, "a training set, which sends no control, was tokenised twice"
+    longest = max(map(len, shuffled.source.ids))
+    assert longest > encoded.source.width
+
+    def encode(source):
+        return np.sum(source["mask"], axis=1, dtype=np.float32)[:, None, None]
+
+    made = message_latents.make(encode, encoded, [0, 1], kinds={"own", "other"}, batch=2, seed=0)
+    assert [made["other"].values.max(), made["own"].values.max()] == [longest, max(map(len, encoded.source.ids))]

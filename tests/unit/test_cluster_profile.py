@@ -149,5 +149,13 @@ def test_a_run_that_saves_what_it_validates_fits_a_short_job(tmp_path, monkeypat
     assert not found.void and "with a checkpoint every 2.3 min" in found.text
 
 
+def test_plan_counts_validations_as_the_job_does(tmp_path, monkeypatch) -> None:
+    (tmp_path / "site.toml").write_text("max_hours = 5", encoding="utf-8")
+    monkeypatch.setenv("LW_JAX_SITE", str(tmp_path / "site.toml"))
+    plan, train = {"hours": 3.2, "chosen": {"step_seconds": 7.0}}, config.build(base.get_config()).train
+    assert cluster_profile.inspect(plan | {"validation_hours": None}, train) == []
+    assert "requeues itself" in cluster_profile.inspect(plan | {"validation_hours": 0.8}, train)[0].text
+
+
 def test_plan_in_which_nothing_fits_has_no_time_to_judge() -> None:
     assert cluster_profile.inspect({"hours": None, "chosen": None}, config.build(base.get_config()).train) == []

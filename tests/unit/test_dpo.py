@@ -235,6 +235,12 @@ def test_rows_of_both_sources_are_read_by_the_named_columns_and_must_differ(root
     named = {"data__train": str(tmp_path / "a.jsonl"), "data__columns": ("chosen:better",), "data__held_out": 0.0}
     train, held_out = make(root, **named | {"data__validation": str(tmp_path / "b.jsonl")})._pairs
     assert (len(train), len(held_out)) == (64, 32)
+    overlapping = "".join([*lines[:3], *lines[64:]])
+    (tmp_path / "some.jsonl").write_text(overlapping, "utf-8")
+    for name, warned in (("b", False), ("some", True)):
+        told = map(str, make(root, **named | {"data__validation": str(tmp_path / f"{name}.jsonl")}).findings())
+        said = "warning: 3 of 35 held-out pairs have a prompt that is also trained on"
+        assert any(line.startswith(said) for line in told) == warned
     with pytest.raises(UserError, match="same.jsonl' is the training source"):
         make(root, **named | {"data__validation": str(tmp_path / "same.jsonl")}).validation()
 

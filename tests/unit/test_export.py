@@ -1,5 +1,6 @@
 """lw_jax/inference/export.py: which folders an export may take."""
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -23,6 +24,22 @@ def test_a_folder_that_holds_something_else_is_left_alone(root, tmp_path, name):
     with pytest.raises(UserError, match=re.escape(f"{tmp_path / name}: it") + "|the run needs this folder"):
         asked(root, tmp_path / "run", tmp_path / name)
     assert [file.name for file in (tmp_path / name).iterdir()] == ["config.json"]
+
+
+def test_what_a_run_began_with_and_another_flag_s_folder_are_not_taken(root, tmp_path):
+    for name in ("base", "first"):
+        (tmp_path / name).mkdir()
+        for file in ("config.json", "model.safetensors", "wire.safetensors", "adapter_config.json"):
+            (tmp_path / name / file).touch()
+    started = tiny.make_ttt_config(root)
+    started = dataclasses.replace(started, ttt=dataclasses.replace(started.ttt, source=str(tmp_path / "base")))
+    joined = tiny.make_config(root, encoder__run=str(tmp_path / "first"))
+    for cfg, flag, name in ((started, "model", "base"), (joined, "wire", "first")):
+        with pytest.raises(UserError, match=f"{name}: the run needs this folder"):
+            list(export.export(cfg, tmp_path / "run", {flag: tmp_path / name}))
+    tuned = dataclasses.replace(joined, recipe="dpo")
+    with pytest.raises(UserError, match="out: named by --peft and --merged"):
+        list(export.export(tuned, tmp_path / "run", {"peft": tmp_path / "out", "merged": tmp_path / "out"}))
 
 
 @pytest.mark.parametrize("files", [(), ("config.json", "model.safetensors", "tokenizer.json")])

@@ -119,6 +119,35 @@ def test_missing_size_is_refused_and_not_taken_from_a_default(key):
         families.decoder_config(fields, raw_keys=set(fields) - {key})
 
 
+@pytest.mark.parametrize(
+    ("cfg", "kind", "change", "said"),
+    [
+        (
+            LLAMA31,
+            "llama",
+            {"original_max_position_embeddings": None},
+            "rope field original_max_position_embeddings is",
+        ),
+        (LLAMA31, "llama", {"low_freq_factor": None}, "rope field low_freq_factor is missing"),
+        (PHI3_LONG, "phi3", {"short_factor": None}, "rope field short_factor is missing"),
+        (PHI3_LONG, "phi3", {"original_max_position_embeddings": 29}, "=23, and 29 among the rotary fields"),
+    ],
+)
+def test_missing_rotary_field_is_refused_before_transformers_fills_it(cfg, kind, change, said):
+    fields = families.hf_fields(cfg, kind)
+    families.read_fields(fields, "here")
+    rope = {key: value for key, value in (fields["rope_scaling"] | change).items() if value is not None}
+    with pytest.raises(UserError, match=said):
+        families.read_fields(fields | {"rope_scaling": rope}, "here")
+
+
+def test_longrope_without_its_original_length_is_refused():
+    fields = families.hf_fields(PHI3_LONG, "phi3")
+    del fields["original_max_position_embeddings"]
+    with pytest.raises(UserError, match="original_max_position_embeddings is missing; rope_type 'longrope'"):
+        families.read_fields(fields, "here")
+
+
 def test_harmless_fields_are_accepted():
     harmless = {"torch_dtype": "bfloat16", "use_cache": True, "sliding_window": 7, "attention_dropout": 0.1}
     assert read(fields_of(QWEN) | harmless) == QWEN

@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from lw_jax import recipes
-from lw_jax.planning import generation_memory, plan_tables, planner
+from lw_jax.planning import generation_memory, plan_tables, planner, workload
 from lw_jax.training import memory
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.step_spec import StepSpec
@@ -68,6 +68,17 @@ def test_prompts_of_keys_and_values_hold_as_many_positions_and_are_planned_besid
     assert before > 0 and wire.kv_prefix.k.shape == (3, 4, before + 5, 4, 6), (
         "layers, rows, the opening and slots, heads of keys, their width"
     )
+
+
+def test_a_question_is_as_long_where_a_stage_s_passages_are_the_largest_batch(root):
+    passages = {"stages__pretrain__share": 0.5, "stages__pretrain__lengths": (200,)}
+    found = []
+    for changes in ({}, passages):
+        recipe = make_program(tiny.make_config(root, message__literals=0, **changes)).recipe
+        found.append(workload.prompts(recipe.cfg, recipe, "qwen").positions)
+    widths = recipe.validation_widths()["readers"]["qwen"]
+    assert widths["after"]["ids"].shape[0] < recipe.cfg.data.question_tokens, "the planned batch must be a passage's"
+    assert found[0] == found[1]
 
 
 def test_a_recipe_without_answers_has_none(root):

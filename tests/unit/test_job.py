@@ -191,6 +191,9 @@ def test_validations_are_in_the_hours_and_not_in_the_pace_of_steps() -> None:
     assert job.step_seconds == make().step_seconds
     assert make(PLAN | {"validation_hours": 0.8}, hours=11.0).hours == 11.0
     assert make(PLAN | {"validation_hours": None}).basis == "predicted"
+    uncounted = PLAN | {"caching_key": "dpo.reference"}
+    assert make(uncounted).basis == "predicted, without filling the cache of dpo.reference"
+    assert make(uncounted, hours=11.0).basis == "given by --hours"
 
 
 @pytest.mark.parametrize("hours", [math.nan, math.inf, 0.0, -1.0])

@@ -36,6 +36,7 @@ def make_jobs(tmp_path, **changes):
             checkpoint_seconds=300.0,
             memory_fraction=0.92,
             origin=f"plan a100_80x1 of {name}",
+            basis="predicted, validations included",
             **{"nodes": 1} | changes,
         )
         for number, name in enumerate(NAMES)
@@ -46,6 +47,7 @@ def write(tmp_path, kind, site=SITE, **changes):
     found = make_jobs(tmp_path, **changes)
     assert job_list.join(found, kind, name="my runs", logs=tmp_path).name == "my-runs", "a blank ends a directive"
     whole = job_list.join(found, kind, name="all", logs=tmp_path / "logs")
+    assert whole.basis == "predicted"
     return job_list.script(found, whole, site, kind)
 
 

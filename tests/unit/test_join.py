@@ -4,7 +4,7 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.recipes import join
-from lw_jax.training import run_folder
+from lw_jax.training import checkpoint, run_folder
 from tests import tiny
 
 
@@ -43,3 +43,32 @@ def test_run_without_a_checkpoint_is_refused(root, folder):
     cfg = tiny.make_config(root, encoder__run=folder)
     with pytest.raises(UserError, match=rf"encoder\.run = '{folder}': {folder}"):
         join.read_trainable(cfg, {})
+
+
+def test_whether_the_encoder_reads_the_question_cannot_differ(root, folder):
+    cfg = tiny.make_config(root, encoder__run=folder, prompt__question="latents")
+    with pytest.raises(UserError, match=r"config\.prompt\.question = 'latents'.*'text'"):
+        join.read_config(cfg)
+
+
+def test_encoder_on_another_body_or_tokenizer_is_refused(root, tmp_path, folder, monkeypatch):
+    lm = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"])}
+    saved = tiny.make_recipe(root, **lm).identity()
+
+    def read(identity, **changes):
+        restored = checkpoint.Restored(1, {"trainable": "theirs"}, data={}, note="", identity=identity)
+        monkeypatch.setattr(checkpoint, "read_best", lambda *_, **__: restored)
+        return join.read_trainable(tiny.make_config(root, encoder__run=folder, **lm | changes), {})
+
+    assert read(saved) == "theirs"
+    assert read({key: value for key, value in saved.items() if key != "tokenizers/encoder"}) == "theirs", "earlier"
+    with pytest.raises(UserError, match=r"encoder\.run = .*: its encoder has a tokenizer of fingerprint other"):
+        read(saved | {"tokenizers/encoder": "other"})
+    other = {"encoder__source": str(tiny.write_reader(tmp_path / "other", "llama", seed=1))}
+    with pytest.raises(UserError, match="its encoder has a pretrained body of fingerprint"):
+        read(saved, **other)
+    joined = tiny.make_recipe(root, encoder__run=folder, **lm)
+    assert read(joined.identity(), **other) == "theirs", "trained: its arrays are the run's"
+    paired = tiny.make_recipe(root, encoder__run=folder, encoder__rank=2, **lm)
+    with pytest.raises(UserError, match="its encoder has a pretrained body of fingerprint"):
+        read(paired.identity(), encoder__rank=2, **other)

@@ -1,6 +1,7 @@
 """lw_jax/recipes/latentwire.py: what learns when, what is not even differentiated, how latents are sent."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -180,3 +181,10 @@ def test_training_validates_as_many_examples_as_it_is_told_or_as_eval_does(root,
         trainer.Run(recipe.cfg, recipe, None, None).validation_loop.measure({}, {})
         assert set(seen) == {limit or examples}
         seen.clear()
+
+
+def test_start_is_computed_from_each_text_once(root, tmp_path):
+    rows = [{"context": f"Mara has {n // 5} lamps.", "question": f"{n}?", "answers": ["lamps"]} for n in range(35)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
+    recipe = tiny.make_recipe(root, data__train=str(tmp_path / "rows.jsonl"))
+    assert recipe._start_texts == [f"Mara has {n} lamps." for n in range(7)]

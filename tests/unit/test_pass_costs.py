@@ -178,6 +178,18 @@ def test_bytes_grow_with_rows_and_shrink_with_the_devices_that_share_them():
     )
 
 
+def test_heads_that_no_axis_divides_are_whole_on_each_device():
+    uneven = dataclasses.replace(CFG, heads=7, kv_heads=7)
+    found = {model: [pass_costs._head_values(cfg, model) for cfg in (CFG, uneven)] for model in (1, 2, 3)}
+    assert found == {1: [100, 210], 2: [50, 210], 3: [60, 210]}, "of two heads of keys none is split over three devices"
+    for cost in (pass_costs.forward_bytes, lambda cfg, one: pass_costs.kept_bytes(cfg, 500, "none", 4, one.model)):
+        lost = [
+            cost(cfg, one("none", positions=500, model=2)) / cost(cfg, one("none", positions=500))
+            for cfg in (CFG, uneven)
+        ]
+        assert lost[0] < 0.6 < 0.9 < lost[1], "attention's scores are the most of it"
+
+
 def test_a_learning_decoder_in_bf16_holds_a_copy_of_its_weights():
     fp32, bf16 = pass_costs.trained(CFG, one("full")), pass_costs.trained(CFG, one("full", size=2))
     assert fp32.bytes == ROWS * pass_costs.kept_bytes(CFG, POSITIONS, "full", 4, 1)

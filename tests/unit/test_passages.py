@@ -159,9 +159,11 @@ def test_text_longer_than_the_encoder_reads_is_refused_by_name_or_dropped(recipe
     small = tiny.make_recipe(recipe.locations["llama"].parent, encoder__window=300).layout
     with pytest.raises(UserError, match=r"'passage 1': \d+ tokens or bytes .*config\.encoder\.window=300.*overlong"):
         passages.encode(found, layout=small, task="reconstruct")
-    dropping = tiny.make_recipe(recipe.locations["llama"].parent, encoder__window=300, data__overlong="drop").layout
-    kept = passages.encode(found, layout=dropping, task="reconstruct")
-    assert [example.id for example in kept.examples] == ["passage 0"] and kept.counts["context"] == 2
+    for overlong in ("drop", "cut"):  # what the encoder did not read cannot be repeated
+        other = tiny.make_recipe(recipe.locations["llama"].parent, encoder__window=300, data__overlong=overlong).layout
+        kept = passages.encode(found, layout=other, task="reconstruct")
+        assert [example.id for example in kept.examples] == ["passage 0"] and kept.counts["context"] == 2
+        assert kept.counts["source_cut"] == 0
 
 
 def test_texts_too_short_for_the_task_are_refused_with_the_key(recipe, tokenizer):
@@ -179,6 +181,8 @@ def test_texts_are_read_from_every_kind_of_file(tmp_path, name):
     raw = written[kind].encode()
     (tmp_path / name).write_bytes(gzip.compress(raw) if name.endswith("gz") else raw)
     assert passages.read(str(tmp_path / name)) == texts
+    (tmp_path / "more.txt").write_text("Third.", "utf-8")
+    assert passages.read(f"{tmp_path / name},{tmp_path / 'more.txt'}") == [*texts, "Third."]
 
 
 @pytest.mark.parametrize(

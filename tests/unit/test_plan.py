@@ -155,6 +155,12 @@ def test_report_says_where_the_file_sets_something_else(estimated):
     assert "file sets" not in plan_tables.report(estimated, own=planner.overrides(estimated["chosen"]))
 
 
+def test_report_says_what_its_hours_leave_out(estimated):
+    told = plan_tables.report(estimated | {"caching_key": "dpo.reference"})
+    assert "without filling the cache of dpo.reference: one forward pass over all examples, once" in told
+    assert "the cache of" not in plan_tables.report(estimated)
+
+
 def test_nothing_fits_is_a_plan_that_says_why(root, measure, capsys):
     cfg = make_searched_config(root, mesh__memory_gb=1e-4)
     found = planner.make(cfg, "h100x2", estimate=True)
@@ -228,7 +234,11 @@ def test_simulation_of_a_void_run_or_of_cards_on_which_nothing_fits_says_so(root
     for as_json in (True, False):
         asked = dataclasses.replace(request, as_json=as_json)
         assert plan.main(cfg, resolved={}, workdir=sources.cache_root(), request=asked) == code
-    assert said in capsys.readouterr().out
+        told = capsys.readouterr().out
+        if as_json:
+            errors = [one for each in json.loads(told) for one in each["findings"] if one["void"]]
+            assert [f"ERROR: {one['text']}".startswith(said) for one in errors] == [True] * (2 if code == 2 else 0)
+    assert said in told
 
 
 def test_simulation_is_the_plan_of_each_number_of_devices(root, capsys):
@@ -239,6 +249,7 @@ def test_simulation_is_the_plan_of_each_number_of_devices(root, capsys):
     assert none == {
         **{"target": "cpu", "devices": 0, "compiled": False},
         "chosen": {"strategy": "single", "mesh": "1x1", "remat": "none", "micro_batch": 6, "accumulation": 1},
+        "findings": none["findings"],
     }
     assert (one["target"], one["devices"], three["target"], three["devices"]) == ("h100x1", 1, "h100x3", 3)
     assert [row["strategy"] for row in one["candidates"]] == ["single"]

@@ -111,8 +111,14 @@ def test_held_out_texts_that_are_trained_on_are_reported(tmp_path, root, apart):
     held_out.write_text("".join(json.dumps(row) + "\n" for row in rows), "utf-8")
     recipe = tiny.make_recipe(root, only="llama", data__train=str(train), data__validation=str(held_out))
     found = [str(one) for one in recipe.findings()]
-    said = f"warning: {9 - apart} of 9 texts of config.data.validation are also in config.data.train"
+    said = f"warning: of 9 texts of config.data.validation are also {9 - apart} in config.data.train: "
     assert [one.startswith(said) for one in found] == [True] * (apart < 9), found
+    repeated = {"data__passages": str(held_out), "data__columns": ("text:context",)}
+    given = {"data__train": str(train), "data__validation": str(held_out), "stages__pretrain__share": 1.0}
+    recipe = tiny.make_recipe(root, only="llama", **given | repeated)
+    (found,) = (str(one) for one in recipe.findings())
+    both = f"{9 - apart} in config.data.train and " * (apart < 9) + "9 in config.data.passages: "
+    assert found.startswith(f"warning: of 9 texts of config.data.validation are also {both}")
 
 
 @pytest.mark.parametrize(("words", "void"), [(400, True), (3, False)])
@@ -135,6 +141,8 @@ def test_prompts_that_fill_the_length_are_counted_where_the_rows_are_here(tmp_pa
     if not void:
         (dropped,) = [line for line in texts(asked) if "training pairs are dropped" in line]
         assert "raise dpo.max_prompt=9" in dropped and "dpo.max_length" not in dropped
+    elsewhere = dataclasses.replace(asked, data=dataclasses.replace(cfg.data, validation="/scratch/held.jsonl"))
+    assert any("rows not checked: " in line and "/scratch/held.jsonl" in line for line in texts(elsewhere))
 
 
 @pytest.mark.parametrize(("name", "step"), [("embeddings", 150), ("default", 30), ("smoke", 150), ("squad", 2000)])

@@ -424,6 +424,8 @@ def test_dollars_in_a_name_are_no_formula(tmp_path: Path) -> None:
 
 
 def test_folder_that_is_no_run_ends_with_code_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run.main(["report", "--workdir", str(tmp_path), "--config.eval.examples=3"]) == 2
+    assert "--config.eval.examples: a report shows the run's own configuration" in capsys.readouterr().err
     assert run.main(["report", "--workdir", str(tmp_path)]) == 2
     told = capsys.readouterr()
     assert told.err.startswith(f"error: {tmp_path / 'config.json'}: missing") and not told.out

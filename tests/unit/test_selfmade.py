@@ -143,7 +143,14 @@ def made(tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    "changes", [{"data__packed_tokens": 128}, {"compute__dtype": "bf16"}, {"compute__dtype": "fp32"}, {"seed": 7}]
+    "changes",
+    [
+        {"data__packed_tokens": 128},
+        {"data__question_tokens": 12, "data__answer_tokens": 4, "data__context_tokens": 40, "data__overlong": "drop"},
+        {"compute__dtype": "bf16"},
+        {"compute__dtype": "fp32"},
+        {"seed": 7},
+    ],
 )
 def test_what_the_folder_does_not_name_makes_no_other_reader(made, tmp_path_factory, monkeypatch, changes):
     one, data, _ = made["pairs"]

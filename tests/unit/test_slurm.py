@@ -141,6 +141,13 @@ def test_idle_gpus_are_told(call, capsys) -> None:
     assert "2 of the 4 GPUs do the work: --target h100x2 costs less" in capsys.readouterr().out
 
 
+def test_sizes_that_cannot_be_compared_cost_no_job(call, tmp_path: Path, capsys) -> None:
+    call(PLAN, others=None, target="16xh100x8")  # more GPUs than the arithmetic places
+    assert (tmp_path / "runs" / "mine" / "job.sbatch").is_file()
+    told = capsys.readouterr().out
+    assert "other sizes are not compared: " in told and told.splitlines()[-1].startswith("16xh100x8")
+
+
 def test_word_for_a_size_is_planned_on_the_configurations_card(call) -> None:
     assert call(target="dual") == ["h100x2"]
 

@@ -56,6 +56,16 @@ def test_second_run_computes_nothing_and_reads_the_same(root):
         )
 
 
+def test_who_reads_a_trained_wire_needs_no_cache_and_may_have_several_processes(root, monkeypatch, tmp_path):
+    recipe = make(root)
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "none"))
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    assert recipe.load_frozen().keys() == {"llama", "qwen"}
+    assert not (tmp_path / "none" / "teacher").exists()
+    with pytest.raises(UserError, match=r"loss\.teacher_k = 7: .* 2 nodes"):
+        recipe.curriculum.stream("train", "answer", 0)
+
+
 def test_other_examples_of_the_same_teacher_are_added(root):
     attend(make(root, data__cards=9))
     more, calls = attend(make(root, eval__batch=4))

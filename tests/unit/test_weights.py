@@ -126,6 +126,17 @@ def test_saved_files_are_for_those_whom_the_user_s_umask_names(tmp_path):
     }
 
 
+def test_saved_model_leaves_no_file_of_an_earlier_one_beside_it(tmp_path):
+    own = ["mine.txt", "README.md"]
+    for name in ["generation_config.json", "chat_template.jinja", "added_tokens.json", *own]:
+        (tmp_path / name).write_text("{}")
+    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
+    assert (tmp_path / "chat_template.jinja").exists(), "it may be of the tokenizer that is there"
+    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama", tokenizer=Words(b"one"))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert not names & {"generation_config.json", "chat_template.jinja", "added_tokens.json"} and names >= set(own)
+
+
 def test_saved_model_keeps_the_ids_at_which_generation_ends(tmp_path):
     weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama", tokenizer=Words(b"one"), stops=(2, 5))
     saved = json.loads((tmp_path / "generation_config.json").read_text())

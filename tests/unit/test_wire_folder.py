@@ -299,8 +299,11 @@ def test_export_says_where_a_large_wire_has_its_bytes_and_replaces_wires_only(tr
         assert export.main(wire.recipe.cfg, **given, folders={"wire": tmp_path / "new"}) == 0
         told = capsys.readouterr().out
         assert "over 0 MB: encoder/body has" in told and "--config.encoder.source=" in told
-    for taken in (tmp_path, folder):
-        with pytest.raises(UserError, match="no wire folder and not empty"):
+    file = tmp_path / "file"
+    file.touch()
+    refused = "no earlier export"
+    for taken, said in ((tmp_path, refused), (file, refused), (folder, "the run needs this folder")):
+        with pytest.raises(UserError, match=said):
             export.main(wire.recipe.cfg, **given, folders={"wire": taken})
         assert not (taken / "wire.safetensors").exists()
 
