@@ -22,7 +22,7 @@ def check_stated(raw: Mapping[str, Any], where: str) -> None:
     A LongRope model's original length stands beside the rotary fields; two different ones are refused.
     """
     rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind, key = rope.get("rope_type") or rope.get("type"), "original_max_position_embeddings"
+    kind, key = rope.get("rope_type") or rope.get("type") or "default", "original_max_position_embeddings"
     needed, _ = _ROPE_FIELDS.get(kind, ((), ()))
     if missing := [name for name in needed if rope.get(name) is None]:
         raise UserError(f"{where}: rope field {missing[0]} is missing; rope_type {kind!r} needs it")

@@ -55,7 +55,7 @@ def prompts(cfg: Config, recipe: LatentWire, name: str, rows: int = 0) -> Prompt
     split = recipe.placement.readers[name].table == "tensor" and model.kv_heads % mesh.shape["model"] == 0
     at = NamedSharding(mesh, P(None, "data", None, "model" if split else None))
     shape = (model.layers, rows, before + slots, model.kv_heads, model.head_dim)
-    kv = jax.ShapeDtypeStruct(shape, dtype, sharding=at)
+    kv: Any = jax.ShapeDtypeStruct(shape, dtype, sharding=at)
     return PromptShapes(
         _rows((rows, 1 + after, model.width), dtype, mesh),
         _rows((rows, 1 + after), "bool", mesh),
