@@ -7,7 +7,15 @@ import numpy as np
 
 from lw_jax.core.eval_rows import MESSAGES, ROWS
 from lw_jax.evals.statistics import RESAMPLES, Bootstrap, Estimate
-from lw_jax.evals.verdict import FEWEST, WORDS, adds_nothing, format_interval, has_few, is_collapsed
+from lw_jax.evals.verdict import (
+    FEWEST,
+    WORDS,
+    adds_nothing,
+    format_interval,
+    has_few,
+    is_collapsed,
+    makes_likelier_alone,
+)
 
 Record = dict[str, Any]
 Row = dict[str, Any]  # figures by name, those of INTERVALS also with "_interval": [low, high]
@@ -180,7 +188,11 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
     if has_few(figures):
         parts.append(f"no verdict: fewer than {FEWEST} texts")
     else:
-        found = {"collapsed": is_collapsed(figures), "literals": adds_nothing(figures)}
+        found = {
+            "collapsed": is_collapsed(figures),
+            "literals": adds_nothing(figures),
+            "likelier": makes_likelier_alone(figures),
+        }
         parts += [WORDS[key] for key, holds in found.items() if holds]
     return f"{reader}: " + "\n    ".join(parts or ["no rows to compare"])
 

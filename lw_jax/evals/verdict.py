@@ -11,6 +11,7 @@ FEWEST = 8  # texts of a verdict: of fewer a bootstrap's interval may have no wi
 WORDS = {
     "carries": "the message carries the text",
     "partly": "the message carries part of the text",
+    "likelier": "beside the literals the right latents make answers likelier; whether more are right is not settled",
     "unknown": f"no verdict: needs the rows text, latents, none and shuffled, {FEWEST} texts and a text that helps",
     "literals": "LITERALS ALONE: beside the literals the right latents may add nothing to another text's",
     "collapsed": "COLLAPSED: the right latents may help no more than another text's",
@@ -25,6 +26,8 @@ def judge(figures: Mapping[str, Any]) -> str:
         return "collapsed"
     if adds_nothing(figures):
         return "literals"
+    if makes_likelier_alone(figures):
+        return "likelier"
     shares = [figures[key] for key in ("normalised_f1", "recovered_nll") if figures.get(key) is not None]
     if not {"gap_nll", "adds_nll"} & figures.keys() or not shares:
         return "unknown"
@@ -47,9 +50,14 @@ def is_collapsed(figures: Mapping[str, Any]) -> bool:
 def adds_nothing(figures: Mapping[str, Any]) -> bool:
     """Returns whether latents and literals may serve no better than the literals with another text's latents.
 
-    The falsifier of a message with literals: the interval of F1's or of NLL's gain holds zero.
+    The falsifier of a message with literals: the interval of NLL's gain holds zero.
     """
-    return any(_may_be_zero(figures, key) for key in ("adds_f1", "adds_nll"))
+    return _may_be_zero(figures, "adds_nll")
+
+
+def makes_likelier_alone(figures: Mapping[str, Any]) -> bool:
+    """Returns whether the right latents gain NLL beside the literals, and the interval of F1's gain holds zero."""
+    return not adds_nothing(figures) and _may_be_zero(figures, "adds_f1")
 
 
 def _may_be_zero(figures: Mapping[str, Any], key: str) -> bool:

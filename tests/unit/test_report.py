@@ -277,6 +277,10 @@ def test_figures_that_are_no_numbers_are_counted_and_left_out(tmp_path: Path) ->
         ),
         (
             {"adds_f1": 0.1, "adds_f1_interval": [-0.01, 0.2], "adds_nll": 1.0, "adds_nll_interval": [0.5, 1.5]},
+            "likelier",
+        ),
+        (
+            {"adds_f1": 0.1, "adds_f1_interval": [-0.01, 0.2], "adds_nll": 0.0, "adds_nll_interval": [-0.1, 0.1]},
             "literals",
         ),
         (
