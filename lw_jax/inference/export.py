@@ -77,13 +77,13 @@ def export(
 
 def _check_target(flag: str, folder: Path, *, used: list[Path]) -> None:
     """Refuses a folder that the run needs, or that holds something else than an earlier export."""
-    if not folder.exists():
+    if not folder.is_dir():
         return
     if any(one.exists() and one.samefile(folder) for one in used):
         raise UserError(f"{folder}: the run needs this folder and its files; name a new one for --{flag}")
     files = _MODELS.get(flag, ())
     earlier = all((folder / name).is_file() for name in files) if files else wire_folder.is_wire(folder)
-    if not earlier and (folder.is_file() or any(folder.iterdir())):
+    if not earlier and any(folder.iterdir()):
         raise UserError(f"{folder}: it holds no earlier export and is not empty; name a new folder for --{flag}")
 
 

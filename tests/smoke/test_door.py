@@ -186,6 +186,7 @@ def test_interrupt_ends_with_130(calls: list[dict[str, Any]], monkeypatch: pytes
         (["generate", *SMOKE, "--prompt", "a", "--tokens", "1" * 5000], "argument --tokens: '1"),
         (["generate", "--workdir", "w", "--prompt", "a\udcff"], "argument --prompt: 'a\\udcff': character 2"),
         (["slurm", *SMOKE, "--hours", "inf"], "argument --hours: 'inf': a number"),
+        (["slurm", "--workdir", "runs/mine", "--target", "h100x4"], "slurm needs --config FILE"),
         (["answer", *SMOKE, "--message", "none.lwjx", "--question", "a?"], "--message none.lwjx: No such file"),
         (["answer", *SMOKE, "--message", ".", "--question", "a?"], "--message .: Is a directory"),
         (["answer", *SMOKE, "--question", "a?", "--context", "none.txt"], "--context none.txt"),

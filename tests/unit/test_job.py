@@ -207,8 +207,3 @@ def test_unusable_hours_are_refused(hours: float) -> None:
 def test_plan_in_which_nothing_fits_is_refused_with_advice() -> None:
     with pytest.raises(UserError, match=r"h100x4: .*run\.py plan"):
         make(PLAN | {"chosen": None})
-
-
-def test_missing_configuration_file_is_refused() -> None:
-    with pytest.raises(UserError, match="--config FILE"):
-        make(config="")

@@ -301,8 +301,8 @@ def test_export_says_where_a_large_wire_has_its_bytes_and_replaces_wires_only(tr
         assert "over 0 MB: encoder/body has" in told and "--config.encoder.source=" in told
     file = tmp_path / "file"
     file.touch()
-    refused = "no earlier export"
-    for taken, said in ((tmp_path, refused), (file, refused), (folder, "the run needs this folder")):
+    refused = {tmp_path: "no earlier export", file: "Not a directory", folder: "the run needs this folder"}
+    for taken, said in refused.items():
         with pytest.raises(UserError, match=said):
             export.main(wire.recipe.cfg, **given, folders={"wire": taken})
         assert not (taken / "wire.safetensors").exists()
