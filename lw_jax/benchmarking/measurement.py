@@ -26,6 +26,7 @@ from lw_jax.core.types import EXACT, Tree
 from lw_jax.data.loader import Loader
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import weights
+from lw_jax.hub.tensor_files import list_tensors
 from lw_jax.models.wire import Prompt
 from lw_jax.planning import workload
 from lw_jax.recipes import frozen_models
@@ -218,7 +219,7 @@ class Measured:
         platform = self.placement.platform
         shapes = frozen_models.describe(weights.describe(location), self.cfg, llm, platform)
         shardings = frozen_models.shardings(shapes, llm, at, name)
-        files = [location] if location.is_file() else sorted(location.glob("*.safetensors"))
+        files = sorted({stored.file for stored in list_tensors(location).values()})
         size = sum(file.stat().st_size for file in files)
         read = min(_seconds(lambda: _read(files))[0] for _ in range(2))  # the first may wait for the disk
         before = _host_bytes(peak=False)

@@ -33,10 +33,6 @@ _MUST_EQUAL: dict[str, Any] = {
 }
 # Of training, of the pooler and of heads, none of which is read here.
 _HARMLESS = HARMLESS | {
-    "attention_probs_dropout_prob",
-    "classifier_dropout",
-    "gradient_checkpointing",
-    "hidden_dropout_prob",
     "model_type",
     "pooler_fc_size",
     "pooler_num_attention_heads",
@@ -44,7 +40,6 @@ _HARMLESS = HARMLESS | {
     "pooler_size_per_head",
     "pooler_type",
     "tie_word_embeddings",
-    "torchscript",
 }
 _LAYER = "encoder.layer.{}."
 TENSORS: dict[str, Row] = {

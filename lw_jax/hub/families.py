@@ -14,7 +14,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.hub import config_json as stated_fields
 from lw_jax.hub import rope_fields
-from lw_jax.hub.config_json import Packing, Rope, shorten
+from lw_jax.hub.config_json import Packing, Rope, is_stated, shorten
 from lw_jax.hub.rope_fields import PARTIAL
 from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.rotary import LongRope
@@ -31,6 +31,7 @@ _REQUIRED = {
     "max_position_embeddings",
 }
 _HANDLED = _REQUIRED | {
+    "is_decoder",  # every one is
     "model_type",
     "num_key_value_heads",
     "head_dim",
@@ -64,13 +65,7 @@ class Family(NamedTuple):
 FAMILIES = {
     "llama": Family(
         "LlamaForCausalLM",
-        {
-            "attention_bias": False,
-            "mlp_bias": False,
-            "pretraining_tp": 1,
-            "rope_interleaved": False,
-            PARTIAL: 1.0,
-        },
+        {"attention_bias": False, "mlp_bias": False, "rope_interleaved": False, PARTIAL: 1.0},
         rope={"default", "llama3"},
     ),
     "qwen2": Family(
@@ -83,7 +78,7 @@ FAMILIES = {
     ),
     "phi3": Family(
         "Phi3ForCausalLM",
-        {"attention_bias": False, "mlp_bias": False},
+        {"attention_bias": False, "mlp_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
         required={"num_key_value_heads"},
         read={"sliding_window", PARTIAL, "original_max_position_embeddings"},
         rope={"default", "longrope"},
@@ -98,36 +93,31 @@ FAMILIES = {
         square=True,
     ),
 }
-_MUST_EQUAL_ALL: dict[str, Any] = {"hidden_act": "silu", "is_encoder_decoder": False}
-# Training, generation and bookkeeping: not used in computing logits.
-HARMLESS = {
-    "_name_or_path",
-    "architectures",
-    "attention_dropout",
-    "auto_map",  # code in the folder, which is never run
-    "bos_token_id",
-    "chunk_size_feed_forward",
-    "dtype",
-    "embd_pdrop",
-    "eos_token_id",
-    "hidden_dropout",
-    "id2label",
-    "initializer_range",
-    "is_llama_config",
-    "label2id",
-    "output_attentions",
-    "output_hidden_states",
-    "pad_token_id",
-    "problem_type",
-    "resid_pdrop",
-    "return_dict",
-    "torch_dtype",
-    "transformers.js_config",
-    "transformers_version",
-    "unsloth_fixed",
-    "unsloth_version",
-    "use_cache",
-}
+_MUST_EQUAL_ALL = {"hidden_act": "silu", "is_encoder_decoder": False, "is_causal": True, "pretraining_tp": 1}
+# Running, training, saving and generation: not used in computing logits. Code that `auto_map` names is never run.
+HARMLESS = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _attn_implementation_internal _commit_hash
+    _experts_implementation _flash_attn_2_enabled _from_model_config _name_or_path _num_labels architectures
+    attention_dropout attention_probs_dropout_prob attn_implementation auto_map chunk_size_feed_forward
+    classifier_dropout custom_pipelines dtype embd_pdrop experts_implementation finetuning_task
+    gradient_checkpointing hidden_dropout hidden_dropout_prob id2label initializer_range is_llama_config
+    keys_to_ignore_at_inference label2id max_sequence_length model_max_length name_or_path neftune_noise_alpha
+    num_labels output_attentions output_hidden_states output_past prefix problem_type resid_pdrop return_dict
+    task_specific_params tf_legacy_loss tokenizer_class torch_dtype torchscript transformers.js_config
+    transformers_version unsloth_fixed unsloth_version use_bfloat16 use_cache xla_device
+    assistant_confidence_threshold assistant_early_exit assistant_lookbehind bad_words_ids begin_suppress_tokens
+    bos_token_id cache_config cache_implementation compile_config constraints decoder_start_token_id disable_compile
+    diversity_penalty do_sample dola_layers early_stopping encoder_no_repeat_ngram_size encoder_repetition_penalty
+    eos_token_id epsilon_cutoff eta_cutoff exponential_decay_length_penalty force_words_ids forced_bos_token_id
+    forced_eos_token_id guidance_scale is_assistant length_penalty low_memory max_length max_matching_ngram_size
+    max_new_tokens max_time min_length min_new_tokens min_p no_repeat_ngram_size num_assistant_tokens
+    num_assistant_tokens_schedule num_beam_groups num_beams num_return_sequences output_logits output_scores
+    pad_token_id penalty_alpha prefill_chunk_size prompt_lookup_num_tokens remove_invalid_values renormalize_logits
+    repetition_penalty return_dict_in_generate sep_token_id sequence_bias stop_strings suppress_tokens
+    target_lookbehind temperature token_healing top_h top_k top_p typical_p watermarking_config
+    """.split()
+)
 
 
 class Row(NamedTuple):
@@ -247,7 +237,7 @@ def decoder_config(fields: Mapping[str, Any], *, raw_keys: set[str], where: str 
     stated = stated_fields.check(fields, stated_fields.Decoder, where)
     if kinds := set(stated.layer_types or ()) - {"full_attention"}:
         raise UserError(f"{where}: layer_types has {sorted(kinds)}, only 'full_attention' is supported")
-    if "quantization_config" in raw_keys:
+    if fields.get("quantization_config"):
         _refuse_packing(stated.quantization_config, where)
     width, heads = stated.hidden_size, stated.num_attention_heads
     kv_heads = stated.num_key_value_heads or heads
@@ -330,9 +320,12 @@ def _refuse_packing(stated: Packing | None, where: str) -> None:
 def refuse_fields(
     fields: Fields, raw_keys: set[str], *, required: Set[str], must: Fields, free: Set[str], where: str
 ) -> None:
-    """Refuses fields without a `required` one, with another value than in `must`, or with an unknown name."""
+    """Refuses fields without a `required` one, with another value than in `must`, or that state an unknown name.
+
+    An unknown one says nothing where its value is what transformers takes for an absent field: null, false, empty.
+    """
     family = fields.get("model_type")
-    if "quantization_config" in raw_keys:
+    if "quantization_config" in raw_keys and is_stated(fields.get("quantization_config")):
         had = shorten(fields.get("quantization_config"))
         raise UserError(
             f"{where}: quantization_config={had}: quantised storage is read from .gguf files only; use the model's "
@@ -344,7 +337,7 @@ def refuse_fields(
         had = fields.get(key)
         if had is not None and (had != value or isinstance(had, bool) != isinstance(value, bool)):
             raise UserError(f"{where}: {key}={shorten(had)}, only {value!r} is supported for model_type {family!r}")
-    if unknown := sorted(raw_keys - free - must.keys()):
+    if unknown := sorted(key for key in raw_keys - free - must.keys() if is_stated(fields.get(key))):
         had = f"{unknown[0]!r:.80}"[1:-1]
         raise UserError(
             f"{where}: field {had}={shorten(fields.get(unknown[0]))} is not known for model_type {family!r} and may "

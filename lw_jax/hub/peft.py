@@ -15,6 +15,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.files import whole
 from lw_jax.core.types import Tree
 from lw_jax.hub import families
+from lw_jax.hub.config_json import is_stated, shorten
 from lw_jax.hub.tensor_files import FLOATS, read_safetensors, read_tensor, write_safetensors
 from lw_jax.models import lora
 from lw_jax.models.decoder import DecoderConfig
@@ -36,20 +37,19 @@ class _Adapter(msgspec.Struct, frozen=True):
     bias: str = "none"
     lora_dropout: Annotated[float, msgspec.Meta(ge=0, lt=1)] | None = None
     alpha_pattern: dict[str, _Alpha] | None = None
-    # Under these a pair means something else; absent or empty they are off.
-    use_dora: Any = None
-    use_rslora: Any = None
-    fan_in_fan_out: Any = None
-    modules_to_save: Any = None
-    layers_to_transform: Any = None
-    lora_bias: Any = None
-    target_parameters: Any = None
-    trainable_token_indices: Any = None
-    layer_replication: Any = None
+    init_lora_weights: bool | str | None = None
 
 
-_OFF = ("use_dora", "use_rslora", "fan_in_fan_out", "modules_to_save", "layers_to_transform", "lora_bias")
-_OFF_TOO = ("target_parameters", "trainable_token_indices", "layer_replication")
+# These starts leave the base model as it is; the others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take something from it.
+_STARTS = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+# Of training alone, or stated again by the tensors.
+_HARMLESS = frozenset(
+    """
+    auto_mapping base_model_name_or_path corda_config eva_config exclude_modules inference_mode layers_pattern
+    loftq_config lora_ga_config megatron_core peft_version qalora_group_size rank_pattern revision runtime_config
+    target_modules task_type
+    """.split()
+)
 
 
 def save(folder: Path, pairs: Tree, spec: Lora, *, cfg: DecoderConfig, model_type: str, base: str) -> None:
@@ -116,9 +116,10 @@ def load(folder: Path, cfg: DecoderConfig) -> tuple[Tree, Lora]:
 
 def _read_config(file: Path) -> _Adapter:
     try:
-        saved = schema.read(file, _Adapter, remedy=_REMEDY)
+        stated = schema.read(file, dict[str, Any], remedy=_REMEDY)
     except FileNotFoundError as error:
         raise UserError(f"{file}: no such file; {_REMEDY}") from error
+    saved = schema.convert(stated, _Adapter, where=str(file), remedy=_REMEDY)
     if saved.peft_type != "LORA" or saved.bias != "none":
         raise UserError(
             f"{file}: peft_type={saved.peft_type!r:.80}, bias={saved.bias!r:.80}; LORA without bias is read"
@@ -126,9 +127,16 @@ def _read_config(file: Path) -> _Adapter:
     known = {name.split(".")[1] for name in (*MODULES.values(), *families.FUSED)}
     if other := sorted((saved.alpha_pattern or {}).keys() - known):
         raise UserError(f"{file}: alpha_pattern of {other[0]!r:.80}: names of matrices alone are read, as 'q_proj'")
-    for key in (*_OFF, *_OFF_TOO):
-        if value := getattr(saved, key):
-            raise UserError(f"{file}: {key}={value!r:.80} is not supported; train the adapter without it")
+    read = {field.name for field in msgspec.structs.fields(_Adapter)}
+    other = sorted(key for key in stated.keys() - read - _HARMLESS if is_stated(stated[key]))
+    start = saved.init_lora_weights
+    if (start.lower() if isinstance(start, str) else start) not in _STARTS:
+        other = ["init_lora_weights"]
+    if other:
+        raise UserError(
+            f"{file}: {other[0]:.80}={shorten(stated[other[0]])} is not supported: pairs that are added to the base "
+            "model as it is are read; train the adapter without it, or convert it with peft"
+        )
     return saved
 
 

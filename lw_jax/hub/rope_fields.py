@@ -5,7 +5,7 @@ from collections.abc import Mapping, Set
 from typing import Any
 
 from lw_jax.core.errors import UserError
-from lw_jax.hub.config_json import Decoder, Rope, shorten
+from lw_jax.hub.config_json import Decoder, Rope, is_stated, shorten
 from lw_jax.models.rotary import Llama3Scaling, LongRope
 
 PARTIAL = "partial_rotary_factor"
@@ -41,7 +41,8 @@ def check(raw: Mapping[str, Any], rope: Rope, kinds: Set[str], *, partial: bool,
     if kind not in kinds:
         raise UserError(f"{where}: rope_type={kind!r}, only {sorted(kinds)} are supported")
     needed, optional = _ROPE_FIELDS[kind]
-    if unknown := sorted(set(raw) - {"rope_type", "type", "rope_theta", PARTIAL, *needed, *optional}):
+    known = {"rope_type", "type", "rope_theta", PARTIAL, *needed, *optional}
+    if unknown := sorted(key for key in set(raw) - known if is_stated(raw[key])):
         had = f"{unknown[0]}={shorten(raw[unknown[0]])}"
         raise UserError(f"{where}: rope field {had} is not known for rope_type {kind!r}")
     if not partial and rope.partial_rotary_factor not in (None, 1.0):

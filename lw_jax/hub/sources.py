@@ -129,7 +129,9 @@ def _missing(source: str, path: Path) -> str:
 def _weight_file(path: Path) -> Path:
     if path.is_file():
         return path
-    files = sorted(path.glob("*.safetensors"))
+    from lw_jax.hub.tensor_files import weight_files  # imports JAX
+
+    files = weight_files(path)
     if len(files) != 1:
         raise UserError(f"{path}: sha256 is of one weight file, here are {len(files)} .safetensors; leave sha256 empty")
     return files[0]

@@ -7,6 +7,7 @@ Nothing is ever unpickled. Weights are checked to be finite in the chunk that ha
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, BinaryIO, Literal
@@ -31,6 +32,8 @@ _ALIGNMENT = 64  # bytes; what XLA asks of the memory of a CPU array
 _CHUNK_BYTES = 1 << 20  # read, checked and converted at once: stays in a core's own cache
 _HEADER_LIMIT = 100 << 20  # the safetensors library's own
 _FETCH = "fetch it again"
+_ADAPTER = "adapter_config.json", "adapter_model.safetensors"
+_SHARD = re.compile(r"model-\d+-of-\d+\.safetensors")  # as save_pretrained names them, before it writes their index
 
 _Extent = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 # A plain name: nothing outside the model's own folder is opened, and no pickle.
@@ -100,28 +103,68 @@ def require_gguf(location: Path) -> None:
         )
 
 
+def weight_files(folder: Path) -> list[Path]:
+    """Returns the safetensors files of a folder that hold a model under transformers' names, listed in an index or not.
+
+    `consolidated*` hold the same model under its authors' names, and an adapter's file no model.
+    """
+    own = (file for file in folder.glob("*.safetensors") if not file.name.startswith("consolidated"))
+    return sorted(file for file in own if file.name != _ADAPTER[1])
+
+
 def _safetensors_files(folder: Path) -> tuple[list[Path], dict[str, str]]:
-    """Returns a model's files, and the index' tensor -> file ({} without an index)."""
+    """Returns a model's files, and the index' tensor -> file ({} without an index).
+
+    Raises:
+        UserError: several sets of weights that differ, an adapter beside them, or none.
+    """
     single, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
-    if index.is_file() and not single.is_file():
-        promised = schema.read(index, _Index, remedy=_FETCH).weight_map
-        files = [folder / name for name in sorted(set(promised.values()))]
-        if absent := [file for file in files if not file.is_file()]:
+    files = weight_files(folder)
+    if files and (adapter := [name for name in _ADAPTER if (folder / name).is_file()]):
+        raise UserError(
+            f"{folder}: {files[0].name} is a model and {adapter[0]} an adapter of one, which transformers would add to "
+            "its base; move one of the two to a folder of its own"
+        )
+    promised = schema.read(index, _Index, remedy=_FETCH).weight_map if index.is_file() else {}
+    parts = [folder / name for name in sorted(set(promised.values()))]
+    if single.is_file() and single not in parts:
+        shards = [file for file in files if file in parts or _SHARD.fullmatch(file.name)]
+        if shards and not _same(single, shards):
+            listed = index.name if promised else shards[0].name
+            raise UserError(
+                f"{folder}: {single.name} and the shards of {listed} are different weights, and which are meant is not "
+                "known; remove those of the earlier model"
+            )
+        return [single], {}
+    if promised:
+        if absent := [file for file in parts if not file.is_file()]:
             raise UserError(f"{index}: names {absent[0].name}, which is not in {folder}; fetch it too")
-        return files, promised
-    files = [single] if single.is_file() else sorted(folder.glob("*.safetensors"))
+        return parts, promised
     if len(files) == 1:
         return files, {}
     if files:
         raise UserError(
             f"{folder}: {len(files)} .safetensors files and no {index.name} that says which belong together"
         )
-    if pickled := sorted(file.name for suffix in ("bin", "pt", "pth") for file in folder.glob(f"*.{suffix}")):
-        raise UserError(
-            f"{folder}: {pickled[0]} is a pickle and is never opened; convert it with transformers' save_pretrained"
-        )
+    if other := sorted(file.name for suffix in ("gguf", "bin", "pt", "pth") for file in folder.glob(f"*.{suffix}")):
+        rule = "is a pickle and is never opened; convert it with transformers' save_pretrained"
+        rule = "is read where the file itself is named" if other[0].endswith(".gguf") else rule
+        raise UserError(f"{folder}: {other[0]} {rule}")
     pickled = "if they are pickled (*.bin), convert them once with transformers: load, then save_pretrained(FOLDER)"
     raise UserError(f"{folder}: no *.safetensors in it; fetch the model's weights, or {pickled}")
+
+
+def _same(single: Path, shards: list[Path]) -> bool:
+    """Returns whether the shards hold the very tensors of the one file."""
+    one, other = read_safetensors(single), [read_safetensors(file) for file in shards]
+    parts = {name: stored for found in other for name, stored in found.items()}
+    return one.keys() == parts.keys() and all(same_values(one[name], parts[name]) for name in one)
+
+
+def same_values(one: Stored, other: Stored) -> bool:
+    """Returns whether two tensors have the same values in the same type; not where one is NaN."""
+    alike = (one.kind, one.shape) == (other.kind, other.shape)
+    return alike and all(map(np.array_equal, read_pieces(one), read_pieces(other)))
 
 
 def read_safetensors(file: Path) -> dict[str, Stored]:

@@ -28,9 +28,9 @@ from lw_jax.hub.tensor_files import (
     Stored,
     list_tensors,
     make_buffer,
-    read_pieces,
     read_tensor,
     require_gguf,
+    same_values,
     write_safetensors,
 )
 from lw_jax.models import bert, quant, ttt
@@ -319,7 +319,7 @@ def _sources(location: Path, cfg: DecoderConfig, *, is_awq: bool) -> dict[Place,
     if any(name.endswith(".qweight") for name in catalogue) != is_awq:
         fault = "no AWQ matrices: store it as nf4" if is_awq else "AWQ matrices: set this model's weights to 'awq'"
         raise UserError(f"{location} has {fault}")
-    if is_awq and "quantization_config" not in _read_json(location / "config.json"):
+    if is_awq and not _read_json(location / "config.json").get("quantization_config"):
         raise UserError(f"{location}/config.json: no quantization_config, which AWQ matrices need")
     triples = awq.match(location, catalogue, slots) if is_awq else {}
     for name in sorted(catalogue.keys() - slots.keys()):
@@ -369,10 +369,7 @@ def _refuse_unknown(stored: Stored, catalogue: Mapping[str, Stored], cfg: Decode
     embed = catalogue.get("model.embed_tokens.weight")
     if stored.name != "lm_head.weight" or not cfg.tied or embed is None:
         raise UserError(f"{stored.label} {_STRANGE}")
-    same = stored.shape == embed.shape and all(
-        np.array_equal(a, b) for a, b in zip(read_pieces(stored), read_pieces(embed), strict=True)
-    )
-    if not same:
+    if not same_values(stored, embed):
         raise UserError(
             f"{stored.label} differs from the embedding although tie_word_embeddings is true; "
             "set tie_word_embeddings to false in config.json if the head is its own"

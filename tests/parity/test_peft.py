@@ -89,11 +89,17 @@ def test_peft_gives_the_same_logits_from_our_folder_and_we_read_it_back(tmp_path
     assert np.abs(our_logits(lora.attach(params, back, found), cfg) - ours).max() < LOGITS * np.abs(ours).max()
 
 
-def test_peft_s_own_folder_means_the_same_here(tmp_path):
+@pytest.mark.parametrize("start", [False, "gaussian", "eva", "orthogonal", "mica"])
+def test_peft_s_own_folder_means_the_same_here(tmp_path, start):
     base_model(tmp_path / "base", "llama")
     model = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
-    told = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
-    peft.get_peft_model(model, told).save_pretrained(tmp_path / "adapter")
+    own = {"eva_config": peft.EvaConfig()} if start == "eva" else {}
+    told = peft.LoraConfig(r=4, lora_alpha=6, target_modules=["q_proj", "down_proj"], init_lora_weights=start, **own)
+    model = peft.get_peft_model(model, told)
+    with torch.no_grad():
+        for name, one in model.named_parameters():
+            one.add_(0.1 * torch.randn_like(one) if ".lora_" in name else 0.0)
+    model.save_pretrained(tmp_path / "adapter")
     pairs, spec = folders.load(tmp_path / "adapter", LLAMA)
     assert spec.names == ("q", "down")
     params = weights.load(tmp_path / "base", dtype=jnp.float32)
@@ -143,6 +149,15 @@ def test_phi3_s_fused_modules_have_zeros_where_a_part_has_no_pair(tmp_path):
         ({"alpha_pattern": {"q_proj": -3}}, "alpha_pattern"),
         ({"lora_dropout": 2}, "lora_dropout=2"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
+        ({"layers_to_transform": 0}, "layers_to_transform=0"),
+        ({"megatron_config": {"num_layers": 3}}, "megatron_config"),
+        ({"alora_invocation_tokens": [5]}, r"alora_invocation_tokens=\[5\]"),
+        ({"of_a_later_version": "on"}, "of_a_later_version='on'"),
+        *[
+            ({"init_lora_weights": start}, f"init_lora_weights='{start}'")
+            for start in ("pissa", "pissa_niter_4", "OLoRA", "corda", "loftq", "lora_ga")
+        ],
+        ({"init_lora_weights": 2}, "init_lora_weights=2"),
     ],
 )
 def test_adapters_of_another_kind_are_refused_by_name(tmp_path, change, told):

@@ -1,12 +1,14 @@
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from transformers import CONFIG_MAPPING
 
 from lw_jax.core.errors import UserError
-from lw_jax.hub import families, gguf_family
+from lw_jax.hub import families, gguf_family, weights
 from lw_jax.models.decoder import DecoderConfig, abstract
 from lw_jax.models.rotary import Llama3Scaling, LongRope
 
@@ -69,6 +71,10 @@ def test_absent_kv_heads_and_head_dim_follow_from_heads():
         ("llama", "attention_bias", True),
         ("llama", "mlp_bias", True),
         ("llama", "pretraining_tp", 2),
+        ("llama", "is_causal", False),  # transformers 5 then reads both ways
+        ("llama", "pruned_heads", {"0": [1]}),
+        ("llama", "add_cross_attention", True),
+        ("phi3", "full_attn_mod", 2),
         ("llama", "rope_interleaved", True),
         ("llama", "quantization_config", {"bits": 4}),
         ("llama", "logit_scale", 0.5),
@@ -151,6 +157,72 @@ def test_longrope_without_its_original_length_is_refused():
 def test_harmless_fields_are_accepted():
     harmless = {"torch_dtype": "bfloat16", "use_cache": True, "sliding_window": 7, "attention_dropout": 0.1}
     assert read(fields_of(QWEN) | harmless) == QWEN
+
+
+# What transformers 4 writes besides a class's own fields, with its defaults; and what others leave in published files.
+OLD = {
+    "_attn_implementation_autoset": True,
+    "_name_or_path": "here",
+    "add_cross_attention": False,
+    "chunk_size_feed_forward": 0,
+    "cross_attention_hidden_size": None,
+    "decoder_start_token_id": None,
+    "diversity_penalty": 0.0,
+    "do_sample": True,
+    "exponential_decay_length_penalty": None,
+    "finetuning_task": None,
+    "forced_eos_token_id": None,
+    "gradient_checkpointing": False,
+    "id2label": {"0": "LABEL_0"},
+    "is_encoder_decoder": False,
+    "length_penalty": 1.0,
+    "max_length": 4096,
+    "no_repeat_ngram_size": 0,
+    "num_beams": 1,
+    "output_attentions": False,
+    "prefix": None,
+    "pretraining_tp": 1,
+    "problem_type": None,
+    "pruned_heads": {},
+    "quantization_config": None,
+    "repetition_penalty": 1.0,
+    "return_dict": True,
+    "rope_scaling": None,
+    "sliding_window": None,
+    "task_specific_params": None,
+    "temperature": 0.6,
+    "tf_legacy_loss": False,
+    "tie_encoder_decoder": False,
+    "tokenizer_class": None,
+    "torch_dtype": "float32",
+    "torchscript": False,
+    "unsloth_fixed": True,
+    "use_bfloat16": False,
+    "use_sliding_window": False,
+    "xla_device": None,
+    "of_a_later_version": False,
+    "also_of_a_later_version": [],
+}
+
+
+@pytest.mark.parametrize("kind", [*families.FAMILIES, "bert"])
+@pytest.mark.parametrize("extra", [{}, OLD], ids=["new", "old"])
+def test_every_field_that_transformers_writes_by_default_is_passed_over(tmp_path, kind, extra):
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
+    fields = CONFIG_MAPPING[kind](**sizes).to_dict() | extra
+    if kind == "bert":
+        fields = {key: fields[key] for key in fields.keys() - {"pretraining_tp", "num_key_value_heads"}}
+    elif extra:
+        fields |= {"rope_theta": 1e4, "is_decoder": True, "layer_types": ["full_attention"] * 2}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    cfg = (weights.describe_bert if kind == "bert" else weights.describe)(tmp_path)
+    assert (cfg.width, cfg.layers) == (64, 2)
+
+
+def test_rotary_field_that_says_nothing_is_passed_over():
+    fields = fields_of(LLAMA31)
+    fields["rope_parameters"] |= {"attention_factor": None, "mrope_section": []}
+    assert read(fields) == LLAMA31
 
 
 @pytest.mark.parametrize(

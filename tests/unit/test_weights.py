@@ -3,6 +3,7 @@ import errno
 import functools
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -302,6 +303,92 @@ def test_several_files_without_an_index_are_refused(tmp_path, llama):
     (folder / "model.safetensors.index.json").unlink()
     with pytest.raises(UserError, match="2 .safetensors files"):
         weights.load(folder, dtype=jnp.float32)
+
+
+INDEX, SHARDS = "model.safetensors.index.json", ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def add_shards(folder, change=0.0):
+    """Adds the same weights in two shards with their index; `change` is added to one value."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors[K_PROJ][0, 0] += change
+    place = {name: SHARDS[i % 2] for i, name in enumerate(sorted(tensors))}
+    for file in SHARDS:
+        save_file({name: tensors[name] for name in tensors if place[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": place}))
+
+
+@pytest.mark.parametrize(
+    ("change", "absent", "named"),
+    [
+        (1.0, (), INDEX),
+        (0.0, (SHARDS[1],), INDEX),  # not whole: what it would have held is not known
+        (1.0, (INDEX,), SHARDS[0]),  # of a save that was cut off before it wrote the index
+    ],
+)
+@pytest.mark.parametrize("newer", ["shards", "model.safetensors"])
+def test_two_sets_of_weights_in_one_folder_are_refused_whichever_is_newer(llama, change, absent, named, newer):
+    add_shards(llama, change)
+    for file in absent:
+        (llama / file).unlink()
+    if newer == "model.safetensors":
+        os.utime(llama / newer, (2e9, 2e9))
+    for ask in (weights.fingerprint, lambda folder: weights.load(folder, dtype=jnp.float32)):
+        with pytest.raises(UserError, match=rf"model\.safetensors and .*{re.escape(named)}"):
+            ask(llama)
+
+
+def _add_adapter(folder):
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def _add_adapter_weights(folder):
+    save_file({"x": np.ones(1, np.float32)}, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("add", [_add_adapter, _add_adapter_weights])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_adapter_beside_a_whole_model_is_refused(llama, add, sharded):
+    add(llama)
+    if sharded:
+        add_shards(llama)
+        (llama / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model.* and adapter_\w+\.\w+ an adapter"):
+        weights.load(llama, dtype=jnp.float32)
+
+
+def _add_copies(folder):
+    for name in ("pytorch_model.bin", "model.gguf", "consolidated.00.pth"):
+        (folder / name).write_bytes(b"not read")
+    save_file({"tok_embeddings.weight": np.ones(1, np.float32)}, folder / "consolidated.safetensors")
+
+
+def _add_copies_to_shards(folder):
+    add_shards(folder)
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+
+
+def _rename(folder):
+    _add_copies(folder)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+
+
+def _leave_index(folder):  # as transformers' save_pretrained leaves one that it wrote before into the folder
+    add_shards(folder, 1.0)
+    for file in SHARDS:
+        (folder / file).unlink()
+
+
+def _list_itself(folder):
+    names = load_file(folder / "model.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+
+
+@pytest.mark.parametrize("add", [add_shards, _add_copies, _add_copies_to_shards, _rename, _leave_index, _list_itself])
+def test_folder_with_one_set_of_weights_is_read_whatever_stands_beside_it(llama, add):
+    add(llama)
+    assert_equal_trees(weights.load(llama, dtype=jnp.float32), random_params(LLAMA))
+    assert len(tensor_files.weight_files(llama)) == (2 if add is _add_copies_to_shards else 3 if add is add_shards else 1)
 
 
 @pytest.mark.parametrize("keep", [4, 100, -1])
