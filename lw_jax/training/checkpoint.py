@@ -242,6 +242,7 @@ class Checkpointer:
         if self._pending is None:
             raise error
         (step, size, _), self._pending = self._pending, None
+        self._drain()
         self._remove_unfinished()
         if any(os.strerror(code) in str(error) for code in FULL):
             free = shutil.disk_usage(nearest(self._folder)).free
@@ -255,6 +256,12 @@ class Checkpointer:
                 f"{self._folder}: checkpoint {step} cannot be written: {error}; give a --workdir that can"
             ) from error
         raise error
+
+    def _drain(self) -> None:
+        """Waits for the other files of a failed write; each of their errors, which say the same, is raised once."""
+        while True:
+            with contextlib.suppress(OSError, ValueError):
+                return self._orbax.wait_until_finished()
 
     def _write_record(self) -> None:
         """Writes the record, in orbax's thread of process 0, between the arrays and the rename that commits."""
@@ -295,14 +302,13 @@ class Checkpointer:
         if which not in ("latest", "best", "best or latest"):
             raise UserError(f"checkpoint {which!r} is not one of latest, best, best or latest")
         scored = checkpoint_record.scores(records)
-        if which == "latest" or (which == "best or latest" and not scored):
-            return sorted(records, reverse=True)
-        if records and not scored:
+        if which == "best" and records and not scored:
             raise UserError(
                 f"{self._folder}: none of the checkpoints {sorted(records)} has the metric {BEST!r}; take the latest, "
                 "or train with train.eval_every > 0"
             )
-        return sorted(scored, key=lambda step: (scored[step], -step))
+        best = [] if which == "latest" else sorted(scored, key=lambda step: (scored[step], -step))
+        return best if which == "best" else best + sorted(records.keys() - set(best), reverse=True)
 
     def _read(self, step: int, abstract_state: dict[str, Tree]) -> dict[str, Tree]:
         first = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -135,7 +135,8 @@ Records = dict[str, Record]  # by device
 class Sampler:
     """Daemon thread that reads the devices every `period` seconds while the context is open.
 
-    Writes the mean over each `line_seconds` to `path`, one JSON line a device: 17 MB a day for eight cards.
+    Writes the mean over each `line_seconds` to `path`, one JSON line a device: 17 MB a day for eight cards. Where the
+    file cannot be written or the runtime fails, it reports so once and ends: what it does decides nothing.
     """
 
     def __init__(
@@ -145,8 +146,9 @@ class Sampler:
         path: Path | None = None,
         period: float = 1.0,
         line_seconds: float = 10.0,
+        report: Callable[[str], None] = print,
     ):
-        self._read, self._path = read, path
+        self._read, self._path, self._report = read, path, report
         self._period, self._line_seconds = period, line_seconds
         self._lock = threading.Lock()
         self._stop = threading.Event()
@@ -221,7 +223,10 @@ class Sampler:
 
     def _run(self) -> None:
         while not self._stop.wait(self._period):
-            self.sample()
+            try:
+                self.sample()
+            except RuntimeError as error:  # JAX's
+                return self._report(f"the devices are no longer read: {error}")
 
     def _write_line(self, now: float) -> None:
         seconds, self._line_started = now - self._line_started, now
@@ -229,11 +234,15 @@ class Sampler:
         measured = [(device, record) for device, record in records.items() if record.measures]
         if self._path is None or not measured:
             return
-        with self._path.open("a", encoding="utf-8") as file:
-            for device, record in measured:
-                row = {"time": round(time.time(), 3), "seconds": round(seconds, 3), "device": device}
-                values = {name: round(value, 3) for name, value in record.values().items()}
-                file.write(json.dumps(row | {"samples": record.samples} | values) + "\n")
+        try:
+            with self._path.open("a", encoding="utf-8") as file:
+                for device, record in measured:
+                    row = {"time": round(time.time(), 3), "seconds": round(seconds, 3), "device": device}
+                    values = {name: round(value, 3) for name, value in record.values().items()}
+                    file.write(json.dumps(row | {"samples": record.samples} | values) + "\n")
+        except OSError as error:
+            self._report(f"{self._path}: {error.strerror}: readings of the devices are no longer written")
+            self._path = None
 
 
 def find_under_used(records: Records) -> list[str]:

@@ -10,12 +10,24 @@ import traceback
 def install() -> None:
     """Installs the filters of log lines and of unraisable exceptions, once a process."""
     logging.getLogger("absl").addFilter(_is_no_failed_write)
+    logging.getLogger("asyncio").addFilter(_is_no_second_failure)
     _ignore_late_arrays()
 
 
 def _is_no_failed_write(entry: logging.LogRecord) -> bool:
     """Drops orbax's tracebacks of a failed write, whose error is raised to the caller."""
     return not (entry.exc_info and "orbax" in entry.pathname)
+
+
+def _is_no_second_failure(entry: logging.LogRecord) -> bool:
+    """Drops asyncio's tracebacks of files that failed beside the one whose error is raised.
+
+    Orbax writes many at once and closes their event loop at the first failure: the errors of those that fail in the
+    loop's last round are never asked for, and asyncio prints them when they are collected, in about one try of four.
+    What orbax and tensorstore raise for a file are these two classes, which `Checkpointer` turns into one line.
+    """
+    failed = bool(entry.exc_info) and isinstance(entry.exc_info[1], OSError | ValueError)
+    return not (failed and "exception was never retrieved" in entry.getMessage())
 
 
 def _ignore_late_arrays() -> None:

@@ -39,6 +39,7 @@ class Reporter:
         self._sampler = Sampler(
             Devices(sorted(used, key=lambda device: device.id), self.say),
             path=workdir / f"devices{suffix}.jsonl" if workdir else None,
+            report=self.say,
         )
 
     def say(self, *lines: str) -> None:
@@ -71,8 +72,12 @@ class Reporter:
 
     def log(self, step: int, values: dict[str, float]) -> None:
         """Writes a row to every log, the run's own ones first."""
-        for log in self._logs:
-            log.write(step, values)
+        for log in tuple(self._logs):
+            try:
+                log.write(step, values)
+            except sinks.Failed as error:
+                self._logs.remove(log)
+                self.say(sinks.describe("tensorboard", error))
         if self._services is not None:
             self.say(*self._services.write(step, values))
 

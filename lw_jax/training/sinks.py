@@ -1,7 +1,7 @@
 """Sinks of the logged rows beside `metrics.jsonl`, those that `train.log_to` names; each library is imported only then.
 
 TensorBoard's files are the run's own. The others are services: a start of the run opens its run there, a resumed start
-the same one. `metrics.jsonl` stays the truth: a service that fails is left out, and training goes on.
+the same one. `metrics.jsonl` stays the truth: a sink that fails is left out, and training goes on.
 """
 
 import contextlib
@@ -66,15 +66,17 @@ class TensorBoard:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes the file."""
-        self._writer.close()
+        """Closes the file; all rows are in it, or `write` has failed."""
+        with contextlib.suppress(OSError):
+            self._writer.close()
 
     def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends one event with all values at once."""
+        """Appends one event with all values at once; raises `Failed` where the disk refuses it."""
         scalars = [self._summary.Value(tag=name, simple_value=value) for name, value in values.items()]
         summary = self._summary(value=scalars)
-        self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
-        self._writer.flush()
+        with _convert(OSError):
+            self._writer.write_event(self._event(wall_time=time.time(), step=step, summary=summary))
+            self._writer.flush()
 
 
 class Failed(RuntimeError):
@@ -227,7 +229,7 @@ class Services:
                 if record is None:
                     self.close(1)
                     refuse("train.log_to", cfg.train.log_to, f"{name}: {error}; mend it, or leave {name!r} out.")
-                self.notices.append(_describe(name, error))
+                self.notices.append(describe(name, error))
                 continue
             self._open[name] = service, record or Record(service.run, {})
             self._save(name)
@@ -240,12 +242,12 @@ class Services:
                 continue
             try:
                 service.write(step, values)
+                record.logged[kind] = step
+                with _convert(OSError):
+                    self._save(name)
             except Failed as error:
                 del self._open[name]
-                notices.append(_describe(name, error))
-            else:
-                record.logged[kind] = step
-                self._save(name)
+                notices.append(describe(name, error))
         return notices
 
     def close(self, code: int) -> list[str]:
@@ -255,7 +257,7 @@ class Services:
             try:
                 service.close(code)
             except Failed as error:
-                notices.append(_describe(name, error))
+                notices.append(describe(name, error))
         self._open = {}
         return notices
 
@@ -263,5 +265,6 @@ class Services:
         write_whole(self._workdir / f"{name}.json", msgspec.json.encode(self._open[name][1]).decode())
 
 
-def _describe(name: str, error: Failed) -> str:
+def describe(name: str, error: Failed) -> str:
+    """Returns a line for people about a sink that is left out from now on."""
     return f"{name}: {error}: no more rows go there until the run is started again; metrics.jsonl has them all"

@@ -122,7 +122,23 @@ class Run:
             )
 
     def _restore_or_initialise(self, session: _Session) -> None:
-        """Restores the last checkpoint, or initialises the state and the data position."""
+        """Restores the last checkpoint, or initialises the state and the data position.
+
+        Raises:
+          UserError: weights and state alone do not fit.
+        """
+        self.state = {}  # or what a failed step left of it would be in memory beside the new one
+        try:
+            with out_of_memory.detect():
+                self._load(session)
+        except OutOfMemory as error:
+            raise UserError(
+                f"out of memory while weights and training state are loaded, whatever the micro-batch: {error}. End "
+                "other programs on the device, store the readers packed (--config.llms.NAME.weights=nf4), or split "
+                "them (--config.mesh.placement=tensor)"
+            ) from error
+
+    def _load(self, session: _Session) -> None:
         restored = self.checkpointer.restore(self.step_spec.state()) if self.checkpointer else None
         if restored is None:
             session.frozen = self._initialise(session.frozen)
@@ -264,7 +280,7 @@ class Run:
                     return self._loop(session, stop_requested)
             except OutOfMemory as error:
                 self._halve(error)
-                self._rewind(session)
+            self._rewind(session)  # here the error is gone, and with its traceback the arrays of the failed step
 
     def _halve(self, error: OutOfMemory) -> None:
         """Halves the micro-batch; raises UserError where that is impossible."""

@@ -1,6 +1,7 @@
 """A batch that does not fit is cut on the way, and neither the curve nor the log shows where."""
 
 import re
+import sys
 
 import jax
 import numpy as np
@@ -113,6 +114,23 @@ def test_readers_apart_go_on_with_half_too(root, single, tmp_path):
     run = train_with(recipe, tmp_path / "run", lambda step: Failing(step, {4}, "after donation"))
     np.testing.assert_allclose(tiny.logged_losses(tmp_path / "run"), single[1], rtol=LOSS)
     assert run.accumulation == 2
+
+
+def test_checkpoint_that_does_not_fit_either_is_refused_in_one_line(text, tmp_path, monkeypatch):
+    recipe, seen = tiny.make_ttt(text), []
+    with Checkpointer(tmp_path, keep=2, identity=recipe.identity()) as checkpointer:
+        run = trainer.Run(recipe.cfg, recipe, checkpointer, None)
+        run.step_spec.step = Failing(run.step_spec.step, {5}, "after donation")
+        run.prepare()
+
+        def restore(*_, **__):
+            seen.append((run.state, sys.exc_info()[0]))
+            raise jax.errors.JaxRuntimeError(EXHAUSTED)
+
+        monkeypatch.setattr(checkpointer, "restore", restore)
+        with pytest.raises(UserError, match=r"out of memory while .*RESOURCE_EXHAUSTED.*config\.mesh\.placement"):
+            run.train(lambda step: False)
+    assert seen == [({}, None)], "the failed step's arrays are given up first"
 
 
 def test_a_run_without_checkpoints_starts_over(text, alone, tmp_path):

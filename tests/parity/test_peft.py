@@ -89,6 +89,7 @@ def test_peft_gives_the_same_logits_from_our_folder_and_we_read_it_back(tmp_path
     assert np.abs(our_logits(lora.attach(params, back, found), cfg) - ours).max() < LOGITS * np.abs(ours).max()
 
 
+@pytest.mark.filterwarnings("ignore:lora with eva")
 @pytest.mark.parametrize("start", [False, "gaussian", "eva", "orthogonal", "mica"])
 def test_peft_s_own_folder_means_the_same_here(tmp_path, start):
     base_model(tmp_path / "base", "llama")

@@ -2,6 +2,7 @@
 
 import asyncio
 import errno
+import gc
 import itertools
 import json
 import os
@@ -132,6 +133,15 @@ def test_best_without_any_metric_is_refused(tmp_path):
     fill(tmp_path)
     with reopen(tmp_path) as checkpointer, pytest.raises(UserError, match="'nll'.*eval_every"):
         checkpointer.restore(abstract(make_state()), which="best")
+
+
+def test_damaged_best_leaves_the_next_best_and_then_the_newest_without_a_score(tmp_path):
+    fill(tmp_path, [1, 2, 3, 4], keep=4, nll={1: 2.0, 2: 1.0})
+    for damaged, left in ((None, 2), (2, 1), (1, 4), (4, 3)):
+        if damaged:
+            flip(chunk(tmp_path / str(damaged)))
+        with reopen(tmp_path, keep=4) as checkpointer:
+            assert checkpointer.restore(abstract(make_state()), which="best or latest").step == left
 
 
 def test_saving_the_last_step_again_leaves_it_alone(tmp_path):
@@ -561,3 +571,32 @@ def test_arrays_that_come_late_after_a_failure_print_nothing_and_other_errors_do
             sys.unraisablehook(types.SimpleNamespace(**told, err_msg=None, object=None))
     orbax_logs.install.cache_clear()
     assert [one.exc_type for one in passed] == [ValueError]
+
+
+@pytest.mark.parametrize(("error", "printed"), [(OSError(errno.ENOSPC, "x"), 0), (ValueError("x"), 0), (KeyError(), 1)])
+def test_errors_of_other_files_of_a_failed_write_are_not_printed_when_they_are_collected(caplog, error, printed):
+    orbax_logs.install()
+    loop = asyncio.new_event_loop()
+    loop.create_future().set_exception(error)  # that nobody asks for
+    loop.close()
+    gc.collect()
+    assert len([entry for entry in caplog.records if "never retrieved" in entry.getMessage()]) == printed
+
+
+def test_every_error_of_a_failed_write_becomes_the_one_line(tmp_path, monkeypatch):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    errors = [full, ValueError("another array"), full]
+    with reopen(tmp_path) as checkpointer:
+        wait = checkpointer._orbax.wait_until_finished
+
+        def fail():
+            wait()
+            if errors:
+                raise errors.pop(0)
+
+        monkeypatch.setattr(checkpointer._orbax, "wait_until_finished", fail)
+        monkeypatch.setattr(checkpointer._orbax, "save", lambda *_, **__: None)
+        checkpointer._pending = 3, 7, {}
+        with pytest.raises(UserError, match="checkpoint 3 does not fit"):
+            checkpointer.close()
+    assert not errors

@@ -7,6 +7,7 @@ import threading
 import time
 import types
 
+import jax
 import pytest
 
 from lw_jax.training import device_monitor
@@ -129,6 +130,26 @@ def test_thread_samples_by_itself_and_ends_at_once():
         assert thread.daemon, "it would keep the process alive"
     assert not thread.is_alive()
     assert sampler.scalars()["devices/utilisation/gpu0"] == 0.75
+
+
+def test_full_disk_is_said_once_and_ends_the_lines_alone(now, tmp_path):
+    path, told = tmp_path / "devices.jsonl", []
+    path.symlink_to("/dev/full")
+    with Sampler(Script([busy("gpu0", 0.5)]), path=path, period=600, line_seconds=1, report=told.append) as sampler:
+        play(sampler, now, 2, 2)
+        assert sampler.scalars()["devices/utilisation/gpu0"] == 0.5
+    assert len(told) == 1 and f"{path}: No space left on device" in told[0]
+
+
+def test_runtime_that_fails_is_said_and_ends_the_readings_alone():
+    told = []
+
+    def read() -> list[Reading]:
+        raise jax.errors.JaxRuntimeError("INTERNAL: lost")
+
+    with Sampler(read, period=0.01, report=told.append) as sampler:
+        sampler._thread.join(10)
+    assert len(told) == 1 and "INTERNAL: lost" in told[0]
 
 
 def test_driver_that_hangs_does_not_hold_up_the_end(monkeypatch):

@@ -4,6 +4,7 @@ import math
 import struct
 from pathlib import Path
 
+import pytest
 from tensorboardX.proto.event_pb2 import Event  # pyright: ignore[reportAttributeAccessIssue]
 
 from lw_jax.training import sinks
@@ -44,3 +45,12 @@ def test_each_start_has_event_files_of_its_own(tmp_path):
                 log.write(step, {"train/loss": step / 8})
     found = {path.name: [step for step, _, _ in read_board(path)] for path in tmp_path.iterdir()}
     assert found == {"step-000000": [1, 2, 3], "step-000002": [3, 4], "step-000002-2": [3], "step-000000-2": [1]}
+
+
+def test_full_disk_fails_as_a_service_does_and_closes_without_another_error(tmp_path, monkeypatch):
+    with sinks.TensorBoard(tmp_path) as log:
+        monkeypatch.setattr(log._writer, "flush", lambda: Path("/dev/full").write_text("x"))
+        with pytest.raises(sinks.Failed, match="No space left"):
+            log.write(1, {"train/loss": 0.5})
+    monkeypatch.undo()
+    log._writer.close()

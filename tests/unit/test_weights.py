@@ -388,7 +388,9 @@ def _list_itself(folder):
 def test_folder_with_one_set_of_weights_is_read_whatever_stands_beside_it(llama, add):
     add(llama)
     assert_equal_trees(weights.load(llama, dtype=jnp.float32), random_params(LLAMA))
-    assert len(tensor_files.weight_files(llama)) == (2 if add is _add_copies_to_shards else 3 if add is add_shards else 1)
+    assert len(tensor_files.weight_files(llama)) == (
+        2 if add is _add_copies_to_shards else 3 if add is add_shards else 1
+    )
 
 
 @pytest.mark.parametrize("keep", [4, 100, -1])
