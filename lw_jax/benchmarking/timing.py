@@ -16,6 +16,7 @@ from lw_jax.training.step_spec import StepSpec
 # Of a square product, and of the bytes that a copy reads: more than any cache holds, less than a second on two cores.
 MATMUL = {"gpu": 8192, "cpu": 2048}
 COPIED = {"gpu": 1 << 31, "cpu": 1 << 28}
+WARM_SECONDS = 1.0  # until a card's clock is that of work that goes on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,13 +43,15 @@ class Ceilings:
     bandwidth: float  # bytes/s, read and written, of a copy that is larger than the caches
 
 
-def repeat(call: Callable[[], Any], *, repeats: int, warmup: int = 1) -> list[float]:
+def repeat(call: Callable[[], Any], *, repeats: int, warmup: int = 1, warm_seconds: float = 0.0) -> list[float]:
     """Returns the seconds of each call until its results are there, after some that are not counted."""
-    taken = []
-    for _ in range(warmup + repeats):
+    taken, begun = [], time.perf_counter()
+    while len(taken) < warmup + repeats:
         started = time.perf_counter()
         jax.block_until_ready(call())
         taken.append(time.perf_counter() - started)
+        if len(taken) == warmup and time.perf_counter() - begun < warm_seconds:
+            taken.pop()
     return taken[warmup:]
 
 
@@ -57,13 +60,15 @@ def ceilings(dtype: str, *, repeats: int = 20) -> Ceilings:
     kind = "gpu" if jax.default_backend() == "gpu" else "cpu"
     size = MATMUL[kind]
     copied = jnp.dtype(dtype if kind == "gpu" else jnp.float32)  # a CPU has no fast elementwise bf16
-    square, long = jnp.ones((size, size), dtype), jnp.ones((COPIED[kind] // copied.itemsize,), copied)
+    # Random: a card multiplies constants with less power, so at a higher clock, than anything that is computed.
+    square = jax.random.normal(jax.random.key(0), (size, size), jnp.dtype(dtype))
+    long = jnp.tile(square[0].astype(copied), COPIED[kind] // copied.itemsize // size)
     # A CPU's fast products of bf16 factors are those with fp32 results.
     result = None if kind == "gpu" else jnp.float32
     product = jax.jit(lambda a: jnp.matmul(a, a, preferred_element_type=result))
     scaled = jax.jit(lambda a: a * 2)
-    matmul = Spread.of(repeat(lambda: product(square), repeats=repeats))
-    moved = Spread.of(repeat(lambda: scaled(long), repeats=repeats))
+    matmul = Spread.of(repeat(lambda: product(square), repeats=repeats, warm_seconds=WARM_SECONDS))
+    moved = Spread.of(repeat(lambda: scaled(long), repeats=repeats, warm_seconds=WARM_SECONDS))
     return Ceilings(dtype, 2 * size**3 / matmul.median, 2 * long.nbytes / moved.median)
 
 

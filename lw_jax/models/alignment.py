@@ -14,9 +14,11 @@ from lw_jax.models import decoder
 
 EMBEDDING_SHARE = 0.8  # of the layer mix, for the state before the first layer
 RIDGE = 1e-3  # relative to the latents' unit variance
+EXACTLY = jax.default_matmul_precision("highest")  # decorates closed forms: a card would multiply fp32 as TF32
 CHUNK = 4096  # vocabulary entries regressed at once: bounds memory at large widths
 
 
+@EXACTLY
 def principal_directions(table: Float[Array, "v d"], width: int) -> Float[Array, "d z"]:
     """Returns the first `width` (at most d) principal directions of unit-RMS embeddings, strongest first."""
     unit = decoder.unit_rms(table, 1e-6)
@@ -30,6 +32,7 @@ def mix_logits(states: int) -> Float[Array, " n"]:
     return jnp.zeros((states,)).at[0].set(jnp.log(odds))
 
 
+@EXACTLY
 def linear_map(
     table: Float[Array, "v d"],
     directions: Float[Array, "d z"],

@@ -15,6 +15,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder, rotary
+from lw_jax.models.alignment import EXACTLY
 from lw_jax.models.decoder import DecoderConfig, KVPrefix, Mode
 
 RIDGE = 1e-2  # x the mean square of the kept keys' shares of attention: pulls towards the values as they were
@@ -87,6 +88,7 @@ def compact(  # noqa: PLR0913  (as `decoder.forward`)
     return KVPrefix(keys, values, kept)
 
 
+@EXACTLY
 def _match(  # noqa: PLR0913
     cfg: DecoderConfig,
     text: Text,

@@ -136,7 +136,7 @@ def merge(params: Tree, pairs: Tree, lora: Lora) -> Tree:
     for name, pair in pairs["layers"].items():
         matrix = layers[name]
         a, b = (pair[part].reshape(_matrix_shape(part, pair[part].shape)) for part in ("a", "b"))
-        update = jnp.einsum("lor,lri->loi", b, a).reshape(matrix.shape) * lora.scale
+        update = jnp.einsum("lor,lri->loi", b, a, precision="highest").reshape(matrix.shape) * lora.scale
         layers[name] = (matrix.astype(jnp.float32) + update).astype(matrix.dtype)
     return params | {"layers": layers}
 

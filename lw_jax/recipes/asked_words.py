@@ -21,6 +21,7 @@ from lw_jax.data.examples import spread
 from lw_jax.data.frozen_cache import save_array
 from lw_jax.hub import sources
 from lw_jax.models import decoder, encoder
+from lw_jax.models.alignment import EXACTLY
 from lw_jax.recipes.token_scores import TokenScores
 from sharding.placement import Placement
 
@@ -77,11 +78,15 @@ class AskedWords(TokenScores):
     def _solve(self, answers: Mapping[str, Spans]) -> np.ndarray:
         """Returns the kernel f32[d] of a ridge regression to 1 at the answers' tokens, over standardised states."""
         count, width = 0.0, self.config.width
+        shift = np.zeros(width, np.float32)
         sums = {"x": np.zeros(width), "xx": np.zeros((width, width)), "xy": np.zeros(width), "y": np.zeros(())}
         for weights, labels, windows in self._label(answers):
             batch = self._collate(windows)
             length = batch["targets"].shape[1]
-            found = jax.device_get(self._moments(self._load(), batch, labels[:, :length], weights[:, :length]))
+            given = self._load(), batch, labels[:, :length], weights[:, :length]
+            if not count:  # squares around a mean are exact where those around 0 are not
+                shift = np.asarray(self._moments(*given, shift)["x"]) / weights.sum()
+            found = jax.device_get(self._moments(*given, shift))
             count += weights.sum()
             sums = {key: sums[key] + np.asarray(found[key], np.float64) for key in sums}
         self._params = None
@@ -109,18 +114,22 @@ class AskedWords(TokenScores):
 
     @functools.cached_property
     def _moments(self):
-        """Returns jitted (body, batch, labels, weights [b t]) -> sums over tokens."""
+        """Returns jitted (body, batch, labels, weights [b t], shift [d]) -> sums over tokens of the states less it."""
 
-        def run(params: Tree, batch: Tree, labels: jax.Array, weights: jax.Array) -> Tree:
-            x = self._states(params, batch) * weights[:, :, None]
-            return {
-                "x": jnp.sum(x, axis=(0, 1)),
-                "xx": jnp.einsum("btd,bte->de", x, x),
-                "xy": jnp.einsum("btd,bt->d", x, labels),
-                "y": jnp.sum(labels * weights),
-            }
+        def run(params: Tree, batch: Tree, labels: jax.Array, weights: jax.Array, shift: jax.Array) -> Tree:
+            return _multiply((self._states(params, batch) - shift[None, None]) * weights[:, :, None], labels, weights)
 
         return jax.jit(run)
+
+
+@EXACTLY
+def _multiply(x: jax.Array, labels: jax.Array, weights: jax.Array) -> Tree:
+    return {
+        "x": jnp.sum(x, axis=(0, 1)),
+        "xx": jnp.einsum("btd,bte->de", x, x),
+        "xy": jnp.einsum("btd,bt->d", x, labels),
+        "y": jnp.sum(labels * weights),
+    }
 
 
 def _find_answers(examples: Sequence[Example]) -> dict[str, list[tuple[int, int]]]:

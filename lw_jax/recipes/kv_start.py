@@ -21,6 +21,7 @@ from lw_jax.data import batches, prompt_tokens, same_words
 from lw_jax.data.tokens import Tokenizer
 from lw_jax.models import decoder, kv_prefix
 from lw_jax.models.adapter import KVAdapter, rms
+from lw_jax.models.alignment import EXACTLY
 from lw_jax.models.modules import Pure
 from lw_jax.models.wire import Reader, Wire
 from sharding import place
@@ -207,6 +208,11 @@ def _sum(
     x = decoder.embed(params, batch["ids"])
     found = kv_prefix.take(params, reader.config, x, mask=batch["mask"], shared_prefix=before, mode=reader.mode)
     both = jnp.stack([found.k, found.v], axis=1).astype(jnp.float32)
+    return _multiply(batch, both, shift)
+
+
+@EXACTLY
+def _multiply(batch: Mapping[str, jax.Array], both: jax.Array, shift: jax.Array) -> tuple[jax.Array, jax.Array]:
     centred = jnp.einsum("bmt,lsbtke->bmlske", batch["weights"], both) - shift[None, None]
     crossed = jnp.einsum("bmg,bmz,bmlske->gzlske", batch["used"], batch["inputs"], centred)
     return crossed, jnp.einsum("bmg,bmlske->gls", batch["used"], centred * centred)

@@ -6,6 +6,7 @@ variance.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 
 import jax
@@ -15,6 +16,7 @@ import numpy as np
 from lw_jax.core.types import SHARED, Tree
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.models import decoder, encoder, kv_prefix
+from lw_jax.models.alignment import EXACTLY
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.wire import Wire
 from sharding import place
@@ -56,32 +58,44 @@ def start(
         both = jnp.stack([kept.k, kept.v], axis=1).astype(jnp.float32)
         return states.astype(jnp.float32), both.transpose(2, 3, 0, 1, 4, 5).reshape(*mask.shape, -1)
 
-    @jax.jit
-    def add(own: Tree, total: Tree, ids: jax.Array, mask: jax.Array, used: jax.Array) -> Tree:
+    @functools.partial(jax.jit, out_shardings=place.whole(placement.learner))
+    def add_up(shift: Tree, own: Tree, ids: jax.Array, mask: jax.Array, used: jax.Array) -> Tree:
         states, targets = read(own, ids, mask)
-        counts = (mask & used[:, None]).at[:, :1].set(False)[:, :, None]  # a first token is unlike all others
-        inputs = jnp.where(counts, jnp.concatenate([states, jnp.ones((*mask.shape, 1))], axis=2), 0.0)
-        flat, wanted = inputs.reshape(-1, inputs.shape[2]), targets.reshape(-1, targets.shape[2])
-        one = {"gram": flat.T @ flat, "crossed": flat.T @ wanted}
-        one["power"] = jnp.sum(jnp.where(counts.reshape(-1, 1), wanted, 0.0) ** 2, axis=0)
-        return jax.tree.map(jnp.add, total, one)
+        counts = (mask & used[:, None]).at[:, :1].set(False)  # a first token is unlike all others
+        states, targets = (x - shift[name][None, None] for x, name in ((states, "states"), (targets, "targets")))
+        return _multiply(states, targets, counts)
 
-    whole = place.whole(placement.learner)
     own = frozen[SHARED] if SHARED in frozen else params["body"]
-    count, sides = body.layers * 2 * body.kv_heads * body.head_dim, taps * body.width + 1
-    total = {"gram": (sides, sides), "crossed": (sides, count), "power": (count,)}
-    total = {name: jax.device_put(np.zeros(shape, np.float32), whole) for name, shape in total.items()}
-    rows = place.round_up(ROWS, placement.data)
+    sizes = {"states": taps * body.width, "targets": body.layers * 2 * body.kv_heads * body.head_dim}
+    shift = place.replicate({name: np.zeros(size, np.float32) for name, size in sizes.items()}, placement.learner)
+    rows, total = place.round_up(ROWS, placement.data), None
     for first in range(0, len(ids), rows):
         chosen = np.minimum(np.arange(first, first + rows), len(ids) - 1)
         batch = field.collate(chosen.tolist()) | {"used": np.arange(first, first + rows) < len(ids)}
         batch = place.rows(batch, placement.learner)
-        total = jax.block_until_ready(add(own, total, batch["ids"], batch["mask"], batch["used"]))  # as in kv_start
+        given = own, batch["ids"], batch["mask"], batch["used"]
+        if total is None:  # sums of squares around a mean are exact where those around 0 are not
+            one = add_up(shift, *given)
+            tokens = jnp.maximum(one["gram"][-1, -1], 1.0)
+            shift = {"states": one["gram"][-1, :-1] / tokens, "targets": one["crossed"][-1] / tokens}
+        one = add_up(shift, *given)
+        total = jax.block_until_ready(one if total is None else jax.tree.map(jnp.add, total, one))  # as in kv_start
+    assert total is not None, "a run has texts"
     sums = {name: np.asarray(leaf, np.float64) for name, leaf in total.items()}
-    shift, scale, kernel = fit(**sums, groups=body.layers * 2, width=wire.encoder.width)
+    moved, scale, kernel = fit(**sums, groups=body.layers * 2, width=wire.encoder.width)
     head = params["head"]
     project = {"kernel": _cast(kernel), "bias": jnp.zeros_like(head["project"]["bias"])}
-    return params | {"head": head | {"shift": _cast(shift), "scale": _cast(scale), "project": project}}
+    centre = np.asarray(shift["states"], np.float64) + moved
+    return params | {"head": head | {"shift": _cast(centre), "scale": _cast(scale), "project": project}}
+
+
+@EXACTLY
+def _multiply(states: jax.Array, targets: jax.Array, counts: jax.Array) -> Tree:
+    """Returns `gram`, `crossed` and `power` as `fit` takes them, over the tokens that count."""
+    inputs = jnp.where(counts[:, :, None], jnp.concatenate([states, jnp.ones((*counts.shape, 1))], axis=2), 0.0)
+    flat, wanted = inputs.reshape(-1, inputs.shape[2]), targets.reshape(-1, targets.shape[2])
+    power = jnp.sum(jnp.where(counts.reshape(-1, 1), wanted, 0.0) ** 2, axis=0)
+    return {"gram": flat.T @ flat, "crossed": flat.T @ wanted, "power": power}
 
 
 def _cast(values: np.ndarray) -> jax.Array:

@@ -1,11 +1,14 @@
 """The aligned start finds a linear relation between two embedding tables where there is one."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from lw_jax.models import alignment
+from lw_jax.recipes import asked_words, kv_start, states_start
 
 EXACT = 0.999  # correlation; the ridge shrinks by a thousandth
 
@@ -68,3 +71,27 @@ def test_a_string_of_several_pieces_counts_as_their_mean_and_one_of_none_not_at_
 def test_layer_mix_favours_the_embedding_state():
     shares = jax.nn.softmax(alignment.mix_logits(5))
     np.testing.assert_allclose(shares, [0.8, 0.05, 0.05, 0.05, 0.05], atol=1e-6)
+
+
+def shape(*sizes, dtype=jnp.float32):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+TABLE, IDS = shape(501, 22), shape(501, 4, dtype=jnp.int32)
+WINDOWS = {"weights": shape(2, 3, 7), "used": shape(2, 3, 2), "inputs": shape(2, 3, 5)}
+
+
+@pytest.mark.parametrize(
+    ("closed_form", "arguments"),
+    [
+        (functools.partial(alignment.principal_directions, width=7), (TABLE,)),
+        (alignment.linear_map, (TABLE, shape(22, 7), shape(501, 31), IDS)),
+        (kv_start._multiply, (WINDOWS, shape(2, 2, 2, 7, 3, 4), shape(2, 2, 3, 4))),
+        (states_start._multiply, (shape(2, 7, 5), shape(2, 7, 6), shape(2, 7, dtype=bool))),
+        (asked_words._multiply, (shape(2, 7, 5), shape(2, 7), shape(2, 7))),
+    ],
+)
+def test_closed_forms_multiply_fp32_as_it_is_on_a_card_too(closed_form, arguments):
+    program = jax.jit(closed_form).lower(*arguments).as_text()
+    products = [line for line in program.splitlines() if "dot_general" in line]
+    assert products and all("precision = [HIGHEST, HIGHEST]" in line for line in products)

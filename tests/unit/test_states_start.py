@@ -154,6 +154,21 @@ def test_no_more_tokens_are_read_than_the_states_need(root, started, monkeypatch
     assert sum(lengths) > limit and read[1] > 1.5 * read[0]
 
 
+def test_sums_are_of_values_around_their_mean_so_that_fp32_holds_them(root, started, monkeypatch):
+    recipe, built = started
+    given, fit = [], states_start.fit
+    monkeypatch.setattr(states_start, "fit", lambda *sums, **named: given.append(named) or fit(*sums, **named))
+    body = built.trainable["encoder"]["body"]
+    body = body | {"embed": body["embed"].at[:, 3].add(5.0)}
+    trainable = built.trainable | {"encoder": built.trainable["encoder"] | {"body": body}}
+    texts = [example.context for example in recipe.curriculum.examples("train")]
+    head = states_start.start(recipe.wire, recipe.placement, recipe.layout, texts, (trainable, built.frozen))["head"]
+    gram = given[0]["gram"]
+    count, summed = gram[-1, -1], gram[-1, :-1]
+    assert abs(head["shift"][3]) > 3 > 10 * np.abs(summed / count).max(), "the values' mean, and that of what is summed"
+    np.testing.assert_allclose(1 / head["scale"] ** 2, np.diag(gram)[:-1] / count - (summed / count) ** 2, rtol=1e-3)
+
+
 def test_start_is_the_same_on_four_devices_and_for_a_frozen_body(root, started):
     _, one = started
     for changes in ({"devices": 4}, {"encoder__rank": 2}):
