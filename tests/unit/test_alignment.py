@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax.models import alignment
+from lw_jax.models import alignment, attention_matching
 from lw_jax.recipes import asked_words, kv_start, states_start
+from tests import tiny
 
 EXACT = 0.999  # correlation; the ridge shrinks by a thousandth
 
@@ -78,6 +79,9 @@ def shape(*sizes, dtype=jnp.float32):
 
 
 TABLE, IDS = shape(501, 22), shape(501, 4, dtype=jnp.int32)
+BITS = shape(2, 9, dtype=bool)
+TEXT = attention_matching.Text(shape(2, 9, 26), BITS, BITS, BITS, shape(2, 4, dtype=bool))
+HEADS = shape(2, 9, 6, 10), shape(2, 9, 2, 10), shape(2, 9, 2, 10)
 WINDOWS = {"weights": shape(2, 3, 7), "used": shape(2, 3, 2), "inputs": shape(2, 3, 5)}
 
 
@@ -89,6 +93,10 @@ WINDOWS = {"weights": shape(2, 3, 7), "used": shape(2, 3, 2), "inputs": shape(2,
         (kv_start._multiply, (WINDOWS, shape(2, 2, 2, 7, 3, 4), shape(2, 2, 3, 4))),
         (states_start._multiply, (shape(2, 7, 5), shape(2, 7, 6), shape(2, 7, dtype=bool))),
         (asked_words._multiply, (shape(2, 7, 5), shape(2, 7), shape(2, 7))),
+        (
+            functools.partial(attention_matching._match, tiny.DECODER),
+            (TEXT, shape(2, 3, dtype=bool), *HEADS, shape(2, 1, 9, 9, dtype=bool)),
+        ),
     ],
 )
 def test_closed_forms_multiply_fp32_as_it_is_on_a_card_too(closed_form, arguments):
