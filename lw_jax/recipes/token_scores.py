@@ -19,7 +19,7 @@ from lw_jax.data.batches import Batch
 from lw_jax.data.frozen_cache import Store, key_of
 from lw_jax.data.literals import Scored
 from lw_jax.data.prompt_tokens import MARGIN, WIDEST
-from lw_jax.data.tokens import load_tokenizer
+from lw_jax.data.tokens import load_tokenizer, marked
 from lw_jax.hub import sources, weights
 from lw_jax.losses import chunked
 from lw_jax.models import decoder
@@ -120,8 +120,11 @@ class TokenScores:
 
     def _tokenize(self, texts: Sequence[str]) -> list["_Tokens"]:
         most = WIDEST * (self.limit + MARGIN)
-        found = self.tokenizer.encode_spans([text[:most] for text in texts])
-        return [_Tokens(ids[: self.limit], spans[: self.limit]) for ids, spans in found]
+        found = []
+        for ids, spans in self.tokenizer.encode_spans([text[:most] for text in texts]):
+            bare = marked(ids, self.begin)[len(self.begin) :]  # a text may have brought the beginning itself
+            found.append(_Tokens(bare[: self.limit], spans[len(ids) - len(bare) :][: self.limit]))
+        return found
 
     @property
     def _batch(self) -> int:
