@@ -82,7 +82,7 @@ def said(turns: Sequence[Mapping[str, Any]], where: str, *, earlier: bool = Fals
                 kept = {k: own.get(k) for k in ("name", "arguments")} if isinstance(own, Mapping) else own
                 values = kept.values() if isinstance(kept, dict) else [kept]
                 found += [Said(f"{named}: {key!r}", text) for text in _leaves(list(values))]
-    return found
+    return [one for one in found if one.text]
 
 
 def described(values: Mapping[str, Any]) -> list[Said]:

@@ -10,7 +10,7 @@ from collections import Counter
 from lw_jax.core.errors import UserError
 from lw_jax.data import chat_templates
 from lw_jax.data.chat_templates import described, texts_of
-from lw_jax.data.pairs import HUMAN, Preference, Text, Turn
+from lw_jax.data.pairs import HUMAN, Preference, Text, Turn, shared
 from lw_jax.data.tokens import Tokenizer
 
 _OPENED = re.compile(r"<[^<>|]*>\s*\Z")
@@ -76,10 +76,12 @@ class Writer:
                 answer[-1]["content"] = self.tail.sub("", answer[-1]["content"])  # the template writes its own
             whole = self._render(pair, turns + answer, reply=False)
             if not whole.startswith(prompt):
+                at = shared(whole, prompt)
                 raise UserError(
                     f"{pair.id}: the chat template of {self.tokenizer.backend.name_or_path} writes the prompt with "
-                    f"{name!r} other than the prompt alone ({whole[:40]!r}... and {prompt[:40]!r}...), so it is not "
-                    'known where the reply begins; use template="plain"'
+                    f"{name!r} other than the prompt alone ({_shorten(whole[at:])} in place of "
+                    f"{_shorten(prompt[at:])} at its character {at}), so it is not known where the reply begins; "
+                    'use template="plain"'
                 )
             reply = whole.removeprefix(prompt)
             self._check(pair, (opened[0] if opened else "") + reply, chat_templates.said(answer, name))

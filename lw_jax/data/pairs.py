@@ -67,6 +67,12 @@ class _Turn(msgspec.Struct):
     function_call: dict[str, Any] | None = None
 
 
+class _Conversation(msgspec.Struct):
+    chosen: tuple[_Turn, ...]
+    rejected: tuple[_Turn, ...]
+    prompt: tuple[_Turn, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True)
 class Preference:
     """A prompt with the better and the worse reply to it: all three strings, or all three turns."""
@@ -181,10 +187,9 @@ def _parse(row: Row, where: str) -> tuple[str, Preference | None]:
 
 def _check_types(texts: Mapping[str, Any], where: str) -> None:
     """Raises UserError naming the field of a turn that is of another type, or the turn that says nothing."""
-    kind = dict[str, tuple[_Turn, ...]]
-    found = schema.convert(texts, kind, where=where, remedy=f"known form: {_FORMATS}")
-    for name, turns in found.items():
-        for number, turn in enumerate(turns):
+    found = schema.convert(texts, _Conversation, where=where, remedy=f"known form: {_FORMATS}")
+    for name in texts:
+        for number, turn in enumerate(getattr(found, name)):
             if turn.content is None and not (turn.tool_calls or turn.function_call or turn.refusal):
                 raise UserError(
                     f"{where}: {name}[{number}]: object missing required field content, found "

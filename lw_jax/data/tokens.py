@@ -114,11 +114,13 @@ class Tokenizer:
             raise UserError(f'{self.backend.name_or_path}: the tokenizer has no chat template; use template="plain"')
         given = {"tools": None, "documents": None, "date_string": f"{chat_templates.DATE:%d %b %Y}", **(values or {})}
         given |= {"messages": chat_templates.as_given(turns), "add_generation_prompt": reply}
+        roles = [turn["role"] for turn in turns]
+        change = "leave the system turn (prompt.system) out" if "system" in roles else "change the turns"
         return chat_templates.render(
             self._chat_template(given["tools"]),
             {**self.backend.special_tokens_map, **given},
-            where=f"{self.backend.name_or_path}: turns of {', '.join(turn['role'] for turn in turns)}",
-            remedy='leave the system turn (prompt.system) out or use template="plain"',
+            where=f"{self.backend.name_or_path}: turns of {', '.join(roles)}",
+            remedy=f'{change} or use template="plain"',
         )
 
     @functools.cached_property

@@ -169,7 +169,7 @@ def test_other_recipes_read_the_same_tables(tmp_path):
     source = write(tmp_path, "a.parquet", [row, row | {"body": " B text."}])
     columns = ("prompt:", "chosen:better", "rejected:worse")
     assert [pair.chosen for pair in pairs.read(f"{source},{source}", columns=columns)] == [
-        (pairs.Turn("assistant", "hello"),)
+        ({"role": "assistant", "content": "hello"},)
     ] * 4
     assert passages.read(source, ("text:body",)) == ["A text.", "B text."]
 
