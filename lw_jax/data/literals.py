@@ -57,7 +57,8 @@ def _borders(text: str, spans: np.ndarray) -> list[int]:
     starts, ends = spans.T if len(spans) else np.zeros((2, 0), np.int32)
     reached = np.maximum.accumulate(ends)  # the bytes of one character may be several tokens
     found = {*starts[1:][starts[1:] >= reached[:-1]].tolist(), *reached[-1:].tolist()}
-    return sorted(place for place in found if _UNSPACED.search(text, max(place - 1, 0), place + 1))
+    beside = (place for place in found if _UNSPACED.search(text, max(place - 1, 0), place + 1))
+    return sorted(place for place in beside if not unicodedata.category(text[place : place + 1] or " ").startswith("M"))
 
 
 def score(found: list[Word], scored: Scored) -> np.ndarray:

@@ -87,6 +87,28 @@ def test_file_of_equal_replies_alone_is_refused(tmp_path, row):
         read_rows(tmp_path, row, row)
 
 
+def test_turns_keep_all_that_they_have_and_rows_what_the_template_reads(tmp_path):
+    said = CHOSEN | {"content": None, "tool_calls": [{"function": {"name": "f"}}], "mood": "glad", "name": None}
+    row = TALK | {"chosen": [said], "tools": '[{"name": "f"}]', "chat_template_kwargs": {"x": 1, "y": None}}
+    (pair,) = read_rows(tmp_path, row)
+    assert pair.chosen == ({key: value for key, value in said.items() if value is not None},)
+    assert pair.values == {"tools": [{"name": "f"}], "x": 1}
+
+
+def test_conversations_that_begin_alike_may_name_their_turns_differently(tmp_path):
+    (pair,) = read_rows(
+        tmp_path, {"chosen": [USER | {"id": 1}, CHOSEN], "rejected": [USER | {"id": 2}, REJECTED | {"content": "x"}]}
+    )
+    assert pair.prompt == (USER | {"id": 1},)
+
+
+def test_two_calls_are_two_replies_and_two_prompts(tmp_path):
+    calls = [[{"function": {"name": name}}] for name in "fg"]
+    row = TALK | {"chosen": [CHOSEN | {"tool_calls": calls[0]}], "rejected": [CHOSEN | {"tool_calls": calls[1]}]}
+    assert read_rows(tmp_path, row)
+    assert len({prompt_key((USER, CHOSEN | {"tool_calls": one})) for one in calls}) == 2
+
+
 def test_empty_reply_is_a_reply(tmp_path):
     assert read_rows(tmp_path, {"prompt": "p", "chosen": "x", "rejected": ""})[0].rejected == ""
 
@@ -115,6 +137,14 @@ def test_empty_reply_is_a_reply(tmp_path):
             TALK | {"rejected": [{"role": "assistant", "content": [1]}]},
             "rejected[0].content[0]=1: expected object, got int",
         ),
+        (
+            TALK | {"prompt": [USER | {"content": [{"type": "image"}]}]},
+            "prompt[0].content[0].type='image': invalid enum value",
+        ),
+        (TALK | {"chosen": [{"role": "assistant"}]}, "chosen[0]: object missing required field content, found 'role'"),
+        (TALK | {"tools": "[1]"}, "tools: [0]=1: expected object"),
+        (TALK | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs has ['messages']"),
+        (TALK | {"chat_template_kwargs": {"documents": 5}}, "documents=5: expected array"),
         (TALK | {"prompt": []}, "has no turn"),
         (TALK | {"prompt": [USER, CHOSEN]}, "ends with a turn of 'assistant'"),
         (TALK | {"chosen": []}, "field 'chosen' has behind the prompt the turns []"),
