@@ -22,6 +22,7 @@ import optax
 
 from lw_jax.core.errors import UserError, leave
 from lw_jax.data import passages
+from lw_jax.data.tokens import marked
 from lw_jax.inference.language_model import LM, load_lm
 from lw_jax.losses import token_losses
 from lw_jax.models import adapter, codec, decode, decoder
@@ -61,7 +62,8 @@ def main(argv: list[str] | None = None) -> int:
 
 def choose(path: str, reader: LM, count: int, tokens: int) -> np.ndarray:
     """Returns ids [n t] of the first `count` paragraphs that have so many tokens, cut there."""
-    rows = [reader.tokenizer.encode(text) for text in passages.read(path)]
+    begin = reader.tokenizer.begin  # the prompt's, whether the text has it or not
+    rows = [marked(reader.tokenizer.encode(text), begin)[len(begin) :] for text in passages.read(path)]
     found = [row[:tokens] for row in rows if len(row) >= tokens][:count]
     if len(found) < count:
         raise UserError(f"--text {path}: {len(found)} paragraphs have {tokens} tokens, {count} are needed")

@@ -16,9 +16,14 @@ KL_TASKS = ("answer", "continuation")
 # recipe -> the fields of its rows, which data.columns may take from other columns; "text" is of passages
 FIELDS = {
     "latentwire": ("context", "question", "answers", "answer", "is_impossible", "id", "text"),
-    "dpo": ("prompt", "chosen", "rejected"),
+    "dpo": ("prompt", "chosen", "rejected", "tools", "documents", "chat_template_kwargs"),
     "ttt": ("text",),
 }
+# Fields that change what a row means: a recipe that does not read one refuses rows that have it, but for "FIELD:".
+MEANING = (
+    *("system", "system_prompt", "history", "tools", "functions", "documents", "chat_template_kwargs"),
+    *("image", "images", "video", "videos", "audio", "audios"),
+)
 FRAME = 2**16 - 1  # largest size that a message's frame can state
 WIDEST = 4096  # values of a message's slot: their rotation takes 64 MiB
 
@@ -204,7 +209,7 @@ class Data:
         (),
         "FIELD:COLUMN, fields of rows that stand in columns of other names, with dots into nested ones; no COLUMN: the "
         "field is left out. Fields: context, question, answers or answer, is_impossible, id, text of data.passages; "
-        "dpo: prompt, chosen, rejected; ttt: text",
+        "dpo: prompt, chosen, rejected, tools, documents, chat_template_kwargs; ttt: text",
         shapes="no",
     )
     held_out: float = key(

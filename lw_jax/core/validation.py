@@ -9,7 +9,7 @@ from collections.abc import Mapping
 
 from lw_jax.core.config import REMATS, Config, split_prompt, values_of
 from lw_jax.core.config_keys import check, refuse, suggest
-from lw_jax.core.config_sections import BITS, FIELDS, PLACEMENTS
+from lw_jax.core.config_sections import BITS, FIELDS, MEANING, PLACEMENTS
 from lw_jax.core.errors import UserError
 from lw_jax.core.retired import VALUES
 
@@ -219,8 +219,8 @@ def _check_columns(cfg: Config) -> None:
     """Refuses mappings of columns that no source has, or that do not name a field of the recipe's rows once each."""
     columns, known = cfg.data.columns, FIELDS[cfg.recipe]
     for one in columns:
-        field, colon, _ = one.partition(":")
-        if not colon or field not in known:
+        field, colon, column = one.partition(":")
+        if not colon or field not in (known if column else (*known, *MEANING)):
             rule = f"must be FIELD:COLUMN, FIELD one of {', '.join(known)}.{suggest(field, known)}"
             refuse("data.columns", one, rule)
     fields = [one.partition(":")[0] for one in columns]

@@ -1,33 +1,29 @@
-"""Chat templates of models: foreign Jinja programs in jinja2's sandbox, bounded in time, size and calls.
+"""Chat templates of models: rendered as transformers does, but on a fixed day; and what they leave out of the turns.
 
-A template gets turns and the names of special tokens, as in transformers, and nothing else. jinja2's sandbox bounds
-neither time nor memory: here each operation's result is measured before it is made, and loops and calls check the time.
+A template belongs to its model's folder and is trusted as its weights are: jinja2's sandbox keeps it from Python's own
+objects, and its errors are one line.
 """
 
 import datetime
 import functools
 import json
 import re
-import time
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jinja2
-from jinja2 import ext, filters, nodes, sandbox
+from jinja2 import ext, nodes, sandbox
 
 from lw_jax.core.errors import UserError
 
-LARGEST = 1 << 22  # characters of any value, and of a prompt; templates have some 10,000 characters
-ITEM = 8  # characters that a number or a list counts as
-SECONDS = 5.0  # for one conversation; the longest published template takes a few milliseconds
 DATE = datetime.date(2024, 7, 26)  # today of every template: a prompt must not change overnight
-_FILTERS = (
-    "abs capitalize count d default dictsort e escape first float groupby indent int items join last length list "
-    "lower map max min reject rejectattr replace reverse round safe select selectattr sort string sum title trim "
-    "unique upper attr wordcount tojson"
-).split()
-_PADDING = ("center", "ljust", "rjust", "zfill", "expandtabs", "format", "format_map", "translate")
-_WIDTH = re.compile(r"%[-+ #0]*(\d|\*|\.)")
+REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a turn; templates read the first or the second
+CALLS = ("tool_calls", "function_call")
+# Keys of a turn that hold what it says: a template that reads one of them writes its text.
+SAID = ("content", *REASONING, *CALLS, "refusal")
+_THOUGHT = re.compile(r"(.*(?:</think(?:ing)?>|\[/THINK\]))?(.*)", re.DOTALL)
+_ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
+_BLANK = re.compile(r"\\+[nrt]|\\|\s")
 # Errors that a faulty template can raise.
 _FAULTS = (
     *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError),
@@ -42,18 +38,102 @@ def render(template: str, values: Mapping[str, Any], *, where: str, remedy: str)
         UserError: names the source of the template, the fault and the remedy.
     """
     try:
-        if len(template) > LARGEST:
-            raise _Refused(f"it has {len(template):,} characters, at most {LARGEST:,} are read")
-        environment, made = _compile(template)
-        environment.deadline = time.monotonic() + SECONDS
-        return made.render(values)
+        return _compile(template).render(values)
     except _FAULTS as error:
         reason = " ".join(str(error).split())[:200] or type(error).__name__
         raise UserError(f"{where}: the chat template fails ({reason}); {remedy}") from error
 
 
-class _Refused(jinja2.TemplateRuntimeError):
-    """The template went beyond a bound."""
+def as_given(turns: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """Returns turns as templates are given them: without empty keys, reasoning under both names that templates read."""
+    found = []
+    for turn in turns:
+        turn = {key: value for key, value in turn.items() if value is not None}
+        if (thought := next((turn[key] for key in REASONING if key in turn), None)) is not None:
+            turn = {"thinking": thought, **turn, "reasoning_content": thought}
+        found.append(turn)
+    return found
+
+
+class Said(NamedTuple):
+    """A text that a template was given."""
+
+    where: str
+    text: str
+    thought: bool = False  # reasoning of an earlier turn, which templates leave out by design
+
+
+def said(turns: Sequence[Mapping[str, Any]], where: str, *, earlier: bool = False) -> list[Said]:
+    """Returns the texts of turns; `earlier`: they are replied to, so the assistant's reasoning in them is past."""
+    found = []
+    for number, turn in enumerate(turns, 1):
+        past = earlier and turn["role"] == "assistant"
+        thoughts = {str(turn[key]): key for key in reversed(REASONING) if turn.get(key)}
+        named = f"{where}, turn {number} ({turn['role']})"
+        found += [Said(f"{named}: {key!r}", text, past) for text, key in thoughts.items()]
+        for text in texts_of(turn):
+            thought, rest = _THOUGHT.fullmatch(text).groups() if past else (None, text)  # type: ignore[union-attr]
+            found += [Said(f"{named}: 'content'", thought, True)] if thought else []
+            found.append(Said(f"{named}: 'content'", rest))
+        for key in (*CALLS, "refusal"):
+            calls = turn.get(key) or []
+            for call in calls if isinstance(calls, list) else [calls]:
+                own = call.get("function") or call if isinstance(call, Mapping) else call
+                kept = {k: own.get(k) for k in ("name", "arguments")} if isinstance(own, Mapping) else own
+                values = kept.values() if isinstance(kept, dict) else [kept]
+                found += [Said(f"{named}: {key!r}", text) for text in _leaves(list(values))]
+    return [one for one in found if one.text]
+
+
+def described(values: Mapping[str, Any]) -> list[Said]:
+    """Returns the texts of a row's tools (names, descriptions, the parameters' names) and documents."""
+
+    def texts(value: Any) -> Iterator[str]:
+        if isinstance(value, Mapping):
+            yield from (value[key] for key in ("name", "description") if isinstance(value.get(key), str))
+            yield from properties if isinstance(properties := value.get("properties"), Mapping) else ()
+            value = list(value.values())
+        if isinstance(value, list):
+            for one in value:
+                yield from texts(one)
+
+    found = [Said("'tools'", text) for text in texts(values.get("tools"))]
+    documents = [list(one.values()) for one in values.get("documents") or []]
+    return found + [Said("'documents'", text) for text in _leaves(documents)]
+
+
+def texts_of(turn: Mapping[str, Any]) -> list[str]:
+    """Returns the texts of a turn's content, a string or parts."""
+    content = turn.get("content") or ""
+    return [content] if isinstance(content, str) else [part["text"] for part in content]
+
+
+def find_lost(written: str, given: Iterable[Said]) -> list[Said]:
+    """Returns what was given and does not stand in a text; white space and escapes of JSON make no difference."""
+    left, lost = _fold(written), []
+    folded = sorted(((one, _fold(one.text)) for one in given), key=lambda pair: -len(pair[1]))
+    for one, text in folded:  # the longest first, each in a place of its own
+        before, found, after = left.partition(text) if text else (left, " ", "")
+        left = f"{before}\0{after}" if text and found else left
+        if not found:
+            lost.append(one)
+    return lost
+
+
+def _fold(text: str) -> str:
+    unescaped = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
+    return _BLANK.sub("", unescaped).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+
+
+def _leaves(value: Any) -> Iterator[str]:
+    """Yields texts, numbers and the names of fields inside JSON."""
+    if isinstance(value, Mapping):
+        value = [*value.keys(), *value.values()]
+    if isinstance(value, list):
+        for one in value:
+            yield from _leaves(one)
+    elif value is not None and not isinstance(value, bool):
+        yield value if isinstance(value, str) else json.dumps(value)
 
 
 class _Namespace(jinja2.utils.Namespace):
@@ -80,171 +160,9 @@ class _Generation(ext.Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
-class _Sandbox(sandbox.ImmutableSandboxedEnvironment):
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
-    deadline = float("inf")
-
-    def __init__(self) -> None:
-        super().__init__(
-            trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols], finalize=_measured
-        )
-        self.filters = {name: self._bounded(name) for name in _FILTERS} | {_COUNTED: self._count, _JOINED: _join}
-        self.globals = {
-            "range": _range,
-            "dict": lambda *args, **named: dict(*args, **named),
-            "namespace": _Namespace,
-            "raise_exception": _raise,
-            "strftime_now": lambda form: DATE.strftime(form[:LARGEST]),
-        }
-
-    @staticmethod
-    def concat(parts: Iterable[str]) -> str:
-        """Joins the output of a template or of its block."""
-        found, size = [], 0
-        for part in parts:
-            size += len(part)
-            _limit(size)
-            found.append(part)
-        return "".join(found)
-
-    def _generate(self, source: nodes.Template, *rest: Any, **options: Any) -> str:
-        for loop in list(source.find_all(nodes.For)):
-            loop.iter = nodes.Filter(loop.iter, _COUNTED, [], [], None, None, lineno=loop.lineno)
-        _replace_concat(source)
-        source.set_environment(self)
-        return super()._generate(source, *rest, **options)
-
-    def tick(self) -> None:
-        """Refuses to continue after the deadline."""
-        if time.monotonic() > self.deadline:
-            raise _Refused(f"it takes more than {SECONDS:g} s")
-
-    def _count(self, values: Iterable[Any]) -> Iterator[Any]:
-        for value in values:
-            self.tick()
-            yield value
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Measures the result of an operation before computing it."""
-        self.tick()
-        if operator == "%" and isinstance(left, str) and _WIDTH.search(left):
-            raise _Refused("a width in a format is not allowed")
-        if operator == "+" and not isinstance(left, int | float):
-            _limit(_weigh(left) + _weigh(right))
-        if operator == "*":
-            for one, times in ((left, right), (right, left)):
-                if isinstance(times, int) and not isinstance(one, int | float):
-                    _limit(_weigh(one) * max(times, 0))
-        if operator in ("*", "**") and isinstance(left, int) and isinstance(right, int):
-            bits = abs(left).bit_length() * (abs(right) if operator == "**" else 1)
-            if max(bits, abs(right).bit_length()) > 1024:
-                raise _Refused("a number of more than 1,024 bits")
-        return super().call_binop(context, operator, left, right)
-
-    def call(self, context: Any, function: Any, /, *args: Any, **kwargs: Any) -> Any:
-        """Calls what the sandbox allows, without methods that pad or format."""
-        self.tick()
-        method = getattr(function, "__wrapped__", function)  # the sandbox wraps str.format
-        owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
-        if isinstance(owner, str):
-            if name in _PADDING:
-                raise _Refused(f"str.{name} is not allowed")
-            _limit_made(name, owner, args)
-        return super().call(context, function, *args, **kwargs)
-
-    def _bounded(self, name: str) -> Any:
-        plain = _to_json if name == "tojson" else filters.FILTERS[name]
-
-        @functools.wraps(plain)  # with its marks: whether it takes the environment or the context
-        def run(*args: Any, **kwargs: Any) -> Any:
-            self.tick()
-            marked = hasattr(plain, "jinja_pass_arg")
-            value, rest = args[marked], args[marked + 1 :]
-            if name in ("join", "replace", "indent", "string", "tojson"):
-                _limit(_weigh(value))
-                _limit_made(name, value, (*rest, *kwargs.values()))
-            found = plain(*args, **kwargs)
-            return _measured(found) if isinstance(found, str) else found
-
-        return run
-
-
-_COUNTED, _JOINED = "counted loop", "joined values"  # filters of ours; no template can write such a name
-
-
 def _refuse_private(name: Any) -> None:
     if str(name).startswith("_"):
-        raise _Refused(f"a variable {name!r} of a namespace")
-
-
-def _replace_concat(source: nodes.Node) -> None:
-    """Makes `a ~ b` a call of `_join`, which measures."""
-    for node in list(source.find_all(nodes.Node)):
-        for field, value in list(node.iter_fields()):
-            if isinstance(value, nodes.Concat):
-                setattr(node, field, _joined(value))
-            elif isinstance(value, list):
-                setattr(node, field, [_joined(one) if isinstance(one, nodes.Concat) else one for one in value])
-
-
-def _joined(node: nodes.Concat) -> nodes.Filter:
-    parts = nodes.List(list(node.nodes), lineno=node.lineno)
-    return nodes.Filter(parts, _JOINED, [], [], None, None, lineno=node.lineno)
-
-
-def _join(parts: list[Any]) -> str:
-    _limit(sum(map(_weigh, parts)))
-    return "".join(map(str, parts))
-
-
-def _limit_made(name: str, value: Any, args: tuple[Any, ...]) -> None:
-    """Refuses calls that would multiply their arguments' sizes beyond the bound."""
-    size, given = _weigh(value), sum(map(_weigh, args))
-    numbers = [one for one in args if isinstance(one, int)]
-    if name == "replace" and args:
-        first = str(args[0])
-        _limit(size + (str(value).count(first) if first else size + 1) * given)
-    elif name == "join":  # of a method the separator is the value, of a filter the argument
-        _limit(size + given + max(size, 1) * max(given, 1) if min(size, given) else size + given)
-    elif name == "indent":
-        _limit(size + (str(value).count("\n") + 1) * (sum(map(abs, numbers)) + given))
-    elif name == "tojson":
-        _limit(size * (1 + sum(map(abs, numbers))))
-
-
-def _measured(value: Any) -> Any:
-    _limit(_weigh(value))
-    return value
-
-
-def _limit(size: int) -> None:
-    if size > LARGEST:
-        raise _Refused(f"a value of more than {LARGEST:,} characters")
-
-
-def _weigh(value: Any) -> int:
-    """Counts the characters that a value would have when it is written, to a little beyond the bound."""
-    size, waiting = 0, [value]
-    while waiting and size <= LARGEST:
-        one = waiting.pop()
-        if isinstance(one, str | bytes):
-            size += len(one) + 1
-        elif isinstance(one, Mapping):
-            waiting += [*one.keys(), *one.values()]
-            size += ITEM
-        elif isinstance(one, list | tuple | set | frozenset):
-            waiting += one
-            size += ITEM
-        else:
-            size += ITEM
-    return size
-
-
-def _range(*args: int) -> range:
-    found = range(*args)
-    if len(found) > sandbox.MAX_RANGE:
-        raise _Refused(f"a range of more than {sandbox.MAX_RANGE:,}")
-    return found
+        raise jinja2.TemplateRuntimeError(f"a variable {name!r} of a namespace")
 
 
 def _raise(message: str) -> None:
@@ -252,13 +170,22 @@ def _raise(message: str) -> None:
 
 
 def _to_json(
-    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys=False
+    value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
     # As transformers: jinja's own escapes what HTML would need.
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 @functools.lru_cache(maxsize=8)
-def _compile(template: str) -> tuple[_Sandbox, jinja2.Template]:
-    environment = _Sandbox()
-    return environment, environment.from_string(template)
+def _compile(template: str) -> jinja2.Template:
+    environment = sandbox.ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, ext.loopcontrols]
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals |= {
+        "raise_exception": _raise,
+        "strftime_now": DATE.strftime,
+        "dict": lambda *args, **named: dict(*args, **named),
+        "namespace": _Namespace,
+    }
+    return environment.from_string(template)

@@ -28,10 +28,11 @@ from lw_jax.core.files import locked, whole
 from lw_jax.data import documents
 from lw_jax.data.documents import Piece, read
 from lw_jax.data.row_sources import Unreachable
+from lw_jax.data.tokens import marked
 
 __all__ = ["Corpus", "Span", "TextTokenizer", "pack", "read"]
 
-FORMAT = 1  # of the shards, and of how documents are cut and joined
+FORMAT = 2  # of the shards, and of how documents are cut and joined
 SHARD = 1 << 27  # tokens, at most
 BATCH = 1 << 22  # characters tokenised at once
 NARROW = 1 << 16  # vocabularies up to it are kept as uint16
@@ -242,14 +243,14 @@ def _batches(pieces: Iterable[Piece], counts: dict[str, int]) -> Iterator[list[P
 
 def _encode(pieces: list[Piece], tokenizer: TextTokenizer, *, inside: bool) -> np.ndarray:
     """Returns the ids of all pieces, each document between BOS and EOS; the first piece may be `inside` a document."""
-    begin, eos = np.array(tokenizer.begin, np.uint32), np.array([tokenizer.eos], np.uint32)
     parts: list[np.ndarray] = []
     for piece, ids in zip(pieces, tokenizer.encode_arrays([piece.text for piece in pieces]), strict=True):
-        parts += [ids] if inside else [begin, ids]
+        if piece.ends and tokenizer.eos in ids[-4:-1]:  # a line break may follow the document's own EOS
+            (bare,) = tokenizer.encode_arrays([piece.text.rstrip()])
+            ids = bare if bare[-1] == tokenizer.eos else ids
+        parts.append(marked(ids, () if inside else tokenizer.begin, (tokenizer.eos,) if piece.ends else ()))
         inside = not piece.ends
-        if piece.ends:
-            parts.append(eos)
-    return np.concatenate(parts, dtype=np.uint32)
+    return np.concatenate(parts).astype(np.uint32)
 
 
 class _Shards:

@@ -148,8 +148,9 @@ def _read_file(path: Path, fields: Fields[rows.Text]) -> Iterator[Piece]:
             with rows.text_stream(content) as text:
                 yield from _cut(text)
             return
-        for number, line in rows.lines(content, path):
-            yield Piece(fields.decode(line, f"{path}:{number}").text, True)
+        with fields.counted(str(path)) as counted:
+            for number, line in rows.lines(content, path):
+                yield Piece(counted.decode(line, f"{path}:{number}").text, True)
 
 
 def _cut(text: IO[str]) -> Iterator[Piece]:

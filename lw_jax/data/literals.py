@@ -1,16 +1,23 @@
 """Literals: the words of a text with the highest scores, chosen from its tokens' (`recipes.token_scores`).
 
-A word stands between blanks; punctuation at its ends is removed. So a text without blanks has hardly a word.
+A word stands between blanks; punctuation at its ends is removed. In scripts without blanks each token is a word.
 """
 
+import bisect
+import itertools
 import re
 import unicodedata
+from collections.abc import Iterable
 from typing import NamedTuple
 
 import numpy as np
 
 LONGEST = 16  # tokens of a word: an address or a hash costs a reader more positions than it tells
 _WORD = re.compile(r"\S+")
+# Thai, Lao, Tibetan, Burmese, Khmer, Han, kana
+_UNSPACED = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff]"
+)
 _KEPT = frozenset("%#&@")  # at a word's end: they are part of what it says
 
 
@@ -29,18 +36,29 @@ class Word(NamedTuple):
     end: int
 
 
-def words(text: str) -> list[Word]:
-    """Returns a text's words in their order."""
+def words(text: str, spans: np.ndarray | None = None) -> list[Word]:
+    """Returns a text's words in their order; `spans` i32[n 2] of its tokens part scripts without blanks."""
     found = []
+    borders = [] if spans is None else _borders(text, spans)
     for match in _WORD.finditer(text):
-        start, end = match.span()
-        while start < end and _is_mark(text[start]):
-            start += 1
-        while start < end and _is_mark(text[end - 1]):
-            end -= 1
-        if start < end:
-            found.append(Word(start, end))
+        within = borders[bisect.bisect_right(borders, match.start()) : bisect.bisect_left(borders, match.end())]
+        for start, end in itertools.pairwise((match.start(), *within, match.end())):
+            while start < end and _is_mark(text[start]):
+                start += 1
+            while start < end and _is_mark(text[end - 1]):
+                end -= 1
+            if start < end:
+                found.append(Word(start, end))
     return found
+
+
+def _borders(text: str, spans: np.ndarray) -> list[int]:
+    """Returns the places beside a character of a script without blanks where no token goes on."""
+    starts, ends = spans.T if len(spans) else np.zeros((2, 0), np.int32)
+    reached = np.maximum.accumulate(ends)  # the bytes of one character may be several tokens
+    found = {*starts[1:][starts[1:] >= reached[:-1]].tolist(), *reached[-1:].tolist()}
+    beside = (place for place in found if _UNSPACED.search(text, max(place - 1, 0), place + 1))
+    return sorted(place for place in beside if not unicodedata.category(text[place : place + 1] or " ").startswith("M"))
 
 
 def score(found: list[Word], scored: Scored) -> np.ndarray:
@@ -63,22 +81,27 @@ def score(found: list[Word], scored: Scored) -> np.ndarray:
 def choose(text: str, scored: Scored, count: int) -> tuple[str, ...]:
     """Returns the `count` words of highest score as phrases, in the text's order.
 
-    Words that follow each other after one blank are one phrase. A word that occurs again, in any case of its letters,
+    A word that occurs again, in any case of its letters,
     counts once: where its score is highest, of equal ones the first.
     """
-    found = words(text)
+    found = words(text, scored.spans)
     scores = score(found, scored)
     best: dict[str, int] = {}
     for number in np.argsort(-scores, kind="stable"):
         if len(best) == count or scores[number] == -np.inf:
             break
         best.setdefault(text[slice(*found[number])].casefold(), int(number))
+    return join(text, [found[number] for number in sorted(best.values())])
+
+
+def join(text: str, chosen: Iterable[Word]) -> tuple[str, ...]:
+    """Returns words as phrases: those that follow each other, or stand one blank apart, as they are in the text."""
     phrases: list[str] = []
     last: Word | None = None
-    for number in sorted(best.values()):
-        word = found[number]
-        if last is not None and text[last.end : word.start] == " ":
-            phrases[-1] += " " + text[slice(*word)]
+    for word in chosen:
+        between = " \n" if last is None else text[last.end : word.start]
+        if between in ("", " "):
+            phrases[-1] += between + text[slice(*word)]
         else:
             phrases.append(text[slice(*word)])
         last = word

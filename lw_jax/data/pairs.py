@@ -8,13 +8,15 @@ import hashlib
 import itertools
 import json
 import logging
-from collections.abc import Sequence
-from typing import Annotated, Any
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
 
 import msgspec
 
+from lw_jax.core import schema
 from lw_jax.core.errors import UserError
 from lw_jax.data import row_sources
+from lw_jax.data.chat_templates import SAID, texts_of
 from lw_jax.data.row_fields import Fields
 
 _log = logging.getLogger(__name__)
@@ -24,27 +26,51 @@ _FORMATS = (
     'of {"role": ..., "content": ...} turns; without "prompt" whole conversations or "\\n\\nHuman: ... '
     '\\n\\nAssistant: ..." transcripts that begin alike'
 )
+_OURS = frozenset(("messages", "add_generation_prompt", "continue_final_message", "chat_template"))
 HUMAN, ASSISTANT = "\n\nHuman:", "\n\nAssistant:"  # the marks of a transcript
 _PLAIN, _TRANSCRIPT, _CONVERSATION = "plain", "a transcript without prompt", "conversational"
 
 
-@dataclasses.dataclass(frozen=True)
-class Turn:
-    """One message of a conversation."""
-
-    role: Annotated[str, msgspec.Meta(min_length=1)]
-    content: str
-
-
+Turn = dict[str, Any]  # one message of a conversation: role, content and what else the row has for the template
 Text = str | tuple[Turn, ...]
 
 
 class Row(msgspec.Struct):
-    """A row of preferences."""
+    """A row of preferences; the last three are the chat template's, as TRL gives them."""
 
     chosen: Text
     rejected: Text
     prompt: Text | None = None
+    tools: list[dict[str, Any]] | str | None = None  # a string: JSON
+    documents: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class _Values(msgspec.Struct):
+    tools: list[dict[str, Any]] | None = None
+    documents: list[dict[str, Any]] | None = None
+
+
+class _Part(msgspec.Struct):
+    type: Literal["text"]
+    text: str
+
+
+class _Turn(msgspec.Struct):
+    role: Annotated[str, msgspec.Meta(min_length=1)]
+    content: str | list[_Part] | None = None
+    reasoning_content: str | None = None
+    thinking: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    function_call: dict[str, Any] | None = None
+
+
+class _Conversation(msgspec.Struct):
+    chosen: tuple[_Turn, ...]
+    rejected: tuple[_Turn, ...]
+    prompt: tuple[_Turn, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,6 +81,7 @@ class Preference:
     prompt: Text
     chosen: Text
     rejected: Text
+    values: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # of the chat template, beside the turns
 
 
 def read(source: str, *, split: str = "train", columns: Sequence[str] = ()) -> list[Preference]:
@@ -74,7 +101,7 @@ def read(source: str, *, split: str = "train", columns: Sequence[str] = ()) -> l
                 f"{where}: the row is {form}, but {first[1]} is {first[0]}: a source has one form; split it in two"
             )
         count += 1
-        found += [pair] if pair else []
+        found += [dataclasses.replace(pair, values=_values(row, where))] if pair else []
     if len(found) < count:
         _log.warning(
             "%s: dropped %d of %d pairs: 'chosen' and 'rejected' are the same", source, count - len(found), count
@@ -115,8 +142,11 @@ def shared(first: Sequence[Any], second: Sequence[Any]) -> int:
 
 def prompt_key(prompt: Text) -> str:
     """Returns what tells a prompt from others, however its words are spaced."""
-    turns = [("", prompt)] if isinstance(prompt, str) else [(turn.role, turn.content) for turn in prompt]
-    return json.dumps([(role, " ".join(words.split())) for role, words in turns])
+    turns = [{"role": "", "content": prompt}] if isinstance(prompt, str) else prompt
+    found = [[turn["role"], " ".join(" ".join(texts_of(turn)).split())] for turn in turns]
+    for one, turn in zip(found, turns, strict=True):
+        one += [json.dumps(turn[key], sort_keys=True) for key in SAID[1:] if turn.get(key)]
+    return json.dumps(found)
 
 
 def _draw(prompt: Text, seed: int) -> float:
@@ -140,14 +170,47 @@ def _parse(row: Row, where: str) -> tuple[str, Preference | None]:
         if isinstance(prompt, str):
             return form, Preference(where, _nonempty(prompt, where), chosen, rejected)
         return form, _part_transcripts(chosen, rejected, where)
-    assert isinstance(chosen, tuple) and isinstance(rejected, tuple)
+    _check_types(texts, where)
     if chosen == rejected:
         return _CONVERSATION, None
-    if prompt is None:
-        end = shared(chosen, rejected)
+    prompt, chosen, rejected = (
+        tuple(_without_none(turn) for turn in text or () if not isinstance(turn, str))
+        for text in (prompt, chosen, rejected)
+    )
+    if row.prompt is None:  # turns may differ in what is no part of them, as an id
+        end = shared(
+            *([{key: turn.get(key) for key in ("role", *SAID)} for turn in text] for text in (chosen, rejected))
+        )
         prompt, chosen, rejected = chosen[:end], chosen[end:], rejected[end:]
-    assert isinstance(prompt, tuple)
     return _CONVERSATION, _check_turns(where, prompt, chosen, rejected)
+
+
+def _check_types(texts: Mapping[str, Any], where: str) -> None:
+    """Raises UserError naming the field of a turn that is of another type, or the turn that says nothing."""
+    found = schema.convert(texts, _Conversation, where=where, remedy=f"known form: {_FORMATS}")
+    for name in texts:
+        for number, turn in enumerate(getattr(found, name)):
+            if turn.content is None and not (turn.tool_calls or turn.function_call or turn.refusal):
+                raise UserError(
+                    f"{where}: {name}[{number}]: object missing required field content, found "
+                    f"{', '.join(map(repr, texts[name][number]))}; known form: {_FORMATS}"
+                )
+
+
+def _without_none(turn: Mapping[str, Any]) -> Turn:
+    return {key: value for key, value in turn.items() if value is not None}
+
+
+def _values(row: Row, where: str) -> dict[str, Any]:
+    """Returns what a row has for the chat template beside its turns."""
+    tools, remedy = row.tools, "write a list of JSON schemas, or the JSON text of one"
+    if isinstance(tools, str):
+        tools = schema.decode(tools or "[]", list[dict[str, Any]], where=f"{where}: tools", remedy=remedy)
+    found = {"tools": tools or None, "documents": row.documents or None, **(row.chat_template_kwargs or {})}
+    schema.convert(found, _Values, where=f"{where}: chat_template_kwargs", remedy="write lists of objects")
+    if reserved := _OURS.intersection(found):
+        raise UserError(f"{where}: chat_template_kwargs has {sorted(reserved)}, which the recipe sets; remove it")
+    return _without_none(found)
 
 
 def _part_transcripts(chosen: str, rejected: str, where: str) -> Preference:
@@ -165,14 +228,14 @@ def _check_turns(
     where: str, prompt: tuple[Turn, ...], chosen: tuple[Turn, ...], rejected: tuple[Turn, ...]
 ) -> Preference:
     """Returns the pair where the prompt awaits a reply and the replies are the assistant's alone."""
-    if not prompt or prompt[-1].role == "assistant":
-        found = f"ends with a turn of {prompt[-1].role!r}" if prompt else "has no turn"
+    if not prompt or prompt[-1]["role"] == "assistant":
+        found = f"ends with a turn of {prompt[-1]['role']!r}" if prompt else "has no turn"
         raise UserError(
             f"{where}: the prompt (field 'prompt', or what 'chosen' and 'rejected' begin with alike) {found}; "
             "it must end with the turn that is replied to"
         )
     for name, reply in (("chosen", chosen), ("rejected", rejected)):
-        roles = [turn.role for turn in reply]
+        roles = [turn["role"] for turn in reply]
         if not roles or set(roles) != {"assistant"}:
             raise UserError(
                 f"{where}: field {name!r} has behind the prompt the turns {roles}; a reply has turns of 'assistant' "

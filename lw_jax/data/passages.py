@@ -12,7 +12,7 @@ from lw_jax.data.batches import Encoded, Field
 from lw_jax.data.example_counts import Ledger
 from lw_jax.data.prompt_tokens import Layout
 from lw_jax.data.row_fields import Fields
-from lw_jax.data.tokens import Tokenizer
+from lw_jax.data.tokens import Tokenizer, marked
 
 _REMEDY = 'a passage is a row {"text": "..."}; mend or remove it'
 SHORTEST = 0.5  # of the length asked for, that a document's last piece must have
@@ -100,9 +100,9 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str, rows: Iterabl
     for name, reader in layout.readers.items():
         tokenizer = reader.tokenizer
         shared = prompt_tokens.shared_prefix(name, reader, layout.prompt)
-        ending = [tokenizer.eos] if task == "reconstruct" else []
+        ending = (tokenizer.eos,) if task == "reconstruct" else ()
         gap = prompt_tokens.tokenize(tokenizer, [prompt_tokens.GAP if layout.literals else ""])[0]
-        targets = [np.append(answers[name][i], np.array(ending, np.int32)) for i in keep]
+        targets = [marked(answers[name][i], (), ending) for i in keep]
         readers[name] = {
             "before": batches.field([shared] * len(keep), tokenizer.pad, left=True),
             # As wide as it is long: between the task vector, or the literals, and the text is no padding.

@@ -1,12 +1,12 @@
 """Preference pairs as token ids: tokenised once, then collated into static-shape batches of numpy arrays.
 
-The only module that decides the end of a prompt, the end of a reply and cuts; cut and dropped pairs are counted and
-reported. A flag is at its own token: the loss shifts by one.
+The only module that decides the end of a prompt and cuts; cut and dropped pairs are counted and reported. A flag is at
+its own token: the loss shifts by one.
 """
 
 import dataclasses
 import hashlib
-import re
+import logging
 from collections.abc import Iterable, Sequence
 
 import numpy as np
@@ -15,8 +15,11 @@ from lw_jax.core.errors import UserError
 from lw_jax.data import prompt_tokens
 from lw_jax.data.batches import MULTIPLE, Batch, Lookup
 from lw_jax.data.data_schedule import Unsent
-from lw_jax.data.pairs import HUMAN, Preference, Text, Turn, shared
+from lw_jax.data.pair_texts import Writer, Written
+from lw_jax.data.pairs import Preference, shared
 from lw_jax.data.tokens import Tokenizer
+
+_log = logging.getLogger(__name__)
 
 TRUNCATIONS = ("drop", "keep_start", "keep_end")
 _DROPPED = {
@@ -27,6 +30,7 @@ _DROPPED = {
     "nothing": "dropped: the prompt has no token of its own, its only one is shared with a reply",
 }
 _TOLD = {
+    "past": "prompts without reasoning of earlier turns, which the chat template leaves out",
     "prompt_cut": "prompts cut",
     "reply_cut": "pairs with a reply cut at its end, which then has no terminator",
     "boundary": "pairs split before the last token of their prompt, because it grows together with a reply",
@@ -152,12 +156,15 @@ def encode(
     ends with its turn's terminator). Raises UserError where no pair is left, and for rows that do not fit the template.
     """
     _check(limits, template)
-    writer = _Writer(tokenizer, template == "chat")
+    writer = Writer(tokenizer, template == "chat")
     # Where a prompt is cut, its end or what follows it is still read.
     cuts = limits.truncation == "keep_end" or (limits.truncation == "keep_start" and limits.max_prompt)
     limit = None if cuts else max(limits.max_length, limits.max_prompt)
     split = _tokenize([writer.write(pair) for pair in preferences], tokenizer, limit)
+    for key, count in writer.unread.items():
+        _log.warning("%d of %d pairs have %r, which the chat template does not read", count, len(preferences), key)
     kept, counts = _settle(preferences, split, limits, tokenizer)
+    counts["past"] = writer.past
     return Preferences(
         examples=tuple(preferences[i] for i in kept),
         pairs=tuple(kept.values()),
@@ -203,81 +210,7 @@ def _check(limits: Limits, template: str) -> None:
             raise UserError(f"{named}={value} must be at least {least}")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reply:
-    text: str  # without what ends it
-    end: int  # the id that does
-
-
-@dataclasses.dataclass(frozen=True)
-class _Written:
-    prompt: str
-    chosen: _Reply
-    rejected: _Reply
-
-
-class _Writer:
-    """Writes pairs as the texts that are tokenised, each reply without the one token that ends it."""
-
-    def __init__(self, tokenizer: Tokenizer, chat: bool) -> None:
-        self.tokenizer, self.chat = tokenizer, chat
-        tokens = tokenizer.backend.convert_ids_to_tokens(list(tokenizer.stops))
-        self.ends = {token: i for token, i in zip(tokens, tokenizer.stops, strict=True) if token}
-        any_end = "|".join(map(re.escape, self.ends))
-        self.tail = re.compile(rf"({any_end})(?:\s|{any_end})*\Z")  # the first end with nothing but ends behind it
-        self.begin = str(tokenizer.backend.bos_token or "")
-
-    def write(self, pair: Preference) -> _Written:
-        """Returns the texts of a pair. Raises UserError naming its row where they do not fit the template."""
-        if self.chat:
-            return self._write_chat(pair)
-        if isinstance(pair.prompt, str) and isinstance(pair.chosen, str) and isinstance(pair.rejected, str):
-            chosen, rejected = (self._finish(reply.removeprefix(self.begin)) for reply in (pair.chosen, pair.rejected))
-            return _Written(pair.prompt, chosen, rejected)
-        raise UserError(f'{pair.id}: conversational rows are written by a chat template; use template="chat"')
-
-    def _write_chat(self, pair: Preference) -> _Written:
-        if isinstance(pair.prompt, str) and pair.prompt.startswith(HUMAN):
-            raise UserError(
-                f"{pair.id}: a transcript would be one turn of the user in the chat template; "
-                'use template="plain", or write the rows as turns'
-            )
-        turns = _turns(pair.prompt, "user")
-        prompt = self._render(pair, turns, reply=True)
-        replies = []
-        for name, text in (("chosen", pair.chosen), ("rejected", pair.rejected)):
-            answer = _turns(text, "assistant")
-            answer[0]["content"] = answer[0]["content"].removeprefix(self.begin)
-            answer[-1]["content"] = self.tail.sub("", answer[-1]["content"])  # the template writes its own
-            whole = self._render(pair, turns + answer, reply=False)
-            if not whole.startswith(prompt):
-                raise UserError(
-                    f"{pair.id}: the chat template of {self.tokenizer.backend.name_or_path} writes the prompt with "
-                    f"{name!r} other than the prompt alone ({whole[:40]!r}... and {prompt[:40]!r}...), so it is not "
-                    'known where the reply begins; use template="plain"'
-                )
-            replies.append(self._finish(whole.removeprefix(prompt)))
-        return _Written(prompt, *replies)
-
-    def _render(self, pair: Preference, turns: list[dict[str, str]], *, reply: bool) -> str:
-        try:
-            return self.tokenizer.render(turns, reply=reply)
-        except UserError as error:
-            raise UserError(f"{pair.id}: {error}") from error
-
-    def _finish(self, text: str) -> _Reply:
-        """Returns the reply up to the first of the ends it closes with; one without any is ended by EOS."""
-        if found := self.tail.search(text):
-            return _Reply(text[: found.start()], self.ends[found[1]])
-        return _Reply(text.rstrip() if self.chat else text, self.tokenizer.eos)
-
-
-def _turns(text: Text, role: str) -> list[dict[str, str]]:
-    turns = (Turn(role, text),) if isinstance(text, str) else text
-    return [dataclasses.asdict(turn) for turn in turns]
-
-
-def _tokenize(written: Sequence[_Written], tokenizer: Tokenizer, limit: int | None) -> list[tuple[Pair, bool]]:
+def _tokenize(written: Sequence[Written], tokenizer: Tokenizer, limit: int | None) -> list[tuple[Pair, bool]]:
     """Returns each pair's ids, and whether its prompt lost tokens to the replies; far beyond a limit, some beyond it.
 
     A reply is tokenised after its prompt: alone, SentencePiece would mark it as the start of a word. Where

@@ -12,7 +12,9 @@ import numpy as np
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
+from lw_jax.data import chat_templates
 from lw_jax.data.example_counts import Ledger
+from lw_jax.data.tokens import marked
 
 WIDEST = 16  # characters of a token, at most, in a text of which a prefix is tokenised; tokens of text have 4
 LITERAL_TOKENS = 6  # of a literal word, at most, on the average of an example's, with what stands between phrases
@@ -213,13 +215,13 @@ class ReaderPass:
         found = self._tokenize(joined, begin=begin, limit=limit + self.layout.data.answer_tokens)
         for i, (prompt, full) in enumerate(zip(prompts, found, strict=True)):
             if _is_cut(texts[i], limit) and self.ledger.settled(i):
-                answers.append(np.array([self.tokenizer.eos], np.int32))
+                answers.append(marked((), (), (self.tokenizer.eos,)))
                 continue
             if np.array_equal(full, prompt):
                 self.ledger.drop(i, "nothing", f"answer {examples[i].answers[0]!r}, reader {self.name!r}")
             elif len(full) <= len(prompt) or not np.array_equal(full[: len(prompt)], prompt):
                 self._drop_boundary(i, examples[i])
-            answers.append(np.append(full[len(prompt) :], np.int32(self.tokenizer.eos)))
+            answers.append(marked(full[len(prompt) :], (), (self.tokenizer.eos,)))
         return answers
 
     def _read_text(
@@ -316,6 +318,13 @@ def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:
             f"config.llms.{name}: its chat template does not contain the user's text once and unchanged; "
             'set template="plain" for this reader'
         )
+    turns = [{"role": "system", "content": prompt.system}, {"role": "user", "content": user}] if chat else []
+    if lost := chat_templates.find_lost(text, chat_templates.said(turns, "prompt")):
+        key = "system" if "(system)" in lost[0].where else "user"
+        raise UserError(
+            f"config.prompt.{key}={getattr(prompt, key)!r}: the chat template of config.llms.{name} does not write it; "
+            f'leave it out (prompt.{key}), or set template="plain" for this reader'
+        )
     before, rest = text.split(_CONTEXT)
     middle, tail = rest.split(_QUESTION)
     open_end = not tail or not tail[-1].isspace()
@@ -351,8 +360,7 @@ def shared_prefix(name: str, reader: Reader, prompt: config.Prompt) -> np.ndarra
 
 def with_begin(tokenizer: ReaderTokenizer, rows: list[np.ndarray]) -> list[np.ndarray]:
     """Returns the rows with the tokenizer's first ids, unless they begin with them."""
-    first = np.array(tokenizer.begin, np.int32)
-    return [row if np.array_equal(row[: len(first)], first) else np.concatenate([first, row]) for row in rows]
+    return [marked(row, tokenizer.begin) for row in rows]
 
 
 def _count(ids: np.ndarray, text: str, limit: int) -> str:

@@ -1,13 +1,24 @@
-"""The fields of a row and the columns in which they stand: one typed value a row, whoever parsed it."""
+"""The fields of a row and the columns in which they stand: one typed value a row, whoever parsed it.
 
+What a row has beside them is counted, and refused where it changes what the row means.
+"""
+
+import contextlib
 import dataclasses
-from collections.abc import Iterable, Mapping, Sequence
+import functools
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 import msgspec
 
 from lw_jax.core import schema
+from lw_jax.core.config_sections import MEANING
 from lw_jax.core.errors import UserError
+
+_log = logging.getLogger(__name__)
+_SHOWN = 20  # columns in a message
 
 _T = TypeVar("_T")
 
@@ -19,6 +30,9 @@ class Fields(Generic[_T]):
     kind: type[_T]  # a msgspec.Struct
     columns: Mapping[str, str]  # field -> column, with dots into nested ones; empty: the field is left out
     remedy: str
+    left: frozenset[str] = frozenset()  # fields that the user leaves out
+    unread: Counter[str] = dataclasses.field(default_factory=Counter)  # column that nobody reads -> rows
+    skipped: set[str] = dataclasses.field(default_factory=set)  # columns of a table that are not loaded
 
     @classmethod
     def of(cls, kind: type[_T], columns: Sequence[str], remedy: str) -> "Fields[_T]":
@@ -27,25 +41,58 @@ class Fields(Generic[_T]):
         own = {field: column for field, column in mapping.items() if field in names_of(kind)}
         taken = ", ".join(f"{field} from {column!r}" if column else f"no {field}" for field, column in own.items())
         named = f"data.columns takes {taken}" if own else "data.columns=FIELD:COLUMN names another column"
-        return cls(kind, own, f"{remedy}; {named}")
+        left = frozenset(field for field, column in mapping.items() if not column)
+        return cls(kind, own, f"{remedy}; {named}", left)
+
+    @contextlib.contextmanager
+    def counted(self, where: str) -> Iterator["Fields[_T]"]:
+        """Gives the fields for one source; names at its end, once, what nobody reads of it."""
+        own = dataclasses.replace(self, unread=Counter(), skipped=set())
+        try:
+            yield own
+        finally:
+            if own.unread:
+                shown = ", ".join(f"{column!r} ({count:,} rows)" for column, count in own.unread.most_common(_SHOWN))
+                more = len(own.unread) - _SHOWN
+                _warn_once(f"{where}: not read: {shown}" + (f" and {more:,} more" if more > 0 else ""))
 
     def decode(self, line: bytes, where: str) -> _T:
         """Returns one row of JSON."""
-        if not self.columns:
-            return schema.decode(line, self.kind, where=where, remedy=self.remedy)
         return self.convert(schema.decode(line, dict[str, Any], where=where, remedy=self.remedy), where)
 
     def convert(self, row: Mapping[str, Any], where: str) -> _T:
         """Returns one row that a library has read. Raises UserError naming place, field, value and rule."""
+        self._count(row, where)
         if self.columns:
             self.choose(list(row), where)
             own = {field: value for field, value in row.items() if field not in self.columns}
             row = own | {field: self._take(row, field, where) for field, column in self.columns.items() if column}
         return schema.convert(row, self.kind, where=where, remedy=self.remedy)
 
-    def choose(self, known: Sequence[str], where: str) -> list[str]:
-        """Returns the columns of a table that are read. Raises UserError where one that a field needs is missing."""
-        chosen = []
+    def _count(self, row: Mapping[str, Any], where: str) -> None:
+        self.unread.update(self.skipped)
+        for name in row.keys() - self._read:
+            if row[name] in (None, "", [], {}):
+                continue
+            if name in MEANING:
+                raise UserError(
+                    f"{where}: {name}={str(row[name])[:60]!r}: it changes what the row means, and is not read here; "
+                    f"write it into the fields that are, or leave it out: data.columns={name}:"
+                )
+            self.unread[name] += 1
+
+    @functools.cached_property
+    def _read(self) -> frozenset[str]:
+        """Returns the columns that are read, or left out by the user."""
+        columns = [self.columns.get(name, name) for name in names_of(self.kind)]
+        return self.left.union(columns, (column.partition(".")[0] for column in columns))
+
+    def choose(self, known: Sequence[str], where: str, *, table: bool = False) -> list[str]:
+        """Returns the columns that are read; of a `table` notes the others.
+
+        Raises UserError where one that a field needs is missing.
+        """
+        chosen = [name for name in known if name in MEANING and name not in self.left]
         for field in msgspec.structs.fields(self.kind):  # type: ignore[arg-type]
             name = field.encode_name
             column = self.columns.get(name, name)
@@ -56,6 +103,9 @@ class Fields(Generic[_T]):
                 chosen.append(found)
             elif column and (field.required or name in self.columns):
                 raise self._lacks(name, column, known, where)
+        if table:
+            self.skipped.clear()
+            self.skipped.update(set(known).difference(chosen, self.left))
         return list(dict.fromkeys(chosen))
 
     def _take(self, row: Mapping[str, Any], field: str, where: str) -> Any:
@@ -89,3 +139,8 @@ def _descend(value: Any, names: Sequence[str]) -> Any:
     if not isinstance(value, Mapping) or names[0] not in value:
         raise LookupError(list(value) if isinstance(value, Mapping) else [])
     return _descend(value[names[0]], names[1:])
+
+
+@functools.lru_cache(maxsize=64)
+def _warn_once(line: str) -> None:
+    _log.warning(line)

@@ -50,16 +50,17 @@ def read(
         Unreachable: the hub does not answer, or has no such data set.
     """
     where = label(source, split)
-    if source.startswith(HUB):
-        found = _ask_hub("load_dataset", source, split=parse_hub(source, split)[2], streaming=stream)
-        yield from _read_set(found, fields, where)
-    elif is_saved(locate(source)[0]):
-        yield from _read_set(_load_saved(source, split), fields, where)
-    elif is_table(source):
-        for file in files(source, split):
-            yield from _read_file(file, fields)
-    else:
-        yield from _json_rows(expand(source), fields, document)
+    with fields.counted(where) as counted:
+        if source.startswith(HUB):
+            found = _ask_hub("load_dataset", source, split=parse_hub(source, split)[2], streaming=stream)
+            yield from _read_set(found, counted, where)
+        elif is_saved(locate(source)[0]):
+            yield from _read_set(_load_saved(source, split), counted, where)
+        elif is_table(source):
+            for file in files(source, split):
+                yield from _read_file(file, counted)
+        else:
+            yield from _json_rows(expand(source), counted, document)
 
 
 def is_table(source: str) -> bool:
@@ -167,10 +168,7 @@ def _json_rows(path: Path, fields: Fields[_T], document: type[Any] | None) -> It
         raise UserError(
             f"{path}: a CSV file has neither types nor lists; write its rows as .jsonl or .parquet; {_LOCAL}"
         )
-    if not fields.columns:
-        yield from rows.read(path, fields.kind, remedy=fields.remedy, document=document)
-        return
-    for where, row in rows.read(path, dict[str, Any], remedy=fields.remedy, document=document):
+    for where, row in rows.read(path, remedy=fields.remedy, document=document):
         yield where, fields.convert(row, where) if isinstance(row, dict) else row
 
 
@@ -189,7 +187,7 @@ def _opened(path: Path, fields: Fields[Any]) -> Iterator[Iterable[Any]]:
     if path.suffix == ".parquet":
         parquet = importlib.import_module("pyarrow.parquet")
         with parquet.ParquetFile(path, pre_buffer=False) as file:
-            chosen = fields.choose(file.schema_arrow.names, str(path))
+            chosen = fields.choose(file.schema_arrow.names, str(path), table=True)
             yield file.iter_batches(BATCH, columns=chosen or None, use_threads=False)
         return
     arrow, ipc = importlib.import_module("pyarrow"), importlib.import_module("pyarrow.ipc")
@@ -197,7 +195,7 @@ def _opened(path: Path, fields: Fields[Any]) -> Iterator[Iterable[Any]]:
         is_file = file.read(6) == b"ARROW1"  # the other of Arrow's two formats, the stream, is what datasets writes
         file.seek(0)
         with ipc.open_file(file) if is_file else ipc.open_stream(file) as reader:
-            chosen = fields.choose(reader.schema.names, str(path)) or reader.schema.names
+            chosen = fields.choose(reader.schema.names, str(path), table=True) or reader.schema.names
             batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
             yield (part for batch in batches for part in _parts(batch.select(chosen)))
 
@@ -255,7 +253,7 @@ def _load_saved(source: str, split: str) -> Any:
 
 def _read_set(found: Any, fields: Fields[_T], where: str) -> Iterator[tuple[str, _T]]:
     known = found.column_names  # none where the library does not know them before the first row
-    if known and (chosen := fields.choose(known, where)):
+    if known and (chosen := fields.choose(known, where, table=True)):
         found = found.select_columns(chosen)
     datasets, arrow = _import("datasets", where), _import("pyarrow", where)
     yield from _typed(found, fields, where, datasets.exceptions.DatasetsError, arrow.ArrowException)

@@ -13,7 +13,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, TypeVar, cast
+from typing import IO, Any, cast
 
 import msgspec
 
@@ -24,8 +24,6 @@ ROW_BYTES = 64 << 20  # of one line, or of one paragraph of plain text
 DOCUMENT_BYTES = 1 << 30  # of JSON that is one document and is decoded at once; HotpotQA's training file has 540 MB
 PACKED_BYTES = 64 << 20  # of any gzip file; what holds more may expand by PACKED_RATIO at most
 PACKED_RATIO = 100  # text expands 3 to 10 times, zeros a thousand times
-
-_T = TypeVar("_T")
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -116,12 +114,11 @@ def paragraphs(path: Path) -> Iterator[str]:
             held.append(line)
 
 
-def read(path: Path, kind: type[_T], *, remedy: str, document: type[Any] | None = None) -> Iterator[tuple[str, Any]]:
-    """Yields (place, row) of a file of JSON lines, of a JSON array, or of one row; by its content, not its name.
+def read(path: Path, *, remedy: str, document: type[Any] | None = None) -> Iterator[tuple[str, Any]]:
+    """Yields (place, object) of a file of JSON lines, of a JSON array, or of one row; by its content, not its name.
 
     Args:
         path: a file, also .gz.
-        kind: the type of a row.
         remedy: what the rows should look like, for messages.
         document: the type of a file that is one object with an array "data"; it is yielded whole.
 
@@ -138,29 +135,29 @@ def read(path: Path, kind: type[_T], *, remedy: str, document: type[Any] | None 
         if len(begin) == 2 and (listed or _is_object(begin[0][1])):
             for number, line in itertools.chain(begin, found):
                 where = f"{path}:{number}"
-                yield where, decode(line, kind, where=where, remedy=remedy)
+                yield where, decode(line, where=where, remedy=remedy)
             return
         number, data = begin[0]
-    yield from _read_document(path, _read_whole(path) if len(begin) == 2 else data, number, kind, document, remedy)
+    yield from _read_document(path, _read_whole(path) if len(begin) == 2 else data, number, document, remedy)
 
 
-def decode(line: bytes, kind: type[_T], *, where: str, remedy: str) -> _T:
+def decode(line: bytes, *, where: str, remedy: str) -> dict[str, Any]:
     """Returns one row of JSON."""
-    return schema.decode(line, kind, where=where, remedy=remedy)
+    return schema.decode(line, dict[str, Any], where=where, remedy=remedy)
 
 
 def _read_document(
-    path: Path, data: bytes, number: int, kind: type[_T], document: type[Any] | None, remedy: str
+    path: Path, data: bytes, number: int, document: type[Any] | None, remedy: str
 ) -> Iterator[tuple[str, Any]]:
     first = re.match(rb"\s*(.?)", data, re.DOTALL)
     if first and first[1] == b"[":
-        rows = schema.decode(data, list[kind], where=str(path), remedy=remedy)
+        rows = schema.decode(data, list[dict[str, Any]], where=str(path), remedy=remedy)
         yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
     elif document is not None and memoryview(_object(data).data)[:1] == b"[":
         yield str(path), schema.decode(data, document, where=str(path), remedy=remedy)
     else:
         where = f"{path}:{number}"
-        yield where, decode(data, kind, where=where, remedy=remedy)
+        yield where, decode(data, where=where, remedy=remedy)
 
 
 def _read_whole(path: Path) -> bytes:

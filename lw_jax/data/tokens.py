@@ -1,7 +1,7 @@
 """Text to token ids and back, for every reader and for the bytes encoder.
 
 A reader's tokenizer comes from a folder (`tokenizer.json`) or from the metadata of a .gguf file. It adds no token by
-itself: `begin` is put in front where a prompt is built (`lw_jax/data/batches.py`). Only the tokenizer of a BERT-class
+itself: `begin` is put in front where a prompt is built (`marked`). Only the tokenizer of a BERT-class
 encoder puts marks around a text, because its body has learned with them.
 """
 
@@ -9,7 +9,7 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,6 +33,20 @@ _PROBE = (
 )
 BYTES_END = "<|endoftext|>"  # id 256 of the byte tokenizer
 Marks = tuple[tuple[int, ...], tuple[int, ...]]  # ids before and after every text
+
+
+def marked(ids: Sequence[int] | np.ndarray, begin: Sequence[int], end: Sequence[int] = ()) -> np.ndarray:
+    """Returns ids i32 between first and last ones, each put there unless the text has brought them itself.
+
+    The one rule of BOS and EOS: whatever adds them calls it.
+    """
+    ids, first, last = (np.asarray(one, np.int32) for one in (ids, begin, end))
+    parts = [
+        *([] if np.array_equal(ids[: len(first)], first) else [first]),
+        ids,
+        *([] if len(last) and np.array_equal(ids[-len(last) :], last) else [last]),
+    ]
+    return np.concatenate(parts) if len(parts) > 1 else ids
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -86,22 +100,43 @@ class Tokenizer:
         turns = [{"role": "system", "content": system}] if system else []
         return self.render([*turns, {"role": "user", "content": user}], reply=True)
 
-    def render(self, turns: list[dict[str, Any]], *, reply: bool) -> str:
-        """Returns a conversation {"role", "content"} in the chat template; with `reply`, up to where one begins."""
+    def render(
+        self, turns: Sequence[Mapping[str, Any]], *, reply: bool, values: Mapping[str, Any] | None = None
+    ) -> str:
+        """Returns a conversation in the chat template; with `reply`, up to where one begins.
+
+        Args:
+            turns: {"role", "content"} and further keys, given to the template as transformers gives them.
+            reply: the assistant's turn is opened.
+            values: further values for the template, as "tools".
+        """
         if not self.backend.chat_template:
             raise UserError(f'{self.backend.name_or_path}: the tokenizer has no chat template; use template="plain"')
-        values = {"messages": turns, "tools": None, "documents": None, "add_generation_prompt": reply}
+        given = {"tools": None, "documents": None, "date_string": f"{chat_templates.DATE:%d %b %Y}", **(values or {})}
+        given |= {"messages": chat_templates.as_given(turns), "add_generation_prompt": reply}
+        roles = [turn["role"] for turn in turns]
+        change = "leave the system turn (prompt.system) out" if "system" in roles else "change the turns"
         return chat_templates.render(
-            self._chat_template(),
-            {**self.backend.special_tokens_map, "date_string": f"{chat_templates.DATE:%d %b %Y}", **values},
-            where=f"{self.backend.name_or_path}: turns of {', '.join(turn['role'] for turn in turns)}",
-            remedy='leave the system turn (prompt.system) out or use template="plain"',
+            self._chat_template(given["tools"]),
+            {**self.backend.special_tokens_map, **given},
+            where=f"{self.backend.name_or_path}: turns of {', '.join(roles)}",
+            remedy=f'{change} or use template="plain"',
         )
 
-    def _chat_template(self) -> str:
-        """Returns the chat template; of several the one named "default"."""
+    @functools.cached_property
+    def reads_parts(self) -> bool:
+        """Returns whether the chat template writes the texts of a content that is a list of parts."""
+        parts = [{"type": "text", "text": text} for text in ("\ue000", "\ue001")]
         try:
-            found = self.backend.get_chat_template()
+            written = self.render([{"role": "user", "content": parts}], reply=True)
+        except UserError:  # it adds the content to a text, which a list does not allow
+            return False
+        return "\ue000" in written and "\ue001" in written and "'type'" not in written
+
+    def _chat_template(self, tools: Any) -> str:
+        """Returns the chat template; of several the one named "default", or with tools "tool_use"."""
+        try:
+            found = self.backend.get_chat_template(None, tools)
         except ValueError as error:
             raise UserError(f'{self.backend.name_or_path}: {error}; use template="plain"') from error
         if not isinstance(found, str):
@@ -127,11 +162,12 @@ class BertTokenizer:
 
     def encode(self, text: str) -> list[int]:
         """Returns the ids of a text, marks included."""
-        return self.backend.encode(text, add_special_tokens=True).ids
+        return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
         """Returns the ids of each text, as `encode` does, on all cores."""
-        return [e.ids for e in self.backend.encode_batch(texts, add_special_tokens=True)]
+        found = self.backend.encode_batch(texts, add_special_tokens=False)
+        return [marked(e.ids, *self.special).tolist() for e in found]
 
     def decode(self, ids: Iterable[int]) -> str:
         """Returns the text of ids, special tokens skipped; what the vocabulary does not keep (case, spaces) is lost."""

@@ -53,7 +53,7 @@ def choose(text: str, scored: Scored, tokenizer: prompt_tokens.ReaderTokenizer, 
 
     Those with the most nats for each token; where a word's score is a mean over its tokens, those of the highest score.
     """
-    found = literals.words(text)
+    found = literals.words(text, scored.spans)
     spoken = [text[slice(*word)] for word in found]
     scores = literals.score(found, scored)
     sizes = np.array([len(ids) for ids in tokenizer.encode_batch([f" {word}" for word in spoken])], int)
@@ -65,4 +65,4 @@ def choose(text: str, scored: Scored, tokenizer: prompt_tokens.ReaderTokenizer, 
         if sizes[number] <= room:
             room -= int(sizes[number])
             kept.append(int(number))
-    return " ".join(spoken[number] for number in sorted(kept))
+    return " ".join(literals.join(text, [found[number] for number in sorted(kept)]))

@@ -16,6 +16,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.precision import DTYPES, Precision
 from lw_jax.core.types import Tree
+from lw_jax.data import prompt_tokens
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.hub import sources
 from lw_jax.hub import weights as files
@@ -118,8 +119,8 @@ class LM:
             raise UserError(f"generate: max_new_tokens={max_new_tokens}: give at least 1")
         if not temperature >= 0:
             raise UserError(f"generate: temperature={temperature}: give 0 (greedy) or more")
-        rows = [[*self.tokenizer.begin, *self.tokenizer.encode(text)] for text in texts]
-        if not rows or not all(rows):
+        rows = prompt_tokens.with_begin(self.tokenizer, prompt_tokens.tokenize(self.tokenizer, list(texts)))
+        if not rows or not all(map(len, rows)):
             raise UserError(f"generate: texts={list(texts)!r}: give at least one, each of at least one token")
         width = max(map(len, rows))
         self._check_positions(width + max_new_tokens)

@@ -25,7 +25,7 @@ from lw_jax.core.files import locked
 from lw_jax.core.types import Example, LossTerms, Tree
 from lw_jax.data import batches, examples, prompt_tokens, question_cards
 from lw_jax.data.data_schedule import DataSchedule
-from lw_jax.data.tokens import load_tokenizer
+from lw_jax.data.tokens import load_tokenizer, marked
 from lw_jax.hub import sources, weights
 from lw_jax.losses import token_losses
 from lw_jax.models import decoder, wire
@@ -275,7 +275,7 @@ class SelfmadeReader:
         known: dict[tuple[str, str], tuple[list[int], list[int]]] = {}
         for asked in {pair for example in found for pair in question_cards.questions(example)}:
             question = self.tokenizer.encode(frame.after(asked[0]))
-            answer = [*self.tokenizer.encode(frame.gap + asked[1]), self.tokenizer.eos]
+            answer = marked(self.tokenizer.encode(frame.gap + asked[1]), (), (self.tokenizer.eos,)).tolist()
             known[asked] = (question + answer, [0] * len(question) + [1] * len(answer))
         rows = []
         for example in found:

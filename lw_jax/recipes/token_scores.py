@@ -5,6 +5,7 @@ Kept on disk by content, so that each different text is read once, whatever the 
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -19,13 +20,15 @@ from lw_jax.data.batches import Batch
 from lw_jax.data.frozen_cache import Store, key_of
 from lw_jax.data.literals import Scored
 from lw_jax.data.prompt_tokens import MARGIN, WIDEST
-from lw_jax.data.tokens import load_tokenizer
+from lw_jax.data.tokens import load_tokenizer, marked
 from lw_jax.hub import sources, weights
 from lw_jax.losses import chunked
 from lw_jax.models import decoder
 from sharding import mesh as meshes
 from sharding import place, rules, tables
 from sharding.placement import Placement
+
+_log = logging.getLogger(__name__)
 
 ROWS = 8  # windows of a device at once: the same program on any number of devices
 MULTIPLE = 64  # a batch is padded to a multiple of so many tokens
@@ -72,7 +75,12 @@ class TokenScores:
             text: literals.choose(text, scored, count)
             for text, scored in zip(contexts, self.score(contexts), strict=True)
         }
+        self._warn(list(chosen.values()), count)
         return [dataclasses.replace(example, literals=chosen[example.context]) for example in examples]
+
+    def _warn(self, chosen: Sequence[tuple[str, ...]], count: int) -> None:
+        if empty := sum(not one for one in chosen) if count else 0:
+            _log.warning("no literal was found in %d of %d texts: none has a word of few tokens", empty, len(chosen))
 
     def choose(self, text: str, count: int) -> tuple[str, ...]:
         """Returns the literals of one text; nothing is kept on disk, and the model stays in memory."""
@@ -84,7 +92,9 @@ class TokenScores:
         for first in range(0, len(ids), size):
             part = ids[first : first + size]
             found += list(self._read(part + part[-1:] * (size - len(part)))["values"][: len(part)])
-        return literals.choose(text, pieces.join(found, starts, self.mean), count)
+        chosen = literals.choose(text, pieces.join(found, starts, self.mean), count)
+        self._warn([chosen], count)
+        return chosen
 
     def score(self, texts: Sequence[str]) -> list[Scored]:
         """Returns every token's characters and value, of a text's first window x windows tokens.
@@ -120,8 +130,11 @@ class TokenScores:
 
     def _tokenize(self, texts: Sequence[str]) -> list["_Tokens"]:
         most = WIDEST * (self.limit + MARGIN)
-        found = self.tokenizer.encode_spans([text[:most] for text in texts])
-        return [_Tokens(ids[: self.limit], spans[: self.limit]) for ids, spans in found]
+        found = []
+        for ids, spans in self.tokenizer.encode_spans([text[:most] for text in texts]):
+            bare = marked(ids, self.begin)[len(self.begin) :]  # a text may have brought the beginning itself
+            found.append(_Tokens(bare[: self.limit], spans[len(ids) - len(bare) :][: self.limit]))
+        return found
 
     @property
     def _batch(self) -> int:

@@ -38,6 +38,11 @@ TURNS = {
     "chosen": [{"role": "assistant", "content": "Hello!"}],
     "rejected": [{"role": "assistant", "content": "No."}],
 }
+CALLS = TURNS | {
+    "chosen": [{"role": "assistant", "tool_calls": [{"function": {"name": "say", "arguments": {"text": "Hello!"}}}]}],
+    "tools": [{"type": "function", "function": {"name": "say"}}],
+    "chat_template_kwargs": {"documents": [{"text": "x"}]},
+}
 TEXT = {"text": "A document of some words.\n\nAnd more."}
 
 
@@ -68,6 +73,8 @@ def texts_of(value: Any) -> Iterable[str]:
     elif isinstance(value, list | tuple):
         for one in value:
             yield from texts_of(one)
+    elif isinstance(value, dict):
+        yield from texts_of([*value, *value.values()])
     elif hasattr(value, "__dict__"):
         yield from texts_of(list(vars(value).values()))
 
@@ -175,7 +182,7 @@ KINDS = [
     ),
     _kind("arrow", "a.arrow", _table("a.arrow", *[TEXT] * 5), documents.read, {}),
     _kind("pairs", "pairs.jsonl", _lines(PAIR, PAIR | {"prompt": "Again."}), pairs.read, _PAIRS),
-    _kind("pairs-turns", "pairs.jsonl", _lines(TURNS, TURNS), pairs.read, _PAIRS),
+    _kind("pairs-turns", "pairs.jsonl", _lines(TURNS, CALLS), pairs.read, _PAIRS),
     _kind("passages", "passages.jsonl", _lines(TEXT, TEXT), passages.read, _TEXTS),
     _kind("passages-text", "passages.txt", b"One text.\n\nAnother text.\n", passages.read, {}),
     _kind("documents", "documents.jsonl", _lines(TEXT, TEXT), documents.read, _TEXTS),

@@ -193,6 +193,12 @@ def test_space_before_the_answer_follows_the_end_of_the_prompt(template, anchor,
     assert TOK.decode(answer_ids(fields, 0)) == f"{answer}</s>"
 
 
+def test_answer_that_brings_its_own_end_has_one():
+    spec = layout(readers={"a": Reader(TOK, "plain")}, prompt={"anchor": "\nAnswer:"})
+    fields = batches.encode([Example("x", "c", "q?", ("Lisbon</s>",))], layout=spec).collate([0])["readers"]["a"]
+    assert TOK.decode(answer_ids(fields, 0)) == " Lisbon</s>"
+
+
 def test_chat_without_anchor_and_open_end_puts_no_space_before_the_answer():
     tokenizer = TinyTokenizer(430, chat="<s>{system}{user}<|bot|>")
     spec = layout(readers={"a": Reader(tokenizer, "chat")}, prompt={"anchor": ""})
@@ -388,6 +394,11 @@ def test_template_that_repeats_or_loses_the_user_text_is_refused():
         reader = Reader(TinyTokenizer(430, chat=chat), "chat")
         with pytest.raises(UserError, match=r"config\.llms\.r: its chat template"):
             batches.encode(CARDS[:1], layout=layout(readers={"r": reader}))
+    for chat, key in (("{user}", "system"), ("{system}{user:.60}", "user")):
+        reader = Reader(TinyTokenizer(430, chat=chat), "chat")
+        prompt = {"system": "Be brief.", "user": "{context}{question}" + "x" * 60}
+        with pytest.raises(UserError, match=rf"config\.prompt\.{key}="):
+            batches.encode(CARDS[:1], layout=layout(readers={"r": reader}, prompt=prompt))
     with pytest.raises(UserError, match="template='poem'"):
         batches.encode(CARDS[:1], layout=layout(readers={"r": Reader(TOK, "poem")}))
 

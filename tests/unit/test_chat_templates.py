@@ -1,12 +1,13 @@
-"""lw_jax/data/chat_templates.py: what published templates write, and what no template may do to the process."""
+"""lw_jax/data/chat_templates.py: what published templates write, and what of the turns a template has left out."""
 
-import time
+import json
 
 import pytest
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from lw_jax.core.errors import UserError
 from lw_jax.data import chat_templates
+from lw_jax.data.chat_templates import Said
 
 TURNS = [{"role": "system", "content": " Be kind. "}, {"role": "user", "content": "Who?\n<b>&"}]
 VALUES = {"messages": TURNS, "add_generation_prompt": True, "bos_token": "<s>", "eos_token": "</s>"}
@@ -40,51 +41,22 @@ def test_templates_write_what_transformers_writes(template: str) -> None:
 BAD = {
     "arithmetic": "{{ 1 / 0 }}",
     "include": "{% include 'x' %}",
-    "import": "{% import 'x' as y %}",
     "range": "{% for i in range(10 ** 9) %}{% endfor %}",
-    "repeat": "{{ 'a' * 3000000000 }}",
-    "repeat list": "{{ [1] * 3000000000 }}",
-    "shifted": "{% set n = 3000000000 %}{{ n * 'a' }}",
-    "power": "{{ 9 ** (9 ** 9) }}",
-    "doubling": "{% set ns = namespace(a='a') %}{% for i in range(60) %}{% set ns.a = ns.a ~ ns.a %}{% endfor %}",
-    "adding": "{% set ns = namespace(a='a') %}{% for i in range(60) %}{% set ns.a = ns.a + ns.a %}{% endfor %}",
-    "nested lists": "{% set ns = namespace(a=['a']) %}{% for i in range(60) %}{% set ns.a = [ns.a, ns.a] %}{% endfor %}"
-    "{{ ns.a }}",
-    "nested loops": "{% set r = range(100000) %}{% for a in r %}{% for b in r %}{% endfor %}{% endfor %}",
-    "output": "{% set a = 'a' * 1000000 %}{% for i in range(100000) %}{{ a }}{% endfor %}",
-    "block": "{% set a = 'a' * 1000000 %}{% set b %}{% for i in range(100000) %}{{ a }}{% endfor %}{% endset %}",
-    "format": "{{ '%1000000000d' % 1 }}",
-    "format method": "{{ '{:>1000000000}'.format(1) }}",
-    "pad": "{{ 'a'.ljust(1000000000) }}",
-    "pad filter": "{{ 'a' | center(1000000000) }}",
-    "replace": "{{ ('a' * 1000000).replace('a', 'b' * 1000000) }}",
-    "replace filter": "{{ ('a' * 1000000) | replace('', 'b' * 1000000) }}",
-    "join": "{{ range(100000) | list | join('b' * 1000000) }}",
-    "join method": "{{ ('b' * 1000000).join('a' * 100000) }}",
-    "indent": "{{ ('\n' * 1000000) | indent(1000000) }}",
-    "tojson": "{{ ([[1]] * 100000) | tojson(indent=1000000) }}",
-    "recursion": "{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}",
-    "tree of calls": "{% macro f(n) %}{% if n %}{{ f(n - 1) }}{{ f(n - 1) }}{% endif %}{% endmacro %}{{ f(60) }}",
-    "tree of loops": "{% for a in [60] recursive %}{% if a %}{{ loop([a - 1, a - 1]) }}{% endif %}{% endfor %}",
     "attributes": "{{ messages.__class__.__mro__[1].__subclasses__() }}",
     "namespace": "{% set ns = namespace() %}{% set ns.__class__ = 1 %}",
     "changed": "{{ messages.clear() }}{{ messages.append(1) }}",
     "method of None": "{{ none.strip() }}",
     "index": "{{ messages[0]['content'][:'a'] }}",
     "syntax": "{% for %}",
-    "deep": "{{ " + "(" * 5000 + "1" + ")" * 5000 + " }}",
+    "recursion": "{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}",
     "raised": "{{ raise_exception('no\nsystem') }}",
-    "size": "a" * (chat_templates.LARGEST + 1),
 }
 
 
 @pytest.mark.parametrize("name", BAD)
-def test_no_template_harms_the_process(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(chat_templates, "SECONDS", 0.3)
-    started = time.monotonic()
+def test_fault_of_a_template_is_one_line(name: str) -> None:
     with pytest.raises(UserError) as caught:
         chat_templates.render(BAD[name], VALUES, where="a.gguf", remedy="mend it")
-    assert time.monotonic() - started < 2
     message = str(caught.value)
     assert message.startswith("a.gguf: the chat template") and message.endswith("; mend it")
     assert "\n" not in message and len(message) < 400
@@ -102,3 +74,45 @@ def test_what_python_keeps_to_itself_is_not_there() -> None:
 def test_today_is_always_the_same_day() -> None:
     written = chat_templates.render("{{ strftime_now('%d %b %Y') }}", VALUES, where="", remedy="")
     assert written == "26 Jul 2024"
+
+
+# --- what was given must stand in what is written
+
+
+def lost(written: str, *given: str) -> list[str]:
+    return [one.text for one in chat_templates.find_lost(written, [Said("", text) for text in given])]
+
+
+def test_white_space_and_escapes_of_json_are_no_loss() -> None:
+    text = 'two\n  "words" of caf\u00e9 \U0001f600, \\alpha'
+    for written in (text, " ".join(text.split()), json.dumps(text), json.dumps(json.dumps(text)), f"a{text.strip()}b"):
+        assert not lost(written, text)
+    assert lost(text.upper(), text) == lost(text.replace("words", ""), text) == [text]
+
+
+def test_each_text_needs_a_place_of_its_own() -> None:
+    assert not lost("yes, no, yes", "yes", "no", "yes")
+    assert lost("yes, no", "yes", "no", "yes") == ["yes"]
+    assert not lost("ab abc", "ab", "abc")  # the longer one does not lose its place to the shorter
+
+
+def test_earlier_reasoning_is_apart_from_what_was_said() -> None:
+    turns = [
+        {"role": "assistant", "content": "<think>hm</think>four", "reasoning_content": "so"},
+        {
+            "role": "assistant",
+            "tool_calls": [{"id": "7", "function": {"name": "f", "arguments": {"a": [1, None, "b"]}}}],
+        },
+    ]
+    assert [(one.text, one.thought) for one in chat_templates.said(turns, "prompt", earlier=True)] == [
+        ("so", True),
+        ("<think>hm</think>", True),
+        ("four", False),
+        *((text, False) for text in ("f", "a", "1", "b")),
+    ]
+    assert [one.text for one in chat_templates.said(turns[:1], "chosen")] == ["so", "<think>hm</think>four"]
+
+
+def test_turns_are_given_as_transformers_gives_them() -> None:
+    turns = [{"role": "assistant", "content": None, "thinking": "hm"}]
+    assert chat_templates.as_given(turns) == [{"role": "assistant", "thinking": "hm", "reasoning_content": "hm"}]

@@ -5,15 +5,15 @@ import threading
 
 import numpy as np
 import pytest
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
-from tokenizers import decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
 from lw_jax.data import corpus, documents
 from lw_jax.data.corpus import Span, pack
 from lw_jax.data.row_sources import Unreachable
-from lw_jax.data.tokens import ByteTokenizer, load_tokenizer
+from lw_jax.data.tokens import ByteTokenizer, load_tokenizer, wrap
 
 DOCUMENTS = ["naïve 中文\n", "", "two words", " \n ", *(f"document {i} of many" for i in range(31))]
 KEPT = [text for text in DOCUMENTS if text.strip()]
@@ -179,6 +179,20 @@ def test_documents_begin_as_the_texts_that_a_model_will_continue(tmp_path, sourc
     np.testing.assert_array_equal(everything(packed), ids)
     assert packed.folder != pack(source, ByteTokenizer(), root=tmp_path).folder
     assert pack(source, begun, root=tmp_path).folder == packed.folder
+
+
+@pytest.mark.parametrize("text", ["<a>b</a>", "b</a>", "<a>b", "b", "<a>b</a>\n\n", "b\n", "<a>b</a> <a>c</a>"])
+def test_document_s_own_marks_are_not_doubled(tmp_path, text):
+    backend = Backend(models.BPE({t: i for i, t in enumerate([*sorted(pre_tokenizers.ByteLevel.alphabet())])}, []))
+    backend.pre_tokenizer, backend.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(mark, special=True, normalized=False) for mark in ("<a>", "</a>")])
+    backend.post_processor = processors.TemplateProcessing(single="<a> $A", special_tokens=[("<a>", 256)])
+    tokenizer = wrap(PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<a>", eos_token="</a>"))
+    (tmp_path / "rows.jsonl").write_text(json.dumps({"text": text}) + "\n" + json.dumps({"text": "z"}))
+    packed = pack(str(tmp_path / "rows.jsonl"), tokenizer, root=tmp_path)
+    bare = text.rstrip() if "</a>" in text else text
+    bare = bare.removeprefix("<a>").removesuffix("</a>")
+    assert everything(packed).tolist() == tokenizer.encode(f"<a>{bare}</a><a>z</a>")
 
 
 # --- interruption

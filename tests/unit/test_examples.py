@@ -146,7 +146,7 @@ BROKEN = {
     "bad paragraphs": (
         "x.json",
         json.dumps([ROWS[0] | {"context": [["t", "s"]]}]),
-        r"x\.json: \[0\]\.context\[0\]\[1\]='s'",
+        r"x\.json\[0\]: context\[0\]\[1\]='s'",
     ),
     "squad without qas": (
         "x.json",

@@ -82,6 +82,8 @@ def test_padding_on_either_side_changes_no_real_token(lm, side):
 
 def test_generation_from_the_memory_is_the_argmax_of_reading_all_anew(lm):
     told = lm.generate(TEXTS, max_new_tokens=NEW)
+    begun = [lm.tokenizer.backend.bos_token + text for text in TEXTS]
+    assert lm.generate(begun, max_new_tokens=NEW) == told, "a text's own BOS is not doubled"
     rows = [[*lm.tokenizer.begin, *lm.tokenizer.encode(text)] for text in TEXTS]
     lengths = list(map(len, rows))
     assert len(set(lengths)) == len(rows) and max(lengths) > 2 * lm.config.chunk, "ragged, and over several chunks"

@@ -67,6 +67,27 @@ def test_token_of_marks_scores_for_no_word_and_text_beyond_the_tokens_has_none()
     assert literals.choose(text, scored, 3) == ("a", "b")
 
 
+def test_scripts_without_blanks_are_parted_where_a_token_ends():
+    text = "(東京)は日本 GPT-4は。"
+    # 京 is two tokens of a byte-level vocabulary, 日本 is one, and GPT-4 three; the last two characters have none.
+    spans = [(0, 1), (1, 2), (2, 3), (2, 3), (3, 4), (4, 5), (5, 7), (7, 11), (11, 12), (12, 13)]
+    values = np.array([9, 5, 3, 3, 9, 1, 4, 1, 1, 1], np.float32)
+    scored = Scored(np.array(spans, np.int32), values)
+    assert [text[slice(*word)] for word in literals.words(text, scored.spans)] == [
+        "東",
+        "京",
+        "は",
+        "日本",
+        "GPT-4",
+        "は",
+    ]
+    assert literals.choose(text, scored, 2) == ("東京",)
+    assert literals.choose(text, scored, 3) == ("東京", "日本")
+    assert literals.choose(text, scored, 9) == ("東京", "は日本 GPT-4"), "は counts once"
+
+    assert len(literals.words("한국어 문장은", np.array([(0, 1), (1, 3), (4, 5)]))) == 2, "Korean has blanks"
+
+
 @pytest.mark.parametrize("text", ["", "  ", "?!"])
 def test_text_without_a_word_has_no_literal(text):
     nothing = Scored(np.zeros((0, 2), np.int32), np.zeros(0, np.float32))

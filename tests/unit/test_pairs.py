@@ -9,7 +9,7 @@ import re
 import pytest
 
 from lw_jax.core.errors import UserError
-from lw_jax.data.pairs import Preference, Turn, read, split
+from lw_jax.data.pairs import Preference, prompt_key, read, split
 
 PLAIN = [{"prompt": f"Question {i}?", "chosen": f"yes {i}", "rejected": f"no {i}", "score": i} for i in range(3)]
 USER, CHOSEN, REJECTED = (
@@ -22,6 +22,10 @@ TRANSCRIPT = {
     "chosen": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: I do",
     "rejected": "\n\nHuman: a\n\nAssistant: b\n\nHuman: c\n\nAssistant: I don't",
 }
+
+
+def turn(role, content):
+    return {"role": role, "content": content}
 
 
 def write(path, rows):
@@ -51,7 +55,7 @@ def test_one_row_is_a_file(tmp_path):
 
 def test_conversations_become_turns(tmp_path):
     (pair,) = read_rows(tmp_path, TALK)
-    assert texts(pair) == ((Turn("user", "hi"),), (Turn("assistant", "hello"),), (Turn("assistant", "go away"),))
+    assert texts(pair) == ((turn("user", "hi"),), (turn("assistant", "hello"),), (turn("assistant", "go away"),))
 
 
 @pytest.mark.parametrize("prompt", [{}, {"prompt": None}])
@@ -59,8 +63,8 @@ def test_prompt_of_whole_conversations_is_what_they_begin_with_alike(tmp_path, p
     system = {"role": "system", "content": "be kind"}
     before = [system, USER, CHOSEN, {"role": "user", "content": "and now?"}]
     (pair,) = read_rows(tmp_path, prompt | {"chosen": [*before, CHOSEN], "rejected": [*before, REJECTED]})
-    assert [turn.content for turn in pair.prompt] == ["be kind", "hi", "hello", "and now?"]
-    assert (pair.chosen, pair.rejected) == ((Turn("assistant", "hello"),), (Turn("assistant", "go away"),))
+    assert [turn["content"] for turn in pair.prompt] == ["be kind", "hi", "hello", "and now?"]
+    assert (pair.chosen, pair.rejected) == ((turn("assistant", "hello"),), (turn("assistant", "go away"),))
 
 
 def test_prompt_of_transcripts_ends_where_the_last_common_reply_begins(tmp_path):
@@ -81,6 +85,28 @@ def test_pair_of_equal_replies_is_dropped_and_counted(tmp_path, caplog):
 def test_file_of_equal_replies_alone_is_refused(tmp_path, row):
     with pytest.raises(UserError, match="no pair left of 2"):
         read_rows(tmp_path, row, row)
+
+
+def test_turns_keep_all_that_they_have_and_rows_what_the_template_reads(tmp_path):
+    said = CHOSEN | {"content": None, "tool_calls": [{"function": {"name": "f"}}], "mood": "glad", "name": None}
+    row = TALK | {"chosen": [said], "tools": '[{"name": "f"}]', "chat_template_kwargs": {"x": 1, "y": None}}
+    (pair,) = read_rows(tmp_path, row)
+    assert pair.chosen == ({key: value for key, value in said.items() if value is not None},)
+    assert pair.values == {"tools": [{"name": "f"}], "x": 1}
+
+
+def test_conversations_that_begin_alike_may_name_their_turns_differently(tmp_path):
+    (pair,) = read_rows(
+        tmp_path, {"chosen": [USER | {"id": 1}, CHOSEN], "rejected": [USER | {"id": 2}, REJECTED | {"content": "x"}]}
+    )
+    assert pair.prompt == (USER | {"id": 1},)
+
+
+def test_two_calls_are_two_replies_and_two_prompts(tmp_path):
+    calls = [[{"function": {"name": name}}] for name in "fg"]
+    row = TALK | {"chosen": [CHOSEN | {"tool_calls": calls[0]}], "rejected": [CHOSEN | {"tool_calls": calls[1]}]}
+    assert read_rows(tmp_path, row)
+    assert len({prompt_key((USER, CHOSEN | {"tool_calls": one})) for one in calls}) == 2
 
 
 def test_empty_reply_is_a_reply(tmp_path):
@@ -107,7 +133,18 @@ def test_empty_reply_is_a_reply(tmp_path):
             TALK | {"chosen": [{"from": "gpt", "value": "x"}]},
             "chosen[0]: object missing required field role, found 'from', 'value'",
         ),
-        (TALK | {"rejected": [{"role": "assistant", "content": [1]}]}, "rejected[0].content=[1]: expected str"),
+        (
+            TALK | {"rejected": [{"role": "assistant", "content": [1]}]},
+            "rejected[0].content[0]=1: expected object, got int",
+        ),
+        (
+            TALK | {"prompt": [USER | {"content": [{"type": "image"}]}]},
+            "prompt[0].content[0].type='image': invalid enum value",
+        ),
+        (TALK | {"chosen": [{"role": "assistant"}]}, "chosen[0]: object missing required field content, found 'role'"),
+        (TALK | {"tools": "[1]"}, "tools: [0]=1: expected object"),
+        (TALK | {"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs has ['messages']"),
+        (TALK | {"chat_template_kwargs": {"documents": 5}}, "documents=5: expected array"),
         (TALK | {"prompt": []}, "has no turn"),
         (TALK | {"prompt": [USER, CHOSEN]}, "ends with a turn of 'assistant'"),
         (TALK | {"chosen": []}, "field 'chosen' has behind the prompt the turns []"),
@@ -188,11 +225,13 @@ def test_white_space_does_not_make_another_prompt():
 
 def test_conversations_are_split_by_all_their_turns():
     def talk(i):
-        turns = (Turn("user", "alike"), Turn("assistant", f"reply {i // 2}"), Turn("user", "alike"))
-        return Preference(str(i), turns, (Turn("assistant", "a"),), (Turn("assistant", "b"),))
+        turns = (turn("user", "alike"), turn("assistant", f"reply {i // 2}"), turn("user", "alike"))
+        return Preference(str(i), turns, (turn("assistant", "a"),), (turn("assistant", "b"),))
 
     train, held = split([talk(i) for i in range(60)], 0.5, 0)
-    assert train and held and not {pair.prompt for pair in train} & {pair.prompt for pair in held}
+    assert (
+        train and held and not {prompt_key(pair.prompt) for pair in train} & {prompt_key(pair.prompt) for pair in held}
+    )
 
 
 @pytest.mark.parametrize(("share", "side"), [(1e-9, "held out"), (1 - 1e-9, "left to train on")])

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 from lw_jax.core.errors import UserError
 from lw_jax.data.data_schedule import DataSchedule, example_shapes
 from lw_jax.data.loader import Loader, eval_batches
-from lw_jax.data.pairs import Preference, Turn
+from lw_jax.data.pairs import Preference
 from lw_jax.data.preferences import Limits, encode, part
 from lw_jax.data.tokens import load_tokenizer
 
@@ -144,8 +144,12 @@ def qwen(load):
     return load("qwen")
 
 
+def turn(role, content):
+    return {"role": role, "content": content}
+
+
 def talk(prompt="hi he", chosen="hey you", rejected="no"):
-    return Preference("f:1", (Turn("user", prompt),), (Turn("assistant", chosen),), (Turn("assistant", rejected),))
+    return Preference("f:1", (turn("user", prompt),), (turn("assistant", chosen),), (turn("assistant", rejected),))
 
 
 def encode_one(tokenizer, pair, template="chat", limits=WIDE):
@@ -242,7 +246,7 @@ def test_end_inside_a_reply_stays_where_it_is(qwen):
 
 
 def test_reply_of_several_turns_is_ended_by_the_last(qwen):
-    pair = dataclasses.replace(talk(), chosen=(Turn("assistant", "hey"), Turn("assistant", "you")))
+    pair = dataclasses.replace(talk(), chosen=(turn("assistant", "hey"), turn("assistant", "you")))
     expected = qwen.encode("hey<|im_end|>\n<|im_start|>assistant\nyou<|im_end|>")
     assert encode_one(qwen, pair).chosen.tolist() == expected
 

@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import logging
 import sys
 
 import pyarrow
@@ -12,7 +13,7 @@ import pytest
 from lw_jax.core.config_sections import FIELDS
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
-from lw_jax.data import examples, pairs, passages, row_fields, row_sources, rows
+from lw_jax.data import documents, examples, pairs, passages, row_fields, row_sources, rows
 
 COUNT = 301  # more than two batches
 COLUMNS = ("context:passage.text", "question:query", "answers:gold.text", "id:")
@@ -153,6 +154,37 @@ def test_columns_that_are_not_needed_are_not_read(tmp_path):
         examples.read(str(tmp_path / "a.parquet"), columns=("context:other",))
 
 
+@pytest.mark.parametrize("form", ["rows.jsonl", "rows.json", "a.parquet", "saved", "shards"])
+def test_columns_that_nobody_reads_are_named_once_with_their_count(tmp_path, form, caplog):
+    given = [{"context": "c", "question": "q", "answer": "a", "score": i, "source": f"s{i}"} for i in range(COUNT)]
+    source = write(tmp_path, form, given)
+    with caplog.at_level(logging.WARNING):
+        for _ in range(2):
+            examples.read(source, columns=("source:",) if form != "saved" else ())
+    (told,) = (record.getMessage() for record in caplog.records)
+    assert source in told and f"'score' ({COUNT} rows)" in told
+    assert ("'source'" in told) == (form == "saved"), "what the user leaves out is not told"
+
+
+@pytest.mark.parametrize("form", ["rows.jsonl", "a.parquet", "saved"])
+@pytest.mark.parametrize("name", ["system", "tools", "history"])
+def test_column_that_changes_the_meaning_is_refused_where_it_holds_something(tmp_path, form, name):
+    given = {"context": "c", "question": "q", "answer": "a"}
+    source = write(tmp_path, form, [given | {name: None}, given | {name: "Be brief."}])
+    with pytest.raises(UserError, match=rf"(:2|\[1\]): {name}='Be brief.'.*data.columns={name}:"):
+        examples.read(source)
+    assert len(examples.read(source, columns=(f"{name}:",))) == 2
+
+
+def test_documents_and_passages_name_what_is_not_read(tmp_path, caplog):
+    source = write(tmp_path, "rows.jsonl", [{"text": "A text.", "title": "t"}, {"text": "Another.", "title": ""}])
+    for read in (documents.read, passages.read):
+        row_fields._warn_once.cache_clear()
+        with caplog.at_level(logging.WARNING):
+            assert len(list(read(source))) == 2
+        assert caplog.records.pop().getMessage() == f"{source}: not read: 'title' (1 rows)"
+
+
 @pytest.mark.parametrize(
     ("name", "content"), [("a.parquet", b"PAR1"), ("a.parquet", b""), ("a.arrow", b"ARROW1" * 9), ("a.arrow", b"")]
 )
@@ -169,7 +201,7 @@ def test_other_recipes_read_the_same_tables(tmp_path):
     source = write(tmp_path, "a.parquet", [row, row | {"body": " B text."}])
     columns = ("prompt:", "chosen:better", "rejected:worse")
     assert [pair.chosen for pair in pairs.read(f"{source},{source}", columns=columns)] == [
-        (pairs.Turn("assistant", "hello"),)
+        ({"role": "assistant", "content": "hello"},)
     ] * 4
     assert passages.read(source, ("text:body",)) == ["A text.", "B text."]
 

@@ -63,7 +63,7 @@ BAD: dict[str, dict[str, str]] = {
     "pairs": {
         f'{{"prompt": {LONE}, "chosen": "a", "rejected": "b"}}': "surrogate",
         f'{{"prompt": [{{"role": "user", "content": {LONE}}}], "chosen": [], "rejected": []}}': "surrogate",
-        f'{{"prompt": {DEEP}, "chosen": "a", "rejected": "b"}}': "prompt[0]",
+        f'{{"prompt": {DEEP}, "chosen": "a", "rejected": "b"}}': "deep",
         f'{{"prompt": {LONG}, "chosen": "a", "rejected": "b"}}': "prompt",
         '{"prompt": "p", "chosen": null, "rejected": "b"}': "chosen=None",
         '{"prompt": [null], "chosen": [], "rejected": []}': "prompt[0]=None",
@@ -72,7 +72,7 @@ BAD: dict[str, dict[str, str]] = {
     },
     "passages": {
         f'{{"text": {LONE}}}': "surrogate",
-        f'{{"text": {DEEP}}}': "expected str",
+        f'{{"text": {DEEP}}}': "deep",
         f'{{"text": {LONG}}}': "out of range",
         '{"text": null}': "text=None",
         DEEP: "expected object",
@@ -80,7 +80,7 @@ BAD: dict[str, dict[str, str]] = {
     },
     "documents": {
         f'{{"text": {LONE}}}': "surrogate",
-        f'{{"text": {DEEP}}}': "expected str",
+        f'{{"text": {DEEP}}}': "deep",
         f'{{"text": "a", "more": {DEEP}}}': "deep",
         f'{{"text": {LONG}}}': "out of range",
         '{"text": null}': "text=None",

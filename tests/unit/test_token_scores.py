@@ -1,5 +1,7 @@
 """lw_jax/recipes/token_scores.py: NLL under the whole pretrained body, read once, the same on any number of devices."""
 
+import logging
+
 import jax
 import numpy as np
 import pytest
@@ -91,6 +93,24 @@ def test_devices_change_no_number_and_a_text_alone_is_as_among_others(root, monk
     assert not list((tmp_path / "third").rglob("keys")) or all(
         not file.stat().st_size for file in (tmp_path / "third").rglob("keys")
     )
+
+
+def test_text_with_its_own_beginning_is_read_as_without(root):
+    found = make(root)
+    begin = found.tokenizer.backend.bos_token
+    marked, plain = found.score([begin + TEXTS[0], TEXTS[0]])
+    np.testing.assert_array_equal(marked.values, plain.values)
+    np.testing.assert_array_equal(marked.spans - len(begin), plain.spans)
+
+
+def test_text_without_a_literal_is_told(root, caplog):
+    found = make(root)
+    with caplog.at_level(logging.WARNING):
+        found.attach([Example("x", text, "q?", ("a",)) for text in ("?!", TEXTS[0])], 3)
+        found.choose("?!", 3)
+        found.choose("?!", 0)
+    told = [record.getMessage().partition(":")[0] for record in caplog.records]
+    assert told == [f"no literal was found in 1 of {count} texts" for count in (2, 1)]
 
 
 def test_windows_cover_a_text_with_the_fewest_halves():

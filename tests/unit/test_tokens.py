@@ -204,6 +204,8 @@ def test_bert_text_stands_between_its_marks_uncut_and_unpadded(marked):
     assert ids[0] == 2 and ids[-1] == 3 and len(ids) == 2 + 16 and max(ids) < tokenizer.vocab
     assert tokenizer.decode(ids) == "latents, carried!"
     assert tokenizer.encode("") == [2, 3]
+    first, last = (tokenizer.backend.id_to_token(i) for i in (2, 3))
+    assert tokenizer.encode(f"{first} ab {last}") == tokenizer.encode(f"{first} ab") == tokenizer.encode("ab")
     assert tokenizer.encode_batch(["ab", "", "c d"]) == [tokenizer.encode(text) for text in ("ab", "", "c d")]
 
 
