@@ -24,7 +24,8 @@ from lw_jax.core.launcher import Step
 NEWS = 10  # seconds for news of a death that made a collective of this process fail
 GRACE = 30  # seconds for a process to end by itself, with its own message, after an error of another one
 SAVING = 240  # the same after a stop on request, while this one may be committing a checkpoint; JAX waits for 300
-_KEEPALIVE = {"TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}  # 30 s in all
+# News at once, and a lost machine after 30 s.
+_OPTIONS = {"TCP_NODELAY": 1, "TCP_KEEPIDLE": 10, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4, "TCP_USER_TIMEOUT": 30_000}
 
 
 class Relay:
@@ -107,13 +108,20 @@ class Watch:
                 self.waits_for = f"{len(found) + 1} of {self.count} processes are at {step.address}"
                 for link in found.values():
                     _send(link, f"here {self.waits_for}")
-                listener.settimeout(max(0.0, until - time.monotonic()) or 1e-3)
-                link, _ = listener.accept()
+                try:
+                    listener.settimeout(max(1e-3, until - time.monotonic()))
+                    link, _ = listener.accept()
+                except TimeoutError:
+                    for link in found.values():
+                        link.close()
+                    raise
                 link.settimeout(NEWS)
                 with contextlib.suppress(OSError):
                     *name, rank = _read_line(link) or [""]
                     if name == self._name(step) and rank.isdecimal() and 0 < int(rank) < self.count:
-                        found[int(rank)] = link
+                        earlier, found[int(rank)] = found.get(int(rank)), link
+                        if earlier:  # of a process that was started again
+                            earlier.close()
                         continue
                 link.close()  # a stranger
         for rank, link in found.items():
@@ -121,25 +129,32 @@ class Watch:
         self._send("begin")
 
     def _reach_first(self, step: Step, until: float) -> None:
-        why = "process 0 is not there yet"
-        while True:
-            self.waits_for = f"for process 0 at {step.address} ({why})"
-            if (left := until - time.monotonic()) <= 0:
-                raise TimeoutError
+        why = "not there yet"
+        while (left := until - time.monotonic()) > 0:
+            self.waits_for = f"for process 0 at {step.address}: {why}"
             try:
                 link = socket.create_connection((step.host, step.port), timeout=min(left, NEWS))
-                link.settimeout(left)
-                _send(link, " ".join([*self._name(step), str(self.rank)]))
-                while said := _read_line(link):
-                    if said == ["begin"]:
-                        self._add(0, link)
-                        return
-                    self.waits_for = " ".join(said[1:])
-                why = "what answers is not process 0 of this step"
-                link.close()
             except OSError as error:
                 why = error.strerror or str(error)
+            else:
+                if self._begins(link, step, left):
+                    self._add(0, link)
+                    return
+                link.close()
+                why = "what answers is not process 0 of this step"
             time.sleep(0.5)
+        raise TimeoutError
+
+    def _begins(self, link: socket.socket, step: Step, seconds: float) -> bool:
+        """Waits for the first process to say that all are there; False where it goes, or the time is over."""
+        with contextlib.suppress(OSError):
+            link.settimeout(seconds)
+            _send(link, " ".join([*self._name(step), str(self.rank)]))
+            while said := _read_line(link):
+                if said == ["begin"]:
+                    return True
+                self.waits_for = " ".join(said[1:])
+        return False
 
     def _name(self, step: Step) -> list[str]:
         return ["latentwire", step.name, str(self.count)]
@@ -155,7 +170,7 @@ class Watch:
     def _add(self, rank: int, link: socket.socket) -> None:
         link.settimeout(None)
         link.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-        for name, value in _KEEPALIVE.items():
+        for name, value in _OPTIONS.items():
             link.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
         with self._lock:
             self._links[rank] = link
