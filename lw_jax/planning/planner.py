@@ -405,15 +405,14 @@ def validation_share(cfg: Config) -> float | None:
 
 def _cached(cfg: Config, name: str, compute: Callable[[], Plan]) -> Plan:
     """Returns the cached plan, else computes and caches it."""
-    file = plan_cache.path(cfg, name)
-    found = plan_cache.read(file)
-    # Several processes compile all or none, as XLA shares the work of autotuning among them, and the first one's holds.
-    if name == "here" and not all(processes.gather(found is not None)):
-        found = None
-    if found:
-        return _timed(processes.from_first(lambda: found) if name == "here" else found, cfg)
-    found = compute()
-    if "why_not_compiled" not in found:  # the compiler may be installed by the next call
+    file, here = plan_cache.path(cfg, name), name == "here"
+    kept = plan_cache.read(file)
+    # Several processes compile all or none, as XLA shares the work of autotuning among them; the first one's holds.
+    if here and not all(processes.gather(kept is not None)):
+        kept = None
+    own = kept or compute()
+    found = processes.from_first(lambda: own) if here else own
+    if not kept and "why_not_compiled" not in found:  # the compiler may be installed by the next call
         plan_cache.write(file, found)
     return _timed(found, cfg)
 

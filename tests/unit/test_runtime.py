@@ -160,6 +160,15 @@ def test_handler_of_the_start_is_put_back(handlers):
     assert signal.getsignal(signal.SIGTERM) is handlers[signal.SIGTERM]
 
 
+def test_sigterm_becomes_a_request_to_all_processes_with_the_loop_not_before(handlers, monkeypatch):
+    made = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "agree_on_stops", lambda: made.append(1))
+    with runtime.Preemption():
+        assert made == [1]
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
+
+
 def test_processes_of_one_run_are_asked_with_a_number_that_grows(monkeypatch):
     asked = []
     monkeypatch.setattr(jax, "process_count", lambda: 2)
