@@ -36,7 +36,7 @@ def start(args: argparse.Namespace) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Runs one command; returns its exit code, 2 for errors that the user can mend, or 130 when interrupted."""
+    """Runs one command; returns its exit code, 2 for errors that the user can mend, or INTERRUPTED."""
     try:
         args = parser.parse(argv)
         with early_signals.at_once() if args.verb == "train" else contextlib.nullcontext():
@@ -51,7 +51,7 @@ def main(argv: list[str]) -> int:
         print(f"error: {error.filename or 'a file'}: {error.strerror}; {where}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return 130
+        return early_signals.INTERRUPTED
 
 
 if __name__ == "__main__":

@@ -78,6 +78,8 @@ class Predicted:
         """Returns what the plan says of the step."""
         best, work = self.plan["chosen"], workload.step_flops(self.cfg)
         seconds, batch = best["step_seconds"], self.cfg.train.global_batch
+        if seconds is None:
+            raise UserError(f"--target {self.plan['target']}: {self.plan['untimed']}")
         unit, each = unit_of(self.recipe)
         return [
             Row(

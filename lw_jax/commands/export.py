@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from lw_jax.commands.loading import Loaded
+from lw_jax.core import runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.hub import wire_repository
@@ -48,6 +49,7 @@ def main(
     `dtype` and `published` are of a wire.
     """
     del resolved
+    runtime.start_devices()
     told = records.read(workdir) if "wire" in folders else None  # a damaged file is refused before anything is written
 
     def describe(wire: Wire, sizes: Mapping[str, int]) -> str:

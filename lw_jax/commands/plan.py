@@ -12,6 +12,7 @@ from typing import Any
 import jax
 
 from lw_jax.commands.loading import Loaded
+from lw_jax.core import runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning import estimate as estimates
@@ -52,6 +53,7 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
 def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Request) -> int:
     """Prints the plan of one target, or one line for each simulated number of devices; 3 when nothing fits."""
     del resolved, workdir
+    runtime.start_devices()
     if request.legacy and (request.simulate or request.as_json):
         raise UserError("--legacy prints one target's plan for people; leave out --simulate and --json.")
     if request.simulate:

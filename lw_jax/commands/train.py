@@ -26,7 +26,9 @@ KEEP = 2  # newest checkpoints, beside the best by validation
 def run(args: argparse.Namespace, loaded: Loaded) -> int:
     """Writes the run's folder and trains."""
     del args
-    runtime.start()  # before anything that may refuse: a process that ends alone leaves the others waiting to join
+    # Before anything that may refuse, as a process that ends alone leaves the others waiting to join; the devices after
+    # the folder, as those of a run that has it are in use.
+    runtime.start(devices=False)
     sinks.check_installed(loaded.cfg)
     processes.from_first(lambda: _take_folder(loaded))
     return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir)
@@ -41,6 +43,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
     """Trains until `train.steps`, or saves and returns `runtime.REQUEUE` when asked to stop."""
     del resolved
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
+    runtime.start_devices()
     preflight.refuse(preflight.inspect(cfg, None))  # an impossible schedule is refused before minutes of making readers
     planner.check_processes(cfg, jax.device_count(), jax.process_count())
     if jax.process_index():

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import NoReturn
 
 REQUEUE = 75  # EX_TEMPFAIL of sysexits.h: stopped on request, everything is saved, run the same command to resume
+INTERRUPTED = 130  # Ctrl-C, as shells report it
 
 
 @contextlib.contextmanager

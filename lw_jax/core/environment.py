@@ -4,13 +4,17 @@ JAX loads every installed plugin whatever `JAX_PLATFORMS` is; without a driver t
 C++ log lines that no setting turns off. The planner needs the plugin as a compiler on machines without a GPU.
 """
 
+import contextlib
 import importlib
 import importlib.util
+import math
 import os
 import sys
 import types
 from pathlib import Path
 from typing import Any
+
+from lw_jax.core.errors import UserError
 
 # Device files by which jax._src.hardware_utils detects an NVIDIA GPU: bare metal, containers, WSL2.
 DRIVER_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
@@ -19,6 +23,7 @@ DRIVER_FILES = ("/dev/nvidia0", "/dev/nvidiactl", "/dev/dxg")
 # Both names are read by JAX, the newer one first; without them it takes JAX_FRACTION.
 _FRACTIONS = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
 JAX_FRACTION = 0.75
+_LAUNCHERS = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SALLOC_", "PMI_", "PMIX_", "OMPI_")
 _before: dict[str, str | None] = {}  # variables that this module has changed -> the user's own values
 _NO_DRIVER = (b"Could not find cuda drivers", b"before absl::InitializeLog()")
 
@@ -26,21 +31,39 @@ _NO_DRIVER = (b"Could not find cuda drivers", b"before absl::InitializeLog()")
 def reserve_memory(fraction: float = 0.92) -> None:
     """Raises the share of GPU memory that JAX preallocates from 75 %; the rest is for the CUDA context and NCCL.
 
-    The user's own setting takes precedence.
+    The user's own setting takes precedence. With both names set JAX refuses to start: the deprecated one goes.
+
+    Raises:
+      UserError: the user's setting is no share; JAX would go on without the GPU.
     """
-    if not any(os.environ.get(name) for name in _FRACTIONS):
-        _change(_FRACTIONS[0], str(fraction))
+    new, deprecated = _FRACTIONS
+    if os.environ.get(new):
+        _change(deprecated, None)
+    elif not os.environ.get(deprecated):
+        _change(new, str(fraction))
+    if _has_driver():
+        memory_fraction()
 
 
-def of_user() -> dict[str, str]:
-    """Returns the environment as the user gave it, for programs on other machines: SLURM hands it to the job."""
-    found = {name: value for name, value in os.environ.items() if name not in _before}
-    return found | {name: value for name, value in _before.items() if value is not None}
+def of_job() -> dict[str, str]:
+    """Returns the environment for a job that is submitted: the user's own, without that of an allocation around it.
+
+    sbatch hands it to the job. Its own SBATCH_* would replace what the file asks for, and the job's srun reads SLURM_*
+    as options; SLURM_CONF says where the cluster is.
+    """
+    found = os.environ | _before
+    return {
+        name: value
+        for name, value in found.items()
+        if value is not None and (name == "SLURM_CONF" or not name.startswith(_LAUNCHERS))
+    }
 
 
-def _change(name: str, value: str) -> None:
+def _change(name: str, value: str | None) -> None:
     _before.setdefault(name, os.environ.get(name))
-    os.environ[name] = value
+    os.environ.pop(name, None)
+    if value is not None:
+        os.environ[name] = value
 
 
 def _set_default(name: str, value: str) -> None:
@@ -49,8 +72,18 @@ def _set_default(name: str, value: str) -> None:
 
 
 def memory_fraction() -> float:
-    """Returns the share of a GPU's memory that JAX's allocator may take, and reports as the device's limit."""
-    return float(next(filter(None, (os.environ.get(name) for name in _FRACTIONS)), JAX_FRACTION))
+    """Returns the share of a GPU's memory that JAX's allocator may take, and reports as the device's limit.
+
+    Raises:
+      UserError: the variable holds no such number.
+    """
+    for name in _FRACTIONS:
+        if text := os.environ.get(name):
+            with contextlib.suppress(ValueError):
+                if 0 < (fraction := float(text)) < math.inf:
+                    return fraction
+            raise UserError(f"{name}={text!r}: a share of a GPU's memory is needed, as 0.9")
+    return JAX_FRACTION
 
 
 def leave_out_torch() -> None:
@@ -104,12 +137,8 @@ def _has_driver() -> bool:
 
 
 def hide_idle_cuda() -> None:
-    """Hides an installed CUDA plugin when there is no driver.
-
-    With CUDA in JAX_PLATFORMS JAX raises its own error.
-    """
-    wanted = os.environ.get("JAX_PLATFORMS", "")
-    if "cuda" in wanted or "gpu" in wanted or _has_driver():
+    """Hides an installed CUDA plugin when there is no driver; `runtime.start_devices` refuses to do without it."""
+    if _has_driver():
         return
     modules: dict[str, Any] = sys.modules
     for version in (12, 13):

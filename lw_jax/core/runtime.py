@@ -11,7 +11,7 @@ from typing import Any, Self
 
 import jax
 
-from lw_jax.core import early_signals, processes, processor
+from lw_jax.core import early_signals, launcher, processes, processor
 from lw_jax.core.environment import idle_libraries, memory_fraction
 from lw_jax.core.errors import UserError
 
@@ -19,27 +19,48 @@ REQUEUE = early_signals.REQUEUE
 _LEAST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
 
-def start() -> bool:
+def start(*, devices: bool = True) -> bool:
     """Joins the processes of a SLURM step of several tasks; returns whether there are several.
 
-    Only `srun` with more than one task counts (SLURM_NTASKS > 1 with SLURM_PROCID and SLURM_STEP_NODELIST, which
-    JAX's own detection reads): inside a bare `salloc` or batch script one process drives all devices of its node.
-    Must be called before anything touches a device.
+    See `launcher.read`. Must be called before anything touches a device; starts them unless told otherwise.
     """
-    if jax.distributed.is_initialized():
-        return jax.process_count() > 1
-    inside_step = {"SLURM_PROCID", "SLURM_STEP_NODELIST"} <= os.environ.keys()
-    if not inside_step or int(os.environ.get("SLURM_NTASKS", "1")) < 2:
-        return False
-    processes.join()
-    return True
+    several = jax.distributed.is_initialized()
+    if not several and (step := launcher.read()):
+        processes.join(step)
+        several = True
+    if devices:
+        start_devices()
+    return several
+
+
+def start_devices() -> None:
+    """Starts the devices.
+
+    Raises:
+      UserError: JAX_PLATFORMS names what is not here. JAX itself raises an empty error or takes the next name.
+    """
+    for variable in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME"):
+        for name in filter(None, (asked := jax.config.values[variable.lower()] or "").split(",")):
+            try:
+                jax.devices(name)
+            except (RuntimeError, AssertionError) as error:
+                why = str(error) or "no device or driver of it is on this machine"
+                rule = "leave it out to run on what is here, or set JAX_PLATFORMS=cpu"
+                raise UserError(f"{variable}={asked!r}: {name!r}: {why}; {rule}") from error
+    jax.devices()
+
+
+def allocator_limit() -> int | None:
+    """Returns the bytes that JAX may take of the smallest local device; None where the runtime reports none (CPU)."""
+    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
+    known = [limit for limit in limits if limit]
+    return int(min(known)) if len(known) == len(limits) else None
 
 
 def device_memory() -> int | None:
     """Returns the memory of the smallest local device in bytes; None where the runtime reports none (CPU)."""
-    limits = [(device.memory_stats() or {}).get("bytes_limit") for device in jax.local_devices()]
-    known = [limit for limit in limits if limit]
-    return int(min(known) / memory_fraction()) if len(known) == len(limits) else None
+    limit = allocator_limit()
+    return int(limit / memory_fraction()) if limit else None
 
 
 def describe() -> str:
@@ -69,6 +90,7 @@ def device_line() -> str:
 
 def tell_device() -> None:
     """Prints `device_line` on standard error, from the first process; starts the devices."""
+    start_devices()
     if jax.process_index() == 0:
         print(device_line(), file=sys.stderr, flush=True)
 
@@ -99,8 +121,8 @@ def enable_compile_cache(folder: Path) -> None:
 class Preemption:
     """Turns SIGTERM and the first Ctrl-C into a flag that the training loop reads after each step.
 
-    One process: the handlers set the flag; a second Ctrl-C raises KeyboardInterrupt at once. Several processes: no
-    handler is installed, JAX's preemption sync manager receives SIGTERM and makes all of them agree on the step.
+    One process: the handlers set the flag; a second Ctrl-C raises KeyboardInterrupt at once. Several processes: JAX's
+    preemption sync manager receives SIGTERM and makes all of them agree on the step.
     """
 
     def __init__(self) -> None:
@@ -114,6 +136,8 @@ class Preemption:
             self._previous = {
                 number: signal.signal(number, self._receive) for number in (signal.SIGTERM, signal.SIGINT)
             }
+        else:
+            processes.agree_on_stops()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -11,7 +11,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from lw_jax import recipes
-from lw_jax.core import precision, processes
+from lw_jax.core import precision, processes, runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.precision import DTYPES, Precision
@@ -42,6 +42,7 @@ def load_lm(
     for name, value, known in (("weights", weights, (*DTYPES, *quant.PACKED)), ("arithmetic", arithmetic, DTYPES)):
         if value not in known:
             raise UserError(f"{name}={value!r}: known are {', '.join(known)}")
+    runtime.start_devices()
     location, mesh = sources.locate(str(folder_or_id)), mesh or meshes.make(data=1, model=1)
     if files.is_ttt(location):
         return _load_ttt(location, weights, mesh)

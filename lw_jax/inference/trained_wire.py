@@ -67,6 +67,7 @@ def open_wire(cfg: Config, path: Path) -> "TrainedWire":
         )
     if wire_folder.is_wire(path):
         wire_folder.check_sources(path, cfg)
+    runtime.start_devices()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     cfg, placement = planner.settle(cfg, reading=True)
     recipe = LatentWire(cfg, placement)

@@ -3,7 +3,7 @@
 import dataclasses
 
 from lw_jax import recipes
-from lw_jax.core import config
+from lw_jax.core import config, processes
 from lw_jax.core.config import Config
 from lw_jax.planning import host_memory, workload
 from lw_jax.recipes.latentwire import LatentWire
@@ -20,15 +20,21 @@ MANY_BYTES = 10**11
 
 
 def settle_layers(cfg: Config, placed: Placement, room: MemoryLimit | None) -> Config:
-    """Resolves eval.layers="auto": unstacked for many answers, on a CPU for much weight, where memory allows."""
+    """Resolves eval.layers="auto": unstacked for many answers, on a CPU for much weight, where memory allows.
+
+    The first process decides: the others' programs must be the same, whatever memory their machines have left.
+    """
     if cfg.recipe != "latentwire" or cfg.eval.layers != "auto":
         return cfg
+    unstacked = processes.from_first(lambda: _pays(cfg, placed, room))
+    return dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers="unstacked" if unstacked else "stacked"))
+
+
+def _pays(cfg: Config, placed: Placement, room: MemoryLimit | None) -> bool:
     if placed.learner.devices.flat[0].platform == "gpu":
         many = not 0 < cfg.eval.examples < MANY
-        unstacked = many and room is not None and unstacked_bytes(cfg, placed) <= room.usable
-    else:
-        unstacked = _pays_on_cpu(cfg, placed)
-    return dataclasses.replace(cfg, eval=dataclasses.replace(cfg.eval, layers="unstacked" if unstacked else "stacked"))
+        return many and room is not None and unstacked_bytes(cfg, placed) <= room.usable
+    return _pays_on_cpu(cfg, placed)
 
 
 def _pays_on_cpu(cfg: Config, placed: Placement) -> bool:

@@ -77,12 +77,27 @@ class Program:
         return sum(collective.wire_bytes for collective in self.collectives)
 
 
+class Unreadable(UserError):
+    """The text of a compiled program is in a notation that is not known here."""
+
+
 def analyse(text: str) -> Program:
     """Returns the counts of `compiled.as_text()`, for CPU and GPU programs alike.
 
     Of a conditional the branch with the most work counts. A fusion that slices its operand reads the slice, and one
-    that updates a slice in place writes the slice. Raises UserError for a text that is no HLO module.
+    that updates a slice in place writes the slice.
+
+    Raises:
+      Unreadable: another version of XLA writes another text, or it is no HLO module.
     """
+    try:
+        return _analyse(text)
+    except (AttributeError, LookupError, TypeError, ValueError) as error:  # a text in which something is not found
+        told = str(error) if isinstance(error, UserError) else f"{type(error).__name__} {error}"
+        raise Unreadable(f"the text of the compiled program is not understood: {told}") from error
+
+
+def _analyse(text: str) -> Program:
     module = _Module(text)
     tally = module.tally(module.entry)
     kernels = [Kernel(*key, count) for key, count in tally.kernels.items()]

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from lw_jax import recipes
-from lw_jax.core import config
+from lw_jax.core import config, processes
 from lw_jax.core.config import REMATS, Config
 from lw_jax.core.types import Tree
 from lw_jax.planning import estimate as estimates
@@ -56,7 +56,8 @@ class Candidate:
         remat: recomputation, or "-" where no program was described.
         placement: the meshes; None where the devices do not form them.
         needs: memory and micro-batch, compiled or by arithmetic.
-        times: roofline seconds of a step; None where the card's peak rates are not known.
+        times: roofline seconds of a step; None where they are not known.
+        untimed: reason why they are not known, where the card's peak rates are.
         obstacle: reason why the step cannot run; empty where it can.
         flops: matrix products of one step on the busiest device.
         collective_bytes: bytes that one device sends in a step.
@@ -71,6 +72,7 @@ class Candidate:
     placement: Placement | None = None
     needs: StepMemory | None = None
     times: Times | None = None
+    untimed: str = ""
     obstacle: str = ""
     flops: float = 0.0
     collective_bytes: float = 0.0
@@ -90,13 +92,14 @@ def choose(cfg: Config, hardware: Hardware, *, widths: Tree | None) -> list[Cand
     `widths` are the shapes of one example; None takes the longest that the configuration allows.
     """
     readers, count = recipes.reader_bytes(cfg), len(hardware.devices)
-    processes = hardware.target.hosts if hardware.target else 1  # stand-ins on a CPU are all of one process
+    target = hardware.target
+    hosts = target.hosts if target else len({device.process_index for device in hardware.devices})
     found = []
-    for strategy, data, model in strategies(cfg, readers, count, processes):
+    for strategy, data, model in strategies(cfg, readers, count, hosts):
         if strategy == "fsdp" and any(one.strategy == "fsdp" and one.placement for one in found):
             continue  # on more devices
         try:
-            placements.check_processes(strategy, data, model, devices=count, processes=processes)
+            placements.check_processes(strategy, data, model, devices=count, processes=hosts)
             placed = placements.place(strategy, readers, data=data, model=model, devices=hardware.devices)
             placed = dataclasses.replace(placed, stands_for="gpu" if hardware.target else "")
             found += list(_measure(cfg, placed, hardware, widths))
@@ -144,22 +147,24 @@ def strategies(
 def pick(found: Sequence[Candidate]) -> Candidate | None:
     """Returns the fastest candidate that fits; of equally fast ones that with the fewest devices, then the least full.
 
-    Times are predictions: a gain of less than 2 % does not pay for more devices. Where the card's speed is not known,
-    the arithmetic of one device stands for time, and of equals the one that sends least is taken.
+    Times are predictions: a gain of less than 2 % does not pay for more devices. Where one of them is not known, the
+    arithmetic of one device stands for time, and of equals the one that sends least is taken.
     """
     fitting = [candidate for candidate in found if candidate.fits]
-    near = 1.02 * min(map(_cost, fitting), default=0.0)
+    times = [candidate.times for candidate in fitting if candidate.times]
+    timed = len(times) == len(fitting)
+
+    def cost(candidate: Candidate) -> float:
+        return candidate.times.total if timed and candidate.times else candidate.flops
+
+    near = 1.02 * min(map(cost, fitting), default=0.0)
 
     def order(candidate: Candidate) -> tuple[bool, float, int, int]:
         assert candidate.placement is not None and candidate.needs is not None, "it fits"
-        sent = 0.0 if candidate.times else candidate.collective_bytes
-        return _cost(candidate) > near, sent, candidate.placement.devices, candidate.needs.peak
+        sent = 0.0 if timed else candidate.collective_bytes
+        return cost(candidate) > near, sent, candidate.placement.devices, candidate.needs.peak
 
     return min(fitting, key=order, default=None)
-
-
-def _cost(candidate: Candidate) -> float:
-    return candidate.times.total if candidate.times else candidate.flops
 
 
 def nothing_fits(
@@ -258,30 +263,36 @@ def _needs(draft: _Draft, hardware: Hardware) -> StepMemory:
     if compile is None:
         return draft.estimate.needs
     if program.cfg.train.micro_batch:
-        with out_of_memory.detect():
-            return micro_batch_search.measure(program, draft.widths, program.cfg.train.micro_batch, compile=compile)
+        return micro_batch_search.measure(program, draft.widths, program.cfg.train.micro_batch, compile=compile)
     guess = draft.estimate.needs.micro_batch
     return micro_batch_search.largest_micro_batch(program, draft.widths, room, compile=compile, guess=guess)
 
 
 def _time(candidate: Candidate, hardware: Hardware) -> Candidate:
-    """Returns the candidate with its predicted step time.
+    """Returns the candidate with its predicted step time, which all processes take from the first one."""
+    found = processes.from_first(lambda: _figures(candidate, hardware))
+    return dataclasses.replace(candidate, **found | {"times": found["times"] and Times(**found["times"])})
+
+
+def _figures(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
+    """Returns the figures of a step by field of `Candidate`: by arithmetic where its programs cannot be read.
 
     Readers on separate meshes run concurrently, so the slowest counts; all other programs run one after the other.
     """
-    needs = candidate.needs
-    assert needs is not None and candidate.placement is not None and candidate.estimate is not None
+    needs, guess, placement = candidate.needs, candidate.estimate, candidate.placement
+    assert needs is not None and placement is not None and guess is not None
+    arithmetic = {"flops": guess.flops, "collective_bytes": guess.collective_bytes}
     if not needs.programs:
-        guess = candidate.estimate
-        return dataclasses.replace(
-            candidate, times=guess.times, flops=guess.flops, collective_bytes=guess.collective_bytes
-        )
+        return arithmetic | {"times": guess.times and dataclasses.asdict(guess.times)}
     times: dict[str, Times] = {}
     flops: dict[Any, float] = {}
     wire: dict[Any, float] = {}
     moved: dict[Any, float] = {}
     for name, (compiled, part) in needs.programs.items():
-        analysed = hlo_counts.analyse(compiled.as_text())
+        try:
+            analysed = hlo_counts.analyse(compiled.as_text())
+        except hlo_counts.Unreadable as error:
+            return arithmetic | {"times": None, "untimed": str(error)}
         flops[part.mesh] = flops.get(part.mesh, 0.0) + part.runs * analysed.flops
         sent = sum(each.wire_bytes for each in analysed.collectives)
         wire[part.mesh] = wire.get(part.mesh, 0.0) + part.runs * sent
@@ -289,16 +300,15 @@ def _time(candidate: Candidate, hardware: Hardware) -> Candidate:
         if hardware.target:
             one = roofline.predict(analysed, hardware.target)
             times[name] = Times(part.runs * one.gemm, part.runs * one.memory, part.runs * one.collective)
-    concurrent = [times.pop(name) for name in candidate.placement.readers if name in times]
+    concurrent = [times.pop(name) for name in placement.readers if name in times]
     sequential = [*times.values(), *sorted(concurrent, key=lambda one: one.total)[-1:]]
-    total = Times(*(sum(getattr(one, part) for one in sequential) for part in ("gemm", "memory", "collective")))
-    return dataclasses.replace(
-        candidate,
-        times=total if hardware.target else None,
-        flops=max(flops.values()),
-        collective_bytes=max(wire.values()),
-        moved_bytes=max(moved.values()),
-    )
+    total = {part: sum(getattr(one, part) for one in sequential) for part in ("gemm", "memory", "collective")}
+    return {
+        "times": total if hardware.target else None,
+        "flops": max(flops.values()),
+        "collective_bytes": max(wire.values()),
+        "moved_bytes": max(moved.values()),
+    }
 
 
 def _mesh(placed: Placement) -> str:

@@ -24,6 +24,8 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
     lines.append(f"precision: {found['precision']}")
     if "why_not_compiled" in found:
         lines.append(f"not compiled: {found['why_not_compiled']}")
+    if found.get("untimed"):
+        lines.append(f"time unknown: {found['untimed']}")
     if not found["compiled"]:
         lines.append(f"seconds: {estimates.ERROR}")
     lines += ["", *_table(found["candidates"]), ""]

@@ -117,12 +117,17 @@ def precision(cfg: Config, hardware: Hardware | None = None) -> str:
 def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
     """Returns the configuration with every "auto" resolved, and the placement on this machine's devices.
 
-    All processes call it, and find the same: what they choose later is from the memory limit that it resolves.
+    All processes call it, and find the same: the first one decides, under the smallest memory limit of all.
     `reading` resolves for evaluation, which has no gradients and no fixed batch.
 
     Raises:
+        UserError: the processes' processors would take different dtypes.
         sharding.errors.PlacementError: nothing fits, or the configured placement does not go with the devices.
     """
+    dtypes = processes.gather(precision_of.resolve(cfg.compute.dtype, jax.devices()[0].platform))
+    if len(set(dtypes)) > 1:
+        rule = f"the processors of the {len(dtypes)} processes take {', '.join(dtypes)}; set fp32 or bf16"
+        raise UserError(f"compute.dtype={cfg.compute.dtype!r}: {rule}")
     cfg = memory_limit.agree(cfg)
     hardware = here(cfg)
     cfg, placed = _settle_step(config.with_remat(cfg, "none") if reading else cfg, hardware, reading=reading)
@@ -240,6 +245,7 @@ def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
         "candidates": rows,
         "chosen": chosen,
         "why": _why(chosen, rows),
+        "untimed": next((candidate.untimed for candidate in found if candidate.untimed), ""),
         **measured,
         "remedies": [] if best else remedies.fewer_bits(cfg, hardware),
     }
@@ -346,8 +352,8 @@ def _why(chosen: Plan | None, rows: Sequence[Plan]) -> str:
     others = [row for row in rows if row["fits"] and row is not chosen]
     if not others:
         return "the only one that fits"
-    if chosen["samples_per_second"] is None:
-        return f"least arithmetic on a device, of {len(others) + 1} that fit; speed of this card is not known"
+    if any(row["samples_per_second"] is None for row in [chosen, *others]):
+        return f"least arithmetic on a device, of {len(others) + 1} that fit; their times are not known"
     second = max(others, key=lambda row: row["samples_per_second"])
     faster = second["samples_per_second"] > chosen["samples_per_second"]
     rank = "as fast as any within 2 %, and the least" if faster else "predicted fastest"
@@ -399,15 +405,14 @@ def validation_share(cfg: Config) -> float | None:
 
 def _cached(cfg: Config, name: str, compute: Callable[[], Plan]) -> Plan:
     """Returns the cached plan, else computes and caches it."""
-    file = plan_cache.path(cfg, name)
-    found = plan_cache.read(file)
-    # Several processes compile all or none: XLA shares the work of autotuning among them.
-    if name == "here" and not all(processes.gather(found is not None)):
-        found = None
-    if found:
-        return _timed(found, cfg)
-    found = compute()
-    if "why_not_compiled" not in found:  # the compiler may be installed by the next call
+    file, here = plan_cache.path(cfg, name), name == "here"
+    kept = plan_cache.read(file)
+    # Several processes compile all or none, as XLA shares the work of autotuning among them; the first one's holds.
+    if here and not all(processes.gather(kept is not None)):
+        kept = None
+    own = kept or compute()
+    found = processes.from_first(lambda: own) if here else own
+    if not kept and "why_not_compiled" not in found:  # the compiler may be installed by the next call
         plan_cache.write(file, found)
     return _timed(found, cfg)
 

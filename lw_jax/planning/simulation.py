@@ -128,7 +128,7 @@ def _cost(plan: Plan, first: Plan, size: int | None) -> tuple[str, ...]:
     best, count, rate = plan["chosen"], plan["devices"], plan["chosen"]["samples_per_second"]
     share = best["peak_bytes"] / plan["memory_bytes"]
     memory = f"{best['peak_bytes'] / 1e9:.1f} of {plan['memory_bytes'] / 1e9:.1f} GB ({share:.0%})"
-    if rate is None:
+    if rate is None or first["hours"] is None:
         return (str(count), memory, "-", "-", "-", "-", "-")
     spent, base = count * plan["hours"], first["devices"] * first["hours"]
     minutes = f"{size / rate / 60:.1f}" if size else "-"
@@ -147,7 +147,9 @@ def _batch(plan: Plan) -> tuple[str, ...]:
 
 def _changed(plan: Plan, change: Change) -> tuple[str, ...]:
     def shown(one: Plan | None, key: str, scale: float) -> str:
-        return f"{one[key] / scale:.2f}" if one and one[key] is not None else "does not fit"
+        if one is None:
+            return "does not fit"
+        return "-" if one[key] is None else f"{one[key] / scale:.2f}"
 
     both = change.before and change.after and change.before["hours"] and change.after["hours"]
     factor = f"({change.after['hours'] / change.before['hours']:.2f} x)" if both else ""  # type: ignore[index]

@@ -2,6 +2,8 @@
 
 from pathlib import Path
 
+import jax
+
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.recipes import wire_models
@@ -24,8 +26,9 @@ def make(cfg: Config, placement: Placement, *, outline: bool = False) -> Plannab
 
 
 def outline(cfg: Config) -> Plannable:
-    """Returns the recipe on one device, without files."""
-    return make(cfg, placements.place("single", reader_bytes(cfg)), outline=True)
+    """Returns the recipe on one device of this process, without files."""
+    placed = placements.place("single", reader_bytes(cfg), devices=jax.local_devices()[:1])
+    return make(cfg, placed, outline=True)
 
 
 def reader_bytes(cfg: Config) -> dict[str, int]:

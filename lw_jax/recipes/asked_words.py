@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lw_jax.core import processes
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example, Tree
@@ -59,7 +60,8 @@ class AskedWords(TokenScores):
         if not path.exists():
             save_array(path, self._solve(chosen))
             print(f"asked: {len(chosen)} texts read to find what questions ask for; kept in {path}", flush=True)
-        self._take(np.load(path))
+        # Of another processor, or of a node's own cache, it may differ in its last bits, and so in the words.
+        self._take(np.array(processes.from_first(lambda: np.load(path).tolist()), np.float32))
         return self.kernel
 
     def _take(self, kernel: np.ndarray) -> None:

@@ -119,9 +119,10 @@ def _time(plan: Plan, *, steps: int, given: float | None, record: Record | None)
         hours, basis = given, "given by --hours"
     elif record is not None:
         hours, basis = record.step_seconds * steps / 3600, record.describe()
-    if not (math.isfinite(hours) and hours > 0):
+    if hours is None or not (math.isfinite(hours) and hours > 0):
         name = "hours" if given is None else "--hours"
-        rule = "a number above 0 is needed; give --hours H or --measured DIR."
+        why = f"{plan['untimed']}; " if plan.get("untimed") and given is None else ""
+        rule = f"{why}a number above 0 is needed; give --hours H or --measured DIR."
         raise UserError(f"--target {plan['target']}: {name} = {hours}: {rule}")
     return hours, basis
 

@@ -55,8 +55,11 @@ def head(job: Job, site: Site, *, extra: Sequence[str] = (), log: str = "%x-%j")
         "# Later starts reuse the compiled programs.",
         f"export JAX_COMPILATION_CACHE_DIR={shlex.quote(str(cache))}",
         'mkdir -p "$JAX_COMPILATION_CACHE_DIR"',
-        "# XLA's default is 0.75 of a GPU, less than the plan may use.",
-        f"export XLA_PYTHON_CLIENT_MEM_FRACTION={job.memory_fraction:g}",
+        "# XLA's default is 0.75 of a GPU, less than the plan may use; beside the older name it refuses to start.",
+        "unset XLA_PYTHON_CLIENT_MEM_FRACTION",
+        f"export XLA_CLIENT_MEM_FRACTION={job.memory_fraction:g}",
+        "# Of an allocation in which this file was submitted: srun would read them as its options.",
+        'unset SLURM_MEM_PER_CPU SLURM_MEM_PER_GPU SLURM_TRES_PER_TASK "${!SLURM_CPU_BIND@}" "${!SLURM_MEM_BIND@}"',
         *(several if job.nodes > 1 else []),
         "",
     ]
@@ -72,8 +75,8 @@ def step(job: Job, site: Site) -> list[str]:
 def dead_task(job: Job) -> list[str]:
     """Returns the lines that requeue a job of several tasks after one was killed, up to RESTARTS times.
 
-    A lost node gives srun no code: the others end with REQUEUE. Above 128 are also a task's own faults, as 134 where
-    JAX aborts because another task never joined: they would come back at every start.
+    A lost node gives srun no code: the others end with REQUEUE. Above 128 are also a task's own faults, as an abort
+    (134): they would come back at every start.
     """
     if job.nodes < 2:
         return []
@@ -145,7 +148,7 @@ def write(file: Path, text: str, *, logs: Path) -> None:
 def submit(file: Path) -> str:
     """Submits the file and returns the output of sbatch."""
     try:
-        command, own = ["sbatch", str(file)], environment.of_user()
+        command, own = ["sbatch", str(file)], environment.of_job()
         done = subprocess.run(command, capture_output=True, text=True, check=False, env=own)
     except FileNotFoundError as error:
         raise UserError(f"--submit: no sbatch here; run on a login node: sbatch {file}") from error

@@ -35,6 +35,10 @@ class StepMemory:
         """Returns the bytes of the fullest device."""
         return max(self.by_mesh)
 
+    def figures(self) -> dict[str, Any]:
+        """Returns all but the programs, by field."""
+        return {one.name: getattr(self, one.name) for one in dataclasses.fields(self) if one.name != "programs"}
+
 
 Compile = Callable[[Any], Any]  # jax.stages.Lowered -> jax.stages.Compiled
 

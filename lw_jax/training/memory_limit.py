@@ -22,8 +22,14 @@ class MemoryLimit:
 
 
 def local(cfg: Config) -> MemoryLimit | None:
-    """Returns the limit of this machine's devices: configured, else reported by the runtime, else None (CPU)."""
+    """Returns the limit of this machine's devices: configured, else reported by the runtime, else None (CPU).
+
+    The user's own share for XLA, which another program's on the card may need, is not exceeded.
+    """
     found = of_devices(cfg, runtime.device_memory() or 0)
+    most = runtime.allocator_limit()
+    if most and found.memory:
+        found = dataclasses.replace(found, utilisation=min(found.utilisation, most / found.memory))
     return found if found.memory else None
 
 
@@ -33,13 +39,17 @@ def agree(cfg: Config) -> Config:
     From another limit a process would choose another placement or micro-batch, and its program would wait for the
     others' without end.
     """
-    if jax.process_count() == 1 or cfg.mesh.memory_gb:
+    if jax.process_count() == 1:
         return cfg
-    known = [memory for memory in processes.gather(runtime.device_memory()) if memory]
-    mesh = dataclasses.replace(cfg.mesh, memory_gb=min(known, default=0) / 1e9)
+    own = local(cfg)
+    known = [MemoryLimit(*one) for one in processes.gather(own and (own.memory, own.utilisation)) if one]
+    if not known:
+        return cfg
+    least = min(known, key=lambda one: one.usable)
+    mesh = dataclasses.replace(cfg.mesh, memory_gb=least.memory / 1e9, target_utilisation=least.utilisation)
     return dataclasses.replace(cfg, mesh=mesh)
 
 
 def of_devices(cfg: Config, memory: int) -> MemoryLimit:
     """Returns the limit of devices with so many bytes; `mesh.memory_gb` overrides them."""
-    return MemoryLimit(int(cfg.mesh.memory_gb * 1e9) or memory, cfg.mesh.target_utilisation)
+    return MemoryLimit(round(cfg.mesh.memory_gb * 1e9) or memory, cfg.mesh.target_utilisation)

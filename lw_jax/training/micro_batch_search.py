@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+from lw_jax.core import processes
 from lw_jax.core.precision import DTYPES
 from lw_jax.core.types import Tree
 from lw_jax.training import memory, out_of_memory
@@ -18,8 +19,23 @@ LINE_TRIALS = 4  # sizes measured before bisection: the ends, the interpolated s
 def measure(
     step_spec: StepSpec, widths: Tree, micro_batch: int, *, compile: memory.Compile = memory.compile_here
 ) -> StepMemory:
-    """Returns the memory of a step with this micro-batch."""
-    return memory.measure(step_spec, widths, step_spec.accumulation(micro_batch), compile=compile)
+    """Returns the memory of a step with this micro-batch; all processes compile it, and the first one's figures hold.
+
+    Others would lead to other choices: a program that waits without end for the others'.
+
+    Raises:
+      OutOfMemory: the compiler refuses the step for its size.
+    """
+    found, error = None, ""
+    try:
+        with out_of_memory.detect():
+            found = memory.measure(step_spec, widths, step_spec.accumulation(micro_batch), compile=compile)
+    except OutOfMemory as refused:
+        error = str(refused)
+    figures = processes.from_first(lambda: found.figures() if found else error)
+    if isinstance(figures, str):
+        raise OutOfMemory(figures)
+    return StepMemory(**figures | {"by_mesh": tuple(figures["by_mesh"])}, programs=found.programs if found else {})
 
 
 def largest_micro_batch(
@@ -37,8 +53,7 @@ def largest_micro_batch(
 
     def try_one(micro: int) -> StepMemory | None:
         try:
-            with out_of_memory.detect():
-                return memory.measure(step_spec, widths, step_spec.accumulation(micro), compile=compile)
+            return measure(step_spec, widths, micro, compile=compile)
         except OutOfMemory:
             return None
 

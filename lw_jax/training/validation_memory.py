@@ -1,5 +1,6 @@
 """Memory of validation at eval.batch beside the training state, compiled or by arithmetic; a run takes what fits."""
 
+import contextlib
 import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from lw_jax.core import processes
 from lw_jax.core.types import Tree
 from lw_jax.training import out_of_memory
 from lw_jax.training.memory import Compile, bytes_of
@@ -107,12 +109,12 @@ class Compiled:
             least = int(held + GROWTH * (peak - held) * rows / larger)
             if rows > 1 and least > self._limit.usable:
                 return least
-        try:
-            with out_of_memory.detect():
-                peak = self._measure(rows)
-        except OutOfMemory:  # the compiler refuses it for its size
-            return max(self._resident.values()) + self._limit.memory
-        self._first = self._first or (rows, peak)
+        refused = peak = max(self._resident.values()) + self._limit.memory
+        with contextlib.suppress(OutOfMemory), out_of_memory.detect():  # the compiler refuses it for its size
+            peak = self._measure(rows)
+        peak = processes.from_first(lambda: peak)  # as `micro_batch_search.measure`
+        if peak != refused:
+            self._first = self._first or (rows, peak)
         return peak
 
     def _measure(self, rows: int) -> int:

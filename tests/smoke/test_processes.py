@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import jax
@@ -82,12 +82,17 @@ def free_job() -> str:
 
 
 @contextlib.contextmanager
-def joined(*argv: str, folder: Path, count: int = 2, devices: int = 4) -> Iterator[list[subprocess.Popen[str]]]:
-    """Starts run.py as one step of `count` tasks; standard error lies in `folder`; none outlives the block."""
+def joined(
+    *argv: str, folder: Path, count: int = 2, devices: int = 4, ranks: Sequence[int] = ()
+) -> Iterator[list[subprocess.Popen[str]]]:
+    """Starts run.py as one step of `count` tasks, or some `ranks` of it; standard error lies in `folder`.
+
+    None outlives the block.
+    """
     job = free_job()
     started: list[subprocess.Popen[str]] = []
     try:
-        for rank in range(count):
+        for rank in ranks or range(count):
             step = {"SLURM_JOB_ID": job, "SLURM_STEP_NODELIST": "localhost", "SLURM_STEP_NUM_NODES": "1"}
             step |= {"SLURM_NTASKS": str(count), "SLURM_PROCID": str(rank), "SLURM_LOCALID": str(rank)}
             with (folder / f"stderr-{rank}").open("a") as stderr:
@@ -159,6 +164,50 @@ def check_evaluation_of_two(folder: Path) -> None:
     timed = [row.pop("first_token_seconds", None) for rows in of_one["rows"].values() for row in rows.values()]
     timed += [figures.pop(key) for figures in of_one["readers"].values() for key in ("faster", "timed_tokens")]
     assert any(timed) and of_two == of_one  # one process alone times a reader's first token
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("rank", "number", "code"), [(0, signal.SIGTERM, runtime.REQUEUE), (1, signal.SIGINT, 130)])
+def test_wait_to_join_is_told_and_ends_at_once_on_a_signal(rank, number, code, config_path, tmp_path):
+    argv = ["train", "--config", str(config_path), "--workdir", str(tmp_path / "w")]
+    with joined(*argv, folder=tmp_path, ranks=[rank]) as (waiting,):
+        told, until = tmp_path / f"stderr-{rank}", time.monotonic() + PATIENCE
+        while "of 2 waits" not in told.read_text() and time.monotonic() < until:
+            time.sleep(0.1)
+        waiting.send_signal(number)
+        assert waiting.wait(10) == code
+    assert f"process {rank} of 2 waits: " in told.read_text() and "localhost:" in told.read_text()
+    assert "Traceback" not in told.read_text()
+
+
+# A second process whose compiler says half as much again: alone it would take another placement and micro-batch.
+OTHERWISE = """
+import dataclasses, os, sys
+sys.path.insert(0, {project!r})
+import run
+from lw_jax.core import environment
+environment.leave_out_torch()
+if os.environ["SLURM_PROCID"] == "1":
+    from lw_jax.training import memory
+    measure = memory.measure
+    def more(*args, **kwargs):
+        found = measure(*args, **kwargs)
+        return dataclasses.replace(found, by_mesh=tuple(3 * size // 2 for size in found.by_mesh))
+    memory.measure = more
+sys.exit(run.main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.slow
+def test_first_process_chooses_placement_and_micro_batch_for_both(config_path, tmp_path, monkeypatch):
+    (tmp_path / "run.py").write_text(OTHERWISE.format(project=str(PROJECT)), encoding="utf-8")
+    argv = ["train", "--config", str(config_path), "--workdir", str(tmp_path / "w"), "--config.mesh.placement=auto"]
+    argv += ["--config.compute.remat=auto", "--config.mesh.memory_gb=0.005", "--config.train.micro_batch=0"]
+    monkeypatch.setattr(sys.modules[__name__], "PROJECT", tmp_path)
+    with joined(*argv, folder=tmp_path, devices=1) as started:
+        codes, said = finish(started, tmp_path)
+    assert codes == [0, 0]
+    assert "micro-batch search (compiled)" in said and len(tiny.logged_losses(tmp_path / "w")) == STEPS
 
 
 @pytest.mark.slow

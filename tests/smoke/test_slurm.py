@@ -182,6 +182,9 @@ def test_finished_job_ends_with_0_and_is_not_requeued(cluster, write, monkeypatc
 @pytest.mark.slow
 def test_training_is_called_with_the_exact_words_in_the_users_folder(cluster, write, monkeypatch) -> None:
     monkeypatch.setenv("MODE", "0")
+    around = ("XLA_PYTHON_CLIENT_MEM_FRACTION", "SLURM_MEM_PER_CPU", "SLURM_CPU_BIND", "SLURM_CPU_BIND_TYPE")
+    for name in around:  # of the shell in which the file is submitted by hand
+        monkeypatch.setenv(name, "7")
     submit(write())
     call = json.loads((cluster / "project folder" / "call0.json").read_text(encoding="utf-8"))
     assert call["cwd"] == str(cluster / "project folder")
@@ -193,7 +196,8 @@ def test_training_is_called_with_the_exact_words_in_the_users_folder(cluster, wr
     cache = cluster / "scratch folder" / "lw_jax" / "compiled"
     assert call["environ"]["JAX_COMPILATION_CACHE_DIR"] == str(cache)
     assert cache.is_dir()
-    assert call["environ"]["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.92"
+    assert call["environ"]["XLA_CLIENT_MEM_FRACTION"] == "0.92"
+    assert not call["environ"].keys() & set(around)
     assert call["environ"]["SLURM_NTASKS"] == "1"
 
 

@@ -1,9 +1,12 @@
 """Fixtures of several unit tests."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from lw_jax.core import processes
 from tests import standin
 
 
@@ -35,3 +38,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of what one test alone keeps: plans, and outputs of frozen models."""
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture
+def second(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Makes this process one of several; the first one decides for all, with these values, one after the other."""
+
+    def take(*values: Any) -> None:
+        decided = iter(values)
+        monkeypatch.setattr(processes, "from_first", lambda make: next(decided))
+
+    return take

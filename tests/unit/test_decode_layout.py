@@ -65,6 +65,13 @@ def test_memory_decides_and_where_it_is_not_known_the_layers_stay_stacked(root, 
     assert settle(root, monkeypatch, room=None, **asked) == "stacked"
 
 
+def test_first_process_decides_whatever_memory_the_others_have_left(root, monkeypatch, second):
+    asked = {"eval__examples": 0}
+    assert settle(root, monkeypatch, room=None, **asked) == "stacked"
+    second(True)
+    assert settle(root, monkeypatch, room=None, **asked) == "unstacked"
+
+
 @pytest.mark.parametrize("layers", ["unstacked", "stacked"])
 def test_what_is_configured_stays(layers, root):
     cfg = tiny.make_config(root, eval__layers=layers, eval__examples=0)

@@ -207,3 +207,10 @@ def test_unusable_hours_are_refused(hours: float) -> None:
 def test_plan_in_which_nothing_fits_is_refused_with_advice() -> None:
     with pytest.raises(UserError, match=r"h100x4: .*run\.py plan"):
         make(PLAN | {"chosen": None})
+
+
+def test_plan_without_a_time_needs_hours_and_says_why() -> None:
+    plan = PLAN | {"hours": None, "untimed": "not understood"}
+    with pytest.raises(UserError, match=r"not understood.*--hours"):
+        make(plan)
+    assert make(plan, hours=3.0).hours == 3.0

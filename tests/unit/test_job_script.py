@@ -68,7 +68,8 @@ def test_body_prepares_then_trains_with_the_exact_words() -> None:
         "source ~/venvs/lw/bin/activate",
         "export NOTE='two words'",
         "export JAX_COMPILATION_CACHE_DIR=/scratch/me/lw_jax/compiled",
-        "export XLA_PYTHON_CLIENT_MEM_FRACTION=0.92",
+        "unset XLA_PYTHON_CLIENT_MEM_FRACTION",
+        "export XLA_CLIENT_MEM_FRACTION=0.92",
         "srun --cpus-per-task=20 \\",
         "    python /project/run.py train --config configs/h100x4.py --workdir /runs/mine || code=$?",
     ]

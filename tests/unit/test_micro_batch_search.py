@@ -124,6 +124,14 @@ def test_room_is_the_share_of_what_is_configured_or_reported(root, monkeypatch):
     assert memory_limit.local(cfg) == MemoryLimit(40_000_000_000, 0.75), "what is configured goes before"
 
 
+@pytest.mark.parametrize(("memory_gb", "usable"), [(0.0, 40e9), (45.0, 36e9), (70.0, 40e9)])
+def test_users_smaller_share_of_the_card_is_not_exceeded(memory_gb, usable, root, monkeypatch):
+    monkeypatch.setattr(memory_limit.runtime, "allocator_limit", lambda: 40_000_000_000)
+    monkeypatch.setattr(memory_limit.runtime, "device_memory", lambda: 80_000_000_000)
+    room = memory_limit.local(tiny.make_config(root, mesh__memory_gb=memory_gb))
+    assert room is not None and abs(room.usable - usable) <= 1
+
+
 # Bytes by hand, fp32: llama has 2 layers of width 48, 4 + 2 heads of 10, ffn 72, vocabulary 352 and a head of its own;
 # qwen has 3 of width 56, 8 + 4 heads of 6 with biases, ffn 88, vocabulary 320.
 NORMS = {"llama": 4 * (2 * 2 * 48 + 48), "qwen": 4 * (3 * 2 * 56 + 56)}
@@ -223,6 +231,16 @@ def test_largest_micro_batch_is_within_the_limit_and_the_next_is_not(index, root
     assert any(
         f"{found.peak / room.memory:.0%} of {memory.bytes_of(room.memory)}, target 80%" in line for line in lines
     )
+
+
+def test_memory_is_what_the_first_process_s_compiler_says(root, measure, second):
+    program = make_program(root, train__global_batch=6)
+    widths = program.recipe.batch_widths()
+    own = micro_batch_search.measure(program, widths, 2)
+    second(own.figures() | {"by_mesh": [own.peak + 5]}, "too large")
+    assert micro_batch_search.measure(program, widths, 2).peak == own.peak + 5
+    with pytest.raises(out_of_memory.OutOfMemory, match="too large"):
+        micro_batch_search.measure(program, widths, 2)
 
 
 def test_step_that_the_compiler_finds_too_large_does_not_fit(root, measured):

@@ -328,3 +328,11 @@ def test_readers_apart_work_at_once_and_all_else_follows(apart):
     assert len(flops) == 2 and found.flops == max(flops.values())
     assert {part.runs for name, (_, part) in analysed.items() if name in ("llama", "qwen")} == {2}
     assert found.collective_bytes == 0, "each reader is whole on its one device"
+
+
+def test_candidates_are_compared_by_arithmetic_where_one_has_no_time(root, measure):
+    found = [one for one in choose(make_searched_config(root), hardware(4)) if one.fits]
+    best = placement_search.pick(found)
+    others = [dataclasses.replace(one, times=None) if one == best else one for one in found]
+    least = min(one.flops for one in found)
+    assert placement_search.pick(others).flops <= 1.02 * least

@@ -76,18 +76,62 @@ def test_what_is_configured_stays(root):
     assert (settled.compute.remat, placed.strategy, placed.data) == ("none", "split", 2)
 
 
-@pytest.mark.parametrize(("reported", "expected"), [([80e9, 40e9], 40_000_000_000), ([None, None], None)])
-def test_several_processes_settle_on_the_smallest_memory_of_all(reported, expected, root, monkeypatch):
+@pytest.mark.parametrize(
+    ("own", "other", "usable"),
+    [((80e9, 0.8), (40e9, 0.8), 32e9), ((80e9, 0.8), (80e9, 0.3), 24e9), (None, None, None), (None, (1e9, 0.5), 5e8)],
+)
+def test_several_processes_settle_on_the_smallest_limit_of_all(own, other, usable, root, monkeypatch):
     cfg = tiny.make_config(root, mesh__placement="replicate", compute__remat="none")
+    if own:
+        cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, memory_gb=own[0] / 1e9))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
-    monkeypatch.setattr(memory_limit.runtime, "device_memory", lambda: reported[0])
-    monkeypatch.setattr(processes, "gather", lambda own: [own, reported[1]] if own == reported[0] else [])
+    monkeypatch.setattr(processes, "gather", lambda value: [value, value if isinstance(value, str) else other])
     settled, _ = planner.settle(cfg)
     room = memory_limit.local(settled)
-    assert (room and room.memory) == expected
-    monkeypatch.setattr(processes, "gather", lambda _: pytest.fail("asked although it is configured"))
-    alike = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, memory_gb=24.0))
-    assert planner.settle(alike)[0].mesh == alike.mesh
+    assert (room and room.usable) == usable
+
+
+def test_processors_that_would_take_different_dtypes_are_refused(root, monkeypatch):
+    monkeypatch.setattr(processes, "gather", lambda value: [value, "bf16"])
+    with pytest.raises(UserError, match=r"compute\.dtype='auto'.*fp32, bf16"):
+        planner.settle(tiny.make_config(root, compute__dtype="auto"))
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_plan_of_this_machine_is_the_first_process_s(cached, root, measure, monkeypatch):
+    cfg = make_searched_config(root, mesh__placement="fsdp", mesh__data=2, mesh__memory_gb=1.0)
+    own = planner.make(cfg)["chosen"]
+    if not cached:
+        planner.plan_cache.path(cfg, "here").unlink()
+
+    def first(make):
+        value = make()
+        return value | {"chosen": own | {"remat": "full"}} if isinstance(value, dict) and "chosen" in value else value
+
+    assert own["remat"] == "none"
+    monkeypatch.setattr(processes, "from_first", first)
+    assert planner.settle(cfg)[0].compute.remat == "full"
+
+
+def test_step_that_cannot_be_timed_is_planned_and_the_plan_says_why(root, measure, monkeypatch):
+    """XLA's text in a notation that nobody here has seen must not keep a run from its start."""
+
+    class Compiled:
+        def as_text(self):
+            return "HloModule step\n\nENTRY %main (x: f32[2]) -> f32[2] {\n  ROOT new notation\n}\n"
+
+    arithmetic = micro_batch_search.memory.measure
+    programs = {"step": (Compiled(), None)}
+    monkeypatch.setattr(
+        micro_batch_search.memory,
+        "measure",
+        lambda *args, **kwargs: dataclasses.replace(arithmetic(*args, **kwargs), programs=programs),
+    )
+    cfg = make_searched_config(root, mesh__placement="fsdp", mesh__data=2, mesh__memory_gb=1.0)
+    found = planner.make(cfg)
+    assert found["chosen"]["step_seconds"] is None and found["hours"] is None
+    assert f"time unknown: {found['untimed']}" in plan_tables.report(found)
+    assert planner.settle(cfg)[1].strategy == found["chosen"]["strategy"]
 
 
 def test_where_memory_is_told_the_plan_is_what_is_settled(root, measure):

@@ -11,38 +11,33 @@ import jax
 import pytest
 from jax.experimental import multihost_utils
 
-from lw_jax.core import early_signals, processes, processor, runtime
+from lw_jax.core import early_signals, launcher, processes, processor, runtime
 from lw_jax.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
-STEP = {"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_STEP_NODELIST": "n1"}
 
 
-@pytest.fixture
-def calls(monkeypatch):
-    """Counts calls of `peers.join`, which a test process must not make."""
+@pytest.mark.parametrize("several", [True, False])
+def test_processes_of_a_step_are_joined_before_the_devices_start(several, monkeypatch):
     made = []
-    monkeypatch.setattr(processes, "join", lambda: made.append(1))
-    for name in STEP:
-        monkeypatch.delenv(name, raising=False)
-    return made
-
-
-@pytest.mark.parametrize(
-    ("environment", "several"),
-    [
-        ({}, False),
-        (STEP, True),
-        (STEP | {"SLURM_NTASKS": "1"}, False),
-        ({"SLURM_NTASKS": "2"}, False),  # inside salloc
-        ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0"}, False),  # inside a batch script
-    ],
-)
-def test_processes_are_joined_only_inside_a_slurm_step_of_several_tasks(calls, monkeypatch, environment, several):
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
+    step = launcher.Step(0, 2, "n1", 61440, (0,), "1.0") if several else None
+    monkeypatch.setattr(launcher, "read", lambda: step)
+    monkeypatch.setattr(processes, "join", made.append)
+    monkeypatch.setattr(runtime, "start_devices", lambda: made.append("devices"))
     assert runtime.start() is several
-    assert len(calls) == several
+    assert made == [*([step] if several else []), "devices"]
+
+
+@pytest.mark.parametrize("asked", ["cuda", "gpu", "rocm", "tpu", "no-such", "cuda,cpu", "cpu,cuda", "CPU"])
+def test_platform_that_is_not_here_is_refused_by_name(asked):
+    """In a process of its own: JAX chooses its platforms once."""
+    code = "from lw_jax.core import environment as e; e.hide_idle_cuda(); from lw_jax.core import runtime, errors\n"
+    code += "errors.leave(lambda: runtime.start_devices() or 0)"
+    environment = os.environ | {"JAX_PLATFORMS": asked}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 2, done.stderr
+    (line,) = done.stderr.splitlines()
+    assert line.startswith(f"error: JAX_PLATFORMS='{asked}'")
 
 
 class Device:
@@ -163,6 +158,15 @@ def test_handler_of_the_start_is_put_back(handlers):
             os.kill(os.getpid(), signal.SIGTERM)
             assert preemption.requested(1)
     assert signal.getsignal(signal.SIGTERM) is handlers[signal.SIGTERM]
+
+
+def test_sigterm_becomes_a_request_to_all_processes_with_the_loop_not_before(handlers, monkeypatch):
+    made = []
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    monkeypatch.setattr(processes, "agree_on_stops", lambda: made.append(1))
+    with runtime.Preemption():
+        assert made == [1]
+        assert {number: signal.getsignal(number) for number in handlers} == handlers
 
 
 def test_processes_of_one_run_are_asked_with_a_number_that_grows(monkeypatch):

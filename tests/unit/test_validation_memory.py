@@ -161,3 +161,9 @@ def test_sizes_that_a_larger_one_rules_out_are_not_compiled():
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 7 bytes")
 
     assert validation_memory.Compiled({"mesh": 1000}, asked.lower, refuse, limit)(1) > limit.usable
+
+
+def test_compiled_memory_is_what_the_first_process_s_compiler_says(second):
+    second(7000)
+    held = validation_memory.Compiled({None: 10}, lambda rows: [], lambda lowered: lowered, MemoryLimit(10**6, 1.0))
+    assert held(4) == 7000
