@@ -60,11 +60,13 @@ def _print_lines(lines: Iterable[object]) -> None:
 
 
 def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
-    selfmade.make_readers(cfg)
-    cfg, placement = planner.settle(cfg)
     first = jax.process_index() == 0
     if first:
-        print(f"{runtime.device_line()}\nprecision {planner.precision(cfg)}\n{placement.describe()}", flush=True)
+        print(runtime.device_line(), flush=True)
+    selfmade.make_readers(cfg)
+    cfg, placement = planner.settle(cfg)
+    if first:
+        print(f"precision: {planner.precision(cfg)}\n{placement.describe()}", flush=True)
         card = gpus.of_device(jax.local_devices()[0])
         hardware_record.write(workdir, cfg, placement, card=card.name if card else "")
     recipe = recipes.make(cfg, placement)

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lw_jax.core.progress import phase
 from lw_jax.core.types import SHARED, Tree
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.models import decoder, encoder, kv_prefix
@@ -72,13 +73,16 @@ def start(
     total = {"gram": (sides, sides), "crossed": (sides, count), "power": (count,)}
     total = {name: jax.device_put(np.zeros(shape, np.float32), whole) for name, shape in total.items()}
     rows = place.round_up(ROWS, placement.data)
-    for first in range(0, len(ids), rows):
-        chosen = np.minimum(np.arange(first, first + rows), len(ids) - 1)
-        batch = field.collate(chosen.tolist()) | {"used": np.arange(first, first + rows) < len(ids)}
-        batch = place.rows(batch, placement.learner)
-        total = jax.block_until_ready(add(own, total, batch["ids"], batch["mask"], batch["used"]))  # as in kv_start
+    starts = range(0, len(ids), rows)
+    with phase("initialising the encoder from its body's states of texts", len(starts), "batches") as done:
+        for first in done.track(starts):
+            chosen = np.minimum(np.arange(first, first + rows), len(ids) - 1)
+            batch = field.collate(chosen.tolist()) | {"used": np.arange(first, first + rows) < len(ids)}
+            batch = place.rows(batch, placement.learner)
+            total = jax.block_until_ready(add(own, total, batch["ids"], batch["mask"], batch["used"]))  # as in kv_start
     sums = {name: np.asarray(leaf, np.float64) for name, leaf in total.items()}
-    shift, scale, kernel = fit(**sums, groups=body.layers * 2, width=wire.encoder.width)
+    with phase("solving for the encoder's projection"):
+        shift, scale, kernel = fit(**sums, groups=body.layers * 2, width=wire.encoder.width)
     head = params["head"]
     project = {"kernel": _cast(kernel), "bias": jnp.zeros_like(head["project"]["bias"])}
     return params | {"head": head | {"shift": _cast(shift), "scale": _cast(scale), "project": project}}

@@ -226,7 +226,7 @@ class Services:
             except Failed as error:
                 if record is None:
                     self.close(1)
-                    refuse("train.log_to", cfg.train.log_to, f"{name}: {error}; mend it, or leave {name!r} out.")
+                    refuse("train.log_to", cfg.train.log_to, f"{name}: {error}; correct it, or leave {name!r} out.")
                 self.notices.append(_describe(name, error))
                 continue
             self._open[name] = service, record or Record(service.run, {})
@@ -264,4 +264,4 @@ class Services:
 
 
 def _describe(name: str, error: Failed) -> str:
-    return f"{name}: {error}: no more rows go there until the run is started again; metrics.jsonl has them all"
+    return f"warning: {name}: {error}: no more rows go there until the run is started again; metrics.jsonl has them all"

@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
-from lw_jax.training import progress as live_module
-from lw_jax.training.progress import Live
+from lw_jax.core import progress as live_module
+from lw_jax.core.progress import Live
 
 FIELDS = {"loss": "loss 2.125", "pace": "0.42 s/step"}
 
