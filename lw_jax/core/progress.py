@@ -90,11 +90,11 @@ class Live:
 
 
 @contextlib.contextmanager
-def phase(what: str, total: float = 0, unit: str = "") -> "Iterator[_Phase]":
+def phase(what: str, total: float = 0, unit: str = "", *, ends: bool = True) -> "Iterator[_Phase]":
     """Tells on standard error how far a phase is: a bar on a terminal, else a line every `SECONDS`.
 
     The innermost phase tells. What is yielded takes how much is done, as `advance(1)`; without a `total` the time that
-    has passed is told. Processes beside the first are silent.
+    has passed is told; where `ends` also how long it was. Processes beside the first are silent.
     """
     one = _Phase(what, total, unit)
     if not is_first_process():
@@ -111,7 +111,8 @@ def phase(what: str, total: float = 0, unit: str = "") -> "Iterator[_Phase]":
         one.ended.set()
         if teller.is_alive():
             teller.join()
-    one.tell_end()
+    if ends:
+        one.tell_end()
 
 
 class _Phase:

@@ -28,6 +28,7 @@ from lw_jax.evals import (
     quality_curve,
     selection,
     swaps,
+    verdict,
 )
 from lw_jax.evals.curve import MODEL, Curve
 from lw_jax.inference import taught_text
@@ -243,6 +244,7 @@ def describe(found: Evaluation) -> str:
     lines.append(geometry.format_figures(found.latents))
     if found.curve:
         lines += ["", quality_curve.table(found.curve)]
+    lines += ["", *(verdict.sentence(name, one, found.summary.get(name, {})) for name, one in found.readers.items())]
     return "\n".join(lines)
 
 

@@ -83,7 +83,7 @@ class Reporter:
     @contextlib.contextmanager
     def compiling(self, step: int) -> Iterator[None]:
         """Reports the first step, which compiles, and excludes it from times and device readings."""
-        with phase("compiling the training step"):
+        with phase("compiling the training step", ends=False):
             yield
         self.say(f"first step, compiled and run, in {duration(self.clock.compiled(step))}")
         self._sampler.restart()

@@ -159,7 +159,7 @@ class Run:
         less = f" - {cut.filling} padding rows" if padding else ""
         return (
             f"global batch {cut.global_batch} = {cut.micro_batch} per device x {cut.data_axis} data-parallel x "
-            f"{cut.accumulation} accumulated{less}; {trainable:,} trainable parameters"
+            f"{cut.accumulation} accumulated{less}; {trainable:,} trainable parameters; {self.cfg.train.steps:,} steps"
             f"{f'; {padding}' if padding else ''}"
         )
 

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from lw_jax.core import progress
 from lw_jax.training import metrics
 
 
@@ -150,4 +151,4 @@ def test_clock_claims_no_pace_where_no_step_passed(monkeypatch):
     ],
 )
 def test_duration_reads_as_people_say_it(seconds, text):
-    assert metrics.duration(seconds) == text
+    assert progress.duration(seconds) == text

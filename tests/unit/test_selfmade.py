@@ -4,6 +4,7 @@ import concurrent.futures
 import dataclasses
 import threading
 import time
+import types
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,7 @@ class Slow:
         self.folder, self.state = selfmade.folder(cfg, source), {"trainable": {}}
 
     def train(self, _):
+        self.reporter = types.SimpleNamespace(last={"accuracy/answer": 1.0})
         time.sleep(0.2)  # the other job comes meanwhile
 
     def save(self, _):
