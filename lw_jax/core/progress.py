@@ -105,12 +105,13 @@ def phase(what: str, total: float = 0, unit: str = "", *, ends: bool = True) -> 
     try:
         with _bar(one):
             teller.start()
-            yield one
+            try:
+                yield one
+            finally:  # while the bar stands, or a last line would come below it
+                one.ended.set()
+                teller.join()
     finally:
         _phases.remove(one)
-        one.ended.set()
-        if teller.is_alive():
-            teller.join()
     if ends:
         one.tell_end()
 

@@ -91,7 +91,7 @@ def test_warmup_is_measured_by_stage():
 
 def test_lengths_beyond_a_model_s_positions_are_told():
     (error,) = [line for line in texts(load("configs/dpo/tinyllama.py", dpo__max_length=2049)) if "positions" in line]
-    assert error.startswith("ERROR: dpo.max_length=2049: the model was trained on 2,048 positions")
+    assert error.startswith("error: dpo.max_length=2049: the model was trained on 2,048 positions")
     asked = {"data__context_tokens": 9000, "data__answer_tokens": 500}
     found = [line for line in texts(load("configs/squad.py", **asked)) if "positions" in line]
     assert [line.startswith("warning: reader 'llama': ") for line in found] == [True], found
@@ -135,7 +135,7 @@ def test_prompts_that_fill_the_length_are_counted_where_the_rows_are_here(tmp_pa
     dropped = [line for line in found if "training pairs are dropped" in line]
     assert bool(dropped) == void
     if void:
-        assert dropped[0].startswith("ERROR: 4") and "dpo.max_length=128" in dropped[0] and found[0] == dropped[0]
+        assert dropped[0].startswith("error: 4") and "dpo.max_length=128" in dropped[0] and found[0] == dropped[0]
     assert any("train.steps=" in line for line in found), "200 steps of 16 read 54 pairs often"
     asked = dataclasses.replace(cfg, llms={"policy": llm}, dpo=dataclasses.replace(cfg.dpo, max_prompt=9))
     if not void:

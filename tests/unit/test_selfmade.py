@@ -89,7 +89,7 @@ def test_finished_reader_is_found_by_the_file_written_last(cfg, tmp_path, monkey
 class Slow:
     """Stands for a reader in training, and for its run."""
 
-    def __init__(self, cfg, *_, source="selfmade:qwen"):
+    def __init__(self, cfg, *_, source="selfmade:qwen", quiet=False):
         self.folder, self.state = selfmade.folder(cfg, source), {"trainable": {}}
 
     def train(self, _):
