@@ -15,6 +15,7 @@ from typing import Self, TypeVar
 from rich.columns import Columns
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn
+from rich.table import Column
 from rich.text import Text
 
 REFRESHES_PER_SECOND = 4
@@ -213,7 +214,7 @@ class _View(Progress):
         self._texts: list[str] = []
         self._ends = math.nan  # on the monotonic clock
         super().__init__(
-            _Says(),
+            _Says(Column(no_wrap=True)),  # the bars shrink, not the time left
             BarColumn(bar_width=None),
             TaskProgressColumn(show_speed=True),  # without a total: nothing
             console=console,

@@ -106,7 +106,7 @@ class Run:
         if self.cfg.train.micro_batch:
             return
         shapes = map(example_shapes, data_schedule.shapes())
-        with phase("searching the largest micro-batch that fits, by compiling the training step"):
+        with phase("searching for the largest micro-batch that fits"):
             found = [micro_batch_search.largest_micro_batch(self.step_spec, widths, limit) for widths in shapes]
         least = max(found, key=lambda one: (one.accumulation, one.peak))  # one micro-batch for all shapes
         if least.peak > limit.usable:
