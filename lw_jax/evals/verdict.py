@@ -71,15 +71,17 @@ def _describe_share(figures: Mapping[str, Any], rows: Mapping[str, Mapping[str, 
     begin, of = "", "the text"
     if "fewer_positions" in figures:
         begin, of = f"from {rows[sent]['positions']:.0f} positions ", f"the {rows[upper]['positions']:.0f} of the text"
-    key = next(name for name in SHARES if figures.get(name) is not None)
+    known = figures.get("normalised_f1") is not None
+    key, gain = ("normalised_f1", "gain in F1") if known else ("recovered_nll", "gain in likelihood")
     low, high = figures[f"{key}_interval"] or (-1.0, 1.0)
-    if key == "normalised_f1":
-        of += f" (F1 {rows[sent]['f1']:.2f}, from the text {rows[upper]['f1']:.2f})"
-    if low >= AS_WELL:
+    of += f" (F1 {rows[sent]['f1']:.2f}, from the text {rows[upper]['f1']:.2f})"
+    if low < AS_WELL:
+        keeps = f"{begin}it keeps {figures[key]:.0%} ({low:.0%} to {high:.0%}) of the {gain} that it has from {of}"
+        return keeps + (", so whether it answers as well is not settled" if high >= AS_WELL else "")
+    if known:
         return f"{begin}it answers {'better than' if low > 1 else 'as well as'} from {of}"
-    gain = "gain in F1" if key == "normalised_f1" else "gain in likelihood"
-    keeps = f"{begin}it keeps {figures[key]:.0%} ({low:.0%} to {high:.0%}) of the {gain} that it has from {of}"
-    return keeps + (", so whether it answers as well is not settled" if high >= AS_WELL else "")
+    likely = "likelier than" if low > 1 else "as likely as"
+    return f"{begin}right answers are {likely} from {of}, whose own gain in F1 is not settled"
 
 
 def _describe_control(figures: Mapping[str, Any], f1: Mapping[str, float], other: str) -> str:
@@ -89,7 +91,7 @@ def _describe_control(figures: Mapping[str, Any], f1: Mapping[str, float], other
     if _may_be_zero(figures, "adds_f1" if words else "gap_f1"):
         return f"{what} answers are less likely, as they must be, but whether fewer are right is not settled"
     left, whole = f1[other] - f1["none"], f1[figures["upper"]] - f1["none"]
-    fails = not words and left <= FAILS * whole
+    fails = not words and figures.get("normalised_f1") is not None and left <= FAILS * whole
     return f"{what} it {'fails' if fails else 'answers worse'} (F1 {f1[other]:.2f}), as it must"
 
 

@@ -62,6 +62,8 @@ def test_share_without_an_interval_is_not_settled():
 def test_likelihood_stands_in_where_the_text_gives_no_f1():
     line = say(normalised_f1=None, normalised_f1_interval=None, recovered_nll=0.7, recovered_nll_interval=[0.6, 0.8])
     assert "70% (60% to 80%)" in line and "likelihood" in line
+    line = say(normalised_f1=None, normalised_f1_interval=None, recovered_nll_interval=[1.2, 1.8])
+    assert "likelier" in line and "answers better" not in line and "fails" not in line
 
 
 def test_control_that_still_answers_is_not_called_failing():
