@@ -7,7 +7,7 @@ import importlib
 import sys
 
 from lw_jax.commands import parser
-from lw_jax.core import early_signals, environment, standard_streams
+from lw_jax.core import early_signals, environment, standard_streams, warning_lines
 from lw_jax.core.errors import UserError
 from sharding.errors import PlacementError
 
@@ -57,4 +57,5 @@ def main(argv: list[str]) -> int:
 if __name__ == "__main__":
     environment.leave_out_torch()
     standard_streams.survive_closed_pipes()
+    warning_lines.install()
     sys.exit(main(sys.argv[1:]))

@@ -70,7 +70,7 @@ class Cut:
         if micro_batch and self.full_micro_batches:
             other.append(f"train.micro_batch={' or '.join(map(str, self.full_micro_batches))}")
         share = f"{self.filling} of {self.rows} rows of a step ({self.filling / self.rows:.1%})"
-        return f"{share} are filling of weight zero; none with {', or '.join(other)}"
+        return f"{share} are padding rows (weight 0); none with {', or '.join(other)}"
 
 
 def cut(*, global_batch: int, micro_batch: int, data_axis: int) -> Cut:

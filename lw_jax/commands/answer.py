@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lw_jax.commands.loading import Loaded
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.core.progress import phase
 from lw_jax.inference import message_io
 from lw_jax.training.run_folder import check_writable
 
@@ -54,7 +55,8 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: messa
     runtime.tell_device()
     with contextlib.redirect_stdout(sys.stderr if request.write == "-" else sys.stdout):
         wire = trained_wire.open_wire(cfg, workdir)
-        message = request.message or _encode(wire, request)
+        with phase("writing the message, which first compiles"):
+            message = request.message or _encode(wire, request)
         if request.write not in ("", "-"):
             message_io.write_message(message, request.write)
         _print_answers(wire, message, request)
@@ -93,9 +95,13 @@ def _print_answers(wire: "TrainedWire", message: bytes, request: message_io.Requ
     for question in request.questions or (("",) if request.message else ()):
         print(f"question: {question or 'in the message'}")
         for name in wire.recipe.cfg.llms:
-            print(f"  {name} from latents: {wire.read(message, reader=name, question=question)}")
+            with phase(f"{name} reads the message"):
+                answer = wire.read(message, reader=name, question=question)
+            print(f"  {name} from latents: {answer}")
             if request.context:
-                print(f"  {name} from text:    {_read_text(wire, name, request.context, question)}")
+                with phase(f"{name} reads the text"):
+                    answer = _read_text(wire, name, request.context, question)
+                print(f"  {name} from text:    {answer}")
 
 
 def _read_text(wire: "TrainedWire", reader: str, text: str, question: str) -> str:

@@ -20,6 +20,7 @@ from lw_jax.commands.loading import Loaded
 from lw_jax.core import runtime
 from lw_jax.core.config import Config, suggest
 from lw_jax.core.errors import UserError
+from lw_jax.core.progress import phase
 from lw_jax.hub import sources
 from lw_jax.planning import planner
 from lw_jax.training.run_folder import check_writable
@@ -63,8 +64,9 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: Reque
     placement, rows = found.placement, []
     for part in request.parts or found.parts:
         doing = f"is compiled for {request.target}" if request.target else PARTS[part]
-        print(f"{part}: {doing} ...", file=sys.stderr, flush=True)
-        rows += found.measure(part, asked=bool(request.parts))
+        print(f"{part}: {doing}", file=sys.stderr, flush=True)
+        with phase(part):
+            rows += found.measure(part, asked=bool(request.parts))
     result = {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,

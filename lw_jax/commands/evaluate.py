@@ -59,5 +59,5 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, out: Path | No
             else:
                 (folder / name).unlink(missing_ok=True)  # of an earlier evaluation
         print(evaluation.describe(found))
-        print(f"checkpoint {wire.step}; " + ", ".join(map(str, paths)))
+        print(f"written to {folder}, of checkpoint {wire.step}: {', '.join(path.name for path in paths)}")
     return 0

@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -10,13 +10,15 @@ import jax
 
 from lw_jax import recipes
 from lw_jax.commands.loading import Loaded
-from lw_jax.core import processes, runtime
+from lw_jax.core import processes, runtime, tree
 from lw_jax.core.config import Config
 from lw_jax.hub import sources
 from lw_jax.planning import gpus, planner
 from lw_jax.recipes import selfmade
 from lw_jax.training import hardware_record, preflight, run_folder, sinks
 from lw_jax.training.checkpoint import Checkpointer
+from lw_jax.training.memory import bytes_of
+from lw_jax.training.recipe import Recipe
 from lw_jax.training.trainer import Run
 
 KEEP = 2  # newest checkpoints, beside the best by validation
@@ -62,15 +64,31 @@ def _print_lines(lines: Iterable[object]) -> None:
     print("".join(f"{line}\n" for line in lines), end="", flush=True)
 
 
+def _describe_models(cfg: Config, recipe: Recipe) -> Iterator[str]:
+    """Yields a line about each model that is loaded."""
+    frozen = recipe.abstract().frozen
+    for name, llm in cfg.llms.items():
+        yield f"{name}: {llm.source}, frozen, {bytes_of(tree.nbytes(frozen[name]))} ({llm.weights})"
+    if cfg.recipe == "latentwire":
+        body = cfg.encoder.source or "from scratch"
+        yield f"encoder: {body}; a message has at most {cfg.encoder.slots} latents of {cfg.encoder.width} values"
+
+
 def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
-    selfmade.make_readers(cfg)
-    cfg, placement = planner.settle(cfg)
     first = jax.process_index() == 0
     if first:
-        print(f"{runtime.device_line()}\nprecision {planner.precision(cfg)}\n{placement.describe()}", flush=True)
+        print(runtime.device_line(), flush=True)
+    selfmade.make_readers(cfg)
+    cfg, placement = planner.settle(cfg)
+    if first:
+        print(f"precision: {planner.precision(cfg)}", flush=True)
+        if jax.device_count() > 1:
+            print(placement.describe(), flush=True)
         card = gpus.of_device(jax.local_devices()[0])
         hardware_record.write(workdir, cfg, placement, card=card.name if card else "")
     recipe = recipes.make(cfg, placement)
+    if first:
+        _print_lines(_describe_models(cfg, recipe))
     findings = preflight.inspect(cfg, recipe)
     preflight.refuse(findings)
     if first:

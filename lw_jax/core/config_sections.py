@@ -466,7 +466,7 @@ class Train:
     )
     alarm_step: int = key(
         500,
-        "from here on a validation in which another text's latents serve as well is a collapse; 0: never",
+        "from here on a validation in which shuffled latents score as well as the right ones is a collapse; 0: never",
         unit="steps",
         at_least=0,
         shapes="no",

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.progress import phase
 
 
 @contextlib.contextmanager
@@ -53,7 +54,8 @@ def locked(path: Path, *, waiting: Callable[[], None] = lambda: None) -> Iterato
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
                 waiting()
-                fcntl.flock(lock, fcntl.LOCK_EX)
+                with phase(f"waiting for another job, which holds {path}"):
+                    fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             name = errno.errorcode.get(error.errno or 0, str(error.errno))
             raise UserError(

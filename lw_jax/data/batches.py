@@ -23,6 +23,9 @@ _log = logging.getLogger(__name__)
 
 Batch = dict[str, Any]
 
+TASKS = {"answer": "questions", "reconstruct": "passages to repeat", "continuation": "passages to continue"}
+# A reader's fields that people are told about, in this order.
+SHOWN = {"text": "prompt with the text", "after": "question", "literals": "literals", "answer": "answer"}
 MULTIPLE = 8  # widths are rounded up to it, so that data sets of similar lengths share one compiled program
 
 
@@ -46,6 +49,12 @@ class Field:
     width: int
     pad: int
     left: bool
+    limit: int = 0  # most tokens that the configuration allows a row; 0: none
+
+    @property
+    def longest(self) -> str:
+        """Returns the tokens of the longest row beside the limit, as "17 of 24"."""
+        return f"{max(map(len, self.ids)):,}{f' of {self.limit:,}' if self.limit else ''}"
 
     def collate(self, indices: Sequence[int]) -> dict[str, np.ndarray]:
         """Returns ids i32[b width] and mask bool[b width]."""
@@ -141,14 +150,15 @@ class Encoded:
         return dataclasses.replace(self, source=dataclasses.replace(self.source, ids=ids))
 
     def describe(self) -> list[str]:
-        """Returns report lines: examples used, dropped and cut, and each field's longest row / static width."""
-        lines = [f"{self.task}: {self.counts['kept']} of {self.counts['given']} examples kept"]
-        for reason, meaning in REASONS.items():
-            if self.counts[reason]:
-                lines.append(f"{self.counts[reason]} {meaning}")
-        lines.append(f"source: {_span(self.source)}")
+        """Returns report lines: examples used, dropped and cut, and the longest ones beside their limits."""
+        kept, given = self.counts["kept"], self.counts["given"]
+        used = f"{kept:,}{f' of {given:,}' if given > kept else ''} {TASKS[self.task]}"
+        lines = [f"{used}; the longest text has {self.source.longest} tokens"]
+        lines += [f"  {self.counts[reason]:,} {meaning}" for reason, meaning in REASONS.items() if self.counts[reason]]
         for name, fields in self.readers.items():
-            lines.append(f"{name}: " + ", ".join(f"{key} {_span(field)}" for key, field in fields.items()))
+            shown = [key for key in SHOWN if key in fields and (key != "after" or self.task == "answer")]
+            longest = (f"longest {SHOWN[key]} {fields[key].longest}" for key in shown)
+            lines.append(f"  {name}: {', '.join(longest)} tokens")
         return lines
 
 
@@ -259,12 +269,12 @@ def source_field(ids: list[np.ndarray], layout: Layout) -> Field:
     width = (
         width_of(longest, layout.window) if longest <= layout.window else -(-longest // layout.window) * layout.window
     )
-    return Field(ids, width, layout.source.pad, left=False)
+    return Field(ids, width, layout.source.pad, left=False, limit=layout.window * layout.windows)
 
 
 def field(ids: list[np.ndarray], pad: int, *, left: bool, limit: int | None = None) -> Field:
     """Returns a field as wide as its longest row, rounded up but to no more than `limit`."""
-    return Field(ids, width_of(max(map(len, ids)), limit), pad, left)
+    return Field(ids, width_of(max(map(len, ids)), limit), pad, left, limit or 0)
 
 
 def width_of(longest: int, limit: int | None) -> int:
@@ -301,7 +311,3 @@ def _shift(answer: dict[str, np.ndarray], pad: int) -> Batch:
     ids, mask = answer["ids"], answer["mask"]
     inputs = np.where(mask[:, 1:], ids[:, :-1], np.int32(pad))
     return {"answer_inputs": inputs, "targets": ids, "weights": mask.astype(np.float32)}
-
-
-def _span(field: Field) -> str:
-    return f"{max(map(len, field.ids))}/{field.width}"

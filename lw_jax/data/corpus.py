@@ -11,10 +11,10 @@ import functools
 import hashlib
 import itertools
 import json
+import logging
 import math
 import os
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, Protocol
@@ -25,6 +25,7 @@ import numpy as np
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import locked, whole
+from lw_jax.core.progress import phase
 from lw_jax.data import documents
 from lw_jax.data.documents import Piece, read
 from lw_jax.data.row_sources import Unreachable
@@ -36,8 +37,8 @@ FORMAT = 2  # of the shards, and of how documents are cut and joined
 SHARD = 1 << 27  # tokens, at most
 BATCH = 1 << 22  # characters tokenised at once
 NARROW = 1 << 16  # vocabularies up to it are kept as uint16
-TOLD_EVERY = 10.0  # seconds
 META, LOCK = "meta.json", "lock"
+_log = logging.getLogger(__name__)
 
 
 class TextTokenizer(Protocol):
@@ -177,7 +178,7 @@ def pack(
         folder = _last_packed(root / "corpus", name, tokenizer)
         if folder is None:
             raise
-        _tell(f"{error}. Taken as it was packed in {folder}")
+        _log.warning("%s. Taken as it was packed in %s", error, folder)
         return _load(folder, made=False)
     begin = [list(tokenizer.begin)] if tokenizer.begin else []
     said = json.dumps([FORMAT, identity, tokenizer.fingerprint, tokenizer.eos, *begin])
@@ -202,15 +203,12 @@ def _make(folder: Path, name: str, found: Iterable[Piece], tokenizer: TextTokeni
         if left.name != LOCK:
             left.unlink()
     counts = {"documents": 0, "blank": 0, "bytes": 0}
-    reported, inside = time.monotonic(), False
-    with contextlib.closing(_Shards(folder, tokenizer.vocab)) as shards:
+    inside, shards = False, _Shards(folder, tokenizer.vocab)
+    with phase(f"tokenising {name}", unit="MB of text") as told, contextlib.closing(shards):
         for pieces in _batches(found, counts):
             shards.write(_encode(pieces, tokenizer, inside=inside))
             inside = not pieces[-1].ends
-            if time.monotonic() - reported >= TOLD_EVERY:
-                reported = time.monotonic()
-                done = f"{sum(shards.counts):,} tokens of {counts['bytes'] / 1e6:,.0f} MB of text"
-                _tell(f"packing {name}: {done}")
+            told.done = counts["bytes"] / 1e6
     if not counts["documents"]:
         raise UserError(f"{name}: no text in its {counts['blank']} documents; name another source")
     meta = {"format": FORMAT, "source": name, "tokenizer": tokenizer.fingerprint, "eos": tokenizer.eos, **counts}
@@ -346,4 +344,4 @@ def _last_packed(root: Path, source: str, tokenizer: TextTokenizer) -> Path | No
 
 
 def _tell(line: str) -> None:
-    print(f"lw_jax: {line}", file=sys.stderr, flush=True)
+    print(line, file=sys.stderr, flush=True)

@@ -125,7 +125,8 @@ class DataSchedule:
 
     def describe(self) -> list[str]:
         """Returns report lines."""
-        return [line for encoded in self.streams for line in encoded.describe()]
+        lines = [line for encoded in self.streams for line in encoded.describe()]
+        return [line if line.startswith(" ") else f"training data: {line}" for line in lines]
 
     def sizes(self) -> list[int]:
         """Returns the number of examples of each stream."""

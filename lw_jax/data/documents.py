@@ -23,7 +23,7 @@ HASHED_WHOLE = 64 << 20  # bytes; of a larger source each file is hashed at thre
 SAMPLE = 64 << 10  # bytes at each of them
 _PLAIN = (".txt", ".jsonl")
 _NO_DOCUMENTS = ("test", "tests", "site-packages", "dist-packages", "idlelib", "idle_test", "__pycache__")
-_ROW = 'a document is a row {"text": "..."}; mend the row'
+_ROW = 'a document is a row {"text": "..."}; correct the row'
 _KNOWN = (
     "a .txt or .jsonl file (also .gz), an .arrow or .parquet file, a folder of them, a folder of "
     f'datasets.save_to_disk, "hub:NAME[:CONFIG][:SPLIT][@REVISION]" or "{DOCSTRINGS}"'

@@ -17,6 +17,7 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import locked, whole
+from lw_jax.core.progress import phase
 from lw_jax.data.batches import Batch
 
 FORMAT = 3  # 3: keys know the lengths of their parts, and rows of the teacher how it computes
@@ -39,16 +40,25 @@ class Store:
             ) from error
         self._rows: dict[bytes, int] = {}
 
-    def fill(self, keys: Sequence[bytes], compute: Callable[[list[int]], Batch], *, batch: int) -> int:
-        """Computes the rows that are missing, `batch` positions at a time (the last repeated); returns how many."""
+    def fill(
+        self, keys: Sequence[bytes], compute: Callable[[list[int]], Batch], *, batch: int, what: str = "rows"
+    ) -> int:
+        """Computes the rows that are missing, `batch` positions at a time (the last repeated); returns how many.
+
+        `what` says to people what is computed.
+        """
         with locked(self.folder / "lock"):  # of two jobs one computes, the other finds it done
             self._read_keys()
             missing = [i for i, key in enumerate(keys) if key not in self._rows]
             missing = list({keys[i]: i for i in missing}.values())
-            for start in range(0, len(missing), batch):
-                chosen = missing[start : start + batch]
-                rows = compute(chosen + chosen[-1:] * (batch - len(chosen)))
-                self._append([keys[i] for i in chosen], {name: value[: len(chosen)] for name, value in rows.items()})
+            starts = range(0, len(missing), batch)
+            with phase(f"computing {what} for the cache", len(starts), f"batches of {batch}") as done:
+                for start in done.track(starts):
+                    chosen = missing[start : start + batch]
+                    rows = compute(chosen + chosen[-1:] * (batch - len(chosen)))
+                    self._append(
+                        [keys[i] for i in chosen], {name: value[: len(chosen)] for name, value in rows.items()}
+                    )
         return len(missing)
 
     def lookup(self, keys: Sequence[bytes], *, length: int | None = None) -> "Kept":

@@ -92,7 +92,7 @@ class Packed:
     def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
         """Returns a batch [b ...]; each reader's questions are packed in "packed", "places" and the targets.
 
-        "packed" has ids i32[b p] and segments i32[b p], the number of the question from 1, 0 at filling; "places"
+        "packed" has ids i32[b p] and segments i32[b p], the number of the question from 1, 0 at padding; "places"
         i32[b t] the positions in it that predict the targets. `channel` i32[b 3] is that of a text's message.
         """
         groups = [self.groups[i] for i in indices]
@@ -126,11 +126,12 @@ class Packed:
     def describe(self) -> list[str]:
         """Returns report lines."""
         texts = len({example.context for example in self.encoded.examples})
-        lines = [*self.encoded.describe(), f"{texts} texts: {len(self)} examples with all of their questions"]
+        rows = []
         for name, (width, _) in self._widths.items():
-            filling = 1 - self._lengths[name][:, 0].sum() / (len(self) * width)
-            lines.append(f"{name}: questions and answers packed in rows of {width}, {filling:.1%} of them filling")
-        return lines
+            padding = 1 - self._lengths[name][:, 0].sum() / (len(self) * width)
+            rows.append(f"{width} tokens for {name} ({padding:.1%} padding)")
+        packed = f"{texts:,} texts, the questions of each packed in rows: {len(self):,} of {', '.join(rows)}"
+        return [*self.encoded.describe(), f"  {packed}"]
 
 
 def pack(fields: Batch, counts: Sequence[int], width: int, targets: int) -> Batch:

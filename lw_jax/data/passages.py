@@ -14,7 +14,7 @@ from lw_jax.data.prompt_tokens import Layout
 from lw_jax.data.row_fields import Fields
 from lw_jax.data.tokens import Tokenizer, marked
 
-_REMEDY = 'a passage is a row {"text": "..."}; mend or remove it'
+_REMEDY = 'a passage is a row {"text": "..."}; correct or remove it'
 SHORTEST = 0.5  # of the length asked for, that a document's last piece must have
 # Share of the pieces that each tokenizer keeps. All are padded to the longest: a few with a word of many tokens (an
 # address) would make every batch up to twice as wide.

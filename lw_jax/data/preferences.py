@@ -25,11 +25,11 @@ TRUNCATIONS = ("drop", "keep_start", "keep_end")
 _DROPPED = {
     "max_prompt": "dropped: the prompt is longer than max_prompt",
     "prompt": "dropped: the prompt alone fills max_length",
-    "length": "dropped: prompt and longer reply exceed max_length, and truncation does not mend it",
+    "length": "dropped: prompt and longer reply exceed max_length, and truncation does not help",
     "same": "dropped: both replies have the same tokens (as they are, or as they are cut)",
     "nothing": "dropped: the prompt has no token of its own, its only one is shared with a reply",
 }
-_TOLD = {
+_CUT = {
     "past": "prompts without reasoning of earlier turns, which the chat template leaves out",
     "prompt_cut": "prompts cut",
     "reply_cut": "pairs with a reply cut at its end, which then has no terminator",
@@ -129,15 +129,16 @@ class Preferences(Unsent):
         number, buckets = self.bucket
         lines = []
         if number == 1:
-            lines.append(f"{self.task}: {self.counts['kept']} of {self.counts['given']} pairs kept")
-            reasons = (_DROPPED | _TOLD).items()
-            lines += [f"{self.counts[reason]} {meaning}" for reason, meaning in reasons if self.counts[reason]]
-        named = self.name + (f", bucket {number} of {buckets}" if buckets > 1 else "")
+            kept, given = self.counts["kept"], self.counts["given"]
+            lines.append(f"{kept:,}{f' of {given:,}' if given > kept else ''} preference pairs")
+            reasons = (_DROPPED | _CUT).items()
+            lines += [f"  {self.counts[reason]:,} {meaning}" for reason, meaning in reasons if self.counts[reason]]
+        named = self.name + (f", lengths {number} of {buckets}" if buckets > 1 else "")
         prompt = max(len(pair.prompt) for pair in self.pairs)
         longest = max(pair.length for pair in self.pairs)
         lines.append(
-            f"{named}: {len(self)} pairs, longest prompt {prompt}, longest pair {longest}/{self.length}, "
-            f"padding {100 * self.padding:.0f} % of {self.length}"
+            f"  {named}: {len(self):,} pairs, longest prompt {prompt:,} tokens, longest pair {longest:,}, padded to "
+            f"{self.length:,} ({self.padding:.0%} padding)"
         )
         return lines
 
@@ -243,7 +244,7 @@ def _settle(
 ) -> tuple[dict[int, Pair], dict[str, int]]:
     """Returns the pairs kept by position, within the limits, and what was done how often."""
     dropped: dict[str, str] = {}  # reason -> its first row
-    counts = dict.fromkeys(("given", "kept", *_DROPPED, *_TOLD), 0) | {"given": len(preferences)}
+    counts = dict.fromkeys(("given", "kept", *_DROPPED, *_CUT), 0) | {"given": len(preferences)}
     kept: dict[int, Pair] = {}
     for i, (pair, merged) in enumerate(split):
         fitted = _fit(pair, limits, _opening(pair.prompt, tokenizer))

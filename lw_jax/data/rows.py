@@ -77,7 +77,9 @@ def opened(path: Path) -> Iterator[io.BufferedReader]:
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error.reason}); convert it to UTF-8") from error
     except OSError as error:
-        raise UserError(f"{path}: cannot be read ({error.strerror}); mend its rights or name another file") from error
+        raise UserError(
+            f"{path}: cannot be read ({error.strerror}); fix its permissions or name another file"
+        ) from error
 
 
 def lines(file: IO[bytes], path: Path, limit: int = ROW_BYTES) -> Iterator[tuple[int, bytes]]:
@@ -87,7 +89,7 @@ def lines(file: IO[bytes], path: Path, limit: int = ROW_BYTES) -> Iterator[tuple
         if not line:
             return
         if len(line) > limit:
-            raise UserError(f"{path}:{number}: a line of more than {limit:,} bytes; part or remove it")
+            raise UserError(f"{path}:{number}: a line of more than {limit:,} bytes; split or remove it")
         line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
         if line.strip():
             yield number, line
@@ -103,7 +105,7 @@ def paragraphs(path: Path) -> Iterator[str]:
             size += len(line)
             if size > ROW_BYTES:
                 raise UserError(
-                    f"{path}:{number}: a paragraph of more than {ROW_BYTES:,} bytes; part it by empty lines"
+                    f"{path}:{number}: a paragraph of more than {ROW_BYTES:,} bytes; separate paragraphs by blank lines"
                 )
             if line in (b"", b"\n", b"\r\n"):
                 if text := b"".join(held).decode("utf-8-sig").replace("\r\n", "\n").strip():

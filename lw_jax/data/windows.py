@@ -60,8 +60,8 @@ class Windows(Unsent):
         rest = len(self.span) - 1 - len(self) * self.length
         tail = f", {rest} tokens at the end not used" if rest else ""
         return [
-            f"{self.task}: {len(self):,} windows of {self.length} tokens and their targets, tokens "
-            f"{self.span.start:,} to {self.span.stop:,} of {self.span.corpus.tokens:,}{tail}"
+            f"{len(self):,} windows of {self.length:,} tokens: tokens {self.span.start:,} to {self.span.stop:,} of the "
+            f"{self.span.corpus.tokens:,} in {self.span.corpus.source}{tail}"
         ]
 
 

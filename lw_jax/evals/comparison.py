@@ -7,15 +7,7 @@ import numpy as np
 
 from lw_jax.core.eval_rows import MESSAGES, ROWS
 from lw_jax.evals.statistics import RESAMPLES, Bootstrap, Estimate
-from lw_jax.evals.verdict import (
-    FEWEST,
-    WORDS,
-    adds_nothing,
-    format_interval,
-    has_few,
-    is_collapsed,
-    makes_likelier_alone,
-)
+from lw_jax.evals.verdict import format_interval
 
 Record = dict[str, Any]
 Row = dict[str, Any]  # figures by name, those of INTERVALS also with "_interval": [low, high]
@@ -171,7 +163,7 @@ def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
 
 
 def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
-    """Returns a reader's comparison of its rows for a terminal, with COLLAPSED where it applies."""
+    """Returns a reader's comparison of its rows for a terminal."""
     parts = []
     if "fewer_positions" in figures:
         parts.append(f"fewer_positions {figures['fewer_positions']:.2f}x")
@@ -185,15 +177,6 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
             parts.append(f"{key}{against} {figures[key]:.3f} ({format_interval(figures[f'{key}_interval'])})")
         elif f"{key}_reason" in figures:
             parts.append(f"{key} unknown: {figures[f'{key}_reason']}")
-    if has_few(figures):
-        parts.append(f"no verdict: fewer than {FEWEST} texts")
-    else:
-        found = {
-            "collapsed": is_collapsed(figures),
-            "literals": adds_nothing(figures),
-            "likelier": makes_likelier_alone(figures),
-        }
-        parts += [WORDS[key] for key, holds in found.items() if holds]
     return f"{reader}: " + "\n    ".join(parts or ["no rows to compare"])
 
 

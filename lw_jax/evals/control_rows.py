@@ -12,6 +12,7 @@ import numpy as np
 
 from lw_jax.core import config, processes
 from lw_jax.core.eval_rows import ROWS
+from lw_jax.core.progress import phase
 from lw_jax.core.types import SHARED, Example, Tree
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
@@ -103,7 +104,6 @@ def measure(
     options: config.Eval,
     seed: int = 0,
     swaps: Swaps | None = None,
-    report: Callable[[int, int], None] = lambda done, total: None,
 ) -> Measured:
     """Returns every reader's answers and scores in the configured rows.
 
@@ -114,7 +114,6 @@ def measure(
         seed: of random latents.
         swaps: changed examples, for the rows that need them; their records have the original's "index" and
             "follows": whether the answer is the new one and not the old one.
-        report: called with the number of batches that a reader has answered in all rows, and of all of them.
     """
     indices = spread(len(encoded), options.examples)
     plain = [row for row in options.rows if not ROWS[row].swapped]
@@ -122,13 +121,13 @@ def measure(
     latents = _encode(bench, encoded, indices, kinds=kinds, batch=options.batch, seed=seed)
     records: list[Record] = []
     if plain:
-        records = _read(bench, encoded, indices, rows=plain, latents=latents, options=options, report=report)
+        records = _read(bench, encoded, indices, rows=plain, latents=latents, options=options)
     changed = [row for row in options.rows if ROWS[row].swapped]
     if changed and swaps is not None and swaps.origins:
         own = list(range(len(swaps.origins)))
         sent = _encode(bench, swaps.encoded, own, kinds=set(), batch=options.batch, seed=seed)
         texts = _number_texts(encoded)
-        for record in _read(bench, swaps.encoded, own, rows=changed, latents=sent, options=options, report=report):
+        for record in _read(bench, swaps.encoded, own, rows=changed, latents=sent, options=options):
             position = record["index"]
             index, new, old = swaps.origins[position], record["answers"][0], swaps.replaced[position]
             told = record["prediction"]
@@ -147,7 +146,7 @@ def _encode(
     return message_latents.make(encode, encoded, indices, kinds=kinds, batch=batch, seed=seed)
 
 
-def _read(  # noqa: PLR0913
+def _read(
     bench: Bench,
     encoded: Encoded,
     indices: Sequence[int],
@@ -155,37 +154,37 @@ def _read(  # noqa: PLR0913
     rows: Sequence[str],
     latents: Mapping[str, Sent],
     options: config.Eval,
-    report: Callable[[int, int], None],
 ) -> list[Record]:
     """Returns the records of all processes, in the order of one process: batch by batch, reader by reader."""
     groups: list[list[Record]] = []  # of each batch, reader and row
     texts = _number_texts(encoded)
-    total = -(-len(indices) // options.batch) * len(encoded.readers)
-    for host in batches_of(encoded, indices, options.batch, share=processes.share()):
-        batch, valid, at = host["index"].tolist(), host["valid"], host["position"]
-        for name, host_fields in host["readers"].items():
-            fields = bench.place(host_fields, name)
-            for row in rows:
-                given, sent, slots = fields, None, np.zeros(len(at), np.int32)
-                if ROWS[row].latents:
-                    values, counts = latents[ROWS[row].latents]
-                    slots = counts[at]
-                    channel = np.concatenate([slots[:, None], host_fields["channel"][:, 1:]], axis=1)
-                    given = fields | {"channel": bench.place(channel, name)}
-                    sent = bench.place(values[at], None)
-                prompt = bench.prompt(given, name, row=row, latents=sent)
-                predictions, scores = bench.answer(fields, name, prompt, max_new_tokens=options.max_new_tokens)
-                groups.append(
-                    [
-                        {"reader": name, "row": row, "index": index, "text": texts[index]}
-                        | judge(encoded.examples[index], predictions[position])
-                        | {key: float(value[position]) for key, value in scores.items()}
-                        | {"positions": float(positions(encoded, name, row, index, slots=int(slots[position])))}
-                        for position, (index, real) in enumerate(zip(batch, valid, strict=True))
-                        if real
-                    ]
-                )
-            report(len(groups) // len(rows), total)
+    total = -(-len(indices) // options.batch) * len(encoded.readers) * len(rows)
+    with phase("answering the questions in every row of the table", total, "batches") as done:
+        for host in batches_of(encoded, indices, options.batch, share=processes.share()):
+            batch, valid, at = host["index"].tolist(), host["valid"], host["position"]
+            for name, host_fields in host["readers"].items():
+                fields = bench.place(host_fields, name)
+                for row in rows:
+                    given, sent, slots = fields, None, np.zeros(len(at), np.int32)
+                    if ROWS[row].latents:
+                        values, counts = latents[ROWS[row].latents]
+                        slots = counts[at]
+                        channel = np.concatenate([slots[:, None], host_fields["channel"][:, 1:]], axis=1)
+                        given = fields | {"channel": bench.place(channel, name)}
+                        sent = bench.place(values[at], None)
+                    prompt = bench.prompt(given, name, row=row, latents=sent)
+                    predictions, scores = bench.answer(fields, name, prompt, max_new_tokens=options.max_new_tokens)
+                    groups.append(
+                        [
+                            {"reader": name, "row": row, "index": index, "text": texts[index]}
+                            | judge(encoded.examples[index], predictions[position])
+                            | {key: float(value[position]) for key, value in scores.items()}
+                            | {"positions": float(positions(encoded, name, row, index, slots=int(slots[position])))}
+                            for position, (index, real) in enumerate(zip(batch, valid, strict=True))
+                            if real
+                        ]
+                    )
+                    done.advance()
     return merge(groups)
 
 

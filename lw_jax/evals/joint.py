@@ -8,6 +8,7 @@ import numpy as np
 
 from lw_jax.core import config, processes
 from lw_jax.core.eval_rows import MESSAGES
+from lw_jax.core.progress import phase
 from lw_jax.core.types import SHARED, Example
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.loader import eval_batches
@@ -95,18 +96,21 @@ def _costs(
     distinct = sorted({one for own in candidates for one in own if one.answer})
     scored: list[tuple[int, float]] = []  # this process's: number of the candidate, cost
     encoded = batches.encode(_examples(measured, distinct), layout=layout)
-    for host in eval_batches(encoded, options.batch, share=processes.share()):
-        indices, valid = host.pop("index").tolist(), host.pop("valid")
-        # An example's id leads back to its candidate, as some may have been dropped; the last one is no candidate.
-        numbers = [int(encoded.examples[index].id) for index in indices]
-        positions = [distinct[number].position if number < len(distinct) else 0 for number in numbers]
-        nll = []
-        for name, host_fields in host["readers"].items():
-            fields, latents = bench.place(host_fields, name), bench.place(measured.latents[positions], None)
-            scores = bench.score(fields, name, bench.prompt(fields, name, row=row, latents=latents))
-            nll.append(scores["nll"] / scores["tokens"])
-        mean = np.mean(np.asarray(nll, np.float64), axis=0)
-        scored += [(n, float(c)) for n, c, real in zip(numbers, mean, valid, strict=True) if real and n < len(distinct)]
+    with phase("scoring every answer by all readers", -(-len(encoded) // options.batch), "batches") as done:
+        for host in done.track(eval_batches(encoded, options.batch, share=processes.share())):
+            indices, valid = host.pop("index").tolist(), host.pop("valid")
+            # An example's id leads back to its candidate, as some may have been dropped; the last one is no candidate.
+            numbers = [int(encoded.examples[index].id) for index in indices]
+            positions = [distinct[number].position if number < len(distinct) else 0 for number in numbers]
+            nll = []
+            for name, host_fields in host["readers"].items():
+                fields, latents = bench.place(host_fields, name), bench.place(measured.latents[positions], None)
+                scores = bench.score(fields, name, bench.prompt(fields, name, row=row, latents=latents))
+                nll.append(scores["nll"] / scores["tokens"])
+            mean = np.mean(np.asarray(nll, np.float64), axis=0)
+            scored += [
+                (n, float(c)) for n, c, real in zip(numbers, mean, valid, strict=True) if real and n < len(distinct)
+            ]
     costs = {distinct[number]: cost for part in processes.gather(scored) for number, cost in part}
     return np.array([[costs.get(one, np.inf) for one in own] for own in candidates])
 

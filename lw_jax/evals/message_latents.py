@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from lw_jax.core import processes
+from lw_jax.core.progress import phase
 from lw_jax.data.batches import Batch, Encoded
 
 
@@ -83,10 +84,12 @@ def _encode_once(
     number, count = processes.share()
     own = slice(number * batch // count, (number + 1) * batch // count)
     parts = []
-    for start in range(0, len(chosen), batch):
-        rows = list(range(start, min(start + batch, len(chosen))))
-        rows = (rows + rows[-1:] * (batch - len(rows)))[own]
-        parts.append(encode(sources.collate(rows)["source"]))
+    starts = range(0, len(chosen), batch)
+    with phase("encoding the texts", len(starts), "batches") as done:
+        for start in done.track(starts):
+            rows = list(range(start, min(start + batch, len(chosen))))
+            rows = (rows + rows[-1:] * (batch - len(rows)))[own]
+            parts.append(encode(sources.collate(rows)["source"]))
     gathered = np.stack(processes.gather_rows(np.concatenate(parts)))  # [processes, batches x rows, m, z]
     shape = gathered.shape[2:]
     by_batch = gathered.reshape(count, len(parts), -1, *shape).swapaxes(0, 1)

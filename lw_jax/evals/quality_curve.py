@@ -18,6 +18,7 @@ import zstandard
 
 from lw_jax.core import config, processes
 from lw_jax.core.config_sections import BITS
+from lw_jax.core.progress import phase
 from lw_jax.core.types import EXACT
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
@@ -41,10 +42,14 @@ def sweep(
     """
     indices = _indices(measured, options)
     bootstrap = Bootstrap([measured.encoded.examples[index].context for index in indices], seed=seed)
-    points = []
-    for size in _sizes(measured, sent):
+    points, sizes = [], _sizes(measured, sent)
+    total = -(-len(indices) // options.batch) * len(BITS) * len(measured.encoded.readers)
+    for number, size in enumerate(sizes, 1):
         found: dict[int, list[Record]] = {}
-        groups = list(_send(bench, measured.encoded, indices, size, options=options, encoder=encoder))
+        sending = _send(bench, measured.encoded, indices, size, options=options, encoder=encoder)
+        what = f"measuring quality by message size, {number} of {len(sizes)} sizes of latents"
+        with phase(what, total, "batches") as done:
+            groups = list(done.track(sending))
         for bits, record in control_rows.merge(groups):
             found.setdefault(bits, []).append(record)
         for bits, records in found.items():

@@ -1,4 +1,4 @@
-"""One-word verdict of an evaluation: does the message carry the text, and by its latents?
+"""Verdict of an evaluation in a word and in a sentence: does the message carry the text, and by its latents?
 
 Reads the figures of `control_rows.compare` and no array, so that a report needs no JAX.
 """
@@ -6,7 +6,12 @@ Reads the figures of `control_rows.compare` and no array, so that a report needs
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from lw_jax.core.eval_rows import MESSAGES
+
+SHARES = ("normalised_f1", "recovered_nll")  # of the text's own gain
 CARRIED = 0.6  # share of the text's own gain, by answers (normalised F1) or by likelihood (recovered NLL)
+AS_WELL = 0.9  # of the text's own gain: a message whose whole interval is above it serves as well as the text
+FAILS = 0.1  # of the text's own gain: with another text's message no more of it is left
 FEWEST = 8  # texts of a verdict: of fewer a bootstrap's interval may have no width at all
 WORDS = {
     "carries": "the message carries the text",
@@ -28,10 +33,66 @@ def judge(figures: Mapping[str, Any]) -> str:
         return "literals"
     if makes_likelier_alone(figures):
         return "likelier"
-    shares = [figures[key] for key in ("normalised_f1", "recovered_nll") if figures.get(key) is not None]
+    shares = [figures[key] for key in SHARES if figures.get(key) is not None]
     if not {"gap_nll", "adds_nll"} & figures.keys() or not shares:
         return "unknown"
     return "carries" if max(shares) >= CARRIED else "partly"
+
+
+def sentence(reader: str, figures: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns what an evaluation found of one reader, for people: `judge`, with the figures that it rests on.
+
+    `figures` compare the reader's `rows`, both as eval.json has them.
+    """
+    key = judge(figures)
+    words = "adds_nll" in figures and key != "collapsed"
+    right, other = ("message", "message_shuffled") if words else ("latents", "shuffled")
+    f1 = {row: values["f1"] for row, values in rows.items() if "f1" in values}
+    both = f" (F1 {f1[right]:.2f}, with another text's {f1[other]:.2f})" if {right, other} <= f1.keys() else ""
+    if has_few(figures):
+        said = f"no verdict: {figures.get('texts', 0)} texts are too few, at least {FEWEST} are needed"
+    elif key == "collapsed":
+        said = f"COLLAPSED: another text's latents may serve as well{both}: nothing shows that its own carry the text"
+    elif key == "literals":
+        said = f"LITERALS ALONE: beside the same words another text's latents may serve as well{both}"
+    elif key == "unknown":
+        needed = "the rows text, latents, none and shuffled are needed"
+        said = f"no verdict: {figures.get('normalised_f1_reason') or needed}"
+    elif all(figures.get(share) is None for share in SHARES):
+        said = WORDS[key]
+    else:
+        said = f"{_describe_share(figures, rows)}; {_describe_control(figures, f1, other)}"
+    return f"{reader}: {said}"
+
+
+def _describe_share(figures: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
+    """Returns how the message serves beside the text."""
+    upper, sent = figures["upper"], next(row for row in MESSAGES if row in rows)
+    begin, of = "", "the text"
+    if "fewer_positions" in figures:
+        begin, of = f"from {rows[sent]['positions']:.0f} positions ", f"the {rows[upper]['positions']:.0f} of the text"
+    known = figures.get("normalised_f1") is not None
+    key, gain = ("normalised_f1", "gain in F1") if known else ("recovered_nll", "gain in likelihood")
+    low, high = figures[f"{key}_interval"] or (-1.0, 1.0)
+    of += f" (F1 {rows[sent]['f1']:.2f}, from the text {rows[upper]['f1']:.2f})"
+    if low < AS_WELL:
+        keeps = f"{begin}it keeps {figures[key]:.0%} ({low:.0%} to {high:.0%}) of the {gain} that it has from {of}"
+        return keeps + (", so whether it answers as well is not settled" if high >= AS_WELL else "")
+    if known:
+        return f"{begin}it answers {'better than' if low > 1 else 'as well as'} from {of}"
+    likely = "likelier than" if low > 1 else "as likely as"
+    return f"{begin}right answers are {likely} from {of}, whose own gain in F1 is not settled"
+
+
+def _describe_control(figures: Mapping[str, Any], f1: Mapping[str, float], other: str) -> str:
+    """Returns what another text's latents do to the answers."""
+    words = other == "message_shuffled"
+    what = "with another text's latents beside the same words" if words else "with another text's message"
+    if _may_be_zero(figures, "adds_f1" if words else "gap_f1"):
+        return f"{what} answers are less likely, as they must be, but whether fewer are right is not settled"
+    left, whole = f1[other] - f1["none"], f1[figures["upper"]] - f1["none"]
+    fails = not words and figures.get("normalised_f1") is not None and left <= FAILS * whole
+    return f"{what} it {'fails' if fails else 'answers worse'} (F1 {f1[other]:.2f}), as it must"
 
 
 def has_few(figures: Mapping[str, Any]) -> bool:

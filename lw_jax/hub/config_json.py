@@ -136,7 +136,7 @@ class Gguf(msgspec.Struct, frozen=True):
 
 def check(fields: Mapping[str, Any], kind: type[_T], where: str) -> _T:
     """Returns the fields as `kind`; raises UserError that names file, field, value and rule."""
-    return schema.convert(dict(fields), kind, where=where, remedy="mend the field, or fetch the file again")
+    return schema.convert(dict(fields), kind, where=where, remedy="correct the field, or fetch the file again")
 
 
 def is_stated(value: Any) -> bool:

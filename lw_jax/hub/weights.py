@@ -17,6 +17,7 @@ import numpy as np
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import whole
+from lw_jax.core.progress import phase
 from lw_jax.core.types import Tree
 from lw_jax.hub import awq, bert_family, families, gguf_family, ttt_family
 from lw_jax.hub.config_json import Kind
@@ -174,9 +175,8 @@ def load(
     sources = _sources(location, cfg, is_awq=packed == "awq")
     if "head" in shapes and cfg.tied:
         sources[("head",), None] = sources[("embed",), None]
-    return _fill(
-        shapes, sources, shardings=shardings, row_order=functools.partial(_row_order, location, cfg), packed=packed
-    )
+    row_order = functools.partial(_row_order, location, cfg)
+    return _fill(location, shapes, sources, shardings=shardings, row_order=row_order, packed=packed)
 
 
 def load_bert(location: Path, *, dtype: jax.typing.DTypeLike, shardings: Tree | None = None, layers: int = 0) -> Tree:
@@ -193,7 +193,7 @@ def load_bert(location: Path, *, dtype: jax.typing.DTypeLike, shardings: Tree | 
     for name in sorted(catalogue.keys() - slots.keys()):
         raise UserError(f"{catalogue[name].label} {_STRANGE}")
     shapes = bert.abstract(_keep(location, cfg, layers), np.dtype(dtype))
-    return _fill(shapes, _match(location, catalogue, slots), shardings=shardings, row_order=lambda path: None)
+    return _fill(location, shapes, _match(location, catalogue, slots), shardings=shardings, row_order=lambda path: None)
 
 
 def load_ttt(location: Path, *, dtype: jax.typing.DTypeLike = jnp.float32, shardings: Tree | None = None) -> Tree:
@@ -203,7 +203,7 @@ def load_ttt(location: Path, *, dtype: jax.typing.DTypeLike = jnp.float32, shard
     for name in sorted(catalogue.keys() - slots.keys()):
         _refuse_unknown(catalogue[name], catalogue, cfg)
     shapes = ttt.abstract(cfg, np.dtype(dtype))
-    return _fill(shapes, _match(location, catalogue, slots), shardings=shardings, row_order=lambda path: None)
+    return _fill(location, shapes, _match(location, catalogue, slots), shardings=shardings, row_order=lambda path: None)
 
 
 def _keep(location: Path, cfg: Config, layers: int) -> Config:
@@ -214,6 +214,7 @@ def _keep(location: Path, cfg: Config, layers: int) -> Config:
 
 
 def _fill(
+    location: Path,
     shapes: Tree,
     sources: Mapping[Place, Stored | awq.Matrix],
     *,
@@ -223,21 +224,34 @@ def _fill(
 ) -> Tree:
     """Reads every leaf of a tree of shapes, tensor by tensor, into its shards; a packed matrix counts as one leaf."""
     tree: dict[str, Any] = {}
-    for key, leaf in jax.tree_util.tree_leaves_with_path(shapes, is_leaf=_is_packed):
-        path = tuple(str(part.key) for part in key)
-        sharding = functools.reduce(lambda node, name: node[name], path, shardings) if shardings is not None else None
-        order, stacked = row_order(path), path[0] == "layers"
-        one = _one(leaf, stacked)
-        layers = range(jax.tree.leaves(leaf)[0].shape[0]) if stacked else [None]
-        buffers = [make_buffer(one.shape, one.dtype) for _ in layers[:2]] if stacked and not _is_packed(one) else [None]
-        tensors = [
-            functools.partial(_read_leaf, sources[path, layer], one, order, packed, buffers[i % len(buffers)])
-            for i, layer in enumerate(layers)
-        ]
-        parent = functools.reduce(lambda node, name: node.setdefault(name, {}), path[:-1], tree)
-        found = _ahead(tensors) if len(buffers) > 1 else (read() for read in tensors)
-        parent[path[-1]] = _stack(found, leaf, sharding) if stacked else _put(next(found), sharding)
+    leaves = jax.tree_util.tree_leaves_with_path(shapes, is_leaf=_is_packed)
+    what = f"loading {location.name}" + (f", its matrices stored as {packed}" if packed in quant.PACKED else "")
+    with phase(what, sum(len(_layers(key[0].key, leaf)) for key, leaf in leaves), "tensors") as done:
+
+        def count(tensor: Tree) -> Tree:
+            done.advance()
+            return tensor
+
+        for key, leaf in leaves:
+            path = tuple(str(part.key) for part in key)
+            at = functools.reduce(lambda node, name: node[name], path, shardings) if shardings is not None else None
+            order, stacked, layers = row_order(path), path[0] == "layers", _layers(path[0], leaf)
+            one = _one(leaf, stacked)
+            reused = stacked and not _is_packed(one)
+            buffers = [make_buffer(one.shape, one.dtype) for _ in layers[:2]] if reused else [None]
+            tensors = [
+                functools.partial(_read_leaf, sources[path, layer], one, order, packed, buffers[i % len(buffers)])
+                for i, layer in enumerate(layers)
+            ]
+            parent = functools.reduce(lambda node, name: node.setdefault(name, {}), path[:-1], tree)
+            found = map(count, _ahead(tensors) if len(buffers) > 1 else (read() for read in tensors))
+            parent[path[-1]] = _stack(found, leaf, at) if stacked else _put(next(found), at)
     return tree
+
+
+def _layers(part: str, leaf: Tree) -> Sequence[int | None]:
+    """Returns the numbers of a leaf's tensors, one a layer; of a leaf outside the layers, None."""
+    return range(jax.tree.leaves(leaf)[0].shape[0]) if part == "layers" else [None]
 
 
 def _is_packed(node: Any) -> bool:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 import math
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,6 +13,7 @@ from lw_jax.core import eval_rows, processes
 from lw_jax.core.config import Eval
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
+from lw_jax.core.progress import phase
 from lw_jax.data import prompt_tokens
 from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.examples import spread
@@ -28,6 +28,7 @@ from lw_jax.evals import (
     quality_curve,
     selection,
     swaps,
+    verdict,
 )
 from lw_jax.evals.curve import MODEL, Curve
 from lw_jax.inference import taught_text
@@ -36,11 +37,8 @@ from lw_jax.models import decoder
 from lw_jax.planning import generation_memory
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory_limit, out_of_memory, validation_memory
-from lw_jax.training.metrics import Clock, duration
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
-
-SECONDS_BETWEEN_LINES = 30  # of the progress of an evaluation
 
 _T = TypeVar("_T")
 _Say = Callable[[str], None]
@@ -106,7 +104,9 @@ def _add_times(
     if jax.process_count() > 1:
         return
     rows, copies = _options(wire.recipe).rows, wire.recipe.placement.data
-    for name, times in first_token.measure(bench, measured, rows=rows, copies=copies).items():
+    with phase("timing the first token of an answer"):
+        found = first_token.measure(bench, measured, rows=rows, copies=copies)
+    for name, times in found.items():
         for row, seconds in times.seconds.items():
             summary[name][row]["first_token_seconds"] = seconds
         text, message = times.seconds.values()
@@ -125,8 +125,9 @@ def measure(
     batch = batch or _batch(recipe, say)
     bench = bench or _bench(wire, batch, say)
     options = _options(recipe)
-    encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows), least=options.examples)
-    say("\n".join(encoded.describe()))
+    with phase("reading and tokenising the held-out data"):
+        encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows), least=options.examples)
+    say("held-out data: " + "\n".join(encoded.describe()))
     options = _without_other_texts(options, encoded, say)
     _check_positions(recipe, encoded, options)
     changed = _make_swaps(recipe, encoded, say)
@@ -142,9 +143,7 @@ def measure(
     return _fitting(
         batch,
         options,
-        lambda options: control_rows.measure(
-            bench, encoded, options=options, seed=recipe.cfg.seed, swaps=changed, report=_Progress(say)
-        ),
+        lambda options: control_rows.measure(bench, encoded, options=options, seed=recipe.cfg.seed, swaps=changed),
     )
 
 
@@ -245,6 +244,7 @@ def describe(found: Evaluation) -> str:
     lines.append(geometry.format_figures(found.latents))
     if found.curve:
         lines += ["", quality_curve.table(found.curve)]
+    lines += ["", *(verdict.sentence(name, one, found.summary.get(name, {})) for name, one in found.readers.items())]
     return "\n".join(lines)
 
 
@@ -284,21 +284,6 @@ def _batch(recipe: LatentWire, say: _Say) -> out_of_memory.HalvingBatch:
         if size < found.batch:
             say(f"{validation_memory.describe(found, limit, part='generation')}; it is taken")
     return out_of_memory.HalvingBatch(size, multiple=multiple, say=say)
-
-
-class _Progress:
-    """Says how far the answers are and how long they still take, twice a minute at most."""
-
-    def __init__(self, say: _Say):
-        self._say, self._clock = say, Clock(0, 0)
-
-    def __call__(self, done: int, total: int) -> None:
-        """Takes the number of batches that are answered, and of all; of two data sets, those of either."""
-        if done == 1:
-            self._clock = Clock(1, total)  # the first one compiled
-        elif done < total and time.monotonic() - self._clock.marked >= SECONDS_BETWEEN_LINES:
-            _, left = self._clock.lap(done)
-            self._say(f"answers: {done} of {total} batches, left {duration(left)}")
 
 
 def _say(text: str) -> None:

@@ -15,6 +15,7 @@ from lw_jax.core import precision, processes, runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.precision import DTYPES, Precision
+from lw_jax.core.progress import phase
 from lw_jax.core.types import Tree
 from lw_jax.data import prompt_tokens
 from lw_jax.data.tokens import Tokenizer, load_tokenizer
@@ -131,7 +132,8 @@ class LM:
             found[width - len(tokens) :] = tokens
             mask[row, width - len(tokens) :] = True
         sampling = decode.Sampling(max_new_tokens, tuple(self.tokenizer.stops), temperature)
-        out = self._continue_all(ids, mask, seed, sampling)
+        with phase("generating, which first compiles"):
+            out = self._continue_all(ids, mask, seed, sampling)
         return [self.tokenizer.decode([int(token) for token in row if token >= 0]) for row in out]
 
     def _continue_all(self, ids: np.ndarray, mask: np.ndarray, seed: int, sampling: decode.Sampling) -> np.ndarray:

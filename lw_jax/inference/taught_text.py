@@ -20,6 +20,7 @@ import optax
 
 from lw_jax.core import config, precision, processes
 from lw_jax.core import rng as rngs
+from lw_jax.core.progress import phase
 from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, examples
 from lw_jax.data.batches import Encoded
@@ -69,8 +70,8 @@ def teach(recipe: LatentWire, frozen: Tree, *, batch: int, say: Callable[[str], 
         if kept is None:
             vector, losses = _train(recipe, frozen[name], training, name, batch=batch)
             say(
-                f"text_taught {name}: {len(losses)} steps of {training.describe()}, loss {losses[0]:.3f} at first, "
-                f"{np.mean(losses[-4:]):.3f} at last"
+                f"text_taught {name}: one vector taught the form of the answer in {len(losses)} steps of "
+                f"{training.describe()}, loss {losses[0]:.3f} at first, {np.mean(losses[-4:]):.3f} at last"
             )
             if jax.process_index() == 0:
                 save_array(path, vector)
@@ -137,14 +138,15 @@ def _train(
     moments, losses = state(trainable), []
     order = _order(len(training.stream), steps, training.step_size, seed=recipe.cfg.seed)
     scale = place.replicate(np.float32(size), mesh)
-    for step in range(steps):
-        gradient: Any = None
-        for host in batches_of(training.stream, order[step].tolist(), batch, share=processes.share()):
-            fields = batches.weigh({"readers": {name: host["readers"][name]}}, host["valid"])["readers"][name]
-            one = measure(params, trainable, scale, place.put_eval(fields, mesh))
-            gradient = one if gradient is None else jax.tree.map(jnp.add, gradient, one)
-        trainable, moments, loss = apply(trainable, moments, gradient)
-        losses.append(float(loss))
+    with phase(f"text_taught {name}: teaching the form of the answer", steps, "steps") as done:
+        for step in done.track(range(steps)):
+            gradient: Any = None
+            for host in batches_of(training.stream, order[step].tolist(), batch, share=processes.share()):
+                fields = batches.weigh({"readers": {name: host["readers"][name]}}, host["valid"])["readers"][name]
+                one = measure(params, trainable, scale, place.put_eval(fields, mesh))
+                gradient = one if gradient is None else jax.tree.map(jnp.add, gradient, one)
+            trainable, moments, loss = apply(trainable, moments, gradient)
+            losses.append(float(loss))
     return np.asarray(jax.device_get(trainable["tasks"])) * size, losses
 
 

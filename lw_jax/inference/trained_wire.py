@@ -14,6 +14,7 @@ from lw_jax import recipes
 from lw_jax.core import config_file, runtime, tree, validation
 from lw_jax.core.config import Config, Encoder, build
 from lw_jax.core.errors import UserError
+from lw_jax.core.progress import phase
 from lw_jax.core.types import SHARED, Example, Tree
 from lw_jax.data import batches
 from lw_jax.data.literals import count_words
@@ -71,7 +72,8 @@ def open_wire(cfg: Config, path: Path) -> "TrainedWire":
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     cfg, placement = planner.settle(cfg, reading=True)
     recipe = LatentWire(cfg, placement)
-    restored = recipes.read_best(recipe, cfg, path)
+    with phase(f"reading the trained wire in {path}"):
+        restored = recipes.read_best(recipe, cfg, path)
     return TrainedWire(recipe, restored.state["trainable"], recipe.load_frozen(), restored.step)
 
 

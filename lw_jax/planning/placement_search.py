@@ -7,6 +7,7 @@ from typing import Any
 from lw_jax import recipes
 from lw_jax.core import config, processes
 from lw_jax.core.config import REMATS, Config
+from lw_jax.core.progress import phase
 from lw_jax.core.types import Tree
 from lw_jax.planning import estimate as estimates
 from lw_jax.planning import hlo_counts, roofline
@@ -94,17 +95,19 @@ def choose(cfg: Config, hardware: Hardware, *, widths: Tree | None) -> list[Cand
     readers, count = recipes.reader_bytes(cfg), len(hardware.devices)
     target = hardware.target
     hosts = target.hosts if target else len({device.process_index for device in hardware.devices})
-    found = []
-    for strategy, data, model in strategies(cfg, readers, count, hosts):
-        if strategy == "fsdp" and any(one.strategy == "fsdp" and one.placement for one in found):
-            continue  # on more devices
-        try:
-            placements.check_processes(strategy, data, model, devices=count, processes=hosts)
-            placed = placements.place(strategy, readers, data=data, model=model, devices=hardware.devices)
-            placed = dataclasses.replace(placed, stands_for="gpu" if hardware.target else "")
-            found += list(_measure(cfg, placed, hardware, widths))
-        except PlacementError as error:
-            found.append(Candidate(strategy, _axes(data, model), "-", obstacle=str(error)))
+    found, tried = [], list(strategies(cfg, readers, count, hosts))
+    what = "compiling the training step for" if hardware.compile else "estimating"
+    with phase(f"planning: {what} each placement of {count} devices", len(tried), "placements") as done:
+        for strategy, data, model in done.track(tried):
+            if strategy == "fsdp" and any(one.strategy == "fsdp" and one.placement for one in found):
+                continue  # on more devices
+            try:
+                placements.check_processes(strategy, data, model, devices=count, processes=hosts)
+                placed = placements.place(strategy, readers, data=data, model=model, devices=hardware.devices)
+                placed = dataclasses.replace(placed, stands_for="gpu" if hardware.target else "")
+                found += list(_measure(cfg, placed, hardware, widths))
+            except PlacementError as error:
+                found.append(Candidate(strategy, _axes(data, model), "-", obstacle=str(error)))
     return found
 
 

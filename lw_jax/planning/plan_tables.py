@@ -50,7 +50,7 @@ def report(found: Plan, *, own: Mapping[str, Any] | None = None) -> str:
         "",
         f"chosen: {chosen['strategy']} {chosen['mesh']}, recomputation {chosen['remat']}, micro-batch "
         f"{chosen['micro_batch']} x {chosen['accumulation']} accumulated{hours}{_idle(found)}",
-        *([f"filling: {chosen['filling']}"] if chosen.get("filling") else []),
+        *([f"padding: {chosen['filling']}"] if chosen.get("filling") else []),
         f"why: {found['why']}",
         *(found[part]["description"] for part in ("validation", "generation") if found[part]),
         f"as flags: {_flags(overrides(chosen))}",

@@ -15,6 +15,7 @@ from lw_jax.core import precision as precision_of
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.precision import DTYPES
+from lw_jax.core.progress import phase
 from lw_jax.planning import (
     decode_layout,
     generation_memory,
@@ -224,7 +225,8 @@ def _absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
 def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
     started = time.monotonic()
     found = placement_search.choose(cfg, hardware, widths=None)
-    best, measured = _pick(found, hardware)
+    with phase("planning: memory of validation and evaluation"):
+        best, measured = _pick(found, hardware)
     rows = [_row(cfg, candidate) for candidate in found]
     chosen = rows[found.index(best)] if best else None
     room = hardware.room

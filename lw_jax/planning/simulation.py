@@ -60,7 +60,7 @@ def text(cfg: Config, plans: Sequence[Plan], *, own: Mapping[str, Any], estimate
         "batch a GPU",
         "x data",
         "x accumulated",
-        "- filling",
+        "- padding",
         "= global",
         "GB: frozen",
         "trained",

@@ -17,6 +17,7 @@ import numpy as np
 from lw_jax.core import processes
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.core.progress import phase
 from lw_jax.core.types import Example, Tree
 from lw_jax.data.examples import spread
 from lw_jax.data.frozen_cache import save_array
@@ -38,6 +39,7 @@ class AskedWords(TokenScores):
     """Each token's likeness to those of answers: its state at two thirds of the layers times a kernel f32[d]."""
 
     kind = "asked"
+    what = "how like an answer each word is"
     mean = True
 
     def __init__(self, cfg: Config, location: Path, placement: Placement, kernel: np.ndarray | None = None):
@@ -59,7 +61,7 @@ class AskedWords(TokenScores):
         path = sources.cache_root() / self.kind / f"{hashlib.blake2b(said.encode(), digest_size=12).hexdigest()}.npy"
         if not path.exists():
             save_array(path, self._solve(chosen))
-            print(f"asked: {len(chosen)} texts read to find what questions ask for; kept in {path}", flush=True)
+            print(f"word selector fitted on {len(chosen):,} texts; kept in {path}", flush=True)
         # Of another processor, or of a node's own cache, it may differ in its last bits, and so in the words.
         self._take(np.array(processes.from_first(lambda: np.load(path).tolist()), np.float32))
         return self.kernel
@@ -82,15 +84,17 @@ class AskedWords(TokenScores):
         count, width = 0.0, self.config.width
         shift = np.zeros(width, np.float32)
         sums = {"x": np.zeros(width), "xx": np.zeros((width, width)), "xy": np.zeros(width), "y": np.zeros(())}
-        for weights, labels, windows in self._label(answers):
-            batch = self._collate(windows)
-            length = batch["targets"].shape[1]
-            given = self._load(), batch, labels[:, :length], weights[:, :length]
-            if not count:  # squares around a mean are exact where those around 0 are not
-                shift = np.asarray(self._moments(*given, shift)["x"]) / weights.sum()
-            found = jax.device_get(self._moments(*given, shift))
-            count += weights.sum()
-            sums = {key: sums[key] + np.asarray(found[key], np.float64) for key in sums}
+        batches = -(-len(answers) // self._batch)
+        with phase("fitting the word selector on texts", batches, f"batches of {self._batch}") as done:
+            for weights, labels, windows in done.track(self._label(answers)):
+                batch = self._collate(windows)
+                length = batch["targets"].shape[1]
+                given = self._load(), batch, labels[:, :length], weights[:, :length]
+                if not count:  # squares around a mean are exact where those around 0 are not
+                    shift = np.asarray(self._moments(*given, shift)["x"]) / weights.sum()
+                found = jax.device_get(self._moments(*given, shift))
+                count += weights.sum()
+                sums = {key: sums[key] + np.asarray(found[key], np.float64) for key in sums}
         self._params = None
         mean, answered = sums["x"] / count, sums["y"] / count
         covariance = sums["xx"] / count - np.outer(mean, mean)

@@ -91,7 +91,8 @@ class Curriculum:
         if not gaps or max(gaps.values()) >= GAP:
             return ""
         readers = ", ".join(f"{name} {values[name]:.3f} (another text's: {gap:+.3f})" for name, gap in gaps.items())
-        return f"collapse at step {step}: another text's latents serve the readers as well: {readers}"
+        why = "shuffled latents score as well as the right ones: the latents are ignored"
+        return f"collapse at step {step}: {why}: {readers}"
 
     def _group(self, task: str, length: int) -> Stream:
         """Returns what is trained on: the questions of one text packed where the configuration says so."""

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from lw_jax.core.progress import phase
 from lw_jax.core.types import EXACT, SHARED, Tree
 from lw_jax.data import batches, prompt_tokens, same_words
 from lw_jax.data.tokens import Tokenizer
@@ -76,16 +77,19 @@ def start(
     found = {}
     for name, reader in wire.readers.items():
         params, mesh = trainable["adapters"][name], placement.readers[name].mesh
-        print(f"{name}: reading {len(chosen)} texts, at whose keys and values its adapter starts", flush=True)
         sums = _Gatherer(reader, mesh, frozen[name], layout, name)(chosen, latents)
         if not aligned:
             found[name] = calibrate(reader.kv_adapter(wire.encoder.width), params, sums)
             continue
-        fitted = fit(sums)
+        with phase(f"solving for {name}'s adapter"):
+            fitted = fit(sums)
         if len(chosen) >= HELD_OUT:
             keys, values = fitted.explained.mean(axis=0)
-            explained = f"{keys:.0%} of the keys' variance and {values:.0%} of the values'"
-            print(f"{name}: the start explains {explained} on held-out texts", flush=True)
+            explained = f"{keys:.0%} of the variance of the reader's keys and {values:.0%} of its values'"
+            print(
+                f"{name}: adapter initialised from {len(chosen):,} texts; on held-out ones it gives {explained}",
+                flush=True,
+            )
         found[name] = align(params, fitted)
     return found
 
@@ -125,11 +129,13 @@ def _encode(
     rows = place.round_up(ROWS, placement.data)
     encode = jax.jit(wire.encode, out_shardings=place.whole(placement.learner))
     found = []
-    for chosen in _batches(len(ids), rows):
-        channel = np.tile(np.array([0, layout.width, EXACT], np.int32), (rows, 1))
-        channel[:, 0] = layout.count_slots([ids[number] for number in chosen])
-        source = place.rows(field.collate(chosen.tolist()) | {"channel": channel}, placement.learner)
-        found.append(np.asarray(encode(trainable, source, frozen.get(SHARED))))
+    batched = _batches(len(ids), rows)
+    with phase("encoding texts to initialise the adapters", len(batched), f"batches of {rows}") as done:
+        for chosen in done.track(batched):
+            channel = np.tile(np.array([0, layout.width, EXACT], np.int32), (rows, 1))
+            channel[:, 0] = layout.count_slots([ids[number] for number in chosen])
+            source = place.rows(field.collate(chosen.tolist()) | {"channel": channel}, placement.learner)
+            found.append(np.asarray(encode(trainable, source, frozen.get(SHARED))))
     return np.concatenate(found)[: len(ids)]
 
 
@@ -142,7 +148,7 @@ class _Gatherer:
     """The sums of one reader."""
 
     def __init__(self, reader: Reader, mesh: Mesh, params: Tree, layout: prompt_tokens.Layout, name: str):
-        self.reader, self.mesh, self.params, self.layout = reader, mesh, params, layout
+        self.reader, self.mesh, self.params, self.layout, self.name = reader, mesh, params, layout, name
         own = layout.readers[name].tokenizer
         assert isinstance(own, Tokenizer), "a reader's"
         self.tokenizer = own
@@ -163,16 +169,20 @@ class _Gatherer:
         run = jax.jit(functools.partial(_sum, self.reader), out_shardings=place.whole(mesh))
         shared = place.replicate((self.before, np.ones_like(self.before, bool)), mesh) if self.before.size else None
         shift, total = place.replicate(np.zeros(_shape(self.reader), np.float32), mesh), None
-        for chosen in _batches(len(texts), place.round_up(ROWS, mesh.shape["data"])):
-            real = np.append(True, np.diff(chosen) > 0)[:, None, None]
-            batch = field.collate(chosen.tolist()) | {"weights": weights[chosen], "used": used[chosen] * real}
-            batch = place.rows(batch | {"inputs": inputs[chosen]}, mesh)
-            if total is None:  # sums of squares around a mean are exact where those around 0 are not
-                crossed, _ = run(self.params, shared, batch, shift)
-                shift = crossed[:, -1].sum(axis=0) / np.float32((used[chosen] * real).sum())
-            one = run(self.params, shared, batch, shift)
-            # Waits: of many queued programs the virtual devices of a CPU may not all reach the same sum.
-            total = jax.block_until_ready(one if total is None else jax.tree.map(jnp.add, total, one))
+        batched = _batches(len(texts), place.round_up(ROWS, mesh.shape["data"]))
+        with phase(
+            f"initialising {self.name}'s adapter from its keys and values of texts", len(batched), "batches"
+        ) as done:
+            for chosen in done.track(batched):
+                real = np.append(True, np.diff(chosen) > 0)[:, None, None]
+                batch = field.collate(chosen.tolist()) | {"weights": weights[chosen], "used": used[chosen] * real}
+                batch = place.rows(batch | {"inputs": inputs[chosen]}, mesh)
+                if total is None:  # sums of squares around a mean are exact where those around 0 are not
+                    crossed, _ = run(self.params, shared, batch, shift)
+                    shift = crossed[:, -1].sum(axis=0) / np.float32((used[chosen] * real).sum())
+                one = run(self.params, shared, batch, shift)
+                # Waits: of many queued programs the virtual devices of a CPU may not all reach the same sum.
+                total = jax.block_until_ready(one if total is None else jax.tree.map(jnp.add, total, one))
         assert total is not None, "a run has texts"
         crossed, power = (np.asarray(x, np.float64) for x in total)
         wide = inputs.astype(np.float64)

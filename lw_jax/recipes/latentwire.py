@@ -14,6 +14,7 @@ import numpy as np
 from lw_jax.core import config, precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
+from lw_jax.core.progress import phase
 from lw_jax.core.types import EXACT, SHARED, Example, LossTerms, Tree
 from lw_jax.data import batches, examples, prompt_tokens, tokens
 from lw_jax.data.data_schedule import DataSchedule
@@ -180,7 +181,8 @@ class LatentWire:
     def _count_tokens(self, trainable: Tree) -> Tree:
         """Returns the tree with each token's rarity: -log of its share in the training texts, one more of each."""
         texts = dict.fromkeys(map(self.layout.source_text, self.curriculum.examples("train")))
-        ids = np.concatenate(prompt_tokens.tokenize(self.layout.source, list(texts)))
+        with phase("counting the tokens of the training texts"):
+            ids = np.concatenate(prompt_tokens.tokenize(self.layout.source, list(texts)))
         counts = np.bincount(ids, minlength=len(trainable["encoder"]["head"]["pool"]["rarity"])) + 1
         rarity = jnp.asarray(np.log(counts.sum() / counts), jnp.float32)
         return _with_head(trainable, pool={"rarity": rarity})
@@ -193,7 +195,9 @@ class LatentWire:
             found = states_start.start(self.wire, self.placement, self.layout, self._start_texts, (trainable, frozen))
             return trainable | {"encoder": found}
         params, table = trainable["encoder"], _embedding(trainable, frozen)
-        return trainable | {"encoder": aligned_start.align_encoder(params, table, self.wire.encoder.width)}
+        with phase("initialising the encoder's projection from its body's embeddings"):
+            found = aligned_start.align_encoder(params, table, self.wire.encoder.width)
+            return trainable | {"encoder": jax.block_until_ready(found)}
 
     def _start_kv(self, trainable: Tree, readers: Tree) -> Tree:
         """Returns the tree with adapters that begin at their readers' own keys and values of training texts."""
@@ -216,11 +220,13 @@ class LatentWire:
         assert self.body_location is not None  # validation allows the aligned start for a pretrained body only
         trainable, table = self._align_encoder(trainable, readers), _embedding(trainable, readers)
         body_tokenizer, count = load_tokenizer(self.body_location), table.shape[0]
-        pieces = {
-            name: aligned_start.match_pieces(body_tokenizer, reader, count) for name, reader in self.tokenizers.items()
-        }
-        embeddings = {name: place.replicate(readers[name]["embed"], self.placement.learner) for name in pieces}
-        return aligned_start.align(trainable, table, embeddings, sizes, pieces)
+        with phase("initialising the adapters from the readers' embeddings"):
+            pieces = {
+                name: aligned_start.match_pieces(body_tokenizer, reader, count)
+                for name, reader in self.tokenizers.items()
+            }
+            embeddings = {name: place.replicate(readers[name]["embed"], self.placement.learner) for name in pieces}
+            return jax.block_until_ready(aligned_start.align(trainable, table, embeddings, sizes, pieces))
 
     def load_frozen(self) -> Tree:
         """Streams the readers' weights, and those of a frozen body, into their shards."""

@@ -53,9 +53,9 @@ class Reference:
             return {"reference": jax.device_get(self._score(params, place.put_eval(fields, mesh)))}
 
         size = place.round_up(self.cfg.eval.batch, self.placement.data)
-        count = self.store.fill(self._keys(data), read, batch=size)
+        count = self.store.fill(self._keys(data), read, batch=size, what="the reference model's log-probabilities")
         if count:
-            print(f"reference: {count} pairs scored with the frozen model; cached in {self.store.folder}", flush=True)
+            print(f"reference: {count:,} pairs scored by the frozen model; cached in {self.store.folder}", flush=True)
 
     def lookup(self, data: Preferences):
         """Returns positions -> {"reference": f32[b 2]}."""

@@ -22,6 +22,7 @@ from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import locked
+from lw_jax.core.progress import phase
 from lw_jax.core.types import Example, LossTerms, Tree
 from lw_jax.data import batches, examples, prompt_tokens, question_cards
 from lw_jax.data.data_schedule import DataSchedule
@@ -154,11 +155,15 @@ def _make(cfg: Config, source: str) -> None:
     with locked(lock, waiting=lambda: print(f"reader {source}: waiting for another job that trains it", flush=True)):
         if _is_made(path):
             return
-        print(f"reader {source}: trained here once, then frozen", flush=True)
-        recipe = SelfmadeReader(cfg, meshes.make(data=1, model=1), source=source)
-        run = Run(cfg, recipe, None, None)
-        run.train(lambda step: False)
+        print(f"reader {source}: trained here once ({cfg.train.steps:,} steps), then frozen", flush=True)
+        with phase(f"making cards and a tokenizer for reader {source}"):
+            recipe = SelfmadeReader(cfg, meshes.make(data=1, model=1), source=source)
+        run = Run(cfg, recipe, None, None, quiet=True)
+        with phase(f"training reader {source}", cfg.train.steps, "steps") as done:
+            run.train(lambda step: bool(done.advance()))
         recipe.save(run.state["trainable"])
+        right = run.reporter.last["accuracy/answer"]
+        print(f"reader {source}: made; it answers {right:.1%} of the answers' tokens right", flush=True)
 
 
 def _is_made(path: Path) -> bool:
@@ -180,7 +185,7 @@ def _training_config(cfg: Config) -> Config:
 
 
 class SelfmadeReader:
-    """Trains one reader to answer from the text prompt. See `recipes.base.Recipe`; nothing is frozen."""
+    """Trains one reader to answer from the text prompt. See `training.recipe.Recipe`; nothing is frozen."""
 
     rates = ((r".*", 1.0),)
 

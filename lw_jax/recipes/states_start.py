@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lw_jax.core.progress import phase
 from lw_jax.core.types import SHARED, Tree
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.models import decoder, encoder, kv_prefix
@@ -68,25 +69,27 @@ def start(
     own = frozen[SHARED] if SHARED in frozen else params["body"]
     sizes = {"states": taps * body.width, "targets": body.layers * 2 * body.kv_heads * body.head_dim}
     shift = place.replicate({name: np.zeros(size, np.float32) for name, size in sizes.items()}, placement.learner)
-    rows, total = place.round_up(ROWS, placement.data), None
-    for first in range(0, len(ids), rows):
-        chosen = np.minimum(np.arange(first, first + rows), len(ids) - 1)
-        batch = field.collate(chosen.tolist()) | {"used": np.arange(first, first + rows) < len(ids)}
-        batch = place.rows(batch, placement.learner)
-        given = own, batch["ids"], batch["mask"], batch["used"]
-        if total is None:  # sums of squares around a mean are exact where those around 0 are not
+    starts, total = range(0, len(ids), place.round_up(ROWS, placement.data)), None
+    with phase("initialising the encoder from its body's states of texts", len(starts), "batches") as done:
+        for first in done.track(starts):
+            chosen = np.arange(first, first + starts.step)
+            batch = field.collate(np.minimum(chosen, len(ids) - 1).tolist()) | {"used": chosen < len(ids)}
+            batch = place.rows(batch, placement.learner)
+            given = own, batch["ids"], batch["mask"], batch["used"]
+            if total is None:  # sums of squares around a mean are exact where those around 0 are not
+                one = add_up(shift, *given)
+                tokens = jnp.maximum(one["gram"][-1, -1], 1.0)
+                shift = {"states": one["gram"][-1, :-1] / tokens, "targets": one["crossed"][-1] / tokens}
             one = add_up(shift, *given)
-            tokens = jnp.maximum(one["gram"][-1, -1], 1.0)
-            shift = {"states": one["gram"][-1, :-1] / tokens, "targets": one["crossed"][-1] / tokens}
-        one = add_up(shift, *given)
-        total = jax.block_until_ready(one if total is None else jax.tree.map(jnp.add, total, one))  # as in kv_start
+            total = jax.block_until_ready(one if total is None else jax.tree.map(jnp.add, total, one))  # as in kv_start
     assert total is not None, "a run has texts"
     sums = {name: np.asarray(leaf, np.float64) for name, leaf in total.items()}
-    moved, scale, kernel = fit(**sums, groups=body.layers * 2, width=wire.encoder.width)
+    with phase("solving for the encoder's projection"):
+        moved, scale, kernel = fit(**sums, groups=body.layers * 2, width=wire.encoder.width)
     head = params["head"]
     project = {"kernel": _cast(kernel), "bias": jnp.zeros_like(head["project"]["bias"])}
-    centre = np.asarray(shift["states"], np.float64) + moved
-    return params | {"head": head | {"shift": _cast(centre), "scale": _cast(scale), "project": project}}
+    moved = np.asarray(shift["states"], np.float64) + moved
+    return params | {"head": head | {"shift": _cast(moved), "scale": _cast(scale), "project": project}}
 
 
 @EXACTLY

@@ -92,9 +92,10 @@ class Teacher:
                 length, _ = store.rows["ids"][0]
                 size = max(1, self.cfg.eval.batch * self.cfg.data.answer_tokens // length)
                 size = place.round_up(size, self.placement.data)
-                count = store.fill(keys_of(encoded, name), functools.partial(self._read, name, encoded), batch=size)
+                read, what = functools.partial(self._read, name, encoded), f"{name}'s answers from the text itself"
+                count = store.fill(keys_of(encoded, name), read, batch=size, what=what)
                 if count:
-                    print(f"teacher {name}: {count} examples computed; cached in {store.folder}", flush=True)
+                    print(f"teacher {name}: {count:,} examples computed; cached in {store.folder}", flush=True)
 
     def _lookup(self, name: str, encoded: Encoded) -> Lookup:
         return self._store(name, encoded).lookup(keys_of(encoded, name), length=encoded.readers[name]["answer"].width)

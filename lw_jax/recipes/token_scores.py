@@ -39,6 +39,7 @@ class TokenScores:
     """Reads texts with a pretrained decoder; loads it only where a text is new, and lets it go afterwards."""
 
     kind = ""  # name of the folder with what is kept
+    what = ""  # the values, for people
     mean = False  # see `Scored`
 
     def __init__(self, cfg: Config, location: Path, placement: Placement):
@@ -121,9 +122,10 @@ class TokenScores:
             [keys[i] for i in order],
             lambda positions: self._read([windows[order[i]] for i in positions]),
             batch=self._batch,
+            what=self.what,
         )
         if count:
-            print(f"{self.kind}: {count} windows of text read; cached in {self.store.folder}", flush=True)
+            print(f"{count:,} windows of text read for {self.what}; cached in {self.store.folder}", flush=True)
         rows = iter(self.store.read(keys)["values"])
         for one, cut in zip(tokenized, cuts, strict=True):
             yield one.join([next(rows) for _ in cut], cut, self.mean)
@@ -187,6 +189,7 @@ class Surprisal(TokenScores):
     """Each token's negative log-likelihood in nats, with the body's own head."""
 
     kind = "surprisal"
+    what = "how predictable each word is"
 
     def _values(self, params: Tree, batch: Tree) -> jax.Array:
         x = decoder.embed(params, batch["ids"])

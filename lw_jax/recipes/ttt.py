@@ -12,6 +12,7 @@ from lw_jax.core import precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.core.progress import phase
 from lw_jax.core.types import LossTerms, Task, Tree
 from lw_jax.data import corpus, row_sources
 from lw_jax.data.corpus import Span, TextTokenizer
@@ -131,7 +132,8 @@ class TTT:
         ids = train.corpus.read(train.start, min(len(train), BASELINE_TOKENS))
         # The bigram's discount is tuned on the last tenth, outside the counts.
         cut = len(ids) - len(ids) // 10
-        baseline = ngrams.fit(ids[:cut], self.model.vocab, tune=ids[cut:])
+        with phase("counting pairs of tokens for the bigram baseline"):
+            baseline = ngrams.fit(ids[:cut], self.model.vocab, tune=ids[cut:])
         return [("", _refuse_empty(Windows(held_out, self.unit[1], NAME, extra=baseline.nll, measure=True)))]
 
     @functools.cached_property

@@ -10,10 +10,10 @@ import dataclasses
 import datetime
 import errno
 import json
+import logging
 import os
 import re
 import shutil
-import sys
 import types
 from collections.abc import Iterable
 from pathlib import Path
@@ -34,6 +34,7 @@ UNFINISHED = ".orbax-checkpoint-tmp"  # in the name of a folder that orbax has n
 REMOVED = ".removed"  # suffix of a checkpoint that is being removed
 TRIES = 50  # of a reader, while a training run replaces the checkpoints that it reads
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -324,10 +325,11 @@ class Checkpointer:
     def _warn_unknown_content(self) -> None:
         """Warns where the newest checkpoint has no record of the content of the data."""
         if self._unknown and jax.process_index() == 0:
-            print(
-                f"{self._folder}: the checkpoints do not record the content of {', '.join(self._unknown)} data, as "
-                "earlier versions saved them: that it is unchanged is not checked",
-                file=sys.stderr,
+            _log.warning(
+                "%s: the checkpoints do not record the content of %s data, as earlier versions saved them: that it is "
+                "unchanged is not checked",
+                self._folder,
+                ", ".join(self._unknown),
             )
 
     def _check_order(self, step: int) -> None:
@@ -344,7 +346,7 @@ class Checkpointer:
             return ""
         named = "; ".join(f"checkpoint {step} is damaged ({why})" for step, why in sorted(self._damaged.items()))
         note = f"{named}; {outcome}"
-        print(f"{self._folder}: {note}", file=sys.stderr)
+        _log.warning("%s: %s", self._folder, note)
         return note
 
     def _remove_old(self) -> None:

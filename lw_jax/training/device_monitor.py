@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from lw_jax.core.progress import duration
 from lw_jax.training import nvml
-from lw_jax.training.metrics import duration
 from sharding.mesh import Device
 
 UNDER_USED = 0.5  # mean utilisation below it is a finding

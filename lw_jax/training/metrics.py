@@ -82,13 +82,3 @@ class Clock:
             self.marked, self.marked_step = now, step
         done = step - self.base_step
         return pace, (now - self.started) / done * (self.last_step - step) if done else math.nan
-
-
-def duration(seconds: float) -> str:
-    """Returns "2h 05m", "3m 20s" or "12s", and "-" for NaN (`Clock`: nothing was measured)."""
-    if math.isnan(seconds):
-        return "-"
-    whole = round(seconds)
-    if whole >= 3600:
-        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
-    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"

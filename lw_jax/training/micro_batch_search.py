@@ -116,31 +116,15 @@ def _interpolate(points: dict[int, StepMemory], limit: int) -> float:
     return small + (limit - points[small].peak) / slope if slope > 0 else float(large)
 
 
-def describe(step_spec: StepSpec, needs: StepMemory, limit: MemoryLimit) -> list[str]:
-    """Returns the chosen micro-batch and its memory as lines for people."""
-    placement, cfg = step_spec.placement, step_spec.cfg
-    device = placement.learner.devices.flat[0]
-    used = f"{needs.peak / limit.memory:.0%} of {bytes_of(limit.memory)}, target {limit.utilisation:.0%}"
-    rows = {
-        "devices": f"{placement.devices} x {device.device_kind}, {bytes_of(limit.memory)} each",
-        "placement": placement.describe().removeprefix("placement "),
-        "micro-batch": f"{needs.micro_batch} per device",
-        "accumulation": f"{needs.accumulation}",
-        "global batch": str(step_spec.cut(needs.accumulation)),
-        "recomputation": cfg.compute.remat,
-        "weights": f"{bytes_of(needs.weights)} frozen, {bytes_of(needs.trainable)} trained, "
-        f"{bytes_of(needs.optimizer)} optimizer",
-        "activations": f"{bytes_of(needs.activations)}, of it {bytes_of(needs.logits)} logits",
-        "peak": f"{bytes_of(needs.peak)} per device: {used}",
-    }
-    line = "=" * 70
-    return [
-        line,
-        "micro-batch search (compiled)",
-        line,
-        *(f"  {key:<15}{value}" for key, value in rows.items()),
-        line,
-    ]
+def describe(needs: StepMemory, limit: MemoryLimit) -> str:
+    """Returns the chosen micro-batch and its memory as a line for people."""
+    parts = {"frozen": needs.weights, "trained": needs.trainable, "optimizer": needs.optimizer}
+    held = ", ".join(f"{bytes_of(size)} {name}" for name, size in parts.items())
+    return (
+        f"micro-batch: {needs.micro_batch} per device is the largest that fits: {bytes_of(needs.peak)} at the peak, "
+        f"{needs.peak / limit.memory:.0%} of {bytes_of(limit.memory)} (target {limit.utilisation:.0%}); of it {held}, "
+        f"{bytes_of(needs.activations)} activations"
+    )
 
 
 def refusal(step_spec: StepSpec, needs: StepMemory, limit: MemoryLimit) -> str:

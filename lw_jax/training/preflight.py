@@ -23,7 +23,7 @@ class Finding:
 
     def __str__(self) -> str:
         """Returns the line that people read."""
-        return f"{'ERROR' if self.void else 'warning'}: {self.text}"
+        return f"{'error' if self.void else 'warning'}: {self.text}"
 
 
 @runtime_checkable

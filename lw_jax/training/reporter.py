@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from lw_jax.core.config import Config
+from lw_jax.core.progress import Live, duration, phase
 from lw_jax.core.types import Tree
 from lw_jax.training import metrics, optimizers, sinks
 from lw_jax.training.device_monitor import Devices, Sampler
-from lw_jax.training.progress import Live
 from lw_jax.training.recipe import Recipe, unit_of
 from lw_jax.training.step_spec import StepSpec
 
@@ -27,13 +27,17 @@ class Reporter:
         step_spec: StepSpec,
         workdir: Path | None,
         services: sinks.Services | None = None,
+        *,
+        quiet: bool = False,
     ):
         self._train, self._recipe, self._workdir, self._services = cfg.train, recipe, workdir, services
         self._is_first_process = jax.process_index() == 0
+        self._shows = self._is_first_process and not quiet
         self._schedule = optimizers.schedule(cfg.optim, step_spec.phases)
-        self._live = Live(cfg.train.steps, enabled=self._is_first_process)
+        self._live = Live(cfg.train.steps, enabled=self._shows)
         self._logs: list[metrics.MetricsLog | sinks.TensorBoard] = []
         self.clock = metrics.Clock(0, cfg.train.steps)
+        self.last: dict[str, float] = {}  # metrics that were reported
         used = {device for mesh in recipe.placement.meshes for device in mesh.local_devices}
         suffix = "" if self._is_first_process else f"-{jax.process_index()}"
         self._sampler = Sampler(
@@ -50,7 +54,7 @@ class Reporter:
     @contextlib.contextmanager
     def live(self, first: int) -> Iterator[None]:
         """Shows progress from step `first` on and samples the devices; prints their summary at the end."""
-        view = Live(self._train.steps, first, enabled=self._is_first_process, devices=self._sampler.describe)
+        view = Live(self._train.steps, first, enabled=self._shows, devices=self._sampler.describe)
         with self._sampler, view as self._live:
             yield
         self.say(*self._sampler.summary())
@@ -81,9 +85,12 @@ class Reporter:
         if self._services is not None:
             self.say(*self._services.write(step, values))
 
-    def compiled(self, step: int) -> None:
+    @contextlib.contextmanager
+    def compiling(self, step: int) -> Iterator[None]:
         """Reports the first step, which compiles, and excludes it from times and device readings."""
-        self.say(f"first step, compiled and run, in {metrics.duration(self.clock.compiled(step))}")
+        with phase("compiling the training step", ends=False):
+            yield
+        self.say(f"first step, compiled and run, in {duration(self.clock.compiled(step))}")
         self._sampler.restart()
 
     def advance(self, step: int) -> None:
@@ -94,7 +101,7 @@ class Reporter:
         """Prints and logs the metrics of a step, every `train.log_every` steps and at the end."""
         if not (final or step % self._train.log_every == 0):
             return
-        found = {name: float(value) for name, value in values.items()}
+        found = self.last = {name: float(value) for name, value in values.items()}
         unit, per_example = unit_of(self._recipe)
         pace, left = self.clock.lap(step)
         fields = {name: f"{name} {value:.4g}" for name, value in found.items()}

@@ -4,12 +4,12 @@ import dataclasses
 import fcntl
 import importlib.metadata
 import json
+import logging
 import os
 import platform
 import re
 import shlex
 import socket
-import sys
 import tempfile
 import time
 from collections.abc import Mapping, Sequence
@@ -31,6 +31,7 @@ PACKAGES = (
 )
 
 LOCK = "run.lock"
+_log = logging.getLogger(__name__)
 _RESTORE = "the file must be as training wrote it: restore it"
 
 _locks: dict[Path, int] = {}  # file descriptors of this process's locks
@@ -83,9 +84,9 @@ def read_rows(path: Path, *, kind: Any = dict[str, Any], required: Any = None) -
             else:
                 rows.append(row)
     for fault in faults[:_SHOWN]:
-        print(fault, file=sys.stderr)
+        _log.warning("%s", fault)
     if len(faults) > _SHOWN:
-        print(f"{path}: {len(faults) - _SHOWN} more lines are skipped", file=sys.stderr)
+        _log.warning("%s: %d more lines are skipped", path, len(faults) - _SHOWN)
     return rows
 
 
@@ -122,7 +123,7 @@ def lock(workdir: Path) -> None:
         raise UserError(f"{workdir}: another run is writing here: {_describe_owner(path)}; {rule}") from error
     except OSError as error:  # Lustre without its mount option "flock", NFS without a lock service
         consequence = "this file system has no locks: a second run in the folder would not be noticed"
-        print(f"{path}: {error.strerror}; {consequence}", file=sys.stderr)
+        _log.warning("%s: %s; %s", path, error.strerror, consequence)
     user = os.environ.get("USER") or f"uid {os.getuid()}"
     owner = _Owner(user, socket.gethostname(), os.getpid(), time.strftime("%Y-%m-%d %H:%M:%S %z"))
     os.ftruncate(file, 0)

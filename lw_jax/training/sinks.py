@@ -228,7 +228,7 @@ class Services:
             except Failed as error:
                 if record is None:
                     self.close(1)
-                    refuse("train.log_to", cfg.train.log_to, f"{name}: {error}; mend it, or leave {name!r} out.")
+                    refuse("train.log_to", cfg.train.log_to, f"{name}: {error}; correct it, or leave {name!r} out.")
                 self.notices.append(describe(name, error))
                 continue
             self._open[name] = service, record or Record(service.run, {})
@@ -267,4 +267,4 @@ class Services:
 
 def describe(name: str, error: Failed) -> str:
     """Returns a line for people about a sink that is left out from now on."""
-    return f"{name}: {error}: no more rows go there until the run is started again; metrics.jsonl has them all"
+    return f"warning: {name}: {error}: no more rows go there until the run is started again; metrics.jsonl has them all"

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from lw_jax.core import processes, runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.core.progress import phase
 from lw_jax.core.types import Tree
 from lw_jax.data.data_schedule import DataSchedule, example_shapes
 from lw_jax.data.loader import Loader
@@ -49,7 +50,7 @@ class _Session:
 
 
 class Run:
-    """One training run; without a checkpointer and a workdir nothing is written."""
+    """One training run; without a checkpointer and a workdir nothing is written, and `quiet` nothing is printed."""
 
     def __init__(
         self,
@@ -58,12 +59,14 @@ class Run:
         checkpointer: Checkpointer | None,
         workdir: Path | None,
         services: Services | None = None,
+        *,
+        quiet: bool = False,
     ):
         self.cfg, self.recipe, self.checkpointer, self.placement = cfg, recipe, checkpointer, recipe.placement
         self.step_spec = StepSpec(cfg, recipe)
         self.accumulation = self.step_spec.accumulation(cfg.train.micro_batch)
         self.state: State = {}
-        self.reporter = Reporter(cfg, recipe, self.step_spec, workdir, services)
+        self.reporter = Reporter(cfg, recipe, self.step_spec, workdir, services, quiet=quiet)
         self.validation_loop = ValidationLoop(self.step_spec, say=self.reporter.say)
         self._session: _Session | None = None
         self._pending: tuple[int, Tree] | None = None  # a step and its values, not read yet
@@ -78,7 +81,8 @@ class Run:
 
     def prepare(self) -> None:
         """Opens the data, chooses the micro-batch, and initialises or restores the state."""
-        data_schedule = self.recipe.data_schedule()
+        with phase("reading and tokenising the data"):
+            data_schedule = self.recipe.data_schedule()
         self.reporter.say(*data_schedule.describe())
         loader = Loader(
             data_schedule,
@@ -102,12 +106,13 @@ class Run:
         if self.cfg.train.micro_batch:
             return
         shapes = map(example_shapes, data_schedule.shapes())
-        found = [micro_batch_search.largest_micro_batch(self.step_spec, widths, limit) for widths in shapes]
+        with phase("searching for the largest micro-batch that fits"):
+            found = [micro_batch_search.largest_micro_batch(self.step_spec, widths, limit) for widths in shapes]
         least = max(found, key=lambda one: (one.accumulation, one.peak))  # one micro-batch for all shapes
         if least.peak > limit.usable:
             raise UserError(micro_batch_search.refusal(self.step_spec, least, limit))
         self.accumulation = least.accumulation
-        self.reporter.say(*micro_batch_search.describe(self.step_spec, least, limit))
+        self.reporter.say(micro_batch_search.describe(least, limit))
 
     def _fit_validation(self, limit: MemoryLimit) -> None:
         if self.checkpointer is None or not isinstance(self.recipe, Plannable):  # such a run does not validate
@@ -139,7 +144,8 @@ class Run:
             ) from error
 
     def _load(self, session: _Session) -> None:
-        restored = self.checkpointer.restore(self.step_spec.state()) if self.checkpointer else None
+        with phase("looking for a checkpoint, and restoring it"):
+            restored = self.checkpointer.restore(self.step_spec.state()) if self.checkpointer else None
         if restored is None:
             session.frozen = self._initialise(session.frozen)
             session.loader.restore(session.start)
@@ -165,11 +171,12 @@ class Run:
     def _describe_batch(self) -> str:
         trainable = sum(leaf.size for leaf in jax.tree.leaves(self.state["trainable"]))
         cut = self.step_spec.cut(self.accumulation)
-        filling = cut.describe(micro_batch=bool(self.cfg.train.micro_batch))
+        padding = cut.describe(micro_batch=bool(self.cfg.train.micro_batch))
+        less = f" - {cut.filling} padding rows" if padding else ""
         return (
-            f"global batch {cut.global_batch} = {cut.micro_batch} per device x {cut.data_axis} data x "
-            f"{cut.accumulation} accumulated{f' - {cut.filling} filling' if filling else ''}; {trainable:,} trainable "
-            f"parameters{f'; {filling}' if filling else ''}"
+            f"global batch {cut.global_batch} = {cut.micro_batch} per device x {cut.data_axis} data-parallel x "
+            f"{cut.accumulation} accumulated{less}; {trainable:,} trainable parameters; {self.cfg.train.steps:,} steps"
+            f"{f'; {padding}' if padding else ''}"
         )
 
     # --- the loop
@@ -206,14 +213,14 @@ class Run:
 
     def _step(self, step: int, session: _Session) -> Tree:
         """Takes a step, reports the one before it, and returns the values of this one, not yet computed."""
-        self._data_before = session.loader.state()
+        self._data_before, first = session.loader.state(), step == session.first + 1
         try:
             with out_of_memory.detect():
                 batch = self.step_spec.put(next(session.loader), self.accumulation)
-                self.state, values = self.step_spec.step(self.state, session.frozen, batch)
-                if step == session.first + 1:
-                    jax.block_until_ready(values)
-                    self.reporter.compiled(step)
+                with self.reporter.compiling(step) if first else contextlib.nullcontext():
+                    self.state, values = self.step_spec.step(self.state, session.frozen, batch)
+                    if first:
+                        jax.block_until_ready(values)
                 self._report_pending()
         except OutOfMemory:
             with out_of_memory.detect():
@@ -234,7 +241,8 @@ class Run:
         with out_of_memory.detect():
             self._report_pending(final=step == self.cfg.train.steps)
         with self.reporter.clock.paused() if self._is_validated(step) else contextlib.nullcontext():
-            self.checkpointer.save(step, self.state, data=loader.state(), wait=wait)
+            with phase(f"saving checkpoint {step}"):
+                self.checkpointer.save(step, self.state, data=loader.state(), wait=wait)
         self._saved = step
 
     def _is_validated(self, step: int) -> bool:

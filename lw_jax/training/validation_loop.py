@@ -5,6 +5,7 @@ from collections.abc import Callable, Sequence
 
 from lw_jax.core import processes
 from lw_jax.core import rng as rngs
+from lw_jax.core.progress import phase
 from lw_jax.core.types import Tree
 from lw_jax.data.batches import weigh
 from lw_jax.data.data_schedule import Stream
@@ -50,23 +51,27 @@ class ValidationLoop:
     ) -> dict[str, float] | None:
         cfg, placement = self._step_spec.cfg, self._step_spec.placement
         key, limit = rngs.stream(cfg.seed, "validation"), preflight.validation_examples(cfg)
+        sizes = [min(limit or len(encoded), len(encoded)) for _, encoded in self._data]
         found: dict[str, float] = {}
-        for number, (prefix, encoded) in enumerate(self._data):
-            sums: dict[str, list[float]] = {}
-            for batch in eval_batches(encoded, size, limit, share=processes.share()):
-                if stop_requested():
-                    return None
-                valid = batch.pop("valid")
-                placed = place.put_parts(weigh(batch, valid), placement, place.put_eval)
-                terms = self._step_spec.step.evaluate(trainable, frozen, placed, key)
-                loss = {} if number else {"loss": (terms.sum, terms.weight)}
-                for name, pair in (terms.terms | loss).items():
-                    total = sums.setdefault(prefix + name, [0.0, 0.0])
-                    total[0] += float(pair[0])
-                    total[1] += float(pair[1])
-            found |= {name: total / weight for name, (total, weight) in sums.items()}
+        with phase("validation", sum(-(-count // size) for count in sizes), "batches") as done:
+            for number, (prefix, encoded) in enumerate(self._data):
+                sums: dict[str, list[float]] = {}
+                for batch in eval_batches(encoded, size, limit, share=processes.share()):
+                    if stop_requested():
+                        return None
+                    valid = batch.pop("valid")
+                    placed = place.put_parts(weigh(batch, valid), placement, place.put_eval)
+                    terms = self._step_spec.step.evaluate(trainable, frozen, placed, key)
+                    loss = {} if number else {"loss": (terms.sum, terms.weight)}
+                    for name, pair in (terms.terms | loss).items():
+                        total = sums.setdefault(prefix + name, [0.0, 0.0])
+                        total[0] += float(pair[0])
+                        total[1] += float(pair[1])
+                    done.advance()
+                found |= {name: total / weight for name, (total, weight) in sums.items()}
         return found
 
     @functools.cached_property
     def _data(self) -> Sequence[tuple[str, Stream]]:
-        return self._step_spec.recipe.validation()
+        with phase("reading and tokenising the validation data"):
+            return self._step_spec.recipe.validation()

@@ -336,18 +336,19 @@ def test_figures_need_the_rows_they_are_made_of():
 
 @pytest.mark.parametrize(("gap", "collapsed"), [(2.0, False), (0.0, True), (-2.0, True)])
 def test_collapse_is_told_where_the_right_latents_may_be_worth_nothing(gap, collapsed):
-    found = comparison.compare(make_rows(gap=gap), **TOLD)["r"]
+    made = make_rows(gap=gap)
+    found = comparison.compare(made, **TOLD)["r"]
     assert verdict.is_collapsed(found) is collapsed
-    assert ("COLLAPSED" in comparison.format_comparison("r", found)) is collapsed
+    assert ("COLLAPSED" in verdict.sentence("r", found, comparison.summarise(made, **TOLD)["r"])) is collapsed
 
 
 def test_a_few_texts_have_no_verdict():
     found = comparison.compare(make_rows(gap=0.0), **TOLD)["r"]
     few = {"texts": verdict.FEWEST - 1, "adds_nll": 0.0, "adds_nll_interval": (-1.0, 1.0)}
-    said = comparison.format_comparison("r", found | few)
-    assert "COLLAPSED" not in said and "LITERALS" not in said and "no verdict: fewer than 8 texts" in said
-    said = comparison.format_comparison("r", found | few | {"texts": verdict.FEWEST})
-    assert "COLLAPSED" in said and "LITERALS" in said and "no verdict" not in said
+    said = verdict.sentence("r", found | few, {})
+    assert "COLLAPSED" not in said and "LITERALS" not in said and "7 texts" in said
+    said = verdict.sentence("r", found | few | {"texts": verdict.FEWEST}, {})
+    assert "COLLAPSED" in said and "no verdict" not in said
 
 
 def test_table_has_a_line_for_each_reader_and_row(measured):

@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -9,6 +10,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
+from lw_jax.core import progress
 from lw_jax.core.errors import UserError
 from lw_jax.data import corpus, documents
 from lw_jax.data.corpus import Span, pack
@@ -239,10 +241,15 @@ def test_of_two_jobs_one_packs_and_the_other_finds_it(tmp_path, source, monkeypa
 
 
 def test_progress_is_told_while_a_long_source_is_packed(tmp_path, source, tiny, monkeypatch, capsys):
-    monkeypatch.setattr(corpus, "TOLD_EVERY", 0.0)
-    pack(source, ByteTokenizer(), root=tmp_path)
+    class Slow(ByteTokenizer):
+        def encode_arrays(self, texts):
+            time.sleep(0.02)
+            return super().encode_arrays(texts)
+
+    monkeypatch.setattr(progress, "SECONDS", 0.01)
+    pack(source, Slow(), root=tmp_path)
     lines = capsys.readouterr().err.splitlines()
-    assert len(lines) > 5 and all(line.startswith(f"lw_jax: packing {source}: ") for line in lines)
+    assert len(lines) > 3 and all(line.startswith(f"tokenising {source}: ") for line in lines)
 
 
 @pytest.mark.parametrize(
@@ -273,7 +280,7 @@ def test_folder_that_cannot_be_made_is_told(tmp_path, source):
         pack(source, ByteTokenizer(), root=tmp_path)
 
 
-def test_hub_that_does_not_answer_gives_what_was_packed_and_says_so(tmp_path, monkeypatch, capsys):
+def test_hub_that_does_not_answer_gives_what_was_packed_and_says_so(tmp_path, monkeypatch, caplog):
     def silent(source, split, columns):
         raise Unreachable(f"{source}: no route")
 
@@ -288,7 +295,7 @@ def test_hub_that_does_not_answer_gives_what_was_packed_and_says_so(tmp_path, mo
     monkeypatch.setattr(documents, "identify", silent)
     found = pack("hub:org/t", ByteTokenizer(), root=tmp_path)
     assert found.folder == made.folder and not found.made
-    assert f"no route. Taken as it was packed in {made.folder}" in capsys.readouterr().err
+    assert f"no route. Taken as it was packed in {made.folder}" in caplog.text
     for source, tokenizer in (("hub:org/u", ByteTokenizer()), ("hub:org/t", Wide())):
         with pytest.raises(Unreachable, match="no route"):
             pack(source, tokenizer, root=tmp_path)

@@ -6,6 +6,7 @@ import os
 
 import pytest
 
+from lw_jax.core import progress
 from lw_jax.training import metrics
 
 
@@ -53,15 +54,15 @@ def test_last_line_cut_by_a_crash_is_left_out_and_written_over(tmp_path):
         b"[" * 9999,
     ],
 )
-def test_damaged_line_is_named_and_skipped_and_the_rest_is_kept(tmp_path, capsys, line):
+def test_damaged_line_is_named_and_skipped_and_the_rest_is_kept(tmp_path, caplog, line):
     path = tmp_path / "metrics.jsonl"
     write(path, range(1, 6))
     lines = path.read_bytes().splitlines()
     path.write_bytes(b"\n".join([*lines[:2], line, *lines[3:], b""]))
     assert [row["step"] for row in metrics.read(path)] == [1, 2, 4, 5]
-    assert f"{path}:3: " in capsys.readouterr().err
+    assert f"{path}:3: " in caplog.text
     assert write(path, [5, 6], resumed_step=4) == [1, 2, 4, 5, 6]
-    assert capsys.readouterr().err.count("\n") == 1, "the file is mended by then"
+    assert len(caplog.records) == 2, "the file is mended by then"
 
 
 def test_linked_log_is_replaced_and_what_it_links_to_stays(tmp_path):
@@ -150,4 +151,4 @@ def test_clock_claims_no_pace_where_no_step_passed(monkeypatch):
     ],
 )
 def test_duration_reads_as_people_say_it(seconds, text):
-    assert metrics.duration(seconds) == text
+    assert progress.duration(seconds) == text

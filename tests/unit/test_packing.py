@@ -85,9 +85,9 @@ def test_each_question_is_in_one_row_with_others_of_its_text_as_many_as_fit(pack
             tried = max(sum(lengths(fields, position) for position in (*group, behind[0])) for fields in each)
             assert tried > TOKENS, group
     lines = packed.describe()
-    assert any(f"{len(COUNTS)} texts: {len(packed)} examples" in line for line in lines)
     filling = 1 - np.mean(packed.collate(range(len(packed)))["readers"]["qwen"]["packed"]["segments"] > 0)
-    assert any(line.startswith("qwen: questions") and f"{filling:.1%} of them filling" in line for line in lines)
+    assert f"{len(COUNTS)} texts" in lines[-1] and f"rows: {len(packed)} of " in lines[-1]
+    assert f"for qwen ({filling:.1%} padding)" in lines[-1]
 
 
 def test_answers_take_at_most_half_of_a_row(packed):

@@ -127,13 +127,13 @@ def test_filling_and_devices_without_work_are_told_with_the_batches_that_have_no
     assert (replicate["mesh"], replicate["rows"], replicate["micro_batch"]) == ("3x1", 9, 3)
     assert replicate["samples_per_second"] == pytest.approx(8 / replicate["step_seconds"]), "of examples, not of rows"
     (line,) = [
-        line for line in plan_tables.report(found | {"chosen": replicate}).splitlines() if line.startswith("filling: ")
+        line for line in plan_tables.report(found | {"chosen": replicate}).splitlines() if line.startswith("padding: ")
     ]
     assert "1 of 9 rows" in line and "train.global_batch=6 or 9" in line
     found = planner.make(cfg, "h100x7", estimate=True)
     replicate = next(row for row in found["candidates"] if row["strategy"] == "replicate")
     told = plan_tables.report(found | {"chosen": replicate})
-    assert replicate["mesh"] == "4x1" and "filling: " not in told
+    assert replicate["mesh"] == "4x1" and "padding: " not in told
     assert "3 of 7 devices stay idle" in told and "train.global_batch=7 or 14" in told
 
 
@@ -225,7 +225,7 @@ def test_plan_prints_json_or_a_table(root, capsys):
 @pytest.mark.parametrize(
     ("changes", "code", "said"),
     [
-        ({"train__steps": 10, "optim__warmup_steps": 1000}, 2, "ERROR: optim.warmup_steps=1000"),
+        ({"train__steps": 10, "optim__warmup_steps": 1000}, 2, "error: optim.warmup_steps=1000"),
         ({"mesh__memory_gb": 1e-6}, 3, "nothing fits"),
     ],
 )
@@ -237,7 +237,7 @@ def test_simulation_of_a_void_run_or_of_cards_on_which_nothing_fits_says_so(root
         told = capsys.readouterr().out
         if as_json:
             errors = [one for each in json.loads(told) for one in each["findings"] if one["void"]]
-            assert [f"ERROR: {one['text']}".startswith(said) for one in errors] == [True] * (2 if code == 2 else 0)
+            assert [f"error: {one['text']}".startswith(said) for one in errors] == [True] * (2 if code == 2 else 0)
     assert said in told
 
 

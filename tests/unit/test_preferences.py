@@ -305,7 +305,7 @@ def test_prompt_that_grows_together_with_a_reply_ends_before_and_is_told(qwen):
     assert merged.prompt.tolist() == qwen.encode("hi") and clean.prompt.tolist() == qwen.encode("hi\n")
     assert whole(merged) == [[*qwen.encode(text), qwen.eos] for text in ("hi\n\nhey", "hi\nno")]
     assert data.counts["boundary"] == 1
-    assert any(line.startswith("1 pairs split before the last token") for line in data.describe())
+    assert any(line.startswith("  1 pairs split before the last token") for line in data.describe())
 
 
 def test_prompt_that_is_but_one_token_shared_with_a_reply_is_dropped(qwen):
@@ -534,11 +534,11 @@ def test_description_tells_counts_once_and_padding_for_each_bucket(qwen):
     rows = [row(5, 3, 2), row(5, 11, 3), row(40, 1, 2), row(2, 1, 0), row(3, 1, 0)]
     data = part(encode(rows, tokenizer=qwen, template="plain", limits=Limits(13, truncation="keep_start")), 2)
     assert [line for one in data for line in one.describe()] == [
-        "preference: 4 of 5 pairs kept",
-        "1 dropped: the prompt alone fills max_length",
-        "1 pairs with a reply cut at its end, which then has no terminator",
-        "policy, bucket 1 of 2: 2 pairs, longest prompt 3, longest pair 5/8, padding 50 % of 8",
-        "policy, bucket 2 of 2: 2 pairs, longest prompt 5, longest pair 13/13, padding 25 % of 13",
+        "4 of 5 preference pairs",
+        "  1 dropped: the prompt alone fills max_length",
+        "  1 pairs with a reply cut at its end, which then has no terminator",
+        "  policy, lengths 1 of 2: 2 pairs, longest prompt 3 tokens, longest pair 5, padded to 8 (50% padding)",
+        "  policy, lengths 2 of 2: 2 pairs, longest prompt 5 tokens, longest pair 13, padded to 13 (25% padding)",
     ]
     masks = [one.collate(range(len(one)))["readers"]["policy"]["mask"] for one in data]
     assert [one.padding for one in data] == pytest.approx([1 - mask.mean() for mask in masks])

@@ -48,11 +48,11 @@ def test_sound_configuration_has_no_finding_but_that_its_rows_are_elsewhere():
 def test_each_of_the_seed_s_configurations_is_caught(model, warmup, steps, every, void):
     found = texts(load(f"configs/dpo/{model}.py:seed"))
     (first,) = [line for line in found if f"optim.warmup_steps={warmup}" in line and f"{steps} steps" in line]
-    assert first.startswith("ERROR" if void else "warning")
-    assert [line.startswith("ERROR") for line in found] == sorted(
-        (line.startswith("ERROR") for line in found), reverse=True
+    assert first.startswith("error" if void else "warning")
+    assert [line.startswith("error") for line in found] == sorted(
+        (line.startswith("error") for line in found), reverse=True
     )
-    assert any("dpo.max_prompt=512" in line and line.startswith("ERROR") for line in found) == (model == "tinyllama")
+    assert any("dpo.max_prompt=512" in line and line.startswith("error") for line in found) == (model == "tinyllama")
     for key in ("eval_every", "checkpoint_every"):
         assert any(line.startswith(f"warning: train.{key}={every} is beyond the run's {steps} steps") for line in found)
     slow = model in ("vicuna", "llama3")
@@ -86,12 +86,12 @@ def test_errors_stop_a_run_and_warnings_do_not():
 def test_warmup_is_measured_by_stage():
     cfg = load("configs/squad.py", optim__warmup_steps=700)  # the first stage has 600 of 12,000 steps
     (only,) = texts(cfg)
-    assert only.startswith("ERROR: optim.warmup_steps=700 is longer than stage align's 600 steps")
+    assert only.startswith("error: optim.warmup_steps=700 is longer than stage align's 600 steps")
 
 
 def test_lengths_beyond_a_model_s_positions_are_told():
     (error,) = [line for line in texts(load("configs/dpo/tinyllama.py", dpo__max_length=2049)) if "positions" in line]
-    assert error.startswith("ERROR: dpo.max_length=2049: the model was trained on 2,048 positions")
+    assert error.startswith("error: dpo.max_length=2049: the model was trained on 2,048 positions")
     asked = {"data__context_tokens": 9000, "data__answer_tokens": 500}
     found = [line for line in texts(load("configs/squad.py", **asked)) if "positions" in line]
     assert [line.startswith("warning: reader 'llama': ") for line in found] == [True], found
@@ -135,7 +135,7 @@ def test_prompts_that_fill_the_length_are_counted_where_the_rows_are_here(tmp_pa
     dropped = [line for line in found if "training pairs are dropped" in line]
     assert bool(dropped) == void
     if void:
-        assert dropped[0].startswith("ERROR: 4") and "dpo.max_length=128" in dropped[0] and found[0] == dropped[0]
+        assert dropped[0].startswith("error: 4") and "dpo.max_length=128" in dropped[0] and found[0] == dropped[0]
     assert any("train.steps=" in line for line in found), "200 steps of 16 read 54 pairs often"
     asked = dataclasses.replace(cfg, llms={"policy": llm}, dpo=dataclasses.replace(cfg.dpo, max_prompt=9))
     if not void:

@@ -7,11 +7,12 @@ import pty
 import re
 import sys
 import threading
+import time
 
 import pytest
 
-from lw_jax.training import progress as live_module
-from lw_jax.training.progress import Live
+from lw_jax.core import progress as live_module
+from lw_jax.core.progress import Live
 
 FIELDS = {"loss": "loss 2.125", "pace": "0.42 s/step"}
 
@@ -161,3 +162,76 @@ def test_terminal_without_a_movable_cursor_gets_plain_lines(terminal, monkeypatc
     with terminal, Live(60) as live:
         live.update(30, FIELDS, 200.0)
     assert terminal.sent.replace("\r", "") == "step 30/60  loss 2.125  0.42 s/step  left 3m 20s\n"
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """Lines of phases come every hundredth of a second."""
+    monkeypatch.setattr(live_module, "SECONDS", 0.01)
+
+
+def test_phase_that_lasts_tells_done_total_and_time_left(hurried, capsys):
+    with live_module.phase("reading texts", 4, "batches") as done:
+        for _ in done.track(range(4)):
+            time.sleep(0.05)
+    out, err = capsys.readouterr()
+    assert out == "", "results alone go to standard output"
+    *lines, last = err.splitlines()
+    assert lines[0] == "reading texts: 0 of 4 batches"
+    assert any(re.fullmatch(r"reading texts: [23] of 4 batches, left 0s", line) for line in lines)
+    assert last == "reading texts: done in 0s"
+
+
+def test_phase_without_a_total_tells_the_time_passed(hurried, capsys):
+    with live_module.phase("compiling", ends=False):
+        time.sleep(0.05)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines and set(lines) == {"compiling: 0s"}
+
+
+def test_short_phase_tells_nothing(capsys):
+    with live_module.phase("reading texts", 4) as done:
+        done.advance()
+    assert capsys.readouterr() == ("", "")
+
+
+def test_innermost_phase_tells_and_one_that_failed_is_over(hurried, capsys):
+    with live_module.phase("outer", ends=False):
+        with pytest.raises(OSError), live_module.phase("inner", 2) as done:
+            for _ in done.track(range(2)):
+                time.sleep(0.05)
+                raise OSError
+        inner = capsys.readouterr().err
+        time.sleep(0.05)
+    assert "outer" not in inner and "inner: 0 of 2" in inner
+    assert set(capsys.readouterr().err.splitlines()) == {"outer: 0s"}
+
+
+def test_processes_beside_the_first_tell_no_phase(hurried, monkeypatch, capsys):
+    monkeypatch.setattr(live_module, "is_first_process", lambda: False)
+    with live_module.phase("reading texts", 4):
+        time.sleep(0.05)
+    assert capsys.readouterr().err == ""
+
+
+def test_phase_on_a_terminal_is_a_bar_that_is_wiped(terminal, hurried):
+    with terminal, contextlib.redirect_stderr(terminal.stream):
+        with live_module.phase("reading texts", 4) as done:
+            done.advance()
+            time.sleep(0.6)
+            print("a line")
+    assert "reading texts: 1 of 4" in terminal.sent
+    assert [line for line in draw(terminal.sent) if line] == ["a line"]
+
+
+def test_phase_within_a_run_is_a_second_bar_of_its_view(terminal, hurried):
+    with terminal, Live(60) as live:
+        live.update(10, FIELDS, 60.0)
+        with live_module.phase("validation", 4) as done:
+            done.advance()
+            time.sleep(0.6)
+        live.advance(11)
+    assert "validation: 1 of 4" in terminal.sent
+    bar, *report = draw(terminal.sent)
+    assert bar.startswith("step 11/60 ") and report[0] == "loss 2.125  0.42 s/step"
+    assert not any("validation" in line for line in report)

@@ -1,0 +1,256 @@
+"""How far the work is: on a terminal a view that is refreshed in place, elsewhere plain lines.
+
+`Live` shows the steps of a run, `phase` all other work that may last. Imports no JAX.
+"""
+
+import contextlib
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator
+from typing import Self, TypeVar
+
+from rich.columns import Columns
+from rich.console import Console, RenderableType
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgressColumn
+from rich.table import Column
+from rich.text import Text
+
+REFRESHES_PER_SECOND = 4
+SECONDS = 10.0  # between two lines about a phase where there is no terminal; a shorter phase has none
+
+_T = TypeVar("_T")
+
+_view: "_View | None" = None  # on the screen now
+_phases: "list[_Phase]" = []  # entered and not left, the outermost first
+
+
+def duration(seconds: float) -> str:
+    """Returns "2h 05m", "3m 20s" or "12s", and "-" for NaN (nothing was measured)."""
+    if math.isnan(seconds):
+        return "-"
+    whole = round(seconds)
+    if whole >= 3600:
+        return f"{whole // 3600}h {whole % 3600 // 60:02d}m"
+    return f"{whole // 60}m {whole % 60:02d}s" if whole >= 60 else f"{whole}s"
+
+
+class Live:
+    """Shows steps and lines while it is entered; before and after, and off a terminal, it prints plain lines.
+
+    Where `enabled` is false, as in all processes but the first, nothing is shown. `devices` returns the texts of the
+    devices' state (`Sampler.describe`), at each refresh of the view.
+    """
+
+    def __init__(
+        self,
+        total_steps: int,
+        first_step: int = 0,
+        *,
+        enabled: bool = True,
+        devices: Callable[[], list[str]] = list,
+    ):
+        self._total, self._first, self._enabled, self._devices = total_steps, first_step, enabled, devices
+        self._view: _View | None = None
+
+    def __enter__(self) -> Self:
+        """Opens the view where standard output is a terminal that can move its cursor."""
+        if self._enabled and _moves(sys.stdout):
+            self._view = _View(Console(file=sys.stdout, highlight=False), self._devices)
+            self._view.begin(self._total, self._first)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        """Leaves the last state of the view on the screen."""
+        if self._view is not None:
+            self._view.end()
+            self._view = None
+
+    def show_line(self, line: str) -> None:
+        """Prints a line, above the view where there is one."""
+        if self._view is not None:
+            self._view.console.print(Text(line), soft_wrap=True)
+        elif self._enabled:
+            print(line, flush=True)
+
+    def advance(self, step: int) -> None:
+        """Moves the bar of the view; prints nothing."""
+        if self._view is not None:
+            self._view.move(step)
+
+    def update(self, step: int, text_fields: dict[str, str], seconds_left: float) -> None:
+        """Shows a report: the texts in their order, and the time left (NaN: not known yet)."""
+        texts = list(text_fields.values())
+        if self._view is not None:
+            self._view.move(step)
+            self._view.show(texts, seconds_left)
+        elif self._enabled:
+            print("  ".join([f"step {step}/{self._total}", *texts, f"left {duration(seconds_left)}"]), flush=True)
+
+
+@contextlib.contextmanager
+def phase(what: str, total: float = 0, unit: str = "", *, ends: bool = True) -> "Iterator[_Phase]":
+    """Tells on standard error how far a phase is: a bar on a terminal, else a line every `SECONDS`.
+
+    The innermost phase tells. What is yielded takes how much is done, as `advance(1)`; without a `total` the time that
+    has passed is told; where `ends` also how long it was. Processes beside the first are silent.
+    """
+    one = _Phase(what, total, unit)
+    if not is_first_process():
+        yield one
+        return
+    _phases.append(one)
+    teller = threading.Thread(target=one.tell, daemon=True)
+    try:
+        with _bar(one):
+            teller.start()
+            try:
+                yield one
+            finally:  # while the bar stands, or a last line would come below it
+                one.ended.set()
+                teller.join()
+    finally:
+        _phases.remove(one)
+    if ends:
+        one.tell_end()
+
+
+class _Phase:
+    """A phase of work."""
+
+    def __init__(self, what: str, total: float, unit: str):
+        self.what, self.total, self.unit, self.done = what, total, unit, 0.0
+        self.ended, self._begun, self._told = threading.Event(), time.monotonic(), False
+        self._first: tuple[float, float] | None = None  # when the first part, which compiles, was done, and its size
+
+    def advance(self, count: float = 1) -> None:
+        """Counts what is done."""
+        self.done += count
+        self._first = self._first or (time.monotonic(), self.done)
+
+    def track(self, items: Iterable[_T]) -> Iterator[_T]:
+        """Yields the items, each counted as done when the next one is asked for."""
+        for item in items:
+            yield item
+            self.advance()
+
+    def __str__(self) -> str:
+        """Returns "reading texts: 120 of 512, left 31s"."""
+        now = time.monotonic()
+        if not self.total:
+            done = f"{self.done:,.0f} {self.unit}, " if self.done else ""
+            return f"{self.what}: {done}{duration(now - self._begun)}"
+        text = f"{self.what}: {self.done:,.0f} of {self.total:,.0f}{self.unit and ' '}{self.unit}"
+        begun, first = self._first or (now, self.done)
+        if first == self.done:
+            return text
+        left = (now - begun) / (self.done - first) * max(0.0, self.total - self.done)
+        return f"{text}, left {duration(left)}"
+
+    def tell(self) -> None:
+        """Prints a line every SECONDS until the phase ends, where no view shows it."""
+        while not self.ended.wait(SECONDS):
+            if _view is None and _phases[-1:] == [self]:
+                self._told = True
+                print(self, file=sys.stderr, flush=True)
+
+    def tell_end(self) -> None:
+        """Prints how long a phase was that was told about."""
+        if self._told:
+            print(f"{self.what}: done in {duration(time.monotonic() - self._begun)}", file=sys.stderr, flush=True)
+
+
+@contextlib.contextmanager
+def _bar(one: _Phase) -> Iterator[None]:
+    """Shows a phase in the view on the screen, or in a view of its own that is wiped at its end."""
+    if _view is not None:
+        bar = _view.add(one)
+        try:
+            yield
+        finally:
+            _view.remove_task(bar)
+        return
+    if not _moves(sys.stderr):
+        yield
+        return
+    view = _View(Console(file=sys.stderr, highlight=False), transient=True)
+    view.begin()
+    view.add(one)
+    try:
+        yield
+    finally:
+        view.end()
+
+
+def _moves(stream: object) -> bool:
+    """Says whether a stream is a terminal that can move its cursor."""
+    return bool(getattr(stream, "isatty", bool)()) and os.environ.get("TERM") != "dumb"
+
+
+def is_first_process() -> bool:
+    """Says whether this process tells people something: of several of a run the first one."""
+    jax = sys.modules.get("jax")  # one process alone does not start its devices here
+    return jax is None or not jax.distributed.is_initialized() or jax.process_index() == 0
+
+
+class _Says(ProgressColumn):
+    """The text of a bar: of a phase what it says, of a run the steps."""
+
+    def render(self, task: Task) -> Text:
+        of = task.fields["of"]
+        if of is None:
+            return Text(f"step {task.completed:.0f}/{task.total or 0:.0f}")
+        task.completed, task.total = of.done, of.total or None
+        return Text(str(of), no_wrap=True, overflow="ellipsis")
+
+
+class _View(Progress):
+    """Bars of a run and of phases; below them the last report, the devices and the time left, which counts down."""
+
+    def __init__(self, console: Console, devices: Callable[[], list[str]] | None = None, *, transient: bool = False):
+        self._devices = devices  # before all else: Progress draws itself while it is made
+        self._texts: list[str] = []
+        self._ends = math.nan  # on the monotonic clock
+        super().__init__(
+            _Says(Column(no_wrap=True)),  # the bars shrink, not the time left
+            BarColumn(bar_width=None),
+            TaskProgressColumn(show_speed=True),  # without a total: nothing
+            console=console,
+            refresh_per_second=REFRESHES_PER_SECOND,
+            redirect_stdout=sys.stdout.isatty(),  # what goes to a file stays there
+            redirect_stderr=sys.stderr.isatty(),
+            expand=True,
+            transient=transient,
+        )
+
+    def begin(self, total_steps: int = 0, first_step: int = 0) -> None:
+        global _view
+        if self._devices is not None:
+            self._steps = self.add_task("", total=total_steps, completed=first_step, of=None)
+        _view = self
+        self.start()
+
+    def end(self) -> None:
+        global _view
+        _view = None
+        self.stop()
+
+    def add(self, one: _Phase):
+        return self.add_task("", total=one.total or None, of=one)
+
+    def move(self, step: int) -> None:
+        self.update(self._steps, completed=step)
+
+    def show(self, texts: list[str], seconds_left: float) -> None:
+        self._texts, self._ends = texts, time.monotonic() + seconds_left
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield self.make_tasks_table(self.tasks)
+        if self._devices is None:
+            return
+        left = self._ends - time.monotonic()
+        left = left if math.isnan(left) else max(0.0, left)
+        for texts in (self._texts, [*self._devices(), f"left {duration(left)}"]):
+            yield Columns([Text(text, no_wrap=True) for text in texts], padding=(0, 2))

@@ -1,0 +1,98 @@
+"""Each reader's evaluation ends with one sentence, which says no more than the intervals of its figures allow."""
+
+import pytest
+
+from lw_jax.evals import verdict
+
+ROWS = {
+    "text": {"f1": 0.80, "positions": 60.2},
+    "latents": {"f1": 0.82, "positions": 11.3},
+    "shuffled": {"f1": 0.03, "positions": 11.3},
+    "none": {"f1": 0.01, "positions": 0.0},
+}
+WORDS = ROWS | {"message": {"f1": 0.81, "positions": 14.0}, "message_shuffled": {"f1": 0.41, "positions": 14.0}}
+GOOD = {
+    "upper": "text",
+    "texts": 64,
+    "fewer_positions": 5.3,
+    "normalised_f1": 1.02,
+    "normalised_f1_interval": [0.95, 1.1],
+    "recovered_nll": 1.01,
+    "recovered_nll_interval": [0.9, 1.1],
+    "gap_nll": 3.0,
+    "gap_nll_interval": [2.5, 3.5],
+    "gap_f1": 0.8,
+    "gap_f1_interval": [0.7, 0.9],
+}
+ADDS = GOOD | {"adds_nll": 1.0, "adds_nll_interval": [0.5, 1.5], "adds_f1": 0.4, "adds_f1_interval": [0.3, 0.5]}
+
+
+def say(rows=ROWS, figures=GOOD, **changes) -> str:
+    line = verdict.sentence("llama", figures | changes, rows)
+    assert "\n" not in line and line.startswith("llama: ")
+    return line
+
+
+def test_sentence_of_a_good_wire_says_positions_text_and_control():
+    assert say() == (
+        "llama: from 11 positions it answers as well as from the 60 of the text (F1 0.82, from the text 0.80); with "
+        "another text's message it fails (F1 0.03), as it must"
+    )
+
+
+@pytest.mark.parametrize(
+    ("interval", "said", "unsaid"),
+    [
+        ([0.95, 1.1], "as well as", "settled"),
+        ([1.01, 1.3], "better than", "settled"),
+        ([0.70, 1.2], "keeps 102% (70% to 120%)", "as well as from"),
+        ([0.60, 0.8], "keeps 102% (60% to 80%)", "settled"),
+    ],
+)
+def test_share_is_settled_by_its_interval(interval, said, unsaid):
+    line = say(normalised_f1_interval=interval)
+    assert said in line and unsaid not in line
+    assert ("not settled" in line) == (interval == [0.70, 1.2])
+
+
+def test_share_without_an_interval_is_not_settled():
+    assert "not settled" in say(normalised_f1_interval=None)
+
+
+def test_likelihood_stands_in_where_the_text_gives_no_f1():
+    line = say(normalised_f1=None, normalised_f1_interval=None, recovered_nll=0.7, recovered_nll_interval=[0.6, 0.8])
+    assert "70% (60% to 80%)" in line and "likelihood" in line
+    line = say(normalised_f1=None, normalised_f1_interval=None, recovered_nll_interval=[1.2, 1.8])
+    assert "likelier" in line and "answers better" not in line and "fails" not in line
+
+
+def test_control_that_still_answers_is_not_called_failing():
+    line = say(ROWS | {"shuffled": {"f1": 0.5, "positions": 11.3}})
+    assert "worse (F1 0.50)" in line and "fails" not in line
+    line = say(gap_f1_interval=[-0.1, 0.2])
+    assert "fails" not in line and "not settled" in line
+
+
+@pytest.mark.parametrize(
+    ("changes", "word"),
+    [
+        ({"texts": 5}, "no verdict: 5 texts are too few"),
+        ({"gap_nll_interval": [-0.1, 0.3]}, "COLLAPSED"),
+        ({"adds_nll_interval": [-0.1, 0.3]}, "LITERALS ALONE"),
+        ({"adds_f1_interval": [-0.1, 0.3]}, "not settled"),
+        ({"adds_f1_interval": [-0.1, 0.3], "normalised_f1": None, "recovered_nll": None}, "not settled"),
+        ({}, "with another text's latents beside the same words it answers worse (F1 0.41)"),
+    ],
+)
+def test_messages_with_literals_are_judged_against_the_same_words(changes, word):
+    assert word in say(WORDS, ADDS, **changes)
+
+
+def test_rows_that_are_missing_or_a_text_that_does_not_help_give_no_verdict():
+    assert "no verdict" in verdict.sentence("llama", {}, {})
+    reason = "text may be no better than none (0.1, -0.1..0.2)"
+    none = {"normalised_f1": None, "recovered_nll": None, "normalised_f1_reason": reason}
+    assert say(**none) == f"llama: no verdict: {reason}"
+    alone = {"gap_nll": 1.0, "gap_nll_interval": [0.5, 1.5], "texts": 20}
+    assert "no verdict" in verdict.sentence("llama", alone, {"latents": ROWS["latents"], "shuffled": ROWS["shuffled"]})
+    assert "COLLAPSED" in verdict.sentence("llama", alone | {"gap_nll_interval": None}, {})

@@ -1,0 +1,53 @@
+"""All warnings of a command have one form, whatever they are raised by, and each is printed once."""
+
+import logging
+import subprocess
+import sys
+import warnings
+
+import pytest
+
+from lw_jax.core import warning_lines
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """The forms of a command's process, taken back at the end."""
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)
+    loggers = [logging.getLogger(name) for name in warning_lines.OWN]
+    before = [(logger, logger.propagate, list(logger.handlers)) for logger in loggers]
+    warning_lines.install()
+    yield
+    for logger, propagate, handlers in before:
+        logger.propagate, logger.handlers = propagate, handlers
+
+
+@pytest.mark.parametrize("name", ["lw_jax.data.examples", "lw_jax.new.module", "sharding.place", "configs.mine"])
+def test_logging_of_our_modules_is_one_line_and_printed_once(installed, capsys, name):
+    for _ in range(2):
+        logging.getLogger(name).warning("%s: skipped %d of %d", "a.json", 1, 3)
+    assert capsys.readouterr().err == "warning: a.json: skipped 1 of 3\n"
+
+
+def test_python_s_warnings_have_the_form_and_others_their_place(installed, capsys):
+    with warnings.catch_warnings():
+        warnings.simplefilter("always")
+        warnings.showwarning = warning_lines._show  # catch_warnings may have put another one there
+        own = warning_lines._PROJECT / "lw_jax" / "data" / "rows.py"
+        warnings.warn_explicit("ours\nis one line", UserWarning, str(own), 7)
+        warnings.warn_explicit("theirs", RuntimeWarning, "/usr/lib/other.py", 9)
+    first, second = capsys.readouterr().err.splitlines()
+    assert first == "warning: ours is one line"
+    assert second.startswith("warning: theirs ") and "/usr/lib/other.py:9" in second
+
+
+def test_a_command_installs_the_form(tmp_path):
+    file = tmp_path / "own.py"
+    file.write_text(
+        "import logging\nfrom configs import smoke\n"
+        "def get_config(recipe='latentwire'):\n"
+        "    logging.getLogger('lw_jax.x').warning('told')\n    return smoke.get_config(recipe)\n"
+    )
+    command = [sys.executable, "run.py", "show", "--config", str(file)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=warning_lines._PROJECT, check=True)
+    assert done.stderr == "warning: told\n"
