@@ -295,8 +295,10 @@ def read_fields(raw: Fields, where: str) -> dict[str, Any]:
         raise UserError(f"{where}: field {missing[0]} is missing; model_type {raw['model_type']!r} needs it")
     stated_fields.check(raw, stated_fields.Decoder, where)
     rope_fields.check_stated(raw, where)
-    read = _HANDLED | {"layer_types", family.epsilon} | _MUST_EQUAL_ALL.keys() | family.must.keys()
-    return {key: raw[key] for key in raw.keys() & (read | family.read | family.silent)}
+    optional = {"layer_types", "tie_word_embeddings"} | _MUST_EQUAL_ALL.keys() | family.must.keys() | family.read
+    unsaid = {key for key in optional if raw.get(key) in (None, [])}  # which transformers 5 refuses in some fields
+    read = _HANDLED | {family.epsilon} | optional | family.silent
+    return {key: raw[key] for key in raw.keys() & read - unsaid}
 
 
 # AutoAWQ's layout: groups of 128 along the inputs, with zero points, eight columns interleaved in a word.

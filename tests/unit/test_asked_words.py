@@ -70,8 +70,11 @@ def test_kernel_is_that_of_the_ridge_regression_on_any_devices(root, monkeypatch
         Example("d", "Ida sings at noon and at night, and sleeps.", "When?", ("noon",)),
         Example("e", "Ida sings at noon and at night, and sleeps.", "Why?", ("nobody knows",)),
     ]
-    found = make(root)
+    found, sums = make(root), []
+    moments = found._moments
+    found.__dict__["_moments"] = lambda *given: sums.append(moments(*given)) or sums[-1]
     kernel = found.fit(asked)
+    assert np.abs(sums[-1]["x"]).max() < 1e-3 * np.abs(sums[0]["x"]).max(), "squares are summed around the mean"
     states, labels = [], []
     answers = {asked[0].context: ("copper lantern", "Mira"), asked[2].context: ("nine",), asked[3].context: ("noon",)}
     for text, words in answers.items():

@@ -203,16 +203,17 @@ OLD = {
     "of_a_later_version": False,
     "also_of_a_later_version": [],
 }
+UNSAID = dict.fromkeys(("hidden_act", "attention_bias", "tie_word_embeddings", "original_max_position_embeddings"))
 
 
 @pytest.mark.parametrize("kind", [*families.FAMILIES, "bert"])
-@pytest.mark.parametrize("extra", [{}, OLD], ids=["new", "old"])
+@pytest.mark.parametrize("extra", [{}, OLD, UNSAID], ids=["new", "old", "null"])
 def test_every_field_that_transformers_writes_by_default_is_passed_over(tmp_path, kind, extra):
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 2}
     fields = CONFIG_MAPPING[kind](**sizes).to_dict() | extra
     if kind == "bert":
         fields = {key: fields[key] for key in fields.keys() - {"pretraining_tp", "num_key_value_heads"}}
-    elif extra:
+    elif extra is OLD:
         fields |= {"rope_theta": 1e4, "is_decoder": True, "layer_types": ["full_attention"] * 2}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     cfg = (weights.describe_bert if kind == "bert" else weights.describe)(tmp_path)
