@@ -23,7 +23,7 @@ CALLS = ("tool_calls", "function_call")
 SAID = ("content", *REASONING, *CALLS, "refusal")
 _THOUGHT = re.compile(r"(.*(?:</think(?:ing)?>|\[/THINK\]))?(.*)", re.DOTALL)
 _ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
-_BLANK = re.compile(r"\\+[nrt]|\\|\s")
+_BLANK = re.compile(r"\\+[nrt]|\\")
 # Errors that a faulty template can raise.
 _FAULTS = (
     *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError),
@@ -121,8 +121,10 @@ def find_lost(written: str, given: Iterable[Said]) -> list[Said]:
 
 
 def _fold(text: str) -> str:
-    unescaped = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
-    return _BLANK.sub("", unescaped).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if "\\" in text:
+        text = _BLANK.sub("", _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text))
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # two escapes may be one character
+    return "".join(text.split())
 
 
 def _leaves(value: Any) -> Iterator[str]:
