@@ -21,6 +21,7 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a turn; te
 CALLS = ("tool_calls", "function_call")
 # Keys of a turn that hold what it says: a template that reads one of them writes its text.
 SAID = ("content", *REASONING, *CALLS, "refusal")
+_MARKS = ("id", "type", "index")  # of a call, which few templates write
 _THOUGHT = re.compile(r"(.*(?:</think(?:ing)?>|\[/THINK\]))?(.*)", re.DOTALL)
 _ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
 _BLANK = re.compile(r"\\+[nrt]|\\")
@@ -79,9 +80,8 @@ def said(turns: Sequence[Mapping[str, Any]], where: str, *, earlier: bool = Fals
             calls = turn.get(key) or []
             for call in calls if isinstance(calls, list) else [calls]:
                 own = call.get("function") or call if isinstance(call, Mapping) else call
-                kept = {k: own.get(k) for k in ("name", "arguments")} if isinstance(own, Mapping) else own
-                values = kept.values() if isinstance(kept, dict) else [kept]
-                found += [Said(f"{named}: {key!r}", text) for text in _leaves(list(values))]
+                values = [own[k] for k in own if k not in _MARKS] if isinstance(own, Mapping) else own
+                found += [Said(f"{named}: {key!r}", text) for text in _leaves(values)]
     return [one for one in found if one.text]
 
 

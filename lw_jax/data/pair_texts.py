@@ -45,10 +45,8 @@ class Writer:
         any_end = "|".join(map(re.escape, self.ends))
         self.tail = re.compile(rf"({any_end})(?:\s|{any_end})*\Z")  # the first end with nothing but ends behind it
         self.begin = str(tokenizer.backend.bos_token or "")
-        self.past, self.unread = (
-            0,
-            Counter[tuple[str, str]](),
-        )  # pairs without earlier reasoning; keys that change nothing
+        self.past = 0  # pairs of which the template leaves out earlier reasoning
+        self.unread = Counter[tuple[str, str]]()  # file and key that changes nothing -> rows
 
     def write(self, pair: Preference) -> Written:
         """Returns the texts of a pair. Raises UserError naming its row where they do not fit the template."""

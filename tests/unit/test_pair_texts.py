@@ -69,6 +69,7 @@ def run(tmp_path):
         (PLAIN, {"rejected": say("rain", reasoning_content="no idea")}, "rejected.*'reasoning_content'.*no idea"),
         (PLAIN, {"rejected": say("rain", thinking="no idea")}, "rejected.*'thinking'.*no idea"),
         (PLAIN, {"chosen": say("", tool_calls=call({"town": "Faro"}))}, "chosen.*'tool_calls'.*'(wind|town|Faro)'"),
+        (PLAIN, {"chosen": say("", tool_calls=[{"id": "7", "tool": "gusts"}])}, "chosen.*'tool_calls'.*'gusts'"),
         (PLAIN, {"chosen": say("", refusal="I will not.")}, "chosen.*'refusal'.*I will not"),
         (PLAIN, {"chosen": say("", function_call={"name": "wind", "arguments": "{}"})}, "'function_call'.*'wind'"),
         (PLAIN, {"tools": TOOLS}, "'tools'.*'(wind|town)'"),
