@@ -21,9 +21,10 @@ REASONING = ("reasoning_content", "thinking", "reasoning")  # keys of a turn; te
 CALLS = ("tool_calls", "function_call")
 # Keys of a turn that hold what it says: a template that reads one of them writes its text.
 SAID = ("content", *REASONING, *CALLS, "refusal")
+_MARKS = ("id", "type", "index")  # of a call, which few templates write
 _THOUGHT = re.compile(r"(.*(?:</think(?:ing)?>|\[/THINK\]))?(.*)", re.DOTALL)
 _ESCAPED = re.compile(r"\\+u([0-9a-fA-F]{4})")
-_BLANK = re.compile(r"\\+[nrt]|\\|\s")
+_BLANK = re.compile(r"\\+[nrt]|\\")
 # Errors that a faulty template can raise.
 _FAULTS = (
     *(jinja2.TemplateError, ArithmeticError, AttributeError, LookupError, MemoryError, RecursionError),
@@ -79,9 +80,8 @@ def said(turns: Sequence[Mapping[str, Any]], where: str, *, earlier: bool = Fals
             calls = turn.get(key) or []
             for call in calls if isinstance(calls, list) else [calls]:
                 own = call.get("function") or call if isinstance(call, Mapping) else call
-                kept = {k: own.get(k) for k in ("name", "arguments")} if isinstance(own, Mapping) else own
-                values = kept.values() if isinstance(kept, dict) else [kept]
-                found += [Said(f"{named}: {key!r}", text) for text in _leaves(list(values))]
+                values = [own[k] for k in own if k not in _MARKS] if isinstance(own, Mapping) else own
+                found += [Said(f"{named}: {key!r}", text) for text in _leaves(values)]
     return [one for one in found if one.text]
 
 
@@ -121,8 +121,10 @@ def find_lost(written: str, given: Iterable[Said]) -> list[Said]:
 
 
 def _fold(text: str) -> str:
-    unescaped = _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text)
-    return _BLANK.sub("", unescaped).encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    if "\\" in text:
+        text = _BLANK.sub("", _ESCAPED.sub(lambda match: chr(int(match[1], 16)), text))
+        text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")  # two escapes may be one character
+    return "".join(text.split())
 
 
 def _leaves(value: Any) -> Iterator[str]:

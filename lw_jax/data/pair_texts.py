@@ -14,6 +14,7 @@ from lw_jax.data.pairs import HUMAN, Preference, Text, Turn, shared
 from lw_jax.data.tokens import Tokenizer
 
 _OPENED = re.compile(r"<[^<>|]*>\s*\Z")
+_ROW = re.compile(r"(:\d+|\[\d+\])\Z")  # of a file
 _SHOWN = 60  # characters of a text in a message
 
 
@@ -44,7 +45,8 @@ class Writer:
         any_end = "|".join(map(re.escape, self.ends))
         self.tail = re.compile(rf"({any_end})(?:\s|{any_end})*\Z")  # the first end with nothing but ends behind it
         self.begin = str(tokenizer.backend.bos_token or "")
-        self.past, self.unread = 0, Counter[str]()  # pairs without earlier reasoning; keys that change nothing
+        self.past = 0  # pairs of which the template leaves out earlier reasoning
+        self.unread = Counter[tuple[str, str]]()  # file and key that changes nothing -> rows
 
     def write(self, pair: Preference) -> Written:
         """Returns the texts of a pair. Raises UserError naming its row where they do not fit the template."""
@@ -87,7 +89,7 @@ class Writer:
             self._check(pair, (opened[0] if opened else "") + reply, chat_templates.said(answer, name))
             read |= self._find_read(pair, turns + answer, prompt, whole)
             replies.append(self._finish(reply))
-        self.unread.update(_beside(pair) - read)
+        self.unread.update((_ROW.sub("", pair.id), key) for key in _beside(pair) - read)
         return Written(prompt, *replies)
 
     def _turns(self, text: Text, role: str) -> list[Turn]:

@@ -162,8 +162,8 @@ def encode(
     cuts = limits.truncation == "keep_end" or (limits.truncation == "keep_start" and limits.max_prompt)
     limit = None if cuts else max(limits.max_length, limits.max_prompt)
     split = _tokenize([writer.write(pair) for pair in preferences], tokenizer, limit)
-    for key, count in writer.unread.items():
-        _log.warning("%d of %d pairs have %r, which the chat template does not read", count, len(preferences), key)
+    for (file, key), count in writer.unread.items():
+        _log.warning("%s: not read by the chat template: %r (%d rows)", file, key, count)
     kept, counts = _settle(preferences, split, limits, tokenizer)
     counts["past"] = writer.past
     return Preferences(

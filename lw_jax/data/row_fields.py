@@ -48,13 +48,11 @@ class Fields(Generic[_T]):
     def counted(self, where: str) -> Iterator["Fields[_T]"]:
         """Gives the fields for one source; names at its end, once, what nobody reads of it."""
         own = dataclasses.replace(self, unread=Counter(), skipped=set())
-        try:
-            yield own
-        finally:
-            if own.unread:
-                shown = ", ".join(f"{column!r} ({count:,} rows)" for column, count in own.unread.most_common(_SHOWN))
-                more = len(own.unread) - _SHOWN
-                _warn_once(f"{where}: not read: {shown}" + (f" and {more:,} more" if more > 0 else ""))
+        yield own
+        if own.unread:
+            shown = ", ".join(f"{column!r} ({count:,} rows)" for column, count in own.unread.most_common(_SHOWN))
+            more = len(own.unread) - _SHOWN
+            _warn_once(f"{where}: not read: {shown}" + (f" and {more:,} more" if more > 0 else ""))
 
     def decode(self, line: bytes, where: str) -> _T:
         """Returns one row of JSON."""
@@ -76,8 +74,8 @@ class Fields(Generic[_T]):
                 continue
             if name in MEANING:
                 raise UserError(
-                    f"{where}: {name}={str(row[name])[:60]!r}: it changes what the row means, and is not read here; "
-                    f"write it into the fields that are, or leave it out: data.columns={name}:"
+                    f"{where}: {name}={str(row[name])[:60]!r}: it changes what the row means and is not read; move it "
+                    f"into {', '.join(names_of(self.kind))}, or leave it out: data.columns={name}:"
                 )
             self.unread[name] += 1
 
