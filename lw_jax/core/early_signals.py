@@ -15,14 +15,16 @@ INTERRUPTED = 130  # Ctrl-C, as shells report it
 def at_once() -> Iterator[None]:
     """Ends the process with REQUEUE on SIGTERM while it imports, loads models, makes readers or prepares data.
 
-    Unfinished files stay as after a kill and are made again. The training loop has its own handler
-    (`runtime.Preemption`).
+    Unfinished files stay as after a kill and are made again. Ctrl-C interrupts, even where a shell ignores it, as in
+    the training loop, which has its own handlers (`runtime.Preemption`).
     """
-    before = signal.signal(signal.SIGTERM, _end_at_once)
+    handlers = {signal.SIGTERM: _end_at_once, signal.SIGINT: signal.default_int_handler}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, signal.SIG_DFL if before is None else before)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def _end_at_once(_number: int, _frame: types.FrameType | None) -> NoReturn:

@@ -102,7 +102,7 @@ class Watch:
             listener = socket.create_server(("", step.port), family=family, dualstack_ipv6=dual, backlog=self.count)
         except OSError as error:
             rule = "another program has the port; JAX_COORDINATOR_PORT names another one, the same in all processes"
-            raise UserError(f"{step.address}: {error.strerror}: {rule}") from error
+            raise UserError(f"{step.address}: {os.strerror(error.errno or 0)}: {rule}") from error
         with listener:
             while len(found) < self.count - 1:
                 self.waits_for = f"{len(found) + 1} of {self.count} processes are at {step.address}"
@@ -150,10 +150,9 @@ class Watch:
         with contextlib.suppress(OSError):
             link.settimeout(seconds)
             _send(link, " ".join([*self._name(step), str(self.rank)]))
-            while said := _read_line(link):
-                if said == ["begin"]:
-                    return True
+            while (said := _read_line(link))[:1] == ["here"]:
                 self.waits_for = " ".join(said[1:])
+            return said == ["begin"]
         return False
 
     def _name(self, step: Step) -> list[str]:

@@ -40,9 +40,10 @@ def start_devices() -> None:
       UserError: JAX_PLATFORMS names what is not here. JAX itself raises an empty error or takes the next name.
     """
     for variable in ("JAX_PLATFORMS", "JAX_PLATFORM_NAME"):
-        for name in filter(None, (asked := jax.config.values[variable.lower()] or "").split(",")):
+        asked = jax.config.values[variable.lower()]
+        for name in asked.split(",") if asked else ():
             try:
-                jax.devices(name)
+                jax.devices(name or None)
             except (RuntimeError, AssertionError) as error:
                 why = str(error) or "no device or driver of it is on this machine"
                 rule = "leave it out to run on what is here, or set JAX_PLATFORMS=cpu"

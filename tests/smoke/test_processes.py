@@ -202,7 +202,7 @@ sys.exit(run.main(sys.argv[1:]))
 def test_first_process_chooses_placement_and_micro_batch_for_both(config_path, tmp_path, monkeypatch):
     (tmp_path / "run.py").write_text(OTHERWISE.format(project=str(PROJECT)), encoding="utf-8")
     argv = ["train", "--config", str(config_path), "--workdir", str(tmp_path / "w"), "--config.mesh.placement=auto"]
-    argv += ["--config.compute.remat=auto", "--config.mesh.memory_gb=0.005", "--config.train.micro_batch=0"]
+    argv += ["--config.compute.remat=auto", "--config.mesh.memory_gb=0.02", "--config.train.micro_batch=0"]
     monkeypatch.setattr(sys.modules[__name__], "PROJECT", tmp_path)
     with joined(*argv, folder=tmp_path, devices=1) as started:
         codes, said = finish(started, tmp_path)
@@ -232,6 +232,7 @@ def test_sigterm_saves_in_both_and_the_same_command_gives_the_curve_of_one_devic
         assert started[0].stdout is not None
         for line in started[0].stdout:
             if line.startswith("global batch"):  # before the first step: JAX looks once a second for the signal
+                time.sleep(0.5)  # to the loop, before which a process would end at once
                 for process in started:
                     process.send_signal(signal.SIGTERM)
                 break
