@@ -145,7 +145,7 @@ class _Phase:
         text = f"{self.what}: {self.done:,.0f} of {self.total:,.0f}{self.unit and ' '}{self.unit}"
         begun, first = self._first or (now, self.done)
         if first == self.done:
-            return text
+            return f"{text}, {duration(now - self._begun)} so far"
         left = (now - begun) / (self.done - first) * max(0.0, self.total - self.done)
         return f"{text}, left {duration(left)}"
 

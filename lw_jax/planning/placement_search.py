@@ -94,7 +94,9 @@ def choose(cfg: Config, hardware: Hardware, *, widths: Tree | None) -> list[Cand
     processes = hardware.target.hosts if hardware.target else 1  # stand-ins on a CPU are all of one process
     found, tried = [], list(strategies(cfg, readers, count, processes))
     what = "compiling the training step for" if hardware.compile else "estimating"
-    with phase(f"planning: {what} each placement of {count} devices", len(tried), "placements") as done:
+    with phase(
+        f"planning: {what} each placement of {count} device{'s' * (count > 1)}", len(tried), "placements"
+    ) as done:
         for strategy, data, model in done.track(tried):
             if strategy == "fsdp" and any(one.strategy == "fsdp" and one.placement for one in found):
                 continue  # on more devices

@@ -177,7 +177,7 @@ def test_phase_that_lasts_tells_done_total_and_time_left(hurried, capsys):
     out, err = capsys.readouterr()
     assert out == "", "results alone go to standard output"
     *lines, last = err.splitlines()
-    assert lines[0] == "reading texts: 0 of 4 batches"
+    assert lines[0] == "reading texts: 0 of 4 batches, 0s so far"
     assert any(re.fullmatch(r"reading texts: [23] of 4 batches, left 0s", line) for line in lines)
     assert last == "reading texts: done in 0s"
 
