@@ -19,7 +19,8 @@ from rich.table import Column
 from rich.text import Text
 
 REFRESHES_PER_SECOND = 4
-SECONDS = 10.0  # between two lines about a phase where there is no terminal; a shorter phase has none
+# Between two lines about a phase where there is no terminal; a shorter phase has none.
+SECONDS = float(os.environ.get("LW_JAX_PROGRESS_SECONDS") or 10)
 
 _T = TypeVar("_T")
 
