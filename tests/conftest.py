@@ -20,6 +20,7 @@ assert "jax" not in sys.modules, "JAX was imported before its settings"
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
+os.environ.setdefault("LW_JAX_PROGRESS_SECONDS", "1e6")  # standard error is the same however slow the machine is
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax-tests"))
 # XLA's older emitters compile a training step in a third of the time and compute the same sums. The limit of the
 # instructions makes compute.dtype=auto fp32 on every processor.

@@ -41,6 +41,8 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, out: Path | No
         run_folder.check_writable(folder, remedy="`eval` leaves its results there: name another folder with --out DIR")
     runtime.tell_device()
     wire = open_wire(cfg, workdir)
+    if jax.process_index() == 0:
+        print(f"{workdir}: checkpoint {wire.step}, read by {', '.join(cfg.llms)}", flush=True)
     found = evaluation.evaluate(wire)
     if jax.process_index() == 0:
         folder.mkdir(parents=True, exist_ok=True)

@@ -18,8 +18,10 @@ from rich.progress import BarColumn, Progress, ProgressColumn, Task, TaskProgres
 from rich.table import Column
 from rich.text import Text
 
+from lw_jax.core.errors import UserError
+
 REFRESHES_PER_SECOND = 4
-SECONDS = 10.0  # between two lines about a phase where there is no terminal; a shorter phase has none
+SECONDS = "LW_JAX_PROGRESS_SECONDS"  # between two lines about a phase where there is no terminal: 10 without it
 
 _T = TypeVar("_T")
 
@@ -92,7 +94,7 @@ class Live:
 
 @contextlib.contextmanager
 def phase(what: str, total: float = 0, unit: str = "", *, ends: bool = True) -> "Iterator[_Phase]":
-    """Tells on standard error how far a phase is: a bar on a terminal, else a line every `SECONDS`.
+    """Tells on standard error how far a phase is: a bar on a terminal, else a line every ten seconds (`SECONDS`).
 
     The innermost phase tells. What is yielded takes how much is done, as `advance(1)`; without a `total` the time that
     has passed is told; where `ends` also how long it was. Processes beside the first are silent.
@@ -123,6 +125,7 @@ class _Phase:
     def __init__(self, what: str, total: float, unit: str):
         self.what, self.total, self.unit, self.done = what, total, unit, 0.0
         self.ended, self._begun, self._told = threading.Event(), time.monotonic(), False
+        self._seconds = _seconds()
         self._first: tuple[float, float] | None = None  # when the first part, which compiles, was done, and its size
 
     def advance(self, count: float = 1) -> None:
@@ -145,13 +148,13 @@ class _Phase:
         text = f"{self.what}: {self.done:,.0f} of {self.total:,.0f}{self.unit and ' '}{self.unit}"
         begun, first = self._first or (now, self.done)
         if first == self.done:
-            return text
+            return f"{text}, {duration(now - self._begun)} so far"
         left = (now - begun) / (self.done - first) * max(0.0, self.total - self.done)
         return f"{text}, left {duration(left)}"
 
     def tell(self) -> None:
-        """Prints a line every SECONDS until the phase ends, where no view shows it."""
-        while not self.ended.wait(SECONDS):
+        """Prints a line every so many seconds until the phase ends, where no view shows it."""
+        while not self.ended.wait(self._seconds):
             if _view is None and _phases[-1:] == [self]:
                 self._told = True
                 print(self, file=sys.stderr, flush=True)
@@ -182,6 +185,17 @@ def _bar(one: _Phase) -> Iterator[None]:
         yield
     finally:
         view.end()
+
+
+def _seconds() -> float:
+    given = os.environ.get(SECONDS) or "10"
+    try:
+        found = float(given)
+    except ValueError:
+        found = 0.0
+    if not 0 < found <= threading.TIMEOUT_MAX:
+        raise UserError(f"{SECONDS}={given!r}: seconds between two lines of progress; set a number above 0, as 60")
+    return found
 
 
 def _moves(stream: object) -> bool:

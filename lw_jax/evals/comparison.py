@@ -169,7 +169,7 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
         parts.append(f"fewer_positions {figures['fewer_positions']:.2f}x")
     if "faster" in figures:
         parts.append(
-            f"first token {figures['faster']:.2f}x faster than from a text of {figures['timed_tokens']} tokens"
+            f"first token in {1 / figures['faster']:.2f}x the time of a text of {figures['timed_tokens']} tokens"
         )
     for key in ("normalised_f1", "recovered_nll", "gap_f1", "gap_nll", "adds_f1", "adds_nll", "follows"):
         against = f" of {figures['upper']}" if key in ("normalised_f1", "recovered_nll") and "upper" in figures else ""

@@ -47,7 +47,7 @@ def sweep(
     for number, size in enumerate(sizes, 1):
         found: dict[int, list[Record]] = {}
         sending = _send(bench, measured.encoded, indices, size, options=options, encoder=encoder)
-        what = f"measuring quality by message size, {number} of {len(sizes)} sizes of latents"
+        what = "measuring quality by message size" + (f", {number} of {len(sizes)} sizes" if len(sizes) > 1 else "")
         with phase(what, total, "batches") as done:
             groups = list(done.track(sending))
         for bits, record in control_rows.merge(groups):

@@ -97,7 +97,9 @@ def choose(cfg: Config, hardware: Hardware, *, widths: Tree | None) -> list[Cand
     hosts = target.hosts if target else len({device.process_index for device in hardware.devices})
     found, tried = [], list(strategies(cfg, readers, count, hosts))
     what = "compiling the training step for" if hardware.compile else "estimating"
-    with phase(f"planning: {what} each placement of {count} devices", len(tried), "placements") as done:
+    with phase(
+        f"planning: {what} each placement of {count} device{'s' * (count > 1)}", len(tried), "placements"
+    ) as done:
         for strategy, data, model in done.track(tried):
             if strategy == "fsdp" and any(one.strategy == "fsdp" and one.placement for one in found):
                 continue  # on more devices

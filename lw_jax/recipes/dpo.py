@@ -99,8 +99,10 @@ class DPO:
         placed = self.shardings().frozen[self.name]
         params = frozen_models.load(self.location, self.cfg, self.llm, placed, self.placement.platform)
         if self._reference is not None:
-            for data in (*self._train, *self._held_out):
-                self._reference.fill(data, params)
+            count = sum(self._reference.fill(data, params) for data in (*self._train, *self._held_out))
+            if count:
+                where = self._reference.store.folder
+                print(f"reference: {count:,} pairs scored by the frozen model; cached in {where}", flush=True)
         return {self.name: params}
 
     # --- data

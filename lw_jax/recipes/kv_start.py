@@ -85,11 +85,8 @@ def start(
             fitted = fit(sums)
         if len(chosen) >= HELD_OUT:
             keys, values = fitted.explained.mean(axis=0)
-            explained = f"{keys:.0%} of the variance of the reader's keys and {values:.0%} of its values'"
-            print(
-                f"{name}: adapter initialised from {len(chosen):,} texts; on held-out ones it gives {explained}",
-                flush=True,
-            )
+            given = f"the keys of unseen texts to {keys:.0%} and their values to {values:.0%} (share of variance)"
+            print(f"{name}: adapter initialised from {len(chosen):,} texts: untrained it gives {given}", flush=True)
         found[name] = align(params, fitted)
     return found
 

@@ -44,8 +44,8 @@ class Reference:
         # By identity of the pairs, which are held so that an id stays their own.
         self._keys_by_id: dict[int, tuple[tuple[preferences.Pair, ...], list[bytes]]] = {}
 
-    def fill(self, data: Preferences, params: Tree) -> None:
-        """Computes and stores the missing pairs with the frozen model."""
+    def fill(self, data: Preferences, params: Tree) -> int:
+        """Computes and stores the missing pairs with the frozen model; returns how many."""
         mesh = self.placement.readers[self.name].mesh
 
         def read(positions: list[int]) -> Batch:
@@ -53,9 +53,8 @@ class Reference:
             return {"reference": jax.device_get(self._score(params, place.put_eval(fields, mesh)))}
 
         size = place.round_up(self.cfg.eval.batch, self.placement.data)
-        count = self.store.fill(self._keys(data), read, batch=size, what="the reference model's log-probabilities")
-        if count:
-            print(f"reference: {count:,} pairs scored by the frozen model; cached in {self.store.folder}", flush=True)
+        what = "the reference model's log-probabilities"
+        return self.store.fill(self._keys(data), read, batch=size, what=what)
 
     def lookup(self, data: Preferences):
         """Returns positions -> {"reference": f32[b 2]}."""

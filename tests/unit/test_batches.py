@@ -318,6 +318,18 @@ def test_overlong_context_is_refused_by_name_length_limit_and_remedy(limits, mes
         batches.encode([CARDS[0], LONG, CARDS[2]], layout=layout(**limits), rows=("text",))
 
 
+def test_description_has_the_longest_examples_beside_the_configured_limits():
+    spec = layout(window=300, context_tokens=120)
+    encoded = batches.encode(CARDS[:3], layout=spec, rows=("text",))
+    first, *others = encoded.describe()
+    assert first.startswith("3 questions") and f" {max(len(e.context) for e in CARDS[:3])} of 300 " in first
+    longest = {name: max(len(ids) for ids in encoded.readers[name]["after"].ids) for name in ("a", "b")}
+    for line, (name, question) in zip(others, longest.items(), strict=True):
+        assert line.startswith(f"  {name}: ") and " of 120," in line
+        assert f"question {question} of {spec.data.question_tokens}," in line
+        assert line.endswith(f" of {spec.data.answer_tokens} tokens")
+
+
 def test_overlong_context_of_an_example_dropped_anyway_refuses_nothing():
     spec = layout(window=300)
     encoded = batches.encode([CARDS[0], dataclasses.replace(LONG, answers=("word " * 40,))], layout=spec)

@@ -246,7 +246,7 @@ def test_progress_is_told_while_a_long_source_is_packed(tmp_path, source, tiny, 
             time.sleep(0.02)
             return super().encode_arrays(texts)
 
-    monkeypatch.setattr(progress, "SECONDS", 0.01)
+    monkeypatch.setenv(progress.SECONDS, "0.01")
     pack(source, Slow(), root=tmp_path)
     lines = capsys.readouterr().err.splitlines()
     assert len(lines) > 3 and all(line.startswith(f"tokenising {source}: ") for line in lines)

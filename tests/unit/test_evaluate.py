@@ -92,7 +92,7 @@ def test_more_examples_than_a_run_validates_on_are_measured_and_the_time_left_is
     options = dataclasses.replace(recipe.cfg.eval, examples=20, batch=5, rows=("none",))
     more = copy.copy(recipe)  # its limit is 16
     more.cfg = dataclasses.replace(recipe.cfg, eval=options)
-    monkeypatch.setattr(progress, "SECONDS", 0.001)
+    monkeypatch.setenv(progress.SECONDS, "0.001")
     found = evaluation.measure(TrainedWire(more, wire.trainable, wire.frozen, wire.step))
     assert len(found.examples) == len({example.id for example in found.examples}) == 20
     assert len(found.records) == 2 * 20

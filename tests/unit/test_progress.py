@@ -12,6 +12,7 @@ import time
 import pytest
 
 from lw_jax.core import progress as live_module
+from lw_jax.core.errors import UserError
 from lw_jax.core.progress import Live
 
 FIELDS = {"loss": "loss 2.125", "pace": "0.42 s/step"}
@@ -167,7 +168,7 @@ def test_terminal_without_a_movable_cursor_gets_plain_lines(terminal, monkeypatc
 @pytest.fixture
 def hurried(monkeypatch):
     """Lines of phases come every hundredth of a second."""
-    monkeypatch.setattr(live_module, "SECONDS", 0.01)
+    monkeypatch.setenv(live_module.SECONDS, "0.01")
 
 
 def test_phase_that_lasts_tells_done_total_and_time_left(hurried, capsys):
@@ -177,7 +178,7 @@ def test_phase_that_lasts_tells_done_total_and_time_left(hurried, capsys):
     out, err = capsys.readouterr()
     assert out == "", "results alone go to standard output"
     *lines, last = err.splitlines()
-    assert lines[0] == "reading texts: 0 of 4 batches"
+    assert lines[0] == "reading texts: 0 of 4 batches, 0s so far"
     assert any(re.fullmatch(r"reading texts: [23] of 4 batches, left 0s", line) for line in lines)
     assert last == "reading texts: done in 0s"
 
@@ -235,3 +236,10 @@ def test_phase_within_a_run_is_a_second_bar_of_its_view(terminal, hurried):
     bar, *report = draw(terminal.sent)
     assert bar.startswith("step 11/60 ") and report[0] == "loss 2.125  0.42 s/step"
     assert not any("validation" in line for line in report)
+
+
+@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "1e99"])
+def test_seconds_that_are_no_time_are_refused(monkeypatch, given):
+    monkeypatch.setenv(live_module.SECONDS, given)
+    with pytest.raises(UserError, match=f"{live_module.SECONDS}='{given}'"), live_module.phase("reading texts"):
+        raise AssertionError

@@ -208,7 +208,7 @@ def test_library_that_fails_is_named_once_and_the_other_goes_on(libraries, tmp_p
     services.write(1, loss(1))
     libraries.down = {call: kind}
     (line,) = services.write(2, loss(2))
-    assert line.startswith(f"{name}: {call} is down: ") and "metrics.jsonl" in line and "\n" not in line
+    assert line.startswith(f"warning: {name}: {call} is down: ") and "metrics.jsonl" in line and "\n" not in line
     libraries.down = {}
     assert services.write(3, loss(3)) == services.close(0) == []
     steps = {one: [step for step, _ in rows] for one in BOTH for rows in libraries.rows[one].values()}
@@ -222,7 +222,7 @@ def test_failure_at_the_end_is_one_line(libraries, tmp_path):
     services = sinks.Services(make_config(*BOTH), tmp_path)
     libraries.down = {"finish": ConnectionResetError}
     (line,) = services.close(0)
-    assert line.startswith("wandb: finish is down") and libraries.ends == ["FINISHED"]
+    assert line.startswith("warning: wandb: finish is down") and libraries.ends == ["FINISHED"]
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_library_that_cannot_open_is_refused_first_and_left_out_of_a_resumed_run
     libraries.down = {call: kind}
     resumed = sinks.Services(cfg, tmp_path)
     (line,) = resumed.notices
-    assert line.startswith(f"{name}: {call} is down: ")
+    assert line.startswith(f"warning: {name}: {call} is down: ")
     resumed.write(1, loss(1))
     assert [step for one in BOTH if one != name for rows in libraries.rows[one].values() for step, _ in rows] == [1]
 
