@@ -129,9 +129,8 @@ class Watch:
         self._send("begin")
 
     def _reach_first(self, step: Step, until: float) -> None:
-        why = "not there yet"
+        self.waits_for = f"for process 0 at {step.address}"
         while (left := until - time.monotonic()) > 0:
-            self.waits_for = f"for process 0 at {step.address}: {why}"
             try:
                 link = socket.create_connection((step.host, step.port), timeout=min(left, NEWS))
             except OSError as error:
@@ -141,8 +140,10 @@ class Watch:
                     self._add(0, link)
                     return
                 link.close()
-                why = "what answers is not process 0 of this step"
-            time.sleep(0.5)
+                why = "what answered is not process 0 of this step, or has gone"
+            if time.monotonic() < until:
+                self.waits_for = f"for process 0 at {step.address}: {why}"
+                time.sleep(0.5)
         raise TimeoutError
 
     def _begins(self, link: socket.socket, step: Step, seconds: float) -> bool:

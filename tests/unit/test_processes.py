@@ -69,7 +69,7 @@ def three(monkeypatch) -> list[tuple[Watch, Ended]]:
     for thread in meeting[1:]:
         thread.start()
     time.sleep(0.2)
-    assert found[1][0].waits_for.startswith("for process 0 at localhost:"), found[1][0].waits_for
+    assert found[1][0].waits_for.startswith("for process 0 at localhost"), found[1][0].waits_for
     meeting[0].start()
     for thread in meeting:
         thread.join(30)
@@ -109,7 +109,7 @@ def test_stranger_at_the_port_is_no_process():
     meeting.start()
     other = dataclasses.replace(second, name="8.0")
     with pytest.raises(UserError, match="not process 0 of this step"):
-        Watch(1, 2, end=Ended()).meet(other, 1)
+        Watch(1, 2, end=Ended()).meet(other, 3)
     Watch(1, 2, end=Ended()).meet(second, 30)
     meeting.join(30)
     assert sorted(watch._links) == [1]
