@@ -284,21 +284,36 @@ def visit_attention(  # noqa: PLR0913  (as `forward`)
     *,
     mask: Bool[Array, "b t"],
     visit: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Tree],
+    cache: Cache | None = None,
     mode: Mode = Mode(),  # noqa: B008  (frozen)
-) -> Tree:
-    """Returns `visit(q [b t h e], k [b t k e], v [b t k e], attend [b 1 t t])` of every layer, stacked.
+) -> tuple[Tree, Cache | None]:
+    """Returns `visit(q [b t h e], k [b s k e], v [b s k e], attend [b 1 t s])` of every layer, stacked, and the cache.
 
-    q and k are turned at their positions; `attend` marks the keys that a query sees.
+    q and k are turned at their positions; `attend` marks the keys that a query sees. With a cache x continues it, and
+    its slots are the keys.
     """
-    shared = _share(cfg, mask, _find_past(mask)[0], mode)
+    past, cache = _find_past(mask, cache)
+    shared = _share(cfg, mask, past, mode)
 
-    def body(x: jax.Array, weights: Tree) -> tuple[jax.Array, Tree]:
+    def body(carry: tuple[jax.Array, Tree], inputs: tuple[Tree, jax.Array]) -> tuple[Tree, Tree]:
+        x, kv = carry
+        weights, number = inputs
         h = _normalise(cfg, x, weights, "attn_norm")
         q = rotary.rotate(projections.apply(h, from_bits(weights), "q", shared.factors), shared.cos, shared.sin)
-        x, (k, v) = _layer(cfg, shared, mode.constrain(x), weights, ())
-        return x, visit(q, k, v, shared.attend)
+        layer_cache = () if kv is None else _LayerCache(kv[0], kv[1], number)
+        x, own = _layer(cfg, shared, mode.constrain(x), weights, layer_cache)
+        if kv is None:
+            return (x, None), visit(q, *own, shared.attend)
+        k, v = (jax.lax.dynamic_index_in_dim(one, number, 0, False) for one in own)
+        return (x, own), visit(q, k, v, shared.attend)
 
-    return jax.lax.scan(body, x, params["layers"])[1]
+    numbers = jnp.arange(cfg.layers, dtype=jnp.int32)
+    kv = None if cache is None else (cache.k, cache.v)
+    (_, kv), found = jax.lax.scan(body, (x, kv), (params["layers"], numbers))
+    if cache is not None:
+        assert kv is not None, "a cache was given"
+        cache = Cache(kv[0], kv[1], cache.valid, cache.used + x.shape[1])
+    return found, cache
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:

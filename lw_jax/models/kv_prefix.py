@@ -24,7 +24,7 @@ def open_cache(  # noqa: PLR0913  (as `decoder.forward`)
     """Returns a cache of `size` positions that begins with a shared prefix, read once, and each row's own prefix."""
     decoder.check_length(cfg, size)
     _, rows, length, *_ = prefix.k.shape
-    cache = _read_once(params, cfg, (rows, size), shared_prefix, prefix.k.dtype, mode)
+    cache = read_once(params, cfg, (rows, size), shared_prefix, prefix.k.dtype, mode)
     start = 0 if shared_prefix is None else shared_prefix.x.shape[1]
     seen = cache.valid.sum(axis=1, keepdims=True, dtype=jnp.int32)
     return Cache(
@@ -60,7 +60,7 @@ def take(  # noqa: PLR0913  (as `decoder.forward`)
     """Returns the decoder's own keys, their rotation removed, and values of x behind a shared prefix."""
     rows, length, _ = x.shape
     start = 0 if shared_prefix is None else shared_prefix.x.shape[1]
-    cache = _read_once(params, cfg, (rows, start + length), shared_prefix, x.dtype, mode)
+    cache = read_once(params, cfg, (rows, start + length), shared_prefix, x.dtype, mode)
     found = decoder.forward(params, cfg, x, mask=mask, cache=cache, mode=mode).cache
     assert found is not None, "a cache was given"
     return of_cache(cfg, found, mask=mask, start=start)
@@ -76,11 +76,11 @@ def of_cache(cfg: DecoderConfig, cache: Cache, *, mask: Bool[Array, "b t"], star
         positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling
     )
     power = cos * cos + sin * sin  # 1 but for LongRope's gain
-    keys = jax.vmap(lambda k: rotary.rotate(k, cos / power, -sin / power))(cache.k[:, :, start:])
-    return KVPrefix(keys, cache.v[:, :, start:], mask)
+    k, v = (one[:, :, start : start + mask.shape[1]] for one in (cache.k, cache.v))
+    return KVPrefix(jax.vmap(lambda k: rotary.rotate(k, cos / power, -sin / power))(k), v, mask)
 
 
-def _read_once(  # noqa: PLR0913
+def read_once(  # noqa: PLR0913
     params: Tree, cfg: DecoderConfig, shape: tuple[int, int], shared: SharedPrefix | None, dtype: Any, mode: Mode
 ) -> Cache:
     """Returns a cache of (rows, positions) that begins in every row with a shared prefix, computed in one."""
