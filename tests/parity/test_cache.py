@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax.models import cache_choice, cache_code, decoder
+from lw_jax.models import cache_choice, cache_code, decoder, kv_prefix
 from tests.parity.test_decoder import make_pair
 
 torch = pytest.importorskip("torch", reason="parity needs torch: pip install -r requirements-dev.txt")
@@ -15,7 +15,9 @@ SAME = 1e-5  # relative to the largest, fp32: sums in another order
 FITTED = 3e-4  # the same against fp64: the equations magnify the rounding of the shares a hundredfold
 
 OPENING, AGAIN = (3, 5, 7), (11, 13)
+ASKED = (17, 19, 2, 41)
 LENGTHS = (13, 8, 11)
+TEXT = slice(len(OPENING), len(OPENING) + LENGTHS[0])
 IDS = np.random.default_rng(0).integers(20, 101, (3, 13)).astype(np.int32)
 # The second row is padded on the left, the third on the right.
 MASK = np.stack([np.ones(13, bool), np.arange(13) >= 5, np.arange(13) < 11])
@@ -26,7 +28,7 @@ class Oracle:
     """A reader in PyTorch whose keys, values and attention can be taken."""
 
     def __init__(self, model):
-        self.model, self.weights, self.found = model, [], {}
+        self.model, self.weights, self.found, self.bias = model, [], {}, None
         config = model.config
         self.layers, self.heads = config.num_hidden_layers, config.num_key_value_heads
         self.size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
@@ -43,6 +45,8 @@ class Oracle:
         scores = scores.masked_fill(
             ~torch.ones(queries, k.shape[2], dtype=torch.bool).tril(k.shape[2] - queries), -torch.inf
         )
+        if self.bias is not None:  # of the asked tokens' scores of the text's keys
+            scores[..., -len(ASKED) :, TEXT] += self.bias[module.layer_idx].T[None, :, None, None]
         shares = scores.softmax(-1)
         self.weights.append(shares[0])
         out = torch.einsum("bhgqk,bhkd->bhgqd", shares, v)
@@ -56,6 +60,14 @@ class Oracle:
         k, v = (torch.stack([self.found[name, i][0, text] for i in range(self.layers)]) for name in "kv")
         k, v = (one.view(self.layers, n, self.heads, -1) for one in (k, v))
         return k, v, torch.stack([one[..., -n:, text] for one in self.weights])
+
+    @torch.no_grad()
+    def ask(self, ids, bias):
+        """Logits at the asked tokens behind a text of which each head sees keys of its own, bias [l n k]."""
+        self.bias = torch.tensor(np.asarray(bias))
+        found = self.model(input_ids=torch.tensor([[*OPENING, *ids, *ASKED]])).logits[0, -len(ASKED) :]
+        self.bias = None
+        return found
 
 
 def fitted(shares, values, kept, ridge=1e-3, heard=None, around=None):
@@ -104,15 +116,17 @@ def both(pair):
     return pair[1], read(pair, IDS, MASK, block=5), theirs
 
 
+def embedded(params, ids):
+    return decoder.SharedPrefix(decoder.embed(params, jnp.asarray([ids])), jnp.ones((1, len(ids)), bool))
+
+
 def read(pair, ids, mask, *, block):
     _, cfg, params = pair
 
-    def prefix(ids):
-        return decoder.SharedPrefix(decoder.embed(params, jnp.asarray([ids])), jnp.ones((1, len(ids)), bool))
-
     @jax.jit
     def run(ids, mask):
-        given = {"again": prefix(AGAIN), "shared_prefix": prefix(OPENING), "keep_queries": True, "block": block}
+        given = {"again": embedded(params, AGAIN), "shared_prefix": embedded(params, OPENING)}
+        given |= {"keep_queries": True, "block": block}
         return cache_choice.read_twice(params, cfg, decoder.embed(params, ids), mask=mask, **given)
 
     return run(jnp.asarray(ids), jnp.asarray(mask))
@@ -265,3 +279,39 @@ def test_all_numbers_of_a_token_are_its_keys_and_values(both):
     other = cache_code.read(even, cache_code.write(even, ours.text))
     assert np.isfinite(k).all()
     assert np.square(v - ours.text.v)[:, MASK].mean() < np.square(other[1] - ours.text.v)[:, MASK].mean()
+
+
+def answer(pair, prefix):
+    """Logits at the asked tokens of the first row behind its prefix."""
+    _, cfg, params = pair
+    x, given = embedded(params, ASKED), {"shared_prefix": embedded(params, OPENING), "kv_prefix": prefix}
+    return decoder.logits(params, decoder.forward(params, cfg, x.x, mask=x.mask, **given).hidden)[0]
+
+
+def first_row(text):
+    return decoder.KVPrefix(text.k[:, :1], text.v[:, :1], text.mask[:1])
+
+
+def test_a_text_written_in_full_is_the_text(pair, both):
+    cfg, ours, _ = both
+    size = 2 * cfg.layers * cfg.kv_heads * cfg.head_dim
+    y = cache_code.states(ours.text.k, ours.text.v)
+    real = jnp.asarray(MASK)
+    shape = (cfg.layers, cfg.kv_heads, cfg.head_dim)
+    code = cache_code.fit_code(lambda: zip(y, real, strict=True), shape, size)
+    k, v = cache_code.read(code, cache_code.write(code, first_row(ours.text)))
+    wanted = Oracle(pair[0]).ask(IDS[0].tolist(), np.zeros((cfg.layers, LENGTHS[0], cfg.kv_heads), np.float32))
+    for prefix in (first_row(ours.text), first_row(ours.text)._replace(k=k, v=v)):
+        close(answer(pair, prefix), wanted)
+
+
+def test_each_head_attends_to_the_keys_it_kept_with_their_biases(pair, both):
+    cfg, ours, _ = both
+    rng = np.random.default_rng(3)
+    kept = rng.random((cfg.layers, 1, LENGTHS[0], cfg.kv_heads)) < 0.4
+    kept[1, :, :, 0] = False
+    bias = rng.normal(size=kept.shape).astype(np.float32)
+    prefix = kv_prefix.choose(first_row(ours.text), jnp.asarray(kept), jnp.asarray(bias))
+    wanted = Oracle(pair[0]).ask(IDS[0].tolist(), np.where(kept, bias, -np.inf)[:, 0])
+    close(answer(pair, prefix), wanted)
+    assert np.abs(np.asarray(wanted) - np.asarray(answer(pair, first_row(ours.text)))).max() > 0.1
