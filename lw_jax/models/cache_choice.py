@@ -41,6 +41,7 @@ class Reading(NamedTuple):
 
     text: KVPrefix
     scores: Float[Array, "l b t k"]  # the largest share of attention that a repeating query pays to a key
+    power: Float[Array, "l b t k"]  # the squared shares, summed over all queries
     queries: Queries | None
 
 
@@ -85,19 +86,20 @@ def read_twice(  # noqa: PLR0913  (as `decoder.forward`)
     cache, _ = read(cache, (decoder.repeat(again.x, rows), decoder.repeat(again.mask, rows)))
 
     def repeat(carry: tuple, piece: tuple[jax.Array, jax.Array]) -> tuple[tuple, tuple | None]:
-        cache, best = carry
+        cache, best, power = carry
         x, mask = piece
         visit = functools.partial(_visit, slice(start, start + length), mask, mode.factors)
-        (score, *asked), cache = decoder.visit_attention(params, cfg, x, mask=mask, visit=visit, cache=cache, mode=mode)
-        return (cache, jnp.maximum(best, score)), tuple(asked) if keep_queries else None
+        (own, *asked), cache = decoder.visit_attention(params, cfg, x, mask=mask, visit=visit, cache=cache, mode=mode)
+        carry = (cache, jnp.maximum(best, own[0]), power + own[1])
+        return carry, tuple(asked) if keep_queries else None
 
-    best = jnp.zeros((cfg.layers, rows, length, cfg.kv_heads))
-    (_, best), asked = jax.lax.scan(repeat, (cache, best), pieces)
+    none = jnp.zeros((cfg.layers, rows, length, cfg.kv_heads))
+    (_, best, power), asked = jax.lax.scan(repeat, (cache, none, none), pieces)
     if asked is None:
-        return Reading(text, best, None)
+        return Reading(text, best, power, None)
     # [n l b block ...] -> [l b t ...]
     whole = (jnp.moveaxis(one, 0, 2).reshape(*one.shape[1:3], -1, *one.shape[4:])[:, :, :length] for one in asked)
-    return Reading(text, best, Queries(*whole))
+    return Reading(text, best, power, Queries(*whole))
 
 
 def _visit(  # noqa: PLR0913
@@ -108,14 +110,17 @@ def _visit(  # noqa: PLR0913
     k: Float[Array, "b s k e"],
     v: Float[Array, "b s k e"],
     attend: Bool[Array, "b 1 q s"],
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns the largest share of attention to each key of a text [b t k], the queries and their totals [b q h]."""
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+    """Returns of each key of a text [b t k] the largest share of attention and the sum of their squares, the queries
+    and their totals [b q h].
+    """
     del v
     scores = multiply("bkgqe,bske->bkgqs", by_head(q, k.shape[2]), k, factors=factors or q.dtype) * q.shape[-1] ** -0.5
     scores = jnp.where(attend[:, :, None], scores, _LEAST)
     total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     shares = jnp.where(asks[:, None, None, :, None], jnp.exp(scores[..., slots] - total), 0.0)
-    return shares.max(axis=(2, 3)).swapaxes(1, 2), q, total.transpose(0, 3, 1, 2, 4).reshape(q.shape[:3])
+    own = shares.max(axis=(2, 3)).swapaxes(1, 2), jnp.square(shares).sum(axis=(2, 3)).swapaxes(1, 2)
+    return own, q, total.transpose(0, 3, 1, 2, 4).reshape(q.shape[:3])
 
 
 def table_of(scores: Float[np.ndarray, "n l k"], share: float) -> Float[np.ndarray, "l k"]:

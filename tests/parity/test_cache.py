@@ -148,7 +148,8 @@ def test_keys_values_and_what_they_are_worth(both):
         close(ours.text.k[:, row, MASK[row]], k)
         close(ours.text.v[:, row, MASK[row]], v)
         close(ours.scores[:, row, MASK[row]], scores_of(shares))
-        assert not np.asarray(ours.scores)[:, row, ~MASK[row]].any()
+        close(ours.power[:, row, MASK[row]], shares.square().sum((2, 3)).permute(0, 2, 1))
+        assert not np.asarray(ours.scores + ours.power)[:, row, ~MASK[row]].any()
 
 
 @pytest.mark.parametrize("pair", ["qwen2 biased"], indirect=True)
@@ -156,8 +157,8 @@ def test_pieces_of_queries_and_padding_change_no_number(pair):
     whole = read(pair, IDS, MASK, block=256)
     for row, mask in enumerate(MASK):
         alone = read(pair, IDS[row : row + 1, mask], np.ones((1, LENGTHS[row]), bool), block=3)
-        close(alone.scores[:, 0], whole.scores[:, row, mask])
-        for found, wanted in zip((*alone.text[:2], *alone.queries), (*whole.text[:2], *whole.queries), strict=True):
+        pairs = zip((*alone.text[:2], *alone[1:3], *alone[3]), (*whole.text[:2], *whole[1:3], *whole[3]), strict=True)
+        for found, wanted in pairs:
             close(found[:, 0], wanted[:, row, mask])
 
 
