@@ -18,6 +18,8 @@ from lw_jax.recipes import selfmade
 from lw_jax.training import hardware_record, preflight, run_folder, sinks
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.trainer import Run
+from sharding import place
+from sharding.placement import Placement
 
 KEEP = 2  # newest checkpoints, beside the best by validation
 
@@ -61,12 +63,14 @@ def _print_lines(lines: Iterable[object]) -> None:
 
 def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
     selfmade.make_readers(cfg)
-    cfg, placement = planner.settle(cfg)
+    cfg, placement = planner.settle(cfg, reading=not cfg.train.steps)
     first = jax.process_index() == 0
     if first:
         print(f"{runtime.device_line()}\nprecision {planner.precision(cfg)}\n{placement.describe()}", flush=True)
         card = gpus.of_device(jax.local_devices()[0])
         hardware_record.write(workdir, cfg, placement, card=card.name if card else "")
+    if not cfg.train.steps:
+        return _start(cfg, placement, workdir)
     recipe = recipes.make(cfg, placement)
     findings = preflight.inspect(cfg, recipe)
     preflight.refuse(findings)
@@ -78,3 +82,15 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
         training.prepare()  # until here a signal ends the process at once (`early_signals`): there is nothing to save
         with runtime.Preemption() as preemption:
             return training.train(preemption.requested)
+
+
+def _start(cfg: Config, placement: Placement, workdir: Path) -> int:
+    """Saves the start of a run without steps as its only checkpoint, unless the folder has it."""
+    recipe = recipes.make_whole(cfg, placement)
+    identity = recipes.identity(recipe, cfg)
+    with Checkpointer(workdir / "checkpoints", keep=KEEP, identity=identity) as checkpointer:
+        wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
+        if checkpointer.restore({"trainable": wanted}) is None:
+            checkpointer.save(0, {"trainable": recipe.build().trainable}, data={}, wait=True)
+    print(f"{workdir}: finished, nothing is trained; python run.py eval --workdir {workdir} measures it", flush=True)
+    return 0

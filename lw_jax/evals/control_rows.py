@@ -127,7 +127,7 @@ def measure(
     if changed and swaps is not None and swaps.origins:
         own = list(range(len(swaps.origins)))
         sent = _encode(bench, swaps.encoded, own, kinds=set(), batch=options.batch, seed=seed)
-        texts = _number_texts(encoded)
+        texts = number_texts(encoded)
         for record in _read(bench, swaps.encoded, own, rows=changed, latents=sent, options=options, report=report):
             position = record["index"]
             index, new, old = swaps.origins[position], record["answers"][0], swaps.replaced[position]
@@ -159,7 +159,7 @@ def _read(  # noqa: PLR0913
 ) -> list[Record]:
     """Returns the records of all processes, in the order of one process: batch by batch, reader by reader."""
     groups: list[list[Record]] = []  # of each batch, reader and row
-    texts = _number_texts(encoded)
+    texts = number_texts(encoded)
     total = -(-len(indices) // options.batch) * len(encoded.readers)
     for host in batches_of(encoded, indices, options.batch, share=processes.share()):
         batch, valid, at = host["index"].tolist(), host["valid"], host["position"]
@@ -189,7 +189,7 @@ def _read(  # noqa: PLR0913
     return merge(groups)
 
 
-def _number_texts(encoded: Encoded) -> list[int]:
+def number_texts(encoded: Encoded) -> list[int]:
     """Returns each example's text: the index of the first example about it."""
     first: dict[str, int] = {}
     return [first.setdefault(example.context, index) for index, example in enumerate(encoded.examples)]

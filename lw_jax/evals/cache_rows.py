@@ -1,0 +1,136 @@
+"""Evaluation rows of a wire of kind "cache": the text, its message at several ratios, another text's, and nothing."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+
+from lw_jax.core.eval_rows import ROWS
+from lw_jax.core.types import Tree
+from lw_jax.data import batches, prompt_tokens
+from lw_jax.data.batches import Encoded, other_examples
+from lw_jax.data.loader import batches_of
+from lw_jax.data.prompt_tokens import Layout
+from lw_jax.evals import answers, cache_functions
+from lw_jax.evals.cache_functions import CacheFunctions
+from lw_jax.evals.comparison import Record
+from lw_jax.evals.control_rows import ANSWER, judge, number_texts
+
+REPEAT = "Repeat the text above word for word."  # asked in a question's place, before the text is read again
+TEXTS = {"own": "own", "other": "other"}  # kind of a row's message -> the field of its text
+FIELDS = ("text", "none", "context")  # prompts that the rows are made of
+
+
+def attach(encoded: Encoded, layout: Layout) -> Encoded:
+    """Returns the data set, encoded with FIELDS, with each example's text and another one's, and what asks for it."""
+    others, readers = other_examples(encoded.examples), {}
+    for name, fields in encoded.readers.items():
+        before, context = fields["before"], fields["context"]
+        own = [ids[len(start) :] for ids, start in zip(context.ids, before.ids, strict=True)]
+        again = ask_again(name, layout)
+        made = {
+            "own": own,
+            "other": [own[other] for other in others],
+            "again": [again] * len(own),
+        }
+        rest = {key: field for key, field in fields.items() if key != "context"}
+        readers[name] = rest | {key: batches.field(ids, before.pad, left=False) for key, ids in made.items()}
+    return dataclasses.replace(encoded, readers=readers)
+
+
+def ask_again(name: str, layout: Layout) -> np.ndarray:
+    """Returns the ids that ask a reader, behind a text, for its repetition."""
+    reader = layout.readers[name]
+    frame = prompt_tokens.make_frame(name, reader, layout.prompt)
+    return prompt_tokens.tokenize(reader.tokenizer, [frame.after(REPEAT) + frame.gap])[0]
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheBench:
+    """A wire's functions and weights."""
+
+    functions: CacheFunctions
+    codes: Mapping[str, Tree]  # reader's name -> its part of the tree, on its mesh
+    frozen: Tree
+    ratio: int  # of the rows that name none
+    decode: Mapping[str, Callable[[Sequence[int]], str]]  # reader's name -> ids to text
+    place: Callable[[Tree, str], Tree]  # (rows on the host, reader's name) -> device batch
+    fetch: Callable[[Tree, str], Tree] = lambda tree, name: jax.device_get(tree)
+
+    def prompts(self, fields: Mapping[str, Any], name: str, rows: Sequence[str]) -> dict[str, tuple[Any, np.ndarray]]:
+        """Returns each row's prompt, and the positions that its message takes on the average of layers and heads."""
+        params, code, functions = self.frozen[name], self.codes[name], self.functions
+        fitted, before = bool(code["fitted"]), fields["before"]["mask"]
+        readings, found, made = {}, {}, {}
+        for row in rows:
+            kind = ROWS[row].latents
+            if not kind:
+                prompt = functions.prompt_from_text(params, fields[ROWS[row].fields[0]])
+                found[row] = prompt, np.zeros(0)
+                continue
+            ratio, text = ROWS[row].ratio or self.ratio, fields[TEXTS[kind]]
+            if kind not in readings:
+                own = {"own": text, "before": fields["before"], "again": fields["again"]}
+                readings[kind] = functions.read_twice(params, own, name, fitted)
+            if (kind, ratio) not in made:
+                count = cache_functions.count_kept(code, np.asarray(text["mask"]).sum(axis=1), ratio)
+                sent = functions.encode(code, readings[kind], before, count, name, fitted and ratio > 1)
+                prompt = functions.prompt_from_cache(params, code, fields, sent, text["mask"], name)
+                made[kind, ratio] = prompt, count.mean(axis=(0, 2))
+            found[row] = made[kind, ratio]
+        return found
+
+
+def measure(  # noqa: PLR0913
+    bench: CacheBench,
+    encoded: Encoded,
+    indices: Sequence[int],
+    *,
+    rows: Sequence[str],
+    batch: int,
+    max_new_tokens: int = 0,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Record]:
+    """Returns every reader's records of `rows`; with no new tokens the scores of the reference answers alone.
+
+    Args:
+        bench: the wire.
+        encoded: of `attach`.
+        indices: examples that are measured.
+        rows: of `core.eval_rows.KNOWN_TO_CACHE`.
+        batch: examples at once.
+        max_new_tokens: of an answer; 0: none is generated.
+        report: called with the number of batches that are measured, and of all of them.
+    """
+    records: list[Record] = []
+    texts, total = number_texts(encoded), -(-len(indices) // batch)
+    for number, host in enumerate(batches_of(encoded, indices, batch), 1):
+        real = [(at, index) for at, index in enumerate(host["index"].tolist()) if host["valid"][at]]
+        for name, host_fields in host["readers"].items():
+            fields = bench.place(host_fields, name)
+            for row, (prompt, positions) in bench.prompts(fields, name, rows).items():
+                scores, told = _score(bench, fields, name, prompt, max_new_tokens)
+                for at, index in real:
+                    held = float(positions[at]) if len(positions) else _text_positions(encoded, name, row, index)
+                    one = {"reader": name, "row": row, "index": index, "text": texts[index], "positions": held}
+                    one |= judge(encoded.examples[index], told[at]) if told else {}
+                    records.append(one | {key: float(value[at]) for key, value in scores.items()})
+        report(number, total)
+    return records
+
+
+def _score(
+    bench: CacheBench, fields: Mapping[str, Any], name: str, prompt: Any, max_new_tokens: int
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    answer, params = {key: fields[key] for key in ANSWER}, bench.frozen[name]
+    if not max_new_tokens:
+        return bench.fetch(bench.functions.score(params, prompt, answer, name), name), []
+    ids, scores = bench.fetch(bench.functions.answer(params, prompt, answer, name, max_new_tokens), name)
+    texts = [bench.decode[name]([int(token) for token in row if token >= 0]) for row in ids]
+    return scores, [answers.first_line(text) for text in texts]
+
+
+def _text_positions(encoded: Encoded, name: str, row: str, index: int) -> float:
+    return float(encoded.context_tokens[name][ROWS[row].fields[0]][index])

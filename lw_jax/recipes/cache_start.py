@@ -1,0 +1,222 @@
+"""Start of a wire of kind "cache": each reader's basis, tables and step, in closed form from training texts.
+
+Seven of eight texts are read twice: what their keys are worth gives the tables, their keys and values the basis. The
+eighth are held out: on them the step of the numbers is found, and whether values and biases are fitted, which serves
+one reader and hurts another (docs/messages.md).
+"""
+
+import dataclasses
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from lw_jax.core.types import Example, Tree
+from lw_jax.data import batches, prompt_tokens
+from lw_jax.data.batches import Encoded
+from lw_jax.data.examples import spread
+from lw_jax.evals import cache_functions, cache_rows
+from lw_jax.evals.cache_functions import CacheFunctions
+from lw_jax.evals.comparison import Record
+from lw_jax.models import cache_choice, cache_code, cache_message
+from lw_jax.models.cache_code import Code
+from lw_jax.training.metrics import Clock, duration
+from sharding import place
+
+if TYPE_CHECKING:
+    from lw_jax.recipes.cache_wire import CacheWire
+
+HELD_OUT = 8  # one of so many texts
+MOST_HELD_OUT = 64
+ROWS = 4  # texts read at once
+CHUNK = 1024  # tokens whose states are in memory at once
+WEIGHED = 0.25  # power of a layer's share of the table at a quarter, which weighs its states
+SECONDS_BETWEEN_LINES = 15
+SHOWN = ("all", "half", "quarter", "eighth", "shuffled", "none", "text")
+
+
+def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
+    """Returns every reader's code."""
+    train, held = _divide(recipe.examples("train"), recipe.cfg.encoder.texts)
+    encoded = recipe.encode(held)
+    functions = CacheFunctions(recipe.wire, recipe.placement)
+    found = {}
+    for name in recipe.wire.readers:
+        begun = time.monotonic()
+        code, tokens = _fit(recipe, functions, frozen[name], name, [one.context for one in train])
+        alone = dataclasses.replace(encoded, readers={name: encoded.readers[name]})
+        code = _settle(recipe, functions, frozen, name, code, alone)
+        found[name] = code
+        records = _measure(recipe, functions, frozen, {name: code}, alone, SHOWN)
+        seconds = duration(time.monotonic() - begun)
+        told = ", ".join(f"{row} {_nll(records, row):.3f}" for row in SHOWN)
+        way = "values and biases fitted" if code["fitted"] else "exact values"
+        print(f"{name}: {tokens:,} tokens of {len(train)} texts, {way}, {seconds}", flush=True)
+        print(f"{name}: nats a token of the answers to {len(alone)} held-out texts: {told}", flush=True)
+    return found
+
+
+def _divide(found: Sequence[Example], count: int) -> tuple[list[Example], list[Example]]:
+    """Returns one question of each text that is read: those to fit, and those held out."""
+    texts = list({one.context: one for one in reversed(found)}.values())[::-1]
+    chosen = [texts[index] for index in spread(len(texts), count)]
+    held = chosen[HELD_OUT - 1 :: HELD_OUT][:MOST_HELD_OUT] or chosen[-1:]
+    own = {one.context for one in held}
+    return [one for one in chosen if one.context not in own] or held, held
+
+
+class _States:
+    """Keys and values of all tokens, on disk: they are read again and again, and no memory holds those of 8B."""
+
+    def __init__(self, width: int):
+        self.width, self.count = width, 0
+        self._file = tempfile.TemporaryFile()  # noqa: SIM115  (as long as this object)
+
+    def add(self, y: np.ndarray) -> None:
+        """Appends rows [r n] in bf16."""
+        self._file.write(np.ascontiguousarray(y).tobytes())
+        self.count += len(y)
+
+    def chunks(self) -> Iterator[tuple[jax.Array, jax.Array]]:
+        """Yields rows and which of them are real."""
+        self._file.flush()
+        stored = np.memmap(self._file, jnp.bfloat16, "r", shape=(self.count, self.width))
+        for first in range(0, self.count, CHUNK):
+            part = stored[first : first + CHUNK]
+            filled = np.pad(part, ((0, CHUNK - len(part)), (0, 0)))
+            yield jnp.asarray(filled), jnp.arange(CHUNK) < len(part)
+
+
+def _fit(
+    recipe: "CacheWire", functions: CacheFunctions, params: Tree, name: str, texts: list[str]
+) -> tuple[dict[str, Any], int]:
+    """Returns a reader's basis and tables from its own keys and values of texts, and how many tokens they have."""
+    config = recipe.wire.readers[name].config
+    states = _States(2 * config.layers * config.kv_heads * config.head_dim)
+    scores = []
+    for y, worth in _read(recipe, functions, params, name, texts):
+        states.add(y)
+        scores.append(worth)
+    together = np.concatenate(scores)
+    tables = np.stack(
+        [cache_choice.table_of(together, 1 / ratio) for ratio in range(1, cache_message.RATIOS + 1)]
+    ).astype(np.float32)
+    layers = tables[3].mean(axis=1) ** WEIGHED
+    shape = (config.layers, config.kv_heads, config.head_dim)
+    width = min(recipe.cfg.encoder.width, states.width)
+    code = cache_code.fit_code(states.chunks, shape, width, weights=jnp.stack([jnp.asarray(layers)] * 2))
+    variance = _variance(code, states)
+    found = {**code._asdict(), "variance": variance, "tables": jnp.asarray(tables)}
+    return found | {"step": jnp.float32(1.0), "fitted": jnp.float32(0.0)}, states.count
+
+
+def _read(
+    recipe: "CacheWire", functions: CacheFunctions, params: Tree, name: str, texts: list[str]
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yields of each text the states bf16[t n] of its tokens and what their keys are worth f32[t l k]."""
+    layout, mesh = recipe.layout, functions.mesh_of(name)
+    pad = layout.readers[name].tokenizer.pad
+    before = prompt_tokens.shared_prefix(name, layout.readers[name], layout.prompt)
+    again = cache_rows.ask_again(name, layout)
+    longest = (recipe.wire.readers[name].config.max_positions - len(before) - len(again)) // 2
+    limit = min(longest, recipe.cfg.data.context_tokens)
+    ids = [one[:limit] for one in prompt_tokens.tokenize(layout.readers[name].tokenizer, texts, limit=limit)]
+    ids.sort(key=len)  # batches of texts alike in length have little padding
+    around = {
+        key: batches.field([one], pad, left=False).collate([0]) for key, one in (("before", before), ("again", again))
+    }
+    around = place.replicate(around, mesh)
+    rows = place.round_up(ROWS, mesh.shape["data"])
+    clock, said = Clock(0, len(ids)), 0.0
+    for first in range(0, len(ids), rows):
+        part = ids[first : first + rows]
+        width = -(-max(map(len, part)) // 32) * 32
+        field = batches.Field(part, width, pad, left=False)
+        own = place.rows(field.collate([min(i, len(part) - 1) for i in range(rows)]), mesh)
+        reading = functions.read_twice(params, {"own": own} | around, name, False)
+        y, worth = jax.device_get((_states(reading.text.k, reading.text.v), reading.scores))
+        for row, one in enumerate(part):
+            yield y[row, : len(one)], np.moveaxis(worth[:, row, : len(one)], 1, 0)
+        if not first:
+            clock = Clock(rows, len(ids))  # the first one compiled
+        elif time.monotonic() - said > SECONDS_BETWEEN_LINES:
+            said = time.monotonic()
+            left = duration(clock.lap(first + len(part))[1])
+            print(f"{name}: {first + len(part)} of {len(ids)} texts read, left {left}", flush=True)
+
+
+@jax.jit
+def _states(k: jax.Array, v: jax.Array) -> jax.Array:
+    return cache_code.states(k, v).astype(jnp.bfloat16)
+
+
+def _variance(code: Code, states: _States) -> jax.Array:
+    """Returns the variance of each number of the code."""
+    total, seen = jnp.zeros(len(code.basis)), 0.0
+    for y, real in states.chunks():
+        total, seen = total + _squares(code, y, real), seen + real.sum()
+    return total / seen
+
+
+@jax.jit
+def _squares(code: Code, y: jax.Array, real: jax.Array) -> jax.Array:
+    """Returns the sum of the squared numbers of tokens [r n]."""
+    k, v = y.astype(jnp.float32).reshape(len(y), 1, *code.mean.shape).transpose(2, 3, 1, 0, 4, 5)
+    z = cache_code.write(code, cache_code.KVPrefix(k, v, real[None]))[0]
+    return jnp.square(jnp.where(real[:, None], z, 0.0)).sum(axis=0)
+
+
+def _settle(  # noqa: PLR0913
+    recipe: "CacheWire",
+    functions: CacheFunctions,
+    frozen: Tree,
+    name: str,
+    code: dict[str, Any],
+    encoded: Encoded,
+) -> dict[str, Any]:
+    """Returns the code with its step, and whether it is fitted: what gives the smaller NLL on held-out texts."""
+    code = code | {"step": _find_step(recipe, code, encoded)}
+    ratio = recipe.cfg.encoder.ratio
+    row = {1: "quarter", 2: "half", 4: "quarter", 8: "eighth"}.get(ratio, "latents")
+    found = []
+    for fitted in (0.0, 1.0):
+        one = code | {"fitted": jnp.float32(fitted)}
+        found.append(_nll(_measure(recipe, functions, frozen, {name: one}, encoded, (row,)), row))
+    print(f"{name}: {row}: exact values {found[0]:.3f} nats, values and biases fitted {found[1]:.3f}", flush=True)
+    return code | {"fitted": jnp.float32(found[1] < found[0])}
+
+
+def _find_step(recipe: "CacheWire", code: Mapping[str, Any], encoded: Encoded) -> jax.Array:
+    """Returns the step with which a message of all positions has message.bytes a token."""
+    del encoded
+    # Bits of a Gaussian number in steps that are small beside it; of none where the step is larger than it.
+    variance, bits = np.asarray(code["variance"], np.float64), 8 * recipe.cfg.message.bytes
+    low, high = -40.0, 20.0
+    for _ in range(60):
+        middle = (low + high) / 2
+        need = np.maximum(0.5 * np.log2(2 * np.pi * np.e * np.maximum(variance, 1e-30)) - middle, 0).sum()
+        low, high = (middle, high) if need > bits else (low, middle)
+    return jnp.float32(2.0**high)
+
+
+def _measure(  # noqa: PLR0913
+    recipe: "CacheWire",
+    functions: CacheFunctions,
+    frozen: Tree,
+    codes: dict[str, Tree],
+    encoded: Encoded,
+    rows: Sequence[str],
+) -> list[Record]:
+    bench = recipe.bench(codes, frozen, functions)
+    return cache_rows.measure(
+        bench, encoded, range(len(encoded)), rows=rows, batch=place.round_up(ROWS, recipe.placement.data)
+    )
+
+
+def _nll(records: Sequence[Record], row: str) -> float:
+    own = [one for one in records if one["row"] == row]
+    return sum(one["nll"] for one in own) / sum(one["tokens"] for one in own)
