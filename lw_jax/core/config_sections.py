@@ -46,7 +46,7 @@ class Encoder:
 
     kind: str = key(
         "lm",
-        "what writes latents: a pretrained decoder without its causal mask, a pretrained BERT, or a model of UTF-8 bytes "
+        "what writes latents: a pretrained decoder without its causal mask, a pretrained BERT, or a model of bytes "
         "from scratch; cache: nothing is trained, each reader's own keys and values are the message (docs/messages.md)",
         choices=("lm", "bert", "bytes", "cache"),
     )

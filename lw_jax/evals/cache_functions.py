@@ -84,9 +84,10 @@ class CacheFunctions(WireFunctions):
 
     @functools.cached_property
     def prompt_packed(self):
-        """Returns jitted (reader's parameters, code, fields, Sent, mask, name, sizes) -> Prompt, as `prompt_from_cache`.
+        """Returns jitted (reader's parameters, code, fields, Sent, mask, name, sizes) -> Prompt.
 
-        Its message takes the memory of the kept keys alone, by layer and head as many as `sizes`.
+        It is that of `prompt_from_cache`, but its message takes the memory of the kept keys alone, by layer and head
+        as many as `sizes`.
         """
 
         def build(  # noqa: PLR0913

@@ -300,7 +300,7 @@ class Prompt:
 
     @property
     def positions(self) -> int:
-        """Returns the positions of a row, padding included; of a packed prefix those that a cache holds for it: none."""
+        """Returns the positions of a row in a cache, padding included; a packed prefix takes none."""
         before = [one.mask.shape[1] for one in (self.shared_prefix, self.kv_prefix) if one is not None]
         return self.mask.shape[1] + sum(before)
 

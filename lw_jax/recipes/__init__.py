@@ -12,7 +12,7 @@ from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.ttt import TTT
 from lw_jax.training import checkpoint, run_folder, wire_folder, wire_tensors
 from lw_jax.training.checkpoint import Restored
-from lw_jax.training.recipe import Plannable, Recipe, Whole, unit_of
+from lw_jax.training.recipe import Plannable, Whole, unit_of
 from sharding import place
 from sharding import placement as placements
 from sharding.placement import Placement

@@ -19,7 +19,7 @@ from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
-from lw_jax.evals import cache_functions, cache_rows
+from lw_jax.evals import cache_rows
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.evals.comparison import Record
 from lw_jax.models import cache_choice, cache_code, cache_message

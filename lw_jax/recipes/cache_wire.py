@@ -4,11 +4,9 @@ import functools
 from collections.abc import Sequence
 
 import jax
-import numpy as np
 
-from lw_jax.core import config
 from lw_jax.core.config import Config
-from lw_jax.core.types import SHARED, Example, Tree
+from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, examples, prompt_tokens, tokens
 from lw_jax.data.batches import Encoded
 from lw_jax.data.tokens import ByteTokenizer
@@ -16,7 +14,7 @@ from lw_jax.evals import cache_rows
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.hub import weights
 from lw_jax.models import cache_message, wire
-from lw_jax.recipes import cache_start, frozen_models
+from lw_jax.recipes import cache_start
 from lw_jax.recipes.wire_readers import WireReaders
 from lw_jax.training import checkpoint_record
 from lw_jax.training.recipe import Weights
