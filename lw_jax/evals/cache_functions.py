@@ -11,7 +11,7 @@ from lw_jax.core.types import Tree
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models import cache_choice, cache_message, decoder, kv_prefix, rotary
 from lw_jax.models.cache_choice import Reading
-from lw_jax.models.cache_message import Sent
+from lw_jax.models.cache_message import Sent, Wanted
 from lw_jax.models.decoder import SharedPrefix
 from lw_jax.models.kv_prefix import Sizes
 from lw_jax.models.wire import Prompt, embed_shared_prefix
@@ -55,6 +55,22 @@ class CacheFunctions(WireFunctions):
             return cache_message.encode(config, code, reading, kept, seen=seen, fitted=fitted)
 
         return jax.jit(run, static_argnames=("name", "fitted"))
+
+    @functools.cached_property
+    def want(self):
+        """Returns jitted (Reading, mask of "before", count [l b k], name, fitted) -> what numbers should say."""
+
+        def run(reading: Reading, before: jax.Array, count: jax.Array, name: str, fitted: bool) -> Wanted:
+            seen = before[:1].sum(axis=1, keepdims=True, dtype=jnp.int32)
+            kept = cache_choice.choose(reading.scores, reading.text.mask, count)
+            return cache_message.want(self.wire.readers[name].config, reading, kept, seen=seen, fitted=fitted)
+
+        return jax.jit(run, static_argnames=("name", "fitted"))
+
+    @functools.cached_property
+    def number(self):
+        """Returns jitted (reader's code, what numbers should say) -> integers [b t w]."""
+        return jax.jit(cache_message.number)
 
     def prompt_from_cache(
         self, params: Tree, code: Tree, fields: Mapping, sent: Sent, mask: jax.Array, name: str

@@ -8,7 +8,7 @@ one reader and hurts another (docs/messages.md).
 import dataclasses
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,10 +19,11 @@ from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
-from lw_jax.evals import cache_rows
+from lw_jax.data.loader import batches_of
+from lw_jax.evals import cache_functions, cache_rows
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.evals.comparison import Record
-from lw_jax.models import cache_choice, cache_code, cache_message
+from lw_jax.models import cache_choice, cache_code, cache_codec, cache_message
 from lw_jax.models.cache_code import Code
 from lw_jax.training.metrics import Clock, duration
 from sharding import place
@@ -32,6 +33,8 @@ if TYPE_CHECKING:
 
 HELD_OUT = 8  # one of so many texts
 MOST_HELD_OUT = 64
+STEP_TEXTS = 8  # of them, on which the step is found
+TOLERANCE = 0.01  # of the step
 ROWS = 4  # texts read at once
 CHUNK = 1024  # tokens whose states are in memory at once
 WEIGHED = 0.25  # power of a layer's share of the table at a quarter, which weighs its states
@@ -111,7 +114,7 @@ def _fit(
     code = cache_code.fit_code(states.chunks, shape, width, weights=jnp.stack([jnp.asarray(layers)] * 2))
     variance = _variance(code, states)
     found = {**code._asdict(), "variance": variance, "tables": jnp.asarray(tables)}
-    return found | {"step": jnp.float32(1.0), "fitted": jnp.float32(0.0)}, states.count
+    return found, states.count
 
 
 def _read(
@@ -179,28 +182,53 @@ def _settle(  # noqa: PLR0913
     encoded: Encoded,
 ) -> dict[str, Any]:
     """Returns the code with its step, and whether it is fitted: what gives the smaller NLL on held-out texts."""
-    code = code | {"step": _find_step(recipe, code, encoded)}
-    ratio = recipe.cfg.encoder.ratio
-    row = {1: "quarter", 2: "half", 4: "quarter", 8: "eighth"}.get(ratio, "latents")
-    found = []
-    for fitted in (0.0, 1.0):
-        one = code | {"fitted": jnp.float32(fitted)}
-        found.append(_nll(_measure(recipe, functions, frozen, {name: one}, encoded, (row,)), row))
-    print(f"{name}: {row}: exact values {found[0]:.3f} nats, values and biases fitted {found[1]:.3f}", flush=True)
-    return code | {"fitted": jnp.float32(found[1] < found[0])}
+    found = {}
+    for fitted in (False, True) if recipe.cfg.encoder.ratio > 1 else (False,):
+        one = _find_step(recipe, functions, frozen[name], name, code | {"fitted": jnp.float32(fitted)}, encoded)
+        found[fitted] = _nll(_measure(recipe, functions, frozen, {name: one}, encoded, ("latents",)), "latents"), one
+        way = "values and biases fitted" if fitted else "exact values"
+        print(f"{name}: {way}: steps of {float(one['step']):.4f}, {found[fitted][0]:.3f} nats", flush=True)
+    return min(found.values(), key=lambda each: each[0])[1]
 
 
-def _find_step(recipe: "CacheWire", code: Mapping[str, Any], encoded: Encoded) -> jax.Array:
-    """Returns the step with which a message of all positions has message.bytes a token."""
-    del encoded
-    # Bits of a Gaussian number in steps that are small beside it; of none where the step is larger than it.
-    variance, bits = np.asarray(code["variance"], np.float64), 8 * recipe.cfg.message.bytes
-    low, high = -40.0, 20.0
+def _find_step(  # noqa: PLR0913
+    recipe: "CacheWire",
+    functions: CacheFunctions,
+    params: Tree,
+    name: str,
+    code: dict[str, Any],
+    encoded: Encoded,
+) -> dict[str, Any]:
+    """Returns the code with the step at which messages have message.bytes a token, and its statistics."""
+    cfg, fitted, wanted = recipe.cfg, bool(code["fitted"]), []
+    indices = spread(len(encoded), STEP_TEXTS)
+    for host in batches_of(encoded, indices, place.round_up(ROWS, recipe.placement.data)):
+        fields = place.put_eval(host["readers"][name], functions.mesh_of(name))
+        own = {key: fields[key] for key in ("own", "before", "again")}
+        real = host["readers"][name]["own"]["mask"] & host["valid"][:, None]
+        count = cache_functions.count_kept(code, real.sum(axis=1), cfg.encoder.ratio)
+        reading = functions.read_twice(params, own, name, fitted)
+        wanted.append((functions.want(reading, fields["before"]["mask"], count, name, fitted), real))
+
+    def integers(step: float) -> np.ndarray:
+        own = code | {"step": jnp.float32(step)}
+        return np.concatenate([np.asarray(functions.number(own, one))[real] for one, real in wanted])
+
+    middle = _guess_step(np.asarray(code["variance"], np.float64), 8 * cfg.message.bytes)
+    between = (middle / 8, middle * 8)
+    step, statistics = cache_codec.find_step(integers, cfg.message.bytes, between=between, tolerance=TOLERANCE)
+    shares = {key: jnp.asarray(getattr(statistics, key), jnp.int32) for key in ("zero", "decay")}
+    return code | shares | {"step": jnp.float32(step)}
+
+
+def _guess_step(variance: np.ndarray, bits: float) -> float:
+    """Returns the step at which Gaussian numbers would take so many bits, where each is small beside its deviation."""
+    low, high = -40.0, 20.0  # powers of 2
     for _ in range(60):
         middle = (low + high) / 2
-        need = np.maximum(0.5 * np.log2(2 * np.pi * np.e * np.maximum(variance, 1e-30)) - middle, 0).sum()
-        low, high = (middle, high) if need > bits else (low, middle)
-    return jnp.float32(2.0**high)
+        each = 0.5 * np.log2(2 * np.pi * np.e * np.maximum(variance, 1e-30)) - middle
+        low, high = (middle, high) if np.maximum(each, 0).sum() > bits else (low, middle)
+    return 2.0**high
 
 
 def _measure(  # noqa: PLR0913
