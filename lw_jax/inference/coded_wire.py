@@ -82,6 +82,17 @@ class CodedWire(Answering):
         step = cache_message.statistics_of(code).step
         return cache_message.to_section(jax.device_get(sent), length, step, ratio)
 
+    def describe(self, message: bytes) -> str:
+        """Returns the size of each reader's part of a message, in tokens of the text, positions and bytes."""
+        frame, found = cache_codec.read_frame(message), []
+        for name, coding in self.codings.items():
+            if coding.fingerprint in frame.sections:
+                one = self.section(message, name)
+                tokens, kept = len(one.numbers), float((one.levels > 0).mean(axis=(0, 2)).sum())
+                size = len(frame.sections[coding.fingerprint])
+                found.append(f"{name}: {tokens} tokens in {kept:.1f} positions, {size / tokens:.1f} bytes a token")
+        return "; ".join(found)
+
     def section(self, message: bytes, reader: str) -> Section:
         """Returns a reader's part of a message. Raises UserError for one that it has no part in, or of another code."""
         self._check_reader(reader)
