@@ -13,6 +13,8 @@ from lw_jax.models.decoder import KVPrefix
 
 MORE = 64  # directions that the range finder follows beyond those that are wanted
 LEAST_WEIGHT = 1e-3  # x the largest: what weighs nothing is still read as its mean, without a division by 0
+IMPORTANCE = (0.02, 8.0)  # x a layer's mean: least and largest
+LAPLACIAN = 0.7  # x its deviation: mean size of a number; a number z takes |z| / mean nats more than 0
 
 
 class Code(NamedTuple):
@@ -38,6 +40,58 @@ def write(code: Code, kv: KVPrefix) -> Float[Array, "b t w"]:
     y = states(kv.k, kv.v) - code.mean.reshape(1, 1, -1)
     with jax.default_matmul_precision("highest"):
         return jnp.einsum("btn,wn->btw", y / _by_value(code.scale, code.mean)[None, None], code.basis)
+
+
+def importance(
+    power: Float[Array, "l b t k"], kept: Bool[Array, "l b t k"], mask: Bool[Array, "b t"], root: float
+) -> Float[Array, "l b t k"]:
+    """Returns the weights of `solve`, the largest 1, from the squared attention to what is kept of a text."""
+    least, most = IMPORTANCE
+    power = jnp.where(kept, power, 0.0)
+    count = jnp.maximum(mask.sum(axis=1, dtype=jnp.int32), 1) * power.shape[3]
+    mean = power.sum(axis=(2, 3), keepdims=True) / count.astype(jnp.float32)[None, :, None, None]
+    return jnp.clip((power / jnp.maximum(mean, 1e-9)) ** root / most, least / most, 1.0)
+
+
+def solve(  # noqa: PLR0913
+    code: Code,
+    kv: KVPrefix,
+    weights: Float[Array, "l b t k"],
+    *,
+    step: Float[Array, ""] | float,
+    variance: Float[Array, " w"],
+    iterations: int = 25,
+) -> Float[Array, "b t w"]:
+    """Returns a text's numbers as `write`, but near where the reader looks, and few: for rounding to steps of `step`.
+
+    Of each token they minimise sum(W (x - z basis)^2) / 2 + sum(tau |z|), x its states in the code's units, by FISTA
+    (Beck and Teboulle 2009): W is at most 1 and the basis orthonormal, so a step length of 1 descends.
+
+    Args:
+        code: of the reader.
+        kv: a text's keys and values as they are to arrive.
+        weights: of each layer's and head's key and value, `importance`.
+        step: between two numbers that a message can say; 0 for all numbers.
+        variance: of the numbers, over many texts.
+        iterations: each costs as much as `write` and `read`.
+    """
+    x = (states(kv.k, kv.v) - code.mean.reshape(1, 1, -1)) / _by_value(code.scale, code.mean)[None, None]
+    weights = jnp.moveaxis(weights, 0, 2)[:, :, None, :, :, None]  # [b t 1 l k 1]
+    weights = jnp.broadcast_to(weights, (*x.shape[:2], *code.mean.shape)).reshape(x.shape)
+    deviation = jnp.sqrt(jnp.maximum(variance, jnp.finfo(jnp.float32).tiny))
+    # step^2 / 12 is the error of rounding, so what a nat is worth where W is not divided by its largest.
+    tau = (step**2 / (12 * IMPORTANCE[1] * LAPLACIAN * deviation))[None, None]
+
+    def descend(_: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        z, ahead, pace = carry
+        missing = weights * (x - jnp.einsum("btw,wn->btn", ahead, code.basis))
+        new = ahead + jnp.einsum("btn,wn->btw", missing, code.basis)
+        new = jnp.sign(new) * jnp.maximum(jnp.abs(new) - tau, 0.0)
+        next_pace = (1 + jnp.sqrt(1 + 4 * pace**2)) / 2
+        return new, new + (pace - 1) / next_pace * (new - z), next_pace
+
+    none = jnp.zeros((*x.shape[:2], code.basis.shape[0]))
+    return jax.lax.fori_loop(0, iterations, descend, (none, none, jnp.ones(())))[0]
 
 
 def read(code: Code, z: Float[Array, "b t w"]) -> tuple[Float[Array, "l b t k e"], Float[Array, "l b t k e"]]:
