@@ -1,6 +1,7 @@
 """Cache messages: what was packed comes back, in few bytes more than its entropy; whatever else comes is refused."""
 
 import struct
+import sys
 import time
 import zlib
 
@@ -55,7 +56,7 @@ def same(found, wanted):
     np.testing.assert_array_equal(found.levels, wanted.levels)
     assert found.step == wanted.step and found.ratios == wanted.ratios and found.biases.keys() == wanted.biases.keys()
     for ratio, bias in wanted.biases.items():
-        here = wanted.levels > wanted.ratios.index(ratio)
+        here = wanted.kept(ratio)
         assert not found.biases[ratio][~here].any()
         off = np.abs(found.biases[ratio] - np.clip(bias, -3, 4.5))[here]
         assert off.max(initial=0) <= cache_codec.BIAS / 2 + 1e-6
@@ -95,6 +96,16 @@ def test_each_reader_takes_its_section_without_the_others():
 def test_a_text_of_which_no_key_is_kept_comes_back():
     sent = section()._replace(levels=np.zeros_like(section().levels))
     same(cache_codec.unpack(pack((CODING, sent)), CODING), sent)
+
+
+def test_every_ratio_keeps_its_best_keys_of_the_one_order():
+    sent = section(40)
+    found = cache_codec.unpack(pack((CODING, sent)), CODING)
+    for ratio, table in TABLES.items():
+        np.testing.assert_array_equal(found.kept(ratio).sum(axis=1), np.rint(40 * table))
+    assert not (found.kept(8) & ~found.kept(4)).any() and not (found.kept(4) & ~found.kept(2)).any()
+    with pytest.raises(UserError, match="ratio=3"):
+        found.kept(3)
 
 
 # --- bytes and seconds ---
@@ -279,3 +290,12 @@ def test_numbers_in_all_are_bounded(monkeypatch):
 def test_what_no_message_can_say_is_refused(sections, words):
     with pytest.raises(UserError, match=words):
         pack(*sections)
+
+
+def test_a_machine_without_the_coder_says_what_it_lacks(monkeypatch):
+    cache_codec._coders.cache_clear()
+    monkeypatch.setitem(sys.modules, "constriction", None)
+    with pytest.raises(UserError, match="constriction"):
+        pack()
+    monkeypatch.undo()
+    cache_codec.unpack(pack(), CODING)
