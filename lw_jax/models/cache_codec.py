@@ -15,17 +15,15 @@ import hashlib
 import itertools
 import math
 import struct
+import types
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
-from constriction import stream  # pyright: ignore[reportAttributeAccessIssue]  (compiled, without stubs)
-from jaxtyping import Float, Int, UInt, UInt8
+from jaxtyping import Bool, Float, Int, UInt, UInt8
 
 from lw_jax.core.errors import UserError
-
-Categorical, Uniform, AnsCoder = stream.model.Categorical, stream.model.Uniform, stream.stack.AnsCoder
 
 MAGIC = b"LWJC"
 VERSION = 1
@@ -37,7 +35,6 @@ BIASES = (-12, 18)  # first and last level: factors of 0.05 and 100
 _PARTS = 2**16  # denominator of shares and decays
 _WHOLE = 2**24  # of the coder's tables
 _LONGEST = 1023  # integer of a table
-_BEYOND = Uniform(2 * LARGEST + 1)
 _FRAME = struct.Struct("<4sBB8sI")
 _ENTRY = struct.Struct("<8sI")
 _HEAD = struct.Struct("<IHfB")
@@ -69,6 +66,12 @@ class Section(NamedTuple):
     ratios: tuple[int, ...] = ()  # ascending; none: all keys are kept
     levels: UInt8[np.ndarray, "l n k"] = np.zeros((0, 0, 0), np.uint8)  # at how many of the ratios a key is kept
     biases: Mapping[int, Float[np.ndarray, "l n k"]] = {}  # of some ratios; read of the kept keys, 0 elsewhere
+
+    def kept(self, ratio: int) -> Bool[np.ndarray, "l n k"]:
+        """Returns which keys are kept at one of the ratios."""
+        if ratio not in self.ratios:
+            raise UserError(f"ratio={ratio}: the message has {self.ratios or 'no order of its keys'}; take one of them")
+        return self.levels > self.ratios.index(ratio)
 
 
 class Frame(NamedTuple):
@@ -202,18 +205,19 @@ def _pack_section(coding: Coding, section: Section) -> bytes:
         assert section.levels.shape == (layers, len(numbers), heads) and section.levels.max() <= len(ratios)
         by_head = section.levels.swapaxes(1, 2).reshape(-1, len(numbers))
         runs += zip(by_head, _level_models(coding, ratios), strict=True)
-    for place, ratio in enumerate(ratios):
+    for ratio in ratios:
         if ratio in section.biases:
-            steps = np.rint(section.biases[ratio][section.levels > place] / BIAS)
+            steps = np.rint(section.biases[ratio][section.kept(ratio)] / BIAS)
             chosen = np.clip(steps, *BIASES).astype(np.int32) - BIASES[0]
             shares = _byte_shares(np.bincount(chosen, minlength=_BIAS_LEVELS))
             head += shares
             runs.append((chosen, _as_model(_scale(shares))))
+    beyond = _coders().model.Uniform(2 * LARGEST + 1)
     for column, pair in zip(np.ascontiguousarray(numbers.T, np.int32), _pairs(statistics), strict=False):
         size, model = _tail_model(*pair)
         symbols = _symbols(column, size)
-        runs += (symbols, model), (column[symbols == size - 1] + LARGEST, _BEYOND)
-    coder = AnsCoder()
+        runs += (symbols, model), (column[symbols == size - 1] + LARGEST, beyond)
+    coder = _coders().stack.AnsCoder()
     for symbols, model in reversed(runs):
         coder.encode_reverse(np.ascontiguousarray(symbols, np.int32), model)
     return head + coder.get_compressed().astype("<u4").tobytes()
@@ -228,9 +232,9 @@ def _unpack_section(coding: Coding, part: bytes) -> Section:
     rest = rest[2 * count :]
     shares = [rest[_BIAS_LEVELS * i :][:_BIAS_LEVELS] for i in range(len(with_biases))]
     words = rest[_BIAS_LEVELS * len(shares) :]
-    if len(words) < 4 or len(words) % 4 or words[-4:] == bytes(4) or not all(map(any, shares)):
+    if len(rest) < _BIAS_LEVELS * len(shares) or not all(map(any, shares)) or len(words) % 4 or words[-4:] == bytes(4):
         raise UserError(f"message with a section of {len(part)} bytes that are not its coder's: {_WRONG}")
-    coder = AnsCoder(np.frombuffer(words, "<u4").astype(np.uint32))
+    coder = _coders().stack.AnsCoder(np.frombuffer(words, "<u4").astype(np.uint32))
     levels, biases = Section._field_defaults["levels"], {}
     if ratios:
         layers, heads = np.shape(coding.tables[ratios[0]])
@@ -241,16 +245,27 @@ def _unpack_section(coding: Coding, part: bytes) -> Section:
             here = levels > place
             biases[ratios[place]] = bias = np.zeros(here.shape, np.float32)
             bias[here] = (coder.decode(_as_model(_scale(own)), int(here.sum())) + BIASES[0]) * np.float32(BIAS)
-    numbers = np.empty((width, tokens), np.int16)
+    numbers, beyond = np.empty((width, tokens), np.int16), _coders().model.Uniform(2 * LARGEST + 1)
     for column, pair in zip(numbers, _pairs(statistics), strict=False):
         size, model = _tail_model(*pair)
         symbols = coder.decode(model, tokens)
         column[:] = symbols - (size // 2 - 1)
-        beyond = symbols == size - 1
-        column[beyond] = coder.decode(_BEYOND, int(beyond.sum())) - LARGEST
+        others = symbols == size - 1
+        column[others] = coder.decode(beyond, int(others.sum())) - LARGEST
     if not coder.is_empty():
         raise UserError(f"message with a section of more than its {tokens} tokens x {width} numbers: {_WRONG}")
     return Section(numbers.T, statistics.step, ratios, levels, biases)
+
+
+@functools.cache
+def _coders() -> types.ModuleType:
+    try:
+        from constriction import stream  # pyright: ignore[reportAttributeAccessIssue]  (compiled, without stubs)
+    except ImportError as error:
+        raise UserError(
+            f"cache messages: {error}; `pip install constriction` where it has a wheel, not for Linux on ARM"
+        ) from error
+    return stream
 
 
 def _find_rate(coding: Coding, step: float) -> Statistics:
@@ -323,7 +338,7 @@ def _scale(shares: Sequence[int]) -> list[int]:
 
 
 def _as_model(table: Sequence[int]) -> object:
-    return Categorical(np.array(table, np.float64), perfect=False)
+    return _coders().model.Categorical(np.array(table, np.float64), perfect=False)
 
 
 def _level_models(coding: Coding, ratios: tuple[int, ...]) -> Iterator[object]:
