@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,6 +17,10 @@ from lw_jax.evals import answers, cache_functions
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.evals.comparison import Record
 from lw_jax.evals.control_rows import ANSWER, judge, number_texts
+from lw_jax.models import cache_codec, cache_message
+from lw_jax.models.cache_codec import Coding
+from lw_jax.models.cache_message import Sent
+from lw_jax.models.wire import Prompt
 
 REPEAT = "Repeat the text above word for word."  # asked in a question's place, before the text is read again
 TEXTS = {"own": "own", "other": "other"}  # kind of a row's message -> the field of its text
@@ -47,6 +51,15 @@ def ask_again(name: str, layout: Layout) -> np.ndarray:
     return prompt_tokens.tokenize(reader.tokenizer, [frame.after(REPEAT) + frame.gap])[0]
 
 
+class RowPrompt(NamedTuple):
+    """What a reader is given in one row, and of a message what it is made of."""
+
+    prompt: Prompt
+    positions: np.ndarray = np.zeros(0)  # f64[b], of a message: those that its heads keep, on the average
+    sent: Sent | None = None
+    ratio: int = 0
+
+
 @dataclasses.dataclass(frozen=True)
 class CacheBench:
     """A wire's functions and weights."""
@@ -59,8 +72,8 @@ class CacheBench:
     place: Callable[[Tree, str], Tree]  # (rows on the host, reader's name) -> device batch
     fetch: Callable[[Tree, str], Tree] = lambda tree, name: jax.device_get(tree)
 
-    def prompts(self, fields: Mapping[str, Any], name: str, rows: Sequence[str]) -> dict[str, tuple[Any, np.ndarray]]:
-        """Returns each row's prompt, and the positions that its message takes on the average of layers and heads."""
+    def prompts(self, fields: Mapping[str, Any], name: str, rows: Sequence[str]) -> dict[str, RowPrompt]:
+        """Returns each row's prompt; a text is read once for all of its rows."""
         params, code, functions = self.frozen[name], self.codes[name], self.functions
         fitted, before = bool(code["fitted"]), fields["before"]["mask"]
         readings, found, made = {}, {}, {}
@@ -68,7 +81,7 @@ class CacheBench:
             kind = ROWS[row].latents
             if not kind:
                 prompt = functions.prompt_from_text(params, fields[ROWS[row].fields[0]])
-                found[row] = prompt, np.zeros(0)
+                found[row] = RowPrompt(prompt)
                 continue
             ratio, text = ROWS[row].ratio or self.ratio, fields[TEXTS[kind]]
             if kind not in readings:
@@ -78,7 +91,7 @@ class CacheBench:
                 count = cache_functions.count_kept(code, np.asarray(text["mask"]).sum(axis=1), ratio)
                 sent = functions.encode(code, readings[kind], before, count, name, fitted and ratio > 1)
                 prompt = functions.prompt_from_cache(params, code, fields, sent, text["mask"], name)
-                made[kind, ratio] = prompt, count.mean(axis=(0, 2))
+                made[kind, ratio] = RowPrompt(prompt, count.mean(axis=(0, 2)), sent, ratio)
             found[row] = made[kind, ratio]
         return found
 
@@ -91,6 +104,7 @@ def measure(  # noqa: PLR0913
     rows: Sequence[str],
     batch: int,
     max_new_tokens: int = 0,
+    codings: Mapping[str, Coding] | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Record]:
     """Returns every reader's records of `rows`; with no new tokens the scores of the reference answers alone.
@@ -102,6 +116,7 @@ def measure(  # noqa: PLR0913
         rows: of `core.eval_rows.KNOWN_TO_CACHE`.
         batch: examples at once.
         max_new_tokens: of an answer; 0: none is generated.
+        codings: readers' name -> what the bytes of its messages are coded with: records of "latents" have "bytes".
         report: called with the number of batches that are measured, and of all of them.
     """
     records: list[Record] = []
@@ -110,15 +125,28 @@ def measure(  # noqa: PLR0913
         real = [(at, index) for at, index in enumerate(host["index"].tolist()) if host["valid"][at]]
         for name, host_fields in host["readers"].items():
             fields = bench.place(host_fields, name)
-            for row, (prompt, positions) in bench.prompts(fields, name, rows).items():
-                scores, told = _score(bench, fields, name, prompt, max_new_tokens)
+            for row, made in bench.prompts(fields, name, rows).items():
+                scores, told = _score(bench, fields, name, made.prompt, max_new_tokens)
+                lengths = host_fields["own"]["mask"].sum(axis=1)
                 for at, index in real:
-                    held = float(positions[at]) if len(positions) else _text_positions(encoded, name, row, index)
+                    held = float(made.positions[at]) if made.sent else _text_positions(encoded, name, row, index)
                     one = {"reader": name, "row": row, "index": index, "text": texts[index], "positions": held}
+                    if codings and row == "latents":
+                        one |= _size(codings[name], made, at, int(lengths[at]))
                     one |= judge(encoded.examples[index], told[at]) if told else {}
                     records.append(one | {key: float(value[at]) for key, value in scores.items()})
         report(number, total)
     return records
+
+
+def _size(coding: Coding, made: RowPrompt, at: int, length: int) -> Record:
+    """Returns the bytes of one example's message for its reader alone, and the tokens of its text."""
+    assert made.sent is not None, "of a message"
+    numbers, kept, bias = made.sent
+    one = Sent(numbers[at : at + 1], kept[:, at : at + 1], bias[:, at : at + 1])
+    section = cache_message.to_section(jax.device_get(one), length, coding.rates[0].step, made.ratio)
+    size = len(cache_codec.pack([(coding, section)], writer=coding.fingerprint))
+    return {"bytes": size, "text_tokens": length}
 
 
 def _score(

@@ -175,6 +175,8 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
     parts = []
     if "fewer_positions" in figures:
         parts.append(f"fewer_positions {figures['fewer_positions']:.2f}x")
+    if "bytes_a_token" in figures:
+        parts.append(f"{figures['bytes_a_token']:.1f} bytes a token of the text")
     if "faster" in figures:
         parts.append(
             f"first token {figures['faster']:.2f}x faster than from a text of {figures['timed_tokens']} tokens"

@@ -95,10 +95,9 @@ class Answering:
     def _check_positions(self, reader: str, prompt: wire.Prompt) -> None:
         """Counts real positions: padding takes none."""
         masks = [one.mask for one in (prompt.shared_prefix, prompt.kv_prefix, prompt) if one is not None]
-        taken = sum(jnp.sum(mask, axis=1) for mask in masks) + (
-            0 if prompt.packed is None else prompt.packed.length[:, 0]
-        )
-        longest, new = int(jnp.max(taken)), self.recipe.cfg.eval.max_new_tokens
+        packed = 0 if prompt.packed is None else prompt.packed.length[:, 0]
+        longest = int(jnp.max(sum(jnp.sum(mask, axis=1) for mask in masks) + packed))
+        new = self.recipe.cfg.eval.max_new_tokens
         decoder.check_positions(
             self.recipe.wire.readers[reader].config,
             longest + new,
