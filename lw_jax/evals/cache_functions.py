@@ -72,8 +72,8 @@ class CacheFunctions(WireFunctions):
         """Returns jitted (reader's code, what numbers should say) -> integers [b t w]."""
         return jax.jit(cache_message.number)
 
-    def prompt_from_cache(
-        self, params: Tree, code: Tree, fields: Mapping, sent: Sent, mask: jax.Array, name: str
+    def prompt_from_cache(  # noqa: PLR0913
+        self, params: Tree, code: Tree, fields: Mapping, sent: Sent, mask: jax.Array | np.ndarray, name: str
     ) -> Prompt:
         """Returns the prompt of the opening, a message, whose missing keys are masked, and the question."""
         opening = self._opening(params, fields["before"], name)

@@ -12,7 +12,6 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.data import batches
 from lw_jax.evals import answers
-from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.models import decoder, wire
 from sharding import place
 
@@ -35,7 +34,7 @@ class Answering:
 
     recipe: Any
     frozen: Tree
-    functions: WireFunctions
+    functions: Any  # `WireFunctions`, or those of a kind
 
     def _prompts(self, pairs: list[tuple[bytes, str]], reader: str) -> Iterator[tuple[wire.Prompt, int]]:
         """Yields a reader's prompts on its mesh and how many of their rows are real, config.eval.batch at a time."""

@@ -24,6 +24,8 @@ COLUMNS = 32  # texts are padded to a multiple of it, so that their lengths shar
 class CodedWire(Answering):
     """Frozen readers, each of which writes its own part of a text's message, and answers from it."""
 
+    functions: CacheFunctions
+
     def __init__(self, recipe: CacheWire, trainable: Tree, frozen: Tree, step: int):
         self.recipe, self.trainable, self.frozen, self.step = recipe, trainable, frozen, step
         self.functions = CacheFunctions(recipe.wire, recipe.placement)

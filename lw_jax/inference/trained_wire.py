@@ -102,6 +102,8 @@ def resolve_literals(cfg: Config, words: int | None) -> int:
 class TrainedWire(Answering):
     """A trained encoder and its readers: writes a text into a message, answers questions from a message."""
 
+    functions: WireFunctions
+
     def __init__(self, recipe: LatentWire, trainable: Tree, frozen: Tree, step: int):
         self.recipe, self.trainable, self.frozen, self.step = recipe, trainable, frozen, step
         self.functions = WireFunctions(recipe.wire, recipe.placement)

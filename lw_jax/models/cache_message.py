@@ -22,9 +22,9 @@ ROOTS = {True: 1.0, False: 0.5}  # fitted or not: the power of a key's worth tha
 class Sent(NamedTuple):
     """What a message says to one reader; zeros at padding."""
 
-    numbers: Int[Array, "b t w"]  # in units of the step
-    kept: Bool[Array, "l b t k"]
-    bias: Float[Array, "l b t k"]
+    numbers: Int[Array | np.ndarray, "b t w"]  # in units of the step
+    kept: Bool[Array | np.ndarray, "l b t k"]
+    bias: Float[Array | np.ndarray, "l b t k"]
 
 
 class Wanted(NamedTuple):
@@ -101,7 +101,9 @@ def encode(
 def decode(params: Tree, sent: Sent, mask: Bool[Array, "b t"], dtype: jax.typing.DTypeLike) -> KVPrefix:
     """Returns a message as the keys and values that its reader attends to."""
     k, v = cache_code.read(_code(params), sent.numbers.astype(jnp.float32) * params["step"])
-    return kv_prefix.choose(KVPrefix(k.astype(dtype), v.astype(dtype), mask), sent.kept, sent.bias)
+    return kv_prefix.choose(
+        KVPrefix(k.astype(dtype), v.astype(dtype), mask), jnp.asarray(sent.kept), jnp.asarray(sent.bias)
+    )
 
 
 def _code(params: Tree) -> Code:
