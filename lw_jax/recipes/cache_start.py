@@ -6,10 +6,11 @@ one reader and hurts another (docs/messages.md).
 """
 
 import dataclasses
+import math
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +36,7 @@ HELD_OUT = 8  # one of so many texts
 MOST_HELD_OUT = 64
 STEP_TEXTS = 8  # of them, on which the step is found
 TOLERANCE = 0.01  # of the step
+LARGEST_NUMBER = 24.0  # x its deviation, which a message can say at the least step
 ROWS = 4  # texts read at once
 CHUNK = 1024  # tokens whose states are in memory at once
 WEIGHED = 0.25  # power of a layer's share of the table at a quarter, which weighs its states
@@ -75,9 +77,8 @@ def _divide(found: Sequence[Example], count: int) -> tuple[list[Example], list[E
 class _States:
     """Keys and values of all tokens, on disk: they are read again and again, and no memory holds those of 8B."""
 
-    def __init__(self, width: int):
-        self.width, self.count = width, 0
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115  (as long as this object)
+    def __init__(self, file: IO[bytes], width: int):
+        self.width, self.count, self._file = width, 0, file
 
     def add(self, y: np.ndarray) -> None:
         """Appends rows [r n] in bf16."""
@@ -99,22 +100,21 @@ def _fit(
 ) -> tuple[dict[str, Any], int]:
     """Returns a reader's basis and tables from its own keys and values of texts, and how many tokens they have."""
     config = recipe.wire.readers[name].config
-    states = _States(2 * config.layers * config.kv_heads * config.head_dim)
-    scores = []
-    for y, worth in _read(recipe, functions, params, name, texts):
-        states.add(y)
-        scores.append(worth)
-    together = np.concatenate(scores)
-    tables = np.stack(
-        [cache_choice.table_of(together, 1 / ratio) for ratio in range(1, cache_message.RATIOS + 1)]
-    ).astype(np.float32)
-    layers = tables[3].mean(axis=1) ** WEIGHED
     shape = (config.layers, config.kv_heads, config.head_dim)
-    width = min(recipe.cfg.encoder.width, states.width)
-    code = cache_code.fit_code(states.chunks, shape, width, weights=jnp.stack([jnp.asarray(layers)] * 2))
-    variance = _variance(code, states)
-    found = {**code._asdict(), "variance": variance, "tables": jnp.asarray(tables)}
-    return found, states.count
+    scores = []
+    with tempfile.TemporaryFile() as file:
+        states = _States(file, 2 * math.prod(shape))
+        for y, worth in _read(recipe, functions, params, name, texts):
+            states.add(y)
+            scores.append(worth)
+        together = np.concatenate(scores)
+        tables = [cache_choice.table_of(together, 1 / ratio) for ratio in range(1, cache_message.RATIOS + 1)]
+        weights = jnp.asarray(tables[3].mean(axis=1) ** WEIGHED, jnp.float32)
+        width = min(recipe.cfg.encoder.width, states.width)
+        print(f"{name}: basis of {width} numbers for {states.width:,} of a token's keys and values", flush=True)
+        code = cache_code.fit_code(states.chunks, shape, width, weights=jnp.stack([weights, weights]))
+        variance = _variance(code, states)
+    return {**code._asdict(), "variance": variance, "tables": jnp.asarray(np.stack(tables), jnp.float32)}, states.count
 
 
 def _read(
@@ -161,7 +161,7 @@ def _variance(code: Code, states: _States) -> jax.Array:
     """Returns the variance of each number of the code."""
     total, seen = jnp.zeros(len(code.basis)), 0.0
     for y, real in states.chunks():
-        total, seen = total + _squares(code, y, real), seen + real.sum()
+        total, seen = total + _squares(code, y, real), seen + int(real.sum())
     return total / seen
 
 
@@ -214,7 +214,9 @@ def _find_step(  # noqa: PLR0913
         own = code | {"step": jnp.float32(step)}
         return np.concatenate([np.asarray(functions.number(own, one))[real] for one, real in wanted])
 
-    middle = _guess_step(np.asarray(code["variance"], np.float64), 8 * cfg.message.bytes)
+    variance = np.asarray(code["variance"], np.float64)
+    least = LARGEST_NUMBER * np.sqrt(variance.max()) / cache_codec.LARGEST
+    middle = max(_guess_step(variance, 8 * cfg.message.bytes), 8 * least)
     between = (middle / 8, middle * 8)
     step, statistics = cache_codec.find_step(integers, cfg.message.bytes, between=between, tolerance=TOLERANCE)
     shares = {key: jnp.asarray(getattr(statistics, key), jnp.int32) for key in ("zero", "decay")}
