@@ -30,6 +30,16 @@ def keys_and_values(c: ConfigDict) -> None:
     c.adapter.hidden = 256
 
 
+def cache(c: ConfigDict) -> None:
+    """Sets messages that are their readers' own keys and values, a fourth of the positions; nothing is trained."""
+    c.encoder.kind = "cache"
+    c.encoder.source = ""
+    c.encoder.sha256 = ""
+    c.encoder.ratio = 4
+    c.adapter.start = "random"
+    c.train.steps = 0
+
+
 def get_config(recipe: str = "latentwire") -> ConfigDict:
     """Returns the defaults; `recipe` is the word after the colon in `--config file.py:recipe`."""
     return ConfigDict(config.defaults(recipe))

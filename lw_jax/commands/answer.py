@@ -14,6 +14,7 @@ from lw_jax.inference import message_io
 from lw_jax.training.run_folder import check_writable
 
 if TYPE_CHECKING:
+    from lw_jax.inference.coded_wire import CodedWire
     from lw_jax.inference.trained_wire import TrainedWire
 
 
@@ -24,10 +25,11 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         message=message_io.read_message(args.message) if args.message else b"",
         questions=tuple(args.question or ()),
         write=args.write or "",
-        bits=8 if args.bits is None else args.bits,
+        bits=args.bits,
         slots=args.slots,
         width=args.width,
         literals=args.literals,
+        ratio=args.ratio,
     )
     return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, request=request)
 
@@ -39,16 +41,11 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: messa
     """
     del resolved
     from lw_jax.core import runtime
-    from lw_jax.inference import trained_wire
-    from lw_jax.models import codec
+    from lw_jax.inference import answering, trained_wire
 
     # Bad channels and messages are refused before any weight is loaded.
-    if request.message:
-        codec.read_frame(request.message)
-    else:
-        trained_wire.resolve_channel(cfg.encoder, bits=request.bits, slots=request.slots, width=request.width)
-        trained_wire.resolve_literals(cfg, request.literals)
-    trained_wire.check_questions(request.questions, name="--question")
+    _check_message(cfg, request)
+    answering.check_questions(request.questions, name="--question")
     _check_count(cfg, request)
     if request.write not in ("", "-"):
         check_writable(Path(request.write).absolute().parent, remedy="choose another file for --write")
@@ -65,6 +62,26 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: messa
     return 0
 
 
+def _check_message(cfg: Config, request: message_io.Request) -> None:
+    """Refuses a message of another kind, and sizes that this kind of message does not have."""
+    from lw_jax.inference import coded_wire, trained_wire
+    from lw_jax.models import cache_codec, codec
+
+    cache = cfg.encoder.kind == "cache"
+    for name in ("bits", "slots", "width", "literals") if cache else ("ratio",):
+        if (value := getattr(request, name)) is not None:
+            rule = "a message of this wire has no such size (config.encoder.kind)"
+            raise UserError(f"--{name} {value}: {rule}; {'--ratio sets its positions' if cache else 'leave it out'}")
+    if request.message:
+        (cache_codec if cache else codec).read_frame(request.message)
+    elif cache:
+        coded_wire.check_ratio(cfg.encoder.ratio if request.ratio is None else request.ratio, name="--ratio")
+    else:
+        bits = 8 if request.bits is None else request.bits
+        trained_wire.resolve_channel(cfg.encoder, bits=bits, slots=request.slots, width=request.width)
+        trained_wire.resolve_literals(cfg, request.literals)
+
+
 def _check_count(cfg: Config, request: message_io.Request) -> None:
     """Refuses a question beside a message that holds one, more or fewer for such a text, and none for a message."""
     count, encoded = len(request.questions), "this wire encodes the question with the text (config.prompt.question)"
@@ -77,34 +94,44 @@ def _check_count(cfg: Config, request: message_io.Request) -> None:
         raise UserError(f"{count} questions: {encoded}; give exactly one --question")
 
 
-def _encode(wire: "TrainedWire", request: message_io.Request) -> bytes:
+def _encode(wire: "TrainedWire | CodedWire", request: message_io.Request) -> bytes:
+    from lw_jax.inference.coded_wire import CodedWire
+
+    if isinstance(wire, CodedWire):
+        return wire.write(request.context, ratio=request.ratio)
     question = request.questions[0] if wire.recipe.cfg.prompt.question == "latents" else ""
-    sizes = {"bits": request.bits, "slots": request.slots, "width": request.width, "literals": request.literals}
-    return wire.write(request.context, question=question, **sizes)
+    sizes = {"slots": request.slots, "width": request.width, "literals": request.literals}
+    return wire.write(request.context, question=question, bits=8 if request.bits is None else request.bits, **sizes)
 
 
-def _print_answers(wire: "TrainedWire", message: bytes, request: message_io.Request) -> None:
+def _describe(wire: "TrainedWire | CodedWire", message: bytes) -> str:
+    from lw_jax.inference.coded_wire import CodedWire
     from lw_jax.models import codec
 
+    if isinstance(wire, CodedWire):
+        return wire.describe(message)
     frame = codec.read_frame(message)
-    text = f" for {len(request.context.encode())} bytes of text" if request.context else ""
     held = f"{frame.slots} x {frame.width} values of {frame.bits} bits"
-    if frame.literals:
-        held += f", literals: {', '.join(frame.literals)}"
-    print(f"message: {len(message)} bytes ({held}){text}")
+    return f"{held}, literals: {', '.join(frame.literals)}" if frame.literals else held
+
+
+def _print_answers(wire: "TrainedWire | CodedWire", message: bytes, request: message_io.Request) -> None:
+    text = f" for {len(request.context.encode())} bytes of text" if request.context else ""
+    print(f"message: {len(message)} bytes ({_describe(wire, message)}){text}")
+    source = "latents:" if wire.recipe.cfg.encoder.kind != "cache" else "message:"
     for question in request.questions or (("",) if request.message else ()):
         print(f"question: {question or 'in the message'}")
         for name in wire.recipe.cfg.llms:
             with phase(f"{name} reads the message"):
                 answer = wire.read(message, reader=name, question=question)
-            print(f"  {name} from latents: {answer}")
+            print(f"  {name} from {source} {answer}")
             if request.context:
                 with phase(f"{name} reads the text"):
                     answer = _read_text(wire, name, request.context, question)
                 print(f"  {name} from text:    {answer}")
 
 
-def _read_text(wire: "TrainedWire", reader: str, text: str, question: str) -> str:
+def _read_text(wire: "TrainedWire | CodedWire", reader: str, text: str, question: str) -> str:
     """Returns the answer from the text, or why a reader cannot take a text that the encoder could."""
     try:
         return wire.read_text(text, reader=reader, question=question)

@@ -18,8 +18,10 @@ from lw_jax.recipes import selfmade
 from lw_jax.training import hardware_record, preflight, run_folder, sinks
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.memory import bytes_of
-from lw_jax.training.recipe import Recipe
+from lw_jax.training.recipe import Whole
 from lw_jax.training.trainer import Run
+from sharding import place
+from sharding.placement import Placement
 
 KEEP = 2  # newest checkpoints, beside the best by validation
 
@@ -64,12 +66,12 @@ def _print_lines(lines: Iterable[object]) -> None:
     print("".join(f"{line}\n" for line in lines), end="", flush=True)
 
 
-def _describe_models(cfg: Config, recipe: Recipe) -> Iterator[str]:
+def _describe_models(cfg: Config, recipe: Whole) -> Iterator[str]:
     """Yields a line about each model that is loaded."""
     frozen = recipe.abstract().frozen
     for name, llm in cfg.llms.items():
         yield f"{name}: {llm.source}, frozen, {bytes_of(tree.nbytes(frozen[name]))} ({llm.weights})"
-    if cfg.recipe == "latentwire":
+    if cfg.recipe == "latentwire" and cfg.train.steps:
         body = cfg.encoder.source or "from scratch"
         yield f"encoder: {body}; a message has at most {cfg.encoder.slots} latents of {cfg.encoder.width} values"
 
@@ -79,13 +81,15 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
     if first:
         print(runtime.device_line(), flush=True)
     selfmade.make_readers(cfg)
-    cfg, placement = planner.settle(cfg)
+    cfg, placement = planner.settle(cfg, reading=not cfg.train.steps)
     if first:
         print(f"precision: {planner.precision(cfg)}", flush=True)
         if jax.device_count() > 1:
             print(placement.describe(), flush=True)
         card = gpus.of_device(jax.local_devices()[0])
         hardware_record.write(workdir, cfg, placement, card=card.name if card else "")
+    if not cfg.train.steps:
+        return _start(cfg, placement, workdir)
     recipe = recipes.make(cfg, placement)
     if first:
         _print_lines(_describe_models(cfg, recipe))
@@ -99,3 +103,17 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
         training.prepare()  # until here a signal ends the process at once (`early_signals`): there is nothing to save
         with runtime.Preemption() as preemption:
             return training.train(preemption.requested)
+
+
+def _start(cfg: Config, placement: Placement, workdir: Path) -> int:
+    """Saves the start of a run without steps as its only checkpoint, unless the folder has it."""
+    recipe = recipes.make_whole(cfg, placement)
+    if jax.process_index() == 0:
+        _print_lines(_describe_models(cfg, recipe))
+    identity = recipes.identity(recipe, cfg)
+    with Checkpointer(workdir / "checkpoints", keep=KEEP, identity=identity) as checkpointer:
+        wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
+        if checkpointer.restore({"trainable": wanted}) is None:
+            checkpointer.save(0, {"trainable": recipe.build().trainable}, data={}, wait=True)
+    print(f"{workdir}: finished, nothing is trained; python run.py eval --workdir {workdir} measures it", flush=True)
+    return 0

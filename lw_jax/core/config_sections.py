@@ -51,10 +51,11 @@ class Encoder:
 
     kind: str = key(
         "lm",
-        "a pretrained decoder without its causal mask, a pretrained BERT, or a model of UTF-8 bytes from scratch",
-        choices=("lm", "bert", "bytes"),
+        "what writes latents: a pretrained decoder without its causal mask, a pretrained BERT, or a model of bytes "
+        "from scratch; cache: nothing is trained, each reader's own keys and values are the message (docs/messages.md)",
+        choices=("lm", "bert", "bytes", "cache"),
     )
-    source: str = key("", "the pretrained body, named as a reader's source; empty for bytes")
+    source: str = key("", "the pretrained body, named as a reader's source; empty for bytes and cache")
     sha256: str = key("", "hash of the body's weight file, checked when given", shapes="no")
     run: str = key("", "folder of a trained run whose encoder is used frozen; only adapters are trained", shapes="zero")
     layers: int = key(
@@ -64,12 +65,25 @@ class Encoder:
     ratio: int = key(
         0,
         "a message has as many slots as its text needs at so many of the encoder's tokens a slot; 0: encoder.slots "
-        "whatever the text",
+        "whatever the text. cache: positions of the text for one of the message, from 1 to 16",
         unit="tokens a slot",
         at_least=0,
         shapes="no",
     )
-    width: int = key(256, "size of one latent", unit="values", above=0, at_most=WIDEST)
+    width: int = key(
+        256,
+        "size of one latent; cache: numbers of a token, at most as many as its keys and values have",
+        unit="values",
+        above=0,
+        at_most=WIDEST,
+    )
+    texts: int = key(
+        400,
+        "cache: texts of data.train that its basis and tables are computed from; one of eight is held out",
+        unit="texts",
+        at_least=8,
+        shapes="no",
+    )
     window: int = key(512, "input of one pass of the body", unit="tokens, or bytes of kind bytes", above=0)
     windows: int = key(1, "windows read one by one and pooled into the same slots", unit="windows", above=0)
     pooling: str = key(
@@ -144,8 +158,16 @@ class Adapter:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What a message carries beside its latents."""
+    """What a message carries beside its latents, and of kind cache its size."""
 
+    bytes: int = key(
+        256,
+        "encoder.kind cache: size of a message of all positions, from which the step of its numbers follows",
+        unit="bytes a token of the text",
+        at_least=1,
+        at_most=FRAME,
+        shapes="no",
+    )
     literals: int = key(
         0,
         "words of the text that the message carries as text, chosen by the encoder's body (kind lm); each reader "
@@ -439,7 +461,13 @@ class Optim:
 class Train:
     """Length, batch, reports and checkpoints of a run."""
 
-    steps: int = key(1000, "optimizer steps", unit="steps", above=0, shapes="no")
+    steps: int = key(
+        1000,
+        "optimizer steps; 0 for encoder.kind cache alone: its start is whole",
+        unit="steps",
+        at_least=0,
+        shapes="no",
+    )
     global_batch: int = key(
         32,
         "examples of an optimizer step, on any number of devices; texts where data.packed_tokens is above 0",

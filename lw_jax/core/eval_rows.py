@@ -20,6 +20,7 @@ class EvalRow:
     swapped: bool = False  # the text has another answer in the place of its own
     taught: bool = False  # one learned vector stands between the two fields
     compacted: bool = False  # the first field's keys and values are reduced to a message's positions
+    ratio: int = 0  # of kind cache: positions of the text for one of the message; 0: the wire's own
 
 
 ROWS = {
@@ -65,6 +66,18 @@ ROWS = {
         taught=True,
     ),
 }
+ROWS |= {
+    name: EvalRow(f"the text's message with {share} of the positions (encoder.kind cache)", latents="own", ratio=ratio)
+    for name, share, ratio in (
+        ("all", "all", 1),
+        ("half", "half", 2),
+        ("quarter", "a quarter", 4),
+        ("eighth", "an eighth", 8),
+    )
+}
+RATIOS = 16  # largest encoder.ratio of kind cache
+OF_CACHE = tuple(name for name, row in ROWS.items() if row.ratio)
+KNOWN_TO_CACHE = ("text", "none", "latents", "shuffled", *OF_CACHE)  # rows that make sense where nothing is trained
 DEFAULT = ("text", "latents", "shuffled", "zero", "none", "truncated")
 MESSAGES = ("message", "latents")  # rows of the whole message: the first that was measured
 OF_LITERALS = ("message", "message_shuffled", "literals")  # measured of a wire whose messages carry literals

@@ -92,6 +92,8 @@ ADDED: dict[str, Any] = {
     "encoder.local": 0,
     "encoder.states": 0,
     "encoder.mask": "none",
+    "encoder.texts": 400,
+    "message.bytes": 256,
     "stages.pretrain.ratios": (),
     "stages.answer.ratios": (),
     "stages.answer.sizes": "drawn",

@@ -11,6 +11,7 @@ from lw_jax.core.config import REMATS, Config, split_prompt, values_of
 from lw_jax.core.config_keys import check, refuse, suggest
 from lw_jax.core.config_sections import BITS, FIELDS, MEANING, PLACEMENTS
 from lw_jax.core.errors import UserError
+from lw_jax.core.eval_rows import OF_CACHE, RATIOS
 from lw_jax.core.retired import VALUES
 
 SMOOTHED = ("sigmoid", "robust")  # terms of dpo.loss that know label smoothing
@@ -31,6 +32,10 @@ def check_processes(cfg: Config, processes: int) -> None:
     """
     if processes == 1:
         return
+    if cfg.encoder.kind == "cache":
+        refuse(
+            "encoder.kind", "cache", f"is computed by one process, and this run has {processes}: start it on one node."
+        )
     nodes = f"this run has one process for each of its {processes} nodes"
     rule = f"is read from a cache that one process fills, and {nodes}"
     match caching_key(cfg):
@@ -79,6 +84,7 @@ def validate(cfg: Config) -> None:
 def _check_wire(cfg: Config) -> None:
     _check_stages(cfg)
     _check_encoder(cfg)
+    _check_cache(cfg)
     _check_message(cfg)
     if {"selected", "selected_taught"} & set(cfg.eval.rows) and cfg.encoder.kind != "lm":
         rule = (
@@ -159,10 +165,11 @@ def _check_hash(path: str, value: str) -> None:
 
 def _check_encoder(cfg: Config) -> None:
     encoder = cfg.encoder
-    if encoder.kind != "bytes" and not encoder.source:
+    without = encoder.kind in ("bytes", "cache")
+    if not without and not encoder.source:
         refuse("encoder.source", "", f"must name a body for encoder.kind {encoder.kind!r}; kind 'bytes' needs none.")
-    if encoder.kind == "bytes" and (encoder.source or encoder.sha256):
-        refuse("encoder.source", encoder.source or encoder.sha256, "must be empty for encoder.kind 'bytes'.")
+    if without and (encoder.source or encoder.sha256):
+        refuse("encoder.source", encoder.source or encoder.sha256, f"must be empty for encoder.kind {encoder.kind!r}.")
     _check_hash("encoder.sha256", encoder.sha256)
     if cfg.adapter.start == "aligned" and (encoder.kind != "lm" or encoder.pooling == "queries"):
         rule = "needs encoder.kind 'lm' (an embedding table) and encoder.pooling 'windows' or 'rare'; set 'random'."
@@ -180,6 +187,25 @@ def _check_encoder(cfg: Config) -> None:
         refuse("encoder.slots", encoder.slots, rule)
     if encoder.slots > encoder.window:
         refuse("encoder.slots", encoder.slots, f"must be at most encoder.window = {encoder.window}.")
+
+
+def _check_cache(cfg: Config) -> None:
+    """Refuses what does not go with messages that are the readers' own keys and values, and their rows elsewhere."""
+    encoder, train = cfg.encoder, cfg.train
+    if encoder.kind != "cache":
+        if rows := [row for row in cfg.eval.rows if row in OF_CACHE]:
+            refuse("eval.rows", cfg.eval.rows, f"must not name {', '.join(rows)}: they need encoder.kind 'cache'.")
+        return
+    if train.steps:
+        rule = "must be 0 for encoder.kind 'cache': its start is whole, and training on top of it is not built."
+        refuse("train.steps", train.steps, rule)
+    if not 1 <= encoder.ratio <= RATIOS:
+        refuse("encoder.ratio", encoder.ratio, f"must be from 1 to {RATIOS} for encoder.kind 'cache'.")
+    if encoder.run:
+        refuse("encoder.run", encoder.run, "must be empty for encoder.kind 'cache': no encoder is trained.")
+    if cfg.prompt.question != "text":
+        rule = "must be 'text' for encoder.kind 'cache': a message is of the text alone, and asked any question."
+        refuse("prompt.question", cfg.prompt.question, rule)
 
 
 def _check_message(cfg: Config) -> None:
@@ -294,6 +320,8 @@ def _check_text(cfg: Config) -> None:
 
 def _check_training(cfg: Config) -> None:
     train = cfg.train
+    if not train.steps and (cfg.recipe != "latentwire" or cfg.encoder.kind != "cache"):
+        refuse("train.steps", 0, "must be above 0: only encoder.kind 'cache' is whole without a step.")
     if train.micro_batch > train.global_batch:
         rule = f"must be at most train.global_batch = {train.global_batch}; 0 takes a device's whole share."
         refuse("train.micro_batch", train.micro_batch, rule)

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lw_jax.core.eval_rows import MESSAGES, ROWS
+from lw_jax.core.eval_rows import MESSAGES, OF_CACHE, ROWS
 from lw_jax.evals.statistics import RESAMPLES, Bootstrap, Estimate
 from lw_jax.evals.verdict import format_interval
 
@@ -52,7 +52,8 @@ def compare(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES)
 
     The text is the row "upper", the first of UPPER that was measured; the message the first of MESSAGES.
     normalised_f1 = (message - none) / (text - none), recovered_nll = (none - message) / (none - text): None, with the
-    reason under "..._reason", where the interval of the denominator reaches 0. fewer_positions: the text's reader
+    reason under "..._reason", where the interval of the denominator reaches 0; of a cache's rows with their names
+    behind, as normalised_f1_half. fewer_positions: the text's reader
     positions / the message's. gap_nll = shuffled - latents, gap_f1 = latents - shuffled: the gain of the right latents.
     adds_nll = message_shuffled - message, adds_f1 = message - message_shuffled: their gain beside literals. follows: of
     the questions where the reader follows a text with another answer in it, the share where it follows that text's
@@ -82,14 +83,16 @@ def _compare_plain(groups: Mapping[str, Sequence[Record]], rows: Mapping[str, Ma
     upper = next((row for row in UPPER if row in rows), None)
     sent = next((row for row in MESSAGES if row in rows), None)
     if upper and sent and "none" in rows:
-        text, message, none = rows[upper], rows[sent], rows["none"]
-        shares = {
-            "normalised_f1": (message["f1"] - none["f1"], text["f1"] - none["f1"]),
-            "recovered_nll": (none["nll"] - message["nll"], none["nll"] - text["nll"]),
-        }
+        text, none = rows[upper], rows["none"]
         figures["upper"] = upper
-        for key, (part, whole) in shares.items():
-            figures |= _share(key, part, whole, upper)
+        for row in (sent, *(row for row in OF_CACHE if row in rows)):
+            message, name = rows[row], "" if row == sent else f"_{row}"
+            shares = {
+                f"normalised_f1{name}": (message["f1"] - none["f1"], text["f1"] - none["f1"]),
+                f"recovered_nll{name}": (none["nll"] - message["nll"], none["nll"] - text["nll"]),
+            }
+            for key, (part, whole) in shares.items():
+                figures |= _share(key, part, whole, upper)
     if upper and sent and "positions" in groups[upper][0]:
         figures["fewer_positions"] = _mean(groups[upper], "positions") / _mean(groups[sent], "positions")
     for name, (right, other) in {"gap": ("latents", "shuffled"), "adds": ("message", "message_shuffled")}.items():
@@ -167,12 +170,17 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
     parts = []
     if "fewer_positions" in figures:
         parts.append(f"fewer_positions {figures['fewer_positions']:.2f}x")
+    if "bytes_a_token" in figures:
+        parts.append(f"{figures['bytes_a_token']:.1f} bytes a token of the text")
     if "faster" in figures:
         parts.append(
             f"first token in {1 / figures['faster']:.2f}x the time of a text of {figures['timed_tokens']} tokens"
         )
-    for key in ("normalised_f1", "recovered_nll", "gap_f1", "gap_nll", "adds_f1", "adds_nll", "follows"):
-        against = f" of {figures['upper']}" if key in ("normalised_f1", "recovered_nll") and "upper" in figures else ""
+    shares = [
+        f"{key}{row}" for row in ("", *(f"_{row}" for row in OF_CACHE)) for key in ("normalised_f1", "recovered_nll")
+    ]
+    for key in (*shares, "gap_f1", "gap_nll", "adds_f1", "adds_nll", "follows"):
+        against = f" of {figures['upper']}" if key in shares and "upper" in figures else ""
         if figures.get(key) is not None:
             parts.append(f"{key}{against} {figures[key]:.3f} ({format_interval(figures[f'{key}_interval'])})")
         elif f"{key}_reason" in figures:

@@ -126,7 +126,7 @@ def measure(
     if changed and swaps is not None and swaps.origins:
         own = list(range(len(swaps.origins)))
         sent = _encode(bench, swaps.encoded, own, kinds=set(), batch=options.batch, seed=seed)
-        texts = _number_texts(encoded)
+        texts = number_texts(encoded)
         for record in _read(bench, swaps.encoded, own, rows=changed, latents=sent, options=options):
             position = record["index"]
             index, new, old = swaps.origins[position], record["answers"][0], swaps.replaced[position]
@@ -157,7 +157,7 @@ def _read(
 ) -> list[Record]:
     """Returns the records of all processes, in the order of one process: batch by batch, reader by reader."""
     groups: list[list[Record]] = []  # of each batch, reader and row
-    texts = _number_texts(encoded)
+    texts = number_texts(encoded)
     total = -(-len(indices) // options.batch) * len(encoded.readers) * len(rows)
     with phase("answering the questions in every row of the table", total, "batches") as done:
         for host in batches_of(encoded, indices, options.batch, share=processes.share()):
@@ -188,7 +188,7 @@ def _read(
     return merge(groups)
 
 
-def _number_texts(encoded: Encoded) -> list[int]:
+def number_texts(encoded: Encoded) -> list[int]:
     """Returns each example's text: the index of the first example about it."""
     first: dict[str, int] = {}
     return [first.setdefault(example.context, index) for index, example in enumerate(encoded.examples)]

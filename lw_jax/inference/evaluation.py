@@ -31,7 +31,8 @@ from lw_jax.evals import (
     verdict,
 )
 from lw_jax.evals.curve import MODEL, Curve
-from lw_jax.inference import taught_text
+from lw_jax.inference import coded_evaluation, taught_text
+from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.models import decoder
 from lw_jax.planning import generation_memory
@@ -57,11 +58,13 @@ class Evaluation:
     curve: Curve | None  # quality by message size
 
 
-def evaluate(wire: TrainedWire, *, quiet: bool = False) -> Evaluation:
+def evaluate(wire: TrainedWire | CodedWire, *, quiet: bool = False) -> Evaluation:
     """Returns the results that `cfg.eval` of the wire's configuration asks for; prints what it measures, or nothing."""
+    say = _hush if quiet else _say
+    if isinstance(wire, CodedWire):
+        return _evaluate_coded(wire, say)
     cfg, layout = wire.recipe.cfg, wire.recipe.layout
     bootstrap = {"seed": cfg.seed}
-    say = _hush if quiet else _say
     batch = _batch(wire.recipe, say)
     bench = _bench(wire, batch, say)
     measured = measure(wire, batch, bench, say=say)
@@ -91,6 +94,23 @@ def evaluate(wire: TrainedWire, *, quiet: bool = False) -> Evaluation:
         slots=geometry.slot_similarity(latents).tolist(),
         curve=curve,
     )
+
+
+def _evaluate_coded(wire: CodedWire, say: _Say) -> Evaluation:
+    """Returns the rows of a wire of kind "cache"; it has no latents whose geometry could be measured, and no curve."""
+    cfg = wire.recipe.cfg
+    most = place.round_up(cfg.eval.batch, wire.recipe.placement.data)
+    measured = _fitting(
+        out_of_memory.HalvingBatch(most, multiple=wire.recipe.placement.data, say=say),
+        cfg.eval,
+        lambda options: coded_evaluation.measure(wire, batch=options.batch, say=say),
+    )
+    summary = comparison.summarise(measured.records, seed=cfg.seed)
+    readers = comparison.compare(measured.records, seed=cfg.seed)
+    for name, found in readers.items():
+        if (size := coded_evaluation.bytes_a_token(measured.records, name)) is not None:
+            found["bytes_a_token"] = size
+    return Evaluation(measured, summary, readers, joint=None, latents={}, slots=[], curve=None)
 
 
 def _add_times(
@@ -241,7 +261,8 @@ def describe(found: Evaluation) -> str:
     lines += [comparison.format_comparison(reader, figures) for reader, figures in found.readers.items()]
     if found.joint:
         lines.append(joint.format_figures(found.joint))
-    lines.append(geometry.format_figures(found.latents))
+    if found.latents:
+        lines.append(geometry.format_figures(found.latents))
     if found.curve:
         lines += ["", quality_curve.table(found.curve)]
     lines += ["", *(verdict.sentence(name, one, found.summary.get(name, {})) for name, one in found.readers.items())]

@@ -19,10 +19,11 @@ class Request:
     message: bytes = b""
     questions: tuple[str, ...] = ()
     write: str = ""  # output for the message of a text: a file, "-" for standard output, "" for none
-    bits: int = 8
+    bits: int | None = None  # None: 8
     slots: int | None = None  # None: as many as config.encoder.ratio gives the text, or all of the encoder's
     width: int | None = None
     literals: int | None = None  # None: as many words as the wire's readers know
+    ratio: int | None = None  # of kind cache: positions of the text for one of the message; None: encoder.ratio
 
 
 def read_text(path: str) -> str:

@@ -1,14 +1,12 @@
 """Python API of trained wires: `load_wire`. Language models: `language_model.py`."""
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Literal, NamedTuple, overload
+from typing import NamedTuple, overload
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from lw_jax import recipes
 from lw_jax.core import config_file, runtime, tree, validation
@@ -18,18 +16,14 @@ from lw_jax.core.progress import phase
 from lw_jax.core.types import SHARED, Example, Tree
 from lw_jax.data import batches
 from lw_jax.data.literals import count_words
-from lw_jax.evals import answers
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import sources, wire_repository
-from lw_jax.models import codec, decoder, wire
+from lw_jax.inference.answering import SINGLE, Answering, Questions, Several, check_questions, pair
+from lw_jax.inference.coded_wire import CodedWire
+from lw_jax.models import codec, wire
 from lw_jax.planning import planner
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import run_folder, wire_folder
-from sharding import place
-
-Several = list[bytes] | tuple[bytes, ...]
-SINGLE = bytes | bytearray | memoryview  # one message, not several
-Questions = list[str] | tuple[str, ...]
 
 
 class KVPrompt(NamedTuple):
@@ -45,7 +39,7 @@ class KVPrompt(NamedTuple):
     embeddings: np.ndarray
 
 
-def load_wire(folder: str | Path, config: Mapping[str, str] | None = None) -> "TrainedWire":
+def load_wire(folder: str | Path, config: Mapping[str, str] | None = None) -> "TrainedWire | CodedWire":
     """Opens the trained wire in a run's folder, an exported wire folder or a repository "owner/name" of the hub.
 
     `config` replaces values of its configuration, as flags do: {"llms.llama.source": "models/llama"}.
@@ -59,8 +53,11 @@ def load_wire(folder: str | Path, config: Mapping[str, str] | None = None) -> "T
     return open_wire(cfg, path)
 
 
-def open_wire(cfg: Config, path: Path) -> "TrainedWire":
-    """Opens a run's best checkpoint (the latest where none was validated) with this configuration."""
+def open_wire(cfg: Config, path: Path) -> "TrainedWire | CodedWire":
+    """Opens a run's best checkpoint (the latest where none was validated) with this configuration.
+
+    A `CodedWire` where its messages are the readers' own keys and values (encoder.kind "cache").
+    """
     if cfg.recipe != "latentwire":
         raise UserError(
             f"{path}: a run of recipe {cfg.recipe!r} has no wire; its held-out figures are in metrics.jsonl, and "
@@ -71,6 +68,10 @@ def open_wire(cfg: Config, path: Path) -> "TrainedWire":
     runtime.start_devices()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     cfg, placement = planner.settle(cfg, reading=True)
+    if not cfg.train.steps:
+        whole = recipes.make_whole(cfg, placement)
+        restored = recipes.read_best(whole, cfg, path)
+        return CodedWire(whole, restored.state["trainable"], whole.load_frozen(), restored.step)
     recipe = LatentWire(cfg, placement)
     with phase(f"reading the trained wire in {path}"):
         restored = recipes.read_best(recipe, cfg, path)
@@ -101,14 +102,10 @@ def resolve_literals(cfg: Config, words: int | None) -> int:
     return most if words is None else words
 
 
-def check_questions(questions: Iterable[str], *, name: str = "question") -> None:
-    """Raises UserError for an empty one; `name` is the argument's or the flag's."""
-    if not all(question.strip() for question in questions):
-        raise UserError(f"{name}: empty; a question of at least one word is needed")
-
-
-class TrainedWire:
+class TrainedWire(Answering):
     """A trained encoder and its readers: writes a text into a message, answers questions from a message."""
+
+    functions: WireFunctions
 
     def __init__(self, recipe: LatentWire, trainable: Tree, frozen: Tree, step: int):
         self.recipe, self.trainable, self.frozen, self.step = recipe, trainable, frozen, step
@@ -155,38 +152,6 @@ class TrainedWire:
         return codec.pack(sent, bits=bits, encoder=self.encoder_fingerprint, literals=chosen)
 
     @overload
-    def read(self, message: bytes, reader: str, question: str, *, stream: Literal[False] = False) -> str: ...
-    @overload
-    def read(self, message: bytes, reader: str, question: str, *, stream: Literal[True]) -> Iterator[str]: ...
-    @overload
-    def read(self, message: bytes | Several, reader: str, question: Questions) -> list[str]: ...
-    def read(
-        self, message: bytes | Several, reader: str, question: str | Questions, *, stream: bool = False
-    ) -> str | list[str] | Iterator[str]:
-        """Returns a reader's answer from a message alone, with the literals that it carries.
-
-        `question`: several for one message, or one for each of several messages: a list of answers, computed
-        config.eval.batch at a time. A message is the text encoded: nothing is encoded again. The message of a wire
-        trained with prompt.question="latents" holds its question: the one given here, maybe "", is not read.
-        `stream`: yields the answer of one question in pieces of text as they are decoded.
-        """
-        if not stream:
-            pairs = _pair(message, question)
-            prompts = self._prompts(pairs, reader)
-            found = [text for prompt, count in prompts for text in self._answer(reader, prompt, count)]
-            return found[0] if isinstance(question, str) else found
-        if not isinstance(question, str):
-            raise UserError(f"read: stream=True with {len(question)} questions: an answer is streamed alone; ask one")
-        return self._stream(reader, next(self._prompts(_pair(message, question), reader))[0])
-
-    def read_text(self, text: str, reader: str, question: str) -> str:
-        """Returns a reader's answer from the text itself."""
-        self._check_reader(reader)
-        batch = batches.encode_prompt(text, question, layout=self.recipe.layout, rows=("text",))
-        fields = self._put(batch["readers"][reader], self.functions.mesh_of(reader))
-        return self._answer(reader, self.functions.prompt_from_text(self.frozen[reader], fields["text"]), 1)[0]
-
-    @overload
     def prefix(self, message: bytes, reader: str) -> np.ndarray: ...
     @overload
     def prefix(self, message: Several, reader: str) -> list[np.ndarray]: ...
@@ -224,7 +189,7 @@ class TrainedWire:
         """
         self._check_kind("embeddings", "prompt_embeds")
         found = []
-        for prompt, count in self._prompts(_pair(message, question), reader):
+        for prompt, count in self._prompts(pair(message, question), reader):
             x, mask = _to_host(prompt.embeddings), np.asarray(prompt.mask)
             found += [x[row, mask[row]] for row in range(count)]
         return found[0] if isinstance(question, str) else found
@@ -241,7 +206,7 @@ class TrainedWire:
         """
         self._check_kind("kv", "prefix_kv")
         found = []
-        for prompt, count in self._prompts(_pair(message, question), reader):
+        for prompt, count in self._prompts(pair(message, question), reader):
             cache = self.functions.open_cache(self.frozen[reader], prompt, reader)
             both, valid = np.stack([_to_host(cache.k), _to_host(cache.v)], axis=1), np.asarray(cache.valid)
             x, mask = _to_host(prompt.embeddings), np.asarray(prompt.mask)
@@ -254,11 +219,6 @@ class TrainedWire:
         found, other = self.recipe.cfg.adapter.kind, {"kv": "prompt_embeds", "embeddings": "prefix_kv"}[kind]
         if found != kind:
             raise UserError(f"{name}: this wire has config.adapter.kind={found!r}, it needs {kind!r}; call `{other}`")
-
-    def _check_reader(self, reader: str) -> None:
-        known = self.recipe.wire.readers
-        if reader not in known:
-            raise UserError(f"reader {reader!r}: this wire has {', '.join(known)}")
 
     def _open(self, message: bytes) -> tuple[codec.Frame, np.ndarray]:
         """Returns a message's frame and its latents, zeros beyond them."""
@@ -283,79 +243,16 @@ class TrainedWire:
                 "(config.prompt.question='latents'); write a message for each question"
             )
         literals = {message: frame.literals for message, (frame, _) in opened.items()}
-        asked = [Example(question, "?", question or "?", (), literals[message]) for message, question in pairs]
-        data, mesh = self.recipe.placement.data, self.functions.mesh_of(reader)
-        most = max(1, self.recipe.cfg.eval.batch // data) * data
-        for start in range(0, len(pairs), most):
-            part = pairs[start : start + most]
-            # Powers of two, so that numbers of questions share programs.
-            rows = min(most, place.round_up(1 << (len(part) - 1).bit_length(), data))
-            batch = batches.encode_prompts(asked[start : start + most], layout=self.recipe.layout)
+        mesh = self.functions.mesh_of(reader)
+        for part, rows in self._parts(pairs):
+            asked = [Example(question, "?", question or "?", (), literals[message]) for message, question in part]
+            batch = batches.encode_prompts(asked, layout=self.recipe.layout)
             frames, latents = zip(*(opened[message] for message, _ in part), strict=True)
             channel = np.asarray([(frame.slots, frame.width, frame.bits) for frame in frames], np.int32)
             fields = self._put(batch["readers"][reader] | {"channel": channel}, mesh, rows)
             placed = self._put(np.stack(latents), mesh, rows)
             params = self.frozen[reader]
             yield self.functions.prompt_from_latents(self.trainable, params, fields, placed, reader), len(part)
-
-    def _put(self, host: Tree, mesh: Mesh, rows: int = 1) -> Tree:
-        """Places examples, the last one repeated up to `rows` and until the data axis divides them."""
-        rows = place.round_up(rows, self.recipe.placement.data)
-        return place.put_eval(jax.tree.map(lambda leaf: leaf[np.minimum(np.arange(rows), len(leaf) - 1)], host), mesh)
-
-    def _check_positions(self, reader: str, prompt: wire.Prompt) -> None:
-        """Counts real positions: padding takes none."""
-        masks = [one.mask for one in (prompt.shared_prefix, prompt.kv_prefix, prompt) if one is not None]
-        longest, new = int(jnp.max(sum(jnp.sum(mask, axis=1) for mask in masks))), self.recipe.cfg.eval.max_new_tokens
-        decoder.check_positions(
-            self.recipe.wire.readers[reader].config,
-            longest + new,
-            what=f"reader {reader!r}: the prompt and eval.max_new_tokens={new} take",
-            remedy="shorten the text or the question, or choose another reader",
-        )
-
-    def _answer(self, reader: str, prompt: wire.Prompt, count: int) -> list[str]:
-        """Returns the answers to the first `count` rows of a prompt."""
-        self._check_positions(reader, prompt)
-        ids = self.functions.generate(self.frozen[reader], prompt, reader, self.recipe.cfg.eval.max_new_tokens)
-        rows = ([int(token) for token in row if token >= 0] for row in np.asarray(ids)[:count])
-        return [answers.first_line(self.recipe.tokenizers[reader].decode(tokens)) for tokens in rows]
-
-    def _stream(self, reader: str, prompt: wire.Prompt) -> Iterator[str]:
-        """Yields the pieces of the answer to a prompt's first row; joined they are what `_answer` returns."""
-        self._check_positions(reader, prompt)
-        params, tokenizer = self.frozen[reader], self.recipe.tokenizers[reader]
-        most, stops = self.recipe.cfg.eval.max_new_tokens, self.recipe.wire.readers[reader].stops
-        tokens, said = [], ""
-        for token in self.functions.tokens(params, prompt, reader, most):
-            one = int(token[0])
-            if one in stops:
-                break
-            tokens.append(one)
-            text = tokenizer.decode(tokens)
-            line = answers.first_line(text)
-            if "\n" in text.strip():
-                break
-            # A piece of a character may wait for its other bytes.
-            piece = line.rstrip("\ufffd")[len(said) :]
-            if piece:
-                yield piece
-                said += piece
-        rest = answers.first_line(tokenizer.decode(tokens))[len(said) :]
-        if rest:
-            yield rest
-
-
-def _pair(message: bytes | Several, question: str | Questions) -> list[tuple[bytes, str]]:
-    """Returns each question with its message."""
-    if isinstance(question, str):
-        if not isinstance(message, SINGLE):
-            raise UserError(f"{len(message)} messages and one question: give a list with a question for each message")
-        return [(bytes(message), question)]
-    messages = [bytes(message)] * len(question) if isinstance(message, SINGLE) else message
-    if len(messages) != len(question) or not question:
-        raise UserError(f"{len(messages)} messages and {len(question)} questions: give one for each, at least one")
-    return list(zip(messages, question, strict=True))
 
 
 def _to_host(array: jax.Array) -> np.ndarray:

@@ -1,4 +1,6 @@
-"""Grouped-query attention: JAX's own, or one of bf16 products for a CPU."""
+"""Grouped-query attention: JAX's own, one of bf16 products for a CPU, and one behind keys of each head's own number."""
+
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -6,7 +8,15 @@ from jaxtyping import Array, Bool, Float
 
 from lw_jax.models.products import from_bits, multiply, saved_bits
 
-_LEAST = -1e30  # score of a masked key: finite, so that a row without keys has no NaN
+LEAST = -1e30  # score of a masked key: finite, so that a row without keys has no NaN
+
+
+class PackedHead(NamedTuple):
+    """Keys, turned, and values that one head of keys has before a cache."""
+
+    k: Float[Array, "b m e"]
+    v: Float[Array, "b m e"]
+    bias: Float[Array, "b m"]  # of the scores; `LEAST` where a row has fewer
 
 
 def attention(
@@ -15,17 +25,57 @@ def attention(
     v: Float[Array, "b s k e"],
     *,
     mask: Bool[Array, "b 1 t s"],
+    bias: Float[Array, "b s k"] | None = None,
     factors: str | None = None,
 ) -> Float[Array, "b t h e"]:
     """Grouped-query attention with fp32 softmax, scaled by the root of the head width.
 
-    `factors`: dtype of the factors of its products (None: that of q).
+    `bias` of each key's scores; `factors`: dtype of the factors of its products (None: that of q).
     """
     if factors is not None and q.dtype != jnp.dtype(factors):
-        return jnp.asarray(_narrow(q, k, v, mask))
+        return jnp.asarray(_narrow(q, k, v, mask, None if bias is None else bias.astype(jnp.float32)))
+    if bias is not None:
+        bias = jnp.repeat(bias.swapaxes(1, 2)[:, :, None], q.shape[2] // k.shape[2], axis=1)
     # jax's own code promotes bf16 with fp32 in here, which the strict promotion of our tests would refuse.
     with jax.numpy_dtype_promotion("standard"):
-        return jax.nn.dot_product_attention(q, k, v, mask=mask)
+        return jax.nn.dot_product_attention(q, k, v, bias, mask)
+
+
+def attention_behind(  # noqa: PLR0913
+    packed: tuple[PackedHead, ...],
+    q: Float[Array, "b t h e"],
+    k: Float[Array, "b s k e"],
+    v: Float[Array, "b s k e"],
+    *,
+    mask: Bool[Array, "b 1 t s"],
+    factors: str | None = None,
+) -> Float[Array, "b t h e"]:
+    """`attention` with one softmax over `packed`, by head of keys, which every query sees, and the keys k.
+
+    The two are never joined in one array: only their largest scores, sums and outputs meet.
+    """
+    narrow, queries, scale = factors or q.dtype, _rows(q, k.shape[2]), q.shape[-1] ** -0.5
+    keys, values = (one.swapaxes(1, 2) for one in (k, v))
+    seen = jnp.tile(mask, (1, 1, queries.shape[2] // mask.shape[2], 1))
+    scores = jnp.where(seen, scale * multiply("bkte,bkse->bkts", queries, keys, factors=narrow), LEAST)
+    own = _partial(scores, values, narrow)
+    found = []
+    for number, head in enumerate(packed):
+        scores = scale * multiply("bte,bse->bts", queries[:, number], head.k, factors=narrow)
+        scores = scores + head.bias.astype(jnp.float32)[:, None]
+        found.append(_partial(scores[:, None], head.v[:, None], narrow))
+    before = tuple(jnp.concatenate(one, axis=1) for one in zip(*found, strict=True))
+    top = jnp.maximum(own[0], before[0])
+    first, second = (jnp.exp(one[0] - top) for one in (own, before))
+    summed, out = (one * first + other * second for one, other in zip(own[1:], before[1:], strict=True))
+    return _heads((out / summed).astype(q.dtype), q.shape[1])
+
+
+def _partial(scores: jax.Array, values: jax.Array, factors: Any) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the largest score of each query, and relative to it the sum of powers and the sum of values."""
+    top = jnp.max(scores, axis=3, keepdims=True, initial=LEAST)
+    powers = jnp.exp(scores - top)
+    return top, jnp.sum(powers, axis=3, keepdims=True), multiply("bkts,bkse->bkte", powers, values, factors=factors)
 
 
 # XLA's CPU products of bf16 factors take the last axis of both factors, or the last and the last but one; it transposes
@@ -34,32 +84,38 @@ def attention(
 
 
 @jax.custom_vjp
-def _narrow(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
+def _narrow(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, bias: jax.Array | None) -> jax.Array:
     queries, keys, values = (_rows(x, k.shape[2]) for x in (_scaled(q), k, v))
-    return _attend(queries, keys, values, mask)
+    return _attend(queries, keys, values, mask, bias)
 
 
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array):
+def _forward(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, bias: jax.Array | None):
     # Saved are the rotated and transposed rows: as fast to save as what `product` returned, and ready for use.
     saved = [saved_bits(_rows(x, k.shape[2])) for x in (_scaled(q), k, v)]
     queries, keys, values = from_bits(saved)
-    return _attend(queries, keys, values, mask), (saved, mask)
+    return _attend(queries, keys, values, mask, bias), (saved, mask, bias)
 
 
-def _attend(queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array) -> jax.Array:
+def _attend(
+    queries: jax.Array, keys: jax.Array, values: jax.Array, mask: jax.Array, bias: jax.Array | None
+) -> jax.Array:
     group = queries.shape[2] // mask.shape[2]
     scores = _product("bkte,bkse->bkts", queries, keys)
-    scores = jnp.where(jnp.tile(mask, (1, 1, group, 1)), scores, _LEAST)
+    if bias is not None:
+        scores = scores + bias.swapaxes(1, 2)[:, :, None]
+    scores = jnp.where(jnp.tile(mask, (1, 1, group, 1)), scores, LEAST)
     powers = jnp.exp(scores - jnp.max(scores, axis=3, keepdims=True))
     summed = jnp.sum(powers, axis=3, keepdims=True)
     return _heads(_product("bkts,bkse->bkte", powers, values) / summed, mask.shape[2])
 
 
-def _backward(saved: tuple[list[jax.Array], jax.Array], gradient: jax.Array):
-    (queries, keys, values), mask = from_bits(saved[0]), saved[1]
+def _backward(saved: tuple[list[jax.Array], jax.Array, jax.Array | None], gradient: jax.Array):
+    (queries, keys, values), mask, bias = from_bits(saved[0]), *saved[1:]
     group, outputs = queries.shape[2] // mask.shape[2], _rows(gradient, queries.shape[1])
     scores = _product("bkse,bkte->bkst", keys, queries)
-    scores = jnp.where(jnp.tile(mask.swapaxes(2, 3), (1, 1, 1, group)), scores, _LEAST)
+    if bias is not None:
+        scores = scores + bias.swapaxes(1, 2)[..., None]
+    scores = jnp.where(jnp.tile(mask.swapaxes(2, 3), (1, 1, 1, group)), scores, LEAST)
     powers = jnp.exp(scores - jnp.max(scores, axis=2, keepdims=True))
     shares = powers / jnp.sum(powers, axis=2, keepdims=True)
     of_shares = _product("bkse,bkte->bkst", values, outputs)
@@ -67,7 +123,8 @@ def _backward(saved: tuple[list[jax.Array], jax.Array], gradient: jax.Array):
     of_q = _product("bkts,bkse->bkte", of_scores.swapaxes(2, 3), keys)
     of_k, of_v = _product("bkst,bkte->bkse", of_scores, queries), _product("bkst,bkte->bkse", shares, outputs)
     length = mask.shape[2]
-    return _scaled(_heads(of_q, length)), _heads(of_k, keys.shape[2]), _heads(of_v, keys.shape[2]), None
+    of_bias = None if bias is None else of_scores.sum(axis=3).swapaxes(1, 2)
+    return _scaled(_heads(of_q, length)), _heads(of_k, keys.shape[2]), _heads(of_v, keys.shape[2]), None, of_bias
 
 
 _narrow.defvjp(_forward, _backward)

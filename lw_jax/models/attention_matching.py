@@ -84,7 +84,7 @@ def compact(  # noqa: PLR0913  (as `decoder.forward`)
     tokens = text.context.sum(axis=1, keepdims=True, dtype=jnp.int32)
     kept = slots & (jnp.cumsum(slots, axis=1, dtype=jnp.int32) <= tokens)
     visit = functools.partial(_match, cfg, text, kept)
-    keys, values = decoder.visit_attention(params, cfg, text.x, mask=text.mask, visit=visit, mode=mode)
+    (keys, values), _ = decoder.visit_attention(params, cfg, text.x, mask=text.mask, visit=visit, mode=mode)
     return KVPrefix(keys, values, kept)
 
 
@@ -101,7 +101,7 @@ def _match(  # noqa: PLR0913
     """Returns one layer's kept keys, not turned, and their values [b m k e]."""
     keys, values = (one.astype(jnp.float32).swapaxes(1, 2) for one in (k, v))  # [b k t e]
     asking = text.asks.shape[1]
-    queries = _by_head(q[:, -asking:].astype(jnp.float32), k.shape[2]) * cfg.head_dim**-0.5  # [b k g q e]
+    queries = by_head(q[:, -asking:].astype(jnp.float32), k.shape[2]) * cfg.head_dim**-0.5  # [b k g q e]
     seen = attend[:, :, None, -asking:]
     scores = jnp.where(seen, _scores(queries, keys), _LEAST)
     # As the reader will see it: the text's other tokens are gone, so the shared prefix is so much nearer.
@@ -140,17 +140,28 @@ def _ridge(
 ) -> Float[Array, "b k m e"]:
     """Returns the change of `count` kept values that explains best what is missing."""
     gram = jnp.einsum("bkgqm,bkgqn->bkmn", shares, shares)
-    size = jnp.trace(gram, axis1=2, axis2=3) / jnp.maximum(count, 1).astype(jnp.float32)[:, None]
-    gram = gram + (RIDGE * size + _TINY)[..., None, None] * jnp.eye(gram.shape[-1])[None, None]
+    return solve_ridge(gram, jnp.einsum("bkgqm,bkgqe->bkme", shares, missing), count[:, None], RIDGE)
+
+
+def solve_ridge(
+    gram: Float[Array, "b k m m"],
+    right: Float[Array, "b k m e"],
+    count: Int[Array, "b k"] | Int[Array, "b 1"],
+    ridge: float,
+) -> Float[Array, "b k m e"]:
+    """Solves by least squares with a ridge of `ridge` x the mean of the diagonal's `count` entries that are not 0."""
+    size = jnp.trace(gram, axis1=2, axis2=3) / jnp.maximum(count, 1).astype(jnp.float32)
+    gram = gram + (ridge * size + _TINY)[..., None, None] * jnp.eye(gram.shape[-1])[None, None]
     # Not `solve`: on several virtual devices of a CPU each one's batched LU waits for threads that the others hold.
-    return cho_solve(cho_factor(gram, lower=True), jnp.einsum("bkgqm,bkgqe->bkme", shares, missing))
+    return cho_solve(cho_factor(gram, lower=True), right)
 
 
 def _scores(queries: Float[Array, "b k g q e"], keys: Float[Array, "b k t e"]) -> Float[Array, "b k g q t"]:
     return jnp.einsum("bkgqe,bkte->bkgqt", queries, keys)
 
 
-def _by_head(q: Float[Array, "b q h e"], heads: int) -> Float[Array, "b k g q e"]:
+def by_head(q: Float[Array, "b q h e"], heads: int) -> Float[Array, "b k g q e"]:
+    """Returns queries by the head of keys that they attend to."""
     rows, count, _, width = q.shape
     return q.reshape(rows, count, heads, -1, width).transpose(0, 2, 3, 1, 4)
 

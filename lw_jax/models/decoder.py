@@ -9,6 +9,7 @@ against.
 
 import dataclasses
 import functools
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,7 +20,7 @@ from jaxtyping import Array, Bool, Float, Int
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models import projections, quant, rotary
-from lw_jax.models.attention import attention
+from lw_jax.models.attention import PackedHead, attention, attention_behind
 from lw_jax.models.products import PRODUCT, from_bits, save, stack_dtype, wide_product
 
 
@@ -71,6 +72,9 @@ class Cache(NamedTuple):
     v: Float[Array, "l b s k e"] | tuple[Float[Array, "b s k e"], ...]
     valid: Bool[Array, "b s"]
     used: Int[Array, ""]  # slots written so far, the same for every row
+    # As of `KVPrefix`, stacked or by layer as k and v are.
+    bias: Float[Array, "l b s k"] | tuple[Float[Array, "b s k"], ...] | None = None
+    packed: "PackedPrefix | None" = None  # stands before what x continues, behind the slots used when it was put there
 
 
 class SharedPrefix(NamedTuple):
@@ -86,6 +90,14 @@ class KVPrefix(NamedTuple):
     k: Float[Array, "l b m k e"]
     v: Float[Array, "l b m k e"]
     mask: Bool[Array, "b m"]
+    bias: Float[Array, "l b m k"] | None = None  # of each key's scores, `attention.LEAST` where a head lacks it
+
+
+class PackedPrefix(NamedTuple):
+    """A prefix of which each head of each layer has keys and values of its own, at positions of its own."""
+
+    heads: tuple[tuple[PackedHead, ...], ...]  # by layer
+    length: Int[Array, "b 1"]  # positions of the whole prefix, those without keys too
 
 
 class Output(NamedTuple):
@@ -211,10 +223,13 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
         check_length(cfg, lengths)
     elif shared_prefix is not None and isinstance(cfg.rope_scaling, rotary.LongRope):
         return _forward_joined(params, cfg, (x, mask, segments), shared_prefix, mode)
-    turned = None
+    turned, bias = None, None if cache is None else cache.bias
     if kv_prefix is not None:
         seen = 0 if shared_prefix is None else shared_prefix.mask.sum(axis=1, keepdims=True, dtype=jnp.int32)
         turned = rotate_keys(cfg, kv_prefix, seen=seen), kv_prefix.v
+        if kv_prefix.bias is not None:
+            ends = (lengths - x.shape[1] - kv_prefix.mask.shape[1], x.shape[1])
+            bias = jnp.pad(kv_prefix.bias, ((0, 0), (0, 0), ends, (0, 0)))
     past, cache = _find_past(mask, cache, shared_prefix, kv_prefix)
     shared = _share(cfg, mask, past, mode, segments)
     layer = checkpoint_layer(functools.partial(_layer, cfg, shared), KEPT[mode.remat], scanned=mode.unroll < cfg.layers)
@@ -225,7 +240,7 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
 
     def body(carry, inputs):
         x, mixed, prefix, kv = carry
-        weights, number, share, slots = inputs
+        weights, number, share, slots, bias = inputs
         before = () if slots is None else (slots,)
         if prefix_layer is not None:
             prefix, own = prefix_layer(prefix, weights, ())
@@ -234,30 +249,46 @@ def forward(  # noqa: PLR0913  (the one entry to the body; five of them have one
         if share is not None:
             mixed = mixed + weigh(x, share, cfg.norm_eps)
         tapped = x if taps else None
-        x, written = layer(x, weights, before if kv is None else _LayerCache(kv[0], kv[1], number))
+        x, written = layer(x, weights, before if kv is None else _LayerCache(kv[0], kv[1], number), bias)
         return (x, mixed, prefix, None if cache is None else written), tapped
 
     mixed, shares = (None, None) if mix is None else (jnp.zeros(x.shape, jnp.float32), mix[:-1])
     kv = None if cache is None else (cache.k, cache.v)
     prefix, tapped = None if shared_prefix is None else shared_prefix.x, None
-    if isinstance(params["layers"], tuple):
+    if isinstance(params["layers"], tuple) or (cache is not None and cache.packed is not None):
         assert cache is not None and mix is None and not taps, "layers are unstacked for generation only"
-        written = []
-        for weights, *own in zip(params["layers"], cache.k, cache.v, strict=True):
-            x, pair = layer(mode.constrain(x), weights, _LayerCache(*own))
-            written.append(pair)
-        kv = tuple(zip(*written, strict=True))
+        x, kv = _run_apart(cfg, layer, params["layers"], cache, x, mode)
     else:
         # The cache is carried, so that a layer writes its new tokens in place.
         numbers = jnp.arange(cfg.layers, dtype=jnp.int32)
-        inputs = (params["layers"], numbers, shares, turned)
+        inputs = (params["layers"], numbers, shares, turned, bias)
         (x, mixed, _, kv), tapped = jax.lax.scan(body, (x, mixed, prefix, kv), inputs, unroll=mode.unroll)
     if mix is not None:
         mixed = (mixed + weigh(x, mix[-1], cfg.norm_eps)).astype(x.dtype)
-    if cache is not None and kv is not None:
-        cache = Cache(kv[0], kv[1], cache.valid, cache.used + x.shape[1])
+    if cache is not None:
+        assert kv is not None, "a cache was given"
+        cache = cache._replace(k=kv[0], v=kv[1], used=cache.used + x.shape[1])
     states = None if tapped is None else tapped[jnp.asarray(taps)]
     return Output(_normalise(cfg, x, params, "norm"), mixed, cache, states)
+
+
+def _run_apart(
+    cfg: DecoderConfig, layer: Callable, layers: Tree, cache: Cache, x: jax.Array, mode: Mode
+) -> tuple[jax.Array, tuple]:
+    """Returns the output of layer after layer, each of shapes of its own, and the keys and values of the cache."""
+    k, v, written, stacked = cache.k, cache.v, [], isinstance(cache.k, jax.Array)
+    for number in range(cfg.layers):
+        weights = layers[number] if isinstance(layers, tuple) else jax.tree.map(operator.itemgetter(number), layers)
+        if isinstance(k, jax.Array) and isinstance(v, jax.Array):
+            own = _LayerCache(k, v, jnp.int32(number))
+        else:
+            own = _LayerCache(k[number], v[number])
+        bias = None if cache.bias is None else cache.bias[number]
+        packed = None if cache.packed is None else cache.packed.heads[number]
+        x, pair = layer(mode.constrain(x), weights, own, bias, packed)
+        k, v = pair if stacked else (k, v)
+        written.append(pair)
+    return x, (k, v) if stacked else tuple(zip(*written, strict=True))
 
 
 def _forward_joined(
@@ -284,21 +315,37 @@ def visit_attention(  # noqa: PLR0913  (as `forward`)
     *,
     mask: Bool[Array, "b t"],
     visit: Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Tree],
+    cache: Cache | None = None,
     mode: Mode = Mode(),  # noqa: B008  (frozen)
-) -> Tree:
-    """Returns `visit(q [b t h e], k [b t k e], v [b t k e], attend [b 1 t t])` of every layer, stacked.
+) -> tuple[Tree, Cache | None]:
+    """Returns `visit(q [b t h e], k [b s k e], v [b s k e], attend [b 1 t s])` of every layer, stacked, and the cache.
 
-    q and k are turned at their positions; `attend` marks the keys that a query sees.
+    q and k are turned at their positions; `attend` marks the keys that a query sees. With a cache x continues it, and
+    its slots are the keys.
     """
-    shared = _share(cfg, mask, _find_past(mask)[0], mode)
+    assert cache is None or (cache.bias is None and cache.packed is None), "of a reader's own keys alone"
+    past, cache = _find_past(mask, cache)
+    shared = _share(cfg, mask, past, mode)
 
-    def body(x: jax.Array, weights: Tree) -> tuple[jax.Array, Tree]:
+    def body(carry: tuple[jax.Array, Tree], inputs: tuple[Tree, jax.Array]) -> tuple[Tree, Tree]:
+        x, kv = carry
+        weights, number = inputs
         h = _normalise(cfg, x, weights, "attn_norm")
         q = rotary.rotate(projections.apply(h, from_bits(weights), "q", shared.factors), shared.cos, shared.sin)
-        x, (k, v) = _layer(cfg, shared, mode.constrain(x), weights, ())
-        return x, visit(q, k, v, shared.attend)
+        layer_cache = () if kv is None else _LayerCache(kv[0], kv[1], number)
+        x, own = _layer(cfg, shared, mode.constrain(x), weights, layer_cache)
+        if kv is None:
+            return (x, None), visit(q, *own, shared.attend)
+        k, v = (jax.lax.dynamic_index_in_dim(one, number, 0, False) for one in own)
+        return (x, own), visit(q, k, v, shared.attend)
 
-    return jax.lax.scan(body, x, params["layers"])[1]
+    numbers = jnp.arange(cfg.layers, dtype=jnp.int32)
+    kv = None if cache is None else (cache.k, cache.v)
+    (_, kv), found = jax.lax.scan(body, (x, kv), (params["layers"], numbers))
+    if cache is not None:
+        assert kv is not None, "a cache was given"
+        cache = cache._replace(k=kv[0], v=kv[1], used=cache.used + x.shape[1])
+    return found, cache
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
@@ -370,6 +417,7 @@ def _find_past(
     """Returns the past of queries with this mask, and the cache with their mask written."""
     if cache is not None:
         seen = cache.valid.sum(axis=1, keepdims=True, dtype=jnp.int32)
+        seen = seen if cache.packed is None else seen + cache.packed.length
         cache = cache._replace(valid=jax.lax.dynamic_update_slice_in_dim(cache.valid, mask, cache.used, axis=1))
         return _Past(cache.valid, cache.used, seen, cache.used), cache
     before = jnp.zeros((mask.shape[0], 0), bool) if shared_prefix is None else repeat(shared_prefix.mask, len(mask))
@@ -461,17 +509,20 @@ class _Shared(NamedTuple):
     factors: str | None  # see `Mode`
 
 
-def _layer(
+def _layer(  # noqa: PLR0913  (what stands before x is one of three)
     cfg: DecoderConfig,
     shared: _Shared,
     x: Float[Array, "b t d"],
     weights: Tree,
     kv: "_LayerCache | tuple[tuple[jax.Array, jax.Array], ...]",
+    bias: Float[Array, "b s k"] | None = None,
+    packed: tuple[PackedHead, ...] | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """One block, and its keys and values.
 
     A cache in `kv` comes back with the new tokens written. Without a cache it holds the pairs of what stands before x:
     of a shared prefix [1 o k e], which every row attends to, and of each row's own [b m k e].
+    `bias` is that of all keys' scores; `packed` what every query sees beside the cache.
     """
     weights = from_bits(weights)  # in here, or a scan would stack its result for the backward pass
     linear = functools.partial(projections.apply, weights=weights, factors=shared.factors)
@@ -493,7 +544,10 @@ def _layer(
             jnp.concatenate([*(repeat(one, len(x)) for one in before), new], axis=1)
             for *before, new in zip(*kv, own, strict=True)
         )
-    attended = attention(q, k, v, mask=shared.attend, factors=shared.factors)
+    if packed is None:
+        attended = attention(q, k, v, mask=shared.attend, bias=bias, factors=shared.factors)
+    else:
+        attended = attention_behind(packed, q, k, v, mask=shared.attend, factors=shared.factors)
     # Only where its projection, or a pair beside it, is trained does the backward pass need it.
     x = x + linear(save(attended, shared.factors), name="o")
     h = _normalise(cfg, x, weights, "mlp_norm")

@@ -1,15 +1,20 @@
 """Keys and values of a decoder as arrays of their own: taken from a text, and put before a text in a cache."""
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder, rotary
-from lw_jax.models.decoder import Cache, DecoderConfig, KVPrefix, Mode, SharedPrefix
+from lw_jax.models.attention import LEAST, PackedHead
+from lw_jax.models.decoder import Cache, DecoderConfig, KVPrefix, Mode, PackedPrefix, SharedPrefix
+
+Sizes = tuple[tuple[int, ...], ...]  # keys of each head of keys, by layer
 
 
 def open_cache(  # noqa: PLR0913  (as `decoder.forward`)
@@ -24,28 +29,83 @@ def open_cache(  # noqa: PLR0913  (as `decoder.forward`)
     """Returns a cache of `size` positions that begins with a shared prefix, read once, and each row's own prefix."""
     decoder.check_length(cfg, size)
     _, rows, length, *_ = prefix.k.shape
-    cache = _read_once(params, cfg, (rows, size), shared_prefix, prefix.k.dtype, mode)
+    cache = read_once(params, cfg, (rows, size), shared_prefix, prefix.k.dtype, mode)
     start = 0 if shared_prefix is None else shared_prefix.x.shape[1]
-    seen = cache.valid.sum(axis=1, keepdims=True, dtype=jnp.int32)
+    seen, bias = cache.valid.sum(axis=1, keepdims=True, dtype=jnp.int32), prefix.bias
+    if bias is not None:
+        bias = jnp.pad(bias, ((0, 0), (0, 0), (start, size - start - length), (0, 0)))
     return Cache(
         _put(cache.k, decoder.rotate_keys(cfg, prefix, seen=seen), start),
         _put(cache.v, prefix.v, start),
         cache.valid.at[:, start : start + length].set(prefix.mask),
         cache.used + length,
+        bias,
     )
+
+
+def choose(prefix: KVPrefix, kept: Bool[Array, "l b m k"], bias: Float[Array, "l b m k"] | None = None) -> KVPrefix:
+    """Returns a prefix of which each head has the `kept` keys alone, at their own positions."""
+    bias = jnp.zeros(kept.shape) if bias is None else bias
+    return prefix._replace(bias=jnp.where(kept, bias, LEAST))
+
+
+def pack(cfg: DecoderConfig, prefix: KVPrefix, sizes: Sizes, *, seen: jax.Array | int) -> PackedPrefix:
+    """Returns the keys that `choose` left, in each layer and head so many of `sizes`, `seen` real tokens before them.
+
+    They take no memory but their own. A row with fewer has filling, which no query sees.
+    """
+    assert prefix.bias is not None, "of `choose`"
+    keys, bias = (
+        decoder.rotate_keys(cfg, prefix, seen=seen),
+        jnp.where(prefix.mask[None, :, :, None], prefix.bias, LEAST),
+    )
+
+    def head(layer: int, number: int, size: int) -> PackedHead:
+        own = bias[layer, :, :, number]
+        at = jnp.argsort(own <= LEAST, axis=1)[:, :size]  # stable: the kept ones in their order
+        k, v = (jnp.take_along_axis(one[layer, :, :, number], at[..., None], axis=1) for one in (keys, prefix.v))
+        return PackedHead(k, v, jnp.take_along_axis(own, at, axis=1))
+
+    heads = tuple(tuple(head(i, j, size) for j, size in enumerate(row)) for i, row in enumerate(sizes))
+    return PackedPrefix(heads, prefix.mask.sum(axis=1, keepdims=True, dtype=jnp.int32))
+
+
+def open_packed(  # noqa: PLR0913  (as `open_cache`)
+    params: Tree,
+    cfg: DecoderConfig,
+    size: int,
+    *,
+    packed: PackedPrefix,
+    shared_prefix: SharedPrefix | None = None,
+    mode: Mode = Mode(),  # noqa: B008  (frozen)
+) -> Cache:
+    """Returns a cache of `size` positions that begins with a shared prefix, `packed` behind it; see `open_cache`.
+
+    Raises:
+        UserError: for a reader that would have to know the packed keys' positions.
+    """
+    if cfg.window or isinstance(cfg.rope_scaling, rotary.LongRope):
+        raise UserError("a packed prefix: its reader has a sliding window or LongRope, which go by positions; mask it")
+    values = packed.heads[0][0].v
+    cache = read_once(params, cfg, (len(values), size), shared_prefix, values.dtype, mode)
+    return cache._replace(packed=packed)
 
 
 def prepend(first: KVPrefix, prefix: KVPrefix) -> KVPrefix:
     """Returns each row's prefix behind `first`, which is the same in every row."""
     same = repeat(first, len(prefix.mask))
+    assert same.bias is None, "what stands before messages is whole"
     k, v = (jnp.concatenate(pair, axis=2) for pair in ((same.k, prefix.k), (same.v, prefix.v)))
-    return KVPrefix(k, v, jnp.concatenate([same.mask, prefix.mask], axis=1))
+    before = ((0, 0), (0, 0), (same.k.shape[2], 0), (0, 0))
+    bias = None if prefix.bias is None else jnp.pad(prefix.bias, before)
+    return KVPrefix(k, v, jnp.concatenate([same.mask, prefix.mask], axis=1), bias)
 
 
 def repeat(one: KVPrefix, rows: int) -> KVPrefix:
     """Returns a prefix of one row in so many rows."""
-    k, v = (jnp.broadcast_to(leaf, (leaf.shape[0], rows, *leaf.shape[2:])) for leaf in (one.k, one.v))
-    return KVPrefix(k, v, decoder.repeat(one.mask, rows))
+    by_row = jax.vmap(functools.partial(decoder.repeat, rows=rows))
+    bias = None if one.bias is None else by_row(one.bias)
+    return KVPrefix(by_row(one.k), by_row(one.v), decoder.repeat(one.mask, rows), bias)
 
 
 def take(  # noqa: PLR0913  (as `decoder.forward`)
@@ -60,7 +120,7 @@ def take(  # noqa: PLR0913  (as `decoder.forward`)
     """Returns the decoder's own keys, their rotation removed, and values of x behind a shared prefix."""
     rows, length, _ = x.shape
     start = 0 if shared_prefix is None else shared_prefix.x.shape[1]
-    cache = _read_once(params, cfg, (rows, start + length), shared_prefix, x.dtype, mode)
+    cache = read_once(params, cfg, (rows, start + length), shared_prefix, x.dtype, mode)
     found = decoder.forward(params, cfg, x, mask=mask, cache=cache, mode=mode).cache
     assert found is not None, "a cache was given"
     return of_cache(cfg, found, mask=mask, start=start)
@@ -76,11 +136,12 @@ def of_cache(cfg: DecoderConfig, cache: Cache, *, mask: Bool[Array, "b t"], star
         positions, size=cfg.rotated or cfg.head_dim, theta=cfg.rope_theta, scaling=cfg.rope_scaling
     )
     power = cos * cos + sin * sin  # 1 but for LongRope's gain
-    keys = jax.vmap(lambda k: rotary.rotate(k, cos / power, -sin / power))(cache.k[:, :, start:])
-    return KVPrefix(keys, cache.v[:, :, start:], mask)
+    stop = start + mask.shape[1]
+    keys = jax.vmap(lambda k: rotary.rotate(k, cos / power, -sin / power))(cache.k[:, :, start:stop])
+    return KVPrefix(keys, cache.v[:, :, start:stop], mask)
 
 
-def _read_once(  # noqa: PLR0913
+def read_once(  # noqa: PLR0913
     params: Tree, cfg: DecoderConfig, shape: tuple[int, int], shared: SharedPrefix | None, dtype: Any, mode: Mode
 ) -> Cache:
     """Returns a cache of (rows, positions) that begins in every row with a shared prefix, computed in one."""

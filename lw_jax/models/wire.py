@@ -265,6 +265,16 @@ class Wire:
 
     def _cache(self, params: Tree, name: str, prompt: "Prompt", *, room: int) -> decoder.Cache | None:
         """Returns `open_cache` with room for the prompt's embeddings and more; None where all are embeddings."""
+        if prompt.packed is not None:
+            size = prompt.positions + room
+            return kv_prefix.open_packed(
+                params,
+                self.readers[name].config,
+                size,
+                packed=prompt.packed,
+                shared_prefix=prompt.shared_prefix,
+                mode=self.readers[name].mode,
+            )
         if prompt.kv_prefix is None:
             return None
         return self.open_cache(params, name, prompt, room=prompt.mask.shape[1] + room)
@@ -286,16 +296,17 @@ class Prompt:
     mask: Bool[Array, "b p"]
     shared_prefix: decoder.SharedPrefix | None = None  # before it in every row; for `generate` only with the next
     kv_prefix: decoder.KVPrefix | None = None  # between the two
+    packed: decoder.PackedPrefix | None = None  # in its place, for answers: keys of each head's own number
 
     @property
     def positions(self) -> int:
-        """Returns the positions of a row, padding included."""
+        """Returns the positions of a row in a cache, padding included; a packed prefix takes none."""
         before = [one.mask.shape[1] for one in (self.shared_prefix, self.kv_prefix) if one is not None]
         return self.mask.shape[1] + sum(before)
 
     def joined(self) -> "Prompt":
         """Returns the prompt with its shared prefix copied into each row; as it is where keys and values follow it."""
-        if self.shared_prefix is None or self.kv_prefix is not None:
+        if self.shared_prefix is None or self.kv_prefix is not None or self.packed is not None:
             return self
         x, mask = (decoder.repeat(one, len(self.mask)) for one in self.shared_prefix)
         return Prompt(jnp.concatenate([x, self.embeddings], axis=1), jnp.concatenate([mask, self.mask], axis=1))

@@ -186,8 +186,7 @@ def _place_uncompiled(cfg: Config, readers: Mapping[str, int], hardware: Hardwar
     for model in (n for n in range(1, local + 1) if local % n == 0):
         table = "tensor" if model > 1 else "replicate"
         placed = placements.place(table, readers, data=count // model, model=model)
-        program = StepSpec(cfg, recipes.make(cfg, placed, outline=True))
-        if hardware.room is None or memory.placed_bytes(program) <= hardware.room.usable:
+        if hardware.room is None or _held(cfg, placed, readers, local) <= hardware.room.usable:
             return placed
     assert hardware.room is not None
     most = "all of them" if local == count else f"the {local} of each process"
@@ -195,6 +194,13 @@ def _place_uncompiled(cfg: Config, readers: Mapping[str, int], hardware: Hardwar
         f"the readers do not fit on {count} devices of {bytes_of(hardware.room.memory)}, split over {most}; use more "
         "devices, or raise mesh.target_utilisation"
     )
+
+
+def _held(cfg: Config, placed: Placement, readers: Mapping[str, int], local: int) -> int:
+    """Returns the bytes of weights on the fullest device; what a run without steps computes is small beside them."""
+    if not cfg.train.steps:
+        return host_memory.held(readers, placed) // local
+    return memory.placed_bytes(StepSpec(cfg, recipes.make(cfg, placed, outline=True)))
 
 
 def simulate(cfg: Config, card: gpus.Card, count: int, *, estimate: bool = False) -> Plan:

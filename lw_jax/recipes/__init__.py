@@ -6,13 +6,15 @@ import jax
 
 from lw_jax.core import config
 from lw_jax.core.config import Config
+from lw_jax.core.errors import UserError
 from lw_jax.recipes import wire_models
+from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.recipes.dpo import DPO
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.ttt import TTT
 from lw_jax.training import checkpoint, run_folder, wire_folder, wire_tensors
 from lw_jax.training.checkpoint import Restored
-from lw_jax.training.recipe import Plannable, Recipe, unit_of
+from lw_jax.training.recipe import Plannable, Whole, unit_of
 from sharding import place
 from sharding import placement as placements
 from sharding.placement import Placement
@@ -21,8 +23,19 @@ RECIPES = {"latentwire": LatentWire, "dpo": DPO, "ttt": TTT}
 
 
 def make(cfg: Config, placement: Placement, *, outline: bool = False) -> Plannable:
-    """Returns the configured recipe; an outline needs no file and can only be planned."""
+    """Returns the configured recipe; an outline needs no file and can only be planned.
+
+    Raises:
+      UserError: the configuration has no step to take, plan or time.
+    """
+    if not cfg.train.steps:
+        raise UserError("config.train.steps = 0: nothing is trained, so there is no step to plan, time or schedule.")
     return RECIPES[cfg.recipe](cfg, placement, outline=outline)
+
+
+def make_whole(cfg: Config, placement: Placement) -> CacheWire:
+    """Returns the configured recipe whose start is its result (train.steps=0)."""
+    return CacheWire(cfg, placement)
 
 
 def outline(cfg: Config) -> Plannable:
@@ -41,17 +54,17 @@ def unit(cfg: Config) -> tuple[str, int]:
     return unit_of(outline(cfg))
 
 
-def identity(recipe: Recipe, cfg: Config) -> dict[str, str]:
+def identity(recipe: Whole, cfg: Config) -> dict[str, str]:
     """Returns the identity that resuming a checkpoint requires: that of `readable` and the data's content."""
     return readable(recipe, cfg) | recipe.content()
 
 
-def readable(recipe: Recipe, cfg: Config) -> dict[str, str]:
+def readable(recipe: Whole, cfg: Config) -> dict[str, str]:
     """Returns the identity that reading a checkpoint requires: weights and configuration, no data."""
     return recipe.identity() | {"config": config.identity(cfg)}
 
 
-def read_best(recipe: Recipe, cfg: Config, workdir: Path) -> Restored:
+def read_best(recipe: Whole, cfg: Config, workdir: Path) -> Restored:
     """Returns a run's best checkpoint on the recipe's placement; see `checkpoint.read_best`.
 
     Of a wire folder it returns the wire, once the models are those that it belongs to.

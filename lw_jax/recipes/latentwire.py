@@ -39,6 +39,7 @@ from lw_jax.recipes.asked_words import AskedWords
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates
 from lw_jax.recipes.teacher import Teacher
 from lw_jax.recipes.token_scores import Surprisal, TokenScores
+from lw_jax.recipes.wire_readers import WireReaders
 from lw_jax.training import checkpoint_record
 from lw_jax.training.optimizers import Rates
 from lw_jax.training.preflight import Finding
@@ -47,18 +48,16 @@ from sharding import place, placement, rules, shards, tables
 from sharding.placement import Placement
 
 
-class LatentWire:
+class LatentWire(WireReaders):
     """See `training.recipe.Recipe`. Trainable: {"encoder", "adapters"}; frozen: {reader's name: decoder}.
 
     Of an encoder with LoRA pairs (encoder.rank) its body is frozen too, under `SHARED`.
     """
 
-    reader_bytes = staticmethod(frozen_models.reader_bytes)
-
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         """Locates the model files; an `outline` needs none: it has shapes and the loss, but cannot load."""
-        self.cfg, self.placement, self.outline = cfg, placed, outline
-        self.wire = _wire(cfg, placed, self._describe(), {} if outline else self.tokenizers, self._describe_body())
+        super().__init__(cfg, placed, outline=outline)
+        self.wire = _wire(cfg, placed, self._make_readers(kind=cfg.adapter.kind), self._describe_body())
 
     @property
     def rates(self) -> Rates:
@@ -68,26 +67,10 @@ class LatentWire:
         return (*encoder, *((("adapters/.*gain", gain),) if gain != 1.0 else ()), ("adapters/.*", 1.0))
 
     @functools.cached_property
-    def locations(self) -> dict[str, Path]:
-        """Returns the path of each reader's files."""
-        return {name: frozen_models.locate(self.cfg, llm.source, llm.sha256) for name, llm in self.cfg.llms.items()}
-
-    @functools.cached_property
-    def tokenizers(self) -> dict[str, Tokenizer]:
-        """Returns each reader's tokenizer."""
-        return {name: load_tokenizer(at) for name, at in self.locations.items()}
-
-    @functools.cached_property
     def body_location(self) -> Path | None:
         """Returns the path of the encoder's pretrained body; None for one from scratch."""
         spec = self.cfg.encoder
         return frozen_models.locate(self.cfg, spec.source, spec.sha256) if spec.kind in encoder_bodies.BODIES else None
-
-    def _describe(self) -> dict[str, DecoderConfig]:
-        """Returns the readers' shapes by name."""
-        if self.outline:
-            return {name: frozen_models.outline(self.cfg, llm.source) for name, llm in self.cfg.llms.items()}
-        return {name: weights.describe(at) for name, at in self.locations.items()}
 
     def _describe_body(self) -> DecoderConfig | BertConfig | None:
         """Returns the shapes of the encoder's body, cut to its layers; None for one from scratch."""
@@ -117,10 +100,7 @@ class LatentWire:
         trainable = jax.eval_shape(
             lambda key, body, sizes: self.wire.init(key, body=body, embedding_rms=sizes), key, body, sizes
         )
-        frozen = {
-            name: frozen_models.describe(reader.config, self.cfg, self.cfg.llms[name], self.placement.platform)
-            for name, reader in self.wire.readers.items()
-        }
+        frozen = self._abstract_readers(self.wire.readers)
         if spec.pairs is not None and isinstance(spec.body, DecoderConfig):
             frozen[SHARED] = encoder_bodies.abstract_frozen(spec.body, spec.precision)
         return Weights(trainable, frozen)
@@ -132,10 +112,7 @@ class LatentWire:
     @functools.cached_property
     def _shardings(self) -> Weights:
         shapes = self.abstract()
-        frozen = {
-            name: frozen_models.shardings(shapes.frozen[name], self.cfg.llms[name], at, name)
-            for name, at in self.placement.readers.items()
-        }
+        frozen = self._reader_shardings(shapes.frozen)
         if SHARED in shapes.frozen:
             whole = place.whole(self.placement.learner)
             frozen[SHARED] = jax.tree.map(lambda leaf: whole, shapes.frozen[SHARED])
@@ -231,10 +208,7 @@ class LatentWire:
     def load_frozen(self) -> Tree:
         """Streams the readers' weights, and those of a frozen body, into their shards."""
         placed, spec = self.shardings().frozen, self.wire.encoder
-        readers: Tree = {
-            name: frozen_models.load(at, self.cfg, self.cfg.llms[name], placed[name], self.placement.platform)
-            for name, at in self.locations.items()
-        }
+        readers = self._load_readers(placed)
         if self.cfg.loss.kl and self.cfg.loss.teacher_k:
             self._teacher.begin(readers)
         if SHARED in placed and self.body_location and spec.body:
@@ -497,8 +471,7 @@ def _embedding(trainable: Tree, frozen: Tree) -> jax.Array:
 def _wire(
     cfg: Config,
     placement: Placement,
-    found: Mapping[str, DecoderConfig],
-    tokenizers: Mapping[str, Tokenizer],
+    readers: Mapping[str, wire.Reader],
     body: DecoderConfig | BertConfig | None,
 ) -> wire.Wire:
     own = precision.of(cfg.compute.dtype, placement.platform)
@@ -516,17 +489,4 @@ def _wire(
         causal=cfg.encoder.mask == "causal",
         asked=asks(cfg),
     )
-    readers = {}
-    for name, at in placement.readers.items():
-        stops = tuple(tokenizers[name].stops) if name in tokenizers else ()
-        mode = frozen_models.mode(cfg, at.mesh, frozen_models.precision_of(cfg, cfg.llms[name], placement.platform))
-        readers[name] = wire.Reader(
-            found[name],
-            cfg.adapter.hidden,
-            stops,
-            mode,
-            unstacked=cfg.eval.layers == "unstacked",
-            kind=cfg.adapter.kind,
-            constrain=shards.keep_heads(at.mesh, heads=found[name].kv_heads, split=at.table == "tensor"),
-        )
     return wire.Wire(spec, readers, frozen_models.mode(cfg, placement.learner, own))

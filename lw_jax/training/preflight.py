@@ -46,7 +46,7 @@ class Alarmed(Protocol):
 
 def inspect(cfg: Config, recipe: object) -> list[Finding]:
     """Returns all findings, errors first."""
-    found = [*_schedule(cfg), *_cadence(cfg), *_alarm(cfg, recipe)]
+    found = [*_schedule(cfg), *_cadence(cfg), *_alarm(cfg, recipe)] if cfg.train.steps else []
     if isinstance(recipe, Inspected):
         found += recipe.findings()
     return sorted(found, key=lambda one: not one.void)

@@ -28,17 +28,12 @@ class Weights:
     frozen: Tree
 
 
-class Recipe(Protocol):
-    """Model, data and loss of a training run, for one configuration and one placement."""
+class Whole(Protocol):
+    """What a run without a step needs: its start is its result."""
 
     @property
     def placement(self) -> Placement:
         """Returns the meshes of all components."""
-        ...
-
-    @property
-    def rates(self) -> Rates:
-        """Returns learning rate multipliers by path of the trainable tree."""
         ...
 
     def abstract(self) -> Weights:
@@ -51,6 +46,26 @@ class Recipe(Protocol):
 
     def build(self, frozen: Tree | None = None) -> Weights:
         """Initialises the trainable tree and loads the frozen one unless given, both sharded."""
+        ...
+
+    def identity(self) -> dict[str, str]:
+        """Returns fingerprints of frozen weights and encoder, which a checkpoint must match to be read."""
+        ...
+
+    def content(self) -> dict[str, str]:
+        """Returns hashes of the "train" and "validation" data: a resumed run must find them unchanged.
+
+        Reads both data sets.
+        """
+        ...
+
+
+class Recipe(Whole, Protocol):
+    """Model, data and loss of a training run, for one configuration and one placement."""
+
+    @property
+    def rates(self) -> Rates:
+        """Returns learning rate multipliers by path of the trainable tree."""
         ...
 
     def load_frozen(self) -> Tree:
@@ -73,17 +88,6 @@ class Recipe(Protocol):
 
         `rng` is the key of the step, the same for every micro-batch and device. Random numbers are keyed by
         `batch["index"]`, so that they depend on neither.
-        """
-        ...
-
-    def identity(self) -> dict[str, str]:
-        """Returns fingerprints of frozen weights and encoder, which a checkpoint must match to be read."""
-        ...
-
-    def content(self) -> dict[str, str]:
-        """Returns hashes of the "train" and "validation" data: a resumed run must find them unchanged.
-
-        Reads both data sets.
         """
         ...
 

@@ -1,0 +1,180 @@
+"""Evaluation rows of a wire of kind "cache": the text, its message at several ratios, another text's, and nothing."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from lw_jax.core.eval_rows import ROWS
+from lw_jax.core.progress import phase
+from lw_jax.core.types import Tree
+from lw_jax.data import batches, prompt_tokens
+from lw_jax.data.batches import Encoded, other_examples
+from lw_jax.data.loader import batches_of
+from lw_jax.data.prompt_tokens import Layout
+from lw_jax.evals import answers, cache_functions
+from lw_jax.evals.cache_functions import CacheFunctions
+from lw_jax.evals.comparison import Record
+from lw_jax.evals.control_rows import ANSWER, judge, number_texts
+from lw_jax.models import cache_codec, cache_message
+from lw_jax.models.cache_codec import Coding
+from lw_jax.models.cache_message import Sent
+from lw_jax.models.wire import Prompt
+
+REPEAT = "Repeat the text above word for word."  # asked in a question's place, before the text is read again
+TEXTS = {"own": "own", "other": "other"}  # kind of a row's message -> the field of its text
+FIELDS = ("text", "none", "context")  # prompts that the rows are made of
+
+
+def attach(encoded: Encoded, layout: Layout) -> Encoded:
+    """Returns the data set, encoded with FIELDS, with each example's text and another one's, and what asks for it."""
+    others, readers = other_examples(encoded.examples), {}
+    for name, fields in encoded.readers.items():
+        before, context = fields["before"], fields["context"]
+        own = [ids[len(start) :] for ids, start in zip(context.ids, before.ids, strict=True)]
+        again = ask_again(name, layout)
+        made = {
+            "own": own,
+            "other": [own[other] for other in others],
+            "again": [again] * len(own),
+        }
+        rest = {key: field for key, field in fields.items() if key != "context"}
+        readers[name] = rest | {key: batches.field(ids, before.pad, left=False) for key, ids in made.items()}
+    return dataclasses.replace(encoded, readers=readers)
+
+
+def ask_again(name: str, layout: Layout) -> np.ndarray:
+    """Returns the ids that ask a reader, behind a text, for its repetition."""
+    reader = layout.readers[name]
+    frame = prompt_tokens.make_frame(name, reader, layout.prompt)
+    return prompt_tokens.tokenize(reader.tokenizer, [frame.after(REPEAT) + frame.gap])[0]
+
+
+class RowPrompt(NamedTuple):
+    """What a reader is given in one row, and of a message what it is made of."""
+
+    prompt: Prompt
+    positions: np.ndarray = np.zeros(0)  # f64[b], of a message: those that its heads keep, on the average
+    sent: Sent | None = None
+    ratio: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class CacheBench:
+    """A wire's functions and weights."""
+
+    functions: CacheFunctions
+    codes: Mapping[str, Tree]  # reader's name -> its part of the tree, on its mesh
+    frozen: Tree
+    ratio: int  # of the rows that name none
+    decode: Mapping[str, Callable[[Sequence[int]], str]]  # reader's name -> ids to text
+    place: Callable[[Tree, str], Tree]  # (rows on the host, reader's name) -> device batch
+    fetch: Callable[[Tree, str], Tree] = lambda tree, name: jax.device_get(tree)
+
+    def prompts(self, fields: Mapping[str, Any], name: str, rows: Sequence[str]) -> dict[str, RowPrompt]:
+        """Returns each row's prompt; a text is read once for all of its rows."""
+        params, code, functions = self.frozen[name], self.codes[name], self.functions
+        fitted, before = bool(code["fitted"]), fields["before"]["mask"]
+        readings, found, made = {}, {}, {}
+        for row in rows:
+            kind = ROWS[row].latents
+            if not kind:
+                prompt = functions.prompt_from_text(params, fields[ROWS[row].fields[0]])
+                found[row] = RowPrompt(prompt)
+                continue
+            ratio, text = ROWS[row].ratio or self.ratio, fields[TEXTS[kind]]
+            if kind not in readings:
+                own = {"own": text, "before": fields["before"], "again": fields["again"]}
+                readings[kind] = functions.read_twice(params, own, name, fitted)
+            if (kind, ratio) not in made:
+                count = cache_functions.count_kept(code, np.asarray(text["mask"]).sum(axis=1), ratio)
+                sent = functions.encode(code, readings[kind], before, count, name, fitted and ratio > 1)
+                prompt = functions.prompt_from_cache(params, code, fields, sent, text["mask"], name)
+                made[kind, ratio] = RowPrompt(prompt, count.mean(axis=(0, 2)), sent, ratio)
+            found[row] = made[kind, ratio]
+        return found
+
+
+def measure(  # noqa: PLR0913
+    bench: CacheBench,
+    encoded: Encoded,
+    indices: Sequence[int],
+    *,
+    rows: Sequence[str],
+    batch: int,
+    max_new_tokens: int = 0,
+    codings: Mapping[str, Coding] | None = None,
+) -> list[Record]:
+    """Returns every reader's records of `rows`; with no new tokens the scores of the reference answers alone.
+
+    Args:
+        bench: the wire.
+        encoded: of `attach`.
+        indices: examples that are measured.
+        rows: of `core.eval_rows.KNOWN_TO_CACHE`.
+        batch: examples at once.
+        max_new_tokens: of an answer; 0: none is generated.
+        codings: readers' name -> what the bytes of its messages are coded with: records of "latents" have "bytes".
+    """
+    records: list[Record] = []
+    texts, total = number_texts(encoded), -(-len(indices) // batch) * len(encoded.readers)
+    with phase("reading the questions in every row of the table", total, "batches") as done:
+        for host in batches_of(encoded, indices, batch):
+            for name, host_fields in host["readers"].items():
+                fields = bench.place(host_fields, name)
+                for row, made in bench.prompts(fields, name, rows).items():
+                    found = _score(bench, fields, name, made.prompt, max_new_tokens)
+                    records += _records(encoded, host, name, row, made, found, codings, texts)
+                done.advance()
+    return records
+
+
+def _records(  # noqa: PLR0913
+    encoded: Encoded,
+    host: Mapping[str, Any],
+    name: str,
+    row: str,
+    made: RowPrompt,
+    found: tuple[dict[str, np.ndarray], list[str]],
+    codings: Mapping[str, Coding] | None,
+    texts: list[int],
+) -> Iterator[Record]:
+    """Yields one reader's records of one row of a batch."""
+    scores, told = found
+    lengths = host["readers"][name]["own"]["mask"].sum(axis=1)
+    for at, index in enumerate(host["index"].tolist()):
+        if not host["valid"][at]:
+            continue
+        held = float(made.positions[at]) if made.sent else _text_positions(encoded, name, row, index)
+        one = {"reader": name, "row": row, "index": index, "text": texts[index], "positions": held}
+        if codings and row == "latents":
+            one |= _size(codings[name], made, at, int(lengths[at]))
+        one |= judge(encoded.examples[index], told[at]) if told else {}
+        yield one | {key: float(value[at]) for key, value in scores.items()}
+
+
+def _size(coding: Coding, made: RowPrompt, at: int, length: int) -> Record:
+    """Returns the bytes of one example's message for its reader alone, and the tokens of its text."""
+    assert made.sent is not None, "of a message"
+    numbers, kept, bias = made.sent
+    one = Sent(numbers[at : at + 1], kept[:, at : at + 1], bias[:, at : at + 1])
+    section = cache_message.to_section(jax.device_get(one), length, coding.rates[0].step, made.ratio)
+    size = len(cache_codec.pack([(coding, section)], writer=coding.fingerprint))
+    return {"bytes": size, "text_tokens": length}
+
+
+def _score(
+    bench: CacheBench, fields: Mapping[str, Any], name: str, prompt: Any, max_new_tokens: int
+) -> tuple[dict[str, np.ndarray], list[str]]:
+    answer, params = {key: fields[key] for key in ANSWER}, bench.frozen[name]
+    if not max_new_tokens:
+        return bench.fetch(bench.functions.score(params, prompt, answer, name), name), []
+    ids, scores = bench.fetch(bench.functions.answer(params, prompt, answer, name, max_new_tokens), name)
+    texts = [bench.decode[name]([int(token) for token in row if token >= 0]) for row in ids]
+    return scores, [answers.first_line(text) for text in texts]
+
+
+def _text_positions(encoded: Encoded, name: str, row: str, index: int) -> float:
+    return float(encoded.context_tokens[name][ROWS[row].fields[0]][index])

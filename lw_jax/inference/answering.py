@@ -1,0 +1,148 @@
+"""What every wire that is read has in common: questions, batches, answers and streams."""
+
+from collections.abc import Iterable, Iterator
+from typing import Any, Literal, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
+from lw_jax.data import batches
+from lw_jax.evals import answers
+from lw_jax.models import decoder, wire
+from sharding import place
+
+Several = list[bytes] | tuple[bytes, ...]
+SINGLE = bytes | bytearray | memoryview  # one message, not several
+Questions = list[str] | tuple[str, ...]
+
+
+def check_questions(questions: Iterable[str], *, name: str = "question") -> None:
+    """Raises UserError for an empty one; `name` is the argument's or the flag's."""
+    if not all(question.strip() for question in questions):
+        raise UserError(f"{name}: empty; a question of at least one word is needed")
+
+
+class Answering:
+    """Frozen readers that answer questions from a message or from the text itself.
+
+    A subclass has `recipe`, `frozen` and `functions`, and says in `_prompts` how a reader is given a message.
+    """
+
+    recipe: Any
+    frozen: Tree
+    functions: Any  # `WireFunctions`, or those of a kind
+
+    def _prompts(self, pairs: list[tuple[bytes, str]], reader: str) -> Iterator[tuple[wire.Prompt, int]]:
+        """Yields a reader's prompts on its mesh and how many of their rows are real, config.eval.batch at a time."""
+        raise NotImplementedError
+
+    def _parts(self, pairs: list[tuple[bytes, str]]) -> Iterator[tuple[list[tuple[bytes, str]], int]]:
+        """Yields the questions in parts of config.eval.batch, and how many rows each takes."""
+        data = self.recipe.placement.data
+        most = max(1, self.recipe.cfg.eval.batch // data) * data
+        for start in range(0, len(pairs), most):
+            part = pairs[start : start + most]
+            # Powers of two, so that numbers of questions share programs.
+            yield part, min(most, place.round_up(1 << (len(part) - 1).bit_length(), data))
+
+    @overload
+    def read(self, message: bytes, reader: str, question: str, *, stream: Literal[False] = False) -> str: ...
+    @overload
+    def read(self, message: bytes, reader: str, question: str, *, stream: Literal[True]) -> Iterator[str]: ...
+    @overload
+    def read(self, message: bytes | Several, reader: str, question: Questions) -> list[str]: ...
+    def read(
+        self, message: bytes | Several, reader: str, question: str | Questions, *, stream: bool = False
+    ) -> str | list[str] | Iterator[str]:
+        """Returns a reader's answer from a message alone, with the literals that it carries.
+
+        `question`: several for one message, or one for each of several messages: a list of answers, computed
+        config.eval.batch at a time. A message is the text encoded: nothing is encoded again. The message of a wire
+        trained with prompt.question="latents" holds its question: the one given here, maybe "", is not read.
+        `stream`: yields the answer of one question in pieces of text as they are decoded.
+        """
+        if not stream:
+            pairs = pair(message, question)
+            prompts = self._prompts(pairs, reader)
+            found = [text for prompt, count in prompts for text in self._answer(reader, prompt, count)]
+            return found[0] if isinstance(question, str) else found
+        if not isinstance(question, str):
+            raise UserError(f"read: stream=True with {len(question)} questions: an answer is streamed alone; ask one")
+        return self._stream(reader, next(self._prompts(pair(message, question), reader))[0])
+
+    def read_text(self, text: str, reader: str, question: str) -> str:
+        """Returns a reader's answer from the text itself."""
+        self._check_reader(reader)
+        batch = batches.encode_prompt(text, question, layout=self.recipe.layout, rows=("text",))
+        fields = self._put(batch["readers"][reader], self.functions.mesh_of(reader))
+        return self._answer(reader, self.functions.prompt_from_text(self.frozen[reader], fields["text"]), 1)[0]
+
+    def _check_reader(self, reader: str) -> None:
+        known = self.recipe.wire.readers
+        if reader not in known:
+            raise UserError(f"reader {reader!r}: this wire has {', '.join(known)}")
+
+    def _put(self, host: Tree, mesh: Mesh, rows: int = 1) -> Tree:
+        """Places examples, the last one repeated up to `rows` and until the data axis divides them."""
+        rows = place.round_up(rows, self.recipe.placement.data)
+        return place.put_eval(jax.tree.map(lambda leaf: leaf[np.minimum(np.arange(rows), len(leaf) - 1)], host), mesh)
+
+    def _check_positions(self, reader: str, prompt: wire.Prompt) -> None:
+        """Counts real positions: padding takes none."""
+        masks = [one.mask for one in (prompt.shared_prefix, prompt.kv_prefix, prompt) if one is not None]
+        packed = 0 if prompt.packed is None else prompt.packed.length[:, 0]
+        longest = int(jnp.max(sum(jnp.sum(mask, axis=1) for mask in masks) + packed))
+        new = self.recipe.cfg.eval.max_new_tokens
+        decoder.check_positions(
+            self.recipe.wire.readers[reader].config,
+            longest + new,
+            what=f"reader {reader!r}: the prompt and eval.max_new_tokens={new} take",
+            remedy="shorten the text or the question, or choose another reader",
+        )
+
+    def _answer(self, reader: str, prompt: wire.Prompt, count: int) -> list[str]:
+        """Returns the answers to the first `count` rows of a prompt."""
+        self._check_positions(reader, prompt)
+        ids = self.functions.generate(self.frozen[reader], prompt, reader, self.recipe.cfg.eval.max_new_tokens)
+        rows = ([int(token) for token in row if token >= 0] for row in np.asarray(ids)[:count])
+        return [answers.first_line(self.recipe.tokenizers[reader].decode(tokens)) for tokens in rows]
+
+    def _stream(self, reader: str, prompt: wire.Prompt) -> Iterator[str]:
+        """Yields the pieces of the answer to a prompt's first row; joined they are what `_answer` returns."""
+        self._check_positions(reader, prompt)
+        params, tokenizer = self.frozen[reader], self.recipe.tokenizers[reader]
+        most, stops = self.recipe.cfg.eval.max_new_tokens, self.recipe.wire.readers[reader].stops
+        tokens, said = [], ""
+        for token in self.functions.tokens(params, prompt, reader, most):
+            one = int(token[0])
+            if one in stops:
+                break
+            tokens.append(one)
+            text = tokenizer.decode(tokens)
+            line = answers.first_line(text)
+            if "\n" in text.strip():
+                break
+            # A piece of a character may wait for its other bytes.
+            piece = line.rstrip("\ufffd")[len(said) :]
+            if piece:
+                yield piece
+                said += piece
+        rest = answers.first_line(tokenizer.decode(tokens))[len(said) :]
+        if rest:
+            yield rest
+
+
+def pair(message: bytes | Several, question: str | Questions) -> list[tuple[bytes, str]]:
+    """Returns each question with its message."""
+    if isinstance(question, str):
+        if not isinstance(message, SINGLE):
+            raise UserError(f"{len(message)} messages and one question: give a list with a question for each message")
+        return [(bytes(message), question)]
+    messages = [bytes(message)] * len(question) if isinstance(message, SINGLE) else message
+    if len(messages) != len(question) or not question:
+        raise UserError(f"{len(messages)} messages and {len(question)} questions: give one for each, at least one")
+    return list(zip(messages, question, strict=True))

@@ -1,0 +1,139 @@
+"""Python API of wires of kind "cache": messages that are their readers' own keys and values."""
+
+import functools
+from collections.abc import Iterator
+
+import jax
+import numpy as np
+
+from lw_jax.core import tree
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Example, Tree
+from lw_jax.data import batches, prompt_tokens
+from lw_jax.evals import cache_functions, cache_rows
+from lw_jax.evals.cache_functions import CacheFunctions
+from lw_jax.inference.answering import Answering, check_questions
+from lw_jax.models import cache_codec, cache_message, decoder, wire
+from lw_jax.models.cache_codec import Coding, Section
+from lw_jax.models.cache_message import Sent
+from lw_jax.recipes.cache_wire import CacheWire
+
+COLUMNS = 32  # texts are padded to a multiple of it, so that their lengths share programs
+
+
+class CodedWire(Answering):
+    """Frozen readers, each of which writes its own part of a text's message, and answers from it."""
+
+    functions: CacheFunctions
+
+    def __init__(self, recipe: CacheWire, trainable: Tree, frozen: Tree, step: int):
+        self.recipe, self.trainable, self.frozen, self.step = recipe, trainable, frozen, step
+        self.functions = CacheFunctions(recipe.wire, recipe.placement)
+        self.codes = recipe.codes(trainable)
+
+    @functools.cached_property
+    def fingerprint(self) -> str:
+        """16 hex digits of all codes; a message carries them."""
+        return tree.digest(self.trainable["codes"])[:16]
+
+    @functools.cached_property
+    def codings(self) -> dict[str, Coding]:
+        """Returns what the bytes of each reader's section are coded with."""
+        return {name: cache_message.coding_of(code) for name, code in self.trainable["codes"].items()}
+
+    def write(self, text: str, *, ratio: int | None = None, readers: tuple[str, ...] = ()) -> bytes:
+        """Returns the framed message of a text with a section for each reader, or for those that are named.
+
+        `ratio`: positions of the text for one of the message, 1 to 16; None: config.encoder.ratio.
+        """
+        ratio = check_ratio(self.recipe.cfg.encoder.ratio if ratio is None else ratio)
+        if not text.strip():
+            raise UserError("write: empty; a text of at least one word is needed")
+        sections = []
+        for name in readers or tuple(self.recipe.wire.readers):
+            self._check_reader(name)
+            sections.append((self.codings[name], self._encode(text.strip(), name, ratio)))
+        return cache_codec.pack(sections, writer=self.fingerprint)
+
+    def _encode(self, text: str, name: str, ratio: int) -> Section:
+        layout, config, mesh = self.recipe.layout, self.recipe.wire.readers[name].config, self.functions.mesh_of(name)
+        reader = layout.readers[name]
+        ids = {
+            "own": prompt_tokens.tokenize(reader.tokenizer, [text])[0],
+            "before": prompt_tokens.shared_prefix(name, reader, layout.prompt),
+            "again": cache_rows.ask_again(name, layout),
+        }
+        length = len(ids["own"])
+        decoder.check_positions(
+            config,
+            len(ids["before"]) + 2 * length + len(ids["again"]),
+            what=f"reader {name!r}: a text of {length:,} tokens, read twice, takes",
+            remedy="shorten the text, or choose another reader",
+        )
+        columns = {"own": -(-length // COLUMNS) * COLUMNS}
+        fields = {
+            key: batches.Field([own], columns.get(key, len(own)), reader.tokenizer.pad, left=False).collate([0])
+            for key, own in ids.items()
+        }
+        placed, code = self._put(fields, mesh), self.codes[name]
+        fitted = bool(code["fitted"]) and ratio > 1
+        reading = self.functions.read_twice(self.frozen[name], placed, name, fitted)
+        rows = len(placed["own"]["mask"])
+        count = cache_functions.count_kept(code, np.full(rows, length), ratio)
+        sent = self.functions.encode(code, reading, placed["before"]["mask"], count, name, fitted)
+        step = cache_message.statistics_of(code).step
+        return cache_message.to_section(jax.device_get(sent), length, step, ratio)
+
+    def describe(self, message: bytes) -> str:
+        """Returns the size of each reader's part of a message, in tokens of the text, positions and bytes."""
+        frame, found = cache_codec.read_frame(message), []
+        for name, coding in self.codings.items():
+            if coding.fingerprint in frame.sections:
+                one = self.section(message, name)
+                tokens, kept = len(one.numbers), float((one.levels > 0).mean(axis=(0, 2)).sum())
+                size = len(frame.sections[coding.fingerprint])
+                found.append(f"{name}: {tokens} tokens in {kept:.1f} positions, {size / tokens:.1f} bytes a token")
+        return "; ".join(found)
+
+    def section(self, message: bytes, reader: str) -> Section:
+        """Returns a reader's part of a message. Raises UserError for one that it has no part in, or of another code."""
+        self._check_reader(reader)
+        return cache_codec.unpack(message, self.codings[reader])
+
+    def _prompts(self, pairs: list[tuple[bytes, str]], reader: str) -> Iterator[tuple[wire.Prompt, int]]:
+        self._check_reader(reader)
+        check_questions(question for _, question in pairs)
+        opened = {message: self.section(message, reader) for message in dict.fromkeys(message for message, _ in pairs)}
+        code, mesh, params = self.codes[reader], self.functions.mesh_of(reader), self.frozen[reader]
+        width = self.trainable["codes"][reader]["variance"].shape[0]
+        for part, rows in self._parts(pairs):
+            asked = [Example(question, "?", question, ()) for _, question in part]
+            batch = batches.encode_prompts(asked, layout=self.recipe.layout)
+            fields = self._put(batch["readers"][reader], mesh, rows)
+            longest = max(len(opened[message].numbers) for message, _ in part)
+            columns = -(-longest // COLUMNS) * COLUMNS
+            rows = len(fields["after"]["mask"])
+            found = [cache_message.of_section(opened[message], width, columns) for message, _ in part]
+            sent, mask = _stack([one[:2] for one in found], rows)
+            if not self.functions.packs(reader):
+                yield self.functions.prompt_from_cache(params, code, fields, sent, mask, reader), len(part)
+                continue
+            least = min(ratio for _, _, ratio in found)
+            sizes = cache_functions.sizes_of(code, columns, least)
+            yield self.functions.prompt_packed(params, code, fields, sent, mask, reader, sizes), len(part)
+
+
+def check_ratio(ratio: int, *, name: str = "ratio") -> int:
+    """Returns the ratio; raises UserError for one that has no table."""
+    if not 1 <= ratio <= cache_message.RATIOS:
+        raise UserError(f"{name}={ratio}: a message has one of 1 to {cache_message.RATIOS} positions of its text")
+    return ratio
+
+
+def _stack(found: list[tuple[Sent, np.ndarray]], rows: int) -> tuple[Sent, np.ndarray]:
+    """Returns messages of one row each as one of so many rows, the last one repeated."""
+    found = found + found[-1:] * (rows - len(found))
+    sent, masks = zip(*found, strict=True)
+    numbers = np.concatenate([one.numbers for one in sent])
+    kept, bias = (np.concatenate([getattr(one, key) for one in sent], axis=1) for key in ("kept", "bias"))
+    return Sent(numbers, kept, bias), np.concatenate(masks)

@@ -1,0 +1,268 @@
+"""Which of a text's keys each head of a reader keeps, and what values and biases they get: KVzip (arXiv 2505.23416),
+shares of the positions by layer and head, attention matching (arXiv 2602.16284).
+"""
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float, Int, Shaped
+
+from lw_jax.core.errors import UserError
+from lw_jax.core.types import Tree
+from lw_jax.models import decoder, kv_prefix
+from lw_jax.models.attention_matching import by_head, solve_ridge
+from lw_jax.models.decoder import DecoderConfig, KVPrefix, Mode, SharedPrefix
+from lw_jax.models.products import multiply
+
+BLOCK = 256  # queries whose attention is in memory at a time
+RIDGE = 1e-3  # x the mean square of the kept keys' shares: pulls towards the values as they were
+PULL = 1e-2  # the same of the weights towards 1, a bias of 0
+STEPS = 200  # of the weights' projected gradient
+WEIGHTS = (0.05, 100.0)
+_LEAST = -1e30  # score of a key that is not seen
+_LOUDEST = 20.0  # log of a decoded key's share beside an exact one's whole: its square must be a number
+_FAINTEST = 1e-6  # share of the whole text: below it a query says nothing about the text's keys
+_POWERS = 64  # steps of the power method: a matrix without negative entries needs few
+
+
+class Queries(NamedTuple):
+    """What the repeated text asks with, of all layers."""
+
+    q: Float[Array, "l b t h e"]  # turned
+    total: Float[Array, "l b t h"]  # log of the sum of the exponentiated scores of all keys that a query sees
+
+
+class Reading(NamedTuple):
+    """A text read twice."""
+
+    text: KVPrefix
+    scores: Float[Array, "l b t k"]  # the largest share of attention that a repeating query pays to a key
+    power: Float[Array, "l b t k"]  # the squared shares, summed over all queries
+    queries: Queries | None
+
+
+def read_twice(  # noqa: PLR0913  (as `decoder.forward`)
+    params: Tree,
+    cfg: DecoderConfig,
+    x: Float[Array, "b t d"],
+    *,
+    mask: Bool[Array, "b t"],
+    again: SharedPrefix,
+    shared_prefix: SharedPrefix | None = None,
+    keep_queries: bool = False,
+    block: int = BLOCK,
+    mode: Mode = Mode(),  # noqa: B008  (frozen)
+) -> Reading:
+    """Returns a text's keys and values behind a shared prefix, and what each is worth when the text is repeated.
+
+    `again` asks, behind the text, for its repetition. Both are read in pieces of at most `block` tokens.
+
+    Raises:
+        UserError: for a reader whose attention does not reach from the end of the repetition to the text's beginning.
+    """
+    rows, length, _ = x.shape
+    start = 0 if shared_prefix is None else shared_prefix.x.shape[1]
+    pieces = _pieces(x, block), _pieces(mask, block)
+    padded = pieces[1].shape[0] * pieces[1].shape[2]
+    size = start + 2 * padded + again.x.shape[1]
+    if cfg.window and size > cfg.window:
+        raise UserError(
+            f"config.message: a text is read twice, {size:,} positions, the reader attends to {cfg.window:,}; "
+            "shorten config.data.context_tokens"
+        )
+
+    def read(cache: decoder.Cache, piece: tuple[jax.Array, jax.Array]) -> tuple[decoder.Cache, None]:
+        cache_behind = decoder.forward(params, cfg, piece[0], mask=piece[1], cache=cache, mode=mode).cache
+        assert cache_behind is not None, "a cache was given"
+        return cache_behind, None
+
+    cache = kv_prefix.read_once(params, cfg, (rows, size), shared_prefix, x.dtype, mode)
+    cache, _ = jax.lax.scan(read, cache, pieces)
+    text = kv_prefix.of_cache(cfg, cache, mask=mask, start=start)
+    cache, _ = read(cache, (decoder.repeat(again.x, rows), decoder.repeat(again.mask, rows)))
+
+    def repeat(carry: tuple, piece: tuple[jax.Array, jax.Array]) -> tuple[tuple, tuple | None]:
+        cache, best, power = carry
+        x, mask = piece
+        visit = functools.partial(_visit, slice(start, start + length), mask, mode.factors)
+        (own, *asked), cache = decoder.visit_attention(params, cfg, x, mask=mask, visit=visit, cache=cache, mode=mode)
+        carry = (cache, jnp.maximum(best, own[0]), power + own[1])
+        return carry, tuple(asked) if keep_queries else None
+
+    none = jnp.zeros((cfg.layers, rows, length, cfg.kv_heads))
+    (_, best, power), asked = jax.lax.scan(repeat, (cache, none, none), pieces)
+    if asked is None:
+        return Reading(text, best, power, None)
+    # [n l b block ...] -> [l b t ...]
+    whole = (jnp.moveaxis(one, 0, 2).reshape(*one.shape[1:3], -1, *one.shape[4:])[:, :, :length] for one in asked)
+    return Reading(text, best, power, Queries(*whole))
+
+
+def _visit(  # noqa: PLR0913
+    slots: slice,
+    asks: Bool[Array, "b q"],
+    factors: str | None,
+    q: Float[Array, "b q h e"],
+    k: Float[Array, "b s k e"],
+    v: Float[Array, "b s k e"],
+    attend: Bool[Array, "b 1 q s"],
+) -> tuple[tuple[jax.Array, jax.Array], jax.Array, jax.Array]:
+    """Returns of each key of a text [b t k] the largest share of attention and the sum of their squares, the queries
+    and their totals [b q h].
+    """
+    del v
+    scores = multiply("bkgqe,bske->bkgqs", by_head(q, k.shape[2]), k, factors=factors or q.dtype) * q.shape[-1] ** -0.5
+    scores = jnp.where(attend[:, :, None], scores, _LEAST)
+    total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
+    shares = jnp.where(asks[:, None, None, :, None], jnp.exp(scores[..., slots] - total), 0.0)
+    own = shares.max(axis=(2, 3)).swapaxes(1, 2), jnp.square(shares).sum(axis=(2, 3)).swapaxes(1, 2)
+    return own, q, total.transpose(0, 3, 1, 2, 4).reshape(q.shape[:3])
+
+
+def table_of(scores: Float[np.ndarray, "n l k"], share: float) -> Float[np.ndarray, "l k"]:
+    """Returns each head's share of the positions, so that `share` of all (token, layer, head) are kept.
+
+    One threshold over the scores of all texts' real tokens: of 60,000 tokens of an 8B reader 63 MB.
+    """
+    count = max(int(share * scores.size), 1)
+    least = np.partition(scores, scores.size - count, axis=None)[scores.size - count]
+    return (scores >= least).mean(axis=0)
+
+
+def count_kept(table: Float[np.ndarray, "l k"], lengths: Int[np.ndarray, " b"]) -> Int[np.ndarray, "l b k"]:
+    """Returns how many positions of texts of these lengths each head keeps; in fp64, alike wherever it is computed."""
+    return np.rint(table.astype(np.float64)[:, None] * lengths[None, :, None]).astype(np.int32)
+
+
+def rank(scores: Float[Array, "l b t k"], mask: Bool[Array, "b t"]) -> Int[Array, "l b t k"]:
+    """Returns each key's place in its head, 0 for the best; padding stands last.
+
+    The keys to keep are `rank < count_kept[:, :, None]`, for any table: one order serves all shares.
+    """
+    order = jnp.argsort(jnp.where(mask[None, :, :, None], -scores, jnp.inf), axis=2)
+    return jnp.argsort(order, axis=2).astype(jnp.int32)
+
+
+def choose(
+    scores: Float[Array, "l b t k"], mask: Bool[Array, "b t"], count: Int[Array, "l b k"]
+) -> Bool[Array, "l b t k"]:
+    """Returns the keys that each head keeps: the `count` best, of `count_kept`."""
+    return (rank(scores, mask) < count[:, :, None]) & mask[None, :, :, None]
+
+
+def fit(  # noqa: PLR0913
+    cfg: DecoderConfig,
+    queries: Queries,
+    text: KVPrefix,
+    kept: Bool[Array, "l b t k"],
+    *,
+    seen: Int[Array, "b 1"] | Int[Array, "1 1"] | int,
+    sent: tuple[Float[Array, "l b t k e"], Float[Array, "l b t k e"]] | None = None,
+    block: int = BLOCK,
+) -> tuple[Float[Array, "l b t k e"], Float[Array, "l b t k"]]:
+    """Returns values and biases with which the kept keys give what the whole text gave to the repeating queries.
+
+    `seen` tokens stand before the text. `sent`: keys, not turned, and values as the reader will have them: the biases
+    are fitted to these keys, the values to both, around those sent. What is not kept is 0.
+    """
+    keys, values = sent or (text.k, text.v)
+    turned = decoder.rotate_keys(cfg, text, seen=seen)
+    heard = turned if sent is None else decoder.rotate_keys(cfg, text._replace(k=keys), seen=seen)
+
+    def layer(inputs: tuple) -> tuple[jax.Array, jax.Array]:
+        return fit_layer(*inputs, mask=text.mask, block=block)
+
+    return jax.lax.map(layer, (queries.q, queries.total, turned, text.v, heard, values, kept))
+
+
+def fit_layer(  # noqa: PLR0913
+    q: Float[Array, "b t h e"],
+    total: Float[Array, "b t h"],
+    keys: Float[Array, "b t k e"],
+    values: Float[Array, "b t k e"],
+    keys_sent: Float[Array, "b t k e"],
+    values_sent: Float[Array, "b t k e"],
+    kept: Bool[Array, "b t k"],
+    *,
+    mask: Bool[Array, "b t"],
+    block: int = BLOCK,
+) -> tuple[Float[Array, "b t k e"], Float[Array, "b t k"]]:
+    """Returns one layer's values and biases; keys are turned. See `fit`."""
+    keys, values, keys_sent, around = (
+        one.astype(jnp.float32).swapaxes(1, 2) for one in (keys, values, keys_sent, values_sent)
+    )
+    kept = kept.swapaxes(1, 2)  # [b k t]
+    heads, width = keys.shape[1], q.shape[-1]
+    pieces = tuple(_pieces(one, block) for one in (q.astype(jnp.float32) * width**-0.5, total[..., None], mask))
+
+    def shares(piece: tuple) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns queries' shares of attention to the text, their sum, and those of the kept keys as sent."""
+        queries, total = (by_head(one, heads) for one in piece[:2])  # [b k g q e]
+        asks = piece[2][:, None, None, :, None]
+        exact, own = (jnp.einsum("bkgqe,bkte->bkgqt", queries, one) - total for one in (keys, keys_sent))
+        exact = jnp.where(asks & mask[:, None, None, None], jnp.exp(exact), 0.0)
+        own = jnp.where(asks & kept[:, :, None, None], jnp.exp(jnp.minimum(own, _LOUDEST)), 0.0)
+        return exact, exact.sum(axis=-1, keepdims=True), own
+
+    def of_mass(piece: tuple) -> tuple[jax.Array, jax.Array]:
+        _, mass, own = shares(piece)
+        relative = own / jnp.maximum(mass, _FAINTEST)
+        return jnp.einsum("bkgqt,bkgqs->bkts", relative, relative), relative.sum(axis=(2, 3))
+
+    def of_outputs(piece: tuple, weight: jax.Array) -> tuple[jax.Array, jax.Array]:
+        exact, mass, own = shares(piece)
+        own = own * weight[:, :, None, None]
+        own = own / jnp.maximum(own.sum(axis=-1, keepdims=True) + 1.0 - mass, _FAINTEST)
+        missing = jnp.einsum("bkgqt,bkte->bkgqe", exact, values) - jnp.einsum("bkgqt,bkte->bkgqe", own, around)
+        return jnp.einsum("bkgqt,bkgqs->bkts", own, own), jnp.einsum("bkgqt,bkgqe->bkte", own, missing)
+
+    with jax.default_matmul_precision("highest"):
+        count = kept.sum(axis=2, dtype=jnp.int32)
+        gram, right = _sum(of_mass, pieces)
+        weight = _weigh(gram, right, count)
+        gram, right = _sum(lambda piece: of_outputs(piece, weight), pieces)
+        change = solve_ridge(gram, right, count, RIDGE)
+    fitted = jnp.where(kept[..., None], around + change, 0.0).swapaxes(1, 2).astype(values_sent.dtype)
+    return fitted, jnp.where(kept, jnp.log(weight), 0.0).swapaxes(1, 2)
+
+
+def _weigh(
+    gram: Float[Array, "b k t t"], right: Float[Array, "b k t"], count: Int[Array, "b k"]
+) -> Float[Array, "b k t"]:
+    """Returns factors of the kept keys' shares with which they sum to the text's: nonnegative least squares."""
+    pull = PULL * jnp.trace(gram, axis1=2, axis2=3)[..., None] / jnp.maximum(count, 1).astype(jnp.float32)[..., None]
+
+    def apply(vector: jax.Array) -> jax.Array:
+        return jnp.einsum("bkts,bks->bkt", gram, vector) + pull * vector
+
+    def power(_: jax.Array, vector: jax.Array) -> jax.Array:
+        vector = apply(vector)
+        return vector / jnp.maximum(jnp.linalg.norm(vector, axis=2, keepdims=True), 1e-30)
+
+    first = jax.lax.fori_loop(0, _POWERS, power, jnp.ones_like(right))
+    step = 1.0 / jnp.maximum((first * apply(first)).sum(axis=2, keepdims=True), 1e-30)
+
+    def descend(_: jax.Array, weight: jax.Array) -> jax.Array:
+        return jnp.clip(weight - step * (apply(weight) - right - pull), *WEIGHTS)
+
+    return jax.lax.fori_loop(0, STEPS, descend, jnp.ones_like(right))
+
+
+def _pieces(x: Shaped[Array, "b t ..."], block: int) -> Shaped[Array, "n b q ..."]:
+    """Returns the positions in pieces of at most `block`, all alike, the last one filled up with zeros."""
+    length = x.shape[1]
+    count = -(-length // block)
+    block = -(-length // count)
+    x = jnp.pad(x, [(0, 0), (0, count * block - length), *[(0, 0)] * (x.ndim - 2)])
+    return jnp.moveaxis(x.reshape(len(x), count, block, *x.shape[2:]), 1, 0)
+
+
+def _sum(terms: Callable[[tuple], tuple], pieces: tuple) -> tuple:
+    """Returns the sum of the terms of all pieces, one piece's in memory at a time."""
+    shapes = jax.eval_shape(terms, jax.tree.map(lambda one: one[0], pieces))
+    empty = jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes)
+    return jax.lax.scan(lambda total, piece: (jax.tree.map(jnp.add, total, terms(piece)), None), empty, pieces)[0]

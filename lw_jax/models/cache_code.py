@@ -1,0 +1,194 @@
+"""One basis for a token's keys and values of all layers: a reader's cache in few numbers (KVTC, 2511.01815)."""
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.scipy.linalg import solve_triangular
+from jaxtyping import Array, Bool, Float
+
+from lw_jax.models.decoder import KVPrefix
+
+MORE = 64  # directions that the range finder follows beyond those that are wanted
+LEAST_WEIGHT = 1e-3  # x the largest: what weighs nothing is still read as its mean, without a division by 0
+IMPORTANCE = (0.02, 8.0)  # x a layer's mean: least and largest
+LAPLACIAN = 0.7  # x its deviation: mean size of a number; a number z takes |z| / mean nats more than 0
+
+
+class Code(NamedTuple):
+    """A token's states y = mean + scale * (z basis): y are keys, not turned, and values of all layers."""
+
+    mean: Float[Array, "2 l k e"]
+    scale: Float[Array, "2 l"]
+    basis: Float[Array, "w n"]  # orthonormal rows, the first explain most; n = 2 l k e
+
+
+# Batches of (states [r n], which of them are real tokens); called once a sweep, so that nobody holds them all.
+Chunks = Callable[[], Iterable[tuple[Float[Array, "r n"], Bool[Array, " r"]]]]
+
+
+def states(k: Float[Array, "l b t k e"], v: Float[Array, "l b t k e"]) -> Float[Array, "b t n"]:
+    """Returns keys and values as one vector a token, in fp32."""
+    both = jnp.stack([k, v]).transpose(2, 3, 0, 1, 4, 5)
+    return both.reshape(*both.shape[:2], -1).astype(jnp.float32)
+
+
+def write(code: Code, kv: KVPrefix) -> Float[Array, "b t w"]:
+    """Returns a text's numbers, of each token the most telling first."""
+    y = states(kv.k, kv.v) - code.mean.reshape(1, 1, -1)
+    with jax.default_matmul_precision("highest"):
+        return jnp.einsum("btn,wn->btw", y / _by_value(code.scale, code.mean)[None, None], code.basis)
+
+
+def importance(
+    power: Float[Array, "l b t k"], kept: Bool[Array, "l b t k"], mask: Bool[Array, "b t"], root: float
+) -> Float[Array, "l b t k"]:
+    """Returns the weights of `solve`, the largest 1, from the squared attention to what is kept of a text."""
+    least, most = IMPORTANCE
+    power = jnp.where(kept, power, 0.0)
+    count = jnp.maximum(mask.sum(axis=1, dtype=jnp.int32), 1) * power.shape[3]
+    mean = power.sum(axis=(2, 3), keepdims=True) / count.astype(jnp.float32)[None, :, None, None]
+    return jnp.clip((power / jnp.maximum(mean, 1e-9)) ** root / most, least / most, 1.0)
+
+
+def solve(  # noqa: PLR0913
+    code: Code,
+    kv: KVPrefix,
+    weights: Float[Array, "l b t k"],
+    *,
+    step: Float[Array, ""] | float,
+    variance: Float[Array, " w"],
+    iterations: int = 25,
+) -> Float[Array, "b t w"]:
+    """Returns a text's numbers as `write`, but near where the reader looks, and few: for rounding to steps of `step`.
+
+    Of each token they minimise sum(W (x - z basis)^2) / 2 + sum(tau |z|), x its states in the code's units, by FISTA
+    (Beck and Teboulle 2009): W is at most 1 and the basis orthonormal, so a step length of 1 descends.
+
+    Args:
+        code: of the reader.
+        kv: a text's keys and values as they are to arrive.
+        weights: of each layer's and head's key and value, `importance`.
+        step: between two numbers that a message can say; 0 for all numbers.
+        variance: of the numbers, over many texts.
+        iterations: each costs as much as `write` and `read`.
+    """
+    x = (states(kv.k, kv.v) - code.mean.reshape(1, 1, -1)) / _by_value(code.scale, code.mean)[None, None]
+    weights = jnp.moveaxis(weights, 0, 2)[:, :, None, :, :, None]  # [b t 1 l k 1]
+    weights = jnp.broadcast_to(weights, (*x.shape[:2], *code.mean.shape)).reshape(x.shape)
+    deviation = jnp.sqrt(jnp.maximum(variance, jnp.finfo(jnp.float32).tiny))
+    # step^2 / 12 is the error of rounding, so what a nat is worth where W is not divided by its largest.
+    tau = (step**2 / (12 * IMPORTANCE[1] * LAPLACIAN * deviation))[None, None]
+
+    def descend(_: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
+        z, ahead, pace = carry
+        missing = weights * (x - jnp.einsum("btw,wn->btn", ahead, code.basis))
+        new = ahead + jnp.einsum("btn,wn->btw", missing, code.basis)
+        new = jnp.sign(new) * jnp.maximum(jnp.abs(new) - tau, 0.0)
+        next_pace = (1 + jnp.sqrt(1 + 4 * pace**2)) / 2
+        return new, new + (pace - 1) / next_pace * (new - z), next_pace
+
+    none = jnp.zeros((*x.shape[:2], code.basis.shape[0]))
+    return jax.lax.fori_loop(0, iterations, descend, (none, none, jnp.ones(())))[0]
+
+
+def read(code: Code, z: Float[Array, "b t w"]) -> tuple[Float[Array, "l b t k e"], Float[Array, "l b t k e"]]:
+    """Returns keys, not turned, and values of all layers from all numbers of a token or its first ones."""
+    with jax.default_matmul_precision("highest"):
+        y = jnp.einsum("btw,wn->btn", z, code.basis[: z.shape[2]])
+    y = y * _by_value(code.scale, code.mean)[None, None] + code.mean.reshape(1, 1, -1)
+    k, v = y.reshape(*z.shape[:2], *code.mean.shape).transpose(2, 3, 0, 1, 4, 5)
+    return k, v
+
+
+def fit_code(
+    chunks: Chunks,
+    shape: tuple[int, int, int],
+    width: int,
+    *,
+    weights: Float[Array, "2 l"] | None = None,
+    seed: int = 0,
+) -> Code:
+    """Returns the code of `width` numbers a token that explains most of the states that three sweeps find.
+
+    Each layer's keys, and its values, weigh alike, or as `weights` says. The first sweep takes mean and scale; the
+    other two are those of a randomised range finder, its end by Nystroem's formula (arXiv 1706.05736).
+
+    Args:
+        chunks: states to explain.
+        shape: layers, heads of keys and their size.
+        width: at most as many numbers as a token's states have.
+        weights: of each layer's keys, and of its values.
+        seed: of the directions to begin with.
+    """
+    layers, heads, size = shape
+    count = 2 * layers * heads * size
+    assert 0 < width <= count, f"{width} directions of {count} values"
+    with jax.default_matmul_precision("highest"):
+        mean, spread = _moments(chunks, count, layers)
+        scale = jnp.where(spread > 0, spread, 1.0) * (2 * layers) ** 0.5
+        if weights is not None:
+            scale = scale / jnp.maximum(weights, LEAST_WEIGHT * weights.max())
+        mean = mean.reshape(2, *shape)
+        found = jax.random.normal(jax.random.key(seed), (count, min(width + MORE, count)))
+        for _ in range(2):
+            basis = jnp.linalg.qr(found)[0]
+            found = jnp.zeros_like(basis)
+            for y, real in chunks():
+                found = _add_products(found, y, real, mean, scale, basis)
+        return Code(mean, scale, _nystroem(basis, found)[:, :width].T)
+
+
+def _by_value(scale: Float[Array, "2 l"], mean: Float[Array, "2 l k e"]) -> Float[Array, " n"]:
+    return jnp.broadcast_to(scale[:, :, None, None], mean.shape).reshape(-1)
+
+
+def _moments(chunks: Chunks, count: int, layers: int) -> tuple[Float[Array, " n"], Float[Array, "2 l"]]:
+    """Returns the mean, and the root of the mean squared distance to it of each layer's keys and its values."""
+    moments = (jnp.zeros(()), jnp.zeros(count), jnp.zeros((2, layers)))
+    for y, real in chunks():
+        moments = _add_moments(moments, y, real)
+    seen, mean, squares = moments
+    return mean, jnp.sqrt(squares / seen)
+
+
+@jax.jit
+def _add_moments(
+    moments: tuple[jax.Array, jax.Array, jax.Array], y: Float[Array, "r n"], real: Bool[Array, " r"]
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns count, mean and squares around the mean with a chunk's: no difference of large sums (Chan et al.)."""
+    before, mean, squares = moments
+    y, marks = y.astype(jnp.float32), real.astype(jnp.float32)[:, None]
+    new = marks.sum()
+    own = (y * marks).sum(axis=0) / jnp.maximum(new, 1.0)
+    apart = own - mean
+    part = new / jnp.maximum(before + new, 1.0)
+    added = jnp.square((y - own[None]) * marks).sum(axis=0) + jnp.square(apart) * before * part
+    return before + new, mean + apart * part, squares + added.reshape(*squares.shape, -1).sum(axis=2)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def _add_products(  # noqa: PLR0913
+    found: Float[Array, "n p"],
+    y: Float[Array, "r n"],
+    real: Bool[Array, " r"],
+    mean: Float[Array, "2 l k e"],
+    scale: Float[Array, "2 l"],
+    basis: Float[Array, "n p"],
+) -> Float[Array, "n p"]:
+    """Returns the states' second moments x basis with a chunk's share."""
+    y = (y.astype(jnp.float32) - mean.reshape(1, -1)) / _by_value(scale, mean)[None]
+    y = jnp.where(real[:, None], y, 0.0)
+    return found + y.T @ (y @ basis)
+
+
+def _nystroem(basis: Float[Array, "n p"], products: Float[Array, "n p"]) -> Float[Array, "n p"]:
+    """Returns the principal directions of G, the largest first, from G basis."""
+    shift = jnp.finfo(jnp.float32).eps * jnp.linalg.norm(products)  # where fewer states than directions were seen
+    products = products + shift * basis
+    inner = basis.T @ products
+    root = jnp.linalg.cholesky((inner + inner.T) / 2)
+    q, r = jnp.linalg.qr(solve_triangular(root, products.T, lower=True).T)
+    return q @ jnp.linalg.svd(r)[0]

@@ -1,0 +1,64 @@
+"""A text read twice, coded and fitted is the same on any devices; a reader that cannot see all of it is refused."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from lw_jax.core.errors import UserError
+from lw_jax.models import cache_choice, cache_code, decoder
+from tests import tiny
+
+SAME = 3e-5  # fp32, values of unit size: the same sums in another order
+CFG = tiny.DECODER
+MASK = np.arange(11) < np.array([11, 7, 9, 4])[:, None]
+
+
+def read(params, cfg, mask, again=3, block=4):
+    keys = jax.random.split(jax.random.key(3), 2)
+    x = jax.random.normal(keys[0], (*mask.shape, cfg.width))
+    asking = decoder.SharedPrefix(jax.random.normal(keys[1], (1, again, cfg.width)), jnp.ones((1, again), bool))
+    shared = decoder.SharedPrefix(asking.x[:, :2], asking.mask[:, :2])
+    return cache_choice.read_twice(
+        params, cfg, x, mask=mask, again=asking, shared_prefix=shared, keep_queries=True, block=block
+    )
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_any_number_of_devices_finds_the_same(devices):
+    params = tiny.draw_decoder(CFG)
+    count = jnp.asarray(cache_choice.count_kept(np.full((CFG.layers, CFG.kv_heads), 0.4), MASK.sum(axis=1)))
+
+    @jax.jit
+    def run(mask):
+        found = read(params, CFG, mask)
+        assert found.queries is not None
+        kept = cache_choice.choose(found.scores, mask, count)
+        fitted = cache_choice.fit(CFG, found.queries, found.text, kept, seen=2)
+        return found.text, found.scores, kept, fitted
+
+    def code(text):
+        shape = (CFG.layers, CFG.kv_heads, CFG.head_dim)
+        y = cache_code.states(text.k, text.v)
+        found = cache_code.fit_code(lambda: [(y.reshape(-1, y.shape[2]), text.mask.reshape(-1))], shape, 8)
+        return cache_code.read(found, cache_code.write(found, text))
+
+    wanted = run(jnp.asarray(MASK))
+    mesh = Mesh(np.array(jax.devices()[:devices]), ("data",))
+    found = run(jax.device_put(MASK, NamedSharding(mesh, PartitionSpec("data"))))
+    assert len(found[1].sharding.device_set) == devices
+    np.testing.assert_array_equal(found[2], wanted[2])
+    jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=SAME), found, wanted)
+    for one, other in zip(code(found[0]), code(wanted[0]), strict=True):
+        np.testing.assert_allclose(np.asarray(one)[:, MASK], np.asarray(other)[:, MASK], atol=10 * SAME)
+
+
+def test_a_window_shorter_than_the_text_twice_is_refused():
+    mask = jnp.asarray(MASK)
+    length = 2 + 12 + 3 + 12
+    read(tiny.draw_decoder(CFG), dataclasses.replace(CFG, window=length), mask)
+    with pytest.raises(UserError, match=rf"{length} positions.*{length - 1}.*context_tokens"):
+        read(tiny.draw_decoder(CFG), dataclasses.replace(CFG, window=length - 1), mask)

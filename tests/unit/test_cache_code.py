@@ -1,0 +1,97 @@
+"""Numbers of a cache by importance-weighted least squares: a dense solution, projection, padding."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.models import cache_code
+from lw_jax.models.decoder import KVPrefix
+
+LAYERS, ROWS, TOKENS, HEADS, SIZE, WIDTH = 3, 2, 5, 2, 4, 7
+MANY = 3000  # iterations until nothing moves
+SAME = 2e-5
+
+
+@pytest.fixture(scope="module")
+def problem():
+    """A code, a text whose second row is padded, and squared attention to its keys."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    basis = jnp.linalg.qr(jax.random.normal(keys[0], (2 * LAYERS * HEADS * SIZE, WIDTH)))[0].T
+    mean = jax.random.normal(keys[1], (2, LAYERS, HEADS, SIZE))
+    code = cache_code.Code(mean, jax.random.uniform(keys[2], (2, LAYERS), minval=0.5, maxval=2.0), basis)
+    k, v = (2 * jax.random.normal(key, (LAYERS, ROWS, TOKENS, HEADS, SIZE)) for key in keys[3:5])
+    mask = np.arange(TOKENS) < np.array([TOKENS, 3])[:, None]
+    power = jax.random.exponential(keys[5], (LAYERS, ROWS, TOKENS, HEADS)) ** 2 * np.float32(mask)[None, :, :, None]
+    return code, KVPrefix(k, v, jnp.asarray(mask)), power
+
+
+def weigh(kv, power, root=1.0):
+    return cache_code.importance(power, jnp.ones(power.shape, bool), kv.mask, root)
+
+
+def solve(problem, weights, step, iterations=MANY):
+    code, kv, _ = problem
+    run = jax.jit(cache_code.solve, static_argnames="iterations")
+    return np.asarray(run(code, kv, weights, step=step, variance=variances(), iterations=iterations))
+
+
+def variances():
+    return jnp.linspace(2.0, 0.1, WIDTH)
+
+
+def test_weights_of_1_and_no_step_give_the_projection(problem):
+    code, kv, power = problem
+    found = solve(problem, jnp.ones(power.shape), 0.0, iterations=25)
+    np.testing.assert_allclose(found, cache_code.write(code, kv), atol=SAME)
+
+
+def test_numbers_without_a_threshold_are_the_dense_weighted_least_squares(problem):
+    code, kv, power = problem
+    weights = weigh(kv, power)
+    found, basis = solve(problem, weights, 0.0), np.asarray(code.basis, np.float64)
+    for row, token, x, w in cases(problem, weights):
+        wanted = np.linalg.solve((basis * w) @ basis.T, (basis * w) @ x)
+        np.testing.assert_allclose(found[row, token], wanted, atol=1e-3)
+
+
+def test_numbers_with_a_threshold_meet_the_condition_of_the_least_sum(problem):
+    code, kv, power = problem
+    weights, step = weigh(kv, power), 3.0
+    found, basis = solve(problem, weights, step), np.asarray(code.basis, np.float64)
+    tau = step**2 / (12 * 8 * 0.7 * np.sqrt(np.asarray(variances())))
+    for row, token, x, w in cases(problem, weights):
+        z = found[row, token].astype(np.float64)
+        slope = basis @ (w * (basis.T @ z - x))
+        np.testing.assert_allclose(slope[z != 0], (-tau * np.sign(z))[z != 0], atol=1e-4)
+        assert np.all(np.abs(slope[z == 0]) <= tau[z == 0] + 1e-4)
+    assert 0.1 < (found == 0).mean() < 0.9
+
+
+def cases(problem, weights):
+    """Yields of each token its place, its states in the code's units and their weights, in fp64."""
+    code, kv, _ = problem
+    y = np.stack([kv.k, kv.v]).astype(np.float64).transpose(2, 3, 0, 1, 4, 5)
+    x = (y - np.asarray(code.mean)) / np.asarray(code.scale)[:, :, None, None]
+    w = np.broadcast_to(np.asarray(weights).transpose(1, 2, 0, 3)[:, :, None, :, :, None], x.shape)
+    for row, token in np.ndindex(ROWS, TOKENS):
+        yield row, token, x[row, token].ravel(), w[row, token].ravel()
+
+
+def test_importance_is_the_kept_share_of_a_layers_mean(problem):
+    _, kv, power = problem
+    kept = jax.random.bernoulli(jax.random.key(9), 0.6, power.shape)
+    for root in (1.0, 0.5):
+        found = np.asarray(cache_code.importance(power, kept, kv.mask, root))
+        for layer, row in np.ndindex(LAYERS, ROWS):
+            own = np.where(kept, power, 0)[layer, row, np.asarray(kv.mask[row])]
+            wanted = np.clip((own / own.mean()) ** root / 8, 0.02 / 8, 1)
+            np.testing.assert_allclose(found[layer, row, np.asarray(kv.mask[row])], wanted, rtol=1e-5)
+
+
+def test_padding_changes_no_number(problem):
+    code, kv, power = problem
+    found = solve(problem, weigh(kv, power), 1.0, iterations=25)
+    cut = KVPrefix(kv.k[:, 1:, :3], kv.v[:, 1:, :3], kv.mask[1:, :3])
+    alone = solve((code, cut, None), weigh(cut, power[:, 1:, :3]), 1.0, iterations=25)
+    np.testing.assert_allclose(alone[0], found[1, :3], atol=1e-6)

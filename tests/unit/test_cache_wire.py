@@ -1,0 +1,190 @@
+"""A wire of kind "cache" on two tiny readers: started, evaluated, asked, written and read."""
+
+import json
+
+import jax
+import numpy as np
+import pytest
+
+import lw_jax
+from lw_jax.commands import answer, evaluate, train
+from lw_jax.core import validation
+from lw_jax.core.errors import UserError
+from lw_jax.evals import cache_functions
+from lw_jax.inference import message_io
+from lw_jax.inference.coded_wire import CodedWire
+from lw_jax.models import cache_codec, cache_message
+from lw_jax.training import run_folder
+from tests import tiny
+
+CACHE = {"encoder__kind": "cache", "encoder__ratio": 2, "encoder__width": 200, "encoder__texts": 24, "train__steps": 0}
+TEXT = "Mira keeps a copper lantern in the old mill. Tom keeps a silver bell in the new barn."
+QUESTION = "What does Mira keep?"
+
+
+def make_config(root, **changes):
+    cfg = tiny.make_config(root, **CACHE, message__bytes=130, mesh__placement="single", **changes)
+    validation.validate(cfg)
+    return cfg
+
+
+@pytest.fixture(scope="module")
+def run(root, tmp_path_factory):
+    """The folder of a started run, and what it printed."""
+    folder, cfg = tmp_path_factory.mktemp("cache"), make_config(root)
+    run_folder.write_workdir(folder, cfg=cfg, base={}, command=["test"])
+    assert train.main(cfg, resolved={}, workdir=folder) == 0
+    return folder, cfg
+
+
+@pytest.fixture(scope="module")
+def wire(run):
+    found = lw_jax.load_wire(run[0])
+    assert isinstance(found, CodedWire)
+    return found
+
+
+@pytest.fixture(scope="module")
+def message(wire):
+    return wire.write(TEXT)
+
+
+def test_a_message_of_all_positions_answers_as_the_text(wire):
+    whole = wire.write(TEXT, ratio=1)
+    for reader in ("llama", "qwen"):
+        for question in (QUESTION, "Where is the bell?"):
+            assert wire.read(whole, reader, question) == wire.read_text(TEXT, reader, question)
+
+
+def test_questions_batches_and_streams_agree(wire, message):
+    other = wire.write("Ben has a boat.")
+    alone = [wire.read(message, "qwen", QUESTION), wire.read(other, "qwen", "What has Ben?")]
+    assert wire.read([message, other], "qwen", [QUESTION, "What has Ben?"]) == alone
+    assert wire.read(message, "qwen", [QUESTION, QUESTION]) == [alone[0]] * 2
+    assert "".join(wire.read(message, "qwen", QUESTION, stream=True)) == alone[0]
+
+
+def test_the_bytes_say_what_was_written(wire, message):
+    section = wire.section(message, "llama")
+    assert section.ratios == (2,) and wire.write(TEXT) == message
+    code = wire.trainable["codes"]["llama"]
+    count = cache_functions.count_kept(code, np.array([len(section.numbers)]), 2)[:, 0]
+    np.testing.assert_array_equal((section.levels > 0).sum(axis=1), count)
+    assert 0.4 < (section.levels > 0).mean() < 0.6
+    told = wire.describe(message)
+    assert f"{len(section.numbers)} tokens" in told and "llama" in told and "qwen" in told
+
+
+def test_packed_and_masked_prompts_score_alike(wire, message):
+    """Answers take the memory of the kept keys alone, scores mask the others: both are the same attention."""
+    for name in ("llama", "qwen"):
+        section = wire.section(message, name)
+        width = wire.trainable["codes"][name]["variance"].shape[0]
+        sent, mask, ratio = cache_message.of_section(section, width, 64)
+        packed, _ = next(wire._prompts([(message, QUESTION)], name))
+        assert packed.kv_prefix is None and packed.packed is not None
+        held = sum(head.k.size for layer in packed.packed.heads for head in layer)
+        config = wire.recipe.wire.readers[name].config
+        assert held <= 0.6 * 64 * config.layers * config.kv_heads * config.head_dim
+        fields = {"before": before(wire, name), "after": after(wire, name)}
+        params, code = wire.frozen[name], wire.codes[name]
+        masked = wire.functions.prompt_from_cache(params, code, fields, sent, mask, name)
+        found = [wire.recipe.wire.begin(params, name, one, max_new_tokens=1)[0] for one in (packed, masked)]
+        np.testing.assert_allclose(*found, atol=1e-4)
+
+
+def before(wire, name):
+    from lw_jax.data import prompt_tokens
+
+    layout = wire.recipe.layout
+    ids = prompt_tokens.shared_prefix(name, layout.readers[name], layout.prompt)[None]
+    return {"ids": ids, "mask": np.ones(ids.shape, bool)}
+
+
+def after(wire, name):
+    from lw_jax.core.types import Example
+    from lw_jax.data import batches
+
+    batch = batches.encode_prompts([Example("", "?", QUESTION, ())], layout=wire.recipe.layout)
+    return batch["readers"][name]["after"]
+
+
+def test_a_reader_takes_its_own_section_alone(wire, message):
+    alone = wire.write(TEXT, readers=("qwen",))
+    assert len(alone) < len(message)
+    assert wire.read(alone, "qwen", QUESTION) == wire.read(message, "qwen", QUESTION)
+    with pytest.raises(UserError, match=wire.codings["llama"].fingerprint):
+        wire.read(alone, "llama", QUESTION)
+
+
+def test_evaluation_has_the_rows_of_the_kind(run, capsys):
+    folder, cfg = run
+    assert evaluate.main(cfg, resolved={}, workdir=folder) == 0
+    told = capsys.readouterr().out
+    found = json.loads((folder / "eval.json").read_text("utf-8"))
+    assert "left out: zero, truncated" in told
+    for name in ("llama", "qwen"):
+        rows = found["rows"][name]
+        assert list(rows) == ["text", "latents", "shuffled", "none", "all", "half", "quarter", "eighth"]
+        assert rows["half"]["nll"] == rows["latents"]["nll"] and rows["none"]["positions"] == 0
+        assert abs(rows["all"]["nll"] - rows["text"]["nll"]) < 0.02
+        assert rows["all"]["positions"] > 1.5 * rows["half"]["positions"] > 2 * rows["quarter"]["positions"]
+        assert 60 < found["readers"][name]["bytes_a_token"] < 260
+
+
+def test_answer_prints_the_message_and_the_text(run, wire, tmp_path, capsys):
+    folder, cfg = run
+    file = tmp_path / "m.lwjc"
+    request = message_io.Request(context=TEXT, questions=(QUESTION,), write=str(file), ratio=1)
+    assert answer.main(cfg, resolved={}, workdir=folder, request=request) == 0
+    told = capsys.readouterr().out
+    assert f"llama from message: {wire.read(file.read_bytes(), 'llama', QUESTION)}" in told
+    assert f"llama from text:    {wire.read_text(TEXT, 'llama', QUESTION)}" in told
+    assert f"{len(file.read_bytes())} bytes" in told
+
+
+@pytest.mark.parametrize(
+    "request_, match",
+    [
+        ({"context": TEXT, "ratio": 17}, "--ratio=17.*16"),
+        ({"context": TEXT, "bits": 4}, "--bits 4.*--ratio"),
+        ({"message": b"LWJX and more"}, "not a cache message"),
+    ],
+)
+def test_what_the_kind_does_not_have_is_refused(run, request_, match):
+    with pytest.raises(UserError, match=match):
+        answer.main(run[1], resolved={}, workdir=run[0], request=message_io.Request(questions=(QUESTION,), **request_))
+
+
+def test_a_started_run_is_not_started_again(run, capsys):
+    assert train.main(run[1], resolved={}, workdir=run[0]) == 0
+    assert "texts" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "changes, match",
+    [
+        ({"train__steps": 5}, "train.steps = 5"),
+        ({"encoder__ratio": 0}, "encoder.ratio = 0"),
+        ({"encoder__ratio": 17}, "encoder.ratio = 17"),
+        ({"encoder__source": "models/x"}, "encoder.source = 'models/x'"),
+        ({"encoder__run": "runs/x"}, "encoder.run = 'runs/x'"),
+        ({"prompt__question": "latents"}, "prompt.question = 'latents'"),
+        ({"encoder__kind": "bytes"}, "train.steps = 0"),
+        ({"encoder__kind": "bytes", "train__steps": 6, "eval__rows": ("half",)}, "eval.rows"),
+    ],
+)
+def test_configurations_that_do_not_go_with_the_kind_are_refused(root, changes, match):
+    with pytest.raises(UserError, match=rf"config\.{match}"):
+        validation.validate(tiny.make_config(root, **(CACHE | changes)))
+
+
+def test_the_tree_is_what_is_described(wire):
+    wanted = wire.recipe.abstract().trainable
+    assert jax.tree.map(lambda x: (x.shape, x.dtype), wanted) == jax.tree.map(
+        lambda x: (x.shape, x.dtype), wire.trainable
+    )
+    code = wire.trainable["codes"]["llama"]
+    np.testing.assert_allclose(np.asarray(code["tables"]).mean(axis=(1, 2)), 1 / np.arange(1, 17), atol=0.02)
+    np.testing.assert_allclose(code["basis"] @ code["basis"].T, np.eye(len(code["basis"])), atol=1e-4)
+    assert cache_codec.bits(cache_message.statistics_of(code), wire.section(wire.write(TEXT), "llama").numbers) > 0
