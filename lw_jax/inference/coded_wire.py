@@ -104,23 +104,29 @@ class CodedWire(Answering):
         self._check_reader(reader)
         check_questions(question for _, question in pairs)
         opened = {message: self.section(message, reader) for message in dict.fromkeys(message for message, _ in pairs)}
-        code, mesh, params = self.codes[reader], self.functions.mesh_of(reader), self.frozen[reader]
-        width = self.trainable["codes"][reader]["variance"].shape[0]
         for part, rows in self._parts(pairs):
-            asked = [Example(question, "?", question, ()) for _, question in part]
-            batch = batches.encode_prompts(asked, layout=self.recipe.layout)
-            fields = self._put(batch["readers"][reader], mesh, rows)
-            longest = max(len(opened[message].numbers) for message, _ in part)
-            columns = -(-longest // COLUMNS) * COLUMNS
-            rows = len(fields["after"]["mask"])
-            found = [cache_message.of_section(opened[message], width, columns) for message, _ in part]
-            sent, mask = _stack([one[:2] for one in found], rows)
-            if not self.functions.packs(reader):
-                yield self.functions.prompt_from_cache(params, code, fields, sent, mask, reader), len(part)
-                continue
-            least = min(ratio for _, _, ratio in found)
-            sizes = cache_functions.sizes_of(code, columns, least)
-            yield self.functions.prompt_packed(params, code, fields, sent, mask, reader, sizes), len(part)
+            yield (
+                self.prompt([opened[message] for message, _ in part], [one for _, one in part], reader, rows),
+                len(part),
+            )
+
+    def prompt(self, sections: list[Section], questions: list[str], reader: str, rows: int = 1) -> wire.Prompt:
+        """Returns a reader's prompt of opened messages, each with its question, filled up to so many rows.
+
+        Its memory is that of the keys that are kept, where the reader can have them apart.
+        """
+        asked = [Example(question, "?", question, ()) for question in questions]
+        batch = batches.encode_prompts(asked, layout=self.recipe.layout)
+        fields = self._put(batch["readers"][reader], self.functions.mesh_of(reader), rows)
+        columns = -(-max(len(section.numbers) for section in sections) // COLUMNS) * COLUMNS
+        code, params = self.codes[reader], self.frozen[reader]
+        width = self.trainable["codes"][reader]["variance"].shape[0]
+        found = [cache_message.of_section(section, width, columns) for section in sections]
+        sent, mask = _stack([one[:2] for one in found], len(fields["after"]["mask"]))
+        if not self.functions.packs(reader):
+            return self.functions.prompt_from_cache(params, code, fields, sent, mask, reader)
+        sizes = cache_functions.sizes_of(code, columns, min(ratio for _, _, ratio in found))
+        return self.functions.prompt_packed(params, code, fields, sent, mask, reader, sizes)
 
 
 def check_ratio(ratio: int, *, name: str = "ratio") -> int:

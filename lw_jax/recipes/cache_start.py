@@ -216,6 +216,8 @@ def _find_step(  # noqa: PLR0913
 
     variance = np.asarray(code["variance"], np.float64)
     least = LARGEST_NUMBER * np.sqrt(variance.max()) / cache_codec.LARGEST
+    tokens = sum(int(real.sum()) for _, real in wanted)
+    print(f"{name}: finding the step of {cfg.message.bytes} bytes a token on {tokens:,} held-out tokens", flush=True)
     middle = max(_guess_step(variance, 8 * cfg.message.bytes), 8 * least)
     between = (middle / 8, middle * 8)
     step, statistics = cache_codec.find_step(integers, cfg.message.bytes, between=between, tolerance=TOLERANCE)
