@@ -42,6 +42,7 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: messa
     del resolved
     from lw_jax.core import runtime
     from lw_jax.inference import answering, trained_wire
+    from lw_jax.inference.coded_wire import CodedWire
 
     # Bad channels and messages are refused before any weight is loaded.
     _check_message(cfg, request)
@@ -54,6 +55,8 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: messa
         wire = trained_wire.open_wire(cfg, workdir)
         with phase("writing the message, which first compiles"):
             message = request.message or _encode(wire, request)
+        if request.message and isinstance(wire, CodedWire):
+            wire = wire.at(request.ratio)
         if request.write not in ("", "-"):
             message_io.write_message(message, request.write)
         _print_answers(wire, message, request)
@@ -74,9 +77,9 @@ def _check_message(cfg: Config, request: message_io.Request) -> None:
             raise UserError(f"--{name} {value}: {rule}; {'--ratio sets its positions' if cache else 'leave it out'}")
     if request.message:
         (cache_codec if cache else codec).read_frame(request.message)
-    elif cache:
+    if cache:
         coded_wire.check_ratio(cfg.encoder.ratio if request.ratio is None else request.ratio, name="--ratio")
-    else:
+    elif not request.message:
         bits = 8 if request.bits is None else request.bits
         trained_wire.resolve_channel(cfg.encoder, bits=bits, slots=request.slots, width=request.width)
         trained_wire.resolve_literals(cfg, request.literals)

@@ -77,7 +77,15 @@ ROWS |= {
 }
 RATIOS = 16  # largest encoder.ratio of kind cache
 OF_CACHE = tuple(name for name, row in ROWS.items() if row.ratio)
-KNOWN_TO_CACHE = ("text", "none", "latents", "shuffled", *OF_CACHE)  # rows that make sense where nothing is trained
+KNOWN_TO_CACHE = (
+    "text",
+    "none",
+    "latents",
+    "shuffled",
+    "swapped",
+    "swapped_text",
+    *OF_CACHE,
+)  # rows that make sense where nothing is trained
 DEFAULT = ("text", "latents", "shuffled", "zero", "none", "truncated")
 MESSAGES = ("message", "latents")  # rows of the whole message: the first that was measured
 OF_LITERALS = ("message", "message_shuffled", "literals")  # measured of a wire whose messages carry literals

@@ -44,13 +44,13 @@ class CacheFunctions(WireFunctions):
 
     @functools.cached_property
     def encode(self):
-        """Returns jitted (reader's code, Reading, mask of "before", count [l b k], name, fitted) -> Sent."""
+        """Returns jitted (reader's code, Reading, mask of "before", counts [l b k], name, fitted) -> Sent of each."""
 
         def run(  # noqa: PLR0913
-            code: Tree, reading: Reading, before: jax.Array, count: jax.Array, name: str, fitted: bool
-        ) -> Sent:
+            code: Tree, reading: Reading, before: jax.Array, counts: list[jax.Array], name: str, fitted: bool
+        ) -> list[Sent]:
             seen = before[:1].sum(axis=1, keepdims=True, dtype=jnp.int32)
-            kept = cache_choice.choose(reading.scores, reading.text.mask, count)
+            kept = [cache_choice.choose(reading.scores, reading.text.mask, count) for count in counts]
             config = self.wire.readers[name].config
             return cache_message.encode(config, code, reading, kept, seen=seen, fitted=fitted)
 

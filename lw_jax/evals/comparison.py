@@ -170,6 +170,9 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
     parts = []
     if "fewer_positions" in figures:
         parts.append(f"fewer_positions {figures['fewer_positions']:.2f}x")
+    if "write_seconds" in figures:
+        seconds = f"written in {figures['write_seconds']:.2f} s, its bytes opened in {figures['open_seconds']:.3f} s"
+        parts.append(f"a text of {figures['timed_tokens']} tokens {seconds}")
     if "bytes_a_token" in figures:
         parts.append(f"{figures['bytes_a_token']:.1f} bytes a token of the text")
     if "faster" in figures:

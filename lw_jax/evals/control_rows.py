@@ -4,7 +4,7 @@ Depends on a `Bench` (a wire's functions and weights) and on data, on no recipe 
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -126,15 +126,22 @@ def measure(
     if changed and swaps is not None and swaps.origins:
         own = list(range(len(swaps.origins)))
         sent = _encode(bench, swaps.encoded, own, kinds=set(), batch=options.batch, seed=seed)
-        texts = number_texts(encoded)
-        for record in _read(bench, swaps.encoded, own, rows=changed, latents=sent, options=options):
-            position = record["index"]
-            index, new, old = swaps.origins[position], record["answers"][0], swaps.replaced[position]
-            told = record["prediction"]
-            follows = float(answers.contains(told, new) and not answers.contains(told, old))
-            of_original = {"index": index, "text": texts[index], "id": encoded.examples[index].id}
-            records.append(record | of_original | {"follows": follows})
+        found = _read(bench, swaps.encoded, own, rows=changed, latents=sent, options=options)
+        records += follow(found, swaps, encoded)
     return Measured(encoded, indices, latents["own"].values, records)
+
+
+def follow(records: Iterable[Record], swaps: Swaps, encoded: Encoded) -> list[Record]:
+    """Returns the records of changed examples as of their originals, with "follows"; see `measure`."""
+    found, texts = [], number_texts(encoded)
+    for record in records:
+        position = record["index"]
+        index, new, old = swaps.origins[position], record["answers"][0], swaps.replaced[position]
+        told = record["prediction"]
+        follows = float(answers.contains(told, new) and not answers.contains(told, old))
+        of_original = {"index": index, "text": texts[index], "id": encoded.examples[index].id}
+        found.append(record | of_original | {"follows": follows})
+    return found
 
 
 def _encode(

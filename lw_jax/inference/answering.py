@@ -77,9 +77,13 @@ class Answering:
     def read_text(self, text: str, reader: str, question: str) -> str:
         """Returns a reader's answer from the text itself."""
         self._check_reader(reader)
+        return self._answer(reader, self.text_prompt(text, reader, question), 1)[0]
+
+    def text_prompt(self, text: str, reader: str, question: str) -> wire.Prompt:
+        """Returns a reader's prompt of the text itself."""
         batch = batches.encode_prompt(text, question, layout=self.recipe.layout, rows=("text",))
         fields = self._put(batch["readers"][reader], self.functions.mesh_of(reader))
-        return self._answer(reader, self.functions.prompt_from_text(self.frozen[reader], fields["text"]), 1)[0]
+        return self.functions.prompt_from_text(self.frozen[reader], fields["text"])
 
     def _check_reader(self, reader: str) -> None:
         known = self.recipe.wire.readers

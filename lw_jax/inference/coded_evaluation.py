@@ -1,16 +1,20 @@
 """Evaluation rows of a wire of kind "cache", and the bytes of its messages."""
 
-from collections.abc import Callable
+import dataclasses
+from collections.abc import Callable, Sequence
 
+import jax
 import numpy as np
 
-from lw_jax.core.eval_rows import KNOWN_TO_CACHE, OF_CACHE
-from lw_jax.data.batches import one_context
+from lw_jax.core.eval_rows import KNOWN_TO_CACHE, OF_CACHE, ROWS
+from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.examples import spread
-from lw_jax.evals import cache_rows
+from lw_jax.evals import cache_rows, swaps
 from lw_jax.evals.comparison import Record
-from lw_jax.evals.control_rows import Measured
+from lw_jax.evals.control_rows import Measured, follow
+from lw_jax.evals.first_token import fastest
 from lw_jax.inference.coded_wire import CodedWire
+from lw_jax.models.wire import Prompt
 
 
 def measure(wire: CodedWire, *, batch: int, say: Callable[[str], None]) -> Measured:
@@ -19,17 +23,50 @@ def measure(wire: CodedWire, *, batch: int, say: Callable[[str], None]) -> Measu
     encoded = recipe.encode(recipe.examples("validation"))
     say("held-out data: " + "\n".join(encoded.describe()))
     rows = _rows(options.rows, several=not one_context(encoded.examples), say=say)
-    indices = spread(len(encoded), options.examples)
-    records = cache_rows.measure(
-        recipe.bench(wire.codes, wire.frozen, wire.functions),
-        encoded,
-        indices,
-        rows=rows,
-        batch=batch,
-        max_new_tokens=options.max_new_tokens,
-        codings=wire.codings,
-    )
+    indices, bench = spread(len(encoded), options.examples), recipe.bench(wire.codes, wire.frozen, wire.functions)
+
+    def run(encoded: Encoded, indices: Sequence[int], rows: Sequence[str]) -> list[Record]:
+        settings = {"batch": batch, "max_new_tokens": options.max_new_tokens}
+        return cache_rows.measure(bench, encoded, indices, rows=rows, codings=wire.codings, **settings)
+
+    records = run(encoded, indices, [row for row in rows if not ROWS[row].swapped])
+    if changed := [row for row in rows if ROWS[row].swapped]:
+        found = swaps.make(encoded, indices, layout=recipe.layout, fields=cache_rows.FIELDS)
+        say(f"{', '.join(changed)}: {len(found.origins)} of {len(indices)} texts have an answer that can be replaced")
+        own = cache_rows.attach(found.encoded, recipe.layout)
+        records += follow(run(own, range(len(found.origins)), changed), found, encoded)
     return Measured(encoded, indices, np.zeros((len(indices), 0, 0), np.float32), records)
+
+
+@dataclasses.dataclass(frozen=True)
+class Times:
+    """Seconds of one reader and the tokens of the text."""
+
+    text: float  # to the first token of an answer, from the text
+    message: float  # the same from a message that was opened
+    write: float  # a text to bytes
+    open: float  # bytes to the numbers, kept keys and biases
+    tokens: int
+
+
+def measure_times(wire: CodedWire, measured: Measured, name: str) -> Times:
+    """Returns a reader's times for the text of median length: the fastest of some runs, after one that compiles."""
+    lengths = [measured.encoded.context_tokens[name]["text"][index] for index in measured.indices]
+    place = int(np.argsort(lengths, kind="stable")[len(lengths) // 2])
+    example, params = measured.examples[place], wire.frozen[name]
+    message = wire.write(example.context, readers=(name,))
+    section = wire.section(message, name)
+
+    def begin(prompt: Prompt) -> None:
+        jax.block_until_ready(wire.functions.begin(params, prompt, name, 1))
+
+    return Times(
+        text=fastest(lambda: begin(wire.text_prompt(example.context, name, example.question))),
+        message=fastest(lambda: begin(wire.prompt([section], [example.question], name))),
+        write=fastest(lambda: wire.write(example.context, readers=(name,))),
+        open=fastest(lambda: wire.section(message, name)),
+        tokens=lengths[place],
+    )
 
 
 def _rows(named: tuple[str, ...], *, several: bool, say: Callable[[str], None]) -> list[str]:

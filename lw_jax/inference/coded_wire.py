@@ -1,7 +1,8 @@
 """Python API of wires of kind "cache": messages that are their readers' own keys and values."""
 
+import copy
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import jax
 import numpy as np
@@ -30,6 +31,7 @@ class CodedWire(Answering):
         self.recipe, self.trainable, self.frozen, self.step = recipe, trainable, frozen, step
         self.functions = CacheFunctions(recipe.wire, recipe.placement)
         self.codes = recipe.codes(trainable)
+        self.ratio: int | None = None  # of `at`
 
     @functools.cached_property
     def fingerprint(self) -> str:
@@ -41,21 +43,31 @@ class CodedWire(Answering):
         """Returns what the bytes of each reader's section are coded with."""
         return {name: cache_message.coding_of(code) for name, code in self.trainable["codes"].items()}
 
-    def write(self, text: str, *, ratio: int | None = None, readers: tuple[str, ...] = ()) -> bytes:
+    def at(self, ratio: int | None) -> "CodedWire":
+        """Returns this wire reading messages at one of the ratios that they were written for; None: their least."""
+        found = copy.copy(self)
+        found.ratio = None if ratio is None else check_ratio(ratio)
+        return found
+
+    def write(self, text: str, *, ratio: int | Sequence[int] | None = None, readers: tuple[str, ...] = ()) -> bytes:
         """Returns the framed message of a text with a section for each reader, or for those that are named.
 
-        `ratio`: positions of the text for one of the message, 1 to 16; None: config.encoder.ratio.
+        `ratio`: positions of the text for one of the message, 1 to 16, or several from which `at` chooses when it is
+        read; None: config.encoder.ratio.
         """
-        ratio = check_ratio(self.recipe.cfg.encoder.ratio if ratio is None else ratio)
+        chosen = self.recipe.cfg.encoder.ratio if ratio is None else ratio
+        ratios = sorted({check_ratio(one) for one in ([chosen] if isinstance(chosen, int) else chosen)})
+        if not ratios:
+            raise UserError("ratio=(): name one ratio or more")
         if not text.strip():
             raise UserError("write: empty; a text of at least one word is needed")
         sections = []
         for name in readers or tuple(self.recipe.wire.readers):
             self._check_reader(name)
-            sections.append((self.codings[name], self._encode(text.strip(), name, ratio)))
+            sections.append((self.codings[name], self._encode(text.strip(), name, ratios)))
         return cache_codec.pack(sections, writer=self.fingerprint)
 
-    def _encode(self, text: str, name: str, ratio: int) -> Section:
+    def _encode(self, text: str, name: str, ratios: list[int]) -> Section:
         layout, config, mesh = self.recipe.layout, self.recipe.wire.readers[name].config, self.functions.mesh_of(name)
         reader = layout.readers[name]
         ids = {
@@ -76,13 +88,13 @@ class CodedWire(Answering):
             for key, own in ids.items()
         }
         placed, code = self._put(fields, mesh), self.codes[name]
-        fitted = bool(code["fitted"]) and ratio > 1
+        fitted = bool(code["fitted"]) and ratios[0] > 1
         reading = self.functions.read_twice(self.frozen[name], placed, name, fitted)
         rows = len(placed["own"]["mask"])
-        count = cache_functions.count_kept(code, np.full(rows, length), ratio)
-        sent = self.functions.encode(code, reading, placed["before"]["mask"], count, name, fitted)
-        step = cache_message.statistics_of(code).step
-        return cache_message.to_section(jax.device_get(sent), length, step, ratio)
+        counts = [cache_functions.count_kept(code, np.full(rows, length), ratio) for ratio in ratios]
+        sent = self.functions.encode(code, reading, placed["before"]["mask"], counts, name, fitted)
+        by_ratio = dict(zip(ratios, jax.device_get(sent), strict=True))
+        return cache_message.to_section(by_ratio, length, cache_message.statistics_of(code).step)
 
     def describe(self, message: bytes) -> str:
         """Returns the size of each reader's part of a message, in tokens of the text, positions and bytes."""
@@ -90,9 +102,10 @@ class CodedWire(Answering):
         for name, coding in self.codings.items():
             if coding.fingerprint in frame.sections:
                 one = self.section(message, name)
-                tokens, kept = len(one.numbers), float((one.levels > 0).mean(axis=(0, 2)).sum())
-                size = len(frame.sections[coding.fingerprint])
-                found.append(f"{name}: {tokens} tokens in {kept:.1f} positions, {size / tokens:.1f} bytes a token")
+                tokens, size = len(one.numbers), len(frame.sections[coding.fingerprint])
+                places = range(len(one.ratios))
+                kept = " or ".join(f"{(one.levels > place).mean(axis=(0, 2)).sum():.1f}" for place in places)
+                found.append(f"{name}: {tokens} tokens in {kept} positions, {size / tokens:.1f} bytes a token")
         return "; ".join(found)
 
     def section(self, message: bytes, reader: str) -> Section:
@@ -104,23 +117,36 @@ class CodedWire(Answering):
         self._check_reader(reader)
         check_questions(question for _, question in pairs)
         opened = {message: self.section(message, reader) for message in dict.fromkeys(message for message, _ in pairs)}
-        code, mesh, params = self.codes[reader], self.functions.mesh_of(reader), self.frozen[reader]
-        width = self.trainable["codes"][reader]["variance"].shape[0]
         for part, rows in self._parts(pairs):
-            asked = [Example(question, "?", question, ()) for _, question in part]
-            batch = batches.encode_prompts(asked, layout=self.recipe.layout)
-            fields = self._put(batch["readers"][reader], mesh, rows)
-            longest = max(len(opened[message].numbers) for message, _ in part)
-            columns = -(-longest // COLUMNS) * COLUMNS
-            rows = len(fields["after"]["mask"])
-            found = [cache_message.of_section(opened[message], width, columns) for message, _ in part]
-            sent, mask = _stack([one[:2] for one in found], rows)
-            if not self.functions.packs(reader):
-                yield self.functions.prompt_from_cache(params, code, fields, sent, mask, reader), len(part)
-                continue
-            least = min(ratio for _, _, ratio in found)
-            sizes = cache_functions.sizes_of(code, columns, least)
-            yield self.functions.prompt_packed(params, code, fields, sent, mask, reader, sizes), len(part)
+            yield (
+                self.prompt([opened[message] for message, _ in part], [one for _, one in part], reader, rows),
+                len(part),
+            )
+
+    def _ratio_of(self, section: Section) -> int:
+        if not section.ratios or (self.ratio is not None and self.ratio not in section.ratios):
+            wanted = "any" if self.ratio is None else self.ratio
+            raise UserError(f"ratio={wanted}: the message was written for {section.ratios or 'none'}; choose of these")
+        return section.ratios[0] if self.ratio is None else self.ratio
+
+    def prompt(self, sections: list[Section], questions: list[str], reader: str, rows: int = 1) -> wire.Prompt:
+        """Returns a reader's prompt of opened messages, each with its question, filled up to so many rows.
+
+        Its memory is that of the keys that are kept, where the reader can have them apart.
+        """
+        asked = [Example(question, "?", question, ()) for question in questions]
+        batch = batches.encode_prompts(asked, layout=self.recipe.layout)
+        fields = self._put(batch["readers"][reader], self.functions.mesh_of(reader), rows)
+        columns = -(-max(len(section.numbers) for section in sections) // COLUMNS) * COLUMNS
+        code, params = self.codes[reader], self.frozen[reader]
+        width = self.trainable["codes"][reader]["variance"].shape[0]
+        ratios = [self._ratio_of(section) for section in sections]
+        found = [cache_message.of_section(one, width, columns, own) for one, own in zip(sections, ratios, strict=True)]
+        sent, mask = _stack(found, len(fields["after"]["mask"]))
+        if not self.functions.packs(reader):
+            return self.functions.prompt_from_cache(params, code, fields, sent, mask, reader)
+        sizes = cache_functions.sizes_of(code, columns, min(ratios))
+        return self.functions.prompt_packed(params, code, fields, sent, mask, reader, sizes)
 
 
 def check_ratio(ratio: int, *, name: str = "ratio") -> int:

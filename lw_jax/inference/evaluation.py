@@ -110,6 +110,13 @@ def _evaluate_coded(wire: CodedWire, say: _Say) -> Evaluation:
     for name, found in readers.items():
         if (size := coded_evaluation.bytes_a_token(measured.records, name)) is not None:
             found["bytes_a_token"] = size
+    for name in readers:
+        times = coded_evaluation.measure_times(wire, measured, name)
+        for row, seconds in (("text", times.text), ("latents", times.message)):
+            if row in summary[name]:
+                summary[name][row]["first_token_seconds"] = seconds
+        readers[name] |= {"faster": times.text / times.message, "timed_tokens": times.tokens}
+        readers[name] |= {"write_seconds": times.write, "open_seconds": times.open}
     return Evaluation(measured, summary, readers, joint=None, latents={}, slots=[], curve=None)
 
 

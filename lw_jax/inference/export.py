@@ -43,6 +43,8 @@ def export(
         UserError: a flag that the recipe does not have, a folder that is not writable or holds something else, or no
             checkpoint yet.
     """
+    if cfg.encoder.kind == "cache":
+        raise UserError(f"{workdir}: a run of encoder.kind 'cache' is not exported yet: its own folder is the wire")
     known = FLAGS.get(cfg.recipe, ())
     if unknown := sorted(folders.keys() - set(known)):
         rule = f"takes {' and '.join(f'--{flag}' for flag in known)}" if known else "has nothing to export"

@@ -1,6 +1,6 @@
 """A text's message of kind "cache": which keys each head keeps, the numbers of their code, and biases; and back."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -78,24 +78,30 @@ def number(params: Tree, wanted: Wanted) -> Int[Array, "b t w"]:
     return jnp.where(wanted.text.mask[..., None], jnp.rint(z / step), 0.0).astype(jnp.int32)
 
 
-def encode(
+def encode(  # noqa: PLR0913
     cfg: DecoderConfig,
     params: Tree,
     reading: Reading,
-    kept: Bool[Array, "l b t k"],
+    kept: Sequence[Bool[Array, "l b t k"]],
     *,
     seen: jax.Array,
     fitted: bool,
-) -> Sent:
-    """Returns the message of a text; where it is `fitted`, with biases that fit what its reader decodes."""
-    numbers = number(params, want(cfg, reading, kept, seen=seen, fitted=fitted))
+) -> list[Sent]:
+    """Returns the message of a text for each choice of what is kept; the first has all keys of the others.
+
+    The numbers are those of the first, the same in all. Where it is `fitted`, biases fit what the reader decodes.
+    """
+    numbers = number(params, want(cfg, reading, kept[0], seen=seen, fitted=fitted))
     if not fitted:
-        return Sent(numbers, kept, jnp.zeros(kept.shape))
+        return [Sent(numbers, one, jnp.zeros(one.shape)) for one in kept]
     assert reading.queries is not None, "a fit needs the repeating queries"
     decoded = cache_code.read(_code(params), numbers.astype(jnp.float32) * params["step"])
-    _, bias = cache_choice.fit(cfg, reading.queries, reading.text, kept, seen=seen, sent=decoded)
-    levels = jnp.clip(jnp.rint(bias / cache_codec.BIAS), *cache_codec.BIASES)
-    return Sent(numbers, kept, jnp.where(kept, levels * cache_codec.BIAS, 0.0))
+    found = []
+    for one in kept:
+        _, bias = cache_choice.fit(cfg, reading.queries, reading.text, one, seen=seen, sent=decoded)
+        levels = jnp.clip(jnp.rint(bias / cache_codec.BIAS), *cache_codec.BIASES)
+        found.append(Sent(numbers, one, jnp.where(one, levels * cache_codec.BIAS, 0.0)))
+    return found
 
 
 def decode(params: Tree, sent: Sent, mask: Bool[Array, "b t"], dtype: jax.typing.DTypeLike) -> KVPrefix:
@@ -128,20 +134,21 @@ def statistics_of(params: Mapping[str, Any]) -> Statistics:
     return Statistics(float(params["step"]), zero, decay)
 
 
-def to_section(sent: Sent, length: int, step: float, ratio: int) -> Section:
-    """Returns a message of one row, `length` tokens, as it is packed."""
-    kept, bias = (np.asarray(one)[:, 0, :length] for one in (sent.kept, sent.bias))
-    biases = {ratio: bias.astype(np.float32)} if bias.any() else {}
-    return Section(np.asarray(sent.numbers)[0, :length], step, (ratio,), kept.astype(np.uint8), biases)
+def to_section(sent: Mapping[int, Sent], length: int, step: float) -> Section:
+    """Returns messages of one row, `length` tokens, by their ratios, as one that is packed for all of them."""
+    ratios = tuple(sorted(sent))
+    kept = sum(np.asarray(sent[ratio].kept)[:, 0, :length].astype(np.uint8) for ratio in ratios)
+    biases = {ratio: np.asarray(sent[ratio].bias, np.float32)[:, 0, :length] for ratio in ratios}
+    biases = {ratio: bias for ratio, bias in biases.items() if bias.any()}
+    return Section(np.asarray(sent[ratios[0]].numbers)[0, :length], step, ratios, np.asarray(kept, np.uint8), biases)
 
 
-def of_section(section: Section, width: int, columns: int) -> tuple[Sent, Bool[np.ndarray, "1 t"], int]:
-    """Returns a section as a message of one row of `columns` tokens and `width` numbers, its mask, and its ratio."""
+def of_section(section: Section, width: int, columns: int, ratio: int) -> tuple[Sent, Bool[np.ndarray, "1 t"]]:
+    """Returns a section at one of its ratios as a message of one row of `columns` tokens, and its mask."""
     length, own = section.numbers.shape
-    (ratio,) = section.ratios
     rest = columns - length
     numbers = np.pad(section.numbers.astype(np.int32), ((0, rest), (0, width - own)))[None]
     around = ((0, 0), (0, rest), (0, 0))
-    kept = np.pad(section.levels > 0, around)[:, None]
+    kept = np.pad(section.levels > section.ratios.index(ratio), around)[:, None]
     bias = section.biases.get(ratio, np.zeros(section.levels.shape, np.float32))
-    return Sent(numbers, kept, np.pad(bias, around)[:, None]), (np.arange(columns) < length)[None], ratio
+    return Sent(numbers, kept, np.pad(bias, around)[:, None]), (np.arange(columns) < length)[None]

@@ -34,10 +34,12 @@ if TYPE_CHECKING:
 
 HELD_OUT = 8  # one of so many texts
 MOST_HELD_OUT = 64
-STEP_TEXTS = 4  # of them, on which the step is found: each step tried costs what 50 passes over the code cost
+# Of them, on which the step is found: each step tried costs what 50 passes over the code cost.
+STEP_TEXTS = {"cpu": 4, "gpu": 64}
 TOLERANCE = 0.02  # of the step
 LARGEST_NUMBER = 24.0  # x its deviation, which a message can say at the least step
-ROWS = 4  # texts read at once
+# Texts read at once, and what their lengths are rounded up to: on a card a program more costs ten seconds.
+ROWS, ROUNDED = {"cpu": 4, "gpu": 32}, {"cpu": 32, "gpu": 128}
 CHUNK = 1024  # tokens whose states are in memory at once
 WEIGHED = 0.25  # power of a layer's share of the table at a quarter, which weighs its states
 SHOWN = ("all", "half", "quarter", "eighth", "shuffled", "none", "text")
@@ -133,10 +135,10 @@ def _read(
         key: batches.field([one], pad, left=False).collate([0]) for key, one in (("before", before), ("again", again))
     }
     around = place.replicate(around, mesh)
-    rows = place.round_up(ROWS, mesh.shape["data"])
+    rows = place.round_up(ROWS[recipe.placement.platform], mesh.shape["data"])
     for first in range(0, len(ids), rows):
         part = ids[first : first + rows]
-        width = -(-max(map(len, part)) // 32) * 32
+        width = place.round_up(max(map(len, part)), ROUNDED[recipe.placement.platform])
         field = batches.Field(part, width, pad, left=False)
         own = place.rows(field.collate([min(i, len(part) - 1) for i in range(rows)]), mesh)
         reading = functions.read_twice(params, {"own": own} | around, name, False)
@@ -194,8 +196,8 @@ def _find_step(  # noqa: PLR0913
 ) -> dict[str, Any]:
     """Returns the code with the step at which messages have message.bytes a token, and its statistics."""
     cfg, fitted, wanted = recipe.cfg, bool(code["fitted"]), []
-    indices = spread(len(encoded), STEP_TEXTS)
-    for host in batches_of(encoded, indices, place.round_up(ROWS, recipe.placement.data)):
+    indices = spread(len(encoded), STEP_TEXTS[recipe.placement.platform])
+    for host in batches_of(encoded, indices, place.round_up(ROWS[recipe.placement.platform], recipe.placement.data)):
         fields = place.put_eval(host["readers"][name], functions.mesh_of(name))
         own = {key: fields[key] for key in ("own", "before", "again")}
         real = host["readers"][name]["own"]["mask"] & host["valid"][:, None]
@@ -209,6 +211,8 @@ def _find_step(  # noqa: PLR0913
 
     variance = np.asarray(code["variance"], np.float64)
     least = LARGEST_NUMBER * np.sqrt(variance.max()) / cache_codec.LARGEST
+    tokens = sum(int(real.sum()) for _, real in wanted)
+    print(f"{name}: finding the step of {cfg.message.bytes} bytes a token on {tokens:,} held-out tokens", flush=True)
     middle = max(_guess_step(variance, 8 * cfg.message.bytes), 8 * least)
     between = (middle / 8, middle * 8)
     step, statistics = cache_codec.find_step(integers, cfg.message.bytes, between=between, tolerance=TOLERANCE)
@@ -236,7 +240,11 @@ def _measure(  # noqa: PLR0913
 ) -> list[Record]:
     bench = recipe.bench(codes, frozen, functions)
     return cache_rows.measure(
-        bench, encoded, range(len(encoded)), rows=rows, batch=place.round_up(ROWS, recipe.placement.data)
+        bench,
+        encoded,
+        range(len(encoded)),
+        rows=rows,
+        batch=place.round_up(ROWS[recipe.placement.platform], recipe.placement.data),
     )
 
 

@@ -80,7 +80,7 @@ def test_packed_and_masked_prompts_score_alike(wire, message):
     for name in ("llama", "qwen"):
         section = wire.section(message, name)
         width = wire.trainable["codes"][name]["variance"].shape[0]
-        sent, mask, ratio = cache_message.of_section(section, width, 64)
+        sent, mask = cache_message.of_section(section, width, 64, 2)
         packed, _ = next(wire._prompts([(message, QUESTION)], name))
         assert packed.kv_prefix is None and packed.packed is not None
         held = sum(head.k.size for layer in packed.packed.heads for head in layer)
@@ -117,15 +117,37 @@ def test_a_reader_takes_its_own_section_alone(wire, message):
         wire.read(alone, "llama", QUESTION)
 
 
-def test_evaluation_has_the_rows_of_the_kind(run, capsys):
-    folder, cfg = run
+def test_one_message_serves_several_ratios(wire, message):
+    several = wire.write(TEXT, ratio=(2, 4, 8))
+    section = wire.section(several, "qwen")
+    assert section.ratios == (2, 4, 8) and len(message) < len(several) < 1.3 * len(message)
+    for place, ratio in enumerate(section.ratios):
+        alone = wire.section(wire.write(TEXT, ratio=ratio), "qwen")
+        np.testing.assert_array_equal(section.levels > place, alone.levels > 0)
+    np.testing.assert_array_equal(section.numbers, wire.section(message, "qwen").numbers)
+    assert wire.at(2).read(several, "qwen", QUESTION) == wire.read(message, "qwen", QUESTION)
+    held = [sum(h.k.size for one in wire.at(r).prompt([section], [QUESTION], "qwen").packed.heads for h in one)
+            for r in (2, 4, 8)]  # fmt: skip
+    assert held[0] > 1.7 * held[1] > 2.5 * held[2]
+    with pytest.raises(UserError, match=r"ratio=3.*\(2, 4, 8\)"):
+        wire.at(3).read(several, "qwen", QUESTION)
+
+
+ROWS = ("text", "latents", "shuffled", "zero", "none", "swapped", "swapped_text")
+
+
+def test_evaluation_has_the_rows_of_the_kind(run, root, capsys):
+    folder, cfg = run[0], make_config(root, eval__rows=ROWS)
     assert evaluate.main(cfg, resolved={}, workdir=folder) == 0
     told = capsys.readouterr().out
     found = json.loads((folder / "eval.json").read_text("utf-8"))
-    assert "left out: zero, truncated" in told
+    assert "left out: zero:" in told
     for name in ("llama", "qwen"):
         rows = found["rows"][name]
-        assert list(rows) == ["text", "latents", "shuffled", "none", "all", "half", "quarter", "eighth"]
+        plain = ["text", "latents", "shuffled", "none", "all", "half", "quarter", "eighth"]
+        assert list(rows) == [*plain, "swapped", "swapped_text"]
+        assert 0 <= rows["swapped"]["follows"] <= 1 and "recovered_nll_half" in found["readers"][name]
+        assert found["readers"][name]["write_seconds"] > 0 and rows["latents"]["first_token_seconds"] > 0
         assert rows["half"]["nll"] == rows["latents"]["nll"] and rows["none"]["positions"] == 0
         assert abs(rows["all"]["nll"] - rows["text"]["nll"]) < 0.02
         assert rows["all"]["positions"] > 1.5 * rows["half"]["positions"] > 2 * rows["quarter"]["positions"]
