@@ -233,7 +233,7 @@ def _unpack_section(coding: Coding, part: bytes) -> Section:
     shares = [rest[_BIAS_LEVELS * i :][:_BIAS_LEVELS] for i in range(len(with_biases))]
     words = rest[_BIAS_LEVELS * len(shares) :]
     if len(rest) < _BIAS_LEVELS * len(shares) or not all(map(any, shares)) or len(words) % 4 or words[-4:] == bytes(4):
-        raise UserError(f"message with a section of {len(part)} bytes that are not its coder's: {_WRONG}")
+        raise UserError(f"message with a section of {len(part)} bytes, not its coder's: {_WRONG}")
     coder = _coders().stack.AnsCoder(np.frombuffer(words, "<u4").astype(np.uint32))
     levels, biases = Section._field_defaults["levels"], {}
     if ratios:

@@ -22,7 +22,9 @@ def problem():
     code = cache_code.Code(mean, jax.random.uniform(keys[2], (2, LAYERS), minval=0.5, maxval=2.0), basis)
     k, v = (2 * jax.random.normal(key, (LAYERS, ROWS, TOKENS, HEADS, SIZE)) for key in keys[3:5])
     mask = np.arange(TOKENS) < np.array([TOKENS, 3])[:, None]
-    power = jax.random.exponential(keys[5], (LAYERS, ROWS, TOKENS, HEADS)) ** 2 * np.float32(mask)[None, :, :, None]
+    power = (
+        jax.random.exponential(keys[5], (LAYERS, ROWS, TOKENS, HEADS)) ** 2 * mask.astype(np.float32)[None, :, :, None]
+    )
     return code, KVPrefix(k, v, jnp.asarray(mask)), power
 
 

@@ -32,7 +32,8 @@ CODING = Coding(READER, (cache_codec.fit_statistics(draw(500), STEP),), TABLES)
 
 def choose(tokens, seed=0):
     rank = np.random.default_rng(seed).random((LAYERS, tokens, HEADS)).argsort(axis=1).argsort(axis=1)
-    return sum((rank < np.rint(table * tokens)[:, None]).astype(np.uint8) for table in TABLES.values())
+    kept = np.stack([rank < np.rint(table * tokens)[:, None] for table in TABLES.values()])
+    return kept.sum(axis=0).astype(np.uint8)
 
 
 def section(tokens=9, biases=(4,), seed=0):
@@ -74,7 +75,11 @@ def test_whatever_was_packed_comes_back(data):
     size = data.draw(st.sampled_from([0, 1, 30, 3000, cache_codec.LARGEST]))  # far beyond the tables, and all 0
     numbers = rng.integers(-size, size + 1, (tokens, width))
     ratios = tuple(sorted(data.draw(st.sets(st.sampled_from(sorted(TABLES))))))
-    levels = rng.integers(0, len(ratios) + 1, (LAYERS, tokens, HEADS)).astype(np.uint8) if ratios else Section([], 0)[3]
+    levels = (
+        rng.integers(0, len(ratios) + 1, (LAYERS, tokens, HEADS)).astype(np.uint8)
+        if ratios
+        else section().levels[:0, :0, :0]
+    )
     biased = data.draw(st.sets(st.sampled_from(ratios))) if ratios else ()
     sent = Section(numbers, STEP, ratios, levels, {one: 9 * rng.normal(size=levels.shape) for one in biased})
     same(cache_codec.unpack(pack((CODING, sent)), CODING, writer=WRITER), sent)
@@ -114,6 +119,7 @@ def test_every_ratio_keeps_its_best_keys_of_the_one_order():
 def test_bytes_are_the_entropy_and_a_thousand_tokens_are_quick():
     calibration, text = (draw(1000, 2048, seed) for seed in (1, 2))
     coding = Coding(READER, (cache_codec.fit_statistics(calibration, STEP),), {})
+    text[::100, :50] += 5000  # beyond the tables
     start = time.thread_time()
     message = pack((coding, Section(text, STEP)))
     found = cache_codec.unpack(message, coding)
@@ -170,6 +176,7 @@ def test_tables_are_the_coders_to_the_last_bit():
     statistics = CODING.rates[0]
     tables = [cache_codec._tail_table(*pair) for pair in np.stack(statistics[1:]).T.tolist()]
     assert all(sum(table) + len(table) == 2**24 for table in tables)
+    assert cache_codec._tail_table(60000, 1)[-1] + 1 == pytest.approx(2**24 * 2**-18, rel=0.1), "of what was never seen"
     last = np.array([len(table) // 2 - 1 for table in tables])
     numbers = np.clip(numbers, -last, last)
     part = cache_codec.read_frame(pack((CODING, Section(numbers, STEP)))).sections[READER]
@@ -236,6 +243,16 @@ def change_head(**changes):
     return seal(message[:start] + cache_codec._HEAD.pack(*fields.values()) + message[end:])
 
 
+def change_part(change):
+    part = change(cache_codec.read_frame(pack()).sections[READER])
+    name, body = bytes.fromhex(READER), bytes.fromhex(WRITER)
+    return seal(FRAME.pack(b"LWJC", 1, 1, body, 0) + struct.pack("<8sI", name, len(part)) + part)
+
+
+SHARES = 11 + 3 * 2  # where a section's first biases begin
+FOREIGN = "not its coder's"
+
+
 @pytest.mark.parametrize(
     ("message", "words"),
     [
@@ -255,7 +272,13 @@ def change_head(**changes):
         (change_head(step=0.5), "0.5"),
         (change_head(ratios=255), "ratios"),
         (change_head(tokens=8), "more than"),
+        (change_part(lambda part: part[:3]), "steps of 0"),
+        (change_part(lambda part: part[: SHARES + 30]), FOREIGN),
+        (change_part(lambda part: part[:SHARES] + bytes(31) + part[SHARES + 31 :]), FOREIGN),
+        (change_part(lambda part: part[:-4] + bytes(4)), FOREIGN),
+        (change_part(lambda part: part[:-1]), FOREIGN),
     ],
+    ids=lambda one: one if isinstance(one, str) else "message",
 )
 def test_one_error_for_each_wrong_message(message, words):
     with pytest.raises(UserError, match=words):
