@@ -186,7 +186,8 @@ def _add_products(  # noqa: PLR0913
 
 def _nystroem(basis: Float[Array, "n p"], products: Float[Array, "n p"]) -> Float[Array, "n p"]:
     """Returns the principal directions of G, the largest first, from G basis."""
-    shift = jnp.finfo(jnp.float32).eps * jnp.linalg.norm(products)  # where fewer states than directions were seen
+    # Rounding, or fewer states than directions, would leave a matrix without a Cholesky factor.
+    shift = len(basis) ** 0.5 * jnp.finfo(jnp.float32).eps * jnp.linalg.norm(products) + 1e-30
     products = products + shift * basis
     inner = basis.T @ products
     root = jnp.linalg.cholesky((inner + inner.T) / 2)

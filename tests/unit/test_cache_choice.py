@@ -62,3 +62,12 @@ def test_a_window_shorter_than_the_text_twice_is_refused():
     read(tiny.draw_decoder(CFG), dataclasses.replace(CFG, window=length), mask)
     with pytest.raises(UserError, match=rf"{length} positions.*{length - 1}.*context_tokens"):
         read(tiny.draw_decoder(CFG), dataclasses.replace(CFG, window=length - 1), mask)
+
+
+def test_states_that_are_all_alike_have_a_code():
+    shape = (CFG.layers, CFG.kv_heads, CFG.head_dim)
+    y = jnp.full((3, 2 * CFG.layers * CFG.kv_heads * CFG.head_dim), 5.0)
+    code = cache_code.fit_code(lambda: [(y, jnp.ones(3, bool))], shape, 4)
+    k, v = cache_code.read(code, jnp.ones((1, 2, 4)))
+    assert np.isfinite(k).all() and np.isfinite(v).all()
+    np.testing.assert_allclose(code.mean, 5.0)

@@ -92,6 +92,13 @@ def test_a_key_that_no_head_keeps_is_not_there_but_its_position_is(params, whole
     assert np.abs(np.asarray(read(params, fewer) - wanted)).max() > APART
 
 
+def test_a_shared_prefix_may_stand_among_them(params, whole):
+    chosen = kv_prefix.choose(whole, KEPT, BIAS)
+    joined = kv_prefix.prepend(kv_prefix.take(params, CFG, SHARED.x, mask=SHARED.mask), chosen)
+    found = decoder.forward(params, CFG, ASKED, mask=AFTER, kv_prefix=joined).hidden
+    same(found, read(params, chosen))
+
+
 @pytest.mark.parametrize("factors", [None, "bfloat16"])
 def test_a_bias_has_the_gradient_that_differences_give(factors):
     q, k, v = draw(1, 2, 4, 6, 10), draw(2, 2, 7, 2, 10), draw(3, 2, 7, 2, 10)
