@@ -69,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def open_wire(workdir: str, reader: str, assignments: dict[str, str]) -> "TrainedWire":
     """Opens a wire that has this reader; `assignments` by dotted key, as `load_wire` takes them."""
     import lw_jax
+    from lw_jax.inference.trained_wire import TrainedWire
 
     path = wire_repository.locate(workdir)
     llms = run_folder.read_config(path).llms
@@ -79,7 +80,13 @@ def open_wire(workdir: str, reader: str, assignments: dict[str, str]) -> "Traine
             f"--reader {reader}: its weights are packed ({llms[reader].weights}), and transformers would read others; "
             "name a reader with weights fp32 or bf16"
         )
-    return lw_jax.load_wire(path, config=assignments)
+    wire = lw_jax.load_wire(path, config=assignments)
+    if not isinstance(wire, TrainedWire):
+        raise UserError(
+            f"{path}: a message of encoder.kind='cache' has other tokens in each head, which no cache of transformers "
+            "holds; answer with `python run.py answer`"
+        )
+    return wire
 
 
 def _keep_fp32() -> None:

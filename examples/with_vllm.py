@@ -122,14 +122,19 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def open_wire(workdir: str, assignments: dict[str, str]) -> "TrainedWire":
     """Opens a trained wire. Raises UserError, before weights are loaded, where vLLM cannot take its messages."""
+    from lw_jax.inference.trained_wire import TrainedWire
+
     torch_needed.check()
     path = wire_repository.locate(workdir)
-    if (kind := run_folder.read_config(path).adapter.kind) != "embeddings":
+    cfg = run_folder.read_config(path)
+    if cfg.adapter.kind != "embeddings" or cfg.encoder.kind == "cache":
         raise UserError(
-            f"{path}: config.adapter.kind={kind!r}: vLLM's API takes input embeddings, no keys and values; train the "
-            "wire with --config.adapter.kind=embeddings"
+            f"{path}: config.adapter.kind={cfg.adapter.kind!r}, encoder.kind={cfg.encoder.kind!r}: vLLM's API takes "
+            "input embeddings, no keys and values; train the wire with --config.adapter.kind=embeddings"
         )
-    return lw_jax.load_wire(path, assignments)
+    wire = lw_jax.load_wire(path, assignments)
+    assert isinstance(wire, TrainedWire), "one of keys and values is refused above"
+    return wire
 
 
 def make_completion(wire: "TrainedWire", message: bytes, reader: str, question: str) -> dict[str, Any]:

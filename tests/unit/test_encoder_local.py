@@ -33,9 +33,7 @@ def test_local_attention_is_that_of_a_dense_band(root, monkeypatch):
     place = np.arange(17)
     band = jnp.asarray(np.abs(place[:, None] - place[None, :]) <= LOCAL)[None, None]
     dense = decoder.attention
-    monkeypatch.setattr(
-        decoder, "attention", lambda q, k, v, *, mask, factors: dense(q, k, v, mask=mask & band, factors=factors)
-    )
+    monkeypatch.setattr(decoder, "attention", lambda q, k, v, *, mask, **more: dense(q, k, v, mask=mask & band, **more))
     np.testing.assert_allclose(local[mask], states(everywhere, ids)[mask], atol=SAME)
     seen = np.abs(states(own, ids.at[0, 8].add(1)) - local)[0].max(axis=1) > 0
     assert np.flatnonzero(seen).tolist() == list(range(8 - 2 * LOCAL, 8 + 2 * LOCAL + 1)), (

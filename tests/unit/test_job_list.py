@@ -188,7 +188,7 @@ def test_one_command_writes_the_job_of_all_models(tmp_path, monkeypatch, capsys,
     words = ["slurm", "--config", "configs/dpo/all.list", "--target", "a100_80x1", "--jobs", kind]
     assert run.main([*words, "--config.data.train=mine.jsonl"]) == 0
     text = (tmp_path / "runs/all" / f"{kind}.sbatch").read_text()
-    assert text.count("srun ") == 6 == text.count("--config.data.train=mine.jsonl")
+    assert text.count("srun --") == 6 == text.count("--config.data.train=mine.jsonl")
     assert str(tmp_path / "runs/all/vicuna-dpo") in text and (tmp_path / "runs/all/logs").is_dir()
     told = capsys.readouterr().out
     assert "vicuna-dpo: 0.30 h predicted" in told

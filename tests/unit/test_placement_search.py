@@ -87,7 +87,7 @@ def candidate(seconds: float | None, *, devices: int = 1, peak: int = 100, obsta
     placed = placements.place("replicate", {"a": 1}, data=devices, devices=jax.devices()[:devices])
     needs = StepMemory(1, 1, 0, 0, 0, 0, 0, 0, (peak,))
     times = None if seconds is None else Times(seconds, 0.0, 0.0)
-    return Candidate("replicate", f"{devices}x1", "none", placed, needs, times, obstacle, **more)
+    return Candidate("replicate", f"{devices}x1", "none", placed, needs, times, obstacle=obstacle, **more)
 
 
 def test_the_fastest_is_taken():
