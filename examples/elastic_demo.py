@@ -105,7 +105,8 @@ def train(name: str, workdir: Path, steps: int, overrides: Sequence[str]) -> tup
     )
     if done.returncode:
         raise UserError(f"training under {name} ended with code {done.returncode}: {done.stderr[-2000:]}")
-    where = next(line for line in done.stdout.splitlines() if line.startswith("placement "))
+    placed_lines = [line for line in done.stdout.splitlines() if line.startswith("placement ")]
+    where = placed_lines[0] if placed_lines else "placement single: 1 device"  # which a run does not say
     rows = metrics.read(workdir / "metrics.jsonl")
     return where.partition(": ")[2], [row["train/loss"] for row in rows if "train/loss" in row]
 

@@ -207,7 +207,7 @@ def test_first_process_chooses_placement_and_micro_batch_for_both(config_path, t
     with joined(*argv, folder=tmp_path, devices=1) as started:
         codes, said = finish(started, tmp_path)
     assert codes == [0, 0]
-    assert "micro-batch search (compiled)" in said and len(tiny.logged_losses(tmp_path / "w")) == STEPS
+    assert "is the largest that fits" in said and len(tiny.logged_losses(tmp_path / "w")) == STEPS
 
 
 @pytest.mark.slow
