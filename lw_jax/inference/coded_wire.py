@@ -9,6 +9,7 @@ import numpy as np
 
 from lw_jax.core import tree
 from lw_jax.core.errors import UserError
+from lw_jax.core.eval_rows import RATIOS
 from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.evals import cache_functions, cache_rows
@@ -18,6 +19,7 @@ from lw_jax.models import cache_codec, cache_message, decoder, wire
 from lw_jax.models.cache_codec import Coding, Section
 from lw_jax.models.cache_message import Sent
 from lw_jax.recipes.cache_wire import CacheWire
+from sharding import place
 
 COLUMNS = 32  # texts are padded to a multiple of it, so that their lengths share programs
 
@@ -82,7 +84,7 @@ class CodedWire(Answering):
             what=f"reader {name!r}: a text of {length:,} tokens, read twice, takes",
             remedy="shorten the text, or choose another reader",
         )
-        columns = {"own": -(-length // COLUMNS) * COLUMNS}
+        columns = {"own": place.round_up(length, COLUMNS)}
         fields = {
             key: batches.Field([own], columns.get(key, len(own)), reader.tokenizer.pad, left=False).collate([0])
             for key, own in ids.items()
@@ -137,7 +139,7 @@ class CodedWire(Answering):
         asked = [Example(question, "?", question, ()) for question in questions]
         batch = batches.encode_prompts(asked, layout=self.recipe.layout)
         fields = self._put(batch["readers"][reader], self.functions.mesh_of(reader), rows)
-        columns = -(-max(len(section.numbers) for section in sections) // COLUMNS) * COLUMNS
+        columns = place.round_up(max(len(section.numbers) for section in sections), COLUMNS)
         code, params = self.codes[reader], self.frozen[reader]
         width = self.trainable["codes"][reader]["variance"].shape[0]
         ratios = [self._ratio_of(section) for section in sections]
@@ -151,8 +153,8 @@ class CodedWire(Answering):
 
 def check_ratio(ratio: int, *, name: str = "ratio") -> int:
     """Returns the ratio; raises UserError for one that has no table."""
-    if not 1 <= ratio <= cache_message.RATIOS:
-        raise UserError(f"{name}={ratio}: a message has one of 1 to {cache_message.RATIOS} positions of its text")
+    if not 1 <= ratio <= RATIOS:
+        raise UserError(f"{name}={ratio}: a message has one of 1 to {RATIOS} positions of its text")
     return ratio
 
 

@@ -16,10 +16,10 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder, rotary
 from lw_jax.models.alignment import EXACTLY
+from lw_jax.models.attention import LEAST
 from lw_jax.models.decoder import DecoderConfig, KVPrefix, Mode
 
 RIDGE = 1e-2  # x the mean square of the kept keys' shares of attention: pulls towards the values as they were
-_LEAST = -1e30  # score of a masked key
 _TINY = 1e-30
 
 
@@ -103,7 +103,7 @@ def _match(  # noqa: PLR0913
     asking = text.asks.shape[1]
     queries = by_head(q[:, -asking:].astype(jnp.float32), k.shape[2]) * cfg.head_dim**-0.5  # [b k g q e]
     seen = attend[:, :, None, -asking:]
-    scores = jnp.where(seen, _scores(queries, keys), _LEAST)
+    scores = jnp.where(seen, _scores(queries, keys), LEAST)
     # As the reader will see it: the text's other tokens are gone, so the shared prefix is so much nearer.
     gone = (text.context.sum(axis=1, dtype=jnp.int32) - kept.sum(axis=1, dtype=jnp.int32))[:, None]
     near = jnp.where(text.before[:, None, None, None], _scores(queries, _turn(cfg, keys, gone)), scores)

@@ -14,6 +14,7 @@ from jaxtyping import Array, Bool, Float, Int, Shaped
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.models import decoder, kv_prefix
+from lw_jax.models.attention import LEAST
 from lw_jax.models.attention_matching import by_head, solve_ridge
 from lw_jax.models.decoder import DecoderConfig, KVPrefix, Mode, SharedPrefix
 from lw_jax.models.products import multiply
@@ -23,7 +24,6 @@ RIDGE = 1e-3  # x the mean square of the kept keys' shares: pulls towards the va
 PULL = 1e-2  # the same of the weights towards 1, a bias of 0
 STEPS = 200  # of the weights' projected gradient
 WEIGHTS = (0.05, 100.0)
-_LEAST = -1e30  # score of a key that is not seen
 _LOUDEST = 20.0  # log of a decoded key's share beside an exact one's whole: its square must be a number
 _FAINTEST = 1e-6  # share of the whole text: below it a query says nothing about the text's keys
 _POWERS = 64  # steps of the power method: a matrix without negative entries needs few
@@ -116,7 +116,7 @@ def _visit(  # noqa: PLR0913
     """
     del v
     scores = multiply("bkgqe,bske->bkgqs", by_head(q, k.shape[2]), k, factors=factors or q.dtype) * q.shape[-1] ** -0.5
-    scores = jnp.where(attend[:, :, None], scores, _LEAST)
+    scores = jnp.where(attend[:, :, None], scores, LEAST)
     total = jax.nn.logsumexp(scores, axis=-1, keepdims=True)
     shares = jnp.where(asks[:, None, None, :, None], jnp.exp(scores[..., slots] - total), 0.0)
     own = shares.max(axis=(2, 3)).swapaxes(1, 2), jnp.square(shares).sum(axis=(2, 3)).swapaxes(1, 2)

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int
 
+from lw_jax.core.eval_rows import RATIOS
 from lw_jax.core.types import Tree
 from lw_jax.models import cache_choice, cache_code, cache_codec, kv_prefix
 from lw_jax.models.cache_choice import Reading
@@ -15,7 +16,6 @@ from lw_jax.models.cache_code import Code
 from lw_jax.models.cache_codec import Coding, Section, Statistics
 from lw_jax.models.decoder import DecoderConfig, KVPrefix
 
-RATIOS = 16  # tables of a reader: from all positions to one of so many
 ROOTS = {True: 1.0, False: 0.5}  # fitted or not: the power of a key's worth that weighs its numbers
 
 

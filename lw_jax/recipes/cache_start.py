@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from lw_jax.core.eval_rows import RATIOS
 from lw_jax.core.progress import duration, phase
 from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, prompt_tokens
@@ -25,7 +26,7 @@ from lw_jax.data.loader import batches_of
 from lw_jax.evals import cache_functions, cache_rows
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.evals.comparison import Record
-from lw_jax.models import cache_choice, cache_code, cache_codec, cache_message
+from lw_jax.models import cache_choice, cache_code, cache_codec
 from lw_jax.models.cache_code import Code
 from sharding import place
 
@@ -64,6 +65,11 @@ def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
         print(f"{name}: {tokens:,} tokens of {len(train)} texts, {way}, {seconds}", flush=True)
         print(f"{name}: nats a token of the answers to {len(alone)} held-out texts: {told}", flush=True)
     return found
+
+
+def _rows(recipe: "CacheWire") -> int:
+    """Returns how many texts are read at once."""
+    return place.round_up(ROWS[recipe.placement.platform], recipe.placement.data)
 
 
 def _divide(found: Sequence[Example], count: int) -> tuple[list[Example], list[Example]]:
@@ -110,7 +116,7 @@ def _fit(
                 states.add(y)
                 scores.append(worth)
         together = np.concatenate(scores)
-        tables = [cache_choice.table_of(together, 1 / ratio) for ratio in range(1, cache_message.RATIOS + 1)]
+        tables = [cache_choice.table_of(together, 1 / ratio) for ratio in range(1, RATIOS + 1)]
         weights = jnp.asarray(tables[3].mean(axis=1) ** WEIGHED, jnp.float32)
         width = min(recipe.cfg.encoder.width, states.width)
         with phase(f"{name}: fitting a basis of {width} numbers for {states.width:,} of a token's keys and values"):
@@ -135,7 +141,7 @@ def _read(
         key: batches.field([one], pad, left=False).collate([0]) for key, one in (("before", before), ("again", again))
     }
     around = place.replicate(around, mesh)
-    rows = place.round_up(ROWS[recipe.placement.platform], mesh.shape["data"])
+    rows = _rows(recipe)
     for first in range(0, len(ids), rows):
         part = ids[first : first + rows]
         width = place.round_up(max(map(len, part)), ROUNDED[recipe.placement.platform])
@@ -197,7 +203,7 @@ def _find_step(  # noqa: PLR0913
     """Returns the code with the step at which messages have message.bytes a token, and its statistics."""
     cfg, fitted, wanted = recipe.cfg, bool(code["fitted"]), []
     indices = spread(len(encoded), STEP_TEXTS[recipe.placement.platform])
-    for host in batches_of(encoded, indices, place.round_up(ROWS[recipe.placement.platform], recipe.placement.data)):
+    for host in batches_of(encoded, indices, _rows(recipe)):
         fields = place.put_eval(host["readers"][name], functions.mesh_of(name))
         own = {key: fields[key] for key in ("own", "before", "again")}
         real = host["readers"][name]["own"]["mask"] & host["valid"][:, None]
@@ -244,7 +250,7 @@ def _measure(  # noqa: PLR0913
         encoded,
         range(len(encoded)),
         rows=rows,
-        batch=place.round_up(ROWS[recipe.placement.platform], recipe.placement.data),
+        batch=_rows(recipe),
     )
 
 
