@@ -13,6 +13,7 @@ from lw_jax.training import run_folder
 def figures(value: float, *, interval: bool = True) -> dict[str, Any]:
     told: dict[str, Any] = {"em": value, "f1": value, "nll": 3 * (1 - value), "accuracy": value, "first_token": value}
     told |= {"first_5": value, "distinct": 0.8, "examples": 23, "tokens": 71.0, "positions": 12.5}
+    told["texts"] = 23
     return told | {
         f"{key}_interval": [value / 2, value] if interval else None for key in ("em", "f1", "nll", "first_token")
     }
@@ -36,6 +37,7 @@ def evaluation() -> dict[str, Any]:
     score = {"em": 0.5, "em_interval": [0.4, 0.6], "f1": 0.6, "f1_interval": [0.5, 0.7]}
     return {
         "step": 31,
+        "validation": "cards",
         "rows": {"llama": rows, "qwen": rows},
         "readers": {"llama": between(), "qwen": between(normalised_f1=0.2, recovered_nll=0.3)},
         "joint": {

@@ -15,7 +15,6 @@ import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from lw_jax.core import retired
 from lw_jax.core.config_keys import Key, declared, suggest
 from lw_jax.core.config_sections import (
     DPO,
@@ -142,35 +141,9 @@ def build(values: Values) -> Config:
     """Returns the frozen configuration of a ConfigDict or a plain dict.
 
     Raises:
-      UserError: a key is unknown, removed or missing, or its value has another type than declared.
+      UserError: a key is unknown or missing, or its value has another type than declared.
     """
     return _build(Config, values, "config")
-
-
-def read_saved(saved: Mapping[str, Any]) -> Config:
-    """Returns the configuration of a run folder, of earlier code too.
-
-    Removed keys are translated (`retired.translate`). Mechanical keys that are missing get their defaults, and unknown
-    ones are left out; keys that decide what the run learned must be there.
-
-    Raises:
-      UserError: as `build`, or a removed key decided the result.
-    """
-    known = defaults(str(saved.get("recipe")))
-    return build(_complete(retired.translate(saved, flatten(saved), flatten(known)), known))
-
-
-def _complete(saved: Mapping[str, Any], known: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    found = dict(saved)
-    for key in found.keys() | known.keys():
-        here = f"{path}.{key}".lstrip(".")
-        if isinstance(known.get(key), Mapping) and isinstance(found.get(key, {}), Mapping):
-            found[key] = _complete(found.get(key, {}), known[key], here)
-        elif key not in found and _MECHANICAL.fullmatch(here):
-            found[key] = known[key]
-        elif key not in known and _MECHANICAL.fullmatch(here):
-            del found[key]
-    return found
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
@@ -224,8 +197,8 @@ def digest(values: Config | Values) -> str:
 
 
 def identity(cfg: Config) -> str:
-    """Returns the digest of what decides the result, as checkpoints record it; removed keys do not change it."""
-    return digest(retired.spell(meaning(cfg)))
+    """Returns the digest of what decides the result, as checkpoints record it."""
+    return digest(meaning(cfg))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -306,8 +279,7 @@ def _build(cls: type, values: Any, path: str) -> Any:
     given = dict(values.items())
     for key in given:
         if key not in hints:
-            gone = retired.explain(f"{path}.{key}".removeprefix("config."))
-            raise UserError(f"{path}.{key} {gone or f'is no known key{_REMEDY}.{suggest(key, hints)}'}")
+            raise UserError(f"{path}.{key} is no known key{_REMEDY}.{suggest(key, hints)}")
     if missing := [key for key in hints if key not in given]:
         raise UserError(f"{path}.{missing[0]} is missing; start from base.get_config(), which gives every key a value.")
     return cls(**{key: _convert(hint, given[key], f"{path}.{key}") for key, hint in hints.items()})

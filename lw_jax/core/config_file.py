@@ -11,7 +11,6 @@ from typing import Any, TypeVar
 from absl import flags
 from ml_collections import ConfigDict, config_flags
 
-from lw_jax.core import retired
 from lw_jax.core.config import Values, flatten, suggest, tuple_elements
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import expand
@@ -35,10 +34,7 @@ def find(path: str, *, root: Path) -> Path:
             return candidate.resolve()
     kind = Path(path).suffix or ".py"
     known = sorted(str(file.relative_to(root)) for file in (root / "configs").rglob(f"[a-z]*{kind}"))
-    remedy = suggest(path, known)
-    if re.fullmatch(r"[ah]\d+\w*x\d+", Path(path).stem):  # h100x8.py, as earlier versions had
-        remedy = " Files of machines are gone: configs/large.py places itself on the GPUs at hand."
-    raise UserError(f"--config {path}: no such file, from here or from {root}.{remedy}")
+    raise UserError(f"--config {path}: no such file, from here or from {root}.{suggest(path, known)}")
 
 
 def read_list(path: str, *, root: Path) -> list[str]:
@@ -105,7 +101,7 @@ def override(config: ConfigDict, assignments: Mapping[str, str]) -> None:
         if path not in flat:
             section = [key for key in flat if key.startswith(f"{path}.")]
             hint = f" It is a section; set one of its keys, as {section[0]!r}." if section else suggest(path, flat)
-            raise UserError(f"--config.{path} {retired.explain(path) or f'is no key.{hint}'}")
+            raise UserError(f"--config.{path} is no key.{hint}")
         if len(text) > LONGEST:
             rule = f"at most {LONGEST:,} are taken here; write it into a configuration file."
             raise UserError(f"--config.{path}={text:.40}...: a value of {len(text):,} characters, {rule}")

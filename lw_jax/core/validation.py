@@ -12,7 +12,6 @@ from lw_jax.core.config_keys import check, refuse, suggest
 from lw_jax.core.config_sections import BITS, FIELDS, MEANING, PLACEMENTS
 from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import OF_CACHE, RATIOS
-from lw_jax.core.retired import VALUES
 
 SMOOTHED = ("sigmoid", "robust")  # terms of dpo.loss that know label smoothing
 MOST_VALUES = 2**24  # of a message: 64 MiB as fp32
@@ -59,8 +58,6 @@ def validate(cfg: Config) -> None:
       UserError: names the key, its value, the rule and the remedy.
     """
     for path, value, rule in values_of(cfg):
-        if isinstance(value, str) and value in (renamed := VALUES.get(path, {})):
-            refuse(path, value, f"is now {renamed[value]!r}.")
         check(path, value, rule)
     _check_sources(cfg)
     _check_columns(cfg)

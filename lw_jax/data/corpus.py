@@ -308,7 +308,7 @@ class _Meta(msgspec.Struct, frozen=True):
     tokens: _Count
     dtype: Literal["uint16", "uint32"]
     shards: tuple[_Count, ...]
-    begin: tuple[_Count, ...] = ()  # absent in files of earlier versions, which have no BOS
+    begin: tuple[_Count, ...]
 
 
 def _load(folder: Path, *, made: bool) -> Corpus:

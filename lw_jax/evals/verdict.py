@@ -96,11 +96,8 @@ def _describe_control(figures: Mapping[str, Any], f1: Mapping[str, float], other
 
 
 def has_few(figures: Mapping[str, Any]) -> bool:
-    """Returns whether the texts are too few for a verdict.
-
-    Of figures of earlier versions, which count none, the examples.
-    """
-    return figures.get("texts", figures.get("examples", FEWEST)) < FEWEST
+    """Returns whether the texts are too few for a verdict; without rows to compare there is no number of them."""
+    return figures.get("texts", FEWEST) < FEWEST
 
 
 def is_collapsed(figures: Mapping[str, Any]) -> bool:

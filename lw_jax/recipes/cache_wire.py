@@ -16,7 +16,6 @@ from lw_jax.hub import weights
 from lw_jax.models import cache_message, wire
 from lw_jax.recipes import cache_start
 from lw_jax.recipes.wire_readers import WireReaders
-from lw_jax.training import checkpoint_record
 from lw_jax.training.recipe import Weights
 from sharding import place, rules, tables
 from sharding.placement import Placement
@@ -111,7 +110,7 @@ class CacheWire(WireReaders):
         """Returns the fingerprints of the readers and their tokenizers."""
         readers = {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()}
         own = {
-            f"{checkpoint_record.TOKENIZERS}llms/{name}": tokens.identify(one, template=self.cfg.llms[name].template)
+            f"tokenizers/llms/{name}": tokens.identify(one, template=self.cfg.llms[name].template)
             for name, one in self.tokenizers.items()
         }
         return {"encoder": f"cache {self.cfg.encoder.width}"} | readers | own

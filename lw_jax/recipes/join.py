@@ -8,7 +8,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.hub import wire_repository
 from lw_jax.recipes import wire_models
-from lw_jax.training import checkpoint, checkpoint_record, run_folder, wire_folder, wire_tensors
+from lw_jax.training import checkpoint, run_folder, wire_folder, wire_tensors
 from lw_jax.training.wire_folder import BODY
 
 OWN = ("run", "rate", "ratio")  # encoder keys that may differ: neither its weights nor its input depends on them
@@ -64,13 +64,13 @@ def read_trainable(cfg: Config, shapes: Tree) -> Tree:
 def _check_body(cfg: Config, saved: Mapping[str, str]) -> None:
     """Refuses a pretrained body or its tokenizer other than those of a run's checkpoint, by its identity.
 
-    What earlier versions did not save, and a trained body that is itself of another run, is not compared.
+    A trained body that is itself of another run is not compared.
     """
     here = wire_models.describe(cfg, names={BODY}).get(BODY)
     if here is None:
         return
-    body, tokenizer = saved["encoder"], saved.get(f"{checkpoint_record.TOKENIZERS}encoder")
-    if tokenizer not in (None, here.tokenizer):
+    body, tokenizer = saved["encoder"], saved.get("tokenizers/encoder")
+    if tokenizer != here.tokenizer:
         what, pair = "tokenizer", (tokenizer, here.tokenizer)
     elif not body.endswith(here.fingerprint) and (cfg.encoder.rank or "of the run" not in body):
         what, pair = "pretrained body", (body.rpartition(" ")[2], here.fingerprint)

@@ -40,7 +40,6 @@ from lw_jax.recipes.curriculum import Curriculum, encoder_rates
 from lw_jax.recipes.teacher import Teacher
 from lw_jax.recipes.token_scores import Surprisal, TokenScores
 from lw_jax.recipes.wire_readers import WireReaders
-from lw_jax.training import checkpoint_record
 from lw_jax.training.optimizers import Rates
 from lw_jax.training.preflight import Finding
 from lw_jax.training.recipe import Weights
@@ -428,7 +427,7 @@ class LatentWire(WireReaders):
         own = {f"llms/{name}": tokens.identify(one, template=templates[name]) for name, one in self.tokenizers.items()}
         if isinstance(source := self.layout.source, Tokenizer | BertTokenizer):
             own["encoder"] = tokens.identify(source)
-        own = {f"{checkpoint_record.TOKENIZERS}{name}": one for name, one in own.items()}
+        own = {f"tokenizers/{name}": one for name, one in own.items()}
         return {"encoder": f"{shape}, {origin}"} | readers | own
 
     def content(self) -> dict[str, str]:

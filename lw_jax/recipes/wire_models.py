@@ -55,7 +55,7 @@ def check(folder: Path, stated: Mapping[str, Model], cfg: Config, found: Mapping
             what, pair = "weights of sha256", (_short(theirs), _short(ours))
         elif theirs.fingerprint != ours.fingerprint:
             what, pair = "a configuration and weights of fingerprint", (theirs.fingerprint, ours.fingerprint)
-        elif theirs.tokenizer not in (None, ours.tokenizer):
+        elif theirs.tokenizer != ours.tokenizer:
             what, pair = "a tokenizer of fingerprint", (theirs.tokenizer, ours.tokenizer)
         else:
             continue

@@ -20,7 +20,7 @@ Interval = tuple[Known, Known] | None
 class Row(TypedDict):
     """One reader's figures for one of its rows."""
 
-    positions: NotRequired[Known]  # absent in files of earlier versions
+    positions: Known
     em: Known
     f1: Known
     nll: Known
@@ -33,7 +33,7 @@ class Row(TypedDict):
     nll_interval: Interval
     first_token_interval: Interval
     examples: Count
-    texts: NotRequired[Count]  # absent in files of earlier versions
+    texts: Count
     first_token_seconds: NotRequired[Known]
     follows: NotRequired[Known]
     follows_interval: NotRequired[Interval]
@@ -160,7 +160,7 @@ class Evaluation(TypedDict):
     """eval.json."""
 
     step: Index
-    validation: NotRequired[Word]  # absent in files of earlier versions
+    validation: Word
     rows: Annotated[dict[Word, dict[Word, Row]], Meta(max_length=64)]
     readers: Annotated[dict[Word, Between], Meta(max_length=64)]
     joint: Joint | None

@@ -85,11 +85,9 @@ class Checkpointer:
         self._unread: dict[int, UserError] = {}  # checkpoints whose record could not be read when last listed
         self._pending: tuple[int, int, dict[str, Any]] | None = None  # step, bytes, record without files
         self._saved: int | None = None
-        self._unknown: list[str] = []  # data whose content the newest checkpoint does not record
         if identity is not None:
             for step, record in sorted(self._read_records().items()):
-                self._unknown = checkpoint_record.check_identity(self._folder / str(step), record["identity"], identity)
-            self._warn_unknown_content()
+                checkpoint_record.check_identity(self._folder / str(step), record["identity"], identity)
         orbax_logs.install()
         self._orbax = ocp.AsyncCheckpointer(
             ocp.PyTreeCheckpointHandler(),
@@ -124,7 +122,8 @@ class Checkpointer:
             return
         processes.from_first(lambda: self._check_order(step))
         leaves = {path: [list(leaf.shape), str(leaf.dtype)] for path, leaf in tree.flatten_paths(state).items()}
-        record = {"step": step, "identity": self._identity, "data": data, "metrics": metrics or {}, "leaves": leaves}
+        record = {"version": checkpoint_record.VERSION, "step": step, "identity": self._identity, "data": data}
+        record |= {"metrics": metrics or {}, "leaves": leaves}
         self._pending = (step, tree.nbytes(state), json.loads(json.dumps(record)))
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
@@ -321,16 +320,6 @@ class Checkpointer:
         return self._orbax.restore(
             self._folder / str(step), args=ocp.args.PyTreeRestore(target, arguments, partial_restore=True)
         )
-
-    def _warn_unknown_content(self) -> None:
-        """Warns where the newest checkpoint has no record of the content of the data."""
-        if self._unknown and jax.process_index() == 0:
-            _log.warning(
-                "%s: the checkpoints do not record the content of %s data, as earlier versions saved them: that it is "
-                "unchanged is not checked",
-                self._folder,
-                ", ".join(self._unknown),
-            )
 
     def _check_order(self, step: int) -> None:
         """Refuses a step before the newest; runs in process 0, which alone knows the damaged checkpoints."""

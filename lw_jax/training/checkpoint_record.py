@@ -16,7 +16,7 @@ from lw_jax.core.types import Tree
 
 RECORD = "record.json"
 BEST = "nll"  # the metric that decides the best checkpoint; lower is better
-TOKENIZERS = "tokenizers/"  # before a model's name in an identity; of checkpoints of earlier versions it has none
+VERSION = 1  # of the record
 _CONTENT = ("train", "validation")  # hashes of data in an identity: a resumed run has them, a reader may not
 _TIMES = "_CHECKPOINT_METADATA"  # orbax adds the time of the commit to it afterwards; reading needs nothing of it
 
@@ -30,6 +30,7 @@ _File = Annotated[str, msgspec.Meta(pattern=r"^[^\x00\ud800-\udfff]+$")]  # a pa
 class _Record(TypedDict):
     """Content of record.json, beside its hash."""
 
+    version: int
     step: _Size
     identity: dict[str, str]
     data: dict[str, Any]
@@ -75,7 +76,10 @@ def _measure(path: Path) -> list[Any]:
 
 
 def read_record(path: Path) -> dict[str, Any] | Damage:
-    """Returns the record of record.json, typed as `_Record`, or its damage; raises OSError where it cannot be read."""
+    """Returns the record of record.json, typed as `_Record`, or its damage.
+
+    Raises OSError where it cannot be read, and UserError where it is whole and of another version.
+    """
     try:
         content = json.loads(path.read_bytes())
     except _ABSENT as error:
@@ -84,6 +88,10 @@ def read_record(path: Path) -> dict[str, Any] | Damage:
         return Damage(f"{path.name} is broken: {error}")
     if not isinstance(content, dict) or content.get("sha256") != _digest(content.get("record", {})):
         return Damage(f"{path.name} does not fit its own hash")
+    version = content["record"].get("version") if isinstance(content.get("record"), dict) else VERSION
+    if type(version) is not int or version != VERSION:
+        rule = f"this program reads version {VERSION}; use the program that wrote it, or name another --workdir"
+        raise UserError(f"{path}: version={version!r:.80}: {rule}")
     try:
         schema.convert(content.get("record"), _Record, where=path.name, remedy="it is no record of a checkpoint")
     except UserError as error:
@@ -126,18 +134,15 @@ def unread_error(folder: Path, error: OSError) -> UserError:
     )
 
 
-def check_identity(path: Path, saved: dict[str, str], own: dict[str, str]) -> list[str]:
-    """Refuses a checkpoint of another identity; returns the data whose content it does not record."""
-    both = own.keys() & saved.keys()
-    optional = {key for key in saved.keys() | own.keys() if key in _CONTENT or key.startswith(TOKENIZERS)}
-    for key in sorted((saved.keys() | own.keys()) - optional | both):
+def check_identity(path: Path, saved: dict[str, str], own: dict[str, str]) -> None:
+    """Refuses a checkpoint of another identity; a reader's own may be without the content of the data."""
+    for key in sorted(own.keys() | (saved.keys() - set(_CONTENT))):
         there, here = saved.get(key, "(absent)"), own.get(key, "(absent)")
         if there != here:
             raise UserError(
                 f"{path.parent}: checkpoint {path.name} was made with {key}={there}, this run has {key}={here}; give "
                 "another --workdir, or use the configuration that made it"
             )
-    return sorted((own.keys() - both) & set(_CONTENT))
 
 
 def check_leaves(path: Path, saved: dict[str, list[Any]], state: dict[str, Tree]) -> None:

@@ -20,7 +20,7 @@ import msgspec
 from ml_collections import ConfigDict
 
 from lw_jax.core import schema
-from lw_jax.core.config import Config, diff, meaning, read_saved, to_dict
+from lw_jax.core.config import Config, build, diff, meaning, to_dict
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import nearest, write_whole
 from lw_jax.training import wire_folder
@@ -31,6 +31,7 @@ PACKAGES = (
 )
 
 LOCK = "run.lock"
+VERSION = 1  # of config.json
 _log = logging.getLogger(__name__)
 _RESTORE = "the file must be as training wrote it: restore it"
 
@@ -42,12 +43,12 @@ _SHOWN = 3  # skipped lines of a file that are printed
 
 
 def read_config(workdir: Path) -> Config:
-    """Returns the configuration that `write_workdir` saved, of earlier code too (`config.read_saved`).
+    """Returns the configuration that `write_workdir` saved.
 
     Of a wire folder it is the configuration of the run that made it.
 
     Raises:
-      UserError: the folder holds none, or it cannot be read.
+      UserError: the folder holds none, it cannot be read, or is of another version.
     """
     if wire_folder.is_wire(workdir):
         return wire_folder.read_config(workdir)
@@ -57,8 +58,12 @@ def read_config(workdir: Path) -> Config:
     except FileNotFoundError as error:
         rule = "no run was started there; name its --workdir, or train first: python run.py --config FILE"
         raise UserError(f"{file}: missing: {rule}") from error
+    version = saved.pop("version", None)
+    if type(version) is not int or version != VERSION:
+        rule = f"this program reads a run's configuration of version {VERSION}; use the program that wrote it"
+        raise UserError(f"{file}: version={version!r:.80}: {rule}")
     try:
-        return read_saved(saved)
+        return build(saved)
     except ValueError as error:  # a UserError of build is a ValueError too
         raise UserError(f"{file}: {str(error).rstrip('.')}; {_RESTORE}") from error
 
@@ -208,7 +213,7 @@ def write_workdir(workdir: Path, *, cfg: Config, base: Mapping[str, Any], comman
         read_config(workdir)  # refuses a file that is not a run's, as a model's folder has, before it is replaced
     versions = {"python": platform.python_version()} | {name: _find_version(name) for name in PACKAGES}
     texts = {
-        "config.json": json.dumps(to_dict(cfg), indent=2),
+        "config.json": config_text(cfg),
         "config.diff": "\n".join(diff(base, to_dict(cfg))),
         "command.txt": shlex.join(command),
         "versions.json": json.dumps(versions, indent=2),
@@ -219,6 +224,11 @@ def write_workdir(workdir: Path, *, cfg: Config, base: Mapping[str, Any], comman
             write_whole(workdir / name, text + "\n")
     except OSError as error:
         raise UserError(f"{workdir}: {error.strerror}; the run's folder must be writable: choose --workdir.") from error
+
+
+def config_text(cfg: Config) -> str:
+    """Returns config.json of a run's folder."""
+    return json.dumps({"version": VERSION} | to_dict(cfg), indent=2)
 
 
 def _has_trained(workdir: Path) -> bool:

@@ -32,7 +32,7 @@ class Model(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     local: bool  # a folder or file of the machine that exported
     fingerprint: _Short  # of configuration and weights, `hub.weights.fingerprint`
     sha256: dict[_Word, _Hash]  # by name of weight file
-    tokenizer: _Short | None = None  # `data.tokens.identify`; None: of a folder that an earlier version wrote
+    tokenizer: _Short  # `data.tokens.identify`
 
 
 class Tensors(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -95,7 +95,7 @@ def read_config(folder: Path) -> Config:
     """Returns the configuration of the run that made the wire; raises UserError as `read`, or for a bad value."""
     file, saved = folder / CONFIG, read(folder).configuration
     try:
-        cfg = config.read_saved(saved)
+        cfg = config.build(saved)
         validation.validate(cfg)
     except ValueError as error:  # a UserError is one too
         raise UserError(f"{file}: configuration: {str(error).rstrip('.')}; {REMEDY}") from error

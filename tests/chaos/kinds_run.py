@@ -440,6 +440,7 @@ def _explicit_checkpoints(sample: Sample) -> dict[str, Files]:
         "score text": {"metrics": {"nll": "x"}},
         "identity text": {"identity": "x"},
         "identity null": {"identity": None},
+        "another version": {"version": 2},
     }.items():
         changed = record | change
         digest = _record_digest(changed)

@@ -22,7 +22,9 @@ UNSTATED = card.Publication()
 
 
 def describe(source, local=False):
-    return wire_folder.Model(source=source, local=local, fingerprint="0" * 32, sha256={"m.gguf": "1" * 64})
+    return wire_folder.Model(
+        source=source, local=local, fingerprint="0" * 32, sha256={"m.gguf": "1" * 64}, tokenizer="2" * 32
+    )
 
 
 def render(folder, *, sources=SOURCES, local=(), step=STEP, published=UNSTATED, measured="", **changes):
@@ -30,9 +32,9 @@ def render(folder, *, sources=SOURCES, local=(), step=STEP, published=UNSTATED, 
     changes = {"data__train": f"hub:{SQUAD}@main", "data__validation": f"hub:{SQUAD}@main"} | changes
     at = runs.write_run(folder, **changes)
     (at / "hardware.json").write_text(json.dumps({"kind": "gpu", "card": "NVIDIA Sort", "devices": 3}), "utf-8")
-    if measured:
-        found = json.loads((at / "eval.json").read_text("utf-8"))
-        (at / "eval.json").write_text(json.dumps(found | {"validation": measured}), "utf-8")
+    found = json.loads((at / "eval.json").read_text("utf-8"))
+    told = found | {"validation": measured or changes["data__validation"]}
+    (at / "eval.json").write_text(json.dumps(told), "utf-8")
     run = records.read(at)
     wire = wire_folder.Wire(
         format="latentwire",

@@ -228,6 +228,15 @@ def test_damaged_newest_is_named_and_the_previous_one_taken(tmp_path, caplog, ki
     assert (restored.step, restored.data, restored.note) == (5, {"next_index": 500}, "")
 
 
+def test_checkpoint_of_another_version_is_refused_and_stays(tmp_path):
+    fill(tmp_path)
+    path = tmp_path / "5" / RECORD
+    checkpoint_record.write_record(path, json.loads(path.read_text())["record"] | {"version": 2})
+    with pytest.raises(UserError, match="record.json: version=2: "):
+        reopen(tmp_path)
+    assert path.exists()
+
+
 def test_all_damaged_is_refused_naming_each(tmp_path):
     fill(tmp_path)
     truncate(chunk(tmp_path / "2"))

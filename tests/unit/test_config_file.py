@@ -43,11 +43,6 @@ def test_list_may_begin_with_a_mark_of_utf_8(tmp_path: Path) -> None:
     assert names == ["configs/smoke.py", "configs/pairs.py"]
 
 
-def test_removed_file_of_a_machine_names_what_takes_its_place() -> None:
-    with pytest.raises(UserError, match=r"configs/h100x8.py.*configs/large.py"):
-        config_file.find("configs/h100x8.py", root=PROJECT)
-
-
 def test_word_after_the_colon_reaches_get_config(tmp_path: Path) -> None:
     text = "from configs import base\n\ndef get_config(recipe='latentwire'):\n    return base.get_config(recipe)\n"
     path = _write(tmp_path, text)
@@ -152,8 +147,6 @@ def test_words_of_a_tuple_are_what_its_elements_are_declared_as(path: str, text:
         ("train.step", "7", r"--config\.train\.step .*'train\.steps'"),
         ("trian.steps", "7", "'train.steps'"),
         ("train", "7", "--config.train .*'train.alarm'"),
-        ("loss.chunk", "7", r"--config\.loss\.chunk .*compute\.logits_chunk"),
-        ("train.keep", "7", r"--config\.train\.keep was removed"),
         ("train.steps", "7.5", r"--config\.train\.steps=7\.5: .*int"),
         ("optim.learning_rate", "fast", "optim.learning_rate=fast: .*float"),
         ("dpo.weights", "1.0,high", r"--config\.dpo\.weights=1\.0,high: .*tuple of float"),

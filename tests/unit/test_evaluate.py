@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 
 from lw_jax.commands import evaluate as command
-from lw_jax.core import config, progress
+from lw_jax.core import progress
 from lw_jax.core.errors import UserError
 from lw_jax.evals import control_rows, quality_curve
 from lw_jax.inference import evaluation, taught_text
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.report import page, records
+from lw_jax.training import run_folder
 from lw_jax.training.recipe import Weights
 from tests import tiny
 
@@ -50,7 +51,7 @@ def read_strictly(text):
 
 def reported(wire, folder):
     """The folder as `report` reads it, once its page could be made."""
-    (folder / "config.json").write_text(json.dumps(config.to_dict(wire.recipe.cfg)), "utf-8")
+    (folder / "config.json").write_text(run_folder.config_text(wire.recipe.cfg), "utf-8")
     run = records.read(folder)
     assert "Controls" in page.render(run)
     return run

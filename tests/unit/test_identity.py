@@ -128,19 +128,6 @@ def test_same_rows_elsewhere_and_made_cards_have_the_same_content(kinds, root, t
     assert made == again != other
 
 
-def test_checkpoint_that_records_no_content_is_resumed_with_one_line_and_read_without(kinds, tmp_path, caplog):
-    recipe = kinds.make("latentwire")
-    save(tmp_path / "saved", recipes.readable(recipe, recipe.cfg))
-    save(tmp_path / "saved", recipes.readable(recipe, recipe.cfg), step=5)
-    caplog.clear()
-    open_folder(tmp_path / "saved", recipes.identity(recipe, recipe.cfg)).close()
-    (told,) = caplog.messages
-    assert "train, validation" in told and str(tmp_path / "saved") in told
-    caplog.clear()
-    open_folder(tmp_path / "saved", recipes.readable(recipe, recipe.cfg)).close()
-    assert not caplog.messages
-
-
 @pytest.mark.parametrize("kind", ["latentwire", "dpo", "ttt"])
 def test_run_is_read_when_its_data_is_gone_and_refused_when_its_weights_are_others(kinds, tmp_path, kind, monkeypatch):
     recipe = kinds.make(kind)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from lw_jax.core import config, validation
+from lw_jax.core import validation
 from lw_jax.core.errors import UserError
 from lw_jax.data import batches, data_schedule, prompt_tokens
 from lw_jax.models import wire
@@ -172,11 +172,3 @@ def test_encoder_that_cannot_foretell_is_refused(root, kind):
     cfg = tiny.make_config(root, message__literals=2, encoder__kind=kind, **source)
     with pytest.raises(UserError, match=r"config\.message\.literals = 2: .*'lm'"):
         validation.validate(cfg)
-
-
-def test_older_run_reads_as_without_literals_and_keeps_its_identity(root):
-    cfg = tiny.make_config(root)
-    saved = config.to_dict(cfg)
-    del saved["message"]
-    assert config.read_saved(saved) == cfg
-    assert config.identity(cfg) != config.identity(dataclasses.replace(cfg, message=config.Message(literals=2)))

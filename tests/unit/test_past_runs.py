@@ -15,7 +15,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.slurm import past_runs
 from lw_jax.slurm.job import Request
-from lw_jax.training import hardware_record
+from lw_jax.training import hardware_record, run_folder
 
 KIND = "NVIDIA H100 80GB HBM3"
 HARDWARE = {"kind": KIND, "card": "h100", "devices": 3, "hosts": 1, "strategy": "fsdp", "remat": "full"}
@@ -45,7 +45,7 @@ def folder(tmp_path: Path) -> Path:
 
 def write(folder: Path, cfg: Config, *, hardware: dict[str, Any] = HARDWARE, laps=LAPS, **since: float) -> Path:
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps(config.to_dict(cfg)))
+    (folder / "config.json").write_text(run_folder.config_text(cfg))
     (folder / hardware_record.FILE).write_text(json.dumps(hardware | {"since_step": 0, "since_time": 0.0} | since))
     rows = [{"step": 1, "train/loss": 3.0}, {"step": 5, "validation/loss": 2.0}]
     rows += [{"step": 10 * (i + 1), "train/seconds_per_step": lap} for i, lap in enumerate(laps)]

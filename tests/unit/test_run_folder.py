@@ -79,10 +79,20 @@ def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
         run_folder.read_config(tmp_path)
 
 
-@pytest.mark.parametrize("text", ["{", "[]", '{"recipe": "latentwire"}', "[" * 100_000])
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 1, "recipe": "latentwire"}', "[" * 100_000])
 def test_damaged_configuration_is_refused_with_its_file(tmp_path: Path, text: str) -> None:
     (tmp_path / "config.json").write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=r"config\.json: "):
+        run_folder.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("version", [0, 2, True, "1", None])
+def test_configuration_of_another_version_is_refused(tmp_path: Path, version: object) -> None:
+    _write(tmp_path, _build())
+    saved = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    assert saved["version"] == 1
+    (tmp_path / "config.json").write_text(json.dumps(saved | {"version": version}), "utf-8")
+    with pytest.raises(UserError, match=rf"config\.json: version={version!r}: "):
         run_folder.read_config(tmp_path)
 
 
@@ -90,27 +100,6 @@ def test_folder_in_the_place_of_a_log_is_refused(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").mkdir()
     with pytest.raises(UserError, match=r"metrics\.jsonl: a folder; the file must be as training wrote it"):
         run_folder.read_metrics(tmp_path / "metrics.jsonl")
-
-
-def test_run_of_earlier_code_is_read_where_only_what_decides_no_meaning_differs(tmp_path: Path) -> None:
-    cfg, file = _build(**{"eval.batch": 8, "eval.curve": "f1"}), tmp_path / "config.json"
-    _write(tmp_path, cfg)
-    saved = json.loads(file.read_text(encoding="utf-8"))
-    del saved["compute"]["logits_chunk"], saved["eval"]["curve"], saved["mesh"]
-    saved["eval"]["words"] = saved["compute"]["fusion"] = 3
-    file.write_text(json.dumps(saved), encoding="utf-8")
-    with pytest.raises(UserError, match=r"config\.compute\.fusion is no known key"):
-        run_folder.read_config(tmp_path)
-    del saved["compute"]["fusion"]
-    file.write_text(json.dumps(saved), encoding="utf-8")
-    found, defaults = run_folder.read_config(tmp_path), _build()
-    assert (found.compute.logits_chunk, found.eval.curve) == (512, defaults.eval.curve)
-    assert found.eval.batch == 8 and found.mesh == defaults.mesh
-    run_folder.check_agreement(cfg, tmp_path)
-    del saved["optim"]["kind"]
-    file.write_text(json.dumps(saved), encoding="utf-8")
-    with pytest.raises(UserError, match=r"config\.optim\.kind is missing"):
-        run_folder.read_config(tmp_path)
 
 
 def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
