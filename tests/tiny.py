@@ -1,9 +1,12 @@
 """Two random readers as model folders, of two families and two vocabularies, and configurations that use them."""
 
+import argparse
 import dataclasses
 import functools
+import importlib
 import json
 import string
+import tempfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from configs import base
 from lw_jax import recipes
+from lw_jax.commands import loading, parser
 from lw_jax.core import config, validation
 from lw_jax.core.config import Config
 from lw_jax.core.types import Tree
@@ -276,3 +280,23 @@ def curve(recipe: LatentWire | TTT, workdir: Path, *, stop: Callable[[int], bool
 def logged_losses(workdir: Path) -> list[float]:
     """Returns the training losses that a run has logged."""
     return [row["train/loss"] for row in metrics.read(workdir / "metrics.jsonl") if "train/loss" in row]
+
+
+def call(verb: str, cfg: Config, workdir: Path, *, spec: str = "", **flags: Any) -> Any:
+    """Runs a command on a configuration that is at hand, with its flags by name; returns its exit code."""
+    command = parser.COMMANDS[verb]
+    unset = {
+        flag[2:]: options.get("default", False if options.get("action") == "store_true" else None)
+        for flag, options in command.flags.items()
+    }
+    args = argparse.Namespace(**{"verb": verb, "config": spec, "workdir": None, "assignments": {}} | unset | flags)
+    loaded = loading.Loaded(spec, cfg, workdir, {}, {}, {})
+    return importlib.import_module(command.module).run(args, loaded)
+
+
+def ask(cfg: Config, workdir: Path, *, context: str = "", message: bytes = b"", **flags: Any) -> Any:
+    """Runs `answer` on a text or a message that is at hand."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "given"
+        file.write_bytes(message or context.encode())
+        return call("answer", cfg, workdir, **{"message" if message else "context": str(file)}, **flags)

@@ -4,7 +4,7 @@ import argparse
 import contextlib
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from lw_jax.commands.loading import Loaded
 from lw_jax.core.config import Config
@@ -19,92 +19,78 @@ if TYPE_CHECKING:
 
 
 def run(args: argparse.Namespace, loaded: Loaded) -> int:
-    """Runs the command with its flags; reads texts and messages before JAX is imported."""
-    request = message_io.Request(
-        context=message_io.read_text(args.context) if args.context else "",
-        message=message_io.read_message(args.message) if args.message else b"",
-        questions=tuple(args.question or ()),
-        write=args.write or "",
-        bits=args.bits,
-        slots=args.slots,
-        width=args.width,
-        literals=args.literals,
-        ratio=args.ratio,
-    )
-    return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, request=request)
-
-
-def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: message_io.Request) -> int:
     """Prints the message's size and the answers, for a text also the answers from the text itself.
 
-    With `request.write` the message is written; standard output then holds it alone, and the rest goes to stderr.
+    With --write the message is written; on standard output it is then alone, and the rest goes to stderr.
     """
-    del resolved
+    # Before JAX is imported; bad channels and messages are refused before any weight is loaded.
+    text = message_io.read_text(args.context) if args.context else ""
+    message = message_io.read_message(args.message) if args.message else b""
     from lw_jax.core import runtime
     from lw_jax.inference import answering, trained_wire
     from lw_jax.inference.coded_wire import CodedWire
 
-    # Bad channels and messages are refused before any weight is loaded.
-    _check_message(cfg, request)
-    answering.check_questions(request.questions, name="--question")
-    _check_count(cfg, request)
-    if request.write not in ("", "-"):
-        check_writable(Path(request.write).absolute().parent, remedy="choose another file for --write")
+    cfg, questions = loaded.cfg, args.question or []
+    _check_message(cfg, args, message)
+    answering.check_questions(questions, name="--question")
+    _check_count(cfg, len(questions), received=bool(message))
+    if args.write not in (None, "-"):
+        check_writable(Path(args.write).absolute().parent, remedy="choose another file for --write")
     runtime.tell_device()
-    with contextlib.redirect_stdout(sys.stderr if request.write == "-" else sys.stdout):
-        wire = trained_wire.open_wire(cfg, workdir)
+    with contextlib.redirect_stdout(sys.stderr if args.write == "-" else sys.stdout):
+        wire = trained_wire.open_wire(cfg, loaded.workdir)
+        if message and isinstance(wire, CodedWire):
+            wire = wire.at(args.ratio)
         with phase("writing the message, which first compiles"):
-            message = request.message or _encode(wire, request)
-        if request.message and isinstance(wire, CodedWire):
-            wire = wire.at(request.ratio)
-        if request.write not in ("", "-"):
-            message_io.write_message(message, request.write)
-        _print_answers(wire, message, request)
-    if request.write == "-":
-        message_io.write_message(message, request.write)
+            message = message or _encode(wire, text, args)
+        if args.write not in (None, "-"):
+            message_io.write_message(message, args.write)
+        _print_answers(wire, message, text, questions)
+    if args.write == "-":
+        message_io.write_message(message, args.write)
     return 0
 
 
-def _check_message(cfg: Config, request: message_io.Request) -> None:
+def _check_message(cfg: Config, args: argparse.Namespace, message: bytes) -> None:
     """Refuses a message of another kind, and sizes that this kind of message does not have."""
     from lw_jax.inference import coded_wire, trained_wire
     from lw_jax.models import cache_codec, codec
 
     cache = cfg.encoder.kind == "cache"
     for name in ("bits", "slots", "width", "literals") if cache else ("ratio",):
-        if (value := getattr(request, name)) is not None:
+        if (value := getattr(args, name)) is not None:
             rule = "a message of this wire has no such size (config.encoder.kind)"
             raise UserError(f"--{name} {value}: {rule}; {'--ratio sets its positions' if cache else 'leave it out'}")
-    if request.message:
-        (cache_codec if cache else codec).read_frame(request.message)
+    if message:
+        (cache_codec if cache else codec).read_frame(message)
     if cache:
-        coded_wire.check_ratio(cfg.encoder.ratio if request.ratio is None else request.ratio, name="--ratio")
-    elif not request.message:
-        bits = 8 if request.bits is None else request.bits
-        trained_wire.resolve_channel(cfg.encoder, bits=bits, slots=request.slots, width=request.width)
-        trained_wire.resolve_literals(cfg, request.literals)
+        coded_wire.check_ratio(cfg.encoder.ratio if args.ratio is None else args.ratio, name="--ratio")
+    elif not message:
+        bits = 8 if args.bits is None else args.bits
+        trained_wire.resolve_channel(cfg.encoder, bits=bits, slots=args.slots, width=args.width)
+        trained_wire.resolve_literals(cfg, args.literals)
 
 
-def _check_count(cfg: Config, request: message_io.Request) -> None:
+def _check_count(cfg: Config, count: int, *, received: bool) -> None:
     """Refuses a question beside a message that holds one, more or fewer for such a text, and none for a message."""
-    count, encoded = len(request.questions), "this wire encodes the question with the text (config.prompt.question)"
+    encoded = "this wire encodes the question with the text (config.prompt.question)"
     if cfg.prompt.question != "latents":
-        if request.message and not count:
+        if received and not count:
             raise UserError("answer needs --question TEXT")
-    elif request.message and count:
+    elif received and count:
         raise UserError(f"--question: {encoded}, the message holds its own; leave it out")
-    elif not request.message and count != 1:
+    elif not received and count != 1:
         raise UserError(f"{count} questions: {encoded}; give exactly one --question")
 
 
-def _encode(wire: "TrainedWire | CodedWire", request: message_io.Request) -> bytes:
+def _encode(wire: "TrainedWire | CodedWire", text: str, args: argparse.Namespace) -> bytes:
     from lw_jax.inference.coded_wire import CodedWire
 
     if isinstance(wire, CodedWire):
-        return wire.write(request.context, ratio=request.ratio)
-    question = request.questions[0] if wire.recipe.cfg.prompt.question == "latents" else ""
-    sizes = {"slots": request.slots, "width": request.width, "literals": request.literals}
-    return wire.write(request.context, question=question, bits=8 if request.bits is None else request.bits, **sizes)
+        return wire.write(text, ratio=args.ratio)
+    question = args.question[0] if wire.recipe.cfg.prompt.question == "latents" else ""
+    sizes = {"slots": args.slots, "width": args.width, "literals": args.literals}
+    return wire.write(text, question=question, bits=8 if args.bits is None else args.bits, **sizes)
 
 
 def _describe(wire: "TrainedWire | CodedWire", message: bytes) -> str:
@@ -118,19 +104,19 @@ def _describe(wire: "TrainedWire | CodedWire", message: bytes) -> str:
     return f"{held}, literals: {', '.join(frame.literals)}" if frame.literals else held
 
 
-def _print_answers(wire: "TrainedWire | CodedWire", message: bytes, request: message_io.Request) -> None:
-    text = f" for {len(request.context.encode())} bytes of text" if request.context else ""
-    print(f"message: {len(message)} bytes ({_describe(wire, message)}){text}")
+def _print_answers(wire: "TrainedWire | CodedWire", message: bytes, text: str, questions: list[str]) -> None:
+    size = f" for {len(text.encode())} bytes of text" if text else ""
+    print(f"message: {len(message)} bytes ({_describe(wire, message)}){size}")
     source = "latents:" if wire.recipe.cfg.encoder.kind != "cache" else "message:"
-    for question in request.questions or (("",) if request.message else ()):
+    for question in questions or ([] if text else [""]):
         print(f"question: {question or 'in the message'}")
         for name in wire.recipe.cfg.llms:
             with phase(f"{name} reads the message"):
                 answer = wire.read(message, reader=name, question=question)
             print(f"  {name} from {source} {answer}")
-            if request.context:
+            if text:
                 with phase(f"{name} reads the text"):
-                    answer = _read_text(wire, name, request.context, question)
+                    answer = _read_text(wire, name, text, question)
                 print(f"  {name} from text:    {answer}")
 
 

@@ -8,14 +8,13 @@ import json
 import os
 import platform
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
 
 from lw_jax.benchmarking.measurement import PARTS, Measured
 from lw_jax.benchmarking.prediction import Predicted
-from lw_jax.benchmarking.rows import table
+from lw_jax.benchmarking.rows import Row, table
 from lw_jax.commands.loading import Loaded
 from lw_jax.core import runtime
 from lw_jax.core.config import Config, suggest
@@ -28,18 +27,12 @@ from lw_jax.training.run_folder import check_writable
 FILE = "bench.json"
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """Command line of `bench`."""
-
-    parts: tuple[str, ...]  # some of PARTS; none: those that need no download
-    repeats: int
-    as_json: bool
-    target: str = ""  # GPUs elsewhere: predicted, not measured
-
-
 def run(args: argparse.Namespace, loaded: Loaded) -> int:
-    """Runs the command with its flags."""
+    """Measures or predicts the parts asked for, prints them and writes WORKDIR/bench.json.
+
+    Raises:
+        UserError: several processes, a part that the recipe does not have, or one that needs what cannot be had.
+    """
     parts = tuple(filter(None, (args.parts or "").split(",")))
     if unknown := [part for part in parts if part not in PARTS]:
         raise UserError(f"--parts {unknown[0]}:{suggest(unknown[0], PARTS)} Parts are {', '.join(PARTS)}.")
@@ -48,42 +41,35 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         raise UserError(f"--repeats {repeats}: at least one is needed.")
     if args.target and args.repeats is not None:
         raise UserError(f"--repeats {repeats}: nothing runs on --target {args.target}; leave one of them out.")
-    request = Request(parts, repeats, args.json, args.target or "")
-    return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, request=request)
-
-
-def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: Request) -> int:
-    """Measures or predicts the parts asked for, prints them and writes WORKDIR/bench.json.
-
-    Raises:
-        UserError: several processes, a part that the recipe does not have, or one that needs what cannot be had.
-    """
-    del resolved
+    workdir = loaded.workdir
     check_writable(workdir, remedy="the figures are kept in the run's folder: choose --workdir")
-    found = Predicted(cfg, request.target) if request.target else _start(cfg, request.repeats)
-    placement, rows = found.placement, []
-    for part in request.parts or found.parts:
-        doing = f"is compiled for {request.target}" if request.target else PARTS[part]
+    found = Predicted(loaded.cfg, args.target) if args.target else _start(loaded.cfg, repeats)
+    rows = []
+    for part in parts or found.parts:
+        doing = f"is compiled for {args.target}" if args.target else PARTS[part]
         print(f"{part}: {doing}", file=sys.stderr, flush=True)
         with phase(part):
-            rows += found.measure(part, asked=bool(request.parts))
-    result = {
+            rows += found.measure(part, asked=bool(parts))
+    text = json.dumps(_result(found, rows), indent=2) + "\n"
+    workdir.mkdir(parents=True, exist_ok=True)
+    (workdir / FILE).write_text(text, "utf-8")
+    print(text if args.json else table(found.device, found.ceilings, rows), end="")
+    return 0
+
+
+def _result(found: Measured | Predicted, rows: list[Row]) -> dict[str, Any]:
+    return {
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "device": found.device,
-        "devices": placement.devices,
-        "placement": placement.describe(),
+        "devices": found.placement.devices,
+        "placement": found.placement.describe(),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax", "optax")}
         | {"python": platform.python_version()},
         "environment": {name: os.environ[name] for name in ("XLA_FLAGS", "GLIBC_TUNABLES") if name in os.environ},
         "ceilings": dataclasses.asdict(found.ceilings),
         "rows": [dataclasses.asdict(row) for row in rows],
     }
-    text = json.dumps(result, indent=2) + "\n"
-    workdir.mkdir(parents=True, exist_ok=True)
-    (workdir / FILE).write_text(text, "utf-8")
-    print(text if request.as_json else table(result["device"], found.ceilings, rows), end="")
-    return 0
 
 
 def _start(cfg: Config, repeats: int) -> Measured:

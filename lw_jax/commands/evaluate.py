@@ -2,41 +2,33 @@
 
 import argparse
 from pathlib import Path
-from typing import Any
 
 import jax
 
 from lw_jax.commands.loading import Loaded
 from lw_jax.core import processes, runtime
-from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.inference import evaluation
 from lw_jax.inference.trained_wire import open_wire
 from lw_jax.training import run_folder, wire_folder
 
 
-def run(args: argparse.Namespace, loaded: Loaded) -> int:
-    """Runs the command with its flag."""
-    out = Path(args.out) if args.out else None
-    if wire_folder.is_wire(out or loaded.workdir):
-        rule = "an exported wire is read-only: name another folder for the results, --out DIR"
-        raise UserError(f"{out or loaded.workdir}: {rule}")
-    if out and (out / "config.json").exists() and out.resolve() != loaded.workdir.resolve():
-        rule = "another run's folder: its own evaluation would be replaced; name another folder for the results"
-        raise UserError(f"--out {out}: {rule}")
-    return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, out=out)
-
-
 @processes.Together()
-def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, out: Path | None = None) -> int:
-    """Evaluates the best checkpoint (the latest where none was validated); writes the results to `out`.
+def run(args: argparse.Namespace, loaded: Loaded) -> int:
+    """Evaluates the best checkpoint (the latest where none was validated); writes the results to --out.
 
-    Without `out` they go to the run's folder. Several processes of a SLURM step take a slice of each batch; the first
+    Without it they go to the run's folder. Several processes of a SLURM step take a slice of each batch; the first
     one writes and prints.
     """
-    del resolved
+    cfg, workdir = loaded.cfg, loaded.workdir
+    folder = Path(args.out) if args.out else workdir
+    if wire_folder.is_wire(folder):
+        rule = "an exported wire is read-only: name another folder for the results, --out DIR"
+        raise UserError(f"{folder}: {rule}")
+    if (folder / "config.json").exists() and folder.resolve() != workdir.resolve():
+        rule = "another run's folder: its own evaluation would be replaced; name another folder for the results"
+        raise UserError(f"--out {folder}: {rule}")
     runtime.start()
-    folder = out or workdir
     if jax.process_index() == 0:
         run_folder.check_writable(folder, remedy="`eval` leaves its results there: name another folder with --out DIR")
     runtime.tell_device()

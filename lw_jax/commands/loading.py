@@ -20,7 +20,6 @@ class Loaded(NamedTuple):
 
     spec: str  # FILE[:recipe]; empty: the configuration saved in `workdir`
     cfg: Config
-    resolved: dict[str, Any]
     workdir: Path
     defaults: Mapping[str, Any]
     origins: Mapping[str, str]  # path -> where its value comes from
@@ -75,4 +74,4 @@ def _load(args: argparse.Namespace, spec: str, workdir: str | None, *, search: b
         raise UserError(f"{folder}: {rule}; name another --workdir. What the wire is stands in its {wire_folder.CARD}.")
     if COMMANDS[args.verb].reads_run:
         run_folder.check_agreement(cfg, folder)
-    return Loaded(spec, cfg, config.to_dict(cfg), folder, defaults, origins, own)
+    return Loaded(spec, cfg, folder, defaults, origins, own)

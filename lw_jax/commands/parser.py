@@ -4,6 +4,7 @@ import argparse
 import difflib
 import functools
 import math
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -224,11 +225,6 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
 COMMANDS: Mapping[str, Command] = {name: one for group in GROUPS.values() for name, one in group.items()}
 
 _ASSIGNMENTS = "--config.section.key=value sets one key; `show --keys` lists all keys."
-_GENERAL = {flag: tuple(COMMANDS) for flag in ("-h", "--help", "--version", *COMMON)}
-_OWNED = dict.fromkeys(flag for one in COMMANDS.values() for flag in one.flags)
-_OWNERS = _GENERAL | {flag: tuple(name for name, one in COMMANDS.items() if flag in one.flags) for flag in _OWNED}
-_SPECIFICATIONS = {flag: options for one in COMMANDS.values() for flag, options in {**COMMON, **one.flags}.items()}
-_VALUED = {flag for flag, options in _SPECIFICATIONS.items() if options.get("action") != "store_true"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -239,44 +235,36 @@ class _Parser(argparse.ArgumentParser):
 def parse(argv: Sequence[str]) -> argparse.Namespace:
     """Returns the flags of one command, its name as `verb`, and `assignments`, {path: value} of --config.path=value.
 
-    The command may stand anywhere among the flags; it is `train` where none is named.
+    The command may stand anywhere but after a flag, whose value it might be; it is `train` where none is named.
     """
-    assignments, arguments = take_assignments(argv)
-    verb, arguments = _split(arguments)
-    parser = _build()
-    args = parser.parse_args([verb, *arguments] if verb else arguments)
+    assignments, words = take_assignments(argv)
+    valued = re.compile(r"--(?!help$|version$)[^=]*")
+    free = [i for i, word in enumerate(words) if word[:1] != "-" and not (i and valued.fullmatch(words[i - 1]))]
+    place = next((i for i in free if words[i] in COMMANDS), 0 if free[:1] == [0] else None)
+    if place is None and not {"-h", "--help", "--version"} & set(words):
+        words, place = [DEFAULT, *words], 0
+    verb = [] if place is None else [words.pop(place)]
+    if verb and verb[0] not in COMMANDS:
+        raise _refuse("command", repr(verb[0]), COMMANDS, f"the commands are {', '.join(COMMANDS)}.")
+    args, unknown = _build().parse_known_args([*verb, *words])
+    if unknown:
+        raise _refuse_unknown(args.verb, unknown)
     args.assignments = assignments
     if fault := _find_fault(args):
         raise UserError(f"{fault}; see {PROGRAM} {args.verb} --help.")
     return args
 
 
-def _split(arguments: Sequence[str]) -> tuple[str, list[str]]:
-    """Returns the command and the other arguments; no command for the general help and the version."""
-    verb: str | None = None
-    rest: list[str] = []
-    used: list[str] = []
-    before = ""
-    for word in arguments:
-        if word.startswith("-") and word != "-" and not word[1].isdecimal():
-            flag = word.partition("=")[0]
-            if flag not in _OWNERS:
-                raise _refuse("flag", flag, _OWNERS, f"see {PROGRAM} --help.")
-            used.append(flag)
-        elif verb is None and before not in _VALUED:
-            verb = word
-            continue
-        rest.append(word)
-        before = word
-    if verb is not None and verb not in COMMANDS:
-        raise _refuse("command", repr(verb), COMMANDS, f"the commands are {', '.join(COMMANDS)}.")
-    if "--version" in used or (verb is None and not {"-h", "--help"}.isdisjoint(used)):
-        return "", ["--version" if "--version" in used else "--help"]
-    verb = verb or DEFAULT
-    for flag in used:
-        if verb not in _OWNERS[flag]:
-            raise UserError(f"{flag} belongs to {' and '.join(map(repr, _OWNERS[flag]))}, not to {verb!r}.")
-    return verb, rest
+def _refuse_unknown(verb: str, words: Sequence[str]) -> UserError:
+    """Returns the error of the first of the words that argparse did not take."""
+    flag = words[0].partition("=")[0]
+    if flag[:1] != "-":
+        return UserError(f"unrecognized arguments: {' '.join(words)}; see {PROGRAM} {verb} --help.")
+    if owners := [name for name, one in COMMANDS.items() if flag in one.flags]:
+        return UserError(f"{flag} belongs to {' and '.join(map(repr, owners))}, not to {verb!r}.")
+    return _refuse(
+        "flag", flag, [*COMMON, *(flag for one in COMMANDS.values() for flag in one.flags)], f"see {PROGRAM} --help."
+    )
 
 
 def _refuse(kind: str, name: str, known: Iterable[str], otherwise: str) -> UserError:
@@ -297,7 +285,8 @@ def _build() -> argparse.ArgumentParser:
         epilog=f"{PROGRAM} COMMAND --help lists the flags of a command.\n\nexamples:\n{examples}",
         formatter_class=layout,
     )
-    parser.add_argument("--version", action="version", version=f"LatentWire JAX {__version__}")
+    version: Flag = {"action": "version", "version": f"LatentWire JAX {__version__}"}
+    parser.add_argument("--version", **version)
     commands = parser.add_subparsers(prog=PROGRAM, dest="verb", required=True, help=argparse.SUPPRESS)
     for name, one in COMMANDS.items():
         summary = f"{one.summary[0].upper()}{one.summary[1:]}."
@@ -308,6 +297,7 @@ def _build() -> argparse.ArgumentParser:
             formatter_class=layout,
             allow_abbrev=False,
         )
+        command.add_argument("--version", help=argparse.SUPPRESS, **version)
         common = command.add_argument_group("configuration", _ASSIGNMENTS)
         for flag, options in COMMON.items():
             common.add_argument(flag, **options)

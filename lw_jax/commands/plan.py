@@ -5,15 +5,12 @@ import dataclasses
 import functools
 import json
 import re
-from collections.abc import Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Sequence
 
 import jax
 
 from lw_jax.commands.loading import Loaded
 from lw_jax.core import runtime
-from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning import estimate as estimates
 from lw_jax.planning import gpus, legacy, plan_tables, planner, simulation
@@ -23,48 +20,21 @@ from lw_jax.training import preflight
 NOTHING_FITS, VOID = 3, 2  # exit codes
 
 
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """Command line of `plan`."""
-
-    config: str  # FILE[:recipe]; its name gives the default target
-    target: str = ""
-    simulate: str = ""  # "0..8": numbers of devices of the target's card
-    estimate: bool = False  # arithmetic only
-    as_json: bool = False
-    legacy: bool = False  # beside the original project's batch formula
-    own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values of config.SEARCHED that the file sets
-
-
 def run(args: argparse.Namespace, loaded: Loaded) -> int:
-    """Runs the command with its flags."""
-    request = Request(
-        config=loaded.spec,
-        target=args.target or "",
-        simulate=args.simulate or "",
-        estimate=args.estimate,
-        as_json=args.json,
-        legacy=args.legacy,
-        own=loaded.own,
-    )
-    return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, request=request)
-
-
-def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Request) -> int:
     """Prints the plan of one target, or one line for each simulated number of devices; 3 when nothing fits."""
-    del resolved, workdir
+    cfg = loaded.cfg
     runtime.start_devices()
-    if request.legacy and (request.simulate or request.as_json):
+    if args.legacy and (args.simulate or args.json):
         raise UserError("--legacy prints one target's plan for people; leave out --simulate and --json.")
-    if request.simulate:
-        counts = parse_counts(request.simulate)
-        card = gpus.parse(planner.resolve_target(request.target, config=request.config)).card
-        plans = [planner.simulate(cfg, card, count, estimate=request.estimate) for count in counts]
+    if args.simulate:
+        counts = parse_counts(args.simulate)
+        card = gpus.parse(planner.resolve_target(args.target or "", config=loaded.spec)).card
+        plans = [planner.simulate(cfg, card, count, estimate=args.estimate) for count in counts]
         findings = planner.inspect(cfg)
         sizes = [one for one in plans if one["devices"]]
         fits = not sizes or any(one["chosen"] for one in sizes)
         code = _code(findings, fits=fits)
-        if request.as_json:
+        if args.json:
             print(json.dumps([_with_findings(one, findings) for one in plans], indent=2))
             return code
         arithmetic = functools.partial(planner.make, estimate=True)
@@ -73,17 +43,17 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
         tables = [
             plan_tables.simulation_table(plans),
             note,
-            simulation.text(cfg, plans, own=request.own, estimate=arithmetic),
+            simulation.text(cfg, plans, own=loaded.own, estimate=arithmetic),
         ]
         print("\n\n".join(filter(None, tables)))
         print("".join(f"{one}\n" for one in findings), end="")
         return code
-    found = planner.make(cfg, _word(request), estimate=request.estimate)
+    found = planner.make(cfg, _word(args, loaded), estimate=args.estimate)
     findings = [*planner.inspect(cfg), *cluster_profile.inspect(found, cfg.train)]
-    if request.as_json:
+    if args.json:
         print(json.dumps(_with_findings(found, findings), indent=2))
     else:
-        print(legacy.text(found) if request.legacy else plan_tables.report(found, own=request.own))
+        print(legacy.text(found) if args.legacy else plan_tables.report(found, own=loaded.own))
         print("".join(f"{one}\n" for one in findings), end="")
     return _code(findings, fits=bool(found["chosen"]))
 
@@ -98,11 +68,11 @@ def _code(findings: Sequence[preflight.Finding], *, fits: bool) -> int:
     return 0 if fits else NOTHING_FITS
 
 
-def _word(request: Request) -> str:
+def _word(args: argparse.Namespace, loaded: Loaded) -> str:
     """Returns the target's word; empty where the machine's own GPUs are meant."""
-    if not request.target and not request.estimate and jax.default_backend() == "gpu":
+    if not args.target and not args.estimate and jax.default_backend() == "gpu":
         return ""  # planned by compiling, which an estimate is not
-    return planner.resolve_target(request.target, config=request.config)
+    return planner.resolve_target(args.target or "", config=loaded.spec)
 
 
 def parse_counts(text: str) -> list[int]:

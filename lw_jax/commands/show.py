@@ -4,14 +4,12 @@ import argparse
 import json
 import sys
 import textwrap
-from collections.abc import Mapping
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 from lw_jax.commands.loading import Loaded
 from lw_jax.core import config
-from lw_jax.core.config import Config, diff, flatten, identity
+from lw_jax.core.config import diff, flatten, identity, to_dict
 from lw_jax.core.config_sections import RECIPES
 
 _COLOURS = {"base": "2", "config": "36", "command line": "33"}
@@ -19,34 +17,27 @@ _WIDTH = 110  # columns of the reference
 
 
 def run(args: argparse.Namespace, *loaded: Loaded) -> None:
-    """Runs the command with its flags; --keys needs no configuration."""
+    """Prints a configuration, or with --keys, which needs none, the reference; starts no device."""
     if args.keys:
         print_keys(as_json=args.json)
     for one in loaded:
-        sources = {"base": one.defaults, "origins": one.origins}
-        main(one.cfg, resolved=one.resolved, workdir=one.workdir, **sources, as_json=args.json)
+        print_values(one, as_json=args.json)
 
 
-def main(
-    cfg: Config,
-    *,
-    resolved: Mapping[str, Any],
-    workdir: Path,
-    base: Mapping[str, Any],
-    origins: Mapping[str, str],
-    as_json: bool = False,
-) -> None:
-    """Prints every value with its source and the difference from the defaults; starts no device."""
-    flat = flatten(resolved)
+def print_values(loaded: Loaded, *, as_json: bool) -> None:
+    """Prints every value with its source and the difference from the defaults."""
+    cfg, workdir, origins = loaded.cfg, loaded.workdir, loaded.origins
+    values = to_dict(cfg)
+    flat = flatten(values)
     if as_json:
-        values = {path: {"value": value, "origin": origins[path]} for path, value in flat.items()}
-        print(json.dumps({"digest": identity(cfg), "workdir": str(workdir), "config": values}, indent=2))
+        found = {path: {"value": value, "origin": origins[path]} for path, value in flat.items()}
+        print(json.dumps({"digest": identity(cfg), "workdir": str(workdir), "config": found}, indent=2))
         return
     width = max(map(len, flat))
     for path, value in flat.items():
         line = f"{path:<{width}}  {origins[path]:<12}  {value!r}"
         print(f"\033[{_COLOURS[origins[path]]}m{line}\033[0m" if sys.stdout.isatty() else line)
-    changes = diff(base, resolved)
+    changes = diff(loaded.defaults, values)
     print(f"\n{len(changes)} values differ from the defaults:")
     print("\n".join(f"  {change}" for change in changes))
     print(f"\nworkdir {workdir}, digest {identity(cfg)} (of the keys that decide the result)")

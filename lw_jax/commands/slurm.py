@@ -1,77 +1,47 @@
 """The command `slurm`: writes the sbatch file of a planned training run, or of a list of them."""
 
 import argparse
-import dataclasses
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from lw_jax.commands.loading import PROJECT, Loaded, is_list, list_workdir
-from lw_jax.core.config import Config
+from lw_jax.core.config import Config, to_dict
 from lw_jax.core.errors import UserError
-from lw_jax.planning.planner import Plan, inspect, make, resolve_target
+from lw_jax.planning import planner
+from lw_jax.planning.planner import Plan, inspect, resolve_target
 from lw_jax.slurm import job_list, job_script, past_runs, size_comparison
 from lw_jax.slurm.cluster_profile import PORTABLE, Site, find_site
 from lw_jax.slurm.job import Job, Request, describe_limit, make_job
-from lw_jax.slurm.job_list import Task
 from lw_jax.slurm.past_runs import Record
 from lw_jax.training import preflight
 from sharding.errors import PlacementError
 
-Planner = Callable[[Config, str], Plan]
-
 
 def run(args: argparse.Namespace, *loaded: Loaded) -> None:
-    """Runs the command with its flags, for one configuration or the several of a list."""
-    request = Request(
-        config=args.config or "",
-        assignments=args.assignments,
-        project=PROJECT,
-        target=args.target or "",
-        site=args.site or "",
-        submit=args.submit,
-        output=args.output or "",
-        hours=args.hours,
-        measured=Path(args.measured) if args.measured else None,
-    )
-    if is_list(args):
-        tasks = [Task(one.cfg, one.resolved, one.workdir, one.spec) for one in loaded]
-        main_list(tasks, kind=args.jobs or "array", workdir=list_workdir(args), request=request)
-    else:
-        (one,) = loaded
-        main(one.cfg, resolved=one.resolved, workdir=one.workdir, request=request)
-
-
-def main(
-    cfg: Config,
-    *,
-    resolved: Mapping[str, Any],
-    workdir: Path,
-    request: Request,
-    planner: Planner | None = None,
-    others: Sequence[Plan] | None = None,
-) -> None:
-    """Writes the sbatch file of a planned training run, prints its price, and submits it when asked to.
-
-    Args:
-        planner: returns the plan of a target; None: `lw_jax.planning.planner.make`.
-        others: plans of other sizes to compare with; None: 1, 2 and 4 GPUs.
+    """Writes the sbatch file of a planned run, or of the several of a list, and submits it when asked to.
 
     Raises:
-        UserError: the run's result would be void, nothing fits, or a number is unusable.
+        UserError: a run's result would be void, nothing fits, or a number is unusable.
     """
-    site, profile = find_site(request.site)
-    warnings = _check({"": cfg}, submit=request.submit)
-    task = Task(cfg, resolved, workdir, request.config)
-    plan, record, job = _plan_job(task, request.measured, request=request, site=site, planner=planner)
-    file = Path(request.output).absolute() if request.output else workdir.absolute() / "job.sbatch"
+    if is_list(args):
+        _write_list(args, loaded)
+    else:
+        _write_one(args, *loaded)
+
+
+def _write_one(args: argparse.Namespace, loaded: Loaded) -> None:
+    """Writes the job of one run, and prints its price beside that of other sizes."""
+    site, profile = find_site(args.site or "")
+    warnings = _check({"": loaded.cfg}, submit=args.submit)
+    plan, record, job = _plan_job(loaded, Path(args.measured) if args.measured else None, args=args, site=site)
+    file = Path(args.output).absolute() if args.output else loaded.workdir.absolute() / "job.sbatch"
     job_script.write(file, job_script.script(job, site), logs=job.logs)
     print(f"{_describe_file(file, profile)}\n{job.origin}\n{describe_limit(job, site)}")
     notes = [*(record.describe_differences() if record else ()), *warnings]
     print("".join(f"{line}\n" for line in notes), end="")
     try:
-        others = size_comparison.other_sizes(cfg, plan) if others is None else others
+        others = size_comparison.other_sizes(loaded.cfg, plan)
     except UserError as error:  # the job is written: a table alone may be missing
         print(f"other sizes are not compared: {error}")
         others = []
@@ -80,37 +50,26 @@ def main(
     if used < plan["devices"]:
         card = plan["target"].rpartition("x")[0]
         print(f"{used} of the {plan['devices']} GPUs do the work: --target {card}x{used} costs less")
-    if request.submit:
+    if args.submit:
         print(job_script.submit(file))
 
 
-def main_list(
-    tasks: Sequence[Task],
-    *,
-    kind: str,
-    workdir: Path,
-    request: Request,
-    planner: Planner | None = None,
-) -> None:
-    """Writes one sbatch file for several configurations, prints the predicted time of each, and may submit it.
-
-    Args:
-        kind: one of `job_list.KINDS`.
-        request: of all tasks; its `measured` folder holds one folder a task.
-    """
-    site, profile = find_site(request.site)
-    jobs, notes = [], _check({task.workdir.name: task.cfg for task in tasks}, submit=request.submit)
+def _write_list(args: argparse.Namespace, tasks: Sequence[Loaded]) -> None:
+    """Writes one job for several runs and prints the predicted time of each; --measured holds a folder for each."""
+    kind, workdir = args.jobs or "array", list_workdir(args)
+    site, profile = find_site(args.site or "")
+    jobs, notes = [], _check({task.workdir.name: task.cfg for task in tasks}, submit=args.submit)
     for task in tasks:
         name = task.workdir.name
-        measured = request.measured / name if request.measured else None
+        measured = Path(args.measured) / name if args.measured else None
         try:
-            _, record, job = _plan_job(task, measured, request=request, site=site, planner=planner)
+            _, record, job = _plan_job(task, measured, args=args, site=site)
         except PlacementError as error:
             raise UserError(f"no job was written: {name}: {error}") from error
         jobs.append(job)
         notes += [f"{name}: {line}" for line in (record.describe_differences() if record else ())]
-    whole = job_list.join(jobs, kind, name=Path(request.config).stem, logs=workdir.absolute() / "logs")
-    file = Path(request.output).absolute() if request.output else workdir.absolute() / f"{kind}.sbatch"
+    whole = job_list.join(jobs, kind, name=Path(args.config).stem, logs=workdir.absolute() / "logs")
+    file = Path(args.output).absolute() if args.output else workdir.absolute() / f"{kind}.sbatch"
     job_script.write(file, job_list.script(jobs, whole, site, kind), logs=whole.logs)
     print(_describe_file(file, profile))
     for job in jobs:
@@ -118,18 +77,19 @@ def main_list(
         print(f"  {job.name}: {job.hours:.2f} h {job.basis}, {memory:.0f} GiB of host memory; {job.origin}")
     each = "each task" if kind == "array" else f"all {len(jobs)} together"
     print("".join(f"{line}\n" for line in notes) + f"of {each}: {describe_limit(whole, site)}")
-    if request.submit:
+    if args.submit:
         print(job_script.submit(file))
 
 
 def _plan_job(
-    task: Task, measured: Path | None, *, request: Request, site: Site, planner: Planner | None
+    task: Loaded, measured: Path | None, *, args: argparse.Namespace, site: Site
 ) -> tuple[Plan, Record | None, Job]:
     """Returns a task's plan, the record of its earlier run in `measured`, if that is given, and its job."""
-    plan = (planner or make)(task.cfg, resolve_target(request.target, config=task.config))
+    plan = planner.make(task.cfg, resolve_target(args.target or "", config=task.spec))
     record = past_runs.read(measured, task.cfg, plan) if measured else None
-    own, folder = dataclasses.replace(request, config=task.config), task.workdir.absolute()
-    return plan, record, make_job(plan, resolved=task.resolved, workdir=folder, request=own, site=site, record=record)
+    request = Request(config=task.spec, assignments=args.assignments, project=PROJECT, hours=args.hours)
+    values, folder = to_dict(task.cfg), task.workdir.absolute()
+    return plan, record, make_job(plan, resolved=values, workdir=folder, request=request, site=site, record=record)
 
 
 def _check(runs: Mapping[str, Config], *, submit: bool) -> list[str]:

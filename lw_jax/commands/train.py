@@ -4,7 +4,6 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -27,15 +26,14 @@ KEEP = 2  # newest checkpoints, beside the best by validation
 
 
 @processes.Together()
-def run(args: argparse.Namespace, loaded: Loaded) -> int:
+def run(_: argparse.Namespace, loaded: Loaded) -> int:
     """Writes the run's folder and trains."""
-    del args
     # Before anything that may refuse, as a process that ends alone leaves the others waiting to join; the devices after
     # the folder, as those of a run that has it are in use.
     runtime.start(devices=False)
     sinks.check_installed(loaded.cfg)
     processes.from_first(lambda: _take_folder(loaded))
-    return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir)
+    return main(loaded.cfg, loaded.workdir)
 
 
 def _take_folder(loaded: Loaded) -> None:
@@ -43,9 +41,8 @@ def _take_folder(loaded: Loaded) -> None:
     run_folder.write_workdir(loaded.workdir, cfg=loaded.cfg, base=loaded.defaults, command=sys.argv)
 
 
-def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path) -> int:
+def main(cfg: Config, workdir: Path) -> int:
     """Trains until `train.steps`, or saves and returns `runtime.REQUEUE` when asked to stop."""
-    del resolved
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
     runtime.start_devices()
     preflight.refuse(preflight.inspect(cfg, None))  # an impossible schedule is refused before minutes of making readers

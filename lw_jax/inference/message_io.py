@@ -1,6 +1,5 @@
 """Message I/O for `answer`: texts and messages from and to files and pipes. Free of JAX: errors come at once."""
 
-import dataclasses
 import sys
 from pathlib import Path
 
@@ -9,21 +8,6 @@ from lw_jax.core.validation import MOST_VALUES
 
 _TEXT_BYTES = 256 << 20  # of a context: thousands of encoder windows
 _MESSAGE_BYTES = 2 * MOST_VALUES + 2**16 + 64  # the longest message: 16 bits a value, literals, more than its frame
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """A text to encode or a received message, and the questions about it."""
-
-    context: str = ""  # "": a message was received
-    message: bytes = b""
-    questions: tuple[str, ...] = ()
-    write: str = ""  # output for the message of a text: a file, "-" for standard output, "" for none
-    bits: int | None = None  # None: 8
-    slots: int | None = None  # None: as many as config.encoder.ratio gives the text, or all of the encoder's
-    width: int | None = None
-    literals: int | None = None  # None: as many words as the wire's readers know
-    ratio: int | None = None  # of kind cache: positions of the text for one of the message; None: encoder.ratio
 
 
 def read_text(path: str) -> str:

@@ -46,12 +46,7 @@ class Request:
     config: str  # FILE[:recipe]
     assignments: Mapping[str, str]  # path -> value of --config.path=value
     project: Path  # folder of run.py
-    target: str = ""  # h100x4 | single | dual | quad; empty: the name of the configuration file
-    site: str = ""
-    submit: bool = False
-    output: str = ""
     hours: float | None = None  # instead of the predicted ones
-    measured: Path | None = None  # an earlier run's folder; of a list, their parent
 
 
 def make_job(

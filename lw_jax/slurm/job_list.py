@@ -2,11 +2,9 @@
 
 import dataclasses
 import shlex
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
 
-from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
 from lw_jax.slurm import cluster_profile, job_script
@@ -15,15 +13,6 @@ from lw_jax.slurm.job import Job, clean_name
 from lw_jax.slurm.job_script import one_line
 
 KINDS = ("array", "sequence")
-
-
-class Task(NamedTuple):
-    """One configuration of the list."""
-
-    cfg: Config
-    resolved: Mapping[str, Any]
-    workdir: Path
-    config: str  # FILE[:recipe]
 
 
 def join(jobs: Sequence[Job], kind: str, *, name: str, logs: Path) -> Job:

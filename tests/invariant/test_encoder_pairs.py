@@ -70,7 +70,7 @@ def test_wire_opens_and_another_reader_joins_it(root, keys, tmp_path):
         )
         folder = tmp_path / reader
         run_folder.write_workdir(folder, cfg=cfg, base={}, command=["test"])
-        assert train.main(cfg, resolved={}, workdir=folder) == 0
+        assert train.main(cfg, folder) == 0
         return lw_jax.load_wire(folder)
 
     first = run("llama")

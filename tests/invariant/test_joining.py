@@ -29,7 +29,7 @@ def make(root, reader, **changes):
 
 def run(cfg, folder):
     run_folder.write_workdir(folder, cfg=cfg, base={}, command=["test"])
-    assert train.main(cfg, resolved={}, workdir=folder) == 0
+    assert train.main(cfg, folder) == 0
     return lw_jax.load_wire(folder)
 
 

@@ -19,7 +19,8 @@ import jax
 import numpy as np
 import pytest
 
-from lw_jax.commands import evaluate, loading, parser
+import run
+from lw_jax.commands import loading, parser
 from lw_jax.core import command_line, config, config_file, runtime
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import metrics
@@ -156,8 +157,7 @@ def check_evaluation_of_two(folder: Path) -> None:
         outputs = [process.communicate()[0] for process in started]
     assert [process.returncode for process in started] == [0, 0], (folder / "stderr-1").read_text()
     assert ["joint pick" in said or "held-out data: " in said for said in outputs] == [True, False]
-    (loaded,) = loading.load(parser.parse(["eval", "--workdir", str(folder / "w-one"), *asked]))
-    assert evaluate.main(loaded.cfg, resolved={}, workdir=folder / "w-one") == 0
+    assert run.main(["eval", "--workdir", str(folder / "w-one"), *asked]) == 0
     for name in ("predictions.jsonl", "slots.json", "bytes.csv"):
         assert (folder / "w" / name).read_text() == (folder / "w-one" / name).read_text(), name
     of_two, of_one = (json.loads((folder / name / "eval.json").read_text()) for name in ("w", "w-one"))
@@ -312,7 +312,9 @@ def test_folder_of_another_run_is_refused_by_both_with_code_2(config_path, tmp_p
     """Read in the first process alone, after it has joined: the other one would wait for it and abort."""
     workdir = tmp_path / "w"
     workdir.mkdir()
-    saved = loading.load(parser.parse(["train", "--config", str(config_path), "--config.seed=7"]))[0].resolved
+    saved = config.to_dict(
+        loading.load(parser.parse(["train", "--config", str(config_path), "--config.seed=7"]))[0].cfg
+    )
     (workdir / "config.json").write_text(json.dumps(saved), encoding="utf-8")
     (workdir / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     with joined("train", "--config", str(config_path), "--workdir", str(workdir), folder=tmp_path) as started:

@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from configs import smoke
-from lw_jax.commands import slurm
+from lw_jax.commands import loading, parser, slurm
 from lw_jax.core import config, runtime
 from lw_jax.core.errors import UserError
-from lw_jax.slurm.job import Request
-from lw_jax.slurm.job_list import Task
+from lw_jax.planning import planner
 
 PROJECT = Path(__file__).resolve().parent.parent.parent
 JOB_ID = "4711"
@@ -133,28 +132,23 @@ def cluster(tmp_path: Path, monkeypatch) -> Path:
 
 
 @pytest.fixture
-def write(cluster: Path) -> Callable[..., Path]:
+def write(cluster: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Writes the job of a plan by the verb itself, or of a list of two such plans; returns the file."""
 
     def call(*, site: str = "", submit: bool = False, plan: dict = PLAN, kind: str = "") -> Path:
         profile = cluster / "site.toml"
         profile.write_text(f'scratch = "{cluster}/scratch folder"\n{site}', encoding="utf-8")
         workdir = cluster / "runs" / "my run"
-        request = Request(
-            config="configs/machines/h100x2.py",
-            assignments={"prompt.user": QUESTION},
-            project=cluster / "project folder",
-            site=str(profile),
-            submit=submit,
-        )
-        values = smoke.get_config()
-        cfg, resolved = config.build(values), values.to_dict()
-        if kind:
-            tasks = [Task(cfg, resolved, workdir / name, request.config) for name in ("one", "two")]
-            slurm.main_list(tasks, kind=kind, workdir=workdir, request=request, planner=lambda *_: plan)
-            return workdir / f"{kind}.sbatch"
-        slurm.main(cfg, resolved=resolved, workdir=workdir, request=request, planner=lambda *_: plan)
-        return workdir / "job.sbatch"
+        spec = f"{kind}.list" if kind else "configs/machines/h100x2.py"
+        words = ["--config", spec, "--workdir", str(workdir), "--site", str(profile), *(["--submit"] * submit)]
+        args = parser.parse(["slurm", *words, f"--config.prompt.user={QUESTION}", *(["--jobs", kind] if kind else [])])
+        cfg = config.build(smoke.get_config())
+        folders = [workdir / name for name in ("one", "two")] if kind else [workdir]
+        tasks = [loading.Loaded("configs/machines/h100x2.py", cfg, folder, {}, {}, {}) for folder in folders]
+        monkeypatch.setattr(planner, "make", lambda *_: plan)
+        monkeypatch.setattr(slurm, "PROJECT", cluster / "project folder")
+        slurm.run(args, *tasks)
+        return workdir / f"{kind or 'job'}.sbatch"
 
     return call
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import lw_jax
-from lw_jax.commands import export, train
+from lw_jax.commands import train
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
 from lw_jax.data import question_cards
@@ -119,7 +119,7 @@ def trained(root, changes, tmp_path_factory):
     """(recipe before its training, folder)."""
     cfg, folder = tiny.make_config(root, mesh__placement="single", **changes), tmp_path_factory.mktemp("wire")
     run_folder.write_workdir(folder, cfg=cfg, base={}, command=["test"])
-    assert train.main(cfg, resolved={}, workdir=folder) == 0
+    assert train.main(cfg, folder) == 0
     return tiny.make_recipe(root, **changes), folder
 
 
@@ -127,7 +127,7 @@ def test_wire_chooses_as_its_training_data_were_chosen_without_them(root, traine
     recipe, folder = trained
     given = recipe.add_literals(recipe.curriculum.examples("train")[:4])
     exported = tmp_path / "wire"
-    assert export.main(recipe.cfg, resolved={}, workdir=folder, folders={"wire": exported}, dtype="fp32") == 0
+    assert tiny.call("export", recipe.cfg, folder, wire=str(exported), dtype="fp32") == 0
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(AskedWords, "fit", lambda self, examples: pytest.fail("a trained wire has its kernel"))
     for at in (folder, exported):

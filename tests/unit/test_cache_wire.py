@@ -7,11 +7,10 @@ import numpy as np
 import pytest
 
 import lw_jax
-from lw_jax.commands import answer, evaluate, train
+from lw_jax.commands import train
 from lw_jax.core import validation
 from lw_jax.core.errors import UserError
 from lw_jax.evals import cache_functions
-from lw_jax.inference import message_io
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.models import cache_codec, cache_message
 from lw_jax.training import run_folder
@@ -33,7 +32,7 @@ def run(root, tmp_path_factory):
     """The folder of a started run, and what it printed."""
     folder, cfg = tmp_path_factory.mktemp("cache"), make_config(root)
     run_folder.write_workdir(folder, cfg=cfg, base={}, command=["test"])
-    assert train.main(cfg, resolved={}, workdir=folder) == 0
+    assert train.main(cfg, folder) == 0
     return folder, cfg
 
 
@@ -138,7 +137,7 @@ ROWS = ("text", "latents", "shuffled", "zero", "none", "swapped", "swapped_text"
 
 def test_evaluation_has_the_rows_of_the_kind(run, root, capsys):
     folder, cfg = run[0], make_config(root, eval__rows=ROWS)
-    assert evaluate.main(cfg, resolved={}, workdir=folder) == 0
+    assert tiny.call("eval", cfg, folder) == 0
     told = capsys.readouterr().out
     found = json.loads((folder / "eval.json").read_text("utf-8"))
     assert "left out: zero:" in told
@@ -157,8 +156,7 @@ def test_evaluation_has_the_rows_of_the_kind(run, root, capsys):
 def test_answer_prints_the_message_and_the_text(run, wire, tmp_path, capsys):
     folder, cfg = run
     file = tmp_path / "m.lwjc"
-    request = message_io.Request(context=TEXT, questions=(QUESTION,), write=str(file), ratio=1)
-    assert answer.main(cfg, resolved={}, workdir=folder, request=request) == 0
+    assert tiny.ask(cfg, folder, context=TEXT, question=[QUESTION], write=str(file), ratio=1) == 0
     told = capsys.readouterr().out
     assert f"llama from message: {wire.read(file.read_bytes(), 'llama', QUESTION)}" in told
     assert f"llama from text:    {wire.read_text(TEXT, 'llama', QUESTION)}" in told
@@ -166,20 +164,20 @@ def test_answer_prints_the_message_and_the_text(run, wire, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(
-    "request_, match",
+    "asked, match",
     [
         ({"context": TEXT, "ratio": 17}, "--ratio=17.*16"),
         ({"context": TEXT, "bits": 4}, "--bits 4.*--ratio"),
         ({"message": b"LWJX and more"}, "not a cache message"),
     ],
 )
-def test_what_the_kind_does_not_have_is_refused(run, request_, match):
+def test_what_the_kind_does_not_have_is_refused(run, asked, match):
     with pytest.raises(UserError, match=match):
-        answer.main(run[1], resolved={}, workdir=run[0], request=message_io.Request(questions=(QUESTION,), **request_))
+        tiny.ask(run[1], run[0], question=[QUESTION], **asked)
 
 
 def test_a_started_run_is_not_started_again(run, capsys):
-    assert train.main(run[1], resolved={}, workdir=run[0]) == 0
+    assert train.main(run[1], run[0]) == 0
     assert "texts" not in capsys.readouterr().out
 
 

@@ -10,7 +10,6 @@ import jax
 import numpy as np
 import pytest
 
-from lw_jax.commands import evaluate as command
 from lw_jax.core import progress
 from lw_jax.core.errors import UserError
 from lw_jax.evals import control_rows, quality_curve
@@ -190,4 +189,4 @@ def test_what_does_not_fit_into_memory_is_measured_in_smaller_batches(wire, monk
 def test_folder_that_cannot_be_written_is_refused_before_anything_is_loaded(wire, tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="Not a directory"):
-        command.main(wire.recipe.cfg, resolved={}, workdir=tmp_path / "file")
+        tiny.call("eval", wire.recipe.cfg, tmp_path / "file")

@@ -54,5 +54,5 @@ def test_train_records_the_card_that_the_runtime_reports(tmp_path, tmp_path_fact
     monkeypatch.setattr(gpus, "of_device", lambda device: gpus.CARDS["h100"])
     monkeypatch.setattr(recipes, "make", stop)
     with pytest.raises(Stop):
-        train.main(cfg, resolved={}, workdir=tmp_path)
+        train.main(cfg, tmp_path)
     assert hardware_record.read(tmp_path).card == "h100"

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import pytest
 
 from lw_jax import recipes
-from lw_jax.commands import export
 from lw_jax.core.errors import UserError
 from lw_jax.data import question_cards
 from lw_jax.training.checkpoint import Checkpointer
@@ -140,7 +139,7 @@ def test_run_is_read_when_its_data_is_gone_and_refused_when_its_weights_are_othe
     again = recipes.make(recipe.cfg, recipe.placement)
     assert recipes.read_best(again, recipe.cfg, tmp_path / "run").step == 3
     if kind == "ttt":
-        export.main(recipe.cfg, resolved={}, workdir=tmp_path / "run", folders={"model": tmp_path / "m"})
+        tiny.call("export", recipe.cfg, tmp_path / "run", model=str(tmp_path / "m"))
     other = dataclasses.replace(recipe.cfg, seed=5)
     with pytest.raises(UserError, match="config="):
         recipes.read_best(again, other, tmp_path / "run")

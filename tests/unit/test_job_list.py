@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 
 import run
-from lw_jax.commands import loading, parser, slurm
+from lw_jax.commands import loading, parser
 from lw_jax.core import config_file
 from lw_jax.core.errors import UserError
 from lw_jax.core.runtime import REQUEUE
+from lw_jax.planning import planner
 from lw_jax.slurm import job_list, job_script
 from lw_jax.slurm.cluster_profile import Site
 from lw_jax.slurm.job import Job
@@ -184,7 +185,7 @@ def test_one_command_writes_the_job_of_all_models(tmp_path, monkeypatch, capsys,
         "hours": 0.3,
         "chosen": chosen,
     }
-    monkeypatch.setattr(slurm, "make", lambda cfg, target: plan | {"host_memory_bytes": 9 << 30, "target": target})
+    monkeypatch.setattr(planner, "make", lambda cfg, target: plan | {"host_memory_bytes": 9 << 30, "target": target})
     words = ["slurm", "--config", "configs/dpo/all.list", "--target", "a100_80x1", "--jobs", kind]
     assert run.main([*words, "--config.data.train=mine.jsonl"]) == 0
     text = (tmp_path / "runs/all" / f"{kind}.sbatch").read_text()
@@ -198,7 +199,7 @@ def test_one_command_writes_the_job_of_all_models(tmp_path, monkeypatch, capsys,
 def test_what_a_plan_refuses_gets_no_job_alone_or_in_a_list(tmp_path, monkeypatch, capsys):
     """Of the issue: `llama3.py:seed` warms up for 100 of 60 steps, which `plan` refuses."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slurm, "make", lambda *_, **__: pytest.fail("it was planned"))
+    monkeypatch.setattr(planner, "make", lambda *_, **__: pytest.fail("it was planned"))
     (tmp_path / "two.list").write_text("configs/dpo/tinyllama.py\nconfigs/dpo/llama3.py:seed\n")
     for config in ("configs/dpo/llama3.py:seed", "two.list"):
         assert run.main(["slurm", "--config", config, "--target", "a100_80x1"]) == 2

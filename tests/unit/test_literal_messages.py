@@ -37,7 +37,7 @@ def wire(root, cache, tmp_path_factory):
     changes |= {"train__steps": 2, "train__checkpoint_every": 2, "mesh__placement": "single"}
     cfg, folder = tiny.make_config(root, **changes), tmp_path_factory.mktemp("wire")
     run_folder.write_workdir(folder, cfg=cfg, base={}, command=["test"])
-    assert train.main(cfg, resolved={}, workdir=folder) == 0
+    assert train.main(cfg, folder) == 0
     return lw_jax.load_wire(folder)
 
 

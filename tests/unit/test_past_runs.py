@@ -2,6 +2,7 @@
 
 import json
 import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,9 +14,10 @@ from lw_jax.commands import slurm
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.slurm import past_runs
-from lw_jax.slurm.job import Request
+from lw_jax.planning import planner
+from lw_jax.slurm import past_runs, size_comparison
 from lw_jax.training import hardware_record, run_folder
+from tests import tiny
 
 KIND = "NVIDIA H100 80GB HBM3"
 HARDWARE = {"kind": KIND, "card": "h100", "devices": 3, "hosts": 1, "strategy": "fsdp", "remat": "full"}
@@ -143,16 +145,21 @@ def test_what_else_differs_is_told(tmp_path) -> None:
 # --- the verb ---
 
 
-def call(folder: Path, workdir: Path, *, hours: float | None = None) -> str:
-    cfg = resolve()
-    asked = Request("configs/machines/h100x3.py", {}, Path("/project"), hours=hours, measured=folder)
-    slurm.main(
-        cfg, resolved=config.to_dict(cfg), workdir=workdir, request=asked, planner=lambda *_: PLAN, others=(PLAN,)
-    )
-    return (workdir / "job.sbatch").read_text()
+@pytest.fixture
+def call(monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    monkeypatch.setattr(planner, "make", lambda *_: PLAN)
+    monkeypatch.setattr(size_comparison, "other_sizes", lambda *_: [PLAN])
+
+    def write_job(folder: Path, workdir: Path, **flags: Any) -> str:
+        tiny.call("slurm", resolve(), workdir, spec="configs/machines/h100x3.py", measured=str(folder), **flags)
+        return (workdir / "job.sbatch").read_text()
+
+    return write_job
 
 
-def test_job_asks_for_the_measured_time_and_says_where_it_was_measured(folder, tmp_path, capsys, monkeypatch) -> None:
+def test_job_asks_for_the_measured_time_and_says_where_it_was_measured(
+    call, folder, tmp_path, capsys, monkeypatch
+) -> None:
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
     text = call(folder, tmp_path / "job")
     hours = 4.0 * STEPS / 3600  # 1.89 h; x 1.3 + 0.25 h = 2.7 h
@@ -164,7 +171,7 @@ def test_job_asks_for_the_measured_time_and_says_where_it_was_measured(folder, t
     assert f"time limit 0-02:45:00: {basis}" in out and "1.89" in out.splitlines()[-1]
 
 
-def test_two_sources_of_time_are_refused(folder, tmp_path) -> None:
+def test_two_sources_of_time_are_refused(call, folder, tmp_path) -> None:
     with pytest.raises(UserError, match="--hours 5 and --measured"):
         call(folder, tmp_path / "job", hours=5.0)
 
@@ -172,17 +179,15 @@ def test_two_sources_of_time_are_refused(folder, tmp_path) -> None:
 def test_every_job_of_a_list_takes_its_own_record(tmp_path, monkeypatch, capsys) -> None:
     monkeypatch.chdir(tmp_path)
     plan = PLAN | {"target": "a100_80x1", "devices": 1, "per_host": 1, "chosen": PLAN["chosen"] | {"devices_used": 1}}
-    monkeypatch.setattr(slurm, "make", lambda cfg, target: plan)
+    monkeypatch.setattr(planner, "make", lambda cfg, target: plan)
     one = HARDWARE | {"card": "a100_80", "devices": 1}
     asked = {}
-    monkeypatch.setattr(
-        slurm, "main_list", lambda tasks, **_: asked.update({task.workdir.name: task.cfg for task in tasks})
-    )
+    monkeypatch.setattr(slurm, "run", lambda _, *tasks: asked.update({task.workdir.name: task.cfg for task in tasks}))
     words = ["slurm", "--config", "configs/dpo/small.list", "--target", "a100_80x1", "--measured", "before"]
     assert run.main(words) == 0
     monkeypatch.undo()
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(slurm, "make", lambda cfg, target: plan)
+    monkeypatch.setattr(planner, "make", lambda cfg, target: plan)
     for number, (name, cfg) in enumerate(asked.items()):
         write(tmp_path / "before" / name, cfg, hardware=one, laps=(3.0 + number,))
     assert run.main(words) == 0

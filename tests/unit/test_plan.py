@@ -7,12 +7,12 @@ import pytest
 
 from configs import large
 from lw_jax.commands import plan
-from lw_jax.commands.plan import Request
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.hub import sources
 from lw_jax.planning import estimate, gpus, plan_cache, plan_tables, planner
 from lw_jax.slurm import cluster_profile, job
+from tests import tiny
 from tests.tiny import make_searched_config
 
 SLURM = job.Request(config="configs/large.py", assignments={}, project=plan_cache.ROOT)
@@ -167,8 +167,8 @@ def test_nothing_fits_is_a_plan_that_says_why(root, measure, capsys):
     assert found["chosen"] is None and found["hours"] is None
     assert found["why"].startswith("nothing fits: single 1x1: weights and optimizer alone take ")
     assert found["why"] in plan_tables.report(found) and "chosen:" not in plan_tables.report(found)
-    request = Request("configs/smoke.py", target="h100x2", estimate=True)
-    assert plan.main(cfg, resolved={}, workdir=sources.cache_root(), request=request) == plan.NOTHING_FITS == 3
+    code = tiny.call("plan", cfg, sources.cache_root(), target="h100x2", estimate=True)
+    assert code == plan.NOTHING_FITS == 3
     assert "nothing fits" in capsys.readouterr().out
 
 
@@ -200,9 +200,8 @@ def test_what_nothing_holds_is_answered_with_the_weights_in_fewer_bits(capsys):
 
 def test_simulated_cards_get_what_the_compiled_plans_chose_and_the_error_is_told(capsys):
     """Of the issues: arithmetic said hybrid3 on three H100, and three took no more than two; see docs/planning.md."""
-    request = Request("configs/large.py", target="h100", simulate="1,3", estimate=True, as_json=True)
-    cfg = config.build(large.get_config())
-    assert plan.main(cfg, resolved={}, workdir=sources.cache_root(), request=request) == 0
+    flags = {"target": "h100", "simulate": "1,3", "estimate": True, "json": True}
+    assert tiny.call("plan", config.build(large.get_config()), sources.cache_root(), **flags) == 0
     found = json.loads(capsys.readouterr().out)
     chosen = [(one["chosen"]["strategy"], one["chosen"]["samples_per_second"]) for one in found]
     assert chosen == [("single", pytest.approx(45.3, rel=0.05)), ("replicate", pytest.approx(132.0, rel=0.05))]
@@ -212,13 +211,10 @@ def test_simulated_cards_get_what_the_compiled_plans_chose_and_the_error_is_told
 
 def test_plan_prints_json_or_a_table(root, capsys):
     cfg = make_searched_config(root, mesh__placement="single")
-    request = Request("configs/machines/h100x2.py", estimate=True, as_json=True)
-    assert plan.main(cfg, resolved={}, workdir=sources.cache_root(), request=request) == 0
+    given = {"spec": "configs/machines/h100x2.py", "estimate": True}
+    assert tiny.call("plan", cfg, sources.cache_root(), **given, json=True) == 0
     assert json.loads(capsys.readouterr().out)["target"] == "h100x2"
-    assert (
-        plan.main(cfg, resolved={}, workdir=sources.cache_root(), request=dataclasses.replace(request, as_json=False))
-        == 0
-    )
+    assert tiny.call("plan", cfg, sources.cache_root(), **given) == 0
     assert capsys.readouterr().out.startswith("target h100x2: 2 devices of 84.9 GB, target 80% = 68.0 GB")
 
 
@@ -230,10 +226,9 @@ def test_plan_prints_json_or_a_table(root, capsys):
     ],
 )
 def test_simulation_of_a_void_run_or_of_cards_on_which_nothing_fits_says_so(root, capsys, changes, code, said):
-    cfg, request = make_searched_config(root, **changes), Request("", target="h100x8", simulate="0,1", estimate=True)
+    cfg, given = make_searched_config(root, **changes), {"target": "h100x8", "simulate": "0,1", "estimate": True}
     for as_json in (True, False):
-        asked = dataclasses.replace(request, as_json=as_json)
-        assert plan.main(cfg, resolved={}, workdir=sources.cache_root(), request=asked) == code
+        assert tiny.call("plan", cfg, sources.cache_root(), **given, json=as_json) == code
         told = capsys.readouterr().out
         if as_json:
             errors = [one for each in json.loads(told) for one in each["findings"] if one["void"]]
@@ -243,8 +238,8 @@ def test_simulation_of_a_void_run_or_of_cards_on_which_nothing_fits_says_so(root
 
 def test_simulation_is_the_plan_of_each_number_of_devices(root, capsys):
     cfg = make_searched_config(root, train__global_batch=6)
-    request = Request("", target="h100x8", simulate="0,1,3", estimate=True, as_json=True)
-    assert plan.main(cfg, resolved={}, workdir=sources.cache_root(), request=request) == 0
+    given = {"target": "h100x8", "simulate": "0,1,3", "estimate": True, "json": True}
+    assert tiny.call("plan", cfg, sources.cache_root(), **given) == 0
     none, one, three = json.loads(capsys.readouterr().out)
     assert none == {
         **{"target": "cpu", "devices": 0, "compiled": False},

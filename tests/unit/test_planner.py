@@ -203,7 +203,7 @@ def curve_of_one(root, tmp_path_factory):
 def train_planned(root, folder, **changes) -> list[float]:
     folder.mkdir()
     cfg = make_searched_config(root, train__steps=3, eval__examples=2, **changes)
-    assert train.main(cfg, resolved={}, workdir=folder) == 0
+    assert train.main(cfg, folder) == 0
     return tiny.logged_losses(folder)
 
 
@@ -271,7 +271,7 @@ def test_a_schedule_that_cannot_be_is_refused_before_readers_are_made(root, tmp_
     monkeypatch.setattr(selfmade, "make_readers", lambda cfg: pytest.fail("readers were made"))
     cfg = tiny.make_config(root, optim__warmup_steps=7, train__steps=6)
     with pytest.raises(UserError, match=r"optim\.warmup_steps=7 is longer than"):
-        train.main(cfg, resolved={}, workdir=tmp_path)
+        train.main(cfg, tmp_path)
 
 
 def test_an_absent_compiler_is_told_and_arithmetic_stands_in_without_being_kept(root, cache):
@@ -320,7 +320,7 @@ def test_training_over_two_processes_refuses_readers_apart_before_it_makes_reade
     monkeypatch.setattr(selfmade, "make_readers", lambda cfg: pytest.fail("readers were made"))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     with pytest.raises(PlacementError, match="over several processes"):
-        train.main(tiny.make_config(root, mesh__placement="split"), resolved={}, workdir=tmp_path)
+        train.main(tiny.make_config(root, mesh__placement="split"), tmp_path)
 
 
 def test_an_unknown_target_is_refused(root):

@@ -9,14 +9,15 @@ from typing import Any
 import pytest
 
 import run
-from lw_jax.commands import slurm
+from lw_jax.commands import loading, parser, slurm
 from lw_jax.core import config, config_file, environment
 from lw_jax.core.errors import UserError
 from lw_jax.planning import planner
 from lw_jax.planning.planner import resolve_target
-from lw_jax.slurm.job_list import Task
+from lw_jax.slurm import size_comparison
 from sharding.errors import PlacementError
-from tests.unit.test_job import PLAN, request, resolve
+from tests import tiny
+from tests.unit.test_job import PLAN, resolve
 from tests.unit.test_job_script import check_syntax
 
 
@@ -56,16 +57,17 @@ def call(tmp_path: Path, monkeypatch):
         **values: Any,
     ) -> list[str]:
         targets = []
-        cfg, resolved = resolve(**changes or {})
+        cfg, _ = resolve(**changes or {})
 
-        def planner(given: config.Config, target: str) -> dict[str, Any]:
+        def make(given: config.Config, target: str) -> dict[str, Any]:
             assert given is cfg
             targets.append(target)
             return plan | {"target": target}
 
-        asked = request(**values)
-        workdir = tmp_path / "runs" / "mine"
-        slurm.main(cfg, resolved=resolved, workdir=workdir, request=asked, planner=planner, others=others)
+        monkeypatch.setattr(planner, "make", make)
+        if others is not None:
+            monkeypatch.setattr(size_comparison, "other_sizes", lambda *_: list(others))
+        tiny.call("slurm", cfg, tmp_path / "runs" / "mine", spec="configs/h100x4.py", **values)
         return targets
 
     return run
@@ -215,12 +217,13 @@ def test_submitting_where_there_is_no_sbatch_is_refused(call, tmp_path: Path, mo
 
 def test_a_list_names_the_run_whose_readers_cannot_lie_on_several_nodes(tmp_path: Path) -> None:
     """One line before anything is planned or written, with the way on."""
-    cfg, resolved = resolve(**{"mesh.placement": "split"})
-    tasks = [Task(cfg, resolved, tmp_path / "apart", "configs/h100x4.py")]
+    cfg, _ = resolve(**{"mesh.placement": "split"})
+    task = loading.Loaded("configs/h100x4.py", cfg, tmp_path / "apart", {}, {}, {})
+    args = parser.parse(["slurm", "--config", "some.list", "--target", "2xh100x4", "--workdir", str(tmp_path)])
     with pytest.raises(
         UserError, match=r"apart: mesh\.placement='split' over several processes.*or one node"
     ) as caught:
-        slurm.main_list(tasks, kind="array", workdir=tmp_path, request=request(target="2xh100x4"))
+        slurm.run(args, task)
     assert "\n" not in str(caught.value) and not list(tmp_path.glob("*.sbatch"))
     with pytest.raises(PlacementError, match="over several processes"):
-        slurm.main(cfg, resolved=resolved, workdir=tmp_path, request=request(target="2xh100x4"))
+        tiny.call("slurm", cfg, tmp_path, spec="configs/h100x4.py", target="2xh100x4")

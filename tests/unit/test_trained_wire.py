@@ -11,10 +11,10 @@ import numpy as np
 import pytest
 
 import lw_jax
-from lw_jax.commands import answer, train
+from lw_jax.commands import train
 from lw_jax.core.errors import UserError
 from lw_jax.data import batches
-from lw_jax.inference import language_model, message_io, trained_wire
+from lw_jax.inference import language_model, trained_wire
 from lw_jax.models import codec
 from lw_jax.training import run_folder
 from tests import tiny
@@ -32,7 +32,7 @@ def lm(root):
 def trained(root, folder, seed):
     cfg = tiny.make_config(root, seed=seed, mesh__placement="single", train__steps=2, train__checkpoint_every=2)
     run_folder.write_workdir(folder, cfg=cfg, base={}, command=["test"])
-    assert train.main(cfg, resolved={}, workdir=folder) == 0
+    assert train.main(cfg, folder) == 0
     return lw_jax.load_wire(folder)
 
 
@@ -274,14 +274,13 @@ def test_empty_question_is_refused_by_name(wire, message):
     for questions in ("", " ", ["Who?", ""]):
         with pytest.raises(UserError, match="^question: empty"):
             wire.read(message, "llama", questions)
-    asked = message_io.Request(context="Mira.", questions=("Who?", " "))
     with pytest.raises(UserError, match="^--question: empty"):
-        answer.main(wire.recipe.cfg, resolved={}, workdir=Path("nowhere"), request=asked)
+        tiny.ask(wire.recipe.cfg, Path("nowhere"), context="Mira.", question=["Who?", " "])
 
 
 def test_message_of_a_text_alone_needs_a_question(wire, message):
     with pytest.raises(UserError, match="answer needs --question TEXT"):
-        answer.main(wire.recipe.cfg, resolved={}, workdir=Path("nowhere"), request=message_io.Request(message=message))
+        tiny.ask(wire.recipe.cfg, Path("nowhere"), message=message)
 
 
 def test_message_larger_than_the_wire_is_refused(wire):
@@ -363,8 +362,7 @@ def ask(wire, monkeypatch, tmp_path):
     monkeypatch.setattr(trained_wire, "open_wire", lambda cfg, path: wire)
 
     def start(capture, **asked):
-        request = message_io.Request(**asked)
-        assert answer.main(wire.recipe.cfg, resolved={}, workdir=tmp_path, request=request) == 0
+        assert tiny.ask(wire.recipe.cfg, tmp_path, **asked) == 0
         return capture.readouterr()
 
     return start
@@ -374,7 +372,7 @@ def test_message_that_is_piped_is_alone_on_standard_output_and_answers_like_its_
     out, told = ask(capfdbinary, context=TEXT, write="-", bits=4, slots=3, width=11)
     assert out == wire.write(TEXT, bits=4, slots=3, width=11)
     assert f"message: {len(out)} bytes (3 x 11 values of 4 bits) for {len(TEXT)} bytes of text" in told.decode()
-    answered, _ = ask(capfdbinary, message=out, questions=("Who keeps it?", "Where?"))
+    answered, _ = ask(capfdbinary, message=out, question=["Who keeps it?", "Where?"])
     lines = answered.decode().splitlines()
     said = [f"  {name} from latents: {wire.read(out, name, 'Who keeps it?')}" for name in ("llama", "qwen")]
     assert lines[:4] == [f"message: {len(out)} bytes (3 x 11 values of 4 bits)", "question: Who keeps it?", *said]
@@ -382,7 +380,7 @@ def test_message_that_is_piped_is_alone_on_standard_output_and_answers_like_its_
 
 
 def test_text_is_written_and_answered_at_once_with_its_own_row(wire, ask, capfdbinary, tmp_path):
-    out, _ = ask(capfdbinary, context=TEXT, questions=("Who?",), write=str(tmp_path / "m.lwjx"))
+    out, _ = ask(capfdbinary, context=TEXT, question=["Who?"], write=str(tmp_path / "m.lwjx"))
     assert (tmp_path / "m.lwjx").read_bytes() == wire.write(TEXT)
     assert f"  qwen from text:    {wire.read_text(TEXT, 'qwen', 'Who?')}" in out.decode().splitlines()
 
@@ -392,7 +390,7 @@ def test_a_text_too_long_for_a_reader_loses_neither_message_nor_answers(wire, as
         raise UserError("361 tokens, config.data.context_tokens=256")
 
     monkeypatch.setattr(wire, "read_text", refuse)
-    out, _ = ask(capfdbinary, context=TEXT, questions=("Who?",), write=str(tmp_path / "m.lwjx"))
+    out, _ = ask(capfdbinary, context=TEXT, question=["Who?"], write=str(tmp_path / "m.lwjx"))
     assert (tmp_path / "m.lwjx").read_bytes() == wire.write(TEXT)
     lines = out.decode().splitlines()
     for name in ("llama", "qwen"):
@@ -409,16 +407,16 @@ def test_a_wire_that_encodes_the_question_takes_one_for_a_message(root, tmp_path
     monkeypatch.setattr(trained_wire, "open_wire", lambda *_: own)
 
     def ask(**given):
-        return answer.main(own.recipe.cfg, resolved={}, workdir=tmp_path, request=message_io.Request(**given))
+        return tiny.ask(own.recipe.cfg, tmp_path, **given)
 
     assert ask(message=message) == 0
     told = capsys.readouterr().out.splitlines()
     assert told[-2:] == ["question: in the message", f"  llama from latents: {own.read(message, 'llama', '')}"]
     with pytest.raises(UserError, match="--question: .* the message holds its own"):
-        ask(message=message, questions=("Where?",))
-    for questions in ((), ("Who?", "Where?")):
+        ask(message=message, question=["Where?"])
+    for questions in ([], ["Who?", "Where?"]):
         with pytest.raises(UserError, match=f"{len(questions)} questions: .* give exactly one --question"):
-            ask(context=TEXT, questions=questions)
+            ask(context=TEXT, question=questions)
 
 
 @pytest.mark.parametrize(
@@ -432,4 +430,4 @@ def test_a_wire_that_encodes_the_question_takes_one_for_a_message(root, tmp_path
 def test_what_cannot_be_sent_or_read_is_refused_before_the_wire_is_opened(wire, monkeypatch, asked, words):
     monkeypatch.setattr(trained_wire, "open_wire", lambda cfg, path: pytest.fail("opened"))
     with pytest.raises(UserError, match=words):
-        answer.main(wire.recipe.cfg, resolved={}, workdir=Path(), request=message_io.Request(**asked))
+        tiny.ask(wire.recipe.cfg, Path(), **asked)

@@ -19,7 +19,7 @@ from safetensors.numpy import save_file
 
 import lw_jax
 import run
-from lw_jax.commands import export, train
+from lw_jax.commands import train
 from lw_jax.core import tree
 from lw_jax.core.errors import UserError
 from lw_jax.hub import tensor_files, wire_repository
@@ -58,7 +58,7 @@ def trained(root, tmp_path_factory):
     """(folder, wire) of a run whose encoder has a trained body."""
     folder, cfg = tmp_path_factory.mktemp("own run"), make(root)
     run_folder.write_workdir(folder, cfg=cfg, base={}, command=["run.py", "--config", "my own.py"])
-    assert train.main(cfg, resolved={}, workdir=folder) == 0
+    assert train.main(cfg, folder) == 0
     (folder / "eval.json").write_text(json.dumps(runs.evaluation() | {"step": 2}), "utf-8")
     return folder, lw_jax.load_wire(folder)
 
@@ -69,7 +69,7 @@ def exported(trained, tmp_path_factory):
     folder, wire = trained
     found = {dtype: tmp_path_factory.mktemp("wires") / dtype for dtype in ("fp32", "bf16", "int8")}
     for dtype, at in found.items():
-        assert export.main(wire.recipe.cfg, resolved={}, workdir=folder, folders={"wire": at}, dtype=dtype) == 0
+        assert tiny.call("export", wire.recipe.cfg, folder, wire=str(at), dtype=dtype) == 0
     return found
 
 
@@ -287,10 +287,9 @@ def test_encoder_of_a_wire_folder_is_taken_with_its_own_body_alone(root, trained
 
 def test_export_says_where_a_large_wire_has_its_bytes_and_replaces_wires_only(trained, tmp_path, capsys, monkeypatch):
     folder, wire = trained
-    given = {"resolved": {}, "workdir": folder}
     monkeypatch.setattr("lw_jax.inference.export.MOST_BYTES", 1000)
     for _ in range(2):
-        assert export.main(wire.recipe.cfg, **given, folders={"wire": tmp_path / "new"}) == 0
+        assert tiny.call("export", wire.recipe.cfg, folder, wire=str(tmp_path / "new")) == 0
         told = capsys.readouterr().out
         assert "over 0 MB: encoder/body has" in told and "--config.encoder.source=" in told
     file = tmp_path / "file"
@@ -298,7 +297,7 @@ def test_export_says_where_a_large_wire_has_its_bytes_and_replaces_wires_only(tr
     refused = {tmp_path: "no earlier export", file: "Not a directory", folder: "the run needs this folder"}
     for taken, said in refused.items():
         with pytest.raises(UserError, match=said):
-            export.main(wire.recipe.cfg, **given, folders={"wire": taken})
+            tiny.call("export", wire.recipe.cfg, folder, wire=str(taken))
         assert not (taken / "wire.safetensors").exists()
 
 
@@ -320,12 +319,12 @@ def no_space(error=None):
 )
 def test_export_that_fails_leaves_the_wire_that_is_there(trained, exported, tmp_path, monkeypatch, kind, words):
     folder, before = shutil.copytree(exported["fp32"], tmp_path / "wire"), contents(exported["fp32"])
-    given = {"resolved": {}, "workdir": trained[0], "folders": {"wire": folder}, "dtype": "int8"}
+    given = {"wire": str(folder), "dtype": "int8"}
     with monkeypatch.context() as patch, pytest.raises((OSError, UserError), match=words):
         fail_with(patch, kind)
-        export.main(trained[1].recipe.cfg, **given)
+        tiny.call("export", trained[1].recipe.cfg, trained[0], **given)
     assert contents(folder) == before
-    assert export.main(trained[1].recipe.cfg, **given) == 0
+    assert tiny.call("export", trained[1].recipe.cfg, trained[0], **given) == 0
     assert wire_folder.read(folder).dtype == "int8" and contents(folder).keys() == before.keys()
 
 

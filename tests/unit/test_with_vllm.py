@@ -190,7 +190,7 @@ def chat(tmp_path_factory):
     changes |= {"llms__llama__template": "chat", "data__question_tokens": 128, "eval__max_new_tokens": 6}
     cfg = tiny.make_config(folder / "readers", only="llama", **changes)
     run_folder.write_workdir(folder / "run", cfg=cfg, base={}, command=["test"])
-    assert train.main(cfg, resolved={}, workdir=folder / "run") == 0
+    assert train.main(cfg, folder / "run") == 0
     return readers, folder / "run", lw_jax.load_wire(folder / "run")
 
 
