@@ -3,7 +3,7 @@
     python run.py --config configs/pair.py                                    # SQuAD from the hub
     python run.py --config configs/pair.py --config.data.train=FILE --config.data.validation=OTHER
 
-A slot for every nine tokens, and ten words that are asked for: the encoder, SmolLM2 with its causal mask, takes six
+A slot for every nine tokens: the encoder, SmolLM2 with its causal mask, takes six
 layers' states of the rarest tokens; each reader gets keys and values of every layer. Both begin at the readers' own.
 Half of the steps write the text out again, half answer questions: latents then say more of their text. Two cores,
 24 GiB: 33 s a step with AMX, 74 s without, 17.4 GB. What it gave: docs/experiments.md, "The pair". No GPU tried.
@@ -26,8 +26,6 @@ def get_config(recipe: str = "latentwire") -> ConfigDict:
     c.encoder.window = 256
     c.encoder.states = 6
     base.keys_and_values(c)
-    c.message.literals = 10
-    c.message.choice = "asked"
     c.data.context_tokens = 256
     c.data.packed_tokens = 128
     c.data.question_tokens = 48

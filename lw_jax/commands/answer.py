@@ -28,7 +28,6 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         bits=args.bits,
         slots=args.slots,
         width=args.width,
-        literals=args.literals,
         ratio=args.ratio,
     )
     return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, request=request)
@@ -71,7 +70,7 @@ def _check_message(cfg: Config, request: message_io.Request) -> None:
     from lw_jax.models import cache_codec, codec
 
     cache = cfg.encoder.kind == "cache"
-    for name in ("bits", "slots", "width", "literals") if cache else ("ratio",):
+    for name in ("bits", "slots", "width") if cache else ("ratio",):
         if (value := getattr(request, name)) is not None:
             rule = "a message of this wire has no such size (config.encoder.kind)"
             raise UserError(f"--{name} {value}: {rule}; {'--ratio sets its positions' if cache else 'leave it out'}")
@@ -82,7 +81,6 @@ def _check_message(cfg: Config, request: message_io.Request) -> None:
     elif not request.message:
         bits = 8 if request.bits is None else request.bits
         trained_wire.resolve_channel(cfg.encoder, bits=bits, slots=request.slots, width=request.width)
-        trained_wire.resolve_literals(cfg, request.literals)
 
 
 def _check_count(cfg: Config, request: message_io.Request) -> None:
@@ -103,8 +101,8 @@ def _encode(wire: "TrainedWire | CodedWire", request: message_io.Request) -> byt
     if isinstance(wire, CodedWire):
         return wire.write(request.context, ratio=request.ratio)
     question = request.questions[0] if wire.recipe.cfg.prompt.question == "latents" else ""
-    sizes = {"slots": request.slots, "width": request.width, "literals": request.literals}
-    return wire.write(request.context, question=question, bits=8 if request.bits is None else request.bits, **sizes)
+    bits = 8 if request.bits is None else request.bits
+    return wire.write(request.context, bits, request.slots, request.width, question=question)
 
 
 def _describe(wire: "TrainedWire | CodedWire", message: bytes) -> str:
@@ -114,8 +112,7 @@ def _describe(wire: "TrainedWire | CodedWire", message: bytes) -> str:
     if isinstance(wire, CodedWire):
         return wire.describe(message)
     frame = codec.read_frame(message)
-    held = f"{frame.slots} x {frame.width} values of {frame.bits} bits"
-    return f"{held}, literals: {', '.join(frame.literals)}" if frame.literals else held
+    return f"{frame.slots} x {frame.width} values of {frame.bits} bits"
 
 
 def _print_answers(wire: "TrainedWire | CodedWire", message: bytes, request: message_io.Request) -> None:

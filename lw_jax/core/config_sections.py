@@ -158,7 +158,7 @@ class Adapter:
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What a message carries beside its latents, and of kind cache its size."""
+    """Size of a message of kind cache."""
 
     bytes: int = key(
         256,
@@ -166,30 +166,6 @@ class Message:
         unit="bytes a token of the text",
         at_least=1,
         at_most=FRAME,
-        shapes="no",
-    )
-    literals: int = key(
-        0,
-        "words of the text that the message carries as text, chosen by the encoder's body (kind lm); each reader "
-        "tokenises them itself",
-        unit="words",
-        at_least=0,
-        at_most=1024,
-    )
-    choice: str = key(
-        "surprisal",
-        "which words: those that the body finds least predictable, or those that are asked for: most like the answers "
-        "of data.train, by a regression from the body's states",
-        choices=("surprisal", "asked"),
-        shapes="no",
-    )
-    dropout: float = key(
-        0.1,
-        "training examples without the literals, and as many without the latents: so either is learned alone too; no "
-        "effect without literals",
-        unit="share",
-        at_least=0,
-        at_most=0.5,
         shapes="no",
     )
 

@@ -84,9 +84,6 @@ VALUES: dict[str, dict[str, str]] = {
 ADDED: dict[str, Any] = {
     "adapter.kind": "embeddings",
     "adapter.gain": 1.0,
-    "message.literals": 0,
-    "message.dropout": 0.1,
-    "message.choice": "surprisal",
     "encoder.ratio": 0,
     "encoder.rank": 0,
     "encoder.local": 0,

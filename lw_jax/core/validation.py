@@ -85,8 +85,7 @@ def _check_wire(cfg: Config) -> None:
     _check_stages(cfg)
     _check_encoder(cfg)
     _check_cache(cfg)
-    _check_message(cfg)
-    if {"selected", "selected_taught"} & set(cfg.eval.rows) and cfg.encoder.kind != "lm":
+    if "selected_taught" in cfg.eval.rows and cfg.encoder.kind != "lm":
         rule = (
             f"selected words need encoder.kind 'lm', which finds the words (it is {cfg.encoder.kind!r}); leave it out."
         )
@@ -206,14 +205,6 @@ def _check_cache(cfg: Config) -> None:
     if cfg.prompt.question != "text":
         rule = "must be 'text' for encoder.kind 'cache': a message is of the text alone, and asked any question."
         refuse("prompt.question", cfg.prompt.question, rule)
-
-
-def _check_message(cfg: Config) -> None:
-    if cfg.message.literals and cfg.encoder.kind != "lm":
-        rule = f"needs encoder.kind 'lm', which chooses the words (it is {cfg.encoder.kind!r}); set 0."
-        refuse("message.literals", cfg.message.literals, rule)
-    if "literals" in cfg.eval.rows and not cfg.message.literals:
-        refuse("eval.rows", cfg.eval.rows, "must not name 'literals' where message.literals is 0: there are none.")
 
 
 def _check_prompt(cfg: Config) -> None:

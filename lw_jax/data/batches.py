@@ -25,7 +25,7 @@ Batch = dict[str, Any]
 
 TASKS = {"answer": "questions", "reconstruct": "passages to repeat", "continuation": "passages to continue"}
 # A reader's fields that people are told about, in this order.
-SHOWN = {"text": "prompt with the text", "after": "question", "literals": "literals", "answer": "answer"}
+SHOWN = {"text": "prompt with the text", "after": "question", "answer": "answer"}
 MULTIPLE = 8  # widths are rounded up to it, so that data sets of similar lengths share one compiled program
 
 
@@ -74,7 +74,7 @@ class Encoded:
 
     examples: tuple[Example, ...]
     source: Field
-    # before, literals (where messages have them), after, answer (absent for prompts), and the asked prompt rows
+    # before, after, answer (absent for prompts), and the asked prompt rows
     readers: dict[str, dict[str, Field]]
     counts: dict[str, int]  # given, kept, and dropped or cut by reason
     slots: int  # of a message, at most, and the width of a latent
@@ -200,7 +200,6 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
         "text": layout.data.context_tokens,
         "context": layout.data.context_tokens,
         "answer": layout.data.answer_tokens,
-        "literals": layout.literal_tokens,
     }
 
     def kept(key: str, ids: list[np.ndarray], pad: int) -> Field:
@@ -235,14 +234,9 @@ def _exchange_texts(found: Sequence[Example], layout: Layout) -> Field:
     return source_field([ids[:limit] for ids in tokenize(layout.source, texts, limit=limit)], layout)
 
 
-def encode_prompt(
-    context: str, question: str, *, layout: Layout, rows: Iterable[str] = (), literals: tuple[str, ...] = ()
-) -> Batch:
-    """Returns a batch of one prompt without answer fields, with a message's literals.
-
-    Raises UserError where a data set would drop it.
-    """
-    return encode_prompts([Example("prompt", context, question, (), literals)], layout=layout, rows=rows)
+def encode_prompt(context: str, question: str, *, layout: Layout, rows: Iterable[str] = ()) -> Batch:
+    """Returns a batch of one prompt without answer fields. Raises UserError where a data set would drop it."""
+    return encode_prompts([Example("prompt", context, question, ())], layout=layout, rows=rows)
 
 
 def encode_prompts(asked: Sequence[Example], *, layout: Layout, rows: Iterable[str] = ()) -> Batch:
@@ -257,7 +251,7 @@ def encode_prompts(asked: Sequence[Example], *, layout: Layout, rows: Iterable[s
         for one in bare:
             encode([one], layout=layout, rows=rows)  # says which one and why
         raise AssertionError("a prompt is dropped for what it is alone")
-    for reason in ("source_cut", "literals_cut", "text_cut"):
+    for reason in ("source_cut", "text_cut"):
         if encoded.counts[reason]:
             _log.warning("%d of %d %s", encoded.counts[reason], len(bare), REASONS[reason])
     return encoded.collate(range(len(bare)))

@@ -12,7 +12,7 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Frozen, Tree
-from lw_jax.data.batches import Batch, beside
+from lw_jax.data.batches import Batch
 
 
 class Stream(Protocol):
@@ -80,8 +80,6 @@ class Phase:
     widths: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
     frozen: tuple[str, ...] = ()  # trainable parts that these batches do not train: "frozen" in their "source"
-    dropout: float = 0.0  # share of the examples without their literals, and as large a one without their latents
-
     all_sizes: bool = False  # each example in all of `slots` or `ratios` instead of one that is drawn
 
     def mark(self, batch: Batch) -> Batch:
@@ -155,8 +153,6 @@ class DataSchedule:
         own = None if channel is None else channel[share]
         batch = encoded.collate(indices[share], channel=None if own is None else own[:, 0])
         batch = _send(phase, batch, own)
-        if phase.dropout:
-            batch = drop(batch, np.random.default_rng([seed, number, 1]).random(global_batch)[share], phase.dropout)
         return phase.mark(batch)
 
     def _order(self, stream: int, seed: int) -> grain.MapDataset:
@@ -186,22 +182,6 @@ class DataSchedule:
 def digest_of(streams: Sequence[Stream]) -> str:
     """Identifies the content of several streams."""
     return hashlib.blake2b("\n".join(one.digest() for one in streams).encode(), digest_size=16).hexdigest()
-
-
-def drop(batch: Batch, draws: np.ndarray, dropout: float) -> Batch:
-    """Returns a batch in which readers miss the literals of some examples and the latents of others.
-
-    `draws` f64[b] from 0 to 1: below `dropout` an example has no literals, from 1 - dropout on no latents.
-    """
-    readers = {}
-    for name, fields in batch["readers"].items():
-        if "literals" in fields:
-            words, channel = fields["literals"], fields["channel"].copy()
-            channel[draws >= 1 - dropout, ..., 0] = 0
-            words = words | {"mask": words["mask"] & beside(draws >= dropout, words["mask"])}
-            fields = fields | {"literals": words, "channel": channel}
-        readers[name] = fields
-    return batch | {"readers": readers}
 
 
 def refuse_small(data_schedule: DataSchedule, global_batch: int) -> None:

@@ -58,7 +58,7 @@ class Answering:
     def read(
         self, message: bytes | Several, reader: str, question: str | Questions, *, stream: bool = False
     ) -> str | list[str] | Iterator[str]:
-        """Returns a reader's answer from a message alone, with the literals that it carries.
+        """Returns a reader's answer from a message alone.
 
         `question`: several for one message, or one for each of several messages: a list of answers, computed
         config.eval.batch at a time. A message is the text encoded: nothing is encoded again. The message of a wire

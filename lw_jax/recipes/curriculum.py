@@ -40,16 +40,12 @@ class Curriculum:
         cfg: Config,
         layout: Layout,
         tokenizers: Mapping[str, Tokenizer],
-        literals: Callable[[Sequence[Example]], Sequence[Example]],
         teach: Callable[[Encoded], Encoded],
     ):
-        """Prepares the stages.
-
-        `literals` gives examples those of their texts; `teach` takes data sets with the KL's text prompts.
-        """
+        """Prepares the stages; `teach` takes data sets with the KL's text prompts."""
         self.cfg, self.layout, self.stages = cfg, layout, config.stages(cfg)
         self._tokenizer = next(iter(tokenizers.values()))  # passage lengths count its tokens
-        self._add_literals, self._teach = literals, teach
+        self._teach = teach
         self.stream = functools.cache(self._stream)
         self._trained = functools.cache(self._group)
         self.examples = functools.cache(self._examples)
@@ -57,7 +53,6 @@ class Curriculum:
 
     def data_schedule(self) -> DataSchedule:
         """Returns the batches of all stages in order; a stage's passage lengths and ratios get equal parts of it."""
-        dropout = self.cfg.message.dropout if self.cfg.message.literals else 0.0
         phases, rates = [], {part: each for part, each in encoder_rates(self.cfg).items() if any(each)}
         for number, (_, stage, steps) in enumerate(self.stages):
             frozen = tuple(part for part, each in rates.items() if not each[number])
@@ -65,7 +60,7 @@ class Curriculum:
             for part, (length, ratio) in _parts(steps, lengths, stage.curriculum or (0,)):
                 streams = tuple((self._trained(task, length), weight) for task, weight in stage.tasks.items())
                 sizes = (stage.slots, (ratio,) if ratio else stage.ratios, stage.widths, stage.bits)
-                phases.append(Phase(part, streams, *sizes, frozen, dropout=dropout, all_sizes=stage.all_sizes))
+                phases.append(Phase(part, streams, *sizes, frozen, all_sizes=stage.all_sizes))
         return DataSchedule(tuple(phases))
 
     def validation(self) -> list[tuple[str, Encoded]]:
@@ -105,10 +100,9 @@ class Curriculum:
         live = packed and not self.cfg.loss.teacher_k  # one pass reads the context and all questions behind it
         rows = (("context" if live else "text"),) if teacher else ()
         if task == "answer":
-            found = self._add_literals(self.examples(split))
-            encoded = batches.encode(found, layout=self.layout, rows=rows)
+            encoded = batches.encode(self.examples(split), layout=self.layout, rows=rows)
         else:
-            found = self._add_literals(self._passages(split, task, length))
+            found = self._passages(split, task, length)
             encoded = passages.encode(found, layout=self.layout, task=task, rows=rows)
         return self._teach(encoded) if teacher else encoded
 

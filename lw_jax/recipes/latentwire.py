@@ -5,7 +5,6 @@ import functools
 import operator
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from lw_jax.core import config, precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.progress import phase
-from lw_jax.core.types import EXACT, SHARED, Example, LossTerms, Tree
+from lw_jax.core.types import EXACT, SHARED, LossTerms, Tree
 from lw_jax.data import batches, examples, prompt_tokens, tokens
 from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import BertTokenizer, ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
@@ -35,10 +34,9 @@ from lw_jax.recipes import (
     wire_costs,
     wire_shapes,
 )
-from lw_jax.recipes.asked_words import AskedWords
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates
+from lw_jax.recipes.surprisal import Surprisal
 from lw_jax.recipes.teacher import Teacher
-from lw_jax.recipes.token_scores import Surprisal, TokenScores
 from lw_jax.recipes.wire_readers import WireReaders
 from lw_jax.training import checkpoint_record
 from lw_jax.training.optimizers import Rates
@@ -139,8 +137,6 @@ class LatentWire(WireReaders):
             trainable |= {"encoder": self._read_encoder()}
         elif self.cfg.encoder.pooling == "rare":
             trainable = jax.device_put(self._count_tokens(trainable), placed.trainable)
-        if isinstance(self.chooser, AskedWords) and not self.cfg.encoder.run:
-            trainable = jax.device_put(_with_head(trainable, asked=self.chooser.kernel), placed.trainable)
         if self.cfg.adapter.kind == "kv":
             trainable = jax.device_put(self._start_kv(trainable, readers), placed.trainable)
         elif self.cfg.adapter.start == "aligned":
@@ -162,7 +158,8 @@ class LatentWire(WireReaders):
             ids = np.concatenate(prompt_tokens.tokenize(self.layout.source, list(texts)))
         counts = np.bincount(ids, minlength=len(trainable["encoder"]["head"]["pool"]["rarity"])) + 1
         rarity = jnp.asarray(np.log(counts.sum() / counts), jnp.float32)
-        return _with_head(trainable, pool={"rarity": rarity})
+        encoder = trainable["encoder"]
+        return trainable | {"encoder": encoder | {"head": encoder["head"] | {"pool": {"rarity": rarity}}}}
 
     def _align_encoder(self, trainable: Tree, frozen: Tree) -> Tree:
         """Returns the tree with an aligned projection, unless a run gave the encoder."""
@@ -231,7 +228,6 @@ class LatentWire(WireReaders):
             slots=cfg.encoder.slots,
             width=cfg.encoder.width,
             data=cfg.data,
-            literals=cfg.message.literals,
             ratio=cfg.encoder.ratio,
         )
 
@@ -241,43 +237,18 @@ class LatentWire(WireReaders):
         if least > data.validation_limit > 0:
             data = dataclasses.replace(data, validation_limit=least)
         found = examples.load(data, split, seed=self.cfg.seed)
-        return batches.encode(self.add_literals(found), layout=self.layout, rows=rows)
-
-    def add_literals(self, found: Sequence[Example]) -> Sequence[Example]:
-        """Returns the examples with the literals that their messages carry; as they are where messages carry none."""
-        chooser = self.chooser
-        return found if chooser is None else chooser.attach(found, self.cfg.message.literals)
-
-    @functools.cached_property
-    def chooser(self) -> TokenScores | None:
-        """Returns what chooses the literals of messages; None where they carry none."""
-        if not asks(self.cfg):
-            return self.surprisal if self.cfg.message.literals else None
-        assert self.body_location is not None, "validation allows literals for a pretrained decoder only"
-        if self.cfg.encoder.run:
-            kernel = np.asarray(self._read_encoder()["head"]["asked"])
-            return AskedWords(self.cfg, self.body_location, self.placement, kernel)
-        found = AskedWords(self.cfg, self.body_location, self.placement)
-        found.fit(self.curriculum.examples("train"))
-        return found
-
-    def restore_chooser(self, trainable: Tree) -> None:
-        """Takes what chooses the literals from a trained wire, whose training data need not be here."""
-        if asks(self.cfg):
-            assert self.body_location is not None, "validation allows literals for a pretrained decoder only"
-            kernel = np.asarray(trainable["encoder"]["head"]["asked"])
-            self.chooser = AskedWords(self.cfg, self.body_location, self.placement, kernel)
+        return batches.encode(found, layout=self.layout, rows=rows)
 
     @functools.cached_property
     def surprisal(self) -> Surprisal:
         """Returns the encoder's pretrained body as a reader of texts; needs encoder.kind "lm"."""
-        assert self.body_location is not None, "validation allows literals for a pretrained decoder only"
+        assert self.body_location is not None, "only rows of kind lm ask for it"
         return Surprisal(self.cfg, self.body_location, self.placement)
 
     @functools.cached_property
     def curriculum(self) -> Curriculum:
         """Returns the batches of the run's stages."""
-        return Curriculum(self.cfg, self.layout, self.tokenizers, self.add_literals, self._teach)
+        return Curriculum(self.cfg, self.layout, self.tokenizers, self._teach)
 
     def data_schedule(self) -> DataSchedule:
         """Returns the batches of all stages in order."""
@@ -452,17 +423,6 @@ class LatentWire(WireReaders):
         return wire_costs.terms(self.cfg, self.wire, self.placement, widths, rows=rows)
 
 
-def asks(cfg: Config) -> bool:
-    """Returns whether messages carry words that are asked for."""
-    return bool(cfg.message.literals) and cfg.message.choice == "asked"
-
-
-def _with_head(trainable: Tree, **parts: Any) -> Tree:
-    """Returns the tree with parts of the encoder's head replaced."""
-    encoder = trainable["encoder"]
-    return trainable | {"encoder": encoder | {"head": encoder["head"] | parts}}
-
-
 def _embedding(trainable: Tree, frozen: Tree) -> jax.Array:
     """Returns the embedding table of an encoder's pretrained body, trained or frozen."""
     return (frozen[SHARED] if SHARED in frozen else trainable["encoder"]["body"])["embed"]
@@ -487,6 +447,5 @@ def _wire(
         pairs=lora.everywhere(cfg.encoder.rank) if cfg.encoder.rank else None,
         taps=cfg.encoder.states,
         causal=cfg.encoder.mask == "causal",
-        asked=asks(cfg),
     )
     return wire.Wire(spec, readers, frozen_models.mode(cfg, placement.learner, own))

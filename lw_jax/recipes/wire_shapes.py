@@ -8,7 +8,6 @@ import jax.numpy as jnp
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.types import Task, Tree
-from lw_jax.data import prompt_tokens
 from lw_jax.losses import objectives
 from lw_jax.recipes.curriculum import longest_passage
 
@@ -42,8 +41,7 @@ def example(cfg: Config, readers: Iterable[str], *, packed: int, messages: int) 
 def longest_prompts(cfg: Config) -> dict[str, int]:
     """Returns the most positions of a question's prompt and answer, by the keys that limit them; without an opening."""
     data = cfg.data
-    message = cfg.encoder.slots + prompt_tokens.LITERAL_TOKENS * cfg.message.literals + data.question_tokens
-    found = {"encoder.slots, message.literals and data.question_tokens": message}
+    found = {"encoder.slots, data.question_tokens": cfg.encoder.slots + data.question_tokens}
     if objectives.needs_teacher(cfg.loss, "answer"):
         found["data.context_tokens"] = data.context_tokens
     return {f"{keys} and data.answer_tokens": limit + data.answer_tokens for keys, limit in found.items()}
@@ -71,7 +69,7 @@ def _passage(cfg: Config) -> Tree:
     task = "continuation" if taught and any(s.continuation for _, s, _ in config.stages(cfg)) else "reconstruct"
     longest = longest_passage(cfg)
     return _reader(cfg, task, longest + 1, SHARED_PREFIX + longest, context="text") | {
-        "after": _field(min(cfg.message.literals, 1)),  # a token behind literals
+        "after": _field(0),
         "answer_inputs": jax.ShapeDtypeStruct((longest,), jnp.int32),
     }
 
@@ -79,8 +77,6 @@ def _passage(cfg: Config) -> Tree:
 def _reader(cfg: Config, task: str, answers: int, text: int, *, context: str) -> Tree:
     """Returns the fields that every task has; `text` tokens in field `context` where a teacher reads the text."""
     widths = {"before": SHARED_PREFIX}
-    if cfg.message.literals:
-        widths |= {"literals": prompt_tokens.LITERAL_TOKENS * cfg.message.literals}
     teacher = objectives.needs_teacher(cfg.loss, task)
     if teacher and not cfg.loss.teacher_k:
         widths |= {context: text}
@@ -103,13 +99,11 @@ def _cost(cfg: Config, reader: Tree) -> int:
     """
     if not cfg.compute.logits_chunk:
         return reader["targets"].size
-    width = {
-        key: reader[key]["ids"].size for key in ("after", "context", "literals", "packed", "text") if key in reader
-    }
+    width = {key: reader[key]["ids"].size for key in ("after", "context", "packed", "text") if key in reader}
     width["answer"] = reader["answer_inputs"].size if "answer_inputs" in reader else 0
     asked = width.get("after", 0) + width.get("packed", 0) + width["answer"]
     text = width.get("context", 0) or width.get("text", 0)
-    return width.get("literals", 0) + asked + (text + asked if text else 0)
+    return asked + (text + asked if text else 0)
 
 
 def _field(width: int) -> Tree:

@@ -29,7 +29,7 @@ SIZES = {
     "stages__answer__ratios": (11, 17),
     "train__steps": STEPS,
 }
-ROWS = ("message", "shuffled", "zero", "random", "truncated", "text")
+ROWS = ("latents", "shuffled", "zero", "random", "truncated", "text")
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +88,9 @@ def test_validation_takes_the_encoder_s_ratio_and_another_text_its_own_slots(rec
 class Recorder(WireFunctions):
     """Records every prompt's latents and channel."""
 
-    def prompt_from_latents(self, trainable, params, fields, latents, name, *, slots=True):
+    def prompt_from_latents(self, trainable, params, fields, latents, name):
         self.seen.append((np.asarray(fields["channel"]), np.asarray(latents)))
-        return super().prompt_from_latents(trainable, params, fields, latents, name, slots=slots)
+        return super().prompt_from_latents(trainable, params, fields, latents, name)
 
 
 @pytest.fixture(scope="module")

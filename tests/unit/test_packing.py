@@ -132,16 +132,12 @@ def test_a_row_holds_its_questions_one_behind_the_other_and_where_their_answers_
     assert len(filled) == 5 and not filled[3:].any() and filled[0].any()
 
 
-def test_what_is_drawn_is_drawn_once_a_text(make, root):
-    recipe = make(message__literals=2, encoder__source=str(tiny.readers(root)["llama"]), **LM)
-    schedule = DataSchedule((Phase(1, ((training(recipe), 1.0),), slots=(2, 5), dropout=0.4),))
+def test_what_is_drawn_is_drawn_once_a_text(make):
+    schedule = DataSchedule((Phase(1, ((training(make()), 1.0),), slots=(2, 5)),))
     whole = schedule.batch(3, global_batch=16, seed=0, share=slice(0, 16))
     for fields in whole["readers"].values():
-        channel, words = fields["channel"], fields["literals"]["mask"]
-        assert channel.shape == (16, 3) and len(words) == 16
-        silent, wordless = channel[:, 0] == 0, ~words.any(axis=1)
-        assert silent.any() and wordless.any() and not (silent & wordless).any()
-        np.testing.assert_array_equal(channel[~silent], whole["source"]["channel"][~silent])
+        assert fields["channel"].shape == (16, 3) and len(set(fields["channel"][:, 0])) == 2
+        np.testing.assert_array_equal(fields["channel"], whole["source"]["channel"])
     halves = [schedule.batch(3, global_batch=16, seed=0, share=share) for share in (slice(0, 5), slice(5, 16))]
     jax.tree.map(np.testing.assert_array_equal, jax.tree.map(lambda *parts: np.concatenate(parts), *halves), whole)
 
