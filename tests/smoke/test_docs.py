@@ -32,7 +32,7 @@ FOLDERS = ("lw_jax/", "sharding/", "configs/", "tests/", "docs/", "examples/", "
 README_LINES = 100
 
 
-EARLIER = re.compile(r"\bcommit\s+[0-9a-f]{7}\b")  # in a section: what it names is that commit's
+EARLIER = re.compile(r"\b[Cc]ommit\s+[0-9a-f]{7}\b")  # in a section: what it names is that commit's
 
 
 class Command(NamedTuple):
