@@ -103,9 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = message_io.read_text(args.context) if args.context else ""
     message = message_io.read_message(args.message) if args.message else b""
     wire = open_wire(args.workdir, assignments)
-    if not message:
-        in_latents = wire.recipe.cfg.prompt.question == "latents"
-        message = wire.write(text, question=args.question if in_latents else "")
+    message = message or wire.write(text)
     make = {"completions": make_completion, "chat": make_chat}[args.api]
     fields = make(wire, message, args.reader, args.question)
     body = json.dumps(fields | ({"model": args.model} if args.model else {})).encode()
@@ -156,8 +154,7 @@ def make_chat(wire: "TrainedWire", message: bytes, reader: str, question: str) -
         raise UserError(f"reader {reader!r}: its tokenizer has no chat template: vLLM refuses; use --api completions")
     parts, joint = split_prompt(prompt.user), find_joint(tokenizer)
     assert parts is not None, "the recipe has checked it"
-    asked = "" if prompt.question == "latents" else question.strip()
-    first, last = parts[0].removesuffix(joint), (parts[1] + asked + parts[2]).removeprefix(joint)
+    first, last = parts[0].removesuffix(joint), (parts[1] + question.strip() + parts[2]).removeprefix(joint)
     system = [{"role": "system", "content": prompt.system}] if prompt.system else []
     reply = [{"role": "assistant", "content": prompt.anchor}] if prompt.anchor else []
 

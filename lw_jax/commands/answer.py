@@ -46,7 +46,6 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: messa
     # Bad channels and messages are refused before any weight is loaded.
     _check_message(cfg, request)
     answering.check_questions(request.questions, name="--question")
-    _check_count(cfg, request)
     if request.write not in ("", "-"):
         check_writable(Path(request.write).absolute().parent, remedy="choose another file for --write")
     runtime.tell_device()
@@ -83,26 +82,13 @@ def _check_message(cfg: Config, request: message_io.Request) -> None:
         trained_wire.resolve_channel(cfg.encoder, bits=bits, slots=request.slots, width=request.width)
 
 
-def _check_count(cfg: Config, request: message_io.Request) -> None:
-    """Refuses a question beside a message that holds one, more or fewer for such a text, and none for a message."""
-    count, encoded = len(request.questions), "this wire encodes the question with the text (config.prompt.question)"
-    if cfg.prompt.question != "latents":
-        if request.message and not count:
-            raise UserError("answer needs --question TEXT")
-    elif request.message and count:
-        raise UserError(f"--question: {encoded}, the message holds its own; leave it out")
-    elif not request.message and count != 1:
-        raise UserError(f"{count} questions: {encoded}; give exactly one --question")
-
-
 def _encode(wire: "TrainedWire | CodedWire", request: message_io.Request) -> bytes:
     from lw_jax.inference.coded_wire import CodedWire
 
     if isinstance(wire, CodedWire):
         return wire.write(request.context, ratio=request.ratio)
-    question = request.questions[0] if wire.recipe.cfg.prompt.question == "latents" else ""
     bits = 8 if request.bits is None else request.bits
-    return wire.write(request.context, bits, request.slots, request.width, question=question)
+    return wire.write(request.context, bits, request.slots, request.width)
 
 
 def _describe(wire: "TrainedWire | CodedWire", message: bytes) -> str:
@@ -119,8 +105,8 @@ def _print_answers(wire: "TrainedWire | CodedWire", message: bytes, request: mes
     text = f" for {len(request.context.encode())} bytes of text" if request.context else ""
     print(f"message: {len(message)} bytes ({_describe(wire, message)}){text}")
     source = "latents:" if wire.recipe.cfg.encoder.kind != "cache" else "message:"
-    for question in request.questions or (("",) if request.message else ()):
-        print(f"question: {question or 'in the message'}")
+    for question in request.questions:
+        print(f"question: {question}")
         for name in wire.recipe.cfg.llms:
             with phase(f"{name} reads the message"):
                 answer = wire.read(message, reader=name, question=question)

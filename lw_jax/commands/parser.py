@@ -351,8 +351,8 @@ def _find_answer_fault(args: argparse.Namespace) -> str:
     for flag in ("write", "bits", "slots", "width"):
         if args.message and getattr(args, flag) is not None:
             return f"--{flag} sets how a text is written: it needs --context, not --message"
-    if not args.question and not args.write and not args.message:  # a message may hold its question
-        return "answer needs --question TEXT or --write FILE"
+    if not args.question and (args.message or not args.write):
+        return "answer needs --question TEXT" + ("" if args.message else " or --write FILE")
     if args.question and args.write == "-":
         return "--write - fills standard output with the message: leave out --question, or write to a file"
     return ""

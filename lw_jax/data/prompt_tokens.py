@@ -78,12 +78,6 @@ class Layout:
         """Returns i32[n]: the slots of the messages of sources with these ids."""
         return count_slots([len(ids) for ids in sources], ratio=self.ratio, most=self.slots)
 
-    def source_text(self, example: Example) -> str:
-        """Returns the encoder's text of an example; a question in the latents is first, so it is never cut."""
-        if self.prompt.question == "latents" and example.question:
-            return f"{example.question}\n{example.context}"
-        return example.context
-
 
 @dataclasses.dataclass(frozen=True)
 class Frame:
@@ -140,18 +134,14 @@ class ReaderPass:
         `slots` of each example's message: also the context tokens of the row "truncated".
         """
         asked = [self.frame.after(example.question) for example in examples]
-        in_latents = self.layout.prompt.question == "latents"
-        after_texts = [self.frame.after("")] * len(examples) if in_latents else asked
         data = self.layout.data
-        asked_limit = None if in_latents else data.question_tokens
         before = self._tokenize([self.frame.before], begin=True)[0]
-        after = self._tokenize(after_texts, limit=data.question_tokens)
-        fields = {"before": [before] * len(examples), "after": after}
-        self._limit(after, "question", "question_tokens")
+        question = self._tokenize(asked, limit=data.question_tokens)
+        fields = {"before": [before] * len(examples), "after": question}
+        self._limit(question, "question", "question_tokens")
         if answered:
-            fields["answer"] = self._read_answers(after_texts, after, examples, limit=data.question_tokens)
+            fields["answer"] = self._read_answers(asked, question, examples, limit=data.question_tokens)
             self._limit(fields["answer"], "answer", "answer_tokens")
-        question = self._tokenize(asked) if in_latents and rows & {"text", "truncated", "asked"} else after
         if "text" in rows:
             fields["text"] = self._read_text(examples, asked, fields.get("answer"))
             self.context_tokens["text"] = [
@@ -163,7 +153,7 @@ class ReaderPass:
             fields["asked"] = question
             self.context_tokens["asked"] = [0] * len(examples)
         if "none" in rows:
-            limit = None if asked_limit is None else len(before) + asked_limit
+            limit = len(before) + data.question_tokens
             fields["none"] = self._tokenize([self.frame.before + text for text in asked], begin=True, limit=limit)
             self.context_tokens["none"] = [0] * len(examples)
         if "truncated" in rows:

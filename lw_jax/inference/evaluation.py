@@ -14,7 +14,6 @@ from lw_jax.core.config import Eval
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
 from lw_jax.core.progress import phase
-from lw_jax.data import prompt_tokens
 from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.examples import spread
 from lw_jax.evals import (
@@ -67,7 +66,7 @@ def evaluate(wire: TrainedWire | CodedWire, *, quiet: bool = False) -> Evaluatio
     batch = _batch(wire.recipe, say)
     bench = _bench(wire, batch, say)
     measured = measure(wire, batch, bench, say=say)
-    latents = measured.latents[different_inputs(measured, layout)]
+    latents = measured.latents[different_inputs(measured)]
     curve = None
     if cfg.eval.curve != "none":
         named = {"sent": cfg.stages.answer, "encoder": wire.encoder_fingerprint, "seed": cfg.seed}
@@ -260,11 +259,11 @@ def describe(found: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def different_inputs(measured: control_rows.Measured, layout: prompt_tokens.Layout) -> list[int]:
+def different_inputs(measured: control_rows.Measured) -> list[int]:
     """Returns the first position of each encoded text: questions about one context may share its latents."""
     first: dict[str, int] = {}
     for position, index in enumerate(measured.indices):
-        first.setdefault(layout.source_text(measured.encoded.examples[index]), position)
+        first.setdefault(measured.encoded.examples[index].context, position)
     return list(first.values())
 
 

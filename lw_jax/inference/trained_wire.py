@@ -111,20 +111,13 @@ class TrainedWire(Answering):
         bits: int = 8,
         slots: int | None = None,
         width: int | None = None,
-        *,
-        question: str = "",
     ) -> bytes:
         """Returns the framed message of a text in `slots` latents, the first `width` values of each.
 
         `slots`: None: as many as the text needs at config.encoder.ratio, or all.
-        A wire trained with prompt.question="latents" encodes the question with the text and needs it here.
         """
-        in_latents = self.recipe.cfg.prompt.question == "latents"
-        if bool(question) != in_latents:
-            rule = "needs the question" if in_latents else "takes no question: give it to `read`"
-            raise UserError(f"write: question={question!r}: this wire's message {rule} (config.prompt.question)")
         channel = resolve_channel(self.recipe.cfg.encoder, bits=bits, slots=slots, width=width)
-        source = batches.encode_prompt(text, question or "?", layout=self.recipe.layout)["source"]
+        source = batches.encode_prompt(text, "?", layout=self.recipe.layout)["source"]
         if slots is None:
             channel = (int(source["channel"][0, 0]), *channel[1:])
         source |= {"channel": np.asarray([channel], np.int32)}
@@ -214,18 +207,11 @@ class TrainedWire(Answering):
     def _prompts(self, pairs: list[tuple[bytes, str]], reader: str) -> Iterator[tuple[wire.Prompt, int]]:
         """Yields a reader's prompts on its mesh and how many of their rows are real, config.eval.batch at a time."""
         self._check_reader(reader)
-        in_latents = self.recipe.cfg.prompt.question == "latents"
-        if not in_latents:
-            check_questions(question for _, question in pairs)
+        check_questions(question for _, question in pairs)
         opened = {message: self._open(message) for message in dict.fromkeys(message for message, _ in pairs)}
-        if in_latents and len(set(pairs)) > len(opened):
-            raise UserError(
-                "several questions for one message: this wire encodes the question with the text "
-                "(config.prompt.question='latents'); write a message for each question"
-            )
         mesh = self.functions.mesh_of(reader)
         for part, rows in self._parts(pairs):
-            asked = [Example(question, "?", question or "?", ()) for _, question in part]
+            asked = [Example(question, "?", question, ()) for _, question in part]
             batch = batches.encode_prompts(asked, layout=self.recipe.layout)
             frames, latents = zip(*(opened[message] for message, _ in part), strict=True)
             channel = np.asarray([(frame.slots, frame.width, frame.bits) for frame in frames], np.int32)

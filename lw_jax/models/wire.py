@@ -122,9 +122,7 @@ class Wire:
     def encode(
         self, trainable: Tree, source: Mapping[str, jax.Array], body: Tree | None = None
     ) -> Float[Array, "b m z"]:
-        """Encodes {"ids" [b s], "mask" [b s], "channel" [b 3] or [b n 3]} (right-padded) into fp32 latents.
-
-        A channel [b n 3] makes n messages of each text, one after the other, from one pass of the body.
+        """Encodes {"ids" [b s], "mask" [b s], "channel" [b 3]} (right-padded) into fp32 latents.
 
         They have unit RMS in each row's first slots and the first width of them, and are 0 elsewhere. A source longer
         than the body's window is encoded window by window and pooled as a whole. `body` is the frozen one of an encoder
@@ -140,17 +138,11 @@ class Wire:
         states = self._read(params, mix, ids.reshape(-1, window), mask.reshape(-1, window))
         states = states.reshape(*ids.shape, states.shape[2])
         head = params["head"]
-        whole = trainable["encoder"][
-            "head"
-        ]  # fp32, where bf16 would make tokens as rare or lose a state's small values
+        whole = trainable["encoder"]["head"]  # fp32: bf16 would make tokens as rare, or lose a state's small values
         if "rarity" in whole.get("pool", {}):
             head = head | {"pool": whole["pool"]}
         head = head | {name: whole[name] for name in ("shift", "scale") if name in whole}
-        bound, channel = self.encoder.head().bind(head), source["channel"]
-        if channel.ndim == 2:
-            return bound(states, mask, channel, ids)
-        each = jax.vmap(lambda one: bound(states, mask, one, ids), in_axes=1, out_axes=1)(channel)
-        return each.reshape(-1, *each.shape[2:])
+        return self.encoder.head().bind(head)(states, mask, source["channel"], ids)
 
     def _read(
         self, params: Tree, mix: Float[Array, " n"] | None, ids: Int[Array, "b s"], mask: Bool[Array, "b s"]

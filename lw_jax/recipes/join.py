@@ -31,11 +31,6 @@ def read_config(cfg: Config) -> Config:
                 f"config.encoder.{key} = {own!r}, but the encoder of encoder.run = {cfg.encoder.run!r} has {value!r}: "
                 "new readers need the encoder unchanged; use the same value"
             )
-    if cfg.prompt.question != other.prompt.question:
-        raise UserError(
-            f"config.prompt.question = {cfg.prompt.question!r}, but encoder.run = {cfg.encoder.run!r} has "
-            f"{other.prompt.question!r}: whether its encoder reads the question too; use the same value"
-        )
     return other
 
 

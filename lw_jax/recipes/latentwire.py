@@ -61,8 +61,7 @@ class LatentWire(WireReaders):
     def rates(self) -> Rates:
         """Returns the learning rate multiples; a pretrained body, or its pairs, have their own."""
         encoder = ((f"encoder/{part}/.*", each) for part, each in encoder_rates(self.cfg).items())
-        gain = self.cfg.adapter.gain
-        return (*encoder, *((("adapters/.*gain", gain),) if gain != 1.0 else ()), ("adapters/.*", 1.0))
+        return (*encoder, ("adapters/.*", 1.0))
 
     @functools.cached_property
     def body_location(self) -> Path | None:
@@ -153,7 +152,7 @@ class LatentWire(WireReaders):
 
     def _count_tokens(self, trainable: Tree) -> Tree:
         """Returns the tree with each token's rarity: -log of its share in the training texts, one more of each."""
-        texts = dict.fromkeys(map(self.layout.source_text, self.curriculum.examples("train")))
+        texts = dict.fromkeys(one.context for one in self.curriculum.examples("train"))
         with phase("counting the tokens of the training texts"):
             ids = np.concatenate(prompt_tokens.tokenize(self.layout.source, list(texts)))
         counts = np.bincount(ids, minlength=len(trainable["encoder"]["head"]["pool"]["rarity"])) + 1
@@ -186,8 +185,8 @@ class LatentWire(WireReaders):
     @property
     def _start_texts(self) -> list[str]:
         """Returns the training texts from which an aligned start is computed, each once: some of them are held out."""
-        found = list({one.context: one for one in self.curriculum.examples("train")}.values())
-        return [self.layout.source_text(found[index]) for index in examples.spread(len(found), kv_start.TEXTS)]
+        found = list(dict.fromkeys(one.context for one in self.curriculum.examples("train")))
+        return [found[index] for index in examples.spread(len(found), kv_start.TEXTS)]
 
     def _align(self, trainable: Tree, readers: Tree, sizes: Mapping[str, jax.Array]) -> Tree:
         """Returns the tree with aligned adapters and, unless a run gave the encoder, an aligned projection."""
@@ -326,7 +325,7 @@ class LatentWire(WireReaders):
         still = {part: jax.lax.stop_gradient(encoder_params[part]) for part in parts}
         latents = self.wire.encode({"encoder": encoder_params | still}, source, frozen)
         if self._channels:
-            channel = source["channel"].reshape(-1, 3)
+            channel = source["channel"]
             latents = codec.send(latents, channel[:, 1], channel[:, 2], choices=self._channels)
         return latents
 
@@ -353,15 +352,10 @@ class LatentWire(WireReaders):
         return trainable["adapters"][name]
 
     def branch(self, name: str, part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: jax.Array) -> LossTerms:
-        """Returns one reader's loss terms from the latents [b ...]; fields are [b ...].
-
-        Where a text is sent in n sizes, the latents have a row for each and the fields are [b n ...].
-        """
+        """Returns one reader's loss terms from the latents [b ...]; fields are [b ...]."""
         del rng
         task = fields["task"].name
         prefix = self.wire.prefix(part, name, shared, task)
-        if fields["targets"].ndim == 3:
-            fields = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), fields)
         prompt = wire.wire_prompt(frozen, fields, prefix)
         states = self.wire.answer_states(frozen, name, prompt, fields)
         teacher_states = None
@@ -392,7 +386,7 @@ class LatentWire(WireReaders):
         if spec.run:
             origin = f"of the run {spec.run}" + (f", {origin}" if spec.rank else "")
         shape = f"{spec.kind} {spec.pooling} {spec.slots}x{spec.width} layers {spec.layers}"
-        shape += "".join(f" {key} {value}" for key in ("local", "rank", "states") if (value := getattr(spec, key)))
+        shape += "".join(f" {key} {value}" for key in ("rank", "states") if (value := getattr(spec, key)))
         shape += f" mask {spec.mask}" if spec.mask != "none" else ""
         readers = {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()}
         templates = {name: llm.template for name, llm in self.cfg.llms.items()}
@@ -411,12 +405,11 @@ class LatentWire(WireReaders):
 
     def batch_widths(self) -> Tree:
         """Returns one training example as shapes at the configuration's limits, with an assumed shared prefix."""
-        messages = max(stage.messages for _, stage, _ in config.stages(self.cfg))
-        return wire_shapes.example(self.cfg, self.wire.readers, packed=self.cfg.data.packed_tokens, messages=messages)
+        return wire_shapes.example(self.cfg, self.wire.readers, packed=self.cfg.data.packed_tokens)
 
     def validation_widths(self) -> Tree:
         """Returns one held-out example as shapes: as one of training, with one question."""
-        return wire_shapes.example(self.cfg, self.wire.readers, packed=0, messages=1)
+        return wire_shapes.example(self.cfg, self.wire.readers, packed=0)
 
     def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
         """Returns the costs of one micro-batch: the encoder's under "", each reader's under its name."""

@@ -123,7 +123,6 @@ def _use(run: Run, wire: Wire, repository: str) -> str:
     call, what = ("prompt_embeds", "f32 [t, d]")
     if run.cfg.adapter.kind == "kv":
         call, what = "prefix_kv", "keys and values, and the embeddings behind them"
-    given = ", question=question" if run.cfg.prompt.question == "latents" else ""
     lines = [
         "## Use\n",
         "```sh",
@@ -135,7 +134,7 @@ def _use(run: Run, wire: Wire, repository: str) -> str:
         "",
         f'wire = lw_jax.load_wire("{place}"{_python_sources(local)})',
         'text, question = "Mara Ellis lives in Lisbon.", "Where does Mara Ellis live?"',
-        f"message = wire.write(text{given})  # bytes",
+        "message = wire.write(text)  # bytes",
         f'print(wire.read(message, reader="{reader}", question=question))',
         f'prompt = wire.{call}(message, reader="{reader}", question=question)  # {what}, for other programs',
         "```\n",
