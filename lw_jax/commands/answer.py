@@ -33,7 +33,6 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     cfg, questions = loaded.cfg, args.question or []
     _check_message(cfg, args, message)
     answering.check_questions(questions, name="--question")
-    _check_count(cfg, len(questions), received=bool(message))
     if args.write not in (None, "-"):
         check_writable(Path(args.write).absolute().parent, remedy="choose another file for --write")
     runtime.tell_device()
@@ -57,7 +56,7 @@ def _check_message(cfg: Config, args: argparse.Namespace, message: bytes) -> Non
     from lw_jax.models import cache_codec, codec
 
     cache = cfg.encoder.kind == "cache"
-    for name in ("bits", "slots", "width", "literals") if cache else ("ratio",):
+    for name in ("bits", "slots", "width") if cache else ("ratio",):
         if (value := getattr(args, name)) is not None:
             rule = "a message of this wire has no such size (config.encoder.kind)"
             raise UserError(f"--{name} {value}: {rule}; {'--ratio sets its positions' if cache else 'leave it out'}")
@@ -68,19 +67,6 @@ def _check_message(cfg: Config, args: argparse.Namespace, message: bytes) -> Non
     elif not message:
         bits = 8 if args.bits is None else args.bits
         trained_wire.resolve_channel(cfg.encoder, bits=bits, slots=args.slots, width=args.width)
-        trained_wire.resolve_literals(cfg, args.literals)
-
-
-def _check_count(cfg: Config, count: int, *, received: bool) -> None:
-    """Refuses a question beside a message that holds one, more or fewer for such a text, and none for a message."""
-    encoded = "this wire encodes the question with the text (config.prompt.question)"
-    if cfg.prompt.question != "latents":
-        if received and not count:
-            raise UserError("answer needs --question TEXT")
-    elif received and count:
-        raise UserError(f"--question: {encoded}, the message holds its own; leave it out")
-    elif not received and count != 1:
-        raise UserError(f"{count} questions: {encoded}; give exactly one --question")
 
 
 def _encode(wire: "TrainedWire | CodedWire", text: str, args: argparse.Namespace) -> bytes:
@@ -88,9 +74,7 @@ def _encode(wire: "TrainedWire | CodedWire", text: str, args: argparse.Namespace
 
     if isinstance(wire, CodedWire):
         return wire.write(text, ratio=args.ratio)
-    question = args.question[0] if wire.recipe.cfg.prompt.question == "latents" else ""
-    sizes = {"slots": args.slots, "width": args.width, "literals": args.literals}
-    return wire.write(text, question=question, bits=8 if args.bits is None else args.bits, **sizes)
+    return wire.write(text, 8 if args.bits is None else args.bits, args.slots, args.width)
 
 
 def _describe(wire: "TrainedWire | CodedWire", message: bytes) -> str:
@@ -100,16 +84,15 @@ def _describe(wire: "TrainedWire | CodedWire", message: bytes) -> str:
     if isinstance(wire, CodedWire):
         return wire.describe(message)
     frame = codec.read_frame(message)
-    held = f"{frame.slots} x {frame.width} values of {frame.bits} bits"
-    return f"{held}, literals: {', '.join(frame.literals)}" if frame.literals else held
+    return f"{frame.slots} x {frame.width} values of {frame.bits} bits"
 
 
 def _print_answers(wire: "TrainedWire | CodedWire", message: bytes, text: str, questions: list[str]) -> None:
     size = f" for {len(text.encode())} bytes of text" if text else ""
     print(f"message: {len(message)} bytes ({_describe(wire, message)}){size}")
     source = "latents:" if wire.recipe.cfg.encoder.kind != "cache" else "message:"
-    for question in questions or ([] if text else [""]):
-        print(f"question: {question or 'in the message'}")
+    for question in questions:
+        print(f"question: {question}")
         for name in wire.recipe.cfg.llms:
             with phase(f"{name} reads the message"):
                 answer = wire.read(message, reader=name, question=question)

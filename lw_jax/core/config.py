@@ -211,23 +211,16 @@ class Stage:
     lengths: tuple[int, ...] = (64,)  # tokens of a passage, one after the other in equal parts of the stage
     rate: float = 1.0  # multiple of optim.learning_rate
     encoder: float = 1.0  # the same, of the encoder alone
-    curriculum: tuple[int, ...] = ()  # source tokens a slot, one after the other as `lengths`
     slots: tuple[int, ...] = ()  # message sizes drawn; empty: the encoder's
     ratios: tuple[int, ...] = ()  # the same by the text's length, in source tokens a slot
     widths: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
-    all_sizes: bool = False  # of slots or ratios, for each example, instead of one that is drawn
 
     @property
     def tasks(self) -> dict[str, float]:
         """Returns the weight of each task that it has, in the order of core.types.TASKS."""
         weights = {"answer": self.answer, "reconstruct": self.reconstruct, "continuation": self.continuation}
         return {task: weight for task, weight in weights.items() if weight}
-
-    @property
-    def messages(self) -> int:
-        """Returns how many messages are made of a text at once."""
-        return len(self.slots or self.ratios) if self.all_sizes else 1
 
 
 def stages(cfg: Config) -> list[tuple[str, Stage, int]]:
@@ -240,10 +233,7 @@ def stages(cfg: Config) -> list[tuple[str, Stage, int]]:
     named = [
         # Adapters first learn the reader's embeddings; a moving encoder would be a moving target.
         ("align", Stage(reconstruct=1.0, lengths=(32,), rate=align.rate, encoder=0.0)),
-        (
-            "pretrain",
-            Stage(repeated, round(1.0 - repeated, 12), lengths=pretrain.lengths, curriculum=pretrain.ratios),
-        ),
+        ("pretrain", Stage(repeated, round(1.0 - repeated, 12), lengths=pretrain.lengths)),
         (
             "answer",
             Stage(
@@ -253,7 +243,6 @@ def stages(cfg: Config) -> list[tuple[str, Stage, int]]:
                 ratios=answer.ratios,
                 widths=answer.widths,
                 bits=answer.bits,
-                all_sizes=answer.sizes == "all",
             ),
         ),
     ]

@@ -23,7 +23,7 @@ from lw_jax.evals.message_latents import Sent
 from lw_jax.evals.swaps import Swaps
 from lw_jax.evals.wire_functions import WireFunctions
 
-WIRE = ("before", "literals", "after", "channel", "task")  # a reader's fields around its latents
+WIRE = ("before", "after", "channel", "task")  # a reader's fields around its latents
 PROBE, KEPT = "probe", "kept"  # of rows with a compacted text: see `ceiling.attach`
 ANSWER = ("answer_inputs", "targets", "weights")  # its scored fields
 
@@ -58,9 +58,8 @@ class Bench:
         if not ROWS[row].latents:
             return self.functions.prompt_from_text(params, fields[ROWS[row].fields[0]])
         assert latents is not None, row
-        wanted = [key for key in WIRE if key in fields and (key != "literals" or ROWS[row].literals)]
-        wire = {key: fields[key] for key in wanted}
-        return self.functions.prompt_from_latents(self.trainable, params, wire, latents, name, slots=ROWS[row].slots)
+        wire = {key: fields[key] for key in WIRE if key in fields}
+        return self.functions.prompt_from_latents(self.trainable, params, wire, latents, name)
 
     def score(self, fields: Mapping[str, Any], name: str, prompt: Any) -> dict[str, np.ndarray]:
         """Returns nll, hits, first, first5 and tokens [b] of the reference answers of this process's rows."""
@@ -204,12 +203,11 @@ def number_texts(encoded: Encoded) -> list[int]:
 def positions(encoded: Encoded, reader: str, row: str, index: int, *, slots: int) -> int:
     """Returns the reader positions that hold an example's context in a row: of a message, or of a text's tokens.
 
-    A message has its `slots`, the task's vector, and the literals' tokens.
+    A message has its `slots` and the task's vector.
     """
-    made, fields = ROWS[row], encoded.readers[reader]
+    made = ROWS[row]
     if made.latents:
-        words = len(fields["literals"].ids[index]) if made.literals and "literals" in fields else 0
-        return slots * made.slots + 1 + words
+        return slots + 1
     held = (KEPT,) if made.compacted else made.fields
     return sum(encoded.context_tokens[reader][field][index] for field in held) + made.taught
 

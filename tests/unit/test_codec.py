@@ -5,7 +5,6 @@ import struct
 import time
 import zlib
 
-import brotli
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,8 +134,8 @@ def test_sixteen_bits_keep_half_a_unit_in_the_last_place(latents):
 def test_message_has_the_bytes_that_are_told(latents, bits, payload):
     message = codec.pack(latents, bits=bits, encoder=ENCODER)
     assert len(message) == HEADER + payload == codec.framed_bytes(SLOTS, WIDTH, bits)
-    assert codec.read_frame(message) == (bits, SLOTS, WIDTH, ENCODER, ())
-    assert message[4] == 2, "as programs before literals read it"
+    assert codec.read_frame(message) == (bits, SLOTS, WIDTH, ENCODER)
+    assert message[4] == 1
 
 
 def test_four_values_of_six_bits_lie_in_three_bytes_most_significant_first():
@@ -273,11 +272,11 @@ def test_another_encoder_is_refused_with_both_names(latents):
         codec.unpack(message, encoder=OTHER)
 
 
-@pytest.mark.parametrize(("version", "remedy"), [(4, "with a newer program"), (1, "write its text anew")])
-def test_other_versions_are_refused_with_both_numbers(latents, version, remedy):
+@pytest.mark.parametrize("version", [0, 2])
+def test_other_versions_are_refused_with_both_numbers(latents, version):
     message = relabel(codec.pack(latents, bits=8, encoder=ENCODER), version=version)
     for start in (5, HEADER, len(message)):  # another version's frame may have another length
-        with pytest.raises(UserError, match=f"message of version {version}, this program reads [23]: .*{remedy}"):
+        with pytest.raises(UserError, match=f"message of version {version}, this program reads 1: "):
             codec.unpack(message[:start], encoder=ENCODER)
 
 
@@ -321,7 +320,7 @@ def test_other_bits_are_refused_both_ways(latents, bits):
         codec.unpack(message, encoder=ENCODER)
 
 
-def sealed(bits: int, slots: int, width: int, payload: bytes, version: int = 2) -> bytes:
+def sealed(bits: int, slots: int, width: int, payload: bytes, version: int = codec.VERSION) -> bytes:
     """A message with a right checksum."""
     head = (codec.MAGIC, version, bits, slots, width, bytes(8))
     return codec._FRAME.pack(*head, zlib.crc32(codec._FRAME.pack(*head, 0) + payload)) + payload
@@ -340,81 +339,3 @@ def test_values_that_no_writer_sends_are_refused_under_a_right_checksum(value):
 def test_rotation_and_array_are_bounded_before_they_are_made(slots, width):
     with pytest.raises(UserError, match=f"message of {slots} slots x {width} values"):
         codec.unpack(sealed(2, slots, width, bytes(9)), encoder="0" * 16)
-
-
-# --- literals ---
-
-PHRASES = ("1987", "Mara Ellis", "Łódź", "\u200bx")
-SENTENCE = ("the foundation of the university", "American president and government", "information about the world")
-
-
-def send(literals, *, bits: int = 4) -> codec.Frame:
-    return codec.read_frame(codec.pack(draw(SLOTS, WIDTH), bits=bits, encoder=ENCODER, literals=literals))
-
-
-@pytest.mark.parametrize("bits", codec.BITS)
-@pytest.mark.parametrize("literals", [PHRASES, SENTENCE, ("x",)])
-def test_literals_come_back_and_change_no_latent(latents, bits, literals):
-    message = codec.pack(latents, bits=bits, encoder=ENCODER, literals=literals)
-    assert codec.read_frame(message) == (bits, SLOTS, WIDTH, ENCODER, literals) and message[4] == 3
-    np.testing.assert_array_equal(codec.unpack(message, encoder=ENCODER), arrive(latents, bits))
-    text = len("\n".join(literals).encode())
-    assert (
-        codec.framed_bytes(SLOTS, WIDTH, bits) + 3 < len(message) <= codec.framed_bytes(SLOTS, WIDTH, bits) + 3 + text
-    )
-
-
-def test_literals_are_compressed_where_it_pays(latents):
-    whole = codec.framed_bytes(SLOTS, WIDTH, 8) + 3
-    plain, packed = (
-        len(codec.pack(latents, bits=8, encoder=ENCODER, literals=one)) - whole for one in (PHRASES, SENTENCE)
-    )
-    assert plain == len("\n".join(PHRASES).encode())
-    assert packed < 0.8 * len("\n".join(SENTENCE))
-
-
-@pytest.mark.parametrize("literals", [PHRASES, SENTENCE])
-def test_any_flipped_bit_or_cut_of_a_message_with_literals_is_noticed(literals):
-    message = codec.pack(draw(1, 2), bits=8, encoder=ENCODER, literals=literals)
-    for position in range(8 * len(message)):
-        broken = bytearray(message)
-        broken[position // 8] ^= 1 << position % 8
-        with pytest.raises(UserError):
-            codec.unpack(bytes(broken), encoder=ENCODER)
-    for length in range(len(message)):
-        with pytest.raises(UserError):
-            codec.unpack(message[:length], encoder=ENCODER)
-    with pytest.raises(UserError, match="1 more after it"):
-        codec.unpack(message + b"x", encoder=ENCODER)
-
-
-@pytest.mark.parametrize("literals", [("",), ("a", " "), ("a\nb",)])
-def test_literals_that_are_no_line_of_words_are_refused(latents, literals):
-    with pytest.raises(UserError, match="literals="):
-        codec.pack(latents, bits=8, encoder=ENCODER, literals=literals)
-
-
-def test_too_many_bytes_of_literals_are_refused(latents):
-    with pytest.raises(UserError, match="literals of 70,001 bytes: .* 65,535"):
-        codec.pack(latents, bits=8, encoder=ENCODER, literals=("x" * 70_001,))
-
-
-@pytest.mark.parametrize(
-    ("coding", "sent", "said"),
-    [
-        (2, b"x", "coding 2"),
-        (0, b"\xff", "no UTF-8"),
-        (0, b"a\n\nb", "no words"),
-        (0, b"", "no words"),
-        (1, b"\xff" * 9, "no brotli"),
-        (1, b"", "no end"),
-        (1, brotli.compress(b"a" * 10**8), "no end within"),
-    ],
-)
-def test_literals_that_no_writer_sends_are_refused_under_a_right_checksum(coding, sent, said):
-    values = np.ones((1, 1), np.float16).tobytes()
-    message = sealed(16, 1, 1, values + struct.pack("<BH", coding, len(sent)) + sent, version=3)
-    with pytest.raises(UserError, match=f"literals .*{said}.* write its text anew"):
-        codec.unpack(message, encoder="0" * 16)
-    with pytest.raises(UserError, match="and literals make"):
-        codec.unpack(sealed(16, 1, 1, values + struct.pack("<BH", coding, len(sent) + 1) + sent, version=3), encoder="")
