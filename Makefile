@@ -79,7 +79,7 @@ $(BIN)/python:
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name one: make PYTHON=/path/to/python" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(VENV)/.runtime: $(REQUIREMENTS) requirements-cpu.txt requirements.lock | $(BIN)/python
+$(VENV)/.runtime: $(REQUIREMENTS) requirements-cpu.txt requirements.lock $(wildcard dependencies*.txt) | $(BIN)/python
 	$(PIP) -r $(REQUIREMENTS)
 	@touch $@
 
@@ -87,6 +87,6 @@ $(VENV)/.plan: requirements-plan.txt $(VENV)/.runtime
 	$(PIP) -r requirements-plan.txt
 	@touch $@
 
-$(VENV)/.dev: requirements-dev.txt requirements-plan.txt requirements-cpu.txt requirements.lock | $(BIN)/python
+$(VENV)/.dev: requirements-dev.txt requirements-plan.txt requirements-cpu.txt requirements.lock dependencies.txt | $(BIN)/python
 	$(PIP) -r requirements-dev.txt
 	@touch $@

@@ -1,61 +1,8 @@
-"""The one command: `python run.py [COMMAND] --config FILE[:recipe] [--config.section.key=value ...]`."""
+"""The command in a checkout: `python run.py [COMMAND] --config FILE[:recipe] [--config.section.key=value ...]`."""
 
-import argparse
-import contextlib
-import errno
-import importlib
-import sys
+from lw_jax.commands.program import main, script
 
-from lw_jax.commands import parser
-from lw_jax.core import early_signals, environment, standard_streams, warning_lines
-from lw_jax.core.errors import UserError
-from sharding.errors import PlacementError
-
-# Of a path that the user can mend.
-UNUSABLE = (
-    *(errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOSPC, errno.EDQUOT, errno.ENAMETOOLONG),
-    *(errno.EISDIR, errno.ENOTDIR, errno.EEXIST),
-)
-
-
-def start(args: argparse.Namespace) -> int:
-    """Loads the configuration, prepares the environment for JAX and runs the command."""
-    from lw_jax.commands import loading
-
-    # Plans for other machines: `slurm` takes the cards of the configuration's name where no target is given.
-    target = args.verb == "slurm" or any(getattr(args, name, None) for name in ("target", "simulate", "estimate"))
-    plans = args.verb == "plan" or target
-    environment.reserve_memory()
-    loaded = [] if getattr(args, "keys", False) else loading.load(args, search=plans)
-    # Before anything imports JAX.
-    if plans:
-        environment.prepare_compiler(everywhere=target)
-    elif args.verb not in ("show", "report"):
-        environment.hide_idle_cuda()
-    return importlib.import_module(parser.COMMANDS[args.verb].module).run(args, *loaded) or 0
-
-
-def main(argv: list[str]) -> int:
-    """Runs one command; returns its exit code, 2 for errors that the user can mend, or INTERRUPTED."""
-    try:
-        args = parser.parse(argv)
-        with early_signals.at_once() if args.verb == "train" else contextlib.nullcontext():
-            return start(args)
-    except (UserError, PlacementError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except OSError as error:
-        if error.errno not in UNUSABLE:
-            raise
-        where = "--workdir names a run's folder, LW_JAX_CACHE that of what is fetched, made and compiled"
-        print(f"error: {error.filename or 'a file'}: {error.strerror}; {where}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        return early_signals.INTERRUPTED
-
+__all__ = ["main"]
 
 if __name__ == "__main__":
-    environment.leave_out_torch()
-    standard_streams.survive_closed_pipes()
-    warning_lines.install()
-    sys.exit(main(sys.argv[1:]))
+    script()

@@ -12,7 +12,8 @@ from lw_jax.core.errors import UserError
 from lw_jax.hub import wire_repository
 from lw_jax.training import run_folder, wire_folder
 
-PROJECT = Path(__file__).resolve().parents[2]
+_PACKAGE = Path(__file__).resolve().parents[1]
+PROJECT = _PACKAGE if (_PACKAGE / "configs").is_dir() else _PACKAGE.parent  # holds configs/: installed, or a checkout
 
 
 class Loaded(NamedTuple):

@@ -5,7 +5,9 @@ import difflib
 import functools
 import math
 import re
+import sys
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, NoReturn
 
 from lw_jax.core.command_line import take_assignments
@@ -13,7 +15,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.version import __version__
 
 DEFAULT = "train"
-PROGRAM = "python run.py"
+PROGRAM = "lw-jax" if Path(sys.argv[0]).name == "lw-jax" else "python run.py"
 USAGE = f"{PROGRAM} [COMMAND] --config FILE[:recipe] [--config.section.key=value ...] [--workdir DIR]"
 
 

@@ -87,7 +87,9 @@ def _plan_job(
     """Returns a task's plan, the record of its earlier run in `measured`, if that is given, and its job."""
     plan = planner.make(task.cfg, resolve_target(args.target or "", config=task.spec))
     record = past_runs.read(measured, task.cfg, plan) if measured else None
-    request = Request(config=task.spec, assignments=args.assignments, project=PROJECT, hours=args.hours)
+    script = PROJECT / "run.py"
+    program = (str(script),) if script.is_file() else ("-m", "lw_jax.commands.program")
+    request = Request(config=task.spec, assignments=args.assignments, program=program, hours=args.hours)
     values, folder = to_dict(task.cfg), task.workdir.absolute()
     return plan, record, make_job(plan, resolved=values, workdir=folder, request=request, site=site, record=record)
 

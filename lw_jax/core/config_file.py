@@ -3,7 +3,9 @@
 import importlib.util
 import inspect
 import re
+import sys
 import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -60,6 +62,10 @@ def load(spec: str, *, root: Path) -> ConfigDict:
     """
     path, recipe = split(spec)
     file = find(path, root=root)
+    if "configs" not in sys.modules:  # what files import as their base; an installation has it inside lw_jax
+        package = types.ModuleType("configs")
+        package.__path__ = [str(root / "configs")]
+        sys.modules["configs"] = package
     module_spec = importlib.util.spec_from_file_location(f"config_{file.stem}", file)
     loader = module_spec.loader if module_spec else None
     assert module_spec is not None and loader is not None  # a .py file always has a loader

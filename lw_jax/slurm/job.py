@@ -45,7 +45,7 @@ class Request:
 
     config: str  # FILE[:recipe]
     assignments: Mapping[str, str]  # path -> value of --config.path=value
-    project: Path  # folder of run.py
+    program: tuple[str, ...]  # what Python runs: the path of run.py, or -m and a module
     hours: float | None = None  # instead of the predicted ones
 
 
@@ -80,7 +80,7 @@ def make_job(
     # All planned keys: the configuration file, which the job reads again, may set any of them.
     assignments = {**request.assignments, **overrides(chosen)}
     flags = [f"--config.{path}={value}" for path, value in assignments.items()]
-    start = (python, str(request.project / "run.py"), "train", "--config", request.config)
+    start = (python, *request.program, "train", "--config", request.config)
     return Job(
         name=clean_name(workdir.name),
         command=(*start, *flags, "--workdir", str(workdir)),

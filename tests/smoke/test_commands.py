@@ -31,7 +31,8 @@ def start(*argv: str, cwd: Path, **kwargs) -> subprocess.CompletedProcess[str]:
 SEVERAL = """
 import contextlib, io, json, os, sys
 import run
-run.environment.leave_out_torch()
+from lw_jax.core import environment
+environment.leave_out_torch()
 wanted = json.loads(sys.argv.pop())
 sys.argv[0] = "run.py"
 found = []

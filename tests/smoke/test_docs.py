@@ -148,7 +148,7 @@ def check(command: str) -> None:
             assert f"$({name})" in rules or f"$(or $({name})" in rules, f"make reads no {name}"
             assert name != "CONFIG" or (PROJECT / value).is_file(), value
     elif words[0] == "pip":
-        assert (PROJECT / words[words.index("-r") + 1]).is_file(), command
+        assert "-r" not in words or (PROJECT / words[words.index("-r") + 1]).is_file(), command
     elif words[0] == "pytest":
         check_pytest(words[1:])
     elif words[1] == "run.py":

@@ -20,8 +20,9 @@ IMPORTED = """
 import importlib, json, sys
 import run
 from lw_jax.commands import loading, parser
-run.environment.leave_out_torch()
-run.environment.hide_idle_cuda()
+from lw_jax.core import environment
+environment.leave_out_torch()
+environment.hide_idle_cuda()
 sys.modules["IPython"] = None  # of the notebook's test; flax imports it wherever it is installed
 found = {}
 for verb in sys.argv[1:]:
@@ -65,8 +66,9 @@ def test_an_estimate_of_models_that_are_not_here_needs_no_transformers(tmp_path:
     """In a process of its own: what another module has imported would hide an import that is missing."""
     code = """
 import os, sys, run
+from lw_jax.core import environment
 os.environ |= {"JAX_NUM_CPU_DEVICES": "2", "HF_HOME": "hub"}
-run.environment.leave_out_torch()
+environment.leave_out_torch()
 code = run.main(["plan", "--estimate", "--config", "configs/large.py", "--target", "h100x2", "--json"])
 print(code, "transformers" in sys.modules)
 """

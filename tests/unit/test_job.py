@@ -49,7 +49,7 @@ def change(**values: Any) -> Job:
 
 def request(**values: Any) -> Request:
     return dataclasses.replace(
-        Request(config="configs/h100x4.py", assignments={"seed": "7"}, project=Path("/project")), **values
+        Request(config="configs/h100x4.py", assignments={"seed": "7"}, program=("/project/run.py",)), **values
     )
 
 

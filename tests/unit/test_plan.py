@@ -10,12 +10,12 @@ from lw_jax.commands import plan
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.hub import sources
-from lw_jax.planning import estimate, gpus, plan_cache, plan_tables, planner
+from lw_jax.planning import estimate, gpus, plan_tables, planner
 from lw_jax.slurm import cluster_profile, job
 from tests import tiny
 from tests.tiny import make_searched_config
 
-SLURM = job.Request(config="configs/large.py", assignments={}, project=plan_cache.ROOT)
+SLURM = job.Request(config="configs/large.py", assignments={}, program=("run.py",))
 NAMED = {  # by the issue that asks for --json
     *("strategy", "mesh", "micro_batch", "accumulation", "remat", "fits", "peak_bytes", "weights_bytes"),
     *("activation_bytes", "flops", "collective_bytes", "step_seconds", "samples_per_second"),

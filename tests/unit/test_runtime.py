@@ -131,7 +131,7 @@ def test_compile_cache_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
 
 EARLY = """
     import gc, os, signal, sys
-    import run
+    from lw_jax.commands import program
 
     def load(*_):
         assert "jax" not in sys.modules, "nothing heavy comes before the handler"
@@ -139,8 +139,8 @@ EARLY = """
         gc.collect()
         raise AssertionError("still here")
 
-    run.start = load
-    sys.exit(run.main(["train", "--config", "configs/smoke.py"]))
+    program.start = load
+    sys.exit(program.main(["train", "--config", "configs/smoke.py"]))
 """
 
 

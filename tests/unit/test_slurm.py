@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 import run
-from lw_jax.commands import loading, parser, slurm
+from lw_jax.commands import loading, parser, program, slurm
 from lw_jax.core import config, config_file, environment
 from lw_jax.core.errors import UserError
 from lw_jax.planning import planner
@@ -185,9 +185,9 @@ def test_a_submitted_job_gets_no_setting_of_the_planner(call, tmp_path: Path, mo
 
 def test_jobs_are_planned_for_other_machines_wherever_they_are_written(monkeypatch) -> None:
     asked = []
-    monkeypatch.setattr(run.environment, "prepare_compiler", lambda *, everywhere: asked.append(everywhere))
-    monkeypatch.setattr(run.environment, "reserve_memory", lambda: None)
-    monkeypatch.setattr(run.importlib, "import_module", lambda name: SimpleNamespace(run=lambda *_: 0))
+    monkeypatch.setattr(program.environment, "prepare_compiler", lambda *, everywhere: asked.append(everywhere))
+    monkeypatch.setattr(program.environment, "reserve_memory", lambda: None)
+    monkeypatch.setattr(program.importlib, "import_module", lambda name: SimpleNamespace(run=lambda *_: 0))
     for words in (["slurm"], ["plan"], ["plan", "--target", "h100x2"], ["plan", "--estimate"]):
         assert run.main([*words, "--config", "configs/h100x4.py"]) == 0
     assert asked == [True, False, True, True]
