@@ -7,15 +7,13 @@ import dataclasses
 import hashlib
 import itertools
 import json
-import math
 import re
 import string
-import types
 import typing
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
 
-from lw_jax.core.config_keys import Key, declared, suggest
+from lw_jax.core.config_keys import Key, check, declared, refuse, suggest
 from lw_jax.core.config_sections import (
     DPO,
     LLM,
@@ -141,9 +139,9 @@ def build(values: Values) -> Config:
     """Returns the frozen configuration of a ConfigDict or a plain dict.
 
     Raises:
-      UserError: a key is unknown or missing, or its value has another type than declared.
+      UserError: a key is unknown or missing, or its value has another type than declared or is out of range.
     """
-    return _build(Config, values, "config")
+    return _build(Config, values, "")
 
 
 def to_dict(cfg: Config) -> dict[str, Any]:
@@ -262,55 +260,30 @@ def _shown(flat: Mapping[str, Any], path: str) -> str:
 
 
 def _build(cls: type, values: Any, path: str) -> Any:
+    """Returns a section; `path` ends with a dot, or is empty."""
     if not hasattr(values, "items"):
-        raise UserError(f"{path} = {values!r}: must be a section of keys{_REMEDY}.")
-    hints = typing.get_type_hints(cls)
-    given = dict(values.items())
+        refuse(path.removesuffix("."), values, "must be a section of keys (python run.py show --keys lists them all).")
+    hints, given = typing.get_type_hints(cls), dict(values.items())
     for key in given:
         if key not in hints:
-            raise UserError(f"{path}.{key} is no known key{_REMEDY}.{suggest(key, hints)}")
+            rule = "is no known key (python run.py show --keys lists them all)."
+            raise UserError(f"config.{path}{key} {rule}{suggest(key, hints)}")
     if missing := [key for key in hints if key not in given]:
-        raise UserError(f"{path}.{missing[0]} is missing; start from base.get_config(), which gives every key a value.")
-    return cls(**{key: _convert(hint, given[key], f"{path}.{key}") for key, hint in hints.items()})
-
-
-def _convert(hint: Any, value: Any, path: str) -> Any:
-    if dataclasses.is_dataclass(hint):
-        return _build(typing.cast(type, hint), value, path)
-    if typing.get_origin(hint) is dict:
-        if not hasattr(value, "items"):
-            raise UserError(f"{path} = {_repr(value)}: must be named entries, as in configs/default.py.")
-        element = typing.get_args(hint)[1]
-        return {str(name): _build(element, entry, f"{path}.{name}") for name, entry in value.items()}
-    if isinstance(hint, types.GenericAlias):
-        element, _ = typing.get_args(hint)
-        if isinstance(value, list | tuple):
-            if any(type(item) is int and abs(item) >= _WHOLE for item in value):
-                raise UserError(f"{path} = {_repr(value)}: must be numbers below 2^63.")
-            value = tuple(float(item) if element is float and type(item) is int else item for item in value)
-            if all(type(item) is element for item in value):
-                return value
-        raise UserError(f"{path} = {_repr(value)}: must be a tuple of {_MANY[element]}.")
-    if type(value) is int and abs(value) >= _WHOLE:
-        raise UserError(f"{path} = {_repr(value)}: must be below 2^63.")
-    if hint is float and type(value) is int:
-        return float(value)
-    if type(value) is not hint or (hint is float and not math.isfinite(value)):
-        raise UserError(f"{path} = {_repr(value)}: must be {_KINDS[hint]}.")
-    return value
-
-
-def _repr(value: Any) -> str:
-    try:
-        return repr(value)
-    except ValueError:  # Python writes no number of more than 4,300 digits
-        return f"a {type(value).__name__} with a number too long to be shown"
-
-
-_REMEDY = " (python run.py show --keys lists them all)"
-_WHOLE = 2**63  # beyond what files and arrays hold
-_MANY = {int: "whole numbers", float: "numbers", str: "strings"}
-_KINDS = {int: "a whole number", float: "a finite number", str: "a string"}
+        rule = "is missing; start from base.get_config(), which gives every key a value."
+        raise UserError(f"config.{path}{missing[0]} {rule}")
+    found = {}
+    for field in dataclasses.fields(cls):
+        value, hint, here = given[field.name], hints[field.name], f"{path}{field.name}"
+        if dataclasses.is_dataclass(hint):
+            found[field.name] = _build(typing.cast(type, hint), value, f"{here}.")
+        elif typing.get_origin(hint) is dict:
+            if not hasattr(value, "items"):
+                refuse(here, value, "must be named entries, as in configs/default.py.")
+            kind = typing.get_args(hint)[1]
+            found[field.name] = {str(name): _build(kind, one, f"{here}.{name}.") for name, one in value.items()}
+        else:
+            found[field.name] = check(here, value, hint, declared(field))
+    return cls(**found)
 
 
 def with_remat(cfg: Config, remat: str) -> Config:

@@ -2,10 +2,12 @@
 
 import dataclasses
 import difflib
-import math
-import re
+import functools
+import typing
 from collections.abc import Iterable
-from typing import Any, Literal, NoReturn
+from typing import Annotated, Any, Literal, NoReturn
+
+import msgspec
 
 from lw_jax.core.errors import UserError
 
@@ -13,6 +15,7 @@ WHOLE = 2**31 - 1  # largest whole number
 REAL = 1e15  # largest other number, on either side of 0
 TEXT = 100_000  # characters of a text
 _KEY = "key"
+_SHOWN = 300  # characters of a refused value
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,33 +63,47 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 def refuse(path: str, value: Any, rule: str) -> NoReturn:
     """Raises UserError for a value."""
-    raise UserError(f"config.{path} = {value!r}: {rule}")
+    try:
+        shown = repr(value)
+    except ValueError:  # Python writes no number of more than 4,300 digits
+        shown = f"a {type(value).__name__} with a number too long to be shown"
+    raise UserError(f"config.{path} = {shown if len(shown) <= _SHOWN else shown[:_SHOWN] + '...'}: {rule}")
 
 
-def check(path: str, value: Any, rule: Key) -> None:
-    """Raises UserError where a value of the right type is not one that the key may hold."""
-    many = isinstance(value, tuple)
-    for one in value if many else (value,):
-        _check_bounds(path, one, rule)
-        if rule.choices and one not in rule.choices:
-            refuse(path, one, f"must be one of {', '.join(rule.choices)}.{suggest(str(one), rule.choices)}")
-    if many and rule.choices and (not value and not rule.optional or len(set(value)) < len(value)):
+def check(path: str, value: Any, hint: Any, rule: Key) -> Any:
+    """Returns a key's value as its declared type: a list as a tuple, a whole number as a float where that is declared.
+
+    Raises:
+      UserError: it has another type, is out of range, or is none of the choices.
+    """
+    try:
+        found = msgspec.convert(value, _bounded(hint, rule))
+    except (msgspec.ValidationError, OverflowError) as error:
+        reason = str(error).partition(" - at ")[0].replace("`", "")
+        named = f"; it must be {rule.range}" if rule.range else ""
+        refuse(path, value, f"{reason[:1].lower()}{reason[1:]}{named}.")
+    many = isinstance(found, tuple)
+    for one in found if many and rule.choices else (found,) if rule.choices else ():
+        if one not in rule.choices:
+            refuse(path, one, f"must be one of {', '.join(rule.choices)}.{suggest(one, rule.choices)}")
+    if many and rule.choices and (not found and not rule.optional or len(set(found)) < len(found)):
         fewest = "none" if rule.optional else "one"
-        refuse(path, value, f"must name {fewest} or more of {', '.join(rule.choices)}, each once.")
+        refuse(path, found, f"must name {fewest} or more of {', '.join(rule.choices)}, each once.")
+    return found
 
 
-def _check_bounds(path: str, value: Any, rule: Key) -> None:
-    if isinstance(value, str):
-        if len(value) > TEXT:
-            refuse(path, f"{value[:40]}...", f"has {len(value):,} characters, must have at most {TEXT:,}.")
-        if re.search("[\ud800-\udfff\x00]", value):
-            refuse(path, value, "must be text that UTF-8 can hold, without a zero byte.")
-        return
-    limit = WHOLE if isinstance(value, int) else REAL
-    if not math.isfinite(value) or abs(value) > limit:
-        shown = f"a number of {value.bit_length()} bits" if isinstance(value, int) and abs(value) > 10**40 else value
-        refuse(path, shown, f"must be finite and at most {limit:,}.")
-    low = rule.above is not None and value <= rule.above or rule.at_least is not None and value < rule.at_least
-    high = rule.below is not None and value >= rule.below or rule.at_most is not None and value > rule.at_most
-    if low or high:
-        refuse(path, value, f"must be {rule.range}.")
+@functools.cache
+def _bounded(hint: Any, rule: Key) -> Any:
+    """Returns a key's type with its bounds, as msgspec checks them."""
+    if typing.get_origin(hint) is tuple:
+        return tuple[_bounded(typing.get_args(hint)[0], rule), ...]
+    if hint is str:
+        return Annotated[str, msgspec.Meta(max_length=TEXT, pattern="^[^\\ud800-\\udfff\\x00]*$")]
+    limit = WHOLE if hint is int else REAL
+    bounds = {"gt": rule.above, "ge": rule.at_least, "lt": rule.below, "le": rule.at_most}
+    given: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
+    low, high = (
+        {} if {"gt", "ge"} & given.keys() else {"ge": -limit},
+        {} if {"lt", "le"} & given.keys() else {"le": limit},
+    )
+    return Annotated[hint, msgspec.Meta(**given, **low, **high)]

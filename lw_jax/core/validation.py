@@ -4,11 +4,12 @@ The type, range and choices of a single key are declared with it (`config_sectio
 value, the rule and, where the rule does not say it, the remedy.
 """
 
+import dataclasses
 import re
 from collections.abc import Mapping
 
-from lw_jax.core.config import REMATS, Config, split_prompt, values_of
-from lw_jax.core.config_keys import check, refuse, suggest
+from lw_jax.core.config import REMATS, Config, build, split_prompt
+from lw_jax.core.config_keys import refuse, suggest
 from lw_jax.core.config_sections import BITS, FIELDS, MEANING, PLACEMENTS
 from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import OF_CACHE, RATIOS
@@ -57,8 +58,7 @@ def validate(cfg: Config) -> None:
     Raises:
       UserError: names the key, its value, the rule and the remedy.
     """
-    for path, value, rule in values_of(cfg):
-        check(path, value, rule)
+    build(dataclasses.asdict(cfg))
     _check_sources(cfg)
     _check_columns(cfg)
     if cfg.recipe == "ttt":

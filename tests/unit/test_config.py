@@ -80,7 +80,7 @@ def test_number_that_no_file_holds_is_refused_with_its_path() -> None:
     for key, value in (("seed", huge), ("seed", 2**63), ("recipe", huge)):
         with pytest.raises(UserError, match=rf"^config\.{key} = "):
             config.build(values | {key: value})
-    with pytest.raises(UserError, match=r"^config\.stages\.answer\.slots = .*2\^63"):
+    with pytest.raises(UserError, match=r"^config\.stages\.answer\.slots = "):
         values["stages"]["answer"]["slots"] = (1, huge)
         config.build(values)
 
@@ -119,7 +119,7 @@ MECHANICAL = {
     "eval.rows": ("text",),
 }
 MEANT = {
-    "recipe": "reader",
+    "recipe": "ttt",
     "seed": 7,
     "llms.llama.source": "other",
     "llms.llama.weights": "bf16",

@@ -45,7 +45,7 @@ BAD = [
     ({"seed": -(2**31)}, "seed = -2147483648"),
     ({"optim.learning_rate": 1e300}, r"optim.learning_rate = 1e\+300"),
     ({"data.train": "a\ud800"}, r"data.train = 'a\\ud800'"),
-    ({"prompt.anchor": "x" * 10**6}, "prompt.anchor = 'x+...'.*100,000"),
+    ({"prompt.anchor": "x" * 10**6}, r"prompt.anchor = 'x+\.\.\.: .*100000"),
     ({"recipe": "latentwir"}, "recipe = 'latentwir'.*Did you mean 'latentwire'"),
     ({"llms.llama.weights": "fp8"}, "llms.llama.weights = 'fp8': .*fp32, bf16, int8, nf4, awq, w8a8"),
     ({"llms.qwen.weights": "fp16"}, "llms.qwen.weights = 'fp16'"),
@@ -77,7 +77,7 @@ BAD = [
     ({"prompt.user": "{context!r} {question}"}, "prompt.user"),
     ({"prompt.user": "{context} {question:>1000000000}"}, "prompt.user"),
     ({"prompt.user": "{context.__class__} {question}"}, "prompt.user"),
-    ({"data.cards": 10**30}, r"data.cards = 10+.*2\^63"),
+    ({"data.cards": 10**30}, "data.cards = 10+"),
     ({"prompt.user": "{context} {question"}, "prompt.user = .*expected '}'"),
     ({"prompt.system": "Be short."}, "prompt.system = 'Be short.'.*'chat'"),
     ({"data.overlong": "skip"}, "data.overlong = 'skip'"),
@@ -127,11 +127,9 @@ BAD = [
     ({"stages.pretrain.share": 1.0, "stages.pretrain.lengths": ()}, "stages.pretrain.lengths = "),
     ({"stages.align.share": 0.6, "stages.pretrain.share": 0.5}, "stages.pretrain.share = 0.5.*stages.align.share"),
     ({"stages.pretrain.share": 1.5}, "stages.pretrain.share = 1.5.*at most 1"),
-    ({"stages.pretrain.lengths": (8, 1)}, "stages.pretrain.lengths = 1.*at least 2"),
+    ({"stages.pretrain.lengths": (8, 1)}, r"stages.pretrain.lengths = \(8, 1\).*at least 2"),
     ({"stages.answer.bits": (3,)}, "stages.answer.bits = .*16, 8, 6, 4, 2"),
     ({"data.held_out": 0.1}, "data.held_out = 0.1"),
-    ({"train.alarm": "tell"}, "train.alarm = 'tell'.*'warn'"),
-    ({"eval.layers": "apart"}, "eval.layers = 'apart'.*'unstacked'"),
     ({"stages.answer.rate": 0.0}, "stages.answer.rate = 0.0"),
     ({"stages.answer.slots": (33,)}, "stages.answer.slots = .*from 1 to encoder.slots = 32"),
     ({"encoder.ratio": -1}, "encoder.ratio = -1"),
@@ -177,7 +175,7 @@ def test_every_declared_choice_and_default_agree() -> None:
         flat = config.flatten(config.defaults(recipe))
         for entry in config.entries():
             if "NAME" not in entry.path:
-                check(entry.path, flat[entry.path], entry.key)
+                check(entry.path, flat[entry.path], entry.hint, entry.key)
     (choices,) = (entry.key.choices for entry in config.entries() if entry.path == "recipe")
     assert set(choices) == set(recipes.RECIPES)
 
