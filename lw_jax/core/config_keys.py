@@ -100,10 +100,9 @@ def _bounded(hint: Any, rule: Key) -> Any:
     if hint is str:
         return Annotated[str, msgspec.Meta(max_length=TEXT, pattern="^[^\\ud800-\\udfff\\x00]*$")]
     limit = WHOLE if hint is int else REAL
-    bounds = {"gt": rule.above, "ge": rule.at_least, "lt": rule.below, "le": rule.at_most}
-    given: dict[str, Any] = {name: bound for name, bound in bounds.items() if bound is not None}
-    low, high = (
-        {} if {"gt", "ge"} & given.keys() else {"ge": -limit},
-        {} if {"lt", "le"} & given.keys() else {"le": limit},
-    )
-    return Annotated[hint, msgspec.Meta(**given, **low, **high)]
+    bounds: dict[str, Any] = {"gt": rule.above, "ge": rule.at_least, "lt": rule.below, "le": rule.at_most}
+    if rule.above is rule.at_least is None:
+        bounds["ge"] = -limit
+    if rule.below is rule.at_most is None:
+        bounds["le"] = limit
+    return Annotated[hint, msgspec.Meta(**bounds)]
