@@ -7,8 +7,6 @@ lost.
 
 import dataclasses
 import functools
-import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import optax
 
 from lw_jax.core import config, precision, processes
 from lw_jax.core import rng as rngs
+from lw_jax.core.files import content_hash
 from lw_jax.core.progress import phase
 from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, examples
@@ -193,7 +192,7 @@ def _order(count: int, steps: int, size: int, *, seed: int) -> np.ndarray:
 def _identify(recipe: LatentWire, training: _TrainingSet, name: str) -> str:
     """Returns the digest of all that decides a reader's vector."""
     cfg = recipe.cfg
-    told = {
+    content = {
         "format": FORMAT,
         "reader": _fingerprints(recipe)[f"llms/{name}"],
         "stored": cfg.llms[name].weights,
@@ -203,7 +202,7 @@ def _identify(recipe: LatentWire, training: _TrainingSet, name: str) -> str:
         "seed": cfg.seed,
         "examples": training.stream.digest(),
     }
-    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=12).hexdigest()
+    return content_hash(content, size=12)
 
 
 @functools.lru_cache(maxsize=1)

@@ -5,8 +5,6 @@ code that runs for Llama and Qwen.
 """
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from lw_jax.core import config, precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import locked
+from lw_jax.core.files import content_hash, locked
 from lw_jax.core.progress import phase
 from lw_jax.core.types import Example, LossTerms, Tree
 from lw_jax.data import batches, examples, prompt_tokens, question_cards
@@ -92,11 +90,9 @@ def style(cfg: Config) -> str:
 
 def folder(cfg: Config, source: str) -> Path:
     """Returns where this reader's folder belongs: one per sizes, prompt and cards."""
-    fixed = {"heads": HEADS, "kv_heads": KV_HEADS, "ffn": 2 * cfg.selfmade.width}  # named, so that old folders serve
-    sizes, prompt = dataclasses.asdict(cfg.selfmade) | fixed, dataclasses.asdict(cfg.prompt)
-    meaning = [FORMAT, family(source), sizes, prompt, cfg.data.facts, style(cfg)]
-    digest = hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return sources.cache_root() / "selfmade" / f"{family(source)}-{digest}"
+    sizes, prompt = dataclasses.asdict(cfg.selfmade), dataclasses.asdict(cfg.prompt)
+    name = content_hash([FORMAT, family(source), sizes, prompt, cfg.data.facts, style(cfg)], size=8)
+    return sources.cache_root() / "selfmade" / f"{family(source)}-{name}"
 
 
 def finished_folder(cfg: Config, source: str) -> Path:
