@@ -65,7 +65,6 @@ class Tokenizer:
         return (), ()
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text."""
         return self.backend.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -145,7 +144,6 @@ class Tokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identifies everything that decides ids and prompts."""
         rules = self.backend.backend_tokenizer.to_str(), self.backend.chat_template
         return content_hash([*rules, self.begin, self.eos, self.stops, self.pad])
 
@@ -160,7 +158,6 @@ class BertTokenizer:
     special: Marks  # ([CLS],), ([SEP],)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, marks included."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
@@ -174,7 +171,6 @@ class BertTokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identifies everything that decides ids."""
         return content_hash([self.backend.to_str(), self.special, self.pad])
 
 
@@ -205,11 +201,9 @@ class ByteTokenizer:
     special: Marks = ((), ())
 
     def encode(self, text: str) -> list[int]:
-        """Returns the bytes of a text."""
         return list(text.encode("utf-8"))
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Returns the bytes of each text."""
         return [self.encode(text) for text in texts]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
@@ -273,7 +267,6 @@ def _size(backend: Backend) -> int:
 
 
 def _marks(backend: Backend, location: Path | str) -> Marks:
-    """Returns the ids that a tokenizer itself puts before and after a text."""
     bare, full = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
     for begin in range(len(full) - len(bare) + 1):
         if bare and full[begin : begin + len(bare)] == bare:

@@ -63,7 +63,6 @@ def pick(
 
 
 def format_figures(found: dict[str, Any]) -> str:
-    """Returns the figures as a line for a terminal."""
     own = ", ".join(f"{name} {figures['f1']:.3f}" for name, figures in found["readers"].items())
     joint, oracle = found["joint"], found["oracle"]
     low, high = joint["f1_interval"]

@@ -87,7 +87,6 @@ def _sizes(measured: Measured, sent: config.AnswerStage) -> list[_Size]:
 
 
 def texts_of(measured: Measured, options: config.Eval) -> list[str]:
-    """Returns the contexts of the curve's examples."""
     return [measured.encoded.examples[index].context for index in _indices(measured, options)]
 
 
@@ -118,7 +117,6 @@ def measure_texts(texts: Iterable[str]) -> dict[str, float]:
 
 
 def write_csv(curve: Curve, path: Path) -> None:
-    """Writes one row a point."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()

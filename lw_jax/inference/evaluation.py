@@ -246,7 +246,6 @@ def write(found: Evaluation, workdir: Path, *, step: int, data: str) -> list[Pat
 
 
 def describe(found: Evaluation) -> str:
-    """Returns tables and figures for a terminal."""
     lines = [comparison.table(found.summary), ""]
     lines += [comparison.format_comparison(reader, figures) for reader, figures in found.readers.items()]
     if found.joint:
@@ -298,7 +297,6 @@ def _batch(recipe: LatentWire, say: _Say) -> out_of_memory.HalvingBatch:
 
 
 def _say(text: str) -> None:
-    """Prints lines, of several processes in the first one."""
     if jax.process_index() == 0:
         print(text, flush=True)
 

@@ -102,7 +102,6 @@ class _TrainingSet:
         return place.round_up(min(self.step_size, max(1, TOKENS // length // data * data)), data)
 
     def describe(self) -> str:
-        """Returns the examples of a step for people."""
         if not isinstance(self.stream, Packed):
             return f"{self.step_size} examples"
         return f"all questions of {self.step_size} text{'s' if self.step_size > 1 else ''}"
@@ -190,7 +189,6 @@ def _order(count: int, steps: int, size: int, *, seed: int) -> np.ndarray:
 
 
 def _identify(recipe: LatentWire, training: _TrainingSet, name: str) -> str:
-    """Returns the digest of all that decides a reader's vector."""
     cfg = recipe.cfg
     content = {
         "format": FORMAT,

@@ -84,7 +84,6 @@ class LatentWire(WireReaders):
     # --- weights
 
     def abstract(self) -> Weights:
-        """Returns both trees as shapes."""
         return self._abstract
 
     @functools.cached_property
@@ -154,7 +153,6 @@ class LatentWire(WireReaders):
         return {name: adapter.rms(readers[name]["embed"].astype(jnp.float32), axis=None) for name in self.wire.readers}
 
     def _read_encoder(self, trainable: Tree, frozen: Tree) -> Tree:
-        """Returns the tree with the encoder of the run that encoder.run names."""
         del frozen
         other = join.read_config(self.cfg)
         sizes = LatentWire(other, placement.together(self.placement.learner, list(other.llms)), outline=True)
@@ -221,7 +219,6 @@ class LatentWire(WireReaders):
 
     @functools.cached_property
     def layout(self) -> prompt_tokens.Layout:
-        """Returns the settings that determine an example's token ids."""
         cfg = self.cfg
         return prompt_tokens.Layout(
             prompt=cfg.prompt,
@@ -251,11 +248,9 @@ class LatentWire(WireReaders):
 
     @functools.cached_property
     def curriculum(self) -> Curriculum:
-        """Returns the batches of the run's stages."""
         return Curriculum(self.cfg, self.layout, self.tokenizers, self._teach)
 
     def data_schedule(self) -> DataSchedule:
-        """Returns the batches of all stages in order."""
         return self.curriculum.data_schedule()
 
     def validation(self) -> list[tuple[str, batches.Encoded]]:
@@ -336,7 +331,6 @@ class LatentWire(WireReaders):
 
     @functools.cached_property
     def _always_frozen(self) -> tuple[str, ...]:
-        """Returns the encoder's parts that are frozen in every stage."""
         return tuple(part for part, each in encoder_rates(self.cfg).items() if not any(each))
 
     @functools.cached_property
@@ -353,7 +347,6 @@ class LatentWire(WireReaders):
         return tuple(sorted(found | {(self.cfg.encoder.width, EXACT)}))  # validation does not quantise
 
     def part(self, name: str, trainable: Tree) -> Tree:
-        """Returns one reader's adapter."""
         return trainable["adapters"][name]
 
     def branch(self, name: str, part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: jax.Array) -> LossTerms:

@@ -96,7 +96,6 @@ def folder(cfg: Config, source: str) -> Path:
 
 
 def finished_folder(cfg: Config, source: str) -> Path:
-    """Returns the folder of a reader that has been made."""
     path = folder(cfg, source)
     if not _is_made(path):
         raise UserError(f"source {source!r}: no finished reader in {path}; `python run.py` with this config makes it")
@@ -104,7 +103,6 @@ def finished_folder(cfg: Config, source: str) -> Path:
 
 
 def decoder_config(cfg: Config, source: str) -> decoder.DecoderConfig:
-    """Returns the shapes of a self-made reader."""
     kind = FAMILIES[family(source)]
     sizes = cfg.selfmade
     return decoder.DecoderConfig(
@@ -207,7 +205,6 @@ class SelfmadeReader:
         )
 
     def abstract(self) -> Weights:
-        """Returns the reader as the trainable tree."""
         return Weights(decoder.abstract(self.config, jnp.float32), {})
 
     def shardings(self) -> Weights:
@@ -217,7 +214,6 @@ class SelfmadeReader:
         )
 
     def build(self, frozen: Tree | None = None) -> Weights:
-        """Draws the initial weights."""
         init = jax.jit(
             lambda key: decoder.init(key, self.config, jnp.float32, scale=0.05),
             out_shardings=self.shardings().trainable,
@@ -229,11 +225,9 @@ class SelfmadeReader:
         return {}
 
     def data_schedule(self) -> DataSchedule:
-        """Returns the cards of the training split."""
         return DataSchedule.of(self.data("train"))
 
     def validation(self) -> list[tuple[str, batches.Encoded]]:
-        """Returns cards that share no card with training."""
         return [("", self.data("validation"))]
 
     def data(self, split: examples.Split) -> batches.Encoded:

@@ -38,7 +38,6 @@ class Teacher:
 
     @functools.cached_property
     def stores(self) -> dict[str, Store]:
-        """Returns each reader's cache."""
         return {name: self._open(name) for name in self.wire.readers}
 
     def _open(self, name: str) -> Store:
@@ -70,7 +69,6 @@ class Teacher:
         )
 
     def begin(self, readers: Tree) -> None:
-        """Takes the loaded readers and computes the tokens of the waiting data sets."""
         self._readers = readers
         self._fill()
 
