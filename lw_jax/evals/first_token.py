@@ -14,7 +14,7 @@ from lw_jax.core.eval_rows import ROWS
 from lw_jax.data import batches
 from lw_jax.data.batches import Encoded, Field
 from lw_jax.evals.comparison import UPPER
-from lw_jax.evals.control_rows import WireSession, Measured
+from lw_jax.evals.control_rows import Measured, WireSession
 
 REPEATS = 5
 

@@ -13,7 +13,7 @@ from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.loader import eval_batches
 from lw_jax.evals import answers
 from lw_jax.evals.comparison import Record, Row
-from lw_jax.evals.control_rows import WireSession, Measured
+from lw_jax.evals.control_rows import Measured, WireSession
 from lw_jax.evals.statistics import Bootstrap
 
 

@@ -24,7 +24,7 @@ from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
 from lw_jax.evals import comparison, control_rows
 from lw_jax.evals.comparison import Record
-from lw_jax.evals.control_rows import WireSession, Measured
+from lw_jax.evals.control_rows import Measured, WireSession
 from lw_jax.evals.curve import COLUMNS, REFERENCE_ROWS, Curve
 from lw_jax.evals.selection import Scored
 from lw_jax.evals.statistics import Bootstrap

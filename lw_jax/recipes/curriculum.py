@@ -97,15 +97,13 @@ class Curriculum:
         return Packed(encoded, tokens) if task == "answer" and tokens else encoded
 
     def _stream(self, split: examples.Split, task: str, length: int) -> Encoded:
-        teacher = objectives.needs_teacher(self.cfg.loss, task)
-        packed = task == "answer" and split == "train" and self.cfg.data.packed_tokens
-        live = packed and not self.cfg.loss.teacher_k  # one pass reads the context and all questions behind it
-        rows = (("context" if live else "text"),) if teacher else ()
-        if task == "answer":
-            encoded = batches.encode(self.examples(split), layout=self.layout, rows=rows)
-        else:
-            found = self._passages(split, task, length)
-            encoded = passages.encode(found, layout=self.layout, task=task)
+        if task != "answer":
+            return passages.encode(self._passages(split, task, length), layout=self.layout, task=task)
+        teacher, rows = objectives.needs_teacher(self.cfg.loss, task), ()
+        if teacher:  # one pass reads the context and all packed questions behind it
+            packed = split == "train" and self.cfg.data.packed_tokens and not self.cfg.loss.teacher_k
+            rows = ("context",) if packed else ("text",)
+        encoded = batches.encode(self.examples(split), layout=self.layout, rows=rows)
         return self._teach(encoded) if teacher else encoded
 
     def _passages(self, split: examples.Split, task: str, length: int) -> list[Example]:

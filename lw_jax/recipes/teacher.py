@@ -38,15 +38,12 @@ class Teacher:
 
     @functools.cached_property
     def stores(self) -> dict[str, Store]:
-        return {name: self._open(name) for name in self.wire.readers}
-
-    def _open(self, name: str) -> Store:
-        shape = self.cfg.data.answer_tokens, self._count(name)
-        return Store(
-            sources.cache_root() / "teacher",
-            self._meaning | self._identities[name],
-            rows={"ids": (shape, np.int32), "logp": (shape, np.float16)},
-        )
+        found = {}
+        for name in self.wire.readers:
+            shape = self.cfg.data.answer_tokens, self._count(name)
+            rows = {"ids": (shape, np.int32), "logp": (shape, np.float16)}
+            found[name] = Store(sources.cache_root() / "teacher", self._meaning | self._identities[name], rows=rows)
+        return found
 
     def _count(self, name: str) -> int:
         return min(self.cfg.loss.teacher_k, self.wire.readers[name].config.vocab)
