@@ -85,7 +85,7 @@ def check(path: str, value: Any, hint: Any, rule: Key) -> Any:
     many = isinstance(found, tuple)
     for one in found if many and rule.choices else (found,) if rule.choices else ():
         if one not in rule.choices:
-            refuse(path, one, f"must be one of {', '.join(rule.choices)}.{suggest(one, rule.choices)}")
+            refuse(path, one, f"must be one of {', '.join(rule.choices)}.{suggest(str(one), rule.choices)}")
     if many and rule.choices and (not found and not rule.optional or len(set(found)) < len(found)):
         fewest = "none" if rule.optional else "one"
         refuse(path, found, f"must name {fewest} or more of {', '.join(rule.choices)}, each once.")

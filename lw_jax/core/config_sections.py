@@ -244,16 +244,40 @@ class Loss:
     )
 
 
+class Stage:
+    """One stage of a wire's run; what a kind of stage has no key for is a constant."""
+
+    rate = 1.0  # multiple of optim.learning_rate
+    encoder = 1.0  # the same, of the encoder alone
+    lengths = ()  # tokens of a passage, one after the other in equal parts of the stage
+    slots = ()  # message sizes drawn; empty: the encoder's
+    ratios = ()  # the same by the text's length, in source tokens a slot
+    widths = ()
+    bits = ()
+
+    @property
+    def tasks(self) -> dict[str, float]:
+        """The weight of each task that it has, in the order of core.types.TASKS."""
+        return {"answer": 1.0}
+
+
 @dataclasses.dataclass(frozen=True)
-class AlignStage:
+class AlignStage(Stage):
     """First stage: adapters alone learn to repeat passages of 32 tokens."""
 
+    lengths = (32,)
+    encoder = 0.0  # adapters first learn the reader's embeddings; a moving encoder would be a moving target
     share: float = key(0.0, "part of train.steps", unit="share", at_least=0, at_most=1, shapes="no")
     rate: float = key(10.0, "learning rate", unit="x optim.learning_rate", above=0, shapes="no")
 
+    @property
+    def tasks(self) -> dict[str, float]:
+        """Repeats alone."""
+        return {"reconstruct": 1.0}
+
 
 @dataclasses.dataclass(frozen=True)
-class PretrainStage:
+class PretrainStage(Stage):
     """Second stage: passages are repeated or continued."""
 
     share: float = key(0.0, "part of train.steps", unit="share", at_least=0, at_most=1, shapes="no")
@@ -267,9 +291,15 @@ class PretrainStage:
         at_least=2,
     )
 
+    @property
+    def tasks(self) -> dict[str, float]:
+        """Repeats and continues."""
+        weights = {"reconstruct": self.reconstruct, "continuation": round(1.0 - self.reconstruct, 12)}
+        return {task: weight for task, weight in weights.items() if weight}
+
 
 @dataclasses.dataclass(frozen=True)
-class AnswerStage:
+class AnswerStage(Stage):
     """Last stage, all steps that the others leave: questions are answered."""
 
     rate: float = key(1.0, "learning rate", unit="x optim.learning_rate", above=0, shapes="no")

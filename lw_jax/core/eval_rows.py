@@ -1,7 +1,7 @@
 """Rows of an evaluation, in one table: what a reader has in the place of the context.
 
 A new row is an entry here, and where its parts are new, the code that makes them: token fields in
-`data.prompt_tokens`, latents in `evals.message_latents`, the prompt in `evals.control_rows.Bench.prompt`.
+`data.prompt_tokens`, latents in `evals.message_latents`, the prompt in `evals.control_rows.WireSession.prompt`.
 """
 
 import dataclasses

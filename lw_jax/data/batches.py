@@ -85,7 +85,6 @@ class Encoded:
     context_tokens: Mapping[str, Mapping[str, Sequence[int]]] = dataclasses.field(default_factory=dict)
 
     def __len__(self) -> int:
-        """Returns the number of usable examples."""
         return len(self.examples)
 
     def collate(
@@ -128,7 +127,6 @@ class Encoded:
         return bare
 
     def digest(self) -> str:
-        """Identifies the tokens that every example becomes."""
         digest = hashlib.blake2b(self.task.encode(), digest_size=16)
         fields = {"source": self.source}
         for name, one in self.readers.items():

@@ -19,9 +19,7 @@ class Stream(Protocol):
     """A tokenised data set."""
 
     @property
-    def task(self) -> str:
-        """Name of the task of its batches."""
-        ...
+    def task(self) -> str: ...
 
     @property
     def slots(self) -> int:
@@ -29,33 +27,23 @@ class Stream(Protocol):
         ...
 
     @property
-    def width(self) -> int:
-        """Returns the width of a latent."""
-        ...
+    def width(self) -> int: ...
 
     def count_slots(self, indices: Sequence[int], ratio: np.ndarray | None = None) -> np.ndarray:
         """Returns i32[b]: the slots of each example's message at each's source tokens a slot; None: as validated."""
         ...
 
-    def __len__(self) -> int:
-        """Returns the number of examples."""
-        ...
+    def __len__(self) -> int: ...
 
     def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
         """Returns a batch of the examples at those positions; `channel` i32[b 3] holds each one's message shape."""
         ...
 
-    def digest(self) -> str:
-        """Identifies the content of all examples, in their order."""
-        ...
+    def digest(self) -> str: ...
 
-    def probe(self) -> Batch:
-        """Returns a batch of one example for its shapes and types."""
-        ...
+    def probe(self) -> Batch: ...
 
-    def describe(self) -> list[str]:
-        """Returns report lines."""
-        ...
+    def describe(self) -> list[str]: ...
 
 
 class Unsent:
@@ -64,7 +52,6 @@ class Unsent:
     slots = width = 0
 
     def count_slots(self, indices: Sequence[int], ratio: np.ndarray | None = None) -> np.ndarray:
-        """Returns zeros."""
         del ratio
         return np.zeros(len(indices), np.int32)
 
@@ -111,7 +98,6 @@ class DataSchedule:
 
     @staticmethod
     def of(encoded: Stream) -> "DataSchedule":
-        """Returns the schedule of one stream."""
         return DataSchedule((Phase(1, ((encoded, 1.0),)),))
 
     @functools.cached_property
@@ -121,16 +107,13 @@ class DataSchedule:
         return list(found.values())
 
     def describe(self) -> list[str]:
-        """Returns report lines."""
         lines = [line for encoded in self.streams for line in encoded.describe()]
         return [line if line.startswith(" ") else f"training data: {line}" for line in lines]
 
     def sizes(self) -> list[int]:
-        """Returns the number of examples of each stream."""
         return [len(encoded) for encoded in self.streams]
 
     def digest(self) -> str:
-        """Identifies the content of all streams."""
         return digest_of(self.streams)
 
     def shapes(self) -> list[Batch]:
@@ -175,7 +158,6 @@ class DataSchedule:
 
 
 def digest_of(streams: Sequence[Stream]) -> str:
-    """Identifies the content of several streams."""
     return hashlib.blake2b("\n".join(one.digest() for one in streams).encode(), digest_size=16).hexdigest()
 
 

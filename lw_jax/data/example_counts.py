@@ -27,7 +27,6 @@ class Ledger:
         self.cut: dict[str, set[int]] = {"source_cut": set(), "text_cut": set()}
 
     def drop(self, index: int, reason: str, detail: str) -> None:
-        """Records that an example is dropped."""
         self.dropped.setdefault(index, (reason, f"{self.ids[index]!r}: {detail}"))
 
     def refuse(self, index: int, detail: str) -> None:
@@ -35,7 +34,6 @@ class Ledger:
         self.overlong.setdefault(index, f"{self.ids[index]!r}: {detail}")
 
     def settled(self, index: int) -> bool:
-        """Returns True for an example that is already dropped or refused."""
         return index in self.dropped or index in self.overlong
 
     def settle(self, policy: str) -> list[int]:

@@ -25,13 +25,9 @@ class SourceTokenizer(Protocol):
     """Tokenizer of the encoder."""
 
     @property
-    def pad(self) -> int:
-        """Id of padding."""
-        ...
+    def pad(self) -> int: ...
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Returns each text's ids, with nothing added."""
-        ...
+    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
 
 
 class ReaderTokenizer(SourceTokenizer, Protocol):
@@ -43,13 +39,9 @@ class ReaderTokenizer(SourceTokenizer, Protocol):
         ...
 
     @property
-    def eos(self) -> int:
-        """Id that ends an answer."""
-        ...
+    def eos(self) -> int: ...
 
-    def render_chat(self, user: str, *, system: str = "") -> str:
-        """Returns the chat template's text up to the reply."""
-        ...
+    def render_chat(self, user: str, *, system: str = "") -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +81,6 @@ class Frame:
     gap: str  # between the prompt and the answer
 
     def after(self, question: str) -> str:
-        """Returns the text that follows the context."""
         return self.middle + question + self.tail
 
 

@@ -163,7 +163,6 @@ def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
 
 
 def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
-    """Returns a reader's comparison of its rows for a terminal."""
     parts = []
     if "fewer_positions" in figures:
         parts.append(f"fewer_positions {figures['fewer_positions']:.2f}x")

@@ -1,6 +1,6 @@
 """Control table: each reader's answers from text, from latents and from controls that expose a collapsed wire.
 
-Depends on a `Bench` (a wire's functions and weights) and on data, on no recipe and no checkpoint.
+Depends on a `WireSession` (a wire's functions and weights) and on data, on no recipe and no checkpoint.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ ANSWER = ("answer_inputs", "targets", "weights")  # its scored fields
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class WireSession:
     """A trained wire with its weights, detokenizers and device placement."""
 
     functions: WireFunctions
@@ -97,7 +97,7 @@ class Measured:
 
 
 def measure(
-    bench: Bench,
+    bench: WireSession,
     encoded: Encoded,
     *,
     options: config.Eval,
@@ -144,7 +144,7 @@ def follow(records: Iterable[Record], swaps: Swaps, encoded: Encoded) -> list[Re
 
 
 def _encode(
-    bench: Bench, encoded: Encoded, indices: Sequence[int], *, kinds: set[str], batch: int, seed: int
+    bench: WireSession, encoded: Encoded, indices: Sequence[int], *, kinds: set[str], batch: int, seed: int
 ) -> dict[str, Sent]:
     def encode(source: Tree) -> np.ndarray:
         return np.asarray(bench.fetch(bench.encode(bench.place(source, None)), None), np.float32)
@@ -153,7 +153,7 @@ def _encode(
 
 
 def _read(
-    bench: Bench,
+    bench: WireSession,
     encoded: Encoded,
     indices: Sequence[int],
     *,

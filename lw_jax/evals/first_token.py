@@ -14,7 +14,7 @@ from lw_jax.core.eval_rows import ROWS
 from lw_jax.data import batches
 from lw_jax.data.batches import Encoded, Field
 from lw_jax.evals.comparison import UPPER
-from lw_jax.evals.control_rows import Bench, Measured
+from lw_jax.evals.control_rows import Measured, WireSession
 
 REPEATS = 5
 
@@ -27,7 +27,7 @@ class Times:
     tokens: int
 
 
-def measure(bench: Bench, measured: Measured, *, rows: tuple[str, ...], copies: int) -> dict[str, Times]:
+def measure(bench: WireSession, measured: Measured, *, rows: tuple[str, ...], copies: int) -> dict[str, Times]:
     """Returns each reader's times for the question with the text of median length; empty without both rows.
 
     One question alone, repeated `copies` times where the data axis needs it; the fastest of REPEATS passes after one
@@ -70,7 +70,7 @@ def match(before: Field, text: Field) -> Opening:
 
 
 def _read(
-    bench: Bench, fields: Mapping, name: str, row: str, latents: jax.Array | None, opening: Opening | None
+    bench: WireSession, fields: Mapping, name: str, row: str, latents: jax.Array | None, opening: Opening | None
 ) -> None:
     prompt, params = bench.prompt(fields, name, row=row, latents=latents), bench.frozen[name]
     if opening is not None:

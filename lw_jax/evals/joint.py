@@ -13,12 +13,12 @@ from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.loader import eval_batches
 from lw_jax.evals import answers
 from lw_jax.evals.comparison import Record, Row
-from lw_jax.evals.control_rows import Bench, Measured
+from lw_jax.evals.control_rows import Measured, WireSession
 from lw_jax.evals.statistics import Bootstrap
 
 
 def pick(
-    bench: Bench, measured: Measured, layout: prompt_tokens.Layout, *, options: config.Eval, seed: int
+    bench: WireSession, measured: Measured, layout: prompt_tokens.Layout, *, options: config.Eval, seed: int
 ) -> dict[str, Any] | None:
     """Returns the scores of the joint answers from messages; None for one reader or without their row.
 
@@ -63,7 +63,6 @@ def pick(
 
 
 def format_figures(found: dict[str, Any]) -> str:
-    """Returns the figures as a line for a terminal."""
     own = ", ".join(f"{name} {figures['f1']:.3f}" for name, figures in found["readers"].items())
     joint, oracle = found["joint"], found["oracle"]
     low, high = joint["f1_interval"]
@@ -80,7 +79,7 @@ class _Candidate:
 
 
 def _costs(
-    bench: Bench,
+    bench: WireSession,
     measured: Measured,
     layout: prompt_tokens.Layout,
     answered: Sequence[Sequence[Record]],

@@ -24,7 +24,7 @@ from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
 from lw_jax.evals import comparison, control_rows
 from lw_jax.evals.comparison import Record
-from lw_jax.evals.control_rows import Bench, Measured
+from lw_jax.evals.control_rows import Measured, WireSession
 from lw_jax.evals.curve import COLUMNS, REFERENCE_ROWS, Curve
 from lw_jax.evals.selection import Scored
 from lw_jax.evals.statistics import Bootstrap
@@ -34,7 +34,7 @@ ROW = "latents"
 
 
 def sweep(
-    bench: Bench, measured: Measured, *, options: config.Eval, sent: config.AnswerStage, encoder: str, seed: int
+    bench: WireSession, measured: Measured, *, options: config.Eval, sent: config.AnswerStage, encoder: str, seed: int
 ) -> Curve:
     """Returns the curve over `sent.slots` or `sent.ratios` x `sent.widths` x BITS.
 
@@ -87,7 +87,6 @@ def _sizes(measured: Measured, sent: config.AnswerStage) -> list[_Size]:
 
 
 def texts_of(measured: Measured, options: config.Eval) -> list[str]:
-    """Returns the contexts of the curve's examples."""
     return [measured.encoded.examples[index].context for index in _indices(measured, options)]
 
 
@@ -118,7 +117,6 @@ def measure_texts(texts: Iterable[str]) -> dict[str, float]:
 
 
 def write_csv(curve: Curve, path: Path) -> None:
-    """Writes one row a point."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -149,7 +147,7 @@ def _by_size(points: Sequence[dict[str, Any]]) -> dict[tuple, list[dict[str, Any
 
 
 def _send(
-    bench: Bench,
+    bench: WireSession,
     encoded: Encoded,
     indices: Sequence[int],
     size: _Size,

@@ -54,7 +54,6 @@ def sentence(reader: str, figures: Mapping[str, Any], rows: Mapping[str, Mapping
 
 
 def _describe_share(figures: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns how the message serves beside the text."""
     text, message = rows[figures["upper"]], rows["latents"]
     begin, of = "", "the text"
     if "fewer_positions" in figures:
@@ -73,7 +72,6 @@ def _describe_share(figures: Mapping[str, Any], rows: Mapping[str, Mapping[str, 
 
 
 def _describe_control(figures: Mapping[str, Any], f1: Mapping[str, float]) -> str:
-    """Returns what another text's latents do to the answers."""
     what = "with another text's message"
     if _may_be_zero(figures, "gap_f1"):
         return f"{what} answers are less likely, as they must be, but whether fewer are right is not settled"
@@ -100,5 +98,4 @@ def _may_be_zero(figures: Mapping[str, Any], key: str) -> bool:
 
 
 def format_interval(interval: Sequence[float] | None) -> str:
-    """Returns an interval for a terminal."""
     return f"{interval[0]:.3f}..{interval[1]:.3f}" if interval else "unknown"

@@ -91,7 +91,6 @@ class WireFunctions:
         return jax.jit(build, static_argnums=(2, 3, 4))
 
     def _constrain(self, prefix: KVPrefix, name: str) -> KVPrefix:
-        """Returns keys and values as the reader's placement divides them."""
         constrain = self.wire.readers[name].constrain
         return prefix._replace(k=constrain(prefix.k), v=constrain(prefix.v))
 
@@ -224,7 +223,6 @@ class WireFunctions:
         return self.wire.readers[name].unstacked and self.placement.platform == "cpu" and jax.process_count() == 1
 
     def _unstacked(self, layers: Tree, name: str) -> tuple[Tree, ...]:
-        """Returns a reader's layers as separate arrays, kept for its next batch."""
         return _keep(self._separate, name, layers, lambda: jax.jit(decode.unstack_layers)(layers))
 
     @functools.cached_property

@@ -120,7 +120,7 @@ def _evaluate_coded(wire: CodedWire, say: _Say) -> Evaluation:
 
 def _add_times(
     wire: TrainedWire,
-    bench: control_rows.Bench,
+    bench: control_rows.WireSession,
     measured: control_rows.Measured,
     summary: dict[str, dict[str, comparison.Row]],
     readers: dict[str, comparison.Row],
@@ -141,7 +141,7 @@ def _add_times(
 def measure(
     wire: TrainedWire,
     batch: out_of_memory.HalvingBatch | None = None,
-    bench: control_rows.Bench | None = None,
+    bench: control_rows.WireSession | None = None,
     *,
     say: _Say | None = None,
 ) -> control_rows.Measured:
@@ -246,7 +246,6 @@ def write(found: Evaluation, workdir: Path, *, step: int, data: str) -> list[Pat
 
 
 def describe(found: Evaluation) -> str:
-    """Returns tables and figures for a terminal."""
     lines = [comparison.table(found.summary), ""]
     lines += [comparison.format_comparison(reader, figures) for reader, figures in found.readers.items()]
     if found.joint:
@@ -267,14 +266,14 @@ def different_inputs(measured: control_rows.Measured) -> list[int]:
     return list(first.values())
 
 
-def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch, say: _Say) -> control_rows.Bench:
+def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch, say: _Say) -> control_rows.WireSession:
     functions, options = wire.functions, wire.recipe.cfg.eval
     taught = {}
     if any(eval_rows.ROWS[row].taught for row in options.rows):
         taught = _fitting(
             batch, options, lambda own: taught_text.teach(wire.recipe, wire.frozen, batch=own.batch, say=say)
         )
-    return control_rows.Bench(
+    return control_rows.WireSession(
         functions,
         wire.trainable,
         wire.frozen,
@@ -298,7 +297,6 @@ def _batch(recipe: LatentWire, say: _Say) -> out_of_memory.HalvingBatch:
 
 
 def _say(text: str) -> None:
-    """Prints lines, of several processes in the first one."""
     if jax.process_index() == 0:
         print(text, flush=True)
 

@@ -31,7 +31,6 @@ def read_message(path: str) -> bytes:
 
 
 def write_message(message: bytes, path: str) -> None:
-    """Writes a message to a file, or to standard output for '-'."""
     if path == "-":
         sys.stdout.buffer.write(message)
         sys.stdout.buffer.flush()

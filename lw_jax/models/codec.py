@@ -222,7 +222,6 @@ def _hadamard(width: int) -> np.ndarray:
 
 
 def _check_length(message: bytes, expected: int, parts: str) -> None:
-    """Refuses a message that is shorter or longer than it says."""
     if expected == _FRAME.size or len(message) < expected:
         raise UserError(f"message cut short: {len(message)} bytes, {parts} make {expected}; send it again")
     if len(message) > expected:

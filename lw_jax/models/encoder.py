@@ -191,7 +191,6 @@ class Head(nnx.Module):
 
 
 def make_bytes(width: int, layers: int) -> Pure[ByteBody]:
-    """Describes the byte body."""
     return Pure(lambda rngs: ByteBody(width, layers or BYTE_LAYERS, rngs=rngs))
 
 

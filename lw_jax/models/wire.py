@@ -44,7 +44,6 @@ class EncoderSpec:
         return encoder.up_to(self.body, encoder.tapped_layers(self.taps, self.body.layers))
 
     def head(self) -> Pure[encoder.Head]:
-        """Describes the part after the body."""
         body_width, states = (self.body.width, self.body.layers + 1) if self.body else (self.width, 0)
         vocab = self.body.vocab if self.body else encoder.BYTE_VOCABULARY
         sizes = {"slots": self.slots, "states": states, "vocab": vocab, "taps": self.taps}
@@ -64,7 +63,6 @@ class Reader:
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x  # applied to a prefix' keys and values [l b m k e]
 
     def adapter(self, width: int) -> Pure[adapter.Adapter] | Pure[KVAdapter]:
-        """Describes the adapter from latents of this width."""
         return (
             adapter.make(width, self.adapter_hidden, self.config.width)
             if self.kind == "embeddings"

@@ -20,8 +20,7 @@ GAP = 0.05  # nats an answer token: a smaller NLL gap of another text's latents 
 
 def longest_passage(cfg: Config) -> int:
     """Returns the longest passage of any stage in tokens; 0 without passages."""
-    staged = (stage for _, stage, _ in config.stages(cfg) if stage.reconstruct + stage.continuation)
-    return max((length for stage in staged for length in stage.lengths), default=0)
+    return max((length for _, stage, _ in config.stages(cfg) for length in stage.lengths), default=0)
 
 
 def encoder_rates(cfg: Config) -> dict[str, tuple[float, ...]]:
@@ -56,7 +55,7 @@ class Curriculum:
         phases, rates = [], {part: each for part, each in encoder_rates(self.cfg).items() if any(each)}
         for number, (_, stage, steps) in enumerate(self.stages):
             frozen = tuple(part for part, each in rates.items() if not each[number])
-            lengths = stage.lengths if stage.reconstruct + stage.continuation else (0,)
+            lengths = stage.lengths or (0,)
             ends = [round(steps * part / len(lengths)) for part in range(len(lengths) + 1)]
             for length, (begin, end) in zip(lengths, itertools.pairwise(ends), strict=True):
                 if end == begin:
@@ -98,15 +97,13 @@ class Curriculum:
         return Packed(encoded, tokens) if task == "answer" and tokens else encoded
 
     def _stream(self, split: examples.Split, task: str, length: int) -> Encoded:
-        teacher = objectives.needs_teacher(self.cfg.loss, task)
-        packed = task == "answer" and split == "train" and self.cfg.data.packed_tokens
-        live = packed and not self.cfg.loss.teacher_k  # one pass reads the context and all questions behind it
-        rows = (("context" if live else "text"),) if teacher else ()
-        if task == "answer":
-            encoded = batches.encode(self.examples(split), layout=self.layout, rows=rows)
-        else:
-            found = self._passages(split, task, length)
-            encoded = passages.encode(found, layout=self.layout, task=task)
+        if task != "answer":
+            return passages.encode(self._passages(split, task, length), layout=self.layout, task=task)
+        teacher, rows = objectives.needs_teacher(self.cfg.loss, task), ()
+        if teacher:  # one pass reads the context and all packed questions behind it
+            packed = split == "train" and self.cfg.data.packed_tokens and not self.cfg.loss.teacher_k
+            rows = ("context",) if packed else ("text",)
+        encoded = batches.encode(self.examples(split), layout=self.layout, rows=rows)
         return self._teach(encoded) if teacher else encoded
 
     def _passages(self, split: examples.Split, task: str, length: int) -> list[Example]:

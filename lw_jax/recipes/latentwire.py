@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import jax
@@ -83,7 +83,6 @@ class LatentWire(WireReaders):
     # --- weights
 
     def abstract(self) -> Weights:
-        """Returns both trees as shapes."""
         return self._abstract
 
     @functools.cached_property
@@ -122,7 +121,6 @@ class LatentWire(WireReaders):
         body = None
         if self.body_location and self.wire.encoder.body and self.wire.encoder.pairs is None:
             body = encoder_bodies.BODIES[self.cfg.encoder.kind].load(self.body_location, self.wire.encoder.body.layers)
-        sizes = {name: adapter.rms(readers[name]["embed"].astype(jnp.float32), axis=None) for name in self.wire.readers}
         key = rngs.stream(self.cfg.seed, "trainable")
         init = jax.jit(
             lambda key, body, sizes: self.wire.init(
@@ -130,27 +128,40 @@ class LatentWire(WireReaders):
             ),
             out_shardings=placed.trainable,
         )
-        trainable = init(key, body, place.replicate(sizes, self.placement.learner))
-        if self.cfg.encoder.run:
-            trainable |= {"encoder": self._read_encoder()}
-        elif self.cfg.encoder.pooling == "rare":
-            trainable = jax.device_put(self._count_tokens(trainable), placed.trainable)
-        if self.cfg.adapter.kind == "kv":
-            trainable = jax.device_put(self._start_kv(trainable, readers), placed.trainable)
-        elif self.cfg.adapter.start == "aligned":
-            trainable = jax.device_put(self._align(trainable, readers, sizes), placed.trainable)
+        trainable = init(key, body, place.replicate(self._embedding_sizes(readers), self.placement.learner))
+        for start in self._starts():
+            trainable = jax.device_put(start(trainable, readers), placed.trainable)
         return Weights(trainable, readers)
 
-    def _read_encoder(self) -> Tree:
-        """Returns the encoder of the run that encoder.run names."""
+    def _starts(self) -> Iterator[Callable[[Tree, Tree], Tree]]:
+        """Yields, in order, what replaces drawn parameters: (trainable, frozen) -> trainable."""
+        spec, kv, aligned = self.cfg.encoder, self.cfg.adapter.kind == "kv", self.cfg.adapter.start == "aligned"
+        if spec.run:
+            yield self._read_encoder
+        elif spec.pooling == "rare":
+            yield self._count_tokens
+        if aligned and not spec.run:
+            yield self._align_states if spec.states else self._align_encoder
+        if kv:
+            yield functools.partial(self._start_kv, aligned=aligned)
+        elif aligned:
+            yield self._align_adapters
+
+    def _embedding_sizes(self, readers: Tree) -> dict[str, jax.Array]:
+        """Returns the RMS [1 1] of each reader's embeddings."""
+        return {name: adapter.rms(readers[name]["embed"].astype(jnp.float32), axis=None) for name in self.wire.readers}
+
+    def _read_encoder(self, trainable: Tree, frozen: Tree) -> Tree:
+        del frozen
         other = join.read_config(self.cfg)
         sizes = LatentWire(other, placement.together(self.placement.learner, list(other.llms)), outline=True)
         replicated = jax.tree.leaves(self.shardings().trainable)[0]
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract().trainable)
-        return join.read_trainable(self.cfg, shapes)["encoder"]
+        return trainable | {"encoder": join.read_trainable(self.cfg, shapes)["encoder"]}
 
-    def _count_tokens(self, trainable: Tree) -> Tree:
+    def _count_tokens(self, trainable: Tree, frozen: Tree) -> Tree:
         """Returns the tree with each token's rarity: -log of its share in the training texts, one more of each."""
+        del frozen
         texts = dict.fromkeys(one.context for one in self.curriculum.examples("train"))
         with phase("counting the tokens of the training texts"):
             ids = np.concatenate(prompt_tokens.tokenize(self.layout.source, list(texts)))
@@ -159,27 +170,20 @@ class LatentWire(WireReaders):
         encoder = trainable["encoder"]
         return trainable | {"encoder": encoder | {"head": encoder["head"] | {"pool": {"rarity": rarity}}}}
 
+    def _align_states(self, trainable: Tree, frozen: Tree) -> Tree:
+        given = self.wire, self.placement, self.layout, self._start_texts, (trainable, frozen)
+        return trainable | {"encoder": states_start.start(*given)}
+
     def _align_encoder(self, trainable: Tree, frozen: Tree) -> Tree:
-        """Returns the tree with an aligned projection, unless a run gave the encoder."""
-        if self.cfg.encoder.run:
-            return trainable
-        if self.cfg.encoder.states:
-            found = states_start.start(self.wire, self.placement, self.layout, self._start_texts, (trainable, frozen))
-            return trainable | {"encoder": found}
         params, table = trainable["encoder"], _embedding(trainable, frozen)
         with phase("initialising the encoder's projection from its body's embeddings"):
             found = aligned_start.align_encoder(params, table, self.wire.encoder.width)
             return trainable | {"encoder": jax.block_until_ready(found)}
 
-    def _start_kv(self, trainable: Tree, readers: Tree) -> Tree:
+    def _start_kv(self, trainable: Tree, readers: Tree, *, aligned: bool) -> Tree:
         """Returns the tree with adapters that begin at their readers' own keys and values of training texts."""
-        aligned = self.cfg.adapter.start == "aligned"
-        if aligned:
-            trainable = jax.device_put(self._align_encoder(trainable, readers), self.shardings().trainable)
-        found = kv_start.start(
-            self.wire, self.placement, self.layout, self._start_texts, (trainable, readers), aligned=aligned
-        )
-        return trainable | {"adapters": found}
+        given = self.wire, self.placement, self.layout, self._start_texts, (trainable, readers)
+        return trainable | {"adapters": kv_start.start(*given, aligned=aligned)}
 
     @property
     def _start_texts(self) -> list[str]:
@@ -187,10 +191,9 @@ class LatentWire(WireReaders):
         found = list(dict.fromkeys(one.context for one in self.curriculum.examples("train")))
         return [found[index] for index in examples.spread(len(found), kv_start.TEXTS)]
 
-    def _align(self, trainable: Tree, readers: Tree, sizes: Mapping[str, jax.Array]) -> Tree:
-        """Returns the tree with aligned adapters and, unless a run gave the encoder, an aligned projection."""
+    def _align_adapters(self, trainable: Tree, readers: Tree) -> Tree:
         assert self.body_location is not None  # validation allows the aligned start for a pretrained body only
-        trainable, table = self._align_encoder(trainable, readers), _embedding(trainable, readers)
+        table, sizes = _embedding(trainable, readers), self._embedding_sizes(readers)
         body_tokenizer, count = load_tokenizer(self.body_location), table.shape[0]
         with phase("initialising the adapters from the readers' embeddings"):
             pieces = {
@@ -215,7 +218,6 @@ class LatentWire(WireReaders):
 
     @functools.cached_property
     def layout(self) -> prompt_tokens.Layout:
-        """Returns the settings that determine an example's token ids."""
         cfg = self.cfg
         return prompt_tokens.Layout(
             prompt=cfg.prompt,
@@ -245,11 +247,9 @@ class LatentWire(WireReaders):
 
     @functools.cached_property
     def curriculum(self) -> Curriculum:
-        """Returns the batches of the run's stages."""
         return Curriculum(self.cfg, self.layout, self.tokenizers, self._teach)
 
     def data_schedule(self) -> DataSchedule:
-        """Returns the batches of all stages in order."""
         return self.curriculum.data_schedule()
 
     def validation(self) -> list[tuple[str, batches.Encoded]]:
@@ -330,7 +330,6 @@ class LatentWire(WireReaders):
 
     @functools.cached_property
     def _always_frozen(self) -> tuple[str, ...]:
-        """Returns the encoder's parts that are frozen in every stage."""
         return tuple(part for part, each in encoder_rates(self.cfg).items() if not any(each))
 
     @functools.cached_property
@@ -347,7 +346,6 @@ class LatentWire(WireReaders):
         return tuple(sorted(found | {(self.cfg.encoder.width, EXACT)}))  # validation does not quantise
 
     def part(self, name: str, trainable: Tree) -> Tree:
-        """Returns one reader's adapter."""
         return trainable["adapters"][name]
 
     def branch(self, name: str, part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: jax.Array) -> LossTerms:

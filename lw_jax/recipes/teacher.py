@@ -38,16 +38,12 @@ class Teacher:
 
     @functools.cached_property
     def stores(self) -> dict[str, Store]:
-        """Returns each reader's cache."""
-        return {name: self._open(name) for name in self.wire.readers}
-
-    def _open(self, name: str) -> Store:
-        shape = self.cfg.data.answer_tokens, self._count(name)
-        return Store(
-            sources.cache_root() / "teacher",
-            self._meaning | self._identities[name],
-            rows={"ids": (shape, np.int32), "logp": (shape, np.float16)},
-        )
+        found = {}
+        for name in self.wire.readers:
+            shape = self.cfg.data.answer_tokens, self._count(name)
+            rows = {"ids": (shape, np.int32), "logp": (shape, np.float16)}
+            found[name] = Store(sources.cache_root() / "teacher", self._meaning | self._identities[name], rows=rows)
+        return found
 
     def _count(self, name: str) -> int:
         return min(self.cfg.loss.teacher_k, self.wire.readers[name].config.vocab)
@@ -70,7 +66,6 @@ class Teacher:
         )
 
     def begin(self, readers: Tree) -> None:
-        """Takes the loaded readers and computes the tokens of the waiting data sets."""
         self._readers = readers
         self._fill()
 

@@ -21,7 +21,7 @@ def example(cfg: Config, readers: Iterable[str], *, packed: int) -> Tree:
     """
     channel = jax.ShapeDtypeStruct((3,), jnp.int32)
     found = []
-    if any(stage.answer for _, stage, _ in config.stages(cfg)):
+    if any("answer" in stage.tasks for _, stage, _ in config.stages(cfg)):
         found.append(_questions(cfg, packed))
     if longest_passage(cfg):
         found.append(_passage(cfg))

@@ -161,7 +161,7 @@ def test_message_is_eight_bits_a_value_by_default_and_the_same_for_the_same_text
     assert message == wire.write(TEXT)
     assert message != wire.write(TEXT + " It is warm.")
     assert len(message) == 22 + slots * width
-    assert codec.read_frame(message) == (8, slots, width, wire.encoder_fingerprint, ())
+    assert codec.read_frame(message) == (8, slots, width, wire.encoder_fingerprint)
     assert len(wire.encoder_fingerprint) == 16
 
 
