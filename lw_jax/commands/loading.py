@@ -51,12 +51,10 @@ def load(args: argparse.Namespace, *, search: bool = False) -> list[Loaded]:
 
 
 def is_list(args: argparse.Namespace) -> bool:
-    """Returns whether --config names a list of configurations."""
     return (args.config or "").endswith(".list")
 
 
 def list_workdir(args: argparse.Namespace) -> Path:
-    """Returns the folder that holds the runs of a list."""
     return Path(args.workdir or f"runs/{Path(args.config).stem}")
 
 

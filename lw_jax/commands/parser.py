@@ -20,7 +20,6 @@ USAGE = f"{PROGRAM} [COMMAND] --config FILE[:recipe] [--config.section.key=value
 
 
 def _whole(text: str) -> int:
-    """Returns a whole number that fits into 32 bits."""
     try:
         number = int(text)
     except ValueError:
@@ -31,7 +30,6 @@ def _whole(text: str) -> int:
 
 
 def _real(text: str) -> float:
-    """Returns a finite number."""
     try:
         number = float(text)
     except ValueError:
@@ -275,7 +273,6 @@ def _refuse(kind: str, name: str, known: Iterable[str], otherwise: str) -> UserE
 
 
 def _build() -> argparse.ArgumentParser:
-    """Returns the parser with one subparser a command."""
     layout = functools.partial(argparse.RawDescriptionHelpFormatter, max_help_position=28)
     groups = [f"{title}:\n{_list_summaries(group)}" for title, group in GROUPS.items()]
     examples = "\n".join(_example(name, one.examples[0]) for name, one in COMMANDS.items())

@@ -8,7 +8,7 @@ import sys
 from typing import NoReturn
 
 from lw_jax.commands import parser
-from lw_jax.core import early_signals, environment, standard_streams, warning_lines
+from lw_jax.core import environment, process_start, warning_lines
 from lw_jax.core.errors import UserError
 from sharding.errors import PlacementError
 
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> int:
     """Runs one command; returns its exit code, 2 for errors that the user can mend, or INTERRUPTED."""
     try:
         args = parser.parse(argv)
-        with early_signals.at_once() if args.verb == "train" else contextlib.nullcontext():
+        with process_start.at_once() if args.verb == "train" else contextlib.nullcontext():
             return start(args)
     except (UserError, PlacementError) as error:
         print(f"error: {error}".replace("python run.py", parser.PROGRAM), file=sys.stderr)
@@ -52,13 +52,12 @@ def main(argv: list[str]) -> int:
         print(f"error: {error.filename or 'a file'}: {error.strerror}; {where}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        return early_signals.INTERRUPTED
+        return process_start.INTERRUPTED
 
 
 def script() -> NoReturn:
-    """Runs the command of this process' arguments, and ends the process."""
     environment.leave_out_torch()
-    standard_streams.survive_closed_pipes()
+    process_start.survive_closed_pipes()
     warning_lines.install()
     sys.exit(main(sys.argv[1:]))
 

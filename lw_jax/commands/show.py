@@ -25,7 +25,6 @@ def run(args: argparse.Namespace, *loaded: Loaded) -> None:
 
 
 def print_values(loaded: Loaded, *, as_json: bool) -> None:
-    """Prints every value with its source and the difference from the defaults."""
     cfg, workdir, origins = loaded.cfg, loaded.workdir, loaded.origins
     values = to_dict(cfg)
     flat = flatten(values)

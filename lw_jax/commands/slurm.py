@@ -116,6 +116,5 @@ def _check(runs: Mapping[str, Config], *, submit: bool) -> list[str]:
 
 
 def _describe_file(file: Path, profile: str) -> str:
-    """Returns the lines that name the site profile, the file and the command that submits it."""
     site = f"site profile {profile}" if profile else f"no site profile: {PORTABLE}"
     return f"{site}\nwrote {file}\n  sbatch {shlex.quote(str(file))}"

@@ -27,7 +27,6 @@ KEEP = 2  # newest checkpoints, beside the best by validation
 
 @processes.Together()
 def run(_: argparse.Namespace, loaded: Loaded) -> int:
-    """Writes the run's folder and trains."""
     # Before anything that may refuse, as a process that ends alone leaves the others waiting to join; the devices after
     # the folder, as those of a run that has it are in use.
     runtime.start(devices=False)
@@ -64,7 +63,6 @@ def _print_lines(lines: Iterable[object]) -> None:
 
 
 def _describe_models(cfg: Config, recipe: Whole) -> Iterator[str]:
-    """Yields a line about each model that is loaded."""
     frozen = recipe.abstract().frozen
     for name, llm in cfg.llms.items():
         yield f"{name}: {llm.source}, frozen, {bytes_of(tree.nbytes(frozen[name]))} ({llm.weights})"
@@ -97,7 +95,7 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
     identity = recipes.identity(recipe, cfg)
     with Checkpointer(workdir / "checkpoints", keep=KEEP, identity=identity) as checkpointer:
         training = Run(cfg, recipe, checkpointer, workdir, services)
-        training.prepare()  # until here a signal ends the process at once (`early_signals`): there is nothing to save
+        training.prepare()  # until here a signal ends the process at once (`process_start`): there is nothing to save
         with runtime.Preemption() as preemption:
             return training.train(preemption.requested)
 

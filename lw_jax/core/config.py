@@ -80,9 +80,7 @@ SEARCHED = ("mesh.placement", "mesh.data", "mesh.model", "compute.remat", "train
 class Values(Protocol):
     """Named values, nested: a dict or a ConfigDict, which is no Mapping."""
 
-    def items(self) -> Any:
-        """Returns (name, value) pairs."""
-        ...
+    def items(self) -> Any: ...
 
 
 class Entry(NamedTuple):
@@ -250,5 +248,4 @@ def _build(cls: type, values: Any, path: str) -> Any:
 
 
 def with_remat(cfg: Config, remat: str) -> Config:
-    """Returns the configuration with this recomputation (compute.remat)."""
     return dataclasses.replace(cfg, compute=dataclasses.replace(cfg.compute, remat=remat))

@@ -46,12 +46,10 @@ def key(default: Any, doc: str, **rules: Any) -> Any:
 
 
 def section(kind: type) -> Any:
-    """Declares a section of keys."""
     return dataclasses.field(default_factory=kind)
 
 
 def declared(field: dataclasses.Field[Any]) -> Key:
-    """Returns what `key` declared."""
     return field.metadata[_KEY]
 
 
@@ -62,7 +60,6 @@ def suggest(name: str, known: Iterable[str]) -> str:
 
 
 def refuse(path: str, value: Any, rule: str) -> NoReturn:
-    """Raises UserError for a value."""
     try:
         shown = repr(value)
     except ValueError:  # Python writes no number of more than 4,300 digits

@@ -26,7 +26,6 @@ class Step:
 
     @property
     def address(self) -> str:
-        """Returns where the first process is found."""
         return f"{self.host}:{self.port}"
 
 

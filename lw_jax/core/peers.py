@@ -17,9 +17,9 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from lw_jax.core.early_signals import REQUEUE
 from lw_jax.core.errors import UserError
 from lw_jax.core.launcher import Step
+from lw_jax.core.process_start import REQUEUE
 
 NEWS = 10  # seconds for news of a death that made a collective of this process fail
 GRACE = 30  # seconds for a process to end by itself, with its own message, after an error of another one

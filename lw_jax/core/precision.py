@@ -72,7 +72,18 @@ def bf16_instructions() -> str:
 
 @functools.cache
 def _flags() -> tuple[str, ...]:
-    """Returns the processor's flags as Linux lists them."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text("utf-8").splitlines() if info.exists() else []
     return tuple(next((line for line in lines if line.startswith("flags")), "").split())
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def describe_processor() -> str:
+    """Returns cores and instructions for bf16 products, as "2-core CPU (AMX)"."""
+    instructions = bf16_instructions()
+    return f"{_cores()}-core CPU" + (f" ({instructions})" if instructions else "")

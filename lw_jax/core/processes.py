@@ -16,10 +16,10 @@ import numpy as np
 from jax._src import distributed
 
 from lw_jax.core import launcher, peers
-from lw_jax.core.early_signals import INTERRUPTED
 from lw_jax.core.errors import UserError
 from lw_jax.core.launcher import Step
 from lw_jax.core.peers import Relay, Watch
+from lw_jax.core.process_start import INTERRUPTED
 from sharding.errors import PlacementError
 
 USER_ERROR = 2
@@ -101,7 +101,6 @@ class Together(contextlib.ContextDecorator):
     """Decorator of a function that several processes run: reports to the others how this one left it."""
 
     def __enter__(self) -> Self:
-        """Returns itself."""
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: types.TracebackType | None):

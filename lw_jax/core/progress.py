@@ -65,7 +65,6 @@ class Live:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Leaves the last state of the view on the screen."""
         if self._view is not None:
             self._view.end()
             self._view = None
@@ -160,7 +159,6 @@ class _Phase:
                 print(self, file=sys.stderr, flush=True)
 
     def tell_end(self) -> None:
-        """Prints how long a phase was that was told about."""
         if self._told:
             print(f"{self.what}: done in {duration(time.monotonic() - self._begun)}", file=sys.stderr, flush=True)
 

@@ -11,11 +11,11 @@ from typing import Any, Self
 
 import jax
 
-from lw_jax.core import early_signals, launcher, processes, processor
+from lw_jax.core import launcher, precision, process_start, processes
 from lw_jax.core.environment import idle_libraries, memory_fraction
 from lw_jax.core.errors import UserError
 
-REQUEUE = early_signals.REQUEUE
+REQUEUE = process_start.REQUEUE
 _LEAST = "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"
 
 
@@ -72,7 +72,11 @@ def describe() -> str:
     device, memory = jax.local_devices()[0], device_memory()
     if device.platform == "cpu":
         count = jax.device_count()
-        parts = [f"{count} virtual devices on a {processor.describe()}" if count > 1 else processor.describe()]
+        parts = [
+            f"{count} virtual devices on a {precision.describe_processor()}"
+            if count > 1
+            else precision.describe_processor()
+        ]
     else:
         parts = [f"{jax.device_count()} x {device.device_kind}"]
     parts += [f"{memory / 1e9:.1f} GB each"] if memory else []
@@ -142,7 +146,6 @@ class Preemption:
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Puts the previous handlers back."""
         for number, handler in self._previous.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._previous = {}

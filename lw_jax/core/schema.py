@@ -117,7 +117,6 @@ def _value_at(parse: Callable[[], Any], path: str) -> str:
 
 
 def _fields_at(parse: Callable[[], Any], path: str) -> str:
-    """Returns the names of the fields of the object at a path."""
     return _shown(parse, path, lambda value: ", ".join(map(repr, value)) or "none", _NAMES)
 
 

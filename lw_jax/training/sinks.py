@@ -18,8 +18,8 @@ import msgspec
 from lw_jax.core import schema
 from lw_jax.core.config import Config, flatten, to_dict
 from lw_jax.core.config_keys import refuse
-from lw_jax.core.early_signals import REQUEUE
 from lw_jax.core.files import write_whole
+from lw_jax.core.process_start import REQUEUE
 from lw_jax.training.metrics import validates
 
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb", "mlflow": "mlflow"}  # a sink's name -> module, and for pip

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from lw_jax.commands import parser
-from lw_jax.core import processor
+from lw_jax.core import precision
 from tests import tiny
 from tests.smoke.test_commands import PROJECT, QUESTION, TEXT, TINY, Done, start_several
 
@@ -52,7 +52,7 @@ def test_every_verb_ends_well(done: dict[str, Done]) -> None:
 def test_a_verb_says_on_stderr_which_device_is_used_and_no_library_says_anything(done: dict[str, Done]) -> None:
     told = {name: err.splitlines() for name, (_, _, err) in done.items()}
     assert told["bench"].pop().startswith("step: ")
-    device = [f"device: {processor.describe()}"]
+    device = [f"device: {precision.describe_processor()}"]
     with_device = dict.fromkeys(("eval", "answer", "generate", "bench"), device)
     assert told == dict.fromkeys(told, []) | with_device
     assert done["train"][1].startswith(f"{device[0]}\n")

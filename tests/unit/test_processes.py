@@ -16,7 +16,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from lw_jax.core import early_signals, peers, processes
+from lw_jax.core import peers, process_start, processes
 from lw_jax.core.errors import UserError
 from lw_jax.core.launcher import Step
 from lw_jax.core.peers import Watch
@@ -134,13 +134,13 @@ def test_signal_ends_a_wait_inside_a_library(number, monkeypatch, capfd):
     libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
     libc.pthread_mutex_lock(mutex)
     monkeypatch.setattr(processes.peers, "end", end)
-    monkeypatch.setattr(early_signals.os, "_exit", lambda code: end("", code))
+    monkeypatch.setattr(process_start.os, "_exit", lambda code: end("", code))
     monkeypatch.setattr(processes, "SILENT", 0.05)
     begun = time.monotonic()
     signalling = threading.Timer(0.3, os.kill, (os.getpid(), number))
     unlocking = threading.Timer(8, libc.pthread_mutex_unlock, (mutex,))
     try:
-        with early_signals.at_once(), pytest.raises(End) as caught:
+        with process_start.at_once(), pytest.raises(End) as caught:
             signalling.start()
             unlocking.start()
             processes.interruptible(lambda: libc.pthread_mutex_lock(mutex), waiting=lambda: "waits for 1 of 2")
@@ -148,7 +148,7 @@ def test_signal_ends_a_wait_inside_a_library(number, monkeypatch, capfd):
     finally:
         unlocking.cancel()
         libc.pthread_mutex_unlock(mutex)
-    assert caught.value.args == ("", 130 if number == signal.SIGINT else early_signals.REQUEUE)
+    assert caught.value.args == ("", 130 if number == signal.SIGINT else process_start.REQUEUE)
     assert "waits for 1 of 2" in capfd.readouterr().err
 
 
@@ -167,7 +167,7 @@ def test_death_of_any_process_ends_the_others_for_the_queue(three, dead):
         ended = three[rank][1]
         assert ended.event.wait(10)
         ((told, code),) = ended.said
-        assert code == early_signals.REQUEUE
+        assert code == process_start.REQUEUE
         assert told.startswith(f"process {dead} of 3 is gone") and "\n" not in told
 
 
@@ -209,9 +209,9 @@ def test_relay_passes_bytes_and_holds_when_the_coordinator_is_gone():
 
 ABORTED = """
 import ctypes, threading
-from lw_jax.core import early_signals, peers
+from lw_jax.core import peers, process_start
 peers.delay_abort()
-threading.Timer(0.3, peers.end, ["process 0 of 2 is gone", early_signals.REQUEUE]).start()
+threading.Timer(0.3, peers.end, ["process 0 of 2 is gone", process_start.REQUEUE]).start()
 ctypes.CDLL(None).abort()
 """
 
@@ -219,7 +219,7 @@ ctypes.CDLL(None).abort()
 def test_abort_in_a_library_waits_for_the_reason():
     environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[2])}
     found = subprocess.run([sys.executable, "-c", ABORTED], capture_output=True, text=True, env=environment, timeout=60)
-    assert found.returncode == early_signals.REQUEUE, found.stderr
+    assert found.returncode == process_start.REQUEUE, found.stderr
     assert found.stderr.endswith("process 0 of 2 is gone\n")
 
 

@@ -11,7 +11,7 @@ import jax
 import pytest
 from jax.experimental import multihost_utils
 
-from lw_jax.core import early_signals, launcher, processes, processor, runtime
+from lw_jax.core import launcher, precision, process_start, processes, runtime
 from lw_jax.core.errors import UserError
 
 ROOT = Path(__file__).parents[2]
@@ -54,7 +54,7 @@ class Device:
 
 def test_cpu_devices_are_described_without_a_memory_that_nobody_told():
     assert runtime.device_memory() is None
-    assert runtime.describe() == f"{jax.device_count()} virtual devices on a {processor.describe()}"
+    assert runtime.describe() == f"{jax.device_count()} virtual devices on a {precision.describe_processor()}"
     assert runtime.device_line().startswith(f"device: {runtime.describe()}")
 
 
@@ -152,7 +152,7 @@ def test_sigterm_before_the_first_step_asks_for_a_requeue_at_once():
 
 
 def test_handler_of_the_start_is_put_back(handlers):
-    with early_signals.at_once():
+    with process_start.at_once():
         assert signal.getsignal(signal.SIGTERM) is not handlers[signal.SIGTERM]
         with runtime.Preemption() as preemption:
             os.kill(os.getpid(), signal.SIGTERM)

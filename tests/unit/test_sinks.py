@@ -17,8 +17,8 @@ import run
 from configs import base
 from lw_jax.commands import train
 from lw_jax.core import config, validation
-from lw_jax.core.early_signals import REQUEUE
 from lw_jax.core.errors import UserError
+from lw_jax.core.process_start import REQUEUE
 from lw_jax.training import metrics, run_folder, sinks
 from tests import tiny
 
