@@ -191,7 +191,6 @@ def test_a_started_run_is_not_started_again(run, capsys):
         ({"encoder__ratio": 17}, "encoder.ratio = 17"),
         ({"encoder__source": "models/x"}, "encoder.source = 'models/x'"),
         ({"encoder__run": "runs/x"}, "encoder.run = 'runs/x'"),
-        ({"prompt__question": "latents"}, "prompt.question = 'latents'"),
         ({"encoder__kind": "bytes"}, "train.steps = 0"),
         ({"encoder__kind": "bytes", "train__steps": 6, "eval__rows": ("half",)}, "eval.rows"),
     ],
