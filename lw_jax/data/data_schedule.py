@@ -16,7 +16,7 @@ from lw_jax.data.batches import Batch, beside
 
 
 class Stream(Protocol):
-    """A tokenised data set."""
+    """A tokenised data set; where nothing else is said, one without messages."""
 
     @property
     def task(self) -> str:
@@ -26,19 +26,20 @@ class Stream(Protocol):
     @property
     def slots(self) -> int:
         """Most slots of a message; 0 without messages."""
-        ...
+        return 0
 
     @property
     def width(self) -> int:
-        """Returns the width of a latent."""
-        ...
+        """Values of a latent; 0 without messages."""
+        return 0
 
     def count_slots(self, indices: Sequence[int], ratio: np.ndarray | None = None) -> np.ndarray:
         """Returns i32[b]: the slots of each example's message at each's source tokens a slot; None: as validated."""
-        ...
+        del ratio
+        return np.zeros(len(indices), np.int32)
 
     def __len__(self) -> int:
-        """Returns the number of examples."""
+        """Counts the examples."""
         ...
 
     def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
@@ -54,19 +55,8 @@ class Stream(Protocol):
         ...
 
     def describe(self) -> list[str]:
-        """Returns report lines."""
+        """Returns lines for people."""
         ...
-
-
-class Unsent:
-    """Part of a `Stream` without messages."""
-
-    slots = width = 0
-
-    def count_slots(self, indices: Sequence[int], ratio: np.ndarray | None = None) -> np.ndarray:
-        """Returns zeros."""
-        del ratio
-        return np.zeros(len(indices), np.int32)
 
 
 @dataclasses.dataclass(frozen=True)
