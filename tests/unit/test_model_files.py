@@ -15,10 +15,12 @@ from safetensors.numpy import save_file
 
 from lw_jax.core.errors import UserError
 from lw_jax.data.tokens import load_source_tokenizer, load_tokenizer
-from lw_jax.hub import families, gguf_header, tensor_files, ttt_family, weights
+from lw_jax.hub import families, gguf_header, tensor_files, weights
 from tests import tiny
 
 DEEP = "[" * 100_000
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
 FLAGS = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
 FAR = {"id": 10**6, "content": "<far>", "special": True} | FLAGS
 
@@ -206,27 +208,17 @@ def edited(reader):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *[("head_dim", value) for value in ("x", 0, -2, 1.5, 10**20, [4], True)],
-        *[("num_hidden_layers", value) for value in (10**9, 2**40, "2", 2.0, None, 0)],
-        *[("vocab_size", value) for value in (10**20, -1, [352])],
-        ("hidden_size", 2**40),
+        *[("head_dim", value) for value in ("x", 0, [4])],
+        *[("num_hidden_layers", value) for value in (10**9, "2", None, 0)],
+        ("vocab_size", 10**20),
         ("num_key_value_heads", "2"),
-        *[("rms_norm_eps", value) for value in (-0.5, 0, "1e-6", 1e308, [1])],
-        *[("rope_theta", value) for value in ([1], "../x", -1, 0, 1e300, True)],
+        *[("rms_norm_eps", value) for value in (0, "1e-6")],
+        *[("rope_theta", value) for value in ([1], -1)],
         ("tie_word_embeddings", "no"),
-        ("attention_bias", 0),
-        ("layer_types", 5),
         ("model_type", ["llama"]),
-        ("rope_scaling", {"rope_type": ["llama3"]}),
         ("rope_scaling", {"rope_type": "llama3", "factor": 8}),
-        *[
-            ("rope_scaling", {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4} | change)
-            for change in (
-                {"original_max_position_embeddings": -1},
-                {"original_max_position_embeddings": 8192, "factor": -8},
-                {"original_max_position_embeddings": 8192, "high_freq_factor": 1},
-            )
-        ],
+        ("rope_scaling", LLAMA3 | {"factor": -8}),
+        ("rope_scaling", LLAMA3 | {"high_freq_factor": 1}),
         ("quantization_config", [4]),
     ],
 )
@@ -243,13 +235,9 @@ def test_config_that_is_no_plain_object_is_refused(edited, text):
     refused(lambda: weights.describe(edited("config.json", text)), "config.json")
 
 
-def test_ttt_and_bert_have_the_same_bounds(tmp_path):
+def test_bert_has_the_same_bounds(tmp_path):
     tiny.write_bert(tmp_path / "bert", num_hidden_layers=10**9)
     refused(lambda: weights.describe_bert(tmp_path / "bert"), "num_hidden_layers=1000000000")
-    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    for change in ({"intermediate_size": 10**20}, {"conv_kernel": 2**40}, {"rope_theta": 1e300}):
-        fields = {"model_type": "ttt", "intermediate_size": 8} | sizes | change
-        refused(lambda fields=fields: ttt_family.ttt_config(fields), next(iter(change)))
 
 
 def test_code_of_the_folder_s_own_is_never_run(edited, reader, tmp_path):
