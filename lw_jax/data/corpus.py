@@ -61,7 +61,6 @@ class Corpus(_Meta, frozen=True, kw_only=True, dict=True):
     made: bool  # by this call of `pack`, not found
 
     def read(self, start: int, count: int) -> np.ndarray:
-        """Returns ids i32[count] from a position on. Raises IndexError beyond the ends."""
         return self.rows([start], count)[0]
 
     def rows(self, starts: Iterable[int], count: int) -> np.ndarray:
@@ -91,7 +90,6 @@ class Corpus(_Meta, frozen=True, kw_only=True, dict=True):
         return Span(self, 0, border + 1), Span(self, border, self.tokens)
 
     def describe(self) -> list[str]:
-        """Returns lines for people."""
         blank = f", {self.blank:,} without text left out" if self.blank else ""
         return [
             f"{self.source}: {self.documents:,} documents{blank}, {self.tokens:,} tokens, "
@@ -114,11 +112,9 @@ class Span:
     stop: int
 
     def __len__(self) -> int:
-        """Counts the tokens."""
         return self.stop - self.start
 
     def read(self) -> np.ndarray:
-        """Returns all its ids, i32."""
         return self.corpus.read(self.start, len(self))
 
 

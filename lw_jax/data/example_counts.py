@@ -29,7 +29,6 @@ class DropCounts:
         self.cut: dict[str, set[int]] = collections.defaultdict(set)  # reason -> positions
 
     def drop(self, index: int, reason: str, detail: str) -> None:
-        """Records that an example is dropped."""
         self.dropped.setdefault(index, (reason, f"{self.ids[index]!r}: {detail}"))
 
     def refuse(self, index: int, detail: str) -> None:

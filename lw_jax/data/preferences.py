@@ -75,7 +75,6 @@ class Preferences(Stream):
     task: str = "preference"
 
     def __len__(self) -> int:
-        """Returns the number of usable pairs."""
         return len(self.pairs)
 
     @property
@@ -109,14 +108,12 @@ class Preferences(Stream):
         return {"source": {}, "readers": {self.name: fields}, "index": np.array(indices, np.int32)}
 
     def probe(self) -> Batch:
-        """Returns a batch of one pair for its shapes and types; its reference need not be cached yet."""
         batch = dataclasses.replace(self, reference=None).collate([0])
         if self.reference is not None:
             batch["readers"][self.name] |= self.reference.empty(1)
         return batch
 
     def digest(self) -> str:
-        """Identifies the tokens of every pair."""
         said = hashlib.blake2b(f"{self.length}:{len(self)}".encode(), digest_size=16)
         for pair in self.pairs:
             for ids in (pair.prompt, pair.chosen, pair.rejected):

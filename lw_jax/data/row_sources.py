@@ -69,7 +69,6 @@ def is_table(source: str) -> bool:
 
 
 def is_here(source: str) -> bool:
-    """Returns True for a file or folder that this machine has."""
     return not source.startswith(HUB) and os.path.exists(locate(source)[0])  # False where a name is too long
 
 
@@ -131,7 +130,6 @@ def hub_hash(source: str) -> str:
 
 
 def is_saved(path: Path) -> bool:
-    """Returns True for a folder of datasets.save_to_disk."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 

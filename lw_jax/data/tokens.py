@@ -62,15 +62,12 @@ class Tokenizer:
 
     @property
     def special(self) -> Marks:
-        """Returns the ids put before and after every text by `encode`: none."""
         return (), ()
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text."""
         return self.backend.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Returns the ids of each text, as `encode` does, on all cores."""
         return [e.ids for e in self.backend.backend_tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
@@ -161,11 +158,9 @@ class BertTokenizer:
     special: Marks  # ([CLS],), ([SEP],)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, marks included."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Returns the ids of each text, as `encode` does, on all cores."""
         found = self.backend.encode_batch(texts, add_special_tokens=False)
         return [marked(e.ids, *self.special).tolist() for e in found]
 
@@ -207,11 +202,9 @@ class ByteTokenizer:
     special: Marks = ((), ())
 
     def encode(self, text: str) -> list[int]:
-        """Returns the bytes of a text."""
         return list(text.encode("utf-8"))
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Returns the bytes of each text."""
         return [self.encode(text) for text in texts]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:

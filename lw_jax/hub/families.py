@@ -169,7 +169,6 @@ class Slot(NamedTuple):
 
 
 def tensor_map(cfg: DecoderConfig) -> dict[str, Slot]:
-    """Returns every tensor of a Hugging Face checkpoint by name."""
     return list_slots(abstract(cfg, jnp.float32), TENSORS, "hugging_face")
 
 
@@ -201,7 +200,6 @@ def parts(name: str) -> tuple[str, ...]:
 
 
 def fuse(tensors: Mapping[str, np.ndarray], model_type: str) -> dict[str, np.ndarray]:
-    """Returns tensors by the names under which a family stores them."""
     if not FAMILIES[model_type].fused:
         return dict(tensors)
     wholes = {part: fused for fused, own in FUSED.items() for part in own}

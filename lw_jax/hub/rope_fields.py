@@ -34,7 +34,6 @@ def check(raw: Mapping[str, Any], rope: Rope, kinds: Set[str], *, partial: bool,
 
 
 def read_scaling(rope: Rope, stated: Decoder, rotated: int, where: str) -> Llama3Scaling | LongRope | None:
-    """Returns the frequency scaling of checked rotary fields."""
     if rope.rope_type == "longrope":
         return _long_rope(rope, stated, rotated, where)
     if rope.rope_type != "llama3":
@@ -70,7 +69,6 @@ def _long_rope(rope: Rope, stated: Decoder, rotated: int, where: str) -> LongRop
 
 
 def kind_of(scaling: Llama3Scaling | LongRope | None) -> str:
-    """Returns the rope_type of a scaling."""
     return {type(None): "default", Llama3Scaling: "llama3", LongRope: "longrope"}[type(scaling)]
 
 

@@ -162,8 +162,6 @@ def file_hash(path: Path) -> str:
 
 
 class _Note(msgspec.Struct, frozen=True):
-    """A file's hash and the time of hashing."""
-
     path: str
     bytes: int
     changed_ns: int

@@ -259,7 +259,6 @@ def _is_packed(node: Any) -> bool:
 
 
 def _one(leaf: Tree, stacked: bool) -> Tree:
-    """Returns the shapes of one layer's part of a leaf."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf) if stacked else leaf
 
 
@@ -446,7 +445,6 @@ def _special_ids(tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, int |
 
 
 def _named(params: Tree, slots: Mapping[str, families.Slot]) -> dict[str, np.ndarray]:
-    """Returns a tree's leaves as stored tensors."""
     tensors = {}
     for name, slot in slots.items():
         leaf = functools.reduce(lambda node, part: node[part], slot.path, params)

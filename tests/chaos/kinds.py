@@ -5,5 +5,4 @@ from tests.chaos.cases import Kind
 
 
 def every() -> list[Kind]:
-    """Returns all kinds, in the order of the table."""
     return [*kinds_text.KINDS, *kinds_run.KINDS, *kinds_wire.KINDS]

@@ -67,7 +67,6 @@ def _table(file: str, *rows: Any) -> Callable[[Path], object]:
 
 
 def texts_of(value: Any) -> Iterable[str]:
-    """Yields every text inside dataclasses, tuples and lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple):

@@ -29,7 +29,6 @@ SHAPES = {
 
 
 def _part(file: bytes) -> tuple[dict[str, Any], bytes]:
-    """Returns (header, data) of a safetensors file."""
     (length,) = struct.unpack_from("<Q", file)
     return json.loads(file[8 : 8 + length]), file[8 + length :]
 
