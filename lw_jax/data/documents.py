@@ -71,10 +71,10 @@ def identify(source: str, split: str = "train", columns: Sequence[str] = ()) -> 
         UserError: what is missing.
     """
     if source == DOCSTRINGS:
-        said = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         for file in _modules():
-            said.update(file.read_bytes())
-        return [source, sys.version, said.hexdigest()]
+            digest.update(file.read_bytes())
+        return [source, sys.version, digest.hexdigest()]
     path, named = row_sources.locate(source)
     asked = [*columns, *([named or split] if _is_set(source) and (named or split) != "train" else [])]
     if source.startswith(row_sources.HUB):
@@ -113,15 +113,15 @@ def _name_in(path: Path, file: Path) -> str:
 
 def _identify_file(file: Path, whole: bool) -> list[Any]:
     """Returns size and hash of a file; where only three places of it are hashed, also when it was changed."""
-    stat, said = file.stat(), hashlib.blake2b(digest_size=16)
+    stat, digest = file.stat(), hashlib.blake2b(digest_size=16)
     whole = whole or stat.st_size <= 3 * SAMPLE
     with file.open("rb") as content:
         if whole:
-            return [stat.st_size, hashlib.file_digest(content, lambda: said).hexdigest()]
+            return [stat.st_size, hashlib.file_digest(content, lambda: digest).hexdigest()]
         for start in (0, (stat.st_size - SAMPLE) // 2, stat.st_size - SAMPLE):
             content.seek(start)
-            said.update(content.read(SAMPLE))
-    return [stat.st_size, said.hexdigest(), stat.st_mtime_ns]
+            digest.update(content.read(SAMPLE))
+    return [stat.st_size, digest.hexdigest(), stat.st_mtime_ns]
 
 
 def _cut(text: IO[str]) -> Iterator[Piece]:

@@ -71,7 +71,7 @@ class Preferences(Stream):
     length: int  # static, of every row
     bucket: tuple[int, int] = (1, 1)  # which of how many
     training: bool = False  # in every batch: dropout is for training only
-    reference: Lookup | None = None  # what a frozen model said of each pair: "reference" f32[b 2]
+    reference: Lookup | None = None  # what a frozen model gives each pair: "reference" f32[b 2]
     task: str = "preference"
 
     def __len__(self) -> int:
@@ -114,11 +114,11 @@ class Preferences(Stream):
         return batch
 
     def digest(self) -> str:
-        said = hashlib.blake2b(f"{self.length}:{len(self)}".encode(), digest_size=16)
+        digest = hashlib.blake2b(f"{self.length}:{len(self)}".encode(), digest_size=16)
         for pair in self.pairs:
             for ids in (pair.prompt, pair.chosen, pair.rejected):
-                said.update(len(ids).to_bytes(8, "little") + np.asarray(ids, np.int32).tobytes())
-        return said.hexdigest()
+                digest.update(len(ids).to_bytes(8, "little") + np.asarray(ids, np.int32).tobytes())
+        return digest.hexdigest()
 
     def describe(self) -> list[str]:
         """Returns report lines: pairs used, dropped and cut, then lengths and the share of padding."""

@@ -144,8 +144,14 @@ class Tokenizer:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Identifies everything that decides ids and prompts."""
-        said = [self.backend.backend_tokenizer.to_str(), self.backend.chat_template, self.begin, self.eos, self.stops]
-        return hashlib.blake2b(json.dumps([*said, self.pad]).encode(), digest_size=16).hexdigest()
+        content = [
+            self.backend.backend_tokenizer.to_str(),
+            self.backend.chat_template,
+            self.begin,
+            self.eos,
+            self.stops,
+        ]
+        return hashlib.blake2b(json.dumps([*content, self.pad]).encode(), digest_size=16).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -171,8 +177,8 @@ class BertTokenizer:
     @functools.cached_property
     def fingerprint(self) -> str:
         """Identifies everything that decides ids."""
-        said = json.dumps([self.backend.to_str(), self.special, self.pad])
-        return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+        content = json.dumps([self.backend.to_str(), self.special, self.pad])
+        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
 
 
 @functools.lru_cache(maxsize=8)  # a start asks more than once, and a vocabulary is long
@@ -183,11 +189,11 @@ def identify(tokenizer: Tokenizer | BertTokenizer, *, template: str = "plain") -
     words of the library's version.
     """
     vocab = sorted(tokenizer.backend.get_vocab().items())
-    said: list[Any] = [vocab, tokenizer.encode_batch([_PROBE]), tokenizer.special, tokenizer.pad]
+    content: list[Any] = [vocab, tokenizer.encode_batch([_PROBE]), tokenizer.special, tokenizer.pad]
     if isinstance(tokenizer, Tokenizer):
-        said += [tokenizer.begin, tokenizer.eos, tokenizer.stops]
-        said += [tokenizer.render_chat(_PROBE)] if template == "chat" else []
-    return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).hexdigest()
+        content += [tokenizer.begin, tokenizer.eos, tokenizer.stops]
+        content += [tokenizer.render_chat(_PROBE)] if template == "chat" else []
+    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
 
 
 @dataclasses.dataclass(frozen=True)
