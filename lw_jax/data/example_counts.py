@@ -14,7 +14,6 @@ REASONS = {
     "prompt": "dropped: the prompt is longer than data.context_tokens even without its context",
     "context": "dropped: the context is longer than encoder.window or data.context_tokens",
     "source_cut": "sources cut at encoder.window",
-    "literals_cut": "literals cut: with more than 6 tokens a word of message.literals, the last ones are lost",
     "text_cut": "text prompts cut at data.context_tokens, their questions kept",
 }
 
@@ -36,7 +35,6 @@ class DropCounts:
         self.overlong.setdefault(index, f"{self.ids[index]!r}: {detail}")
 
     def settled(self, index: int) -> bool:
-        """Returns True for an example that is already dropped or refused."""
         return index in self.dropped or index in self.overlong
 
     def apply_policy(self, policy: str) -> list[int]:

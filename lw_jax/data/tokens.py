@@ -7,8 +7,6 @@ encoder puts marks around a text, because its body has learned with them.
 
 import dataclasses
 import functools
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,7 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import content_hash
 from lw_jax.data import chat_templates
 from lw_jax.hub import tokenizer_files
 
@@ -143,15 +142,8 @@ class Tokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identifies everything that decides ids and prompts."""
-        content = [
-            self.backend.backend_tokenizer.to_str(),
-            self.backend.chat_template,
-            self.begin,
-            self.eos,
-            self.stops,
-        ]
-        return hashlib.blake2b(json.dumps([*content, self.pad]).encode(), digest_size=16).hexdigest()
+        rules = self.backend.backend_tokenizer.to_str(), self.backend.chat_template
+        return content_hash([*rules, self.begin, self.eos, self.stops, self.pad])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -176,9 +168,7 @@ class BertTokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identifies everything that decides ids."""
-        content = json.dumps([self.backend.to_str(), self.special, self.pad])
-        return hashlib.blake2b(content.encode(), digest_size=16).hexdigest()
+        return content_hash([self.backend.to_str(), self.special, self.pad])
 
 
 @functools.lru_cache(maxsize=8)  # a start asks more than once, and a vocabulary is long
@@ -193,7 +183,7 @@ def identify(tokenizer: Tokenizer | BertTokenizer, *, template: str = "plain") -
     if isinstance(tokenizer, Tokenizer):
         content += [tokenizer.begin, tokenizer.eos, tokenizer.stops]
         content += [tokenizer.render_chat(_PROBE)] if template == "chat" else []
-    return hashlib.blake2b(json.dumps(content).encode(), digest_size=16).hexdigest()
+    return content_hash(content)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -274,7 +264,6 @@ def _size(backend: Backend) -> int:
 
 
 def _marks(backend: Backend, location: Path | str) -> Marks:
-    """Returns the ids that a tokenizer itself puts before and after a text."""
     bare, full = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
     for begin in range(len(full) - len(bare) + 1):
         if bare and full[begin : begin + len(bare)] == bare:
