@@ -13,7 +13,7 @@ from lw_jax.core.progress import Live, duration, phase
 from lw_jax.core.types import Tree
 from lw_jax.training import metrics, optimizers, sinks
 from lw_jax.training.device_monitor import Devices, Sampler
-from lw_jax.training.recipe import Recipe, unit_of
+from lw_jax.training.recipe import Recipe
 from lw_jax.training.step_spec import StepSpec
 
 
@@ -102,7 +102,7 @@ class Reporter:
         if not (final or step % self._train.log_every == 0):
             return
         found = self.last = {name: float(value) for name, value in values.items()}
-        unit, per_example = unit_of(self._recipe)
+        unit, per_example = self._recipe.unit
         pace, left = self.clock.lap(step)
         fields = {name: f"{name} {value:.4g}" for name, value in found.items()}
         row = {f"train/{name}": value for name, value in found.items()}

@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from lw_jax.core import rng as rngs
 from lw_jax.core.types import SHARED, LossTerms, Tree
-from lw_jax.training.recipe import Branched, Recipe
+from lw_jax.training.recipe import Recipe
 from sharding import place
 from sharding.placement import Placement
 from sharding.shards import Shards
@@ -62,14 +62,14 @@ def make(recipe: Recipe, placement: Placement, optimizer: optax.GradientTransfor
     """Returns the step that this placement needs."""
     if not placement.apart:
         return _Fused(recipe, placement.learner, optimizer, seed)
-    return _Staged(recipe, placement, optimizer, seed)  # type: ignore[arg-type]  # only a Branched recipe has such a placement
+    return _Staged(recipe, placement, optimizer, seed)  # only of a recipe with branches
 
 
 class _Fused:
     """One program on one mesh."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, optimizer: optax.GradientTransformation, seed: int):
-        gradient = _sequential_gradient(recipe) if isinstance(recipe, Branched) else _whole_gradient(recipe)
+        gradient = _sequential_gradient(recipe) if recipe.has_branches else _whole_gradient(recipe)
         shards = Shards(mesh, separate=_is_replicated(recipe))
         each = shards.map(gradient, in_axes=(None, None, 0, None))
 
@@ -103,7 +103,7 @@ class _Staged:
     """
 
     def __init__(
-        self, recipe: Branched, placement: Placement, optimizer: optax.GradientTransformation, seed: int
+        self, recipe: Recipe, placement: Placement, optimizer: optax.GradientTransformation, seed: int
     ) -> None:
         self.recipe, self.placement = recipe, placement
         self._home = home = Shards(placement.learner, separate=_is_replicated(recipe))
@@ -255,7 +255,7 @@ def _whole_gradient(recipe: Recipe) -> Callable[..., tuple[Tree, LossTerms]]:
     return jax.grad(objective, has_aux=True)
 
 
-def _sequential_gradient(recipe: Branched) -> Callable[..., tuple[Tree, LossTerms]]:
+def _sequential_gradient(recipe: Recipe) -> Callable[..., tuple[Tree, LossTerms]]:
     """Returns the same function with the readers' forward and backward passes one after the other.
 
     Only one reader's activations are alive at a time; without the barrier XLA keeps all of them until the latents'
@@ -279,7 +279,7 @@ def _sequential_gradient(recipe: Branched) -> Callable[..., tuple[Tree, LossTerm
     return gradient
 
 
-def _branch_gradient(recipe: Branched, name: str, frozen: Tree, fields: Tree, rng: jax.Array):
+def _branch_gradient(recipe: Recipe, name: str, frozen: Tree, fields: Tree, rng: jax.Array):
     """Returns the function (part, shared) -> ((gradient of part, of shared), terms) of one reader's branch."""
 
     def objective(part: Tree, shared: Tree):

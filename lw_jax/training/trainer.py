@@ -28,7 +28,7 @@ from lw_jax.training import (
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.out_of_memory import OutOfMemory
-from lw_jax.training.recipe import Plannable, Recipe
+from lw_jax.training.recipe import Recipe
 from lw_jax.training.reporter import Reporter
 from lw_jax.training.sinks import Services
 from lw_jax.training.step_spec import StepSpec
@@ -115,7 +115,7 @@ class Run:
         self.reporter.say(micro_batch_search.describe(least, limit))
 
     def _fit_validation(self, limit: MemoryLimit) -> None:
-        if self.checkpointer is None or not isinstance(self.recipe, Plannable):  # such a run does not validate
+        if self.checkpointer is None:  # such a run does not validate
             return
         found = validation_memory.estimate(self.step_spec, self.recipe, self.recipe.validation_widths(), limit)
         # From its start: several processes cannot agree on another one where memory runs out.
