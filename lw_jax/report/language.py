@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lw_jax.report import series
+from lw_jax.report.device_use import by_device, mean_of
 from lw_jax.report.figures import Panel
 from lw_jax.report.records import Run, to_number
-from lw_jax.report.tables import Table, Verdict, by_device, mean_of
+from lw_jax.report.tables import Table, Verdict
 
 SECTIONS = {
     "positions": "Perplexity by position",

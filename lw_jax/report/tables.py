@@ -46,13 +46,6 @@ GEOMETRY = {
     "input_cosine": "mean cosine between texts, slot by slot",
     "slot_cosine": "mean cosine between slots of a text",
 }
-DEVICE = {  # of devices.jsonl: name -> (heading, factor)
-    "utilisation": ("utilisation, %", 100),
-    "memory_bytes": ("memory, GB", 1e-9),
-    "card_bytes": ("memory of all processes, GB", 1e-9),
-    "celsius": ("temperature, °C", 1),
-    "watts": ("power, W", 1),
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,42 +263,6 @@ def sizes(curve: Curve) -> Table:
         ("sent (message: slots x values x bits)", "mean bytes", "of UTF-8, %"),
         [(text, f"{size:,.0f}", f"{100 * size / whole:,.0f}") for size, text in sorted(found)],
     )
-
-
-def devices(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Returns each device's utilisation, memory, temperature and power: mean, minimum and maximum of its samples."""
-    names = [name for name in DEVICE if any(name in row for row in rows)]
-    head = ["device", "hours", *(cell for name in names for cell in (DEVICE[name][0], "min .. max"))]
-    head += ["peak memory, GB", "of the limit, %"]
-    return Table(head, [_device(device, group, names) for device, group in by_device(rows).items()])
-
-
-def by_device(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Returns each device's rows."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(row["device"], []).append(row)
-    return groups
-
-
-def mean_of(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Returns the sample-weighted mean of the rows' means."""
-    return sum(row[name] * row["samples"] for row in rows) / sum(row["samples"] for row in rows)
-
-
-def _device(device: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    line = [device, f"{sum(row['seconds'] for row in rows) / 3600:.2f}"]
-    for name in names:
-        sampled, scale = [row for row in rows if name in row], DEVICE[name][1]
-        if not sampled:
-            line += ["unknown", ""]
-            continue
-        values = [row[name] * scale for row in sampled]
-        line += [f"{mean_of(sampled, name) * scale:,.1f}", f"{min(values):,.1f} .. {max(values):,.1f}"]
-    peak = max((row["peak_bytes"] for row in rows if "peak_bytes" in row), default=None)
-    limit = max((row["limit_bytes"] for row in rows if "limit_bytes" in row), default=None)
-    share = f"{100 * peak / limit:.0f}" if peak is not None and limit else "unknown"
-    return [*line, "unknown" if peak is None else f"{peak / 1e9:,.1f}", share]
 
 
 def shown_rows(predictions: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:

@@ -53,11 +53,10 @@ class Reporter:
 
     @contextlib.contextmanager
     def live(self, first: int) -> Iterator[None]:
-        """Shows progress from step `first` on and samples the devices; prints their summary at the end."""
+        """Shows progress from step `first` on and samples the devices."""
         view = Live(self._train.steps, first, enabled=self._shows, devices=self._sampler.describe)
         with self._sampler, view as self._live:
             yield
-        self.say(*self._sampler.summary())
 
     @contextlib.contextmanager
     def open_logs(self, first: int, *, revalidate: bool) -> Iterator[None]:

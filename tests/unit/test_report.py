@@ -16,9 +16,9 @@ import run
 from lw_jax.core.errors import UserError
 from lw_jax.evals import verdict
 from lw_jax.evals.curve import Curve
+from lw_jax.report import device_use, records, series, tables
 from lw_jax.report import figures as drawings
 from lw_jax.report import page as pages
-from lw_jax.report import records, series, tables
 from tests.runs import between, evaluation, figures, metrics, predictions, write_lines, write_run
 
 HOSTILE = '<script>alert("x")</script>'
@@ -353,10 +353,38 @@ def test_devices_are_summarised_over_all_processes(tmp_path: Path) -> None:
     row = {"time": 1.0, "seconds": 1800.0, "device": "gpu0", "samples": 3, "utilisation": 0.5, "peak_bytes": 3e9}
     more = row | {"samples": 1, "utilisation": 0.9, "peak_bytes": 5e9, "limit_bytes": 8e9}
     write_lines(folder / "devices.jsonl", [row, more])
-    write_lines(folder / "devices-1.jsonl", [row | {"device": "gpu1"}])
-    cells = [text for tag, text in page_of(folder).texts if tag == "td"]
+    write_lines(folder / "devices-1.jsonl", [row | {"device": "gpu1", "samples": 12, "utilisation": 0.2}])
+    page = page_of(folder)
+    cells = [text for tag, text in page.texts if tag == "td"]
     assert cells[cells.index("gpu0") :][:6] == ["gpu0", "1.00", "60.0", "50.0 .. 90.0", "5.0", "62"]
-    assert cells[cells.index("gpu1") :][:6] == ["gpu1", "0.50", "50.0", "50.0 .. 50.0", "3.0", "unknown"]
+    assert cells[cells.index("gpu1") :][:6] == ["gpu1", "0.50", "20.0", "20.0 .. 20.0", "3.0", "unknown"]
+
+
+def device_rows(*devices: tuple[float, int | None, int], samples: int = 10) -> list[dict[str, Any]]:
+    """A row of 10 s of each device: its utilisation, the share of its memory in percent, its temperature."""
+    return [
+        {"device": f"gpu{i}", "samples": samples, "seconds": 10.0, "utilisation": use, "celsius": celsius}
+        | ({} if peak is None else {"peak_bytes": peak, "limit_bytes": 100})
+        for i, (use, peak, celsius) in enumerate(devices)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        (device_rows((0.92, 70, 55), (0.80, 75, 55)), []),
+        (device_rows((0.41, 31, 55)), [r"under-used: gpu0 \(41%\).*train.micro_batch"]),
+        (device_rows((0.41, 72, 55)), [r"under-used: gpu0 \(41%\).*checkpoints"]),
+        (device_rows((0.55, 60, 55), (0.41, None, 55)), [r"under-used: gpu1 \(41%\)"]),
+        (device_rows((0.75, 60, 55), (0.93, 60, 55), (0.7, 60, 55)), ["unbalanced: .*gpu2 70%, gpu1 93%"]),
+        (device_rows((0.9, 52, 55), (0.9, 90, 55)), ["unbalanced: .*gpu0 52%, gpu1 90%"]),
+        (device_rows((0.9, 60, 84), (0.9, 60, 79), (0.8, 60, 84)), ["hot: gpu0 spent 10s"]),
+        (device_rows((0.1, 31, 84), samples=9), []),
+    ],
+)
+def test_badly_used_devices_are_named(rows: list[dict[str, Any]], found: list[str]) -> None:
+    for line, pattern in zip(device_use.findings(rows), found, strict=True):
+        assert re.match(pattern, line)
 
 
 @pytest.mark.parametrize(
