@@ -55,7 +55,6 @@ def render(run: Run, wire: Wire, sizes: Mapping[str, int], published: Publicatio
 
 
 def _front(run: Run, wire: Wire, name: str, licence: str) -> str:
-    """Returns the YAML that the hub reads."""
     from huggingface_hub import ModelCardData
 
     bases = dict.fromkeys(filter(None, [_joined(run), *map(_repository, wire.models.values())]))
@@ -88,7 +87,7 @@ def _scores(run: Run) -> list["EvalResult"]:
     for reader, rows in run.evaluation.get("rows", {}).items():
         sent = next((row for row in MESSAGES if row in rows), "")
         for key, metric, called in (("em", "exact_match", "EM"), ("f1", "f1", "F1")):
-            if sent and rows[sent][key] is not None:
+            if sent and rows[sent].get(key) is not None:
                 found.append(
                     EvalResult(
                         task_type="question-answering",
@@ -202,11 +201,10 @@ def _with_interval(head: Sequence[str], first: Sequence[int]) -> list[int]:
 
 def _measured_on(run: Run) -> str:
     """Returns the source of the questions of the run's evaluation, which a flag of `eval` may have changed."""
-    return run.evaluation.get("validation", run.cfg.data.validation)
+    return run.evaluation["validation"] if run.evaluation else run.cfg.data.validation
 
 
 def _is_of(run: Run, wire: Wire) -> bool:
-    """Returns whether the run's evaluation is of the exported checkpoint."""
     return run.evaluation.get("step") == wire.step
 
 

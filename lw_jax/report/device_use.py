@@ -29,7 +29,6 @@ def table(rows: Sequence[Mapping[str, Any]]) -> Table:
 
 
 def by_device(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Returns each device's rows."""
     groups: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         groups.setdefault(row["device"], []).append(row)

@@ -42,7 +42,6 @@ class Span:
 
 
 def describe(run: Run) -> str:
-    """Returns one line about the model."""
     spec, count = run.cfg.ttt, parameters(run)
     text = f"TTT-{'Linear' if spec.inner == 'linear' else 'MLP'}, {spec.backbone} backbone, "
     text += f"{spec.layers} layers of {spec.width}, {spec.heads} heads, windows of {window(run):,} tokens"
@@ -57,7 +56,6 @@ def parameters(run: Run) -> int:
 
 
 def window(run: Run) -> int:
-    """Returns the tokens of one training example."""
     return run.cfg.ttt.length * run.cfg.ttt.segments
 
 
@@ -80,7 +78,6 @@ def verdict(run: Run) -> Verdict:
 
 
 def training(run: Run) -> list[Panel]:
-    """Returns loss, learning rate and speed over the steps."""
     lines = {
         ("loss", "nats a token"): series.read_line(run, "train/loss", "training"),
         ("learning rate", ""): series.read_line(run, "train/learning_rate", "learning rate"),
@@ -113,7 +110,6 @@ def positions(run: Run) -> tuple[int, list[Span]]:
 
 
 def by_position(found: Sequence[Span]) -> Table:
-    """Returns the losses by position as a table."""
     rows = [(one.name, str(one.last - one.first + 1), number(one.loss, 3), perplexity(one.loss)) for one in found]
     return Table(("positions", "count", "nats a token", "perplexity"), rows)
 
@@ -131,7 +127,6 @@ def speed(run: Run) -> Table | None:
 
 
 def tokens_a_step(run: Run) -> str:
-    """Returns the effective batch as text."""
     batch, length = run.cfg.train.global_batch, window(run)
     return f"{batch:,} windows x {length:,} tokens = {batch * length:,} tokens a step over all devices"
 
@@ -196,12 +191,10 @@ def number(value: float, digits: int) -> str:
 
 
 def perplexity(loss: float) -> str:
-    """Returns e to the loss in nats."""
     return number(math.exp(loss), 2) if loss < 100 else "unknown"
 
 
 def size(count: float | None) -> str:
-    """Returns bytes as GB or MB."""
     if count is None:
         return "unknown"
     return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"

@@ -35,7 +35,6 @@ class Shown:
 
 
 def tables(run: Run) -> list[Shown]:
-    """Returns each scaling that has rows."""
     found = []
     for name, (title, note) in KINDS.items():
         rows = [row for row in run.scaling if row["scaling"] == name]

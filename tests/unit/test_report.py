@@ -288,9 +288,9 @@ def test_figures_that_are_no_numbers_are_counted_and_left_out(tmp_path: Path) ->
             "literals",
         ),
         ({"normalised_f1": None, "recovered_nll": None}, "unknown"),
-        ({"examples": verdict.FEWEST}, "carries"),
-        ({"examples": verdict.FEWEST - 1}, "unknown"),
-        ({"examples": 1, "gap_nll_interval": [0.0, 0.0]}, "unknown"),
+        ({"texts": verdict.FEWEST}, "carries"),
+        ({"texts": verdict.FEWEST - 1}, "unknown"),
+        ({"texts": 1, "gap_nll_interval": [0.0, 0.0]}, "unknown"),
     ],
 )
 def test_verdict_follows_the_thresholds(changes: dict[str, Any], key: str) -> None:
@@ -300,10 +300,8 @@ def test_verdict_follows_the_thresholds(changes: dict[str, Any], key: str) -> No
 def test_line_by_slots_stands_at_the_positions_that_messages_take() -> None:
     sizes = [{"reader": "r", "width": 8, "bits": 8, "slots": slots, "f1": slots / 10} for slots in (2, 5)]
     points = [point | {"positions": 20.5 + point["slots"]} for point in sizes]
-    curve = Curve(quality="f1", examples=8, points=points, references={}, text_bytes={})
+    curve = Curve(quality="f1", examples=8, points=points, references={}, text_bytes={"UTF-8": 90.0})
     assert drawings._by_slots(curve, "r", "f1") == ([22.5, 25.5], [0.2, 0.5])
-    older = Curve(quality="f1", examples=8, points=sizes, references={}, text_bytes={})
-    assert drawings._by_slots(older, "r", "f1") == ([], [])
 
 
 def test_verdict_without_the_shuffled_row_is_unknown() -> None:
@@ -391,7 +389,7 @@ def test_badly_used_devices_are_named(rows: list[dict[str, Any]], found: list[st
     ("name", "text", "rule"),
     [
         ("eval.json", '{"step": 3', "eval.json: broken JSON"),
-        ("eval.json", '{"step": 3}', "eval.json: .*missing required field rows"),
+        ("eval.json", '{"step": 3}', "eval.json: .*missing required field validation"),
         ("predictions.jsonl", '{"reader": "llama"}\n', "predictions.jsonl: row 1: .*missing required field row"),
         ("config.json", "{}", "config.json: config.recipe is missing"),
     ],
@@ -417,8 +415,8 @@ def test_damaged_file_is_named(name: str, text: str, rule: str, tmp_path: Path) 
         (("curve", "points"), [], "length >= 1"),
         (("curve", "points", 0, "bits"), 5, r"curve.points\[0\].bits=5: invalid enum value 5"),
         (("curve", "points", 0, "framed_bytes"), 0, "expected float > 0"),
-        (("curve", "points", 0, "nll"), ..., "curve.points: a row has no 'nll'"),
-        (("text_bytes", "UTF-8"), ..., "missing required field UTF-8"),
+        (("curve", "points", 0, "nll"), ..., "curve=.*points has no 'nll'"),
+        (("curve", "text_bytes", "UTF-8"), ..., "curve=.*text_bytes has no 'UTF-8'"),
         (("counts", "given"), 1.5, "expected int, got float"),
         (("step",), True, "step=True: expected int, got bool"),
     ],
