@@ -105,7 +105,7 @@ def _times(program: StepSpec, recipe: Recipe, terms: Mapping[str, Terms], accumu
         collective=summed / link,
     )
     readers = [part(terms[name]) for name in program.placement.readers]
-    if program.placement.apart:
+    if program.placement.on_several_meshes:
         readers = [max(readers, key=lambda one: one.total)]
     in_turn = [part(terms[""]), update, *readers]
     found = Times(*(sum(getattr(one, key) for one in in_turn) for key in ("gemm", "memory", "collective")))

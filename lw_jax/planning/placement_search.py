@@ -315,7 +315,7 @@ def _figures(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
 
 
 def _mesh(placed: Placement) -> str:
-    if not placed.apart:
+    if not placed.on_several_meshes:
         return _axes(placed.data, placed.learner.shape["model"])
     return ", ".join(f"{name} {_axes(*at.mesh.devices.shape)}" for name, at in placed.readers.items())
 

@@ -143,7 +143,7 @@ class LatentWire(WireReaders):
     def _read_encoder(self) -> Tree:
         """Returns the encoder of the run that encoder.run names."""
         other = join.read_config(self.cfg)
-        sizes = LatentWire(other, placement.together(self.placement.learner, list(other.llms)), outline=True)
+        sizes = LatentWire(other, placement.one_mesh(self.placement.learner, list(other.llms)), outline=True)
         replicated = jax.tree.leaves(self.shardings().trainable)[0]
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract().trainable)
         return join.read_trainable(self.cfg, shapes)["encoder"]

@@ -191,7 +191,7 @@ class SelfmadeReader(Recipe):
     def __init__(self, cfg: Config, mesh: Mesh, *, source: str):
         kind = FAMILIES[family(source)]
         self.family = family(source)
-        self.placement = placement.together(mesh, ["reader"])
+        self.placement = placement.one_mesh(mesh, ["reader"])
         limits = dict.fromkeys(("context_tokens", "question_tokens", "answer_tokens"), POSITIONS)
         data = config.Data(
             train=style(cfg), validation=style(cfg), cards=CARDS, facts=cfg.data.facts, overlong="drop", **limits

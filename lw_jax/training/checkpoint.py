@@ -97,11 +97,9 @@ class Checkpointer:
         )
 
     def __enter__(self) -> Self:
-        """Returns this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes."""
         self.close()
 
     def save(
@@ -395,7 +393,6 @@ class _FolderGuard:
         self.lost = False
 
     def __enter__(self) -> Self:
-        """Returns this object."""
         return self
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: types.TracebackType | None):

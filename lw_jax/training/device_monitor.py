@@ -45,7 +45,6 @@ class Devices:
         self._cards = nvml.open_cards(ordinals, report=report) if ordinals else None
 
     def __call__(self) -> list[Reading]:
-        """Returns the devices' readings, in their order."""
         return [self._read(device) for device in self._devices]
 
     def _read(self, device: Device) -> Reading:
@@ -98,12 +97,10 @@ class Sampler:
         self._line_started = time.monotonic()
 
     def __enter__(self) -> Self:
-        """Starts the thread."""
         self._thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Stops the thread and writes the last line."""
         self._stop.set()
         self._thread.join(STOP_SECONDS)
         with self._lock:

@@ -45,5 +45,4 @@ def find_collapse(step: int, validated: dict[str, float], cfg: Config, recipe: R
 
 
 def refuse_collapse(collapse: str) -> None:
-    """Raises UserError with the collapse and the remedies."""
     raise UserError(f"{collapse}. {_REMEDY}")

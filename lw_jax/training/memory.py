@@ -60,7 +60,7 @@ def measure(step_spec: StepSpec, widths: Tree, accumulation: int, *, compile: Co
     for name, at in step_spec.placement.readers.items():
         here = resident[at.mesh]
         here.batch += place.device_bytes(batch["readers"][name])
-        if step_spec.placement.apart and at.mesh != learner:
+        if step_spec.placement.on_several_meshes and at.mesh != learner:
             here.trainable += place.device_bytes(step_spec.recipe.part(name, state["trainable"]))
     donated = place.device_bytes(state)
     peaks = [resident[mesh].total + _working(compiled, mesh, donated) for mesh in step_spec.placement.meshes]

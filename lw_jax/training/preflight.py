@@ -22,7 +22,6 @@ def inspect(cfg: Config, recipe: Recipe | None) -> list[Finding]:
 
 
 def refuse(found: Sequence[Finding]) -> None:
-    """Raises UserError with every error."""
     if errors := [finding.text for finding in found if finding.severity == "error"]:
         raise UserError("; ".join(errors))
 

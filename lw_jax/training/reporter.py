@@ -47,7 +47,6 @@ class Reporter:
         )
 
     def say(self, *lines: str) -> None:
-        """Prints lines for people."""
         for line in lines:
             self._live.show_line(line)
 
@@ -93,7 +92,6 @@ class Reporter:
         self._sampler.restart()
 
     def advance(self, step: int) -> None:
-        """Moves the progress bar."""
         self._live.advance(step)
 
     def report(self, step: int, values: Tree, *, final: bool = False) -> None:

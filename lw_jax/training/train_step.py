@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -38,34 +38,7 @@ class Part:
     runs: int = 1
 
 
-class Step(Protocol):
-    """Train step, forward pass for evaluation, and the lowered programs of the step for a planner."""
-
-    def __call__(self, state: State, frozen: Tree, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-        """Takes one step over batch [a b ...] of `a` accumulated micro-batches; donates the state."""
-        ...
-
-    def evaluate(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> LossTerms:
-        """Returns the loss terms of batch [b ...]: forward pass only."""
-        ...
-
-    def lower(self, state: State, frozen: Tree, batch: Tree) -> dict[str, Part]:
-        """Returns the lowered programs of one step by name, from abstract arrays."""
-        ...
-
-    def lower_evaluation(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> dict[str, Part]:
-        """Returns the lowered programs of `evaluate` by name, from abstract arrays."""
-        ...
-
-
-def make(recipe: Recipe, placement: Placement, optimizer: optax.GradientTransformation, *, seed: int) -> Step:
-    """Returns the step that this placement needs."""
-    if not placement.apart:
-        return _Fused(recipe, placement.learner, optimizer, seed)
-    return _Staged(recipe, placement, optimizer, seed)  # only of a recipe with branches
-
-
-class _Fused:
+class Fused:
     """One program on one mesh."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, optimizer: optax.GradientTransformation, seed: int):
@@ -83,19 +56,22 @@ class _Fused:
         self._loss = jax.jit(recipe.loss)
 
     def __call__(self, state: State, frozen: Tree, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
+        """Takes one step over batch [a b ...] of `a` accumulated micro-batches; donates the state."""
         return self._step(state, frozen, batch)
 
     def evaluate(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> LossTerms:
+        """Returns the loss terms of batch [b ...]: forward pass only."""
         return self._loss(trainable, frozen, batch, key)
 
     def lower(self, state: State, frozen: Tree, batch: Tree) -> dict[str, Part]:
+        """Returns the lowered programs of one step by name, from abstract arrays."""
         return {"step": Part(self._step.lower(state, frozen, batch), self._mesh)}
 
     def lower_evaluation(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> dict[str, Part]:
         return {"validation": Part(self._loss.lower(trainable, frozen, batch, key), self._mesh)}
 
 
-class _Staged:
+class Staged:
     """Readers on meshes of their own: the shared activations go to each mesh, their cotangents come back.
 
     Programs are dispatched without waiting: readers on different devices work at the same time. The optimizer and its
@@ -230,10 +206,18 @@ class _Staged:
         return programs
 
 
+Step = Fused | Staged
+
+
+def make(recipe: Recipe, placement: Placement, optimizer: optax.GradientTransformation, *, seed: int) -> Step:
+    if not placement.on_several_meshes:
+        return Fused(recipe, placement.learner, optimizer, seed)
+    return Staged(recipe, placement, optimizer, seed)  # only of a recipe with branches
+
+
 def _apply(
     optimizer: optax.GradientTransformation, state: State, gradients: Tree, terms: LossTerms
 ) -> tuple[State, dict[str, jax.Array]]:
-    """Divides the sums by the weight and applies the update."""
     gradients = jax.tree.map(lambda leaf: leaf / terms.weight, gradients)
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["trainable"])
     after = {
@@ -311,7 +295,6 @@ def _accumulate(
 
 
 def _is_replicated(recipe: Recipe) -> bool:
-    """Says whether the trainable weights are replicated."""
     return all(sharding.is_fully_replicated for sharding in jax.tree.leaves(recipe.shardings().trainable))
 
 

@@ -124,10 +124,8 @@ def source_of(cfg: Config, name: str) -> str:
 
 
 def label(name: str) -> str:
-    """Returns a model of `Wire.models` in words."""
     return "the encoder's body" if name == BODY else f"reader {name.removeprefix(READERS)!r}"
 
 
 def flag(name: str) -> str:
-    """Returns the flag that sets a model's source."""
     return f"--config.{name.replace('/', '.')}.source="

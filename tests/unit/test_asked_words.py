@@ -35,7 +35,7 @@ def make(root, kind=AskedWords, devices=1):
     changes = {"encoder__kind": "lm", "encoder__source": str(source), "encoder__window": WINDOW}
     cfg = tiny.make_config(root, compute__dtype="fp32", **changes)
     learner = mesh.make(data=devices, devices=jax.devices()[:devices])
-    return kind(cfg, source, placement.together(learner, ["llama"]))
+    return kind(cfg, source, placement.one_mesh(learner, ["llama"]))
 
 
 def cards(count, split):
