@@ -176,7 +176,6 @@ def place_shapes(shapes: Any, shardings: Any) -> Any:
 
 
 def round_up(batch: int, data: int) -> int:
-    """Returns the smallest batch of at least this size that the data axis divides."""
     return -(-batch // data) * data
 
 

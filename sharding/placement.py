@@ -61,7 +61,6 @@ class Placement:
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """Returns every mesh once, the learner's first."""
         return tuple(dict.fromkeys([self.learner, *(component.mesh for component in self.readers.values())]))
 
     @property
@@ -69,7 +68,6 @@ class Placement:
         return len({device for mesh in self.meshes for device in mesh.devices.flat})
 
     def describe(self, *, available: int | None = None) -> str:
-        """Returns one line: the meshes of all components and the number of unused devices."""
         available = jax.device_count() if available is None else available
         idle = available - self.devices
         rest = f"; {idle} of {available} devices stay unused" if idle else ""

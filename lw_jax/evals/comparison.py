@@ -146,7 +146,6 @@ def estimate(records: Sequence[Record], bootstrap: Bootstrap) -> dict[str, Estim
 
 
 def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
-    """Returns the control table for a terminal; ms: time to the first token of an answer."""
     width = max(map(len, ("reader", *rows))) + 2
     second = max(9, *(len(row) for found in rows.values() for row in found)) + 2
     columns = {"positions": 9, "ms": 8, "em": 7, "f1": 7, "f1 95 %": 15, "nll": 8, "accuracy": 9, "first_token": 12}
@@ -166,7 +165,6 @@ def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
 
 
 def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
-    """Returns a reader's comparison of its rows for a terminal."""
     parts = []
     if "fewer_positions" in figures:
         parts.append(f"fewer_positions {figures['fewer_positions']:.2f}x")

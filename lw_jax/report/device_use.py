@@ -21,7 +21,6 @@ DEVICE = {  # of devices.jsonl: name -> (heading, factor)
 
 
 def table(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Returns each device's utilisation, memory, temperature and power: mean, minimum and maximum of its samples."""
     names = [name for name in DEVICE if any(name in row for row in rows)]
     head = ["device", "hours", *(cell for name in names for cell in (DEVICE[name][0], "min .. max"))]
     head += ["peak memory, GB", "of the limit, %"]
@@ -55,7 +54,6 @@ def _cells(device: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str])
 
 
 def findings(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Returns a line for each fault: devices that are under-used, unbalanced or hot; none of a short run."""
     groups = by_device(rows)
     if min((sum(row["samples"] for row in group) for group in groups.values()), default=0) < MIN_SAMPLES:
         return []

@@ -202,7 +202,6 @@ def to_svg(figure: Figure, *, label: str) -> str:
 
 
 def draw_curve(curve: Curve) -> Figure:
-    """Returns the byte curve: a panel for each reader, a line for each number of slots and width, markers by bits."""
     readers = list(dict.fromkeys(point["reader"] for point in curve.points))
     figure = Figure(figsize=(10, 1.6 + 3.2 * len(readers)), layout="constrained")
     panels = figure.subplots(len(readers), 1, sharex=True, squeeze=False)[:, 0]

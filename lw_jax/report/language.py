@@ -60,7 +60,6 @@ def window(run: Run) -> int:
 
 
 def verdict(run: Run) -> Verdict:
-    """Returns the last held-out loss beside the n-gram baselines on the same text."""
     rows = [row for row in run.metrics if "validation/loss" in row]
     if not rows:
         return Verdict("none", "no validation yet")
@@ -87,7 +86,6 @@ def training(run: Run) -> list[Panel]:
 
 
 def validation(run: Run) -> list[Panel]:
-    """Returns the held-out loss beside its baselines, and the inner losses."""
     loss = [series.read_line(run, "validation/loss", "this model", colour=0)]
     loss += [series.read_line(run, f"validation/nll/{name}", name, style=style) for name, style in BASELINES.items()]
     inner = [
@@ -132,7 +130,6 @@ def tokens_a_step(run: Run) -> str:
 
 
 def balance(run: Run) -> str:
-    """Returns the spread of the devices' utilisation; empty where none was sampled."""
     groups = by_device(row for row in run.devices if "utilisation" in row)
     if not groups:
         return ""

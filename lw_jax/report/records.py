@@ -42,7 +42,6 @@ class Run:
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of the command that started the run."""
         try:
             return shlex.split(self.texts.get("command.txt", ""))
         except ValueError as error:  # an open quotation mark
@@ -55,7 +54,6 @@ class Run:
 
     @property
     def curve(self) -> Curve | None:
-        """The byte curve, None where none was measured; NaN for null."""
         found = self.evaluation.get("curve")
         return _to_nan(found) if found else None
 
@@ -126,7 +124,6 @@ def _read_text(path: Path) -> str:
 
 
 def _to_nan(value: Any) -> Any:
-    """Returns nested values with NaN for every None."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(value, **{k: _to_nan(inner) for k, inner in vars(value).items()})
     if isinstance(value, dict):

@@ -190,13 +190,11 @@ def joint(found: Mapping[str, Any]) -> Table:
 
 
 def counts(found: Mapping[str, int]) -> str:
-    """Returns how many held-out examples were used, and why others were dropped or cut."""
     reasons = [f"{number} {REASONS[name]}" for name, number in found.items() if number and name in REASONS]
     return "; ".join([f"{found.get('kept', 0)} of {found.get('given', 0)} used", *reasons])
 
 
 def agreement(found: Mapping[str, Any]) -> str:
-    """Returns the share of examples with equal answers."""
     share, span = _number(found["agreement"], 100), _interval(found["agreement_interval"], 100)
     return f"All readers agree, after normalisation, on {share} % ({span}) of {found['examples']} examples."
 
@@ -213,7 +211,6 @@ def points(curve: Curve) -> Table:
 
 
 def sizes(curve: Curve) -> Table:
-    """Returns the bytes of texts and messages, smallest first."""
     found = [(size, f"the text, {name}") for name, size in curve.text_bytes.items()]
     messages: dict[float, dict[str, None]] = {}
     for point in curve.points:

@@ -107,7 +107,6 @@ class Sampler:
             self._write_line(time.monotonic())
 
     def sample(self) -> None:
-        """Reads all devices once; the thread calls this."""
         readings = self._read()
         now = time.monotonic()
         with self._lock:

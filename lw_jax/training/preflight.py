@@ -14,7 +14,6 @@ LONG_WARMUP = 0.5  # of a stage's steps
 
 
 def inspect(cfg: Config, recipe: Recipe | None) -> list[Finding]:
-    """Returns all findings, errors first."""
     found = [*_schedule(cfg), *_cadence(cfg), *_alarm(cfg, recipe)] if cfg.train.steps else []
     if recipe is not None:
         found += recipe.findings()

@@ -252,5 +252,4 @@ class Services:
 
 
 def describe(name: str, error: Failed) -> str:
-    """Returns a line for people about a sink that is left out from now on."""
     return f"warning: {name}: {error}: no more rows go there until the run is started again; metrics.jsonl has them all"

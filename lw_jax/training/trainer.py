@@ -74,7 +74,6 @@ class Run:
 
     @property
     def micro_batch(self) -> int:
-        """Returns the examples that one device holds at once."""
         return self.step_spec.cut(self.accumulation).micro_batch
 
     # --- preparation
@@ -160,7 +159,6 @@ class Run:
         session.revalidate = self._is_validated(restored.step) and not restored.metrics
 
     def _initialise(self, frozen: Tree | None) -> Tree:
-        """Initialises the state; returns the frozen weights, which are loaded unless given."""
         weights = self.recipe.build(frozen)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.step_spec.state()["opt_state"])
         opt_state = jax.jit(self.step_spec.optimizer.init, out_shardings=shardings)(weights.trainable)

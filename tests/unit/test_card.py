@@ -33,7 +33,7 @@ def render(folder, *, sources=SOURCES, local=(), step=STEP, published=UNSTATED, 
     found = runs.evaluation() | {"validation": measured or changes["data__validation"]}
     (at / "eval.json").write_text(json.dumps(found), "utf-8")
     run = records.read(at)
-    wire = wire_folder.Wire(
+    wire = wire_folder.WireFolder(
         format="latentwire",
         version=1,
         made_by="0",
