@@ -36,7 +36,7 @@ ROW = {  # figures of a row of the control table
     "first_token": Column("first token", "%", 100, True),
     "first_5": Column("first token in top 5", "%", 100),
     "distinct": Column("distinct answers", "%", 100),
-    "examples": Column("examples"),
+    "examples": Column("examples", digits=0),
 }
 COMPARISON = {  # figures of `comparison.compare`
     "normalised_f1": Column("normalised F1", "%", 100, True),

@@ -62,6 +62,13 @@ class Reader(html.parser.HTMLParser):
     def text(self, tag: str = "") -> str:
         return " ".join(data for at, data in self.texts if not tag or at == tag)
 
+    def cells(self) -> list[str]:
+        return [data for at, data in self.texts if at == "td"]
+
+
+def write_evaluation(folder: Path, told: dict[str, Any]) -> None:
+    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+
 
 def page_of(folder: Path) -> Reader:
     return Reader(pages.render(records.read(folder)))
@@ -122,7 +129,7 @@ def test_figures_are_drawn_as_text_with_axes_named(page: Reader) -> None:
 
 
 def test_control_table_shows_what_was_measured(page: Reader) -> None:
-    cells = [text for tag, text in page.texts if tag == "td"]
+    cells = page.cells()
     start = cells.index("truncated")
     assert cells[start : start + 8] == [
         "truncated",
@@ -134,6 +141,7 @@ def test_control_table_shows_what_was_measured(page: Reader) -> None:
         "2.700",
         "0.050 .. 0.100",
     ]
+    assert cells[start + 13] == "23"
     assert {"91.3", "87.2", "31.0", "1.234", "1.134 .. 1.334", "4.250"} <= set(cells)
     assert {"the text, brotli", "89", "76", "message of 5 x 7 x 2", "32", "27"} <= set(cells)
     assert "23 of 29 used; 4 dropped: the question" in page.text("p") and "25.0 % (20.0 .. 30.0) of 23" in page.text(
@@ -145,7 +153,7 @@ def test_page_says_positions_and_the_f1_of_message_and_controls_first(tmp_path: 
     folder, told = write_run(tmp_path / "run"), evaluation()
     told["readers"]["llama"] |= {"faster": 2.5, "timed_tokens": 211}
     told["rows"]["llama"]["latents"] |= {"first_token_seconds": 0.0417, "positions": 6.0}
-    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    write_evaluation(folder, told)
     page = page_of(folder)
     for words in ("6.0 reader positions in place of 12.5", "2.50 times sooner", "211 tokens", "F1 of text 60.0 %"):
         assert words in page.text("li"), words
@@ -153,7 +161,7 @@ def test_page_says_positions_and_the_f1_of_message_and_controls_first(tmp_path: 
     assert order[:3] == ["positions", "controls", "curves"]
     assert "41.7" in page.text("td") and "positions of the reader" in page.text("text")
     told["readers"]["llama"] |= {"faster": 0.5, "fewer_positions": 0.8}
-    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    write_evaluation(folder, told)
     slower = page_of(folder)
     for words in ("1.25 times more", "2.00 times later than from 211 tokens"):
         assert words in slower.text("li"), words
@@ -197,7 +205,7 @@ def test_hostile_text_is_shown_and_never_becomes_an_element(tmp_path: Path) -> N
     told["rows"] = {HOSTILE: {HOSTILE: figures(0.5)}}
     for point in told["curve"]["points"]:
         point["reader"] = HOSTILE
-    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    write_evaluation(folder, told)
     page = page_of(folder)
     assert not page.faults and not page.open and "script" not in page.tags and "b" not in page.tags
     assert page.text("td").count("alert") == 3 * (1 + 1 + 2 * 3) + 1 + 1 + 4  # examples, and three tables
@@ -254,7 +262,7 @@ def test_figures_that_are_no_numbers_are_counted_and_left_out(tmp_path: Path) ->
     told["curve"]["references"]["llama"]["text"]["nll"] = None
     told["readers"]["llama"] |= {"normalised_f1": None, "normalised_f1_interval": None}
     told["rows"]["llama"]["zero"] |= {"nll": None, "nll_interval": None}
-    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    write_evaluation(folder, told)
     page = page_of(folder)
     assert not page.faults and f"{30 + 2} logged values are not finite" in page.text("figcaption")
     assert "learning rate" not in page.text("text") and "loss" in page.text("text")
@@ -312,7 +320,7 @@ def test_verdicts_name_every_reader_the_worst_first(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     told = evaluation()
     told["readers"]["third"] = between(gap_nll=0.01, gap_nll_interval=[-0.2, 0.3])
-    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    write_evaluation(folder, told)
     found = tables.verdicts(records.read(folder))
     assert [(one.key, one.text.split(":")[0]) for one in found] == [
         ("collapsed", "third"),
@@ -352,8 +360,7 @@ def test_devices_are_summarised_over_all_processes(tmp_path: Path) -> None:
     more = row | {"samples": 1, "utilisation": 0.9, "peak_bytes": 5e9, "limit_bytes": 8e9}
     write_lines(folder / "devices.jsonl", [row, more])
     write_lines(folder / "devices-1.jsonl", [row | {"device": "gpu1", "samples": 12, "utilisation": 0.2}])
-    page = page_of(folder)
-    cells = [text for tag, text in page.texts if tag == "td"]
+    cells = page_of(folder).cells()
     assert cells[cells.index("gpu0") :][:6] == ["gpu0", "1.00", "60.0", "50.0 .. 90.0", "5.0", "62"]
     assert cells[cells.index("gpu1") :][:6] == ["gpu1", "0.50", "20.0", "20.0 .. 20.0", "3.0", "unknown"]
 
@@ -431,7 +438,7 @@ def test_wrong_type_in_an_evaluation_is_one_line_that_names_it(
     else:
         holder[path[-1]] = value
     folder = write_run(tmp_path / "run")
-    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    write_evaluation(folder, told)
     with pytest.raises(UserError, match=f"{re.escape(str(folder / 'eval.json'))}: .*{rule}") as refused:
         records.read(folder)
     assert "\n" not in str(refused.value)
