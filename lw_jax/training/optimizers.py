@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import operator
 import re
 from collections.abc import Hashable, Sequence
 from typing import Any
@@ -140,12 +139,15 @@ def make(cfg: config.Optim, *, phases: Sequence[Phase], rates: Rates, abstract: 
         if label not in parts:
             direction = _muon() if label.startswith("muon") else optax.scale_by_adam(B1, cfg.b2, EPS)
             parts[label] = _in_phases(direction, trains[row], phases)
-    learns = jax.tree.map(lambda label: label != "frozen", labels)
+    frozen = jax.tree.map(lambda label: label == "frozen", labels)
+    decayed = jax.tree.map(lambda decays, still: decays and not still, decays(abstract, cfg.decays), frozen)
+    waits = any(any(one) and not all(one) for one in trains)
     whole = optax.chain(
-        _scale_by(rows, trains, phases),  # what waits is no part of the norm
+        optax.masked(optax.set_to_zero(), frozen),  # what is frozen or waits is no part of the norm
+        _scale_by(rows, trains, phases) if waits else optax.identity(),
         optax.clip_by_global_norm(cfg.clip_norm),
         optax.partition(parts, labels),
-        optax.add_decayed_weights(cfg.weight_decay, jax.tree.map(operator.and_, decays(abstract, cfg.decays), learns)),
+        optax.add_decayed_weights(cfg.weight_decay, decayed),
         _scale_by(rows, table, phases),
         optax.scale_by_learning_rate(schedule(cfg, phases)),
     )
@@ -173,7 +175,7 @@ def _in_phases(
 
 
 def _scale_by(rows: Tree, table: Sequence[Sequence[float]], phases: Sequence[Phase]) -> optax.GradientTransformation:
-    """Scales each leaf by the multiplier of its row in the phase of the step; by 0 whatever it holds."""
+    """Scales each leaf by the multiplier of its row in the phase of the step; of frozen rows it is 0 already."""
 
     def init(params: optax.Params) -> optax.OptState:
         del params
@@ -183,14 +185,11 @@ def _scale_by(rows: Tree, table: Sequence[Sequence[float]], phases: Sequence[Pha
         del params
         number, _ = _locate(phases, jnp.asarray(state.count))
 
-        def scale(update: jax.Array, row: int) -> jax.Array:
-            if not any(table[row]):
-                return jnp.zeros_like(update)
-            return (
-                update if all(one == 1 for one in table[row]) else update * jnp.asarray(table[row], jnp.float32)[number]
-            )
-
-        scaled = jax.tree.map(scale, updates, rows)
+        scaled = jax.tree.map(
+            lambda update, row: update * jnp.asarray(table[row], jnp.float32)[number] if any(table[row]) else update,
+            updates,
+            rows,
+        )
         return scaled, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
 
     return optax.GradientTransformation(init, update)
