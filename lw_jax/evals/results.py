@@ -43,8 +43,6 @@ COMPARISON = {  # figures of `comparison.compare`
     "recovered_nll": Column("recovered NLL", "%", 100, True),
     "gap_f1": Column("gap of F1", "points", 100, True),
     "gap_nll": Column("gap of NLL", "nats a token", 1, True),
-    "adds_f1": Column("F1 that latents add to literals", "points", 100, True),
-    "adds_nll": Column("NLL that they take off", "nats a token", 1, True),
     "follows": Column("follows a changed message, of changed texts followed", "%", 100, True),
 }
 
