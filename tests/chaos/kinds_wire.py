@@ -67,7 +67,7 @@ def _write(folder: Path) -> None:
         path.unlink()
     (folder / "run").rmdir()
     model = wire_folder.Model("folder/llama", True, "0" * 32, {"model.safetensors": "0" * 64})
-    wire = wire_folder.Wire(
+    wire = wire_folder.WireFolder(
         format=wire_folder.FORMAT,
         version=wire_folder.VERSION,
         made_by="test",
