@@ -152,7 +152,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["embeddings", pytest.param("kv", marks=pytest.mark.slow)])
 def test_loss_and_gradient_are_the_sum_over_single_questions(make, kind):
     recipe = make(**KINDS[kind])
     packed, built = training(recipe), recipe.build()
@@ -193,9 +193,8 @@ PLACED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.slow] * (at > 1)) for at, one in enumerate(PLACED)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACED)
 def test_loss_curve_is_that_of_one_device(make, alone, name, tmp_path):
     code, losses, trainable = tiny.unsaved_curve(make(**CURVE, **PLACED[name]), tmp_path / "run")
     assert code == alone[0] == 0
@@ -203,6 +202,7 @@ def test_loss_curve_is_that_of_one_device(make, alone, name, tmp_path):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=PARAMETERS), trainable, alone[2])
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_by_bit(make, alone, tmp_path):
     assert tiny.curve(make(**CURVE), tmp_path / "run", stop=lambda step: step == 4)[0] != 0
     code, losses, trainable = tiny.curve(make(**CURVE), tmp_path / "run")
