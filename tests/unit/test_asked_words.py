@@ -23,11 +23,7 @@ WINDOW, WORDS = 48, 4
 KERNEL = 2e-3  # relative to its largest value: fp32 moments of a few hundred tokens
 
 
-@pytest.fixture(scope="module", autouse=True)
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LW_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("module_cache")
 
 
 def make(root, kind=AskedWords, devices=1):
@@ -108,7 +104,7 @@ def test_answers_that_stand_in_no_text_are_refused(root):
 
 
 @pytest.fixture(scope="module")
-def changes(root, cache):
+def changes(root, module_cache):
     source = str(tiny.readers(root)["llama"])
     found = {"encoder__kind": "lm", "encoder__source": source, "message__literals": WORDS, "message__choice": "asked"}
     return found | {"data__packed_tokens": 96, "train__steps": 2, "train__checkpoint_every": 2}

@@ -42,7 +42,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def whole(params):
-    return kv_prefix.take(params, CFG, TEXT, mask=SLOTS, shared_prefix=SHARED)
+    return tiny.compiled(kv_prefix.take, params, CFG, TEXT, mask=SLOTS, shared_prefix=SHARED)
 
 
 def sizes():
@@ -51,7 +51,7 @@ def sizes():
 
 def read(params, prefix, mode=decoder.Mode(), x=ASKED):  # noqa: B008
     given = {"shared_prefix": SHARED, "kv_prefix": prefix, "mode": mode}
-    return decoder.forward(params, CFG, x, mask=AFTER, **given).hidden
+    return tiny.compiled(decoder.forward, params, CFG, x, mask=AFTER, **given).hidden
 
 
 def same(found, wanted, tolerance=SAME, mask=AFTER):

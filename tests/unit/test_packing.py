@@ -26,11 +26,7 @@ COUNTS = (3, 1, 2, 7, 3, 4, 1, 5, 2, 3, 6, 1)  # questions of each text
 TOKENS = 136  # of a row: three questions of these tokenizers with their answers, or two
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LW_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("module_cache")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +44,7 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def make(root, source, cache):
+def make(root, source, module_cache):
     def recipe(**changes):
         return tiny.make_recipe(root, **{"data__train": source, "data__packed_tokens": TOKENS} | changes)
 
@@ -311,7 +307,7 @@ def test_a_packed_text_has_the_states_that_it_has_alone(cfg, before):
         x = jnp.concatenate([common, *parts], axis=1)
         if segments is not None:
             segments = jnp.asarray([segments], jnp.int32)
-        return decoder.forward(params, cfg, x, mask=mask, segments=segments, **given).hidden[0, 4:]
+        return tiny.compiled(decoder.forward, params, cfg, x, mask=mask, segments=segments, **given).hidden[0, 4:]
 
     packed = read(texts, [0] * 4 + [1] * 6 + [2] + [3] * 5)
     alone = jnp.concatenate([read([text]) for text in texts])

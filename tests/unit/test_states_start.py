@@ -64,7 +64,7 @@ def encode(recipe, built, text):
     ids = jnp.asarray([recipe.layout.source.encode(text)], jnp.int32)
     channel = jnp.asarray([[SLOTS, recipe.cfg.encoder.width, EXACT]], jnp.int32)
     source = {"ids": ids, "mask": jnp.ones(ids.shape, bool), "channel": channel}
-    return ids, recipe.wire.encode(built.trainable, source)
+    return ids, tiny.compiled(recipe.wire.encode, built.trainable, source)
 
 
 def test_adapters_start_near_the_keys_and_values_of_the_rarest_tokens(started):
@@ -76,8 +76,8 @@ def test_adapters_start_near_the_keys_and_values_of_the_rarest_tokens(started):
         ids, latents = encode(recipe, built, example.context)
         mask = jnp.ones(ids.shape, bool)
         places = encoder.rarest(rarity, ids, mask=mask, count=jnp.asarray([SLOTS]), slots=SLOTS)[0]
-        own = kv_prefix.take(params, reader.config, decoder.embed(params, ids), mask=mask)
-        made = recipe.wire.prefix(built.trainable["adapters"]["llama"], "llama", latents, "answer")
+        own = tiny.compiled(kv_prefix.take, params, reader.config, decoder.embed(params, ids), mask=mask)
+        made = tiny.compiled(recipe.wire.prefix, built.trainable["adapters"]["llama"], "llama", latents, "answer")
         later = np.asarray(places) > 0  # the first token is unlike all others
         wanted, found = (np.stack([np.asarray(k)[:, 0], np.asarray(v)[:, 0]]) for k, v in ((own.k, own.v), made[:2]))
         errors.append(found[:, :, later] - wanted[:, :, places][:, :, later])
