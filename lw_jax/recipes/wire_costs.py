@@ -49,7 +49,7 @@ def _reader(cfg: Config, wire: Wire, placement: Placement, name: str, fields: Tr
     model, llm, at = wire.readers[name].config, cfg.llms[name], placement.readers[name]
     answers = fields["targets"].shape[-1]
     shared = fields["before"]["ids"].shape[-1]  # read once for all rows
-    asked = sum(fields[key]["ids"].shape[-1] for key in ("literals", "after", "packed") if key in fields)
+    asked = sum(fields[key]["ids"].shape[-1] for key in ("after", "packed") if key in fields)
     given = wire.encoder.slots if wire.readers[name].kind == "kv" else 0  # as keys and values, which no pass makes
     answer = 0 if "packed" in fields else answers - 1  # inputs beside those asked
     positions = asked + wire.encoder.slots - given + 1 + answer
