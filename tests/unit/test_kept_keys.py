@@ -60,8 +60,7 @@ def same(found, wanted, tolerance=SAME, mask=AFTER):
     )
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("factors", [None, "bfloat16"])
+@pytest.mark.parametrize(("remat", "factors"), [("none", None), ("full", "bfloat16")])
 def test_all_keys_and_no_bias_are_the_text_forward_and_backward(params, whole, remat, factors):
     mode = decoder.Mode(remat=remat, factors=factors)
     every = jnp.broadcast_to(SLOTS[None, :, :, None], KEPT.shape)

@@ -169,6 +169,7 @@ def test_sums_are_of_values_around_their_mean_so_that_fp32_holds_them(root, star
     np.testing.assert_allclose(1 / head["scale"] ** 2, np.diag(gram)[:-1] / count - (summed / count) ** 2, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_start_is_the_same_on_four_devices_and_for_a_frozen_body(root, started):
     _, one = started
     for changes in ({"devices": 4}, {"encoder__rank": 2}):
