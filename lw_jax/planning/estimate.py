@@ -20,7 +20,7 @@ from lw_jax.planning.gpus import Target
 from lw_jax.planning.roofline import BANDWIDTH_FRACTION, COLLECTIVE_SECONDS, LINK_FRACTION, MATMUL_FRACTION, Times
 from lw_jax.training import optimizers
 from lw_jax.training.memory import StepMemory
-from lw_jax.training.recipe import Plannable
+from lw_jax.training.recipe import Recipe
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
@@ -40,7 +40,7 @@ class Estimate:
     times: Times | None
 
 
-def estimate(program: StepSpec, recipe: Plannable, widths: Tree, micro_batch: int, target: Target | None) -> Estimate:
+def estimate(program: StepSpec, recipe: Recipe, widths: Tree, micro_batch: int, target: Target | None) -> Estimate:
     """Estimates one program at a micro-batch (0: a device's whole share)."""
     accumulation = program.accumulation(micro_batch)
     rows = program.cut(accumulation).micro_batch
@@ -83,9 +83,7 @@ def estimate(program: StepSpec, recipe: Plannable, widths: Tree, micro_batch: in
     return Estimate(needs, max(flops), max(wire), times)
 
 
-def _times(
-    program: StepSpec, recipe: Plannable, terms: Mapping[str, Terms], accumulation: int, target: Target
-) -> Times:
+def _times(program: StepSpec, recipe: Recipe, terms: Mapping[str, Terms], accumulation: int, target: Target) -> Times:
     """Returns the seconds of a step: a sum, except that of readers on separate meshes the slowest counts."""
     card, dtype, trainable = target.card, _dtype(program), program.state()["trainable"]
     peak = card.peak.get(dtype, card.peak["fp32"]) * MATMUL_FRACTION
@@ -107,7 +105,7 @@ def _times(
         collective=summed / link,
     )
     readers = [part(terms[name]) for name in program.placement.readers]
-    if program.placement.apart:
+    if program.placement.on_several_meshes:
         readers = [max(readers, key=lambda one: one.total)]
     in_turn = [part(terms[""]), update, *readers]
     found = Times(*(sum(getattr(one, key) for one in in_turn) for key in ("gemm", "memory", "collective")))

@@ -308,7 +308,7 @@ def _row(cfg: Config, candidate: Candidate) -> Plan:
     row = {
         "strategy": candidate.strategy,
         "mesh": candidate.mesh,
-        "data": placed.data if placed and not placed.apart else -1,
+        "data": placed.data if placed and not placed.on_several_meshes else -1,
         "model": placed.learner.shape["model"] if placed and candidate.strategy in ("tensor", "split") else 1,
         "devices_used": placed.devices if placed else 0,
         "remat": candidate.remat,

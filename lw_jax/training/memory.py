@@ -2,13 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from jax.sharding import Mesh
 
 from lw_jax.core.types import Tree
 from lw_jax.training import train_step
-from lw_jax.training.recipe import Branched, Plannable
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
@@ -61,8 +60,8 @@ def measure(step_spec: StepSpec, widths: Tree, accumulation: int, *, compile: Co
     for name, at in step_spec.placement.readers.items():
         here = resident[at.mesh]
         here.batch += place.device_bytes(batch["readers"][name])
-        if step_spec.placement.apart and at.mesh != learner:
-            here.trainable += place.device_bytes(cast(Branched, step_spec.recipe).part(name, state["trainable"]))
+        if step_spec.placement.on_several_meshes and at.mesh != learner:
+            here.trainable += place.device_bytes(step_spec.recipe.part(name, state["trainable"]))
     donated = place.device_bytes(state)
     peaks = [resident[mesh].total + _working(compiled, mesh, donated) for mesh in step_spec.placement.meshes]
     fullest = max(range(len(peaks)), key=peaks.__getitem__)
@@ -126,10 +125,8 @@ def _fresh(program: Any) -> int:
 
 def _logits(step_spec: StepSpec, widths: Tree, accumulation: int) -> int:
     """Returns the bytes of fp32 logits alive at once on one device, by the recipe's own arithmetic."""
-    if not isinstance(step_spec.recipe, Plannable):
-        return 0
     terms = step_spec.recipe.terms(widths, step_spec.cut(accumulation).micro_batch)
-    return int(max(one.logits for one in terms.values()))
+    return int(max((one.logits for one in terms.values()), default=0))
 
 
 def bytes_of(size: float) -> str:

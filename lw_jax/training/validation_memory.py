@@ -15,7 +15,7 @@ from lw_jax.training import out_of_memory
 from lw_jax.training.memory import Compile, bytes_of
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.out_of_memory import OutOfMemory, halved
-from lw_jax.training.recipe import Plannable
+from lw_jax.training.recipe import Recipe
 from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.train_step import Part
 from sharding import place
@@ -40,7 +40,7 @@ class ValidationMemory:
         return 2 * self.peak_bytes - self.resident_bytes <= limit.usable
 
 
-def estimate(step_spec: StepSpec, recipe: Plannable, widths: Tree, limit: MemoryLimit) -> ValidationMemory:
+def estimate(step_spec: StepSpec, recipe: Recipe, widths: Tree, limit: MemoryLimit) -> ValidationMemory:
     """Returns the memory of validation by arithmetic; `widths` is one example's shapes."""
 
     def held(rows: int) -> int:
@@ -135,7 +135,7 @@ def resident_by_mesh(step_spec: StepSpec) -> dict[Mesh, int]:
     return sizes
 
 
-def evaluation_bytes(step_spec: StepSpec, recipe: Plannable, widths: Tree, rows: int) -> int:
+def evaluation_bytes(step_spec: StepSpec, recipe: Recipe, widths: Tree, rows: int) -> int:
     """Returns the bytes of the fullest device during a forward pass over so many rows per device."""
     terms, placement = recipe.terms(widths, rows), step_spec.placement
     sizes = []

@@ -15,7 +15,7 @@ from lw_jax.planning import plan_tables, planner
 from lw_jax.training import memory, trainer, validation_memory
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.memory_limit import MemoryLimit
-from lw_jax.training.recipe import Plannable
+from lw_jax.training.recipe import Recipe
 from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.train_step import Part
 from sharding import place
@@ -28,9 +28,7 @@ COMPILED = {("single", 1, 64): 2.393e9, ("single", 1, 256): 7.634e9, ("tensor", 
 NEAR = 0.15
 
 
-def make_program(
-    cfg, strategy: str = "single", devices: int = 1, *, stands_for: str = ""
-) -> tuple[StepSpec, Plannable]:
+def make_program(cfg, strategy: str = "single", devices: int = 1, *, stands_for: str = "") -> tuple[StepSpec, Recipe]:
     model = devices if strategy == "tensor" else 1
     on = jax.devices()[:devices]
     placed = placements.place(strategy, recipes.reader_bytes(cfg), model=model, devices=on)
