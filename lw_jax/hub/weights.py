@@ -275,19 +275,22 @@ def _ahead(reads: Sequence[Callable[[], Tree]]) -> Iterator[Tree]:
 def _stack(layers: Iterator[Tree], leaf: Tree, sharding: Tree | None) -> Tree:
     """Fills a stacked leaf layer by layer, in place."""
     part = jax.tree.map(_of_a_layer, sharding)
-    zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), leaf)
-    stack = jax.jit(zeros, out_shardings=sharding)()
-    write = jax.jit(
-        lambda stack, layer, i: jax.tree.map(
-            lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0), stack, layer
-        ),
-        donate_argnums=0,
-        out_shardings=sharding,
-    )
+    shapes, tree = jax.tree.flatten(leaf)
+    # Functions of the module: JAX compiles them once for leaves of the same shapes, of this model or of the next.
+    stack = jax.jit(_zeros, static_argnums=(0, 1), out_shardings=sharding)(tree, tuple(shapes))
+    write = jax.jit(_set_layer, donate_argnums=0, out_shardings=sharding)
     for i, layer in enumerate(layers):
         # Waits: the layer's memory is the next but one's, and a queue would hold many layers on the host.
         stack = jax.block_until_ready(write(stack, _put(layer, part), np.int32(i)))
     return stack
+
+
+def _zeros(tree: Any, shapes: Sequence[jax.ShapeDtypeStruct]) -> Tree:
+    return jax.tree.unflatten(tree, [jnp.zeros(x.shape, x.dtype) for x in shapes])
+
+
+def _set_layer(stack: Tree, layer: Tree, i: jax.Array) -> Tree:
+    return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0), stack, layer)
 
 
 def _of_a_layer(sharding: Any) -> Any:

@@ -25,6 +25,7 @@ from lw_jax.hub.gguf_header import read_header
 from lw_jax.models import decoder
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.rotary import Llama3Scaling
+from tests.tiny import edit_tensors as edit
 
 LLAMA = DecoderConfig(
     vocab=101,
@@ -74,13 +75,6 @@ def save_sharded(folder, source, parts):
 def llama(tmp_path):
     weights.save(tmp_path / "llama", random_params(LLAMA), LLAMA, model_type="llama")
     return tmp_path / "llama"
-
-
-def edit(folder, change):
-    """Rewrites model.safetensors after `change` has had the dict of tensors."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 # --- safetensors
