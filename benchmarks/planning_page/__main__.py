@@ -1,10 +1,10 @@
-"""Writes docs/planning.md from plans: every strategy on every card, and the original project's tables beside them.
+"""Writes the tables of docs/planning.md from plans: every strategy on every card.
 
     python -m benchmarks.planning_page > docs/planning.md                   # makes the plans (cached), minutes each
     python -m benchmarks.planning_page --plans FOLDER > docs/planning.md    # reads FOLDER/TARGET.json, of `plan --json`
     python -m benchmarks.planning_page --plans FOLDER --facts               # one line a target
 
-Figures come from the plans; constants are only those that the original published (original.py).
+Figures come from the plans.
 """
 
 import argparse

@@ -4,7 +4,6 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from benchmarks.planning_page import comparison
 from benchmarks.planning_page.tables import (
     CARDS,
     COUNTS,
@@ -31,9 +30,6 @@ def write(cfg: Config, plans: Plans, path: str) -> str:
     sections = (
         opening(cfg, plans, path),
         chosen(plans),
-        comparison.analysis(cfg, plans),
-        comparison.guide(cfg, plans),
-        comparison.note(cfg, plans),
         candidates(plans),
         agreement(plans),
         assumptions(cfg, plans),

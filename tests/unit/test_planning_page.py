@@ -1,6 +1,5 @@
 """docs/planning.md is computed from plans: every candidate is on it, and a changed plan changes it."""
 
-import copy
 import dataclasses
 import json
 import subprocess
@@ -11,7 +10,7 @@ from typing import Any
 import pytest
 
 from benchmarks.planning_page import __main__ as command
-from benchmarks.planning_page import comparison, page, tables
+from benchmarks.planning_page import page, tables
 from lw_jax.core import config, config_file
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
@@ -171,64 +170,6 @@ def test_missing_targets_are_told_and_none_when_all_are_there(plans, large):
     assert "h100x4" in told and "2xh100x8" in told and "h100x2" not in told
     every = {target: planned("h100x1", candidate()) for target in tables.TARGETS}
     assert not lines_of(page.opening(large, every, "configs/large.py"), "Not planned yet")
-
-
-def test_hours_for_the_originals_job_follow_from_the_plans_rate(plans, large, monkeypatch):
-    monkeypatch.setattr(comparison, "scaling", lambda cfg, plans: [])
-    (one,) = lines_of(comparison.analysis(large, plans), "|    2 |")
-    assert [cell.strip() for cell in one.strip("|").split("|")][2:11] == [
-        *("61.3", "3.5", "64.0", "24", "1.3", "3.2", "0.17", "6.4", "0.35"),  # 40,000 / 64 a second
-    ]
-    changed = copy.deepcopy(plans)
-    changed["h100x2"]["chosen"]["samples_per_second"] = 16.0
-    (other,) = lines_of(comparison.analysis(large, changed), "|    2 |")
-    assert " 0.69 " in other and " 1.39 " in other
-
-
-def test_scaling_is_computed_from_estimates_of_the_changed_configuration(plans):
-    cfg = config.build(config_file.load("configs/smoke.py", root=PROJECT))
-    found = comparison.scaling(cfg, plans)
-    rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in found[2:6]]
-    assert [row[1] for row in rows] == ["2.00", "2.00", "0.77", "1.20"]
-    assert float(rows[0][2]) == 2 and float(rows[2][2]) < 1 < float(rows[3][2])
-    assert comparison.scaling(cfg, {}) == []
-
-
-def test_frozen_weights_of_every_layout_answer_the_divided_total(plans, large, monkeypatch):
-    monkeypatch.setattr(comparison, "scaling", lambda cfg, plans: [])
-    plans["h100x2"]["candidates"][1]["weights_bytes"] = 15_700_000_000
-    (line,) = lines_of(comparison.analysis(large, plans), "Frozen GB on the fullest GPU")
-    assert "on 2: 15.7 replicate, 31.2 tensor 1x2" in line
-    assert lines_of(comparison.analysis(large, plans), "34 / 17 / 8.5 GB", "divided by the number of GPUs")
-
-
-def test_the_guides_rates_stand_beside_the_peak_they_ask_for(plans, large):
-    (row,) = lines_of(comparison.guide(large, plans), "| h100x4 ")
-    peak = gpus.parse("h100x4").card.peak["bf16"]
-    share = 320 * 1.28e15 / 128 / 4 / peak
-    assert f"| {share:>32.0%} | {share * 41 / 160:>15.0%} |" in row and "not planned" in row
-    assert lines_of(comparison.guide(large, plans), "| a100_40x1", "does not fit")
-
-
-def test_the_guides_strategy_stands_beside_the_plans(plans, large):
-    (row,) = lines_of(comparison.guide(large, plans), "| 2 x H100 80 GB |")
-    assert [cell.strip() for cell in row.strip("|").split("|")][1:] == [
-        *("data parallel", "replicate 2x1", "yes", "64.0", "replicate 2x1", "64.0")
-    ]
-    assert lines_of(
-        comparison.guide(large, plans), "| 1 x A100 40 GB |", "no: weights and optimizer alone take 35.7 GB"
-    )
-
-
-def test_the_notes_batches_are_those_of_its_formula_beside_the_plans(plans, large):
-    found = comparison.note(large, plans)
-    (row,) = lines_of(found, "| replicate 2x1")
-    assert [cell.strip() for cell in row.strip("|").split("|")] == [
-        *("2", "64", "128", "69 (139)", "59 (119)", "16 x 4", "128", "replicate 2x1")
-    ]
-    assert lines_of(found, "**69 and 59**", "82.2%")
-    (one,) = lines_of(found, "| activations of one example")
-    assert "1.60" in one  # 25.6 GB of 16 examples
 
 
 def test_facts_are_one_line_a_target(plans):
