@@ -18,7 +18,6 @@ from lw_jax.core.precision import DTYPES
 from lw_jax.core.progress import phase
 from lw_jax.planning import (
     decode_layout,
-    generation_memory,
     gpus,
     host_memory,
     placement_search,
@@ -26,9 +25,10 @@ from lw_jax.planning import (
     remedies,
     workload,
 )
+from lw_jax.planning.generation_memory import generation
 from lw_jax.planning.gpus import Target
 from lw_jax.planning.placement_search import Candidate, Hardware
-from lw_jax.training import memory, memory_limit, preflight, validation_memory
+from lw_jax.training import evaluation_memory, memory, memory_limit, preflight
 from lw_jax.training.memory import bytes_of
 from lw_jax.training.step_spec import StepSpec
 from sharding import placement as placements
@@ -270,10 +270,14 @@ def _pick(found: list[Candidate], hardware: Hardware) -> tuple[Candidate | None,
     while best := placement_search.pick(found):
         assert best.program is not None, "it fits"
         told, obstacle = {}, ""
-        for part, one in evaluation_memory(best.program, room, hardware.compile).items():
-            told[part] = one and dataclasses.asdict(one) | {
-                "description": validation_memory.describe(one, room, part=part)
-            }
+        recipe: Any = best.program.recipe
+        passes = {
+            "validation": evaluation_memory.validation(best.program, recipe),
+            "generation": generation(best.program),
+        }
+        for part, each in passes.items():
+            one = each and evaluation_memory.of(each, room, compile=hardware.compile)
+            told[part] = one and dataclasses.asdict(one) | {"description": one.describe(room, part)}
             if one and not one.largest:
                 needs = f"{bytes_of(one.smallest_bytes)} of {bytes_of(room.usable)}"
                 obstacle = obstacle or f"{part} of one example per device needs {needs}"
@@ -281,24 +285,6 @@ def _pick(found: list[Candidate], hardware: Hardware) -> tuple[Candidate | None,
             return best, told
         found[found.index(best)] = dataclasses.replace(best, obstacle=obstacle)
     return None, {"validation": None, "generation": None}
-
-
-def evaluation_memory(
-    program: StepSpec, room: memory_limit.MemoryLimit, compile: memory.Compile | None
-) -> dict[str, validation_memory.ValidationMemory | None]:
-    """Returns the memory of validation, and of generation where the recipe's evaluation generates.
-
-    By arithmetic where twice what it says would fit: compiling both takes half a minute.
-    """
-    recipe: Any = program.recipe
-    widths = recipe.validation_widths()
-    validated = validation_memory.estimate(program, recipe, widths, room)
-    generation = generation_memory.estimate(program, room)
-    if compile and not validated.fits_doubled(room):
-        validated = validation_memory.measure(program, widths, room, compile=compile)
-    if compile and generation and not generation.fits_doubled(room):
-        generation = generation_memory.measure(program, room, compile=compile)
-    return {"validation": validated, "generation": generation}
 
 
 def _row(cfg: Config, candidate: Candidate) -> Plan:
@@ -324,7 +310,6 @@ def _row(cfg: Config, candidate: Candidate) -> Plan:
         "optimizer_bytes": needs.optimizer if needs else 0,
         "batch_bytes": needs.batch if needs else 0,
         "activation_bytes": needs.activations if needs else 0,
-        "logits_bytes": needs.logits if needs else 0,
         "flops": candidate.flops,
         "collective_bytes": candidate.collective_bytes,
         "moved_bytes": candidate.moved_bytes,
