@@ -28,7 +28,9 @@ from lw_jax.planning import (
 from lw_jax.planning.generation_memory import generation
 from lw_jax.planning.gpus import Target
 from lw_jax.planning.placement_search import Candidate, Hardware
-from lw_jax.training import evaluation_memory, memory, memory_limit, preflight
+from lw_jax.training import evaluation_memory as evaluation_memories
+from lw_jax.training import memory, memory_limit, preflight
+from lw_jax.training.evaluation_memory import EvaluationMemory
 from lw_jax.training.memory import bytes_of
 from lw_jax.training.step_spec import StepSpec
 from sharding import placement as placements
@@ -270,13 +272,7 @@ def _pick(found: list[Candidate], hardware: Hardware) -> tuple[Candidate | None,
     while best := placement_search.pick(found):
         assert best.program is not None, "it fits"
         told, obstacle = {}, ""
-        recipe: Any = best.program.recipe
-        passes = {
-            "validation": evaluation_memory.validation(best.program, recipe),
-            "generation": generation(best.program),
-        }
-        for part, each in passes.items():
-            one = each and evaluation_memory.of(each, room, compile=hardware.compile)
+        for part, one in evaluation_memory(best.program, room, hardware.compile).items():
             told[part] = one and dataclasses.asdict(one) | {"description": one.describe(room, part)}
             if one and not one.largest:
                 needs = f"{bytes_of(one.smallest_bytes)} of {bytes_of(room.usable)}"
@@ -285,6 +281,15 @@ def _pick(found: list[Candidate], hardware: Hardware) -> tuple[Candidate | None,
             return best, told
         found[found.index(best)] = dataclasses.replace(best, obstacle=obstacle)
     return None, {"validation": None, "generation": None}
+
+
+def evaluation_memory(
+    program: StepSpec, room: memory_limit.MemoryLimit, compile: memory.Compile | None
+) -> dict[str, EvaluationMemory | None]:
+    """Returns the memory of validation, and of generation where the recipe's evaluation generates."""
+    recipe: Any = program.recipe
+    passes = {"validation": evaluation_memories.validation(program, recipe), "generation": generation(program)}
+    return {part: one and evaluation_memories.of(one, room, compile=compile) for part, one in passes.items()}
 
 
 def _row(cfg: Config, candidate: Candidate) -> Plan:

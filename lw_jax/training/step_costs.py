@@ -75,7 +75,8 @@ def kept_bytes(step_spec: StepSpec, widths: Tree, rows: int) -> int:
 def update(step_spec: StepSpec) -> Costs:
     """Returns the costs of the optimizer's update of whole weights."""
     shapes, optimizer = step_spec.recipe.abstract().trainable, step_spec.optimizer
-    return trace(optimizer.update, shapes, jax.eval_shape(optimizer.init, shapes), shapes)
+    given = shapes, jax.eval_shape(optimizer.init, shapes), shapes
+    return _once(step_spec.recipe, "", "update", shapes, lambda: trace(optimizer.update, *given))
 
 
 def _pull(recipe: Branched, trainable: Tree, source: Tree, rng: Any, frozen: Tree) -> tuple[Tree, Callable]:

@@ -88,7 +88,7 @@ def test_flops_and_bytes_sent_of_two_devices_are_near_those_compiled(strategy, r
     assert analysed.flops == pytest.approx(found.flops, rel=0.05), "where weights are divided, so may be the opening"
     # Arithmetic gathers both embeddings twice, a lookup sends rows instead; XLA for CPUs sums each of a layer's five
     # gradients by itself, where GPUs' adds them first.
-    low, high = {"replicate": (1.0, 1.01), "fsdp": (0.85, 1.2), "tensor": (1.0, 2.0)}[strategy]
+    low, high = {"replicate": (1.0, 1.01), "fsdp": (0.85, 1.2), "tensor": (1.0, 2.5)}[strategy]
     assert low <= analysed.wire_bytes / found.collective_bytes < high
 
 
@@ -215,7 +215,7 @@ TUNED |= {"Vicuna 7B": "vicuna", "Llama-3 8B": "llama3"}
 
 def test_seconds_of_preference_tuning_are_near_the_kept_plans():
     rows = cells("numbers.md", "| TinyLlama 1.1B", "## Test-Time Training, planned")
-    found = {row[0]: float(row[7]) for row in rows}
+    found = {row[0]: float(row[6]) for row in rows}
     for words, name in TUNED.items():
         guess = seconds_of(f"configs/dpo/{name}.py", "a100_40x1", "single", "1x1", 4, compute__remat="full")
         assert is_near(guess, found[words]), words
