@@ -117,7 +117,7 @@ def precision(cfg: Config, hardware: Hardware | None = None) -> str:
     return gpus.describe_precision(sorted(asked), getattr(card, "capability", getattr(card, "compute_capability", "")))
 
 
-def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
+def resolve_auto(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
     """Returns the configuration with every "auto" resolved, and the placement on this machine's devices.
 
     All processes call it, and find the same: the first one decides, under the smallest memory limit of all.
@@ -133,12 +133,12 @@ def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
         raise UserError(f"compute.dtype={cfg.compute.dtype!r}: {rule}")
     cfg = memory_limit.agree(cfg)
     hardware = here(cfg)
-    cfg, placed = _settle_step(config.with_remat(cfg, "none") if reading else cfg, hardware, reading=reading)
+    cfg, placed = _resolve_placement(config.with_remat(cfg, "none") if reading else cfg, hardware, reading=reading)
     host_memory.check(recipes.reader_bytes(cfg), placed)
-    return decode_layout.settle_layers(cfg, placed, hardware.room), placed
+    return decode_layout.resolve_layers(cfg, placed, hardware.room), placed
 
 
-def _settle_step(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Config, Placement]:
+def _resolve_placement(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Config, Placement]:
     """Resolves compute.remat and the placement."""
     readers, mesh = recipes.reader_bytes(cfg), cfg.mesh
     if mesh.placement != "auto" and cfg.compute.remat != "auto":
@@ -271,14 +271,14 @@ def _pick(found: list[Candidate], hardware: Hardware) -> tuple[Candidate | None,
     assert room is not None, "planning needs the devices' memory"
     while best := placement_search.pick(found):
         assert best.program is not None, "it fits"
-        told, obstacle = {}, ""
+        memory_of_parts, obstacle = {}, ""
         for part, one in evaluation_memory(best.program, room, hardware.compile).items():
-            told[part] = one and dataclasses.asdict(one) | {"description": one.describe(room, part)}
+            memory_of_parts[part] = one and dataclasses.asdict(one) | {"description": one.describe(room, part)}
             if one and not one.largest:
                 needs = f"{bytes_of(one.smallest_bytes)} of {bytes_of(room.usable)}"
                 obstacle = obstacle or f"{part} of one example per device needs {needs}"
         if not obstacle:
-            return best, told
+            return best, memory_of_parts
         found[found.index(best)] = dataclasses.replace(best, obstacle=obstacle)
     return None, {"validation": None, "generation": None}
 

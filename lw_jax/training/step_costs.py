@@ -11,13 +11,18 @@ from lw_jax.training.recipe import Branched, Plannable
 from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.traced_costs import Costs, nbytes, trace
 
-_traced: dict[tuple[str, ...], Any] = {}  # of this process: placements that differ in other parts share one
+# Recipes and costs of this process, by what shapes them: placements that differ in other parts share one.
+_traced: dict[tuple[str, ...], Any] = {}
 
 
 def on_one_device(step_spec: StepSpec) -> Plannable:
     """Returns the recipe as one device of the placement computes it."""
     make: Any = type(step_spec.recipe)
-    return make(step_spec.cfg, step_spec.placement.on_one_device(), outline=True)
+    placed = step_spec.placement.on_one_device()
+    key = (repr(step_spec.cfg), repr(placed))
+    if key not in _traced:
+        _traced[key] = make(step_spec.cfg, placed, outline=True)
+    return _traced[key]
 
 
 def of(step_spec: StepSpec, widths: Tree, rows: int, *, backward: bool = True) -> dict[str, Costs]:
