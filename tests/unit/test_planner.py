@@ -186,7 +186,9 @@ def test_reading_splits_the_readers_over_as_few_devices_as_hold_them(model, root
 
 def test_reading_makes_nothing_again_whatever_a_run_of_earlier_code_names(root):
     for word in ("full", "dots"):
-        settled, _ = planner.resolve_auto(tiny.make_config(root, compute__remat=word, mesh__placement="single"), reading=True)
+        settled, _ = planner.resolve_auto(
+            tiny.make_config(root, compute__remat=word, mesh__placement="single"), reading=True
+        )
         assert settled.compute.remat == "none"
 
 
