@@ -232,7 +232,7 @@ def _absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
 
 def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
     started = time.monotonic()
-    found = placement_search.choose(cfg, hardware, widths=None)
+    found = placement_search.choose(cfg, hardware)
     with phase("planning: memory of validation and evaluation"):
         best, measured = _pick(found, hardware)
     rows = [_row(cfg, candidate) for candidate in found]

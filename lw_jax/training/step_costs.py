@@ -5,6 +5,8 @@ from typing import Any
 
 import jax
 
+from lw_jax.core import config
+from lw_jax.core.config import Config
 from lw_jax.core.types import SHARED, LossTerms, Tree
 from lw_jax.training import train_step
 from lw_jax.training.recipe import Branched, Plannable
@@ -19,7 +21,7 @@ def on_one_device(step_spec: StepSpec) -> Plannable:
     """Returns the recipe as one device of the placement computes it."""
     make: Any = type(step_spec.recipe)
     placed = step_spec.placement.on_one_device()
-    key = (repr(step_spec.cfg), repr(placed))
+    key = (_shape(step_spec.cfg), repr(placed))
     if key not in _traced:
         _traced[key] = make(step_spec.cfg, placed, outline=True)
     return _traced[key]
@@ -92,10 +94,15 @@ def _pull(recipe: Branched, trainable: Tree, source: Tree, rng: Any, frozen: Tre
 def _once(recipe: Any, name: str, way: str, shapes: Tree, compute: Callable[[], Any]) -> Any:
     """Returns what a part of the recipe costs with inputs of these shapes, computed once."""
     parts = str(recipe.placement.readers[name].parts) if name else ""
-    key = (repr(recipe.cfg), recipe.placement.platform, name, way, parts, repr(shapes))
+    key = (_shape(recipe.cfg), recipe.placement.platform, name, way, parts, repr(shapes))
     if key not in _traced:
         _traced[key] = compute()
     return _traced[key]
+
+
+def _shape(cfg: Config) -> str:
+    """Returns what of a configuration shapes a pass over given rows on one device."""
+    return repr([one for one in config.shape(cfg).items() if not one[0].startswith(("mesh.", "train."))])
 
 
 def _batch(widths: Tree, rows: int) -> Tree:

@@ -29,7 +29,7 @@ def hardware(count: int, room: MemoryLimit = ENOUGH, **changes) -> Hardware:
 
 
 def choose(cfg, on: Hardware) -> list[Candidate]:
-    return placement_search.choose(cfg, on, widths=None)
+    return placement_search.choose(cfg, on)
 
 
 # ---- which candidates there are
