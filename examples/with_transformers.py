@@ -54,8 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _keep_fp32()
     wire = open_wire(args.workdir, args.reader, assignments)
     model, tokenizer = load_model(wire, args.reader)
-    in_latents = wire.recipe.cfg.prompt.question == "latents"
-    message = message or wire.write(text, question=args.question[0] if in_latents else "")
+    message = message or wire.write(text)
     ours = wire.read(message, args.reader, args.question)
     theirs = answer_with_transformers(model, tokenizer, wire, message, args.reader, args.question)
     print(f"message: {len(message)} bytes; {args.reader} is {model.name_or_path}")

@@ -229,7 +229,7 @@ def make_ttt(root: Path, *, devices: int = 1, strategy: str = "replicate", **cha
     return TTT(cfg, placement.place(strategy, recipes.reader_bytes(cfg), devices=jax.devices()[:devices]))
 
 
-def make_bench(recipe: LatentWire, built: Weights) -> control_rows.Bench:
+def make_bench(recipe: LatentWire, built: Weights) -> control_rows.WireSession:
     """Returns the recipe as evaluation uses it, everything on one device."""
     decode = {name: tokenizer.decode for name, tokenizer in recipe.tokenizers.items()}
 
@@ -237,7 +237,7 @@ def make_bench(recipe: LatentWire, built: Weights) -> control_rows.Bench:
         del name
         return jax.tree.map(jnp.asarray, batch)
 
-    return control_rows.Bench(
+    return control_rows.WireSession(
         WireFunctions(recipe.wire, recipe.placement), built.trainable, built.frozen, decode, place
     )
 

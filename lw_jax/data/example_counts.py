@@ -13,7 +13,6 @@ REASONS = {
     "prompt": "dropped: the prompt is longer than data.context_tokens even without its context",
     "context": "dropped: the context is longer than encoder.window or data.context_tokens",
     "source_cut": "sources cut at encoder.window",
-    "literals_cut": "literals cut: with more than 6 tokens a word of message.literals, the last ones are lost",
     "text_cut": "text prompts cut at data.context_tokens, their questions kept",
 }
 
@@ -25,10 +24,9 @@ class Ledger:
         self.ids = ids
         self.dropped: dict[int, tuple[str, str]] = {}  # position -> (reason, detail)
         self.overlong: dict[int, str] = {}
-        self.cut: dict[str, set[int]] = {"source_cut": set(), "literals_cut": set(), "text_cut": set()}
+        self.cut: dict[str, set[int]] = {"source_cut": set(), "text_cut": set()}
 
     def drop(self, index: int, reason: str, detail: str) -> None:
-        """Records that an example is dropped."""
         self.dropped.setdefault(index, (reason, f"{self.ids[index]!r}: {detail}"))
 
     def refuse(self, index: int, detail: str) -> None:
@@ -36,7 +34,6 @@ class Ledger:
         self.overlong.setdefault(index, f"{self.ids[index]!r}: {detail}")
 
     def settled(self, index: int) -> bool:
-        """Returns True for an example that is already dropped or refused."""
         return index in self.dropped or index in self.overlong
 
     def settle(self, policy: str) -> list[int]:

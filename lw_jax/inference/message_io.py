@@ -8,7 +8,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.validation import MOST_VALUES
 
 _TEXT_BYTES = 256 << 20  # of a context: thousands of encoder windows
-_MESSAGE_BYTES = 2 * MOST_VALUES + 2**16 + 64  # the longest message: 16 bits a value, literals, more than its frame
+_MESSAGE_BYTES = 2 * MOST_VALUES + 64  # the longest message: 16 bits a value, more than its frame
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,7 +22,6 @@ class Request:
     bits: int | None = None  # None: 8
     slots: int | None = None  # None: as many as config.encoder.ratio gives the text, or all of the encoder's
     width: int | None = None
-    literals: int | None = None  # None: as many words as the wire's readers know
     ratio: int | None = None  # of kind cache: positions of the text for one of the message; None: encoder.ratio
 
 
@@ -47,7 +46,6 @@ def read_message(path: str) -> bytes:
 
 
 def write_message(message: bytes, path: str) -> None:
-    """Writes a message to a file, or to standard output for '-'."""
     if path == "-":
         sys.stdout.buffer.write(message)
         sys.stdout.buffer.flush()

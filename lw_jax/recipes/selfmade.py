@@ -5,8 +5,6 @@ code that runs for Llama and Qwen.
 """
 
 import dataclasses
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +19,7 @@ from lw_jax.core import config, precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import locked
+from lw_jax.core.files import content_hash, locked
 from lw_jax.core.progress import phase
 from lw_jax.core.types import Example, LossTerms, Tree
 from lw_jax.data import batches, examples, prompt_tokens, question_cards
@@ -92,15 +90,12 @@ def style(cfg: Config) -> str:
 
 def folder(cfg: Config, source: str) -> Path:
     """Returns where this reader's folder belongs: one per sizes, prompt and cards."""
-    fixed = {"heads": HEADS, "kv_heads": KV_HEADS, "ffn": 2 * cfg.selfmade.width}  # named, so that old folders serve
-    sizes, prompt = dataclasses.asdict(cfg.selfmade) | fixed, dataclasses.asdict(cfg.prompt)
-    meaning = [FORMAT, family(source), sizes, prompt, cfg.data.facts, style(cfg)]
-    digest = hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return sources.cache_root() / "selfmade" / f"{family(source)}-{digest}"
+    sizes, prompt = dataclasses.asdict(cfg.selfmade), dataclasses.asdict(cfg.prompt)
+    name = content_hash([FORMAT, family(source), sizes, prompt, cfg.data.facts, style(cfg)], size=8)
+    return sources.cache_root() / "selfmade" / f"{family(source)}-{name}"
 
 
 def finished_folder(cfg: Config, source: str) -> Path:
-    """Returns the folder of a reader that has been made."""
     path = folder(cfg, source)
     if not _is_made(path):
         raise UserError(f"source {source!r}: no finished reader in {path}; `python run.py` with this config makes it")
@@ -108,7 +103,6 @@ def finished_folder(cfg: Config, source: str) -> Path:
 
 
 def decoder_config(cfg: Config, source: str) -> decoder.DecoderConfig:
-    """Returns the shapes of a self-made reader."""
     kind = FAMILIES[family(source)]
     sizes = cfg.selfmade
     return decoder.DecoderConfig(
@@ -211,7 +205,6 @@ class SelfmadeReader:
         )
 
     def abstract(self) -> Weights:
-        """Returns the reader as the trainable tree."""
         return Weights(decoder.abstract(self.config, jnp.float32), {})
 
     def shardings(self) -> Weights:
@@ -221,7 +214,6 @@ class SelfmadeReader:
         )
 
     def build(self, frozen: Tree | None = None) -> Weights:
-        """Draws the initial weights."""
         init = jax.jit(
             lambda key: decoder.init(key, self.config, jnp.float32, scale=0.05),
             out_shardings=self.shardings().trainable,
@@ -233,11 +225,9 @@ class SelfmadeReader:
         return {}
 
     def data_schedule(self) -> DataSchedule:
-        """Returns the cards of the training split."""
         return DataSchedule.of(self.data("train"))
 
     def validation(self) -> list[tuple[str, batches.Encoded]]:
-        """Returns cards that share no card with training."""
         return [("", self.data("validation"))]
 
     def data(self, split: examples.Split) -> batches.Encoded:

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lw_jax.core.eval_rows import MESSAGES
 from lw_jax.core.validation import MADE
 from lw_jax.data import row_sources
 from lw_jax.hub import licences, wire_repository
@@ -86,32 +85,31 @@ def _scores(run: Run) -> list["EvalResult"]:
     dataset, found = _measured_on(run), []
     kind = "" if "," in dataset else _hub_data(dataset)
     for reader, rows in run.evaluation.get("rows", {}).items():
-        sent = next((row for row in MESSAGES if row in rows), "")
+        sent = rows.get("latents", {})
         for key, metric, called in (("em", "exact_match", "EM"), ("f1", "f1", "F1")):
-            if sent and rows[sent][key] is not None:
+            if sent.get(key) is not None:
                 found.append(
                     EvalResult(
                         task_type="question-answering",
                         dataset_type=kind or "other",
                         dataset_name=_name_of(dataset),
                         metric_type=metric,
-                        metric_name=f"{called} of reader {reader}, {rows[sent].get('positions') or 0:,.1f} positions",
-                        metric_value=round(rows[sent][key], 4),
+                        metric_name=f"{called} of reader {reader}, {sent.get('positions') or 0:,.1f} positions",
+                        metric_value=round(sent[key], 4),
                     )
                 )
     return found
 
 
 def _what(run: Run) -> str:
-    encoder, literals = run.cfg.encoder, run.cfg.message.literals
+    encoder = run.cfg.encoder
     size = f"{encoder.slots} latents of {encoder.width} values"
     if encoder.ratio:
         size = f"a latent of {encoder.width} values for every {encoder.ratio} tokens, {encoder.slots} at most"
-    words = f", and carries {literals} of the text's own words beside them" if literals else ""
     prefix = "keys and values of every layer" if run.cfg.adapter.kind == "kv" else "soft input embeddings"
     readers = ", ".join(f"`{name}`" for name in run.cfg.llms)
     return _paragraph(
-        f"A wire of LatentWire JAX: an encoder writes a text once as {size}{words}. An adapter for each frozen reader "
+        f"A wire of LatentWire JAX: an encoder writes a text once as {size}. An adapter for each frozen reader "
         f"({readers}) turns them into {prefix}. The reader sees "
         "the message and the question, never the text. This folder holds the encoder's and the adapters' trained "
         "arrays; the readers are fetched from where they are."
@@ -125,7 +123,6 @@ def _use(run: Run, wire: Wire, repository: str) -> str:
     call, what = ("prompt_embeds", "f32 [t, d]")
     if run.cfg.adapter.kind == "kv":
         call, what = "prefix_kv", "keys and values, and the embeddings behind them"
-    given = ", question=question" if run.cfg.prompt.question == "latents" else ""
     lines = [
         "## Use\n",
         "```sh",
@@ -137,7 +134,7 @@ def _use(run: Run, wire: Wire, repository: str) -> str:
         "",
         f'wire = lw_jax.load_wire("{place}"{_python_sources(local)})',
         'text, question = "Mara Ellis lives in Lisbon.", "Where does Mara Ellis live?"',
-        f"message = wire.write(text{given})  # bytes",
+        "message = wire.write(text)  # bytes",
         f'print(wire.read(message, reader="{reader}", question=question))',
         f'prompt = wire.{call}(message, reader="{reader}", question=question)  # {what}, for other programs',
         "```\n",
@@ -307,9 +304,8 @@ def _limits(run: Run, wire: Wire) -> str:
         f"- A text may have {most:,} {unit}; it was trained on the data above, in their language and kind.",
         "- It serves these readers only, and messages of this encoder only: a message carries its fingerprint.",
         "- What a few latents cannot hold is lost, names and numbers first; a wrong answer gives no sign of it.",
+        "- No word of the text arrives as it is written.",
     ]
-    if not run.cfg.message.literals:
-        lines.append("- Messages carry no literals: no word of the text arrives as it is written.")
     if made := [label(name) for name, model in wire.models.items() if model.source.startswith(SELFMADE)]:
         lines.append(
             f"- No hub has {' or '.join(made)}: the command above makes them, with these hashes only where the "

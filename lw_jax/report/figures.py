@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from lw_jax.evals.curve import Curve
 
 REFERENCES = {"text": ("the text itself", "-"), "none": ("no context", ":")}  # row -> (name, line) in the picture
-WORDS = ("none", "truncated", "selected", "selected_taught")  # rows without a message, besides those of the whole text
+WORDS = ("none", "truncated", "selected_taught")  # rows without a message, besides those of the whole text
 QUALITIES = {"nll": "NLL, nats a token", "f1": "F1"}
 MARKERS = {16: "o", 8: "s", 6: "D", 4: "^", 2: "v"}  # by bits a value
 COLOURS = matplotlib.color_sequences["petroff10"]  # distinct for colour-blind readers too [Petroff, 2021]

@@ -54,10 +54,6 @@ class Between(TypedDict, total=False):
     gap_f1_interval: Interval
     gap_nll: Known
     gap_nll_interval: Interval
-    adds_f1: Known
-    adds_f1_interval: Interval
-    adds_nll: Known
-    adds_nll_interval: Interval
     upper: Word
     fewer_positions: Known
     faster: Known

@@ -5,7 +5,7 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lw_jax.core.eval_rows import MESSAGES, ROWS
+from lw_jax.core.eval_rows import ROWS
 from lw_jax.data.example_counts import REASONS
 from lw_jax.evals import verdict
 from lw_jax.evals.curve import COLUMNS, Curve
@@ -14,20 +14,10 @@ from lw_jax.report.records import Run, to_number
 TITLES = {  # of rows in the examples
     "text": "from the text",
     "text_taught": "from the text, the form of the answer taught",
-    "message": "from its message",
-    "message_shuffled": "from another text's latents, its own literals",
     "latents": "from its latents",
     "shuffled": "from another text's latents",
 }
-HEADLINE = (
-    "message",
-    "message_shuffled",
-    "literals",
-    "latents",
-    "shuffled",
-    "random",
-    "none",
-)  # rows whose F1 a page says first
+HEADLINE = ("latents", "shuffled", "random", "none")  # rows whose F1 a page says first
 EXAMPLES = 20
 LONGEST = 600  # characters of a question or an answer in the examples
 BETWEEN = {  # of `control_rows.compare`: name -> (label, unit, factor)
@@ -35,8 +25,6 @@ BETWEEN = {  # of `control_rows.compare`: name -> (label, unit, factor)
     "recovered_nll": ("recovered NLL", "%", 100),
     "gap_f1": ("gap of F1", "points", 100),
     "gap_nll": ("gap of NLL", "nats a token", 1),
-    "adds_f1": ("F1 that latents add to literals", "points", 100),
-    "adds_nll": ("NLL that they take off", "nats a token", 1),
     "follows": ("follows a changed message, of changed texts followed", "%", 100),
 }
 GEOMETRY = {
@@ -115,11 +103,10 @@ def verdicts(run: Run) -> list[Verdict]:
 def _headline(rows: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]) -> Iterator[str]:
     """Yields the message's reader positions beside the text's, its speed, and F1 of text, message and controls."""
     upper = figures.get("upper", "text")
-    sent = next((row for row in MESSAGES if row in rows), "")
-    held = {name: rows[name]["positions"] for name in (sent, upper) if rows.get(name, {}).get("positions")}
+    held = {name: rows[name]["positions"] for name in ("latents", upper) if rows.get(name, {}).get("positions")}
     if len(held) == 2 and figures.get("fewer_positions"):
         yield (
-            f"{held[sent]:,.1f} reader positions in place of {held[upper]:,.1f}, "
+            f"{held['latents']:,.1f} reader positions in place of {held[upper]:,.1f}, "
             f"{_times(figures['fewer_positions'], 'fewer', 'more')}"
         )
     if figures.get("faster"):
@@ -203,17 +190,15 @@ def control(rows: Mapping[str, Mapping[str, Any]]) -> Table:
 
 def between(readers: Mapping[str, Mapping[str, Any]]) -> Table:
     """Returns each reader's comparison of its rows."""
-    literals = any("adds_f1" in figures for figures in readers.values())
-    columns = {name: value for name, value in BETWEEN.items() if literals or not name.startswith("adds_")}
     head = [
         "reader",
         "fewer reader positions, x",
-        *(cell for what, unit, _ in columns.values() for cell in (f"{what}, {unit}", "95 %")),
+        *(cell for what, unit, _ in BETWEEN.values() for cell in (f"{what}, {unit}", "95 %")),
     ]
     cells = []
     for reader, figures in readers.items():
         line = [reader, _number(figures.get("fewer_positions"))]
-        for name, (_, _, scale) in columns.items():
+        for name, (_, _, scale) in BETWEEN.items():
             line += [_number(figures.get(name), scale), _interval(figures.get(f"{name}_interval"), scale)]
         cells.append(line)
     return Table(head, cells)
@@ -311,10 +296,7 @@ def _device(device: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str]
 def shown_rows(predictions: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """Returns the rows whose answers stand side by side: the text, the message and its control, as measured."""
     measured = {record["row"] for record in predictions}
-    text = "text_taught" if "text_taught" in measured else "text"
-    if "message" in measured:
-        return text, "message", "message_shuffled", "latents"
-    return text, "latents", "shuffled"
+    return "text_taught" if "text_taught" in measured else "text", "latents", "shuffled"
 
 
 def examples(predictions: Sequence[Mapping[str, Any]], rows: Sequence[str]) -> tuple[list[Shown], int]:

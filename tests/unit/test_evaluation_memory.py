@@ -214,7 +214,7 @@ def test_a_question_is_as_long_where_a_stage_s_passages_are_the_largest_batch(ro
     passages = {"stages__pretrain__share": 0.5, "stages__pretrain__lengths": (200,)}
     found = []
     for changes in ({}, passages):
-        recipe = make_program(tiny.make_config(root, message__literals=0, **changes)).recipe
+        recipe = make_program(tiny.make_config(root, **changes)).recipe
         found.append(workload.prompts(recipe.cfg, recipe, "qwen").positions)
     widths = recipe.validation_widths()["readers"]["qwen"]
     assert widths["after"]["ids"].shape[0] < recipe.cfg.data.question_tokens, "the planned batch must be a passage's"
