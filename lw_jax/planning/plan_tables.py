@@ -139,7 +139,6 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _beside(text: str, guess: float | None, compiled: float | None) -> str:
-    """Returns an estimate with its difference from the compiled figure."""
     return f"{text} ({guess / compiled - 1:+.0%})" if guess and compiled and guess != compiled else text
 
 

@@ -108,7 +108,6 @@ def changes(cfg: Config, plan: Plan, *, own: Mapping[str, Any], estimate: Estima
 
 
 def _with(cfg: Config, values: Mapping[str, Any]) -> Config:
-    """Returns the configuration with other values, by path."""
     whole = config.to_dict(cfg)
     for path, value in values.items():
         section, _, key = path.partition(".")

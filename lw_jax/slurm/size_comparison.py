@@ -62,7 +62,6 @@ def compare(plans: Sequence[Plan], *, hours: float | None) -> list[str]:
 
 
 def _price(plan: Plan | None, count: int, factor: float) -> list[str]:
-    """Returns hours and GPU-hours."""
     if plan is None or not plan["chosen"] or plan["hours"] is None:
         return ["-", "-"]
     hours = plan["hours"] * factor
