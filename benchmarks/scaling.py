@@ -137,9 +137,7 @@ def measure_all(ask: Any, *, lengths: Iterable[int], batches: Iterable[int]) -> 
 
 def outline(cfg: Config) -> Row:
     """Returns the unit of the recipe's examples, how many an example has, and the global batch."""
-    from lw_jax.training.recipe import unit_of
-
-    unit, length = unit_of(_make(cfg))
+    unit, length = _make(cfg).unit
     return {"unit": unit, "length": length, "global_batch": cfg.train.global_batch}
 
 

@@ -20,7 +20,6 @@ from lw_jax.models.wire import Prompt
 from lw_jax.planning import decode_layout, gpus, hlo_counts, planner, roofline, workload
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory_limit
-from lw_jax.training.recipe import unit_of
 from sharding import placement as placements
 
 PARTS = ("step", "encode", "prefill", "answer")
@@ -80,7 +79,7 @@ class Predicted:
         seconds, batch = best["step_seconds"], self.cfg.train.global_batch
         if seconds is None:
             raise UserError(f"--target {self.plan['target']}: {self.plan['untimed']}")
-        unit, each = unit_of(self.recipe)
+        unit, each = self.recipe.unit
         return [
             Row(
                 "step",

@@ -17,7 +17,7 @@ from lw_jax.planning.roofline import Times
 from lw_jax.training import micro_batch_search, out_of_memory
 from lw_jax.training.memory import Compile, StepMemory, bytes_of, compile_here, placed_bytes
 from lw_jax.training.memory_limit import MemoryLimit
-from lw_jax.training.recipe import Plannable
+from lw_jax.training.recipe import Recipe
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 from sharding import placement as placements
@@ -234,7 +234,7 @@ def _is_slower(one: Estimate | None, other: Estimate) -> bool:
     return bool(one and one.times and other.times and one.times.total > other.times.total)
 
 
-def _draft(candidate: Candidate, program: StepSpec, recipe: Plannable, hardware: Hardware) -> _Draft:
+def _draft(candidate: Candidate, program: StepSpec, recipe: Recipe, hardware: Hardware) -> _Draft:
     shapes, room = recipe.batch_widths(), hardware.room
     assert room is not None, "planning needs the devices' memory"
     micro = program.cfg.train.micro_batch
@@ -311,7 +311,7 @@ def _figures(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
 
 
 def _mesh(placed: Placement) -> str:
-    if not placed.apart:
+    if not placed.on_several_meshes:
         return _axes(placed.data, placed.learner.shape["model"])
     return ", ".join(f"{name} {_axes(*at.mesh.devices.shape)}" for name, at in placed.readers.items())
 

@@ -287,8 +287,7 @@ def evaluation_memory(
     program: StepSpec, room: memory_limit.MemoryLimit, compile: memory.Compile | None
 ) -> dict[str, EvaluationMemory | None]:
     """Returns the memory of validation, and of generation where the recipe's evaluation generates."""
-    recipe: Any = program.recipe
-    passes = {"validation": evaluation_memories.validation(program, recipe), "generation": generation(program)}
+    passes = {"validation": evaluation_memories.validation(program), "generation": generation(program)}
     return {part: one and evaluation_memories.of(one, room, compile=compile) for part, one in passes.items()}
 
 
@@ -299,7 +298,7 @@ def _row(cfg: Config, candidate: Candidate) -> Plan:
     row = {
         "strategy": candidate.strategy,
         "mesh": candidate.mesh,
-        "data": placed.data if placed and not placed.apart else -1,
+        "data": placed.data if placed and not placed.on_several_meshes else -1,
         "model": placed.learner.shape["model"] if placed and candidate.strategy in ("tensor", "split") else 1,
         "devices_used": placed.devices if placed else 0,
         "remat": candidate.remat,

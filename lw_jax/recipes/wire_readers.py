@@ -11,11 +11,12 @@ from lw_jax.hub import weights
 from lw_jax.models import wire
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.recipes import frozen_models
+from lw_jax.training.recipe import Recipe
 from sharding import shards
 from sharding.placement import Placement
 
 
-class WireReaders:
+class WireReaders(Recipe):
     """What recipes of wires have in common: the readers of a configuration on a placement."""
 
     reader_bytes = staticmethod(frozen_models.reader_bytes)

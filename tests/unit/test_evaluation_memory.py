@@ -40,7 +40,7 @@ def make_program(cfg, strategy="single", devices=1, stands_for="") -> StepSpec:
 
 
 def validation(program: StepSpec) -> Pass:
-    return evaluation_memory.validation(program, program.recipe)  # type: ignore[arg-type]
+    return evaluation_memory.validation(program)
 
 
 def peak(one: Pass | None, rows: int) -> int:
