@@ -232,7 +232,7 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
     hardware = placement_search.Hardware(
         devices, room or memory_limit.MemoryLimit(UNBOUNDED, 1.0), gpus.Target(card, point.devices) if card else None
     )
-    tried = placement_search.choose(own, hardware, widths=None)
+    tried = placement_search.choose(own, hardware)
     best, row = placement_search.pick(tried), _row(own, point, "measured", devices[0].device_kind)
     if best is None or best.needs is None or best.placement is None:
         return row | {"obstacle": "; ".join(one.obstacle for one in tried)}

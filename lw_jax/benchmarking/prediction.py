@@ -50,7 +50,7 @@ class Predicted:
         )
         card = self.target.card
         room = memory_limit.of_devices(cfg, card.memory_bytes)
-        self.cfg = decode_layout.settle_layers(config.with_remat(cfg, best["remat"]), self.placement, room)
+        self.cfg = decode_layout.resolve_layers(config.with_remat(cfg, best["remat"]), self.placement, room)
         self.recipe: Any = recipes.make(self.cfg, self.placement, outline=True)
         dtype = workload.arithmetic(cfg, self.placement.platform)
         self.ceilings = Ceilings(dtype, card.peak[_WORDS[dtype]], card.bandwidth)

@@ -16,7 +16,7 @@ from lw_jax.core import runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning import estimate as estimates
-from lw_jax.planning import gpus, legacy, plan_tables, planner, simulation
+from lw_jax.planning import gpus, plan_tables, planner, simulation
 from lw_jax.slurm import cluster_profile
 from lw_jax.training import preflight
 
@@ -32,7 +32,6 @@ class Request:
     simulate: str = ""  # "0..8": numbers of devices of the target's card
     estimate: bool = False  # arithmetic only
     as_json: bool = False
-    legacy: bool = False  # beside the original project's batch formula
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values of config.SEARCHED that the file sets
 
 
@@ -44,7 +43,6 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         simulate=args.simulate or "",
         estimate=args.estimate,
         as_json=args.json,
-        legacy=args.legacy,
         own=loaded.own,
     )
     return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, request=request)
@@ -54,8 +52,6 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
     """Prints the plan of one target, or one line for each simulated number of devices; 3 when nothing fits."""
     del resolved, workdir
     runtime.start_devices()
-    if request.legacy and (request.simulate or request.as_json):
-        raise UserError("--legacy prints one target's plan for people; leave out --simulate and --json.")
     if request.simulate:
         counts = parse_counts(request.simulate)
         card = gpus.parse(planner.resolve_target(request.target, config=request.config)).card
@@ -83,7 +79,7 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
     if request.as_json:
         print(json.dumps(_with_findings(found, findings), indent=2))
     else:
-        print(legacy.text(found) if request.legacy else plan_tables.report(found, own=request.own))
+        print(plan_tables.report(found, own=request.own))
         print("".join(f"{one}\n" for one in findings), end="")
     return _code(findings, fits=bool(found["chosen"]))
 

@@ -81,7 +81,7 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
     if first:
         print(runtime.device_line(), flush=True)
     selfmade.make_readers(cfg)
-    cfg, placement = planner.settle(cfg, reading=not cfg.train.steps)
+    cfg, placement = planner.resolve_auto(cfg, reading=not cfg.train.steps)
     if first:
         print(f"precision: {planner.precision(cfg)}", flush=True)
         if jax.device_count() > 1:

@@ -23,7 +23,6 @@ class StepMemory:
     optimizer: int
     batch: int
     activations: int  # the rest: temporaries of the programs, gradients and logits included
-    logits: int  # of `activations`: one reader's logits [b t v] in fp32
     by_mesh: tuple[int, ...]  # peak of each mesh's devices, the trainable mesh first
     programs: Mapping[str, tuple[Any, train_step.Part]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
@@ -74,7 +73,6 @@ def measure(step_spec: StepSpec, widths: Tree, accumulation: int, *, compile: Co
         optimizer=worst.optimizer,
         batch=worst.batch,
         activations=peaks[fullest] - worst.total,
-        logits=_logits(step_spec, widths, accumulation),
         by_mesh=tuple(peaks),
         programs=compiled,
     )
@@ -121,12 +119,6 @@ def _fresh(program: Any) -> int:
     """Returns the bytes of a program's outputs that reuse no donated input."""
     found = program.memory_analysis()
     return found.output_size_in_bytes - found.alias_size_in_bytes
-
-
-def _logits(step_spec: StepSpec, widths: Tree, accumulation: int) -> int:
-    """Returns the bytes of fp32 logits alive at once on one device, by the recipe's own arithmetic."""
-    terms = step_spec.recipe.terms(widths, step_spec.cut(accumulation).micro_batch)
-    return int(max((one.logits for one in terms.values()), default=0))
 
 
 def bytes_of(size: float) -> str:

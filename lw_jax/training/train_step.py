@@ -42,7 +42,7 @@ class Fused:
     """One program on one mesh."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, optimizer: optax.GradientTransformation, seed: int):
-        gradient = _sequential_gradient(recipe) if recipe.has_branches else _whole_gradient(recipe)
+        gradient = _sequential_gradient(recipe) if recipe.has_branches else whole_gradient(recipe)
         shards = Shards(mesh, separate=_is_replicated(recipe))
         each = shards.map(gradient, in_axes=(None, None, 0, None))
 
@@ -99,7 +99,7 @@ class Staged:
             rng, shards = rngs.stream(seed, "loss", step), there[name]
 
             def one(fields: Tree, shared: Tree):
-                (own, cotangent), terms = _branch_gradient(recipe, name, frozen, fields, rng)(part, shared)
+                (own, cotangent), terms = branch_gradient(recipe, name, frozen, fields, rng)(part, shared)
                 return cotangent, (own, terms)
 
             cotangent, found = shards.map(one)(shards.split(_at(fields, index)), shards.split(shared))
@@ -229,7 +229,7 @@ def _apply(
     return after, {"loss": terms.sum / terms.weight, **values, "grad_norm": optax.tree.norm(gradients)}
 
 
-def _whole_gradient(recipe: Recipe) -> Callable[..., tuple[Tree, LossTerms]]:
+def whole_gradient(recipe: Recipe) -> Callable[..., tuple[Tree, LossTerms]]:
     """Returns the function (trainable, frozen, batch, rng) -> (gradients, terms) of the whole loss."""
 
     def objective(trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array):
@@ -252,7 +252,7 @@ def _sequential_gradient(recipe: Recipe) -> Callable[..., tuple[Tree, LossTerms]
         gradients, cotangents, found = None, None, None
         for name, fields in batch["readers"].items():
             part, transpose = jax.vjp(functools.partial(recipe.part, name), trainable)
-            (own, cotangent), terms = _branch_gradient(recipe, name, frozen[name], fields, rng)(part, shared)
+            (own, cotangent), terms = branch_gradient(recipe, name, frozen[name], fields, rng)(part, shared)
             own = transpose(own)[0]
             gradients = own if gradients is None else _add(gradients, own)
             cotangents = cotangent if cotangents is None else _add(cotangents, cotangent)
@@ -263,7 +263,7 @@ def _sequential_gradient(recipe: Recipe) -> Callable[..., tuple[Tree, LossTerms]
     return gradient
 
 
-def _branch_gradient(recipe: Recipe, name: str, frozen: Tree, fields: Tree, rng: jax.Array):
+def branch_gradient(recipe: Recipe, name: str, frozen: Tree, fields: Tree, rng: jax.Array):
     """Returns the function (part, shared) -> ((gradient of part, of shared), terms) of one reader's branch."""
 
     def objective(part: Tree, shared: Tree):
