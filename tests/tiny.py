@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from configs import base
@@ -147,6 +147,13 @@ def write_bert(folder: Path, *, prefix: str = "", **fields: object) -> tuple[ber
     return cfg, params
 
 
+def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
+    """Rewrites model.safetensors after `change` has had the dict of tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
 @functools.cache
 def readers(root: Path) -> dict[str, Path]:
     """Writes both readers under `root` once."""
@@ -258,6 +265,21 @@ def gradient_of(recipe: LatentWire, frozen: Tree) -> Callable[[Tree, Tree], tupl
         return jax.grad(objective, has_aux=True)(trainable)
 
     return run
+
+
+def compiled(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Returns what a function gives, run as one program; XLA would compile each operation by itself, for each shape."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
+
+    def run(arrays: list[jax.Array]) -> Any:
+        filled = leaves.copy()
+        for i, array in zip(at, arrays, strict=True):
+            filled[i] = array
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        return function(*args, **kwargs)
+
+    return jax.jit(run)([leaves[i] for i in at])
 
 
 def unsaved_curve(recipe: LatentWire | TTT, workdir: Path):

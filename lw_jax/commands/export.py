@@ -11,7 +11,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.hub import wire_repository
 from lw_jax.inference import export
 from lw_jax.report import card, records
-from lw_jax.training.wire_folder import Wire
+from lw_jax.training.wire_folder import WireFolder
 
 _IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
@@ -29,7 +29,7 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     # A damaged file is refused before anything is written.
     record = records.read(loaded.workdir) if "wire" in folders else None
 
-    def describe(wire: Wire, sizes: Mapping[str, int]) -> str:
+    def describe(wire: WireFolder, sizes: Mapping[str, int]) -> str:
         assert record is not None, "a wire is exported"
         return card.render(record, wire, sizes, published)
 

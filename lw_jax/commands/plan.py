@@ -13,7 +13,7 @@ from lw_jax.commands.loading import Loaded
 from lw_jax.core import runtime
 from lw_jax.core.errors import UserError
 from lw_jax.planning import estimate as estimates
-from lw_jax.planning import gpus, legacy, plan_tables, planner, simulation
+from lw_jax.planning import gpus, plan_tables, planner, simulation
 from lw_jax.slurm import cluster_profile
 from lw_jax.training import preflight
 
@@ -24,8 +24,6 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     """Prints the plan of one target, or one line for each simulated number of devices; 3 when nothing fits."""
     cfg = loaded.cfg
     runtime.start_devices()
-    if args.legacy and (args.simulate or args.json):
-        raise UserError("--legacy prints one target's plan for people; leave out --simulate and --json.")
     if args.simulate:
         counts = parse_counts(args.simulate)
         card = gpus.parse(planner.resolve_target(args.target or "", config=loaded.spec)).card
@@ -53,7 +51,7 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     if args.json:
         print(json.dumps(_with_findings(found, findings), indent=2))
     else:
-        print(legacy.text(found) if args.legacy else plan_tables.report(found, own=loaded.own))
+        print(plan_tables.report(found, own=loaded.own))
         print("".join(f"{one}\n" for one in findings), end="")
     return _code(findings, fits=bool(found["chosen"]))
 
@@ -63,7 +61,7 @@ def _with_findings(found: planner.Plan, findings: Sequence[preflight.Finding]) -
 
 
 def _code(findings: Sequence[preflight.Finding], *, fits: bool) -> int:
-    if any(one.void for one in findings):
+    if any(one.severity == "error" for one in findings):
         return VOID
     return 0 if fits else NOTHING_FITS
 

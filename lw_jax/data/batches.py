@@ -15,7 +15,8 @@ import numpy as np
 from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import PROMPT_FIELDS
 from lw_jax.core.types import EXACT, Example, Task
-from lw_jax.data.example_counts import REASONS, Ledger
+from lw_jax.data import example_counts
+from lw_jax.data.example_counts import REASONS, DropCounts
 from lw_jax.data.prompt_tokens import Layout, ReaderPass, count_slots, read_source
 
 _log = logging.getLogger(__name__)
@@ -144,10 +145,8 @@ class Encoded:
 
     def describe(self) -> list[str]:
         """Returns report lines: examples used, dropped and cut, and the longest ones beside their limits."""
-        kept, given = self.counts["kept"], self.counts["given"]
-        used = f"{kept:,}{f' of {given:,}' if given > kept else ''} {TASKS[self.task]}"
-        lines = [f"{used}; the longest text has {self.source.longest} tokens"]
-        lines += [f"  {self.counts[reason]:,} {meaning}" for reason, meaning in REASONS.items() if self.counts[reason]]
+        used, *lines = example_counts.describe(self.counts, TASKS[self.task])
+        lines = [f"{used}; the longest text has {self.source.longest} tokens", *lines]
         for name, fields in self.readers.items():
             shown = [key for key in SHOWN if key in fields and (key != "after" or self.task == "answer")]
             longest = (f"longest {SHOWN[key]} {fields[key].longest}" for key in shown)
@@ -179,15 +178,15 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
     Examples without answers become prompts: batches without answer fields. An example is dropped for all readers or
     for none. Raises UserError for an overlong context under data.overlong="refuse", and when no example is left.
     """
-    ledger = Ledger([example.id for example in examples])
+    drops = DropCounts([example.id for example in examples])
     answered = any(example.answers for example in examples)
     if not all(bool(example.answers) == answered for example in examples):
         raise UserError("some examples have answers and some have none; encode them separately")
-    source = read_source([example.context for example in examples], layout, ledger)
-    passes = {name: ReaderPass(name, reader, layout, ledger) for name, reader in layout.readers.items()}
+    source = read_source([example.context for example in examples], layout, drops)
+    passes = {name: ReaderPass(name, reader, layout, drops) for name, reader in layout.readers.items()}
     slots = layout.count_slots(source).tolist()
     tokens = {name: one.read(examples, set(rows), answered, slots=slots) for name, one in passes.items()}
-    keep = ledger.settle(layout.data.overlong)
+    keep = drops.apply_policy(layout.data.overlong)
     limits = {
         "after": layout.data.question_tokens,
         "text": layout.data.context_tokens,
@@ -205,7 +204,7 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
             name: {key: kept(key, ids, layout.readers[name].tokenizer.pad) for key, ids in fields.items()}
             for name, fields in tokens.items()
         },
-        counts=ledger.counts(),
+        counts=drops.counts(),
         slots=layout.slots,
         width=layout.width,
         ratio=layout.ratio,

@@ -16,7 +16,7 @@ from lw_jax.data.batches import Batch
 
 
 class Stream(Protocol):
-    """A tokenised data set."""
+    """A tokenised data set; where nothing else is said, one without messages."""
 
     @property
     def task(self) -> str: ...
@@ -24,14 +24,16 @@ class Stream(Protocol):
     @property
     def slots(self) -> int:
         """Most slots of a message; 0 without messages."""
-        ...
+        return 0
 
     @property
-    def width(self) -> int: ...
+    def width(self) -> int:
+        return 0
 
     def count_slots(self, indices: Sequence[int], ratio: np.ndarray | None = None) -> np.ndarray:
         """Returns i32[b]: the slots of each example's message at each's source tokens a slot; None: as validated."""
-        ...
+        del ratio
+        return np.zeros(len(indices), np.int32)
 
     def __len__(self) -> int: ...
 
@@ -44,16 +46,6 @@ class Stream(Protocol):
     def probe(self) -> Batch: ...
 
     def describe(self) -> list[str]: ...
-
-
-class Unsent:
-    """Part of a `Stream` without messages."""
-
-    slots = width = 0
-
-    def count_slots(self, indices: Sequence[int], ratio: np.ndarray | None = None) -> np.ndarray:
-        del ratio
-        return np.zeros(len(indices), np.int32)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,7 +9,7 @@ from lw_jax.core.files import expand
 from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens, row_sources, rows
 from lw_jax.data.batches import Encoded, Field
-from lw_jax.data.example_counts import Ledger
+from lw_jax.data.example_counts import DropCounts
 from lw_jax.data.prompt_tokens import Layout
 from lw_jax.data.row_fields import Fields
 from lw_jax.data.tokens import Tokenizer, marked
@@ -83,12 +83,12 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
     """
     if not found:
         raise UserError(f"no passage for {task}: the texts are shorter than two words; name longer ones: data.passages")
-    ledger = Ledger([example.id for example in found])
-    source = prompt_tokens.read_source([example.context for example in found], layout, ledger)
+    drops = DropCounts([example.id for example in found])
+    source = prompt_tokens.read_source([example.context for example in found], layout, drops)
     texts = [("" if task == "reconstruct" else " ") + example.answers[0] for example in found]
     answers = {name: prompt_tokens.tokenize(reader.tokenizer, texts) for name, reader in layout.readers.items()}
-    _drop(found, source, answers, ledger)
-    keep = ledger.settle(layout.data.overlong)
+    _drop(found, source, answers, drops)
+    keep = drops.apply_policy(layout.data.overlong)
     readers = {}
     for name, reader in layout.readers.items():
         tokenizer = reader.tokenizer
@@ -104,7 +104,7 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
         examples=tuple(found[i] for i in keep),
         source=batches.source_field([source[i] for i in keep], layout),
         readers=readers,
-        counts=ledger.counts(),
+        counts=drops.counts(),
         slots=layout.slots,
         width=layout.width,
         ratio=layout.ratio,
@@ -113,20 +113,20 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
 
 
 def _drop(
-    found: Sequence[Example], source: list[np.ndarray], answers: dict[str, list[np.ndarray]], ledger: Ledger
+    found: Sequence[Example], source: list[np.ndarray], answers: dict[str, list[np.ndarray]], drops: DropCounts
 ) -> None:
     """Records passages without a token, those cut at the encoder's window and the longest ones as dropped."""
     for name, each in answers.items():
         for i, ids in enumerate(each):
             if not len(ids):
-                ledger.drop(i, "nothing", f"text {found[i].answers[0]!r}, reader {name!r}")
-    for i in ledger.cut["source_cut"]:
-        ledger.drop(i, "context", "beyond encoder.window; a passage is read whole, whatever data.overlong is")
+                drops.drop(i, "nothing", f"text {found[i].answers[0]!r}, reader {name!r}")
+    for i in drops.cut["source_cut"]:
+        drops.drop(i, "context", "beyond encoder.window; a passage is read whole, whatever data.overlong is")
     for each in (source, *answers.values()):
         limit = np.quantile([len(ids) for ids in each], KEPT, method="higher")
         for i, ids in enumerate(each):
             if len(ids) > limit:
-                ledger.drop(i, "outlier", f"{len(ids)} tokens, most passages have at most {int(limit)}")
+                drops.drop(i, "outlier", f"{len(ids)} tokens, most passages have at most {int(limit)}")
 
 
 def _space_before(text: str, begin: int, end: int) -> int:

@@ -13,7 +13,7 @@ from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
 from lw_jax.data import chat_templates
-from lw_jax.data.example_counts import Ledger
+from lw_jax.data.example_counts import DropCounts
 from lw_jax.data.tokens import marked
 
 WIDEST = 16  # characters of a token, at most, in a text of which a prefix is tokenised; tokens of text have 4
@@ -93,7 +93,7 @@ def count_slots(tokens: Sequence[int], *, ratio: int | np.ndarray, most: int) ->
     return np.where(np.asarray(ratio) > 0, np.clip(needed, 1, most), most).astype(np.int32)
 
 
-def read_source(texts: list[str], layout: Layout, ledger: Ledger) -> list[np.ndarray]:
+def read_source(texts: list[str], layout: Layout, ledger: DropCounts) -> list[np.ndarray]:
     """Returns the encoder's ids of each text; the ledger records cut and refused texts."""
     limit = layout.window * layout.windows
     source = tokenize(layout.source, texts, limit=limit)
@@ -112,7 +112,7 @@ def read_source(texts: list[str], layout: Layout, ledger: Ledger) -> list[np.nda
 class ReaderPass:
     """One reader's tokenisation of all examples."""
 
-    def __init__(self, name: str, reader: Reader, layout: Layout, ledger: Ledger) -> None:
+    def __init__(self, name: str, reader: Reader, layout: Layout, ledger: DropCounts) -> None:
         self.name, self.tokenizer, self.layout, self.ledger = name, reader.tokenizer, layout, ledger
         self.frame = make_frame(name, reader, layout.prompt)
         self.context_tokens: dict[str, list[int]] = {}  # prompt field -> tokens of each prompt that hold the context

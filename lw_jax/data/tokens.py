@@ -61,14 +61,12 @@ class Tokenizer:
 
     @property
     def special(self) -> Marks:
-        """Returns the ids put before and after every text by `encode`: none."""
         return (), ()
 
     def encode(self, text: str) -> list[int]:
         return self.backend.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Returns the ids of each text, as `encode` does, on all cores."""
         return [e.ids for e in self.backend.backend_tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
@@ -161,7 +159,6 @@ class BertTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Returns the ids of each text, as `encode` does, on all cores."""
         found = self.backend.encode_batch(texts, add_special_tokens=False)
         return [marked(e.ids, *self.special).tolist() for e in found]
 

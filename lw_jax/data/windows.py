@@ -8,13 +8,13 @@ import numpy as np
 from lw_jax.core.types import Task
 from lw_jax.data.batches import Batch
 from lw_jax.data.corpus import Span
-from lw_jax.data.data_schedule import DataSchedule, Phase, Stream, Unsent
+from lw_jax.data.data_schedule import DataSchedule, Phase, Stream
 
 Extra = Callable[[np.ndarray], Mapping[str, np.ndarray]]  # ids i32[b L+1] -> further fields [b ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows(Unsent):
+class Windows(Stream):
     """All windows of `length` inputs and as many targets in a span; window i begins at token i * length of it.
 
     Neighbours share one token, the last target of one and first input of the next. Without padding and messages.

@@ -143,7 +143,6 @@ def estimate(records: Sequence[Record], bootstrap: Bootstrap) -> dict[str, Estim
 
 
 def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
-    """Returns the control table for a terminal; ms: time to the first token of an answer."""
     width = max(map(len, ("reader", *rows))) + 2
     second = max(9, *(len(row) for found in rows.values() for row in found)) + 2
     columns = {"positions": 9, "ms": 8, "em": 7, "f1": 7, "f1 95 %": 15, "nll": 8, "accuracy": 9, "first_token": 12}
@@ -178,7 +177,7 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
     shares = [
         f"{key}{row}" for row in ("", *(f"_{row}" for row in OF_CACHE)) for key in ("normalised_f1", "recovered_nll")
     ]
-    for key in (*shares, "gap_f1", "gap_nll", "adds_f1", "adds_nll", "follows"):
+    for key in (*shares, "gap_f1", "gap_nll", "follows"):
         against = f" of {figures['upper']}" if key in shares and "upper" in figures else ""
         if figures.get(key) is not None:
             parts.append(f"{key}{against} {figures[key]:.3f} ({format_interval(figures[f'{key}_interval'])})")

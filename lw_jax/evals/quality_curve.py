@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import brotli
 import numpy as np
@@ -57,10 +57,10 @@ def sweep(
     chosen = set(indices)
     reference = [r for r in measured.records if r["row"] in REFERENCE_ROWS and r["index"] in chosen]
     return Curve(
-        quality=options.curve,
+        quality=cast(Any, options.curve),  # validation checks it
         examples=len(indices),
         points=points,
-        references=comparison.summarise(reference, seed=seed),
+        references=cast(Any, comparison.summarise(reference, seed=seed)),
         text_bytes=measure_texts(texts_of(measured, options)),
     )
 
@@ -138,8 +138,8 @@ def table(curve: Curve) -> str:
     return "\n".join([*lines, f"the same {curve.examples} contexts as text, mean bytes: {text}"])
 
 
-def _by_size(points: Sequence[dict[str, Any]]) -> dict[tuple, list[dict[str, Any]]]:
-    found: dict[tuple, list[dict[str, Any]]] = {}
+def _by_size(points: Sequence[Any]) -> dict[tuple, list[Any]]:
+    found: dict[tuple, list[Any]] = {}
     for point in points:
         size = (point["slots"], point["width"], point["bits"], point.get("ratio", 0))
         found.setdefault(size, []).append(point)

@@ -1,13 +1,12 @@
 """Evaluation of a trained wire: control table, joint answers, geometry of the latents, byte curve, and their files."""
 
 import dataclasses
-import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import msgspec
 
 from lw_jax.core import eval_rows, processes
 from lw_jax.core.config import Eval
@@ -24,6 +23,7 @@ from lw_jax.evals import (
     geometry,
     joint,
     quality_curve,
+    results,
     selection,
     swaps,
     verdict,
@@ -33,9 +33,9 @@ from lw_jax.inference import coded_evaluation, taught_text
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.models import decoder
-from lw_jax.planning import generation_memory
+from lw_jax.planning.generation_memory import generation
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import memory_limit, out_of_memory, validation_memory
+from lw_jax.training import evaluation_memory, memory_limit, out_of_memory
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
@@ -219,29 +219,26 @@ def _make_swaps(recipe: LatentWire, encoded: Encoded, say: _Say) -> swaps.Swaps 
 
 def write(found: Evaluation, workdir: Path, *, step: int, data: str) -> list[Path]:
     """Writes eval.json, predictions.jsonl, slots.json and, with a curve, bytes.csv, of a checkpoint on these data."""
-    result = {
+    result: results.Results = {
         "step": step,
         "validation": data,
         "rows": found.summary,
         "readers": found.readers,
         "joint": found.joint,
         "latents": found.latents,
-        "curve": None,
-        "text_bytes": None,
+        "curve": found.curve,
         "counts": found.measured.encoded.counts,
-    }
+    }  # pyright: ignore  # figures by name
     names = ["eval.json", "predictions.jsonl", "slots.json"]
     if found.curve:
-        curve = dataclasses.asdict(found.curve)
-        result |= {"text_bytes": curve.pop("text_bytes"), "curve": curve}
         names.append("bytes.csv")
         quality_curve.write_csv(found.curve, workdir / "bytes.csv")
     else:
         (workdir / "bytes.csv").unlink(missing_ok=True)  # of an earlier evaluation
-    lines = (_to_json(record) + "\n" for record in found.measured.records)
-    write_whole(workdir / "eval.json", _to_json(result, indent=2) + "\n")
+    lines = (results.to_json(record) + "\n" for record in found.measured.records)
+    write_whole(workdir / "eval.json", msgspec.json.format(results.to_json(result), indent=2) + "\n")
     write_whole(workdir / "predictions.jsonl", "".join(lines))
-    write_whole(workdir / "slots.json", _to_json(found.slots) + "\n")
+    write_whole(workdir / "slots.json", results.to_json(found.slots) + "\n")
     return [workdir / name for name in names]
 
 
@@ -288,11 +285,12 @@ def _batch(recipe: LatentWire, say: _Say) -> out_of_memory.HalvingBatch:
     cfg, multiple = recipe.cfg, recipe.placement.data
     size, limit = place.round_up(cfg.eval.batch, multiple), memory_limit.local(cfg)
     if jax.process_count() > 1 and limit:  # where memory runs out they cannot agree on another one
-        found = generation_memory.estimate(StepSpec(cfg, recipe), limit)
-        assert found is not None, "a wire generates"
+        generates = generation(StepSpec(cfg, recipe))
+        assert generates is not None, "a wire does"
+        found = evaluation_memory.of(generates, limit)
         size = processes.from_first(lambda: found.largest or multiple)
         if size < found.batch:
-            say(f"{validation_memory.describe(found, limit, part='generation')}; it is taken")
+            say(f"{found.describe(limit, 'generation')}; it is taken")
     return out_of_memory.HalvingBatch(size, multiple=multiple, say=say)
 
 
@@ -312,16 +310,3 @@ def _fitting(batch: out_of_memory.HalvingBatch, options: Eval, compute: Callable
     except out_of_memory.OutOfMemory as error:
         remedy = "split the readers (--config.mesh.placement=tensor) or store them in fewer bits"
         raise UserError(f"{error}; {remedy}") from error
-
-
-def _to_json(value: Any, *, indent: int | None = None) -> str:
-    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """Returns the value with null for NaN and infinities, which JSON cannot hold."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -66,7 +66,7 @@ def open_wire(cfg: Config, path: Path) -> "TrainedWire | CodedWire":
         wire_folder.check_sources(path, cfg)
     runtime.start_devices()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
-    cfg, placement = planner.settle(cfg, reading=True)
+    cfg, placement = planner.resolve_auto(cfg, reading=True)
     if not cfg.train.steps:
         whole = recipes.make_whole(cfg, placement)
         restored = recipes.read_best(whole, cfg, path)

@@ -77,7 +77,7 @@ def _flags(values: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Iterable[Plan]) -> list[str]:
-    head = ("strategy", "mesh", "remat", "batch x acc", "peak", "est.", "weights", "train+opt", "activ.", "logits")
+    head = ("strategy", "mesh", "remat", "batch x acc", "peak", "est.", "weights", "train+opt", "activ.")
     head += ("TFLOP", "sent", "s/step", "est.", "samples/s", "")
     table: list[tuple[str, ...]] = [head]
     for row in rows:
@@ -94,7 +94,6 @@ def _table(rows: Iterable[Plan]) -> list[str]:
                 _gb(row["weights_bytes"]),
                 _gb(row["trainable_bytes"] + row["optimizer_bytes"]),
                 _gb(row["activation_bytes"]),
-                _gb(row["logits_bytes"]),
                 f"{row['flops'] / 1e12:.0f}" if row["flops"] else "-",
                 _gb(row["collective_bytes"]),
                 _number(row["step_seconds"], 2),
@@ -103,11 +102,13 @@ def _table(rows: Iterable[Plan]) -> list[str]:
                 "" if row["fits"] else f"no: {row['obstacle']}",
             )
         )
-    widths = [max(len(str(line[i])) for line in table) for i in range(len(head) - 1)]
-    return [
-        "  ".join([*(f"{word:<{width}}" for word, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
-        for line in table
-    ]
+    return align(table)
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the rows as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def simulation_table(plans: Sequence[Plan]) -> str:
@@ -138,7 +139,6 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _beside(text: str, guess: float | None, compiled: float | None) -> str:
-    """Returns an estimate with its difference from the compiled figure."""
     return f"{text} ({guess / compiled - 1:+.0%})" if guess and compiled and guess != compiled else text
 
 

@@ -23,7 +23,6 @@ from lw_jax.losses import chunked, objectives
 from lw_jax.models import adapter, codec, decoder, lora, wire
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
-from lw_jax.models.pass_costs import Terms
 from lw_jax.recipes import (
     aligned_start,
     encoder_bodies,
@@ -31,7 +30,6 @@ from lw_jax.recipes import (
     join,
     kv_start,
     states_start,
-    wire_costs,
     wire_shapes,
 )
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates
@@ -39,8 +37,7 @@ from lw_jax.recipes.surprisal import Surprisal
 from lw_jax.recipes.teacher import Teacher
 from lw_jax.recipes.wire_readers import WireReaders
 from lw_jax.training.optimizers import Rates
-from lw_jax.training.preflight import Finding
-from lw_jax.training.recipe import Weights
+from lw_jax.training.recipe import Finding, Weights
 from sharding import place, placement, rules, shards, tables
 from sharding.placement import Placement
 
@@ -50,6 +47,8 @@ class LatentWire(WireReaders):
 
     Of an encoder with LoRA pairs (encoder.rank) its body is frozen too, under `SHARED`.
     """
+
+    has_alarm = has_branches = True
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         """Locates the model files; an `outline` needs none: it has shapes and the loss, but cannot load."""
@@ -82,9 +81,6 @@ class LatentWire(WireReaders):
 
     # --- weights
 
-    def abstract(self) -> Weights:
-        return self._abstract
-
     @functools.cached_property
     def _abstract(self) -> Weights:
         body, spec = None, self.wire.encoder  # traced once: the planner asks some hundred times
@@ -99,10 +95,6 @@ class LatentWire(WireReaders):
         if spec.pairs is not None and isinstance(spec.body, DecoderConfig):
             frozen[SHARED] = encoder_bodies.abstract_frozen(spec.body, spec.precision)
         return Weights(trainable, frozen)
-
-    def shardings(self) -> Weights:
-        """Returns both trees as NamedShardings: each reader by its placement, the trainable tree and a body whole."""
-        return self._shardings
 
     @functools.cached_property
     def _shardings(self) -> Weights:
@@ -154,7 +146,7 @@ class LatentWire(WireReaders):
     def _read_encoder(self, trainable: Tree, frozen: Tree) -> Tree:
         del frozen
         other = join.read_config(self.cfg)
-        sizes = LatentWire(other, placement.together(self.placement.learner, list(other.llms)), outline=True)
+        sizes = LatentWire(other, placement.one_mesh(self.placement.learner, list(other.llms)), outline=True)
         replicated = jax.tree.leaves(self.shardings().trainable)[0]
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract().trainable)
         return trainable | {"encoder": join.read_trainable(self.cfg, shapes)["encoder"]}
@@ -264,7 +256,9 @@ class LatentWire(WireReaders):
         """Returns findings on held-out texts that are trained on and on prompts beyond a reader's trained positions."""
         most = {name: reader.config.max_positions for name, reader in self.wire.readers.items()}
         return self._shared_texts() + [
-            Finding(False, f"reader {name!r}: {keys} allow {needed:,} positions, it was trained on {own:,}; lower them")
+            Finding(
+                "warning", f"reader {name!r}: {keys} allow {needed:,} positions, it was trained on {own:,}; lower them"
+            )
             for name, own in most.items()
             for keys, needed in wire_shapes.longest_prompts(self.cfg).items()
             if needed > own
@@ -285,7 +279,7 @@ class LatentWire(WireReaders):
         where = " and ".join(f"{count:,} in config.data.{key}" for key, count in shared.items() if count)
         what = f"of {len(held_out):,} texts of config.data.validation are also {where}"
         remedy = "scores of them measure memory; divide the data by text, not by question"
-        return [Finding(False, f"{what}: {remedy}")]  # a copy is how one tries whether a wire can overfit
+        return [Finding("warning", f"{what}: {remedy}")]  # a copy is how one tries whether a wire can overfit
 
     def _teach(self, encoded: batches.Encoded) -> batches.Encoded:
         """Returns a data set with the KL's text prompts, or with the teacher's cached tokens in their place."""
@@ -407,10 +401,6 @@ class LatentWire(WireReaders):
     def validation_widths(self) -> Tree:
         """Returns one held-out example as shapes: as one of training, with one question."""
         return wire_shapes.example(self.cfg, self.wire.readers, packed=0)
-
-    def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
-        """Returns the costs of one micro-batch: the encoder's under "", each reader's under its name."""
-        return wire_costs.terms(self.cfg, self.wire, self.placement, widths, rows=rows)
 
 
 def _embedding(trainable: Tree, frozen: Tree) -> jax.Array:

@@ -5,6 +5,7 @@ code that runs for Llama and Qwen.
 """
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -28,7 +29,7 @@ from lw_jax.data.tokens import load_tokenizer, marked
 from lw_jax.hub import sources, weights
 from lw_jax.losses import token_losses
 from lw_jax.models import decoder, wire
-from lw_jax.training.recipe import Weights
+from lw_jax.training.recipe import Recipe, Weights
 from lw_jax.training.trainer import Run
 from sharding import mesh as meshes
 from sharding import placement, rules, tables
@@ -178,15 +179,13 @@ def _training_config(cfg: Config) -> Config:
     )
 
 
-class SelfmadeReader:
+class SelfmadeReader(Recipe):
     """Trains one reader to answer from the text prompt. See `training.recipe.Recipe`; nothing is frozen."""
-
-    rates = ((r".*", 1.0),)
 
     def __init__(self, cfg: Config, mesh: Mesh, *, source: str):
         kind = FAMILIES[family(source)]
         self.family = family(source)
-        self.placement = placement.together(mesh, ["reader"])
+        self.placement = placement.one_mesh(mesh, ["reader"])
         limits = dict.fromkeys(("context_tokens", "question_tokens", "answer_tokens"), POSITIONS)
         data = config.Data(
             train=style(cfg), validation=style(cfg), cards=CARDS, facts=cfg.data.facts, overlong="drop", **limits
@@ -204,10 +203,12 @@ class SelfmadeReader:
             {"reader": wire.Reader(self.config, 1, tuple(self.tokenizer.stops), decoder.Mode(factors=own.factors))},
         )
 
-    def abstract(self) -> Weights:
+    @functools.cached_property
+    def _abstract(self) -> Weights:
         return Weights(decoder.abstract(self.config, jnp.float32), {})
 
-    def shardings(self) -> Weights:
+    @functools.cached_property
+    def _shardings(self) -> Weights:
         """Replicates: these readers are tiny."""
         return Weights(
             rules.shardings(tables.TRAINABLE, self.abstract().trainable, self.placement.learner, name="selfmade"), {}
@@ -293,14 +294,6 @@ class SelfmadeReader:
             "accuracy/answer": token_losses.hits(logits, targets, answers),
         }
         return LossTerms(total, weight, terms)
-
-    def identity(self) -> dict[str, str]:
-        """Returns nothing: these runs are short and never resumed."""
-        return {}
-
-    def content(self) -> dict[str, str]:
-        """Returns nothing: these runs are short and never resumed."""
-        return {}
 
     def save(self, trainable: Tree) -> None:
         """Writes the trained reader as a model folder; its presence marks the reader as made."""

@@ -11,11 +11,12 @@ from lw_jax.hub import weights
 from lw_jax.models import wire
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.recipes import frozen_models
+from lw_jax.training.recipe import Recipe
 from sharding import shards
 from sharding.placement import Placement
 
 
-class WireReaders:
+class WireReaders(Recipe):
     """What recipes of wires have in common: the readers of a configuration on a placement."""
 
     reader_bytes = staticmethod(frozen_models.reader_bytes)
@@ -34,7 +35,9 @@ class WireReaders:
 
     def _describe(self) -> dict[str, DecoderConfig]:
         if self.outline:
-            return {name: frozen_models.outline(self.cfg, llm.source) for name, llm in self.cfg.llms.items()}
+            parts = {name: at.parts for name, at in self.placement.readers.items()}
+            sources = {name: llm.source for name, llm in self.cfg.llms.items()}
+            return {name: frozen_models.outline(self.cfg, sources[name], parts=parts[name]) for name in sources}
         return {name: weights.describe(at) for name, at in self.locations.items()}
 
     def _abstract_readers(self, found: Mapping[str, wire.Reader]) -> Tree:

@@ -11,7 +11,7 @@ from lw_jax.hub import licences, wire_repository
 from lw_jax.hub.sources import SELFMADE
 from lw_jax.report import tables
 from lw_jax.report.records import Run
-from lw_jax.training.wire_folder import BODY, Model, Wire, flag, label
+from lw_jax.training.wire_folder import BODY, Model, WireFolder, flag, label
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
@@ -37,7 +37,7 @@ class Publication(NamedTuple):
     licence: str = ""  # the wire's own, by the hub's identifier; empty: not stated
 
 
-def render(run: Run, wire: Wire, sizes: Mapping[str, int], published: Publication) -> str:
+def render(run: Run, wire: WireFolder, sizes: Mapping[str, int], published: Publication) -> str:
     """Returns the card of a wire that was exported from a run; `sizes`: bytes of its parts."""
     name = published.repository.rpartition("/")[2] or run.workdir.resolve().name
     parts = [
@@ -53,8 +53,7 @@ def render(run: Run, wire: Wire, sizes: Mapping[str, int], published: Publicatio
     return "\n".join([_front(run, wire, name, published.licence), f"# {name}\n", *parts])
 
 
-def _front(run: Run, wire: Wire, name: str, licence: str) -> str:
-    """Returns the YAML that the hub reads."""
+def _front(run: Run, wire: WireFolder, name: str, licence: str) -> str:
     from huggingface_hub import ModelCardData
 
     bases = dict.fromkeys(filter(None, [_joined(run), *map(_repository, wire.models.values())]))
@@ -116,7 +115,7 @@ def _what(run: Run) -> str:
     )
 
 
-def _use(run: Run, wire: Wire, repository: str) -> str:
+def _use(run: Run, wire: WireFolder, repository: str) -> str:
     local, place = [name for name, model in wire.models.items() if model.local], repository or "THIS_FOLDER"
     moved = "".join(f" {flag(name)}FOLDER" for name in local)
     reader = next(iter(run.cfg.llms))
@@ -150,7 +149,7 @@ def _python_sources(local: Sequence[str]) -> str:
     return f", config={{{pairs}}}" if pairs else ""
 
 
-def _models(wire: Wire) -> str:
+def _models(wire: WireFolder) -> str:
     rows = []
     for name, model in wire.models.items():
         rows += [(label(name), _place(model), f"`{file}`", f"`{sha256}`") for file, sha256 in model.sha256.items()]
@@ -160,7 +159,7 @@ def _models(wire: Wire) -> str:
     return f"## Models\n\n{text}\n{_table(('model', 'source', 'weight file', 'sha256'), rows)}"
 
 
-def _results(run: Run, wire: Wire) -> str:
+def _results(run: Run, wire: WireFolder) -> str:
     if not run.evaluation:
         return f"## Results\n\nNot evaluated. `{run.command('eval')}` before the export fills this part.\n"
     found = ["## Results\n"]
@@ -199,15 +198,14 @@ def _with_interval(head: Sequence[str], first: Sequence[int]) -> list[int]:
 
 def _measured_on(run: Run) -> str:
     """Returns the source of the questions of the run's evaluation, which a flag of `eval` may have changed."""
-    return run.evaluation.get("validation", run.cfg.data.validation)
+    return run.evaluation["validation"] if run.evaluation else run.cfg.data.validation
 
 
-def _is_of(run: Run, wire: Wire) -> bool:
-    """Returns whether the run's evaluation is of the exported checkpoint."""
+def _is_of(run: Run, wire: WireFolder) -> bool:
     return run.evaluation.get("step") == wire.step
 
 
-def _licences(run: Run, wire: Wire, licence: str) -> str:
+def _licences(run: Run, wire: WireFolder, licence: str) -> str:
     own = f"`{licence}`" if licence else "not stated by its owner: `export --license ID` states it"
     rows = [("this wire", "the encoder's and the adapters' arrays", own)]
     for name, model in wire.models.items():
@@ -227,7 +225,6 @@ def _licences(run: Run, wire: Wire, licence: str) -> str:
 
 
 def _named(run: Run) -> list[tuple[str, str]]:
-    """Returns what each source of data is for, and the source."""
     data, uses = run.cfg.data, {}
     for use, key in (("training", data.train), ("validation", data.validation), ("passages", data.passages)):
         for name in filter(None, row_sources.split_sources(key)):
@@ -283,7 +280,7 @@ def _place(model: Model) -> str:
     return f"local folder `{Path(model.source).name}`" if model.local else f"`{model.source}`"
 
 
-def _made(run: Run, wire: Wire) -> str:
+def _made(run: Run, wire: WireFolder) -> str:
     cfg = run.cfg
     versions = f"LatentWire JAX {wire.made_by}, seed {cfg.seed}"
     device = run.hardware.get("card") or run.hardware.get("kind")
@@ -296,7 +293,7 @@ def _made(run: Run, wire: Wire) -> str:
     return f"## Training\n\n{text}\n````sh\n{run.training}\n````\n"
 
 
-def _limits(run: Run, wire: Wire) -> str:
+def _limits(run: Run, wire: WireFolder) -> str:
     encoder = run.cfg.encoder
     most = encoder.window * encoder.windows
     unit = "bytes" if encoder.kind == "bytes" else "tokens of its body"
@@ -318,7 +315,7 @@ def _limits(run: Run, wire: Wire) -> str:
     return "\n".join(["## Limits\n", *lines, ""])
 
 
-def _files(wire: Wire, sizes: Mapping[str, int]) -> str:
+def _files(wire: WireFolder, sizes: Mapping[str, int]) -> str:
     rows = [(f"`{name}`", f"{size / 1e6:,.2f}") for name, size in sizes.items()]
     text = _paragraph(
         f"`wire.safetensors`: {wire.tensors.bytes / 1e6:,.2f} MB, matrices in {wire.dtype}, small arrays in fp32, "

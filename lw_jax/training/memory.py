@@ -2,13 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from jax.sharding import Mesh
 
 from lw_jax.core.types import Tree
 from lw_jax.training import train_step
-from lw_jax.training.recipe import Branched, Plannable
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
@@ -24,7 +23,6 @@ class StepMemory:
     optimizer: int
     batch: int
     activations: int  # the rest: temporaries of the programs, gradients and logits included
-    logits: int  # of `activations`: one reader's logits [b t v] in fp32
     by_mesh: tuple[int, ...]  # peak of each mesh's devices, the trainable mesh first
     programs: Mapping[str, tuple[Any, train_step.Part]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
@@ -61,8 +59,8 @@ def measure(step_spec: StepSpec, widths: Tree, accumulation: int, *, compile: Co
     for name, at in step_spec.placement.readers.items():
         here = resident[at.mesh]
         here.batch += place.device_bytes(batch["readers"][name])
-        if step_spec.placement.apart and at.mesh != learner:
-            here.trainable += place.device_bytes(cast(Branched, step_spec.recipe).part(name, state["trainable"]))
+        if step_spec.placement.on_several_meshes and at.mesh != learner:
+            here.trainable += place.device_bytes(step_spec.recipe.part(name, state["trainable"]))
     donated = place.device_bytes(state)
     peaks = [resident[mesh].total + _working(compiled, mesh, donated) for mesh in step_spec.placement.meshes]
     fullest = max(range(len(peaks)), key=peaks.__getitem__)
@@ -75,7 +73,6 @@ def measure(step_spec: StepSpec, widths: Tree, accumulation: int, *, compile: Co
         optimizer=worst.optimizer,
         batch=worst.batch,
         activations=peaks[fullest] - worst.total,
-        logits=_logits(step_spec, widths, accumulation),
         by_mesh=tuple(peaks),
         programs=compiled,
     )
@@ -122,14 +119,6 @@ def _fresh(program: Any) -> int:
     """Returns the bytes of a program's outputs that reuse no donated input."""
     found = program.memory_analysis()
     return found.output_size_in_bytes - found.alias_size_in_bytes
-
-
-def _logits(step_spec: StepSpec, widths: Tree, accumulation: int) -> int:
-    """Returns the bytes of fp32 logits alive at once on one device, by the recipe's own arithmetic."""
-    if not isinstance(step_spec.recipe, Plannable):
-        return 0
-    terms = step_spec.recipe.terms(widths, step_spec.cut(accumulation).micro_batch)
-    return int(max(one.logits for one in terms.values()))
 
 
 def bytes_of(size: float) -> str:

@@ -114,7 +114,6 @@ def _write_message(folder: Path, bits: int = 16) -> None:
 
 
 def signed(message: bytes, **changes: Any) -> bytes:
-    """Returns a message with other header fields or payload and a checksum that fits."""
     names = ("magic", "version", "bits", "slots", "width", "encoder")
     fields = dict(zip(names, _FRAME.unpack_from(message), strict=False)) | changes
     payload = fields.pop("payload", message[_FRAME.size :])

@@ -508,7 +508,7 @@ def test_answer_without_a_token_is_dropped_counted_and_named():
     encoded = batches.encode(asked, layout=spec)
     assert [e.id for e in encoded.examples] == ["some"] and encoded.counts["nothing"] == 1
     assert any("1 dropped: the answer has no token" in line for line in encoded.describe())
-    with pytest.raises(UserError, match=r"the answer has no token, as example 'none': answer .*reader 'm'"):
+    with pytest.raises(UserError, match=r"the answer has no token, as 'none': answer .*reader 'm'"):
         batches.encode(asked[1:], layout=spec)
 
 

@@ -74,6 +74,7 @@ def test_the_bytes_say_what_was_written(wire, message):
     assert f"{len(section.numbers)} tokens" in told and "llama" in told and "qwen" in told
 
 
+@pytest.mark.slow
 def test_packed_and_masked_prompts_score_alike(wire, message):
     """Answers take the memory of the kept keys alone, scores mask the others: both are the same attention."""
     for name in ("llama", "qwen"):

@@ -12,7 +12,7 @@ import pytest
 
 from lw_jax.core import progress
 from lw_jax.core.errors import UserError
-from lw_jax.evals import control_rows, quality_curve
+from lw_jax.evals import control_rows, quality_curve, results
 from lw_jax.inference import evaluation, taught_text
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.report import page, records
@@ -60,22 +60,12 @@ def test_files_hold_what_was_found(wire, found, tmp_path):
     assert [path.name for path in evaluation.write(found, tmp_path, step=6, data="cards")] == FILES
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
     result = read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))
-    assert list(result) == [
-        "step",
-        "validation",
-        "rows",
-        "readers",
-        "joint",
-        "latents",
-        "curve",
-        "text_bytes",
-        "counts",
-    ]
+    assert result.keys() == results.Results.__annotations__.keys()
     assert result["step"] == 6 and result["counts"]["kept"] == 16
     assert result["rows"]["qwen"]["latents"]["nll"] == found.summary["qwen"]["latents"]["nll"]
     assert result["rows"]["llama"].keys() == set(ROWS)
     assert len(result["curve"]["points"]) == 2 * len(quality_curve.BITS) and result["curve"]["examples"] == 2
-    assert result["text_bytes"].keys() == {"UTF-8", "gzip", "zstd", "brotli", "language model"}
+    assert result["curve"]["text_bytes"].keys() == {"UTF-8", "gzip", "zstd", "brotli", "language model"}
     assert result["joint"]["examples"] == 5 and result["latents"]["inputs"] == 5
     lines = (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
     told = [read_strictly(line) for line in lines]
@@ -158,7 +148,7 @@ def test_without_a_curve_there_is_no_picture(wire, found, tmp_path):
     paths = evaluation.write(dataclasses.replace(found, curve=None, joint=None), tmp_path, step=6, data="cards")
     assert [path.name for path in paths] == FILES[:3]
     result = read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))
-    assert result["curve"] is None and result["text_bytes"] is None and result["joint"] is None
+    assert result["curve"] is None and result["joint"] is None
     assert reported(wire, tmp_path).curve is None
 
 

@@ -114,7 +114,9 @@ def test_latents_go_through_the_channel_that_their_stage_draws(root):
     batch = jax.tree.map(jnp.asarray, plain.data("validation").collate(range(3)))
     channel = jnp.asarray([[5, 24, EXACT], [5, 24, 4], [2, 24, 4]], jnp.int32)
     source = batch["source"] | {"channel": channel}
-    exact, coarse = (np.asarray(recipe.share(trainable, source, jax.random.key(0))) for recipe in (plain, sent))
+    exact, coarse = (
+        np.asarray(tiny.compiled(recipe.share, trainable, source, jax.random.key(0))) for recipe in (plain, sent)
+    )
     np.testing.assert_allclose(coarse[0], exact[0], atol=SAME)
     for row, slots in ((1, 5), (2, 2)):
         as_read = codec.unpack(codec.pack(exact[row, :slots], bits=4, encoder="0" * 16), encoder="0" * 16)

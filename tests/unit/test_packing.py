@@ -26,11 +26,7 @@ COUNTS = (3, 1, 2, 7, 3, 4, 1, 5, 2, 3, 6, 1)  # questions of each text
 TOKENS = 136  # of a row: three questions of these tokenizers with their answers, or two
 
 
-@pytest.fixture(autouse=True, scope="module")
-def cache(tmp_path_factory):
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("LW_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
-        yield
+pytestmark = pytest.mark.usefixtures("module_cache")
 
 
 @pytest.fixture(scope="module")
@@ -48,7 +44,7 @@ def source(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def make(root, source, cache):
+def make(root, source, module_cache):
     def recipe(**changes):
         return tiny.make_recipe(root, **{"data__train": source, "data__packed_tokens": TOKENS} | changes)
 
@@ -148,7 +144,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["embeddings", pytest.param("kv", marks=pytest.mark.slow)])
 def test_loss_and_gradient_are_the_sum_over_single_questions(make, kind):
     recipe = make(**KINDS[kind])
     packed, built = training(recipe), recipe.build()
@@ -189,9 +185,8 @@ PLACED = {
 }
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(one, marks=[pytest.mark.slow] * (at > 1)) for at, one in enumerate(PLACED)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PLACED)
 def test_loss_curve_is_that_of_one_device(make, alone, name, tmp_path):
     code, losses, trainable = tiny.unsaved_curve(make(**CURVE, **PLACED[name]), tmp_path / "run")
     assert code == alone[0] == 0
@@ -199,6 +194,7 @@ def test_loss_curve_is_that_of_one_device(make, alone, name, tmp_path):
     jax.tree.map(lambda one, other: np.testing.assert_allclose(one, other, atol=PARAMETERS), trainable, alone[2])
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_bit_by_bit(make, alone, tmp_path):
     assert tiny.curve(make(**CURVE), tmp_path / "run", stop=lambda step: step == 4)[0] != 0
     code, losses, trainable = tiny.curve(make(**CURVE), tmp_path / "run")
@@ -288,7 +284,7 @@ def test_a_packed_text_has_the_states_that_it_has_alone(cfg, before):
         x = jnp.concatenate([common, *parts], axis=1)
         if segments is not None:
             segments = jnp.asarray([segments], jnp.int32)
-        return decoder.forward(params, cfg, x, mask=mask, segments=segments, **given).hidden[0, 4:]
+        return tiny.compiled(decoder.forward, params, cfg, x, mask=mask, segments=segments, **given).hidden[0, 4:]
 
     packed = read(texts, [0] * 4 + [1] * 6 + [2] + [3] * 5)
     alone = jnp.concatenate([read([text]) for text in texts])

@@ -36,8 +36,11 @@ def our_params(scale=0.2):
 
 
 def logits(params, ids, cfg=CFG):
-    mask = jnp.ones(ids.shape, bool)
-    return decoder.logits(params, decoder.forward(params, cfg, decoder.embed(params, ids), mask=mask).hidden)
+    def run(params, ids):
+        out = decoder.forward(params, cfg, decoder.embed(params, ids), mask=jnp.ones(ids.shape, bool))
+        return decoder.logits(params, out.hidden)
+
+    return jax.jit(run)(params, ids)
 
 
 def restored(params):

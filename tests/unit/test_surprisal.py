@@ -24,7 +24,7 @@ def make(root, devices=1, **changes):
     changes = {"encoder__kind": "lm", "encoder__source": str(source), "encoder__window": WINDOW} | changes
     cfg = tiny.make_config(root, encoder__windows=4, compute__dtype="fp32", **changes)
     learner = mesh.make(data=devices, devices=jax.devices()[:devices])
-    return Surprisal(cfg, source, placement.together(learner, ["llama"]))
+    return Surprisal(cfg, source, placement.one_mesh(learner, ["llama"]))
 
 
 def count_reads(found, monkeypatch):
