@@ -59,6 +59,11 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: Reque
         UserError: several processes, a part that the recipe does not have, or one that needs what cannot be had.
     """
     del resolved
+    if not cfg.train.steps:
+        raise UserError(
+            "bench: config.train.steps = 0 has no step to time; `eval` measures seconds to write, open and answer from "
+            "a message, `plan --target` predicts the start's"
+        )
     check_writable(workdir, remedy="the figures are kept in the run's folder: choose --workdir")
     found = Predicted(cfg, request.target) if request.target else _start(cfg, request.repeats)
     placement, rows = found.placement, []

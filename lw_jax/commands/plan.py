@@ -11,12 +11,13 @@ from typing import Any
 
 import jax
 
+from lw_jax.benchmarking import timing
 from lw_jax.commands.loading import Loaded
 from lw_jax.core import runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning import estimate as estimates
-from lw_jax.planning import gpus, legacy, plan_tables, planner, simulation
+from lw_jax.planning import gpus, legacy, plan_tables, planner, simulation, start_plan, start_tables, workload
 from lw_jax.slurm import cluster_profile
 from lw_jax.training import preflight
 
@@ -54,6 +55,8 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
     """Prints the plan of one target, or one line for each simulated number of devices; 3 when nothing fits."""
     del resolved, workdir
     runtime.start_devices()
+    if not cfg.train.steps:
+        return _start(cfg, request)
     if request.legacy and (request.simulate or request.as_json):
         raise UserError("--legacy prints one target's plan for people; leave out --simulate and --json.")
     if request.simulate:
@@ -86,6 +89,29 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
         print(legacy.text(found) if request.legacy else plan_tables.report(found, own=request.own))
         print("".join(f"{one}\n" for one in findings), end="")
     return _code(findings, fits=bool(found["chosen"]))
+
+
+def _start(cfg: Config, request: Request) -> int:
+    """Prints the plan of a run without steps; on a machine without GPUs and without a target that of its CPU."""
+    if request.legacy or request.simulate:
+        flag = "--legacy" if request.legacy else f"--simulate {request.simulate}"
+        raise UserError(f"{flag}: config.train.steps = 0 has no step to compare; leave it out, a --target at a time")
+    if request.target or jax.default_backend() == "gpu":
+        word = planner.resolve_target(request.target, config=request.config) if request.target else _this_card()
+        found = start_plan.of_target(cfg, word, estimate=request.estimate)
+    else:
+        own = (timing.ceilings(dtype, repeats=3) for dtype in (workload.arithmetic(cfg, "cpu"), "float32"))
+        products, fp32 = own
+        found = start_plan.of_cpu(cfg, start_plan.Speed(products.matmul, fp32.matmul, fp32.matmul, fp32.bandwidth))
+    print(json.dumps(dataclasses.asdict(found), indent=2) if request.as_json else start_tables.report(found))
+    return 0 if found.chosen else NOTHING_FITS
+
+
+def _this_card() -> str:
+    card = gpus.of_device(jax.local_devices()[0])
+    if card is None:
+        raise UserError("plan: this machine's card is not in the table of cards; name one with --target, as h100x1")
+    return f"{card.name}x{jax.device_count()}"
 
 
 def _with_findings(found: planner.Plan, findings: Sequence[preflight.Finding]) -> planner.Plan:

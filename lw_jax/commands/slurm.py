@@ -10,10 +10,11 @@ from typing import Any
 from lw_jax.commands.loading import PROJECT, Loaded, is_list, list_workdir
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
+from lw_jax.planning import start_plan
 from lw_jax.planning.planner import Plan, inspect, make, resolve_target
 from lw_jax.slurm import job_list, job_script, past_runs, size_comparison
 from lw_jax.slurm.cluster_profile import PORTABLE, Site, find_site
-from lw_jax.slurm.job import Job, Request, describe_limit, make_job
+from lw_jax.slurm.job import Job, Request, describe_limit, make_job, make_start_job
 from lw_jax.slurm.job_list import Task
 from lw_jax.slurm.past_runs import Record
 from lw_jax.training import preflight
@@ -62,6 +63,9 @@ def main(
         UserError: the run's result would be void, nothing fits, or a number is unusable.
     """
     site, profile = find_site(request.site)
+    if not cfg.train.steps:
+        _write_start(Task(cfg, resolved, workdir, request.config), request, site, profile)
+        return
     warnings = _check({"": cfg}, submit=request.submit)
     task = Task(cfg, resolved, workdir, request.config)
     plan, record, job = _plan_job(task, request.measured, request=request, site=site, planner=planner)
@@ -80,6 +84,19 @@ def main(
     if used < plan["devices"]:
         card = plan["target"].rpartition("x")[0]
         print(f"{used} of the {plan['devices']} GPUs do the work: --target {card}x{used} costs less")
+    if request.submit:
+        print(job_script.submit(file))
+
+
+def _write_start(task: Task, request: Request, site: Site, profile: str) -> None:
+    """Writes the sbatch file of a run without steps, and submits it when asked to."""
+    if request.measured:
+        raise UserError(f"--measured {request.measured}: config.train.steps = 0 has no step to take from it; --hours H")
+    plan = start_plan.of_target(task.cfg, resolve_target(request.target, config=task.config))
+    job = make_start_job(plan, resolved=task.resolved, workdir=task.workdir.absolute(), request=request, site=site)
+    file = Path(request.output).absolute() if request.output else task.workdir.absolute() / "job.sbatch"
+    job_script.write(file, job_script.script(job, site), logs=job.logs)
+    print(f"{_describe_file(file, profile)}\n{job.origin}\n{describe_limit(job, site)}")
     if request.submit:
         print(job_script.submit(file))
 
