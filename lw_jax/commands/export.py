@@ -29,7 +29,7 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         raise UserError(f"--license {args.license!r:.200}: an identifier of the hub is needed, as apache-2.0 or other")
     kept = {"resolved": loaded.resolved, "workdir": loaded.workdir, "folders": folders}
     published = card.Publication(repository=args.push or "", licence=args.license or "")
-    code = main(loaded.cfg, **kept, dtype=args.dtype or "bf16", published=published)
+    code = main(loaded.cfg, **kept, dtype=args.dtype, published=published)
     if args.push:
         print(f"uploaded to {wire_repository.push(folders['wire'], args.push)}")
     return code
@@ -41,7 +41,7 @@ def main(
     resolved: dict[str, Any],
     workdir: Path,
     folders: Mapping[str, Path],
-    dtype: DType = "bf16",
+    dtype: DType | None = None,
     published: card.Publication = _UNPUBLISHED,
 ) -> int:
     """Writes the best checkpoint (the latest where none was validated) to the folders, named by flag.

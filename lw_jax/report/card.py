@@ -102,7 +102,13 @@ def _scores(run: Run) -> list["EvalResult"]:
     return found
 
 
+def _is_cache(run: Run) -> bool:
+    return run.cfg.encoder.kind == "cache"
+
+
 def _what(run: Run) -> str:
+    if _is_cache(run):
+        return _what_cache(run)
     encoder, literals = run.cfg.encoder, run.cfg.message.literals
     size = f"{encoder.slots} latents of {encoder.width} values"
     if encoder.ratio:
@@ -118,14 +124,25 @@ def _what(run: Run) -> str:
     )
 
 
+def _what_cache(run: Run) -> str:
+    encoder, readers = run.cfg.encoder, ", ".join(f"`{name}`" for name in run.cfg.llms)
+    return _paragraph(
+        f"A wire of LatentWire JAX: a text's message is each frozen reader's own keys and values ({readers}), "
+        f"{encoder.width} numbers a token in one basis, and which tokens each head keeps, 1 of {encoder.ratio} unless "
+        "asked otherwise. Nothing was trained. This folder holds each reader's basis, means, scales and tables; the "
+        "readers are fetched from where they are, and a text is written by those who have them."
+    )
+
+
 def _use(run: Run, wire: Wire, repository: str) -> str:
     local, place = [name for name, model in wire.models.items() if model.local], repository or "THIS_FOLDER"
     moved = "".join(f" {flag(name)}FOLDER" for name in local)
     reader = next(iter(run.cfg.llms))
     call, what = ("prompt_embeds", "f32 [t, d]")
-    if run.cfg.adapter.kind == "kv":
+    if run.cfg.adapter.kind == "kv" or _is_cache(run):
         call, what = "prefix_kv", "keys and values, and the embeddings behind them"
     given = ", question=question" if run.cfg.prompt.question == "latents" else ""
+    given = ", ratio=1" if _is_cache(run) else given
     lines = [
         "## Use\n",
         "```sh",
@@ -212,7 +229,8 @@ def _is_of(run: Run, wire: Wire) -> bool:
 
 def _licences(run: Run, wire: Wire, licence: str) -> str:
     own = f"`{licence}`" if licence else "not stated by its owner: `export --license ID` states it"
-    rows = [("this wire", "the encoder's and the adapters' arrays", own)]
+    arrays = "bases and tables of its readers" if _is_cache(run) else "the encoder's and the adapters' arrays"
+    rows = [("this wire", arrays, own)]
     for name, model in wire.models.items():
         inside = name == BODY and not run.cfg.encoder.rank
         what = label(name) + (", whose trained copy is part of the wire" if inside else "")
@@ -223,8 +241,9 @@ def _licences(run: Run, wire: Wire, licence: str) -> str:
         rows.append(("the encoder's arrays, of another wire", place, _linked(None, licences.page(there), there)))
     for what, source in _named(run):
         rows.append((what, _name_of(source), _data_licence(source)))
+    made = "computed" if _is_cache(run) else "trained"
     text = _paragraph(
-        "The wire was trained through its readers and on its data: what you may do with it depends on all of these."
+        f"The wire was {made} through its readers and on its data: what you may do with it depends on all of these."
     )
     return f"## Licences\n\n{text}\n{_table(('part', 'source', 'licence'), rows)}"
 
@@ -292,6 +311,12 @@ def _made(run: Run, wire: Wire) -> str:
     device = run.hardware.get("card") or run.hardware.get("kind")
     where = f", on {run.hardware.get('devices', 0)} x {device}" if device else ""
     samples = wire.step * cfg.train.global_batch
+    if _is_cache(run):
+        text = (
+            f"Computed in closed form from {cfg.encoder.texts} texts of the data above, {versions}{where}. The whole "
+        )
+        text = _paragraph(f"{text}configuration stands in config.json.")
+        return f"## Start\n\n{text}\n````sh\n{run.training}\n````\n"
     text = _paragraph(
         f"Checkpoint {wire.step} of {cfg.train.steps} steps, {samples:,} samples ({cfg.train.global_batch} a step), "
         f"{versions}{where}. The whole configuration stands in config.json."
@@ -308,7 +333,14 @@ def _limits(run: Run, wire: Wire) -> str:
         "- It serves these readers only, and messages of this encoder only: a message carries its fingerprint.",
         "- What a few latents cannot hold is lost, names and numbers first; a wrong answer gives no sign of it.",
     ]
-    if not run.cfg.message.literals:
+    if _is_cache(run):
+        lines = [
+            "- A message is larger than its text: it saves the reading of a text that is asked often, not bytes.",
+            "- A text may be half as long as a reader's positions, less its prompt: it is read twice.",
+            "- It serves these readers only; who writes for a reader must have that reader.",
+            "- Texts of another kind or language than the data above lose more.",
+        ]
+    elif not run.cfg.message.literals:
         lines.append("- Messages carry no literals: no word of the text arrives as it is written.")
     if made := [label(name) for name, model in wire.models.items() if model.source.startswith(SELFMADE)]:
         lines.append(
@@ -316,8 +348,9 @@ def _limits(run: Run, wire: Wire) -> str:
             "arithmetic is that of the machine that trained."
         )
     if wire.dtype != "fp32":
+        writer = "wire" if _is_cache(run) else "encoder"
         lines.append(
-            f"- In {wire.dtype} this encoder has a fingerprint of its own: it refuses messages of the run itself."
+            f"- In {wire.dtype} this {writer} has a fingerprint of its own: it refuses messages of the run itself."
         )
     return "\n".join(["## Limits\n", *lines, ""])
 
