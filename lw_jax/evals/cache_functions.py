@@ -9,7 +9,7 @@ import numpy as np
 
 from lw_jax.core.types import Tree
 from lw_jax.evals.wire_functions import WireFunctions
-from lw_jax.models import cache_choice, cache_message, decoder, kv_prefix, rotary
+from lw_jax.models import cache_choice, cache_code, cache_message, decoder, kv_prefix, rotary
 from lw_jax.models.cache_choice import Reading
 from lw_jax.models.cache_message import Sent, Wanted
 from lw_jax.models.decoder import SharedPrefix
@@ -44,15 +44,21 @@ class CacheFunctions(WireFunctions):
 
     @functools.cached_property
     def encode(self):
-        """Returns jitted (reader's code, Reading, mask of "before", counts [l b k], name, fitted) -> Sent of each."""
+        """Returns jitted (code, Reading, mask of "before", counts [l b k], steps [b], name, fitted) -> Sent of each."""
 
         def run(  # noqa: PLR0913
-            code: Tree, reading: Reading, before: jax.Array, counts: list[jax.Array], name: str, fitted: bool
+            code: Tree,
+            reading: Reading,
+            before: jax.Array,
+            counts: list[jax.Array],
+            step: jax.Array,
+            name: str,
+            fitted: bool,
         ) -> list[Sent]:
-            seen = before[:1].sum(axis=1, keepdims=True, dtype=jnp.int32)
+            seen = _count(before)
             kept = [cache_choice.choose(reading.scores, reading.text.mask, count) for count in counts]
-            config = self.wire.readers[name].config
-            return cache_message.encode(config, code, reading, kept, seen=seen, fitted=fitted)
+            settings = {"seen": seen, "fitted": fitted, "factors": self.wire.readers[name].mode.factors}
+            return cache_message.encode(self.wire.readers[name].config, code, reading, kept, step, **settings)
 
         return jax.jit(run, static_argnames=("name", "fitted"))
 
@@ -61,16 +67,46 @@ class CacheFunctions(WireFunctions):
         """Returns jitted (Reading, mask of "before", count [l b k], name, fitted) -> what numbers should say."""
 
         def run(reading: Reading, before: jax.Array, count: jax.Array, name: str, fitted: bool) -> Wanted:
-            seen = before[:1].sum(axis=1, keepdims=True, dtype=jnp.int32)
+            seen = _count(before)
             kept = cache_choice.choose(reading.scores, reading.text.mask, count)
             return cache_message.want(self.wire.readers[name].config, reading, kept, seen=seen, fitted=fitted)
 
         return jax.jit(run, static_argnames=("name", "fitted"))
 
     @functools.cached_property
-    def number(self):
-        """Returns jitted (reader's code, what numbers should say) -> integers [b t w]."""
-        return jax.jit(cache_message.number)
+    def solve(self):
+        """Returns jitted (code, what numbers should say, steps [b], factors) -> numbers [b t w], not rounded."""
+        return jax.jit(cache_message.solve, static_argnames="factors")
+
+    @functools.cached_property
+    def fit_biases(self):
+        """Returns jitted (code, Reading, mask of "before", kept, numbers, steps [b], name) -> biases [l b t k]."""
+
+        def run(  # noqa: PLR0913
+            code: Tree,
+            reading: Reading,
+            before: jax.Array,
+            kept: jax.Array,
+            numbers: jax.Array,
+            step: jax.Array,
+            name: str,
+        ) -> jax.Array:
+            seen, config = _count(before), self.wire.readers[name].config
+            return cache_message.fit_biases(config, code, reading, kept, numbers, step, seen=seen)
+
+        return jax.jit(run, static_argnames="name")
+
+    @functools.cached_property
+    def read_states(self):
+        """Returns jitted (reader's parameters, fields "own" and "before", name) -> bf16[b t n], `cache_code.states`."""
+
+        def run(params: Tree, fields: Mapping, name: str) -> jax.Array:
+            reader, own = self.wire.readers[name], fields["own"]
+            x, shared = decoder.embed(params, own["ids"]), embed_shared_prefix(params, fields["before"])
+            kv = kv_prefix.take(params, reader.config, x, mask=own["mask"], shared_prefix=shared, mode=reader.mode)
+            return cache_code.states(kv.k, kv.v).astype(jnp.bfloat16)
+
+        return jax.jit(run, static_argnames="name")
 
     def prompt_from_cache(  # noqa: PLR0913
         self, params: Tree, code: Tree, fields: Mapping, sent: Sent, mask: jax.Array | np.ndarray, name: str
@@ -123,9 +159,19 @@ class CacheFunctions(WireFunctions):
         return not config.window and not isinstance(config.rope_scaling, rotary.LongRope)
 
 
+def _count(before: jax.Array) -> jax.Array:
+    """Returns i32[1 1]: the tokens that stand before all texts."""
+    return before[:1].sum(axis=1, keepdims=True, dtype=jnp.int32)
+
+
 def count_kept(code: Tree, lengths: np.ndarray, ratio: int) -> np.ndarray:
     """Returns i32[l b k]: the positions of texts of these lengths that each head keeps, one of `ratio` in all."""
     return cache_choice.count_kept(np.asarray(code["tables"][ratio - 1]), lengths)
+
+
+def steps_of(code: Tree, rows: int, ratio: int) -> np.ndarray:
+    """Returns f32[b]: the step of so many texts' messages at a ratio."""
+    return np.full(rows, code["step"][ratio - 1], np.float32)
 
 
 def sizes_of(code: Tree, width: int, ratio: int) -> Sizes:

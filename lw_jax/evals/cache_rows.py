@@ -90,7 +90,8 @@ class CacheBench:
                 readings[kind] = functions.read_twice(params, own, name, fitted)
             if (kind, ratio) not in made:
                 count = cache_functions.count_kept(code, np.asarray(text["mask"]).sum(axis=1), ratio)
-                (sent,) = functions.encode(code, readings[kind], before, [count], name, fitted and ratio > 1)
+                steps = cache_functions.steps_of(code, len(text["mask"]), ratio)
+                (sent,) = functions.encode(code, readings[kind], before, [count], steps, name, fitted and ratio > 1)
                 prompt = functions.prompt_from_cache(params, code, fields, sent, text["mask"], name)
                 made[kind, ratio] = RowPrompt(prompt, count.mean(axis=(0, 2)), sent, ratio)
             found[row] = made[kind, ratio]
@@ -158,9 +159,8 @@ def _records(  # noqa: PLR0913
 def _size(coding: Coding, made: RowPrompt, at: int, length: int) -> Record:
     """Returns the bytes of one example's message for its reader alone, and the tokens of its text."""
     assert made.sent is not None, "of a message"
-    numbers, kept, bias = made.sent
-    one = Sent(numbers[at : at + 1], kept[:, at : at + 1], bias[:, at : at + 1])
-    section = cache_message.to_section({made.ratio: jax.device_get(one)}, length, coding.rates[0].step)
+    one = jax.device_get(cache_message.rows_of(made.sent)[at])
+    section = cache_message.to_section({made.ratio: one}, length)
     size = len(cache_codec.pack([(coding, section)], writer=coding.fingerprint))
     return {"bytes": size, "text_tokens": length}
 

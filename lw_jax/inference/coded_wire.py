@@ -95,9 +95,9 @@ class CodedWire(Answering):
         reading = self.functions.read_twice(self.frozen[name], placed, name, fitted)
         rows = len(placed["own"]["mask"])
         counts = [cache_functions.count_kept(code, np.full(rows, length), ratio) for ratio in ratios]
-        sent = self.functions.encode(code, reading, placed["before"]["mask"], counts, name, fitted)
-        by_ratio = dict(zip(ratios, jax.device_get(sent), strict=True))
-        return cache_message.to_section(by_ratio, length, cache_message.statistics_of(code).step)
+        steps = cache_functions.steps_of(code, rows, ratios[0])
+        sent = self.functions.encode(code, reading, placed["before"]["mask"], counts, steps, name, fitted)
+        return cache_message.to_section(dict(zip(ratios, jax.device_get(sent), strict=True)), length)
 
     def describe(self, message: bytes) -> str:
         """Returns the size of each reader's part of a message, in tokens of the text, positions and bytes."""
@@ -183,6 +183,6 @@ def _stack(found: list[tuple[Sent, np.ndarray]], rows: int) -> tuple[Sent, np.nd
     """Returns messages of one row each as one of so many rows, the last one repeated."""
     found = found + found[-1:] * (rows - len(found))
     sent, masks = zip(*found, strict=True)
-    numbers = np.concatenate([one.numbers for one in sent])
+    numbers, step = (np.concatenate([getattr(one, key) for one in sent]) for key in ("numbers", "step"))
     kept, bias = (np.concatenate([getattr(one, key) for one in sent], axis=1) for key in ("kept", "bias"))
-    return Sent(numbers, kept, bias), np.concatenate(masks)
+    return Sent(numbers, kept, bias, step), np.concatenate(masks)

@@ -10,10 +10,12 @@ from jax.scipy.linalg import solve_triangular
 from jaxtyping import Array, Bool, Float
 
 from lw_jax.models.decoder import KVPrefix
+from lw_jax.models.products import multiply
 
 MORE = 64  # directions that the range finder follows beyond those that are wanted
 LEAST_WEIGHT = 1e-3  # x the largest: what weighs nothing is still read as its mean, without a division by 0
 IMPORTANCE = (0.02, 8.0)  # x a layer's mean: least and largest
+ITERATIONS = 16  # of `solve`: 25 leave a tenth less of the weighted error, in as many bytes
 LAPLACIAN = 0.7  # x its deviation: mean size of a number; a number z takes |z| / mean nats more than 0
 
 
@@ -58,9 +60,10 @@ def solve(  # noqa: PLR0913
     kv: KVPrefix,
     weights: Float[Array, "l b t k"],
     *,
-    step: Float[Array, ""] | float,
+    step: Float[Array, " b"],
     variance: Float[Array, " w"],
-    iterations: int = 25,
+    iterations: int = ITERATIONS,
+    factors: str | None = None,
 ) -> Float[Array, "b t w"]:
     """Returns a text's numbers as `write`, but near where the reader looks, and few: for rounding to steps of `step`.
 
@@ -74,23 +77,24 @@ def solve(  # noqa: PLR0913
         step: between two numbers that a message can say; 0 for all numbers.
         variance: of the numbers, over many texts.
         iterations: each costs as much as `write` and `read`.
+        factors: dtype of the factors of its products; None: as they are.
     """
     x = (states(kv.k, kv.v) - code.mean.reshape(1, 1, -1)) / _by_value(code.scale, code.mean)[None, None]
     weights = jnp.moveaxis(weights, 0, 2)[:, :, None, :, :, None]  # [b t 1 l k 1]
     weights = jnp.broadcast_to(weights, (*x.shape[:2], *code.mean.shape)).reshape(x.shape)
     deviation = jnp.sqrt(jnp.maximum(variance, jnp.finfo(jnp.float32).tiny))
     # step^2 / 12 is the error of rounding, so what a nat is worth where W is not divided by its largest.
-    tau = (step**2 / (12 * IMPORTANCE[1] * LAPLACIAN * deviation))[None, None]
+    tau = step[:, None, None] ** 2 / (12 * IMPORTANCE[1] * LAPLACIAN * deviation)[None, None]
 
     def descend(_: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         z, ahead, pace = carry
-        missing = weights * (x - jnp.einsum("btw,wn->btn", ahead, code.basis))
-        new = ahead + jnp.einsum("btn,wn->btw", missing, code.basis)
+        missing = weights * (x - multiply("btw,wn->btn", ahead, basis, factors=basis.dtype))
+        new = ahead + multiply("btn,wn->btw", missing, basis, factors=basis.dtype)
         new = jnp.sign(new) * jnp.maximum(jnp.abs(new) - tau, 0.0)
         next_pace = (1 + jnp.sqrt(1 + 4 * pace**2)) / 2
         return new, new + (pace - 1) / next_pace * (new - z), next_pace
 
-    none = jnp.zeros((*x.shape[:2], code.basis.shape[0]))
+    basis, none = code.basis.astype(factors or x.dtype), jnp.zeros((*x.shape[:2], code.basis.shape[0]))
     return jax.lax.fori_loop(0, iterations, descend, (none, none, jnp.ones(())))[0]
 
 

@@ -108,8 +108,8 @@ def find_step(
     *,
     between: tuple[float, float] = (1e-4, 1.0),
     tolerance: float = 0.003,
-) -> tuple[float, Statistics]:
-    """Returns the least step at which the integers of some texts take the bytes, and their statistics.
+) -> Statistics:
+    """Returns the statistics of the integers of some texts at the least step at which they take the bytes.
 
     Raises:
         UserError: where not even the largest step is so short.
@@ -126,7 +126,7 @@ def find_step(
         else:
             low = step
         step = float(np.float32(math.sqrt(low * high)))
-    return high, found
+    return found
 
 
 def fingerprint(code: Iterable[np.ndarray], rates: Sequence[Statistics], tables: Mapping[int, np.ndarray]) -> str:

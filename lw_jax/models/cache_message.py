@@ -25,6 +25,7 @@ class Sent(NamedTuple):
     numbers: Int[Array | np.ndarray, "b t w"]  # in units of the step
     kept: Bool[Array | np.ndarray, "l b t k"]
     bias: Float[Array | np.ndarray, "l b t k"]
+    step: Float[Array | np.ndarray, " b"]
 
 
 class Wanted(NamedTuple):
@@ -44,9 +45,9 @@ def abstract(cfg: DecoderConfig, width: int) -> Tree:
         "scale": (2, cfg.layers),
         "basis": (width, each),
         "variance": (width,),
-        "zero": (width,),  # `cache_codec.Statistics`
-        "decay": (width,),
-        "step": (),
+        "zero": (RATIOS, width),  # `cache_codec.Statistics` of messages at each ratio
+        "decay": (RATIOS, width),
+        "step": (RATIOS,),
         "tables": (RATIOS, *heads),
         "fitted": (),  # 1: values and biases are fitted, 0: exact values and no biases
     }
@@ -71,11 +72,11 @@ def want(
     return Wanted(text, kept, cache_code.importance(reading.power, kept, text.mask, ROOTS[fitted]))
 
 
-def number(params: Tree, wanted: Wanted) -> Int[Array, "b t w"]:
-    """Returns the numbers of a message in units of the step."""
-    step = params["step"]
-    z = cache_code.solve(_code(params), wanted.text, wanted.weights, step=step, variance=params["variance"])
-    return jnp.where(wanted.text.mask[..., None], jnp.rint(z / step), 0.0).astype(jnp.int32)
+def solve(params: Tree, wanted: Wanted, step: Float[Array, " b"], factors: str | None = None) -> Float[Array, "b t w"]:
+    """Returns the numbers of a message, for rounding to steps of `step`; `factors`: see `cache_code.solve`."""
+    code, settings = _code(params), {"variance": params["variance"], "factors": factors}
+    z = cache_code.solve(code, wanted.text, wanted.weights, step=step, **settings)
+    return jnp.where(wanted.text.mask[..., None], z, 0.0)
 
 
 def encode(  # noqa: PLR0913
@@ -83,33 +84,55 @@ def encode(  # noqa: PLR0913
     params: Tree,
     reading: Reading,
     kept: Sequence[Bool[Array, "l b t k"]],
+    step: Float[Array, " b"],
     *,
     seen: jax.Array,
     fitted: bool,
+    factors: str | None = None,
 ) -> list[Sent]:
     """Returns the message of a text for each choice of what is kept; the first has all keys of the others.
 
     The numbers are those of the first, the same in all. Where it is `fitted`, biases fit what the reader decodes.
     """
-    numbers = number(params, want(cfg, reading, kept[0], seen=seen, fitted=fitted))
-    if not fitted:
-        return [Sent(numbers, one, jnp.zeros(one.shape)) for one in kept]
+    z = solve(params, want(cfg, reading, kept[0], seen=seen, fitted=fitted), step, factors)
+    numbers = jnp.rint(z / step[:, None, None]).astype(jnp.int32)
+    found = (fit_biases(cfg, params, reading, one, numbers, step, seen=seen) if fitted else None for one in kept)
+    return [
+        Sent(numbers, one, jnp.zeros(one.shape) if bias is None else bias, step)
+        for one, bias in zip(kept, found, strict=True)
+    ]
+
+
+def fit_biases(  # noqa: PLR0913
+    cfg: DecoderConfig,
+    params: Tree,
+    reading: Reading,
+    kept: Bool[Array, "l b t k"],
+    numbers: Int[Array, "b t w"],
+    step: Float[Array, " b"],
+    *,
+    seen: jax.Array,
+) -> Float[Array, "l b t k"]:
+    """Returns the biases with which what the reader decodes from the numbers gives what the whole text gave."""
     assert reading.queries is not None, "a fit needs the repeating queries"
-    decoded = cache_code.read(_code(params), numbers.astype(jnp.float32) * params["step"])
-    found = []
-    for one in kept:
-        _, bias = cache_choice.fit(cfg, reading.queries, reading.text, one, seen=seen, sent=decoded)
-        levels = jnp.clip(jnp.rint(bias / cache_codec.BIAS), *cache_codec.BIASES)
-        found.append(Sent(numbers, one, jnp.where(one, levels * cache_codec.BIAS, 0.0)))
-    return found
+    decoded = _read(params, numbers, step)
+    _, bias = cache_choice.fit(cfg, reading.queries, reading.text, kept, seen=seen, sent=decoded)
+    levels = jnp.clip(jnp.rint(bias / cache_codec.BIAS), *cache_codec.BIASES)
+    return jnp.where(kept, levels * cache_codec.BIAS, 0.0)
 
 
 def decode(params: Tree, sent: Sent, mask: Bool[Array, "b t"], dtype: jax.typing.DTypeLike) -> KVPrefix:
     """Returns a message as the keys and values that its reader attends to."""
-    k, v = cache_code.read(_code(params), sent.numbers.astype(jnp.float32) * params["step"])
+    k, v = _read(params, jnp.asarray(sent.numbers), jnp.asarray(sent.step))
     return kv_prefix.choose(
         KVPrefix(k.astype(dtype), v.astype(dtype), mask), jnp.asarray(sent.kept), jnp.asarray(sent.bias)
     )
+
+
+def _read(
+    params: Tree, numbers: Int[Array, "b t w"], step: Float[Array, " b"]
+) -> tuple[Float[Array, "l b t k e"], Float[Array, "l b t k e"]]:
+    return cache_code.read(_code(params), numbers.astype(jnp.float32) * step[:, None, None])
 
 
 def _code(params: Tree) -> Code:
@@ -122,25 +145,33 @@ def _code(params: Tree) -> Code:
 def coding_of(params: Tree) -> Coding:
     """Returns what the bytes of a message for this reader are coded with."""
     host = {name: np.asarray(leaf) for name, leaf in params.items()}
-    rates = (statistics_of(host),)
+    by_step = {one.step: one for one in (statistics_of(host, ratio) for ratio in range(1, RATIOS + 1))}
+    rates = tuple(by_step.values())
     tables = {ratio: host["tables"][ratio - 1] for ratio in range(1, RATIOS + 1)}
     code = (host[name] for name in ("mean", "scale", "basis"))
     return Coding(cache_codec.fingerprint(code, rates, tables), rates, tables)
 
 
-def statistics_of(params: Mapping[str, Any]) -> Statistics:
-    """Returns the statistics of a reader's numbers at its step."""
-    zero, decay = (np.asarray(params[name]).astype(np.uint16) for name in ("zero", "decay"))
-    return Statistics(float(params["step"]), zero, decay)
+def statistics_of(params: Mapping[str, Any], ratio: int) -> Statistics:
+    """Returns the statistics of a reader's numbers at the step of messages at a ratio."""
+    zero, decay = (np.asarray(params[name][ratio - 1]).astype(np.uint16) for name in ("zero", "decay"))
+    return Statistics(float(params["step"][ratio - 1]), zero, decay)
 
 
-def to_section(sent: Mapping[int, Sent], length: int, step: float) -> Section:
+def rows_of(sent: Sent) -> list[Sent]:
+    """Returns messages of several rows as messages of one row each."""
+    rows = (slice(i, i + 1) for i in range(len(sent.step)))
+    return [Sent(sent.numbers[at], sent.kept[:, at], sent.bias[:, at], sent.step[at]) for at in rows]
+
+
+def to_section(sent: Mapping[int, Sent], length: int) -> Section:
     """Returns messages of one row, `length` tokens, by their ratios, as one that is packed for all of them."""
     ratios = tuple(sorted(sent))
     kept = sum(np.asarray(sent[ratio].kept)[:, 0, :length].astype(np.uint8) for ratio in ratios)
     biases = {ratio: np.asarray(sent[ratio].bias, np.float32)[:, 0, :length] for ratio in ratios}
     biases = {ratio: bias for ratio, bias in biases.items() if bias.any()}
-    return Section(np.asarray(sent[ratios[0]].numbers)[0, :length], step, ratios, np.asarray(kept, np.uint8), biases)
+    numbers, step = np.asarray(sent[ratios[0]].numbers)[0, :length], float(sent[ratios[0]].step[0])
+    return Section(numbers, step, ratios, np.asarray(kept, np.uint8), biases)
 
 
 def of_section(section: Section, width: int, columns: int, ratio: int) -> tuple[Sent, Bool[np.ndarray, "1 t"]]:
@@ -151,4 +182,5 @@ def of_section(section: Section, width: int, columns: int, ratio: int) -> tuple[
     around = ((0, 0), (0, rest), (0, 0))
     kept = np.pad(section.levels > section.ratios.index(ratio), around)[:, None]
     bias = section.biases.get(ratio, np.zeros(section.levels.shape, np.float32))
-    return Sent(numbers, kept, np.pad(bias, around)[:, None]), (np.arange(columns) < length)[None]
+    step = np.full(1, section.step, np.float32)
+    return Sent(numbers, kept, np.pad(bias, around)[:, None], step), (np.arange(columns) < length)[None]

@@ -1,15 +1,17 @@
 """Start of a wire of kind "cache": each reader's basis, tables and step, in closed form from training texts.
 
-Seven of eight texts are read twice: what their keys are worth gives the tables, their keys and values the basis. The
-eighth are held out: on them the step of the numbers is found, and whether values and biases are fitted, which serves
-one reader and hurts another (docs/messages.md).
+Of seven texts in eight the keys and values give the basis; one of four of them is read twice, and what its keys are
+worth gives the tables. The eighth are held out: on them the steps of the numbers are found, and whether values and
+biases are fitted, which serves one reader and hurts another (docs/messages.md).
 """
 
 import dataclasses
+import functools
+import itertools
 import math
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, TYPE_CHECKING, Any
 
 import jax
@@ -26,8 +28,11 @@ from lw_jax.data.loader import batches_of
 from lw_jax.evals import cache_functions, cache_rows
 from lw_jax.evals.cache_functions import CacheFunctions
 from lw_jax.evals.comparison import Record
-from lw_jax.models import cache_choice, cache_code, cache_codec
+from lw_jax.models import cache_choice, cache_code, cache_codec, cache_message
+from lw_jax.models.cache_choice import Reading
 from lw_jax.models.cache_code import Code
+from lw_jax.models.cache_codec import Coding, Section, Statistics
+from lw_jax.models.cache_message import Sent
 from sharding import place
 
 if TYPE_CHECKING:
@@ -35,10 +40,12 @@ if TYPE_CHECKING:
 
 HELD_OUT = 8  # one of so many texts
 MOST_HELD_OUT = 64
-# Of them, on which the step is found: each step tried costs what 50 passes over the code cost.
-STEP_TEXTS = {"cpu": 4, "gpu": 64}
-TOLERANCE = 0.02  # of the step
-LARGEST_NUMBER = 24.0  # x its deviation, which a message can say at the least step
+TWICE = 4  # one of so many texts is read twice: the tables have a few hundred shares, the basis millions of values
+RATES = (1, 2, 4, 8)  # ratios that have a step of their own, beside the run's; others take the next smaller one's
+# Of the held-out texts, on which steps are found: numbers of one token cost what 25 writings and readings cost.
+STEP_TEXTS = {"cpu": 8, "gpu": 64}
+TOLERANCE = 0.05  # of a step, between that for which the numbers were found and that to which they are rounded
+MOST_SOLVES = 4
 # Texts read at once, and what their lengths are rounded up to: on a card a program more costs ten seconds.
 ROWS, ROUNDED = {"cpu": 4, "gpu": 32}, {"cpu": 32, "gpu": 128}
 CHUNK = 1024  # tokens whose states are in memory at once
@@ -108,13 +115,15 @@ def _fit(
     """Returns a reader's basis and tables from its own keys and values of texts, and how many tokens they have."""
     config = recipe.wire.readers[name].config
     shape = (config.layers, config.kv_heads, config.head_dim)
-    scores = []
+    scores, twice = [], texts[::TWICE]
+    once = [text for i, text in enumerate(texts) if i % TWICE]
     with tempfile.TemporaryFile() as file:
         states = _States(file, 2 * math.prod(shape))
-        with phase(f"{name}: reading texts twice", len(texts), "texts") as done:
-            for y, worth in done.track(_read(recipe, functions, params, name, texts)):
-                states.add(y)
-                scores.append(worth)
+        for read, part, times in ((_read_twice, twice, "twice"), (_read_once, once, "once")):
+            with phase(f"{name}: reading texts {times}", len(part), "texts") as done:
+                for y, worth in done.track(_read(recipe, functions, params, name, part, read)):
+                    states.add(y)
+                    scores += [] if worth is None else [worth]
         together = np.concatenate(scores)
         tables = [cache_choice.table_of(together, 1 / ratio) for ratio in range(1, RATIOS + 1)]
         weights = jnp.asarray(tables[3].mean(axis=1) ** WEIGHED, jnp.float32)
@@ -125,10 +134,23 @@ def _fit(
     return {**code._asdict(), "variance": variance, "tables": jnp.asarray(np.stack(tables), jnp.float32)}, states.count
 
 
-def _read(
-    recipe: "CacheWire", functions: CacheFunctions, params: Tree, name: str, texts: list[str]
-) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yields of each text the states bf16[t n] of its tokens and what their keys are worth f32[t l k]."""
+# Of a batch the states bf16[b t n], and what its keys are worth f32[l b t k] or None.
+_Read = Callable[[CacheFunctions, Tree, Tree, str], tuple[jax.Array, jax.Array | None]]
+
+
+def _read_once(functions: CacheFunctions, params: Tree, fields: Tree, name: str) -> tuple[jax.Array, None]:
+    return functions.read_states(params, fields, name), None
+
+
+def _read_twice(functions: CacheFunctions, params: Tree, fields: Tree, name: str) -> tuple[jax.Array, jax.Array]:
+    reading = functions.read_twice(params, fields, name, False)
+    return _states(reading.text.k, reading.text.v), reading.scores
+
+
+def _read(  # noqa: PLR0913
+    recipe: "CacheWire", functions: CacheFunctions, params: Tree, name: str, texts: list[str], read: _Read
+) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
+    """Yields of each text the states bf16[t n] of its tokens, and what their keys are worth f32[t l k] or None."""
     layout, mesh = recipe.layout, functions.mesh_of(name)
     pad = layout.readers[name].tokenizer.pad
     before = prompt_tokens.shared_prefix(name, layout.readers[name], layout.prompt)
@@ -147,10 +169,9 @@ def _read(
         width = place.round_up(max(map(len, part)), ROUNDED[recipe.placement.platform])
         field = batches.Field(part, width, pad, left=False)
         own = place.rows(field.collate([min(i, len(part) - 1) for i in range(rows)]), mesh)
-        reading = functions.read_twice(params, {"own": own} | around, name, False)
-        y, worth = jax.device_get((_states(reading.text.k, reading.text.v), reading.scores))
+        y, worth = jax.device_get(read(functions, params, {"own": own} | around, name))
         for row, one in enumerate(part):
-            yield y[row, : len(one)], np.moveaxis(worth[:, row, : len(one)], 1, 0)
+            yield y[row, : len(one)], None if worth is None else np.moveaxis(worth[:, row, : len(one)], 1, 0)
 
 
 @jax.jit
@@ -174,6 +195,80 @@ def _squares(code: Code, y: jax.Array, real: jax.Array) -> jax.Array:
     return jnp.square(jnp.where(real[:, None], z, 0.0)).sum(axis=0)
 
 
+class _Steps:
+    """Finds the steps of a reader's messages on held-out texts, which are read once for all of them."""
+
+    def __init__(  # noqa: PLR0913
+        self,
+        recipe: "CacheWire",
+        functions: CacheFunctions,
+        params: Tree,
+        name: str,
+        code: dict[str, Any],
+        encoded: Encoded,
+    ):
+        self.functions, self.name, self.code = functions, name, code
+        self.limit, fits = recipe.cfg.message.bytes, recipe.cfg.encoder.ratio > 1
+        self.readings = []
+        for host in batches_of(encoded, spread(len(encoded), STEP_TEXTS[recipe.placement.platform]), _rows(recipe)):
+            fields = place.put_eval(host["readers"][name], functions.mesh_of(name))
+            own = {key: fields[key] for key in ("own", "before", "again")}
+            lengths = np.where(host["valid"], host["readers"][name]["own"]["mask"].sum(axis=1), 0)
+            reading = functions.read_twice(params, own, name, fits)
+            self.readings.append((reading, fields["before"]["mask"], lengths))
+        self.tokens = sum(int(lengths.sum()) for _, _, lengths in self.readings)
+
+    def find(self, ratio: int, step: float, *, fitted: bool) -> Statistics:
+        """Returns the step at which messages have message.bytes a token, and its statistics; `step`: a first guess.
+
+        Numbers depend little on the step for which they are found: a few of these find it. The order of keys and the
+        biases, which a message has beside its numbers, are in its bytes.
+        """
+        beside = None
+        for _ in range(MOST_SOLVES):
+            each = (self._write(one, ratio, step, fitted and ratio > 1) for one in self.readings)
+            numbers, sections = zip(*itertools.chain.from_iterable(each), strict=True)
+            z = np.concatenate(numbers)
+            beside = self._bytes_beside(sections) if beside is None else beside
+            least = max(float(np.abs(z).max()) / cache_codec.LARGEST, step / 16)
+            between = (least, 16 * max(step, least))
+            found = cache_codec.find_step(functools.partial(_round, z), self.limit - beside, between=between)
+            if abs(found.step / step - 1) < TOLERANCE:
+                break
+            step = found.step
+        return found
+
+    def _write(
+        self, read: tuple[Reading, jax.Array, np.ndarray], ratio: int, step: float, fitted: bool
+    ) -> Iterator[tuple[np.ndarray, Section]]:
+        """Yields of each text of a batch its numbers f32[t w], not rounded, and what is sent."""
+        reading, before, lengths = read
+        count = cache_functions.count_kept(self.code, lengths, ratio)
+        steps = np.full(len(lengths), step, np.float32)
+        wanted = self.functions.want(reading, before, count, self.name, fitted)
+        z = self.functions.solve(self.code, wanted, steps, self.functions.wire.readers[self.name].mode.factors)
+        sent = Sent(_round(np.asarray(z), step), np.asarray(wanted.kept), np.zeros(wanted.kept.shape), steps)
+        if fitted:
+            bias = self.functions.fit_biases(self.code, reading, before, *sent[1::-1], steps, self.name)
+            sent = sent._replace(bias=np.asarray(bias))
+        for own, one, length in zip(np.asarray(z), cache_message.rows_of(sent), lengths.tolist(), strict=True):
+            if length:
+                yield own[:length], cache_message.to_section({ratio: one}, length)
+
+    def _bytes_beside(self, sections: Sequence[Section]) -> float:
+        """Returns the bytes a token that messages have beside their numbers."""
+        numbers = np.concatenate([one.numbers for one in sections])
+        statistics = cache_codec.fit_statistics(numbers, sections[0].step)
+        tables = {ratio: np.asarray(self.code["tables"][ratio - 1]) for ratio in sections[0].ratios}
+        coding = Coding("0" * 16, (statistics,), tables)
+        packed = sum(len(cache_codec.pack([(coding, one)], writer=coding.fingerprint)) for one in sections)
+        return (packed - cache_codec.bits(statistics, numbers) / 8) / len(numbers)
+
+
+def _round(z: np.ndarray, step: float) -> np.ndarray:
+    return np.rint(z / step).astype(np.int32)
+
+
 def _settle(  # noqa: PLR0913
     recipe: "CacheWire",
     functions: CacheFunctions,
@@ -182,48 +277,31 @@ def _settle(  # noqa: PLR0913
     code: dict[str, Any],
     encoded: Encoded,
 ) -> dict[str, Any]:
-    """Returns the code with its step, and whether it is fitted: what gives the smaller NLL on held-out texts."""
-    found = {}
-    for fitted in (False, True) if recipe.cfg.encoder.ratio > 1 else (False,):
-        one = _find_step(recipe, functions, frozen[name], name, code | {"fitted": jnp.float32(fitted)}, encoded)
-        found[fitted] = _nll(_measure(recipe, functions, frozen, {name: one}, encoded, ("latents",)), "latents"), one
+    """Returns the code with its steps, and whether it is fitted: what gives the smaller NLL on held-out texts."""
+    steps, own = _Steps(recipe, functions, frozen[name], name, code, encoded), recipe.cfg.encoder.ratio
+    print(f"{name}: steps for {steps.limit} bytes a token, found on {steps.tokens:,} held-out tokens", flush=True)
+    guess, found = _guess_step(np.asarray(code["variance"], np.float64), 8 * steps.limit), {}
+    for fitted in (False, True) if own > 1 else (False,):
+        rate = steps.find(own, guess, fitted=fitted)
+        one = code | {"fitted": jnp.float32(fitted)} | _rates({own: rate})
+        nats = _nll(_measure(recipe, functions, frozen, {name: one}, encoded, ("latents",)), "latents")
         way = "values and biases fitted" if fitted else "exact values"
-        print(f"{name}: {way}: steps of {float(one['step']):.4f}, {found[fitted][0]:.3f} nats", flush=True)
-    return min(found.values(), key=lambda each: each[0])[1]
+        print(f"{name}: {way}: {nats:.3f} nats at a step of {rate.step:.4f}", flush=True)
+        found[fitted], guess = (nats, rate), rate.step
+    fitted = min(found, key=lambda way: found[way][0])
+    rates, guess = {own: found[fitted][1]}, found[fitted][1].step
+    for ratio in RATES:
+        rates[ratio] = rates.get(ratio) or steps.find(ratio, guess, fitted=fitted)
+    return code | {"fitted": jnp.float32(fitted)} | _rates(rates)
 
 
-def _find_step(  # noqa: PLR0913
-    recipe: "CacheWire",
-    functions: CacheFunctions,
-    params: Tree,
-    name: str,
-    code: dict[str, Any],
-    encoded: Encoded,
-) -> dict[str, Any]:
-    """Returns the code with the step at which messages have message.bytes a token, and its statistics."""
-    cfg, fitted, wanted = recipe.cfg, bool(code["fitted"]), []
-    indices = spread(len(encoded), STEP_TEXTS[recipe.placement.platform])
-    for host in batches_of(encoded, indices, _rows(recipe)):
-        fields = place.put_eval(host["readers"][name], functions.mesh_of(name))
-        own = {key: fields[key] for key in ("own", "before", "again")}
-        real = host["readers"][name]["own"]["mask"] & host["valid"][:, None]
-        count = cache_functions.count_kept(code, real.sum(axis=1), cfg.encoder.ratio)
-        reading = functions.read_twice(params, own, name, fitted)
-        wanted.append((functions.want(reading, fields["before"]["mask"], count, name, fitted), real))
-
-    def integers(step: float) -> np.ndarray:
-        own = code | {"step": jnp.float32(step)}
-        return np.concatenate([np.asarray(functions.number(own, one))[real] for one, real in wanted])
-
-    variance = np.asarray(code["variance"], np.float64)
-    least = LARGEST_NUMBER * np.sqrt(variance.max()) / cache_codec.LARGEST
-    tokens = sum(int(real.sum()) for _, real in wanted)
-    print(f"{name}: finding the step of {cfg.message.bytes} bytes a token on {tokens:,} held-out tokens", flush=True)
-    middle = max(_guess_step(variance, 8 * cfg.message.bytes), 8 * least)
-    between = (middle / 8, middle * 8)
-    step, statistics = cache_codec.find_step(integers, cfg.message.bytes, between=between, tolerance=TOLERANCE)
-    shares = {key: jnp.asarray(getattr(statistics, key), jnp.int32) for key in ("zero", "decay")}
-    return code | shares | {"step": jnp.float32(step)}
+def _rates(rates: Mapping[int, Statistics]) -> dict[str, jax.Array]:
+    """Returns steps and statistics of all ratios: of each its own, or the next smaller one's, or the least."""
+    least = min(rates)
+    chosen = [rates[max((one for one in rates if one <= ratio), default=least)] for ratio in range(1, RATIOS + 1)]
+    shares = {key: np.stack([getattr(one, key) for one in chosen]) for key in ("zero", "decay")}
+    steps = jnp.asarray([one.step for one in chosen], jnp.float32)
+    return {"step": steps} | {key: jnp.asarray(value, jnp.int32) for key, value in shares.items()}
 
 
 def _guess_step(variance: np.ndarray, bits: float) -> float:

@@ -35,7 +35,8 @@ def weigh(kv, power, root=1.0):
 def solve(problem, weights, step, iterations=MANY):
     code, kv, _ = problem
     run = jax.jit(cache_code.solve, static_argnames="iterations")
-    return np.asarray(run(code, kv, weights, step=step, variance=variances(), iterations=iterations))
+    steps = jnp.full(kv.mask.shape[0], step)
+    return np.asarray(run(code, kv, weights, step=steps, variance=variances(), iterations=iterations))
 
 
 def variances():
