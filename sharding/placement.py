@@ -34,6 +34,7 @@ class Component:
 
     mesh: Mesh
     table: str
+    parts: int = 1  # of a model's heads, widths and vocabulary, one of which the mesh's one device stands for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,6 +70,13 @@ class Placement:
     def devices(self) -> int:
         """Counts the devices in use."""
         return len({device for mesh in self.meshes for device in mesh.devices.flat})
+
+    def on_one_device(self) -> "Placement":
+        """Returns what one device computes: all components on one, of a model over the model axis its part."""
+        mesh = meshes.make(data=1, model=1, devices=[self.learner.devices.flat[0]])
+        parts = {name: at.mesh.shape["model"] if at.table == "tensor" else 1 for name, at in self.readers.items()}
+        readers = {name: Component(mesh, "replicate", parts[name]) for name in self.readers}
+        return Placement("single", mesh, readers, self.platform)
 
     def describe(self, *, available: int | None = None) -> str:
         """Returns one line: the meshes of all components and the number of unused devices."""

@@ -22,7 +22,7 @@ class Measure:
     def __call__(self, program: StepSpec, widths: Tree, accumulation: int, **_: Any) -> StepMemory:
         remat, micro = program.cfg.compute.remat, program.cut(accumulation).micro_batch
         self.asked.append((program.placement.strategy, remat, micro))
-        guess = estimate.estimate(program, program.recipe, widths, micro, None).needs  # type: ignore[arg-type]
+        guess = estimate.estimate(program, widths, micro, None).needs
         activations = int(guess.activations * self.factors.get(remat, 1.0))
         held = guess.peak - guess.activations
         return dataclasses.replace(guess, activations=activations, by_mesh=(held + activations,))

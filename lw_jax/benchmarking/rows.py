@@ -41,7 +41,7 @@ def encode_row(cfg: Config, recipe: LatentWire, ceilings: Ceilings, median: floa
     """Returns the row of writing a batch of texts that fill the encoder's window; `median` is in seconds."""
     spec = cfg.encoder
     batch, tokens = workload.texts(cfg, recipe.placement)["ids"].shape
-    work = workload.encode_flops(recipe, batch)
+    work = workload.encode_flops(recipe)
     return Row(
         "encode",
         f"{spec.kind} encoder",

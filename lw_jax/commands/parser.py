@@ -175,7 +175,6 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
                 **_TARGET,
                 "--estimate": _switch("arithmetic only, no compilation"),
                 "--simulate": _value("N..M", "plan each of these numbers of the target's GPUs", kind=_text),
-                "--legacy": _switch("the chosen batch beside the original project's formula, in place of the table"),
                 **_JSON,
             },
             examples=("--config configs/h100x4.py --target a100_80x4", "--config configs/h100x4.py --simulate 1..4"),

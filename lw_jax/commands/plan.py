@@ -17,7 +17,7 @@ from lw_jax.core import runtime
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.planning import estimate as estimates
-from lw_jax.planning import gpus, legacy, plan_tables, planner, simulation, start_plan, start_tables, workload
+from lw_jax.planning import gpus, plan_tables, planner, simulation, start_plan, start_tables, workload
 from lw_jax.slurm import cluster_profile
 from lw_jax.training import preflight
 
@@ -33,7 +33,6 @@ class Request:
     simulate: str = ""  # "0..8": numbers of devices of the target's card
     estimate: bool = False  # arithmetic only
     as_json: bool = False
-    legacy: bool = False  # beside the original project's batch formula
     own: Mapping[str, Any] = dataclasses.field(default_factory=dict)  # values of config.SEARCHED that the file sets
 
 
@@ -45,7 +44,6 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         simulate=args.simulate or "",
         estimate=args.estimate,
         as_json=args.json,
-        legacy=args.legacy,
         own=loaded.own,
     )
     return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, request=request)
@@ -57,8 +55,6 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
     runtime.start_devices()
     if not cfg.train.steps:
         return _start(cfg, request)
-    if request.legacy and (request.simulate or request.as_json):
-        raise UserError("--legacy prints one target's plan for people; leave out --simulate and --json.")
     if request.simulate:
         counts = parse_counts(request.simulate)
         card = gpus.parse(planner.resolve_target(request.target, config=request.config)).card
@@ -86,25 +82,30 @@ def main(cfg: Config, *, resolved: Mapping[str, Any], workdir: Path, request: Re
     if request.as_json:
         print(json.dumps(_with_findings(found, findings), indent=2))
     else:
-        print(legacy.text(found) if request.legacy else plan_tables.report(found, own=request.own))
+        print(plan_tables.report(found, own=request.own))
         print("".join(f"{one}\n" for one in findings), end="")
     return _code(findings, fits=bool(found["chosen"]))
 
 
 def _start(cfg: Config, request: Request) -> int:
     """Prints the plan of a run without steps; on a machine without GPUs and without a target that of its CPU."""
-    if request.legacy or request.simulate:
-        flag = "--legacy" if request.legacy else f"--simulate {request.simulate}"
-        raise UserError(f"{flag}: config.train.steps = 0 has no step to compare; leave it out, a --target at a time")
+    if request.simulate:
+        rule = "config.train.steps = 0 has no step to compare; leave it out, a --target at a time"
+        raise UserError(f"--simulate {request.simulate}: {rule}")
     if request.target or jax.default_backend() == "gpu":
         word = planner.resolve_target(request.target, config=request.config) if request.target else _this_card()
         found = start_plan.of_target(cfg, word, estimate=request.estimate)
     else:
-        own = (timing.ceilings(dtype, repeats=3) for dtype in (workload.arithmetic(cfg, "cpu"), "float32"))
-        products, fp32 = own
-        found = start_plan.of_cpu(cfg, start_plan.Speed(products.matmul, fp32.matmul, fp32.matmul, fp32.bandwidth))
+        found = start_plan.of_cpu(cfg, _measure_cpu(workload.arithmetic(cfg, "cpu")))
     print(json.dumps(dataclasses.asdict(found), indent=2) if request.as_json else start_tables.report(found))
     return 0 if found.chosen else NOTHING_FITS
+
+
+def _measure_cpu(dtype: str) -> start_plan.Speed:
+    """Returns what products of this machine's CPU reach; `dtype`: of the readers' products."""
+    found = {one: timing.ceilings(one, repeats=3) for one in dict.fromkeys((dtype, "float32"))}
+    own = found["float32"]
+    return start_plan.Speed({one: each.matmul for one, each in found.items()}, own.matmul, own.bandwidth)
 
 
 def _this_card() -> str:

@@ -35,9 +35,9 @@ from lw_jax.inference import coded_evaluation, taught_text
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.models import decoder
-from lw_jax.planning import generation_memory
+from lw_jax.planning.generation_memory import generation
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import memory_limit, out_of_memory, validation_memory
+from lw_jax.training import evaluation_memory, memory_limit, out_of_memory
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
@@ -306,11 +306,12 @@ def _batch(recipe: LatentWire, say: _Say) -> out_of_memory.HalvingBatch:
     cfg, multiple = recipe.cfg, recipe.placement.data
     size, limit = place.round_up(cfg.eval.batch, multiple), memory_limit.local(cfg)
     if jax.process_count() > 1 and limit:  # where memory runs out they cannot agree on another one
-        found = generation_memory.estimate(StepSpec(cfg, recipe), limit)
-        assert found is not None, "a wire generates"
+        generates = generation(StepSpec(cfg, recipe))
+        assert generates is not None, "a wire does"
+        found = evaluation_memory.of(generates, limit)
         size = processes.from_first(lambda: found.largest or multiple)
         if size < found.batch:
-            say(f"{validation_memory.describe(found, limit, part='generation')}; it is taken")
+            say(f"{found.describe(limit, 'generation')}; it is taken")
     return out_of_memory.HalvingBatch(size, multiple=multiple, say=say)
 
 

@@ -1,33 +1,31 @@
-"""Analytic estimate of a train step: cross-check of the compiled plan, and its substitute without a compiler.
+"""Estimate of a train step from its traced passes: orders what is compiled, and stands in without a compiler.
 
-Weights, trainables and moments are exact (from shapes and shardings). Activations, FLOPs and bytes sent are sums of
-named terms over the step's matrix products; seconds count the memory traffic beside them too, as compiled programs had
-it (`recipes.traffic`).
+Weights, trainables and moments are exact (from shapes and shardings). FLOPs, activations and memory traffic are read
+from the jaxpr of one device's passes (`training.traced_costs`), bytes sent are those of the ring algorithm.
 """
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
 
-from lw_jax.core import precision
+from lw_jax.core import precision, tree
 from lw_jax.core.types import Tree
-from lw_jax.models.memory_traffic import ACCUMULATED, OPTIMIZER
-from lw_jax.models.pass_costs import Terms
-from lw_jax.planning import workload
-from lw_jax.planning.gpus import Target
+from lw_jax.planning.gpus import Card, Target
 from lw_jax.planning.roofline import BANDWIDTH_FRACTION, COLLECTIVE_SECONDS, LINK_FRACTION, MATMUL_FRACTION, Times
-from lw_jax.training import optimizers
+from lw_jax.training import step_costs
 from lw_jax.training.memory import StepMemory
-from lw_jax.training.recipe import Plannable
 from lw_jax.training.step_spec import StepSpec
+from lw_jax.training.traced_costs import Costs
 from sharding import place
 
 # How far compiled plans' samples/s lay from the estimate's, least and most: docs/planning.md, and preference tuning and
 # TTT in docs/numbers.md (tests/unit/test_estimate.py holds it against them).
-COMPILED = (-0.12, 0.10)
+COMPILED = (-0.15, 0.03)
 ERROR = f"arithmetic; compiled plans were between {COMPILED[0]:+.0%} and {COMPILED[1]:+.0%} of its samples/s"
+
+_PEAK = {"float32": "tf32", "bfloat16": "bf16", "float16": "bf16", "int8": "int8"}  # of `Card.peak`, by factors
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,83 +38,107 @@ class Estimate:
     times: Times | None
 
 
-def estimate(program: StepSpec, recipe: Plannable, widths: Tree, micro_batch: int, target: Target | None) -> Estimate:
+def estimate(program: StepSpec, widths: Tree, micro_batch: int, target: Target | None) -> Estimate:
     """Estimates one program at a micro-batch (0: a device's whole share)."""
     accumulation = program.accumulation(micro_batch)
-    rows = program.cut(accumulation).micro_batch
-    learner, terms = program.placement.learner, recipe.terms(widths, rows)
-    state, weights = program.state(), program.frozen_bytes()
-    peaks, flops, wire = [], [], []
-    for mesh in program.placement.meshes:
-        held = weights[mesh] + (place.device_bytes((state["trainable"], state["opt_state"])) if mesh == learner else 0)
-        shared = terms[""] if mesh == learner else Terms()
-        working, work, sent, logits = shared.bytes, shared.flops, 0.0, 0.0
-        for name, at in program.placement.readers.items():
-            if at.mesh != mesh:
-                continue
-            one = terms[name]
-            # What is shared lives on while the readers run, these one after the other.
-            working, work, sent = max(working, shared.bytes + one.bytes), work + one.flops, sent + one.wire
-            logits = max(logits, one.logits)
-        work, sent = work * accumulation, sent * accumulation
-        if mesh == learner:
-            work += optimizers.flops(program.cfg.optim, recipe.rates, recipe.abstract().trainable)
-            sent += _summed(program, state["trainable"], accumulation)
-            working += place.device_bytes(state["trainable"]) * (2 if accumulation > 1 else 1)  # gradients
-        peaks.append((held, int(working), int(logits)))
-        flops.append(work)
-        wire.append(sent)
-    fullest = max(range(len(peaks)), key=lambda i: sum(peaks[i][:2]))
-    mesh = program.placement.meshes[fullest]
+    rows, placement, state = program.cut(accumulation).micro_batch, program.placement, program.state()
+    costs = step_costs.of(program, widths, rows)
+    kept, weights = step_costs.kept_bytes(program, widths, rows), program.frozen_bytes()
+    sent = {name: accumulation * _sent(program, name, costs[name]) for name in placement.readers}
+    sent[""] = _summed(program, state["trainable"], accumulation)
+    own = place.device_bytes((state["trainable"], state["opt_state"]))
+    working, resident, flops, wire = [], [], [], []
+    for mesh in placement.meshes:
+        here = [name for name, at in placement.readers.items() if at.mesh == mesh]
+        # The readers run one after the other.
+        most = max((costs[name].peak + _gathered(program, name) for name in here), default=0)
+        if mesh == placement.learner:
+            most = max(costs[""].peak, kept + most)
+            most += place.device_bytes(state["trainable"]) if accumulation > 1 else 0  # the gradients' sum
+            here = ["", *here]
+        working.append(most)
+        resident.append(weights[mesh] + (own if mesh == placement.learner else 0))
+        flops.append(accumulation * sum(costs[name].flops for name in here))
+        flops[-1] += step_costs.update(program).flops if mesh == placement.learner else 0.0
+        wire.append(sum(sent[name] for name in here))
+    peaks = [held + most for held, most in zip(resident, working, strict=True)]
+    fullest = peaks.index(max(peaks))
+    learns = placement.meshes[fullest] == placement.learner
     needs = StepMemory(
         micro_batch=rows,
         accumulation=accumulation,
-        weights=weights[mesh],
-        trainable=place.device_bytes(state["trainable"]) if mesh == learner else 0,
-        optimizer=place.device_bytes(state["opt_state"]) if mesh == learner else 0,
+        weights=weights[placement.meshes[fullest]],
+        trainable=place.device_bytes(state["trainable"]) if learns else 0,
+        optimizer=place.device_bytes(state["opt_state"]) if learns else 0,
         batch=0,
-        activations=peaks[fullest][1],
-        logits=peaks[fullest][2],
-        by_mesh=tuple(held + working for held, working, _ in peaks),
+        activations=working[fullest],
+        by_mesh=tuple(peaks),
     )
-    times = _times(program, recipe, terms, accumulation, target) if target else None
+    times = _times(program, costs, sent, accumulation, target) if target else None
     return Estimate(needs, max(flops), max(wire), times)
 
 
 def _times(
-    program: StepSpec, recipe: Plannable, terms: Mapping[str, Terms], accumulation: int, target: Target
+    program: StepSpec, costs: dict[str, Costs], sent: dict[str, float], accumulation: int, target: Target
 ) -> Times:
     """Returns the seconds of a step: a sum, except that of readers on separate meshes the slowest counts."""
-    card, dtype, trainable = target.card, _dtype(program), program.state()["trainable"]
-    peak = card.peak.get(dtype, card.peak["fp32"]) * MATMUL_FRACTION
-    bandwidth = card.bandwidth * BANDWIDTH_FRACTION
     link = target.link_bandwidth(list(range(target.devices))) * LINK_FRACTION
-
-    def part(one: Terms) -> Times:
-        return Times(
-            gemm=accumulation * max(one.flops / peak, one.read / bandwidth),
-            memory=accumulation * one.traffic / bandwidth,
-            collective=accumulation * one.wire / link,
-        )
-
-    learned, summed = place.device_bytes(trainable), _summed(program, trainable, accumulation)
-    stepped = learned * (OPTIMIZER + (ACCUMULATED * accumulation if accumulation > 1 else 0.0))
-    update = Times(
-        gemm=optimizers.flops(program.cfg.optim, recipe.rates, recipe.abstract().trainable) / peak,
-        memory=stepped / bandwidth,
-        collective=summed / link,
-    )
-    readers = [part(terms[name]) for name in program.placement.readers]
+    parts = {}
+    for name, one in costs.items():
+        computed = _computed(one, target.card, accumulation)
+        parts[name] = dataclasses.replace(computed, collective=sent[name] / link)
+    update = _computed(step_costs.update(program), target.card, 1)
+    share = place.device_bytes(program.state()["trainable"]) / max(1, tree.nbytes(program.recipe.abstract().trainable))
+    update = Times(update.gemm * share, update.memory * share, COLLECTIVE_SECONDS if any(sent.values()) else 0.0)
+    readers = [parts[name] for name in program.placement.readers]
     if program.placement.apart:
         readers = [max(readers, key=lambda one: one.total)]
-    in_turn = [part(terms[""]), update, *readers]
-    found = Times(*(sum(getattr(one, key) for one in in_turn) for key in ("gemm", "memory", "collective")))
-    sends = summed or any(one.wire for one in terms.values())
-    return dataclasses.replace(found, collective=found.collective + (COLLECTIVE_SECONDS if sends else 0.0))
+    return _sum([parts[""], update, *readers])
+
+
+def _computed(one: Costs, card: Card, times: int) -> Times:
+    bandwidth, gemm = card.bandwidth * BANDWIDTH_FRACTION, 0.0
+    for product in one.products:
+        peak = card.peak.get(_PEAK.get(product.dtype, "fp32"), card.peak["fp32"]) * MATMUL_FRACTION
+        gemm += product.times * max(product.flops / peak, product.bytes / bandwidth)
+    return Times(gemm * times, one.moved / bandwidth * times, 0.0)
+
+
+def _sum(times: Sequence[Times]) -> Times:
+    return Times(*(sum(getattr(one, key) for one in times) for key in ("gemm", "memory", "collective")))
+
+
+def _sent(program: StepSpec, name: str, costs: Costs) -> float:
+    """Returns the bytes that a device sends in a micro-batch for a reader whose weights several share, by the ring.
+
+    Over a model axis each layer sums its two products' results forward, and two gradients backward; over data each
+    layer's weights are gathered for either pass.
+    """
+    at, layers = program.placement.readers[name], program.frozen()[name].get("layers")
+    if at.table == "tensor" and layers:
+        count, parts = jax.tree.leaves(layers)[0].shape[0], at.mesh.shape["model"]
+        again = program.cfg.compute.remat == "full"  # attention's sum of a recomputed pass
+        loops = [loop for loop in costs.loops if loop.length == count]
+        sums = sum((2 + again * loop.reverse) * loop.length * loop.bytes * loop.times for loop in loops)
+        return 2 * (parts - 1) / parts * sums
+    if at.table == "fsdp":
+        parts = at.mesh.shape["data"]
+        return 2 * (parts - 1) / parts * tree.nbytes(program.frozen()[name])
+    return 0.0
+
+
+def _gathered(program: StepSpec, name: str) -> int:
+    """Returns the bytes of a reader's weights that a device gathers at once: a layer's, and the largest beside them."""
+    if program.placement.readers[name].table != "fsdp":
+        return 0
+    weights = dict(program.frozen()[name])
+    layers = jax.tree.leaves(weights.pop("layers", {}))
+    layer = sum(leaf.size // leaf.shape[0] * leaf.dtype.itemsize for leaf in layers)
+    return layer + max(map(tree.nbytes, jax.tree.leaves(weights)), default=0)
 
 
 def _summed(program: StepSpec, trainable: Tree, accumulation: int) -> float:
-    """Returns the bytes that a device sends for gradients, by the ring algorithm (see `steps`).
+    """Returns the bytes that a device sends for gradients, by the ring algorithm.
 
     Whole weights: their gradients are summed once a step. Weights over data: with every micro-batch they are gathered
     for the forward and the backward pass and their gradients scattered, all in the precision of the arithmetic; what is
@@ -130,7 +152,3 @@ def _summed(program: StepSpec, trainable: Tree, accumulation: int) -> float:
     size = jnp.dtype(precision.of(program.cfg.compute.dtype, program.placement.platform).factors).itemsize
     moved = 3 * size * sum(leaf.size for leaf in parts)
     return accumulation * (n - 1) / n * (moved + 2 * whole)
-
-
-def _dtype(program: StepSpec) -> str:
-    return "bf16" if workload.arithmetic(program.cfg, program.placement.platform) == "bfloat16" else "tf32"

@@ -190,7 +190,6 @@ class _Draft:
 
     candidate: Candidate
     program: StepSpec
-    recipe: Plannable
     widths: Tree
     estimate: Estimate
 
@@ -224,7 +223,7 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware, widths: Tree | 
         except out_of_memory.OutOfMemory as error:
             yield dataclasses.replace(draft.candidate, obstacle=f"too large for the compiler: {error}")
             continue
-        guess = estimates.estimate(draft.program, draft.recipe, draft.widths, needs.micro_batch, hardware.target)
+        guess = estimates.estimate(draft.program, draft.widths, needs.micro_batch, hardware.target)
         found = dataclasses.replace(draft.candidate, needs=needs, estimate=guess)
         if needs.peak <= room.usable:
             fitting = _time(found, hardware)
@@ -247,11 +246,11 @@ def _draft(
     if not micro:
 
         def estimate(micro: int) -> StepMemory:
-            return estimates.estimate(program, recipe, shapes, micro, None).needs
+            return estimates.estimate(program, shapes, micro, None).needs
 
         micro = micro_batch_search.search(micro_batch_search.legal_sizes(program), estimate, room.usable).micro_batch
-    found = estimates.estimate(program, recipe, shapes, micro, hardware.target)
-    return _Draft(candidate, program, recipe, shapes, found)
+    found = estimates.estimate(program, shapes, micro, hardware.target)
+    return _Draft(candidate, program, shapes, found)
 
 
 def _rank(draft: _Draft, room: MemoryLimit) -> tuple[bool, bool, float]:

@@ -20,7 +20,7 @@ from lw_jax.training import memory_limit
 ROOT = Path(__file__).resolve().parents[2]
 
 # Files that decide what is compiled, its memory and its time: a change of any other leaves cached plans valid.
-_TRAINING = ("memory*", "micro_batch_search", "optimizers", "out_of_memory", "recipe", "step_spec", "train_step")
+_TRAINING = ("*memory*", "micro_batch_search", "optimizers", "recipe", "step_*", "traced_costs", "train_step")
 SHAPING = (
     *(f"{folder}/**/*.py" for folder in ("sharding", "lw_jax/models", "lw_jax/losses", "lw_jax/planning")),
     "lw_jax/recipes/*.py",
@@ -29,7 +29,7 @@ SHAPING = (
     "lw_jax/hub/families.py",
     "lw_jax/core/precision.py",
     "lw_jax/core/types.py",
-    *(f"lw_jax/training/{name}.py" for name in (*_TRAINING, "validation_memory")),
+    *(f"lw_jax/training/{name}.py" for name in _TRAINING),
 )
 
 

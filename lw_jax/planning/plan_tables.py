@@ -77,7 +77,7 @@ def _flags(values: Mapping[str, Any]) -> str:
 
 
 def _table(rows: Iterable[Plan]) -> list[str]:
-    head = ("strategy", "mesh", "remat", "batch x acc", "peak", "est.", "weights", "train+opt", "activ.", "logits")
+    head = ("strategy", "mesh", "remat", "batch x acc", "peak", "est.", "weights", "train+opt", "activ.")
     head += ("TFLOP", "sent", "s/step", "est.", "samples/s", "")
     table: list[tuple[str, ...]] = [head]
     for row in rows:
@@ -94,7 +94,6 @@ def _table(rows: Iterable[Plan]) -> list[str]:
                 _gb(row["weights_bytes"]),
                 _gb(row["trainable_bytes"] + row["optimizer_bytes"]),
                 _gb(row["activation_bytes"]),
-                _gb(row["logits_bytes"]),
                 f"{row['flops'] / 1e12:.0f}" if row["flops"] else "-",
                 _gb(row["collective_bytes"]),
                 _number(row["step_seconds"], 2),

@@ -18,7 +18,6 @@ from lw_jax.core.precision import DTYPES
 from lw_jax.core.progress import phase
 from lw_jax.planning import (
     decode_layout,
-    generation_memory,
     gpus,
     host_memory,
     placement_search,
@@ -26,9 +25,12 @@ from lw_jax.planning import (
     remedies,
     workload,
 )
+from lw_jax.planning.generation_memory import generation
 from lw_jax.planning.gpus import Target
 from lw_jax.planning.placement_search import Candidate, Hardware
-from lw_jax.training import memory, memory_limit, preflight, validation_memory
+from lw_jax.training import evaluation_memory as evaluation_memories
+from lw_jax.training import memory, memory_limit, preflight
+from lw_jax.training.evaluation_memory import EvaluationMemory
 from lw_jax.training.memory import bytes_of
 from lw_jax.training.step_spec import StepSpec
 from sharding import placement as placements
@@ -271,9 +273,7 @@ def _pick(found: list[Candidate], hardware: Hardware) -> tuple[Candidate | None,
         assert best.program is not None, "it fits"
         told, obstacle = {}, ""
         for part, one in evaluation_memory(best.program, room, hardware.compile).items():
-            told[part] = one and dataclasses.asdict(one) | {
-                "description": validation_memory.describe(one, room, part=part)
-            }
+            told[part] = one and dataclasses.asdict(one) | {"description": one.describe(room, part)}
             if one and not one.largest:
                 needs = f"{bytes_of(one.smallest_bytes)} of {bytes_of(room.usable)}"
                 obstacle = obstacle or f"{part} of one example per device needs {needs}"
@@ -285,20 +285,11 @@ def _pick(found: list[Candidate], hardware: Hardware) -> tuple[Candidate | None,
 
 def evaluation_memory(
     program: StepSpec, room: memory_limit.MemoryLimit, compile: memory.Compile | None
-) -> dict[str, validation_memory.ValidationMemory | None]:
-    """Returns the memory of validation, and of generation where the recipe's evaluation generates.
-
-    By arithmetic where twice what it says would fit: compiling both takes half a minute.
-    """
+) -> dict[str, EvaluationMemory | None]:
+    """Returns the memory of validation, and of generation where the recipe's evaluation generates."""
     recipe: Any = program.recipe
-    widths = recipe.validation_widths()
-    validated = validation_memory.estimate(program, recipe, widths, room)
-    generation = generation_memory.estimate(program, room)
-    if compile and not validated.fits_doubled(room):
-        validated = validation_memory.measure(program, widths, room, compile=compile)
-    if compile and generation and not generation.fits_doubled(room):
-        generation = generation_memory.measure(program, room, compile=compile)
-    return {"validation": validated, "generation": generation}
+    passes = {"validation": evaluation_memories.validation(program, recipe), "generation": generation(program)}
+    return {part: one and evaluation_memories.of(one, room, compile=compile) for part, one in passes.items()}
 
 
 def _row(cfg: Config, candidate: Candidate) -> Plan:
@@ -324,7 +315,6 @@ def _row(cfg: Config, candidate: Candidate) -> Plan:
         "optimizer_bytes": needs.optimizer if needs else 0,
         "batch_bytes": needs.batch if needs else 0,
         "activation_bytes": needs.activations if needs else 0,
-        "logits_bytes": needs.logits if needs else 0,
         "flops": candidate.flops,
         "collective_bytes": candidate.collective_bytes,
         "moved_bytes": candidate.moved_bytes,

@@ -1,13 +1,14 @@
 """Plan of a run without steps: whether its start fits on given devices, what it takes, and what its messages save.
 
 The two programs that need most memory, a batch of texts read twice and a batch written, are compiled for the devices.
-FLOPs and seconds are arithmetic: shares of the card's peaks as the roofline takes them, or of a CPU's measured ones.
+FLOPs and seconds are read from their jaxprs (`training.traced_costs`), at the roofline's shares of a card's peaks or at
+what was measured of a CPU.
 """
 
 import dataclasses
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -20,38 +21,42 @@ from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.progress import phase
 from lw_jax.evals.cache_functions import CacheFunctions
-from lw_jax.models import cache_choice, cache_code, pass_costs
-from lw_jax.models.decoder import DecoderConfig
-from lw_jax.models.pass_costs import Pass
-from lw_jax.planning import gpus, host_memory, planner, workload
+from lw_jax.models import cache_code
+from lw_jax.planning import gpus, host_memory, planner
 from lw_jax.planning.placement_search import Hardware
 from lw_jax.planning.roofline import BANDWIDTH_FRACTION, MATMUL_FRACTION
-from lw_jax.recipes import cache_start, frozen_models
+from lw_jax.recipes import cache_start
 from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.recipes.wire_shapes import SHARED_PREFIX
-from lw_jax.training import memory_limit
+from lw_jax.training import memory_limit, traced_costs
 from lw_jax.training.memory import Compile, bytes_of
+from lw_jax.training.traced_costs import Costs
 from sharding import place
 from sharding import placement as placements
 from sharding.placement import Placement
 
 TEXT = 1000  # tokens of the text whose reading and writing are told
 AGAIN = 24  # tokens that ask for a text's repetition, assumed where no tokenizer is at hand
-SOLVES = 25  # iterations of `cache_code.solve`
-COPIES = 3  # of a batch's states while its numbers are found: as compiled programs held, within a fifth
-TRIES = 9  # steps tried by `cache_start`, for exact and for fitted values
-_PEAKS = {"bfloat16": "bf16", "float32": "tf32"}  # JAX's name -> the arithmetic of `Card.peak` by default
-MEASURED = 7  # messages of each held-out text that are measured: twice to choose a step, five rows of the last line
+MEASURED = 7  # messages of each held-out text that are measured: to choose values, and the rows of the last line
+_PEAKS = {"bfloat16": "bf16", "float32": "tf32"}  # JAX's name of factors -> the arithmetic of `Card.peak` by default
 
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
     """What one device reaches, in FLOP/s and bytes/s."""
 
-    products: float  # of the readers' arithmetic
-    fp32: float  # of fp32 values, as products take them by default
-    exact: float  # the same at the highest precision
+    products: dict[str, float]  # by JAX's name of their factors
+    exact: float  # of fp32 at the highest precision
     bandwidth: float
+
+    def seconds(self, costs: Costs) -> float:
+        """Returns the seconds of a program."""
+        rates = self.products
+        each = (
+            one.times * max(one.flops / rates.get(one.dtype, self.exact), one.bytes / self.bandwidth)
+            for one in costs.products
+        )
+        return sum(each) + costs.moved / self.bandwidth
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,7 +141,7 @@ def of_target(cfg: Config, target: str, *, estimate: bool = False) -> StartPlan:
         hardware = planner.absent(cfg, wanted, compiler=not estimate)
     except gpus.CompilerAbsent as error:
         hardware, why = planner.absent(cfg, wanted, compiler=False), str(error)
-    return make(cfg, hardware, wanted.name, speed=speed_of(cfg, hardware), why_not_compiled=why)
+    return make(cfg, hardware, wanted.name, speed=speed_of(hardware), why_not_compiled=why)
 
 
 def of_cpu(cfg: Config, speed: Speed) -> StartPlan:
@@ -179,14 +184,13 @@ def make(cfg: Config, hardware: Hardware, name: str, *, speed: Speed | None, why
     )
 
 
-def speed_of(cfg: Config, hardware: Hardware) -> Speed | None:
+def speed_of(hardware: Hardware) -> Speed | None:
     """Returns what a card reaches; None for one whose peaks are not known."""
     if hardware.target is None:
         return None
     card = hardware.target.card
-    word = _PEAKS[workload.arithmetic(cfg, "gpu")]
-    products, fp32, exact = (card.peak.get(one, card.peak["fp32"]) * MATMUL_FRACTION for one in (word, "tf32", "fp32"))
-    return Speed(products, fp32, exact, card.bandwidth * BANDWIDTH_FRACTION)
+    rates = {name: card.peak.get(word, card.peak["fp32"]) * MATMUL_FRACTION for name, word in _PEAKS.items()}
+    return Speed(rates, card.peak["fp32"] * MATMUL_FRACTION, card.bandwidth * BANDWIDTH_FRACTION)
 
 
 def _placements(cfg: Config, hardware: Hardware) -> Iterator[Placement]:
@@ -250,109 +254,78 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware, speed: Speed | 
 def _plan_reader(
     recipe: CacheWire, name: str, compiles: Compile | None, speed: Speed | None, weights: int
 ) -> ReaderPlan:
-    cfg, reader, placed = recipe.cfg, recipe.wire.readers[name], recipe.placement
-    model, (rows, tokens), at = reader.config, _sizes(cfg, placed), placed.readers[name]
-    precision = frozen_models.precision_of(cfg, cfg.llms[name], placed.platform)
-    values = 2 * model.layers * model.kv_heads * model.head_dim
-    width, size = min(cfg.encoder.width, values), jnp.dtype(precision.values).itemsize
-    split = at.mesh.shape["model"] if at.table == "tensor" else 1
-    each, kept = values * size // _share(model, split), -(-TEXT // max(cfg.encoder.ratio, 1))
+    cfg, model, placed = recipe.cfg, recipe.wire.readers[name].config, recipe.placement
+    rows, tokens = _sizes(cfg, placed)
+    code, values = recipe.abstract().trainable["codes"][name], 2 * model.layers * model.kv_heads * model.head_dim
+    own = recipes.make_whole(cfg, placed.on_one_device(), outline=True)  # what a device computes
+    each = values * jnp.dtype(own.abstract().frozen[name]["embed"].dtype).itemsize
+    each //= max(1, model.kv_heads // own.wire.readers[name].config.kv_heads)
 
-    def once(rows: int, positions: int) -> Pass:
-        return frozen_models.teacher_forced(cfg, at=at, own=precision, rows=rows, positions=positions, answers=0)
+    def work(rows: int, tokens: int) -> dict[bool, Work]:
+        found = {}
+        for writes, (function, given) in _programs(own, name, rows, tokens).items():
+            costs = traced_costs.trace(function, *given)
+            found[writes] = Work(costs.peak, costs.peak, costs.flops, speed and speed.seconds(costs))
+        return found
 
-    def work(rows: int, tokens: int, *, writes: bool) -> Work:
-        one = once(-(-rows // placed.data), tokens)
-        solved = 4 * SOLVES * one.rows * tokens * values * width if writes else 0
-        flops = 2 * pass_costs.forward_only(model, one).flops + solved
-        estimated = _estimate(model, one, each, values if writes else 0)
-        seconds = 2 * _seconds(model, one, speed) + solved / speed.fp32 if speed else None
-        return Work(estimated, estimated, flops, seconds)
-
-    batch = {writes: work(rows, tokens, writes=writes) for writes in (False, True)}
+    batch, text = work(-(-rows // placed.data), tokens), work(1, TEXT)
     if compiles is not None:
-        for writes, lowered in _lower(recipe, name, rows, tokens):
+        for writes, (function, given) in _programs(recipe, name, rows, tokens).items():
             with phase(f"planning: compiling what {'writes' if writes else 'reads'} {rows} texts for {name}"):
-                needs = compiles(lowered).memory_analysis()
+                needs = compiles(jax.jit(function).lower(*given)).memory_analysis()
             peak = needs.argument_size_in_bytes + needs.temp_size_in_bytes + needs.output_size_in_bytes - weights
             batch[writes] = dataclasses.replace(batch[writes], peak_bytes=max(peak, 0))
-    runs = _runs(cfg, rows, placed.platform)
-    solve, along = batch[True].flops - batch[False].flops, width + cache_code.MORE
-    basis = (8 * along + 2 * width) * values * runs.tokens
-    flops = runs.readings * batch[False].flops + runs.solves * solve + basis
+    runs, width = _runs(cfg, rows, placed.platform), code["basis"].shape[0]
+    basis = (8 * (width + cache_code.MORE) + 2 * width) * values * runs.tokens
+    read, write = batch[False], batch[True]
     seconds = None
-    if speed:
-        read = batch[False].seconds
-        assert read is not None
-        seconds = runs.readings * read + runs.solves * solve / speed.fp32 + basis / speed.exact
-    text = {writes: work(placed.data, TEXT, writes=writes) for writes in (False, True)}
+    if speed and read.seconds and write.seconds:
+        seconds = runs.readings * read.seconds + runs.writings * write.seconds + basis / speed.exact
     return ReaderPlan(
         weights_bytes=weights,
-        code_bytes=place.device_bytes(recipe.abstract().trainable["codes"][name]),
-        reading=batch[False],
-        writing=batch[True],
-        basis_bytes=4 * (4 * values * along + 3 * cache_start.CHUNK * values),
-        flops=flops,
+        code_bytes=place.device_bytes(code),
+        reading=read,
+        writing=write,
+        basis_bytes=4 * values * (4 * (width + cache_code.MORE) + 3 * cache_start.CHUNK),
+        flops=runs.readings * read.flops + runs.writings * write.flops + basis,
         seconds=seconds,
-        read_seconds=_seconds(model, once(1, TEXT), speed) if speed else None,
+        read_seconds=(text[False].seconds or 0.0) / 2 if speed else None,  # it is read twice there
         write_seconds=text[True].seconds,
         text_bytes=TEXT * each,
-        message_bytes=kept * each,
+        message_bytes=-(-TEXT // max(cfg.encoder.ratio, 1)) * each,
     )
 
 
 class _Runs(NamedTuple):
-    """How often the start runs its programs for one reader."""
+    """How often the start runs its programs for one reader, about."""
 
-    readings: int  # batches
-    solves: int  # batches
+    readings: float  # of a batch, twice; once is half
+    writings: float
     tokens: int  # that the basis is fitted to
 
 
 def _runs(cfg: Config, rows: int, platform: str) -> _Runs:
-    texts, tokens = cfg.encoder.texts, cfg.data.context_tokens
+    texts, kind = cfg.encoder.texts, "cpu" if platform == "cpu" else "gpu"
     held = min(max(texts // cache_start.HELD_OUT, 1), cache_start.MOST_HELD_OUT)
-    settled = min(held, cache_start.STEP_TEXTS["cpu" if platform == "cpu" else "gpu"])
-    ways, few, all_held = 2 if cfg.encoder.ratio > 1 else 1, -(-settled // rows), -(-held // rows)
-    readings = -(-(texts - held) // rows) + ways * few + (ways + 2) * all_held
-    return _Runs(readings, ways * TRIES * few + MEASURED * all_held, (texts - held) * tokens)
+    settled, train = min(held, cache_start.STEP_TEXTS[kind]), texts - held
+    ways, rates = (2, len(cache_start.RATES)) if cfg.encoder.ratio > 1 else (1, 1)
+    twice = train / cache_start.TWICE
+    readings = (twice + (train - twice) / 2) / rows
+    writings = ways * rates * cache_start.MOST_SOLVES * settled / rows + MEASURED * held / rows
+    return _Runs(readings, writings, train * cfg.data.context_tokens)
 
 
-def _estimate(model: DecoderConfig, one: Pass, each: int, coded: int) -> int:
-    """Returns the bytes of a batch that is read twice: its cache, what is taken from it, one piece's attention; of one
-    that is written too the queries and, in fp32, its states as they are found by steps.
-    """
-    tokens, block = one.rows * one.positions, min(cache_choice.BLOCK, one.positions)
-    piece = dataclasses.replace(one, positions=block, before=2 * one.positions)
-    found = 3 * tokens * each + pass_costs.forward_bytes(model, piece) + 8 * tokens * model.layers * model.kv_heads
-    if coded:
-        queries = tokens * model.layers * model.heads * model.head_dim * one.size / one.heads(model)
-        found += queries + 4 * COPIES * tokens * coded
-    return int(found)
-
-
-def _seconds(model: DecoderConfig, one: Pass, speed: Speed) -> float:
-    """Returns the seconds of one pass."""
-    terms = pass_costs.forward_only(model, one)
-    return max(terms.flops / speed.products, terms.read / speed.bandwidth) + terms.traffic / speed.bandwidth
-
-
-def _share(model: DecoderConfig, split: int) -> int:
-    return split if model.kv_heads % split == 0 else 1
-
-
-def _lower(recipe: CacheWire, name: str, rows: int, tokens: int) -> Iterator[tuple[bool, jax.stages.Lowered]]:
-    """Yields whether a batch of texts is also written, and the program."""
+def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[bool, tuple[Callable[..., Any], tuple]]:
+    """Returns what reads a batch of texts twice, and what writes it (True), with the shapes of their arguments."""
     functions, mesh = CacheFunctions(recipe.wire, recipe.placement), recipe.placement.readers[name].mesh
     model, every = recipe.wire.readers[name].config, place.whole(mesh)
     params = place.place_shapes(recipe.abstract().frozen[name], recipe.shardings().frozen[name])
-    code = jax.tree.map(
-        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=every), recipe.abstract().trainable["codes"][name]
-    )
+    shapes = recipe.abstract().trainable["codes"][name]
+    code = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=every), shapes)
 
     def field(rows: int, tokens: int, sharding: NamedSharding) -> dict[str, jax.ShapeDtypeStruct]:
-        shapes = (("ids", jnp.int32), ("mask", bool))
-        return {key: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=sharding) for key, dtype in shapes}
+        kinds = (("ids", jnp.int32), ("mask", bool))
+        return {key: jax.ShapeDtypeStruct((rows, tokens), dtype, sharding=sharding) for key, dtype in kinds}
 
     fields = {"own": field(rows, tokens, NamedSharding(mesh, P("data")))}
     fields |= {"before": field(1, SHARED_PREFIX, every), "again": field(1, AGAIN, every)}
@@ -362,12 +335,12 @@ def _lower(recipe: CacheWire, name: str, rows: int, tokens: int) -> Iterator[tup
         reading = functions.read_twice(params, fields, name, False)
         return cache_code.states(reading.text.k, reading.text.v).astype(jnp.bfloat16), reading.scores
 
-    def write(params: Any, code: Any, fields: Any, count: jax.Array) -> Any:
+    def write(params: Any, code: Any, fields: Any, count: jax.Array, step: jax.Array) -> Any:
         reading = functions.read_twice(params, fields, name, True)
-        return functions.encode(code, reading, fields["before"]["mask"], [count], name, True)
+        return functions.encode(code, reading, fields["before"]["mask"], [count], step, name, True)
 
-    yield False, jax.jit(read).lower(params, fields)
-    yield True, jax.jit(write).lower(params, code, fields, count)
+    step = jax.ShapeDtypeStruct((rows,), jnp.float32, sharding=every)
+    return {False: (read, (params, fields)), True: (write, (params, code, fields, count, step))}
 
 
 def _host_bytes(cfg: Config, placed: Placement) -> int:

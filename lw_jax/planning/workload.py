@@ -12,10 +12,12 @@ from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.precision import of, of_reader
 from lw_jax.core.types import SHARED, Tree
-from lw_jax.models import decoder, pass_costs
+from lw_jax.models import decoder
 from lw_jax.models.decoder import KVPrefix
-from lw_jax.models.pass_costs import Pass
 from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.training import step_costs
+from lw_jax.training.step_spec import StepSpec
+from lw_jax.training.traced_costs import trace
 from sharding import place
 from sharding.placement import Placement
 
@@ -102,22 +104,17 @@ def _rows(shape: tuple[int, ...], dtype: Any, mesh: Mesh) -> Any:
 
 def step_flops(cfg: Config) -> float:
     """Returns the model's arithmetic in one step of all devices, nothing counted twice."""
-    recipe = recipes.outline(config.with_remat(cfg, "none"))
-    terms = recipe.terms(recipe.batch_widths(), cfg.train.global_batch)
-    return sum(term.flops for term in terms.values())
+    cfg = config.with_remat(cfg, "none")
+    recipe = recipes.outline(cfg)
+    costs = step_costs.of(StepSpec(cfg, recipe), recipe.batch_widths(), cfg.train.global_batch)
+    return sum(part.flops for part in costs.values())
 
 
-def encode_flops(recipe: LatentWire, rows: int) -> float:
-    """Returns the FLOPs of encoding so many texts: a third of a training step's, whose backward pass costs twice.
-
-    A frozen body's backward pass costs as much as the forward one, that of its pairs twice.
-    """
-    widths, pairs, body = recipe.batch_widths(), recipe.wire.encoder.pairs, recipe.wire.encoder.computed
-    flops = recipe.terms(widths, rows)[SHARED].flops
-    if pairs is None or not isinstance(body, decoder.DecoderConfig):
-        return flops / 3
-    one = Pass(rows, widths["source"]["ids"].shape[0], 0, recipe.cfg.compute.remat, 4)
-    return (flops - pass_costs.pair_flops(body, pairs, one)) / 2
+def encode_flops(recipe: LatentWire) -> float:
+    """Returns the FLOPs of encoding a batch of `texts`."""
+    return trace(
+        recipe.wire.encode, recipe.abstract().trainable, texts(recipe.cfg, recipe.placement), encoder(recipe)[1]
+    ).flops
 
 
 def token_bytes(params: Tree, model: decoder.DecoderConfig, prompt: PromptShapes, tokens: int) -> float:

@@ -21,10 +21,8 @@ from lw_jax.data.tokens import Tokenizer, load_tokenizer
 from lw_jax.hub import weights
 from lw_jax.losses import chunked, preference
 from lw_jax.losses.preference import LogProbs
-from lw_jax.models import decoder, lora, memory_traffic
-from lw_jax.models import pass_costs as arithmetic
+from lw_jax.models import decoder, lora
 from lw_jax.models.decoder import DecoderConfig
-from lw_jax.models.pass_costs import Terms
 from lw_jax.recipes import frozen_models
 from lw_jax.recipes.reference import Reference
 from lw_jax.training.preflight import Finding
@@ -50,7 +48,9 @@ class DPO:
         spec = cfg.lora
         self.lora = lora.make(rank=spec.rank, alpha=spec.alpha, dropout=spec.dropout, targets=spec.targets)
         self.model: DecoderConfig = (
-            frozen_models.outline(cfg, self.llm.source) if outline else weights.describe(self.location)
+            frozen_models.outline(cfg, self.llm.source, parts=placed.readers[self.name].parts)
+            if outline
+            else weights.describe(self.location)
         )
 
     @functools.cached_property
@@ -240,32 +240,6 @@ class DPO:
     def validation_widths(self) -> Tree:
         """Returns one held-out example as shapes: as one of training."""
         return self.batch_widths()
-
-    def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
-        """Returns the costs of one micro-batch: of the model both passes, of the pairs none."""
-        fields, at = widths["readers"][self.name], self.placement.readers[self.name]
-        length = fields["ids"].shape[1]
-        one = frozen_models.teacher_forced(
-            self.cfg, at=at, own=self._precision, rows=2 * rows, positions=length, answers=0
-        )
-        found = arithmetic.frozen(self.model, one)
-        tokens = 2 * rows * length
-        head = 2 * tokens * self.model.vocab * self.model.width / one.model
-        chunk = min(self.cfg.compute.logits_chunk or tokens, tokens)
-        logits = chunk * self.model.vocab / one.model * 4
-        reference = Terms() if "reference" in fields else arithmetic.forward_only(self.model, one)
-        passes = 2 if "reference" in fields else 3  # of the head, which is frozen and has no gradient
-        unpacked = arithmetic.restored_bytes(self.model, self.llm.weights, one.size) / one.model
-        whole = Terms(
-            bytes=found.bytes + 2 * logits + unpacked,
-            flops=found.flops + passes * head + reference.flops,
-            wire=found.wire,
-            logits=logits,
-            traffic=found.traffic + reference.traffic + memory_traffic.LOGITS * logits * tokens / chunk,
-            read=found.read + reference.read,
-            forward=found.forward + 2 * logits + unpacked,
-        )
-        return {"": Terms(), self.name: whole}
 
     # --- preflight
 

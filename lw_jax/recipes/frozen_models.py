@@ -1,8 +1,9 @@
 """Frozen models of a configuration: files, shapes, shardings, loading."""
 
+import dataclasses
+import math
 from pathlib import Path
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from lw_jax.core import config, precision, tree
@@ -12,7 +13,6 @@ from lw_jax.core.types import Tree
 from lw_jax.hub import architectures, sources, weights
 from lw_jax.models import decoder, quant
 from lw_jax.models.decoder import DecoderConfig
-from lw_jax.models.pass_costs import Pass
 from lw_jax.recipes import selfmade
 from sharding import placement, rules, shards, tables
 
@@ -32,11 +32,13 @@ def cached(cfg: Config, source: str) -> Path | None:
     return sources.cached(source)
 
 
-def outline(cfg: Config, source: str) -> DecoderConfig:
-    """Returns a model's shapes; needs no weights on this machine."""
-    if source.startswith(sources.SELFMADE):
-        return selfmade.decoder_config(cfg, source)
-    return architectures.find(source)
+def outline(cfg: Config, source: str, *, parts: int = 1) -> DecoderConfig:
+    """Returns the shapes of a model, or of one of so many `parts` of it; needs no weights on this machine."""
+    selfmade_one = source.startswith(sources.SELFMADE)
+    found = selfmade.decoder_config(cfg, source) if selfmade_one else architectures.find(source)
+    heads, kv_heads = (size if size % parts else size // parts for size in (found.heads, found.kv_heads))
+    sizes = {"ffn": found.ffn // parts, "vocab": found.vocab // parts}
+    return dataclasses.replace(found, heads=heads, kv_heads=math.gcd(heads, kv_heads), **sizes)
 
 
 def precision_of(cfg: Config, llm: config.LLM, platform: str) -> Precision:
@@ -70,18 +72,3 @@ def load(location: Path, cfg: Config, llm: config.LLM, shardings: Tree, platform
 def mode(cfg: Config, mesh: Mesh, own: Precision) -> decoder.Mode:
     """Returns a decoder's mode on a mesh: rematerialisation, rows constrained to the data axis, precision."""
     return decoder.Mode(remat=cfg.compute.remat, constrain=shards.keep_rows(mesh), factors=own.factors)
-
-
-def teacher_forced(
-    cfg: Config, *, at: placement.Component, own: Precision, rows: int, positions: int, answers: int
-) -> Pass:
-    """Returns one pass of a frozen reader on its mesh, for a recipe's `terms`."""
-    return Pass(
-        rows=rows,
-        positions=positions,
-        answers=answers,
-        remat=cfg.compute.remat,
-        size=jnp.dtype(own.values).itemsize,
-        model=at.mesh.shape["model"] if at.table == "tensor" else 1,
-        data=at.mesh.shape["data"] if at.table == "fsdp" else 1,
-    )

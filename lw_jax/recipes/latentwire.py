@@ -24,7 +24,6 @@ from lw_jax.losses import chunked, objectives
 from lw_jax.models import adapter, codec, decoder, lora, wire
 from lw_jax.models.bert import BertConfig
 from lw_jax.models.decoder import DecoderConfig
-from lw_jax.models.pass_costs import Terms
 from lw_jax.recipes import (
     aligned_start,
     encoder_bodies,
@@ -32,7 +31,6 @@ from lw_jax.recipes import (
     join,
     kv_start,
     states_start,
-    wire_costs,
     wire_shapes,
 )
 from lw_jax.recipes.asked_words import AskedWords
@@ -446,10 +444,6 @@ class LatentWire(WireReaders):
     def validation_widths(self) -> Tree:
         """Returns one held-out example as shapes: as one of training, with one question."""
         return wire_shapes.example(self.cfg, self.wire.readers, packed=0, messages=1)
-
-    def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
-        """Returns the costs of one micro-batch: the encoder's under "", each reader's under its name."""
-        return wire_costs.terms(self.cfg, self.wire, self.placement, widths, rows=rows)
 
 
 def asks(cfg: Config) -> bool:

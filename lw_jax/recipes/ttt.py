@@ -22,8 +22,6 @@ from lw_jax.evals import ngrams
 from lw_jax.hub import sources, weights
 from lw_jax.losses import chunked
 from lw_jax.models import decoder, ttt
-from lw_jax.models import pass_costs as arithmetic
-from lw_jax.models.pass_costs import Terms
 from lw_jax.training.recipe import Weights
 from sharding import rules, shards, tables
 from sharding.placement import Placement
@@ -250,24 +248,6 @@ class TTT:
         widths, one = self.batch_widths(), jax.ShapeDtypeStruct((), np.float32)
         fields = widths["readers"][NAME] | {"task": Task("measure"), "unigram": one, "bigram": one}
         return widths | {"readers": {NAME: fields}}
-
-    def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
-        """Returns the costs of one micro-batch."""
-        tokens = rows * (widths["readers"][NAME]["ids"].shape[0] - 1)
-        size = jnp.dtype(precision.of(self.cfg.compute.dtype, self.placement.platform).values).itemsize
-        unrolled = self.cfg.ttt.unroll_layers >= self.model.layers
-        found = arithmetic.learned_at_test_time(self.model, tokens, self.cfg.compute.remat, size, unrolled=unrolled)
-        head = 2 * tokens * self.model.width * (self.model.rows or self.model.vocab)
-        at_once = min(self.cfg.compute.logits_chunk or tokens, tokens)
-        logits = at_once * (self.model.rows or self.model.vocab) * 4.0
-        whole = dataclasses.replace(
-            found,
-            bytes=found.bytes + 2 * logits,
-            flops=found.flops + 3 * head,
-            logits=logits,
-            forward=found.forward + 2 * logits,
-        )
-        return {"": Terms(), NAME: whole}
 
 
 def _refuse_empty(windows: Windows) -> Windows:

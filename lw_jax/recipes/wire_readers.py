@@ -37,7 +37,9 @@ class WireReaders:
     def _describe(self) -> dict[str, DecoderConfig]:
         """Returns the readers' shapes by name."""
         if self.outline:
-            return {name: frozen_models.outline(self.cfg, llm.source) for name, llm in self.cfg.llms.items()}
+            parts = {name: at.parts for name, at in self.placement.readers.items()}
+            sources = {name: llm.source for name, llm in self.cfg.llms.items()}
+            return {name: frozen_models.outline(self.cfg, sources[name], parts=parts[name]) for name in sources}
         return {name: weights.describe(at) for name, at in self.locations.items()}
 
     def _abstract_readers(self, found: Mapping[str, wire.Reader]) -> Tree:

@@ -8,7 +8,7 @@ from jax.sharding import Mesh
 
 from lw_jax.core.types import Tree
 from lw_jax.training import train_step
-from lw_jax.training.recipe import Branched, Plannable
+from lw_jax.training.recipe import Branched
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
@@ -24,7 +24,6 @@ class StepMemory:
     optimizer: int
     batch: int
     activations: int  # the rest: temporaries of the programs, gradients and logits included
-    logits: int  # of `activations`: one reader's logits [b t v] in fp32
     by_mesh: tuple[int, ...]  # peak of each mesh's devices, the trainable mesh first
     programs: Mapping[str, tuple[Any, train_step.Part]] = dataclasses.field(
         default_factory=dict, compare=False, repr=False
@@ -75,7 +74,6 @@ def measure(step_spec: StepSpec, widths: Tree, accumulation: int, *, compile: Co
         optimizer=worst.optimizer,
         batch=worst.batch,
         activations=peaks[fullest] - worst.total,
-        logits=_logits(step_spec, widths, accumulation),
         by_mesh=tuple(peaks),
         programs=compiled,
     )
@@ -122,14 +120,6 @@ def _fresh(program: Any) -> int:
     """Returns the bytes of a program's outputs that reuse no donated input."""
     found = program.memory_analysis()
     return found.output_size_in_bytes - found.alias_size_in_bytes
-
-
-def _logits(step_spec: StepSpec, widths: Tree, accumulation: int) -> int:
-    """Returns the bytes of fp32 logits alive at once on one device, by the recipe's own arithmetic."""
-    if not isinstance(step_spec.recipe, Plannable):
-        return 0
-    terms = step_spec.recipe.terms(widths, step_spec.cut(accumulation).micro_batch)
-    return int(max(one.logits for one in terms.values()))
 
 
 def bytes_of(size: float) -> str:

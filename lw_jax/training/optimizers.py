@@ -31,7 +31,6 @@ _MATRICES = (
     (re.compile(r"(.*/)?layers/(q|k|v|gate|up|down|out_gate)(/[ab])?"), slice(1, -1)),
 )
 B1, EPS = 0.9, 1e-8  # of Adam: decay of the first moment, and what is added to the root of the second
-_ITERATIONS = 5  # Newton-Schulz iterations a step, the default of optax
 _AS_ADAM = 0.2  # RMS of a matrix update, as Adam's: one learning rate serves both (arXiv 2502.16982)
 
 
@@ -97,26 +96,11 @@ def _direction(cfg: config.Optim) -> optax.GradientTransformation:
 
     axes = functools.partial(each, lambda _, sides: optax.contrib.MuonDimensionNumbers(*sides) if sides else None)
     muon = optax.chain(
-        optax.contrib.scale_by_muon(ns_steps=_ITERATIONS, weight_dimension_numbers=axes),
+        optax.contrib.scale_by_muon(weight_dimension_numbers=axes),
         optax.stateless(lambda updates, params: each(sized, updates)),
     )
     labels = functools.partial(each, lambda _, sides: "matrix" if sides else "other")
     return optax.partition({"matrix": muon, "other": adam}, labels)
-
-
-def flops(cfg: config.Optim, rates: Rates, abstract: Tree) -> float:
-    """Returns the matmul FLOPs of one step: Muon's five Newton-Schulz iterations of every trainable matrix.
-
-    For a matrix [a b], a <= b, an iteration has two products of a x a x b and one of a x a x a.
-    """
-    rows = rules.match([(pattern, row) for row, (pattern, _) in enumerate(rates)], abstract, name="learning rates")
-    trained = [any(multiple) if isinstance(multiple, tuple) else bool(multiple) for _, multiple in rates]
-    total = 0.0
-    for (path, leaf), (_, row) in zip(_leaves(abstract), _leaves(rows), strict=True):
-        if cfg.kind == "muon" and trained[row] and (sides := matrix_axes(rules.path_of(path), leaf.ndim)):
-            short, long = sorted(math.prod(leaf.shape[axis] for axis in side) for side in sides)
-            total += _ITERATIONS * leaf.size / (short * long) * (4 * short**2 * long + 2 * short**3)
-    return total
 
 
 def make(cfg: config.Optim, *, phases: Sequence[Phase], rates: Rates, abstract: Tree) -> optax.GradientTransformation:

@@ -12,7 +12,6 @@ import jax
 
 from lw_jax.core.types import LossTerms, Tree
 from lw_jax.data.data_schedule import DataSchedule, Stream
-from lw_jax.models.pass_costs import Terms
 from lw_jax.training.optimizers import Rates
 from sharding.placement import Placement
 
@@ -149,8 +148,4 @@ class Plannable(Recipe, Protocol):
 
     def validation_widths(self) -> Tree:
         """Returns the shapes of one held-out example, likewise."""
-        ...
-
-    def terms(self, widths: Tree, rows: int) -> dict[str, Terms]:
-        """Returns the cost terms of one micro-batch: of the shared part under "", of each reader under its name."""
         ...

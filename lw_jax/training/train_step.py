@@ -69,7 +69,7 @@ class _Fused:
     """One program on one mesh."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, optimizer: optax.GradientTransformation, seed: int):
-        gradient = _sequential_gradient(recipe) if isinstance(recipe, Branched) else _whole_gradient(recipe)
+        gradient = _sequential_gradient(recipe) if isinstance(recipe, Branched) else whole_gradient(recipe)
         shards = Shards(mesh, separate=_is_replicated(recipe))
         each = shards.map(gradient, in_axes=(None, None, 0, None))
 
@@ -123,7 +123,7 @@ class _Staged:
             rng, shards = rngs.stream(seed, "loss", step), there[name]
 
             def one(fields: Tree, shared: Tree):
-                (own, cotangent), terms = _branch_gradient(recipe, name, frozen, fields, rng)(part, shared)
+                (own, cotangent), terms = branch_gradient(recipe, name, frozen, fields, rng)(part, shared)
                 return cotangent, (own, terms)
 
             cotangent, found = shards.map(one)(shards.split(_at(fields, index)), shards.split(shared))
@@ -245,7 +245,7 @@ def _apply(
     return after, {"loss": terms.sum / terms.weight, **values, "grad_norm": optax.tree.norm(gradients)}
 
 
-def _whole_gradient(recipe: Recipe) -> Callable[..., tuple[Tree, LossTerms]]:
+def whole_gradient(recipe: Recipe) -> Callable[..., tuple[Tree, LossTerms]]:
     """Returns the function (trainable, frozen, batch, rng) -> (gradients, terms) of the whole loss."""
 
     def objective(trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array):
@@ -268,7 +268,7 @@ def _sequential_gradient(recipe: Branched) -> Callable[..., tuple[Tree, LossTerm
         gradients, cotangents, found = None, None, None
         for name, fields in batch["readers"].items():
             part, transpose = jax.vjp(functools.partial(recipe.part, name), trainable)
-            (own, cotangent), terms = _branch_gradient(recipe, name, frozen[name], fields, rng)(part, shared)
+            (own, cotangent), terms = branch_gradient(recipe, name, frozen[name], fields, rng)(part, shared)
             own = transpose(own)[0]
             gradients = own if gradients is None else _add(gradients, own)
             cotangents = cotangent if cotangents is None else _add(cotangents, cotangent)
@@ -279,7 +279,7 @@ def _sequential_gradient(recipe: Branched) -> Callable[..., tuple[Tree, LossTerm
     return gradient
 
 
-def _branch_gradient(recipe: Branched, name: str, frozen: Tree, fields: Tree, rng: jax.Array):
+def branch_gradient(recipe: Branched, name: str, frozen: Tree, fields: Tree, rng: jax.Array):
     """Returns the function (part, shared) -> ((gradient of part, of shared), terms) of one reader's branch."""
 
     def objective(part: Tree, shared: Tree):

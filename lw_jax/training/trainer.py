@@ -19,11 +19,11 @@ from lw_jax.data.data_schedule import DataSchedule, example_shapes
 from lw_jax.data.loader import Loader
 from lw_jax.training import (
     divergence,
+    evaluation_memory,
     memory_limit,
     micro_batch_search,
     out_of_memory,
     preflight,
-    validation_memory,
 )
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.memory_limit import MemoryLimit
@@ -117,14 +117,12 @@ class Run:
     def _fit_validation(self, limit: MemoryLimit) -> None:
         if self.checkpointer is None or not isinstance(self.recipe, Plannable):  # such a run does not validate
             return
-        found = validation_memory.estimate(self.step_spec, self.recipe, self.recipe.validation_widths(), limit)
+        found = evaluation_memory.of(evaluation_memory.validation(self.step_spec, self.recipe), limit)
         # From its start: several processes cannot agree on another one where memory runs out.
         size = processes.from_first(lambda: found.largest)
         if size < found.batch:
             self.validation_loop.take(size or self.placement.data)
-            self.reporter.say(
-                f"{validation_memory.describe(found, limit)}; the run takes it; the metrics stay the same"
-            )
+            self.reporter.say(f"{found.describe(limit, 'validation')}; the run takes it; the metrics stay the same")
 
     def _restore_or_initialise(self, session: _Session) -> None:
         """Restores the last checkpoint, or initialises the state and the data position.

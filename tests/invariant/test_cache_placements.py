@@ -7,7 +7,6 @@ import pytest
 from lw_jax import recipes
 from lw_jax.inference import coded_evaluation
 from lw_jax.inference.coded_wire import CodedWire
-from lw_jax.models import cache_message
 from sharding import place, placement
 from tests import tiny
 
@@ -87,7 +86,7 @@ def test_a_start_on_several_devices_is_that_of_one(root, alone):
         shared = np.linalg.norm(own["basis"] @ other["basis"].T) ** 2 / len(own["basis"])
         assert shared > 0.98
         np.testing.assert_allclose(other["variance"].sum(), own["variance"].sum(), rtol=DECODED)
-        assert cache_message.statistics_of(other).step == pytest.approx(float(own["step"]), rel=0.05)
+        np.testing.assert_allclose(other["step"], own["step"], rtol=0.1)
 
 
 def test_codes_lie_whole_on_every_device_of_their_reader(root):

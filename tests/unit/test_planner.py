@@ -17,9 +17,9 @@ from lw_jax.planning import gpus, placement_search, plan_tables, planner
 from lw_jax.planning.placement_search import Hardware
 from lw_jax.recipes import selfmade
 from lw_jax.training import memory, memory_limit, micro_batch_search
+from lw_jax.training.evaluation_memory import EvaluationMemory
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.step_spec import StepSpec
-from lw_jax.training.validation_memory import ValidationMemory
 from sharding import placement as placements
 from sharding.errors import PlacementError
 from tests import tiny
@@ -213,7 +213,7 @@ def test_training_runs_the_planned_split_of_readers_too_large_for_one_device(
 ):
     """Activations count next to nothing here, so that the weights alone decide."""
     replace_compiler(monkeypatch, none=1e-6, full=1e-6)
-    fits = {"validation": ValidationMemory(8, 0, True, 8), "generation": None}
+    fits = {"validation": EvaluationMemory(8, 0, True, 8), "generation": None}
     monkeypatch.setattr(planner, "evaluation_memory", lambda *_: fits)
     cfg = make_searched_config(root, mesh__target_utilisation=1.0)
     room = (placed_bytes(cfg, 1) + placed_bytes(cfg, 2)) / 2e9

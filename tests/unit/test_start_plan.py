@@ -8,7 +8,6 @@ from configs import pair_8b
 from lw_jax.commands import bench, plan, slurm
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
-from lw_jax.models import pass_costs
 from lw_jax.planning import plan_cache, start_plan, start_tables
 from lw_jax.slurm.job import Request
 from tests import tiny
@@ -35,11 +34,10 @@ def test_two_readers_of_8b_start_on_one_card_of_80_gb(large):
 
 
 def test_reading_costs_two_flops_a_weight_and_token(large):
-    from lw_jax.hub import architectures
-
-    weights = pass_costs.body_params(architectures.find("meta-llama/Llama-3.1-8B-Instruct"))
+    weights = 8.03e9 - 2 * 128256 * 4096  # without embedding and head
     reading = large.chosen.readers["llama"].reading
-    assert reading.flops == pytest.approx(2 * 2 * weights * large.rows * large.tokens, rel=0.05)
+    read = 2 * 2 * weights * large.rows * large.tokens
+    assert read < reading.flops < 1.2 * read, "and the products of attention"
 
 
 def test_report_and_flags_say_what_is_chosen(large):
@@ -78,5 +76,5 @@ def test_a_job_is_written_and_what_needs_steps_is_refused(tmp_path, monkeypatch,
     assert "time limit" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"train\.steps = 0.*eval"):
         bench.main(cfg, resolved={}, workdir=tmp_path, request=bench.Request((), 1, False))
-    with pytest.raises(UserError, match="--legacy"):
-        plan.main(cfg, resolved={}, workdir=tmp_path, request=plan.Request("configs/pair_8b.py", legacy=True))
+    with pytest.raises(UserError, match="--simulate 1,2"):
+        plan.main(cfg, resolved={}, workdir=tmp_path, request=plan.Request("configs/pair_8b.py", simulate="1,2"))

@@ -13,6 +13,8 @@ from lw_jax.data import prompt_tokens
 from lw_jax.data.data_schedule import example_shapes
 from lw_jax.models import decoder, wire
 from lw_jax.recipes.teacher import Store, likeliest
+from lw_jax.training import step_costs
+from lw_jax.training.step_spec import StepSpec
 from tests import tiny
 
 HALF = 2e-2  # log-probabilities down to -20 kept in fp16, which has 11 bits
@@ -288,7 +290,8 @@ def test_planned_passage_has_the_fields_of_a_real_continuation(root):
         assert jax.tree.structure(planned) == jax.tree.structure(real)
         assert planned["readers"]["llama"]["task"].name == "continuation"
     live, untaught = make(root, loss__teacher_k=0, **TAUGHT), make(root, **PASSAGES | {"loss__kl": 0.0})
-    flops = [recipe.terms(recipe.batch_widths(), 4)["llama"].flops for recipe in (live, untaught)]
+    specs = [StepSpec(recipe.cfg, recipe) for recipe in (live, untaught)]
+    flops = [step_costs.of(spec, spec.recipe.batch_widths(), 4)["llama"].flops for spec in specs]
     assert flops[0] > 1.2 * flops[1], "the teacher's pass"
 
 

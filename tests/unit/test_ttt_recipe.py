@@ -330,8 +330,6 @@ def test_plan_needs_neither_text_nor_tokenizer_where_the_vocabulary_is_named(roo
     widths = outline.batch_widths()["readers"]["lm"]
     assert widths["ids"].shape == (37,) and outline.unit == ("tokens", 36)
     assert isinstance(outline, recipe_protocols.Plannable) and isinstance(outline, recipe_protocols.Counted)
-    two, four = (outline.terms(outline.batch_widths(), rows)["lm"] for rows in (2, 4))
-    assert four.flops == 2 * two.flops > 0 and four.logits == 2 * two.logits == 4 * 36 * 999 * 4
 
 
 def test_planned_batch_has_the_shapes_of_a_real_one(recipe, batch):

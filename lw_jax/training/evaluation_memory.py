@@ -1,0 +1,153 @@
+"""Memory of validation or of generation at eval.batch, traced or compiled; a run takes what fits."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Mapping
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lw_jax.core import processes
+from lw_jax.core.types import Tree
+from lw_jax.training import out_of_memory, step_costs
+from lw_jax.training.memory import Compile, bytes_of
+from lw_jax.training.memory_limit import MemoryLimit
+from lw_jax.training.out_of_memory import OutOfMemory, halved
+from lw_jax.training.recipe import Plannable
+from lw_jax.training.step_spec import StepSpec
+from lw_jax.training.train_step import Part
+from sharding import place
+
+GROWTH = 0.7  # least share of the working memory that grows with the batch, as `micro_batch_search.ACTIVATION_GROWTH`
+
+
+@dataclasses.dataclass(frozen=True)
+class EvaluationMemory:
+    """Memory of one batch of held-out examples, in validation or in generation."""
+
+    batch: int  # examples on all devices: eval.batch, rounded up to the data axis
+    peak_bytes: int  # of the fullest device
+    fits: bool
+    largest: int  # the batch that fits, halved from `batch` as a run does; 0: not even one example per device
+    compiled: bool = False  # from the compiler's memory analysis; else by arithmetic
+    smallest_bytes: int = 0  # where not even one example per device fits: its peak
+    resident_bytes: int = 0  # of `peak_bytes`: weights and state
+
+    def describe(self, limit: MemoryLimit, part: str) -> str:
+        """Returns one line: the memory at eval.batch and, above the limit, the eval.batch that would fit."""
+        how = "compiled" if self.compiled else "by arithmetic"
+        line = f"{part} at eval.batch={self.batch}: {bytes_of(self.peak_bytes)} of {bytes_of(limit.usable)}"
+        line += f" per device, {how}"
+        if self.fits:
+            return line
+        if self.largest:
+            return f"{line}, would not fit; --config.eval.batch={self.largest} would"
+        return f"{line}, would not fit, nor would one example per device ({bytes_of(self.smallest_bytes)})"
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """What runs on so many rows of a device.
+
+    Attributes:
+        resident: bytes of weights and state on one device of each mesh.
+        trace: rows -> bytes at work on each mesh.
+        lower: rows -> programs, each with the bytes of its inputs beside what is resident.
+    """
+
+    step_spec: StepSpec
+    resident: Mapping[Mesh, int]
+    trace: Callable[[int], Mapping[Mesh, int]]
+    lower: Callable[[int], list[tuple[Part, int]]]
+
+
+def of(one: Pass, limit: MemoryLimit, *, compile: Compile | None = None) -> EvaluationMemory:
+    """Returns the memory of a pass; compiled unless twice what its trace says would fit: that takes half a minute."""
+    found = _search(one, limit, lambda rows: _peak(one, one.trace(rows)), compiled=False)
+    if compile is None or 2 * found.peak_bytes - found.resident_bytes <= limit.usable:
+        return found
+    return _search(one, limit, _Compiled(one, compile, limit), compiled=True)
+
+
+def validation(step_spec: StepSpec, recipe: Plannable) -> Pass:
+    """Returns the forward pass over held-out examples beside the training state."""
+    widths, placement = recipe.validation_widths(), step_spec.placement
+    state, frozen, data = step_spec.state(), step_spec.frozen(), placement.data
+    resident = step_spec.frozen_bytes()
+    resident[placement.learner] += place.device_bytes(state)
+
+    def trace(rows: int) -> dict[Mesh, int]:
+        costs = step_costs.of(step_spec, widths, rows, backward=False)
+        working = dict.fromkeys(placement.meshes, 0)
+        for name, mesh in [("", placement.learner), *((name, at.mesh) for name, at in placement.readers.items())]:
+            working[mesh] = max(working[mesh], costs[name].peak)
+        return working
+
+    def lower(rows: int) -> list[tuple[Part, int]]:
+        batch = _batch(step_spec, widths, rows * data)
+        key = jax.eval_shape(lambda: jax.random.key(0))
+        parts = step_spec.step.lower_evaluation(state["trainable"], frozen, batch, key)
+        size = place.device_bytes(batch)
+        return [(part, size) for part in parts.values()]
+
+    return Pass(step_spec, resident, trace, lower)
+
+
+def _search(one: Pass, limit: MemoryLimit, peak_of: Callable[[int], int], *, compiled: bool) -> EvaluationMemory:
+    """Returns the memory at eval.batch and the batch that fits; `peak_of` so many rows per device."""
+    data = one.step_spec.placement.data
+    batch = size = place.round_up(one.step_spec.cfg.eval.batch, data)
+    peak = last = peak_of(batch // data)
+    while last > limit.usable and size > data:
+        size = halved(size, data)
+        last = peak_of(size // data)
+    fits = last <= limit.usable
+    largest, smallest = (size, 0) if fits else (0, last)
+    return EvaluationMemory(batch, peak, peak <= limit.usable, largest, compiled, smallest, min(one.resident.values()))
+
+
+def _peak(one: Pass, working: Mapping[Mesh, int]) -> int:
+    return max(held + working[mesh] for mesh, held in one.resident.items())
+
+
+class _Compiled:
+    """Peak bytes of the fullest device for so many rows on each: what is resident, and the most of its programs."""
+
+    def __init__(self, one: Pass, compile: Compile, limit: MemoryLimit):
+        self._pass, self._compile, self._limit = one, compile, limit
+        self._first: tuple[int, int] | None = None  # rows and peak of the first compilation
+
+    def __call__(self, rows: int) -> int:
+        """Returns the peak; a size that an earlier one rules out is not compiled."""
+        resident = self._pass.resident.values()
+        if self._first is not None:
+            larger, peak = self._first
+            least = int(min(resident) + GROWTH * (peak - min(resident)) * rows / larger)
+            if rows > 1 and least > self._limit.usable:
+                return least
+        refused = peak = max(resident) + self._limit.memory
+        with contextlib.suppress(OutOfMemory), out_of_memory.detect():  # the compiler refuses it for its size
+            peak = self._measure(rows)
+        peak = processes.from_first(lambda: peak)  # as `micro_batch_search.measure`
+        if peak != refused:
+            self._first = self._first or (rows, peak)
+        return peak
+
+    def _measure(self, rows: int) -> int:
+        working = dict.fromkeys(self._pass.resident, 0)
+        for part, inputs in self._pass.lower(rows):
+            found = self._compile(part.lowered).memory_analysis()
+            fresh = found.output_size_in_bytes - found.alias_size_in_bytes
+            working[part.mesh] = max(working[part.mesh], inputs + found.temp_size_in_bytes + fresh)
+        return _peak(self._pass, working)
+
+
+def _batch(step_spec: StepSpec, widths: Tree, size: int) -> Tree:
+    """Returns a batch of held-out examples [b ...] as shapes where they are read."""
+
+    def put(tree: Tree, mesh: Mesh) -> Tree:
+        at = NamedSharding(mesh, P("data"))
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((size, *leaf.shape), leaf.dtype, sharding=at), tree)
+
+    return place.put_parts(widths, step_spec.placement, put)

@@ -1,0 +1,101 @@
+"""Costs of a training step's and of validation's passes on one device, traced part by part."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from lw_jax.core.types import SHARED, LossTerms, Tree
+from lw_jax.training import train_step
+from lw_jax.training.recipe import Branched, Plannable
+from lw_jax.training.step_spec import StepSpec
+from lw_jax.training.traced_costs import Costs, nbytes, trace
+
+_traced: dict[tuple[str, ...], Any] = {}  # of this process: placements that differ in other parts share one
+
+
+def on_one_device(step_spec: StepSpec) -> Plannable:
+    """Returns the recipe as one device of the placement computes it."""
+    make: Any = type(step_spec.recipe)
+    return make(step_spec.cfg, step_spec.placement.on_one_device(), outline=True)
+
+
+def of(step_spec: StepSpec, widths: Tree, rows: int, *, backward: bool = True) -> dict[str, Costs]:
+    """Returns what so many rows on a device cost: what readers share under "", each reader's part by its name.
+
+    `backward`: forward and backward, a micro-batch's; else forward alone, as validation runs it.
+    """
+    recipe, batch = on_one_device(step_spec), _batch(widths, rows)
+    weights, rng, way = recipe.abstract(), _key(), "both" if backward else "forward"
+    if not isinstance(recipe, Branched):
+        (name,) = step_spec.placement.readers
+        loss = train_step.whole_gradient(recipe) if backward else recipe.loss
+        given = weights.trainable, weights.frozen, batch, rng
+        return {"": Costs(), name: _once(recipe, name, way, batch, lambda: trace(loss, *given))}
+    branches: Branched = recipe
+    source = weights.trainable, batch["source"], rng, weights.frozen.get(SHARED)
+
+    def share(*given: Tree) -> Tree:
+        shared, pull = _pull(branches, *given)
+        return pull(shared) if backward else shared
+
+    def read(name: str) -> Costs:
+        def branch(part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: Any) -> Tree | LossTerms:
+            if not backward:
+                return branches.branch(name, part, frozen, fields, shared, rng)
+            return train_step.branch_gradient(branches, name, frozen, fields, rng)(part, shared)
+
+        part = jax.eval_shape(lambda trainable: branches.part(name, trainable), weights.trainable)
+        shared = jax.eval_shape(branches.share, *source)
+        return trace(branch, part, weights.frozen[name], batch["readers"][name], shared, rng)
+
+    found = {"": _once(recipe, "", way, batch["source"], lambda: trace(share, *source))}
+    for name, fields in batch["readers"].items():
+        found[name] = _once(recipe, name, way, (batch["source"], fields), lambda name=name: read(name))
+    return found
+
+
+def kept_bytes(step_spec: StepSpec, widths: Tree, rows: int) -> int:
+    """Returns the bytes that the shared part keeps for its backward pass while the readers run."""
+    recipe = on_one_device(step_spec)
+    if not isinstance(recipe, Branched):
+        return 0
+    branches: Branched = recipe
+    weights, source = recipe.abstract(), _batch(widths, rows)["source"]
+    given = weights.trainable, source, _key(), weights.frozen.get(SHARED)
+
+    def residuals() -> int:
+        inputs = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(given)}
+        leaves = jax.tree.leaves(jax.eval_shape(lambda *given: _pull(branches, *given)[1], *given))
+        return nbytes(leaf for leaf in leaves if (leaf.shape, leaf.dtype) not in inputs)
+
+    return _once(recipe, "", "kept", source, residuals)
+
+
+def update(step_spec: StepSpec) -> Costs:
+    """Returns the costs of the optimizer's update of whole weights."""
+    shapes, optimizer = step_spec.recipe.abstract().trainable, step_spec.optimizer
+    given = shapes, jax.eval_shape(optimizer.init, shapes), shapes
+    return _once(step_spec.recipe, "", "update", shapes, lambda: trace(optimizer.update, *given))
+
+
+def _pull(recipe: Branched, trainable: Tree, source: Tree, rng: Any, frozen: Tree) -> tuple[Tree, Callable]:
+    """Returns what is shared, and its backward pass."""
+    return jax.vjp(lambda own: recipe.share(own, source, rng, frozen), trainable)
+
+
+def _once(recipe: Any, name: str, way: str, shapes: Tree, compute: Callable[[], Any]) -> Any:
+    """Returns what a part of the recipe costs with inputs of these shapes, computed once."""
+    parts = str(recipe.placement.readers[name].parts) if name else ""
+    key = (repr(recipe.cfg), recipe.placement.platform, name, way, parts, repr(shapes))
+    if key not in _traced:
+        _traced[key] = compute()
+    return _traced[key]
+
+
+def _batch(widths: Tree, rows: int) -> Tree:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), widths)
+
+
+def _key() -> Any:
+    return jax.eval_shape(lambda: jax.random.key(0))

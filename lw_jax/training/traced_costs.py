@@ -1,0 +1,193 @@
+"""Costs of a function on one device, read from its jaxpr: FLOPs, memory and traffic. Nothing is compiled.
+
+Products of matrices are counted to the last one. Memory and traffic follow XLA's fusion: elementwise values exist
+inside of kernels, unless a product, a loop or the caller takes them. What a loop cuts from a stack for each step is
+copied. docs/planning.md has how far this lies from compiled programs.
+"""
+
+import collections
+import dataclasses
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import jax
+from jax.extend.core import Var
+
+_CALLS = ("checkpoint", "closed_call", "custom_jvp_call", "custom_vjp_call", "jit")  # their equations stand in place
+_READERS = ("cond", "dot_general", "gather", "scan", "sort", "while")  # take what lies in memory
+_WRITERS = (*_READERS, "concatenate", "cumsum", "dynamic_update_slice", "scatter", "scatter-add")
+
+
+@dataclasses.dataclass(frozen=True)
+class Product:
+    """One product of matrices, so many times."""
+
+    dtype: str  # of its factors
+    flops: float
+    bytes: float  # of factors and result
+    times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Loop:
+    """A scan, so many times."""
+
+    length: int
+    reverse: bool  # a backward pass
+    bytes: int  # of the largest array that it carries from step to step
+    times: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Costs:
+    """What a function computes and moves."""
+
+    peak: int = 0  # most bytes alive at once, the function's inputs left out
+    products: tuple[Product, ...] = ()
+    moved: float = 0.0  # bytes that kernels other than products read and write
+    loops: tuple[Loop, ...] = ()
+
+    @property
+    def flops(self) -> float:
+        """Returns the FLOPs of all products."""
+        return sum(one.flops * one.times for one in self.products)
+
+
+@dataclasses.dataclass(eq=False)
+class _Value:
+    aval: Any
+
+
+@dataclasses.dataclass
+class _Equation:
+    name: str
+    params: dict[str, Any]
+    inputs: list[_Value]
+    outputs: list[_Value]
+    bodies: list[Any]
+
+
+@dataclasses.dataclass
+class _Sums:
+    products: collections.Counter[tuple[str, float, float]]
+    loops: list[Loop]
+    moved: float = 0.0
+
+
+def trace(function: Callable[..., Any], *args: Any) -> Costs:
+    """Returns the costs of a function of arrays or their shapes."""
+    sums = _Sums(collections.Counter(), [])
+    peak = _add(jax.make_jaxpr(function)(*args).jaxpr, 1, sums)
+    products = tuple(Product(*key, times) for key, times in sums.products.items())
+    return Costs(peak, products, sums.moved, tuple(sums.loops))
+
+
+def nbytes(values: Iterable[Any]) -> int:
+    """Returns the bytes of values or shapes; what is no array, as a key, counts as nothing."""
+    shapes = [getattr(value, "aval", value) for value in values]
+    return sum(math.prod(one.shape) * getattr(one.dtype, "itemsize", 0) for one in shapes if hasattr(one, "shape"))
+
+
+def _add(jaxpr: Any, times: int, sums: _Sums) -> int:
+    """Adds a jaxpr that runs so often; returns the most bytes alive at once of what it makes."""
+    equations, results = _flatten(jaxpr, [_Value(var.aval) for var in jaxpr.invars])
+    equations = _used(equations, results)
+    taken = {value for value in results if value}
+    beside = {value for one in equations if one.name != "dot_general" for value in one.inputs}
+    for one in equations:
+        taken |= set(one.inputs) if one.name in _READERS else set()
+    inside = []
+    for one in equations:
+        runs, most = times, 0
+        if one.name == "scan":
+            runs *= one.params["length"]
+            sums.moved += 2 * runs * nbytes(_add_loop(one, times, sums))
+        for body in one.bodies:
+            most = max(most, _add(body, runs, sums))
+        inside.append(most)
+        if one.name == "dot_general":
+            _add_product(one, times, sums)
+            sums.moved += times * nbytes(beside.intersection(one.outputs))  # read by another kernel
+        elif not one.bodies:
+            stored = one.outputs if one.name.startswith("reduce") else taken.intersection(one.outputs)
+            sums.moved += 2 * times * nbytes(stored)
+    return _peak(equations, inside, taken, results)
+
+
+def _add_product(one: _Equation, times: int, sums: _Sums) -> None:
+    (contracted, _), _ = one.params["dimension_numbers"]
+    left, result = one.inputs[0].aval, one.outputs[0].aval
+    flops = 2.0 * math.prod(left.shape[axis] for axis in contracted) * math.prod(result.shape)
+    sums.products[left.dtype.name, flops, nbytes([*one.inputs, *one.outputs])] += times
+
+
+def _add_loop(one: _Equation, times: int, sums: _Sums) -> list[Any]:
+    """Adds a scan; returns what each of its steps cuts from stacks."""
+    fixed, carried, variables = one.params["num_consts"], one.params["num_carry"], one.bodies[0].invars
+    largest = max((nbytes([var]) for var in variables[fixed : fixed + carried]), default=0)
+    sums.loops.append(Loop(one.params["length"], one.params["reverse"], largest, times))
+    return variables[fixed + carried :]
+
+
+def _flatten(jaxpr: Any, inputs: Sequence[_Value]) -> tuple[list[_Equation], list[_Value | None]]:
+    """Returns a jaxpr's equations with those of the functions that it calls in place, and its results."""
+    known = dict(zip(jaxpr.invars, inputs, strict=True)) | {var: _Value(var.aval) for var in jaxpr.constvars}
+    found: list[_Equation] = []
+    for equation in jaxpr.eqns:
+        given = [known[var] if isinstance(var, Var) else _Value(var.aval) for var in equation.invars]
+        name, bodies = equation.primitive.name, list(_bodies(equation))
+        results: Sequence[_Value | None] = [_Value(var.aval) for var in equation.outvars]
+        if name in _CALLS:
+            inner, results = _flatten(bodies[0], given)
+            found += inner
+        else:
+            found.append(_Equation(name, equation.params, given, [one for one in results if one], bodies))
+        known |= {var: one or _Value(var.aval) for var, one in zip(equation.outvars, results, strict=True)}
+    return found, [known[var] if isinstance(var, Var) else None for var in jaxpr.outvars]
+
+
+def _used(equations: Sequence[_Equation], results: Sequence[_Value | None]) -> list[_Equation]:
+    """Returns the equations that the results need."""
+    needed, kept = {value for value in results if value}, []
+    for one in reversed(equations):
+        if not needed.isdisjoint(one.outputs):
+            needed.update(one.inputs)
+            kept.append(one)
+    return kept[::-1]
+
+
+def _bodies(equation: Any) -> Iterator[Any]:
+    """Yields the jaxprs inside an equation; of a conditional the largest."""
+    values = equation.params.values()
+    if equation.primitive.name == "cond":
+        values = [max(equation.params["branches"], key=lambda branch: len(branch.jaxpr.eqns))]
+    for value in values:
+        for one in value if isinstance(value, tuple | list) else (value,):
+            if hasattr(inner := getattr(one, "jaxpr", one), "eqns"):
+                yield inner
+
+
+def _peak(
+    equations: Sequence[_Equation], inside: Sequence[int], taken: set[_Value], results: Sequence[_Value | None]
+) -> int:
+    """Returns the most bytes alive at once; `inside` are those of the equations' own bodies."""
+    last = {value: len(equations) for value in results if value}
+    stored: list[list[_Value]] = []
+    for number, one in reversed(list(enumerate(equations))):
+        writes = one.name in _WRITERS or one.name.startswith("reduce")
+        fused = [value for value in one.outputs if not writes and value not in taken]
+        stored.append([value for value in one.outputs if value in last and value not in fused])
+        # A fused value is computed where it is used, so what it comes from lives on until then.
+        until = max((last.get(value, number) for value in fused), default=number)
+        last |= {value: max(last.get(value, 0), until) for value in one.inputs}
+    stored.reverse()
+    ends = collections.defaultdict(list)
+    for values in stored:
+        for value in values:
+            ends[last[value]].append(value)
+    alive = most = 0
+    for number, (made, body) in enumerate(zip(stored, inside, strict=True)):
+        most = max(most, alive + nbytes(made) + body)
+        alive += nbytes(made) - nbytes(ends[number])
+    return most
