@@ -13,7 +13,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 
@@ -31,7 +31,11 @@ from lw_jax.training import run_folder
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-    from lw_jax.inference.trained_wire import KVPrompt, TrainedWire
+    from lw_jax.inference.answering import KVPrompt
+    from lw_jax.inference.coded_wire import CodedWire
+    from lw_jax.inference.trained_wire import TrainedWire
+
+    Wire = TrainedWire | CodedWire
 
 Model = Any  # a causal language model of transformers
 
@@ -54,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _keep_fp32()
     wire = open_wire(args.workdir, args.reader, assignments)
     model, tokenizer = load_model(wire, args.reader)
-    message = message or wire.write(text)
+    message = message or write(wire, text)
     ours = wire.read(message, args.reader, args.question)
     theirs = answer_with_transformers(model, tokenizer, wire, message, args.reader, args.question)
     print(f"message: {len(message)} bytes; {args.reader} is {model.name_or_path}")
@@ -65,10 +69,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     return int(equal < len(ours))
 
 
-def open_wire(workdir: str, reader: str, assignments: dict[str, str]) -> "TrainedWire":
+def open_wire(workdir: str, reader: str, assignments: dict[str, str]) -> "Wire":
     """Opens a wire that has this reader; `assignments` by dotted key, as `load_wire` takes them."""
     import lw_jax
-    from lw_jax.inference.trained_wire import TrainedWire
 
     path = wire_repository.locate(workdir)
     llms = run_folder.read_config(path).llms
@@ -79,13 +82,14 @@ def open_wire(workdir: str, reader: str, assignments: dict[str, str]) -> "Traine
             f"--reader {reader}: its weights are packed ({llms[reader].weights}), and transformers would read others; "
             "name a reader with weights fp32 or bf16"
         )
-    wire = lw_jax.load_wire(path, config=assignments)
-    if not isinstance(wire, TrainedWire):
-        raise UserError(
-            f"{path}: a message of encoder.kind='cache' has other tokens in each head, which no cache of transformers "
-            "holds; answer with `python run.py answer`"
-        )
-    return wire
+    return lw_jax.load_wire(path, config=assignments)
+
+
+def write(wire: "Wire", text: str) -> bytes:
+    """Returns a text's message; of encoder.kind='cache' with all positions, as a cache of transformers holds them."""
+    from lw_jax.inference.trained_wire import TrainedWire
+
+    return wire.write(text) if isinstance(wire, TrainedWire) else wire.write(text, ratio=1)
 
 
 def _keep_fp32() -> None:
@@ -94,7 +98,7 @@ def _keep_fp32() -> None:
         os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_cpu_max_isa=AVX512".strip()
 
 
-def load_model(wire: "TrainedWire", reader: str) -> "tuple[Model, PreTrainedTokenizerBase]":
+def load_model(wire: "Wire", reader: str) -> "tuple[Model, PreTrainedTokenizerBase]":
     """Opens a wire's reader in transformers, on the CPU, from the files and in the dtype that the wire reads."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
@@ -112,12 +116,12 @@ def load_model(wire: "TrainedWire", reader: str) -> "tuple[Model, PreTrainedToke
 def answer_with_transformers(
     model: Model,
     tokenizer: "PreTrainedTokenizerBase",
-    wire: "TrainedWire",
+    wire: "Wire",
     message: bytes | list[bytes],
     reader: str,
     questions: list[str],
 ) -> list[str]:
-    """Returns what transformers answers from a message, or from a message for each question; as `TrainedWire.read`."""
+    """Returns what transformers answers from a message, or from a message for each question; as `read` of the wire."""
     from lw_jax.evals.answers import first_line
 
     found = generate(model, wire, message, reader, questions)
@@ -127,7 +131,7 @@ def answer_with_transformers(
 
 
 def generate(
-    model: Model, wire: "TrainedWire", message: bytes | list[bytes], reader: str, questions: list[str]
+    model: Model, wire: "Wire", message: bytes | list[bytes], reader: str, questions: list[str]
 ) -> list[list[int]]:
     """Returns the likeliest ids of each answer, without the stop.
 
@@ -138,7 +142,7 @@ def generate(
 
     known, most = wire.recipe.wire.readers[reader], wire.recipe.cfg.eval.max_new_tokens
     scaling, found = known.config.rope_scaling, []
-    for prompt in (wire.prefix_kv if known.kind == "kv" else wire.prompt_embeds)(message, reader, questions):
+    for prompt in (wire.prefix_kv if known.kind == "kv" else cast(Any, wire).prompt_embeds)(message, reader, questions):
         inputs = to_inputs(model, prompt)
         length = inputs["attention_mask"].shape[1]
         if isinstance(scaling, LongRope) and length <= scaling.original_max_positions < length + most:

@@ -42,6 +42,11 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     if args.target and args.repeats is not None:
         raise UserError(f"--repeats {repeats}: nothing runs on --target {args.target}; leave one of them out.")
     workdir = loaded.workdir
+    if not loaded.cfg.train.steps:
+        raise UserError(
+            "bench: config.train.steps = 0 has no step to time; `eval` measures seconds to write, open and answer from "
+            "a message, `plan --target` predicts the start's"
+        )
     check_writable(workdir, remedy="the figures are kept in the run's folder: choose --workdir")
     found = Predicted(loaded.cfg, args.target) if args.target else _start(loaded.cfg, repeats)
     rows = []

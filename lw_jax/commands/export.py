@@ -33,7 +33,7 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         assert record is not None, "a wire is exported"
         return card.render(record, wire, sizes, published)
 
-    for line in export.export(loaded.cfg, loaded.workdir, folders, dtype=args.dtype or "bf16", card=describe):
+    for line in export.export(loaded.cfg, loaded.workdir, folders, dtype=args.dtype, card=describe):
         print(line)
     if args.push:
         print(f"uploaded to {wire_repository.push(folders['wire'], args.push)}")

@@ -129,7 +129,7 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
             examples=(
                 '--workdir runs/mine --context notes.txt --question "Who wrote it?"',
                 "--workdir runs/mine --context notes.txt --bits 4 --write notes.lwjx",
-                '--workdir runs/mine --message notes.lwjx --question "Who wrote it?"',
+                '--workdir runs/mine --message notes.lwjx --question "Who wrote it?" --question "When?"',
             ),
         ),
         "generate": Command(
@@ -154,7 +154,10 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
                 "--wire": _value("DIR", "a wire alone, with a model card: --workdir of eval and answer takes it"),
                 "--push": _value("OWNER/NAME", "upload the wire to the hub, a new repository is private", kind=_text),
                 "--license": _value("ID", "the wire's, for its card, as the hub names it: apache-2.0", kind=_text),
-                "--dtype": {"choices": ("bf16", "int8", "fp32"), "help": "of the wire's matrices (default: bf16)"},
+                "--dtype": {
+                    "choices": ("bf16", "int8", "fp32"),
+                    "help": "of the wire's matrices (default: bf16, kind cache: int8)",
+                },
             },
             examples=(
                 "--workdir runs/mine --wire wires/mine",

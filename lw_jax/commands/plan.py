@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 import jax
 
+from lw_jax.benchmarking import timing
 from lw_jax.commands.loading import Loaded
 from lw_jax.core import runtime
 from lw_jax.core.errors import UserError
 from lw_jax.planning import estimate as estimates
-from lw_jax.planning import gpus, plan_tables, planner, simulation
+from lw_jax.planning import gpus, plan_tables, planner, simulation, start_plan, start_tables, workload
 from lw_jax.slurm import cluster_profile
 from lw_jax.training import preflight
 
@@ -24,6 +25,8 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
     """Prints the plan of one target, or one line for each simulated number of devices; 3 when nothing fits."""
     cfg = loaded.cfg
     runtime.start_devices()
+    if not cfg.train.steps:
+        return _start(args, loaded)
     if args.simulate:
         counts = parse_counts(args.simulate)
         card = gpus.parse(planner.resolve_target(args.target or "", config=loaded.spec)).card
@@ -54,6 +57,35 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         print(plan_tables.report(found, own=loaded.own))
         print("".join(f"{one}\n" for one in findings), end="")
     return _code(findings, fits=bool(found["chosen"]))
+
+
+def _start(args: argparse.Namespace, loaded: Loaded) -> int:
+    """Prints the plan of a run without steps; on a machine without GPUs and without a target that of its CPU."""
+    cfg = loaded.cfg
+    if args.simulate:
+        rule = "config.train.steps = 0 has no step to compare; leave it out, a --target at a time"
+        raise UserError(f"--simulate {args.simulate}: {rule}")
+    if args.target or jax.default_backend() == "gpu":
+        word = planner.resolve_target(args.target, config=loaded.spec) if args.target else _this_card()
+        found = start_plan.of_target(cfg, word, estimate=args.estimate)
+    else:
+        found = start_plan.of_cpu(cfg, _measure_cpu(workload.arithmetic(cfg, "cpu")))
+    print(json.dumps(dataclasses.asdict(found), indent=2) if args.json else start_tables.report(found))
+    return 0 if found.chosen else NOTHING_FITS
+
+
+def _measure_cpu(dtype: str) -> start_plan.Speed:
+    """Returns what products of this machine's CPU reach; `dtype`: of the readers' products."""
+    found = {one: timing.ceilings(one, repeats=3) for one in dict.fromkeys((dtype, "float32"))}
+    own = found["float32"]
+    return start_plan.Speed({one: each.matmul for one, each in found.items()}, own.matmul, own.bandwidth)
+
+
+def _this_card() -> str:
+    card = gpus.of_device(jax.local_devices()[0])
+    if card is None:
+        raise UserError("plan: this machine's card is not in the table of cards; name one with --target, as h100x1")
+    return f"{card.name}x{jax.device_count()}"
 
 
 def _with_findings(found: planner.Plan, findings: Sequence[preflight.Finding]) -> planner.Plan:

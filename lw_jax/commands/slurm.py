@@ -8,11 +8,11 @@ from pathlib import Path
 from lw_jax.commands.loading import PROJECT, Loaded, is_list, list_workdir
 from lw_jax.core.config import Config, to_dict
 from lw_jax.core.errors import UserError
-from lw_jax.planning import planner
+from lw_jax.planning import planner, start_plan
 from lw_jax.planning.planner import Plan, inspect, resolve_target
 from lw_jax.slurm import job_list, job_script, past_runs, size_comparison
 from lw_jax.slurm.cluster_profile import PORTABLE, Site, find_site
-from lw_jax.slurm.job import Job, Request, describe_limit, make_job
+from lw_jax.slurm.job import Job, Request, describe_limit, make_job, make_start_job
 from lw_jax.slurm.past_runs import Record
 from lw_jax.training import preflight
 from sharding.errors import PlacementError
@@ -26,6 +26,8 @@ def run(args: argparse.Namespace, *loaded: Loaded) -> None:
     """
     if is_list(args):
         _write_list(args, loaded)
+    elif not loaded[0].cfg.train.steps:
+        _write_start(args, *loaded)
     else:
         _write_one(args, *loaded)
 
@@ -50,6 +52,21 @@ def _write_one(args: argparse.Namespace, loaded: Loaded) -> None:
     if used < plan["devices"]:
         card = plan["target"].rpartition("x")[0]
         print(f"{used} of the {plan['devices']} GPUs do the work: --target {card}x{used} costs less")
+    if args.submit:
+        print(job_script.submit(file))
+
+
+def _write_start(args: argparse.Namespace, task: Loaded) -> None:
+    """Writes the job of a run without steps."""
+    if args.measured:
+        raise UserError(f"--measured {args.measured}: config.train.steps = 0 has no step to take from it; --hours H")
+    site, profile = find_site(args.site or "")
+    plan = start_plan.of_target(task.cfg, resolve_target(args.target or "", config=task.spec))
+    values, folder = to_dict(task.cfg), task.workdir.absolute()
+    job = make_start_job(plan, resolved=values, workdir=folder, request=_request(args, task), site=site)
+    file = Path(args.output).absolute() if args.output else folder / "job.sbatch"
+    job_script.write(file, job_script.script(job, site), logs=job.logs)
+    print(f"{_describe_file(file, profile)}\n{job.origin}\n{describe_limit(job, site)}")
     if args.submit:
         print(job_script.submit(file))
 
@@ -87,11 +104,15 @@ def _plan_job(
     """Returns a task's plan, the record of its earlier run in `measured`, if that is given, and its job."""
     plan = planner.make(task.cfg, resolve_target(args.target or "", config=task.spec))
     record = past_runs.read(measured, task.cfg, plan) if measured else None
+    values, folder = to_dict(task.cfg), task.workdir.absolute()
+    settings = {"resolved": values, "workdir": folder, "request": _request(args, task), "site": site}
+    return plan, record, make_job(plan, **settings, record=record)
+
+
+def _request(args: argparse.Namespace, task: Loaded) -> Request:
     script = PROJECT / "run.py"
     program = (str(script),) if script.is_file() else ("-m", "lw_jax.commands.program")
-    request = Request(config=task.spec, assignments=args.assignments, program=program, hours=args.hours)
-    values, folder = to_dict(task.cfg), task.workdir.absolute()
-    return plan, record, make_job(plan, resolved=values, workdir=folder, request=request, site=site, record=record)
+    return Request(config=task.spec, assignments=args.assignments, program=program, hours=args.hours)
 
 
 def _check(runs: Mapping[str, Config], *, submit: bool) -> list[str]:

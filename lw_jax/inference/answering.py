@@ -1,7 +1,7 @@
 """What every wire that is read has in common: questions, batches, answers and streams."""
 
 from collections.abc import Iterable, Iterator
-from typing import Any, Literal, overload
+from typing import Any, Literal, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,19 @@ from sharding import place
 Several = list[bytes] | tuple[bytes, ...]
 SINGLE = bytes | bytearray | memoryview  # one message, not several
 Questions = list[str] | tuple[str, ...]
+
+
+class KVPrompt(NamedTuple):
+    """Prompt of a wire of keys and values: those of its first t positions, embeddings of the others.
+
+    `keys_values`: f32 [layers, 2, 1, kv_heads, t, head_dim], the layout of transformers' caches: of each layer, in
+    order, keys and values of one row. The first positions are the opening's, then the message's follow. Keys are
+    rotated at positions 0 to t - 1.
+    `embeddings`: f32 [n, d], of positions t to t + n - 1: task vector, literals and question.
+    """
+
+    keys_values: np.ndarray
+    embeddings: np.ndarray
 
 
 def check_questions(questions: Iterable[str], *, name: str = "question") -> None:
@@ -81,6 +94,18 @@ class Answering:
         batch = batches.encode_prompt(text, question, layout=self.recipe.layout, rows=("text",))
         fields = self._put(batch["readers"][reader], self.functions.mesh_of(reader))
         return self.functions.prompt_from_text(self.frozen[reader], fields["text"])
+
+    def _kv_prompts(self, prompts: Iterable[tuple[wire.Prompt, int]], reader: str) -> list[KVPrompt]:
+        """Returns the real rows of prompts whose keys and values every head has whole, without padding."""
+        found = []
+        for prompt, count in prompts:
+            cache = self.functions.open_cache(self.frozen[reader], prompt, reader)
+            both, valid = np.stack([to_host(cache.k), to_host(cache.v)], axis=1), np.asarray(cache.valid)
+            x, mask = to_host(prompt.embeddings), np.asarray(prompt.mask)
+            for row in range(count):
+                own = both[:, :, row, valid[row]].swapaxes(2, 3)[:, :, None]
+                found.append(KVPrompt(np.ascontiguousarray(own), x[row, mask[row]]))
+        return found
 
     def _check_reader(self, reader: str) -> None:
         known = self.recipe.wire.readers
@@ -146,3 +171,8 @@ def pair(message: bytes | Several, question: str | Questions) -> list[tuple[byte
     if len(messages) != len(question) or not question:
         raise UserError(f"{len(messages)} messages and {len(question)} questions: give one for each, at least one")
     return list(zip(messages, question, strict=True))
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """Returns a device's array in fp32."""
+    return np.asarray(array).astype(np.float32)

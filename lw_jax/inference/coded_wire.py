@@ -3,6 +3,7 @@
 import copy
 import functools
 from collections.abc import Iterator, Sequence
+from typing import overload
 
 import jax
 import numpy as np
@@ -14,7 +15,7 @@ from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.evals import cache_functions, cache_rows
 from lw_jax.evals.cache_functions import CacheFunctions
-from lw_jax.inference.answering import Answering, check_questions
+from lw_jax.inference.answering import Answering, KVPrompt, Questions, Several, check_questions, pair
 from lw_jax.models import cache_codec, cache_message, decoder, wire
 from lw_jax.models.cache_codec import Coding, Section
 from lw_jax.models.cache_message import Sent
@@ -115,15 +116,33 @@ class CodedWire(Answering):
         self._check_reader(reader)
         return cache_codec.unpack(message, self.codings[reader])
 
-    def _prompts(self, pairs: list[tuple[bytes, str]], reader: str) -> Iterator[tuple[wire.Prompt, int]]:
+    @overload
+    def prefix_kv(self, message: bytes, reader: str, question: str) -> KVPrompt: ...
+    @overload
+    def prefix_kv(self, message: bytes | Several, reader: str, question: Questions) -> list[KVPrompt]: ...
+    def prefix_kv(self, message: bytes | Several, reader: str, question: str | Questions) -> KVPrompt | list[KVPrompt]:
+        """Returns a message of all positions as the keys and values that transformers' caches hold, and the question.
+
+        Shapes: `KVPrompt`; the keys are turned at their positions, as transformers stores them. Several questions (as
+        in `read`): a list. Raises UserError for a message of fewer positions: there each head has tokens of its own.
+        """
+        found = self._kv_prompts(self._prompts(pair(message, question), reader, whole=True), reader)
+        return found[0] if isinstance(question, str) else found
+
+    def _prompts(
+        self, pairs: list[tuple[bytes, str]], reader: str, *, whole: bool = False
+    ) -> Iterator[tuple[wire.Prompt, int]]:
         self._check_reader(reader)
         check_questions(question for _, question in pairs)
         opened = {message: self.section(message, reader) for message in dict.fromkeys(message for message, _ in pairs)}
-        for part, rows in self._parts(pairs):
-            yield (
-                self.prompt([opened[message] for message, _ in part], [one for _, one in part], reader, rows),
-                len(part),
+        if whole and (least := max(map(self._ratio_of, opened.values()))) > 1:
+            raise UserError(
+                f"prefix_kv: a message at ratio={least}: each head keeps tokens of its own, and caches of transformers "
+                "have the same in all heads; write the text with ratio=1"
             )
+        for part, rows in self._parts(pairs):
+            sections, questions = [opened[message] for message, _ in part], [one for _, one in part]
+            yield self.prompt(sections, questions, reader, rows, whole=whole), len(part)
 
     def _ratio_of(self, section: Section) -> int:
         if not section.ratios or (self.ratio is not None and self.ratio not in section.ratios):
@@ -131,10 +150,12 @@ class CodedWire(Answering):
             raise UserError(f"ratio={wanted}: the message was written for {section.ratios or 'none'}; choose of these")
         return section.ratios[0] if self.ratio is None else self.ratio
 
-    def prompt(self, sections: list[Section], questions: list[str], reader: str, rows: int = 1) -> wire.Prompt:
+    def prompt(
+        self, sections: list[Section], questions: list[str], reader: str, rows: int = 1, *, whole: bool = False
+    ) -> wire.Prompt:
         """Returns a reader's prompt of opened messages, each with its question, filled up to so many rows.
 
-        Its memory is that of the keys that are kept, where the reader can have them apart.
+        Its memory is that of the keys that are kept, where the reader can have them apart; `whole`: that of all keys.
         """
         asked = [Example(question, "?", question, ()) for question in questions]
         batch = batches.encode_prompts(asked, layout=self.recipe.layout)
@@ -145,7 +166,7 @@ class CodedWire(Answering):
         ratios = [self._ratio_of(section) for section in sections]
         found = [cache_message.of_section(one, width, columns, own) for one, own in zip(sections, ratios, strict=True)]
         sent, mask = _stack(found, len(fields["after"]["mask"]))
-        if not self.functions.packs(reader):
+        if whole or not self.functions.packs(reader):
             return self.functions.prompt_from_cache(params, code, fields, sent, mask, reader)
         sizes = cache_functions.sizes_of(code, columns, min(ratios))
         return self.functions.prompt_packed(params, code, fields, sent, mask, reader, sizes)

@@ -29,22 +29,21 @@ FLAGS = {"dpo": ("peft", "merged"), "ttt": ("model",), "latentwire": ("wire",)} 
 _MODEL = ("config.json", "model.safetensors")
 _MODELS = {"peft": ("adapter_config.json",), "merged": _MODEL, "model": _MODEL}  # files of an earlier one, by flag
 MOST_BYTES = 8_000_000  # of a wire that is easily handed on
+MOST_CACHE_BYTES = 32_000_000  # the same of encoder.kind "cache", whose bases are wide
 Card = Callable[[WireFolder, Mapping[str, int]], str]  # of the wire and the bytes of its parts
 
 
 def export(
-    cfg: Config, workdir: Path, folders: Mapping[str, Path], *, dtype: DType = "bf16", card: Card | None = None
+    cfg: Config, workdir: Path, folders: Mapping[str, Path], *, dtype: DType | None = None, card: Card | None = None
 ) -> Iterator[str]:
     """Writes a run's best checkpoint (the latest where none was validated) to folders by flag.
 
-    `dtype` and `card` are of a wire. Yields a line for each folder.
+    `dtype` and `card` are of a wire; None: bf16, of encoder.kind "cache" int8. Yields a line for each folder.
 
     Raises:
         UserError: a flag that the recipe does not have, a folder that is not writable or holds something else, or no
             checkpoint yet.
     """
-    if cfg.encoder.kind == "cache":
-        raise UserError(f"{workdir}: a run of encoder.kind 'cache' is not exported yet: its own folder is the wire")
     known = FLAGS.get(cfg.recipe, ())
     if unknown := sorted(folders.keys() - set(known)):
         rule = f"takes {' and '.join(f'--{flag}' for flag in known)}" if known else "has nothing to export"
@@ -59,7 +58,8 @@ def export(
         raise UserError(f"{next(iter(folders.values()))}: named by {flags}; name a folder for each")
     if cfg.recipe == "latentwire":
         assert card is not None
-        yield from _export_wire(cfg, workdir, folders["wire"], dtype=dtype, card=card)
+        own: DType = "bf16" if cfg.train.steps else "int8"
+        yield from _export_wire(cfg, workdir, folders["wire"], dtype=dtype or own, card=card)
         return
     if cfg.recipe == "ttt":
         lm = language_model.load_trained(cfg, workdir)
@@ -95,7 +95,8 @@ def _export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card
     A wire that the folder holds is replaced once the new one is written whole. Raises UserError for a value that is not
     finite.
     """
-    recipe = LatentWire(cfg, placement.place("single", recipes.reader_bytes(cfg)))
+    placed = placement.place("single", recipes.reader_bytes(cfg))
+    recipe = LatentWire(cfg, placed) if cfg.train.steps else recipes.make_whole(cfg, placed)
     restored = recipes.read_best(recipe, cfg, workdir)
     trainable, models = restored.state["trainable"], wire_models.describe(cfg)
     sizes = wire_tensors.part_bytes(trainable, dtype)
@@ -118,7 +119,12 @@ def _export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card
     parts = ", ".join(f"{name} {size / 1e6:,.2f}" for name, size in sizes.items())
     yield f"step {wire.step}: wire of {wire.tensors.bytes / 1e6:,.2f} MB ({parts}), {dtype}, in {folder}"
     largest = next(iter(sizes))
-    if wire.tensors.bytes > MOST_BYTES:
+    if not cfg.train.steps:
+        if wire.tensors.bytes > MOST_CACHE_BYTES:
+            width = cfg.encoder.width * MOST_CACHE_BYTES // wire.tensors.bytes
+            limit = f"over {MOST_CACHE_BYTES / 1e6:,.0f} MB: a start with encoder.width={width} at most would be below"
+            yield f"{limit}{'' if wire.dtype == 'int8' else ', and --dtype int8 is a half or a fourth of this'}"
+    elif wire.tensors.bytes > MOST_BYTES:
         body = (
             ": the encoder's whole body was trained and is in it; encoder.rank trains small pairs instead"
             if largest == "encoder/body"

@@ -4,10 +4,9 @@ import sys
 from pathlib import Path
 
 from lw_jax.core.errors import UserError
-from lw_jax.core.validation import MOST_VALUES
 
 _TEXT_BYTES = 256 << 20  # of a context: thousands of encoder windows
-_MESSAGE_BYTES = 2 * MOST_VALUES + 64  # the longest message: 16 bits a value, more than its frame
+_MESSAGE_BYTES = 256 << 20  # of kind cache; of latents 32 MiB is the longest
 
 
 def read_text(path: str) -> str:

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import overload
 
 import jax
 import numpy as np
@@ -17,25 +17,21 @@ from lw_jax.core.types import SHARED, Example, Tree
 from lw_jax.data import batches
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import sources, wire_repository
-from lw_jax.inference.answering import SINGLE, Answering, Questions, Several, check_questions, pair
+from lw_jax.inference.answering import (
+    SINGLE,
+    Answering,
+    KVPrompt,
+    Questions,
+    Several,
+    check_questions,
+    pair,
+    to_host,
+)
 from lw_jax.inference.coded_wire import CodedWire
 from lw_jax.models import codec, wire
 from lw_jax.planning import planner
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import run_folder, wire_folder
-
-
-class KVPrompt(NamedTuple):
-    """Prompt of a wire with adapter.kind="kv": keys and values of its first t positions, embeddings of the others.
-
-    `keys_values`: f32 [layers, 2, 1, kv_heads, t, head_dim], the layout of transformers' caches: of each layer, in
-    order, keys and values of one row. The first positions are the opening's, then the message's slots follow. Keys are
-    rotated at positions 0 to t - 1.
-    `embeddings`: f32 [n, d], of positions t to t + n - 1: task vector and question.
-    """
-
-    keys_values: np.ndarray
-    embeddings: np.ndarray
 
 
 def load_wire(folder: str | Path, config: Mapping[str, str] | None = None) -> "TrainedWire | CodedWire":
@@ -144,7 +140,7 @@ class TrainedWire(Answering):
             placed = self._put(latents[None], self.functions.mesh_of(reader))
             made = self.functions.prefix(self.trainable, placed, reader)
             assert isinstance(made, jax.Array), "a wire of embeddings"
-            made = _to_host(made)[0]
+            made = to_host(made)[0]
             found.append(np.concatenate([made[: frame.slots], made[-1:]]))
         return found[0] if isinstance(message, SINGLE) else found
 
@@ -165,7 +161,7 @@ class TrainedWire(Answering):
         self._check_kind("embeddings", "prompt_embeds")
         found = []
         for prompt, count in self._prompts(pair(message, question), reader):
-            x, mask = _to_host(prompt.embeddings), np.asarray(prompt.mask)
+            x, mask = to_host(prompt.embeddings), np.asarray(prompt.mask)
             found += [x[row, mask[row]] for row in range(count)]
         return found[0] if isinstance(question, str) else found
 
@@ -180,14 +176,7 @@ class TrainedWire(Answering):
         adapter.kind="embeddings", an unknown reader and a message of another encoder.
         """
         self._check_kind("kv", "prefix_kv")
-        found = []
-        for prompt, count in self._prompts(pair(message, question), reader):
-            cache = self.functions.open_cache(self.frozen[reader], prompt, reader)
-            both, valid = np.stack([_to_host(cache.k), _to_host(cache.v)], axis=1), np.asarray(cache.valid)
-            x, mask = _to_host(prompt.embeddings), np.asarray(prompt.mask)
-            for row in range(count):
-                own = both[:, :, row, valid[row]].swapaxes(2, 3)[:, :, None]
-                found.append(KVPrompt(np.ascontiguousarray(own), x[row, mask[row]]))
+        found = self._kv_prompts(self._prompts(pair(message, question), reader), reader)
         return found[0] if isinstance(question, str) else found
 
     def _check_kind(self, kind: str, name: str) -> None:
@@ -219,8 +208,3 @@ class TrainedWire(Answering):
             placed = self._put(np.stack(latents), mesh, rows)
             params = self.frozen[reader]
             yield self.functions.prompt_from_latents(self.trainable, params, fields, placed, reader), len(part)
-
-
-def _to_host(array: jax.Array) -> np.ndarray:
-    """Returns a device's array in fp32."""
-    return np.asarray(array).astype(np.float32)

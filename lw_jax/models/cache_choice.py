@@ -71,8 +71,8 @@ def read_twice(  # noqa: PLR0913  (as `decoder.forward`)
     size = start + 2 * padded + again.x.shape[1]
     if cfg.window and size > cfg.window:
         raise UserError(
-            f"config.message: a text is read twice, {size:,} positions, the reader attends to {cfg.window:,}; "
-            "shorten config.data.context_tokens"
+            f"config.encoder.kind='cache': a text is read twice, {size:,} positions, the reader attends to "
+            f"{cfg.window:,}; shorten the text (config.data.context_tokens), or choose another reader"
         )
 
     def read(cache: decoder.Cache, piece: tuple[jax.Array, jax.Array]) -> tuple[decoder.Cache, None]:

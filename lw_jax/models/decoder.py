@@ -469,8 +469,9 @@ def check_length(cfg: DecoderConfig, positions: int) -> None:
     scaling = cfg.rope_scaling
     if isinstance(scaling, rotary.LongRope) and positions > scaling.original_max_positions:
         raise UserError(
-            f"config.adapter.kind='kv': {positions} positions, a LongRope reader with keys and values of a message "
-            f"has at most {scaling.original_max_positions}; shorten the prompt or set 'embeddings'"
+            f"config.encoder.kind='cache' or adapter.kind='kv': {positions} positions, a LongRope reader with keys and "
+            f"values of a message has at most {scaling.original_max_positions}; shorten the prompt or the text "
+            "(config.data.context_tokens), or set adapter.kind='embeddings'"
         )
 
 

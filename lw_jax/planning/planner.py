@@ -73,13 +73,13 @@ def make(cfg: Config, target: str = "", *, estimate: bool = False) -> Plan:
     wanted = gpus.parse(target)
     check_processes(cfg, wanted.devices, wanted.hosts)
     if estimate:
-        return _timed(_plan(cfg, _absent(cfg, wanted, compiler=False), wanted.name, hosts=wanted.hosts), cfg)
+        return _timed(_plan(cfg, absent(cfg, wanted, compiler=False), wanted.name, hosts=wanted.hosts), cfg)
 
     def compute() -> Plan:
         try:
-            return _plan(cfg, _absent(cfg, wanted), wanted.name, hosts=wanted.hosts)
+            return _plan(cfg, absent(cfg, wanted), wanted.name, hosts=wanted.hosts)
         except gpus.CompilerAbsent as error:
-            found = _plan(cfg, _absent(cfg, wanted, compiler=False), wanted.name, hosts=wanted.hosts)
+            found = _plan(cfg, absent(cfg, wanted, compiler=False), wanted.name, hosts=wanted.hosts)
             return found | {"why_not_compiled": str(error)}
 
     return _cached(cfg, wanted.name, compute)
@@ -216,7 +216,7 @@ def simulate(cfg: Config, card: gpus.Card, count: int, *, estimate: bool = False
     return {"target": "cpu", "devices": 0, "compiled": False, "chosen": chosen}
 
 
-def _absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
+def absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
     """Returns stand-ins for a target's devices; without the compiler, CPU devices that only give shapes shardings."""
     room = memory_limit.of_devices(cfg, target.card.memory_bytes)
     if compiler:

@@ -29,13 +29,15 @@ def make(cfg: Config, placement: Placement, *, outline: bool = False) -> Recipe:
       UserError: the configuration has no step to take, plan or time.
     """
     if not cfg.train.steps:
-        raise UserError("config.train.steps = 0: nothing is trained, so there is no step to plan, time or schedule.")
+        raise UserError(
+            "config.train.steps = 0: nothing is trained, so there is no step to time; `plan` says what the start takes"
+        )
     return RECIPES[cfg.recipe](cfg, placement, outline=outline)
 
 
-def make_whole(cfg: Config, placement: Placement) -> CacheWire:
-    """Returns the configured recipe whose start is its result (train.steps=0)."""
-    return CacheWire(cfg, placement)
+def make_whole(cfg: Config, placement: Placement, *, outline: bool = False) -> CacheWire:
+    """Returns the configured recipe whose start is its result (train.steps=0); an outline needs no file."""
+    return CacheWire(cfg, placement, outline=outline)
 
 
 def outline(cfg: Config) -> Recipe:

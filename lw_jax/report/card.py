@@ -100,7 +100,13 @@ def _scores(run: Run) -> list["EvalResult"]:
     return found
 
 
+def _is_cache(run: Run) -> bool:
+    return run.cfg.encoder.kind == "cache"
+
+
 def _what(run: Run) -> str:
+    if _is_cache(run):
+        return _what_cache(run)
     encoder = run.cfg.encoder
     size = f"{encoder.slots} latents of {encoder.width} values"
     if encoder.ratio:
@@ -115,13 +121,24 @@ def _what(run: Run) -> str:
     )
 
 
+def _what_cache(run: Run) -> str:
+    encoder, readers = run.cfg.encoder, ", ".join(f"`{name}`" for name in run.cfg.llms)
+    return _paragraph(
+        f"A wire of LatentWire JAX: a text's message is each frozen reader's own keys and values ({readers}), "
+        f"{encoder.width} numbers a token in one basis, and which tokens each head keeps, 1 of {encoder.ratio} unless "
+        "asked otherwise. Nothing was trained. This folder holds each reader's basis, means, scales and tables; the "
+        "readers are fetched from where they are, and a text is written by those who have them."
+    )
+
+
 def _use(run: Run, wire: WireFolder, repository: str) -> str:
     local, place = [name for name, model in wire.models.items() if model.local], repository or "THIS_FOLDER"
     moved = "".join(f" {flag(name)}FOLDER" for name in local)
     reader = next(iter(run.cfg.llms))
     call, what = ("prompt_embeds", "f32 [t, d]")
-    if run.cfg.adapter.kind == "kv":
+    if run.cfg.adapter.kind == "kv" or _is_cache(run):
         call, what = "prefix_kv", "keys and values, and the embeddings behind them"
+    given = ", ratio=1" if _is_cache(run) else ""
     lines = [
         "## Use\n",
         "```sh",
@@ -133,7 +150,7 @@ def _use(run: Run, wire: WireFolder, repository: str) -> str:
         "",
         f'wire = lw_jax.load_wire("{place}"{_python_sources(local)})',
         'text, question = "Mara Ellis lives in Lisbon.", "Where does Mara Ellis live?"',
-        "message = wire.write(text)  # bytes",
+        f"message = wire.write(text{given})  # bytes",
         f'print(wire.read(message, reader="{reader}", question=question))',
         f'prompt = wire.{call}(message, reader="{reader}", question=question)  # {what}, for other programs',
         "```\n",
@@ -207,7 +224,8 @@ def _is_of(run: Run, wire: WireFolder) -> bool:
 
 def _licences(run: Run, wire: WireFolder, licence: str) -> str:
     own = f"`{licence}`" if licence else "not stated by its owner: `export --license ID` states it"
-    rows = [("this wire", "the encoder's and the adapters' arrays", own)]
+    arrays = "bases and tables of its readers" if _is_cache(run) else "the encoder's and the adapters' arrays"
+    rows = [("this wire", arrays, own)]
     for name, model in wire.models.items():
         inside = name == BODY and not run.cfg.encoder.rank
         what = label(name) + (", whose trained copy is part of the wire" if inside else "")
@@ -218,8 +236,9 @@ def _licences(run: Run, wire: WireFolder, licence: str) -> str:
         rows.append(("the encoder's arrays, of another wire", place, _linked(None, licences.page(there), there)))
     for what, source in _named(run):
         rows.append((what, _name_of(source), _data_licence(source)))
+    made = "computed" if _is_cache(run) else "trained"
     text = _paragraph(
-        "The wire was trained through its readers and on its data: what you may do with it depends on all of these."
+        f"The wire was {made} through its readers and on its data: what you may do with it depends on all of these."
     )
     return f"## Licences\n\n{text}\n{_table(('part', 'source', 'licence'), rows)}"
 
@@ -286,6 +305,12 @@ def _made(run: Run, wire: WireFolder) -> str:
     device = run.hardware.get("card") or run.hardware.get("kind")
     where = f", on {run.hardware.get('devices', 0)} x {device}" if device else ""
     samples = wire.step * cfg.train.global_batch
+    if _is_cache(run):
+        text = (
+            f"Computed in closed form from {cfg.encoder.texts} texts of the data above, {versions}{where}. The whole "
+        )
+        text = _paragraph(f"{text}configuration stands in config.json.")
+        return f"## Start\n\n{text}\n````sh\n{run.training}\n````\n"
     text = _paragraph(
         f"Checkpoint {wire.step} of {cfg.train.steps} steps, {samples:,} samples ({cfg.train.global_batch} a step), "
         f"{versions}{where}. The whole configuration stands in config.json."
@@ -303,14 +328,22 @@ def _limits(run: Run, wire: WireFolder) -> str:
         "- What a few latents cannot hold is lost, names and numbers first; a wrong answer gives no sign of it.",
         "- No word of the text arrives as it is written.",
     ]
+    if _is_cache(run):
+        lines = [
+            "- A message is larger than its text: it saves the reading of a text that is asked often, not bytes.",
+            "- A text may be half as long as a reader's positions, less its prompt: it is read twice.",
+            "- It serves these readers only; who writes for a reader must have that reader.",
+            "- Texts of another kind or language than the data above lose more.",
+        ]
     if made := [label(name) for name, model in wire.models.items() if model.source.startswith(SELFMADE)]:
         lines.append(
             f"- No hub has {' or '.join(made)}: the command above makes them, with these hashes only where the "
             "arithmetic is that of the machine that trained."
         )
     if wire.dtype != "fp32":
+        writer = "wire" if _is_cache(run) else "encoder"
         lines.append(
-            f"- In {wire.dtype} this encoder has a fingerprint of its own: it refuses messages of the run itself."
+            f"- In {wire.dtype} this {writer} has a fingerprint of its own: it refuses messages of the run itself."
         )
     return "\n".join(["## Limits\n", *lines, ""])
 

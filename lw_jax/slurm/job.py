@@ -12,6 +12,7 @@ from lw_jax.core.config import Train
 from lw_jax.core.errors import UserError
 from lw_jax.planning import remedies
 from lw_jax.planning.planner import Plan, overrides
+from lw_jax.planning.start_plan import StartPlan
 from lw_jax.slurm import cluster_profile
 from lw_jax.slurm.cluster_profile import Limit, Site, clock
 from lw_jax.slurm.past_runs import Record
@@ -76,14 +77,11 @@ def make_job(
     memory = plan["host_memory_bytes"]
     if not (math.isfinite(memory) and memory > 0):
         raise UserError(f"--target {target}: host_memory_bytes = {memory}: a number above 0 is needed; plan it anew.")
-    python = "python" if site.setup else sys.executable  # setup lines activate an environment that has its own
     # All planned keys: the configuration file, which the job reads again, may set any of them.
     assignments = {**request.assignments, **overrides(chosen)}
-    flags = [f"--config.{path}={value}" for path, value in assignments.items()]
-    start = (python, *request.program, "train", "--config", request.config)
     return Job(
         name=clean_name(workdir.name),
-        command=(*start, *flags, "--workdir", str(workdir)),
+        command=_command(assignments, workdir, request, site),
         folder=Path.cwd(),  # the user's relative paths stay valid
         logs=workdir / "logs",
         nodes=plan["hosts"],
@@ -96,6 +94,43 @@ def make_job(
         origin=_origin(plan, record),
         basis=basis,
     )
+
+
+def make_start_job(plan: StartPlan, *, resolved: Mapping[str, Any], workdir: Path, request: Request, site: Site) -> Job:
+    """Returns the job of a run without steps.
+
+    Raises:
+      UserError: nothing fits, or the hours are not known.
+    """
+    if plan.chosen is None:
+        raise UserError(f"--target {plan.target}: {plan.candidates[-1].obstacle}: take more or larger GPUs")
+    hours = plan.hours if request.hours is None else request.hours
+    if hours is None or not (math.isfinite(hours) and hours > 0):
+        raise UserError(f"--target {plan.target}: hours = {hours}: a number above 0 is needed; give --hours H.")
+    return Job(
+        name=clean_name(workdir.name),
+        command=_command({**request.assignments, **plan.chosen.overrides()}, workdir, request, site),
+        folder=Path.cwd(),
+        logs=workdir / "logs",
+        nodes=plan.hosts,
+        gpus=plan.per_host,
+        host_memory_bytes=plan.host_memory_bytes,
+        hours=hours,
+        step_seconds=hours * 3600,
+        checkpoint_seconds=hours * 3600,
+        memory_fraction=max(MEMORY_FRACTION, resolved["mesh"]["target_utilisation"]),
+        origin=f"plan {plan.target} ({'compiled' if plan.compiled else 'estimated, not compiled'}): "
+        f"{plan.chosen.strategy} {plan.chosen.mesh}, a start from {plan.texts} texts",
+        basis="predicted" if request.hours is None else "given by --hours",
+    )
+
+
+def _command(assignments: Mapping[str, Any], workdir: Path, request: Request, site: Site) -> tuple[str, ...]:
+    """Returns the command line of `train` with these keys."""
+    python = "python" if site.setup else sys.executable  # setup lines activate an environment that has its own
+    flags = [f"--config.{path}={value}" for path, value in assignments.items()]
+    start = (python, *request.program, "train", "--config", request.config)
+    return (*start, *flags, "--workdir", str(workdir))
 
 
 def clean_name(text: str) -> str:

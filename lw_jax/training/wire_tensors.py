@@ -1,7 +1,7 @@
 """Arrays of a wire folder: a tree of fp32 parameters as bf16, int8 or fp32 in one safetensors file, names = tree paths.
 
-An array with one axis or fewer than `SMALL` values stays fp32. int8: codes under the path, and under `PATH.scale`
-an fp32 scale for each row of the last axis: value = code x scale.
+Integers, and an array with one axis or fewer than `SMALL` values, stay fp32. int8: codes under the path, and under
+`PATH.scale` an fp32 scale for each row of the last axis: value = code x scale.
 """
 
 import hashlib
@@ -38,7 +38,7 @@ def write(file: Path, params: Tree, dtype: DType) -> wire_folder.Tensors:
     for name, leaf in tree.flatten_paths(jax.device_get(params)).items():
         values = np.asarray(leaf, np.float32)
         refuse_diverged(name, values)  # here too: as int8 a NaN would be a number
-        tensors |= _pack(name, values, dtype)
+        tensors |= _pack(name, values, dtype if _is_packed(leaf) else "fp32")
     write_safetensors(file, tensors, layout="np")
     return _measure(file)
 
@@ -76,7 +76,7 @@ def _expect(flat: Mapping[str, Any], dtype: DType) -> dict[str, tuple[str, tuple
     """Returns tensor name -> (type, shape) of the file that holds these leaves."""
     wanted: dict[str, tuple[str, tuple[int, ...]]] = {}
     for name, leaf in flat.items():
-        if not _is_packed(leaf.shape):
+        if not _is_packed(leaf):
             wanted[name] = "F32", tuple(leaf.shape)
             continue
         wanted[name] = _KINDS[dtype], tuple(leaf.shape)
@@ -93,12 +93,13 @@ def _check(file: Path, stored: Mapping[str, Stored], wanted: Mapping[str, tuple[
             raise UserError(f"{file}: tensor {name:.200} is {there}, its configuration wants {asked}; {REMEDY}")
 
 
-def _is_packed(shape: tuple[int, ...]) -> bool:
-    return len(shape) > 1 and math.prod(shape) >= SMALL
+def _is_packed(leaf: Any) -> bool:
+    shape = leaf.shape
+    return len(shape) > 1 and math.prod(shape) >= SMALL and np.dtype(leaf.dtype).kind != "i"
 
 
 def _pack(name: str, values: np.ndarray, dtype: DType) -> dict[str, np.ndarray]:
-    if dtype == "fp32" or not _is_packed(values.shape):
+    if dtype == "fp32":
         return {name: np.asarray(values, order="C")}
     if dtype == "bf16":
         return {name: np.ascontiguousarray(values.astype(ml_dtypes.bfloat16))}

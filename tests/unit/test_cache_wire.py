@@ -1,5 +1,6 @@
 """A wire of kind "cache" on two tiny readers: started, evaluated, asked, written and read."""
 
+import dataclasses
 import json
 
 import jax
@@ -7,18 +8,24 @@ import numpy as np
 import pytest
 
 import lw_jax
+from configs import pair
+from lw_jax import recipes
 from lw_jax.commands import train
-from lw_jax.core import validation
+from lw_jax.core import config, validation
 from lw_jax.core.errors import UserError
 from lw_jax.evals import cache_functions
 from lw_jax.inference.coded_wire import CodedWire
+from lw_jax.inference.export import MOST_CACHE_BYTES
 from lw_jax.models import cache_codec, cache_message
-from lw_jax.training import run_folder
+from lw_jax.training import run_folder, wire_tensors
+from sharding import placement
 from tests import tiny
 
 CACHE = {"encoder__kind": "cache", "encoder__ratio": 2, "encoder__width": 200, "encoder__texts": 24, "train__steps": 0}
 TEXT = "Mira keeps a copper lantern in the old mill. Tom keeps a silver bell in the new barn."
 QUESTION = "What does Mira keep?"
+LIMIT = 512  # positions of a window, and of LongRope's short frequencies
+INT8 = 0.01  # nats between what readers say next, with a basis in int8 and in fp32
 
 
 def make_config(root, **changes):
@@ -177,6 +184,68 @@ def test_what_the_kind_does_not_have_is_refused(run, asked, match):
         tiny.ask(run[1], run[0], question=[QUESTION], **asked)
 
 
+@pytest.fixture(scope="module")
+def exported(run, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("wires") / "pair"
+    assert tiny.call("export", run[1], run[0], wire=str(folder)) == 0
+    return folder
+
+
+def test_an_exported_wire_is_int8_and_answers_as_the_run(run, wire, exported, capsys):
+    other = lw_jax.load_wire(exported)
+    assert isinstance(other, CodedWire)
+    assert other.fingerprint != wire.fingerprint, "its arrays are rounded"
+    for name in ("llama", "qwen"):
+        own, packed = wire.trainable["codes"][name], other.trainable["codes"][name]
+        assert all(np.array_equal(own[key], packed[key]) for key in ("zero", "decay", "variance", "step", "scale"))
+        largest = np.abs(own["basis"]).max(axis=1, keepdims=True)
+        assert 0 < np.abs((own["basis"] - packed["basis"]) / largest).max() <= 0.5 / 127 + 1e-6
+        # The same text in the rounded basis: what the reader says next is as likely as in the exact one.
+        logits = []
+        for one in (wire, other):
+            prompt, _ = next(one._prompts([(one.write(TEXT), QUESTION)], name))
+            logits.append(np.asarray(one.recipe.wire.begin(one.frozen[name], name, prompt, max_new_tokens=1)[0][0]))
+        likely = [one - np.log(np.exp(one).sum()) for one in logits]
+        assert (np.exp(likely[0]) * (likely[0] - likely[1])).sum() < INT8
+    with pytest.raises(UserError, match=other.codings["qwen"].fingerprint):
+        other.read(wire.write(TEXT), "qwen", QUESTION)
+    assert tiny.ask(run[1], exported, context=TEXT, question=[QUESTION]) == 0
+    assert f"qwen from message: {other.read(other.write(TEXT), 'qwen', QUESTION)}" in capsys.readouterr().out
+
+
+def test_an_exported_wire_has_a_card_with_hashes_and_what_it_weighs(exported):
+    card, told = (exported / "README.md").read_text("utf-8"), json.loads((exported / "config.json").read_text("utf-8"))
+    assert told["dtype"] == "int8" and set(told["models"]) == {"llms/llama", "llms/qwen"}
+    for model in told["models"].values():
+        assert all(value in card for value in model["sha256"].values())
+    assert "keys and values" in card and "in closed form from 24 texts" in card and "larger than its text" in card
+    assert "steps" not in card.partition("## Start")[2].partition("````")[0]
+
+
+@pytest.mark.parametrize("width, fits", [(1024, True), (1223, True), (1224, False), (2048, False)])
+def test_the_widths_whose_pair_is_below_32_mb(width, fits):
+    cfg = config.build(pair.get_config())
+    cfg = dataclasses.replace(cfg, encoder=dataclasses.replace(cfg.encoder, width=width))
+    recipe = recipes.make_whole(cfg, placement.place("single", recipes.reader_bytes(cfg)), outline=True)
+    size = sum(wire_tensors.part_bytes(recipe.abstract().trainable, "int8").values())
+    assert (size <= MOST_CACHE_BYTES) == fits
+
+
+def test_a_message_is_written_to_a_file_and_asked_several_questions(run, wire, tmp_path, capsys):
+    file, questions = tmp_path / "m.lwjc", (QUESTION, "Where is the bell?")
+    assert tiny.ask(run[1], run[0], context=TEXT, write=str(file), ratio=4) == 0
+    message = file.read_bytes()
+    assert message == wire.write(TEXT, ratio=4)
+    capsys.readouterr()
+    assert tiny.ask(run[1], run[0], message=message, question=list(questions)) == 0
+    told = capsys.readouterr().out
+    for reader in ("llama", "qwen"):
+        for question, found in zip(questions, wire.read(message, reader, questions), strict=True):
+            assert f"question: {question}" in told and f"{reader} from message: {found}" in told
+    with pytest.raises(UserError, match=r"ratio=2.*\(4,\)"):
+        tiny.ask(run[1], run[0], message=message, question=list(questions), ratio=2)
+
+
 def test_a_started_run_is_not_started_again(run, capsys):
     assert train.main(run[1], run[0]) == 0
     assert "texts" not in capsys.readouterr().out
@@ -208,3 +277,32 @@ def test_the_tree_is_what_is_described(wire):
     np.testing.assert_allclose(np.asarray(code["tables"]).mean(axis=(1, 2)), 1 / np.arange(1, 17), atol=0.02)
     np.testing.assert_allclose(code["basis"] @ code["basis"].T, np.eye(len(code["basis"])), atol=1e-4)
     assert cache_codec.bits(cache_message.statistics_of(code, 2), wire.section(wire.write(TEXT), "llama").numbers) > 0
+
+
+@pytest.fixture(scope="module")
+def other_readers(tmp_path_factory):
+    """A wire whose readers have a sliding window, and LongRope, longer than a text that is read twice."""
+    pytest.importorskip("torch", reason="tiny_models needs torch: pip install -r requirements-dev.txt")
+    from examples import tiny_models
+
+    long = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0 + i / 7 for i in range(10)]}
+    long |= {"long_factor": [2.0 + i for i in range(10)], "original_max_position_embeddings": LIMIT}
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("window", "long")}
+    tiny_models.make(folders["window"], "phi3", sliding_window=LIMIT)
+    tiny_models.make(folders["long"], "phi3", rope_parameters=long, original_max_position_embeddings=LIMIT)
+    changes = CACHE | {"encoder__width": 100, "encoder__texts": 16, "data__context_tokens": 96}
+    cfg = tiny.make_config(folders["long"], models=folders, **changes, message__bytes=150)
+    recipe = recipes.make_whole(cfg, placement.place("single", recipes.reader_bytes(cfg)))
+    weights = recipe.build()
+    return CodedWire(recipe, weights.trainable, weights.frozen, 0)
+
+
+@pytest.mark.parametrize("reader, rule", [("window", "attends to 512"), ("long", "LongRope.*512")])
+def test_windows_and_long_rope_work_within_their_length_and_are_refused_beyond(other_readers, reader, rule):
+    whole = other_readers.write(TEXT, ratio=1)
+    assert not other_readers.functions.packs(reader), "their keys go by positions"
+    for question in (QUESTION, "Where is the bell?"):
+        assert other_readers.read(whole, reader, question) == other_readers.read_text(TEXT, reader, question)
+    assert other_readers.read(other_readers.write(TEXT), reader, QUESTION)
+    with pytest.raises(UserError, match=f"encoder.kind='cache'.*{rule}.*shorten"):
+        other_readers.write(" ".join([TEXT] * 20), readers=(reader,))

@@ -1,0 +1,207 @@
+"""Our messages of kind "cache" beside kvpress' presses: same model, questions and prompts; rows as they come.
+
+    python -m venv runs/kvpress && runs/kvpress/bin/pip install kvpress
+    python benchmarks/peer_compaction.py --workdir runs/cache --reader qwen --python runs/kvpress/bin/python \
+        --ratios 2,4,8 --questions 64 --out runs/peers.jsonl
+
+A row has F1, nats, the seconds to write (the text is read, and shortened), the positions that a head keeps and the
+bytes of the cache that is left, in the dtype of computing; ours have the bytes of the message too. At the end a line
+for each press and ratio, with the share of the text's gain in nats. Presses shorten the opening too; ours stays whole.
+"""
+
+import argparse
+import collections
+import json
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
+
+from benchmarks import common
+from lw_jax.core import environment
+from lw_jax.core.command_line import take_assignments
+from lw_jax.core.errors import UserError, leave
+from lw_jax.core.precision import DTYPES
+
+PRESSES = "KVzipPress,FastKVzipPress,ExpectedAttentionPress"
+CHILD = Path(__file__).with_name("kvpress_run.py")
+Row = dict[str, Any]
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Measures both sides, theirs in a process of its own; returns 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--workdir", required=True, help="a run or an exported wire of encoder.kind='cache'")
+    parser.add_argument("--reader", required=True)
+    parser.add_argument("--python", required=True, help="of an environment with kvpress")
+    parser.add_argument("--ratios", type=common.numbers, default=(2, 4, 8))
+    parser.add_argument("--questions", type=int, default=64)
+    parser.add_argument("--presses", default=PRESSES)
+    parser.add_argument("--out", type=Path, required=True)
+    assignments, words = take_assignments(sys.argv[1:] if argv is None else argv)
+    args = parser.parse_args(words)
+    environment.hide_idle_cuda()
+    wire = open_wire(args.workdir, assignments)
+    cases = questions_of(wire, args.reader, args.questions)
+    args.out.parent.mkdir(parents=True, exist_ok=True)
+    found: list[Row] = []
+    with args.out.open("w", encoding="utf-8") as file:
+        for row in _both(wire, args, cases):
+            file.write(json.dumps(row) + "\n")
+            file.flush()
+            found.append(row)
+    print("\n".join(summarise(found)))
+    return 0
+
+
+def open_wire(workdir: str, assignments: dict[str, str]) -> Any:
+    """Opens the wire."""
+    import lw_jax
+    from lw_jax.inference.coded_wire import CodedWire
+
+    wire = lw_jax.load_wire(workdir, config=assignments)
+    if not isinstance(wire, CodedWire):
+        raise UserError(f"--workdir {workdir}: a wire of trained latents; name one of encoder.kind='cache'")
+    return wire
+
+
+def questions_of(wire: Any, reader: str, count: int) -> list[Row]:
+    """Returns held-out questions with the ids of their prompts' parts."""
+    from lw_jax.data.examples import spread
+    from lw_jax.evals.control_rows import ANSWER
+
+    wire._check_reader(reader)
+    encoded = wire.recipe.encode(wire.recipe.examples("validation"))
+    fields, found = encoded.readers[reader], []
+    for index in spread(len(encoded), count):
+        parts = {"before": "before", "text": "own", "after": "after", "answer": "answer"}
+        ids = {name: [int(one) for one in fields[key].ids[index]] for name, key in parts.items()}
+        host = wire._put(encoded.collate([index])["readers"][reader], wire.functions.mesh_of(reader))
+        found.append({"example": encoded.examples[index], "ids": ids, "fields": {key: host[key] for key in ANSWER}})
+    return found
+
+
+def _both(wire: Any, args: argparse.Namespace, cases: list[Row]) -> Iterator[Row]:
+    """Yields the rows of both sides, ours first."""
+    from lw_jax.evals import answers
+
+    decode = wire.recipe.tokenizers[args.reader].decode
+
+    def judged(row: Row) -> Row:
+        if "error" in row:
+            return row
+        told = answers.first_line(decode(row.pop("ids")))
+        return row | {"answer": told, "f1": answers.f1(told, cases[row["question"]]["example"].answers)}
+
+    for row in _ours(wire, args, cases):
+        yield judged(row)
+    for row in _theirs(wire, args, cases):
+        yield judged(row)
+
+
+def _ours(wire: Any, args: argparse.Namespace, cases: list[Row]) -> Iterator[Row]:
+    """Yields our rows, without and with the text's message, a question at a time."""
+    import jax
+    import numpy as np
+
+    from lw_jax.core.types import Example
+
+    name, new = args.reader, wire.recipe.cfg.eval.max_new_tokens
+    model, params = wire.recipe.wire.readers[name].config, wire.frozen[name]
+    each = 2 * model.head_dim * params["embed"].dtype.itemsize
+    for ratio in args.ratios:
+        for number, case in enumerate(cases):
+            one: Example = case["example"]
+            write = lambda one=one, ratio=ratio: wire.write(one.context, ratio=ratio, readers=(name,))  # noqa: E731
+            write()  # compiles
+            started = time.perf_counter()
+            message = write()
+            seconds, section = time.perf_counter() - started, wire.section(message, name)
+            packed, masked = (wire.prompt([section], [one.question], name, whole=whole) for whole in (False, True))
+            ids = np.asarray(wire.functions.generate(params, packed, name, new))[0]
+            scores = jax.device_get(wire.functions.score(params, masked, case["fields"], name))
+            kept = int((section.levels > 0).sum())
+            yield {
+                "press": "ours",
+                "ratio": ratio,
+                "question": number,
+                "write_seconds": seconds,
+                "nll": float(scores["nll"][0]),
+                "tokens": int(scores["tokens"][0]),
+                "positions": kept / (model.layers * model.kv_heads),
+                "kept_bytes": kept * each,
+                "held_bytes": kept * each,
+                "message_bytes": len(message),
+                "ids": [int(token) for token in ids if token >= 0],
+            }
+
+
+def _theirs(wire: Any, args: argparse.Namespace, cases: list[Row]) -> Iterator[Row]:
+    """Yields kvpress' rows as its process prints them."""
+    import jax
+
+    from lw_jax.recipes import frozen_models
+
+    cfg = wire.recipe.cfg
+    llm = cfg.llms[args.reader]
+    location = frozen_models.locate(cfg, llm.source, llm.sha256)
+    case = {
+        "folder": str(location if location.is_dir() else location.parent),
+        "gguf": None if location.is_dir() else location.name,
+        "dtype": DTYPES.get(llm.weights, "float32"),
+        "device": "cuda" if jax.default_backend() == "gpu" else "cpu",
+        "presses": args.presses.split(","),
+        "ratios": list(args.ratios),
+        "stops": list(wire.recipe.wire.readers[args.reader].stops),
+        "max_new_tokens": cfg.eval.max_new_tokens,
+        "questions": [one["ids"] for one in cases],
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "case.json"
+        file.write_text(json.dumps(case), "utf-8")
+        with subprocess.Popen([args.python, str(CHILD), str(file)], stdout=subprocess.PIPE, text=True) as child:
+            assert child.stdout is not None, "a pipe"
+            for line in child.stdout:
+                if line.startswith("{"):  # presses print lines of their own
+                    yield json.loads(line)
+        if child.returncode:
+            raise UserError(f"--python {args.python}: {CHILD.name} ended with {child.returncode}; its lines are above")
+
+
+def summarise(rows: Sequence[Row]) -> list[str]:
+    """Returns a line for each press and ratio."""
+    groups: dict[tuple[str, int], list[Row]] = collections.defaultdict(list)
+    for row in rows:
+        groups[row["press"], row["ratio"]].append(row)
+    ends = [_nats(groups[name, 1]) for name in ("nothing", "text")]
+    lines = [
+        f"{'press':<24}{'of':>4}{'F1':>8}{'nats':>8}{'gain':>8}{'write, s':>10}{'positions':>11}"
+        f"{'kept MB':>9}{'held MB':>9}"
+    ]
+    for (press, ratio), own in groups.items():
+        if "error" in own[0]:
+            lines.append(f"{press:<24}{ratio:>4}  {own[0]['error']}")
+            continue
+        mean = {key: sum(one[key] for one in own) / len(own) for key in ("f1", "write_seconds", "positions")}
+        size = {key: sum(one[key] for one in own) / len(own) / 1e6 for key in ("kept_bytes", "held_bytes")}
+        nats = _nats(own)
+        gain = (ends[0] - nats) / (ends[0] - ends[1])
+        lines.append(
+            f"{press:<24}{ratio:>4}{mean['f1']:>8.3f}{nats:>8.3f}{gain:>8.3f}{mean['write_seconds']:>10.3f}"
+            f"{mean['positions']:>11.1f}{size['kept_bytes']:>9.2f}{size['held_bytes']:>9.2f}"
+        )
+    return lines
+
+
+def _nats(rows: Sequence[Row]) -> float:
+    """Returns the nats a token of the answers."""
+    return sum(one["nll"] for one in rows) / sum(one["tokens"] for one in rows)
+
+
+if __name__ == "__main__":
+    leave(main)

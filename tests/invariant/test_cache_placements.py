@@ -1,0 +1,95 @@
+"""A wire of kind "cache" on one, two and four devices: the same messages, rows, answers and start."""
+
+import jax
+import numpy as np
+import pytest
+
+from lw_jax import recipes
+from lw_jax.inference import coded_evaluation
+from lw_jax.inference.coded_wire import CodedWire
+from sharding import place, placement
+from tests import tiny
+
+CACHE = {"encoder__kind": "cache", "encoder__ratio": 2, "encoder__width": 200, "encoder__texts": 24, "train__steps": 0}
+TEXT = "Mira keeps a copper lantern in the old mill. Tom keeps a silver bell in the new barn."
+QUESTIONS = ("What does Mira keep?", "Where is the bell?", "Who is in the barn?")
+PLACED = {
+    "replicate 2": {"devices": 2},
+    "replicate 4": {"devices": 4},
+    "fsdp 2": {"devices": 2, "strategy": "fsdp"},
+    "tensor 2": {"devices": 2, "strategy": "tensor", "model": 2},
+    "data 2 x tensor 2": {"devices": 4, "strategy": "tensor", "model": 2},
+    "tensor 4, of 2 heads of keys": {"devices": 4, "strategy": "tensor", "model": 4},
+    "split 2": {"devices": 2, "strategy": "split"},
+}
+QUICK = ("replicate 2", "data 2 x tensor 2")
+NATS = 2e-3  # of an answer: integers of the code that lie between two may be rounded to either
+ROUNDED = 0.002  # share of a code's integers that other sums round to the next one
+DECODED = 1e-3  # relative, of what a basis from other sums explains
+
+
+def make(root, *, devices=1, strategy="replicate", model=1):
+    cfg = tiny.make_config(root, **CACHE, message__bytes=130, eval__rows=("text", "latents", "quarter"))
+    placed = placement.place(strategy, recipes.reader_bytes(cfg), model=model, devices=jax.devices()[:devices])
+    return recipes.make_whole(cfg, placed)
+
+
+@pytest.fixture(scope="module")
+def alone(root):
+    """On one device: the codes, the wire, its message, answers and records."""
+    recipe = make(root)
+    weights = recipe.build()
+    wire = CodedWire(recipe, weights.trainable, weights.frozen, 0)
+    return wire, *results(wire)
+
+
+def results(wire):
+    message = wire.write(TEXT, ratio=(1, 2))
+    answers = {name: wire.read(message, name, list(QUESTIONS)) for name in wire.recipe.wire.readers}
+    records = coded_evaluation.measure(wire, batch=8, say=lambda _: None).records
+    return message, answers, records
+
+
+@pytest.mark.parametrize("name", [one if one in QUICK else pytest.param(one, marks=pytest.mark.slow) for one in PLACED])
+def test_every_placement_writes_reads_and_scores_alike(name, root, alone):
+    first, message, answers, records = alone
+    recipe = make(root, **PLACED[name])
+    codes = jax.device_put(jax.device_get(first.trainable), recipe.shardings().trainable)
+    wire = CodedWire(recipe, codes, recipe.load_frozen(), 0)
+    assert wire.fingerprint == first.fingerprint
+    own, told, found = results(wire)
+    for reader in answers:
+        ours, theirs = wire.section(own, reader), first.section(message, reader)
+        np.testing.assert_array_equal(ours.levels, theirs.levels)
+        apart = np.abs(ours.numbers.astype(int) - theirs.numbers)
+        assert apart.max() <= 1 and (apart > 0).mean() <= ROUNDED
+        # Either's message serves the other.
+        assert wire.read(message, reader, list(QUESTIONS)) == first.read(message, reader, list(QUESTIONS))
+    assert told == answers
+    assert [(one["reader"], one["row"], one["index"]) for one in found] == [
+        (one["reader"], one["row"], one["index"]) for one in records
+    ]
+    for ours, theirs in zip(found, records, strict=True):
+        assert ours["positions"] == theirs["positions"] and ours["tokens"] == theirs["tokens"]
+        assert ours["nll"] == pytest.approx(theirs["nll"], abs=NATS), (ours["reader"], ours["row"])
+
+
+def test_a_start_on_several_devices_is_that_of_one(root, alone):
+    recipe = make(root, devices=4, strategy="tensor", model=2)
+    found = jax.device_get(recipe.build().trainable["codes"])
+    for name, own in jax.device_get(alone[0].trainable["codes"]).items():
+        other = found[name]
+        assert other["fitted"] == own["fitted"]
+        np.testing.assert_allclose(other["tables"], own["tables"], atol=0.01)
+        np.testing.assert_allclose(other["mean"], own["mean"], atol=1e-3)
+        # A basis is determined up to signs and turns among equals: what it explains of the other's is compared.
+        shared = np.linalg.norm(own["basis"] @ other["basis"].T) ** 2 / len(own["basis"])
+        assert shared > 0.98
+        np.testing.assert_allclose(other["variance"].sum(), own["variance"].sum(), rtol=DECODED)
+        np.testing.assert_allclose(other["step"], own["step"], rtol=0.1)
+
+
+def test_codes_lie_whole_on_every_device_of_their_reader(root):
+    recipe = make(root, devices=4, strategy="tensor", model=2)
+    shapes = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
+    assert all(leaf.sharding.is_fully_replicated for leaf in jax.tree.leaves(shapes))

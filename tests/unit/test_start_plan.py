@@ -1,0 +1,80 @@
+"""Plans of runs without steps: memory, seconds, the job; of two tiny readers and of 8B ones."""
+
+import json
+
+import pytest
+
+from configs import pair_8b
+from lw_jax.commands import bench, plan, slurm
+from lw_jax.core import config
+from lw_jax.core.errors import UserError
+from lw_jax.planning import plan_cache, start_plan, start_tables
+from lw_jax.slurm.job import Request
+from tests import tiny
+
+CACHE = {"encoder__kind": "cache", "encoder__ratio": 4, "encoder__width": 200, "encoder__texts": 24, "train__steps": 0}
+
+
+@pytest.fixture(scope="module")
+def large():
+    """Llama-3.1-8B and Qwen2.5-7B on one H100, by arithmetic."""
+    return start_plan.of_target(config.build(pair_8b.get_config()), "h100x1", estimate=True)
+
+
+def test_two_readers_of_8b_start_on_one_card_of_80_gb(large):
+    best = large.chosen
+    assert best is not None and (best.strategy, best.mesh) == ("single", "1x1")
+    llama, qwen = best.readers["llama"], best.readers["qwen"]
+    assert llama.weights_bytes == pytest.approx(16.06e9, rel=0.01)  # 8.03 billion in bf16
+    assert llama.code_bytes == pytest.approx(2048 * 2 * 32 * 8 * 128 * 4, rel=0.01)
+    assert llama.text_bytes == 1000 * 2 * 32 * 8 * 128 * 2 and llama.message_bytes == llama.text_bytes // 4
+    assert llama.weights_bytes + qwen.weights_bytes < best.peak_bytes < large.limit_bytes
+    assert large.hours is not None and 0 < large.hours < 0.5
+    assert llama.write_seconds > 2 * llama.read_seconds > 0
+
+
+def test_reading_costs_two_flops_a_weight_and_token(large):
+    weights = 8.03e9 - 2 * 128256 * 4096  # without embedding and head
+    reading = large.chosen.readers["llama"].reading
+    read = 2 * 2 * weights * large.rows * large.tokens
+    assert read < reading.flops < 1.2 * read, "and the products of attention"
+
+
+def test_report_and_flags_say_what_is_chosen(large):
+    told = start_tables.report(large)
+    assert "chosen: single 1x1" in told and "--config.mesh.placement=single" in told and "ARITHMETIC ESTIMATE" in told
+    assert "a text of 1,000 tokens: read in" in told
+
+
+def test_what_does_not_fit_takes_more_devices_or_says_so():
+    small = config.build(pair_8b.get_config())
+    found = start_plan.of_target(small, "a100_40x1", estimate=True)
+    assert found.chosen is None and "of" in found.candidates[-1].obstacle and found.hours is None
+    assert "nothing fits" in start_tables.report(found)
+    several = start_plan.of_target(small, "a100_40x8", estimate=True)
+    assert several.chosen is not None and several.chosen.strategy == "tensor" and several.chosen.model > 1
+
+
+def test_the_cpu_is_planned_by_compiling_and_as_json(root, capsys):
+    cfg = tiny.make_config(root, **CACHE, mesh__placement="single")
+    request = plan.Request(config="configs/cache_smoke.py", as_json=True)
+    assert plan.main(cfg, resolved={}, workdir=root, request=request) == 0
+    found = json.loads(capsys.readouterr().out)
+    reader = found["chosen"]["readers"]["llama"]
+    assert found["target"] == "cpu" and found["compiled"] and found["hours"] > 0
+    for part in ("reading", "writing"):
+        assert 0.4 < reader[part]["estimate_bytes"] / reader[part]["peak_bytes"] < 2.5
+
+
+def test_a_job_is_written_and_what_needs_steps_is_refused(tmp_path, monkeypatch, large, capsys):
+    cfg = config.build(pair_8b.get_config())
+    monkeypatch.setattr(start_plan, "of_target", lambda *_: large)
+    request = Request(config="configs/pair_8b.py", assignments={}, project=plan_cache.ROOT, target="h100x1")
+    slurm.main(cfg, resolved=config.to_dict(cfg), workdir=tmp_path, request=request)
+    script = (tmp_path / "job.sbatch").read_text("utf-8")
+    assert "--gpus-per-node=1" in script and "--config.mesh.placement=single" in script
+    assert "time limit" in capsys.readouterr().out
+    with pytest.raises(UserError, match=r"train\.steps = 0.*eval"):
+        bench.main(cfg, resolved={}, workdir=tmp_path, request=bench.Request((), 1, False))
+    with pytest.raises(UserError, match="--simulate 1,2"):
+        plan.main(cfg, resolved={}, workdir=tmp_path, request=plan.Request("configs/pair_8b.py", simulate="1,2"))
