@@ -137,9 +137,7 @@ def measure_all(ask: Any, *, lengths: Iterable[int], batches: Iterable[int]) -> 
 
 def outline(cfg: Config) -> Row:
     """Returns the unit of the recipe's examples, how many an example has, and the global batch."""
-    from lw_jax.training.recipe import unit_of
-
-    unit, length = unit_of(_make(cfg))
+    unit, length = _make(cfg).unit
     return {"unit": unit, "length": length, "global_batch": cfg.train.global_batch}
 
 
@@ -234,7 +232,7 @@ def measure(cfg: Config, point: Point, *, steps: int) -> Row:
     hardware = placement_search.Hardware(
         devices, room or memory_limit.MemoryLimit(UNBOUNDED, 1.0), gpus.Target(card, point.devices) if card else None
     )
-    tried = placement_search.choose(own, hardware, widths=None)
+    tried = placement_search.choose(own, hardware)
     best, row = placement_search.pick(tried), _row(own, point, "measured", devices[0].device_kind)
     if best is None or best.needs is None or best.placement is None:
         return row | {"obstacle": "; ".join(one.obstacle for one in tried)}

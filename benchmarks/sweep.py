@@ -15,12 +15,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from benchmarks import common
 from lw_jax.core import command_line
 from lw_jax.core.errors import UserError, leave
-from lw_jax.report import figures
+from lw_jax.report.figures import COLOURS
 
 Row = dict[str, Any]
 
@@ -47,9 +50,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     args.out.mkdir(parents=True, exist_ok=True)
     told = {"config": args.config, "assignments": assignments, "target": args.target, "rows": rows}
     (args.out / "sweep.json").write_text(json.dumps(told, indent=1) + "\n", "utf-8")
-    figures.draw_sweep(rows, title=f"{Path(args.config).name}, {rows[0]['device']}").savefig(args.out / "sweep.png")
+    draw(rows, title=f"{Path(args.config).name}, {rows[0]['device']}").savefig(args.out / "sweep.png")
     print(table(rows))
     return 0
+
+
+def draw(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
+    """Returns samples a second and memory over the batch, one line for each number of slots.
+
+    Rows: {"slots", "batch", "samples_per_second", "peak_bytes"}, the last two None where the batch does not fit.
+    """
+    figure = Figure(figsize=(10, 4), layout="constrained")
+    speed, memory = figure.subplots(1, 2)
+    for slots, colour in zip(sorted({row["slots"] for row in rows}), COLOURS, strict=False):
+        line = sorted((row for row in rows if row["slots"] == slots), key=lambda row: row["batch"])
+        line = [row for row in line if row["peak_bytes"] is not None]
+        batches, label = [row["batch"] for row in line], f"{slots} slots"
+        speed.plot(batches, [row["samples_per_second"] for row in line], "o-", color=colour, label=label)
+        memory.plot(batches, [row["peak_bytes"] / 1e9 for row in line], "o-", color=colour, label=label)
+    for panel, unit in ((speed, "samples a second"), (memory, "peak memory of the device, GB")):
+        panel.set_xscale("log", base=2)
+        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        panel.set(xlabel="samples a step (logarithmic)", ylabel=unit)
+        panel.set_ylim(bottom=0)
+        panel.grid(alpha=0.3)
+    speed.legend()
+    figure.suptitle(title)
+    return figure
 
 
 def _at(batch: int, slots: int, given: Any) -> list[str]:

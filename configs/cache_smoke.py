@@ -1,4 +1,4 @@
-"""configs/cache.py with two tiny readers that the project makes itself: no download, no GPU, a minute on two cores.
+"""configs/pair.py with two tiny readers that the project makes itself: no download, no GPU, a minute on two cores.
 
 python run.py --config configs/cache_smoke.py
 """

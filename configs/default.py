@@ -2,9 +2,8 @@
 
     python run.py --config configs/default.py
 
-The settings of configs/pair.py at the size of five minutes: an encoder that is the frozen reader with LoRA pairs, keys
-and values of every layer in the place of the text, which begin at the reader's own. Any CPU or GPU. Time and table of
-this run: docs/numbers.md.
+Trained latents: the encoder is the frozen reader with LoRA pairs, keys and values of every layer take the place of the
+text and begin at the reader's own. Any CPU or GPU. Time and table of this run: docs/numbers.md.
 """
 
 from ml_collections import ConfigDict

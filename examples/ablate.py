@@ -38,7 +38,6 @@ ROWS = {
     "pretraining first": ("stages.align.share=0.1", "stages.pretrain.share=0.4"),
     "KL": ("loss.kl=1.0",),
     "KL alone": ("loss.kl=1.0", "loss.ce=0.0"),
-    "question in the latents": ("prompt.question=latents",),
 }
 FIGURES = ("nll", "gap_nll", "recovered_nll", "f1", "gap_f1")
 

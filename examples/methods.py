@@ -36,9 +36,7 @@ ROWS = {
     "ours": (
         "adapter.kind=kv",
         "adapter.start=aligned",
-        "message.literals=4",
-        "eval.rows=text,text_taught,message,message_shuffled,literals,latents,shuffled,none,truncated,"
-        "selected_taught,ceiling_taught",
+        "eval.rows=text,text_taught,latents,shuffled,none,truncated,selected_taught,ceiling_taught",
     ),
 }
 # Rows of an evaluation that the table names after their method.
@@ -69,13 +67,12 @@ def _read(folder: Path, row: str, result: dict[str, Any]) -> Iterator[dict[str, 
     free = dict.fromkeys(cost)
     for reader, rows in result["rows"].items():
         between = result["readers"][reader]
-        sent = next(name for name in ("message", "latents") if name in rows)
-        alone = ALONE if sent == "message" else {}
-        for name, method in ((sent, row), *((name, alone[name]) for name in alone if name in rows)):
+        alone = ALONE if "selected_taught" in rows else {}  # of the run that has the rows without a wire
+        for name, method in (("latents", row), *((name, alone[name]) for name in alone if name in rows)):
             share = _share(rows, name) if between.get("normalised_f1") is not None else None
             line = {"method": method, "reader": reader, "normalised_f1": share}
             line |= {key: rows[name][key] for key in ("positions", "f1", "nll")}
-            yield line | (cost if name == sent else free)
+            yield line | (cost if name == "latents" else free)
 
 
 def _share(rows: Mapping[str, Mapping[str, float]], name: str) -> float:

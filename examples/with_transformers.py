@@ -58,7 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _keep_fp32()
     wire = open_wire(args.workdir, args.reader, assignments)
     model, tokenizer = load_model(wire, args.reader)
-    message = message or write(wire, text, args.question[0])
+    message = message or write(wire, text)
     ours = wire.read(message, args.reader, args.question)
     theirs = answer_with_transformers(model, tokenizer, wire, message, args.reader, args.question)
     print(f"message: {len(message)} bytes; {args.reader} is {model.name_or_path}")
@@ -85,13 +85,11 @@ def open_wire(workdir: str, reader: str, assignments: dict[str, str]) -> "Wire":
     return lw_jax.load_wire(path, config=assignments)
 
 
-def write(wire: "Wire", text: str, question: str) -> bytes:
+def write(wire: "Wire", text: str) -> bytes:
     """Returns a text's message; of encoder.kind='cache' with all positions, as a cache of transformers holds them."""
     from lw_jax.inference.trained_wire import TrainedWire
 
-    if not isinstance(wire, TrainedWire):
-        return wire.write(text, ratio=1)
-    return wire.write(text, question=question if wire.recipe.cfg.prompt.question == "latents" else "")
+    return wire.write(text) if isinstance(wire, TrainedWire) else wire.write(text, ratio=1)
 
 
 def _keep_fp32() -> None:

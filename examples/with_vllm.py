@@ -9,7 +9,7 @@ sources of vLLM 0.33.0; a tensor is base64 of what torch.save writes, f32 [t, d]
 - `--api completions`: the field `prompt_embeds` of /v1/completions holds the whole prompt, question included. Every
   position is the one that the reader was trained with.
 - `--api chat`: a content part {"type": "prompt_embeds", "data": ...} of /v1/chat/completions (vLLM PR #40720: since
-  0.21.0) holds the message alone: slots, task vector and literals. What stands around them is text, so one part serves
+  0.21.0) holds the message alone: slots and task vector. What stands around them is text, so one part serves
   any question. The server puts its chat template around. Every position is that of training where the reader was
   trained with llms.NAME.template=chat and the template leaves the words as they are; with template=plain only the
   part's are. Where they differ, a note on standard error says so.
@@ -103,9 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     text = message_io.read_text(args.context) if args.context else ""
     message = message_io.read_message(args.message) if args.message else b""
     wire = open_wire(args.workdir, assignments)
-    if not message:
-        in_latents = wire.recipe.cfg.prompt.question == "latents"
-        message = wire.write(text, question=args.question if in_latents else "")
+    message = message or wire.write(text)
     make = {"completions": make_completion, "chat": make_chat}[args.api]
     fields = make(wire, message, args.reader, args.question)
     body = json.dumps(fields | ({"model": args.model} if args.model else {})).encode()
@@ -156,8 +154,7 @@ def make_chat(wire: "TrainedWire", message: bytes, reader: str, question: str) -
         raise UserError(f"reader {reader!r}: its tokenizer has no chat template: vLLM refuses; use --api completions")
     parts, joint = split_prompt(prompt.user), find_joint(tokenizer)
     assert parts is not None, "the recipe has checked it"
-    asked = "" if prompt.question == "latents" else question.strip()
-    first, last = parts[0].removesuffix(joint), (parts[1] + asked + parts[2]).removeprefix(joint)
+    first, last = parts[0].removesuffix(joint), (parts[1] + question.strip() + parts[2]).removeprefix(joint)
     system = [{"role": "system", "content": prompt.system}] if prompt.system else []
     reply = [{"role": "assistant", "content": prompt.anchor}] if prompt.anchor else []
 
@@ -185,11 +182,9 @@ def cut_prompt(
 ) -> tuple[list[int], np.ndarray, list[int]]:
     """Returns a prompt's token ids before the message, the message's positions f32 [n d], and the ids behind it."""
     from lw_jax.data import batches  # JAX, which `lw_jax.load_wire` prepares for
-    from lw_jax.models import codec
 
     whole = wire.prompt_embeds(message, reader, question)
-    literals = codec.read_frame(message).literals
-    fields = batches.encode_prompt("?", question, layout=wire.recipe.layout, literals=literals)["readers"][reader]
+    fields = batches.encode_prompt("?", question, layout=wire.recipe.layout)["readers"][reader]
     before, after = (fields[name]["ids"][fields[name]["mask"]].tolist() for name in ("before", "after"))
     return before, whole[len(before) : len(whole) - len(after)], after
 

@@ -29,17 +29,14 @@ class Cut:
 
     @property
     def micro_batch(self) -> int:
-        """Returns the rows of one device in one micro-batch."""
         return -(-self.global_batch // (self.data_axis * self.accumulation))
 
     @property
     def rows(self) -> int:
-        """Returns the rows of all devices and micro-batches."""
         return self.micro_batch * self.data_axis * self.accumulation
 
     @property
     def filling(self) -> int:
-        """Returns the rows of weight zero."""
         return self.rows - self.global_batch
 
     @property
@@ -144,7 +141,6 @@ def whole(mesh: Mesh) -> NamedSharding:
 
 
 def replicate(tree: Any, mesh: Mesh) -> Any:
-    """Returns the tree replicated over the mesh."""
     return jax.device_put(tree, whole(mesh))
 
 
@@ -180,12 +176,10 @@ def place_shapes(shapes: Any, shardings: Any) -> Any:
 
 
 def round_up(batch: int, data: int) -> int:
-    """Returns the smallest batch of at least this size that the data axis divides."""
     return -(-batch // data) * data
 
 
 def processes(mesh: Mesh) -> int:
-    """Returns the number of processes that own devices of the mesh."""
     return len({device.process_index for device in mesh.devices.flat})
 
 

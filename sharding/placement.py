@@ -25,7 +25,7 @@ STRATEGIES = {
 }
 
 
-APART = ("split", "hybrid3", "hybrid4")  # readers on devices of their own: one process drives them all
+MULTI_MESH = ("split", "hybrid3", "hybrid4")  # readers on devices of their own: one process drives them all
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,23 +52,20 @@ class Placement:
         return self.stands_for or self.learner.devices.flat[0].platform
 
     @property
-    def apart(self) -> bool:
+    def on_several_meshes(self) -> bool:
         """Says whether a reader is on other devices than the trainable parameters: one program cannot hold both."""
         return any(component.mesh != self.learner for component in self.readers.values())
 
     @property
     def data(self) -> int:
-        """Returns the size of the data axis."""
         return self.learner.shape["data"]
 
     @property
     def meshes(self) -> tuple[Mesh, ...]:
-        """Returns every mesh once, the learner's first."""
         return tuple(dict.fromkeys([self.learner, *(component.mesh for component in self.readers.values())]))
 
     @property
     def devices(self) -> int:
-        """Counts the devices in use."""
         return len({device for mesh in self.meshes for device in mesh.devices.flat})
 
     def on_one_device(self) -> "Placement":
@@ -79,20 +76,18 @@ class Placement:
         return Placement("single", mesh, readers, self.platform)
 
     def describe(self, *, available: int | None = None) -> str:
-        """Returns one line: the meshes of all components and the number of unused devices."""
         available = jax.device_count() if available is None else available
         idle = available - self.devices
         rest = f"; {idle} of {available} devices stay unused" if idle else ""
         kind = self.learner.devices.flat[0].device_kind
-        if not self.apart:
+        if not self.on_several_meshes:
             return f"placement {self.strategy}: {_sizes(self.learner)} on {self.devices} {kind}{rest}"
         lines = [f"trainable parameters {_where(self.learner)}"]
         lines += [f"{name} {_where(component.mesh)}" for name, component in self.readers.items()]
         return f"placement {self.strategy}: {', '.join(lines)} on {self.devices} {kind}{rest}"
 
 
-def together(mesh: Mesh, readers: Sequence[str], *, table: str = "replicate") -> Placement:
-    """Returns the placement of all components on one mesh."""
+def one_mesh(mesh: Mesh, readers: Sequence[str], *, table: str = "replicate") -> Placement:
     return Placement(table, mesh, {name: Component(mesh, table) for name in readers})
 
 
@@ -118,9 +113,9 @@ def place(
     """
     found = list(jax.devices() if devices is None else devices)
     if strategy == "single":
-        return dataclasses.replace(_together(strategy, readers, found, 1, 1), strategy="single")
+        return dataclasses.replace(_on_one_mesh(strategy, readers, found, 1, 1), strategy="single")
     if strategy in ("replicate", "fsdp", "tensor"):
-        return _together(strategy, readers, found, data, model)
+        return _on_one_mesh(strategy, readers, found, data, model)
     if strategy not in STRATEGIES:
         raise PlacementError(f"mesh.placement={strategy!r} is not one of {', '.join(STRATEGIES)}")
     check_processes(strategy, data, model, devices=len(found), processes=len({one.process_index for one in found}))
@@ -133,7 +128,7 @@ def check_processes(strategy: str, data: int, model: int, *, devices: int, proce
     """Raises PlacementError where a strategy cannot run on so many devices in so many processes of equal size."""
     if processes == 1:
         return
-    if strategy in APART:
+    if strategy in MULTI_MESH:
         raise PlacementError(
             f"mesh.placement={strategy!r} over several processes ({processes}, one a node): latents cross between "
             "devices of one process only; use replicate, fsdp or tensor, or auto, which takes one of them; or one node"
@@ -142,9 +137,9 @@ def check_processes(strategy: str, data: int, model: int, *, devices: int, proce
     meshes.check_processes(devices, used=data * model, model=model, processes=processes)
 
 
-def _together(table: str, readers: Mapping[str, int], devices: list[Device], data: int, model: int) -> Placement:
+def _on_one_mesh(table: str, readers: Mapping[str, int], devices: list[Device], data: int, model: int) -> Placement:
     mesh = meshes.make(data=data, model=model, devices=devices)
-    return together(mesh, list(readers), table=table if table in ("fsdp", "tensor") else "replicate")
+    return one_mesh(mesh, list(readers), table=table if table in ("fsdp", "tensor") else "replicate")
 
 
 def _split(strategy: str, readers: Mapping[str, int], devices: list[Device], *, data: int, model: int) -> Placement:

@@ -3,10 +3,13 @@
 All of it is set by environment variables, so that processes which tests start inherit it.
 """
 
+import gc
 import os
+import resource
 import socket
 import sys
 from collections.abc import Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -22,9 +25,12 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_NUM_CPU_DEVICES", "8")
 os.environ.setdefault("LW_JAX_PROGRESS_SECONDS", "1e6")  # standard error is the same however slow the machine is
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax-tests"))
-# XLA's older emitters compile a training step in a third of the time and compute the same sums. The limit of the
-# instructions makes compute.dtype=auto fp32 on every processor.
-_FLAGS = "--xla_cpu_use_fusion_emitters=false --xla_cpu_max_isa=AVX512"
+# The limit of the instructions makes compute.dtype=auto fp32 on every processor.
+_FLAGS = "--xla_cpu_max_isa=AVX512"
+# XLA's older emitters compile a training step in a third of the time and compute the same sums; jaxlib 0.11 has them no
+# longer, and ends every process that names them.
+if metadata.version("jaxlib").startswith("0.10."):
+    _FLAGS += " --xla_cpu_use_fusion_emitters=false"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_FLAGS}".strip()
 os.environ |= {
     "JAX_NUMPY_DTYPE_PROMOTION": "strict",
@@ -47,6 +53,9 @@ if os.environ["LW_JAX_TEST_TYPES"] == "1":
 
     install_import_hook("lw_jax.models", "tests.typecheck.check")
 
+# Compiled programs of several files; above it they are freed.
+PROGRAM_BYTES = 3e9
+
 _LOCAL = ("localhost", "127.0.0.1", "::1", "0.0.0.0", "::")
 _connect = socket.socket.connect
 
@@ -56,6 +65,12 @@ def _connect_locally(self: socket.socket, address: Any) -> None:
         self.close()
         pytest.fail(f"a test tried to reach {address}; mark it `network` or keep it local")
     _connect(self, address)
+
+
+def pytest_collection_finish() -> None:
+    """Lets Python's collector leave alone what was imported: it took a tenth of the time of tracing."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 50)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
@@ -72,9 +87,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
 
 @pytest.fixture(autouse=True, scope="module")
 def _forgotten_programs() -> Iterator[None]:
-    """Frees a file's compiled programs at its end: those of the whole suite take several GB a process."""
+    """Frees compiled programs where the process takes much: those of the whole suite would take several GB."""
     yield
-    if "jax" in sys.modules:
+    statm = Path("/proc/self/statm")  # Linux alone has it; elsewhere each file's programs are freed at its end
+    pages = int(statm.read_text().split()[1]) if statm.exists() else PROGRAM_BYTES
+    if "jax" in sys.modules and pages * resource.getpagesize() > PROGRAM_BYTES:
         sys.modules["jax"].clear_caches()
 
 

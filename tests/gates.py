@@ -8,6 +8,7 @@ from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.losses import token_losses
 from lw_jax.models import decoder, wire
 from lw_jax.recipes.latentwire import LatentWire
+from tests import tiny
 
 REPLAY = 2e-5  # fp32 logits of unit size, the same sums in another order
 KL = 1e-6  # nats per token: squares of the above
@@ -46,8 +47,9 @@ def replayed_embeddings_equal_ids(recipe: LatentWire) -> None:
     for name, fields in batch["readers"].items():
         assert len({int(n) for n in fields["text"]["mask"].sum(axis=1)}) > 1, "the batch must be ragged"
         params = frozen[name]
-        by_ids = recipe.wire.answer_logits(params, name, wire.text_prompt(params, fields["text"]), fields)
-        replayed = recipe.wire.answer_logits(params, name, replay_prompt(params, fields), fields)
+        text = wire.text_prompt(params, fields["text"])
+        by_ids = tiny.compiled(recipe.wire.answer_logits, params, name, text, fields)
+        replayed = tiny.compiled(recipe.wire.answer_logits, params, name, replay_prompt(params, fields), fields)
         real = np.asarray(fields["weights"]) > 0
         assert np.asarray(by_ids)[real].std() > 0.3, "logits too flat to compare"
         np.testing.assert_allclose(np.asarray(replayed)[real], np.asarray(by_ids)[real], atol=REPLAY)

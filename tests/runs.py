@@ -27,7 +27,15 @@ def between(**changes: Any) -> dict[str, Any]:
 def evaluation() -> dict[str, Any]:
     rows = {name: figures(0.1 * place) for place, name in enumerate(reversed(eval_rows.DEFAULT), 1)}
     references = {name: rows[name] for name in REFERENCES}
-    point = {"slots": 5, "width": 7, "examples": 11, "payload_bytes": 35, "nll_low": 0.1, "nll_high": None}
+    point = {
+        "slots": 5,
+        "width": 7,
+        "examples": 11,
+        "payload_bytes": 35,
+        "positions": 6.0,
+        "nll_low": 0.1,
+        "nll_high": None,
+    }
     points = [
         point | {"reader": reader, "bits": bits, "framed_bytes": 22.0 + 5 * bits, "nll": 1 / bits, "accuracy": 0.5}
         for reader in ("llama", "qwen")
@@ -36,6 +44,7 @@ def evaluation() -> dict[str, Any]:
     score = {"em": 0.5, "em_interval": [0.4, 0.6], "f1": 0.6, "f1_interval": [0.5, 0.7]}
     return {
         "step": 31,
+        "validation": "held.jsonl",
         "rows": {"llama": rows, "qwen": rows},
         "readers": {"llama": between(), "qwen": between(normalised_f1=0.2, recovered_nll=0.3)},
         "joint": {
@@ -48,8 +57,8 @@ def evaluation() -> dict[str, Any]:
             "examples": 11,
             "points": points,
             "references": dict.fromkeys(("llama", "qwen"), references),
+            "text_bytes": {"UTF-8": 117.0, "gzip": 101.0, "zstd": 97.0, "brotli": 89.0},
         },
-        "text_bytes": {"UTF-8": 117.0, "gzip": 101.0, "zstd": 97.0, "brotli": 89.0},
         "counts": {"given": 29, "kept": 23, "question": 4, "answer": 0},
     }
 

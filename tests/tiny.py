@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tokenizers
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 from transformers import PreTrainedTokenizerFast
 
 from configs import base
@@ -143,6 +143,13 @@ def write_bert(folder: Path, *, prefix: str = "", **fields: object) -> tuple[ber
     return cfg, params
 
 
+def edit_tensors(folder: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> None:
+    """Rewrites model.safetensors after `change` has had the dict of tensors."""
+    tensors = load_file(folder / "model.safetensors")
+    change(tensors)
+    save_file(tensors, folder / "model.safetensors")
+
+
 @functools.cache
 def readers(root: Path) -> dict[str, Path]:
     """Writes both readers under `root` once."""
@@ -229,7 +236,7 @@ def make_ttt(root: Path, *, devices: int = 1, strategy: str = "replicate", **cha
     return TTT(cfg, placement.place(strategy, recipes.reader_bytes(cfg), devices=jax.devices()[:devices]))
 
 
-def make_bench(recipe: LatentWire, built: Weights) -> control_rows.Bench:
+def make_bench(recipe: LatentWire, built: Weights) -> control_rows.WireSession:
     """Returns the recipe as evaluation uses it, everything on one device."""
     decode = {name: tokenizer.decode for name, tokenizer in recipe.tokenizers.items()}
 
@@ -237,7 +244,7 @@ def make_bench(recipe: LatentWire, built: Weights) -> control_rows.Bench:
         del name
         return jax.tree.map(jnp.asarray, batch)
 
-    return control_rows.Bench(
+    return control_rows.WireSession(
         WireFunctions(recipe.wire, recipe.placement), built.trainable, built.frozen, decode, place
     )
 
@@ -254,6 +261,21 @@ def gradient_of(recipe: LatentWire, frozen: Tree) -> Callable[[Tree, Tree], tupl
         return jax.grad(objective, has_aux=True)(trainable)
 
     return run
+
+
+def compiled(function: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Returns what a function gives, run as one program; XLA would compile each operation by itself, for each shape."""
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    at = [i for i, leaf in enumerate(leaves) if isinstance(leaf, jax.Array | np.ndarray)]
+
+    def run(arrays: list[jax.Array]) -> Any:
+        filled = leaves.copy()
+        for i, array in zip(at, arrays, strict=True):
+            filled[i] = array
+        args, kwargs = jax.tree.unflatten(tree, filled)
+        return function(*args, **kwargs)
+
+    return jax.jit(run)([leaves[i] for i in at])
 
 
 def unsaved_curve(recipe: LatentWire | TTT, workdir: Path):

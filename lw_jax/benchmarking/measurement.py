@@ -32,7 +32,6 @@ from lw_jax.planning import workload
 from lw_jax.recipes import frozen_models
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory, memory_limit, micro_batch_search, out_of_memory
-from lw_jax.training.recipe import unit_of
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 from sharding.placement import Placement
@@ -155,7 +154,7 @@ class Measured:
 
     def _tokens(self, widths: Tree) -> int:
         """Returns how many tokens of text an example has; latents count as none."""
-        unit, each = unit_of(self.recipe)
+        unit, each = self.recipe.unit
         if unit == "tokens":
             return each
         leaves = jax.tree_util.tree_leaves_with_path(widths)

@@ -20,7 +20,6 @@ from lw_jax.models.wire import Prompt
 from lw_jax.planning import decode_layout, gpus, hlo_counts, planner, roofline, workload
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import memory_limit
-from lw_jax.training.recipe import unit_of
 from sharding import placement as placements
 
 PARTS = ("step", "encode", "prefill", "answer")
@@ -51,7 +50,7 @@ class Predicted:
         )
         card = self.target.card
         room = memory_limit.of_devices(cfg, card.memory_bytes)
-        self.cfg = decode_layout.settle_layers(config.with_remat(cfg, best["remat"]), self.placement, room)
+        self.cfg = decode_layout.resolve_layers(config.with_remat(cfg, best["remat"]), self.placement, room)
         self.recipe: Any = recipes.make(self.cfg, self.placement, outline=True)
         dtype = workload.arithmetic(cfg, self.placement.platform)
         self.ceilings = Ceilings(dtype, card.peak[_WORDS[dtype]], card.bandwidth)
@@ -80,7 +79,7 @@ class Predicted:
         seconds, batch = best["step_seconds"], self.cfg.train.global_batch
         if seconds is None:
             raise UserError(f"--target {self.plan['target']}: {self.plan['untimed']}")
-        unit, each = unit_of(self.recipe)
+        unit, each = self.recipe.unit
         return [
             Row(
                 "step",

@@ -28,7 +28,6 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         bits=args.bits,
         slots=args.slots,
         width=args.width,
-        literals=args.literals,
         ratio=args.ratio,
     )
     return main(loaded.cfg, resolved=loaded.resolved, workdir=loaded.workdir, request=request)
@@ -47,7 +46,6 @@ def main(cfg: Config, *, resolved: dict[str, Any], workdir: Path, request: messa
     # Bad channels and messages are refused before any weight is loaded.
     _check_message(cfg, request)
     answering.check_questions(request.questions, name="--question")
-    _check_count(cfg, request)
     if request.write not in ("", "-"):
         check_writable(Path(request.write).absolute().parent, remedy="choose another file for --write")
     runtime.tell_device()
@@ -71,7 +69,7 @@ def _check_message(cfg: Config, request: message_io.Request) -> None:
     from lw_jax.models import cache_codec, codec
 
     cache = cfg.encoder.kind == "cache"
-    for name in ("bits", "slots", "width", "literals") if cache else ("ratio",):
+    for name in ("bits", "slots", "width") if cache else ("ratio",):
         if (value := getattr(request, name)) is not None:
             rule = "a message of this wire has no such size (config.encoder.kind)"
             raise UserError(f"--{name} {value}: {rule}; {'--ratio sets its positions' if cache else 'leave it out'}")
@@ -82,19 +80,6 @@ def _check_message(cfg: Config, request: message_io.Request) -> None:
     elif not request.message:
         bits = 8 if request.bits is None else request.bits
         trained_wire.resolve_channel(cfg.encoder, bits=bits, slots=request.slots, width=request.width)
-        trained_wire.resolve_literals(cfg, request.literals)
-
-
-def _check_count(cfg: Config, request: message_io.Request) -> None:
-    """Refuses a question beside a message that holds one, more or fewer for such a text, and none for a message."""
-    count, encoded = len(request.questions), "this wire encodes the question with the text (config.prompt.question)"
-    if cfg.prompt.question != "latents":
-        if request.message and not count:
-            raise UserError("answer needs --question TEXT")
-    elif request.message and count:
-        raise UserError(f"--question: {encoded}, the message holds its own; leave it out")
-    elif not request.message and count != 1:
-        raise UserError(f"{count} questions: {encoded}; give exactly one --question")
 
 
 def _encode(wire: "TrainedWire | CodedWire", request: message_io.Request) -> bytes:
@@ -102,9 +87,8 @@ def _encode(wire: "TrainedWire | CodedWire", request: message_io.Request) -> byt
 
     if isinstance(wire, CodedWire):
         return wire.write(request.context, ratio=request.ratio)
-    question = request.questions[0] if wire.recipe.cfg.prompt.question == "latents" else ""
-    sizes = {"slots": request.slots, "width": request.width, "literals": request.literals}
-    return wire.write(request.context, question=question, bits=8 if request.bits is None else request.bits, **sizes)
+    bits = 8 if request.bits is None else request.bits
+    return wire.write(request.context, bits, request.slots, request.width)
 
 
 def _describe(wire: "TrainedWire | CodedWire", message: bytes) -> str:
@@ -114,16 +98,15 @@ def _describe(wire: "TrainedWire | CodedWire", message: bytes) -> str:
     if isinstance(wire, CodedWire):
         return wire.describe(message)
     frame = codec.read_frame(message)
-    held = f"{frame.slots} x {frame.width} values of {frame.bits} bits"
-    return f"{held}, literals: {', '.join(frame.literals)}" if frame.literals else held
+    return f"{frame.slots} x {frame.width} values of {frame.bits} bits"
 
 
 def _print_answers(wire: "TrainedWire | CodedWire", message: bytes, request: message_io.Request) -> None:
     text = f" for {len(request.context.encode())} bytes of text" if request.context else ""
     print(f"message: {len(message)} bytes ({_describe(wire, message)}){text}")
     source = "latents:" if wire.recipe.cfg.encoder.kind != "cache" else "message:"
-    for question in request.questions or (("",) if request.message else ()):
-        print(f"question: {question or 'in the message'}")
+    for question in request.questions:
+        print(f"question: {question}")
         for name in wire.recipe.cfg.llms:
             with phase(f"{name} reads the message"):
                 answer = wire.read(message, reader=name, question=question)

@@ -96,4 +96,4 @@ def _start(cfg: Config, repeats: int) -> Measured:
         raise UserError(f"{jax.process_count()} processes: measure in one, on the devices of one machine")
     runtime.tell_device()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
-    return Measured(*planner.settle(cfg), repeats)
+    return Measured(*planner.resolve_auto(cfg), repeats)

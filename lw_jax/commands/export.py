@@ -13,7 +13,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.hub import wire_repository
 from lw_jax.inference import export
 from lw_jax.report import card, records
-from lw_jax.training.wire_folder import DType, Wire
+from lw_jax.training.wire_folder import DType, WireFolder
 
 _UNPUBLISHED = card.Publication()
 _IDENTIFIER = re.compile(r"[a-z0-9][a-z0-9.+-]*")
@@ -52,7 +52,7 @@ def main(
     runtime.start_devices()
     told = records.read(workdir) if "wire" in folders else None  # a damaged file is refused before anything is written
 
-    def describe(wire: Wire, sizes: Mapping[str, int]) -> str:
+    def describe(wire: WireFolder, sizes: Mapping[str, int]) -> str:
         assert told is not None, "a wire is exported"
         return card.render(told, wire, sizes, published)
 

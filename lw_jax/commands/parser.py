@@ -124,7 +124,6 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
                     "N", "send N latents (default: as encoder.ratio says, or encoder.slots)", kind=_whole
                 ),
                 "--width": _value("N", "send the first N values of each latent (default: all)", kind=_whole),
-                "--literals": _value("N", "send N words of the text (default: message.literals)", kind=_whole),
             },
             examples=(
                 '--workdir runs/mine --context notes.txt --question "Who wrote it?"',
@@ -351,11 +350,11 @@ def _find_fault(args: argparse.Namespace) -> str:
 def _find_answer_fault(args: argparse.Namespace) -> str:
     if bool(args.context) == bool(args.message):
         return "answer needs either --context FILE (a text) or --message FILE (written by --write)"
-    for flag in ("write", "bits", "slots", "width", "literals"):
+    for flag in ("write", "bits", "slots", "width"):
         if args.message and getattr(args, flag) is not None:
             return f"--{flag} sets how a text is written: it needs --context, not --message"
-    if not args.question and not args.write and not args.message:  # a message may hold its question
-        return "answer needs --question TEXT or --write FILE"
+    if not args.question and (args.message or not args.write):
+        return "answer needs --question TEXT" + ("" if args.message else " or --write FILE")
     if args.question and args.write == "-":
         return "--write - fills standard output with the message: leave out --question, or write to a file"
     return ""

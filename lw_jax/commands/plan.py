@@ -120,7 +120,7 @@ def _with_findings(found: planner.Plan, findings: Sequence[preflight.Finding]) -
 
 
 def _code(findings: Sequence[preflight.Finding], *, fits: bool) -> int:
-    if any(one.void for one in findings):
+    if any(one.severity == "error" for one in findings):
         return VOID
     return 0 if fits else NOTHING_FITS
 

@@ -162,7 +162,7 @@ def _check(runs: Mapping[str, Config], *, submit: bool) -> list[str]:
     for name, cfg in runs.items():
         where = f"{name}: " if name else ""
         for one in inspect(cfg):
-            (errors if one.void else warnings).append(f"{where}{one.text}")
+            (errors if one.severity == "error" else warnings).append(f"{where}{one.text}")
         absent = [f"{where}{one.text}" for one in preflight.missing_data(cfg)]
         (errors if submit else warnings).extend(absent)
     if errors:

@@ -18,7 +18,7 @@ from lw_jax.recipes import selfmade
 from lw_jax.training import hardware_record, preflight, run_folder, sinks
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.memory import bytes_of
-from lw_jax.training.recipe import Whole
+from lw_jax.training.recipe import Recipe
 from lw_jax.training.trainer import Run
 from sharding import place
 from sharding.placement import Placement
@@ -66,7 +66,7 @@ def _print_lines(lines: Iterable[object]) -> None:
     print("".join(f"{line}\n" for line in lines), end="", flush=True)
 
 
-def _describe_models(cfg: Config, recipe: Whole) -> Iterator[str]:
+def _describe_models(cfg: Config, recipe: Recipe) -> Iterator[str]:
     """Yields a line about each model that is loaded."""
     frozen = recipe.abstract().frozen
     for name, llm in cfg.llms.items():
@@ -81,7 +81,7 @@ def _train(cfg: Config, workdir: Path, services: sinks.Services | None) -> int:
     if first:
         print(runtime.device_line(), flush=True)
     selfmade.make_readers(cfg)
-    cfg, placement = planner.settle(cfg, reading=not cfg.train.steps)
+    cfg, placement = planner.resolve_auto(cfg, reading=not cfg.train.steps)
     if first:
         print(f"precision: {planner.precision(cfg)}", flush=True)
         if jax.device_count() > 1:

@@ -36,6 +36,7 @@ from lw_jax.core.config_sections import (
     Optim,
     Prompt,
     Selfmade,
+    Stage,
     Stages,
     Train,
 )
@@ -44,7 +45,7 @@ from lw_jax.core.errors import UserError
 # fmt: off
 __all__ = [  # the sections are read as config.Data and so on
     "DPO", "LLM", "TTT", "Adapter", "AnswerStage", "Compute", "Config", "Data", "Encoder", "Eval",
-    "Lora", "Loss", "Mesh", "Message", "Optim", "Prompt", "Selfmade", "Stages", "Train", "suggest",
+    "Lora", "Loss", "Mesh", "Message", "Optim", "Prompt", "Selfmade", "Stage", "Stages", "Train", "suggest",
 ]
 # fmt: on
 
@@ -228,65 +229,16 @@ def identity(cfg: Config) -> str:
     return digest(retired.spell(meaning(cfg)))
 
 
-@dataclasses.dataclass(frozen=True)
-class Stage:
-    """One stage of a wire's run: its tasks, rates and message sizes."""
-
-    reconstruct: float = 0.0  # weights among the stage's batches
-    continuation: float = 0.0
-    answer: float = 0.0
-    lengths: tuple[int, ...] = (64,)  # tokens of a passage, one after the other in equal parts of the stage
-    rate: float = 1.0  # multiple of optim.learning_rate
-    encoder: float = 1.0  # the same, of the encoder alone
-    curriculum: tuple[int, ...] = ()  # source tokens a slot, one after the other as `lengths`
-    slots: tuple[int, ...] = ()  # message sizes drawn; empty: the encoder's
-    ratios: tuple[int, ...] = ()  # the same by the text's length, in source tokens a slot
-    widths: tuple[int, ...] = ()
-    bits: tuple[int, ...] = ()
-    all_sizes: bool = False  # of slots or ratios, for each example, instead of one that is drawn
-
-    @property
-    def tasks(self) -> dict[str, float]:
-        """Returns the weight of each task that it has, in the order of core.types.TASKS."""
-        weights = {"answer": self.answer, "reconstruct": self.reconstruct, "continuation": self.continuation}
-        return {task: weight for task, weight in weights.items() if weight}
-
-    @property
-    def messages(self) -> int:
-        """Returns how many messages are made of a text at once."""
-        return len(self.slots or self.ratios) if self.all_sizes else 1
-
-
 def stages(cfg: Config) -> list[tuple[str, Stage, int]]:
     """Returns (name, stage, optimizer steps) of each stage that has a share of the run, in their order.
 
     The steps are rounded so that they add up to train.steps; a stage too small for a step is left out.
     """
     align, pretrain, answer = cfg.stages.align, cfg.stages.pretrain, cfg.stages.answer
-    repeated = pretrain.reconstruct
-    named = [
-        # Adapters first learn the reader's embeddings; a moving encoder would be a moving target.
-        ("align", Stage(reconstruct=1.0, lengths=(32,), rate=align.rate, encoder=0.0)),
-        (
-            "pretrain",
-            Stage(repeated, round(1.0 - repeated, 12), lengths=pretrain.lengths, curriculum=pretrain.ratios),
-        ),
-        (
-            "answer",
-            Stage(
-                answer=1.0,
-                rate=answer.rate,
-                slots=answer.slots,
-                ratios=answer.ratios,
-                widths=answer.widths,
-                bits=answer.bits,
-                all_sizes=answer.sizes == "all",
-            ),
-        ),
-    ]
-    ends = [0.0, align.share, align.share + pretrain.share, 1.0]
-    steps = [round(end * cfg.train.steps) - round(start * cfg.train.steps) for start, end in itertools.pairwise(ends)]
-    return [(name, stage, count) for (name, stage), count in zip(named, steps, strict=True) if count]
+    ends = [round(end * cfg.train.steps) for end in (0.0, align.share, align.share + pretrain.share, 1.0)]
+    steps = [end - start for start, end in itertools.pairwise(ends)]
+    named = zip(("align", "pretrain", "answer"), (align, pretrain, answer), steps, strict=True)
+    return [(name, stage, count) for name, stage, count in named if count]
 
 
 def tasks(cfg: Config) -> list[str]:

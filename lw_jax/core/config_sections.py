@@ -12,7 +12,6 @@ from lw_jax.core.config_keys import key, section
 
 PLACEMENTS = ("auto", "single", "replicate", "fsdp", "tensor", "split", "hybrid3", "hybrid4")
 BITS = (16, 8, 6, 4, 2)  # of a value in a message
-KL_TASKS = ("answer", "continuation")
 # recipe -> the fields of its rows, which data.columns may take from other columns; "text" is of passages
 FIELDS = {
     "latentwire": ("context", "question", "answers", "answer", "is_impossible", "id", "text"),
@@ -105,14 +104,6 @@ class Encoder:
         choices=("none", "causal"),
         shapes="no",
     )
-    local: int = key(
-        0,
-        "tokens on each side that a token of the body attends to (kind lm); 0: all",
-        unit="tokens",
-        at_least=0,
-        at_most=FRAME,
-        shapes="zero",
-    )
     rank: int = key(
         0,
         "rank of LoRA pairs (alpha = 2 x rank) beside all matrices of the body, which stays frozen (kind lm); 0: the "
@@ -146,19 +137,11 @@ class Adapter:
         choices=("random", "aligned"),
         shapes="no",
     )
-    gain: float = key(
-        1.0,
-        "learning rate of the gains, which carry a prefix' size; above 1 lets learned vectors outgrow the reader's "
-        "embeddings",
-        unit="x optim.learning_rate",
-        above=0,
-        shapes="no",
-    )
 
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """What a message carries beside its latents, and of kind cache its size."""
+    """Size of a message of kind cache."""
 
     bytes: int = key(
         256,
@@ -166,30 +149,6 @@ class Message:
         unit="bytes a token of the text",
         at_least=1,
         at_most=FRAME,
-        shapes="no",
-    )
-    literals: int = key(
-        0,
-        "words of the text that the message carries as text, chosen by the encoder's body (kind lm); each reader "
-        "tokenises them itself",
-        unit="words",
-        at_least=0,
-        at_most=1024,
-    )
-    choice: str = key(
-        "surprisal",
-        "which words: those that the body finds least predictable, or those that are asked for: most like the answers "
-        "of data.train, by a regression from the body's states",
-        choices=("surprisal", "asked"),
-        shapes="no",
-    )
-    dropout: float = key(
-        0.1,
-        "training examples without the literals, and as many without the latents: so either is learned alone too; no "
-        "effect without literals",
-        unit="share",
-        at_least=0,
-        at_most=0.5,
         shapes="no",
     )
 
@@ -205,9 +164,6 @@ class Prompt:
     )
     system: str = key("", "system message of chat templates; empty: the template's own", shapes="no")
     anchor: str = key("\nAnswer:", "last text before the answer, in training and evaluation alike", shapes="no")
-    question: str = key(
-        "text", "the question is text after the latents, or is encoded with the context", choices=("text", "latents")
-    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,9 +236,6 @@ class Loss:
     kl: float = key(
         0.0, "KL(reader with the text || reader with the latents); xRAG: 2.0", unit="weight", at_least=0, shapes="zero"
     )
-    kl_tasks: tuple[str, ...] = key(
-        ("answer",), "tasks with the KL: the reader with the text reads the passage too", choices=KL_TASKS
-    )
     teacher_k: int = key(
         64,
         "likeliest tokens kept of the reader with the text, once an example, on disk; 0: all, by a pass in each step",
@@ -291,16 +244,40 @@ class Loss:
     )
 
 
+class Stage:
+    """One stage of a wire's run; what a kind of stage has no key for is a constant."""
+
+    rate = 1.0  # multiple of optim.learning_rate
+    encoder = 1.0  # the same, of the encoder alone
+    lengths = ()  # tokens of a passage, one after the other in equal parts of the stage
+    slots = ()  # message sizes drawn; empty: the encoder's
+    ratios = ()  # the same by the text's length, in source tokens a slot
+    widths = ()
+    bits = ()
+
+    @property
+    def tasks(self) -> dict[str, float]:
+        """The weight of each task that it has, in the order of core.types.TASKS."""
+        return {"answer": 1.0}
+
+
 @dataclasses.dataclass(frozen=True)
-class AlignStage:
+class AlignStage(Stage):
     """First stage: adapters alone learn to repeat passages of 32 tokens."""
 
+    lengths = (32,)
+    encoder = 0.0  # adapters first learn the reader's embeddings; a moving encoder would be a moving target
     share: float = key(0.0, "part of train.steps", unit="share", at_least=0, at_most=1, shapes="no")
     rate: float = key(10.0, "learning rate", unit="x optim.learning_rate", above=0, shapes="no")
 
+    @property
+    def tasks(self) -> dict[str, float]:
+        """Repeats alone."""
+        return {"reconstruct": 1.0}
+
 
 @dataclasses.dataclass(frozen=True)
-class PretrainStage:
+class PretrainStage(Stage):
     """Second stage: passages are repeated or continued."""
 
     share: float = key(0.0, "part of train.steps", unit="share", at_least=0, at_most=1, shapes="no")
@@ -313,17 +290,16 @@ class PretrainStage:
         unit="tokens",
         at_least=2,
     )
-    ratios: tuple[int, ...] = key(
-        (),
-        "as encoder.ratio, one after the other in equal parts of the stage, whatever the lengths; empty: encoder.ratio",
-        unit="tokens a slot",
-        above=0,
-        shapes="no",
-    )
+
+    @property
+    def tasks(self) -> dict[str, float]:
+        """Repeats and continues."""
+        weights = {"reconstruct": self.reconstruct, "continuation": round(1.0 - self.reconstruct, 12)}
+        return {task: weight for task, weight in weights.items() if weight}
 
 
 @dataclasses.dataclass(frozen=True)
-class AnswerStage:
+class AnswerStage(Stage):
     """Last stage, all steps that the others leave: questions are answered."""
 
     rate: float = key(1.0, "learning rate", unit="x optim.learning_rate", above=0, shapes="no")
@@ -337,12 +313,6 @@ class AnswerStage:
         "the same as encoder.ratio, instead of stages.answer.slots; empty: encoder.ratio",
         unit="tokens a slot",
         above=0,
-    )
-    sizes: str = key(
-        "drawn",
-        "one of stages.answer.slots or ratios for each example, or all of them: a text is read once and pooled into "
-        "each, and the loss is the mean",
-        choices=("drawn", "all"),
     )
     widths: tuple[int, ...] = key((), "the same for the first values of a latent; empty: encoder.width", unit="values")
     bits: tuple[int, ...] = key((), "the same for quantisation; 16 is exact; empty: 16", unit="bits a value")

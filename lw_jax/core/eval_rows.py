@@ -1,7 +1,7 @@
 """Rows of an evaluation, in one table: what a reader has in the place of the context.
 
 A new row is an entry here, and where its parts are new, the code that makes them: token fields in
-`data.prompt_tokens`, latents in `evals.message_latents`, the prompt in `evals.control_rows.Bench.prompt`.
+`data.prompt_tokens`, latents in `evals.message_latents`, the prompt in `evals.control_rows.WireSession.prompt`.
 """
 
 import dataclasses
@@ -15,8 +15,6 @@ class EvalRow:
     meaning: str  # for a page: the reader's input beside the question
     latents: str = ""  # of a message: "own", "other" (of another text), "zero" or "random"; empty: no message
     fields: tuple[str, ...] = ()  # of a batch, with token ids, which the prompt is made of or (the first) is
-    literals: bool = False  # of the message, where it has them
-    slots: bool = True  # False: those of the message are masked
     swapped: bool = False  # the text has another answer in the place of its own
     taught: bool = False  # one learned vector stands between the two fields
     compacted: bool = False  # the first field's keys and values are reduced to a message's positions
@@ -30,19 +28,12 @@ ROWS = {
     ),
     "latents": EvalRow("the text's latents", latents="own"),
     "shuffled": EvalRow("another text's latents", latents="other"),
-    "message": EvalRow("the text's latents and literals", latents="own", literals=True),
-    "message_shuffled": EvalRow("another text's latents and the text's literals", latents="other", literals=True),
-    "literals": EvalRow("the text's literals alone", latents="own", literals=True, slots=False),
     "random": EvalRow("random latents with the moments of real ones", latents="random"),
     "zero": EvalRow("zero latents", latents="zero"),
     "none": EvalRow("nothing", fields=("none",)),
     "truncated": EvalRow("the text's first tokens, as many as the message has slots", fields=("truncated",)),
-    "selected": EvalRow(
-        "the text's words, chosen as literals are, in as many positions as the message takes",
-        fields=("selected", "asked"),
-    ),
     "selected_taught": EvalRow(
-        "the same words and the learned vector, one position more",
+        "the text's least predictable words in as many positions as the message takes, and the learned vector",
         fields=("selected_context", "asked"),
         taught=True,
     ),
@@ -57,7 +48,7 @@ ROWS = {
         taught=True,
         compacted=True,
     ),
-    "swapped": EvalRow("the message of the text with another answer in it", latents="own", literals=True, swapped=True),
+    "swapped": EvalRow("the message of the text with another answer in it", latents="own", swapped=True),
     "swapped_text": EvalRow("the text with another answer in it", fields=("text",), swapped=True),
     "swapped_taught": EvalRow(
         "the text with another answer in it, and the learned vector",
@@ -87,15 +78,7 @@ KNOWN_TO_CACHE = (
     *OF_CACHE,
 )  # rows that make sense where nothing is trained
 DEFAULT = ("text", "latents", "shuffled", "zero", "none", "truncated")
-MESSAGES = ("message", "latents")  # rows of the whole message: the first that was measured
-OF_LITERALS = ("message", "message_shuffled", "literals")  # measured of a wire whose messages carry literals
 PROMPT_FIELDS = tuple(dict.fromkeys(field for row in ROWS.values() for field in row.fields))
-
-
-def measured(rows: Iterable[str], *, literals: bool) -> tuple[str, ...]:
-    """Returns the rows with those of a message with literals, where a wire has them and none of them is named."""
-    named = tuple(rows)
-    return named if not literals or set(OF_LITERALS) & set(named) else (*named, *OF_LITERALS)
 
 
 def fields_of(rows: Iterable[str]) -> tuple[str, ...]:

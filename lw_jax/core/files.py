@@ -1,11 +1,14 @@
-"""Atomic writes, and file locks between processes."""
+"""Atomic writes, file locks between processes, and names by content."""
 
 import contextlib
 import errno
 import fcntl
+import hashlib
+import json
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.progress import phase
@@ -23,6 +26,11 @@ def whole(path: Path) -> Iterator[Path]:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def content_hash(content: Any, *, size: int = 16) -> str:
+    """Returns the hash of JSON values, `size` bytes as hex digits: equal for equal values, in any process."""
+    return hashlib.blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=size).hexdigest()
 
 
 def nearest(folder: Path) -> Path:

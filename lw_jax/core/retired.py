@@ -33,6 +33,7 @@ REMOVED: dict[str, tuple[_Default, str]] = {
     "data.validation_cards": (256, "set data.validation_limit"),
     **dict.fromkeys(("loss.first", "loss.k", "loss.align", "loss.entropy", "loss.diversity"), (0.0, _ABLATED)),
     "loss.k_tokens": (4, _ABLATED),
+    "prompt.question": ("text", _ABLATED),
     "loss.temperature": (1.0, _FIXED),
     "dpo.buckets": (4, _FIXED),
     "dpo.rpo_alpha": (0.0, "set dpo.loss=sigmoid,sft and dpo.weights"),
@@ -83,23 +84,15 @@ VALUES: dict[str, dict[str, str]] = {
 # keys that decide what a run learns and that older run folders lack -> what those runs did
 ADDED: dict[str, Any] = {
     "adapter.kind": "embeddings",
-    "adapter.gain": 1.0,
-    "message.literals": 0,
-    "message.dropout": 0.1,
-    "message.choice": "surprisal",
     "encoder.ratio": 0,
     "encoder.rank": 0,
-    "encoder.local": 0,
     "encoder.states": 0,
     "encoder.mask": "none",
     "encoder.texts": 400,
     "message.bytes": 256,
-    "stages.pretrain.ratios": (),
     "stages.answer.ratios": (),
-    "stages.answer.sizes": "drawn",
     "data.packed_tokens": 0,
     "data.columns": (),
-    "loss.kl_tasks": ("answer",),
 }
 
 

@@ -20,7 +20,6 @@ class Example:
     context: str
     question: str
     answers: tuple[str, ...]
-    literals: tuple[str, ...] = ()  # phrases of the context that its message carries as text, in order
 
 
 @jax.tree_util.register_static

@@ -85,8 +85,7 @@ def _check_wire(cfg: Config) -> None:
     _check_stages(cfg)
     _check_encoder(cfg)
     _check_cache(cfg)
-    _check_message(cfg)
-    if {"selected", "selected_taught"} & set(cfg.eval.rows) and cfg.encoder.kind != "lm":
+    if "selected_taught" in cfg.eval.rows and cfg.encoder.kind != "lm":
         rule = (
             f"selected words need encoder.kind 'lm', which finds the words (it is {cfg.encoder.kind!r}); leave it out."
         )
@@ -98,16 +97,12 @@ def _check_wire(cfg: Config) -> None:
         rule = f"must be below data.context_tokens = {cfg.data.context_tokens}: the question is part of the prompt."
         refuse("data.question_tokens", cfg.data.question_tokens, rule)
     _check_packing(cfg)
-    if not cfg.loss.ce and not (cfg.loss.kl and "answer" in cfg.loss.kl_tasks):
-        rule = "must be above 0 where loss.kl is 0, or loss.kl_tasks is without 'answer': nothing would be learned."
-        refuse("loss.ce", 0.0, rule)
+    if not cfg.loss.ce and not cfg.loss.kl:
+        refuse("loss.ce", 0.0, "must be above 0 where loss.kl is 0: nothing would be learned.")
 
 
 def _check_packing(cfg: Config) -> None:
     packed, data = cfg.data.packed_tokens, cfg.data
-    if packed and cfg.prompt.question == "latents":
-        rule = "must be 0 where prompt.question is 'latents': each question is then encoded with the text."
-        refuse("data.packed_tokens", packed, rule)
     longest = max(data.question_tokens + data.answer_tokens - 1, 2 * data.answer_tokens)
     if 0 < packed < longest:
         rule = f"must be 0 or at least {longest}, for the longest question with its answer."
@@ -131,9 +126,6 @@ def _check_stages(cfg: Config) -> None:
     if answer.slots and answer.ratios:
         rule = f"must be empty where stages.answer.slots is given ({answer.slots}): either decides a message's slots."
         refuse("stages.answer.ratios", answer.ratios, rule)
-    if answer.sizes == "all" and len(answer.slots or answer.ratios) < 2:
-        rule = "must be 'drawn', or stages.answer.slots or stages.answer.ratios name two sizes or more."
-        refuse("stages.answer.sizes", "all", rule)
     for name in ("slots", "ratios", "widths", "bits"):
         values = getattr(answer, name)
         if len(set(values)) < len(values):
@@ -174,7 +166,7 @@ def _check_encoder(cfg: Config) -> None:
     if cfg.adapter.start == "aligned" and (encoder.kind != "lm" or encoder.pooling == "queries"):
         rule = "needs encoder.kind 'lm' (an embedding table) and encoder.pooling 'windows' or 'rare'; set 'random'."
         refuse("adapter.start", "aligned", rule)
-    for name in ("rank", "local", "states"):
+    for name in ("rank", "states"):
         if (value := getattr(encoder, name)) and encoder.kind != "lm":
             refuse(f"encoder.{name}", value, f"needs encoder.kind 'lm', a decoder (it is {encoder.kind!r}); set 0.")
     if encoder.mask != "none" and encoder.kind != "lm":
@@ -203,17 +195,6 @@ def _check_cache(cfg: Config) -> None:
         refuse("encoder.ratio", encoder.ratio, f"must be from 1 to {RATIOS} for encoder.kind 'cache'.")
     if encoder.run:
         refuse("encoder.run", encoder.run, "must be empty for encoder.kind 'cache': no encoder is trained.")
-    if cfg.prompt.question != "text":
-        rule = "must be 'text' for encoder.kind 'cache': a message is of the text alone, and asked any question."
-        refuse("prompt.question", cfg.prompt.question, rule)
-
-
-def _check_message(cfg: Config) -> None:
-    if cfg.message.literals and cfg.encoder.kind != "lm":
-        rule = f"needs encoder.kind 'lm', which chooses the words (it is {cfg.encoder.kind!r}); set 0."
-        refuse("message.literals", cfg.message.literals, rule)
-    if "literals" in cfg.eval.rows and not cfg.message.literals:
-        refuse("eval.rows", cfg.eval.rows, "must not name 'literals' where message.literals is 0: there are none.")
 
 
 def _check_prompt(cfg: Config) -> None:

@@ -4,10 +4,9 @@ The only module that shifts labels. An answer is in `answer_inputs`, `targets` a
 """
 
 import dataclasses
-import functools
 import hashlib
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -16,8 +15,9 @@ import numpy as np
 from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import PROMPT_FIELDS
 from lw_jax.core.types import EXACT, Example, Task
-from lw_jax.data.example_counts import REASONS, Ledger
-from lw_jax.data.prompt_tokens import Layout, ReaderPass, count_slots, read_source, tokenize
+from lw_jax.data import example_counts
+from lw_jax.data.example_counts import REASONS, DropCounts
+from lw_jax.data.prompt_tokens import Layout, ReaderPass, count_slots, read_source
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ Batch = dict[str, Any]
 
 TASKS = {"answer": "questions", "reconstruct": "passages to repeat", "continuation": "passages to continue"}
 # A reader's fields that people are told about, in this order.
-SHOWN = {"text": "prompt with the text", "after": "question", "literals": "literals", "answer": "answer"}
+SHOWN = {"text": "prompt with the text", "after": "question", "answer": "answer"}
 MULTIPLE = 8  # widths are rounded up to it, so that data sets of similar lengths share one compiled program
 
 
@@ -74,7 +74,7 @@ class Encoded:
 
     examples: tuple[Example, ...]
     source: Field
-    # before, literals (where messages have them), after, answer (absent for prompts), and the asked prompt rows
+    # before, after, answer (absent for prompts), and the asked prompt rows
     readers: dict[str, dict[str, Field]]
     counts: dict[str, int]  # given, kept, and dropped or cut by reason
     slots: int  # of a message, at most, and the width of a latent
@@ -84,11 +84,8 @@ class Encoded:
     teachers: Mapping[str, Lookup] = dataclasses.field(default_factory=dict)  # by reader, where the KL needs one
     # reader's name -> prompt field -> tokens of each example's prompt that hold the context
     context_tokens: Mapping[str, Mapping[str, Sequence[int]]] = dataclasses.field(default_factory=dict)
-    # Where the latents hold the question: makes each one's question with another text; None: other examples' sources
-    exchange: Callable[[], Field] | None = None
 
     def __len__(self) -> int:
-        """Returns the number of usable examples."""
         return len(self.examples)
 
     def collate(
@@ -131,7 +128,6 @@ class Encoded:
         return bare
 
     def digest(self) -> str:
-        """Identifies the tokens that every example becomes."""
         digest = hashlib.blake2b(self.task.encode(), digest_size=16)
         fields = {"source": self.source}
         for name, one in self.readers.items():
@@ -144,17 +140,13 @@ class Encoded:
 
     def shuffled(self) -> "Encoded":
         """Returns the same examples, each with the text of the next example of another context."""
-        if self.exchange:
-            return dataclasses.replace(self, source=self.exchange())
         ids = [self.source.ids[i] for i in other_examples(self.examples)]
         return dataclasses.replace(self, source=dataclasses.replace(self.source, ids=ids))
 
     def describe(self) -> list[str]:
         """Returns report lines: examples used, dropped and cut, and the longest ones beside their limits."""
-        kept, given = self.counts["kept"], self.counts["given"]
-        used = f"{kept:,}{f' of {given:,}' if given > kept else ''} {TASKS[self.task]}"
-        lines = [f"{used}; the longest text has {self.source.longest} tokens"]
-        lines += [f"  {self.counts[reason]:,} {meaning}" for reason, meaning in REASONS.items() if self.counts[reason]]
+        used, *lines = example_counts.describe(self.counts, TASKS[self.task])
+        lines = [f"{used}; the longest text has {self.source.longest} tokens", *lines]
         for name, fields in self.readers.items():
             shown = [key for key in SHOWN if key in fields and (key != "after" or self.task == "answer")]
             longest = (f"longest {SHOWN[key]} {fields[key].longest}" for key in shown)
@@ -186,36 +178,33 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
     Examples without answers become prompts: batches without answer fields. An example is dropped for all readers or
     for none. Raises UserError for an overlong context under data.overlong="refuse", and when no example is left.
     """
-    ledger = Ledger([example.id for example in examples])
+    drops = DropCounts([example.id for example in examples])
     answered = any(example.answers for example in examples)
     if not all(bool(example.answers) == answered for example in examples):
         raise UserError("some examples have answers and some have none; encode them separately")
-    source = read_source([layout.source_text(example) for example in examples], layout, ledger)
-    passes = {name: ReaderPass(name, reader, layout, ledger) for name, reader in layout.readers.items()}
+    source = read_source([example.context for example in examples], layout, drops)
+    passes = {name: ReaderPass(name, reader, layout, drops) for name, reader in layout.readers.items()}
     slots = layout.count_slots(source).tolist()
     tokens = {name: one.read(examples, set(rows), answered, slots=slots) for name, one in passes.items()}
-    keep = ledger.settle(layout.data.overlong)
+    keep = drops.apply_policy(layout.data.overlong)
     limits = {
         "after": layout.data.question_tokens,
         "text": layout.data.context_tokens,
         "context": layout.data.context_tokens,
         "answer": layout.data.answer_tokens,
-        "literals": layout.literal_tokens,
     }
 
     def kept(key: str, ids: list[np.ndarray], pad: int) -> Field:
         return field([ids[i] for i in keep], pad, left=key != "answer", limit=limits.get(key))
 
-    found = tuple(examples[i] for i in keep)
-    exchanges = layout.prompt.question == "latents" and not one_context(found)
     return Encoded(
-        examples=found,
+        examples=tuple(examples[i] for i in keep),
         source=source_field([source[i] for i in keep], layout),
         readers={
             name: {key: kept(key, ids, layout.readers[name].tokenizer.pad) for key, ids in fields.items()}
             for name, fields in tokens.items()
         },
-        counts=ledger.counts(),
+        counts=drops.counts(),
         slots=layout.slots,
         width=layout.width,
         ratio=layout.ratio,
@@ -223,26 +212,12 @@ def encode(examples: Sequence[Example], *, layout: Layout, rows: Iterable[str] =
             name: {key: [counts[i] for i in keep] for key, counts in one.context_tokens.items()}
             for name, one in passes.items()
         },
-        exchange=functools.partial(_exchange_texts, found, layout) if exchanges else None,
     )
 
 
-def _exchange_texts(found: Sequence[Example], layout: Layout) -> Field:
-    """Returns the encoder's ids of each question with another text."""
-    pairs = zip(found, other_examples(found), strict=True)
-    texts = [layout.source_text(dataclasses.replace(one, context=found[other].context)) for one, other in pairs]
-    limit = layout.window * layout.windows
-    return source_field([ids[:limit] for ids in tokenize(layout.source, texts, limit=limit)], layout)
-
-
-def encode_prompt(
-    context: str, question: str, *, layout: Layout, rows: Iterable[str] = (), literals: tuple[str, ...] = ()
-) -> Batch:
-    """Returns a batch of one prompt without answer fields, with a message's literals.
-
-    Raises UserError where a data set would drop it.
-    """
-    return encode_prompts([Example("prompt", context, question, (), literals)], layout=layout, rows=rows)
+def encode_prompt(context: str, question: str, *, layout: Layout, rows: Iterable[str] = ()) -> Batch:
+    """Returns a batch of one prompt without answer fields. Raises UserError where a data set would drop it."""
+    return encode_prompts([Example("prompt", context, question, ())], layout=layout, rows=rows)
 
 
 def encode_prompts(asked: Sequence[Example], *, layout: Layout, rows: Iterable[str] = ()) -> Batch:
@@ -257,7 +232,7 @@ def encode_prompts(asked: Sequence[Example], *, layout: Layout, rows: Iterable[s
         for one in bare:
             encode([one], layout=layout, rows=rows)  # says which one and why
         raise AssertionError("a prompt is dropped for what it is alone")
-    for reason in ("source_cut", "literals_cut", "text_cut"):
+    for reason in ("source_cut", "text_cut"):
         if encoded.counts[reason]:
             _log.warning("%d of %d %s", encoded.counts[reason], len(bare), REASONS[reason])
     return encoded.collate(range(len(bare)))

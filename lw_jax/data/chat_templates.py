@@ -103,7 +103,6 @@ def described(values: Mapping[str, Any]) -> list[Said]:
 
 
 def texts_of(turn: Mapping[str, Any]) -> list[str]:
-    """Returns the texts of a turn's content, a string or parts."""
     content = turn.get("content") or ""
     return [content] if isinstance(content, str) else [part["text"] for part in content]
 

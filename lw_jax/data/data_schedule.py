@@ -12,61 +12,40 @@ import numpy as np
 
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import EXACT, Frozen, Tree
-from lw_jax.data.batches import Batch, beside
+from lw_jax.data.batches import Batch
 
 
 class Stream(Protocol):
-    """A tokenised data set."""
+    """A tokenised data set; where nothing else is said, one without messages."""
 
     @property
-    def task(self) -> str:
-        """Name of the task of its batches."""
-        ...
+    def task(self) -> str: ...
 
     @property
     def slots(self) -> int:
         """Most slots of a message; 0 without messages."""
-        ...
+        return 0
 
     @property
     def width(self) -> int:
-        """Returns the width of a latent."""
-        ...
+        return 0
 
     def count_slots(self, indices: Sequence[int], ratio: np.ndarray | None = None) -> np.ndarray:
         """Returns i32[b]: the slots of each example's message at each's source tokens a slot; None: as validated."""
-        ...
+        del ratio
+        return np.zeros(len(indices), np.int32)
 
-    def __len__(self) -> int:
-        """Returns the number of examples."""
-        ...
+    def __len__(self) -> int: ...
 
     def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
         """Returns a batch of the examples at those positions; `channel` i32[b 3] holds each one's message shape."""
         ...
 
-    def digest(self) -> str:
-        """Identifies the content of all examples, in their order."""
-        ...
+    def digest(self) -> str: ...
 
-    def probe(self) -> Batch:
-        """Returns a batch of one example for its shapes and types."""
-        ...
+    def probe(self) -> Batch: ...
 
-    def describe(self) -> list[str]:
-        """Returns report lines."""
-        ...
-
-
-class Unsent:
-    """Part of a `Stream` without messages."""
-
-    slots = width = 0
-
-    def count_slots(self, indices: Sequence[int], ratio: np.ndarray | None = None) -> np.ndarray:
-        """Returns zeros."""
-        del ratio
-        return np.zeros(len(indices), np.int32)
+    def describe(self) -> list[str]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,9 +59,6 @@ class Phase:
     widths: tuple[int, ...] = ()
     bits: tuple[int, ...] = ()
     frozen: tuple[str, ...] = ()  # trainable parts that these batches do not train: "frozen" in their "source"
-    dropout: float = 0.0  # share of the examples without their literals, and as large a one without their latents
-
-    all_sizes: bool = False  # each example in all of `slots` or `ratios` instead of one that is drawn
 
     def mark(self, batch: Batch) -> Batch:
         """Returns the batch with the frozen parts in its structure."""
@@ -114,7 +90,6 @@ class DataSchedule:
 
     @staticmethod
     def of(encoded: Stream) -> "DataSchedule":
-        """Returns the schedule of one stream."""
         return DataSchedule((Phase(1, ((encoded, 1.0),)),))
 
     @functools.cached_property
@@ -124,16 +99,13 @@ class DataSchedule:
         return list(found.values())
 
     def describe(self) -> list[str]:
-        """Returns report lines."""
         lines = [line for encoded in self.streams for line in encoded.describe()]
         return [line if line.startswith(" ") else f"training data: {line}" for line in lines]
 
     def sizes(self) -> list[int]:
-        """Returns the number of examples of each stream."""
         return [len(encoded) for encoded in self.streams]
 
     def digest(self) -> str:
-        """Identifies the content of all streams."""
         return digest_of(self.streams)
 
     def shapes(self) -> list[Batch]:
@@ -142,9 +114,7 @@ class DataSchedule:
         for phase in sorted(self.phases, key=lambda phase: len(phase.frozen)):
             for encoded, _ in phase.streams:
                 most.setdefault(id(encoded), (phase, encoded))
-        found = (most[id(encoded)] for encoded in self.streams)
-        rng = np.random.default_rng(0)  # of no account: the shapes are the same
-        return [phase.mark(_send(phase, encoded.probe(), _draw(phase, encoded, [0], rng))) for phase, encoded in found]
+        return [phase.mark(encoded.probe()) for phase, encoded in (most[id(encoded)] for encoded in self.streams)]
 
     def batch(self, number: int, *, global_batch: int, seed: int, share: slice) -> Batch:
         """Returns rows `share` of a global batch; a function of its arguments alone."""
@@ -152,11 +122,7 @@ class DataSchedule:
         encoded, order = self.streams[stream], self._order(stream, seed)
         indices = [int(order[before * global_batch + row] or 0) for row in range(global_batch)]
         channel = _draw(phase, encoded, indices, np.random.default_rng([seed, number]))
-        own = None if channel is None else channel[share]
-        batch = encoded.collate(indices[share], channel=None if own is None else own[:, 0])
-        batch = _send(phase, batch, own)
-        if phase.dropout:
-            batch = drop(batch, np.random.default_rng([seed, number, 1]).random(global_batch)[share], phase.dropout)
+        batch = encoded.collate(indices[share], channel=None if channel is None else channel[share])
         return phase.mark(batch)
 
     def _order(self, stream: int, seed: int) -> grain.MapDataset:
@@ -184,24 +150,7 @@ class DataSchedule:
 
 
 def digest_of(streams: Sequence[Stream]) -> str:
-    """Identifies the content of several streams."""
     return hashlib.blake2b("\n".join(one.digest() for one in streams).encode(), digest_size=16).hexdigest()
-
-
-def drop(batch: Batch, draws: np.ndarray, dropout: float) -> Batch:
-    """Returns a batch in which readers miss the literals of some examples and the latents of others.
-
-    `draws` f64[b] from 0 to 1: below `dropout` an example has no literals, from 1 - dropout on no latents.
-    """
-    readers = {}
-    for name, fields in batch["readers"].items():
-        if "literals" in fields:
-            words, channel = fields["literals"], fields["channel"].copy()
-            channel[draws >= 1 - dropout, ..., 0] = 0
-            words = words | {"mask": words["mask"] & beside(draws >= dropout, words["mask"])}
-            fields = fields | {"literals": words, "channel": channel}
-        readers[name] = fields
-    return batch | {"readers": readers}
 
 
 def refuse_small(data_schedule: DataSchedule, global_batch: int) -> None:
@@ -220,35 +169,11 @@ def example_shapes(batch: Batch) -> Tree:
 
 
 def _draw(phase: Phase, encoded: Stream, indices: Sequence[int], rng: np.random.Generator) -> np.ndarray | None:
-    """Returns i32[b n 3]: slots, width and bits of the n messages of the example at each of `indices`.
-
-    None without messages.
-    """
+    """Returns i32[b 3]: slots, width and bits of the message of the example at each of `indices`; None without any."""
     if not encoded.slots:
         return None
-    sizes = phase.ratios or phase.slots or (0,)
-    shape = (len(indices), len(sizes) if phase.all_sizes else 1)
-    choices = (sizes, phase.widths or (encoded.width,), phase.bits or (EXACT,))
-    drawn = np.stack([rng.choice(np.array(values, np.int32), shape) for values in choices], axis=2)
-    if phase.all_sizes:
-        drawn[:, :, 0] = sizes
+    choices = (phase.ratios or phase.slots or (0,), phase.widths or (encoded.width,), phase.bits or (EXACT,))
+    drawn = np.stack([rng.choice(np.array(values, np.int32), len(indices)) for values in choices], axis=1)
     if not phase.slots:
-        for number in range(shape[1]):
-            drawn[:, number, 0] = encoded.count_slots(indices, drawn[:, number, 0] if phase.ratios else None)
+        drawn[:, 0] = encoded.count_slots(indices, drawn[:, 0] if phase.ratios else None)
     return drawn
-
-
-def _send(phase: Phase, batch: Batch, channel: np.ndarray | None) -> Batch:
-    """Returns the batch with every example sent in all its sizes, where the phase wants that: `channel` i32[b n 3].
-
-    The source's "channel" is [b n 3]; the readers' leaves are [b n ...].
-    """
-    if channel is None or not phase.all_sizes:
-        return batch
-
-    def repeat(fields: Batch) -> Batch:
-        leaves = jax.tree.map(lambda leaf: np.stack([leaf] * channel.shape[1], axis=1), fields)
-        return leaves | {"channel": channel}
-
-    readers = {name: repeat(fields) for name, fields in batch["readers"].items()}
-    return batch | {"source": batch["source"] | {"channel": channel}, "readers": readers}

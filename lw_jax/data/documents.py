@@ -21,7 +21,8 @@ from lw_jax.data.row_fields import Fields
 PIECE = 1 << 18  # characters of a long text read at once: several of them keep all cores busy
 HASHED_WHOLE = 64 << 20  # bytes; of a larger source each file is hashed at three places
 SAMPLE = 64 << 10  # bytes at each of them
-_PLAIN = (".txt", ".jsonl")
+TEXT = ".txt"
+_PLAIN = (TEXT, ".jsonl")
 _NO_DOCUMENTS = ("test", "tests", "site-packages", "dist-packages", "idlelib", "idle_test", "__pycache__")
 _ROW = 'a document is a row {"text": "..."}; correct the row'
 _KNOWN = (
@@ -52,12 +53,14 @@ def read(source: str, split: str = "train", columns: Sequence[str] = ()) -> Iter
         for file in _modules():
             if text := "\n\n".join(_docstrings(file)):
                 yield Piece(text, True)
-    elif _is_set(source):
-        for _, row in row_sources.read(source, fields, split=split, stream=True):
-            yield Piece(row.text, True)
-    else:
-        for file in _files(source, split):
-            yield from _read_file(file, fields)
+        return
+    for one in [source] if _is_set(source) else map(str, _files(source, split)):
+        if row_sources.suffix_of(Path(one)) == TEXT:
+            with rows.opened_text(Path(one)) as text:
+                yield from _cut(text)
+        else:
+            for _, row in row_sources.read(one, fields, split=split, stream=True):
+                yield Piece(row.text, True)
 
 
 def identify(source: str, split: str = "train", columns: Sequence[str] = ()) -> list[Any]:
@@ -68,10 +71,10 @@ def identify(source: str, split: str = "train", columns: Sequence[str] = ()) -> 
         UserError: what is missing.
     """
     if source == DOCSTRINGS:
-        said = hashlib.blake2b(digest_size=16)
+        digest = hashlib.blake2b(digest_size=16)
         for file in _modules():
-            said.update(file.read_bytes())
-        return [source, sys.version, said.hexdigest()]
+            digest.update(file.read_bytes())
+        return [source, sys.version, digest.hexdigest()]
     path, named = row_sources.locate(source)
     asked = [*columns, *([named or split] if _is_set(source) and (named or split) != "train" else [])]
     if source.startswith(row_sources.HUB):
@@ -97,27 +100,11 @@ def _is_set(source: str) -> bool:
 
 
 def _files(source: str, split: str) -> list[Path]:
-    """Returns the files of a path in the order of their names; hidden ones are left out; of tables one split's."""
-    path, named = row_sources.locate(source)
-    if path.is_file():
-        if not _kind(path):
-            raise UserError(f"{path}: unknown kind of file; name {_KNOWN}")
-        return [path]
-    if not path.is_dir():
-        raise UserError(f"{path}: no such file or folder (seen from {Path.cwd()}); name {_KNOWN}")
-    found = [file for file in path.rglob("*") if file.is_file() and _kind(file)]
-    found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-    if not found:
-        raise UserError(f"{path}: no file of text in this folder; name {_KNOWN}")
-    if named or all(file.suffix in row_sources.SUFFIXES for file in found):
-        return row_sources.files(source, split)
-    return sorted(found, key=lambda file: file.relative_to(path).as_posix())
-
-
-def _kind(path: Path) -> str:
-    """Returns the suffix of a file's format, or an empty string."""
-    plain = Path(path.name.removesuffix(".gz")).suffix
-    return plain if plain in _PLAIN else path.suffix if path.suffix in row_sources.SUFFIXES else ""
+    """Returns the files of a path in the order of their names; of a folder of tables alone one split's."""
+    found = row_sources.files(source, split, beside=_PLAIN, known=_KNOWN)
+    if unknown := [file for file in found if row_sources.suffix_of(file) not in (*_PLAIN, *row_sources.SUFFIXES)]:
+        raise UserError(f"{unknown[0]}: unknown kind of file; name {_KNOWN}")
+    return found
 
 
 def _name_in(path: Path, file: Path) -> str:
@@ -126,31 +113,15 @@ def _name_in(path: Path, file: Path) -> str:
 
 def _identify_file(file: Path, whole: bool) -> list[Any]:
     """Returns size and hash of a file; where only three places of it are hashed, also when it was changed."""
-    stat, said = file.stat(), hashlib.blake2b(digest_size=16)
+    stat, digest = file.stat(), hashlib.blake2b(digest_size=16)
     whole = whole or stat.st_size <= 3 * SAMPLE
     with file.open("rb") as content:
         if whole:
-            return [stat.st_size, hashlib.file_digest(content, lambda: said).hexdigest()]
+            return [stat.st_size, hashlib.file_digest(content, lambda: digest).hexdigest()]
         for start in (0, (stat.st_size - SAMPLE) // 2, stat.st_size - SAMPLE):
             content.seek(start)
-            said.update(content.read(SAMPLE))
-    return [stat.st_size, said.hexdigest(), stat.st_mtime_ns]
-
-
-def _read_file(path: Path, fields: Fields[rows.Text]) -> Iterator[Piece]:
-    kind = _kind(path)
-    if kind in row_sources.SUFFIXES:
-        for _, row in row_sources.read(str(path), fields, split="train"):
-            yield Piece(row.text, True)
-        return
-    with rows.opened(path) as content:
-        if kind == ".txt":
-            with rows.text_stream(content) as text:
-                yield from _cut(text)
-            return
-        with fields.counted(str(path)) as counted:
-            for number, line in rows.lines(content, path):
-                yield Piece(counted.decode(line, f"{path}:{number}").text, True)
+            digest.update(content.read(SAMPLE))
+    return [stat.st_size, digest.hexdigest(), stat.st_mtime_ns]
 
 
 def _cut(text: IO[str]) -> Iterator[Piece]:

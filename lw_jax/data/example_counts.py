@@ -1,6 +1,7 @@
 """Counts of used, dropped and cut examples of a data set, by reason."""
 
-from collections.abc import Sequence
+import collections
+from collections.abc import Mapping, Sequence
 
 from lw_jax.core.errors import UserError
 
@@ -13,33 +14,30 @@ REASONS = {
     "prompt": "dropped: the prompt is longer than data.context_tokens even without its context",
     "context": "dropped: the context is longer than encoder.window or data.context_tokens",
     "source_cut": "sources cut at encoder.window",
-    "literals_cut": "literals cut: with more than 6 tokens a word of message.literals, the last ones are lost",
     "text_cut": "text prompts cut at data.context_tokens, their questions kept",
 }
 
 
-class Ledger:
-    """Record of dropped and cut examples; the first reason to drop one counts, from any reader."""
+class DropCounts:
+    """Dropped and cut examples; the first reason to drop one counts, from any reader."""
 
-    def __init__(self, ids: Sequence[str]) -> None:
-        self.ids = ids
+    def __init__(self, ids: Sequence[str], reasons: Mapping[str, str] = REASONS, what: str = "examples") -> None:
+        self.ids, self.reasons, self.what = ids, reasons, what
         self.dropped: dict[int, tuple[str, str]] = {}  # position -> (reason, detail)
         self.overlong: dict[int, str] = {}
-        self.cut: dict[str, set[int]] = {"source_cut": set(), "literals_cut": set(), "text_cut": set()}
+        self.cut: dict[str, set[int]] = collections.defaultdict(set)  # reason -> positions
 
     def drop(self, index: int, reason: str, detail: str) -> None:
-        """Records that an example is dropped."""
         self.dropped.setdefault(index, (reason, f"{self.ids[index]!r}: {detail}"))
 
     def refuse(self, index: int, detail: str) -> None:
-        """Records that an example is beyond a limit; `settle` applies the policy."""
+        """Records that an example is beyond a limit; `apply_policy` decides what follows."""
         self.overlong.setdefault(index, f"{self.ids[index]!r}: {detail}")
 
     def settled(self, index: int) -> bool:
-        """Returns True for an example that is already dropped or refused."""
         return index in self.dropped or index in self.overlong
 
-    def settle(self, policy: str) -> list[int]:
+    def apply_policy(self, policy: str) -> list[int]:
         """Returns the usable positions; raises UserError under "refuse" with an overlong one and with none left."""
         overlong = {i: detail for i, detail in self.overlong.items() if i not in self.dropped}
         if overlong and policy == "refuse":
@@ -50,15 +48,22 @@ class Ledger:
         self.dropped |= {i: ("context", detail) for i, detail in overlong.items()}
         keep = [i for i in range(len(self.ids)) if i not in self.dropped]
         if not keep:
-            reasons = {reason: (REASONS[reason], detail) for reason, detail in reversed(self.dropped.values())}
-            found = "; ".join(f"{meaning}, as example {detail}" for meaning, detail in reasons.values())
-            raise UserError(f"none of {len(self.ids)} examples can be used: {found or 'the list is empty'}")
+            first, counts = dict(reversed(self.dropped.values())), self.counts()
+            found = "; ".join(f"{counts[name]} {self.reasons[name]}, as {detail}" for name, detail in first.items())
+            raise UserError(f"none of {len(self.ids)} {self.what} can be used: {found or 'the list is empty'}")
         return keep
 
     def counts(self) -> dict[str, int]:
         """Returns the numbers of given, kept, dropped and cut examples, by reason."""
-        counts = dict.fromkeys(("given", "kept", *REASONS), 0)
+        counts = dict.fromkeys(("given", "kept", *self.reasons), 0)
         for reason, _ in self.dropped.values():
             counts[reason] += 1
         counts |= {name: len(positions - self.dropped.keys()) for name, positions in self.cut.items()}
         return counts | {"given": len(self.ids), "kept": len(self.ids) - len(self.dropped)}
+
+
+def describe(counts: Mapping[str, int], what: str, reasons: Mapping[str, str] = REASONS) -> list[str]:
+    """Returns lines for people: how many are used, and how many were dropped or cut for which reason."""
+    kept, given = counts["kept"], counts["given"]
+    used = f"{kept:,}{f' of {given:,}' if given > kept else ''} {what}"
+    return [used, *(f"  {counts[reason]:,} {meaning}" for reason, meaning in reasons.items() if counts[reason])]

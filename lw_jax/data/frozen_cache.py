@@ -6,7 +6,6 @@ key of what the model is given, so that another data set or order takes up what 
 
 import dataclasses
 import hashlib
-import json
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -16,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import locked, whole
+from lw_jax.core.files import content_hash, locked, whole
 from lw_jax.core.progress import phase
 from lw_jax.data.batches import Batch
 
@@ -30,8 +29,7 @@ class Store:
     def __init__(self, root: Path, meaning: Any, *, rows: Mapping[str, tuple[tuple[int, ...], type]]):
         self.rows = {name: (shape, np.dtype(dtype)) for name, (shape, dtype) in rows.items()}
         shapes = {name: [shape, str(dtype)] for name, (shape, dtype) in self.rows.items()}
-        said = json.dumps([FORMAT, meaning, shapes], sort_keys=True)
-        self.folder = root / hashlib.blake2b(said.encode(), digest_size=8).hexdigest()
+        self.folder = root / content_hash([FORMAT, meaning, shapes], size=8)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
@@ -61,9 +59,9 @@ class Store:
                     )
         return len(missing)
 
-    def lookup(self, keys: Sequence[bytes], *, length: int | None = None) -> "Kept":
+    def lookup(self, keys: Sequence[bytes], *, length: int | None = None) -> "CachedRows":
         """Returns positions -> rows, each cut to the first `length` of its first axis."""
-        return Kept(self, keys, length)
+        return CachedRows(self, keys, length)
 
     def read(self, keys: Sequence[bytes]) -> Batch:
         """Returns the rows of examples.
@@ -113,7 +111,7 @@ class Store:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kept:
+class CachedRows:
     """The rows of a data set's examples, by their positions in it; see `data.batches.Lookup`."""
 
     store: Store
@@ -134,10 +132,10 @@ class Kept:
 
 def key_of(*parts: np.ndarray) -> bytes:
     """Returns the digest of what the model is given."""
-    said = hashlib.blake2b(digest_size=KEY_BYTES)
+    digest = hashlib.blake2b(digest_size=KEY_BYTES)
     for part in parts:
-        said.update(f"{part.dtype}{part.shape}".encode() + part.tobytes())
-    return said.digest()
+        digest.update(f"{part.dtype}{part.shape}".encode() + part.tobytes())
+    return digest.digest()
 
 
 def save_array(path: Path, array: np.ndarray) -> None:

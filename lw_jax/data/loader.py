@@ -49,11 +49,9 @@ class Loader:
         )
 
     def __iter__(self) -> Iterator[Batch]:
-        """Returns this iterator."""
         return self
 
     def __next__(self) -> Batch:
-        """Returns this process's share of the next global batch."""
         return next(self._batches)
 
     def state(self) -> dict[str, Any]:

@@ -28,17 +28,14 @@ class Packed:
 
     @property
     def task(self) -> str:
-        """Returns the readers' task."""
         return self.encoded.task
 
     @property
     def slots(self) -> int:
-        """Returns the slots of a message."""
         return self.encoded.slots
 
     @property
     def width(self) -> int:
-        """Returns the width of a latent."""
         return self.encoded.width
 
     def count_slots(self, indices: Sequence[int], ratio: int | np.ndarray | None = None) -> np.ndarray:
@@ -86,7 +83,6 @@ class Packed:
         return found
 
     def __len__(self) -> int:
-        """Returns the number of examples."""
         return len(self.groups)
 
     def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
@@ -112,7 +108,6 @@ class Packed:
         return said.hexdigest()
 
     def probe(self) -> Batch:
-        """Returns a batch of one example for its shapes and types."""
         if not self.encoded.teachers:
             return self.collate([0])
         bare = dataclasses.replace(self, encoded=dataclasses.replace(self.encoded, teachers={})).collate([0])
@@ -124,7 +119,6 @@ class Packed:
         return bare
 
     def describe(self) -> list[str]:
-        """Returns report lines."""
         texts = len({example.context for example in self.encoded.examples})
         rows = []
         for name, (width, _) in self._widths.items():

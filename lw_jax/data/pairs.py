@@ -202,7 +202,6 @@ def _without_none(turn: Mapping[str, Any]) -> Turn:
 
 
 def _values(row: Row, where: str) -> dict[str, Any]:
-    """Returns what a row has for the chat template beside its turns."""
     tools, remedy = row.tools, "write a list of JSON schemas, or the JSON text of one"
     if isinstance(tools, str):
         tools = schema.decode(tools or "[]", list[dict[str, Any]], where=f"{where}: tools", remedy=remedy)

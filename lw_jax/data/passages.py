@@ -9,7 +9,7 @@ from lw_jax.core.files import expand
 from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens, row_sources, rows
 from lw_jax.data.batches import Encoded, Field
-from lw_jax.data.example_counts import Ledger
+from lw_jax.data.example_counts import DropCounts
 from lw_jax.data.prompt_tokens import Layout
 from lw_jax.data.row_fields import Fields
 from lw_jax.data.tokens import Tokenizer, marked
@@ -74,54 +74,37 @@ def continuations(documents: Iterable[str], length: int, tokenizer: Tokenizer) -
     return [Example(f"passage {i}", left, "", (right,)) for i, (left, right) in enumerate(found)]
 
 
-def encode(found: Sequence[Example], *, layout: Layout, task: str, rows: Iterable[str] = ()) -> Encoded:
+def encode(found: Sequence[Example], *, layout: Layout, task: str) -> Encoded:
     """Returns passages as token ids: source, the prompt up to the context, and the answer's tokens.
 
-    A repeated text ends with EOS; a continuation does not. With "text" in `rows` also the prompt that has the context.
-    The longest 1 % in any tokenizer are left out (`KEPT`), and under data.overlong="cut" those beyond the encoder's
-    window too: the rest of a text cannot be repeated, nor does anything follow it. Raises UserError where none is left,
-    and for an overlong source under data.overlong="refuse".
+    A repeated text ends with EOS; a continuation does not. The longest 1 % in any tokenizer are left out (`KEPT`), and
+    under data.overlong="cut" those beyond the encoder's window too: the rest of a text cannot be repeated, nor does
+    anything follow it. Raises UserError where none is left, and for an overlong source under data.overlong="refuse".
     """
     if not found:
         raise UserError(f"no passage for {task}: the texts are shorter than two words; name longer ones: data.passages")
-    ledger = Ledger([example.id for example in found])
-    source = prompt_tokens.read_source([example.context for example in found], layout, ledger)
+    drops = DropCounts([example.id for example in found])
+    source = prompt_tokens.read_source([example.context for example in found], layout, drops)
     texts = [("" if task == "reconstruct" else " ") + example.answers[0] for example in found]
     answers = {name: prompt_tokens.tokenize(reader.tokenizer, texts) for name, reader in layout.readers.items()}
-    words = {}
-    if layout.literals:
-        words = {
-            name: prompt_tokens.read_literals(reader.tokenizer, found, layout, ledger)
-            for name, reader in layout.readers.items()
-        }
-    _drop(found, source, answers, ledger)
-    keep = ledger.settle(layout.data.overlong)
+    _drop(found, source, answers, drops)
+    keep = drops.apply_policy(layout.data.overlong)
     readers = {}
     for name, reader in layout.readers.items():
         tokenizer = reader.tokenizer
         shared = prompt_tokens.shared_prefix(name, reader, layout.prompt)
         ending = (tokenizer.eos,) if task == "reconstruct" else ()
-        gap = prompt_tokens.tokenize(tokenizer, [prompt_tokens.GAP if layout.literals else ""])[0]
         targets = [marked(answers[name][i], (), ending) for i in keep]
         readers[name] = {
             "before": batches.field([shared] * len(keep), tokenizer.pad, left=True),
-            # As wide as it is long: between the task vector, or the literals, and the text is no padding.
-            "after": Field([gap] * len(keep), len(gap), tokenizer.pad, left=True),
+            "after": Field([np.zeros(0, np.int32)] * len(keep), 0, tokenizer.pad, left=True),
             "answer": batches.field(targets, tokenizer.pad, left=False),
         }
-        if "text" in rows:
-            before = prompt_tokens.make_frame(name, reader, layout.prompt).before
-            texts = prompt_tokens.tokenize(tokenizer, [before + found[i].context for i in keep])
-            prompts = prompt_tokens.with_begin(tokenizer, texts)
-            readers[name]["text"] = batches.field(prompts, tokenizer.pad, left=True)
-        if name in words:
-            kept, limit = [words[name][i] for i in keep], layout.literal_tokens
-            readers[name]["literals"] = batches.field(kept, tokenizer.pad, left=True, limit=limit)
     return Encoded(
         examples=tuple(found[i] for i in keep),
         source=batches.source_field([source[i] for i in keep], layout),
         readers=readers,
-        counts=ledger.counts(),
+        counts=drops.counts(),
         slots=layout.slots,
         width=layout.width,
         ratio=layout.ratio,
@@ -130,20 +113,20 @@ def encode(found: Sequence[Example], *, layout: Layout, task: str, rows: Iterabl
 
 
 def _drop(
-    found: Sequence[Example], source: list[np.ndarray], answers: dict[str, list[np.ndarray]], ledger: Ledger
+    found: Sequence[Example], source: list[np.ndarray], answers: dict[str, list[np.ndarray]], drops: DropCounts
 ) -> None:
     """Records passages without a token, those cut at the encoder's window and the longest ones as dropped."""
     for name, each in answers.items():
         for i, ids in enumerate(each):
             if not len(ids):
-                ledger.drop(i, "nothing", f"text {found[i].answers[0]!r}, reader {name!r}")
-    for i in ledger.cut["source_cut"]:
-        ledger.drop(i, "context", "beyond encoder.window; a passage is read whole, whatever data.overlong is")
+                drops.drop(i, "nothing", f"text {found[i].answers[0]!r}, reader {name!r}")
+    for i in drops.cut["source_cut"]:
+        drops.drop(i, "context", "beyond encoder.window; a passage is read whole, whatever data.overlong is")
     for each in (source, *answers.values()):
         limit = np.quantile([len(ids) for ids in each], KEPT, method="higher")
         for i, ids in enumerate(each):
             if len(ids) > limit:
-                ledger.drop(i, "outlier", f"{len(ids)} tokens, most passages have at most {int(limit)}")
+                drops.drop(i, "outlier", f"{len(ids)} tokens, most passages have at most {int(limit)}")
 
 
 def _space_before(text: str, begin: int, end: int) -> int:

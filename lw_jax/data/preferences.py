@@ -12,9 +12,10 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 from lw_jax.core.errors import UserError
-from lw_jax.data import prompt_tokens
+from lw_jax.data import example_counts, prompt_tokens
 from lw_jax.data.batches import MULTIPLE, Batch, Lookup
-from lw_jax.data.data_schedule import Unsent
+from lw_jax.data.data_schedule import Stream
+from lw_jax.data.example_counts import DropCounts
 from lw_jax.data.pair_texts import Writer, Written
 from lw_jax.data.pairs import Preference, shared
 from lw_jax.data.tokens import Tokenizer
@@ -22,14 +23,12 @@ from lw_jax.data.tokens import Tokenizer
 _log = logging.getLogger(__name__)
 
 TRUNCATIONS = ("drop", "keep_start", "keep_end")
-_DROPPED = {
+_REASONS = {
     "max_prompt": "dropped: the prompt is longer than max_prompt",
     "prompt": "dropped: the prompt alone fills max_length",
     "length": "dropped: prompt and longer reply exceed max_length, and truncation does not help",
     "same": "dropped: both replies have the same tokens (as they are, or as they are cut)",
     "nothing": "dropped: the prompt has no token of its own, its only one is shared with a reply",
-}
-_CUT = {
     "past": "prompts without reasoning of earlier turns, which the chat template leaves out",
     "prompt_cut": "prompts cut",
     "reply_cut": "pairs with a reply cut at its end, which then has no terminator",
@@ -61,7 +60,7 @@ class Pair:
 
 
 @dataclasses.dataclass(frozen=True)
-class Preferences(Unsent):
+class Preferences(Stream):
     """A tokenised data set of pairs; `index` in a batch is a position in `examples`. Nothing is sent."""
 
     examples: tuple[Preference, ...]
@@ -72,11 +71,10 @@ class Preferences(Unsent):
     length: int  # static, of every row
     bucket: tuple[int, int] = (1, 1)  # which of how many
     training: bool = False  # in every batch: dropout is for training only
-    reference: Lookup | None = None  # what a frozen model said of each pair: "reference" f32[b 2]
+    reference: Lookup | None = None  # what a frozen model gives each pair: "reference" f32[b 2]
     task: str = "preference"
 
     def __len__(self) -> int:
-        """Returns the number of usable pairs."""
         return len(self.pairs)
 
     @property
@@ -110,29 +108,24 @@ class Preferences(Unsent):
         return {"source": {}, "readers": {self.name: fields}, "index": np.array(indices, np.int32)}
 
     def probe(self) -> Batch:
-        """Returns a batch of one pair for its shapes and types; its reference need not be cached yet."""
         batch = dataclasses.replace(self, reference=None).collate([0])
         if self.reference is not None:
             batch["readers"][self.name] |= self.reference.empty(1)
         return batch
 
     def digest(self) -> str:
-        """Identifies the tokens of every pair."""
-        said = hashlib.blake2b(f"{self.length}:{len(self)}".encode(), digest_size=16)
+        digest = hashlib.blake2b(f"{self.length}:{len(self)}".encode(), digest_size=16)
         for pair in self.pairs:
             for ids in (pair.prompt, pair.chosen, pair.rejected):
-                said.update(len(ids).to_bytes(8, "little") + np.asarray(ids, np.int32).tobytes())
-        return said.hexdigest()
+                digest.update(len(ids).to_bytes(8, "little") + np.asarray(ids, np.int32).tobytes())
+        return digest.hexdigest()
 
     def describe(self) -> list[str]:
         """Returns report lines: pairs used, dropped and cut, then lengths and the share of padding."""
         number, buckets = self.bucket
         lines = []
         if number == 1:
-            kept, given = self.counts["kept"], self.counts["given"]
-            lines.append(f"{kept:,}{f' of {given:,}' if given > kept else ''} preference pairs")
-            reasons = (_DROPPED | _CUT).items()
-            lines += [f"  {self.counts[reason]:,} {meaning}" for reason, meaning in reasons if self.counts[reason]]
+            lines = example_counts.describe(self.counts, "preference pairs", _REASONS)
         named = self.name + (f", lengths {number} of {buckets}" if buckets > 1 else "")
         prompt = max(len(pair.prompt) for pair in self.pairs)
         longest = max(pair.length for pair in self.pairs)
@@ -164,7 +157,7 @@ def encode(
     split = _tokenize([writer.write(pair) for pair in preferences], tokenizer, limit)
     for (file, key), count in writer.unread.items():
         _log.warning("%s: not read by the chat template: %r (%d rows)", file, key, count)
-    kept, counts = _settle(preferences, split, limits, tokenizer)
+    kept, counts = _apply_limits(preferences, split, limits, tokenizer)
     counts["past"] = writer.past
     return Preferences(
         examples=tuple(preferences[i] for i in kept),
@@ -236,35 +229,31 @@ def _tokenize(written: Sequence[Written], tokenizer: Tokenizer, limit: int | Non
     return found
 
 
-def _settle(
+def _apply_limits(
     preferences: Sequence[Preference],
     split: Sequence[tuple[Pair, bool]],
     limits: Limits,
     tokenizer: Tokenizer,
 ) -> tuple[dict[int, Pair], dict[str, int]]:
     """Returns the pairs kept by position, within the limits, and what was done how often."""
-    dropped: dict[str, str] = {}  # reason -> its first row
-    counts = dict.fromkeys(("given", "kept", *_DROPPED, *_CUT), 0) | {"given": len(preferences)}
+    drops = DropCounts([one.id for one in preferences], _REASONS, f"pairs within {limits}")
     kept: dict[int, Pair] = {}
     for i, (pair, merged) in enumerate(split):
         fitted = _fit(pair, limits, _opening(pair.prompt, tokenizer))
         if isinstance(fitted, str):
-            counts[fitted] += 1
             sizes = f"prompt {len(pair.prompt)}, chosen {len(pair.chosen)}, rejected {len(pair.rejected)} tokens"
-            dropped.setdefault(fitted, f"{preferences[i].id} ({sizes})")
+            drops.drop(i, fitted, sizes)
             continue
         kept[i] = fitted
-        counts["kept"] += 1
-        counts["prompt_cut"] += len(fitted.prompt) < len(pair.prompt)
-        counts["reply_cut"] += len(fitted.chosen) < len(pair.chosen) or len(fitted.rejected) < len(pair.rejected)
-        counts["boundary"] += merged
-    if not kept:
-        found = "; ".join(f"{counts[reason]} {_DROPPED[reason]}, as {row}" for reason, row in dropped.items())
-        raise UserError(
-            f"0 of {len(preferences)} pairs can be used, at least 1 is needed with {limits}: "
-            f"{found or 'there are no more'}"
-        )
-    return kept, counts
+        cut = {
+            "prompt_cut": len(fitted.prompt) < len(pair.prompt),
+            "reply_cut": len(fitted.chosen) < len(pair.chosen) or len(fitted.rejected) < len(pair.rejected),
+            "boundary": merged,
+        }
+        for reason in filter(cut.get, cut):
+            drops.cut[reason].add(i)
+    drops.apply_policy("drop")
+    return kept, drops.counts()
 
 
 def _opening(prompt: np.ndarray, tokenizer: Tokenizer) -> int:

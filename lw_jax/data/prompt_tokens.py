@@ -13,14 +13,11 @@ from lw_jax.core import config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Example
 from lw_jax.data import chat_templates
-from lw_jax.data.example_counts import Ledger
+from lw_jax.data.example_counts import DropCounts
 from lw_jax.data.tokens import marked
 
 WIDEST = 16  # characters of a token, at most, in a text of which a prefix is tokenised; tokens of text have 4
-LITERAL_TOKENS = 6  # of a literal word, at most, on the average of an example's, with what stands between phrases
 MARGIN = 256  # ids tokenised beyond a limit, so that those before it are the whole text's
-JOINED = " "  # between the phrases of literals: a comma costs readers four positions in ten and gives no F1
-GAP = "\n"  # between literals and what follows them, where that does not begin with a blank
 _CONTEXT, _QUESTION = "\ue000context\ue001", "\ue000question\ue001"  # private-use placeholders while rendering
 
 
@@ -28,13 +25,9 @@ class SourceTokenizer(Protocol):
     """Tokenizer of the encoder."""
 
     @property
-    def pad(self) -> int:
-        """Id of padding."""
-        ...
+    def pad(self) -> int: ...
 
-    def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Returns each text's ids, with nothing added."""
-        ...
+    def encode_batch(self, texts: list[str]) -> list[list[int]]: ...
 
 
 class ReaderTokenizer(SourceTokenizer, Protocol):
@@ -46,13 +39,9 @@ class ReaderTokenizer(SourceTokenizer, Protocol):
         ...
 
     @property
-    def eos(self) -> int:
-        """Id that ends an answer."""
-        ...
+    def eos(self) -> int: ...
 
-    def render_chat(self, user: str, *, system: str = "") -> str:
-        """Returns the chat template's text up to the reply."""
-        ...
+    def render_chat(self, user: str, *, system: str = "") -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,23 +64,11 @@ class Layout:
     slots: int  # of a message, at most
     width: int  # of a latent
     data: config.Data
-    literals: int = 0  # words of a text that its message carries; 0: prompts have no place for them
     ratio: int = 0  # tokens of a source a slot; 0: every message has all slots
-
-    @property
-    def literal_tokens(self) -> int:
-        """Returns the most tokens of an example's literals in a reader's prompt."""
-        return LITERAL_TOKENS * self.literals
 
     def count_slots(self, sources: Sequence[np.ndarray]) -> np.ndarray:
         """Returns i32[n]: the slots of the messages of sources with these ids."""
         return count_slots([len(ids) for ids in sources], ratio=self.ratio, most=self.slots)
-
-    def source_text(self, example: Example) -> str:
-        """Returns the encoder's text of an example; a question in the latents is first, so it is never cut."""
-        if self.prompt.question == "latents" and example.question:
-            return f"{example.question}\n{example.context}"
-        return example.context
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,7 +81,6 @@ class Frame:
     gap: str  # between the prompt and the answer
 
     def after(self, question: str) -> str:
-        """Returns the text that follows the context."""
         return self.middle + question + self.tail
 
 
@@ -117,7 +93,7 @@ def count_slots(tokens: Sequence[int], *, ratio: int | np.ndarray, most: int) ->
     return np.where(np.asarray(ratio) > 0, np.clip(needed, 1, most), most).astype(np.int32)
 
 
-def read_source(texts: list[str], layout: Layout, ledger: Ledger) -> list[np.ndarray]:
+def read_source(texts: list[str], layout: Layout, ledger: DropCounts) -> list[np.ndarray]:
     """Returns the encoder's ids of each text; the ledger records cut and refused texts."""
     limit = layout.window * layout.windows
     source = tokenize(layout.source, texts, limit=limit)
@@ -136,7 +112,7 @@ def read_source(texts: list[str], layout: Layout, ledger: Ledger) -> list[np.nda
 class ReaderPass:
     """One reader's tokenisation of all examples."""
 
-    def __init__(self, name: str, reader: Reader, layout: Layout, ledger: Ledger) -> None:
+    def __init__(self, name: str, reader: Reader, layout: Layout, ledger: DropCounts) -> None:
         self.name, self.tokenizer, self.layout, self.ledger = name, reader.tokenizer, layout, ledger
         self.frame = make_frame(name, reader, layout.prompt)
         self.context_tokens: dict[str, list[int]] = {}  # prompt field -> tokens of each prompt that hold the context
@@ -149,22 +125,14 @@ class ReaderPass:
         `slots` of each example's message: also the context tokens of the row "truncated".
         """
         asked = [self.frame.after(example.question) for example in examples]
-        in_latents = self.layout.prompt.question == "latents"
-        # Literals must not run into the question; a message's readers have the blank also without them.
-        gap = GAP if self.layout.literals and not self.frame.middle[:1].isspace() else ""
-        after_texts = [gap + text for text in ([self.frame.after("")] * len(examples) if in_latents else asked)]
         data = self.layout.data
-        asked_limit = None if in_latents else data.question_tokens
         before = self._tokenize([self.frame.before], begin=True)[0]
-        after = self._tokenize(after_texts, limit=data.question_tokens)
-        fields = {"before": [before] * len(examples), "after": after}
-        if self.layout.literals:
-            fields["literals"] = read_literals(self.tokenizer, examples, self.layout, self.ledger)
-        self._limit(after, "question", "question_tokens")
+        question = self._tokenize(asked, limit=data.question_tokens)
+        fields = {"before": [before] * len(examples), "after": question}
+        self._limit(question, "question", "question_tokens")
         if answered:
-            fields["answer"] = self._read_answers(after_texts, after, examples, limit=data.question_tokens)
+            fields["answer"] = self._read_answers(asked, question, examples, limit=data.question_tokens)
             self._limit(fields["answer"], "answer", "answer_tokens")
-        question = self._tokenize(asked) if in_latents and rows & {"text", "truncated", "asked"} else after
         if "text" in rows:
             fields["text"] = self._read_text(examples, asked, fields.get("answer"))
             self.context_tokens["text"] = [
@@ -176,7 +144,7 @@ class ReaderPass:
             fields["asked"] = question
             self.context_tokens["asked"] = [0] * len(examples)
         if "none" in rows:
-            limit = None if asked_limit is None else len(before) + asked_limit
+            limit = len(before) + data.question_tokens
             fields["none"] = self._tokenize([self.frame.before + text for text in asked], begin=True, limit=limit)
             self.context_tokens["none"] = [0] * len(examples)
         if "truncated" in rows:
@@ -285,18 +253,6 @@ class ReaderPass:
     def _drop_boundary(self, index: int, example: Example) -> None:
         detail = f"reader {self.name!r}, prompt.anchor={self.layout.prompt.anchor!r}, answer {example.answers[0]!r}"
         self.ledger.drop(index, "boundary", detail)
-
-
-def read_literals(
-    tokenizer: SourceTokenizer, examples: Sequence[Example], layout: Layout, ledger: Ledger
-) -> list[np.ndarray]:
-    """Returns a reader's ids of each example's literals; the ledger records those that are cut."""
-    found = tokenize(tokenizer, [JOINED.join(example.literals) for example in examples])
-    for i, ids in enumerate(found):
-        if len(ids) > layout.literal_tokens:
-            found[i] = ids[: layout.literal_tokens]
-            ledger.cut["literals_cut"].add(i)
-    return found
 
 
 def make_frame(name: str, reader: Reader, prompt: config.Prompt) -> Frame:

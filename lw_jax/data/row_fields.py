@@ -54,10 +54,6 @@ class Fields(Generic[_T]):
             more = len(own.unread) - _SHOWN
             _warn_once(f"{where}: not read: {shown}" + (f" and {more:,} more" if more > 0 else ""))
 
-    def decode(self, line: bytes, where: str) -> _T:
-        """Returns one row of JSON."""
-        return self.convert(schema.decode(line, dict[str, Any], where=where, remedy=self.remedy), where)
-
     def convert(self, row: Mapping[str, Any], where: str) -> _T:
         """Returns one row that a library has read. Raises UserError naming place, field, value and rule."""
         self._count(row, where)

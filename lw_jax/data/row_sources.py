@@ -8,7 +8,7 @@ import contextlib
 import importlib
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -24,7 +24,7 @@ BATCH = 128  # rows of a file in memory at once
 _SPLIT = re.compile(r"(?:train|valid|val|validation|dev|test)(?![a-z])", re.ASCII)
 _SHARD = re.compile(r"(?:[-_.]\d+(?:-of-\d+)?(?:-[0-9a-f]{8,})?)?$")  # ends the name of one of several files
 _HUB_FORM = "hub:NAME[:CONFIG][:SPLIT][@REVISION]"
-_LOCAL = "name a .jsonl, .json, .parquet or .arrow file, a folder of parquet or Arrow files or of datasets.save_to_disk"
+_LOCAL = "a .jsonl, .json, .parquet or .arrow file, a folder of parquet or Arrow files or of datasets.save_to_disk"
 
 _T = TypeVar("_T")
 
@@ -69,7 +69,6 @@ def is_table(source: str) -> bool:
 
 
 def is_here(source: str) -> bool:
-    """Returns True for a file or folder that this machine has."""
     return not source.startswith(HUB) and os.path.exists(locate(source)[0])  # False where a name is too long
 
 
@@ -131,33 +130,42 @@ def hub_hash(source: str) -> str:
 
 
 def is_saved(path: Path) -> bool:
-    """Returns True for a folder of datasets.save_to_disk."""
     return any((path / name).is_file() for name in ("state.json", "dataset_dict.json"))
 
 
-def files(source: str, split: str) -> list[Path]:
+def files(source: str, split: str, *, beside: Collection[str] = (), known: str = _LOCAL) -> list[Path]:
     """Returns the parquet and Arrow files of a source in the order of their names; of a folder those of one split.
 
     A split is what the name of a file or of a folder in it begins with, as the hub names them:
-    data/validation-00000-of-00002.parquet. Without such names the folder is one table.
+    data/validation-00000-of-00002.parquet. Without such names the folder is one table; it is one text where it has
+    files of the suffixes `beside`, too. `known` are the sources that a user may name.
     """
     path, named = locate(source)
     if path.is_file():
         return [path]
     if not path.is_dir():
-        raise UserError(f"{path}: no such file or folder (seen from {Path.cwd()}); {_LOCAL}")
-    found = _shards(path)
-    if not found:
-        raise UserError(f"{path}: is a directory without parquet or Arrow files; {_LOCAL}")
-    parted = {file: _split_of(file.relative_to(path)) for file in found}
-    if not any(parted.values()) and not named:
+        raise UserError(f"{path}: no such file or folder (seen from {Path.cwd()}); name {known}")
+    found = _walk(path, (*SUFFIXES, *beside))
+    tables = [file for file in found if suffix_of(file) in SUFFIXES]
+    if not named and len(tables) < len(found):
         return found
-    if odd := next((file for file, one in parted.items() if not one and any(parted.values())), None):
+    if not tables:
+        wanted = ", ".join(SUFFIXES if named else (*SUFFIXES, *beside))
+        raise UserError(f"{path}: is a directory without {wanted} files; name {known}")
+    splits = {file: _split_of(file.relative_to(path)) for file in tables}
+    if not any(splits.values()) and not named:
+        return tables
+    if odd := next((file for file, one in splits.items() if not one and any(splits.values())), None):
         raise UserError(f"{odd}: its name has no split, others in {path} have one; name the files with commas between")
-    chosen = [file for file, one in parted.items() if one == (named or split)]
+    chosen = [file for file, one in splits.items() if one == (named or split)]
     if not chosen:
-        raise _no_split(path, named or split, parted.values())
+        raise _no_split(path, named or split, splits.values())
     return chosen
+
+
+def suffix_of(file: Path) -> str:
+    """Returns the suffix of a file's format, without .gz."""
+    return Path(file.name.removesuffix(".gz")).suffix
 
 
 # --- files
@@ -166,7 +174,7 @@ def files(source: str, split: str) -> list[Path]:
 def _json_rows(path: Path, fields: Fields[_T], document: type[Any] | None) -> Iterator[tuple[str, Any]]:
     if path.suffix in (".csv", ".tsv"):
         raise UserError(
-            f"{path}: a CSV file has neither types nor lists; write its rows as .jsonl or .parquet; {_LOCAL}"
+            f"{path}: a CSV file has neither types nor lists; write its rows as .jsonl or .parquet; name {_LOCAL}"
         )
     for where, row in rows.read(path, remedy=fields.remedy, document=document):
         yield where, fields.convert(row, where) if isinstance(row, dict) else row
@@ -205,10 +213,11 @@ def _parts(batch: Any) -> Iterator[Any]:
     return (batch.slice(start, BATCH) for start in range(0, batch.num_rows, BATCH))
 
 
-def _shards(folder: Path) -> list[Path]:
-    found = [file for file in folder.rglob("*") if file.suffix in SUFFIXES and file.is_file()]
-    found = [file for file in found if not any(part.startswith(".") for part in file.relative_to(folder).parts)]
-    return sorted(found, key=lambda file: file.relative_to(folder).as_posix())
+def _walk(folder: Path, suffixes: Collection[str] = SUFFIXES) -> list[Path]:
+    """Returns the files below a folder that have one of the suffixes, in the order of their names; none hidden."""
+    found = {file.relative_to(folder): file for file in folder.rglob("*") if suffix_of(file) in suffixes}
+    seen = (name for name, file in found.items() if file.is_file() and not any(part[0] == "." for part in name.parts))
+    return [found[name] for name in sorted(seen, key=Path.as_posix)]
 
 
 def _split_of(file: Path) -> str:
@@ -307,7 +316,7 @@ def _rows_of(source: str, split: str) -> set[str]:
 def _splits(folder: Path) -> bool:
     if is_saved(folder):
         return (folder / "dataset_dict.json").is_file()
-    return any(_split_of(file.relative_to(folder)) for file in _shards(folder))
+    return any(_split_of(file.relative_to(folder)) for file in _walk(folder))
 
 
 def _no_split(path: Path, split: str, known: Iterable[str]) -> UserError:

@@ -1,29 +1,22 @@
-"""Rows of files, streamed and typed: the one path by which text data enters.
-
-JSON lines are decoded line by line, a JSON array or document at once, each as the type that its reader names; plain
-text comes paragraph by paragraph. Files may be gzipped. Every length that a file can name is bounded before it is held.
-"""
+"""Rows of text files, streamed and typed: JSON lines, a JSON array or document, paragraphs; gzipped or not."""
 
 import codecs
 import contextlib
 import gzip
 import io
 import itertools
-import re
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import IO, Any
 
 import msgspec
 
 from lw_jax.core import schema
 from lw_jax.core.errors import UserError
 
-ROW_BYTES = 64 << 20  # of one line, or of one paragraph of plain text
+ROW_BYTES = 64 << 20  # of one line of .jsonl
 DOCUMENT_BYTES = 1 << 30  # of JSON that is one document and is decoded at once; HotpotQA's training file has 540 MB
-PACKED_BYTES = 64 << 20  # of any gzip file; what holds more may expand by PACKED_RATIO at most
-PACKED_RATIO = 100  # text expands 3 to 10 times, zeros a thousand times
 
 
 class Text(msgspec.Struct, frozen=True):
@@ -36,38 +29,16 @@ class _Object(msgspec.Struct):
     data: msgspec.Raw = msgspec.Raw(b"")  # skipped, whatever it holds
 
 
-class _Unpacked(io.RawIOBase):
-    """The bytes that a gzip file expands to, refused where they are out of all proportion."""
-
-    def __init__(self, path: Path, packed: IO[bytes]) -> None:
-        self._path, self._packed, self._file, self._count = path, packed, gzip.GzipFile(fileobj=packed), 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        count = self._file.readinto(buffer)
-        self._count += count
-        read = self._packed.tell()
-        if self._count > max(PACKED_BYTES, PACKED_RATIO * read):
-            raise UserError(
-                f"{self._path}: its first {read:,} bytes expand to more than {self._count:,}, {PACKED_RATIO} times as "
-                "many: no text does; unpack the file if it is meant so"
-            )
-        return count
-
-
 @contextlib.contextmanager
-def opened(path: Path) -> Iterator[io.BufferedReader]:
+def opened(path: Path) -> Iterator[io.BufferedReader | gzip.GzipFile]:
     """Opens a file, gzipped or not, for streaming.
 
     Raises:
-        UserError: it is missing, unreadable or broken, now or while it is read; or what `_Unpacked` refuses.
+        UserError: it is missing, unreadable or broken, now or while it is read.
     """
     try:
         with path.open("rb") as raw:
-            packed = raw.peek(2)[:2] == b"\x1f\x8b"
-            yield io.BufferedReader(_Unpacked(path, raw), 1 << 18) if packed else raw
+            yield gzip.GzipFile(fileobj=raw) if raw.peek(2)[:2] == b"\x1f\x8b" else raw
     except FileNotFoundError as error:
         raise UserError(f"{path}: no such file (seen from {Path.cwd()}); name another, also .gz") from error
     except IsADirectoryError as error:
@@ -82,38 +53,19 @@ def opened(path: Path) -> Iterator[io.BufferedReader]:
         ) from error
 
 
-def lines(file: IO[bytes], path: Path, limit: int = ROW_BYTES) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1, bytes) of the lines that are not blank. Raises UserError for one beyond the limit."""
-    for number in itertools.count(1):
-        line = file.readline(limit + 1)
-        if not line:
-            return
-        if len(line) > limit:
-            raise UserError(f"{path}:{number}: a line of more than {limit:,} bytes; split or remove it")
-        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
-        if line.strip():
-            yield number, line
+@contextlib.contextmanager
+def opened_text(path: Path) -> Iterator[IO[str]]:
+    """Opens a file as `opened` does, as text whose line ends stay as they are."""
+    with opened(path) as file, io.TextIOWrapper(file, "utf-8-sig", newline="\n") as text:
+        yield text
 
 
 def paragraphs(path: Path) -> Iterator[str]:
     """Yields the parts of a text file between empty lines, stripped; blank ones are left out."""
-    with opened(path) as file:
-        held: list[bytes] = []
-        size = 0
-        for number in itertools.count(1):
-            line = file.readline(ROW_BYTES + 1)
-            size += len(line)
-            if size > ROW_BYTES:
-                raise UserError(
-                    f"{path}:{number}: a paragraph of more than {ROW_BYTES:,} bytes; separate paragraphs by blank lines"
-                )
-            if line in (b"", b"\n", b"\r\n"):
-                if text := b"".join(held).decode("utf-8-sig").replace("\r\n", "\n").strip():
-                    yield text
-                held, size = [], 0
-                if not line:
-                    return
-            held.append(line)
+    with opened_text(path) as file:
+        for empty, part in itertools.groupby(file, lambda line: line in ("\n", "\r\n")):
+            if not empty and (text := "".join(part).replace("\r\n", "\n").strip()):
+                yield text
 
 
 def read(path: Path, *, remedy: str, document: type[Any] | None = None) -> Iterator[tuple[str, Any]]:
@@ -127,57 +79,45 @@ def read(path: Path, *, remedy: str, document: type[Any] | None = None) -> Itera
     Raises:
         UserError: names file, row, field, value, rule and remedy.
     """
-    listed = ".jsonl" in path.suffixes
+    named = ".jsonl" in path.suffixes
     with opened(path) as file:
-        whole = not listed and file.peek(1).removeprefix(codecs.BOM_UTF8).lstrip()[:1] in (b"", b"{", b"[")
-        found = lines(file, path, DOCUMENT_BYTES if whole else ROW_BYTES)
-        begin = list(itertools.islice(found, 2))
-        if not begin:
+        lines = _lines(file, path, ROW_BYTES if named else DOCUMENT_BYTES)
+        number, first = next(lines, (0, b""))
+        if not first:
             raise UserError(f"{path}: the file is empty; {remedy}")
-        if len(begin) == 2 and (listed or _is_object(begin[0][1])):
-            for number, line in itertools.chain(begin, found):
-                where = f"{path}:{number}"
-                yield where, decode(line, where=where, remedy=remedy)
+        listed, found = first.lstrip()[:1] == b"[", _parsed(first)
+        if not listed and (named or found) and (document is None or not _has_rows(found)):
+            for place, line in itertools.chain([(number, first)], lines):
+                where = f"{path}:{place}"
+                yield where, schema.decode(line, dict[str, Any], where=where, remedy=remedy)
             return
-        number, data = begin[0]
-    yield from _read_document(path, _read_whole(path) if len(begin) == 2 else data, number, document, remedy)
-
-
-def decode(line: bytes, *, where: str, remedy: str) -> dict[str, Any]:
-    """Returns one row of JSON."""
-    return schema.decode(line, dict[str, Any], where=where, remedy=remedy)
-
-
-def _read_document(
-    path: Path, data: bytes, number: int, document: type[Any] | None, remedy: str
-) -> Iterator[tuple[str, Any]]:
-    first = re.match(rb"\s*(.?)", data, re.DOTALL)
-    if first and first[1] == b"[":
-        rows = schema.decode(data, list[dict[str, Any]], where=str(path), remedy=remedy)
-        yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
-    elif document is not None and memoryview(_object(data).data)[:1] == b"[":
-        yield str(path), schema.decode(data, document, where=str(path), remedy=remedy)
-    else:
-        where = f"{path}:{number}"
-        yield where, decode(data, where=where, remedy=remedy)
-
-
-def _read_whole(path: Path) -> bytes:
-    with opened(path) as file:
-        data = file.read(DOCUMENT_BYTES + 1)
+        data = first + file.read(DOCUMENT_BYTES)
     if len(data) > DOCUMENT_BYTES:
         raise UserError(
             f"{path}: one JSON document of more than {DOCUMENT_BYTES:,} bytes; write its rows as JSON lines (.jsonl)"
         )
-    return data.removeprefix(codecs.BOM_UTF8)
+    if listed:
+        rows = schema.decode(data, list[dict[str, Any]], where=str(path), remedy=remedy)
+        yield from ((f"{path}[{i}]", row) for i, row in enumerate(rows))
+    elif document is not None and _has_rows(_parsed(data)):
+        yield str(path), schema.decode(data, document, where=str(path), remedy=remedy)
+    else:
+        where = f"{path}:{number}"
+        yield where, schema.decode(data, dict[str, Any], where=where, remedy=remedy)
 
 
-def _is_object(line: bytes) -> bool:
-    return _parsed(line) is not None
+def _lines(file: IO[bytes] | gzip.GzipFile, path: Path, limit: int) -> Iterator[tuple[int, bytes]]:
+    """Yields (number from 1, bytes) of the lines that are not blank. Raises UserError for one beyond the limit."""
+    for number, line in enumerate(iter(lambda: file.readline(limit + 1), b""), 1):
+        if len(line) > limit:
+            raise UserError(f"{path}:{number}: a line of more than {limit:,} bytes; split or remove it")
+        line = line.removeprefix(codecs.BOM_UTF8) if number == 1 else line
+        if line.strip():
+            yield number, line
 
 
-def _object(data: bytes) -> _Object:
-    return _parsed(data) or _Object()
+def _has_rows(found: _Object | None) -> bool:
+    return found is not None and memoryview(found.data)[:1] == b"["
 
 
 def _parsed(data: bytes) -> _Object | None:
@@ -186,8 +126,3 @@ def _parsed(data: bytes) -> _Object | None:
         return msgspec.json.decode(data, type=_Object)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return None
-
-
-def text_stream(file: io.BufferedReader) -> IO[str]:
-    """Returns an open file as text whose line ends stay as they are."""
-    return cast(IO[str], io.TextIOWrapper(file, "utf-8-sig", newline=""))

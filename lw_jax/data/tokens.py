@@ -7,8 +7,6 @@ encoder puts marks around a text, because its body has learned with them.
 
 import dataclasses
 import functools
-import hashlib
-import json
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +16,7 @@ from tokenizers import AddedToken, decoders, models
 from tokenizers import Tokenizer as Backend
 
 from lw_jax.core.errors import UserError
+from lw_jax.core.files import content_hash
 from lw_jax.data import chat_templates
 from lw_jax.hub import tokenizer_files
 
@@ -62,15 +61,12 @@ class Tokenizer:
 
     @property
     def special(self) -> Marks:
-        """Returns the ids put before and after every text by `encode`: none."""
         return (), ()
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text."""
         return self.backend.backend_tokenizer.encode(text, add_special_tokens=False).ids
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Returns the ids of each text, as `encode` does, on all cores."""
         return [e.ids for e in self.backend.backend_tokenizer.encode_batch(texts, add_special_tokens=False)]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
@@ -146,9 +142,8 @@ class Tokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identifies everything that decides ids and prompts."""
-        said = [self.backend.backend_tokenizer.to_str(), self.backend.chat_template, self.begin, self.eos, self.stops]
-        return hashlib.blake2b(json.dumps([*said, self.pad]).encode(), digest_size=16).hexdigest()
+        rules = self.backend.backend_tokenizer.to_str(), self.backend.chat_template
+        return content_hash([*rules, self.begin, self.eos, self.stops, self.pad])
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -161,11 +156,9 @@ class BertTokenizer:
     special: Marks  # ([CLS],), ([SEP],)
 
     def encode(self, text: str) -> list[int]:
-        """Returns the ids of a text, marks included."""
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Returns the ids of each text, as `encode` does, on all cores."""
         found = self.backend.encode_batch(texts, add_special_tokens=False)
         return [marked(e.ids, *self.special).tolist() for e in found]
 
@@ -175,9 +168,7 @@ class BertTokenizer:
 
     @functools.cached_property
     def fingerprint(self) -> str:
-        """Identifies everything that decides ids."""
-        said = json.dumps([self.backend.to_str(), self.special, self.pad])
-        return hashlib.blake2b(said.encode(), digest_size=16).hexdigest()
+        return content_hash([self.backend.to_str(), self.special, self.pad])
 
 
 @functools.lru_cache(maxsize=8)  # a start asks more than once, and a vocabulary is long
@@ -188,11 +179,11 @@ def identify(tokenizer: Tokenizer | BertTokenizer, *, template: str = "plain") -
     words of the library's version.
     """
     vocab = sorted(tokenizer.backend.get_vocab().items())
-    said: list[Any] = [vocab, tokenizer.encode_batch([_PROBE]), tokenizer.special, tokenizer.pad]
+    content: list[Any] = [vocab, tokenizer.encode_batch([_PROBE]), tokenizer.special, tokenizer.pad]
     if isinstance(tokenizer, Tokenizer):
-        said += [tokenizer.begin, tokenizer.eos, tokenizer.stops]
-        said += [tokenizer.render_chat(_PROBE)] if template == "chat" else []
-    return hashlib.blake2b(json.dumps(said).encode(), digest_size=16).hexdigest()
+        content += [tokenizer.begin, tokenizer.eos, tokenizer.stops]
+        content += [tokenizer.render_chat(_PROBE)] if template == "chat" else []
+    return content_hash(content)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -207,11 +198,9 @@ class ByteTokenizer:
     special: Marks = ((), ())
 
     def encode(self, text: str) -> list[int]:
-        """Returns the bytes of a text."""
         return list(text.encode("utf-8"))
 
     def encode_batch(self, texts: list[str]) -> list[list[int]]:
-        """Returns the bytes of each text."""
         return [self.encode(text) for text in texts]
 
     def encode_arrays(self, texts: list[str]) -> list[np.ndarray]:
@@ -275,7 +264,6 @@ def _size(backend: Backend) -> int:
 
 
 def _marks(backend: Backend, location: Path | str) -> Marks:
-    """Returns the ids that a tokenizer itself puts before and after a text."""
     bare, full = (backend.encode("a", add_special_tokens=added).ids for added in (False, True))
     for begin in range(len(full) - len(bare) + 1):
         if bare and full[begin : begin + len(bare)] == bare:

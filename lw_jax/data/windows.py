@@ -8,13 +8,13 @@ import numpy as np
 from lw_jax.core.types import Task
 from lw_jax.data.batches import Batch
 from lw_jax.data.corpus import Span
-from lw_jax.data.data_schedule import DataSchedule, Phase, Stream, Unsent
+from lw_jax.data.data_schedule import DataSchedule, Phase, Stream
 
 Extra = Callable[[np.ndarray], Mapping[str, np.ndarray]]  # ids i32[b L+1] -> further fields [b ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Windows(Unsent):
+class Windows(Stream):
     """All windows of `length` inputs and as many targets in a span; window i begins at token i * length of it.
 
     Neighbours share one token, the last target of one and first input of the next. Without padding and messages.
@@ -28,7 +28,6 @@ class Windows(Unsent):
     task: str = "text"
 
     def __len__(self) -> int:
-        """Returns the number of windows."""
         return (len(self.span) - 1) // self.length
 
     def collate(self, indices: Sequence[int], *, channel: np.ndarray | None = None) -> Batch:
@@ -48,15 +47,12 @@ class Windows(Unsent):
         return {"source": {}, "readers": {self.name: fields}, "index": np.array(indices, np.int32)}
 
     def digest(self) -> str:
-        """Identifies the text, its tokens and their windows."""
         return f"{self.span.corpus.folder.name} {self.span.start} {self.span.stop} {self.length}"
 
     def probe(self) -> Batch:
-        """Returns a batch of one window for its shapes and types."""
         return self.collate([0])
 
     def describe(self) -> list[str]:
-        """Returns report lines."""
         rest = len(self.span) - 1 - len(self) * self.length
         tail = f", {rest} tokens at the end not used" if rest else ""
         return [
@@ -74,11 +70,9 @@ class WarmupSchedule(DataSchedule):
 
     @staticmethod
     def of(encoded: Stream, *, warmup: int = 0, start: float = 1.0) -> "WarmupSchedule":
-        """Returns the schedule of one stream."""
         return WarmupSchedule((Phase(1, ((encoded, 1.0),)),), warmup=warmup, start=start)
 
     def rate(self, number: int) -> float:
-        """Returns the rate of a batch."""
         return self.start + min(1.0, number / self.warmup) * (1.0 - self.start) if self.warmup else 1.0
 
     def batch(self, number: int, *, global_batch: int, seed: int, share: slice) -> Batch:

@@ -28,7 +28,7 @@ def attach(encoded: Encoded, indices: Sequence[int]) -> Encoded:
     for name, fields in encoded.readers.items():
         asked, tokens = fields["asked"], encoded.context_tokens[name]["context"]
         rooms = [
-            positions(encoded, name, "message", index, slots=int(slots[index])) if index in slots else 0
+            positions(encoded, name, "latents", index, slots=int(slots[index])) if index in slots else 0
             for index in range(len(encoded))
         ]
         probe = dataclasses.replace(asked, ids=[asked.ids[other] for other in others])

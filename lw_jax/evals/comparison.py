@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from lw_jax.core.eval_rows import MESSAGES, OF_CACHE, ROWS
+from lw_jax.core.eval_rows import OF_CACHE, ROWS
 from lw_jax.evals.statistics import RESAMPLES, Bootstrap, Estimate
 from lw_jax.evals.verdict import format_interval
 
@@ -50,15 +50,14 @@ def summarise(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLE
 def compare(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES) -> dict[str, Row]:
     """Returns {reader: comparisons of its rows}, each with an interval from resamples that all rows share.
 
-    The text is the row "upper", the first of UPPER that was measured; the message the first of MESSAGES.
+    The text is the row "upper", the first of UPPER that was measured; the message the row "latents".
     normalised_f1 = (message - none) / (text - none), recovered_nll = (none - message) / (none - text): None, with the
     reason under "..._reason", where the interval of the denominator reaches 0; of a cache's rows with their names
     behind, as normalised_f1_half. fewer_positions: the text's reader
     positions / the message's. gap_nll = shuffled - latents, gap_f1 = latents - shuffled: the gain of the right latents.
-    adds_nll = message_shuffled - message, adds_f1 = message - message_shuffled: their gain beside literals. follows: of
-    the questions where the reader follows a text with another answer in it, the share where it follows that text's
-    message. A figure is absent where one of its rows was not measured. examples: compared in each row, without follows;
-    texts: those that they are about.
+    follows: of the questions where the reader follows a text with another answer in it, the share where it follows that
+    text's message. A figure is absent where one of its rows was not measured. examples: compared in each row, without
+    follows; texts: those that they are about.
     """
     grouped = _group(records)
     found: dict[str, Row] = {}
@@ -81,25 +80,23 @@ def compare(records: Sequence[Record], *, seed: int, resamples: int = RESAMPLES)
 def _compare_plain(groups: Mapping[str, Sequence[Record]], rows: Mapping[str, Mapping[str, Estimate]]) -> Row:
     figures: Row = {}
     upper = next((row for row in UPPER if row in rows), None)
-    sent = next((row for row in MESSAGES if row in rows), None)
-    if upper and sent and "none" in rows:
+    if upper and {"latents", "none"} <= rows.keys():
         text, none = rows[upper], rows["none"]
         figures["upper"] = upper
-        for row in (sent, *(row for row in OF_CACHE if row in rows)):
-            message, name = rows[row], "" if row == sent else f"_{row}"
+        for row in ("latents", *(row for row in OF_CACHE if row in rows)):
+            message, name = rows[row], "" if row == "latents" else f"_{row}"
             shares = {
                 f"normalised_f1{name}": (message["f1"] - none["f1"], text["f1"] - none["f1"]),
                 f"recovered_nll{name}": (none["nll"] - message["nll"], none["nll"] - text["nll"]),
             }
             for key, (part, whole) in shares.items():
                 figures |= _share(key, part, whole, upper)
-    if upper and sent and "positions" in groups[upper][0]:
-        figures["fewer_positions"] = _mean(groups[upper], "positions") / _mean(groups[sent], "positions")
-    for name, (right, other) in {"gap": ("latents", "shuffled"), "adds": ("message", "message_shuffled")}.items():
-        if {right, other} <= rows.keys():
-            gaps = {"nll": rows[other]["nll"] - rows[right]["nll"], "f1": rows[right]["f1"] - rows[other]["f1"]}
-            for key, gap in gaps.items():
-                figures |= {f"{name}_{key}": gap.value, f"{name}_{key}_interval": gap.interval()}
+    if upper and "latents" in rows and "positions" in groups[upper][0]:
+        figures["fewer_positions"] = _mean(groups[upper], "positions") / _mean(groups["latents"], "positions")
+    if {"latents", "shuffled"} <= rows.keys():
+        right, other = rows["latents"], rows["shuffled"]
+        for key, gap in {"gap_nll": other["nll"] - right["nll"], "gap_f1": right["f1"] - other["f1"]}.items():
+            figures |= {key: gap.value, f"{key}_interval": gap.interval()}
     return figures
 
 
@@ -146,7 +143,6 @@ def estimate(records: Sequence[Record], bootstrap: Bootstrap) -> dict[str, Estim
 
 
 def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
-    """Returns the control table for a terminal; ms: time to the first token of an answer."""
     width = max(map(len, ("reader", *rows))) + 2
     second = max(9, *(len(row) for found in rows.values() for row in found)) + 2
     columns = {"positions": 9, "ms": 8, "em": 7, "f1": 7, "f1 95 %": 15, "nll": 8, "accuracy": 9, "first_token": 12}
@@ -166,7 +162,6 @@ def table(rows: Mapping[str, Mapping[str, Row]]) -> str:
 
 
 def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
-    """Returns a reader's comparison of its rows for a terminal."""
     parts = []
     if "fewer_positions" in figures:
         parts.append(f"fewer_positions {figures['fewer_positions']:.2f}x")
@@ -182,7 +177,7 @@ def format_comparison(reader: str, figures: Mapping[str, Any]) -> str:
     shares = [
         f"{key}{row}" for row in ("", *(f"_{row}" for row in OF_CACHE)) for key in ("normalised_f1", "recovered_nll")
     ]
-    for key in (*shares, "gap_f1", "gap_nll", "adds_f1", "adds_nll", "follows"):
+    for key in (*shares, "gap_f1", "gap_nll", "follows"):
         against = f" of {figures['upper']}" if key in shares and "upper" in figures else ""
         if figures.get(key) is not None:
             parts.append(f"{key}{against} {figures[key]:.3f} ({format_interval(figures[f'{key}_interval'])})")

@@ -1,6 +1,6 @@
 """Control table: each reader's answers from text, from latents and from controls that expose a collapsed wire.
 
-Depends on a `Bench` (a wire's functions and weights) and on data, on no recipe and no checkpoint.
+Depends on a `WireSession` (a wire's functions and weights) and on data, on no recipe and no checkpoint.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from lw_jax.evals.message_latents import Sent
 from lw_jax.evals.swaps import Swaps
 from lw_jax.evals.wire_functions import WireFunctions
 
-WIRE = ("before", "literals", "after", "channel", "task")  # a reader's fields around its latents
+WIRE = ("before", "after", "channel", "task")  # a reader's fields around its latents
 PROBE, KEPT = "probe", "kept"  # of rows with a compacted text: see `ceiling.attach`
 ANSWER = ("answer_inputs", "targets", "weights")  # its scored fields
 
 
 @dataclasses.dataclass(frozen=True)
-class Bench:
+class WireSession:
     """A trained wire with its weights, detokenizers and device placement."""
 
     functions: WireFunctions
@@ -58,9 +58,8 @@ class Bench:
         if not ROWS[row].latents:
             return self.functions.prompt_from_text(params, fields[ROWS[row].fields[0]])
         assert latents is not None, row
-        wanted = [key for key in WIRE if key in fields and (key != "literals" or ROWS[row].literals)]
-        wire = {key: fields[key] for key in wanted}
-        return self.functions.prompt_from_latents(self.trainable, params, wire, latents, name, slots=ROWS[row].slots)
+        wire = {key: fields[key] for key in WIRE if key in fields}
+        return self.functions.prompt_from_latents(self.trainable, params, wire, latents, name)
 
     def score(self, fields: Mapping[str, Any], name: str, prompt: Any) -> dict[str, np.ndarray]:
         """Returns nll, hits, first, first5 and tokens [b] of the reference answers of this process's rows."""
@@ -98,7 +97,7 @@ class Measured:
 
 
 def measure(
-    bench: Bench,
+    bench: WireSession,
     encoded: Encoded,
     *,
     options: config.Eval,
@@ -145,7 +144,7 @@ def follow(records: Iterable[Record], swaps: Swaps, encoded: Encoded) -> list[Re
 
 
 def _encode(
-    bench: Bench, encoded: Encoded, indices: Sequence[int], *, kinds: set[str], batch: int, seed: int
+    bench: WireSession, encoded: Encoded, indices: Sequence[int], *, kinds: set[str], batch: int, seed: int
 ) -> dict[str, Sent]:
     def encode(source: Tree) -> np.ndarray:
         return np.asarray(bench.fetch(bench.encode(bench.place(source, None)), None), np.float32)
@@ -154,7 +153,7 @@ def _encode(
 
 
 def _read(
-    bench: Bench,
+    bench: WireSession,
     encoded: Encoded,
     indices: Sequence[int],
     *,
@@ -204,12 +203,11 @@ def number_texts(encoded: Encoded) -> list[int]:
 def positions(encoded: Encoded, reader: str, row: str, index: int, *, slots: int) -> int:
     """Returns the reader positions that hold an example's context in a row: of a message, or of a text's tokens.
 
-    A message has its `slots`, the task's vector, and the literals' tokens.
+    A message has its `slots` and the task's vector.
     """
-    made, fields = ROWS[row], encoded.readers[reader]
+    made = ROWS[row]
     if made.latents:
-        words = len(fields["literals"].ids[index]) if made.literals and "literals" in fields else 0
-        return slots * made.slots + 1 + words
+        return slots + 1
     held = (KEPT,) if made.compacted else made.fields
     return sum(encoded.context_tokens[reader][field][index] for field in held) + made.taught
 

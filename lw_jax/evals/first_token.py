@@ -10,11 +10,11 @@ from typing import NamedTuple
 import jax
 import numpy as np
 
-from lw_jax.core.eval_rows import MESSAGES, ROWS
+from lw_jax.core.eval_rows import ROWS
 from lw_jax.data import batches
 from lw_jax.data.batches import Encoded, Field
 from lw_jax.evals.comparison import UPPER
-from lw_jax.evals.control_rows import Bench, Measured
+from lw_jax.evals.control_rows import Measured, WireSession
 
 REPEATS = 5
 
@@ -27,7 +27,7 @@ class Times:
     tokens: int
 
 
-def measure(bench: Bench, measured: Measured, *, rows: tuple[str, ...], copies: int) -> dict[str, Times]:
+def measure(bench: WireSession, measured: Measured, *, rows: tuple[str, ...], copies: int) -> dict[str, Times]:
     """Returns each reader's times for the question with the text of median length; empty without both rows.
 
     One question alone, repeated `copies` times where the data axis needs it; the fastest of REPEATS passes after one
@@ -35,8 +35,7 @@ def measure(bench: Bench, measured: Measured, *, rows: tuple[str, ...], copies: 
     and values the opening, the same before every text and message, is read beforehand for both.
     """
     text = next((row for row in reversed(UPPER) if row in rows), None)
-    message = next((row for row in MESSAGES if row in rows), None)
-    if text is None or message is None:
+    if text is None or "latents" not in rows:
         return {}
     found = {}
     for name in measured.encoded.readers:
@@ -48,9 +47,8 @@ def measure(bench: Bench, measured: Measured, *, rows: tuple[str, ...], copies: 
         slots = int(one.count_slots([0])[0])  # a reader is given no position beyond them
         latents = bench.place(np.repeat(measured.latents[position : position + 1, :slots], copies, axis=0), None)
         seconds = {}
-        for row in (text, message):
+        for row in (text, "latents"):
             sent = latents if ROWS[row].latents else None
-
             read = functools.partial(_read, bench, fields, name, row, sent, None if ROWS[row].latents else opening)
             seconds[row] = fastest(read)
         found[name] = Times(seconds, lengths[position])
@@ -72,7 +70,7 @@ def match(before: Field, text: Field) -> Opening:
 
 
 def _read(
-    bench: Bench, fields: Mapping, name: str, row: str, latents: jax.Array | None, opening: Opening | None
+    bench: WireSession, fields: Mapping, name: str, row: str, latents: jax.Array | None, opening: Opening | None
 ) -> None:
     prompt, params = bench.prompt(fields, name, row=row, latents=latents), bench.frozen[name]
     if opening is not None:

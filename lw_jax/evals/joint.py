@@ -7,19 +7,18 @@ from typing import Any
 import numpy as np
 
 from lw_jax.core import config, processes
-from lw_jax.core.eval_rows import MESSAGES
 from lw_jax.core.progress import phase
 from lw_jax.core.types import SHARED, Example
 from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.loader import eval_batches
 from lw_jax.evals import answers
 from lw_jax.evals.comparison import Record, Row
-from lw_jax.evals.control_rows import Bench, Measured
+from lw_jax.evals.control_rows import Measured, WireSession
 from lw_jax.evals.statistics import Bootstrap
 
 
 def pick(
-    bench: Bench, measured: Measured, layout: prompt_tokens.Layout, *, options: config.Eval, seed: int
+    bench: WireSession, measured: Measured, layout: prompt_tokens.Layout, *, options: config.Eval, seed: int
 ) -> dict[str, Any] | None:
     """Returns the scores of the joint answers from messages; None for one reader or without their row.
 
@@ -30,13 +29,11 @@ def pick(
     number of examples where no candidate has a cost. Adds "joint_nll" (None: no cost) and "picked" to every
     record of the row.
     """
-    known = [name for name in bench.frozen if name != SHARED]
-    row = next((one for one in MESSAGES if any(measured.of(name, one) for name in known)), "")
-    readers = [name for name in known if measured.of(name, row)]
+    readers = [name for name in bench.frozen if name != SHARED and measured.of(name, "latents")]
     if len(readers) < 2:
         return None
-    answered = [measured.of(name, row) for name in readers]  # [reader][example]
-    costs = _costs(bench, measured, layout, answered, row=row, options=options)
+    answered = [measured.of(name, "latents") for name in readers]  # [reader][example]
+    costs = _costs(bench, measured, layout, answered, options=options)
     chosen = np.argmin(costs, axis=0)
     for reader, records in enumerate(answered):
         for position, record in enumerate(records):
@@ -66,7 +63,6 @@ def pick(
 
 
 def format_figures(found: dict[str, Any]) -> str:
-    """Returns the figures as a line for a terminal."""
     own = ", ".join(f"{name} {figures['f1']:.3f}" for name, figures in found["readers"].items())
     joint, oracle = found["joint"], found["oracle"]
     low, high = joint["f1_interval"]
@@ -83,12 +79,11 @@ class _Candidate:
 
 
 def _costs(
-    bench: Bench,
+    bench: WireSession,
     measured: Measured,
     layout: prompt_tokens.Layout,
     answered: Sequence[Sequence[Record]],
     *,
-    row: str,
     options: config.Eval,
 ) -> np.ndarray:
     """Returns f64[readers n], inf where a candidate has no cost; equal candidates are scored once."""
@@ -105,7 +100,7 @@ def _costs(
             nll = []
             for name, host_fields in host["readers"].items():
                 fields, latents = bench.place(host_fields, name), bench.place(measured.latents[positions], None)
-                scores = bench.score(fields, name, bench.prompt(fields, name, row=row, latents=latents))
+                scores = bench.score(fields, name, bench.prompt(fields, name, row="latents", latents=latents))
                 nll.append(scores["nll"] / scores["tokens"])
             mean = np.mean(np.asarray(nll, np.float64), axis=0)
             scored += [

@@ -41,9 +41,7 @@ def make(
     """
     sources = {"own": encoded} | ({"other": encoded.shuffled()} if "other" in kinds else {})
     ids = [one.source.ids[index] for one in sources.values() for index in indices]
-    width = max(one.source.width for one in sources.values())
-    together = dataclasses.replace(encoded, source=dataclasses.replace(encoded.source, width=width))
-    latents, at = _encode_once(encode, together, ids, batch=batch)
+    latents, at = _encode_once(encode, encoded, ids, batch=batch)
     rows = dict(zip(sources, np.split(at, len(sources)), strict=True))
     found = {kind: Sent(latents[rows[kind]], one.count_slots(indices)) for kind, one in sources.items()}
     values, slots = found["own"]

@@ -10,7 +10,7 @@ import itertools
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import brotli
 import numpy as np
@@ -22,19 +22,19 @@ from lw_jax.core.progress import phase
 from lw_jax.core.types import EXACT
 from lw_jax.data.batches import Encoded
 from lw_jax.data.examples import spread
-from lw_jax.data.literals import Scored
 from lw_jax.evals import comparison, control_rows
 from lw_jax.evals.comparison import Record
-from lw_jax.evals.control_rows import Bench, Measured
+from lw_jax.evals.control_rows import Measured, WireSession
 from lw_jax.evals.curve import COLUMNS, REFERENCE_ROWS, Curve
+from lw_jax.evals.selection import Scored
 from lw_jax.evals.statistics import Bootstrap
 from lw_jax.models import codec
 
-ROW = "message"  # latents, and literals where messages have them
+ROW = "latents"
 
 
 def sweep(
-    bench: Bench, measured: Measured, *, options: config.Eval, sent: config.AnswerStage, encoder: str, seed: int
+    bench: WireSession, measured: Measured, *, options: config.Eval, sent: config.AnswerStage, encoder: str, seed: int
 ) -> Curve:
     """Returns the curve over `sent.slots` or `sent.ratios` x `sent.widths` x BITS.
 
@@ -57,10 +57,10 @@ def sweep(
     chosen = set(indices)
     reference = [r for r in measured.records if r["row"] in REFERENCE_ROWS and r["index"] in chosen]
     return Curve(
-        quality=options.curve,
+        quality=cast(Any, options.curve),  # validation checks it
         examples=len(indices),
         points=points,
-        references=comparison.summarise(reference, seed=seed),
+        references=cast(Any, comparison.summarise(reference, seed=seed)),
         text_bytes=measure_texts(texts_of(measured, options)),
     )
 
@@ -87,7 +87,6 @@ def _sizes(measured: Measured, sent: config.AnswerStage) -> list[_Size]:
 
 
 def texts_of(measured: Measured, options: config.Eval) -> list[str]:
-    """Returns the contexts of the curve's examples."""
     return [measured.encoded.examples[index].context for index in _indices(measured, options)]
 
 
@@ -118,7 +117,6 @@ def measure_texts(texts: Iterable[str]) -> dict[str, float]:
 
 
 def write_csv(curve: Curve, path: Path) -> None:
-    """Writes one row a point."""
     with path.open("w", encoding="utf-8", newline="") as file:
         writer = csv.DictWriter(file, COLUMNS)
         writer.writeheader()
@@ -140,8 +138,8 @@ def table(curve: Curve) -> str:
     return "\n".join([*lines, f"the same {curve.examples} contexts as text, mean bytes: {text}"])
 
 
-def _by_size(points: Sequence[dict[str, Any]]) -> dict[tuple, list[dict[str, Any]]]:
-    found: dict[tuple, list[dict[str, Any]]] = {}
+def _by_size(points: Sequence[Any]) -> dict[tuple, list[Any]]:
+    found: dict[tuple, list[Any]] = {}
     for point in points:
         size = (point["slots"], point["width"], point["bits"], point.get("ratio", 0))
         found.setdefault(size, []).append(point)
@@ -149,7 +147,7 @@ def _by_size(points: Sequence[dict[str, Any]]) -> dict[tuple, list[dict[str, Any
 
 
 def _send(
-    bench: Bench,
+    bench: WireSession,
     encoded: Encoded,
     indices: Sequence[int],
     size: _Size,
@@ -173,9 +171,8 @@ def _send(
         source = bench.place(host["source"], None)
         latents = np.asarray(bench.fetch(bench.encode(source), None), np.float32)
         placed = {name: bench.place(fields, name) for name, fields in host["readers"].items()}
-        words = [encoded.examples[index].literals for index in rows]
         for bits in BITS:
-            received, framed = _round_trip(latents, channel, words, bits=bits, encoder=encoder)
+            received, framed = _round_trip(latents, channel, bits=bits, encoder=encoder)
             for name, fields in placed.items():
                 prompt = bench.prompt(fields, name, row=ROW, latents=bench.place(received, None))
                 predictions = None
@@ -195,13 +192,11 @@ def _send(
                 yield found
 
 
-def _round_trip(
-    latents: np.ndarray, channel: np.ndarray, literals: Sequence[tuple[str, ...]], *, bits: int, encoder: str
-) -> tuple[np.ndarray, list[int]]:
+def _round_trip(latents: np.ndarray, channel: np.ndarray, *, bits: int, encoder: str) -> tuple[np.ndarray, list[int]]:
     """Returns the received latents [b m z], zeros beyond each one's `channel` i32[b 3], and each message's bytes."""
     received, sizes = np.zeros_like(latents), []
-    for one, sent, words, (slots, width, _) in zip(received, latents, literals, channel, strict=True):
-        message = codec.pack(sent[:slots, :width], bits=bits, encoder=encoder, literals=words)
+    for one, sent, (slots, width, _) in zip(received, latents, channel, strict=True):
+        message = codec.pack(sent[:slots, :width], bits=bits, encoder=encoder)
         one[:slots, :width] = codec.unpack(message, encoder=encoder)
         sizes.append(len(message))
     return received, sizes

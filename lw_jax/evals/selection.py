@@ -1,22 +1,47 @@
-"""Row `selected`: the text's own words, chosen as the wire's literals are, in a message's positions.
+"""Row `selected_taught`: the text's least predictable words in a message's positions.
 
-The idea of LLMLingua (arXiv 2310.05736): no message at all, the reader gets some of the text's tokens; by default those
-that a language model finds least predictable.
+The idea of LLMLingua (arXiv 2310.05736): no message at all, the reader gets some of the text's tokens, those that a
+language model finds least predictable. A word stands between blanks; punctuation at its ends is removed. In scripts
+without blanks each token is a word.
 """
 
+import bisect
 import dataclasses
-from collections.abc import Sequence
+import itertools
+import re
+import unicodedata
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 
-from lw_jax.data import batches, literals, prompt_tokens
+from lw_jax.data import batches, prompt_tokens
 from lw_jax.data.batches import Encoded
-from lw_jax.data.literals import Scored
 from lw_jax.evals.control_rows import positions
 
-ROW = "selected"
-CONTEXT = "selected_context"  # field of the same prompt up to the question
-ROWS = (ROW, "selected_taught")
+ROW = "selected_taught"
+CONTEXT = "selected_context"  # field of its prompt up to the question
+LONGEST = 16  # tokens of a word: an address or a hash costs a reader more positions than it tells
+_WORD = re.compile(r"\S+")
+# Thai, Lao, Tibetan, Burmese, Khmer, Han, kana
+_UNSPACED = re.compile(
+    "[\u0e00-\u0fff\u1000-\u109f\u1780-\u17ff\u2e80-\u9fff\uf900-\ufaff\uff66-\uff9f\U00020000-\U0003ffff]"
+)
+_KEPT = frozenset("%#&@")  # at a word's end: they are part of what it says
+
+
+class Scored(NamedTuple):
+    """A text's tokens, each with the characters it stands for and its NLL in nats."""
+
+    spans: np.ndarray  # i32[n 2]: first character, and the one after the last
+    values: np.ndarray  # f32[n]
+
+
+class Word(NamedTuple):
+    """A word of a text as the characters from `start` to before `end`."""
+
+    start: int
+    end: int
 
 
 def attach(
@@ -25,44 +50,91 @@ def attach(
     """Returns the data set with prompts of selected words for the examples at `indices`; the others' are empty.
 
     Args:
-        encoded: the data set, with the field "asked".
+        encoded: the data set.
         indices: its measured examples.
-        scored: the tokens of each one's context with what chooses words.
+        scored: the tokens of each one's context.
         layout: how prompts are tokenised.
     """
     readers, counts = {}, {}
     for name, fields in encoded.readers.items():
         tokenizer = layout.readers[name].tokenizer
-        ids, parts = ([np.zeros(0, np.int32)] * len(encoded) for _ in range(2))
-        held = [0] * len(encoded)
+        ids, chosen_tokens = [np.zeros(0, np.int32)] * len(encoded), [0] * len(encoded)
         for index, slots, one in zip(indices, encoded.count_slots(indices), scored, strict=True):
-            room = positions(encoded, name, "message", index, slots=int(slots))
+            room = positions(encoded, name, "latents", index, slots=int(slots))
             text = encoded.examples[index].context
             chosen = prompt_tokens.tokenize(tokenizer, [choose(text, one, tokenizer, room=room)])[0][:room]
-            parts[index] = np.concatenate([fields["before"].ids[index], chosen])
-            ids[index] = np.concatenate([parts[index], fields["asked"].ids[index]])
-            held[index] = len(chosen)
-        made = {ROW: ids, CONTEXT: parts}
-        readers[name] = fields | {key: batches.field(one, tokenizer.pad, left=True) for key, one in made.items()}
-        counts[name] = {**encoded.context_tokens[name], ROW: held, CONTEXT: held}
+            ids[index] = np.concatenate([fields["before"].ids[index], chosen])
+            chosen_tokens[index] = len(chosen)
+        readers[name] = fields | {CONTEXT: batches.field(ids, tokenizer.pad, left=True)}
+        counts[name] = {**encoded.context_tokens[name], CONTEXT: chosen_tokens}
     return dataclasses.replace(encoded, readers=readers, context_tokens=counts)
 
 
 def choose(text: str, scored: Scored, tokenizer: prompt_tokens.ReaderTokenizer, *, room: int) -> str:
-    """Returns the words that fit into `room` of the reader's tokens, in the text's order.
-
-    Those with the most nats for each token; where a word's score is a mean over its tokens, those of the highest score.
-    """
-    found = literals.words(text, scored.spans)
+    """Returns the words with the most nats for each of the reader's tokens, as many as fit, in the text's order."""
+    found = words(text, scored.spans)
     spoken = [text[slice(*word)] for word in found]
-    scores = literals.score(found, scored)
+    scores = score(found, scored)
     sizes = np.array([len(ids) for ids in tokenizer.encode_batch([f" {word}" for word in spoken])], int)
     kept: list[int] = []
-    order = scores if scored.mean else scores / np.maximum(sizes, 1)
-    for number in np.argsort(-order, kind="stable"):
+    for number in np.argsort(-scores / np.maximum(sizes, 1), kind="stable"):
         if scores[number] == -np.inf:
             break
         if sizes[number] <= room:
             room -= int(sizes[number])
             kept.append(int(number))
-    return " ".join(literals.join(text, [found[number] for number in sorted(kept)]))
+    return join(text, [found[number] for number in sorted(kept)])
+
+
+def words(text: str, spans: np.ndarray) -> list[Word]:
+    """Returns a text's words in their order; `spans` i32[n 2] of its tokens part scripts without blanks."""
+    found = []
+    borders = _borders(text, spans)
+    for match in _WORD.finditer(text):
+        within = borders[bisect.bisect_right(borders, match.start()) : bisect.bisect_left(borders, match.end())]
+        for start, end in itertools.pairwise((match.start(), *within, match.end())):
+            while start < end and _is_mark(text[start]):
+                start += 1
+            while start < end and _is_mark(text[end - 1]):
+                end -= 1
+            if start < end:
+                found.append(Word(start, end))
+    return found
+
+
+def _borders(text: str, spans: np.ndarray) -> list[int]:
+    """Returns the places beside a character of a script without blanks where no token goes on."""
+    starts, ends = spans.T if len(spans) else np.zeros((2, 0), np.int32)
+    reached = np.maximum.accumulate(ends)  # the bytes of one character may be several tokens
+    found = {*starts[1:][starts[1:] >= reached[:-1]].tolist(), *reached[-1:].tolist()}
+    beside = (place for place in found if _UNSPACED.search(text, max(place - 1, 0), place + 1))
+    return sorted(place for place in beside if not unicodedata.category(text[place : place + 1] or " ").startswith("M"))
+
+
+def score(found: list[Word], scored: Scored) -> np.ndarray:
+    """Returns each word's nats f64[w], the sum of its tokens'; -inf with no token or too many.
+
+    A token belongs to the first word of which it has a character. Words beyond the last token have none.
+    """
+    if not found:
+        return np.zeros(0)
+    starts, ends = np.array(found).T
+    first = np.minimum(np.searchsorted(ends, scored.spans[:, 0], side="right"), len(found) - 1)
+    within = (scored.spans[:, 0] < ends[first]) & (scored.spans[:, 1] > starts[first])
+    total = np.bincount(first[within], scored.values[within].astype(np.float64), len(found))
+    tokens = np.bincount(first[within], minlength=len(found))
+    return np.where((tokens > 0) & (tokens <= LONGEST), total, -np.inf)
+
+
+def join(text: str, chosen: Iterable[Word]) -> str:
+    """Returns words with one blank between those that neither follow each other nor stand a blank apart in the text."""
+    found, last = "", None  # the text so far, and its last word
+    for word in chosen:
+        between = "" if last is None else text[last.end : word.start]
+        found += (between if between in ("", " ") else " ") + text[slice(*word)]
+        last = word
+    return found
+
+
+def _is_mark(character: str) -> bool:
+    return unicodedata.category(character).startswith("P") and character not in _KEPT

@@ -18,7 +18,6 @@ class Estimate:
     resampled: np.ndarray  # f64[r]
 
     def __sub__(self, other: "Estimate") -> "Estimate":
-        """Returns the difference."""
         return Estimate(self.value - other.value, self.resampled - other.resampled)
 
     def over(self, other: "Estimate") -> "Estimate":

@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from lw_jax.core.types import Example
 from lw_jax.data import batches, prompt_tokens
@@ -47,11 +47,8 @@ def make(
     *,
     layout: prompt_tokens.Layout,
     fields: Sequence[str],
-    add_literals: Callable[[Sequence[Example]], Sequence[Example]] = lambda found: found,
 ) -> Swaps:
     """Returns those of the examples that can be changed; empty lists where none can.
-
-    `add_literals` gives the changed texts theirs.
 
     Each takes its answer from the next of `indices`, cyclically. Static widths are at least those of `encoded`, so
     that most compiled programs serve both.
@@ -65,7 +62,6 @@ def make(
     # `encode` refuses data without a usable example, so an unchanged one follows, which is not measured.
     changed.append(dataclasses.replace(own[0], id=str(len(own))))
     data = layout.data if layout.data.overlong == "cut" else dataclasses.replace(layout.data, overlong="drop")
-    changed = list(add_literals(changed))
     found = _widen(batches.encode(changed, layout=dataclasses.replace(layout, data=data), rows=fields), encoded)
     kept = [int(example.id) for example in found.examples]
     kept = kept[:-1] if kept[-1] == len(own) else kept

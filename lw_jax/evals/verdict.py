@@ -6,8 +6,6 @@ Reads the figures of `control_rows.compare` and no array, so that a report needs
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lw_jax.core.eval_rows import MESSAGES
-
 SHARES = ("normalised_f1", "recovered_nll")  # of the text's own gain
 CARRIED = 0.6  # share of the text's own gain, by answers (normalised F1) or by likelihood (recovered NLL)
 AS_WELL = 0.9  # of the text's own gain: a message whose whole interval is above it serves as well as the text
@@ -16,9 +14,7 @@ FEWEST = 8  # texts of a verdict: of fewer a bootstrap's interval may have no wi
 WORDS = {
     "carries": "the message carries the text",
     "partly": "the message carries part of the text",
-    "likelier": "beside the literals the right latents make answers likelier; whether more are right is not settled",
     "unknown": f"no verdict: needs the rows text, latents, none and shuffled, {FEWEST} texts and a text that helps",
-    "literals": "LITERALS ALONE: beside the literals the right latents may add nothing to another text's",
     "collapsed": "COLLAPSED: the right latents may help no more than another text's",
 }  # best first
 
@@ -29,12 +25,8 @@ def judge(figures: Mapping[str, Any]) -> str:
         return "unknown"
     if is_collapsed(figures):
         return "collapsed"
-    if adds_nothing(figures):
-        return "literals"
-    if makes_likelier_alone(figures):
-        return "likelier"
     shares = [figures[key] for key in SHARES if figures.get(key) is not None]
-    if not {"gap_nll", "adds_nll"} & figures.keys() or not shares:
+    if "gap_nll" not in figures or not shares:
         return "unknown"
     return "carries" if max(shares) >= CARRIED else "partly"
 
@@ -45,36 +37,31 @@ def sentence(reader: str, figures: Mapping[str, Any], rows: Mapping[str, Mapping
     `figures` compare the reader's `rows`, both as eval.json has them.
     """
     key = judge(figures)
-    words = "adds_nll" in figures and key != "collapsed"
-    right, other = ("message", "message_shuffled") if words else ("latents", "shuffled")
     f1 = {row: values["f1"] for row, values in rows.items() if "f1" in values}
-    both = f" (F1 {f1[right]:.2f}, with another text's {f1[other]:.2f})" if {right, other} <= f1.keys() else ""
     if has_few(figures):
         said = f"no verdict: {figures.get('texts', 0)} texts are too few, at least {FEWEST} are needed"
     elif key == "collapsed":
+        both = ""
+        if {"latents", "shuffled"} <= f1.keys():
+            both = f" (F1 {f1['latents']:.2f}, with another text's {f1['shuffled']:.2f})"
         said = f"COLLAPSED: another text's latents may serve as well{both}: nothing shows that its own carry the text"
-    elif key == "literals":
-        said = f"LITERALS ALONE: beside the same words another text's latents may serve as well{both}"
     elif key == "unknown":
         needed = "the rows text, latents, none and shuffled are needed"
         said = f"no verdict: {figures.get('normalised_f1_reason') or needed}"
-    elif all(figures.get(share) is None for share in SHARES):
-        said = WORDS[key]
     else:
-        said = f"{_describe_share(figures, rows)}; {_describe_control(figures, f1, other)}"
+        said = f"{_describe_share(figures, rows)}; {_describe_control(figures, f1)}"
     return f"{reader}: {said}"
 
 
 def _describe_share(figures: Mapping[str, Any], rows: Mapping[str, Mapping[str, Any]]) -> str:
-    """Returns how the message serves beside the text."""
-    upper, sent = figures["upper"], next(row for row in MESSAGES if row in rows)
+    text, message = rows[figures["upper"]], rows["latents"]
     begin, of = "", "the text"
     if "fewer_positions" in figures:
-        begin, of = f"from {rows[sent]['positions']:.0f} positions ", f"the {rows[upper]['positions']:.0f} of the text"
+        begin, of = f"from {message['positions']:.0f} positions ", f"the {text['positions']:.0f} of the text"
     known = figures.get("normalised_f1") is not None
     key, gain = ("normalised_f1", "gain in F1") if known else ("recovered_nll", "gain in likelihood")
     low, high = figures[f"{key}_interval"] or (-1.0, 1.0)
-    of += f" (F1 {rows[sent]['f1']:.2f}, from the text {rows[upper]['f1']:.2f})"
+    of += f" (F1 {message['f1']:.2f}, from the text {text['f1']:.2f})"
     if low < AS_WELL:
         keeps = f"{begin}it keeps {figures[key]:.0%} ({low:.0%} to {high:.0%}) of the {gain} that it has from {of}"
         return keeps + (", so whether it answers as well is not settled" if high >= AS_WELL else "")
@@ -84,15 +71,13 @@ def _describe_share(figures: Mapping[str, Any], rows: Mapping[str, Mapping[str, 
     return f"{begin}right answers are {likely} from {of}, whose own gain in F1 is not settled"
 
 
-def _describe_control(figures: Mapping[str, Any], f1: Mapping[str, float], other: str) -> str:
-    """Returns what another text's latents do to the answers."""
-    words = other == "message_shuffled"
-    what = "with another text's latents beside the same words" if words else "with another text's message"
-    if _may_be_zero(figures, "adds_f1" if words else "gap_f1"):
+def _describe_control(figures: Mapping[str, Any], f1: Mapping[str, float]) -> str:
+    what = "with another text's message"
+    if _may_be_zero(figures, "gap_f1"):
         return f"{what} answers are less likely, as they must be, but whether fewer are right is not settled"
-    left, whole = f1[other] - f1["none"], f1[figures["upper"]] - f1["none"]
-    fails = not words and figures.get("normalised_f1") is not None and left <= FAILS * whole
-    return f"{what} it {'fails' if fails else 'answers worse'} (F1 {f1[other]:.2f}), as it must"
+    left, whole = f1["shuffled"] - f1["none"], f1[figures["upper"]] - f1["none"]
+    fails = figures.get("normalised_f1") is not None and left <= FAILS * whole
+    return f"{what} it {'fails' if fails else 'answers worse'} (F1 {f1['shuffled']:.2f}), as it must"
 
 
 def has_few(figures: Mapping[str, Any]) -> bool:
@@ -108,19 +93,6 @@ def is_collapsed(figures: Mapping[str, Any]) -> bool:
     return _may_be_zero(figures, "gap_nll")
 
 
-def adds_nothing(figures: Mapping[str, Any]) -> bool:
-    """Returns whether latents and literals may serve no better than the literals with another text's latents.
-
-    The falsifier of a message with literals: the interval of NLL's gain holds zero.
-    """
-    return _may_be_zero(figures, "adds_nll")
-
-
-def makes_likelier_alone(figures: Mapping[str, Any]) -> bool:
-    """Returns whether the right latents gain NLL beside the literals, and the interval of F1's gain holds zero."""
-    return not adds_nothing(figures) and _may_be_zero(figures, "adds_f1")
-
-
 def _may_be_zero(figures: Mapping[str, Any], key: str) -> bool:
     if key not in figures:
         return False
@@ -129,5 +101,4 @@ def _may_be_zero(figures: Mapping[str, Any], key: str) -> bool:
 
 
 def format_interval(interval: Sequence[float] | None) -> str:
-    """Returns an interval for a terminal."""
     return f"{interval[0]:.3f}..{interval[1]:.3f}" if interval else "unknown"

@@ -48,36 +48,28 @@ class WireFunctions:
         return jax.jit(self.wire.encode)
 
     def prompt_from_latents(
-        self, trainable: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str, *, slots: bool = True
+        self, trainable: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str
     ) -> Prompt:
         """Returns a reader's prompt on its mesh; its adapter and the latents are moved there first.
 
-        Without `slots` those of the latents are masked. Keys and values of a wire come with those of the opening.
+        Keys and values of a wire come with those of the opening.
         """
         mesh, opening = self.mesh_of(name), self._opening(params, fields["before"], name)
         adapter, latents = place.replicate(trainable["adapters"][name], mesh), place.rows(latents, mesh)
-        return self._wire_prompt(adapter, params, fields, latents, name, slots, opening)
+        return self._wire_prompt(adapter, params, fields, latents, name, opening)
 
     @functools.cached_property
     def _wire_prompt(self):
-        def build(  # noqa: PLR0913
-            adapter: Tree,
-            params: Tree,
-            fields: Mapping,
-            latents: jax.Array,
-            name: str,
-            slots: bool,
-            opening: KVPrefix | None,
+        def build(
+            adapter: Tree, params: Tree, fields: Mapping, latents: jax.Array, name: str, opening: KVPrefix | None
         ) -> Prompt:
-            if not slots:
-                fields = {**fields, "channel": jnp.zeros_like(fields["channel"])}
             prompt = wire_prompt(params, fields, self.wire.prefix(adapter, name, latents, "answer"))
             if opening is None or prompt.kv_prefix is None:
                 return prompt.joined()
             own = self._constrain(kv_prefix.prepend(opening, prompt.kv_prefix), name)
             return dataclasses.replace(prompt, shared_prefix=None, kv_prefix=own)
 
-        return jax.jit(build, static_argnames=("name", "slots"))
+        return jax.jit(build, static_argnames="name")
 
     def reuse_opening(
         self, params: Tree, before: Mapping, prompt: Prompt, name: str, *, columns: int, skipped: int
@@ -99,7 +91,6 @@ class WireFunctions:
         return jax.jit(build, static_argnums=(2, 3, 4))
 
     def _constrain(self, prefix: KVPrefix, name: str) -> KVPrefix:
-        """Returns keys and values as the reader's placement divides them."""
         constrain = self.wire.readers[name].constrain
         return prefix._replace(k=constrain(prefix.k), v=constrain(prefix.v))
 
@@ -232,7 +223,6 @@ class WireFunctions:
         return self.wire.readers[name].unstacked and self.placement.platform == "cpu" and jax.process_count() == 1
 
     def _unstacked(self, layers: Tree, name: str) -> tuple[Tree, ...]:
-        """Returns a reader's layers as separate arrays, kept for its next batch."""
         return _keep(self._separate, name, layers, lambda: jax.jit(decode.unstack_layers)(layers))
 
     @functools.cached_property

@@ -1,6 +1,5 @@
-"""Types and bounds of every field that is read of a model's config.json, checked before anything is built.
+"""Types of every field that is read of a model's config.json or of a GGUF's metadata.
 
-The bounds lie far above every published model and far below what a loop over layers or a size in bytes cannot bear.
 Fields that must have one value, and those that are unknown, are `families.refuse_fields`' part.
 """
 
@@ -10,17 +9,10 @@ from typing import Annotated, Any, TypeVar
 import msgspec
 
 from lw_jax.core import schema
+from lw_jax.core.schema import Size
 
-Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]
-Width = Annotated[int, msgspec.Meta(ge=1, le=2**20)]  # an axis of a layer's matrix
-Vocab = Annotated[int, msgspec.Meta(ge=1, le=2**24)]
-Window = Annotated[int, msgspec.Meta(ge=0, le=2**31 - 1)]  # 0: none
-Original = Annotated[int, msgspec.Meta(ge=2, le=2**31 - 1)]  # positions; its logarithm is divided by
-Theta = Annotated[float, msgspec.Meta(gt=0, le=1e15)]
-Factor = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
-Share = Annotated[float, msgspec.Meta(gt=0, le=1)]
-Epsilon = Annotated[float, msgspec.Meta(gt=0, lt=1)]
-Factors = Annotated[tuple[Factor, ...], msgspec.Meta(max_length=2**16)]
+Layers = Annotated[int, msgspec.Meta(ge=1, le=4096)]  # each is named in a table of tensors
+Positive = Annotated[float, msgspec.Meta(gt=0, le=1e30)]  # finite
 
 _T = TypeVar("_T", bound=msgspec.Struct)
 
@@ -36,15 +28,15 @@ class Rope(msgspec.Struct, frozen=True):
 
     rope_type: str | None = None
     type: str | None = None
-    rope_theta: Theta | None = None
-    partial_rotary_factor: Share | None = None
-    factor: Factor | None = None
-    low_freq_factor: Factor | None = None
-    high_freq_factor: Factor | None = None
-    attention_factor: Factor | None = None
-    original_max_position_embeddings: Original | None = None
-    short_factor: Factors | None = None
-    long_factor: Factors | None = None
+    rope_theta: Positive | None = None
+    partial_rotary_factor: Positive | None = None
+    factor: Positive | None = None
+    low_freq_factor: Positive | None = None
+    high_freq_factor: Positive | None = None
+    attention_factor: Positive | None = None
+    original_max_position_embeddings: Size | None = None
+    short_factor: tuple[Positive, ...] | None = None
+    long_factor: tuple[Positive, ...] | None = None
 
 
 class Packing(msgspec.Struct, frozen=True):
@@ -62,59 +54,59 @@ class Decoder(msgspec.Struct, frozen=True):
     """A reader's config.json; its family decides which optional fields are required."""
 
     model_type: str
-    vocab_size: Vocab
-    hidden_size: Width
+    vocab_size: Size
+    hidden_size: Size
     num_hidden_layers: Layers
-    num_attention_heads: Width
-    intermediate_size: Width
-    max_position_embeddings: schema.Size
-    num_key_value_heads: Width | None = None
-    head_dim: Width | None = None
-    rms_norm_eps: Epsilon | None = None
-    layer_norm_eps: Epsilon | None = None
+    num_attention_heads: Size
+    intermediate_size: Size
+    max_position_embeddings: Size
+    num_key_value_heads: Size | None = None
+    head_dim: Size | None = None
+    rms_norm_eps: Positive | None = None
+    layer_norm_eps: Positive | None = None
     tie_word_embeddings: bool | None = None
     use_qkv_bias: bool | None = None
-    rope_theta: Theta | None = None
+    rope_theta: Positive | None = None
     rope_scaling: Rope | None = None
     rope_parameters: Rope | None = None
-    partial_rotary_factor: Share | None = None
-    original_max_position_embeddings: Original | None = None
-    sliding_window: Window | None = None
-    max_window_layers: Window | None = None
-    layer_types: Annotated[tuple[str, ...], msgspec.Meta(max_length=4096)] | None = None
+    partial_rotary_factor: Positive | None = None
+    original_max_position_embeddings: Size | None = None
+    sliding_window: schema.Index | None = None
+    max_window_layers: schema.Index | None = None
+    layer_types: tuple[str, ...] | None = None
     quantization_config: Packing | None = None
 
 
 class Bert(msgspec.Struct, frozen=True):
     """A BERT-class body's config.json."""
 
-    vocab_size: Vocab
-    hidden_size: Width
+    vocab_size: Size
+    hidden_size: Size
     num_hidden_layers: Layers
-    num_attention_heads: Width
-    intermediate_size: Width
-    layer_norm_eps: Epsilon
-    max_position_embeddings: schema.Size
-    type_vocab_size: Width
+    num_attention_heads: Size
+    intermediate_size: Size
+    layer_norm_eps: Positive
+    max_position_embeddings: Size
+    type_vocab_size: Size
 
 
 class TTT(msgspec.Struct, frozen=True):
     """A TTT model's config.json; null and absent mean what the authors' class takes."""
 
-    vocab_size: Vocab
-    hidden_size: Width
-    intermediate_size: Width
+    vocab_size: Size
+    hidden_size: Size
+    intermediate_size: Size
     num_hidden_layers: Layers
-    num_attention_heads: Width
+    num_attention_heads: Size
     ttt_layer_type: str | None = None
-    ttt_base_lr: Factor | None = None
-    mini_batch_size: Width | None = None
+    ttt_base_lr: Positive | None = None
+    mini_batch_size: Size | None = None
     pre_conv: bool | None = None
     share_qk: bool | None = None
     use_gate: bool | None = None
-    conv_kernel: Width | None = None
-    rope_theta: Theta | None = None
-    rms_norm_eps: Epsilon | None = None
+    conv_kernel: Size | None = None
+    rope_theta: Positive | None = None
+    rms_norm_eps: Positive | None = None
     tie_word_embeddings: bool | None = None
 
 
@@ -122,16 +114,16 @@ class Gguf(msgspec.Struct, frozen=True):
     """The metadata of a GGUF model that are read, without the architecture in front of their names."""
 
     block_count: Layers
-    context_length: schema.Size
-    embedding_length: Width
-    feed_forward_length: Width
-    head_count: Width = msgspec.field(name="attention.head_count")
-    epsilon: Epsilon = msgspec.field(name="attention.layer_norm_rms_epsilon")
-    head_count_kv: Width | None = msgspec.field(name="attention.head_count_kv", default=None)
-    key_length: Width | None = msgspec.field(name="attention.key_length", default=None)
-    value_length: Width | None = msgspec.field(name="attention.value_length", default=None)
-    dimension_count: Width | None = msgspec.field(name="rope.dimension_count", default=None)
-    freq_base: Theta | None = msgspec.field(name="rope.freq_base", default=None)
+    context_length: Size
+    embedding_length: Size
+    feed_forward_length: Size
+    head_count: Size = msgspec.field(name="attention.head_count")
+    epsilon: Positive = msgspec.field(name="attention.layer_norm_rms_epsilon")
+    head_count_kv: Size | None = msgspec.field(name="attention.head_count_kv", default=None)
+    key_length: Size | None = msgspec.field(name="attention.key_length", default=None)
+    value_length: Size | None = msgspec.field(name="attention.value_length", default=None)
+    dimension_count: Size | None = msgspec.field(name="rope.dimension_count", default=None)
+    freq_base: Positive | None = msgspec.field(name="rope.freq_base", default=None)
 
 
 def check(fields: Mapping[str, Any], kind: type[_T], where: str) -> _T:

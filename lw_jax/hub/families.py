@@ -169,7 +169,6 @@ class Slot(NamedTuple):
 
 
 def tensor_map(cfg: DecoderConfig) -> dict[str, Slot]:
-    """Returns every tensor of a Hugging Face checkpoint by name."""
     return list_slots(abstract(cfg, jnp.float32), TENSORS, "hugging_face")
 
 
@@ -201,7 +200,6 @@ def parts(name: str) -> tuple[str, ...]:
 
 
 def fuse(tensors: Mapping[str, np.ndarray], model_type: str) -> dict[str, np.ndarray]:
-    """Returns tensors by the names under which a family stores them."""
     if not FAMILIES[model_type].fused:
         return dict(tensors)
     wholes = {part: fused for fused, own in FUSED.items() for part in own}
@@ -284,21 +282,21 @@ def _family(fields: Fields, where: str) -> Family:
 
 
 def read_fields(raw: Fields, where: str) -> dict[str, Any]:
-    """Returns the fields of a config.json that define the decoder, checked for types and bounds.
-
-    Raises:
-        UserError: another family, a size missing, or a field of another type or out of bounds.
-    """
+    """Returns the fields of a config.json that define the decoder. Raises UserError for another family."""
     family = _family(raw, where)
-    missing = sorted((_REQUIRED | family.required | {family.epsilon}) - raw.keys())
-    if missing:
-        raise UserError(f"{where}: field {missing[0]} is missing; model_type {raw['model_type']!r} needs it")
-    stated_fields.check(raw, stated_fields.Decoder, where)
-    rope_fields.check_stated(raw, where)
     optional = {"layer_types", "tie_word_embeddings"} | _MUST_EQUAL_ALL.keys() | family.must.keys() | family.read
     unsaid = {key for key in optional if raw.get(key) in (None, [])}  # which transformers 5 refuses in some fields
     read = _HANDLED | {family.epsilon} | optional | family.silent
     return {key: raw[key] for key in raw.keys() & read - unsaid}
+
+
+def stated_rope(raw: Fields, fields: Fields) -> dict[str, Any]:
+    """Returns the rotary fields in the new spelling, without what transformers fills in for a missing one."""
+    raw_rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    known = {"rope_type", "rope_theta", PARTIAL, *raw_rope}
+    rope = {key: raw_rope.get(key, value) for key, value in fields["rope_parameters"].items() if key in known}
+    key = "original_max_position_embeddings"  # of LongRope, beside the rotary fields
+    return {"rope_parameters": rope} | ({key: raw.get(key)} if key in fields else {})
 
 
 # AutoAWQ's layout: groups of 128 along the inputs, with zero points, eight columns interleaved in a word.

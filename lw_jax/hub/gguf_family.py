@@ -79,23 +79,23 @@ def hf_fields(
     if metadata.get("split.count", 1) not in (0, 1):
         had = f"split.count={metadata['split.count']!r:.80}"
         raise UserError(f"{where}: {had}: a part of a model; join them with llama-gguf-split --merge")
-    own = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
-    if missing := [key for key in _FIELDS if key not in own]:
+    stored = {key.removeprefix(f"{arch}."): value for key, value in metadata.items() if key.startswith(f"{arch}.")}
+    if missing := [key for key in _FIELDS if key not in stored]:
         raise UserError(f"{where}: field {arch}.{missing[0]} is missing; convert the model again")
     for key, value in _MUST_EQUAL.items():
-        if own.get(key, value) != value:
-            raise UserError(f"{where}: {arch}.{key}={own[key]!r:.80}, only {value!r} is supported")
-    if unknown := sorted(set(own) - _FIELDS.keys() - _HANDLED - _MUST_EQUAL.keys()):
-        had = f"{unknown[0]:.80}={own[unknown[0]]!r:.80}"
+        if stored.get(key, value) != value:
+            raise UserError(f"{where}: {arch}.{key}={stored[key]!r:.80}, only {value!r} is supported")
+    if unknown := sorted(set(stored) - _FIELDS.keys() - _HANDLED - _MUST_EQUAL.keys()):
+        had = f"{unknown[0]:.80}={stored[unknown[0]]!r:.80}"
         raise UserError(f"{where}: field {arch}.{had} may change what the model computes")
-    if lists := [key for key, value in own.items() if isinstance(value, list)]:
+    if lists := [key for key, value in stored.items() if isinstance(value, list)]:
         raise UserError(f"{where}: {arch}.{lists[0]} differs by layer, which is not supported")
     if "token_embd.weight" not in tensors:
         raise UserError(f"{where}: tensor token_embd.weight is missing; convert the model again")
-    stated = stated_fields.check(own, stated_fields.Gguf, f"{where}: {arch}")
+    stated = stated_fields.check(stored, stated_fields.Gguf, f"{where}: {arch}")
     head_dim = _head_dim(stated, where)
     theta = _DEFAULT_THETA if stated.freq_base is None else stated.freq_base
-    return {name: own[key] for key, name in _FIELDS.items()} | {
+    return {name: stored[key] for key, name in _FIELDS.items()} | {
         "model_type": arch,
         "vocab_size": tensors["token_embd.weight"][0],
         "num_key_value_heads": stated.head_count_kv or stated.head_count,

@@ -66,5 +66,4 @@ def repository(source: str) -> str:
 
 
 def page(name: str, *, data: bool = False) -> str:
-    """Returns the address of a repository's page on the hub."""
     return f"{PAGE}/{'datasets/' if data else ''}{name}"

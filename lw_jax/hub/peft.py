@@ -29,8 +29,6 @@ _Alpha = Annotated[float, msgspec.Meta(gt=0, le=1e6)]
 
 
 class _Adapter(msgspec.Struct, frozen=True):
-    """Fields of adapter_config.json that are read."""
-
     r: Annotated[int, msgspec.Meta(ge=1, le=2**16)]
     lora_alpha: _Alpha
     peft_type: str | None = None

@@ -16,25 +16,6 @@ _ROPE_FIELDS = {  # kind -> (required, optional), besides rope_theta
 }
 
 
-def check_stated(raw: Mapping[str, Any], where: str) -> None:
-    """Refuses a config.json that leaves out what its kind of scaling needs: transformers fills it with a default.
-
-    A LongRope model's original length stands beside the rotary fields; two different ones are refused.
-    """
-    rope = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    kind, key = rope.get("rope_type") or rope.get("type") or "default", "original_max_position_embeddings"
-    needed, _ = _ROPE_FIELDS.get(kind, ((), ()))
-    if missing := [name for name in needed if rope.get(name) is None]:
-        raise UserError(f"{where}: rope field {missing[0]} is missing; rope_type {kind!r} needs it")
-    if kind != "longrope":
-        return
-    inner, outer = rope.get(key), raw.get(key)
-    if inner is None and outer is None:
-        raise UserError(f"{where}: {key} is missing; rope_type 'longrope' needs it")
-    if None not in (inner, outer) and inner != outer:
-        raise UserError(f"{where}: {key}={shorten(outer)}, and {shorten(inner)} among the rotary fields; one is wrong")
-
-
 def check(raw: Mapping[str, Any], rope: Rope, kinds: Set[str], *, partial: bool, where: str) -> Rope:
     """Returns the rotary fields of a family with these kinds; refuses missing and unknown ones."""
     kind = rope.rope_type or "default"
@@ -53,7 +34,6 @@ def check(raw: Mapping[str, Any], rope: Rope, kinds: Set[str], *, partial: bool,
 
 
 def read_scaling(rope: Rope, stated: Decoder, rotated: int, where: str) -> Llama3Scaling | LongRope | None:
-    """Returns the frequency scaling of checked rotary fields."""
     if rope.rope_type == "longrope":
         return _long_rope(rope, stated, rotated, where)
     if rope.rope_type != "llama3":
@@ -69,9 +49,13 @@ def read_scaling(rope: Rope, stated: Decoder, rotated: int, where: str) -> Llama
 
 def _long_rope(rope: Rope, stated: Decoder, rotated: int, where: str) -> LongRope:
     """Returns the scaling as transformers computes it: its gain follows from the extension of the context."""
-    original = rope.original_max_position_embeddings or stated.original_max_position_embeddings
+    key = "original_max_position_embeddings"
+    inner, outer = rope.original_max_position_embeddings, stated.original_max_position_embeddings
+    if inner and outer and inner != outer:
+        raise UserError(f"{where}: {key}={outer}, and {inner} among the rotary fields; one is wrong")
+    original = inner or outer
     if not original:
-        raise UserError(f"{where}: original_max_position_embeddings is missing; rope_type 'longrope' needs it")
+        raise UserError(f"{where}: {key} is missing; rope_type 'longrope' needs it")
     short, long = rope.short_factor or (), rope.long_factor or ()
     for key, value in (("short_factor", short), ("long_factor", long)):
         if len(value) != rotated // 2:
@@ -85,7 +69,6 @@ def _long_rope(rope: Rope, stated: Decoder, rotated: int, where: str) -> LongRop
 
 
 def kind_of(scaling: Llama3Scaling | LongRope | None) -> str:
-    """Returns the rope_type of a scaling."""
     return {type(None): "default", Llama3Scaling: "llama3", LongRope: "longrope"}[type(scaling)]
 
 

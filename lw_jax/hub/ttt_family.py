@@ -68,7 +68,6 @@ _SINGLE = {"rate": 1, "rate_bias": 1, "b1": 1, "b2": 1, "before_conv": 1, "q_con
 
 
 def tensor_map(cfg: TTTConfig) -> dict[str, Slot]:
-    """Returns every tensor of a checkpoint by its official name."""
     found = list_slots(abstract(cfg), TENSORS, "hugging_face")
     for name, slot in found.items():
         if (at := _SINGLE.get(slot.path[-1])) is not None:

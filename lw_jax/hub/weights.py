@@ -1,5 +1,6 @@
 """Frozen weights: from stored tensors, one by one, into a model's tree and its shards, and back."""
 
+import copy
 import dataclasses
 import functools
 import hashlib
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _SAMPLE_BYTES = 4096
-_CONFIG_BYTES = 16 << 20
 _FETCH = "fetch the file again"
 # What may stand beside a model's config.json and tensors: patterns of an earlier model's files.
 _BESIDE = (
@@ -122,7 +122,7 @@ def describe_ttt(location: Path) -> TTTConfig:
 
 def _read_json(file: Path) -> dict[str, Any]:
     try:
-        return schema.read(file, dict[str, Any], remedy=_FETCH, limit=_CONFIG_BYTES)
+        return schema.read(file, dict[str, Any], remedy=_FETCH)
     except FileNotFoundError as error:
         raise UserError(f"{file.parent}: no config.json; name a model folder, or the .gguf file itself") from error
 
@@ -131,7 +131,7 @@ def _read_config(file: Path) -> tuple[dict[str, Any], set[str]]:
     """Returns a decoder's config.json as transformers reads it, and the keys in the file itself.
 
     transformers brings the old and the new spelling of the rotary fields into one form. It is given no more than the
-    fields that `families` reads and has checked, and no way to code or files of the folder's own.
+    fields that `families` reads, and no way to code or files of the folder's own.
     """
     from huggingface_hub.errors import StrictDataclassError
     from transformers import CONFIG_MAPPING
@@ -140,10 +140,10 @@ def _read_config(file: Path) -> tuple[dict[str, Any], set[str]]:
     read = families.read_fields(raw, str(file))
     unused = {f"{name}_token_id": None for name in ("bos", "eos", "pad")}  # or the class's own, beyond the vocabulary
     try:
-        fields = CONFIG_MAPPING[raw["model_type"]].from_dict(read | unused).to_dict()
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        fields = CONFIG_MAPPING[raw["model_type"]].from_dict(copy.deepcopy(read) | unused).to_dict()
+    except (ValueError, TypeError, LookupError, AttributeError, StrictDataclassError) as error:
         raise UserError(f"{file}: transformers refuses it ({' '.join(str(error).split())[:300]}); {_FETCH}") from error
-    return raw | fields, set(raw)
+    return raw | fields | families.stated_rope(raw, fields), set(raw)
 
 
 def load(
@@ -259,7 +259,6 @@ def _is_packed(node: Any) -> bool:
 
 
 def _one(leaf: Tree, stacked: bool) -> Tree:
-    """Returns the shapes of one layer's part of a leaf."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape[1:], x.dtype), leaf) if stacked else leaf
 
 
@@ -276,19 +275,22 @@ def _ahead(reads: Sequence[Callable[[], Tree]]) -> Iterator[Tree]:
 def _stack(layers: Iterator[Tree], leaf: Tree, sharding: Tree | None) -> Tree:
     """Fills a stacked leaf layer by layer, in place."""
     part = jax.tree.map(_of_a_layer, sharding)
-    zeros = functools.partial(jax.tree.map, lambda x: jnp.zeros(x.shape, x.dtype), leaf)
-    stack = jax.jit(zeros, out_shardings=sharding)()
-    write = jax.jit(
-        lambda stack, layer, i: jax.tree.map(
-            lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0), stack, layer
-        ),
-        donate_argnums=0,
-        out_shardings=sharding,
-    )
+    shapes, tree = jax.tree.flatten(leaf)
+    # Functions of the module: JAX compiles them once for leaves of the same shapes, of this model or of the next.
+    stack = jax.jit(_zeros, static_argnums=(0, 1), out_shardings=sharding)(tree, tuple(shapes))
+    write = jax.jit(_set_layer, donate_argnums=0, out_shardings=sharding)
     for i, layer in enumerate(layers):
         # Waits: the layer's memory is the next but one's, and a queue would hold many layers on the host.
         stack = jax.block_until_ready(write(stack, _put(layer, part), np.int32(i)))
     return stack
+
+
+def _zeros(tree: Any, shapes: Sequence[jax.ShapeDtypeStruct]) -> Tree:
+    return jax.tree.unflatten(tree, [jnp.zeros(x.shape, x.dtype) for x in shapes])
+
+
+def _set_layer(stack: Tree, layer: Tree, i: jax.Array) -> Tree:
+    return jax.tree.map(lambda whole, one: jax.lax.dynamic_update_index_in_dim(whole, one, i, 0), stack, layer)
 
 
 def _of_a_layer(sharding: Any) -> Any:
@@ -446,7 +448,6 @@ def _special_ids(tokenizer: "PreTrainedTokenizerBase | None") -> dict[str, int |
 
 
 def _named(params: Tree, slots: Mapping[str, families.Slot]) -> dict[str, np.ndarray]:
-    """Returns a tree's leaves as stored tensors."""
     tensors = {}
     for name, slot in slots.items():
         leaf = functools.reduce(lambda node, part: node[part], slot.path, params)

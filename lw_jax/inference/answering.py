@@ -26,7 +26,7 @@ class KVPrompt(NamedTuple):
     `keys_values`: f32 [layers, 2, 1, kv_heads, t, head_dim], the layout of transformers' caches: of each layer, in
     order, keys and values of one row. The first positions are the opening's, then the message's follow. Keys are
     rotated at positions 0 to t - 1.
-    `embeddings`: f32 [n, d], of positions t to t + n - 1: task vector, literals and question.
+    `embeddings`: f32 [n, d], of positions t to t + n - 1: task vector and question.
     """
 
     keys_values: np.ndarray
@@ -71,11 +71,10 @@ class Answering:
     def read(
         self, message: bytes | Several, reader: str, question: str | Questions, *, stream: bool = False
     ) -> str | list[str] | Iterator[str]:
-        """Returns a reader's answer from a message alone, with the literals that it carries.
+        """Returns a reader's answer from a message alone.
 
         `question`: several for one message, or one for each of several messages: a list of answers, computed
-        config.eval.batch at a time. A message is the text encoded: nothing is encoded again. The message of a wire
-        trained with prompt.question="latents" holds its question: the one given here, maybe "", is not read.
+        config.eval.batch at a time. A message is the text encoded: nothing is encoded again.
         `stream`: yields the answer of one question in pieces of text as they are decoded.
         """
         if not stream:
@@ -88,12 +87,10 @@ class Answering:
         return self._stream(reader, next(self._prompts(pair(message, question), reader))[0])
 
     def read_text(self, text: str, reader: str, question: str) -> str:
-        """Returns a reader's answer from the text itself."""
         self._check_reader(reader)
         return self._answer(reader, self.text_prompt(text, reader, question), 1)[0]
 
     def text_prompt(self, text: str, reader: str, question: str) -> wire.Prompt:
-        """Returns a reader's prompt of the text itself."""
         batch = batches.encode_prompt(text, question, layout=self.recipe.layout, rows=("text",))
         fields = self._put(batch["readers"][reader], self.functions.mesh_of(reader))
         return self.functions.prompt_from_text(self.frozen[reader], fields["text"])
@@ -166,7 +163,6 @@ class Answering:
 
 
 def pair(message: bytes | Several, question: str | Questions) -> list[tuple[bytes, str]]:
-    """Returns each question with its message."""
     if isinstance(question, str):
         if not isinstance(message, SINGLE):
             raise UserError(f"{len(message)} messages and one question: give a list with a question for each message")

@@ -1,23 +1,20 @@
 """Evaluation of a trained wire: control table, joint answers, geometry of the latents, byte curve, and their files."""
 
 import dataclasses
-import json
-import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
 
 import jax
+import msgspec
 
 from lw_jax.core import eval_rows, processes
 from lw_jax.core.config import Eval
 from lw_jax.core.errors import UserError
 from lw_jax.core.files import write_whole
 from lw_jax.core.progress import phase
-from lw_jax.data import prompt_tokens
 from lw_jax.data.batches import Encoded, one_context
 from lw_jax.data.examples import spread
-from lw_jax.data.literals import Scored
 from lw_jax.evals import (
     ceiling,
     comparison,
@@ -26,6 +23,7 @@ from lw_jax.evals import (
     geometry,
     joint,
     quality_curve,
+    results,
     selection,
     swaps,
     verdict,
@@ -68,7 +66,7 @@ def evaluate(wire: TrainedWire | CodedWire, *, quiet: bool = False) -> Evaluatio
     batch = _batch(wire.recipe, say)
     bench = _bench(wire, batch, say)
     measured = measure(wire, batch, bench, say=say)
-    latents = measured.latents[different_inputs(measured, layout)]
+    latents = measured.latents[different_inputs(measured)]
     curve = None
     if cfg.eval.curve != "none":
         named = {"sent": cfg.stages.answer, "encoder": wire.encoder_fingerprint, "seed": cfg.seed}
@@ -77,7 +75,7 @@ def evaluate(wire: TrainedWire | CodedWire, *, quiet: bool = False) -> Evaluatio
         )
         if cfg.encoder.kind == "lm":
             texts = quality_curve.texts_of(measured, cfg.eval)
-            coded = quality_curve.model_bytes(texts, _score(wire.recipe, texts))
+            coded = quality_curve.model_bytes(texts, wire.recipe.surprisal.score(texts))
             if coded is not None:
                 curve = dataclasses.replace(curve, text_bytes=curve.text_bytes | {MODEL: coded})
     summary = comparison.summarise(measured.records, **bootstrap)
@@ -122,7 +120,7 @@ def _evaluate_coded(wire: CodedWire, say: _Say) -> Evaluation:
 
 def _add_times(
     wire: TrainedWire,
-    bench: control_rows.Bench,
+    bench: control_rows.WireSession,
     measured: control_rows.Measured,
     summary: dict[str, dict[str, comparison.Row]],
     readers: dict[str, comparison.Row],
@@ -130,7 +128,7 @@ def _add_times(
     """Adds the time to the first answer token to the rows that have one; one process alone can tell."""
     if jax.process_count() > 1:
         return
-    rows, copies = _options(wire.recipe).rows, wire.recipe.placement.data
+    rows, copies = wire.recipe.cfg.eval.rows, wire.recipe.placement.data
     with phase("timing the first token of an answer"):
         found = first_token.measure(bench, measured, rows=rows, copies=copies)
     for name, times in found.items():
@@ -143,7 +141,7 @@ def _add_times(
 def measure(
     wire: TrainedWire,
     batch: out_of_memory.HalvingBatch | None = None,
-    bench: control_rows.Bench | None = None,
+    bench: control_rows.WireSession | None = None,
     *,
     say: _Say | None = None,
 ) -> control_rows.Measured:
@@ -151,17 +149,16 @@ def measure(
     recipe, say = wire.recipe, say or _say
     batch = batch or _batch(recipe, say)
     bench = bench or _bench(wire, batch, say)
-    options = _options(recipe)
+    options = recipe.cfg.eval
     with phase("reading and tokenising the held-out data"):
         encoded = recipe.data("validation", rows=eval_rows.fields_of(options.rows), least=options.examples)
     say("held-out data: " + "\n".join(encoded.describe()))
     options = _without_other_texts(options, encoded, say)
     _check_positions(recipe, encoded, options)
     changed = _make_swaps(recipe, encoded, say)
-    if set(selection.ROWS) & set(options.rows):
+    if selection.ROW in options.rows:
         indices = spread(len(encoded), options.examples)
-        chooser = recipe.chooser or recipe.surprisal
-        scored = chooser.score([encoded.examples[index].context for index in indices])
+        scored = recipe.surprisal.score([encoded.examples[index].context for index in indices])
         encoded = selection.attach(encoded, indices, scored, layout=recipe.layout)
     if any(eval_rows.ROWS[row].compacted for row in options.rows):
         encoded = ceiling.attach(encoded, spread(len(encoded), options.examples))
@@ -172,13 +169,6 @@ def measure(
         options,
         lambda options: control_rows.measure(bench, encoded, options=options, seed=recipe.cfg.seed, swaps=changed),
     )
-
-
-def _options(recipe: LatentWire) -> Eval:
-    """Returns eval.* with the rows of literals, where messages carry them and the configuration names none."""
-    options = recipe.cfg.eval
-    rows = eval_rows.measured(options.rows, literals=bool(recipe.cfg.message.literals))
-    return dataclasses.replace(options, rows=rows)
 
 
 def _without_other_texts(options: Eval, encoded: Encoded, say: _Say) -> Eval:
@@ -202,7 +192,7 @@ def _check_positions(recipe: LatentWire, encoded: Encoded, options: Eval) -> Non
     fields = eval_rows.fields_of(options.rows)
     for name, reader in recipe.wire.readers.items():
         lengths = {key: max(map(len, field.ids), default=0) for key, field in encoded.readers[name].items()}
-        message = sum(lengths.get(key, 0) for key in ("before", "literals", "after")) + recipe.cfg.encoder.slots + 1
+        message = sum(lengths.get(key, 0) for key in ("before", "after")) + recipe.cfg.encoder.slots + 1
         asked = lengths.get("asked", 0)
         text = max((lengths.get(key, 0) + asked * (key == "context") for key in fields), default=0)
         needed = max(message, text) + max(lengths["answer"] - 1, options.max_new_tokens)  # EOS is no input
@@ -215,11 +205,6 @@ def _check_positions(recipe: LatentWire, encoded: Encoded, options: Eval) -> Non
         )
 
 
-def _score(recipe: LatentWire, texts: list[str]) -> list[Scored]:
-    """Returns the texts' tokens with their NLL under the encoder's body as it was pretrained."""
-    return recipe.surprisal.score(texts)
-
-
 def _make_swaps(recipe: LatentWire, encoded: Encoded, say: _Say) -> swaps.Swaps | None:
     """Returns the examples with another answer in their texts; None where no row needs them."""
     options = recipe.cfg.eval
@@ -227,43 +212,37 @@ def _make_swaps(recipe: LatentWire, encoded: Encoded, say: _Say) -> swaps.Swaps 
     if not rows:
         return None
     indices = spread(len(encoded), options.examples)
-    found = swaps.make(
-        encoded, indices, layout=recipe.layout, fields=eval_rows.fields_of(rows), add_literals=recipe.add_literals
-    )
+    found = swaps.make(encoded, indices, layout=recipe.layout, fields=eval_rows.fields_of(rows))
     say(f"{', '.join(rows)}: {len(found.origins)} of {len(indices)} texts have an answer that can be replaced")
     return found
 
 
 def write(found: Evaluation, workdir: Path, *, step: int, data: str) -> list[Path]:
     """Writes eval.json, predictions.jsonl, slots.json and, with a curve, bytes.csv, of a checkpoint on these data."""
-    result = {
+    result: results.Results = {
         "step": step,
         "validation": data,
         "rows": found.summary,
         "readers": found.readers,
         "joint": found.joint,
         "latents": found.latents,
-        "curve": None,
-        "text_bytes": None,
+        "curve": found.curve,
         "counts": found.measured.encoded.counts,
-    }
+    }  # pyright: ignore  # figures by name
     names = ["eval.json", "predictions.jsonl", "slots.json"]
     if found.curve:
-        curve = dataclasses.asdict(found.curve)
-        result |= {"text_bytes": curve.pop("text_bytes"), "curve": curve}
         names.append("bytes.csv")
         quality_curve.write_csv(found.curve, workdir / "bytes.csv")
     else:
         (workdir / "bytes.csv").unlink(missing_ok=True)  # of an earlier evaluation
-    lines = (_to_json(record) + "\n" for record in found.measured.records)
-    write_whole(workdir / "eval.json", _to_json(result, indent=2) + "\n")
+    lines = (results.to_json(record) + "\n" for record in found.measured.records)
+    write_whole(workdir / "eval.json", msgspec.json.format(results.to_json(result), indent=2) + "\n")
     write_whole(workdir / "predictions.jsonl", "".join(lines))
-    write_whole(workdir / "slots.json", _to_json(found.slots) + "\n")
+    write_whole(workdir / "slots.json", results.to_json(found.slots) + "\n")
     return [workdir / name for name in names]
 
 
 def describe(found: Evaluation) -> str:
-    """Returns tables and figures for a terminal."""
     lines = [comparison.table(found.summary), ""]
     lines += [comparison.format_comparison(reader, figures) for reader, figures in found.readers.items()]
     if found.joint:
@@ -276,22 +255,22 @@ def describe(found: Evaluation) -> str:
     return "\n".join(lines)
 
 
-def different_inputs(measured: control_rows.Measured, layout: prompt_tokens.Layout) -> list[int]:
+def different_inputs(measured: control_rows.Measured) -> list[int]:
     """Returns the first position of each encoded text: questions about one context may share its latents."""
     first: dict[str, int] = {}
     for position, index in enumerate(measured.indices):
-        first.setdefault(layout.source_text(measured.encoded.examples[index]), position)
+        first.setdefault(measured.encoded.examples[index].context, position)
     return list(first.values())
 
 
-def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch, say: _Say) -> control_rows.Bench:
+def _bench(wire: TrainedWire, batch: out_of_memory.HalvingBatch, say: _Say) -> control_rows.WireSession:
     functions, options = wire.functions, wire.recipe.cfg.eval
     taught = {}
     if any(eval_rows.ROWS[row].taught for row in options.rows):
         taught = _fitting(
             batch, options, lambda own: taught_text.teach(wire.recipe, wire.frozen, batch=own.batch, say=say)
         )
-    return control_rows.Bench(
+    return control_rows.WireSession(
         functions,
         wire.trainable,
         wire.frozen,
@@ -316,7 +295,6 @@ def _batch(recipe: LatentWire, say: _Say) -> out_of_memory.HalvingBatch:
 
 
 def _say(text: str) -> None:
-    """Prints lines, of several processes in the first one."""
     if jax.process_index() == 0:
         print(text, flush=True)
 
@@ -332,16 +310,3 @@ def _fitting(batch: out_of_memory.HalvingBatch, options: Eval, compute: Callable
     except out_of_memory.OutOfMemory as error:
         remedy = "split the readers (--config.mesh.placement=tensor) or store them in fewer bits"
         raise UserError(f"{error}; {remedy}") from error
-
-
-def _to_json(value: Any, *, indent: int | None = None) -> str:
-    return json.dumps(_finite(value), indent=indent, ensure_ascii=False, allow_nan=False)
-
-
-def _finite(value: Any) -> Any:
-    """Returns the value with null for NaN and infinities, which JSON cannot hold."""
-    if isinstance(value, dict):
-        return {key: _finite(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(inner) for inner in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value

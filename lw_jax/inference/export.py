@@ -22,7 +22,7 @@ from lw_jax.recipes.dpo import DPO
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import wire_folder, wire_tensors
 from lw_jax.training.run_folder import check_writable
-from lw_jax.training.wire_folder import DType, Wire
+from lw_jax.training.wire_folder import DType, WireFolder
 from sharding import placement
 
 FLAGS = {"dpo": ("peft", "merged"), "ttt": ("model",), "latentwire": ("wire",)}  # by recipe
@@ -30,7 +30,7 @@ _MODEL = ("config.json", "model.safetensors")
 _MODELS = {"peft": ("adapter_config.json",), "merged": _MODEL, "model": _MODEL}  # files of an earlier one, by flag
 MOST_BYTES = 8_000_000  # of a wire that is easily handed on
 MOST_CACHE_BYTES = 32_000_000  # the same of encoder.kind "cache", whose bases are wide
-Card = Callable[[Wire, Mapping[str, int]], str]  # of the wire and the bytes of its parts
+Card = Callable[[WireFolder, Mapping[str, int]], str]  # of the wire and the bytes of its parts
 
 
 def export(
@@ -104,7 +104,7 @@ def _export_wire(cfg: Config, workdir: Path, folder: Path, *, dtype: DType, card
     told, described, tensors = (folder / name for name in (wire_folder.CONFIG, wire_folder.CARD, wire_folder.TENSORS))
     # All three take their places at the end, config.json last: its hash refuses the arrays of another wire.
     with whole(told) as new_told, whole(described) as new_described, whole(tensors) as new_tensors:
-        wire = Wire(
+        wire = WireFolder(
             format=wire_folder.FORMAT,
             version=wire_folder.VERSION,
             made_by=__version__,

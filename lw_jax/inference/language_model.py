@@ -213,7 +213,6 @@ class TTTLM(LM):
         self.mode, self.step = mode, step
 
     def save(self, folder: Path) -> None:
-        """Writes the model with its tokenizer in the authors' layout."""
         files.save_ttt(folder, self.params, self.config, tokenizer=self.tokenizer.backend)
 
     def _logits(self, params: Tree, ids: jax.Array, mask: jax.Array) -> jax.Array:

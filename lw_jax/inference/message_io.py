@@ -21,7 +21,6 @@ class Request:
     bits: int | None = None  # None: 8
     slots: int | None = None  # None: as many as config.encoder.ratio gives the text, or all of the encoder's
     width: int | None = None
-    literals: int | None = None  # None: as many words as the wire's readers know
     ratio: int | None = None  # of kind cache: positions of the text for one of the message; None: encoder.ratio
 
 
@@ -46,7 +45,6 @@ def read_message(path: str) -> bytes:
 
 
 def write_message(message: bytes, path: str) -> None:
-    """Writes a message to a file, or to standard output for '-'."""
     if path == "-":
         sys.stdout.buffer.write(message)
         sys.stdout.buffer.flush()

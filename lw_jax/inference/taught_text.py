@@ -7,8 +7,6 @@ lost.
 
 import dataclasses
 import functools
-import hashlib
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,6 +18,7 @@ import optax
 
 from lw_jax.core import config, precision, processes
 from lw_jax.core import rng as rngs
+from lw_jax.core.files import content_hash
 from lw_jax.core.progress import phase
 from lw_jax.core.types import Example, Tree
 from lw_jax.data import batches, examples
@@ -103,7 +102,6 @@ class _TrainingSet:
         return place.round_up(min(self.step_size, max(1, TOKENS // length // data * data)), data)
 
     def describe(self) -> str:
-        """Returns the examples of a step for people."""
         if not isinstance(self.stream, Packed):
             return f"{self.step_size} examples"
         return f"all questions of {self.step_size} text{'s' if self.step_size > 1 else ''}"
@@ -191,9 +189,8 @@ def _order(count: int, steps: int, size: int, *, seed: int) -> np.ndarray:
 
 
 def _identify(recipe: LatentWire, training: _TrainingSet, name: str) -> str:
-    """Returns the digest of all that decides a reader's vector."""
     cfg = recipe.cfg
-    told = {
+    content = {
         "format": FORMAT,
         "reader": _fingerprints(recipe)[f"llms/{name}"],
         "stored": cfg.llms[name].weights,
@@ -203,7 +200,7 @@ def _identify(recipe: LatentWire, training: _TrainingSet, name: str) -> str:
         "seed": cfg.seed,
         "examples": training.stream.digest(),
     }
-    return hashlib.blake2b(json.dumps(told, sort_keys=True).encode(), digest_size=12).hexdigest()
+    return content_hash(content, size=12)
 
 
 @functools.lru_cache(maxsize=1)

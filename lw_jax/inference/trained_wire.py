@@ -15,7 +15,6 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.progress import phase
 from lw_jax.core.types import SHARED, Example, Tree
 from lw_jax.data import batches
-from lw_jax.data.literals import count_words
 from lw_jax.evals.wire_functions import WireFunctions
 from lw_jax.hub import sources, wire_repository
 from lw_jax.inference.answering import (
@@ -63,7 +62,7 @@ def open_wire(cfg: Config, path: Path) -> "TrainedWire | CodedWire":
         wire_folder.check_sources(path, cfg)
     runtime.start_devices()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")
-    cfg, placement = planner.settle(cfg, reading=True)
+    cfg, placement = planner.resolve_auto(cfg, reading=True)
     if not cfg.train.steps:
         whole = recipes.make_whole(cfg, placement)
         restored = recipes.read_best(whole, cfg, path)
@@ -88,16 +87,6 @@ def resolve_channel(
     return slots or encoder.slots, width or encoder.width, bits
 
 
-def resolve_literals(cfg: Config, words: int | None) -> int:
-    """Returns the words of a text that its message carries; None takes the wire's own. Raises UserError for more."""
-    most = cfg.message.literals
-    if words is not None and not 0 <= words <= most:
-        raise UserError(
-            f"literals={words}: this wire's readers know config.message.literals={most}; ask for 0 to {most}"
-        )
-    return most if words is None else words
-
-
 class TrainedWire(Answering):
     """A trained encoder and its readers: writes a text into a message, answers questions from a message."""
 
@@ -106,7 +95,6 @@ class TrainedWire(Answering):
     def __init__(self, recipe: LatentWire, trainable: Tree, frozen: Tree, step: int):
         self.recipe, self.trainable, self.frozen, self.step = recipe, trainable, frozen, step
         self.functions = WireFunctions(recipe.wire, recipe.placement)
-        recipe.restore_chooser(trainable)
 
     @functools.cached_property
     def encoder_fingerprint(self) -> str:
@@ -119,33 +107,20 @@ class TrainedWire(Answering):
         bits: int = 8,
         slots: int | None = None,
         width: int | None = None,
-        *,
-        question: str = "",
-        literals: int | None = None,
     ) -> bytes:
         """Returns the framed message of a text in `slots` latents, the first `width` values of each.
 
         `slots`: None: as many as the text needs at config.encoder.ratio, or all.
-        `literals`: the number of the text's words that go with them (config.message.choice says which); None:
-        config.message.literals.
-        A wire trained with prompt.question="latents" encodes the question with the text and needs it here.
         """
-        in_latents = self.recipe.cfg.prompt.question == "latents"
-        if bool(question) != in_latents:
-            rule = "needs the question" if in_latents else "takes no question: give it to `read`"
-            raise UserError(f"write: question={question!r}: this wire's message {rule} (config.prompt.question)")
         channel = resolve_channel(self.recipe.cfg.encoder, bits=bits, slots=slots, width=width)
-        words = resolve_literals(self.recipe.cfg, literals)
-        source = batches.encode_prompt(text, question or "?", layout=self.recipe.layout)["source"]
+        source = batches.encode_prompt(text, "?", layout=self.recipe.layout)["source"]
         if slots is None:
             channel = (int(source["channel"][0, 0]), *channel[1:])
         source |= {"channel": np.asarray([channel], np.int32)}
         placed = self._put(source, self.functions.mesh_of(None))
         latents = self.functions.encode(self.trainable, placed, self.frozen.get(SHARED))
         sent = np.asarray(latents[0, : channel[0], : channel[1]])
-        chooser = self.recipe.chooser
-        chosen = chooser.choose(text.strip(), words) if words and chooser else ()
-        return codec.pack(sent, bits=bits, encoder=self.encoder_fingerprint, literals=chosen)
+        return codec.pack(sent, bits=bits, encoder=self.encoder_fingerprint)
 
     @overload
     def prefix(self, message: bytes, reader: str) -> np.ndarray: ...
@@ -154,8 +129,8 @@ class TrainedWire(Answering):
     def prefix(self, message: bytes | Several, reader: str) -> np.ndarray | list[np.ndarray]:
         """Returns a message's soft prefix alone, f32 [slots + 1, d]: an embedding of each slot, then the task vector.
 
-        d is the width of the reader's embeddings. Several messages: a list. Literals are not part of it. Raises
-        UserError for a wire with adapter.kind="kv", an unknown reader and a message of another encoder.
+        d is the width of the reader's embeddings. Several messages: a list. Raises UserError for a wire with
+        adapter.kind="kv", an unknown reader and a message of another encoder.
         """
         self._check_kind("embeddings", "prefix")
         self._check_reader(reader)
@@ -178,7 +153,7 @@ class TrainedWire(Answering):
     ) -> np.ndarray | list[np.ndarray]:
         """Returns the whole prompt that `read` gives its reader as input embeddings, f32 [t, d], without padding.
 
-        In order: BOS and opening, the prefix, the task vector, literals, question. t is the prompt's number of
+        In order: BOS and opening, the prefix, the task vector, question. t is the prompt's number of
         positions, d the width of the reader's embeddings. Several questions (as in `read`): a list of arrays, each of
         its own length. Raises UserError for a wire with adapter.kind="kv", an unknown reader and a message of another
         encoder.
@@ -214,7 +189,6 @@ class TrainedWire(Answering):
         encoder = self.recipe.cfg.encoder
         frame = codec.read_frame(message, encoder=self.encoder_fingerprint)
         resolve_channel(encoder, bits=frame.bits, slots=frame.slots, width=frame.width)
-        resolve_literals(self.recipe.cfg, count_words(frame.literals))
         latents = np.zeros((encoder.slots, encoder.width), np.float32)
         latents[: frame.slots, : frame.width] = codec.unpack(message, encoder=self.encoder_fingerprint)
         return frame, latents
@@ -222,19 +196,11 @@ class TrainedWire(Answering):
     def _prompts(self, pairs: list[tuple[bytes, str]], reader: str) -> Iterator[tuple[wire.Prompt, int]]:
         """Yields a reader's prompts on its mesh and how many of their rows are real, config.eval.batch at a time."""
         self._check_reader(reader)
-        in_latents = self.recipe.cfg.prompt.question == "latents"
-        if not in_latents:
-            check_questions(question for _, question in pairs)
+        check_questions(question for _, question in pairs)
         opened = {message: self._open(message) for message in dict.fromkeys(message for message, _ in pairs)}
-        if in_latents and len(set(pairs)) > len(opened):
-            raise UserError(
-                "several questions for one message: this wire encodes the question with the text "
-                "(config.prompt.question='latents'); write a message for each question"
-            )
-        literals = {message: frame.literals for message, (frame, _) in opened.items()}
         mesh = self.functions.mesh_of(reader)
         for part, rows in self._parts(pairs):
-            asked = [Example(question, "?", question or "?", (), literals[message]) for message, question in part]
+            asked = [Example(question, "?", question, ()) for _, question in part]
             batch = batches.encode_prompts(asked, layout=self.recipe.layout)
             frames, latents = zip(*(opened[message] for message, _ in part), strict=True)
             channel = np.asarray([(frame.slots, frame.width, frame.bits) for frame in frames], np.int32)

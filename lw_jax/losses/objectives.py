@@ -26,7 +26,7 @@ class Pass:
 
 def needs_teacher(loss: config.Loss, task: str) -> bool:
     """Returns whether a term compares with the text-prompted reader."""
-    return bool(loss.kl) and task in loss.kl_tasks
+    return bool(loss.kl) and task == "answer"
 
 
 def total(loss: config.Loss, name: str, one: Pass) -> LossTerms:

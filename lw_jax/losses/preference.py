@@ -129,11 +129,6 @@ def combined(
     return total
 
 
-def chosen_nll(logps: LogProbs) -> tuple[jax.Array, jax.Array]:
-    """Summed negative log-likelihood of the chosen completions in nats, and their number of tokens."""
-    return -jnp.sum(logps.chosen), jnp.sum(logps.chosen_tokens)
-
-
 def rewards(logps: LogProbs, *, beta: float) -> tuple[Each, Each]:
     """Implicit rewards of the chosen and of the rejected completions: beta times their log-ratios."""
     chosen, rejected = _ratios(logps)

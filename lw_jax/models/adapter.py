@@ -81,12 +81,10 @@ class KVAdapter(nnx.Module):
 
 
 def make(width: int, hidden: int, out: int) -> Pure[Adapter]:
-    """Describes an adapter z -> d."""
     return Pure(lambda rngs: Adapter(width, hidden, out, rngs=rngs))
 
 
 def make_kv(width: int, hidden: int, shape: KVShape) -> Pure[KVAdapter]:
-    """Describes an adapter z -> keys and values."""
     return Pure(lambda rngs: KVAdapter(width, hidden, shape, rngs=rngs))
 
 

@@ -139,7 +139,6 @@ def _scaled(q: jax.Array) -> jax.Array:
 
 
 def _rows(x: Float[Array, "b t h e"], groups: int) -> Float[Array, "b k gt e"]:
-    """Returns the heads of each group, one below the other."""
     rows, length, _, width = x.shape
     split = x.reshape(rows, length, groups, -1, width)
     return split.transpose(0, 2, 3, 1, 4).reshape(rows, groups, -1, width)

@@ -33,7 +33,6 @@ class BertConfig:
 
 
 def abstract(cfg: BertConfig, dtype: jax.typing.DTypeLike) -> Tree:
-    """Returns the parameter tree as shapes."""
     d, h, f, n = cfg.width, cfg.heads, cfg.ffn, cfg.layers
     e = d // h
     layers = {f"{name}_norm{part}": (n, d) for name in ("attn", "mlp") for part in ("", "_bias")}

@@ -7,8 +7,6 @@ scaled to unit RMS again. 16 bits are plain fp16.
 
 Frame (little-endian): magic 4s, version u8, bits u8, slots u16, width u16, the encoder's fingerprint 8s, CRC-32 u32 of
 all other bytes. Then the indices, `bits` each, most significant first, slot after slot, filled to a whole byte.
-A message with literals has version 3, one without them version 2. Version 3 ends with the literals: their coding u8
-(0: UTF-8, 1: brotli of it), bytes u16, and so many bytes: the phrases, each line one.
 """
 
 import functools
@@ -17,10 +15,8 @@ import math
 import statistics
 import struct
 import zlib
-from collections.abc import Sequence
 from typing import NamedTuple
 
-import brotli
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,16 +27,12 @@ from lw_jax.core.errors import UserError
 from lw_jax.core.validation import MOST_VALUES
 
 MAGIC = b"LWJX"
-VERSION = 3  # of messages with literals
-WITHOUT_LITERALS = 2
+VERSION = 2
 LARGEST = 2**16 - 1  # slots or width that the frame can name
 RMS_TOLERANCE = 0.01  # of a slot's RMS from 1: far above rounding, far below what would cost precision
 EPSILON = 1e-12  # under a mean square: keeps an all-zero slot zero and its gradient finite
 _READS = ", ".join(map(str, BITS))
 _FRAME = struct.Struct("<4sBBHH8sI")
-_LITERALS = struct.Struct("<BH")  # coding, bytes
-_PLAIN, _BROTLI = range(2)
-MOST_LITERALS = LARGEST  # bytes of literals, coded or not
 
 
 class Frame(NamedTuple):
@@ -50,19 +42,15 @@ class Frame(NamedTuple):
     slots: int
     width: int
     encoder: str  # 16 hex digits
-    literals: tuple[str, ...] = ()  # phrases of the text, in order
 
 
 def framed_bytes(slots: int, width: int, bits: int) -> int:
-    """Returns the bytes of a message without literals, its frame included."""
+    """Returns the bytes of a message, its frame included."""
     return _FRAME.size + -(-slots * width * bits // 8)
 
 
-def pack(latents: np.ndarray, *, bits: int, encoder: str, literals: Sequence[str] = ()) -> bytes:
-    """Returns the message of latents [m w] of unit RMS, and of the text's phrases that go with them.
-
-    `encoder` is the encoder's fingerprint, 16 hex digits.
-    """
+def pack(latents: np.ndarray, *, bits: int, encoder: str) -> bytes:
+    """Returns the message of latents [m w] of unit RMS; `encoder` is the encoder's fingerprint, 16 hex digits."""
     values = np.asarray(latents, np.float32)
     _check_values(values, bits)
     if len(bytes.fromhex(encoder)) != 8:
@@ -72,21 +60,19 @@ def pack(latents: np.ndarray, *, bits: int, encoder: str, literals: Sequence[str
     else:
         indices = np.searchsorted(_thresholds(bits), values @ rotation(values.shape[1])).astype(np.uint8)
         payload = np.packbits(np.unpackbits(indices.reshape(-1, 1), axis=1)[:, 8 - bits :]).tobytes()
-    payload += _pack_literals(literals)
-    version = VERSION if literals else WITHOUT_LITERALS
-    head = (MAGIC, version, bits, *values.shape, bytes.fromhex(encoder))
+    head = (MAGIC, VERSION, bits, *values.shape, bytes.fromhex(encoder))
     return _FRAME.pack(*head, zlib.crc32(_FRAME.pack(*head, 0) + payload)) + payload
 
 
 def unpack(message: bytes, *, encoder: str) -> np.ndarray:
     """Returns fp32 latents [m w]; raises UserError as `read_frame` does, and where a slot's RMS is not 1."""
     frame = read_frame(message, encoder=encoder)
-    shape, end = (frame.slots, frame.width), framed_bytes(frame.slots, frame.width, frame.bits)
+    shape = frame.slots, frame.width
     if frame.bits == 16:
-        values = np.frombuffer(message[:end], "<f2", offset=_FRAME.size).astype(np.float32).reshape(shape)
+        values = np.frombuffer(message, "<f2", offset=_FRAME.size).astype(np.float32).reshape(shape)
         _check_rms(values, "message", "damaged or foreign; write its text anew")
         return values
-    payload = np.frombuffer(message[:end], np.uint8, offset=_FRAME.size)
+    payload = np.frombuffer(message, np.uint8, offset=_FRAME.size)
     places = np.unpackbits(payload, count=math.prod(shape) * frame.bits).reshape(-1, frame.bits)
     indices = np.packbits(np.pad(places, ((0, 0), (8 - frame.bits, 0))), axis=1)
     values = levels(frame.bits)[indices.reshape(shape)] @ rotation(frame.width).T
@@ -94,7 +80,7 @@ def unpack(message: bytes, *, encoder: str) -> np.ndarray:
 
 
 def read_frame(message: bytes, *, encoder: str = "") -> Frame:
-    """Returns the header and the literals of a complete, undamaged message.
+    """Returns the header of a complete, undamaged message.
 
     Raises UserError for other bytes, another version, bits that this program does not read, a message that is cut,
     followed by more, damaged or too large, and, where `encoder` is given, for a message of another encoder.
@@ -103,8 +89,8 @@ def read_frame(message: bytes, *, encoder: str = "") -> Frame:
         raise UserError(f"not a latent message: {len(message)} bytes that do not begin with {MAGIC!r} and a version")
     if message[4] > VERSION:
         raise UserError(f"message of version {message[4]}, this program reads {VERSION}: read it with a newer program")
-    if message[4] < WITHOUT_LITERALS:
-        raise UserError(f"message of version {message[4]}, this program reads {WITHOUT_LITERALS}: write its text anew")
+    if message[4] < VERSION:
+        raise UserError(f"message of version {message[4]}, this program reads {VERSION}: write its text anew")
     if len(message) < _FRAME.size:
         raise UserError(f"message cut short: {len(message)} bytes, its frame alone has {_FRAME.size}; send it again")
     _, _, bits, slots, width, writer, crc = _FRAME.unpack_from(message)
@@ -122,8 +108,7 @@ def read_frame(message: bytes, *, encoder: str = "") -> Frame:
         raise UserError(
             f"message of encoder {writer.hex()}, this wire has encoder {encoder}: read it with the run that wrote it"
         )
-    literals = _unpack_literals(message[framed_bytes(slots, width, bits) :]) if message[4] == VERSION else ()
-    return Frame(bits, slots, width, writer.hex(), literals)
+    return Frame(bits, slots, width, writer.hex())
 
 
 def normalise(latents: Float[Array, "*n z"]) -> Float[Array, "*n z"]:
@@ -238,55 +223,11 @@ def _hadamard(width: int) -> np.ndarray:
     return total
 
 
-def _check_length(message: bytes, values: int, parts: str) -> None:
-    """Refuses a message that is shorter or longer than it says; `values` bytes reach to the end of its values."""
-    expected = values
-    if message[4] == VERSION:
-        expected += _LITERALS.size
-        if len(message) >= expected:
-            expected, parts = expected + _LITERALS.unpack_from(message, values)[1], f"{parts} and literals"
-    if values == _FRAME.size or len(message) < expected:
+def _check_length(message: bytes, expected: int, parts: str) -> None:
+    if expected == _FRAME.size or len(message) < expected:
         raise UserError(f"message cut short: {len(message)} bytes, {parts} make {expected}; send it again")
     if len(message) > expected:
         raise UserError(f"message of {expected} bytes and {len(message) - expected} more after it: send it alone")
-
-
-def _pack_literals(literals: Sequence[str]) -> bytes:
-    """Returns the end of a message of version 3: brotli where that is shorter; nothing without literals."""
-    if not literals:
-        return b""
-    if not all(phrase.strip() and "\n" not in phrase for phrase in literals):
-        raise UserError(f"literals={literals!r}: each must be words of one line; leave the others out")
-    text = "\n".join(literals).encode()
-    if len(text) > MOST_LITERALS:
-        raise UserError(f"literals of {len(text):,} bytes: a message has {MOST_LITERALS:,} at most; send fewer")
-    coded = brotli.compress(text, mode=brotli.MODE_TEXT, quality=11)
-    coding, sent = (_BROTLI, coded) if len(coded) < len(text) else (_PLAIN, text)
-    return _LITERALS.pack(coding, len(sent)) + sent
-
-
-def _unpack_literals(part: bytes) -> tuple[str, ...]:
-    """Returns the phrases of the end of a message, whose length has been checked."""
-    (coding, _), sent = _LITERALS.unpack_from(part), part[_LITERALS.size :]
-    wrong = "damaged or foreign; write its text anew"
-    if coding not in (_PLAIN, _BROTLI):
-        raise UserError(f"message whose literals have coding {coding}, this program reads 0 and 1: {wrong}")
-    if coding == _BROTLI:
-        decoder = brotli.Decompressor()
-        try:
-            # Bounded: a few bytes may stand for gigabytes.
-            sent = decoder.process(sent, output_buffer_limit=MOST_LITERALS + 1)
-        except brotli.error as error:
-            raise UserError(f"message whose literals are no brotli ({error}): {wrong}") from error
-        if not decoder.is_finished() or len(sent) > MOST_LITERALS:
-            raise UserError(f"message whose literals have no end within {MOST_LITERALS:,} bytes: {wrong}")
-    try:
-        phrases = tuple(sent.decode().split("\n"))
-    except UnicodeDecodeError as error:
-        raise UserError(f"message whose literals are no UTF-8 ({error}): {wrong}") from error
-    if not all(phrase.strip() for phrase in phrases):
-        raise UserError(f"message whose literals are no words of one line each: {wrong}")
-    return phrases
 
 
 def _check_values(values: np.ndarray, bits: int) -> None:

@@ -163,7 +163,6 @@ def init(key: jax.Array, cfg: DecoderConfig, dtype: jax.typing.DTypeLike, *, sca
 
 
 def embed(params: Tree, ids: Int[Array, "b t"]) -> Float[Array, "b t d"]:
-    """Looks token embeddings up."""
     return jnp.take(params["embed"], ids, axis=0)
 
 
@@ -430,7 +429,6 @@ def _find_past(
 def _share(
     cfg: DecoderConfig, mask: jax.Array, past: _Past, mode: Mode, segments: jax.Array | None = None
 ) -> "_Shared":
-    """Returns the inputs that all layers share."""
     attend = _attention_mask(past.keys, mask.shape[1], first=past.first, causal=mode.causal)
     if segments is None:
         positions = jnp.maximum(past.seen + jnp.cumsum(mask, axis=1, dtype=jnp.int32) - 1, 0)

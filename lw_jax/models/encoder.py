@@ -158,11 +158,8 @@ class Head(nnx.Module):
         states: int,
         vocab: int,
         taps: int,
-        asked: int,
         rngs: nnx.Rngs,
     ):
-        if asked:
-            self.asked = nnx.Param(jnp.zeros((asked,)))  # finds literals (`recipes.asked_words`); fitted, not learned
         if taps:
             body_width = taps * body_width
             self.shift = nnx.Param(jnp.zeros((body_width,)))
@@ -194,18 +191,14 @@ class Head(nnx.Module):
 
 
 def make_bytes(width: int, layers: int) -> Pure[ByteBody]:
-    """Describes the byte body."""
     return Pure(lambda rngs: ByteBody(width, layers or BYTE_LAYERS, rngs=rngs))
 
 
 def make_head(  # noqa: PLR0913
-    body_width: int, width: int, *, slots: int, pooling: str, states: int, vocab: int = 0, taps: int = 0, asked: int = 0
+    body_width: int, width: int, *, slots: int, pooling: str, states: int, vocab: int = 0, taps: int = 0
 ) -> Pure[Head]:
-    """Describes the head; `states` > 0: a softmax mix over that many states of a pretrained body, `taps` > 0: none.
-
-    `asked`: width of the states from which asked words are found; 0: they are not.
-    """
-    sizes = {"slots": slots, "states": states, "vocab": vocab, "taps": taps, "asked": asked}
+    """Describes the head; `states` > 0: a softmax mix over that many states of a pretrained body, `taps` > 0: none."""
+    sizes = {"slots": slots, "states": states, "vocab": vocab, "taps": taps}
     return Pure(lambda rngs: Head(body_width, width, pooling=pooling, **sizes, rngs=rngs))
 
 

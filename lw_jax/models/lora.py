@@ -42,7 +42,6 @@ class Lora:
 
     @property
     def scale(self) -> float:
-        """Returns the factor of a pair's product."""
         return self.alpha / self.rank
 
 
@@ -82,7 +81,6 @@ def make(*, rank: int, alpha: float, dropout: float, targets: Sequence[str]) -> 
 
 
 def abstract(cfg: DecoderConfig, lora: Lora) -> Tree:
-    """Returns the pairs as shapes."""
     layers, pairs = describe_decoder(cfg, jnp.float32)["layers"], {}
     for name in lora.names:
         count, *shape = layers[name].shape
@@ -142,7 +140,6 @@ def merge(params: Tree, pairs: Tree, lora: Lora) -> Tree:
 
 
 def unpack(params: Tree, cfg: DecoderConfig, dtype: jax.typing.DTypeLike) -> Tree:
-    """Returns the decoder with its packed matrices as floats again."""
     shapes, layers = describe_decoder(cfg, dtype)["layers"], dict(params["layers"])
     for name in quant.MATRICES:
         if isinstance(layers[name], dict):

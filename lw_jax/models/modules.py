@@ -28,7 +28,6 @@ class Pure(Generic[M]):
         return nnx.to_pure_dict(nnx.state(self._make(nnx.Rngs(key)), nnx.Param))
 
     def bind(self, params: Tree) -> M:
-        """Returns the module with these parameters (traced ones included)."""
         return nnx.merge(self._graph, nnx.State(params))
 
 
@@ -39,5 +38,4 @@ class RMSNorm(nnx.Module):
         self.scale = nnx.Param(jnp.ones((width,)))
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """Normalises the last axis."""
         return decoder.rms_norm(x, self.scale[...], 1e-6)

@@ -47,7 +47,6 @@ class TTTConfig:
 
     @property
     def head_dim(self) -> int:
-        """Returns the width of a head."""
         return self.width // self.heads
 
     @property
@@ -105,7 +104,6 @@ class Output(NamedTuple):
 
 
 def abstract(cfg: TTTConfig, dtype: jax.typing.DTypeLike = jnp.float32) -> Tree:
-    """Returns the parameter tree as shapes."""
     n, d, h, e, m, f = cfg.layers, cfg.width, cfg.heads, cfg.head_dim, cfg.hidden, cfg.ffn
     layers: dict[str, tuple[int, ...]] = {
         **{name: (n, d) for name in ("seq_norm", "ffn_norm", "post_norm", "post_norm_bias")},

@@ -223,7 +223,6 @@ def _widen(x: jax.Array, like: jax.Array) -> jax.Array:
 
 
 def gelu(x: jax.Array) -> jax.Array:
-    """Returns the tanh form of GELU."""
     return jax.nn.gelu(x, approximate=True)
 
 

@@ -35,7 +35,6 @@ class EncoderSpec:
     pairs: Lora | None = None  # beside the body's matrices, which are then frozen
     taps: int = 0  # layers of the body whose states stand side by side; 0: a mix over all
     causal: bool = False  # the body keeps its causal mask
-    asked: bool = False  # literals are the words that are asked for
 
     @property
     def computed(self) -> decoder.DecoderConfig | bert.BertConfig | None:
@@ -45,12 +44,10 @@ class EncoderSpec:
         return encoder.up_to(self.body, encoder.tapped_layers(self.taps, self.body.layers))
 
     def head(self) -> Pure[encoder.Head]:
-        """Describes the part after the body."""
         body_width, states = (self.body.width, self.body.layers + 1) if self.body else (self.width, 0)
         vocab = self.body.vocab if self.body else encoder.BYTE_VOCABULARY
         sizes = {"slots": self.slots, "states": states, "vocab": vocab, "taps": self.taps}
-        asked = body_width if self.asked else 0
-        return encoder.make_head(body_width, self.width, pooling=self.pooling, asked=asked, **sizes)
+        return encoder.make_head(body_width, self.width, pooling=self.pooling, **sizes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,7 +63,6 @@ class Reader:
     constrain: Callable[[jax.Array], jax.Array] = lambda x: x  # applied to a prefix' keys and values [l b m k e]
 
     def adapter(self, width: int) -> Pure[adapter.Adapter] | Pure[KVAdapter]:
-        """Describes the adapter from latents of this width."""
         return (
             adapter.make(width, self.adapter_hidden, self.config.width)
             if self.kind == "embeddings"
@@ -124,9 +120,7 @@ class Wire:
     def encode(
         self, trainable: Tree, source: Mapping[str, jax.Array], body: Tree | None = None
     ) -> Float[Array, "b m z"]:
-        """Encodes {"ids" [b s], "mask" [b s], "channel" [b 3] or [b n 3]} (right-padded) into fp32 latents.
-
-        A channel [b n 3] makes n messages of each text, one after the other, from one pass of the body.
+        """Encodes {"ids" [b s], "mask" [b s], "channel" [b 3]} (right-padded) into fp32 latents.
 
         They have unit RMS in each row's first slots and the first width of them, and are 0 elsewhere. A source longer
         than the body's window is encoded window by window and pooled as a whole. `body` is the frozen one of an encoder
@@ -142,17 +136,11 @@ class Wire:
         states = self._read(params, mix, ids.reshape(-1, window), mask.reshape(-1, window))
         states = states.reshape(*ids.shape, states.shape[2])
         head = params["head"]
-        whole = trainable["encoder"][
-            "head"
-        ]  # fp32, where bf16 would make tokens as rare or lose a state's small values
+        whole = trainable["encoder"]["head"]  # fp32: bf16 would make tokens as rare, or lose a state's small values
         if "rarity" in whole.get("pool", {}):
             head = head | {"pool": whole["pool"]}
         head = head | {name: whole[name] for name in ("shift", "scale") if name in whole}
-        bound, channel = self.encoder.head().bind(head), source["channel"]
-        if channel.ndim == 2:
-            return bound(states, mask, channel, ids)
-        each = jax.vmap(lambda one: bound(states, mask, one, ids), in_axes=1, out_axes=1)(channel)
-        return each.reshape(-1, *each.shape[2:])
+        return self.encoder.head().bind(head)(states, mask, source["channel"], ids)
 
     def _read(
         self, params: Tree, mix: Float[Array, " n"] | None, ids: Int[Array, "b s"], mask: Bool[Array, "b s"]
@@ -326,16 +314,11 @@ def _answer_inputs(fields: Mapping[str, Any]) -> tuple[Int[Array, "b a"], Bool[A
 
 
 def after_prefix(fields: Mapping[str, Any]) -> Mapping[str, jax.Array]:
-    """Returns {"ids", "mask"} of all tokens between the soft prefix and the answer, or the packed questions.
-
-    Literals, where a message has them, and the question. The last column is a real token of every row, as it is of the
-    question's; before packed questions it need not be.
-    """
-    parts = [fields[key] for key in ("literals", "after") if key in fields]
-    if not parts:
-        rows = len(fields["packed"]["ids"])
-        return {"ids": jnp.zeros((rows, 0), jnp.int32), "mask": jnp.zeros((rows, 0), bool)}
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=1), *parts)
+    """Returns {"ids", "mask"} of the question, left-padded; before packed questions there is nothing."""
+    if "after" in fields:
+        return fields["after"]
+    rows = len(fields["packed"]["ids"])
+    return {"ids": jnp.zeros((rows, 0), jnp.int32), "mask": jnp.zeros((rows, 0), bool)}
 
 
 def taught_prompt(params: Tree, fields: Mapping[str, Any], vectors: Float[Array, "k d"]) -> Prompt:
@@ -368,7 +351,7 @@ def compacted_prompt(
 
 
 def wire_prompt(params: Tree, fields: Mapping[str, Any], prefix: Float[Array, "b n d"] | KeysValues) -> Prompt:
-    """Returns BOS and template text, the soft prefix in the place of the context, literals, then the question.
+    """Returns BOS and template text, the soft prefix in the place of the context, then the question.
 
     `fields["before"]` is the same in every row: its first row is the shared prefix.
     """

@@ -19,7 +19,7 @@ MANY = 1000
 MANY_BYTES = 10**11
 
 
-def settle_layers(cfg: Config, placed: Placement, room: MemoryLimit | None) -> Config:
+def resolve_layers(cfg: Config, placed: Placement, room: MemoryLimit | None) -> Config:
     """Resolves eval.layers="auto": unstacked for many answers, on a CPU for much weight, where memory allows.
 
     The first process decides: the others' programs must be the same, whatever memory their machines have left.

@@ -91,7 +91,7 @@ def _times(
     share = place.device_bytes(program.state()["trainable"]) / max(1, tree.nbytes(program.recipe.abstract().trainable))
     update = Times(update.gemm * share, update.memory * share, COLLECTIVE_SECONDS if any(sent.values()) else 0.0)
     readers = [parts[name] for name in program.placement.readers]
-    if program.placement.apart:
+    if program.placement.on_several_meshes:
         readers = [max(readers, key=lambda one: one.total)]
     return _sum([parts[""], update, *readers])
 

@@ -293,7 +293,6 @@ def _arithmetic(dtype: str, precision: str) -> str:
 
 
 def _op_bytes(op: _Op, computation: _Computation) -> int:
-    """Returns what an operation outside a fusion reads and writes."""
     if op.opcode in _SLICES:
         return 2 * op.bytes
     if op.opcode in _UPDATES:

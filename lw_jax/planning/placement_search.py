@@ -17,7 +17,7 @@ from lw_jax.planning.roofline import Times
 from lw_jax.training import micro_batch_search, out_of_memory
 from lw_jax.training.memory import Compile, StepMemory, bytes_of, compile_here, placed_bytes
 from lw_jax.training.memory_limit import MemoryLimit
-from lw_jax.training.recipe import Plannable
+from lw_jax.training.recipe import Recipe
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 from sharding import placement as placements
@@ -87,11 +87,8 @@ class Candidate:
         return self.needs is not None and not self.obstacle
 
 
-def choose(cfg: Config, hardware: Hardware, *, widths: Tree | None) -> list[Candidate]:
-    """Returns every candidate; those whose weights fit are compiled (or estimated).
-
-    `widths` are the shapes of one example; None takes the longest that the configuration allows.
-    """
+def choose(cfg: Config, hardware: Hardware) -> list[Candidate]:
+    """Returns every candidate; those whose weights fit are compiled (or estimated), for the longest examples."""
     readers, count = recipes.reader_bytes(cfg), len(hardware.devices)
     target = hardware.target
     hosts = target.hosts if target else len({device.process_index for device in hardware.devices})
@@ -107,7 +104,7 @@ def choose(cfg: Config, hardware: Hardware, *, widths: Tree | None) -> list[Cand
                 placements.check_processes(strategy, data, model, devices=count, processes=hosts)
                 placed = placements.place(strategy, readers, data=data, model=model, devices=hardware.devices)
                 placed = dataclasses.replace(placed, stands_for="gpu" if hardware.target else "")
-                found += list(_measure(cfg, placed, hardware, widths))
+                found += list(_measure(cfg, placed, hardware))
             except PlacementError as error:
                 found.append(Candidate(strategy, _axes(data, model), "-", obstacle=str(error)))
     return found
@@ -194,7 +191,7 @@ class _Draft:
     estimate: Estimate
 
 
-def _measure(cfg: Config, placed: Placement, hardware: Hardware, widths: Tree | None) -> Iterator[Candidate]:
+def _measure(cfg: Config, placed: Placement, hardware: Hardware) -> Iterator[Candidate]:
     """Yields the candidates of one placement that were compiled, the best one last.
 
     Recomputations are tried in the order of their estimates. As a rule one is compiled; a second one where a smaller
@@ -213,7 +210,7 @@ def _measure(cfg: Config, placed: Placement, hardware: Hardware, widths: Tree | 
             why = f"weights and optimizer alone take {bytes_of(whole)} of {bytes_of(room.usable)}"
             yield dataclasses.replace(candidate, remat="-", obstacle=why)
             return
-        drafts.append(_draft(candidate, program, recipe, widths, hardware))
+        drafts.append(_draft(candidate, program, recipe, hardware))
     fitting: Candidate | None = None
     for draft in sorted(drafts, key=lambda draft: _rank(draft, room)):
         if fitting and not _is_slower(fitting.estimate, draft.estimate):
@@ -237,10 +234,8 @@ def _is_slower(one: Estimate | None, other: Estimate) -> bool:
     return bool(one and one.times and other.times and one.times.total > other.times.total)
 
 
-def _draft(
-    candidate: Candidate, program: StepSpec, recipe: Plannable, widths: Tree | None, hardware: Hardware
-) -> _Draft:
-    shapes, room = recipe.batch_widths() if widths is None else widths, hardware.room
+def _draft(candidate: Candidate, program: StepSpec, recipe: Recipe, hardware: Hardware) -> _Draft:
+    shapes, room = recipe.batch_widths(), hardware.room
     assert room is not None, "planning needs the devices' memory"
     micro = program.cfg.train.micro_batch
     if not micro:
@@ -316,7 +311,7 @@ def _figures(candidate: Candidate, hardware: Hardware) -> dict[str, Any]:
 
 
 def _mesh(placed: Placement) -> str:
-    if not placed.apart:
+    if not placed.on_several_meshes:
         return _axes(placed.data, placed.learner.shape["model"])
     return ", ".join(f"{name} {_axes(*at.mesh.devices.shape)}" for name, at in placed.readers.items())
 

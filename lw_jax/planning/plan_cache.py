@@ -77,7 +77,6 @@ def code() -> str:
 
 
 def _shapes(cfg: Config) -> list[str]:
-    """Returns the frozen and the trainable arrays of the configuration."""
     found = recipes.outline(config.with_remat(cfg, "none")).abstract()
     leaves = jax.tree_util.tree_leaves_with_path((found.trainable, found.frozen))
     return [f"{jax.tree_util.keystr(path)} {leaf.dtype} {leaf.shape}" for path, leaf in leaves]

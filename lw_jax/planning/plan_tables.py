@@ -102,11 +102,13 @@ def _table(rows: Iterable[Plan]) -> list[str]:
                 "" if row["fits"] else f"no: {row['obstacle']}",
             )
         )
-    widths = [max(len(str(line[i])) for line in table) for i in range(len(head) - 1)]
-    return [
-        "  ".join([*(f"{word:<{width}}" for word, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
-        for line in table
-    ]
+    return align(table)
+
+
+def align(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Returns the rows as lines with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
 
 
 def simulation_table(plans: Sequence[Plan]) -> str:
@@ -137,7 +139,6 @@ def _number(value: float | None, digits: int) -> str:
 
 
 def _beside(text: str, guess: float | None, compiled: float | None) -> str:
-    """Returns an estimate with its difference from the compiled figure."""
     return f"{text} ({guess / compiled - 1:+.0%})" if guess and compiled and guess != compiled else text
 
 

@@ -117,7 +117,7 @@ def precision(cfg: Config, hardware: Hardware | None = None) -> str:
     return gpus.describe_precision(sorted(asked), getattr(card, "capability", getattr(card, "compute_capability", "")))
 
 
-def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
+def resolve_auto(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
     """Returns the configuration with every "auto" resolved, and the placement on this machine's devices.
 
     All processes call it, and find the same: the first one decides, under the smallest memory limit of all.
@@ -133,12 +133,12 @@ def settle(cfg: Config, *, reading: bool = False) -> tuple[Config, Placement]:
         raise UserError(f"compute.dtype={cfg.compute.dtype!r}: {rule}")
     cfg = memory_limit.agree(cfg)
     hardware = here(cfg)
-    cfg, placed = _settle_step(config.with_remat(cfg, "none") if reading else cfg, hardware, reading=reading)
+    cfg, placed = _resolve_placement(config.with_remat(cfg, "none") if reading else cfg, hardware, reading=reading)
     host_memory.check(recipes.reader_bytes(cfg), placed)
-    return decode_layout.settle_layers(cfg, placed, hardware.room), placed
+    return decode_layout.resolve_layers(cfg, placed, hardware.room), placed
 
 
-def _settle_step(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Config, Placement]:
+def _resolve_placement(cfg: Config, hardware: Hardware, *, reading: bool) -> tuple[Config, Placement]:
     """Resolves compute.remat and the placement."""
     readers, mesh = recipes.reader_bytes(cfg), cfg.mesh
     if mesh.placement != "auto" and cfg.compute.remat != "auto":
@@ -232,7 +232,7 @@ def absent(cfg: Config, target: Target, *, compiler: bool = True) -> Hardware:
 
 def _plan(cfg: Config, hardware: Hardware, name: str, *, hosts: int) -> Plan:
     started = time.monotonic()
-    found = placement_search.choose(cfg, hardware, widths=None)
+    found = placement_search.choose(cfg, hardware)
     with phase("planning: memory of validation and evaluation"):
         best, measured = _pick(found, hardware)
     rows = [_row(cfg, candidate) for candidate in found]
@@ -271,14 +271,14 @@ def _pick(found: list[Candidate], hardware: Hardware) -> tuple[Candidate | None,
     assert room is not None, "planning needs the devices' memory"
     while best := placement_search.pick(found):
         assert best.program is not None, "it fits"
-        told, obstacle = {}, ""
+        memory_of_parts, obstacle = {}, ""
         for part, one in evaluation_memory(best.program, room, hardware.compile).items():
-            told[part] = one and dataclasses.asdict(one) | {"description": one.describe(room, part)}
+            memory_of_parts[part] = one and dataclasses.asdict(one) | {"description": one.describe(room, part)}
             if one and not one.largest:
                 needs = f"{bytes_of(one.smallest_bytes)} of {bytes_of(room.usable)}"
                 obstacle = obstacle or f"{part} of one example per device needs {needs}"
         if not obstacle:
-            return best, told
+            return best, memory_of_parts
         found[found.index(best)] = dataclasses.replace(best, obstacle=obstacle)
     return None, {"validation": None, "generation": None}
 
@@ -287,8 +287,7 @@ def evaluation_memory(
     program: StepSpec, room: memory_limit.MemoryLimit, compile: memory.Compile | None
 ) -> dict[str, EvaluationMemory | None]:
     """Returns the memory of validation, and of generation where the recipe's evaluation generates."""
-    recipe: Any = program.recipe
-    passes = {"validation": evaluation_memories.validation(program, recipe), "generation": generation(program)}
+    passes = {"validation": evaluation_memories.validation(program), "generation": generation(program)}
     return {part: one and evaluation_memories.of(one, room, compile=compile) for part, one in passes.items()}
 
 
@@ -299,7 +298,7 @@ def _row(cfg: Config, candidate: Candidate) -> Plan:
     row = {
         "strategy": candidate.strategy,
         "mesh": candidate.mesh,
-        "data": placed.data if placed and not placed.apart else -1,
+        "data": placed.data if placed and not placed.on_several_meshes else -1,
         "model": placed.learner.shape["model"] if placed and candidate.strategy in ("tensor", "split") else 1,
         "devices_used": placed.devices if placed else 0,
         "remat": candidate.remat,

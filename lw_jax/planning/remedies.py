@@ -31,9 +31,7 @@ def fewer_bits(cfg: Config, hardware: Hardware) -> list[Remedy]:
         if not packed:
             continue
         try:
-            tried = placement_search.choose(
-                dataclasses.replace(cfg, llms={**cfg.llms, **packed}), uncompiled, widths=None
-            )
+            tried = placement_search.choose(dataclasses.replace(cfg, llms={**cfg.llms, **packed}), uncompiled)
         except UserError:  # its rows are no whole blocks: this model cannot be packed so
             continue
         fits = [_shown(one) for one in tried if one.fits]

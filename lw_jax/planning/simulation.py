@@ -12,6 +12,7 @@ from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.validation import MADE
 from lw_jax.data import examples, pairs, row_sources
+from lw_jax.planning import plan_tables
 
 Plan = Mapping[str, Any]
 Estimate = Callable[[Config, str], Plan]  # (configuration, target) -> its plan by arithmetic
@@ -71,9 +72,9 @@ def text(cfg: Config, plans: Sequence[Plan], *, own: Mapping[str, Any], estimate
     changed = [(one, each) for one in sizes for each in changes(cfg, one, own=own, estimate=estimate)]
     blocks = [
         [_job(cfg, size)],
-        _lines([cost, *(_cost(one, sizes[0], size) for one in sizes)]),
-        _lines([batch, *(_batch(one) for one in sizes)]),
-        _lines([change, *(_changed(*pair) for pair in changed)]),
+        plan_tables.align([cost, *(_cost(one, sizes[0], size) for one in sizes)]),
+        plan_tables.align([batch, *(_batch(one) for one in sizes)]),
+        plan_tables.align([change, *(_changed(*pair) for pair in changed)]),
     ]
     how = "compiled" if all(one["compiled"] for one in sizes) else "by arithmetic"
     notes = [
@@ -107,7 +108,6 @@ def changes(cfg: Config, plan: Plan, *, own: Mapping[str, Any], estimate: Estima
 
 
 def _with(cfg: Config, values: Mapping[str, Any]) -> Config:
-    """Returns the configuration with other values, by path."""
     whole = config.to_dict(cfg)
     for path, value in values.items():
         section, _, key = path.partition(".")
@@ -156,8 +156,3 @@ def _changed(plan: Plan, change: Change) -> tuple[str, ...]:
     hours = [shown(one, "hours", 1.0) for one in (change.before, change.after)]
     peaks = [shown(one, "peak_bytes", 1e9) for one in (change.before, change.after)]
     return (str(plan["devices"]), change.what, hours[0], hours[1], factor, *peaks)
-
-
-def _lines(rows: Sequence[Sequence[str]]) -> list[str]:
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]

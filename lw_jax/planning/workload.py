@@ -47,7 +47,6 @@ def prompts(cfg: Config, recipe: LatentWire, name: str, rows: int = 0) -> Prompt
     """Returns `rows` questions from latents at the limits, as shapes where the reader lies; 0: a batch of answers."""
     fields = recipe.validation_widths()["readers"][name]  # maybe a passage's, which has no question
     before, after = fields["before"]["ids"].shape[0], cfg.data.question_tokens
-    after += fields["literals"]["ids"].shape[0] if "literals" in fields else 0
     rows, slots = rows or _batch(cfg, recipe.placement), cfg.encoder.slots
     own, mesh = recipe.wire.readers[name], recipe.placement.readers[name].mesh
     dtype = recipe.abstract().frozen[name]["embed"].dtype

@@ -14,7 +14,7 @@ from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.ttt import TTT
 from lw_jax.training import checkpoint, run_folder, wire_folder, wire_tensors
 from lw_jax.training.checkpoint import Restored
-from lw_jax.training.recipe import Plannable, Whole, unit_of
+from lw_jax.training.recipe import Recipe
 from sharding import place
 from sharding import placement as placements
 from sharding.placement import Placement
@@ -22,7 +22,7 @@ from sharding.placement import Placement
 RECIPES = {"latentwire": LatentWire, "dpo": DPO, "ttt": TTT}
 
 
-def make(cfg: Config, placement: Placement, *, outline: bool = False) -> Plannable:
+def make(cfg: Config, placement: Placement, *, outline: bool = False) -> Recipe:
     """Returns the configured recipe; an outline needs no file and can only be planned.
 
     Raises:
@@ -40,7 +40,7 @@ def make_whole(cfg: Config, placement: Placement, *, outline: bool = False) -> C
     return CacheWire(cfg, placement, outline=outline)
 
 
-def outline(cfg: Config) -> Plannable:
+def outline(cfg: Config) -> Recipe:
     """Returns the recipe on one device of this process, without files."""
     placed = placements.place("single", reader_bytes(cfg), devices=jax.local_devices()[:1])
     return make(cfg, placed, outline=True)
@@ -53,20 +53,20 @@ def reader_bytes(cfg: Config) -> dict[str, int]:
 
 def unit(cfg: Config) -> tuple[str, int]:
     """Returns the unit of an example and its number: ("tokens", 512) or ("samples", 1)."""
-    return unit_of(outline(cfg))
+    return outline(cfg).unit
 
 
-def identity(recipe: Whole, cfg: Config) -> dict[str, str]:
+def identity(recipe: Recipe, cfg: Config) -> dict[str, str]:
     """Returns the identity that resuming a checkpoint requires: that of `readable` and the data's content."""
     return readable(recipe, cfg) | recipe.content()
 
 
-def readable(recipe: Whole, cfg: Config) -> dict[str, str]:
+def readable(recipe: Recipe, cfg: Config) -> dict[str, str]:
     """Returns the identity that reading a checkpoint requires: weights and configuration, no data."""
     return recipe.identity() | {"config": config.identity(cfg)}
 
 
-def read_best(recipe: Whole, cfg: Config, workdir: Path) -> Restored:
+def read_best(recipe: Recipe, cfg: Config, workdir: Path) -> Restored:
     """Returns a run's best checkpoint on the recipe's placement; see `checkpoint.read_best`.
 
     Of a wire folder it returns the wire, once the models are those that it belongs to.

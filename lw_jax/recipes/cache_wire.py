@@ -25,7 +25,7 @@ ANY = 2**30  # tokens of a text: the readers' limits count, not an encoder's
 
 
 class CacheWire(WireReaders):
-    """See `training.recipe.Whole`. Trainable: {"codes": {reader's name: `cache_message.abstract`}}."""
+    """See `training.recipe.Recipe`. Trainable: {"codes": {reader's name: `cache_message.abstract`}}."""
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         """Locates the model files; an `outline` needs none: it has shapes alone."""
@@ -33,19 +33,11 @@ class CacheWire(WireReaders):
         encoder = wire.EncoderSpec("cache", slots=1, width=cfg.encoder.width, pooling="", layers=0, window=1, body=None)
         self.wire = wire.Wire(encoder, self._make_readers(kind="kv"))
 
-    def abstract(self) -> Weights:
-        """Returns both trees as shapes."""
-        return self._abstract
-
     @functools.cached_property
     def _abstract(self) -> Weights:
         width = self.cfg.encoder.width
         codes = {name: cache_message.abstract(one.config, width) for name, one in self.wire.readers.items()}
         return Weights({"codes": codes}, self._abstract_readers(self.wire.readers))
-
-    def shardings(self) -> Weights:
-        """Returns both trees as NamedShardings: each reader by its placement, the codes whole."""
-        return self._shardings
 
     @functools.cached_property
     def _shardings(self) -> Weights:

@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 
 from lw_jax.core import config
 from lw_jax.core.config import Config
@@ -20,8 +20,7 @@ GAP = 0.05  # nats an answer token: a smaller NLL gap of another text's latents 
 
 def longest_passage(cfg: Config) -> int:
     """Returns the longest passage of any stage in tokens; 0 without passages."""
-    staged = (stage for _, stage, _ in config.stages(cfg) if stage.reconstruct + stage.continuation)
-    return max((length for stage in staged for length in stage.lengths), default=0)
+    return max((length for _, stage, _ in config.stages(cfg) for length in stage.lengths), default=0)
 
 
 def encoder_rates(cfg: Config) -> dict[str, tuple[float, ...]]:
@@ -40,32 +39,30 @@ class Curriculum:
         cfg: Config,
         layout: Layout,
         tokenizers: Mapping[str, Tokenizer],
-        literals: Callable[[Sequence[Example]], Sequence[Example]],
         teach: Callable[[Encoded], Encoded],
     ):
-        """Prepares the stages.
-
-        `literals` gives examples those of their texts; `teach` takes data sets with the KL's text prompts.
-        """
+        """Prepares the stages; `teach` takes data sets with the KL's text prompts."""
         self.cfg, self.layout, self.stages = cfg, layout, config.stages(cfg)
         self._tokenizer = next(iter(tokenizers.values()))  # passage lengths count its tokens
-        self._add_literals, self._teach = literals, teach
+        self._teach = teach
         self.stream = functools.cache(self._stream)
         self._trained = functools.cache(self._group)
         self.examples = functools.cache(self._examples)
         self.passages = functools.cache(self._read_passages)
 
     def data_schedule(self) -> DataSchedule:
-        """Returns the batches of all stages in order; a stage's passage lengths and ratios get equal parts of it."""
-        dropout = self.cfg.message.dropout if self.cfg.message.literals else 0.0
+        """Returns the batches of all stages in order; a stage's passage lengths get equal parts of it."""
         phases, rates = [], {part: each for part, each in encoder_rates(self.cfg).items() if any(each)}
         for number, (_, stage, steps) in enumerate(self.stages):
             frozen = tuple(part for part, each in rates.items() if not each[number])
-            lengths = stage.lengths if stage.reconstruct + stage.continuation else (0,)
-            for part, (length, ratio) in _parts(steps, lengths, stage.curriculum or (0,)):
+            lengths = stage.lengths or (0,)
+            ends = [round(steps * part / len(lengths)) for part in range(len(lengths) + 1)]
+            for length, (begin, end) in zip(lengths, itertools.pairwise(ends), strict=True):
+                if end == begin:
+                    continue
                 streams = tuple((self._trained(task, length), weight) for task, weight in stage.tasks.items())
-                sizes = (stage.slots, (ratio,) if ratio else stage.ratios, stage.widths, stage.bits)
-                phases.append(Phase(part, streams, *sizes, frozen, dropout=dropout, all_sizes=stage.all_sizes))
+                sizes = (stage.slots, stage.ratios, stage.widths, stage.bits)
+                phases.append(Phase(end - begin, streams, *sizes, frozen))
         return DataSchedule(tuple(phases))
 
     def validation(self) -> list[tuple[str, Encoded]]:
@@ -100,16 +97,13 @@ class Curriculum:
         return Packed(encoded, tokens) if task == "answer" and tokens else encoded
 
     def _stream(self, split: examples.Split, task: str, length: int) -> Encoded:
-        teacher = objectives.needs_teacher(self.cfg.loss, task)
-        packed = task == "answer" and split == "train" and self.cfg.data.packed_tokens
-        live = packed and not self.cfg.loss.teacher_k  # one pass reads the context and all questions behind it
-        rows = (("context" if live else "text"),) if teacher else ()
-        if task == "answer":
-            found = self._add_literals(self.examples(split))
-            encoded = batches.encode(found, layout=self.layout, rows=rows)
-        else:
-            found = self._add_literals(self._passages(split, task, length))
-            encoded = passages.encode(found, layout=self.layout, task=task, rows=rows)
+        if task != "answer":
+            return passages.encode(self._passages(split, task, length), layout=self.layout, task=task)
+        teacher, rows = objectives.needs_teacher(self.cfg.loss, task), ()
+        if teacher:  # one pass reads the context and all packed questions behind it
+            packed = split == "train" and self.cfg.data.packed_tokens and not self.cfg.loss.teacher_k
+            rows = ("context",) if packed else ("text",)
+        encoded = batches.encode(self.examples(split), layout=self.layout, rows=rows)
         return self._teach(encoded) if teacher else encoded
 
     def _passages(self, split: examples.Split, task: str, length: int) -> list[Example]:
@@ -125,13 +119,3 @@ class Curriculum:
 
     def _examples(self, split: examples.Split) -> list[Example]:
         return examples.load(self.cfg.data, split, seed=self.cfg.seed)
-
-
-def _parts(steps: int, *schedules: Sequence[int]) -> list[tuple[int, tuple[int, ...]]]:
-    """Returns (steps, a value of each schedule) one after the other; each schedule's values get equal parts."""
-    ends = [[round(steps * (i + 1) / len(values)) for i in range(len(values))] for values in schedules]
-    found = []
-    for begin, end in itertools.pairwise([0, *sorted(set().union(*ends) - {0})]):
-        chosen = (values[sum(e <= begin for e in own)] for values, own in zip(schedules, ends, strict=True))
-        found.append((end - begin, tuple(chosen)))
-    return found

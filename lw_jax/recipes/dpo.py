@@ -25,8 +25,7 @@ from lw_jax.models import decoder, lora
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.recipes import frozen_models
 from lw_jax.recipes.reference import Reference
-from lw_jax.training.preflight import Finding
-from lw_jax.training.recipe import Weights
+from lw_jax.training.recipe import Finding, Recipe, Weights
 from sharding import rules, shards, tables
 from sharding.placement import Placement
 
@@ -35,10 +34,9 @@ BUCKETS = 4  # data sets of like length, each padded to its own longest
 MANY_EPOCHS = 10  # beyond it preference tuning memorises its rows
 
 
-class DPO:
+class DPO(Recipe):
     """See `training.recipe.Recipe`. Trainable: the pairs of `models/lora.py`; frozen: {model's name: decoder}."""
 
-    rates = ((".*", 1.0),)
     reader_bytes = staticmethod(frozen_models.reader_bytes)
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
@@ -65,18 +63,10 @@ class DPO:
 
     # --- weights
 
-    def abstract(self) -> Weights:
-        """Returns both trees as shapes."""
-        return self._abstract
-
     @functools.cached_property
     def _abstract(self) -> Weights:  # traced once: the planner asks some hundred times
         frozen = {self.name: frozen_models.describe(self.model, self.cfg, self.llm, self.placement.platform)}
         return Weights(lora.abstract(self.model, self.lora), frozen)
-
-    def shardings(self) -> Weights:
-        """Returns both trees as NamedShardings: the model by its placement, the pairs replicated."""
-        return self._shardings
 
     @functools.cached_property
     def _shardings(self) -> Weights:
@@ -248,23 +238,23 @@ class DPO:
         found, rate = [], self.cfg.optim.learning_rate
         if rate < LOWEST_RATE:
             problem = f"optim.learning_rate={rate:g} suits full tuning: LoRA pairs hardly move"
-            found.append(Finding(False, f"{problem}; 1e-5 to 5e-5 is usual"))
+            found.append(Finding("warning", f"{problem}; 1e-5 to 5e-5 is usual"))
         spec = self.cfg.dpo
         if spec.max_prompt >= spec.max_length:
             problem = (
                 f"dpo.max_prompt={spec.max_prompt} leaves no room for an answer in dpo.max_length={spec.max_length}"
             )
-            found.append(Finding(True, f"{problem}: pairs with a long prompt are all dropped"))
+            found.append(Finding("error", f"{problem}: pairs with a long prompt are all dropped"))
         if spec.max_length > self.model.max_positions:
             trained = f"the model was trained on {self.model.max_positions:,} positions"
-            found.append(Finding(True, f"dpo.max_length={spec.max_length}: {trained}; lower it"))
+            found.append(Finding("error", f"dpo.max_length={spec.max_length}: {trained}; lower it"))
         if self.outline:
             location = frozen_models.cached(self.cfg, self.llm.source)
             data = [name for name in (self.cfg.data.train, self.cfg.data.validation) if name]
             named = (source for name in data for source in row_sources.split_sources(name))
             if location is None or not all(map(row_sources.is_here, named)):
                 missing = f"{' or '.join(data)} or the tokenizer is not on this machine"
-                return [*found, Finding(False, f"rows not checked: {missing}")]
+                return [*found, Finding("warning", f"rows not checked: {missing}")]
             self.location = location
         return found + self._row_findings()
 
@@ -279,21 +269,21 @@ class DPO:
             }
             remedies = ", ".join(f"{remedy} ({count})" for remedy, count in reasons.items() if count)
             dropped = f"{lost} of {given} training pairs are dropped as too long"
-            found.append(Finding(lost > given / 2, f"{dropped}: {remedies}"))
+            found.append(Finding("error" if lost > given / 2 else "warning", f"{dropped}: {remedies}"))
         if counts["prompt_cut"]:
             cut = f"{counts['prompt_cut']} of {usable} pairs have a truncated prompt"
             limits = f"dpo.max_prompt={spec.max_prompt}, dpo.max_length={spec.max_length}"
-            found.append(Finding(False, f"{cut} ({limits}): the model does not see its beginning"))
+            found.append(Finding("warning", f"{cut} ({limits}): the model does not see its beginning"))
         epochs = self.cfg.train.steps * self.cfg.train.global_batch / usable
         if epochs > MANY_EPOCHS:
             repeats = f"train.steps={self.cfg.train.steps} repeats each of {usable} pairs {epochs:.0f} times"
-            found.append(Finding(False, repeats))
+            found.append(Finding("warning", repeats))
         train, held_out = self._pairs
         prompts = {pairs.prompt_key(one.prompt) for one in train}
         shared = sum(pairs.prompt_key(one.prompt) in prompts for one in held_out)
         if shared:
             told = f"{shared:,} of {len(held_out):,} held-out pairs have a prompt that is also trained on"
-            found.append(Finding(False, f"{told}: their scores measure memory; divide the data by prompt"))
+            found.append(Finding("warning", f"{told}: their scores measure memory; divide the data by prompt"))
         return found
 
 

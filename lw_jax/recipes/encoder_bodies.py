@@ -59,7 +59,7 @@ def load_frozen(location: Path, layers: int, own: Precision, sharding: Sharding)
 
 
 def cut(body: Body, spec: config.Encoder) -> Body:
-    """Returns a body's shapes cut to the configured number of first layers (0: all) and local attention, without head.
+    """Returns a body's shapes cut to the configured number of first layers (0: all), without head.
 
     Raises:
         UserError: it has too few layers, or fewer positions than the window.
@@ -78,5 +78,4 @@ def cut(body: Body, spec: config.Encoder) -> Body:
         raise UserError(f"config.encoder.states={spec.states} but the encoder has {found.layers} layers; lower it")
     if not isinstance(found, DecoderConfig):
         return found
-    reach = min(filter(None, (found.window, spec.local + 1 if spec.local else 0)), default=0)
-    return dataclasses.replace(found, tied=True, window=reach)
+    return dataclasses.replace(found, tied=True)

@@ -42,7 +42,6 @@ def outline(cfg: Config, source: str, *, parts: int = 1) -> DecoderConfig:
 
 
 def precision_of(cfg: Config, llm: config.LLM, platform: str) -> Precision:
-    """Returns the precision of a frozen reader's arithmetic."""
     return precision.of_reader(llm.weights, cfg.compute.dtype, platform)
 
 
@@ -58,13 +57,11 @@ def reader_bytes(cfg: Config) -> dict[str, int]:
 
 
 def shardings(shapes: Tree, llm: config.LLM, at: placement.Component, name: str) -> Tree:
-    """Returns a frozen reader's shardings."""
     table = tables.reader_table(at.table, packed=llm.weights in quant.PACKED)
     return rules.shardings(table, shapes, at.mesh, name=f"llms/{name}")
 
 
 def load(location: Path, cfg: Config, llm: config.LLM, shardings: Tree, platform: str) -> Tree:
-    """Streams a frozen reader's weights into their shards."""
     own = precision_of(cfg, llm, platform)
     return weights.load(location, dtype=own.values, factors=own.factors, shardings=shardings, packed=llm.weights)
 

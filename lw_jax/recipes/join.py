@@ -31,18 +31,6 @@ def read_config(cfg: Config) -> Config:
                 f"config.encoder.{key} = {own!r}, but the encoder of encoder.run = {cfg.encoder.run!r} has {value!r}: "
                 "new readers need the encoder unchanged; use the same value"
             )
-    for key in ("literals", "choice"):
-        own, theirs = getattr(cfg.message, key), getattr(other.message, key)
-        if "asked" in (cfg.message.choice, other.message.choice) and own != theirs:
-            raise UserError(
-                f"config.message.{key} = {own!r}, but encoder.run = {cfg.encoder.run!r} has {theirs!r}: words that are "
-                "asked for are chosen by that encoder; use the same value"
-            )
-    if cfg.prompt.question != other.prompt.question:
-        raise UserError(
-            f"config.prompt.question = {cfg.prompt.question!r}, but encoder.run = {cfg.encoder.run!r} has "
-            f"{other.prompt.question!r}: whether its encoder reads the question too; use the same value"
-        )
     return other
 
 

@@ -3,9 +3,8 @@
 import dataclasses
 import functools
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,7 @@ from lw_jax.core import config, precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.progress import phase
-from lw_jax.core.types import EXACT, SHARED, Example, LossTerms, Tree
+from lw_jax.core.types import EXACT, SHARED, LossTerms, Tree
 from lw_jax.data import batches, examples, prompt_tokens, tokens
 from lw_jax.data.data_schedule import DataSchedule
 from lw_jax.data.tokens import BertTokenizer, ByteTokenizer, Tokenizer, load_source_tokenizer, load_tokenizer
@@ -33,15 +32,13 @@ from lw_jax.recipes import (
     states_start,
     wire_shapes,
 )
-from lw_jax.recipes.asked_words import AskedWords
 from lw_jax.recipes.curriculum import Curriculum, encoder_rates
+from lw_jax.recipes.surprisal import Surprisal
 from lw_jax.recipes.teacher import Teacher
-from lw_jax.recipes.token_scores import Surprisal, TokenScores
 from lw_jax.recipes.wire_readers import WireReaders
 from lw_jax.training import checkpoint_record
 from lw_jax.training.optimizers import Rates
-from lw_jax.training.preflight import Finding
-from lw_jax.training.recipe import Weights
+from lw_jax.training.recipe import Finding, Weights
 from sharding import place, placement, rules, shards, tables
 from sharding.placement import Placement
 
@@ -52,6 +49,8 @@ class LatentWire(WireReaders):
     Of an encoder with LoRA pairs (encoder.rank) its body is frozen too, under `SHARED`.
     """
 
+    has_alarm = has_branches = True
+
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         """Locates the model files; an `outline` needs none: it has shapes and the loss, but cannot load."""
         super().__init__(cfg, placed, outline=outline)
@@ -61,8 +60,7 @@ class LatentWire(WireReaders):
     def rates(self) -> Rates:
         """Returns the learning rate multiples; a pretrained body, or its pairs, have their own."""
         encoder = ((f"encoder/{part}/.*", each) for part, each in encoder_rates(self.cfg).items())
-        gain = self.cfg.adapter.gain
-        return (*encoder, *((("adapters/.*gain", gain),) if gain != 1.0 else ()), ("adapters/.*", 1.0))
+        return (*encoder, ("adapters/.*", 1.0))
 
     @functools.cached_property
     def body_location(self) -> Path | None:
@@ -84,10 +82,6 @@ class LatentWire(WireReaders):
 
     # --- weights
 
-    def abstract(self) -> Weights:
-        """Returns both trees as shapes."""
-        return self._abstract
-
     @functools.cached_property
     def _abstract(self) -> Weights:
         body, spec = None, self.wire.encoder  # traced once: the planner asks some hundred times
@@ -102,10 +96,6 @@ class LatentWire(WireReaders):
         if spec.pairs is not None and isinstance(spec.body, DecoderConfig):
             frozen[SHARED] = encoder_bodies.abstract_frozen(spec.body, spec.precision)
         return Weights(trainable, frozen)
-
-    def shardings(self) -> Weights:
-        """Returns both trees as NamedShardings: each reader by its placement, the trainable tree and a body whole."""
-        return self._shardings
 
     @functools.cached_property
     def _shardings(self) -> Weights:
@@ -124,7 +114,6 @@ class LatentWire(WireReaders):
         body = None
         if self.body_location and self.wire.encoder.body and self.wire.encoder.pairs is None:
             body = encoder_bodies.BODIES[self.cfg.encoder.kind].load(self.body_location, self.wire.encoder.body.layers)
-        sizes = {name: adapter.rms(readers[name]["embed"].astype(jnp.float32), axis=None) for name in self.wire.readers}
         key = rngs.stream(self.cfg.seed, "trainable")
         init = jax.jit(
             lambda key, body, sizes: self.wire.init(
@@ -132,68 +121,72 @@ class LatentWire(WireReaders):
             ),
             out_shardings=placed.trainable,
         )
-        trainable = init(key, body, place.replicate(sizes, self.placement.learner))
-        if self.cfg.encoder.run:
-            trainable |= {"encoder": self._read_encoder()}
-        elif self.cfg.encoder.pooling == "rare":
-            trainable = jax.device_put(self._count_tokens(trainable), placed.trainable)
-        if isinstance(self.chooser, AskedWords) and not self.cfg.encoder.run:
-            trainable = jax.device_put(_with_head(trainable, asked=self.chooser.kernel), placed.trainable)
-        if self.cfg.adapter.kind == "kv":
-            trainable = jax.device_put(self._start_kv(trainable, readers), placed.trainable)
-        elif self.cfg.adapter.start == "aligned":
-            trainable = jax.device_put(self._align(trainable, readers, sizes), placed.trainable)
+        trainable = init(key, body, place.replicate(self._embedding_sizes(readers), self.placement.learner))
+        for start in self._starts():
+            trainable = jax.device_put(start(trainable, readers), placed.trainable)
         return Weights(trainable, readers)
 
-    def _read_encoder(self) -> Tree:
-        """Returns the encoder of the run that encoder.run names."""
+    def _starts(self) -> Iterator[Callable[[Tree, Tree], Tree]]:
+        """Yields, in order, what replaces drawn parameters: (trainable, frozen) -> trainable."""
+        spec, kv, aligned = self.cfg.encoder, self.cfg.adapter.kind == "kv", self.cfg.adapter.start == "aligned"
+        if spec.run:
+            yield self._read_encoder
+        elif spec.pooling == "rare":
+            yield self._count_tokens
+        if aligned and not spec.run:
+            yield self._align_states if spec.states else self._align_encoder
+        if kv:
+            yield functools.partial(self._start_kv, aligned=aligned)
+        elif aligned:
+            yield self._align_adapters
+
+    def _embedding_sizes(self, readers: Tree) -> dict[str, jax.Array]:
+        """Returns the RMS [1 1] of each reader's embeddings."""
+        return {name: adapter.rms(readers[name]["embed"].astype(jnp.float32), axis=None) for name in self.wire.readers}
+
+    def _read_encoder(self, trainable: Tree, frozen: Tree) -> Tree:
+        del frozen
         other = join.read_config(self.cfg)
-        sizes = LatentWire(other, placement.together(self.placement.learner, list(other.llms)), outline=True)
+        sizes = LatentWire(other, placement.one_mesh(self.placement.learner, list(other.llms)), outline=True)
         replicated = jax.tree.leaves(self.shardings().trainable)[0]
         shapes = jax.tree.map(lambda leaf: leaf.update(sharding=replicated), sizes.abstract().trainable)
-        return join.read_trainable(self.cfg, shapes)["encoder"]
+        return trainable | {"encoder": join.read_trainable(self.cfg, shapes)["encoder"]}
 
-    def _count_tokens(self, trainable: Tree) -> Tree:
+    def _count_tokens(self, trainable: Tree, frozen: Tree) -> Tree:
         """Returns the tree with each token's rarity: -log of its share in the training texts, one more of each."""
-        texts = dict.fromkeys(map(self.layout.source_text, self.curriculum.examples("train")))
+        del frozen
+        texts = dict.fromkeys(one.context for one in self.curriculum.examples("train"))
         with phase("counting the tokens of the training texts"):
             ids = np.concatenate(prompt_tokens.tokenize(self.layout.source, list(texts)))
         counts = np.bincount(ids, minlength=len(trainable["encoder"]["head"]["pool"]["rarity"])) + 1
         rarity = jnp.asarray(np.log(counts.sum() / counts), jnp.float32)
-        return _with_head(trainable, pool={"rarity": rarity})
+        encoder = trainable["encoder"]
+        return trainable | {"encoder": encoder | {"head": encoder["head"] | {"pool": {"rarity": rarity}}}}
+
+    def _align_states(self, trainable: Tree, frozen: Tree) -> Tree:
+        given = self.wire, self.placement, self.layout, self._start_texts, (trainable, frozen)
+        return trainable | {"encoder": states_start.start(*given)}
 
     def _align_encoder(self, trainable: Tree, frozen: Tree) -> Tree:
-        """Returns the tree with an aligned projection, unless a run gave the encoder."""
-        if self.cfg.encoder.run:
-            return trainable
-        if self.cfg.encoder.states:
-            found = states_start.start(self.wire, self.placement, self.layout, self._start_texts, (trainable, frozen))
-            return trainable | {"encoder": found}
         params, table = trainable["encoder"], _embedding(trainable, frozen)
         with phase("initialising the encoder's projection from its body's embeddings"):
             found = aligned_start.align_encoder(params, table, self.wire.encoder.width)
             return trainable | {"encoder": jax.block_until_ready(found)}
 
-    def _start_kv(self, trainable: Tree, readers: Tree) -> Tree:
+    def _start_kv(self, trainable: Tree, readers: Tree, *, aligned: bool) -> Tree:
         """Returns the tree with adapters that begin at their readers' own keys and values of training texts."""
-        aligned = self.cfg.adapter.start == "aligned"
-        if aligned:
-            trainable = jax.device_put(self._align_encoder(trainable, readers), self.shardings().trainable)
-        found = kv_start.start(
-            self.wire, self.placement, self.layout, self._start_texts, (trainable, readers), aligned=aligned
-        )
-        return trainable | {"adapters": found}
+        given = self.wire, self.placement, self.layout, self._start_texts, (trainable, readers)
+        return trainable | {"adapters": kv_start.start(*given, aligned=aligned)}
 
     @property
     def _start_texts(self) -> list[str]:
         """Returns the training texts from which an aligned start is computed, each once: some of them are held out."""
-        found = list({one.context: one for one in self.curriculum.examples("train")}.values())
-        return [self.layout.source_text(found[index]) for index in examples.spread(len(found), kv_start.TEXTS)]
+        found = list(dict.fromkeys(one.context for one in self.curriculum.examples("train")))
+        return [found[index] for index in examples.spread(len(found), kv_start.TEXTS)]
 
-    def _align(self, trainable: Tree, readers: Tree, sizes: Mapping[str, jax.Array]) -> Tree:
-        """Returns the tree with aligned adapters and, unless a run gave the encoder, an aligned projection."""
+    def _align_adapters(self, trainable: Tree, readers: Tree) -> Tree:
         assert self.body_location is not None  # validation allows the aligned start for a pretrained body only
-        trainable, table = self._align_encoder(trainable, readers), _embedding(trainable, readers)
+        table, sizes = _embedding(trainable, readers), self._embedding_sizes(readers)
         body_tokenizer, count = load_tokenizer(self.body_location), table.shape[0]
         with phase("initialising the adapters from the readers' embeddings"):
             pieces = {
@@ -218,7 +211,6 @@ class LatentWire(WireReaders):
 
     @functools.cached_property
     def layout(self) -> prompt_tokens.Layout:
-        """Returns the settings that determine an example's token ids."""
         cfg = self.cfg
         return prompt_tokens.Layout(
             prompt=cfg.prompt,
@@ -229,7 +221,6 @@ class LatentWire(WireReaders):
             slots=cfg.encoder.slots,
             width=cfg.encoder.width,
             data=cfg.data,
-            literals=cfg.message.literals,
             ratio=cfg.encoder.ratio,
         )
 
@@ -239,46 +230,19 @@ class LatentWire(WireReaders):
         if least > data.validation_limit > 0:
             data = dataclasses.replace(data, validation_limit=least)
         found = examples.load(data, split, seed=self.cfg.seed)
-        return batches.encode(self.add_literals(found), layout=self.layout, rows=rows)
-
-    def add_literals(self, found: Sequence[Example]) -> Sequence[Example]:
-        """Returns the examples with the literals that their messages carry; as they are where messages carry none."""
-        chooser = self.chooser
-        return found if chooser is None else chooser.attach(found, self.cfg.message.literals)
-
-    @functools.cached_property
-    def chooser(self) -> TokenScores | None:
-        """Returns what chooses the literals of messages; None where they carry none."""
-        if not asks(self.cfg):
-            return self.surprisal if self.cfg.message.literals else None
-        assert self.body_location is not None, "validation allows literals for a pretrained decoder only"
-        if self.cfg.encoder.run:
-            kernel = np.asarray(self._read_encoder()["head"]["asked"])
-            return AskedWords(self.cfg, self.body_location, self.placement, kernel)
-        found = AskedWords(self.cfg, self.body_location, self.placement)
-        found.fit(self.curriculum.examples("train"))
-        return found
-
-    def restore_chooser(self, trainable: Tree) -> None:
-        """Takes what chooses the literals from a trained wire, whose training data need not be here."""
-        if asks(self.cfg):
-            assert self.body_location is not None, "validation allows literals for a pretrained decoder only"
-            kernel = np.asarray(trainable["encoder"]["head"]["asked"])
-            self.chooser = AskedWords(self.cfg, self.body_location, self.placement, kernel)
+        return batches.encode(found, layout=self.layout, rows=rows)
 
     @functools.cached_property
     def surprisal(self) -> Surprisal:
         """Returns the encoder's pretrained body as a reader of texts; needs encoder.kind "lm"."""
-        assert self.body_location is not None, "validation allows literals for a pretrained decoder only"
+        assert self.body_location is not None, "only rows of kind lm ask for it"
         return Surprisal(self.cfg, self.body_location, self.placement)
 
     @functools.cached_property
     def curriculum(self) -> Curriculum:
-        """Returns the batches of the run's stages."""
-        return Curriculum(self.cfg, self.layout, self.tokenizers, self.add_literals, self._teach)
+        return Curriculum(self.cfg, self.layout, self.tokenizers, self._teach)
 
     def data_schedule(self) -> DataSchedule:
-        """Returns the batches of all stages in order."""
         return self.curriculum.data_schedule()
 
     def validation(self) -> list[tuple[str, batches.Encoded]]:
@@ -293,7 +257,9 @@ class LatentWire(WireReaders):
         """Returns findings on held-out texts that are trained on and on prompts beyond a reader's trained positions."""
         most = {name: reader.config.max_positions for name, reader in self.wire.readers.items()}
         return self._shared_texts() + [
-            Finding(False, f"reader {name!r}: {keys} allow {needed:,} positions, it was trained on {own:,}; lower them")
+            Finding(
+                "warning", f"reader {name!r}: {keys} allow {needed:,} positions, it was trained on {own:,}; lower them"
+            )
             for name, own in most.items()
             for keys, needed in wire_shapes.longest_prompts(self.cfg).items()
             if needed > own
@@ -314,7 +280,7 @@ class LatentWire(WireReaders):
         where = " and ".join(f"{count:,} in config.data.{key}" for key, count in shared.items() if count)
         what = f"of {len(held_out):,} texts of config.data.validation are also {where}"
         remedy = "scores of them measure memory; divide the data by text, not by question"
-        return [Finding(False, f"{what}: {remedy}")]  # a copy is how one tries whether a wire can overfit
+        return [Finding("warning", f"{what}: {remedy}")]  # a copy is how one tries whether a wire can overfit
 
     def _teach(self, encoded: batches.Encoded) -> batches.Encoded:
         """Returns a data set with the KL's text prompts, or with the teacher's cached tokens in their place."""
@@ -353,13 +319,12 @@ class LatentWire(WireReaders):
         still = {part: jax.lax.stop_gradient(encoder_params[part]) for part in parts}
         latents = self.wire.encode({"encoder": encoder_params | still}, source, frozen)
         if self._channels:
-            channel = source["channel"].reshape(-1, 3)
+            channel = source["channel"]
             latents = codec.send(latents, channel[:, 1], channel[:, 2], choices=self._channels)
         return latents
 
     @functools.cached_property
     def _always_frozen(self) -> tuple[str, ...]:
-        """Returns the encoder's parts that are frozen in every stage."""
         return tuple(part for part, each in encoder_rates(self.cfg).items() if not any(each))
 
     @functools.cached_property
@@ -376,19 +341,13 @@ class LatentWire(WireReaders):
         return tuple(sorted(found | {(self.cfg.encoder.width, EXACT)}))  # validation does not quantise
 
     def part(self, name: str, trainable: Tree) -> Tree:
-        """Returns one reader's adapter."""
         return trainable["adapters"][name]
 
     def branch(self, name: str, part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: jax.Array) -> LossTerms:
-        """Returns one reader's loss terms from the latents [b ...]; fields are [b ...].
-
-        Where a text is sent in n sizes, the latents have a row for each and the fields are [b n ...].
-        """
+        """Returns one reader's loss terms from the latents [b ...]; fields are [b ...]."""
         del rng
         task = fields["task"].name
         prefix = self.wire.prefix(part, name, shared, task)
-        if fields["targets"].ndim == 3:
-            fields = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), fields)
         prompt = wire.wire_prompt(frozen, fields, prefix)
         states = self.wire.answer_states(frozen, name, prompt, fields)
         teacher_states = None
@@ -419,7 +378,7 @@ class LatentWire(WireReaders):
         if spec.run:
             origin = f"of the run {spec.run}" + (f", {origin}" if spec.rank else "")
         shape = f"{spec.kind} {spec.pooling} {spec.slots}x{spec.width} layers {spec.layers}"
-        shape += "".join(f" {key} {value}" for key in ("local", "rank", "states") if (value := getattr(spec, key)))
+        shape += "".join(f" {key} {value}" for key in ("rank", "states") if (value := getattr(spec, key)))
         shape += f" mask {spec.mask}" if spec.mask != "none" else ""
         readers = {f"llms/{name}": weights.fingerprint(at) for name, at in self.locations.items()}
         templates = {name: llm.template for name, llm in self.cfg.llms.items()}
@@ -438,23 +397,11 @@ class LatentWire(WireReaders):
 
     def batch_widths(self) -> Tree:
         """Returns one training example as shapes at the configuration's limits, with an assumed shared prefix."""
-        messages = max(stage.messages for _, stage, _ in config.stages(self.cfg))
-        return wire_shapes.example(self.cfg, self.wire.readers, packed=self.cfg.data.packed_tokens, messages=messages)
+        return wire_shapes.example(self.cfg, self.wire.readers, packed=self.cfg.data.packed_tokens)
 
     def validation_widths(self) -> Tree:
         """Returns one held-out example as shapes: as one of training, with one question."""
-        return wire_shapes.example(self.cfg, self.wire.readers, packed=0, messages=1)
-
-
-def asks(cfg: Config) -> bool:
-    """Returns whether messages carry words that are asked for."""
-    return bool(cfg.message.literals) and cfg.message.choice == "asked"
-
-
-def _with_head(trainable: Tree, **parts: Any) -> Tree:
-    """Returns the tree with parts of the encoder's head replaced."""
-    encoder = trainable["encoder"]
-    return trainable | {"encoder": encoder | {"head": encoder["head"] | parts}}
+        return wire_shapes.example(self.cfg, self.wire.readers, packed=0)
 
 
 def _embedding(trainable: Tree, frozen: Tree) -> jax.Array:
@@ -481,6 +428,5 @@ def _wire(
         pairs=lora.everywhere(cfg.encoder.rank) if cfg.encoder.rank else None,
         taps=cfg.encoder.states,
         causal=cfg.encoder.mask == "causal",
-        asked=asks(cfg),
     )
     return wire.Wire(spec, readers, frozen_models.mode(cfg, placement.learner, own))

@@ -5,8 +5,7 @@ code that runs for Llama and Qwen.
 """
 
 import dataclasses
-import hashlib
-import json
+import functools
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -21,7 +20,7 @@ from lw_jax.core import config, precision
 from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
-from lw_jax.core.files import locked
+from lw_jax.core.files import content_hash, locked
 from lw_jax.core.progress import phase
 from lw_jax.core.types import Example, LossTerms, Tree
 from lw_jax.data import batches, examples, prompt_tokens, question_cards
@@ -30,7 +29,7 @@ from lw_jax.data.tokens import load_tokenizer, marked
 from lw_jax.hub import sources, weights
 from lw_jax.losses import token_losses
 from lw_jax.models import decoder, wire
-from lw_jax.training.recipe import Weights
+from lw_jax.training.recipe import Recipe, Weights
 from lw_jax.training.trainer import Run
 from sharding import mesh as meshes
 from sharding import placement, rules, tables
@@ -92,15 +91,12 @@ def style(cfg: Config) -> str:
 
 def folder(cfg: Config, source: str) -> Path:
     """Returns where this reader's folder belongs: one per sizes, prompt and cards."""
-    fixed = {"heads": HEADS, "kv_heads": KV_HEADS, "ffn": 2 * cfg.selfmade.width}  # named, so that old folders serve
-    sizes, prompt = dataclasses.asdict(cfg.selfmade) | fixed, dataclasses.asdict(cfg.prompt)
-    meaning = [FORMAT, family(source), sizes, prompt, cfg.data.facts, style(cfg)]
-    digest = hashlib.blake2b(json.dumps(meaning, sort_keys=True).encode(), digest_size=8).hexdigest()
-    return sources.cache_root() / "selfmade" / f"{family(source)}-{digest}"
+    sizes, prompt = dataclasses.asdict(cfg.selfmade), dataclasses.asdict(cfg.prompt)
+    name = content_hash([FORMAT, family(source), sizes, prompt, cfg.data.facts, style(cfg)], size=8)
+    return sources.cache_root() / "selfmade" / f"{family(source)}-{name}"
 
 
 def finished_folder(cfg: Config, source: str) -> Path:
-    """Returns the folder of a reader that has been made."""
     path = folder(cfg, source)
     if not _is_made(path):
         raise UserError(f"source {source!r}: no finished reader in {path}; `python run.py` with this config makes it")
@@ -108,7 +104,6 @@ def finished_folder(cfg: Config, source: str) -> Path:
 
 
 def decoder_config(cfg: Config, source: str) -> decoder.DecoderConfig:
-    """Returns the shapes of a self-made reader."""
     kind = FAMILIES[family(source)]
     sizes = cfg.selfmade
     return decoder.DecoderConfig(
@@ -184,15 +179,13 @@ def _training_config(cfg: Config) -> Config:
     )
 
 
-class SelfmadeReader:
+class SelfmadeReader(Recipe):
     """Trains one reader to answer from the text prompt. See `training.recipe.Recipe`; nothing is frozen."""
-
-    rates = ((r".*", 1.0),)
 
     def __init__(self, cfg: Config, mesh: Mesh, *, source: str):
         kind = FAMILIES[family(source)]
         self.family = family(source)
-        self.placement = placement.together(mesh, ["reader"])
+        self.placement = placement.one_mesh(mesh, ["reader"])
         limits = dict.fromkeys(("context_tokens", "question_tokens", "answer_tokens"), POSITIONS)
         data = config.Data(
             train=style(cfg), validation=style(cfg), cards=CARDS, facts=cfg.data.facts, overlong="drop", **limits
@@ -210,18 +203,18 @@ class SelfmadeReader:
             {"reader": wire.Reader(self.config, 1, tuple(self.tokenizer.stops), decoder.Mode(factors=own.factors))},
         )
 
-    def abstract(self) -> Weights:
-        """Returns the reader as the trainable tree."""
+    @functools.cached_property
+    def _abstract(self) -> Weights:
         return Weights(decoder.abstract(self.config, jnp.float32), {})
 
-    def shardings(self) -> Weights:
+    @functools.cached_property
+    def _shardings(self) -> Weights:
         """Replicates: these readers are tiny."""
         return Weights(
             rules.shardings(tables.TRAINABLE, self.abstract().trainable, self.placement.learner, name="selfmade"), {}
         )
 
     def build(self, frozen: Tree | None = None) -> Weights:
-        """Draws the initial weights."""
         init = jax.jit(
             lambda key: decoder.init(key, self.config, jnp.float32, scale=0.05),
             out_shardings=self.shardings().trainable,
@@ -233,11 +226,9 @@ class SelfmadeReader:
         return {}
 
     def data_schedule(self) -> DataSchedule:
-        """Returns the cards of the training split."""
         return DataSchedule.of(self.data("train"))
 
     def validation(self) -> list[tuple[str, batches.Encoded]]:
-        """Returns cards that share no card with training."""
         return [("", self.data("validation"))]
 
     def data(self, split: examples.Split) -> batches.Encoded:
@@ -303,14 +294,6 @@ class SelfmadeReader:
             "accuracy/answer": token_losses.hits(logits, targets, answers),
         }
         return LossTerms(total, weight, terms)
-
-    def identity(self) -> dict[str, str]:
-        """Returns nothing: these runs are short and never resumed."""
-        return {}
-
-    def content(self) -> dict[str, str]:
-        """Returns nothing: these runs are short and never resumed."""
-        return {}
 
     def save(self, trainable: Tree) -> None:
         """Writes the trained reader as a model folder; its presence marks the reader as made."""

@@ -33,31 +33,20 @@ class Teacher:
             "arithmetic": precision.resolve(cfg.compute.dtype, placement.platform),
         }
         self._identities = identities
-        self._open = functools.cache(self._open_store)
         self._waiting: list[Encoded] = []
         self._readers: Tree | None = None
 
     @functools.cached_property
     def stores(self) -> dict[str, Store]:
-        """Returns each reader's cache of questions."""
-        return {name: self._open(name, self.cfg.data.answer_tokens) for name in self.wire.readers}
-
-    def _open_store(self, name: str, length: int) -> Store:
-        shape = length, self._count(name)
-        return Store(
-            sources.cache_root() / "teacher",
-            self._meaning | self._identities[name],
-            rows={"ids": (shape, np.int32), "logp": (shape, np.float16)},
-        )
+        found = {}
+        for name in self.wire.readers:
+            shape = self.cfg.data.answer_tokens, self._count(name)
+            rows = {"ids": (shape, np.int32), "logp": (shape, np.float16)}
+            found[name] = Store(sources.cache_root() / "teacher", self._meaning | self._identities[name], rows=rows)
+        return found
 
     def _count(self, name: str) -> int:
         return min(self.cfg.loss.teacher_k, self.wire.readers[name].config.vocab)
-
-    def _store(self, name: str, encoded: Encoded) -> Store:
-        """Returns where a data set's tokens are: passages of each length have a store of their own."""
-        if encoded.task == "answer":
-            return self.stores[name]
-        return self._open(name, encoded.readers[name]["answer"].width)
 
     def attach(self, encoded: Encoded) -> Encoded:
         """Returns the data set with teacher tokens in place of its text prompts, available once readers are loaded.
@@ -77,7 +66,6 @@ class Teacher:
         )
 
     def begin(self, readers: Tree) -> None:
-        """Takes the loaded readers and computes the tokens of the waiting data sets."""
         self._readers = readers
         self._fill()
 
@@ -87,26 +75,21 @@ class Teacher:
         waiting, self._waiting = self._waiting, []
         for encoded in waiting:
             for name in self.wire.readers:
-                store = self._store(name, encoded)
-                # As many logits at once as of questions.
-                length, _ = store.rows["ids"][0]
-                size = max(1, self.cfg.eval.batch * self.cfg.data.answer_tokens // length)
-                size = place.round_up(size, self.placement.data)
+                store, size = self.stores[name], place.round_up(self.cfg.eval.batch, self.placement.data)
                 read, what = functools.partial(self._read, name, encoded), f"{name}'s answers from the text itself"
                 count = store.fill(keys_of(encoded, name), read, batch=size, what=what)
                 if count:
                     print(f"teacher {name}: {count:,} examples computed; cached in {store.folder}", flush=True)
 
     def _lookup(self, name: str, encoded: Encoded) -> Lookup:
-        return self._store(name, encoded).lookup(keys_of(encoded, name), length=encoded.readers[name]["answer"].width)
+        return self.stores[name].lookup(keys_of(encoded, name), length=encoded.readers[name]["answer"].width)
 
     def _read(self, name: str, encoded: Encoded, positions: list[int]) -> Batch:
         """Returns the rows of some examples, padded to the store's length."""
         fields = place.put_eval(encoded.collate(positions)["readers"][name], self.placement.readers[name].mesh)
         assert self._readers is not None
         ids, logp = jax.device_get(self._likeliest(self._readers[name], fields, name))
-        length, _ = self._store(name, encoded).rows["ids"][0]
-        missing = ((0, 0), (0, length - ids.shape[1]), (0, 0))
+        missing = ((0, 0), (0, self.cfg.data.answer_tokens - ids.shape[1]), (0, 0))
         return {"ids": np.pad(ids, missing), "logp": np.pad(logp, missing)}
 
     @functools.cached_property

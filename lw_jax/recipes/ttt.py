@@ -22,7 +22,7 @@ from lw_jax.evals import ngrams
 from lw_jax.hub import sources, weights
 from lw_jax.losses import chunked
 from lw_jax.models import decoder, ttt
-from lw_jax.training.recipe import Weights
+from lw_jax.training.recipe import Recipe, Weights
 from sharding import rules, shards, tables
 from sharding.placement import Placement
 
@@ -32,10 +32,8 @@ BASELINE_TOKENS = 1 << 26  # of the training text, for the n-gram counts
 INNER = ("first", "before", "after")  # fast weights for the inner loss of a chunk's last token
 
 
-class TTT:
+class TTT(Recipe):
     """See `training.recipe.Recipe`. Trainable: the tree of `models/ttt.py`; frozen: {"lm": {}}."""
-
-    rates = ((".*", 1.0),)
 
     def __init__(self, cfg: Config, placed: Placement, *, outline: bool = False):
         """Describes the model; an `outline` needs no text and, where ttt.vocab is set, no tokenizer."""
@@ -78,17 +76,9 @@ class TTT:
 
     # --- weights
 
-    def abstract(self) -> Weights:
-        """Returns both trees as shapes."""
-        return self._abstract
-
     @functools.cached_property
     def _abstract(self) -> Weights:
         return Weights(ttt.abstract(self.model), {NAME: {}})
-
-    def shardings(self) -> Weights:
-        """Returns both trees as NamedShardings: replicated, or over the data axis where the placement is "fsdp"."""
-        return self._shardings
 
     @functools.cached_property
     def _shardings(self) -> Weights:

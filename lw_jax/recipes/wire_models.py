@@ -13,7 +13,7 @@ from lw_jax.training.wire_folder import BODY, READERS, Model, flag, label, sourc
 
 
 def describe(cfg: Config, *, names: Collection[str] | None = None) -> dict[str, Model]:
-    """Returns the readers and the encoder's pretrained body, as `wire_folder.Wire.models`; of these names alone."""
+    """Returns the readers and the encoder's pretrained body, as `WireFolder.models`; of these names alone."""
     wanted: dict[str, tuple[str, Callable[[Path], Any]]]
     wanted = {f"{READERS}{name}": (llm.sha256, weights.describe) for name, llm in cfg.llms.items()}
     if cfg.encoder.kind in encoder_bodies.BODIES:

@@ -11,11 +11,12 @@ from lw_jax.hub import weights
 from lw_jax.models import wire
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.recipes import frozen_models
+from lw_jax.training.recipe import Recipe
 from sharding import shards
 from sharding.placement import Placement
 
 
-class WireReaders:
+class WireReaders(Recipe):
     """What recipes of wires have in common: the readers of a configuration on a placement."""
 
     reader_bytes = staticmethod(frozen_models.reader_bytes)
@@ -26,16 +27,13 @@ class WireReaders:
 
     @functools.cached_property
     def locations(self) -> dict[str, Path]:
-        """Returns the path of each reader's files."""
         return {name: frozen_models.locate(self.cfg, llm.source, llm.sha256) for name, llm in self.cfg.llms.items()}
 
     @functools.cached_property
     def tokenizers(self) -> dict[str, Tokenizer]:
-        """Returns each reader's tokenizer."""
         return {name: load_tokenizer(at) for name, at in self.locations.items()}
 
     def _describe(self) -> dict[str, DecoderConfig]:
-        """Returns the readers' shapes by name."""
         if self.outline:
             parts = {name: at.parts for name, at in self.placement.readers.items()}
             sources = {name: llm.source for name, llm in self.cfg.llms.items()}
@@ -43,28 +41,24 @@ class WireReaders:
         return {name: weights.describe(at) for name, at in self.locations.items()}
 
     def _abstract_readers(self, found: Mapping[str, wire.Reader]) -> Tree:
-        """Returns the readers' trees as shapes."""
         return {
             name: frozen_models.describe(one.config, self.cfg, self.cfg.llms[name], self.placement.platform)
             for name, one in found.items()
         }
 
     def _reader_shardings(self, shapes: Tree) -> Tree:
-        """Returns the readers' trees as NamedShardings."""
         return {
             name: frozen_models.shardings(shapes[name], self.cfg.llms[name], at, name)
             for name, at in self.placement.readers.items()
         }
 
     def _load_readers(self, shardings: Tree) -> Tree:
-        """Streams the readers' weights into their shards."""
         return {
             name: frozen_models.load(at, self.cfg, self.cfg.llms[name], shardings[name], self.placement.platform)
             for name, at in self.locations.items()
         }
 
     def _make_readers(self, *, kind: str) -> dict[str, wire.Reader]:
-        """Returns the readers with prefixes of this kind (config.adapter.kind)."""
         cfg, found = self.cfg, {}
         shapes = self._describe()
         for name, at in self.placement.readers.items():

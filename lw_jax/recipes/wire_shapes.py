@@ -8,30 +8,24 @@ import jax.numpy as jnp
 from lw_jax.core import config
 from lw_jax.core.config import Config
 from lw_jax.core.types import Task, Tree
-from lw_jax.data import prompt_tokens
 from lw_jax.losses import objectives
 from lw_jax.recipes.curriculum import longest_passage
 
 SHARED_PREFIX = 40  # tokens of a prompt before the context, assumed where no tokenizer is at hand (Llama 3.1 chat: 36)
 
 
-def example(cfg: Config, readers: Iterable[str], *, packed: int, messages: int) -> Tree:
-    """Returns one example as shapes, of so many messages where it has questions, and those packed in so many tokens.
+def example(cfg: Config, readers: Iterable[str], *, packed: int) -> Tree:
+    """Returns one example as shapes, its questions packed in so many tokens.
 
     It is of the stages' task that costs a reader most (`_cost`).
     """
     channel = jax.ShapeDtypeStruct((3,), jnp.int32)
     found = []
-    if any(stage.answer for _, stage, _ in config.stages(cfg)):
-        found.append((_questions(cfg, packed), messages))
+    if any("answer" in stage.tasks for _, stage, _ in config.stages(cfg)):
+        found.append(_questions(cfg, packed))
     if longest_passage(cfg):
-        found.append((_passage(cfg), 1))
-    reader, times = max(found, key=lambda each: each[1] * _cost(cfg, each[0]))
-    reader |= {"channel": channel}
-    if times > 1:
-        reader, channel = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct((times, *leaf.shape), leaf.dtype), (reader, channel)
-        )
+        found.append(_passage(cfg))
+    reader = max(found, key=lambda each: _cost(cfg, each)) | {"channel": channel}
     return {
         "source": _field(cfg.encoder.window * cfg.encoder.windows) | {"channel": channel},
         "readers": dict.fromkeys(readers, reader),
@@ -42,8 +36,7 @@ def example(cfg: Config, readers: Iterable[str], *, packed: int, messages: int) 
 def longest_prompts(cfg: Config) -> dict[str, int]:
     """Returns the most positions of a question's prompt and answer, by the keys that limit them; without an opening."""
     data = cfg.data
-    message = cfg.encoder.slots + prompt_tokens.LITERAL_TOKENS * cfg.message.literals + data.question_tokens
-    found = {"encoder.slots, message.literals and data.question_tokens": message}
+    found = {"encoder.slots, data.question_tokens": cfg.encoder.slots + data.question_tokens}
     if objectives.needs_teacher(cfg.loss, "answer"):
         found["data.context_tokens"] = data.context_tokens
     return {f"{keys} and data.answer_tokens": limit + data.answer_tokens for keys, limit in found.items()}
@@ -52,7 +45,13 @@ def longest_prompts(cfg: Config) -> dict[str, int]:
 def _questions(cfg: Config, packed: int) -> Tree:
     """Returns a reader's fields of one message's questions: one, or those packed in so many tokens."""
     answers = packed // 2 or cfg.data.answer_tokens
-    reader = _reader(cfg, "answer", answers, cfg.data.context_tokens, context="context" if packed else "text")
+    reader = _reader("answer", answers)
+    if objectives.needs_teacher(cfg.loss, "answer"):
+        if cfg.loss.teacher_k:
+            top = (answers, cfg.loss.teacher_k)
+            reader["teacher"] = {"ids": jax.ShapeDtypeStruct(top, jnp.int32), "logp": jax.ShapeDtypeStruct(top, "f2")}
+        else:
+            reader["context" if packed else "text"] = _field(cfg.data.context_tokens)
     if packed:
         ids = jax.ShapeDtypeStruct((packed,), jnp.int32)
         return reader | {
@@ -66,34 +65,22 @@ def _questions(cfg: Config, packed: int) -> Tree:
 
 
 def _passage(cfg: Config) -> Tree:
-    """Returns a reader's fields of the longest passage, of the passages' task with the most passes."""
-    taught = objectives.needs_teacher(cfg.loss, "continuation")
-    task = "continuation" if taught and any(s.continuation for _, s, _ in config.stages(cfg)) else "reconstruct"
+    """Returns a reader's fields of the longest passage."""
     longest = longest_passage(cfg)
-    return _reader(cfg, task, longest + 1, SHARED_PREFIX + longest, context="text") | {
-        "after": _field(min(cfg.message.literals, 1)),  # a token behind literals
+    return _reader("reconstruct", longest + 1) | {
+        "after": _field(0),
         "answer_inputs": jax.ShapeDtypeStruct((longest,), jnp.int32),
     }
 
 
-def _reader(cfg: Config, task: str, answers: int, text: int, *, context: str) -> Tree:
-    """Returns the fields that every task has; `text` tokens in field `context` where a teacher reads the text."""
-    widths = {"before": SHARED_PREFIX}
-    if cfg.message.literals:
-        widths |= {"literals": prompt_tokens.LITERAL_TOKENS * cfg.message.literals}
-    teacher = objectives.needs_teacher(cfg.loss, task)
-    if teacher and not cfg.loss.teacher_k:
-        widths |= {context: text}
-    reader: Tree = {key: _field(width) for key, width in widths.items()}
-    reader |= {
+def _reader(task: str, answers: int) -> Tree:
+    """Returns the fields that every task has."""
+    return {
+        "before": _field(SHARED_PREFIX),
         "targets": jax.ShapeDtypeStruct((answers,), jnp.int32),
         "weights": jax.ShapeDtypeStruct((answers,), jnp.float32),
         "task": Task(task),
     }
-    if teacher and cfg.loss.teacher_k:
-        top = (answers, cfg.loss.teacher_k)
-        reader["teacher"] = {"ids": jax.ShapeDtypeStruct(top, jnp.int32), "logp": jax.ShapeDtypeStruct(top, "f2")}
-    return reader
 
 
 def _cost(cfg: Config, reader: Tree) -> int:
@@ -103,13 +90,11 @@ def _cost(cfg: Config, reader: Tree) -> int:
     """
     if not cfg.compute.logits_chunk:
         return reader["targets"].size
-    width = {
-        key: reader[key]["ids"].size for key in ("after", "context", "literals", "packed", "text") if key in reader
-    }
+    width = {key: reader[key]["ids"].size for key in ("after", "context", "packed", "text") if key in reader}
     width["answer"] = reader["answer_inputs"].size if "answer_inputs" in reader else 0
     asked = width.get("after", 0) + width.get("packed", 0) + width["answer"]
     text = width.get("context", 0) or width.get("text", 0)
-    return width.get("literals", 0) + asked + (text + asked if text else 0)
+    return asked + (text + asked if text else 0)
 
 
 def _field(width: int) -> Tree:

@@ -5,14 +5,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
-from lw_jax.core.eval_rows import MESSAGES
 from lw_jax.core.validation import MADE
 from lw_jax.data import row_sources
 from lw_jax.hub import licences, wire_repository
 from lw_jax.hub.sources import SELFMADE
 from lw_jax.report import tables
 from lw_jax.report.records import Run
-from lw_jax.training.wire_folder import BODY, Model, Wire, flag, label
+from lw_jax.training.wire_folder import BODY, Model, WireFolder, flag, label
 
 if TYPE_CHECKING:
     from huggingface_hub import EvalResult
@@ -38,7 +37,7 @@ class Publication(NamedTuple):
     licence: str = ""  # the wire's own, by the hub's identifier; empty: not stated
 
 
-def render(run: Run, wire: Wire, sizes: Mapping[str, int], published: Publication) -> str:
+def render(run: Run, wire: WireFolder, sizes: Mapping[str, int], published: Publication) -> str:
     """Returns the card of a wire that was exported from a run; `sizes`: bytes of its parts."""
     name = published.repository.rpartition("/")[2] or run.workdir.resolve().name
     parts = [
@@ -54,8 +53,7 @@ def render(run: Run, wire: Wire, sizes: Mapping[str, int], published: Publicatio
     return "\n".join([_front(run, wire, name, published.licence), f"# {name}\n", *parts])
 
 
-def _front(run: Run, wire: Wire, name: str, licence: str) -> str:
-    """Returns the YAML that the hub reads."""
+def _front(run: Run, wire: WireFolder, name: str, licence: str) -> str:
     from huggingface_hub import ModelCardData
 
     bases = dict.fromkeys(filter(None, [_joined(run), *map(_repository, wire.models.values())]))
@@ -86,17 +84,17 @@ def _scores(run: Run) -> list["EvalResult"]:
     dataset, found = _measured_on(run), []
     kind = "" if "," in dataset else _hub_data(dataset)
     for reader, rows in run.evaluation.get("rows", {}).items():
-        sent = next((row for row in MESSAGES if row in rows), "")
+        sent = rows.get("latents", {})
         for key, metric, called in (("em", "exact_match", "EM"), ("f1", "f1", "F1")):
-            if sent and rows[sent][key] is not None:
+            if sent.get(key) is not None:
                 found.append(
                     EvalResult(
                         task_type="question-answering",
                         dataset_type=kind or "other",
                         dataset_name=_name_of(dataset),
                         metric_type=metric,
-                        metric_name=f"{called} of reader {reader}, {rows[sent].get('positions') or 0:,.1f} positions",
-                        metric_value=round(rows[sent][key], 4),
+                        metric_name=f"{called} of reader {reader}, {sent.get('positions') or 0:,.1f} positions",
+                        metric_value=round(sent[key], 4),
                     )
                 )
     return found
@@ -109,15 +107,14 @@ def _is_cache(run: Run) -> bool:
 def _what(run: Run) -> str:
     if _is_cache(run):
         return _what_cache(run)
-    encoder, literals = run.cfg.encoder, run.cfg.message.literals
+    encoder = run.cfg.encoder
     size = f"{encoder.slots} latents of {encoder.width} values"
     if encoder.ratio:
         size = f"a latent of {encoder.width} values for every {encoder.ratio} tokens, {encoder.slots} at most"
-    words = f", and carries {literals} of the text's own words beside them" if literals else ""
     prefix = "keys and values of every layer" if run.cfg.adapter.kind == "kv" else "soft input embeddings"
     readers = ", ".join(f"`{name}`" for name in run.cfg.llms)
     return _paragraph(
-        f"A wire of LatentWire JAX: an encoder writes a text once as {size}{words}. An adapter for each frozen reader "
+        f"A wire of LatentWire JAX: an encoder writes a text once as {size}. An adapter for each frozen reader "
         f"({readers}) turns them into {prefix}. The reader sees "
         "the message and the question, never the text. This folder holds the encoder's and the adapters' trained "
         "arrays; the readers are fetched from where they are."
@@ -134,15 +131,14 @@ def _what_cache(run: Run) -> str:
     )
 
 
-def _use(run: Run, wire: Wire, repository: str) -> str:
+def _use(run: Run, wire: WireFolder, repository: str) -> str:
     local, place = [name for name, model in wire.models.items() if model.local], repository or "THIS_FOLDER"
     moved = "".join(f" {flag(name)}FOLDER" for name in local)
     reader = next(iter(run.cfg.llms))
     call, what = ("prompt_embeds", "f32 [t, d]")
     if run.cfg.adapter.kind == "kv" or _is_cache(run):
         call, what = "prefix_kv", "keys and values, and the embeddings behind them"
-    given = ", question=question" if run.cfg.prompt.question == "latents" else ""
-    given = ", ratio=1" if _is_cache(run) else given
+    given = ", ratio=1" if _is_cache(run) else ""
     lines = [
         "## Use\n",
         "```sh",
@@ -170,7 +166,7 @@ def _python_sources(local: Sequence[str]) -> str:
     return f", config={{{pairs}}}" if pairs else ""
 
 
-def _models(wire: Wire) -> str:
+def _models(wire: WireFolder) -> str:
     rows = []
     for name, model in wire.models.items():
         rows += [(label(name), _place(model), f"`{file}`", f"`{sha256}`") for file, sha256 in model.sha256.items()]
@@ -180,7 +176,7 @@ def _models(wire: Wire) -> str:
     return f"## Models\n\n{text}\n{_table(('model', 'source', 'weight file', 'sha256'), rows)}"
 
 
-def _results(run: Run, wire: Wire) -> str:
+def _results(run: Run, wire: WireFolder) -> str:
     if not run.evaluation:
         return f"## Results\n\nNot evaluated. `{run.command('eval')}` before the export fills this part.\n"
     found = ["## Results\n"]
@@ -219,15 +215,14 @@ def _with_interval(head: Sequence[str], first: Sequence[int]) -> list[int]:
 
 def _measured_on(run: Run) -> str:
     """Returns the source of the questions of the run's evaluation, which a flag of `eval` may have changed."""
-    return run.evaluation.get("validation", run.cfg.data.validation)
+    return run.evaluation["validation"] if run.evaluation else run.cfg.data.validation
 
 
-def _is_of(run: Run, wire: Wire) -> bool:
-    """Returns whether the run's evaluation is of the exported checkpoint."""
+def _is_of(run: Run, wire: WireFolder) -> bool:
     return run.evaluation.get("step") == wire.step
 
 
-def _licences(run: Run, wire: Wire, licence: str) -> str:
+def _licences(run: Run, wire: WireFolder, licence: str) -> str:
     own = f"`{licence}`" if licence else "not stated by its owner: `export --license ID` states it"
     arrays = "bases and tables of its readers" if _is_cache(run) else "the encoder's and the adapters' arrays"
     rows = [("this wire", arrays, own)]
@@ -249,7 +244,6 @@ def _licences(run: Run, wire: Wire, licence: str) -> str:
 
 
 def _named(run: Run) -> list[tuple[str, str]]:
-    """Returns what each source of data is for, and the source."""
     data, uses = run.cfg.data, {}
     for use, key in (("training", data.train), ("validation", data.validation), ("passages", data.passages)):
         for name in filter(None, row_sources.split_sources(key)):
@@ -305,7 +299,7 @@ def _place(model: Model) -> str:
     return f"local folder `{Path(model.source).name}`" if model.local else f"`{model.source}`"
 
 
-def _made(run: Run, wire: Wire) -> str:
+def _made(run: Run, wire: WireFolder) -> str:
     cfg = run.cfg
     versions = f"LatentWire JAX {wire.made_by}, seed {cfg.seed}"
     device = run.hardware.get("card") or run.hardware.get("kind")
@@ -324,7 +318,7 @@ def _made(run: Run, wire: Wire) -> str:
     return f"## Training\n\n{text}\n````sh\n{run.training}\n````\n"
 
 
-def _limits(run: Run, wire: Wire) -> str:
+def _limits(run: Run, wire: WireFolder) -> str:
     encoder = run.cfg.encoder
     most = encoder.window * encoder.windows
     unit = "bytes" if encoder.kind == "bytes" else "tokens of its body"
@@ -332,6 +326,7 @@ def _limits(run: Run, wire: Wire) -> str:
         f"- A text may have {most:,} {unit}; it was trained on the data above, in their language and kind.",
         "- It serves these readers only, and messages of this encoder only: a message carries its fingerprint.",
         "- What a few latents cannot hold is lost, names and numbers first; a wrong answer gives no sign of it.",
+        "- No word of the text arrives as it is written.",
     ]
     if _is_cache(run):
         lines = [
@@ -340,8 +335,6 @@ def _limits(run: Run, wire: Wire) -> str:
             "- It serves these readers only; who writes for a reader must have that reader.",
             "- Texts of another kind or language than the data above lose more.",
         ]
-    elif not run.cfg.message.literals:
-        lines.append("- Messages carry no literals: no word of the text arrives as it is written.")
     if made := [label(name) for name, model in wire.models.items() if model.source.startswith(SELFMADE)]:
         lines.append(
             f"- No hub has {' or '.join(made)}: the command above makes them, with these hashes only where the "
@@ -355,7 +348,7 @@ def _limits(run: Run, wire: Wire) -> str:
     return "\n".join(["## Limits\n", *lines, ""])
 
 
-def _files(wire: Wire, sizes: Mapping[str, int]) -> str:
+def _files(wire: WireFolder, sizes: Mapping[str, int]) -> str:
     rows = [(f"`{name}`", f"{size / 1e6:,.2f}") for name, size in sizes.items()]
     text = _paragraph(
         f"`wire.safetensors`: {wire.tensors.bytes / 1e6:,.2f} MB, matrices in {wire.dtype}, small arrays in fp32, "

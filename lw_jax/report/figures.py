@@ -20,7 +20,7 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from lw_jax.evals.curve import Curve
 
 REFERENCES = {"text": ("the text itself", "-"), "none": ("no context", ":")}  # row -> (name, line) in the picture
-WORDS = ("none", "truncated", "selected", "selected_taught")  # rows without a message, besides those of the whole text
+WORDS = ("none", "truncated", "selected_taught")  # rows without a message, besides those of the whole text
 QUALITIES = {"nll": "NLL, nats a token", "f1": "F1"}
 MARKERS = {16: "o", 8: "s", 6: "D", 4: "^", 2: "v"}  # by bits a value
 COLOURS = matplotlib.color_sequences["petroff10"]  # distinct for colour-blind readers too [Petroff, 2021]
@@ -145,7 +145,7 @@ def draw_rows(readers: Mapping[str, Mapping[str, Any]], curve: Curve | None) -> 
     for pair, (reader, rows) in zip(panels, readers.items(), strict=True):
         for panel, quality in zip(pair, ("f1", "nll"), strict=True):
             for row, found in rows.items():
-                middle, (low, high) = found[quality], found[f"{quality}_interval"] or (math.nan, math.nan)
+                middle, (low, high) = found[quality], found.get(f"{quality}_interval") or (math.nan, math.nan)
                 panel.errorbar(
                     found["positions"],
                     middle,
@@ -173,35 +173,11 @@ def draw_rows(readers: Mapping[str, Mapping[str, Any]], curve: Curve | None) -> 
 
 
 def _by_slots(curve: Curve | None, reader: str, quality: str) -> tuple[list[float], list[float]]:
-    """Returns positions and figures of a reader's messages of the most bits and width; none of an older evaluation."""
-    own = [p for p in curve.points if p["reader"] == reader and {quality, "positions"} <= p.keys()] if curve else []
+    """Returns positions and figures of a reader's messages of the most bits and width."""
+    own: list[Any] = [p for p in curve.points if p["reader"] == reader and quality in p] if curve else []
     most = max(((p["width"], p["bits"]) for p in own), default=None)
     line = sorted((p["positions"], p[quality]) for p in own if (p["width"], p["bits"]) == most)
     return [at for at, _ in line], [value for _, value in line]
-
-
-def draw_sweep(rows: Sequence[dict[str, Any]], *, title: str) -> Figure:
-    """Returns samples a second and memory over the batch, one line for each number of slots.
-
-    Rows: {"slots", "batch", "samples_per_second", "peak_bytes"}, the last two None where the batch does not fit.
-    """
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    speed, memory = figure.subplots(1, 2)
-    for slots, colour in zip(sorted({row["slots"] for row in rows}), COLOURS, strict=False):
-        line = sorted((row for row in rows if row["slots"] == slots), key=lambda row: row["batch"])
-        line = [row for row in line if row["peak_bytes"] is not None]
-        batches, label = [row["batch"] for row in line], f"{slots} slots"
-        speed.plot(batches, [row["samples_per_second"] for row in line], "o-", color=colour, label=label)
-        memory.plot(batches, [row["peak_bytes"] / 1e9 for row in line], "o-", color=colour, label=label)
-    for panel, unit in ((speed, "samples a second"), (memory, "peak memory of the device, GB")):
-        panel.set_xscale("log", base=2)
-        panel.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-        panel.set(xlabel="samples a step (logarithmic)", ylabel=unit)
-        panel.set_ylim(bottom=0)
-        panel.grid(alpha=0.3)
-    speed.legend()
-    figure.suptitle(title)
-    return figure
 
 
 def to_svg(figure: Figure, *, label: str) -> str:
@@ -226,7 +202,6 @@ def to_svg(figure: Figure, *, label: str) -> str:
 
 
 def draw_curve(curve: Curve) -> Figure:
-    """Returns the byte curve: a panel for each reader, a line for each number of slots and width, markers by bits."""
     readers = list(dict.fromkeys(point["reader"] for point in curve.points))
     figure = Figure(figsize=(10, 1.6 + 3.2 * len(readers)), layout="constrained")
     panels = figure.subplots(len(readers), 1, sharex=True, squeeze=False)[:, 0]
@@ -240,15 +215,15 @@ def draw_curve(curve: Curve) -> Figure:
 
 
 def _draw_reader(panel: Axes, curve: Curve, reader: str) -> None:
-    points = [point for point in curve.points if point["reader"] == reader]
+    points: list[Any] = [point for point in curve.points if point["reader"] == reader]
     for channel, colour in _colours(curve).items():
         line = sorted((p for p in points if _channel(p) == channel), key=lambda p: p["framed_bytes"])
         x, y = [p["framed_bytes"] for p in line], [p[curve.quality] for p in line]
         panel.plot(x, y, color=colour, linewidth=1.5, zorder=3, label=channel)
         for point, at, value in zip(line, x, y, strict=True):
             panel.plot(at, value, MARKERS[point["bits"]], color=colour, markersize=7, zorder=4)
-    found = {name: row[curve.quality] for name, row in curve.references.get(reader, {}).items()}
-    levels = {name: level for name, level in found.items() if math.isfinite(level)}
+    rows: dict[Any, Any] = {**curve.references.get(reader, {})}
+    levels = {name: row[curve.quality] for name, row in rows.items() if math.isfinite(row[curve.quality])}
     for name, level in levels.items():
         label, style = REFERENCES[name]
         panel.axhline(level, color="black", linestyle=style, linewidth=1)
@@ -293,7 +268,6 @@ def _draw_legend(figure: Figure, curve: Curve) -> None:
 
 
 def _channel(point: Mapping[str, Any]) -> str:
-    """Returns the name of a size of messages."""
     slots = f"{point['ratio']} tokens a slot" if "ratio" in point else f"{point['slots']} slots"
     return f"{slots} x {point['width']}"
 

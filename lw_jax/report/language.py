@@ -8,9 +8,10 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from lw_jax.report import series
+from lw_jax.report.device_use import by_device, mean_of
 from lw_jax.report.figures import Panel
 from lw_jax.report.records import Run, to_number
-from lw_jax.report.tables import Table, Verdict, by_device, mean_of
+from lw_jax.report.tables import Table, Verdict
 
 SECTIONS = {
     "positions": "Perplexity by position",
@@ -41,7 +42,6 @@ class Span:
 
 
 def describe(run: Run) -> str:
-    """Returns one line about the model."""
     spec, count = run.cfg.ttt, parameters(run)
     text = f"TTT-{'Linear' if spec.inner == 'linear' else 'MLP'}, {spec.backbone} backbone, "
     text += f"{spec.layers} layers of {spec.width}, {spec.heads} heads, windows of {window(run):,} tokens"
@@ -56,12 +56,10 @@ def parameters(run: Run) -> int:
 
 
 def window(run: Run) -> int:
-    """Returns the tokens of one training example."""
     return run.cfg.ttt.length * run.cfg.ttt.segments
 
 
 def verdict(run: Run) -> Verdict:
-    """Returns the last held-out loss beside the n-gram baselines on the same text."""
     rows = [row for row in run.metrics if "validation/loss" in row]
     if not rows:
         return Verdict("none", "no validation yet")
@@ -79,7 +77,6 @@ def verdict(run: Run) -> Verdict:
 
 
 def training(run: Run) -> list[Panel]:
-    """Returns loss, learning rate and speed over the steps."""
     lines = {
         ("loss", "nats a token"): series.read_line(run, "train/loss", "training"),
         ("learning rate", ""): series.read_line(run, "train/learning_rate", "learning rate"),
@@ -89,7 +86,6 @@ def training(run: Run) -> list[Panel]:
 
 
 def validation(run: Run) -> list[Panel]:
-    """Returns the held-out loss beside its baselines, and the inner losses."""
     loss = [series.read_line(run, "validation/loss", "this model", colour=0)]
     loss += [series.read_line(run, f"validation/nll/{name}", name, style=style) for name, style in BASELINES.items()]
     inner = [
@@ -112,7 +108,6 @@ def positions(run: Run) -> tuple[int, list[Span]]:
 
 
 def by_position(found: Sequence[Span]) -> Table:
-    """Returns the losses by position as a table."""
     rows = [(one.name, str(one.last - one.first + 1), number(one.loss, 3), perplexity(one.loss)) for one in found]
     return Table(("positions", "count", "nats a token", "perplexity"), rows)
 
@@ -130,13 +125,11 @@ def speed(run: Run) -> Table | None:
 
 
 def tokens_a_step(run: Run) -> str:
-    """Returns the effective batch as text."""
     batch, length = run.cfg.train.global_batch, window(run)
     return f"{batch:,} windows x {length:,} tokens = {batch * length:,} tokens a step over all devices"
 
 
 def balance(run: Run) -> str:
-    """Returns the spread of the devices' utilisation; empty where none was sampled."""
     groups = by_device(row for row in run.devices if "utilisation" in row)
     if not groups:
         return ""
@@ -195,12 +188,10 @@ def number(value: float, digits: int) -> str:
 
 
 def perplexity(loss: float) -> str:
-    """Returns e to the loss in nats."""
     return number(math.exp(loss), 2) if loss < 100 else "unknown"
 
 
 def size(count: float | None) -> str:
-    """Returns bytes as GB or MB."""
     if count is None:
         return "unknown"
     return f"{count / 1e9:,.2f} GB" if count >= 1e8 else f"{count / 1e6:,.2f} MB"

@@ -7,7 +7,7 @@ import jinja2
 from markupsafe import Markup
 
 from lw_jax.core.config import flatten, to_dict
-from lw_jax.report import figures, language, records, scaling, series, tables
+from lw_jax.report import device_use, figures, language, records, scaling, series, tables
 from lw_jax.report.records import Run
 
 PAGE = "report.html"
@@ -142,7 +142,8 @@ def _made(run: Run) -> dict[str, Any]:
     return {
         "texts": {name: run.texts.get(name, "").strip() for name in records.TEXTS},
         "config": "\n".join(f"{path}: {value!r}" for path, value in flat.items()),
-        "devices": tables.devices(run.devices) if run.devices else None,
+        "devices": device_use.table(run.devices) if run.devices else None,
+        "device_findings": device_use.findings(run.devices),
     }
 
 

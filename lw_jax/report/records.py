@@ -11,12 +11,12 @@ from lw_jax.core import schema
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.evals.curve import Curve
+from lw_jax.evals.results import Results
 from lw_jax.report import folder_schema
 from lw_jax.training.run_folder import read_config, read_metrics, read_rows
 
 TEXTS = ("config.diff", "command.txt", "versions.json")
 REMEDY = "the file must be as this version writes it: remove it, or write it anew with its command"
-READERS = 64  # panels of a picture
 LARGEST = 1e30  # drawable; beyond it a logged value counts as infinite
 
 
@@ -38,12 +38,10 @@ class Run:
     texts: dict[str, str]  # of TEXTS, those that are there
 
     def command(self, verb: str, *flags: str) -> str:
-        """Returns a command on this run."""
         return shlex.join(("python", "run.py", verb, "--workdir", str(self.workdir), *flags))
 
     @property
     def arguments(self) -> list[str]:
-        """Arguments of the command that started the run."""
         try:
             return shlex.split(self.texts.get("command.txt", ""))
         except ValueError as error:  # an open quotation mark
@@ -51,15 +49,13 @@ class Run:
 
     @property
     def training(self) -> str:
-        """The command that resumes training."""
         command = self.texts.get("command.txt", "").strip()
         return f"python {command}" if command else self.command("train", "--config", "FILE")
 
     @property
     def curve(self) -> Curve | None:
-        """The byte curve, None where none was measured; NaN for null."""
         found = self.evaluation.get("curve")
-        return _to_nan(Curve(**found, text_bytes=self.evaluation["text_bytes"])) if found else None
+        return _to_nan(found) if found else None
 
 
 def read(workdir: Path) -> Run:
@@ -74,7 +70,7 @@ def read(workdir: Path) -> Run:
         cfg=read_config(workdir),
         metrics=read_metrics(log) if log.exists() else [],
         logged=datetime.fromtimestamp(log.stat().st_mtime, UTC) if log.exists() else None,
-        evaluation=_read_evaluation(workdir / "eval.json"),
+        evaluation=_read(workdir / "eval.json", Results, {}),
         predictions=_read_rows(workdir / "predictions.jsonl", folder_schema.Prediction),
         slots=_read_slots(workdir / "slots.json"),
         devices=[
@@ -105,24 +101,6 @@ def _read_rows(path: Path, kind: Any) -> list[dict[str, Any]]:
     return [schema.convert(row, kind, where=f"{path}: row {i}", remedy=REMEDY) for i, row in enumerate(rows, 1)]
 
 
-def _read_evaluation(path: Path) -> dict[str, Any]:
-    found = _read(path, folder_schema.Evaluation, {})
-    curve = found.get("curve")
-    if curve is None:
-        return found
-    if found["text_bytes"] is None:
-        raise UserError(f"{path}: text_bytes is null beside a curve, which shows them; {REMEDY}")
-    quality = curve["quality"]
-    series = [("points", curve["points"])]
-    series += [(f"references.{reader}", list(rows.values())) for reader, rows in curve["references"].items()]
-    for name, rows in series:
-        if not all(quality in row for row in rows):
-            raise UserError(f"{path}: curve.{name}: a row has no {quality!r}, which the curve shows; {REMEDY}")
-    if len({point["reader"] for point in curve["points"]}) > READERS:
-        raise UserError(f"{path}: curve.points: more than {READERS} readers; {REMEDY}")
-    return found
-
-
 def _read_slots(path: Path) -> list[list[float]]:
     """Returns the square matrix of cosines between slots; NaN for null."""
     found = _read(path, folder_schema.Slots, [])
@@ -146,7 +124,6 @@ def _read_text(path: Path) -> str:
 
 
 def _to_nan(value: Any) -> Any:
-    """Returns nested values with NaN for every None."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return dataclasses.replace(value, **{k: _to_nan(inner) for k, inner in vars(value).items()})
     if isinstance(value, dict):

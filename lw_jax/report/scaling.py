@@ -35,7 +35,6 @@ class Shown:
 
 
 def tables(run: Run) -> list[Shown]:
-    """Returns each scaling that has rows."""
     found = []
     for name, (title, note) in KINDS.items():
         rows = [row for row in run.scaling if row["scaling"] == name]
@@ -56,7 +55,6 @@ def missing(run: Run) -> list[tuple[str, str]]:
 
 
 def command(run: Run, *flags: str) -> str:
-    """Returns the command that adds rows, with the configuration that the run was started with."""
     assignments, arguments = command_line.take_assignments(run.arguments)
     spec = next((after for word, after in zip(arguments, arguments[1:], strict=False) if word == "--config"), "FILE")
     equal = [word.removeprefix("--config=") for word in arguments if word.startswith("--config=")]
@@ -66,13 +64,11 @@ def command(run: Run, *flags: str) -> str:
 
 
 def configurations(run: Run) -> str:
-    """Returns the rows' configurations with their sizes, the table's padding rows included."""
     found = dict.fromkeys(f"{row['config']} ({row['parameters']:,} trained values)" for row in run.scaling)
     return ", ".join(found)
 
 
 def shares_cores(run: Run) -> bool:
-    """Returns whether some devices were virtual CPU devices."""
     return any(row["kind"] == "measured" and row["target"] == "cpu" and row["devices"] > 1 for row in run.scaling)
 
 

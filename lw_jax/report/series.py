@@ -23,7 +23,6 @@ NLL = re.compile(r"(?P<phase>train|validation)/(?P<other>shuffled/)?(?:(?P<task>
 
 
 def training(run: Run) -> list[Panel]:
-    """Returns the loss, each task's NLL and the learning rate."""
     unit = "loss, all tasks weighted" if run.cfg.recipe == "latentwire" else "loss"
     loss = Panel("", unit, [read_line(run, "train/loss", "loss")], True)
     rate = Panel("", "learning rate", [read_line(run, "train/learning_rate", "learning rate")], False)
@@ -31,7 +30,6 @@ def training(run: Run) -> list[Panel]:
 
 
 def validation(run: Run) -> list[Panel]:
-    """Returns each task's held-out NLL from the right and from other latents; of preference pairs the rewards."""
     held_out = read_line(run, "validation/loss", "loss")
     pairs = _of_pairs(run, "validation")
     return keep_drawable(
@@ -49,7 +47,6 @@ def borders(run: Run) -> list[tuple[str, int]]:
 
 
 def count_undefined(run: Run) -> int:
-    """Returns how many logged values are no finite number."""
     values = (value for row in run.metrics for value in row.values())
     return sum(not math.isfinite(to_number(value)) for value in values)
 

@@ -5,53 +5,28 @@ import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from lw_jax.core.eval_rows import MESSAGES, ROWS
+from lw_jax.core.eval_rows import ROWS
 from lw_jax.data.example_counts import REASONS
 from lw_jax.evals import verdict
-from lw_jax.evals.curve import COLUMNS, Curve
+from lw_jax.evals.curve import COLUMNS, PLAIN, Curve
+from lw_jax.evals.results import COMPARISON, ROW, Column
 from lw_jax.report.records import Run, to_number
 
 TITLES = {  # of rows in the examples
     "text": "from the text",
     "text_taught": "from the text, the form of the answer taught",
-    "message": "from its message",
-    "message_shuffled": "from another text's latents, its own literals",
     "latents": "from its latents",
     "shuffled": "from another text's latents",
 }
-HEADLINE = (
-    "message",
-    "message_shuffled",
-    "literals",
-    "latents",
-    "shuffled",
-    "random",
-    "none",
-)  # rows whose F1 a page says first
+HEADLINE = ("latents", "shuffled", "random", "none")  # rows whose F1 a page says first
 EXAMPLES = 20
 LONGEST = 600  # characters of a question or an answer in the examples
-BETWEEN = {  # of `control_rows.compare`: name -> (label, unit, factor)
-    "normalised_f1": ("normalised F1", "%", 100),
-    "recovered_nll": ("recovered NLL", "%", 100),
-    "gap_f1": ("gap of F1", "points", 100),
-    "gap_nll": ("gap of NLL", "nats a token", 1),
-    "adds_f1": ("F1 that latents add to literals", "points", 100),
-    "adds_nll": ("NLL that they take off", "nats a token", 1),
-    "follows": ("follows a changed message, of changed texts followed", "%", 100),
-}
 GEOMETRY = {
     "inputs": "texts",
     "effective_rank": "effective rank over texts, centred",
     "effective_rank_uncentred": "effective rank, not centred",
     "input_cosine": "mean cosine between texts, slot by slot",
     "slot_cosine": "mean cosine between slots of a text",
-}
-DEVICE = {  # of devices.jsonl: name -> (heading, factor)
-    "utilisation": ("utilisation, %", 100),
-    "memory_bytes": ("memory, GB", 1e-9),
-    "card_bytes": ("memory of all processes, GB", 1e-9),
-    "celsius": ("temperature, °C", 1),
-    "watts": ("power, W", 1),
 }
 
 
@@ -102,12 +77,11 @@ def verdicts(run: Run) -> list[Verdict]:
     for reader, figures in run.evaluation["readers"].items():
         key = verdict.judge(figures)
         shown = [*_headline(run.evaluation["rows"].get(reader, {}), figures)]
-        shown += [
-            f"{what} {_number(figures[name], scale)} {unit} ({_interval(figures.get(f'{name}_interval'), scale)})"
-            for name, (what, unit, scale) in BETWEEN.items()
-            if figures.get(name) is not None
-        ]
-        reasons = [f"{name}: {figures[f'{name}_reason']}" for name in BETWEEN if figures.get(f"{name}_reason")]
+        for name, column in COMPARISON.items():
+            if figures.get(name) is not None:
+                value, span = _cells(figures, name, column)
+                shown.append(f"{column.label} {value} {column.unit} ({span})")
+        reasons = [f"{name}: {figures[f'{name}_reason']}" for name in COMPARISON if figures.get(f"{name}_reason")]
         found.append(Verdict(key, f"{reader}: {verdict.WORDS[key]}" + "; ".join(["", *shown, *reasons])))
     return sorted(found, key=lambda one: -order.index(one.key))
 
@@ -115,17 +89,16 @@ def verdicts(run: Run) -> list[Verdict]:
 def _headline(rows: Mapping[str, Mapping[str, Any]], figures: Mapping[str, Any]) -> Iterator[str]:
     """Yields the message's reader positions beside the text's, its speed, and F1 of text, message and controls."""
     upper = figures.get("upper", "text")
-    sent = next((row for row in MESSAGES if row in rows), "")
-    held = {name: rows[name]["positions"] for name in (sent, upper) if rows.get(name, {}).get("positions")}
+    held = {name: rows[name]["positions"] for name in ("latents", upper) if rows.get(name, {}).get("positions")}
     if len(held) == 2 and figures.get("fewer_positions"):
         yield (
-            f"{held[sent]:,.1f} reader positions in place of {held[upper]:,.1f}, "
+            f"{held['latents']:,.1f} reader positions in place of {held[upper]:,.1f}, "
             f"{_times(figures['fewer_positions'], 'fewer', 'more')}"
         )
     if figures.get("faster"):
         speed = _times(figures["faster"], "sooner", "later")
         yield f"first answer token {speed} than from {figures['timed_tokens']} tokens"
-    scores = [f"{name} {_number(rows[name]['f1'], 100)} %" for name in (upper, *HEADLINE) if name in rows]
+    scores = [f"{name} {_number(rows[name]['f1'], 100)} %" for name in (upper, *HEADLINE) if "f1" in rows.get(name, {})]
     if scores:
         yield f"F1 of {', '.join(scores)}"
 
@@ -166,61 +139,32 @@ def meanings(readers: Mapping[str, Mapping[str, Any]]) -> dict[str, str]:
 
 
 def control(rows: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Returns one reader's rows."""
-    timed = any("first_token_seconds" in found for found in rows.values())
-    head = [
-        "row",
-        "reader positions",
-        *(["first answer token, ms"] if timed else []),
-        "EM, %",
-        "95 %",
-        "F1, %",
-        "95 %",
-        "NLL, nats a token",
-        "95 %",
-    ]
-    head += [
-        "token accuracy, %",
-        "first token, %",
-        "95 %",
-        "first token in top 5, %",
-        "distinct answers, %",
-        "examples",
-    ]
-    cells = []
-    for row, found in rows.items():
-        line = [row, f"{found['positions']:,.1f}" if found.get("positions") is not None else "unknown"]
-        if timed:
-            seconds = found.get("first_token_seconds")
-            line.append("" if seconds is None else f"{1000 * seconds:,.1f}")
-        for name, scale in (("em", 100), ("f1", 100), ("nll", 1)):
-            line += [_number(found[name], scale), _interval(found[f"{name}_interval"], scale)]
-        line += [_number(found["accuracy"], 100), _number(found["first_token"], 100)]
-        line += [_interval(found["first_token_interval"], 100), _number(found["first_5"], 100)]
-        cells.append([*line, _number(found["distinct"], 100), str(found["examples"])])
-    return Table(head, cells)
+    columns = {name: column for name, column in ROW.items() if any(name in found for found in rows.values())}
+    return Table(_heads("row", columns), [_line(row, found, columns) for row, found in rows.items()])
 
 
 def between(readers: Mapping[str, Mapping[str, Any]]) -> Table:
-    """Returns each reader's comparison of its rows."""
-    literals = any("adds_f1" in figures for figures in readers.values())
-    columns = {name: value for name, value in BETWEEN.items() if literals or not name.startswith("adds_")}
-    head = [
-        "reader",
-        "fewer reader positions, x",
-        *(cell for what, unit, _ in columns.values() for cell in (f"{what}, {unit}", "95 %")),
-    ]
-    cells = []
-    for reader, figures in readers.items():
-        line = [reader, _number(figures.get("fewer_positions"))]
-        for name, (_, _, scale) in columns.items():
-            line += [_number(figures.get(name), scale), _interval(figures.get(f"{name}_interval"), scale)]
-        cells.append(line)
-    return Table(head, cells)
+    columns = {"fewer_positions": Column("fewer reader positions, x")} | COMPARISON
+    return Table(_heads("reader", columns), [_line(reader, found, columns) for reader, found in readers.items()])
+
+
+def _heads(first: str, columns: Mapping[str, Column]) -> list[str]:
+    return [first, *(head for one in columns.values() for head in (one.heading, *["95 %"] * one.interval))]
+
+
+def _line(name: str, figures: Mapping[str, Any], columns: Mapping[str, Column]) -> list[str]:
+    return [name, *(cell for key, column in columns.items() for cell in _cells(figures, key, column))]
+
+
+def _cells(figures: Mapping[str, Any], name: str, column: Column) -> list[str]:
+    """Returns a figure, empty where it was not measured, and its interval where it has one."""
+    cells = [_number(figures[name], column.scale, column.digits) if name in figures else ""]
+    if column.interval:
+        cells.append(_interval(figures.get(f"{name}_interval"), column.scale) if name in figures else "")
+    return cells
 
 
 def joint(found: Mapping[str, Any]) -> Table:
-    """Returns the scores of joint and single answers."""
     named = {"joint (lowest mean NLL)": found["joint"], "oracle (best reader of each example)": found["oracle"]}
     named |= {f"{name} alone": figures for name, figures in found["readers"].items()}
     cells = []
@@ -233,88 +177,44 @@ def joint(found: Mapping[str, Any]) -> Table:
 
 
 def counts(found: Mapping[str, int]) -> str:
-    """Returns how many held-out examples were used, and why others were dropped or cut."""
     reasons = [f"{number} {REASONS[name]}" for name, number in found.items() if number and name in REASONS]
     return "; ".join([f"{found.get('kept', 0)} of {found.get('given', 0)} used", *reasons])
 
 
 def agreement(found: Mapping[str, Any]) -> str:
-    """Returns the share of examples with equal answers."""
     share, span = _number(found["agreement"], 100), _interval(found["agreement_interval"], 100)
     return f"All readers agree, after normalisation, on {share} % ({span}) of {found['examples']} examples."
 
 
 def geometry(found: Mapping[str, Any]) -> Table:
-    """Returns rank and cosines of the latents."""
     head = ("of the latents", "value")
     return Table(head, [(text, _number(found.get(name))) for name, text in GEOMETRY.items()])
 
 
 def points(curve: Curve) -> Table:
-    """Returns the rows of bytes.csv."""
     names = [name for name in COLUMNS if any(name in point for point in curve.points)]
     names = ["reader", *(name for name in names if name != "reader")]
     return Table(names, [[_plain(point.get(name, "")) for name in names] for point in curve.points])
 
 
 def sizes(curve: Curve) -> Table:
-    """Returns the bytes of texts and messages, smallest first."""
     found = [(size, f"the text, {name}") for name, size in curve.text_bytes.items()]
     messages: dict[float, dict[str, None]] = {}
     for point in curve.points:
         text = f"{point['slots']:g} x {point['width']} x {point['bits']}"
         messages.setdefault(point["framed_bytes"], {})[text] = None
     found += [(size, "message of " + ", ".join(shapes)) for size, shapes in messages.items()]
-    whole = curve.text_bytes["UTF-8"]
+    whole = curve.text_bytes[PLAIN]
     return Table(
         ("sent (message: slots x values x bits)", "mean bytes", "of UTF-8, %"),
         [(text, f"{size:,.0f}", f"{100 * size / whole:,.0f}") for size, text in sorted(found)],
     )
 
 
-def devices(rows: Sequence[Mapping[str, Any]]) -> Table:
-    """Returns each device's utilisation, memory, temperature and power: mean, minimum and maximum of its samples."""
-    names = [name for name in DEVICE if any(name in row for row in rows)]
-    head = ["device", "hours", *(cell for name in names for cell in (DEVICE[name][0], "min .. max"))]
-    head += ["peak memory, GB", "of the limit, %"]
-    return Table(head, [_device(device, group, names) for device, group in by_device(rows).items()])
-
-
-def by_device(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Returns each device's rows."""
-    groups: dict[str, list[Mapping[str, Any]]] = {}
-    for row in rows:
-        groups.setdefault(row["device"], []).append(row)
-    return groups
-
-
-def mean_of(rows: Sequence[Mapping[str, Any]], name: str) -> float:
-    """Returns the sample-weighted mean of the rows' means."""
-    return sum(row[name] * row["samples"] for row in rows) / sum(row["samples"] for row in rows)
-
-
-def _device(device: str, rows: Sequence[Mapping[str, Any]], names: Sequence[str]) -> list[str]:
-    line = [device, f"{sum(row['seconds'] for row in rows) / 3600:.2f}"]
-    for name in names:
-        sampled, scale = [row for row in rows if name in row], DEVICE[name][1]
-        if not sampled:
-            line += ["unknown", ""]
-            continue
-        values = [row[name] * scale for row in sampled]
-        line += [f"{mean_of(sampled, name) * scale:,.1f}", f"{min(values):,.1f} .. {max(values):,.1f}"]
-    peak = max((row["peak_bytes"] for row in rows if "peak_bytes" in row), default=None)
-    limit = max((row["limit_bytes"] for row in rows if "limit_bytes" in row), default=None)
-    share = f"{100 * peak / limit:.0f}" if peak is not None and limit else "unknown"
-    return [*line, "unknown" if peak is None else f"{peak / 1e9:,.1f}", share]
-
-
 def shown_rows(predictions: Iterable[Mapping[str, Any]]) -> tuple[str, ...]:
     """Returns the rows whose answers stand side by side: the text, the message and its control, as measured."""
     measured = {record["row"] for record in predictions}
-    text = "text_taught" if "text_taught" in measured else "text"
-    if "message" in measured:
-        return text, "message", "message_shuffled", "latents"
-    return text, "latents", "shuffled"
+    return "text_taught" if "text_taught" in measured else "text", "latents", "shuffled"
 
 
 def examples(predictions: Sequence[Mapping[str, Any]], rows: Sequence[str]) -> tuple[list[Shown], int]:
@@ -349,13 +249,11 @@ def _cut(text: str) -> str:
     return text if len(text) <= LONGEST else text[:LONGEST] + " …"
 
 
-def _number(value: float | None, scale: float = 1) -> str:
+def _number(value: float | None, scale: float = 1, digits: int | None = None) -> str:
     number = to_number(value) * scale
-    if not math.isfinite(number):
-        return "unknown"
-    if isinstance(value, int):
-        return f"{number:,.0f}"
-    return f"{number:.1f}" if scale == 100 else f"{number:,.3f}"
+    if digits is None:
+        digits = 0 if isinstance(value, int) else 1 if scale == 100 else 3
+    return f"{number:,.{digits}f}" if math.isfinite(number) else "unknown"
 
 
 def _interval(interval: Sequence[float] | None, scale: float = 1) -> str:

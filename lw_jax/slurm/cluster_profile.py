@@ -150,8 +150,8 @@ def inspect(plan: Mapping[str, Any], train: Train) -> list[Finding]:
     try:
         found = limit(hours, step_seconds=seconds, checkpoint_seconds=between, basis="predicted", site=site)
     except UserError as error:
-        return [Finding(True, f"{profile}: {error}")]
-    return [Finding(False, f"{profile}: {found.description}")] if found.requeues else []
+        return [Finding("error", f"{profile}: {error}")]
+    return [Finding("warning", f"{profile}: {found.description}")] if found.requeues else []
 
 
 def notice_seconds(step_seconds: float) -> int:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Sequence
 
 from lw_jax.core.config import Config
+from lw_jax.planning import plan_tables
 from lw_jax.planning.planner import SIZES, Plan, kept, make
 
 
@@ -53,17 +54,14 @@ def compare(plans: Sequence[Plan], *, hours: float | None) -> list[str]:
         rows.append(
             [target, str(count), *price, best["chosen"]["strategy"] + how if best["chosen"] else "does not fit"]
         )
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    table = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     scaled = len(sizes) > 1 and abs(factor - 1) > 0.005
     notes = [f"every size x {factor:.2f}: the job's hours over the predicted ones"] if scaled else []
     if mixed:
         notes.append("est.: by arithmetic, for all sizes; `plan --simulate 1,2,4` compiles them")
-    return [*table, *notes]
+    return [*plan_tables.align(rows), *notes]
 
 
 def _price(plan: Plan | None, count: int, factor: float) -> list[str]:
-    """Returns hours and GPU-hours."""
     if plan is None or not plan["chosen"] or plan["hours"] is None:
         return ["-", "-"]
     hours = plan["hours"] * factor

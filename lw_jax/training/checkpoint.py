@@ -7,7 +7,6 @@ checkpoint. (Orbax 0.12.8 alone reads a flipped bit of an array without complain
 
 import contextlib
 import dataclasses
-import datetime
 import errno
 import json
 import logging
@@ -15,13 +14,12 @@ import os
 import re
 import shutil
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal, Self, TypeVar
 
 import jax
 import orbax.checkpoint as ocp
-from orbax.checkpoint import checkpoint_managers as policies
 
 from lw_jax.core import processes, tree
 from lw_jax.core.errors import UserError
@@ -35,6 +33,7 @@ REMOVED = ".removed"  # suffix of a checkpoint that is being removed
 TRIES = 50  # of a reader, while a training run replaces the checkpoints that it reads
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,15 +52,6 @@ class _RemovedError(Exception):
     """A checkpoint was removed while it was read."""
 
 
-@dataclasses.dataclass  # not frozen: the protocol has settable attributes
-class _Candidate:
-    """A checkpoint as orbax's preservation policies see it."""
-
-    step: int
-    metrics: dict[str, Any] | None
-    time: datetime.datetime = datetime.datetime.min
-
-
 class Checkpointer:
     """Saves and restores a dict of pytrees by step, keeping the newest `keep` and the best by metrics["nll"].
 
@@ -73,13 +63,7 @@ class Checkpointer:
         """Opens a folder; with None as identity it reads any checkpoint and cannot save."""
         if keep < 1:
             raise UserError(f"keep={keep}: must be 1 or more")
-        self._folder = Path(folder).absolute()
-        self._policy = policies.AnyPreservationPolicy(
-            [
-                policies.LatestN(keep),
-                policies.BestN(get_metric_fn=_get_score, reverse=True, n=1, keep_checkpoints_without_metrics=False),
-            ]
-        )
+        self._folder, self._keep = Path(folder).absolute(), keep
         self._identity = identity
         self._damaged: dict[int, str] = {}
         self._unread: dict[int, UserError] = {}  # checkpoints whose record could not be read when last listed
@@ -97,11 +81,9 @@ class Checkpointer:
         )
 
     def __enter__(self) -> Self:
-        """Returns this object."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes."""
         self.close()
 
     def save(
@@ -167,49 +149,48 @@ class Checkpointer:
         read, when none has the metric of "best", and when paths, shapes or dtypes differ from the saved ones.
         """
         self._finish()
-        for _ in range(TRIES):
-            chosen = processes.from_first(lambda: self._choose(which))
-            if chosen is None:
-                return None
-            step = chosen["step"]
-            checkpoint_record.check_leaves(self._folder / str(step), chosen["leaves"], abstract_state)
-            with _FolderGuard(self._folder / str(step)) as guard:
-                state = self._read(step, abstract_state)
-            if not guard.lost:
-                self._saved = step
-                return Restored(step, state, **{key: chosen[key] for key in ("data", "note", "metrics", "identity")})
-        raise self._replaced_error()
+        return self._retry(lambda: self._restore(abstract_state, which))
+
+    def _restore(self, abstract_state: dict[str, Tree], which: str) -> Restored | None:
+        chosen = processes.from_first(lambda: self._retry(lambda: self._choose(which)))
+        if chosen is None:
+            return None
+        step = chosen["step"]
+        checkpoint_record.check_leaves(self._folder / str(step), chosen["leaves"], abstract_state)
+        with _Reading(self._folder / str(step)):
+            state = self._read(step, abstract_state)
+        self._saved = step
+        return Restored(step, state, **{key: chosen[key] for key in ("data", "note", "metrics", "identity")})
 
     def _choose(self, which: str) -> dict[str, Any] | None:
         """Returns step, data, leaves and metrics of the checkpoint to restore, and a note of damage; None: none is."""
-        for _ in range(TRIES):
-            self._damaged = {}
-            try:
-                records = self._list_records()
-                if self._unread:
-                    raise next(iter(self._unread.values()))
-                for step in self._rank(records, which):
-                    folder = self._folder / str(step)
-                    damage = _find_damage(folder, records[step]["files"])
-                    if not damage:
-                        note = self._report_damage(f"took {step}")
-                        chosen = {key: records[step][key] for key in ("leaves", "data", "metrics", "identity")}
-                        return chosen | {"step": step, "note": note}
-                    if checkpoint_record.is_gone(folder):
-                        raise _RemovedError
-                    self._damaged[step] = damage
-            except _RemovedError:
-                continue
-            if self._damaged:
-                raise UserError(
-                    f"{self._folder}: no usable checkpoint, {self._report_damage('none is left')}; bring one back from "
-                    "a copy, or start anew with another --workdir"
-                )
-            return None
-        raise self._replaced_error()
+        self._damaged = {}
+        records = self._list_records()
+        if self._unread:
+            raise next(iter(self._unread.values()))
+        for step in self._rank(records, which):
+            folder = self._folder / str(step)
+            damage = _find_damage(folder, records[step]["files"])
+            if not damage:
+                note = self._report_damage(f"took {step}")
+                chosen = {key: records[step][key] for key in ("leaves", "data", "metrics", "identity")}
+                return chosen | {"step": step, "note": note}
+            if checkpoint_record.is_gone(folder):
+                raise _RemovedError
+            self._damaged[step] = damage
+        if self._damaged:
+            raise UserError(
+                f"{self._folder}: no usable checkpoint, {self._report_damage('none is left')}; bring one back from "
+                "a copy, or start anew with another --workdir"
+            )
+        return None
 
-    def _replaced_error(self) -> UserError:
-        return UserError(
+    def _retry(self, attempt: Callable[[], _T]) -> _T:
+        """Returns `attempt()`, tried again where training removes a checkpoint that it reads."""
+        for _ in range(TRIES):
+            with contextlib.suppress(_RemovedError):
+                return attempt()
+        raise UserError(
             f"{self._folder}: each of {TRIES} checkpoints was replaced while it was read; read when the run has "
             "ended, or train with a larger train.checkpoint_every"
         )
@@ -274,14 +255,13 @@ class Checkpointer:
         checkpoint_record.write_record(folder / RECORD, record | {"files": checkpoint_record.measure_files(folder)})
 
     def _read_records(self) -> dict[int, dict[str, Any]]:
-        """Returns step -> record of every whole record; the others are noted as damaged or not read."""
-        for _ in range(TRIES):
-            with contextlib.suppress(_RemovedError):
-                return self._list_records()
-        raise self._replaced_error()
+        return self._retry(self._list_records)
 
     def _list_records(self) -> dict[int, dict[str, Any]]:
-        """Returns the same; raises _RemovedError where one was removed meanwhile."""
+        """Returns step -> record of every whole record; the others are noted as damaged or not read.
+
+        Raises _RemovedError where one was removed meanwhile.
+        """
         records, self._unread = {}, {}
         for path in self._list_steps():
             step = int(path.name)
@@ -350,13 +330,10 @@ class Checkpointer:
         return note
 
     def _remove_old(self) -> None:
-        """Removes damaged checkpoints and those that orbax's policies do not preserve; none that could not be read."""
+        """Removes damaged checkpoints and all but the newest and the best; none that could not be read."""
         records = {step: record for step, record in self._read_records().items() if step not in self._damaged}
-        scored = checkpoint_record.scores(records)
-        candidates = [_Candidate(step, {BEST: scored[step]} if step in scored else None) for step in sorted(records)]
-        preserved = self._policy.should_preserve(candidates, context=policies.PreservationContext())
-        steps = {one.step for one, preserve in zip(candidates, preserved, strict=True) if preserve}
-        old = (records.keys() | self._damaged.keys()) - steps
+        best = self._rank(records, "best or latest")[:1]
+        old = (records.keys() | self._damaged.keys()) - {*sorted(records)[-self._keep :], *best}
         self._remove(path for path in self._list() if _is_step(path) and int(path.name) in old)
         self._damaged = {}
 
@@ -387,26 +364,22 @@ class Checkpointer:
         return sorted(path for path in self._folder.iterdir() if path.is_dir()) if self._folder.is_dir() else []
 
 
-class _FolderGuard:
-    """Context of reading a checkpoint: where its folder has been removed, an error sets `lost` instead."""
+class _Reading:
+    """Context of reading a checkpoint: an error is _RemovedError where its folder is gone.
+
+    Orbax raises ValueError, OSError or a bare Exception then.
+    """
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-        self.lost = False
 
-    def __enter__(self) -> Self:
-        """Returns this object."""
-        return self
+    def __enter__(self) -> None:
+        pass
 
     def __exit__(self, _: type[BaseException] | None, error: BaseException | None, __: types.TracebackType | None):
-        """Suppresses an error where the folder is gone; orbax raises ValueError, OSError or a bare Exception then."""
         alone = jax.process_count() == 1  # several processes train, and only process 0 removes
-        self.lost = isinstance(error, Exception) and alone and not self._folder.is_dir()
-        return self.lost
-
-
-def _get_score(metrics: dict[str, float]) -> float:
-    return metrics[BEST]
+        if isinstance(error, Exception) and alone and not self._folder.is_dir():
+            raise _RemovedError from error
 
 
 def _find_damage(folder: Path, files: dict[str, list[Any]]) -> str:

@@ -6,7 +6,7 @@ from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.core.types import Tree
 from lw_jax.training import preflight
-from lw_jax.training.recipe import Recipe, Watched
+from lw_jax.training.recipe import Recipe
 
 _REMEDY = (
     "The checkpoint is kept. To continue anyway: --config.train.alarm=warn, or a later train.alarm_step. To repair: a "
@@ -39,11 +39,10 @@ def check_finite(step: int, values: Tree, cfg: Config, *, saved: int | None) -> 
 def find_collapse(step: int, validated: dict[str, float], cfg: Config, recipe: Recipe) -> str:
     """Returns the recipe's description of a collapse, from `preflight.alarm_step` on; empty where there is none."""
     alarm = preflight.alarm_step(cfg.train)
-    if not alarm or step < alarm or not isinstance(recipe, Watched):
+    if not alarm or step < alarm:
         return ""
     return recipe.collapse(step, validated)
 
 
 def refuse_collapse(collapse: str) -> None:
-    """Raises UserError with the collapse and the remedies."""
     raise UserError(f"{collapse}. {_REMEDY}")

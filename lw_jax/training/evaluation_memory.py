@@ -14,7 +14,6 @@ from lw_jax.training import out_of_memory, step_costs
 from lw_jax.training.memory import Compile, bytes_of
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.out_of_memory import OutOfMemory, halved
-from lw_jax.training.recipe import Plannable
 from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.train_step import Part
 from sharding import place
@@ -70,9 +69,9 @@ def of(one: Pass, limit: MemoryLimit, *, compile: Compile | None = None) -> Eval
     return _search(one, limit, _Compiled(one, compile, limit), compiled=True)
 
 
-def validation(step_spec: StepSpec, recipe: Plannable) -> Pass:
+def validation(step_spec: StepSpec) -> Pass:
     """Returns the forward pass over held-out examples beside the training state."""
-    widths, placement = recipe.validation_widths(), step_spec.placement
+    widths, placement = step_spec.recipe.validation_widths(), step_spec.placement
     state, frozen, data = step_spec.state(), step_spec.frozen(), placement.data
     resident = step_spec.frozen_bytes()
     resident[placement.learner] += place.device_bytes(state)

@@ -2,13 +2,12 @@
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, cast
+from typing import Any
 
 from jax.sharding import Mesh
 
 from lw_jax.core.types import Tree
 from lw_jax.training import train_step
-from lw_jax.training.recipe import Branched
 from lw_jax.training.step_spec import StepSpec
 from sharding import place
 
@@ -60,8 +59,8 @@ def measure(step_spec: StepSpec, widths: Tree, accumulation: int, *, compile: Co
     for name, at in step_spec.placement.readers.items():
         here = resident[at.mesh]
         here.batch += place.device_bytes(batch["readers"][name])
-        if step_spec.placement.apart and at.mesh != learner:
-            here.trainable += place.device_bytes(cast(Branched, step_spec.recipe).part(name, state["trainable"]))
+        if step_spec.placement.on_several_meshes and at.mesh != learner:
+            here.trainable += place.device_bytes(step_spec.recipe.part(name, state["trainable"]))
     donated = place.device_bytes(state)
     peaks = [resident[mesh].total + _working(compiled, mesh, donated) for mesh in step_spec.placement.meshes]
     fullest = max(range(len(peaks)), key=peaks.__getitem__)

@@ -39,7 +39,6 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def validates(names: Iterable[str]) -> bool:
-    """Says whether a row of these names is a validation's."""
     return any(name.startswith("validation/") for name in names)
 
 

@@ -1,10 +1,9 @@
 """Optimizer from tables over parameter paths: trainable leaves, learning rate multipliers, weight decay, schedule."""
 
 import dataclasses
-import functools
 import math
 import re
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import jax
@@ -19,9 +18,9 @@ from sharding import rules
 # (regex over paths, learning rate multiplier; 0 freezes), or one multiplier per phase of the run
 Rates = Sequence[tuple[str, float | tuple[float, ...]]]
 
-# No weight decay: scales, offsets, what is computed and not learned (rarity, asked), and embeddings, of which a batch
-# reads only a few rows.
-_NO_DECAY = re.compile(r".*(norm|scale|shift|rarity|asked|bias|gain|mix|queries|tasks|embed)|(.*/)?layers/(b\d|token)")
+# No weight decay: scales, offsets, what is computed and not learned (rarity), and embeddings, of which a batch reads
+# only a few rows.
+_NO_DECAY = re.compile(r".*(norm|scale|shift|rarity|bias|gain|mix|queries|tasks|embed)|(.*/)?layers/(b\d|token)")
 
 # Matrices and their row axes; the axes behind are columns, an axis before them counts layers. Other leaves (vectors,
 # embeddings, heads, initial weights of an inner model) are updated by Adam.
@@ -78,29 +77,24 @@ def matrix_axes(path: str, ndim: int) -> tuple[tuple[int, ...], tuple[int, ...]]
     return None if rows is None else (rows, axes[rows[-1] + 1 :])
 
 
-def _direction(cfg: config.Optim) -> optax.GradientTransformation:
-    """Returns Adam, or Muon for matrices and Adam for other leaves."""
-    adam = optax.scale_by_adam(B1, cfg.b2, EPS)
-    if cfg.kind == "adamw":
-        return adam
+def _muon() -> optax.GradientTransformation:
+    def sides(path: tuple, leaf: jax.Array) -> tuple:
+        return matrix_axes(rules.path_of(path), leaf.ndim) or ()
 
-    def each(of: Callable[[jax.Array, tuple | None], Any], tree: Tree) -> Tree:
+    def axes(tree: Tree) -> Tree:
         return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: of(leaf, matrix_axes(rules.path_of(path), leaf.ndim)), tree
+            lambda path, leaf: optax.contrib.MuonDimensionNumbers(*sides(path, leaf)), tree
         )
 
-    def sized(update: jax.Array, sides: tuple | None) -> jax.Array:
+    def sized(path: tuple, update: jax.Array) -> jax.Array:
         # The RMS of an orthogonal matrix is one by the square root of its longer side.
-        longer = max(math.prod(update.shape[axis] for axis in side) for side in sides or ())
+        longer = max(math.prod(update.shape[axis] for axis in side) for side in sides(path, update))
         return update * (_AS_ADAM * math.sqrt(longer))
 
-    axes = functools.partial(each, lambda _, sides: optax.contrib.MuonDimensionNumbers(*sides) if sides else None)
-    muon = optax.chain(
+    return optax.chain(
         optax.contrib.scale_by_muon(weight_dimension_numbers=axes),
-        optax.stateless(lambda updates, params: each(sized, updates)),
+        optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(sized, updates)),
     )
-    labels = functools.partial(each, lambda _, sides: "matrix" if sides else "other")
-    return optax.partition({"matrix": muon, "other": adam}, labels)
 
 
 def make(cfg: config.Optim, *, phases: Sequence[Phase], rates: Rates, abstract: Tree) -> optax.GradientTransformation:
@@ -115,31 +109,32 @@ def make(cfg: config.Optim, *, phases: Sequence[Phase], rates: Rates, abstract: 
     """
     rows = rules.match([(pattern, row) for row, (pattern, _) in enumerate(rates)], abstract, name="learning rates")
     table = [_multipliers(multiple, len(phases)) for _, multiple in rates]
-    row_of, decays_at = (
-        {rules.path_of(path): value for path, value in _leaves(tree)} for tree in (rows, decays(abstract, cfg.decays))
-    )
+    trains = [tuple(map(bool, multiples)) for multiples in table]  # in which phases, of each row
 
-    def by_path(found: dict[str, Any]):
-        # Under `partition` frozen leaves are missing from params, so the table is looked up by path.
-        return lambda params: jax.tree_util.tree_map_with_path(lambda path, _: found[rules.path_of(path)], params)
+    def group(path: tuple, leaf: jax.Array, row: int) -> str:
+        if not any(trains[row]):
+            return "frozen"
+        by_muon = cfg.kind == "muon" and matrix_axes(rules.path_of(path), leaf.ndim)
+        return "_".join(("muon" if by_muon else "adam", *("01"[one] for one in trains[row])))
 
-    direction: list[optax.GradientTransformation] = [optax.clip_by_global_norm(cfg.clip_norm), _direction(cfg)]
-    trained = [tuple(map(bool, multiples)) for multiples in table]  # in which phases, of each row
-    if any(any(one) and not all(one) for one in trained):
-        name = ["in_" + "".join("01"[one] for one in each) for each in trained]
-        parts: dict[Hashable, Any] = {
-            name[row]: _in_phases(direction[1], each, phases) for row, each in enumerate(trained)
-        }
-        direction[1] = optax.partition(parts, by_path({path: name[row] for path, row in row_of.items()}))
-        direction.insert(0, _scale_by(by_path(row_of), trained, phases))
-    learning = optax.chain(
-        *direction,
-        optax.add_decayed_weights(cfg.weight_decay, mask=by_path(decays_at)),
-        _scale_by(by_path(row_of), table, phases),
+    labels = jax.tree_util.tree_map_with_path(group, abstract, rows)
+    parts: dict[Hashable, Any] = {"frozen": optax.set_to_zero()}
+    for label, row in zip(jax.tree.leaves(labels), jax.tree.leaves(rows), strict=True):
+        if label not in parts:
+            direction = _muon() if label.startswith("muon") else optax.scale_by_adam(B1, cfg.b2, EPS)
+            parts[label] = _in_phases(direction, trains[row], phases)
+    frozen = jax.tree.map(lambda label: label == "frozen", labels)
+    decayed = jax.tree.map(lambda decays, still: decays and not still, decays(abstract, cfg.decays), frozen)
+    waits = any(any(one) and not all(one) for one in trains)
+    whole = optax.chain(
+        optax.masked(optax.set_to_zero(), frozen),  # what is frozen or waits is no part of the norm
+        _scale_by(rows, trains, phases) if waits else optax.identity(),
+        optax.clip_by_global_norm(cfg.clip_norm),
+        optax.partition(parts, labels),
+        optax.add_decayed_weights(cfg.weight_decay, decayed),
+        _scale_by(rows, table, phases),
         optax.scale_by_learning_rate(schedule(cfg, phases)),
     )
-    labels = jax.tree.map(lambda row: "learns" if any(table[row]) else "frozen", rows)
-    whole = optax.partition({"learns": learning, "frozen": optax.set_to_zero()}, labels)
 
     def update(updates: Tree, state: optax.OptState, params: Tree | None = None, **extra: Any):
         # optax raises floats to integer step counts, which the strict promotion of our tests would refuse.
@@ -163,17 +158,21 @@ def _in_phases(
     return optax.conditionally_mask(inner, training)
 
 
-def _scale_by(rows, table: Sequence[Sequence[float]], phases: Sequence[Phase]) -> optax.GradientTransformation:
-    """Scales each leaf by the multiplier of its row in the phase of the step."""
+def _scale_by(rows: Tree, table: Sequence[Sequence[float]], phases: Sequence[Phase]) -> optax.GradientTransformation:
+    """Scales each leaf by the multiplier of its row in the phase of the step; of frozen rows it is 0 already."""
 
     def init(params: optax.Params) -> optax.OptState:
         del params
         return optax.ScaleByScheduleState(jnp.zeros((), jnp.int32))
 
     def update(updates: optax.Updates, state: Any, params: optax.Params | None = None):
+        del params
         number, _ = _locate(phases, jnp.asarray(state.count))
+
         scaled = jax.tree.map(
-            lambda update, row: update * jnp.asarray(table[row], jnp.float32)[number], updates, rows(params)
+            lambda update, row: update * jnp.asarray(table[row], jnp.float32)[number] if any(table[row]) else update,
+            updates,
+            rows,
         )
         return scaled, optax.ScaleByScheduleState(count=optax.safe_increment(state.count))
 

@@ -8,7 +8,6 @@ import traceback
 
 @functools.cache
 def install() -> None:
-    """Installs the filters of log lines and of unraisable exceptions, once a process."""
     logging.getLogger("absl").addFilter(_is_no_failed_write)
     logging.getLogger("asyncio").addFilter(_is_no_second_failure)
     _ignore_late_arrays()

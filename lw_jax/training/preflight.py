@@ -1,60 +1,27 @@
 """Preflight checks of a configuration: errors for void runs, warnings for likely mistakes."""
 
-import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from lw_jax.core import config, validation
 from lw_jax.core.config import Config
 from lw_jax.core.errors import UserError
 from lw_jax.data import row_sources
+from lw_jax.training.recipe import Finding, Recipe
 
 FEWEST_JUDGED = 100  # steps from which on a run is checked for collapse at its end, whatever train.alarm_step is
 LONG_WARMUP = 0.5  # of a stage's steps
 
 
-@dataclasses.dataclass(frozen=True)
-class Finding:
-    """One error or warning."""
-
-    void: bool  # the run is refused
-    text: str
-
-    def __str__(self) -> str:
-        """Returns the line that people read."""
-        return f"{'error' if self.void else 'warning'}: {self.text}"
-
-
-@runtime_checkable
-class Inspected(Protocol):
-    """A recipe with checks of its own configuration."""
-
-    def findings(self) -> list[Finding]:
-        """Returns errors and warnings with their remedies."""
-        ...
-
-
-@runtime_checkable
-class Alarmed(Protocol):
-    """A recipe that detects a collapsed run (`recipe.Watched`)."""
-
-    def collapse(self, step: int, values: Mapping[str, float]) -> str:
-        """Returns the description of a collapse, with figures, or nothing."""
-        ...
-
-
-def inspect(cfg: Config, recipe: object) -> list[Finding]:
-    """Returns all findings, errors first."""
+def inspect(cfg: Config, recipe: Recipe | None) -> list[Finding]:
     found = [*_schedule(cfg), *_cadence(cfg), *_alarm(cfg, recipe)] if cfg.train.steps else []
-    if isinstance(recipe, Inspected):
+    if recipe is not None:
         found += recipe.findings()
-    return sorted(found, key=lambda one: not one.void)
+    return sorted(found, key=lambda finding: finding.severity)
 
 
 def refuse(found: Sequence[Finding]) -> None:
-    """Raises UserError with every error."""
-    if errors := [one.text for one in found if one.void]:
+    if errors := [finding.text for finding in found if finding.severity == "error"]:
         raise UserError("; ".join(errors))
 
 
@@ -83,17 +50,17 @@ def save_interval(train: config.Train) -> int:
     return min(train.checkpoint_every, train.eval_every or train.steps, train.steps)
 
 
-def _alarm(cfg: Config, recipe: object) -> list[Finding]:
+def _alarm(cfg: Config, recipe: Recipe | None) -> list[Finding]:
     setting = f"train.alarm_step={cfg.train.alarm_step}"
     if recipe is None:  # not made yet
         return []
-    if not isinstance(recipe, Alarmed):
+    if not recipe.has_alarm:
         lost = f"recipe {cfg.recipe!r} has no such alarm, it cannot fire; 0 says so"
-        return [Finding(False, f"{setting}: {lost}")] if cfg.train.alarm_step else []
+        return [Finding("warning", f"{setting}: {lost}")] if cfg.train.alarm_step else []
     if alarm_step(cfg.train):
         return []
     lost = f"it cannot fire: the run's {cfg.train.steps} steps are too few to judge" if cfg.train.alarm_step else "off"
-    return [Finding(False, f"{setting}: {lost}; a collapsed run is not stopped")]
+    return [Finding("warning", f"{setting}: {lost}; a collapsed run is not stopped")]
 
 
 def _schedule(cfg: Config) -> list[Finding]:
@@ -105,12 +72,14 @@ def _schedule(cfg: Config) -> list[Finding]:
         if warmup > steps:
             reached = f"the rate reaches its peak of {peak:g} at the last of them, where the cosine should have ended"
             found.append(
-                Finding(True, f"{setting} is longer than {where} {steps} steps: {reached}; lower it, or train longer")
+                Finding(
+                    "error", f"{setting} is longer than {where} {steps} steps: {reached}; lower it, or train longer"
+                )
             )
         elif warmup > LONG_WARMUP * steps:
             share = f"{warmup / steps:.0%} of {where} {steps} steps"
             found.append(
-                Finding(False, f"{setting} is {share}: little is learned at the peak of {peak:g}; a tenth is usual")
+                Finding("warning", f"{setting} is {share}: little is learned at the peak of {peak:g}; a tenth is usual")
             )
     return found
 
@@ -122,7 +91,7 @@ def _cadence(cfg: Config) -> list[Finding]:
     if save_interval(train) == train.steps:
         found["checkpoint_every"] = "a run that is killed without notice starts anew"
     return [
-        Finding(False, f"train.{key}={value} is beyond the run's {train.steps} steps: {lost}")
+        Finding("warning", f"train.{key}={value} is beyond the run's {train.steps} steps: {lost}")
         for key, lost in found.items()
         if (value := getattr(train, key)) > train.steps
     ]
@@ -142,7 +111,8 @@ def missing_data(cfg: Config) -> list[Finding]:
         setting = f"data.{key}={source!r}: no such file or folder, seen from {Path.cwd()}"
         found.append(
             Finding(
-                False, f"{setting}; the run ends at its start where it is missing: --config.data.{key}=FILE names one"
+                "warning",
+                f"{setting}; the run ends at its start where it is missing: --config.data.{key}=FILE names one",
             )
         )
     return found

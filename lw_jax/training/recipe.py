@@ -1,12 +1,13 @@
-"""Recipe protocol: the interface between the trainer and a recipe.
+"""Recipe: the interface between the trainer and what it trains.
 
 The trainer owns accumulation, clipping, optimizer, donation, metrics, checkpoints, cadence and signals. All differences
-between recipes are behind this protocol.
+between recipes are behind this class.
 """
 
 import dataclasses
+import functools
 from collections.abc import Mapping, Sequence
-from typing import Protocol, runtime_checkable
+from typing import Literal
 
 import jax
 
@@ -27,60 +28,71 @@ class Weights:
     frozen: Tree
 
 
-class Whole(Protocol):
-    """What a run without a step needs: its start is its result."""
+@dataclasses.dataclass(frozen=True)
+class Finding:
+    """A fault of a configuration that is found before the run starts; an error refuses the run."""
+
+    severity: Literal["error", "warning"]
+    text: str
+
+    def __str__(self) -> str:
+        return f"{self.severity}: {self.text}"
+
+
+class Recipe:
+    """Model, data and loss of a run, for one configuration and one placement.
+
+    A recipe without steps (`recipes.make_whole`) has neither loss nor validation: its start is its result.
+    """
+
+    placement: Placement
+    rates: Rates = ((".*", 1.0),)  # learning rate multipliers by path of the trainable tree
+    has_alarm = False  # `collapse` judges its validations
+    has_branches = False  # the loss is `share` and a `branch` per reader, so that readers can be on other devices
 
     @property
-    def placement(self) -> Placement:
-        """Returns the meshes of all components."""
-        ...
+    def unit(self) -> tuple[str, int]:
+        """Returns the unit that the logs count and its number in an example: ("tokens", 512)."""
+        return "samples", 1
+
+    # --- weights
 
     def abstract(self) -> Weights:
         """Returns both trees as ShapeDtypeStructs."""
-        ...
+        return self._abstract
 
     def shardings(self) -> Weights:
         """Returns both trees as NamedShardings, each component on its mesh."""
-        ...
+        return self._shardings
+
+    @functools.cached_property  # the planner asks some hundred times
+    def _abstract(self) -> Weights:
+        raise NotImplementedError
+
+    @functools.cached_property
+    def _shardings(self) -> Weights:
+        raise NotImplementedError
 
     def build(self, frozen: Tree | None = None) -> Weights:
         """Initialises the trainable tree and loads the frozen one unless given, both sharded."""
-        ...
-
-    def identity(self) -> dict[str, str]:
-        """Returns fingerprints of frozen weights and encoder, which a checkpoint must match to be read."""
-        ...
-
-    def content(self) -> dict[str, str]:
-        """Returns hashes of the "train" and "validation" data: a resumed run must find them unchanged.
-
-        Reads both data sets.
-        """
-        ...
-
-
-class Recipe(Whole, Protocol):
-    """Model, data and loss of a training run, for one configuration and one placement."""
-
-    @property
-    def rates(self) -> Rates:
-        """Returns learning rate multipliers by path of the trainable tree."""
-        ...
+        raise NotImplementedError
 
     def load_frozen(self) -> Tree:
         """Loads the frozen tree, sharded: a resumed run needs it beside its checkpoint."""
-        ...
+        raise NotImplementedError
+
+    # --- data and loss
 
     def data_schedule(self) -> DataSchedule:
         """Returns the tokenised training examples and their order."""
-        ...
+        raise NotImplementedError
 
     def validation(self) -> Sequence[tuple[str, Stream]]:
         """Returns validation data sets with a prefix for their metrics; the loss of the first one ranks checkpoints.
 
         Called after the frozen weights are loaded. Metrics below "detail/" go to the log files only.
         """
-        ...
+        raise NotImplementedError
 
     def loss(self, trainable: Tree, frozen: Tree, batch: Tree, rng: jax.Array) -> LossTerms:
         """Returns sums and weights over the batch; the objective is the quotient over the whole global batch.
@@ -88,64 +100,51 @@ class Recipe(Whole, Protocol):
         `rng` is the key of the step, the same for every micro-batch and device. Random numbers are keyed by
         `batch["index"]`, so that they depend on neither.
         """
-        ...
-
-
-@runtime_checkable
-class Counted(Recipe, Protocol):
-    """A recipe with a unit that the logs count: tokens."""
-
-    @property
-    def unit(self) -> tuple[str, int]:
-        """Returns the name of the unit and its number per example."""
-        ...
-
-
-def unit_of(recipe: Recipe) -> tuple[str, int]:
-    """Returns the unit that the logs count and its number in an example: ("tokens", 512), else ("samples", 1)."""
-    return recipe.unit if isinstance(recipe, Counted) else ("samples", 1)
-
-
-@runtime_checkable
-class Watched(Recipe, Protocol):
-    """A recipe that detects a collapsed run by its validation metrics."""
-
-    def collapse(self, step: int, values: Mapping[str, float]) -> str:
-        """Returns the description of a collapse, with figures, or nothing."""
-        ...
-
-
-@runtime_checkable
-class Branched(Recipe, Protocol):
-    """A recipe whose loss is a shared part and a branch per reader, so that readers can be on other devices.
-
-    The loss is the sum of the branches of the shared activations; a branch reads only its part of the trainable tree.
-    """
+        raise NotImplementedError
 
     def share(self, trainable: Tree, source: Tree, rng: jax.Array, frozen: Tree = None) -> Tree:
         """Returns the shared activations [b ...], computed on the mesh of the trainable tree.
 
         `frozen` is what the frozen tree has under `SHARED`, on the same mesh; None where it has nothing.
         """
-        ...
+        raise NotImplementedError
 
     def part(self, name: str, trainable: Tree) -> Tree:
         """Returns the part of the trainable tree that the branch of a reader reads."""
-        ...
+        raise NotImplementedError
 
     def branch(self, name: str, part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: jax.Array) -> LossTerms:
-        """Returns one reader's terms, from its own frozen weights and fields of the batch."""
-        ...
+        """Returns one reader's terms, from its own frozen weights and fields; the loss is the sum over readers."""
+        raise NotImplementedError
 
+    # --- checks
 
-@runtime_checkable
-class Plannable(Recipe, Protocol):
-    """A recipe that can be planned without its files and devices; made with `outline=True`."""
+    def findings(self) -> list[Finding]:
+        """Returns errors and warnings of the configuration, with their remedies."""
+        return []
+
+    def collapse(self, step: int, values: Mapping[str, float]) -> str:
+        """Returns the description of a collapse, with figures, by a step's validation metrics; or nothing."""
+        del step, values
+        return ""
+
+    def identity(self) -> dict[str, str]:
+        """Returns fingerprints of frozen weights and encoder, which a checkpoint must match to be read."""
+        return {}
+
+    def content(self) -> dict[str, str]:
+        """Returns hashes of the "train" and "validation" data: a resumed run must find them unchanged.
+
+        Reads both data sets.
+        """
+        return {}
+
+    # --- planning, without files and devices: of a recipe made with `outline=True`
 
     def batch_widths(self) -> Tree:
         """Returns the shapes of one training example without the batch axis, at the configuration's limits."""
-        ...
+        raise NotImplementedError
 
     def validation_widths(self) -> Tree:
         """Returns the shapes of one held-out example, likewise."""
-        ...
+        raise NotImplementedError

@@ -13,7 +13,7 @@ from lw_jax.core.progress import Live, duration, phase
 from lw_jax.core.types import Tree
 from lw_jax.training import metrics, optimizers, sinks
 from lw_jax.training.device_monitor import Devices, Sampler
-from lw_jax.training.recipe import Recipe, unit_of
+from lw_jax.training.recipe import Recipe
 from lw_jax.training.step_spec import StepSpec
 
 
@@ -47,17 +47,15 @@ class Reporter:
         )
 
     def say(self, *lines: str) -> None:
-        """Prints lines for people."""
         for line in lines:
             self._live.show_line(line)
 
     @contextlib.contextmanager
     def live(self, first: int) -> Iterator[None]:
-        """Shows progress from step `first` on and samples the devices; prints their summary at the end."""
+        """Shows progress from step `first` on and samples the devices."""
         view = Live(self._train.steps, first, enabled=self._shows, devices=self._sampler.describe)
         with self._sampler, view as self._live:
             yield
-        self.say(*self._sampler.summary())
 
     @contextlib.contextmanager
     def open_logs(self, first: int, *, revalidate: bool) -> Iterator[None]:
@@ -94,7 +92,6 @@ class Reporter:
         self._sampler.restart()
 
     def advance(self, step: int) -> None:
-        """Moves the progress bar."""
         self._live.advance(step)
 
     def report(self, step: int, values: Tree, *, final: bool = False) -> None:
@@ -102,7 +99,7 @@ class Reporter:
         if not (final or step % self._train.log_every == 0):
             return
         found = self.last = {name: float(value) for name, value in values.items()}
-        unit, per_example = unit_of(self._recipe)
+        unit, per_example = self._recipe.unit
         pace, left = self.clock.lap(step)
         fields = {name: f"{name} {value:.4g}" for name, value in found.items()}
         row = {f"train/{name}": value for name, value in found.items()}

@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, Any, Literal, Protocol, Self
+from typing import Annotated, Any, Literal, Self
 
 import msgspec
 
@@ -83,20 +83,6 @@ class Failed(RuntimeError):
     """A service cannot be reached, refuses what it is sent, or has lost its helper process."""
 
 
-class Service(Protocol):
-    """One library that keeps a run elsewhere; its methods raise `Failed`."""
-
-    run: str  # the identifier that reopens it
-
-    def write(self, step: int, values: Mapping[str, float]) -> None:
-        """Logs a row of a step."""
-        ...
-
-    def close(self, code: int) -> None:
-        """Sends what is left and ends this start with the process' exit code."""
-        ...
-
-
 @contextlib.contextmanager
 def _convert(*kinds: type[Exception]) -> Iterator[None]:
     try:
@@ -106,7 +92,6 @@ def _convert(*kinds: type[Exception]) -> Iterator[None]:
 
 
 def _set_defaults(**variables: str) -> None:
-    """Sets environment variables of a library that the user has left open."""
     for name, value in variables.items():
         os.environ.setdefault(name, value)
 
@@ -187,7 +172,8 @@ class MLflow:
             self._mlflow.end_run({0: "FINISHED", REQUEUE: "KILLED"}.get(code, "FAILED"))
 
 
-SERVICES: dict[str, type[WandB] | type[MLflow]] = {"wandb": WandB, "mlflow": MLflow}
+Service = WandB | MLflow  # `run` is the identifier that reopens it; its methods raise `Failed`
+SERVICES: dict[str, type[Service]] = {"wandb": WandB, "mlflow": MLflow}
 
 
 class Record(msgspec.Struct):
@@ -266,5 +252,4 @@ class Services:
 
 
 def describe(name: str, error: Failed) -> str:
-    """Returns a line for people about a sink that is left out from now on."""
     return f"warning: {name}: {error}: no more rows go there until the run is started again; metrics.jsonl has them all"

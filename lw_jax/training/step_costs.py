@@ -5,19 +5,26 @@ from typing import Any
 
 import jax
 
+from lw_jax.core import config
+from lw_jax.core.config import Config
 from lw_jax.core.types import SHARED, LossTerms, Tree
 from lw_jax.training import train_step
-from lw_jax.training.recipe import Branched, Plannable
+from lw_jax.training.recipe import Recipe
 from lw_jax.training.step_spec import StepSpec
 from lw_jax.training.traced_costs import Costs, nbytes, trace
 
-_traced: dict[tuple[str, ...], Any] = {}  # of this process: placements that differ in other parts share one
+# Recipes and costs of this process, by what shapes them: placements that differ in other parts share one.
+_traced: dict[tuple[str, ...], Any] = {}
 
 
-def on_one_device(step_spec: StepSpec) -> Plannable:
+def on_one_device(step_spec: StepSpec) -> Recipe:
     """Returns the recipe as one device of the placement computes it."""
     make: Any = type(step_spec.recipe)
-    return make(step_spec.cfg, step_spec.placement.on_one_device(), outline=True)
+    placed = step_spec.placement.on_one_device()
+    key = (_shape(step_spec.cfg), repr(placed))
+    if key not in _traced:
+        _traced[key] = make(step_spec.cfg, placed, outline=True)
+    return _traced[key]
 
 
 def of(step_spec: StepSpec, widths: Tree, rows: int, *, backward: bool = True) -> dict[str, Costs]:
@@ -27,26 +34,25 @@ def of(step_spec: StepSpec, widths: Tree, rows: int, *, backward: bool = True) -
     """
     recipe, batch = on_one_device(step_spec), _batch(widths, rows)
     weights, rng, way = recipe.abstract(), _key(), "both" if backward else "forward"
-    if not isinstance(recipe, Branched):
+    if not recipe.has_branches:
         (name,) = step_spec.placement.readers
         loss = train_step.whole_gradient(recipe) if backward else recipe.loss
         given = weights.trainable, weights.frozen, batch, rng
         return {"": Costs(), name: _once(recipe, name, way, batch, lambda: trace(loss, *given))}
-    branches: Branched = recipe
     source = weights.trainable, batch["source"], rng, weights.frozen.get(SHARED)
 
     def share(*given: Tree) -> Tree:
-        shared, pull = _pull(branches, *given)
+        shared, pull = _pull(recipe, *given)
         return pull(shared) if backward else shared
 
     def read(name: str) -> Costs:
         def branch(part: Tree, frozen: Tree, fields: Tree, shared: Tree, rng: Any) -> Tree | LossTerms:
             if not backward:
-                return branches.branch(name, part, frozen, fields, shared, rng)
-            return train_step.branch_gradient(branches, name, frozen, fields, rng)(part, shared)
+                return recipe.branch(name, part, frozen, fields, shared, rng)
+            return train_step.branch_gradient(recipe, name, frozen, fields, rng)(part, shared)
 
-        part = jax.eval_shape(lambda trainable: branches.part(name, trainable), weights.trainable)
-        shared = jax.eval_shape(branches.share, *source)
+        part = jax.eval_shape(lambda trainable: recipe.part(name, trainable), weights.trainable)
+        shared = jax.eval_shape(recipe.share, *source)
         return trace(branch, part, weights.frozen[name], batch["readers"][name], shared, rng)
 
     found = {"": _once(recipe, "", way, batch["source"], lambda: trace(share, *source))}
@@ -58,15 +64,14 @@ def of(step_spec: StepSpec, widths: Tree, rows: int, *, backward: bool = True) -
 def kept_bytes(step_spec: StepSpec, widths: Tree, rows: int) -> int:
     """Returns the bytes that the shared part keeps for its backward pass while the readers run."""
     recipe = on_one_device(step_spec)
-    if not isinstance(recipe, Branched):
+    if not recipe.has_branches:
         return 0
-    branches: Branched = recipe
     weights, source = recipe.abstract(), _batch(widths, rows)["source"]
     given = weights.trainable, source, _key(), weights.frozen.get(SHARED)
 
     def residuals() -> int:
         inputs = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(given)}
-        leaves = jax.tree.leaves(jax.eval_shape(lambda *given: _pull(branches, *given)[1], *given))
+        leaves = jax.tree.leaves(jax.eval_shape(lambda *given: _pull(recipe, *given)[1], *given))
         return nbytes(leaf for leaf in leaves if (leaf.shape, leaf.dtype) not in inputs)
 
     return _once(recipe, "", "kept", source, residuals)
@@ -79,7 +84,7 @@ def update(step_spec: StepSpec) -> Costs:
     return _once(step_spec.recipe, "", "update", shapes, lambda: trace(optimizer.update, *given))
 
 
-def _pull(recipe: Branched, trainable: Tree, source: Tree, rng: Any, frozen: Tree) -> tuple[Tree, Callable]:
+def _pull(recipe: Recipe, trainable: Tree, source: Tree, rng: Any, frozen: Tree) -> tuple[Tree, Callable]:
     """Returns what is shared, and its backward pass."""
     return jax.vjp(lambda own: recipe.share(own, source, rng, frozen), trainable)
 
@@ -87,10 +92,15 @@ def _pull(recipe: Branched, trainable: Tree, source: Tree, rng: Any, frozen: Tre
 def _once(recipe: Any, name: str, way: str, shapes: Tree, compute: Callable[[], Any]) -> Any:
     """Returns what a part of the recipe costs with inputs of these shapes, computed once."""
     parts = str(recipe.placement.readers[name].parts) if name else ""
-    key = (repr(recipe.cfg), recipe.placement.platform, name, way, parts, repr(shapes))
+    key = (_shape(recipe.cfg), recipe.placement.platform, name, way, parts, repr(shapes))
     if key not in _traced:
         _traced[key] = compute()
     return _traced[key]
+
+
+def _shape(cfg: Config) -> str:
+    """Returns what of a configuration shapes a pass over given rows on one device."""
+    return repr([one for one in config.shape(cfg).items() if not one[0].startswith(("mesh.", "train."))])
 
 
 def _batch(widths: Tree, rows: int) -> Tree:

@@ -66,6 +66,7 @@ class _Equation:
     inputs: list[_Value]
     outputs: list[_Value]
     bodies: list[Any]
+    unused: list[int] = dataclasses.field(default_factory=list)  # numbers of outputs that nothing takes
 
 
 @dataclasses.dataclass
@@ -89,9 +90,13 @@ def nbytes(values: Iterable[Any]) -> int:
     return sum(math.prod(one.shape) * getattr(one.dtype, "itemsize", 0) for one in shapes if hasattr(one, "shape"))
 
 
-def _add(jaxpr: Any, times: int, sums: _Sums) -> int:
-    """Adds a jaxpr that runs so often; returns the most bytes alive at once of what it makes."""
+def _add(jaxpr: Any, times: int, sums: _Sums, unused: Sequence[int] = ()) -> int:
+    """Adds a jaxpr that runs so often; returns the most bytes alive at once of what it makes.
+
+    `unused` are the numbers of results that are not taken.
+    """
     equations, results = _flatten(jaxpr, [_Value(var.aval) for var in jaxpr.invars])
+    results = [None if number in unused else value for number, value in enumerate(results)]
     equations = _used(equations, results)
     taken = {value for value in results if value}
     beside = {value for one in equations if one.name != "dot_general" for value in one.inputs}
@@ -99,17 +104,18 @@ def _add(jaxpr: Any, times: int, sums: _Sums) -> int:
         taken |= set(one.inputs) if one.name in _READERS else set()
     inside = []
     for one in equations:
-        runs, most = times, 0
+        runs, most, unused = times, 0, one.unused if one.name == "cond" else []
         if one.name == "scan":
             runs *= one.params["length"]
+            unused = [number for number in one.unused if number >= one.params["num_carry"]]
             sums.moved += 2 * runs * nbytes(_add_loop(one, times, sums))
         for body in one.bodies:
-            most = max(most, _add(body, runs, sums))
+            most = max(most, _add(body, runs, sums, unused))
         inside.append(most)
         if one.name == "dot_general":
             _add_product(one, times, sums)
             sums.moved += times * nbytes(beside.intersection(one.outputs))  # read by another kernel
-        elif not one.bodies:
+        elif not one.bodies and one.name != "broadcast_in_dim":
             stored = one.outputs if one.name.startswith("reduce") else taken.intersection(one.outputs)
             sums.moved += 2 * times * nbytes(stored)
     return _peak(equations, inside, taken, results)
@@ -151,7 +157,8 @@ def _used(equations: Sequence[_Equation], results: Sequence[_Value | None]) -> l
     """Returns the equations that the results need."""
     needed, kept = {value for value in results if value}, []
     for one in reversed(equations):
-        if not needed.isdisjoint(one.outputs):
+        one.unused = [number for number, value in enumerate(one.outputs) if value not in needed]
+        if len(one.unused) < len(one.outputs):
             needed.update(one.inputs)
             kept.append(one)
     return kept[::-1]
@@ -176,7 +183,8 @@ def _peak(
     stored: list[list[_Value]] = []
     for number, one in reversed(list(enumerate(equations))):
         writes = one.name in _WRITERS or one.name.startswith("reduce")
-        fused = [value for value in one.outputs if not writes and value not in taken]
+        spread = one.name == "broadcast_in_dim"  # made anew wherever it is taken
+        fused = [value for value in one.outputs if spread or (not writes and value not in taken)]
         stored.append([value for value in one.outputs if value in last and value not in fused])
         # A fused value is computed where it is used, so what it comes from lives on until then.
         until = max((last.get(value, number) for value in fused), default=number)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import operator
 from collections.abc import Callable
-from typing import Any, Protocol, cast
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.sharding import PartitionSpec as P
 
 from lw_jax.core import rng as rngs
 from lw_jax.core.types import SHARED, LossTerms, Tree
-from lw_jax.training.recipe import Branched, Recipe
+from lw_jax.training.recipe import Recipe
 from sharding import place
 from sharding.placement import Placement
 from sharding.shards import Shards
@@ -38,38 +38,11 @@ class Part:
     runs: int = 1
 
 
-class Step(Protocol):
-    """Train step, forward pass for evaluation, and the lowered programs of the step for a planner."""
-
-    def __call__(self, state: State, frozen: Tree, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
-        """Takes one step over batch [a b ...] of `a` accumulated micro-batches; donates the state."""
-        ...
-
-    def evaluate(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> LossTerms:
-        """Returns the loss terms of batch [b ...]: forward pass only."""
-        ...
-
-    def lower(self, state: State, frozen: Tree, batch: Tree) -> dict[str, Part]:
-        """Returns the lowered programs of one step by name, from abstract arrays."""
-        ...
-
-    def lower_evaluation(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> dict[str, Part]:
-        """Returns the lowered programs of `evaluate` by name, from abstract arrays."""
-        ...
-
-
-def make(recipe: Recipe, placement: Placement, optimizer: optax.GradientTransformation, *, seed: int) -> Step:
-    """Returns the step that this placement needs."""
-    if not placement.apart:
-        return _Fused(recipe, placement.learner, optimizer, seed)
-    return _Staged(recipe, placement, optimizer, seed)  # type: ignore[arg-type]  # only a Branched recipe has such a placement
-
-
-class _Fused:
+class Fused:
     """One program on one mesh."""
 
     def __init__(self, recipe: Recipe, mesh: Mesh, optimizer: optax.GradientTransformation, seed: int):
-        gradient = _sequential_gradient(recipe) if isinstance(recipe, Branched) else whole_gradient(recipe)
+        gradient = _sequential_gradient(recipe) if recipe.has_branches else whole_gradient(recipe)
         shards = Shards(mesh, separate=_is_replicated(recipe))
         each = shards.map(gradient, in_axes=(None, None, 0, None))
 
@@ -83,19 +56,22 @@ class _Fused:
         self._loss = jax.jit(recipe.loss)
 
     def __call__(self, state: State, frozen: Tree, batch: Tree) -> tuple[State, dict[str, jax.Array]]:
+        """Takes one step over batch [a b ...] of `a` accumulated micro-batches; donates the state."""
         return self._step(state, frozen, batch)
 
     def evaluate(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> LossTerms:
+        """Returns the loss terms of batch [b ...]: forward pass only."""
         return self._loss(trainable, frozen, batch, key)
 
     def lower(self, state: State, frozen: Tree, batch: Tree) -> dict[str, Part]:
+        """Returns the lowered programs of one step by name, from abstract arrays."""
         return {"step": Part(self._step.lower(state, frozen, batch), self._mesh)}
 
     def lower_evaluation(self, trainable: Tree, frozen: Tree, batch: Tree, key: jax.Array) -> dict[str, Part]:
         return {"validation": Part(self._loss.lower(trainable, frozen, batch, key), self._mesh)}
 
 
-class _Staged:
+class Staged:
     """Readers on meshes of their own: the shared activations go to each mesh, their cotangents come back.
 
     Programs are dispatched without waiting: readers on different devices work at the same time. The optimizer and its
@@ -103,7 +79,7 @@ class _Staged:
     """
 
     def __init__(
-        self, recipe: Branched, placement: Placement, optimizer: optax.GradientTransformation, seed: int
+        self, recipe: Recipe, placement: Placement, optimizer: optax.GradientTransformation, seed: int
     ) -> None:
         self.recipe, self.placement = recipe, placement
         self._home = home = Shards(placement.learner, separate=_is_replicated(recipe))
@@ -230,10 +206,18 @@ class _Staged:
         return programs
 
 
+Step = Fused | Staged
+
+
+def make(recipe: Recipe, placement: Placement, optimizer: optax.GradientTransformation, *, seed: int) -> Step:
+    if not placement.on_several_meshes:
+        return Fused(recipe, placement.learner, optimizer, seed)
+    return Staged(recipe, placement, optimizer, seed)  # only of a recipe with branches
+
+
 def _apply(
     optimizer: optax.GradientTransformation, state: State, gradients: Tree, terms: LossTerms
 ) -> tuple[State, dict[str, jax.Array]]:
-    """Divides the sums by the weight and applies the update."""
     gradients = jax.tree.map(lambda leaf: leaf / terms.weight, gradients)
     updates, opt_state = optimizer.update(gradients, state["opt_state"], state["trainable"])
     after = {
@@ -255,7 +239,7 @@ def whole_gradient(recipe: Recipe) -> Callable[..., tuple[Tree, LossTerms]]:
     return jax.grad(objective, has_aux=True)
 
 
-def _sequential_gradient(recipe: Branched) -> Callable[..., tuple[Tree, LossTerms]]:
+def _sequential_gradient(recipe: Recipe) -> Callable[..., tuple[Tree, LossTerms]]:
     """Returns the same function with the readers' forward and backward passes one after the other.
 
     Only one reader's activations are alive at a time; without the barrier XLA keeps all of them until the latents'
@@ -279,7 +263,7 @@ def _sequential_gradient(recipe: Branched) -> Callable[..., tuple[Tree, LossTerm
     return gradient
 
 
-def branch_gradient(recipe: Branched, name: str, frozen: Tree, fields: Tree, rng: jax.Array):
+def branch_gradient(recipe: Recipe, name: str, frozen: Tree, fields: Tree, rng: jax.Array):
     """Returns the function (part, shared) -> ((gradient of part, of shared), terms) of one reader's branch."""
 
     def objective(part: Tree, shared: Tree):
@@ -311,7 +295,6 @@ def _accumulate(
 
 
 def _is_replicated(recipe: Recipe) -> bool:
-    """Says whether the trainable weights are replicated."""
     return all(sharding.is_fully_replicated for sharding in jax.tree.leaves(recipe.shardings().trainable))
 
 

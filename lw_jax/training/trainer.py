@@ -28,7 +28,7 @@ from lw_jax.training import (
 from lw_jax.training.checkpoint import Checkpointer
 from lw_jax.training.memory_limit import MemoryLimit
 from lw_jax.training.out_of_memory import OutOfMemory
-from lw_jax.training.recipe import Plannable, Recipe
+from lw_jax.training.recipe import Recipe
 from lw_jax.training.reporter import Reporter
 from lw_jax.training.sinks import Services
 from lw_jax.training.step_spec import StepSpec
@@ -74,7 +74,6 @@ class Run:
 
     @property
     def micro_batch(self) -> int:
-        """Returns the examples that one device holds at once."""
         return self.step_spec.cut(self.accumulation).micro_batch
 
     # --- preparation
@@ -115,9 +114,9 @@ class Run:
         self.reporter.say(micro_batch_search.describe(least, limit))
 
     def _fit_validation(self, limit: MemoryLimit) -> None:
-        if self.checkpointer is None or not isinstance(self.recipe, Plannable):  # such a run does not validate
+        if self.checkpointer is None:  # such a run does not validate
             return
-        found = evaluation_memory.of(evaluation_memory.validation(self.step_spec, self.recipe), limit)
+        found = evaluation_memory.of(evaluation_memory.validation(self.step_spec), limit)
         # From its start: several processes cannot agree on another one where memory runs out.
         size = processes.from_first(lambda: found.largest)
         if size < found.batch:
@@ -158,7 +157,6 @@ class Run:
         session.revalidate = self._is_validated(restored.step) and not restored.metrics
 
     def _initialise(self, frozen: Tree | None) -> Tree:
-        """Initialises the state; returns the frozen weights, which are loaded unless given."""
         weights = self.recipe.build(frozen)
         shardings = jax.tree.map(lambda leaf: leaf.sharding, self.step_spec.state()["opt_state"])
         opt_state = jax.jit(self.step_spec.optimizer.init, out_shardings=shardings)(weights.trainable)

@@ -15,8 +15,8 @@ from lw_jax.core.files import expand
 
 CONFIG, TENSORS, CARD = "config.json", "wire.safetensors", "README.md"
 FORMAT, VERSION = "latentwire", 1
-READERS = "llms/"  # before a reader's name in `Wire.models`
-BODY = "encoder"  # the encoder's body in `Wire.models`
+READERS = "llms/"  # before a reader's name in `WireFolder.models`
+BODY = "encoder"  # the encoder's body in `WireFolder.models`
 REMEDY = "copy the folder anew, or export the wire again"
 
 DType = Literal["bf16", "int8", "fp32"]
@@ -42,7 +42,7 @@ class Tensors(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     sha256: _Hash
 
 
-class Wire(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+class WireFolder(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Content of config.json."""
 
     format: Literal["latentwire"]
@@ -72,7 +72,7 @@ def is_wire(folder: Path) -> bool:
         return False
 
 
-def read(folder: Path) -> Wire:
+def read(folder: Path) -> WireFolder:
     """Returns what config.json says of the wire.
 
     Raises:
@@ -86,7 +86,7 @@ def read(folder: Path) -> Wire:
         if header.version != VERSION or header.version is True:
             rule = f"this program reads version {VERSION}; use the program that wrote it"
             raise UserError(f"{file}: version={header.version!r:.80}: {rule}")
-        return schema.read(file, Wire, remedy=REMEDY)
+        return schema.read(file, WireFolder, remedy=REMEDY)
     except FileNotFoundError as error:
         raise UserError(f"{file}: missing: a wire folder has {CONFIG} and {TENSORS}; {REMEDY}") from error
 
@@ -118,16 +118,14 @@ def check_sources(folder: Path, cfg: Config) -> None:
 
 
 def source_of(cfg: Config, name: str) -> str:
-    """Returns the source that a configuration gives for a model of `Wire.models`; empty where it knows none."""
+    """Returns the source that a configuration gives for a model of `WireFolder.models`; empty where it knows none."""
     llm = cfg.llms.get(name.removeprefix(READERS))
     return cfg.encoder.source if name == BODY else llm.source if llm else ""
 
 
 def label(name: str) -> str:
-    """Returns a model of `Wire.models` in words."""
     return "the encoder's body" if name == BODY else f"reader {name.removeprefix(READERS)!r}"
 
 
 def flag(name: str) -> str:
-    """Returns the flag that sets a model's source."""
     return f"--config.{name.replace('/', '.')}.source="

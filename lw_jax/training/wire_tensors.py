@@ -86,7 +86,6 @@ def _expect(flat: Mapping[str, Any], dtype: DType) -> dict[str, tuple[str, tuple
 
 
 def _check(file: Path, stored: Mapping[str, Stored], wanted: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Refuses missing and further tensors, and other types or shapes."""
     for name in sorted(stored.keys() | wanted.keys()):
         here = (stored[name].kind, stored[name].shape) if name in stored else None
         if here != wanted.get(name):

@@ -32,7 +32,6 @@ def prepare(scratch: Path) -> None:
 
 
 def main() -> int:
-    """Returns 1 where anything failed."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--minutes", type=float, default=10.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -31,20 +31,16 @@ class Kind:
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One mutated input."""
-
     kind: str
     name: str  # "explicit NAME" or "drawn NUMBER"
     files: Files
 
 
 def read_sample(folder: Path) -> Sample:
-    """Returns every file under a folder by its relative path."""
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 def lay(folder: Path, sample: Mapping[str, bytes], changes: Files) -> None:
-    """Writes a sample with its changes into a folder that is empty or absent."""
     folder.mkdir(exist_ok=True)
     for name, data in (dict(sample) | changes).items():
         if data is not None:

@@ -18,8 +18,6 @@ KIND_FILE = "chaos.json"  # in a saved folder: of which kind it is
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """One input that the product did not take as it should."""
-
     case: Case
     outcome: Outcome
     folder: Path  # the input as files
@@ -28,15 +26,12 @@ class Failure:
 
 @dataclasses.dataclass(frozen=True)
 class Tally:
-    """What the campaign has found."""
-
     counts: dict[str, collections.Counter[str]]  # row of the table -> outcome -> number
     failures: list[Failure]
     left: int  # not tried for want of time
 
     @property
     def tried(self) -> int:
-        """The number of inputs."""
         return sum(sum(counts.values()) for counts in self.counts.values())
 
 
@@ -60,7 +55,6 @@ def run(*, seed: int, count: int, seconds: float, folder: Path, processes: int =
 
 
 def sample_of(kind: Kind) -> Sample:
-    """Returns the files of a valid sample."""
     with tempfile.TemporaryDirectory(prefix="lw_jax-chaos-") as scratch:
         folder = Path(scratch) / "sample"
         folder.mkdir()
@@ -69,7 +63,6 @@ def sample_of(kind: Kind) -> Sample:
 
 
 def replay(folder: Path) -> Outcome:
-    """Reads a saved failure again, in this process."""
     told = json.loads((folder / KIND_FILE).read_text("utf-8"))
     (kind,) = (kind for kind in kinds.every() if kind.name == told["kind"])
     sample = {name: data for name, data in read_sample(folder).items() if name != KIND_FILE}
@@ -78,7 +71,6 @@ def replay(folder: Path) -> Outcome:
 
 
 def table(tally: Tally) -> str:
-    """Returns the issue's table, in Markdown."""
     words = ("refused", "accepted", *BAD)
     lines = [f"| kind | tried | {' | '.join(words)} |", f"|---|{'---|' * (1 + len(words))}"]
     whole = collections.Counter[str]()

@@ -18,8 +18,6 @@ PAUSE = 0.02  # seconds, at most, after a checkpoint's folder has appeared
 
 @dataclasses.dataclass
 class Tally:
-    """What was killed, and what the runs' ends were."""
-
     at_random: int = 0
     in_checkpoints: int = 0
     runs: int = 0
@@ -28,7 +26,6 @@ class Tally:
 
     @property
     def kills(self) -> int:
-        """All of them."""
         return self.at_random + self.in_checkpoints
 
 

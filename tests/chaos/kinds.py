@@ -1,9 +1,8 @@
 """Every kind of input that the campaign mutates."""
 
-from tests.chaos import kinds_model, kinds_peft, kinds_run, kinds_text, kinds_wire
+from tests.chaos import kinds_run, kinds_text, kinds_wire
 from tests.chaos.cases import Kind
 
 
 def every() -> list[Kind]:
-    """Returns all kinds, in the order of the table."""
-    return [*kinds_text.KINDS, *kinds_model.KINDS, *kinds_peft.KINDS, *kinds_run.KINDS, *kinds_wire.KINDS]
+    return [*kinds_text.KINDS, *kinds_run.KINDS, *kinds_wire.KINDS]

@@ -5,14 +5,13 @@ import gzip
 import importlib
 import io
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 from lw_jax.data import documents, examples, pairs, passages
 from tests.chaos import mutations
 from tests.chaos.cases import Kind, Sample
-from tests.chaos.mutations import Files
 
 ROW = "JSON lines, SQuAD, Hotpot, pairs, passages, documents"
 EXAMPLE = {"id": "a1", "context": "Mara lives in Lisbon.", "question": "Where does Mara live?", "answers": ["Lisbon"]}
@@ -67,7 +66,6 @@ def _table(file: str, *rows: Any) -> Callable[[Path], object]:
 
 
 def texts_of(value: Any) -> Iterable[str]:
-    """Yields every text inside dataclasses, tuples and lists."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, list | tuple):
@@ -89,13 +87,7 @@ def _judge(value: Any, folder: Path, changed: bool) -> str:
     return ""
 
 
-def _kind(
-    name: str,
-    file: str,
-    content: bytes | Callable[[Path], object],
-    read: Callable[[str], Any],
-    explicit: Mapping[str, Any],
-) -> Kind:
+def _kind(name: str, file: str, content: bytes | Callable[[Path], object], read: Callable[[str], Any]) -> Kind:
     lines = ".jsonl" in file
 
     def mutate(sample: Sample) -> Any:
@@ -106,10 +98,6 @@ def _kind(
             changed += [inner.map(gzip.compress) if file.endswith(".gz") else inner] * 3
         return mutations.files(sample, {file: changed})
 
-    def named(sample: Sample) -> dict[str, Files]:
-        del sample
-        return {what: {file: found if isinstance(found, bytes) else _lines(found)} for what, found in explicit.items()}
-
     return Kind(
         row=ROW,
         name=name,
@@ -117,74 +105,23 @@ def _kind(
         mutate=mutate,
         load=lambda folder: list(read(str(folder / file))),
         judge=_judge,
-        explicit=named,
         weight=0.2,
     )
 
 
-def _squad(**changes: Any) -> dict[str, Any]:
-    return {"data": [{"paragraphs": [{"context": "c", "qas": [QUESTION]} | changes]}]}
-
-
-_EXAMPLES = {
-    "surrogate in context": EXAMPLE | {"context": "@surrogate"},
-    "surrogate in question": EXAMPLE | {"question": "@surrogate"},
-    "surrogate in answer": EXAMPLE | {"answers": ["@surrogate"]},
-    "surrogate in id": EXAMPLE | {"id": "@surrogate"},
-    "nested 100,000 deep": EXAMPLE | {"context": "@deep"},
-    "nested 100,000 deep alone": b"[" * 100_000,
-    "integer of 5,000 digits": EXAMPLE | {"id": "@digits"},
-    "answers of numbers": EXAMPLE | {"answers": [1, None]},
-    "empty": b"",
-    "NUL bytes": b"\x00" * 1000,
-    "not UTF-8": b'{"context": "\xff"}',
-}
-_SQUAD = {
-    "paragraphs null": {"data": [{"paragraphs": None}]},
-    "paragraphs number": {"data": [{"paragraphs": 5}]},
-    "qas null": _squad(qas=None),
-    "qas number": _squad(qas=7),
-    "qas of numbers": _squad(qas=[7]),
-    "data null": {"data": None},
-    "context null": _squad(context=None),
-    "answers number": _squad(qas=[QUESTION | {"answers": 5}]),
-}
-_HOTPOT = {
-    "columns of unequal length": COLUMNS | {"context": {"title": ["a"], "sentences": []}},
-    "columns of numbers": COLUMNS | {"context": {"title": 5, "sentences": None}},
-    "titles of numbers": COLUMNS | {"context": {"title": [1, 2], "sentences": [["x"], ["y"]]}},
-}
-_NAMED = {
-    "surrogate": NAMED | {"ask": "@surrogate"},
-    "deep": NAMED | {"passage": "@deep"},
-    "digits": NAMED | {"gold": "@digits"},
-    "no nested column": NAMED | {"passage": {"text": "x"}},
-    "a number on the way": NAMED | {"passage": 5},
-    "row of numbers": b"[1, 2]",
-}
-_PAIRS = {
-    "surrogate": PAIR | {"chosen": "@surrogate"},
-    "deep": PAIR | {"prompt": "@deep"},
-    "turn without role": TURNS | {"chosen": [{"content": "x"}]},
-    "role number": TURNS | {"chosen": [{"role": 5, "content": "x"}]},
-    "no turns": TURNS | {"chosen": []},
-}
-_TEXTS = {"surrogate": {"text": "@surrogate"}, "deep": {"text": "@deep"}, "digits": {"text": "@digits"}, "list": [1]}
-
+_read_columns = functools.partial(examples.read, columns=MAPPING)
 KINDS = [
-    _kind("examples", "examples.jsonl", _lines(EXAMPLE, OTHER, EXAMPLE), examples.read, _EXAMPLES),
-    _kind("examples-gz", "examples.jsonl.gz", gzip.compress(_lines(EXAMPLE, OTHER), mtime=0), examples.read, {}),
-    _kind("squad", "squad.json", json.dumps(SQUAD).encode(), examples.read, _SQUAD),
-    _kind("hotpot", "hotpot.jsonl", _lines(HOTPOT, COLUMNS), examples.read, _HOTPOT),
-    _kind("columns", "columns.jsonl", _lines(NAMED, NAMED), functools.partial(examples.read, columns=MAPPING), _NAMED),
-    _kind(
-        "parquet", "a.parquet", _table("a.parquet", *[NAMED] * 5), functools.partial(examples.read, columns=MAPPING), {}
-    ),
-    _kind("arrow", "a.arrow", _table("a.arrow", *[TEXT] * 5), documents.read, {}),
-    _kind("pairs", "pairs.jsonl", _lines(PAIR, PAIR | {"prompt": "Again."}), pairs.read, _PAIRS),
-    _kind("pairs-turns", "pairs.jsonl", _lines(TURNS, CALLS), pairs.read, _PAIRS),
-    _kind("passages", "passages.jsonl", _lines(TEXT, TEXT), passages.read, _TEXTS),
-    _kind("passages-text", "passages.txt", b"One text.\n\nAnother text.\n", passages.read, {}),
-    _kind("documents", "documents.jsonl", _lines(TEXT, TEXT), documents.read, _TEXTS),
-    _kind("documents-gz", "documents.txt.gz", gzip.compress(b"One text.\n\nAnother.\n", mtime=0), documents.read, {}),
+    _kind("examples", "examples.jsonl", _lines(EXAMPLE, OTHER, EXAMPLE), examples.read),
+    _kind("examples-gz", "examples.jsonl.gz", gzip.compress(_lines(EXAMPLE, OTHER), mtime=0), examples.read),
+    _kind("squad", "squad.json", json.dumps(SQUAD).encode(), examples.read),
+    _kind("hotpot", "hotpot.jsonl", _lines(HOTPOT, COLUMNS), examples.read),
+    _kind("columns", "columns.jsonl", _lines(NAMED, NAMED), _read_columns),
+    _kind("parquet", "a.parquet", _table("a.parquet", *[NAMED] * 5), _read_columns),
+    _kind("arrow", "a.arrow", _table("a.arrow", *[TEXT] * 5), documents.read),
+    _kind("pairs", "pairs.jsonl", _lines(PAIR, PAIR | {"prompt": "Again."}), pairs.read),
+    _kind("pairs-turns", "pairs.jsonl", _lines(TURNS, CALLS), pairs.read),
+    _kind("passages", "passages.jsonl", _lines(TEXT, TEXT), passages.read),
+    _kind("passages-text", "passages.txt", b"One text.\n\nAnother text.\n", passages.read),
+    _kind("documents", "documents.jsonl", _lines(TEXT, TEXT), documents.read),
+    _kind("documents-gz", "documents.txt.gz", gzip.compress(b"One text.\n\nAnother.\n", mtime=0), documents.read),
 ]

@@ -121,7 +121,6 @@ def json_text(draw: Draw, sample: Any) -> str:
 
 @st.composite
 def json_file(draw: Draw, sample: bytes) -> bytes:
-    """Draws a changed JSON document."""
     return draw(json_text(json.loads(sample))).encode("utf-8", "surrogatepass")
 
 

@@ -37,8 +37,6 @@ def get_config():
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """One claim that was tried."""
-
     name: str
     holds: bool | None  # None: skipped
     detail: str
@@ -112,7 +110,6 @@ def final_state(workdir: Path) -> dict[str, bytes]:
 
 
 def logged(workdir: Path) -> list[tuple[int, dict[str, Any]]]:
-    """Returns each row's step and values, but for times."""
     lines = (workdir / "metrics.jsonl").read_text("utf-8").splitlines()
     rows = [json.loads(line) for line in lines]
     return [(row["step"], {key: row[key] for key in LOGGED if key in row}) for row in rows]

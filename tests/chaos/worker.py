@@ -31,15 +31,12 @@ BAD = ("raw traceback", "accepted though wrong", "hang", "crash")
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What became of an input."""
-
     word: str  # "refused" | "accepted" | one of BAD
     detail: str = ""
     place: str = ""  # the product's file and function that raised
 
 
 def judge(kind: Kind, sample: Sample, case: Case, folder: Path) -> Outcome:
-    """Reads one input, in this process."""
     lay(folder, sample, case.files)
     said = io.StringIO()
     try:
@@ -111,8 +108,6 @@ def _serve(todo: "Queue[Case]", done: "Queue[tuple[Case, Outcome] | BaseExceptio
 
 
 class _Worker:
-    """One process; it takes a case at a time."""
-
     def __init__(self) -> None:
         context = multiprocessing.get_context("spawn")
         self._pipe, theirs = context.Pipe()

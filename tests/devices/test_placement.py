@@ -46,7 +46,7 @@ def test_data_axis_is_the_same_everywhere_and_no_device_is_named_twice(strategy,
     used = [device for mesh in placed.meshes for device in mesh.devices.flat]
     assert len(set(used)) == len(used) == placed.devices <= count
     assert placed.readers.keys() == PAIR.keys()
-    assert placed.apart == (strategy in ("split", "hybrid3", "hybrid4"))
+    assert placed.on_several_meshes == (strategy in ("split", "hybrid3", "hybrid4"))
     assert placed.meshes[0] == placed.learner
 
 
@@ -80,7 +80,7 @@ def test_single_takes_the_first_device_however_many_there_are(count):
 def test_tensor_gives_neighbours_to_the_model_axis_and_the_rest_to_data(count, model, rows):
     placed = put("tensor", count, data=1 if model == -1 else -1, model=model)
     assert layout(placed) == {"llama": (rows, "tensor"), "qwen": (rows, "tensor")}
-    assert not placed.apart
+    assert not placed.on_several_meshes
 
 
 @pytest.mark.parametrize("count", [2, 4, 6, 8])

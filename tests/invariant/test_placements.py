@@ -176,6 +176,7 @@ def test_readers_apart_answer_and_score_as_on_one_device(name, root, trained, on
         np.testing.assert_allclose(row["nll"], wanted["nll"], rtol=SCORES)
 
 
+@pytest.mark.slow
 def test_validation_of_readers_apart_is_that_of_one_device(root, trained):
     found = []
     for where in ({}, APART["split 4"]):

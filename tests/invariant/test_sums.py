@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 from lw_jax.core.types import LossTerms
 from lw_jax.planning import hlo_counts
 from lw_jax.training import train_step
-from lw_jax.training.recipe import Branched, Weights
+from lw_jax.training.recipe import Recipe, Weights
 from sharding import place, placement, shards
 
 WIDTHS = {"small": 24, "large": 40}  # of two readers, which "hybrid3" tells apart by their bytes
@@ -36,8 +36,10 @@ PLACED = {
 TABLES = {"replicate": P(), "fsdp": P(None, "data"), "tensor": P(None, "model")}
 
 
-class Toy(Branched):
+class Toy(Recipe):
     """A wire of three matrices in bf16, in front of frozen readers of one each."""
+
+    has_branches = True
 
     def __init__(self, name: str):
         strategy, count, model = PLACED[name]

@@ -36,6 +36,7 @@ def test_two_devices_give_the_curve_of_one(root, single, tmp_path):
     check_curve("data 2 accumulate 2", root, single, tmp_path)
 
 
+@pytest.mark.slow
 def test_three_devices_that_do_not_divide_the_batch_give_the_curve_of_one(root, single, tmp_path, capsys):
     check_curve("replicate 3, a row of nine without weight", root, single, tmp_path)
     told = next(line for line in capsys.readouterr().out.splitlines() if line.startswith("global batch 8 = 3 "))

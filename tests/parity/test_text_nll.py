@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from lw_jax.recipes.token_scores import Surprisal
+from lw_jax.recipes.surprisal import Surprisal
 from tests import gates, tiny
 
 torch = pytest.importorskip("torch", reason="parity needs torch: pip install -r requirements-dev.txt")

@@ -172,6 +172,7 @@ def test_interrupt_ends_with_130(calls: list[dict[str, Any]], monkeypatch: pytes
         (["answer", *SMOKE, "--question", "a?"], "--context FILE (a text) or --message FILE"),
         (["answer", *SMOKE, "--context", "a", "--message", "b"], "--context FILE (a text) or --message FILE"),
         (["answer", *SMOKE, "--context", "a"], "answer needs --question TEXT or --write FILE"),
+        (["answer", *SMOKE, "--message", "a"], "answer needs --question TEXT"),
         (["answer", *SMOKE, "--message", "a", "--question", "b?", "--bits", "0"], "--bits sets"),
         (
             ["answer", *SMOKE, "--message", "a", "--question", "b?", "--write", "c"],

@@ -1,6 +1,6 @@
 """Fixtures of several unit tests."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +38,14 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Folder of what one test alone keeps: plans, and outputs of frozen models."""
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "cache"))
     return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def module_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """What a file's tests keep and share."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("LW_JAX_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
 
 
 @pytest.fixture

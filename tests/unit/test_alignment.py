@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from lw_jax.models import alignment, attention_matching
-from lw_jax.recipes import asked_words, kv_start, states_start
+from lw_jax.recipes import kv_start, states_start
 from tests import tiny
 
 EXACT = 0.999  # correlation; the ridge shrinks by a thousandth
@@ -92,7 +92,6 @@ WINDOWS = {"weights": shape(2, 3, 7), "used": shape(2, 3, 2), "inputs": shape(2,
         (alignment.linear_map, (TABLE, shape(22, 7), shape(501, 31), IDS)),
         (kv_start._multiply, (WINDOWS, shape(2, 2, 2, 7, 3, 4), shape(2, 2, 3, 4))),
         (states_start._multiply, (shape(2, 7, 5), shape(2, 7, 6), shape(2, 7, dtype=bool))),
-        (asked_words._multiply, (shape(2, 7, 5), shape(2, 7), shape(2, 7))),
         (
             functools.partial(attention_matching._match, tiny.DECODER),
             (TEXT, shape(2, 3, dtype=bool), *HEADS, shape(2, 1, 9, 9, dtype=bool)),

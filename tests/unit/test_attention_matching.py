@@ -9,6 +9,7 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.models import attention_matching, decoder, kv_prefix, rotary
+from tests import tiny
 
 SAME = 3e-5  # fp32, values of unit size: the same sums in another order
 NEARER = (
@@ -16,20 +17,7 @@ NEARER = (
 )
 LENGTH, FEW = 24, 6
 
-CFG = decoder.DecoderConfig(
-    vocab=53,
-    width=26,
-    layers=3,
-    heads=6,
-    kv_heads=2,
-    head_dim=10,
-    ffn=34,
-    rope_theta=1e4,
-    norm_eps=1e-5,
-    max_positions=128,
-    tied=False,
-    qkv_bias=True,
-)
+CFG = dataclasses.replace(tiny.DECODER, max_positions=128)
 LONG = rotary.LongRope((1.3,) * 5, (3.0,) * 5, 80, 1.1)
 KINDS = {
     "": {},

@@ -30,11 +30,10 @@ def render(folder, *, sources=SOURCES, local=(), step=STEP, published=UNSTATED, 
     changes = {"data__train": f"hub:{SQUAD}@main", "data__validation": f"hub:{SQUAD}@main"} | changes
     at = runs.write_run(folder, **changes)
     (at / "hardware.json").write_text(json.dumps({"kind": "gpu", "card": "NVIDIA Sort", "devices": 3}), "utf-8")
-    if measured:
-        found = json.loads((at / "eval.json").read_text("utf-8"))
-        (at / "eval.json").write_text(json.dumps(found | {"validation": measured}), "utf-8")
+    found = runs.evaluation() | {"validation": measured or changes["data__validation"]}
+    (at / "eval.json").write_text(json.dumps(found), "utf-8")
     run = records.read(at)
-    wire = wire_folder.Wire(
+    wire = wire_folder.WireFolder(
         format="latentwire",
         version=1,
         made_by="0",

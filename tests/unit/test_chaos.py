@@ -14,9 +14,8 @@ from tests.chaos.cases import Case, Kind, draw
 from tests.chaos.kinds import every
 
 KINDS = {kind.name: kind for kind in every()}
-# kind -> how many are drawn, and every so many of all cases that is read; a page and a model take the most time.
+# kind -> how many are drawn, and every so many of all cases that is read; a page takes the most time.
 TRIED = {kind: (40, 1) for kind in KINDS}
-TRIED |= {"safetensors": (40, 3), "index": (30, 2), "config": (40, 3), "config-bert": (30, 2), "gguf": (40, 3)}
 TRIED |= {"configuration": (30, 2), "report": (30, 25), "report-language": (24, 4)}
 
 

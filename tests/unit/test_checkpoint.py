@@ -70,6 +70,13 @@ def reopen(folder: Path, *, keep: int = 3, identity=None) -> Checkpointer:
     return Checkpointer(folder, keep=keep, identity=identity or IDENTITY)
 
 
+def restore(folder: Path, which="latest", *, keep: int = 3, target: dict | None = None) -> checkpoint.Restored:
+    with reopen(folder, keep=keep) as checkpointer:
+        found = checkpointer.restore(abstract(make_state()) if target is None else target, which=which)
+    assert found is not None
+    return found
+
+
 def test_empty_or_absent_folder_restores_nothing(tmp_path):
     with reopen(tmp_path / "absent") as checkpointer:
         assert checkpointer.restore(abstract(make_state())) is None
@@ -83,8 +90,7 @@ def test_state_written_on_eight_devices_restores_bit_for_bit_on_another_mesh(tmp
     with reopen(tmp_path) as checkpointer:
         checkpointer.save(7, written, data={"next_index": 42})
     target = make_state(readers, value=0.0)
-    with reopen(tmp_path) as checkpointer:
-        restored = checkpointer.restore(abstract(target))
+    restored = restore(tmp_path, target=abstract(target))
     assert (restored.step, restored.data, restored.note) == (7, {"next_index": 42}, "")
     assert_same_bits(restored.state, written)
     for leaf, wanted in zip(jax.tree.leaves(restored.state), jax.tree.leaves(target), strict=True):
@@ -94,15 +100,13 @@ def test_state_written_on_eight_devices_restores_bit_for_bit_on_another_mesh(tmp
 def test_leaf_without_sharding_comes_to_the_first_device(tmp_path):
     fill(tmp_path, [2])
     bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_state())
-    with reopen(tmp_path) as checkpointer:
-        state = checkpointer.restore(bare).state
+    state = restore(tmp_path, target=bare).state
     assert all(leaf.devices() == {jax.devices()[0]} for leaf in jax.tree.leaves(state))
 
 
 def test_top_level_key_restores_alone(tmp_path):
     fill(tmp_path, [2])
-    with reopen(tmp_path) as checkpointer:
-        state = checkpointer.restore({"trainable": abstract(make_state())["trainable"]}).state
+    state = restore(tmp_path, target={"trainable": abstract(make_state())["trainable"]}).state
     assert_same_bits(state, {"trainable": make_state(value=2)["trainable"]})
 
 
@@ -113,9 +117,8 @@ def test_buffers_donated_right_after_save_do_not_change_what_is_written(tmp_path
     with reopen(tmp_path) as checkpointer:
         checkpointer.save(1, {"trainable": {"w": values}}, data={})
         step(values).block_until_ready()
-    with reopen(tmp_path) as checkpointer:
-        target = {"trainable": {"w": jax.ShapeDtypeStruct(expected.shape, expected.dtype)}}
-        np.testing.assert_array_equal(checkpointer.restore(target).state["trainable"]["w"], expected)
+    target = {"trainable": {"w": jax.ShapeDtypeStruct(expected.shape, expected.dtype)}}
+    np.testing.assert_array_equal(restore(tmp_path, target=target).state["trainable"]["w"], expected)
 
 
 def test_newest_and_best_are_kept(tmp_path):
@@ -123,16 +126,15 @@ def test_newest_and_best_are_kept(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4", "5"]
     with reopen(tmp_path) as checkpointer:
         assert checkpointer.steps() == [2, 4, 5]
-        assert checkpointer.restore(abstract(make_state())).step == 5
-        best = checkpointer.restore(abstract(make_state()), which="best")
-    assert best.step == 2
+    best = restore(tmp_path, "best")
+    assert (restore(tmp_path).step, best.step) == (5, 2)
     assert_same_bits(best.state, make_state(value=2))
 
 
 def test_best_without_any_metric_is_refused(tmp_path):
     fill(tmp_path)
-    with reopen(tmp_path) as checkpointer, pytest.raises(UserError, match="'nll'.*eval_every"):
-        checkpointer.restore(abstract(make_state()), which="best")
+    with pytest.raises(UserError, match="'nll'.*eval_every"):
+        restore(tmp_path, "best")
 
 
 def test_damaged_best_leaves_the_next_best_and_then_the_newest_without_a_score(tmp_path):
@@ -140,8 +142,7 @@ def test_damaged_best_leaves_the_next_best_and_then_the_newest_without_a_score(t
     for damaged, left in ((None, 2), (2, 1), (1, 4), (4, 3)):
         if damaged:
             flip(chunk(tmp_path / str(damaged)))
-        with reopen(tmp_path, keep=4) as checkpointer:
-            assert checkpointer.restore(abstract(make_state()), which="best or latest").step == left
+        assert restore(tmp_path, "best or latest", keep=4).step == left
 
 
 def test_saving_the_last_step_again_leaves_it_alone(tmp_path):
@@ -223,8 +224,7 @@ def test_damaged_newest_is_named_and_the_previous_one_taken(tmp_path, caplog, ki
         assert restored.note in caplog.text
         # The run goes on to the damaged step, which is then written anew.
         checkpointer.save(5, make_state(value=50), data={"next_index": 500})
-    with reopen(tmp_path) as checkpointer:
-        restored = checkpointer.restore(abstract(make_state()))
+    restored = restore(tmp_path)
     assert (restored.step, restored.data, restored.note) == (5, {"next_index": 500}, "")
 
 
@@ -233,8 +233,8 @@ def test_all_damaged_is_refused_naming_each(tmp_path):
     truncate(chunk(tmp_path / "2"))
     (tmp_path / "3" / RECORD).unlink()
     flip(chunk(tmp_path / "5"))
-    with reopen(tmp_path) as checkpointer, pytest.raises(UserError) as caught:
-        checkpointer.restore(abstract(make_state()))
+    with pytest.raises(UserError) as caught:
+        restore(tmp_path)
     assert all(f"checkpoint {step} is damaged" in str(caught.value) for step in (2, 3, 5))
     assert str(tmp_path) in str(caught.value)
 
@@ -265,8 +265,7 @@ def test_best_checkpoint_that_cannot_be_read_for_a_while_outlives_later_saves(tm
             checkpointer.add_score(4, 3.0)
         checkpointer.save(5, make_state(value=5), data={}, wait=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "5"]
-    with reopen(tmp_path) as checkpointer:
-        best = checkpointer.restore(abstract(make_state()), which="best")
+    best = restore(tmp_path, "best")
     assert (best.step, best.note) == (2, "")
 
 
@@ -330,8 +329,8 @@ def test_other_shape_dtype_or_path_is_refused_and_not_taken_for_damage(tmp_path)
     ]
     for change, words in others:
         encoder = target["trainable"]["encoder"] | change
-        with reopen(tmp_path) as checkpointer, pytest.raises(UserError, match=words):
-            checkpointer.restore(target | {"trainable": target["trainable"] | {"encoder": encoder}})
+        with pytest.raises(UserError, match=words):
+            restore(tmp_path, target=target | {"trainable": target["trainable"] | {"encoder": encoder}})
 
 
 def test_fewer_than_one_kept_is_refused(tmp_path):
@@ -390,32 +389,13 @@ def test_reader_of_a_run_that_saves_without_end_is_always_served(tmp_path):
     assert len({one.step for one in found}) > 1
 
 
-def test_listing_that_shows_neither_the_old_nor_the_new_checkpoint_is_made_again(tmp_path, monkeypatch):
-    folder = tmp_path / "checkpoints"
-    fill(folder, [1])
-    with reopen(folder) as checkpointer:
-        listings, real = [0], checkpointer._list
-
-        def list_folder():
-            listings[0] += 1
-            return [] if listings[0] < 3 else real()
-
-        monkeypatch.setattr(checkpointer, "_list", list_folder)
-        found = checkpointer.restore(abstract(make_state()))
-    assert found is not None and found.step == 1 and listings[0] == 3
-    (tmp_path / "none").mkdir()
-    with reopen(tmp_path / "none") as checkpointer:
-        assert checkpointer.restore(abstract(make_state())) is None
-
-
 def test_reader_gives_up_in_one_line_where_every_checkpoint_is_replaced(tmp_path, monkeypatch):
     fill(tmp_path, [1], keep=1)
     monkeypatch.setattr(checkpoint, "TRIES", 3)
-    monkeypatch.setattr(
-        checkpoint.Checkpointer, "_list_records", lambda self: (_ for _ in ()).throw(checkpoint._RemovedError)
-    )
+    monkeypatch.setattr(checkpoint_record, "read_record", lambda path: checkpoint_record.Damage("missing"))
+    monkeypatch.setattr(checkpoint_record, "is_gone", lambda folder: True)
     with pytest.raises(UserError, match="each of 3 checkpoints was replaced"):
-        checkpoint.read_best(tmp_path.parent, abstract(make_state()), identity=IDENTITY)
+        restore(tmp_path)
 
 
 def test_first_process_chooses_the_checkpoint_of_all(tmp_path, monkeypatch):
@@ -488,16 +468,20 @@ def test_full_disk_names_folder_bytes_and_remedy_and_keeps_earlier_checkpoints(t
     assert "ERROR:absl" not in result.stderr  # the one message is not buried under orbax's tracebacks
 
 
+def failing(code: int) -> Callable:
+    def fail(*_, **__):
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
 def test_disk_full_at_the_record_leaves_no_checkpoint(tmp_path, monkeypatch):
     fill(tmp_path, [2])
     checkpointer = reopen(tmp_path)
     checkpointer.restore(abstract(make_state()))
 
-    def refuse(_):
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
     with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", refuse)
+        patch.setattr(os, "fsync", failing(errno.ENOSPC))
         with pytest.raises(UserError, match="checkpoint 3 does not fit"):
             checkpointer.save(3, make_state(value=3), data={}, wait=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2"]
@@ -507,11 +491,8 @@ def test_disk_full_at_the_record_leaves_no_checkpoint(tmp_path, monkeypatch):
 
 
 def test_quota_that_refuses_the_folder_itself_is_named(tmp_path, monkeypatch):
-    def refuse(*_, **__):
-        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
-
     with reopen(tmp_path / "run" / "checkpoints") as checkpointer:
-        monkeypatch.setattr(Path, "mkdir", refuse)
+        monkeypatch.setattr(Path, "mkdir", failing(errno.EDQUOT))
         with pytest.raises(UserError, match="checkpoint 1 does not fit: .*a quota is reached"):
             checkpointer.save(1, make_state(), data={})
 
@@ -530,8 +511,7 @@ def test_score_comes_to_the_checkpoint_afterwards_and_decides_the_best(tmp_path)
                 checkpointer.add_score(step, nll)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "4"]
     assert sorted(path.name for path in (tmp_path / "2").iterdir()).count(RECORD) == 1
-    with reopen(tmp_path) as checkpointer:
-        newest, best = (checkpointer.restore(abstract(make_state()), which=which) for which in ("latest", "best"))
+    newest, best = restore(tmp_path), restore(tmp_path, "best")
     assert (newest.step, newest.metrics, newest.note) == (4, {}, "")
     assert (best.step, best.metrics, best.note) == (2, {"nll": 1.0}, "")
     assert_same_bits(best.state, make_state(value=2))
@@ -539,17 +519,11 @@ def test_score_comes_to_the_checkpoint_afterwards_and_decides_the_best(tmp_path)
 
 def test_score_that_cannot_be_written_leaves_the_checkpoint_whole(tmp_path, monkeypatch):
     with Checkpointer(tmp_path, keep=1, identity=IDENTITY) as checkpointer, monkeypatch.context() as patch:
-        checkpointer.save(3, make_state(), data={})
-
-        def refuse(_):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-        checkpointer._finish()
-        patch.setattr(os, "fsync", refuse)
+        checkpointer.save(3, make_state(), data={}, wait=True)
+        patch.setattr(os, "fsync", failing(errno.ENOSPC))
         with pytest.raises(UserError, match="No space left"):
             checkpointer.add_score(3, 1.0)
-    with reopen(tmp_path) as checkpointer:
-        restored = checkpointer.restore(abstract(make_state()))
+    restored = restore(tmp_path)
     assert (restored.step, restored.metrics, restored.note) == (3, {}, "")
 
 

@@ -136,7 +136,7 @@ def test_plan_tells_what_the_longest_job_means_for_the_run(tmp_path, monkeypatch
     values = base.get_config()
     values.train.checkpoint_every, values.train.steps = every, 1600
     found = cluster_profile.inspect({"hours": 3.2, "chosen": {"step_seconds": 7.0}}, config.build(values).train)
-    assert [one.void for one in found] == ([] if void is None else [void])
+    assert [finding.severity == "error" for finding in found] == ([] if void is None else [void])
     assert not found or (told in found[0].text and str(tmp_path / "site.toml") in found[0].text)
 
 
@@ -146,7 +146,7 @@ def test_a_run_that_saves_what_it_validates_fits_a_short_job(tmp_path, monkeypat
     values = base.get_config()
     values.train.update(steps=1600, checkpoint_every=1000, eval_every=20)
     (found,) = cluster_profile.inspect({"hours": 3.2, "chosen": {"step_seconds": 7.0}}, config.build(values).train)
-    assert not found.void and "with a checkpoint every 2.3 min" in found.text
+    assert found.severity == "warning" and "with a checkpoint every 2.3 min" in found.text
 
 
 def test_plan_counts_validations_as_the_job_does(tmp_path, monkeypatch) -> None:

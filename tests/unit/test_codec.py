@@ -1,11 +1,11 @@
 """Latents as a message: sizes to the byte, errors to the Gaussian figures, and every refusal by name."""
 
 import math
+import re
 import struct
 import time
 import zlib
 
-import brotli
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -135,8 +135,8 @@ def test_sixteen_bits_keep_half_a_unit_in_the_last_place(latents):
 def test_message_has_the_bytes_that_are_told(latents, bits, payload):
     message = codec.pack(latents, bits=bits, encoder=ENCODER)
     assert len(message) == HEADER + payload == codec.framed_bytes(SLOTS, WIDTH, bits)
-    assert codec.read_frame(message) == (bits, SLOTS, WIDTH, ENCODER, ())
-    assert message[4] == 2, "as programs before literals read it"
+    assert codec.read_frame(message) == (bits, SLOTS, WIDTH, ENCODER)
+    assert message[4] == 2
 
 
 def test_four_values_of_six_bits_lie_in_three_bytes_most_significant_first():
@@ -242,19 +242,21 @@ def test_example_of_no_named_choice_is_seen():
 @pytest.mark.parametrize("factor", [0.0, 0.9, 1.1, float("nan")])
 def test_latents_without_unit_rms_are_refused_with_the_slot(latents, bits, factor):
     latents[4] *= np.float32(factor)
-    with pytest.raises(UserError, match=r"slot 4 has RMS"):
+    with pytest.raises(UserError, match="slot 4"):
         codec.pack(latents, bits=bits, encoder=ENCODER)
 
 
 @pytest.mark.parametrize("shape", [(0, 5), (5, 0), (5,), (2, 3, 5), (2**16, 1)])
 def test_shapes_that_no_frame_names_are_refused(shape):
-    with pytest.raises(UserError, match=r"latents of shape \("):
+    with pytest.raises(UserError, match=re.escape(str(shape))):
         codec.pack(np.ones(shape, np.float32), bits=8, encoder=ENCODER)
 
 
-def test_fingerprint_of_another_length_is_refused(latents):
-    with pytest.raises(UserError, match="16 hex digits"):
-        codec.pack(latents, bits=8, encoder=ENCODER * 2)
+@pytest.mark.parametrize("asked", [{"bits": 3}, {"encoder": ENCODER * 2}])
+def test_what_a_frame_cannot_say_is_refused(latents, asked):
+    (name, value), *_ = asked.items()
+    with pytest.raises(UserError, match=f"{name}='?{value}"):
+        codec.pack(latents, **{"bits": 8, "encoder": ENCODER} | asked)
 
 
 @pytest.mark.parametrize("bits", codec.BITS)
@@ -269,152 +271,43 @@ def test_any_flipped_bit_is_noticed(bits):
 
 def test_another_encoder_is_refused_with_both_names(latents):
     message = codec.pack(latents, bits=8, encoder=ENCODER)
-    with pytest.raises(UserError, match=f"message of encoder {ENCODER}, this wire has encoder {OTHER}"):
+    with pytest.raises(UserError, match=f"{ENCODER}.*{OTHER}"):
         codec.unpack(message, encoder=OTHER)
 
 
-@pytest.mark.parametrize(("version", "remedy"), [(4, "with a newer program"), (1, "write its text anew")])
-def test_other_versions_are_refused_with_both_numbers(latents, version, remedy):
-    message = relabel(codec.pack(latents, bits=8, encoder=ENCODER), version=version)
-    for start in (5, HEADER, len(message)):  # another version's frame may have another length
-        with pytest.raises(UserError, match=f"message of version {version}, this program reads [23]: .*{remedy}"):
-            codec.unpack(message[:start], encoder=ENCODER)
+def sealed(bits: int, slots: int, width: int, payload: bytes) -> bytes:
+    """A message of encoder 0 with a right checksum."""
+    return relabel(codec._FRAME.pack(codec.MAGIC, 2, bits, slots, width, bytes(8), 0) + payload)
 
 
-def test_damage_is_named(latents):
-    message = codec.pack(latents, bits=8, encoder=ENCODER)
-    with pytest.raises(UserError, match="damaged message"):
-        codec.unpack(message[:40] + bytes([message[40] ^ 1]) + message[41:], encoder=ENCODER)
-
-
-@pytest.mark.parametrize("bits", codec.BITS)
-def test_cut_message_and_trailing_bytes_are_refused_with_both_lengths(latents, bits):
-    message = codec.pack(latents, bits=bits, encoder=ENCODER)
-    with pytest.raises(UserError, match=f"cut short: {len(message) - 1} bytes, .* make {len(message)}"):
-        codec.unpack(message[:-1], encoder=ENCODER)
-    with pytest.raises(UserError, match=f"cut short: 9 bytes, its frame alone has {HEADER}"):
-        codec.unpack(message[:9], encoder=ENCODER)
-    with pytest.raises(UserError, match=f"message of {len(message)} bytes and 2 more after it"):
-        codec.unpack(message + b"\0\0", encoder=ENCODER)
-
-
-@pytest.mark.parametrize("slots", [0, SLOTS + 1])
-def test_frame_that_says_more_or_nothing_is_refused(latents, slots):
-    message = relabel(codec.pack(latents, bits=8, encoder=ENCODER), slots=slots)
-    message = message if slots else message[:HEADER]
-    with pytest.raises(UserError, match=f"{slots} slots x {WIDTH} values of 8 bits"):
-        codec.unpack(relabel(message), encoder=ENCODER)
-
-
-@pytest.mark.parametrize("message", [b"", b"LWJX", b"hello, this is no latent message at all"])
-def test_what_is_no_message_is_refused(message):
-    with pytest.raises(UserError, match=f"not a latent message: {len(message)} bytes"):
-        codec.unpack(message, encoder=ENCODER)
-
-
-@pytest.mark.parametrize("bits", [0, 3, 32])
-def test_other_bits_are_refused_both_ways(latents, bits):
-    with pytest.raises(UserError, match=f"bits={bits}: a value takes 16, 8, 6, 4, 2 bits"):
-        codec.pack(latents, bits=bits, encoder=ENCODER)
-    message = relabel(codec.pack(latents, bits=8, encoder=ENCODER), bits=bits)
-    with pytest.raises(UserError, match=f"message of {bits} bits a value, this program reads 16, 8, 6, 4, 2"):
-        codec.unpack(message, encoder=ENCODER)
-
-
-def sealed(bits: int, slots: int, width: int, payload: bytes, version: int = 2) -> bytes:
-    """A message with a right checksum."""
-    head = (codec.MAGIC, version, bits, slots, width, bytes(8))
-    return codec._FRAME.pack(*head, zlib.crc32(codec._FRAME.pack(*head, 0) + payload)) + payload
-
-
-@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 65504.0, 0.0])
-def test_values_that_no_writer_sends_are_refused_under_a_right_checksum(value):
+def with_slot(value: float) -> bytes:
     values = np.ones((3, 5), np.float16)
-    assert np.array_equal(codec.unpack(sealed(16, 3, 5, values.tobytes()), encoder="0" * 16), values)
     values[1] = value
-    with pytest.raises(UserError, match="slot 1 has RMS"):
-        codec.unpack(sealed(16, 3, 5, values.tobytes()), encoder="0" * 16)
+    return sealed(16, 3, 5, values.tobytes())
 
 
-@pytest.mark.parametrize(("slots", "width"), [(1, 65535), (1, 4097), (65535, 4096)])
-def test_rotation_and_array_are_bounded_before_they_are_made(slots, width):
-    with pytest.raises(UserError, match=f"message of {slots} slots x {width} values"):
-        codec.unpack(sealed(2, slots, width, bytes(9)), encoder="0" * 16)
+WHOLE = sealed(8, SLOTS, WIDTH, bytes(range(SLOTS * WIDTH)))
+REFUSED = [
+    *((message, f"{len(message)} bytes") for message in (b"", b"LWJX", b"hello, this is no latent message at all")),
+    *((relabel(WHOLE, version=version)[:end], f"version {version}") for version in (1, 3) for end in (5, HEADER, 113)),
+    *((relabel(WHOLE, bits=bits), f"of {bits} bits") for bits in (0, 3, 32)),
+    (WHOLE[:40] + bytes([WHOLE[40] ^ 1]) + WHOLE[41:], "checksum"),
+    (WHOLE[:-1], "112 bytes, .* 113"),
+    (WHOLE[:9], f"9 bytes, .* {HEADER}"),
+    (WHOLE + bytes(2), "113 bytes and 2 more"),
+    (relabel(WHOLE, slots=SLOTS + 1), f"{SLOTS + 1} slots x {WIDTH}"),
+    (relabel(relabel(WHOLE, slots=0)[:HEADER]), f"0 slots x {WIDTH}"),
+    # Rotation and array are bounded before they are made.
+    *((sealed(2, *size, bytes(9)), "{} slots x {}".format(*size)) for size in ((1, 65535), (1, 4097), (65535, 4096))),
+    *((with_slot(value), "slot 1") for value in (np.nan, np.inf, -np.inf, 65504.0, 0.0)),
+]
 
 
-# --- literals ---
-
-PHRASES = ("1987", "Mara Ellis", "Łódź", "\u200bx")
-SENTENCE = ("the foundation of the university", "American president and government", "information about the world")
-
-
-def send(literals, *, bits: int = 4) -> codec.Frame:
-    return codec.read_frame(codec.pack(draw(SLOTS, WIDTH), bits=bits, encoder=ENCODER, literals=literals))
-
-
-@pytest.mark.parametrize("bits", codec.BITS)
-@pytest.mark.parametrize("literals", [PHRASES, SENTENCE, ("x",)])
-def test_literals_come_back_and_change_no_latent(latents, bits, literals):
-    message = codec.pack(latents, bits=bits, encoder=ENCODER, literals=literals)
-    assert codec.read_frame(message) == (bits, SLOTS, WIDTH, ENCODER, literals) and message[4] == 3
-    np.testing.assert_array_equal(codec.unpack(message, encoder=ENCODER), arrive(latents, bits))
-    text = len("\n".join(literals).encode())
-    assert (
-        codec.framed_bytes(SLOTS, WIDTH, bits) + 3 < len(message) <= codec.framed_bytes(SLOTS, WIDTH, bits) + 3 + text
-    )
-
-
-def test_literals_are_compressed_where_it_pays(latents):
-    whole = codec.framed_bytes(SLOTS, WIDTH, 8) + 3
-    plain, packed = (
-        len(codec.pack(latents, bits=8, encoder=ENCODER, literals=one)) - whole for one in (PHRASES, SENTENCE)
-    )
-    assert plain == len("\n".join(PHRASES).encode())
-    assert packed < 0.8 * len("\n".join(SENTENCE))
-
-
-@pytest.mark.parametrize("literals", [PHRASES, SENTENCE])
-def test_any_flipped_bit_or_cut_of_a_message_with_literals_is_noticed(literals):
-    message = codec.pack(draw(1, 2), bits=8, encoder=ENCODER, literals=literals)
-    for position in range(8 * len(message)):
-        broken = bytearray(message)
-        broken[position // 8] ^= 1 << position % 8
-        with pytest.raises(UserError):
-            codec.unpack(bytes(broken), encoder=ENCODER)
-    for length in range(len(message)):
-        with pytest.raises(UserError):
-            codec.unpack(message[:length], encoder=ENCODER)
-    with pytest.raises(UserError, match="1 more after it"):
-        codec.unpack(message + b"x", encoder=ENCODER)
-
-
-@pytest.mark.parametrize("literals", [("",), ("a", " "), ("a\nb",)])
-def test_literals_that_are_no_line_of_words_are_refused(latents, literals):
-    with pytest.raises(UserError, match="literals="):
-        codec.pack(latents, bits=8, encoder=ENCODER, literals=literals)
-
-
-def test_too_many_bytes_of_literals_are_refused(latents):
-    with pytest.raises(UserError, match="literals of 70,001 bytes: .* 65,535"):
-        codec.pack(latents, bits=8, encoder=ENCODER, literals=("x" * 70_001,))
-
-
-@pytest.mark.parametrize(
-    ("coding", "sent", "said"),
-    [
-        (2, b"x", "coding 2"),
-        (0, b"\xff", "no UTF-8"),
-        (0, b"a\n\nb", "no words"),
-        (0, b"", "no words"),
-        (1, b"\xff" * 9, "no brotli"),
-        (1, b"", "no end"),
-        (1, brotli.compress(b"a" * 10**8), "no end within"),
-    ],
-)
-def test_literals_that_no_writer_sends_are_refused_under_a_right_checksum(coding, sent, said):
-    values = np.ones((1, 1), np.float16).tobytes()
-    message = sealed(16, 1, 1, values + struct.pack("<BH", coding, len(sent)) + sent, version=3)
-    with pytest.raises(UserError, match=f"literals .*{said}.* write its text anew"):
+@pytest.mark.parametrize(("message", "words"), REFUSED, ids=[words for _, words in REFUSED])
+def test_what_no_writer_sends_is_refused_by_name(message, words):
+    with pytest.raises(UserError, match=words):
         codec.unpack(message, encoder="0" * 16)
-    with pytest.raises(UserError, match="and literals make"):
-        codec.unpack(sealed(16, 1, 1, values + struct.pack("<BH", coding, len(sent) + 1) + sent, version=3), encoder="")
+
+
+def test_values_are_read_as_they_are_sealed():
+    assert np.array_equal(codec.unpack(with_slot(1.0), encoder="0" * 16), np.ones((3, 5)))

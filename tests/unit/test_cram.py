@@ -3,7 +3,6 @@
 import pytest
 
 from examples import cram
-from lw_jax.core.errors import UserError
 from tests import tiny
 
 pytestmark = pytest.mark.slow
@@ -18,21 +17,15 @@ def paths(tmp_path_factory):
     return str(tiny.write_reader(root / "reader", "llama")), str(root / "text.txt")
 
 
-@pytest.mark.parametrize("width", [0, 44])
-def test_slots_hold_what_the_reader_then_repeats(paths, capsys, width):
+def test_slots_hold_what_the_reader_then_repeats(paths, capsys):
     asked = ["--tokens", "7", "--slots", "6", "--steps", "600", "--rate", "0.2", "--every", "600"]
-    code = cram.main(["--model", paths[0], "--text", paths[1], "--width", str(width), *asked])
+    code = cram.main(["--model", paths[0], "--text", paths[1], "--width", "44", *asked])
     said = capsys.readouterr().out
     assert code == 0 and "repeated exactly by generation: 2 of 2" in said
-    assert ("8 bits a value" in said) == bool(width)
+    assert "8 bits a value" in said
 
 
 def test_one_slot_without_training_repeats_nothing(paths, capsys):
     asked = ["--tokens", "7", "--slots", "1", "--steps", "1"]
     assert cram.main(["--model", paths[0], "--text", paths[1], *asked]) == 1
     assert "repeated exactly by generation: 0 of 2" in capsys.readouterr().out
-
-
-def test_text_without_enough_long_paragraphs_is_refused(paths):
-    with pytest.raises(UserError, match=r"--text .*: 0 paragraphs have 500 tokens, 2 are needed"):
-        cram.main(["--model", paths[0], "--text", paths[1], "--tokens", "500"])

@@ -9,21 +9,9 @@ import numpy as np
 import pytest
 
 from lw_jax.models import decode, decoder, rotary
+from tests import tiny
 
-CFG = decoder.DecoderConfig(
-    vocab=31,
-    width=22,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=6,
-    ffn=38,
-    rope_theta=1e4,
-    norm_eps=1e-5,
-    max_positions=64,
-    tied=False,
-    qkv_bias=False,
-)
+CFG = dataclasses.replace(tiny.DECODER, vocab=31, width=22, layers=2, heads=4, head_dim=6, ffn=38, qkv_bias=False)
 NEW = 7
 
 

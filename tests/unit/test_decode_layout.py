@@ -35,7 +35,7 @@ def on(platform, placed):
 def settle(root, monkeypatch, *, room=ROOM, platform="gpu", need=10**9, **changes):
     cfg = tiny.make_config(root, eval__layers="auto", **changes)
     monkeypatch.setattr(decode_layout, "unstacked_bytes", lambda *_: need)
-    return decode_layout.settle_layers(cfg, on(platform, place(cfg)), room).eval.layers
+    return decode_layout.resolve_layers(cfg, on(platform, place(cfg)), room).eval.layers
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_first_process_decides_whatever_memory_the_others_have_left(root, monkey
 @pytest.mark.parametrize("layers", ["unstacked", "stacked"])
 def test_what_is_configured_stays(layers, root):
     cfg = tiny.make_config(root, eval__layers=layers, eval__examples=0)
-    assert decode_layout.settle_layers(cfg, place(cfg), ROOM) is cfg
+    assert decode_layout.resolve_layers(cfg, place(cfg), ROOM) is cfg
 
 
 def test_readers_are_told(root):

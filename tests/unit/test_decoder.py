@@ -29,7 +29,7 @@ def ids():
 
 def forward(params, ids, mask=None, cfg=CFG, **options):
     mask = jnp.ones(ids.shape, bool) if mask is None else mask
-    return decoder.forward(params, cfg, decoder.embed(params, ids), mask=mask, **options)
+    return tiny.compiled(decoder.forward, params, cfg, decoder.embed(params, ids), mask=mask, **options)
 
 
 def unit(x):

@@ -83,30 +83,13 @@ def test_folder_is_read_in_the_order_of_names_at_any_depth(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("line", "rule"),
-    [
-        (b'{"text": "a"', r"rows\.jsonl:2: broken JSON"),
-        (b'{"text": "\xff"}', r"rows\.jsonl:2: not UTF-8"),
-        (b'{"content": "a"}', r"rows\.jsonl:2: .*field text, found 'content'"),
-        (b'{"text": 5}', r"rows\.jsonl:2: .*\"text\""),
-        (b'["a"]', r"rows\.jsonl:2: .*got array"),
-        (b'{"text": "\\ud800"}', r"rows\.jsonl:2: .*lone surrogate"),
-    ],
-)
-def test_broken_row_is_refused_with_its_file_and_line(tmp_path, line, rule):
-    path = tmp_path / "rows.jsonl"
-    path.write_bytes(b'{"text": "a"}\n' + line + b"\n")
-    with pytest.raises(UserError, match=rule):
-        texts(path)
-
-
-@pytest.mark.parametrize(
     ("name", "content", "rule"),
     [
         ("a.txt", b"caf\xe9", r"a\.txt: not UTF-8"),
         ("a.txt.gz", gzip.compress(b"text" * 99, mtime=0)[:-9], r"a\.txt\.gz: broken gzip"),
+        ("a.jsonl", b'{"text": "a"}\n{"text": "a"', r"a\.jsonl:2: broken JSON"),
         ("a.csv", b"a,b", r"a\.csv: unknown kind of file; name a \.txt"),
-        ("", b"", r"no file of text in this folder"),
+        ("", b"", r"is a directory without .*\.txt"),
         ("gone/a.txt", None, r"gone/a\.txt: no such file or folder"),
     ],
 )
@@ -245,12 +228,6 @@ def test_hub_source_is_streamed_and_known_by_its_hash(monkeypatch, source, split
     assert asked[1] == (named, {"revision": options["revision"]})
 
 
-@pytest.mark.parametrize("source", ["hub:", "hub:a:b:c:d", "hub:a@b:c"])
-def test_hub_source_of_another_form_is_refused(source):
-    with pytest.raises(UserError, match="expected hub:NAME"):
-        texts(source)
-
-
 def test_hub_that_does_not_answer_is_told_with_a_remedy(monkeypatch):
     put_datasets(monkeypatch, ConnectionError("no route"))
     for ask in (texts, identify):
@@ -291,5 +268,5 @@ def test_saved_data_set_is_known_by_its_split(tmp_path):
 
 def test_folder_of_text_has_no_split_to_name(tmp_path):
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(UserError, match="without parquet or Arrow files"):
+    with pytest.raises(UserError, match=r"without \.parquet, \.arrow files"):
         texts(f"{tmp_path}:test")

@@ -60,7 +60,7 @@ def make_config(root, **changes):
 def make(root, mesh=None, **changes):
     cfg = make_config(root, **changes)
     mesh = mesh or meshes.make(data=1, model=1)
-    return recipes.make(cfg, placement.together(mesh, ["policy"], table="replicate"))
+    return recipes.make(cfg, placement.one_mesh(mesh, ["policy"], table="replicate"))
 
 
 def batch_of(recipe, number=0):
@@ -271,7 +271,7 @@ def test_outline_describes_shapes_and_arithmetic_without_a_file(root):
     cfg = make_config(root, llms__policy=base.llm("lmsys/vicuna-7b-v1.5", weights="nf4"), dpo__max_length=1024)
     recipe = recipes.make(
         dataclasses.replace(cfg, compute=dataclasses.replace(cfg.compute, remat="full")),
-        placement.together(meshes.make(data=1, model=1), ["policy"]),
+        placement.one_mesh(meshes.make(data=1, model=1), ["policy"]),
         outline=True,
     )
     shapes = recipe.abstract()

@@ -1,5 +1,7 @@
 """Text into latents: what is pooled, what padding may not change, and that every parameter learns."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from lw_jax.core.precision import Precision
 from lw_jax.core.types import EXACT
 from lw_jax.models import bert, decoder, encoder
 from lw_jax.models.wire import EncoderSpec, Reader, Wire
+from tests import tiny
 
 pytestmark = pytest.mark.slow
 
@@ -17,20 +20,7 @@ APART = 1e-3
 DEAD = 1e-4  # a leaf's largest gradient beside the largest of all: rounding noise stays below 1e-6
 SLOTS, WIDTH = 5, 14
 
-BODY = decoder.DecoderConfig(
-    vocab=61,
-    width=26,
-    layers=2,
-    heads=4,
-    kv_heads=2,
-    head_dim=6,
-    ffn=34,
-    rope_theta=1e4,
-    norm_eps=1e-5,
-    max_positions=64,
-    tied=True,
-    qkv_bias=True,
-)
+BODY = dataclasses.replace(tiny.DECODER, vocab=61, layers=2, heads=4, head_dim=6, tied=True)
 BERT = bert.BertConfig(vocab=61, width=26, layers=2, heads=2, ffn=34, norm_eps=1e-12, max_positions=64, token_types=2)
 KINDS = [(kind, pooling) for kind in ("lm", "bert", "bytes") for pooling in ("windows", "rare", "queries")]
 

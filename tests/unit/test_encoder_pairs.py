@@ -52,7 +52,7 @@ def test_frozen_body_has_the_shapes_that_are_planned_and_no_share_of_what_is_sav
         == sum(map(tree.nbytes, built.frozen.values()))
         > sum(tree.nbytes(built.frozen[n]) for n in ("llama", "qwen"))
     )
-    needs = estimate.estimate(program, recipe, recipe.batch_widths(), 0, None).needs
+    needs = estimate.estimate(program, recipe.batch_widths(), 0, None).needs
     assert needs.weights == weights and needs.trainable == tree.nbytes(shapes.trainable)
     width, slots = shapes.frozen[SHARED]["embed"].shape[1], recipe.cfg.encoder.width
     head = shapes.trainable["encoder"]["head"]

@@ -8,7 +8,7 @@ from lw_jax.core.errors import UserError
 from lw_jax.inference import evaluation
 from tests import tiny
 
-ALL = ("text", "latents", "shuffled", "message_shuffled", "ceiling", "none")
+ALL = ("text", "latents", "shuffled", "ceiling", "none")
 
 
 def make(root, tmp_path, texts, **changes):
@@ -24,7 +24,7 @@ def test_rows_that_need_a_second_text_are_left_out_where_there_is_none(root, tmp
     found = evaluation.evaluate(wire)
     assert list(found.summary["llama"]) == ["text", "latents", "none"]
     said = capsys.readouterr().out
-    assert "left out: shuffled, message_shuffled, ceiling need a second text" in said and "COLLAPSED" not in said
+    assert "left out: shuffled, ceiling need a second text" in said and "COLLAPSED" not in said
     assert "gap_nll" not in found.readers["llama"]
     wire = make(root, tmp_path, ["Mara has 3 lamps."] * 3, eval__rows=("shuffled",), eval__curve="none")
     with pytest.raises(UserError, match=r"config.eval.rows: shuffled need a second text.*data.validation"):

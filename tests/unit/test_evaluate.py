@@ -13,14 +13,14 @@ import pytest
 from lw_jax.commands import evaluate as command
 from lw_jax.core import config, progress
 from lw_jax.core.errors import UserError
-from lw_jax.evals import control_rows, quality_curve
+from lw_jax.evals import control_rows, quality_curve, results
 from lw_jax.inference import evaluation, taught_text
 from lw_jax.inference.trained_wire import TrainedWire
 from lw_jax.report import page, records
 from lw_jax.training.recipe import Weights
 from tests import tiny
 
-ROWS = ("text", "text_taught", "latents", "shuffled", "none", "selected", "selected_taught")
+ROWS = ("text", "text_taught", "latents", "shuffled", "none", "selected_taught")
 FILES = ["eval.json", "predictions.jsonl", "slots.json", "bytes.csv"]
 
 
@@ -60,22 +60,12 @@ def test_files_hold_what_was_found(wire, found, tmp_path):
     assert [path.name for path in evaluation.write(found, tmp_path, step=6, data="cards")] == FILES
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(FILES)
     result = read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))
-    assert list(result) == [
-        "step",
-        "validation",
-        "rows",
-        "readers",
-        "joint",
-        "latents",
-        "curve",
-        "text_bytes",
-        "counts",
-    ]
+    assert result.keys() == results.Results.__annotations__.keys()
     assert result["step"] == 6 and result["counts"]["kept"] == 16
     assert result["rows"]["qwen"]["latents"]["nll"] == found.summary["qwen"]["latents"]["nll"]
     assert result["rows"]["llama"].keys() == set(ROWS)
     assert len(result["curve"]["points"]) == 2 * len(quality_curve.BITS) and result["curve"]["examples"] == 2
-    assert result["text_bytes"].keys() == {"UTF-8", "gzip", "zstd", "brotli", "language model"}
+    assert result["curve"]["text_bytes"].keys() == {"UTF-8", "gzip", "zstd", "brotli", "language model"}
     assert result["joint"]["examples"] == 5 and result["latents"]["inputs"] == 5
     lines = (tmp_path / "predictions.jsonl").read_text(encoding="utf-8").splitlines()
     told = [read_strictly(line) for line in lines]
@@ -102,14 +92,15 @@ def test_more_examples_than_a_run_validates_on_are_measured_and_the_time_left_is
 
 def test_selected_words_fill_the_message_s_positions_in_the_text_s_order(wire, found):
     for name, tokenizer in wire.recipe.tokenizers.items():
-        records, fields = found.measured.of(name, "selected"), found.measured.encoded.readers[name]
+        fields = found.measured.encoded.readers[name]
         room = wire.recipe.cfg.encoder.slots + 1
-        for record, taught in zip(records, found.measured.of(name, "selected_taught"), strict=True):
-            assert taught["positions"] == record["positions"] + 1 and taught["nll"] != record["nll"]
+        for record in found.measured.of(name, "selected_taught"):
             index = record["index"]
-            assert room - 3 <= record["positions"] <= room
-            whole, before = fields["selected"].ids[index], len(fields["before"].ids[index])
-            words = tokenizer.decode(whole[before : before + int(record["positions"])].tolist()).split()
+            taken = int(record["positions"]) - 1  # the vector is one
+            assert room - 3 <= taken <= room
+            whole, before = fields["selected_context"].ids[index], len(fields["before"].ids[index])
+            assert len(whole) == before + taken
+            words = tokenizer.decode(whole[before:].tolist()).split()
             context = found.measured.encoded.examples[index].context
             at = 0
             for word in words[:-1]:  # the last one may be cut
@@ -157,14 +148,14 @@ def test_without_a_curve_there_is_no_picture(wire, found, tmp_path):
     paths = evaluation.write(dataclasses.replace(found, curve=None, joint=None), tmp_path, step=6, data="cards")
     assert [path.name for path in paths] == FILES[:3]
     result = read_strictly((tmp_path / "eval.json").read_text(encoding="utf-8"))
-    assert result["curve"] is None and result["text_bytes"] is None and result["joint"] is None
+    assert result["curve"] is None and result["joint"] is None
     assert reported(wire, tmp_path).curve is None
 
 
 def test_an_input_that_was_written_twice_counts_once_among_the_latents(wire, found):
     measured = found.measured
     double = dataclasses.replace(measured, indices=[*measured.indices, measured.indices[0]])
-    assert evaluation.different_inputs(double, wire.recipe.layout) == [0, 1, 2, 3, 4]
+    assert evaluation.different_inputs(double) == [0, 1, 2, 3, 4]
 
 
 def exhaust(least):

@@ -40,7 +40,7 @@ def make_program(cfg, strategy="single", devices=1, stands_for="") -> StepSpec:
 
 
 def validation(program: StepSpec) -> Pass:
-    return evaluation_memory.validation(program, program.recipe)  # type: ignore[arg-type]
+    return evaluation_memory.validation(program)
 
 
 def peak(one: Pass | None, rows: int) -> int:
@@ -149,7 +149,7 @@ def test_sizes_that_a_larger_one_rules_out_are_not_compiled(root):
     one = Pass(program, {"mesh": 1000}, lambda rows: {"mesh": 10**6}, compiler.lower)  # type: ignore[dict-item]
     found = evaluation_memory.of(one, limit, compile=compiler.compile)
     assert (found.peak_bytes, found.largest, found.compiled) == (1000 + 100 + 10240, 8, True)
-    assert compiler.rows == [1024, 8]
+    assert compiler.rows == [1024, 16, 8]
 
     def refuse(lowered):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: 7 bytes")
@@ -214,7 +214,7 @@ def test_a_question_is_as_long_where_a_stage_s_passages_are_the_largest_batch(ro
     passages = {"stages__pretrain__share": 0.5, "stages__pretrain__lengths": (200,)}
     found = []
     for changes in ({}, passages):
-        recipe = make_program(tiny.make_config(root, message__literals=0, **changes)).recipe
+        recipe = make_program(tiny.make_config(root, **changes)).recipe
         found.append(workload.prompts(recipe.cfg, recipe, "qwen").positions)
     widths = recipe.validation_widths()["readers"]["qwen"]
     assert widths["after"]["ids"].shape[0] < recipe.cfg.data.question_tokens, "the planned batch must be a passage's"

@@ -163,19 +163,6 @@ def test_broken_input_is_refused_with_place_and_field(tmp_path, case):
         examples.read(write(tmp_path / name, text))
 
 
-def test_unreadable_files_are_refused_by_path(tmp_path):
-    with pytest.raises(UserError, match=r"absent\.json: no such file"):
-        examples.read(str(tmp_path / "absent.json"))
-    with pytest.raises(UserError, match="is a directory"):
-        examples.read(str(tmp_path))
-    (tmp_path / "cut.json.gz").write_bytes(gzip.compress(json.dumps(ROWS).encode())[:-9])
-    with pytest.raises(UserError, match=r"cut\.json\.gz: broken gzip"):
-        examples.read(str(tmp_path / "cut.json.gz"))
-    (tmp_path / "latin.json").write_bytes('[{"context": "é"}]'.encode("latin-1"))
-    with pytest.raises(UserError, match=r"latin\.json: not UTF-8"):
-        examples.read(str(tmp_path / "latin.json"))
-
-
 def test_all_unanswerable_is_refused_with_their_number(tmp_path):
     path = write(tmp_path / "x.jsonl", json.dumps(ROWS[0] | {"is_impossible": True}))
     with pytest.raises(UserError, match=r"no examples \(1 unanswerable"):

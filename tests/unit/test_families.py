@@ -126,32 +126,32 @@ def test_missing_size_is_refused_and_not_taken_from_a_default(key):
 
 
 @pytest.mark.parametrize(
-    ("cfg", "kind", "change", "said"),
+    ("cfg", "kind", "change", "key"),
     [
-        (
-            LLAMA31,
-            "llama",
-            {"original_max_position_embeddings": None},
-            "rope field original_max_position_embeddings is",
-        ),
-        (LLAMA31, "llama", {"low_freq_factor": None}, "rope field low_freq_factor is missing"),
-        (PHI3_LONG, "phi3", {"short_factor": None}, "rope field short_factor is missing"),
-        (PHI3_LONG, "phi3", {"original_max_position_embeddings": 29}, "=23, and 29 among the rotary fields"),
+        (LLAMA31, "llama", {"original_max_position_embeddings": None}, "original_max_position_embeddings"),
+        (LLAMA31, "llama", {"low_freq_factor": None}, "low_freq_factor"),
+        (PHI3_LONG, "phi3", {"short_factor": None}, "short_factor"),
+        (PHI3_LONG, "phi3", {"original_max_position_embeddings": 29}, "=23, and 29"),
     ],
 )
-def test_missing_rotary_field_is_refused_before_transformers_fills_it(cfg, kind, change, said):
+def test_missing_rotary_field_is_refused_though_transformers_fills_it(tmp_path, cfg, kind, change, key):
+    cfg = dataclasses.replace(cfg, width=60)
     fields = families.hf_fields(cfg, kind)
-    families.read_fields(fields, "here")
-    rope = {key: value for key, value in (fields["rope_scaling"] | change).items() if value is not None}
-    with pytest.raises(UserError, match=said):
-        families.read_fields(fields | {"rope_scaling": rope}, "here")
+    rope = {name: value for name, value in (fields["rope_scaling"] | change).items() if value is not None}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    assert weights.describe(tmp_path) == cfg
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"rope_scaling": rope}))
+    with pytest.raises(UserError, match=rf"config\.json.*{key}"):
+        weights.describe(tmp_path)
 
 
-def test_longrope_without_its_original_length_is_refused():
-    fields = families.hf_fields(PHI3_LONG, "phi3")
+@pytest.mark.parametrize("change", [{}, {"original_max_position_embeddings": None}], ids=["absent", "null"])
+def test_longrope_without_its_original_length_is_refused(tmp_path, change):
+    fields = families.hf_fields(dataclasses.replace(PHI3_LONG, width=60), "phi3")
     del fields["original_max_position_embeddings"]
-    with pytest.raises(UserError, match="original_max_position_embeddings is missing; rope_type 'longrope'"):
-        families.read_fields(fields, "here")
+    (tmp_path / "config.json").write_text(json.dumps(fields | change))
+    with pytest.raises(UserError, match="original_max_position_embeddings"):
+        weights.describe(tmp_path)
 
 
 def test_harmless_fields_are_accepted():

@@ -198,6 +198,7 @@ jax.jit(jnp.cosh)(1.0)
         assert ("jit_tan" in kept) != past
 
 
+@pytest.mark.slow
 def test_every_card_can_be_compiled_for_without_one():
     if not any(importlib.metadata.distributions(name="jax-cuda12-plugin")):
         pytest.skip("needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 as a compiler")

@@ -21,7 +21,7 @@ CFG = config.build(base.get_config())
 
 def write(folder, *, data: int, card: str = "") -> dict[str, Any]:
     mesh = meshes.make(data=data, model=1, devices=jax.devices()[:data])
-    hardware_record.write(folder, CFG, placement.together(mesh, ["llama"]), card=card)
+    hardware_record.write(folder, CFG, placement.one_mesh(mesh, ["llama"]), card=card)
     return json.loads((folder / hardware_record.FILE).read_text())
 
 

@@ -34,15 +34,15 @@ def test_four_replicas_that_the_machine_cannot_hold_are_refused_before_they_are_
     cfg = tiny.make_config(tmp_path, mesh__placement="replicate", mesh__data=4)
     once = sum(planner.recipes.reader_bytes(cfg).values())
     monkeypatch.setattr(host_memory, "available", lambda: 4 * once)
-    assert planner.settle(cfg)[1].devices == 4
+    assert planner.resolve_auto(cfg)[1].devices == 4
     monkeypatch.setattr(host_memory, "available", lambda: 4 * once - 1)
     with pytest.raises(UserError, match=r"4 virtual devices.*nothing was fetched; one copy would fit"):
-        planner.settle(cfg)
+        planner.resolve_auto(cfg)
     monkeypatch.setattr(host_memory, "available", lambda: once - 1)
     with pytest.raises(UserError, match=r"weights=nf4, or plan for GPUs"):
-        planner.settle(cfg)
+        planner.resolve_auto(cfg)
     monkeypatch.setattr(host_memory, "available", lambda: None)
-    assert planner.settle(cfg)[1].devices == 4, "a system that tells nothing is no obstacle"
+    assert planner.resolve_auto(cfg)[1].devices == 4, "a system that tells nothing is no obstacle"
 
 
 def test_memory_is_the_least_of_the_systems_and_the_containers(tmp_path, monkeypatch):

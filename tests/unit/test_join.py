@@ -45,12 +45,6 @@ def test_run_without_a_checkpoint_is_refused(root, folder):
         join.read_trainable(cfg, {})
 
 
-def test_whether_the_encoder_reads_the_question_cannot_differ(root, folder):
-    cfg = tiny.make_config(root, encoder__run=folder, prompt__question="latents")
-    with pytest.raises(UserError, match=r"config\.prompt\.question = 'latents'.*'text'"):
-        join.read_config(cfg)
-
-
 def test_encoder_on_another_body_or_tokenizer_is_refused(root, tmp_path, folder, monkeypatch):
     lm = {"encoder__kind": "lm", "encoder__source": str(tiny.readers(root)["llama"])}
     saved = tiny.make_recipe(root, **lm).identity()

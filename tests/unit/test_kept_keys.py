@@ -42,7 +42,7 @@ def params():
 
 @pytest.fixture(scope="module")
 def whole(params):
-    return kv_prefix.take(params, CFG, TEXT, mask=SLOTS, shared_prefix=SHARED)
+    return tiny.compiled(kv_prefix.take, params, CFG, TEXT, mask=SLOTS, shared_prefix=SHARED)
 
 
 def sizes():
@@ -51,7 +51,7 @@ def sizes():
 
 def read(params, prefix, mode=decoder.Mode(), x=ASKED):  # noqa: B008
     given = {"shared_prefix": SHARED, "kv_prefix": prefix, "mode": mode}
-    return decoder.forward(params, CFG, x, mask=AFTER, **given).hidden
+    return tiny.compiled(decoder.forward, params, CFG, x, mask=AFTER, **given).hidden
 
 
 def same(found, wanted, tolerance=SAME, mask=AFTER):
@@ -60,8 +60,7 @@ def same(found, wanted, tolerance=SAME, mask=AFTER):
     )
 
 
-@pytest.mark.parametrize("remat", ["none", "full"])
-@pytest.mark.parametrize("factors", [None, "bfloat16"])
+@pytest.mark.parametrize(("remat", "factors"), [("none", None), ("full", "bfloat16")])
 def test_all_keys_and_no_bias_are_the_text_forward_and_backward(params, whole, remat, factors):
     mode = decoder.Mode(remat=remat, factors=factors)
     every = jnp.broadcast_to(SLOTS[None, :, :, None], KEPT.shape)

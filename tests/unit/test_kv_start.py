@@ -73,15 +73,18 @@ def own_windows(recipe, built, name, texts):
     wanted, params = [], built.frozen[name]
     before = prompt_tokens.shared_prefix(name, recipe.layout.readers[name], recipe.layout.prompt)[None]
     shared = decoder.SharedPrefix(decoder.embed(params, jnp.asarray(before)), jnp.ones(before.shape, bool))
-    for example in texts:
+    encoded = [tokenizer.encode(example.context) for example in texts]
+    mask = np.arange(max(map(len, encoded))) < np.array([[len(one)] for one in encoded])
+    ids = np.zeros(mask.shape, np.int32)
+    ids[mask] = np.concatenate(encoded)
+    take = jax.jit(lambda x, mask: kv_prefix.take(params, reader.config, x, mask=mask, shared_prefix=shared))
+    own = take(decoder.embed(params, jnp.asarray(ids)), jnp.asarray(mask))
+    for row, example in enumerate(texts):
         source = recipe.layout.source.starts(example.context)
-        ids = np.asarray([tokenizer.encode(example.context)], np.int32)
-        x = decoder.embed(params, jnp.asarray(ids))
-        own = kv_prefix.take(params, reader.config, x, mask=jnp.ones(ids.shape, bool), shared_prefix=shared)
         bounds = kv_start.same_words.window_starts(source, recipe.cfg.encoder.slots)
         weights = kv_start.same_words.window_weights(tokenizer.starts(example.context), bounds)
         weights /= weights.sum(axis=1, keepdims=True)
-        both = np.stack([own.k[:, 0], own.v[:, 0]], axis=1)
+        both = np.stack([part[:, row, : len(encoded[row])] for part in (own.k, own.v)], axis=1)
         wanted.append(np.einsum("mt,lstke->mlske", weights, both))
     return np.concatenate(wanted)
 
@@ -102,8 +105,12 @@ def test_tokens_read_grow_with_the_values_of_a_latent(started):
 def test_keys_and_values_have_the_readers_own_mean_and_size(started, name, start):
     recipe, built = started[start]
     texts = recipe.data("validation")
-    latents = recipe.wire.encode(built.trainable, jax.tree.map(jnp.asarray, texts.collate(range(12))["source"]))
-    made = recipe.wire.prefix(built.trainable["adapters"][name], name, latents, "answer")
+    latents = jax.jit(recipe.wire.encode)(
+        built.trainable, jax.tree.map(jnp.asarray, texts.collate(range(12))["source"])
+    )
+    made = jax.jit(recipe.wire.prefix, static_argnums=(1, 3))(
+        built.trainable["adapters"][name], name, latents, "answer"
+    )
     own = own_windows(recipe, built, name, texts.examples[:12])
     found = np.stack([made.k, made.v], axis=3).transpose(1, 2, 0, 3, 4, 5)
     found = found.reshape(-1, *own.shape[1:])

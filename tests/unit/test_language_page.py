@@ -14,10 +14,6 @@ from tests.runs import write_lines
 from tests.unit.test_report import HOSTILE, Reader, page_of
 
 
-def cells_of(page: Reader) -> list[str]:
-    return [text for tag, text in page.texts if tag == "td"]
-
-
 def classes_of(page: Reader, tag: str) -> list[str]:
     return [value for at, name, value in page.attributes if (at, name) == (tag, "class")]
 
@@ -62,7 +58,7 @@ def test_rows_of_the_table_that_are_no_token_are_no_parameters(tmp_path: Path) -
 
 
 def test_positions_are_in_their_order_with_perplexities(tmp_path: Path) -> None:
-    cells = cells_of(page_of(write_run(tmp_path / "run")))
+    cells = page_of(write_run(tmp_path / "run")).cells()
     start = cells.index("1")
     assert cells[start : start + 8] == ["1", "1", "4.000", "54.60", "2", "1", "3.500", "33.12"]
     last = cells.index("17-24")
@@ -72,7 +68,7 @@ def test_positions_are_in_their_order_with_perplexities(tmp_path: Path) -> None:
 def test_speed_is_the_median_of_the_log_together_and_a_device(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     page = page_of(folder)
-    cells = cells_of(page)
+    cells = page.cells()
     start = cells.index("tokens/s, all devices")
     assert cells[start : start + 5] == ["tokens/s, all devices", "4,000", "2,500 .. 5,500", "1,000 .. 7,000", "7"]
     assert f"{BATCH} windows x {LENGTH} tokens = {BATCH * LENGTH} tokens a step" in page.text("p")
@@ -82,9 +78,9 @@ def test_speed_is_the_median_of_the_log_together_and_a_device(tmp_path: Path) ->
     rows = [row | {"device": name, "utilisation": use, "peak_bytes": 6e9} for name, use in uses.items()]
     write_lines(folder / "devices.jsonl", [*rows, rows[0] | {"samples": 1, "utilisation": 0.65}])
     page = page_of(folder)
-    assert "1,000" == cells_of(page)[cells_of(page).index("tokens/s a device, of 4") + 1]
+    assert "1,000" == page.cells()[page.cells().index("tokens/s a device, of 4") + 1]
     assert "Utilisation of 4 devices: 50.0% .. 55.0%, ±4.9% about their mean." in page.text("p")
-    assert cells_of(page)[cells_of(page).index("peak") + 1] == "6.00 GB"
+    assert page.cells()[page.cells().index("peak") + 1] == "6.00 GB"
 
 
 def test_memory_is_of_the_newest_checkpoint_and_of_the_step_that_is_this_runs(tmp_path: Path) -> None:
@@ -96,12 +92,12 @@ def test_memory_is_of_the_newest_checkpoint_and_of_the_step_that_is_this_runs(tm
     other = [row_of("measured", "weak", 1, 5.0, **change) for change in ({"length": 48}, {"parameters": 9})]
     rows = [*other, row_of("planned", "strong", 1, 9.0, peak_bytes=8e9)]
     page = page_of(write_run(folder, rows=rows))
-    start = cells_of(page).index("peak")
-    assert cells_of(page)[start : start + 3] == ["peak", "8.00 GB", "planned, 1 x h100, compiled"]
+    start = page.cells().index("peak")
+    assert page.cells()[start : start + 3] == ["peak", "8.00 GB", "planned, 1 x h100, compiled"]
     rows.append(row_of("measured", "strong", 2, 9.0, peak_bytes=5e9))
     page = page_of(write_run(folder, rows=rows))
-    start = cells_of(page).index("peak")
-    assert cells_of(page)[start : start + 3] == ["peak", "5.00 GB", "measured, 2 x cpu, compiled"]
+    start = page.cells().index("peak")
+    assert page.cells()[start : start + 3] == ["peak", "5.00 GB", "measured, 2 x cpu, compiled"]
 
 
 def test_folder_before_its_first_step_tells_every_command(tmp_path: Path) -> None:
@@ -127,7 +123,7 @@ def test_log_that_is_no_number_is_left_out_and_counted(tmp_path: Path) -> None:
     write_lines(folder / "metrics.jsonl", rows)
     page = page_of(folder)
     assert not page.faults and "4 logged values are not finite" in page.text("figcaption")
-    cells = cells_of(page)
+    cells = page.cells()
     assert cells[cells.index("tokens/s, all devices") + 4] == "6" and "nan" not in " ".join(cells).lower()
     assert cells[cells.index("2") : cells.index("2") + 4] == ["2", "1", "unknown", "unknown"]
     assert "bigram unknown: below" in page.text("li")
@@ -137,7 +133,7 @@ def test_planned_rows_are_muted_and_what_was_not_measured_is_told(tmp_path: Path
     rows = [row_of("planned", "weak", count, 100.0 * count**0.5) for count in (1, 2, 4)]
     page = page_of(write_run(tmp_path / "run", rows=rows))
     assert classes_of(page, "tr") == ["planned"] * 3
-    cells = cells_of(page)
+    cells = page.cells()
     assert "70.7 %" in cells and "50.0 %" in cells and "100.0 %" in cells
     text = page.text("p")
     assert "Not measured yet (weak scaling, strong scaling, window length):" in text
@@ -158,7 +154,7 @@ def test_measured_rows_stand_first_each_kind_against_its_own_single_device(tmp_p
     assert strong.table.rows[0][at("s/step")] == "19.2000 ±5 %"
     assert batch.table.rows[0][list(batch.table.head).index("MFU")] == "12.5 %"
     page = page_of(run.workdir)
-    assert "virtual devices that share" in page.text("p") and "script" not in page.tags and HOSTILE in cells_of(page)
+    assert "virtual devices that share" in page.text("p") and "script" not in page.tags and HOSTILE in page.cells()
 
 
 def test_hostile_text_never_becomes_an_element(tmp_path: Path) -> None:
@@ -167,7 +163,7 @@ def test_hostile_text_never_becomes_an_element(tmp_path: Path) -> None:
     (folder / "command.txt").write_text(f"run.py --config '{HOSTILE}'", "utf-8")
     page = page_of(folder)
     assert not page.faults and not page.open and "script" not in page.tags
-    assert HOSTILE in cells_of(page) and HOSTILE in page.text("code")
+    assert HOSTILE in page.cells() and HOSTILE in page.text("code")
 
 
 @pytest.mark.parametrize(

@@ -9,21 +9,9 @@ import pytest
 
 from lw_jax.core.errors import UserError
 from lw_jax.models import decoder, lora, quant
+from tests import tiny
 
-CFG = decoder.DecoderConfig(
-    vocab=101,
-    width=64,
-    layers=3,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    ffn=192,
-    rope_theta=1e4,
-    norm_eps=1e-5,
-    max_positions=64,
-    tied=False,
-    qkv_bias=True,
-)
+CFG = dataclasses.replace(tiny.DECODER, vocab=101, width=64, heads=4, head_dim=16, ffn=192)
 ALL = tuple(lora.MODULES)
 SAME = 2e-5  # fp32 logits of unit size: the same sums in another order
 IDS = np.random.default_rng(0).integers(0, 101, (2, 11))

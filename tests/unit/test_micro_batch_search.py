@@ -32,7 +32,7 @@ def make_program(root, **changes) -> StepSpec:
 
 
 def needs(peak: int, micro: int = 1) -> StepMemory:
-    return StepMemory(micro, 1, 0, 0, 0, 0, 0, 0, (peak,))
+    return StepMemory(micro, 1, 0, 0, 0, 0, 0, (peak,))
 
 
 SHAPES = {
@@ -178,7 +178,6 @@ def test_bytes_that_stay_on_a_device_are_those_counted_by_hand(name, root):
     assert found.trainable == learned
     assert found.optimizer == 2 * learned + COUNTERS
     assert found.batch == rows * (EXAMPLE + READER * (1 if name == "split" else 2))
-    assert found.logits == rows * 24 * 352 * 4 // (2 if name == "tensor" else 1)
     assert found.micro_batch == rows
 
 
@@ -205,12 +204,11 @@ def test_activations_grow_with_the_micro_batch_and_what_stays_does_not(measured)
     assert [found.micro_batch for found in measured] == [1, 2, 3, 6]
     for smaller, larger in zip(measured, measured[1:], strict=False):
         assert larger.activations > smaller.activations
-        assert larger.logits > smaller.logits
         assert (larger.weights, larger.optimizer, larger.batch) == (smaller.weights, smaller.optimizer, smaller.batch)
     for found in measured:
         stays = found.weights + found.trainable + found.optimizer + found.batch
         assert found.peak == stays + found.activations
-        assert found.activations > found.logits
+        assert found.activations > 0
 
 
 @pytest.mark.parametrize("index", [0, 1, 2, 3])

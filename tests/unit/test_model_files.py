@@ -12,14 +12,17 @@ import pytest
 from gguf import GGUFWriter
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
-from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
 from lw_jax.data.tokens import load_source_tokenizer, load_tokenizer
-from lw_jax.hub import families, gguf_header, tensor_files, ttt_family, weights
+from lw_jax.hub import families, gguf_header, tensor_files, weights
 from tests import tiny
 
 DEEP = "[" * 100_000
+LLAMA3 = {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4}
+LLAMA3 |= {"original_max_position_embeddings": 8192}
+FLAGS = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
+FAR = {"id": 10**6, "content": "<far>", "special": True} | FLAGS
 
 
 def refused(call, *named: str) -> None:
@@ -205,27 +208,17 @@ def edited(reader):
 @pytest.mark.parametrize(
     ("key", "value"),
     [
-        *[("head_dim", value) for value in ("x", 0, -2, 1.5, 10**20, [4], True)],
-        *[("num_hidden_layers", value) for value in (10**9, 2**40, "2", 2.0, None, 0)],
-        *[("vocab_size", value) for value in (10**20, -1, [352])],
-        ("hidden_size", 2**40),
+        *[("head_dim", value) for value in ("x", 0, [4])],
+        *[("num_hidden_layers", value) for value in (10**9, "2", None, 0)],
+        ("vocab_size", 10**20),
         ("num_key_value_heads", "2"),
-        *[("rms_norm_eps", value) for value in (-0.5, 0, "1e-6", 1e308, [1])],
-        *[("rope_theta", value) for value in ([1], "../x", -1, 0, 1e300, True)],
+        *[("rms_norm_eps", value) for value in (0, "1e-6")],
+        *[("rope_theta", value) for value in ([1], -1)],
         ("tie_word_embeddings", "no"),
-        ("attention_bias", 0),
-        ("layer_types", 5),
         ("model_type", ["llama"]),
-        ("rope_scaling", {"rope_type": ["llama3"]}),
         ("rope_scaling", {"rope_type": "llama3", "factor": 8}),
-        *[
-            ("rope_scaling", {"rope_type": "llama3", "factor": 8, "low_freq_factor": 1, "high_freq_factor": 4} | change)
-            for change in (
-                {"original_max_position_embeddings": -1},
-                {"original_max_position_embeddings": 8192, "factor": -8},
-                {"original_max_position_embeddings": 8192, "high_freq_factor": 1},
-            )
-        ],
+        ("rope_scaling", LLAMA3 | {"factor": -8}),
+        ("rope_scaling", LLAMA3 | {"high_freq_factor": 1}),
         ("quantization_config", [4]),
     ],
 )
@@ -242,13 +235,9 @@ def test_config_that_is_no_plain_object_is_refused(edited, text):
     refused(lambda: weights.describe(edited("config.json", text)), "config.json")
 
 
-def test_ttt_and_bert_have_the_same_bounds(tmp_path):
+def test_bert_has_the_same_bounds(tmp_path):
     tiny.write_bert(tmp_path / "bert", num_hidden_layers=10**9)
     refused(lambda: weights.describe_bert(tmp_path / "bert"), "num_hidden_layers=1000000000")
-    sizes = {"vocab_size": 9, "hidden_size": 8, "num_hidden_layers": 2, "num_attention_heads": 2}
-    for change in ({"intermediate_size": 10**20}, {"conv_kernel": 2**40}, {"rope_theta": 1e300}):
-        fields = {"model_type": "ttt", "intermediate_size": 8} | sizes | change
-        refused(lambda fields=fields: ttt_family.ttt_config(fields), next(iter(change)))
 
 
 def test_code_of_the_folder_s_own_is_never_run(edited, reader, tmp_path):
@@ -270,88 +259,29 @@ def test_code_of_the_folder_s_own_is_never_run(edited, reader, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "value", [-1, 10**6, 352, "2", 2.0, True, [2, "x"], [[2]], {"a": 2}, 2**70, [10**9], [2, None]]
-)
-def test_stop_that_is_no_id_of_the_vocabulary_is_refused(edited, value):
-    refused(lambda: load_tokenizer(edited("generation_config.json", {"eos_token_id": value})), "eos_token_id")
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
+    ("name", "change", "named"),
     [
-        ("generation_config.json", "[5]"),
-        ("generation_config.json", DEEP),
         *[
-            ("tokenizer_config.json", {"eos_token": value})
-            for value in (5, [], {}, {"content": 5}, "", True, "nowhere")
+            ("generation_config.json", {"eos_token_id": value}, "eos_token_id")
+            for value in (-1, 352, "2", True, [2, "x"])
         ],
-        *[
-            ("tokenizer_config.json", {"added_tokens_decoder": value})
-            for value in ({"-1": {"content": "a"}}, {"x": {"content": "a"}}, {"3": 5}, [], {"9999": {"content": "new"}})
-        ],
-        ("tokenizer_config.json", {"chat_template": 5}),
-        ("tokenizer_config.json", DEEP),
-        ("special_tokens_map.json", {"eos_token": [1]}),
-        ("special_tokens_map.json", "null"),
-        ("added_tokens.json", {"<new>": -1}),
-        ("added_tokens.json", {"<new>": 352}),  # the model has no row for it
-        ("tokenizer.json", "{}"),
-        ("tokenizer.json", '{"model": 5}'),
-        ("tokenizer.json", {"pre_tokenizer": {"type": "Nothing"}}),
-        ("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": 0}, "merges": [["a", "b"]]}}),
-        ("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": 0, "b": 0}, "merges": []}}),
-        ("tokenizer.json", {"model": {"type": "BPE", "vocab": {"a": 2**31}, "merges": []}}),
-        ("tokenizer.json", {"added_tokens": [{"id": 10**6, "content": "<far>", "special": True}]}),
-        ("tokenizer.json", {"added_tokens": [{"id": 2**32 - 1, "content": "<far>", "special": True}]}),
-        ("tokenizer.json", {"added_tokens": [{"id": 0, "content": 5}]}),
-        (
-            "tokenizer.json",
-            {
-                "post_processor": {
-                    "type": "TemplateProcessing",
-                    "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
-                    "pair": [],
-                    "special_tokens": {},
-                }
-            },
-        ),
+        ("tokenizer_config.json", {"eos_token": 5}, ""),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"3": 5}}, ""),
+        ("tokenizer_config.json", {"added_tokens_decoder": {"352": {"content": "new"}}}, "vocab_size"),
+        ("tokenizer_config.json", DEEP, ""),
+        ("tokenizer.json", "{}", ""),
+        ("tokenizer.json", {"pre_tokenizer": {"type": "Nothing"}}, ""),
+        ("tokenizer.json", {"added_tokens": [FAR]}, "1000000"),
     ],
 )
-def test_broken_tokenizer_file_is_refused(edited, name, change):
-    refused(lambda: load_tokenizer(edited(name, change)).encode("a"))
-
-
-@pytest.mark.parametrize("legacy", [False, True])
-def test_a_tokenizer_is_what_transformers_makes_of_its_files(edited, reader, legacy):
-    """Ours hands on named fields; from_pretrained all: on files in order both are the same."""
-    edited("config.json", {"vocab_size": 400})
-    size = load_tokenizer(reader).vocab
-    template = {"chat_template": "{{ messages }}", "split_special_tokens": False, "model_max_length": int(1e30)}
-    if legacy:
-        edited(
-            "special_tokens_map.json",
-            json.dumps({"pad_token": {"content": "<pad2>", "lstrip": True}, "eos_token": "</s>"}),
-        )
-        edited("added_tokens.json", json.dumps({"<pad2>": size, "more": size + 1}))
-    else:
-        added = {str(size): {"content": "<pad2>", "special": True}, str(size + 1): {"content": "more", "lstrip": True}}
-        template |= {"added_tokens_decoder": added, "pad_token": "<pad2>", "extra_special_tokens": ["more"]}
-    edited("tokenizer_config.json", template)
-    ours, theirs = load_tokenizer(reader).backend, PreTrainedTokenizerFast.from_pretrained(str(reader))
-    for one in (ours, theirs):
-        one.backend_tokenizer.no_truncation()
-        one.backend_tokenizer.no_padding()
-    assert ours.backend_tokenizer.to_str() == theirs.backend_tokenizer.to_str()
-    assert ours.special_tokens_map == theirs.special_tokens_map and ours.pad_token_id == size
-    assert (ours.chat_template, ours.model_max_length) == (theirs.chat_template, theirs.model_max_length)
+def test_broken_tokenizer_file_is_refused(edited, reader, name, change, named):
+    refused(lambda: load_tokenizer(edited(name, change)), str(reader), named)
 
 
 def test_a_bert_tokenizer_goes_through_the_same_door(tmp_path):
     tiny.write_bert(tmp_path)
     (tmp_path / "tokenizer_config.json").write_text('{"pad_token": 5}')
-    refused(lambda: load_source_tokenizer(tmp_path), "pad_token")
-    (tmp_path / "config.json").write_text(DEEP)
-    refused(lambda: load_source_tokenizer(tmp_path), "config.json")
+    refused(lambda: load_source_tokenizer(tmp_path), str(tmp_path))
 
 
 # --- GGUF

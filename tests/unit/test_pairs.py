@@ -163,16 +163,6 @@ def test_broken_row_is_refused_by_file_line_and_rule(tmp_path, row, rule):
         read(path)
 
 
-def test_broken_json_and_an_empty_file_are_refused_by_place(tmp_path):
-    path = tmp_path / "a.jsonl"
-    path.write_text(json.dumps(PLAIN[0]) + '\n{"prompt": \n')
-    with pytest.raises(UserError, match=re.escape(f"{path}:2: broken JSON")):
-        read(str(path))
-    path.write_text("\n \n")
-    with pytest.raises(UserError, match="a.jsonl: the file is empty; .*rows"):
-        read(str(path))
-
-
 @pytest.mark.parametrize(
     ("rows", "forms"),
     [

@@ -25,26 +25,6 @@ def turn(*medians):
     return [{"median": one, "seconds": [one, 2 * one], **own} for one in medians]
 
 
-def test_ratio_is_of_the_medians_and_of_each_pair_of_turns():
-    found = variants.ratio({"ours": turn(1.0, 2.0, 1.0), "theirs": turn(3.0, 3.0, 4.0)})
-    assert found == {"median": 3.0, "least": 1.5, "most": 4.0}
-
-
-@pytest.mark.parametrize(
-    ("ours", "tolerance", "named"),
-    [
-        ({"loss": 2.001, "grad_norm": 5.0}, 1e-3, ""),
-        ({"loss": 2.01, "grad_norm": 5.0}, 1e-3, "loss"),
-        ({"loss": 2.01, "grad_norm": 5.0}, 2e-2, ""),
-        ({"loss": 2.0, "grad_norm": 5.2}, 2e-2, "grad_norm"),
-        ({"loss": float("nan"), "grad_norm": 5.0}, 2e-2, "loss"),
-    ],
-)
-def test_loss_and_gradient_are_within_the_tolerance_of_the_precision(ours, tolerance, named):
-    found = variants.refusal(variants.differences("step", ours, {"loss": 2.0, "grad_norm": 5.0}), tolerance)
-    assert named in found and bool(named) is bool(found)
-
-
 def test_latents_and_first_logits_are_compared_by_their_root_mean_square(tmp_path):
     for name, scale in (("theirs", 1.0), ("ours", 1.03)):
         whole = np.ones((2, 3), np.float32)
@@ -52,16 +32,6 @@ def test_latents_and_first_logits_are_compared_by_their_root_mean_square(tmp_pat
     ours, theirs = ({"file": str(tmp_path / f"{name}.npz")} for name in ("ours", "theirs"))
     assert variants.differences("encode", ours, theirs) == {"latents": 0}
     assert variants.differences("answer", ours, theirs) == {"llama/logits": pytest.approx(0.03, rel=1e-3)}
-
-
-def test_every_way_of_both_sides_is_timed():
-    names = [(one.side, one.name) for one in variants.of_part("step", "dpo")]
-    theirs = ["fp32", "bf16 autocast", "bf16 autocast, frozen in bf16"]
-    assert names == [("ours", "fp32"), ("ours", "bf16")] + [
-        ("theirs", name + end) for end in ("", ", compiled") for name in theirs
-    ]
-    assert not next(one for one in variants.of_part("step", "latentwire") if one.precision == "w8a8").counted
-    assert {one.precision for one in variants.of_part("answer", "latentwire")} >= {"fp32", "whole", "bf16"}
 
 
 class Stand:
@@ -101,20 +71,6 @@ def test_variant_that_computes_something_else_is_refused(wrong, second):
     assert not row["counted"] and "grad_norm" in row["why"]
 
 
-def test_variant_that_does_not_compile_is_a_row_with_its_reason():
-    told = peer.compare(Stand(dict(zip(NAMES, (2.0, 1.0, 8.0, 6.0, None), strict=True))), "step", STEP)
-    assert told["ratio"]["median"] == 3 and "InvalidCxxCompiler" in told["rows"][-1]["why"]
-    found = {"recipe": "dpo", "batch": 2, "remat": "none", "name": "cpu", "parts": {"step": told}}
-    one = {"loss": 2.0, "grad_norm": 5.0}
-    lines = variants.table(found | {"check": {"layers": 2, "ours": one, "theirs": one}}).splitlines()
-    assert len(lines) == 2 + 2 + len(STEP) + 1 and "no compiler" in lines[-2]
-
-
-def test_side_with_nothing_that_counts_has_no_ratio():
-    told = peer.compare(Stand(dict(zip(NAMES, (None, 1.0, 8.0, 6.0, 5.0), strict=True))), "step", STEP)
-    assert "ours" not in told["best"] and "ratio" not in told
-
-
 def test_child_is_stopped_at_its_limit_and_its_reason_is_kept():
     with pytest.raises(UserError, match="longer than 0.5 s"):
         common.child(["-c", "import time; time.sleep(60)"], seconds=0.5)
@@ -130,26 +86,16 @@ def test_a_wire_that_learns_by_muon_is_timed_with_the_optimizer_of_the_other_sid
 
 
 @pytest.mark.slow
-def test_wire_of_two_families_is_the_same_in_torch_in_every_part(tmp_path, capsys, monkeypatch):
-    once = dataclasses.replace(variants.WHOLE, compiled=True)  # a compiler is slow: one model, its encoder
-    of_part = variants.of_part
-    monkeypatch.setattr(
-        variants,
-        "of_part",
-        lambda *what: [one for one in of_part(*what) if not one.compiled] + [once] * (what[0] == "encode"),
-    )
+def test_wire_of_two_families_is_the_same_in_torch_in_every_part(tmp_path):
     file = tmp_path / "told.json"
-    assert peer.main([*words("configs/smoke.py", *TINY), "--precision", "best", "--json", str(file)]) == 0
+    parts = ("--parts", "step,encode,answer", "--json", str(file))
+    assert peer.main([*words("configs/smoke.py", *TINY), *parts]) == 0
     told = json.loads(file.read_text())
     assert told["check"]["ours"]["grad_norm"] > 0.1
     assert set(told["theirs_over_ours_best"]) == {"step", "encode", "answer"}
     assert all(value > 0 for value in told["theirs_over_ours_best"].values())
-    for name, part in told["parts"].items():
-        assert all(row["turns"] for row in part["rows"]), f"{name}: {[row['why'] for row in part['rows']]}"
-        for row in part["rows"]:
-            if row["counted"] and not row["variant"].endswith("compiled"):
-                assert 0 < max(row["difference"].values()) < variants.TOLERANCE["bf16"] or row["variant"] == "fp32"
-    assert capsys.readouterr().out.count("each side at its best") == 3
+    for part in told["check"]["difference"].values():
+        assert 0 < max(part.values()) < variants.TOLERANCE["fp32"]
 
 
 @pytest.mark.slow

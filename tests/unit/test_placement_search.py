@@ -29,7 +29,7 @@ def hardware(count: int, room: MemoryLimit = ENOUGH, **changes) -> Hardware:
 
 
 def choose(cfg, on: Hardware) -> list[Candidate]:
-    return placement_search.choose(cfg, on, widths=None)
+    return placement_search.choose(cfg, on)
 
 
 # ---- which candidates there are
@@ -85,7 +85,7 @@ def test_a_configured_placement_is_the_only_one(root, measure):
 
 def candidate(seconds: float | None, *, devices: int = 1, peak: int = 100, obstacle: str = "", **more) -> Candidate:
     placed = placements.place("replicate", {"a": 1}, data=devices, devices=jax.devices()[:devices])
-    needs = StepMemory(1, 1, 0, 0, 0, 0, 0, 0, (peak,))
+    needs = StepMemory(1, 1, 0, 0, 0, 0, 0, (peak,))
     times = None if seconds is None else Times(seconds, 0.0, 0.0)
     return Candidate("replicate", f"{devices}x1", "none", placed, needs, times, obstacle=obstacle, **more)
 
@@ -307,9 +307,7 @@ def test_a_compiled_candidate_has_the_needs_that_are_measured(apart):
     program = StepSpec(cfg, recipes.make(cfg, placed, outline=True))
     assert len(compiled) == len(found.needs.programs) > 3
     assert found.fits and found.needs == micro_batch_search.measure(program, program.recipe.batch_widths(), 4)
-    assert found.estimate == estimate.estimate(
-        program, program.recipe, program.recipe.batch_widths(), 4, gpus.Target(H100, 2)
-    )
+    assert found.estimate == estimate.estimate(program, program.recipe.batch_widths(), 4, gpus.Target(H100, 2))
 
 
 @pytest.mark.slow

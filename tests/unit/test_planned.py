@@ -6,7 +6,6 @@ from benchmarks import planned
 from lw_jax.core.errors import UserError
 from tests import tiny
 
-SHARES = {"device": "H100", "jax": "0", "matmul": 0.7, "bandwidth": 0.9}
 ROW = {
     **{"point": "both:8:none", "planned_bytes": 50_000_000_000, "micro_batch": 8, "remat": "none"},
     **{"peak_bytes": 51_000_000_000, "predicted_seconds": 2.5, "calibrated_seconds": 2.0, "seconds": 2.1},
@@ -14,10 +13,9 @@ ROW = {
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("point", ["both:2:none", "qwen:1:full"])
-def test_a_point_runs_its_compiled_step_here(point, tmp_path_factory):
+def test_a_point_runs_its_compiled_step_here(tmp_path_factory):
     cfg = tiny.make_config(tmp_path_factory.getbasetemp() / "readers")
-    row = planned.run(cfg, point, steps=1, shares={})
+    row = planned.run(cfg, "qwen:1:full", steps=1, shares={})
     assert row["seconds"] > 0 and row["planned_bytes"] > 0
     assert row["peak_bytes"] is None and "calibrated_seconds" not in row  # a CPU tells neither
     assert not planned.is_off(row)
@@ -48,20 +46,3 @@ def test_a_point_of_other_words_is_refused(point, tmp_path_factory):
 )
 def test_a_point_is_off_beyond_three_percent_of_memory_or_ten_of_time(change, off):
     assert planned.is_off(ROW | change) is off
-
-
-def test_the_table_tells_how_far_off_and_what_was_not_measured():
-    blind = {key: value for key, value in ROW.items() if "_seconds" not in key} | {"peak_bytes": None}
-    text = planned.table(SHARES, [ROW, blind])
-    assert "matmul 70%, bandwidth 90%" in text
-    assert text.splitlines()[3].split() == [
-        "both:8:none",
-        "50.000",
-        "51.000",
-        "+2.0%",
-        "2.500",
-        "2.000",
-        "2.100",
-        "+5.0%",
-    ]
-    assert "not measured" in text.splitlines()[4]

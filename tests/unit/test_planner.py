@@ -43,7 +43,7 @@ def pair(monkeypatch):
 @pytest.mark.parametrize(("batch", "rows"), [(8, 8), (6, 6), (14, 7), (22, 8), (11, 6)])
 def test_where_memory_is_not_told_all_devices_share_the_batch_that_make_a_share_smaller(batch, rows, root):
     cfg = make_searched_config(root, train__global_batch=batch)
-    settled, placed = planner.settle(cfg)
+    settled, placed = planner.resolve_auto(cfg)
     assert (placed.strategy, placed.data, placed.devices) == ("replicate", rows, rows)
     assert dataclasses.replace(settled, eval=cfg.eval) == config.with_remat(cfg, "none")
     assert settled.eval.layers == "stacked", "this is no GPU"
@@ -67,12 +67,12 @@ def test_validations_take_their_share_of_a_run(root, changes, share):
 def test_what_is_configured_stays(root):
     words = {"mesh__placement": "tensor", "compute__remat": "full", "eval__layers": "unstacked"}
     cfg = tiny.make_config(root, mesh__data=2, mesh__model=2, **words)
-    settled, placed = planner.settle(cfg)
+    settled, placed = planner.resolve_auto(cfg)
     assert settled is cfg
     assert (placed.strategy, dict(placed.learner.shape)) == ("tensor", {"data": 2, "model": 2})
-    settled, placed = planner.settle(tiny.make_config(root, compute__remat="full"))
+    settled, placed = planner.resolve_auto(tiny.make_config(root, compute__remat="full"))
     assert (settled.compute.remat, placed.strategy, placed.data) == ("full", "replicate", 8)
-    settled, placed = planner.settle(make_searched_config(root, mesh__placement="split", mesh__model=2))
+    settled, placed = planner.resolve_auto(make_searched_config(root, mesh__placement="split", mesh__model=2))
     assert (settled.compute.remat, placed.strategy, placed.data) == ("none", "split", 2)
 
 
@@ -86,7 +86,7 @@ def test_several_processes_settle_on_the_smallest_limit_of_all(own, other, usabl
         cfg = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, memory_gb=own[0] / 1e9))
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     monkeypatch.setattr(processes, "gather", lambda value: [value, value if isinstance(value, str) else other])
-    settled, _ = planner.settle(cfg)
+    settled, _ = planner.resolve_auto(cfg)
     room = memory_limit.local(settled)
     assert (room and room.usable) == usable
 
@@ -94,7 +94,7 @@ def test_several_processes_settle_on_the_smallest_limit_of_all(own, other, usabl
 def test_processors_that_would_take_different_dtypes_are_refused(root, monkeypatch):
     monkeypatch.setattr(processes, "gather", lambda value: [value, "bf16"])
     with pytest.raises(UserError, match=r"compute\.dtype='auto'.*fp32, bf16"):
-        planner.settle(tiny.make_config(root, compute__dtype="auto"))
+        planner.resolve_auto(tiny.make_config(root, compute__dtype="auto"))
 
 
 @pytest.mark.parametrize("cached", [False, True])
@@ -110,7 +110,7 @@ def test_plan_of_this_machine_is_the_first_process_s(cached, root, measure, monk
 
     assert own["remat"] == "none"
     monkeypatch.setattr(processes, "from_first", first)
-    assert planner.settle(cfg)[0].compute.remat == "full"
+    assert planner.resolve_auto(cfg)[0].compute.remat == "full"
 
 
 def test_step_that_cannot_be_timed_is_planned_and_the_plan_says_why(root, measure, monkeypatch):
@@ -131,12 +131,12 @@ def test_step_that_cannot_be_timed_is_planned_and_the_plan_says_why(root, measur
     found = planner.make(cfg)
     assert found["chosen"]["step_seconds"] is None and found["hours"] is None
     assert f"time unknown: {found['untimed']}" in plan_tables.report(found)
-    assert planner.settle(cfg)[1].strategy == found["chosen"]["strategy"]
+    assert planner.resolve_auto(cfg)[1].strategy == found["chosen"]["strategy"]
 
 
 def test_where_memory_is_told_the_plan_is_what_is_settled(root, measure):
     cfg = make_searched_config(root, mesh__memory_gb=0.012)
-    settled, placed = planner.settle(cfg)
+    settled, placed = planner.resolve_auto(cfg)
     best = planner.make(cfg)["chosen"]
     assert measure.asked, "the plan was made"
     assert (placed.strategy, settled.compute.remat) == (best["strategy"], best["remat"])
@@ -146,14 +146,14 @@ def test_where_memory_is_told_the_plan_is_what_is_settled(root, measure):
 
 def test_a_configured_placement_has_only_its_recomputation_planned(root, measure):
     cfg = make_searched_config(root, mesh__placement="fsdp", mesh__data=2, mesh__memory_gb=1.0)
-    settled, placed = planner.settle(cfg)
+    settled, placed = planner.resolve_auto(cfg)
     assert (placed.strategy, placed.data, settled.compute.remat) == ("fsdp", 2, "none")
     assert {name for name, *_ in measure.asked} == {"fsdp"}
 
 
 def test_what_fits_nowhere_is_refused_with_every_reason(root, measure):
     with pytest.raises(PlacementError, match="no placement on 8 devices with 0.1 MB each") as caught:
-        planner.settle(make_searched_config(root, mesh__memory_gb=1e-4))
+        planner.resolve_auto(make_searched_config(root, mesh__memory_gb=1e-4))
     for strategy in ("single", "replicate", "fsdp", "tensor", "split", "hybrid4"):
         assert f"{strategy} " in str(caught.value)
     assert measure.asked == []
@@ -161,7 +161,7 @@ def test_what_fits_nowhere_is_refused_with_every_reason(root, measure):
 
 def test_reading_takes_every_device_for_the_batch_where_the_readers_fit(root, measure):
     for memory_gb in (0.0, 1.0):
-        settled, placed = planner.settle(
+        settled, placed = planner.resolve_auto(
             make_searched_config(root, mesh__memory_gb=memory_gb, train__global_batch=7), reading=True
         )
         assert (placed.strategy, placed.data, settled.compute.remat) == ("replicate", 8, "none")
@@ -179,20 +179,22 @@ def test_reading_splits_the_readers_over_as_few_devices_as_hold_them(model, root
     cfg = make_searched_config(root, mesh__target_utilisation=1.0)
     whole, fits = placed_bytes(cfg, model // 2), placed_bytes(cfg, model)
     between = dataclasses.replace(cfg.mesh, memory_gb=(whole + fits) / 2e9)
-    settled, placed = planner.settle(dataclasses.replace(cfg, mesh=between), reading=True)
+    settled, placed = planner.resolve_auto(dataclasses.replace(cfg, mesh=between), reading=True)
     assert placed.strategy == "tensor" and dict(placed.learner.shape) == {"data": 8 // model, "model": model}
     assert settled.compute.remat == "none"
 
 
 def test_reading_makes_nothing_again_whatever_a_run_of_earlier_code_names(root):
     for word in ("full", "dots"):
-        settled, _ = planner.settle(tiny.make_config(root, compute__remat=word, mesh__placement="single"), reading=True)
+        settled, _ = planner.resolve_auto(
+            tiny.make_config(root, compute__remat=word, mesh__placement="single"), reading=True
+        )
         assert settled.compute.remat == "none"
 
 
 def test_readers_that_no_split_holds_are_refused_for_reading(root):
     with pytest.raises(PlacementError, match="do not fit on 8 devices of 0.1 MB"):
-        planner.settle(make_searched_config(root, mesh__memory_gb=1e-4), reading=True)
+        planner.resolve_auto(make_searched_config(root, mesh__memory_gb=1e-4), reading=True)
 
 
 @pytest.fixture(scope="module")
@@ -252,7 +254,7 @@ def test_fewer_devices_than_a_machine_file_wants_are_told_with_every_way_on(root
     for changes in ({"mesh__placement": "replicate", "mesh__data": 4}, {"mesh__placement": "hybrid4"}):
         for remat in ("none", "auto"):
             with pytest.raises(PlacementError, match="plan --config FILE --target h100x4") as caught:
-                planner.settle(tiny.make_config(root, compute__remat=remat, **changes))
+                planner.resolve_auto(tiny.make_config(root, compute__remat=remat, **changes))
             for way in (
                 "configs/large.py",
                 "mesh.placement=auto",
@@ -263,7 +265,7 @@ def test_fewer_devices_than_a_machine_file_wants_are_told_with_every_way_on(root
     cfg = tiny.make_config(root, mesh__placement="split")
     alone = dataclasses.replace(cfg, llms={"llama": cfg.llms["llama"]})
     with pytest.raises(PlacementError) as caught:  # no number of devices would help
-        planner.settle(alone)
+        planner.resolve_auto(alone)
     assert "xla_force" not in str(caught.value)
 
 
@@ -369,7 +371,7 @@ def test_a_machine_at_hand_that_holds_nothing_says_the_same(root, measure):
     """Rows of these tiny readers are no whole blocks of 64, so that 8 bits alone are named."""
     cfg = make_searched_config(root, mesh__memory_gb=2.5e-4, mesh__target_utilisation=1.0)
     with pytest.raises(PlacementError, match="weights in 8 bits "):
-        planner.settle(cfg)
+        planner.resolve_auto(cfg)
 
 
 def test_the_machine_at_hand_is_described_by_what_it_reports(root, monkeypatch):

@@ -102,7 +102,7 @@ def test_mean_over_all_tokens_of_a_batch_is_trls_sft(batch):
     share = weights.pop("sft")
 
     def each_of(logps):
-        total, tokens = preference.chosen_nll(logps)
+        total, tokens = -jnp.sum(logps.chosen), jnp.sum(logps.chosen_tokens)
         each = jnp.full_like(logps.chosen, share / len(batch["chosen"])) * (total / tokens)
         for kind, weight in weights.items():
             each += weight / len(batch["chosen"]) * preference.LOSSES[kind](logps, batch["beta"], 0.0)

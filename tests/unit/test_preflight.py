@@ -10,6 +10,7 @@ from lw_jax.core import config, config_file, validation
 from lw_jax.core.errors import UserError
 from lw_jax.planning import planner
 from lw_jax.training import preflight
+from lw_jax.training.recipe import Finding
 from tests import tiny
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -77,7 +78,7 @@ def test_a_validation_at_the_alarm_s_step_is_one_before_the_end():
 
 
 def test_errors_stop_a_run_and_warnings_do_not():
-    warning, error = preflight.Finding(False, "slow"), preflight.Finding(True, "void")
+    warning, error = Finding("warning", "slow"), Finding("error", "void")
     preflight.refuse([warning])
     with pytest.raises(UserError, match="^void$"):
         preflight.refuse([error, warning])

@@ -15,21 +15,9 @@ from lw_jax.hub import weights
 from lw_jax.models import decoder, quant
 from sharding import mesh as meshes
 from sharding import rules, tables
+from tests import tiny
 
-CFG = decoder.DecoderConfig(
-    vocab=101,
-    width=128,
-    layers=3,
-    heads=8,
-    kv_heads=4,
-    head_dim=16,
-    ffn=256,
-    rope_theta=1e4,
-    norm_eps=1e-5,
-    max_positions=64,
-    tied=False,
-    qkv_bias=True,
-)
+CFG = dataclasses.replace(tiny.DECODER, vocab=101, width=128, heads=8, kv_heads=4, head_dim=16, ffn=256)
 SAME = 1e-5  # fp32 logits of unit size: the same numbers, in another program
 AWQ = {"quant_method": "awq", "version": "gemm", "bits": 4, "group_size": 128, "zero_point": True}
 AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)  # AutoAWQ: nibble i of a word holds column order[i]
@@ -48,8 +36,11 @@ def our_params(scale=0.2):
 
 
 def logits(params, ids, cfg=CFG):
-    mask = jnp.ones(ids.shape, bool)
-    return decoder.logits(params, decoder.forward(params, cfg, decoder.embed(params, ids), mask=mask).hidden)
+    def run(params, ids):
+        out = decoder.forward(params, cfg, decoder.embed(params, ids), mask=jnp.ones(ids.shape, bool))
+        return decoder.logits(params, out.hidden)
+
+    return jax.jit(run)(params, ids)
 
 
 def restored(params):

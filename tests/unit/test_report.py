@@ -16,9 +16,9 @@ import run
 from lw_jax.core.errors import UserError
 from lw_jax.evals import verdict
 from lw_jax.evals.curve import Curve
+from lw_jax.report import device_use, records, series, tables
 from lw_jax.report import figures as drawings
 from lw_jax.report import page as pages
-from lw_jax.report import records, series, tables
 from tests.runs import between, evaluation, figures, metrics, predictions, write_lines, write_run
 
 HOSTILE = '<script>alert("x")</script>'
@@ -61,6 +61,13 @@ class Reader(html.parser.HTMLParser):
 
     def text(self, tag: str = "") -> str:
         return " ".join(data for at, data in self.texts if not tag or at == tag)
+
+    def cells(self) -> list[str]:
+        return [data for at, data in self.texts if at == "td"]
+
+
+def write_evaluation(folder: Path, told: dict[str, Any]) -> None:
+    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
 
 
 def page_of(folder: Path) -> Reader:
@@ -122,7 +129,7 @@ def test_figures_are_drawn_as_text_with_axes_named(page: Reader) -> None:
 
 
 def test_control_table_shows_what_was_measured(page: Reader) -> None:
-    cells = [text for tag, text in page.texts if tag == "td"]
+    cells = page.cells()
     start = cells.index("truncated")
     assert cells[start : start + 8] == [
         "truncated",
@@ -134,6 +141,7 @@ def test_control_table_shows_what_was_measured(page: Reader) -> None:
         "2.700",
         "0.050 .. 0.100",
     ]
+    assert cells[start + 13] == "23"
     assert {"91.3", "87.2", "31.0", "1.234", "1.134 .. 1.334", "4.250"} <= set(cells)
     assert {"the text, brotli", "89", "76", "message of 5 x 7 x 2", "32", "27"} <= set(cells)
     assert "23 of 29 used; 4 dropped: the question" in page.text("p") and "25.0 % (20.0 .. 30.0) of 23" in page.text(
@@ -145,7 +153,7 @@ def test_page_says_positions_and_the_f1_of_message_and_controls_first(tmp_path: 
     folder, told = write_run(tmp_path / "run"), evaluation()
     told["readers"]["llama"] |= {"faster": 2.5, "timed_tokens": 211}
     told["rows"]["llama"]["latents"] |= {"first_token_seconds": 0.0417, "positions": 6.0}
-    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    write_evaluation(folder, told)
     page = page_of(folder)
     for words in ("6.0 reader positions in place of 12.5", "2.50 times sooner", "211 tokens", "F1 of text 60.0 %"):
         assert words in page.text("li"), words
@@ -153,7 +161,7 @@ def test_page_says_positions_and_the_f1_of_message_and_controls_first(tmp_path: 
     assert order[:3] == ["positions", "controls", "curves"]
     assert "41.7" in page.text("td") and "positions of the reader" in page.text("text")
     told["readers"]["llama"] |= {"faster": 0.5, "fewer_positions": 0.8}
-    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    write_evaluation(folder, told)
     slower = page_of(folder)
     for words in ("1.25 times more", "2.00 times later than from 211 tokens"):
         assert words in slower.text("li"), words
@@ -170,16 +178,13 @@ def test_twenty_examples_are_spread_over_the_file_with_right_answers_marked(page
     assert page.text("span").count("F1 50 %") == 20 * 2
 
 
-def test_examples_show_the_fair_text_row_and_the_whole_message_where_they_are_measured(tmp_path: Path) -> None:
+def test_examples_show_the_fair_text_row_where_it_is_measured(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     lines = predictions(2)
-    for row in ("text_taught", "message", "message_shuffled"):
-        lines += [line | {"row": row, "prediction": f"{row} of it"} for line in lines if line["row"] == "text"]
+    lines += [line | {"row": "text_taught", "prediction": "taught of it"} for line in lines if line["row"] == "text"]
     write_lines(folder / "predictions.jsonl", lines)
     found = [text.split()[0] for tag, text in page_of(folder).texts if tag == "td" and " of it" in text]
-    assert found == ["text_taught", "message", "message_shuffled"] * 2 * 2
-    for row in ("message", "message_shuffled"):
-        lines = [line for line in lines if line["row"] != row]
+    assert found == ["taught"] * 2 * 2
     assert tables.shown_rows(lines) == ("text_taught", "latents", "shuffled")
     assert tables.shown_rows(predictions(2)) == ("text", "latents", "shuffled")
 
@@ -197,7 +202,7 @@ def test_hostile_text_is_shown_and_never_becomes_an_element(tmp_path: Path) -> N
     told["rows"] = {HOSTILE: {HOSTILE: figures(0.5)}}
     for point in told["curve"]["points"]:
         point["reader"] = HOSTILE
-    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    write_evaluation(folder, told)
     page = page_of(folder)
     assert not page.faults and not page.open and "script" not in page.tags and "b" not in page.tags
     assert page.text("td").count("alert") == 3 * (1 + 1 + 2 * 3) + 1 + 1 + 4  # examples, and three tables
@@ -254,7 +259,7 @@ def test_figures_that_are_no_numbers_are_counted_and_left_out(tmp_path: Path) ->
     told["curve"]["references"]["llama"]["text"]["nll"] = None
     told["readers"]["llama"] |= {"normalised_f1": None, "normalised_f1_interval": None}
     told["rows"]["llama"]["zero"] |= {"nll": None, "nll_interval": None}
-    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    write_evaluation(folder, told)
     page = page_of(folder)
     assert not page.faults and f"{30 + 2} logged values are not finite" in page.text("figcaption")
     assert "learning rate" not in page.text("text") and "loss" in page.text("text")
@@ -271,26 +276,10 @@ def test_figures_that_are_no_numbers_are_counted_and_left_out(tmp_path: Path) ->
         ({"gap_nll_interval": [-0.01, 0.4]}, "collapsed"),
         ({"gap_nll_interval": [0.0, 0.4]}, "collapsed"),
         ({"gap_nll_interval": None}, "collapsed"),
-        (
-            {"adds_f1": 0.1, "adds_f1_interval": [0.01, 0.2], "adds_nll": 1.0, "adds_nll_interval": [0.5, 1.5]},
-            "carries",
-        ),
-        (
-            {"adds_f1": 0.1, "adds_f1_interval": [-0.01, 0.2], "adds_nll": 1.0, "adds_nll_interval": [0.5, 1.5]},
-            "likelier",
-        ),
-        (
-            {"adds_f1": 0.1, "adds_f1_interval": [-0.01, 0.2], "adds_nll": 0.0, "adds_nll_interval": [-0.1, 0.1]},
-            "literals",
-        ),
-        (
-            {"adds_f1": 0.1, "adds_f1_interval": [0.01, 0.2], "adds_nll": 0.0, "adds_nll_interval": [-0.1, 0.1]},
-            "literals",
-        ),
         ({"normalised_f1": None, "recovered_nll": None}, "unknown"),
-        ({"examples": verdict.FEWEST}, "carries"),
-        ({"examples": verdict.FEWEST - 1}, "unknown"),
-        ({"examples": 1, "gap_nll_interval": [0.0, 0.0]}, "unknown"),
+        ({"texts": verdict.FEWEST}, "carries"),
+        ({"texts": verdict.FEWEST - 1}, "unknown"),
+        ({"texts": 1, "gap_nll_interval": [0.0, 0.0]}, "unknown"),
     ],
 )
 def test_verdict_follows_the_thresholds(changes: dict[str, Any], key: str) -> None:
@@ -300,10 +289,8 @@ def test_verdict_follows_the_thresholds(changes: dict[str, Any], key: str) -> No
 def test_line_by_slots_stands_at_the_positions_that_messages_take() -> None:
     sizes = [{"reader": "r", "width": 8, "bits": 8, "slots": slots, "f1": slots / 10} for slots in (2, 5)]
     points = [point | {"positions": 20.5 + point["slots"]} for point in sizes]
-    curve = Curve(quality="f1", examples=8, points=points, references={}, text_bytes={})
+    curve = Curve(quality="f1", examples=8, points=points, references={}, text_bytes={"UTF-8": 90.0})
     assert drawings._by_slots(curve, "r", "f1") == ([22.5, 25.5], [0.2, 0.5])
-    older = Curve(quality="f1", examples=8, points=sizes, references={}, text_bytes={})
-    assert drawings._by_slots(older, "r", "f1") == ([], [])
 
 
 def test_verdict_without_the_shuffled_row_is_unknown() -> None:
@@ -314,7 +301,7 @@ def test_verdicts_name_every_reader_the_worst_first(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run")
     told = evaluation()
     told["readers"]["third"] = between(gap_nll=0.01, gap_nll_interval=[-0.2, 0.3])
-    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    write_evaluation(folder, told)
     found = tables.verdicts(records.read(folder))
     assert [(one.key, one.text.split(":")[0]) for one in found] == [
         ("collapsed", "third"),
@@ -353,17 +340,44 @@ def test_devices_are_summarised_over_all_processes(tmp_path: Path) -> None:
     row = {"time": 1.0, "seconds": 1800.0, "device": "gpu0", "samples": 3, "utilisation": 0.5, "peak_bytes": 3e9}
     more = row | {"samples": 1, "utilisation": 0.9, "peak_bytes": 5e9, "limit_bytes": 8e9}
     write_lines(folder / "devices.jsonl", [row, more])
-    write_lines(folder / "devices-1.jsonl", [row | {"device": "gpu1"}])
-    cells = [text for tag, text in page_of(folder).texts if tag == "td"]
+    write_lines(folder / "devices-1.jsonl", [row | {"device": "gpu1", "samples": 12, "utilisation": 0.2}])
+    cells = page_of(folder).cells()
     assert cells[cells.index("gpu0") :][:6] == ["gpu0", "1.00", "60.0", "50.0 .. 90.0", "5.0", "62"]
-    assert cells[cells.index("gpu1") :][:6] == ["gpu1", "0.50", "50.0", "50.0 .. 50.0", "3.0", "unknown"]
+    assert cells[cells.index("gpu1") :][:6] == ["gpu1", "0.50", "20.0", "20.0 .. 20.0", "3.0", "unknown"]
+
+
+def device_rows(*devices: tuple[float, int | None, int], samples: int = 10) -> list[dict[str, Any]]:
+    """A row of 10 s of each device: its utilisation, the share of its memory in percent, its temperature."""
+    return [
+        {"device": f"gpu{i}", "samples": samples, "seconds": 10.0, "utilisation": use, "celsius": celsius}
+        | ({} if peak is None else {"peak_bytes": peak, "limit_bytes": 100})
+        for i, (use, peak, celsius) in enumerate(devices)
+    ]
+
+
+@pytest.mark.parametrize(
+    ("rows", "found"),
+    [
+        (device_rows((0.92, 70, 55), (0.80, 75, 55)), []),
+        (device_rows((0.41, 31, 55)), [r"under-used: gpu0 \(41%\).*train.micro_batch"]),
+        (device_rows((0.41, 72, 55)), [r"under-used: gpu0 \(41%\).*checkpoints"]),
+        (device_rows((0.55, 60, 55), (0.41, None, 55)), [r"under-used: gpu1 \(41%\)"]),
+        (device_rows((0.75, 60, 55), (0.93, 60, 55), (0.7, 60, 55)), ["unbalanced: .*gpu2 70%, gpu1 93%"]),
+        (device_rows((0.9, 52, 55), (0.9, 90, 55)), ["unbalanced: .*gpu0 52%, gpu1 90%"]),
+        (device_rows((0.9, 60, 84), (0.9, 60, 79), (0.8, 60, 84)), ["hot: gpu0 spent 10s"]),
+        (device_rows((0.1, 31, 84), samples=9), []),
+    ],
+)
+def test_badly_used_devices_are_named(rows: list[dict[str, Any]], found: list[str]) -> None:
+    for line, pattern in zip(device_use.findings(rows), found, strict=True):
+        assert re.match(pattern, line)
 
 
 @pytest.mark.parametrize(
     ("name", "text", "rule"),
     [
         ("eval.json", '{"step": 3', "eval.json: broken JSON"),
-        ("eval.json", '{"step": 3}', "eval.json: .*missing required field rows"),
+        ("eval.json", '{"step": 3}', "eval.json: .*missing required field validation"),
         ("predictions.jsonl", '{"reader": "llama"}\n', "predictions.jsonl: row 1: .*missing required field row"),
         ("config.json", "{}", "config.json: config.recipe is missing"),
     ],
@@ -389,8 +403,8 @@ def test_damaged_file_is_named(name: str, text: str, rule: str, tmp_path: Path) 
         (("curve", "points"), [], "length >= 1"),
         (("curve", "points", 0, "bits"), 5, r"curve.points\[0\].bits=5: invalid enum value 5"),
         (("curve", "points", 0, "framed_bytes"), 0, "expected float > 0"),
-        (("curve", "points", 0, "nll"), ..., "curve.points: a row has no 'nll'"),
-        (("text_bytes", "UTF-8"), ..., "missing required field UTF-8"),
+        (("curve", "points", 0, "nll"), ..., "curve=.*points has no 'nll'"),
+        (("curve", "text_bytes", "UTF-8"), ..., "curve=.*text_bytes has no 'UTF-8'"),
         (("counts", "given"), 1.5, "expected int, got float"),
         (("step",), True, "step=True: expected int, got bool"),
     ],
@@ -405,7 +419,7 @@ def test_wrong_type_in_an_evaluation_is_one_line_that_names_it(
     else:
         holder[path[-1]] = value
     folder = write_run(tmp_path / "run")
-    (folder / "eval.json").write_text(json.dumps(told), encoding="utf-8")
+    write_evaluation(folder, told)
     with pytest.raises(UserError, match=f"{re.escape(str(folder / 'eval.json'))}: .*{rule}") as refused:
         records.read(folder)
     assert "\n" not in str(refused.value)

@@ -28,7 +28,7 @@ def test_processes_of_a_step_are_joined_before_the_devices_start(several, monkey
     assert made == [*([step] if several else []), "devices"]
 
 
-@pytest.mark.parametrize("asked", ["cuda", "gpu", "rocm", "tpu", "no-such", "cuda,cpu", "cpu,cuda", "CPU"])
+@pytest.mark.parametrize("asked", ["cuda", "no-such", "cpu,cuda"])
 def test_platform_that_is_not_here_is_refused_by_name(asked):
     """In a process of its own: JAX chooses its platforms once."""
     code = "from lw_jax.core import environment as e; e.hide_idle_cuda(); from lw_jax.core import runtime, errors\n"

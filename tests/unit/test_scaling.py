@@ -1,6 +1,5 @@
 """benchmarks/scaling.py plans and measures steps over devices and lengths; here small, on virtual CPU devices."""
 
-import dataclasses
 import json
 
 import pytest
@@ -25,10 +24,6 @@ def cfg():
 @pytest.fixture(scope="module")
 def planned(cfg):
     return scaling.plan_all(cfg, "h100x8", lengths=(LENGTH, 2 * LENGTH), estimate=True)
-
-
-def measured_row(cfg, point, seconds):
-    return scaling._row(cfg, point, "measured", "card") | scaling._pace(point, "tokens", seconds) | {"mfu": 0.25}
 
 
 def test_weak_keeps_a_devices_batch_strong_the_whole_one_and_length_the_tokens():
@@ -66,41 +61,6 @@ def test_planned_rows_hold_the_batch_that_their_scaling_names(planned):
     assert weak[1] < weak[2] < weak[3] < 8 * weak[0]  # gradients are exchanged
     peaks = {row["devices"]: row["peak_bytes"] for row in planned if row["scaling"] == "strong"}
     assert peaks[8] < peaks[1]
-
-
-def test_plan_that_fits_nowhere_is_a_row_that_says_so(cfg):
-    small = dataclasses.replace(cfg, mesh=dataclasses.replace(cfg.mesh, memory_gb=1e-6))
-    row = scaling.plan_one(small, Point("weak", 1, LENGTH, 2), "h100", estimate=True)
-    assert "weights and optimizer alone take" in row["obstacle"] and row["peak_bytes"] is None
-    assert "weights and optimizer alone take" in scaling.table([row | {"micro_batch": 0}])
-
-
-@pytest.mark.slow
-def test_step_on_two_devices_is_timed_and_counted(cfg):
-    row = scaling.measure(cfg, Point("strong", 2, LENGTH, BATCH), steps=3)
-    assert (row["kind"], row["target"], row["peak_from"], row["steps"]) == ("measured", "cpu", "compiled", 3)
-    assert (row["micro_batch"], row["accumulation"], row["remat"]) == (BATCH // 2, 1, "none")
-    assert 0 < row["step_seconds_least"] <= row["step_seconds"] <= row["step_seconds_most"]
-    assert row["tokens_per_second"] == pytest.approx(BATCH * LENGTH / row["step_seconds"])
-    assert row["weights_bytes"] == 4 * row["parameters"] and row["optimizer_bytes"] >= 2 * row["weights_bytes"]
-    assert row["peak_bytes"] > row["weights_bytes"] + row["optimizer_bytes"] and row["activation_bytes"] > 0
-    assert row["collective_bytes"] > 0 and row["mfu"] is None
-
-
-def test_every_step_is_measured_once_and_held_against_the_ceiling(cfg):
-    asked = []
-
-    def ask(only):
-        asked.append(only)
-        if only == "here":
-            return scaling.outline(cfg) | {"devices": 2, "matmul": 0.5}
-        return measured_row(cfg, scaling._point(only), 0.5)
-
-    rows = scaling.measure_all(ask, lengths=(LENGTH,), batches=(3, 5))
-    assert [row["scaling"] for row in rows] == ["weak"] * 2 + ["strong"] * 2 + ["length"] + ["batch"] * 2
-    assert len(asked) == 1 + 6 and len(set(asked)) == 7  # the length's step is strong scaling's
-    assert [(row["devices"], row["global_batch"], row["micro_batch"]) for row in rows[-2:]] == [(1, 3, 3), (1, 5, 5)]
-    assert {row["of_matmul"] for row in rows} == {0.5}
 
 
 def test_rows_of_the_same_kind_scaling_and_card_are_replaced_and_all_others_stay(tmp_path):

@@ -64,7 +64,7 @@ def encode(recipe, built, text):
     ids = jnp.asarray([recipe.layout.source.encode(text)], jnp.int32)
     channel = jnp.asarray([[SLOTS, recipe.cfg.encoder.width, EXACT]], jnp.int32)
     source = {"ids": ids, "mask": jnp.ones(ids.shape, bool), "channel": channel}
-    return ids, recipe.wire.encode(built.trainable, source)
+    return ids, tiny.compiled(recipe.wire.encode, built.trainable, source)
 
 
 def test_adapters_start_near_the_keys_and_values_of_the_rarest_tokens(started):
@@ -76,8 +76,8 @@ def test_adapters_start_near_the_keys_and_values_of_the_rarest_tokens(started):
         ids, latents = encode(recipe, built, example.context)
         mask = jnp.ones(ids.shape, bool)
         places = encoder.rarest(rarity, ids, mask=mask, count=jnp.asarray([SLOTS]), slots=SLOTS)[0]
-        own = kv_prefix.take(params, reader.config, decoder.embed(params, ids), mask=mask)
-        made = recipe.wire.prefix(built.trainable["adapters"]["llama"], "llama", latents, "answer")
+        own = tiny.compiled(kv_prefix.take, params, reader.config, decoder.embed(params, ids), mask=mask)
+        made = tiny.compiled(recipe.wire.prefix, built.trainable["adapters"]["llama"], "llama", latents, "answer")
         later = np.asarray(places) > 0  # the first token is unlike all others
         wanted, found = (np.stack([np.asarray(k)[:, 0], np.asarray(v)[:, 0]]) for k, v in ((own.k, own.v), made[:2]))
         errors.append(found[:, :, later] - wanted[:, :, places][:, :, later])
@@ -169,6 +169,7 @@ def test_sums_are_of_values_around_their_mean_so_that_fp32_holds_them(root, star
     np.testing.assert_allclose(1 / head["scale"] ** 2, np.diag(gram)[:-1] / count - (summed / count) ** 2, rtol=1e-3)
 
 
+@pytest.mark.slow
 def test_start_is_the_same_on_four_devices_and_for_a_frozen_body(root, started):
     _, one = started
     for changes in ({"devices": 4}, {"encoder__rank": 2}):

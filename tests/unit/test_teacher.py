@@ -9,12 +9,9 @@ import pytest
 
 from lw_jax.core.config import LLM
 from lw_jax.core.errors import UserError
-from lw_jax.data import prompt_tokens
 from lw_jax.data.data_schedule import example_shapes
-from lw_jax.models import decoder, wire
+from lw_jax.models import wire
 from lw_jax.recipes.teacher import Store, likeliest
-from lw_jax.training import step_costs
-from lw_jax.training.step_spec import StepSpec
 from tests import tiny
 
 HALF = 2e-2  # log-probabilities down to -20 kept in fp16, which has 11 bits
@@ -221,84 +218,3 @@ def test_loss_and_gradient_from_all_cached_tokens_are_those_of_the_whole_teacher
     assert losses[2] < losses[0], "fewer tokens: a lower bound"
     for found, wanted in zip(*map(jax.tree.leaves, (gradients[10_000], gradients[0])), strict=True):
         np.testing.assert_allclose(found, wanted, atol=GRADIENT * float(jnp.abs(wanted).max()))
-
-
-PASSAGES = {"stages__pretrain__share": 0.5, "stages__pretrain__reconstruct": 0.5, "stages__pretrain__lengths": (16,)}
-TAUGHT = PASSAGES | {"loss__kl": 2.0, "loss__kl_tasks": ("answer", "continuation")}
-SAME = 2e-5  # fp32 sums of a few hundred terms, in another order
-
-
-def by_hand(recipe, built, name, example, latents, fields):
-    """Sum of the KL over a continuation's tokens, from rows without padding."""
-    params, shapes, tokenizer = built.frozen[name], recipe.wire.readers[name].config, recipe.tokenizers[name]
-    frame = prompt_tokens.make_frame(name, recipe.layout.readers[name], recipe.cfg.prompt)
-    text = [*tokenizer.begin, *tokenizer.encode(frame.before + example.context)]
-    spoken = tokenizer.encode(" " + example.answers[0])
-    ids = jnp.asarray([text + spoken])
-    hidden = decoder.forward(params, shapes, decoder.embed(params, ids), mask=jnp.ones(ids.shape, bool)).hidden
-    teacher = jax.nn.log_softmax(decoder.logits(params, hidden)[0, len(text) - 1 : -1])
-    assert fields["targets"][0][: len(spoken)].tolist() == spoken
-    prefix = recipe.wire.prefix(built.trainable["adapters"][name], name, latents, "continuation")
-    prompt = wire.wire_prompt(params, fields, prefix)
-    student = jax.nn.log_softmax(recipe.wire.answer_logits(params, name, prompt, fields)[0, : len(spoken)])
-    return float(jnp.sum(jnp.exp(teacher) * (teacher - student)))
-
-
-def test_kl_of_continuations_is_that_from_the_reader_with_the_passage(root):
-    recipe = make(root, loss__teacher_k=0, **TAUGHT)
-    built, stream = recipe.build(), recipe.curriculum.stream("train", "continuation", 16)
-    chosen = [5, 0, 3]
-    batch = jax.tree.map(jnp.asarray, stream.collate(chosen))
-    terms = recipe.loss(built.trainable, built.frozen, batch, jax.random.key(0))
-    for name in ("llama", "qwen"):
-        found = 0.0
-        for number in chosen:
-            one = jax.tree.map(jnp.asarray, stream.collate([number]))
-            latents = recipe.share(built.trainable, one["source"], jax.random.key(0))
-            found += by_hand(recipe, built, name, stream.examples[number], latents, one["readers"][name])
-        assert float(terms.terms[f"continuation/kl/{name}"][0]) == pytest.approx(found, rel=SAME)
-    sums = [sum(float(terms.terms[f"continuation/{key}/{name}"][0]) for name in built.frozen) for key in ("nll", "kl")]
-    assert float(terms.sum) == pytest.approx(sums[0] + 2.0 * sums[1], rel=SAME)
-    for task, of in (("reconstruct", recipe), ("continuation", make(root, **TAUGHT | {"loss__kl_tasks": ("answer",)}))):
-        batch = of.curriculum.stream("train", task, 16).collate(chosen)
-        assert not {"text", "teacher"} & batch["readers"]["llama"].keys()
-
-
-def test_cached_tokens_of_continuations_are_the_live_teacher_s_and_computed_once(root):
-    live = make(root, loss__teacher_k=0, **TAUGHT)
-    recipe = make(root, loss__teacher_k=10_000, **TAUGHT)
-    calls, stream = count_reads(recipe), recipe.curriculum.stream("train", "continuation", 16)
-    built = recipe.build()
-    assert set(calls) == {"llama", "qwen"}
-    again = make(root, loss__teacher_k=10_000, **TAUGHT)
-    none, _ = count_reads(again), again.curriculum.stream("train", "continuation", 16)
-    again.load_frozen()
-    assert none == [], "found on disk"
-    losses = []
-    for one, encoded in ((recipe, stream), (live, live.curriculum.stream("train", "continuation", 16))):
-        batch = jax.tree.map(jnp.asarray, encoded.collate([7, 2]))
-        terms = one.loss(built.trainable, built.frozen, batch, jax.random.key(0))
-        losses.append({key: float(total) for key, (total, _) in terms.terms.items()})
-    assert losses[0] == pytest.approx(losses[1], rel=KL) and "continuation/kl/qwen" in losses[0]
-
-
-def test_planned_passage_has_the_fields_of_a_real_continuation(root):
-    for k in (0, K):
-        lengths = {"stages__pretrain__lengths": (32,), "data__question_tokens": 20, "data__answer_tokens": 8}
-        recipe = make(root, loss__teacher_k=k, data__context_tokens=40, **TAUGHT | lengths)
-        real, planned = recipe.curriculum.stream("train", "continuation", 32).probe(), recipe.batch_widths()
-        assert jax.tree.structure(planned) == jax.tree.structure(real)
-        assert planned["readers"]["llama"]["task"].name == "continuation"
-    live, untaught = make(root, loss__teacher_k=0, **TAUGHT), make(root, **PASSAGES | {"loss__kl": 0.0})
-    specs = [StepSpec(recipe.cfg, recipe) for recipe in (live, untaught)]
-    flops = [step_costs.of(spec, spec.recipe.batch_widths(), 4)["llama"].flops for spec in specs]
-    assert flops[0] > 1.2 * flops[1], "the teacher's pass"
-
-
-@pytest.mark.slow
-def test_curve_with_taught_continuations_is_that_of_one_device(root, tmp_path):
-    placed = ({}, {"devices": 4}, {"devices": 2, "strategy": "split", "train__micro_batch": 2})
-    recipes = [tiny.make_recipe(root, **TAUGHT | {"data__cards": 32}, **one) for one in placed]
-    curves = [tiny.unsaved_curve(recipe, tmp_path / str(i))[1] for i, recipe in enumerate(recipes)]
-    for other in curves[1:]:
-        np.testing.assert_allclose(other, curves[0], rtol=1e-5)

@@ -1,7 +1,5 @@
 """examples/tiny_models.py: every family's folder is read as by transformers, and a wire is trained by one command."""
 
-import sys
-
 import numpy as np
 import pytest
 
@@ -9,15 +7,10 @@ import lw_jax
 import run
 from examples import tiny_models, with_transformers
 from lw_jax.core.errors import UserError
-from lw_jax.hub.families import FAMILIES
 from lw_jax.training import metrics
 
 LOGITS = 2e-5  # of the logits' size, fp32: the same sums in another order
 TEXTS = ["Mara", "Mara Ellis lives in Lisbon. Where does Mara Ellis live?", "Tom Reed works as a baker."]
-
-
-def test_every_family_that_is_read_has_a_model():
-    assert set(tiny_models.MODELS) == set(FAMILIES)
 
 
 @pytest.mark.parametrize("family", tiny_models.MODELS)
@@ -38,31 +31,12 @@ def test_logits_of_a_folder_equal_those_of_transformers(family, own_models):
         np.testing.assert_allclose(lm.logits(ids), theirs, atol=LOGITS * theirs.std())
 
 
-def test_vocabularies_differ_and_a_seed_gives_the_same_weights(own_models, tmp_path):
-    tokens = {family: lw_jax.load_lm(folder).tokenizer for family, folder in own_models.items()}
-    assert (
-        len({one.vocab for one in tokens.values()})
-        == len({tuple(one.encode(TEXTS[1])) for one in tokens.values()})
-        == 4
-    )
-    for seed, same in ((0, True), (1, False)):
-        tiny_models.make(tmp_path / str(seed), "phi3", seed=seed)
-        made = [(folder / "model.safetensors").read_bytes() for folder in (tmp_path / str(seed), own_models["phi3"])]
-        assert (made[0] == made[1]) == same
-
-
-def test_without_torch_one_line_says_how_to_get_it(tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch", None)
-    with pytest.raises(UserError, match="torch is not installed.*pip install torch"):
-        tiny_models.main(["--out", str(tmp_path)])
-    assert not list(tmp_path.iterdir())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("pair", "kind"), [(("llama", "qwen2"), "embeddings"), (("phi3", "stablelm"), "kv")])
 def test_one_command_trains_every_family_and_transformers_answers_from_it(pair, kind, own_models, tmp_path, capsys):
     folders = [own_models[family] for family in pair]
     words = ["--config", "configs/smoke.py", "--workdir", str(tmp_path / "run"), "--config.train.steps=20"]
+    words += ["--config.mesh.placement=single", "--config.compute.remat=none"]
     words += [f"--config.encoder.source={folders[0]}", f"--config.adapter.kind={kind}"]
     words += [f"--config.llms.{name}.source={folder}" for name, folder in zip(("llama", "qwen"), folders, strict=True)]
     assert run.main(words) == 0

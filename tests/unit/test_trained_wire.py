@@ -161,7 +161,7 @@ def test_message_is_eight_bits_a_value_by_default_and_the_same_for_the_same_text
     assert message == wire.write(TEXT)
     assert message != wire.write(TEXT + " It is warm.")
     assert len(message) == 22 + slots * width
-    assert codec.read_frame(message) == (8, slots, width, wire.encoder_fingerprint, ())
+    assert codec.read_frame(message) == (8, slots, width, wire.encoder_fingerprint)
     assert len(wire.encoder_fingerprint) == 16
 
 
@@ -279,11 +279,6 @@ def test_empty_question_is_refused_by_name(wire, message):
         answer.main(wire.recipe.cfg, resolved={}, workdir=Path("nowhere"), request=asked)
 
 
-def test_message_of_a_text_alone_needs_a_question(wire, message):
-    with pytest.raises(UserError, match="answer needs --question TEXT"):
-        answer.main(wire.recipe.cfg, resolved={}, workdir=Path("nowhere"), request=message_io.Request(message=message))
-
-
 def test_message_larger_than_the_wire_is_refused(wire):
     message = codec.pack(np.ones((6, 24), np.float32), bits=8, encoder=wire.encoder_fingerprint)
     with pytest.raises(UserError, match="slots=6.*encoder.slots=5"):
@@ -398,27 +393,6 @@ def test_a_text_too_long_for_a_reader_loses_neither_message_nor_answers(wire, as
     for name in ("llama", "qwen"):
         assert f"  {name} from text:    not read: 361 tokens, config.data.context_tokens=256" in lines
         assert f"  {name} from latents: {wire.read(wire.write(TEXT), name, 'Who?')}" in lines
-
-
-def test_a_wire_that_encodes_the_question_takes_one_for_a_message(root, tmp_path, capsys, monkeypatch):
-    own = tiny.make_wire(root, only="llama", prompt__question="latents")
-    message = own.write(TEXT, question="Who?")
-    assert own.read(message, "llama", ["Who?", "Who?"]) == [own.read(message, "llama", "Who?")] * 2
-    with pytest.raises(UserError, match="several questions for one message: .*write a message for each"):
-        own.read(message, "llama", ["Who?", "Where?"])
-    monkeypatch.setattr(trained_wire, "open_wire", lambda *_: own)
-
-    def ask(**given):
-        return answer.main(own.recipe.cfg, resolved={}, workdir=tmp_path, request=message_io.Request(**given))
-
-    assert ask(message=message) == 0
-    told = capsys.readouterr().out.splitlines()
-    assert told[-2:] == ["question: in the message", f"  llama from latents: {own.read(message, 'llama', '')}"]
-    with pytest.raises(UserError, match="--question: .* the message holds its own"):
-        ask(message=message, questions=("Where?",))
-    for questions in ((), ("Who?", "Where?")):
-        with pytest.raises(UserError, match=f"{len(questions)} questions: .* give exactly one --question"):
-            ask(context=TEXT, questions=questions)
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,6 @@ from lw_jax.evals import ngrams
 from lw_jax.hub import weights
 from lw_jax.models import ttt
 from lw_jax.recipes.ttt import TTT
-from lw_jax.training import recipe as recipe_protocols
 from lw_jax.training import trainer
 from lw_jax.training.step_spec import StepSpec
 from sharding import placement
@@ -329,7 +328,6 @@ def test_plan_needs_neither_text_nor_tokenizer_where_the_vocabulary_is_named(roo
     assert outline.model.vocab == 999 and recipes.reader_bytes(cfg) == {"lm": 0}
     widths = outline.batch_widths()["readers"]["lm"]
     assert widths["ids"].shape == (37,) and outline.unit == ("tokens", 36)
-    assert isinstance(outline, recipe_protocols.Plannable) and isinstance(outline, recipe_protocols.Counted)
 
 
 def test_planned_batch_has_the_shapes_of_a_real_one(recipe, batch):

@@ -10,7 +10,6 @@ ROWS = {
     "shuffled": {"f1": 0.03, "positions": 11.3},
     "none": {"f1": 0.01, "positions": 0.0},
 }
-WORDS = ROWS | {"message": {"f1": 0.81, "positions": 14.0}, "message_shuffled": {"f1": 0.41, "positions": 14.0}}
 GOOD = {
     "upper": "text",
     "texts": 64,
@@ -24,7 +23,6 @@ GOOD = {
     "gap_f1": 0.8,
     "gap_f1_interval": [0.7, 0.9],
 }
-ADDS = GOOD | {"adds_nll": 1.0, "adds_nll_interval": [0.5, 1.5], "adds_f1": 0.4, "adds_f1_interval": [0.3, 0.5]}
 
 
 def say(rows=ROWS, figures=GOOD, **changes) -> str:
@@ -78,14 +76,11 @@ def test_control_that_still_answers_is_not_called_failing():
     [
         ({"texts": 5}, "no verdict: 5 texts are too few"),
         ({"gap_nll_interval": [-0.1, 0.3]}, "COLLAPSED"),
-        ({"adds_nll_interval": [-0.1, 0.3]}, "LITERALS ALONE"),
-        ({"adds_f1_interval": [-0.1, 0.3]}, "not settled"),
-        ({"adds_f1_interval": [-0.1, 0.3], "normalised_f1": None, "recovered_nll": None}, "not settled"),
-        ({}, "with another text's latents beside the same words it answers worse (F1 0.41)"),
+        ({"gap_f1_interval": [-0.1, 0.3]}, "not settled"),
     ],
 )
-def test_messages_with_literals_are_judged_against_the_same_words(changes, word):
-    assert word in say(WORDS, ADDS, **changes)
+def test_few_texts_and_a_control_that_may_serve_as_well_are_said(changes, word):
+    assert word in say(**changes)
 
 
 def test_rows_that_are_missing_or_a_text_that_does_not_help_give_no_verdict():

@@ -6,25 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
 from lw_jax.core.errors import UserError
 from lw_jax.hub import weights
 from lw_jax.models import bert
 from tests import tiny
+from tests.tiny import edit_tensors as edit
 
 
 @pytest.fixture
 def body(tmp_path):
     """(folder, configuration, parameters as they must be read)."""
     return tmp_path / "bert", *tiny.write_bert(tmp_path / "bert")
-
-
-def edit(folder, change):
-    """Rewrites model.safetensors after `change` has had the dict of tensors."""
-    tensors = load_file(folder / "model.safetensors")
-    change(tensors)
-    save_file(tensors, folder / "model.safetensors")
 
 
 def assert_equal_trees(got, want):

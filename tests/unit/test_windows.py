@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from lw_jax.core.types import Task
-from lw_jax.data import corpus
 from lw_jax.data.corpus import Span, pack
 from lw_jax.data.data_schedule import DataSchedule, Phase, example_shapes
 from lw_jax.data.loader import Loader, eval_batches
@@ -20,8 +19,7 @@ LENGTH, BATCH = 7, 6
 
 
 @pytest.fixture
-def packed(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus, "SHARD", 53)
+def packed(tmp_path):
     (tmp_path / "a.txt").write_text("".join(f"{i} " for i in range(131)))
     return pack(str(tmp_path / "a.txt"), ByteTokenizer(), root=tmp_path)
 

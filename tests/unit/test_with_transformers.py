@@ -43,7 +43,7 @@ def models(own_models, tmp_path_factory):
     return own_models | {"long": folder}
 
 
-@pytest.fixture(scope="module", params=["embeddings", "kv"])
+@pytest.fixture(scope="module", params=["embeddings", pytest.param("kv", marks=pytest.mark.slow)])
 def wire(request, models):
     return tiny.make_wire(
         models["llama"],

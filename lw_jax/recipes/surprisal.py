@@ -1,11 +1,10 @@
-"""Values of a text's tokens under an encoder's body as it was pretrained, whole and causal; words are chosen by them.
+"""NLL of a text's tokens under an encoder's body as it was pretrained, whole and causal.
 
 Kept on disk by content, so that each different text is read once, whatever the run trains.
 """
 
 import dataclasses
 import functools
-import logging
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -14,13 +13,12 @@ import numpy as np
 
 from lw_jax.core import precision
 from lw_jax.core.config import Config
-from lw_jax.core.types import Example, Tree
-from lw_jax.data import literals
+from lw_jax.core.types import Tree
 from lw_jax.data.batches import Batch
 from lw_jax.data.frozen_cache import Store, key_of
-from lw_jax.data.literals import Scored
 from lw_jax.data.prompt_tokens import MARGIN, WIDEST
 from lw_jax.data.tokens import load_tokenizer, marked
+from lw_jax.evals.selection import Scored
 from lw_jax.hub import sources, weights
 from lw_jax.losses import chunked
 from lw_jax.models import decoder
@@ -28,19 +26,13 @@ from sharding import mesh as meshes
 from sharding import place, rules, tables
 from sharding.placement import Placement
 
-_log = logging.getLogger(__name__)
-
 ROWS = 8  # windows of a device at once: the same program on any number of devices
 MULTIPLE = 64  # a batch is padded to a multiple of so many tokens
 TEXTS = 1024  # tokenised at once
 
 
-class TokenScores:
+class Surprisal:
     """Reads texts with a pretrained decoder; loads it only where a text is new, and lets it go afterwards."""
-
-    kind = ""  # name of the folder with what is kept
-    what = ""  # the values, for people
-    mean = False  # see `Scored`
 
     def __init__(self, cfg: Config, location: Path, placement: Placement):
         """Opens the cache; the model runs on this process's devices of the trainable parameters' mesh."""
@@ -63,42 +55,10 @@ class TokenScores:
     def store(self) -> Store:
         """Returns where the values of windows are kept."""
         row = {"values": ((self.window,), np.float16)}
-        return Store(sources.cache_root() / self.kind, self.identity, rows=row)
-
-    def _values(self, params: Tree, batch: Tree) -> jax.Array:
-        """Returns f32[b t] of a batch {"ids", "mask", "targets"}: of each target its value."""
-        raise NotImplementedError
-
-    def attach(self, examples: Sequence[Example], count: int) -> list[Example]:
-        """Returns the examples, each with the `count` words of its context of the highest scores as literals."""
-        contexts = list(dict.fromkeys(example.context for example in examples))
-        chosen = {
-            text: literals.choose(text, scored, count)
-            for text, scored in zip(contexts, self.score(contexts), strict=True)
-        }
-        self._warn(list(chosen.values()), count)
-        return [dataclasses.replace(example, literals=chosen[example.context]) for example in examples]
-
-    def _warn(self, chosen: Sequence[tuple[str, ...]], count: int) -> None:
-        if empty := sum(not one for one in chosen) if count else 0:
-            _log.warning("no literal was found in %d of %d texts: none has a word of few tokens", empty, len(chosen))
-
-    def choose(self, text: str, count: int) -> tuple[str, ...]:
-        """Returns the literals of one text; nothing is kept on disk, and the model stays in memory."""
-        (pieces,) = self._tokenize([text])
-        starts = _cut(len(pieces.ids), self.window)
-        ids = [pieces.ids[start : start + self.window] for start in starts]
-        found: list[np.ndarray] = []
-        size = self.mesh.shape["data"]  # a text has a window or few
-        for first in range(0, len(ids), size):
-            part = ids[first : first + size]
-            found += list(self._read(part + part[-1:] * (size - len(part)))["values"][: len(part)])
-        chosen = literals.choose(text, pieces.join(found, starts, self.mean), count)
-        self._warn([chosen], count)
-        return chosen
+        return Store(sources.cache_root() / "surprisal", self.identity, rows=row)
 
     def score(self, texts: Sequence[str]) -> list[Scored]:
-        """Returns every token's characters and value, of a text's first window x windows tokens.
+        """Returns every token's characters and NLL, of a text's first window x windows tokens.
 
         A longer text than a window is read in windows that overlap by half: of all but the first, the second half
         counts, so that no token in the middle is read without what stands before it.
@@ -122,13 +82,16 @@ class TokenScores:
             [keys[i] for i in order],
             lambda positions: self._read([windows[order[i]] for i in positions]),
             batch=self._batch,
-            what=self.what,
+            what="how predictable each word is",
         )
         if count:
-            print(f"{count:,} windows of text read for {self.what}; cached in {self.store.folder}", flush=True)
+            print(
+                f"{count:,} windows of text read for how predictable each word is; cached in {self.store.folder}",
+                flush=True,
+            )
         rows = iter(self.store.read(keys)["values"])
         for one, cut in zip(tokenized, cuts, strict=True):
-            yield one.join([next(rows) for _ in cut], cut, self.mean)
+            yield one.join([next(rows) for _ in cut], cut)
 
     def _tokenize(self, texts: Sequence[str]) -> list["_Tokens"]:
         most = WIDEST * (self.limit + MARGIN)
@@ -161,41 +124,26 @@ class TokenScores:
 
     @functools.cached_property
     def _program(self):
-        return jax.jit(self._values)
+        return jax.jit(self._nll)
+
+    def _nll(self, params: Tree, batch: Tree) -> jax.Array:
+        """Returns f32[b t] of a batch {"ids", "mask", "targets"}: each target's NLL, with the body's own head."""
+        x, mode = decoder.embed(params, batch["ids"]), decoder.Mode(factors=self.precision.factors)
+        hidden = decoder.forward(params, self._config, x, mask=batch["mask"], mode=mode).hidden
+        hidden = hidden[:, len(self.begin) - 1 : -1]
+        return -chunked.token_logp(hidden, decoder.head(params), batch["targets"], chunk=self.chunk)[0]
 
     def _load(self) -> Tree:
         if self._params is None:
-            own, shapes = self.precision, self._shapes
+            own = self.precision
+            shapes = decoder.abstract(self._config, own.values, factors=own.factors)
             placed = rules.shardings(tables.reader_table("replicate"), shapes, self.mesh, name=str(self.location))
             self._params = weights.load(self.location, dtype=own.values, factors=own.factors, shardings=placed)
         return self._params
 
-    @property
-    def _shapes(self) -> Tree:
-        return decoder.abstract(self.config, self.precision.values, factors=self.precision.factors)
-
     @functools.cached_property
-    def config(self) -> decoder.DecoderConfig:
-        """Returns the body's shapes, all of its layers."""
+    def _config(self) -> decoder.DecoderConfig:
         return weights.describe(self.location)
-
-    @property
-    def mode(self) -> decoder.Mode:
-        """Returns how the body is run."""
-        return decoder.Mode(factors=self.precision.factors)
-
-
-class Surprisal(TokenScores):
-    """Each token's negative log-likelihood in nats, with the body's own head."""
-
-    kind = "surprisal"
-    what = "how predictable each word is"
-
-    def _values(self, params: Tree, batch: Tree) -> jax.Array:
-        x = decoder.embed(params, batch["ids"])
-        hidden = decoder.forward(params, self.config, x, mask=batch["mask"], mode=self.mode).hidden
-        hidden = hidden[:, len(self.begin) - 1 : -1]
-        return -chunked.token_logp(hidden, decoder.head(params), batch["targets"], chunk=self.chunk)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,14 +151,14 @@ class _Tokens:
     ids: np.ndarray  # i32[n]
     spans: np.ndarray  # i32[n 2]
 
-    def join(self, rows: Sequence[np.ndarray], starts: Sequence[int], mean: bool) -> Scored:
+    def join(self, rows: Sequence[np.ndarray], starts: Sequence[int]) -> Scored:
         """Returns the tokens with the values of their windows: of each, what the one before it does not have."""
         values, count = np.zeros(len(self.ids), np.float32), 0
         for row, start in zip(rows, starts, strict=True):
             end = min(start + len(row), len(self.ids))
             values[count:end] = row[count - start : end - start]
             count = end
-        return Scored(self.spans, values.astype(np.float16).astype(np.float32), mean)
+        return Scored(self.spans, values)
 
 
 def _cut(tokens: int, window: int) -> list[int]:

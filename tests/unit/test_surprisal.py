@@ -1,16 +1,13 @@
-"""lw_jax/recipes/token_scores.py: NLL under the whole pretrained body, read once, the same on any number of devices."""
-
-import logging
+"""lw_jax/recipes/surprisal.py: NLL under the whole pretrained body, read once, the same on any number of devices."""
 
 import jax
 import numpy as np
 import pytest
 
 import lw_jax
-from lw_jax.core.types import Example
 from lw_jax.data import question_cards
-from lw_jax.recipes import token_scores
-from lw_jax.recipes.token_scores import Surprisal
+from lw_jax.recipes import surprisal
+from lw_jax.recipes.surprisal import Surprisal
 from sharding import mesh, placement
 from tests import tiny
 
@@ -27,7 +24,7 @@ def make(root, devices=1, **changes):
     changes = {"encoder__kind": "lm", "encoder__source": str(source), "encoder__window": WINDOW} | changes
     cfg = tiny.make_config(root, encoder__windows=4, compute__dtype="fp32", **changes)
     learner = mesh.make(data=devices, devices=jax.devices()[:devices])
-    return Surprisal(cfg, source, placement.together(learner, ["llama"]))
+    return Surprisal(cfg, source, placement.one_mesh(learner, ["llama"]))
 
 
 def count_reads(found, monkeypatch):
@@ -80,19 +77,12 @@ def test_each_text_is_read_once_in_any_order_and_on_any_devices(root, monkeypatc
         np.testing.assert_array_equal(a.values, b.values)
 
 
-def test_devices_change_no_number_and_a_text_alone_is_as_among_others(root, monkeypatch, tmp_path):
+def test_devices_change_no_number(root, monkeypatch, tmp_path):
     first = make(root).score(TEXTS)
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "other"))
     four = make(root, devices=4)
     for a, b in zip(first, four.score(TEXTS), strict=True):
         np.testing.assert_array_equal(a.values, b.values)
-    chosen = four.attach([Example("x", text, "q?", ("a",)) for text in [*TEXTS, LONG]], 3)
-    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "third"))
-    alone = make(root)
-    assert [alone.choose(text, 3) for text in [*TEXTS, LONG]] == [example.literals for example in chosen]
-    assert not list((tmp_path / "third").rglob("keys")) or all(
-        not file.stat().st_size for file in (tmp_path / "third").rglob("keys")
-    )
 
 
 def test_text_with_its_own_beginning_is_read_as_without(root):
@@ -103,15 +93,5 @@ def test_text_with_its_own_beginning_is_read_as_without(root):
     np.testing.assert_array_equal(marked.spans - len(begin), plain.spans)
 
 
-def test_text_without_a_literal_is_told(root, caplog):
-    found = make(root)
-    with caplog.at_level(logging.WARNING):
-        found.attach([Example("x", text, "q?", ("a",)) for text in ("?!", TEXTS[0])], 3)
-        found.choose("?!", 3)
-        found.choose("?!", 0)
-    told = [record.getMessage().partition(":")[0] for record in caplog.records]
-    assert told == [f"no literal was found in 1 of {count} texts" for count in (2, 1)]
-
-
 def test_windows_cover_a_text_with_the_fewest_halves():
-    assert [token_scores._cut(n, 8) for n in (0, 8, 9, 12, 13)] == [[0], [0], [0, 4], [0, 4], [0, 4, 8]]
+    assert [surprisal._cut(n, 8) for n in (0, 8, 9, 12, 13)] == [[0], [0], [0, 4], [0, 4], [0, 4, 8]]

@@ -1,0 +1,116 @@
+"""Results of an evaluation: the types of eval.json as it is written and read, and what a page calls its figures."""
+
+import operator
+from typing import Annotated, Any, NamedTuple, NotRequired, TypedDict
+
+import msgspec
+from msgspec import Meta
+
+from lw_jax.core.schema import Index
+from lw_jax.evals.curve import Count, Curve, Known, Word
+
+Interval = tuple[Known, Known] | None
+
+
+class Column(NamedTuple):
+    """A figure as a page shows it."""
+
+    label: str
+    unit: str = ""
+    scale: float = 1
+    interval: bool = False  # under NAME_interval
+    digits: int | None = None  # None: as many as the scale needs
+
+    @property
+    def heading(self) -> str:
+        return f"{self.label}, {self.unit}" if self.unit else self.label
+
+
+ROW = {  # figures of a row of the control table
+    "positions": Column("reader positions", digits=1),
+    "first_token_seconds": Column("first answer token", "ms", 1000, digits=1),
+    "em": Column("EM", "%", 100, True),
+    "f1": Column("F1", "%", 100, True),
+    "nll": Column("NLL", "nats a token", 1, True),
+    "accuracy": Column("token accuracy", "%", 100),
+    "first_token": Column("first token", "%", 100, True),
+    "first_5": Column("first token in top 5", "%", 100),
+    "distinct": Column("distinct answers", "%", 100),
+    "examples": Column("examples", digits=0),
+}
+COMPARISON = {  # figures of `comparison.compare`
+    "normalised_f1": Column("normalised F1", "%", 100, True),
+    "recovered_nll": Column("recovered NLL", "%", 100, True),
+    "gap_f1": Column("gap of F1", "points", 100, True),
+    "gap_nll": Column("gap of NLL", "nats a token", 1, True),
+    "follows": Column("follows a changed message, of changed texts followed", "%", 100, True),
+}
+
+
+def _figures(columns: dict[str, Column], **others: Any) -> dict[str, Any]:
+    intervals = {f"{name}_interval": Interval for name, column in columns.items() if column.interval}
+    return dict.fromkeys(columns, Known) | intervals | others
+
+
+# Absent is what was not measured; null is what is not finite, or has no meaning here.
+Row = TypedDict("Row", _figures(ROW, texts=Count, follows=Known, follows_interval=Interval), total=False)  # pyright: ignore
+Comparison = TypedDict(  # pyright: ignore
+    "Comparison",
+    _figures(
+        COMPARISON, examples=Count, texts=Count, upper=Word, fewer_positions=Known, faster=Known, timed_tokens=Count
+    )
+    | {f"{name}_reason": Word for name in COMPARISON},
+    total=False,
+)
+
+
+class Score(TypedDict):
+    """Scores of joint answers, or of one reader's."""
+
+    em: Known
+    em_interval: Interval
+    f1: Known
+    f1_interval: Interval
+    picked: NotRequired[Known]
+
+
+class Joint(TypedDict):
+    """Joint answers of all readers."""
+
+    joint: Score
+    oracle: Score
+    readers: dict[Word, Score]
+    agreement: Known
+    agreement_interval: Interval
+    examples: Count
+
+
+class Geometry(TypedDict, total=False):
+    """Rank and cosines of the latents."""
+
+    inputs: Count
+    effective_rank: Known
+    effective_rank_uncentred: Known
+    input_cosine: Known
+    slot_cosine: Known
+
+
+class Results(TypedDict):
+    """eval.json."""
+
+    step: Index
+    validation: Word
+    rows: Annotated[dict[Word, dict[Word, Row]], Meta(max_length=64)]  # reader -> row -> figures
+    readers: Annotated[dict[Word, Comparison], Meta(max_length=64)]
+    joint: Joint | None
+    latents: Geometry
+    curve: Curve | None
+    counts: dict[Word, Count]
+
+
+_ENCODER = msgspec.json.Encoder(enc_hook=operator.methodcaller("item"))  # of numpy's scalars
+
+
+def to_json(value: Any) -> str:
+    """Returns a value as one line of JSON; NaN and infinities, which JSON cannot hold, are null."""
+    return _ENCODER.encode(value).decode()
