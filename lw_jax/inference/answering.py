@@ -26,7 +26,7 @@ class KVPrompt(NamedTuple):
     `keys_values`: f32 [layers, 2, 1, kv_heads, t, head_dim], the layout of transformers' caches: of each layer, in
     order, keys and values of one row. The first positions are the opening's, then the message's follow. Keys are
     rotated at positions 0 to t - 1.
-    `embeddings`: f32 [n, d], of positions t to t + n - 1: task vector, literals and question.
+    `embeddings`: f32 [n, d], of positions t to t + n - 1: task vector and question.
     """
 
     keys_values: np.ndarray
