@@ -184,8 +184,8 @@ def summarise(rows: Sequence[Row]) -> list[str]:
         f"{'kept MB':>9}{'held MB':>9}"
     ]
     for (press, ratio), own in groups.items():
-        if "error" in own[0]:
-            lines.append(f"{press:<24}{ratio:>4}  {own[0]['error']}")
+        if errors := [one["error"] for one in own if "error" in one]:
+            lines.append(f"{press:<24}{ratio:>4}  {len(errors)} of {len(own)} failed: {errors[0]}")
             continue
         mean = {key: sum(one[key] for one in own) / len(own) for key in ("f1", "write_seconds", "positions")}
         size = {key: sum(one[key] for one in own) / len(own) / 1e6 for key in ("kept_bytes", "held_bytes")}

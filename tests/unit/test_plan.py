@@ -232,7 +232,7 @@ def test_simulation_of_a_void_run_or_of_cards_on_which_nothing_fits_says_so(root
         assert tiny.call("plan", cfg, sources.cache_root(), **given, json=as_json) == code
         told = capsys.readouterr().out
         if as_json:
-            errors = [one for each in json.loads(told) for one in each["findings"] if one["void"]]
+            errors = [one for each in json.loads(told) for one in each["findings"] if one["severity"] == "error"]
             assert [f"error: {one['text']}".startswith(said) for one in errors] == [True] * (2 if code == 2 else 0)
     assert said in told
 

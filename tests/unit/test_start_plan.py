@@ -5,11 +5,9 @@ import json
 import pytest
 
 from configs import pair_8b
-from lw_jax.commands import bench, plan, slurm
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
-from lw_jax.planning import plan_cache, start_plan, start_tables
-from lw_jax.slurm.job import Request
+from lw_jax.planning import start_plan, start_tables
 from tests import tiny
 
 CACHE = {"encoder__kind": "cache", "encoder__ratio": 4, "encoder__width": 200, "encoder__texts": 24, "train__steps": 0}
@@ -57,8 +55,7 @@ def test_what_does_not_fit_takes_more_devices_or_says_so():
 
 def test_the_cpu_is_planned_by_compiling_and_as_json(root, capsys):
     cfg = tiny.make_config(root, **CACHE, mesh__placement="single")
-    request = plan.Request(config="configs/cache_smoke.py", as_json=True)
-    assert plan.main(cfg, resolved={}, workdir=root, request=request) == 0
+    assert tiny.call("plan", cfg, root, json=True) == 0
     found = json.loads(capsys.readouterr().out)
     reader = found["chosen"]["readers"]["llama"]
     assert found["target"] == "cpu" and found["compiled"] and found["hours"] > 0
@@ -69,12 +66,13 @@ def test_the_cpu_is_planned_by_compiling_and_as_json(root, capsys):
 def test_a_job_is_written_and_what_needs_steps_is_refused(tmp_path, monkeypatch, large, capsys):
     cfg = config.build(pair_8b.get_config())
     monkeypatch.setattr(start_plan, "of_target", lambda *_: large)
-    request = Request(config="configs/pair_8b.py", assignments={}, project=plan_cache.ROOT, target="h100x1")
-    slurm.main(cfg, resolved=config.to_dict(cfg), workdir=tmp_path, request=request)
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+    monkeypatch.delenv("LW_JAX_SITE", raising=False)
+    tiny.call("slurm", cfg, tmp_path, spec="configs/pair_8b.py", target="h100x1")
     script = (tmp_path / "job.sbatch").read_text("utf-8")
     assert "--gpus-per-node=1" in script and "--config.mesh.placement=single" in script
     assert "time limit" in capsys.readouterr().out
     with pytest.raises(UserError, match=r"train\.steps = 0.*eval"):
-        bench.main(cfg, resolved={}, workdir=tmp_path, request=bench.Request((), 1, False))
+        tiny.call("bench", cfg, tmp_path)
     with pytest.raises(UserError, match="--simulate 1,2"):
-        plan.main(cfg, resolved={}, workdir=tmp_path, request=plan.Request("configs/pair_8b.py", simulate="1,2"))
+        tiny.call("plan", cfg, tmp_path, simulate="1,2")
