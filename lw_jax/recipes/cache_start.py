@@ -17,7 +17,9 @@ from typing import IO, TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Float
 
+from lw_jax.core.errors import UserError
 from lw_jax.core.eval_rows import RATIOS
 from lw_jax.core.progress import duration, phase
 from lw_jax.core.types import Example, Tree
@@ -219,24 +221,14 @@ class _Steps:
         self.tokens = sum(int(lengths.sum()) for _, _, lengths in self.readings)
 
     def find(self, ratio: int, step: float, *, fitted: bool) -> Statistics:
-        """Returns the step at which messages have message.bytes a token, and its statistics; `step`: a first guess.
+        """Returns the step at which messages have message.bytes a token, and its statistics; `step`: a first guess."""
 
-        Numbers depend little on the step for which they are found: a few of these find it. The order of keys and the
-        biases, which a message has beside its numbers, are in its bytes.
-        """
-        beside = None
-        for _ in range(MOST_SOLVES):
+        def write(step: float) -> tuple[np.ndarray, list[Section]]:
             each = (self._write(one, ratio, step, fitted and ratio > 1) for one in self.readings)
             numbers, sections = zip(*itertools.chain.from_iterable(each), strict=True)
-            z = np.concatenate(numbers)
-            beside = self._bytes_beside(sections) if beside is None else beside
-            least = max(float(np.abs(z).max()) / cache_codec.LARGEST, step / 16)
-            between = (least, 16 * max(step, least))
-            found = cache_codec.find_step(functools.partial(_round, z), self.limit - beside, between=between)
-            if abs(found.step / step - 1) < TOLERANCE:
-                break
-            step = found.step
-        return found
+            return np.concatenate(numbers), list(sections)
+
+        return find_rate(write, np.asarray(self.code["tables"]), self.limit, step)
 
     def _write(
         self, read: tuple[Reading, jax.Array, np.ndarray], ratio: int, step: float, fitted: bool
@@ -255,18 +247,59 @@ class _Steps:
             if length:
                 yield own[:length], cache_message.to_section({ratio: one}, length)
 
-    def _bytes_beside(self, sections: Sequence[Section]) -> float:
-        """Returns the bytes a token that messages have beside their numbers."""
-        numbers = np.concatenate([one.numbers for one in sections])
-        statistics = cache_codec.fit_statistics(numbers, sections[0].step)
-        tables = {ratio: np.asarray(self.code["tables"][ratio - 1]) for ratio in sections[0].ratios}
-        coding = Coding("0" * 16, (statistics,), tables)
-        packed = sum(len(cache_codec.pack([(coding, one)], writer=coding.fingerprint)) for one in sections)
-        return (packed - cache_codec.bits(statistics, numbers) / 8) / len(numbers)
+
+def find_rate(
+    write: Callable[[float], tuple[np.ndarray, list[Section]]],
+    tables: Float[np.ndarray, "r l k"],
+    limit: float,
+    step: float,
+) -> Statistics:
+    """Returns the step at which messages have config.message.bytes a token, `limit`, and its statistics.
+
+    Numbers depend little on the step for which they are found: a few of these find it. The order of keys and the
+    biases, which a message has beside its numbers, are in its bytes.
+
+    Args:
+        write: returns for a step the numbers f32[n w] of some texts, not rounded, and what is sent of each.
+        tables: of ratios 1, 2, ....
+        limit: bytes.
+        step: a first guess.
+
+    Raises:
+        UserError: messages are longer however large the step is.
+    """
+    beside = found = None
+    for _ in range(MOST_SOLVES):
+        z, sections = write(step)
+        largest = max(float(np.abs(z).max()), 1e-30)
+        if largest > cache_codec.LARGEST * step:
+            step = largest / cache_codec.LARGEST * (1 + TOLERANCE)
+            continue
+        beside = _bytes_beside(sections, tables) if beside is None else beside
+        between = (largest / cache_codec.LARGEST, largest)
+        try:
+            found = cache_codec.find_step(functools.partial(_round, z), limit - beside, between=between)
+        except UserError as error:
+            told = f"{beside:.1f} of them for the order of keys and biases"
+            raise UserError(f"config.message.bytes = {limit:g}, {told}: {error}") from error
+        if abs(found.step / step - 1) < TOLERANCE:
+            break
+        step = found.step
+    assert found is not None, "a step that is too small is one only once"
+    return found
+
+
+def _bytes_beside(sections: Sequence[Section], tables: Float[np.ndarray, "r l k"]) -> float:
+    """Returns the bytes a token that messages have beside their numbers."""
+    numbers = np.concatenate([one.numbers for one in sections])
+    statistics = cache_codec.fit_statistics(numbers, sections[0].step)
+    coding = Coding("0" * 16, (statistics,), {ratio: tables[ratio - 1] for ratio in sections[0].ratios})
+    packed = sum(len(cache_codec.pack([(coding, one)], writer=coding.fingerprint)) for one in sections)
+    return (packed - cache_codec.bits(statistics, numbers) / 8) / len(numbers)
 
 
 def _round(z: np.ndarray, step: float) -> np.ndarray:
-    return np.rint(z / step).astype(np.int32)
+    return np.clip(np.rint(z / step), -(2**30), 2**30).astype(np.int32)  # a first guess may be far too small
 
 
 def _settle(  # noqa: PLR0913
