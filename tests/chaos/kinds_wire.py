@@ -66,7 +66,7 @@ def _write(folder: Path) -> None:
     for path in sorted((folder / "run").iterdir()):
         path.unlink()
     (folder / "run").rmdir()
-    model = wire_folder.Model("folder/llama", True, "0" * 32, {"model.safetensors": "0" * 64})
+    model = wire_folder.Model("folder/llama", True, "0" * 32, {"model.safetensors": "0" * 64}, "0" * 32)
     wire = wire_folder.WireFolder(
         format=wire_folder.FORMAT,
         version=wire_folder.VERSION,

@@ -151,7 +151,7 @@ def test_other_frozen_weights_are_refused_by_name(root, resumed, tmp_path):
 
 def test_a_loss_that_is_not_finite_ends_the_run_with_advice(root, tmp_path):
     with pytest.raises(UserError, match=r"step \d+: train/loss is (nan|inf).*learning_rate"):
-        curve(tiny.make_recipe(root, only="llama", optim__learning_rate=1e30, optim__clip_norm=1e30), tmp_path / "run")
+        curve(tiny.make_recipe(root, only="llama", optim__learning_rate=1e15, optim__clip_norm=1e15), tmp_path / "run")
 
 
 def test_metrics_have_the_promised_names(single):

@@ -49,7 +49,7 @@ def test_a_sweep_plans_once_and_has_its_own_hours(root, measure, cache, monkeypa
     first = planner.make(cfg, "h100x2", estimate=True)
     monkeypatch.setattr(
         planner,
-        "_absent",
+        "absent",
         lambda cfg, target: placement_search.Hardware(
             jax.devices()[:2], planner.memory_limit.of_devices(cfg, 10**10), target
         ),
