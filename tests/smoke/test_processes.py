@@ -23,7 +23,7 @@ import run
 from lw_jax.commands import loading, parser
 from lw_jax.core import command_line, config, config_file, runtime
 from lw_jax.recipes.latentwire import LatentWire
-from lw_jax.training import metrics
+from lw_jax.training import metrics, run_folder
 from sharding import placement
 from tests import tiny
 
@@ -312,10 +312,8 @@ def test_folder_of_another_run_is_refused_by_both_with_code_2(config_path, tmp_p
     """Read in the first process alone, after it has joined: the other one would wait for it and abort."""
     workdir = tmp_path / "w"
     workdir.mkdir()
-    saved = config.to_dict(
-        loading.load(parser.parse(["train", "--config", str(config_path), "--config.seed=7"]))[0].cfg
-    )
-    (workdir / "config.json").write_text(json.dumps(saved), encoding="utf-8")
+    (saved,) = loading.load(parser.parse(["train", "--config", str(config_path), "--config.seed=7"]))
+    run_folder.write_workdir(workdir, cfg=saved.cfg, base={}, command=["test"])
     (workdir / "metrics.jsonl").write_text('{"step": 1}\n', encoding="utf-8")
     with joined("train", "--config", str(config_path), "--workdir", str(workdir), folder=tmp_path) as started:
         codes, _ = finish(started, tmp_path)
