@@ -173,23 +173,22 @@ def test_nothing_fits_is_a_plan_that_says_why(root, measure, capsys):
 
 @pytest.mark.slow
 def test_what_nothing_holds_is_answered_with_the_weights_in_fewer_bits(capsys):
-    """Of the issue: two RTX 4090 hold nothing of large.py, and its readers in 4 bits fit under three strategies."""
+    """Of the issue: two RTX 4090 hold nothing of large.py, and its readers in 4 bits fit, on one card, too."""
     cfg = config.build(large.get_config())
     found = planner.make(cfg, "rtx4090x2", estimate=True)
     assert found["chosen"] is None
     eight, four = found["remedies"]
     flags = {"llms.llama.weights": "nf4", "llms.qwen.weights": "nf4"}
     assert (eight["weights"], four["weights"], four["assignments"]) == ("int8", "nf4", flags)
-    for remedy in (eight, four):
-        assert {one["strategy"] for one in remedy["fits"]} == {"fsdp", "tensor", "split"}
+    apart = {"fsdp", "tensor", "split"}
+    for remedy, strategies in ((eight, apart), (four, apart | {"single", "replicate"})):  # 19.3 GB as compiled
+        assert {one["strategy"] for one in remedy["fits"]} == strategies
         assert all(0 < one["peak_bytes"] <= found["limit_bytes"] for one in remedy["fits"])
     llms = {name: dataclasses.replace(llm, weights="nf4") for name, llm in cfg.llms.items()}
     packed = planner.make(dataclasses.replace(cfg, llms=llms), "rtx4090x2", estimate=True)
     rows = {row["strategy"]: row["peak_bytes"] for row in packed["candidates"] if row["fits"]}
     assert {one["strategy"]: one["peak_bytes"] for one in four["fits"]} == rows, "the flags give what was promised"
     assert packed["remedies"] == []
-    assert {one["strategy"] for one in four["close"]} == {"single", "replicate"}, "19.3 GB where they are compiled"
-    assert "; close to it: " in plan_tables.report(found)
     words = "--config.llms.llama.weights=nf4 --config.llms.qwen.weights=nf4: "
     assert words in plan_tables.report(found) and words in plan_tables.simulation_table([found])
     with pytest.raises(UserError, match="--config.llms.llama.weights=nf4"):
