@@ -332,8 +332,7 @@ def _programs(recipe: CacheWire, name: str, rows: int, tokens: int) -> dict[bool
     count = jax.ShapeDtypeStruct((model.layers, rows, model.kv_heads), jnp.int32, sharding=every)
 
     def read(params: Any, fields: Any) -> Any:
-        reading = functions.read_twice(params, fields, name, False)
-        return cache_code.states(reading.text.k, reading.text.v).astype(jnp.bfloat16), reading.scores
+        return functions.read_states(params, fields, name, True)
 
     def write(params: Any, code: Any, fields: Any, count: jax.Array, step: jax.Array) -> Any:
         reading = functions.read_twice(params, fields, name, True)

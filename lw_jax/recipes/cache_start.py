@@ -7,7 +7,6 @@ biases are fitted, which serves one reader and hurts another (docs/messages.md).
 
 import dataclasses
 import functools
-import itertools
 import math
 import tempfile
 import time
@@ -121,9 +120,9 @@ def _fit(
     once = [text for i, text in enumerate(texts) if i % TWICE]
     with tempfile.TemporaryFile() as file:
         states = _States(file, 2 * math.prod(shape))
-        for read, part, times in ((_read_twice, twice, "twice"), (_read_once, once, "once")):
-            with phase(f"{name}: reading texts {times}", len(part), "texts") as done:
-                for y, worth in done.track(_read(recipe, functions, params, name, part, read)):
+        for again, part in ((True, twice), (False, once)):
+            with phase(f"{name}: reading texts {'twice' if again else 'once'}", len(part), "texts") as done:
+                for y, worth in done.track(_read(recipe, functions, params, name, part, twice=again)):
                     states.add(y)
                     scores += [] if worth is None else [worth]
         together = np.concatenate(scores)
@@ -136,21 +135,8 @@ def _fit(
     return {**code._asdict(), "variance": variance, "tables": jnp.asarray(np.stack(tables), jnp.float32)}, states.count
 
 
-# Of a batch the states bf16[b t n], and what its keys are worth f32[l b t k] or None.
-_Read = Callable[[CacheFunctions, Tree, Tree, str], tuple[jax.Array, jax.Array | None]]
-
-
-def _read_once(functions: CacheFunctions, params: Tree, fields: Tree, name: str) -> tuple[jax.Array, None]:
-    return functions.read_states(params, fields, name), None
-
-
-def _read_twice(functions: CacheFunctions, params: Tree, fields: Tree, name: str) -> tuple[jax.Array, jax.Array]:
-    reading = functions.read_twice(params, fields, name, False)
-    return _states(reading.text.k, reading.text.v), reading.scores
-
-
 def _read(  # noqa: PLR0913
-    recipe: "CacheWire", functions: CacheFunctions, params: Tree, name: str, texts: list[str], read: _Read
+    recipe: "CacheWire", functions: CacheFunctions, params: Tree, name: str, texts: list[str], *, twice: bool
 ) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
     """Yields of each text the states bf16[t n] of its tokens, and what their keys are worth f32[t l k] or None."""
     layout, mesh = recipe.layout, functions.mesh_of(name)
@@ -171,14 +157,9 @@ def _read(  # noqa: PLR0913
         width = place.round_up(max(map(len, part)), ROUNDED[recipe.placement.platform])
         field = batches.Field(part, width, pad, left=False)
         own = place.rows(field.collate([min(i, len(part) - 1) for i in range(rows)]), mesh)
-        y, worth = jax.device_get(read(functions, params, {"own": own} | around, name))
+        y, worth = jax.device_get(functions.read_states(params, {"own": own} | around, name, twice))
         for row, one in enumerate(part):
             yield y[row, : len(one)], None if worth is None else np.moveaxis(worth[:, row, : len(one)], 1, 0)
-
-
-@jax.jit
-def _states(k: jax.Array, v: jax.Array) -> jax.Array:
-    return cache_code.states(k, v).astype(jnp.bfloat16)
 
 
 def _variance(code: Code, states: _States) -> jax.Array:
@@ -223,33 +204,47 @@ class _Steps:
     def find(self, ratio: int, step: float, *, fitted: bool) -> Statistics:
         """Returns the step at which messages have message.bytes a token, and its statistics; `step`: a first guess."""
 
-        def write(step: float) -> tuple[np.ndarray, list[Section]]:
-            each = (self._write(one, ratio, step, fitted and ratio > 1) for one in self.readings)
-            numbers, sections = zip(*itertools.chain.from_iterable(each), strict=True)
-            return np.concatenate(numbers), list(sections)
+        fitted = fitted and ratio > 1
+
+        def write(step: float) -> tuple[np.ndarray, Callable[[], list[Section]]]:
+            solved = [self._solve(one, ratio, step, fitted) for one in self.readings]
+            numbers = [
+                own[:length]
+                for (z, _), (_, _, lengths) in zip(solved, self.readings, strict=True)
+                for own, length in zip(z, lengths, strict=True)
+            ]
+            return np.concatenate(numbers), lambda: self._send(solved, ratio, step, fitted)
 
         return find_rate(write, np.asarray(self.code["tables"]), self.limit, step)
 
-    def _write(
+    def _solve(
         self, read: tuple[Reading, jax.Array, np.ndarray], ratio: int, step: float, fitted: bool
-    ) -> Iterator[tuple[np.ndarray, Section]]:
-        """Yields of each text of a batch its numbers f32[t w], not rounded, and what is sent."""
+    ) -> tuple[np.ndarray, jax.Array]:
+        """Returns the numbers f32[b t w] of a batch of texts, not rounded, and which keys are kept."""
         reading, before, lengths = read
         count = cache_functions.count_kept(self.code, lengths, ratio)
-        steps = np.full(len(lengths), step, np.float32)
+        steps, factors = np.full(len(lengths), step, np.float32), self.functions.wire.readers[self.name].mode.factors
         wanted = self.functions.want(reading, before, count, self.name, fitted)
-        z = self.functions.solve(self.code, wanted, steps, self.functions.wire.readers[self.name].mode.factors)
-        sent = Sent(_round(np.asarray(z), step), np.asarray(wanted.kept), np.zeros(wanted.kept.shape), steps)
-        if fitted:
-            bias = self.functions.fit_biases(self.code, reading, before, *sent[1::-1], steps, self.name)
-            sent = sent._replace(bias=np.asarray(bias))
-        for own, one, length in zip(np.asarray(z), cache_message.rows_of(sent), lengths.tolist(), strict=True):
-            if length:
-                yield own[:length], cache_message.to_section({ratio: one}, length)
+        return np.asarray(self.functions.solve(self.code, wanted, steps, factors)), wanted.kept
+
+    def _send(self, solved: list[tuple[np.ndarray, jax.Array]], ratio: int, step: float, fitted: bool) -> list[Section]:
+        """Returns what is sent of each text."""
+        sections = []
+        for (reading, before, lengths), (z, kept) in zip(self.readings, solved, strict=True):
+            numbers, bias, steps = _round(z, step), np.zeros(kept.shape), np.full(len(z), step, np.float32)
+            if fitted:
+                bias = self.functions.fit_biases(self.code, reading, before, kept, numbers, steps, self.name)
+            rows = cache_message.rows_of(jax.device_get(Sent(numbers, kept, bias, steps)))
+            sections += [
+                cache_message.to_section({ratio: one}, length)
+                for one, length in zip(rows, lengths.tolist(), strict=True)
+                if length
+            ]
+        return sections
 
 
 def find_rate(
-    write: Callable[[float], tuple[np.ndarray, list[Section]]],
+    write: Callable[[float], tuple[np.ndarray, Callable[[], list[Section]]]],
     tables: Float[np.ndarray, "r l k"],
     limit: float,
     step: float,
@@ -260,7 +255,8 @@ def find_rate(
     biases, which a message has beside its numbers, are in its bytes.
 
     Args:
-        write: returns for a step the numbers f32[n w] of some texts, not rounded, and what is sent of each.
+        write: returns for a step the numbers f32[n w] of some texts, not rounded, and what makes what is sent of each;
+            it is called once, as it fits biases.
         tables: of ratios 1, 2, ....
         limit: bytes.
         step: a first guess.
@@ -270,12 +266,12 @@ def find_rate(
     """
     beside = found = None
     for _ in range(MOST_SOLVES):
-        z, sections = write(step)
+        z, send = write(step)
         largest = max(float(np.abs(z).max()), 1e-30)
         if largest > cache_codec.LARGEST * step:
             step = largest / cache_codec.LARGEST * (1 + TOLERANCE)
             continue
-        beside = _bytes_beside(sections, tables) if beside is None else beside
+        beside = _bytes_beside(send(), tables) if beside is None else beside
         between = (largest / cache_codec.LARGEST, largest)
         try:
             found = cache_codec.find_step(functools.partial(_round, z), limit - beside, between=between)

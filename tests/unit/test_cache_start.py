@@ -19,7 +19,8 @@ def write(step, ratio=2):
     kept = np.random.default_rng(1).random((LAYERS, TEXTS * TOKENS, HEADS)) < 1 / ratio
     integers = cache_start._round(z, step)
     parts = [slice(i, i + TOKENS) for i in range(0, len(z), TOKENS)]
-    return z, [Section(integers[at], float(np.float32(step)), (ratio,), kept[:, at].astype(np.uint8)) for at in parts]
+    sizes = float(np.float32(step)), (ratio,)
+    return z, lambda: [Section(integers[at], *sizes, kept[:, at].astype(np.uint8)) for at in parts]
 
 
 @pytest.mark.parametrize("guess", [1e-6, 0.3, 50.0])
@@ -28,9 +29,20 @@ def test_messages_have_the_bytes_that_are_allowed_with_their_order(ratio, guess)
     limit = 9.0
     found = cache_start.find_rate(lambda step: write(step, ratio), TABLES, limit, guess)
     coding = Coding("0" * 16, (found,), {ratio: TABLES[ratio - 1]})
-    sent = write(found.step, ratio)[1]
+    sent = write(found.step, ratio)[1]()
     size = sum(len(cache_codec.pack([(coding, one)], writer="0" * 16)) for one in sent) / len(Z)
     assert size == pytest.approx(limit, rel=0.02)
+
+
+def test_what_is_sent_is_made_once_however_often_numbers_are_found():
+    found = []
+
+    def count(step):
+        z, send = write(step)
+        return z, lambda: found.append(step) or send()
+
+    cache_start.find_rate(count, TABLES, 9.0, 50.0)
+    assert len(found) == 1
 
 
 def test_more_bytes_than_numbers_can_say_take_the_least_step():
