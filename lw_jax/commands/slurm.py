@@ -37,9 +37,7 @@ def _write_one(args: argparse.Namespace, loaded: Loaded) -> None:
     site, profile = find_site(args.site or "")
     warnings = _check({"": loaded.cfg}, submit=args.submit)
     plan, record, job = _plan_job(loaded, Path(args.measured) if args.measured else None, args=args, site=site)
-    file = Path(args.output).absolute() if args.output else loaded.workdir.absolute() / "job.sbatch"
-    job_script.write(file, job_script.script(job, site), logs=job.logs)
-    print(f"{_describe_file(file, profile)}\n{job.origin}\n{describe_limit(job, site)}")
+    file = _write_job(args, loaded, job, site, profile)
     notes = [*(record.describe_differences() if record else ()), *warnings]
     print("".join(f"{line}\n" for line in notes), end="")
     try:
@@ -64,11 +62,17 @@ def _write_start(args: argparse.Namespace, task: Loaded) -> None:
     plan = start_plan.of_target(task.cfg, resolve_target(args.target or "", config=task.spec))
     values, folder = to_dict(task.cfg), task.workdir.absolute()
     job = make_start_job(plan, resolved=values, workdir=folder, request=_request(args, task), site=site)
-    file = Path(args.output).absolute() if args.output else folder / "job.sbatch"
-    job_script.write(file, job_script.script(job, site), logs=job.logs)
-    print(f"{_describe_file(file, profile)}\n{job.origin}\n{describe_limit(job, site)}")
+    file = _write_job(args, task, job, site, profile)
     if args.submit:
         print(job_script.submit(file))
+
+
+def _write_job(args: argparse.Namespace, task: Loaded, job: Job, site: Site, profile: str) -> Path:
+    """Writes one run's sbatch file and prints what it asks for; returns its path."""
+    file = Path(args.output).absolute() if args.output else task.workdir.absolute() / "job.sbatch"
+    job_script.write(file, job_script.script(job, site), logs=job.logs)
+    print(f"{_describe_file(file, profile)}\n{job.origin}\n{describe_limit(job, site)}")
+    return file
 
 
 def _write_list(args: argparse.Namespace, tasks: Sequence[Loaded]) -> None:

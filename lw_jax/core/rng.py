@@ -1,12 +1,18 @@
 """Named random streams: the numbers of one part never depend on those of another."""
 
 import hashlib
+from typing import Any
 
 import jax
 
 from lw_jax.core.errors import UserError
 
 SEEDS = 2**32  # of a 32-bit key
+
+
+def abstract() -> Any:
+    """Returns the shape of a key."""
+    return jax.eval_shape(lambda: jax.random.key(0))
 
 
 def stream(seed: int, name: str, step: int | jax.Array = 0) -> jax.Array:

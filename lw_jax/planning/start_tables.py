@@ -1,6 +1,7 @@
 """Table of a plan of a run without steps, for people."""
 
 from lw_jax.core.progress import duration
+from lw_jax.planning.plan_tables import align
 from lw_jax.planning.start_plan import TEXT, Candidate, ReaderPlan, StartPlan, Work
 from lw_jax.training.memory import bytes_of
 
@@ -61,11 +62,7 @@ def _table(candidates: tuple[Candidate, ...]) -> list[str]:
             )
         peak = f"peak {bytes_of(one.peak_bytes)}"
         table[-1] = (*table[-1][:-1], peak if one.fits else f"{peak}, no: {one.obstacle}")
-    widths = [max(len(line[i]) for line in table) for i in range(len(table[0]) - 1)]
-    return [
-        "  ".join([*(f"{word:<{width}}" for word, width in zip(line, widths, strict=False)), line[-1]]).rstrip()
-        for line in table
-    ]
+    return align(table)
 
 
 def _both(work: Work) -> tuple[str, str]:

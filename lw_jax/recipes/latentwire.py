@@ -87,9 +87,8 @@ class LatentWire(WireReaders):
         if spec.body and spec.pairs is None:
             body = encoder_bodies.BODIES[self.cfg.encoder.kind].abstract(spec.body)
         sizes = {name: jax.ShapeDtypeStruct((), jnp.float32) for name in self.wire.readers}
-        key = jax.eval_shape(lambda: jax.random.key(0))
         trainable = jax.eval_shape(
-            lambda key, body, sizes: self.wire.init(key, body=body, embedding_rms=sizes), key, body, sizes
+            lambda key, body, sizes: self.wire.init(key, body=body, embedding_rms=sizes), rngs.abstract(), body, sizes
         )
         frozen = self._abstract_readers(self.wire.readers)
         if spec.pairs is not None and isinstance(spec.body, DecoderConfig):

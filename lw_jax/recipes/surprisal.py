@@ -113,7 +113,7 @@ class Surprisal:
     def _collate(self, windows: Sequence[np.ndarray]) -> Tree:
         """Returns {"ids", "mask", "targets"} on the devices; "ids" has the beginning before the targets."""
         longest = max(max(map(len, windows)), 1)
-        width = min(-(-longest // MULTIPLE) * MULTIPLE, self.window)
+        width = min(place.round_up(longest, MULTIPLE), self.window)
         ids = np.full((len(windows), len(self.begin) + width), self.tokenizer.pad, np.int32)
         targets, mask = np.zeros((len(windows), width), np.int32), np.zeros(ids.shape, bool)
         for row, window in enumerate(windows):

@@ -8,7 +8,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from lw_jax.core import processes
+from lw_jax.core import processes, rng
 from lw_jax.core.types import Tree
 from lw_jax.training import out_of_memory, step_costs
 from lw_jax.training.memory import Compile, bytes_of
@@ -85,8 +85,7 @@ def validation(step_spec: StepSpec) -> Pass:
 
     def lower(rows: int) -> list[tuple[Part, int]]:
         batch = _batch(step_spec, widths, rows * data)
-        key = jax.eval_shape(lambda: jax.random.key(0))
-        parts = step_spec.step.lower_evaluation(state["trainable"], frozen, batch, key)
+        parts = step_spec.step.lower_evaluation(state["trainable"], frozen, batch, rng.abstract())
         size = place.device_bytes(batch)
         return [(part, size) for part in parts.values()]
 

@@ -6,6 +6,7 @@ from typing import Any
 import jax
 
 from lw_jax.core import config
+from lw_jax.core import rng as rngs
 from lw_jax.core.config import Config
 from lw_jax.core.types import SHARED, LossTerms, Tree
 from lw_jax.training import train_step
@@ -33,7 +34,7 @@ def of(step_spec: StepSpec, widths: Tree, rows: int, *, backward: bool = True) -
     `backward`: forward and backward, a micro-batch's; else forward alone, as validation runs it.
     """
     recipe, batch = on_one_device(step_spec), _batch(widths, rows)
-    weights, rng, way = recipe.abstract(), _key(), "both" if backward else "forward"
+    weights, rng, way = recipe.abstract(), rngs.abstract(), "both" if backward else "forward"
     if not recipe.has_branches:
         (name,) = step_spec.placement.readers
         loss = train_step.whole_gradient(recipe) if backward else recipe.loss
@@ -67,7 +68,7 @@ def kept_bytes(step_spec: StepSpec, widths: Tree, rows: int) -> int:
     if not recipe.has_branches:
         return 0
     weights, source = recipe.abstract(), _batch(widths, rows)["source"]
-    given = weights.trainable, source, _key(), weights.frozen.get(SHARED)
+    given = weights.trainable, source, rngs.abstract(), weights.frozen.get(SHARED)
 
     def residuals() -> int:
         inputs = {(leaf.shape, leaf.dtype) for leaf in jax.tree.leaves(given)}
@@ -105,7 +106,3 @@ def _shape(cfg: Config) -> str:
 
 def _batch(widths: Tree, rows: int) -> Tree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((rows, *leaf.shape), leaf.dtype), widths)
-
-
-def _key() -> Any:
-    return jax.eval_shape(lambda: jax.random.key(0))
