@@ -21,7 +21,7 @@ from lw_jax.training.traced_costs import Costs
 from sharding import place
 
 # How far compiled plans' samples/s lay from the estimate's, least and most: docs/planning.md, and preference tuning and
-# TTT in docs/numbers.md (tests/unit/test_estimate.py holds it against them).
+# TTT in docs/numbers.md (tests/unit/planning/test_estimate.py holds it against them).
 COMPILED = (-0.15, 0.03)
 ERROR = f"arithmetic; compiled plans were between {COMPILED[0]:+.0%} and {COMPILED[1]:+.0%} of its samples/s"
 

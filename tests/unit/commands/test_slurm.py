@@ -1,0 +1,229 @@
+"""lw_jax/commands/slurm.py: the verb, what it prints, writes and refuses."""
+
+import shlex
+from collections.abc import Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import run
+from lw_jax.commands import loading, parser, program, slurm
+from lw_jax.core import config, config_file, environment
+from lw_jax.core.errors import UserError
+from lw_jax.planning import planner
+from lw_jax.planning.planner import resolve_target
+from lw_jax.slurm import size_comparison
+from sharding.errors import PlacementError
+from tests import tiny
+from tests.unit.slurm.test_job import PLAN, resolve
+from tests.unit.slurm.test_job_script import check_syntax
+
+
+@pytest.mark.parametrize(
+    ("word", "file", "target"),
+    [
+        ("", "configs/h100x4.py", "h100x4"),
+        ("single", "configs/h100x4.py", "h100x1"),
+        ("dual", "configs/machines/a100_40x1.py:latentwire", "a100_40x2"),
+        ("quad", "configs/machines/h100x2.py", "h100x4"),
+        ("quad", "configs/2xh100x8.py", "h100x4"),
+        ("", "configs/2xh100x8.py", "2xh100x8"),
+        ("h200x8", "configs/machines/h100x2.py", "h200x8"),
+        ("h200x8", "configs/default.py", "h200x8"),
+    ],
+)
+def test_target_comes_from_the_word_and_the_configurations_name(word: str, file: str, target: str) -> None:
+    assert resolve_target(word, config=file) == target
+
+
+@pytest.mark.parametrize("word", ["", "dual"])
+def test_target_without_a_card_is_refused(word: str) -> None:
+    with pytest.raises(UserError, match="names no card"):
+        resolve_target(word, config="configs/default.py")
+
+
+@pytest.fixture
+def call(tmp_path: Path, monkeypatch):
+    """Runs the verb without a site profile of this machine; returns the targets that were planned."""
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "none"))
+    monkeypatch.delenv("LW_JAX_SITE", raising=False)
+
+    def run(
+        plan: dict[str, Any] = PLAN,
+        others: tuple[dict[str, Any], ...] | None = (),
+        changes: Mapping[str, Any] | None = None,
+        **values: Any,
+    ) -> list[str]:
+        targets = []
+        cfg, _ = resolve(**changes or {})
+
+        def make(given: config.Config, target: str) -> dict[str, Any]:
+            assert given is cfg
+            targets.append(target)
+            return plan | {"target": target}
+
+        monkeypatch.setattr(planner, "make", make)
+        if others is not None:
+            monkeypatch.setattr(size_comparison, "other_sizes", lambda *_: list(others))
+        tiny.call("slurm", cfg, tmp_path / "runs" / "mine", spec="configs/h100x4.py", **values)
+        return targets
+
+    return run
+
+
+def test_verb_writes_the_file_and_the_logs_folder_and_tells_the_price(call, tmp_path: Path, capsys) -> None:
+    others = ({**PLAN, "target": "h100x1", "devices": 1, "hours": 9.5}, {**PLAN, "devices": 2, "target": "h100x2"})
+    others[1]["chosen"] = None
+    assert call(others=others) == ["h100x4"]
+    file = tmp_path / "runs" / "mine" / "job.sbatch"
+    check_syntax(file.read_text(encoding="utf-8"))
+    assert (tmp_path / "runs" / "mine" / "logs").is_dir()
+    lines = capsys.readouterr().out.splitlines()
+    assert f"  sbatch {shlex.quote(str(file))}" in lines
+    assert "time limit 0-04:30:00: 3.20 h predicted, x 1.3 + 0.25 h to start" in lines
+    assert [line.split() for line in lines[-4:]] == [
+        ["size", "GPUs", "hours", "GPU-hours", "plan"],
+        ["h100x1", "1", "9.50", "9.5", "tensor"],
+        ["h100x2", "2", "-", "-", "does", "not", "fit"],
+        ["h100x4", "4", "3.20", "12.8", "tensor"],
+    ]
+
+
+def test_verb_tells_limit_requeues_and_checkpoints_in_one_line(call, tmp_path: Path, capsys) -> None:
+    (tmp_path / "site.toml").write_text("max_hours = 2", encoding="utf-8")
+    call(site=str(tmp_path / "site.toml"))
+    (line,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("time limit"))
+    assert "0-02:00:00: 3.20 h predicted" in line and "max_hours 2: it requeues itself 2 times" in line
+    assert "checkpoint every" in line
+
+
+def test_price_follows_the_hours_of_the_user(call, capsys) -> None:
+    call(hours=5.0, others=(PLAN,))
+    assert capsys.readouterr().out.splitlines()[-1].split() == ["h100x4", "4", "5.00", "20.0", "tensor"]
+
+
+def test_a_run_whose_result_would_be_void_gets_no_job(call, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"optim\.warmup_steps=100 is longer than .* 60 steps"):
+        call(changes={"optim.warmup_steps": 100, "train.steps": 60})
+    assert not (tmp_path / "runs").exists(), "it was refused before anything was planned or written"
+
+
+def test_what_is_only_doubtful_is_told_with_the_job(call, capsys) -> None:
+    call(changes={"optim.warmup_steps": 40, "train.steps": 60})
+    assert "warning: optim.warmup_steps=40 is 67% of" in capsys.readouterr().out
+
+
+def test_a_data_file_that_is_not_there_is_told_and_refused_where_the_job_is_queued_at_once(call, capsys) -> None:
+    missing = {"data.train": "no/rows.jsonl"}
+    call(changes=missing)
+    assert f"warning: data.train='no/rows.jsonl': no such file or folder, seen from {Path.cwd()}" in (
+        capsys.readouterr().out
+    )
+    with pytest.raises(UserError, match=r"data\.train='no/rows\.jsonl'"):
+        call(changes=missing, submit=True)
+
+
+@pytest.mark.parametrize("source", ["cards", "hub:rajpurkar/squad", __file__])
+def test_data_that_is_made_fetched_or_there_is_not_missing(source: str, call, capsys) -> None:
+    call(changes={"data.train": source})
+    assert "data.train" not in capsys.readouterr().out
+
+
+def test_estimate_is_called_one(call, capsys) -> None:
+    call(PLAN | {"compiled": False})
+    assert "plan h100x4 (estimated, not compiled)" in capsys.readouterr().out
+
+
+def test_idle_gpus_are_told(call, capsys) -> None:
+    call()
+    assert "costs less" not in capsys.readouterr().out
+    call(PLAN | {"chosen": {**PLAN["chosen"], "strategy": "replicate", "mesh": "2x1", "devices_used": 2}})
+    assert "2 of the 4 GPUs do the work: --target h100x2 costs less" in capsys.readouterr().out
+
+
+def test_sizes_that_cannot_be_compared_cost_no_job(call, tmp_path: Path, capsys) -> None:
+    call(PLAN, others=None, target="16xh100x8")  # more GPUs than the arithmetic places
+    assert (tmp_path / "runs" / "mine" / "job.sbatch").is_file()
+    told = capsys.readouterr().out
+    assert "other sizes are not compared: " in told and told.splitlines()[-1].startswith("16xh100x8")
+
+
+def test_word_for_a_size_is_planned_on_the_configurations_card(call) -> None:
+    assert call(target="dual") == ["h100x2"]
+
+
+def test_file_of_ours_is_written_anew_and_any_other_is_kept(call, tmp_path: Path) -> None:
+    file = tmp_path / "own.sh"
+    call(output=str(file))
+    call(output=str(file), assignments={"seed": "13"})
+    assert "--config.seed=13" in file.read_text(encoding="utf-8")
+    file.write_text("echo mine\n", encoding="utf-8")
+    with pytest.raises(UserError, match=r"--output .*own\.sh"):
+        call(output=str(file))
+    assert file.read_text(encoding="utf-8") == "echo mine\n"
+
+
+def test_output_that_cannot_be_written_is_refused_with_its_path(call, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="file"):
+        call(output=str(tmp_path / "file" / "job.sbatch"))
+
+
+def test_a_submitted_job_gets_no_setting_of_the_planner(call, tmp_path: Path, monkeypatch, capsys) -> None:
+    sbatch = tmp_path / "sbatch"
+    sbatch.write_text("#!/bin/sh\necho platforms=$JAX_PLATFORMS mine=$MINE\n", encoding="utf-8")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setenv("MINE", "kept")
+    monkeypatch.setenv("JAX_PLATFORMS", "cpu")
+    monkeypatch.setattr(environment, "_before", {"JAX_PLATFORMS": None})  # as `environment.prepare_compiler` leaves it
+    call(submit=True)
+    assert capsys.readouterr().out.splitlines()[-1] == "platforms= mine=kept"
+
+
+def test_jobs_are_planned_for_other_machines_wherever_they_are_written(monkeypatch) -> None:
+    asked = []
+    monkeypatch.setattr(program.environment, "prepare_compiler", lambda *, everywhere: asked.append(everywhere))
+    monkeypatch.setattr(program.environment, "reserve_memory", lambda: None)
+    monkeypatch.setattr(program.importlib, "import_module", lambda name: SimpleNamespace(run=lambda *_: 0))
+    for words in (["slurm"], ["plan"], ["plan", "--target", "h100x2"], ["plan", "--estimate"]):
+        assert run.main([*words, "--config", "configs/h100x4.py"]) == 0
+    assert asked == [True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("file", "changes", "rule"),
+    [
+        ("squad", {}, "loss.teacher_k = 64.*2 nodes"),
+        ("dpo/smollm2", {"dpo.reference": "cached"}, "dpo.reference = 'cached'.*2 nodes"),
+    ],
+)
+def test_what_one_process_fills_is_refused_for_several_nodes(file, changes, rule) -> None:
+    values = config_file.load(f"configs/{file}.py", root=Path(run.__file__).parent)
+    config_file.override(values, changes)
+    cfg = config.build(values)
+    with pytest.raises(UserError, match=rule):
+        planner.make(cfg, "2xh100x4", estimate=True)
+    planner.check_processes(cfg, 8, 1)
+
+
+def test_submitting_where_there_is_no_sbatch_is_refused(call, tmp_path: Path, monkeypatch) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(UserError, match="--submit: no sbatch"):
+        call(submit=True)
+
+
+def test_a_list_names_the_run_whose_readers_cannot_lie_on_several_nodes(tmp_path: Path) -> None:
+    """One line before anything is planned or written, with the way on."""
+    cfg, _ = resolve(**{"mesh.placement": "split"})
+    task = loading.Loaded("configs/h100x4.py", cfg, tmp_path / "apart", {}, {}, {})
+    args = parser.parse(["slurm", "--config", "some.list", "--target", "2xh100x4", "--workdir", str(tmp_path)])
+    with pytest.raises(
+        UserError, match=r"apart: mesh\.placement='split' over several processes.*or one node"
+    ) as caught:
+        slurm.run(args, task)
+    assert "\n" not in str(caught.value) and not list(tmp_path.glob("*.sbatch"))
+    with pytest.raises(PlacementError, match="over several processes"):
+        tiny.call("slurm", cfg, tmp_path, spec="configs/h100x4.py", target="2xh100x4")

@@ -1,0 +1,87 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from lw_jax.core import environment
+from lw_jax.core.errors import UserError
+
+PROJECT = Path(__file__).resolve().parents[3]
+WITHOUT_DRIVER = not any(Path(file).exists() for file in environment.DRIVER_FILES)
+
+
+def _run(code: str, **changes: str) -> subprocess.CompletedProcess[str]:
+    env = {key: value for key, value in os.environ.items() if not key.startswith("JAX_")} | changes
+    return subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=PROJECT, check=False
+    )
+
+
+@pytest.mark.skipif(not WITHOUT_DRIVER, reason="an NVIDIA driver is here")
+def test_start_without_a_driver_is_silent_and_on_the_cpu() -> None:
+    code = "from lw_jax.core import environment; environment.hide_idle_cuda(); import jax; print(jax.default_backend())"
+    done = _run(code)
+    assert (done.stdout, done.stderr) == ("cpu\n", "")
+
+
+def test_plugin_with_a_driver_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "DRIVER_FILES", (str(tmp_path),))
+    monkeypatch.setenv("JAX_PLATFORMS", "")
+    before = dict(sys.modules)
+    environment.hide_idle_cuda()
+    assert sys.modules == before
+
+
+def test_programs_elsewhere_get_the_user_s_own_environment(monkeypatch):
+    monkeypatch.setattr(environment, "_before", {})
+    monkeypatch.setattr(environment, "_start_quietly", lambda: None)
+    for name in ("XLA_PYTHON_CLIENT_MEM_FRACTION", "TF_CPP_MIN_LOG_LEVEL", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+    for name, value in {"XLA_CLIENT_MEM_FRACTION": "", "JAX_PLATFORMS": "cuda", "JAX_NUM_CPU_DEVICES": "3"}.items():
+        monkeypatch.setenv(name, value)
+    before = {name: value for name, value in os.environ.items() if not name.startswith(environment._LAUNCHERS)}
+    for name in ("SLURM_MEM_PER_CPU", "SLURM_CPU_BIND_TYPE", "SBATCH_TIMELIMIT", "SRUN_DEBUG", "OMPI_COMM_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")  # of an allocation around the command
+    monkeypatch.setenv("SLURM_CONF", "/etc/slurm.conf")
+    environment.reserve_memory()
+    environment.prepare_compiler(everywhere=True)
+    assert (os.environ["JAX_PLATFORMS"], os.environ["JAX_NUM_CPU_DEVICES"]) == ("cpu", "3")
+    assert environment.of_job() == before | {"SLURM_CONF": "/etc/slurm.conf"}
+
+
+def test_memory_is_reserved_unless_the_user_said_how_much(monkeypatch):
+    for name in ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION"):
+        monkeypatch.delenv(name, raising=False)
+    assert environment.memory_fraction() == environment.JAX_FRACTION
+    environment.reserve_memory(0.92)
+    assert environment.memory_fraction() == 0.92
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+    environment.reserve_memory(0.92)
+    assert environment.memory_fraction() == 0.6
+
+
+def test_older_name_of_the_fraction_gives_way_to_the_newer_one(monkeypatch):
+    """With both JAX's CUDA plugin refuses to start."""
+    monkeypatch.setattr(environment, "_before", {})
+    monkeypatch.setenv("XLA_CLIENT_MEM_FRACTION", "0.5")
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.6")
+    environment.reserve_memory()
+    assert "XLA_PYTHON_CLIENT_MEM_FRACTION" not in os.environ
+    assert environment.memory_fraction() == 0.5
+    assert environment.of_job()["XLA_PYTHON_CLIENT_MEM_FRACTION"] == "0.6"
+
+
+@pytest.mark.parametrize("name", environment._FRACTIONS)
+@pytest.mark.parametrize("value", ["abc", "0", "-1", "nan", "inf", "90%"])
+def test_fraction_that_is_no_share_is_refused_by_name(name, value, tmp_path, monkeypatch):
+    for other in environment._FRACTIONS:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, value)
+    environment.reserve_memory()  # nobody reads it without a card
+    monkeypatch.setattr(environment, "DRIVER_FILES", (str(tmp_path),))
+    with pytest.raises(UserError, match=f"^{name}='{value}'"):
+        environment.reserve_memory()

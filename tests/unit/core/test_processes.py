@@ -1,0 +1,246 @@
+"""lw_jax/core/processes.py, peers.py: a dead process is noticed at once, a wait obeys signals; the first decides."""
+
+import contextlib
+import ctypes
+import dataclasses
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import pytest
+
+from lw_jax.core import peers, process_start, processes
+from lw_jax.core.errors import UserError
+from lw_jax.core.launcher import Step
+from lw_jax.core.peers import Watch
+
+
+class Client:
+    """JAX's key-value store, in this process."""
+
+    def __init__(self):
+        self.values: dict[str, str] = {}
+
+    def key_value_set(self, key: str, value: str) -> None:
+        self.values[key] = value
+
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str:
+        until = time.monotonic() + timeout_in_ms / 1000
+        while key not in self.values and time.monotonic() < until:
+            time.sleep(0.001)
+        return self.values[key]
+
+
+class Ended:
+    """Takes what a watch ends its process with."""
+
+    def __init__(self):
+        self.said: list[tuple[str, int]] = []
+        self.event = threading.Event()
+
+    def __call__(self, told: str, code: int) -> None:
+        self.said.append((told, code))
+        self.event.set()
+
+
+def steps(count: int) -> list[Step]:
+    """The processes of a step on this machine."""
+    with socket.create_server(("", 0)) as probe:
+        port = probe.getsockname()[1]
+    return [Step(rank, count, "localhost", port, (rank,), "7.0") for rank in range(count)]
+
+
+@pytest.fixture
+def three(monkeypatch) -> list[tuple[Watch, Ended]]:
+    """The watches of three processes, connected; the first one comes last, after a stranger's knock."""
+    monkeypatch.setattr(peers, "GRACE", 0.05)
+    monkeypatch.setattr(peers, "NEWS", 0.2)
+    found = [(Watch(rank, 3, end=(ended := Ended())), ended) for rank in range(3)]
+    meeting = [
+        threading.Thread(target=watch.meet, args=(step, 30)) for (watch, _), step in zip(found, steps(3), strict=True)
+    ]
+    for thread in meeting[1:]:
+        thread.start()
+    time.sleep(0.2)
+    assert found[1][0].waits_for.startswith("for process 0 at localhost"), found[1][0].waits_for
+    meeting[0].start()
+    for thread in meeting:
+        thread.join(30)
+    assert sorted(found[0][0]._links) == [1, 2] and all(watch.everybody for watch, _ in found)
+    return found
+
+
+def test_wait_tells_how_many_of_how_many_and_where_and_ends_in_time():
+    first, second, _ = steps(3)
+    waiting = [Watch(step.rank, 3, end=Ended()) for step in (first, second)]
+    failed = []
+
+    def meet(watch: Watch, step: Step, seconds: float) -> None:
+        with pytest.raises(UserError, match=step.address) as caught:
+            watch.meet(step, seconds)
+        failed.append(caught)
+
+    threads = [
+        threading.Thread(target=meet, args=(watch, step, seconds))
+        for watch, step, seconds in zip(waiting, (first, second), (3, 4), strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    until = time.monotonic() + 3
+    while waiting[1].waits_for != f"2 of 3 processes are at {first.address}" and time.monotonic() < until:
+        time.sleep(0.01)
+    assert waiting[0].waits_for == waiting[1].waits_for == f"2 of 3 processes are at {first.address}"
+    for thread in threads:
+        thread.join(30)
+    assert len(failed) == 2
+
+
+def test_stranger_at_the_port_is_no_process():
+    first, second = steps(2)
+    watch = Watch(0, 2, end=Ended())
+    meeting = threading.Thread(target=watch.meet, args=(first, 30))
+    meeting.start()
+    other = dataclasses.replace(second, name="8.0")
+    with pytest.raises(UserError, match="not process 0 of this step"):
+        Watch(1, 2, end=Ended()).meet(other, 3)
+    Watch(1, 2, end=Ended()).meet(second, 30)
+    meeting.join(30)
+    assert sorted(watch._links) == [1]
+
+
+def test_port_of_another_program_is_refused():
+    step, _ = steps(2)
+    with socket.create_server(("", step.port)), pytest.raises(UserError, match="JAX_COORDINATOR_PORT"):
+        Watch(0, 2, end=Ended()).meet(step, 1)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_signal_ends_a_wait_inside_a_library(number, monkeypatch, capfd):
+    """A mutex that is locked twice stands for C++: no signal ends it, and no handler of Python's runs meanwhile."""
+
+    class End(BaseException):
+        pass
+
+    def end(*told: object) -> None:
+        raise End(*told)
+
+    libc, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+    libc.pthread_mutex_lock(mutex)
+    monkeypatch.setattr(processes.peers, "end", end)
+    monkeypatch.setattr(process_start.os, "_exit", lambda code: end("", code))
+    monkeypatch.setattr(processes, "SILENT", 0.05)
+    begun = time.monotonic()
+    signalling = threading.Timer(0.3, os.kill, (os.getpid(), number))
+    unlocking = threading.Timer(8, libc.pthread_mutex_unlock, (mutex,))
+    try:
+        with process_start.at_once(), pytest.raises(End) as caught:
+            signalling.start()
+            unlocking.start()
+            processes.interruptible(lambda: libc.pthread_mutex_lock(mutex), waiting=lambda: "waits for 1 of 2")
+        assert time.monotonic() - begun < 5
+    finally:
+        unlocking.cancel()
+        libc.pthread_mutex_unlock(mutex)
+    assert caught.value.args == ("", 130 if number == signal.SIGINT else process_start.REQUEUE)
+    assert "waits for 1 of 2" in capfd.readouterr().err
+
+
+def die(watch: Watch) -> None:
+    """Closes its connections as the kernel does; a dead process says nothing."""
+    watch._send = lambda line, besides=None: None
+    for link in watch._links.values():
+        with contextlib.suppress(OSError):  # closed from the other side
+            link.shutdown(socket.SHUT_RDWR)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_death_of_any_process_ends_the_others_for_the_queue(three, dead):
+    die(three[dead][0])
+    for rank in {0, 1, 2} - {dead}:
+        ended = three[rank][1]
+        assert ended.event.wait(10)
+        ((told, code),) = ended.said
+        assert code == process_start.REQUEUE
+        assert told.startswith(f"process {dead} of 3 is gone") and "\n" not in told
+
+
+def test_processes_that_say_goodbye_end_nobody(three):
+    for watch, _ in reversed(three):
+        watch.leave(0)
+        time.sleep(0.05)  # its word before the end of its connection
+    for watch, _ in reversed(three):
+        die(watch)
+    time.sleep(0.1)
+    assert [ended.said for _, ended in three] == [[], [], []]
+
+
+def test_error_of_one_ends_the_others_with_its_code_after_a_grace(three):
+    three[1][0].leave(2)
+    for rank in (0, 2):
+        assert three[rank][1].event.wait(10)
+        ((told, code),) = three[rank][1].said
+        assert code == 2 and told.startswith("process 1 of 3 has ended with code 2")
+
+
+def test_relay_passes_bytes_and_holds_when_the_coordinator_is_gone():
+    with socket.create_server(("127.0.0.1", 0)) as coordinator:
+        relay = peers.Relay("127.0.0.1", coordinator.getsockname()[1])
+        host, port = relay.address.split(":")
+        near = socket.create_connection((host, int(port)), timeout=10)
+        far, _ = coordinator.accept()
+        near.sendall(b"ask")
+        assert far.recv(10) == b"ask"
+        far.sendall(b"answer")
+        assert near.recv(10) == b"answer"
+        relay.holds = True
+        far.close()
+        near.settimeout(0.1)
+        with pytest.raises(TimeoutError):  # without the relay: b"", the end of the connection
+            near.recv(10)
+        near.close()
+
+
+ABORTED = """
+import ctypes, threading
+from lw_jax.core import peers, process_start
+peers.delay_abort()
+threading.Timer(0.3, peers.end, ["process 0 of 2 is gone", process_start.REQUEUE]).start()
+ctypes.CDLL(None).abort()
+"""
+
+
+def test_abort_in_a_library_waits_for_the_reason():
+    environment = os.environ | {"JAX_PLATFORMS": "cpu", "PYTHONPATH": str(Path(__file__).parents[3])}
+    found = subprocess.run([sys.executable, "-c", ABORTED], capture_output=True, text=True, env=environment, timeout=60)
+    assert found.returncode == process_start.REQUEUE, found.stderr
+    assert found.stderr.endswith("process 0 of 2 is gone\n")
+
+
+def test_what_the_first_process_finds_holds_for_all(monkeypatch):
+    client = Client()
+    monkeypatch.setattr(processes, "_client", lambda: client)
+    monkeypatch.setattr(processes, "_numbers", iter([0, 1, 0, 1]))
+
+    def refuse():
+        raise UserError("all are damaged")
+
+    assert processes.from_first(lambda: {"step": 50}) == {"step": 50}
+    with pytest.raises(UserError, match="all are damaged"):
+        processes.from_first(refuse)
+    monkeypatch.setattr(jax, "process_index", lambda: 1)
+    assert processes.from_first(lambda: {"step": 51}) == {"step": 50}
+    with pytest.raises(UserError, match="all are damaged"):
+        processes.from_first(lambda: None)
+    assert json.loads(client.values["latentwire/decision/0"]) == {"value": {"step": 50}}
+
+
+def test_process_that_is_alone_decides_without_its_devices(monkeypatch):
+    monkeypatch.setattr(jax, "process_count", lambda: pytest.fail("starts the devices"))
+    assert processes.from_first(lambda: 7) == 7

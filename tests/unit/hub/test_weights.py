@@ -1,0 +1,628 @@
+import dataclasses
+import errno
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf.quants import dequantize, quantize
+from safetensors.numpy import load_file, save_file
+
+from lw_jax.core.errors import UserError
+from lw_jax.hub import families, gguf_family, tensor_files, weights
+from lw_jax.hub.gguf_header import read_header
+from lw_jax.models import decoder
+from lw_jax.models.decoder import DecoderConfig
+from lw_jax.models.rotary import Llama3Scaling
+from tests.tiny import edit_tensors as edit
+
+LLAMA = DecoderConfig(
+    vocab=101,
+    width=32,  # one block of the quantised types
+    layers=3,
+    heads=4,
+    kv_heads=2,
+    head_dim=10,
+    ffn=37,
+    rope_theta=5e5,
+    norm_eps=2.0**-17,  # exact in the fp32 that GGUF stores
+    max_positions=59,
+    tied=True,
+    qkv_bias=False,
+    rope_scaling=None,
+)
+QWEN = dataclasses.replace(LLAMA, tied=False, qkv_bias=True)
+PHI3 = dataclasses.replace(LLAMA, tied=False, window=19, rotated=8)
+STABLELM = dataclasses.replace(QWEN, width=40, norm="layer", rotated=4)  # its heads make up its width
+FAMILIES = {"llama": LLAMA, "qwen2": QWEN, "phi3": PHI3, "stablelm": STABLELM}
+
+
+def random_params(cfg):
+    """Every leaf random, norms and biases too, so that swapped tensors show."""
+    leaves, treedef = jax.tree.flatten(decoder.abstract(cfg, jnp.float32))
+    rng = np.random.default_rng(7)
+    return treedef.unflatten([rng.normal(size=leaf.shape).astype(np.float32) for leaf in leaves])
+
+
+def assert_equal_trees(got, want):
+    jax.tree.map(lambda a, b: np.testing.assert_array_equal(np.asarray(a), np.asarray(b)), got, want)
+
+
+def save_sharded(folder, source, parts):
+    """Splits a saved model over several files with an index, as large models are published."""
+    tensors = load_file(source / "model.safetensors")
+    folder.mkdir()
+    shutil.copy(source / "config.json", folder)
+    where = {name: f"model-{i % parts}.safetensors" for i, name in enumerate(sorted(tensors))}
+    for file in set(where.values()):
+        save_file({name: tensors[name] for name in tensors if where[name] == file}, folder / file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+    return folder
+
+
+@pytest.fixture
+def llama(tmp_path):
+    weights.save(tmp_path / "llama", random_params(LLAMA), LLAMA, model_type="llama")
+    return tmp_path / "llama"
+
+
+# --- safetensors
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_saved_reader_loads_back_unchanged(tmp_path, family):
+    cfg = FAMILIES[family]
+    params = random_params(cfg)
+    weights.save(tmp_path / "m", params, cfg, model_type=family)
+    assert weights.describe(tmp_path / "m") == cfg
+    assert_equal_trees(weights.load(tmp_path / "m", dtype=jnp.float32), params)
+
+
+class Words:
+    """Stands for a tokenizer, whose files may not fit on the disk."""
+
+    bos_token_id, eos_token_id, pad_token_id = 1, 2, 3
+
+    def __init__(self, text, *, fails=False):
+        self.text, self.fails = text, fails
+
+    def save_pretrained(self, folder):
+        (Path(folder) / "templates").mkdir()
+        (Path(folder) / "templates" / "tool.jinja").write_bytes(self.text)
+        (Path(folder) / "tokenizer.json").write_bytes(self.text)
+        if self.fails:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def no_space(*_, **__):
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_saved_files_are_for_those_whom_the_user_s_umask_names(tmp_path):
+    before = os.umask(0o027)
+    try:
+        weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
+    finally:
+        os.umask(before)
+    assert {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {
+        "config.json": 0o640,
+        "model.safetensors": 0o640,
+    }
+
+
+def test_saved_model_leaves_no_file_of_an_earlier_one_beside_it(tmp_path):
+    own = ["mine.txt", "README.md"]
+    for name in ["generation_config.json", "chat_template.jinja", "added_tokens.json", *own]:
+        (tmp_path / name).write_text("{}")
+    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
+    assert (tmp_path / "chat_template.jinja").exists(), "it may be of the tokenizer that is there"
+    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama", tokenizer=Words(b"one"))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert not names & {"generation_config.json", "chat_template.jinja", "added_tokens.json"} and names >= set(own)
+
+
+def test_awq_matrices_of_a_fused_family_are_refused_for_what_they_are():
+    stored = tensor_files.Stored(Path("m"), "model.layers.0.self_attn.qkv_proj.qweight", "I32", (3, 4), 0, 48)
+    with pytest.raises(UserError, match=r"qkv_proj\.qweight: AWQ matrices of a family .* weights='nf4'"):
+        list(weights._split(stored, {}))
+
+
+def test_saved_model_keeps_the_ids_at_which_generation_ends(tmp_path):
+    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama", tokenizer=Words(b"one"), stops=(2, 5))
+    saved = json.loads((tmp_path / "generation_config.json").read_text())
+    assert saved == {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 3}
+    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 2
+
+
+@pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
+def test_model_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, monkeypatch, file):
+    params = random_params(LLAMA)
+    weights.save(tmp_path, params, LLAMA, model_type="llama", tokenizer=Words(b"one"))
+
+    def contents():
+        return {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+
+    before = contents()
+    assert before.keys() == {"config.json", "model.safetensors", "tokenizer.json", "templates/tool.jinja"}
+    other, cfg = jax.tree.map(lambda x: 2 * x, params), dataclasses.replace(LLAMA, rope_theta=7.0)
+    with monkeypatch.context() as patch:
+        if file == "model.safetensors":
+            patch.setattr(tensor_files, "save_file", no_space)
+        elif file == "config.json":
+            patch.setattr(Path, "write_text", no_space)
+        words = Words(b"other", fails=file == "tokenizer.json")
+        with pytest.raises(OSError, match="No space left"):
+            weights.save(tmp_path, other, cfg, model_type="llama", tokenizer=words)
+    assert contents() == before
+    weights.save(tmp_path, other, cfg, model_type="llama", tokenizer=Words(b"other"))
+    assert contents().keys() == before.keys() and not set(contents().values()) & set(before.values())
+
+
+def test_llama3_scaling_survives_transformers_reading_of_the_config(tmp_path):
+    cfg = dataclasses.replace(LLAMA, rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192))
+    weights.save(tmp_path / "m", random_params(cfg), cfg, model_type="llama")
+    assert weights.describe(tmp_path / "m") == cfg
+
+
+def test_several_files_give_the_same_as_one(tmp_path, llama):
+    folder = save_sharded(tmp_path / "parts", llama, 3)
+    assert_equal_trees(weights.load(folder, dtype=jnp.float32), weights.load(llama, dtype=jnp.float32))
+    assert weights.fingerprint(folder) == weights.fingerprint(llama)
+
+
+def test_bf16_is_kept_and_cast_only_on_demand(tmp_path):
+    params = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16), random_params(LLAMA))
+    weights.save(tmp_path / "m", params, LLAMA, model_type="llama")
+    kept = weights.load(tmp_path / "m", dtype=jnp.bfloat16)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(kept))
+    assert_equal_trees(kept, params)
+    wide = weights.load(tmp_path / "m", dtype=jnp.float32)
+    assert_equal_trees(wide, jax.tree.map(lambda x: x.astype(np.float32), params))
+
+
+def test_fp32_to_bf16_rounds_to_nearest(llama):
+    want = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16), random_params(LLAMA))
+    assert_equal_trees(weights.load(llama, dtype=jnp.bfloat16), want)
+
+
+def test_small_pieces_give_the_same_as_whole_tensors(llama, monkeypatch):
+    monkeypatch.setattr(tensor_files, "_CHUNK_BYTES", 3 * 32 * 4)  # three rows at once
+    assert_equal_trees(weights.load(llama, dtype=jnp.float32), random_params(LLAMA))
+
+
+def test_first_layers_only(llama):
+    got, want = weights.load(llama, dtype=jnp.float32, layers=2), random_params(LLAMA)
+    assert_equal_trees(got["layers"], jax.tree.map(lambda x: x[:2], want["layers"]))
+    with pytest.raises(UserError, match="layers=4"):
+        weights.load(llama, dtype=jnp.float32, layers=4)
+
+
+def test_weights_land_in_their_shards(llama):
+    mesh = jax.make_mesh((1, 4), ("data", "model"), axis_types=(jax.sharding.AxisType.Auto,) * 2)
+    abstract = decoder.abstract(LLAMA, jnp.float32)
+    shardings = jax.tree.map(lambda _: jax.NamedSharding(mesh, jax.P()), abstract)
+    shardings["layers"]["q"] = jax.NamedSharding(mesh, jax.P(None, "model", None, None))
+    shardings["layers"]["o"] = jax.NamedSharding(mesh, jax.P(None, None, "model", None))
+    shardings["norm"] = jax.NamedSharding(mesh, jax.P("model"))
+    got = weights.load(llama, dtype=jnp.float32, shardings=shardings)
+    assert_equal_trees(got, random_params(LLAMA))
+    assert jax.tree.all(
+        jax.tree.map(lambda leaf, want: leaf.sharding.is_equivalent_to(want, leaf.ndim), got, shardings)
+    )
+    assert got["layers"]["q"].addressable_shards[0].data.shape == (3, 1, 10, 32)
+
+
+def test_harmless_extra_tensors_are_left_out(llama):
+    def change(tensors):
+        tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = np.ones(5, np.float32)
+        tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].copy()
+
+    edit(llama, change)
+    assert_equal_trees(weights.load(llama, dtype=jnp.float32), random_params(LLAMA))
+
+
+K_PROJ, EMBED, HEAD = "model.layers.1.self_attn.k_proj.weight", "model.embed_tokens.weight", "lm_head.weight"
+
+
+def _tied(tensors, change):
+    tensors[EMBED] = change(tensors[EMBED])
+    tensors[HEAD] = tensors[EMBED].copy()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda one: one.pop(K_PROJ), r"k_proj\.weight is missing"),
+        (lambda one: one.update({"model.layers.1.k_norm.weight": np.ones(10, np.float32)}), r"k_norm\.weight"),
+        (lambda one: one.update({K_PROJ: one[K_PROJ].T.copy()}), r"k_proj\.weight .*\(32, 20\).*\(20, 32\)"),
+        (lambda one: one.update({K_PROJ: one[K_PROJ].astype(np.int8)}), r"k_proj\.weight is stored as I8"),
+        (lambda one: one.update({HEAD: one[EMBED] + 1}), r"lm_head\.weight differs"),
+        (lambda one: _tied(one, lambda value: value.astype(np.uint8)), "is stored as U8"),
+        (lambda one: _tied(one, lambda value: value[:0]), r"is empty, shape \(0, 32\)"),
+    ],
+)
+def test_wrong_tensor_is_refused_by_name(llama, change, message):
+    edit(llama, change)
+    with pytest.raises(UserError, match=message):
+        weights.load(llama, dtype=jnp.float32)
+
+
+def test_tensor_stored_twice_is_refused_by_name(tmp_path, llama):
+    folder = save_sharded(tmp_path / "parts", llama, 2)
+    parts = [load_file(folder / f"model-{i}.safetensors") for i in range(2)]
+    name = sorted(parts[0])[0]
+    save_file(parts[1] | {name: parts[0][name]}, folder / "model-1.safetensors")
+    with pytest.raises(UserError, match=f"{name} .*model-0"):
+        weights.load(folder, dtype=jnp.float32)
+
+
+@pytest.mark.parametrize(
+    ("lost", "message"),
+    [
+        ("model-1.safetensors", r"names model-1\.safetensors, which is not in"),
+        ("model.safetensors.index.json", "2 .safetensors files"),
+        ("config.json", "no config.json"),
+    ],
+)
+def test_folder_that_lacks_a_file_is_refused(tmp_path, llama, lost, message):
+    folder = save_sharded(tmp_path / "parts", llama, 2)
+    (folder / lost).unlink()
+    with pytest.raises(UserError, match=message):
+        weights.load(folder, dtype=jnp.float32)
+
+
+INDEX, SHARDS = "model.safetensors.index.json", ("model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors")
+
+
+def add_shards(folder, change=0.0):
+    """Adds the same weights in two shards with their index; `change` is added to one value."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors[K_PROJ][0, 0] += change
+    place = {name: SHARDS[i % 2] for i, name in enumerate(sorted(tensors))}
+    for file in SHARDS:
+        save_file({name: tensors[name] for name in tensors if place[name] == file}, folder / file)
+    (folder / INDEX).write_text(json.dumps({"weight_map": place}))
+
+
+@pytest.mark.parametrize(
+    ("change", "absent", "named"),
+    [
+        (1.0, (), INDEX),
+        (0.0, (SHARDS[1],), INDEX),  # not whole: what it would have held is not known
+        (1.0, (INDEX,), SHARDS[0]),  # of a save that was cut off before it wrote the index
+    ],
+)
+@pytest.mark.parametrize("newer", ["shards", "model.safetensors"])
+def test_two_sets_of_weights_in_one_folder_are_refused_whichever_is_newer(llama, change, absent, named, newer):
+    add_shards(llama, change)
+    for file in absent:
+        (llama / file).unlink()
+    if newer == "model.safetensors":
+        os.utime(llama / newer, (2e9, 2e9))
+    for ask in (weights.fingerprint, lambda folder: weights.load(folder, dtype=jnp.float32)):
+        with pytest.raises(UserError, match=rf"model\.safetensors and .*{re.escape(named)}"):
+            ask(llama)
+
+
+def _add_adapter(folder):
+    (folder / "adapter_config.json").write_text("{}")
+
+
+def _add_adapter_weights(folder):
+    save_file({"x": np.ones(1, np.float32)}, folder / "adapter_model.safetensors")
+
+
+@pytest.mark.parametrize("add", [_add_adapter, _add_adapter_weights])
+@pytest.mark.parametrize("sharded", [False, True])
+def test_adapter_beside_a_whole_model_is_refused(llama, add, sharded):
+    add(llama)
+    if sharded:
+        add_shards(llama)
+        (llama / "model.safetensors").unlink()
+    with pytest.raises(UserError, match=r"model.* and adapter_\w+\.\w+ an adapter"):
+        weights.load(llama, dtype=jnp.float32)
+
+
+def _add_copies(folder):
+    for name in ("pytorch_model.bin", "model.gguf", "consolidated.00.pth"):
+        (folder / name).write_bytes(b"not read")
+    save_file({"tok_embeddings.weight": np.ones(1, np.float32)}, folder / "consolidated.safetensors")
+
+
+def _add_copies_to_shards(folder):
+    add_shards(folder)
+    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
+
+
+def _rename(folder):
+    _add_copies(folder)
+    (folder / "model.safetensors").rename(folder / "weights.safetensors")
+
+
+def _leave_index(folder):  # as transformers' save_pretrained leaves one that it wrote before into the folder
+    add_shards(folder, 1.0)
+    for file in SHARDS:
+        (folder / file).unlink()
+
+
+def _list_itself(folder):
+    names = load_file(folder / "model.safetensors")
+    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+
+
+@pytest.mark.parametrize("add", [add_shards, _add_copies, _add_copies_to_shards, _rename, _leave_index, _list_itself])
+def test_folder_with_one_set_of_weights_is_read_whatever_stands_beside_it(llama, add):
+    add(llama)
+    assert_equal_trees(weights.load(llama, dtype=jnp.float32), random_params(LLAMA))
+    assert len(tensor_files.weight_files(llama)) == (
+        2 if add is _add_copies_to_shards else 3 if add is add_shards else 1
+    )
+
+
+def test_pickles_are_never_opened(llama):
+    (llama / "model.safetensors").unlink()
+    (llama / "pytorch_model.bin").write_bytes(b"would run code")
+    with pytest.raises(UserError, match=r"pytorch_model\.bin is a pickle"):
+        weights.load(llama, dtype=jnp.float32)
+    with pytest.raises(UserError, match="never opened"):
+        weights.describe(llama / "pytorch_model.bin")
+
+
+# --- GGUF
+
+QUANTISED = GGMLQuantizationType.Q8_0
+STORED_QUANTISED = ("q", "k", "gate", "embed")  # rows of 32, one block
+
+
+def write_gguf(path, cfg, arch, *, drop=(), change=lambda name, value: value, fields=lambda writer: None, data=True):
+    """Writes a model as its converter would, q and k of llama interleaved; returns what must be read back."""
+    params = random_params(cfg)
+    writer = GGUFWriter(str(path), arch)
+    writer.add_block_count(cfg.layers)
+    writer.add_context_length(cfg.max_positions)
+    writer.add_embedding_length(cfg.width)
+    writer.add_feed_forward_length(cfg.ffn)
+    writer.add_head_count(cfg.heads)
+    writer.add_head_count_kv(cfg.kv_heads)
+    writer.add_key_length(cfg.head_dim)
+    writer.add_value_length(cfg.head_dim)
+    writer.add_rope_freq_base(cfg.rope_theta)
+    writer.add_layer_norm_rms_eps(cfg.norm_eps)
+    writer.add_array("tokenizer.ggml.scores", [0.5, -1.5])
+    writer.add_array("tokenizer.ggml.tokens", ["a", "ü", ""])
+    fields(writer)
+    for name, (path_, layer, shape) in gguf_family.tensor_map(cfg).items():
+        leaf = params[path_[0]] if layer is None else params[path_[0]][path_[1]]
+        value = np.array(leaf if layer is None else leaf[layer]).reshape(shape)
+        quantised = path_[-1] in STORED_QUANTISED
+        if quantised:
+            value = dequantize(quantize(value, QUANTISED), QUANTISED)
+            (leaf if layer is None else leaf[layer])[...] = value.reshape(leaf.shape[0 if layer is None else 1 :])
+        if arch == "llama" and path_[-1] in ("q", "k"):
+            halves = value.reshape(-1, 2, cfg.head_dim // 2, cfg.width)
+            value = np.ascontiguousarray(halves.swapaxes(1, 2)).reshape(shape)
+        value = change(name, value)
+        if name not in drop:
+            raw = quantize(value, QUANTISED) if quantised else value
+            writer.add_tensor(name, raw, raw_dtype=QUANTISED if quantised else None)
+    if cfg.rope_scaling is not None:
+        factors = gguf_family.llama3_divisors(cfg.rope_scaling, cfg.rope_theta, cfg.head_dim)
+        writer.add_tensor("rope_freqs.weight", factors.astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return params
+
+
+@pytest.mark.parametrize("family", gguf_family.ARCHITECTURES)
+def test_gguf_loads_back_with_its_rotary_order_undone(tmp_path, family):
+    cfg = FAMILIES[family]
+    params = write_gguf(tmp_path / "m.gguf", cfg, family)
+    assert weights.describe(tmp_path / "m.gguf") == cfg
+    assert_equal_trees(weights.load(tmp_path / "m.gguf", dtype=jnp.float32), params)
+
+
+def test_gguf_in_small_pieces_gives_the_same(tmp_path, monkeypatch):
+    params = write_gguf(tmp_path / "m.gguf", LLAMA, "llama")
+    monkeypatch.setattr(tensor_files, "_CHUNK_BYTES", 7 * 34)  # seven rows, across heads
+    assert_equal_trees(weights.load(tmp_path / "m.gguf", dtype=jnp.float32), params)
+
+
+def test_gguf_frequency_tensor_becomes_the_scaling(tmp_path):
+    cfg = dataclasses.replace(LLAMA, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    params = write_gguf(tmp_path / "m.gguf", cfg, "llama")
+    assert weights.describe(tmp_path / "m.gguf") == cfg
+    assert_equal_trees(weights.load(tmp_path / "m.gguf", dtype=jnp.float32), params)
+
+
+def test_gguf_header_agrees_with_the_package(tmp_path):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, QWEN, "qwen2")
+    header, reader = read_header(path), GGUFReader(path)
+    assert header.metadata == {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
+    want = {
+        t.name: (t.tensor_type.name, tuple(reversed(t.shape.tolist())), t.data_offset, t.n_bytes)
+        for t in reader.tensors
+    }
+    assert {name: tuple(info) for name, info in header.tensors.items()} == want
+
+
+UP = "blk.1.ffn_up.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"drop": (UP,)}, "is missing"),
+        ({"change": lambda name, value: value[:, :31] if name == UP else value}, r"has shape \(37, 31\)"),
+        ({"change": lambda name, value: value.astype(np.int8) if name == UP else value}, "is stored as I8"),
+    ],
+)
+def test_wrong_gguf_tensor_is_refused_by_name(tmp_path, change, message):
+    write_gguf(tmp_path / "m.gguf", LLAMA, "llama", **change)
+    with pytest.raises(UserError, match=rf"{UP} {message}"):
+        weights.load(tmp_path / "m.gguf", dtype=jnp.float32)
+
+
+@pytest.mark.parametrize("keep", [3, 20, 300, -33])
+def test_cut_off_gguf_is_refused(tmp_path, keep):
+    path = tmp_path / "m.gguf"
+    write_gguf(path, LLAMA, "llama")
+    path.write_bytes(path.read_bytes()[:keep])
+    with pytest.raises(UserError, match=r"m\.gguf.*(cut off|no GGUF)"):
+        weights.describe(path)
+
+
+# --- identity
+
+
+def test_fingerprint_is_of_the_content_not_of_the_place(tmp_path, llama):
+    shutil.copytree(llama, tmp_path / "copy")
+    assert weights.fingerprint(tmp_path / "copy") == weights.fingerprint(llama)
+
+
+@pytest.mark.parametrize(("where", "seen"), [(0, True), (2000, False), (3376, True), (5000, False), (-1, True)])
+def test_fingerprint_sees_start_middle_and_end_of_every_tensor(tmp_path, where, seen):
+    cfg = dataclasses.replace(LLAMA, ffn=211)  # 6752 values of 4 bytes in a matrix, three samples of 1024
+    weights.save(tmp_path, random_params(cfg), cfg, model_type="llama")
+    before = weights.fingerprint(tmp_path)
+
+    def change(tensors):
+        tensors["model.layers.2.mlp.down_proj.weight"].reshape(-1)[where] += 1
+
+    edit(tmp_path, change)
+    assert (weights.fingerprint(tmp_path) != before) == seen
+
+
+def test_fingerprint_sees_a_changed_configuration(llama):
+    before = weights.fingerprint(llama)
+    file = llama / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_theta": 1e4}))
+    assert weights.fingerprint(llama) != before
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_transformers_opens_what_is_saved(tmp_path, family):
+    torch = pytest.importorskip("torch")
+    from transformers import AutoModelForCausalLM
+
+    cfg = FAMILIES[family]
+    params = random_params(cfg)
+    weights.save(tmp_path, params, cfg, model_type=family)
+    model, told = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32, output_loading_info=True)
+    assert not any(told.values())
+    state, parts = model.state_dict(), {}
+    for name, slot in families.tensor_map(cfg).items():
+        leaf = params[slot.path[0]] if slot.layer is None else params[slot.path[0]][slot.path[1]][slot.layer]
+        parts[name] = leaf.reshape(slot.shape)
+    stored = families.fuse(parts, family)
+    for name, value in stored.items():
+        np.testing.assert_array_equal(state[name].numpy(), value)
+    assert set(state) - set(stored) <= {"lm_head.weight"}
+
+
+@pytest.mark.parametrize(("change", "message"), [(-1, "asks for 80 rows"), (1, "asks for 80 rows")])
+def test_fused_tensor_of_another_size_is_refused_by_name(tmp_path, change, message):
+    weights.save(tmp_path, random_params(PHI3), PHI3, model_type="phi3")
+
+    def resize(tensors):
+        name = "model.layers.1.self_attn.qkv_proj.weight"
+        tensors[name] = np.resize(tensors[name], (tensors[name].shape[0] + change, tensors[name].shape[1]))
+
+    edit(tmp_path, resize)
+    with pytest.raises(UserError, match=f"qkv_proj.weight has shape .*{message}"):
+        weights.load(tmp_path, dtype=jnp.float32)
+
+
+# --- memory
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_tensors_read_into_one_buffer_are_those_read_into_fresh_memory(tmp_path, dtype):
+    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
+    found = [one for name, one in tensor_files.list_tensors(tmp_path).items() if "gate" in name]
+    buffer = tensor_files.make_buffer(found[0].shape, dtype)
+    assert len(found) == LLAMA.layers and buffer.ctypes.data % 64 == 0
+    for one in found:
+        np.testing.assert_array_equal(
+            tensor_files.read_tensor(one, dtype, None, buffer), tensor_files.read_tensor(one, dtype)
+        )
+    assert np.shares_memory(tensor_files.read_tensor(found[0], dtype, None, buffer), buffer)
+
+
+def test_each_layer_is_read_while_the_one_before_is_taken():
+    begun, taken = [threading.Event() for _ in range(3)], []
+
+    def read(number):
+        begun[number].set()
+        return number
+
+    for number in weights._ahead([functools.partial(read, number) for number in range(3)]):
+        assert all(event.wait(5) for event in begun[: number + 2]), "the next has begun"
+        taken.append(number)
+    assert taken == [0, 1, 2]
+
+
+def test_a_tensor_cut_off_while_others_are_read_is_refused_by_name(tmp_path):
+    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
+    file = tmp_path / "model.safetensors"
+    short = dataclasses.replace(
+        next(one for name, one in tensor_files.list_tensors(tmp_path).items() if "layers.2" in name),
+        offset=file.stat().st_size - 8,
+    )
+    with pytest.raises(UserError, match="layers.2.*cut off"):
+        list(weights._ahead([lambda: 0, functools.partial(tensor_files.read_tensor, short, np.float32)]))
+
+
+BIG = dataclasses.replace(
+    LLAMA, vocab=8192, width=640, layers=11, heads=10, kv_heads=5, head_dim=64, ffn=2560, tied=True
+)
+# Compiled programs, allocator slack, the piece of a tensor being converted. Measured in all, with the largest tensor of
+# 21 MB: 23 to 33 MB beyond the arrays; a second copy of the model would be 291 MB.
+CONSTANT_BYTES = 48e6
+MEASURE = """
+import json, pathlib, re, sys
+import jax, jax.numpy as jnp
+from lw_jax.hub import weights
+
+def status(key):
+    return 1024 * int(re.search(key + r":\\s+(\\d+)", pathlib.Path("/proc/self/status").read_text())[1])
+
+weights.load(pathlib.Path(sys.argv[1]), dtype=jnp.float32)  # threads, caches, first allocations
+pathlib.Path("/proc/self/clear_refs").write_text("5")  # sets the high-water mark back
+before = status("VmRSS")
+tree = weights.load(pathlib.Path(sys.argv[2]), dtype=jnp.float32, packed=sys.argv[3])
+held = sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+print(json.dumps({"peak": status("VmHWM") - before, "held": held}))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is read from Linux's /proc")
+@pytest.mark.parametrize(("packed", "held"), [("", 290e6), ("nf4", 57e6)])
+def test_loading_needs_the_arrays_and_little_more(tmp_path, llama, packed, held):
+    zeros = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), decoder.abstract(BIG, jnp.bfloat16))
+    weights.save(tmp_path / "big", zeros, BIG, model_type="llama")
+    done = subprocess.run(
+        [sys.executable, "-c", MEASURE, str(llama), str(tmp_path / "big"), packed],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[3],
+    )
+    told = json.loads(done.stdout)
+    largest = 4 * BIG.vocab * BIG.width
+    assert told["held"] == pytest.approx(held, rel=0.03)
+    assert told["peak"] - told["held"] <= 2 * largest + CONSTANT_BYTES, told

@@ -1,0 +1,223 @@
+"""Preference losses against vectors that TRL's own trainer made (tests/reference), and what is known without it."""
+
+import dataclasses
+import json
+import math
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from lw_jax.core import config, validation
+from lw_jax.losses import preference
+
+REFERENCE = json.loads((Path(__file__).parents[2] / "reference" / "trl_dpo.json").read_text(encoding="utf-8"))
+SAME = 1e-6  # relative: one fp32 rounding of beta and of the margin; the log-probabilities themselves are exact in fp32
+CANCELLED = 1e-7  # absolute, times beta for gradients: fp32's rounding of terms of size 1 that cancel in a sum
+CASES = [
+    pytest.param(case, id=f"{version}-{case['kind']}-{case['beta']}-{case['label_smoothing']}")
+    for version, part in REFERENCE["trl"].items()
+    for case in part["cases"]
+]
+BATCHES = [
+    pytest.param(batch, id="+".join(batch["kinds"]))
+    for part in REFERENCE["trl"].values()
+    for batch in part.get("batches", [])
+]
+BETA, B = 0.1, 5
+
+
+def read_pairs() -> preference.LogProbs:
+    return preference.LogProbs(**{name: jnp.asarray(row, jnp.float32) for name, row in REFERENCE["pairs"].items()})
+
+
+def make_pairs(chosen, rejected) -> preference.LogProbs:
+    """Pairs of these log-ratios, 7 and 3 tokens long."""
+    chosen, rejected = (jnp.asarray(ratio, jnp.float32) for ratio in (chosen, rejected))
+    one = jnp.ones_like(chosen)
+    return preference.LogProbs(chosen - 8, rejected - 4, -8 * one, -4 * one, 7 * one, 3 * one)
+
+
+def swap(logps: preference.LogProbs) -> preference.LogProbs:
+    return preference.LogProbs(
+        chosen=logps.rejected,
+        rejected=logps.chosen,
+        ref_chosen=logps.ref_rejected,
+        ref_rejected=logps.ref_chosen,
+        chosen_tokens=logps.rejected_tokens,
+        rejected_tokens=logps.chosen_tokens,
+    )
+
+
+def differentiate(logps, each_of):
+    """Returns the losses of each pair, and the gradients of their sum by chosen and rejected log-probabilities."""
+
+    def total(chosen, rejected):
+        each = each_of(dataclasses.replace(logps, chosen=chosen, rejected=rejected))
+        return each.sum(), each
+
+    (_, each), gradients = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(logps.chosen, logps.rejected)
+    return each, *gradients
+
+
+def test_reference_holds_every_kind_at_several_betas():
+    newest = next(part for version, part in REFERENCE["trl"].items() if not version.startswith("0."))
+    assert {case["kind"] for case in newest["cases"]} == set(preference.LOSSES)
+    assert len({case["beta"] for case in newest["cases"]}) == 3
+    smoothed = {case["kind"] for param in CASES for case in param.values if case["label_smoothing"]}
+    assert smoothed == set(validation.SMOOTHED)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients_are_those_of_trl(case):
+    beta, smoothing = case["beta"], case["label_smoothing"]
+    found = differentiate(
+        read_pairs(), lambda logps: preference.loss(case["kind"], logps, beta=beta, label_smoothing=smoothing)
+    )
+    for name, ours in zip(("loss", "chosen", "rejected"), found, strict=True):
+        assert ours.dtype == jnp.float32
+        scale = 1.0 if name == "loss" else beta
+        np.testing.assert_allclose(ours, case[name], rtol=SAME, atol=CANCELLED * scale, err_msg=name)
+
+
+@pytest.mark.parametrize("batch", [param for param in BATCHES if "sft" not in param.values[0]["kinds"]])
+def test_mixture_is_that_of_trl(batch):
+    found = differentiate(
+        read_pairs(),
+        lambda logps: preference.combined(
+            tuple(batch["kinds"]), tuple(batch["weights"]), logps, beta=batch["beta"], label_smoothing=0.0
+        ),
+    )
+    pairs = len(batch["chosen"])
+    np.testing.assert_allclose(found[0].mean(), batch["loss"], rtol=SAME)
+    for name, ours in zip(("chosen", "rejected"), found[1:], strict=True):
+        np.testing.assert_allclose(ours / pairs, batch[name], rtol=SAME, atol=CANCELLED * batch["beta"], err_msg=name)
+
+
+@pytest.mark.parametrize("batch", [param for param in BATCHES if "sft" in param.values[0]["kinds"]])
+def test_mean_over_all_tokens_of_a_batch_is_trls_sft(batch):
+    weights = dict(zip(batch["kinds"], batch["weights"], strict=True))
+    share = weights.pop("sft")
+
+    def each_of(logps):
+        total, tokens = -jnp.sum(logps.chosen), jnp.sum(logps.chosen_tokens)
+        each = jnp.full_like(logps.chosen, share / len(batch["chosen"])) * (total / tokens)
+        for kind, weight in weights.items():
+            each += weight / len(batch["chosen"]) * preference.LOSSES[kind](logps, batch["beta"], 0.0)
+        return each
+
+    each, chosen, rejected = differentiate(read_pairs(), each_of)
+    np.testing.assert_allclose(each.sum(), batch["loss"], rtol=SAME)
+    np.testing.assert_allclose(chosen, batch["chosen"], rtol=SAME, atol=CANCELLED * batch["beta"])
+    np.testing.assert_allclose(rejected, batch["rejected"], rtol=SAME, atol=CANCELLED * batch["beta"])
+
+
+@pytest.mark.parametrize("batch", BATCHES[:1])
+def test_metrics_are_those_of_trl(batch):
+    ours = preference.metrics(read_pairs(), beta=batch["beta"])
+    assert ours.keys() == batch["metrics"].keys()
+    for name, each in ours.items():
+        np.testing.assert_allclose(each.mean(), batch["metrics"][name], rtol=SAME, atol=CANCELLED, err_msg=name)
+
+
+AT_REFERENCE = {
+    "sigmoid": math.log(2),
+    "robust": math.log(2),
+    "sigmoid_norm": math.log(2),
+    "ipo": 1 / (4 * BETA**2),
+    "hinge": 1.0,
+    "apo_zero": 1.0,
+    "apo_down": 1.0,
+    "nca_pair": 2 * math.log(2),
+    "bco_pair": 2 * math.log(2),
+    "sft": 8 / 7,  # nats over tokens
+}
+
+
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+@pytest.mark.parametrize("kind", preference.LOSSES)
+def test_loss_at_the_reference_is_known(kind, smoothing):
+    each = preference.loss(kind, make_pairs([0.0] * B, [0.0] * B), beta=BETA, label_smoothing=smoothing)
+    np.testing.assert_allclose(each, [AT_REFERENCE[kind]] * B, rtol=SAME)
+
+
+def test_swapped_completions_swap_rewards_and_flip_margins():
+    pairs = read_pairs()
+    chosen, rejected = preference.rewards(pairs, beta=BETA)
+    swapped_chosen, swapped_rejected = preference.rewards(swap(pairs), beta=BETA)
+    assert (chosen == swapped_rejected).all() and (rejected == swapped_chosen).all() and (chosen != rejected).any()
+    margins, flipped = (preference.metrics(p, beta=BETA)["rewards/margins"] for p in (pairs, swap(pairs)))
+    assert (margins == -flipped).all()
+
+
+def test_smoothed_sigmoid_blames_the_swapped_pair_for_its_share():
+    pairs = read_pairs()
+    plain, swapped = (preference.loss("sigmoid", p, beta=BETA, label_smoothing=0.0) for p in (pairs, swap(pairs)))
+    smoothed = preference.loss("sigmoid", pairs, beta=BETA, label_smoothing=0.3)
+    np.testing.assert_allclose(smoothed, 0.7 * plain + 0.3 * swapped, rtol=SAME)
+    assert not np.allclose(smoothed, plain)
+
+
+def test_robust_loss_has_the_plain_one_as_its_mean_over_flipped_labels():
+    pairs = read_pairs()
+    kept, flipped = (preference.loss("robust", p, beta=BETA, label_smoothing=0.3) for p in (pairs, swap(pairs)))
+    plain = preference.loss("sigmoid", pairs, beta=BETA, label_smoothing=0.0)
+    np.testing.assert_allclose(0.7 * kept + 0.3 * flipped, plain, rtol=1e-5, atol=SAME)  # differences of larger terms
+
+
+@pytest.mark.parametrize("kind", sorted(set(preference.LOSSES) - set(validation.SMOOTHED)))
+def test_kinds_that_do_not_smooth_are_unchanged_by_it(kind):
+    plain, smoothed = (preference.loss(kind, read_pairs(), beta=BETA, label_smoothing=e) for e in (0.0, 0.1))
+    assert (plain == smoothed).all()
+
+
+@pytest.mark.parametrize("kind", validation.SMOOTHED)
+def test_kinds_that_smooth_are_changed_by_it(kind):
+    plain, smoothed = (preference.loss(kind, read_pairs(), beta=BETA, label_smoothing=e) for e in (0.0, 0.1))
+    assert (plain != smoothed).any()
+
+
+def test_equal_rewards_are_not_accurate():
+    accurate = preference.metrics(make_pairs([1.0, 0.0, 2.0], [0.0, 1.0, 2.0]), beta=BETA)["rewards/accuracies"]
+    assert accurate.tolist() == [1.0, 0.0, 0.0]
+
+
+def test_weights_add_losses_up():
+    pairs = read_pairs()
+    found = preference.combined(("hinge", "sft", "sigmoid"), (2.0, 0.5, 0.0), pairs, beta=BETA, label_smoothing=0.1)
+    hinge, sft = (preference.loss(kind, pairs, beta=BETA, label_smoothing=0.1) for kind in ("hinge", "sft"))
+    np.testing.assert_allclose(found, 2 * hinge + 0.5 * sft, rtol=SAME)
+    assert found.shape == pairs.chosen.shape
+
+
+@pytest.mark.parametrize("margin", [1e4, -1e4])
+@pytest.mark.parametrize("kind", preference.LOSSES)
+def test_extreme_margins_have_finite_gradients(kind, margin):
+    @jax.jit
+    def run(pairs):
+        return differentiate(pairs, lambda logps: preference.loss(kind, logps, beta=1.0, label_smoothing=0.1))
+
+    for pairs in (make_pairs([margin], [0.0]), make_pairs([0.0], [-margin]), make_pairs([margin], [-margin])):
+        assert all(np.isfinite(value).all() for value in run(pairs))
+
+
+def test_losing_pairs_keep_their_gradient_at_extreme_margins():
+    _, chosen, rejected = differentiate(
+        make_pairs([-1e4], [0.0]), lambda logps: preference.loss("sigmoid", logps, beta=0.5, label_smoothing=0.0)
+    )
+    assert chosen.tolist() == [-0.5] and rejected.tolist() == [0.5]
+
+
+def test_pairs_are_one_tree_of_six_arrays():
+    pairs = read_pairs()
+    assert len(jax.tree.leaves(pairs)) == 6
+    jitted = jax.jit(preference.combined, static_argnums=(0, 1), static_argnames=("beta", "label_smoothing"))
+    found = jitted(("ipo", "robust"), (1.0, 1.0), pairs, beta=BETA, label_smoothing=0.1)
+    eager = preference.combined(("ipo", "robust"), (1.0, 1.0), pairs, beta=BETA, label_smoothing=0.1)
+    np.testing.assert_allclose(found, eager, rtol=SAME)
+
+
+def test_losses_are_those_that_a_configuration_may_name():
+    assert {"dpo.loss": tuple(preference.LOSSES)}.items() <= {e.path: e.key.choices for e in config.entries()}.items()

@@ -1,0 +1,218 @@
+"""Which targets a word names, what a live device is, and how the compiler's absence is told."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import pytest
+
+from lw_jax.core.errors import UserError
+from lw_jax.planning import gpus
+
+ROOT = Path(__file__).resolve().parents[3]
+
+
+@pytest.mark.parametrize(
+    ("word", "card", "per_host", "hosts", "name"),
+    [
+        ("h100x4", "h100", 4, 1, "h100x4"),
+        ("H200x1", "h200", 1, 1, "h200x1"),
+        ("l40s", "l40s", 1, 1, "l40sx1"),
+        ("a100_40x2", "a100_40", 2, 1, "a100_40x2"),
+        ("a100-40x3", "a100_40", 3, 1, "a100_40x3"),
+        ("a100_80gbx8", "a100_80", 8, 1, "a100_80x8"),
+        ("h100-80gbx2", "h100", 2, 1, "h100x2"),
+        ("rtx4090x2", "rtx4090", 2, 1, "rtx4090x2"),
+        ("rtx4090", "rtx4090", 1, 1, "rtx4090x1"),
+        ("v100_16x8", "v100_16", 8, 1, "v100_16x8"),
+        ("2xh100x8", "h100", 8, 2, "2xh100x8"),
+        ("3xb200x5", "b200", 5, 3, "3xb200x5"),
+        ("h100x16", "h100", 8, 2, "2xh100x8"),
+    ],
+)
+def test_word_names_cards_and_nodes(word, card, per_host, hosts, name):
+    target = gpus.parse(word)
+    assert (target.card.name, target.per_host, target.hosts, target.devices) == (
+        card,
+        per_host,
+        hosts,
+        hosts * per_host,
+    )
+    assert target.name == name and gpus.parse(name) == target
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("h10x4", "Did you mean 'h100'?"),
+        ("a100x4", "the cards are h100, h200, a100_40, a100_80"),
+        ("h100x0", "at least one of each"),
+        ("0xh100x8", "at least one of each"),
+        ("h100x12", "say 2xh100x8"),
+        ("2xh100x16", "say 4xh100x8"),
+        ("4", "a target is [NODESx]CARD[xGPUS]"),
+        ("h100x", "no known card"),
+    ],
+)
+def test_unknown_target_is_refused_with_the_rule(word, told):
+    with pytest.raises(UserError) as caught:
+        gpus.parse(word)
+    assert told in str(caught.value) and repr(word) in str(caught.value)
+
+
+def test_link_is_nvlink_inside_a_node_and_the_nodes_ports_between_them():
+    target = gpus.parse("2xh100x8")
+    card = target.card
+    assert target.link_bandwidth(range(8)) == card.link
+    assert target.link_bandwidth((8, 15)) == card.link
+    assert target.link_bandwidth((7, 8)) == card.network
+    assert target.link_bandwidth((0, 1, 2, 8, 9, 10)) == 3 * card.network
+    assert target.link_bandwidth((0, 1, 2, 8)) == card.network  # the node with one port is the narrowest
+    assert target.link_bandwidth(range(16)) == 8 * card.network < card.link
+    assert gpus.parse("l40sx4").link_bandwidth(range(4)) == gpus.CARDS["l40s"].link
+
+
+def test_every_card_is_whole():
+    for card in gpus.CARDS.values():
+        assert card.peak.keys() >= {"bf16", "tf32", "fp32", "int8"}
+        if gpus.multiplies_bf16(card.capability):
+            assert card.peak["bf16"] > card.peak["tf32"] >= card.peak["fp32"], card.name
+        else:
+            assert card.peak["bf16"] == card.peak["tf32"] == card.peak["fp32"], card.name
+        assert card.peak["int8"] >= 1.99 * card.peak["bf16"], card.name
+        assert ("fp8" in card.peak) == (float(card.capability) >= 8.9), card.name
+        assert card.link > card.network > 0
+        assert f"device_memory_size: {card.memory_bytes}" in card.proto and card.model in card.proto
+
+
+def test_cards_without_access_to_their_peers_send_at_what_was_measured_not_at_what_the_slot_could():
+    """GeForce cards copy through the host's memory: two of them pass 29 to 31 GB/s both ways, of 64 of the slot."""
+    geforce, server = gpus.CARDS["rtx4090"], gpus.CARDS["l40s"]
+    assert 28.8e9 / 2 < geforce.link < 30.6e9 / 2
+    assert server.link == 32e9, "NVIDIA's server cards of the same chip have peer access"
+
+
+def test_v100_is_a_card_that_has_no_bf16():
+    assert {name: gpus.multiplies_bf16(card.capability) for name, card in gpus.CARDS.items()} == {
+        name: not name.startswith("v100") for name in gpus.CARDS
+    }
+    assert gpus.parse("v100_32x4").card.capability == "7.0"
+
+
+@pytest.mark.parametrize(
+    ("asked", "capability", "told"),
+    [
+        (["bf16"], "9.0", "bf16"),
+        (["bf16", "fp32"], "8.0", "bf16; fp32 values, multiplied in tf32"),
+        (["fp32"], "7.0", "fp32"),
+        (["bf16"], "", "bf16"),
+    ],
+)
+def test_precision_is_what_the_card_multiplies_in(asked, capability, told):
+    assert gpus.describe_precision(asked, capability) == told
+
+
+def test_a_card_without_bf16_multiplies_in_fp32_and_says_so():
+    told = gpus.describe_precision(["bf16"], gpus.CARDS["v100_32"].capability)
+    assert told.startswith("bf16 values, multiplied in fp32; compute capability 7.0 has no bf16 units")
+
+
+def live(capability: str, cores: int, limit: float | None):
+    """A device as CUDA's runtime reports it, under a name that says another card."""
+    stats = None if limit is None else {"bytes_limit": int(limit)}
+    return SimpleNamespace(
+        compute_capability=capability, core_count=cores, device_kind="NVIDIA V100", memory_stats=lambda: stats
+    )
+
+
+@pytest.mark.parametrize("name", list(gpus.CARDS))
+def test_live_device_is_its_card_whatever_its_name(name, monkeypatch):
+    monkeypatch.delenv("XLA_PYTHON_CLIENT_MEM_FRACTION", raising=False)
+    monkeypatch.delenv("XLA_CLIENT_MEM_FRACTION", raising=False)
+    card = gpus.CARDS[name]
+    assert gpus.of_device(live(card.capability, card.cores, 0.75 * card.memory_bytes)) == card
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", ".9")
+    assert gpus.of_device(live(card.capability, card.cores, 0.9 * card.memory_bytes)) == card
+    assert gpus.of_device(live(card.capability, card.cores - 2, 0.9 * card.memory_bytes)) is None
+
+
+def test_device_that_is_no_known_card_is_none(monkeypatch):
+    monkeypatch.setenv("XLA_PYTHON_CLIENT_MEM_FRACTION", "1")
+    assert gpus.of_device(live("9.0", 132, 101e9)) is None  # GH200: a Hopper with 96 GB
+    assert gpus.of_device(live("8.0", 108, None)) is None  # either A100: memory would decide
+    assert gpus.of_device(live("10.0", 148, None)) == gpus.CARDS["b200"]
+    assert gpus.of_device(jax.devices("cpu")[0]) is None
+
+
+def test_absent_plugin_is_named_with_the_command(monkeypatch):
+    """conftest hides an installed plugin from this process; a CPU-only environment has none."""
+    with pytest.raises(gpus.CompilerAbsent, match="target h100x2.*(not installed.*-r requirements-plan.txt|unused)"):
+        gpus.compile_devices(gpus.parse("h100x2"))
+    monkeypatch.setattr(gpus, "_is_installed", lambda name: name == "jax-cuda13-plugin")
+    with pytest.raises(gpus.CompilerAbsent, match=f"pip install .*jax-cuda13-pjrt=={jax.__version__} nvidia-cuda-nvcc"):
+        gpus.compile_devices(gpus.parse("h100x2"))
+
+
+@pytest.mark.parametrize(
+    ("message", "raised"),
+    [
+        ("INTERNAL: libdevice not found at ./libdevice.10.bc", gpus.CompilerAbsent),
+        ("UNAVAILABLE: No PTX compilation provider is available. Neither ptxas/nvlink nor", gpus.CompilerAbsent),
+        ("INTERNAL: anything else", jax.errors.JaxRuntimeError),
+    ],
+)
+def test_absent_assembler_is_named_and_nothing_else_is_taken_for_it(message, raised, monkeypatch):
+    def fail(x):
+        raise jax.errors.JaxRuntimeError(message)
+
+    topology = SimpleNamespace(devices=jax.devices("cpu"))
+    monkeypatch.setattr(gpus.topologies, "get_topology_desc", lambda **_: topology)
+    monkeypatch.setattr(gpus.jnp, "exp", fail)
+    with pytest.raises(raised) as caught:
+        gpus.compile_devices(gpus.parse("h100x2"))
+    assert message.partition(". ")[0] in str(caught.value)
+    assert raised is not gpus.CompilerAbsent or "-r requirements-plan.txt" in str(caught.value)
+
+
+def test_compiling_leaves_the_persistent_cache_as_it_was(tmp_path):
+    """In a process of its own, because JAX's cache belongs to the process."""
+    code = """
+import jax, jax.numpy as jnp
+from lw_jax.planning import gpus
+jax.jit(jnp.sin)(1.0)
+gpus.compile_lowered(jax.jit(jnp.tan).lower(1.0)) if {past} else jax.jit(jnp.tan).lower(1.0).compile()
+jax.jit(jnp.cosh)(1.0)
+"""
+    for past in (True, False):
+        folder = tmp_path / str(past)
+        env = os.environ | {"JAX_COMPILATION_CACHE_DIR": str(folder), "JAX_PLATFORMS": "cpu"}
+        # The options are CUDA's, but any JAX knows them.
+        subprocess.run([sys.executable, "-c", code.format(past=past)], cwd=ROOT, env=env, check=True, timeout=120)
+        kept = " ".join(path.name for path in folder.iterdir())
+        assert "jit_sin" in kept and "jit_cosh" in kept
+        assert ("jit_tan" in kept) != past
+
+
+@pytest.mark.slow
+def test_every_card_can_be_compiled_for_without_one():
+    if not any(importlib.metadata.distributions(name="jax-cuda12-plugin")):
+        pytest.skip("needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 as a compiler")
+    code = """
+import json
+from lw_jax.planning import gpus
+found = {n: gpus.compile_devices(gpus.parse(f"2x{n}x3")) for n in gpus.CARDS}
+print(json.dumps({n: [(d.compute_capability, d.core_count, d.process_index) for d in ds] for n, ds in found.items()}))
+"""
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    for name, card in gpus.CARDS.items():
+        assert found[name] == [[card.capability, card.cores, host] for host in (0, 0, 0, 1, 1, 1)]

@@ -1,0 +1,420 @@
+"""Counts of compiled programs against counts by hand; notations that the CPU does not write are given as text."""
+
+import importlib.metadata
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from lw_jax.core.errors import UserError
+from lw_jax.planning import hlo_counts
+
+ROOT = Path(__file__).resolve().parents[3]
+B, D, F, L = 53, 37, 71, 5  # batch, width, ffn, layers
+F32 = 4  # bytes
+
+pytestmark = pytest.mark.optimized  # what XLA writes into the text depends on its passes
+
+
+def shape(*dims, dtype=jnp.float32, sharding=None):
+    return jax.ShapeDtypeStruct(dims, dtype, sharding=sharding)
+
+
+def program(f, *args):
+    return hlo_counts.analyse(jax.jit(f).lower(*args).compile().as_text())
+
+
+def mlp(x, w):
+    return jnp.tanh(x @ w["up"]) @ w["down"], None
+
+
+def stack(layers):
+    return {"up": shape(layers, D, F), "down": shape(layers, F, D)}
+
+
+# --- matrix products ---
+
+
+def test_scan_counts_its_body_once_a_round():
+    found = program(lambda x, w: jax.lax.scan(mlp, x, w)[0], shape(B, D), stack(L))
+    assert found.flops == L * 2 * (2 * B * D * F)
+    assert found.uncounted == () and found.collectives == ()
+    assert sum(kernel.executed for kernel in found.kernels if kernel.flops) == 2 * L
+    assert {kernel.arithmetic for kernel in found.kernels if kernel.flops} == {"tf32"}
+
+
+def test_gradient_with_recomputation_counts_what_runs_again():
+    def loss(x, w):
+        return jnp.sum(jax.lax.scan(jax.checkpoint(mlp), x, w)[0] ** 2)
+
+    found = program(jax.grad(loss), shape(B, D), stack(L))
+    # forward 2, again 1 (the last product of a layer is not needed), backward to x 2
+    assert found.flops == L * 5 * (2 * B * D * F)
+
+
+def test_nested_loops_multiply():
+    def outer(x, w):
+        return jax.lax.scan(lambda x, _: jax.lax.scan(mlp, x, w), x, length=3)[0]
+
+    assert program(outer, shape(B, D), stack(L)).flops == 3 * L * 2 * (2 * B * D * F)
+
+
+def test_batched_contraction_counts_every_dimension_once():
+    h, e, t = 3, 17, 29
+    found = program(lambda q, k: jnp.einsum("bthe,bshe->bhts", q, k), shape(B, t, h, e), shape(B, F, h, e))
+    assert found.flops == 2 * B * h * t * F * e
+
+
+def test_exact_products_are_told_from_those_that_may_be_tf32():
+    def both(x, w):
+        return jnp.dot(x, w, precision="highest") + jnp.dot(x + 1, w)
+
+    found = program(both, shape(B, D), shape(D, F))
+    assert {kernel.arithmetic: kernel.flops for kernel in found.kernels if kernel.flops} == {
+        "fp32": 2 * B * D * F,
+        "tf32": 2 * B * D * F,
+    }
+
+
+def test_conditional_counts_its_heavier_branch():
+    def choose(p, x, w):
+        return jax.lax.cond(p, lambda: x @ w @ w.T, lambda: (x @ w) @ w.T @ w @ w.T)
+
+    found = program(choose, shape(dtype=jnp.bool), shape(B, D), shape(D, F))
+    assert found.flops == 4 * (2 * B * D * F)
+
+
+def test_loop_of_unknown_length_is_named():
+    def halve(x, w):
+        return jax.lax.while_loop(lambda x: jnp.sum(x) > 1, lambda x: jnp.tanh(x @ w), x)
+
+    found = program(halve, shape(B, B), shape(B, B))
+    assert found.flops == 2 * B**3
+    assert [line.split(":")[0][:5] for line in found.uncounted] == ["loop "]
+
+
+# --- memory traffic ---
+
+
+def test_product_reads_operands_and_writes_result():
+    found = program(lambda x, w: x @ w, shape(B, D), shape(D, F))
+    assert found.matmul_bytes == F32 * (B * D + D * F + B * F)
+
+
+def test_elementwise_fusion_reads_once_and_writes_once():
+    found = program(lambda x, y: jnp.tanh(x * y + x) * 2, shape(B, D), shape(B, D))
+    assert (found.traffic_bytes, found.flops) == (3 * F32 * B * D, 0)
+
+
+def test_scan_reads_a_layer_a_round_not_the_stack():
+    def total(layers):
+        found = program(lambda x, w: jax.lax.scan(mlp, x, w)[0], shape(B, D), stack(layers))
+        return found.matmul_bytes + found.traffic_bytes
+
+    # Were the whole stack read in each round, the growth of 4 more layers would itself grow.
+    assert total(9) - total(5) == total(13) - total(9)
+    # At least the operands and results of both products; besides, weights and states are copied, and tanh is a pass.
+    products = F32 * 2 * (B * D + D * F + B * F)
+    assert products <= (total(9) - total(5)) / 4 <= 3 * products
+
+
+def test_scan_writes_its_output_a_slice_a_round():
+    def total(rounds):
+        found = program(lambda x: jax.lax.scan(lambda x, _: (x, jnp.tanh(x)), x, length=rounds)[1], shape(B, D))
+        return found.traffic_bytes
+
+    assert total(9) - total(5) == total(13) - total(9)
+    assert 2 * F32 * B * D <= (total(9) - total(5)) / 4 <= 5 * F32 * B * D
+
+
+FUSIONS = """HloModule m, is_scheduled=true, num_partitions=1
+
+%slice (p0: bf16[11,7,5], p1: s32[]) -> bf16[1,7,5] {
+  %p0 = bf16[11,7,5]{2,1,0} parameter(0)
+  %view = bf16[11,35]{1,0} bitcast(%p0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  ROOT %ds = bf16[1,35]{1,0} dynamic-slice(%view, %p1, %zero), dynamic_slice_sizes={1,35}
+}
+
+%update (p0: f32[11,35], p1: s32[], p2: f32[1,35]) -> f32[11,35] {
+  %p0 = f32[11,35]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %p2 = f32[1,35]{1,0} parameter(2)
+  %zero = s32[] constant(0)
+  ROOT %dus = f32[11,35]{1,0} dynamic-update-slice(%p0, %p2, %p1, %zero)
+}
+
+%both (p0: f32[11,35], p1: s32[]) -> (f32[1,35], f32[11,35]) {
+  %p0 = f32[11,35]{1,0} parameter(0)
+  %p1 = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %ds = f32[1,35]{1,0} dynamic-slice(%p0, %p1, %zero), dynamic_slice_sizes={1,35}
+  %neg = f32[11,35]{1,0} negate(%p0)
+  ROOT %t = (f32[1,35]{1,0}, f32[11,35]{1,0}) tuple(%ds, %neg)
+}
+
+ENTRY %main (a: bf16[11,7,5], b: f32[11,35], i: s32[]) -> f32[11,35] {
+  %a = bf16[11,7,5]{2,1,0} parameter(0)
+  %b = f32[11,35]{1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %one = bf16[1,35]{1,0} fusion(%a, %i), kind=kLoop, calls=%slice
+  %row = f32[1,35]{1,0} convert(%one)
+  %two = f32[11,35]{1,0} fusion(%b, %i, %row), kind=kLoop, calls=%update
+  %three = (f32[1,35]{1,0}, f32[11,35]{1,0}) fusion(%two, %i), kind=kLoop, calls=%both
+  %cs = (f32[11,35]{1,0}, f32[11,35]{1,0}, u32[]) copy-start(%two)
+  ROOT %cd = f32[11,35]{1,0} copy-done(%cs)
+}
+"""
+
+
+def test_fusion_touches_of_its_operands_what_it_uses():
+    whole, row, index = 11 * 35 * 4, 35 * 4, 4
+    found = sorted(kernel.bytes for kernel in hlo_counts.analyse(FUSIONS).kernels)
+    assert found == sorted(
+        [
+            35 * 2 + 35 * 2 + index,  # slice: reads and writes bf16 rows
+            35 * 2 + row,  # convert
+            row + row + index,  # update in place: reads and writes the row
+            whole + row + whole + index,  # both: the negation needs all of it
+            2 * whole,  # copy
+        ]
+    )
+
+
+def test_text_that_is_no_module_is_refused():
+    with pytest.raises(UserError, match="as_text"):
+        hlo_counts.analyse("func.func @main() {\n}\n")
+
+
+# --- what GPU programs write ---
+
+GEMM = """HloModule m, is_scheduled=true, num_partitions=4
+
+%add (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%body (s: (s32[], bf16[5,11,7])) -> (s32[], bf16[5,11,7]) {
+  %s = (s32[], bf16[5,11,7]{2,1,0}) parameter(0)
+  %n = s32[] get-tuple-element(%s), index=0
+  %x = bf16[5,11,7]{2,1,0} get-tuple-element(%s), index=1
+  %gemm = (f32[5,11,11]{2,1,0}, s8[4194304]{0}) custom-call(%x, %x), custom_call_target="__cublas$lt$matmul", \
+metadata={op_name="a(b"}, backend_config={"gemm_backend_config":{"dot_dimension_numbers":\
+{"lhs_contracting_dimensions":["2"],"rhs_contracting_dimensions":["2"],"lhs_batch_dimensions":["0"]},\
+"precision_config":{"operand_precision":["DEFAULT","DEFAULT"],"algorithm":"ALG_UNSET"}}}
+  %g = f32[5,11,11]{2,1,0} get-tuple-element(%gemm), index=0
+  %ars = f32[5,11,11]{2,1,0} all-reduce-start(%g), channel_id=1, replica_groups={{0,1},{2,3}}, to_apply=%add
+  %ard = f32[5,11,11]{2,1,0} all-reduce-done(%ars)
+  %ags = (bf16[5,11,7]{2,1,0}, bf16[5,44,7]{2,1,0}) all-gather-start(%x), replica_groups={}, dimensions={1}
+  %agd = bf16[5,44,7]{2,1,0} all-gather-done(%ags)
+  ROOT %t = (s32[], /*index=1*/bf16[5,11,7]{2,1,0:T(8,128)}) tuple(%n, %x)
+}
+
+%cond (s: (s32[], bf16[5,11,7])) -> pred[] {
+  %s = (s32[], bf16[5,11,7]{2,1,0}) parameter(0)
+  ROOT %yes = pred[] constant(true)
+}
+
+%triton (p: f8e4m3fn[3,13], q: f8e4m3fn[13,2]) -> f32[3,2] {
+  %p = f8e4m3fn[3,13]{1,0} parameter(0)
+  %q = f8e4m3fn[13,2]{1,0} parameter(1)
+  ROOT %dot = f32[3,2]{1,0} dot(%p, %q), lhs_contracting_dims={1}, rhs_contracting_dims={0}
+}
+
+ENTRY %main (s: (s32[], bf16[5,11,7]), p: f8e4m3fn[3,13], q: f8e4m3fn[13,2]) -> bf16[5,11,7] {
+  %s = (s32[], bf16[5,11,7]{2,1,0}) parameter(0)
+  %p = f8e4m3fn[3,13]{1,0} parameter(1)
+  %q = f8e4m3fn[13,2]{1,0} parameter(2)
+  %loop = (s32[], bf16[5,11,7]{2,1,0}) while(%s), condition=%cond, body=%body, \
+backend_config={"known_trip_count":{"n":"6"},"dynamic_variables":[]}
+  %small = f32[3,2]{1,0} fusion(%p, %q), kind=kCustom, calls=%triton
+  %attention = (f32[3,2]{1,0}, u8[0]{0}) custom-call(%small), custom_call_target="__cudnn$fmhaSoftmax"
+  ROOT %x = bf16[5,11,7]{2,1,0} get-tuple-element(%loop), index=1
+}
+"""
+
+
+INTEGERS = """HloModule integers
+
+ENTRY %main (x: s8[6,16], w: s8[24,16]) -> s32[6,24] {
+  %x = s8[6,16]{1,0} parameter(0)
+  %w = s8[24,16]{1,0} parameter(1)
+  ROOT %y = s32[6,24]{1,0} dot(%x, %w), lhs_contracting_dims={1}, rhs_contracting_dims={1}
+}
+"""
+
+
+def test_product_of_bytes_is_counted_as_one_of_integers():
+    (kernel,) = hlo_counts.analyse(INTEGERS).kernels
+    assert kernel == hlo_counts.Kernel("int8", 2 * 6 * 24 * 16, 6 * 16 + 24 * 16 + 6 * 24 * 4, 1)
+
+
+def test_library_call_counts_its_product_without_its_workspace():
+    found = hlo_counts.analyse(GEMM)
+    gemm, triton = (kernel for kernel in found.kernels if kernel.flops)
+    x = 5 * 11 * 7 * 2  # both operands are the same array
+    assert gemm == hlo_counts.Kernel("bf16", 2 * 5 * 11 * 11 * 7, x + 5 * 11 * 11 * 4, 6)
+    assert triton == hlo_counts.Kernel("fp8", 2 * 3 * 2 * 13, 3 * 13 + 13 * 2 + 3 * 2 * 4, 1)
+    assert found.uncounted == ("custom call __cudnn$fmhaSoftmax",)
+
+
+def test_asynchronous_collectives_in_a_loop_are_counted_once_a_round():
+    gather, reduce = hlo_counts.analyse(GEMM).collectives
+    x, g = 5 * 11 * 7 * 2, 5 * 11 * 11 * 4
+    assert gather == hlo_counts.Collective("all-gather", ((0, 1, 2, 3),), 6, 6 * x, 6 * 3 * x)
+    assert reduce == hlo_counts.Collective("all-reduce", ((0, 1), (2, 3)), 6, 6 * g, 6 * g)
+    assert (gather.group_size, reduce.group_size) == (4, 2)
+
+
+GROUPS = """HloModule m, num_partitions=8
+
+ENTRY %main (x: f32[16]) -> f32[16] {{
+  %x = f32[16]{{0}} parameter(0)
+  ROOT %c = f32[16]{{0}} {operation}
+}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("notation", "groups"),
+    [
+        ("{{0,3},{1,2}}", ((0, 3), (1, 2))),
+        ("{}", (tuple(range(8)),)),
+        ("[2,4]<=[8]", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("[4,2]<=[2,4]T(1,0)", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("[4,2]<=[2,2,2]T(0,2,1)", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("mesh['a'=2,'b'=4] {'b'}", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("mesh['a'=2,'b'=4] {'a'}", ((0, 4), (1, 5), (2, 6), (3, 7))),
+        ("mesh['a'=2,'b'=2,'c'=2] {'c','a'}", ((0, 1, 4, 5), (2, 3, 6, 7))),
+        ("mesh['a'=2,'b'=4] {'b':(2)2}", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("mesh['a'=2,'b'=4] {'b':(1)2}", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("mesh['a'=2,'b'=4], device_ids=([2,2,2]T(1,0,2)) {'b':(2)2}", ((0, 1), (4, 5), (2, 3), (6, 7))),
+        ("mesh['a'=2,'b'=4], device_ids=([4,2]T(1,0)) {'b'}", ((0, 2, 4, 6), (1, 3, 5, 7))),
+    ],
+)
+def test_groups_are_read_in_every_notation(notation, groups):
+    operation = f"all-reduce(%x), channel_id=1, replica_groups={notation}, use_global_device_ids=true, to_apply=%add"
+    (found,) = hlo_counts.analyse(GROUPS.format(operation=operation)).collectives
+    assert sorted(map(sorted, found.groups)) == sorted(map(sorted, groups))
+
+
+def test_unknown_notation_of_groups_is_refused():
+    with pytest.raises(UserError, match="replica_groups"):
+        hlo_counts.analyse(GROUPS.format(operation="all-reduce(%x), replica_groups=<new>, to_apply=%add"))
+
+
+def test_text_with_anything_missing_is_counted_or_not_understood():
+    """Whatever another version of XLA writes: never an error of another kind."""
+    unread = 0
+    for text in (GEMM, FUSIONS, INTEGERS):
+        for place in range(0, len(text), 7):
+            for changed in (text[:place], text[:place] + text[place + 3 :], text[:place] + "}(" + text[place:]):
+                try:
+                    hlo_counts.analyse(changed)
+                except hlo_counts.Unreadable:
+                    unread += 1
+    assert unread > 100
+
+
+@pytest.mark.parametrize(
+    ("operation", "wire"),
+    [
+        ("all-reduce(%x), replica_groups={{0,1,2,3}}", 2 * 64 * 3 // 4),
+        ("all-gather(%x), replica_groups={{0,1,2,3}}", 64 * 3),
+        ("reduce-scatter(%x), replica_groups={{0,1,2,3}}", 64 * 3 // 4),
+        ("all-to-all(%x), replica_groups={{0,1,2,3}}", 64 * 3 // 4),
+        ("collective-permute(%x), source_target_pairs={{0,1},{1,0},{2,2}}", 64),
+        ("collective-permute(%x), source_target_pairs={{0,0},{1,1}}", 0),
+        ("all-reduce(%x), replica_groups={{0},{1}}", 0),
+    ],
+)
+def test_device_sends_what_the_ring_algorithm_sends(operation, wire):
+    (found,) = hlo_counts.analyse(GROUPS.format(operation=operation)).collectives
+    assert (found.operand_bytes, found.wire_bytes) == (16 * F32, wire)
+
+
+# --- sharded programs ---
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return Mesh(np.array(jax.devices()).reshape(2, 4), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+
+
+def test_tensor_parallel_scan_reduces_over_the_model_axis_once_a_layer(mesh):
+    width, ffn, batch = 40, 72, 54  # what the axes divide
+
+    def place(*spec):
+        return NamedSharding(mesh, P(*spec))
+
+    up = shape(L, width, ffn, sharding=place(None, None, "model"))
+    down = shape(L, ffn, width, sharding=place(None, "model"))
+    x = shape(batch, width, sharding=place("data"))
+    found = program(lambda x, w: jax.lax.scan(mlp, x, w)[0], x, {"up": up, "down": down})
+    assert found.flops == L * 2 * (2 * batch * width * ffn) // 8
+    (reduce,) = found.collectives
+    assert (reduce.kind, reduce.executed) == ("all-reduce", L)
+    assert sorted(reduce.groups) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+    assert reduce.operand_bytes == L * F32 * batch // 2 * width
+    assert reduce.wire_bytes == reduce.operand_bytes * 2 * 3 // 4
+
+
+def test_gathered_batch_crosses_the_data_axis(mesh):
+    x = shape(54, D, sharding=NamedSharding(mesh, P("data")))
+    whole = jax.jit(lambda x: jnp.tanh(x), out_shardings=NamedSharding(mesh, P()))
+    (gather,) = hlo_counts.analyse(whole.lower(x).compile().as_text()).collectives
+    assert gather.kind == "all-gather" and gather.wire_bytes == gather.operand_bytes == 54 // 2 * D * F32
+    assert sorted(map(sorted, gather.groups)) == [[0, 4], [1, 5], [2, 6], [3, 7]]
+
+
+ABSENT = """
+import dataclasses, json
+import jax, jax.numpy as jnp, numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec as P
+from lw_jax.planning import gpus, hlo_counts
+
+target = gpus.parse("h100x4")
+mesh = Mesh(np.array(gpus.compile_devices(target)), ("model",))
+def shape(*dims, spec=P()):
+    return jax.ShapeDtypeStruct(dims, jnp.bfloat16, sharding=NamedSharding(mesh, spec))
+def loss(x, w):
+    layer = jax.checkpoint(lambda x, w: (jnp.tanh(x @ w["up"]) @ w["down"], None))
+    return jnp.sum(jax.lax.scan(layer, x, w)[0].astype(jnp.float32) ** 2)
+w = {"up": shape(5, 512, 1536, spec=P(None, None, "model")), "down": shape(5, 1536, 512, spec=P(None, "model"))}
+lowered = jax.jit(jax.grad(loss)).lower(shape(256, 512), w)
+print(json.dumps(dataclasses.asdict(hlo_counts.analyse(gpus.compile_lowered(lowered).as_text()))))
+"""
+
+
+@pytest.mark.slow
+def test_program_for_absent_h100s_is_counted_as_by_hand():
+    if not any(importlib.metadata.distributions(name="jax-cuda12-plugin")):
+        pytest.skip("needs jax-cuda12-plugin and nvidia-cuda-nvcc-cu12 as a compiler")
+    env = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_SKIP_CUDA_CONSTRAINTS_CHECK": "1"}
+    env["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "false"
+    done = subprocess.run(
+        [sys.executable, "-c", ABSENT], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    products = [kernel for kernel in found["kernels"] if kernel["flops"]]
+    assert {kernel["arithmetic"] for kernel in products} == {"bf16"}
+    # forward 2, again 1, backward to x 2, as on the CPU above; a quarter on each device
+    assert sum(kernel["flops"] * kernel["executed"] for kernel in products) == 5 * 5 * (2 * 256 * 512 * 1536) // 4
+    assert found["uncounted"] == []
+    assert {collective["kind"] for collective in found["collectives"]} == {"all-reduce"}
+    assert {tuple(map(tuple, collective["groups"])) for collective in found["collectives"]} == {((0, 1, 2, 3),)}
+    # forward one a layer, backward to x one a layer
+    (executed, operand) = (sum(c[key] for c in found["collectives"]) for key in ("executed", "operand_bytes"))
+    assert executed == 2 * 5 and operand == 2 * 5 * 256 * 512 * 2

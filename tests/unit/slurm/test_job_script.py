@@ -1,0 +1,140 @@
+"""lw_jax/slurm/job_script.py: text of the sbatch file."""
+
+import shlex
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from lw_jax.core.errors import UserError
+from lw_jax.slurm import job_script
+from lw_jax.slurm.cluster_profile import Site
+from tests.unit.slurm.test_cluster_profile import SITE
+from tests.unit.slurm.test_job import JOB, change
+
+
+def directives(text: str) -> dict[str, str]:
+    """Returns what sbatch would read, up to the first command."""
+    found = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            break
+        for word in shlex.split(line.removeprefix("#SBATCH"), comments=True) if line.startswith("#SBATCH") else ():
+            key, _, value = word.removeprefix("--").partition("=")
+            assert key not in found, f"{key} twice"
+            found[key] = value
+    return found
+
+
+def check_syntax(text: str) -> None:
+    done = subprocess.run(["bash", "-n"], input=text, capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_every_directive_of_a_described_site() -> None:
+    assert directives(job_script.script(JOB, SITE)) == {
+        "job-name": "mine",
+        "partition": "gpu,long",
+        "account": "proj-7",
+        "qos": "high",
+        "constraint": "nvlink&[rack1|rack2]",
+        "nodes": "1",
+        "ntasks-per-node": "1",
+        "gres": "gpu:h100:4",
+        "cpus-per-task": "20",
+        "mem": "48G",  # 32 GiB x 1.25 + 8
+        "time": "0-04:30:00",  # 3.2 h x 1.3 + 0.25 h = 4.41 h
+        "signal": "TERM@180",  # 120 s + two steps of 7 s, in whole minutes
+        "requeue": "",
+        "open-mode": "append",
+        "output": "/runs/mine/logs/%x-%j.log",
+    }
+
+
+def test_without_a_site_only_the_portable_minimum_is_asked_and_the_script_says_what_to_fill_in() -> None:
+    text = job_script.script(JOB, Site())
+    assert {"partition", "account", "qos", "constraint", "gres"}.isdisjoint(directives(text))
+    assert directives(text)["gpus-per-node"] == "4"
+    assert "module load" not in text
+    assert [line for line in text.splitlines() if "partition and account" in line and line.startswith("# ")]
+
+
+def test_body_prepares_then_trains_with_the_exact_words() -> None:
+    lines = job_script.script(JOB, SITE).splitlines()
+    order = [
+        "cd /project",
+        "module load cuda/12.4 gcc/13.2.0+lto",
+        "source ~/venvs/lw/bin/activate",
+        "export NOTE='two words'",
+        "export JAX_COMPILATION_CACHE_DIR=/scratch/me/lw_jax/compiled",
+        "unset XLA_PYTHON_CLIENT_MEM_FRACTION",
+        "export XLA_CLIENT_MEM_FRACTION=0.92",
+        "srun --cpus-per-task=20 \\",
+        "    python /project/run.py train --config configs/h100x4.py --workdir /runs/mine || code=$?",
+    ]
+    assert [lines.index(line) for line in order] == sorted(lines.index(line) for line in order)
+    assert not [line for line in lines if "git " in line or "pip install" in line]
+
+
+def test_compiled_programs_are_kept_in_the_projects_cache_when_there_is_no_scratch(monkeypatch, tmp_path) -> None:
+    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "a cache"))
+    text = job_script.script(JOB, Site())
+    assert f"export JAX_COMPILATION_CACHE_DIR='{tmp_path}/a cache/compiled'" in text
+
+
+def test_several_nodes_run_one_task_each_that_drives_all_gpus_of_its_node() -> None:
+    text = job_script.script(change(nodes=3, gpus=5), SITE)
+    found = directives(text)
+    assert (found["nodes"], found["ntasks-per-node"], found["gres"]) == ("3", "1", "gpu:h100:5")
+    assert "export JAX_LOCAL_DEVICE_IDS=0,1,2,3,4\n" in text
+    assert "--kill-on-bad-exit=0" in text
+    assert "JAX_LOCAL_DEVICE_IDS" not in job_script.script(JOB, SITE)
+
+
+@pytest.mark.parametrize("gpus", [1, 2, 4])
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("site", [Site(), SITE, Site(max_hours=1.5)], ids=["none", "full", "short"])
+def test_bash_accepts_every_variant(gpus: int, nodes: int, site: Site) -> None:
+    check_syntax(job_script.script(change(gpus=gpus, nodes=nodes), site))
+
+
+def test_words_reach_bash_as_they_are_and_none_becomes_code(tmp_path: Path) -> None:
+    nasty = ("it's", 'a "b"', "$HOME `id` $(id)", "two\n#SBATCH --account=other\nlines", "a\\b", "*", "; exit 9", "")
+    text = job_script.script(change(command=("printf", "%s\\0", *nasty), folder=tmp_path), Site(scratch=str(tmp_path)))
+    check_syntax(text)
+    assert "account" not in directives(text)
+    (tmp_path / "srun").write_text('#!/bin/bash\nshift\nexec "$@"\n', encoding="utf-8")
+    (tmp_path / "srun").chmod(0o755)
+    path = f"{tmp_path}:{Path(shutil.which('bash') or '').parent}:/usr/bin:/bin"
+    done = subprocess.run(["bash", "-c", text], capture_output=True, check=True, env={"PATH": path})
+    assert tuple(done.stdout.decode().split("\0")[:-1]) == nasty
+
+
+def test_origin_cannot_leave_its_comment() -> None:
+    text = job_script.script(change(origin="plan x\n#SBATCH --account=other\nrm -rf /"), SITE)
+    assert directives(text)["account"] == "proj-7"
+    assert "\nrm" not in text
+
+
+def test_log_path_is_quoted_and_its_percent_signs_are_escaped() -> None:
+    text = job_script.script(change(logs=Path("/runs/100% # mine/logs")), SITE)
+    assert directives(text)["output"] == "/runs/100%% # mine/logs/%x-%j.log"
+
+
+@pytest.mark.parametrize("logs", ['/runs/a"b/logs', "/runs/a\\b/logs", "/runs/a\nb/logs"])
+def test_log_path_that_slurm_would_misread_is_refused(logs: str) -> None:
+    with pytest.raises(UserError, match="rename"):
+        job_script.script(change(logs=Path(logs)), SITE)
+
+
+def test_script_says_how_often_it_requeues_itself() -> None:
+    told = (
+        "# 3.20 h predicted, x 1.3 + 0.25 h to start = 4.41 h, more than max_hours 2: it requeues itself 2 times or so,"
+    )
+    assert f"{told} with a checkpoint every 11.7 min.\n" in job_script.script(JOB, Site(max_hours=2.0))
+    assert "it requeues itself" not in job_script.script(JOB, SITE)
+
+
+def test_days_are_written_as_slurm_reads_them() -> None:
+    assert directives(job_script.script(change(hours=40.0), Site()))["time"] == "2-04:15:00"

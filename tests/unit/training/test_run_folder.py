@@ -1,0 +1,168 @@
+import errno
+import fcntl
+import json
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from configs import base
+from lw_jax.core import config
+from lw_jax.core.errors import UserError
+from lw_jax.training import run_folder
+
+ROOT = Path(__file__).parents[3]
+
+
+def _build(**changes: Any) -> config.Config:
+    values = base.get_config()
+    values.llms.llama = base.llm("folder/llama")
+    values.encoder.source = "folder/encoder"
+    values.update_from_flattened_dict(changes)
+    return config.build(values)
+
+
+def _write(folder: Path, cfg: config.Config) -> None:
+    run_folder.write_workdir(folder, cfg=cfg, base=base.get_config().to_dict(), command=["run.py", "a b"])
+
+
+def test_folder_tells_configuration_difference_command_and_versions(tmp_path: Path) -> None:
+    folder = tmp_path / "runs" / "mine"
+    cfg = _build(seed=7)
+    _write(folder, cfg)
+    assert run_folder.read_config(folder) == cfg
+    assert "seed: 0 -> 7" in (folder / "config.diff").read_text(encoding="utf-8").splitlines()
+    assert (folder / "command.txt").read_text(encoding="utf-8") == "run.py 'a b'\n"
+    assert {"python", "jax", "flax"} <= json.loads((folder / "versions.json").read_text(encoding="utf-8")).keys()
+    assert len(list(folder.iterdir())) == 4
+
+
+@pytest.mark.parametrize("left", ["metrics.jsonl", "checkpoints/5/record"])
+def test_other_run_in_the_same_folder_is_refused_and_nothing_is_overwritten(tmp_path: Path, left: str) -> None:
+    _write(tmp_path, _build(seed=7))
+    (tmp_path / left).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / left).write_text('{"step": 5}\n', encoding="utf-8")
+    with pytest.raises(UserError, match=r"seed: 7 -> 8.*name another --workdir"):
+        _write(tmp_path, _build(seed=8))
+    assert run_folder.read_config(tmp_path).seed == 7
+
+
+def test_mended_configuration_of_a_run_that_was_refused_before_it_trained_is_accepted(tmp_path: Path) -> None:
+    _write(tmp_path, _build(seed=7))
+    (tmp_path / "checkpoints").mkdir()
+    (tmp_path / "metrics.jsonl").touch()
+    _write(tmp_path, _build(seed=8))
+    assert run_folder.read_config(tmp_path).seed == 8
+    assert "seed: 0 -> 8" in (tmp_path / "config.diff").read_text(encoding="utf-8").splitlines()
+
+
+def test_config_of_a_model_s_folder_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}', encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.json: "):
+        _write(tmp_path, _build())
+    assert [path.name for path in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_same_run_on_another_machine_is_accepted(tmp_path: Path) -> None:
+    _write(tmp_path, _build())
+    _write(tmp_path, _build(**{"mesh.data": 2, "train.micro_batch": 8}))
+    assert run_folder.read_config(tmp_path).mesh.data == 2
+
+
+def test_folder_without_a_run_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"config\.json: missing: .*train first"):
+        run_folder.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"version": 1, "recipe": "latentwire"}', "[" * 100_000])
+def test_damaged_configuration_is_refused_with_its_file(tmp_path: Path, text: str) -> None:
+    (tmp_path / "config.json").write_text(text, encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.json: "):
+        run_folder.read_config(tmp_path)
+
+
+@pytest.mark.parametrize("version", [0, 2, True, "1", None])
+def test_configuration_of_another_version_is_refused(tmp_path: Path, version: object) -> None:
+    _write(tmp_path, _build())
+    saved = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    assert saved["version"] == 1
+    (tmp_path / "config.json").write_text(json.dumps(saved | {"version": version}), "utf-8")
+    with pytest.raises(UserError, match=rf"config\.json: version={version!r}: "):
+        run_folder.read_config(tmp_path)
+
+
+def test_folder_in_the_place_of_a_log_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").mkdir()
+    with pytest.raises(UserError, match=r"metrics\.jsonl: a folder; the file must be as training wrote it"):
+        run_folder.read_metrics(tmp_path / "metrics.jsonl")
+
+
+def test_folder_that_cannot_be_written_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("", encoding="utf-8")
+    with pytest.raises(UserError, match="must be writable"):
+        _write(tmp_path / "file" / "run", _build())
+
+
+LOCKED = """
+import sys, time
+from pathlib import Path
+from lw_jax.training import run_folder
+
+run_folder.lock(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(60)
+"""
+
+
+def test_second_run_in_a_folder_is_refused_by_name_and_a_killed_one_s_lock_is_taken(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", LOCKED, str(tmp_path)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True) as other:
+        try:
+            assert other.stdout is not None and other.stdout.readline() == "locked\n"
+            with pytest.raises(UserError) as raised:
+                run_folder.lock(tmp_path)
+        finally:
+            other.kill()
+    told = str(raised.value)
+    assert f"process {other.pid} on {socket.gethostname()}" in told and "since 20" in told and "--workdir" in told
+    run_folder.lock(tmp_path)
+    run_folder.lock(tmp_path)
+    assert json.loads((tmp_path / run_folder.LOCK).read_text("utf-8"))["process"] == os.getpid()
+
+
+def test_file_system_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    run_folder.lock(tmp_path / "run")
+    assert "No locks available" in caplog.text
+
+
+def test_lock_follows_no_link(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "precious").write_text("kept")
+    (tmp_path / "run" / run_folder.LOCK).symlink_to(tmp_path / "precious")
+    with pytest.raises(UserError):
+        run_folder.lock(tmp_path / "run")
+    assert (tmp_path / "precious").read_text() == "kept"
+
+
+def test_folder_in_which_nothing_can_be_written_is_refused_at_once(tmp_path: Path, monkeypatch: Any) -> None:
+    run_folder.check_writable(tmp_path / "new" / "folder", remedy="r")
+    assert list(tmp_path.iterdir()) == []
+    with pytest.raises(UserError, match="Not a directory"):
+        (tmp_path / "file").touch()
+        run_folder.check_writable(tmp_path / "file", remedy="r")
+
+    def refuse(**_: Any) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(tempfile, "TemporaryFile", refuse)
+    with pytest.raises(UserError, match=r"Read-only file system; .*: copy it\."):
+        run_folder.check_writable(tmp_path, remedy="copy it")

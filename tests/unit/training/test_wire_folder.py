@@ -1,0 +1,405 @@
+"""Exported wires: what is in the folder, who may read it, and what is said of damaged ones."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import msgspec
+import numpy as np
+import pytest
+from huggingface_hub import ModelCard
+from safetensors import SafetensorError
+from safetensors.numpy import save_file
+
+import lw_jax
+import run
+from lw_jax.commands import train
+from lw_jax.core import tree
+from lw_jax.core.errors import UserError
+from lw_jax.hub import tensor_files, wire_repository
+from lw_jax.hub.tensor_files import read_safetensors, read_tensor
+from lw_jax.inference import evaluation
+from lw_jax.models import codec
+from lw_jax.recipes import join
+from lw_jax.recipes.latentwire import LatentWire
+from lw_jax.training import run_folder, wire_folder, wire_tensors
+from sharding import placement
+from tests import fake_hub, runs, tiny
+
+ROOT = Path(__file__).resolve().parents[3]
+TEXT, QUESTION = "Mira keeps a copper lantern in the old mill.", "What does Mira keep?"
+PLACEMENTS = [{"mesh.placement": "fsdp"}, {"mesh.placement": "tensor", "mesh.model": "2"}]  # beside the run's single
+SAME = 2e-5  # fp32 values of unit size: the same sums in another order
+HALF = 2.0**-8  # between latents below 4 that were rounded to 16 bits, once from either side
+TOLERANCE = 0.01  # nats of an answer token, between a run's fp32 wire and its bf16 or int8 export
+
+
+@pytest.fixture(scope="module")
+def root(tmp_path_factory):
+    return tmp_path_factory.getbasetemp() / "readers"
+
+
+def make(root, **changes):
+    body = {"kind": "lm", "layers": 1, "source": str(tiny.readers(root)["llama"]), "rate": 0.5}
+    changes = {f"encoder__{key}": value for key, value in body.items()} | changes
+    return tiny.make_config(
+        root, **{"mesh__placement": "single", "train__steps": 2, "train__checkpoint_every": 2} | changes
+    )
+
+
+@pytest.fixture(scope="module")
+def trained(root, tmp_path_factory):
+    """(folder, wire) of a run whose encoder has a trained body."""
+    folder, cfg = tmp_path_factory.mktemp("own run"), make(root)
+    run_folder.write_workdir(folder, cfg=cfg, base={}, command=["run.py", "--config", "my own.py"])
+    assert train.main(cfg, folder) == 0
+    (folder / "eval.json").write_text(json.dumps(runs.evaluation() | {"step": 2}), "utf-8")
+    return folder, lw_jax.load_wire(folder)
+
+
+@pytest.fixture(scope="module")
+def exported(trained, tmp_path_factory):
+    """Wire folders by the type of their matrices."""
+    folder, wire = trained
+    found = {dtype: tmp_path_factory.mktemp("wires") / dtype for dtype in ("fp32", "bf16", "int8")}
+    for dtype, at in found.items():
+        assert tiny.call("export", wire.recipe.cfg, folder, wire=str(at), dtype=dtype) == 0
+    return found
+
+
+def contents(folder):
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.slow
+def test_fresh_process_under_other_placements_with_everything_moved_says_the_same(root, trained, exported, tmp_path):
+    wire = trained[1]
+    shutil.copytree(exported["fp32"], tmp_path / "wire")
+    moved = {}
+    for name, at in tiny.readers(root).items():
+        moved[f"llms.{name}.source"] = str(shutil.copytree(at, tmp_path / "models" / name))
+    moved |= {"encoder.source": moved["llms.llama.source"]}
+    message, exact = wire.write(TEXT), wire.write(TEXT, bits=16)
+    code = f"""
+import json, jax, numpy as np, lw_jax
+message = bytes.fromhex({message.hex()!r})
+for chosen in {PLACEMENTS!r}:
+    wire = lw_jax.load_wire("wire", config={moved!r} | chosen)
+    told = [wire.read(message, reader, {QUESTION!r}) for reader in ("llama", "qwen")]
+    np.save(chosen["mesh.placement"], wire.prompt_embeds(message, "qwen", {QUESTION!r}))
+    own = wire.write({TEXT!r}, bits=16).hex()
+    print(json.dumps([jax.device_count(), dict(wire.recipe.placement.learner.shape), wire.step, told, own]))
+"""
+    environ = os.environ | {"PYTHONPATH": str(ROOT), "JAX_NUM_CPU_DEVICES": "8"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, env=environ, capture_output=True, text=True, check=True
+    )
+    told = [wire.read(message, reader, QUESTION) for reader in ("llama", "qwen")]
+    prompt = wire.prompt_embeds(message, "qwen", QUESTION)
+    latents = codec.unpack(exact, encoder=wire.encoder_fingerprint)
+    meshes = [{"data": 8, "model": 1}, {"data": 4, "model": 2}]
+    for line, mesh, chosen in zip(done.stdout.splitlines(), meshes, PLACEMENTS, strict=True):
+        *found, own = json.loads(line)
+        assert found == [8, mesh, 2, told]
+        other = codec.unpack(bytes.fromhex(own), encoder=wire.encoder_fingerprint)
+        np.testing.assert_allclose(other, latents, atol=HALF, rtol=0)
+        embeddings = np.load(tmp_path / f"{chosen['mesh.placement']}.npy")
+        np.testing.assert_allclose(embeddings, prompt, atol=SAME, rtol=0)
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "int8"])
+def test_smaller_types_keep_the_likelihood_and_are_what_the_format_says(trained, exported, dtype):
+    own, other = trained[1], lw_jax.load_wire(exported[dtype])
+    nll = [
+        np.mean([one["nll"] for one in evaluation.measure(wire).records if one["row"] == "latents"])
+        for wire in (own, other)
+    ]
+    assert 0 < abs(nll[0] - nll[1]) < TOLERANCE
+    stored = read_safetensors(exported[dtype] / wire_folder.TENSORS)
+    values, found = tree.flatten_paths(own.trainable), tree.flatten_paths(other.trainable)
+    assert {key.removesuffix(wire_tensors.SCALE) for key in stored} == values.keys()
+    kinds = {"F32"}
+    for name, wanted in values.items():
+        kinds.add(stored[name].kind)
+        step = np.zeros(())  # between neighbouring values
+        if stored[name].kind == "BF16":
+            step = abs(np.asarray(wanted)) * 2.0**-7
+        elif stored[name].kind == "I8":
+            step = read_tensor(stored[name + wire_tensors.SCALE], np.float32)
+            assert abs(read_tensor(stored[name], np.int8)).max() == 127, name
+        assert (abs(np.asarray(found[name]) - np.asarray(wanted)) <= 0.5001 * step).all(), name
+    assert kinds == {"F32", {"bf16": "BF16", "int8": "I8"}[dtype]}
+
+
+def test_card_and_configuration_say_what_it_is(root, trained, exported):
+    folder = exported["bf16"]
+    assert {path.name for path in folder.iterdir()} == {"config.json", "wire.safetensors", "README.md"}
+    card = ModelCard.load(folder / "README.md")
+    assert (card.data.library_name, card.data.pipeline_tag) == ("latentwire-jax", "question-answering")
+    wire = wire_folder.read(folder)
+    reader = tiny.readers(root)["qwen"]
+    (sha256,) = wire.models["llms/qwen"].sha256.values()
+    for told in (sha256, "text | ", "shuffled | ", "run.py --config 'my own.py'", "16 samples", "--config.llms.qwen"):
+        assert told in card.text, told
+    assert str(reader) not in card.text and wire.models["llms/qwen"].source == str(reader)
+    assert wire_folder.read_config(folder) == trained[1].recipe.cfg
+
+
+def sign(folder, **changes):
+    """Writes config.json anew: with the hash of the tensors, and `changes`."""
+    at = folder / "config.json"
+    told = json.loads(at.read_text("utf-8"))
+    told["tensors"] = msgspec.to_builtins(wire_tensors._measure(folder / "wire.safetensors"))
+    at.write_text(json.dumps(told | changes), "utf-8")
+
+
+def change_tensors(folder, change):
+    at = folder / "wire.safetensors"
+    tensors = {name: read_tensor(one, np.float32) for name, one in read_safetensors(at).items()}
+    change(tensors)
+    save_file(tensors, at)
+    sign(folder)
+
+
+def flip(folder):
+    data = bytearray((folder / "wire.safetensors").read_bytes())
+    data[-9] ^= 4
+    (folder / "wire.safetensors").write_bytes(data)
+
+
+GAIN = "adapters/llama/gain"
+DAMAGE = {
+    "flipped bit": (flip, r"wire\.safetensors: sha256="),
+    "cut": (lambda at: os.truncate(at / "wire.safetensors", 999), r"wire\.safetensors: bytes=999"),
+    "no tensors": (lambda at: (at / "wire.safetensors").unlink(), r"wire\.safetensors: missing"),
+    "no config": (lambda at: (at / "config.json").unlink(), r"config\.json: missing"),
+    "not JSON": (lambda at: (at / "config.json").write_text("{"), r"config\.json: broken JSON"),
+    "version": (lambda at: sign(at, version=2), r"config\.json: version=2"),
+    "format": (lambda at: sign(at, format="x"), r"config\.json: format='x'"),
+    "field": (lambda at: sign(at, code="import os"), r"config\.json: .*code"),
+    "step": (lambda at: sign(at, step=-1), r"config\.json: step=-1"),
+    "models": (lambda at: sign(at, models={}), r"models\.encoder"),
+    "configuration": (lambda at: sign(at, configuration={"seed": 1}), r"config\.json: configuration: "),
+    "pickle": (
+        lambda at: [(at / "wire.safetensors").write_bytes(b"\x80\x04."), sign(at)],
+        r"wire\.safetensors: .*head",
+    ),
+    "missing": (lambda at: change_tensors(at, lambda t: t.pop(GAIN)), f"tensor {GAIN} is .absent"),
+    "extra": (lambda at: change_tensors(at, lambda t: t.update(x=np.ones(2, np.float32))), "tensor x is F32"),
+    "shape": (lambda at: change_tensors(at, lambda t: t.update({GAIN: np.ones(3, np.float32)})), f"{GAIN} is .*3"),
+    "type": (lambda at: change_tensors(at, lambda t: t.update({GAIN: np.ones((), np.int8)})), f"{GAIN} is I8"),
+    "nan": (
+        lambda at: change_tensors(at, lambda t: t.update({GAIN: np.full((), np.nan, np.float32)})),
+        f"{GAIN} .*not finite",
+    ),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_is_refused_by_file_and_reason(exported, damage, tmp_path):
+    shutil.copytree(exported["fp32"], tmp_path / "wire")
+    change, words = DAMAGE[damage]
+    change(tmp_path / "wire")
+    with pytest.raises(UserError, match=words) as caught:
+        lw_jax.load_wire(tmp_path / "wire")
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["llms.llama", "llms.qwen", "encoder"])
+def test_another_model_of_the_same_shape_is_refused_by_name_with_the_flag(exported, name, tmp_path):
+    family = "qwen2" if name == "llms.qwen" else "llama"
+    other = {f"{name}.source": str(tiny.write_reader(tmp_path, family, seed=1))}
+    with pytest.raises(UserError, match=rf"sha256 .*--config\.{name}\.source="):
+        lw_jax.load_wire(exported["fp32"], config=other)
+
+
+@pytest.mark.parametrize("name", ["llms.qwen", "encoder"])
+def test_another_tokenizer_beside_the_same_weights_is_refused(root, exported, name, tmp_path):
+    folder = shutil.copytree(root / ("qwen" if name == "llms.qwen" else "llama"), tmp_path / "reader")
+    tokenizer = json.loads((folder / "tokenizer.json").read_text("utf-8"))
+    vocab = tokenizer["model"]["vocab"]
+    last, first = sorted(vocab, key=vocab.get)[-2:]
+    vocab[last], vocab[first] = vocab[first], vocab[last]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer), "utf-8")
+    with pytest.raises(UserError, match=rf"a tokenizer of fingerprint .*--config\.{name}\.source="):
+        lw_jax.load_wire(exported["fp32"], config={f"{name}.source": str(folder)})
+
+
+def test_results_of_a_wire_replace_no_run_s_own(exported, tmp_path, capsys):
+    (tmp_path / "config.json").write_text("{}", "utf-8")
+    assert run.main(["eval", "--workdir", str(exported["fp32"]), "--out", str(tmp_path)]) == 2
+    assert "another run's folder" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
+
+
+def test_models_that_stayed_behind_are_asked_for_by_flag(exported, tmp_path):
+    shutil.copytree(exported["fp32"], tmp_path / "wire")
+    text = (tmp_path / "wire" / "config.json").read_text("utf-8")
+    (tmp_path / "wire" / "config.json").write_text(text.replace("/readers/", "/gone/"), "utf-8")
+    with pytest.raises(UserError, match=r"which is not here; .*--config\.llms\.llama\.source="):
+        lw_jax.load_wire(tmp_path / "wire")
+
+
+@pytest.mark.parametrize("given", [{"encoder.slots": "3"}, {"prompt.anchor": "Go:"}, {"seed": "4"}])
+def test_what_the_wire_learned_with_cannot_be_replaced(exported, given):
+    with pytest.raises(UserError, match=rf"differs in {next(iter(given))}"):
+        lw_jax.load_wire(exported["fp32"], config=given)
+
+
+def test_verbs_read_it_and_write_nothing_into_it(exported, tmp_path, capsys, monkeypatch):
+    folder, before = exported["fp32"], contents(exported["fp32"])
+    refused = [["report"], ["eval"], ["train", "--config", str(ROOT / "configs/smoke.py")], ["export", "--wire", "x"]]
+    refused += [["eval", "--out", str(exported["int8"])], ["plan"], ["bench"], ["generate", "--prompt", "x"]]
+    for verb in refused:
+        assert run.main([*verb, "--workdir", str(folder)]) == 2, verb
+        assert "read-only" in capsys.readouterr().err, verb
+    assert run.main(["show", "--workdir", str(folder)]) in (0, None)
+    out = tmp_path / "results"
+    flags = ["--config.eval.examples=2", "--config.eval.curve=none", "--config.data.validation_limit=4"]
+    out.mkdir()
+    (out / "bytes.csv").touch()
+    (out / "bytes.png").touch()
+    assert run.main(["eval", "--workdir", str(folder), "--out", str(out), *flags]) == 0
+    found = json.loads((out / "eval.json").read_text("utf-8"))
+    assert (found["step"], found["validation"]) == (2, "cards")
+    assert not list(out.glob("bytes.*")), "of an earlier evaluation with a curve"
+    assert contents(folder) == before
+
+
+def test_encoder_of_a_wire_folder_is_taken_with_its_own_body_alone(root, trained, exported, tmp_path):
+    cfg = make(root, only="qwen", encoder__run=str(exported["fp32"]), adapter__hidden=16)
+    assert join.read_config(cfg).encoder.slots == cfg.encoder.slots
+    recipe = LatentWire(cfg, placement.place("single", {"qwen": 1}, model=1, devices=jax.devices()[:1]))
+    own = trained[1].trainable["encoder"]
+    jax.tree.map(np.testing.assert_array_equal, recipe.build().trainable["encoder"], own)
+    other = make(
+        root, encoder__run=str(exported["fp32"]), encoder__source=str(tiny.write_reader(tmp_path, "llama", seed=1))
+    )
+    with pytest.raises(UserError, match=r"encoder\.run = .*the encoder's body .*sha256"):
+        join.read_trainable(other, {})
+
+
+def test_export_says_where_a_large_wire_has_its_bytes_and_replaces_wires_only(trained, tmp_path, capsys, monkeypatch):
+    folder, wire = trained
+    monkeypatch.setattr("lw_jax.inference.export.MOST_BYTES", 1000)
+    for _ in range(2):
+        assert tiny.call("export", wire.recipe.cfg, folder, wire=str(tmp_path / "new")) == 0
+        told = capsys.readouterr().out
+        assert "over 0 MB: encoder/body has" in told and "--config.encoder.source=" in told
+    file = tmp_path / "file"
+    file.touch()
+    refused = {tmp_path: "no earlier export", file: "Not a directory", folder: "the run needs this folder"}
+    for taken, said in refused.items():
+        with pytest.raises(UserError, match=said):
+            tiny.call("export", wire.recipe.cfg, folder, wire=str(taken))
+        assert not (taken / "wire.safetensors").exists()
+
+
+def fail_with(patch, kind):
+    if kind == "card":
+        patch.setattr("lw_jax.report.card.render", lambda *_: no_space())
+    elif kind == "disk":
+        patch.setattr(tensor_files, "save_file", lambda *_, **__: no_space(SafetensorError("No space left")))
+    else:
+        patch.setattr(jax, "device_get", lambda tree: jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan), tree))
+
+
+def no_space(error=None):
+    raise error or OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"), [("card", "No space"), ("disk", "cannot be written .No space"), ("nan", "not finite")]
+)
+def test_export_that_fails_leaves_the_wire_that_is_there(trained, exported, tmp_path, monkeypatch, kind, words):
+    folder, before = shutil.copytree(exported["fp32"], tmp_path / "wire"), contents(exported["fp32"])
+    given = {"wire": str(folder), "dtype": "int8"}
+    with monkeypatch.context() as patch, pytest.raises((OSError, UserError), match=words):
+        fail_with(patch, kind)
+        tiny.call("export", trained[1].recipe.cfg, trained[0], **given)
+    assert contents(folder) == before
+    assert tiny.call("export", trained[1].recipe.cfg, trained[0], **given) == 0
+    assert wire_folder.read(folder).dtype == "int8" and contents(folder).keys() == before.keys()
+
+
+# --- the hub
+
+
+@pytest.fixture
+def hub(tmp_path, monkeypatch):
+    """An empty hub, which this process's client takes for its own, and an empty cache."""
+    monkeypatch.chdir(ROOT)
+    with fake_hub.start() as server:
+        fake_hub.point(monkeypatch, server.address, tmp_path / "cache")
+        yield server
+
+
+def test_wire_goes_to_the_hub_and_every_door_takes_it_from_there(root, trained, hub, tmp_path, capsys):
+    given = ["export", "--workdir", str(trained[0]), "--dtype", "fp32", "--wire", str(tmp_path / "own")]
+    for licence in ("mit", "apache-2.0"):
+        assert run.main([*given, "--push", "owner/wire", "--license", licence]) == 0
+        assert hub.names("owner/wire")[-1] in capsys.readouterr().out
+    own = contents(tmp_path / "own")
+    assert hub.repositories["owner/wire"][-1] == own and hub.private == {"owner/wire"}
+    card = ModelCard(own["README.md"].decode())
+    assert (card.data.license, card.data.license_name) == ("apache-2.0", None)
+    assert 'load_wire("owner/wire"' in card.text and "# wire\n" in card.text
+    wire = lw_jax.load_wire("owner/wire")
+    assert wire.write(TEXT) == trained[1].write(TEXT)
+    hub.asked.clear()
+    assert run.main(["show", "--workdir", "owner/wire"]) in (0, None)
+    assert all("/revision/main" in path for _, path in hub.asked), "arrays that are here are fetched again"
+    (tmp_path / "notes.txt").write_text(TEXT, "utf-8")
+    assert (
+        run.main(["answer", "--workdir", "owner/wire", "--context", str(tmp_path / "notes.txt"), "--question", "Who?"])
+        == 0
+    )
+    assert f"qwen from latents: {wire.read(wire.write(TEXT), 'qwen', 'Who?')}" in capsys.readouterr().out
+    code = re.search(r"```python\n(.*?)```", card.text, re.DOTALL)[1]
+    for name, at in (("llms.llama", "llama"), ("llms.qwen", "qwen"), ("encoder", "llama")):
+        code = code.replace(f'"{name}.source": "FOLDER"', f'"{name}.source": "{tiny.readers(root)[at]}"')
+    exec(code, scope := {})  # as the card gives it, with the reader's own folders
+    assert scope["prompt"].dtype == np.float32 and len(scope["message"]) == len(wire.write(TEXT))
+    cfg = make(root, encoder__run="owner/wire")
+    assert join.read_config(cfg).encoder == trained[1].recipe.cfg.encoder
+    shapes = trained[1].recipe.build().trainable
+    jax.tree.map(np.testing.assert_array_equal, join.read_trainable(cfg, shapes)["encoder"], wire.trainable["encoder"])
+    first = hub.names("owner/wire")[1]
+    pinned = wire_repository.locate(f"owner/wire@{first}")
+    assert "license: mit" in (pinned / "README.md").read_text("utf-8") and first in str(pinned)
+
+
+def test_what_the_hub_refuses_or_has_not_is_one_line(trained, hub, tmp_path, capsys, monkeypatch):
+    hub.repositories["owner/model"] = [{"config.json": b"{}", "model.safetensors": b""}]
+    given = ["export", "--workdir", str(trained[0]), "--wire", str(tmp_path / "own"), "--push"]
+
+    def refuses(argv, *words):
+        assert run.main(argv) == 2
+        told = capsys.readouterr().err.splitlines()[-1]
+        assert all(word in told for word in words), told
+
+    refuses([*given, "other/wire"], "--push other/wire: ", "403", "don't have the rights", str(tmp_path / "own"))
+    refuses([*given, "owner/wire", "--license", "free"], "Invalid metadata in README.md", "license")
+    refuses([*given, "owner/wire", "--license", "Apache 2"], "--license 'Apache 2'")
+    refuses(["export", "--workdir", str(trained[0]), "--peft", "x", "--license", "mit"], "it needs --wire DIR")
+    refuses([*given, "a/b/c"], "--push 'a/b/c'")
+    refuses(["show", "--workdir", "owner/model"], "owner/model: the hub's repository has no wire.safetensors")
+    refuses(["show", "--workdir", "owner/model@v9"], "'owner/model@v9'", "404", "Invalid rev id")
+    refuses(["show", "--workdir", "owner/model@"], "owner/model@: revision ''")
+    refuses(["show", "--workdir", "owner/nothing"], "the hub does not give it (401", "HF_TOKEN")
+    for path in ("runs/nothing", "tests/nothing"):
+        refuses(["show", "--workdir", path], "no run was started there")
+    cfg = make(tmp_path / "readers", encoder__run="owner/nothing")
+    with pytest.raises(UserError, match="owner/nothing"):
+        join.read_config(cfg)
+    fake_hub.point(monkeypatch, hub.address, tmp_path / "cache", token="")
+    refuses([*given, "owner/wire"], "401", "HF_TOKEN")
+    fake_hub.point(monkeypatch, "http://127.0.0.1:9", tmp_path / "cache")
+    refuses([*given, "owner/wire"], "not reached", "refused", f"{tmp_path / 'own'} is whole")
+    refuses(["show", "--workdir", "owner/nothing"], "ConnectError", "HF_HUB_OFFLINE")
