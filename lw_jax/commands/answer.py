@@ -3,6 +3,7 @@
 import argparse
 import contextlib
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -37,14 +38,14 @@ def run(args: argparse.Namespace, loaded: Loaded) -> int:
         check_writable(Path(args.write).absolute().parent, remedy="choose another file for --write")
     runtime.tell_device()
     with contextlib.redirect_stdout(sys.stderr if args.write == "-" else sys.stdout):
-        wire = trained_wire.open_wire(cfg, loaded.workdir)
+        wire = trained_wire.open_wire(cfg, loaded.workdir, args.reader or ())
         if message and isinstance(wire, CodedWire):
             wire = wire.at(args.ratio)
         with phase("writing the message, which first compiles"):
             message = message or _encode(wire, text, args)
         if args.write not in (None, "-"):
             message_io.write_message(message, args.write)
-        _print_answers(wire, message, text, questions)
+        _print_answers(wire, message, text, questions, dict.fromkeys(args.reader or cfg.llms))
     if args.write == "-":
         message_io.write_message(message, args.write)
     return 0
@@ -73,7 +74,7 @@ def _encode(wire: "TrainedWire | CodedWire", text: str, args: argparse.Namespace
     from lw_jax.inference.coded_wire import CodedWire
 
     if isinstance(wire, CodedWire):
-        return wire.write(text, ratio=args.ratio)
+        return wire.write(text, ratio=args.ratio, readers=tuple(args.reader or ()))
     return wire.write(text, 8 if args.bits is None else args.bits, args.slots, args.width)
 
 
@@ -87,13 +88,15 @@ def _describe(wire: "TrainedWire | CodedWire", message: bytes) -> str:
     return f"{frame.slots} x {frame.width} values of {frame.bits} bits"
 
 
-def _print_answers(wire: "TrainedWire | CodedWire", message: bytes, text: str, questions: list[str]) -> None:
+def _print_answers(
+    wire: "TrainedWire | CodedWire", message: bytes, text: str, questions: list[str], readers: Iterable[str]
+) -> None:
     size = f" for {len(text.encode())} bytes of text" if text else ""
     print(f"message: {len(message)} bytes ({_describe(wire, message)}){size}")
     source = "latents:" if wire.recipe.cfg.encoder.kind != "cache" else "message:"
     for question in questions:
         print(f"question: {question}")
-        for name in wire.recipe.cfg.llms:
+        for name in readers:
             with phase(f"{name} reads the message"):
                 answer = wire.read(message, reader=name, question=question)
             print(f"  {name} from {source} {answer}")

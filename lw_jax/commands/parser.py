@@ -118,6 +118,9 @@ GROUPS: Mapping[str, Mapping[str, Command]] = {
                 "--context": _value("FILE", "the text; '-' is standard input"),
                 "--message": _value("FILE", "a message instead of a text; '-' is standard input"),
                 "--question": _value("TEXT", "may be repeated", kind=_text, action="append"),
+                "--reader": _value(
+                    "NAME", "this reader alone answers; may be repeated (default: all)", kind=_text, action="append"
+                ),
                 "--write": _value("FILE", "write the text's message; '-' is standard output"),
                 "--ratio": _value("N", "kind cache: one of N positions (default: encoder.ratio)", kind=_whole),
                 "--bits": _value("N", "bits a value: 16, 8, 6, 4 or 2 (default: 8)", kind=_whole),

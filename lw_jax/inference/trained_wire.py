@@ -1,7 +1,8 @@
 """Python API of trained wires: `load_wire`. Language models: `language_model.py`."""
 
+import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import overload
 
@@ -34,10 +35,13 @@ from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.training import run_folder, wire_folder
 
 
-def load_wire(folder: str | Path, config: Mapping[str, str] | None = None) -> "TrainedWire | CodedWire":
+def load_wire(
+    folder: str | Path, config: Mapping[str, str] | None = None, readers: Sequence[str] = ()
+) -> "TrainedWire | CodedWire":
     """Opens the trained wire in a run's folder, an exported wire folder or a repository "owner/name" of the hub.
 
-    `config` replaces values of its configuration, as flags do: {"llms.llama.source": "models/llama"}.
+    `config` replaces values of its configuration, as flags do: {"llms.llama.source": "models/llama"}. `readers`: see
+    `open_wire`.
     """
     path = wire_repository.locate(folder)
     values = run_folder.load(path, verb="load_wire")
@@ -45,20 +49,24 @@ def load_wire(folder: str | Path, config: Mapping[str, str] | None = None) -> "T
     cfg = build(values)
     validation.validate(cfg)
     run_folder.check_agreement(cfg, path)
-    return open_wire(cfg, path)
+    return open_wire(cfg, path, readers)
 
 
-def open_wire(cfg: Config, path: Path) -> "TrainedWire | CodedWire":
+def open_wire(cfg: Config, path: Path, readers: Sequence[str] = ()) -> "TrainedWire | CodedWire":
     """Opens a run's best checkpoint (the latest where none was validated) with this configuration.
 
-    A `CodedWire` where its messages are the readers' own keys and values (encoder.kind "cache").
+    A `CodedWire` where its messages are the readers' own keys and values (encoder.kind "cache"). Of an exported wire
+    the models of other readers than `readers` are neither downloaded nor loaded; none named: all are.
     """
+    if unknown := [name for name in readers if name not in cfg.llms]:
+        raise UserError(f"reader {unknown[0]!r}: unknown; known: {', '.join(cfg.llms)}")
     if cfg.recipe != "latentwire":
         raise UserError(
             f"{path}: a run of recipe {cfg.recipe!r} has no wire; its held-out figures are in metrics.jsonl, and "
             "`python run.py export` writes its weights"
         )
     if wire_folder.is_wire(path):
+        cfg = dataclasses.replace(cfg, llms={name: cfg.llms[name] for name in readers or cfg.llms})
         wire_folder.check_sources(path, cfg)
     runtime.start_devices()
     runtime.enable_compile_cache(sources.cache_root() / "compiled")

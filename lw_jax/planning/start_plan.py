@@ -306,7 +306,7 @@ class _Runs(NamedTuple):
 
 def _runs(cfg: Config, rows: int, platform: str) -> _Runs:
     texts, kind = cfg.encoder.texts, "cpu" if platform == "cpu" else "gpu"
-    held = min(max(texts // cache_start.HELD_OUT, 1), cache_start.MOST_HELD_OUT)
+    held = min(max(texts // cache_start.HELD_OUT, 1), cache_start.MOST_HELD_OUT[kind])
     settled, train = min(held, cache_start.STEP_TEXTS[kind]), texts - held
     ways, rates = (2, len(cache_start.RATES)) if cfg.encoder.ratio > 1 else (1, 1)
     twice = train / cache_start.TWICE

@@ -69,12 +69,14 @@ def readable(recipe: Recipe, cfg: Config) -> dict[str, str]:
 def read_best(recipe: Recipe, cfg: Config, workdir: Path) -> Restored:
     """Returns a run's best checkpoint on the recipe's placement; see `checkpoint.read_best`.
 
-    Of a wire folder it returns the wire, once the models are those that it belongs to.
+    Of a wire folder it returns the wire for the readers of `cfg`, once they are those that it belongs to.
     """
     wanted = place.place_shapes(recipe.abstract().trainable, recipe.shardings().trainable)
     if wire_folder.is_wire(workdir):
-        run_folder.check_agreement(cfg, workdir)
         wire = wire_folder.read(workdir)
-        wire_models.check(workdir, wire.models, cfg, wire_models.describe(cfg))
-        return Restored(wire.step, {"trainable": wire_tensors.read(workdir, wanted)}, data={}, note="")
+        absent = wire.configuration["llms"].keys() - cfg.llms.keys()
+        models = {key: one for key, one in wire.models.items() if key.removeprefix(wire_folder.READERS) not in absent}
+        wire_models.check(workdir, models, cfg, wire_models.describe(cfg))
+        trainable = wire_tensors.read(workdir, wanted, without=absent)
+        return Restored(wire.step, {"trainable": trainable}, data={}, note="")
     return checkpoint.read_best(workdir, wanted, identity=readable(recipe, cfg))

@@ -40,7 +40,8 @@ if TYPE_CHECKING:
     from lw_jax.recipes.cache_wire import CacheWire
 
 HELD_OUT = 8  # one of so many texts
-MOST_HELD_OUT = 64
+# Of the held-out texts, on which the rows are measured: each is read twice, and its numbers are found five times.
+MOST_HELD_OUT = {"cpu": 16, "gpu": 64}
 TWICE = 4  # one of so many texts is read twice: the tables have a few hundred shares, the basis millions of values
 RATES = (1, 2, 4, 8)  # ratios that have a step of their own, beside the run's; others take the next smaller one's
 # Of the held-out texts, on which steps are found: numbers of one token cost what 25 writings and readings cost.
@@ -56,7 +57,8 @@ SHOWN = ("all", "half", "quarter", "eighth", "shuffled", "none", "text")
 
 def start(recipe: "CacheWire", frozen: Tree) -> dict[str, Tree]:
     """Returns every reader's code."""
-    train, held = _divide(recipe.examples("train"), recipe.cfg.encoder.texts)
+    most = MOST_HELD_OUT[recipe.placement.platform]
+    train, held = _divide(recipe.examples("train"), recipe.cfg.encoder.texts, most)
     encoded = recipe.encode(held)
     functions = CacheFunctions(recipe.wire, recipe.placement)
     found = {}
@@ -80,11 +82,11 @@ def _rows(recipe: "CacheWire") -> int:
     return place.round_up(ROWS[recipe.placement.platform], recipe.placement.data)
 
 
-def _divide(found: Sequence[Example], count: int) -> tuple[list[Example], list[Example]]:
+def _divide(found: Sequence[Example], count: int, most: int) -> tuple[list[Example], list[Example]]:
     """Returns one question of each text that is read: those to fit, and those held out."""
     texts = list({one.context: one for one in reversed(found)}.values())[::-1]
     chosen = [texts[index] for index in spread(len(texts), count)]
-    held = chosen[HELD_OUT - 1 :: HELD_OUT][:MOST_HELD_OUT] or chosen[-1:]
+    held = chosen[HELD_OUT - 1 :: HELD_OUT][:most] or chosen[-1:]
     own = {one.context for one in held}
     return [one for one in chosen if one.context not in own] or held, held
 

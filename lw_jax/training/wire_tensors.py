@@ -6,7 +6,7 @@ Integers, and an array with one axis or fewer than `SMALL` values, stay fp32. in
 
 import hashlib
 import math
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -52,8 +52,8 @@ def part_bytes(params: Tree, dtype: DType) -> dict[str, int]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def read(folder: Path, shapes: Tree) -> Tree:
-    """Returns the arrays of a wire folder on the shardings of `shapes`.
+def read(folder: Path, shapes: Tree, *, without: Collection[str] = ()) -> Tree:
+    """Returns the arrays of a wire folder on the shardings of `shapes`, which have no part for the readers `without`.
 
     Raises:
       UserError: the file is missing, not what config.json says, or its tensors are not those of `shapes`.
@@ -67,6 +67,8 @@ def read(folder: Path, shapes: Tree) -> Tree:
         if there != stated:
             raise UserError(f"{file}: {key}={there}, {wire_folder.CONFIG} states {stated}: it is damaged; {REMEDY}")
     flat, stored = tree.flatten_paths(shapes), read_safetensors(file)
+    absent = {(part, name) for part in ("adapters", "codes") for name in without}
+    stored = {path: one for path, one in stored.items() if tuple(path.split("/")[:2]) not in absent}
     _check(file, stored, _expect(flat, wire.dtype))
     placed = [jax.device_put(_unpack(stored, name, leaf), leaf.sharding) for name, leaf in flat.items()]
     return jax.tree.unflatten(jax.tree.structure(shapes), placed)

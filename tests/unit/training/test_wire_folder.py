@@ -246,6 +246,23 @@ def test_models_that_stayed_behind_are_asked_for_by_flag(exported, tmp_path):
         lw_jax.load_wire(tmp_path / "wire")
 
 
+def test_readers_that_are_not_named_are_not_needed(exported, trained, tmp_path, capsys):
+    shutil.copytree(exported["fp32"], tmp_path / "wire")
+    config = json.loads((tmp_path / "wire" / "config.json").read_text("utf-8"))
+    config["configuration"]["llms"]["qwen"]["source"] = config["models"]["llms/qwen"]["source"] = "/gone/qwen"
+    (tmp_path / "wire" / "config.json").write_text(json.dumps(config), "utf-8")
+    wire, message = lw_jax.load_wire(tmp_path / "wire", readers=["llama"]), trained[1].write(TEXT)
+    assert list(wire.frozen) == ["llama"]
+    assert wire.read(message, "llama", QUESTION) == trained[1].read(message, "llama", QUESTION)
+    with pytest.raises(UserError, match="'gpt': unknown; known: llama, qwen"):
+        lw_jax.load_wire(tmp_path / "wire", readers=["gpt"])
+    (tmp_path / "text.txt").write_text(TEXT, "utf-8")
+    command = ["answer", "--workdir", str(tmp_path / "wire"), "--context", str(tmp_path / "text.txt")]
+    assert run.main([*command, "--question", QUESTION, "--reader", "llama"]) == 0
+    printed = capsys.readouterr().out
+    assert "llama from latents:" in printed and "qwen" not in printed
+
+
 @pytest.mark.parametrize("given", [{"encoder.slots": "3"}, {"prompt.anchor": "Go:"}, {"seed": "4"}])
 def test_what_the_wire_learned_with_cannot_be_replaced(exported, given):
     with pytest.raises(UserError, match=rf"differs in {next(iter(given))}"):
