@@ -12,7 +12,7 @@ from lw_jax.recipes.cache_wire import CacheWire
 from lw_jax.recipes.dpo import DPO
 from lw_jax.recipes.latentwire import LatentWire
 from lw_jax.recipes.ttt import TTT
-from lw_jax.training import checkpoint, run_folder, wire_folder, wire_tensors
+from lw_jax.training import checkpoint, wire_folder, wire_tensors
 from lw_jax.training.checkpoint import Restored
 from lw_jax.training.recipe import Recipe
 from sharding import place
