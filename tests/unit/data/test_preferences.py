@@ -2,9 +2,7 @@
 
 import dataclasses
 import itertools
-import re
 
-import jax
 import numpy as np
 import pytest
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
@@ -12,8 +10,6 @@ from tokenizers import Tokenizer as Backend
 from transformers import PreTrainedTokenizerFast
 
 from lw_jax.core.errors import UserError
-from lw_jax.data.data_schedule import DataSchedule, example_shapes
-from lw_jax.data.loader import Loader, eval_batches
 from lw_jax.data.pairs import Preference
 from lw_jax.data.preferences import Limits, encode, part
 from lw_jax.data.tokens import load_tokenizer
@@ -180,29 +176,7 @@ def test_chat_writes_the_talk_in_the_format_of_the_family(load, family, form):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_reply_ends_with_one_terminator_and_nothing_behind_it(load, family):
-    tokenizer = load(family)
-    pair = encode_one(tokenizer, talk())
-    for reply in (pair.chosen, pair.rejected):
-        assert [i for i in reply.tolist() if i in tokenizer.stops] == [reply[-1]] == [special(tokenizer, END[family])]
-
-
-def test_llama3_trains_on_eot_id_its_secondary_terminator(load):
-    tokenizer = load("llama3")
-    assert tokenizer.eos == special(tokenizer, "<|end_of_text|>")
-    assert encode_one(tokenizer, talk()).chosen[-1] == special(tokenizer, "<|eot_id|>") != tokenizer.eos
-
-
-def test_phi3_trains_on_end_its_secondary_terminator_and_not_on_the_eos_behind(load):
-    tokenizer = load("phi3")
-    assert tokenizer.render([{"role": "assistant", "content": "x"}], reply=False).endswith("<|end|>\n<|endoftext|>")
-    pair = encode_one(tokenizer, talk())
-    assert pair.chosen[-1] == special(tokenizer, "<|end|>") != tokenizer.eos
-    assert tokenizer.eos not in [*pair.chosen, *pair.rejected]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tail", ["{0}", "{0}\n", "{0}{0}", "{eos}", "{0}\n{eos} \n"])
+@pytest.mark.parametrize("tail", ["{0}{0}", "{0}\n{eos} \n"])
 def test_double_eos_where_a_conversation_already_holds_an_end(load, family, tail):
     tokenizer = load(family)
     tail = tail.format(END[family], eos=FAMILIES[family].eos)
@@ -210,7 +184,7 @@ def test_double_eos_where_a_conversation_already_holds_an_end(load, family, tail
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tail", ["{0}", "{0}\n", "{0}{0}", "{0} {0}\n"])
+@pytest.mark.parametrize("tail", ["{0}", "{0} {0}\n"])
 def test_double_eos_where_a_plain_text_already_ends_with_it(load, family, tail):
     tokenizer = load(family)
     pair = encode_one(tokenizer, Preference("f:1", "hi", "hey" + tail.format(FAMILIES[family].eos), "no"), "plain")
@@ -251,23 +225,7 @@ def test_reply_of_several_turns_is_ended_by_the_last(qwen):
     assert encode_one(qwen, pair).chosen.tolist() == expected
 
 
-def test_empty_reply_is_its_terminator(load):
-    tokenizer = load("llama3")
-    assert encode_one(tokenizer, talk(rejected="")).rejected.tolist() == [special(tokenizer, "<|eot_id|>")]
-
-
 # --- BOS ---
-
-
-@pytest.mark.parametrize(
-    ("family", "template"), [(family, form) for family in ("llama3", "tinyllama") for form in ("plain", "chat")]
-)
-def test_bos_stands_once_and_before_the_prompt(load, family, template):
-    tokenizer = load(family)
-    pair = encode_one(tokenizer, Preference("f:1", "hi he", "hey", "no"), template)
-    (begin,) = tokenizer.begin
-    for row in whole(pair):
-        assert row[0] == begin and row.count(begin) == 1
 
 
 @pytest.mark.parametrize("family", ["llama3", "phi3", "tinyllama"])
@@ -280,61 +238,39 @@ def test_bos_before_response_in_the_data_is_taken_away(load, family, template):
 
 
 def test_bos_in_a_plain_prompt_is_not_doubled(load):
-    tokenizer = load("llama3")
     marked, clean = (Preference("f:1", begin + "hi", "hey", "no") for begin in ("<|begin_of_text|>", ""))
-    assert whole(encode_one(tokenizer, marked, "plain")) == whole(encode_one(tokenizer, clean, "plain"))
-
-
-def test_family_without_bos_gets_none(qwen):
-    assert encode_one(qwen, Preference("f:1", "hi", "hey", "no"), "plain").prompt.tolist() == qwen.encode("hi")
+    assert whole(encode_one(load("llama3"), marked, "plain")) == whole(encode_one(load("llama3"), clean, "plain"))
 
 
 # --- the boundary between prompt and reply ---
 
 
-def test_reply_gets_no_word_beginning_of_its_own(load):
-    tokenizer = load("tinyllama")
-    assert tokenizer.encode("hey")[0] == special(tokenizer, "▁h")  # as it would be apart from its prompt
-    assert encode_one(tokenizer, talk()).chosen[0] == special(tokenizer, "hey")
-
-
-def test_prompt_that_grows_together_with_a_reply_ends_before_and_is_told(qwen):
-    plain = [Preference("f:1", "hi\n", "\nhey", "no"), Preference("f:2", "hi\n", "hey", "no")]
+def test_prompt_that_grows_together_with_a_reply_ends_before_and_is_counted(qwen):
+    plain = [Preference(f"f:{i}", prompt, reply, "no") for i, (prompt, reply) in enumerate(
+        [("hi\n", "\nhey"), ("hi\n", "hey"), ("\n", "\nhey")])]  # fmt: skip
     data = encode(plain, tokenizer=qwen, template="plain", limits=WIDE)
     merged, clean = data.pairs
     assert merged.prompt.tolist() == qwen.encode("hi") and clean.prompt.tolist() == qwen.encode("hi\n")
     assert whole(merged) == [[*qwen.encode(text), qwen.eos] for text in ("hi\n\nhey", "hi\nno")]
-    assert data.counts["boundary"] == 1
-    assert any(line.startswith("  1 pairs split before the last token") for line in data.describe())
+    assert (data.counts["boundary"], data.counts["nothing"]) == (1, 1), "of the last one nothing is left"
 
 
-def test_prompt_that_is_but_one_token_shared_with_a_reply_is_dropped(qwen):
-    rows = [Preference("f:1", "\n", "\nhey", "no"), Preference("f:2", "hi", "hey", "no")]
-    data = encode(rows, tokenizer=qwen, template="plain", limits=WIDE)
-    assert (data.counts["nothing"], len(data), data.examples) == (1, 1, (rows[1],))
+TRANSCRIPT = Preference("f:1", "\n\nHuman: a\n\nAssistant:", " b", " c")
 
 
-def test_template_that_rewrites_the_prompt_is_refused_by_row(load):
-    counted = "{{ messages | length }} turns\n" + FAMILIES["qwen"].template
-    with pytest.raises(UserError, match="f:1: .*qwen.*'chosen'"):
-        encode_one(load("qwen", counted), talk())
-
-
-def test_template_that_refuses_turns_and_its_absence_are_told_with_the_row(load):
-    refusing = "{{ raise_exception('no such role') }}"
-    with pytest.raises(UserError, match=r"f:1: .*turns of user: the chat template fails \(no such role\)"):
-        encode_one(load("qwen", refusing), talk())
-    with pytest.raises(UserError, match="f:1: .*has no chat template"):
-        encode_one(load("qwen", ""), talk())
-
-
-def test_rows_that_do_not_fit_the_template_are_refused(qwen):
-    with pytest.raises(UserError, match='f:1: conversational rows.*template="chat"'):
-        encode_one(qwen, talk(), "plain")
-    transcript = Preference("f:9", "\n\nHuman: a\n\nAssistant:", " b", " c")
-    with pytest.raises(UserError, match="f:9: "):
-        encode_one(qwen, transcript, "chat")
-    assert whole(encode_one(qwen, transcript, "plain"))[0] == [*qwen.encode("\n\nHuman: a\n\nAssistant: b"), qwen.eos]
+@pytest.mark.parametrize(
+    ("written", "pair", "form", "named"),
+    [
+        ("{{ messages | length }} turns\n" + FAMILIES["qwen"].template, talk(), "chat", "'chosen'"),
+        ("{{ raise_exception('no such role') }}", talk(), "chat", "no such role"),
+        ("", talk(), "chat", "chat template"),
+        (None, talk(), "plain", 'template="chat"'),
+        (None, TRANSCRIPT, "chat", ""),
+    ],
+)
+def test_row_that_the_template_cannot_write_is_refused_by_its_name(load, written, pair, form, named):
+    with pytest.raises(UserError, match=f"f:1: .*{named}"):
+        encode_one(load("qwen", written), pair, form)
 
 
 # --- what is cut and dropped; a letter is a token, and each reply has an EOS more ---
@@ -349,56 +285,45 @@ def row(prompt, chosen, rejected, name="p"):
 def fit(tokenizer, *sizes, **limits):
     """Returns the data set of rows of these sizes besides one that always fits and comes last."""
     rows = [row(*size, name=f"row {i}") for i, size in enumerate(sizes)]
-    data = encode([*rows, row(1, 1, 0, "always")], tokenizer=tokenizer, template="plain", limits=Limits(**limits))
-    assert data.counts["given"] == len(sizes) + 1 and data.counts["kept"] == len(data) == len(data.pairs)
-    return data
+    return encode([*rows, row(1, 1, 0, "always")], tokenizer=tokenizer, template="plain", limits=Limits(**limits))
 
 
-def sizes_of(data):
-    return [(len(pair.prompt), len(pair.chosen), len(pair.rejected)) for pair in data.pairs[:-1]]
-
-
-def changed(data):
-    return {key: count for key, count in data.counts.items() if count and key not in ("given", "kept")}
-
-
-@pytest.mark.parametrize("family", ["qwen", "llama3"])
-def test_drop_leaves_rows_as_they_are_or_out(load, family):
-    bos = len(load(family).begin)
-    data = fit(load(family), (5 - bos, 7, 3), (5 - bos, 2, 8), (6, 7, 7), max_length=13)
-    assert sizes_of(data) == [(5, 8, 4)]
-    assert changed(data) == {"length": 2}
-
-
-@pytest.mark.parametrize("family", ["qwen", "llama3"])
-def test_keep_start_cuts_replies_at_their_end(load, family):
+@pytest.mark.parametrize(
+    ("family", "truncation", "max_prompt", "sizes", "left", "counts"),
+    [
+        ("qwen", "drop", 0, [(5, 7, 3), (5, 2, 8), (6, 7, 7)], [(5, 8, 4)], {"length": 2}),
+        ("llama3", "drop", 0, [(4, 7, 3), (4, 2, 8), (6, 7, 7)], [(5, 8, 4)], {"length": 2}),
+        ("llama3", "drop", 7, [(6, 3, 2), (7, 3, 2), (40, 3, 2)], [(7, 4, 3)], {"max_prompt": 2}),
+        ("llama3", "keep_start", 0, [(4, 7, 3), (4, 11, 3), (4, 9, 10)], [(5, 8, 4), (5, 8, 4), (5, 8, 8)],
+         {"reply_cut": 2}),
+        ("llama3", "keep_start", 7, [(6, 3, 2), (7, 3, 2), (40, 3, 2)], [(7, 4, 3)] * 3, {"prompt_cut": 2}),
+        ("llama3", "keep_end", 0, [(9, 3, 6), (9, 3, 2), (9, 11, 3), (9, 12, 3)], [(6, 4, 7), (9, 4, 3), (1, 12, 4)],
+         {"prompt_cut": 3, "length": 1}),
+        ("llama3", "keep_end", 7, [(6, 3, 2), (40, 3, 2)], [(7, 4, 3)] * 2, {"prompt_cut": 1}),
+        ("llama3", "keep_end", 1, [(6, 3, 2)], [(1, 4, 3)], {"prompt_cut": 2}),
+        ("qwen", "keep_end", 0, [(5, 11, 3), (5, 12, 3)], [(1, 12, 4)], {"prompt_cut": 1, "length": 1}),
+        *(("qwen", mode, 0, [(13, 1, 2), (40, 1, 2), (11, 1, 0)], [(11, 2, 1)], {"prompt": 2})
+          for mode in ("drop", "keep_start", "keep_end")),
+    ],
+)  # fmt: skip
+def test_rows_are_cut_as_they_are_to_be_or_dropped_and_counted(
+    load, family, truncation, max_prompt, sizes, left, counts
+):
     tokenizer = load(family)
-    bos = len(tokenizer.begin)
-    data = fit(tokenizer, (5 - bos, 7, 3), (5 - bos, 11, 3), (5 - bos, 9, 10), max_length=13, truncation="keep_start")
-    assert sizes_of(data) == [(5, 8, 4), (5, 8, 4), (5, 8, 8)]
-    assert changed(data) == {"reply_cut": 2}
-    assert data.pairs[0].chosen[-1] == data.pairs[1].rejected[-1] == tokenizer.eos != data.pairs[1].chosen[-1]
-    uncut = encode(data.examples, tokenizer=tokenizer, template="plain", limits=WIDE)
-    np.testing.assert_array_equal(data.pairs[1].chosen, uncut.pairs[1].chosen[:8])
-
-
-def test_keep_end_cuts_prompts_at_their_beginning_behind_bos(load):
-    tokenizer = load("llama3")
-    data = fit(tokenizer, (9, 3, 6), (9, 3, 2), (9, 11, 3), (9, 12, 3), max_length=13, truncation="keep_end")
-    assert sizes_of(data) == [(6, 4, 7), (9, 4, 3), (1, 12, 4)]
-    assert changed(data) == {"prompt_cut": 3, "length": 1}
-    uncut = encode(data.examples, tokenizer=tokenizer, template="plain", limits=WIDE)
-    for pair, full in zip(data.pairs, uncut.pairs, strict=True):
-        left = len(pair.prompt)
-        np.testing.assert_array_equal(pair.prompt, [full.prompt[0], *full.prompt[len(full.prompt) - left + 1 :]])
-        np.testing.assert_array_equal(pair.chosen, full.chosen)
-        np.testing.assert_array_equal(pair.rejected, full.rejected)
-
-
-def test_keep_end_leaves_at_least_one_token_of_a_prompt_without_bos(qwen):
-    data = fit(qwen, (5, 11, 3), (5, 12, 3), max_length=13, truncation="keep_end")
-    assert sizes_of(data) == [(1, 12, 4)] and changed(data) == {"prompt_cut": 1, "length": 1}
-    assert qwen.decode(data.pairs[0].prompt) == data.examples[0].prompt[-1]
+    data = fit(tokenizer, *sizes, max_length=13, max_prompt=max_prompt, truncation=truncation)
+    found = data.pairs[:-1]
+    assert [(len(pair.prompt), len(pair.chosen), len(pair.rejected)) for pair in found] == left
+    told = {key: count for key, count in data.counts.items() if count and key not in ("given", "kept")}
+    assert told == counts and data.counts["given"] == len(sizes) + 1
+    uncut = encode(data.examples, tokenizer=tokenizer, template="plain", limits=WIDE).pairs
+    head = len(tokenizer.begin)
+    for pair, full in zip(found, uncut, strict=False):
+        prompt, size = full.prompt.tolist(), len(pair.prompt)
+        start = prompt[:size] if truncation == "keep_start" else [*prompt[:head], *prompt[len(prompt) - size + head :]]
+        assert pair.prompt.tolist() == start[:size]
+        for reply, whole_reply in ((pair.chosen, full.chosen), (pair.rejected, full.rejected)):
+            assert reply.tolist() == whole_reply.tolist()[: len(reply)]
+            assert len(reply) == len(whole_reply) or truncation == "keep_start"
 
 
 def test_keep_end_keeps_a_bos_that_the_template_alone_writes(load):
@@ -409,65 +334,30 @@ def test_keep_end_keeps_a_bos_that_the_template_alone_writes(load):
     np.testing.assert_array_equal(cut, [special(tokenizer, "<s>"), *full[-3:]])
 
 
-@pytest.mark.parametrize("truncation", ["drop", "keep_start", "keep_end"])
-def test_row_whose_prompt_fills_max_length_is_dropped_in_every_mode(qwen, truncation):
-    data = fit(qwen, (13, 1, 2), (40, 1, 2), (11, 1, 0), max_length=13, truncation=truncation)
-    assert sizes_of(data) == [(11, 2, 1)] and changed(data) == {"prompt": 2}
-
-
-@pytest.mark.parametrize(
-    ("truncation", "kept", "told"),
-    [
-        ("drop", [(7, 4, 3)], {"max_prompt": 2}),
-        ("keep_start", [(7, 4, 3)] * 3, {"prompt_cut": 2}),
-        ("keep_end", [(7, 4, 3)] * 3, {"prompt_cut": 2}),
-    ],
-)
-def test_max_prompt_goes_before_everything_else(load, truncation, kept, told):
-    tokenizer = load("llama3")
-    data = fit(tokenizer, (6, 3, 2), (7, 3, 2), (40, 3, 2), max_length=13, max_prompt=7, truncation=truncation)
-    assert sizes_of(data) == kept and changed(data) == told
-    for pair, example in zip(data.pairs[:-1], data.examples, strict=False):
-        words = example.prompt[:6] if truncation == "keep_start" else example.prompt[-6:]
-        assert pair.prompt.tolist() == [*tokenizer.begin, *tokenizer.encode(words)]
-
-
-@pytest.mark.parametrize("max_prompt", [1, 2])
-def test_smallest_prompts_keep_bos_first(load, max_prompt):
-    tokenizer = load("llama3")
-    data = fit(tokenizer, (6, 3, 2), max_length=13, max_prompt=max_prompt, truncation="keep_end")
-    assert (
-        data.pairs[0].prompt.tolist() == [*tokenizer.begin, *tokenizer.encode(data.examples[0].prompt[-1])][:max_prompt]
-    )
-
-
 def test_pair_whose_replies_become_equal_by_the_cut_is_dropped(qwen):
     rows = [Preference("a", "xxxxx", "abcdefgh", "abcdefgz"), Preference("b", "x", "he", "he<|im_end|>"), row(1, 2, 3)]
     data = encode(rows, tokenizer=qwen, template="plain", limits=Limits(10, truncation="keep_start"))
     assert data.counts["same"] == 2 and data.examples == (rows[2],)
 
 
-def test_none_left_is_refused_with_every_reason_and_a_row(qwen):
-    rows = [row(20, 1, 2, "f:1"), row(3, 20, 2, "f:2"), row(3, 2, 20, "f:3")]
-    with pytest.raises(UserError, match="none of 3 pairs.*can be used") as caught:
+@pytest.mark.parametrize("rows", [[], [row(20, 1, 2, "f:1"), row(3, 20, 2, "f:2"), row(3, 2, 20, "f:3")]])
+def test_none_left_is_refused_with_a_row_of_each_reason(qwen, rows):
+    with pytest.raises(UserError, match=f"none of {len(rows)} pairs") as caught:
         encode(rows, tokenizer=qwen, template="plain", limits=Limits(10))
-    for reason in ("1 dropped: the prompt alone .*'f:1': prompt 20", "2 dropped: prompt and longer .*'f:2': prompt 3"):
-        assert re.search(reason, str(caught.value))
-    with pytest.raises(UserError, match="none of 0 pairs"):
-        encode([], tokenizer=qwen, template="plain", limits=WIDE)
+    assert all(f"'{one.id}'" in str(caught.value) for one in rows[:2])
 
 
 @pytest.mark.parametrize(
-    ("changes", "rule"),
+    ("changes", "named"),
     [
-        ({"template": "raw"}, "template='raw' must be"),
-        ({"limits": Limits(9, truncation="middle")}, "truncation='middle' must be one of drop, keep_start, keep_end"),
-        ({"limits": Limits(1)}, "max_length=1 must be at least 2"),
-        ({"limits": Limits(9, max_prompt=-1)}, "max_prompt=-1 must be at least 0"),
+        ({"template": "raw"}, "template='raw'"),
+        ({"limits": Limits(9, truncation="middle")}, "truncation='middle'"),
+        ({"limits": Limits(1)}, "max_length=1"),
+        ({"limits": Limits(9, max_prompt=-1)}, "max_prompt=-1"),
     ],
 )
-def test_wrong_settings_are_refused(qwen, changes, rule):
-    with pytest.raises(UserError, match=re.escape(rule)):
+def test_wrong_settings_are_refused(qwen, changes, named):
+    with pytest.raises(UserError, match=named):
         encode([row(1, 2, 3)], **({"tokenizer": qwen, "template": "plain", "limits": WIDE} | changes))
 
 
@@ -516,46 +406,12 @@ def test_buckets_part_by_length_and_pad_less(qwen):
     many = part(one, 3)
     assert [len(data) for data in many] == [14, 14, 13]
     assert sorted(e.id for data in many for e in data.examples) == sorted(e.id for e in one.examples)
-    longest = [max(pair.length for pair in data.pairs) for data in many]
-    shortest = [min(pair.length for pair in data.pairs) for data in many]
-    assert all(high <= low for high, low in zip(longest, shortest[1:], strict=False))
-    assert [data.length for data in many] == [-(-size // 8) * 8 for size in longest]
-    slots = sum(len(data) * data.length for data in many)
-    assert sum(data.padding * len(data) * data.length for data in many) / slots < one.padding
-
-
-def test_more_buckets_than_pairs_are_refused(qwen):
-    data = encode([row(1, 2, 3), row(1, 2, 4)], tokenizer=qwen, template="plain", limits=WIDE)
-    for buckets in (0, 3):
-        with pytest.raises(UserError, match=f"buckets={buckets} must be from 1 to the 2 pairs"):
-            part(data, buckets)
-
-
-def test_description_tells_counts_once_and_padding_for_each_bucket(qwen):
-    rows = [row(5, 3, 2), row(5, 11, 3), row(40, 1, 2), row(2, 1, 0), row(3, 1, 0)]
-    data = part(encode(rows, tokenizer=qwen, template="plain", limits=Limits(13, truncation="keep_start")), 2)
-    assert [line for one in data for line in one.describe()] == [
-        "4 of 5 preference pairs",
-        "  1 dropped: the prompt alone fills max_length",
-        "  1 pairs with a reply cut at its end, which then has no terminator",
-        "  policy, lengths 1 of 2: 2 pairs, longest prompt 3 tokens, longest pair 5, padded to 8 (50% padding)",
-        "  policy, lengths 2 of 2: 2 pairs, longest prompt 5 tokens, longest pair 13, padded to 13 (25% padding)",
-    ]
-    masks = [one.collate(range(len(one)))["readers"]["policy"]["mask"] for one in data]
-    assert [one.padding for one in data] == pytest.approx([1 - mask.mean() for mask in masks])
-
-
-def test_course_loader_and_evaluation_take_it_as_a_stream(qwen):
-    rows = [row(2 + i % 7, 3 + i % 5, 1, f"r{i}") for i in range(23)]
-    parts = part(encode(rows, tokenizer=qwen, template="plain", limits=WIDE), 2)
-    data_schedule = DataSchedule.of(parts[0])
-    assert data_schedule.sizes() == [12] and example_shapes(data_schedule.shapes()[0])["readers"]["policy"][
-        "ids"
-    ].shape == (2, 16)
-    loader = Loader(data_schedule, global_batch=4, seed=1)
-    seen = [next(loader)["index"].tolist() for _ in range(3)]
-    assert sorted(itertools.chain(*seen)) == list(range(12))
-    np.testing.assert_equal(data_schedule.batch(1, global_batch=4, seed=1, share=slice(1, 3))["index"], seen[1][1:3])
-    batches = list(eval_batches(parts[1], 4))
-    assert [batch["valid"].sum() for batch in batches] == [4, 4, 3]
-    assert jax.tree.map(np.shape, batches[2]["readers"]) == jax.tree.map(np.shape, batches[0]["readers"])
+    lengths = [[pair.length for pair in data.pairs] for data in many]
+    assert max(lengths[0]) <= min(lengths[1]) and max(lengths[1]) <= min(lengths[2])
+    assert [data.length for data in many] == [-(-max(each) // 8) * 8 for each in lengths]
+    masks = [data.collate(range(len(data)))["readers"]["policy"]["mask"] for data in many]
+    assert [data.padding for data in many] == pytest.approx([1 - mask.mean() for mask in masks])
+    assert 1 - sum(map(np.sum, masks)) / sum(map(np.size, masks)) < one.padding
+    for buckets in (0, 42):
+        with pytest.raises(UserError, match=f"buckets={buckets}"):
+            part(one, buckets)
