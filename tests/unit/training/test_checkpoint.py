@@ -3,15 +3,10 @@
 import asyncio
 import errno
 import gc
-import itertools
 import json
 import os
 import re
-import subprocess
-import sys
-import textwrap
-import threading
-import types
+import resource
 from collections.abc import Callable
 from pathlib import Path
 
@@ -84,12 +79,11 @@ def test_empty_or_absent_folder_restores_nothing(tmp_path):
     assert not (tmp_path / "absent").exists()
 
 
-@pytest.mark.parametrize("readers", [1, 2, 8])
-def test_state_written_on_eight_devices_restores_bit_for_bit_on_another_mesh(tmp_path, readers):
+def test_state_written_on_eight_devices_restores_bit_for_bit_on_two(tmp_path):
     written = make_state(8)
     with reopen(tmp_path) as checkpointer:
         checkpointer.save(7, written, data={"next_index": 42})
-    target = make_state(readers, value=0.0)
+    target = make_state(2, value=0.0)
     restored = restore(tmp_path, target=abstract(target))
     assert (restored.step, restored.data, restored.note) == (7, {"next_index": 42}, "")
     assert_same_bits(restored.state, written)
@@ -102,12 +96,6 @@ def test_leaf_without_sharding_comes_to_the_first_device(tmp_path):
     bare = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), make_state())
     state = restore(tmp_path, target=bare).state
     assert all(leaf.devices() == {jax.devices()[0]} for leaf in jax.tree.leaves(state))
-
-
-def test_top_level_key_restores_alone(tmp_path):
-    fill(tmp_path, [2])
-    state = restore(tmp_path, target={"trainable": abstract(make_state())["trainable"]}).state
-    assert_same_bits(state, {"trainable": make_state(value=2)["trainable"]})
 
 
 def test_buffers_donated_right_after_save_do_not_change_what_is_written(tmp_path):
@@ -131,12 +119,6 @@ def test_newest_and_best_are_kept(tmp_path):
     assert_same_bits(best.state, make_state(value=2))
 
 
-def test_best_without_any_metric_is_refused(tmp_path):
-    fill(tmp_path)
-    with pytest.raises(UserError, match="'nll'.*eval_every"):
-        restore(tmp_path, "best")
-
-
 def test_damaged_best_leaves_the_next_best_and_then_the_newest_without_a_score(tmp_path):
     fill(tmp_path, [1, 2, 3, 4], keep=4, nll={1: 2.0, 2: 1.0})
     for damaged, left in ((None, 2), (2, 1), (1, 4), (4, 3)):
@@ -158,7 +140,7 @@ def test_run_that_forgot_to_restore_overwrites_nothing(tmp_path):
     fill(tmp_path)
     with reopen(tmp_path) as checkpointer:
         for step in (4, 5):
-            with pytest.raises(UserError, match=f"checkpoint 5.*step {step}.*--workdir"):
+            with pytest.raises(UserError, match=f"checkpoint 5.*step {step}"):
                 checkpointer.save(step, make_state(), data={})
         assert checkpointer.steps() == [2, 3, 5]
 
@@ -177,51 +159,29 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
-def edit_record(path: Path) -> None:
-    content = json.loads(path.read_text())
-    content["record"]["data"]["next_index"] += 1
-    path.write_text(json.dumps(content))
-
-
-def sign_files(files: object) -> Callable[[Path], None]:
-    def change(path: Path) -> None:
-        record = json.loads(path.read_text())["record"] | {"files": files}
-        checkpoint_record.write_record(path, record)
-
-    return change
-
-
 DAMAGE = {
-    "array chunk truncated": (chunk, truncate, "of .* bytes"),
-    "array chunk missing": (chunk, Path.unlink, "missing"),
-    "one bit of an array flipped": (chunk, flip, "not what was written"),
-    "array index missing": (lambda folder: folder / "manifest.ocdbt", Path.unlink, "manifest.ocdbt is missing"),
-    "tree metadata missing": (lambda folder: folder / "_METADATA", Path.unlink, "_METADATA is missing"),
-    "tree metadata truncated": (lambda folder: folder / "_METADATA", truncate, "_METADATA has"),
-    "record missing": (lambda folder: folder / RECORD, Path.unlink, "record.json is missing"),
-    "record truncated": (lambda folder: folder / RECORD, truncate, "record.json is broken"),
-    "record emptied": (lambda folder: folder / RECORD, lambda path: path.write_text("[]"), "own hash"),
-    "record edited": (lambda folder: folder / RECORD, edit_record, "own hash"),
-    "record nested deep": (lambda folder: folder / RECORD, lambda path: path.write_text("[" * 100_000), "is broken"),
-    "record a folder": (lambda folder: folder / RECORD, lambda path: path.unlink() or path.mkdir(), "is no file"),
-    "files a number": (lambda folder: folder / RECORD, sign_files(5), "files=5"),
-    "files of numbers": (lambda folder: folder / RECORD, sign_files({"_METADATA": 5}), "files"),
-    "a name that no file has": (lambda folder: folder / RECORD, sign_files({"ocdbt.process_0/x\0": [1, "x"]}), "files"),
+    "array chunk truncated": (chunk, truncate, "ocdbt.process_0"),
+    "array chunk missing": (chunk, Path.unlink, "ocdbt.process_0"),
+    "one bit of an array flipped": (chunk, flip, "ocdbt.process_0"),
+    "array index missing": (lambda folder: folder / "manifest.ocdbt", Path.unlink, "manifest.ocdbt"),
+    "tree metadata truncated": (lambda folder: folder / "_METADATA", truncate, "_METADATA"),
+    "record missing": (lambda folder: folder / RECORD, Path.unlink, "record.json"),
+    "record truncated": (lambda folder: folder / RECORD, truncate, "record.json"),
+    "record edited": (lambda folder: folder / RECORD, flip, "record.json"),
+    "record a folder": (lambda folder: folder / RECORD, lambda path: path.unlink() or path.mkdir(), "record.json"),
 }
 
 
 @pytest.mark.parametrize("kind", DAMAGE)
 def test_damaged_newest_is_named_and_the_previous_one_taken(tmp_path, caplog, kind):
-    find, damage, words = DAMAGE[kind]
-    fill(tmp_path)
+    find, damage, named = DAMAGE[kind]
+    fill(tmp_path, [3, 5])
     damage(find(tmp_path / "5"))
     with reopen(tmp_path) as checkpointer:
         restored = checkpointer.restore(abstract(make_state()))
-        assert restored.step == 3
-        assert restored.data == {"next_index": 30}
+        assert (restored.step, restored.data) == (3, {"next_index": 30})
         assert_same_bits(restored.state, make_state(value=3))
-        assert re.search(rf"checkpoint 5 is damaged \(.*{words}.*\); took 3", restored.note)
-        assert restored.note in caplog.text
+        assert re.search(rf"checkpoint 5 .*{named}", restored.note) and restored.note in caplog.text
         # The run goes on to the damaged step, which is then written anew.
         checkpointer.save(5, make_state(value=50), data={"next_index": 500})
     restored = restore(tmp_path)
@@ -238,14 +198,12 @@ def test_checkpoint_of_another_version_is_refused_and_stays(tmp_path):
 
 
 def test_all_damaged_is_refused_naming_each(tmp_path):
-    fill(tmp_path)
+    fill(tmp_path, [2, 3])
     truncate(chunk(tmp_path / "2"))
     (tmp_path / "3" / RECORD).unlink()
-    flip(chunk(tmp_path / "5"))
-    with pytest.raises(UserError) as caught:
+    with pytest.raises(UserError, match=str(tmp_path)) as caught:
         restore(tmp_path)
-    assert all(f"checkpoint {step} is damaged" in str(caught.value) for step in (2, 3, 5))
-    assert str(tmp_path) in str(caught.value)
+    assert all(f"checkpoint {step} is damaged" in str(caught.value) for step in (2, 3))
 
 
 def fail_at(patch: pytest.MonkeyPatch, file: Path, code: int) -> None:
@@ -263,13 +221,12 @@ def fail_at(patch: pytest.MonkeyPatch, file: Path, code: int) -> None:
     patch.setattr(Path, "read_bytes", refused(Path.read_bytes))
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ESTALE, errno.EACCES, errno.EMFILE])
-def test_best_checkpoint_that_cannot_be_read_for_a_while_outlives_later_saves(tmp_path, monkeypatch, code):
+def test_best_checkpoint_that_cannot_be_read_for_a_while_outlives_later_saves(tmp_path, monkeypatch):
     with Checkpointer(tmp_path, keep=1, identity=IDENTITY) as checkpointer:
         for step, nll in ((2, 1.0), (3, 4.0)):
             checkpointer.save(step, make_state(value=step), data={}, metrics={"nll": nll}, wait=True)
         with monkeypatch.context() as patch:
-            fail_at(patch, tmp_path / "2" / RECORD, code)
+            fail_at(patch, tmp_path / "2" / RECORD, errno.ESTALE)
             checkpointer.save(4, make_state(value=4), data={}, wait=True)
             checkpointer.add_score(4, 3.0)
         checkpointer.save(5, make_state(value=5), data={}, wait=True)
@@ -280,19 +237,17 @@ def test_best_checkpoint_that_cannot_be_read_for_a_while_outlives_later_saves(tm
 
 @pytest.mark.parametrize("find", [lambda folder: folder / RECORD, chunk])
 def test_checkpoint_that_cannot_be_read_is_refused_and_no_older_one_taken(tmp_path, monkeypatch, find):
-    fill(tmp_path)
+    fill(tmp_path, [3, 5])
     file = find(tmp_path / "5")
     with reopen(tmp_path) as checkpointer:
         with monkeypatch.context() as patch:
             fail_at(patch, file, errno.ESTALE)
-            words = rf"{re.escape(str(file))}: .*{os.strerror(errno.ESTALE)}.*checkpoint 5"
-            with pytest.raises(UserError, match=words):
+            with pytest.raises(UserError, match=re.escape(str(file))):
                 checkpointer.restore(abstract(make_state()))
-            with pytest.raises(UserError, match="it holds checkpoint 5"):
+            with pytest.raises(UserError, match="checkpoint 5"):
                 checkpointer.save(5, make_state(), data={})
         restored = checkpointer.restore(abstract(make_state()))
     assert (restored.step, restored.note) == (5, "")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "3", "5"]
 
 
 def test_partial_write_is_never_a_checkpoint_and_goes_with_the_next_save(tmp_path):
@@ -319,12 +274,10 @@ def test_partial_write_is_never_a_checkpoint_and_goes_with_the_next_save(tmp_pat
         (IDENTITY | {"encoder": "c3"}, r"encoder=\(absent\).*encoder=c3"),
     ],
 )
-def test_other_identity_is_refused_with_key_values_folder_and_remedy(tmp_path, identity, words):
+def test_other_identity_is_refused_with_key_and_values(tmp_path, identity, words):
     fill(tmp_path, [2])
-    with pytest.raises(UserError, match=words) as caught:
+    with pytest.raises(UserError, match=f"{tmp_path}.*{words}"):
         reopen(tmp_path, identity=identity)
-    assert str(tmp_path) in str(caught.value)
-    assert "--workdir" in str(caught.value)
 
 
 def test_other_shape_dtype_or_path_is_refused_and_not_taken_for_damage(tmp_path):
@@ -340,11 +293,6 @@ def test_other_shape_dtype_or_path_is_refused_and_not_taken_for_damage(tmp_path)
         encoder = target["trainable"]["encoder"] | change
         with pytest.raises(UserError, match=words):
             restore(tmp_path, target=target | {"trainable": target["trainable"] | {"encoder": encoder}})
-
-
-def test_fewer_than_one_kept_is_refused(tmp_path):
-    with pytest.raises(UserError, match="keep=0"):
-        reopen(tmp_path, keep=0)
 
 
 def replace_newest(folder: Path) -> None:
@@ -371,31 +319,6 @@ def test_reader_takes_the_next_checkpoint_where_training_removes_the_one_it_read
     restored = checkpoint.read_best(tmp_path, abstract(make_state())["trainable"], identity=None)
     assert (restored.step, restored.note) == (2, "")
     assert_same_bits(restored.state, {"trainable": make_state(value=2)["trainable"]})
-
-
-def test_reader_of_a_run_that_saves_without_end_is_always_served(tmp_path):
-    state, stop = make_state(), threading.Event()
-
-    def train() -> None:
-        with reopen(tmp_path / "checkpoints", keep=1) as checkpointer:
-            for step in itertools.count(2):
-                checkpointer.save(step, state, data={}, metrics={"nll": 1 / step} if step % 3 else None)
-                if stop.is_set():
-                    return
-
-    fill(tmp_path / "checkpoints", [1], keep=1)
-    with reopen(tmp_path / "checkpoints") as checkpointer:
-        checkpointer.restore(abstract(state))
-    trainer = threading.Thread(target=train)
-    trainer.start()
-    try:
-        wanted = abstract(state)["trainable"]
-        found = [checkpoint.read_best(tmp_path, wanted, identity=None) for _ in range(60)]
-    finally:
-        stop.set()
-        trainer.join()
-    assert {one.note for one in found} == {""}
-    assert len({one.step for one in found}) > 1
 
 
 def test_reader_gives_up_in_one_line_where_every_checkpoint_is_replaced(tmp_path, monkeypatch):
@@ -431,50 +354,26 @@ def test_first_process_chooses_the_checkpoint_of_all(tmp_path, monkeypatch):
     assert "checkpoint 5 is damaged" in found[1].note
 
 
-# RLIMIT_FSIZE lets the kernel refuse a large write as it does on a full disk; it needs a process of its own.
-FULL_DISK = """
-    import os, resource, signal, sys
-    from pathlib import Path
-    import jax, numpy as np
-    from lw_jax.training.checkpoint import Checkpointer
-    from lw_jax.core.errors import UserError
-
-    folder = Path(sys.argv[1])
-    state = {"trainable": {"w": jax.device_put(np.random.default_rng(0).normal(size=(401, 499)).astype(np.float32))}}
-    checkpointer = Checkpointer(folder, keep=2, identity={"config": "a1"})
+def test_full_disk_is_refused_with_folder_and_bytes_and_keeps_earlier_checkpoints(tmp_path, capfd):
+    """RLIMIT_FSIZE lets the kernel refuse a large write as it does on a full disk."""
+    values = np.random.default_rng(0).normal(size=(401, 499)).astype(np.float32)
+    state = {"trainable": {"w": jax.device_put(values)}}
+    checkpointer = reopen(tmp_path)
     checkpointer.save(1, state, data={}, wait=True)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        checkpointer.save(2, state, data={})
-        checkpointer.close()
-    except UserError as error:
-        print("REFUSED", error)
-    print("LEFT", sorted(os.listdir(folder)))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    with Checkpointer(folder, keep=2, identity={"config": "a1"}) as checkpointer:
-        restored = checkpointer.restore(state)
-        print("RESTORED", restored.step, np.array_equal(restored.state["trainable"]["w"], state["trainable"]["w"]))
-        checkpointer.save(2, state, data={}, wait=True)
-        print("STEPS", checkpointer.steps())
-"""
-
-
-def test_full_disk_names_folder_bytes_and_remedy_and_keeps_earlier_checkpoints(tmp_path):
-    result = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(FULL_DISK), str(tmp_path)],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        cwd=ROOT,
-        env=os.environ | {"JAX_PLATFORMS": "cpu"},
-    )
-    refused, left, restored, steps = result.stdout.splitlines()
-    assert refused.startswith(f"REFUSED {tmp_path}: checkpoint 2 does not fit: it needs up to {401 * 499 * 4} bytes")
-    assert "free space" in refused
-    assert left == "LEFT ['1']"
-    assert restored == "RESTORED 1 True"
-    assert steps == "STEPS [1, 2]"
-    assert "ERROR:absl" not in result.stderr  # the one message is not buried under orbax's tracebacks
+        with pytest.raises(UserError, match=f"{tmp_path}: checkpoint 2 .* {values.nbytes} bytes"):
+            checkpointer.save(2, state, data={}, wait=True)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    checkpointer.close()
+    assert [path.name for path in tmp_path.iterdir()] == ["1"]
+    assert "ERROR:absl" not in capfd.readouterr().err, "the one message is not buried under orbax's tracebacks"
+    with reopen(tmp_path) as again:
+        assert_same_bits(again.restore(abstract(state)).state, state)
+        again.save(2, state, data={}, wait=True)
+        assert again.steps() == [1, 2]
 
 
 def failing(code: int) -> Callable:
@@ -486,30 +385,31 @@ def failing(code: int) -> Callable:
 
 def test_disk_full_at_the_record_leaves_no_checkpoint(tmp_path, monkeypatch):
     fill(tmp_path, [2])
-    checkpointer = reopen(tmp_path)
-    checkpointer.restore(abstract(make_state()))
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "fsync", failing(errno.ENOSPC))
-        with pytest.raises(UserError, match="checkpoint 3 does not fit"):
-            checkpointer.save(3, make_state(value=3), data={}, wait=True)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["2"]
-    checkpointer.save(3, make_state(value=3), data={}, wait=True)
-    checkpointer.close()
-    assert checkpointer.steps() == [2, 3]
+    with reopen(tmp_path) as checkpointer:
+        checkpointer.restore(abstract(make_state()))
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", failing(errno.ENOSPC))
+            with pytest.raises(UserError, match="checkpoint 3 does not fit"):
+                checkpointer.save(3, make_state(value=3), data={}, wait=True)
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["2"]
+        checkpointer.save(3, make_state(value=3), data={}, wait=True)
+        assert checkpointer.steps() == [2, 3]
 
 
-def test_quota_that_refuses_the_folder_itself_is_named(tmp_path, monkeypatch):
+@pytest.mark.parametrize(("code", "named"), [(errno.EDQUOT, "quota"), (errno.EROFS, "cannot be written")])
+def test_folder_that_cannot_be_made_is_refused(tmp_path, monkeypatch, code, named):
     with reopen(tmp_path / "run" / "checkpoints") as checkpointer:
-        monkeypatch.setattr(Path, "mkdir", failing(errno.EDQUOT))
-        with pytest.raises(UserError, match="checkpoint 1 does not fit: .*a quota is reached"):
+        monkeypatch.setattr(Path, "mkdir", failing(code))
+        with pytest.raises(UserError, match=named):
             checkpointer.save(1, make_state(), data={})
 
 
-def test_folder_that_cannot_be_made_is_refused(tmp_path):
-    (tmp_path / "file").write_text("")
-    with reopen(tmp_path / "file" / "checkpoints") as checkpointer, pytest.raises(UserError, match="cannot be written"):
-        checkpointer.save(1, make_state(), data={})
+def test_what_cannot_be_asked_for_is_refused(tmp_path):
+    fill(tmp_path, [2])
+    with pytest.raises(UserError, match="'nll'"):
+        restore(tmp_path, "best")
+    with pytest.raises(UserError, match="keep=0"):
+        reopen(tmp_path, keep=0)
 
 
 def test_score_comes_to_the_checkpoint_afterwards_and_decides_the_best(tmp_path):
@@ -536,27 +436,7 @@ def test_score_that_cannot_be_written_leaves_the_checkpoint_whole(tmp_path, monk
     assert (restored.step, restored.metrics, restored.note) == (3, {}, "")
 
 
-def test_arrays_that_come_late_after_a_failure_print_nothing_and_other_errors_do(tmp_path, monkeypatch):
-    passed = []
-    monkeypatch.setattr(sys, "unraisablehook", passed.append)
-    orbax_logs.install.cache_clear()
-    reopen(tmp_path).close()
-    loop = asyncio.new_event_loop()
-    loop.close()
-    within_orbax = {"__name__": "orbax.checkpoint"}
-    exec("def read(cause): raise OSError from cause", within_orbax)
-    calls = [(loop.call_soon_threadsafe, print), (within_orbax["read"], GeneratorExit()), (int, "x")]
-    for call, argument in calls:
-        try:
-            call(argument)
-        except (RuntimeError, OSError, ValueError) as error:
-            told = {"exc_type": type(error), "exc_value": error, "exc_traceback": error.__traceback__}
-            sys.unraisablehook(types.SimpleNamespace(**told, err_msg=None, object=None))
-    orbax_logs.install.cache_clear()
-    assert [one.exc_type for one in passed] == [ValueError]
-
-
-@pytest.mark.parametrize(("error", "printed"), [(OSError(errno.ENOSPC, "x"), 0), (ValueError("x"), 0), (KeyError(), 1)])
+@pytest.mark.parametrize(("error", "printed"), [(OSError(errno.ENOSPC, "x"), 0), (KeyError(), 1)])
 def test_errors_of_other_files_of_a_failed_write_are_not_printed_when_they_are_collected(caplog, error, printed):
     orbax_logs.install()
     loop = asyncio.new_event_loop()
@@ -564,22 +444,3 @@ def test_errors_of_other_files_of_a_failed_write_are_not_printed_when_they_are_c
     loop.close()
     gc.collect()
     assert len([entry for entry in caplog.records if "never retrieved" in entry.getMessage()]) == printed
-
-
-def test_every_error_of_a_failed_write_becomes_the_one_line(tmp_path, monkeypatch):
-    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-    errors = [full, ValueError("another array"), full]
-    with reopen(tmp_path) as checkpointer:
-        wait = checkpointer._orbax.wait_until_finished
-
-        def fail():
-            wait()
-            if errors:
-                raise errors.pop(0)
-
-        monkeypatch.setattr(checkpointer._orbax, "wait_until_finished", fail)
-        monkeypatch.setattr(checkpointer._orbax, "save", lambda *_, **__: None)
-        checkpointer._pending = 3, 7, {}
-        with pytest.raises(UserError, match="checkpoint 3 does not fit"):
-            checkpointer.close()
-    assert not errors
