@@ -25,7 +25,6 @@ from lw_jax.training.checkpoint import RECORD, Checkpointer
 from sharding import mesh as meshes
 
 IDENTITY = {"config": "a1", "frozen/llama": "b2"}
-ROOT = Path(__file__).parents[3]
 
 
 def make_state(devices: int = 1, *, value: float = 1.0) -> dict:
