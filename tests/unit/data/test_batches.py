@@ -97,28 +97,16 @@ def batch():
     return batches.encode(CARDS, layout=layout(), rows=ALL_ROWS).collate(range(len(CARDS)))
 
 
-def test_after_and_answer_equal_the_joint_tokenisation(batch):
-    fields = batch["readers"]["a"]
+def test_prompts_and_answers_equal_the_joint_tokenisation(batch):
+    plain, chat = batch["readers"]["a"], batch["readers"]["b"]
     for i, e in enumerate(CARDS):
-        joint = TOK.encode(f"\nQuestion: {e.question}\nAnswer: {e.answers[0]}") + [TOK.eos]
-        assert valid(fields["after"], i) + answer_ids(fields, i) == joint
-
-
-def test_text_prompt_and_the_same_answer_ids_equal_the_joint_tokenisation(batch):
-    fields = batch["readers"]["a"]
-    for i, e in enumerate(CARDS):
-        whole = f"Context:\n{e.context}\nQuestion: {e.question}\nAnswer: {e.answers[0]}"
-        assert valid(fields["text"], i) + answer_ids(fields, i) == [*TOK.begin, *TOK.encode(whole), TOK.eos]
-
-
-def test_chat_prompt_equals_the_template_rendered_with_this_example(batch):
-    fields = batch["readers"]["b"]
-    for i, e in enumerate(CARDS):
-        rendered = OTHER.render_chat(f"Context:\n{e.context}\nQuestion: {e.question}")
-        assert valid(fields["text"], i) + answer_ids(fields, i) == [
-            *OTHER.encode(f"{rendered}\nAnswer: {e.answers[0]}"),
-            OTHER.eos,
-        ]
+        asked, answer = f"Context:\n{e.context}\nQuestion: {e.question}", f"\nAnswer: {e.answers[0]}"
+        latents = TOK.encode(f"\nQuestion: {e.question}{answer}")
+        assert valid(plain["after"], i) + answer_ids(plain, i) == [*latents, TOK.eos]
+        text = [*TOK.begin, *TOK.encode(asked + answer), TOK.eos]
+        assert valid(plain["text"], i) + answer_ids(plain, i) == text
+        rendered = [*OTHER.encode(OTHER.render_chat(asked) + answer), OTHER.eos]
+        assert valid(chat["text"], i) + answer_ids(chat, i) == rendered
 
 
 def test_labels_shift_once_and_eos_is_a_target_but_no_input(batch):
@@ -132,26 +120,6 @@ def test_labels_shift_once_and_eos_is_a_target_but_no_input(batch):
         assert inputs == answer[:-1] + [TOK.pad] * (fields["answer_inputs"].shape[1] - length + 1)
         assert fields["weights"][i].tolist() == [1.0] * length + [0.0] * (fields["targets"].shape[1] - length)
     assert len({len(answer_ids(fields, i)) for i in range(len(CARDS))}) > 1  # ragged, or the padding is untested
-
-
-def test_question_is_in_every_after_and_never_in_before_or_source(batch):
-    for name, tokenizer in (("a", TOK), ("b", OTHER)):
-        for i, e in enumerate(CARDS):
-            assert e.question in tokenizer.decode(valid(batch["readers"][name]["after"], i))
-            assert "?" not in tokenizer.decode(valid(batch["readers"][name]["before"], i))
-    assert [bytes(valid(batch["source"], i)).decode() for i in range(len(CARDS))] == [e.context for e in CARDS]
-
-
-def test_changed_answer_changes_answer_fields_only():
-    changed = [dataclasses.replace(e, answers=("a quite different answer " * 2 + e.id,)) for e in CARDS]
-    spec = layout(answer_tokens=64)
-    a, b = (batches.encode(e, layout=spec, rows=ALL_ROWS).collate(range(len(CARDS))) for e in (CARDS, changed))
-    np.testing.assert_equal(a["source"], b["source"])
-    for name in ("a", "b"):
-        assert set(a["readers"][name]) == ANSWER_FIELDS | SENT | {"before", "after", "text", "none", "truncated"}
-        for key in set(a["readers"][name]) - ANSWER_FIELDS:
-            np.testing.assert_equal(a["readers"][name][key], b["readers"][name][key])
-        assert a["readers"][name]["targets"].shape != b["readers"][name]["targets"].shape
 
 
 def test_begin_ids_stand_first_and_once():
@@ -177,32 +145,21 @@ def test_system_prompt_reaches_the_chat_template_only():
 
 
 @pytest.mark.parametrize(
-    ("template", "anchor", "answer"),
+    ("reader", "anchor", "gold", "answer"),
     [
-        ("plain", "\nAnswer:", " Lisbon"),
-        ("plain", "", " Lisbon"),
-        ("plain", "\n", "Lisbon"),
-        ("chat", "", "Lisbon"),  # the template ends with a line break
-        ("chat", "Answer:", " Lisbon"),
+        (Reader(TOK, "plain"), "\nAnswer:", "Lisbon", " Lisbon"),
+        (Reader(TOK, "plain"), "", "Lisbon", " Lisbon"),
+        (Reader(TOK, "plain"), "\n", "Lisbon", "Lisbon"),
+        (Reader(TOK, "chat"), "", "Lisbon", "Lisbon"),  # the template ends with a line break
+        (Reader(TinyTokenizer(430, chat="<s>{system}{user}<|bot|>"), "chat"), "", "Lisbon", "Lisbon"),
+        (Reader(TOK, "chat"), "Answer:", "Lisbon", " Lisbon"),
+        (Reader(TOK, "plain"), "\nAnswer:", "Lisbon</s>", " Lisbon"),  # which brings its own end
     ],
 )
-def test_space_before_the_answer_follows_the_end_of_the_prompt(template, anchor, answer):
-    spec = layout(readers={"a": Reader(TOK, template)}, prompt={"anchor": anchor})
-    fields = batches.encode([Example("x", "c", "q?", ("Lisbon",))], layout=spec).collate([0])["readers"]["a"]
-    assert TOK.decode(answer_ids(fields, 0)) == f"{answer}</s>"
-
-
-def test_answer_that_brings_its_own_end_has_one():
-    spec = layout(readers={"a": Reader(TOK, "plain")}, prompt={"anchor": "\nAnswer:"})
-    fields = batches.encode([Example("x", "c", "q?", ("Lisbon</s>",))], layout=spec).collate([0])["readers"]["a"]
-    assert TOK.decode(answer_ids(fields, 0)) == " Lisbon</s>"
-
-
-def test_chat_without_anchor_and_open_end_puts_no_space_before_the_answer():
-    tokenizer = TinyTokenizer(430, chat="<s>{system}{user}<|bot|>")
-    spec = layout(readers={"a": Reader(tokenizer, "chat")}, prompt={"anchor": ""})
-    fields = batches.encode([Example("x", "c", "q?", ("Lisbon",))], layout=spec).collate([0])["readers"]["a"]
-    assert tokenizer.decode(answer_ids(fields, 0)) == "Lisbon</s>"
+def test_space_before_the_answer_follows_the_end_of_the_prompt(reader, anchor, gold, answer):
+    spec = layout(readers={"a": reader}, prompt={"anchor": anchor})
+    fields = batches.encode([Example("x", "c", "q?", (gold,))], layout=spec).collate([0])["readers"]["a"]
+    assert reader.tokenizer.decode(answer_ids(fields, 0)) == f"{answer}</s>"
 
 
 def test_anchor_with_trailing_space_drops_exactly_the_answers_that_merge_with_it():
@@ -267,13 +224,6 @@ def test_padding_side_dtype_and_width(batch):
     assert (batch["index"].dtype, batch["index"].tolist()) == (np.int32, list(range(len(CARDS))))
 
 
-def test_width_is_capped_by_the_limit():
-    longest = max(len(e.context.encode()) for e in CARDS)
-    assert longest % 8
-    encoded = batches.encode(CARDS, layout=layout(window=longest, answer_tokens=13))
-    assert encoded.collate([0])["source"]["ids"].shape == (1, longest)
-
-
 def test_prompt_rows_are_in_the_batch_only_when_asked():
     encoded = batches.encode(CARDS[:5], layout=layout(), rows=("latents", "text", "zero"))
     assert "text" in encoded.collate([1])["readers"]["a"]
@@ -306,41 +256,21 @@ LONG = dataclasses.replace(CARDS[3], id="long", context=CARDS[3].context * 7)
 
 
 @pytest.mark.parametrize(
-    ("limits", "message"),
-    [
-        ({"window": 300}, rf"'long': {len(LONG.context)} tokens or bytes .*config\.encoder\.window=300"),
-        ({"window": 2000, "context_tokens": 120}, r"'long': \d+ tokens .*config\.data\.context_tokens=120"),
-    ],
+    ("limits", "key"),
+    [({"window": 300}, "encoder.window=300"), ({"window": 2000, "context_tokens": 120}, "data.context_tokens=120")],
 )
-def test_overlong_context_is_refused_by_name_length_limit_and_remedy(limits, message):
-    with pytest.raises(UserError, match=message + ".*1 of 3 examples.*overlong"):
-        batches.encode([CARDS[0], LONG, CARDS[2]], layout=layout(**limits), rows=("text",))
-
-
-def test_description_has_the_longest_examples_beside_the_configured_limits():
-    spec = layout(window=300, context_tokens=120)
-    encoded = batches.encode(CARDS[:3], layout=spec, rows=("text",))
-    first, *others = encoded.describe()
-    assert first.startswith("3 questions") and f" {max(len(e.context) for e in CARDS[:3])} of 300 " in first
-    longest = {name: max(len(ids) for ids in encoded.readers[name]["after"].ids) for name in ("a", "b")}
-    for line, (name, question) in zip(others, longest.items(), strict=True):
-        assert line.startswith(f"  {name}: ") and " of 120," in line
-        assert f"question {question} of {spec.data.question_tokens}," in line
-        assert line.endswith(f" of {spec.data.answer_tokens} tokens")
+def test_overlong_context_is_refused_by_name_or_dropped_and_counted(limits, key):
+    asked = [CARDS[0], LONG, CARDS[2]]
+    with pytest.raises(UserError, match=f"'long'.*config.{key}"):
+        batches.encode(asked, layout=layout(**limits), rows=("text",))
+    encoded = batches.encode(asked, layout=layout(**limits, overlong="drop"), rows=("text",))
+    assert encoded.examples == (CARDS[0], CARDS[2]) and encoded.counts["context"] == 1
 
 
 def test_overlong_context_of_an_example_dropped_anyway_refuses_nothing():
     spec = layout(window=300)
     encoded = batches.encode([CARDS[0], dataclasses.replace(LONG, answers=("word " * 40,))], layout=spec)
     assert (encoded.counts["answer"], encoded.counts["context"], len(encoded)) == (1, 0, 1)
-
-
-def test_overlong_context_is_dropped_and_counted():
-    spec = layout(window=300, overlong="drop")
-    encoded = batches.encode([CARDS[0], LONG, CARDS[2]], layout=spec, rows=("text",))
-    assert [e.id for e in encoded.examples] == [CARDS[0].id, CARDS[2].id]
-    assert encoded.counts["context"] == 1
-    assert any("1 dropped: the context is longer" in line for line in encoded.describe())
 
 
 def test_cut_keeps_the_question_fills_the_limit_and_is_counted():
@@ -351,18 +281,9 @@ def test_cut_keeps_the_question_fills_the_limit_and_is_counted():
     for name, tokenizer in (("a", TOK), ("b", OTHER)):
         ids = valid(out["readers"][name]["text"], 0)
         text = tokenizer.decode(ids)
-        assert LONG.question in text and text.endswith("\nAnswer:")
-        assert 115 < len(ids) <= 120
-        kept = text.split("Context:\n")[1].split("\nQuestion:")[0]
-        assert LONG.context.startswith(kept)
+        assert LONG.question in text and text.endswith("\nAnswer:") and 115 < len(ids) <= 120
+        assert LONG.context.startswith(text.split("Context:\n")[1].split("\nQuestion:")[0])
     assert (encoded.counts["source_cut"], encoded.counts["text_cut"], encoded.counts["kept"]) == (1, 1, 2)
-    assert any("1 sources cut" in line for line in encoded.describe())
-
-
-def test_prompt_beyond_the_limit_without_any_context_is_dropped():
-    spec = layout(context_tokens=9, overlong="cut")
-    with pytest.raises(UserError, match="'cards/train/0/0'"):
-        batches.encode(CARDS[:2], layout=spec, rows=("text",))
 
 
 def test_single_prompt_equals_the_data_set_without_answers():
@@ -373,45 +294,40 @@ def test_single_prompt_equals_the_data_set_without_answers():
         for key in ANSWER_FIELDS:
             del fields[key]
     np.testing.assert_equal(alone, listed)
-    with pytest.raises(UserError, match=r"config\.encoder\.window=300"):
-        batches.encode_prompt(LONG.context, e.question, layout=layout(window=300))
-    with pytest.raises(UserError, match=r"config\.encoder\.window=300"):
-        batches.encode_prompt(LONG.context, e.question, layout=layout(window=300, overlong="drop"))
-    with pytest.raises(UserError, match="context.*question"):
+    for overlong in ("refuse", "drop"):
+        with pytest.raises(UserError, match=r"config\.encoder\.window=300"):
+            batches.encode_prompt(LONG.context, e.question, layout=layout(window=300, overlong=overlong))
+    with pytest.raises(UserError, match="question"):
         batches.encode_prompt(e.context, " ", layout=layout())
 
 
 @pytest.mark.parametrize(
-    "user",
+    ("asked", "named"),
     [
-        *("{question} {context}", "{context}", "{context}{question}{question}", "{contxt}{question}"),
-        *("{context!r}{question}", "{context:>9}{question}", "{{context}}{question}"),
+        ([], "none of 0"),
+        ([CARDS[0], Example("x", "c", "q", ())], "answers"),
+        ([dataclasses.replace(CARDS[0], context="x", question="Where " * 99)], "'cards/train/0/0'"),
     ],
 )
-def test_prompt_without_context_then_question_is_refused(user):
-    with pytest.raises(UserError, match=r"config\.prompt\.user"):
-        batches.encode(CARDS[:1], layout=layout(prompt={"user": user}))
+def test_what_leaves_nothing_to_learn_is_refused(asked, named):
+    with pytest.raises(UserError, match=named):
+        batches.encode(asked, layout=layout(context_tokens=9, overlong="cut"), rows=("text",))
 
 
-def test_braces_of_a_prompt_are_written_twice_and_read_once():
-    frame = prompt_tokens.make_frame(
-        "a", Reader(TOK, "plain"), layout(prompt={"user": "{{x}} {context} }}{question}"}).prompt
-    )
-    assert (frame.before, frame.middle) == ("{x} ", " }")
-
-
-def test_template_that_repeats_or_loses_the_user_text_is_refused():
-    for chat in ("{user}{user}", "{system}"):
-        reader = Reader(TinyTokenizer(430, chat=chat), "chat")
-        with pytest.raises(UserError, match=r"config\.llms\.r: its chat template"):
-            batches.encode(CARDS[:1], layout=layout(readers={"r": reader}))
-    for chat, key in (("{user}", "system"), ("{system}{user:.60}", "user")):
-        reader = Reader(TinyTokenizer(430, chat=chat), "chat")
-        prompt = {"system": "Be brief.", "user": "{context}{question}" + "x" * 60}
-        with pytest.raises(UserError, match=rf"config\.prompt\.{key}="):
-            batches.encode(CARDS[:1], layout=layout(readers={"r": reader}, prompt=prompt))
-    with pytest.raises(UserError, match="template='poem'"):
-        batches.encode(CARDS[:1], layout=layout(readers={"r": Reader(TOK, "poem")}))
+@pytest.mark.parametrize(
+    ("chat", "named"),
+    [
+        ("{user}{user}", r"config\.llms\.r"),
+        ("{system}", r"config\.llms\.r"),
+        ("{user}", r"config\.prompt\.system="),
+        ("{system}{user:.60}", r"config\.prompt\.user="),
+    ],
+)
+def test_template_that_repeats_or_loses_what_is_said_is_refused(chat, named):
+    prompt = {"system": "Be brief.", "user": "{context}{question}" + "x" * 60} if "prompt" in named else {}
+    spec = layout(readers={"r": Reader(TinyTokenizer(430, chat=chat), "chat")}, prompt=prompt)
+    with pytest.raises(UserError, match=named):
+        batches.encode(CARDS[:1], layout=spec)
 
 
 def test_braces_in_text_and_prompt_are_kept_as_they_are():
@@ -432,21 +348,21 @@ class Counting(Bytes):
         return super().encode_batch(texts)
 
 
-@pytest.mark.parametrize("overlong", ["refuse", "drop", "cut"])
-@pytest.mark.parametrize("field", ["context", "question", "answers"])
+@pytest.mark.parametrize(
+    ("overlong", "field"), [("refuse", "context"), ("drop", "question"), ("drop", "answers"), ("cut", "context")]
+)
 def test_row_of_megabytes_is_decided_by_its_beginning(overlong, field):
     text = "word " * 2_000_000
     changed = {field: (text,) if field == "answers" else text}
     source, found = Counting(), [CARDS[0], dataclasses.replace(CARDS[1], **changed), CARDS[2]]
     spec, started = layout(source=source, overlong=overlong), time.monotonic()
-    if overlong == "refuse" and field == "context":
-        with pytest.raises(UserError, match=r"more than 512 \(of 10,000,000 characters\).*encoder\.window=512"):
+    if overlong == "refuse":
+        with pytest.raises(UserError, match=r"encoder\.window=512"):
             batches.encode(found, layout=spec, rows=PROMPT_FIELDS)
     else:
         encoded = batches.encode(found, layout=spec, rows=PROMPT_FIELDS)
-        kept = field == "context" and overlong == "cut"
-        assert len(encoded) == 2 + kept and encoded.counts["boundary"] == 0
-        assert kept or encoded.counts[field.removesuffix("s")] == 1
+        assert len(encoded) == (3 if overlong == "cut" else 2) and encoded.counts["boundary"] == 0
+        assert overlong == "cut" or encoded.counts[field.removesuffix("s")] == 1
     assert source.seen < 100_000 and time.monotonic() - started < 5
 
 
@@ -460,13 +376,6 @@ def test_beginning_alone_gives_what_the_whole_row_gives(monkeypatch, overlong):
     monkeypatch.setattr(prompt_tokens, "MARGIN", 20)
     cut = batches.encode(found, layout=spec, rows=PROMPT_FIELDS)
     assert cut.digest() == whole.digest() and cut.counts == whole.counts
-
-
-def test_mixed_and_missing_examples_are_refused():
-    with pytest.raises(UserError, match="answers"):
-        batches.encode([CARDS[0], Example("x", "c", "q", ())], layout=layout())
-    with pytest.raises(UserError, match="none of 0"):
-        batches.encode([], layout=layout())
 
 
 def test_channel_says_how_each_example_is_sent_whole_unless_it_is_given():
@@ -507,8 +416,7 @@ def test_answer_without_a_token_is_dropped_counted_and_named():
     spec = layout(readers={"m": Reader(Mute(), "plain")})
     encoded = batches.encode(asked, layout=spec)
     assert [e.id for e in encoded.examples] == ["some"] and encoded.counts["nothing"] == 1
-    assert any("1 dropped: the answer has no token" in line for line in encoded.describe())
-    with pytest.raises(UserError, match=r"the answer has no token, as 'none': answer .*reader 'm'"):
+    with pytest.raises(UserError, match="'none': answer .*reader 'm'"):
         batches.encode(asked[1:], layout=spec)
 
 
