@@ -306,7 +306,7 @@ def test_single_prompt_equals_the_data_set_without_answers():
     [
         ([], "none of 0"),
         ([CARDS[0], Example("x", "c", "q", ())], "answers"),
-        ([dataclasses.replace(CARDS[0], context="x", question="Where " * 99)], "'cards/train/0/0'"),
+        (CARDS[:2], "'cards/train/0/0'"),  # longer than the limit without any context
     ],
 )
 def test_what_leaves_nothing_to_learn_is_refused(asked, named):
