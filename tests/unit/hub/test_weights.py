@@ -1,13 +1,11 @@
 import dataclasses
 import errno
-import functools
 import json
 import os
 import re
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import jax
@@ -15,13 +13,12 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
-from gguf import GGMLQuantizationType, GGUFReader, GGUFWriter
+from gguf import GGMLQuantizationType, GGUFWriter
 from gguf.quants import dequantize, quantize
 from safetensors.numpy import load_file, save_file
 
 from lw_jax.core.errors import UserError
 from lw_jax.hub import families, gguf_family, tensor_files, weights
-from lw_jax.hub.gguf_header import read_header
 from lw_jax.models import decoder
 from lw_jax.models.decoder import DecoderConfig
 from lw_jax.models.rotary import Llama3Scaling
@@ -80,13 +77,19 @@ def llama(tmp_path):
 # --- safetensors
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_saved_reader_loads_back_unchanged(tmp_path, family):
-    cfg = FAMILIES[family]
+SCALED = dataclasses.replace(LLAMA, rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192))
+
+
+@pytest.mark.parametrize(("family", "cfg"), [*FAMILIES.items(), ("llama", SCALED)])
+def test_saved_reader_loads_back_unchanged(tmp_path, family, cfg):
     params = random_params(cfg)
     weights.save(tmp_path / "m", params, cfg, model_type=family)
     assert weights.describe(tmp_path / "m") == cfg
     assert_equal_trees(weights.load(tmp_path / "m", dtype=jnp.float32), params)
+
+
+UMASK = os.umask(0)
+os.umask(UMASK)
 
 
 class Words:
@@ -109,40 +112,18 @@ def no_space(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_saved_files_are_for_those_whom_the_user_s_umask_names(tmp_path):
-    before = os.umask(0o027)
-    try:
-        weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
-    finally:
-        os.umask(before)
-    assert {file.name: file.stat().st_mode & 0o777 for file in tmp_path.iterdir()} == {
-        "config.json": 0o640,
-        "model.safetensors": 0o640,
-    }
-
-
 def test_saved_model_leaves_no_file_of_an_earlier_one_beside_it(tmp_path):
     own = ["mine.txt", "README.md"]
     for name in ["generation_config.json", "chat_template.jinja", "added_tokens.json", *own]:
         (tmp_path / name).write_text("{}")
     weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
     assert (tmp_path / "chat_template.jinja").exists(), "it may be of the tokenizer that is there"
-    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama", tokenizer=Words(b"one"))
-    names = {path.name for path in tmp_path.iterdir()}
-    assert not names & {"generation_config.json", "chat_template.jinja", "added_tokens.json"} and names >= set(own)
-
-
-def test_awq_matrices_of_a_fused_family_are_refused_for_what_they_are():
-    stored = tensor_files.Stored(Path("m"), "model.layers.0.self_attn.qkv_proj.qweight", "I32", (3, 4), 0, 48)
-    with pytest.raises(UserError, match=r"qkv_proj\.qweight: AWQ matrices of a family .* weights='nf4'"):
-        list(weights._split(stored, {}))
-
-
-def test_saved_model_keeps_the_ids_at_which_generation_ends(tmp_path):
     weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama", tokenizer=Words(b"one"), stops=(2, 5))
+    names = {path.name for path in tmp_path.iterdir()}
+    assert not names & {"chat_template.jinja", "added_tokens.json"} and names >= set(own)
     saved = json.loads((tmp_path / "generation_config.json").read_text())
     assert saved == {"bos_token_id": 1, "eos_token_id": [2, 5], "pad_token_id": 3}
-    assert json.loads((tmp_path / "config.json").read_text())["eos_token_id"] == 2
+    assert {file.stat().st_mode & 0o777 for file in tmp_path.glob("*.safetensors")} == {0o666 & ~UMASK}
 
 
 @pytest.mark.parametrize("file", ["model.safetensors", "config.json", "tokenizer.json"])
@@ -169,31 +150,21 @@ def test_model_that_cannot_be_written_leaves_the_one_that_is_there(tmp_path, mon
     assert contents().keys() == before.keys() and not set(contents().values()) & set(before.values())
 
 
-def test_llama3_scaling_survives_transformers_reading_of_the_config(tmp_path):
-    cfg = dataclasses.replace(LLAMA, rope_scaling=Llama3Scaling(32.0, 1.0, 4.0, 8192))
-    weights.save(tmp_path / "m", random_params(cfg), cfg, model_type="llama")
-    assert weights.describe(tmp_path / "m") == cfg
-
-
 def test_several_files_give_the_same_as_one(tmp_path, llama):
     folder = save_sharded(tmp_path / "parts", llama, 3)
     assert_equal_trees(weights.load(folder, dtype=jnp.float32), weights.load(llama, dtype=jnp.float32))
     assert weights.fingerprint(folder) == weights.fingerprint(llama)
 
 
-def test_bf16_is_kept_and_cast_only_on_demand(tmp_path):
-    params = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16), random_params(LLAMA))
-    weights.save(tmp_path / "m", params, LLAMA, model_type="llama")
+def test_weights_are_kept_and_cast_only_on_demand(tmp_path, llama):
+    narrow = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16), random_params(LLAMA))
+    assert_equal_trees(weights.load(llama, dtype=jnp.bfloat16), narrow)  # rounded to the nearest
+    weights.save(tmp_path / "m", narrow, LLAMA, model_type="llama")
     kept = weights.load(tmp_path / "m", dtype=jnp.bfloat16)
     assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(kept))
-    assert_equal_trees(kept, params)
+    assert_equal_trees(kept, narrow)
     wide = weights.load(tmp_path / "m", dtype=jnp.float32)
-    assert_equal_trees(wide, jax.tree.map(lambda x: x.astype(np.float32), params))
-
-
-def test_fp32_to_bf16_rounds_to_nearest(llama):
-    want = jax.tree.map(lambda x: x.astype(ml_dtypes.bfloat16), random_params(LLAMA))
-    assert_equal_trees(weights.load(llama, dtype=jnp.bfloat16), want)
+    assert_equal_trees(wide, jax.tree.map(lambda x: x.astype(np.float32), narrow))
 
 
 def test_small_pieces_give_the_same_as_whole_tensors(llama, monkeypatch):
@@ -248,7 +219,6 @@ def _tied(tensors, change):
         (lambda one: one.update({K_PROJ: one[K_PROJ].T.copy()}), r"k_proj\.weight .*\(32, 20\).*\(20, 32\)"),
         (lambda one: one.update({K_PROJ: one[K_PROJ].astype(np.int8)}), r"k_proj\.weight is stored as I8"),
         (lambda one: one.update({HEAD: one[EMBED] + 1}), r"lm_head\.weight differs"),
-        (lambda one: _tied(one, lambda value: value.astype(np.uint8)), "is stored as U8"),
         (lambda one: _tied(one, lambda value: value[:0]), r"is empty, shape \(0, 32\)"),
     ],
 )
@@ -258,27 +228,25 @@ def test_wrong_tensor_is_refused_by_name(llama, change, message):
         weights.load(llama, dtype=jnp.float32)
 
 
-def test_tensor_stored_twice_is_refused_by_name(tmp_path, llama):
-    folder = save_sharded(tmp_path / "parts", llama, 2)
+def _store_twice(folder):
     parts = [load_file(folder / f"model-{i}.safetensors") for i in range(2)]
     name = sorted(parts[0])[0]
     save_file(parts[1] | {name: parts[0][name]}, folder / "model-1.safetensors")
-    with pytest.raises(UserError, match=f"{name} .*model-0"):
-        weights.load(folder, dtype=jnp.float32)
 
 
 @pytest.mark.parametrize(
-    ("lost", "message"),
+    ("damage", "named"),
     [
-        ("model-1.safetensors", r"names model-1\.safetensors, which is not in"),
-        ("model.safetensors.index.json", "2 .safetensors files"),
-        ("config.json", "no config.json"),
+        (lambda folder: (folder / "model-1.safetensors").unlink(), r"model-1\.safetensors"),
+        (lambda folder: (folder / "model.safetensors.index.json").unlink(), "2 .safetensors files"),
+        (lambda folder: (folder / "config.json").unlink(), r"config\.json"),
+        (_store_twice, "lm_head.weight|model.embed_tokens.weight .*model-0"),
     ],
 )
-def test_folder_that_lacks_a_file_is_refused(tmp_path, llama, lost, message):
+def test_folder_that_is_not_whole_is_refused(tmp_path, llama, damage, named):
     folder = save_sharded(tmp_path / "parts", llama, 2)
-    (folder / lost).unlink()
-    with pytest.raises(UserError, match=message):
+    damage(folder)
+    with pytest.raises(UserError, match=named):
         weights.load(folder, dtype=jnp.float32)
 
 
@@ -303,34 +271,19 @@ def add_shards(folder, change=0.0):
         (1.0, (INDEX,), SHARDS[0]),  # of a save that was cut off before it wrote the index
     ],
 )
-@pytest.mark.parametrize("newer", ["shards", "model.safetensors"])
-def test_two_sets_of_weights_in_one_folder_are_refused_whichever_is_newer(llama, change, absent, named, newer):
+def test_two_sets_of_weights_in_one_folder_are_refused(llama, change, absent, named):
     add_shards(llama, change)
     for file in absent:
         (llama / file).unlink()
-    if newer == "model.safetensors":
-        os.utime(llama / newer, (2e9, 2e9))
     for ask in (weights.fingerprint, lambda folder: weights.load(folder, dtype=jnp.float32)):
         with pytest.raises(UserError, match=rf"model\.safetensors and .*{re.escape(named)}"):
             ask(llama)
 
 
-def _add_adapter(folder):
-    (folder / "adapter_config.json").write_text("{}")
-
-
-def _add_adapter_weights(folder):
-    save_file({"x": np.ones(1, np.float32)}, folder / "adapter_model.safetensors")
-
-
-@pytest.mark.parametrize("add", [_add_adapter, _add_adapter_weights])
-@pytest.mark.parametrize("sharded", [False, True])
-def test_adapter_beside_a_whole_model_is_refused(llama, add, sharded):
-    add(llama)
-    if sharded:
-        add_shards(llama)
-        (llama / "model.safetensors").unlink()
-    with pytest.raises(UserError, match=r"model.* and adapter_\w+\.\w+ an adapter"):
+@pytest.mark.parametrize("name", ["adapter_config.json", "adapter_model.safetensors"])
+def test_adapter_beside_a_whole_model_is_refused(llama, name):
+    shutil.copy(llama / ("config.json" if name.endswith("json") else "model.safetensors"), llama / name)
+    with pytest.raises(UserError, match=f"{name} an adapter"):
         weights.load(llama, dtype=jnp.float32)
 
 
@@ -338,11 +291,6 @@ def _add_copies(folder):
     for name in ("pytorch_model.bin", "model.gguf", "consolidated.00.pth"):
         (folder / name).write_bytes(b"not read")
     save_file({"tok_embeddings.weight": np.ones(1, np.float32)}, folder / "consolidated.safetensors")
-
-
-def _add_copies_to_shards(folder):
-    add_shards(folder)
-    (folder / "model.safetensors").rename(folder / "consolidated.safetensors")
 
 
 def _rename(folder):
@@ -356,18 +304,10 @@ def _leave_index(folder):  # as transformers' save_pretrained leaves one that it
         (folder / file).unlink()
 
 
-def _list_itself(folder):
-    names = load_file(folder / "model.safetensors")
-    (folder / INDEX).write_text(json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
-
-
-@pytest.mark.parametrize("add", [add_shards, _add_copies, _add_copies_to_shards, _rename, _leave_index, _list_itself])
+@pytest.mark.parametrize("add", [add_shards, _add_copies, _rename, _leave_index])
 def test_folder_with_one_set_of_weights_is_read_whatever_stands_beside_it(llama, add):
     add(llama)
     assert_equal_trees(weights.load(llama, dtype=jnp.float32), random_params(LLAMA))
-    assert len(tensor_files.weight_files(llama)) == (
-        2 if add is _add_copies_to_shards else 3 if add is add_shards else 1
-    )
 
 
 def test_pickles_are_never_opened(llama):
@@ -426,37 +366,17 @@ def write_gguf(path, cfg, arch, *, drop=(), change=lambda name, value: value, fi
     return params
 
 
-@pytest.mark.parametrize("family", gguf_family.ARCHITECTURES)
-def test_gguf_loads_back_with_its_rotary_order_undone(tmp_path, family):
-    cfg = FAMILIES[family]
-    params = write_gguf(tmp_path / "m.gguf", cfg, family)
+@pytest.mark.parametrize(
+    ("arch", "cfg"),
+    [(arch, FAMILIES[arch]) for arch in gguf_family.ARCHITECTURES]
+    + [("llama", dataclasses.replace(LLAMA, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192)))],
+)
+def test_gguf_loads_back_with_its_rotary_order_undone(tmp_path, monkeypatch, arch, cfg):
+    params = write_gguf(tmp_path / "m.gguf", cfg, arch)
     assert weights.describe(tmp_path / "m.gguf") == cfg
     assert_equal_trees(weights.load(tmp_path / "m.gguf", dtype=jnp.float32), params)
-
-
-def test_gguf_in_small_pieces_gives_the_same(tmp_path, monkeypatch):
-    params = write_gguf(tmp_path / "m.gguf", LLAMA, "llama")
     monkeypatch.setattr(tensor_files, "_CHUNK_BYTES", 7 * 34)  # seven rows, across heads
     assert_equal_trees(weights.load(tmp_path / "m.gguf", dtype=jnp.float32), params)
-
-
-def test_gguf_frequency_tensor_becomes_the_scaling(tmp_path):
-    cfg = dataclasses.replace(LLAMA, rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, 8192))
-    params = write_gguf(tmp_path / "m.gguf", cfg, "llama")
-    assert weights.describe(tmp_path / "m.gguf") == cfg
-    assert_equal_trees(weights.load(tmp_path / "m.gguf", dtype=jnp.float32), params)
-
-
-def test_gguf_header_agrees_with_the_package(tmp_path):
-    path = tmp_path / "m.gguf"
-    write_gguf(path, QWEN, "qwen2")
-    header, reader = read_header(path), GGUFReader(path)
-    assert header.metadata == {k: f.contents() for k, f in reader.fields.items() if not k.startswith("GGUF.")}
-    want = {
-        t.name: (t.tensor_type.name, tuple(reversed(t.shape.tolist())), t.data_offset, t.n_bytes)
-        for t in reader.tensors
-    }
-    assert {name: tuple(info) for name, info in header.tensors.items()} == want
 
 
 UP = "blk.1.ffn_up.weight"
@@ -476,7 +396,7 @@ def test_wrong_gguf_tensor_is_refused_by_name(tmp_path, change, message):
         weights.load(tmp_path / "m.gguf", dtype=jnp.float32)
 
 
-@pytest.mark.parametrize("keep", [3, 20, 300, -33])
+@pytest.mark.parametrize("keep", [3, 300, -33])
 def test_cut_off_gguf_is_refused(tmp_path, keep):
     path = tmp_path / "m.gguf"
     write_gguf(path, LLAMA, "llama")
@@ -488,29 +408,20 @@ def test_cut_off_gguf_is_refused(tmp_path, keep):
 # --- identity
 
 
-def test_fingerprint_is_of_the_content_not_of_the_place(tmp_path, llama):
-    shutil.copytree(llama, tmp_path / "copy")
-    assert weights.fingerprint(tmp_path / "copy") == weights.fingerprint(llama)
-
-
-@pytest.mark.parametrize(("where", "seen"), [(0, True), (2000, False), (3376, True), (5000, False), (-1, True)])
-def test_fingerprint_sees_start_middle_and_end_of_every_tensor(tmp_path, where, seen):
+def test_fingerprint_is_of_the_configuration_and_samples_of_every_tensor(tmp_path):
     cfg = dataclasses.replace(LLAMA, ffn=211)  # 6752 values of 4 bytes in a matrix, three samples of 1024
-    weights.save(tmp_path, random_params(cfg), cfg, model_type="llama")
-    before = weights.fingerprint(tmp_path)
-
-    def change(tensors):
-        tensors["model.layers.2.mlp.down_proj.weight"].reshape(-1)[where] += 1
-
-    edit(tmp_path, change)
-    assert (weights.fingerprint(tmp_path) != before) == seen
-
-
-def test_fingerprint_sees_a_changed_configuration(llama):
-    before = weights.fingerprint(llama)
-    file = llama / "config.json"
+    weights.save(tmp_path / "m", random_params(cfg), cfg, model_type="llama")
+    shutil.copytree(tmp_path / "m", tmp_path / "copy")
+    before = weights.fingerprint(tmp_path / "m")
+    assert weights.fingerprint(tmp_path / "copy") == before
+    for where, seen in ((0, True), (2000, False), (3376, True), (5000, False), (-1, True)):
+        shutil.copy(tmp_path / "m" / "model.safetensors", tmp_path / "copy")
+        name = "model.layers.2.mlp.down_proj.weight"
+        edit(tmp_path / "copy", lambda tensors, at=where: np.add.at(tensors[name].reshape(-1), [at], 1))
+        assert (weights.fingerprint(tmp_path / "copy") != before) == seen, where
+    file = tmp_path / "m" / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"rope_theta": 1e4}))
-    assert weights.fingerprint(llama) != before
+    assert weights.fingerprint(tmp_path / "m") != before
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -533,57 +444,17 @@ def test_transformers_opens_what_is_saved(tmp_path, family):
     assert set(state) - set(stored) <= {"lm_head.weight"}
 
 
-@pytest.mark.parametrize(("change", "message"), [(-1, "asks for 80 rows"), (1, "asks for 80 rows")])
-def test_fused_tensor_of_another_size_is_refused_by_name(tmp_path, change, message):
-    weights.save(tmp_path, random_params(PHI3), PHI3, model_type="phi3")
-
-    def resize(tensors):
-        name = "model.layers.1.self_attn.qkv_proj.weight"
-        tensors[name] = np.resize(tensors[name], (tensors[name].shape[0] + change, tensors[name].shape[1]))
-
-    edit(tmp_path, resize)
-    with pytest.raises(UserError, match=f"qkv_proj.weight has shape .*{message}"):
-        weights.load(tmp_path, dtype=jnp.float32)
-
-
 # --- memory
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
-def test_tensors_read_into_one_buffer_are_those_read_into_fresh_memory(tmp_path, dtype):
-    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
-    found = [one for name, one in tensor_files.list_tensors(tmp_path).items() if "gate" in name]
+def test_tensors_read_into_one_buffer_are_those_read_into_fresh_memory(llama, dtype):
+    found = [one for name, one in tensor_files.list_tensors(llama).items() if "gate" in name]
     buffer = tensor_files.make_buffer(found[0].shape, dtype)
-    assert len(found) == LLAMA.layers and buffer.ctypes.data % 64 == 0
     for one in found:
-        np.testing.assert_array_equal(
-            tensor_files.read_tensor(one, dtype, None, buffer), tensor_files.read_tensor(one, dtype)
-        )
-    assert np.shares_memory(tensor_files.read_tensor(found[0], dtype, None, buffer), buffer)
-
-
-def test_each_layer_is_read_while_the_one_before_is_taken():
-    begun, taken = [threading.Event() for _ in range(3)], []
-
-    def read(number):
-        begun[number].set()
-        return number
-
-    for number in weights._ahead([functools.partial(read, number) for number in range(3)]):
-        assert all(event.wait(5) for event in begun[: number + 2]), "the next has begun"
-        taken.append(number)
-    assert taken == [0, 1, 2]
-
-
-def test_a_tensor_cut_off_while_others_are_read_is_refused_by_name(tmp_path):
-    weights.save(tmp_path, random_params(LLAMA), LLAMA, model_type="llama")
-    file = tmp_path / "model.safetensors"
-    short = dataclasses.replace(
-        next(one for name, one in tensor_files.list_tensors(tmp_path).items() if "layers.2" in name),
-        offset=file.stat().st_size - 8,
-    )
-    with pytest.raises(UserError, match="layers.2.*cut off"):
-        list(weights._ahead([lambda: 0, functools.partial(tensor_files.read_tensor, short, np.float32)]))
+        read = tensor_files.read_tensor(one, dtype, None, buffer)
+        np.testing.assert_array_equal(read, tensor_files.read_tensor(one, dtype))
+        assert np.shares_memory(read, buffer)
 
 
 BIG = dataclasses.replace(
