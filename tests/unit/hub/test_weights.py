@@ -412,11 +412,10 @@ def test_fingerprint_is_of_the_configuration_and_samples_of_every_tensor(tmp_pat
     cfg = dataclasses.replace(LLAMA, ffn=211)  # 6752 values of 4 bytes in a matrix, three samples of 1024
     weights.save(tmp_path / "m", random_params(cfg), cfg, model_type="llama")
     shutil.copytree(tmp_path / "m", tmp_path / "copy")
-    before = weights.fingerprint(tmp_path / "m")
+    before, name = weights.fingerprint(tmp_path / "m"), "model.layers.2.mlp.down_proj.weight"
     assert weights.fingerprint(tmp_path / "copy") == before
     for where, seen in ((0, True), (2000, False), (3376, True), (5000, False), (-1, True)):
         shutil.copy(tmp_path / "m" / "model.safetensors", tmp_path / "copy")
-        name = "model.layers.2.mlp.down_proj.weight"
         edit(tmp_path / "copy", lambda tensors, at=where: np.add.at(tensors[name].reshape(-1), [at], 1))
         assert (weights.fingerprint(tmp_path / "copy") != before) == seen, where
     file = tmp_path / "m" / "config.json"
