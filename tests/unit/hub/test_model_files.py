@@ -18,7 +18,6 @@ from lw_jax.hub import families, gguf_header, tensor_files, weights
 from tests import tiny
 
 DEEP = "[" * 100_000
-LLAMA3 |= {"original_max_position_embeddings": 8192}
 FLAGS = dict.fromkeys(("lstrip", "rstrip", "single_word", "normalized"), False)
 FAR = {"id": 10**6, "content": "<far>", "special": True} | FLAGS
 
