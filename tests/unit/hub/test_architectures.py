@@ -85,7 +85,8 @@ def test_a_config_in_the_hubs_cache_goes_before_the_table(tmp_path, monkeypatch)
     name = "sentence-transformers/all-MiniLM-L12-v2"
     with pytest.raises(UserError, match=name):
         architectures.find_bert(name)
-    assert architectures.find_bert(name) == weights.describe_bert(keep(name, tiny.write_bert))
+    folder = keep(name, tiny.write_bert)
+    assert architectures.find_bert(name) == weights.describe_bert(folder)
     assert architectures.find_bert("google-bert/bert-base-uncased").width == 768, "the table"
 
 
