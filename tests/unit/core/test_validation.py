@@ -24,123 +24,72 @@ GOOD = [
     {"mesh.placement": "tensor", "mesh.model": 2},
     {"mesh.placement": "fsdp", "mesh.data": 4},
     {"mesh.placement": "replicate", "mesh.data": 3, "train.micro_batch": 5},
-    {"mesh.placement": "split", "mesh.model": 2},
-    {"mesh.placement": "hybrid3"},
     {"loss.ce": 0.0, "loss.kl": 1.0},
     {"data.train": "hub:a/b", "data.validation": "hub:a/b"},
     {"data.train": "folder", "data.validation": "folder", "data.columns": ("context:a.b:c", "is_impossible:")},
-    {"data.passages": "a.parquet", "data.columns": ("text:body", "system:")},
     {"llms.llama.template": "chat", "prompt.system": "Be short."},
     {"prompt.user": "{{x}} {context} {question}"},
-    {"eval.rows": ("latents",)},
 ]
 
+# The key that is named, its value, and what else is set.
 BAD = [
-    ({"recipe": "ttt"}, "llms = .*'llama', 'qwen'.*"),
-    ({"prompt.user": "{context!r} {question}"}, "prompt.user = .*{context} once"),
-    ({"prompt.user": "{context:>1000000000} {question}"}, "prompt.user = .*{context} once"),
-    ({"prompt.user": "{context:{question}} {question}"}, "prompt.user = .*{context} once"),
-    ({"data.cards": 10**12}, "data.cards = 10+"),
-    ({"train.steps": 10**18}, "train.steps = 10+"),
-    ({"seed": -(2**31)}, "seed = -2147483648"),
-    ({"optim.learning_rate": 1e300}, r"optim.learning_rate = 1e\+300"),
-    ({"data.train": "a\ud800"}, r"data.train = 'a\\ud800'"),
-    ({"prompt.anchor": "x" * 10**6}, r"prompt.anchor = 'x+\.\.\.: .*100000"),
-    ({"recipe": "latentwir"}, "recipe = 'latentwir'.*Did you mean 'latentwire'"),
-    ({"llms.llama.weights": "fp8"}, "llms.llama.weights = 'fp8': .*fp32, bf16, int8, nf4, awq, w8a8"),
-    ({"llms.qwen.weights": "fp16"}, "llms.qwen.weights = 'fp16'"),
-    ({"llms.llama.template": "chatml"}, "llms.llama.template = 'chatml'.*'chat'"),
-    ({"llms.llama.source": ""}, "llms.llama.source = ''"),
-    ({"llms.llama.source": "selfmade:gemma"}, "llms.llama.source = 'selfmade:gemma'.*selfmade:llama, selfmade:qwen"),
-    ({"llms.llama.sha256": "12ab"}, "llms.llama.sha256 = '12ab'"),
-    ({"encoder.kind": "byte"}, "encoder.kind = 'byte'"),
-    ({"encoder.source": ""}, "encoder.source = ''.*kind 'bytes'"),
-    ({"encoder.kind": "bytes"}, "encoder.source = 'folder/encoder'"),
-    ({"encoder.kind": "bytes", "encoder.source": "", "encoder.sha256": "0" * 64}, "encoder.source = '0"),
-    ({"encoder.pooling": "max"}, "encoder.pooling = 'max'"),
-    ({"encoder.kind": "bert", "encoder.states": 2}, "encoder.states = 2.*'lm'.*'bert'"),
-    ({"encoder.kind": "bert", "encoder.mask": "causal"}, "encoder.mask = 'causal'.*'lm'.*'bert'"),
-    ({"encoder.states": 2, "adapter.kind": "kv"}, "encoder.states = 2.*'rare'"),
-    ({"encoder.states": 2, "encoder.pooling": "rare"}, "encoder.states = 2.*adapter.kind 'kv'"),
-    ({"encoder.kind": "bert", "encoder.rank": 4}, "encoder.rank = 4.*'lm'.*'bert'"),
-    ({"encoder.slots": 0}, "encoder.slots = 0.*above 0"),
-    ({"encoder.width": -1}, "encoder.width = -1"),
-    ({"encoder.width": 4097}, "encoder.width = 4097"),
-    ({"encoder.window": 0}, "encoder.window = 0"),
-    ({"encoder.slots": 17, "encoder.window": 16}, "encoder.slots = 17.*encoder.window = 16"),
-    ({"encoder.rate": -0.1}, "encoder.rate = -0.1"),
-    ({"encoder.layers": -1}, "encoder.layers = -1"),
-    ({"prompt.user": "{context}"}, "prompt.user = .*{context} once and then {question} once"),
-    ({"prompt.user": "{question} {context}"}, "prompt.user"),
-    ({"prompt.user": "{context} {context} {question}"}, "prompt.user"),
-    ({"prompt.user": "{context} {question} {name}"}, "prompt.user"),
-    ({"prompt.user": "{context!r} {question}"}, "prompt.user"),
-    ({"prompt.user": "{context} {question:>1000000000}"}, "prompt.user"),
-    ({"prompt.user": "{context.__class__} {question}"}, "prompt.user"),
-    ({"data.cards": 10**30}, "data.cards = 10+"),
-    ({"prompt.user": "{context} {question"}, "prompt.user = .*expected '}'"),
-    ({"prompt.system": "Be short."}, "prompt.system = 'Be short.'.*'chat'"),
-    ({"data.overlong": "skip"}, "data.overlong = 'skip'"),
-    ({"data.train": "a.jsonl", "data.validation": "a.jsonl"}, "data.validation = 'a.jsonl'"),
-    ({"data.train": "a.parquet", "data.validation": "a.parquet"}, "data.validation = 'a.parquet'"),
-    ({"data.train": ""}, "data.train = ''"),
-    ({"data.columns": ("context:a",)}, r"data.columns = \('context:a',\): .*no source has columns"),
-    ({"data.columns": ("contxt:a",)}, "data.columns = 'contxt:a': .*Did you mean 'context'"),
-    ({"data.columns": ("system:a",)}, "data.columns = 'system:a': must be FIELD:COLUMN"),
-    ({"data.columns": ("context",)}, "data.columns = 'context': must be FIELD:COLUMN"),
-    ({"data.columns": ("context:a", "context:b")}, "data.columns = .*each field once"),
-    ({"data.answer_tokens": 1}, "data.answer_tokens = 1"),
-    ({"data.question_tokens": 512}, "data.question_tokens = 512.*context_tokens = 512"),
-    ({"loss.ce": 0.0}, "loss.ce = 0.0.*loss.kl"),
-    ({"loss.kl": -1.0}, "loss.kl = -1.0"),
-    ({"optim.learning_rate": 0.0}, "optim.learning_rate = 0.0"),
-    ({"optim.end_fraction": 1.5}, "optim.end_fraction = 1.5"),
-    ({"optim.end_fraction": -0.5}, "optim.end_fraction = -0.5"),
-    ({"train.steps": 0}, "train.steps = 0"),
-    ({"train.micro_batch": 33}, "train.micro_batch = 33.*train.global_batch = 32"),
-    ({"mesh.placement": "replicate", "train.global_batch": 3, "mesh.data": 4}, "train.global_batch = 3.*mesh.data = 4"),
-    ({"mesh.data": 0}, "mesh.data = 0"),
-    ({"mesh.data": -2}, "mesh.data = -2"),
-    ({"mesh.model": 0}, "mesh.model = 0"),
-    ({"mesh.placement": "tensor"}, "mesh.placement = 'tensor'.*mesh.model"),
-    ({"mesh.model": 2}, "mesh.model = 2.*'auto'"),
-    ({"mesh.placement": "fsdp", "mesh.model": 2}, "mesh.model = 2.*'fsdp'"),
-    ({"mesh.placement": "fsdp", "mesh.data": 1}, "mesh.placement = 'fsdp'.*mesh.data"),
-    ({"mesh.data": 2}, "mesh.data = 2.*'auto'"),
-    ({"mesh.placement": "hybrid4", "mesh.data": 2}, "mesh.data = 2.*'hybrid4'"),
-    ({"mesh.target_utilisation": 1.1}, "mesh.target_utilisation = 1.1"),
-    ({"mesh.memory_gb": -1.0}, "mesh.memory_gb = -1.0"),
-    ({"mesh.placement": "zero3"}, "mesh.placement = 'zero3'"),
-    ({"compute.dtype": "fp16"}, "compute.dtype = 'fp16'"),
-    ({"compute.remat": "half"}, "compute.remat = 'half'"),
-    (
-        {"compute.remat": "dots"},
-        "compute.remat = 'dots'.*'latentwire'",
-    ),
-    ({"compute.logits_chunk": -1}, "compute.logits_chunk = -1"),
-    ({"eval.rows": ("text", "latent")}, "eval.rows = 'latent'.*Did you mean 'latents'"),
-    ({"eval.rows": ("text", "text")}, "eval.rows = .*each once"),
-    ({"eval.rows": ()}, "eval.rows = .*one or more"),
-    ({"eval.batch": 0}, "eval.batch = 0"),
-    ({"selfmade.width": 100}, "selfmade.width = 100"),
-    ({"seed": -1}, "seed = -1"),
-    ({"stages.pretrain.share": 1.0, "stages.pretrain.lengths": ()}, "stages.pretrain.lengths = "),
-    ({"stages.align.share": 0.6, "stages.pretrain.share": 0.5}, "stages.pretrain.share = 0.5.*stages.align.share"),
-    ({"stages.pretrain.share": 1.5}, "stages.pretrain.share = 1.5.*at most 1"),
-    ({"stages.pretrain.lengths": (8, 1)}, r"stages.pretrain.lengths = \(8, 1\).*at least 2"),
-    ({"stages.answer.bits": (3,)}, "stages.answer.bits = .*16, 8, 6, 4, 2"),
-    ({"data.held_out": 0.1}, "data.held_out = 0.1"),
-    ({"stages.answer.rate": 0.0}, "stages.answer.rate = 0.0"),
-    ({"stages.answer.slots": (33,)}, "stages.answer.slots = .*from 1 to encoder.slots = 32"),
-    ({"encoder.ratio": -1}, "encoder.ratio = -1"),
-    ({"stages.answer.ratios": (4, 4)}, "stages.answer.ratios = .*once"),
-    ({"stages.answer.ratios": (4,), "stages.answer.slots": (8,)}, r"stages.answer.ratios = \(4,\).*answer.slots"),
-    ({"stages.answer.widths": (64, 64)}, "stages.answer.widths = .*once"),
-    ({"eval.curve": "em"}, "eval.curve = 'em'"),
-    ({"train.alarm": "shout"}, "train.alarm = 'shout'"),
-    ({"loss.teacher_k": -1}, "loss.teacher_k = -1"),
-    ({"encoder.kind": "bert", "encoder.source": ""}, "encoder.source = ''.*'bert'"),
-]
+    ("llms", "'llama', 'qwen'", {"recipe": "ttt"}),
+    *(("prompt.user", user, {}) for user in (
+        "{context!r} {question}", "{context:>1000000000} {question}", "{context:{question}} {question}", "{context}",
+        "{question} {context}", "{context} {context} {question}", "{context} {question} {name}",
+        "{context.__class__} {question}", "{context} {question")),
+    ("data.cards", 10**12, {}),
+    ("train.steps", 10**18, {}),
+    ("seed", -1, {}),
+    ("optim.learning_rate", 1e300, {}),
+    ("recipe", "latentwir", {}),
+    ("llms.llama.weights", "fp8", {}),
+    ("llms.llama.template", "chatml", {}),
+    ("llms.llama.source", "", {}),
+    ("llms.llama.source", "selfmade:gemma", {}),
+    ("llms.llama.sha256", "12ab", {}),
+    ("encoder.source", "", {}),
+    ("encoder.source", "folder/encoder", {"encoder.kind": "bytes"}),
+    ("encoder.states", 2, {"encoder.kind": "bert"}),
+    ("encoder.mask", "causal", {"encoder.kind": "bert"}),
+    ("encoder.rank", 4, {"encoder.kind": "bert"}),
+    ("encoder.states", 2, {"adapter.kind": "kv"}),
+    ("encoder.states", 2, {"encoder.pooling": "rare"}),
+    ("encoder.slots", 0, {}),
+    ("encoder.width", 4097, {}),
+    ("encoder.slots", 17, {"encoder.window": 16}),
+    ("prompt.system", "Be short.", {}),
+    ("data.validation", "a.jsonl", {"data.train": "a.jsonl"}),
+    ("data.train", "", {}),
+    ("data.columns", ("context:a",), {}),
+    ("data.columns", ("contxt:a",), {}),
+    ("data.columns", ("context",), {}),
+    ("data.columns", ("context:a", "context:b"), {}),
+    ("data.question_tokens", 512, {}),
+    ("loss.ce", 0.0, {}),
+    ("optim.end_fraction", 1.5, {}),
+    ("train.micro_batch", 33, {}),
+    ("train.global_batch", 3, {"mesh.placement": "replicate", "mesh.data": 4}),
+    ("mesh.data", -2, {}),
+    ("mesh.placement", "tensor", {}),
+    ("mesh.model", 2, {}),
+    ("mesh.model", 2, {"mesh.placement": "fsdp"}),
+    ("mesh.placement", "fsdp", {"mesh.data": 1}),
+    ("mesh.data", 2, {"mesh.placement": "hybrid4"}),
+    ("mesh.placement", "zero3", {}),
+    ("compute.remat", "dots", {}),
+    ("eval.rows", ("text", "latent"), {}),
+    ("eval.rows", ("text", "text"), {}),
+    ("eval.rows", (), {}),
+    ("stages.pretrain.lengths", (), {"stages.pretrain.share": 1.0}),
+    ("stages.pretrain.share", 0.5, {"stages.align.share": 0.6}),
+    ("stages.pretrain.lengths", (8, 1), {}),
+    ("stages.answer.bits", (3,), {}),
+    ("data.held_out", 0.1, {}),
+    ("stages.answer.slots", (33,), {}),
+    ("stages.answer.ratios", (4, 4), {}),
+    ("stages.answer.ratios", (4,), {"stages.answer.slots": (8,)}),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("changes", GOOD, ids=str)
@@ -148,25 +97,25 @@ def test_possible_configuration_passes(changes: dict[str, Any]) -> None:
     validation.validate(_build(changes))
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD, ids=[str(changes) for changes, _ in BAD])
-def test_impossible_configuration_is_refused_by_key_and_value(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=rf"config\.{message}"):
-        validation.validate(_build(changes))
+def _refuse(cfg: config.Config, key: str, value: object) -> None:
+    with pytest.raises(UserError) as caught:
+        validation.validate(cfg)
+    message = str(caught.value)
+    assert message.startswith(f"config.{key} = ") and str(value)[:40].strip("(),'") in message
 
 
-def test_configuration_without_a_reader_is_refused() -> None:
+@pytest.mark.parametrize(("key", "value", "others"), BAD, ids=str)
+def test_impossible_configuration_is_refused_by_key_and_value(key: str, value: Any, others: dict[str, Any]) -> None:
+    _refuse(_build(others if key == "llms" else {key: value} | others), key, value)
+
+
+@pytest.mark.parametrize("name", ["", "Llama 3"])
+def test_no_reader_and_one_whose_name_cannot_be_a_path_are_refused(name: str) -> None:
     values = base.get_config()
     values.encoder.source = "folder/encoder"
-    with pytest.raises(UserError, match=r"config\.llms = \{\}"):
-        validation.validate(config.build(values))
-
-
-def test_reader_whose_name_cannot_be_a_path_is_refused() -> None:
-    values = base.get_config()
-    values.encoder.source = "folder/encoder"
-    values.llms["Llama 3"] = base.llm("folder/llama")
-    with pytest.raises(UserError, match="config.llms = 'Llama 3'"):
-        validation.validate(config.build(values))
+    if name:
+        values.llms[name] = base.llm("folder/llama")
+    _refuse(config.build(values), "llms", name)
 
 
 def test_every_declared_choice_and_default_agree() -> None:
@@ -192,49 +141,30 @@ GOOD_TEXT = [
     {"ttt.segments": 3},
     {"ttt.length": 127},
     {"ttt.form": "full"},
-    {"ttt.vocab": 257},
     {"ttt.tokenizer": "some/folder", "ttt.vocab": 50257},
     {"data.validation": "other.txt", "data.held_out": 0.0},
-    {"data.train": "hub:a/b", "data.validation": "hub:a/b"},
     {"mesh.placement": "fsdp", "mesh.data": 8},
     {"optim.decays": "all"},
     {"compute.remat": "dots"},
 ]
 
 BAD_TEXT = [
-    ({"ttt.width": 90}, "ttt.width = 90.*ttt.heads = 24"),
-    ({"ttt.width": 84}, "ttt.width = 84"),  # heads of width 7
-    ({"ttt.segments": 2, "ttt.length": 127}, "ttt.length = 127.*ttt.chunk = 16"),
-    ({"ttt.segments": 2, "ttt.form": "full"}, "ttt.form = 'full'.*ttt.segments > 1"),
-    ({"data.held_out": 1.0}, "data.held_out = 1.0.*below 1"),
-    ({"data.held_out": 0.0}, "data.held_out = 0.0"),
-    ({"data.held_out": -0.1}, "data.held_out = -0.1"),
-    ({"ttt.vocab": 256}, "ttt.vocab = 256.*257"),
-    ({"ttt.vocab": -1}, "ttt.vocab = -1"),
-    ({"mesh.placement": "tensor", "mesh.model": 2}, "mesh.placement = 'tensor'"),
-    ({"mesh.placement": "split"}, "mesh.placement = 'split'"),
-    ({"mesh.placement": "hybrid3"}, "mesh.placement = 'hybrid3'"),
-    ({"data.validation_limit": 5}, "data.validation_limit = 5"),
-    ({"data.train": "cards"}, "data.train = 'cards'"),
-    ({"data.validation": "pairs"}, "data.validation = 'pairs'"),
-    ({"data.train": ""}, "data.train = ''"),
-    ({"data.validation": "docstrings"}, "data.validation = 'docstrings'"),
-    ({"data.columns": ("text:body",)}, r"data.columns = \('text:body',\): .*no source has columns"),
-    (
-        {"data.columns": ("context:body",), "data.train": "a.jsonl"},
-        "data.columns = 'context:body': .*FIELD one of text",
-    ),
-    ({"ttt.inner": "rnn"}, "ttt.inner = 'rnn'.*linear, mlp"),
-    ({"ttt.backbone": "mamba2"}, "ttt.backbone = 'mamba2'.*Did you mean 'mamba'"),
-    ({"ttt.form": "fast"}, "ttt.form = 'fast'"),
-    ({"optim.decays": "some"}, "optim.decays = 'some'.*matrices, all"),
-    *(
-        ({f"ttt.{name}": 0}, f"ttt.{name} = 0")
-        for name in ("layers", "width", "heads", "ffn", "chunk", "table_multiple", "length", "segments")
-    ),
-    ({"ttt.unroll_layers": 0}, "ttt.unroll_layers = 0"),
-    ({"ttt.inner_rate": 0.0}, "ttt.inner_rate = 0.0"),
-    ({"compute.logits_chunk": -1}, "compute.logits_chunk = -1"),
+    ("ttt.width", 90, {}),
+    ("ttt.width", 84, {}),  # heads of width 7
+    ("ttt.length", 127, {"ttt.segments": 2}),
+    ("ttt.form", "full", {"ttt.segments": 2}),
+    ("data.held_out", 1.0, {}),
+    ("data.held_out", 0.0, {}),
+    ("ttt.vocab", 256, {}),
+    ("mesh.placement", "tensor", {"mesh.model": 2}),
+    ("mesh.placement", "split", {}),
+    ("data.validation_limit", 5, {}),
+    ("data.train", "cards", {}),
+    ("data.validation", "docstrings", {}),
+    ("data.columns", ("context:body",), {"data.train": "a.jsonl"}),
+    ("ttt.inner", "rnn", {}),
+    ("ttt.backbone", "mamba2", {}),
+    ("ttt.layers", 0, {}),
 ]
 
 
@@ -249,7 +179,6 @@ def test_possible_language_model_passes(changes: dict[str, Any]) -> None:
     validation.validate(_build_text(changes))
 
 
-@pytest.mark.parametrize(("changes", "message"), BAD_TEXT, ids=[str(changes) for changes, _ in BAD_TEXT])
-def test_impossible_language_model_is_refused_by_key_and_value(changes: dict[str, Any], message: str) -> None:
-    with pytest.raises(UserError, match=rf"config\.{message}"):
-        validation.validate(_build_text(changes))
+@pytest.mark.parametrize(("key", "value", "others"), BAD_TEXT, ids=str)
+def test_impossible_language_model_is_refused_by_key_and_value(key: str, value: Any, others: dict[str, Any]) -> None:
+    _refuse(_build_text({key: value} | others), key, value)
