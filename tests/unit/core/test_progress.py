@@ -86,68 +86,42 @@ def test_plain_lines_are_the_trainers(capsys):
     )
 
 
-def test_process_that_is_not_the_first_shows_nothing(terminal):
-    with terminal, Live(60, enabled=False, devices=lambda: ["61 GB"]) as live:
-        live.show_line("first step in 3s")
-        live.update(30, FIELDS, 200.0)
+def test_process_that_is_not_the_first_shows_nothing(terminal, hurried, monkeypatch):
+    monkeypatch.setattr(live_module, "is_first_process", lambda: False)
+    with terminal, contextlib.redirect_stderr(terminal.stream):
+        with Live(60, enabled=False, devices=lambda: ["61 GB"]) as live:
+            live.show_line("first step in 3s")
+            live.update(30, FIELDS, 200.0)
+        with live_module.phase("reading texts", 4):
+            time.sleep(0.05)
     assert terminal.sent == ""
 
 
-def test_terminal_shows_report_devices_and_time_left(terminal):
+def test_terminal_shows_report_devices_and_time_left(terminal, monkeypatch):
+    now = [50.0]
+    monkeypatch.setattr(live_module.time, "monotonic", lambda: now[0])
     with terminal, Live(60, 20, devices=lambda: ["61.0 of 80.0 GB", "93 % utilisation"]) as live:
         live.update(30, FIELDS, 7500.0)
+        live.advance(33)
+        now[0] += 120
     bar, *report = draw(terminal.sent)
-    assert bar.startswith("step 30/60 ")
-    assert bar.endswith(" 50%")
-    assert report == ["loss 2.125  0.42 s/step", "61.0 of 80.0 GB  93 % utilisation  left 2h 05m", ""]
+    assert bar.startswith("step 33/60 ")
+    assert report == ["loss 2.125  0.42 s/step", "61.0 of 80.0 GB  93 % utilisation  left 2h 03m", ""]
 
 
-def test_report_wider_than_the_terminal_breaks_between_texts(terminal):
-    texts = {f"term{number}": f"{number} a b c d e f" for number in range(13)}
-    with terminal, Live(60) as live:
-        live.update(30, texts, 9.0)
-    report = draw(terminal.sent)[1:-2]
-    assert len(report) > 1
-    assert [text for line in report for text in re.split("  +", line)] == list(texts.values())
-
-
-def test_terminal_is_refreshed_in_place_and_lines_stand_above(terminal):
+def test_terminal_is_refreshed_in_place_and_lines_stand_above(terminal, capsys):
     long = "[bold]checkpoint[/] :smile: " + "x" * 120
     with terminal, Live(60) as live:
         live.update(1, FIELDS, math.nan)
         live.show_line(long)
         print("printed by another module")
-        live.advance(2)
+        print("warning", file=sys.stderr)
         live.update(3, {"loss": "loss 1.5"}, 9.0)
     first, second, bar, *report = draw(terminal.sent)
     assert (first, second) == (long, "printed by another module"), "no markup is read, no line is broken"
     assert bar.startswith("step 3/60 ")
     assert report == ["loss 1.5", "left 9s", ""]
-
-
-def test_errors_go_where_standard_error_goes(terminal, capsys):
-    with terminal, Live(60):
-        print("warning", file=sys.stderr)
-    assert capsys.readouterr().err == "warning\n"
-    assert "warning" not in terminal.sent
-
-
-def test_bar_moves_between_reports(terminal):
-    with terminal, Live(60) as live:
-        live.update(10, FIELDS, 60.0)
-        live.advance(13)
-    bar, report, *_ = draw(terminal.sent)
-    assert bar.startswith("step 13/60 ")
-    assert report == "loss 2.125  0.42 s/step"
-
-
-def test_time_left_counts_down_between_reports(terminal, monkeypatch):
-    now = [50.0]
-    monkeypatch.setattr(live_module.time, "monotonic", lambda: now[0])
-    with terminal, Live(60) as live:
-        live.update(10, FIELDS, 60.0)
-        now[0] += 47
-    assert draw(terminal.sent)[-2] == "left 13s"
+    assert capsys.readouterr().err == "warning\n", "errors go where standard error goes"
 
 
 def test_cursor_comes_back_after_an_error(terminal):
@@ -177,42 +151,20 @@ def test_phase_that_lasts_tells_done_total_and_time_left(hurried, capsys):
             time.sleep(0.05)
     out, err = capsys.readouterr()
     assert out == "", "results alone go to standard output"
-    *lines, last = err.splitlines()
-    assert lines[0] == "reading texts: 0 of 4 batches, 0s so far"
-    assert any(re.fullmatch(r"reading texts: [23] of 4 batches, left 0s", line) for line in lines)
-    assert last == "reading texts: done in 0s"
-
-
-def test_phase_without_a_total_tells_the_time_passed(hurried, capsys):
-    with live_module.phase("compiling", ends=False):
-        time.sleep(0.05)
-    lines = capsys.readouterr().err.splitlines()
-    assert lines and set(lines) == {"compiling: 0s"}
-
-
-def test_short_phase_tells_nothing(capsys):
-    with live_module.phase("reading texts", 4) as done:
-        done.advance()
-    assert capsys.readouterr() == ("", "")
+    first, *_, last = err.splitlines()
+    assert first == "reading texts: 0 of 4 batches, 0s so far" and last == "reading texts: done in 0s"
+    assert re.search(r"reading texts: [23] of 4 batches, left 0s", err)
 
 
 def test_innermost_phase_tells_and_one_that_failed_is_over(hurried, capsys):
     with live_module.phase("outer", ends=False):
-        with pytest.raises(OSError), live_module.phase("inner", 2) as done:
-            for _ in done.track(range(2)):
-                time.sleep(0.05)
-                raise OSError
+        with pytest.raises(OSError), live_module.phase("inner", 2):
+            time.sleep(0.05)
+            raise OSError
         inner = capsys.readouterr().err
         time.sleep(0.05)
     assert "outer" not in inner and "inner: 0 of 2" in inner
     assert set(capsys.readouterr().err.splitlines()) == {"outer: 0s"}
-
-
-def test_processes_beside_the_first_tell_no_phase(hurried, monkeypatch, capsys):
-    monkeypatch.setattr(live_module, "is_first_process", lambda: False)
-    with live_module.phase("reading texts", 4):
-        time.sleep(0.05)
-    assert capsys.readouterr().err == ""
 
 
 def test_phase_on_a_terminal_is_a_bar_that_is_wiped(terminal, hurried):
@@ -238,7 +190,7 @@ def test_phase_within_a_run_is_a_second_bar_of_its_view(terminal, hurried):
     assert not any("validation" in line for line in report)
 
 
-@pytest.mark.parametrize("given", ["soon", "0", "-1", "nan", "1e99"])
+@pytest.mark.parametrize("given", ["soon", "0", "nan"])
 def test_seconds_that_are_no_time_are_refused(monkeypatch, given):
     monkeypatch.setenv(live_module.SECONDS, given)
     with pytest.raises(UserError, match=f"{live_module.SECONDS}='{given}'"), live_module.phase("reading texts"):
