@@ -1,6 +1,5 @@
 import functools
 import json
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,8 +7,6 @@ import pytest
 from configs import base
 from lw_jax.core import config
 from lw_jax.core.errors import UserError
-
-PROJECT = Path(__file__).resolve().parents[3]
 
 
 def _values() -> Any:
