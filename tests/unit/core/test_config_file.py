@@ -28,7 +28,7 @@ def test_file_of_the_current_folder_comes_before_that_of_the_project(
 
 @pytest.mark.parametrize(
     ("name", "remedy"),
-    [("configs/smok.py", "configs/smoke.py"), ("~nobody_here/x.py", ""), ("configs/smoke", "Python")],
+    [("configs/smok.py", "configs/smoke.py"), ("~nobody_here/x.py", ""), ("configs/smoke", "")],
 )
 def test_missing_file_is_refused_with_the_nearest_one(name: str, remedy: str) -> None:
     with pytest.raises(UserError, match=f"--config {name}: .*{remedy}"):
