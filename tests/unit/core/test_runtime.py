@@ -76,8 +76,17 @@ def test_second_interrupt_stops_at_once():
             os.kill(os.getpid(), signal.SIGINT)
 
 
-def test_compile_cache_that_cannot_be_made_is_one_line(tmp_path, monkeypatch):
-    monkeypatch.delenv("JAX_COMPILATION_CACHE_DIR")
+def test_compile_cache_is_made_where_asked_or_refused(tmp_path, monkeypatch):
+    for name in ("JAX_COMPILATION_CACHE_DIR", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"):
+        monkeypatch.delenv(name)
+    made = {}
+    monkeypatch.setattr(jax.config, "update", made.__setitem__)
+    runtime.enable_compile_cache(tmp_path / "made" / "cache")
+    assert (tmp_path / "made" / "cache").is_dir()
+    assert made == {
+        "jax_compilation_cache_dir": str(tmp_path / "made" / "cache"),
+        "jax_persistent_cache_min_compile_time_secs": 0.0,
+    }
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match="LW_JAX_CACHE"):
         runtime.enable_compile_cache(tmp_path / "file" / "compiled")
